@@ -1,0 +1,69 @@
+"""What a backend is. A module with these names satisfies `Backend`; there is no base class to inherit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Progress, Recipe, Refusal, Target, Tensors, TensorSpec
+
+
+class Timer(Protocol):
+    """Times a region on the session's own clock: device events on a GPU, the monotonic clock on a CPU."""
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def elapsed_s(self) -> float:
+        """Seconds between start and stop; waits for the device if it must."""
+        ...
+
+
+class Session(Protocol):
+    """One execution context of a loaded engine. Order of calls: bind, upload, execute, download, synchronize, fetch."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    def bind(self, feeds: Tensors) -> None:
+        """Take the inputs of the next run; DataError unless names, dtypes and shapes are exactly what the engine takes."""
+        ...
+
+    def upload(self) -> None: ...
+    def execute(self) -> None: ...
+    def download(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def fetch(self) -> Tensors:
+        """The outputs of the last run; the caller owns the arrays."""
+        ...
+
+    def timer(self) -> Timer: ...
+    def close(self) -> None: ...
+
+
+class Loaded(Protocol):
+    """One engine in memory, weights once."""
+
+    def session(self, profile: int = 0) -> Session: ...
+    def close(self) -> None: ...
+
+
+class Backend(Protocol):
+    """A way to turn an ONNX graph into something that runs."""
+
+    PRECISIONS: frozenset[Precision]
+    DISTRIBUTIONS: tuple[str, ...]
+    """Packages whose versions are part of the cache key of what this backend builds."""
+
+    def probe(self) -> Target:
+        """This host as this backend sees it, without importing the heavy library where that can be avoided; raises BackendUnavailable."""
+        ...
+
+    def unsupported(self, model: OnnxModel, target: Target) -> tuple[Refusal, ...]:
+        """Every node this backend cannot run, found before any build."""
+        ...
+
+    def build(self, model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress) -> Engine: ...
+
+    def load(self, engine: Engine, device: str = "") -> Loaded:
+        """Weights into memory; raises BackendUnavailable with both sides printed if `engine.target` does not accept this host."""
+        ...

@@ -1,0 +1,268 @@
+"""The plan: one YAML file that says what to compile, on which data, within which limits.
+
+`load_plan` reads it once; paths inside are relative to the plan's own folder. Unknown keys are errors that suggest the near one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+
+from pipeline.core import CalibrationMethod, Frozen, Placement, Precision, Profile, TensorSpec
+from pipeline.errors import PlanError
+
+ONNX_SUFFIXES = (".onnx",)
+
+
+def _profiles_by_symbol(value: object) -> object:
+    """`[{batch: [1, 8, 64]}]` is how people write a profile; `{dims: ...}` is how it is stored."""
+    if isinstance(value, list | tuple):
+        return [{"dims": item} if isinstance(item, Mapping) and "dims" not in item else item for item in value]
+    return value
+
+
+class ModelConfig(Frozen):
+    """The source: `path:`, or `entrypoint:` with `weights:`."""
+
+    path: Path | None = None  # .onnx or .pt2
+    entrypoint: str | None = None  # module:function returning an nn.Module
+    python_path: Path = Path(".")  # where the module is imported from
+    weights: Path | None = None  # .safetensors
+    random_weights: str = ""  # why there are none, in words; needed when `weights` is absent
+    inputs: tuple[TensorSpec, ...] = ()
+    outputs: tuple[str, ...] = ()
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if (self.path is None) == (self.entrypoint is None):
+            raise ValueError("expected exactly one of `path` and `entrypoint`")
+        if self.entrypoint is not None and self.entrypoint.count(":") != 1:
+            raise ValueError(f"expected entrypoint `module:function`, got '{self.entrypoint}'")
+        if self.entrypoint is not None and self.weights is None and not self.random_weights:
+            raise ValueError("entrypoint without `weights`: give a .safetensors file, or say in `random_weights:` why there are none")
+        if self.path is not None and self.path.suffix not in (*ONNX_SUFFIXES, ".pt2"):
+            raise ValueError(f"expected a .onnx or .pt2 file, got '{self.path}'")
+        if (self.entrypoint is not None or self.path is not None and self.path.suffix == ".pt2") and not self.inputs:
+            raise ValueError("`inputs` is needed: name, dtype and shape of each input, in the order of the call")
+        return self
+
+
+class GeneratedData(Frozen):
+    """Random samples: for speed only, never for accuracy."""
+
+    generate: Literal["random"]
+    samples: int = Field(gt=0)
+    because: str = Field(min_length=1)  # why random data is acceptable here; goes into the report
+    seed: int = 0
+
+
+DataPaths = tuple[Path, ...] | GeneratedData
+
+
+def _paths(value: object) -> object:
+    return (value,) if isinstance(value, str | Path) else value
+
+
+DataSource = Annotated[DataPaths, BeforeValidator(_paths)]
+
+
+class DataConfig(Frozen):
+    """Three disjoint sets: a .npz file each, or a list of .npz files where samples differ in shape, or `generate: random`."""
+
+    calibration: DataSource | None = None
+    selection: DataSource | None = None
+    validation: DataSource | None = None
+
+
+class Thresholds(Frozen):
+    """Largest tensor error allowed against the reference; None = not checked."""
+
+    max_abs: float | None = None
+    mean_abs: float | None = None
+    min_cosine: float | None = 0.99
+    min_snr_db: float | None = None
+
+
+class AccuracyConfig(Frozen):
+    """The gate: how good is good enough."""
+
+    metric: str = "auto"  # top1, top5, cosine, module:function, or auto: top1 with labels, else cosine
+    output: str | None = None  # the output the metric reads; None = the first
+    max_drop: float = Field(default=0.01, ge=0)  # in units of the metric, against the reference
+    thresholds: Thresholds = Thresholds()
+    per_output: dict[str, Thresholds] = Field(default_factory=dict)
+
+
+class CandidateConfig(Frozen):
+    """One candidate to try. What is left out is chosen for this host."""
+
+    backend: str
+    precision: Precision
+    method: Literal["auto", "entropy", "minmax", "percentile"] = "auto"  # int8 only
+    activation: Literal["auto", "int8", "uint8"] = "auto"
+    weight_bits: Literal[7, 8] | None = None
+    quantizer: Literal["crucible", "nncf"] = "crucible"
+    placement: Placement = Placement()
+    keep_fp32: tuple[str, ...] = ()
+    compute_capability: str | None = None
+
+
+class ExportConfig(Frozen):
+    opset: int = Field(default=20, ge=13, le=26)
+    exporter: Literal["auto", "dynamo", "torchscript"] = "auto"
+
+
+class SimplifyConfig(Frozen):
+    enabled: bool = True
+    timeout_s: float = Field(default=600, gt=0)
+
+
+class CalibrationConfig(Frozen):
+    samples: int | None = Field(default=None, gt=0)  # None = all of the set
+    batch: int = Field(default=16, gt=0)
+    percentile: float = Field(default=99.99, gt=50, le=100)
+    language_model: bool = False  # `auto` then means min-max
+
+
+class BenchmarkConfig(Frozen):
+    """How long and at which sizes to measure."""
+
+    sizes: tuple[dict[str, int], ...] = ()  # sizes of the symbols; empty: every profile's opt
+    duration_s: float = Field(default=3.0, gt=0)  # of measuring, per candidate and size
+    warmup_s: float = Field(default=0.2, ge=0)
+    warmup_runs: int = Field(default=10, ge=0)
+    threads: int = Field(default=0, ge=0)  # 0 = all cores
+    baselines: tuple[Literal["eager", "traced", "compile"], ...] = ("eager",)
+
+
+class Plan(Frozen):
+    """Everything `crucible compile` needs to know."""
+
+    name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$")
+    model: ModelConfig
+    profiles: Annotated[tuple[Profile, ...], BeforeValidator(_profiles_by_symbol)] = ()
+    data: DataConfig = DataConfig()
+    accuracy: AccuracyConfig = AccuracyConfig()
+    candidates: tuple[CandidateConfig, ...] = ()  # empty: all that this host can build and run
+    export: ExportConfig = ExportConfig()
+    simplify: SimplifyConfig = SimplifyConfig()
+    calibration: CalibrationConfig = CalibrationConfig()
+    benchmark: BenchmarkConfig = BenchmarkConfig()
+
+
+def load_plan(path: Path, overrides: Iterable[str] = ()) -> Plan:
+    """Read a plan and apply `a.b=value` overrides (values are YAML). Raises PlanError with the line or key at fault."""
+    if not path.is_file():
+        raise PlanError(f"no plan at '{path}'", "give the path of a YAML plan or of an .onnx model; configs/ holds examples")
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise PlanError(f"'{path}' is not valid YAML: {error}", "mend the line named above") from error
+    return plan_from_document(document, base=path.resolve().parent, name=path.stem, overrides=overrides)
+
+
+def plan_from_model(path: Path, overrides: Iterable[str] = ()) -> Plan:
+    """The plan that `crucible compile model.onnx` stands for: all defaults, no data."""
+    document = {"model": {"path": str(path.resolve())}}
+    return plan_from_document(document, base=Path.cwd(), name=path.stem, overrides=overrides)
+
+
+def plan_from_document(document: object, base: Path, name: str = "", overrides: Iterable[str] = ()) -> Plan:
+    """Check a parsed plan; relative paths are taken from `base`."""
+    if not isinstance(document, dict):
+        raise PlanError(f"expected a plan of `key: value` lines, got {type(document).__name__}", "see configs/digits.yaml for an example")
+    for override in overrides:
+        _apply_override(document, override)
+    document.setdefault("name", "".join(c if c.isalnum() or c in "_.-" else "-" for c in name))
+    try:
+        plan = Plan.model_validate(document)
+    except ValidationError as error:
+        raise PlanError(_explain(error), "correct the plan; docs/plan.md lists every key") from error
+    return _with_absolute_paths(plan, base)
+
+
+def _apply_override(document: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise PlanError(f"expected --set a.b=value, got '{override}'", "for example --set accuracy.max_drop=0.02")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise PlanError(f"--set {key}: '{text}' is not a YAML value: {error}", "quote it for the shell") from error
+    *parents, last = key.split(".")
+    node: Any = document
+    for part in parents:
+        node = _index(node, part, key) if isinstance(node, list) else node.setdefault(part, {})
+        if not isinstance(node, dict | list):
+            raise PlanError(f"--set {key}: '{part}' is a plain value", "check the key; docs/plan.md lists every key")
+    if isinstance(node, list):
+        _index(node, last, key)
+        node[int(last)] = value
+    else:
+        node[last] = value
+
+
+def _index(node: list[Any], part: str, key: str) -> Any:
+    if not part.isdigit() or int(part) >= len(node):
+        raise PlanError(f"--set {key}: '{part}' is not an index below {len(node)}", "lists are indexed from 0")
+    return node[int(part)]
+
+
+def _with_absolute_paths(plan: Plan, base: Path) -> Plan:
+    def absolute(path: Path | None) -> Path | None:
+        return None if path is None else (base / path.expanduser()).resolve()
+
+    def source(value: DataPaths | None) -> DataPaths | None:
+        return tuple((base / p.expanduser()).resolve() for p in value) if isinstance(value, tuple) else value
+
+    model = plan.model.model_copy(
+        update={
+            "path": absolute(plan.model.path),
+            "weights": absolute(plan.model.weights),
+            "python_path": absolute(plan.model.python_path),
+        }
+    )
+    data = DataConfig(**{role: source(getattr(plan.data, role)) for role in DataConfig.model_fields})
+    return plan.model_copy(update={"model": model, "data": data})
+
+
+def _explain(error: ValidationError) -> str:
+    """All faults of a plan, one sentence each, with the near key where one is misspelt."""
+    sentences = []
+    for fault in error.errors():
+        where = ".".join(str(part) for part in fault["loc"]) or "plan"
+        if fault["type"] == "extra_forbidden":
+            known = _known_keys(Plan, fault["loc"][:-1])
+            near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1, cutoff=0.5)
+            hint = f"did you mean '{near[0]}'?" if near else f"expected one of {', '.join(sorted(known))}"
+            sentences.append(f"unknown key '{where}': {hint}")
+        else:
+            message = fault["msg"].removeprefix("Value error, ")
+            shown = "" if isinstance(fault["input"], dict | list) else f" (got {fault['input']!r})"
+            sentences.append(f"{where}: {message}{shown}")
+    return "; ".join(dict.fromkeys(sentences))
+
+
+def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """The keys allowed at this place of the plan, found by walking the models' annotations."""
+    current: Any = model
+    for part in location:
+        models = list(_models_in(current.model_fields[part].annotation)) if part in current.model_fields else []
+        current = models[0] if models else current
+    return list(current.model_fields)
+
+
+def _models_in(annotation: Any) -> Iterable[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif typing.get_origin(annotation) is not None or isinstance(annotation, types.UnionType):
+        for argument in typing.get_args(annotation):
+            yield from _models_in(argument)

@@ -1,0 +1,326 @@
+"""The vocabulary: every value that crosses from one part of the pipeline to another. Imports nothing of ours.
+
+    ModelSource -> OnnxModel -> OnnxModel (simplified) -> OnnxModel (converted, by a Recipe) -> Engine
+
+Values written to disk are frozen pydantic models; values that stay in memory are frozen dataclasses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Tensors = Mapping[str, NDArray[np.generic]]
+"""Tensors by name, as host arrays."""
+
+Progress = Callable[[float | None, str], None]
+"""Called by long work with the fraction done (0 to 1, or None if unknown) and a short text."""
+
+
+def silent(fraction: float | None, text: str) -> None:
+    """Ignore progress: the default of every stage."""
+
+
+class Frozen(BaseModel):
+    """Base of all values that are written to disk: immutable, and unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=False)
+
+
+class Precision(StrEnum):
+    """The precision in which the heavy operators of an engine run."""
+
+    FP32 = "fp32"
+    TF32 = "tf32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    INT8 = "int8"
+
+
+class CalibrationMethod(StrEnum):
+    """How activation ranges are chosen from the calibration samples."""
+
+    ENTROPY = "entropy"
+    MINMAX = "minmax"
+    PERCENTILE = "percentile"
+
+
+Dim = Annotated[int, Field(ge=0)] | str
+"""One dimension: a size, or the name of a symbol."""
+
+
+class TensorSpec(Frozen):
+    """Name, dtype and shape of one input or output."""
+
+    name: str
+    dtype: str  # numpy's name ("float32", "int64", "bool"), or "bfloat16"
+    shape: tuple[Dim, ...]  # str = symbolic, () = scalar
+    location: Literal["device", "host"] = "device"  # host = a shape tensor, read by the builder on the CPU
+    kind: Literal["static", "dynamic", "data-dependent"] = "static"  # data-dependent: known only after running (NonZero)
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """The symbolic dimensions, in order, each once."""
+        return tuple(dict.fromkeys(dim for dim in self.shape if isinstance(dim, str)))
+
+    def resolve(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The concrete shape for these sizes of the symbols; KeyError names a symbol without a size."""
+        return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.shape)
+
+
+class DimRange(Frozen):
+    """Smallest, most usual and largest size of one symbolic dimension. Written as {min, opt, max} or [min, opt, max]."""
+
+    min: int = Field(ge=0)
+    opt: int
+    max: int
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_list(cls, value: object) -> object:
+        if isinstance(value, list | tuple) and len(value) == 3:
+            return dict(zip(("min", "opt", "max"), value, strict=True))
+        if isinstance(value, int):
+            return {"min": value, "opt": value, "max": value}
+        return value
+
+    @model_validator(mode="after")
+    def _ordered(self) -> DimRange:
+        if not self.min <= self.opt <= self.max:
+            raise ValueError(f"expected min <= opt <= max, got min {self.min}, opt {self.opt}, max {self.max}")
+        return self
+
+
+Point = Literal["min", "opt", "max"]
+
+
+class Profile(Frozen):
+    """A range of shapes an engine accepts: one DimRange per symbol. Inputs that share a symbol always agree."""
+
+    dims: dict[str, DimRange] = Field(default_factory=dict)
+
+    def sizes(self, point: Point) -> dict[str, int]:
+        """Size of every symbol at min, opt or max."""
+        return {name: int(getattr(dim, point)) for name, dim in self.dims.items()}
+
+    def odd_sizes(self) -> dict[str, int]:
+        """Sizes inside the ranges, odd where a range holds an odd number, that are none of min, opt, max where possible."""
+        return {name: _odd_size(dim) for name, dim in self.dims.items()}
+
+    def holds(self, sizes: Mapping[str, int]) -> bool:
+        """Whether every symbol of this profile lies within its range."""
+        return all(dim.min <= sizes.get(name, dim.opt) <= dim.max for name, dim in self.dims.items())
+
+
+def _odd_size(dim: DimRange) -> int:
+    inside = [n for n in range(dim.min + 1, min(dim.max, dim.min + 64)) if n != dim.opt]
+    odd = [n for n in inside if n % 2 == 1]
+    candidates = odd or inside or [dim.max]
+    return candidates[len(candidates) // 2]
+
+
+def sizes_from_shapes(specs: tuple[TensorSpec, ...], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int] | str:
+    """The size of every symbol, read off concrete shapes; a sentence instead if they contradict the specs."""
+    sizes: dict[str, int] = {}
+    for spec in specs:
+        shape = shapes[spec.name]
+        if len(shape) != len(spec.shape):
+            return f"input '{spec.name}' has rank {len(shape)} {shape}, expected rank {len(spec.shape)} {spec.shape}"
+        for dim, size in zip(spec.shape, shape, strict=True):
+            if isinstance(dim, int) and dim != size:
+                return f"input '{spec.name}' has shape {shape}, expected {spec.shape}"
+            if isinstance(dim, str) and sizes.setdefault(dim, size) != size:
+                return f"input '{spec.name}' gives '{dim}' = {size}, another input gives {sizes[dim]}"
+    return sizes
+
+
+class Target(Frozen):
+    """The host and library an engine was built for; an engine runs only where `accepts` says so."""
+
+    backend: str
+    version: str  # of the backend's library
+    device: str  # CPU model or GPU name
+    cpu_flags: tuple[str, ...] = ()  # the instruction sets that change generated code, sorted
+    compute_capability: str | None = None  # "8.9"; None on CPU
+    driver: str | None = None
+
+    def accepts(self, host: Target) -> tuple[str, ...]:
+        """Reasons why `host` cannot run an engine built for this target; empty means it can."""
+        reasons = []
+        for field in ("backend", "version", "compute_capability"):
+            mine, theirs = getattr(self, field), getattr(host, field)
+            if mine != theirs:
+                reasons.append(f"engine needs {field.replace('_', ' ')} {mine}, this host has {theirs}")
+        missing = sorted(set(self.cpu_flags) - set(host.cpu_flags))
+        if missing:
+            reasons.append(f"engine was built for CPU flags {', '.join(missing)}, which this host lacks")
+        return tuple(reasons)
+
+
+class Placement(Frozen):
+    """Where Q/DQ pairs go; each switch is one rule of docs/accuracy.md."""
+
+    conv: bool = True
+    matmul_weight: bool = True  # Gemm, and MatMul with a weight on one side
+    matmul_activations: bool = False  # MatMul of two activations (attention scores)
+    residual_add: bool = True  # both inputs of an Add of two activations
+    last_layer: bool = False  # the classifier
+    per_channel: bool = True  # weights; activations are always per tensor
+
+
+class Recipe(Frozen):
+    """One candidate: which backend, which precision, and how the graph is rewritten for it."""
+
+    backend: str
+    precision: Precision
+    realised_in: Literal["graph", "runtime"] = "graph"  # runtime: the backend is told (OpenVINO bf16), the graph stays fp32
+    method: CalibrationMethod | None = None  # int8 only
+    activation: Literal["int8", "uint8"] = "int8"  # int8: zero point 0; uint8: asymmetric
+    weight_bits: Literal[7, 8] = 8  # 7 where 8-bit dot products can saturate (x86 without VNNI)
+    quantizer: Literal["crucible", "nncf"] = "crucible"
+    rest: Precision = Precision.FP32  # precision of what is not quantised
+    placement: Placement = Placement()
+    keep_fp32: tuple[str, ...] = ()  # node names kept in fp32 (fnmatch patterns)
+    compute_capability: str | None = None  # for a backend that builds for a GPU that is not here
+    variant: str = ""  # of the pytorch baselines: eager, traced, compile
+
+    @property
+    def label(self) -> str:
+        """Short name for tables: `onnxruntime int8 entropy u8s8`."""
+        parts = [self.backend, self.variant, str(self.precision)]
+        if self.precision is Precision.INT8:
+            scheme = "nncf" if self.quantizer == "nncf" else f"{self.activation[0]}8s{self.weight_bits}"
+            parts += [str(self.method or ""), scheme]
+        if self.keep_fp32:
+            parts.append(f"keep {len(self.keep_fp32)}")
+        if self.compute_capability:
+            parts.append(f"sm_{self.compute_capability.replace('.', '')}")
+        return " ".join(part for part in parts if part)
+
+
+class Provenance(Frozen):
+    """Where an artifact came from: enough to make it again."""
+
+    stage: str
+    stage_version: int
+    inputs: tuple[str, ...]  # digests of what went in
+    options: str  # canonical JSON
+    tools: dict[str, str]  # library -> version
+    target: Target | None = None
+    created: str  # UTC, ISO 8601
+    seconds: float
+
+
+class ModelSource(Frozen):
+    """A trained model as its user has it. Exactly one of `path` and `entrypoint`."""
+
+    path: Path | None = None  # .onnx or .pt2
+    entrypoint: str | None = None  # module:function, returns an nn.Module
+    python_path: Path | None = None  # folder the module is imported from
+    weights: Path | None = None  # .safetensors; None = the weights the entrypoint returns (the plan must say so in words)
+    inputs: tuple[TensorSpec, ...] = ()  # empty for .onnx: read from the graph
+    outputs: tuple[str, ...] = ()  # names for the outputs; empty: the exporter's
+    seed: int = 0
+    digest: str = ""  # of all content: file, weights, source text of the entrypoint's package
+
+    @property
+    def kind(self) -> Literal["entrypoint", "pt2", "onnx"]:
+        if self.path is None:
+            return "entrypoint"
+        return "pt2" if self.path.suffix == ".pt2" else "onnx"
+
+
+class Artifact(Frozen):
+    """A value with files of its own: `root` is its folder in the store and is not part of its content."""
+
+    root: Path = Field(exclude=True)
+    file: str  # the main file, relative to root
+
+    @property
+    def path(self) -> Path:
+        return self.root / self.file
+
+
+class Note(Frozen):
+    """Something the user should read: a fallback, a roll-back, a warning."""
+
+    stage: str
+    text: str
+    level: Literal["info", "warning"] = "warning"
+
+
+class OnnxModel(Artifact):
+    """An ONNX file with its interface; external data lies beside it."""
+
+    digest: str  # of the graph and all its weights
+    opset: int
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    precision: Precision = Precision.FP32
+    notes: tuple[Note, ...] = ()
+
+
+class TensorRange(Frozen):
+    """What calibration saw of one tensor: signed bounds (never only amax), and where the values lie."""
+
+    minimum: float  # smallest value seen
+    maximum: float
+    low: float  # the range the method chose; equals minimum and maximum for min-max
+    high: float
+    histogram: tuple[int, ...] = ()  # counts in equal bins from minimum to maximum
+    count: int = 0  # values seen
+    nonfinite: int = 0
+
+
+class CalibrationTable(Artifact):
+    """Ranges of every float activation, by tensor name. `file` is table.json, made to be read by people."""
+
+    method: CalibrationMethod
+    set_digest: str
+    samples: int
+    ranges: dict[str, TensorRange]
+    notes: tuple[Note, ...] = ()
+
+
+class BuildOptions(Frozen):
+    """What a backend may use while building and running."""
+
+    profiles: tuple[Profile, ...]
+    threads: int = Field(default=0, ge=0)  # 0 = all cores this process may use
+
+
+class Engine(Artifact):
+    """A built engine: everything needed to load it, and to refuse to."""
+
+    digest: str
+    target: Target
+    recipe: Recipe
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    profiles: tuple[Profile, ...]
+    threads: int
+    size_bytes: int
+    notes: tuple[Note, ...] = ()
+
+
+class Refusal(Frozen):
+    """One node that a backend cannot run, and what would help."""
+
+    node: str
+    operator: str  # domain::type
+    opset: int
+    reason: str
+    remedy: str
+
+
+def bytes_of(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
+    """Size in bytes of a tensor of this spec at these symbol sizes."""
+    item = 2 if spec.dtype == "bfloat16" else np.dtype(spec.dtype).itemsize
+    return item * math.prod(spec.resolve(sizes))

@@ -1,0 +1,86 @@
+"""The exception tree. A message says what was expected, what came, and what to do next.
+
+    CrucibleError
+    ├── UserError              the request cannot work as written              exit code 1
+    │   ├── PlanError          plan.invalid         the plan or the command line
+    │   ├── ModelError         model.invalid        the model file, its interface, its operators
+    │   ├── DataError          data.invalid         calibration, selection or validation data
+    │   └── UnsupportedError   backend.unsupported  a precision or node the backend lacks
+    ├── HostError              this machine cannot do it                       exit code 1
+    │   ├── BackendUnavailable backend.unavailable  a library or device is missing
+    │   ├── DiskFull           host.disk_full
+    │   ├── ChildDied          host.child_died      a child process ended by a signal, out of memory, or out of time
+    │   └── StoreError         host.store           the store cannot be used
+    └── InternalError          our bug                                         exit code 3
+
+An engine that is slow or wrong is not an exception: it is a verdict in the report (exit code 2).
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+
+class CrucibleError(Exception):
+    """Base of all errors we raise on purpose. `code` is stable; `next_step` is a sentence a user can act on."""
+
+    code = "internal"
+    exit_code = 3
+
+    def __init__(self, message: str, next_step: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.next_step = next_step
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:  # crosses process boundaries whole
+        return (type(self), (self.message, self.next_step))
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  next: {self.next_step}" if self.next_step else self.message
+
+
+class UserError(CrucibleError):
+    code = "user"
+    exit_code = 1
+
+
+class PlanError(UserError):
+    code = "plan.invalid"
+
+
+class ModelError(UserError):
+    code = "model.invalid"
+
+
+class DataError(UserError):
+    code = "data.invalid"
+
+
+class UnsupportedError(UserError):
+    code = "backend.unsupported"
+
+
+class HostError(CrucibleError):
+    code = "host"
+    exit_code = 1
+
+
+class BackendUnavailable(HostError):
+    code = "backend.unavailable"
+
+
+class DiskFull(HostError):
+    code = "host.disk_full"
+
+
+class ChildDied(HostError):
+    code = "host.child_died"
+
+
+class StoreError(HostError):
+    code = "host.store"
+
+
+class InternalError(CrucibleError):
+    code = "internal"
+    exit_code = 3
