@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
-from pipeline.core import CalibrationMethod, Frozen, Placement, Precision, Profile, TensorSpec
+from pipeline.core import Frozen, Placement, Precision, Profile, TensorSpec
 from pipeline.errors import PlanError
 
 ONNX_SUFFIXES = (".onnx",)
@@ -33,7 +33,7 @@ class ModelConfig(Frozen):
 
     path: Path | None = None  # .onnx or .pt2
     entrypoint: str | None = None  # module:function returning an nn.Module
-    python_path: Path = Path(".")  # where the module is imported from
+    python_path: Path = Path()  # where the module is imported from
     weights: Path | None = None  # .safetensors
     random_weights: str = ""  # why there are none, in words; needed when `weights` is absent
     inputs: tuple[TensorSpec, ...] = ()
@@ -50,7 +50,7 @@ class ModelConfig(Frozen):
             raise ValueError("entrypoint without `weights`: give a .safetensors file, or say in `random_weights:` why there are none")
         if self.path is not None and self.path.suffix not in (*ONNX_SUFFIXES, ".pt2"):
             raise ValueError(f"expected a .onnx or .pt2 file, got '{self.path}'")
-        if (self.entrypoint is not None or self.path is not None and self.path.suffix == ".pt2") and not self.inputs:
+        if (self.entrypoint is not None or (self.path is not None and self.path.suffix == ".pt2")) and not self.inputs:
             raise ValueError("`inputs` is needed: name, dtype and shape of each input, in the order of the call")
         return self
 

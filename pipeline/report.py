@@ -1,0 +1,152 @@
+"""What a compile proved, as data: the models behind report.json. `render.py` draws them as Markdown and HTML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from pipeline.config import Plan
+from pipeline.core import Engine, Frozen, Note, Recipe
+from pipeline.measure import Environment, Interval, Samples
+
+SCHEMA_VERSION = 1
+
+Verdict = Literal["accepted", "unproven", "rejected"]
+
+
+class OutputError(Frozen):
+    """Errors of one output over all samples, against the reference."""
+
+    output: str
+    max_abs: float
+    mean_abs: float
+    max_rel: float
+    cosine: float  # smallest over samples
+    snr_db: float  # signal to noise over all samples
+    nan: int  # values that are NaN in the candidate and not in the reference
+    inf: int
+    worst_sample: int  # index into the set
+    passed: bool
+    failures: tuple[str, ...] = ()  # each threshold that was broken: asked and got
+
+
+class MetricResult(Frozen):
+    """A task metric of candidate and reference on the same samples; the drop is reference minus candidate."""
+
+    name: str
+    reference: float
+    candidate: float
+    drop: float
+    interval: Interval  # 95 % bootstrap interval of the drop, paired by sample
+    max_drop: float
+    passed: bool
+
+
+class ValidationReport(Frozen):
+    """Whether one engine still gives the right answers on one set."""
+
+    role: Literal["selection", "validation", "generated"]
+    set_digest: str
+    samples: int
+    outputs: tuple[OutputError, ...]
+    metric: MetricResult | None = None  # None: no data
+    failures: tuple[str, ...] = ()  # missing or renamed outputs, shapes, dtypes, NaN, thresholds, the metric
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+
+class LatencyRow(Frozen):
+    """One engine at one shape."""
+
+    sizes: dict[str, int]
+    end_to_end: Samples  # bind to fetch, host clock
+    upload: Samples
+    compute: Samples
+    download: Samples
+    throughput_per_s: float  # samples (rows of the batch axis; 1 where there is none) per second, at the median
+    flops_per_s: float | None  # None: the graph's FLOPs are unknown
+    bytes_per_s: float | None
+    ratio: Interval | None = None  # baseline median / this median, with its 95 % interval; None for the baseline itself
+    peak_memory_bytes: int = 0  # of the child process
+
+
+class BenchmarkReport(Frozen):
+    """All rows of one engine, and how they were measured."""
+
+    label: str
+    rows: tuple[LatencyRow, ...]
+    notes: tuple[Note, ...] = ()
+
+
+class Step(Frozen):
+    """One stage of the compile as it ran."""
+
+    stage: str
+    subject: str  # candidate's label, or empty
+    seconds: float  # of work; when reused, the seconds it took then
+    reused: bool
+    created: str  # UTC; of the artifact, so that a reused one shows its date
+    digest: str
+
+
+class OperatorTable(Frozen):
+    """Operators of the graph at one point of the line."""
+
+    stage: str
+    operators: dict[str, int]
+    size_bytes: int
+
+
+State = Literal["measured", "failed accuracy", "built", "refused", "failed"]
+
+
+class Candidate(Frozen):
+    """One recipe's way through the line, as far as it came."""
+
+    label: str
+    recipe: Recipe
+    state: State  # built: runs on other hosts only
+    reason: str = ""  # why it did not come further
+    engine: Engine | None = None
+    selection: ValidationReport | None = None
+    benchmark: BenchmarkReport | None = None
+
+
+class Report(Frozen):
+    """Everything a sceptic needs: the plan, what was done, what was measured, what was decided and why."""
+
+    schema_version: int = SCHEMA_VERSION
+    name: str
+    created: str
+    command: str  # repeats this compile exactly
+    plan: Plan
+    environment: Environment
+    steps: tuple[Step, ...]
+    operators: tuple[OperatorTable, ...]
+    reference: str  # what the accuracy reference is: "PyTorch eager fp32", "ONNX Runtime fp32"
+    baseline: BenchmarkReport | None
+    baselines: tuple[BenchmarkReport, ...] = ()  # further baselines: traced, compile
+    candidates: tuple[Candidate, ...]
+    winner: str | None = None  # a candidate's label
+    ratio: Interval | None = None  # of the winner to the baseline, at the first benchmarked shape
+    validation: ValidationReport | None = None  # of the winner, on the validation set
+    verdict: Verdict
+    reasons: tuple[str, ...] = ()
+    next_steps: tuple[str, ...] = ()
+    nearest_miss: str | None = None
+    notes: tuple[Note, ...] = ()
+    benchmarked: str = Field(default="", description="UTC date of the latency figures; older than `created` if reused")
+
+
+class ReportFiles(Frozen):
+    """Where a report lies."""
+
+    folder: Path
+    json_file: Path
+    markdown_file: Path
+    html_file: Path
