@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import difflib
+import os
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import platformdirs
 import yaml
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
@@ -35,7 +37,7 @@ class ModelConfig(Frozen):
     entrypoint: str | None = None  # module:function returning an nn.Module
     python_path: Path = Path()  # where the module is imported from
     weights: Path | None = None  # .safetensors
-    random_weights: str = ""  # why there are none, in words; needed when `weights` is absent
+    weights_from: str = ""  # where the weights come from when there is no file, in words; goes into the report
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[str, ...] = ()
     seed: int = 0
@@ -46,8 +48,8 @@ class ModelConfig(Frozen):
             raise ValueError("expected exactly one of `path` and `entrypoint`")
         if self.entrypoint is not None and self.entrypoint.count(":") != 1:
             raise ValueError(f"expected entrypoint `module:function`, got '{self.entrypoint}'")
-        if self.entrypoint is not None and self.weights is None and not self.random_weights:
-            raise ValueError("entrypoint without `weights`: give a .safetensors file, or say in `random_weights:` why there are none")
+        if self.entrypoint is not None and self.weights is None and not self.weights_from:
+            raise ValueError("entrypoint without `weights`: give a .safetensors file, or say in `weights_from:` where the weights come from")
         if self.path is not None and self.path.suffix not in (*ONNX_SUFFIXES, ".pt2"):
             raise ValueError(f"expected a .onnx or .pt2 file, got '{self.path}'")
         if (self.entrypoint is not None or (self.path is not None and self.path.suffix == ".pt2")) and not self.inputs:
@@ -61,7 +63,7 @@ class GeneratedData(Frozen):
     generate: Literal["random"]
     samples: int = Field(gt=0)
     because: str = Field(min_length=1)  # why random data is acceptable here; goes into the report
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
 
 
 DataPaths = tuple[Path, ...] | GeneratedData
@@ -96,6 +98,7 @@ class AccuracyConfig(Frozen):
 
     metric: str = "auto"  # top1, top5, cosine, module:function, or auto: top1 with labels, else cosine
     output: str | None = None  # the output the metric reads; None = the first
+    python_path: Path = Path()  # where the module of a user metric is imported from
     max_drop: float = Field(default=0.01, ge=0)  # in units of the metric, against the reference
     thresholds: Thresholds = Thresholds()
     per_output: dict[str, Thresholds] = Field(default_factory=dict)
@@ -158,6 +161,11 @@ class Plan(Frozen):
     benchmark: BenchmarkConfig = BenchmarkConfig()
 
 
+def home() -> Path:
+    """Where the store lies: $CRUCIBLE_HOME, else the user's data directory."""
+    return Path(os.environ.get("CRUCIBLE_HOME") or platformdirs.user_data_dir("crucible")).expanduser()
+
+
 def load_plan(path: Path, overrides: Iterable[str] = ()) -> Plan:
     """Read a plan and apply `a.b=value` overrides (values are YAML). Raises PlanError with the line or key at fault."""
     if not path.is_file():
@@ -187,6 +195,11 @@ def plan_from_document(document: object, base: Path, name: str = "", overrides: 
     except ValidationError as error:
         raise PlanError(_explain(error), "correct the plan; docs/plan.md lists every key") from error
     return _with_absolute_paths(plan, base)
+
+
+def override_plan(plan: Plan, overrides: Iterable[str]) -> Plan:
+    """A checked plan with `a.b=value` overrides applied; relative paths in them are taken from the working folder."""
+    return plan_from_document(plan.model_dump(mode="json"), base=Path.cwd(), overrides=overrides)
 
 
 def _apply_override(document: dict[str, Any], override: str) -> None:
@@ -231,7 +244,8 @@ def _with_absolute_paths(plan: Plan, base: Path) -> Plan:
         }
     )
     data = DataConfig(**{role: source(getattr(plan.data, role)) for role in DataConfig.model_fields})
-    return plan.model_copy(update={"model": model, "data": data})
+    accuracy = plan.accuracy.model_copy(update={"python_path": absolute(plan.accuracy.python_path)})
+    return plan.model_copy(update={"model": model, "data": data, "accuracy": accuracy})
 
 
 def _explain(error: ValidationError) -> str:

@@ -274,7 +274,7 @@ class TensorRange(Frozen):
     maximum: float
     low: float  # the range the method chose; equals minimum and maximum for min-max
     high: float
-    histogram: tuple[int, ...] = ()  # counts in equal bins from minimum to maximum
+    histogram: tuple[int, ...] = ()  # counts in equal bins over [-l, l), l a power of two; of large tensors a part of the values
     count: int = 0  # values seen
     nonfinite: int = 0
 

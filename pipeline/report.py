@@ -24,9 +24,9 @@ class OutputError(Frozen):
     mean_abs: float
     max_rel: float
     cosine: float  # smallest over samples
-    snr_db: float  # signal to noise over all samples
-    nan: int  # values that are NaN in the candidate and not in the reference
-    inf: int
+    snr_db: float  # signal to noise over all samples; 200 = identical
+    nan: int  # values that are NaN on one side only; they count here, not in the errors above
+    inf: int  # values that are infinite on one side only, or of the other sign
     worst_sample: int  # index into the set
     passed: bool
     failures: tuple[str, ...] = ()  # each threshold that was broken: asked and got
@@ -51,7 +51,7 @@ class ValidationReport(Frozen):
     set_digest: str
     samples: int
     outputs: tuple[OutputError, ...]
-    metric: MetricResult | None = None  # None: no data
+    metric: MetricResult | None = None  # None: no data, or a score was NaN (then a failure says so)
     failures: tuple[str, ...] = ()  # missing or renamed outputs, shapes, dtypes, NaN, thresholds, the metric
     notes: tuple[Note, ...] = ()
 
@@ -81,6 +81,20 @@ class BenchmarkReport(Frozen):
     label: str
     rows: tuple[LatencyRow, ...]
     notes: tuple[Note, ...] = ()
+
+
+class BenchmarkFailure(Frozen):
+    """An engine that could not be measured."""
+
+    label: str
+    reason: str
+
+
+class Benchmarks(Frozen):
+    """All that ran in one interleaved run, in the order asked for."""
+
+    created: str  # UTC
+    results: tuple[BenchmarkReport | BenchmarkFailure, ...]
 
 
 class Step(Frozen):

@@ -1,0 +1,186 @@
+"""TensorRT-RTX: builds an engine for a named GPU generation on a host without any GPU. Running such an engine comes with GPU support.
+
+Networks are strongly typed: every precision is written in the graph, and TF32 is switched off, so that fp32 means fp32.
+No timing cache is ever made: that would need the GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from pipeline.backends.base import Loaded
+from pipeline.backends.trt_parser import Parsed, count_float64, messages_of, parse, refusals, sentence
+from pipeline.core import BuildOptions, Engine, Note, OnnxModel, Point, Precision, Profile, Progress, Recipe, Refusal, Target, TensorSpec, silent
+from pipeline.errors import BackendUnavailable, PlanError, UnsupportedError
+from pipeline.gpu import Gpus, find_gpus
+
+PRECISIONS = frozenset({Precision.FP32, Precision.FP16, Precision.BF16, Precision.INT8})
+DISTRIBUTIONS = ("tensorrt-rtx",)
+CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
+MINIMUM_DRIVER = 580  # the first for CUDA 13, which the PyPI package is built with
+FILE = "engine.rtx"
+CHATTER = ("Int64 binding", "logger passed into")  # warnings that tell a user of ours nothing
+POINTS: tuple[Point, ...] = ("min", "opt", "max")
+
+
+def probe() -> Target:
+    """This host as a place to build: a GPU is not needed, so `compute_capability` is None where there is none."""
+    version = _version()
+    gpus = find_gpus().devices
+    if not gpus:
+        return Target(backend="tensorrt_rtx", version=version, device="no GPU: builds for others")
+    first = gpus[0]
+    return Target(backend="tensorrt_rtx", version=version, device=first.name, compute_capability=first.compute_capability, driver=first.driver)
+
+
+def unsupported(model: OnnxModel, target: Target) -> tuple[Refusal, ...]:
+    return refusals(_library(), model)
+
+
+def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent) -> Engine:
+    """Build for `recipe.compute_capability`; the graph must already be in the recipe's precision. One file under `out`."""
+    capability = _capability(recipe)
+    _check_precision(model, recipe)
+    trt = _library()
+    progress(None, f"parsing for compute capability {capability}")
+    parsed = parse(trt, model.path.read_bytes(), model.path)
+    if parsed.faults:
+        said = "; ".join(f"{fault.operator} '{fault.node}': {fault.reason}" for fault in parsed.faults)
+        raise UnsupportedError(f"TensorRT-RTX cannot take this model: {said}", "list every node with `crucible inspect MODEL --backend tensorrt_rtx`")
+    config = _config(trt, parsed, capability, _shapes(model.inputs, options.profiles))
+    progress(None, f"building for compute capability {capability}")
+    plan = parsed.builder.build_serialized_network(parsed.network, config)
+    if plan is None:
+        raise _build_error(trt, capability)
+    data = bytes(plan)
+    (out / FILE).write_bytes(data)
+    return Engine(
+        root=out,
+        file=FILE,
+        digest=hashlib.sha256(data).hexdigest(),
+        target=Target(backend="tensorrt_rtx", version=_version(), device=f"GPU of compute capability {capability}", compute_capability=capability),
+        recipe=recipe,
+        inputs=model.inputs,
+        outputs=model.outputs,
+        profiles=options.profiles,
+        threads=options.threads,
+        size_bytes=len(data),
+        notes=_notes(trt, model),
+    )
+
+
+def load(engine: Engine, device: str = "") -> Loaded:
+    """Always BackendUnavailable for now, with what the engine needs and what this host has."""
+    raise BackendUnavailable(
+        f"this engine cannot run here: {why_not_run(engine.target.compute_capability, find_gpus())}",
+        "deploy the engine file to a host with such a GPU, or choose a candidate of onnxruntime or openvino here",
+    )
+
+
+def why_not_run(capability: str | None, gpus: Gpus) -> str:
+    """What an engine for this compute capability needs, and what this host has; capability None = any that can be built for."""
+    wanted = (capability,) if capability else CAPABILITIES
+    needs = f"it needs an NVIDIA GPU of compute capability {' or '.join(wanted)} with driver {MINIMUM_DRIVER} or later"
+    if not gpus.devices:
+        return f"{needs}, this host has none: {gpus.reason}"
+    has = ", ".join(f"{gpu.name} (compute capability {gpu.compute_capability}, driver {gpu.driver})" for gpu in gpus.devices)
+    fits = any(gpu.compute_capability in wanted and int(gpu.driver.split(".")[0]) >= MINIMUM_DRIVER for gpu in gpus.devices)
+    return f"{needs}, this host has {has}" + (", but this version of Crucible cannot run TensorRT-RTX engines yet" if fits else "")
+
+
+def _version() -> str:
+    if importlib.util.find_spec("tensorrt_rtx") is None:
+        raise BackendUnavailable("the library `tensorrt_rtx` is not installed", "pip install 'crucible[rtx]'")
+    return importlib.metadata.version("tensorrt-rtx")
+
+
+def _library() -> Any:
+    _version()
+    try:
+        import tensorrt_rtx
+    except (ImportError, OSError) as error:
+        raise BackendUnavailable(f"the library `tensorrt_rtx` cannot be loaded: {error}", "pip install --force-reinstall tensorrt-rtx") from error
+    return tensorrt_rtx
+
+
+def _capability(recipe: Recipe) -> str:
+    choices = ", ".join(CAPABILITIES)
+    named = recipe.compute_capability
+    if named is None:
+        raise UnsupportedError(
+            "TensorRT-RTX builds for a GPU that need not be here, and the candidate names none",
+            f"add `compute_capability:` to the candidate, one of {choices} (8.9 is an RTX 40 card)",
+        )
+    if named not in CAPABILITIES:
+        why = "; sm_90 (H100, H200) is not an RTX GPU" if "90" in named.replace(".", "") else ""
+        raise UnsupportedError(
+            f"TensorRT-RTX does not build for compute capability '{named}'{why}; expected one of {choices}",
+            "name one of these, or use the backend tensorrt for data-centre GPUs",
+        )
+    return named
+
+
+def _check_precision(model: OnnxModel, recipe: Recipe) -> None:
+    if recipe.precision not in PRECISIONS:
+        choices = ", ".join(sorted(PRECISIONS))
+        raise UnsupportedError(f"TensorRT-RTX is built here in {choices}, not in {recipe.precision}", f"choose one of {choices}")
+    if model.precision != recipe.precision:
+        raise UnsupportedError(
+            f"TensorRT-RTX takes the precision from the graph: the recipe says {recipe.precision}, the graph is {model.precision}",
+            f"convert the graph to {recipe.precision} first",
+        )
+
+
+Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Shapes of one input at min, opt and max."""
+
+
+def _shapes(inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]) -> tuple[dict[str, Shapes], ...]:
+    """Per profile, the shapes of every dynamic input; PlanError names a symbol that a profile leaves open."""
+    dynamic = [spec for spec in inputs if spec.symbols]
+    for spec in dynamic:
+        for profile in profiles or (Profile(),):
+            missing = [symbol for symbol in spec.symbols if symbol not in profile.dims]
+            if missing:
+                raise PlanError(
+                    f"input '{spec.name}' {list(spec.shape)} is dynamic, and a profile gives no sizes for {', '.join(missing)}",
+                    f"add them to `profiles:`, for example {{{missing[0]}: [1, 8, 64]}}",
+                )
+    return tuple({spec.name: _min_opt_max(spec, profile) for spec in dynamic} for profile in profiles) if dynamic else ()
+
+
+def _min_opt_max(spec: TensorSpec, profile: Profile) -> Shapes:
+    smallest, usual, largest = (spec.resolve(profile.sizes(point)) for point in POINTS)
+    return smallest, usual, largest
+
+
+def _config(trt: Any, parsed: Parsed, capability: str, profiles: tuple[dict[str, Shapes], ...]) -> Any:
+    config = parsed.builder.create_builder_config()
+    config.clear_flag(trt.BuilderFlag.TF32)
+    config.num_compute_capabilities = 1
+    config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{capability.replace('.', '')}"), 0)
+    for shapes in profiles:
+        profile = parsed.builder.create_optimization_profile()
+        for name, (smallest, usual, largest) in shapes.items():
+            profile.set_shape(name, smallest, usual, largest)
+        config.add_optimization_profile(profile)
+    return config
+
+
+def _build_error(trt: Any, capability: str) -> UnsupportedError:
+    said = dict.fromkeys(sentence(text) for severity, text in messages_of(trt) if severity != "WARNING" and "catchCudaError" not in text)
+    return UnsupportedError(
+        f"TensorRT-RTX cannot build this model for compute capability {capability}: {'; '.join(said) or 'it does not say why'}",
+        "try another precision or compute capability, or compile this model for onnxruntime",
+    )
+
+
+def _notes(trt: Any, model: OnnxModel) -> tuple[Note, ...]:
+    said = [sentence(text) for severity, text in messages_of(trt) if severity == "WARNING" and not any(c in text for c in CHATTER)]
+    if narrowed := count_float64(model):
+        said.append(f"{narrowed} tensors inside the model are float64 and are computed in float32")
+    return tuple(Note(stage="build", text=f"TensorRT-RTX: {text}") for text in dict.fromkeys(said))

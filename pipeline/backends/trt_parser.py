@@ -1,0 +1,247 @@
+"""What TensorRT's ONNX parser says of a model: functions that take the imported library, so that every flavour of TensorRT can use them.
+
+The parser checks operators one by one but stops at the first node whose inputs do not fit. To name every refused node it is asked again,
+with the refused ones cut out of the graph, until it has nothing more to say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from pipeline.core import OnnxModel, Refusal
+from pipeline.errors import ModelError
+from pipeline.graph import DEFAULT_DOMAINS, graphs_of, operator_of, type_name
+
+BINDABLE = frozenset({"float32", "float16", "bfloat16", "int8", "uint8", "int32", "int64", "bool"})
+ANOTHER_BACKEND = "or compile this model for onnxruntime"
+QUANTIZERS = {"QuantizeLinear", "DequantizeLinear"}
+NOISE = ("catchCudaError", "Invalid Node - ")  # a host without a GPU adds "driver version is insufficient" to every message
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One complaint of the parser."""
+
+    index: int  # of the node in the main graph; -1: not about a node
+    node: str
+    operator: str
+    inside: tuple[str, ...]  # the If, Loop or function it lies in
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A parsed network; the builder and the parser own memory that the network points to."""
+
+    builder: Any
+    parser: Any
+    network: Any
+    faults: tuple[Fault, ...]
+
+
+def messages_of(trt: Any) -> list[tuple[str, str]]:
+    """Severity and text of all that the library has said since the list was last cleared."""
+    return logger_of(trt).messages  # type: ignore[no-any-return]
+
+
+@cache
+def logger_of(trt: Any) -> Any:
+    """The one logger of this process: TensorRT ignores a second one while anything made with the first is alive."""
+
+    class Messages(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.messages: list[tuple[str, str]] = []
+
+        def log(self, severity: Any, text: str) -> None:
+            if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR, trt.ILogger.WARNING):
+                self.messages.append((severity.name, text))
+
+    return Messages()
+
+
+def parse(trt: Any, raw: bytes, path: Path) -> Parsed:
+    """Parse a serialized model into a strongly typed network; external data is read from beside `path`."""
+    messages_of(trt).clear()
+    builder = trt.Builder(logger_of(trt))
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, logger_of(trt))
+    parsed = parser.parse(raw, str(path))
+    faults = tuple(_fault(parser.get_error(i)) for i in range(parser.num_errors))
+    if not parsed and not faults:
+        raise ModelError(f"TensorRT cannot read '{path.name}' and does not say why", "run `crucible inspect` with the backend onnxruntime")
+    return Parsed(builder, parser, network, faults)
+
+
+def _fault(error: Any) -> Fault:
+    inside = tuple(frame.rpartition(" (")[0] for frame in error.local_function_stack())
+    reason = re.sub(rf"^({re.escape(error.node_name())}|node_of_\S+): ", "", _reason(error.desc()))
+    if error.node() < 0 and error.file() and "." not in error.file():  # the tensor's name, where an input cannot be taken
+        reason = f"tensor '{error.file()}': {reason}"
+    return Fault(error.node(), error.node_name(), error.node_operator(), inside, reason)
+
+
+def _reason(desc: str) -> str:
+    """The parser's words as a sentence for people."""
+    if desc == "false":
+        return "TensorRT has no importer for this operator"
+    if "Plugin not found" in desc:
+        return "not an ONNX operator that TensorRT knows, and no plugin of this name is loaded"
+    return sentence(desc)
+
+
+def sentence(text: str) -> str:
+    """TensorRT's own sentence, without the C++ around it: functions, assertions, source lines."""
+    lines = [line for line in text.splitlines() if line and not any(noise in line for noise in NOISE)]
+    line = lines[0] if lines else text
+    line = re.sub(r"^.*?Error Code \d+: [\w ]+\(", "", line)  # "IBuilder::x: Error Code 4: API Usage Error ("
+    line = re.sub(r"\.? Please set k[A-Z]\w+ .*$", "", line)  # flags for other hardware
+    line = re.sub(r"\.? In \w+ at \S+( \(.*)?$", "", line)
+    line = re.sub(r"^\[[^]]*\] ", "", line.removeprefix("("))  # "[pass.cpp:337: check] "
+    if line.startswith("Assertion failed: "):
+        line = line.removeprefix("Assertion failed: ").rpartition(": ")[2]
+    return line.strip()
+
+
+def refusals(trt: Any, model: OnnxModel) -> tuple[Refusal, ...]:
+    """Every node, input and output of the model that TensorRT cannot take, or would take for something else."""
+    proto = _with_types(model)
+    found = dict(_quantizers(proto))
+    interface = list(_interface(model))
+    foreign: set[str] = set()
+    while True:
+        rest, indices = _without(proto, found, foreign)
+        parsed = parse(trt, rest.SerializeToString(), model.path)
+        new = {indices[f.index]: _refusal(proto, indices[f.index], f) for f in parsed.faults if 0 <= f.index < len(indices)}
+        found |= new
+        unreadable = {spec.name for spec in model.inputs if spec.dtype not in (*BINDABLE, "float64")}
+        if not new and foreign == unreadable:
+            break
+        foreign = unreadable  # from the second time on: the first time, operators are checked whatever their inputs
+    if not (found or interface):
+        interface = [_refusal(proto, -1, fault) for fault in parsed.faults] or list(_shape_tensors(model, parsed.network))
+    return (*interface, *(found[index] for index in sorted(found)))
+
+
+def count_float64(model: OnnxModel) -> int:
+    """How many tensors inside the model are float64, which TensorRT computes in float32 without a word."""
+    return sum(dtype == "float64" for dtype in _element_types(_with_types(model)).values())
+
+
+def _with_types(model: OnnxModel) -> onnx.ModelProto:
+    """The graph with the inferred types of its tensors; external data stays on disk."""
+    proto = onnx.load(str(model.path), load_external_data=False)
+    try:
+        return onnx.shape_inference.infer_shapes(proto)
+    except onnx.shape_inference.InferenceError:  # contradictions inside: the parser will name the node
+        return proto
+
+
+def _refusal(proto: onnx.ModelProto, index: int, fault: Fault) -> Refusal:
+    node = proto.graph.node[index] if index >= 0 else onnx.NodeProto(name="model")
+    is_outer = not fault.inside and node.op_type == fault.operator
+    name = "/".join((*fault.inside, fault.node)) if fault.inside else node.name or node.output[0]
+    operator = operator_of(node) if is_outer else fault.operator
+    return Refusal(node=name, operator=operator, opset=_opset(proto, operator), reason=fault.reason, remedy=_remedy(fault.reason, operator))
+
+
+def _remedy(reason: str, operator: str) -> str:
+    if "zero point" in reason:
+        return "quantise to int8 with zero point 0 (activation: int8)"
+    if re.search(r"\btypes?\b", reason):
+        return f"insert a Cast before this node, {ANOTHER_BACKEND}"
+    if "importer" in reason or "plugin" in reason:
+        return f"rewrite the model without {operator} (simplifying folds it where its inputs are constant), {ANOTHER_BACKEND}"
+    return f"correct this node in the model, {ANOTHER_BACKEND}"
+
+
+def _opset(proto: onnx.ModelProto, operator: str) -> int:
+    domain = operator.rpartition("::")[0]
+    wanted = DEFAULT_DOMAINS if domain in DEFAULT_DOMAINS else (domain,)
+    return max((int(entry.version) for entry in proto.opset_import if entry.domain in wanted), default=0)
+
+
+def _interface(model: OnnxModel) -> Iterator[Refusal]:
+    """Inputs and outputs whose dtype or name the engine could not keep."""
+    names = {spec.name for spec in model.inputs}
+    for role, specs in (("input", model.inputs), ("output", model.outputs)):
+        for spec in specs:
+            if spec.dtype not in BINDABLE:
+                narrowed = ", which TensorRT would silently narrow to float32" if spec.dtype == "float64" else ""
+                reason = f"{role} '{spec.name}' is {spec.dtype}{narrowed}; expected one of {', '.join(sorted(BINDABLE))}"
+                remedy = f"cast it inside the model, so that the {role} itself is one of these, {ANOTHER_BACKEND}"
+                yield Refusal(node=spec.name, operator=role, opset=model.opset, reason=reason, remedy=remedy)
+            elif role == "output" and spec.name in names:
+                reason = f"output '{spec.name}' is an input passed through, which TensorRT renames"
+                yield Refusal(node=spec.name, operator=role, opset=model.opset, reason=reason, remedy="return it by a name of its own")
+
+
+def _shape_tensors(model: OnnxModel, network: Any) -> Iterator[Refusal]:
+    """Inputs whose values decide shapes: the builder would need ranges of values, which a plan cannot give."""
+    for tensor in (network.get_input(i) for i in range(network.num_inputs)):
+        if tensor.is_shape_tensor:
+            reason = f"the values of input '{tensor.name}' decide a shape, and a profile holds ranges of sizes only"
+            remedy = f"make it a constant, or take the shape from another input, {ANOTHER_BACKEND}"
+            yield Refusal(node=tensor.name, operator="input", opset=model.opset, reason=reason, remedy=remedy)
+
+
+def _quantizers(proto: onnx.ModelProto) -> Iterator[tuple[int, Refusal]]:
+    """Q and DQ nodes of uint8: the parser only warns, takes them for int8, and every value over 127 is wrong."""
+    types = _element_types(proto)
+    for index, node in enumerate(proto.graph.node):
+        if node.op_type in QUANTIZERS and node.domain in DEFAULT_DOMAINS:
+            quantized = types.get(node.output[0] if node.op_type == "QuantizeLinear" else node.input[0], "")
+            if quantized == "uint8":
+                reason = "quantised to uint8, which TensorRT takes for int8: values over 127 would be wrong"
+                fault = Fault(index, node.name, node.op_type, (), reason)
+                yield index, _refusal(proto, index, fault).model_copy(update={"remedy": _remedy("zero point", node.op_type)})
+
+
+def _element_types(proto: onnx.ModelProto) -> Mapping[str, str]:
+    """numpy's name of the dtype of every tensor of the main graph that is known."""
+    values = (*proto.graph.input, *proto.graph.value_info, *proto.graph.output)
+    types = {value.name: type_name(value.type.tensor_type.elem_type) for value in values}
+    return types | {tensor.name: type_name(tensor.data_type) for tensor in proto.graph.initializer}
+
+
+def _without(proto: onnx.ModelProto, refused: Mapping[int, Refusal], foreign: set[str]) -> tuple[onnx.ModelProto, list[int]]:
+    """The graph without the refused nodes and without `foreign` inputs, and where each node that is left was.
+
+    What a refused node makes becomes an input where its type and rank are known; where they are not, the nodes that read it go too.
+    """
+    known = {value.name: value for value in (*proto.graph.value_info, *proto.graph.output) if _is_known(value)}
+    rest = onnx.ModelProto()
+    rest.CopyFrom(proto)
+    for field in ("node", "input", "output"):
+        rest.graph.ClearField(field)
+    rest.graph.input.extend(value for value in proto.graph.input if value.name not in foreign)
+    lost = {value.name for value in proto.graph.input if value.name in foreign}
+    kept: list[int] = []
+    for index, node in enumerate(proto.graph.node):
+        if index not in refused and not lost & set(_reads(node)):
+            rest.graph.node.append(node)
+            kept.append(index)
+            continue
+        stand_ins = [name for name in node.output if index in refused and name in known]
+        rest.graph.input.extend(known[name] for name in stand_ins)
+        lost |= set(node.output) - set(stand_ins)
+    made = {name for index in kept for name in proto.graph.node[index].output}
+    rest.graph.output.extend(value for value in proto.graph.output if value.name in made and value.name not in foreign)
+    return rest, kept
+
+
+def _is_known(value: onnx.ValueInfoProto) -> bool:
+    return bool(value.type.tensor_type.elem_type) and value.type.tensor_type.HasField("shape")
+
+
+def _reads(node: onnx.NodeProto) -> Sequence[str]:
+    """Tensors a node reads, those that its subgraphs take from outside too."""
+    inner = [g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH for g in graphs_of(a.g)]
+    return [*node.input, *(name for graph in inner for deep in graph.node for name in deep.input)]

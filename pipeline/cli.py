@@ -1,0 +1,240 @@
+"""The command line. Each command is a short script over the pipeline; what it prints is in terminal.py.
+
+Progress goes to stderr, results to stdout. Exit codes: 0 accepted or unproven, 2 rejected, 1 user or environment error, 3 our bug, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import json
+import os
+import platform
+import shlex
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import click
+import typer
+from rich.console import Console
+from rich.markdown import Markdown
+
+from pipeline import config, deliver, terminal
+from pipeline.errors import CrucibleError, PlanError
+from pipeline.process import crucible_error
+from pipeline.runner import Runner
+from pipeline.store import Store
+
+app = typer.Typer(
+    name="crucible",
+    help="The fastest engine that still gives the right answers on your data, with the evidence.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN|MODEL.onnx", help="A YAML plan, or an ONNX model to compile with all defaults.")]
+ResultArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A folder that `crucible compile` wrote.")]
+SetOption = Annotated[
+    list[str], typer.Option("--set", metavar="A.B=VALUE", help="Override one key of the plan; the value is YAML. Repeatable.", default_factory=list)
+]
+ProfileOption = Annotated[
+    list[str],
+    typer.Option("--profile", metavar="DIM=MIN:OPT:MAX", help="Range of a symbolic dimension, e.g. batch=1:8:64. Repeatable.", default_factory=list),
+]
+OutOption = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where reports and engine go [default: crucible-out/NAME].")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print only the JSON document on stdout, and no progress.")]
+
+
+@app.command(name="compile")
+def compile_(plan: PlanArgument, overrides: SetOption, profiles: ProfileOption, out: OutOption = None, as_json: JsonOption = False) -> None:
+    """Compile a model: try candidates, prove their accuracy, measure them against today's baseline, and keep the best.
+
+    Ends with a table, the verdict, the path of the HTML report and, as the last line, one JSON document.
+    """
+    from pipeline.compile import compile_plan, publish_report
+
+    parsed = _plan(plan, overrides, profiles)
+    with _runner(quiet=as_json) as runner:
+        report = compile_plan(parsed, runner, _command_line())
+        files = publish_report(report, runner, out or Path("crucible-out") / (parsed.name or "model"))
+    if not as_json:
+        console = Console()
+        console.print(terminal.candidate_table(report))
+        for line in terminal.verdict_lines(report):
+            console.print(line, highlight=False, soft_wrap=True)
+        console.print(f"report: {files.html_file}", highlight=False, soft_wrap=True)
+    summary = {
+        "verdict": report.verdict,
+        "winner": report.winner,
+        "ratio": report.ratio.model_dump() if report.ratio else None,
+        "reasons": report.reasons,
+        "reports": {"json": str(files.json_file), "markdown": str(files.markdown_file), "html": str(files.html_file)},
+        "engine": str(files.folder / "engine") if report.winner and report.verdict != "rejected" else None,
+    }
+    print(json.dumps(summary))
+    raise typer.Exit(2 if report.verdict == "rejected" else 0)
+
+
+@app.command()
+def validate(result: ResultArgument, overrides: SetOption, as_json: JsonOption = False) -> None:
+    """Check a compiled engine again, on the validation set of its plan or on another: --set data.validation=NEW.npz."""
+    from pipeline.compile import validate_again
+    from pipeline.render import load_report
+
+    engine, plan = deliver.load_engine(result), config.override_plan(load_report(result).plan, overrides)
+    with _runner(quiet=as_json) as runner:
+        report = validate_again(plan, engine, runner)
+    if not as_json:
+        Console().print("\n".join(terminal.validation_lines(report)), highlight=False, soft_wrap=True)
+    print(report.model_dump_json())
+    raise typer.Exit(0 if report.passed else 2)
+
+
+@app.command()
+def bench(result: ResultArgument, overrides: SetOption, as_json: JsonOption = False) -> None:
+    """Measure a compiled engine again beside its baseline: --set benchmark.duration_s=10 --set 'benchmark.sizes=[{batch: 1}]'."""
+    from pipeline.compile import benchmark_again
+    from pipeline.render import load_report
+
+    engine, plan = deliver.load_engine(result), config.override_plan(load_report(result).plan, overrides)
+    with _runner(quiet=as_json) as runner:
+        measured = benchmark_again(plan, engine, runner)
+    if not as_json:
+        Console().print(terminal.benchmark_table(measured))
+    print(json.dumps([report.model_dump(mode="json", exclude={"rows": {"__all__": {"upload", "compute", "download"}}}) for report in measured]))
+
+
+@app.command()
+def inspect(
+    target: Annotated[Path, typer.Argument(metavar="MODEL|DIR", help="An ONNX model, or a folder that `crucible compile` wrote.")],
+    backend: Annotated[str | None, typer.Option(help="List every node that this backend cannot run.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what is in a model or an engine; with --backend, every node that the backend cannot run, before any build."""
+    from pipeline.inspection import engine_lines, model_lines, refusals_of
+
+    console = Console()
+    if target.is_dir():
+        engine = deliver.load_engine(target)
+        print(engine.model_dump_json(indent=1)) if as_json else console.print("\n".join(engine_lines(engine)), highlight=False)
+        return
+    refusals = refusals_of(target, backend) if backend else ()
+    if as_json:
+        print(json.dumps([refusal.model_dump() for refusal in refusals]))
+    elif backend is None:
+        console.print("\n".join(model_lines(target)), highlight=False)
+    elif refusals:
+        console.print(terminal.refusal_table(refusals))
+    else:
+        console.print(f"{backend} runs every node of this model")
+    raise typer.Exit(1 if refusals else 0)
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Say what this host can build and run, with versions and CPU flags, and what to install for the rest."""
+    from pipeline.doctor import examine, lines
+
+    found = examine(config.home())
+    if as_json:
+        print(found.model_dump_json())
+    else:
+        Console().print("\n".join(lines(found)), highlight=False, soft_wrap=True)
+
+
+@app.command()
+def report(result: ResultArgument, as_json: JsonOption = False) -> None:
+    """Print the report of a compile, and write its Markdown and HTML again from report.json."""
+    from pipeline.render import load_report, markdown, write_report
+
+    loaded = load_report(result)
+    files = write_report(loaded, result if result.is_dir() else result.parent)
+    if as_json:
+        print(loaded.model_dump_json())
+        return
+    console = Console()
+    console.print(Markdown(markdown(loaded)))
+    console.print(f"report: {files.html_file}", highlight=False, soft_wrap=True)
+
+
+def _plan(path: Path, overrides: list[str], profiles: list[str]) -> config.Plan:
+    if profiles:
+        overrides = [*overrides, f"profiles=[{{{', '.join(_profile_entry(text) for text in profiles)}}}]"]
+    if path.suffix in config.ONNX_SUFFIXES:
+        return config.plan_from_model(path, overrides)
+    return config.load_plan(path, overrides)
+
+
+def _profile_entry(text: str) -> str:
+    name, equals, sizes = text.partition("=")
+    numbers = sizes.split(":")
+    if not equals or len(numbers) not in (1, 3) or not all(number.isdigit() for number in numbers):
+        raise PlanError(f"expected --profile DIM=MIN:OPT:MAX, got '{text}'", "for example --profile batch=1:8:64")
+    return f"{name}: [{', '.join(numbers if len(numbers) == 3 else numbers * 3)}]"
+
+
+@contextlib.contextmanager
+def _runner(quiet: bool) -> Iterator[Runner]:
+    console = Console(stderr=True)
+    with terminal.StageProgress(console, quiet) as progress:
+        store = Store(config.home(), on_wait=lambda text: None if quiet else console.print(f"[yellow]{text}", highlight=False))
+        yield Runner(store, progress)
+
+
+def _command_line() -> str:
+    return shlex.join(["crucible", *sys.argv[1:]])
+
+
+def main() -> NoReturn:
+    """Entry point of the `crucible` command."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # so that children are stopped and folders removed
+    try:
+        code = app(standalone_mode=False)
+    except CrucibleError as error:
+        code = _fail(error)
+    except click.exceptions.Exit as finished:
+        code = finished.exit_code
+    except click.ClickException as error:
+        error.show()
+        code = 1
+    except (KeyboardInterrupt, click.Abort):
+        print("interrupted; what was finished is kept, run the same command to go on", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has gone: nothing more to say to it
+        code = 0
+    except Exception as error:  # noqa: BLE001  the edge of the process
+        code = _fail(crucible_error(error))
+    sys.exit(code or 0)
+
+
+def _fail(error: CrucibleError) -> int:
+    console = Console(stderr=True)
+    console.print(f"[bold red]error[/] [dim]{error.code}[/]", error.message, markup=True, highlight=False, soft_wrap=True)
+    if error.next_step:
+        console.print("[bold]next[/]", error.next_step, highlight=False, soft_wrap=True)
+    if error.exit_code == 3:
+        console.print(f"This is a bug in Crucible. Please report it with {_write_log(error)}", highlight=False, soft_wrap=True)
+    return error.exit_code
+
+
+def _write_log(error: CrucibleError) -> str:
+    folder = config.home() / "logs"
+    file = folder / f"bug-{dt.datetime.now(dt.UTC):%Y%m%d-%H%M%S}.log"
+    text = "".join([f"{_command_line()}\n{platform.platform()} Python {platform.python_version()}\n", *traceback.format_exception(error)])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    except OSError:
+        return f"this text:\n{text}"
+    return str(file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Runs graphs in ONNX Runtime with optimisations off and compares their outputs: the one judge of every graph transform."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ml_dtypes
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from pipeline.core import Tensors
+from pipeline.errors import ModelError
+
+if TYPE_CHECKING:
+    from onnxruntime import OrtValue
+
+Runner = Callable[[Tensors], dict[str, NDArray[np.generic]]]
+
+
+def open_reference(path: Path) -> Runner:
+    """Load a graph once in ONNX Runtime on the CPU, optimisations off; the result runs feeds. ModelError if it does not load or run."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4  # failures come as exceptions
+    state = onnxruntime.capi.onnxruntime_pybind11_state
+    load_failures = (state.Fail, state.InvalidGraph, state.InvalidProtobuf, state.NoSuchFile, state.NotImplemented, state.RuntimeException)
+    failures: tuple[type[Exception], ...] = (*load_failures, state.InvalidArgument, state.EPFail, ValueError)
+    try:
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except failures as error:
+        raise ModelError(f"ONNX Runtime cannot load '{path}': {error}", "check the model with `crucible inspect`") from error
+    names = [output.name for output in session.get_outputs()]
+
+    def run(feeds: Tensors) -> dict[str, NDArray[np.generic]]:
+        try:
+            results = session.run_with_ort_values(names, {name: ort_value(array) for name, array in feeds.items()})
+        except failures as error:
+            shapes = ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in feeds.items())
+            raise ModelError(f"ONNX Runtime cannot run '{path}' on {shapes}: {error}", "check the shapes and values of the inputs") from error
+        return {name: array_from_ort(value) for name, value in zip(names, results, strict=True)}
+
+    return run
+
+
+def ort_value(array: NDArray[np.generic]) -> OrtValue:
+    """ONNX Runtime's view of a host array. bfloat16 goes in as its bits, for numpy has no name for it that ONNX Runtime knows."""
+    import onnxruntime
+
+    whole = np.require(array, requirements="C")
+    if whole.dtype == ml_dtypes.bfloat16:
+        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(whole.view(np.uint16), onnx.TensorProto.BFLOAT16)
+    return onnxruntime.OrtValue.ortvalue_from_numpy(whole)
+
+
+def array_from_ort(value: OrtValue) -> NDArray[np.generic]:
+    """A copy of an ONNX Runtime tensor in host memory."""
+    if value.data_type() != "tensor(bfloat16)":
+        return np.asarray(value.numpy())
+    bits = np.empty(value.shape(), np.uint16)
+    ctypes.memmove(bits.ctypes.data, value.data_ptr(), bits.nbytes)
+    return bits.view(ml_dtypes.bfloat16)
+
+
+def run_reference(path: Path, feeds: Tensors) -> Tensors:
+    """Outputs of a graph for one set of inputs, by ONNX Runtime with optimisations off; `open_reference` loads once for many."""
+    return open_reference(path)(feeds)
+
+
+def compare_graphs(before: Path, after: Path, feeds_list: Iterable[Tensors], tolerance: float = 1e-4) -> str:
+    """Empty if both graphs give the same outputs on all feeds, else a sentence naming the output, the error and the shapes.
+
+    `tolerance` bounds the largest difference of a float output, in units of that output's largest magnitude; all else must be equal.
+    Feeds that `before` itself cannot run (sizes that do not fit each other) prove nothing and are passed over; ModelError if that is all of them.
+    """
+    reference = open_reference(before)
+    compared, refusal = 0, ModelError(f"'{before}' was given nothing to be compared on", "give samples or sizes")
+    try:
+        candidate = open_reference(after)
+    except ModelError as error:
+        return error.message
+    for feeds in feeds_list:
+        try:
+            expected = reference(feeds)
+        except ModelError as error:
+            refusal = error
+            continue
+        try:
+            fault = compare_outputs(expected, candidate(feeds), tolerance)
+        except ModelError as error:
+            fault = error.message
+        if fault:
+            return f"{fault}, on inputs {', '.join(f'{name} {list(array.shape)}' for name, array in feeds.items())}"
+        compared += 1
+    if not compared:
+        raise refusal
+    return ""
+
+
+def compare_outputs(expected: Tensors, got: Tensors, tolerance: float) -> str:
+    """The first difference between two sets of outputs as a sentence; empty if there is none. `tolerance` as in `compare_graphs`."""
+    if list(expected) != list(got):
+        return f"expected outputs {', '.join(expected)}, got {', '.join(got)}"
+    for name, want in expected.items():
+        have = got[name]
+        if want.shape != have.shape or want.dtype != have.dtype:
+            return f"output '{name}': expected {want.dtype}{list(want.shape)}, got {have.dtype}{list(have.shape)}"
+        error = _difference(want, have)
+        allowed = max(tolerance, 8 * _epsilon(want.dtype)) if _is_float(want.dtype) else 0.0
+        if not error <= allowed:
+            return f"output '{name}' differs by {error:.3g} of its largest magnitude (allowed {allowed:.3g})"
+    return ""
+
+
+def _is_float(dtype: np.dtype[np.generic]) -> bool:
+    return dtype.kind == "f" or dtype == ml_dtypes.bfloat16
+
+
+def _epsilon(dtype: np.dtype[np.generic]) -> float:
+    return float(ml_dtypes.finfo(dtype).eps)  # type: ignore[no-untyped-call]
+
+
+def _difference(want: NDArray[np.generic], have: NDArray[np.generic]) -> float:
+    """Largest difference over largest magnitude; infinite where NaN or infinities are not at the same places."""
+    if not _is_float(want.dtype):
+        return 0.0 if np.array_equal(want, have) else math.inf
+    a, b = want.astype(np.float64), have.astype(np.float64)
+    finite = np.isfinite(a)
+    if not np.array_equal(a[~finite], b[~finite], equal_nan=True) or not np.isfinite(b[finite]).all():
+        return math.inf
+    scale = np.abs(a[finite]).max(initial=0.0)
+    return float(np.abs(a[finite] - b[finite]).max(initial=0.0) / (scale or 1.0))

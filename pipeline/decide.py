@@ -1,0 +1,108 @@
+"""Which candidate wins, and what may be said about it. Pure: candidates and validations in, a decision out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.core import Precision
+from pipeline.measure import Interval
+from pipeline.report import Candidate, LatencyRow, ValidationReport, Verdict
+
+NO_DATA = "no data: accuracy not proven"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The verdict with its reasons, and what to try next."""
+
+    verdict: Verdict
+    winner: Candidate | None
+    reasons: tuple[str, ...]
+    next_steps: tuple[str, ...] = ()
+    nearest_miss: Candidate | None = None
+
+
+def first_row(candidate: Candidate) -> LatencyRow | None:
+    """The row that decides about speed: the first benchmarked shape."""
+    return candidate.benchmark.rows[0] if candidate.benchmark and candidate.benchmark.rows else None
+
+
+def ratio_of(candidate: Candidate) -> Interval | None:
+    """Baseline median over the candidate's, at the first benchmarked shape."""
+    row = first_row(candidate)
+    return row.ratio if row else None
+
+
+def choose(candidates: Sequence[Candidate]) -> Candidate | None:
+    """The fastest candidate that kept its accuracy on the selection set."""
+    fit = [candidate for candidate in candidates if candidate.state == "measured"]
+    return max(fit, key=_speed, default=None)
+
+
+def _speed(candidate: Candidate) -> float:
+    ratio = ratio_of(candidate)
+    return ratio.value if ratio else 0.0
+
+
+def decide(candidates: Sequence[Candidate], winner: Candidate | None, validation: ValidationReport | None) -> Decision:
+    """Accepted: proven on the validation set. Unproven: there was nothing to prove it on. Rejected: it failed, or nothing is left."""
+    if winner is None:
+        miss = _nearest_miss(candidates)
+        return Decision("rejected", None, _why_none(candidates), next_steps(miss), miss)
+    if validation is None or validation.role != "validation":
+        given = "no validation set: accuracy seen on the selection set only" if winner.selection and winner.selection.metric else NO_DATA
+        return Decision("unproven", winner, (given,), ("give data.selection and data.validation in the plan",))
+    if not validation.passed:
+        reasons = tuple(f"validation: {failure}" for failure in validation.failures)
+        return Decision("rejected", winner, reasons, next_steps(winner), winner)
+    return Decision("accepted", winner, _why_accepted(winner, validation))
+
+
+def _why_accepted(winner: Candidate, validation: ValidationReport) -> tuple[str, ...]:
+    reasons = []
+    if (metric := validation.metric) is not None:
+        reasons.append(
+            f"{metric.name} {metric.candidate:.4f} against {metric.reference:.4f} on {validation.samples} validation samples: "
+            f"drop {metric.drop:+.4f} (95 % {metric.interval.low:+.4f} to {metric.interval.high:+.4f}), limit {metric.max_drop:g}"
+        )
+    if (ratio := ratio_of(winner)) is not None:
+        words = "as fast as" if not ratio.excludes(1.0) else "times as fast as"
+        number = "not measurably different:" if not ratio.excludes(1.0) else f"{ratio.value:.2f}"
+        reasons.append(f"{number} {words} the baseline (95 % {ratio.low:.2f} to {ratio.high:.2f})")
+    return tuple(reasons)
+
+
+def _why_none(candidates: Sequence[Candidate]) -> tuple[str, ...]:
+    if not candidates:
+        return ("no candidate can be built and run on this host",)
+    return tuple(f"{candidate.label}: {candidate.state}: {candidate.reason}" for candidate in candidates)
+
+
+def _nearest_miss(candidates: Sequence[Candidate]) -> Candidate | None:
+    """Of those that failed their accuracy, the one with the smallest drop; ties go to the higher cosine."""
+    failed = [candidate for candidate in candidates if candidate.state == "failed accuracy" and candidate.selection]
+
+    def distance(candidate: Candidate) -> tuple[float, float]:
+        report = candidate.selection
+        assert report is not None
+        drop = report.metric.drop if report.metric else float("inf")
+        return drop, -min((output.cosine for output in report.outputs), default=-1.0)
+
+    return min(failed, key=distance, default=None)
+
+
+def next_steps(miss: Candidate | None) -> tuple[str, ...]:
+    """What experience says to try after this failure, cheapest first."""
+    if miss is None:
+        return ("run `crucible doctor` to see what this host can build, and `crucible inspect MODEL --backend B` for unsupported nodes",)
+    recipe = miss.recipe
+    if recipe.precision is Precision.INT8:
+        other = "minmax" if str(recipe.method) != "minmax" else "percentile"
+        steps = [f"another calibration method: `method: {other}`", "the last or the worst layer unquantised: `keep_fp32: [NODE]`"]
+        if recipe.activation == "uint8" and recipe.weight_bits == 8:
+            steps.append("7-bit weights: `weight_bits: 7`")
+        return (*steps, "bf16 or fp16 instead of int8", "quantisation-aware training, then compile the Q/DQ model")
+    if recipe.precision in (Precision.FP16, Precision.BF16):
+        return ("the overflowing nodes in fp32: `keep_fp32: [NODE]`", "bf16 instead of fp16, or fp32", "a model trained in this precision")
+    return ("check the export: compare `crucible inspect` before and after simplification, or set `simplify.enabled: false`",)

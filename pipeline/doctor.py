@@ -1,0 +1,130 @@
+"""What this host can build and run, and what to install for the rest."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from pipeline import backends
+from pipeline.backends.tensorrt_rtx_ import why_not_run
+from pipeline.config import home
+from pipeline.core import Frozen, Precision
+from pipeline.errors import BackendUnavailable
+from pipeline.gpu import Gpus, find_gpus
+from pipeline.measure import Environment, environment
+from pipeline.recipes import BF16_FLAGS, VNNI_FLAGS
+
+LOW_DISK_BYTES = 5 * 2**30  # a ResNet-50 compile with its candidates leaves about 1 GB
+
+
+class BackendCheck(Frozen):
+    """One backend on this host."""
+
+    name: str
+    version: str = ""
+    builds: tuple[Precision, ...] = ()  # empty: it cannot build here
+    runs: bool = False
+    reason: str = ""  # why it does not build, or does not run, here
+    install: str = ""  # the next step
+
+
+class CpuCheck(Frozen):
+    """How this CPU runs reduced precision."""
+
+    int8: str
+    bf16: str
+
+
+class Doctor(Frozen):
+    """The whole examination. `problems` is empty on a healthy host; a backend that is not installed is no problem."""
+
+    environment: Environment
+    cpu: CpuCheck
+    gpus: Gpus
+    backends: tuple[BackendCheck, ...]
+    onnxruntimes: tuple[str, ...]  # installed distributions that provide the module onnxruntime
+    store: Path
+    store_free_bytes: int
+    problems: tuple[str, ...]
+
+    def lines(self) -> tuple[tuple[str, str], ...]:
+        """Everything but the backends, as label and text."""
+        host = self.environment
+        gpus = ", ".join(f"{g.name} (sm_{g.compute_capability.replace('.', '')}, driver {g.driver})" for g in self.gpus.devices)
+        return (
+            ("CPU", f"{host.cpu}, {host.cores} cores, {host.memory_bytes / 2**30:.1f} GiB"),
+            ("CPU flags", " ".join(host.cpu_flags) or "none that matter"),
+            ("int8 on the CPU", self.cpu.int8),
+            ("bf16 on the CPU", self.cpu.bf16),
+            ("GPU", gpus or f"none: {self.gpus.reason}"),
+            ("OS, Python", f"{host.os}, Python {host.python}"),
+            ("onnxruntime", ", ".join(self.onnxruntimes) or "not installed"),
+            ("store", f"{self.store} ({self.store_free_bytes / 2**30:.1f} GiB free)"),
+            *(("problem", text) for text in self.problems),
+        )
+
+
+def examine() -> Doctor:
+    """Look at this host; loads no heavy library and writes nothing."""
+    host, gpus, store, onnxruntimes = environment(), find_gpus(), home(), onnxruntime_distributions()
+    free = free_bytes(store)
+    return Doctor(
+        environment=host,
+        cpu=check_cpu(host.cpu_flags),
+        gpus=gpus,
+        backends=tuple(check_backend(name, gpus) for name in backends.NAMES),
+        onnxruntimes=onnxruntimes,
+        store=store,
+        store_free_bytes=free,
+        problems=tuple(find_problems(onnxruntimes, store, free)),
+    )
+
+
+def check_backend(name: str, gpus: Gpus) -> BackendCheck:
+    """Whether a backend builds and runs here. All of them run what they build, but for TensorRT-RTX, which builds for other hosts."""
+    backend = backends.backend(name)
+    try:
+        target = backend.probe()
+    except BackendUnavailable as error:
+        return BackendCheck(name=name, reason=error.message, install=error.next_step)
+    reason = why_not_run(None, gpus) if name == "tensorrt_rtx" else ""
+    builds = tuple(precision for precision in Precision if precision in backend.PRECISIONS)
+    return BackendCheck(name=name, version=target.version, builds=builds, runs=not reason, reason=reason)
+
+
+def check_cpu(flags: Iterable[str]) -> CpuCheck:
+    """What int8 and bf16 run on, from the CPU's flags."""
+    present = set(flags)
+    if vnni := sorted(VNNI_FLAGS & present):
+        int8 = f"native ({', '.join(vnni)}): 8-bit weights"
+    elif "avx2" in present:
+        int8 = "AVX2 only: 8-bit dot products can saturate, so weights get 7 bits (chosen by itself); expect about half of VNNI's gain"
+    else:
+        int8 = "no dot-product instructions known: int8 may be slower than fp32"
+    native = sorted(BF16_FLAGS & present)
+    return CpuCheck(int8=int8, bf16=f"native ({', '.join(native)})" if native else "emulated: slower than fp32, not tried by default")
+
+
+def onnxruntime_distributions() -> tuple[str, ...]:
+    """Name and version of every installed distribution that provides the module `onnxruntime`: two overwrite each other's files."""
+    names = set(importlib.metadata.packages_distributions().get("onnxruntime", ()))
+    return tuple(f"{name} {importlib.metadata.version(name)}" for name in sorted(names))
+
+
+def find_problems(onnxruntimes: tuple[str, ...], store: Path, free: int) -> Iterable[str]:
+    """What keeps this installation from working, each with the next step."""
+    if not onnxruntimes:
+        yield "onnxruntime is not installed: pip install onnxruntime"
+    if len(onnxruntimes) > 1:
+        names = ", ".join(onnxruntimes)
+        yield f"expected one distribution of onnxruntime, found {names}: they overwrite each other; uninstall all, then install one again"
+    if free < LOW_DISK_BYTES:
+        yield f"only {free / 2**30:.1f} GiB free for the store at '{store}': free some space, or set CRUCIBLE_HOME to a larger disk"
+
+
+def free_bytes(folder: Path) -> int:
+    """Free space where `folder` is, or would be made."""
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    return shutil.disk_usage(existing).free

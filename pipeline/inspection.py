@@ -1,0 +1,52 @@
+"""`crucible inspect`: what is in a model or an engine, and what a backend cannot run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline import backends, graph
+from pipeline.core import Engine, OnnxModel, Progress, Refusal, TensorSpec, silent
+from pipeline.process import call_in_child
+
+
+def refusals_of(path: Path, backend: str) -> tuple[Refusal, ...]:
+    """Every node of an ONNX file that a backend cannot run, found in a child: its library may crash on a strange model."""
+    model = graph.onnx_model(path.resolve().parent, path.name)
+    backends.backend(backend).probe()  # its absence is said before anything is started
+    return call_in_child(find_unsupported, model, backend, name=f"inspect {path.name}")
+
+
+def find_unsupported(model: OnnxModel, backend: str, progress: Progress = silent) -> tuple[Refusal, ...]:
+    """The backend's own list of refusals."""
+    module = backends.backend(backend)
+    return module.unsupported(model, module.probe())
+
+
+def model_lines(path: Path) -> list[str]:
+    """An ONNX file on one screen."""
+    model = graph.onnx_model(path.resolve().parent, path.name)
+    operators = graph.operator_histogram(path)
+    counts = ", ".join(f"{name} {count}" for name, count in operators.items())
+    return [
+        f"[bold]{path}[/]  opset {model.opset}, {graph.file_size(path) / 1e6:.1f} MB, sha256 {model.digest[:16]}",
+        *_spec_lines("input", model.inputs),
+        *_spec_lines("output", model.outputs),
+        f"operators ({sum(operators.values())} nodes): {counts}",
+    ]
+
+
+def engine_lines(engine: Engine) -> list[str]:
+    """An engine on one screen."""
+    target = engine.target
+    return [
+        f"[bold]{engine.recipe.label}[/]  {engine.size_bytes / 1e6:.1f} MB, sha256 {engine.digest[:16]}",
+        f"built for: {target.backend} {target.version} on {target.device} {' '.join(target.cpu_flags)}{target.compute_capability or ''}",
+        *_spec_lines("input", engine.inputs),
+        *_spec_lines("output", engine.outputs),
+        *(f"profile {i}: " + ", ".join(f"{n} {d.min}..{d.opt}..{d.max}" for n, d in p.dims.items()) for i, p in enumerate(engine.profiles)),
+        *(f"note: {note.text}" for note in engine.notes),
+    ]
+
+
+def _spec_lines(role: str, specs: tuple[TensorSpec, ...]) -> list[str]:
+    return [f"{role} {spec.name}: {spec.dtype} [{', '.join(str(dim) for dim in spec.shape)}] {spec.kind}".replace("[", "\\[", 1) for spec in specs]

@@ -1,0 +1,104 @@
+"""Accuracy as arithmetic: errors between two arrays, scores per sample, and the interval of a drop. Numpy only, no state.
+
+Arrays are [samples, ...] unless said otherwise; everything is computed in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.errors import DataError
+from pipeline.measure import Interval
+
+Array = NDArray[np.generic]
+Floats = NDArray[np.float64]
+
+SNR_LIMIT_DB = 200.0  # identical outputs have no noise; JSON has no infinity, and float32 ends near 150 dB
+RESAMPLES = 2000
+SET_RESAMPLES = 200  # of a metric that has one value for a whole set: each resample calls it twice
+
+
+def by_sample(array: Array, samples: int) -> Array:
+    """The array with samples on axis 0, [samples, ...]; one without a sample axis becomes [1, ...]."""
+    return array if array.ndim > 0 and array.shape[0] == samples else array[np.newaxis]
+
+
+def rows(array: Array, samples: int) -> Floats:
+    """One row per sample, [samples, elements], or [1, elements] without a sample axis."""
+    whole = by_sample(array, samples)
+    return whole.astype(np.float64).reshape(whole.shape[0], -1)
+
+
+def mask_nonfinite(candidate: Floats, reference: Floats) -> tuple[Floats, Floats, int, int]:
+    """Both arrays with 0 wherever one is not finite, and how often NaN and infinity stand on one side only.
+
+    Equal infinities, and NaN on both sides, agree: a model that masks with -inf is not wrong.
+    """
+    nan_candidate, nan_reference = np.isnan(candidate), np.isnan(reference)
+    either_nan = nan_candidate | nan_reference
+    infinite = (np.isinf(candidate) | np.isinf(reference)) & ~either_nan
+    nan = int(np.count_nonzero(nan_candidate != nan_reference))
+    inf = int(np.count_nonzero(infinite & (candidate != reference)))
+    bad = either_nan | infinite
+    return np.where(bad, 0.0, candidate), np.where(bad, 0.0, reference), nan, inf
+
+
+def cosine_per_sample(candidate: Floats, reference: Floats) -> Floats:
+    """Cosine of each row with its reference row; 1 where both are zero, 0 where one is; NaN stays NaN."""
+    dots = np.einsum("ij,ij->i", candidate, reference)
+    lengths = np.linalg.norm(candidate, axis=1) * np.linalg.norm(reference, axis=1)
+    both_zero = ~candidate.any(axis=1) & ~reference.any(axis=1)
+    cosines = np.divide(dots, lengths, out=np.zeros_like(dots), where=lengths != 0)
+    return np.where(both_zero, 1.0, np.clip(cosines, -1.0, 1.0))
+
+
+def snr_db(signal: float, noise: float) -> float:
+    """Signal to noise in decibels from two sums of squares, within plus or minus SNR_LIMIT_DB."""
+    if noise == 0:
+        return SNR_LIMIT_DB
+    if signal == 0:
+        return -SNR_LIMIT_DB
+    return float(np.clip(10 * np.log10(signal / noise), -SNR_LIMIT_DB, SNR_LIMIT_DB))
+
+
+def topk_hits(outputs: Array, labels: Array, k: int) -> Floats:
+    """1 where the label is among the k highest scores, else 0; NaN where a row holds NaN.
+
+    outputs [samples, classes], labels [samples] integers. Ties, frequent in int8 engines, go to the lower class, as in argmax.
+    Raises DataError if these shapes do not hold or a label is no class.
+    """
+    _check_labels(outputs, labels)
+    scores = rows(outputs, len(outputs))
+    own = scores[np.arange(len(scores)), labels.astype(np.int64)][:, None]
+    lower_class = np.arange(scores.shape[1]) < labels.astype(np.int64)[:, None]
+    ahead = (scores > own) | ((scores == own) & lower_class)
+    return np.where(np.isnan(scores).any(axis=1), np.nan, (ahead.sum(axis=1) < k).astype(np.float64))
+
+
+def _check_labels(outputs: Array, labels: Array) -> None:
+    next_step = "give one integer label per sample, choose another `accuracy.output`, or set `accuracy.metric: cosine`"
+    if outputs.ndim < 2 or outputs.size != outputs.shape[0] * outputs.shape[1]:
+        raise DataError(f"top-k needs an output of shape [samples, classes], got {outputs.shape}", next_step)
+    if labels.shape != outputs.shape[:1] or labels.dtype.kind not in "iu":
+        raise DataError(f"expected {outputs.shape[0]} integer labels, got {labels.dtype} of shape {labels.shape}", next_step)
+    if labels.size and (labels.min() < 0 or labels.max() >= outputs.shape[1]):
+        raise DataError(f"labels run from {labels.min()} to {labels.max()}, but the output has {outputs.shape[1]} classes", next_step)
+
+
+def drop_interval(reference: Floats, candidate: Floats, seed: int = 0) -> Interval:
+    """Mean of reference minus candidate with its 95 % bootstrap interval, paired: a sample is drawn with both its scores."""
+    differences = reference - candidate
+    picks = np.random.default_rng(seed).integers(0, len(differences), size=(RESAMPLES, len(differences)))
+    low, high = np.percentile(differences[picks].mean(axis=1), [2.5, 97.5])
+    return Interval(value=float(differences.mean()), low=float(low), high=float(high))
+
+
+def drop_interval_of(drop: Callable[[NDArray[np.int64]], float], samples: int, seed: int = 0) -> Interval:
+    """The same for a metric that exists only for a whole set: `drop` takes the sample indices of one resample."""
+    generator = np.random.default_rng(seed)
+    drops = [drop(generator.integers(0, samples, size=samples)) for _ in range(SET_RESAMPLES)]
+    low, high = np.percentile(drops, [2.5, 97.5])
+    return Interval(value=drop(np.arange(samples)), low=float(low), high=float(high))

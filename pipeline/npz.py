@@ -1,0 +1,101 @@
+"""Reading .npz files by rows, with bounded memory: arrays stored or deflated, never pickled."""
+
+from __future__ import annotations
+
+import math
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One array of an .npz file."""
+
+    name: str
+    dtype: str  # numpy's byte-exact form: "<f4"
+    shape: tuple[int, ...]  # [samples, ...]
+    whole: bool = False  # each row is a whole input, without the model's batch axis
+
+    @property
+    def row_bytes(self) -> int:
+        return np.dtype(self.dtype).itemsize * math.prod(self.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What an array is, without its values."""
+
+    dtype: np.dtype[np.generic]
+    shape: tuple[int, ...]
+
+
+def read_headers(path: Path) -> dict[str, Header]:
+    """dtype and shape of every array of a file; DataError for a missing file, or one that numpy.savez did not write."""
+    if not path.is_file():
+        raise DataError(f"no data file at '{path}'", "paths in a plan are relative to the plan's own folder")
+    with _archive(path) as archive:
+        return {info.filename.removesuffix(".npy"): _header(path, archive, info.filename) for info in archive.infolist()}
+
+
+@contextmanager
+def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
+    """An open .npz; whatever is wrong with its bytes becomes a DataError."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            yield archive
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as error:  # RuntimeError: encrypted, or an unknown compression
+        raise DataError(f"'{path}' is not a readable .npz file: {error}", "write it with numpy.savez(path, input_name=array)") from error
+
+
+def _header(path: Path, archive: zipfile.ZipFile, filename: str) -> Header:
+    with archive.open(filename) as stream:
+        try:
+            shape, fortran_order, dtype = _skip_header(stream)
+        except ValueError as error:
+            raise DataError(f"'{path}': '{filename}' is not a numpy array: {error}", "write the file with numpy.savez") from error
+    if dtype.hasobject:
+        raise DataError(f"'{path}': '{filename}' holds pickled Python objects, which are never loaded", "save plain numeric arrays")
+    if fortran_order and len(shape) > 1:
+        raise DataError(f"'{path}': '{filename}' is stored by columns, so that its rows cannot be streamed", "save np.ascontiguousarray(array)")
+    return Header(dtype, shape)
+
+
+def _skip_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[np.generic]]:
+    """Leave the stream at the first value. ValueError for anything but .npy versions 1 and 2 (3 is for structured arrays)."""
+    version = np.lib.format.read_magic(stream)
+    if version == (1, 0):
+        return np.lib.format.read_array_header_1_0(stream)
+    if version == (2, 0):
+        return np.lib.format.read_array_header_2_0(stream)
+    raise ValueError(f"unsupported .npy version {version}")
+
+
+@contextmanager
+def row_reader(path: Path, members: Sequence[Member]) -> Iterator[Callable[[int], dict[str, NDArray[np.generic]]]]:
+    """A function that returns the next `count` rows of every array: writable, and the caller's own."""
+    with _archive(path) as archive, ExitStack() as stack:
+        streams = [stack.enter_context(archive.open(f"{member.name}.npy")) for member in members]
+        for stream in streams:
+            _skip_header(stream)
+
+        def read(count: int) -> dict[str, NDArray[np.generic]]:
+            return {member.name: _rows(stream, member, count) for member, stream in zip(members, streams, strict=True)}
+
+        yield read
+
+
+def _rows(stream: IO[bytes], member: Member, count: int) -> NDArray[np.generic]:
+    buffer = bytearray(stream.read(count * member.row_bytes))
+    if len(buffer) < count * member.row_bytes:
+        raise EOFError(f"'{member.name}' ends before its last row")
+    return np.ndarray(member.shape[1:] if member.whole else (count, *member.shape[1:]), np.dtype(member.dtype), buffer)

@@ -1,0 +1,296 @@
+"""Child processes: start, typed messages, deadline, terminate -> grace -> kill. Nothing else of ours starts a process.
+
+    value = call_in_child(function, argument, name="export", log=path)     one call, one answer
+    child = Child(function, argument, name="bench")                        a conversation: child.send, child.receive
+
+Each child is a fresh interpreter in a session of its own, so that a crash, a memory blow-up, or a library's global
+state stays there, and so that stopping it stops all that it started. It dies with its parent, even by SIGKILL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import importlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pipeline.core import Progress, silent
+from pipeline.errors import ChildDied, CrucibleError, DiskFull, InternalError
+
+T = TypeVar("T")
+GRACE_S = 3.0
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Parent to child, once: what to run."""
+
+    parent: int
+    module: str
+    function: str
+    arguments: tuple[object, ...]
+    conversation: bool  # the function gets a Channel first; otherwise a Progress last
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Child to parent: progress of the call."""
+
+    fraction: float | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Child to parent, last: the function's value."""
+
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Child to parent, last: the function raised."""
+
+    error: CrucibleError
+    trace: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Either way, in a conversation."""
+
+    payload: object
+
+
+class Channel:
+    """The child's end of a conversation."""
+
+    def __init__(self, connection: Connection[Any, Any]) -> None:
+        self._connection = connection
+
+    def send(self, payload: object) -> None:
+        self._connection.send(Message(payload))
+
+    def receive(self) -> Any:
+        """The parent's next message; sleeps until it comes. EOFError once the parent has hung up."""
+        return self._connection.recv().payload
+
+
+class Child:
+    """A running child process. Use as a context manager: leaving it stops the child."""
+
+    def __init__(
+        self,
+        function: Callable[..., object],
+        *arguments: object,
+        name: str,
+        log: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        conversation: bool = True,
+    ) -> None:
+        self.name = name
+        self._own_log = log is None
+        self.log = log or _temporary_log()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._oom_kills = _oom_kills()
+        ours, theirs = Pipe()
+        self._connection = ours
+        with self.log.open("ab") as sink, theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "pipeline.process", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env={**os.environ, **(env or {}), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        with contextlib.suppress(BrokenPipeError):  # the child died at once: receive() says why
+            ours.send(Start(os.getpid(), function.__module__, function.__qualname__, arguments, conversation))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, payload: object) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the next receive() says how it died
+            self._connection.send(Message(payload))
+
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """The child's next message. Raises what the child raised, ChildDied if it is gone, TimeoutError if nothing comes."""
+        message = self._next(timeout_s)
+        if isinstance(message, Message):
+            return message.payload
+        raise InternalError(f"child '{self.name}' ended its conversation with {type(message).__name__}")
+
+    def result(self, deadline_s: float | None = None, progress: Progress = silent) -> Any:
+        """Wait for the function's value, handing its progress on."""
+        end = None if deadline_s is None else time.monotonic() + deadline_s
+        while True:
+            try:
+                message = self._next(None if end is None else max(0.0, end - time.monotonic()))
+            except TimeoutError:
+                self.stop()
+                raise ChildDied(f"{self.name} took longer than {deadline_s:g} s and was stopped", "raise its time limit in the plan") from None
+            if isinstance(message, Done):
+                return message.value
+            if isinstance(message, Report):
+                progress(message.fraction, message.text)
+
+    def stop(self, grace_s: float = GRACE_S) -> None:
+        """End the child and all that it started: SIGTERM, a grace period, SIGKILL. Harmless if it has ended."""
+        if self._process.poll() is None:
+            self._signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace_s)
+        self._signal(signal.SIGKILL)  # the group outlives its leader if a grandchild hangs
+        self._process.wait()
+        self._connection.close()
+        if self._own_log:
+            self.log.unlink(missing_ok=True)
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def _next(self, timeout_s: float | None) -> object:
+        try:
+            if not self._connection.poll(timeout_s):
+                raise TimeoutError(f"no message from '{self.name}' within {timeout_s} s")
+            message = self._connection.recv()
+        except (EOFError, ConnectionResetError, pickle.UnpicklingError) as error:
+            raise self._death() from error
+        if isinstance(message, Failed):
+            if isinstance(message.error, InternalError):
+                message.error.add_note(message.trace)
+            raise message.error
+        return message
+
+    def _death(self) -> ChildDied:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE_S)
+        code = self._process.poll()
+        if code is not None and code < 0:
+            how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+            if -code == signal.SIGKILL and _oom_kills() > self._oom_kills:
+                how = "was killed by the kernel because the machine ran out of memory"
+            elif -code == signal.SIGKILL:
+                how += ", most often sent when memory runs out"
+        else:
+            how = f"ended with exit code {code} before it answered"
+        return ChildDied(f"the child process for '{self.name}' {how}\n{self.log_tail()}".rstrip(), "try again with more free memory, or read the log")
+
+    def log_tail(self, lines: int = 12) -> str:
+        """The last lines that the child printed."""
+        text = self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
+        return "\n".join(f"    {line}" for line in text.splitlines()[-lines:])
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+
+def call_in_child(
+    function: Callable[..., T],
+    *arguments: object,
+    name: str,
+    log: Path | None = None,
+    deadline_s: float | None = None,
+    progress: Progress = silent,
+) -> T:
+    """Run `function(*arguments, progress)` in a process of its own and return its value.
+
+    The function must be importable by name, its arguments and value picklable. Its CrucibleErrors are raised here;
+    any other exception is an InternalError. What it prints goes to `log`.
+    """
+    with Child(function, *arguments, name=name, log=log, conversation=False) as child:
+        value: T = child.result(deadline_s, progress)
+        return value
+
+
+def crucible_error(error: BaseException) -> CrucibleError:
+    """Our own error for any exception: a full disk and exhausted memory are the host's fault, the rest is our bug."""
+    if isinstance(error, CrucibleError):
+        return error
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" while writing '{error.filename}'" if error.filename else ""
+        return DiskFull(f"the disk is full{where}", "free some space, or set CRUCIBLE_HOME (the store) and TMPDIR to a larger disk")
+    if isinstance(error, MemoryError):
+        return ChildDied("memory ran out", "free memory, or lower calibration.batch")
+    return InternalError(f"{type(error).__name__}: {error}")
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to SIGKILL this process when its parent ends (Linux; prctl(2))."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before we asked
+        os._exit(1)
+
+
+def _temporary_log() -> Path:
+    handle, name = tempfile.mkstemp(prefix="crucible-", suffix=".log")
+    os.close(handle)
+    return Path(name)
+
+
+def _oom_kills() -> int:
+    """How often the kernel has killed a process for memory since boot; 0 where it does not tell."""
+    try:
+        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+def _resolve(module: str, qualname: str) -> Callable[..., object]:
+    value: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        value = getattr(value, part)
+    return value  # type: ignore[no-any-return]
+
+
+def _main(descriptor: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    os.set_inheritable(descriptor, False)
+    connection: Connection[Any, Any] = Connection(descriptor)
+    try:
+        start: Start = connection.recv()
+        die_with_parent(start.parent)
+        function = _resolve(start.module, start.function)
+        if start.conversation:
+            value = function(Channel(connection), *start.arguments)
+        else:
+            value = function(*start.arguments, lambda fraction, text: connection.send(Report(fraction, text)))
+        answer: object = Done(value)
+    except Exception as error:  # noqa: BLE001  the edge of a process: everything must reach the parent
+        traceback.print_exc()
+        answer = Failed(crucible_error(error), traceback.format_exc())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    connection.send(answer)
+    connection.close()
+    os._exit(0)  # libraries' atexit handlers and threads may hang; all is said and flushed
+
+
+if __name__ == "__main__":
+    # Run the importable module's code, not this __main__ copy: messages are pickled by module name.
+    from pipeline import process
+
+    process._main(int(sys.argv[1]))

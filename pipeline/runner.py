@@ -1,0 +1,114 @@
+"""Runs one stage: look in the store, else a child process; keeps the list of steps and tells what happens."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+from pydantic import BaseModel
+
+from pipeline.core import Progress, Target, silent
+from pipeline.process import call_in_child
+from pipeline.report import Step
+from pipeline.store import Key, Store
+
+A = TypeVar("A", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class StageEvent:
+    """What the terminal, and later the service, shows of a stage."""
+
+    stage: str
+    subject: str  # a candidate's label, or empty
+    state: Literal["started", "progress", "finished", "reused", "waiting", "failed"]
+    fraction: float | None = None
+    text: str = ""
+    seconds: float = 0.0
+
+
+Emit = Callable[[StageEvent], None]
+
+
+class Run(Protocol):
+    """How a stage's function is run; a double can stand in to plant a fault or to count reads."""
+
+    def __call__(self, function: Callable[..., Any], *arguments: object, name: str, log: Path | None = None, progress: Progress = silent) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage as the runner needs to know it: raise `version` when its code changes what it makes."""
+
+    name: str
+    version: int
+    function: Callable[..., Any]
+    tools: tuple[str, ...] = ()  # distributions whose versions are part of the key
+
+
+@dataclass(slots=True)
+class Runner:
+    """The one place where stages meet store, children and events."""
+
+    store: Store
+    emit: Emit = lambda event: None
+    run: Run = call_in_child
+    steps: list[Step] = field(default_factory=list)
+
+    def stage(
+        self,
+        stage: Stage,
+        kind: type[A],
+        *arguments: object,
+        inputs: tuple[str, ...],
+        options: str = "",
+        subject: str = "",
+        target: Target | None = None,
+    ) -> A:
+        """The stage's artifact: from the store, or made by `stage.function(*arguments[, out], progress)` in a child."""
+        key = Key(stage.name, stage.version, inputs, options, {tool: installed(tool) for tool in stage.tools}, target)
+        log = self.store.root / "logs" / f"{stage.name}-{key.digest[:12]}.log"
+
+        def tell(state: Any, **details: Any) -> None:
+            self.emit(StageEvent(stage.name, subject, state, **details))
+
+        def make(out: Path) -> A:
+            tell("started")
+            places = (out,) if "out" in inspect.signature(stage.function).parameters else ()
+
+            progress = self.progress(stage.name, subject)
+            value: A = self.run(stage.function, *arguments, *places, name=subject or stage.name, log=log, progress=progress)
+            return value
+
+        try:
+            stored = self.store.get(key, kind, make)
+        except BaseException as error:
+            tell("failed", text=str(error).partition("\n")[0])
+            raise
+        step = Step(
+            stage=stage.name,
+            subject=subject,
+            seconds=stored.provenance.seconds,
+            reused=stored.reused,
+            created=stored.provenance.created,
+            digest=stored.digest,
+        )
+        self.steps.append(step)
+        tell("reused" if stored.reused else "finished", seconds=step.seconds)
+        return stored.value
+
+    def progress(self, stage: str, subject: str = "") -> Progress:
+        """A Progress that becomes events of this stage."""
+        return lambda fraction, text: self.emit(StageEvent(stage, subject, "progress", fraction, text))
+
+
+def installed(distribution: str) -> str:
+    """The version of a package, or `absent`."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"

@@ -1,0 +1,353 @@
+"""A report as headings, sentences and tables: what `render.py` writes as Markdown and as HTML, in the order in which people read it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline.measure import Interval, Samples
+from pipeline.report import BenchmarkReport, Candidate, LatencyRow, Report, ValidationReport
+
+Part = Literal["winner", "baseline", "candidate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Cells as plain text, not escaped. A header that starts with `>` is a column of numbers."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    emphasised: int | None = None  # the row of the winner
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One heading with what stands under it."""
+
+    key: str
+    title: str
+    paragraphs: tuple[str, ...] = ()
+    items: tuple[str, ...] = ()
+    code: str = ""
+    tables: tuple[Table, ...] = ()
+    folded: bool = False  # for those who look for it: HTML shows it closed
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of the comparison: a candidate or a baseline, numbered as in every table and plot."""
+
+    number: int
+    label: str
+    part: Part
+    candidate: Candidate | None
+    benchmark: BenchmarkReport | None
+
+    @property
+    def state(self) -> str:
+        return self.part if self.candidate is None or self.part == "winner" else self.candidate.state
+
+    def row(self, sizes: dict[str, int]) -> LatencyRow | None:
+        """The latency at one shape, if it was measured."""
+        rows = self.benchmark.rows if self.benchmark else ()
+        return next((row for row in rows if row.sizes == sizes), None)
+
+
+def entries(report: Report) -> tuple[Entry, ...]:
+    """Candidates and baselines, the fastest at the first shape first, those without figures last."""
+    found: list[tuple[str, Part, Candidate | None, BenchmarkReport | None]] = [
+        (item.label, "winner" if item.label == report.winner else "candidate", item, item.benchmark) for item in report.candidates
+    ]
+    measured = [report.baseline, *report.baselines] if report.baseline else [*report.baselines]
+    found += [(item.label, "baseline", None, item) for item in measured if item]
+    found.sort(key=lambda item: median_s(item[3].rows[0].end_to_end) if item[3] and item[3].rows else float("inf"))
+    return tuple(Entry(number, *item) for number, item in enumerate(found, start=1))
+
+
+def shapes(report: Report) -> tuple[dict[str, int], ...]:
+    """Every benchmarked shape, in the order of the benchmark."""
+    rows = [row for entry in entries(report) if entry.benchmark for row in entry.benchmark.rows]
+    return tuple(row.sizes for index, row in enumerate(rows) if row.sizes not in [other.sizes for other in rows[:index]])
+
+
+def sections(report: Report) -> tuple[Section, ...]:
+    """Everything but the verdict, which `headline` and the report's own reasons tell."""
+    found = (
+        Section("command", "Repeat it", code=report.command),
+        _candidates(report),
+        _validation(report),
+        _latency(report),
+        _stages(report),
+        _operators(report),
+        _environment(report),
+        _notes(report),
+        Section("plan", "The plan", code=json.dumps(report.plan.model_dump(mode="json", exclude_defaults=True), indent=2), folded=True),
+    )
+    return tuple(section for section in found if section.paragraphs or section.items or section.code or any(t.rows for t in section.tables))
+
+
+def headline(report: Report) -> str:
+    """The outcome in one sentence."""
+    if report.winner is None:
+        return "No candidate came through."
+    parts = [report.winner]
+    if report.ratio is not None and report.baseline is not None:
+        faster = "runs at" if report.ratio.excludes(1) else "is not measurably faster: it runs at"
+        parts.append(f"{faster} {interval(report.ratio, 2)} times the speed of {report.baseline.label}")
+    if report.validation is not None and report.validation.metric is not None:
+        metric = report.validation.metric
+        parts.append(f"with {metric.name} {metric.candidate:.4f} against {metric.reference:.4f} of the reference")
+    return " ".join(parts) + "."
+
+
+# -- the sections -----------------------------------------------------------------------------------------------------
+
+
+def _candidates(report: Report) -> Section:
+    lines = entries(report)
+    first = shapes(report)[0] if shapes(report) else {}
+    header = ("#", "engine", "state", ">drop", ">cosine", ">median", ">p90", ">p99", ">speed-up", ">size", ">memory", "why not")
+    winner = next((index for index, entry in enumerate(lines) if entry.part == "winner"), None)
+    text = []
+    if shapes(report):
+        text = [f"Latency end to end at {shape_text(first)}; speed-up against the baseline with its 95 % interval. - means not measured."]
+    if report.reference:
+        text.append(f"Accuracy on the selection set against the reference, {report.reference}. The drop is in units of the metric.")
+    return Section("candidates", "Candidates", tuple(text), tables=(Table(header, tuple(_candidate_row(e, first) for e in lines), winner),))
+
+
+def _candidate_row(entry: Entry, sizes: dict[str, int]) -> tuple[str, ...]:
+    row = entry.row(sizes)
+    selection = entry.candidate.selection if entry.candidate else None
+    engine = entry.candidate.engine if entry.candidate else None
+    return (
+        str(entry.number),
+        entry.label,
+        entry.state,
+        interval(selection.metric.interval, 4) if selection and selection.metric else "-",
+        f"{min(error.cosine for error in selection.outputs):.5f}" if selection and selection.outputs else "-",
+        *(_percentiles(row.end_to_end) if row else ("-", "-", "-")),
+        interval(row.ratio, 2) if row and row.ratio else "-",
+        bytes_text(engine.size_bytes) if engine else "-",
+        bytes_text(row.peak_memory_bytes) if row and row.peak_memory_bytes else "-",
+        entry.candidate.reason if entry.candidate else "",
+    )
+
+
+def _validation(report: Report) -> Section:
+    found = report.validation
+    if found is None:
+        return Section("validation", "Validation")
+    text = [f"{report.winner or 'The winner'} on {found.samples} samples of the {found.role} set, read once. Reference: {report.reference}."]
+    if found.metric is not None:
+        metric = found.metric
+        judged = "within" if metric.passed else "over"
+        text.append(
+            f"{metric.name}: {metric.reference:.4f} (reference), {metric.candidate:.4f} (engine). "
+            f"Drop {interval(metric.interval, 4)}, {judged} the allowed {metric.max_drop:g}."
+        )
+    return Section("validation", "Validation", tuple(text), items=found.failures, tables=(_errors(found),))
+
+
+def _errors(found: ValidationReport) -> Table:
+    header = ("output", ">max abs", ">mean abs", ">max rel", ">min cosine", ">SNR", ">NaN", ">Inf", ">worst sample", "passed")
+    rows = tuple(
+        (
+            error.output,
+            f"{error.max_abs:.3g}",
+            f"{error.mean_abs:.3g}",
+            f"{error.max_rel:.3g}",
+            f"{error.cosine:.5f}",
+            f"{error.snr_db:.1f} dB",
+            str(error.nan),
+            str(error.inf),
+            str(error.worst_sample),
+            "yes" if error.passed else "no",
+        )
+        for error in found.outputs
+    )
+    return Table(header, rows)
+
+
+def _latency(report: Report) -> Section:
+    text = (
+        "Percentiles stand only where enough raw values do: p90 needs 100, p99 needs 1,000. Upload, compute and download are medians.",
+        f"Measured {date(report.benchmarked)}, before this report was written {date(report.created)}: reused from the store."
+        if report.benchmarked and report.benchmarked[:16] < report.created[:16]
+        else f"Measured {date(report.benchmarked or report.created)}.",
+    )
+    return Section("latency", "Latency", text, tables=tuple(_latency_table(report, sizes) for sizes in shapes(report)))
+
+
+def _latency_table(report: Report, sizes: dict[str, int]) -> Table:
+    header: tuple[str, ...] = (
+        "#",
+        f"engine at {shape_text(sizes)}",
+        ">median",
+        ">p90",
+        ">p99",
+        ">speed-up",
+        ">upload",
+        ">compute",
+        ">download",
+        ">per second",
+    )
+    header += (">GFLOP/s", ">values", ">warm-up", "stable")
+    pairs = [(entry, row) for entry in entries(report) if (row := entry.row(sizes))]
+    winner = next((index for index, (entry, _) in enumerate(pairs) if entry.part == "winner"), None)
+    rows = tuple(
+        (
+            str(entry.number),
+            entry.label,
+            *_percentiles(row.end_to_end),
+            interval(row.ratio, 2) if row.ratio else "-",
+            *(time_text(median_s(part)) for part in (row.upload, row.compute, row.download)),
+            number_text(row.throughput_per_s),
+            number_text(row.flops_per_s / 1e9) if row.flops_per_s else "-",
+            str(len(row.end_to_end.values_s)),
+            str(len(row.end_to_end.warmup_s)),
+            "yes" if row.end_to_end.stable else "no",
+        )
+        for entry, row in pairs
+    )
+    return Table(header, rows, winner)
+
+
+def _stages(report: Report) -> Section:
+    rows = tuple((s.stage, s.subject, time_text(s.seconds), "reused" if s.reused else "ran", date(s.created), s.digest[:12]) for s in report.steps)
+    work = sum(step.seconds for step in report.steps if not step.reused)
+    kept = [step for step in report.steps if step.reused]
+    text = f"{time_text(work)} of work in this run."
+    if kept:
+        text += f" {len(kept)} of {len(report.steps)} steps came from the store; they took {time_text(sum(s.seconds for s in kept))} when they ran."
+    table = Table(("stage", "of", ">time", "state", "made", "artifact"), rows)
+    return Section("stages", "Stages", (text,) if rows else (), tables=(table,), folded=True)
+
+
+def _operators(report: Report) -> Section:
+    tables = report.operators
+    totals: dict[str, int] = {}
+    for table in tables:
+        for name, count in table.operators.items():
+            totals[name] = max(totals.get(name, 0), count)
+    names = sorted(totals, key=lambda name: (-totals[name], name))
+    rows = [(name, *(str(table.operators.get(name, 0)) for table in tables)) for name in names]
+    rows.append(("all nodes", *(str(sum(table.operators.values())) for table in tables)))
+    rows.append(("file size", *(bytes_text(table.size_bytes) for table in tables)))
+    header = ("operator", *(f">{table.stage}" for table in tables))
+    return Section("operators", "Operators", tables=(Table(header, tuple(rows)),) if tables else (), folded=True)
+
+
+def _environment(report: Report) -> Section:
+    host = report.environment
+    packages = ", ".join(f"{name} {version}" for name, version in sorted(host.packages.items()))
+    rows = (
+        ("CPU", host.cpu),
+        ("CPU flags", " ".join(host.cpu_flags) or "none of those that matter"),
+        ("cores", str(host.cores)),
+        ("governor", host.governor or "unknown"),
+        ("load, 1 min", f"{host.load_1min:.2f}"),
+        ("memory", bytes_text(host.memory_bytes)),
+        ("GPU", ", ".join(host.gpus) or "none"),
+        ("system", host.os),
+        ("Python", host.python),
+        ("packages", packages),
+        ("report written", date(report.created)),
+        ("latency measured", date(report.benchmarked or report.created)),
+    )
+    return Section("environment", "Environment", tables=(Table(("what", "value"), rows),))
+
+
+def _notes(report: Report) -> Section:
+    notes = list(report.notes)
+    found: list[tuple[str, str]] = [("", f"{note.level}, {note.stage}: {note.text}") for note in notes]
+    for entry in entries(report):
+        candidate = entry.candidate
+        own = [*(entry.benchmark.notes if entry.benchmark else ())]
+        if candidate:
+            own += [*(candidate.engine.notes if candidate.engine else ()), *(candidate.selection.notes if candidate.selection else ())]
+        found += [(f" ({entry.label})", f"{note.level}, {note.stage}: {note.text}") for note in own]
+    found += [("", f"{note.level}, {note.stage}: {note.text}") for note in (report.validation.notes if report.validation else ())]
+    return Section("notes", "Notes and warnings", items=_grouped(found))
+
+
+def _grouped(notes: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """Each text once, followed by the engines it was said of."""
+    subjects: dict[str, list[str]] = {}
+    for subject, text in notes:
+        subjects.setdefault(text, []).append(subject)
+    return tuple(text + "".join(dict.fromkeys(found)) for text, found in subjects.items())
+
+
+# -- numbers as people read them ---------------------------------------------------------------------------------------
+
+
+def median_s(samples: Samples) -> float:
+    """The median, in seconds."""
+    return quantile_s(samples.values_s, 0.5)
+
+
+def quantile_s(values: Sequence[float], q: float) -> float:
+    """A quantile by linear interpolation; NaN without values."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    place = q * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def _percentiles(samples: Samples) -> tuple[str, str, str]:
+    values = samples.values_s
+    shown = [time_text(quantile_s(values, q)) if len(values) >= round(10 / (1 - q)) else "-" for q in (0.9, 0.99)]
+    return (time_text(median_s(samples)), shown[0], shown[1])
+
+
+def time_text(seconds: float) -> str:
+    """Three digits and the unit: 412 us, 5.21 ms, 12.3 s; - where nothing was measured."""
+    if math.isnan(seconds):
+        return "-"
+    if seconds >= 120:
+        return f"{seconds / 60:.1f} min"
+    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= scale * 0.9995:
+            return f"{_three_digits(seconds / scale)} {unit}"
+    return f"{_three_digits(seconds * 1e6)} us"
+
+
+def bytes_text(count: int) -> str:
+    """Decimal units: 512 B, 2.1 MB."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5 or unit == "GB":
+            return f"{count} B" if unit == "B" else f"{_three_digits(size)} {unit}"
+        size /= 1000
+    raise AssertionError("unreachable")
+
+
+def number_text(value: float) -> str:
+    """Three digits, thousands marked."""
+    return f"{value:,.0f}" if value >= 100 else _three_digits(value)
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def interval(value: Interval, digits: int) -> str:
+    """An estimate with its 95 % interval: 2.31 [2.25, 2.38]."""
+    return f"{value.value:.{digits}f} [{value.low:.{digits}f}, {value.high:.{digits}f}]"
+
+
+def shape_text(sizes: dict[str, int]) -> str:
+    """`batch 8, sequence 128`."""
+    return ", ".join(f"{name} {size}" for name, size in sizes.items()) or "its fixed shape"
+
+
+def date(iso: str) -> str:
+    """2026-01-31 12:00 UTC, from ISO 8601."""
+    return f"{iso[:10]} {iso[11:16]} UTC" if len(iso) >= 16 else iso

@@ -1,0 +1,179 @@
+"""Fewer nodes, the same function: onnxsim and GraphSurgeon in a child process, the result compared with its input, or rolled back.
+
+A simplifier may crash, hang, bake the batch of its example, or fold away what a backend needs (Q/DQ). None of that reaches the next stage.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from pipeline.compare import compare_graphs
+from pipeline.config import SimplifyConfig
+from pipeline.core import Note, OnnxModel, Point, Profile, Progress, Tensors, TensorSpec
+from pipeline.errors import ChildDied, InternalError, ModelError
+from pipeline.graph import draw_feeds, external_files, file_size, onnx_model, operator_histogram, read_proto, write_proto
+from pipeline.process import call_in_child
+
+STAGE = "simplify"
+FILE = "model.onnx"
+FOLD_LIMIT_BYTES = 2**20  # larger results of Tile, Expand and the like are computed at run time
+GROWTH_LIMIT = 1.1  # file size after / before: folding that costs more is not worth its nodes
+POINTS: tuple[Point, ...] = ("min", "opt", "max")
+QDQ = frozenset({"QuantizeLinear", "DequantizeLinear"})
+RANDOM = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli", "Dropout"})
+
+Simplifier = Callable[[Path, Path, Progress], None]
+"""Reads the first path, writes the second. Runs in a child process, so it must be importable by name."""
+
+
+def run_onnxsim(source: Path, target: Path, progress: Progress) -> None:
+    """onnxsim with its own check off and every input shape left as it is. For a child process: it hides modules from the rest of it."""
+    for unused in ("torch", "sympy"):
+        sys.modules.setdefault(unused, None)  # type: ignore[arg-type]  # onnxsim tries to import both, for 5 s, and simplifies without
+    import onnxsim
+
+    holds_qdq = bool(QDQ & set(operator_histogram(source)))
+    onnxsim.simplify(
+        str(source),
+        check_n=0,
+        skipped_optimizers=["eliminate_common_subexpression", "eliminate_duplicate_initializer"] if holds_qdq else None,  # both merge equal Q/DQ
+        tensor_size_threshold=f"{FOLD_LIMIT_BYTES}B",
+        output_path=str(target),
+        external_data_threshold="1.5GB",
+    )
+
+
+def simplify(
+    model: OnnxModel,
+    profiles: tuple[Profile, ...],
+    options: SimplifyConfig,
+    samples: tuple[Tensors, ...],
+    out: Path,
+    progress: Progress,
+    simplifier: Simplifier = run_onnxsim,
+) -> OnnxModel:
+    """A model under `out` that computes the same with fewer nodes; its notes say what happened.
+
+    Equal on all samples and on generated inputs at min, opt, max and an odd size of every profile, with the same interface;
+    otherwise the input model itself, copied, with a warning that says why.
+    """
+    if not options.enabled:
+        return _copy(model, out, Note(stage=STAGE, text="switched off in the plan", level="info"))
+    target = out / FILE
+    try:
+        call_in_child(_simplify_file, simplifier, model.path, target, name=STAGE, deadline_s=options.timeout_s, progress=progress)
+        progress(None, "comparing with the input model")
+        fault = _lost(model, onnx_model(out, FILE, model.precision))
+        fault = fault or compare_graphs(model.path, target, _feeds(model, profiles, samples))
+    except (ChildDied, InternalError, ModelError) as error:
+        fault = error.message
+    if fault:
+        text = f"rolled back, the graph goes on as it was: {fault}"
+        return _copy(model, out, Note(stage=STAGE, text=text))
+    before, after = sum(operator_histogram(model.path).values()), sum(operator_histogram(target).values())
+    text = f"{before} nodes became {after}, {file_size(model.path):,} bytes became {file_size(target):,}"
+    return onnx_model(out, FILE, model.precision, (Note(stage=STAGE, text=text, level="info"),))
+
+
+def _simplify_file(simplifier: Simplifier, source: Path, target: Path, progress: Progress) -> None:
+    """The child's work: the simplifier, then GraphSurgeon, then the names of the interface put back."""
+    draft = target.with_name("draft.onnx")
+    progress(None, "simplifying")
+    simplifier(source, draft, progress)
+    progress(None, "folding constants")
+    folded = _fold_constants(read_proto(draft))
+    _restore_names(read_proto(source, weights=False), folded)
+    write_proto(folded, target)
+    for file in (*external_files(draft), draft):
+        file.unlink()
+
+
+def _fold_constants(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Compute what depends on constants only, and drop nodes that no output needs. Outputs stay, whatever they depend on."""
+    import onnx_graphsurgeon
+
+    graph = onnx_graphsurgeon.import_onnx(proto)
+    graph.toposort()
+    graph.fold_constants(size_threshold=FOLD_LIMIT_BYTES, partitioning="basic", should_exclude_node=lambda node: node.op in RANDOM)
+    graph.cleanup().toposort()
+    return onnx_graphsurgeon.export_onnx(graph)
+
+
+def _restore_names(source: onnx.ModelProto, result: onnx.ModelProto) -> None:
+    """Give inputs and outputs the shapes that the source declares, but never hide a dynamic input dimension that became a number."""
+    declared = {value.name: value for value in (*source.graph.input, *source.graph.output)}
+    for values, may_be_fixed in ((result.graph.input, False), (result.graph.output, True)):  # an output is judged by its values at many sizes
+        for value in values:
+            before = declared.get(value.name)
+            same_type = before is not None and before.type.tensor_type.elem_type == value.type.tensor_type.elem_type
+            if before is not None and same_type and (may_be_fixed or not _is_fixed(before, value)):
+                value.CopyFrom(before)
+
+
+def _is_fixed(before: onnx.ValueInfoProto, after: onnx.ValueInfoProto) -> bool:
+    old, new = before.type.tensor_type.shape.dim, after.type.tensor_type.shape.dim
+    return len(old) != len(new) or any(a.HasField("dim_value") and not b.HasField("dim_value") for a, b in zip(new, old, strict=True))
+
+
+def _lost(before: OnnxModel, after: OnnxModel) -> str:
+    """What a simplified model lacks, by looking at it: interface, Q/DQ, operator domains, size. Empty if nothing."""
+    for role, old, new in (("inputs", before.inputs, after.inputs), ("outputs", before.outputs, after.outputs)):
+        if _interface(old) != _interface(new):
+            return f"{role} were {_describe(old)} and became {_describe(new)}"
+    if _quantizers(before.path) - _quantizers(after.path):
+        return "QuantizeLinear or DequantizeLinear nodes, or their scales, were lost"
+    foreign = {op for op in operator_histogram(after.path) if "::" in op} - set(operator_histogram(before.path))
+    if foreign:
+        return f"operators outside the ONNX standard were put in: {', '.join(sorted(foreign))}"
+    was, became = file_size(before.path), file_size(after.path)
+    if became > GROWTH_LIMIT * was + FOLD_LIMIT_BYTES:
+        return f"the file grew from {was:,} to {became:,} bytes"
+    return ""
+
+
+def _interface(specs: tuple[TensorSpec, ...]) -> list[tuple[str, str, tuple[int | str, ...]]]:
+    return [(spec.name, spec.dtype, spec.shape) for spec in specs]
+
+
+def _describe(specs: tuple[TensorSpec, ...]) -> str:
+    return ", ".join(f"{spec.name} {spec.dtype}[{', '.join(map(str, spec.shape))}]" for spec in specs)
+
+
+def _quantizers(path: Path) -> Counter[tuple[str, bytes]]:
+    """Q and DQ nodes counted by operator, and again by operator and scale where the scale is a constant."""
+    graph = read_proto(path).graph
+    scales = {tensor.name: tensor for tensor in graph.initializer}
+    scales |= {node.output[0]: a.t for node in graph.node if node.op_type == "Constant" for a in node.attribute if a.name == "value"}
+    found: Counter[tuple[str, bytes]] = Counter()
+    for node in (node for node in graph.node if node.op_type in QDQ):
+        found[node.op_type, b""] += 1
+        if node.input[1] in scales:
+            found[node.op_type, np.asarray(onnx.numpy_helper.to_array(scales[node.input[1]])).tobytes()] += 1
+    return found
+
+
+def _feeds(model: OnnxModel, profiles: tuple[Profile, ...], samples: Iterable[Tensors]) -> Iterator[Tensors]:
+    """The samples, then generated inputs at four sizes of every profile."""
+    yield from samples
+    for profile in profiles or (Profile(),):
+        for seed, sizes in enumerate((*map(profile.sizes, POINTS), profile.odd_sizes())):
+            yield draw_feeds(model.inputs, sizes, seed)
+
+
+def _copy(model: OnnxModel, out: Path, note: Note) -> OnnxModel:
+    """The input model with its external data, under `out`."""
+    for file in out.glob("*.onnx*"):  # what a simplifier left half-written
+        file.unlink()
+    shutil.copyfile(model.path, out / FILE)
+    for file in external_files(model.path):
+        place = out / file.relative_to(model.path.parent.resolve())
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, place)
+    return onnx_model(out, FILE, model.precision, (note,))

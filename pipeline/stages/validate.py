@@ -1,0 +1,342 @@
+"""Validate: does an engine still give the right answers? Streams samples through it and compares with stored reference outputs.
+
+The reference runs once, in a process of its own (`run_reference`), and its outputs go to disk: so no candidate ever runs beside
+torch, and both passes hold one batch in memory. A wrong engine is a report with `failures`, never an exception.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline import backends
+from pipeline.backends.base import Loaded, Session
+from pipeline.config import AccuracyConfig, Thresholds
+from pipeline.core import Artifact, Engine, Note, Progress, Tensors, TensorSpec, silent, sizes_from_shapes
+from pipeline.data import Batch, GeneratedPart, SampleSet
+from pipeline.errors import InternalError, PlanError
+from pipeline.metrics import Floats, by_sample, cosine_per_sample, mask_nonfinite, rows, snr_db
+from pipeline.report import OutputError, ValidationReport
+from pipeline.task_metric import TaskMetric, open_metric
+
+ENOUGH_SAMPLES = 200  # below, the 95 % interval of a rate near 98 % is wider than plus or minus 2 points
+
+
+Role = Literal["selection", "validation", "generated"]
+
+
+class ReferenceOutputs(Artifact):
+    """What the reference answers to every sample of one set. `file` is the folder of the batches."""
+
+    digest: str  # of all output values
+    set_digest: str
+    batch: int
+    samples: int
+    outputs: tuple[TensorSpec, ...]
+    files: tuple[str, ...]  # one .npz per batch, in order, outputs by position
+
+
+@dataclass(slots=True)
+class _Sessions:
+    """The session whose profile holds a batch, opened when first needed."""
+
+    engine: Engine
+    loaded: Loaded
+    stack: contextlib.ExitStack
+    opened: dict[int, Session]
+
+    def run(self, feeds: Tensors) -> Tensors:
+        session = self._session(self._profile(feeds))
+        session.bind(feeds)
+        session.upload()
+        session.execute()
+        session.download()
+        session.synchronize()
+        return session.fetch()
+
+    def _profile(self, feeds: Tensors) -> int:
+        shapes = {name: array.shape for name, array in feeds.items()}
+        known = set(shapes) >= {spec.name for spec in self.engine.inputs}
+        sizes = sizes_from_shapes(self.engine.inputs, shapes) if known else ""
+        if isinstance(sizes, str):
+            return 0  # bind says what is wrong
+        return next((index for index, profile in enumerate(self.engine.profiles) if profile.holds(sizes)), 0)
+
+    def _session(self, profile: int) -> Session:
+        if profile not in self.opened:
+            self.opened[profile] = self.stack.enter_context(contextlib.closing(self.loaded.session(profile)))
+        return self.opened[profile]
+
+
+@contextlib.contextmanager
+def _open(engine: Engine) -> Iterator[_Sessions]:
+    with contextlib.ExitStack() as stack:
+        loaded = stack.enter_context(contextlib.closing(backends.load(engine)))
+        yield _Sessions(engine, loaded, stack, {})
+
+
+def run_reference(engine: Engine, samples: SampleSet, batch: int, out: Path, progress: Progress = silent) -> ReferenceOutputs:
+    """Run the reference over a set and store its outputs under `out`, one file per batch."""
+    folder = out / "batches"
+    folder.mkdir()
+    content = hashlib.sha256()
+    files: list[str] = []
+    done = 0
+    with _open(engine) as sessions:
+        for item in samples.batches(batch):
+            outputs = sessions.run(item.feeds)
+            arrays = [_storable(outputs[spec.name]) for spec in engine.outputs]
+            for array in arrays:
+                content.update(f"{array.dtype} {array.shape}".encode() + array.tobytes())
+            files.append(f"batches/{len(files):06d}.npz")
+            with (out / files[-1]).open("wb") as file:
+                np.savez(file, *arrays)
+            done += item.samples
+            progress(done / samples.samples, f"{done} of {samples.samples} samples")
+    return ReferenceOutputs(
+        root=out,
+        file="batches",
+        digest=content.hexdigest(),
+        set_digest=samples.digest,
+        batch=batch,
+        samples=samples.samples,
+        outputs=engine.outputs,
+        files=tuple(files),
+    )
+
+
+def _storable(array: NDArray[np.generic]) -> NDArray[np.generic]:
+    return array.astype(np.float32) if array.dtype.kind == "V" else array  # bfloat16: .npz has no name for it
+
+
+def validate(
+    engine: Engine, reference: ReferenceOutputs, samples: SampleSet, options: AccuracyConfig, batch: int, progress: Progress = silent
+) -> ValidationReport:
+    """Compare an engine with the reference, sample by sample. Both must have seen the same set in the same batches.
+
+    Raises PlanError for an output the model lacks, DataError for a metric that the set cannot give.
+    """
+    if (reference.set_digest, reference.batch) != (samples.digest, batch):
+        raise InternalError("the reference outputs are of another set or batch size than the candidate is given")
+    generated = all(isinstance(part, GeneratedPart) for part in samples.parts)
+    _check_names(options, reference)
+    tallies = tuple(_Tally(spec.name, options.per_output.get(spec.name, options.thresholds)) for spec in reference.outputs)
+    judge = _Judge(tallies, None if generated else open_metric(options, reference.outputs, samples.has_labels))
+    failures = _interface_failures(engine.outputs, reference.outputs)
+    if not failures:
+        failures = _stream(engine, reference, samples, judge, progress)
+    return judge.report("generated" if generated else samples.role, samples, failures)
+
+
+def _check_names(options: AccuracyConfig, reference: ReferenceOutputs) -> None:
+    known = [spec.name for spec in reference.outputs]
+    asked = dict.fromkeys(options.per_output, "accuracy.per_output")
+    if options.output is not None:
+        asked[options.output] = "accuracy.output"
+    for name, key in asked.items():
+        if name not in known:
+            raise PlanError(f"{key} names '{name}', which is no output; the model has {', '.join(known)}", "name one of these")
+
+
+def _interface_failures(candidate: tuple[TensorSpec, ...], reference: tuple[TensorSpec, ...]) -> list[str]:
+    """Missing, extra and moved outputs, and other dtypes."""
+    ours, theirs = {spec.name: spec for spec in candidate}, {spec.name: spec for spec in reference}
+    has = ", ".join(ours) or "none"
+    failures = [f"output '{name}' is missing; the engine has {has}" for name in theirs if name not in ours]
+    failures += [f"output '{name}' is not an output of the reference, which has {', '.join(theirs)}" for name in ours if name not in theirs]
+    failures += [
+        f"output '{name}' is {ours[name].dtype}, the reference gives {spec.dtype}"
+        for name, spec in theirs.items()
+        if name in ours and ours[name].dtype != spec.dtype
+    ]
+    if not failures and list(ours) != list(theirs):
+        failures = [f"outputs come in the order {has}, the reference has {', '.join(theirs)}"]
+    return failures
+
+
+def _stream(engine: Engine, reference: ReferenceOutputs, samples: SampleSet, judge: _Judge, progress: Progress) -> list[str]:
+    """Feed the judge batch by batch; stops at the first output of another shape and says so."""
+    done = 0
+    with _open(engine) as sessions:
+        for item, file in zip(samples.batches(reference.batch), reference.files, strict=True):
+            outputs = sessions.run(item.feeds)
+            expected = _load(reference, file)
+            if failures := _shape_failures(outputs, expected, item):
+                return failures
+            judge.add(outputs, expected, item)
+            done += item.samples
+            progress(done / samples.samples, f"{done} of {samples.samples} samples")
+    return []
+
+
+def _load(reference: ReferenceOutputs, file: str) -> dict[str, NDArray[np.generic]]:
+    with np.load(reference.root / file, allow_pickle=False) as archive:
+        return {spec.name: archive[f"arr_{index}"] for index, spec in enumerate(reference.outputs)}
+
+
+def _shape_failures(outputs: Tensors, expected: Tensors, item: Batch) -> list[str]:
+    where = f"samples {item.first} to {item.first + item.samples - 1}"
+    return [
+        f"output '{name}' has shape {outputs[name].shape} for {where}, the reference {array.shape}"
+        for name, array in expected.items()
+        if outputs[name].shape != array.shape
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Statistics:
+    """Polygraphy's figures for one output of one batch."""
+
+    max_abs: float
+    mean_abs: float
+    max_rel: float
+
+
+def _compare(outputs: Tensors, expected: Tensors, tallies: tuple[_Tally, ...]) -> dict[str, _Statistics]:
+    """Polygraphy's comparison of one batch; values that are not finite are counted by the tallies and masked here.
+
+    Every setting that has a lenient default is given: the element-wise check would pass on absolute *or* relative error, outputs
+    are matched by position when their names differ, and the log prints whole arrays.
+    """
+    from polygraphy.comparator import Comparator, RunResults, SimpleCompareFunc
+    from polygraphy.logger import G_LOGGER
+
+    pairs = {name: mask_nonfinite(outputs[name].astype(np.float64), array.astype(np.float64)) for name, array in expected.items() if array.size}
+    if not pairs:
+        return {}
+    runs = RunResults()
+    runs.add([{name: pair[0] for name, pair in pairs.items()}], runner_name="candidate")
+    runs.add([{name: pair[1] for name, pair in pairs.items()}], runner_name="reference")  # second: relative errors are taken from it
+    check = SimpleCompareFunc(
+        check_shapes=True,
+        check_error_stat="max",
+        atol={tally.name: math.inf if tally.limits.max_abs is None else tally.limits.max_abs for tally in tallies} | {"": math.inf},
+        rtol=0.0,
+        infinities_compare_equal=True,
+        find_output_func=lambda name, index, result: [name],
+    )
+    with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
+        results = Comparator.compare_accuracy(runs, compare_func=check)
+    found = results[0]["candidate", "reference"][0]
+    return {name: _Statistics(found[name].max_absdiff, found[name].mean_absdiff, found[name].max_reldiff) for name in pairs}
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Errors of one output, gathered over batches."""
+
+    name: str
+    limits: Thresholds
+    max_abs: float = 0.0
+    sum_abs: float = 0.0
+    values: int = 0
+    max_rel: float = 0.0
+    cosine: float = 1.0
+    signal: float = 0.0
+    noise: float = 0.0
+    nan: int = 0
+    inf: int = 0
+    worst_error: float = -1.0
+    worst_sample: int = 0
+
+    def add(self, output: NDArray[np.generic], expected: NDArray[np.generic], item: Batch, statistics: _Statistics) -> None:
+        candidate, reference = rows(output, item.samples), rows(expected, item.samples)
+        bad = (~np.isfinite(candidate) & (candidate != reference) & ~(np.isnan(candidate) & np.isnan(reference))).any(axis=1)
+        candidate, reference, nan, inf = mask_nonfinite(candidate, reference)
+        self.nan += nan
+        self.inf += inf
+        self.max_abs = max(self.max_abs, statistics.max_abs)
+        self.sum_abs += statistics.mean_abs * output.size
+        self.values += output.size
+        self.max_rel = max(self.max_rel, statistics.max_rel)
+        self.cosine = min(self.cosine, float(cosine_per_sample(candidate, reference).min()))
+        self.signal += float(np.square(reference).sum())
+        self.noise += float(np.square(candidate - reference).sum())
+        self._remember_worst(np.where(bad, np.inf, np.abs(candidate - reference).max(axis=1)), item)
+
+    def _remember_worst(self, errors: Floats, item: Batch) -> None:
+        row = int(errors.argmax())
+        if errors[row] > self.worst_error:
+            self.worst_error, self.worst_sample = float(errors[row]), item.first + row
+
+    def result(self) -> OutputError:
+        mean_abs = self.sum_abs / self.values if self.values else 0.0
+        snr = snr_db(self.signal, self.noise)
+        limits = self.limits
+        failures = [
+            f"{self.nan} values are NaN on one side only" if self.nan else "",
+            f"{self.inf} values are infinite on one side only" if self.inf else "",
+            _over("largest absolute error", self.max_abs, limits.max_abs),
+            _over("mean absolute error", mean_abs, limits.mean_abs),
+            _under("smallest cosine", self.cosine, limits.min_cosine),
+            _under("signal to noise in dB", snr, limits.min_snr_db),
+        ]
+        broken = tuple(failure for failure in failures if failure)
+        return OutputError(
+            output=self.name,
+            max_abs=self.max_abs,
+            mean_abs=mean_abs,
+            max_rel=self.max_rel,
+            cosine=self.cosine,
+            snr_db=snr,
+            nan=self.nan,
+            inf=self.inf,
+            worst_sample=self.worst_sample,
+            passed=not broken,
+            failures=broken,
+        )
+
+
+def _over(what: str, got: float, limit: float | None) -> str:
+    return f"{what} {got:.4g} is over the limit {limit:.4g}" if limit is not None and got > limit else ""
+
+
+def _under(what: str, got: float, limit: float | None) -> str:
+    return f"{what} {got:.4f} is under the limit {limit:.4g}" if limit is not None and got < limit else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Judge:
+    """Everything that is gathered over the batches of one engine."""
+
+    tallies: tuple[_Tally, ...]
+    metric: TaskMetric | None
+
+    def add(self, outputs: Tensors, expected: Tensors, item: Batch) -> None:
+        statistics = _compare(outputs, expected, self.tallies)
+        for tally in self.tallies:
+            if tally.name in statistics:  # absent: an output without elements, of a shape that depends on the data
+                tally.add(outputs[tally.name], expected[tally.name], item, statistics[tally.name])
+        if self.metric is not None:
+            ours, theirs = (by_sample(tensors[self.metric.output], item.samples) for tensors in (outputs, expected))
+            self.metric.add(ours, item.labels, theirs)
+
+    def report(self, role: str, samples: SampleSet, failures: list[str]) -> ValidationReport:
+        """The verdict; figures only if all samples were compared."""
+        complete = not failures
+        outputs = tuple(tally.result() for tally in self.tallies) if complete else ()
+        failures = failures + [f"output '{error.output}': {failure}" for error in outputs for failure in error.failures]
+        metric, notes = None, []
+        if self.metric is not None and complete:
+            metric, metric_failures = self.metric.result()
+            failures += metric_failures
+            if samples.samples < ENOUGH_SAMPLES:
+                text = f"{role}: {samples.samples} samples leave the drop uncertain; {ENOUGH_SAMPLES} or more narrow its interval"
+                notes.append(Note(stage="validate", text=text))
+        return ValidationReport(
+            role=cast(Role, role),
+            set_digest=samples.digest,
+            samples=samples.samples,
+            outputs=outputs,
+            metric=metric,
+            failures=tuple(failures),
+            notes=tuple(notes),
+        )

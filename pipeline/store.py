@@ -1,0 +1,188 @@
+"""The content-addressed store: every artifact is made once, published whole, and found again by what it was made from.
+
+    <root>/artifacts/<stage>/<key>/     the files of one artifact, and artifact.json (value, provenance, sha256 of each file)
+    <root>/locks/<key>.lock             held while an artifact is made
+    <root>/tmp/<key>/                   where it is made; renamed into place when complete
+
+Look, lock, look again, make, publish by one rename. A process killed at any moment leaves at most a folder under tmp/,
+which the next holder of the same lock removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from filelock import FileLock, Timeout
+from pydantic import BaseModel
+
+from pipeline.core import Artifact, Note, Provenance, Target
+from pipeline.errors import StoreError
+
+A = TypeVar("A", bound=BaseModel)
+MANIFEST = "artifact.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What an artifact is made from. Equal keys mean equal artifacts."""
+
+    stage: str
+    version: int  # raised when the stage's code changes what it makes
+    inputs: tuple[str, ...]  # content digests
+    options: str = ""  # canonical JSON
+    tools: Mapping[str, str] | None = None  # library -> version
+    target: Target | None = None
+
+    @property
+    def digest(self) -> str:
+        target = self.target.model_dump_json() if self.target else ""
+        parts = [self.stage, self.version, self.inputs, self.options, sorted((self.tools or {}).items()), target]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Stored(Generic[A]):
+    """An artifact's value, and how it came about."""
+
+    value: A
+    provenance: Provenance
+    digest: str  # the key's
+    reused: bool
+
+
+class Store:
+    """All artifacts of one user. Safe for many processes at once."""
+
+    def __init__(self, root: Path, on_wait: Callable[[str], None] = lambda text: None) -> None:
+        self.root = root
+        self._on_wait = on_wait
+        try:
+            for folder in ("artifacts", "locks", "tmp"):
+                (root / folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"cannot use '{root}' as the store: {error.strerror}", "set CRUCIBLE_HOME to a folder you can write") from error
+        self.notes: list[Note] = []
+
+    def find(self, key: Key, kind: type[A]) -> Stored[A] | None:
+        """The artifact of this key if it is there and intact."""
+        folder = self._folder(key)
+        if not folder.exists():
+            return None
+        try:
+            return _read(folder, key, kind)
+        except (OSError, LookupError, ValueError) as error:  # pydantic's ValidationError is a ValueError
+            note = Note(stage="store", text=f"{key.stage} {key.digest[:12]} was damaged and is made again: {error}")
+            if note not in self.notes:
+                self.notes.append(note)
+            return None
+
+    def get(self, key: Key, kind: type[A], make: Callable[[Path], A]) -> Stored[A]:
+        """The artifact of this key, made by `make(folder)` unless it is there. Failures are never kept."""
+        if (found := self.find(key, kind)) is not None:
+            return found
+        with self._lock(key):
+            if (found := self.find(key, kind)) is not None:
+                return found
+            work = self.root / "tmp" / key.digest
+            try:
+                shutil.rmtree(work, ignore_errors=True)  # of a process that was killed while it held this lock
+                work.mkdir()
+                started = time.perf_counter()
+                value = make(work)
+                provenance = _provenance(key, time.perf_counter() - started)
+                _write_manifest(work, value, provenance)
+                self._publish(work, self._folder(key))
+            except BaseException:
+                shutil.rmtree(work, ignore_errors=True)
+                raise
+        published = self.find(key, kind)
+        if published is None:
+            raise StoreError(f"{key.stage} {key.digest[:12]} was published but cannot be read back", "check the disk of CRUCIBLE_HOME")
+        return Stored(published.value, published.provenance, published.digest, reused=False)
+
+    def _folder(self, key: Key) -> Path:
+        return self.root / "artifacts" / key.stage / key.digest
+
+    @contextlib.contextmanager
+    def _lock(self, key: Key) -> Iterator[None]:
+        lock = FileLock(self.root / "locks" / f"{key.digest}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            self._on_wait(f"another process is making {key.stage}; waiting for it")
+            lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _publish(self, work: Path, final: Path) -> None:
+        for file in work.rglob("*"):
+            if file.is_file():
+                _sync(file)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        if final.exists():  # damaged: find() said so
+            damaged = work.with_name(f"{work.name}.damaged")
+            shutil.rmtree(damaged, ignore_errors=True)
+            final.rename(damaged)
+            shutil.rmtree(damaged, ignore_errors=True)
+        work.rename(final)
+        _sync(final.parent)
+
+
+def canonical(options: BaseModel | Mapping[str, object]) -> str:
+    """JSON with sorted keys: the same options always give the same text."""
+    data = options.model_dump(mode="json") if isinstance(options, BaseModel) else options
+    return json.dumps(data, sort_keys=True, default=str)
+
+
+def _read(folder: Path, key: Key, kind: type[A]) -> Stored[A]:
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    for name, sha256 in manifest["files"].items():
+        if _sha256(folder / name) != sha256:
+            raise ValueError(f"'{name}' has another digest than when it was written")
+    data = manifest["value"]
+    value = kind.model_validate({**data, "root": folder} if issubclass(kind, Artifact) else data)
+    return Stored(value, Provenance.model_validate(manifest["provenance"]), key.digest, reused=True)
+
+
+def _write_manifest(folder: Path, value: BaseModel, provenance: Provenance) -> None:
+    files = {str(file.relative_to(folder)): _sha256(file) for file in sorted(folder.rglob("*")) if file.is_file()}
+    manifest = {"value": value.model_dump(mode="json"), "provenance": provenance.model_dump(mode="json"), "files": files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+
+
+def _provenance(key: Key, seconds: float) -> Provenance:
+    return Provenance(
+        stage=key.stage,
+        stage_version=key.version,
+        inputs=key.inputs,
+        options=key.options,
+        tools=dict(key.tools or {}),
+        target=key.target,
+        created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        seconds=seconds,
+    )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

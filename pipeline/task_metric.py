@@ -1,0 +1,160 @@
+"""The task metric: one score per sample for reference and candidate, or the user's own function, and the drop between them.
+
+A user's metric is `module:function`, called as `function(outputs, labels, reference)` on the whole set at once:
+
+    outputs    [samples, ...]  of the output the metric reads, from the engine that is scored
+    labels     [samples, ...]  or None where the set has none
+    reference  [samples, ...]  the same output of the reference
+    returns    one score per sample, shape [samples], or one number for the set; higher is better
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.config import AccuracyConfig
+from pipeline.core import TensorSpec
+from pipeline.errors import DataError, PlanError
+from pipeline.measure import Interval
+from pipeline.metrics import Array, Floats, cosine_per_sample, drop_interval, drop_interval_of, rows, topk_hits
+from pipeline.report import MetricResult
+
+MetricFunction = Callable[[Array, Array | None, Array], object]
+
+ROUNDING = 1e-9  # 3 of 300 is within a max_drop of 0.01 whatever the last bit says
+
+
+def open_metric(options: AccuracyConfig, outputs: tuple[TensorSpec, ...], has_labels: bool) -> TaskMetric:
+    """The metric that the plan asks for. Raises PlanError if there is no such metric, DataError if it needs labels and there are none."""
+    name = options.metric
+    if name == "auto":
+        name = "top1" if has_labels else "cosine"
+    if name in ("top1", "top5") and not has_labels:
+        raise DataError(
+            f"accuracy.metric is {name}, but the set has no labels", "add an array `labels` to each .npz, or set `accuracy.metric: cosine`"
+        )
+    output = options.output or outputs[0].name
+    if name in _STREAMED:
+        return TaskMetric(name, output, options.max_drop)
+    if name.count(":") != 1:
+        raise PlanError(f"accuracy.metric is '{name}', expected auto, {', '.join(_STREAMED)} or module:function", "correct `accuracy.metric`")
+    return TaskMetric(name, output, options.max_drop, _load_function(name, options.python_path))
+
+
+def _load_function(name: str, python_path: Path) -> MetricFunction:
+    module, _, function = name.partition(":")
+    sys.path.insert(0, str(python_path))
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        next_step = "correct `accuracy.metric`, or set `accuracy.python_path` to the folder its module lies in"
+        raise PlanError(f"accuracy.metric '{name}' cannot be imported from '{python_path}': {error}", next_step) from error
+    finally:
+        sys.path.remove(str(python_path))
+    if not callable(found):
+        raise PlanError(f"accuracy.metric '{name}' is a {type(found).__name__}, expected a function", "correct `accuracy.metric`")
+    return found  # type: ignore[no-any-return]  # what the user wrote; its value is checked
+
+
+def _top1(outputs: Array, labels: Array | None, reference: Array) -> Floats:
+    return topk_hits(outputs, np.asarray(labels), 1)
+
+
+def _top5(outputs: Array, labels: Array | None, reference: Array) -> Floats:
+    return topk_hits(outputs, np.asarray(labels), 5)
+
+
+def _cosine(outputs: Array, labels: Array | None, reference: Array) -> Floats:
+    return cosine_per_sample(rows(outputs, len(outputs)), rows(reference, len(reference)))
+
+
+_STREAMED: dict[str, Callable[[Array, Array | None, Array], Floats]] = {"top1": _top1, "top5": _top5, "cosine": _cosine}
+
+
+@dataclass(slots=True)
+class TaskMetric:
+    """Scores gathered over batches. A user's function sees the whole set, so its output is kept; the built-in ones keep scores only."""
+
+    name: str
+    output: str
+    max_drop: float
+    function: MetricFunction | None = None
+    candidate: list[Array] = field(default_factory=list)
+    reference: list[Array] = field(default_factory=list)
+    labels: list[Array] = field(default_factory=list)
+
+    def add(self, outputs: Array, labels: Array | None, reference: Array) -> None:
+        """One batch, [samples, ...] each."""
+        if self.function is None:
+            score = _STREAMED[self.name]
+            self.candidate.append(score(outputs, labels, reference))
+            self.reference.append(score(reference, labels, reference))
+            return
+        self.candidate.append(outputs)
+        self.reference.append(reference)
+        if labels is not None:
+            self.labels.append(labels)
+
+    def result(self) -> tuple[MetricResult | None, list[str]]:
+        """The metric and what is wrong with it; no metric where a score is NaN, for then the drop is no number."""
+        if self.function is None:
+            return self._judge(_joined(self.reference), _joined(self.candidate))
+        candidate, reference = _joined(self.candidate), _joined(self.reference)
+        labels = _joined(self.labels) if self.labels else None
+        ours, theirs = self._call(candidate, labels, reference), self._call(reference, labels, reference)
+        if ours.ndim == 1 and theirs.ndim == 1:
+            return self._judge(theirs, ours)
+
+        def drop(picks: Array) -> float:
+            picked = None if labels is None else labels[picks]
+            scores = (self._call(outputs[picks], picked, reference[picks]) for outputs in (reference, candidate))
+            before, after = (float(score) for score in scores)
+            return before - after
+
+        if not np.isfinite([ours, theirs]).all():
+            return None, [f"metric {self.name} is {ours} where the reference has {theirs}"]
+        return self._verdict(float(theirs), float(ours), drop_interval_of(drop, len(reference)))
+
+    def _call(self, outputs: Array, labels: Array | None, reference: Array) -> Floats:
+        """The user's function, its value checked: shape [samples] or ()."""
+        assert self.function is not None
+        next_step = "the function takes (outputs, labels, reference) and returns one score per sample or one number; docs/accuracy.md"
+        try:
+            scores = np.asarray(self.function(outputs, labels, reference), dtype=np.float64)
+        except Exception as error:
+            raise DataError(f"metric '{self.name}' failed: {type(error).__name__}: {error}", next_step) from error
+        if scores.shape not in ((), (len(outputs),)):
+            raise DataError(f"metric '{self.name}' returned shape {scores.shape} for {len(outputs)} samples", next_step)
+        return scores
+
+    def _judge(self, reference: Array, candidate: Array) -> tuple[MetricResult | None, list[str]]:
+        bad = np.flatnonzero(~np.isfinite(candidate.astype(np.float64)))
+        if bad.size:
+            return None, [f"metric {self.name} is not a number on {bad.size} of {candidate.size} samples (first: {bad[0]})"]
+        before, after = reference.astype(np.float64), candidate.astype(np.float64)
+        if not np.isfinite(before).all():
+            return None, [f"metric {self.name} is not a number on the reference itself: nothing can be judged against it"]
+        return self._verdict(float(before.mean()), float(after.mean()), drop_interval(before, after))
+
+    def _verdict(self, reference: float, candidate: float, drop: Interval) -> tuple[MetricResult, list[str]]:
+        passed = drop.value <= self.max_drop + ROUNDING
+        result = MetricResult(
+            name=self.name, reference=reference, candidate=candidate, drop=drop.value, interval=drop, max_drop=self.max_drop, passed=passed
+        )
+        text = f"{self.name} drops by {drop.value:.4f} ({reference:.4f} to {candidate:.4f}), over max_drop {self.max_drop:g}"
+        return result, [] if passed else [text]
+
+
+def _joined(arrays: list[Array]) -> Array:
+    """All batches as one array, [samples, ...]. DataError where samples differ in shape."""
+    try:
+        return np.concatenate(arrays)
+    except ValueError as error:
+        next_step = "choose an output whose shape is the same for all samples with `accuracy.output`, or set `accuracy.metric: cosine`"
+        raise DataError(f"the metric needs samples of one shape: {error}", next_step) from error

@@ -1,0 +1,159 @@
+"""What people see in a terminal: progress of stages on stderr, tables on stdout. Quiet and plain where there is no terminal."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from pipeline.core import Refusal
+from pipeline.decide import ratio_of
+from pipeline.measure import Interval
+from pipeline.report import BenchmarkReport, Candidate, LatencyRow, Report, ValidationReport
+from pipeline.runner import StageEvent
+
+VERDICT_STYLE = {"accepted": "bold green", "unproven": "bold yellow", "rejected": "bold red"}
+
+
+class StageProgress:
+    """Shows stages as they run: bars with elapsed time on a terminal, one line per finished stage elsewhere."""
+
+    def __init__(self, console: Console, quiet: bool = False) -> None:
+        self._console = console
+        self._quiet = quiet
+        self._live = console.is_terminal and not quiet
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn(), TextColumn("[dim]{task.fields[text]}"))
+        self._bars = Progress(*columns, console=console, transient=True, refresh_per_second=5)
+        self._task = None
+
+    def __enter__(self) -> StageProgress:
+        if self._live:
+            self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._bars.stop()
+
+    def __call__(self, event: StageEvent) -> None:
+        """Take one event of the runner."""
+        name = f"{event.stage} [dim]{event.subject}[/dim]" if event.subject else event.stage
+        if self._live and event.state in ("started", "progress", "waiting"):
+            self._update(name, event)
+        if event.state in ("finished", "reused", "failed"):
+            self._clear()
+            if not self._quiet:
+                self._console.print(_line(name, event), highlight=False)
+        elif event.state == "waiting":
+            self._console.print(f"[yellow]{event.text}", highlight=False)
+
+    def _update(self, name: str, event: StageEvent) -> None:
+        if self._task is None or event.state == "started":
+            self._clear()
+            self._task = self._bars.add_task(name, total=None, text="")
+        total = None if event.fraction is None else 1.0
+        self._bars.update(self._task, total=total, completed=event.fraction or 0.0, text=event.text)
+
+    def _clear(self) -> None:
+        if self._task is not None:
+            self._bars.remove_task(self._task)
+            self._task = None
+
+
+def _line(name: str, event: StageEvent) -> str:
+    if event.state == "finished":
+        return f"  [green]done[/]    {event.seconds:6.1f} s  {name}"
+    if event.state == "reused":
+        return f"  [cyan]reused[/]            {name}"
+    return f"  [red]failed[/]            {name}: {event.text}"
+
+
+def verdict_lines(report: Report) -> list[str]:
+    """The verdict with its reasons and next steps, for a rich console."""
+    style = VERDICT_STYLE[report.verdict]
+    lines = [f"[{style}]{report.verdict.upper()}[/]" + (f"  {report.winner}" if report.winner else "")]
+    lines += [f"  {reason}" for reason in report.reasons]
+    if report.nearest_miss and report.nearest_miss != report.winner:
+        lines.append(f"  nearest miss: {report.nearest_miss}")
+    return lines + [f"  next: {step}" for step in report.next_steps]
+
+
+def candidate_table(report: Report) -> Table:
+    """Candidates against the baseline, fastest first."""
+    table = Table(title=f"{report.name}: candidates", title_justify="left")
+    for heading in ("candidate", "state", "drop", "cosine"):
+        table.add_column(heading, justify="left" if heading in ("candidate", "state") else "right", no_wrap=heading == "candidate")
+    sizes = report.baseline.rows[0].sizes if report.baseline and report.baseline.rows else {}
+    at = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    table.add_column(f"median ({at})" if at else "median", justify="right")
+    table.add_column("times baseline (95 %)", justify="right")
+    for baseline in (report.baseline, *report.baselines):
+        if baseline is not None:
+            table.add_row(baseline.label, "baseline", "", "", median_text(baseline.rows[0]), ratio_text(baseline.rows[0].ratio))
+    for candidate in sorted(report.candidates, key=_slowest_last):
+        table.add_row(*_candidate_cells(candidate), style="bold" if candidate.label == report.winner else None)
+    return table
+
+
+def _slowest_last(candidate: Candidate) -> float:
+    ratio = ratio_of(candidate)
+    return -ratio.value if ratio else 0.0
+
+
+def _candidate_cells(candidate: Candidate) -> tuple[str, ...]:
+    report, benchmark = candidate.selection, candidate.benchmark
+    drop = f"{report.metric.drop:+.4f}" if report and report.metric else ""
+    cosine = f"{min((o.cosine for o in report.outputs), default=float('nan')):.5f}" if report and report.outputs else ""
+    row = benchmark.rows[0] if benchmark and benchmark.rows else None
+    state = candidate.state if candidate.state in ("measured", "failed accuracy") else f"{candidate.state}: {candidate.reason.splitlines()[0][:60]}"
+    return candidate.label, state, drop, cosine, median_text(row), ratio_text(row.ratio if row else None)
+
+
+def benchmark_table(reports: list[BenchmarkReport]) -> Table:
+    """Every row of every engine: median and percentiles that the number of samples allows."""
+    table = Table()
+    for heading in ("engine", "sizes", "median", "p90", "p99", "samples/s", "times baseline (95 %)"):
+        table.add_column(heading, justify="left" if heading in ("engine", "sizes") else "right", no_wrap=heading == "engine")
+    for report in reports:
+        for row in report.rows:
+            sizes = ", ".join(f"{name} {size}" for name, size in row.sizes.items())
+            tail = [duration(value) if value is not None else "-" for value in (row.end_to_end.percentile_s(90), row.end_to_end.percentile_s(99))]
+            table.add_row(report.label, sizes, median_text(row), *tail, f"{row.throughput_per_s:,.0f}", ratio_text(row.ratio))
+    return table
+
+
+def validation_lines(report: ValidationReport) -> list[str]:
+    """One engine's accuracy on one set, for a rich console."""
+    lines = [
+        f"{output.output}: max {output.max_abs:.3g}, mean {output.mean_abs:.3g}, cosine {output.cosine:.6f}, SNR {output.snr_db:.1f} dB"
+        for output in report.outputs
+    ]
+    if (metric := report.metric) is not None:
+        interval = f"{metric.interval.low:+.4f} to {metric.interval.high:+.4f}"
+        lines.append(f"{metric.name}: {metric.candidate:.4f}, reference {metric.reference:.4f}, drop {metric.drop:+.4f} (95 % {interval})")
+    on = f"on {report.samples} {report.role} samples"
+    return [*lines, f"[bold green]passed[/] {on}" if report.passed else f"[bold red]failed[/] {on}: " + "; ".join(report.failures)]
+
+
+def refusal_table(refusals: tuple[Refusal, ...]) -> Table:
+    """Every node that a backend refuses."""
+    table = Table("node", "operator", "opset", "reason", "remedy")
+    for refusal in refusals:
+        table.add_row(refusal.node, refusal.operator, str(refusal.opset), refusal.reason, refusal.remedy)
+    return table
+
+
+def median_text(row: LatencyRow | None) -> str:
+    return duration(row.end_to_end.median_s) + ("" if row.end_to_end.stable else " ~") if row else ""
+
+
+def ratio_text(ratio: Interval | None) -> str:
+    return f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" if ratio else ""
+
+
+def duration(seconds: float) -> str:
+    """A time in the unit that people read it in."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.1f} us"
+    return f"{seconds * 1e3:.3f} ms" if seconds < 1 else f"{seconds:.2f} s"

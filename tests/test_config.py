@@ -1,0 +1,118 @@
+"""The plan: what is read, what is refused, and how a refusal reads."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from pipeline.config import GeneratedData, Plan, home, load_plan, override_plan, plan_from_document, plan_from_model
+from pipeline.errors import PlanError
+
+MODEL = {"model": {"path": "m.onnx"}}
+
+
+def test_paths_are_taken_from_the_folder_of_the_plan(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("model: {path: sub/m.onnx}\ndata: {calibration: a.npz, selection: [b.npz, c.npz]}\n")
+    plan = load_plan(tmp_path / "plan.yaml")
+    assert plan.name == "plan"
+    assert plan.model.path == tmp_path / "sub" / "m.onnx"
+    assert plan.data.calibration == (tmp_path / "a.npz",)
+    assert plan.data.selection == (tmp_path / "b.npz", tmp_path / "c.npz")
+
+
+def test_an_onnx_file_alone_is_a_plan(tmp_path: Path) -> None:
+    plan = plan_from_model(tmp_path / "my model.onnx", ["accuracy.max_drop=0.5"])
+    assert (plan.name, plan.accuracy.max_drop) == ("my-model", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({**MODEL, "acuracy": {}}, "unknown key 'acuracy': did you mean 'accuracy'"),
+        ({"model": {"path": "m.onnx", "wieghts": 1}}, "did you mean 'weights'"),
+        ({**MODEL, "candidates": [{"backend": "onnxruntime", "precision": "fp32", "methud": "auto"}]}, "did you mean 'method'"),
+        ({**MODEL, "accuracy": {"thresholds": {"max_absolute": 1}}}, "did you mean 'max_abs'"),
+        ({**MODEL, "xyz": 1}, "expected one of"),
+        ({**MODEL, "profiles": [{"batch": [4, 2, 1]}]}, "expected min <= opt <= max, got min 4, opt 2, max 1"),
+        ({**MODEL, "accuracy": {"max_drop": -1}}, "greater than or equal to 0 (got -1)"),
+        ({**MODEL, "candidates": [{"backend": "onnxruntime", "precision": "fp13"}]}, "'fp32'"),
+        ({"model": {}}, "exactly one of `path` and `entrypoint`"),
+        ({"model": {"path": "m.onnx", "entrypoint": "a:b"}}, "exactly one of `path` and `entrypoint`"),
+        ({"model": {"entrypoint": "a"}}, "module:function"),
+        ({"model": {"entrypoint": "a:b", "inputs": [{"name": "x", "dtype": "float32", "shape": [1]}]}}, "weights_from"),
+        ({"model": {"entrypoint": "a:b", "weights": "w"}}, "`inputs` is needed"),
+        ({"model": {"path": "m.tflite"}}, ".onnx or .pt2"),
+        ({**MODEL, "data": {"calibration": {"generate": "random", "samples": 5}}}, "because"),
+        ([1, 2], "expected a plan of `key: value` lines, got list"),
+        ("text", "got str"),
+    ],
+)
+def test_a_bad_plan_is_refused_with_a_sentence(tmp_path: Path, document: object, words: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_from_document(document, tmp_path)
+    assert words in caught.value.message
+    assert caught.value.next_step
+
+
+def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_from_document({**MODEL, "nmae": "x", "accuracy": {"max_drop": "much"}}, tmp_path)
+    assert "nmae" in caught.value.message
+    assert "accuracy.max_drop" in caught.value.message
+
+
+@pytest.mark.parametrize(("text", "words"), [("a: [1", "not valid YAML"), ("\x00", "not valid YAML"), ("", "got NoneType")])
+def test_a_file_that_is_no_plan(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "plan.yaml").write_text(text)
+    with pytest.raises(PlanError, match=words):
+        load_plan(tmp_path / "plan.yaml")
+
+
+def test_a_missing_plan_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"no plan at .*gone\.yaml"):
+        load_plan(tmp_path / "gone.yaml")
+
+
+def test_overrides_reach_into_mappings_and_lists(tmp_path: Path) -> None:
+    document = {**MODEL, "profiles": [{"batch": [1, 2, 4]}]}
+    plan = plan_from_document(
+        document, tmp_path, overrides=["profiles.0.batch=[1, 1, 8]", "data.calibration={generate: random, samples: 3, because: test}"]
+    )
+    assert plan.profiles[0].dims["batch"].max == 8
+    assert isinstance(plan.data.calibration, GeneratedData)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("novalue", "a.b=value"), ("=1", "a.b=value"), ("a=[", "not a YAML value"), ("model.path.x=1", "plain value"), ("profiles.7.b=1", "index")],
+)
+def test_a_bad_override_is_refused(tmp_path: Path, override: str, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        plan_from_document({**MODEL, "profiles": []}, tmp_path, overrides=[override])
+
+
+def test_a_stored_plan_can_be_overridden(tmp_path: Path) -> None:
+    plan = plan_from_document({**MODEL, "profiles": [{"batch": [1, 2, 4]}]}, tmp_path)
+    again = override_plan(plan, ["benchmark.duration_s=9"])
+    assert again.benchmark.duration_s == 9
+    assert again.model == plan.model
+
+
+def test_crucible_home_moves_the_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CRUCIBLE_HOME", str(tmp_path))
+    assert home() == tmp_path
+
+
+def keys_of(model: type[BaseModel], prefix: str = "") -> list[str]:
+    return [f"{prefix}{name}" for name in model.model_fields]
+
+
+def test_every_key_of_the_plan_is_documented() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "plan.md").read_text()
+    missing = [f"{name}.{key}" for name, field in Plan.model_fields.items() for key in _keys_below(field.annotation) if f"`{key}`" not in text]
+    missing += [name for name in Plan.model_fields if f"`{name}`" not in text]
+    assert missing == []
+
+
+def _keys_below(annotation: object) -> list[str]:
+    return keys_of(annotation) if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []

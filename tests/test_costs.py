@@ -1,0 +1,104 @@
+"""FLOPs against published counts and against counting by hand."""
+
+import math
+import warnings
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+import torchvision
+
+from pipeline.costs import node_costs, total_flops
+from pipeline.errors import ModelError
+
+
+def save(folder: Path, graph: str, opset: int = 17) -> Path:
+    path = folder / "model.onnx"
+    path.write_bytes(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : {opset}]>\n{graph}').SerializeToString())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [("resnet50", 4.09e9, 4.11e9), ("mobilenet_v2", 0.300e9, 0.305e9)],  # torchvision's model cards: 4.09 and 0.30 giga-multiply-accumulates
+)
+def test_flops_agree_with_published_counts(tmp_path: Path, name: str, least: float, most: float) -> None:
+    model = torchvision.models.get_model(name, weights=None).eval()
+    path = tmp_path / f"{name}.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of the exporter, which is not under test
+        torch.onnx.export(model, (torch.zeros(2, 3, 224, 224),), path, dynamo=False, input_names=["x"], dynamic_axes={"x": {0: "batch"}})
+    flops = total_flops(path, {"batch": 1})
+    assert flops is not None
+    assert least < flops / 2 < most
+    assert total_flops(path, {"batch": 4}) == pytest.approx(4 * flops)
+
+
+def test_bytes_of_a_convolution(tmp_path: Path) -> None:
+    path = save(tmp_path, "g (float[N, 4, 8, 8] x, float16[6, 2, 3, 3] w) => (float[N, 6, 6, 6] y) { y = Conv<group = 2>(x, w) }")
+    (cost,) = node_costs(path, {"N": 2})
+    assert cost.flops == 2 * (2 * 6 * 6 * 6) * (2 * 3 * 3)
+    assert cost.bytes_read == 4 * 2 * 4 * 8 * 8 + 2 * 6 * 2 * 3 * 3
+    assert cost.bytes_written == 4 * 2 * 6 * 6 * 6
+
+
+@pytest.mark.parametrize(
+    ("graph", "flops"),
+    [
+        ("g (float[N, 3, 4] x, float[4, 5] w) => (float[N, 3, 5] y) { y = MatMul(x, w) }", 2 * 2 * 3 * 4 * 5),
+        ("g (float[4, N] x, float[5, 4] w, float[5] b) => (float[N, 5] y) { y = Gemm<transA = 1, transB = 1>(x, w, b) }", 2 * 2 * 4 * 5),
+        ("g (float[N, 4, 5, 5] x, float[4, 3, 2, 2] w) => (float[N, 3, 6, 6] y) { y = ConvTranspose(x, w) }", 2 * 2 * 4 * 25 * 3 * 4),
+        ('g (float[N, 3, 4] x, float[N, 4, 5] w) => (float[N, 3, 5] y) { y = Einsum<equation = "bij,bjk->bik">(x, w) }', 2 * 2 * 3 * 4 * 5),
+        ("g (float[N, 3, 4, 4] x) => (float[N, 3, 2, 2] y) { y = MaxPool<kernel_shape = [2, 2], strides = [2, 2]>(x) }", 2 * 3 * 4 * 4),
+        ("g (float[N, 3, 4, 4] x) => (float[N, 3, 1, 1] y) { y = GlobalAveragePool(x) }", 2 * 3 * 16),
+        ("g (float[N, 3] x) => (float[N, 3] y) { y = Softmax(x) }", 5 * 2 * 3),
+        ("g (float[N, 3] x) => (float[3, N] y) { y = Transpose(x) }", 0),
+        (
+            "g (float[7, N, 3] x, float[1, 20, 3] w, float[1, 20, 5] r) => (float[7, 1, N, 5] y) { y = LSTM<hidden_size = 5>(x, w, r) }",
+            2 * 14 * 20 * 8,
+        ),
+    ],
+)
+def test_flops_by_hand(tmp_path: Path, graph: str, flops: int) -> None:
+    assert total_flops(save(tmp_path, graph), {"N": 2}) == flops
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        "g (float[N, 8, 6, 4] q, float[N, 8, 5, 4] k, float[N, 8, 5, 3] v) => (float[N, 8, 6, 3] y) { y = Attention(q, k, v) }",
+        """g (float[N, 6, 32] q, float[N, 5, 32] k, float[N, 5, 24] v) => (float[N, 6, 24] y)
+        { y = Attention<q_num_heads = 8, kv_num_heads = 8>(q, k, v) }""",
+    ],
+)
+def test_attention_counts_both_products_and_the_softmax(tmp_path: Path, graph: str) -> None:
+    assert total_flops(save(tmp_path, graph, opset=23), {"N": 2}) == 2 * 8 * 6 * 5 * (2 * 4 + 2 * 3 + 5)
+
+
+def test_shapes_computed_in_the_graph_are_followed(tmp_path: Path) -> None:
+    path = save(
+        tmp_path,
+        """g (float[N, 4, 6] x, float[24, 5] w) => (float[?, 5] y) <int64[1] zero = {0}, int64[1] rest = {-1}>
+        { s = Shape(x)  n = Gather(s, zero)  shape = Concat<axis = 0>(n, rest)  flat = Reshape(x, shape)  y = MatMul(flat, w) }""",
+    )
+    assert total_flops(path, {"N": 3}) == 2 * 3 * 24 * 5
+    assert node_costs(path, {"N": 3})[3].bytes_written == 0  # a view
+
+
+def test_what_depends_on_values_is_unknown_and_not_zero(tmp_path: Path) -> None:
+    path = save(tmp_path, "g (float[N] x) => (int64[1, M] y) { i = NonZero(x)  y = Add(i, i) }")
+    assert total_flops(path, {"N": 3}) is None
+    assert [cost.flops for cost in node_costs(path, {"N": 3})] == [0.0, None]
+
+
+def test_foreign_operators_are_unknown(tmp_path: Path) -> None:
+    path = save(tmp_path, "g (float[N] x) => (float[N] y) { y = com.example.Twist(x) }")
+    assert [(cost.operator, cost.flops) for cost in node_costs(path, {"N": 3})] == [("com.example::Twist", None)]
+
+
+def test_a_symbol_without_a_size_is_named(tmp_path: Path) -> None:
+    path = save(tmp_path, "g (float[N, ?] x) => (float[N, ?] y) { y = Relu(x) }")
+    with pytest.raises(ModelError, match="dimension 'x_1', which has no size"):
+        node_costs(path, {"N": 3})
+    assert math.isclose(total_flops(path, {"N": 3, "x_1": 2}) or 0, 6)

@@ -1,0 +1,107 @@
+"""The verdict, from made-up evidence."""
+
+import pytest
+
+from pipeline.core import CalibrationMethod, Precision, Recipe
+from pipeline.decide import choose, decide, next_steps
+from pipeline.measure import Interval, Samples
+from pipeline.report import BenchmarkReport, Candidate, LatencyRow, MetricResult, OutputError, State, ValidationReport
+
+ONE = Samples(values_s=(0.001,) * 10)
+
+
+def row(ratio: float, low: float | None = None, high: float | None = None) -> LatencyRow:
+    interval = Interval(value=ratio, low=low if low is not None else ratio * 0.99, high=high if high is not None else ratio * 1.01)
+    return LatencyRow(
+        sizes={}, end_to_end=ONE, upload=ONE, compute=ONE, download=ONE, throughput_per_s=1, flops_per_s=None, bytes_per_s=None, ratio=interval
+    )
+
+
+def validation(drop: float, role: str = "validation", failures: tuple[str, ...] = ()) -> ValidationReport:
+    interval = Interval(value=drop, low=drop, high=drop)
+    metric = MetricResult(name="top1", reference=0.99, candidate=0.99 - drop, drop=drop, interval=interval, max_drop=0.01, passed=not failures)
+    output = OutputError(output="y", max_abs=0, mean_abs=0, max_rel=0, cosine=1, snr_db=90, nan=0, inf=0, worst_sample=0, passed=True)
+    return ValidationReport.model_validate(
+        {
+            "role": role,
+            "set_digest": "d",
+            "samples": 300,
+            "outputs": [output],
+            "metric": metric if role != "generated" else None,
+            "failures": failures,
+        }
+    )
+
+
+def candidate(backend: str, ratio: float, state: State = "measured", drop: float = 0.0, precision: Precision = Precision.FP32) -> Candidate:
+    recipe = Recipe(backend=backend, precision=precision, method=CalibrationMethod.ENTROPY if precision is Precision.INT8 else None)
+    failures = ("top1 dropped",) if state == "failed accuracy" else ()
+    return Candidate(
+        label=backend,
+        recipe=recipe,
+        state=state,
+        reason="; ".join(failures),
+        selection=validation(drop, "selection", failures),
+        benchmark=BenchmarkReport(label=backend, rows=(row(ratio),)),
+    )
+
+
+def test_the_fastest_that_kept_its_accuracy_is_chosen() -> None:
+    candidates = [candidate("a", 2.0), candidate("b", 3.0), candidate("c", 9.0, "failed accuracy", 0.5)]
+    winner = choose(candidates)
+    assert winner is not None
+    assert winner.label == "b"
+
+
+def test_nothing_is_chosen_where_nothing_passed() -> None:
+    assert choose([candidate("c", 9.0, "failed accuracy", 0.5)]) is None
+    assert choose([]) is None
+
+
+def test_a_winner_that_holds_on_the_validation_set_is_accepted_with_its_numbers() -> None:
+    winner = candidate("a", 2.0)
+    decision = decide([winner], winner, validation(0.002))
+    assert decision.verdict == "accepted"
+    assert "drop +0.0020" in decision.reasons[0]
+    assert "2.00 times as fast" in decision.reasons[1]
+
+
+def test_a_ratio_whose_interval_holds_one_is_not_called_faster() -> None:
+    winner = candidate("a", 1.02).model_copy(update={"benchmark": BenchmarkReport(label="a", rows=(row(1.02, 0.97, 1.06),))})
+    decision = decide([winner], winner, validation(0.0))
+    assert "not measurably different" in decision.reasons[1]
+
+
+def test_a_winner_that_fails_on_the_validation_set_is_rejected_with_what_to_try() -> None:
+    winner = candidate("a", 2.0, precision=Precision.INT8)
+    decision = decide([winner], winner, validation(0.05, failures=("top1 dropped by 0.05, limit 0.01",)))
+    assert decision.verdict == "rejected"
+    assert decision.nearest_miss is winner
+    assert "validation: top1 dropped by 0.05" in decision.reasons[0]
+    assert "minmax" in decision.next_steps[0]
+
+
+def test_without_data_the_verdict_is_unproven() -> None:
+    winner = candidate("a", 2.0).model_copy(update={"selection": validation(0, "generated")})
+    decision = decide([winner], winner, None)
+    assert decision.verdict == "unproven"
+    assert decision.reasons == ("no data: accuracy not proven",)
+
+
+def test_without_a_validation_set_the_verdict_is_unproven_and_says_what_was_seen() -> None:
+    winner = candidate("a", 2.0)
+    assert "selection set only" in decide([winner], winner, None).reasons[0]
+
+
+def test_the_nearest_miss_has_the_smallest_drop() -> None:
+    candidates = [candidate("far", 9.0, "failed accuracy", 0.5), candidate("near", 2.0, "failed accuracy", 0.02)]
+    decision = decide(candidates, None, None)
+    assert decision.verdict == "rejected"
+    assert decision.nearest_miss is candidates[1]
+    assert len(decision.reasons) == 2
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+def test_every_failure_has_a_next_step(precision: Precision) -> None:
+    assert next_steps(candidate("a", 1.0, precision=precision))
+    assert next_steps(None)

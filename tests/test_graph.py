@@ -1,0 +1,348 @@
+"""Reading what cannot be trusted, describing it, writing it back."""
+
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+
+from pipeline.core import TensorSpec
+from pipeline.errors import ModelError
+from pipeline.graph import (
+    draw_feeds,
+    external_files,
+    file_digest,
+    file_size,
+    onnx_model,
+    operator_histogram,
+    read_proto,
+    specs_of,
+    write_proto,
+)
+
+HEADER = '<ir_version: 8, opset_import: ["" : 17]>\n'
+
+
+def parse(graph: str) -> onnx.ModelProto:
+    return onnx.parser.parse_model(HEADER + graph)
+
+
+def save(folder: Path, graph: str) -> Path:
+    path = folder / "model.onnx"
+    path.write_bytes(parse(graph).SerializeToString())
+    return path
+
+
+def external_model(folder: Path, location: str, **entries: str) -> Path:
+    """y = x + w, with w (4 floats) in external data at `location`."""
+    proto = parse("g (float[N, 4] x) => (float[N, 4] y) <float[4] w = {1, 2, 3, 4}> { y = Add(x, w) }")
+    tensor = proto.graph.initializer[0]
+    tensor.ClearField("float_data")
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    for key, value in {"location": location, **entries}.items():
+        tensor.external_data.add(key=key, value=value)
+    path = folder / "model.onnx"
+    path.write_bytes(proto.SerializeToString())
+    return path
+
+
+WEIGHTS = np.array([1, 2, 3, 4], np.float32)
+
+
+# --- files ---
+
+
+@pytest.mark.parametrize("content", [b"", b"this is not a model", b"\x08"])
+def test_a_file_that_is_no_model_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=r"model\.onnx"):
+        read_proto(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no model at"):
+        read_proto(tmp_path / "absent.onnx")
+
+
+@pytest.mark.parametrize("part", [0.3, 0.6, 0.9, 0.99])
+def test_a_truncated_file_is_refused(tmp_path: Path, part: float) -> None:
+    path = save(tmp_path, "g (float[N, 4] x) => (float[N, 4] y) <float[4] w = {1, 2, 3, 4}> { h = Relu(x)  k = Sigmoid(h)  y = Add(k, w) }")
+    path.write_bytes(path.read_bytes()[: int(part * path.stat().st_size)])
+    with pytest.raises(ModelError, match=r"not a whole ONNX file|no ONNX graph"):
+        read_proto(path)
+
+
+def test_a_dangling_tensor_is_named(tmp_path: Path) -> None:
+    path = save(tmp_path, "g (float[4] x) => (float[4] y) { y = Add(x, ghost) }")
+    with pytest.raises(ModelError, match=r"\(Add\).*'ghost'"):
+        read_proto(path)
+
+
+def test_an_output_that_nothing_makes_is_named(tmp_path: Path) -> None:
+    path = save(tmp_path, "g (float[4] x) => (float[4] y) { z = Relu(x) }")
+    with pytest.raises(ModelError, match="output 'y'"):
+        read_proto(path)
+
+
+def test_an_unknown_element_type_is_refused(tmp_path: Path) -> None:
+    proto = parse("g (float[4] x) => (float[4] y) <float[1] w = {1}> { y = Add(x, w) }")
+    proto.graph.initializer[0].data_type = 99
+    (tmp_path / "model.onnx").write_bytes(proto.SerializeToString())
+    with pytest.raises(ModelError, match="element type 99"):
+        read_proto(tmp_path / "model.onnx")
+
+
+def test_external_data_is_read_from_the_models_folder(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "w.bin").write_bytes(b"\0" * 8 + WEIGHTS.tobytes())
+    path = external_model(tmp_path, "data/w.bin", offset="8", length="16")
+    tensor = read_proto(path).graph.initializer[0]
+    assert np.array_equal(onnx.numpy_helper.to_array(tensor), WEIGHTS)
+    assert external_files(path) == ((tmp_path / "data" / "w.bin").resolve(),)
+    assert file_size(path) == path.stat().st_size + 24
+
+
+@pytest.mark.parametrize("location", ["../w.bin", "sub/../../w.bin", "{outside}", "", "..\\w.bin", "C:\\w.bin"])
+def test_external_data_outside_the_folder_is_refused(tmp_path: Path, location: str) -> None:
+    (tmp_path / "w.bin").write_bytes(WEIGHTS.tobytes())
+    folder = tmp_path / "model"
+    folder.mkdir()
+    location = location.format(outside=tmp_path / "w.bin")
+    path = external_model(folder, location)
+    for weights in (True, False):
+        with pytest.raises(ModelError, match="tensor 'w'") as caught:
+            read_proto(path, weights)
+        assert f"'{location}'" in caught.value.message
+
+
+def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "w.bin").write_bytes(WEIGHTS.tobytes())
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "w.bin").symlink_to(tmp_path / "w.bin")
+    with pytest.raises(ModelError, match=r"tensor 'w'.*'w\.bin', a link"):
+        read_proto(external_model(folder, "w.bin"))
+
+
+def test_a_missing_external_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"tensor 'w'.*'w\.bin', which is missing"):
+        read_proto(external_model(tmp_path, "w.bin"), weights=False)
+
+
+@pytest.mark.parametrize(
+    ("entries", "match"),
+    [
+        ({"offset": "8"}, "expected 16 bytes for its shape, got 8"),
+        ({"offset": "0", "length": "64"}, "expected bytes 0 to 64, the file has 16"),
+        ({"offset": "-4"}, "expected bytes -4"),
+        ({"length": "many"}, "not a number"),
+    ],
+)
+def test_external_data_of_the_wrong_size_is_refused(tmp_path: Path, entries: dict[str, str], match: str) -> None:
+    (tmp_path / "w.bin").write_bytes(WEIGHTS.tobytes())
+    with pytest.raises(ModelError, match=match):
+        read_proto(external_model(tmp_path, "w.bin", **entries))
+
+
+def test_a_model_over_2_gib_is_described(tmp_path: Path) -> None:
+    rows = 2**31 // 4096 + 1
+    proto = parse(f"g (float[N, {rows}] x) => (float[N, 1024] y) {{ y = MatMul(x, w) }}")
+    tensor = proto.graph.initializer.add(name="w", dims=[rows, 1024], data_type=onnx.TensorProto.FLOAT)
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="big.data")
+    with (tmp_path / "big.data").open("wb") as stream:
+        stream.truncate(rows * 4096)  # a hole: no disk used
+    path = tmp_path / "model.onnx"
+    path.write_bytes(proto.SerializeToString())
+    model = onnx_model(tmp_path, "model.onnx")
+    assert model.outputs[0].shape == ("N", 1024)
+    assert file_size(path) > 2**31
+    assert operator_histogram(path) == {"MatMul": 1}
+
+
+def test_without_weights_large_values_are_left_out_and_small_ones_stay(tmp_path: Path) -> None:
+    proto = parse("g (float[N, 2] x) => (float[N, 20000] y) <int64[2] shape = {-1, 20000}> { h = MatMul(x, w)  y = Reshape(h, shape) }")
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((2, 20000), np.float32), "w"))
+    path = tmp_path / "model.onnx"
+    path.write_bytes(proto.SerializeToString())
+    tensors = {tensor.name: tensor for tensor in read_proto(path, weights=False).graph.initializer}
+    assert not tensors["w"].raw_data
+    assert list(tensors["w"].dims) == [2, 20000]
+    assert list(onnx.numpy_helper.to_array(tensors["shape"])) == [-1, 20000]
+
+
+def test_large_weights_are_written_outside_and_read_back(tmp_path: Path) -> None:
+    weights = np.arange(40000, dtype=np.float32).reshape(2, 20000)
+    proto = parse("g (float[N, 2] x) => (float[N, 20000] y) { y = MatMul(x, w) }")
+    proto.graph.initializer.add(name="w", dims=weights.shape, data_type=onnx.TensorProto.FLOAT, float_data=weights.ravel())
+    path = tmp_path / "model.onnx"
+    (tmp_path / "model.onnx.data").write_bytes(b"left over")
+    write_proto(proto, path, external_above_bytes=1000)
+    assert external_files(path) == ((tmp_path / "model.onnx.data").resolve(),)
+    assert file_size(path) - path.stat().st_size == weights.nbytes
+    assert np.array_equal(onnx.numpy_helper.to_array(read_proto(path).graph.initializer[0]), weights)
+
+
+def test_small_models_are_written_whole(tmp_path: Path) -> None:
+    proto = parse("g (float[4] x) => (float[4] y) { y = Relu(x) }")
+    write_proto(proto, tmp_path / "model.onnx")
+    assert read_proto(tmp_path / "model.onnx") == proto
+    assert not external_files(tmp_path / "model.onnx")
+
+
+def test_the_digest_covers_graph_and_weights_but_not_the_place(tmp_path: Path) -> None:
+    (tmp_path / "w.bin").write_bytes(WEIGHTS.tobytes())
+    path = external_model(tmp_path, "w.bin")
+    first = file_digest(path)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for file in ("model.onnx", "w.bin"):
+        shutil.copy(tmp_path / file, moved / file)
+    assert file_digest(moved / "model.onnx") == first
+    (moved / "w.bin").write_bytes((WEIGHTS + 1).tobytes())
+    assert file_digest(moved / "model.onnx") != first
+
+
+# --- the interface ---
+
+
+def test_specs_names_dtypes_and_dynamic_dims(tmp_path: Path) -> None:
+    save(
+        tmp_path,
+        """g (float[batch, ?, 3] x, int64 step, bool[2] flags, bfloat16[?] b) => (float[batch, ?, 3] y, bool[2] f, bfloat16[?] c, int64 s)
+        { y = Relu(x)  f = Not(flags)  c = Identity(b)  s = Identity(step) }""",
+    )
+    model = onnx_model(tmp_path, "model.onnx")
+    assert [(spec.name, spec.dtype, spec.shape, spec.kind) for spec in model.inputs] == [
+        ("x", "float32", ("batch", "x_1", 3), "dynamic"),
+        ("step", "int64", (), "static"),
+        ("flags", "bool", (2,), "static"),
+        ("b", "bfloat16", ("b_0",), "dynamic"),
+    ]
+    assert [(spec.name, spec.shape, spec.kind) for spec in model.outputs][1:] == [
+        ("f", (2,), "static"),
+        ("c", ("c_0",), "data-dependent"),
+        ("s", (), "static"),
+    ]
+    assert model.opset == 17
+    assert model.root == tmp_path
+
+
+def test_an_output_dim_left_open_is_inferred_from_the_inputs() -> None:
+    _, outputs = specs_of(parse("g (float[N, 3] x) => (float[?, ?] y) { y = Relu(x) }"))
+    assert (outputs[0].shape, outputs[0].kind) == (("N", 3), "dynamic")
+
+
+def test_an_output_without_any_shape_is_inferred() -> None:
+    proto = parse("g (float[N, 3] x) => (float[N] y) { y = Relu(x) }")
+    proto.graph.output[0].type.tensor_type.ClearField("shape")
+    assert specs_of(proto)[1][0].shape == ("N", 3)
+
+
+def test_a_dim_of_minus_one_is_dynamic() -> None:
+    proto = parse("g (float[1, 3] x) => (float[1, 3] y) { y = Relu(x) }")
+    proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value = -1
+    assert specs_of(proto)[0][0].shape == ("x_0", 3)
+
+
+@pytest.mark.parametrize(
+    ("graph", "shape"),
+    [
+        ("g (float[N] x) => (int64[1, ?] y) { y = NonZero(x) }", (1, "y_1")),
+        ("g (float[N] x) => (int64[1, N] y) { y = NonZero(x) }", (1, "N")),  # the file says N: it cannot know
+        ("g (float[N] x) => (float[M] y) { y, i, j, k = Unique(x) }", ("M",)),
+        ("g (float[N] x, bool[N] c) => (float[M] y) { h = Compress<axis = 0>(x, c)  y = Relu(h) }", ("M",)),
+        ("g (int64 n) => (int64[M] y) <int64 a = {0}, int64 b = {1}> { y = Range(a, n, b) }", ("M",)),
+    ],
+)
+def test_sizes_that_depend_on_values_are_said_so(graph: str, shape: tuple[int | str, ...]) -> None:
+    _, outputs = specs_of(parse(graph))
+    assert (outputs[0].shape, outputs[0].kind) == (shape, "data-dependent")
+
+
+def test_a_scatter_by_nonzero_has_the_shape_of_its_data() -> None:
+    graph = "g (float[N] x, float[M] u) => (float[N] y) { i = NonZero(x)  t = Transpose(i)  y = ScatterND(x, t, u) }"
+    assert specs_of(parse(graph))[1][0].kind == "dynamic"
+
+
+def test_initializers_listed_as_inputs_are_no_inputs() -> None:
+    proto = onnx.parser.parse_model(
+        '<ir_version: 3, opset_import: ["" : 17]>\ng (float[N] x, float[1] w) => (float[N] y) <float[1] w = {2}> { y = Mul(x, w) }'
+    )
+    assert [spec.name for spec in specs_of(proto)[0]] == ["x"]
+
+
+@pytest.mark.parametrize("kind", ["string", "complex64", "complex128", "float8e4m3fn", "int4"])
+def test_unsupported_element_types_are_refused_by_name(kind: str) -> None:
+    value = onnx.helper.make_tensor_value_info("odd", getattr(onnx.TensorProto, kind.upper()), ["N"])
+    result = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["N"])
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Cast", ["odd"], ["y"], to=1)], "g", [value], [result])
+    with pytest.raises(ModelError, match=f"input 'odd' holds {kind}"):
+        specs_of(onnx.helper.make_model(graph))
+
+
+@pytest.mark.parametrize(
+    ("kind", "type_proto"),
+    [
+        ("sequence", onnx.helper.make_sequence_type_proto(onnx.helper.make_tensor_type_proto(1, ["N"]))),
+        ("optional", onnx.helper.make_optional_type_proto(onnx.helper.make_tensor_type_proto(1, ["N"]))),
+        ("map", onnx.helper.make_map_type_proto(7, onnx.helper.make_tensor_type_proto(1, ["N"]))),
+        ("sparse_tensor", onnx.helper.make_sparse_tensor_type_proto(1, ["N"])),
+        ("no type", onnx.TypeProto()),
+    ],
+)
+def test_other_kinds_of_values_are_refused_by_name(kind: str, type_proto: onnx.TypeProto) -> None:
+    value = onnx.helper.make_value_info("odd", type_proto)
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["x"], ["odd"])], "g", [], [value])
+    graph.input.append(onnx.helper.make_tensor_value_info("x", 1, ["N"]))
+    with pytest.raises(ModelError, match=f"output 'odd' is of kind {kind}"):
+        specs_of(onnx.helper.make_model(graph))
+
+
+def test_an_input_without_rank_is_refused() -> None:
+    proto = parse("g (float[3] x) => (float[3] y) { y = Relu(x) }")
+    proto.graph.input[0].type.tensor_type.ClearField("shape")
+    with pytest.raises(ModelError, match="input 'x' has no shape"):
+        specs_of(proto)
+
+
+def test_a_model_without_the_default_operator_set_is_refused(tmp_path: Path) -> None:
+    proto = parse("g (float[3] x) => (float[3] y) { y = Relu(x) }")
+    proto.opset_import[0].domain = "somewhere.else"
+    (tmp_path / "model.onnx").write_bytes(proto.SerializeToString())
+    with pytest.raises(ModelError, match="operator set"):
+        onnx_model(tmp_path, "model.onnx")
+
+
+def test_operators_are_counted_in_subgraphs_too(tmp_path: Path) -> None:
+    path = save(
+        tmp_path,
+        """g (float[N] x, bool c) => (float[N] y) {
+            h = Relu(x)
+            y = If (c) <then_branch = t () => (float[N] a) { a = Relu(h) }, else_branch = e () => (float[N] b) { b = com.example.Twist(h) }>
+        }""",
+    )
+    assert operator_histogram(path) == {"Relu": 2, "If": 1, "com.example::Twist": 1}
+
+
+# --- generated inputs ---
+
+
+def test_generated_inputs_are_valid_for_their_dtype_and_repeatable() -> None:
+    dtypes = ("float32", "float16", "bfloat16", "int64", "int32", "uint8", "int8", "bool")
+    specs = (TensorSpec(name="scalar", dtype="int64", shape=()), *(TensorSpec(name=dtype, dtype=dtype, shape=("N", 500)) for dtype in dtypes))
+    feeds = draw_feeds(specs, {"N": 3}, seed=1)
+    assert all(feeds[spec.name].shape == spec.resolve({"N": 3}) for spec in specs)
+    assert feeds["bfloat16"].dtype == ml_dtypes.bfloat16
+    assert all(feeds[dtype].dtype.name == dtype for dtype in dtypes)
+    assert set(np.unique(feeds["int64"])) == {0, 1}
+    assert set(np.unique(feeds["bool"])) == {False, True}
+    assert feeds["uint8"].max() > 200
+    assert feeds["int8"].min() < -100
+    assert 0.9 < feeds["float32"].std() < 1.1
+    again = draw_feeds(specs, {"N": 3}, seed=1)
+    assert all(np.array_equal(feeds[name], again[name]) for name in feeds)
+    assert not np.array_equal(feeds["float32"], draw_feeds(specs, {"N": 3}, seed=2)["float32"])

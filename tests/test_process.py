@@ -1,0 +1,127 @@
+"""Children: values, errors, deaths, deadlines, and that nothing is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.core import Progress
+from pipeline.errors import ChildDied, DataError, DiskFull, InternalError
+from pipeline.process import Channel, Child, call_in_child
+
+
+def double(number: int, progress: Progress) -> int:
+    print("noise on stdout")
+    progress(0.5, "half way")
+    return 2 * number
+
+
+def refuse(progress: Progress) -> None:
+    raise DataError("expected good data, got bad", "send good data")
+
+
+def stumble(progress: Progress) -> None:
+    raise KeyError("a bug")
+
+
+def fill_disk(progress: Progress) -> None:
+    raise OSError(28, "No space left on device", "/somewhere/file")
+
+
+def die(number: int, progress: Progress) -> None:
+    os.kill(os.getpid(), number)
+    time.sleep(60)
+
+
+def hang(progress: Progress) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)
+
+
+def start_sleeper(pid_file: Path, progress: Progress) -> None:
+    sleeper = subprocess.Popen(["sleep", "60"])
+    pid_file.write_text(str(sleeper.pid))
+    time.sleep(60)
+
+
+def echo(channel: Channel) -> None:
+    while (payload := channel.receive()) is not None:
+        channel.send(payload)
+
+
+def test_a_child_returns_its_value_and_reports_progress(tmp_path: Path) -> None:
+    seen: list[tuple[float | None, str]] = []
+    log = tmp_path / "log"
+    assert call_in_child(double, 21, name="double", log=log, progress=lambda f, t: seen.append((f, t))) == 42
+    assert seen == [(0.5, "half way")]
+    assert "noise on stdout" in log.read_text()
+
+
+def test_our_errors_cross_the_boundary_whole() -> None:
+    with pytest.raises(DataError) as caught:
+        call_in_child(refuse, name="refuse")
+    assert caught.value.next_step == "send good data"
+
+
+def test_any_other_exception_is_our_bug_and_keeps_its_traceback() -> None:
+    with pytest.raises(InternalError, match="KeyError") as caught:
+        call_in_child(stumble, name="stumble")
+    assert "a bug" in caught.value.__notes__[0]
+
+
+def test_a_full_disk_is_named_with_the_file() -> None:
+    with pytest.raises(DiskFull, match="/somewhere/file"):
+        call_in_child(fill_disk, name="fill")
+
+
+@pytest.mark.parametrize(("number", "words"), [(signal.SIGSEGV, "SIGSEGV"), (signal.SIGKILL, "memory")])
+def test_a_death_by_signal_is_named(number: int, words: str) -> None:
+    with pytest.raises(ChildDied, match=words):
+        call_in_child(die, int(number), name="die")
+
+
+def test_a_deadline_kills_a_child_that_ignores_sigterm() -> None:
+    with pytest.raises(ChildDied, match="longer than 1 s"):
+        call_in_child(hang, name="hang", deadline_s=1)
+
+
+def test_stopping_a_child_stops_what_it_started(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    with Child(start_sleeper, pid_file, name="parent", conversation=False):
+        while not (pid_file.exists() and pid_file.read_text()):
+            time.sleep(0.02)
+        assert psutil.pid_exists(int(pid_file.read_text()))
+    assert _gone(int(pid_file.read_text()))
+
+
+def test_a_conversation_goes_both_ways() -> None:
+    with Child(echo, name="echo") as child:
+        child.send({"a": 1})
+        assert child.receive(timeout_s=20) == {"a": 1}
+        with pytest.raises(TimeoutError):
+            child.receive(timeout_s=0.05)
+
+
+def test_children_die_with_a_parent_killed_by_sigkill(tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; from tests.test_process import hang; from pipeline.process import Child\n"
+    code += "child = Child(hang, name='x', conversation=False); print(child.pid, flush=True); child.result()"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert _gone(pid)
+
+
+def _gone(pid: int) -> bool:
+    for _ in range(200):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.02)
+    return False

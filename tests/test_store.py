@@ -1,0 +1,132 @@
+"""The store: made once, published whole, found again, mended when damaged, safe for two."""
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.core import Artifact, Target
+from pipeline.errors import StoreError
+from pipeline.store import Key, Store, canonical
+
+KEY = Key("export", 1, ("abc",), canonical({"b": 1, "a": 2}))
+
+
+class Text(Artifact):
+    length: int
+
+
+def make(folder: Path) -> Text:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "text").write_text("hello")
+    return Text(root=folder, file="sub/text", length=5)
+
+
+def never(folder: Path) -> Text:
+    raise AssertionError("made again")
+
+
+def test_an_artifact_is_made_once_and_found_again(tmp_path: Path) -> None:
+    first = Store(tmp_path).get(KEY, Text, make)
+    second = Store(tmp_path).get(KEY, Text, never)
+    assert (first.reused, second.reused) == (False, True)
+    assert first.value == second.value
+    assert second.value.path.read_text() == "hello"
+    assert second.provenance.stage == "export"
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Key("simplify", 1, ("abc",), KEY.options),
+        Key("export", 2, ("abc",), KEY.options),
+        Key("export", 1, ("abd",), KEY.options),
+        Key("export", 1, ("abc",), canonical({"b": 1, "a": 3})),
+        Key("export", 1, ("abc",), KEY.options, {"onnx": "1"}),
+        Key("export", 1, ("abc",), KEY.options, None, Target(backend="b", version="1", device="d")),
+    ],
+)
+def test_every_part_of_the_key_counts(other: Key) -> None:
+    assert other.digest != KEY.digest
+
+
+def test_the_order_of_options_does_not_count() -> None:
+    assert canonical({"a": 2, "b": 1}) == KEY.options
+
+
+def test_a_failure_is_not_kept_and_leaves_nothing(tmp_path: Path) -> None:
+    def fail(folder: Path) -> Text:
+        (folder / "half").write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Store(tmp_path).get(KEY, Text, fail)
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert Store(tmp_path).get(KEY, Text, make).reused is False
+
+
+@pytest.mark.parametrize("damage", ["change", "remove", "manifest", "truncate"])
+def test_a_damaged_artifact_is_made_again_and_said(tmp_path: Path, damage: str) -> None:
+    folder = Store(tmp_path).get(KEY, Text, make).value.root
+    if damage == "change":
+        (folder / "sub" / "text").write_text("hellO")
+    elif damage == "remove":
+        (folder / "sub" / "text").unlink()
+    elif damage == "manifest":
+        (folder / "artifact.json").write_text("{")
+    else:
+        (folder / "artifact.json").write_text("{}")
+    store = Store(tmp_path)
+    again = store.get(KEY, Text, make)
+    assert again.reused is False
+    assert again.value.path.read_text() == "hello"
+    assert "damaged" in store.notes[0].text
+
+
+def _slow(root: Path, seconds: float, answers: "multiprocessing.Queue[tuple[bool, list[str]]]") -> None:
+    waits: list[str] = []
+
+    def make_slowly(folder: Path) -> Text:
+        time.sleep(seconds)
+        return make(folder)
+
+    stored = Store(root, waits.append).get(KEY, Text, make_slowly)
+    answers.put((stored.reused, waits))
+
+
+def test_two_at_once_make_it_once_and_the_second_says_that_it_waits(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    answers: multiprocessing.Queue[tuple[bool, list[str]]] = context.Queue()
+    workers = [context.Process(target=_slow, args=(tmp_path, 1.0, answers)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    results = sorted((answers.get(timeout=20) for _ in workers), key=lambda result: result[0])
+    for worker in workers:
+        worker.join()
+    assert [reused for reused, _ in results] == [False, True]
+    assert results[0][1] == []
+    assert "waiting" in results[1][1][0]
+
+
+def test_a_killed_maker_leaves_nothing_that_counts(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    answers: multiprocessing.Queue[tuple[bool, list[str]]] = context.Queue()
+    worker = context.Process(target=_slow, args=(tmp_path, 60.0, answers))
+    worker.start()
+    while not (tmp_path / "tmp" / KEY.digest).exists():
+        time.sleep(0.01)
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.join()
+    assert Store(tmp_path).find(KEY, Text) is None
+    assert Store(tmp_path).get(KEY, Text, make).reused is False
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="CRUCIBLE_HOME"):
+        Store(tmp_path / "file" / "store")
