@@ -91,7 +91,7 @@ def _expose(graph: onnx.GraphProto) -> dict[str, str]:
     outputs = {value.name for value in graph.output}
     aliases: dict[str, str] = {}
     for node in graph.node:
-        if constant.issuperset(node.input):  # weights in another form, not activations
+        if node.op_type == "Constant" or (node.input and constant.issuperset(node.input)):  # weights in another form, not activations
             constant.update(node.output)
             continue
         for name in node.output:

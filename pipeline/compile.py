@@ -11,9 +11,10 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from pipeline import backends, graph
-from pipeline.backends import openvino_, pytorch_
+from pipeline.backends import pytorch_
+from pipeline.backends.openvino_nncf import quantize_with_nncf
 from pipeline.config import DataConfig, GeneratedData, Plan
-from pipeline.core import BuildOptions, CalibrationTable, Engine, ModelSource, Note, OnnxModel, Precision, Recipe, TensorSpec
+from pipeline.core import BuildOptions, CalibrationMethod, CalibrationTable, Engine, ModelSource, Note, OnnxModel, Precision, Recipe, TensorSpec
 from pipeline.data import CalibrationSet, SampleSet, SelectionSet, ValidationSet, check_disjoint, open_set
 from pipeline.decide import choose, decide, ratio_of
 from pipeline.deliver import deliver_engine
@@ -41,7 +42,7 @@ EXPORT = Stage("export", 1, export, ("torch", "onnx", "onnxscript", "onnxruntime
 SIMPLIFY = Stage("simplify", 1, simplify, ("onnx", "onnxsim", "onnx-graphsurgeon", "onnxruntime"))
 CALIBRATE = Stage("calibrate", 1, calibrate, ("onnx", "onnxruntime"))
 CONVERT = Stage("convert", 1, convert, ("onnx", "onnxruntime"))
-NNCF = Stage("convert", 1, openvino_.quantize_with_nncf, ("onnx", "nncf"))
+NNCF = Stage("convert", 1, quantize_with_nncf, ("onnx", "nncf"))
 BASELINE = Stage("baseline", 1, pytorch_.build, pytorch_.DISTRIBUTIONS)
 REFERENCE = Stage("reference", 1, run_reference)
 VALIDATE = Stage("validate", 1, validate, ("polygraphy",))
@@ -204,9 +205,9 @@ def convert_model(job: Job, model: OnnxModel, recipe: Recipe) -> OnnxModel:
     """The graph that this recipe asks for."""
     calibration = job.data.calibration
     if recipe.quantizer == "nncf" and calibration is not None:
-        inputs, options = (model.digest, calibration.digest), options_of(recipe, job.plan.calibration)
         arguments = (model, calibration, recipe, job.plan.calibration)
-        return job.runner.stage(NNCF, OnnxModel, *arguments, inputs=inputs, options=options, subject=recipe.label)
+        options = options_of(recipe, job.plan.calibration)
+        return job.runner.stage(NNCF, OnnxModel, *arguments, inputs=(model.digest, calibration.digest), options=options, subject=recipe.label)
     table = calibration_table(job, model, recipe)
     samples = job.samples.first(FEEDS_FOR_CHECKS)
     inputs = (model.digest, job.samples.digest, table.root.name if table else "")
@@ -218,7 +219,7 @@ def calibration_table(job: Job, model: OnnxModel, recipe: Recipe) -> Calibration
     in_graph = recipe.precision is not Precision.FP32 and recipe.realised_in == "graph"
     if not in_graph or job.data.calibration is None:
         return None
-    method = recipe.method or "minmax"
+    method = recipe.method or CalibrationMethod.MINMAX
     inputs, options = (model.digest, job.data.calibration.digest), canonical({"method": method, **job.plan.calibration.model_dump()})
     arguments = (model, job.data.calibration, method, job.plan.calibration)
     return job.runner.stage(CALIBRATE, CalibrationTable, *arguments, inputs=inputs, options=options, subject=str(method))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import shutil
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 from pipeline import backends
 from pipeline.backends.tensorrt_rtx_ import why_not_run
-from pipeline.config import home
 from pipeline.core import Frozen, Precision
 from pipeline.errors import BackendUnavailable
 from pipeline.gpu import Gpus, find_gpus
@@ -49,37 +49,50 @@ class Doctor(Frozen):
     store_free_bytes: int
     problems: tuple[str, ...]
 
-    def lines(self) -> tuple[tuple[str, str], ...]:
-        """Everything but the backends, as label and text."""
-        host = self.environment
-        gpus = ", ".join(f"{g.name} (sm_{g.compute_capability.replace('.', '')}, driver {g.driver})" for g in self.gpus.devices)
-        return (
-            ("CPU", f"{host.cpu}, {host.cores} cores, {host.memory_bytes / 2**30:.1f} GiB"),
-            ("CPU flags", " ".join(host.cpu_flags) or "none that matter"),
-            ("int8 on the CPU", self.cpu.int8),
-            ("bf16 on the CPU", self.cpu.bf16),
-            ("GPU", gpus or f"none: {self.gpus.reason}"),
-            ("OS, Python", f"{host.os}, Python {host.python}"),
-            ("onnxruntime", ", ".join(self.onnxruntimes) or "not installed"),
-            ("store", f"{self.store} ({self.store_free_bytes / 2**30:.1f} GiB free)"),
-            *(("problem", text) for text in self.problems),
-        )
 
-
-def examine() -> Doctor:
-    """Look at this host; loads no heavy library and writes nothing."""
-    host, gpus, store, onnxruntimes = environment(), find_gpus(), home(), onnxruntime_distributions()
+def examine(store: Path) -> Doctor:
+    """Look at this host, and at the disk of the store; loads no heavy library and writes nothing."""
+    host, gpus, onnxruntimes = environment(), find_gpus(), onnxruntime_distributions()
     free = free_bytes(store)
     return Doctor(
         environment=host,
         cpu=check_cpu(host.cpu_flags),
         gpus=gpus,
-        backends=tuple(check_backend(name, gpus) for name in backends.NAMES),
+        backends=tuple(check_backend(name, gpus) for name in backends.BACKENDS),
         onnxruntimes=onnxruntimes,
         store=store,
         store_free_bytes=free,
         problems=tuple(find_problems(onnxruntimes, store, free)),
     )
+
+
+def lines(found: Doctor) -> tuple[str, ...]:
+    """The examination as plain lines: the host, then each backend, then the problems."""
+    host = found.environment
+    gpus = ", ".join(f"{gpu.name} (compute capability {gpu.compute_capability}, driver {gpu.driver})" for gpu in found.gpus.devices)
+    table = [
+        ("CPU", f"{host.cpu}, {host.cores} cores, {host.memory_bytes / 2**30:.1f} GiB"),
+        ("CPU flags", " ".join(host.cpu_flags) or "none that matter"),
+        ("int8 on the CPU", found.cpu.int8),
+        ("bf16 on the CPU", found.cpu.bf16),
+        ("GPU", gpus or f"none: {found.gpus.reason}"),
+        ("system", f"{host.os}, Python {host.python}"),
+        ("packages", ", ".join(f"{name} {version}" for name, version in host.packages.items())),
+        ("store", f"{found.store} ({found.store_free_bytes / 2**30:.1f} GiB free)"),
+        *chain.from_iterable(_backend_lines(check) for check in found.backends),
+        *(("PROBLEM", text) for text in found.problems),
+    ]
+    width = max(len(label) for label, _ in table)
+    return tuple(f"{label:<{width}}  {text}" for label, text in table)
+
+
+def _backend_lines(check: BackendCheck) -> Iterable[tuple[str, str]]:
+    if not check.builds:
+        yield check.name, f"not available: {check.reason}"
+        yield "", f"-> {check.install}"
+        return
+    runs = "runs here" if check.runs else f"does not run here: {check.reason}"
+    yield check.name, f"{check.version}: builds {', '.join(check.builds)}; {runs}"
 
 
 def check_backend(name: str, gpus: Gpus) -> BackendCheck:

@@ -156,7 +156,7 @@ def warm_up(run: Callable[[], None], options: WarmUpOptions, clock: Clock = mono
 
 def _settled(times: Sequence[float]) -> bool:
     third, fourth = times[len(times) // 2 : len(times) * 3 // 4], times[len(times) * 3 // 4 :]
-    return not third or not _moved(third, fourth)
+    return not times or (len(times) >= 4 and not _moved(third, fourth))
 
 
 def _moved(earlier: Sequence[float], later: Sequence[float]) -> bool:
@@ -252,7 +252,8 @@ def _student_quantile(degrees: int) -> float:
     if degrees <= len(table):
         return table[degrees - 1]
     z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+    first, second, third = z**3 + z, 5 * z**5 + 16 * z**3 + 3 * z, 3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z
+    return z + first / (4 * degrees) + second / (96 * degrees**2) + third / (384 * degrees**3)
 
 
 # -- the host ----------------------------------------------------------------------------------------------------------
@@ -263,7 +264,10 @@ SPEED_FLAGS = frozenset(
 )
 """CPU flags, as Linux spells them, for which the libraries have kernels of their own (x86, then Arm)."""
 
-PACKAGES = ["numpy", "onnx", "onnxruntime", "onnxsim", "onnxscript", "onnx-graphsurgeon", "polygraphy", "openvino", "nncf", "torch", "torchvision", "tensorrt", "tensorrt-rtx", "nvidia-modelopt"]
+PACKAGES = (
+    *("numpy", "onnx", "onnxruntime", "onnxsim", "onnxscript", "onnx-graphsurgeon", "polygraphy", "openvino", "nncf"),
+    *("torch", "torchvision", "tensorrt", "tensorrt-rtx", "nvidia-modelopt"),
+)
 
 
 class Environment(Frozen):

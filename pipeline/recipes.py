@@ -40,28 +40,26 @@ def _int8_candidates(backend: str) -> list[CandidateConfig]:
 
 def recipe_from_candidate(candidate: CandidateConfig, target: Target, plan: Plan, calibrated: bool) -> Recipe:
     """The full recipe for this host; PlanError if int8 is asked for without calibration data."""
-    shared = {
-        "backend": candidate.backend,
-        "precision": candidate.precision,
-        "keep_fp32": candidate.keep_fp32,
-        "compute_capability": candidate.compute_capability,
-    }
-    if candidate.precision is not Precision.INT8:
-        in_runtime = candidate.backend == "openvino" and candidate.precision is Precision.BF16
-        return Recipe(**shared, realised_in="runtime" if in_runtime else "graph")
+    backend, precision = candidate.backend, candidate.precision
+    base = Recipe(backend=backend, precision=precision, keep_fp32=candidate.keep_fp32, compute_capability=candidate.compute_capability)
+    if precision is not Precision.INT8:
+        in_runtime = backend == "openvino" and precision is Precision.BF16
+        return base.model_copy(update={"realised_in": "runtime"}) if in_runtime else base
     if not calibrated:
         raise PlanError(
-            f"candidate '{candidate.backend} int8' needs calibration data, the plan has none",
+            f"candidate '{backend} int8' needs calibration data, the plan has none",
             "give data.calibration, or leave int8 out of `candidates`",
         )
-    return Recipe(
-        **shared,
-        method=resolve_method(candidate.method, plan.calibration.language_model) if candidate.quantizer == "crucible" else None,
-        activation=_activation(candidate),
-        weight_bits=candidate.weight_bits or weight_bits(target),
-        quantizer=candidate.quantizer,
-        placement=candidate.placement,
-        rest=Precision.FP16 if candidate.backend.startswith("tensorrt") else Precision.FP32,
+    by_nncf = candidate.quantizer == "nncf"
+    return base.model_copy(
+        update={
+            "method": None if by_nncf else resolve_method(candidate.method, plan.calibration.language_model),
+            "activation": _activation(candidate),
+            "weight_bits": candidate.weight_bits or weight_bits(target),
+            "quantizer": candidate.quantizer,
+            "placement": candidate.placement,
+            "rest": Precision.FP16 if backend.startswith("tensorrt") else Precision.FP32,
+        }
     )
 
 

@@ -11,6 +11,8 @@ import html
 import json
 import os
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -18,17 +20,19 @@ from string import Template
 from pydantic import ValidationError
 
 from pipeline.errors import UserError
+from pipeline.plots import Plot, plots
 from pipeline.report import SCHEMA_VERSION, Report, ReportFiles
-from pipeline.sections import Section, Table, date, headline, sections
+from pipeline.sections import Bar, Section, Table, date, headline, sections
 
 JSON_NAME, MARKDOWN_NAME, HTML_NAME = "report.json", "report.md", "report.html"
+FIGURES = "figures"  # each figure as a file of its own too
 
 
 def write_report(report: Report, folder: Path) -> ReportFiles:
     """Write the three files, each atomically. The JSON comes last: where it is, the others are complete."""
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FIGURES).mkdir(parents=True, exist_ok=True)
     files = ReportFiles(folder=folder, json_file=folder / JSON_NAME, markdown_file=folder / MARKDOWN_NAME, html_file=folder / HTML_NAME)
-    _write(files.html_file, page(report))
+    _write(files.html_file, page(report, partial(_drawn, folder / FIGURES)))
     _write(files.markdown_file, markdown(report))
     _write(files.json_file, report.model_dump_json(indent=1))
     return files
@@ -46,7 +50,8 @@ def load_report(place: Path) -> Report:
         raise UserError(f"'{file}' is not a report: {error}", "give the report.json that `crucible compile` wrote") from error
     if version != SCHEMA_VERSION:
         raise UserError(f"'{file}' has schema version {version}, this Crucible reads {SCHEMA_VERSION}", "compile again with this version")
-    for candidate in document.get("candidates", ()):
+    candidates = document.get("candidates")
+    for candidate in candidates if isinstance(candidates, list) else ():
         if isinstance(candidate, dict) and isinstance(candidate.get("engine"), dict):
             candidate["engine"]["root"] = str(file.parent)  # an artifact's folder is no part of its content
     try:
@@ -127,13 +132,21 @@ class Html(str):
     __slots__ = ()
 
 
-def page(report: Report) -> str:
-    """The report as one HTML file that needs nothing else."""
-    from pipeline.plots import plots
+def _drawn(folder: Path, plot: Plot) -> str:
+    """The figure from its file if that shows the same values, else drawn anew."""
+    file, mark = folder / f"{plot.name}.svg", f"<!-- {plot.key} -->\n"
+    if file.is_file() and (text := file.read_text(encoding="utf-8", errors="replace")).startswith(mark):
+        return text.removeprefix(mark)
+    svg = plot.draw()
+    _write(file, mark + svg)
+    return svg
 
+
+def page(report: Report, svg_of: Callable[[Plot], str] = lambda plot: plot.draw()) -> str:
+    """The report as one HTML file that needs nothing else."""
     figures: dict[str, list[Html]] = {}
     for plot in plots(report):
-        drawing = _element("div", Html(plot.svg), cls="plot", role="img", label=plot.caption)
+        drawing = _element("div", Html(svg_of(plot)), cls="plot", role="img", label=plot.caption)
         figures.setdefault(plot.section, []).append(_element("figure", drawing, _element("figcaption", plot.caption)))
     found = sections(report)
     body = [_banner(report), _contents(found), *(_section(section, figures.get(section.key, [])) for section in found)]
@@ -170,25 +183,31 @@ def _contents(found: tuple[Section, ...]) -> Html:
 
 def _section(section: Section, figures: list[Html]) -> Html:
     text = [_element("p", paragraph) for paragraph in section.paragraphs]
-    text.append(_bullets("", section.items))
-    details = [_element("pre", _element("code", section.code))] if section.code else []
-    details += [_table(table) for table in section.tables if table.rows]
-    if section.folded:
-        details = [_element("details", _element("summary", "Show all"), *details)] if details else []
-        return _element("section", _element("h2", section.title), *text, *figures, *details, ident=section.key)
-    return _element("section", _element("h2", section.title), *text, *details, *figures, ident=section.key)
+    code = [_element("pre", _element("code", section.code))] if section.code else []
+    shown = [_table(table) for table in section.tables if table.rows and not table.folded]
+    folded = [_element("details", _element("summary", table.folded), _table(table)) for table in section.tables if table.rows and table.folded]
+    heading = _element("h2", section.title)
+    return _element("section", heading, *text, _bullets("", section.items), *code, *shown, *figures, *folded, ident=section.key)
 
 
 def _table(table: Table) -> Html:
     numeric = [name.startswith(">") for name in table.header]
     head = [_cell("th", name.removeprefix(">"), right) for name, right in zip(table.header, numeric, strict=True)]
-    rows = [_element("tr", *head)]
+    if table.bars:
+        head.append(Html('<th class="bar"></th>'))
     body = []
     for index, row in enumerate(table.rows):
         cells = [_cell("td", cell, right) for cell, right in zip(row, numeric, strict=True)]
+        if table.bars:
+            cells.append(_bar(table.bars[index]))
         body.append(_element("tr", *cells, cls="winner" if index == table.emphasised else ""))
-    grid = _element("table", _element("thead", *rows), _element("tbody", *body))
-    return _element("div", grid, cls="scroll")
+    grid = _element("table", _element("thead", _element("tr", *head)), _element("tbody", *body))
+    return Html(f'<div class="scroll" tabindex="0">{grid}</div>')  # a keyboard can scroll it
+
+
+def _bar(bar: Bar) -> Html:
+    parts = [f'<span class="{name}" style="width:{100 * share:.2f}%"></span>' for name, share in (("ran", bar.ran), ("reused", bar.reused)) if share]
+    return Html(f'<td class="bar"><div>{"".join(parts)}</div></td>')
 
 
 def _cell(name: str, text: str, right: bool) -> Html:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pipeline.measure import Interval, Samples
 from pipeline.report import BenchmarkReport, Candidate, LatencyRow, Report, ValidationReport
 
 Part = Literal["winner", "baseline", "candidate"]
+
+
+class Bar(NamedTuple):
+    """Lengths from 0 to 1, drawn one after the other."""
+
+    ran: float
+    reused: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +28,8 @@ class Table:
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     emphasised: int | None = None  # the row of the winner
+    bars: tuple[Bar, ...] = ()  # one per row, for HTML
+    folded: str = ""  # for those who look for it: HTML shows the table closed, under this name
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +42,6 @@ class Section:
     items: tuple[str, ...] = ()
     code: str = ""
     tables: tuple[Table, ...] = ()
-    folded: bool = False  # for those who look for it: HTML shows it closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +66,13 @@ class Entry:
 
 def entries(report: Report) -> tuple[Entry, ...]:
     """Candidates and baselines, the fastest at the first shape first, those without figures last."""
+    winner = report.winner if report.verdict != "rejected" else None
     found: list[tuple[str, Part, Candidate | None, BenchmarkReport | None]] = [
-        (item.label, "winner" if item.label == report.winner else "candidate", item, item.benchmark) for item in report.candidates
+        (item.label, "winner" if item.label == winner else "candidate", item, item.benchmark) for item in report.candidates
     ]
     measured = [report.baseline, *report.baselines] if report.baseline else [*report.baselines]
     found += [(item.label, "baseline", None, item) for item in measured if item]
-    found.sort(key=lambda item: median_s(item[3].rows[0].end_to_end) if item[3] and item[3].rows else float("inf"))
+    found.sort(key=lambda item: item[3].rows[0].end_to_end.median_s if item[3] and item[3].rows else math.inf)
     return tuple(Entry(number, *item) for number, item in enumerate(found, start=1))
 
 
@@ -84,7 +93,7 @@ def sections(report: Report) -> tuple[Section, ...]:
         _operators(report),
         _environment(report),
         _notes(report),
-        Section("plan", "The plan", code=json.dumps(report.plan.model_dump(mode="json", exclude_defaults=True), indent=2), folded=True),
+        Section("plan", "The plan", code=json.dumps(report.plan.model_dump(mode="json", exclude_defaults=True), indent=2)),
     )
     return tuple(section for section in found if section.paragraphs or section.items or section.code or any(t.rows for t in section.tables))
 
@@ -109,14 +118,17 @@ def headline(report: Report) -> str:
 def _candidates(report: Report) -> Section:
     lines = entries(report)
     first = shapes(report)[0] if shapes(report) else {}
-    header = ("#", "engine", "state", ">drop", ">cosine", ">median", ">p90", ">p99", ">speed-up", ">size", ">memory", "why not")
+    header = ("#", "engine", "state", ">drop", ">cosine", ">median", ">p90", ">p99", ">speed-up", ">size", ">memory")
     winner = next((index for index, entry in enumerate(lines) if entry.part == "winner"), None)
     text = []
     if shapes(report):
-        text = [f"Latency end to end at {shape_text(first)}; speed-up against the baseline with its 95 % interval. - means not measured."]
-    if report.reference:
-        text.append(f"Accuracy on the selection set against the reference, {report.reference}. The drop is in units of the metric.")
-    return Section("candidates", "Candidates", tuple(text), tables=(Table(header, tuple(_candidate_row(e, first) for e in lines), winner),))
+        text = [f'Latency end to end at {shape_text(first)}; speed-up against the baseline with its 95 % interval. "-" means not measured.']
+    generated = any(item.selection and item.selection.role == "generated" for item in report.candidates)
+    where = "generated inputs, which prove nothing," if generated else "the selection set"
+    text.append(f"Accuracy on {where} against the reference, {report.reference}. The drop is in units of the metric.")
+    reasons = tuple((str(e.number), e.label, e.state, e.candidate.reason) for e in lines if e.candidate and e.candidate.reason)
+    found = Table(header, tuple(_candidate_row(entry, first) for entry in lines), winner)
+    return Section("candidates", "Candidates", tuple(text), tables=(found, Table(("#", "not chosen", "state", "why"), reasons)))
 
 
 def _candidate_row(entry: Entry, sizes: dict[str, int]) -> tuple[str, ...]:
@@ -133,7 +145,6 @@ def _candidate_row(entry: Entry, sizes: dict[str, int]) -> tuple[str, ...]:
         interval(row.ratio, 2) if row and row.ratio else "-",
         bytes_text(engine.size_bytes) if engine else "-",
         bytes_text(row.peak_memory_bytes) if row and row.peak_memory_bytes else "-",
-        entry.candidate.reason if entry.candidate else "",
     )
 
 
@@ -173,43 +184,33 @@ def _errors(found: ValidationReport) -> Table:
 
 
 def _latency(report: Report) -> Section:
+    reused = any(step.stage == "benchmark" and step.reused for step in report.steps)
+    kept = ", in an earlier run on this host with the same engines: the figures come from the store" if reused else ""
     text = (
-        "Percentiles stand only where enough raw values do: p90 needs 100, p99 needs 1,000. Upload, compute and download are medians.",
-        f"Measured {date(report.benchmarked)}, before this report was written {date(report.created)}: reused from the store."
-        if report.benchmarked and report.benchmarked[:16] < report.created[:16]
-        else f"Measured {date(report.benchmarked or report.created)}.",
+        "Percentiles stand only where enough raw values do: p90 needs 100, p99 needs 1,000. Upload, compute and download are medians. "
+        "Drifts: the median still moved between blocks.",
+        f"Measured {date(report.benchmarked or report.created)}{kept}.",
     )
     return Section("latency", "Latency", text, tables=tuple(_latency_table(report, sizes) for sizes in shapes(report)))
 
 
 def _latency_table(report: Report, sizes: dict[str, int]) -> Table:
-    header: tuple[str, ...] = (
-        "#",
-        f"engine at {shape_text(sizes)}",
-        ">median",
-        ">p90",
-        ">p99",
-        ">speed-up",
-        ">upload",
-        ">compute",
-        ">download",
-        ">per second",
-    )
-    header += (">GFLOP/s", ">values", ">warm-up", "stable")
+    columns = ("median", "p90", "p99", "speed-up", "upload", "compute", "download", "per s", "GFLOP/s", "values", "warm-up")
+    header = ("#", f"engine at {shape_text(sizes)}", *(f">{column}" for column in columns))
     pairs = [(entry, row) for entry in entries(report) if (row := entry.row(sizes))]
     winner = next((index for index, (entry, _) in enumerate(pairs) if entry.part == "winner"), None)
     rows = tuple(
         (
             str(entry.number),
             entry.label,
-            *_percentiles(row.end_to_end),
+            _percentiles(row.end_to_end)[0] + ("" if row.end_to_end.stable else " (drifts)"),
+            *_percentiles(row.end_to_end)[1:],
             interval(row.ratio, 2) if row.ratio else "-",
-            *(time_text(median_s(part)) for part in (row.upload, row.compute, row.download)),
+            *(_percentile(part, 50) for part in (row.upload, row.compute, row.download)),
             number_text(row.throughput_per_s),
             number_text(row.flops_per_s / 1e9) if row.flops_per_s else "-",
             str(len(row.end_to_end.values_s)),
             str(len(row.end_to_end.warmup_s)),
-            "yes" if row.end_to_end.stable else "no",
         )
         for entry, row in pairs
     )
@@ -217,14 +218,28 @@ def _latency_table(report: Report, sizes: dict[str, int]) -> Table:
 
 
 def _stages(report: Report) -> Section:
-    rows = tuple((s.stage, s.subject, time_text(s.seconds), "reused" if s.reused else "ran", date(s.created), s.digest[:12]) for s in report.steps)
-    work = sum(step.seconds for step in report.steps if not step.reused)
-    kept = [step for step in report.steps if step.reused]
-    text = f"{time_text(work)} of work in this run."
-    if kept:
-        text += f" {len(kept)} of {len(report.steps)} steps came from the store; they took {time_text(sum(s.seconds for s in kept))} when they ran."
-    table = Table(("stage", "of", ">time", "state", "made", "artifact"), rows)
-    return Section("stages", "Stages", (text,) if rows else (), tables=(table,), folded=True)
+    steps = report.steps
+    names = tuple(dict.fromkeys(step.stage for step in steps))
+    ran = [sum(s.seconds for s in steps if s.stage == name and not s.reused) for name in names]
+    kept = [sum(s.seconds for s in steps if s.stage == name and s.reused) for name in names]
+    counts = [(sum(s.stage == name for s in steps), sum(s.stage == name and s.reused for s in steps)) for name in names]
+    longest = max((a + b for a, b in zip(ran, kept, strict=True)), default=0.0) or 1.0
+    rows = tuple(
+        (name, str(count), str(reused), time_text(now) if now else "-", time_text(then) if then else "-")
+        for name, (count, reused), now, then in zip(names, counts, ran, kept, strict=True)
+    )
+    bars = tuple(Bar(now / longest, then / longest) for now, then in zip(ran, kept, strict=True))
+    text = f"{time_text(sum(ran))} of work in this run."
+    if any(kept):
+        text += (
+            f" {sum(s.reused for s in steps)} of {len(steps)} steps came from the store (hatched); they took {time_text(sum(kept))} when they ran."
+        )
+    each = tuple((s.stage, s.subject, time_text(s.seconds), "reused" if s.reused else "ran", date(s.created), s.digest[:12]) for s in steps)
+    tables = (
+        Table(("stage", ">steps", ">reused", ">ran now", ">took then"), rows, bars=bars),
+        Table(("stage", "of", ">time", "state", "made", "artifact"), each, folded="Every step, with its date"),
+    )
+    return Section("stages", "Time per stage", (text,) if rows else (), tables=tables)
 
 
 def _operators(report: Report) -> Section:
@@ -238,7 +253,8 @@ def _operators(report: Report) -> Section:
     rows.append(("all nodes", *(str(sum(table.operators.values())) for table in tables)))
     rows.append(("file size", *(bytes_text(table.size_bytes) for table in tables)))
     header = ("operator", *(f">{table.stage}" for table in tables))
-    return Section("operators", "Operators", tables=(Table(header, tuple(rows)),) if tables else (), folded=True)
+    found = Table(header, tuple(rows) if tables else (), folded="Every operator, and the file sizes")
+    return Section("operators", "Operators before and after", tables=(found,))
 
 
 def _environment(report: Report) -> Section:
@@ -285,32 +301,17 @@ def _grouped(notes: Iterable[tuple[str, str]]) -> tuple[str, ...]:
 # -- numbers as people read them ---------------------------------------------------------------------------------------
 
 
-def median_s(samples: Samples) -> float:
-    """The median, in seconds."""
-    return quantile_s(samples.values_s, 0.5)
-
-
-def quantile_s(values: Sequence[float], q: float) -> float:
-    """A quantile by linear interpolation; NaN without values."""
-    if not values:
-        return math.nan
-    ordered = sorted(values)
-    place = q * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+def _percentile(samples: Samples, percent: float) -> str:
+    seconds = samples.percentile_or_absent(percent)
+    return "-" if seconds is None else time_text(seconds)
 
 
 def _percentiles(samples: Samples) -> tuple[str, str, str]:
-    values = samples.values_s
-    shown = [time_text(quantile_s(values, q)) if len(values) >= round(10 / (1 - q)) else "-" for q in (0.9, 0.99)]
-    return (time_text(median_s(samples)), shown[0], shown[1])
+    return (_percentile(samples, 50), _percentile(samples, 90), _percentile(samples, 99))
 
 
 def time_text(seconds: float) -> str:
-    """Three digits and the unit: 412 us, 5.21 ms, 12.3 s; - where nothing was measured."""
-    if math.isnan(seconds):
-        return "-"
+    """Three digits and the unit: 412 us, 5.21 ms, 12.3 s."""
     if seconds >= 120:
         return f"{seconds / 60:.1f} min"
     for scale, unit in ((1.0, "s"), (1e-3, "ms")):

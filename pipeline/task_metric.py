@@ -21,8 +21,8 @@ import numpy as np
 from pipeline.config import AccuracyConfig
 from pipeline.core import TensorSpec
 from pipeline.errors import DataError, PlanError
-from pipeline.measure import Interval
-from pipeline.metrics import Array, Floats, cosine_per_sample, drop_interval, drop_interval_of, rows, topk_hits
+from pipeline.measure import Interval, bootstrap_mean
+from pipeline.metrics import Array, Floats, cosine_per_sample, drop_interval_of, rows, topk_hits
 from pipeline.report import MetricResult
 
 MetricFunction = Callable[[Array, Array | None, Array], object]
@@ -140,7 +140,8 @@ class TaskMetric:
         before, after = reference.astype(np.float64), candidate.astype(np.float64)
         if not np.isfinite(before).all():
             return None, [f"metric {self.name} is not a number on the reference itself: nothing can be judged against it"]
-        return self._verdict(float(before.mean()), float(after.mean()), drop_interval(before, after))
+        drop = bootstrap_mean((before - after).tolist())  # paired: a sample is drawn with both its scores
+        return self._verdict(float(before.mean()), float(after.mean()), drop)
 
     def _verdict(self, reference: float, candidate: float, drop: Interval) -> tuple[MetricResult, list[str]]:
         passed = drop.value <= self.max_drop + ROUNDING

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pipeline.core import Refusal
@@ -26,7 +26,7 @@ class StageProgress:
         self._live = console.is_terminal and not quiet
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn(), TextColumn("[dim]{task.fields[text]}"))
         self._bars = Progress(*columns, console=console, transient=True, refresh_per_second=5)
-        self._task = None
+        self._task: TaskID | None = None
 
     def __enter__(self) -> StageProgress:
         if self._live:

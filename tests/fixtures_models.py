@@ -87,10 +87,6 @@ class Positions(nn.Module):
         return (x > 0).nonzero()
 
 
-class _Unknown(torch.autograd.Function):
-    """A stand-in for a custom kernel that no exporter knows."""
-
-
 class NoExporter(nn.Module):
     """Uses an operator that has no ONNX form."""
 

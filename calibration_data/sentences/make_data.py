@@ -28,7 +28,7 @@ SIZES = {"calibration": 512, "selection": 256, "validation": 256}
 LENGTHS = (16, 32, 64, 128)  # a sentence goes to the first that holds its tokens and is padded with zeros
 SEED = 0
 SOURCES = {
-    "sqlite": {"package": "sqlite3-doc", "version": "3.40.1-2+deb12u2", "licence": "public domain", "files": "usr/share/doc/sqlite3-doc/*.html"},
+    "sqlite": {"package": "sqlite3-doc", "version": "3.40.1-2+deb12u2", "licence": "public domain", "files": "usr/share/doc/sqlite3/*.html"},
     "wordnet": {"package": "wordnet-base", "version": "1:3.0-37", "licence": "WordNet 3.0 (LICENSE.wordnet)", "files": "usr/share/wordnet/data.*"},
 }
 
@@ -84,9 +84,13 @@ def pick(sentences: Iterator[str], count: int, encoder: Tokenizer) -> list[str]:
     random.Random(SEED).shuffle(pool)
     by_length: dict[int, list[str]] = {length: [] for length in LENGTHS}
     for sentence in pool:
-        by_length[length_of(encoder, sentence)].append(sentence)
+        tokens = len(encoder.encode(sentence).ids)
+        if tokens <= LENGTHS[-1]:
+            by_length[next(length for length in LENGTHS if tokens <= length)].append(sentence)
     picked: list[str] = []
     while len(picked) < count:
+        if not any(by_length.values()):
+            sys.exit(f"only {len(picked)} sentences of {count}: does the folder hold both packages?")
         for waiting in by_length.values():
             while waiting and len(picked) < count:
                 sentence = waiting.pop()
@@ -95,11 +99,6 @@ def pick(sentences: Iterator[str], count: int, encoder: Tokenizer) -> list[str]:
                     picked.append(sentence)
                     break
     return picked
-
-
-def length_of(encoder: Tokenizer, sentence: str) -> int:
-    tokens = len(encoder.encode(sentence).ids)
-    return next(length for length in LENGTHS if tokens <= length)
 
 
 def collect(folder: Path, encoder: Tokenizer) -> None:

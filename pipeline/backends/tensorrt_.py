@@ -12,23 +12,23 @@ from pipeline.errors import BackendUnavailable
 from pipeline.gpu import Gpus, find_gpus
 
 PRECISIONS = frozenset(Precision)
-DISTRIBUTIONS = ("tensorrt",)
+DISTRIBUTIONS: tuple[str, ...] = ("tensorrt",)
 
 
 def probe() -> Target:
-    raise _unavailable(find_gpus(), _library_version())
+    raise unavailable(find_gpus(), _library_version())
 
 
 def unsupported(model: OnnxModel, target: Target) -> tuple[Refusal, ...]:
-    raise _unavailable(find_gpus(), _library_version())
+    raise unavailable(find_gpus(), _library_version())
 
 
 def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent) -> Engine:
-    raise _unavailable(find_gpus(), _library_version())
+    raise unavailable(find_gpus(), _library_version())
 
 
 def load(engine: Engine, device: str = "") -> Loaded:
-    raise _unavailable(find_gpus(), _library_version())
+    raise unavailable(find_gpus(), _library_version())
 
 
 def _library_version() -> str | None:
@@ -41,7 +41,7 @@ def _library_version() -> str | None:
         return "of unknown version"  # unpacked by hand
 
 
-def _unavailable(gpus: Gpus, version: str | None) -> BackendUnavailable:
+def unavailable(gpus: Gpus, version: str | None) -> BackendUnavailable:
     """Everything that is missing, in one message."""
     library = "" if version else "the library `tensorrt` is not installed"
     missing = [text for text in (gpus.reason, library) if text]

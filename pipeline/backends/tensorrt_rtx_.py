@@ -7,23 +7,22 @@ No timing cache is ever made: that would need the GPU.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 from pipeline.backends.base import Loaded
+from pipeline.backends.checks import installed_version
 from pipeline.backends.trt_parser import Parsed, count_float64, messages_of, parse, refusals, sentence
 from pipeline.core import BuildOptions, Engine, Note, OnnxModel, Point, Precision, Profile, Progress, Recipe, Refusal, Target, TensorSpec, silent
 from pipeline.errors import BackendUnavailable, PlanError, UnsupportedError
 from pipeline.gpu import Gpus, find_gpus
 
 PRECISIONS = frozenset({Precision.FP32, Precision.FP16, Precision.BF16, Precision.INT8})
-DISTRIBUTIONS = ("tensorrt-rtx",)
+DISTRIBUTIONS: tuple[str, ...] = ("tensorrt-rtx",)
 CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
 MINIMUM_DRIVER = 580  # the first for CUDA 13, which the PyPI package is built with
 FILE = "engine.rtx"
-CHATTER = ("Int64 binding", "logger passed into")  # warnings that tell a user of ours nothing
+CHATTER = ("Int64 binding", "logger passed into", "Converting conv")  # warnings that tell a user of ours nothing
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
 
 
@@ -84,7 +83,7 @@ def load(engine: Engine, device: str = "") -> Loaded:
 def why_not_run(capability: str | None, gpus: Gpus) -> str:
     """What an engine for this compute capability needs, and what this host has; capability None = any that can be built for."""
     wanted = (capability,) if capability else CAPABILITIES
-    needs = f"it needs an NVIDIA GPU of compute capability {' or '.join(wanted)} with driver {MINIMUM_DRIVER} or later"
+    needs = f"it needs an NVIDIA GPU of compute capability {', '.join(wanted)} with driver {MINIMUM_DRIVER} or later"
     if not gpus.devices:
         return f"{needs}, this host has none: {gpus.reason}"
     has = ", ".join(f"{gpu.name} (compute capability {gpu.compute_capability}, driver {gpu.driver})" for gpu in gpus.devices)
@@ -93,9 +92,7 @@ def why_not_run(capability: str | None, gpus: Gpus) -> str:
 
 
 def _version() -> str:
-    if importlib.util.find_spec("tensorrt_rtx") is None:
-        raise BackendUnavailable("the library `tensorrt_rtx` is not installed", "pip install 'crucible[rtx]'")
-    return importlib.metadata.version("tensorrt-rtx")
+    return installed_version("tensorrt-rtx", "pip install 'crucible[rtx]'")
 
 
 def _library() -> Any:

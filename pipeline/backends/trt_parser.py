@@ -7,9 +7,10 @@ with the refused ones cut out of the graph, until it has nothing more to say.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -113,21 +114,24 @@ def sentence(text: str) -> str:
 def refusals(trt: Any, model: OnnxModel) -> tuple[Refusal, ...]:
     """Every node, input and output of the model that TensorRT cannot take, or would take for something else."""
     proto = _with_types(model)
-    found = dict(_quantizers(proto))
+    found: dict[int, list[Refusal]] = {index: [refusal] for index, refusal in _quantizers(proto)}
     interface = list(_interface(model))
     foreign: set[str] = set()
     while True:
         rest, indices = _without(proto, found, foreign)
         parsed = parse(trt, rest.SerializeToString(), model.path)
-        new = {indices[f.index]: _refusal(proto, indices[f.index], f) for f in parsed.faults if 0 <= f.index < len(indices)}
-        found |= new
+        new = [(indices[fault.index], fault) for fault in parsed.faults if 0 <= fault.index < len(indices)]
+        for index, fault in new:
+            found.setdefault(index, []).append(_refusal(proto, index, fault))
         unreadable = {spec.name for spec in model.inputs if spec.dtype not in (*BINDABLE, "float64")}
         if not new and foreign == unreadable:
             break
         foreign = unreadable  # from the second time on: the first time, operators are checked whatever their inputs
     if not (found or interface):
         interface = [_refusal(proto, -1, fault) for fault in parsed.faults] or list(_shape_tensors(model, parsed.network))
-    return (*interface, *(found[index] for index in sorted(found)))
+    inner = {index: (*_bodies(proto, index, parsed.parser), *found[index]) for index in sorted(found)}
+    nodes = ({(refusal.node, refusal.operator): refusal for refusal in every}.values() for every in inner.values())
+    return (*interface, *chain.from_iterable(nodes))
 
 
 def count_float64(model: OnnxModel) -> int:
@@ -147,9 +151,19 @@ def _with_types(model: OnnxModel) -> onnx.ModelProto:
 def _refusal(proto: onnx.ModelProto, index: int, fault: Fault) -> Refusal:
     node = proto.graph.node[index] if index >= 0 else onnx.NodeProto(name="model")
     is_outer = not fault.inside and node.op_type == fault.operator
-    name = "/".join((*fault.inside, fault.node)) if fault.inside else node.name or node.output[0]
+    name = "/".join((*fault.inside, fault.node or fault.operator)) if fault.inside else node.name or node.output[0]
     operator = operator_of(node) if is_outer else fault.operator
     return Refusal(node=name, operator=operator, opset=_opset(proto, operator), reason=fault.reason, remedy=_remedy(fault.reason, operator))
+
+
+def _bodies(proto: onnx.ModelProto, index: int, parser: Any) -> Iterator[Refusal]:
+    """Operators without an importer in the branches and bodies of a refused node, of which the parser names only the first."""
+    outer = proto.graph.node[index]
+    for graph in _subgraphs(outer):
+        for node in graph.node:
+            if not parser.supports_operator(node.op_type):
+                inside = (outer.name, graph.name)
+                yield _refusal(proto, index, Fault(index, node.name, node.op_type, inside, _reason("false")))
 
 
 def _remedy(reason: str, operator: str) -> str:
@@ -211,7 +225,7 @@ def _element_types(proto: onnx.ModelProto) -> Mapping[str, str]:
     return types | {tensor.name: type_name(tensor.data_type) for tensor in proto.graph.initializer}
 
 
-def _without(proto: onnx.ModelProto, refused: Mapping[int, Refusal], foreign: set[str]) -> tuple[onnx.ModelProto, list[int]]:
+def _without(proto: onnx.ModelProto, refused: Container[int], foreign: set[str]) -> tuple[onnx.ModelProto, list[int]]:
     """The graph without the refused nodes and without `foreign` inputs, and where each node that is left was.
 
     What a refused node makes becomes an input where its type and rank are known; where they are not, the nodes that read it go too.
@@ -241,7 +255,12 @@ def _is_known(value: onnx.ValueInfoProto) -> bool:
     return bool(value.type.tensor_type.elem_type) and value.type.tensor_type.HasField("shape")
 
 
+def _subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            yield from graphs_of(attribute.g)
+
+
 def _reads(node: onnx.NodeProto) -> Sequence[str]:
     """Tensors a node reads, those that its subgraphs take from outside too."""
-    inner = [g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH for g in graphs_of(a.g)]
-    return [*node.input, *(name for graph in inner for deep in graph.node for name in deep.input)]
+    return [*node.input, *(name for graph in _subgraphs(node) for deep in graph.node for name in deep.input)]

@@ -18,7 +18,7 @@ from pipeline.compare import compare_graphs
 from pipeline.config import SimplifyConfig
 from pipeline.core import Note, OnnxModel, Point, Profile, Progress, Tensors, TensorSpec
 from pipeline.errors import ChildDied, InternalError, ModelError
-from pipeline.graph import draw_feeds, external_files, file_size, onnx_model, operator_histogram, read_proto, write_proto
+from pipeline.graph import draw_feeds, external_files, file_size, graphs_of, onnx_model, operator_histogram, read_proto, write_proto
 from pipeline.process import call_in_child
 
 STAGE = "simplify"
@@ -39,11 +39,14 @@ def run_onnxsim(source: Path, target: Path, progress: Progress) -> None:
         sys.modules.setdefault(unused, None)  # type: ignore[arg-type]  # onnxsim tries to import both, for 5 s, and simplifies without
     import onnxsim
 
-    holds_qdq = bool(QDQ & set(operator_histogram(source)))
+    skipped = ["fuse_matmul_add_bias_into_gemm_batched"]  # wraps each product of rank 3 in Shape, Concat and two Reshape
+    if QDQ & set(operator_histogram(source)):
+        skipped += ["eliminate_common_subexpression", "eliminate_duplicate_initializer"]  # both merge equal Q/DQ
     onnxsim.simplify(
         str(source),
         check_n=0,
-        skipped_optimizers=["eliminate_common_subexpression", "eliminate_duplicate_initializer"] if holds_qdq else None,  # both merge equal Q/DQ
+        skipped_optimizers=skipped,
+        inline_functions=True,
         tensor_size_threshold=f"{FOLD_LIMIT_BYTES}B",
         output_path=str(target),
         external_data_threshold="1.5GB",
@@ -64,8 +67,6 @@ def simplify(
     Equal on all samples and on generated inputs at min, opt, max and an odd size of every profile, with the same interface;
     otherwise the input model itself, copied, with a warning that says why.
     """
-    if not options.enabled:
-        return _copy(model, out, Note(stage=STAGE, text="switched off in the plan", level="info"))
     target = out / FILE
     try:
         call_in_child(_simplify_file, simplifier, model.path, target, name=STAGE, deadline_s=options.timeout_s, progress=progress)
@@ -99,11 +100,27 @@ def _fold_constants(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Compute what depends on constants only, and drop nodes that no output needs. Outputs stay, whatever they depend on."""
     import onnx_graphsurgeon
 
+    _spell_out_constants(proto)
     graph = onnx_graphsurgeon.import_onnx(proto)
     graph.toposort()
-    graph.fold_constants(size_threshold=FOLD_LIMIT_BYTES, partitioning="basic", should_exclude_node=lambda node: node.op in RANDOM)
+    graph.fold_constants(
+        size_threshold=FOLD_LIMIT_BYTES,
+        partitioning="basic",  # what cannot be computed does not keep the rest from being computed
+        should_exclude_node=lambda node: node.op in RANDOM,
+        recurse_subgraphs=False,  # a subgraph that uses constants of the graph around it sends GraphSurgeon into endless recursion
+    )
     graph.cleanup().toposort()
     return onnx_graphsurgeon.export_onnx(graph)
+
+
+def _spell_out_constants(proto: onnx.ModelProto) -> None:
+    """Rewrite `Constant<value_float = 2.0>` as a tensor of its dtype: GraphSurgeon would read a double."""
+    bodies = [*graphs_of(proto.graph), *proto.functions]
+    for attribute in (node.attribute[0] for body in bodies for node in body.node if node.op_type == "Constant" and len(node.attribute) == 1):
+        dtype = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}.get(attribute.name)
+        if dtype is not None:
+            array = np.asarray(onnx.helper.get_attribute_value(attribute), dtype)
+            attribute.CopyFrom(onnx.helper.make_attribute("value", onnx.numpy_helper.from_array(array)))
 
 
 def _restore_names(source: onnx.ModelProto, result: onnx.ModelProto) -> None:

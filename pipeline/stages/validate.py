@@ -22,7 +22,7 @@ from pipeline.backends.base import Loaded, Session
 from pipeline.config import AccuracyConfig, Thresholds
 from pipeline.core import Artifact, Engine, Note, Progress, Tensors, TensorSpec, silent, sizes_from_shapes
 from pipeline.data import Batch, GeneratedPart, SampleSet
-from pipeline.errors import InternalError, PlanError
+from pipeline.errors import DataError, InternalError, PlanError
 from pipeline.metrics import Floats, by_sample, cosine_per_sample, mask_nonfinite, rows, snr_db
 from pipeline.report import OutputError, ValidationReport
 from pipeline.task_metric import TaskMetric, open_metric
@@ -127,6 +127,8 @@ def validate(
     if (reference.set_digest, reference.batch) != (samples.digest, batch):
         raise InternalError("the reference outputs are of another set or batch size than the candidate is given")
     generated = all(isinstance(part, GeneratedPart) for part in samples.parts)
+    if samples.samples < 2 and not generated:
+        raise DataError(f"the {samples.role} set holds one sample, which says nothing about others", f"give {ENOUGH_SAMPLES} or more")
     _check_names(options, reference)
     tallies = tuple(_Tally(spec.name, options.per_output.get(spec.name, options.thresholds)) for spec in reference.outputs)
     judge = _Judge(tallies, None if generated else open_metric(options, reference.outputs, samples.has_labels))

@@ -1,0 +1,62 @@
+"""What the benchmark scripts share: the graph of a plan, tables, and results with the environment they were taken in."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.compile import Job, export_model, input_specs, open_data, simplify_model
+from pipeline.config import Plan, home, load_plan
+from pipeline.core import OnnxModel
+from pipeline.measure import environment
+from pipeline.runner import Runner
+from pipeline.source import source_from_config
+from pipeline.store import Store
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+RESNET50 = ROOT / "configs" / "resnet50.yaml"
+DIGITS = ROOT / "configs" / "digits.yaml"
+
+Cell = str | float | int | bool | None
+Row = Mapping[str, Cell]
+
+
+def graph_of(plan_path: Path) -> tuple[Plan, OnnxModel]:
+    """A plan and its exported, simplified graph; from the store if `crucible compile` has been there."""
+    plan = load_plan(plan_path)
+    source = source_from_config(plan.model, plan.profiles)
+    job = Job(plan, Runner(Store(home())), source, open_data(plan, input_specs(source)), environment())
+    return plan, simplify_model(job, export_model(job))
+
+
+def publish(name: str, rows: Sequence[Row], targets: Mapping[str, bool]) -> None:
+    """Print a table, keep the result with its environment, and end with one JSON document on a line of its own."""
+    table = Table(*rows[0], title=name)
+    for row in rows:
+        table.add_row(*(_text(cell) for cell in row.values()))
+    console = Console(width=140)
+    console.print(table)
+    for target, met in targets.items():
+        console.print(f"{'met   ' if met else 'MISSED'}  {target}", highlight=False)
+    document = {
+        "benchmark": name,
+        "created": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "rows": [dict(row) for row in rows],
+        "targets": dict(targets),
+        "environment": environment().model_dump(),
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(document))
+
+
+def _text(cell: Cell) -> str:
+    if cell is None:
+        return "-"
+    return f"{cell:,.4g}" if isinstance(cell, float) else str(cell)

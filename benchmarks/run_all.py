@@ -1,0 +1,27 @@
+"""Run every benchmark here, one after another; the last line is one JSON document with all results."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SCRIPTS = ("compile_time", "resnet50", "session_overhead", "calibration_memory")
+
+
+def main() -> None:
+    results = {}
+    for name in SCRIPTS:
+        print(f"== {name}", flush=True)
+        done = subprocess.run([sys.executable, str(HERE / f"{name}.py")], stdout=subprocess.PIPE, text=True, check=False)
+        *shown, last = done.stdout.splitlines() or [""]
+        print("\n".join(shown), flush=True)
+        results[name] = json.loads(last) if done.returncode == 0 else {"failed": f"exit code {done.returncode}"}
+    print(json.dumps(results))
+    sys.exit(any("failed" in result for result in results.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""The backends by name. Each is a light module; the library behind it is imported when it is used."""
+
+from __future__ import annotations
+
+import difflib
+
+from pipeline.backends import onnxruntime_, openvino_, pytorch_, tensorrt_, tensorrt_rtx_
+from pipeline.backends.base import Backend, Loaded
+from pipeline.core import Engine
+from pipeline.errors import PlanError
+
+BACKENDS: dict[str, Backend] = {
+    "onnxruntime": onnxruntime_,
+    "openvino": openvino_,
+    "tensorrt": tensorrt_,
+    "tensorrt_rtx": tensorrt_rtx_,
+    "pytorch": pytorch_,
+}
+
+
+def backend(name: str) -> Backend:
+    """The backend of this name; PlanError with the near name if there is none."""
+    if name not in BACKENDS:
+        near = difflib.get_close_matches(name, BACKENDS, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"choose one of {', '.join(BACKENDS)}"
+        raise PlanError(f"unknown backend '{name}'", hint)
+    return BACKENDS[name]
+
+
+def load(engine: Engine, device: str = "") -> Loaded:
+    """An engine in memory, by the backend that built it."""
+    return backend(engine.target.backend).load(engine, device)

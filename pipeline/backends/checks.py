@@ -1,0 +1,101 @@
+"""What the backends check alike: feeds against specs and profiles, a library and a host before use; and the CPU's timer."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+import numpy as np
+
+from pipeline.core import BuildOptions, Engine, OnnxModel, Profile, Recipe, Target, Tensors, TensorSpec, sizes_from_shapes
+from pipeline.errors import BackendUnavailable, DataError, InternalError
+from pipeline.graph import dtype_of
+from pipeline.measure import monotonic
+
+SHOW_INTERFACE = "`crucible inspect` shows what an engine takes"
+
+
+def installed_version(distribution: str, install: str) -> str:
+    """The version of a package, without importing it; BackendUnavailable with the command that installs it."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        raise BackendUnavailable(f"the package `{distribution}` is not installed", install) from None
+
+
+def refuse_foreign(engine: Engine, host: Target) -> None:
+    """BackendUnavailable, with both sides, unless this host can run the engine."""
+    if reasons := engine.target.accepts(host):
+        built, here = (f"{t.backend} {t.version} on {t.device}" for t in (engine.target, host))
+        said = f"this engine was built for {built} and cannot run on {here}: {'; '.join(reasons)}"
+        raise BackendUnavailable(said, "compile the model again on this host, or load the engine where it was built")
+
+
+def engine_digest(model: OnnxModel, recipe: Recipe, options: BuildOptions, target: Target) -> str:
+    """Names the content of an engine by all that goes into it, where the same input always gives the same engine."""
+    parts = (model.digest, recipe.model_dump_json(), options.model_dump_json(), target.model_dump_json())
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+class FeedCheck:
+    """Checks feeds. What was accepted last is accepted again at once, so that a fixed shape costs about a microsecond."""
+
+    def __init__(self, inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]) -> None:
+        self._inputs, self._profiles = inputs, profiles
+        self._dtypes = {spec.name: dtype_of(spec.dtype) for spec in inputs}
+        self._accepted: Sequence[object] = ()
+
+    def __call__(self, feeds: Tensors) -> None:
+        """DataError, with what was expected and what came, unless names, dtypes and shapes fit the specs and one profile."""
+        seen = [(name, type(array), getattr(array, "dtype", None), getattr(array, "shape", None)) for name, array in feeds.items()]
+        if seen != self._accepted or not seen:
+            self._check(feeds)
+            self._accepted = seen
+
+    def _check(self, feeds: Tensors) -> None:
+        if set(feeds) != set(self._dtypes):
+            raise DataError(f"expected inputs {_listed(self._dtypes)}, got {_listed(feeds)}", SHOW_INTERFACE)
+        for name, dtype in self._dtypes.items():
+            array = feeds[name]
+            if not isinstance(array, np.ndarray):
+                raise DataError(f"input '{name}' is a {type(array).__name__}, expected a numpy array", "convert it with numpy.asarray")
+            if array.dtype != dtype:
+                raise DataError(f"input '{name}' has dtype {array.dtype}, expected {dtype}", f"convert it with .astype('{dtype}')")
+        sizes = sizes_from_shapes(self._inputs, {name: feeds[name].shape for name in self._dtypes})
+        if isinstance(sizes, str):
+            raise DataError(sizes, SHOW_INTERFACE)
+        if self._profiles and not any(profile.holds(sizes) for profile in self._profiles):
+            got = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())
+            said = f"no profile of this engine holds {got}; it was built for {'; or '.join(map(_ranges, self._profiles))}"
+            raise DataError(said, "give a shape inside a profile, or compile again with a profile that holds it")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names) or "none"
+
+
+def _ranges(profile: Profile) -> str:
+    return ", ".join(f"{symbol} from {dim.min} to {dim.max}" for symbol, dim in profile.dims.items())
+
+
+def closed(*arguments: object) -> NoReturn:
+    """Stands in for what a closed session or engine can no longer do."""
+    raise InternalError("this session or engine is closed", "load the engine again")
+
+
+class HostTimer:
+    """The monotonic clock: on a CPU everything is done when the call returns."""
+
+    def __init__(self) -> None:
+        self._start = self._stop = 0.0
+
+    def start(self) -> None:
+        self._start = monotonic()
+
+    def stop(self) -> None:
+        self._stop = monotonic()
+
+    def elapsed_s(self) -> float:
+        return self._stop - self._start

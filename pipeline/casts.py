@@ -1,0 +1,267 @@
+"""Rewrites an fp32 graph to fp16 or bf16, some nodes kept in fp32, with Casts where the two meet.
+
+Each tensor keeps its name for its fp32 form, so inputs, outputs, kept nodes and subgraphs stay as they are; the low form has a name of its own.
+Two kept nodes in a row pass fp32 between them. (ONNX Runtime's and onnxconverter-common's converters pass fp16, in which the very value that had
+the nodes kept overflows.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import onnx
+from onnx import TensorProto, numpy_helper
+
+from pipeline.activations import Bounds
+from pipeline.core import Precision
+from pipeline.errors import UnsupportedError
+from pipeline.graph import DEFAULT_DOMAINS, SMALL_BYTES, bytes_of_tensor, graphs_of, opset_of
+from pipeline.qdq import drop_unread
+
+LARGEST_FP16 = 65504.0
+SAFE_FRACTION = 0.25
+"""Of the largest fp16 value: what calibration samples may reach, for other inputs will reach further."""
+
+SMALLEST_NORMAL_FP16 = 2.0**-14
+LOW = {Precision.FP16: TensorProto.FLOAT16, Precision.BF16: TensorProto.BFLOAT16}
+DTYPES = {Precision.FP16: np.dtype(np.float16), Precision.BF16: np.dtype(ml_dtypes.bfloat16)}
+LEAST_OPSET = {Precision.FP16: 13, Precision.BF16: 22}
+"""Convolution and pooling take bfloat16 since opset 22."""
+
+SCALES_OPSET = 19
+"""QuantizeLinear and DequantizeLinear take float16 scales since opset 19."""
+
+NEEDS_FP32 = frozenset(
+    [
+        "Cast",
+        "Range",
+        "CumSum",
+        "RoiAlign",
+        "GridSample",
+        "NonMaxSuppression",
+        "Det",
+        "ReduceSumSquare",
+        "ReduceL2",
+        "ReduceLogSum",
+        "ReduceLogSumExp",
+        "ConstantOfShape",
+        "EyeLike",
+        "RandomNormal",
+        "RandomNormalLike",
+        "RandomUniform",
+        "RandomUniformLike",
+        "Multinomial",
+        "Bernoulli",
+    ]
+)
+"""Positions and running sums, squares that are summed before they are used, and operators whose dtype is an attribute."""
+
+QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
+
+
+def raise_opset(proto: onnx.ModelProto, least: int) -> onnx.ModelProto:
+    """The model at opset `least` or above, by ONNX's converter; UnsupportedError if it cannot."""
+    if opset_of(proto) >= least:
+        return proto
+    from onnx.version_converter import ConvertError, convert_version
+
+    try:
+        return convert_version(proto, least)
+    except (ConvertError, RuntimeError, ValueError) as error:
+        raise UnsupportedError(
+            f"this precision needs opset {least}, the model has {opset_of(proto)} and cannot be raised: {error}", f"export it with opset {least}"
+        ) from error
+
+
+# --- which nodes stay in fp32 ---
+
+
+def reasons_for_fp32(graph: onnx.GraphProto, bounds: Mapping[str, Bounds]) -> dict[str, str]:
+    """Per node that fp16 would break: why. `bounds` of the activations come from real samples."""
+    outside = {name: f"values up to {seen.largest:.3g}" for name, seen in bounds.items() if not _fits(seen.largest)}
+    for tensor in graph.initializer:
+        if tensor.data_type == TensorProto.FLOAT:
+            largest = float(np.abs(numpy_helper.to_array(tensor)).max(initial=0.0))
+            with np.errstate(over="ignore"):
+                lost = abs(float(np.float16(largest)) - largest) > 0.01 * largest
+            if lost:
+                outside[tensor.name] = f"constants up to {largest:.3g}"
+    reasons = {}
+    for node in graph.node:
+        strange = next((name for name in (*node.input, *node.output) if name in outside), None)
+        if strange is not None and node.op_type not in QUANTIZERS:
+            reasons[node.name] = f"{outside[strange]} in '{strange}'"
+    return reasons
+
+
+def _fits(largest: float) -> bool:
+    return largest == 0 or SMALLEST_NORMAL_FP16 <= largest <= SAFE_FRACTION * LARGEST_FP16
+
+
+def _from_shapes(graph: onnx.GraphProto) -> set[str]:
+    """Nodes that compute from shapes and constants only: sizes and positions, for which 11 bits are too few."""
+    known = {tensor.name for tensor in graph.initializer} | {""}
+    found = set()
+    for node in graph.node:
+        if node.op_type in ("Shape", "Size") or (node.op_type not in QUANTIZERS and node.input and known.issuperset(node.input)):
+            known.update(node.output)
+            found.add(node.name)
+    return found
+
+
+# --- the rewrite ---
+
+
+@dataclass(frozen=True, slots=True)
+class _Ports:
+    """Which inputs and outputs of a node change their dtype."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def lower(proto: onnx.ModelProto, precision: Precision, kept: frozenset[str]) -> None:
+    """Make all nodes but `kept`, and those that have no such kernel, compute in `precision`. In place; node names must be unique."""
+    types = _types(proto)
+    kept |= _from_shapes(proto.graph)
+    ports = {node.name: _ports(node, types, precision, opset_of(proto)) for node in proto.graph.node if node.name not in kept}
+    ports = _with_quantizers(proto.graph, types, {name: port for name, port in ports.items() if port.inputs or port.outputs})
+    _Rewriter(proto.graph, precision, ports).run()
+
+
+def _types(proto: onnx.ModelProto) -> dict[str, int]:
+    """Element type of every tensor of the top level, by ONNX's inference on the graph without its large weights."""
+    thin = onnx.ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import, functions=proto.functions)
+    thin.graph.name = proto.graph.name
+    thin.graph.node.extend(proto.graph.node)
+    thin.graph.input.extend(proto.graph.input)
+    thin.graph.output.extend(proto.graph.output)
+    for tensor in proto.graph.initializer:
+        if bytes_of_tensor(tensor) <= SMALL_BYTES:
+            thin.graph.initializer.append(tensor)
+        else:
+            thin.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    graph = onnx.shape_inference.infer_shapes(thin, data_prop=True).graph
+    types = {value.name: value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.input, *graph.output)}
+    return types | {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
+
+
+def _ports(node: onnx.NodeProto, types: Mapping[str, int], precision: Precision, opset: int) -> _Ports:
+    """What of a node can be low, by the type constraints of its operator; nothing where any type is unknown."""
+    nothing = _Ports((), ())
+    special = node.op_type in NEEDS_FP32 | QUANTIZERS or any(a.type in (a.GRAPH, a.GRAPHS) for a in node.attribute)
+    if special or node.domain not in DEFAULT_DOMAINS or not onnx.defs.has(node.op_type, opset, ""):
+        return nothing
+    if not all(types.get(name) for name in (*node.input, *node.output) if name):
+        return nothing
+    schema = onnx.defs.get_schema(node.op_type, opset, "")
+    allowed = {constraint.type_param_str: constraint.allowed_type_strs for constraint in schema.type_constraints}
+    low = f"tensor({'float16' if precision is Precision.FP16 else 'bfloat16'})"
+
+    def movable(names: list[str], formals: list[onnx.defs.OpSchema.FormalParameter]) -> tuple[int, ...]:
+        kinds = [allowed.get(formals[min(i, len(formals) - 1)].type_str, []) for i in range(len(names))]
+        return tuple(i for i, name in enumerate(names) if types.get(name) == TensorProto.FLOAT and low in kinds[i])
+
+    inputs, outputs = movable(list(node.input), list(schema.inputs)), movable(list(node.output), list(schema.outputs))
+    if node.op_type == "LayerNormalization":  # its second and third outputs have the dtype of stash_type
+        outputs = outputs[:1]
+    return _Ports(inputs, outputs)
+
+
+def _with_quantizers(graph: onnx.GraphProto, types: Mapping[str, int], ports: dict[str, _Ports]) -> dict[str, _Ports]:
+    """Q takes the dtype of what makes its input, DQ that of its readers: so no Cast parts them from the operators they belong to."""
+    low = {node.output[i] for node in graph.node if node.name in ports for i in ports[node.name].outputs}
+    read = {name: False for value in graph.output for name in [value.name]}
+    for inner in graphs_of(graph):
+        for node in inner.node:
+            for index, name in enumerate(node.input):
+                is_low = inner is graph and node.name in ports and index in ports[node.name].inputs
+                read[name] = read.get(name, True) and is_low
+    quantizers = {}
+    for node in graph.node:
+        if node.op_type == "QuantizeLinear" and node.input[0] in low:
+            quantizers[node.name] = _Ports((0, 1), ())
+        elif node.op_type == "DequantizeLinear" and read.get(node.output[0], False) and types.get(node.input[1]) == TensorProto.FLOAT:
+            quantizers[node.name] = _Ports((1,), (0,))
+    return ports | quantizers
+
+
+class _Rewriter:
+    """One walk through the nodes in order: renames what is low, and adds a Cast after whatever is needed in both forms."""
+
+    def __init__(self, graph: onnx.GraphProto, precision: Precision, ports: Mapping[str, _Ports]) -> None:
+        self.graph, self.precision, self.ports = graph, precision, ports
+        self.taken = {name for inner in graphs_of(graph) for node in inner.node for name in (*node.input, *node.output)}
+        self.taken |= {tensor.name for tensor in graph.initializer}
+        self.names: dict[str, str] = {}
+        self.made_low = {node.output[i] for node in graph.node if node.name in ports for i in ports[node.name].outputs}
+        self.read_low = {node.input[i] for node in graph.node if node.name in ports for i in ports[node.name].inputs}
+        self.read_high = self._read_high()
+
+    def _read_high(self) -> set[str]:
+        names = {value.name for inner in graphs_of(self.graph) for value in inner.output}
+        for inner in graphs_of(self.graph):
+            for node in inner.node:
+                moved = self.ports[node.name].inputs if inner is self.graph and node.name in self.ports else ()
+                names |= {name for index, name in enumerate(node.input) if index not in moved}
+        return names
+
+    def run(self) -> None:
+        self._convert_constants()
+        nodes = [cast for value in self.graph.input for cast in self._casts(value.name)]
+        for node in self.graph.node:
+            made = list(node.output)
+            port = self.ports.get(node.name, _Ports((), ()))
+            for names, moved in ((node.input, port.inputs), (node.output, port.outputs)):
+                for index in moved:
+                    names[index] = self.low_name(names[index])
+            nodes.append(node)
+            nodes += [cast for name in made for cast in self._casts(name)]
+        del self.graph.node[:]
+        self.graph.node.extend(nodes)
+        self._convert_value_info()
+        drop_unread(self.graph)
+
+    def low_name(self, name: str) -> str:
+        if name not in self.names:
+            unique = f"{name}_{self.precision}"
+            while unique in self.taken:
+                unique += "_"
+            self.taken.add(unique)
+            self.names[name] = unique
+        return self.names[name]
+
+    def _casts(self, name: str) -> list[onnx.NodeProto]:
+        low = self.low_name(name) if name in self.made_low or name in self.read_low else ""
+        if name in self.made_low and name in self.read_high:
+            return [onnx.helper.make_node("Cast", [low], [name], name=f"{name}_to_fp32", to=TensorProto.FLOAT)]
+        if name not in self.made_low and name in self.read_low:
+            return [onnx.helper.make_node("Cast", [name], [low], name=f"{name}_to_{self.precision}", to=LOW[self.precision])]
+        return []
+
+    def _convert_constants(self) -> None:
+        """Low copies of the constants that low nodes read; the fp32 ones go where nothing else reads them."""
+        replaceable = {value.name for value in self.graph.input}
+        for index, tensor in enumerate(self.graph.initializer):
+            if tensor.name not in self.read_low or tensor.name in replaceable:
+                continue
+            low = numpy_helper.from_array(numpy_helper.to_array(tensor).astype(DTYPES[self.precision]), self.low_name(tensor.name))
+            if tensor.name in self.read_high:
+                self.graph.initializer.append(low)
+            else:
+                self.graph.initializer[index].CopyFrom(low)
+
+    def _convert_value_info(self) -> None:
+        """Shapes known before stay known, under the new names."""
+        for value in list(self.graph.value_info):
+            if value.name in self.made_low:
+                low = self.graph.value_info.add()
+                low.CopyFrom(value)
+                low.name, low.type.tensor_type.elem_type = self.low_name(value.name), LOW[self.precision]
+        made = {name for node in self.graph.node for name in node.output}
+        stay = [value for value in self.graph.value_info if value.name in made]
+        del self.graph.value_info[:]
+        self.graph.value_info.extend(stay)

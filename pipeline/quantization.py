@@ -1,0 +1,279 @@
+"""int8: the arithmetic, and where Q/DQ pairs go. Pure; `qdq.py` writes the result into a graph.
+
+Activations are quantised per tensor, weights per output channel. With s the scale:
+
+    signed    s = max|x| / 127                q = round_half_even(clip(x / s, -128, 127))     zero point 0
+    unsigned  s = (high - low) / 255          q = round_half_even(x / s) + z, to 0..255       low <= 0 <= high, z = round_half_even(-low / s)
+    7 bits    s = max|w| / 63                 q = round_half_even(clip(w / s, -64, 63))       zero point 0
+
+Seven bits are for x86 CPUs without VNNI: their dot product adds two products of u8 and s8 in 16 bits, which 2 * 255 * 127 overflows and
+2 * 255 * 64 does not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from pipeline.core import Placement
+
+Array = NDArray[Any]
+Integers = NDArray[np.integer[Any]]
+Scale = NDArray[np.float32]
+
+# --- arithmetic ---
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """x = (q - zero_point) * scale; `axis` is that of the channels, None per tensor."""
+
+    scale: Scale  # [] or [channels]
+    zero_point: Integers  # of the quantised dtype, shaped like scale
+    axis: int | None = None
+    least: int = -128
+    most: int = 127
+
+    def quantize(self, values: Array) -> Integers:
+        rounded = np.rint(values.astype(np.float32) / self._along(self.scale, values)) + self._along(self.zero_point, values)  # half to even
+        return np.asarray(np.clip(rounded.astype(np.float64), self.least, self.most).astype(self.zero_point.dtype))
+
+    def dequantize(self, values: Integers) -> Scale:
+        return np.asarray((values.astype(np.float32) - self._along(self.zero_point, values)) * self._along(self.scale, values), np.float32)
+
+    def _along(self, parameter: Array, values: Array) -> Scale:
+        """Float32, shaped to meet `values` at the channels."""
+        shape = parameter.shape if self.axis is None else [-1 if dim == self.axis else 1 for dim in range(values.ndim)]
+        return parameter.reshape(shape).astype(np.float32)
+
+
+def signed_activation(low: float, high: float, half: bool = False) -> Affine:
+    """Symmetric int8 for values in [low, high]; `half` as in `weight`."""
+    return Affine(_scale(np.asarray(max(abs(low), abs(high)) / 127), half), np.zeros((), np.int8))
+
+
+def unsigned_activation(low: float, high: float) -> Affine:
+    """Asymmetric uint8 for values in [low, high], widened to hold zero, which padding and Relu need exactly."""
+    low, high = min(low, 0.0), max(high, 0.0)
+    scale = _scale(np.asarray((high - low) / 255), half=False)
+    return Affine(scale, np.asarray(np.clip(np.rint(-low / scale.astype(np.float64)), 0, 255), np.uint8), least=0, most=255)
+
+
+def weight(values: Array, axis: int | None, bits: int = 8, half: bool = False, floor: NDArray[np.float64] | None = None) -> Affine:
+    """Symmetric int8 per channel of `axis` (None: per tensor), no scale below `floor`.
+
+    `half` rounds the scales to float16, for a graph that will hold them in it: the weights are then quantised by the scale that is used.
+    """
+    most = 2 ** (bits - 1) - 1
+    others = None if axis is None else tuple(dim for dim in range(values.ndim) if dim != axis)
+    scale = np.abs(values.astype(np.float64)).max(axis=others) / most
+    scale = _scale(scale if floor is None else np.maximum(scale, floor if axis is not None else floor.max()), half)
+    return Affine(scale, np.zeros(scale.shape, np.int8), axis, -most - 1, most)
+
+
+def bias_floor(bias: Array, activation: Affine) -> NDArray[np.float64]:
+    """The smallest weight scales at which int32 holds this bias: a channel of near-zero weights would overflow it."""
+    return np.abs(bias.astype(np.float64)) / (activation.scale.astype(np.float64) * (2**31 - 1024))
+
+
+def bias_of(activation: Affine, weights: Affine) -> Affine:
+    """int32 for a bias that is added to the accumulator of activation times weights."""
+    scale = np.atleast_1d(np.asarray(activation.scale * weights.scale, np.float32))
+    return Affine(scale, np.zeros(scale.shape, np.int32), 0 if weights.axis is not None else None, -(2**31), 2**31 - 1)
+
+
+def _scale(values: NDArray[np.float64], half: bool) -> Scale:
+    """Float32, never zero or infinite; a tensor of zeros gets scale 1 and stays zeros."""
+    smallest = 2.0**-24 if half else float(np.finfo(np.float32).tiny)  # float16 reaches into its denormals
+    safe = np.where(values == 0, 1.0, np.clip(values, smallest, 65504.0 if half else None))
+    return np.asarray(safe.astype(np.float16) if half else safe, np.float32)
+
+
+# --- placement ---
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationSite:
+    """An input of a node that reads a quantised activation."""
+
+    node: str
+    index: int
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSite:
+    """An input of a node that reads a quantised weight, and where its bias and its activation are if the bias is int32."""
+
+    node: str
+    index: int
+    tensor: str
+    axis: int
+    bias: str = ""
+    activation: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sites:
+    """All places that read quantised values, in graph order."""
+
+    activations: tuple[ActivationSite, ...]
+    weights: tuple[WeightSite, ...]
+    same_scale: dict[str, str]  # tensor -> the tensor whose range it must share
+    unseen: tuple[str, ...]  # nodes left out, for calibration has no range for their input
+
+
+FUSED_AFTER = frozenset({"Relu", "Clip"})  # computed in the kernel of the operator before them
+WEIGHTED = frozenset({"Conv", "Gemm", "MatMul"})
+RESHAPES = frozenset({"Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Slice"})
+TO_NEXT_LAYER = RESHAPES | {"Relu", "Clip", "BatchNormalization", "MaxPool", "AveragePool", "GlobalAveragePool", "ReduceMean", "Dropout"}
+SAME_SCALE = RESHAPES | {"MaxPool"}
+INT8_KERNELS = SAME_SCALE | {"GlobalAveragePool", "AveragePool", "Concat", "Mul", "Sigmoid", "LeakyRelu", "Resize"}
+"""What ONNX Runtime computes in 8 bits if both sides are quantised; between quantised operators they keep the data in 8 bits."""
+
+AFTER_CLASSIFIER = RESHAPES | {"Softmax", "LogSoftmax", "Sigmoid", "Cast", "Add", "Mul", "Resize", "ArgMax", "TopK"}
+
+
+class Wiring:
+    """Who makes and who reads each tensor of a graph's top level. Node names must be unique."""
+
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self.nodes = list(graph.node)
+        self.constants = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+        for value in graph.input:  # an initializer that the caller may replace is no constant
+            self.constants.pop(value.name, None)
+        self.outputs = {value.name for value in graph.output}
+        self.readers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
+        for node in self.nodes:
+            for name in node.input:
+                self.readers[name].append(node)
+
+    def after(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+        for name in node.output:
+            yield from self.readers[name]
+
+    def weight_index(self, node: onnx.NodeProto) -> int | None:
+        """Which input of a Conv, Gemm or MatMul is a constant of rank 2 or more."""
+        return next((i for i in (1, 0) if len(self.constants.get(node.input[i], ())) >= 2), None)
+
+    def is_activation(self, name: str) -> bool:
+        return bool(name) and name not in self.constants
+
+    def is_weighted(self, node: onnx.NodeProto) -> bool:
+        return node.op_type in WEIGHTED and self.weight_index(node) is not None
+
+    def feeds_weighted(self, node: onnx.NodeProto) -> bool:
+        """Whether a weighted operator follows, with nothing but activations, pooling and reshaping in between."""
+        return any(self.is_weighted(n) or (n.op_type in TO_NEXT_LAYER and self.feeds_weighted(n)) for n in self.after(node))
+
+
+def place(graph: onnx.GraphProto, rules: Placement, ranged: frozenset[str], kept: frozenset[str], integer_io: bool) -> Sites:
+    """Where Q/DQ pairs go. `ranged` = float activations with a known range, `kept` = nodes to leave alone.
+
+    `integer_io`: ONNX Runtime's CPU kernels are 8 bits in and out, so results, int32 biases and what lies between are quantised too.
+    Elsewhere a pair stands only before an operator, so that nothing comes between an operator and what fuses into it.
+    """
+    wiring = Wiring(graph)
+    wanted = [node for node in wiring.nodes if node.name not in kept and _is_wanted(node, rules, wiring)]
+    unseen = [node for node in wanted if not all(name in ranged for name in node.input[:2] if wiring.is_activation(name))]
+    chosen = [node for node in wanted if node not in unseen]
+    sites = [site for node in chosen for site in _inputs(node, wiring)]
+    same_scale: dict[str, str] = {}
+    if integer_io:
+        tensors, same_scale = _between(chosen, {site.tensor for site in sites}, wiring, ranged, kept)
+        sites += [ActivationSite(n.name, i, t) for n in wiring.nodes for i, t in enumerate(n.input) if t in tensors and n.name not in kept]
+    order = {node.name: place for place, node in enumerate(wiring.nodes)}
+    activations = tuple(sorted(set(sites), key=lambda site: (order[site.node], site.index)))
+    weights = tuple(_weight(node, wiring, rules, integer_io) for node in chosen if node.op_type != "Add" and wiring.weight_index(node) is not None)
+    return Sites(activations, weights, same_scale, tuple(node.name for node in unseen))
+
+
+def _is_wanted(node: onnx.NodeProto, rules: Placement, wiring: Wiring) -> bool:
+    if node.domain not in ("", "ai.onnx") or node.op_type not in ("Conv", "Gemm", "MatMul", "Add"):
+        return False
+    if node.op_type == "Add":
+        return rules.residual_add and is_residual_add(node, wiring)
+    index = wiring.weight_index(node)
+    if index is None:
+        return rules.matmul_activations and node.op_type == "MatMul" and all(map(wiring.is_activation, node.input))
+    if not (rules.conv if node.op_type == "Conv" else rules.matmul_weight):
+        return False
+    if node.op_type == "Conv" and index != 1:
+        return False
+    return wiring.is_activation(node.input[1 - index]) and (rules.last_layer or not is_classifier(node, wiring))
+
+
+def is_residual_add(node: onnx.NodeProto, wiring: Wiring) -> bool:
+    """An Add of two activations whose sum goes on to a weighted operator: not a bias, not an attention mask, not a sum that is normalised next."""
+    return all(map(wiring.is_activation, node.input)) and wiring.feeds_weighted(node)
+
+
+def is_classifier(node: onnx.NodeProto, wiring: Wiring) -> bool:
+    """A weighted operator that makes the model's answer: only bias, softmax and reshaping lie between it and an output."""
+    if wiring.outputs.intersection(node.output):
+        return True
+    return any(_is_answering(after, wiring) and is_classifier(after, wiring) for after in wiring.after(node))
+
+
+def _is_answering(node: onnx.NodeProto, wiring: Wiring) -> bool:
+    scalar_like = sum(map(wiring.is_activation, node.input)) == 1 or node.op_type not in ("Add", "Mul")
+    return node.op_type in AFTER_CLASSIFIER and scalar_like
+
+
+def _inputs(node: onnx.NodeProto, wiring: Wiring) -> list[ActivationSite]:
+    return [ActivationSite(node.name, i, name) for i, name in enumerate(node.input[:2]) if wiring.is_activation(name)]
+
+
+def _weight(node: onnx.NodeProto, wiring: Wiring, rules: Placement, integer_io: bool) -> WeightSite:
+    index = wiring.weight_index(node)
+    assert index is not None
+    flags = {attribute.name: attribute for attribute in node.attribute}
+    if node.op_type == "Conv":
+        axis = 0
+    elif node.op_type == "Gemm":
+        transposed = bool(flags["transB" if index else "transA"].i) if ("transB" if index else "transA") in flags else False
+        axis = int(not transposed) if index else int(transposed)
+    else:
+        axis = len(wiring.constants[node.input[index]]) - (1 if index else 2)
+    bias = node.input[2] if len(node.input) > 2 and node.op_type in ("Conv", "Gemm") else ""
+    whole = node.op_type == "Conv" or (index == 1 and ("beta" not in flags or flags["beta"].f == 1.0))
+    if not (integer_io and whole and len(wiring.constants.get(bias, ())) == 1):
+        bias = ""
+    return WeightSite(node.name, index, node.input[index], axis if rules.per_channel else -1, bias, node.input[1 - index] if bias else "")
+
+
+def _between(
+    chosen: list[onnx.NodeProto], quantised: set[str], wiring: Wiring, ranged: frozenset[str], kept: frozenset[str]
+) -> tuple[set[str], dict[str, str]]:
+    """All tensors that ONNX Runtime should hold in 8 bits: results of quantised operators, and what lies between two of them."""
+    tensors = set(quantised)
+    for node in chosen:
+        if node.op_type in ("Conv", "Add"):
+            result = _result(node, wiring, kept)
+            if result in ranged and result not in wiring.outputs:
+                tensors.add(result)
+    for node in reversed(wiring.nodes):
+        if node.op_type in INT8_KERNELS and node.name not in kept and node.output[0] in tensors:
+            data = node.input[:1] if node.op_type in SAME_SCALE | {"Resize"} else node.input
+            if all(name in ranged for name in data):
+                tensors.update(data)
+    same_scale: dict[str, str] = {}
+    for node in wiring.nodes:
+        if node.op_type in SAME_SCALE and node.name not in kept and {node.input[0], node.output[0]} <= tensors:
+            same_scale[node.output[0]] = same_scale.get(node.input[0], node.input[0])
+    return tensors, same_scale
+
+
+def _result(node: onnx.NodeProto, wiring: Wiring, kept: frozenset[str]) -> str:
+    """The tensor that leaves the kernel of this node: behind the Relu or Clip that fuses into it."""
+    name = node.output[0]
+    readers = wiring.readers[name]
+    if name not in wiring.outputs and len(readers) == 1 and readers[0].op_type in FUSED_AFTER and readers[0].name not in kept:
+        return str(readers[0].output[0])
+    return str(name)

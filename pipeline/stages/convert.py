@@ -1,0 +1,170 @@
+"""Convert: one recipe, one graph. Precision is written into it as Casts and Q/DQ pairs; names, dtypes and shapes of the interface stay."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import os
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import numpy_helper
+
+from pipeline.activations import Bounds, observe, open_probe
+from pipeline.casts import LEAST_OPSET, SCALES_OPSET, lower, raise_opset, reasons_for_fp32
+from pipeline.core import CalibrationTable, Note, OnnxModel, Precision, Progress, Recipe, Tensors, silent
+from pipeline.errors import InternalError, PlanError
+from pipeline.graph import DEFAULT_DOMAINS, external_files, onnx_model, read_proto, write_proto
+from pipeline.qdq import Scheme, drop_unread, holds_qdq, insert_qdq
+from pipeline.quantization import place
+
+LOW = (Precision.FP16, Precision.BF16)
+NAMED = 5  # nodes that a note names one by one
+
+
+def convert(
+    model: OnnxModel, recipe: Recipe, table: CalibrationTable | None, samples: tuple[Tensors, ...], out: Path, progress: Progress = silent
+) -> OnnxModel:
+    """`model` as `recipe` wants it, in folder `out`.
+
+    Which nodes fp16 would break is read off `table`, else off runs of `samples`; with neither, a note says that nobody looked.
+    A model that holds Q/DQ already keeps every one of its scales. Raises PlanError, UnsupportedError.
+    """
+    proto = read_proto(model.path)
+    quantised = holds_qdq(proto.graph)
+    quantise = recipe.precision is Precision.INT8 and recipe.quantizer == "crucible" and not quantised
+    low = recipe.precision if recipe.precision in LOW else recipe.rest if quantise and recipe.rest in LOW else None
+    if low:
+        proto = raise_opset(proto, max(LEAST_OPSET[low], SCALES_OPSET if quantise or quantised else 0))
+    proto = _prepared(proto)
+    kept = kept_nodes(proto.graph, recipe.keep_fp32)
+    if recipe.realised_in == "runtime" or not (quantise or low):
+        text = "the model holds Q/DQ pairs: every scale is kept, nothing is calibrated"
+        return _unchanged(model, (Note(stage="convert", text=text, level="info"),) if quantised else (), out)
+    notes: list[Note] = []
+    high = kept
+    if low is Precision.FP16:
+        progress(0.1, "looking for values that fp16 cannot hold")
+        reasons = reasons_for_fp32(proto.graph, _bounds(model, table, samples, notes))
+        notes += _overflow_notes(proto.graph, reasons)
+        high = kept | reasons.keys()
+    if quantise:
+        progress(0.4, "placing Q/DQ pairs")
+        notes += _quantise(proto, recipe, table, kept)
+    if low:
+        progress(0.6, f"casting to {low}")
+        lower(proto, low, high)
+    progress(0.8, "writing")
+    write_proto(proto, out / "model.onnx")
+    return _checked(model, onnx_model(out, "model.onnx", recipe.precision, tuple(notes)))
+
+
+def kept_nodes(graph: onnx.GraphProto, patterns: tuple[str, ...]) -> frozenset[str]:
+    """Names of the nodes that the patterns match; PlanError, with near names, for one that matches nothing."""
+    names = [node.name for node in graph.node]
+    kept: set[str] = set()
+    for pattern in patterns:
+        matches = fnmatch.filter(names, pattern)
+        if not matches:
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+            raise PlanError(
+                f"keep_fp32: no node matches '{pattern}'",
+                f"near names: {', '.join(near)}; `crucible inspect` lists all",
+            )
+        kept.update(matches)
+    return frozenset(kept)
+
+
+def _prepared(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """One flat graph: local functions inlined, Constant nodes as initializers, every node with a name of its own."""
+    if proto.functions:
+        proto = onnx.inliner.inline_local_functions(proto)
+    graph = proto.graph
+    nodes = []
+    outputs = {value.name for value in graph.output}
+    for node in graph.node:
+        value = _constant(node)
+        if value is None or node.output[0] in outputs:
+            nodes.append(node)
+        else:
+            graph.initializer.append(numpy_helper.from_array(value, node.output[0]))
+    times = Counter(node.name for node in nodes)
+    for index, node in enumerate(nodes):
+        if not node.name or times[node.name] > 1:
+            node.name = f"{node.name or node.op_type}_{index}"
+    del graph.node[:]
+    graph.node.extend(nodes)
+    drop_unread(graph)
+    return proto
+
+
+def _constant(node: onnx.NodeProto) -> NDArray[np.generic] | None:
+    """The numeric value of a Constant node; None of any other."""
+    if node.op_type != "Constant" or node.domain not in DEFAULT_DOMAINS:
+        return None
+    attribute = node.attribute[0]
+    if attribute.name == "value":
+        return numpy_helper.to_array(attribute.t) if attribute.t.data_type != onnx.TensorProto.STRING else None
+    dtypes = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
+    return np.asarray(onnx.helper.get_attribute_value(attribute), dtypes[attribute.name]) if attribute.name in dtypes else None
+
+
+def _unchanged(model: OnnxModel, notes: tuple[Note, ...], out: Path) -> OnnxModel:
+    """The same files again, linked where the file system can."""
+    for file in (model.path, *external_files(model.path)):
+        copy = out / file.resolve().relative_to(model.path.parent.resolve())
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(file.resolve(), copy)
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(file, copy)
+    return onnx_model(out, model.file, model.precision, notes)
+
+
+def _bounds(model: OnnxModel, table: CalibrationTable | None, samples: tuple[Tensors, ...], notes: list[Note]) -> Mapping[str, Bounds]:
+    """What every activation reaches: from the table, or from runs of real samples."""
+    if table is not None:
+        return {name: Bounds(seen.minimum, seen.maximum, seen.count, seen.nonfinite) for name, seen in table.ranges.items()}
+    if not samples:
+        notes.append(Note(stage="convert", text="no data: nobody looked whether activations overflow fp16"))
+        return {}
+    return observe(open_probe(model), samples)
+
+
+def _overflow_notes(graph: onnx.GraphProto, reasons: Mapping[str, str]) -> list[Note]:
+    if not reasons:
+        return []
+    kinds = Counter(node.op_type for node in graph.node if node.name in reasons)
+    named = "; ".join(f"'{name}': {why}" for name, why in list(reasons.items())[:NAMED]) + ("; ..." if len(reasons) > NAMED else "")
+    counted = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    return [Note(stage="convert", text=f"{len(reasons)} nodes stay in fp32 ({counted}), fp16 cannot hold their values: {named}", level="info")]
+
+
+def _quantise(proto: onnx.ModelProto, recipe: Recipe, table: CalibrationTable | None, kept: frozenset[str]) -> list[Note]:
+    """Insert Q/DQ in place."""
+    if table is None:
+        raise PlanError("int8 needs ranges of the activations, and there is no calibration table", "give data.calibration in the plan")
+    ranged = frozenset(name for name, seen in table.ranges.items() if seen.count > seen.nonfinite)
+    sites = place(proto.graph, recipe.placement, ranged, kept, integer_io=recipe.backend == "onnxruntime")
+    scheme = Scheme(recipe.activation == "uint8", recipe.weight_bits, recipe.rest is Precision.FP16)
+    insert_qdq(proto, sites, table.ranges, scheme)
+    notes = []
+    if sites.unseen:
+        text = f"{len(sites.unseen)} nodes are not quantised, calibration saw no values of their inputs: {', '.join(sites.unseen[:NAMED])}"
+        notes.append(Note(stage="convert", text=text))
+    if not sites.weights and not sites.activations:
+        notes.append(Note(stage="convert", text="nothing was quantised: no operator of this graph falls under the placement rules"))
+    return notes
+
+
+def _checked(source: OnnxModel, made: OnnxModel) -> OnnxModel:
+    """InternalError unless names, order, dtypes and dimensions of the interface are the source's."""
+    for before, after in ((source.inputs, made.inputs), (source.outputs, made.outputs)):
+        if [(s.name, s.dtype, s.shape) for s in before] != [(s.name, s.dtype, s.shape) for s in after]:
+            raise InternalError(f"conversion changed the interface from {before} to {after}")
+    return made

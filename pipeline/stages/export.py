@@ -1,0 +1,212 @@
+"""Export: the user's model as one ONNX file that provably computes the same.
+
+torch.export first, the TorchScript exporter where that fails. Whatever comes out must agree with PyTorch on real samples, zeros and
+sign-flipped inputs, at min, opt, max and one odd shape of every profile: an exporter that bakes in the batch, or that keeps one
+branch of an `if` on data, succeeds without a word.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from pipeline import compare, graph
+from pipeline.backends.torch_export import TRACED, Job, Refused, check_program, dynamo, example_sizes, feeds_at, reason_of, shown, torchscript
+from pipeline.backends.torch_module import load_module, load_program, run_module
+from pipeline.config import ExportConfig
+from pipeline.core import ModelSource, Note, OnnxModel, Point, Profile, Progress, Tensors, TensorSpec, silent
+from pipeline.errors import ModelError
+from pipeline.source import check_profiles
+
+FILE = "model.onnx"
+TOLERANCE = 1e-3
+"""Largest difference from PyTorch in units of the output's largest magnitude. Sums of fp32 taken in another order differ by about
+1e-6, in deep networks 1e-5; a wrong branch, axis or constant differs by far more."""
+POINTS: tuple[Point, ...] = ("min", "opt", "max")
+
+
+def export(
+    source: ModelSource, profiles: tuple[Profile, ...], options: ExportConfig, samples: tuple[Tensors, ...], out: Path, progress: Progress = silent
+) -> OnnxModel:
+    """Write model.onnx under `out`, checked against PyTorch; an .onnx source is checked and adopted as it is.
+
+    `samples` are a few real feeds, maybe none. ModelError names what each exporter said, or where its result differs;
+    PlanError if the profiles do not fit the inputs.
+    """
+    if source.path is not None and source.kind == "onnx":
+        return _adopt(source.path, profiles, out)
+    profiles = check_profiles(source.inputs, profiles)
+    progress(None, "loading the PyTorch model")
+    job = _prepare(source, feeds_at(source.inputs, samples, example_sizes(source.inputs, profiles)), options, out)
+    notes = () if samples else (Note(stage="export", text="no data: the export is checked on generated inputs only", level="info"),)
+    refused: list[str] = []
+    for exporter in _exporters(source, options):
+        progress(None, f"exporting with the {exporter} exporter")
+        try:
+            warned = dynamo(job) if exporter == "dynamo" else torchscript(job)
+            progress(None, "checking the export against PyTorch")
+            fallback = tuple(Note(stage="export", text=f"fell back to the TorchScript exporter: {reason}") for reason in refused)
+            return _checked(job, _cases(source.inputs, profiles, samples), (*notes, *fallback, *warned))
+        except Refused as error:
+            refused.append(f"the {exporter} exporter: {error}")
+    advice = "change the operator or the line named above, or export by other means and give the .onnx file"
+    raise ModelError("; ".join(["the model cannot be exported faithfully", *refused]), advice)
+
+
+def _prepare(source: ModelSource, example: Tensors, options: ExportConfig, out: Path) -> Job:
+    """Load the model and run it once, which names its outputs and finds out whether it runs at all."""
+    module = load_module(source)
+    if source.kind == "pt2":
+        check_program(load_program(source), source)
+    return Job(source, module, tuple(run_module(module, source, example)), options.opset, example, out / FILE)
+
+
+def _exporters(source: ModelSource, options: ExportConfig) -> tuple[str, ...]:
+    if source.kind == "pt2":
+        return ("dynamo",)  # a .pt2 is what that exporter starts from
+    return ("dynamo", "torchscript") if options.exporter == "auto" else (options.exporter,)
+
+
+# --- the check ---
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One set of inputs on which export and PyTorch must agree."""
+
+    sizes: Mapping[str, int]
+    kind: str
+    feeds: Tensors
+    optional: bool = False  # whether the model's answer means anything here is not known, so a difference is only a note
+    odd: bool = False
+
+    @property
+    def where(self) -> str:
+        return f"at {', '.join(f'{symbol}={size}' for symbol, size in self.sizes.items()) or 'the fixed shapes'}, on {self.kind}"
+
+
+def _cases(inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...], samples: tuple[Tensors, ...]) -> Iterator[_Case]:
+    """Every shape once, the samples in turn; floats as they are, zero and sign-flipped.
+
+    Zero ids and masks come apart: a mask that hides everything has no defined answer, and kernels differ there.
+    """
+    points = [(profile.sizes(point), False) for profile in profiles for point in POINTS]
+    points += [(profile.odd_sizes(), True) for profile in profiles]
+    shapes = [(sizes, odd) for index, (sizes, odd) in enumerate(points) if sizes not in [earlier for earlier, _ in points[:index]]]
+    for turn, (sizes, odd) in enumerate(shapes):
+        real = feeds_at(inputs, samples[turn % len(samples) :][:1] if samples else (), sizes)
+        zeros = {name: np.zeros_like(array) for name, array in real.items()}
+        floats = {name for name, array in real.items() if graph.dtype_of("bfloat16") == array.dtype or array.dtype.kind == "f"}
+        yield _Case(sizes, "samples" if samples else "generated inputs", real, odd=odd)
+        if floats:
+            yield _Case(sizes, "zeros", {**real, **{name: zeros[name] for name in floats}}, odd=odd)
+            yield _Case(sizes, "sign-flipped inputs", {**real, **{name: np.negative(real[name]) for name in floats}}, odd=odd)
+        if len(floats) < len(real):
+            yield _Case(sizes, "zeros in every input", zeros, optional=True, odd=odd)
+
+
+def _checked(job: Job, cases: Iterable[_Case], notes: tuple[Note, ...]) -> OnnxModel:
+    """The exported model with its notes. Refused, with what is wrong, unless it has the plan's interface and agrees in every case."""
+    model = graph.onnx_model(job.path.parent, FILE)
+    _check_interface(job, model)
+    if model.opset != job.opset:
+        notes += (Note(stage="export", text=f"asked for opset {job.opset}, the exporter wrote opset {model.opset}"),)
+    hint = "".join([f"; {note.text}" for note in notes if note.text.startswith(TRACED)][:3])
+    run = _reference(job.path)
+    unsure: list[Note] = []
+    seen: list[tuple[Mapping[str, int], dict[str, tuple[int, ...]]]] = []
+    for case in cases:
+        try:
+            expected = run_module(job.module, job.source, case.feeds)
+        except ModelError as error:
+            if not (case.odd or case.optional):
+                raise
+            unsure.append(Note(stage="export", text=f"{case.where}, the export could not be checked: {error.message}"))
+            continue
+        if fault := _fault(run, case, expected):
+            if not case.optional:
+                raise Refused(fault + hint)
+            unsure.append(Note(stage="export", text=f"{fault}; this is no fault if the model's answer to such inputs has no meaning"))
+        seen.append((case.sizes, {name: array.shape for name, array in expected.items()}))
+    return _with_named_outputs(model, seen).model_copy(update={"notes": (*notes, *unsure[:1])})
+
+
+def _check_interface(job: Job, model: OnnxModel) -> None:
+    got = {spec.name: spec for spec in model.inputs}
+    for spec in job.source.inputs:
+        if spec.name not in got:
+            raise Refused(f"input '{spec.name}' is gone from the graph: the model does not use it")
+        if (got[spec.name].dtype, got[spec.name].shape) != (spec.dtype, spec.shape):
+            raise Refused(f"input '{spec.name}' is {shown(spec)} in the plan and came out as {shown(got[spec.name])}")
+    if tuple(spec.name for spec in model.outputs) != job.outputs:
+        raise Refused(f"expected the outputs {', '.join(job.outputs)}, got {', '.join(spec.name for spec in model.outputs)}")
+
+
+def _reference(path: Path) -> compare.Runner:
+    try:
+        return compare.open_reference(path)
+    except ModelError as error:
+        raise Refused(_line(error)) from error
+
+
+def _fault(run: compare.Runner, case: _Case, expected: Tensors) -> str:
+    """How ONNX Runtime differs from PyTorch, as one line; empty if it agrees."""
+    try:
+        fault = compare.compare_outputs(expected, run(case.feeds), TOLERANCE)
+    except ModelError as error:
+        fault = _line(error)
+    return f"{case.where}: {fault}" if fault else ""
+
+
+def _line(error: ModelError) -> str:
+    """An error of ONNX Runtime on one line; the path is that of a temporary file."""
+    return re.sub(r"'\S+/model\.onnx'", "the exported model", " ".join(error.message.split()))
+
+
+def _with_named_outputs(model: OnnxModel, seen: list[tuple[Mapping[str, int], dict[str, tuple[int, ...]]]]) -> OnnxModel:
+    """Name the output dimensions that an exporter left open, by the sizes they had; not where sizes depend on values.
+
+    TorchScript writes `Reshapeoutput_0_dim_0` for what is the batch.
+    """
+    symbols = list(dict.fromkeys(symbol for spec in model.inputs for symbol in spec.symbols))
+    if all(set(spec.symbols) <= set(symbols) for spec in model.outputs) or len({str(sizes) for sizes, _ in seen}) < 2:
+        return model
+    if graph.SIZED_BY_VALUES & set(graph.operator_histogram(model.path)):
+        return model
+    proto = onnx.load(model.path, load_external_data=False)
+    for value in proto.graph.output:
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            pairs = [(sizes, shapes[value.name][axis]) for sizes, shapes in seen]
+            same = [symbol for symbol in symbols if all(sizes[symbol] == size for sizes, size in pairs)]
+            if dim.dim_param not in ("", *symbols) and len({size for _, size in pairs}) == 1:
+                dim.dim_value = pairs[0][1]
+            elif dim.dim_param not in ("", *symbols) and len(same) == 1:
+                dim.dim_param = same[0]
+    model.path.write_bytes(proto.SerializeToString())
+    return graph.onnx_model(model.root, model.file)
+
+
+# --- ONNX files ---
+
+
+def _adopt(path: Path, profiles: tuple[Profile, ...], out: Path) -> OnnxModel:
+    """Check a user's ONNX file and copy it with its external data, since the user may change it in place. Needs no torch."""
+    graph.read_proto(path, weights=False)
+    try:
+        onnx.checker.check_model(str(path))
+    except onnx.checker.ValidationError as error:
+        raise ModelError(f"'{path}' is not a valid ONNX model: {reason_of(error)}", "export the model again") from error
+    for file in graph.external_files(path):
+        copy = out / file.relative_to(path.parent.resolve())
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
+    shutil.copyfile(path, out / FILE)
+    model = graph.onnx_model(out, FILE)
+    check_profiles(model.inputs, profiles)
+    return model

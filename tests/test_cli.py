@@ -1,0 +1,198 @@
+"""The command as a user meets it: the good way, every bad input, and what the exit code says."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from tests.fixtures_cli import crucible, write_model, write_task
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A finished compile: (its folder, its home)."""
+    folder, home = tmp_path_factory.mktemp("task"), tmp_path_factory.mktemp("store")
+    plan = write_task(folder)
+    done = crucible("compile", plan, "--out", folder / "out", env={"CRUCIBLE_HOME": str(home)})
+    assert done.code == 0, done.err
+    return folder, home
+
+
+def test_compile_ends_with_table_verdict_report_and_json(compiled: tuple[Path, Path]) -> None:
+    folder, home = compiled
+    done = crucible("compile", folder / "plan.yaml", "--out", folder / "again", env={"CRUCIBLE_HOME": str(home)})
+    assert done.code == 0
+    assert "onnxruntime int8 entropy" in done.out
+    assert "ACCEPTED" in done.out
+    assert done.summary["verdict"] == "accepted"
+    for file in done.summary["reports"].values():  # type: ignore[attr-defined]
+        assert Path(file).is_file()
+    assert (Path(str(done.summary["engine"])) / "engine.json").is_file()
+    assert "reused" in done.err
+    assert "done" not in done.err  # nothing was made again
+
+
+def test_json_alone_goes_to_stdout_with_json(compiled: tuple[Path, Path]) -> None:
+    folder, home = compiled
+    done = crucible("compile", folder / "plan.yaml", "--json", "--out", folder / "again", env={"CRUCIBLE_HOME": str(home)})
+    assert json.loads(done.out)["verdict"] == "accepted"
+    assert done.err == ""
+
+
+@pytest.mark.parametrize("command", [("validate",), ("validate", "--set", "data.validation=selection.npz", "--set", "data.selection=null")])
+def test_validate_checks_the_delivered_engine_again(compiled: tuple[Path, Path], command: tuple[str, ...]) -> None:
+    folder, home = compiled
+    done = crucible(*command, folder / "out", cwd=folder, env={"CRUCIBLE_HOME": str(home)})
+    assert done.code == 0, done.err
+    assert "passed" in done.out
+    assert done.summary["samples"] == 220
+
+
+def test_bench_measures_again(compiled: tuple[Path, Path]) -> None:
+    folder, home = compiled
+    done = crucible("bench", folder / "out", "--set", "benchmark.duration_s=0.2", env={"CRUCIBLE_HOME": str(home)})
+    assert done.code == 0, done.err
+    assert "times baseline" in done.out
+    assert len(json.loads(done.out.splitlines()[-1])) == 2
+
+
+def test_report_prints_and_writes_again(compiled: tuple[Path, Path]) -> None:
+    folder, _ = compiled
+    html = folder / "out" / "report.html"
+    html.unlink()
+    done = crucible("report", folder / "out")
+    assert done.code == 0, done.err
+    assert "accepted" in done.out.lower()
+    assert html.is_file()
+
+
+def test_inspect_shows_a_model_and_an_engine(compiled: tuple[Path, Path]) -> None:
+    folder, _ = compiled
+    model = crucible("inspect", folder / "model.onnx")
+    assert "input x: float32 [batch, 16]" in model.out
+    assert "MatMul 2" in model.out
+    engine = crucible("inspect", folder / "out")
+    assert "profile 0: batch 1..4..16" in engine.out
+    assert crucible("inspect", folder / "model.onnx", "--backend", "onnxruntime").code == 0
+
+
+def test_doctor_names_what_is_here_and_what_to_install() -> None:
+    done = crucible("doctor")
+    assert done.code == 0, done.err
+    assert "onnxruntime" in done.out
+    assert json.loads(crucible("doctor", "--json").out)
+
+
+def test_an_onnx_file_alone_compiles_to_unproven(tmp_path: Path) -> None:
+    write_model(tmp_path / "model.onnx")
+    settings = ["--set", "benchmark.duration_s=0.2", "--set", "candidates=[{backend: onnxruntime, precision: fp32}]"]
+    done = crucible("compile", tmp_path / "model.onnx", "--profile", "batch=1:2:8", *settings, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert done.summary["verdict"] == "unproven"
+    assert "no data: accuracy not proven" in done.out
+
+
+def test_an_engine_over_its_budget_is_rejected_with_exit_code_2(tmp_path: Path) -> None:
+    candidates = [{"backend": "onnxruntime", "precision": "int8", "placement": {"last_layer": True}}]
+    plan = write_task(tmp_path, candidates=candidates, accuracy={"metric": "top1", "max_drop": 0.0, "thresholds": {"max_abs": 1e-6}})
+    done = crucible("compile", plan, cwd=tmp_path)
+    assert done.code == 2, done.err
+    assert done.summary["verdict"] == "rejected"
+    assert done.summary["engine"] is None
+    assert "next: another calibration method" in done.out
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"acuracy": {}}, "did you mean 'accuracy'"),
+        ({"model": {"path": "gone.onnx"}}, "gone.onnx"),
+        ({"profiles": [{"batch": [8, 4, 16]}]}, "min <= opt <= max"),
+        ({"profiles": []}, "'batch'"),
+        ({"profiles": [{"bathc": [1, 4, 16]}]}, "batch"),
+        ({"data": {"calibration": "gone.npz"}}, "gone.npz"),
+        ({"data": {"calibration": "selection.npz", "selection": "selection.npz"}}, "share 220 samples"),
+        ({"data": {"selection": "model.onnx"}}, "npz"),
+        ({"candidates": [{"backend": "onnxruntime", "precision": "fp16"}]}, "fp16"),
+        ({"candidates": [{"backend": "onnxrutnime", "precision": "fp32"}]}, "onnxruntime"),
+        ({"candidates": [{"backend": "tensorrt", "precision": "fp16"}]}, "crucible[tensorrt]"),
+        ({"candidates": [{"backend": "onnxruntime", "precision": "int8"}], "data": {}}, "needs calibration data"),
+        ({"accuracy": {"metric": "top9"}}, "top9"),
+        ({"benchmark": {"sizes": [{"batch": 99}]}}, "batch"),
+    ],
+)
+def test_a_bad_plan_ends_with_exit_code_1_and_a_next_step(tmp_path: Path, change: dict[str, object], words: str) -> None:
+    done = crucible("compile", write_task(tmp_path, **change), cwd=tmp_path)
+    assert done.code == 1, done.out + done.err
+    assert words in done.err
+    assert "next" in done.err
+    assert "Traceback" not in done.err
+    assert not (tmp_path / "crucible-out").exists()
+
+
+def test_bad_data_is_refused(tmp_path: Path) -> None:
+    plan = write_task(tmp_path)
+    with np.load(tmp_path / "selection.npz") as good:
+        x, labels = good["x"], good["labels"]
+    for arrays, words in [
+        ({"x": np.where(np.arange(x.size).reshape(x.shape) == 37, np.nan, x).astype(np.float32), "labels": labels}, "nan"),
+        ({"x": x.astype(np.float64), "labels": labels}, "float64"),
+        ({"x": x[:, :5], "labels": labels}, "shape"),
+        ({"x": x[:0], "labels": labels[:0]}, "empty"),
+        ({"X": x, "labels": labels}, "'x'"),
+        ({"x": x, "labels": labels[:-1]}, "labels"),
+    ]:
+        np.savez(tmp_path / "selection.npz", **arrays)  # type: ignore[arg-type]
+        done = crucible("compile", plan, cwd=tmp_path)
+        assert done.code == 1, done.out + done.err
+        assert words.lower() in done.err.lower()
+
+
+def test_a_corrupt_model_is_refused(tmp_path: Path) -> None:
+    plan = write_task(tmp_path)
+    whole = (tmp_path / "model.onnx").read_bytes()
+    for content in (b"", b"rubbish", whole[: len(whole) // 2]):
+        (tmp_path / "model.onnx").write_bytes(content)
+        done = crucible("compile", plan, cwd=tmp_path)
+        assert done.code == 1, done.out + done.err
+        assert "model.onnx" in done.err
+
+
+def test_external_data_outside_the_models_folder_is_refused(tmp_path: Path) -> None:
+    plan = write_task(tmp_path / "inner")
+    proto = onnx.load(tmp_path / "inner" / "model.onnx")
+    (tmp_path / "secret").write_bytes(bytes(100_000))
+    tensor = proto.graph.initializer[0]
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="../secret")
+    (tmp_path / "inner" / "model.onnx").write_bytes(proto.SerializeToString())
+    done = crucible("compile", plan, cwd=tmp_path)
+    assert done.code == 1
+    assert "../secret" in done.err
+
+
+def test_unsupported_tensor_kinds_are_named(tmp_path: Path) -> None:
+    node = helper.make_node("Identity", ["words"], ["same"], name="copy")
+    ends = [helper.make_tensor_value_info(name, TensorProto.STRING, [2]) for name in ("words", "same")]
+    onnx.save(helper.make_model(helper.make_graph([node], "g", ends[:1], ends[1:])), tmp_path / "words.onnx")
+    done = crucible("compile", tmp_path / "words.onnx", cwd=tmp_path)
+    assert done.code == 1
+    assert "words" in done.err
+    assert "string" in done.err
+
+
+@pytest.mark.parametrize("arguments", [(), ("compile",), ("compile", "--nope"), ("nope",), ("compile", "gone.yaml"), ("report", "."), ("bench", ".")])
+def test_usage_errors_end_with_exit_code_1(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    done = crucible(*arguments, cwd=tmp_path)
+    assert done.code == (0 if not arguments else 1)
+    assert "Traceback" not in done.err
+
+
+def test_help_names_every_command() -> None:
+    text = crucible("--help").out
+    for command in ("compile", "validate", "bench", "inspect", "doctor", "report"):
+        assert command in text

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeline import doctor
+from pipeline.core import Precision
+from pipeline.gpu import Gpus
+
+NO_GPU = Gpus(reason="no NVIDIA driver")
+
+
+def test_exactly_one_onnxruntime_is_installed() -> None:
+    found = doctor.onnxruntime_distributions()
+    assert len(found) == 1, f"expected one distribution of onnxruntime, found {found}"
+
+
+def test_examine_tells_of_every_backend(tmp_path: Path) -> None:
+    found = doctor.examine(tmp_path / "not" / "there")
+    checks = {check.name: check for check in found.backends}
+    assert {"onnxruntime", "openvino", "tensorrt_rtx", "tensorrt", "pytorch"} <= set(checks)
+    assert checks["onnxruntime"].runs
+    assert Precision.FP32 in checks["onnxruntime"].builds
+    assert Precision.FP16 not in checks["onnxruntime"].builds
+    assert all(check.runs or check.reason for check in found.backends)
+    assert all(check.builds or check.install for check in found.backends)
+    assert found.store_free_bytes > 0
+    assert not found.store.exists()
+    assert doctor.Doctor.model_validate_json(found.model_dump_json()) == found
+
+
+def test_lines_show_host_backends_and_problems(tmp_path: Path) -> None:
+    checks = (
+        doctor.BackendCheck(name="openvino", version="2026.4", builds=(Precision.FP32, Precision.INT8), runs=True),
+        doctor.BackendCheck(name="tensorrt", reason="no NVIDIA driver", install="pip install 'crucible[tensorrt]'"),
+    )
+    found = doctor.examine(tmp_path).model_copy(update={"backends": checks, "gpus": NO_GPU, "problems": ("the disk is full",)})
+    text = "\n".join(doctor.lines(found))
+    assert re.search(r"^GPU +none: no NVIDIA driver$", text, re.MULTILINE)
+    assert re.search(r"^openvino +2026.4: builds fp32, int8; runs here$", text, re.MULTILINE)
+    assert re.search(r"^tensorrt +not available: no NVIDIA driver\n +-> pip install 'crucible\[tensorrt\]'$", text, re.MULTILINE)
+    assert re.search(r"^PROBLEM +the disk is full$", text, re.MULTILINE)
+
+
+def test_rtx_builds_here_and_runs_elsewhere() -> None:
+    check = doctor.check_backend("tensorrt_rtx", NO_GPU)
+    assert check.builds == (Precision.FP32, Precision.FP16, Precision.BF16, Precision.INT8)
+    assert not check.runs
+    assert "no NVIDIA driver" in check.reason
+
+
+@pytest.mark.parametrize(
+    ("flags", "int8", "bf16"),
+    [
+        (("amx_bf16", "amx_int8", "avx2", "avx512_vnni"), "native (amx_int8, avx512_vnni)", "native (amx_bf16)"),
+        (("avx2", "avx_vnni"), "native (avx_vnni)", "emulated"),
+        (("avx2", "fma"), "7 bits", "emulated"),
+        ((), "may be slower", "emulated"),
+    ],
+)
+def test_cpu_flags_decide_the_advice(flags: tuple[str, ...], int8: str, bf16: str) -> None:
+    found = doctor.check_cpu(flags)
+    assert int8 in found.int8
+    assert bf16 in found.bf16
+
+
+def test_problems_name_the_next_step(tmp_path: Path) -> None:
+    two = ("onnxruntime 1.31.1", "onnxruntime-gpu 1.31.1")
+    assert list(doctor.find_problems(two[:1], tmp_path, 2**40)) == []
+    overwritten, full = doctor.find_problems(two, tmp_path, 2**30)
+    assert "onnxruntime-gpu 1.31.1" in overwritten
+    assert "uninstall" in overwritten
+    assert "1.0 GiB free" in full
+    assert "CRUCIBLE_HOME" in full
+    (missing,) = doctor.find_problems((), tmp_path, 2**40)
+    assert "pip install" in missing

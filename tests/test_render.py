@@ -1,0 +1,248 @@
+"""Reports as files: what people read, that nothing in them is markup by accident, and that they can be read back."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.measure import Interval
+from pipeline.render import load_report, markdown, page, schema, write_report
+from pipeline.report import Report
+from pipeline.sections import bytes_text, date, entries, number_text, sections, time_text
+from tests.fixtures_report import EVIL, sample_report
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return sample_report()
+
+
+@pytest.fixture(scope="module")
+def html_page(report: Report) -> str:
+    return page(report)
+
+
+class Structure(html.parser.HTMLParser):
+    """Collects tags and ids, and checks that every element is closed in order."""
+
+    VOID = frozenset({"meta", "link", "br", "path", "use", "rect"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.open: list[str] = []
+        self.urls: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.ids += [value for key, value in attrs if key == "id" and value]
+        self.urls += [value for key, value in attrs if key in {"src", "href", "xlink:href"} and value]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
+def parsed(text: str) -> Structure:
+    structure = Structure()
+    structure.feed(text)
+    return structure
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_three_files_are_written_and_the_json_reads_back_equal(report: Report, tmp_path: Path) -> None:
+    files = write_report(report, tmp_path / "out")
+    written = {file.name for file in (tmp_path / "out").iterdir()}
+    assert written == {"report.json", "report.md", "report.html", "figures"}
+    assert load_report(files.folder).model_dump() == report.model_dump()
+    assert load_report(files.json_file).verdict == "accepted"
+
+
+def test_figures_are_drawn_again_only_when_they_show_something_else(report: Report, tmp_path: Path) -> None:
+    write_report(report, tmp_path)
+    before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "figures").iterdir()}
+    again = report.model_copy(update={"operators": report.operators[:1], "created": "2026-03-03T00:00:00+00:00"})
+    first = (tmp_path / "report.html").read_text()
+    write_report(again, tmp_path)
+    after = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "figures").iterdir()}
+    assert {name for name in after if after[name] != before[name]} == {"operators.svg"}
+    assert first.count("<svg") == (tmp_path / "report.html").read_text().count("<svg") == 4
+
+
+def test_the_published_schema_is_in_step_and_a_report_fits_it(report: Report) -> None:
+    published = (ROOT / "docs" / "report.schema.json").read_text()
+    assert published == schema(), (
+        "write it again: python -c 'from pipeline.render import schema; print(schema(), end=\"\")' > docs/report.schema.json"
+    )
+    jsonschema.validate(json.loads(report.model_dump_json()), json.loads(published))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "no report at"),
+        ("{", "is not a report"),
+        ("[]", "is not a report"),
+        ('{"name": "x"}', "is not a report"),
+        ('{"schema_version": 99}', "schema version 99, this Crucible reads 1"),
+        ('{"schema_version": 1, "name": "x"}', "does not fit the schema"),
+        ('{"schema_version": 1, "candidates": 3}', "does not fit the schema"),
+    ],
+)
+def test_a_file_that_is_no_report_is_named(content: str | None, said: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "report.json").write_text(content)
+    with pytest.raises(UserError) as raised:
+        load_report(tmp_path)
+    assert said in raised.value.message
+    assert str(tmp_path) in raised.value.message
+    assert raised.value.next_step
+
+
+# -- content ----------------------------------------------------------------------------------------------------------
+
+
+def test_entries_are_numbered_from_fast_to_slow_with_the_unmeasured_last(report: Report) -> None:
+    lines = entries(report)
+    assert [line.number for line in lines] == list(range(1, 11))
+    assert lines[0].part == "winner"
+    assert [line.state for line in lines[-2:]] == ["refused", "built"]
+    assert {line.label for line in lines if line.part == "baseline"} == {"pytorch eager fp32", "pytorch traced fp32"}
+
+
+def test_markdown_tells_verdict_reasons_command_and_every_candidate(report: Report) -> None:
+    text = markdown(report)
+    assert text.startswith("# digits: accepted\n")
+    assert "openvino int8 entropy nncf runs at 6.09 \\[6.00, 6.17\\] times the speed of pytorch eager fp32" in text
+    assert "    crucible compile configs/digits.yaml" in text
+    assert "- serve it: crucible serve" in text
+    assert all(candidate.label in text and candidate.reason in text for candidate in report.candidates)
+    assert "avx512_vnni" in text
+    assert "2026-03-01 09:00 UTC" in text  # when a reused step ran
+
+
+def test_percentiles_are_absent_without_enough_values(report: Report) -> None:
+    rows = {row[1]: row for section in sections(report) if section.key == "candidates" for row in section.tables[0].rows}
+    header = next(section for section in sections(report) if section.key == "candidates").tables[0].header
+    p90, p99 = header.index(">p90"), header.index(">p99")
+    assert rows["openvino int8 entropy nncf"][p99] != "-"
+    assert rows["openvino fp32"][p99] == "-"  # 400 values
+    assert rows["openvino fp32"][p90] != "-"
+
+
+def test_every_row_has_as_many_cells_as_its_header(report: Report) -> None:
+    tables = [table for section in sections(report) for table in section.tables]
+    assert {len(row) - len(table.header) for table in tables for row in table.rows} == {0}
+
+
+def test_a_benchmark_from_the_store_says_so_with_its_date(report: Report) -> None:
+    steps = tuple(step.model_copy(update={"reused": True}) for step in report.steps)
+    text = markdown(report.model_copy(update={"steps": steps, "benchmarked": "2026-02-01T08:00:00+00:00"}))
+    assert "Measured 2026-02-01 08:00 UTC, in an earlier run" in text
+
+
+def test_a_ratio_whose_interval_holds_one_is_not_called_faster(report: Report) -> None:
+    text = markdown(report.model_copy(update={"ratio": Interval(value=1.02, low=0.97, high=1.07)}))
+    assert "is not measurably faster" in text
+
+
+def test_a_rejected_winner_is_not_shown_as_a_winner(report: Report) -> None:
+    rejected = report.model_copy(update={"verdict": "rejected"})
+    assert entries(rejected)[0].state == "measured"
+    assert '<tr class="winner">' not in page(rejected)
+    assert '<tr class="winner">' in page(report)
+
+
+def test_a_rejected_report_without_winner_validation_or_figures_is_written_whole(report: Report, tmp_path: Path) -> None:
+    nothing = {"winner": None, "ratio": None, "validation": None, "baseline": None, "baselines": (), "steps": (), "operators": ()}
+    bare = tuple(item.model_copy(update={"benchmark": None, "selection": None, "engine": None}) for item in report.candidates)
+    told = {"verdict": "rejected", "reasons": ("no candidate came through",), "nearest_miss": "openvino bf16", "candidates": bare}
+    files = write_report(report.model_copy(update={**nothing, **told}), tmp_path)
+    text = files.html_file.read_text()
+    assert "Nearest miss: openvino bf16" in text
+    assert 'class="banner rejected"' in text
+    assert "<svg" not in text
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_well_formed_and_stands_alone(html_page: str) -> None:
+    structure = parsed(html_page)
+    assert structure.open == []
+    assert "script" not in structure.tags
+    assert [url for url in structure.urls if not url.startswith("#")] == []
+    assert re.findall(r"url\((?!#)", html_page) == []
+    assert "default-src 'none'" in html_page
+
+
+def test_ids_are_unique_though_each_figure_brings_its_own(html_page: str) -> None:
+    structure = parsed(html_page)
+    assert len(structure.ids) == len(set(structure.ids))
+    assert {url.removeprefix("#") for url in structure.urls} <= set(structure.ids)
+
+
+def test_figures_speak_to_screen_readers_and_stages_show_what_was_reused(html_page: str) -> None:
+    assert html_page.count('role="img" aria-label="') == html_page.count("<svg") == 4
+    assert "Pareto front" in html_page
+    assert html_page.count('class="reused" style="width:') == 4
+    assert html_page.count('class="ran" style="width:') == 4
+
+
+def test_names_from_a_model_are_text_everywhere(tmp_path: Path) -> None:
+    evil = sample_report(evil=EVIL)
+    files = write_report(evil, tmp_path)
+    written = files.html_file.read_text()
+    assert "alert(" in written
+    assert "<script" not in written
+    assert parsed(written).open == []
+    prose = "\n".join(line for line in files.markdown_file.read_text().splitlines() if not line.startswith("    "))  # code is literal
+    assert "alert(" in prose
+    assert "<script" not in prose
+    lines = prose.splitlines()
+    tables = [line for line in lines if line.startswith("| ") and "alert" in line]
+    assert tables
+    assert all(len(re.split(r"(?<!\\)\|", line)) == len(re.split(r"(?<!\\)\|", lines[lines.index(line) - 1])) for line in tables)
+    assert json.loads(files.json_file.read_text())["command"] == evil.command
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(4.12e-4, "412 us"), (5.214e-3, "5.21 ms"), (0.0999951, "100 ms"), (0.99996, "1.00 s"), (12.34, "12.3 s"), (7e-7, "0.70 us"), (150, "2.5 min")],
+)
+def test_times_have_three_digits_and_a_unit(seconds: float, said: str) -> None:
+    assert time_text(seconds) == said
+
+
+def test_sizes_counts_and_dates() -> None:
+    assert [bytes_text(count) for count in (0, 999, 1000, 999_900, 2_130_000, 16_400_000_000)] == [
+        "0 B",
+        "999 B",
+        "1.00 kB",
+        "1.00 MB",
+        "2.13 MB",
+        "16.4 GB",
+    ]
+    assert [number_text(value) for value in (0.5, 74.6, 1234.5)] == ["0.50", "74.6", "1,234"]
+    assert date("2026-03-02T10:11:40+00:00") == "2026-03-02 10:11 UTC"

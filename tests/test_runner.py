@@ -1,0 +1,84 @@
+"""The runner: one stage through store, child and events."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pipeline.core import Artifact, Progress
+from pipeline.errors import DataError
+from pipeline.runner import Runner, Stage, StageEvent, installed
+from pipeline.store import Store
+
+
+class Number(Artifact):
+    value: int
+    pid: int
+
+
+def double(number: int, out: Path, progress: Progress) -> Number:
+    progress(0.5, "half")
+    (out / "number").write_text(str(2 * number))
+    return Number(root=out, file="number", value=2 * number, pid=os.getpid())
+
+
+def refuse(progress: Progress) -> Number:
+    raise DataError("expected more, got less", "send more")
+
+
+DOUBLE = Stage("double", 1, double, ("numpy",))
+
+
+def test_a_stage_runs_in_a_child_once_and_is_then_reused(tmp_path: Path) -> None:
+    events: list[StageEvent] = []
+    runner = Runner(Store(tmp_path), events.append)
+    first = runner.stage(DOUBLE, Number, 21, inputs=("21",), subject="x")
+    again = Runner(Store(tmp_path), events.append).stage(DOUBLE, Number, 21, inputs=("21",), subject="x")
+    assert first == again
+    assert first.value == 42
+    assert first.pid != os.getpid()
+    assert [(event.state, event.fraction) for event in events] == [("started", None), ("progress", 0.5), ("finished", None), ("reused", None)]
+    assert [(step.stage, step.subject, step.reused) for step in runner.steps] == [("double", "x", False)]
+
+
+def test_the_same_stage_twice_in_one_run_is_one_step(tmp_path: Path) -> None:
+    runner = Runner(Store(tmp_path))
+    runner.stage(DOUBLE, Number, 21, inputs=("21",))
+    runner.stage(DOUBLE, Number, 21, inputs=("21",))
+    assert len(runner.steps) == 1
+
+
+@pytest.mark.parametrize("changed", [{"inputs": ("22",)}, {"inputs": ("21",), "options": "other"}])
+def test_other_inputs_or_options_make_it_again(tmp_path: Path, changed: dict[str, str]) -> None:
+    runner = Runner(Store(tmp_path))
+    runner.stage(DOUBLE, Number, 21, inputs=("21",))
+    runner.stage(DOUBLE, Number, 21, **changed)  # type: ignore[arg-type]
+    assert [step.reused for step in runner.steps] == [False, False]
+
+
+def test_a_failure_is_told_and_not_kept(tmp_path: Path) -> None:
+    events: list[StageEvent] = []
+    runner = Runner(Store(tmp_path), events.append)
+    with pytest.raises(DataError):
+        runner.stage(Stage("refuse", 1, refuse), Number, inputs=())
+    assert events[-1].state == "failed"
+    assert runner.steps == []
+    assert not (tmp_path / "artifacts" / "refuse").exists()
+
+
+def test_a_double_can_run_the_stages(tmp_path: Path) -> None:
+    names: list[str] = []
+
+    def run(function: object, *arguments: object, name: str, **others: object) -> Number:
+        names.append(name)
+        out = arguments[-1]
+        assert isinstance(out, Path)
+        return double(1, out, lambda fraction, text: None)
+
+    assert Runner(Store(tmp_path), run=run).stage(DOUBLE, Number, 21, inputs=("21",)).value == 2  # type: ignore[arg-type]
+    assert names == ["double"]
+
+
+def test_the_version_of_a_missing_package_is_absent() -> None:
+    assert installed("no-such-package") == "absent"
+    assert installed("numpy")[0].isdigit()
