@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 
-from common import DIGITS, publish
+from common import DIGITS, Row, publish
 
 from pipeline.measure import measure_block
 
@@ -25,7 +25,7 @@ def main() -> None:
         (cold_s,) = measure_block(run, min_s=0)
         warm_s = sorted(measure_block(run, min_s=0, min_runs=WARM_RUNS))
     median_s = warm_s[WARM_RUNS // 2]
-    rows = [{"store": "empty", "runs": 1, "seconds": cold_s}, {"store": "full", "runs": WARM_RUNS, "seconds": median_s}]
+    rows: list[Row] = [{"store": "empty", "runs": 1, "seconds": cold_s}, {"store": "full", "runs": WARM_RUNS, "seconds": median_s}]
     targets = {
         f"cold at most {COLD_S:g} s (got {cold_s:.1f})": cold_s <= COLD_S,
         f"warm at most {WARM_S:g} s (got {median_s:.2f})": median_s <= WARM_S,

@@ -51,7 +51,7 @@ def compare(backend: str, plan_path: Path) -> Row:
     """Our session against the library's own call, interleaved."""
     plan, model = graph_of(plan_path)
     threads = usable_cores()
-    feeds = draw_feeds(model.inputs, {"batch": 1}, seed=0)
+    feeds = draw_feeds(model.inputs, plan.profiles[0].sizes("min"), seed=0)  # batch 1
     with tempfile.TemporaryDirectory() as folder:
         recipe = Recipe(backend=backend, precision=Precision.FP32)
         engine = backends.backend(backend).build(model, recipe, BuildOptions(profiles=plan.profiles, threads=threads), Path(folder), lambda *_: None)

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 import onnx
+from google.protobuf.message import EncodeError  # type: ignore[import-untyped]
+from numpy.typing import NDArray
 from onnx import TensorProto, numpy_helper
+from onnx.version_converter import ConvertError, convert_version
 
 from pipeline.activations import Bounds
 from pipeline.core import Precision
@@ -34,30 +37,12 @@ LEAST_OPSET = {Precision.FP16: 13, Precision.BF16: 22}
 SCALES_OPSET = 19
 """QuantizeLinear and DequantizeLinear take float16 scales since opset 19."""
 
-NEEDS_FP32 = frozenset(
-    [
-        "Cast",
-        "Range",
-        "CumSum",
-        "RoiAlign",
-        "GridSample",
-        "NonMaxSuppression",
-        "Det",
-        "ReduceSumSquare",
-        "ReduceL2",
-        "ReduceLogSum",
-        "ReduceLogSumExp",
-        "ConstantOfShape",
-        "EyeLike",
-        "RandomNormal",
-        "RandomNormalLike",
-        "RandomUniform",
-        "RandomUniformLike",
-        "Multinomial",
-        "Bernoulli",
-    ]
-)
-"""Positions and running sums, squares that are summed before they are used, and operators whose dtype is an attribute."""
+POSITIONS = frozenset({"Range", "CumSum", "RoiAlign", "GridSample", "NonMaxSuppression"})
+SUMS_OF_SQUARES = frozenset({"ReduceSumSquare", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "Det"})
+TYPED_BY_ATTRIBUTE = frozenset({"Cast", "ConstantOfShape", "EyeLike", "Multinomial", "Bernoulli"})
+RANDOM = frozenset({"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"})
+NEEDS_FP32 = POSITIONS | SUMS_OF_SQUARES | TYPED_BY_ATTRIBUTE | RANDOM
+"""Their values need more bits, or overflow inside the operator, or their dtype is an attribute."""
 
 QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
@@ -66,11 +51,9 @@ def raise_opset(proto: onnx.ModelProto, least: int) -> onnx.ModelProto:
     """The model at opset `least` or above, by ONNX's converter; UnsupportedError if it cannot."""
     if opset_of(proto) >= least:
         return proto
-    from onnx.version_converter import ConvertError, convert_version
-
     try:
         return convert_version(proto, least)
-    except (ConvertError, RuntimeError, ValueError) as error:
+    except (ConvertError, EncodeError, RuntimeError, ValueError) as error:  # EncodeError: over 2 GiB
         raise UnsupportedError(
             f"this precision needs opset {least}, the model has {opset_of(proto)} and cannot be raised: {error}", f"export it with opset {least}"
         ) from error
@@ -174,7 +157,7 @@ def _ports(node: onnx.NodeProto, types: Mapping[str, int], precision: Precision,
 def _with_quantizers(graph: onnx.GraphProto, types: Mapping[str, int], ports: dict[str, _Ports]) -> dict[str, _Ports]:
     """Q takes the dtype of what makes its input, DQ that of its readers: so no Cast parts them from the operators they belong to."""
     low = {node.output[i] for node in graph.node if node.name in ports for i in ports[node.name].outputs}
-    read = {name: False for value in graph.output for name in [value.name]}
+    read = {value.name: False for value in graph.output}
     for inner in graphs_of(graph):
         for node in inner.node:
             for index, name in enumerate(node.input):
@@ -248,7 +231,7 @@ class _Rewriter:
         for index, tensor in enumerate(self.graph.initializer):
             if tensor.name not in self.read_low or tensor.name in replaceable:
                 continue
-            low = numpy_helper.from_array(numpy_helper.to_array(tensor).astype(DTYPES[self.precision]), self.low_name(tensor.name))
+            low = numpy_helper.from_array(_narrow(numpy_helper.to_array(tensor), self.precision), self.low_name(tensor.name))
             if tensor.name in self.read_high:
                 self.graph.initializer.append(low)
             else:
@@ -265,3 +248,10 @@ class _Rewriter:
         stay = [value for value in self.graph.value_info if value.name in made]
         del self.graph.value_info[:]
         self.graph.value_info.extend(stay)
+
+
+def _narrow(values: NDArray[np.generic], precision: Precision) -> NDArray[np.generic]:
+    """Rounded, and no finite value becomes infinite: the -3.4e38 of an attention mask would, and times 0 gives NaN."""
+    limit = float(ml_dtypes.finfo(DTYPES[precision]).max)  # type: ignore[no-untyped-call]
+    clipped = np.where(np.isfinite(values), np.clip(values, -limit, limit), values)
+    return np.asarray(clipped.astype(DTYPES[precision]))

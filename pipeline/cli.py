@@ -22,6 +22,7 @@ import click
 import typer
 from rich.console import Console
 from rich.markdown import Markdown
+from rich.markup import escape
 
 from pipeline import config, deliver, terminal
 from pipeline.errors import CrucibleError, PlanError
@@ -68,7 +69,7 @@ def compile_(plan: PlanArgument, overrides: SetOption, profiles: ProfileOption, 
         console.print(terminal.candidate_table(report))
         for line in terminal.verdict_lines(report):
             console.print(line, highlight=False, soft_wrap=True)
-        console.print(f"report: {files.html_file}", highlight=False, soft_wrap=True)
+        console.print(f"report: {files.html_file}", highlight=False, soft_wrap=True, markup=False)
     summary = {
         "verdict": report.verdict,
         "winner": report.winner,
@@ -145,7 +146,7 @@ def doctor(as_json: JsonOption = False) -> None:
     if as_json:
         print(found.model_dump_json())
     else:
-        Console().print("\n".join(lines(found)), highlight=False, soft_wrap=True)
+        Console().print("\n".join(lines(found)), highlight=False, soft_wrap=True, markup=False)
 
 
 @app.command()
@@ -160,7 +161,7 @@ def report(result: ResultArgument, as_json: JsonOption = False) -> None:
         return
     console = Console()
     console.print(Markdown(markdown(loaded)))
-    console.print(f"report: {files.html_file}", highlight=False, soft_wrap=True)
+    console.print(f"report: {files.html_file}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _plan(path: Path, overrides: list[str], profiles: list[str]) -> config.Plan:
@@ -183,7 +184,7 @@ def _profile_entry(text: str) -> str:
 def _runner(quiet: bool) -> Iterator[Runner]:
     console = Console(stderr=True)
     with terminal.StageProgress(console, quiet) as progress:
-        store = Store(config.home(), on_wait=lambda text: None if quiet else console.print(f"[yellow]{text}", highlight=False))
+        store = Store(config.home(), on_wait=lambda text: None if quiet else console.print(f"[yellow]{escape(text)}", highlight=False))
         yield Runner(store, progress)
 
 
@@ -216,9 +217,9 @@ def main() -> NoReturn:
 
 def _fail(error: CrucibleError) -> int:
     console = Console(stderr=True)
-    console.print(f"[bold red]error[/] [dim]{error.code}[/]", error.message, markup=True, highlight=False, soft_wrap=True)
+    console.print(f"[bold red]error[/] [dim]{error.code}[/] {escape(error.message)}", highlight=False, soft_wrap=True)
     if error.next_step:
-        console.print("[bold]next[/]", error.next_step, highlight=False, soft_wrap=True)
+        console.print(f"[bold]next[/] {escape(error.next_step)}", highlight=False, soft_wrap=True)
     if error.exit_code == 3:
         console.print(f"This is a bug in Crucible. Please report it with {_write_log(error)}", highlight=False, soft_wrap=True)
     return error.exit_code

@@ -24,7 +24,7 @@ from pipeline.recipes import default_candidates, missing_backend_note, recipe_fr
 from pipeline.render import write_report
 from pipeline.report import BenchmarkFailure, BenchmarkReport, Benchmarks, Candidate, OperatorTable, Report, ReportFiles, ValidationReport
 from pipeline.runner import Runner, Stage
-from pipeline.source import check_profiles, source_from_config
+from pipeline.source import check_profiles, code_digest, source_from_config
 from pipeline.stages.benchmark import benchmark
 from pipeline.stages.build import build
 from pipeline.stages.calibrate import calibrate
@@ -43,7 +43,7 @@ SIMPLIFY = Stage("simplify", 1, simplify, ("onnx", "onnxsim", "onnx-graphsurgeon
 CALIBRATE = Stage("calibrate", 1, calibrate, ("onnx", "onnxruntime"))
 CONVERT = Stage("convert", 1, convert, ("onnx", "onnxruntime"))
 NNCF = Stage("convert", 1, quantize_with_nncf, ("onnx", "nncf"))
-BASELINE = Stage("baseline", 1, pytorch_.build, pytorch_.DISTRIBUTIONS)
+BASELINE = Stage("baseline", 1, pytorch_.build_baseline, pytorch_.DISTRIBUTIONS)
 REFERENCE = Stage("reference", 1, run_reference)
 VALIDATE = Stage("validate", 1, validate, ("polygraphy",))
 BENCHMARK = Stage("benchmark", 1, benchmark)
@@ -237,8 +237,10 @@ def build_engine(job: Job, model: OnnxModel, recipe: Recipe) -> Engine:
 def check_engine(job: Job, engine: Engine, expected: ReferenceOutputs, samples: SampleSet) -> ValidationReport:
     """One engine against the reference on one set."""
     rows = batch_rows(job)
-    inputs, options = (engine.digest, expected.digest, samples.digest), options_of(job.plan.accuracy, engine.recipe)
-    arguments = (engine, expected, samples, job.plan.accuracy, rows)
+    accuracy = job.plan.accuracy
+    metric = code_digest(accuracy.metric, accuracy.python_path) if ":" in accuracy.metric else ""
+    inputs, options = (engine.digest, expected.digest, samples.digest, metric), options_of(accuracy, engine.recipe)
+    arguments = (engine, expected, samples, accuracy, rows)
     subject = f"{engine.recipe.label} on {samples.role}"
     return job.runner.stage(VALIDATE, ValidationReport, *arguments, inputs=inputs, options=options, subject=subject)
 

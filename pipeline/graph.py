@@ -79,7 +79,7 @@ def _external_range(tensor: onnx.TensorProto, model: Path) -> tuple[Path, int, i
     location = entries.get("location", "")
     where = f"tensor '{tensor.name}' of '{model}' has external data at '{location}'"
     parts = PurePosixPath(location).parts
-    if not location or location.startswith("/") or ".." in parts or "\\" in location or PureWindowsPath(location).is_absolute():
+    if not location or location.startswith("/") or ".." in parts or {"\\", "\0"} & set(location) or PureWindowsPath(location).is_absolute():
         raise ModelError(f"{where}: expected a relative path without '..'", "keep the data in the model's own folder")
     folder = model.parent.resolve()
     file = (folder / location).resolve()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rich.markup import escape
+
 from pipeline import backends, graph
 from pipeline.core import Engine, OnnxModel, Progress, Refusal, TensorSpec, silent
 from pipeline.process import call_in_child
@@ -28,7 +30,7 @@ def model_lines(path: Path) -> list[str]:
     operators = graph.operator_histogram(path)
     counts = ", ".join(f"{name} {count}" for name, count in operators.items())
     return [
-        f"[bold]{path}[/]  opset {model.opset}, {graph.file_size(path) / 1e6:.1f} MB, sha256 {model.digest[:16]}",
+        f"[bold]{escape(str(path))}[/]  opset {model.opset}, {graph.file_size(path) / 1e6:.1f} MB, sha256 {model.digest[:16]}",
         *_spec_lines("input", model.inputs),
         *_spec_lines("output", model.outputs),
         f"operators ({sum(operators.values())} nodes): {counts}",
@@ -44,9 +46,9 @@ def engine_lines(engine: Engine) -> list[str]:
         *_spec_lines("input", engine.inputs),
         *_spec_lines("output", engine.outputs),
         *(f"profile {i}: " + ", ".join(f"{n} {d.min}..{d.opt}..{d.max}" for n, d in p.dims.items()) for i, p in enumerate(engine.profiles)),
-        *(f"note: {note.text}" for note in engine.notes),
+        *(f"note: {escape(note.text)}" for note in engine.notes),
     ]
 
 
 def _spec_lines(role: str, specs: tuple[TensorSpec, ...]) -> list[str]:
-    return [f"{role} {spec.name}: {spec.dtype} [{', '.join(str(dim) for dim in spec.shape)}] {spec.kind}".replace("[", "\\[", 1) for spec in specs]
+    return [escape(f"{role} {spec.name}: {spec.dtype} [{', '.join(str(dim) for dim in spec.shape)}] {spec.kind}") for spec in specs]

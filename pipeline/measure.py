@@ -233,7 +233,7 @@ def _widened(value: float, resampled: Floats, n: int) -> tuple[float, float]:
     """The 95 % interval of a bootstrap over n units, widened because n is small.
 
     The plain percentile interval is too narrow by sqrt((n - 1) / n), and its normal quantile should be Student's: Hesterberg, What Teachers
-    Should Know About the Bootstrap (2015), section 4.3.1. Resamples cannot reach beyond the units they are drawn from, so with very few
+    Should Know About the Bootstrap (2015). Resamples cannot reach beyond the units they are drawn from, so with very few
     units the same factor multiplies their standard deviation instead.
     """
     normal = NormalDist()

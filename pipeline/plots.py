@@ -141,7 +141,7 @@ def _draw_pareto(data: _Pareto) -> Figure:
             axes.plot([point.x, point.x], point.bar, color=colour, alpha=0.45, linewidth=1.5, zorder=2)
         size = 190 if point.kind == "winner" else 60
         axes.scatter([point.x], [point.y], s=size, color=colour, marker=MARKERS[point.kind], zorder=3, edgecolors="white", linewidths=0.8)
-        axes.annotate(str(point.number), (point.x, point.y), textcoords="offset points", xytext=(7, 5), fontsize=10, fontweight="bold")
+    _number(axes, data.points)
     for kind in COLOURS:
         if any(point.kind == kind for point in data.points):
             axes.scatter([], [], marker=MARKERS[kind], color=COLOURS[kind], s=60, label=kind)
@@ -150,6 +150,19 @@ def _draw_pareto(data: _Pareto) -> Figure:
     axes.set_xlabel(data.xlabel)
     axes.set_ylabel(data.ylabel)
     return figure
+
+
+def _number(axes: Axes, points: tuple[_Point, ...]) -> None:
+    """Each point's number beside it; where points crowd, the numbers take turns at the four corners."""
+    corners = ((7, 5), (7, -13), (-14, 5), (-14, -13))
+    axes.margins(y=0.12)
+    ys = [point.y for point in points]
+    crowd: list[_Point] = []
+    for point in sorted(points):
+        near = crowd and point.x < 1.08 * crowd[-1].x and abs(point.y - crowd[-1].y) < 0.06 * (max(ys) - min(ys) or 1)
+        crowd = [*crowd, point] if near else [point]
+        offset = corners[(len(crowd) - 1) % len(corners)]
+        axes.annotate(str(point.number), (point.x, point.y), textcoords="offset points", xytext=offset, fontsize=10, fontweight="bold")
 
 
 # -- latency ----------------------------------------------------------------------------------------------------------
@@ -291,7 +304,8 @@ def _milliseconds(axes: Axes, values: list[float]) -> None:
         axes.set_xlim(left=0)
         return
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+    few, many = (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
+    axes.xaxis.set_major_locator(LogLocator(base=10, subs=many if max(values) < 20 * min(values) else few))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
 

@@ -134,6 +134,7 @@ WEIGHTED = frozenset({"Conv", "Gemm", "MatMul"})
 RESHAPES = frozenset({"Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Slice"})
 TO_NEXT_LAYER = RESHAPES | {"Relu", "Clip", "BatchNormalization", "MaxPool", "AveragePool", "GlobalAveragePool", "ReduceMean", "Dropout"}
 SAME_SCALE = RESHAPES | {"MaxPool"}
+MOVES_BYTES = SAME_SCALE | {"Concat", "AveragePool"}
 INT8_KERNELS = SAME_SCALE | {"GlobalAveragePool", "AveragePool", "Concat", "Mul", "Sigmoid", "LeakyRelu", "Resize"}
 """What ONNX Runtime computes in 8 bits if both sides are quantised; between quantised operators they keep the data in 8 bits."""
 
@@ -258,16 +259,23 @@ def _between(
             result = _result(node, wiring, kept)
             if result in ranged and result not in wiring.outputs:
                 tensors.add(result)
+    for node in wiring.nodes:  # what only moves bytes goes on in 8 bits; in floats, each Concat would dequantise all its inputs again
+        if node.op_type in MOVES_BYTES and node.name not in kept and tensors.issuperset(_data(node)) and node.output[0] in ranged - wiring.outputs:
+            tensors.add(node.output[0])
     for node in reversed(wiring.nodes):
         if node.op_type in INT8_KERNELS and node.name not in kept and node.output[0] in tensors:
-            data = node.input[:1] if node.op_type in SAME_SCALE | {"Resize"} else node.input
-            if all(name in ranged for name in data):
-                tensors.update(data)
+            if ranged.issuperset(_data(node)):
+                tensors.update(_data(node))
     same_scale: dict[str, str] = {}
     for node in wiring.nodes:
         if node.op_type in SAME_SCALE and node.name not in kept and {node.input[0], node.output[0]} <= tensors:
             same_scale[node.output[0]] = same_scale.get(node.input[0], node.input[0])
     return tensors, same_scale
+
+
+def _data(node: onnx.NodeProto) -> list[str]:
+    """The inputs of an operator of INT8_KERNELS that hold data, not shapes."""
+    return list(node.input[:1] if node.op_type in SAME_SCALE | {"Resize"} else node.input)
 
 
 def _result(node: onnx.NodeProto, wiring: Wiring, kept: frozenset[str]) -> str:

@@ -229,7 +229,7 @@ def _stages(report: Report) -> Section:
         for name, (count, reused), now, then in zip(names, counts, ran, kept, strict=True)
     )
     bars = tuple(Bar(now / longest, then / longest) for now, then in zip(ran, kept, strict=True))
-    text = f"{time_text(sum(ran))} of work in this run."
+    text = f"{time_text(sum(ran))} of work in this run." if any(ran) else "Nothing had to run anew."
     if any(kept):
         text += (
             f" {sum(s.reused for s in steps)} of {len(steps)} steps came from the store (hatched); they took {time_text(sum(kept))} when they ran."
@@ -279,13 +279,13 @@ def _environment(report: Report) -> Section:
 
 def _notes(report: Report) -> Section:
     notes = list(report.notes)
-    found: list[tuple[str, str]] = [("", f"{note.level}, {note.stage}: {note.text}") for note in notes]
+    found = [("", f"{note.level}, {note.stage}: {note.text}") for note in notes]
     for entry in entries(report):
         candidate = entry.candidate
         own = [*(entry.benchmark.notes if entry.benchmark else ())]
         if candidate:
             own += [*(candidate.engine.notes if candidate.engine else ()), *(candidate.selection.notes if candidate.selection else ())]
-        found += [(f" ({entry.label})", f"{note.level}, {note.stage}: {note.text}") for note in own]
+        found += [(entry.label, f"{note.level}, {note.stage}: {note.text}") for note in own]
     found += [("", f"{note.level}, {note.stage}: {note.text}") for note in (report.validation.notes if report.validation else ())]
     return Section("notes", "Notes and warnings", items=_grouped(found))
 
@@ -295,7 +295,7 @@ def _grouped(notes: Iterable[tuple[str, str]]) -> tuple[str, ...]:
     subjects: dict[str, list[str]] = {}
     for subject, text in notes:
         subjects.setdefault(text, []).append(subject)
-    return tuple(text + "".join(dict.fromkeys(found)) for text, found in subjects.items())
+    return tuple(text + (f" ({', '.join(dict.fromkeys(found))})" if any(found) else "") for text, found in subjects.items())
 
 
 # -- numbers as people read them ---------------------------------------------------------------------------------------

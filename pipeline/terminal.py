@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -38,7 +39,7 @@ class StageProgress:
 
     def __call__(self, event: StageEvent) -> None:
         """Take one event of the runner."""
-        name = f"{event.stage} [dim]{event.subject}[/dim]" if event.subject else event.stage
+        name = f"{event.stage} [dim]{escape(event.subject)}[/dim]" if event.subject else event.stage
         if self._live and event.state in ("started", "progress", "waiting"):
             self._update(name, event)
         if event.state in ("finished", "reused", "failed"):
@@ -46,14 +47,14 @@ class StageProgress:
             if not self._quiet:
                 self._console.print(_line(name, event), highlight=False)
         elif event.state == "waiting":
-            self._console.print(f"[yellow]{event.text}", highlight=False)
+            self._console.print(f"[yellow]{escape(event.text)}", highlight=False)
 
     def _update(self, name: str, event: StageEvent) -> None:
         if self._task is None or event.state == "started":
             self._clear()
             self._task = self._bars.add_task(name, total=None, text="")
         total = None if event.fraction is None else 1.0
-        self._bars.update(self._task, total=total, completed=event.fraction or 0.0, text=event.text)
+        self._bars.update(self._task, total=total, completed=event.fraction or 0.0, text=escape(event.text))
 
     def _clear(self) -> None:
         if self._task is not None:
@@ -66,17 +67,17 @@ def _line(name: str, event: StageEvent) -> str:
         return f"  [green]done[/]    {event.seconds:6.1f} s  {name}"
     if event.state == "reused":
         return f"  [cyan]reused[/]            {name}"
-    return f"  [red]failed[/]            {name}: {event.text}"
+    return f"  [red]failed[/]            {name}: {escape(event.text)}"
 
 
 def verdict_lines(report: Report) -> list[str]:
     """The verdict with its reasons and next steps, for a rich console."""
     style = VERDICT_STYLE[report.verdict]
     lines = [f"[{style}]{report.verdict.upper()}[/]" + (f"  {report.winner}" if report.winner else "")]
-    lines += [f"  {reason}" for reason in report.reasons]
+    lines += [f"  {escape(reason)}" for reason in report.reasons]
     if report.nearest_miss and report.nearest_miss != report.winner:
         lines.append(f"  nearest miss: {report.nearest_miss}")
-    return lines + [f"  next: {step}" for step in report.next_steps]
+    return lines + [f"  next: {escape(step)}" for step in report.next_steps]
 
 
 def candidate_table(report: Report) -> Table:
@@ -106,7 +107,8 @@ def _candidate_cells(candidate: Candidate) -> tuple[str, ...]:
     drop = f"{report.metric.drop:+.4f}" if report and report.metric else ""
     cosine = f"{min((o.cosine for o in report.outputs), default=float('nan')):.5f}" if report and report.outputs else ""
     row = benchmark.rows[0] if benchmark and benchmark.rows else None
-    state = candidate.state if candidate.state in ("measured", "failed accuracy") else f"{candidate.state}: {candidate.reason.splitlines()[0][:60]}"
+    known = candidate.state in ("measured", "failed accuracy")
+    state = candidate.state if known else escape(f"{candidate.state}: {candidate.reason.splitlines()[0][:60]}")
     return candidate.label, state, drop, cosine, median_text(row), ratio_text(row.ratio if row else None)
 
 
@@ -133,14 +135,14 @@ def validation_lines(report: ValidationReport) -> list[str]:
         interval = f"{metric.interval.low:+.4f} to {metric.interval.high:+.4f}"
         lines.append(f"{metric.name}: {metric.candidate:.4f}, reference {metric.reference:.4f}, drop {metric.drop:+.4f} (95 % {interval})")
     on = f"on {report.samples} {report.role} samples"
-    return [*lines, f"[bold green]passed[/] {on}" if report.passed else f"[bold red]failed[/] {on}: " + "; ".join(report.failures)]
+    return [*lines, f"[bold green]passed[/] {on}" if report.passed else f"[bold red]failed[/] {on}: " + escape("; ".join(report.failures))]
 
 
 def refusal_table(refusals: tuple[Refusal, ...]) -> Table:
     """Every node that a backend refuses."""
     table = Table("node", "operator", "opset", "reason", "remedy")
     for refusal in refusals:
-        table.add_row(refusal.node, refusal.operator, str(refusal.opset), refusal.reason, refusal.remedy)
+        table.add_row(*map(escape, (refusal.node, refusal.operator, str(refusal.opset), refusal.reason, refusal.remedy)))
     return table
 
 

@@ -120,3 +120,16 @@ def positions() -> nn.Module:
 
 def no_exporter() -> nn.Module:
     return NoExporter()
+
+
+class OnlyTraceable(nn.Module):
+    """Counts its calls in a way that torch.export refuses and a trace does not notice."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if int(x.shape[0]) > 100:  # tracing warns here
+            return x, x
+        return x * float(torch.tensor(2.0).numpy()), x.reshape(-1)[:: x.shape[1]]
+
+
+def only_traceable() -> nn.Module:
+    return OnlyTraceable()

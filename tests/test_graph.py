@@ -105,7 +105,7 @@ def test_external_data_is_read_from_the_models_folder(tmp_path: Path) -> None:
     assert file_size(path) == path.stat().st_size + 24
 
 
-@pytest.mark.parametrize("location", ["../w.bin", "sub/../../w.bin", "{outside}", "", "..\\w.bin", "C:\\w.bin"])
+@pytest.mark.parametrize("location", ["../w.bin", "sub/../../w.bin", "{outside}", "", "..\\w.bin", "C:\\w.bin", "w\0.bin"])
 def test_external_data_outside_the_folder_is_refused(tmp_path: Path, location: str) -> None:
     (tmp_path / "w.bin").write_bytes(WEIGHTS.tobytes())
     folder = tmp_path / "model"

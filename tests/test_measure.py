@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,7 +61,7 @@ def race(host: NoisyHost, runs_s: tuple[float, ...], rounds: int) -> list[Sample
         for index in host.random.permutation(len(runs_s)):
             host.level = shared * float(np.exp(host.random.normal(0, host.block_level)))
             run_s = runs_s[index]
-            blocks[index].append(measure_block(lambda run_s=run_s: host.work(run_s), host.clock, min_s=50 * run_s))
+            blocks[index].append(measure_block(partial(host.work, run_s), host.clock, min_s=50 * run_s))
     return [samples_from_blocks(taken, ()) for taken in blocks]
 
 
@@ -89,7 +92,9 @@ def test_median_of_nothing_raises() -> None:
 
 def test_moments() -> None:
     samples = Samples(values_s=(1.0, 2.0, 6.0))
-    assert (samples.median_s, samples.mean_s, samples.std_s) == (2.0, 3.0, pytest.approx(7**0.5))
+    assert samples.median_s == 2.0
+    assert samples.mean_s == 3.0
+    assert samples.std_s == pytest.approx(7**0.5)
     assert Samples(values_s=(1.0,)).std_s == 0.0
 
 
@@ -252,6 +257,12 @@ def test_bootstrap_mean_of_equal_values_is_a_point_and_of_one_is_refused() -> No
 @pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.706), (5, 2.571), (10, 2.228), (30, 2.042), (1000, 1.962)])
 def test_student_quantiles(degrees: int, quantile: float) -> None:
     assert _student_quantile(degrees) == pytest.approx(quantile, abs=1e-3)
+
+
+def test_the_example_in_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "measurement.md").read_text(encoding="utf-8")
+    exec(page.split("```python\n")[1].split("```")[0], {})
+    assert re.fullmatch(r"\d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\)", capsys.readouterr().out.strip())
 
 
 # -- the host ----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ PROFILE = Profile.model_validate({"dims": {"batch": [1, 8, 64]}})
 
 
 def config(folder: Path, **changes: object) -> ModelConfig:
-    fields = {"entrypoint": "net:make", "python_path": folder, "random_weights": "a test", "inputs": (IMAGE,)}
+    fields = {"entrypoint": "net:make", "python_path": folder, "weights_from": "nowhere, a test", "inputs": (IMAGE,)}
     return ModelConfig.model_validate({**fields, **changes})
 
 
@@ -113,7 +113,7 @@ def test_a_corrupt_onnx_file_and_external_data_outside_the_folder_are_refused(tm
     file = tmp_path / "model.onnx"
     file.write_bytes(b"not a model")
     onnx_config = ModelConfig(path=file)
-    with pytest.raises(ModelError, match="model.onnx"):
+    with pytest.raises(ModelError, match=r"model\.onnx"):
         source_from_config(onnx_config, ())
     weight = onnx.helper.make_tensor("w", onnx.TensorProto.FLOAT, [1], [1.0])
     output = onnx.helper.make_tensor_value_info("w", onnx.TensorProto.FLOAT, [1])

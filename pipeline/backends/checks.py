@@ -10,7 +10,7 @@ from typing import NoReturn
 import numpy as np
 
 from pipeline.core import BuildOptions, Engine, OnnxModel, Profile, Recipe, Target, Tensors, TensorSpec, sizes_from_shapes
-from pipeline.errors import BackendUnavailable, DataError, InternalError
+from pipeline.errors import BackendUnavailable, DataError, InternalError, StoreError, UnsupportedError
 from pipeline.graph import dtype_of
 from pipeline.measure import monotonic
 
@@ -31,6 +31,22 @@ def refuse_foreign(engine: Engine, host: Target) -> None:
         built, here = (f"{t.backend} {t.version} on {t.device}" for t in (engine.target, host))
         said = f"this engine was built for {built} and cannot run on {here}: {'; '.join(reasons)}"
         raise BackendUnavailable(said, "compile the model again on this host, or load the engine where it was built")
+
+
+def refuse_device(engine: Engine, device: str) -> None:
+    """UnsupportedError unless the device is the CPU."""
+    if device not in ("", "cpu"):
+        raise UnsupportedError(f"{engine.target.backend} runs on the CPU, not on '{device}'", "leave the device out")
+
+
+def unreadable(engine: Engine, reason: str) -> StoreError:
+    """The error for an engine whose files the library cannot open."""
+    return StoreError(f"the engine '{engine.path}' cannot be opened: {reason}", "its files are damaged: compile the model again")
+
+
+def nothing_to_fetch() -> NoReturn:
+    """A fetch before its run."""
+    raise InternalError("nothing to fetch: this session has not run since bind", "call bind, upload, execute, download, synchronize, then fetch")
 
 
 def engine_digest(model: OnnxModel, recipe: Recipe, options: BuildOptions, target: Target) -> str:

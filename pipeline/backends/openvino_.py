@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,17 @@ from numpy.typing import NDArray
 
 from pipeline.backends.amx import tiles_described
 from pipeline.backends.base import Loaded, Session
-from pipeline.backends.checks import FeedCheck, HostTimer, closed, engine_digest, installed_version, refuse_foreign
+from pipeline.backends.checks import (
+    FeedCheck,
+    HostTimer,
+    closed,
+    engine_digest,
+    installed_version,
+    nothing_to_fetch,
+    refuse_device,
+    refuse_foreign,
+    unreadable,
+)
 from pipeline.backends.nodes import REMEDY, refused_nodes
 from pipeline.backends.openvino_nncf import quantize_with_nncf as quantize_with_nncf
 from pipeline.core import BuildOptions, Engine, Note, OnnxModel, Precision, Progress, Recipe, Refusal, Target, Tensors, TensorSpec, silent
@@ -67,7 +78,7 @@ def unsupported(model: OnnxModel, target: Target) -> tuple[Refusal, ...]:
 def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent) -> Engine:
     """Write the IR to `out` and compile it once, to see that the heavy layers run in the recipe's precision."""
     target = probe()
-    _check_precision(model, recipe, target)
+    check_precision(model, recipe, target)
     ov = _library()
     progress(None, "converting to OpenVINO's IR")
     try:
@@ -96,8 +107,12 @@ def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, pr
 def load(engine: Engine, device: str = "") -> Loaded:
     """The engine in memory, on the CPU. BackendUnavailable if it was built for another host."""
     refuse_foreign(engine, probe())
+    refuse_device(engine, device)
     ov = _library()
-    return OpenVinoLoaded(engine, ov, ov.Core().compile_model(str(engine.path), "CPU", _config(engine.recipe, engine.threads)))
+    try:
+        return OpenVinoLoaded(engine, ov, ov.Core().compile_model(str(engine.path), "CPU", _config(engine.recipe, engine.threads)))
+    except RuntimeError as error:
+        raise unreadable(engine, _sentence(error)) from error
 
 
 class OpenVinoLoaded:
@@ -125,7 +140,7 @@ class OpenVinoSession:
         self.outputs: tuple[TensorSpec, ...] = engine.outputs
         self._check: Callable[[Tensors], None] = FeedCheck(engine.inputs, engine.profiles)
         self._ov, self._request = ov, compiled.create_infer_request()
-        self._infer: Callable[..., object] = self._request.infer
+        self._infer: Callable[[], object] = partial(self._request.infer, share_outputs=True)  # views, copied by download
         self._in_ports = {spec.name: compiled.input(spec.name) for spec in engine.inputs}
         self._out_ports = {spec.name: compiled.output(spec.name) for spec in engine.outputs}
         self._feeds: dict[str, NDArray[np.generic]] = {}
@@ -133,7 +148,7 @@ class OpenVinoSession:
 
     def bind(self, feeds: Tensors) -> None:
         self._check(feeds)
-        self._feeds = {name: _readable_in_place(array) for name, array in feeds.items()}
+        self._feeds, self._results = {name: _readable_in_place(array) for name, array in feeds.items()}, {}
 
     def upload(self) -> None:
         for name, array in self._feeds.items():
@@ -141,7 +156,7 @@ class OpenVinoSession:
 
     def execute(self) -> None:
         try:
-            self._infer(share_outputs=True)
+            self._infer()
         except RuntimeError as error:
             said = f"OpenVINO cannot run on these inputs: {_sentence(error)}"
             raise DataError(said, "check the values, for example ids against their table") from error
@@ -153,6 +168,8 @@ class OpenVinoSession:
         """Nothing to wait for."""
 
     def fetch(self) -> Tensors:
+        if not self._results:
+            nothing_to_fetch()
         return self._results
 
     def timer(self) -> HostTimer:
@@ -178,7 +195,7 @@ def _owned(tensor: Any, port: Any) -> NDArray[np.generic]:
     return copy.view(ml_dtypes.bfloat16) if port.element_type.to_string() == "bf16" else copy
 
 
-def _check_precision(model: OnnxModel, recipe: Recipe, target: Target) -> None:
+def check_precision(model: OnnxModel, recipe: Recipe, target: Target) -> None:
     """UnsupportedError for what OpenVINO would only pretend to do on this CPU."""
     asked = recipe.precision
     if asked not in PRECISIONS:

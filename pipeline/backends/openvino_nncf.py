@@ -43,6 +43,9 @@ def quantize_with_nncf(
 ) -> OnnxModel:
     """The int8 graph as out/model.onnx, with the interface of `model`. NNCF chooses ranges and placement; `recipe.keep_fp32` is kept out."""
     installed_version("nncf", "pip install 'crucible[openvino]'")
+    proto = read_proto(model.path)
+    kept = _kept_nodes([node.name for node in proto.graph.node], recipe.keep_fp32)
+    progress(None, "loading NNCF")
     os.environ.setdefault("NNCF_CI", "1")  # nothing about a user's model is sent anywhere
     import nncf
     from nncf.quantization.advanced_parameters import AdvancedQuantizationParameters, OverflowFix
@@ -50,8 +53,6 @@ def quantize_with_nncf(
     count = min(options.samples or samples.samples, samples.samples, MOST_SAMPLES)
     transformer = options.language_model or operator_histogram(model.path).keys() >= ATTENTION
     fix = OverflowFix.ENABLE if recipe.weight_bits == 7 else OverflowFix.DISABLE
-    proto = read_proto(model.path)
-    kept = _kept_nodes([node.name for node in proto.graph.node], recipe.keep_fp32)
     try:
         quantized = nncf.quantize(
             proto,

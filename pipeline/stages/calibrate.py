@@ -124,7 +124,7 @@ def _collect(probe: Probe, samples: CalibrationSet, options: CalibrationConfig, 
 def _range(tally: Tally, method: CalibrationMethod, percentile: float) -> TensorRange:
     bounds = tally.bounds
     low, high = bounds.minimum, bounds.maximum
-    if method is not CalibrationMethod.MINMAX and bounds.largest > 0:
+    if method is not CalibrationMethod.MINMAX and bounds.largest >= tally.limit / 2:  # else all count as zero
         low, high = _search(tally, method, percentile)
     return TensorRange(
         minimum=bounds.minimum,

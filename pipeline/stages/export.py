@@ -8,7 +8,6 @@ branch of an `if` on data, succeeds without a word.
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,17 +195,15 @@ def _with_named_outputs(model: OnnxModel, seen: list[tuple[Mapping[str, int], di
 
 
 def _adopt(path: Path, profiles: tuple[Profile, ...], out: Path) -> OnnxModel:
-    """Check a user's ONNX file and copy it with its external data, since the user may change it in place. Needs no torch."""
-    graph.read_proto(path, weights=False)
+    """Check a user's ONNX file and write it anew, as one file up to 1.5 GB. Needs no torch.
+
+    A link would not do, since the user may change the file in place; nor would external data as it is, where ONNX Runtime cannot read shapes.
+    """
+    proto = graph.read_proto(path)
     try:
         onnx.checker.check_model(str(path))
     except onnx.checker.ValidationError as error:
         raise ModelError(f"'{path}' is not a valid ONNX model: {reason_of(error)}", "export the model again") from error
-    for file in graph.external_files(path):
-        copy = out / file.relative_to(path.parent.resolve())
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, copy)
-    shutil.copyfile(path, out / FILE)
-    model = graph.onnx_model(out, FILE)
-    check_profiles(model.inputs, profiles)
-    return model
+    check_profiles(graph.specs_of(proto)[0], profiles)
+    graph.write_proto(proto, out / FILE)
+    return graph.onnx_model(out, FILE)

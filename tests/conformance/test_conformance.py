@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from functools import cache
@@ -15,11 +15,10 @@ import pytest
 from pipeline import backends
 from pipeline.backends.base import Loaded, Session
 from pipeline.core import BuildOptions, Engine, Precision, Recipe, Tensors
-from pipeline.errors import BackendUnavailable, CrucibleError, DataError, InternalError, UnsupportedError
+from pipeline.errors import BackendUnavailable, CrucibleError, DataError, InternalError, StoreError, UnsupportedError
+from tests.conformance.models import CASES, Case, convolution, ramp, several, two_symbols
 
-sys.path.insert(0, str(Path(__file__).parent))
-from models import CASES, Case, convolution, ramp, several, two_symbols
-
+GRAPH_BACKENDS = [name for name in backends.BACKENDS if name != "pytorch"]  # the baselines run a module, not a graph: tests/backends
 CAPABILITY = {"tensorrt_rtx": "8.9"}  # a backend that builds for a GPU that is not here
 
 
@@ -41,7 +40,7 @@ def obstacle(backend: str) -> str:
     return ""
 
 
-@pytest.fixture(params=backends.BACKENDS)
+@pytest.fixture(params=GRAPH_BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     if why := obstacle(name):
@@ -184,6 +183,28 @@ def test_use_after_close_is_a_clear_error(load: Open) -> None:
     loaded.close()
     with pytest.raises(InternalError, match="closed"):
         loaded.session()
+
+
+def test_nothing_can_be_fetched_before_a_run(load: Open) -> None:
+    case = several()
+    with closing(load(case).session()) as session:
+        run(session, case.feeds[0])
+        session.bind(case.feeds[0])
+        with pytest.raises(InternalError, match="nothing to fetch"):
+            session.fetch()
+
+
+def test_refuses_a_device_that_it_cannot_use(backend: str, tmp_path: Path) -> None:
+    engine = build(backend, several(), tmp_path / "engine")
+    with pytest.raises(UnsupportedError, match="'tpu:0'"):
+        backends.load(engine, "tpu:0")
+
+
+def test_a_damaged_engine_is_named(backend: str, tmp_path: Path) -> None:
+    engine = build(backend, several(), tmp_path / "engine")
+    engine.path.write_bytes(engine.path.read_bytes()[: engine.path.stat().st_size // 2])
+    with pytest.raises(StoreError, match=re.escape(str(engine.path))):
+        backends.load(engine)
 
 
 def test_times_a_region(load: Open) -> None:

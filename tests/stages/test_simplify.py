@@ -277,6 +277,14 @@ def test_a_roll_back_takes_the_external_data_along(tmp_path: Path, out: Path) ->
     assert external_files(result.path) == ((out / "source.onnx.data").resolve(),)
 
 
+def test_a_linear_layer_on_three_dims_is_not_wrapped_in_reshapes(tmp_path: Path, out: Path) -> None:
+    graph = """g (float[N, M, 3] x) => (float[N, M, 2] y) <float[3, 2] w = {1, 2, 3, 4, 5, 6}, float[2] b = {1, 2}>
+    { h = MatMul(x, w)  y = Add(h, b) }"""
+    profiles = (Profile(dims={"N": DimRange(min=1, opt=2, max=4), "M": DimRange(min=1, opt=3, max=5)}),)
+    result = simplify(model_from(tmp_path / "in", graph), profiles, SimplifyConfig(), (), out, silent)
+    assert operator_histogram(result.path) == {"Add": 1, "MatMul": 1}
+
+
 def test_subgraphs_that_use_the_graph_around_them_survive(tmp_path: Path, out: Path) -> None:
     graph = """g (float[N, 4] x, bool c) => (float[N, 4] y) <float k = {2}>
     {

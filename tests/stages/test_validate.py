@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +14,13 @@ from onnx import TensorProto, helper, numpy_helper
 
 from pipeline.backends import onnxruntime_
 from pipeline.config import AccuracyConfig, GeneratedData, Thresholds
-from pipeline.core import BuildOptions, DimRange, Engine, Precision, Profile, Recipe
+from pipeline.core import BuildOptions, DimRange, Engine, Precision, Profile, Progress, Recipe
 from pipeline.data import SampleSet, SelectionSet, ValidationSet, open_set
 from pipeline.errors import DataError, InternalError, PlanError
 from pipeline.graph import onnx_model
 from pipeline.process import call_in_child
 from pipeline.report import ValidationReport
-from pipeline.stages.validate import run_reference, validate
+from pipeline.stages.validate import ReferenceOutputs, run_reference, validate
 
 CLASSES = 4
 PROFILES = (Profile(dims={"batch": DimRange(min=1, opt=4, max=64)}),)
@@ -423,6 +424,21 @@ def test_both_run_in_children_and_tell_how_far_they_are(bench: Bench) -> None:
     assert [Path(reference.root, file).is_file() for file in reference.files] == [True, True, True]
     report = call_in_child(validate, engine, reference, samples, AccuracyConfig(), 8, name="candidate")
     assert report.passed
+
+
+def validate_and_list_modules(
+    engine: Engine, reference: ReferenceOutputs, samples: SampleSet, options: AccuracyConfig, batch: int, progress: Progress
+) -> tuple[bool, bool]:
+    return validate(engine, reference, samples, options, batch, progress).passed, "torch" in sys.modules
+
+
+def test_no_torch_beside_the_candidate(bench: Bench) -> None:
+    """Polygraphy imports it wherever it is installed, which costs seconds and brings a second pool of threads."""
+    samples, engine = bench.samples(labelled()[0]), bench.engine(SAME)
+    out = bench.folder / "expected"
+    out.mkdir()
+    reference = run_reference(engine, samples, 8, out)
+    assert call_in_child(validate_and_list_modules, engine, reference, samples, AccuracyConfig(), 8, name="candidate") == (True, False)
 
 
 def test_reference_outputs_of_another_set_or_batch_are_our_bug(bench: Bench) -> None:

@@ -1,0 +1,240 @@
+"""The user's module: loading it, naming what it returns, and running it as a baseline."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pipeline.backends import pytorch_
+from pipeline.backends.torch_module import array_from_tensor, load_module, name_outputs, run_module, tensor_from_array
+from pipeline.core import BuildOptions, Engine, ModelSource, OnnxModel, Precision, Profile, Recipe, TensorSpec
+from pipeline.errors import BackendUnavailable, DataError, HostError, ModelError, UnsupportedError
+from pipeline.source import digest_of_source
+
+TESTS = Path(__file__).parents[1]
+IMAGE = TensorSpec(name="image", dtype="float32", shape=("batch", 1, 8, 8), kind="dynamic")
+CLASSES = TensorSpec(name="classes", dtype="float32", shape=("batch", 10), kind="dynamic")
+IDS = TensorSpec(name="ids", dtype="int64", shape=("batch", "sequence"), kind="dynamic")
+MASK = IDS.model_copy(update={"name": "mask"})
+EMBEDDING = TensorSpec(name="embedding", dtype="float32", shape=("batch", 16), kind="dynamic")
+TOKENS = TensorSpec(name="tokens", dtype="float32", shape=("batch", "sequence", 16), kind="dynamic")
+PROFILE = Profile.model_validate({"dims": {"batch": [1, 2, 5], "sequence": [1, 4, 9]}})
+
+
+def source_of(function: str, *inputs: TensorSpec, outputs: tuple[str, ...] = (), weights: Path | None = None, folder: Path = TESTS) -> ModelSource:
+    entrypoint = function if ":" in function else f"fixtures_models:{function}"
+    source = ModelSource(entrypoint=entrypoint, python_path=folder, inputs=inputs, outputs=outputs, weights=weights)
+    return source.model_copy(update={"digest": digest_of_source(source)})
+
+
+def engine_of(source: ModelSource, outputs: tuple[TensorSpec, ...], variant: str, out: Path) -> Engine:
+    model = OnnxModel(root=out, file="model.onnx", digest="d", opset=20, inputs=source.inputs, outputs=outputs)
+    recipe = Recipe(backend="pytorch", precision=Precision.FP32, variant=variant)
+    return pytorch_.build_baseline(source, model, recipe, BuildOptions(profiles=(PROFILE,), threads=1), out)
+
+
+def run(engine: Engine, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    loaded = pytorch_.load(engine)
+    session = loaded.session()
+    session.bind(feeds)
+    for step in (session.upload, session.execute, session.download, session.synchronize):
+        step()
+    outputs = dict(session.fetch())
+    session.close()
+    loaded.close()
+    return outputs
+
+
+# --- loading ---
+
+
+def test_weights_come_from_the_file_and_the_module_is_in_eval_mode(tmp_path: Path) -> None:
+    trained = load_module(source_of("residual_cnn", IMAGE))
+    state = {name: torch.full_like(value, 0.5) for name, value in trained.state_dict().items()}
+    save_file(state, tmp_path / "w.safetensors")
+    module = load_module(source_of("residual_cnn", IMAGE, weights=tmp_path / "w.safetensors"))
+    assert not module.training
+    assert {float(value.float().mean()) for value in module.state_dict().values()} <= {0.5, 0.0}
+
+
+def test_random_weights_follow_the_seed() -> None:
+    source = source_of("residual_cnn", IMAGE)
+    one, same, other = (load_module(source.model_copy(update={"seed": seed})).state_dict()["head.weight"] for seed in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    state = load_module(source_of("residual_cnn", IMAGE)).state_dict()
+    file = tmp_path / "w.safetensors"
+    source = source_of("residual_cnn", IMAGE).model_copy(update={"weights": file})
+    save_file({"extra": torch.zeros(1), **{name: value for name, value in state.items() if name != "head.bias"}}, file)
+    with pytest.raises(ModelError, match=r"lacks head\.bias and has unknown extra"):
+        load_module(source)
+    save_file({**state, "head.bias": torch.zeros(3)}, file)
+    with pytest.raises(ModelError, match=r"size mismatch for head\.bias"):
+        load_module(source)
+    file.write_bytes(b"not safetensors")
+    with pytest.raises(ModelError, match="not a safetensors file"):
+        load_module(source)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import nothing_of_this_name\n", "No module named 'nothing_of_this_name'"),
+        ("def other(): ...\n", "has no function 'make'"),
+        ("def make(): return 1 / 0\n", "raised ZeroDivisionError: division by zero"),
+        ("def make(): return 3\n", "returned int"),
+    ],
+)
+def test_an_entrypoint_that_fails_is_named_with_its_cause(tmp_path: Path, text: str, expected: str) -> None:
+    name = f"entry_{abs(hash(text))}"  # a module is imported once per process
+    (tmp_path / f"{name}.py").write_text(text)
+    with pytest.raises(ModelError, match=expected):
+        load_module(source_of(f"{name}:make", IMAGE, folder=tmp_path))
+
+
+def test_a_damaged_pt2_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.pt2").write_bytes(b"not a program")
+    with pytest.raises(ModelError, match=r"model\.pt2' cannot be read"):
+        load_module(ModelSource(path=tmp_path / "model.pt2", inputs=(IMAGE,)))
+
+
+# --- outputs ---
+
+
+@dataclass
+class Answer:
+    logits: torch.Tensor
+    hidden: tuple[torch.Tensor, ...]
+    loss: torch.Tensor | None = None
+
+
+X, Y = torch.zeros(1), torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("result", "names"),
+    [
+        (X, ["output_0"]),
+        ((X, [Y, None]), ["output_0", "output_1"]),
+        (OrderedDict(b=X, a={"c": Y}), ["b", "a_c"]),
+        (Answer(X, (Y, Y)), ["logits", "hidden_0", "hidden_1"]),
+    ],
+)
+def test_outputs_are_flattened_in_a_stated_order(result: object, names: list[str]) -> None:
+    assert list(name_outputs(result, source_of("several"))) == names
+
+
+def test_outputs_take_the_plans_names_and_must_be_as_many() -> None:
+    assert list(name_outputs((X, Y), source_of("several", outputs=("a", "b")))) == ["a", "b"]
+    with pytest.raises(ModelError, match="names 1 outputs, the model returns 2"):
+        name_outputs((X, Y), source_of("several", outputs=("a",)))
+    with pytest.raises(ModelError, match="'output_1' of the model is a int"):
+        name_outputs((X, 3), source_of("several"))
+    with pytest.raises(ModelError, match="'image' is the name of an input and of an output"):
+        name_outputs({"image": X}, source_of("several", IMAGE))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool"])
+def test_arrays_cross_to_torch_and_back(dtype: str) -> None:
+    array = np.array([[0, 1], [1, 0]]).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    array.flags.writeable = False
+    tensor = tensor_from_array(array)
+    assert str(tensor.dtype) == f"torch.{dtype}"
+    back = array_from_tensor(tensor)
+    assert back.dtype == array.dtype
+    assert np.array_equal(back, array)
+
+
+def test_a_model_that_fails_says_on_what() -> None:
+    source = source_of("residual_cnn", IMAGE)
+    with pytest.raises(ModelError, match=r"fails on image float32\[1, 2, 8, 8\]"):
+        run_module(load_module(source), source, {"image": np.zeros((1, 2, 8, 8), np.float32)})
+
+
+# --- the baselines ---
+
+
+# inductor warns while it compiles, and a warning turned into an error becomes an internal error of its own
+COMPILE = pytest.param("compile", marks=[pytest.mark.slow, pytest.mark.filterwarnings("default")])
+
+
+@pytest.mark.parametrize("variant", ["eager", "traced", COMPILE])
+def test_every_variant_answers_as_the_module_does_at_every_shape(tmp_path: Path, variant: str) -> None:
+    source = source_of("residual_cnn", IMAGE, outputs=("classes",))
+    engine = engine_of(source, (CLASSES,), variant, tmp_path)
+    module = load_module(source)
+    for batch in (2, 5):
+        image = np.random.default_rng(batch).standard_normal((batch, 1, 8, 8)).astype(np.float32)
+        got = run(engine, {"image": image})
+        np.testing.assert_allclose(got["classes"], run_module(module, source, {"image": image})["classes"], rtol=1e-4, atol=1e-5)
+
+
+def test_several_inputs_and_a_dict_of_outputs(tmp_path: Path) -> None:
+    source = source_of("encoder", IDS, MASK)
+    feeds = {"mask": np.ones((3, 5), np.int64), "ids": np.arange(15).reshape(3, 5)}  # bound by name, not by order
+    for variant in ("eager", "traced"):
+        got = run(engine_of(source, (EMBEDDING, TOKENS), variant, tmp_path), feeds)
+        assert [(name, array.shape) for name, array in got.items()] == [("embedding", (3, 16)), ("tokens", (3, 5, 16))]
+
+
+def test_bind_refuses_what_the_engine_does_not_take(tmp_path: Path) -> None:
+    session = pytorch_.load(engine_of(source_of("encoder", IDS, MASK), (EMBEDDING, TOKENS), "eager", tmp_path)).session()
+    ids = np.zeros((2, 4), np.int64)
+    for feeds in ({"ids": ids}, {"ids": ids, "mask": ids.astype(np.int32)}, {"ids": ids, "mask": ids[:1]}, {"ids": ids[:, :0], "mask": ids[:, :0]}):
+        with pytest.raises(DataError):
+            session.bind(feeds)
+
+
+def test_the_caller_owns_what_it_fetched(tmp_path: Path) -> None:
+    specs = tuple(TensorSpec(name=f"output_{i}", dtype=dtype, shape=()) for i, dtype in enumerate(("float32", "int64", "bool")))
+    x = TensorSpec(name="x", dtype="float32", shape=("batch", 3))
+    scale = TensorSpec(name="scale", dtype="float32", shape=())
+    session = pytorch_.load(engine_of(source_of("several", x, scale), specs, "eager", tmp_path)).session()
+    fetched = []
+    for value in (1.0, 2.0):
+        session.bind({"x": np.ones((1, 3), np.float32), "scale": np.array(value, np.float32)})
+        session.upload()
+        session.execute()
+        session.download()
+        fetched.append(session.fetch()["output_0"])
+    assert [array.tolist() for array in fetched] == [[[1, 1, 1]], [[2, 2, 2]]]
+
+
+def test_an_engine_does_not_load_once_the_source_has_changed(tmp_path: Path) -> None:
+    (tmp_path / "changing.py").write_text("import torch\ndef make(): return torch.nn.ReLU()\n")
+    source = source_of("changing:make", IMAGE, folder=tmp_path)
+    engine = engine_of(source, (IMAGE.model_copy(update={"name": "output_0"}),), "eager", tmp_path)
+    (tmp_path / "changing.py").write_text("import torch\ndef make(): return torch.nn.GELU()\n")
+    with pytest.raises(ModelError, match="have changed"):
+        pytorch_.load(engine)
+
+
+def test_what_pytorch_cannot_be_is_refused(tmp_path: Path) -> None:
+    source = source_of("residual_cnn", IMAGE)
+    with pytest.raises(UnsupportedError, match="no variant 'fast' in fp32"):
+        engine_of(source, (CLASSES,), "fast", tmp_path)
+    engine = engine_of(source, (CLASSES,), "eager", tmp_path)
+    with pytest.raises(UnsupportedError, match="not on 'cuda'"):
+        pytorch_.load(engine, "cuda")
+    with pytest.raises(BackendUnavailable, match="version"):
+        pytorch_.load(engine.model_copy(update={"target": engine.target.model_copy(update={"version": "1.0"})}))
+    model = OnnxModel(root=tmp_path, file="model.onnx", digest="d", opset=20, inputs=(IMAGE,), outputs=(CLASSES,))
+    with pytest.raises(UnsupportedError, match="a baseline, not a candidate"):
+        pytorch_.build(model, engine.recipe, BuildOptions(profiles=()), tmp_path)
+
+
+def test_compile_without_a_compiler_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    loaded = pytorch_.load(engine_of(source_of("residual_cnn", IMAGE), (CLASSES,), "compile", tmp_path))
+    with pytest.raises(HostError, match="no 'no-such-compiler'"):
+        loaded.session()

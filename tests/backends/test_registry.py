@@ -1,0 +1,68 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from pipeline import backends
+from pipeline.backends.checks import FeedCheck, HostTimer, installed_version
+from pipeline.core import Profile, TensorSpec
+from pipeline.errors import BackendUnavailable, DataError, PlanError
+
+
+def test_an_unknown_backend_is_named_with_the_near_one() -> None:
+    with pytest.raises(PlanError) as caught:
+        backends.backend("onxruntime")
+    assert (caught.value.message, caught.value.next_step) == ("unknown backend 'onxruntime'", "did you mean 'onnxruntime'?")
+    with pytest.raises(PlanError, match="choose one of onnxruntime, openvino"):
+        backends.backend("zzz")
+
+
+def test_the_registry_loads_no_heavy_library() -> None:
+    heavy = ("torch", "onnxruntime", "openvino", "nncf", "tensorrt", "tensorrt_rtx")
+    code = f"import sys; import pipeline.backends; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_missing_package_names_what_to_install() -> None:
+    with pytest.raises(BackendUnavailable) as caught:
+        installed_version("no-such-package-here", "pip install 'crucible[openvino]'")
+    assert "`no-such-package-here` is not installed" in caught.value.message
+    assert caught.value.next_step == "pip install 'crucible[openvino]'"
+
+
+def test_feeds_fit_any_one_profile() -> None:
+    spec = TensorSpec(name="x", dtype="float32", shape=("batch", "length"), kind="dynamic")
+    profiles = tuple(Profile(dims={"batch": batch, "length": length}) for batch, length in (((1, 1, 1), (1, 64, 512)), ((1, 8, 64), (1, 32, 32))))
+    check = FeedCheck((spec,), profiles)
+    for shape in ((1, 512), (64, 32)):
+        assert check({"x": np.zeros(shape, np.float32)}) is None
+    with pytest.raises(DataError) as caught:
+        check({"x": np.zeros((64, 512), np.float32)})
+    assert "batch = 64, length = 512" in caught.value.message
+    assert "batch from 1 to 1, length from 1 to 512; or batch from 1 to 64, length from 1 to 32" in caught.value.message
+
+
+def test_a_refused_feed_is_refused_again() -> None:
+    check = FeedCheck((TensorSpec(name="x", dtype="bool", shape=(2,)),), ())
+    for _ in range(2):
+        with pytest.raises(DataError, match="dtype int64, expected bool"):
+            check({"x": np.zeros(2, np.int64)})
+
+
+def test_a_model_without_inputs_takes_no_feeds() -> None:
+    check = FeedCheck((), ())
+    assert check({}) is None
+    with pytest.raises(DataError, match="expected inputs none, got 'x'"):
+        check({"x": np.zeros(2)})
+
+
+def test_the_timer_measures_between_start_and_stop() -> None:
+    timer = HostTimer()
+    timer.start()
+    sum(range(10_000))
+    timer.stop()
+    first = timer.elapsed_s()
+    assert first > 0
+    assert timer.elapsed_s() == first

@@ -1,0 +1,76 @@
+"""Small graphs for calibrating and converting, as text; weights that the text leaves open are drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.parser
+
+from pipeline.core import CalibrationMethod, CalibrationTable, OnnxModel, TensorRange, Tensors
+from pipeline.graph import onnx_model
+
+RESIDUAL = """
+<ir_version: 9, opset_import: ["" : 20]>
+net (float[N, 3, 8, 8] x) => (float[N, 5] y)
+<float[4, 3, 3, 3] w1, float[4] b1, float[4, 4, 3, 3] w2, float[4] b2, float[4, 4, 3, 3] w4, float[4, 5] w3, float[5] b3>
+{
+    [conv1] c1 = Conv <pads = [1, 1, 1, 1]> (x, w1, b1)
+    [relu1] r1 = Relu (c1)
+    [conv2] c2 = Conv <pads = [1, 1, 1, 1]> (r1, w2, b2)
+    [add] s = Add (c2, r1)
+    [relu2] r2 = Relu (s)
+    [conv3] c3 = Conv <pads = [1, 1, 1, 1]> (r2, w4)
+    [pool] p = GlobalAveragePool (c3)
+    [flat] f = Flatten (p)
+    [fc] y = Gemm (f, w3, b3)
+}
+"""
+
+ATTENTION = """
+<ir_version: 9, opset_import: ["" : 20]>
+net (float[N, T, 8] x, float[N, 1, T] mask) => (float[N, T, 8] y)
+<float[8, 8] wq, float[8, 8] wk, float[8, 8] wo, float[8] bo, float[8] g>
+{
+    [q] q = MatMul (x, wq)
+    [k] k = MatMul (x, wk)
+    [kt] t = Transpose <perm = [0, 2, 1]> (k)
+    [scores] a = MatMul (q, t)
+    [masked] m = Add (a, mask)
+    [softmax] p = Softmax (m)
+    [mix] v = MatMul (p, x)
+    [o] o = MatMul (v, wo)
+    [bias] ob = Add (o, bo)
+    [skip] s = Add (ob, x)
+    [norm] y = LayerNormalization (s, g)
+}
+"""
+
+
+def proto_from_text(text: str) -> onnx.ModelProto:
+    """The parsed model, with normal random numbers for every initializer without values."""
+    random = np.random.default_rng(0)
+    proto = onnx.parser.parse_model(text)
+    for value in list(proto.graph.value_info):
+        dims = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        weights = random.standard_normal(dims).astype(np.float32) / np.sqrt(max(1, np.prod(dims[1:])))
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(weights, value.name))
+        proto.graph.value_info.remove(value)
+    return proto
+
+
+def model_from_text(folder: Path, text: str) -> OnnxModel:
+    folder.mkdir(parents=True, exist_ok=True)
+    onnx.save_model(proto_from_text(text), str(folder / "source.onnx"))
+    return onnx_model(folder, "source.onnx")
+
+
+def images(count: int, seed: int = 0) -> Tensors:
+    return {"x": np.random.default_rng(seed).standard_normal((count, 3, 8, 8)).astype(np.float32)}
+
+
+def table_of(ranges: dict[str, tuple[float, float]]) -> CalibrationTable:
+    """A table with these ranges, as min-max would give them."""
+    seen = {name: TensorRange(minimum=low, maximum=high, low=low, high=high, count=1) for name, (low, high) in ranges.items()}
+    return CalibrationTable(root=Path(), file="table.json", method=CalibrationMethod.MINMAX, set_digest="", samples=1, ranges=seen)

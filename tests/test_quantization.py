@@ -1,0 +1,138 @@
+"""The arithmetic, against the formulas by hand, and the placement rules."""
+
+import numpy as np
+import pytest
+
+from pipeline.core import Placement
+from pipeline.quantization import Sites, bias_floor, bias_of, place, signed_activation, unsigned_activation, weight
+from tests.fixtures_convert import ATTENTION, RESIDUAL, proto_from_text
+
+# --- arithmetic ---
+
+
+def test_signed_activation_follows_the_formula() -> None:
+    affine = signed_activation(-2.0, 6.35)
+    assert affine.scale == np.float32(6.35 / 127)  # s = max|x| / 127 = 0.05
+    values = np.array([0.0, 0.05, 0.126, -2.0, 6.35, 7.0, -7.0], np.float32)
+    assert affine.quantize(values).tolist() == [0, 1, 3, -40, 127, 127, -128]
+    assert affine.quantize(values).dtype == np.int8
+    assert affine.zero_point == 0
+
+
+def test_rounding_is_half_to_even() -> None:
+    affine = signed_activation(-127.0, 127.0)  # s = 1
+    assert affine.quantize(np.array([0.5, 1.5, 2.5, -0.5, -1.5, -2.5], np.float32)).tolist() == [0, 2, 2, 0, -2, -2]
+
+
+def test_unsigned_activation_follows_the_formula() -> None:
+    affine = unsigned_activation(-1.0, 4.1)
+    assert affine.scale == np.float32(5.1 / 255)  # 0.02
+    assert affine.zero_point == 50
+    assert affine.quantize(np.array([-1.0, 0.0, 0.02, 4.1, 9.0, -9.0], np.float32)).tolist() == [0, 50, 51, 255, 255, 0]
+
+
+@pytest.mark.parametrize(("low", "high", "zero"), [(2.0, 6.0, 0), (-6.0, -2.0, 255), (0.0, 0.0, 0)])
+def test_unsigned_range_is_widened_to_hold_zero_exactly(low: float, high: float, zero: int) -> None:
+    affine = unsigned_activation(low, high)
+    assert affine.zero_point == zero
+    assert affine.dequantize(affine.quantize(np.zeros(1, np.float32))).tolist() == [0.0]
+
+
+def test_weights_are_quantised_per_channel() -> None:
+    values = np.array([[1.27, -0.635], [0.0, 0.0], [12.7, 0.1]], np.float32)
+    affine = weight(values, axis=0)
+    assert affine.scale == pytest.approx([0.01, 1.0, 0.1])
+    assert affine.quantize(values).tolist() == [[127, -64], [0, 0], [127, 1]]  # -63.5 to even
+    assert weight(values, axis=1).scale == pytest.approx([0.1, 0.005])
+    assert weight(values, axis=None).scale.shape == ()
+
+
+def test_seven_bit_weights_stay_within_64() -> None:
+    values = np.array([[0.63, -0.63, 0.2]], np.float32)
+    affine = weight(values, axis=0, bits=7)
+    assert affine.scale == pytest.approx([0.01])
+    assert affine.quantize(values).tolist() == [[63, -63, 20]]
+    assert affine.quantize(values * 9).tolist() == [[63, -64, 63]]
+
+
+def test_half_scales_survive_float16_and_weights_use_them() -> None:
+    values = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32) * 1e-3
+    affine = weight(values, axis=0, half=True)
+    assert np.array_equal(affine.scale, affine.scale.astype(np.float16).astype(np.float32))
+    error = np.abs(affine.dequantize(affine.quantize(values)) - values).max(axis=1)
+    assert (error <= affine.scale).all()
+
+
+def test_a_channel_of_dead_weights_does_not_overflow_its_bias() -> None:
+    values, bias = np.array([[1e-20], [1.0]], np.float32), np.array([3.0, 3.0], np.float32)
+    activation = unsigned_activation(0.0, 255.0)
+    weights = weight(values, axis=0, floor=bias_floor(bias, activation))
+    integer = bias_of(activation, weights)
+    assert integer.dequantize(integer.quantize(bias)) == pytest.approx([3.0, 3.0])
+    assert weights.scale[1] == np.float32(1 / 127)
+
+
+# --- placement ---
+
+
+def sites_of(text: str, rules: Placement = Placement(), kept: frozenset[str] = frozenset(), integer_io: bool = False) -> Sites:
+    graph = proto_from_text(text).graph
+    constants = {tensor.name for tensor in graph.initializer}
+    ranged = frozenset(name for node in graph.node for name in (*node.input, *node.output)) - constants
+    return place(graph, rules, ranged, kept, integer_io)
+
+
+def nodes(sites: Sites) -> set[str]:
+    return {site.node for site in (*sites.activations, *sites.weights)}
+
+
+def test_default_rules_take_convolutions_and_residual_adds_but_not_the_classifier() -> None:
+    sites = sites_of(RESIDUAL)
+    assert nodes(sites) == {"conv1", "conv2", "conv3", "add"}
+    assert [(s.node, s.tensor) for s in sites.activations] == [("conv1", "x"), ("conv2", "r1"), ("add", "c2"), ("add", "r1"), ("conv3", "r2")]
+
+
+def test_nothing_stands_between_an_operator_and_what_fuses_into_it() -> None:
+    read = {(site.node, site.tensor) for site in sites_of(RESIDUAL).activations}
+    assert not {("relu1", "c1"), ("relu2", "s")} & read
+    integer = {(site.node, site.tensor) for site in sites_of(RESIDUAL, integer_io=True).activations}
+    assert not {("relu1", "c1"), ("relu2", "s")} & integer
+
+
+def test_each_switch_is_a_rule() -> None:
+    assert nodes(sites_of(RESIDUAL, Placement(residual_add=False))) == {"conv1", "conv2", "conv3"}
+    assert nodes(sites_of(RESIDUAL, Placement(conv=False))) == {"add"}
+    assert "fc" in nodes(sites_of(RESIDUAL, Placement(last_layer=True)))
+    assert "fc" not in nodes(sites_of(RESIDUAL, Placement(last_layer=True, matmul_weight=False)))
+    assert nodes(sites_of(RESIDUAL, kept=frozenset({"conv2", "add"}))) == {"conv1", "conv3"}
+
+
+def test_weights_lie_on_the_output_axis() -> None:
+    assert {site.node: site.axis for site in sites_of(RESIDUAL, Placement(last_layer=True)).weights} == {"conv1": 0, "conv2": 0, "conv3": 0, "fc": 1}
+    assert {site.axis for site in sites_of(ATTENTION).weights} == {1}
+    assert {site.axis for site in sites_of(RESIDUAL, Placement(per_channel=False)).weights} == {-1}
+
+
+def test_biases_are_quantised_only_where_kernels_add_them_in_int32() -> None:
+    assert {site.bias for site in sites_of(RESIDUAL, Placement(last_layer=True)).weights} == {""}
+    biases = {site.node: site.bias for site in sites_of(RESIDUAL, Placement(last_layer=True), integer_io=True).weights}
+    assert biases == {"conv1": "b1", "conv2": "b2", "conv3": "", "fc": "b3"}
+
+
+def test_attention_keeps_its_products_its_mask_and_sums_that_are_normalised() -> None:
+    assert nodes(sites_of(ATTENTION)) == {"q", "k", "o"}
+    assert nodes(sites_of(ATTENTION, Placement(matmul_activations=True))) == {"q", "k", "o", "scores", "mix"}
+    assert nodes(sites_of(ATTENTION, Placement(matmul_weight=False))) == set()
+
+
+def test_integer_io_also_quantises_results_and_shares_a_scale_through_what_moves_bytes() -> None:
+    sites = sites_of(RESIDUAL.replace("GlobalAveragePool (c3)", "MaxPool <kernel_shape = [8, 8]> (c3)"), integer_io=True)
+    tensors = {site.tensor for site in sites.activations}
+    assert {"x", "r1", "c2", "r2", "c3", "p", "f"} == tensors
+    assert sites.same_scale == {"p": "c3", "f": "c3"}
+
+
+def test_nodes_whose_input_was_not_calibrated_are_named() -> None:
+    sites = place(proto_from_text(RESIDUAL).graph, Placement(), frozenset({"x", "r2"}), frozenset(), integer_io=False)
+    assert sites.unseen == ("conv2", "add")
+    assert nodes(sites) == {"conv1", "conv3"}
