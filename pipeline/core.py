@@ -226,7 +226,7 @@ class ModelSource(Frozen):
     python_path: Path | None = None  # folder the module is imported from
     weights: Path | None = None  # .safetensors; None = the weights the entrypoint returns (the plan must say so in words)
     inputs: tuple[TensorSpec, ...] = ()  # empty for .onnx: read from the graph
-    outputs: tuple[str, ...] = ()  # names for the outputs; empty: the exporter's
+    outputs: tuple[str, ...] = ()  # names for the outputs; empty: the keys of a dict or dataclass, else output_0, output_1, ...
     seed: int = 0
     digest: str = ""  # of all content: file, weights, source text of the entrypoint's package
 

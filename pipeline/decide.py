@@ -56,7 +56,7 @@ def decide(candidates: Sequence[Candidate], winner: Candidate | None, validation
     if not validation.passed:
         reasons = tuple(f"validation: {failure}" for failure in validation.failures)
         return Decision("rejected", winner, reasons, next_steps(winner), winner)
-    return Decision("accepted", winner, _why_accepted(winner, validation))
+    return Decision("accepted", winner, _why_accepted(winner, validation), _if_not_faster(winner))
 
 
 def _why_accepted(winner: Candidate, validation: ValidationReport) -> tuple[str, ...]:
@@ -67,10 +67,16 @@ def _why_accepted(winner: Candidate, validation: ValidationReport) -> tuple[str,
             f"drop {metric.drop:+.4f} (95 % {metric.interval.low:+.4f} to {metric.interval.high:+.4f}), limit {metric.max_drop:g}"
         )
     if (ratio := ratio_of(winner)) is not None:
-        words = "as fast as" if not ratio.excludes(1.0) else "times as fast as"
-        number = "not measurably different:" if not ratio.excludes(1.0) else f"{ratio.value:.2f}"
-        reasons.append(f"{number} {words} the baseline (95 % {ratio.low:.2f} to {ratio.high:.2f})")
+        words = f"{ratio.value:.2f} times as fast as" if ratio.excludes(1.0) else "in speed not measurably different from"
+        reasons.append(f"{words} the baseline (95 % {ratio.low:.2f} to {ratio.high:.2f})")
     return tuple(reasons)
+
+
+def _if_not_faster(winner: Candidate) -> tuple[str, ...]:
+    ratio = ratio_of(winner)
+    if ratio is None or ratio.low > 1.0:
+        return ()
+    return ("no candidate is faster than the baseline at the first benchmarked shape: keep the baseline, or give other candidates or shapes",)
 
 
 def _why_none(candidates: Sequence[Candidate]) -> tuple[str, ...]:

@@ -187,8 +187,8 @@ def place(graph: onnx.GraphProto, rules: Placement, ranged: frozenset[str], kept
     sites = [site for node in chosen for site in _inputs(node, wiring)]
     same_scale: dict[str, str] = {}
     if integer_io:
-        tensors, same_scale = _between(chosen, {site.tensor for site in sites}, wiring, ranged, kept)
-        sites += [ActivationSite(n.name, i, t) for n in wiring.nodes for i, t in enumerate(n.input) if t in tensors and n.name not in kept]
+        more, same_scale = _between(chosen, {site.tensor for site in sites}, wiring, ranged, kept)
+        sites += more
     order = {node.name: place for place, node in enumerate(wiring.nodes)}
     activations = tuple(sorted(set(sites), key=lambda site: (order[site.node], site.index)))
     weights = tuple(_weight(node, wiring, rules, integer_io) for node in chosen if node.op_type != "Add" and wiring.weight_index(node) is not None)
@@ -251,26 +251,31 @@ def _weight(node: onnx.NodeProto, wiring: Wiring, rules: Placement, integer_io: 
 
 def _between(
     chosen: list[onnx.NodeProto], quantised: set[str], wiring: Wiring, ranged: frozenset[str], kept: frozenset[str]
-) -> tuple[set[str], dict[str, str]]:
-    """All tensors that ONNX Runtime should hold in 8 bits: results of quantised operators, and what lies between two of them."""
-    tensors = set(quantised)
-    for node in chosen:
-        if node.op_type in ("Conv", "Add"):
-            result = _result(node, wiring, kept)
-            if result in ranged and result not in wiring.outputs:
-                tensors.add(result)
-    for node in wiring.nodes:  # what only moves bytes goes on in 8 bits; in floats, each Concat would dequantise all its inputs again
-        if node.op_type in MOVES_BYTES and node.name not in kept and tensors.issuperset(_data(node)) and node.output[0] in ranged - wiring.outputs:
+) -> tuple[list[ActivationSite], dict[str, str]]:
+    """What ONNX Runtime should also read in 8 bits: results of quantised operators, and all between two of them."""
+    inner = ranged - wiring.outputs
+    results = {_result(node, wiring, kept) for node in chosen if node.op_type in ("Conv", "Add")} & inner
+    tensors = quantised | results
+    able = [node for node in wiring.nodes if node.op_type in INT8_KERNELS and node.name not in kept]
+    for node in able:  # what only moves bytes goes on in 8 bits; in floats, each Concat would dequantise all its inputs again
+        if node.op_type in MOVES_BYTES and tensors.issuperset(_data(node)) and node.output[0] in inner:
             tensors.add(node.output[0])
-    for node in reversed(wiring.nodes):
-        if node.op_type in INT8_KERNELS and node.name not in kept and node.output[0] in tensors:
-            if ranged.issuperset(_data(node)):
-                tensors.update(_data(node))
+    for node in reversed(able):
+        if node.output[0] in tensors and ranged.issuperset(_data(node)):
+            tensors.update(_data(node))
+    kernels = {node.name: _data(node) for node in able if tensors.issuperset([*_data(node), node.output[0]])}
+    held = results | {node.output[0] for node in able if node.name in kernels}  # their float form is never made, so every reader takes the 8 bits
+    sites = [
+        ActivationSite(node.name, index, name)
+        for node in wiring.nodes
+        for index, name in enumerate(node.input)
+        if node.name not in kept and (name in held or name in kernels.get(node.name, ()))
+    ]
     same_scale: dict[str, str] = {}
-    for node in wiring.nodes:
-        if node.op_type in SAME_SCALE and node.name not in kept and {node.input[0], node.output[0]} <= tensors:
+    for node in able:
+        if node.op_type in SAME_SCALE and node.name in kernels:
             same_scale[node.output[0]] = same_scale.get(node.input[0], node.input[0])
-    return tensors, same_scale
+    return sites, same_scale
 
 
 def _data(node: onnx.NodeProto) -> list[str]:

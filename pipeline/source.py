@@ -12,8 +12,10 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
+import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -133,7 +135,7 @@ def _onnx_digest(path: Path) -> str:
 
 
 def code_digest(entrypoint: str, python_path: Path) -> str:
-    """sha256 of the source text behind `module:function`, or of an installed package's name and version.
+    """sha256 of the source text behind `module:function` and the versions of what it imports; of an installed package, its version.
 
     A package under `python_path`: all its .py files. A single module: the .py files beside it and the packages there, since it may
     import them. PlanError if there is no such module.
@@ -147,10 +149,21 @@ def code_digest(entrypoint: str, python_path: Path) -> str:
     site = [Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib")]
     folders = _folders_of(spec)
     if any(folder.is_relative_to(place) for folder in folders for place in site):
-        facts: Mapping[str, str] = _installed_version(top)
+        facts = _installed_version(top)
     else:
-        facts = {str(file.relative_to(folder)): _file_digest(file) for folder in folders for file in sorted(_sources(folder))}
+        texts = {str(file.relative_to(folder)): file.read_bytes() for folder in folders for file in sorted(_sources(folder))}
+        facts = {name: hashlib.sha256(text).hexdigest() for name, text in texts.items()} | _imported_versions(texts.values(), top, folders)
     return hashlib.sha256(json.dumps([module, facts], sort_keys=True).encode()).hexdigest()
+
+
+def _imported_versions(texts: Iterable[bytes], top: str, folders: tuple[Path, ...]) -> dict[str, str]:
+    """The version of every installed package that is imported: a model that comes out of torchvision changes with it."""
+    found = {name.decode() for text in texts for name in re.findall(rb"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE)}
+    local = {entry.stem for folder in folders for entry in folder.iterdir()} | {top}
+    versions: dict[str, str] = {}
+    for name in sorted(found - local - sys.stdlib_module_names):
+        versions |= _installed_version(name)
+    return versions
 
 
 def _installed_spec(top: str) -> ModuleSpec | None:

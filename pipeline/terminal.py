@@ -35,7 +35,8 @@ class StageProgress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._bars.stop()
+        if self._live:
+            self._bars.stop()
 
     def __call__(self, event: StageEvent) -> None:
         """Take one event of the runner."""

@@ -54,7 +54,7 @@ def proto_from_text(text: str) -> onnx.ModelProto:
     proto = onnx.parser.parse_model(text)
     for value in list(proto.graph.value_info):
         dims = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
-        weights = random.standard_normal(dims).astype(np.float32) / np.sqrt(max(1, np.prod(dims[1:])))
+        weights = (random.standard_normal(dims) / np.sqrt(max(1, np.prod(dims[1:])))).astype(np.float32)
         proto.graph.initializer.append(onnx.numpy_helper.from_array(weights, value.name))
         proto.graph.value_info.remove(value)
     return proto

@@ -74,8 +74,10 @@ def test_a_channel_of_dead_weights_does_not_overflow_its_bias() -> None:
 
 # --- placement ---
 
+DEFAULTS = Placement()
 
-def sites_of(text: str, rules: Placement = Placement(), kept: frozenset[str] = frozenset(), integer_io: bool = False) -> Sites:
+
+def sites_of(text: str, rules: Placement = DEFAULTS, kept: frozenset[str] = frozenset(), integer_io: bool = False) -> Sites:
     graph = proto_from_text(text).graph
     constants = {tensor.name for tensor in graph.initializer}
     ranged = frozenset(name for node in graph.node for name in (*node.input, *node.output)) - constants
@@ -83,7 +85,7 @@ def sites_of(text: str, rules: Placement = Placement(), kept: frozenset[str] = f
 
 
 def nodes(sites: Sites) -> set[str]:
-    return {site.node for site in (*sites.activations, *sites.weights)}
+    return {site.node for site in sites.activations} | {site.node for site in sites.weights}
 
 
 def test_default_rules_take_convolutions_and_residual_adds_but_not_the_classifier() -> None:

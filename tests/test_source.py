@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from pipeline.config import ModelConfig
 from pipeline.core import Profile, TensorSpec
 from pipeline.errors import ModelError, PlanError
-from pipeline.source import check_profiles, code_digest, source_from_config
+from pipeline.source import _imported_versions, check_profiles, code_digest, source_from_config
 
 IMAGE = TensorSpec(name="image", dtype="float32", shape=("batch", 1, 8, 8))
 IDS = TensorSpec(name="ids", dtype="int64", shape=("batch", "sequence"))
@@ -88,6 +89,13 @@ def test_code_of_a_package_is_the_whole_package_and_not_its_neighbours(tmp_path:
 def test_an_installed_package_counts_by_its_version(tmp_path: Path) -> None:
     assert code_digest("onnx:load", tmp_path) == code_digest("onnx:load", tmp_path / "elsewhere")
     assert code_digest("yaml:load", tmp_path) != code_digest("onnx:load", tmp_path)  # yaml's distribution is called PyYAML
+
+
+def test_the_versions_of_what_the_code_imports_count(tmp_path: Path) -> None:
+    write_net(tmp_path)
+    text = b"import json\nimport numpy\ndef make():\n    from yaml import load\n    import net.layers\n"
+    versions = {name: importlib.metadata.version(name) for name in ("numpy", "PyYAML")}
+    assert _imported_versions([text], "net", (tmp_path,)) == versions
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A residual CNN for 8x8 grey images: 386,000 parameters, 10 million multiply-adds per image."""
+"""A residual CNN for 8x8 grey images: 389,000 parameters, 10 million multiply-adds per image."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -100,7 +100,7 @@ def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, pr
         profiles=options.profiles,
         threads=options.threads,
         size_bytes=sum((out / FILE).with_suffix(suffix).stat().st_size for suffix in (".xml", ".bin")),
-        notes=tuple(Note(stage="build", text=text) for text in _warnings(model)),
+        notes=tuple(_notes(model)),
     )
 
 
@@ -231,15 +231,14 @@ def _check_runs_as(compiled: Any, precision: Precision) -> None:
         raise UnsupportedError(said, "choose fp32, or for int8 another placement of Q/DQ")
 
 
-def _warnings(model: OnnxModel) -> list[str]:
-    texts = [
-        f"OpenVINO computes {spec.dtype} in {NARROWED[spec.dtype]} on a CPU: larger or finer values of '{spec.name}' come out wrong"
-        for spec in (*model.inputs, *model.outputs)
-        if spec.dtype in NARROWED
-    ]
+def _notes(model: OnnxModel) -> Iterator[Note]:
+    for wide, narrow in NARROWED.items():
+        if names := [f"'{spec.name}'" for spec in (*model.inputs, *model.outputs) if spec.dtype == wide]:
+            text = f"OpenVINO computes {wide} in {narrow} on a CPU: what does not fit comes out wrong ({', '.join(names)})"
+            yield Note(stage="build", text=text, level="info")
     if _amx_is_hidden():
-        texts.append("this virtual machine hides how AMX is laid out (CPUID leaf 0x1D), so OpenVINO runs without AMX here")
-    return texts
+        text = "this virtual machine hides how AMX is laid out (CPUID leaf 0x1D), so OpenVINO runs without AMX, which would crash it"
+        yield Note(stage="build", text=text)
 
 
 def _amx_is_hidden() -> bool:

@@ -24,9 +24,9 @@ from pipeline.errors import ModelError
 from pipeline.source import check_profiles
 
 FILE = "model.onnx"
-TOLERANCE = 1e-3
-"""Largest difference from PyTorch in units of the output's largest magnitude. Sums of fp32 taken in another order differ by about
-1e-6, in deep networks 1e-5; a wrong branch, axis or constant differs by far more."""
+TOLERANCE = 1e-4
+"""Largest difference from PyTorch in units of the output's largest magnitude. Sums of fp32 taken in another order differed by 5e-7 at
+most in ResNet-50, MobileNetV2 and MiniLM; a wrong branch, axis or constant differs by far more."""
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
 
 

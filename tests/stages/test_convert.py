@@ -1,0 +1,321 @@
+"""One recipe, one graph: what the converted graphs hold, and that they still compute the same."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, numpy_helper
+
+from pipeline.activations import observe, open_probe
+from pipeline.compare import run_reference
+from pipeline.core import CalibrationTable, OnnxModel, Placement, Precision, Recipe, Tensors
+from pipeline.errors import PlanError
+from pipeline.graph import onnx_model
+from pipeline.stages.convert import convert
+from tests.fixtures_convert import ATTENTION, RESIDUAL, images, model_from_text, proto_from_text, table_of
+
+FP16 = Recipe(backend="tensorrt", precision=Precision.FP16)
+BF16 = Recipe(backend="tensorrt", precision=Precision.BF16)
+TENSORRT = Recipe(backend="tensorrt", precision=Precision.INT8, rest=Precision.FP16)
+OPENVINO = Recipe(backend="openvino", precision=Precision.INT8, activation="uint8")
+ONNXRUNTIME = Recipe(backend="onnxruntime", precision=Precision.INT8, activation="uint8")
+INT8 = {"tensorrt": TENSORRT, "openvino": OPENVINO, "onnxruntime": ONNXRUNTIME}
+
+
+def seen_by(model: OnnxModel, feeds: Tensors) -> CalibrationTable:
+    return table_of({name: (seen.minimum, seen.maximum) for name, seen in observe(open_probe(model), [feeds]).items()})
+
+
+def converted(folder: Path, text: str, recipe: Recipe, feeds: Tensors) -> tuple[OnnxModel, OnnxModel, onnx.GraphProto]:
+    """The source, the converted model, and its graph, checked by ONNX's strict checker."""
+    model = model_from_text(folder / "source", text)
+    out = folder / "out"
+    out.mkdir()
+    made = convert(model, recipe, seen_by(model, feeds), (), out)
+    proto = onnx.load(str(made.path))
+    onnx.checker.check_model(proto, full_check=True)
+    assert [(s.name, s.dtype, s.shape) for s in (*made.inputs, *made.outputs)] == [
+        (s.name, s.dtype, s.shape) for s in (*model.inputs, *model.outputs)
+    ]
+    return model, made, proto.graph
+
+
+def error_of(before: OnnxModel, after: OnnxModel, feeds: Tensors) -> float:
+    """Largest difference in units of the largest magnitude, over all outputs."""
+    expected, got = run_reference(before.path, feeds), run_reference(after.path, feeds)
+    return max(float(np.abs(np.subtract(got[name], want)).max() / np.abs(want).max()) for name, want in expected.items())
+
+
+def operators(graph: onnx.GraphProto) -> Counter[str]:
+    return Counter(node.op_type for node in graph.node)
+
+
+def dtypes(graph: onnx.GraphProto) -> dict[str, int]:
+    return {tensor.name: tensor.data_type for tensor in graph.initializer}
+
+
+# --- casts ---
+
+
+def test_fp32_is_the_same_graph(tmp_path: Path) -> None:
+    model = model_from_text(tmp_path / "source", RESIDUAL)
+    made = convert(model, Recipe(backend="onnxruntime", precision=Precision.FP32), None, (), tmp_path)
+    assert made.digest == model.digest
+    assert made.path != model.path
+
+
+@pytest.mark.parametrize("text", [RESIDUAL, ATTENTION])
+def test_fp16_casts_at_the_borders_only(tmp_path: Path, text: str) -> None:
+    random = np.random.default_rng(1)
+    feeds = images(4) if text is RESIDUAL else {"x": random.standard_normal((2, 5, 8)), "mask": random.standard_normal((2, 1, 5))}
+    feeds = {name: array.astype(np.float32) for name, array in feeds.items()}
+    model, made, graph = converted(tmp_path, text, FP16, feeds)
+    assert operators(graph)["Cast"] == len(model.inputs) + len(model.outputs)
+    assert set(dtypes(graph).values()) == {TensorProto.FLOAT16}
+    assert made.notes == ()
+    assert error_of(model, made, feeds) < 5e-3
+
+
+OVERFLOW = """
+<ir_version: 9, opset_import: ["" : 20]>
+net (float[N, 4] x) => (float[N, 4] y)
+<float[4, 4] w, float k = {1000.0}, float tiny = {0.001}>
+{
+    [first] a = MatMul (x, w)
+    [big] b = Mul (a, k)
+    [square] c = Mul (b, b)
+    [root] d = Sqrt (c)
+    [small] e = Mul (d, tiny)
+    [last] y = MatMul (e, w)
+}
+"""
+
+
+@pytest.mark.parametrize("source", ["table", "samples"])
+def test_nodes_that_fp16_would_overflow_stay_in_fp32(tmp_path: Path, source: str) -> None:
+    model = model_from_text(tmp_path / "source", OVERFLOW)
+    feeds = {"x": np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32)}
+    table, samples = (seen_by(model, feeds), ()) if source == "table" else (None, (feeds,))
+    made = convert(model, FP16, table, samples, tmp_path)
+    graph = onnx.load(str(made.path)).graph
+    by_name = {node.name: node for node in graph.node}
+    assert "'square'" in made.notes[0].text
+    assert "'root'" in made.notes[0].text
+    assert by_name["square"].output[0] == by_name["root"].input[0] == "c"  # no fp16 between two kept nodes: the value would not survive it
+    assert by_name["last"].input[0] == "e_fp16"
+    assert error_of(model, made, feeds) < 5e-3
+
+
+def test_without_data_nobody_looked_and_a_note_says_so(tmp_path: Path) -> None:
+    made = convert(model_from_text(tmp_path / "source", RESIDUAL), FP16, None, (), tmp_path)
+    assert "no data" in made.notes[0].text
+
+
+def test_constants_that_fp16_cannot_hold_keep_their_node_in_fp32(tmp_path: Path) -> None:
+    text = """<ir_version: 9, opset_import: ["" : 20]> net (float[N, 4] x) => (float[N, 4] y) <float eps = {1e-12}, float low = {-3.4e38}>
+    { [eps] a = Add (x, eps) [root] b = Sqrt (a) [floor] c = Max (b, low) y = Neg (c) }"""
+    _, made, graph = converted(tmp_path, text, FP16, {"x": np.ones((2, 4), np.float32)})
+    assert dtypes(graph) == {"eps": TensorProto.FLOAT, "low": TensorProto.FLOAT}
+    assert "2 nodes stay in fp32" in made.notes[0].text
+
+
+SUBGRAPH = """
+<ir_version: 9, opset_import: ["" : 20]>
+net (float[N, 4] x, bool flag) => (float[N, 4] y, int64[2] size)
+<float[4, 4] w>
+{
+    [outer] a = MatMul (x, w)
+    [branch] b = If (flag) <then_branch = yes () => (float[N, 4] t) { t = Relu (a) }, else_branch = no () => (float[N, 4] e) { e = Neg (a) }>
+    [after] y = MatMul (b, w)
+    [shape] s = Shape (a)
+    [floats] f = Cast <to = 1> (s)
+    [half] h = Mul (f, f)
+    [ints] size = Cast <to = 7> (h)
+}
+"""
+
+
+def test_subgraphs_and_shape_arithmetic_stay_in_fp32(tmp_path: Path) -> None:
+    feeds = {"x": np.ones((3000, 4), np.float32), "flag": np.array(True)}
+    model, made, graph = converted(tmp_path, SUBGRAPH, FP16, feeds)
+    by_name = {node.name: node for node in graph.node}
+    assert by_name["half"].input[0] == "f"
+    assert by_name["outer"].output[0] == "a_fp16"
+    assert run_reference(made.path, feeds)["size"].tolist() == [9_000_000, 16]
+    for flag in (True, False):
+        assert error_of(model, made, feeds | {"flag": np.array(flag)}) < 5e-3
+
+
+def test_inputs_that_an_operator_takes_in_fp32_only_stay(tmp_path: Path) -> None:
+    text = """<ir_version: 9, opset_import: ["" : 20]> net (float[N, 1, 4, 4] x) => (float[N, 1, 8, 8] y) <float[4] scales = {1.0, 1.0, 2.0, 2.0}>
+    { y = Resize <mode = "nearest"> (x, , scales) }"""
+    feeds = {"x": np.random.default_rng(0).standard_normal((2, 1, 4, 4)).astype(np.float32)}
+    model, made, graph = converted(tmp_path, text, FP16, feeds)
+    assert dtypes(graph)["scales"] == TensorProto.FLOAT
+    assert operators(graph)["Cast"] == 2
+    assert error_of(model, made, feeds) < 1e-3
+
+
+def test_bf16_raises_the_opset_and_no_constant_becomes_infinite(tmp_path: Path) -> None:
+    text = RESIDUAL.replace("float[5] b3>", "float[5] b3, float low = {-3.4028235e38}>").replace(
+        "[relu1] r1 = Relu (c1)", "[relu1] r1 = Max (c1, low)"
+    )
+    _, made, graph = converted(tmp_path, text, BF16, images(2))
+    assert made.opset >= 22
+    assert made.notes == ()
+    assert set(dtypes(graph).values()) == {TensorProto.BFLOAT16}
+    assert all(np.isfinite(numpy_helper.to_array(tensor).astype(np.float32)).all() for tensor in graph.initializer)
+
+
+# --- int8 ---
+
+
+@pytest.mark.parametrize("backend", INT8)
+def test_int8_graphs_stay_close_and_hold_no_float_weights(tmp_path: Path, backend: str) -> None:
+    model, made, graph = converted(tmp_path, RESIDUAL, INT8[backend], images(16))
+    assert error_of(model, made, images(8, seed=3)) < 0.06
+    assert made.precision is Precision.INT8
+    left = {tensor.name for tensor in graph.initializer if tensor.data_type in (TensorProto.FLOAT, TensorProto.FLOAT16) and len(tensor.dims) > 1}
+    assert {name.removesuffix("_fp16") for name in left} == {"w3"}  # the classifier's
+
+
+@pytest.mark.parametrize("backend", INT8)
+def test_each_placement_rule_holds_in_the_graph(tmp_path: Path, backend: str) -> None:
+    _, _, graph = converted(tmp_path, RESIDUAL, INT8[backend], images(16))
+    made_by = {name: node for node in graph.node for name in node.output}
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+
+    def kinds(name: str) -> list[str]:
+        return [made_by[tensor].op_type if tensor in made_by else "" for node in graph.node if node.name == name for tensor in node.input]
+
+    for conv in ("conv1", "conv2", "conv3"):
+        assert kinds(conv)[:2] == ["DequantizeLinear", "DequantizeLinear"]
+        expected_bias = ["DequantizeLinear" if backend == "onnxruntime" else ""] if conv != "conv3" else []
+        assert kinds(conv)[2:] == expected_bias
+    assert kinds("add") == ["DequantizeLinear"] * 2
+    assert "DequantizeLinear" not in kinds("relu1") + kinds("relu2") + kinds("fc")
+    pairs = Counter(node.input[0] for node in graph.node if node.op_type == "QuantizeLinear")
+    assert max(pairs.values()) == 1  # one pair per tensor, shared by its readers
+    for node in graph.node:
+        if node.op_type == "DequantizeLinear" and node.input[0] in constants:
+            assert constants[node.input[2]].max() == constants[node.input[2]].min() == 0
+            assert constants[node.input[0]].dtype == (np.int32 if constants[node.input[0]].ndim == 1 else np.int8)
+            assert constants[node.input[1]].shape == (constants[node.input[0]].shape[0],)  # per output channel
+        elif node.op_type == "DequantizeLinear":
+            assert constants[node.input[1]].shape == ()  # activations per tensor
+            assert constants[node.input[2]].dtype == (np.int8 if backend == "tensorrt" else np.uint8)
+            assert backend != "tensorrt" or constants[node.input[2]] == 0
+
+
+def test_scales_and_weights_follow_the_formula_by_hand(tmp_path: Path) -> None:
+    model = model_from_text(tmp_path / "source", RESIDUAL)
+    ranges = dict.fromkeys(("x", "c1", "r1", "c2", "s", "r2", "c3", "p", "f", "y"), (-1.0, 2.54))
+    made = convert(model, Recipe(backend="openvino", precision=Precision.INT8), table_of(ranges), (), tmp_path)
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(str(made.path)).graph.initializer}
+    weights = next(numpy_helper.to_array(t) for t in proto_from_text(RESIDUAL).graph.initializer if t.name == "w1")
+    scale = np.abs(weights).max(axis=(1, 2, 3)) / 127
+    assert constants["x_scale"] == np.float32(2.54 / 127)
+    assert constants["w1_scale"] == pytest.approx(scale, rel=1e-6)
+    assert np.array_equal(constants["w1_q"], np.rint(weights / constants["w1_scale"].reshape(-1, 1, 1, 1)))
+
+
+def test_the_rest_of_a_tensorrt_graph_is_fp16_without_casts_inside(tmp_path: Path) -> None:
+    _, made, graph = converted(tmp_path, RESIDUAL, TENSORRT, images(16))
+    casts = [node for node in graph.node if node.op_type == "Cast"]
+    assert [node.output[0] for node in casts] == ["y"]  # the input goes straight into its QuantizeLinear
+    assert made.opset >= 19
+
+
+def test_onnxruntime_runs_the_graph_in_8_bit_kernels(tmp_path: Path) -> None:
+    import onnxruntime
+
+    recipe = ONNXRUNTIME.model_copy(update={"placement": Placement(last_layer=True)})
+    _, made, _ = converted(tmp_path, RESIDUAL, recipe, images(16))
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(str(made.path), options, providers=["CPUExecutionProvider"])
+    optimised = operators(onnx.load(str(tmp_path / "optimised.onnx")).graph)
+    assert (optimised["QLinearConv"], optimised["QLinearAdd"], optimised["QGemm"]) == (3, 1, 1)
+    assert optimised["Conv"] == optimised["Add"] == optimised["Gemm"] == optimised["Relu"] == 0
+
+
+def test_an_encoder_keeps_attention_products_mask_and_skips_in_floats(tmp_path: Path) -> None:
+    random = np.random.default_rng(1)
+    mask = np.where(random.random((2, 1, 5)) < 0.3, np.finfo(np.float32).min, 0).astype(np.float32)
+    feeds = {"x": random.standard_normal((2, 5, 8)).astype(np.float32), "mask": mask}
+    for name, recipe in INT8.items():
+        model, made, graph = converted(tmp_path / name, ATTENTION, recipe, feeds)
+        quantised = {node.name for node in graph.node for tensor in node.input if "_dq" in tensor}
+        assert quantised >= {"q", "k", "o"}
+        assert not quantised & {"scores", "masked", "softmax", "mix", "bias", "skip", "norm"}
+        assert error_of(model, made, feeds) < 0.05
+
+
+def test_seven_bit_weights_where_the_cpu_would_saturate(tmp_path: Path) -> None:
+    model, made, graph = converted(tmp_path, RESIDUAL, ONNXRUNTIME.model_copy(update={"weight_bits": 7}), images(16))
+    weights = [numpy_helper.to_array(tensor) for tensor in graph.initializer if tensor.data_type == TensorProto.INT8 and len(tensor.dims) == 4]
+    assert len(weights) == 3
+    assert all(w.min() >= -64 and w.max() <= 63 and np.abs(w).max() == 63 for w in weights)
+    assert error_of(model, made, images(8, seed=3)) < 0.08
+
+
+def test_keep_fp32_leaves_nodes_alone(tmp_path: Path) -> None:
+    _, _, graph = converted(tmp_path, RESIDUAL, TENSORRT.model_copy(update={"keep_fp32": ("conv2", "re*")}), images(4))
+    by_name = {node.name: node for node in graph.node}
+    assert list(by_name["conv2"].input) == ["r1", "w2", "b2"]
+    assert dtypes(graph)["w2"] == TensorProto.FLOAT
+    assert by_name["relu2"].output[0] == "r2"
+
+
+def test_a_pattern_that_matches_nothing_is_named_with_near_names(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="conv22") as caught:
+        convert(model_from_text(tmp_path / "source", RESIDUAL), FP16.model_copy(update={"keep_fp32": ("conv22",)}), None, (), tmp_path)
+    assert "conv2" in caught.value.next_step
+
+
+def test_int8_without_a_table_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="calibration"):
+        convert(model_from_text(tmp_path / "source", RESIDUAL), TENSORRT, None, (), tmp_path)
+
+
+def test_a_tensor_that_calibration_did_not_see_leaves_its_node_in_floats(tmp_path: Path) -> None:
+    made = convert(model_from_text(tmp_path / "source", RESIDUAL), OPENVINO, table_of({"x": (-1.0, 1.0)}), (), tmp_path)
+    assert "conv2" in made.notes[0].text
+    assert operators(onnx.load(str(made.path)).graph)["QuantizeLinear"] == 1
+
+
+def test_a_model_with_its_own_scales_keeps_every_one(tmp_path: Path) -> None:
+    _, quantised, _ = converted(tmp_path, RESIDUAL, OPENVINO, images(4))
+    (tmp_path / "again").mkdir()
+    again = convert(quantised, TENSORRT, None, (), tmp_path / "again")
+    assert again.digest == quantised.digest
+    assert "every scale is kept" in again.notes[0].text
+
+
+def test_an_old_opset_is_raised_for_fp16_scales(tmp_path: Path) -> None:
+    model, made, _ = converted(tmp_path, RESIDUAL.replace('"" : 20', '"" : 13'), TENSORRT, images(4))
+    assert (model.opset, made.opset) == (13, 19)
+
+
+def test_constants_as_nodes_and_nodes_without_names_convert(tmp_path: Path) -> None:
+    text = """<ir_version: 9, opset_import: ["" : 20]> net (float[N, 2] x) => (float[N, 2] y)
+    { w = Constant <value = float[2, 2] {1.0, 2.0, 3.0, 4.0}> ()
+      k = Constant <value_float = 2.0> ()
+      a = MatMul (x, w) b = Mul (a, k) y = MatMul (b, w) }"""
+    feeds = {"x": np.ones((3, 2), np.float32)}
+    recipe = OPENVINO.model_copy(update={"placement": Placement(last_layer=True), "keep_fp32": ("Mul_*",)})
+    model, made, graph = converted(tmp_path, text, recipe, feeds)
+    assert operators(graph) == {"MatMul": 2, "Mul": 1, "QuantizeLinear": 2, "DequantizeLinear": 3}  # one copy of the shared weight
+    assert error_of(model, made, feeds) < 0.02
+
+
+def test_weights_in_external_data_convert_and_link(tmp_path: Path) -> None:
+    onnx.save_model(proto_from_text(RESIDUAL), str(tmp_path / "big.onnx"), save_as_external_data=True, location="big.data", size_threshold=0)
+    model = onnx_model(tmp_path, "big.onnx")
+    for name, recipe in {"same": Recipe(backend="onnxruntime", precision=Precision.FP32), "half": FP16}.items():
+        (tmp_path / name).mkdir()
+        made = convert(model, recipe, None, (images(2),), tmp_path / name)
+        assert error_of(model, made, images(2)) < 5e-3
