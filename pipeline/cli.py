@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, NoReturn
 
-import click
 import typer
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.markup import escape
+from typer.exceptions import TyperException
 
 from pipeline import config, deliver, terminal
 from pipeline.errors import CrucibleError, PlanError
@@ -33,7 +33,6 @@ from pipeline.store import Store
 app = typer.Typer(
     name="crucible",
     help="The fastest engine that still gives the right answers on your data, with the evidence.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -196,15 +195,14 @@ def main() -> NoReturn:
     """Entry point of the `crucible` command."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # so that children are stopped and folders removed
     try:
-        code = app(standalone_mode=False)
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except CrucibleError as error:
         code = _fail(error)
-    except click.exceptions.Exit as finished:
+    except typer.Exit as finished:
         code = finished.exit_code
-    except click.ClickException as error:
-        error.show()
-        code = 1
-    except (KeyboardInterrupt, click.Abort):
+    except TyperException as error:
+        code = _fail(PlanError(error.format_message(), "see `crucible --help`, or `crucible COMMAND --help`"))
+    except (KeyboardInterrupt, typer.Abort):
         print("interrupted; what was finished is kept, run the same command to go on", file=sys.stderr)
         code = 130
     except BrokenPipeError:

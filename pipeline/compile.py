@@ -144,8 +144,10 @@ def recipes_of(job: Job) -> tuple[tuple[Recipe, ...], tuple[Note, ...]]:
     if not calibrated and not named:
         notes.append(Note(stage="candidates", text="int8 is left out: the plan has no calibration data", level="info"))
     candidates = job.plan.candidates or default_candidates(targets, calibrated)
-    recipes = (recipe_from_candidate(candidate, targets[candidate.backend], job.plan, calibrated) for candidate in candidates)
-    return tuple(dict.fromkeys(recipes)), tuple(notes)
+    recipes = tuple(dict.fromkeys(recipe_from_candidate(each, targets[each.backend], job.plan, calibrated) for each in candidates))
+    for recipe in recipes:
+        backends.backend(recipe.backend).check_recipe(recipe, targets[recipe.backend])
+    return recipes, tuple(notes)
 
 
 def export_model(job: Job) -> OnnxModel:

@@ -9,9 +9,10 @@ from itertools import chain
 from pathlib import Path
 
 from pipeline import backends
+from pipeline.backends.base import Backend
 from pipeline.backends.tensorrt_rtx_ import why_not_run
-from pipeline.core import Frozen, Precision
-from pipeline.errors import BackendUnavailable
+from pipeline.core import Frozen, Precision, Recipe, Target
+from pipeline.errors import BackendUnavailable, UnsupportedError
 from pipeline.gpu import Gpus, find_gpus
 from pipeline.measure import Environment, environment
 from pipeline.recipes import BF16_FLAGS, VNNI_FLAGS
@@ -103,8 +104,18 @@ def check_backend(name: str, gpus: Gpus) -> BackendCheck:
     except BackendUnavailable as error:
         return BackendCheck(name=name, reason=error.message, install=error.next_step)
     reason = why_not_run(None, gpus) if name == "tensorrt_rtx" else ""
-    builds = tuple(precision for precision in Precision if precision in backend.PRECISIONS)
+    builds = tuple(precision for precision in Precision if _builds(backend, name, precision, target))
     return BackendCheck(name=name, version=target.version, builds=builds, runs=not reason, reason=reason)
+
+
+def _builds(backend: Backend, name: str, precision: Precision, target: Target) -> bool:
+    if name == "pytorch":
+        return precision in backend.PRECISIONS  # a baseline, never a candidate
+    try:
+        backend.check_recipe(Recipe(backend=name, precision=precision, compute_capability="8.9" if name == "tensorrt_rtx" else None), target)
+    except UnsupportedError:
+        return False
+    return True
 
 
 def check_cpu(flags: Iterable[str]) -> CpuCheck:

@@ -13,7 +13,7 @@ def own_home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
     """CRUCIBLE_HOME in a temporary folder, for this process and its children."""
     folder = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("CRUCIBLE_HOME", str(folder))
-    yield folder
+    return folder
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

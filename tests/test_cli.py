@@ -141,7 +141,7 @@ def test_bad_data_is_refused(tmp_path: Path) -> None:
         ({"x": np.where(np.arange(x.size).reshape(x.shape) == 37, np.nan, x).astype(np.float32), "labels": labels}, "nan"),
         ({"x": x.astype(np.float64), "labels": labels}, "float64"),
         ({"x": x[:, :5], "labels": labels}, "shape"),
-        ({"x": x[:0], "labels": labels[:0]}, "empty"),
+        ({"x": x[:0], "labels": labels[:0]}, "no samples"),
         ({"X": x, "labels": labels}, "'x'"),
         ({"x": x, "labels": labels[:-1]}, "labels"),
     ]:

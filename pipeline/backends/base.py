@@ -58,6 +58,10 @@ class Backend(Protocol):
         """This host as this backend sees it, without importing the heavy library where that can be avoided; raises BackendUnavailable."""
         ...
 
+    def check_recipe(self, recipe: Recipe, target: Target) -> None:
+        """Raise UnsupportedError for what this backend lacks, or would only pretend to run, on `target`; known before anything is built."""
+        ...
+
     def unsupported(self, model: OnnxModel, target: Target) -> tuple[Refusal, ...]:
         """Every node this backend cannot run, found before any build."""
         ...

@@ -170,10 +170,15 @@ class OrtSession:
         self._feeds, self._results = {}, ()
 
 
-def _check_precision(model: OnnxModel, recipe: Recipe) -> None:
+def check_recipe(recipe: Recipe, target: Target) -> None:
+    """UnsupportedError for a precision that ONNX Runtime would only pretend to run on a CPU."""
     if recipe.precision not in PRECISIONS:
         said = f"ONNX Runtime on a CPU would only pretend to run {recipe.precision}: {NOT_REALLY[recipe.precision]}"
         raise UnsupportedError(said, "choose fp32 or int8, or openvino for bf16")
+
+
+def _check_precision(model: OnnxModel, recipe: Recipe) -> None:
+    check_recipe(recipe, probe())
     if model.precision != recipe.precision:
         said = f"ONNX Runtime takes the precision from the graph: the recipe says {recipe.precision}, the graph is {model.precision}"
         raise UnsupportedError(said, f"convert the graph to {recipe.precision} first")

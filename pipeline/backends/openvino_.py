@@ -78,7 +78,7 @@ def unsupported(model: OnnxModel, target: Target) -> tuple[Refusal, ...]:
 def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent) -> Engine:
     """Write the IR to `out` and compile it once, to see that the heavy layers run in the recipe's precision."""
     target = probe()
-    check_precision(model, recipe, target)
+    _check_precision(model, recipe, target)
     ov = _library()
     progress(None, "converting to OpenVINO's IR")
     try:
@@ -195,7 +195,7 @@ def _owned(tensor: Any, port: Any) -> NDArray[np.generic]:
     return copy.view(ml_dtypes.bfloat16) if port.element_type.to_string() == "bf16" else copy
 
 
-def check_precision(model: OnnxModel, recipe: Recipe, target: Target) -> None:
+def check_recipe(recipe: Recipe, target: Target) -> None:
     """UnsupportedError for what OpenVINO would only pretend to do on this CPU."""
     asked = recipe.precision
     if asked not in PRECISIONS:
@@ -208,8 +208,12 @@ def check_precision(model: OnnxModel, recipe: Recipe, target: Target) -> None:
     if asked in NEEDED_FLAGS and recipe.keep_fp32:
         said = f"OpenVINO runs the whole model in {asked}, so it cannot keep nodes {', '.join(recipe.keep_fp32)} in fp32"
         raise UnsupportedError(said, "leave keep_fp32 out, or choose fp32 or int8")
-    in_graph = asked is Precision.INT8 or recipe.realised_in == "graph"
-    wanted = asked if in_graph else Precision.FP32
+
+
+def _check_precision(model: OnnxModel, recipe: Recipe, target: Target) -> None:
+    check_recipe(recipe, target)
+    in_graph = recipe.precision is Precision.INT8 or recipe.realised_in == "graph"
+    wanted = recipe.precision if in_graph else Precision.FP32
     if model.precision != wanted:
         said = f"OpenVINO needs a graph in {wanted} for {recipe.label}, and this one is {model.precision}"
         raise UnsupportedError(said, f"convert the graph to {wanted} first")

@@ -54,6 +54,11 @@ def probe() -> Target:
     return Target(backend="pytorch", version=torch_version(), device=cpu_name())
 
 
+def check_recipe(recipe: Recipe, target: Target) -> None:
+    """Always UnsupportedError: baselines are named under benchmark.baselines."""
+    raise UnsupportedError("pytorch is a baseline, not a candidate: it runs the source, not a graph", "list it under benchmark.baselines")
+
+
 def unsupported(model: OnnxModel, target: Target) -> tuple[Refusal, ...]:
     """None: it runs the module itself, not the graph."""
     return ()
@@ -61,7 +66,8 @@ def unsupported(model: OnnxModel, target: Target) -> tuple[Refusal, ...]:
 
 def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent) -> Engine:
     """Always UnsupportedError: a graph is not what PyTorch runs. `build_baseline` takes the source."""
-    raise UnsupportedError("pytorch is a baseline, not a candidate: it runs the source, not a graph", "list it under benchmark.baselines")
+    check_recipe(recipe, probe())
+    raise AssertionError  # check_recipe always raises
 
 
 def build_baseline(source: ModelSource, model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent) -> Engine:

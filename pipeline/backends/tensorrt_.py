@@ -19,6 +19,10 @@ def probe() -> Target:
     raise unavailable(find_gpus(), _library_version())
 
 
+def check_recipe(recipe: Recipe, target: Target) -> None:
+    raise unavailable(find_gpus(), _library_version())
+
+
 def unsupported(model: OnnxModel, target: Target) -> tuple[Refusal, ...]:
     raise unavailable(find_gpus(), _library_version())
 

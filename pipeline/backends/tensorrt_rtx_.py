@@ -121,10 +121,16 @@ def _capability(recipe: Recipe) -> str:
     return named
 
 
-def _check_precision(model: OnnxModel, recipe: Recipe) -> None:
+def check_recipe(recipe: Recipe, target: Target) -> None:
+    """UnsupportedError for a precision or a GPU generation that TensorRT-RTX does not build for."""
+    _capability(recipe)
     if recipe.precision not in PRECISIONS:
         choices = ", ".join(sorted(PRECISIONS))
         raise UnsupportedError(f"TensorRT-RTX is built here in {choices}, not in {recipe.precision}", f"choose one of {choices}")
+
+
+def _check_precision(model: OnnxModel, recipe: Recipe) -> None:
+    check_recipe(recipe, probe())
     if model.precision != recipe.precision:
         raise UnsupportedError(
             f"TensorRT-RTX takes the precision from the graph: the recipe says {recipe.precision}, the graph is {model.precision}",

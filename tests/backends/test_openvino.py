@@ -92,20 +92,19 @@ def test_16_bit_precision_runs_as_such_or_is_refused_by_name(tmp_path: Path, pre
 
 
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16])
-def test_an_old_cpu_only_pretends(tmp_path: Path, precision: Precision) -> None:
+def test_an_old_cpu_only_pretends(precision: Precision) -> None:
     with pytest.raises(UnsupportedError, match=rf"{precision} on this CPU \(An old CPU\): it needs .*{precision}.*, and has avx2"):
-        openvino_.check_precision(several().write(tmp_path), recipe_of(precision), OLD_CPU)
+        openvino_.check_recipe(recipe_of(precision), OLD_CPU)
 
 
 def test_refuses_what_it_cannot_do_in_words(tmp_path: Path) -> None:
-    source = several().write(tmp_path)
     all_flags = OLD_CPU.model_copy(update={"cpu_flags": ("avx512_bf16", "avx512_fp16")})
     with pytest.raises(UnsupportedError, match="no tf32"):
-        openvino_.check_precision(source, recipe_of(Precision.TF32), all_flags)
+        openvino_.check_recipe(recipe_of(Precision.TF32), all_flags)
     with pytest.raises(UnsupportedError, match="cannot keep nodes head in fp32"):
-        openvino_.check_precision(source, recipe_of(Precision.BF16).model_copy(update={"keep_fp32": ("head",)}), all_flags)
+        openvino_.check_recipe(recipe_of(Precision.BF16).model_copy(update={"keep_fp32": ("head",)}), all_flags)
     with pytest.raises(UnsupportedError, match="needs a graph in int8"):
-        openvino_.check_precision(source, recipe_of(Precision.INT8), all_flags)
+        built(several().write(tmp_path), recipe_of(Precision.INT8), (), tmp_path / "out")
 
 
 def test_an_int8_graph_that_runs_in_fp32_is_refused(tmp_path: Path) -> None:
