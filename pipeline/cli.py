@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
 from rich.markdown import Markdown
 from rich.markup import escape
 from typer.exceptions import TyperException
@@ -64,7 +63,7 @@ def compile_(plan: PlanArgument, overrides: SetOption, profiles: ProfileOption, 
         report = compile_plan(parsed, runner, _command_line())
         files = publish_report(report, runner, out or Path("crucible-out") / (parsed.name or "model"))
     if not as_json:
-        console = Console()
+        console = terminal.console()
         console.print(terminal.candidate_table(report))
         for line in terminal.verdict_lines(report):
             console.print(line, highlight=False, soft_wrap=True)
@@ -91,7 +90,7 @@ def validate(result: ResultArgument, overrides: SetOption, as_json: JsonOption =
     with _runner(quiet=as_json) as runner:
         report = validate_again(plan, engine, runner)
     if not as_json:
-        Console().print("\n".join(terminal.validation_lines(report)), highlight=False, soft_wrap=True)
+        terminal.console().print("\n".join(terminal.validation_lines(report)), highlight=False, soft_wrap=True)
     print(report.model_dump_json())
     raise typer.Exit(0 if report.passed else 2)
 
@@ -106,7 +105,7 @@ def bench(result: ResultArgument, overrides: SetOption, as_json: JsonOption = Fa
     with _runner(quiet=as_json) as runner:
         measured = benchmark_again(plan, engine, runner)
     if not as_json:
-        Console().print(terminal.benchmark_table(measured))
+        terminal.console().print(terminal.benchmark_table(measured))
     print(json.dumps([report.model_dump(mode="json", exclude={"rows": {"__all__": {"upload", "compute", "download"}}}) for report in measured]))
 
 
@@ -119,7 +118,7 @@ def inspect(
     """Show what is in a model or an engine; with --backend, every node that the backend cannot run, before any build."""
     from pipeline.inspection import engine_lines, model_lines, refusals_of
 
-    console = Console()
+    console = terminal.console()
     if target.is_dir():
         engine = deliver.load_engine(target)
         print(engine.model_dump_json(indent=1)) if as_json else console.print("\n".join(engine_lines(engine)), highlight=False)
@@ -145,7 +144,7 @@ def doctor(as_json: JsonOption = False) -> None:
     if as_json:
         print(found.model_dump_json())
     else:
-        Console().print("\n".join(lines(found)), highlight=False, soft_wrap=True, markup=False)
+        terminal.console().print("\n".join(lines(found)), highlight=False, soft_wrap=True, markup=False)
 
 
 @app.command()
@@ -158,7 +157,7 @@ def report(result: ResultArgument, as_json: JsonOption = False) -> None:
     if as_json:
         print(loaded.model_dump_json())
         return
-    console = Console()
+    console = terminal.console()
     console.print(Markdown(markdown(loaded)))
     console.print(f"report: {files.html_file}", highlight=False, soft_wrap=True, markup=False)
 
@@ -181,7 +180,7 @@ def _profile_entry(text: str) -> str:
 
 @contextlib.contextmanager
 def _runner(quiet: bool) -> Iterator[Runner]:
-    console = Console(stderr=True)
+    console = terminal.console(stderr=True)
     with terminal.StageProgress(console, quiet) as progress:
         store = Store(config.home(), on_wait=lambda text: None if quiet else console.print(f"[yellow]{escape(text)}", highlight=False))
         yield Runner(store, progress)
@@ -214,7 +213,7 @@ def main() -> NoReturn:
 
 
 def _fail(error: CrucibleError) -> int:
-    console = Console(stderr=True)
+    console = terminal.console(stderr=True)
     console.print(f"[bold red]error[/] [dim]{error.code}[/] {escape(error.message)}", highlight=False, soft_wrap=True)
     if error.next_step:
         console.print(f"[bold]next[/] {escape(error.next_step)}", highlight=False, soft_wrap=True)

@@ -205,6 +205,8 @@ def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutpu
 
 def convert_model(job: Job, model: OnnxModel, recipe: Recipe) -> OnnxModel:
     """The graph that this recipe asks for."""
+    if recipe.precision is Precision.FP32 or recipe.realised_in == "runtime":
+        return model
     calibration = job.data.calibration
     if recipe.quantizer == "nncf" and calibration is not None:
         arguments = (model, calibration, recipe, job.plan.calibration)
@@ -217,9 +219,8 @@ def convert_model(job: Job, model: OnnxModel, recipe: Recipe) -> OnnxModel:
 
 
 def calibration_table(job: Job, model: OnnxModel, recipe: Recipe) -> CalibrationTable | None:
-    """The ranges that a recipe needs: int8 its method's, 16-bit floats the largest values; None where it needs none or there is no data."""
-    in_graph = recipe.precision is not Precision.FP32 and recipe.realised_in == "graph"
-    if not in_graph or job.data.calibration is None:
+    """The ranges that a recipe needs: int8 its method's, 16-bit floats the largest values. None where there is no data."""
+    if job.data.calibration is None:
         return None
     method = recipe.method or CalibrationMethod.MINMAX
     inputs, options = (model.digest, job.data.calibration.digest), canonical({"method": method, **job.plan.calibration.model_dump()})

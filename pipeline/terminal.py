@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import TracebackType
 
 from rich.console import Console
@@ -15,7 +16,14 @@ from pipeline.measure import Interval
 from pipeline.report import BenchmarkReport, Candidate, LatencyRow, Report, ValidationReport
 from pipeline.runner import StageEvent
 
+PLAIN_WIDTH = 130
 VERDICT_STYLE = {"accepted": "bold green", "unproven": "bold yellow", "rejected": "bold red"}
+
+
+def console(stderr: bool = False) -> Console:
+    """A console as wide as the terminal; wide enough for a table of candidates where there is none."""
+    found = Console(stderr=stderr)
+    return found if found.is_terminal or "COLUMNS" in os.environ else Console(stderr=stderr, width=PLAIN_WIDTH)
 
 
 class StageProgress:

@@ -1,0 +1,62 @@
+"""The base install: no torch, one onnxruntime, light imports, and it compiles an ONNX model."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures_cli import crucible, write_task
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def base_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The interpreter of a fresh environment that holds the base install and nothing else."""
+    folder = tmp_path_factory.mktemp("venv") / "base"
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "constraints.txt"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "pipeline", source / "pipeline", ignore=shutil.ignore_patterns("__pycache__"))
+    python = str(folder / "bin" / "python")
+    if uv := shutil.which("uv"):
+        commands = [[uv, "venv", "-q", "--python", sys.executable, str(folder)], [uv, "pip", "install", "-q", "--python", python]]
+    else:
+        commands = [[sys.executable, "-m", "venv", str(folder)], [python, "-m", "pip", "install", "-q"]]
+    commands[-1] += ["--constraint", "constraints.txt", "."]
+    for command in commands:
+        done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    return python
+
+
+@pytest.mark.slow
+def test_without_torch_an_onnx_model_compiles(base_python: str, tmp_path: Path) -> None:
+    missing = subprocess.run([base_python, "-c", "import torch"], capture_output=True, text=True, check=False)
+    assert "No module named 'torch'" in missing.stderr
+    plan = write_task(tmp_path, candidates=[])
+    done = crucible("compile", plan, cwd=tmp_path, env={"PYTHONPATH": ""}, python=base_python)
+    assert done.code == 0, done.err
+    assert done.summary["verdict"] == "accepted"
+    assert "onnxruntime int8" in done.out
+    assert "openvino" not in done.out.split("ACCEPTED")[0]
+    assert "reference, ONNX Runtime fp32" in (tmp_path / "crucible-out" / "tiny" / "report.md").read_text()
+
+
+@pytest.mark.slow
+def test_without_torch_an_entrypoint_names_the_extra(base_python: str, tmp_path: Path) -> None:
+    model = {"entrypoint": "net:build", "weights_from": "random", "inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 16]}]}
+    plan = write_task(tmp_path, model=model)
+    (tmp_path / "net.py").write_text("import torch\n\ndef build():\n    return torch.nn.Linear(16, 4)\n")
+    done = crucible("compile", plan, cwd=tmp_path, env={"PYTHONPATH": ""}, python=base_python)
+    assert done.code == 1
+    assert "crucible[torch]" in done.err
+
+
+def test_a_command_that_needs_no_heavy_library_loads_none() -> None:
+    heavy = "torch onnxruntime openvino nncf tensorrt tensorrt_rtx onnxsim polygraphy onnx_graphsurgeon matplotlib"
+    code = f"import sys, pipeline.cli, pipeline.compile; print([name for name in '{heavy}'.split() if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"
