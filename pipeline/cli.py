@@ -29,6 +29,8 @@ from pipeline.process import crucible_error
 from pipeline.runner import Runner
 from pipeline.store import Store
 
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
 app = typer.Typer(
     name="crucible",
     help="The fastest engine that still gives the right answers on your data, with the evidence.",
@@ -202,13 +204,14 @@ def main() -> NoReturn:
     except TyperException as error:
         code = _fail(PlanError(error.format_message(), "see `crucible --help`, or `crucible COMMAND --help`"))
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted; what was finished is kept, run the same command to go on", file=sys.stderr)
-        code = 130
+        code = INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has gone: nothing more to say to it
         code = 0
     except Exception as error:  # noqa: BLE001  the edge of the process
         code = _fail(crucible_error(error))
+    if code == INTERRUPTED:  # typer turns Ctrl-C into this exit code by itself
+        print("interrupted; what was finished is kept, run the same command to go on", file=sys.stderr)
     sys.exit(code or 0)
 
 

@@ -280,10 +280,12 @@ def _main(descriptor: int) -> None:
             value = function(*start.arguments, lambda fraction, text: connection.send(Report(fraction, text)))
         answer: object = Done(value)
     except Exception as error:  # noqa: BLE001  the edge of a process: everything must reach the parent
-        traceback.print_exc()
         answer = Failed(crucible_error(error), traceback.format_exc())
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # the log may lie on a full disk
+        if isinstance(answer, Failed):
+            print(answer.trace, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
     connection.send(answer)
     connection.close()
     os._exit(0)  # libraries' atexit handlers and threads may hang; all is said and flushed

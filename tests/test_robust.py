@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from tests.fixtures_cli import crucible, environment, write_task
 
-STAGES = ("export", "simplify", "calibrate", "convert", "build", "reference", "validate", "benchmark")
+STAGES = ("export", "simplify", "build", "reference", "validate", "calibrate", "convert", "benchmark")  # in the order of their first run
 
 
 def start(plan: Path, home: Path) -> subprocess.Popen[str]:
@@ -36,6 +37,7 @@ def test_ctrl_c_in_every_stage_ends_with_130_and_the_next_run_goes_on(tmp_path: 
     plan, home = write_task(tmp_path), tmp_path / "home"
     before: set[str] = set()
     for stage in STAGES:
+        shutil.rmtree(home / "logs", ignore_errors=True)
         process = start(plan, home)
         wait_for_stage(home, stage, process)
         process.send_signal(signal.SIGINT)
