@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -115,3 +117,16 @@ class HostTimer:
 
     def elapsed_s(self) -> float:
         return self._stop - self._start
+
+
+@contextlib.contextmanager
+def torch_hidden() -> Iterator[None]:
+    """In here torch is not to be had: NNCF and Polygraphy import it only to ask whether an array is a tensor, which takes seconds."""
+    if "torch" in sys.modules:  # it is needed anyway
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # the import system's way to say that a module must not be imported
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]

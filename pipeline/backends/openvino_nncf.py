@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from pipeline.backends.checks import installed_version
+from pipeline.backends.checks import installed_version, torch_hidden
 from pipeline.config import CalibrationConfig
 from pipeline.core import Note, OnnxModel, Precision, Progress, Recipe, Tensors, silent
 from pipeline.data import CalibrationSet
@@ -43,6 +43,11 @@ def quantize_with_nncf(
 ) -> OnnxModel:
     """The int8 graph as out/model.onnx, with the interface of `model`. NNCF chooses ranges and placement; `recipe.keep_fp32` is kept out."""
     installed_version("nncf", "pip install 'crucible[openvino]'")
+    with torch_hidden():
+        return _quantize(model, samples, recipe, options, out, progress)
+
+
+def _quantize(model: OnnxModel, samples: CalibrationSet, recipe: Recipe, options: CalibrationConfig, out: Path, progress: Progress) -> OnnxModel:
     proto = read_proto(model.path)
     kept = _kept_nodes([node.name for node in proto.graph.node], recipe.keep_fp32)
     progress(None, "loading NNCF")

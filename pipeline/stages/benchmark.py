@@ -197,10 +197,11 @@ def race(
         done += 1
         return _answer(contestant, message)
 
-    contestants = []
-    for engine in engines:  # one after another: loading is work too, and memory peaks while it lasts
-        contestants.append(Contestant(engine, start(engine)))
-        turn(contestants[-1], "load", None)
+    contestants: list[Contestant] = []
+    for number in range(len(engines)):  # as many at once as there are cores: loading is work too, and memory peaks while it lasts
+        while len(contestants) < min(len(engines), number + usable_cores()):
+            contestants.append(Contestant(engines[len(contestants)], start(engines[len(contestants)])))
+        turn(contestants[number], "load", None)
     warm = WarmUpOptions(options.warmup_runs, options.warmup_s)
     for workload in workloads:
         shape = ", ".join(f"{name} {size}" for name, size in workload.sizes.items()) or "fixed shape"

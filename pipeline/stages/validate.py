@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from pipeline import backends
 from pipeline.backends.base import Loaded, Session
+from pipeline.backends.checks import torch_hidden
 from pipeline.config import AccuracyConfig, Thresholds
 from pipeline.core import Artifact, Engine, Note, Progress, Tensors, TensorSpec, silent, sizes_from_shapes
 from pipeline.data import Batch, GeneratedPart, SampleSet
@@ -223,26 +223,13 @@ def _compare(outputs: Tensors, expected: Tensors, tallies: tuple[_Tally, ...]) -
         infinities_compare_equal=True,
         find_output_func=lambda name, index, result: [name],
     )
-    with _torch_hidden(), G_LOGGER.verbosity(G_LOGGER.CRITICAL):
+    with torch_hidden(), G_LOGGER.verbosity(G_LOGGER.CRITICAL):
         runs = RunResults()
         runs.add([{name: pair[0] for name, pair in pairs.items()}], runner_name="candidate")
         runs.add([{name: pair[1] for name, pair in pairs.items()}], runner_name="reference")  # second: relative errors are taken from it
         results = Comparator.compare_accuracy(runs, compare_func=check)
     found = results[0]["candidate", "reference"][0]
     return {name: _Statistics(found[name].max_absdiff, found[name].mean_absdiff, found[name].max_reldiff) for name in pairs}
-
-
-@contextlib.contextmanager
-def _torch_hidden() -> Iterator[None]:
-    """Polygraphy imports torch to ask whether an array is a tensor: 3 s, and torch beside the candidate. In here torch is not to be had."""
-    if "torch" in sys.modules:  # the candidate is torch's own
-        yield
-        return
-    sys.modules["torch"] = None  # type: ignore[assignment]  # the import system's way to say that a module must not be imported
-    try:
-        yield
-    finally:
-        del sys.modules["torch"]
 
 
 @dataclass(slots=True)
