@@ -54,8 +54,7 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
 
     Raises a CrucibleError for a request that is impossible; an engine that is wrong or slow is part of the report.
     """
-    source = source_from_config(plan.model, plan.profiles)
-    job = Job(plan, runner, source, open_data(plan, input_specs(source)), environment())
+    job = open_job(plan, runner)
     recipes, notes = recipes_of(job)
 
     exported = export_model(job)
@@ -110,6 +109,14 @@ class Measured:
     created: str
 
 
+def open_job(plan: Plan, runner: Runner) -> Job:
+    """Find the source, complete the profiles, open the data: everything that can be wrong with a request is said here."""
+    source = source_from_config(plan.model, plan.profiles)
+    inputs = input_specs(source)
+    complete = plan.model_copy(update={"profiles": check_profiles(inputs, plan.profiles)})
+    return Job(complete, runner, source, open_data(complete, inputs), environment())
+
+
 def input_specs(source: ModelSource) -> tuple[TensorSpec, ...]:
     """The plan's inputs, or an ONNX file's own."""
     if source.inputs or source.path is None:
@@ -119,7 +126,6 @@ def input_specs(source: ModelSource) -> tuple[TensorSpec, ...]:
 
 def open_data(plan: Plan, inputs: tuple[TensorSpec, ...]) -> Data:
     """Open and check the sets that the plan names; sets that overlap are an error."""
-    check_profiles(inputs, plan.profiles)
     nothing = GeneratedData(generate="random", samples=GENERATED_SAMPLES, because="the plan names no selection data", seed=plan.model.seed + 1)
     named = plan.data
     calibration = open_set(CalibrationSet, named.calibration, inputs, plan.profiles) if named.calibration else None
@@ -328,8 +334,7 @@ def publish_report(report: Report, runner: Runner, folder: Path) -> ReportFiles:
 
 def validate_again(plan: Plan, engine: Engine, runner: Runner) -> ValidationReport:
     """A delivered engine on its plan's validation set, or on the selection set where there is no other."""
-    source = source_from_config(plan.model, plan.profiles)
-    job = Job(plan, runner, source, open_data(plan, input_specs(source)), environment())
+    job = open_job(plan, runner)
     reference = build_baselines(job, export_model(job))[0]
     samples = job.data.validation or job.data.selection
     return check_engine(job, engine, reference_outputs(job, reference, samples), samples)
@@ -337,8 +342,7 @@ def validate_again(plan: Plan, engine: Engine, runner: Runner) -> ValidationRepo
 
 def benchmark_again(plan: Plan, engine: Engine, runner: Runner) -> list[BenchmarkReport]:
     """A delivered engine and its baselines in one interleaved run; never reused."""
-    source = source_from_config(plan.model, plan.profiles)
-    job = Job(plan, runner, source, open_data(plan, input_specs(source)), environment())
+    job = open_job(plan, runner)
     exported = export_model(job)
     engines = [*build_baselines(job, exported), engine]
     found: Benchmarks = runner.run(benchmark, engines, exported, plan.benchmark, name="benchmark", progress=runner.progress("benchmark"))

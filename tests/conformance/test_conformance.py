@@ -18,7 +18,10 @@ from pipeline.core import BuildOptions, Engine, Precision, Recipe, Tensors
 from pipeline.errors import BackendUnavailable, CrucibleError, DataError, InternalError, StoreError, UnsupportedError
 from tests.conformance.models import CASES, Case, convolution, ramp, several, two_symbols
 
-GRAPH_BACKENDS = [name for name in backends.BACKENDS if name != "pytorch"]  # the baselines run a module, not a graph: tests/backends
+ON_GPU = ("tensorrt", "tensorrt_rtx")
+GRAPH_BACKENDS = [  # the baselines run a module, not a graph: tests/backends
+    pytest.param(name, marks=pytest.mark.gpu) if name in ON_GPU else name for name in backends.BACKENDS if name != "pytorch"
+]
 CAPABILITY = {"tensorrt_rtx": "8.9"}  # a backend that builds for a GPU that is not here
 
 

@@ -1,0 +1,131 @@
+"""The story through the real stages: what is read when, what is made again, what each verdict needs."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.compile import compile_plan
+from pipeline.config import load_plan
+from pipeline.core import Progress, silent
+from pipeline.data import SampleSet
+from pipeline.process import call_in_child
+from pipeline.report import Report
+from pipeline.runner import Runner
+from pipeline.store import Store
+from tests.fixtures_cli import FEATURES, answers, write_task
+
+
+class CountingRun:
+    """Runs stages as ever, and counts which engines were given which set."""
+
+    def __init__(self) -> None:
+        self.reads: Counter[tuple[str, str]] = Counter()
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any, name: str, log: Path | None = None, progress: Progress = silent) -> Any:
+        for argument in arguments:
+            if isinstance(argument, SampleSet):
+                self.reads[argument.role, function.__name__] += 1
+        return call_in_child(function, *arguments, name=name, log=log, progress=progress)
+
+
+def compiled(plan: Path, home: Path, run: CountingRun | None = None) -> Report:
+    return compile_plan(load_plan(plan), Runner(Store(home), run=run or call_in_child), "crucible compile plan.yaml")
+
+
+def made(report: Report) -> list[str]:
+    return [step.stage for step in report.steps if not step.reused]
+
+
+def test_the_validation_set_is_read_once_for_the_reference_and_once_for_the_winner(tmp_path: Path) -> None:
+    run = CountingRun()
+    report = compiled(write_task(tmp_path), tmp_path / "home", run)
+    assert report.verdict == "accepted"
+    assert {key: count for key, count in run.reads.items() if key[0] == "validation"} == {
+        ("validation", "run_reference"): 1,
+        ("validation", "validate"): 1,
+    }
+    assert run.reads["selection", "validate"] == 2  # each candidate
+    assert [candidate.state for candidate in report.candidates] == ["measured", "measured"]
+    assert report.validation is not None
+    assert report.validation.samples == 220
+
+
+def test_a_winner_that_fails_on_the_validation_set_is_rejected_with_what_to_try(tmp_path: Path) -> None:
+    candidates = [{"backend": "onnxruntime", "precision": "int8", "method": "minmax", "placement": {"last_layer": True}}]
+    plan = write_task(tmp_path, candidates=candidates)
+    far = 40 * np.random.default_rng(9).normal(0, 1, (220, FEATURES)).astype(np.float32)  # far outside what calibration saw
+    np.savez(tmp_path / "validation.npz", x=far, labels=answers(far))
+    report = compiled(plan, tmp_path / "home")
+    assert report.verdict == "rejected"
+    assert report.nearest_miss == report.winner == "onnxruntime int8 minmax u8s8"
+    assert any("top1" in reason for reason in report.reasons)
+    assert "percentile" in report.next_steps[0]
+
+
+def test_a_tensorrt_rtx_candidate_is_built_and_says_which_gpu_it_needs(tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx")
+    candidates = [
+        {"backend": "onnxruntime", "precision": "fp32"},
+        {"backend": "tensorrt_rtx", "precision": "fp16", "compute_capability": "8.9"},
+        {"backend": "tensorrt_rtx", "precision": "int8", "compute_capability": "8.9"},
+    ]
+    report = compiled(write_task(tmp_path, candidates=candidates), tmp_path / "home")
+    assert report.verdict == "accepted"
+    assert [candidate.state for candidate in report.candidates] == ["measured", "built", "built"]
+    for candidate in report.candidates[1:]:
+        assert candidate.engine is not None
+        assert candidate.engine.path.stat().st_size > 1000
+        assert "8.9" in candidate.reason
+
+
+NETWORK = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(16, 64), torch.nn.Linear(64, 4)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x)))
+
+def build():
+    return Net()
+"""
+
+
+def test_editing_one_line_of_the_model_exports_again_and_nothing_else_does(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    model = {"entrypoint": "net:build", "weights_from": "random: a test", "inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 16]}]}
+    fp32 = [{"backend": "onnxruntime", "precision": "fp32"}]
+    plan = write_task(tmp_path, model=model, candidates=fp32, data={}, benchmark={"duration_s": 0.2, "warmup_s": 0.05})
+    (tmp_path / "net.py").write_text(NETWORK)
+    first = compiled(plan, tmp_path / "home")
+    assert first.verdict == "unproven"
+    assert first.reference.startswith("PyTorch eager fp32")
+    assert first.baseline is not None
+    assert first.baseline.label == "pytorch eager fp32"
+    assert "export" in made(first)
+    assert made(compiled(plan, tmp_path / "home")) == []
+    (tmp_path / "net.py").write_text(NETWORK.replace("torch.relu", "torch.tanh"))
+    assert "export" in made(compiled(plan, tmp_path / "home"))
+
+
+def test_another_threshold_checks_again_but_builds_nothing(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    compiled(write_task(tmp_path), home)
+    again = compiled(write_task(tmp_path, accuracy={"metric": "top1", "max_drop": 0.04}), home)
+    assert set(made(again)) == {"validate"}
+
+
+def test_one_candidate_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+    candidates = [{"backend": "onnxruntime", "precision": "fp32"}, {"backend": "onnxruntime", "precision": "int8", "method": "minmax"}]
+    plan = write_task(tmp_path, candidates=candidates, accuracy={"metric": "top1", "thresholds": {"max_abs": 1e-3}})
+    report = compiled(plan, tmp_path / "home")
+    assert [candidate.state for candidate in report.candidates] == ["measured", "failed accuracy"]
+    assert report.candidates[1].benchmark is not None  # measured all the same: the plot shows what the loss would have bought
+    assert report.winner == "onnxruntime fp32"
