@@ -10,12 +10,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.compile import Job, export_model, input_specs, open_data, simplify_model
+from pipeline.compile import export_model, open_job, simplify_model
 from pipeline.config import Plan, home, load_plan
 from pipeline.core import OnnxModel
 from pipeline.measure import environment
 from pipeline.runner import Runner
-from pipeline.source import source_from_config
 from pipeline.store import Store
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,17 +28,15 @@ Row = Mapping[str, Cell]
 
 def graph_of(plan_path: Path) -> tuple[Plan, OnnxModel]:
     """A plan and its exported, simplified graph; from the store if `crucible compile` has been there."""
-    plan = load_plan(plan_path)
-    source = source_from_config(plan.model, plan.profiles)
-    job = Job(plan, Runner(Store(home())), source, open_data(plan, input_specs(source)), environment())
-    return plan, simplify_model(job, export_model(job))
+    job = open_job(load_plan(plan_path), Runner(Store(home())))
+    return job.plan, simplify_model(job, export_model(job))
 
 
 def publish(name: str, rows: Sequence[Row], targets: Mapping[str, bool]) -> None:
     """Print a table, keep the result with its environment, and end with one JSON document on a line of its own."""
     table = Table(*rows[0], title=name)
     for row in rows:
-        table.add_row(*(_text(cell) for cell in row.values()))
+        table.add_row(*(text_of(cell) for cell in row.values()))
     console = Console(width=140)
     console.print(table)
     for target, met in targets.items():
@@ -56,7 +53,7 @@ def publish(name: str, rows: Sequence[Row], targets: Mapping[str, bool]) -> None
     print(json.dumps(document))
 
 
-def _text(cell: Cell) -> str:
+def text_of(cell: Cell) -> str:
     if cell is None:
         return "-"
     return f"{cell:,.4g}" if isinstance(cell, float) else str(cell)

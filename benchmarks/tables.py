@@ -1,0 +1,65 @@
+"""Write docs/benchmarks.md from benchmarks/results/*.json: no figure in it is typed by hand, and a test keeps the two in step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from common import RESULTS, ROOT, text_of
+
+PAGE = ROOT / "docs" / "benchmarks.md"
+HEAD = """# Benchmarks
+
+`make bench` runs all of this and takes about half an hour on 2 cores; each script alone: `.venv/bin/python benchmarks/NAME.py`.
+This page is written by `benchmarks/tables.py` from the files in `benchmarks/results/`, which hold the environment of each run.
+Figures are medians; ratios come from one interleaved run ([measurement.md](measurement.md) says how).
+Other machines give other figures: look at the CPU's flags first.
+"""
+SECTIONS = {
+    "resnet50": """## ResNet-50 against PyTorch eager
+All candidates of `configs/resnet50.yaml` (random weights: for speed only). `ratio` is the eager median over this median, with its 95 % interval.
+bf16 by OpenVINO loses to fp32 on a host where AMX cannot be used, and is measured so that nobody has to guess.""",
+    "session_overhead": """## Our Session against calling the library directly
+Both in one process, in turn, on the same engine: from numpy arrays to numpy arrays.
+On a small model the difference counts, on a large one the ratio.""",
+    "compile_time": """## The demo's compile
+The whole process of `crucible compile configs/digits.yaml`: export, eight engines, measuring. Then again with everything in the store.""",
+    "calibration_memory": """## Memory of calibration
+Peak memory of a process that calibrates ResNet-50 on generated 224x224 images. It must not grow with the number of samples.""",
+}
+
+
+def main() -> None:
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for name, text in SECTIONS.items():
+        result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        parts += [text, "", *_table(result["rows"]), "", *_targets(result["targets"]), "", _environment(result), ""]
+    return "\n".join(parts)
+
+
+def _table(rows: list[Mapping[str, Any]]) -> list[str]:
+    lines = [f"| {' | '.join(rows[0])} |", f"|{'---|' * len(rows[0])}"]
+    return lines + [f"| {' | '.join(text_of(cell) for cell in row.values())} |" for row in rows]
+
+
+def _targets(targets: Mapping[str, bool]) -> list[str]:
+    return [f"- {'met' if met else '**missed**'}: {target}" for target, met in targets.items()]
+
+
+def _environment(result: Mapping[str, Any]) -> str:
+    host = result["environment"]
+    packages = ", ".join(f"{name} {version}" for name, version in host["packages"].items() if name in ("torch", "onnxruntime", "openvino", "nncf"))
+    return (
+        f"{result['created'][:10]}, {host['cpu']}, {host['cores']} cores, flags {' '.join(host['cpu_flags'])}; Python {host['python']}, {packages}."
+    )
+
+
+if __name__ == "__main__":
+    main()
