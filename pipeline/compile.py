@@ -196,15 +196,19 @@ def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutpu
     """Convert, build and check one candidate, as far as it comes. What stops it is part of the report."""
     candidate = Candidate(label=recipe.label, recipe=recipe, state="failed")
     try:
-        engine = build_engine(job, convert_model(job, model, recipe), recipe)
-        candidate = candidate.model_copy(update={"engine": engine})
+        converted = convert_model(job, model, recipe)
+        engine = build_engine(job, converted, recipe)
+        notes = engine.notes if converted is model else (*converted.notes, *engine.notes)
+        candidate = candidate.model_copy(update={"engine": engine, "notes": notes})
         report = check_engine(job, engine, expected, job.data.selection)
     except UnsupportedError as error:
         return candidate.model_copy(update={"state": "refused", "reason": error.message})
     except BackendUnavailable as error:
         return candidate.model_copy(update={"state": "built" if candidate.engine else "refused", "reason": error.message})
-    except (ModelError, ChildDied, InternalError) as error:
+    except (ModelError, ChildDied) as error:
         return candidate.model_copy(update={"reason": error.message})
+    except InternalError as error:  # the others may still be right
+        return candidate.model_copy(update={"reason": f"a bug in Crucible, please report it: {error.message}"})
     state = "measured" if report.passed else "failed accuracy"
     return candidate.model_copy(update={"state": state, "selection": report, "reason": "; ".join(report.failures)})
 
@@ -213,15 +217,21 @@ def convert_model(job: Job, model: OnnxModel, recipe: Recipe) -> OnnxModel:
     """The graph that this recipe asks for."""
     if recipe.precision is Precision.FP32 or recipe.realised_in == "runtime":
         return model
-    calibration = job.data.calibration
-    if recipe.quantizer == "nncf" and calibration is not None:
-        arguments = (model, calibration, recipe, job.plan.calibration)
-        options = options_of(recipe, job.plan.calibration)
-        return job.runner.stage(NNCF, OnnxModel, *arguments, inputs=(model.digest, calibration.digest), options=options, subject=recipe.label)
+    if recipe.quantizer == "nncf" and job.data.calibration is not None:
+        return quantize_by_nncf(job, model, recipe, job.data.calibration)
     table = calibration_table(job, model, recipe)
     samples = job.samples.first(FEEDS_FOR_CHECKS)
     inputs = (model.digest, job.samples.digest, table.root.name if table else "")
-    return job.runner.stage(CONVERT, OnnxModel, model, recipe, table, samples, inputs=inputs, options=options_of(recipe), subject=recipe.label)
+    arguments = (model, recipe, table, samples)
+    converted = job.runner.stage(CONVERT, OnnxModel, *arguments, inputs=inputs, options=options_of(recipe), subject=recipe.label)
+    return converted.model_copy(update={"notes": (*table.notes, *converted.notes)}) if table else converted
+
+
+def quantize_by_nncf(job: Job, model: OnnxModel, recipe: Recipe, calibration: CalibrationSet) -> OnnxModel:
+    """NNCF chooses ranges and placement by itself, so it stands in the place of calibrate and convert."""
+    inputs, options = (model.digest, calibration.digest), options_of(recipe, job.plan.calibration)
+    arguments = (model, calibration, recipe, job.plan.calibration)
+    return job.runner.stage(NNCF, OnnxModel, *arguments, inputs=inputs, options=options, subject=recipe.label)
 
 
 def calibration_table(job: Job, model: OnnxModel, recipe: Recipe) -> CalibrationTable | None:

@@ -193,13 +193,17 @@ class Recipe(Frozen):
 
     @property
     def label(self) -> str:
-        """Short name for tables: `onnxruntime int8 entropy u8s8`."""
+        """Short name for tables, unlike that of any other recipe: `onnxruntime int8 entropy u8s8`."""
         parts = [self.backend, self.variant, str(self.precision)]
         if self.precision is Precision.INT8:
-            scheme = "nncf" if self.quantizer == "nncf" else f"{self.activation[0]}8s{self.weight_bits}"
-            parts += [str(self.method or ""), scheme]
+            parts += [
+                "nncf" if self.quantizer == "nncf" else str(self.method or ""),
+                f"{'u' if self.activation == 'uint8' else 's'}8s{self.weight_bits}",
+            ]
+            usual = Placement()
+            parts += [f"{'+' if on else '-'}{rule}" for rule, on in self.placement if on != getattr(usual, rule)]
         if self.keep_fp32:
-            parts.append(f"keep {len(self.keep_fp32)}")
+            parts.append(f"keep {','.join(self.keep_fp32)}")
         if self.compute_capability:
             parts.append(f"sm_{self.compute_capability.replace('.', '')}")
         return " ".join(part for part in parts if part)

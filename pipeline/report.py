@@ -129,6 +129,7 @@ class Candidate(Frozen):
     engine: Engine | None = None
     selection: ValidationReport | None = None
     benchmark: BenchmarkReport | None = None
+    notes: tuple[Note, ...] = ()  # of calibration, conversion and build
 
 
 class Report(Frozen):
@@ -155,6 +156,15 @@ class Report(Frozen):
     nearest_miss: str | None = None
     notes: tuple[Note, ...] = ()
     benchmarked: str = Field(default="", description="UTC date of the latency figures; older than `created` if reused")
+
+    def every_note(self) -> tuple[tuple[str, Note], ...]:
+        """All notes, each with the label of its engine, or "" if it is about the whole."""
+        found = [("", note) for note in (*self.notes, *(self.validation.notes if self.validation else ()))]
+        for benchmark in (self.baseline, *self.baselines, *(candidate.benchmark for candidate in self.candidates)):
+            found += [(benchmark.label, note) for note in benchmark.notes] if benchmark else []
+        for candidate in self.candidates:
+            found += [(candidate.label, note) for note in (*candidate.notes, *(candidate.selection.notes if candidate.selection else ()))]
+        return tuple(found)
 
 
 class ReportFiles(Frozen):

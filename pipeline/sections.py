@@ -278,15 +278,7 @@ def _environment(report: Report) -> Section:
 
 
 def _notes(report: Report) -> Section:
-    notes = list(report.notes)
-    found = [("", f"{note.level}, {note.stage}: {note.text}") for note in notes]
-    for entry in entries(report):
-        candidate = entry.candidate
-        own = [*(entry.benchmark.notes if entry.benchmark else ())]
-        if candidate:
-            own += [*(candidate.engine.notes if candidate.engine else ()), *(candidate.selection.notes if candidate.selection else ())]
-        found += [(entry.label, f"{note.level}, {note.stage}: {note.text}") for note in own]
-    found += [("", f"{note.level}, {note.stage}: {note.text}") for note in (report.validation.notes if report.validation else ())]
+    found = ((subject, f"{note.level}, {note.stage}: {note.text}") for subject, note in report.every_note())
     return Section("notes", "Notes and warnings", items=_grouped(found))
 
 

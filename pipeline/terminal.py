@@ -86,6 +86,8 @@ def verdict_lines(report: Report) -> list[str]:
     lines += [f"  {escape(reason)}" for reason in report.reasons]
     if report.nearest_miss and report.nearest_miss != report.winner:
         lines.append(f"  nearest miss: {report.nearest_miss}")
+    warnings = dict.fromkeys(note.text for _, note in report.every_note() if note.level == "warning")
+    lines += [f"  [yellow]warning:[/] {escape(text)}" for text in warnings]
     return lines + [f"  next: {escape(step)}" for step in report.next_steps]
 
 

@@ -165,7 +165,7 @@ def sample_report(root: Path = Path("/store/engine"), evil: str = "") -> Report:
         baseline=benchmark("pytorch eager fp32", 13.4, None, values=220),
         baselines=(benchmark("pytorch traced fp32", 9.8, 13.4, values=300),),
         candidates=_candidates(root),
-        winner="openvino int8 entropy nncf",
+        winner="openvino int8 nncf u8s8",
         ratio=Interval(value=6.09, low=6.0, high=6.17),
         validation=selection(0.0033, 0.9962, role="validation"),
         verdict="accepted",

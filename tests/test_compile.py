@@ -61,7 +61,7 @@ def test_a_winner_that_fails_on_the_validation_set_is_rejected_with_what_to_try(
     np.savez(tmp_path / "validation.npz", x=far, labels=answers(far))
     report = compiled(plan, tmp_path / "home")
     assert report.verdict == "rejected"
-    assert report.nearest_miss == report.winner == "onnxruntime int8 minmax u8s8"
+    assert report.nearest_miss == report.winner == "onnxruntime int8 minmax u8s8 +last_layer"
     assert any("top1" in reason for reason in report.reasons)
     assert "percentile" in report.next_steps[0]
 

@@ -34,8 +34,8 @@ def test_a_host_with_vnni_and_bf16_tries_all_of_it(plan: Plan) -> None:
         "openvino fp32",
         "openvino bf16",
         "openvino int8 entropy u8s8",
-        "openvino int8 entropy i8s8",
-        "openvino int8 nncf",
+        "openvino int8 entropy s8s8",
+        "openvino int8 nncf u8s8",
     ]
 
 

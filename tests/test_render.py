@@ -131,7 +131,7 @@ def test_entries_are_numbered_from_fast_to_slow_with_the_unmeasured_last(report:
 def test_markdown_tells_verdict_reasons_command_and_every_candidate(report: Report) -> None:
     text = markdown(report)
     assert text.startswith("# digits: accepted\n")
-    assert "openvino int8 entropy nncf runs at 6.09 \\[6.00, 6.17\\] times the speed of pytorch eager fp32" in text
+    assert "openvino int8 nncf u8s8 runs at 6.09 \\[6.00, 6.17\\] times the speed of pytorch eager fp32" in text
     assert "    crucible compile configs/digits.yaml" in text
     assert "- serve it: crucible serve" in text
     assert all(candidate.label in text and candidate.reason in text for candidate in report.candidates)
@@ -143,7 +143,7 @@ def test_percentiles_are_absent_without_enough_values(report: Report) -> None:
     rows = {row[1]: row for section in sections(report) if section.key == "candidates" for row in section.tables[0].rows}
     header = next(section for section in sections(report) if section.key == "candidates").tables[0].header
     p90, p99 = header.index(">p90"), header.index(">p99")
-    assert rows["openvino int8 entropy nncf"][p99] != "-"
+    assert rows["openvino int8 nncf u8s8"][p99] != "-"
     assert rows["openvino fp32"][p99] == "-"  # 400 values
     assert rows["openvino fp32"][p90] != "-"
 
