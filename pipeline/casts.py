@@ -34,6 +34,9 @@ DTYPES = {Precision.FP16: np.dtype(np.float16), Precision.BF16: np.dtype(ml_dtyp
 LEAST_OPSET = {Precision.FP16: 13, Precision.BF16: 22}
 """Convolution and pooling take bfloat16 since opset 22."""
 
+QDQ_OPSET = 13
+"""DequantizeLinear takes one scale per channel since opset 13."""
+
 SCALES_OPSET = 19
 """QuantizeLinear and DequantizeLinear take float16 scales since opset 19."""
 

@@ -61,9 +61,11 @@ def compile_(plan: PlanArgument, overrides: SetOption, profiles: ProfileOption, 
     from pipeline.compile import compile_plan, publish_report
 
     parsed = _plan(plan, overrides, profiles)
+    folder = out or Path("crucible-out") / (parsed.name or "model")
+    deliver.check_folder(folder)
     with _runner(quiet=as_json) as runner:
         report = compile_plan(parsed, runner, _command_line())
-        files = publish_report(report, runner, out or Path("crucible-out") / (parsed.name or "model"))
+        files = publish_report(report, runner, folder)
     if not as_json:
         console = terminal.console()
         console.print(terminal.candidate_table(report))

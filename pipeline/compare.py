@@ -68,11 +68,6 @@ def array_from_ort(value: OrtValue) -> NDArray[np.generic]:
     return bits.view(ml_dtypes.bfloat16)
 
 
-def run_reference(path: Path, feeds: Tensors) -> Tensors:
-    """Outputs of a graph for one set of inputs, by ONNX Runtime with optimisations off; `open_reference` loads once for many."""
-    return open_reference(path)(feeds)
-
-
 def compare_graphs(before: Path, after: Path, feeds_list: Iterable[Tensors], tolerance: float = 1e-4) -> str:
     """Empty if both graphs give the same outputs on all feeds, else a sentence naming the output, the error and the shapes.
 

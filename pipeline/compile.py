@@ -18,14 +18,14 @@ from pipeline.core import BuildOptions, CalibrationMethod, CalibrationTable, Eng
 from pipeline.data import CalibrationSet, SampleSet, SelectionSet, ValidationSet, check_disjoint, open_set
 from pipeline.decide import choose, decide, ratio_of
 from pipeline.deliver import deliver_engine
-from pipeline.errors import BackendUnavailable, ChildDied, InternalError, ModelError, UnsupportedError
+from pipeline.errors import BackendUnavailable, ChildDied, InternalError, ModelError, PlanError, UnsupportedError
 from pipeline.measure import Environment, environment
 from pipeline.recipes import default_candidates, missing_backend_note, recipe_from_candidate
 from pipeline.render import write_report
 from pipeline.report import BenchmarkFailure, BenchmarkReport, Benchmarks, Candidate, OperatorTable, Report, ReportFiles, ValidationReport
 from pipeline.runner import Runner, Stage
 from pipeline.source import check_profiles, code_digest, source_from_config
-from pipeline.stages.benchmark import benchmark
+from pipeline.stages.benchmark import benchmark, check_sizes
 from pipeline.stages.build import build
 from pipeline.stages.calibrate import calibrate
 from pipeline.stages.convert import convert
@@ -43,7 +43,7 @@ SIMPLIFY = Stage("simplify", 1, simplify, ("onnx", "onnxsim", "onnx-graphsurgeon
 CALIBRATE = Stage("calibrate", 1, calibrate, ("onnx", "onnxruntime"))
 CONVERT = Stage("convert", 1, convert, ("onnx", "onnxruntime"))
 NNCF = Stage("convert", 1, quantize_with_nncf, ("onnx", "nncf"))
-BASELINE = Stage("baseline", 1, pytorch_.build_baseline, pytorch_.DISTRIBUTIONS)
+BASELINE = Stage("baseline", 2, pytorch_.build_baseline, pytorch_.DISTRIBUTIONS)
 REFERENCE = Stage("reference", 1, run_reference)
 VALIDATE = Stage("validate", 1, validate, ("polygraphy",))
 BENCHMARK = Stage("benchmark", 1, benchmark)
@@ -114,23 +114,33 @@ def open_job(plan: Plan, runner: Runner) -> Job:
     source = source_from_config(plan.model, plan.profiles)
     inputs = input_specs(source)
     complete = plan.model_copy(update={"profiles": check_profiles(inputs, plan.profiles)})
+    check_sizes(plan.benchmark.sizes, inputs, complete.profiles)
     return Job(complete, runner, source, open_data(complete, inputs), environment())
 
 
 def input_specs(source: ModelSource) -> tuple[TensorSpec, ...]:
-    """The plan's inputs, or an ONNX file's own."""
-    if source.inputs or source.path is None:
+    """The plan's inputs, or an ONNX file's own; PlanError where the plan says otherwise than the file."""
+    if source.kind != "onnx" or source.path is None:
         return source.inputs
-    return graph.onnx_model(source.path.parent, source.path.name).inputs
+    model = graph.onnx_model(source.path.parent, source.path.name)
+    asked, has = ([f"{spec.name} {spec.dtype} [{', '.join(map(str, spec.shape))}]" for spec in specs] for specs in (source.inputs, model.inputs))
+    names = [spec.name for spec in model.outputs]
+    for key, plans, files in (("inputs", asked, has), ("outputs", list(source.outputs), names)):
+        if plans and plans != files:
+            said = f"model.{key}: the plan says {', '.join(plans)}, the file has {', '.join(files)}"
+            raise PlanError(said, f"leave model.{key} out: an .onnx file is taken as it is")
+    if not model.inputs:
+        raise ModelError(f"'{source.path}' has no inputs: its answer is a constant", "give a model that takes at least one input")
+    return model.inputs
 
 
 def open_data(plan: Plan, inputs: tuple[TensorSpec, ...]) -> Data:
     """Open and check the sets that the plan names; sets that overlap are an error."""
     nothing = GeneratedData(generate="random", samples=GENERATED_SAMPLES, because="the plan names no selection data", seed=plan.model.seed + 1)
     named = plan.data
-    calibration = open_set(CalibrationSet, named.calibration, inputs, plan.profiles) if named.calibration else None
-    selection = open_set(SelectionSet, named.selection or nothing, inputs, plan.profiles)
-    validation = open_set(ValidationSet, named.validation, inputs, plan.profiles) if named.validation else None
+    calibration = open_set(CalibrationSet, named.calibration, inputs, plan.profiles) if named.calibration is not None else None
+    selection = open_set(SelectionSet, nothing if named.selection is None else named.selection, inputs, plan.profiles)
+    validation = open_set(ValidationSet, named.validation, inputs, plan.profiles) if named.validation is not None else None
     check_disjoint(*(opened for opened in (calibration, selection, validation) if opened is not None))
     return Data(calibration, selection, validation)
 
@@ -257,7 +267,7 @@ def check_engine(job: Job, engine: Engine, expected: ReferenceOutputs, samples: 
     """One engine against the reference on one set."""
     rows = batch_rows(job)
     accuracy = job.plan.accuracy
-    metric = code_digest(accuracy.metric, accuracy.python_path) if ":" in accuracy.metric else ""
+    metric = code_digest(accuracy.metric, accuracy.python_path, "accuracy.metric") if ":" in accuracy.metric else ""
     inputs, options = (engine.digest, expected.digest, samples.digest, metric), options_of(accuracy, engine.recipe)
     arguments = (engine, expected, samples, accuracy, rows)
     subject = f"{engine.recipe.label} on {samples.role}"
@@ -343,11 +353,13 @@ def publish_report(report: Report, runner: Runner, folder: Path) -> ReportFiles:
 
 
 def validate_again(plan: Plan, engine: Engine, runner: Runner) -> ValidationReport:
-    """A delivered engine on its plan's validation set, or on the selection set where there is no other."""
+    """A delivered engine on its plan's validation set, or on the selection set where there is no other; never reused: its files may have changed."""
     job = open_job(plan, runner)
     reference = build_baselines(job, export_model(job))[0]
     samples = job.data.validation or job.data.selection
-    return check_engine(job, engine, reference_outputs(job, reference, samples), samples)
+    arguments = (engine, reference_outputs(job, reference, samples), samples, job.plan.accuracy, batch_rows(job))
+    report: ValidationReport = runner.run(validate, *arguments, name="validate", progress=runner.progress("validate"))
+    return report
 
 
 def benchmark_again(plan: Plan, engine: Engine, runner: Runner) -> list[BenchmarkReport]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -15,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import platformdirs
 import yaml
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
 from pipeline.core import Frozen, Placement, Precision, Profile, TensorSpec
 from pipeline.errors import PlanError
@@ -73,7 +74,13 @@ def _paths(value: object) -> object:
     return (value,) if isinstance(value, str | Path) else value
 
 
-DataSource = Annotated[DataPaths, BeforeValidator(_paths)]
+def _files_or_generated(value: object) -> str:
+    """A mapping is meant as generated data, all else as files: so that only the faults of what was meant are told."""
+    return "(generated)" if isinstance(value, Mapping | GeneratedData) else "(files)"
+
+
+_EitherSource = Annotated[tuple[Path, ...], Tag("(files)")] | Annotated[GeneratedData, Tag("(generated)")]
+DataSource = Annotated[_EitherSource, Discriminator(_files_or_generated), BeforeValidator(_paths)]
 
 
 class DataConfig(Frozen):
@@ -149,7 +156,7 @@ class BenchmarkConfig(Frozen):
 class Plan(Frozen):
     """Everything `crucible compile` needs to know."""
 
-    name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$")
+    name: str = Field(default="", pattern=r"^([A-Za-z0-9_-][A-Za-z0-9_.-]*)?$")  # never `..`, which is another folder
     model: ModelConfig
     profiles: Annotated[tuple[Profile, ...], BeforeValidator(_profiles_by_symbol)] = ()
     data: DataConfig = DataConfig()
@@ -172,7 +179,10 @@ def load_plan(path: Path, overrides: Iterable[str] = ()) -> Plan:
         raise PlanError(f"no plan at '{path}'", "give the path of a YAML plan or of an .onnx model; configs/ holds examples")
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        advice = "write a plan that names it: `model: {path: ...}` takes .onnx and .pt2"
+        raise PlanError(f"'{path}' is not a text file, so it is no plan", advice) from error
+    except yaml.YAMLError as error:
         raise PlanError(f"'{path}' is not valid YAML: {error}", "mend the line named above") from error
     return plan_from_document(document, base=path.resolve().parent, name=path.stem, overrides=overrides)
 
@@ -189,7 +199,7 @@ def plan_from_document(document: object, base: Path, name: str = "", overrides: 
         raise PlanError(f"expected a plan of `key: value` lines, got {type(document).__name__}", "see configs/digits.yaml for an example")
     for override in overrides:
         _apply_override(document, override)
-    document.setdefault("name", "".join(c if c.isalnum() or c in "_.-" else "-" for c in name))
+    document.setdefault("name", re.sub(r"[^A-Za-z0-9_.-]", "-", name).lstrip("."))
     try:
         plan = Plan.model_validate(document)
     except ValidationError as error:
@@ -199,7 +209,9 @@ def plan_from_document(document: object, base: Path, name: str = "", overrides: 
 
 def override_plan(plan: Plan, overrides: Iterable[str]) -> Plan:
     """A checked plan with `a.b=value` overrides applied; relative paths in them are taken from the working folder."""
-    return plan_from_document(plan.model_dump(mode="json"), base=Path.cwd(), overrides=overrides)
+    document = plan.model_dump(mode="json")
+    document["profiles"] = [profile["dims"] for profile in document["profiles"]]  # as people write them
+    return plan_from_document(document, base=Path.cwd(), overrides=overrides)
 
 
 def _apply_override(document: dict[str, Any], override: str) -> None:
@@ -248,18 +260,22 @@ def _with_absolute_paths(plan: Plan, base: Path) -> Plan:
     return plan.model_copy(update={"model": model, "data": data, "accuracy": accuracy})
 
 
+_UNWRITTEN = ("(files)", "(generated)", "dims")  # parts of a place in the plan that nobody writes
+_IN_WORDS = {"tuple": "list, written [a, b] or with dashes", "dictionary": "mapping of `key: value`"}
+
+
 def _explain(error: ValidationError) -> str:
     """All faults of a plan, one sentence each, with the near key where one is misspelt."""
     sentences = []
     for fault in error.errors():
-        where = ".".join(str(part) for part in fault["loc"]) or "plan"
+        where = ".".join(str(part) for part in fault["loc"] if part not in _UNWRITTEN) or "plan"
         if fault["type"] == "extra_forbidden":
             known = _known_keys(Plan, fault["loc"][:-1])
             near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1, cutoff=0.5)
             hint = f"did you mean '{near[0]}'?" if near else f"expected one of {', '.join(sorted(known))}"
             sentences.append(f"unknown key '{where}': {hint}")
         else:
-            message = fault["msg"].removeprefix("Value error, ")
+            message = re.sub(r"valid (tuple|dictionary).*", lambda kind: _IN_WORDS[kind[1]], fault["msg"].removeprefix("Value error, "))
             shown = "" if isinstance(fault["input"], dict | list) else f" (got {fault['input']!r})"
             sentences.append(f"{where}: {message}{shown}")
     return "; ".join(dict.fromkeys(sentences))

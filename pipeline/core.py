@@ -79,13 +79,15 @@ class DimRange(Frozen):
     """Smallest, most usual and largest size of one symbolic dimension. Written as {min, opt, max} or [min, opt, max]."""
 
     min: int = Field(ge=0)
-    opt: int
+    opt: int = Field(ge=1)
     max: int
 
     @model_validator(mode="before")
     @classmethod
     def _from_list(cls, value: object) -> object:
-        if isinstance(value, list | tuple) and len(value) == 3:
+        if isinstance(value, list | tuple):
+            if len(value) != 3:
+                raise ValueError(f"expected [min, opt, max], got {list(value)}")
             return dict(zip(("min", "opt", "max"), value, strict=True))
         if isinstance(value, int):
             return {"min": value, "opt": value, "max": value}

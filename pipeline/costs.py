@@ -8,7 +8,7 @@ Bytes are those of a node's own inputs and outputs, as if nothing were fused or 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,10 +52,14 @@ def node_costs(path: Path, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
     return tuple(_cost(node, known) for node in proto.graph.node)
 
 
-def total_flops(path: Path, sizes: Mapping[str, int]) -> float | None:
-    """FLOPs of one run at these sizes; None if any node's are unknown."""
-    counts = [cost.flops for cost in node_costs(path, sizes)]
-    return None if any(count is None for count in counts) else float(sum(count for count in counts if count is not None))
+def total(amounts: Iterable[float | None]) -> float | None:
+    """The sum; None if one of them is unknown."""
+    whole = 0.0
+    for amount in amounts:
+        if amount is None:
+            return None
+        whole += amount
+    return whole
 
 
 def _bound(proto: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.ModelProto:

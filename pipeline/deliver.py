@@ -8,9 +8,19 @@ import shutil
 from pathlib import Path
 
 from pipeline.core import Engine
-from pipeline.errors import ModelError
+from pipeline.errors import ModelError, PlanError
 
 ENGINE_FILE = "engine.json"
+
+
+def check_folder(folder: Path) -> None:
+    """PlanError unless `folder` is one that can be written, or made: said before the work, not after it."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        what = "cannot be written" if place.is_dir() else "is a file"
+        raise PlanError(f"cannot write to '{folder}': '{place}' {what}", "name another folder with --out")
 
 
 def deliver_engine(engine: Engine, folder: Path) -> None:
@@ -20,7 +30,7 @@ def deliver_engine(engine: Engine, folder: Path) -> None:
     try:
         shutil.copytree(engine.root, work)
         (work / ENGINE_FILE).write_text(engine.model_dump_json(indent=1), encoding="utf-8")
-        if folder.exists():
+        if folder.is_dir():  # a file of that name is not ours: the rename below fails and leaves it
             folder.rename(old := folder.with_name(f".{folder.name}.{os.getpid()}.old"))
             shutil.rmtree(old)
         work.rename(folder)
@@ -37,4 +47,4 @@ def load_engine(folder: Path) -> Engine:
     try:
         return Engine.model_validate({**json.loads(file.read_text(encoding="utf-8")), "root": file.parent})
     except ValueError as error:
-        raise ModelError(f"'{file}' is not an engine of this version: {error}", "compile the model again") from error
+        raise ModelError(f"'{file}' is not an engine of this version: {str(error).partition(chr(10))[0]}", "compile the model again") from error

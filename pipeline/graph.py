@@ -5,8 +5,11 @@ A file is trusted with nothing: external data is read only from the model's own 
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import hashlib
 import math
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -18,7 +21,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 from pipeline.core import Dim, Note, OnnxModel, Precision, Tensors, TensorSpec
-from pipeline.errors import ModelError
+from pipeline.errors import ModelError, PlanError
 
 PROTOBUF_LIMIT_BYTES = 2**31 - 1  # protobuf's own; more must lie in external data
 EXTERNAL_ABOVE_BYTES = 1_500_000_000  # below the limit, with room for the graph itself
@@ -135,6 +138,15 @@ def external_files(path: Path) -> tuple[Path, ...]:
     return tuple(sorted({_external_range(t, path)[0] for t in tensors_of(proto) if t.data_location == onnx.TensorProto.EXTERNAL}))
 
 
+def copy_model(source: Path, target: Path) -> None:
+    """Copy a graph file to `target`, and its external data to the same places beside it."""
+    shutil.copyfile(source, target)
+    for file in external_files(source):
+        place = target.parent / file.relative_to(source.parent.resolve())
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, place)
+
+
 def file_size(path: Path) -> int:
     """Bytes of a model with its external data."""
     return path.stat().st_size + sum(file.stat().st_size for file in external_files(path))
@@ -202,6 +214,22 @@ def operator_histogram(path: Path) -> dict[str, int]:
 def operator_of(node: onnx.NodeProto) -> str:
     """`Conv`, or `com.microsoft::Gelu` outside the default domain."""
     return node.op_type if node.domain in DEFAULT_DOMAINS else f"{node.domain}::{node.op_type}"
+
+
+def kept_nodes(graph: onnx.GraphProto, patterns: tuple[str, ...]) -> frozenset[str]:
+    """Names of the nodes that the patterns match; PlanError, with near names, for one that matches nothing."""
+    names = [node.name for node in graph.node]
+    kept: set[str] = set()
+    for pattern in patterns:
+        matches = fnmatch.filter(names, pattern)
+        if not matches:
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+            raise PlanError(
+                f"keep_fp32: no node matches '{pattern}'",
+                f"names of the simplified graph that come near: {', '.join(near)}",
+            )
+        kept.update(matches)
+    return frozenset(kept)
 
 
 # --- the interface ---

@@ -72,15 +72,6 @@ class Samples(Frozen):
     def median_s(self) -> float:
         return self.percentile_s(50)
 
-    @property
-    def mean_s(self) -> float:
-        return float(np.mean(self.values_s))
-
-    @property
-    def std_s(self) -> float:
-        """Spread of single runs, not the error of the median."""
-        return float(np.std(self.values_s, ddof=1)) if len(self.values_s) > 1 else 0.0
-
     def percentile_s(self, percent: float) -> float:
         """A percentile; ValueError if there are too few raw values to know it."""
         value = self.percentile_or_absent(percent)
@@ -200,12 +191,22 @@ def ratio_of_medians(baseline: Samples, candidate: Samples, seed: int = 0, resam
 def bootstrap_mean(values: Sequence[float], seed: int = 0, resamples: int = RESAMPLES) -> Interval:
     """The mean of independent values (one per sample of a set, such as paired drops) with its bootstrap 95 % interval."""
     array = np.asarray(values, dtype=np.float64)  # [n]
-    if array.size < 2:
-        raise ValueError(f"expected at least 2 values, got {array.size}: one value says nothing about others")
+    return bootstrap(lambda drawn: float(array[drawn].mean()), array.size, seed, resamples)
+
+
+def bootstrap(figure: Callable[[NDArray[np.int64]], float], samples: int, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
+    """A figure of independent samples with its bootstrap 95 % interval: `figure` takes the numbers of those it is to be computed of.
+
+    Resamples that have no such figure (NaN: a class that was not drawn) are left out. ValueError with fewer than two samples.
+    """
+    if samples < 2:
+        raise ValueError(f"expected at least 2 values, got {samples}: one value says nothing about others")
     random = np.random.default_rng(seed)
-    means = np.array([random.choice(array, array.size).mean() for _ in range(resamples)])
-    low, high = _widened(float(array.mean()), means, array.size)
-    return Interval(value=float(array.mean()), low=low, high=high)
+    value = figure(np.arange(samples))
+    found = np.array([figure(random.integers(0, samples, samples)) for _ in range(resamples)])
+    found = found[np.isfinite(found)]
+    low, high = _widened(value, found, samples) if found.size else (value, value)
+    return Interval(value=value, low=low, high=high)
 
 
 def _draws(random: np.random.Generator, blocks: int, resamples: int) -> Floats:

@@ -1,23 +1,19 @@
-"""Accuracy as arithmetic: errors between two arrays, scores per sample, and the interval of a drop. Numpy only, no state.
+"""Accuracy as arithmetic: errors between two arrays, and scores per sample. Numpy only, no state.
 
 Arrays are [samples, ...] unless said otherwise; everything is computed in float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import DataError
-from pipeline.measure import Interval
 
 Array = NDArray[np.generic]
 Floats = NDArray[np.float64]
 
 SNR_LIMIT_DB = 200.0  # identical outputs have no noise; JSON has no infinity, and float32 ends near 150 dB
-RESAMPLES = 200  # each calls the user's metric twice
 
 
 def by_sample(array: Array, samples: int) -> Array:
@@ -91,15 +87,3 @@ def _check_labels(outputs: Array, labels: Array) -> None:
         raise DataError(f"expected {outputs.shape[0]} integer labels, got {labels.dtype} of shape {labels.shape}", next_step)
     if labels.size and (labels.min() < 0 or labels.max() >= outputs.shape[1]):
         raise DataError(f"labels run from {labels.min()} to {labels.max()}, but the output has {outputs.shape[1]} classes", next_step)
-
-
-def drop_interval_of(drop: Callable[[NDArray[np.int64]], float], samples: int, seed: int = 0) -> Interval:
-    """The drop of a metric that exists only for a whole set, with its bootstrap 95 % interval: `drop` takes the samples of one resample.
-
-    For scores per sample, `measure.bootstrap_mean` of their differences is the same at a fraction of the cost.
-    """
-    generator = np.random.default_rng(seed)
-    value = drop(np.arange(samples))
-    drops = [drop(generator.integers(0, samples, size=samples)) for _ in range(RESAMPLES)]
-    low, high = np.percentile([found for found in drops if np.isfinite(found)] or [value], [2.5, 97.5])  # NaN: a class that was not drawn
-    return Interval(value=value, low=min(value, float(low)), high=max(value, float(high)))

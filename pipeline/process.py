@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.core import Progress, silent
-from pipeline.errors import ChildDied, CrucibleError, DiskFull, InternalError
+from pipeline.errors import ChildDied, CrucibleError, DiskFull, HostError, InternalError
 
 T = TypeVar("T")
 GRACE_S = 3.0
@@ -194,7 +194,8 @@ class Child:
                 how += ", most often sent when memory runs out"
         else:
             how = f"ended with exit code {code} before it answered"
-        return ChildDied(f"the child process for '{self.name}' {how}\n{self.log_tail()}".rstrip(), "try again with more free memory, or read the log")
+        advice = "try again with more free memory" + ("" if self._own_log else f", or read {self.log}")
+        return ChildDied(f"the child process for '{self.name}' {how}\n{self.log_tail()}".rstrip(), advice)
 
     def log_tail(self, lines: int = 12) -> str:
         """The last lines that the child printed."""
@@ -225,12 +226,14 @@ def call_in_child(
 
 
 def crucible_error(error: BaseException) -> CrucibleError:
-    """Our own error for any exception: a full disk and exhausted memory are the host's fault, the rest is our bug."""
+    """Our own error for any exception: a full disk, a forbidden path and exhausted memory are the host's fault, the rest is our bug."""
     if isinstance(error, CrucibleError):
         return error
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" while writing '{error.filename}'" if error.filename else ""
         return DiskFull(f"the disk is full{where}", "free some space, or set CRUCIBLE_HOME (the store) and TMPDIR to a larger disk")
+    if isinstance(error, OSError) and error.filename and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+        return HostError(f"cannot use '{error.filename}': {error.strerror}", "check the path and its permissions")
     if isinstance(error, MemoryError):
         return ChildDied("memory ran out", "free memory, or lower calibration.batch")
     return InternalError(f"{type(error).__name__}: {error}")

@@ -32,10 +32,10 @@ def holds_qdq(graph: onnx.GraphProto) -> bool:
 
 def insert_qdq(proto: onnx.ModelProto, sites: Sites, ranges: Mapping[str, TensorRange], scheme: Scheme) -> None:
     """Make the nodes at `sites` read quantised values: one pair per activation, one integer copy per weight. In place."""
-    writer = _Writer(proto.graph, ranges, scheme)
+    writer = _Writer(proto.graph, {tensor: ranges[sites.same_scale.get(tensor, tensor)] for tensor in sites.tensors}, scheme)
     nodes = {node.name: node for node in proto.graph.node}
     for site in sites.activations:
-        nodes[site.node].input[site.index] = writer.activation(site.tensor, sites.same_scale.get(site.tensor, site.tensor))
+        nodes[site.node].input[site.index] = writer.activation(site.tensor)
     for weights in sites.weights:
         writer.weight(nodes[weights.node], weights)
     writer.finish()
@@ -51,12 +51,11 @@ class _Writer:
         self.done: dict[tuple[str, int], str] = {}
         self.taken = {name for node in graph.node for name in (*node.input, *node.output, node.name)} | set(self.constants)
 
-    def activation(self, tensor: str, ranged_as: str) -> str:
+    def activation(self, tensor: str) -> str:
         """The dequantised copy of an activation, made once."""
         key = (tensor, -1)
         if key not in self.done:
-            affine = self.affine(ranged_as)
-            scale, zero = self.parameters(tensor, affine)
+            scale, zero = self.parameters(tensor, self.affine(tensor))
             quantised, self.done[key] = self.fresh(f"{tensor}_q"), self.fresh(f"{tensor}_dq")
             self.new[tensor] += [
                 onnx.helper.make_node("QuantizeLinear", [tensor, scale, zero], [quantised], name=quantised),

@@ -128,6 +128,11 @@ class Sites:
     same_scale: dict[str, str]  # tensor -> the tensor whose range it must share
     unseen: tuple[str, ...]  # nodes left out, for calibration has no range for their input
 
+    @property
+    def tensors(self) -> frozenset[str]:
+        """The quantised activations."""
+        return frozenset(site.tensor for site in self.activations)
+
 
 FUSED_AFTER = frozenset({"Relu", "Clip"})  # computed in the kernel of the operator before them
 WEIGHTED = frozenset({"Conv", "Gemm", "MatMul"})

@@ -51,6 +51,8 @@ def recipe_from_candidate(candidate: CandidateConfig, target: Target, plan: Plan
             "give data.calibration, or leave int8 out of `candidates`",
         )
     by_nncf = candidate.quantizer == "nncf"
+    if by_nncf and backend != "openvino":
+        raise PlanError(f"candidate '{backend} int8': the quantizer `nncf` places Q/DQ for OpenVINO only", "leave `quantizer` out, or take openvino")
     return base.model_copy(
         update={
             "method": None if by_nncf else resolve_method(candidate.method, plan.calibration.language_model),

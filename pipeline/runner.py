@@ -87,7 +87,7 @@ class Runner:
         try:
             stored = self.store.get(key, kind, make)
         except BaseException as error:
-            tell("failed", text=str(error).partition("\n")[0] or "interrupted")
+            tell("failed", text=str(error).partition("\n")[0] if isinstance(error, Exception) else "interrupted")
             raise
         if any(step.digest == stored.digest for step in self.steps):
             return stored.value

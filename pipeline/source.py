@@ -134,7 +134,7 @@ def _onnx_digest(path: Path) -> str:
     return graph.file_digest(path)
 
 
-def code_digest(entrypoint: str, python_path: Path) -> str:
+def code_digest(entrypoint: str, python_path: Path, key: str = "model.entrypoint") -> str:
     """sha256 of the source text behind `module:function` and the versions of what it imports; of an installed package, its version.
 
     A package under `python_path`: all its .py files. A single module: the .py files beside it and the packages there, since it may
@@ -144,8 +144,8 @@ def code_digest(entrypoint: str, python_path: Path) -> str:
     top = module.partition(".")[0]
     spec = PathFinder.find_spec(top, [str(python_path)]) or _installed_spec(top)
     if spec is None:
-        advice = f"set model.python_path to the folder that holds {top}.py or {top}/, or install the package"
-        raise PlanError(f"model.entrypoint: no module '{module}' in '{python_path}' or among the installed packages", advice)
+        advice = f"set {key.partition('.')[0]}.python_path to the folder that holds {top}.py or {top}/, or install the package"
+        raise PlanError(f"{key}: no module '{module}' in '{python_path}' or among the installed packages", advice)
     site = [Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib")]
     folders = _folders_of(spec)
     if any(folder.is_relative_to(place) for folder in folders for place in site):

@@ -21,12 +21,13 @@ import numpy as np
 from pipeline.config import AccuracyConfig
 from pipeline.core import TensorSpec
 from pipeline.errors import DataError, PlanError
-from pipeline.measure import Interval, bootstrap_mean
-from pipeline.metrics import Array, Floats, cosine_per_sample, drop_interval_of, rows, topk_hits
+from pipeline.measure import Interval, bootstrap, bootstrap_mean
+from pipeline.metrics import Array, Floats, cosine_per_sample, rows, topk_hits
 from pipeline.report import MetricResult
 
 MetricFunction = Callable[[Array, Array | None, Array], object]
 
+RESAMPLES = 200  # of a metric that exists only for a whole set: each calls the user's function twice
 ROUNDING = 1e-9  # 3 of 300 is within a max_drop of 0.01 whatever the last bit says
 
 
@@ -119,21 +120,27 @@ class TaskMetric:
 
         if not np.isfinite([ours, theirs]).all():
             return None, [f"metric {self.name} is {ours} where the reference has {theirs}"]
-        return self._verdict(float(theirs), float(ours), drop_interval_of(drop, len(reference)))
+        return self._verdict(float(theirs), float(ours), bootstrap(drop, len(reference), resamples=RESAMPLES))
 
     def _call(self, outputs: Array, labels: Array | None, reference: Array) -> Floats:
         """The user's function, its value checked: shape [samples] or ()."""
         assert self.function is not None
         next_step = "the function takes (outputs, labels, reference) and returns one score per sample or one number; docs/accuracy.md"
         try:
-            scores = np.asarray(self.function(outputs, labels, reference), dtype=np.float64)
-        except Exception as error:
+            found = self.function(outputs, labels, reference)
+            scores = np.asarray(found, dtype=np.float64)
+        except (Exception, SystemExit) as error:
             raise DataError(f"metric '{self.name}' failed: {type(error).__name__}: {error}", next_step) from error
+        if found is None:  # numpy takes it for NaN
+            raise DataError(f"metric '{self.name}' returned None", next_step)
         if scores.shape not in ((), (len(outputs),)):
             raise DataError(f"metric '{self.name}' returned shape {scores.shape} for {len(outputs)} samples", next_step)
         return scores
 
     def _judge(self, reference: Array, candidate: Array) -> tuple[MetricResult | None, list[str]]:
+        if candidate.size < 2:
+            said = f"metric {self.name} has {candidate.size} score for the whole set: output '{self.output}' has no row per sample"
+            raise DataError(said, "choose an output whose first axis is the samples with `accuracy.output`")
         bad = np.flatnonzero(~np.isfinite(candidate.astype(np.float64)))
         if bad.size:
             return None, [f"metric {self.name} is not a number on {bad.size} of {candidate.size} samples (first: {bad[0]})"]

@@ -20,10 +20,16 @@ PLAIN_WIDTH = 130
 VERDICT_STYLE = {"accepted": "bold green", "unproven": "bold yellow", "rejected": "bold red"}
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """rich would end the process with exit code 1, which is said of errors."""
+        raise BrokenPipeError
+
+
 def console(stderr: bool = False) -> Console:
     """A console as wide as the terminal; wide enough for a table of candidates where there is none."""
-    found = Console(stderr=stderr)
-    return found if found.is_terminal or "COLUMNS" in os.environ else Console(stderr=stderr, width=PLAIN_WIDTH)
+    found = _Console(stderr=stderr, emoji=False)  # `metric:a:b` is a name
+    return found if found.is_terminal or "COLUMNS" in os.environ else _Console(stderr=stderr, emoji=False, width=PLAIN_WIDTH)
 
 
 class StageProgress:
@@ -131,7 +137,7 @@ def benchmark_table(reports: list[BenchmarkReport]) -> Table:
     for report in reports:
         for row in report.rows:
             sizes = ", ".join(f"{name} {size}" for name, size in row.sizes.items())
-            tail = [duration(value) if value is not None else "-" for value in (row.end_to_end.percentile_s(90), row.end_to_end.percentile_s(99))]
+            tail = ["-" if (value := row.end_to_end.percentile_or_absent(percent)) is None else duration(value) for percent in (90, 99)]
             table.add_row(report.label, sizes, median_text(row), *tail, f"{row.throughput_per_s:,.0f}", ratio_text(row.ratio))
     return table
 
@@ -139,12 +145,12 @@ def benchmark_table(reports: list[BenchmarkReport]) -> Table:
 def validation_lines(report: ValidationReport) -> list[str]:
     """One engine's accuracy on one set, for a rich console."""
     lines = [
-        f"{output.output}: max {output.max_abs:.3g}, mean {output.mean_abs:.3g}, cosine {output.cosine:.6f}, SNR {output.snr_db:.1f} dB"
+        f"{escape(output.output)}: max {output.max_abs:.3g}, mean {output.mean_abs:.3g}, cosine {output.cosine:.6f}, SNR {output.snr_db:.1f} dB"
         for output in report.outputs
     ]
     if (metric := report.metric) is not None:
         interval = f"{metric.interval.low:+.4f} to {metric.interval.high:+.4f}"
-        lines.append(f"{metric.name}: {metric.candidate:.4f}, reference {metric.reference:.4f}, drop {metric.drop:+.4f} (95 % {interval})")
+        lines.append(f"{escape(metric.name)}: {metric.candidate:.4f}, reference {metric.reference:.4f}, drop {metric.drop:+.4f} (95 % {interval})")
     on = f"on {report.samples} {report.role} samples"
     return [*lines, f"[bold green]passed[/] {on}" if report.passed else f"[bold red]failed[/] {on}: " + escape("; ".join(report.failures))]
 

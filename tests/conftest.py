@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.gpu import find_gpus
+from tests.fixtures_validate import Bench
 
 
 @pytest.fixture(autouse=True)
@@ -14,6 +15,11 @@ def own_home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("CRUCIBLE_HOME", str(folder))
     return folder
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,10 @@
 """The command as a user meets it: the good way, every bad input, and what the exit code says."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +12,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from tests.fixtures_cli import crucible, write_model, write_task
+from tests.fixtures_cli import crucible, environment, write_model, write_task
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +53,54 @@ def test_validate_checks_the_delivered_engine_again(compiled: tuple[Path, Path],
     assert done.code == 0, done.err
     assert "passed" in done.out
     assert done.summary["samples"] == 220
+
+
+def test_validate_reads_the_engine_that_lies_there(compiled: tuple[Path, Path]) -> None:
+    folder, home = compiled
+    shutil.copytree(folder / "out", folder / "damaged")
+    for file in (folder / "damaged" / "engine").glob("model.*"):
+        file.write_bytes(b"junk")
+    done = crucible("validate", folder / "damaged", env={"CRUCIBLE_HOME": str(home)})
+    assert done.code == 1, done.out
+    assert "cannot be opened" in done.err
+
+
+def test_out_that_cannot_be_a_folder_is_said_before_the_work(compiled: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, _ = compiled
+    (tmp_path / "file").write_text("mine")
+    done = crucible("compile", folder / "plan.yaml", "--out", tmp_path / "file" / "sub", env={"CRUCIBLE_HOME": str(tmp_path / "home")})
+    assert done.code == 1
+    assert "is a file" in done.err
+    assert not (tmp_path / "home").exists()
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_reader_that_leaves_is_no_error(compiled: tuple[Path, Path]) -> None:
+    folder, _ = compiled
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "pipeline.cli", "report", str(folder / "out")]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=environment(), check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_model_without_inputs_is_refused(tmp_path: Path) -> None:
+    value = helper.make_node("Constant", [], ["c"], value_floats=[1.0])
+    graph = helper.make_graph([value], "g", [], [helper.make_tensor_value_info("c", TensorProto.FLOAT, [1])])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "constant.onnx")
+    done = crucible("compile", tmp_path / "constant.onnx", cwd=tmp_path)
+    assert done.code == 1, done.err
+    assert "has no inputs" in done.err
+
+
+def test_inspect_names_nodes_of_an_operator_set_that_the_file_does_not_declare(tmp_path: Path) -> None:
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in ("x", "y")]
+    graph = helper.make_graph([helper.make_node("Frobnicate", ["x"], ["y"], domain="my.own", name="odd")], "g", ends[:1], ends[1:])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "own.onnx")
+    done = crucible("inspect", tmp_path / "own.onnx", "--backend", "onnxruntime")
+    assert done.code == 1, done.err
+    assert "my.own::Frobnicate" in done.out
 
 
 def test_bench_measures_again(compiled: tuple[Path, Path]) -> None:
@@ -122,6 +174,10 @@ def test_an_engine_over_its_budget_is_rejected_with_exit_code_2(tmp_path: Path) 
         ({"candidates": [{"backend": "onnxruntime", "precision": "int8"}], "data": {}}, "needs calibration data"),
         ({"accuracy": {"metric": "top9"}}, "top9"),
         ({"benchmark": {"sizes": [{"batch": 99}]}}, "batch"),
+        ({"data": {"selection": []}, "candidates": [{"backend": "onnxruntime", "precision": "fp32"}]}, "got an empty list"),
+        ({"model": {"path": "model.onnx", "inputs": [{"name": "x", "dtype": "int8", "shape": ["batch", 16]}]}}, "the file has x float32 [batch, 16]"),
+        ({"model": {"path": "model.onnx", "outputs": ["logits"]}}, "the file has y"),
+        ({"accuracy": {"metric": "no_such_module:f"}}, "accuracy.metric: no module 'no_such_module'"),
     ],
 )
 def test_a_bad_plan_ends_with_exit_code_1_and_a_next_step(tmp_path: Path, change: dict[str, object], words: str) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 
-from pipeline.compare import compare_graphs, compare_outputs, open_reference, run_reference
+from pipeline.compare import compare_graphs, compare_outputs, open_reference
 from pipeline.core import Tensors
 from pipeline.errors import ModelError
 
@@ -37,7 +37,7 @@ def test_every_dtype_goes_in_and_out(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(onnx.helper.make_model(graph, ir_version=8, opset_imports=[onnx.helper.make_opsetid("", 17)]).SerializeToString())
     feeds = {f"x{i}": np.arange(6).reshape(3, 2).astype(dtype).T for i, dtype in enumerate(dtypes)}  # not contiguous
-    results = run_reference(path, feeds)
+    results = open_reference(path)(feeds)
     for i, dtype in enumerate(dtypes):
         assert results[f"y{i}"].dtype == dtype
         assert np.array_equal(results[f"y{i}"], feeds[f"x{i}"])
@@ -45,7 +45,7 @@ def test_every_dtype_goes_in_and_out(tmp_path: Path) -> None:
 
 def test_scalars_keep_their_rank(tmp_path: Path) -> None:
     path = save(tmp_path / "scalar.onnx", "g (int64 x) => (int64 y) { y = Neg(x) }")
-    result = run_reference(path, {"x": np.array(3)})["y"]
+    result = open_reference(path)({"x": np.array(3)})["y"]
     assert (result.shape, int(result)) == ((), -3)
 
 
@@ -58,7 +58,7 @@ def test_a_graph_that_does_not_load_is_refused_by_operator(tmp_path: Path) -> No
 @pytest.mark.parametrize("feeds", [{"x": np.ones((2, 2), np.float32)}, {"x": np.ones(3, np.int64)}, {"z": np.ones(3, np.float32)}, {}])
 def test_feeds_that_do_not_fit_are_refused(double: Path, feeds: Tensors) -> None:
     with pytest.raises(ModelError, match="cannot run"):
-        run_reference(double, feeds)
+        open_reference(double)(feeds)
 
 
 def test_equal_graphs_compare_equal(double: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ def test_paths_are_taken_from_the_folder_of_the_plan(tmp_path: Path) -> None:
 def test_an_onnx_file_alone_is_a_plan(tmp_path: Path) -> None:
     plan = plan_from_model(tmp_path / "my model.onnx", ["accuracy.max_drop=0.5"])
     assert (plan.name, plan.accuracy.max_drop) == ("my-model", 0.5)
+    assert plan_from_model(tmp_path / ".modèle.onnx").name == "mod-le"
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,12 @@ def test_an_onnx_file_alone_is_a_plan(tmp_path: Path) -> None:
         ({"model": {"entrypoint": "a:b", "inputs": [{"name": "x", "dtype": "float32", "shape": [1]}]}}, "weights_from"),
         ({"model": {"entrypoint": "a:b", "weights": "w"}}, "`inputs` is needed"),
         ({"model": {"path": "m.tflite"}}, ".onnx or .pt2"),
-        ({**MODEL, "data": {"calibration": {"generate": "random", "samples": 5}}}, "because"),
+        ({**MODEL, "data": {"calibration": {"generate": "random", "samples": 5}}}, "data.calibration.because: Field required"),
+        ({**MODEL, "data": {"calibration": [1]}}, "data.calibration.0: Input is not a valid path"),
+        ({**MODEL, "profiles": {"batch": [1, 2, 4]}}, "profiles: Input should be a list"),
+        ({**MODEL, "profiles": [{"batch": [1, 2]}]}, "profiles.0.batch: expected [min, opt, max], got [1, 2]"),
+        ({**MODEL, "profiles": [{"batch": [0, 0, 0]}]}, "profiles.0.batch.opt: Input should be greater than or equal to 1"),
+        ({**MODEL, "name": ".."}, "name: String should match pattern"),
         ([1, 2], "expected a plan of `key: value` lines, got list"),
         ("text", "got str"),
     ],
@@ -116,3 +122,15 @@ def test_every_key_of_the_plan_is_documented() -> None:
 
 def _keys_below(annotation: object) -> list[str]:
     return keys_of(annotation) if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
+
+
+def test_a_binary_file_is_no_plan_and_the_next_step_says_where_it_belongs(tmp_path: Path) -> None:
+    (tmp_path / "model.pt2").write_bytes(b"PK\x03\x04\xff\xfe")
+    with pytest.raises(PlanError, match="not a text file") as caught:
+        load_plan(tmp_path / "model.pt2")
+    assert "model: {path" in caught.value.next_step
+
+
+def test_a_profile_is_overridden_as_it_is_written(tmp_path: Path) -> None:
+    plan = plan_from_document({**MODEL, "profiles": [{"batch": [1, 2, 4]}]}, tmp_path)
+    assert override_plan(plan, ["profiles.0.batch=[1, 2, 8]"]).profiles[0].dims["batch"].max == 8

@@ -14,7 +14,6 @@ from pipeline.metrics import (
     SNR_LIMIT_DB,
     by_sample,
     cosine_per_sample,
-    drop_interval_of,
     mask_nonfinite,
     rows,
     snr_db,
@@ -100,12 +99,3 @@ def test_topk_says_what_does_not_fit(outputs: np.ndarray, labels: np.ndarray, sa
         topk_hits(outputs, labels, 1)
     assert said in raised.value.message
     assert "accuracy.metric: cosine" in raised.value.next_step
-
-
-def test_the_interval_of_a_set_metric_holds_its_value_and_survives_undefined_resamples() -> None:
-    scores = np.linspace(0, 1, 100)
-    drop = drop_interval_of(lambda picks: float(scores[picks].mean()), 100)
-    assert drop.low < drop.value < drop.high
-    assert drop.high - drop.low == pytest.approx(4 * scores.std() / 10, rel=0.25)
-    undefined = drop_interval_of(lambda picks: 0.25 if np.array_equal(picks, np.arange(3)) else math.nan, 3)
-    assert (undefined.low, undefined.value, undefined.high) == (0.25, 0.25, 0.25)

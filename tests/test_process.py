@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.core import Progress
 from pipeline.errors import ChildDied, DataError, DiskFull, InternalError
-from pipeline.process import Channel, Child, call_in_child
+from pipeline.process import Channel, Child, call_in_child, crucible_error
 
 
 def double(number: int, progress: Progress) -> int:
@@ -77,6 +77,18 @@ def test_any_other_exception_is_our_bug_and_keeps_its_traceback() -> None:
 def test_a_full_disk_is_named_with_the_file() -> None:
     with pytest.raises(DiskFull, match="/somewhere/file"):
         call_in_child(fill_disk, name="fill")
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied", "/somewhere"), NotADirectoryError(20, "Not a directory", "/somewhere")])
+def test_a_path_that_cannot_be_used_is_the_hosts_fault(error: OSError) -> None:
+    found = crucible_error(error)
+    assert (found.exit_code, "'/somewhere'" in found.message, bool(found.next_step)) == (1, True, True)
+
+
+def test_a_dead_child_names_its_log(tmp_path: Path) -> None:
+    with pytest.raises(ChildDied, match=r"signal 11") as caught:
+        call_in_child(die, 11, name="die", log=tmp_path / "die.log")
+    assert str(tmp_path / "die.log") in caught.value.next_step
 
 
 @pytest.mark.parametrize(("number", "words"), [(signal.SIGSEGV, "SIGSEGV"), (signal.SIGKILL, "memory")])

@@ -53,6 +53,13 @@ def test_int8_named_without_calibration_data_is_an_error(plan: Plan) -> None:
         recipe_from_candidate(CandidateConfig(backend="onnxruntime", precision=Precision.INT8), target("onnxruntime", VNNI), plan, False)
 
 
+def test_nncf_is_for_openvino_only(plan: Plan) -> None:
+    with pytest.raises(PlanError, match="for OpenVINO only"):
+        recipe_from_candidate(
+            CandidateConfig(backend="onnxruntime", precision=Precision.INT8, quantizer="nncf"), target("onnxruntime", VNNI), plan, True
+        )
+
+
 def test_tensorrt_gets_signed_activations_and_a_16_bit_rest(plan: Plan) -> None:
     gpu = Target(backend="tensorrt", version="10", device="gpu", compute_capability="9.0")
     recipe = recipe_from_candidate(CandidateConfig(backend="tensorrt", precision=Precision.INT8), gpu, plan, True)

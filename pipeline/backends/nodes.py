@@ -58,7 +58,10 @@ def _inlined(proto: ModelProto) -> ModelProto:
 
 def _types(proto: ModelProto) -> dict[str, TypeProto]:
     """The type of every tensor as far as shape inference finds it; what comes after an unknown operator is missing."""
-    inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
+    try:
+        inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
+    except onnx.shape_inference.InferenceError:  # an operator set that the file does not declare, or shapes that contradict each other
+        inferred = proto
     values = (value for graph in graphs_of(inferred.graph) for value in (*graph.input, *graph.value_info, *graph.output))
     types = {value.name: value.type for value in values if value.type.WhichOneof("value")}
     for graph in graphs_of(proto.graph):

@@ -7,7 +7,6 @@ blocked layout (NCHWc), which a CPU with wider vectors reads wrongly, to save 50
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +29,7 @@ from pipeline.backends.checks import (
 from pipeline.backends.nodes import REMEDY, refused_nodes
 from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Progress, Recipe, Refusal, Target, Tensors, TensorSpec, silent
 from pipeline.errors import DataError, ModelError, UnsupportedError
-from pipeline.graph import external_files, file_size
+from pipeline.graph import copy_model, file_size
 from pipeline.measure import cpu_flags, cpu_name, usable_cores
 
 if TYPE_CHECKING:
@@ -66,11 +65,7 @@ def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, pr
     """Copy the graph and its external data to `out` and open it once; the graph must already be in the recipe's precision."""
     _check_precision(model, recipe)
     progress(None, "copying the graph")
-    shutil.copyfile(model.path, out / model.path.name)
-    for file in external_files(model.path):
-        copy = out / file.relative_to(model.path.parent.resolve())
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, copy)
+    copy_model(model.path, out / model.path.name)
     progress(None, "optimising the graph")
     if complaint := _complaint(str(out / model.path.name)):
         raise ModelError(f"ONNX Runtime cannot open this model: {complaint}", "list every node with `crucible inspect MODEL --backend onnxruntime`")

@@ -47,7 +47,7 @@ NEEDED_FLAGS = {Precision.BF16: {"avx512_bf16", "amx_bf16"}, Precision.FP16: {"a
 """Any one of these computes in that precision; without, OpenVINO converts to fp32 and back, or ignores the hint."""
 
 HINTS = {Precision.FP32: "f32", Precision.FP16: "f16", Precision.BF16: "bf16"}
-RUNS_AS = {Precision.FP16: {"f16"}, Precision.BF16: {"bf16"}, Precision.INT8: {"i8", "u8"}}
+RUNS_AS = {Precision.FP32: {"f32"}, Precision.FP16: {"f16"}, Precision.BF16: {"bf16"}, Precision.INT8: {"i8", "u8"}}
 HEAVY_LAYERS = frozenset({"Convolution", "FullyConnected", "MatMul"})
 NARROWED = {"int64": "int32", "uint64": "int32", "float64": "float32"}
 """What the CPU plugin computes these in: an int64 value beyond 31 bits comes out wrong."""
@@ -229,8 +229,7 @@ def _check_runs_as(compiled: Any, precision: Precision) -> None:
     """UnsupportedError if heavy layers exist and not one runs in the precision asked for."""
     layers = [op.get_rt_info() for op in compiled.get_runtime_model().get_ordered_ops()]
     heavy = [info["runtimePrecision"].astype(str) for info in layers if info["layerType"].astype(str) in HEAVY_LAYERS]
-    wanted = RUNS_AS.get(precision, set(heavy))
-    if heavy and not wanted & set(heavy):
+    if heavy and not RUNS_AS[precision] & set(heavy):
         said = f"OpenVINO would only pretend to run {precision}: its {len(heavy)} heavy layers run in {', '.join(sorted(set(heavy)))}"
         raise UnsupportedError(said, "choose fp32, or for int8 another placement of Q/DQ")
 

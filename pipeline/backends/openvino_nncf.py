@@ -5,7 +5,6 @@ NNCF on OpenVINO's IR gives the same kernels at the same speed (ResNet-50: 11.6 
 
 from __future__ import annotations
 
-import fnmatch
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from pipeline.backends.checks import installed_version, torch_hidden
 from pipeline.config import CalibrationConfig
 from pipeline.core import Note, OnnxModel, Precision, Progress, Recipe, Tensors, silent
 from pipeline.data import CalibrationSet
-from pipeline.errors import ModelError, PlanError, UnsupportedError
-from pipeline.graph import onnx_model, operator_histogram, read_proto, write_proto
+from pipeline.errors import ModelError, UnsupportedError
+from pipeline.graph import kept_nodes, onnx_model, operator_histogram, read_proto, write_proto
 
 FILE = "model.onnx"
 MOST_SAMPLES = 300  # NNCF's own default: the means that it takes over samples hardly move after that
@@ -49,7 +48,7 @@ def quantize_with_nncf(
 
 def _quantize(model: OnnxModel, samples: CalibrationSet, recipe: Recipe, options: CalibrationConfig, out: Path, progress: Progress) -> OnnxModel:
     proto = read_proto(model.path)
-    kept = _kept_nodes([node.name for node in proto.graph.node], recipe.keep_fp32)
+    kept = sorted(kept_nodes(proto.graph, recipe.keep_fp32))
     progress(None, "loading NNCF")
     os.environ.setdefault("NNCF_CI", "1")  # nothing about a user's model is sent anywhere
     import nncf
@@ -77,11 +76,3 @@ def _quantize(model: OnnxModel, samples: CalibrationSet, recipe: Recipe, options
     if (made.inputs, made.outputs) != (model.inputs, model.outputs):
         raise ModelError("NNCF changed the inputs or outputs of the model", "use the quantizer `crucible`")
     return made
-
-
-def _kept_nodes(names: list[str], patterns: tuple[str, ...]) -> list[str]:
-    """The nodes that the patterns name; PlanError for a pattern that names none."""
-    for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
-            raise PlanError(f"keep_fp32: no node is called '{pattern}'", "`crucible inspect MODEL` lists the nodes")
-    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]

@@ -65,14 +65,14 @@ def _call_entrypoint(source: ModelSource) -> torch.nn.Module:
         sys.path.insert(0, str(source.python_path))  # and it stays: modules may import more while they run
     try:
         make = getattr(importlib.import_module(name), function, None)
-    except Exception as error:  # the user's code: anything may come
+    except (Exception, SystemExit) as error:  # the user's code: anything may come
         advice = "correct model.entrypoint or model.python_path, or install what the module imports"
         raise ModelError(f"cannot import '{name}' of entrypoint '{source.entrypoint}': {_said(error)}", advice) from error
     if not callable(make):
         raise ModelError(f"module '{name}' has no function '{function}'", "correct model.entrypoint: `module:function`")
     try:
         module = make()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(
             f"entrypoint '{source.entrypoint}' raised {_said(error)}", "it is called without arguments; run it by itself first"
         ) from error

@@ -13,7 +13,7 @@ from __future__ import annotations
 import datetime as dt
 import gc
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,8 +22,8 @@ from typing import Any, Literal, Protocol
 from pipeline import backends
 from pipeline.backends.base import Session
 from pipeline.config import BenchmarkConfig
-from pipeline.core import Engine, Note, OnnxModel, Progress, Tensors, TensorSpec, silent
-from pipeline.costs import node_costs
+from pipeline.core import Engine, Note, OnnxModel, Profile, Progress, Tensors, TensorSpec, silent
+from pipeline.costs import node_costs, total
 from pipeline.errors import CrucibleError, PlanError
 from pipeline.graph import draw_feeds
 from pipeline.measure import (
@@ -58,7 +58,7 @@ class Workload:
     feeds: Tensors
     rows: int  # samples per run
     flops: float | None  # of the source graph, whatever an engine makes of it
-    moved_bytes: int | None  # by the source graph's nodes, as if nothing were fused
+    moved_bytes: float | None  # by the source graph's nodes, as if nothing were fused
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,36 +138,34 @@ def workloads_from_plan(engines: Sequence[Engine], model: OnnxModel, options: Be
     """The plan's sizes, or the usual size of every profile; checked against all engines before anything starts."""
     if not engines:
         raise PlanError("expected at least one engine to measure, got none", "name engines, or candidates in the plan")
-    profiles = engines[0].profiles
-    choices = options.sizes or tuple(profile.sizes("opt") for profile in profiles) or ({},)
-    for sizes in choices:
-        _check_sizes(sizes, engines, model)
+    choices = options.sizes or tuple(profile.sizes("opt") for profile in engines[0].profiles) or ({},)
+    for engine in engines:
+        check_sizes(choices, model.inputs, engine.profiles)
     return tuple(_workload(sizes, model) for index, sizes in enumerate(choices) if sizes not in choices[:index])
 
 
-def _check_sizes(sizes: dict[str, int], engines: Sequence[Engine], model: OnnxModel) -> None:
-    symbols = {symbol for spec in model.inputs for symbol in spec.symbols}
-    if set(sizes) != symbols:
-        raise PlanError(
-            f"benchmark.sizes: expected a size for each of {sorted(symbols) or 'no symbols'}, got {sizes}",
-            "name every symbolic dimension of the inputs, and no other",
-        )
-    for engine in engines:
-        if engine.profiles and not any(profile.holds(sizes) for profile in engine.profiles):
-            allowed = "; ".join(", ".join(f"{name} {dim.min} to {dim.max}" for name, dim in profile.dims.items()) for profile in engine.profiles)
+def check_sizes(choices: Iterable[dict[str, int]], inputs: Sequence[TensorSpec], profiles: Sequence[Profile]) -> None:
+    """PlanError unless every choice gives a size to each symbol of the inputs, and no other, inside a profile."""
+    symbols = {symbol for spec in inputs for symbol in spec.symbols}
+    for sizes in choices:
+        if set(sizes) != symbols:
+            raise PlanError(
+                f"benchmark.sizes: expected a size for each of {', '.join(sorted(symbols)) or 'no symbols'}, got {sizes}",
+                "name every symbolic dimension of the inputs, and no other",
+            )
+        if profiles and not any(profile.holds(sizes) for profile in profiles):
+            allowed = "; ".join(", ".join(f"{name} {dim.min} to {dim.max}" for name, dim in profile.dims.items()) for profile in profiles)
             raise PlanError(f"benchmark.sizes: expected {allowed}, got {sizes}", "measure inside the profiles, or widen a profile and compile again")
 
 
 def _workload(sizes: dict[str, int], model: OnnxModel) -> Workload:
     costs = node_costs(model.path, sizes)
-    flops = [cost.flops for cost in costs]
-    moved = [amount for cost in costs for amount in (cost.bytes_read, cost.bytes_written)]
     return Workload(
         sizes=sizes,
         feeds=draw_feeds(model.inputs, sizes, seed=0),
         rows=rows_per_run(model.inputs, sizes),
-        flops=None if None in flops else sum(count for count in flops if count is not None),
-        moved_bytes=None if None in moved else sum(count for count in moved if count is not None),
+        flops=total(cost.flops for cost in costs),
+        moved_bytes=total(amount for cost in costs for amount in (cost.bytes_read, cost.bytes_written)),
     )
 
 

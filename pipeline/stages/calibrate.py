@@ -3,7 +3,8 @@
 One pass over the set: each run of the model gives the signed bounds of every tensor and counts its values into bins, and is then dropped.
 ONNX Runtime's own entropy and percentile searches choose the range from the bins. Its calibrators keep every activation of all samples, or
 append bins as larger values come, so that the result depends on the order of the batches. Here the bins span a power of two: when a larger value
-comes, pairs of bins merge exactly, and the counts are those that all the data at once would give, in any order.
+comes, pairs of bins merge exactly, and the counts are those that all the binned values at once would give, in any order. Of a tensor too large
+for that every n-th value is binned; the bounds take them all.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ONNX Runtime's default of 128 leaves the entropy search with a single candidate.
 
 LEVELS = 128  # that the entropy search gives a quantised tensor: ONNX Runtime's default
 SHOWN_BINS = 64  # of the histogram in the table
-BINNED_PER_RUN = 131_072  # values of a tensor that go into bins per run: of larger ones every n-th; the bounds take them all
+BINNED_PER_RUN = 131_072  # values of a tensor that go into bins per run: of larger ones every n-th
 BLOCK = 65_536  # values binned at a time, so that the work stays in the CPU's cache
 SMALLEST_LIMIT = 2.0**-64  # smaller values count as zero in the bins
 FLOAT32_MAX = float(np.finfo(np.float32).max)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
-import os
-import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,10 +12,10 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from pipeline.activations import Bounds, observe, open_probe
-from pipeline.casts import LEAST_OPSET, SCALES_OPSET, lower, raise_opset, reasons_for_fp32
+from pipeline.casts import LEAST_OPSET, QDQ_OPSET, SCALES_OPSET, lower, raise_opset, reasons_for_fp32
 from pipeline.core import CalibrationTable, Note, OnnxModel, Precision, Progress, Recipe, Tensors, silent
-from pipeline.errors import InternalError, PlanError
-from pipeline.graph import DEFAULT_DOMAINS, external_files, onnx_model, read_proto, write_proto
+from pipeline.errors import InternalError, PlanError, UnsupportedError
+from pipeline.graph import DEFAULT_DOMAINS, copy_model, kept_nodes, onnx_model, read_proto, write_proto
 from pipeline.qdq import Scheme, drop_unread, holds_qdq, insert_qdq
 from pipeline.quantization import place
 
@@ -39,13 +35,10 @@ def convert(
     quantised = holds_qdq(proto.graph)
     quantise = recipe.precision is Precision.INT8 and recipe.quantizer == "crucible" and not quantised
     low = recipe.precision if recipe.precision in LOW else recipe.rest if quantise and recipe.rest in LOW else None
-    if low:
-        proto = raise_opset(proto, max(LEAST_OPSET[low], SCALES_OPSET if quantise or quantised else 0))
-    proto = _prepared(proto)
+    proto = _prepared(raise_opset(proto, _least_opset(low, quantise, quantised)))
     kept = kept_nodes(proto.graph, recipe.keep_fp32)
     if recipe.realised_in == "runtime" or not (quantise or low):
-        text = "the model holds Q/DQ pairs: every scale is kept, nothing is calibrated"
-        return _unchanged(model, (Note(stage="convert", text=text, level="info"),) if quantised else (), out)
+        return _unchanged(model, recipe, quantised, out)
     notes: list[Note] = []
     high = kept
     if low is Precision.FP16:
@@ -64,20 +57,13 @@ def convert(
     return _checked(model, onnx_model(out, "model.onnx", recipe.precision, tuple(notes)))
 
 
-def kept_nodes(graph: onnx.GraphProto, patterns: tuple[str, ...]) -> frozenset[str]:
-    """Names of the nodes that the patterns match; PlanError, with near names, for one that matches nothing."""
-    names = [node.name for node in graph.node]
-    kept: set[str] = set()
-    for pattern in patterns:
-        matches = fnmatch.filter(names, pattern)
-        if not matches:
-            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
-            raise PlanError(
-                f"keep_fp32: no node matches '{pattern}'",
-                f"near names: {', '.join(near)}; `crucible inspect` lists all",
-            )
-        kept.update(matches)
-    return frozenset(kept)
+def _least_opset(low: Precision | None, quantise: bool, quantised: bool) -> int:
+    """The oldest operator set in which the converted graph can be said; 0 where nothing is asked of it."""
+    return max(
+        QDQ_OPSET if quantise else 0,
+        LEAST_OPSET[low] if low else 0,
+        SCALES_OPSET if low and (quantise or quantised) else 0,
+    )
 
 
 def _prepared(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -114,16 +100,13 @@ def _constant(node: onnx.NodeProto) -> NDArray[np.generic] | None:
     return np.asarray(onnx.helper.get_attribute_value(attribute), dtypes[attribute.name]) if attribute.name in dtypes else None
 
 
-def _unchanged(model: OnnxModel, notes: tuple[Note, ...], out: Path) -> OnnxModel:
-    """The same files again, linked where the file system can."""
-    for file in (model.path, *external_files(model.path)):
-        copy = out / file.resolve().relative_to(model.path.parent.resolve())
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(file.resolve(), copy)
-        except OSError:  # another file system, or one without links
-            shutil.copyfile(file, copy)
-    return onnx_model(out, model.file, model.precision, notes)
+def _unchanged(model: OnnxModel, recipe: Recipe, quantised: bool, out: Path) -> OnnxModel:
+    """The same graph again; one that holds Q/DQ is int8 if the recipe calls it so."""
+    copy_model(model.path, out / model.file)
+    if not quantised:
+        return onnx_model(out, model.file, model.precision)
+    note = Note(stage="convert", text="the model holds Q/DQ pairs: every scale is kept, nothing is calibrated", level="info")
+    return onnx_model(out, model.file, Precision.INT8 if recipe.precision is Precision.INT8 else model.precision, (note,))
 
 
 def _bounds(model: OnnxModel, table: CalibrationTable | None, samples: tuple[Tensors, ...], notes: list[Note]) -> Mapping[str, Bounds]:
@@ -146,19 +129,22 @@ def _overflow_notes(graph: onnx.GraphProto, reasons: Mapping[str, str]) -> list[
 
 
 def _quantise(proto: onnx.ModelProto, recipe: Recipe, table: CalibrationTable | None, kept: frozenset[str]) -> list[Note]:
-    """Insert Q/DQ in place."""
+    """Insert Q/DQ in place. UnsupportedError if there is no place for any, or the graph is not fp32."""
     if table is None:
         raise PlanError("int8 needs ranges of the activations, and there is no calibration table", "give data.calibration in the plan")
     ranged = frozenset(name for name, seen in table.ranges.items() if seen.count > seen.nonfinite)
     sites = place(proto.graph, recipe.placement, ranged, kept, integer_io=recipe.backend == "onnxruntime")
-    scheme = Scheme(recipe.activation == "uint8", recipe.weight_bits, recipe.rest is Precision.FP16)
-    insert_qdq(proto, sites, table.ranges, scheme)
+    if not sites.weights and not sites.activations:
+        said = "nothing can be quantised: no operator of this graph falls under the placement rules, so int8 would only be its name"
+        raise UnsupportedError(said, "choose another precision, or switch on more rules, for example `placement: {last_layer: true}`")
+    weights = {site.tensor for site in sites.weights}
+    if narrow := [tensor.name for tensor in proto.graph.initializer if tensor.name in weights and tensor.data_type != onnx.TensorProto.FLOAT]:
+        raise UnsupportedError(f"int8 is made from an fp32 graph, and the weight '{narrow[0]}' is not fp32", "give the model in fp32")
+    insert_qdq(proto, sites, table.ranges, Scheme(recipe.activation == "uint8", recipe.weight_bits, recipe.rest is Precision.FP16))
     notes = []
     if sites.unseen:
         text = f"{len(sites.unseen)} nodes are not quantised, calibration saw no values of their inputs: {', '.join(sites.unseen[:NAMED])}"
         notes.append(Note(stage="convert", text=text))
-    if not sites.weights and not sites.activations:
-        notes.append(Note(stage="convert", text="nothing was quantised: no operator of this graph falls under the placement rules"))
     return notes
 
 

@@ -5,7 +5,6 @@ A simplifier may crash, hang, bake the batch of its example, or fold away what a
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +17,7 @@ from pipeline.compare import compare_graphs
 from pipeline.config import SimplifyConfig
 from pipeline.core import Note, OnnxModel, Point, Profile, Progress, Tensors, TensorSpec
 from pipeline.errors import ChildDied, InternalError, ModelError
-from pipeline.graph import draw_feeds, external_files, file_size, graphs_of, onnx_model, operator_histogram, read_proto, write_proto
+from pipeline.graph import copy_model, draw_feeds, external_files, file_size, graphs_of, onnx_model, operator_histogram, read_proto, write_proto
 from pipeline.process import call_in_child
 
 STAGE = "simplify"
@@ -188,9 +187,5 @@ def _copy(model: OnnxModel, out: Path, note: Note) -> OnnxModel:
     """The input model with its external data, under `out`."""
     for file in out.glob("*.onnx*"):  # what a simplifier left half-written
         file.unlink()
-    shutil.copyfile(model.path, out / FILE)
-    for file in external_files(model.path):
-        place = out / file.relative_to(model.path.parent.resolve())
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, place)
+    copy_model(model.path, out / FILE)
     return onnx_model(out, FILE, model.precision, (note,))

@@ -12,14 +12,16 @@ from onnx import helper
 from pipeline.backends import onnxruntime_, openvino_
 from pipeline.backends.amx import tiles_described
 from pipeline.config import CalibrationConfig
-from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Profile, Recipe, Target, Tensors
+from pipeline.core import BuildOptions, Engine, OnnxModel, Placement, Precision, Profile, Recipe, Target, Tensors
 from pipeline.data import CalibrationSet, open_set
 from pipeline.errors import PlanError, UnsupportedError
 from pipeline.graph import read_proto
 from pipeline.measure import cpu_flags
 from pipeline.process import call_in_child
+from pipeline.stages.convert import convert
 from tests.backends.test_onnxruntime import made, unsupported_model
 from tests.conformance.models import Case, convolution, dtypes, model, ramp, several
+from tests.fixtures_convert import RESIDUAL, model_from_text, table_of
 
 pytest.importorskip("openvino")
 
@@ -113,6 +115,16 @@ def test_an_int8_graph_that_runs_in_fp32_is_refused(tmp_path: Path) -> None:
         built(source, recipe_of(Precision.INT8), BATCH, tmp_path / "out")
 
 
+def test_a_quantised_graph_is_not_called_fp32(tmp_path: Path) -> None:
+    recipe = Recipe(backend="openvino", precision=Precision.INT8, activation="uint8", placement=Placement(last_layer=True))
+    ranges = dict.fromkeys(("x", "c1", "r1", "c2", "s", "r2", "c3", "p", "f", "y"), (-4.0, 4.0))
+    quantised = convert(model_from_text(tmp_path, RESIDUAL), recipe, table_of(ranges), (), tmp_path)
+    options = BuildOptions(profiles=(Profile(dims={"N": [1, 4, 8]}),))
+    assert built(quantised, recipe, options, tmp_path / "int8").recipe.precision is Precision.INT8
+    with pytest.raises(UnsupportedError, match="only pretend to run fp32"):
+        built(quantised.model_copy(update={"precision": Precision.FP32}), recipe_of(Precision.FP32), options, tmp_path / "fp32")
+
+
 def test_warns_of_narrowed_integers(tmp_path: Path) -> None:
     case = dtypes()
     engine = built(case.write(tmp_path / "in"), recipe_of(Precision.FP32), BuildOptions(profiles=(case.profile,)), tmp_path / "out")
@@ -181,5 +193,5 @@ def test_nncf_gives_an_int8_graph_that_builds_like_any_other(tmp_path: Path) -> 
 def test_a_pattern_that_names_no_node_is_an_error(tmp_path: Path) -> None:
     pytest.importorskip("nncf")
     recipe = Recipe(backend="openvino", precision=Precision.INT8, quantizer="nncf", keep_fp32=("hed",))
-    with pytest.raises(PlanError, match="no node is called 'hed'"):
+    with pytest.raises(PlanError, match="no node matches 'hed'"):
         openvino_.quantize_with_nncf(several().write(tmp_path), calibration(tmp_path), recipe, CalibrationConfig(), tmp_path)

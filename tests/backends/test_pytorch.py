@@ -93,6 +93,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
         ("def other(): ...\n", "has no function 'make'"),
         ("def make(): return 1 / 0\n", "raised ZeroDivisionError: division by zero"),
         ("def make(): return 3\n", "returned int"),
+        ("def make(): raise SystemExit(5)\n", "raised SystemExit: 5"),
     ],
 )
 def test_an_entrypoint_that_fails_is_named_with_its_cause(tmp_path: Path, text: str, expected: str) -> None:
@@ -217,6 +218,11 @@ def test_an_engine_does_not_load_once_the_source_has_changed(tmp_path: Path) -> 
     (tmp_path / "changing.py").write_text("import torch\ndef make(): return torch.nn.GELU()\n")
     with pytest.raises(ModelError, match="have changed"):
         pytorch_.load(engine)
+
+
+def test_two_sources_with_one_export_are_two_engines(tmp_path: Path) -> None:
+    engines = [engine_of(source_of(function, IMAGE), (CLASSES,), "eager", tmp_path) for function in ("residual_cnn", "several")]
+    assert len({engine.digest for engine in engines}) == 2
 
 
 def test_what_pytorch_cannot_be_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pipeline import activations
 from pipeline.activations import observe, open_probe, rows_per_run
-from pipeline.compare import run_reference
+from pipeline.compare import open_reference
 from pipeline.config import CalibrationConfig
 from pipeline.core import CalibrationMethod, CalibrationTable, OnnxModel, Tensors
 from pipeline.data import CalibrationSet, open_set
@@ -45,7 +45,7 @@ def every_value(model: OnnxModel, feeds: Tensors, tensor: str, folder: Path) -> 
     proto = onnx.load(str(model.path))
     proto.graph.output.append(onnx.ValueInfoProto(name=tensor))
     onnx.save(proto, str(folder / "exposed.onnx"))
-    return run_reference(folder / "exposed.onnx", feeds)[tensor]
+    return open_reference(folder / "exposed.onnx")(feeds)[tensor]
 
 
 def test_bounds_are_signed_and_count_the_last_short_batch(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 from pipeline.activations import observe, open_probe
-from pipeline.compare import run_reference
+from pipeline.compare import open_reference
 from pipeline.core import CalibrationTable, OnnxModel, Placement, Precision, Recipe, Tensors
-from pipeline.errors import PlanError
+from pipeline.errors import PlanError, UnsupportedError
 from pipeline.graph import onnx_model
 from pipeline.stages.convert import convert
 from tests.fixtures_convert import ATTENTION, RESIDUAL, images, model_from_text, proto_from_text, table_of
@@ -44,7 +44,7 @@ def converted(folder: Path, text: str, recipe: Recipe, feeds: Tensors) -> tuple[
 
 def error_of(before: OnnxModel, after: OnnxModel, feeds: Tensors) -> float:
     """Largest difference in units of the largest magnitude, over all outputs."""
-    expected, got = run_reference(before.path, feeds), run_reference(after.path, feeds)
+    expected, got = open_reference(before.path)(feeds), open_reference(after.path)(feeds)
     return max(float(np.abs(np.subtract(got[name], want)).max() / np.abs(want).max()) for name, want in expected.items())
 
 
@@ -143,7 +143,7 @@ def test_subgraphs_and_shape_arithmetic_stay_in_fp32(tmp_path: Path) -> None:
     by_name = {node.name: node for node in graph.node}
     assert by_name["half"].input[0] == "f"
     assert by_name["outer"].output[0] == "a_fp16"
-    assert run_reference(made.path, feeds)["size"].tolist() == [9_000_000, 16]
+    assert open_reference(made.path)(feeds)["size"].tolist() == [9_000_000, 16]
     for flag in (True, False):
         assert error_of(model, made, feeds | {"flag": np.array(flag)}) < 5e-3
 
@@ -207,6 +207,35 @@ def test_each_placement_rule_holds_in_the_graph(tmp_path: Path, backend: str) ->
             assert constants[node.input[1]].shape == ()  # activations per tensor
             assert constants[node.input[2]].dtype == (np.int8 if backend == "tensorrt" else np.uint8)
             assert backend != "tensorrt" or constants[node.input[2]] == 0
+
+
+POOLED = """
+<ir_version: 9, opset_import: ["" : 20]>
+net (float[N, 3, 8, 8] x) => (float[N, 5] y)
+<float[4, 3, 3, 3] w1, float[4] b1, float[6, 4, 3, 3] w2, float[6] b2, float[6, 5] w3>
+{
+    [conv1] c1 = Conv (x, w1, b1)
+    [relu] r = Relu (c1)
+    [pool] p = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (r)
+    [conv2] c2 = Conv (p, w2, b2)
+    [flat] f = Flatten (c2)
+    [fc] y = Gemm (f, w3)
+}
+"""
+
+
+def test_an_int32_bias_has_the_scale_of_its_accumulator_behind_a_pool_too(tmp_path: Path) -> None:
+    """The pool's output shares the scale of its input; searches choose another range for it, which must not reach the bias."""
+    model = model_from_text(tmp_path / "source", POOLED)
+    ranges = {"x": (-3.0, 3.0), "c1": (-2.0, 2.0), "r": (0.0, 1.0), "p": (0.0, 2.0), "c2": (-4.0, 4.0), "f": (-4.0, 4.0), "y": (-5.0, 5.0)}
+    graph = onnx.load(str(convert(model, ONNXRUNTIME, table_of(ranges), (), tmp_path).path)).graph
+    made_by = {name: node for node in graph.node for name in node.output}
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    biased = [node for node in graph.node if node.op_type == "Conv"]
+    assert [node.name for node in biased] == ["conv1", "conv2"]
+    for node in biased:
+        activation, weights, bias = (constants[made_by[name].input[1]] for name in node.input)
+        assert bias == pytest.approx(activation * weights)
 
 
 def test_scales_and_weights_follow_the_formula_by_hand(tmp_path: Path) -> None:
@@ -293,6 +322,40 @@ def test_a_model_with_its_own_scales_keeps_every_one(tmp_path: Path) -> None:
     again = convert(quantised, TENSORRT, None, (), tmp_path / "again")
     assert again.digest == quantised.digest
     assert "every scale is kept" in again.notes[0].text
+
+
+def test_a_quantised_source_is_an_int8_graph_to_an_int8_recipe(tmp_path: Path) -> None:
+    _, quantised, _ = converted(tmp_path, RESIDUAL, ONNXRUNTIME, images(4))
+    source = quantised.model_copy(update={"precision": Precision.FP32})  # what export makes of a file that holds Q/DQ
+    (tmp_path / "again").mkdir()
+    assert convert(source, ONNXRUNTIME, None, (), tmp_path / "again").precision is Precision.INT8
+
+
+@pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
+def test_an_old_opset_is_raised_for_scales_per_channel(tmp_path: Path, backend: str) -> None:
+    model, made, _ = converted(tmp_path, RESIDUAL.replace('"" : 20', '"" : 11'), INT8[backend], images(4))
+    assert (model.opset, made.opset) == (11, 13)
+    assert error_of(model, made, images(8, seed=3)) < 0.06
+
+
+def test_int8_in_name_only_is_refused(tmp_path: Path) -> None:
+    text = '<ir_version: 9, opset_import: ["" : 20]> net (float[N, 4] x) => (float[N, 3] y) <float[4, 3] w> { y = MatMul (x, w) }'
+    model = model_from_text(tmp_path / "source", text)
+    with pytest.raises(UnsupportedError, match="nothing can be quantised"):
+        convert(model, ONNXRUNTIME, table_of({"x": (-1.0, 1.0)}), (), tmp_path)
+    assert not list(tmp_path.glob("*.onnx"))
+
+
+def test_a_half_precision_source_is_not_quantised(tmp_path: Path) -> None:
+    proto = proto_from_text(RESIDUAL)
+    for tensor in proto.graph.initializer:
+        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float16), tensor.name))
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.elem_type = TensorProto.FLOAT16
+    onnx.save(proto, str(tmp_path / "source.onnx"))
+    table = table_of(dict.fromkeys(("x", "r1", "c2", "r2"), (-1.0, 1.0)))
+    with pytest.raises(UnsupportedError, match="the weight 'w1' is not fp32"):
+        convert(onnx_model(tmp_path, "source.onnx"), TENSORRT, table, (), tmp_path)
 
 
 def test_an_old_opset_is_raised_for_fp16_scales(tmp_path: Path) -> None:

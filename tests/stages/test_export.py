@@ -43,7 +43,7 @@ def source_of(function: str, *inputs: TensorSpec, outputs: tuple[str, ...] = ())
 
 def agrees(model: OnnxModel, source: ModelSource, sizes: Mapping[str, int]) -> bool:
     feeds = feeds_at(source.inputs, (), sizes)
-    return compare.compare_outputs(run_module(load_module(source), source, feeds), compare.run_reference(model.path, feeds), 1e-4) == ""
+    return compare.compare_outputs(run_module(load_module(source), source, feeds), compare.open_reference(model.path)(feeds), 1e-4) == ""
 
 
 def shapes(specs: tuple[TensorSpec, ...]) -> list[tuple[str, str, tuple[int | str, ...]]]:

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 
-from pipeline.compare import run_reference
+from pipeline.compare import open_reference
 from pipeline.config import SimplifyConfig
 from pipeline.core import DimRange, OnnxModel, Profile, Progress, Tensors, silent
 from pipeline.graph import external_files, onnx_model, operator_histogram, read_proto, write_proto
@@ -217,7 +217,7 @@ def test_shape_arithmetic_loses_at_least_half_of_its_nodes(tmp_path: Path, out: 
     assert [file.name for file in out.iterdir()] == ["model.onnx"]
     assert "folding constants" in seen
     feeds: Tensors = {"x": np.random.default_rng(0).standard_normal((5, 4, 6)).astype(np.float32)}
-    before, after = run_reference(source.path, feeds), run_reference(result.path, feeds)
+    before, after = open_reference(source.path)(feeds), open_reference(result.path)(feeds)
     assert all(np.allclose(before[name], after[name], rtol=1e-6) for name in before)
 
 
