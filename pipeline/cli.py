@@ -65,7 +65,7 @@ def compile_(plan: PlanArgument, overrides: SetOption, profiles: ProfileOption, 
     deliver.check_folder(folder)
     with _runner(quiet=as_json) as runner:
         report = compile_plan(parsed, runner, _command_line())
-        files = publish_report(report, runner, folder)
+        files = publish_report(report, folder)
     if not as_json:
         console = terminal.console()
         console.print(terminal.candidate_table(report))
@@ -90,9 +90,9 @@ def validate(result: ResultArgument, overrides: SetOption, as_json: JsonOption =
     from pipeline.compile import validate_again
     from pipeline.render import load_report
 
-    engine, plan = deliver.load_engine(result), config.override_plan(load_report(result).plan, overrides)
+    engine, compiled = deliver.load_engine(result), load_report(result)
     with _runner(quiet=as_json) as runner:
-        report = validate_again(plan, engine, runner)
+        report = validate_again(compiled, config.override_plan(compiled.plan, overrides), engine, runner)
     if not as_json:
         terminal.console().print("\n".join(terminal.validation_lines(report)), highlight=False, soft_wrap=True)
     print(report.model_dump_json())
@@ -105,9 +105,9 @@ def bench(result: ResultArgument, overrides: SetOption, as_json: JsonOption = Fa
     from pipeline.compile import benchmark_again
     from pipeline.render import load_report
 
-    engine, plan = deliver.load_engine(result), config.override_plan(load_report(result).plan, overrides)
+    engine, compiled = deliver.load_engine(result), load_report(result)
     with _runner(quiet=as_json) as runner:
-        measured = benchmark_again(plan, engine, runner)
+        measured = benchmark_again(compiled, config.override_plan(compiled.plan, overrides), engine, runner)
     if not as_json:
         terminal.console().print(terminal.benchmark_table(measured))
     print(json.dumps([report.model_dump(mode="json", exclude={"rows": {"__all__": {"upload", "compute", "download"}}}) for report in measured]))
@@ -120,18 +120,21 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Show what is in a model or an engine; with --backend, every node that the backend cannot run, before any build."""
-    from pipeline.inspection import engine_lines, model_lines, refusals_of
+    from pipeline.inspection import engine_lines, model_lines, read_model, refusals_of
 
     console = terminal.console()
     if target.is_dir():
+        if backend:
+            raise PlanError("--backend looks at models, and this is a folder", "give the .onnx file")
         engine = deliver.load_engine(target)
         print(engine.model_dump_json(indent=1)) if as_json else console.print("\n".join(engine_lines(engine)), highlight=False)
         return
-    refusals = refusals_of(target, backend) if backend else ()
+    if backend is None:
+        print(read_model(target).model_dump_json(indent=1)) if as_json else console.print("\n".join(model_lines(target)), highlight=False)
+        return
+    refusals = refusals_of(target, backend)
     if as_json:
         print(json.dumps([refusal.model_dump() for refusal in refusals]))
-    elif backend is None:
-        console.print("\n".join(model_lines(target)), highlight=False)
     elif refusals:
         console.print(terminal.refusal_table(refusals))
     else:

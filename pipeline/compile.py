@@ -17,7 +17,7 @@ from pipeline.config import DataConfig, GeneratedData, Plan
 from pipeline.core import BuildOptions, CalibrationMethod, CalibrationTable, Engine, ModelSource, Note, OnnxModel, Precision, Recipe, TensorSpec
 from pipeline.data import CalibrationSet, SampleSet, SelectionSet, ValidationSet, check_disjoint, open_set
 from pipeline.decide import choose, decide, ratio_of
-from pipeline.deliver import deliver_engine
+from pipeline.deliver import deliver_engine, withdraw_engine
 from pipeline.errors import BackendUnavailable, ChildDied, InternalError, ModelError, PlanError, UnsupportedError
 from pipeline.measure import Environment, environment
 from pipeline.recipes import default_candidates, missing_backend_note, recipe_from_candidate
@@ -31,8 +31,9 @@ from pipeline.stages.calibrate import calibrate
 from pipeline.stages.convert import convert
 from pipeline.stages.export import export
 from pipeline.stages.simplify import simplify
-from pipeline.stages.validate import ReferenceOutputs, run_reference, validate
+from pipeline.stages.validate import ReferenceOutputs, check_outputs, run_reference, validate
 from pipeline.store import canonical
+from pipeline.task_metric import check_labels
 
 GENERATED_SAMPLES = 32  # random inputs on which tensor errors are taken where there is no data
 FEEDS_FOR_CHECKS = 4  # real samples on which export and simplify are checked
@@ -58,6 +59,7 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
     recipes, notes = recipes_of(job)
 
     exported = export_model(job)
+    check_outputs(plan.accuracy, exported.outputs)
     model = simplify_model(job, exported)
     reference, *others = build_baselines(job, exported)
     expected = reference_outputs(job, reference, job.data.selection)
@@ -142,6 +144,9 @@ def open_data(plan: Plan, inputs: tuple[TensorSpec, ...]) -> Data:
     selection = open_set(SelectionSet, nothing if named.selection is None else named.selection, inputs, plan.profiles)
     validation = open_set(ValidationSet, named.validation, inputs, plan.profiles) if named.validation is not None else None
     check_disjoint(*(opened for opened in (calibration, selection, validation) if opened is not None))
+    for judged, given in ((selection, named.selection), (validation, named.validation)):
+        if judged is not None and isinstance(given, tuple):
+            check_labels(plan.accuracy, judged.has_labels)
     return Data(calibration, selection, validation)
 
 
@@ -324,6 +329,7 @@ def write_up(
         created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         command=command,
         plan=job.plan,
+        source_digest=job.source.digest,
         environment=job.environment,
         steps=tuple(job.runner.steps),
         operators=operator_tables(models),
@@ -343,28 +349,37 @@ def write_up(
     )
 
 
-def publish_report(report: Report, runner: Runner, folder: Path) -> ReportFiles:
-    """Write the reports, and the winner's engine unless it was rejected, into the user's folder."""
-    files = write_report(report, folder)
+def publish_report(report: Report, folder: Path) -> ReportFiles:
+    """Write the winner's engine and the reports into the user's folder; a rejected engine is not left there, nor that of an earlier compile."""
     winner = next((candidate for candidate in report.candidates if candidate.label == report.winner), None)
     if winner and winner.engine and report.verdict != "rejected":
         deliver_engine(winner.engine, folder / "engine")
-    return files
+    else:
+        withdraw_engine(folder / "engine")
+    return write_report(report, folder)
 
 
-def validate_again(plan: Plan, engine: Engine, runner: Runner) -> ValidationReport:
-    """A delivered engine on its plan's validation set, or on the selection set where there is no other; never reused: its files may have changed."""
+def reopen_job(report: Report, plan: Plan, runner: Runner) -> Job:
+    """The job of a delivered engine, for its plan with overrides; ModelError if the source is no longer what the engine was made from."""
     job = open_job(plan, runner)
+    if job.source.digest != report.source_digest:
+        raise ModelError("the model's source or weights have changed since this engine was compiled", "compile the plan again")
+    return job
+
+
+def validate_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -> ValidationReport:
+    """A delivered engine on its plan's validation set, or on the selection set where there is no other; never reused: its files may have changed."""
+    job = reopen_job(report, plan, runner)
     reference = build_baselines(job, export_model(job))[0]
     samples = job.data.validation or job.data.selection
     arguments = (engine, reference_outputs(job, reference, samples), samples, job.plan.accuracy, batch_rows(job))
-    report: ValidationReport = runner.run(validate, *arguments, name="validate", progress=runner.progress("validate"))
-    return report
+    found: ValidationReport = runner.run(validate, *arguments, name="validate", progress=runner.progress("validate"))
+    return found
 
 
-def benchmark_again(plan: Plan, engine: Engine, runner: Runner) -> list[BenchmarkReport]:
+def benchmark_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -> list[BenchmarkReport]:
     """A delivered engine and its baselines in one interleaved run; never reused."""
-    job = open_job(plan, runner)
+    job = reopen_job(report, plan, runner)
     exported = export_model(job)
     engines = [*build_baselines(job, exported), engine]
     found: Benchmarks = runner.run(benchmark, engines, exported, plan.benchmark, name="benchmark", progress=runner.progress("benchmark"))
@@ -385,6 +400,9 @@ def operator_tables(models: Sequence[OnnxModel]) -> tuple[OperatorTable, ...]:
 def data_notes(plan: Plan) -> list[Note]:
     """What the reader must know of weights and data that are not real."""
     notes = [Note(stage="model", text=f"weights: {plan.model.weights_from}", level="info")] if plan.model.weights_from else []
+    if plan.model.path and plan.model.path.suffix == ".pt2":
+        text = "the baseline runs the exported program of the .pt2, which on small models is slower than the module it was made from"
+        notes.append(Note(stage="benchmark", text=text))
     for role in DataConfig.model_fields:
         given = getattr(plan.data, role)
         if isinstance(given, GeneratedData):

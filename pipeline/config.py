@@ -22,6 +22,8 @@ from pipeline.core import Frozen, Placement, Precision, Profile, TensorSpec
 from pipeline.errors import PlanError
 
 ONNX_SUFFIXES = (".onnx",)
+METRICS = ("top1", "top5", "cosine")
+NEED_LABELS = ("top1", "top5")
 
 
 def _profiles_by_symbol(value: object) -> object:
@@ -110,6 +112,12 @@ class AccuracyConfig(Frozen):
     thresholds: Thresholds = Thresholds()
     per_output: dict[str, Thresholds] = Field(default_factory=dict)
 
+    @model_validator(mode="after")
+    def _known_metric(self) -> AccuracyConfig:
+        if self.metric not in ("auto", *METRICS) and self.metric.count(":") != 1:
+            raise ValueError(f"expected metric auto, {', '.join(METRICS)} or module:function, got '{self.metric}'")
+        return self
+
 
 class CandidateConfig(Frozen):
     """One candidate to try. What is left out is chosen for this host."""
@@ -168,6 +176,17 @@ class Plan(Frozen):
     benchmark: BenchmarkConfig = BenchmarkConfig()
 
 
+class _PlanLoader(yaml.SafeLoader):
+    """YAML without its habit of letting the last of two equal keys win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"key '{key}' stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def home() -> Path:
     """Where the store lies: $CRUCIBLE_HOME, else the user's data directory."""
     return Path(os.environ.get("CRUCIBLE_HOME") or platformdirs.user_data_dir("crucible")).expanduser()
@@ -178,7 +197,7 @@ def load_plan(path: Path, overrides: Iterable[str] = ()) -> Plan:
     if not path.is_file():
         raise PlanError(f"no plan at '{path}'", "give the path of a YAML plan or of an .onnx model; configs/ holds examples")
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = yaml.load(path.read_text(encoding="utf-8"), _PlanLoader)
     except UnicodeDecodeError as error:
         advice = "write a plan that names it: `model: {path: ...}` takes .onnx and .pt2"
         raise PlanError(f"'{path}' is not a text file, so it is no plan", advice) from error

@@ -39,6 +39,12 @@ def deliver_engine(engine: Engine, folder: Path) -> None:
         raise
 
 
+def withdraw_engine(folder: Path) -> None:
+    """Remove an engine that an earlier compile delivered, if there is one; anything else there is left alone."""
+    if (folder / ENGINE_FILE).is_file():
+        shutil.rmtree(folder)
+
+
 def load_engine(folder: Path) -> Engine:
     """The engine that `deliver_engine` put there."""
     file = folder / ENGINE_FILE if (folder / ENGINE_FILE).is_file() else folder / "engine" / ENGINE_FILE

@@ -11,9 +11,14 @@ from pipeline.core import Engine, OnnxModel, Progress, Refusal, TensorSpec, sile
 from pipeline.process import call_in_child
 
 
+def read_model(path: Path) -> OnnxModel:
+    """An ONNX file's interface."""
+    return graph.onnx_model(path.resolve().parent, path.name)
+
+
 def refusals_of(path: Path, backend: str) -> tuple[Refusal, ...]:
     """Every node of an ONNX file that a backend cannot run, found in a child: its library may crash on a strange model."""
-    model = graph.onnx_model(path.resolve().parent, path.name)
+    model = read_model(path)
     backends.backend(backend).probe()  # its absence is said before anything is started
     return call_in_child(find_unsupported, model, backend, name=f"inspect {path.name}")
 
@@ -26,7 +31,7 @@ def find_unsupported(model: OnnxModel, backend: str, progress: Progress = silent
 
 def model_lines(path: Path) -> list[str]:
     """An ONNX file on one screen."""
-    model = graph.onnx_model(path.resolve().parent, path.name)
+    model = read_model(path)
     operators = graph.operator_histogram(path)
     counts = ", ".join(f"{name} {count}" for name, count in operators.items())
     return [

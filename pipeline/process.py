@@ -32,6 +32,7 @@ from pipeline.errors import ChildDied, CrucibleError, DiskFull, HostError, Inter
 
 T = TypeVar("T")
 GRACE_S = 3.0
+_PATH_FAULTS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -232,7 +233,7 @@ def crucible_error(error: BaseException) -> CrucibleError:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" while writing '{error.filename}'" if error.filename else ""
         return DiskFull(f"the disk is full{where}", "free some space, or set CRUCIBLE_HOME (the store) and TMPDIR to a larger disk")
-    if isinstance(error, OSError) and error.filename and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+    if isinstance(error, OSError) and error.filename and error.errno in _PATH_FAULTS:
         return HostError(f"cannot use '{error.filename}': {error.strerror}", "check the path and its permissions")
     if isinstance(error, MemoryError):
         return ChildDied("memory ran out", "free memory, or lower calibration.batch")

@@ -140,6 +140,7 @@ class Report(Frozen):
     created: str
     command: str  # repeats this compile exactly
     plan: Plan
+    source_digest: str  # of model, weights and code
     environment: Environment
     steps: tuple[Step, ...]
     operators: tuple[OperatorTable, ...]

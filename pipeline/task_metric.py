@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.config import AccuracyConfig
+from pipeline.config import NEED_LABELS, AccuracyConfig
 from pipeline.core import TensorSpec
 from pipeline.errors import DataError, PlanError
 from pipeline.measure import Interval, bootstrap, bootstrap_mean
@@ -36,16 +36,18 @@ def open_metric(options: AccuracyConfig, outputs: tuple[TensorSpec, ...], has_la
     name = options.metric
     if name == "auto":
         name = "top1" if has_labels else "cosine"
-    if name in ("top1", "top5") and not has_labels:
-        raise DataError(
-            f"accuracy.metric is {name}, but the set has no labels", "add an array `labels` to each .npz, or set `accuracy.metric: cosine`"
-        )
+    check_labels(options, has_labels)
     output = options.output or outputs[0].name
     if name in _STREAMED:
         return TaskMetric(name, output, options.max_drop)
-    if name.count(":") != 1:
-        raise PlanError(f"accuracy.metric is '{name}', expected auto, {', '.join(_STREAMED)} or module:function", "correct `accuracy.metric`")
     return TaskMetric(name, output, options.max_drop, _load_function(name, options.python_path))
+
+
+def check_labels(options: AccuracyConfig, has_labels: bool) -> None:
+    """DataError if the metric needs labels that the set does not have."""
+    if options.metric in NEED_LABELS and not has_labels:
+        said = f"accuracy.metric is {options.metric}, but the set has no labels"
+        raise DataError(said, "add an array `labels` to each .npz, or set `accuracy.metric: cosine`")
 
 
 def _load_function(name: str, python_path: Path) -> MetricFunction:
@@ -146,7 +148,8 @@ class TaskMetric:
             return None, [f"metric {self.name} is not a number on {bad.size} of {candidate.size} samples (first: {bad[0]})"]
         before, after = reference.astype(np.float64), candidate.astype(np.float64)
         if not np.isfinite(before).all():
-            return None, [f"metric {self.name} is not a number on the reference itself: nothing can be judged against it"]
+            said = f"metric {self.name} is not a number on the reference itself: nothing can be judged against it"
+            raise DataError(said, "mend the metric, or the labels")
         drop = bootstrap_mean((before - after).tolist())  # paired: a sample is drawn with both its scores
         return self._verdict(float(before.mean()), float(after.mean()), drop)
 

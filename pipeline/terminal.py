@@ -82,7 +82,7 @@ def _line(name: str, event: StageEvent) -> str:
         return f"  [green]done[/]    {event.seconds:6.1f} s  {name}"
     if event.state == "reused":
         return f"  [cyan]reused[/]            {name}"
-    return f"  [red]failed[/]            {name}: {escape(event.text)}"
+    return f"  [red]failed[/]            {name}"
 
 
 def verdict_lines(report: Report) -> list[str]:

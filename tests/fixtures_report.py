@@ -146,6 +146,7 @@ def sample_report(root: Path = Path("/store/engine"), evil: str = "") -> Report:
         created="2026-03-02T10:12:00+00:00",
         command=f"crucible compile configs/digits.yaml {evil}".strip(),
         plan=_PLAN,
+        source_digest="f" * 64,
         environment=Environment(
             cpu="Intel(R) Xeon(R) Platinum 8481C",
             cpu_flags=("avx2", "avx512_vnni", "avx512f", "fma"),

@@ -103,6 +103,27 @@ def test_inspect_names_nodes_of_an_operator_set_that_the_file_does_not_declare(t
     assert "my.own::Frobnicate" in done.out
 
 
+def test_an_engine_whose_source_has_changed_is_not_judged_by_the_new_one(tmp_path: Path) -> None:
+    plan = write_task(tmp_path)
+    assert crucible("compile", plan, "--out", tmp_path / "out").code == 0
+    proto = onnx.load(tmp_path / "model.onnx")
+    proto.graph.doc_string = "another file"
+    onnx.save(proto, tmp_path / "model.onnx")
+    for command in ("validate", "bench"):
+        done = crucible(command, tmp_path / "out")
+        assert done.code == 1, done.out + done.err
+        assert "have changed since this engine was compiled" in done.err
+
+
+def test_a_rejected_compile_leaves_no_engine_of_an_earlier_one(tmp_path: Path) -> None:
+    assert crucible("compile", write_task(tmp_path), "--out", tmp_path / "out").code == 0
+    assert (tmp_path / "out" / "engine").is_dir()
+    strict = {"metric": "top1", "thresholds": {"max_abs": 0.0}}
+    int8 = [{"backend": "onnxruntime", "precision": "int8"}]
+    assert crucible("compile", write_task(tmp_path, accuracy=strict, candidates=int8), "--out", tmp_path / "out").code == 2
+    assert not (tmp_path / "out" / "engine").exists()
+
+
 def test_bench_measures_again(compiled: tuple[Path, Path]) -> None:
     folder, home = compiled
     done = crucible("bench", folder / "out", "--set", "benchmark.duration_s=0.2", env={"CRUCIBLE_HOME": str(home)})

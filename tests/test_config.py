@@ -49,6 +49,7 @@ def test_an_onnx_file_alone_is_a_plan(tmp_path: Path) -> None:
         ({**MODEL, "profiles": [{"batch": [1, 2]}]}, "profiles.0.batch: expected [min, opt, max], got [1, 2]"),
         ({**MODEL, "profiles": [{"batch": [0, 0, 0]}]}, "profiles.0.batch.opt: Input should be greater than or equal to 1"),
         ({**MODEL, "name": ".."}, "name: String should match pattern"),
+        ({**MODEL, "accuracy": {"metric": "top9"}}, "expected metric auto, top1, top5, cosine or module:function, got 'top9'"),
         ([1, 2], "expected a plan of `key: value` lines, got list"),
         ("text", "got str"),
     ],
@@ -67,7 +68,7 @@ def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
     assert "accuracy.max_drop" in caught.value.message
 
 
-@pytest.mark.parametrize(("text", "words"), [("a: [1", "not valid YAML"), ("\x00", "not valid YAML"), ("", "got NoneType")])
+@pytest.mark.parametrize(("text", "words"), [("a: [1", "not valid YAML"), ("name: a\nname: b", "key 'name' stands twice"), ("\x00", "not valid YAML"), ("", "got NoneType")])
 def test_a_file_that_is_no_plan(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "plan.yaml").write_text(text)
     with pytest.raises(PlanError, match=words):

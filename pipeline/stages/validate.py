@@ -130,7 +130,7 @@ def validate(
     generated = all(isinstance(part, GeneratedPart) for part in samples.parts)
     if samples.samples < 2 and not generated:
         raise DataError(f"the {samples.role} set holds one sample, which says nothing about others", f"give {ENOUGH_SAMPLES} or more")
-    _check_names(options, reference)
+    check_outputs(options, reference.outputs)
     tallies = tuple(_Tally(spec.name, options.per_output.get(spec.name, options.thresholds)) for spec in reference.outputs)
     judge = _Judge(tallies, None if generated else open_metric(options, reference.outputs, samples.has_labels))
     failures = _interface_failures(engine.outputs, reference.outputs)
@@ -139,8 +139,9 @@ def validate(
     return judge.report("generated" if generated else samples.role, samples, failures)
 
 
-def _check_names(options: AccuracyConfig, reference: ReferenceOutputs) -> None:
-    known = [spec.name for spec in reference.outputs]
+def check_outputs(options: AccuracyConfig, outputs: tuple[TensorSpec, ...]) -> None:
+    """PlanError if the plan's limits or metric name an output that the model lacks."""
+    known = [spec.name for spec in outputs]
     asked = dict.fromkeys(options.per_output, "accuracy.per_output")
     if options.output is not None:
         asked[options.output] = "accuracy.output"
