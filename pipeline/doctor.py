@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from pipeline import backends
+from pipeline.backends.amx import tiles_described
 from pipeline.backends.base import Backend
 from pipeline.backends.tensorrt_rtx_ import why_not_run
 from pipeline.core import Frozen, Precision, Recipe, Target
@@ -36,6 +37,7 @@ class CpuCheck(Frozen):
 
     int8: str
     bf16: str
+    amx: str = ""  # why it cannot be used although the flags show it
 
 
 class Doctor(Frozen):
@@ -57,7 +59,7 @@ def examine(store: Path) -> Doctor:
     free = free_bytes(store)
     return Doctor(
         environment=host,
-        cpu=check_cpu(host.cpu_flags),
+        cpu=check_cpu(host.cpu_flags, tiles_described()),
         gpus=gpus,
         backends=tuple(check_backend(name, gpus) for name in backends.BACKENDS),
         onnxruntimes=onnxruntimes,
@@ -76,6 +78,7 @@ def lines(found: Doctor) -> tuple[str, ...]:
         ("CPU flags", " ".join(host.cpu_flags) or "none that matter"),
         ("int8 on the CPU", found.cpu.int8),
         ("bf16 on the CPU", found.cpu.bf16),
+        *((("AMX", found.cpu.amx),) if found.cpu.amx else ()),
         ("GPU", gpus or f"none: {found.gpus.reason}"),
         ("system", f"{host.os}, Python {host.python}"),
         ("packages", ", ".join(f"{name} {version}" for name, version in host.packages.items())),
@@ -118,9 +121,10 @@ def _builds(backend: Backend, name: str, precision: Precision, target: Target) -
     return True
 
 
-def check_cpu(flags: Iterable[str]) -> CpuCheck:
-    """What int8 and bf16 run on, from the CPU's flags."""
+def check_cpu(flags: Iterable[str], tiles: bool = True) -> CpuCheck:
+    """What int8 and bf16 run on, from the CPU's flags; `tiles`: whether CPUID describes AMX's tiles."""
     present = set(flags)
+    hidden = "the flags show it, but this (virtual) machine hides its tiles: OpenVINO runs without it" if "amx_tile" in present and not tiles else ""
     if vnni := sorted(VNNI_FLAGS & present):
         int8 = f"native ({', '.join(vnni)}): 8-bit weights"
     elif "avx2" in present:
@@ -128,7 +132,7 @@ def check_cpu(flags: Iterable[str]) -> CpuCheck:
     else:
         int8 = "no dot-product instructions known: int8 may be slower than fp32"
     native = sorted(BF16_FLAGS & present)
-    return CpuCheck(int8=int8, bf16=f"native ({', '.join(native)})" if native else "emulated: slower than fp32, not tried by default")
+    return CpuCheck(int8=int8, bf16=f"native ({', '.join(native)})" if native else "emulated: slower than fp32, not tried by default", amx=hidden)
 
 
 def onnxruntime_distributions() -> tuple[str, ...]:

@@ -68,7 +68,10 @@ def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
     assert "accuracy.max_drop" in caught.value.message
 
 
-@pytest.mark.parametrize(("text", "words"), [("a: [1", "not valid YAML"), ("name: a\nname: b", "key 'name' stands twice"), ("\x00", "not valid YAML"), ("", "got NoneType")])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("a: [1", "not valid YAML"), ("name: a\nname: b", "key 'name' stands twice"), ("\x00", "not valid YAML"), ("", "got NoneType")],
+)
 def test_a_file_that_is_no_plan(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "plan.yaml").write_text(text)
     with pytest.raises(PlanError, match=words):

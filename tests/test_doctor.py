@@ -66,6 +66,11 @@ def test_cpu_flags_decide_the_advice(flags: tuple[str, ...], int8: str, bf16: st
     assert bf16 in found.bf16
 
 
+def test_amx_that_the_machine_hides_is_said() -> None:
+    assert doctor.check_cpu(("amx_tile",), tiles=True).amx == ""
+    assert "hides its tiles" in doctor.check_cpu(("amx_tile",), tiles=False).amx
+
+
 def test_problems_name_the_next_step(tmp_path: Path) -> None:
     two = ("onnxruntime 1.31.1", "onnxruntime-gpu 1.31.1")
     assert list(doctor.find_problems(two[:1], tmp_path, 2**40)) == []
