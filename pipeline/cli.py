@@ -87,7 +87,7 @@ def compile_(plan: PlanArgument, overrides: SetOption, profiles: ProfileOption, 
 @app.command()
 def validate(result: ResultArgument, overrides: SetOption, as_json: JsonOption = False) -> None:
     """Check a compiled engine again, on the validation set of its plan or on another: --set data.validation=NEW.npz."""
-    from pipeline.compile import validate_again
+    from pipeline.again import validate_again
     from pipeline.render import load_report
 
     engine, compiled = deliver.load_engine(result), load_report(result)
@@ -102,7 +102,7 @@ def validate(result: ResultArgument, overrides: SetOption, as_json: JsonOption =
 @app.command()
 def bench(result: ResultArgument, overrides: SetOption, as_json: JsonOption = False) -> None:
     """Measure a compiled engine again beside its baseline: --set benchmark.duration_s=10 --set 'benchmark.sizes=[{batch: 1}]'."""
-    from pipeline.compile import benchmark_again
+    from pipeline.again import benchmark_again
     from pipeline.render import load_report
 
     engine, compiled = deliver.load_engine(result), load_report(result)
