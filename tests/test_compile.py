@@ -55,7 +55,7 @@ def test_the_validation_set_is_read_once_for_the_reference_and_once_for_the_winn
 
 
 def test_a_winner_that_fails_on_the_validation_set_is_rejected_with_what_to_try(tmp_path: Path) -> None:
-    candidates = [{"backend": "onnxruntime", "precision": "int8", "method": "minmax", "placement": {"last_layer": True}}]
+    candidates = [{"backend": "onnxruntime", "precision": "int8", "method": "minmax", "weight_bits": 8, "placement": {"last_layer": True}}]
     plan = write_task(tmp_path, candidates=candidates)
     far = 40 * np.random.default_rng(9).normal(0, 1, (220, FEATURES)).astype(np.float32)  # far outside what calibration saw
     np.savez(tmp_path / "validation.npz", x=far, labels=answers(far))
