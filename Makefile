@@ -5,7 +5,7 @@ TORCH_BACKEND ?=
 UV := $(shell command -v uv 2>/dev/null)
 BIN := $(VENV)/bin
 
-.PHONY: demo test check test-gpu bench serve soak image-test clean
+.PHONY: demo test check test-gpu bench serve clean
 
 demo: $(VENV)/.ready
 	$(BIN)/crucible compile configs/digits.yaml
@@ -27,10 +27,7 @@ bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/run_all.py
 
 serve:
-	@echo "The service comes with a later release; see CHANGELOG.md."
-
-soak image-test:
-	@echo "$@ comes with the service; see CHANGELOG.md."
+	@echo "The service is not part of this version yet."
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 ifdef UV

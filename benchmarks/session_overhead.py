@@ -19,10 +19,10 @@ from pathlib import Path
 from common import DIGITS, RESNET50, Row, graph_of, publish
 
 from pipeline import backends
+from pipeline.backends.base import run_session
 from pipeline.core import BuildOptions, Engine, Precision, Recipe, Tensors
 from pipeline.graph import draw_feeds
 from pipeline.measure import Samples, WarmUpOptions, measure_block, ratio_of_medians, samples_from_blocks, thinned, usable_cores, warm_up
-from pipeline.stages.benchmark import run_once
 
 ROUNDS, BLOCK_S = 16, 0.5
 MOST_RATIO, MOST_EXTRA_US = 1.03, 20.0
@@ -57,7 +57,7 @@ def compare(backend: str, plan_path: Path) -> Row:
         engine = backends.backend(backend).build(model, recipe, BuildOptions(profiles=plan.profiles, threads=threads), Path(folder), lambda *_: None)
         assert isinstance(engine, Engine)
         with closing(backends.load(engine)) as loaded, closing(loaded.session()) as session:
-            contestants = (partial(run_once, session, feeds), DIRECT[backend](model.path, threads, feeds))
+            contestants = (partial(run_session, session, feeds), DIRECT[backend](model.path, threads, feeds))
             ours, direct = race(contestants)
     ratio = ratio_of_medians(ours, direct)
     return {

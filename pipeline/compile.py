@@ -63,7 +63,10 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
     model = simplify_model(job, exported)
     reference, *others = build_baselines(job, exported)
     expected = reference_outputs(job, reference, job.data.selection)
-    prepared = [prepare(job, model, recipe, expected) for recipe in recipes]
+    bugs: list[InternalError] = []
+    prepared = [prepare(job, model, recipe, expected, bugs) for recipe in recipes]
+    if bugs and not any(candidate.engine for candidate in prepared):
+        raise bugs[0]
     measured = measure(job, model, [reference, *others], prepared)
     validation = validate_winner(job, reference, choose(measured.candidates))
     return write_up(job, (exported, model), measured, validation, notes, command)
@@ -207,8 +210,8 @@ def reference_outputs(job: Job, reference: Engine, samples: SampleSet) -> Refere
     return job.runner.stage(REFERENCE, ReferenceOutputs, reference, samples, rows, inputs=inputs, options=options, subject=samples.role)
 
 
-def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutputs) -> Candidate:
-    """Convert, build and check one candidate, as far as it comes. What stops it is part of the report."""
+def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutputs, bugs: list[InternalError]) -> Candidate:
+    """Convert, build and check one candidate, as far as it comes. What stops it is part of the report; a bug of ours is added to `bugs` too."""
     candidate = Candidate(label=recipe.label, recipe=recipe, state="failed")
     try:
         converted = convert_model(job, model, recipe)
@@ -223,6 +226,7 @@ def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutpu
     except (ModelError, ChildDied) as error:
         return candidate.model_copy(update={"reason": error.message})
     except InternalError as error:  # the others may still be right
+        bugs.append(error)
         return candidate.model_copy(update={"reason": f"a bug in Crucible, please report it: {error.message}"})
     state = "measured" if report.passed else "failed accuracy"
     return candidate.model_copy(update={"state": state, "selection": report, "reason": "; ".join(report.failures)})

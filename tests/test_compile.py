@@ -12,6 +12,7 @@ from pipeline.compile import compile_plan
 from pipeline.config import load_plan
 from pipeline.core import Progress, silent
 from pipeline.data import SampleSet
+from pipeline.errors import InternalError
 from pipeline.process import call_in_child
 from pipeline.report import Report
 from pipeline.runner import Runner
@@ -129,3 +130,14 @@ def test_one_candidate_that_fails_does_not_stop_the_others(tmp_path: Path) -> No
     assert [candidate.state for candidate in report.candidates] == ["measured", "failed accuracy"]
     assert report.candidates[1].benchmark is not None  # measured all the same: the plot shows what the loss would have bought
     assert report.winner == "onnxruntime fp32"
+
+
+def test_a_bug_that_stops_every_candidate_is_a_bug_and_not_a_verdict(tmp_path: Path) -> None:
+    def run(function: Callable[..., Any], *arguments: Any, name: str, log: Path | None = None, progress: Progress = silent) -> Any:
+        if function.__name__ == "convert":
+            raise InternalError("KeyError: planted")
+        return call_in_child(function, *arguments, name=name, log=log, progress=progress)
+
+    int8 = [{"backend": "onnxruntime", "precision": "int8"}]
+    with pytest.raises(InternalError, match="planted"):
+        compile_plan(load_plan(write_task(tmp_path, candidates=int8)), Runner(Store(tmp_path / "home"), run=run), "crucible compile plan.yaml")

@@ -40,6 +40,16 @@ class Session(Protocol):
     def close(self) -> None: ...
 
 
+def run_session(session: Session, feeds: Tensors) -> Tensors:
+    """One whole run, from host arrays to host arrays; finished when it returns."""
+    session.bind(feeds)
+    session.upload()
+    session.execute()
+    session.download()
+    session.synchronize()
+    return session.fetch()
+
+
 class Loaded(Protocol):
     """One engine in memory, weights once."""
 

@@ -15,7 +15,7 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +55,7 @@ def probe() -> Target:
     return Target(backend="pytorch", version=torch_version(), device=cpu_name())
 
 
-def check_recipe(recipe: Recipe, target: Target) -> None:
+def check_recipe(recipe: Recipe, target: Target) -> NoReturn:
     """Always UnsupportedError: baselines are named under benchmark.baselines."""
     raise UnsupportedError("pytorch is a baseline, not a candidate: it runs the source, not a graph", "list it under benchmark.baselines")
 
@@ -68,7 +68,6 @@ def unsupported(model: OnnxModel, target: Target) -> tuple[Refusal, ...]:
 def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent) -> Engine:
     """Always UnsupportedError: a graph is not what PyTorch runs. `build_baseline` takes the source."""
     check_recipe(recipe, probe())
-    raise AssertionError  # check_recipe always raises
 
 
 def build_baseline(source: ModelSource, model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent) -> Engine:

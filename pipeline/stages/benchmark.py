@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 from pipeline import backends
-from pipeline.backends.base import Session
+from pipeline.backends.base import Session, run_session
 from pipeline.config import BenchmarkConfig
 from pipeline.core import Engine, Note, OnnxModel, Profile, Progress, Tensors, TensorSpec, silent
 from pipeline.costs import node_costs, total
@@ -244,25 +244,15 @@ def contend(channel: Channel, engine: Engine, workloads: Sequence[Workload]) -> 
             options: WarmUpOptions = channel.receive()
             profile = next((index for index, profile in enumerate(engine.profiles) if profile.holds(workload.sizes)), 0)
             with closing(loaded.session(profile)) as session:
-                times = warm_up(partial(run_once, session, workload.feeds), options)
+                times = warm_up(partial(run_session, session, workload.feeds), options)
                 channel.send(thinned(times, VALUES_PER_BLOCK))
                 while isinstance(message := channel.receive(), Take):
                     channel.send(take_block(session, workload.feeds, message.seconds))
 
 
-def run_once(session: Session, feeds: Tensors) -> None:
-    """From host arrays to host arrays, finished when it returns."""
-    session.bind(feeds)
-    session.upload()
-    session.execute()
-    session.download()
-    session.synchronize()
-    session.fetch()
-
-
 def take_block(session: Session, feeds: Tensors, seconds: float, clock: Clock = monotonic) -> Block:
     """One turn: a short warm-up, whole runs on the host's clock, then the phases of further runs on the session's own timer."""
-    run = partial(run_once, session, feeds)
+    run = partial(run_session, session, feeds)
     rewarm = measure_block(run, clock, seconds * REWARM_SHARE)
     end_to_end = measure_block(run, clock, seconds)
     upload, compute, download = _phases(session, feeds, seconds * PHASES_SHARE, clock)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline import backends
-from pipeline.backends.base import Loaded, Session
+from pipeline.backends.base import Loaded, Session, run_session
 from pipeline.backends.checks import torch_hidden
 from pipeline.config import AccuracyConfig, Thresholds
 from pipeline.core import Artifact, Engine, Note, Progress, Tensors, TensorSpec, silent, sizes_from_shapes
@@ -55,13 +55,7 @@ class _Sessions:
     opened: dict[int, Session]
 
     def run(self, feeds: Tensors) -> Tensors:
-        session = self._session(self._profile(feeds))
-        session.bind(feeds)
-        session.upload()
-        session.execute()
-        session.download()
-        session.synchronize()
-        return session.fetch()
+        return run_session(self._session(self._profile(feeds)), feeds)
 
     def _profile(self, feeds: Tensors) -> int:
         shapes = {name: array.shape for name, array in feeds.items()}

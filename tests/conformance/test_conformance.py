@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pipeline import backends
-from pipeline.backends.base import Loaded, Session
+from pipeline.backends.base import Loaded, run_session
 from pipeline.core import BuildOptions, Engine, Precision, Recipe, Tensors
 from pipeline.errors import BackendUnavailable, CrucibleError, DataError, InternalError, StoreError, UnsupportedError
 from tests.conformance.models import CASES, Case, convolution, ramp, several, two_symbols
@@ -61,20 +61,11 @@ def load(backend: str, tmp_path: Path) -> Iterator[Open]:
         yield lambda case: stack.enter_context(closing(backends.load(build(backend, case, tmp_path / "engine"))))
 
 
-def run(session: Session, feeds: Tensors) -> Tensors:
-    session.bind(feeds)
-    session.upload()
-    session.execute()
-    session.download()
-    session.synchronize()
-    return session.fetch()
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_answers_as_the_reference(load: Open, case: Case) -> None:
     with closing(load(case).session()) as session:
         for feeds in case.feeds:
-            expected, got = case.expected(feeds), run(session, feeds)
+            expected, got = case.expected(feeds), run_session(session, feeds)
             assert list(got) == [spec.name for spec in session.outputs] == list(expected)
             for name in expected:
                 assert got[name].dtype == expected[name].dtype
@@ -106,12 +97,12 @@ def test_has_the_interface_of_the_model(load: Open, tmp_path: Path) -> None:
 def test_refuses_wrong_feeds_with_expected_and_actual(load: Open, feeds: Tensors, said: list[str]) -> None:
     good = two_symbols()
     with closing(load(good).session()) as session:
-        run(session, good.feeds[1])
+        run_session(session, good.feeds[1])
         with pytest.raises(DataError) as caught:
             session.bind(feeds)
         assert all(text in caught.value.message for text in said)
         assert caught.value.next_step
-        np.testing.assert_array_equal(run(session, good.feeds[0])["y"], good.expected(good.feeds[0])["y"])  # and goes on
+        np.testing.assert_array_equal(run_session(session, good.feeds[0])["y"], good.expected(good.feeds[0])["y"])  # and goes on
 
 
 def test_refuses_a_wrong_fixed_dimension(load: Open) -> None:
@@ -123,12 +114,12 @@ def test_refuses_a_wrong_fixed_dimension(load: Open) -> None:
 def test_the_caller_owns_the_outputs(load: Open, case: Case) -> None:
     with closing(load(case).session()) as session:
         feeds = {name: array.copy() for name, array in case.feeds[0].items()}
-        first = run(session, feeds)
+        first = run_session(session, feeds)
         kept = {name: array.copy() for name, array in first.items()}
-        second = run(session, {name: np.zeros_like(array) for name, array in feeds.items()})
+        second = run_session(session, {name: np.zeros_like(array) for name, array in feeds.items()})
         for array in second.values():
             array[...] = 1  # may be written
-        third = run(session, feeds)
+        third = run_session(session, feeds)
     for name, array in kept.items():
         np.testing.assert_array_equal(first[name], array)
         np.testing.assert_array_equal(third[name], array)
@@ -142,9 +133,9 @@ def test_takes_arrays_that_are_not_contiguous_or_not_writable(load: Open) -> Non
     frozen = image.copy()
     frozen.flags.writeable = False
     with closing(load(case).session()) as session:
-        expected = run(session, {"image": image})["logits"]
+        expected = run_session(session, {"image": image})["logits"]
         for feed in (strided, frozen):
-            np.testing.assert_allclose(run(session, {"image": feed})["logits"], expected, rtol=1e-6)
+            np.testing.assert_allclose(run_session(session, {"image": feed})["logits"], expected, rtol=1e-6)
 
 
 def test_two_sessions_are_independent(load: Open) -> None:
@@ -170,7 +161,7 @@ def test_a_session_outlives_its_sibling(load: Open) -> None:
     loaded = load(case)
     loaded.session().close()
     with closing(loaded.session()) as session:
-        assert run(session, case.feeds[0])["largest"] == 2
+        assert run_session(session, case.feeds[0])["largest"] == 2
 
 
 def test_use_after_close_is_a_clear_error(load: Open) -> None:
@@ -191,7 +182,7 @@ def test_use_after_close_is_a_clear_error(load: Open) -> None:
 def test_nothing_can_be_fetched_before_a_run(load: Open) -> None:
     case = several()
     with closing(load(case).session()) as session:
-        run(session, case.feeds[0])
+        run_session(session, case.feeds[0])
         session.bind(case.feeds[0])
         with pytest.raises(InternalError, match="nothing to fetch"):
             session.fetch()
@@ -215,7 +206,7 @@ def test_times_a_region(load: Open) -> None:
     with closing(load(case).session()) as session:
         timer = session.timer()
         timer.start()
-        run(session, case.feeds[0])
+        run_session(session, case.feeds[0])
         timer.stop()
     assert 0 < timer.elapsed_s() < 60
 
@@ -238,7 +229,7 @@ def test_an_engine_holds_all_that_it_needs(backend: str, tmp_path: Path) -> None
         file.unlink()
     assert engine.size_bytes == sum(file.stat().st_size for file in moved.rglob("*") if file.is_file())
     with closing(backends.load(engine.model_copy(update={"root": moved}))) as loaded, closing(loaded.session()) as session:
-        assert run(session, case.feeds[0])["largest"] == 2
+        assert run_session(session, case.feeds[0])["largest"] == 2
 
 
 def test_the_same_input_gives_the_same_engine(backend: str, tmp_path: Path) -> None:

@@ -13,13 +13,14 @@ import pytest
 from onnx import TensorProto, helper
 
 from pipeline import backends
+from pipeline.backends.base import run_session
 from pipeline.config import BenchmarkConfig
 from pipeline.core import BuildOptions, DimRange, Engine, OnnxModel, Precision, Profile, Recipe, Target, Tensors, TensorSpec, silent
 from pipeline.errors import ChildDied, PlanError
 from pipeline.graph import onnx_model
 from pipeline.measure import WarmUpOptions, warm_up
 from pipeline.report import BenchmarkFailure, BenchmarkReport
-from pipeline.stages.benchmark import NextShape, Ready, Take, Workload, benchmark, race, results, rows_per_run, run_once, take_block, with_threads
+from pipeline.stages.benchmark import NextShape, Ready, Take, Workload, benchmark, race, results, rows_per_run, take_block, with_threads
 
 X = TensorSpec(name="x", dtype="float32", shape=("batch", 4))
 Y = TensorSpec(name="y", dtype="float32", shape=("batch", 3))
@@ -124,7 +125,7 @@ class LocalPeer:
         host = self.session.host
         host.running.append(self.name)
         if isinstance(message, WarmUpOptions):
-            return warm_up(partial(run_once, self.session, WORKLOAD.feeds), message, host.clock)
+            return warm_up(partial(run_session, self.session, WORKLOAD.feeds), message, host.clock)
         if isinstance(message, Take):
             return take_block(self.session, WORKLOAD.feeds, message.seconds, host.clock)
         return Ready()
@@ -232,7 +233,7 @@ def test_drift_and_thinning_are_said() -> None:
 
 def test_one_run_goes_from_bind_to_fetch() -> None:
     session = TimedSession(Host(), 0.001)
-    run_once(session, WORKLOAD.feeds)
+    run_session(session, WORKLOAD.feeds)
     assert session.calls == ["bind", "upload", "execute", "download", "synchronize", "fetch"]
 
 
