@@ -116,7 +116,7 @@ def thinned(values: Sequence[float], most: int) -> tuple[float, ...]:
 # -- taking times ------------------------------------------------------------------------------------------------------
 
 
-def measure_block(run: Callable[[], None], clock: Clock = monotonic, min_s: float = 0.5, min_runs: int = 1) -> tuple[float, ...]:
+def measure_block(run: Callable[[], object], clock: Clock = monotonic, min_s: float = 0.5, min_runs: int = 1) -> tuple[float, ...]:
     """Time `run` again and again, for at least `min_s` and `min_runs`. `run` must have finished its work when it returns."""
     times: list[float] = []
     begin = end = clock()
@@ -137,7 +137,7 @@ class WarmUpOptions:
     max_s: float = 10.0
 
 
-def warm_up(run: Callable[[], None], options: WarmUpOptions, clock: Clock = monotonic) -> tuple[float, ...]:
+def warm_up(run: Callable[[], object], options: WarmUpOptions, clock: Clock = monotonic) -> tuple[float, ...]:
     """Run until the medians of the last two quarters agree within 5 %; returns every time, which is shown but counts for nothing."""
     times = list(measure_block(run, clock, options.min_s, options.min_runs))
     while not _settled(times) and sum(times) < options.max_s:
