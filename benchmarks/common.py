@@ -10,9 +10,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.compile import export_model, open_job, simplify_model
+from pipeline.compile import export_model, simplify_model
 from pipeline.config import Plan, home, load_plan
 from pipeline.core import OnnxModel
+from pipeline.job import open_job
 from pipeline.measure import environment
 from pipeline.runner import Runner
 from pipeline.store import Store

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from pipeline.compile import Job, batch_rows, build_baselines, export_model, open_job, reference_outputs
+from pipeline.candidates import reference_outputs
+from pipeline.compile import build_baselines, export_model
 from pipeline.config import Plan
 from pipeline.core import Engine
 from pipeline.errors import ModelError
+from pipeline.job import Job, batch_rows, open_job
 from pipeline.report import BenchmarkFailure, BenchmarkReport, Benchmarks, Report, ValidationReport
 from pipeline.runner import Runner
 from pipeline.stages.benchmark import benchmark

@@ -29,8 +29,14 @@ NEED_LABELS = ("top1", "top5")
 def _profiles_by_symbol(value: object) -> object:
     """`[{batch: [1, 8, 64]}]` is how people write a profile; `{dims: ...}` is how it is stored."""
     if isinstance(value, list | tuple):
-        return [{"dims": item} if isinstance(item, Mapping) and "dims" not in item else item for item in value]
+        return [_profile_by_symbol(item) if isinstance(item, Mapping) and "dims" not in item else item for item in value]
     return value
+
+
+def _profile_by_symbol(item: Mapping[str, object]) -> dict[str, object]:
+    """`values` holds ranges of values by input; all else is a symbol."""
+    dims = {name: sizes for name, sizes in item.items() if name != "values" or not isinstance(sizes, Mapping)}
+    return {"dims": dims} if len(dims) == len(item) else {"dims": dims, "values": item["values"]}
 
 
 class ModelConfig(Frozen):
@@ -127,10 +133,21 @@ class CandidateConfig(Frozen):
     method: Literal["auto", "entropy", "minmax", "percentile"] = "auto"  # int8 only
     activation: Literal["auto", "int8", "uint8"] = "auto"
     weight_bits: Literal[7, 8] | None = None
-    quantizer: Literal["crucible", "nncf"] = "crucible"
+    realised_in: Literal["auto", "graph", "flags"] = "auto"  # TensorRT: written into the graph, or by builder flags (int8: implicit)
+    quantizer: Literal["crucible", "nncf", "modelopt"] = "crucible"
     placement: Placement = Placement()
     keep_fp32: tuple[str, ...] = ()
     compute_capability: str | None = None
+    hardware_compatible: bool = False
+    version_compatible: bool = False
+
+
+class TensorRTConfig(Frozen):
+    """TensorRT's builder."""
+
+    workspace_mib: int | None = Field(default=None, gt=0)  # None = all of the GPU's memory
+    optimization_level: int = Field(default=3, ge=0, le=5)
+    plugins: tuple[Path, ...] = ()  # libraries with plugins that the model's operators need
 
 
 class ExportConfig(Frozen):
@@ -173,6 +190,7 @@ class Plan(Frozen):
     export: ExportConfig = ExportConfig()
     simplify: SimplifyConfig = SimplifyConfig()
     calibration: CalibrationConfig = CalibrationConfig()
+    tensorrt: TensorRTConfig = TensorRTConfig()
     benchmark: BenchmarkConfig = BenchmarkConfig()
 
 
@@ -229,7 +247,7 @@ def plan_from_document(document: object, base: Path, name: str = "", overrides: 
 def override_plan(plan: Plan, overrides: Iterable[str]) -> Plan:
     """A checked plan with `a.b=value` overrides applied; relative paths in them are taken from the working folder."""
     document = plan.model_dump(mode="json")
-    document["profiles"] = [profile["dims"] for profile in document["profiles"]]  # as people write them
+    document["profiles"] = [{**each["dims"], **({"values": each["values"]} if each["values"] else {})} for each in document["profiles"]]  # as written
     return plan_from_document(document, base=Path.cwd(), overrides=overrides)
 
 
@@ -276,7 +294,8 @@ def _with_absolute_paths(plan: Plan, base: Path) -> Plan:
     )
     data = DataConfig(**{role: source(getattr(plan.data, role)) for role in DataConfig.model_fields})
     accuracy = plan.accuracy.model_copy(update={"python_path": absolute(plan.accuracy.python_path)})
-    return plan.model_copy(update={"model": model, "data": data, "accuracy": accuracy})
+    tensorrt = plan.tensorrt.model_copy(update={"plugins": tuple(absolute(plugin) for plugin in plan.tensorrt.plugins)})
+    return plan.model_copy(update={"model": model, "data": data, "accuracy": accuracy, "tensorrt": tensorrt})
 
 
 _UNWRITTEN = ("(files)", "(generated)", "dims")  # parts of a place in the plan that nobody writes

@@ -42,6 +42,7 @@ class Precision(StrEnum):
     FP16 = "fp16"
     BF16 = "bf16"
     INT8 = "int8"
+    FP8 = "fp8"
 
 
 class CalibrationMethod(StrEnum):
@@ -103,10 +104,36 @@ class DimRange(Frozen):
 Point = Literal["min", "opt", "max"]
 
 
+class ValueRange(Frozen):
+    """Smallest, most usual and largest values of an input whose values decide a shape (the target of a Reshape, the k of a TopK)."""
+
+    min: tuple[int, ...]
+    opt: tuple[int, ...]
+    max: tuple[int, ...]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_list(cls, value: object) -> object:
+        if isinstance(value, list | tuple):
+            if len(value) != 3:
+                raise ValueError(f"expected [min, opt, max], got {list(value)}")
+            lists = [list(each) if isinstance(each, list | tuple) else [each] for each in value]
+            return dict(zip(("min", "opt", "max"), lists, strict=True))
+        return value
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ValueRange:
+        same = len(self.min) == len(self.opt) == len(self.max)
+        if not same or not all(low <= usual <= high for low, usual, high in zip(self.min, self.opt, self.max, strict=True)):
+            raise ValueError(f"expected min <= opt <= max, value by value, got min {self.min}, opt {self.opt}, max {self.max}")
+        return self
+
+
 class Profile(Frozen):
     """A range of shapes an engine accepts: one DimRange per symbol. Inputs that share a symbol always agree."""
 
     dims: dict[str, DimRange] = Field(default_factory=dict)
+    values: dict[str, ValueRange] = Field(default_factory=dict)  # by input name, for inputs whose values decide a shape
 
     def sizes(self, point: Point) -> dict[str, int]:
         """Size of every symbol at min, opt or max."""
@@ -182,32 +209,38 @@ class Recipe(Frozen):
 
     backend: str
     precision: Precision
-    realised_in: Literal["graph", "runtime"] = "graph"  # runtime: the backend is told (OpenVINO bf16), the graph stays fp32
+    realised_in: Literal["graph", "runtime", "flags"] = "graph"
+    """graph: written into it; runtime: the backend is told (OpenVINO bf16, TF32), the graph stays fp32;
+    flags: TensorRT chooses layer by layer (weakly typed; int8 is then implicit, with TensorRT's own calibrator)."""
     method: CalibrationMethod | None = None  # int8 only
     activation: Literal["int8", "uint8"] = "int8"  # int8: zero point 0; uint8: asymmetric
     weight_bits: Literal[7, 8] = 8  # 7 where 8-bit dot products can saturate (x86 without VNNI)
-    quantizer: Literal["crucible", "nncf"] = "crucible"
+    quantizer: Literal["crucible", "nncf", "modelopt"] = "crucible"
     rest: Precision = Precision.FP32  # precision of what is not quantised
     placement: Placement = Placement()
     keep_fp32: tuple[str, ...] = ()  # node names kept in fp32 (fnmatch patterns)
     compute_capability: str | None = None  # for a backend that builds for a GPU that is not here
-    variant: str = ""  # of the pytorch baselines: eager, traced, compile
+    hardware_compatible: bool = False  # TensorRT: runs on every GPU generation from Ampere on
+    version_compatible: bool = False  # TensorRT: runs on later versions of the library too
+    variant: str = ""  # of the pytorch baselines: eager, traced, compile; of a candidate that a rescue made: what it tries
 
     @property
     def label(self) -> str:
         """Short name for tables, unlike that of any other recipe: `onnxruntime int8 entropy u8s8`."""
         parts = [self.backend, self.variant, str(self.precision)]
-        if self.precision is Precision.INT8:
-            parts += [
-                "nncf" if self.quantizer == "nncf" else str(self.method or ""),
-                f"{'u' if self.activation == 'uint8' else 's'}8s{self.weight_bits}",
-            ]
+        if self.quantizer != "crucible":
+            parts.append(self.quantizer)
+        if self.realised_in == "flags":
+            parts += ["implicit", str(self.method)] if self.precision is Precision.INT8 else ["flags"]
+        elif self.precision is Precision.INT8:
+            parts += [str(self.method or ""), f"{'u' if self.activation == 'uint8' else 's'}8s{self.weight_bits}"]
             usual = Placement()
             parts += [f"{'+' if on else '-'}{rule}" for rule, on in self.placement if on != getattr(usual, rule)]
         if self.keep_fp32:
             parts.append(f"keep {','.join(self.keep_fp32)}")
         if self.compute_capability:
             parts.append(f"sm_{self.compute_capability.replace('.', '')}")
+        parts += [name for name in ("hardware_compatible", "version_compatible") if getattr(self, name)]
         return " ".join(part for part in parts if part)
 
 
@@ -295,11 +328,20 @@ class CalibrationTable(Artifact):
     notes: tuple[Note, ...] = ()
 
 
+class TensorRTOptions(Frozen):
+    """What TensorRT's builder may use."""
+
+    workspace_bytes: int | None = Field(default=None, gt=0)  # None = all of the GPU's memory
+    optimization_level: int = Field(default=3, ge=0, le=5)  # TensorRT's own default is 3
+    plugins: tuple[Path, ...] = ()  # libraries with plugins that the model's operators need
+
+
 class BuildOptions(Frozen):
     """What a backend may use while building and running."""
 
     profiles: tuple[Profile, ...]
     threads: int = Field(default=0, ge=0)  # 0 = all cores this process may use
+    tensorrt: TensorRTOptions = TensorRTOptions()
 
 
 class Engine(Artifact):
@@ -314,6 +356,28 @@ class Engine(Artifact):
     threads: int
     size_bytes: int
     notes: tuple[Note, ...] = ()
+
+
+class Layer(Frozen):
+    """One kernel of an engine as it really ran, and how its precision is known."""
+
+    name: str
+    kind: str  # the library's own word: CaskConvolution, gemm, kgen, Reformat
+    precision: Precision | Literal["integer", "none", "unknown"]  # integer: sizes and indices; none: moves or converts data only
+    evidence: Literal["tactic", "types", "none"]  # the kernel's name, else the types of inputs and outputs
+    nodes: tuple[str, ...] = ()  # the ONNX nodes it computes
+    inputs: tuple[str, ...] = ()  # dtype of each
+    outputs: tuple[str, ...] = ()
+    seconds: float | None = None  # median per run; None: not timed
+    tactic: str = ""  # the kernel's name
+
+
+class LayerTable(Frozen):
+    """Every kernel of one engine in the order of running, timed by plain enqueue at one shape."""
+
+    sizes: dict[str, int]
+    runs: int  # of which `Layer.seconds` is the median
+    layers: tuple[Layer, ...]
 
 
 class Refusal(Frozen):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from pipeline.config import CandidateConfig, Plan
 from pipeline.core import CalibrationMethod, Note, Precision, Recipe, Target
@@ -13,9 +14,14 @@ VNNI_FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
 
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
+QUANTIZER_BACKENDS = {"nncf": "openvino", "modelopt": "tensorrt"}
+"""Whose engines a foreign quantizer places Q/DQ for."""
+
 
 def default_candidates(targets: Mapping[str, Target], calibrated: bool) -> tuple[CandidateConfig, ...]:
     """All that is worth trying on this host: every backend that is here, in every precision that it really runs."""
+    if "tensorrt" in targets:
+        return _tensorrt_candidates(targets["tensorrt"], calibrated)
     candidates = []
     for backend in ("onnxruntime", "openvino"):
         if backend not in targets:
@@ -38,31 +44,62 @@ def _int8_candidates(backend: str) -> list[CandidateConfig]:
     ]
 
 
+def _tensorrt_candidates(target: Target, calibrated: bool) -> tuple[CandidateConfig, ...]:
+    """fp16 and bf16 always, both ways to int8 where there is calibration data; TensorRT 11 and later know no implicit int8."""
+    precisions = [Precision.FP16, *([Precision.BF16] if _generation(target) >= (8, 0) else [])]
+    candidates = [CandidateConfig(backend="tensorrt", precision=precision) for precision in precisions]
+    if calibrated:
+        candidates.append(CandidateConfig(backend="tensorrt", precision=Precision.INT8))
+    if calibrated and int(target.version.split(".")[0]) < 11:
+        candidates.append(CandidateConfig(backend="tensorrt", precision=Precision.INT8, realised_in="flags"))
+    return tuple(candidates)
+
+
+def _generation(target: Target) -> tuple[int, ...]:
+    return tuple(int(part) for part in (target.compute_capability or "0.0").split("."))
+
+
 def recipe_from_candidate(candidate: CandidateConfig, target: Target, plan: Plan, calibrated: bool) -> Recipe:
     """The full recipe for this host; PlanError if int8 is asked for without calibration data."""
     backend, precision = candidate.backend, candidate.precision
-    base = Recipe(backend=backend, precision=precision, keep_fp32=candidate.keep_fp32, compute_capability=candidate.compute_capability)
-    if precision is not Precision.INT8:
-        in_runtime = backend == "openvino" and precision is Precision.BF16
-        return base.model_copy(update={"realised_in": "runtime"}) if in_runtime else base
+    in_flags = candidate.realised_in == "flags"
+    if in_flags and backend != "tensorrt":
+        raise PlanError(f"candidate '{backend} {precision}': only TensorRT has `realised_in: flags`", "leave `realised_in` out, or take tensorrt")
+    base = Recipe(
+        backend=backend,
+        precision=precision,
+        realised_in="flags" if in_flags else _realised_in(backend, precision),
+        keep_fp32=candidate.keep_fp32,
+        compute_capability=candidate.compute_capability,
+        hardware_compatible=candidate.hardware_compatible,
+        version_compatible=candidate.version_compatible,
+    )
+    if precision not in (Precision.INT8, Precision.FP8):
+        return base
     if not calibrated:
         raise PlanError(
-            f"candidate '{backend} int8' needs calibration data, the plan has none",
-            "give data.calibration, or leave int8 out of `candidates`",
+            f"candidate '{backend} {precision}' needs calibration data, the plan has none",
+            f"give data.calibration, or leave {precision} out of `candidates`",
         )
-    by_nncf = candidate.quantizer == "nncf"
-    if by_nncf and backend != "openvino":
-        raise PlanError(f"candidate '{backend} int8': the quantizer `nncf` places Q/DQ for OpenVINO only", "leave `quantizer` out, or take openvino")
+    quantizer = "modelopt" if precision is Precision.FP8 else candidate.quantizer
+    if quantizer != "crucible" and backend != QUANTIZER_BACKENDS[quantizer]:
+        only = QUANTIZER_BACKENDS[quantizer]
+        raise PlanError(f"candidate '{backend} {precision}': the quantizer `{quantizer}` is for {only} only", f"leave it out, or take {only}")
     return base.model_copy(
         update={
-            "method": None if by_nncf else resolve_method(candidate.method, plan.calibration.language_model),
+            "method": None if quantizer == "nncf" else resolve_method(candidate.method, plan.calibration.language_model),
             "activation": _activation(candidate),
             "weight_bits": candidate.weight_bits or weight_bits(target),
-            "quantizer": candidate.quantizer,
+            "quantizer": quantizer,
             "placement": candidate.placement,
             "rest": Precision.FP16 if backend.startswith("tensorrt") else Precision.FP32,
         }
     )
+
+
+def _realised_in(backend: str, precision: Precision) -> Literal["graph", "runtime"]:
+    told = (backend, precision) in (("openvino", Precision.BF16), ("tensorrt", Precision.TF32))
+    return "runtime" if told else "graph"
 
 
 def resolve_method(method: str, language_model: bool) -> CalibrationMethod:

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from pipeline.config import Plan
-from pipeline.core import Engine, Frozen, Note, Recipe
+from pipeline.core import Engine, Frozen, LayerTable, Note, Recipe
 from pipeline.measure import Environment, Interval, Samples
 
 SCHEMA_VERSION = 1
@@ -116,7 +116,7 @@ class OperatorTable(Frozen):
     size_bytes: int
 
 
-State = Literal["measured", "failed accuracy", "built", "refused", "failed"]
+State = Literal["measured", "failed accuracy", "mislabelled", "built", "refused", "failed"]
 
 
 class Candidate(Frozen):
@@ -124,9 +124,10 @@ class Candidate(Frozen):
 
     label: str
     recipe: Recipe
-    state: State  # built: runs on other hosts only
+    state: State  # built: runs on other hosts only; mislabelled: does not run the precision it is called by
     reason: str = ""  # why it did not come further
     engine: Engine | None = None
+    layers: LayerTable | None = None  # what really ran; None: this backend gives no evidence
     selection: ValidationReport | None = None
     benchmark: BenchmarkReport | None = None
     notes: tuple[Note, ...] = ()  # of calibration, conversion and build

@@ -56,13 +56,13 @@ def test_the_validation_set_is_read_once_for_the_reference_and_once_for_the_winn
 
 
 def test_a_winner_that_fails_on_the_validation_set_is_rejected_with_what_to_try(tmp_path: Path) -> None:
-    candidates = [{"backend": "onnxruntime", "precision": "int8", "method": "minmax", "weight_bits": 8, "placement": {"last_layer": True}}]
+    candidates = [{"backend": "onnxruntime", "precision": "int8", "method": "minmax", "weight_bits": 7, "placement": {"last_layer": True}}]
     plan = write_task(tmp_path, candidates=candidates)
     far = 40 * np.random.default_rng(9).normal(0, 1, (220, FEATURES)).astype(np.float32)  # far outside what calibration saw
     np.savez(tmp_path / "validation.npz", x=far, labels=answers(far))
     report = compiled(plan, tmp_path / "home")
     assert report.verdict == "rejected"
-    assert report.nearest_miss == report.winner == "onnxruntime int8 minmax u8s8 +last_layer"
+    assert report.nearest_miss == report.winner == "onnxruntime int8 minmax u8s7 +last_layer"
     assert any("top1" in reason for reason in report.reasons)
     assert "percentile" in report.next_steps[0]
 

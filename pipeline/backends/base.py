@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Progress, Recipe, Refusal, Target, Tensors, TensorSpec
+from pipeline.core import BuildOptions, Engine, LayerTable, OnnxModel, Precision, Progress, Recipe, Refusal, Target, Tensors, TensorSpec
 
 
 class Timer(Protocol):
@@ -57,6 +57,11 @@ class Loaded(Protocol):
     def close(self) -> None: ...
 
 
+def no_layers(engine: Engine, feeds: Tensors) -> LayerTable | None:
+    """For a backend that does not say yet what its engines run: `layers = no_layers`."""
+    return None
+
+
 class Backend(Protocol):
     """A way to turn an ONNX graph into something that runs."""
 
@@ -77,6 +82,10 @@ class Backend(Protocol):
         ...
 
     def build(self, model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress) -> Engine: ...
+
+    def layers(self, engine: Engine, feeds: Tensors) -> LayerTable | None:
+        """Every kernel of the engine, its precision and its time on these feeds; None where this backend gives no evidence."""
+        ...
 
     def load(self, engine: Engine, device: str = "") -> Loaded:
         """Weights into memory; raises BackendUnavailable with both sides printed if `engine.target` does not accept this host."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.backends.base import Loaded, Session
+from pipeline.backends.base import Loaded, Session, no_layers
 from pipeline.backends.checks import (
     FeedCheck,
     HostTimer,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 PRECISIONS = frozenset({Precision.FP32, Precision.INT8})
 DISTRIBUTIONS: tuple[str, ...] = ("onnxruntime",)
+layers = no_layers
 
 NOT_REALLY = {
     Precision.FP16: "it has no fp16 kernel of Conv, MatMul or Gemm for this CPU, and would cast every one to fp32 and back",

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.backends.amx import tiles_described
-from pipeline.backends.base import Loaded, Session
+from pipeline.backends.base import Loaded, Session, no_layers
 from pipeline.backends.checks import (
     FeedCheck,
     HostTimer,
@@ -40,6 +40,7 @@ from pipeline.measure import cpu_flags, cpu_name, usable_cores
 
 PRECISIONS = frozenset({Precision.FP32, Precision.FP16, Precision.BF16, Precision.INT8})
 DISTRIBUTIONS: tuple[str, ...] = ("openvino",)
+layers = no_layers
 INSTALL = "pip install 'crucible[openvino]'"
 FILE = "model.xml"
 

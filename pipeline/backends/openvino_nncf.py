@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pipeline.backends.checks import installed_version, torch_hidden
 from pipeline.config import CalibrationConfig
-from pipeline.core import Note, OnnxModel, Precision, Progress, Recipe, Tensors, silent
+from pipeline.core import BuildOptions, Note, OnnxModel, Precision, Progress, Recipe, Tensors, silent
 from pipeline.data import CalibrationSet
 from pipeline.errors import ModelError, UnsupportedError
 from pipeline.graph import kept_nodes, onnx_model, operator_histogram, read_proto, write_proto
@@ -38,7 +38,13 @@ class Samples:
 
 
 def quantize_with_nncf(
-    model: OnnxModel, samples: CalibrationSet, recipe: Recipe, options: CalibrationConfig, out: Path, progress: Progress = silent
+    model: OnnxModel,
+    samples: CalibrationSet,
+    recipe: Recipe,
+    options: CalibrationConfig,
+    allowed: BuildOptions,
+    out: Path,
+    progress: Progress = silent,
 ) -> OnnxModel:
     """The int8 graph as out/model.onnx, with the interface of `model`. NNCF chooses ranges and placement; `recipe.keep_fp32` is kept out."""
     installed_version("nncf", "pip install 'crucible[openvino]'")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.backends.base import no_layers
 from pipeline.backends.checks import FeedCheck, HostTimer, closed, engine_digest, refuse_foreign
 from pipeline.backends.torch_module import array_from_tensor, first_line, load_module, run_module, tensor_from_array, torch_version
 from pipeline.core import (
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 PRECISIONS = frozenset({Precision.FP32})
 DISTRIBUTIONS: tuple[str, ...] = ("torch", "safetensors")
+layers = no_layers
 VARIANTS = ("eager", "traced", "compile")
 FILE = "source.json"
 

@@ -7,7 +7,7 @@ import importlib.util
 from pathlib import Path
 
 from pipeline.backends.base import Loaded
-from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Progress, Recipe, Refusal, Target, silent
+from pipeline.core import BuildOptions, Engine, LayerTable, OnnxModel, Precision, Progress, Recipe, Refusal, Target, Tensors, silent
 from pipeline.errors import BackendUnavailable
 from pipeline.gpu import Gpus, find_gpus
 
@@ -28,6 +28,10 @@ def unsupported(model: OnnxModel, target: Target) -> tuple[Refusal, ...]:
 
 
 def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent) -> Engine:
+    raise unavailable(find_gpus(), _library_version())
+
+
+def layers(engine: Engine, feeds: Tensors) -> LayerTable | None:
     raise unavailable(find_gpus(), _library_version())
 
 

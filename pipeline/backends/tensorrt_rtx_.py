@@ -10,7 +10,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from pipeline.backends.base import Loaded
+from pipeline.backends.base import Loaded, no_layers
 from pipeline.backends.checks import installed_version
 from pipeline.backends.trt_parser import Parsed, count_float64, messages_of, parse, refusals, sentence
 from pipeline.core import BuildOptions, Engine, Note, OnnxModel, Point, Precision, Profile, Progress, Recipe, Refusal, Target, TensorSpec, silent
@@ -19,6 +19,7 @@ from pipeline.gpu import Gpus, find_gpus
 
 PRECISIONS = frozenset({Precision.FP32, Precision.FP16, Precision.BF16, Precision.INT8})
 DISTRIBUTIONS: tuple[str, ...] = ("tensorrt-rtx",)
+layers = no_layers
 CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
 MINIMUM_DRIVER = 580  # the first for CUDA 13, which the PyPI package is built with
 FILE = "engine.rtx"

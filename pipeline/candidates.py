@@ -1,0 +1,156 @@
+"""One recipe's way through the line: quantise or cast, build, prove the precision, check the answers."""
+
+from __future__ import annotations
+
+from pipeline import backends
+from pipeline.backends.openvino_nncf import quantize_with_nncf
+from pipeline.core import CalibrationMethod, CalibrationTable, Engine, LayerTable, Note, OnnxModel, Precision, Profile, Recipe
+from pipeline.data import CalibrationSet, SampleSet
+from pipeline.errors import BackendUnavailable, ChildDied, InternalError, ModelError, UnsupportedError
+from pipeline.gpu import find_gpus
+from pipeline.graph import draw_feeds
+from pipeline.job import FEEDS_FOR_CHECKS, Job, batch_rows, options_of
+from pipeline.precision import mislabelled, precision_notes
+from pipeline.recipes import default_candidates, missing_backend_note, recipe_from_candidate
+from pipeline.report import Candidate, ValidationReport
+from pipeline.runner import Stage
+from pipeline.source import code_digest
+from pipeline.stages.build import build
+from pipeline.stages.calibrate import calibrate
+from pipeline.stages.convert import convert
+from pipeline.stages.prove import Proof, prove
+from pipeline.stages.validate import ReferenceOutputs, run_reference, validate
+from pipeline.store import canonical
+
+CALIBRATE = Stage("calibrate", 1, calibrate, ("onnx", "onnxruntime"))
+CONVERT = Stage("convert", 1, convert, ("onnx", "onnxruntime"))
+QUANTIZERS = {"nncf": Stage("convert", 1, quantize_with_nncf, ("onnx", "nncf"))}
+PROVE = Stage("prove", 1, prove)
+REFERENCE = Stage("reference", 1, run_reference)
+VALIDATE = Stage("validate", 1, validate, ("polygraphy",))
+
+
+def recipes_of(job: Job) -> tuple[tuple[Recipe, ...], tuple[Note, ...]]:
+    """The recipes to try. A backend that the plan names must be here; of the others, those that are."""
+    calibrated = job.data.calibration is not None
+    named = {candidate.backend for candidate in job.plan.candidates}
+    targets, notes = {}, []
+    for name in named or (("tensorrt",) if find_gpus().devices else ()) + ("onnxruntime", "openvino"):
+        try:
+            targets[name] = backends.backend(name).probe()
+        except BackendUnavailable as error:
+            if named:
+                raise
+            notes.append(missing_backend_note(name, error.message))
+    if not calibrated and not named:
+        notes.append(Note(stage="candidates", text="int8 is left out: the plan has no calibration data", level="info"))
+    candidates = job.plan.candidates or default_candidates(targets, calibrated)
+    recipes = tuple(dict.fromkeys(recipe_from_candidate(each, targets[each.backend], job.plan, calibrated) for each in candidates))
+    for recipe in recipes:
+        backends.backend(recipe.backend).check_recipe(recipe, targets[recipe.backend])
+    return recipes, tuple(notes)
+
+
+def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutputs, bugs: list[InternalError]) -> Candidate:
+    """Convert, build and check one candidate, as far as it comes. What stops it is part of the report; a bug of ours is added to `bugs` too."""
+    candidate = Candidate(label=recipe.label, recipe=recipe, state="failed")
+    try:
+        converted = convert_model(job, model, recipe)
+        engine = build_engine(job, converted, recipe)
+        notes = engine.notes if converted is model else (*converted.notes, *engine.notes)
+        candidate = candidate.model_copy(update={"engine": engine, "notes": notes})
+        candidate = with_layers(candidate, prove_engine(job, engine))
+        if candidate.state == "mislabelled":
+            return candidate
+        report = check_engine(job, engine, expected, job.data.selection)
+    except UnsupportedError as error:
+        return candidate.model_copy(update={"state": "refused", "reason": error.message})
+    except BackendUnavailable as error:
+        return candidate.model_copy(update={"state": "built" if candidate.engine else "refused", "reason": error.message})
+    except (ModelError, ChildDied) as error:
+        return candidate.model_copy(update={"reason": error.message})
+    except InternalError as error:  # the others may still be right
+        bugs.append(error)
+        return candidate.model_copy(update={"reason": f"a bug in Crucible, please report it: {error.message}"})
+    state = "measured" if report.passed else "failed accuracy"
+    return candidate.model_copy(update={"state": state, "selection": report, "reason": "; ".join(report.failures)})
+
+
+def with_layers(candidate: Candidate, table: LayerTable | None) -> Candidate:
+    """The candidate with what its engine really runs; `mislabelled` if that is not what it is called by."""
+    if table is None:
+        return candidate
+    notes = (*candidate.notes, *precision_notes(table))
+    wrong = mislabelled(candidate.recipe.precision, table)
+    state = "mislabelled" if wrong else candidate.state
+    return candidate.model_copy(update={"layers": table, "notes": notes, "state": state, "reason": wrong})
+
+
+def prove_engine(job: Job, engine: Engine) -> LayerTable | None:
+    """Which precision every kernel of the engine really runs, timed at the usual size of its first profile."""
+    profile = engine.profiles[0] if engine.profiles else Profile()
+    feeds = draw_feeds(engine.inputs, profile.sizes("opt"), seed=0)
+    found = job.runner.stage(PROVE, Proof, engine, feeds, inputs=(engine.digest,), options=options_of(profile), subject=engine.recipe.label)
+    return found.table
+
+
+def convert_model(job: Job, model: OnnxModel, recipe: Recipe) -> OnnxModel:
+    """The graph that this recipe asks for."""
+    quantizer = "tensorrt" if recipe.realised_in == "flags" and recipe.precision is Precision.INT8 else recipe.quantizer
+    if quantizer in QUANTIZERS and job.data.calibration is not None:
+        return quantize_by(QUANTIZERS[quantizer], job, model, recipe, job.data.calibration)
+    if recipe.precision is Precision.FP32 or recipe.realised_in != "graph":
+        return model
+    table = calibration_table(job, model, recipe)
+    samples = job.samples.first(FEEDS_FOR_CHECKS)
+    inputs = (model.digest, job.samples.digest, table.root.name if table else "")
+    arguments = (model, recipe, table, samples)
+    converted = job.runner.stage(CONVERT, OnnxModel, *arguments, inputs=inputs, options=options_of(recipe), subject=recipe.label)
+    return converted.model_copy(update={"notes": (*table.notes, *converted.notes)}) if table else converted
+
+
+def quantize_by(stage: Stage, job: Job, model: OnnxModel, recipe: Recipe, calibration: CalibrationSet) -> OnnxModel:
+    """A library that chooses ranges and placement by itself stands in the place of calibrate and convert."""
+    options = job.build_options(recipe.backend)
+    inputs, described = (model.digest, calibration.digest), options_of(recipe, job.plan.calibration, options)
+    arguments = (model, calibration, recipe, job.plan.calibration, options)
+    target = backends.backend(recipe.backend).probe()
+    return job.runner.stage(stage, OnnxModel, *arguments, inputs=inputs, options=described, subject=recipe.label, target=target)
+
+
+def calibration_table(job: Job, model: OnnxModel, recipe: Recipe) -> CalibrationTable | None:
+    """The ranges that a recipe needs: int8 its method's, 16-bit floats the largest values. None where there is no data."""
+    if job.data.calibration is None:
+        return None
+    method = recipe.method or CalibrationMethod.MINMAX
+    inputs, options = (model.digest, job.data.calibration.digest), canonical({"method": method, **job.plan.calibration.model_dump()})
+    arguments = (model, job.data.calibration, method, job.plan.calibration)
+    return job.runner.stage(CALIBRATE, CalibrationTable, *arguments, inputs=inputs, options=options, subject=str(method))
+
+
+def build_engine(job: Job, model: OnnxModel, recipe: Recipe) -> Engine:
+    """The engine of a converted graph."""
+    backend = backends.backend(recipe.backend)
+    stage = Stage("build", 1, build, backend.DISTRIBUTIONS)
+    allowed = job.build_options(recipe.backend)
+    options = options_of(recipe, allowed)
+    arguments = (model, recipe, allowed)
+    return job.runner.stage(stage, Engine, *arguments, inputs=(model.digest,), options=options, subject=recipe.label, target=backend.probe())
+
+
+def check_engine(job: Job, engine: Engine, expected: ReferenceOutputs, samples: SampleSet) -> ValidationReport:
+    """One engine against the reference on one set."""
+    rows = batch_rows(job)
+    accuracy = job.plan.accuracy
+    metric = code_digest(accuracy.metric, accuracy.python_path, "accuracy.metric") if ":" in accuracy.metric else ""
+    inputs, options = (engine.digest, expected.digest, samples.digest, metric), options_of(accuracy, engine.recipe)
+    arguments = (engine, expected, samples, accuracy, rows)
+    subject = f"{engine.recipe.label} on {samples.role}"
+    return job.runner.stage(VALIDATE, ValidationReport, *arguments, inputs=inputs, options=options, subject=subject)
+
+
+def reference_outputs(job: Job, reference: Engine, samples: SampleSet) -> ReferenceOutputs:
+    """What the reference answers to every sample of a set."""
+    rows = batch_rows(job)
+    inputs, options = (reference.digest, job.source.digest, samples.digest), canonical({"rows": rows})
+    return job.runner.stage(REFERENCE, ReferenceOutputs, reference, samples, rows, inputs=inputs, options=options, subject=samples.role)

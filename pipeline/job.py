@@ -1,0 +1,118 @@
+"""What a compile works with: the plan checked against its model, the source found, the data opened.
+
+All that can be wrong with a request is said here, before anything is started.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+
+from pipeline import graph
+from pipeline.config import GeneratedData, Plan
+from pipeline.core import BuildOptions, ModelSource, TensorRTOptions, TensorSpec
+from pipeline.data import CalibrationSet, SampleSet, SelectionSet, ValidationSet, check_disjoint, open_set
+from pipeline.errors import ModelError, PlanError
+from pipeline.measure import Environment, environment
+from pipeline.runner import Runner
+from pipeline.source import check_profiles, source_from_config
+from pipeline.stages.benchmark import check_sizes
+from pipeline.store import canonical
+from pipeline.task_metric import check_labels
+
+GENERATED_SAMPLES = 32  # random inputs on which tensor errors are taken where there is no data
+FEEDS_FOR_CHECKS = 4  # real samples on which export and simplify are checked
+MOST_ROWS = 32  # samples per batch while checking accuracy: enough for speed, little enough for memory
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The three sets; selection is generated where the plan has none."""
+
+    calibration: CalibrationSet | None
+    selection: SelectionSet
+    validation: ValidationSet | None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every sentence of the story needs."""
+
+    plan: Plan
+    runner: Runner
+    source: ModelSource
+    data: Data
+    environment: Environment
+
+    @property
+    def samples(self) -> SampleSet:
+        """Real inputs where there are any, for checks of the graph."""
+        return self.data.calibration or self.data.selection
+
+    @property
+    def reference_name(self) -> str:
+        return "ONNX Runtime fp32, the file as given" if self.source.kind == "onnx" else "PyTorch eager fp32, without TF32"
+
+    def build_options(self, backend: str) -> BuildOptions:
+        """What `backend` may use; TensorRT's own options reach TensorRT only, so that they never cause another backend to build again."""
+        options = BuildOptions(profiles=self.plan.profiles, threads=self.plan.benchmark.threads)
+        if backend != "tensorrt":
+            return options
+        asked = self.plan.tensorrt
+        workspace = asked.workspace_mib * 2**20 if asked.workspace_mib else None
+        tensorrt = TensorRTOptions(workspace_bytes=workspace, optimization_level=asked.optimization_level, plugins=asked.plugins)
+        return options.model_copy(update={"tensorrt": tensorrt})
+
+
+def open_job(plan: Plan, runner: Runner) -> Job:
+    """Find the source, complete the profiles, open the data: everything that can be wrong with a request is said here."""
+    source = source_from_config(plan.model, plan.profiles)
+    inputs = input_specs(source)
+    complete = plan.model_copy(update={"profiles": check_profiles(inputs, plan.profiles)})
+    check_sizes(plan.benchmark.sizes, inputs, complete.profiles)
+    return Job(complete, runner, source, open_data(complete, inputs), environment())
+
+
+def input_specs(source: ModelSource) -> tuple[TensorSpec, ...]:
+    """The plan's inputs, or an ONNX file's own; PlanError where the plan says otherwise than the file."""
+    if source.kind != "onnx" or source.path is None:
+        return source.inputs
+    model = graph.onnx_model(source.path.parent, source.path.name)
+    asked, has = ([f"{spec.name} {spec.dtype} [{', '.join(map(str, spec.shape))}]" for spec in specs] for specs in (source.inputs, model.inputs))
+    names = [spec.name for spec in model.outputs]
+    for key, plans, files in (("inputs", asked, has), ("outputs", list(source.outputs), names)):
+        if plans and plans != files:
+            said = f"model.{key}: the plan says {', '.join(plans)}, the file has {', '.join(files)}"
+            raise PlanError(said, f"leave model.{key} out: an .onnx file is taken as it is")
+    if not model.inputs:
+        raise ModelError(f"'{source.path}' has no inputs: its answer is a constant", "give a model that takes at least one input")
+    return model.inputs
+
+
+def open_data(plan: Plan, inputs: tuple[TensorSpec, ...]) -> Data:
+    """Open and check the sets that the plan names; sets that overlap are an error."""
+    nothing = GeneratedData(generate="random", samples=GENERATED_SAMPLES, because="the plan names no selection data", seed=plan.model.seed + 1)
+    named = plan.data
+    calibration = open_set(CalibrationSet, named.calibration, inputs, plan.profiles) if named.calibration is not None else None
+    selection = open_set(SelectionSet, nothing if named.selection is None else named.selection, inputs, plan.profiles)
+    validation = open_set(ValidationSet, named.validation, inputs, plan.profiles) if named.validation is not None else None
+    check_disjoint(*(opened for opened in (calibration, selection, validation) if opened is not None))
+    for judged, given in ((selection, named.selection), (validation, named.validation)):
+        if judged is not None and isinstance(given, tuple):
+            check_labels(plan.accuracy, judged.has_labels)
+    return Data(calibration, selection, validation)
+
+
+def batch_rows(job: Job) -> int:
+    """Samples per batch while checking accuracy: what every profile allows, at most MOST_ROWS."""
+    first = job.data.selection.specs[0].shape[:1]
+    if not first or isinstance(first[0], int):
+        return first[0] if first and isinstance(first[0], int) else 1
+    ranges = [profile.dims[first[0]].max for profile in job.plan.profiles]
+    return max(1, min([MOST_ROWS, *ranges]))
+
+
+def options_of(*options: BaseModel) -> str:
+    """Canonical JSON of several option values."""
+    return "\n".join(canonical(option) for option in options)
