@@ -5,7 +5,14 @@ TORCH_BACKEND ?=
 UV := $(shell command -v uv 2>/dev/null)
 BIN := $(VENV)/bin
 
-.PHONY: demo test check test-gpu bench serve clean
+# test-gpu on a host without network: WHEELS=DIR, a folder that tests/gpu/fetch_wheels.sh filled elsewhere. PYTHON's own packages are used,
+# and what it lacks comes from there. Without WHEELS: the environment of `make test`.
+WHEELS ?=
+GPU_SITE := $(CURDIR)/build/gpu-site
+GPU_RESULTS ?= build/gpu-tests.json
+GPU_PYTHON := $(if $(WHEELS),PYTHONPATH="$(GPU_SITE)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON),$(BIN)/python)
+
+.PHONY: demo test check test-gpu gpu-site bench serve clean
 
 demo: $(VENV)/.ready
 	$(BIN)/crucible compile configs/digits.yaml
@@ -20,8 +27,11 @@ check: $(VENV)/.ready
 	$(BIN)/lint-imports
 	$(BIN)/python tests/size_table.py
 
-test-gpu: $(VENV)/.ready
-	$(BIN)/python -m pytest -m gpu
+test-gpu: $(if $(WHEELS),gpu-site,$(VENV)/.ready)
+	$(GPU_PYTHON) -m pytest -m gpu --gpu-results=$(GPU_RESULTS)
+
+gpu-site:
+	$(GPU_PYTHON) tests/gpu/install_wheels.py $(WHEELS) $(GPU_SITE)
 
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/run_all.py

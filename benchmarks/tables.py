@@ -1,4 +1,7 @@
-"""Write docs/benchmarks.md from benchmarks/results/*.json: no figure in it is typed by hand, and a test keeps the two in step."""
+"""Write docs/benchmarks.md, and the table of docs/accuracy.md that comes from a GPU, from benchmarks/results/*.json.
+
+No figure there is typed by hand, and a test keeps pages and results in step.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from common import RESULTS, ROOT, text_of
+from gpu_tables import accuracy_section, documents, speed_section
 
 PAGE = ROOT / "docs" / "benchmarks.md"
+ACCURACY_PAGE = ROOT / "docs" / "accuracy.md"
+BEGIN, END = "<!-- from here on written by benchmarks/tables.py -->\n", "<!-- written by benchmarks/tables.py up to here -->\n"
 HEAD = """# Benchmarks
 
 `make bench` runs all of this and takes about half an hour on 2 cores; each script alone: `.venv/bin/python benchmarks/NAME.py`.
@@ -34,8 +40,9 @@ Peak memory of a process that calibrates ResNet-50 on generated 224x224 images. 
 
 
 def main() -> None:
-    PAGE.write_text(page(), encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(ROOT)}")
+    for file, text in ((PAGE, page()), (ACCURACY_PAGE, accuracy_page())):
+        file.write_text(text, encoding="utf-8")
+        print(f"wrote {file.relative_to(ROOT)}")
 
 
 def page() -> str:
@@ -44,7 +51,15 @@ def page() -> str:
     for name, text in SECTIONS.items():
         result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         parts += [text, "", *_table(result["rows"]), "", *_targets(result["targets"]), "", _environment(result), ""]
-    return "\n".join(parts)
+    return "\n".join(parts + speed_section(documents()))
+
+
+def accuracy_page() -> str:
+    """docs/accuracy.md as it is by hand, with what is written here between its marks."""
+    before, _, rest = ACCURACY_PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    lines = accuracy_section(documents())
+    return before + BEGIN + "".join(f"{line}\n" for line in ["", *lines, ""] * bool(lines)) + END + after
 
 
 def _table(rows: list[Mapping[str, Any]]) -> list[str]:

@@ -1,9 +1,15 @@
-"""One recipe's way through the line: quantise or cast, build, prove the precision, check the answers."""
+"""One recipe's way through the line: quantise or cast, build, prove the precision, check the answers; and the rescue of one that fails in fp16."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
 from pipeline import backends
 from pipeline.backends.openvino_nncf import quantize_with_nncf
+from pipeline.backends.trt_calibrator import calibrate_with_tensorrt
+from pipeline.backends.trt_library import BINDINGS
+from pipeline.backends.trt_modelopt import quantize_with_modelopt
 from pipeline.core import CalibrationMethod, CalibrationTable, Engine, LayerTable, Note, OnnxModel, Precision, Profile, Recipe
 from pipeline.data import CalibrationSet, SampleSet
 from pipeline.errors import BackendUnavailable, ChildDied, InternalError, ModelError, UnsupportedError
@@ -12,22 +18,37 @@ from pipeline.graph import draw_feeds
 from pipeline.job import FEEDS_FOR_CHECKS, Job, batch_rows, options_of
 from pipeline.precision import mislabelled, precision_notes
 from pipeline.recipes import default_candidates, missing_backend_note, recipe_from_candidate
-from pipeline.report import Candidate, ValidationReport
+from pipeline.report import Candidate, Rescue, ValidationReport
+from pipeline.rescue import Attempt, Skipped, Tried, ends, in_bf16, in_fp32, story, to_rescue, with_nodes_kept, with_opt_moved
 from pipeline.runner import Stage
 from pipeline.source import code_digest
 from pipeline.stages.build import build
 from pipeline.stages.calibrate import calibrate
 from pipeline.stages.convert import convert
 from pipeline.stages.prove import Proof, prove
+from pipeline.stages.rank import NodeRanking, rank_nodes
 from pipeline.stages.validate import ReferenceOutputs, run_reference, validate
 from pipeline.store import canonical
 
 CALIBRATE = Stage("calibrate", 1, calibrate, ("onnx", "onnxruntime"))
-CONVERT = Stage("convert", 1, convert, ("onnx", "onnxruntime"))
-QUANTIZERS = {"nncf": Stage("convert", 1, quantize_with_nncf, ("onnx", "nncf"))}
+CONVERT = Stage("convert", 2, convert, ("onnx", "onnxruntime"))
+QUANTIZERS = {
+    "nncf": Stage("convert", 1, quantize_with_nncf, ("onnx", "nncf")),
+    "modelopt": Stage("convert", 1, quantize_with_modelopt, ("nvidia-modelopt", "onnx", "onnxruntime")),
+    "tensorrt": Stage("calibrate", 1, calibrate_with_tensorrt, ("tensorrt", *BINDINGS, "onnx", "polygraphy")),
+}
 PROVE = Stage("prove", 1, prove)
 REFERENCE = Stage("reference", 1, run_reference)
 VALIDATE = Stage("validate", 1, validate, ("polygraphy",))
+RANK = Stage("rank", 1, rank_nodes, ("onnx", "onnxruntime"))
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Every candidate as far as it came, and how those that failed in fp16 were rescued."""
+
+    candidates: tuple[Candidate, ...]
+    rescues: tuple[Rescue, ...] = ()
 
 
 def recipes_of(job: Job) -> tuple[tuple[Recipe, ...], tuple[Note, ...]]:
@@ -59,7 +80,7 @@ def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutpu
         engine = build_engine(job, converted, recipe)
         notes = engine.notes if converted is model else (*converted.notes, *engine.notes)
         candidate = candidate.model_copy(update={"engine": engine, "notes": notes})
-        candidate = with_layers(candidate, prove_engine(job, engine))
+        candidate = with_layers(candidate, prove_engine(job, engine, converted))
         if candidate.state == "mislabelled":
             return candidate
         report = check_engine(job, engine, expected, job.data.selection)
@@ -76,22 +97,67 @@ def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutpu
     return candidate.model_copy(update={"state": state, "selection": report, "reason": "; ".join(report.failures)})
 
 
+def rescue(job: Job, model: OnnxModel, candidates: Sequence[Candidate], expected: ReferenceOutputs, bugs: list[InternalError]) -> Prepared:
+    """The candidates, and those that the recipe of experience makes of the ones that failed in fp16. Which steps it has: pipeline.rescue."""
+    known = {candidate.label: candidate for candidate in candidates}
+    stories = []
+    for failed in to_rescue(candidates) if job.plan.rescue else ():
+        history: list[Tried | Skipped] = []
+        for attempt in attempts(job, model, failed, bugs):
+            if isinstance(attempt, Skipped):
+                history.append(attempt)
+                continue
+            label = attempt.recipe.label
+            if label not in known:  # the plan may have it, or an earlier rescue
+                tuned = job.plan.model_copy(update={"profiles": attempt.profiles or job.plan.profiles})
+                known[label] = prepare(replace(job, plan=tuned), model, attempt.recipe, expected, bugs)
+            history.append(tried := Tried(attempt, known[label]))
+            if ends(tried):
+                break
+        stories.append(story(failed, history))
+    return Prepared((*candidates, *list(known.values())[len(candidates) :]), tuple(stories))
+
+
+def attempts(job: Job, model: OnnxModel, failed: Candidate, bugs: list[InternalError]) -> Iterator[Attempt | Skipped]:
+    """The steps in order; the nodes are ranked only once the first steps have failed."""
+    yield in_fp32(failed)
+    yield from with_opt_moved(failed, job.plan.profiles)
+    yield from with_nodes_kept(failed, rank(job, model, failed, bugs))
+    yield in_bf16(failed)
+
+
+def rank(job: Job, model: OnnxModel, failed: Candidate, bugs: list[InternalError]) -> NodeRanking:
+    """What fp16 does to each node on the selection set, its worst samples included; or why that cannot be said."""
+    worst = tuple(sorted({output.worst_sample for output in failed.selection.outputs})) if failed.selection else ()
+    samples = job.data.selection
+    try:
+        converted = convert_model(job, model, failed.recipe.model_copy(update={"realised_in": "graph"}))
+        inputs, options = (converted.digest, samples.digest), canonical({"worst": worst})
+        return job.runner.stage(RANK, NodeRanking, converted, samples, worst, inputs=inputs, options=options, subject=failed.label)
+    except (UnsupportedError, ModelError, ChildDied) as error:
+        return NodeRanking(failure=error.message)
+    except InternalError as error:  # the next steps may still help
+        bugs.append(error)
+        return NodeRanking(failure=f"a bug in Crucible, please report it: {error.message}")
+
+
 def with_layers(candidate: Candidate, table: LayerTable | None) -> Candidate:
     """The candidate with what its engine really runs; `mislabelled` if that is not what it is called by."""
     if table is None:
         return candidate
-    notes = (*candidate.notes, *precision_notes(table))
-    wrong = mislabelled(candidate.recipe.precision, table)
+    asked, kept = candidate.recipe.precision, candidate.recipe.keep_fp32
+    notes = (*candidate.notes, *precision_notes(table, asked, kept))
+    wrong = mislabelled(asked, table, kept)
     state = "mislabelled" if wrong else candidate.state
     return candidate.model_copy(update={"layers": table, "notes": notes, "state": state, "reason": wrong})
 
 
-def prove_engine(job: Job, engine: Engine) -> LayerTable | None:
+def prove_engine(job: Job, engine: Engine, converted: OnnxModel) -> LayerTable | None:
     """Which precision every kernel of the engine really runs, timed at the usual size of its first profile."""
     profile = engine.profiles[0] if engine.profiles else Profile()
-    feeds = draw_feeds(engine.inputs, profile.sizes("opt"), seed=0)
-    found = job.runner.stage(PROVE, Proof, engine, feeds, inputs=(engine.digest,), options=options_of(profile), subject=engine.recipe.label)
-    return found.table
+    arguments = (engine, draw_feeds(engine.inputs, profile.sizes("opt"), 0, profile.values_at("opt")), converted)
+    inputs, options = (engine.digest, converted.digest), options_of(profile)
+    return job.runner.stage(PROVE, Proof, *arguments, inputs=inputs, options=options, subject=engine.recipe.label).table
 
 
 def convert_model(job: Job, model: OnnxModel, recipe: Recipe) -> OnnxModel:
@@ -112,7 +178,8 @@ def convert_model(job: Job, model: OnnxModel, recipe: Recipe) -> OnnxModel:
 def quantize_by(stage: Stage, job: Job, model: OnnxModel, recipe: Recipe, calibration: CalibrationSet) -> OnnxModel:
     """A library that chooses ranges and placement by itself stands in the place of calibrate and convert."""
     options = job.build_options(recipe.backend)
-    inputs, described = (model.digest, calibration.digest), options_of(recipe, job.plan.calibration, options)
+    digests = job.plugin_digests(recipe.backend)
+    inputs, described = (model.digest, calibration.digest, *digests), options_of(recipe, job.plan.calibration, options)
     arguments = (model, calibration, recipe, job.plan.calibration, options)
     target = backends.backend(recipe.backend).probe()
     return job.runner.stage(stage, OnnxModel, *arguments, inputs=inputs, options=described, subject=recipe.label, target=target)
@@ -134,8 +201,8 @@ def build_engine(job: Job, model: OnnxModel, recipe: Recipe) -> Engine:
     stage = Stage("build", 1, build, backend.DISTRIBUTIONS)
     allowed = job.build_options(recipe.backend)
     options = options_of(recipe, allowed)
-    arguments = (model, recipe, allowed)
-    return job.runner.stage(stage, Engine, *arguments, inputs=(model.digest,), options=options, subject=recipe.label, target=backend.probe())
+    inputs, arguments = (model.digest, *job.plugin_digests(recipe.backend)), (model, recipe, allowed)
+    return job.runner.stage(stage, Engine, *arguments, inputs=inputs, options=options, subject=recipe.label, target=backend.probe())
 
 
 def check_engine(job: Job, engine: Engine, expected: ReferenceOutputs, samples: SampleSet) -> ValidationReport:

@@ -7,6 +7,7 @@ the nodes kept overflows.)
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from onnx import TensorProto, numpy_helper
 from onnx.version_converter import ConvertError, convert_version
 
 from pipeline.activations import Bounds
-from pipeline.core import Precision
+from pipeline.core import Note, Precision
 from pipeline.errors import UnsupportedError
 from pipeline.graph import DEFAULT_DOMAINS, SMALL_BYTES, bytes_of_tensor, graphs_of, opset_of
 from pipeline.qdq import drop_unread
@@ -40,6 +41,7 @@ QDQ_OPSET = 13
 SCALES_OPSET = 19
 """QuantizeLinear and DequantizeLinear take float16 scales since opset 19."""
 
+NAMED = 5  # nodes that a note names one by one
 POSITIONS = frozenset({"Range", "CumSum", "RoiAlign", "GridSample", "NonMaxSuppression"})
 SUMS_OF_SQUARES = frozenset({"ReduceSumSquare", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "Det"})
 TYPED_BY_ATTRIBUTE = frozenset({"Cast", "ConstantOfShape", "EyeLike", "Multinomial", "Bernoulli"})
@@ -62,6 +64,40 @@ def raise_opset(proto: onnx.ModelProto, least: int) -> onnx.ModelProto:
         ) from error
 
 
+def flatten(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """One flat graph: local functions inlined, Constant nodes as initializers, every node with a name of its own."""
+    if proto.functions:
+        proto = onnx.inliner.inline_local_functions(proto)
+    graph = proto.graph
+    nodes = []
+    outputs = {value.name for value in graph.output}
+    for node in graph.node:
+        value = _constant(node)
+        if value is None or node.output[0] in outputs:
+            nodes.append(node)
+        else:
+            graph.initializer.append(numpy_helper.from_array(value, node.output[0]))
+    times = Counter(node.name for node in nodes)
+    for index, node in enumerate(nodes):
+        if not node.name or times[node.name] > 1:
+            node.name = f"{node.name or node.op_type}_{index}"
+    del graph.node[:]
+    graph.node.extend(nodes)
+    drop_unread(graph)
+    return proto
+
+
+def _constant(node: onnx.NodeProto) -> NDArray[np.generic] | None:
+    """The numeric value of a Constant node; None of any other."""
+    if node.op_type != "Constant" or node.domain not in DEFAULT_DOMAINS:
+        return None
+    attribute = node.attribute[0]
+    if attribute.name == "value":
+        return numpy_helper.to_array(attribute.t) if attribute.t.data_type != onnx.TensorProto.STRING else None
+    dtypes = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
+    return np.asarray(onnx.helper.get_attribute_value(attribute), dtypes[attribute.name]) if attribute.name in dtypes else None
+
+
 # --- which nodes stay in fp32 ---
 
 
@@ -81,6 +117,16 @@ def reasons_for_fp32(graph: onnx.GraphProto, bounds: Mapping[str, Bounds]) -> di
         if strange is not None and node.op_type not in QUANTIZERS:
             reasons[node.name] = f"{outside[strange]} in '{strange}'"
     return reasons
+
+
+def overflow_notes(graph: onnx.GraphProto, reasons: Mapping[str, str]) -> list[Note]:
+    """What a user should know of the nodes that `reasons_for_fp32` found."""
+    if not reasons:
+        return []
+    kinds = Counter(node.op_type for node in graph.node if node.name in reasons)
+    named = "; ".join(f"'{name}': {why}" for name, why in list(reasons.items())[:NAMED]) + ("; ..." if len(reasons) > NAMED else "")
+    counted = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    return [Note(stage="convert", text=f"{len(reasons)} nodes stay in fp32 ({counted}), fp16 cannot hold their values: {named}", level="info")]
 
 
 def _fits(largest: float) -> bool:
@@ -158,7 +204,10 @@ def _ports(node: onnx.NodeProto, types: Mapping[str, int], precision: Precision,
 
 
 def _with_quantizers(graph: onnx.GraphProto, types: Mapping[str, int], ports: dict[str, _Ports]) -> dict[str, _Ports]:
-    """Q takes the dtype of what makes its input, DQ that of its readers: so no Cast parts them from the operators they belong to."""
+    """Q takes the dtype of what makes its input, DQ that of its readers: so no Cast parts them from the operators they belong to.
+
+    The Q of a weight takes that of its DQ.
+    """
     low = {node.output[i] for node in graph.node if node.name in ports for i in ports[node.name].outputs}
     read = {value.name: False for value in graph.output}
     for inner in graphs_of(graph):
@@ -168,10 +217,13 @@ def _with_quantizers(graph: onnx.GraphProto, types: Mapping[str, int], ports: di
                 read[name] = read.get(name, True) and is_low
     quantizers = {}
     for node in graph.node:
-        if node.op_type == "QuantizeLinear" and node.input[0] in low:
-            quantizers[node.name] = _Ports((0, 1), ())
-        elif node.op_type == "DequantizeLinear" and read.get(node.output[0], False) and types.get(node.input[1]) == TensorProto.FLOAT:
+        if node.op_type == "DequantizeLinear" and read.get(node.output[0], False) and types.get(node.input[1]) == TensorProto.FLOAT:
             quantizers[node.name] = _Ports((1,), (0,))
+    constants = {tensor.name for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT}
+    high = {name for node in graph.node if node.name not in quantizers for name in node.input}
+    for node in graph.node:
+        if node.op_type == "QuantizeLinear" and (node.input[0] in low or (node.input[0] in constants and node.output[0] not in high)):
+            quantizers[node.name] = _Ports((0, 1), ())
     return ports | quantizers
 
 
@@ -231,10 +283,14 @@ class _Rewriter:
     def _convert_constants(self) -> None:
         """Low copies of the constants that low nodes read; the fp32 ones go where nothing else reads them."""
         replaceable = {value.name for value in self.graph.input}
+        scales = {node.input[1] for node in self.graph.node if node.op_type in QUANTIZERS}
         for index, tensor in enumerate(self.graph.initializer):
             if tensor.name not in self.read_low or tensor.name in replaceable:
                 continue
-            low = numpy_helper.from_array(_narrow(numpy_helper.to_array(tensor), self.precision), self.low_name(tensor.name))
+            values = _narrow(numpy_helper.to_array(tensor), self.precision)
+            if tensor.name in scales:  # a scale that becomes 0 would make NaN of all its values
+                values = np.where(values == 0, ml_dtypes.finfo(values.dtype).smallest_subnormal, values)  # type: ignore[no-untyped-call]
+            low = numpy_helper.from_array(values, self.low_name(tensor.name))
             if tensor.name in self.read_high:
                 self.graph.initializer.append(low)
             else:

@@ -63,7 +63,7 @@ def compile_(plan: PlanArgument, overrides: SetOption, profiles: ProfileOption, 
     parsed = _plan(plan, overrides, profiles)
     folder = out or Path("crucible-out") / (parsed.name or "model")
     deliver.check_folder(folder)
-    with _runner(quiet=as_json) as runner:
+    with _runner(as_json, parsed.name) as runner:
         report = compile_plan(parsed, runner, _command_line())
         files = publish_report(report, folder)
     if not as_json:
@@ -91,7 +91,7 @@ def validate(result: ResultArgument, overrides: SetOption, as_json: JsonOption =
     from pipeline.render import load_report
 
     engine, compiled = deliver.load_engine(result), load_report(result)
-    with _runner(quiet=as_json) as runner:
+    with _runner(as_json, compiled.plan.name) as runner:
         report = validate_again(compiled, config.override_plan(compiled.plan, overrides), engine, runner)
     if not as_json:
         terminal.console().print("\n".join(terminal.validation_lines(report)), highlight=False, soft_wrap=True)
@@ -106,7 +106,7 @@ def bench(result: ResultArgument, overrides: SetOption, as_json: JsonOption = Fa
     from pipeline.render import load_report
 
     engine, compiled = deliver.load_engine(result), load_report(result)
-    with _runner(quiet=as_json) as runner:
+    with _runner(as_json, compiled.plan.name) as runner:
         measured = benchmark_again(compiled, config.override_plan(compiled.plan, overrides), engine, runner)
     if not as_json:
         terminal.console().print(terminal.benchmark_table(measured))
@@ -186,11 +186,11 @@ def _profile_entry(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _runner(quiet: bool) -> Iterator[Runner]:
+def _runner(quiet: bool, plan: str) -> Iterator[Runner]:
     console = terminal.console(stderr=True)
     with terminal.StageProgress(console, quiet) as progress:
         store = Store(config.home(), on_wait=lambda text: None if quiet else console.print(f"[yellow]{escape(text)}", highlight=False))
-        yield Runner(store, progress)
+        yield Runner(store, progress, plan=plan)
 
 
 def _command_line() -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pipeline import graph
 from pipeline.backends import pytorch_
-from pipeline.candidates import build_engine, check_engine, prepare, recipes_of, reference_outputs
+from pipeline.candidates import Prepared, build_engine, check_engine, prepare, recipes_of, reference_outputs, rescue
 from pipeline.config import DataConfig, GeneratedData, Plan
 from pipeline.core import Engine, Note, OnnxModel, Precision, Recipe
 from pipeline.decide import choose, decide, ratio_of
@@ -18,8 +18,9 @@ from pipeline.deliver import deliver_engine, withdraw_engine
 from pipeline.errors import InternalError
 from pipeline.job import FEEDS_FOR_CHECKS, Job, open_job, options_of
 from pipeline.render import write_report
-from pipeline.report import BenchmarkFailure, BenchmarkReport, Benchmarks, Candidate, OperatorTable, Report, ReportFiles, ValidationReport
+from pipeline.report import BenchmarkFailure, BenchmarkReport, Benchmarks, Candidate, OperatorTable, Report, ReportFiles, Rescue, ValidationReport
 from pipeline.runner import Runner, Stage
+from pipeline.source import code_digest
 from pipeline.stages.benchmark import benchmark
 from pipeline.stages.export import export
 from pipeline.stages.simplify import simplify
@@ -48,16 +49,18 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
     prepared = [prepare(job, model, recipe, expected, bugs) for recipe in recipes]
     if bugs and not any(candidate.engine for candidate in prepared):
         raise bugs[0]
-    measured = measure(job, model, [reference, *others], prepared)
+    measured = measure(job, model, [reference, *others], rescue(job, model, prepared, expected, bugs))
     validation = validate_winner(job, reference, choose(measured.candidates))
+    notes = (*notes, *baseline_notes([reference, *others], measured.candidates))
     return write_up(job, (exported, model), measured, validation, notes, command)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Candidates with their latencies, and the baselines they are compared with."""
+    """Candidates with their latencies, how some were rescued, and the baselines they are compared with."""
 
     candidates: tuple[Candidate, ...]
+    rescues: tuple[Rescue, ...]
     baselines: tuple[BenchmarkReport, ...]
     created: str
 
@@ -71,10 +74,12 @@ def export_model(job: Job) -> OnnxModel:
 
 def simplify_model(job: Job, exported: OnnxModel) -> OnnxModel:
     """The same function in fewer nodes, or the exported graph where that cannot be had."""
-    if not job.plan.simplify.enabled:
+    asked = job.plan.simplify
+    if not (asked.enabled or asked.surgery):
         return exported
     samples = job.samples.first(FEEDS_FOR_CHECKS)
-    inputs, options = (exported.digest, job.samples.digest), options_of(job.plan.simplify, *job.plan.profiles)
+    surgery = (code_digest(asked.surgery, asked.python_path, "simplify.surgery"),) if asked.surgery else ()
+    inputs, options = (exported.digest, job.samples.digest, *surgery), options_of(asked, *job.plan.profiles)
     return job.runner.stage(SIMPLIFY, OnnxModel, exported, job.plan.profiles, job.plan.simplify, samples, inputs=inputs, options=options)
 
 
@@ -91,19 +96,25 @@ def build_baselines(job: Job, exported: OnnxModel) -> list[Engine]:
     return engines
 
 
-def measure(job: Job, model: OnnxModel, baselines: list[Engine], candidates: list[Candidate]) -> Measured:
+def measure(job: Job, model: OnnxModel, baselines: list[Engine], prepared: Prepared) -> Measured:
     """Latency of all that ran, interleaved with the baselines; a candidate that cannot be measured says why."""
-    engines = [*baselines, *(candidate.engine for candidate in candidates if candidate.engine and candidate.selection)]
+    engines = [*baselines, *(candidate.engine for candidate in prepared.candidates if candidate.engine and worth_measuring(candidate))]
     quiet = job.environment.model_copy(update={"load_1min": 0.0})  # the load of the moment does not make another host
     inputs = (model.digest, *chain.from_iterable((engine.recipe.label, engine.digest) for engine in engines))
     options = options_of(job.plan.benchmark, quiet, *job.plan.profiles)
     found = job.runner.stage(BENCHMARK, Benchmarks, engines, model, job.plan.benchmark, inputs=inputs, options=options)
     by_label = {result.label: result for result in found.results}
     return Measured(
-        candidates=tuple(with_benchmark(candidate, by_label.get(candidate.label)) for candidate in candidates),
+        candidates=tuple(with_benchmark(candidate, by_label.get(candidate.label)) for candidate in prepared.candidates),
+        rescues=prepared.rescues,
         baselines=tuple(report for engine in baselines if isinstance(report := by_label[engine.recipe.label], BenchmarkReport)),
         created=found.created,
     )
+
+
+def worth_measuring(candidate: Candidate) -> bool:
+    """All that gave answers: the plot shows what a loss of accuracy would have bought. But not each vain attempt of a rescue."""
+    return candidate.selection is not None and (candidate.state == "measured" or not candidate.recipe.variant)
 
 
 def with_benchmark(candidate: Candidate, result: BenchmarkReport | BenchmarkFailure | None) -> Candidate:
@@ -119,6 +130,16 @@ def validate_winner(job: Job, reference: Engine, winner: Candidate | None) -> Va
         return None
     expected = reference_outputs(job, reference, job.data.validation)
     return check_engine(job, winner.engine, expected, job.data.validation)
+
+
+def baseline_notes(baselines: Sequence[Engine], candidates: Iterable[Candidate]) -> tuple[Note, ...]:
+    """What the baselines say of themselves; and where GPU meets CPU, that the ratio compares hardware too."""
+    first = baselines[0].target
+    on_gpu = first.compute_capability is not None
+    others = [each.label for each in candidates if each.engine and each.benchmark and (each.engine.target.compute_capability is not None) != on_gpu]
+    text = f"the baseline runs on {first.device}, other hardware than {', '.join(others)}: their ratio compares hardware too"
+    own = dict.fromkeys(note for engine in baselines for note in engine.notes)
+    return (*own, *((Note(stage="benchmark", text=text),) if others else ()))
 
 
 def write_up(
@@ -140,6 +161,7 @@ def write_up(
         baseline=measured.baselines[0] if measured.baselines else None,
         baselines=measured.baselines[1:],
         candidates=measured.candidates,
+        rescues=measured.rescues,
         winner=decision.winner.label if decision.winner else None,
         ratio=ratio_of(decision.winner) if decision.winner else None,
         validation=validation,

@@ -18,7 +18,7 @@ import platformdirs
 import yaml
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
-from pipeline.core import Frozen, Placement, Precision, Profile, TensorSpec
+from pipeline.core import DimRange, Frozen, Placement, Precision, Profile, TensorSpec
 from pipeline.errors import PlanError
 
 ONNX_SUFFIXES = (".onnx",)
@@ -34,9 +34,11 @@ def _profiles_by_symbol(value: object) -> object:
 
 
 def _profile_by_symbol(item: Mapping[str, object]) -> dict[str, object]:
-    """`values` holds ranges of values by input; all else is a symbol."""
-    dims = {name: sizes for name, sizes in item.items() if name != "values" or not isinstance(sizes, Mapping)}
-    return {"dims": dims} if len(dims) == len(item) else {"dims": dims, "values": item["values"]}
+    """`values: {k: ...}` holds ranges of values by input; all else is a symbol, even one called `values`."""
+    given = item.get("values")
+    if not isinstance(given, Mapping) or set(given) == set(DimRange.model_fields):
+        return {"dims": dict(item)}
+    return {"dims": {name: sizes for name, sizes in item.items() if name != "values"}, "values": given}
 
 
 class ModelConfig(Frozen):
@@ -156,8 +158,18 @@ class ExportConfig(Frozen):
 
 
 class SimplifyConfig(Frozen):
+    """The graph made smaller, after the user's own surgery on it."""
+
     enabled: bool = True
-    timeout_s: float = Field(default=600, gt=0)
+    timeout_s: float = Field(default=600, gt=0)  # for surgery and for simplification
+    surgery: str | None = None  # module:function, takes and returns an onnx.ModelProto
+    python_path: Path = Path()  # where the module of the surgery is imported from
+
+    @model_validator(mode="after")
+    def _function(self) -> SimplifyConfig:
+        if self.surgery is not None and self.surgery.count(":") != 1:
+            raise ValueError(f"expected surgery `module:function`, got '{self.surgery}'")
+        return self
 
 
 class CalibrationConfig(Frozen):
@@ -187,6 +199,7 @@ class Plan(Frozen):
     data: DataConfig = DataConfig()
     accuracy: AccuracyConfig = AccuracyConfig()
     candidates: tuple[CandidateConfig, ...] = ()  # empty: all that this host can build and run
+    rescue: bool = True  # an fp16 candidate over the budget gets the recipe of experience, a few builds more
     export: ExportConfig = ExportConfig()
     simplify: SimplifyConfig = SimplifyConfig()
     calibration: CalibrationConfig = CalibrationConfig()
@@ -294,8 +307,12 @@ def _with_absolute_paths(plan: Plan, base: Path) -> Plan:
     )
     data = DataConfig(**{role: source(getattr(plan.data, role)) for role in DataConfig.model_fields})
     accuracy = plan.accuracy.model_copy(update={"python_path": absolute(plan.accuracy.python_path)})
-    tensorrt = plan.tensorrt.model_copy(update={"plugins": tuple(absolute(plugin) for plugin in plan.tensorrt.plugins)})
-    return plan.model_copy(update={"model": model, "data": data, "accuracy": accuracy, "tensorrt": tensorrt})
+    simplify = plan.simplify.model_copy(update={"python_path": absolute(plan.simplify.python_path)} if plan.simplify.surgery else {})
+    tensorrt = plan.tensorrt.model_copy(update={"plugins": source(plan.tensorrt.plugins)})
+    for plugin in tensorrt.plugins:
+        if not plugin.is_file():
+            raise PlanError(f"tensorrt.plugins: no file at '{plugin}'", "correct the path; paths in a plan are relative to the plan's own folder")
+    return plan.model_copy(update={"model": model, "data": data, "accuracy": accuracy, "simplify": simplify, "tensorrt": tensorrt})
 
 
 _UNWRITTEN = ("(files)", "(generated)", "dims")  # parts of a place in the plan that nobody writes

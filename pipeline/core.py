@@ -7,15 +7,15 @@ Values written to disk are frozen pydantic models; values that stay in memory ar
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Tensors = Mapping[str, NDArray[np.generic]]
 """Tensors by name, as host arrays."""
@@ -76,57 +76,47 @@ class TensorSpec(Frozen):
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.shape)
 
 
-class DimRange(Frozen):
-    """Smallest, most usual and largest size of one symbolic dimension. Written as {min, opt, max} or [min, opt, max]."""
+class _Range(Frozen):
+    """Fields min, opt and max. Written as {min, opt, max}, as [min, opt, max], or as one number for all three."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_list(cls, value: object) -> object:
+        triple = [value] * 3 if isinstance(value, int) else value
+        if isinstance(triple, list | tuple) and len(triple) != 3:
+            raise ValueError(f"expected [min, opt, max], got {list(triple)}")
+        return dict(zip(("min", "opt", "max"), triple, strict=True)) if isinstance(triple, list | tuple) else triple
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        low, usual, high = (np.atleast_1d(value) for _, value in self)
+        if not (low.shape == usual.shape == high.shape and (low <= usual).all() and (usual <= high).all()):
+            raise ValueError(f"expected min <= opt <= max, got {', '.join(f'{point} {value}' for point, value in self)}")
+        return self
+
+
+class DimRange(_Range):
+    """Smallest, most usual and largest size of one symbolic dimension."""
 
     min: int = Field(ge=0)
     opt: int = Field(ge=1)
     max: int
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_list(cls, value: object) -> object:
-        if isinstance(value, list | tuple):
-            if len(value) != 3:
-                raise ValueError(f"expected [min, opt, max], got {list(value)}")
-            return dict(zip(("min", "opt", "max"), value, strict=True))
-        if isinstance(value, int):
-            return {"min": value, "opt": value, "max": value}
-        return value
-
-    @model_validator(mode="after")
-    def _ordered(self) -> DimRange:
-        if not self.min <= self.opt <= self.max:
-            raise ValueError(f"expected min <= opt <= max, got min {self.min}, opt {self.opt}, max {self.max}")
-        return self
-
 
 Point = Literal["min", "opt", "max"]
+Values = Annotated[tuple[int, ...], BeforeValidator(lambda value: (value,) if isinstance(value, int) else value)]
 
 
-class ValueRange(Frozen):
+class ValueRange(_Range):
     """Smallest, most usual and largest values of an input whose values decide a shape (the target of a Reshape, the k of a TopK)."""
 
-    min: tuple[int, ...]
-    opt: tuple[int, ...]
-    max: tuple[int, ...]
+    min: Values
+    opt: Values
+    max: Values
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_list(cls, value: object) -> object:
-        if isinstance(value, list | tuple):
-            if len(value) != 3:
-                raise ValueError(f"expected [min, opt, max], got {list(value)}")
-            lists = [list(each) if isinstance(each, list | tuple) else [each] for each in value]
-            return dict(zip(("min", "opt", "max"), lists, strict=True))
-        return value
-
-    @model_validator(mode="after")
-    def _ordered(self) -> ValueRange:
-        same = len(self.min) == len(self.opt) == len(self.max)
-        if not same or not all(low <= usual <= high for low, usual, high in zip(self.min, self.opt, self.max, strict=True)):
-            raise ValueError(f"expected min <= opt <= max, value by value, got min {self.min}, opt {self.opt}, max {self.max}")
-        return self
+    def holds(self, values: Sequence[int]) -> bool:
+        """Whether there are as many values as here, each within its range."""
+        return len(values) == len(self.min) and all(low <= value <= high for low, value, high in zip(self.min, values, self.max, strict=True))
 
 
 class Profile(Frozen):
@@ -139,19 +129,27 @@ class Profile(Frozen):
         """Size of every symbol at min, opt or max."""
         return {name: int(getattr(dim, point)) for name, dim in self.dims.items()}
 
+    def values_at(self, point: Point) -> dict[str, tuple[int, ...]]:
+        """Values, at min, opt or max, of every input whose values decide a shape."""
+        return {name: tuple(getattr(values, point)) for name, values in self.values.items()}
+
     def odd_sizes(self) -> dict[str, int]:
         """Sizes inside the ranges, odd where a range holds an odd number, that are none of min, opt, max where possible."""
-        return {name: _odd_size(dim) for name, dim in self.dims.items()}
+        return {name: _odd_size(dim.min, dim.opt, dim.max) for name, dim in self.dims.items()}
 
-    def holds(self, sizes: Mapping[str, int]) -> bool:
-        """Whether every symbol of this profile lies within its range."""
-        return all(dim.min <= sizes.get(name, dim.opt) <= dim.max for name, dim in self.dims.items())
+    def odd_values(self) -> dict[str, tuple[int, ...]]:
+        """Values chosen as the odd sizes are: a value with the range of a symbol is as large as that symbol."""
+        return {name: tuple(map(_odd_size, each.min, each.opt, each.max)) for name, each in self.values.items()}
+
+    def holds(self, sizes: Mapping[str, int], values: Mapping[str, Sequence[int]] | None = None) -> bool:
+        """Whether every symbol of this profile, and every value where values are given, lies within its range."""
+        fits = values is None or all(each.holds(values[name]) for name, each in self.values.items() if name in values)
+        return fits and all(dim.min <= sizes.get(name, dim.opt) <= dim.max for name, dim in self.dims.items())
 
 
-def _odd_size(dim: DimRange) -> int:
-    inside = [n for n in range(dim.min + 1, min(dim.max, dim.min + 64)) if n != dim.opt]
-    odd = [n for n in inside if n % 2 == 1]
-    candidates = odd or inside or [dim.max]
+def _odd_size(low: int, usual: int, high: int) -> int:
+    inside = [n for n in range(low + 1, min(high, low + 64)) if n != usual]
+    candidates = [n for n in inside if n % 2 == 1] or inside or [high]
     return candidates[len(candidates) // 2]
 
 
@@ -177,20 +175,26 @@ class Target(Frozen):
     version: str  # of the backend's library
     device: str  # CPU model or GPU name
     cpu_flags: tuple[str, ...] = ()  # the instruction sets that change generated code, sorted
-    compute_capability: str | None = None  # "8.9"; None on CPU
+    compute_capability: str | None = None  # "8.9"; "8.0+" of an engine for 8.0 or later; None on CPU
     driver: str | None = None
 
     def accepts(self, host: Target) -> tuple[str, ...]:
-        """Reasons why `host` cannot run an engine built for this target; empty means it can."""
+        """Reasons why `host` cannot run an engine built for this target; empty means it can. "8.0+" stands for 8.0 or later."""
         reasons = []
         for field in ("backend", "version", "compute_capability"):
             mine, theirs = getattr(self, field), getattr(host, field)
-            if mine != theirs:
-                reasons.append(f"engine needs {field.replace('_', ' ')} {mine}, this host has {theirs}")
+            if mine != theirs and not (mine and theirs and mine.endswith("+") and _numbers(theirs) >= _numbers(mine)):
+                needs = f"{mine[:-1]} or later" if mine and mine.endswith("+") else mine
+                reasons.append(f"engine needs {field.replace('_', ' ')} {needs}, this host has {theirs or 'none'}")
         missing = sorted(set(self.cpu_flags) - set(host.cpu_flags))
         if missing:
             reasons.append(f"engine was built for CPU flags {', '.join(missing)}, which this host lacks")
         return tuple(reasons)
+
+
+def _numbers(version: str) -> list[int]:
+    """A dotted version, or compute capability, to be compared: 12.0 is later than 8.9."""
+    return [int(part) for part in version.removesuffix("+").split(".")]
 
 
 class Placement(Frozen):
@@ -199,7 +203,7 @@ class Placement(Frozen):
     conv: bool = True
     matmul_weight: bool = True  # Gemm, and MatMul with a weight on one side
     matmul_activations: bool = False  # MatMul of two activations (attention scores)
-    residual_add: bool = True  # both inputs of an Add of two activations
+    residual_add: bool = True  # an Add of two activations: both inputs; for TensorRT the residual only
     last_layer: bool = False  # the classifier
     per_channel: bool = True  # weights; activations are always per tensor
 
@@ -236,8 +240,9 @@ class Recipe(Frozen):
             parts += [str(self.method or ""), f"{'u' if self.activation == 'uint8' else 's'}8s{self.weight_bits}"]
             usual = Placement()
             parts += [f"{'+' if on else '-'}{rule}" for rule, on in self.placement if on != getattr(usual, rule)]
-        if self.keep_fp32:
-            parts.append(f"keep {','.join(self.keep_fp32)}")
+        if kept := self.keep_fp32:  # a digest tells one long list from another
+            digest = hashlib.sha256("\n".join(kept).encode()).hexdigest()
+            parts.append(f"keep {','.join(kept) if len(kept) <= 2 else f'{kept[0]} and {len(kept) - 1} more ({digest[:6]})'}")
         if self.compute_capability:
             parts.append(f"sm_{self.compute_capability.replace('.', '')}")
         parts += [name for name in ("hardware_compatible", "version_compatible") if getattr(self, name)]
@@ -365,7 +370,9 @@ class Layer(Frozen):
     kind: str  # the library's own word: CaskConvolution, gemm, kgen, Reformat
     precision: Precision | Literal["integer", "none", "unknown"]  # integer: sizes and indices; none: moves or converts data only
     evidence: Literal["tactic", "types", "none"]  # the kernel's name, else the types of inputs and outputs
+    heavy: bool = False  # multiplies matrices (convolution, Gemm, MatMul, attention): what an engine's precision is about
     nodes: tuple[str, ...] = ()  # the ONNX nodes it computes
+    operators: tuple[str, ...] = ()  # of each node its operator, "" where it is not known; empty: nothing is
     inputs: tuple[str, ...] = ()  # dtype of each
     outputs: tuple[str, ...] = ()
     seconds: float | None = None  # median per run; None: not timed
@@ -388,9 +395,3 @@ class Refusal(Frozen):
     opset: int
     reason: str
     remedy: str
-
-
-def bytes_of(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
-    """Size in bytes of a tensor of this spec at these symbol sizes."""
-    item = 2 if spec.dtype == "bfloat16" else np.dtype(spec.dtype).itemsize
-    return item * math.prod(spec.resolve(sizes))

@@ -71,11 +71,12 @@ class GeneratedPart:
     samples: int
     rows: tuple[int, int]
     whole: bool  # a sample is a whole input
+    values: tuple[tuple[str, tuple[int, ...]], ...] = ()  # of inputs whose values decide a shape, each the usual one of its profile
 
     def batches(self, size: int) -> Iterator[Batch]:
         first = self.first
         for count in _cut(self.samples, size, self.rows):
-            rows = [_random_sample(self.specs, self.seed, index) for index in range(first, first + count)]
+            rows = [_random_sample(self, index) for index in range(first, first + count)]
             feeds = rows[0] if self.whole else {spec.name: np.stack([row[spec.name] for row in rows]) for spec in self.specs}
             yield Batch(feeds, None, first, count)
             first += count
@@ -138,6 +139,7 @@ def open_set(kind: type[S], source: DataPaths, inputs: tuple[TensorSpec, ...], p
     parts: list[FilePart] = []
     for path in source:
         parts.append(_file_part(path, inputs, profiles, first=sum(part.samples for part in parts)))
+        _check_values(parts[-1], profiles)
     labelled = [any(member.name == LABELS for member in part.members) for part in parts]
     if len(set(labelled)) > 1:
         bare = parts[labelled.index(False)].path
@@ -278,6 +280,20 @@ def _rows_allowed(path: Path, members: list[Member], inputs: tuple[TensorSpec, .
     return fewest, most
 
 
+def _check_values(part: FilePart, profiles: Sequence[Profile]) -> None:
+    """DataError for a sample whose values, of inputs that decide a shape, lie outside all profiles."""
+    named = [replace(member, whole=False) for member in part.members if any(member.name in profile.values for profile in profiles)]
+    if not named:
+        return
+    with row_reader(part.path, named) as read:
+        arrays = read(part.samples)  # a few numbers per sample
+    for row in range(part.samples):
+        values = {name: array[row].ravel().tolist() for name, array in arrays.items()}
+        if not any(profile.holds({}, values) for profile in profiles):
+            got = ", ".join(f"{name} = {each}" for name, each in values.items())
+            raise DataError(f"'{part.path}': sample {row} has {got}, outside all profiles", "widen `values` in a profile, or leave such samples out")
+
+
 def _range_of(dim: int | str, sizes: Mapping[str, int], profile: Profile | None) -> tuple[int, int]:
     """What the first axis of an input may be."""
     if isinstance(dim, int):
@@ -359,10 +375,10 @@ def _generated_set(kind: type[S], source: GeneratedData, inputs: tuple[TensorSpe
         count = (source.samples - first) // (len(choices) - index)
         rows = _range_of(symbol, {}, profile) if batched and symbol is not None else (1, 1)
         _check_cut(kind.role, count, rows)
-        parts.append(GeneratedPart(_resolved(specs, profile), source.seed, first, count, rows, whole=not batched))
+        parts.append(GeneratedPart(_resolved(specs, profile), source.seed, first, count, rows, not batched, tuple(profile.values_at("opt").items())))
         first += count
     seed = hashlib.blake2b(f"random seed {source.seed}".encode(), digest_size=16).digest()
-    content = hashlib.blake2b(seed + repr([(part.specs, part.samples, part.whole) for part in parts]).encode(), digest_size=32)
+    content = hashlib.blake2b(seed + repr([(part.specs, part.samples, part.whole, *part.values) for part in parts]).encode(), digest_size=32)
     return kind(content.hexdigest(), source.samples, inputs, (seed,), has_labels=False, parts=tuple(parts))
 
 
@@ -373,12 +389,12 @@ def _resolved(specs: tuple[TensorSpec, ...], profile: Profile) -> tuple[TensorSp
         raise DataError(f"cannot generate samples: no profile gives the size of {error}", "add the symbol to `profiles:`") from None
 
 
-def _random_sample(specs: tuple[TensorSpec, ...], seed: int, index: int) -> dict[str, NDArray[np.generic]]:
+def _random_sample(part: GeneratedPart, index: int) -> dict[str, NDArray[np.generic]]:
     """Floats are standard normal, uint8 are pixels, other integers are 0 or 1, which any table or mask can take."""
-    random = np.random.default_rng([seed, index])
+    random = np.random.default_rng([part.seed, index])
     sample = {}
-    for spec in specs:
+    for spec in part.specs:
         dtype, shape = np.dtype(spec.dtype), spec.resolve({})
-        values = random.standard_normal(shape) if dtype.kind == "f" else random.integers(0, 256 if dtype == np.uint8 else 2, shape)
-        sample[spec.name] = np.asarray(values).astype(dtype)
+        drawn = random.standard_normal(shape) if dtype.kind == "f" else random.integers(0, 256 if dtype == np.uint8 else 2, shape)
+        sample[spec.name] = np.asarray(dict(part.values).get(spec.name, drawn)).astype(dtype).reshape(shape)
     return sample

@@ -10,6 +10,8 @@ from pipeline.measure import Interval
 from pipeline.report import Candidate, LatencyRow, ValidationReport, Verdict
 
 NO_DATA = "no data: accuracy not proven"
+TRAIN_IN_16_BITS = "train or fine-tune the model in fp16 or bf16 (mixed precision), then export it again"
+SEE_LAYERS = "see the table of what really ran: it names the layers in another precision; call the candidate by that precision, or leave it out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ def decide(candidates: Sequence[Candidate], winner: Candidate | None, validation
     """Accepted: proven on the validation set. Unproven: there was nothing to prove it on. Rejected: it failed, or nothing is left."""
     if winner is None:
         miss = _nearest_miss(candidates)
-        return Decision("rejected", None, _why_none(candidates), next_steps(miss), miss)
+        return Decision("rejected", None, _why_none(candidates), _after_none(candidates, miss), miss)
     if validation is None or validation.role != "validation":
         given = "no validation set: accuracy seen on the selection set only" if winner.selection and winner.selection.metric else NO_DATA
         return Decision("unproven", winner, (given,), ("give data.selection and data.validation in the plan",))
@@ -85,6 +87,15 @@ def _why_none(candidates: Sequence[Candidate]) -> tuple[str, ...]:
     return tuple(f"{candidate.label}: {candidate.state}: {candidate.reason}" for candidate in candidates)
 
 
+def _after_none(candidates: Sequence[Candidate], miss: Candidate | None) -> tuple[str, ...]:
+    """What to try where nothing is left: a mislabelled engine is no near miss, its layers tell more."""
+    if any(candidate.state == "mislabelled" for candidate in candidates):
+        return (SEE_LAYERS, *(next_steps(miss) if miss else ()))
+    rescued = any(candidate.recipe.variant for candidate in candidates)  # all else was tried already
+    in_16_bits = miss is not None and miss.recipe.precision in (Precision.FP16, Precision.BF16)
+    return (TRAIN_IN_16_BITS,) if rescued and in_16_bits else next_steps(miss)
+
+
 def _nearest_miss(candidates: Sequence[Candidate]) -> Candidate | None:
     """Of those that failed their accuracy, the one with the smallest drop; ties go to the higher cosine."""
     failed = [candidate for candidate in candidates if candidate.state == "failed accuracy" and candidate.selection]
@@ -110,5 +121,5 @@ def next_steps(miss: Candidate | None) -> tuple[str, ...]:
             steps.append("7-bit weights: `weight_bits: 7`")
         return (*steps, "bf16 or fp16 instead of int8", "quantisation-aware training, then compile the Q/DQ model")
     if recipe.precision in (Precision.FP16, Precision.BF16):
-        return ("the overflowing nodes in fp32: `keep_fp32: [NODE]`", "bf16 instead of fp16, or fp32", "a model trained in this precision")
+        return ("the overflowing nodes in fp32: `keep_fp32: [NODE]`", "bf16 instead of fp16, or fp32", TRAIN_IN_16_BITS)
     return ("check the export: compare `crucible inspect` before and after simplification, or set `simplify.enabled: false`",)

@@ -9,16 +9,20 @@ from itertools import chain
 from pathlib import Path
 
 from pipeline import backends
+from pipeline.backends import trt_library
 from pipeline.backends.amx import tiles_described
 from pipeline.backends.base import Backend
 from pipeline.backends.tensorrt_rtx_ import why_not_run
+from pipeline.backends.trt_library import Feature
 from pipeline.core import Frozen, Precision, Recipe, Target
 from pipeline.errors import BackendUnavailable, UnsupportedError
-from pipeline.gpu import Gpus, find_gpus
+from pipeline.gpu import Gpu, Gpus, Peaks, find_gpus, peaks, with_hardware
 from pipeline.measure import Environment, environment
 from pipeline.recipes import BF16_FLAGS, VNNI_FLAGS
 
 LOW_DISK_BYTES = 5 * 2**30  # a ResNet-50 compile with its candidates leaves about 1 GB
+TYPICAL_TENSORRT = ("10.13", "11.0")  # what the GPU's generation allows is told of these where none is installed
+NO_LEAN = "version compatibility needs the lean runtime (pip install tensorrt-lean)"
 
 
 class BackendCheck(Frozen):
@@ -28,8 +32,25 @@ class BackendCheck(Frozen):
     version: str = ""
     builds: tuple[Precision, ...] = ()  # empty: it cannot build here
     runs: bool = False
+    gpu: str = ""  # that it runs on
     reason: str = ""  # why it does not build, or does not run, here
     install: str = ""  # the next step
+
+
+class FeatureTable(Frozen):
+    """What one version of TensorRT can do on one GPU."""
+
+    version: str
+    installed: bool
+    features: tuple[Feature, ...]
+
+
+class GpuCheck(Frozen):
+    """One GPU: what it could reach, and what TensorRT can do on it."""
+
+    gpu: Gpu
+    peaks: Peaks
+    tensorrt: tuple[FeatureTable, ...]  # of the installed version, else of typical ones, by the GPU's generation only
 
 
 class CpuCheck(Frozen):
@@ -45,7 +66,8 @@ class Doctor(Frozen):
 
     environment: Environment
     cpu: CpuCheck
-    gpus: Gpus
+    gpus: tuple[GpuCheck, ...]
+    no_gpu: str  # why there is none
     backends: tuple[BackendCheck, ...]
     onnxruntimes: tuple[str, ...]  # installed distributions that provide the module onnxruntime
     store: Path
@@ -54,13 +76,14 @@ class Doctor(Frozen):
 
 
 def examine(store: Path) -> Doctor:
-    """Look at this host, and at the disk of the store; loads no heavy library and writes nothing."""
-    host, gpus, onnxruntimes = environment(), find_gpus(), onnxruntime_distributions()
+    """Look at this host, and at the disk of the store; loads no heavy library, makes no CUDA context and writes nothing."""
+    host, gpus, onnxruntimes = environment(), with_hardware(find_gpus()), onnxruntime_distributions()
     free = free_bytes(store)
     return Doctor(
         environment=host,
         cpu=check_cpu(host.cpu_flags, tiles_described()),
-        gpus=gpus,
+        gpus=check_gpus(gpus),
+        no_gpu=gpus.reason,
         backends=tuple(check_backend(name, gpus) for name in backends.BACKENDS),
         onnxruntimes=onnxruntimes,
         store=store,
@@ -72,14 +95,13 @@ def examine(store: Path) -> Doctor:
 def lines(found: Doctor) -> tuple[str, ...]:
     """The examination as plain lines: the host, then each backend, then the problems."""
     host = found.environment
-    gpus = ", ".join(f"{gpu.name} (compute capability {gpu.compute_capability}, driver {gpu.driver})" for gpu in found.gpus.devices)
     table = [
         ("CPU", f"{host.cpu}, {host.cores} cores, {host.memory_bytes / 2**30:.1f} GiB"),
         ("CPU flags", " ".join(host.cpu_flags) or "none that matter"),
         ("int8 on the CPU", found.cpu.int8),
         ("bf16 on the CPU", found.cpu.bf16),
         *((("AMX", found.cpu.amx),) if found.cpu.amx else ()),
-        ("GPU", gpus or f"none: {found.gpus.reason}"),
+        *(_gpu_lines(found.gpus) if found.gpus else [("GPU", f"none: {found.no_gpu}")]),
         ("system", f"{host.os}, Python {host.python}"),
         ("packages", ", ".join(f"{name} {version}" for name, version in host.packages.items())),
         ("store", f"{found.store} ({found.store_free_bytes / 2**30:.1f} GiB free)"),
@@ -90,12 +112,34 @@ def lines(found: Doctor) -> tuple[str, ...]:
     return tuple(f"{label:<{width}}  {text}" for label, text in table)
 
 
+def _gpu_lines(checks: tuple[GpuCheck, ...]) -> Iterable[tuple[str, str]]:
+    """What each kind of GPU is, could reach, and can do with TensorRT."""
+    for kind in dict.fromkeys((check.gpu.name, check.gpu.compute_capability) for check in checks):
+        same = [check for check in checks if (check.gpu.name, check.gpu.compute_capability) == kind]
+        check, gpu, times = same[0], same[0].gpu, f"{len(same)} x " if len(same) > 1 else ""
+        memory = f", {gpu.memory_bytes / 2**30:.1f} GiB" if gpu.memory_bytes else ""
+        yield "GPU", f"{times}{gpu.name} (compute capability {gpu.compute_capability}, driver {gpu.driver}{memory})"
+        yield "", f"peak: {_peak_text(gpu, check.peaks)}"
+        for table in check.tensorrt:
+            able = ", ".join(feature.name for feature in table.features if feature.available)
+            yield "", f"TensorRT {table.version}{'' if table.installed else ', if it were installed'}: {able or 'nothing'}"
+            for reason in dict.fromkeys(feature.why_not for feature in table.features if not feature.available):
+                yield "", f"  not: {reason}"
+
+
+def _peak_text(gpu: Gpu, peak: Peaks) -> str:
+    """`fp32 66.9, fp16 1070 TFLOP/s, dense, at 1980 MHz; memory 4813 GB/s`."""
+    rates = ", ".join(f"{precision} {rate / 1e12:.{1 if rate < 1e14 else 0}f}" for precision, rate in peak.flops_per_s.items())
+    arithmetic = f"{rates} TFLOP/s, dense, at {gpu.sm_clock_mhz} MHz" if rates else "arithmetic not known for this GPU"
+    return f"{arithmetic}; memory " + (f"{peak.bytes_per_s / 1e9:.0f} GB/s" if peak.bytes_per_s else "not known")
+
+
 def _backend_lines(check: BackendCheck) -> Iterable[tuple[str, str]]:
     if not check.builds:
         yield check.name, f"not available: {check.reason}"
         yield "", f"-> {check.install}"
         return
-    runs = "runs here" if check.runs else f"does not run here: {check.reason}"
+    runs = f"runs here{f', on {check.gpu}' if check.gpu else ''}" if check.runs else f"does not run here: {check.reason}"
     yield check.name, f"{check.version}: builds {', '.join(check.builds)}; {runs}"
 
 
@@ -108,17 +152,36 @@ def check_backend(name: str, gpus: Gpus) -> BackendCheck:
         return BackendCheck(name=name, reason=error.message, install=error.next_step)
     reason = why_not_run(None, gpus) if name == "tensorrt_rtx" else ""
     builds = tuple(precision for precision in Precision if _builds(backend, name, precision, target))
-    return BackendCheck(name=name, version=target.version, builds=builds, runs=not reason, reason=reason)
+    gpu = target.device if target.compute_capability else ""
+    return BackendCheck(name=name, version=target.version, builds=builds, runs=not reason, gpu=gpu, reason=reason)
 
 
 def _builds(backend: Backend, name: str, precision: Precision, target: Target) -> bool:
-    if name == "pytorch":
-        return precision in backend.PRECISIONS  # a baseline, never a candidate
+    if name == "pytorch" or precision not in backend.PRECISIONS:
+        return precision in backend.PRECISIONS  # pytorch is a baseline, never a candidate, so there is no recipe to check
     try:
         backend.check_recipe(Recipe(backend=name, precision=precision, compute_capability="8.9" if name == "tensorrt_rtx" else None), target)
     except UnsupportedError:
         return False
     return True
+
+
+def check_gpus(gpus: Gpus) -> tuple[GpuCheck, ...]:
+    """Every GPU with its peaks and the table of what TensorRT can do on it; needs no TensorRT."""
+    try:
+        installed = trt_library.version()
+    except BackendUnavailable:
+        installed = ""
+    return tuple(GpuCheck(gpu=gpu, peaks=peaks(gpu), tensorrt=feature_tables(gpu.compute_capability, installed)) for gpu in gpus.devices)
+
+
+def feature_tables(capability: str, installed: str) -> tuple[FeatureTable, ...]:
+    """What the installed TensorRT can do on this generation, or what typical versions could where none is installed ("")."""
+    if installed:
+        return (FeatureTable(version=installed, installed=True, features=trt_library.features(installed, capability)),)
+    return tuple(
+        FeatureTable(version=version, installed=False, features=trt_library.features(version, capability, NO_LEAN)) for version in TYPICAL_TENSORRT
+    )
 
 
 def check_cpu(flags: Iterable[str], tiles: bool = True) -> CpuCheck:

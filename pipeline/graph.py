@@ -11,7 +11,7 @@ import hashlib
 import math
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import ml_dtypes
@@ -328,13 +328,16 @@ def dtype_of(name: str) -> np.dtype[np.generic]:
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
-def draw_feeds(specs: tuple[TensorSpec, ...], sizes: Mapping[str, int], seed: int) -> Tensors:
+def draw_feeds(specs: tuple[TensorSpec, ...], sizes: Mapping[str, int], seed: int, values: Mapping[str, Sequence[int]] | None = None) -> Tensors:
     """Generated inputs: floats standard normal, bool even odds, (u)int8 their full range, wider integers 0 or 1.
 
-    Wider integers are mostly ids and masks, and 0 and 1 are valid in every table, however small.
+    Wider integers are mostly ids and masks, and 0 and 1 are valid in every table, however small. Inputs named in `values` hold those:
+    `profile.values_at(point)` for what decides a shape.
     """
     random = np.random.default_rng(seed)
-    return {spec.name: _draw(random, dtype_of(spec.dtype), spec.resolve(sizes)) for spec in specs}
+    drawn = {spec.name: _draw(random, dtype_of(spec.dtype), spec.resolve(sizes)) for spec in specs}
+    fixed = {name: np.array(values[name], array.dtype).reshape(array.shape) for name, array in drawn.items() if values and name in values}
+    return drawn | fixed
 
 
 def _draw(random: np.random.Generator, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> NDArray[np.generic]:

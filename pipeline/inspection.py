@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.markup import escape
 
 from pipeline import backends, graph
-from pipeline.core import Engine, OnnxModel, Progress, Refusal, TensorSpec, silent
+from pipeline.core import Engine, OnnxModel, Profile, Progress, Refusal, Target, TensorSpec, silent
 from pipeline.process import call_in_child
 
 
@@ -47,12 +47,27 @@ def engine_lines(engine: Engine) -> list[str]:
     target = engine.target
     return [
         f"[bold]{engine.recipe.label}[/]  {engine.size_bytes / 1e6:.1f} MB, sha256 {engine.digest[:16]}",
-        f"built for: {target.backend} {target.version} on {target.device} {' '.join(target.cpu_flags)}{target.compute_capability or ''}",
+        f"built for: {target.backend} {target.version} on {target.device} {_generation(target)}",
         *_spec_lines("input", engine.inputs),
         *_spec_lines("output", engine.outputs),
-        *(f"profile {i}: " + ", ".join(f"{n} {d.min}..{d.opt}..{d.max}" for n, d in p.dims.items()) for i, p in enumerate(engine.profiles)),
+        *(f"profile {number}: {_ranges(profile)}" for number, profile in enumerate(engine.profiles)),
         *(f"note: {escape(note.text)}" for note in engine.notes),
     ]
+
+
+def _generation(target: Target) -> str:
+    """What of a CPU or a GPU decides whether the engine runs there."""
+    if target.compute_capability is None:
+        return " ".join(target.cpu_flags)
+    driver = f", driver {target.driver}" if target.driver else ""
+    return f"(compute capability {target.compute_capability}{driver})"
+
+
+def _ranges(profile: Profile) -> str:
+    """`batch 1..8..64`; and the values of an input that decides a shape, `k [1]..[5]..[10]`."""
+    sizes = [f"{name} {dim.min}..{dim.opt}..{dim.max}" for name, dim in profile.dims.items()]
+    values = [f"{name} {list(each.min)}..{list(each.opt)}..{list(each.max)}" for name, each in profile.values.items()]
+    return escape(", ".join([*sizes, *values]))
 
 
 def _spec_lines(role: str, specs: tuple[TensorSpec, ...]) -> list[str]:

@@ -5,7 +5,10 @@ All that can be wrong with a request is said here, before anything is started.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pydantic import BaseModel
 
@@ -44,6 +47,7 @@ class Job:
     source: ModelSource
     data: Data
     environment: Environment
+    plugins: tuple[str, ...] = ()  # sha256 of each library that the plan names
 
     @property
     def samples(self) -> SampleSet:
@@ -64,6 +68,10 @@ class Job:
         tensorrt = TensorRTOptions(workspace_bytes=workspace, optimization_level=asked.optimization_level, plugins=asked.plugins)
         return options.model_copy(update={"tensorrt": tensorrt})
 
+    def plugin_digests(self, backend: str) -> tuple[str, ...]:
+        """What a build for `backend` depends on besides its options, which hold the places of the libraries only."""
+        return self.plugins if backend == "tensorrt" else ()
+
 
 def open_job(plan: Plan, runner: Runner) -> Job:
     """Find the source, complete the profiles, open the data: everything that can be wrong with a request is said here."""
@@ -71,7 +79,7 @@ def open_job(plan: Plan, runner: Runner) -> Job:
     inputs = input_specs(source)
     complete = plan.model_copy(update={"profiles": check_profiles(inputs, plan.profiles)})
     check_sizes(plan.benchmark.sizes, inputs, complete.profiles)
-    return Job(complete, runner, source, open_data(complete, inputs), environment())
+    return Job(complete, runner, source, open_data(complete, inputs), environment(), digests_of(complete.tensorrt.plugins))
 
 
 def input_specs(source: ModelSource) -> tuple[TensorSpec, ...]:
@@ -111,6 +119,18 @@ def batch_rows(job: Job) -> int:
         return first[0] if first and isinstance(first[0], int) else 1
     ranges = [profile.dims[first[0]].max for profile in job.plan.profiles]
     return max(1, min([MOST_ROWS, *ranges]))
+
+
+def digests_of(files: Sequence[Path]) -> tuple[str, ...]:
+    """sha256 of each file; PlanError if one cannot be read."""
+    digests = []
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+        except OSError as error:
+            raise PlanError(f"tensorrt.plugins: cannot read '{path}': {error.strerror}", "give the path of a shared library") from error
+    return tuple(digests)
 
 
 def options_of(*options: BaseModel) -> str:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from pydantic import model_validator
 
 from pipeline.core import Frozen
+from pipeline.gpu import find_gpus
 
 Clock = Callable[[], float]
 """Seconds from an arbitrary start, never going back."""
@@ -267,7 +268,8 @@ SPEED_FLAGS = frozenset(
 
 PACKAGES = (
     *("numpy", "onnx", "onnxruntime", "onnxsim", "onnxscript", "onnx-graphsurgeon", "polygraphy", "openvino", "nncf"),
-    *("torch", "torchvision", "tensorrt", "tensorrt-rtx", "nvidia-modelopt"),
+    *("torch", "torchvision", "tensorrt-rtx", "nvidia-modelopt", "cuda-bindings"),
+    *("tensorrt", "tensorrt-cu12", "tensorrt-cu12-bindings", "tensorrt-cu13", "tensorrt-cu13-bindings"),  # as it was installed
 )
 
 
@@ -281,15 +283,17 @@ class Environment(Frozen):
     os: str
     python: str
     packages: dict[str, str]
-    gpus: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()  # names of those that may be used
+    gpu_driver: str | None = None
     governor: str | None = None  # of the CPU's clock; None where the host does not tell (virtual machines)
     load_1min: float = 0.0  # of all processes, just before
 
 
 def environment() -> Environment:
-    """This host as it is now. Imports no heavy library and starts no process."""
+    """This host as it is now. Imports no heavy library, and starts no process but nvidia-smi where that is installed."""
     import psutil
 
+    gpus = find_gpus().devices
     return Environment(
         cpu=cpu_name(),
         cpu_flags=cpu_flags(),
@@ -298,7 +302,8 @@ def environment() -> Environment:
         os=platform.platform(),
         python=platform.python_version(),
         packages={name: version for name in PACKAGES if (version := _installed(name))},
-        gpus=_gpus(),
+        gpus=tuple(gpu.name for gpu in gpus),
+        gpu_driver=gpus[0].driver if gpus else None,
         governor=_first_line(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")) or None,
         load_1min=round(os.getloadavg()[0], 2),
     )
@@ -334,13 +339,6 @@ def _installed(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def _gpus() -> tuple[str, ...]:
-    """Names of the NVIDIA GPUs, from the driver's files: no process, no library."""
-    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    lines = (line for file in files for line in file.read_text(encoding="utf-8", errors="replace").splitlines())
-    return tuple(line.partition(":")[2].strip() for line in lines if line.startswith("Model:"))
 
 
 def _first_line(file: Path) -> str:

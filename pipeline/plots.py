@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from pipeline.core import Precision
 from pipeline.measure import thinned
+from pipeline.precision import time_by_precision
 from pipeline.report import MetricResult, Report
 from pipeline.sections import Entry, entries, shape_text, shapes
 
@@ -29,6 +31,19 @@ INK, MUTED, GRID = "#1f2933", "#5f6b7a", "#dfe4ea"
 COLOURS = {"winner": "#0b7a4b", "baseline": "#6b7280", "candidate": "#2f6fb5", "failed accuracy": "#b42318"}
 MARKERS = {"winner": "*", "baseline": "s", "candidate": "o", "failed accuracy": "X"}  # told apart without colour too
 SHADES = ("#b3bdc9", "#2f6fb5", "#0b7a4b")
+PRECISION_COLOURS = {
+    Precision.FP32: "#1f2933",
+    Precision.TF32: "#6b7280",
+    Precision.BF16: "#6a51a3",
+    Precision.FP16: "#2f6fb5",
+    Precision.INT8: "#0b7a4b",
+    Precision.FP8: "#b8860b",
+    "integer": "#8fbc94",
+    "none": "#dfe4ea",
+    "unknown": "#b42318",
+}
+PRECISION_NAMES = {"integer": "sizes and indices", "none": "moves data", "unknown": "not known"}
+LEAST_NAMED = 0.12  # share of the time; smaller parts of a bar have no room for their number
 DOTS = 200  # raw values drawn per engine; the box is of all of them
 OPERATORS_SHOWN = 14
 WIDTH_INCHES = 8.6
@@ -48,7 +63,7 @@ class Plot:
 def plots(report: Report) -> tuple[Plot, ...]:
     """Every figure that this report has values for. Draws nothing yet."""
     lines = entries(report)
-    found = [_pareto(report, lines), *(_latency(lines, sizes) for sizes in shapes(report)), _operators(report)]
+    found = [_pareto(report, lines), *(_latency(lines, sizes) for sizes in shapes(report)), _precisions(lines), _operators(report)]
     return tuple(plot for plot in found if plot is not None)
 
 
@@ -212,6 +227,55 @@ def _draw_latency(data: _Latency) -> Figure:
     axes.invert_yaxis()
     _milliseconds(axes, [value for spread in data.spreads for value in (*spread.dots, *spread.quantiles)])
     axes.set_xlabel("latency end to end, ms (lower is better)")
+    return figure
+
+
+# -- precision --------------------------------------------------------------------------------------------------------
+
+
+class _Bar(NamedTuple):
+    label: str
+    shares: tuple[tuple[str, float], ...]  # in the order of PRECISION_COLOURS
+
+
+class _Precisions(NamedTuple):
+    bars: tuple[_Bar, ...]
+
+
+def _precisions(lines: tuple[Entry, ...]) -> Plot | None:
+    bars = []
+    for entry in lines:
+        if entry.candidate is not None and entry.candidate.layers is not None:
+            shares = time_by_precision(entry.candidate.layers)
+            parts = tuple((str(name), shares[name]) for name in PRECISION_COLOURS if shares.get(name))
+            bars.append(_Bar(f"{_short(entry.label)}  {entry.number}", parts))
+    if not bars:
+        return None
+    caption = "What really ran: the share of the time of all layers per precision, each layer timed by itself."
+    return _plot("layers", "precision", caption, _Precisions(tuple(bars)), _draw_precisions)
+
+
+def _draw_precisions(data: _Precisions) -> Figure:
+    figure, axes = _figure(1.1 + 0.4 * len(data.bars))
+    for place, bar in enumerate(data.bars):
+        left = 0.0
+        for name, share in bar.shares:
+            axes.barh(place, share, left=left, height=0.62, color=PRECISION_COLOURS[name], edgecolor="white", linewidth=0.8)
+            if share >= LEAST_NAMED:
+                ink = INK if name in ("none", "integer") else "white"
+                axes.text(
+                    left + share / 2, place, f"{name if name in list(Precision) else ''} {100 * share:.0f} %", ha="center", va="center", color=ink
+                )
+            left += share
+    drawn = {name for bar in data.bars for name, _ in bar.shares}
+    for name in (name for name in PRECISION_COLOURS if name in drawn):
+        axes.barh(0, 0, color=PRECISION_COLOURS[name], label=PRECISION_NAMES.get(name, str(name)))
+    axes.set_yticks(range(len(data.bars)), [bar.label for bar in data.bars])
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+    axes.invert_yaxis()
+    axes.set_xlabel("share of the time of all layers")
+    figure.legend(frameon=False, loc="outside upper right", ncols=len(drawn))
     return figure
 
 

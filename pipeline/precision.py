@@ -1,29 +1,215 @@
-"""What precision an engine really runs in: the verdict on a layer table. Pure."""
+"""What precision an engine really runs in: the verdict on a layer table, and its fusions in words. Pure.
+
+Heavy layers decide: convolutions, Gemms, MatMuls, attention. What stands between them (pooling, Softmax, casts) says nothing about the
+precision that an engine is called by, and a recipe may keep some of it in fp32.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
+import fnmatch
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from pipeline.core import LayerTable, Note, Precision
+from pipeline.core import Layer, LayerTable, Note, Precision
 
 MOST_UNKNOWN = 0.1  # of the time; above, a warning names the layers
+MOST_MOVING = 0.1  # of the time; above, a note says so
+# of the time of heavy layers whose precision is known:
+MOST_BELOW_FP32 = 0.01  # that an fp32 engine may spend in TF32 or less; TensorRT's fp32 engines measured 0, so this is rounding
+LEAST_FLOAT = 0.5  # that must run in the precision of a tf32, fp16 or bf16 engine; measured 0.99 to 1, nodes kept in fp32 take their part
+LEAST_QUANTISED = 0.1  # of an int8 or fp8 engine; below LEAST_FLOAT is a warning. Measured 0.97 to 1; placement may leave much out
+
+SLOWEST_NAMED = 3
+UNKNOWN_NAMED = 5
+CONVOLUTIONS = frozenset({"Conv", "ConvTranspose", "ConvInteger", "QLinearConv"})
+MATMULS = frozenset({"MatMul", "Gemm", "MatMulInteger", "QLinearMatMul"})
+SILENT = frozenset({"", "Cast", "QuantizeLinear", "DequantizeLinear", "Identity", "Constant"})  # do not make a fusion worth telling
+SHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})  # nor do these
+
+
+@dataclass(frozen=True, slots=True)
+class Reformats:
+    """Layers that only move or convert data."""
+
+    count: int
+    share: float  # of the time
 
 
 def time_by_precision(table: LayerTable) -> Mapping[str, float]:
     """Share of the time per precision, largest first; layers that move or convert data count as `none`."""
-    shares: dict[str, float] = defaultdict(float)
+    return _shares(table.layers)
+
+
+def reformats(table: LayerTable) -> Reformats:
+    """How many layers only move or convert data, and their share of the time."""
+    count = sum(layer.precision == "none" for layer in table.layers)
+    return Reformats(count, time_by_precision(table).get("none", 0.0))
+
+
+def slowest(layers: Iterable[Layer], count: int) -> tuple[Layer, ...]:
+    """The layers that take the most time, slowest first; those without a time are left out."""
+    timed = [layer for layer in layers if layer.seconds is not None]
+    return tuple(sorted(timed, key=lambda layer: -(layer.seconds or 0.0))[:count])
+
+
+# -- the verdict ------------------------------------------------------------------------------------------------------
+
+
+def mislabelled(precision: Precision, table: LayerTable, kept: tuple[str, ...] = ()) -> str:
+    """Why an engine does not run what it is called by, with the shares and the slowest layers; empty if it does or nothing is known.
+
+    fp32 fails with more than 1 % of the heavy layers' time in TF32 or less, tf32, fp16 and bf16 with less than half of it in that very
+    precision, int8 and fp8 with less than a tenth: TensorRT may leave layers in 16 bits that are faster there. `kept` are the patterns of
+    the nodes that the recipe itself keeps in fp32: they are asked for, so they count neither way (fp32 takes four times as long as fp16).
+    """
+    judged = _judged(table, kept)
+    if not judged and any(layer.heavy for layer in table.layers):
+        return f"called {precision}, but every heavy layer is kept in fp32"
+    shares = _known_shares(precision, judged)
+    if not shares:
+        return ""
+    share = shares.get(precision, 0.0)
+    if precision is Precision.FP32:
+        wrong = 1.0 - share > MOST_BELOW_FP32
+    else:
+        wrong = share < (LEAST_QUANTISED if precision in (Precision.INT8, Precision.FP8) else LEAST_FLOAT)
+    return f"called {precision}, but {_told(precision, shares)}; {_named_slowest(judged, table)}" if wrong else ""
+
+
+def precision_notes(table: LayerTable, precision: Precision | None = None, kept: tuple[str, ...] = ()) -> tuple[Note, ...]:
+    """What a reader must know of a table: where the evidence ends, what moving data costs, and that int8 or fp8 is the smaller part."""
+    notes = []
+    if (unknown := time_by_precision(table).get("unknown", 0.0)) > MOST_UNKNOWN:
+        layers = [layer for layer in slowest(table.layers, len(table.layers)) if layer.precision == "unknown"]
+        names = ", ".join(layer.name for layer in layers[:UNKNOWN_NAMED]) + _and_more(len(layers) - UNKNOWN_NAMED)
+        notes.append(Note(stage="prove", text=f"the precision of {percent_text(unknown)} of the time is not known: {names}"))
+    found = reformats(table)
+    if found.share > MOST_MOVING:
+        text = f"{percent_text(found.share)} of the time goes to {found.count} layers that only move or convert data"
+        notes.append(Note(stage="prove", text=text, level="info"))
+    if precision in (Precision.INT8, Precision.FP8):
+        shares = _known_shares(precision, _judged(table, kept))
+        if LEAST_QUANTISED <= shares.get(precision, 0.0) < LEAST_FLOAT:
+            notes.append(Note(stage="prove", text=f"{precision} is the smaller part: {_told(precision, shares)}"))
+    return tuple(notes)
+
+
+def _judged(table: LayerTable, kept: tuple[str, ...]) -> tuple[Layer, ...]:
+    """The heavy layers, without those that run in fp32 because the recipe says so."""
+
+    def is_kept(layer: Layer) -> bool:
+        full = layer.precision in (Precision.FP32, Precision.TF32)
+        return full and any(fnmatch.fnmatch(node, pattern) for node in layer.nodes for pattern in kept)
+
+    return tuple(layer for layer in table.layers if layer.heavy and not is_kept(layer))
+
+
+def _known_shares(precision: Precision, heavy: tuple[Layer, ...]) -> Mapping[str, float]:
+    """Shares of the heavy layers' time as far as its precision is known; empty if less than half of it is.
+
+    FP32 inputs and outputs are proof of neither fp32 nor TF32, so for a tf32 engine a layer known by them alone is not known.
+    """
+    known = [layer for layer in heavy if isinstance(layer.precision, Precision) and not (precision is Precision.TF32 and _may_be_tf32(layer))]
+    return _shares(known) if _seconds(known) >= 0.5 * _seconds(heavy) else {}
+
+
+def _may_be_tf32(layer: Layer) -> bool:
+    return layer.precision is Precision.FP32 and layer.evidence == "types"
+
+
+def _seconds(layers: Iterable[Layer]) -> float:
+    return sum(layer.seconds or 0.0 for layer in layers)
+
+
+def _shares(layers: Iterable[Layer]) -> Mapping[str, float]:
+    seconds: dict[str, float] = defaultdict(float)
+    for layer in layers:
+        seconds[str(layer.precision)] += layer.seconds or 0.0
+    whole = sum(seconds.values())
+    return {name: part / whole for name, part in sorted(seconds.items(), key=lambda item: -item[1])} if whole else {}
+
+
+def _told(precision: Precision, shares: Mapping[str, float]) -> str:
+    """What the heavy layers run, the precision asked for first."""
+    others = [f"{percent_text(share)} {name}" for name, share in shares.items() if name != precision]
+    return f"its heavy layers run {', '.join([f'{percent_text(shares.get(precision, 0.0))} {precision}', *others])} by time"
+
+
+def _named_slowest(judged: tuple[Layer, ...], table: LayerTable) -> str:
+    whole = _seconds(table.layers)
+    named = [f"{node_text(layer)} {layer.precision} {percent_text((layer.seconds or 0.0) / whole)}" for layer in slowest(judged, SLOWEST_NAMED)]
+    return f"slowest: {', '.join(named)} of all time"
+
+
+def node_text(layer: Layer, most: int = 1) -> str:
+    """The first ONNX nodes of a layer and how many more there are; its own name where it has none."""
+    nodes = layer.nodes or (layer.name,)
+    return ", ".join(nodes[:most]) + _and_more(len(nodes) - most)
+
+
+def _and_more(count: int) -> str:
+    return f" and {count} more" if count > 0 else ""
+
+
+def percent_text(share: float) -> str:
+    """`45 %`, with a digit more near 0 and 1."""
+    return f"{100 * share:.0f} %" if 0.1 <= share <= 0.99 or share in (0.0, 1.0) else f"{100 * share:.1f} %"
+
+
+# -- fusions ----------------------------------------------------------------------------------------------------------
+
+
+def fusions(table: LayerTable) -> tuple[str, ...]:
+    """Which ONNX operators share a kernel, in words: attention and normalisation first, then convolutions and Gemms with what they took in.
+
+    Empty where the operators of the nodes are not known.
+    """
+    groups = Counter(text for layer in table.layers if (text := _merged(layer)))
+    each = [f"{text} in one kernel: {count}" for text, count in sorted(groups.items(), key=lambda item: (-item[1], item[0]))]
+    return (*_attention(table), *_normalisation(table), *each)
+
+
+def _merged(layer: Layer) -> str:
+    """`Conv + Add + Relu`, the heavy operators first; empty for one operator, and for attention, which has a line of its own."""
+    counts = Counter(operator for operator in layer.operators if operator not in SILENT | SHAPES)
+    if not layer.heavy or counts.total() < 2 or _is_attention(layer):
+        return ""
+    order = sorted(counts, key=lambda name: (name not in CONVOLUTIONS | MATMULS, name != "BatchNormalization", name != "Add", name))
+    return " + ".join(f"{counts[name]} {name}" if counts[name] > 1 else name for name in order)
+
+
+def _is_attention(layer: Layer) -> bool:
+    return "Softmax" in layer.operators and sum(operator in MATMULS for operator in layer.operators) >= 2
+
+
+def _attention(table: LayerTable) -> tuple[str, ...]:
+    places = _places(table, "Softmax")
+    if not places or sum(operator == "MatMul" for layer in table.layers for operator in layer.operators) < 2:
+        return ()
+    fused = sum(any(_is_attention(layer) for layer in layers) for layers in places.values())
+    return (f"attention (MatMul, Softmax, MatMul) in one kernel: {fused} of {len(places)}",)
+
+
+def _normalisation(table: LayerTable) -> tuple[str, ...]:
+    """LayerNorm as one operator, or written out: then a ReduceMean and the Sqrt share a kernel."""
+    found = []
+    if places := _places(table, "LayerNormalization"):
+        whole = [layers[0] for layers in places.values() if len(layers) == 1]
+        added = sum("Add" in layer.operators for layer in whole)
+        found.append(f"LayerNormalization in one kernel: {len(whole)} of {len(places)}" + f", {added} with the Add before it" * bool(added))
+    places = _places(table, "Sqrt")
+    if places and _places(table, "ReduceMean"):
+        whole = [layers[0] for layers in places.values() if len(layers) == 1 and "ReduceMean" in layers[0].operators]
+        found.append(f"LayerNorm written out (ReduceMean to Sqrt) in one kernel: {len(whole)} of {len(places)}")
+    return tuple(found)
+
+
+def _places(table: LayerTable, operator: str) -> Mapping[str, tuple[Layer, ...]]:
+    """The kernels that take part in each node of this operator."""
+    places: dict[str, tuple[Layer, ...]] = {}
     for layer in table.layers:
-        shares[str(layer.precision)] += layer.seconds or 0.0
-    whole = sum(shares.values())
-    return {name: seconds / whole for name, seconds in sorted(shares.items(), key=lambda item: -item[1])} if whole else {}
-
-
-def mislabelled(precision: Precision, table: LayerTable) -> str:
-    """Why an engine does not run what it is called by; empty if it does."""
-    return ""
-
-
-def precision_notes(table: LayerTable) -> tuple[Note, ...]:
-    """A warning where the evidence ends."""
-    return ()
+        for node, its in zip(layer.nodes, layer.operators, strict=False):
+            if its == operator and layer.precision != "none":
+                places[node] = (*places.get(node, ()), layer)
+    return places

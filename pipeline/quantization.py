@@ -143,7 +143,25 @@ MOVES_BYTES = SAME_SCALE | {"Concat", "AveragePool"}
 INT8_KERNELS = SAME_SCALE | {"GlobalAveragePool", "AveragePool", "Concat", "Mul", "Sigmoid", "LeakyRelu", "Resize"}
 """What ONNX Runtime computes in 8 bits if both sides are quantised; between quantised operators they keep the data in 8 bits."""
 
+EPILOGUE = frozenset({"Add", "BatchNormalization"})
+"""With constants on their other inputs: a bias or a norm, part of the kernel of the weighted operator before them."""
+
+SHAPE_ONLY = frozenset({"Shape", "Size"})  # read no values
 AFTER_CLASSIFIER = RESHAPES | {"Softmax", "LogSoftmax", "Sigmoid", "Cast", "Add", "Mul", "Resize", "ArgMax", "TopK"}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What a backend's 8-bit kernels are like, as far as it decides where pairs go."""
+
+    integer_io: bool = False
+    """8 bits in and out, so results, int32 biases and what lies between are quantised too. Elsewhere a pair stands only before an operator,
+    so that nothing comes between an operator and what fuses into it."""
+    add_in_conv: bool = False
+    """A convolution or matrix product adds a residual of 8 bits inside its own kernel and gives 8 bits: its own result is never quantised."""
+
+
+KERNELS = {"onnxruntime": Kernels(integer_io=True), "tensorrt": Kernels(add_in_conv=True), "tensorrt_rtx": Kernels(add_in_conv=True)}
 
 
 class Wiring:
@@ -151,6 +169,8 @@ class Wiring:
 
     def __init__(self, graph: onnx.GraphProto) -> None:
         self.nodes = list(graph.node)
+        self.order = {node.name: place for place, node in enumerate(self.nodes)}
+        self.makers = {name: node for node in self.nodes for name in node.output}
         self.constants = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
         for value in graph.input:  # an initializer that the caller may replace is no constant
             self.constants.pop(value.name, None)
@@ -174,29 +194,39 @@ class Wiring:
     def is_weighted(self, node: onnx.NodeProto) -> bool:
         return node.op_type in WEIGHTED and self.weight_index(node) is not None
 
+    def weighted_behind(self, name: str) -> onnx.NodeProto | None:
+        """The weighted operator in whose kernel this tensor is made, if nothing but one node reads it; None where there is no such operator."""
+        maker = self.makers.get(name)
+        if maker is None or name in self.outputs or len(self.readers[name]) != 1:
+            return None
+        activations = [each for each in maker.input if self.is_activation(each)]
+        if maker.op_type in EPILOGUE and len(activations) == 1:
+            return self.weighted_behind(activations[0])
+        return maker if self.is_weighted(maker) else None
+
     def feeds_weighted(self, node: onnx.NodeProto) -> bool:
         """Whether a weighted operator follows, with nothing but activations, pooling and reshaping in between."""
         return any(self.is_weighted(n) or (n.op_type in TO_NEXT_LAYER and self.feeds_weighted(n)) for n in self.after(node))
 
 
-def place(graph: onnx.GraphProto, rules: Placement, ranged: frozenset[str], kept: frozenset[str], integer_io: bool) -> Sites:
-    """Where Q/DQ pairs go. `ranged` = float activations with a known range, `kept` = nodes to leave alone.
-
-    `integer_io`: ONNX Runtime's CPU kernels are 8 bits in and out, so results, int32 biases and what lies between are quantised too.
-    Elsewhere a pair stands only before an operator, so that nothing comes between an operator and what fuses into it.
-    """
+def place(graph: onnx.GraphProto, rules: Placement, ranged: frozenset[str], kept: frozenset[str], kernels: Kernels) -> Sites:
+    """Where Q/DQ pairs go. `ranged` = float activations with a known range, `kept` = nodes to leave alone."""
     wiring = Wiring(graph)
     wanted = [node for node in wiring.nodes if node.name not in kept and _is_wanted(node, rules, wiring)]
     unseen = [node for node in wanted if not all(name in ranged for name in node.input[:2] if wiring.is_activation(name))]
     chosen = [node for node in wanted if node not in unseen]
-    sites = [site for node in chosen for site in _inputs(node, wiring)]
+    names, inner = {node.name for node in chosen}, ranged - wiring.outputs
+    sites: list[ActivationSite] = []
+    for node in chosen:
+        residual = kernels.add_in_conv and node.op_type == "Add"
+        sites += _residual(node, names, wiring, inner, kept) if residual else _inputs(node, wiring)
     same_scale: dict[str, str] = {}
-    if integer_io:
+    if kernels.integer_io:
         more, same_scale = _between(chosen, {site.tensor for site in sites}, wiring, ranged, kept)
         sites += more
-    order = {node.name: place for place, node in enumerate(wiring.nodes)}
-    activations = tuple(sorted(set(sites), key=lambda site: (order[site.node], site.index)))
-    weights = tuple(_weight(node, wiring, rules, integer_io) for node in chosen if node.op_type != "Add" and wiring.weight_index(node) is not None)
+    activations = tuple(sorted(set(sites), key=lambda site: (wiring.order[site.node], site.index)))
+    weighted = [node for node in chosen if node.op_type != "Add" and wiring.weight_index(node) is not None]
+    weights = tuple(_weight(node, wiring, rules, kernels.integer_io) for node in weighted)
     return Sites(activations, weights, same_scale, tuple(node.name for node in unseen))
 
 
@@ -234,6 +264,39 @@ def _is_answering(node: onnx.NodeProto, wiring: Wiring) -> bool:
 
 def _inputs(node: onnx.NodeProto, wiring: Wiring) -> list[ActivationSite]:
     return [ActivationSite(node.name, i, name) for i, name in enumerate(node.input[:2]) if wiring.is_activation(name)]
+
+
+def fused_input(add: onnx.NodeProto, wiring: Wiring) -> tuple[str, str] | None:
+    """The input of a residual Add that is made in the same kernel as the sum, and by which weighted operator; None where there is no such.
+
+    Of two such inputs it is the later in the graph.
+    """
+    made = {name: maker.name for name in add.input if (maker := wiring.weighted_behind(name)) is not None}
+    return max(made.items(), key=lambda item: wiring.order[item[1]], default=None)
+
+
+def _residual(add: onnx.NodeProto, chosen: set[str], wiring: Wiring, inner: frozenset[str], kept: frozenset[str]) -> list[ActivationSite]:
+    """What a residual Add reads in 8 bits, and who reads its sum so, where a weighted operator adds it in its own kernel.
+
+    That kernel reads the residual and writes the sum in 8 bits, so a sum that no quantised operator reads is quantised too.
+    A weighted operator that is not quantised itself adds floats.
+    """
+    fused = fused_input(add, wiring)
+    if fused is None:
+        return _inputs(add, wiring)
+    if fused[1] not in chosen:
+        return []
+    total = _result(add, wiring, kept)
+    readers = [node for node in wiring.readers[total] if node.op_type not in SHAPE_ONLY]
+    able = total in inner and all(node.op_type in TO_NEXT_LAYER | WEIGHTED and node.name not in kept for node in readers)
+    forced = readers if able and not _reaches(total, chosen, wiring) else []
+    sum_sites = [ActivationSite(node.name, index, name) for node in forced for index, name in enumerate(node.input) if name == total]
+    return [site for site in _inputs(add, wiring) if site.tensor != fused[0]] + sum_sites
+
+
+def _reaches(name: str, chosen: set[str], wiring: Wiring) -> bool:
+    """Whether a quantised operator reads this tensor, directly or behind what a Q moves through."""
+    return any(n.name in chosen or (n.op_type in SAME_SCALE and _reaches(n.output[0], chosen, wiring)) for n in wiring.readers[name])
 
 
 def _weight(node: onnx.NodeProto, wiring: Wiring, rules: Placement, integer_io: bool) -> WeightSite:

@@ -98,6 +98,7 @@ def markdown(report: Report) -> str:
         if section.code:
             lines += [*(f"    {line}" for line in section.code.splitlines()), ""]
         for table in section.tables:
+            lines += [f"{_md(table.folded)}:", ""] if table.folded and table.rows else []
             lines += [*_md_table(table), ""]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -133,6 +133,22 @@ class Candidate(Frozen):
     notes: tuple[Note, ...] = ()  # of calibration, conversion and build
 
 
+class RescueStep(Frozen):
+    """One step of a rescue, in words."""
+
+    step: str  # what was tried: "opt shape moved to min"
+    label: str  # of the candidate that it made; empty: nothing was built
+    outcome: str
+
+
+class Rescue(Frozen):
+    """What was tried for an fp16 candidate that failed its accuracy, in order, and what it says."""
+
+    label: str  # of the candidate that failed
+    steps: tuple[RescueStep, ...]
+    conclusion: str  # the cause as far as it is known, and what to do
+
+
 class Report(Frozen):
     """Everything a sceptic needs: the plan, what was done, what was measured, what was decided and why."""
 
@@ -149,6 +165,7 @@ class Report(Frozen):
     baseline: BenchmarkReport | None
     baselines: tuple[BenchmarkReport, ...] = ()  # further baselines: traced, compile
     candidates: tuple[Candidate, ...]
+    rescues: tuple[Rescue, ...] = ()
     winner: str | None = None  # a candidate's label
     ratio: Interval | None = None  # of the winner to the baseline, at the first benchmarked shape
     validation: ValidationReport | None = None  # of the winner, on the validation set

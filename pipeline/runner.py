@@ -12,6 +12,8 @@ from typing import Any, Literal, Protocol, TypeVar
 from pydantic import BaseModel
 
 from pipeline.core import Progress, Target, silent
+from pipeline.history import History
+from pipeline.measure import monotonic
 from pipeline.process import call_in_child
 from pipeline.report import Step
 from pipeline.store import Key, Store
@@ -28,7 +30,9 @@ class StageEvent:
     state: Literal["started", "progress", "finished", "reused", "waiting", "failed"]
     fraction: float | None = None
     text: str = ""
-    seconds: float = 0.0
+    seconds: float = 0.0  # of a finished stage
+    elapsed_s: float = 0.0  # since it started
+    estimate_s: float | None = None  # how long it usually takes; None: it never ran on this host
 
 
 Emit = Callable[[StageEvent], None]
@@ -58,6 +62,7 @@ class Runner:
     emit: Emit = lambda event: None
     run: Run = call_in_child
     steps: list[Step] = field(default_factory=list)
+    plan: str = ""  # its name, by which past times of its stages are preferred
 
     def stage(
         self,
@@ -77,10 +82,10 @@ class Runner:
             self.emit(StageEvent(stage.name, subject, state, **details))
 
         def make(out: Path) -> A:
-            tell("started")
+            estimate_s = self.history.estimate(stage.name, subject, self.plan)
+            tell("started", estimate_s=estimate_s)
             places = (out,) if "out" in inspect.signature(stage.function).parameters else ()
-
-            progress = self.progress(stage.name, subject)
+            progress = self._progress(stage.name, subject, estimate_s)
             value: A = self.run(stage.function, *arguments, *places, name=subject or stage.name, log=log, progress=progress)
             return value
 
@@ -100,12 +105,27 @@ class Runner:
             digest=stored.digest,
         )
         self.steps.append(step)
+        if not stored.reused:
+            self.history.add(stage.name, subject, step.seconds, self.plan, target.device if target else "")
         tell("reused" if stored.reused else "finished", seconds=step.seconds)
         return stored.value
 
+    @property
+    def history(self) -> History:
+        """Past times of this store's stages."""
+        return History(self.store.root)
+
     def progress(self, stage: str, subject: str = "") -> Progress:
         """A Progress that becomes events of this stage."""
-        return lambda fraction, text: self.emit(StageEvent(stage, subject, "progress", fraction, text))
+        return self._progress(stage, subject, self.history.estimate(stage, subject, self.plan))
+
+    def _progress(self, stage: str, subject: str, estimate_s: float | None) -> Progress:
+        begin = monotonic()
+
+        def progress(fraction: float | None, text: str) -> None:
+            self.emit(StageEvent(stage, subject, "progress", fraction, text, elapsed_s=monotonic() - begin, estimate_s=estimate_s))
+
+        return progress
 
 
 def installed(distribution: str) -> str:

@@ -8,10 +8,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from pipeline.core import Layer, LayerTable, Precision
 from pipeline.measure import Interval, Samples
+from pipeline.precision import fusions, node_text, percent_text, reformats, slowest, time_by_precision
 from pipeline.report import BenchmarkReport, Candidate, LatencyRow, Report, ValidationReport
 
 Part = Literal["winner", "baseline", "candidate"]
+SLOWEST_SHOWN = 15
+NODES_SHOWN = 4
 
 
 class Bar(NamedTuple):
@@ -87,8 +91,10 @@ def sections(report: Report) -> tuple[Section, ...]:
     found = (
         Section("command", "Repeat it", code=report.command),
         _candidates(report),
+        _rescues(report),
         _validation(report),
         _latency(report),
+        _layers(report),
         _stages(report),
         _operators(report),
         _environment(report),
@@ -146,6 +152,12 @@ def _candidate_row(entry: Entry, sizes: dict[str, int]) -> tuple[str, ...]:
         bytes_text(engine.size_bytes) if engine else "-",
         bytes_text(row.peak_memory_bytes) if row and row.peak_memory_bytes else "-",
     )
+
+
+def _rescues(report: Report) -> Section:
+    rows = tuple((found.label, step.step, step.label or "-", step.outcome) for found in report.rescues for step in found.steps)
+    text = tuple(f"{found.label}: {found.conclusion}" for found in report.rescues)
+    return Section("rescue", "Rescue", text, tables=(Table(("of", "step", "engine", "outcome"), rows),))
 
 
 def _validation(report: Report) -> Section:
@@ -215,6 +227,42 @@ def _latency_table(report: Report, sizes: dict[str, int]) -> Table:
         for entry, row in pairs
     )
     return Table(header, rows, winner)
+
+
+def _layers(report: Report) -> Section:
+    """What the engines that give evidence of it really ran; for the winner, and for engines called by a wrong name, layer by layer."""
+    proven = [(entry, entry.candidate.layers) for entry in entries(report) if entry.candidate and entry.candidate.layers]
+    names = [name for name in (*Precision, "integer") if any(name in time_by_precision(table) for _, table in proven)]
+    text = tuple(
+        f"Share of the time per precision at {sizes}, each layer timed by itself. The precision of a layer is known by its kernel's name (tactic), "
+        "else by the types it reads and writes. Reformats are all layers that only move or convert data."
+        for sizes in dict.fromkeys(shape_text(table.sizes) for _, table in proven)
+    )
+    shares = tuple((str(entry.number), entry.label, *_share_cells(table, names)) for entry, table in proven)
+    fused = tuple((str(entry.number), entry.label, "; ".join(found)) for entry, table in proven if (found := fusions(table)))
+    header = ("#", "engine", *(f">{name}" for name in names), ">reformats", ">not known", ">layers", ">of them reformats")
+    winner = next((index for index, (entry, _) in enumerate(proven) if entry.part == "winner"), None)
+    each = (_layer_table(entry, table) for entry, table in proven if entry.state in ("winner", "mislabelled"))
+    return Section("layers", "What really ran", text, tables=(Table(header, shares, winner), Table(("#", "engine", "fusions"), fused), *each))
+
+
+def _share_cells(table: LayerTable, names: list[str]) -> tuple[str, ...]:
+    shares = time_by_precision(table)
+    cells = (percent_text(shares[name]) if name in shares else "-" for name in (*names, "none", "unknown"))
+    return (*cells, str(len(table.layers)), str(reformats(table).count))
+
+
+def _layer_table(entry: Entry, table: LayerTable) -> Table:
+    whole = sum(layer.seconds or 0.0 for layer in table.layers) or 1.0
+
+    def cells(layer: Layer) -> tuple[str, ...]:
+        seconds = layer.seconds or 0.0
+        known = layer.evidence if layer.evidence != "none" else "-"
+        return time_text(seconds), percent_text(seconds / whole), str(layer.precision), known, node_text(layer, NODES_SHOWN), layer.kind, layer.tactic
+
+    header = (">time", ">share", "precision", "known by", "ONNX nodes", "kind", "kernel")
+    rows = tuple(cells(layer) for layer in slowest(table.layers, SLOWEST_SHOWN))
+    return Table(header, rows, folded=f"The {len(rows)} slowest layers of {entry.label}")
 
 
 def _stages(report: Report) -> Section:

@@ -11,18 +11,19 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 import numpy as np
 
 from pipeline.config import ModelConfig
-from pipeline.core import ModelSource, Profile, TensorSpec
+from pipeline.core import ModelSource, Profile, TensorSpec, ValueRange
 from pipeline.errors import PlanError
 
 
@@ -76,26 +77,48 @@ def _check_unique(key: str, names: Iterable[str]) -> None:
 def check_profiles(inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]) -> tuple[Profile, ...]:
     """The profiles to use: those given, or one empty profile for a model of fixed shapes.
 
-    PlanError if a symbolic dimension has no range in some profile (it is never taken to be 1), or a profile names an unknown symbol.
+    PlanError if a symbolic dimension has no range in some profile (it is never taken to be 1), or a profile names an unknown symbol,
+    or gives ranges of values that an input cannot have.
     """
     symbols = tuple(dict.fromkeys(symbol for spec in inputs for symbol in spec.symbols))
     for profile in profiles or (Profile(),):
         for name in profile.dims:
             if name not in symbols:
-                raise PlanError(f"profiles: no input has a dimension '{name}'", _near(name, symbols))
+                known = (
+                    f"the symbolic dimensions are {', '.join(symbols)}" if symbols else "remove the profile: all dimensions of the inputs are fixed"
+                )
+                raise PlanError(f"profiles: no input has a dimension '{name}'", _near(name, symbols, known))
         missing = [symbol for symbol in symbols if symbol not in profile.dims]
         if missing:
             spec = next(spec for spec in inputs if missing[0] in spec.symbols)
             where = f"dimension '{missing[0]}' of input '{spec.name}' [{', '.join(map(str, spec.shape))}]"
             raise PlanError(f"{where} has no range in {'a profile' if profiles else 'the plan, which has no profiles'}", _advice(symbols, profile))
+        for name, values in profile.values.items():
+            _check_values(inputs, name, values)
     return profiles or (Profile(),)
 
 
-def _near(name: str, symbols: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(name, symbols, n=1, cutoff=0.5)
-    if near:
-        return f"did you mean '{near[0]}'?"
-    return f"the symbolic dimensions are {', '.join(symbols)}" if symbols else "remove the profile: all dimensions of the inputs are fixed"
+def _check_values(inputs: tuple[TensorSpec, ...], name: str, values: ValueRange) -> None:
+    """PlanError unless the input is there, holds integers, and has as many of them as the range."""
+    spec = next((spec for spec in inputs if spec.name == name), None)
+    if spec is None:
+        names = [spec.name for spec in inputs]
+        raise PlanError(f"profiles.values: the model has no input '{name}'", _near(name, names, f"its inputs are {', '.join(names)}"))
+    shown = f"input '{name}' is {spec.dtype}[{', '.join(map(str, spec.shape))}]"
+    if spec.dtype not in ("int32", "int64"):
+        said = f"profiles.values: {shown}, and only int32 and int64 values can decide a shape"
+        raise PlanError(said, f"leave `values` of '{name}' out: they are for inputs such as the target of a Reshape or the k of a TopK")
+    if spec.symbols or len(spec.shape) > 1:
+        raise PlanError(f"profiles.values: {shown}, expected a fixed shape of rank 0 or 1", "fix the number of its values in the model")
+    count = math.prod(map(int, spec.shape))
+    if len(values.min) != count:
+        said = f"profiles.values: {shown}, which has {count} values, and the range gives {len(values.min)}"
+        raise PlanError(said, f"write `values: {{{name}: [min, opt, max]}}`, each of them a list of {count} integers")
+
+
+def _near(name: str, names: Sequence[str], otherwise: str) -> str:
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean '{near[0]}'?" if near else otherwise
 
 
 def _advice(symbols: tuple[str, ...], profile: Profile) -> str:

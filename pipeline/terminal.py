@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
+import threading
 from types import TracebackType
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
-from pipeline.core import Refusal
+from pipeline.core import LayerTable, Refusal
 from pipeline.decide import ratio_of
-from pipeline.measure import Interval
+from pipeline.measure import Clock, Interval, monotonic
+from pipeline.precision import percent_text, time_by_precision
 from pipeline.report import BenchmarkReport, Candidate, LatencyRow, Report, ValidationReport
 from pipeline.runner import StageEvent
 
 PLAIN_WIDTH = 130
+LIFE_S = 30.0  # how often a long stage says that it is alive where there are no bars
+WORTH_SAYING_S = 3.0  # a shorter estimate is over before it is read
+LEAST_SHARE = 0.1  # of the time, for a precision to be shown
 VERDICT_STYLE = {"accepted": "bold green", "unproven": "bold yellow", "rejected": "bold red"}
 
 
@@ -33,48 +39,105 @@ def console(stderr: bool = False) -> Console:
 
 
 class StageProgress:
-    """Shows stages as they run: bars with elapsed time on a terminal, one line per finished stage elsewhere."""
+    """Shows stages as they run: bars with elapsed and expected time on a terminal; elsewhere one line per finished stage.
 
-    def __init__(self, console: Console, quiet: bool = False) -> None:
+    There, a stage that takes long also says every `every_s` that it is alive, even while its library is silent.
+    """
+
+    def __init__(self, console: Console, quiet: bool = False, every_s: float = LIFE_S, clock: Clock = monotonic) -> None:
         self._console = console
         self._quiet = quiet
         self._live = console.is_terminal and not quiet
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn(), TextColumn("[dim]{task.fields[text]}"))
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(20),
+            TimeElapsedColumn(),
+            _Expected(),
+            TextColumn("{task.fields[text]}"),
+        )
         self._bars = Progress(*columns, console=console, transient=True, refresh_per_second=5)
         self._task: TaskID | None = None
+        self._every_s, self._clock = every_s, clock
+        self._running: tuple[float, StageEvent] | None = None  # when it started, and what it said last
+        self._left = threading.Event()
 
     def __enter__(self) -> StageProgress:
         if self._live:
             self._bars.start()
+        elif not self._quiet:
+            threading.Thread(target=self._live_on, daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._left.set()
         if self._live:
             self._bars.stop()
 
     def __call__(self, event: StageEvent) -> None:
         """Take one event of the runner."""
-        name = f"{event.stage} [dim]{escape(event.subject)}[/dim]" if event.subject else event.stage
+        name = _name(event)
+        if event.state in ("started", "progress"):
+            self._running = (self._clock() - event.elapsed_s, event)
         if self._live and event.state in ("started", "progress", "waiting"):
             self._update(name, event)
         if event.state in ("finished", "reused", "failed"):
+            self._running = None
             self._clear()
             if not self._quiet:
                 self._console.print(_line(name, event), highlight=False)
         elif event.state == "waiting":
             self._console.print(f"[yellow]{escape(event.text)}", highlight=False)
 
+    def say_alive(self) -> None:
+        """One line of the stage that runs, if it has run for long."""
+        if self._running is None:
+            return
+        started, event = self._running
+        elapsed_s = self._clock() - started
+        if elapsed_s >= self._every_s:
+            done = "" if event.fraction is None else f"{event.fraction:.0%}"
+            told = ", ".join(part for part in (done, expectation(elapsed_s, event.estimate_s), escape(event.text)) if part)
+            self._console.print(f"  [dim]running[/] {elapsed_s:6.1f} s  {_name(event)}" + (f"  {told}" if told else ""), highlight=False)
+
+    def _live_on(self) -> None:
+        while not self._left.wait(self._every_s):
+            self.say_alive()
+
     def _update(self, name: str, event: StageEvent) -> None:
         if self._task is None or event.state == "started":
             self._clear()
-            self._task = self._bars.add_task(name, total=None, text="")
+            self._task = self._bars.add_task(name, total=None, text="", estimate_s=event.estimate_s)
         total = None if event.fraction is None else 1.0
-        self._bars.update(self._task, total=total, completed=event.fraction or 0.0, text=escape(event.text))
+        self._bars.update(self._task, total=total, completed=event.fraction or 0.0, text=f"[dim]{escape(event.text)}")
 
     def _clear(self) -> None:
         if self._task is not None:
             self._bars.remove_task(self._task)
             self._task = None
+
+
+class _Expected(ProgressColumn):
+    """How long a stage will go on, by how long it took before."""
+
+    def render(self, task: Task) -> Text:
+        return Text(expectation(task.elapsed or 0.0, task.fields["estimate_s"]), style="dim")
+
+
+def expectation(elapsed_s: float, estimate_s: float | None) -> str:
+    """`about 40 s left`, or `usually 68 s` of a stage that takes longer this time; empty where nothing is known, or it takes no time."""
+    if estimate_s is None or estimate_s < WORTH_SAYING_S:
+        return ""
+    left_s = estimate_s - elapsed_s
+    return f"about {_span(left_s)} left" if left_s >= 1 else f"usually {_span(estimate_s)}"
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def _name(event: StageEvent) -> str:
+    return f"{event.stage} [dim]{escape(event.subject)}[/dim]" if event.subject else event.stage
 
 
 def _line(name: str, event: StageEvent) -> str:
@@ -92,6 +155,7 @@ def verdict_lines(report: Report) -> list[str]:
     lines += [f"  {escape(reason)}" for reason in report.reasons]
     if report.nearest_miss and report.nearest_miss != report.winner:
         lines.append(f"  nearest miss: {report.nearest_miss}")
+    lines += [f"  rescue of {escape(rescue.label)}: {escape(rescue.conclusion)}" for rescue in report.rescues]
     warnings = dict.fromkeys(note.text for _, note in report.every_note() if note.level == "warning")
     lines += [f"  [yellow]warning:[/] {escape(text)}" for text in warnings]
     return lines + [f"  next: {escape(step)}" for step in report.next_steps]
@@ -106,12 +170,20 @@ def candidate_table(report: Report) -> Table:
     at = ", ".join(f"{name} {size}" for name, size in sizes.items())
     table.add_column(f"median ({at})" if at else "median", justify="right")
     table.add_column("times baseline (95 %)", justify="right")
+    if any(candidate.layers for candidate in report.candidates):
+        table.add_column("really ran")
     for baseline in (report.baseline, *report.baselines):
         if baseline is not None:
             table.add_row(baseline.label, "baseline", "", "", median_text(baseline.rows[0]), ratio_text(baseline.rows[0].ratio))
     for candidate in sorted(report.candidates, key=_slowest_last):
         table.add_row(*_candidate_cells(candidate), style="bold" if candidate.label == report.winner else None)
     return table
+
+
+def ran_text(table: LayerTable) -> str:
+    """`int8 43 %, fp16 11 %`: the precisions that take a good part of the time; what moves data is in the report."""
+    shares = [(name, share) for name, share in time_by_precision(table).items() if name != "none" and share >= LEAST_SHARE]
+    return ", ".join(f"{'not known' if name == 'unknown' else name} {percent_text(share)}" for name, share in shares)
 
 
 def _slowest_last(candidate: Candidate) -> float:
@@ -126,7 +198,8 @@ def _candidate_cells(candidate: Candidate) -> tuple[str, ...]:
     row = benchmark.rows[0] if benchmark and benchmark.rows else None
     known = candidate.state in ("measured", "failed accuracy")
     state = candidate.state if known else escape(f"{candidate.state}: {candidate.reason.splitlines()[0][:60]}")
-    return candidate.label, state, drop, cosine, median_text(row), ratio_text(row.ratio if row else None)
+    ran = (ran_text(candidate.layers),) if candidate.layers else ()
+    return candidate.label, state, drop, cosine, median_text(row), ratio_text(row.ratio if row else None), *ran
 
 
 def benchmark_table(reports: list[BenchmarkReport]) -> Table:

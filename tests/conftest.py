@@ -1,5 +1,6 @@
 """What every test shares: a home of its own, so that none touches the user's store, and no GPU test that is silently absent."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from pipeline.gpu import find_gpus
 from tests.fixtures_validate import Bench
+from tests.gpu.results import GpuTests
 
 
 @pytest.fixture(autouse=True)
@@ -22,9 +24,11 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if find_gpus().devices:
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    file = os.environ.get("CRUCIBLE_GPU_RESULTS")
+    says = "write how each GPU test ended, with the environment, as JSON [default: $CRUCIBLE_GPU_RESULTS]"
+    parser.addoption("--gpu-results", type=Path, default=Path(file) if file else None, metavar="FILE", help=says)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(GpuTests(find_gpus(), config.getoption("--gpu-results")), "gpu-tests")

@@ -89,3 +89,71 @@ def write_task(folder: Path, **changes: object) -> Path:
     }
     (folder / "plan.yaml").write_text(yaml.safe_dump({**plan, **changes}))
     return folder / "plan.yaml"
+
+
+WIDTH, INNER = 64, 256
+
+
+def write_overflowing_model(path: Path) -> None:
+    """Two plain layers, a block whose inner values grow with the square of the input's scale, LayerNorm, two plain layers.
+
+    x [batch, 64] fp32 -> y [batch, 4]. On inputs of the scale 1 the block reaches some 10,000; on inputs of the scale 5 over 100,000, which fp16
+    cannot hold: there an fp16 engine answers NaN. What overflows lies between two MatMuls, so that a GPU must write it to memory.
+    """
+    random = np.random.default_rng(7)
+
+    def weights(name: str, rows: int, columns: int, gain: float) -> TensorProto:
+        return numpy_helper.from_array((gain * random.normal(0, rows**-0.5, (rows, columns))).astype(np.float32), name)
+
+    nodes = [
+        helper.make_node("MatMul", ["x", "w_in"], ["x1"], name="stem"),
+        helper.make_node("Relu", ["x1"], ["r1"], name="stem_relu"),
+        helper.make_node("MatMul", ["r1", "w_trunk"], ["x2"], name="trunk"),
+        helper.make_node("Mul", ["x2", "x2"], ["sq"], name="square"),
+        helper.make_node("MatMul", ["sq", "w_up"], ["up"], name="up"),
+        helper.make_node("Relu", ["up"], ["wide"], name="wide_relu"),
+        helper.make_node("MatMul", ["wide", "w_down"], ["down"], name="down"),
+        helper.make_node("LayerNormalization", ["down", "scale", "shift"], ["norm"], name="norm", axis=-1),
+        helper.make_node("MatMul", ["norm", "w_mid"], ["x3"], name="mid"),
+        helper.make_node("Relu", ["x3"], ["r3"], name="mid_relu"),
+        helper.make_node("MatMul", ["r3", "w_out"], ["y"], name="classifier"),
+    ]
+    constants = [weights("w_in", WIDTH, INNER, 1.4), weights("w_trunk", INNER, WIDTH, 1.4), weights("w_up", WIDTH, INNER, 500.0)]
+    constants += [weights("w_down", INNER, WIDTH, 0.02), weights("w_mid", WIDTH, INNER, 1.4), weights("w_out", INNER, CLASSES, 1.0)]
+    constants += [numpy_helper.from_array(np.ones(WIDTH, np.float32), "scale"), numpy_helper.from_array(np.zeros(WIDTH, np.float32), "shift")]
+    graph = helper.make_graph(
+        nodes,
+        "overflowing",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", WIDTH])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", CLASSES])],
+        constants,
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+
+
+def overflowing_task(folder: Path, **changes: object) -> Path:
+    """A model that overflows in fp16 on every eighth sample of selection and validation, and on none of calibration; returns the plan's path.
+
+    The labels are the model's own answers. The plan asks for tensorrt fp16; `changes` replace its top-level keys.
+    """
+    import onnxruntime
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_overflowing_model(folder / "model.onnx")
+    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
+    for seed, (role, count) in enumerate({"calibration": 200, "selection": 240, "validation": 240}.items()):
+        x = np.random.default_rng(seed + 11).normal(0, 1, (count, WIDTH)).astype(np.float32)
+        if role != "calibration":
+            x[5::8] *= 5
+        np.savez(folder / f"{role}.npz", x=x, labels=session.run(None, {"x": x})[0].argmax(axis=1))
+    plan: dict[str, object] = {
+        "name": "overflowing",
+        "model": {"path": "model.onnx"},
+        "profiles": [{"batch": [1, 8, 32]}],
+        "data": {role: f"{role}.npz" for role in ("calibration", "selection", "validation")},
+        "accuracy": {"metric": "top1", "max_drop": 0.01},
+        "candidates": [{"backend": "tensorrt", "precision": "fp16"}],
+        "benchmark": {"duration_s": 0.5, "warmup_s": 0.05},
+    }
+    (folder / "plan.yaml").write_text(yaml.safe_dump({**plan, **changes}))
+    return folder / "plan.yaml"

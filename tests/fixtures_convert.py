@@ -1,15 +1,22 @@
-"""Small graphs for calibrating and converting, as text; weights that the text leaves open are drawn."""
+"""Small graphs for calibrating and converting, as text; weights that the text leaves open are drawn. And what tests of conversion compare by."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnx.parser
 
-from pipeline.core import CalibrationMethod, CalibrationTable, OnnxModel, TensorRange, Tensors
+from pipeline.activations import observe, open_probe
+from pipeline.compare import open_reference
+from pipeline.core import CalibrationMethod, CalibrationTable, OnnxModel, Precision, Recipe, TensorRange, Tensors
 from pipeline.graph import onnx_model
+from pipeline.stages.convert import convert
+
+FP16 = Recipe(backend="tensorrt", precision=Precision.FP16)
+BF16 = Recipe(backend="tensorrt", precision=Precision.BF16)
 
 RESIDUAL = """
 <ir_version: 9, opset_import: ["" : 20]>
@@ -27,6 +34,32 @@ net (float[N, 3, 8, 8] x) => (float[N, 5] y)
     [fc] y = Gemm (f, w3, b3)
 }
 """
+
+DOWNSAMPLE = """
+<ir_version: 9, opset_import: ["" : 20]>
+net (float[N, 3, 8, 8] x) => (float[N, 5] y)
+<float[4, 3, 3, 3] w1, float[4] b1, float[6, 4, 3, 3] w2, float[6, 6, 3, 3] w3, float[6, 4, 1, 1] w4, float[6, 6, 3, 3] w5, float[6, 6, 3, 3] w6,
+ float[6, 5] w7>
+{
+    [stem] c = Conv <pads = [1, 1, 1, 1]> (x, w1, b1)
+    [relu0] r0 = Relu (c)
+    [conv1] c1 = Conv <pads = [1, 1, 1, 1], strides = [2, 2]> (r0, w2)
+    [relu1] r1 = Relu (c1)
+    [conv2] c2 = Conv <pads = [1, 1, 1, 1]> (r1, w3)
+    [down] d = Conv <strides = [2, 2]> (r0, w4)
+    [add1] s1 = Add (c2, d)
+    [relu2] r2 = Relu (s1)
+    [conv3] c3 = Conv <pads = [1, 1, 1, 1]> (r2, w5)
+    [relu3] r3 = Relu (c3)
+    [conv4] c4 = Conv <pads = [1, 1, 1, 1]> (r3, w6)
+    [add2] s2 = Add (r2, c4)
+    [relu4] r4 = Relu (s2)
+    [pool] p = GlobalAveragePool (r4)
+    [flat] f = Flatten (p)
+    [fc] y = Gemm (f, w7)
+}
+"""
+"""Two residual blocks as in a ResNet: one that halves the image, with a convolution on both ways, and the last one before the classifier."""
 
 ATTENTION = """
 <ir_version: 9, opset_import: ["" : 20]>
@@ -74,3 +107,35 @@ def table_of(ranges: dict[str, tuple[float, float]]) -> CalibrationTable:
     """A table with these ranges, as min-max would give them."""
     seen = {name: TensorRange(minimum=low, maximum=high, low=low, high=high, count=1) for name, (low, high) in ranges.items()}
     return CalibrationTable(root=Path(), file="table.json", method=CalibrationMethod.MINMAX, set_digest="", samples=1, ranges=seen)
+
+
+def seen_by(model: OnnxModel, feeds: Tensors) -> CalibrationTable:
+    return table_of({name: (seen.minimum, seen.maximum) for name, seen in observe(open_probe(model), [feeds]).items()})
+
+
+def converted(folder: Path, text: str, recipe: Recipe, feeds: Tensors) -> tuple[OnnxModel, OnnxModel, onnx.GraphProto]:
+    """The source, the converted model, and its graph, checked by ONNX's strict checker."""
+    model = model_from_text(folder / "source", text)
+    out = folder / "out"
+    out.mkdir()
+    made = convert(model, recipe, seen_by(model, feeds), (), out)
+    proto = onnx.load(str(made.path))
+    onnx.checker.check_model(proto, full_check=True)
+    assert [(s.name, s.dtype, s.shape) for s in (*made.inputs, *made.outputs)] == [
+        (s.name, s.dtype, s.shape) for s in (*model.inputs, *model.outputs)
+    ]
+    return model, made, proto.graph
+
+
+def error_of(before: OnnxModel, after: OnnxModel, feeds: Tensors) -> float:
+    """Largest difference in units of the largest magnitude, over all outputs."""
+    expected, got = open_reference(before.path)(feeds), open_reference(after.path)(feeds)
+    return max(float(np.abs(np.subtract(got[name], want)).max() / np.abs(want).max()) for name, want in expected.items())
+
+
+def operators(graph: onnx.GraphProto) -> Counter[str]:
+    return Counter(node.op_type for node in graph.node)
+
+
+def dtypes(graph: onnx.GraphProto) -> dict[str, int]:
+    return {tensor.name: tensor.data_type for tensor in graph.initializer}

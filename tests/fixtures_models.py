@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from tests.fixtures_cli import overflowing_task  # noqa: F401  the GPU tests look for models here
+
 
 class _Residual(nn.Module):
     def __init__(self, channels: int) -> None:
@@ -87,6 +89,15 @@ class Positions(nn.Module):
         return (x > 0).nonzero()
 
 
+class Widened(nn.Module):
+    """x float32 [batch, 3], width int64 scalar -> [batch, width, 3]: a value decides the shape."""
+
+    def forward(self, x: Tensor, width: Tensor) -> Tensor:
+        size = width.item()
+        torch._check(size >= 2)
+        return torch.relu(x.unsqueeze(1).expand(x.shape[0], size, x.shape[1]))
+
+
 class NoExporter(nn.Module):
     """Uses an operator that has no ONNX form."""
 
@@ -116,6 +127,10 @@ def frozen_branch() -> nn.Module:
 
 def positions() -> nn.Module:
     return Positions()
+
+
+def widened() -> nn.Module:
+    return Widened()
 
 
 def no_exporter() -> nn.Module:

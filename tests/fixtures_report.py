@@ -9,7 +9,21 @@ import numpy as np
 from pipeline.config import AccuracyConfig, DataConfig, ModelConfig, Plan
 from pipeline.core import CalibrationMethod, DimRange, Engine, Note, Precision, Profile, Recipe, Target, TensorSpec
 from pipeline.measure import Environment, Interval, Samples
-from pipeline.report import BenchmarkReport, Candidate, LatencyRow, MetricResult, OperatorTable, OutputError, Report, Step, ValidationReport
+from pipeline.precision import mislabelled
+from pipeline.report import (
+    BenchmarkReport,
+    Candidate,
+    LatencyRow,
+    MetricResult,
+    OperatorTable,
+    OutputError,
+    Report,
+    Rescue,
+    RescueStep,
+    Step,
+    ValidationReport,
+)
+from tests.fixtures_layers import real_table
 
 EVIL = "<script>alert('x')</script> & | `$\\frac{1}$"
 
@@ -86,7 +100,7 @@ def engine(recipe: Recipe, size_bytes: int, root: Path) -> Engine:
     )
 
 
-def _int8(backend: str, method: CalibrationMethod, bits: int = 8, quantizer: str = "crucible") -> Recipe:
+def _int8(backend: str, method: CalibrationMethod | None, bits: int = 8, quantizer: str = "crucible") -> Recipe:
     return Recipe.model_validate(
         {"backend": backend, "precision": "int8", "method": method, "activation": "uint8", "weight_bits": bits, "quantizer": quantizer}
     )
@@ -100,7 +114,7 @@ def _candidates(root: Path) -> tuple[Candidate, ...]:
         (_int8("onnxruntime", minmax, 7), 2.58, 0.0267, 0.9712, 310_000),
         (Recipe(backend="openvino", precision=Precision.FP32), 7.1, 0.0, 1.0, 1_210_000),
         (Recipe(backend="openvino", precision=Precision.BF16, realised_in="runtime"), 7.4, 0.0, 0.9998, 1_210_000),
-        (_int8("openvino", entropy, 8, "nncf"), 2.2, 0.0067, 0.9951, 342_000),
+        (_int8("openvino", None, 8, "nncf"), 2.2, 0.0067, 0.9951, 342_000),
     )
     found = []
     for recipe, median_ms, drop, cosine, size in measured:
@@ -181,3 +195,34 @@ def sample_report(root: Path = Path("/store/engine"), evil: str = "") -> Report:
         ),
         benchmarked="2026-03-02T10:11:40+00:00",
     )
+
+
+def proven_report(evil: str = "") -> Report:
+    """The sample as a GPU host gives it: an int8 winner, an fp16 engine, and one called fp16 that runs fp32, each with its real layers."""
+    report = sample_report(evil=evil)
+    kept = report.candidates[-1]
+    variants = (("int8", "resnet_int8impl", 2.2, "measured"), ("fp16", "resnet_fp16", 2.8, "measured"), ("fp16", "resnet_fp32", 0.0, "mislabelled"))
+    candidates = []
+    for number, (precision, variant, median_ms, state) in enumerate(variants):
+        method = "entropy" if precision == "int8" else None
+        fields = {
+            "backend": "tensorrt",
+            "precision": precision,
+            "method": method,
+            "realised_in": "flags",
+            "variant": "rescued" if number == 2 else "",
+        }
+        recipe = Recipe.model_validate(fields)
+        layers = real_table(variant)
+        if evil:
+            first = layers.layers[0].model_copy(
+                update={"nodes": (evil, "b"), "operators": (evil, "Add"), "tactic": evil, "kind": evil, "seconds": 9.0}
+            )
+            layers = layers.model_copy(update={"sizes": {evil: 8}, "layers": (first, *layers.layers[1:])})
+        measured = {"benchmark": benchmark(recipe.label, median_ms, 13.4), "selection": selection(0.0033, 0.9962)} if median_ms else {}
+        reason = mislabelled(recipe.precision, layers) if state == "mislabelled" else ""
+        candidates.append(Candidate(label=recipe.label, recipe=recipe, state=state, reason=reason, layers=layers, **measured))
+    tried = RescueStep(step=f"opt shape moved to min{evil}", label=candidates[2].label, outcome="mislabelled")
+    skipped = RescueStep(step="worst nodes kept in fp32", label="", outcome="not tried")
+    rescue = Rescue(label=candidates[1].label, steps=(tried, skipped), conclusion=f"keep {evil or '/fc/Gemm'} in fp32")
+    return report.model_copy(update={"candidates": (*candidates, kept), "winner": candidates[0].label, "rescues": (rescue,)})

@@ -1,17 +1,49 @@
-"""The page of figures says what the results say."""
+"""The pages of figures say what the results say, those of a GPU host too."""
 
+import argparse
 import json
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from pipeline.core import CalibrationMethod, Precision, Recipe, Target
+from pipeline.report import Report
+from tests.fixtures_report import proven_report
 
 ROOT = Path(__file__).parents[1]
+H200 = Target(backend="tensorrt", version="10.6.0", device="NVIDIA H200", compute_capability="9.0", driver="580.159.04")
+SCRIPTS = ("common", "gpu_tables", "tables", "tensorrt_compile")
 
 
-def test_the_page_is_in_step_with_the_results() -> None:
-    code = "import sys; sys.path.insert(0, 'benchmarks'); from tables import page; print(page(), end='')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert done.stdout == (ROOT / "docs" / "benchmarks.md").read_text(), "run: python benchmarks/tables.py"
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    """The scripts of benchmarks/, imported as they import each other."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    yield {name: __import__(name) for name in SCRIPTS}
+    for name in SCRIPTS:
+        sys.modules.pop(name)
+
+
+@pytest.fixture
+def h200(scripts: dict[str, ModuleType], tmp_path: Path) -> Path:
+    """Results as `tensorrt_compile.py` writes them: two parts of one model, each run a second time."""
+    bench, folder = scripts["tensorrt_compile"], tmp_path / "results"
+    refused = [{"candidate": "tensorrt fp8 modelopt", "state": "refused", "reason": "fp8 needs | sm_89"}]
+    for _ in range(2):
+        for group, made in (("float", proven_report()), ("other", None)):
+            rows = [*bench.rows_from_report(made), *refused] if made else refused
+            part = {"created": "2026-11-21T20:00:00+00:00", "winner": "x", "verdict": "accepted", "rows": rows}
+            bench.add_part(folder / "tensorrt_digits.json", "digits", group, part, H200)
+    return folder
+
+
+def test_the_pages_are_in_step_with_the_results(scripts: dict[str, ModuleType]) -> None:
+    tables = scripts["tables"]
+    for file, text in ((tables.PAGE, tables.page()), (tables.ACCURACY_PAGE, tables.accuracy_page())):
+        assert text == file.read_text(encoding="utf-8"), "run: python benchmarks/tables.py"
 
 
 def test_every_result_holds_its_environment_and_its_targets() -> None:
@@ -22,3 +54,110 @@ def test_every_result_holds_its_environment_and_its_targets() -> None:
         assert document["environment"]["cpu_flags"], file
         assert document["rows"], file
         assert document["targets"], file
+
+
+def test_without_results_of_a_gpu_the_pages_say_nothing_of_it(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
+    tables = scripts["gpu_tables"]
+    assert tables.documents(tmp_path) == {}
+    assert tables.speed_section({}) == tables.accuracy_section({}) == []
+
+
+def test_a_part_that_runs_again_takes_the_place_of_its_rows(scripts: dict[str, ModuleType], h200: Path) -> None:
+    document = json.loads((h200 / "tensorrt_digits.json").read_text())
+    made = proven_report()
+    assert [row["part"] for row in document["rows"]].count("other") == 1
+    assert [row["candidate"] for row in document["rows"] if row["part"] == "float"] == [
+        *(each.label for each in (made.baseline, *made.baselines) if each),
+        *(each.label for each in made.candidates),
+        "tensorrt fp8 modelopt",
+    ]
+    assert list(document["parts"]) == ["float", "other"]
+    figures = {row["candidate"]: row for row in document["rows"]}
+    for candidate in made.candidates:
+        row = figures[candidate.label]
+        assert row["state"] == candidate.state
+        assert len(row["latency"]) == (len(candidate.benchmark.rows) if candidate.benchmark else 0)
+        if candidate.selection and candidate.selection.metric:
+            assert row["drop"] == candidate.selection.metric.drop
+        if candidate.layers:
+            assert sum(row["time_share"].values()) == pytest.approx(1, abs=1e-3)
+
+
+def test_a_candidate_without_an_answer_misses_its_target(scripts: dict[str, ModuleType], h200: Path) -> None:
+    document = json.loads((h200 / "tensorrt_digits.json").read_text())
+    answered = {row["candidate"]: row.get("cosine") is not None for row in document["rows"] if row["part"] == "float" and row["state"] != "baseline"}
+    missing = {"the part `int8` ran": False}
+    assert document["targets"] == {f"{label}: built, ran and compared with the reference": ran for label, ran in answered.items()} | missing
+    assert set(answered.values()) == {True, False}
+
+
+def test_the_tables_show_every_candidate_of_a_gpu_with_its_figures(scripts: dict[str, ModuleType], h200: Path, tmp_path: Path) -> None:
+    tables, made = scripts["gpu_tables"], proven_report()
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    ran = {
+        "gpus": [{"name": "NVIDIA H200"}],
+        "counts": {"passed": 140, "skipped": 9},
+        "created": "2026-11-21T",
+        "seconds": 240.3,
+        "tensorrt": "10.6.0",
+    }
+    (tests / "h200.json").write_text(json.dumps(ran))
+    found = tables.documents(h200)
+    speed, accuracy = "\n".join(tables.speed_section(found, tests)), "\n".join(tables.accuracy_section(found))
+    assert speed.startswith("## TensorRT on one H200")
+    assert "on one NVIDIA H200 with TensorRT 10.6.0: 140 passed, 9 skipped (2026-11-21, 240 s)" in speed
+    assert "fp8 needs \\| sm_89" in speed
+    assert "driver 580.159.04, TensorRT 10.6.0" in accuracy
+    for text in (speed, accuracy):
+        lines = [line for line in text.splitlines() if line.startswith("| ")]
+        assert {line.replace("\\|", "").count("|") for line in lines} == {lines[0].count("|")}
+        assert all(any(line.startswith(f"| {candidate.label} |") for line in lines) for candidate in made.candidates)
+    assert "| +0.0033 (-0.0034 to +0.0100) | 0.99620 |" in accuracy
+
+
+def test_the_choice_of_crucible_is_told_in_a_sentence(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
+    bench, made = scripts["tensorrt_compile"], proven_report()
+    part = {"created": "2026-11-21T20:00:00+00:00", "winner": made.winner, "verdict": made.verdict, "rows": bench.rows_from_report(made)}
+    document = bench.add_part(tmp_path / "tensorrt_resnet50.json", "resnet50", "choice", part, H200)
+    assert document["targets"]["Crucible chose among its own candidates"]
+    text = "\n".join(scripts["gpu_tables"].speed_section(scripts["gpu_tables"].documents(tmp_path), tmp_path / "none"))
+    assert f"and chose **{made.winner}** ({made.verdict})" in text, text
+
+
+def test_a_part_that_failed_is_said_in_the_table(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
+    part = {"created": "2026-11-21T20:00:00+00:00", "failed": "stopped after 540 s", "rows": []}
+    document = scripts["tensorrt_compile"].add_part(tmp_path / "tensorrt_minilm.json", "minilm", "int8", part, H200)
+    assert document["targets"] == {"the part `float` ran": False, "the part `int8` ran": False}
+    text = "\n".join(scripts["gpu_tables"].speed_section(scripts["gpu_tables"].documents(tmp_path), tmp_path / "none"))
+    assert "**failed**: part `int8`: stopped after 540 s" in text
+
+
+def test_every_candidate_of_every_part_is_one_that_this_gpu_can_build(scripts: dict[str, ModuleType]) -> None:
+    bench = scripts["tensorrt_compile"]
+    for model, groups in bench.PARTS.items():
+        for options in groups.values():
+            candidates, refused = bench.possible(ROOT / "configs" / f"{model}.yaml", options, H200)
+            assert len(candidates) == len(options)
+            assert refused == []
+    older = H200.model_copy(update={"compute_capability": "7.5"})
+    _, refused = bench.possible(ROOT / "configs" / "digits.yaml", bench.PARTS["digits"]["other"], older)
+    assert [row["state"] for row in refused] == ["refused", "refused"]
+    assert "8.9" in refused[0]["reason"]
+
+
+def test_parts_are_named_by_model_and_group(scripts: dict[str, ModuleType]) -> None:
+    parts_of = scripts["tensorrt_compile"].parts_of
+    assert parts_of("digits/int8") == [("digits", "int8")]
+    assert parts_of("resnet50") == [("resnet50", group) for group in ("float", "int8", "other", "choice")]
+    for wrong in ("vit", "digits/none"):
+        with pytest.raises(argparse.ArgumentTypeError, match="--list"):
+            parts_of(wrong)
+
+
+def test_the_row_of_a_recipe_is_found_by_its_label() -> None:
+    made: Report = proven_report()
+    labels = [candidate.label for candidate in made.candidates]
+    assert len(set(labels)) == len(labels)
+    flags = Recipe(backend="tensorrt", precision=Precision.INT8, realised_in="flags", method=CalibrationMethod.MINMAX)
+    assert flags.label == "tensorrt int8 implicit minmax"

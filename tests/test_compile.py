@@ -1,5 +1,6 @@
 """The story through the real stages: what is read when, what is made again, what each verdict needs."""
 
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.backends import BACKENDS
+from pipeline.candidates import QUANTIZERS
 from pipeline.compile import compile_plan
 from pipeline.config import load_plan
 from pipeline.core import Progress, silent
@@ -18,6 +21,7 @@ from pipeline.report import Report
 from pipeline.runner import Runner
 from pipeline.store import Store
 from tests.fixtures_cli import FEATURES, answers, write_task
+from tests.fixtures_halves import Halves, run_here
 
 
 class CountingRun:
@@ -57,7 +61,8 @@ def test_the_validation_set_is_read_once_for_the_reference_and_once_for_the_winn
 
 def test_a_winner_that_fails_on_the_validation_set_is_rejected_with_what_to_try(tmp_path: Path) -> None:
     candidates = [{"backend": "onnxruntime", "precision": "int8", "method": "minmax", "weight_bits": 7, "placement": {"last_layer": True}}]
-    plan = write_task(tmp_path, candidates=candidates)
+    top1_only = {"metric": "top1", "max_drop": 0.03, "thresholds": {"min_cosine": None}}  # at 7 bits one sample's cosine is 0.977 on every CPU
+    plan = write_task(tmp_path, candidates=candidates, accuracy=top1_only)
     far = 40 * np.random.default_rng(9).normal(0, 1, (220, FEATURES)).astype(np.float32)  # far outside what calibration saw
     np.savez(tmp_path / "validation.npz", x=far, labels=answers(far))
     report = compiled(plan, tmp_path / "home")
@@ -130,6 +135,24 @@ def test_one_candidate_that_fails_does_not_stop_the_others(tmp_path: Path) -> No
     assert [candidate.state for candidate in report.candidates] == ["measured", "failed accuracy"]
     assert report.candidates[1].benchmark is not None  # measured all the same: the plot shows what the loss would have bought
     assert report.winner == "onnxruntime fp32"
+
+
+def test_another_plugin_at_the_same_place_builds_again_and_for_tensorrt_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    doubles = {name: Halves(name) for name in ("tensorrt", "halves")}
+    for name, double in doubles.items():
+        monkeypatch.setitem(BACKENDS, name, double)
+    candidates = [{"backend": name, "precision": "fp32"} for name in doubles]
+    plan = write_task(tmp_path, candidates=candidates, tensorrt={"plugins": ["plugin.so"]}, simplify={"enabled": False})
+    for content in (b"first", b"first", b"second"):
+        (tmp_path / "plugin.so").write_bytes(content)
+        compile_plan(load_plan(plan), Runner(Store(tmp_path / "home"), run=run_here), "crucible compile plan.yaml")
+    assert {name: len(double.built) for name, double in doubles.items()} == {"tensorrt": 2, "halves": 1}
+
+
+def test_every_quantizer_that_a_recipe_can_name_is_there_and_called_alike() -> None:
+    assert set(QUANTIZERS) == {"nncf", "modelopt", "tensorrt"}
+    calls = {tuple(inspect.signature(stage.function).parameters) for stage in QUANTIZERS.values()}
+    assert calls == {("model", "samples", "recipe", "options", "allowed", "out", "progress")}
 
 
 def test_a_bug_that_stops_every_candidate_is_a_bug_and_not_a_verdict(tmp_path: Path) -> None:

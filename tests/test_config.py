@@ -1,5 +1,7 @@
 """The plan: what is read, what is refused, and how a refusal reads."""
 
+import re
+import typing
 from pathlib import Path
 
 import pytest
@@ -119,13 +121,17 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 def test_every_key_of_the_plan_is_documented() -> None:
     text = (Path(__file__).parents[1] / "docs" / "plan.md").read_text()
-    missing = [f"{name}.{key}" for name, field in Plan.model_fields.items() for key in _keys_below(field.annotation) if f"`{key}`" not in text]
+    sections = [(name, key) for name, field in Plan.model_fields.items() for key in _keys_below(field.annotation)]
+    missing = [f"{name}.{key}" for name, key in sections if f"`{key}`" not in text]
     missing += [name for name in Plan.model_fields if f"`{name}`" not in text]
     assert missing == []
+    assert {("tensorrt", "plugins"), ("candidates", "realised_in"), ("simplify", "surgery"), ("profiles", "values")} <= set(sections)
 
 
 def _keys_below(annotation: object) -> list[str]:
-    return keys_of(annotation) if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
+    """The keys of a section, or of each entry of a list. `dims` is how profiles are stored, not how they are written."""
+    models = [argument for argument in (annotation, *typing.get_args(annotation)) if isinstance(argument, type) and issubclass(argument, BaseModel)]
+    return [key for model in models for key in keys_of(model) if key != "dims"]
 
 
 def test_a_binary_file_is_no_plan_and_the_next_step_says_where_it_belongs(tmp_path: Path) -> None:
@@ -136,5 +142,55 @@ def test_a_binary_file_is_no_plan_and_the_next_step_says_where_it_belongs(tmp_pa
 
 
 def test_a_profile_is_overridden_as_it_is_written(tmp_path: Path) -> None:
-    plan = plan_from_document({**MODEL, "profiles": [{"batch": [1, 2, 4]}]}, tmp_path)
+    plan = plan_from_document({**MODEL, "profiles": [{"batch": [1, 2, 4], "values": {"k": [1, 5, 10]}}]}, tmp_path)
+    assert override_plan(plan, []) == plan
     assert override_plan(plan, ["profiles.0.batch=[1, 2, 8]"]).profiles[0].dims["batch"].max == 8
+    assert override_plan(plan, ["profiles.0.values.k=[1, 5, 20]"]).profiles[0].values["k"].max == (20,)
+
+
+# --- values that decide shapes, surgery, plugins ---
+
+
+def test_values_are_written_one_by_one_or_as_lists(tmp_path: Path) -> None:
+    document = {**MODEL, "profiles": [{"batch": [1, 8, 64], "values": {"k": [[1], [5], [10]], "n": [1, 5, 10], "shape": [[1, 3], [8, 3], [64, 3]]}}]}
+    (profile,) = plan_from_document(document, tmp_path).profiles
+    assert profile.values["k"] == profile.values["n"]
+    assert profile.values_at("opt") == {"k": (5,), "n": (5,), "shape": (8, 3)}
+
+
+def test_a_dimension_may_be_called_values(tmp_path: Path) -> None:
+    plan = plan_from_document({**MODEL, "profiles": [{"values": [1, 2, 4]}, {"values": {"min": 1, "opt": 2, "max": 3}}]}, tmp_path)
+    assert [profile.dims["values"].max for profile in plan.profiles] == [4, 3]
+    assert override_plan(plan, []) == plan
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"k": [1, 2]}, "profiles.0.values.k: expected [min, opt, max], got [1, 2]"),
+        ({"k": [3, 2, 5]}, "expected min <= opt <= max, got min (3,), opt (2,), max (5,)"),
+        ({"k": [[1, 1], [2, 2], [3]]}, "got min (1, 1), opt (2, 2), max (3,)"),
+        ({"k": ["a", 2, 3]}, "profiles.0.values.k.min"),
+    ],
+)
+def test_a_bad_range_of_values_is_refused(tmp_path: Path, values: object, words: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_from_document({**MODEL, "profiles": [{"values": values}]}, tmp_path)
+    assert words in caught.value.message
+
+
+def test_plugins_are_found_from_the_folder_of_the_plan_and_must_be_there(tmp_path: Path) -> None:
+    document = {**MODEL, "tensorrt": {"plugins": ["lib/mine.so"]}}
+    with pytest.raises(PlanError, match=re.escape(f"tensorrt.plugins: no file at '{tmp_path / 'lib' / 'mine.so'}'")):
+        plan_from_document(document, tmp_path)
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "mine.so").touch()
+    assert plan_from_document(document, tmp_path).tensorrt.plugins == (tmp_path / "lib" / "mine.so",)
+
+
+def test_the_module_of_a_surgery_is_found_from_the_folder_of_the_plan(tmp_path: Path) -> None:
+    plan = plan_from_document({**MODEL, "simplify": {"surgery": "fix:run", "python_path": "sub"}}, tmp_path)
+    assert plan.simplify.python_path == tmp_path / "sub"
+    assert plan_from_document(dict(MODEL), tmp_path).simplify.python_path == Path()  # so that a plan may move without simplifying again
+    with pytest.raises(PlanError, match="expected surgery `module:function`, got 'fix'"):
+        plan_from_document({**MODEL, "simplify": {"surgery": "fix"}}, tmp_path)

@@ -16,6 +16,7 @@ EXPECTED = {
     "digits": {"calibration": 500, "selection": 300, "validation": 300},
     "minilm": {"calibration": 512, "selection": 256, "validation": 256},
     "resnet50": {"calibration": 64, "selection": 16},
+    "surgery": {"selection": 300, "validation": 300},
 }
 
 
@@ -30,7 +31,7 @@ def test_a_config_loads_and_its_data_opens(name: str) -> None:
     sources = [(kind, getattr(plan.data, kind.role)) for kind in KINDS]
     sets = [open_set(kind, given, source.inputs, plan.profiles) for kind, given in sources if given is not None]
     assert {opened.role: opened.samples for opened in sets} == EXPECTED[name]
-    assert all(opened.has_labels == (name == "digits") for opened in sets)
+    assert all(opened.has_labels == (name in ("digits", "surgery")) for opened in sets)
     check_disjoint(*sets)
 
 

@@ -140,6 +140,28 @@ def test_generated_samples_cover_every_profile_and_dtype() -> None:
     assert all(batch.feeds["ids"].min() >= 0 and batch.feeds["ids"].max() <= 1 for batch in batches)
 
 
+VALUED = Profile.model_validate({"dims": {"batch": [1, 4, 8]}, "values": {"k": [1, 3, 5], "target": [[1, 2], [4, 2], [8, 2]]}})
+SIZES = (TensorSpec(name="k", dtype="int64", shape=()), TensorSpec(name="target", dtype="int32", shape=(2,)))
+
+
+def test_generated_values_that_decide_a_shape_are_the_usual_ones_of_their_profile() -> None:
+    samples = open_set(SelectionSet, random_data(3), (IMAGE, *SIZES), (VALUED,))
+    for batch in samples.batches(8):
+        assert batch.feeds["image"].shape == (4, 1, 2, 2)
+        assert (batch.feeds["k"].shape, int(batch.feeds["k"]), batch.feeds["target"].tolist()) == ((), 3, [4, 2])
+    without = open_set(SelectionSet, random_data(3), (IMAGE, *SIZES), (VALUED.model_copy(update={"values": {}}),))
+    assert samples.digest != without.digest
+
+
+def test_values_outside_all_profiles_are_found_before_anything_runs(tmp_path: Path) -> None:
+    arrays = {"image": images(3)[:, None], "k": np.array([1, 5, 3]), "target": np.array([[1, 2], [8, 2], [3, 2]], np.int32)}
+    opened = open_set(SelectionSet, (save(tmp_path / "good.npz", **arrays),), (IMAGE, *SIZES), (VALUED,))
+    assert [int(batch.feeds["k"]) for batch in opened.batches(8)] == [1, 5, 3]
+    arrays["k"] = np.array([1, 6, 3])
+    with pytest.raises(DataError, match=re.escape("sample 1 has k = [6], target = [8, 2], outside all profiles")):
+        open_set(SelectionSet, (save(tmp_path / "bad.npz", **arrays),), (IMAGE, *SIZES), (VALUED,))
+
+
 def test_a_million_generated_samples_cost_nothing_until_read() -> None:
     samples = open_set(CalibrationSet, random_data(1_000_000), (IMAGE,), BATCHES)
     assert samples.samples == 1_000_000

@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.core import CalibrationMethod, Precision, Recipe
-from pipeline.decide import choose, decide, next_steps
+from pipeline.decide import TRAIN_IN_16_BITS, choose, decide, next_steps
 from pipeline.measure import Interval, Samples
 from pipeline.report import BenchmarkReport, Candidate, LatencyRow, MetricResult, OutputError, State, ValidationReport
 
@@ -99,6 +99,36 @@ def test_the_nearest_miss_has_the_smallest_drop() -> None:
     assert decision.verdict == "rejected"
     assert decision.nearest_miss is candidates[1]
     assert len(decision.reasons) == 2
+
+
+def test_engines_that_are_not_what_they_are_called_are_rejected_and_are_no_near_miss() -> None:
+    wrong = candidate("a", 2.0, "mislabelled").model_copy(update={"reason": "called fp16, but its heavy layers run 0 % fp16", "selection": None})
+    assert choose([wrong]) is None
+    decision = decide([wrong], None, None)
+    assert (decision.verdict, decision.winner, decision.nearest_miss) == ("rejected", None, None)
+    assert decision.reasons == ("a: mislabelled: called fp16, but its heavy layers run 0 % fp16",)
+    assert "see the table of what really ran" in decision.next_steps[0]
+
+
+def test_beside_a_mislabelled_engine_the_near_miss_keeps_its_next_steps() -> None:
+    miss = candidate("b", 2.0, "failed accuracy", 0.1, precision=Precision.INT8)
+    decision = decide([candidate("a", 2.0, "mislabelled", 0.0), miss], None, None)
+    assert decision.nearest_miss is miss
+    assert "what really ran" in decision.next_steps[0]
+    assert decision.next_steps[1:] == next_steps(miss)
+
+
+def test_a_mislabelled_engine_never_wins_however_fast() -> None:
+    winner = choose([candidate("a", 9.0, "mislabelled"), candidate("b", 1.1)])
+    assert winner is not None
+    assert winner.label == "b"
+
+
+def test_after_a_vain_rescue_the_advice_is_training_in_16_bits() -> None:
+    first = candidate("fp16", 2.0, "failed accuracy", 0.1, precision=Precision.FP16)
+    vain = first.model_copy(update={"recipe": first.recipe.model_copy(update={"variant": "rescued"})})
+    assert "keep_fp32" in decide([first], None, None).next_steps[0]
+    assert decide([first, vain], None, None).next_steps == (TRAIN_IN_16_BITS,)
 
 
 @pytest.mark.parametrize("precision", list(Precision))

@@ -7,9 +7,21 @@ import pytest
 
 from pipeline import doctor
 from pipeline.core import Precision
-from pipeline.gpu import Gpus
+from pipeline.gpu import Gpu, Gpus
 
 NO_GPU = Gpus(reason="no NVIDIA driver")
+H200 = Gpu(
+    name="NVIDIA H200",
+    uuid="GPU-6d5a129b",
+    compute_capability="9.0",
+    driver="580.159",
+    memory_bytes=143771 * 2**20,
+    sm_clock_mhz=1980,
+    memory_clock_mhz=3201,
+    sm_count=132,
+    memory_bus_bits=6016,
+)
+T4 = H200.model_copy(update={"name": "Tesla T4", "compute_capability": "7.5", "sm_count": None, "memory_bus_bits": None, "memory_bytes": 0})
 
 
 def test_exactly_one_onnxruntime_is_installed() -> None:
@@ -36,12 +48,33 @@ def test_lines_show_host_backends_and_problems(tmp_path: Path) -> None:
         doctor.BackendCheck(name="openvino", version="2026.4", builds=(Precision.FP32, Precision.INT8), runs=True),
         doctor.BackendCheck(name="tensorrt", reason="no NVIDIA driver", install="pip install 'crucible[tensorrt]'"),
     )
-    found = doctor.examine(tmp_path).model_copy(update={"backends": checks, "gpus": NO_GPU, "problems": ("the disk is full",)})
+    found = doctor.examine(tmp_path).model_copy(
+        update={"backends": checks, "gpus": (), "no_gpu": "no NVIDIA driver", "problems": ("the disk is full",)}
+    )
     text = "\n".join(doctor.lines(found))
     assert re.search(r"^GPU +none: no NVIDIA driver$", text, re.MULTILINE)
     assert re.search(r"^openvino +2026.4: builds fp32, int8; runs here$", text, re.MULTILINE)
     assert re.search(r"^tensorrt +not available: no NVIDIA driver\n +-> pip install 'crucible\[tensorrt\]'$", text, re.MULTILINE)
     assert re.search(r"^PROBLEM +the disk is full$", text, re.MULTILINE)
+
+
+def test_every_kind_of_gpu_shows_its_peaks_and_what_tensorrt_can_do(tmp_path: Path) -> None:
+    other = H200.model_copy(update={"uuid": "GPU-other"})
+    checks = tuple(
+        check.model_copy(update={"tensorrt": doctor.feature_tables(check.gpu.compute_capability, installed)})
+        for check, installed in zip(doctor.check_gpus(Gpus(devices=(H200, other, T4))), ("10.6.0", "10.6.0", ""), strict=True)
+    )
+    found = doctor.examine(tmp_path).model_copy(update={"gpus": checks})
+    assert doctor.Doctor.model_validate_json(found.model_dump_json()) == found
+    text = "\n".join(doctor.lines(found))
+    assert re.search(r"^GPU +2 x NVIDIA H200 \(compute capability 9\.0, driver 580\.159, 140\.4 GiB\)$", text, re.MULTILINE)
+    peaks = "fp32 66.9, tf32 535, fp16 1071, bf16 1071, int8 2141, fp8 2141 TFLOP/s, dense, at 1980 MHz; memory 4814 GB/s"
+    assert re.search(rf"^ +peak: {re.escape(peaks)}$", text, re.MULTILINE)
+    assert re.search(r"^ +TensorRT 10\.6\.0: fp32, tf32, fp16, bf16, int8 \(Q/DQ in the graph\), int8 implicit", text, re.MULTILINE)
+    assert re.search(r"^GPU +Tesla T4 \(compute capability 7\.5, driver 580\.159\)$", text, re.MULTILINE)
+    assert "arithmetic not known for this GPU; memory not known" in text
+    assert re.search(r"^ +TensorRT 11\.0, if it were installed: fp32, fp16, int8", text, re.MULTILINE)
+    assert re.search(r"^ +not: bf16 needs a GPU of compute capability 8\.0 or later, this one has 7\.5$", text, re.MULTILINE)
 
 
 def test_rtx_builds_here_and_runs_elsewhere() -> None:

@@ -346,3 +346,12 @@ def test_generated_inputs_are_valid_for_their_dtype_and_repeatable() -> None:
     again = draw_feeds(specs, {"N": 3}, seed=1)
     assert all(np.array_equal(feeds[name], again[name]) for name in feeds)
     assert not np.array_equal(feeds["float32"], draw_feeds(specs, {"N": 3}, seed=2)["float32"])
+
+
+def test_inputs_whose_values_decide_a_shape_hold_the_values_that_are_given() -> None:
+    specs = (TensorSpec(name="x", dtype="float32", shape=("N",)), TensorSpec(name="k", dtype="int32", shape=()))
+    specs += (TensorSpec(name="target", dtype="int64", shape=(2,)),)
+    feeds = draw_feeds(specs, {"N": 3}, 0, {"k": (7,), "target": (3, -1)})
+    assert (feeds["k"].shape, feeds["k"].dtype, int(feeds["k"])) == ((), np.int32, 7)
+    assert feeds["target"].tolist() == [3, -1]
+    np.testing.assert_array_equal(feeds["x"], draw_feeds(specs, {"N": 3}, 0)["x"])  # the others are as they would be without

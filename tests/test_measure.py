@@ -284,6 +284,25 @@ def test_environment_names_this_host() -> None:
     assert here.packages["numpy"] == np.__version__
 
 
+def test_environment_names_the_gpus_their_driver_and_tensorrt_by_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a virtual machine without /proc/driver/nvidia, with TensorRT's bindings unpacked by hand."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text('#!/bin/sh\nfor n in 0 1; do echo "NVIDIA H200, GPU-$n, 9.0, 580.159, 143771, 1980, 3201"; done\n')
+    smi.chmod(0o755)
+    package = tmp_path / "tensorrt_cu12_bindings-10.6.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorrt-cu12-bindings\nVersion: 10.6.0\n")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    here = environment()
+    assert here.gpus == ("NVIDIA H200", "NVIDIA H200")
+    assert here.gpu_driver == "580.159"
+    assert here.packages["tensorrt-cu12-bindings"] == "10.6.0"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert (environment().gpus, environment().gpu_driver) == ((), None)
+
+
 def test_looking_at_the_host_imports_nothing_heavy() -> None:
     script = (
         "import sys; from pipeline.measure import environment; environment(); print({'torch', 'onnxruntime', 'openvino', 'onnx'} & set(sys.modules))"

@@ -4,8 +4,20 @@ import numpy as np
 import pytest
 
 from pipeline.core import Placement
-from pipeline.quantization import Sites, bias_floor, bias_of, place, signed_activation, unsigned_activation, weight
-from tests.fixtures_convert import ATTENTION, RESIDUAL, proto_from_text
+from pipeline.quantization import (
+    KERNELS,
+    Kernels,
+    Sites,
+    Wiring,
+    bias_floor,
+    bias_of,
+    fused_input,
+    place,
+    signed_activation,
+    unsigned_activation,
+    weight,
+)
+from tests.fixtures_convert import ATTENTION, DOWNSAMPLE, RESIDUAL, proto_from_text
 
 # --- arithmetic ---
 
@@ -75,13 +87,20 @@ def test_a_channel_of_dead_weights_does_not_overflow_its_bias() -> None:
 # --- placement ---
 
 DEFAULTS = Placement()
+BIASED = RESIDUAL.replace("[add] s = Add (c2, r1)", "[bias] h = Add (c2, k) [add] s = Add (r1, h)").replace("b3>", "b3, float[4, 1, 1] k>")
+GATED = RESIDUAL.replace("[add] s = Add (c2, r1)", "[gate] t = Sigmoid (c2) [add] s = Add (t, r1)")
+TENSORRT, ONNXRUNTIME, OPENVINO = KERNELS["tensorrt"], KERNELS["onnxruntime"], Kernels()
 
 
-def sites_of(text: str, rules: Placement = DEFAULTS, kept: frozenset[str] = frozenset(), integer_io: bool = False) -> Sites:
+def sites_of(text: str, rules: Placement = DEFAULTS, kept: frozenset[str] = frozenset(), kernels: Kernels = TENSORRT) -> Sites:
     graph = proto_from_text(text).graph
     constants = {tensor.name for tensor in graph.initializer}
     ranged = frozenset(name for node in graph.node for name in (*node.input, *node.output)) - constants
-    return place(graph, rules, ranged, kept, integer_io)
+    return place(graph, rules, ranged, kept, kernels)
+
+
+def reads(sites: Sites) -> list[tuple[str, str]]:
+    return [(site.node, site.tensor) for site in sites.activations]
 
 
 def nodes(sites: Sites) -> set[str]:
@@ -91,19 +110,69 @@ def nodes(sites: Sites) -> set[str]:
 def test_default_rules_take_convolutions_and_residual_adds_but_not_the_classifier() -> None:
     sites = sites_of(RESIDUAL)
     assert nodes(sites) == {"conv1", "conv2", "conv3", "add"}
-    assert [(s.node, s.tensor) for s in sites.activations] == [("conv1", "x"), ("conv2", "r1"), ("add", "c2"), ("add", "r1"), ("conv3", "r2")]
+    assert reads(sites) == [("conv1", "x"), ("conv2", "r1"), ("add", "r1"), ("conv3", "r2")]
+
+
+def test_tensorrt_quantises_the_residual_and_not_what_a_convolution_adds_to_it() -> None:
+    """A pair between a convolution and its Add makes the Add a kernel of its own: docs/accuracy.md has the times."""
+    assert [tensor for node, tensor in reads(sites_of(RESIDUAL)) if node == "add"] == ["r1"]
+    for kernels in (OPENVINO, ONNXRUNTIME):
+        assert [tensor for node, tensor in reads(sites_of(RESIDUAL, kernels=kernels)) if node == "add"] == ["c2", "r1"]
+
+
+def test_of_two_convolutions_into_an_add_the_later_one_adds() -> None:
+    sites = reads(sites_of(DOWNSAMPLE))
+    assert [tensor for node, tensor in sites if node == "add1"] == ["c2"]
+    assert [tensor for node, tensor in sites if node == "add2"] == ["r2"]
+
+
+def test_a_sum_that_no_quantised_operator_reads_leaves_its_kernel_in_8_bits_too() -> None:
+    assert ("pool", "r4") in reads(sites_of(DOWNSAMPLE))
+    for text in (DOWNSAMPLE.replace("p = GlobalAveragePool (r4)", "t = Sigmoid (r4) [gap] p = GlobalAveragePool (t)"), RESIDUAL):
+        assert not {"pool", "relu4", "relu2"} & nodes(sites_of(text))
+    assert not {"pool"} & nodes(sites_of(DOWNSAMPLE, kernels=OPENVINO))
+
+
+def test_an_add_beside_a_convolution_that_stays_in_floats_stays_too() -> None:
+    assert nodes(sites_of(RESIDUAL, kept=frozenset({"conv2"}))) == {"conv1", "conv3"}
+    assert nodes(sites_of(RESIDUAL, Placement(conv=False))) == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (RESIDUAL, ("c2", "conv2")),
+        (DOWNSAMPLE, ("d", "down")),
+        (
+            RESIDUAL.replace("[add] s = Add (c2, r1)", "[bias] h = Add (c2, k) [add] s = Add (r1, h)").replace("b3>", "b3, float[4, 1, 1] k>"),
+            ("h", "conv2"),
+        ),
+        (GATED, None),
+        (RESIDUAL.replace("s = Add (c2, r1)", "s = Add (c2, c2)"), None),
+        (RESIDUAL.replace("(float[N, 5] y)", "(float[N, 5] y, float[N, 4, 8, 8] c2)"), None),
+    ],
+    ids=["one convolution", "two", "behind a bias", "behind an activation", "the same twice", "an output of the model"],
+)
+def test_which_input_of_an_add_is_made_in_its_kernel(text: str, expected: tuple[str, str] | None) -> None:
+    graph = proto_from_text(text).graph
+    add = next(node for node in graph.node if node.name in ("add1", "add"))
+    assert fused_input(add, Wiring(graph)) == expected
+
+
+def test_an_add_that_fuses_with_neither_input_reads_both_in_8_bits() -> None:
+    assert [tensor for node, tensor in reads(sites_of(GATED)) if node == "add"] == ["t", "r1"]
 
 
 def test_nothing_stands_between_an_operator_and_what_fuses_into_it() -> None:
     read = {(site.node, site.tensor) for site in sites_of(RESIDUAL).activations}
     assert not {("relu1", "c1"), ("relu2", "s")} & read
-    integer = {(site.node, site.tensor) for site in sites_of(RESIDUAL, integer_io=True).activations}
+    integer = {(site.node, site.tensor) for site in sites_of(RESIDUAL, kernels=ONNXRUNTIME).activations}
     assert not {("relu1", "c1"), ("relu2", "s")} & integer
 
 
 def test_each_switch_is_a_rule() -> None:
     assert nodes(sites_of(RESIDUAL, Placement(residual_add=False))) == {"conv1", "conv2", "conv3"}
-    assert nodes(sites_of(RESIDUAL, Placement(conv=False))) == {"add"}
+    assert nodes(sites_of(RESIDUAL, Placement(conv=False), kernels=OPENVINO)) == {"add"}
     assert "fc" in nodes(sites_of(RESIDUAL, Placement(last_layer=True)))
     assert "fc" not in nodes(sites_of(RESIDUAL, Placement(last_layer=True, matmul_weight=False)))
     assert nodes(sites_of(RESIDUAL, kept=frozenset({"conv2", "add"}))) == {"conv1", "conv3"}
@@ -117,7 +186,7 @@ def test_weights_lie_on_the_output_axis() -> None:
 
 def test_biases_are_quantised_only_where_kernels_add_them_in_int32() -> None:
     assert {site.bias for site in sites_of(RESIDUAL, Placement(last_layer=True)).weights} == {""}
-    biases = {site.node: site.bias for site in sites_of(RESIDUAL, Placement(last_layer=True), integer_io=True).weights}
+    biases = {site.node: site.bias for site in sites_of(RESIDUAL, Placement(last_layer=True), kernels=ONNXRUNTIME).weights}
     assert biases == {"conv1": "b1", "conv2": "b2", "conv3": "", "fc": "b3"}
 
 
@@ -128,13 +197,13 @@ def test_attention_keeps_its_products_its_mask_and_sums_that_are_normalised() ->
 
 
 def test_integer_io_also_quantises_results_and_shares_a_scale_through_what_moves_bytes() -> None:
-    sites = sites_of(RESIDUAL.replace("GlobalAveragePool (c3)", "MaxPool <kernel_shape = [8, 8]> (c3)"), integer_io=True)
+    sites = sites_of(RESIDUAL.replace("GlobalAveragePool (c3)", "MaxPool <kernel_shape = [8, 8]> (c3)"), kernels=ONNXRUNTIME)
     tensors = {site.tensor for site in sites.activations}
     assert {"x", "r1", "c2", "r2", "c3", "p", "f"} == tensors
     assert sites.same_scale == {"p": "c3", "f": "c3"}
 
 
 def test_nodes_whose_input_was_not_calibrated_are_named() -> None:
-    sites = place(proto_from_text(RESIDUAL).graph, Placement(), frozenset({"x", "r2"}), frozenset(), integer_io=False)
+    sites = place(proto_from_text(RESIDUAL).graph, Placement(), frozenset({"x", "r2"}), frozenset(), OPENVINO)
     assert sites.unseen == ("conv2", "add")
     assert nodes(sites) == {"conv1", "conv3"}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import CandidateConfig, Plan, plan_from_document
-from pipeline.core import CalibrationMethod, Precision, Target
+from pipeline.core import CalibrationMethod, Precision, Recipe, Target
 from pipeline.errors import PlanError
 from pipeline.recipes import default_candidates, recipe_from_candidate, resolve_method
 
@@ -54,16 +54,73 @@ def test_int8_named_without_calibration_data_is_an_error(plan: Plan) -> None:
 
 
 def test_nncf_is_for_openvino_only(plan: Plan) -> None:
-    with pytest.raises(PlanError, match="for OpenVINO only"):
+    with pytest.raises(PlanError, match="for openvino only"):
         recipe_from_candidate(
             CandidateConfig(backend="onnxruntime", precision=Precision.INT8, quantizer="nncf"), target("onnxruntime", VNNI), plan, True
         )
 
 
+def gpu(version: str = "10.6.0", generation: str = "9.0") -> Target:
+    return Target(backend="tensorrt", version=version, device="gpu", compute_capability=generation)
+
+
+def tensorrt_recipe(plan: Plan, precision: Precision, calibrated: bool = True, **asked: object) -> Recipe:
+    named = CandidateConfig.model_validate({"backend": "tensorrt", "precision": precision, **asked})
+    return recipe_from_candidate(named, gpu(), plan, calibrated)
+
+
 def test_tensorrt_gets_signed_activations_and_a_16_bit_rest(plan: Plan) -> None:
-    gpu = Target(backend="tensorrt", version="10", device="gpu", compute_capability="9.0")
-    recipe = recipe_from_candidate(CandidateConfig(backend="tensorrt", precision=Precision.INT8), gpu, plan, True)
+    recipe = tensorrt_recipe(plan, Precision.INT8)
     assert (recipe.activation, recipe.rest, recipe.weight_bits) == ("int8", Precision.FP16, 8)
+
+
+@pytest.mark.parametrize(
+    ("target", "calibrated", "expected"),
+    [
+        (gpu(), True, ["tensorrt fp16", "tensorrt bf16", "tensorrt int8 entropy s8s8", "tensorrt int8 implicit entropy"]),
+        (gpu(), False, ["tensorrt fp16", "tensorrt bf16"]),
+        (gpu(generation="8.0"), False, ["tensorrt fp16", "tensorrt bf16"]),
+        (gpu(generation="7.5"), True, ["tensorrt fp16", "tensorrt int8 entropy s8s8", "tensorrt int8 implicit entropy"]),
+        (gpu(version="11.0.0.1"), True, ["tensorrt fp16", "tensorrt bf16", "tensorrt int8 entropy s8s8"]),
+    ],
+)
+def test_a_gpu_host_tries_what_its_generation_and_its_tensorrt_have(plan: Plan, target: Target, calibrated: bool, expected: list[str]) -> None:
+    targets = {"tensorrt": target, "onnxruntime": Target(backend="onnxruntime", version="1", device="cpu", cpu_flags=VNNI)}
+    candidates = default_candidates(targets, calibrated)
+    assert [recipe_from_candidate(each, targets[each.backend], plan, calibrated).label for each in candidates] == expected
+
+
+def test_tf32_is_told_to_the_builder_and_not_written_into_the_graph(plan: Plan) -> None:
+    assert tensorrt_recipe(plan, Precision.TF32).realised_in == "runtime"
+    assert tensorrt_recipe(plan, Precision.FP16).realised_in == "graph"
+
+
+@pytest.mark.parametrize(("precision", "label"), [(Precision.FP16, "tensorrt fp16 flags"), (Precision.INT8, "tensorrt int8 implicit minmax")])
+def test_a_weakly_typed_engine_is_another_candidate_than_a_strongly_typed_one(plan: Plan, precision: Precision, label: str) -> None:
+    by_flags = tensorrt_recipe(plan, precision, realised_in="flags", method="minmax")
+    assert by_flags.realised_in == "flags"
+    assert by_flags.label == label
+    assert tensorrt_recipe(plan, precision, method="minmax").label != label
+
+
+def test_flags_are_for_tensorrt_only(plan: Plan) -> None:
+    candidate = CandidateConfig(backend="openvino", precision=Precision.FP16, realised_in="flags")
+    with pytest.raises(PlanError, match="only TensorRT has `realised_in: flags`"):
+        recipe_from_candidate(candidate, target("openvino", VNNI), plan, True)
+
+
+def test_fp8_is_modelopts_and_needs_calibration_data(plan: Plan) -> None:
+    recipe = tensorrt_recipe(plan, Precision.FP8)
+    assert (recipe.quantizer, recipe.rest) == ("modelopt", Precision.FP16)
+    with pytest.raises(PlanError, match="needs calibration data"):
+        tensorrt_recipe(plan, Precision.FP8, calibrated=False)
+
+
+def test_modelopt_places_qdq_for_tensorrt_only(plan: Plan) -> None:
+    assert tensorrt_recipe(plan, Precision.INT8, quantizer="modelopt").label == "tensorrt int8 modelopt entropy s8s8"
+    candidate = CandidateConfig(backend="openvino", precision=Precision.INT8, quantizer="modelopt")
+    with pytest.raises(PlanError, match="`modelopt` is for tensorrt only"):
+        recipe_from_candidate(candidate, target("openvino", VNNI), plan, True)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html.parser
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import jsonschema
@@ -15,7 +16,8 @@ from pipeline.measure import Interval
 from pipeline.render import load_report, markdown, page, schema, write_report
 from pipeline.report import Report
 from pipeline.sections import bytes_text, date, entries, number_text, sections, time_text
-from tests.fixtures_report import EVIL, sample_report
+from pipeline.terminal import candidate_table, console, verdict_lines
+from tests.fixtures_report import EVIL, proven_report, sample_report
 
 ROOT = Path(__file__).parent.parent
 
@@ -182,6 +184,55 @@ def test_a_rejected_report_without_winner_validation_or_figures_is_written_whole
     assert "<svg" not in text
 
 
+# -- what really ran --------------------------------------------------------------------------------------------------
+
+
+def test_every_proven_engine_is_told_with_its_shares_and_fusions() -> None:
+    section = next(section for section in sections(proven_report()) if section.key == "layers")
+    shares, fused, *slowest = section.tables
+    assert shares.header == ("#", "engine", ">fp32", ">fp16", ">int8", ">reformats", ">not known", ">layers", ">of them reformats")
+    assert shares.rows == (
+        ("1", "tensorrt int8 implicit entropy", "-", "-", "94 %", "6.1 %", "-", "24", "2"),
+        ("2", "tensorrt fp16 flags", "-", "96 %", "-", "3.8 %", "-", "27", "4"),
+        ("5", "tensorrt rescued fp16 flags", "99.9 %", "-", "-", "0.1 %", "-", "24", "1"),
+    )
+    assert shares.emphasised == 0
+    assert fused.rows[1][2] == "Conv + Relu in one kernel: 9; Conv + Add + Relu in one kernel: 8"
+    assert [table.folded for table in slowest] == [  # of the winner, and of what is called by a wrong name
+        "The 15 slowest layers of tensorrt int8 implicit entropy",
+        "The 15 slowest layers of tensorrt rescued fp16 flags",
+    ]
+    assert slowest[1].rows[0][1:5] == ("12 %", "fp32", "tactic", "/layer4/layer4.1/conv2/Conv, /layer4/layer4.1/Add, /layer4/layer4.1/relu_1/Relu")
+
+
+def test_a_mislabelled_candidate_says_what_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    report = proven_report()
+    assert "called fp16, but its heavy layers run 0 % fp16, 100 % fp32" in markdown(report)
+    console().print(candidate_table(report))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "mislabelled" in shown
+    assert "int8 94 %" in shown
+    assert "really ran" not in str([column.header for column in candidate_table(sample_report()).columns])
+
+
+def test_a_rescue_is_told_step_by_step() -> None:
+    section = next(section for section in sections(proven_report()) if section.key == "rescue")
+    assert section.paragraphs == ("tensorrt fp16 flags: keep /fc/Gemm in fp32",)
+    assert section.tables[0].rows == (
+        ("tensorrt fp16 flags", "opt shape moved to min", "tensorrt rescued fp16 flags", "mislabelled"),
+        ("tensorrt fp16 flags", "worst nodes kept in fp32", "-", "not tried"),
+    )
+    assert "  rescue of tensorrt fp16 flags: keep /fc/Gemm in fp32" in verdict_lines(proven_report())
+
+
+def test_precision_per_engine_is_drawn_in_a_figure_of_its_own(tmp_path: Path) -> None:
+    written = write_report(proven_report(), tmp_path).html_file.read_text()
+    assert written.count("<svg") == 5
+    drawn = (tmp_path / "figures" / "precision.svg").read_text()
+    assert all(text in drawn for text in ("int8 94 %", "fp16 96 %", "fp32 100 %", "moves data"))
+    assert load_report(tmp_path).candidates[0].layers == proven_report().candidates[0].layers
+
+
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 
@@ -207,8 +258,9 @@ def test_figures_speak_to_screen_readers_and_stages_show_what_was_reused(html_pa
     assert html_page.count('class="ran" style="width:') == 4
 
 
-def test_names_from_a_model_are_text_everywhere(tmp_path: Path) -> None:
-    evil = sample_report(evil=EVIL)
+@pytest.mark.parametrize("made", [sample_report, proven_report])
+def test_names_from_a_model_are_text_everywhere(made: Callable[..., Report], tmp_path: Path) -> None:
+    evil = made(evil=EVIL)
     files = write_report(evil, tmp_path)
     written = files.html_file.read_text()
     assert "alert(" in written

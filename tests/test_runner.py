@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core import Artifact, Progress
+from pipeline.core import Artifact, Progress, Target
 from pipeline.errors import DataError
 from pipeline.runner import Runner, Stage, StageEvent, installed
 from pipeline.store import Store
@@ -39,6 +39,31 @@ def test_a_stage_runs_in_a_child_once_and_is_then_reused(tmp_path: Path) -> None
     assert first.pid != os.getpid()
     assert [(event.state, event.fraction) for event in events] == [("started", None), ("progress", 0.5), ("finished", None), ("reused", None)]
     assert [(step.stage, step.subject, step.reused) for step in runner.steps] == [("double", "x", False)]
+
+
+def test_a_finished_stage_leaves_its_time_and_the_next_run_an_estimate(tmp_path: Path) -> None:
+    events: list[StageEvent] = []
+    runner = Runner(Store(tmp_path), events.append, plan="tiny")
+    target = Target(backend="numpy", version="2", device="abacus")
+    runner.stage(DOUBLE, Number, 21, inputs=("21",), subject="x", target=target)
+    runner.stage(DOUBLE, Number, 21, inputs=("other",), subject="x")
+    Runner(Store(tmp_path), events.append).stage(DOUBLE, Number, 21, inputs=("21",), subject="x", target=target)
+    entries = runner.history.entries()
+    assert [(entry.plan, entry.stage, entry.subject, entry.device) for entry in entries] == [
+        ("tiny", "double", "x", "abacus"),
+        ("tiny", "double", "x", ""),
+    ]
+    assert [event.state for event in events] == ["started", "progress", "finished", "started", "progress", "finished", "reused"]
+    assert {event.estimate_s for event in events[:2]} == {None}
+    assert {event.estimate_s for event in events[3:5]} == {entries[0].seconds}
+    assert 0 < events[1].elapsed_s <= events[2].seconds + 0.1
+
+
+def test_a_stage_that_fails_leaves_no_time(tmp_path: Path) -> None:
+    runner = Runner(Store(tmp_path))
+    with pytest.raises(DataError):
+        runner.stage(Stage("refuse", 1, refuse), Number, inputs=())
+    assert runner.history.entries() == ()
 
 
 def test_the_same_stage_twice_in_one_run_is_one_step(tmp_path: Path) -> None:

@@ -152,6 +152,40 @@ def test_an_unknown_symbol_in_a_profile_names_the_near_one() -> None:
     assert caught.value.next_step == "did you mean 'batch'?"
 
 
+K = TensorSpec(name="k", dtype="int64", shape=(1,))
+
+
+def valued(name: str, values: object) -> tuple[Profile, ...]:
+    return (Profile.model_validate({"dims": {"batch": [1, 8, 64]}, "values": {name: values}}),)
+
+
+@pytest.mark.parametrize("spec", [K, K.model_copy(update={"shape": ()}), K.model_copy(update={"dtype": "int32"})])
+def test_ranges_of_values_fit_scalars_and_vectors_of_integers(spec: TensorSpec) -> None:
+    assert check_profiles((IMAGE, spec), valued("k", [1, 5, 10])) == valued("k", [1, 5, 10])
+
+
+@pytest.mark.parametrize(
+    ("spec", "profiles", "said", "advice"),
+    [
+        (K, valued("kk", [1, 5, 10]), "the model has no input 'kk'", "did you mean 'k'?"),
+        (K, valued("zzz", [1, 5, 10]), "the model has no input 'zzz'", "its inputs are image, k"),
+        (K, valued("image", [1, 5, 10]), r"input 'image' is float32\[batch, 1, 8, 8\], and only int32 and int64", "leave `values` of 'image' out"),
+        (K, valued("k", [[1, 1], [2, 2], [3, 3]]), r"input 'k' is int64\[1\], which has 1 values, and the range gives 2", "each of them a list of 1"),
+        (
+            K.model_copy(update={"shape": ("batch",)}),
+            valued("k", [1, 2, 3]),
+            r"int64\[batch\], expected a fixed shape of rank 0 or 1",
+            "fix the number",
+        ),
+        (K.model_copy(update={"shape": (1, 1)}), valued("k", [1, 2, 3]), "expected a fixed shape of rank 0 or 1", "fix the number"),
+    ],
+)
+def test_ranges_of_values_that_fit_no_input_are_refused(spec: TensorSpec, profiles: tuple[Profile, ...], said: str, advice: str) -> None:
+    with pytest.raises(PlanError, match=said) as caught:
+        check_profiles((IMAGE, spec), profiles)
+    assert advice in caught.value.next_step
+
+
 def test_inputs_may_share_symbols() -> None:
     both = Profile.model_validate({"dims": {"batch": [1, 2, 3], "sequence": [1, 2, 3]}})
     assert check_profiles((IDS, IDS.model_copy(update={"name": "mask"})), (both,)) == (both,)

@@ -1,10 +1,15 @@
-"""Tables for a terminal."""
+"""Tables for a terminal, and what is shown while stages run."""
+
+import io
+import time
 
 import pytest
+from rich.console import Console
 
 from pipeline.measure import Samples
 from pipeline.report import BenchmarkReport, LatencyRow
-from pipeline.terminal import benchmark_table, console
+from pipeline.runner import StageEvent
+from pipeline.terminal import StageProgress, benchmark_table, console, expectation
 
 
 def test_a_percentile_that_too_few_values_do_not_give_is_a_gap() -> None:
@@ -19,3 +24,85 @@ def test_a_percentile_that_too_few_values_do_not_give_is_a_gap() -> None:
 def test_names_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     console().print("metric:a:b")
     assert capsys.readouterr().out == "metric:a:b\n"
+
+
+# -- stages as they run ------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def plain() -> Console:
+    return Console(file=io.StringIO(), width=130)
+
+
+def said(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("elapsed_s", "estimate_s", "text"),
+    [
+        (0.0, 68.0, "about 68 s left"),
+        (28.2, 68.0, "about 40 s left"),
+        (70.0, 68.0, "usually 68 s"),
+        (60.0, 1860.0, "about 30 min left"),
+        (5.0, None, ""),
+        (0.0, 1.0, ""),
+    ],
+)
+def test_what_is_expected_of_a_stage(elapsed_s: float, estimate_s: float | None, text: str) -> None:
+    assert expectation(elapsed_s, estimate_s) == text
+
+
+def test_a_long_stage_says_that_it_is_alive() -> None:
+    clock, console = Clock(), plain()
+    shown = StageProgress(console, every_s=30, clock=clock)
+    shown.say_alive()
+    shown(StageEvent("build", "tensorrt fp16", "started", estimate_s=68.0))
+    clock.now += 29
+    shown.say_alive()
+    assert said(console) == ""
+    shown(StageEvent("build", "tensorrt fp16", "progress", 0.4, "[timing] kernels", elapsed_s=29.0, estimate_s=68.0))
+    clock.now += 2
+    shown.say_alive()
+    assert said(console) == "  running   31.0 s  build tensorrt fp16  40%, about 37 s left, [timing] kernels\n"
+    shown(StageEvent("build", "tensorrt fp16", "finished", seconds=33.0))
+    clock.now += 100
+    shown.say_alive()
+    assert said(console).splitlines()[1:] == ["  done      33.0 s  build tensorrt fp16"]
+
+
+def test_a_silent_stage_is_shown_alive_too() -> None:
+    console = plain()
+    with StageProgress(console, every_s=0.02) as shown:
+        shown(StageEvent("build", "", "started"))
+        end = time.monotonic() + 10
+        while "running" not in said(console) and time.monotonic() < end:
+            time.sleep(0.01)
+    assert "s  build" in said(console)
+
+
+def test_a_quiet_run_says_nothing() -> None:
+    console = plain()
+    with StageProgress(console, quiet=True, every_s=0.01) as shown:
+        shown(StageEvent("build", "", "started", estimate_s=5.0))
+        time.sleep(0.05)
+        shown(StageEvent("build", "", "finished"))
+    assert said(console) == ""
+
+
+def test_bars_show_what_is_left() -> None:
+    console = Console(file=io.StringIO(), width=130, force_terminal=True, color_system=None)
+    with StageProgress(console) as shown:
+        shown(StageEvent("build", "x", "started", estimate_s=68.0))
+        shown(StageEvent("build", "x", "progress", 0.25, "timing", elapsed_s=0.1, estimate_s=68.0))
+        shown._bars.refresh()
+        assert "about 68 s left" in said(console)
+        shown(StageEvent("build", "x", "finished", seconds=60.0))
+    assert "done      60.0 s  build x" in said(console)

@@ -77,8 +77,8 @@ class Backend(Protocol):
         """Raise UnsupportedError for what this backend lacks, or would only pretend to run, on `target`; known before anything is built."""
         ...
 
-    def unsupported(self, model: OnnxModel, target: Target) -> tuple[Refusal, ...]:
-        """Every node this backend cannot run, found before any build."""
+    def unsupported(self, model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()) -> tuple[Refusal, ...]:
+        """Every node this backend cannot run, found before any build; `plugins` are libraries with TensorRT plugins."""
         ...
 
     def build(self, model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress) -> Engine: ...

@@ -63,11 +63,14 @@ class FeedCheck:
     def __init__(self, inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]) -> None:
         self._inputs, self._profiles = inputs, profiles
         self._dtypes = {spec.name: dtype_of(spec.dtype) for spec in inputs}
+        self._valued = tuple(dict.fromkeys(name for profile in profiles for name in profile.values if name in self._dtypes))
         self._accepted: Sequence[object] = ()
 
     def __call__(self, feeds: Tensors) -> None:
-        """DataError, with what was expected and what came, unless names, dtypes and shapes fit the specs and one profile."""
-        seen = [(name, type(array), getattr(array, "dtype", None), getattr(array, "shape", None)) for name, array in feeds.items()]
+        """DataError, with what was expected and what came, unless names, dtypes, shapes and values fit the specs and one profile."""
+        seen: list[object] = [(name, type(array), getattr(array, "dtype", None), getattr(array, "shape", None)) for name, array in feeds.items()]
+        if self._valued:  # a few numbers, each of which may decide a shape
+            seen += [getattr(feeds.get(name), "tobytes", bytes)() for name in self._valued]
         if seen != self._accepted or not seen:
             self._check(feeds)
             self._accepted = seen
@@ -84,10 +87,11 @@ class FeedCheck:
         sizes = sizes_from_shapes(self._inputs, {name: feeds[name].shape for name in self._dtypes})
         if isinstance(sizes, str):
             raise DataError(sizes, SHOW_INTERFACE)
-        if self._profiles and not any(profile.holds(sizes) for profile in self._profiles):
-            got = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())
+        values = {name: feeds[name].ravel().tolist() for name in self._valued}
+        if self._profiles and not any(profile.holds(sizes, values) for profile in self._profiles):
+            got = ", ".join(f"{name} = {each}" for name, each in (*sizes.items(), *values.items()))
             said = f"no profile of this engine holds {got}; it was built for {'; or '.join(map(_ranges, self._profiles))}"
-            raise DataError(said, "give a shape inside a profile, or compile again with a profile that holds it")
+            raise DataError(said, "give shapes and values inside one profile, or compile again with a profile that holds them")
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -95,7 +99,8 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _ranges(profile: Profile) -> str:
-    return ", ".join(f"{symbol} from {dim.min} to {dim.max}" for symbol, dim in profile.dims.items())
+    values = [f"{name} from {list(each.min)} to {list(each.max)}" for name, each in profile.values.items()]
+    return ", ".join([*(f"{symbol} from {dim.min} to {dim.max}" for symbol, dim in profile.dims.items()), *values])
 
 
 def closed(*arguments: object) -> NoReturn:

@@ -21,7 +21,7 @@ TryModel = Callable[[bytes], str]
 UNKNOWN_OPERATOR = ("is not a registered function/op", "No conversion rule found")
 """What ONNX Runtime and OpenVINO say of an operator that they do not know, whatever its inputs."""
 
-REMEDY = "express the node in operators that the backend has, or choose a backend that runs it"
+REMEDY = "express the node in operators that the backend has (`simplify.surgery` in the plan), or choose a backend that runs it"
 
 
 def refused_nodes(model: OnnxModel, try_model: TryModel) -> tuple[Refusal, ...]:

@@ -43,6 +43,7 @@ NOT_REALLY = {
     Precision.FP16: "it has no fp16 kernel of Conv, MatMul or Gemm for this CPU, and would cast every one to fp32 and back",
     Precision.BF16: "it has no bf16 kernel of Conv, MatMul or Gemm for this CPU",
     Precision.TF32: "TF32 is a format of NVIDIA GPUs",
+    Precision.FP8: "fp8 is a format of NVIDIA GPUs",
 }
 """Why a precision is refused. A test looks the kernels up in the library's registry."""
 
@@ -53,7 +54,7 @@ def probe() -> Target:
     return Target(backend="onnxruntime", version=version, device=cpu_name(), cpu_flags=cpu_flags())
 
 
-def unsupported(model: OnnxModel, target: Target) -> tuple[Refusal, ...]:
+def unsupported(model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()) -> tuple[Refusal, ...]:
     """Every node without a kernel, or that its kernel refuses. The whole model is tried first: if it loads, there is none."""
     complaint = _complaint(str(model.path))
     if not complaint:

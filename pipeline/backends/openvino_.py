@@ -61,7 +61,7 @@ def probe() -> Target:
     return Target(backend="openvino", version=version, device=cpu_name(), cpu_flags=flags)
 
 
-def unsupported(model: OnnxModel, target: Target) -> tuple[Refusal, ...]:
+def unsupported(model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()) -> tuple[Refusal, ...]:
     """Every node that OpenVINO cannot convert, or has no kernel for. The whole model is tried first: if it converts, there is none."""
     ov = _library()
     core = ov.Core()

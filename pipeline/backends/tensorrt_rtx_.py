@@ -12,9 +12,10 @@ from typing import Any
 
 from pipeline.backends.base import Loaded, no_layers
 from pipeline.backends.checks import installed_version
-from pipeline.backends.trt_parser import Parsed, count_float64, messages_of, parse, refusals, sentence
-from pipeline.core import BuildOptions, Engine, Note, OnnxModel, Point, Precision, Profile, Progress, Recipe, Refusal, Target, TensorSpec, silent
-from pipeline.errors import BackendUnavailable, PlanError, UnsupportedError
+from pipeline.backends.trt_build import add_profiles, serialize, warnings_of, with_locations
+from pipeline.backends.trt_parser import Parsed, parse, refusals
+from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Progress, Recipe, Refusal, Target, silent
+from pipeline.errors import BackendUnavailable, UnsupportedError
 from pipeline.gpu import Gpus, find_gpus
 
 PRECISIONS = frozenset({Precision.FP32, Precision.FP16, Precision.BF16, Precision.INT8})
@@ -23,8 +24,6 @@ layers = no_layers
 CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
 MINIMUM_DRIVER = 580  # the first for CUDA 13, which the PyPI package is built with
 FILE = "engine.rtx"
-CHATTER = ("Int64 binding", "logger passed into", "Converting conv")  # warnings that tell a user of ours nothing
-POINTS: tuple[Point, ...] = ("min", "opt", "max")
 
 
 def probe() -> Target:
@@ -37,8 +36,8 @@ def probe() -> Target:
     return Target(backend="tensorrt_rtx", version=version, device=first.name, compute_capability=first.compute_capability, driver=first.driver)
 
 
-def unsupported(model: OnnxModel, target: Target) -> tuple[Refusal, ...]:
-    return refusals(_library(), model)
+def unsupported(model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()) -> tuple[Refusal, ...]:
+    return refusals(_library(), model, plugins)
 
 
 def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent) -> Engine:
@@ -51,12 +50,10 @@ def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, pr
     if parsed.faults:
         said = "; ".join(f"{fault.operator} '{fault.node}': {fault.reason}" for fault in parsed.faults)
         raise UnsupportedError(f"TensorRT-RTX cannot take this model: {said}", "list every node with `crucible inspect MODEL --backend tensorrt_rtx`")
-    config = _config(trt, parsed, capability, _shapes(model.inputs, options.profiles))
+    config = _config(trt, parsed, capability)
+    add_profiles(parsed, config, model.inputs, options.profiles)
     progress(None, f"building for compute capability {capability}")
-    plan = parsed.builder.build_serialized_network(parsed.network, config)
-    if plan is None:
-        raise _build_error(trt, capability)
-    data = bytes(plan)
+    data = serialize(trt, parsed, config, progress, f"TensorRT-RTX cannot build this model for compute capability {capability}")
     (out / FILE).write_bytes(data)
     return Engine(
         root=out,
@@ -64,12 +61,12 @@ def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, pr
         digest=hashlib.sha256(data).hexdigest(),
         target=Target(backend="tensorrt_rtx", version=_version(), device=f"GPU of compute capability {capability}", compute_capability=capability),
         recipe=recipe,
-        inputs=model.inputs,
+        inputs=with_locations(model.inputs, parsed),
         outputs=model.outputs,
         profiles=options.profiles,
         threads=options.threads,
         size_bytes=len(data),
-        notes=_notes(trt, model),
+        notes=warnings_of(trt, model, "TensorRT-RTX"),
     )
 
 
@@ -139,52 +136,9 @@ def _check_precision(model: OnnxModel, recipe: Recipe) -> None:
         )
 
 
-Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""Shapes of one input at min, opt and max."""
-
-
-def _shapes(inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]) -> tuple[dict[str, Shapes], ...]:
-    """Per profile, the shapes of every dynamic input; PlanError names a symbol that a profile leaves open."""
-    dynamic = [spec for spec in inputs if spec.symbols]
-    for spec in dynamic:
-        for profile in profiles or (Profile(),):
-            missing = [symbol for symbol in spec.symbols if symbol not in profile.dims]
-            if missing:
-                raise PlanError(
-                    f"input '{spec.name}' {list(spec.shape)} is dynamic, and a profile gives no sizes for {', '.join(missing)}",
-                    f"add them to `profiles:`, for example {{{missing[0]}: [1, 8, 64]}}",
-                )
-    return tuple({spec.name: _min_opt_max(spec, profile) for spec in dynamic} for profile in profiles) if dynamic else ()
-
-
-def _min_opt_max(spec: TensorSpec, profile: Profile) -> Shapes:
-    smallest, usual, largest = (spec.resolve(profile.sizes(point)) for point in POINTS)
-    return smallest, usual, largest
-
-
-def _config(trt: Any, parsed: Parsed, capability: str, profiles: tuple[dict[str, Shapes], ...]) -> Any:
+def _config(trt: Any, parsed: Parsed, capability: str) -> Any:
     config = parsed.builder.create_builder_config()
     config.clear_flag(trt.BuilderFlag.TF32)
     config.num_compute_capabilities = 1
     config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{capability.replace('.', '')}"), 0)
-    for shapes in profiles:
-        profile = parsed.builder.create_optimization_profile()
-        for name, (smallest, usual, largest) in shapes.items():
-            profile.set_shape(name, smallest, usual, largest)
-        config.add_optimization_profile(profile)
     return config
-
-
-def _build_error(trt: Any, capability: str) -> UnsupportedError:
-    said = dict.fromkeys(sentence(text) for severity, text in messages_of(trt) if severity != "WARNING" and "catchCudaError" not in text)
-    return UnsupportedError(
-        f"TensorRT-RTX cannot build this model for compute capability {capability}: {'; '.join(said) or 'it does not say why'}",
-        "try another precision or compute capability, or compile this model for onnxruntime",
-    )
-
-
-def _notes(trt: Any, model: OnnxModel) -> tuple[Note, ...]:
-    said = [sentence(text) for severity, text in messages_of(trt) if severity == "WARNING" and not any(c in text for c in CHATTER)]
-    if narrowed := count_float64(model):
-        said.append(f"{narrowed} tensors inside the model are float64 and are computed in float32")
-    return tuple(Note(stage="build", text=f"TensorRT-RTX: {text}") for text in dict.fromkeys(said))

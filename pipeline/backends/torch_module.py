@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.backends.checks import installed_version
+from pipeline.backends.cuda import OutOfDeviceMemory
 from pipeline.core import ModelSource, Tensors
 from pipeline.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
+
+CPU_INSTEAD = "set CUDA_VISIBLE_DEVICES= (empty) to compare on the CPU"
 
 
 def torch_version() -> str:
@@ -24,8 +29,8 @@ def torch_version() -> str:
     return installed_version("torch", "pip install 'crucible[torch]'")
 
 
-def load_module(source: ModelSource) -> torch.nn.Module:
-    """The user's module in eval mode and fp32, with its weights; the seed is set first, so random weights are always the same.
+def load_module(source: ModelSource, device: str = "cpu") -> torch.nn.Module:
+    """The user's module in eval mode and fp32, with its weights; the seed is set first, so random weights are always the same, on the GPU too.
 
     Sets torch's process-wide seed and precision. ModelError if anything of it cannot be had, with its cause.
     """
@@ -37,12 +42,48 @@ def load_module(source: ModelSource) -> torch.nn.Module:
     torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(source.seed)
     if source.kind == "pt2":
-        module: torch.nn.Module = load_program(source).module()
-        return module
+        return _module_of_program(load_program(source), device)
     module = _call_entrypoint(source).float().eval()
     if source.weights is not None:
         _load_weights(module, source.weights)
+    return module if device == "cpu" else _moved(module, device)
+
+
+def _module_of_program(program: torch.export.ExportedProgram, device: str) -> torch.nn.Module:
+    """On the GPU the whole program is moved: its graph names the device it was exported on."""
+    if device != "cpu":
+        from torch.export.passes import move_to_device_pass
+
+        with _moving(device):
+            program = move_to_device_pass(program, device)
+    module: torch.nn.Module = program.module()
     return module
+
+
+def _moved(module: torch.nn.Module, device: str) -> torch.nn.Module:
+    with _moving(device):
+        return module.to(device)
+
+
+@contextlib.contextmanager
+def _moving(device: str) -> Iterator[None]:
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(error) from error
+    except RuntimeError as error:
+        raise ModelError(f"the PyTorch model cannot be moved to '{device}': {first_line(error)}", CPU_INSTEAD) from error
+
+
+def out_of_memory(error: BaseException) -> OutOfDeviceMemory:
+    """torch's own error for a full GPU, as ours."""
+    said = first_line(error).partition(" If reserved but")[0]  # the rest is advice on torch's allocator
+    return OutOfDeviceMemory(
+        f"the GPU's memory ran out in PyTorch: {said}",
+        f"free its memory (nvidia-smi lists who holds it), lower max in the profiles, or {CPU_INSTEAD}",
+    )
 
 
 def load_program(source: ModelSource) -> torch.export.ExportedProgram:
@@ -114,21 +155,27 @@ def first_line(error: BaseException) -> str:
 # --- running it ---
 
 
-def run_module(module: torch.nn.Module, source: ModelSource, feeds: Tensors) -> dict[str, NDArray[np.generic]]:
-    """Host arrays in, named host arrays out. ModelError if the module fails on them."""
+def run_module(module: torch.nn.Module, source: ModelSource, feeds: Tensors, device: str = "cpu") -> dict[str, NDArray[np.generic]]:
+    """Host arrays in, named host arrays out; `device` is where the module lies. ModelError if the module fails on them."""
     import torch
 
     with torch.inference_mode():
-        return {name: array_from_tensor(value) for name, value in name_outputs(call_module(module, source, feeds), source).items()}
+        return {name: array_from_tensor(value) for name, value in name_outputs(call_module(module, source, feeds, device), source).items()}
 
 
-def call_module(module: torch.nn.Module, source: ModelSource, feeds: Tensors) -> object:
+def call_module(module: torch.nn.Module, source: ModelSource, feeds: Tensors, device: str = "cpu") -> object:
     """What the module returns, as its user wrote it; the inputs are passed by position, in the plan's order."""
+    import torch
+
     try:
-        return module(*(tensor_from_array(feeds[spec.name]) for spec in source.inputs))
+        return module(*(tensor_from_array(feeds[spec.name]).to(device) for spec in source.inputs))
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(error) from error
     except Exception as error:  # the user's code: anything may come
         shapes = ", ".join(f"{spec.name} {feeds[spec.name].dtype}{list(feeds[spec.name].shape)}" for spec in source.inputs)
         advice = "check model.inputs (order, dtypes, shapes) and the ranges of the profiles"
+        if "same device" in str(error):
+            advice = f"its code makes tensors on the CPU: give them the device of an input, or {CPU_INSTEAD}"
         raise ModelError(f"the PyTorch model fails on {shapes}: {_said(error)}", advice) from error
 
 
@@ -152,6 +199,13 @@ def name_outputs(result: object, source: ModelSource) -> dict[str, torch.Tensor]
         if any(name == spec.name for spec in source.inputs):
             raise ModelError(f"'{name}' is the name of an input and of an output", "name the outputs in model.outputs")
     return {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True)}
+
+
+def leaves_of(result: object) -> list[torch.Tensor]:
+    """The tensors of what a module returned, in the order of `name_outputs`, which must have seen it once."""
+    from torch.utils import _pytree as pytree
+
+    return [leaf for leaf in pytree.tree_leaves(result) if leaf is not None]
 
 
 def _register_dataclass(result: object) -> None:

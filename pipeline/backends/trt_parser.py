@@ -1,7 +1,8 @@
 """What TensorRT's ONNX parser says of a model: functions that take the imported library, so that every flavour of TensorRT can use them.
 
-The parser checks operators one by one but stops at the first node whose inputs do not fit. To name every refused node it is asked again,
-with the refused ones cut out of the graph, until it has nothing more to say.
+The parser checks operators one by one but stops at the first node whose inputs do not fit; `supports_model_v2` complains of the same nodes
+as `parse` and stops where that stops. To name every refused node it is asked again, with the refused ones cut out of the graph, until it has
+nothing more to say.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from typing import Any
 import onnx
 
 from pipeline.core import OnnxModel, Refusal
-from pipeline.errors import ModelError
+from pipeline.errors import ModelError, PlanError
 from pipeline.graph import DEFAULT_DOMAINS, graphs_of, operator_of, type_name
 
 BINDABLE = frozenset({"float32", "float16", "bfloat16", "int8", "uint8", "int32", "int64", "bool"})
 ANOTHER_BACKEND = "or compile this model for onnxruntime"
 QUANTIZERS = {"QuantizeLinear", "DequantizeLinear"}
+LEAST_OPSET = 13  # the least that a plan may ask its export for
+OWN_PLUGINS = "libnvinfer_plugin.so"  # NVIDIA's own plugins, a part of TensorRT
 NOISE = ("catchCudaError", "Invalid Node - ")  # a host without a GPU adds "driver version is insufficient" to every message
 
 
@@ -68,11 +71,45 @@ def logger_of(trt: Any) -> Any:
     return Messages()
 
 
-def parse(trt: Any, raw: bytes, path: Path) -> Parsed:
-    """Parse a serialized model into a strongly typed network; external data is read from beside `path`."""
+def parse(trt: Any, raw: bytes, path: Path, strongly_typed: bool = True, plugins: Sequence[Path] = ()) -> Parsed:
+    """Parse a serialized model; external data is read from beside `path`. What cannot be parsed is in `faults`, not raised.
+
+    Strongly typed: every precision is as written in the graph. Otherwise builder flags allow more, up to TensorRT 10; from 11 on all networks
+    are strongly typed, whatever they are asked to be.
+    """
+    return _parse_with(trt, new_builder(trt, plugins), raw, path, strongly_typed)
+
+
+def new_builder(trt: Any, plugins: Sequence[Path] = ()) -> Any:
+    """A builder that knows NVIDIA's own plugins and those of the given libraries; PlanError for a library that cannot be loaded."""
     messages_of(trt).clear()
+    trt.init_libnvinfer_plugins(logger_of(trt), "")  # EfficientNMS_TRT, ScatterElements and others are unknown without it
     builder = trt.Builder(logger_of(trt))
-    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    load_plugins(trt, builder.get_plugin_registry(), plugins)
+    return builder
+
+
+def load_plugins(trt: Any, registry: Any, plugins: Sequence[Path]) -> None:
+    """Load plugin libraries into the registry of a builder or a runtime, not into that of the process."""
+    for plugin in plugins:
+        if is_own(plugin):
+            continue  # registered already, and twice is an error
+        start = len(messages_of(trt))
+        handle = registry.load_library(str(plugin))
+        said = [sentence(text) for severity, text in messages_of(trt)[start:] if severity != "WARNING" and "catchCudaError" not in text]
+        if handle is None and said:  # None without a word: all of its plugins are registered already
+            advice = "give a library made for this version of TensorRT that exports getCreators or getPluginCreators"
+            raise PlanError(f"the plugin library '{plugin}' cannot be loaded: {said[0]}", advice)
+
+
+def is_own(plugin: Path) -> bool:
+    """Whether this is the plugin library that comes with TensorRT itself."""
+    return plugin.name.startswith(OWN_PLUGINS)
+
+
+def _parse_with(trt: Any, builder: Any, raw: bytes, path: Path, strongly_typed: bool = True) -> Parsed:
+    asks = strongly_typed and int(trt.__version__.split(".")[0]) < 11  # from 11 on there is nothing to ask for
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED) if asks else 0)
     parser = trt.OnnxParser(network, logger_of(trt))
     parsed = parser.parse(raw, str(path))
     faults = tuple(_fault(parser.get_error(i)) for i in range(parser.num_errors))
@@ -111,15 +148,19 @@ def sentence(text: str) -> str:
     return line.strip()
 
 
-def refusals(trt: Any, model: OnnxModel) -> tuple[Refusal, ...]:
-    """Every node, input and output of the model that TensorRT cannot take, or would take for something else."""
+def refusals(trt: Any, model: OnnxModel, plugins: Sequence[Path] = (), renames: bool = True) -> tuple[Refusal, ...]:
+    """Every node, input and output of the model that TensorRT cannot take, or would take for something else.
+
+    `renames`: whether users meet TensorRT's own names, among them that of an input that is an output too; our sessions know them.
+    """
+    builder = new_builder(trt, plugins)  # one for all rounds: on a GPU each takes a second
     proto = _with_types(model)
     found: dict[int, list[Refusal]] = {index: [refusal] for index, refusal in _quantizers(proto)}
-    interface = list(_interface(model))
+    interface = list(_interface(model, renames))
     foreign: set[str] = set()
     while True:
         rest, indices = _without(proto, found, foreign)
-        parsed = parse(trt, rest.SerializeToString(), model.path)
+        parsed = _parse_with(trt, builder, rest.SerializeToString(), model.path)
         new = [(indices[fault.index], fault) for fault in parsed.faults if 0 <= fault.index < len(indices)]
         for index, fault in new:
             found.setdefault(index, []).append(_refusal(proto, index, fault))
@@ -128,7 +169,7 @@ def refusals(trt: Any, model: OnnxModel) -> tuple[Refusal, ...]:
             break
         foreign = unreadable  # from the second time on: the first time, operators are checked whatever their inputs
     if not (found or interface):
-        interface = [_refusal(proto, -1, fault) for fault in parsed.faults] or list(_shape_tensors(model, parsed.network))
+        interface = [_refusal(proto, -1, fault) for fault in parsed.faults]
     inner = {index: (*_bodies(proto, index, parsed.parser), *found[index]) for index in sorted(found)}
     nodes = ({(refusal.node, refusal.operator): refusal for refusal in every}.values() for every in inner.values())
     return (*interface, *chain.from_iterable(nodes))
@@ -170,10 +211,25 @@ def _remedy(reason: str, operator: str) -> str:
     if "zero point" in reason:
         return "quantise to int8 with zero point 0 (activation: int8)"
     if re.search(r"\btypes?\b", reason):
-        return f"insert a Cast before this node, {ANOTHER_BACKEND}"
+        return f"insert a Cast before this node (`simplify.surgery`), {ANOTHER_BACKEND}"
     if "importer" in reason or "plugin" in reason:
-        return f"rewrite the model without {operator} (simplifying folds it where its inputs are constant), {ANOTHER_BACKEND}"
-    return f"correct this node in the model, {ANOTHER_BACKEND}"
+        return f"{_way_around(operator)}, {ANOTHER_BACKEND}"
+    return f"correct this node in the model (`simplify.surgery`), {ANOTHER_BACKEND}"
+
+
+def _way_around(operator: str) -> str:
+    """How a model does without an operator that TensorRT does not know."""
+    surgery = "replace it by surgery (`simplify.surgery`)"
+    first = min((schema.since_version for schema in onnx.defs.get_all_schemas_with_history() if operator_of_schema(schema) == operator), default=0)
+    if first == 0:  # not ONNX's own
+        return f"load the library of its plugin (backend tensorrt: `tensorrt.plugins`), {surgery}"
+    if first > LEAST_OPSET:
+        return f"export with opset {first - 1} (`export.opset`), which writes it in older operators, {surgery}"
+    return f"rewrite the model without {operator}: simplifying folds it where its inputs are constant; else {surgery}"
+
+
+def operator_of_schema(schema: Any) -> str:
+    return f"{schema.domain}::{schema.name}" if schema.domain else str(schema.name)
 
 
 def _opset(proto: onnx.ModelProto, operator: str) -> int:
@@ -182,7 +238,7 @@ def _opset(proto: onnx.ModelProto, operator: str) -> int:
     return max((int(entry.version) for entry in proto.opset_import if entry.domain in wanted), default=0)
 
 
-def _interface(model: OnnxModel) -> Iterator[Refusal]:
+def _interface(model: OnnxModel, renames: bool) -> Iterator[Refusal]:
     """Inputs and outputs whose dtype or name the engine could not keep."""
     names = {spec.name for spec in model.inputs}
     for role, specs in (("input", model.inputs), ("output", model.outputs)):
@@ -192,18 +248,9 @@ def _interface(model: OnnxModel) -> Iterator[Refusal]:
                 reason = f"{role} '{spec.name}' is {spec.dtype}{narrowed}; expected one of {', '.join(sorted(BINDABLE))}"
                 remedy = f"cast it inside the model, so that the {role} itself is one of these, {ANOTHER_BACKEND}"
                 yield Refusal(node=spec.name, operator=role, opset=model.opset, reason=reason, remedy=remedy)
-            elif role == "output" and spec.name in names:
+            elif renames and role == "output" and spec.name in names:
                 reason = f"output '{spec.name}' is an input passed through, which TensorRT renames"
                 yield Refusal(node=spec.name, operator=role, opset=model.opset, reason=reason, remedy="return it by a name of its own")
-
-
-def _shape_tensors(model: OnnxModel, network: Any) -> Iterator[Refusal]:
-    """Inputs whose values decide shapes: the builder would need ranges of values, which a plan cannot give."""
-    for tensor in (network.get_input(i) for i in range(network.num_inputs)):
-        if tensor.is_shape_tensor:
-            reason = f"the values of input '{tensor.name}' decide a shape, and a profile holds ranges of sizes only"
-            remedy = f"make it a constant, or take the shape from another input, {ANOTHER_BACKEND}"
-            yield Refusal(node=tensor.name, operator="input", opset=model.opset, reason=reason, remedy=remedy)
 
 
 def _quantizers(proto: onnx.ModelProto) -> Iterator[tuple[int, Refusal]]:

@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol
 from pipeline import backends
 from pipeline.backends.base import Session, run_session
 from pipeline.config import BenchmarkConfig
-from pipeline.core import Engine, Note, OnnxModel, Profile, Progress, Tensors, TensorSpec, silent
+from pipeline.core import Engine, Note, OnnxModel, Point, Profile, Progress, Tensors, TensorSpec, silent
 from pipeline.costs import node_costs, total
 from pipeline.errors import CrucibleError, PlanError
 from pipeline.graph import draw_feeds
@@ -141,7 +141,16 @@ def workloads_from_plan(engines: Sequence[Engine], model: OnnxModel, options: Be
     choices = options.sizes or tuple(profile.sizes("opt") for profile in engines[0].profiles) or ({},)
     for engine in engines:
         check_sizes(choices, model.inputs, engine.profiles)
-    return tuple(_workload(sizes, model) for index, sizes in enumerate(choices) if sizes not in choices[:index])
+    profiles = engines[0].profiles
+    return tuple(_workload(sizes, values_at(sizes, profiles), model) for index, sizes in enumerate(choices) if sizes not in choices[:index])
+
+
+def values_at(sizes: dict[str, int], profiles: Sequence[Profile]) -> dict[str, tuple[int, ...]]:
+    """Values of the inputs that decide shapes: those of the profile's point with these sizes, else the usual ones."""
+    holding = [profile for profile in profiles if profile.holds(sizes)]
+    points: tuple[Point, ...] = ("opt", "min", "max")
+    exact = [profile.values_at(point) for profile in holding for point in points if profile.sizes(point) == sizes]
+    return next(iter((*exact, *(profile.values_at("opt") for profile in holding))), {})
 
 
 def check_sizes(choices: Iterable[dict[str, int]], inputs: Sequence[TensorSpec], profiles: Sequence[Profile]) -> None:
@@ -158,11 +167,11 @@ def check_sizes(choices: Iterable[dict[str, int]], inputs: Sequence[TensorSpec],
             raise PlanError(f"benchmark.sizes: expected {allowed}, got {sizes}", "measure inside the profiles, or widen a profile and compile again")
 
 
-def _workload(sizes: dict[str, int], model: OnnxModel) -> Workload:
+def _workload(sizes: dict[str, int], values: dict[str, tuple[int, ...]], model: OnnxModel) -> Workload:
     costs = node_costs(model.path, sizes)
     return Workload(
         sizes=sizes,
-        feeds=draw_feeds(model.inputs, sizes, seed=0),
+        feeds=draw_feeds(model.inputs, sizes, 0, values),
         rows=rows_per_run(model.inputs, sizes),
         flops=total(cost.flops for cost in costs),
         moved_bytes=total(amount for cost in costs for amount in (cost.bytes_read, cost.bytes_written)),

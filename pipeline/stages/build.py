@@ -13,7 +13,7 @@ def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, pr
     """The engine of a converted graph. Raises UnsupportedError that lists every node the backend cannot run."""
     backend = backends.backend(recipe.backend)
     progress(None, "looking for unsupported nodes")
-    if refusals := backend.unsupported(model, backend.probe()):
+    if refusals := backend.unsupported(model, backend.probe(), options.tensorrt.plugins):
         raise unsupported_error(recipe.backend, refusals)
     progress(None, "building")
     return backend.build(model, recipe, options, out, progress)

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import onnx
-from numpy.typing import NDArray
-from onnx import numpy_helper
 
 from pipeline.activations import Bounds, observe, open_probe
-from pipeline.casts import LEAST_OPSET, QDQ_OPSET, SCALES_OPSET, lower, raise_opset, reasons_for_fp32
+from pipeline.casts import LEAST_OPSET, NAMED, QDQ_OPSET, SCALES_OPSET, flatten, lower, overflow_notes, raise_opset, reasons_for_fp32
 from pipeline.core import CalibrationTable, Note, OnnxModel, Precision, Progress, Recipe, Tensors, silent
 from pipeline.errors import InternalError, PlanError, UnsupportedError
-from pipeline.graph import DEFAULT_DOMAINS, copy_model, kept_nodes, onnx_model, read_proto, write_proto
-from pipeline.qdq import Scheme, drop_unread, holds_qdq, insert_qdq
-from pipeline.quantization import place
+from pipeline.graph import copy_model, kept_nodes, onnx_model, read_proto, write_proto
+from pipeline.qdq import Scheme, holds_qdq, insert_qdq
+from pipeline.quantization import KERNELS, Kernels, place
 
 LOW = (Precision.FP16, Precision.BF16)
-NAMED = 5  # nodes that a note names one by one
 
 
 def convert(
@@ -35,7 +30,7 @@ def convert(
     quantised = holds_qdq(proto.graph)
     quantise = recipe.precision is Precision.INT8 and recipe.quantizer == "crucible" and not quantised
     low = recipe.precision if recipe.precision in LOW else recipe.rest if quantise and recipe.rest in LOW else None
-    proto = _prepared(raise_opset(proto, _least_opset(low, quantise, quantised)))
+    proto = flatten(raise_opset(proto, _least_opset(low, quantise, quantised)))
     kept = kept_nodes(proto.graph, recipe.keep_fp32)
     if recipe.realised_in == "runtime" or not (quantise or low):
         return _unchanged(model, recipe, quantised, out)
@@ -44,7 +39,7 @@ def convert(
     if low is Precision.FP16:
         progress(0.1, "looking for values that fp16 cannot hold")
         reasons = reasons_for_fp32(proto.graph, _bounds(model, table, samples, notes))
-        notes += _overflow_notes(proto.graph, reasons)
+        notes += overflow_notes(proto.graph, reasons)
         high = kept | reasons.keys()
     if quantise:
         progress(0.4, "placing Q/DQ pairs")
@@ -66,40 +61,6 @@ def _least_opset(low: Precision | None, quantise: bool, quantised: bool) -> int:
     )
 
 
-def _prepared(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """One flat graph: local functions inlined, Constant nodes as initializers, every node with a name of its own."""
-    if proto.functions:
-        proto = onnx.inliner.inline_local_functions(proto)
-    graph = proto.graph
-    nodes = []
-    outputs = {value.name for value in graph.output}
-    for node in graph.node:
-        value = _constant(node)
-        if value is None or node.output[0] in outputs:
-            nodes.append(node)
-        else:
-            graph.initializer.append(numpy_helper.from_array(value, node.output[0]))
-    times = Counter(node.name for node in nodes)
-    for index, node in enumerate(nodes):
-        if not node.name or times[node.name] > 1:
-            node.name = f"{node.name or node.op_type}_{index}"
-    del graph.node[:]
-    graph.node.extend(nodes)
-    drop_unread(graph)
-    return proto
-
-
-def _constant(node: onnx.NodeProto) -> NDArray[np.generic] | None:
-    """The numeric value of a Constant node; None of any other."""
-    if node.op_type != "Constant" or node.domain not in DEFAULT_DOMAINS:
-        return None
-    attribute = node.attribute[0]
-    if attribute.name == "value":
-        return numpy_helper.to_array(attribute.t) if attribute.t.data_type != onnx.TensorProto.STRING else None
-    dtypes = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
-    return np.asarray(onnx.helper.get_attribute_value(attribute), dtypes[attribute.name]) if attribute.name in dtypes else None
-
-
 def _unchanged(model: OnnxModel, recipe: Recipe, quantised: bool, out: Path) -> OnnxModel:
     """The same graph again; one that holds Q/DQ is int8 if the recipe calls it so."""
     copy_model(model.path, out / model.file)
@@ -119,21 +80,12 @@ def _bounds(model: OnnxModel, table: CalibrationTable | None, samples: tuple[Ten
     return observe(open_probe(model), samples)
 
 
-def _overflow_notes(graph: onnx.GraphProto, reasons: Mapping[str, str]) -> list[Note]:
-    if not reasons:
-        return []
-    kinds = Counter(node.op_type for node in graph.node if node.name in reasons)
-    named = "; ".join(f"'{name}': {why}" for name, why in list(reasons.items())[:NAMED]) + ("; ..." if len(reasons) > NAMED else "")
-    counted = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    return [Note(stage="convert", text=f"{len(reasons)} nodes stay in fp32 ({counted}), fp16 cannot hold their values: {named}", level="info")]
-
-
 def _quantise(proto: onnx.ModelProto, recipe: Recipe, table: CalibrationTable | None, kept: frozenset[str]) -> list[Note]:
     """Insert Q/DQ in place. UnsupportedError if there is no place for any, or the graph is not fp32."""
     if table is None:
         raise PlanError("int8 needs ranges of the activations, and there is no calibration table", "give data.calibration in the plan")
     ranged = frozenset(name for name, seen in table.ranges.items() if seen.count > seen.nonfinite)
-    sites = place(proto.graph, recipe.placement, ranged, kept, integer_io=recipe.backend == "onnxruntime")
+    sites = place(proto.graph, recipe.placement, ranged, kept, KERNELS.get(recipe.backend, Kernels()))
     if not sites.weights and not sites.activations:
         said = "nothing can be quantised: no operator of this graph falls under the placement rules, so int8 would only be its name"
         raise UnsupportedError(said, "choose another precision, or switch on more rules, for example `placement: {last_layer: true}`")

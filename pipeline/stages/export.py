@@ -8,8 +8,9 @@ branch of an `if` on data, succeeds without a word.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,8 @@ def export(
         return _adopt(source.path, profiles, out)
     profiles = check_profiles(source.inputs, profiles)
     progress(None, "loading the PyTorch model")
-    job = _prepare(source, feeds_at(source.inputs, samples, example_sizes(source.inputs, profiles)), options, out)
+    example = _real(source.inputs, samples, example_sizes(source.inputs, profiles), profiles[0].values_at("opt"))
+    job = _prepare(source, example, options, out)
     notes = () if samples else (Note(stage="export", text="no data: the export is checked on generated inputs only", level="info"),)
     refused: list[str] = []
     for exporter in _exporters(source, options):
@@ -84,6 +86,7 @@ class _Case:
     feeds: Tensors
     optional: bool = False  # whether the model's answer means anything here is not known, so a difference is only a note
     odd: bool = False
+    valued: bool = False  # a value decides a shape, so that sizes do not tell which dimension is which
 
     @property
     def where(self) -> str:
@@ -95,19 +98,25 @@ def _cases(inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...], sample
 
     Zero ids and masks come apart: a mask that hides everything has no defined answer, and kernels differ there.
     """
-    points = [(profile.sizes(point), False) for profile in profiles for point in POINTS]
-    points += [(profile.odd_sizes(), True) for profile in profiles]
-    shapes = [(sizes, odd) for index, (sizes, odd) in enumerate(points) if sizes not in [earlier for earlier, _ in points[:index]]]
-    for turn, (sizes, odd) in enumerate(shapes):
-        real = feeds_at(inputs, samples[turn % len(samples) :][:1] if samples else (), sizes)
-        zeros = {name: np.zeros_like(array) for name, array in real.items()}
+    points = [((profile.sizes(point), profile.values_at(point)), False) for profile in profiles for point in POINTS]
+    points += [((profile.odd_sizes(), profile.odd_values()), True) for profile in profiles]
+    places = [(place, odd) for index, (place, odd) in enumerate(points) if place not in [earlier for earlier, _ in points[:index]]]
+    for turn, ((sizes, values), odd) in enumerate(places):
+        real = _real(inputs, samples[turn % len(samples) :][:1] if samples else (), sizes, values)
+        zeros = {name: array if name in values else np.zeros_like(array) for name, array in real.items()}
         floats = {name for name, array in real.items() if graph.dtype_of("bfloat16") == array.dtype or array.dtype.kind == "f"}
-        yield _Case(sizes, "samples" if samples else "generated inputs", real, odd=odd)
+        case = partial(_Case, sizes, odd=odd, valued=bool(values))
+        yield case("samples" if samples else "generated inputs", real)
         if floats:
-            yield _Case(sizes, "zeros", {**real, **{name: zeros[name] for name in floats}}, odd=odd)
-            yield _Case(sizes, "sign-flipped inputs", {**real, **{name: np.negative(real[name]) for name in floats}}, odd=odd)
+            yield case("zeros", {**real, **{name: zeros[name] for name in floats}})
+            yield case("sign-flipped inputs", {**real, **{name: np.negative(real[name]) for name in floats}})
         if len(floats) < len(real):
-            yield _Case(sizes, "zeros in every input", zeros, optional=True, odd=odd)
+            yield case("zeros in every input", zeros, optional=True)
+
+
+def _real(inputs: tuple[TensorSpec, ...], samples: tuple[Tensors, ...], sizes: Mapping[str, int], values: Mapping[str, Sequence[int]]) -> Tensors:
+    """The first sample at these sizes; generated, with these values of inputs that decide a shape, where there is none."""
+    return feeds_at(inputs, samples, sizes) if samples else graph.draw_feeds(inputs, sizes, 0, values)
 
 
 def _checked(job: Job, cases: Iterable[_Case], notes: tuple[Note, ...]) -> OnnxModel:
@@ -132,7 +141,8 @@ def _checked(job: Job, cases: Iterable[_Case], notes: tuple[Note, ...]) -> OnnxM
             if not case.optional:
                 raise Refused(fault + hint)
             unsure.append(Note(stage="export", text=f"{fault}; this is no fault if the model's answer to such inputs has no meaning"))
-        seen.append((case.sizes, {name: array.shape for name, array in expected.items()}))
+        if not case.valued:
+            seen.append((case.sizes, {name: array.shape for name, array in expected.items()}))
     return _with_named_outputs(model, seen).model_copy(update={"notes": (*notes, *unsure[:1])})
 
 

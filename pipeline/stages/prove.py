@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from pipeline import backends
-from pipeline.core import Engine, Frozen, LayerTable, Progress, Tensors, silent
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipeline import backends, graph
+from pipeline.core import Engine, Frozen, LayerTable, OnnxModel, Progress, Tensors, silent
 
 
 class Proof(Frozen):
@@ -12,7 +15,23 @@ class Proof(Frozen):
     table: LayerTable | None = None
 
 
-def prove(engine: Engine, feeds: Tensors, progress: Progress = silent) -> Proof:
-    """The layer table of an engine, timed on `feeds` by plain enqueue, in this process."""
+def prove(engine: Engine, feeds: Tensors, model: OnnxModel | None = None, progress: Progress = silent) -> Proof:
+    """The layer table of an engine, timed on `feeds` by plain enqueue, in this process.
+
+    `model` is the converted graph that the engine was built from: it gives each node its operator, without which no fusion can be named.
+    """
     progress(None, "timing every layer")
-    return Proof(table=backends.backend(engine.target.backend).layers(engine, feeds))
+    table = backends.backend(engine.target.backend).layers(engine, feeds)
+    return Proof(table=with_operators(table, operators_of(model.path)) if table is not None and model is not None else table)
+
+
+def with_operators(table: LayerTable, operators: Mapping[str, str]) -> LayerTable:
+    """The table with the operator of every node of every layer."""
+    layers = (layer.model_copy(update={"operators": tuple(operators.get(node, "") for node in layer.nodes)}) for layer in table.layers)
+    return table.model_copy(update={"layers": tuple(layers)})
+
+
+def operators_of(path: Path) -> dict[str, str]:
+    """Operator by node name, subgraphs too; a node without a name goes by its first output."""
+    nodes = (node for inner in graph.graphs_of(graph.read_proto(path, weights=False).graph) for node in inner.node)
+    return {node.name or next(iter(node.output), ""): graph.operator_of(node) for node in nodes}

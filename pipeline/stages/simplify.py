@@ -1,10 +1,15 @@
 """Fewer nodes, the same function: onnxsim and GraphSurgeon in a child process, the result compared with its input, or rolled back.
 
 A simplifier may crash, hang, bake the batch of its example, or fold away what a backend needs (Q/DQ). None of that reaches the next stage.
+
+Before it comes the user's own surgery, where the plan names one: `module:function`, called as `function(model)` with the whole
+`onnx.ModelProto`, returns the model with other nodes that compute the same through the same inputs and outputs.
 """
 
 from __future__ import annotations
 
+import importlib
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -16,12 +21,13 @@ import onnx
 from pipeline.compare import compare_graphs
 from pipeline.config import SimplifyConfig
 from pipeline.core import Note, OnnxModel, Point, Profile, Progress, Tensors, TensorSpec
-from pipeline.errors import ChildDied, InternalError, ModelError
+from pipeline.errors import ChildDied, InternalError, ModelError, PlanError
 from pipeline.graph import copy_model, draw_feeds, external_files, file_size, graphs_of, onnx_model, operator_histogram, read_proto, write_proto
 from pipeline.process import call_in_child
 
 STAGE = "simplify"
 FILE = "model.onnx"
+OPERATED = "operated"  # folder of the model between surgery and simplification
 FOLD_LIMIT_BYTES = 2**20  # larger results of Tile, Expand and the like are computed at run time
 GROWTH_LIMIT = 1.1  # file size after / before: folding that costs more is not worth its nodes
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
@@ -61,11 +67,28 @@ def simplify(
     progress: Progress,
     simplifier: Simplifier = run_onnxsim,
 ) -> OnnxModel:
-    """A model under `out` that computes the same with fewer nodes; its notes say what happened.
+    """A model under `out` that computes the same with fewer nodes, after the user's surgery; its notes say what happened.
 
-    Equal on all samples and on generated inputs at min, opt, max and an odd size of every profile, with the same interface;
-    otherwise the input model itself, copied, with a warning that says why.
+    Equal on all samples and on generated inputs at min, opt, max and an odd size of every profile, with the same interface.
+    Otherwise the input model itself, copied, with a warning that says why; surgery, which was asked for, then is a ModelError.
     """
+    if not options.surgery:
+        return _simplified(model, profiles, options, samples, out, progress, simplifier)
+    operated = operate(model, profiles, options, samples, out / OPERATED, progress)
+    result = _simplified(operated, profiles, options, samples, out, progress, simplifier) if options.enabled else _copy(operated, out)
+    shutil.rmtree(out / OPERATED)
+    return result.model_copy(update={"notes": (*operated.notes, *result.notes)})
+
+
+def _simplified(
+    model: OnnxModel,
+    profiles: tuple[Profile, ...],
+    options: SimplifyConfig,
+    samples: tuple[Tensors, ...],
+    out: Path,
+    progress: Progress,
+    simplifier: Simplifier,
+) -> OnnxModel:
     target = out / FILE
     try:
         call_in_child(_simplify_file, simplifier, model.path, target, name=STAGE, deadline_s=options.timeout_s, progress=progress)
@@ -80,6 +103,58 @@ def simplify(
     before, after = sum(operator_histogram(model.path).values()), sum(operator_histogram(target).values())
     text = f"{before} nodes became {after}, {file_size(model.path):,} bytes became {file_size(target):,}"
     return onnx_model(out, FILE, model.precision, (Note(stage=STAGE, text=text, level="info"),))
+
+
+# --- surgery ---
+
+
+def operate(
+    model: OnnxModel, profiles: tuple[Profile, ...], options: SimplifyConfig, samples: tuple[Tensors, ...], out: Path, progress: Progress
+) -> OnnxModel:
+    """The model after the user's surgery, under `out`. ModelError with the reason unless it computes the same through the same interface."""
+    out.mkdir()
+    progress(None, f"surgery by {options.surgery}")
+    arguments = (options.surgery, options.python_path, model.path, out / FILE)
+    call_in_child(_operate_file, *arguments, name="surgery", deadline_s=options.timeout_s, progress=progress)
+    progress(None, "comparing with the model before surgery")
+    after = onnx_model(out, FILE, model.precision)
+    if fault := _changed_interface(model, after) or compare_graphs(model.path, after.path, _feeds(model, profiles, samples)):
+        raise ModelError(f"surgery by '{options.surgery}' changed the model: {fault}", "correct the function, or leave `simplify.surgery` out")
+    nodes = Counter(operator_histogram(after.path))
+    nodes.subtract(operator_histogram(model.path))
+    changes = ", ".join(f"{operator} {count:+d}" for operator, count in nodes.items() if count) or "no operator"
+    text = f"surgery by '{options.surgery}' changed {changes}, and the model still computes the same"
+    return after.model_copy(update={"notes": (Note(stage=STAGE, text=text, level="info"),)})
+
+
+def _operate_file(surgery: str, python_path: Path, source: Path, target: Path, progress: Progress) -> None:
+    """The child's work: the user's function between reading and writing the model."""
+    operation = _load_surgery(surgery, python_path)
+    before = read_proto(source)
+    try:
+        after = operation(before)
+    except (Exception, SystemExit) as error:  # the user's code: anything may come
+        raise ModelError(f"surgery '{surgery}' raised {type(error).__name__}: {error}", "run the function on the model by itself") from error
+    if not isinstance(after, onnx.ModelProto):
+        raise ModelError(f"surgery '{surgery}' returned {type(after).__name__}, expected an onnx.ModelProto", "return the changed model")
+    _restore_names(read_proto(source, weights=False), after)
+    write_proto(after, target)
+
+
+def _load_surgery(surgery: str, python_path: Path) -> Callable[[onnx.ModelProto], object]:
+    module, _, function = surgery.partition(":")
+    sys.path.insert(0, str(python_path))  # and it stays: the function may import more when it is called
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (Exception, SystemExit) as error:
+        advice = "correct `simplify.surgery` or `simplify.python_path`, or install what the module imports"
+        raise PlanError(f"simplify.surgery '{surgery}' cannot be imported from '{python_path}': {error}", advice) from error
+    if not callable(found):
+        raise PlanError(f"simplify.surgery '{surgery}' is a {type(found).__name__}, expected a function", "correct `simplify.surgery`")
+    return found  # type: ignore[no-any-return]  # what the user wrote; its value is checked
+
+
+# --- simplification ---
 
 
 def _simplify_file(simplifier: Simplifier, source: Path, target: Path, progress: Progress) -> None:
@@ -140,9 +215,8 @@ def _is_fixed(before: onnx.ValueInfoProto, after: onnx.ValueInfoProto) -> bool:
 
 def _lost(before: OnnxModel, after: OnnxModel) -> str:
     """What a simplified model lacks, by looking at it: interface, Q/DQ, operator domains, size. Empty if nothing."""
-    for role, old, new in (("inputs", before.inputs, after.inputs), ("outputs", before.outputs, after.outputs)):
-        if _interface(old) != _interface(new):
-            return f"{role} were {_describe(old)} and became {_describe(new)}"
+    if changed := _changed_interface(before, after):
+        return changed
     if _quantizers(before.path) - _quantizers(after.path):
         return "QuantizeLinear or DequantizeLinear nodes, or their scales, were lost"
     foreign = {op for op in operator_histogram(after.path) if "::" in op} - set(operator_histogram(before.path))
@@ -151,6 +225,14 @@ def _lost(before: OnnxModel, after: OnnxModel) -> str:
     was, became = file_size(before.path), file_size(after.path)
     if became > GROWTH_LIMIT * was + FOLD_LIMIT_BYTES:
         return f"the file grew from {was:,} to {became:,} bytes"
+    return ""
+
+
+def _changed_interface(before: OnnxModel, after: OnnxModel) -> str:
+    """How inputs or outputs changed; empty if they did not."""
+    for role, old, new in (("inputs", before.inputs, after.inputs), ("outputs", before.outputs, after.outputs)):
+        if _interface(old) != _interface(new):
+            return f"{role} were {_describe(old)} and became {_describe(new)}"
     return ""
 
 
@@ -179,13 +261,14 @@ def _feeds(model: OnnxModel, profiles: tuple[Profile, ...], samples: Iterable[Te
     """The samples, then generated inputs at four sizes of every profile."""
     yield from samples
     for profile in profiles or (Profile(),):
-        for seed, sizes in enumerate((*map(profile.sizes, POINTS), profile.odd_sizes())):
-            yield draw_feeds(model.inputs, sizes, seed)
+        places = [(profile.sizes(point), profile.values_at(point)) for point in POINTS]
+        for seed, (sizes, values) in enumerate((*places, (profile.odd_sizes(), profile.odd_values()))):
+            yield draw_feeds(model.inputs, sizes, seed, values)
 
 
-def _copy(model: OnnxModel, out: Path, note: Note) -> OnnxModel:
+def _copy(model: OnnxModel, out: Path, *notes: Note) -> OnnxModel:
     """The input model with its external data, under `out`."""
     for file in out.glob("*.onnx*"):  # what a simplifier left half-written
         file.unlink()
     copy_model(model.path, out / FILE)
-    return onnx_model(out, FILE, model.precision, (note,))
+    return onnx_model(out, FILE, model.precision, notes)

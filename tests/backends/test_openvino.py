@@ -127,7 +127,7 @@ def test_a_quantised_graph_is_not_called_fp32(tmp_path: Path) -> None:
 
 def test_warns_of_narrowed_integers(tmp_path: Path) -> None:
     case = dtypes()
-    engine = built(case.write(tmp_path / "in"), recipe_of(Precision.FP32), BuildOptions(profiles=(case.profile,)), tmp_path / "out")
+    engine = built(case.write(tmp_path / "in"), recipe_of(Precision.FP32), BuildOptions(profiles=case.profiles), tmp_path / "out")
     assert any("computes int64 in int32" in note.text and "'i64'" in note.text for note in engine.notes)
 
 
@@ -174,7 +174,9 @@ def test_nncf_gives_an_int8_graph_that_builds_like_any_other(tmp_path: Path) -> 
     source, samples = case.write(tmp_path / "in"), calibration(tmp_path)
     out.mkdir()
     recipe = Recipe(backend="openvino", precision=Precision.INT8, quantizer="nncf", weight_bits=7, keep_fp32=("hea*",))
-    quantized = call_in_child(openvino_.quantize_with_nncf, source, samples, recipe, CalibrationConfig(samples=30), out, name="nncf")
+    quantized = call_in_child(
+        openvino_.quantize_with_nncf, source, samples, recipe, CalibrationConfig(samples=30), BuildOptions(profiles=()), out, name="nncf"
+    )
 
     assert (quantized.inputs, quantized.outputs, quantized.precision) == (source.inputs, source.outputs, Precision.INT8)
     assert any("30 of 40" in note.text for note in quantized.notes)
@@ -194,4 +196,6 @@ def test_a_pattern_that_names_no_node_is_an_error(tmp_path: Path) -> None:
     pytest.importorskip("nncf")
     recipe = Recipe(backend="openvino", precision=Precision.INT8, quantizer="nncf", keep_fp32=("hed",))
     with pytest.raises(PlanError, match="no node matches 'hed'"):
-        openvino_.quantize_with_nncf(several().write(tmp_path), calibration(tmp_path), recipe, CalibrationConfig(), tmp_path)
+        openvino_.quantize_with_nncf(
+            several().write(tmp_path), calibration(tmp_path), recipe, CalibrationConfig(), BuildOptions(profiles=()), tmp_path
+        )

@@ -44,6 +44,25 @@ def test_feeds_fit_any_one_profile() -> None:
     assert "batch from 1 to 1, length from 1 to 512; or batch from 1 to 64, length from 1 to 32" in caught.value.message
 
 
+def test_feeds_fit_one_profile_by_their_values_too() -> None:
+    specs = (TensorSpec(name="x", dtype="float32", shape=("n",)), TensorSpec(name="k", dtype="int64", shape=(1,)))
+    ranges = (({"n": [1, 4, 8]}, [1, 2, 4]), ({"n": [9, 16, 64]}, [1, 8, 16]))
+    check = FeedCheck(specs, tuple(Profile.model_validate({"dims": dims, "values": {"k": k}}) for dims, k in ranges))
+    feeds = {"x": np.zeros(8, np.float32), "k": np.array([4])}
+    check(feeds)
+    for k in (5, 16):  # of this shape, or of the other profile
+        feeds["k"][0] = k  # the same array, so that only its value differs from what was accepted
+        for _ in range(2):
+            with pytest.raises(DataError) as caught:
+                check(feeds)
+            assert f"no profile of this engine holds n = 8, k = [{k}]" in caught.value.message
+            assert "n from 1 to 8, k from [1] to [4]; or n from 9 to 64, k from [1] to [16]" in caught.value.message
+    feeds["k"][0] = 1
+    assert check(feeds) is None
+    with pytest.raises(DataError, match="'k' is a list"):
+        check({**feeds, "k": [1]})
+
+
 def test_a_refused_feed_is_refused_again() -> None:
     check = FeedCheck((TensorSpec(name="x", dtype="bool", shape=(2,)),), ())
     for _ in range(2):

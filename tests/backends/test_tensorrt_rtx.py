@@ -10,8 +10,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from pipeline.backends import tensorrt_rtx_
-from pipeline.core import BuildOptions, DimRange, OnnxModel, Precision, Profile, Recipe, Refusal
+from pipeline.backends import tensorrt_rtx_, trt_parser
+from pipeline.core import BuildOptions, DimRange, OnnxModel, Precision, Profile, Recipe, Refusal, ValueRange
 from pipeline.errors import BackendUnavailable, PlanError, UnsupportedError
 from pipeline.gpu import Gpu, Gpus
 from pipeline.graph import onnx_model
@@ -151,12 +151,49 @@ def test_asymmetric_quantisation_is_refused(tmp_path: Path, zero_point: np.ndarr
     assert {refusal.remedy for refusal in found} == {"quantise to int8 with zero point 0 (activation: int8)"}
 
 
-def test_an_input_whose_values_decide_a_shape_is_refused(tmp_path: Path) -> None:
+def top(folder: Path) -> OnnxModel:
+    """The k largest of each row of x float32 [n, 30]."""
+    inputs: list[Value] = [("x", FLOAT, ["n", 30]), ("k", INT64, [1])]
     node = helper.make_node("TopK", ["x", "k"], ["values", "indices"])
-    model = save(tmp_path, [node], [("x", FLOAT, ["n", 30]), ("k", INT64, [1])], [("values", FLOAT, ["n", "m"]), ("indices", INT64, ["n", "m"])])
-    (found,) = refusals(model)
-    assert (found.node, found.operator) == ("k", "input")
-    assert "decide a shape" in found.reason
+    return save(folder, [node], inputs, [("values", FLOAT, ["n", "m"]), ("indices", INT64, ["n", "m"])])
+
+
+def test_an_input_whose_values_decide_a_shape_builds_with_its_values(tmp_path: Path) -> None:
+    model = top(tmp_path)
+    assert refusals(model) == ()
+    profile = PROFILE.model_copy(update={"values": {"k": ValueRange(min=(1,), opt=(5,), max=(10,))}})
+    engine = tensorrt_rtx_.build(model, recipe(), BuildOptions(profiles=(profile,)), tmp_path)
+    assert [spec.location for spec in engine.inputs] == ["device", "host"]
+
+
+def test_an_input_whose_values_decide_a_shape_needs_them_in_the_profile(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"input 'k' decides a shape by its values\n  next: give `values: {k: "):
+        tensorrt_rtx_.build(top(tmp_path), recipe(), OPTIONS, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("operator", "domain", "remedy"),
+    [
+        ("Det", "", "simplifying folds it where its inputs are constant"),
+        ("Fancy", "com.acme", "load the library of its plugin (backend tensorrt: `tensorrt.plugins`)"),
+        ("ImageDecoder", "", "export with opset 19"),
+    ],
+)
+def test_the_remedy_fits_the_operator(tmp_path: Path, operator: str, domain: str, remedy: str) -> None:
+    node = helper.make_node(operator, ["x"], ["y"], domain=domain)
+    (found,) = refusals(save(tmp_path, [node], [("x", UINT8, ["n"])], [("y", UINT8, ["n", 3, 3])]))
+    assert remedy in found.remedy
+
+
+@pytest.mark.parametrize(("content", "reason"), [(None, "cannot open shared object file"), (b"no library", "file too short|invalid ELF header")])
+def test_a_plugin_library_that_cannot_be_loaded_is_named(tmp_path: Path, content: bytes | None, reason: str) -> None:
+    import tensorrt_rtx
+
+    plugin = tmp_path / "libplugin.so"
+    if content is not None:
+        plugin.write_bytes(content)
+    with pytest.raises(PlanError, match=rf"the plugin library '.*libplugin.so' cannot be loaded: .*({reason})"):
+        trt_parser.new_builder(tensorrt_rtx, (plugin,))
 
 
 def test_an_input_passed_through_is_refused(tmp_path: Path) -> None:

@@ -2,66 +2,21 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
-from functools import cache
+from contextlib import closing
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from pipeline import backends
-from pipeline.backends.base import Loaded, run_session
-from pipeline.core import BuildOptions, Engine, Precision, Recipe, Tensors
-from pipeline.errors import BackendUnavailable, CrucibleError, DataError, InternalError, StoreError, UnsupportedError
-from tests.conformance.models import CASES, Case, convolution, ramp, several, two_symbols
-
-ON_GPU = ("tensorrt", "tensorrt_rtx")
-GRAPH_BACKENDS = [  # the baselines run a module, not a graph: tests/backends
-    pytest.param(name, marks=pytest.mark.gpu) if name in ON_GPU else name for name in backends.BACKENDS if name != "pytorch"
-]
-CAPABILITY = {"tensorrt_rtx": "8.9"}  # a backend that builds for a GPU that is not here
+from pipeline.backends.base import run_session
+from pipeline.errors import InternalError
+from tests.conformance.engines import ON_CPU, RUNS, Open, build
+from tests.conformance.models import Case, convolution, several, two_symbols
 
 
-def build(backend: str, case: Case, out: Path) -> Engine:
-    recipe = Recipe(backend=backend, precision=Precision.FP32, compute_capability=CAPABILITY.get(backend))
-    options = BuildOptions(profiles=(case.profile,), threads=1)
-    out.mkdir(parents=True)
-    return backends.backend(backend).build(case.write(out.parent / f"{out.name}-source"), recipe, options, out, lambda fraction, text: None)
-
-
-@cache
-def obstacle(backend: str) -> str:
-    """Why no engine of this backend runs here; empty if one does."""
-    with TemporaryDirectory() as folder:
-        try:
-            backends.load(build(backend, several(), Path(folder) / "engine")).close()
-        except (BackendUnavailable, UnsupportedError) as error:
-            return error.message
-    return ""
-
-
-@pytest.fixture(params=GRAPH_BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    if why := obstacle(name):
-        pytest.skip(f"{name}: {why}")
-    return name
-
-
-Open = Callable[[Case], Loaded]
-
-
-@pytest.fixture
-def load(backend: str, tmp_path: Path) -> Iterator[Open]:
-    """Builds and loads a case, and closes it after the test."""
-    with ExitStack() as stack:
-        yield lambda case: stack.enter_context(closing(backends.load(build(backend, case, tmp_path / "engine"))))
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("backend", "case"), RUNS, indirect=["backend"])
 def test_answers_as_the_reference(load: Open, case: Case) -> None:
     with closing(load(case).session()) as session:
         for feeds in case.feeds:
@@ -70,7 +25,13 @@ def test_answers_as_the_reference(load: Open, case: Case) -> None:
             for name in expected:
                 assert got[name].dtype == expected[name].dtype
                 assert got[name].shape == expected[name].shape
-                np.testing.assert_allclose(got[name], expected[name], rtol=1e-5, atol=1e-5)
+                assert_close(got[name], expected[name])
+
+
+def assert_close(got: np.ndarray, expected: np.ndarray) -> None:
+    """Equal within 1e-5, of bfloat16 within its rounding."""
+    least = float(ml_dtypes.finfo(got.dtype).eps) if got.dtype == ml_dtypes.bfloat16 else 1e-5
+    np.testing.assert_allclose(got.astype(np.float64), expected.astype(np.float64), rtol=least, atol=least)
 
 
 def test_has_the_interface_of_the_model(load: Open, tmp_path: Path) -> None:
@@ -80,43 +41,13 @@ def test_has_the_interface_of_the_model(load: Open, tmp_path: Path) -> None:
         assert (session.inputs, session.outputs) == (model.inputs, model.outputs)
 
 
-@pytest.mark.parametrize(
-    ("feeds", "said"),
-    [
-        ({"x": ramp(2, 3)}, ["expected inputs 'x', 'mask'", "got 'x'"]),
-        ({"x": ramp(2, 3), "mask": ramp(2, 3, dtype="int64"), "z": ramp(1)}, ["got 'x', 'mask', 'z'"]),
-        ({"x": ramp(2, 3, dtype="float64"), "mask": ramp(2, 3, dtype="int64")}, ["'x' has dtype float64", "expected float32"]),
-        ({"x": ramp(2, 3).astype(">f4"), "mask": ramp(2, 3, dtype="int64")}, ["'x' has dtype >f4", "expected float32"]),
-        ({"x": ramp(6), "mask": ramp(2, 3, dtype="int64")}, ["'x' has rank 1", "expected rank 2"]),
-        ({"x": ramp(2, 3), "mask": ramp(2, 4, dtype="int64")}, ["'sequence' = 4", "gives 3"]),
-        ({"x": ramp(2, 17), "mask": ramp(2, 17, dtype="int64")}, ["sequence = 17", "sequence from 1 to 16"]),
-        ({"x": ramp(0, 3), "mask": ramp(0, 3, dtype="int64")}, ["batch = 0", "batch from 1 to 4"]),
-        ({"x": [[1.0, 2.0]], "mask": ramp(1, 2, dtype="int64")}, ["'x' is a list", "expected a numpy array"]),
-    ],
-)
-def test_refuses_wrong_feeds_with_expected_and_actual(load: Open, feeds: Tensors, said: list[str]) -> None:
-    good = two_symbols()
-    with closing(load(good).session()) as session:
-        run_session(session, good.feeds[1])
-        with pytest.raises(DataError) as caught:
-            session.bind(feeds)
-        assert all(text in caught.value.message for text in said)
-        assert caught.value.next_step
-        np.testing.assert_array_equal(run_session(session, good.feeds[0])["y"], good.expected(good.feeds[0])["y"])  # and goes on
-
-
-def test_refuses_a_wrong_fixed_dimension(load: Open) -> None:
-    with closing(load(convolution()).session()) as session, pytest.raises(DataError, match=r"shape \(1, 4, 8, 8\), expected"):
-        session.bind({"image": ramp(1, 4, 8, 8)})
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("backend", "case"), RUNS, indirect=["backend"])
 def test_the_caller_owns_the_outputs(load: Open, case: Case) -> None:
     with closing(load(case).session()) as session:
         feeds = {name: array.copy() for name, array in case.feeds[0].items()}
         first = run_session(session, feeds)
         kept = {name: array.copy() for name, array in first.items()}
-        second = run_session(session, {name: np.zeros_like(array) for name, array in feeds.items()})
+        second = run_session(session, {name: array if name in case.valued else np.zeros_like(array) for name, array in feeds.items()})
         for array in second.values():
             array[...] = 1  # may be written
         third = run_session(session, feeds)
@@ -188,19 +119,6 @@ def test_nothing_can_be_fetched_before_a_run(load: Open) -> None:
             session.fetch()
 
 
-def test_refuses_a_device_that_it_cannot_use(backend: str, tmp_path: Path) -> None:
-    engine = build(backend, several(), tmp_path / "engine")
-    with pytest.raises(UnsupportedError, match="'tpu:0'"):
-        backends.load(engine, "tpu:0")
-
-
-def test_a_damaged_engine_is_named(backend: str, tmp_path: Path) -> None:
-    engine = build(backend, several(), tmp_path / "engine")
-    engine.path.write_bytes(engine.path.read_bytes()[: engine.path.stat().st_size // 2])
-    with pytest.raises(StoreError, match=re.escape(str(engine.path))):
-        backends.load(engine)
-
-
 def test_times_a_region(load: Open) -> None:
     case = several()
     with closing(load(case).session()) as session:
@@ -209,16 +127,6 @@ def test_times_a_region(load: Open) -> None:
         run_session(session, case.feeds[0])
         timer.stop()
     assert 0 < timer.elapsed_s() < 60
-
-
-def test_refuses_an_engine_of_another_host(backend: str, tmp_path: Path) -> None:
-    engine = build(backend, several(), tmp_path / "engine")
-    foreign = engine.target.model_copy(update={"version": "0.1", "cpu_flags": ("sve2",), "device": "Another CPU"})
-    with pytest.raises(BackendUnavailable) as caught:
-        backends.load(engine.model_copy(update={"target": foreign}))
-    for text in ("0.1", engine.target.version, "sve2", "Another CPU"):
-        assert text in caught.value.message
-    assert caught.value.next_step
 
 
 def test_an_engine_holds_all_that_it_needs(backend: str, tmp_path: Path) -> None:
@@ -232,19 +140,8 @@ def test_an_engine_holds_all_that_it_needs(backend: str, tmp_path: Path) -> None
         assert run_session(session, case.feeds[0])["largest"] == 2
 
 
+@pytest.mark.parametrize("backend", ON_CPU, indirect=True)
 def test_the_same_input_gives_the_same_engine(backend: str, tmp_path: Path) -> None:
+    """Not on a GPU, where kernels are chosen by their times and an engine is named by what came of it."""
     one, again, other = (build(backend, case(), tmp_path / name) for name, case in (("a", several), ("b", several), ("c", convolution)))
     assert one.digest == again.digest != other.digest
-
-
-@pytest.mark.parametrize("name", backends.BACKENDS)
-def test_lacks_no_precision_silently(name: str, tmp_path: Path) -> None:
-    """A precision is built, or refused by name."""
-    backend = backends.backend(name)
-    model = several().write(tmp_path / "source")
-    for precision in set(Precision) - backend.PRECISIONS:
-        recipe = Recipe(backend=name, precision=precision, compute_capability=CAPABILITY.get(name))
-        with pytest.raises(CrucibleError) as caught:
-            backend.build(model, recipe, BuildOptions(profiles=()), tmp_path, lambda fraction, text: None)
-        assert isinstance(caught.value, BackendUnavailable | UnsupportedError)
-        assert caught.value.next_step

@@ -20,7 +20,7 @@ from pipeline.errors import ChildDied, PlanError
 from pipeline.graph import onnx_model
 from pipeline.measure import WarmUpOptions, warm_up
 from pipeline.report import BenchmarkFailure, BenchmarkReport
-from pipeline.stages.benchmark import NextShape, Ready, Take, Workload, benchmark, race, results, rows_per_run, take_block, with_threads
+from pipeline.stages.benchmark import NextShape, Ready, Take, Workload, benchmark, race, results, rows_per_run, take_block, values_at, with_threads
 
 X = TensorSpec(name="x", dtype="float32", shape=("batch", 4))
 Y = TensorSpec(name="y", dtype="float32", shape=("batch", 3))
@@ -264,6 +264,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> OnnxModel:
     graph = helper.make_graph([node], "g", inputs, outputs, [weight])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), folder / "model.onnx")
     return onnx_model(folder, "model.onnx")
+
+
+def test_values_that_decide_a_shape_go_with_the_sizes_of_their_point() -> None:
+    short, long = (Profile.model_validate({"dims": {"n": n}, "values": {"k": k}}) for n, k in (([1, 2, 4], [1, 3, 8]), ([8, 16, 32], [1, 10, 20])))
+    picked = {size: values_at({"n": size}, (short, long)) for size in (1, 2, 3, 4, 16, 99)}
+    assert picked == {1: {"k": (1,)}, 2: {"k": (3,)}, 3: {"k": (3,)}, 4: {"k": (8,)}, 16: {"k": (10,)}, 99: {}}
+    fixed = Profile.model_validate({"values": {"k": [1, 3, 8]}})
+    assert values_at({}, (fixed,)) == {"k": (3,)}
 
 
 @pytest.fixture(scope="module")

@@ -183,6 +183,18 @@ def test_a_pt2_whose_inputs_are_not_the_plans_is_refused(program: Path, tmp_path
         export(ModelSource(path=program, inputs=inputs), (ranges,), AUTO, (), tmp_path)
 
 
+def test_values_that_decide_a_shape_are_drawn_inside_their_range(tmp_path: Path) -> None:
+    """The model refuses a width below 2, so nothing else may be drawn, nor be made zero."""
+    width = TensorSpec(name="width", dtype="int64", shape=())
+    source = source_of("widened", TensorSpec(name="x", dtype="float32", shape=("batch", 3)), width)
+    profile = Profile.model_validate({"dims": {"batch": [2, 5, 9]}, "values": {"width": [2, 5, 9]}})
+    model = export(source, (profile,), AUTO, (), tmp_path)
+    assert [note.text for note in model.notes] == ["no data: the export is checked on generated inputs only"]
+    feeds = {"x": np.ones((3, 3), np.float32), "width": np.array(7)}
+    assert compare.open_reference(model.path)(feeds)[model.outputs[0].name].shape == (3, 7, 3)
+    assert model.outputs[0].shape[1] != "batch"  # though it was of the same size each time
+
+
 # --- .onnx ---
 
 

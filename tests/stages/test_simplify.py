@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.compare import open_reference
 from pipeline.config import SimplifyConfig
-from pipeline.core import DimRange, OnnxModel, Profile, Progress, Tensors, silent
+from pipeline.core import DimRange, OnnxModel, Profile, Progress, Tensors, ValueRange, silent
 from pipeline.graph import external_files, onnx_model, operator_histogram, read_proto, write_proto
 from pipeline.stages.simplify import simplify
 
@@ -325,6 +325,21 @@ def drop_nan(source: Path, target: Path, progress: Progress) -> None:
     proto.graph.node[3].input[1] = "clean"
     proto.graph.node.insert(3, onnx.helper.make_node("IsNaN", ["x"], ["lost"]))
     proto.graph.node.insert(4, onnx.helper.make_node("Where", ["lost", "zero", "x"], ["clean"]))
+    write_proto(proto, target)
+
+
+def test_values_that_decide_a_shape_are_drawn_inside_their_range(tmp_path: Path, out: Path) -> None:
+    """Not 0 or 1, as other integers are: k = 1, baked in, must be found out."""
+    source = model_from(tmp_path / "in", "g (float[N, 12] x, int64[1] k) => (float[N, M] y, int64[N, M] i) { y, i = TopK(x, k) }")
+    valued = (PROFILES[0].model_copy(update={"values": {"k": ValueRange(min=(1,), opt=(1,), max=(8,))}}),)
+    result = simplify(source, valued, SimplifyConfig(), (), out, silent, bake_k)
+    assert_rolled_back(result, source, "output 'y': expected float32[8, 8], got float32[8, 1]")
+
+
+def bake_k(source: Path, target: Path, progress: Progress) -> None:
+    proto = read_proto(source)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array([1]), "one"))
+    proto.graph.node[0].input[1] = "one"
     write_proto(proto, target)
 
 

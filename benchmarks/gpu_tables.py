@@ -1,0 +1,175 @@
+"""The parts of docs/ that come from a GPU host: from results/tensorrt_*.json and tests/gpu/results/*.json. Without these files they are empty."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, ROOT
+
+TESTS = ROOT / "tests" / "gpu" / "results"
+MODELS = {
+    "digits": "The CNN of `configs/digits.yaml`",
+    "minilm": "The sentence encoder of `configs/minilm.yaml`, with mask and padded lengths",
+    "resnet50": "ResNet-50 of `configs/resnet50.yaml`, random weights, for speed only",
+}
+CHOICE = "choice"
+
+Document = Mapping[str, Any]
+Row = Mapping[str, Any]
+
+
+def documents(folder: Path = RESULTS) -> dict[str, Document]:
+    """The results by model, in the order of MODELS."""
+    files = {model: folder / f"tensorrt_{model}.json" for model in MODELS}
+    return {model: json.loads(file.read_text(encoding="utf-8")) for model, file in files.items() if file.is_file()}
+
+
+# -- docs/benchmarks.md ------------------------------------------------------------------------------------------------
+
+
+def speed_section(found: Mapping[str, Document], tests: Path = TESTS) -> list[str]:
+    """Latency, build time and precision of every candidate on the GPU, as lines; none where there are no results."""
+    if not found:
+        return []
+    lines = [f"## TensorRT on one {_gpu(next(iter(found.values())))}", *_about(tests), ""]
+    for model, document in found.items():
+        lines += [f"### {MODELS[model]}", ""]
+        asked = [row for row in document["rows"] if row["part"] != CHOICE]
+        if asked:
+            lines += [*_speed_table(_once(asked)), ""]
+        if CHOICE in document["parts"]:
+            lines += [*_choice(document), ""]
+        lines += [f"- {'met' if met else '**missed**'}: {target}" for target, met in document["targets"].items()]
+        lines += [f"- **failed**: part `{name}`: {part['failed']}" for name, part in document["parts"].items() if "failed" in part]
+        lines += ["", _host(document), ""]
+    return lines
+
+
+def _about(tests: Path) -> list[str]:
+    lines = [
+        "`make bench` does not run this: `python benchmarks/tensorrt_compile.py` does, on a host with the GPU. Times are medians in ms, from host",
+        "arrays to host arrays and, after the slash, of the GPU's work alone; `ratio` is the median of PyTorch eager on the same GPU over this one.",
+        "Build times are those of one run, in this order, with one timing cache: what an earlier engine has timed, a later one need not.",
+        "`time by precision` is the share of an engine's time that it really ran in each; layers that only move or convert data count as `none`.",
+    ]
+    for file in sorted(tests.glob("*.json")):
+        document = json.loads(file.read_text(encoding="utf-8"))
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in document["counts"].items())
+        gpu = document["gpus"][0]["name"] if document["gpus"] else "no GPU"
+        when = f"{document['created'][:10]}, {document['seconds']:.0f} s"
+        lines += ["", f"`make test-gpu` on one {gpu} with TensorRT {document['tensorrt']}: {counts} ({when})."]
+    return lines
+
+
+def _once(rows: Iterable[Row]) -> list[Row]:
+    """The first row of each candidate: the baseline is measured in every part, and shown once."""
+    first: dict[str, Row] = {}
+    for row in rows:
+        first.setdefault(row["candidate"], row)
+    return list(first.values())
+
+
+def _speed_table(rows: list[Row]) -> list[str]:
+    sizes = [at["sizes"] for at in next((row["latency"] for row in rows if row.get("latency")), [])]
+    head = [
+        "candidate",
+        "state",
+        *(title for size in sizes for title in (f"ms at {_words(size)}", "ratio")),
+        "build s",
+        "engine MB",
+        "time by precision",
+    ]
+    return _table(head, [[row["candidate"], row["state"], *_times(row, len(sizes)), *_engine(row)] for row in rows])
+
+
+def _times(row: Row, sizes: int) -> list[str]:
+    cells = []
+    for at in row.get("latency", ()):
+        steady = "" if at["stable"] else " ~"
+        cells += [f"{_ms(at['end_to_end_ms'])} / {_ms(at['compute_ms'])}{steady}", _interval(at["ratio"], at["ratio_low"], at["ratio_high"], ".2f")]
+    return cells or ["-"] * (2 * sizes)
+
+
+def _engine(row: Row) -> list[str]:
+    seconds, size, shares = row.get("build_s"), row.get("engine_bytes"), row.get("time_share")
+    moving = f"; {row['moving_layers']} of {row['layers']} layers move data" if row.get("moving_layers") else ""
+    ran = ", ".join(f"{name} {share:.0%}" for name, share in shares.items()) + moving if shares else ""
+    said = "; ".join(filter(None, (ran, row.get("reason", ""))))
+    return ["-" if seconds is None else f"{seconds:.1f}", "-" if size is None else f"{size / 1e6:.1f}", _cell(said) or "-"]
+
+
+def _choice(document: Document) -> list[str]:
+    """What the plan as it is came to."""
+    part, rows = document["parts"][CHOICE], [row for row in document["rows"] if row["part"] == CHOICE]
+    tried = ", ".join(f"{row['candidate']} ({row['state']})" for row in rows if row["state"] != "baseline")
+    ended = f"chose **{part['winner']}** ({part['verdict']})" if part.get("winner") else "chose none"
+    return [f"Left to itself (the plan names no candidates), Crucible tried {tried or 'nothing'} and {ended}."]
+
+
+# -- docs/accuracy.md --------------------------------------------------------------------------------------------------
+
+
+def accuracy_section(found: Mapping[str, Document]) -> list[str]:
+    """Metric and drop of every candidate on the GPU, as lines; none where there are no results with a metric."""
+    judged = {model: _once(row for row in document["rows"] if row["state"] != "baseline") for model, document in found.items()}
+    judged = {model: rows for model, rows in judged.items() if any(row.get("metric") for row in rows)}
+    if not judged:
+        return []
+    lines = [
+        "## What each precision costs on a GPU",
+        f"TensorRT on one {_gpu(found[next(iter(judged))])}, on the selection sets, which had no part in calibration.",
+        "The reference is the PyTorch model in fp32 without TF32.",
+    ]
+    for model, rows in judged.items():
+        document = found[model]
+        limit = next(row for row in rows if row.get("metric"))
+        lines += ["", f"{MODELS[model]}: {limit['metric']} of the reference {limit['reference']:.4f}, on {limit['samples']} samples.", ""]
+        lines += _table(["candidate", limit["metric"], "drop (95 %)", "smallest cosine", "state"], [_judged(row) for row in rows])
+        lines += ["", _host(document)]
+    return lines
+
+
+def _judged(row: Row) -> list[str]:
+    if row.get("metric") is None:
+        return [row["candidate"], "-", "-", "-", _cell(f"{row['state']}: {row.get('reason', '')}")]
+    drop = _interval(row["drop"], row["drop_low"], row["drop_high"], "+.4f")
+    return [row["candidate"], f"{row['score']:.4f}", drop, f"{row['cosine']:.5f}", _cell(": ".join(filter(None, (row["state"], row["reason"]))))]
+
+
+# -- cells -------------------------------------------------------------------------------------------------------------
+
+
+def _table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
+    return [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _ms(value: float) -> str:
+    return f"{value:.3f}" if value < 10 else f"{value:.2f}"
+
+
+def _interval(value: float | None, low: float | None, high: float | None, form: str) -> str:
+    return "-" if value is None or low is None or high is None else f"{value:{form}} ({low:{form}} to {high:{form}})"
+
+
+def _words(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in sizes.items()) or "its one shape"
+
+
+def _gpu(document: Document) -> str:
+    return str(document["target"]["device"]).removeprefix("NVIDIA ")
+
+
+def _host(document: Document) -> str:
+    host, target = document["environment"], document["target"]
+    packages = ", ".join(f"{name} {host['packages'][name]}" for name in ("torch", "onnxruntime", "nvidia-modelopt") if name in host["packages"])
+    return (
+        f"{document['created'][:10]}, {target['device']}, driver {target['driver']}, TensorRT {target['version']}; "
+        f"{host['cpu']}, {host['cores']} cores, Python {host['python']}, {packages}."
+    )

@@ -1,0 +1,195 @@
+"""The timing cache's files, and who has the GPU to himself. TensorRT's own part is in test_tensorrt.py: it needs the GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from pipeline.backends import timing_cache
+from pipeline.backends.timing_cache import ABOUT, FILE, Attached, attach, folder, gpu_lock, keep, merge, other_processes, read, write
+from pipeline.core import Target
+
+TARGET = Target(backend="tensorrt", version="10.6.0", device="NVIDIA H200", compute_capability="9.0", driver="580.95.05")
+H200, OTHER = "GPU-6d5a129b", "GPU-11111111"
+
+
+@dataclass
+class Cache:
+    """A timing cache as TensorRT's behaves: entries that are combined, where the first of two equal keys stays."""
+
+    entries: dict[str, str] = field(default_factory=dict)
+
+    def combine(self, other: Cache, ignore_mismatch: bool) -> bool:
+        self.entries = other.entries | self.entries
+        return True
+
+    def serialize(self) -> bytes:
+        return json.dumps(self.entries, sort_keys=True).encode()
+
+
+@dataclass
+class Config:
+    """A builder's config that makes such caches; it refuses those of another device."""
+
+    device: str = "H200"
+    cache: Cache | None = None
+
+    def create_timing_cache(self, data: bytes) -> Cache | None:
+        try:
+            return Cache(json.loads(data or b"{}"))
+        except ValueError:
+            return None
+
+    def set_timing_cache(self, cache: Cache, ignore_mismatch: bool) -> bool:
+        self.cache = cache if cache.entries.get("device", self.device) == self.device else None
+        return self.cache is not None
+
+
+def nvidia_smi(folder: Path, *rows: str) -> str:
+    """A program that answers as nvidia-smi does."""
+    program = folder / "nvidia-smi"
+    program.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows))
+    program.chmod(0o755)
+    return str(program)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_read(own_home: Path) -> None:
+    assert read(TARGET) == b""
+    write(TARGET, b"\x00timings\xff")
+    assert read(TARGET) == b"\x00timings\xff"
+    assert sorted(file.name for file in folder(TARGET).iterdir()) == [FILE, ABOUT]
+    assert folder(TARGET).parent == own_home / "timing"
+
+
+def test_another_driver_shares_the_cache_another_gpu_or_version_does_not() -> None:
+    assert folder(TARGET.model_copy(update={"driver": "590.1"})) == folder(TARGET)
+    others = [{"version": "10.8.0"}, {"device": "NVIDIA H100"}, {"compute_capability": "8.0"}, {"backend": "tensorrt_rtx"}]
+    assert len({folder(TARGET), *(folder(TARGET.model_copy(update=other)) for other in others)}) == 5
+
+
+@pytest.mark.parametrize(("file", "content"), [(FILE, b"cut o"), (ABOUT, b"{"), (ABOUT, b"[]"), (ABOUT, b'{"sha256": "0"}'), (ABOUT, b"\xff")])
+def test_a_damaged_cache_is_no_cache(file: str, content: bytes) -> None:
+    write(TARGET, b"timings")
+    (folder(TARGET) / file).write_bytes(content)
+    assert read(TARGET) == b""
+    attached = attach(Config(), TARGET)
+    assert attached.cache.entries == {}
+    assert "was damaged and is made anew" in attached.notes[0]
+
+
+def test_a_cache_without_its_description_is_no_cache() -> None:
+    write(TARGET, b"timings")
+    (folder(TARGET) / ABOUT).unlink()
+    assert read(TARGET) == b""
+
+
+# -- a build's use of it -----------------------------------------------------------------------------------------------
+
+
+def test_the_first_build_starts_with_an_empty_cache_and_leaves_its_own() -> None:
+    config = Config()
+    attached = attach(config, TARGET)
+    assert (attached.cache.entries, attached.notes) == ({}, [])
+    attached.cache.entries["conv"] = "tactic 1"
+    assert keep(config, TARGET, attached) == ()
+    assert attach(Config(), TARGET).cache.entries == {"conv": "tactic 1"}
+
+
+@pytest.mark.parametrize("stored", [b"not a cache", b'{"device": "another"}'])
+def test_a_cache_that_tensorrt_does_not_take_is_replaced(stored: bytes) -> None:
+    write(TARGET, stored)
+    config = Config()
+    attached = attach(config, TARGET)
+    assert "was damaged" in attached.notes[0]
+    assert config.cache is attached.cache
+    attached.cache.entries["conv"] = "tactic 1"
+    assert keep(config, TARGET, attached) == tuple(attached.notes)
+    assert json.loads(read(TARGET))["conv"] == "tactic 1"
+
+
+def test_what_another_build_wrote_meanwhile_stays() -> None:
+    config = Config()
+    mine = attach(config, TARGET)
+    write(TARGET, b'{"gemm": "tactic 2"}')
+    mine.cache.entries["conv"] = "tactic 1"
+    merge(config, TARGET, mine.cache)
+    assert json.loads(read(TARGET)) == {"conv": "tactic 1", "gemm": "tactic 2"}
+
+
+def test_a_build_that_timed_nothing_new_writes_nothing() -> None:
+    write(TARGET, b'{"conv": "tactic 1"}')
+    before = (folder(TARGET) / FILE).stat()
+    config = Config()
+    merge(config, TARGET, attach(config, TARGET).cache)
+    assert (folder(TARGET) / FILE).stat() == before
+
+
+def test_times_taken_beside_another_process_are_not_kept() -> None:
+    config = Config()
+    attached = attach(config, TARGET)
+    attached.cache.entries["conv"] = "slower than it is"
+    notes = keep(config, TARGET, Attached(attached.cache, others=(4711, 42)))
+    assert notes == ("timing cache not filled: another process used the GPU (process 42, 4711)",)
+    assert read(TARGET) == b""
+
+
+# -- the GPU to itself -------------------------------------------------------------------------------------------------
+
+
+def test_other_processes_are_found_on_the_gpu_that_is_used(tmp_path: Path) -> None:
+    command = nvidia_smi(tmp_path, f"{H200}, 4194301", f"{OTHER}, 4194302", f"{H200}, [N/A]")
+    assert other_processes(H200, command) == (4194301,)
+    assert other_processes("", command) == (4194301, 4194302)
+
+
+def test_this_process_its_parents_and_its_children_are_not_others(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        command = nvidia_smi(tmp_path, *(f"{H200}, {pid}" for pid in (os.getpid(), os.getppid(), child.pid)))
+        found = other_processes(H200, command)
+        child.kill()
+    assert found == ()
+
+
+def test_without_the_tool_nobody_else_is_known() -> None:
+    assert other_processes(H200, "no-such-program") == ()
+
+
+def test_a_second_build_on_one_gpu_waits_and_says_so(own_home: Path) -> None:
+    said, waiting, done = [], threading.Event(), threading.Event()
+
+    def progress(fraction: float | None, text: str) -> None:
+        said.append((fraction, text))
+        waiting.set()
+
+    def second() -> None:
+        with gpu_lock(H200, progress):
+            done.set()
+
+    (own_home / "locks").mkdir()
+    with FileLock(own_home / "locks" / f"gpu-{H200}.lock"):
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert waiting.wait(20)
+        assert not done.is_set()
+    assert done.wait(20)
+    thread.join()
+    assert said == [(None, "another build uses this GPU; waiting")]
+
+
+def test_a_gpu_that_is_free_is_taken_without_a_word_and_given_back() -> None:
+    said: list[str] = []
+    for _ in range(2):
+        with gpu_lock(H200, lambda fraction, text: said.append(text)), gpu_lock(OTHER, lambda fraction, text: said.append(text)):
+            pass
+    assert said == []
+    assert timing_cache.home().joinpath("locks").is_dir()

@@ -1,0 +1,112 @@
+"""A backend for tests that computes true fp16 and bf16 on a CPU, slowly, and a way to run stages in this process, where it is known."""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from onnx.reference import ReferenceEvaluator
+
+from pipeline.backends.base import Loaded, Session, no_layers
+from pipeline.backends.checks import HostTimer, engine_digest
+from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Progress, Recipe, Refusal, Target, Tensors, silent
+from pipeline.errors import UnsupportedError
+from pipeline.report import Benchmarks
+from pipeline.stages.benchmark import benchmark
+from tests.fixtures_report import benchmark as made_up_benchmark
+
+
+class Halves:
+    """A backend that runs graphs by ONNX's reference implementation: what is fp16 in the graph is computed in fp16, and overflows."""
+
+    PRECISIONS = frozenset(Precision)
+    DISTRIBUTIONS: tuple[str, ...] = ()
+    layers = staticmethod(no_layers)
+
+    def __init__(
+        self,
+        name: str = "halves",
+        at_opt: Mapping[int, Path] | None = None,
+        refused: frozenset[Precision] = frozenset(),
+        wrong: frozenset[Precision] = frozenset(),
+    ) -> None:
+        self.name, self.built = name, list[str]()
+        self.at_opt = at_opt or {}  # opt of the batch -> the graph that engines tuned for it compute
+        self.refused, self.wrong = refused, wrong
+
+    def probe(self) -> Target:
+        return Target(backend=self.name, version="1", device="a double")
+
+    def check_recipe(self, recipe: Recipe, target: Target) -> None:
+        """Takes all."""
+
+    def unsupported(self, model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()) -> tuple[Refusal, ...]:
+        return ()
+
+    def build(self, model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress) -> Engine:
+        if recipe.precision in self.refused:
+            raise UnsupportedError(f"no {recipe.precision} here", "another GPU")
+        self.built.append(recipe.label)
+        shutil.copyfile(model.path, out / "model.onnx")
+        return Engine(
+            root=out,
+            file="model.onnx",
+            digest=engine_digest(model, recipe, options, self.probe()),
+            target=self.probe(),
+            recipe=recipe,
+            inputs=model.inputs,
+            outputs=model.outputs,
+            profiles=options.profiles,
+            threads=1,
+            size_bytes=model.path.stat().st_size,
+        )
+
+    def load(self, engine: Engine, device: str = "") -> Loaded:
+        path = self.at_opt.get(engine.profiles[0].dims["batch"].opt, engine.path)
+        return HalvesLoaded(engine, ReferenceEvaluator(str(path)), engine.recipe.precision in self.wrong)
+
+
+class HalvesLoaded:
+    def __init__(self, engine: Engine, evaluator: ReferenceEvaluator, wrong: bool) -> None:
+        self.engine, self.evaluator, self.wrong = engine, evaluator, wrong
+
+    def session(self, profile: int = 0) -> Session:
+        return HalvesSession(self)
+
+    def close(self) -> None: ...
+
+
+class HalvesSession:
+    def __init__(self, loaded: HalvesLoaded) -> None:
+        self.inputs, self.outputs = loaded.engine.inputs, loaded.engine.outputs
+        self.loaded, self.feeds = loaded, {}
+        self.results: list[np.ndarray[Any, Any]] = []
+
+    def bind(self, feeds: Tensors) -> None:
+        self.feeds = dict(feeds)
+
+    def execute(self) -> None:
+        with np.errstate(all="ignore"):
+            self.results = [-each if self.loaded.wrong else each for each in self.loaded.evaluator.run(None, self.feeds)]
+
+    def fetch(self) -> Tensors:
+        return dict(zip([spec.name for spec in self.outputs], self.results, strict=True))
+
+    def upload(self) -> None: ...
+    def download(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def close(self) -> None: ...
+
+    def timer(self) -> HostTimer:
+        return HostTimer()
+
+
+def run_here(function: Callable[..., Any], *arguments: Any, name: str, log: Path | None = None, progress: Progress = silent) -> Any:
+    """Stages in this process, where the double is known; latencies are made up, an engine of 16 bits the fastest."""
+    if function is not benchmark:
+        return function(*arguments, progress)
+    engines: Sequence[Engine] = arguments[0]
+    times = {engine.recipe.label: 2.0 if engine.recipe.precision in (Precision.FP16, Precision.BF16) else 4.0 for engine in engines}
+    results = tuple(made_up_benchmark(label, ms, None if index == 0 else 4.0) for index, (label, ms) in enumerate(times.items()))
+    return Benchmarks(created="2026-03-02T10:11:00+00:00", results=results)

@@ -1,0 +1,67 @@
+"""What tests on a real GPU share: its memory as everybody sees it, a process that takes that memory, and a model that builds for long."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from pipeline.backends import cuda
+from pipeline.core import DimRange, OnnxModel, Profile
+from pipeline.graph import onnx_model
+from pipeline.process import Channel
+
+MIB = 2**20
+SLACK_BYTES = 64 * MIB  # the driver's own, which comes and goes
+POLL_S = 0.1
+LAYERS = 40  # convolutions, each of another shape: every one is timed on its own
+
+
+def used_bytes() -> int:
+    """Memory of the first GPU in use by all processes."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) * MIB
+
+
+def wait_for(reached: int, above: bool, limit_s: float) -> float:
+    """Seconds until the memory in use is above, or at most, `reached`; AssertionError after `limit_s`."""
+    start = time.monotonic()
+    while ((now := used_bytes()) > reached) != above:
+        assert time.monotonic() - start < limit_s, (
+            f"{now / MIB:.0f} MiB in use after {limit_s} s, expected {'over' if above else 'at most'} {reached / MIB:.0f}"
+        )
+        time.sleep(POLL_S)
+    return time.monotonic() - start
+
+
+def hold_memory(channel: Channel, leave_bytes: int) -> None:
+    """Runs in a child: take all of the GPU's memory but `leave_bytes`, say how much is left, and hold it until the parent speaks or ends."""
+    rt = cuda.runtime()
+    cuda.use_device(rt, 0)
+    free, _ = cuda.free_and_total_bytes(rt)
+    cuda.check(rt, rt.cudaMalloc(free - leave_bytes))
+    channel.send(cuda.free_and_total_bytes(rt)[0])
+    channel.receive()
+
+
+def slow_model(folder: Path) -> tuple[OnnxModel, Profile]:
+    """x [batch, 3, 64, 64] fp32 through convolutions of growing width -> y [batch, channels, 64, 64]; weights are random."""
+    random = np.random.default_rng(0)
+    widths = [3, *(64 + 3 * layer for layer in range(LAYERS))]
+    nodes, weights = [], []
+    for layer, (before, after) in enumerate(itertools.pairwise(widths)):
+        weight = random.normal(0, (9 * before) ** -0.5, (after, before, 3, 3)).astype(np.float32)
+        weights.append(numpy_helper.from_array(weight, f"w{layer}"))
+        nodes.append(helper.make_node("Conv", [f"x{layer}", f"w{layer}"], [f"c{layer}"], name=f"conv{layer}", pads=[1, 1, 1, 1]))
+        nodes.append(helper.make_node("Relu", [f"c{layer}"], [f"x{layer + 1}"], name=f"relu{layer}"))
+    inputs = [helper.make_tensor_value_info("x0", TensorProto.FLOAT, ["batch", 3, 64, 64])]
+    outputs = [helper.make_tensor_value_info(f"x{LAYERS}", TensorProto.FLOAT, ["batch", widths[-1], 64, 64])]
+    graph = helper.make_graph(nodes, "slow", inputs, outputs, weights)
+    folder.mkdir()
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), folder / "model.onnx")
+    return onnx_model(folder, "model.onnx"), Profile(dims={"batch": DimRange(min=1, opt=8, max=16)})

@@ -1,0 +1,116 @@
+"""Which GPU tests ran, how they ended and where, as JSON; and on a host that cannot run them, how many were skipped and why."""
+
+from __future__ import annotations
+
+import datetime as dt
+import functools
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.backends import tensorrt_
+from pipeline.errors import BackendUnavailable
+from pipeline.gpu import Gpus
+from pipeline.measure import environment
+
+WORST_FIRST = ("error", "failed", "skipped", "passed")
+LONGEST_REASON = 500
+
+
+def obstacle(gpus: Gpus) -> str:
+    """Why no GPU test can run here; empty if they can."""
+    if not gpus.devices:
+        return "no NVIDIA GPU"
+    try:
+        tensorrt_.probe()
+    except BackendUnavailable as error:
+        return error.message
+    return ""
+
+
+@dataclass
+class GpuTest:
+    """One GPU test: its setup, call and teardown together."""
+
+    outcome: str = "passed"
+    seconds: float = 0.0
+    reason: str = ""
+
+    def add(self, report: pytest.TestReport) -> None:
+        """Count one phase; the worst outcome stays."""
+        self.seconds = round(self.seconds + report.duration, 3)
+        outcome = "error" if report.failed and report.when != "call" else report.outcome
+        if outcome != "passed" and WORST_FIRST.index(outcome) < WORST_FIRST.index(self.outcome):
+            self.outcome, self.reason = outcome, _reason(report)[:LONGEST_REASON]
+
+
+def _reason(report: pytest.TestReport) -> str:
+    """`Skipped: why`, or the line that pytest prints of a failure."""
+    if isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2]).removeprefix("Skipped: ")
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return str(crash.message if crash else report.longrepr)
+
+
+@dataclass(eq=False)  # pytest keeps its plugins in sets
+class GpuTests:
+    """A plugin of pytest. With a file for the results, a run on a GPU host in which no GPU test passed is a failure."""
+
+    gpus: Gpus
+    file: Path | None = None
+    tests: dict[str, GpuTest] = field(default_factory=dict)
+
+    @functools.cached_property
+    def why_not(self) -> str:
+        return obstacle(self.gpus)
+
+    @pytest.hookimpl(trylast=True)  # after `-m` has chosen
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        chosen = [item for item in items if item.get_closest_marker("gpu")]
+        self.tests = {item.nodeid: GpuTest() for item in chosen}
+        if chosen and self.why_not:
+            for item in chosen:
+                item.add_marker(pytest.mark.skip(reason=f"GPU test: {self.why_not}"))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.nodeid in self.tests:
+            self.tests[report.nodeid].add(report)
+            if report.when == "teardown":
+                self.write(finished=False)  # so that a run which is cut short leaves what it found
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        self.write(finished=True)
+        if self.file and self.gpus.devices and not self.counts().get("passed") and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self.tests and self.why_not:
+            terminalreporter.write_line(f"{self.counts().get('skipped', 0)} GPU tests skipped: {self.why_not}", yellow=True)
+        elif self.tests:
+            said = ", ".join(f"{count} {outcome}" for outcome, count in self.counts().items())
+            terminalreporter.write_line(f"{len(self.tests)} GPU tests: {said}" + f"; results in {self.file}" * bool(self.file))
+
+    def counts(self) -> dict[str, int]:
+        outcomes = [test.outcome for test in self.tests.values()]
+        return {outcome: outcomes.count(outcome) for outcome in reversed(WORST_FIRST) if outcome in outcomes}
+
+    def write(self, finished: bool) -> None:
+        """The results so far, with the environment they were taken in."""
+        if self.file is None:
+            return
+        document = {
+            "created": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+            "finished": finished,
+            "counts": self.counts(),
+            "seconds": round(sum(test.seconds for test in self.tests.values()), 1),
+            "tensorrt": "" if self.why_not else tensorrt_.probe().version,
+            "gpus": [gpu.model_dump() for gpu in self.gpus.devices],
+            "skipped_because": self.why_not,
+            "environment": environment().model_dump(mode="json"),
+            "tests": [{"test": name, **vars(test)} for name, test in self.tests.items()],
+        }
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

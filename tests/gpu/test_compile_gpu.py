@@ -1,0 +1,93 @@
+"""Whole compiles on a real GPU: the digits of the demo, with the candidates that Crucible chooses by itself, and what is delivered of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.backends import tensorrt_, trt_library
+from pipeline.compile import compile_plan, publish_report
+from pipeline.config import load_plan
+from pipeline.core import Precision
+from pipeline.precision import time_by_precision
+from pipeline.report import Candidate, Report
+from pipeline.runner import Runner
+from pipeline.store import Store
+from tests.fixtures_cli import crucible
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).parents[2]
+SHORT = ("benchmark.duration_s=0.2", "benchmark.sizes=[{batch: 1}]")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
+    """The demo's report and the folder it was delivered to; nothing in it names a backend."""
+    folder = tmp_path_factory.mktemp("digits")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CRUCIBLE_HOME", str(folder / "home"))  # the timing cache's
+        report = compile_plan(load_plan(ROOT / "configs" / "digits.yaml", SHORT), Runner(Store(folder / "home")), "crucible compile digits.yaml")
+        publish_report(report, folder / "out")
+    return report, folder / "out"
+
+
+@pytest.fixture(scope="module")
+def candidates(compiled: tuple[Report, Path]) -> dict[str, Candidate]:
+    return {candidate.label: candidate for candidate in compiled[0].candidates}
+
+
+def expected_labels() -> set[str]:
+    """What Crucible tries by itself with calibration data; TensorRT 11 knows no implicit int8."""
+    labels = {"tensorrt fp16", "tensorrt int8 entropy s8s8"}
+    target = tensorrt_.probe()
+    labels |= {"tensorrt bf16"} if trt_library.numbers(target.compute_capability or "") >= (8, 0) else set()
+    return labels | ({"tensorrt int8 implicit entropy"} if trt_library.numbers(target.version) < (11,) else set())
+
+
+def test_the_digits_end_accepted_with_an_engine_of_tensorrt(compiled: tuple[Report, Path]) -> None:
+    report, folder = compiled
+    assert report.verdict == "accepted", report.reasons
+    assert (report.winner or "").startswith("tensorrt ")
+    assert report.validation is not None
+    assert report.validation.metric is not None
+    assert report.validation.metric.drop <= 0.01
+    assert report.environment.gpus
+    for file in ("report.json", "report.md", "report.html"):
+        assert (folder / file).stat().st_size > 1000
+
+
+def test_crucible_tries_16_bits_and_both_ways_to_int8_by_itself(candidates: dict[str, Candidate]) -> None:
+    assert set(candidates) == expected_labels()
+    for label, candidate in candidates.items():
+        assert candidate.state == "measured", f"{label}: {candidate.reason}"
+        assert candidate.selection is not None
+        assert candidate.selection.metric is not None
+        assert candidate.selection.metric.drop <= 0.01, label
+        assert candidate.benchmark is not None
+
+
+def test_every_engine_shows_what_it_really_runs(candidates: dict[str, Candidate]) -> None:
+    for label, candidate in candidates.items():
+        assert candidate.layers is not None, label
+        shares = time_by_precision(candidate.layers)
+        assert shares.get(candidate.recipe.precision, 0.0) > 0, f"{label}: {shares}"
+        assert shares.get("unknown", 0.0) < 0.1, f"{label}: {shares}"
+        if candidate.recipe.precision is Precision.FP16:
+            assert shares.get("fp32", 0.0) < 0.5, f"{label}: {shares}"
+
+
+def test_the_delivered_engine_proves_itself_again(compiled: tuple[Report, Path], tmp_path: Path) -> None:
+    done = crucible("validate", compiled[1], cwd=tmp_path, env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    assert done.code == 0, done.err
+    assert done.summary["role"] == "validation"
+
+
+def test_doctor_names_the_gpu_and_what_tensorrt_can_do_on_it() -> None:
+    done = crucible("doctor", env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    target = tensorrt_.probe()
+    assert done.code == 0, done.err
+    assert target.device in done.out
+    assert target.version in done.out

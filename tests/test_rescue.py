@@ -1,0 +1,313 @@
+"""The recipe of experience: decisions from made-up evidence, the ranking on a real graph, whole compiles on a backend that computes true fp16."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.backends import BACKENDS
+from pipeline.compile import compile_plan
+from pipeline.config import load_plan
+from pipeline.core import DimRange, Precision, Profile, Recipe
+from pipeline.data import SelectionSet, open_set
+from pipeline.errors import InternalError, UnsupportedError
+from pipeline.graph import onnx_model
+from pipeline.report import Candidate, Report, State
+from pipeline.rescue import Attempt, Skipped, Tried, cuts, ends, in_bf16, in_fp32, story, to_rescue, with_nodes_kept, with_opt_moved
+from pipeline.runner import Runner
+from pipeline.stages.convert import convert
+from pipeline.stages.rank import MOST_ERROR, NodeHarm, NodeRanking, rank_nodes, relative_error
+from pipeline.store import Store
+from tests.fixtures_cli import overflowing_task
+from tests.fixtures_halves import Halves, run_here
+from tests.fixtures_report import selection
+
+FP16 = Recipe(backend="tensorrt", precision=Precision.FP16)
+PROFILE = Profile(dims={"batch": DimRange(min=1, opt=8, max=32)})
+
+
+def candidate(recipe: Recipe = FP16, state: State = "failed accuracy", reason: str = "output 'y': 120 values are NaN on one side only") -> Candidate:
+    report = selection(0.1 if state == "failed accuracy" else 0.002, 0.9)
+    return Candidate(label=recipe.label, recipe=recipe, state=state, reason="" if state == "measured" else reason, selection=report)
+
+
+def harm(name: str, largest: float = 1.0, error: float = 0.0) -> NodeHarm:
+    return NodeHarm(node=name, operator="MatMul", largest=largest, error=error)
+
+
+# --- which candidates, and which steps ---
+
+
+def test_one_failed_fp16_candidate_of_each_kind_is_rescued() -> None:
+    by_flags = FP16.model_copy(update={"realised_in": "flags"})
+    everywhere = FP16.model_copy(update={"hardware_compatible": True})
+    failed = [candidate(by_flags), candidate(FP16), candidate(everywhere)]
+    assert [each.recipe for each in to_rescue(failed)] == [FP16, everywhere]
+
+
+@pytest.mark.parametrize("state", ["measured", "mislabelled", "refused", "failed", "built"])
+def test_only_a_failed_accuracy_is_rescued(state: State) -> None:
+    assert to_rescue([candidate(state=state), candidate(Recipe(backend="tensorrt", precision=Precision.BF16))]) == ()
+
+
+def test_nothing_is_rescued_where_another_fp16_engine_of_the_kind_passed() -> None:
+    kept = FP16.model_copy(update={"keep_fp32": ("norm",)})
+    assert to_rescue([candidate(FP16), candidate(kept, "measured")]) == ()
+
+
+def test_fp32_and_bf16_are_the_recipes_that_a_plan_would_name() -> None:
+    failed = candidate(FP16.model_copy(update={"keep_fp32": ("norm",), "hardware_compatible": True}))
+    assert in_fp32(failed).recipe == Recipe(backend="tensorrt", precision=Precision.FP32, hardware_compatible=True)
+    assert in_bf16(failed).recipe.label == "tensorrt bf16 hardware_compatible"
+
+
+def test_opt_moves_to_min_and_to_max_and_the_range_stays() -> None:
+    moves = with_opt_moved(candidate(), (PROFILE,))
+    assert [move.words for move in moves] == ["opt shape moved to min", "opt shape moved to max"]
+    ranges = [move.profiles[0].dims["batch"] for move in moves if isinstance(move, Attempt) and move.profiles]
+    assert [(each.min, each.opt, each.max) for each in ranges] == [(1, 1, 32), (1, 32, 32)]
+    assert len({move.recipe.label for move in moves if isinstance(move, Attempt)}) == 2
+
+
+def test_opt_that_is_min_already_moves_to_max_only_and_an_empty_batch_is_tuned_for_one() -> None:
+    first, second = (Profile(dims={"batch": DimRange(min=low, opt=opt, max=32)}) for low, opt in ((1, 1), (0, 8)))
+    assert [move.words for move in with_opt_moved(candidate(), (first,))] == ["opt shape moved to max"]
+    emptied = with_opt_moved(candidate(), (second,))[0]
+    assert isinstance(emptied, Attempt)
+    assert emptied.profiles is not None
+    assert emptied.profiles[0].dims["batch"].opt == 1
+
+
+def test_fixed_shapes_have_no_opt_to_move() -> None:
+    for profiles in ((Profile(),), (Profile(dims={"batch": DimRange(min=4, opt=4, max=4)}),)):
+        assert with_opt_moved(candidate(), profiles) == (Skipped("opt shape moved", "nothing to move: all shapes are fixed"),)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "overflowing", "kept"), [(20, 0, (5, 10, 20)), (20, 6, (6, 13, 20)), (6, 6, (6,)), (3, 0, (1, 2, 3)), (1, 0, (1,)), (2, 1, (1, 2))]
+)
+def test_what_overflows_is_kept_together_then_more(nodes: int, overflowing: int, kept: tuple[int, ...]) -> None:
+    assert cuts(nodes, overflowing) == kept
+
+
+def test_nodes_are_kept_by_their_names_whatever_these_hold_and_labels_stay_short() -> None:
+    ranking = NodeRanking(nodes=tuple(harm(f"layer[{n}]/up*", largest=1e5 if n < 3 else 1.0) for n in range(40)))
+    attempts = [each for each in with_nodes_kept(candidate(FP16.model_copy(update={"keep_fp32": ("norm",)})), ranking) if isinstance(each, Attempt)]
+    assert [len(each.recipe.keep_fp32) for each in attempts] == [4, 23, 41]
+    assert attempts[0].recipe.keep_fp32[:2] == ("norm", "layer[[]0]/up[*]")
+    assert attempts[0].words.startswith("3 nodes of 40, 'layer[0]/up*' (values up to 1e+05)")
+    labels = [each.recipe.label for each in attempts]
+    assert len(set(labels)) == 3
+    assert labels[2].startswith("tensorrt rescued fp16 keep norm and 40 more (")
+    assert max(map(len, labels)) < 80
+
+
+def test_two_lists_of_one_length_have_labels_of_their_own() -> None:
+    first, second = (FP16.model_copy(update={"keep_fp32": ("a", "b", "c", last)}) for last in ("d", "e"))
+    assert first.label != second.label
+
+
+@pytest.mark.parametrize(("failure", "why"), [("", "on 7 samples"), ("memory ran out", "memory ran out")])
+def test_without_a_node_to_keep_the_step_says_why(failure: str, why: str) -> None:
+    (skipped,) = with_nodes_kept(candidate(), NodeRanking(samples=7, failure=failure))
+    assert isinstance(skipped, Skipped)
+    assert why in skipped.why
+
+
+# --- when it ends, and what it tells ---
+
+FP32_FINE = Tried(in_fp32(candidate()), candidate(in_fp32(candidate()).recipe, "measured"))
+
+
+def tried(attempt: Attempt | Skipped, state: State) -> Tried:
+    assert isinstance(attempt, Attempt)
+    return Tried(attempt, candidate(attempt.recipe, state))
+
+
+def test_fp32_that_fails_ends_it_and_fp16_is_not_to_blame() -> None:
+    failed = tried(in_fp32(candidate()), "failed accuracy")
+    assert ends(failed)
+    found = story(candidate(), [failed])
+    assert "fp16 is not the cause" in found.conclusion
+    assert found.steps[0].outcome == "failed accuracy: output 'y': 120 values are NaN on one side only"
+
+
+@pytest.mark.parametrize("state", ["measured", "failed", "refused", "mislabelled", "built"])
+def test_fp32_that_passes_or_cannot_be_had_goes_on(state: State) -> None:
+    assert not ends(tried(in_fp32(candidate()), state))
+
+
+def test_the_first_engine_that_passes_ends_it() -> None:
+    moved = with_opt_moved(candidate(), (PROFILE,))[0]
+    assert ends(tried(moved, "measured"))
+    assert not any(ends(tried(moved, state)) for state in ("failed accuracy", "failed", "mislabelled"))
+
+
+def test_the_story_names_each_step_and_what_mended_it() -> None:
+    kept = with_nodes_kept(candidate(), NodeRanking(nodes=(harm("up", 2.4e5), harm("down", 2.4e5))))[0]
+    moved = with_opt_moved(candidate(), (PROFILE,))
+    found = story(candidate(), [FP32_FINE, *(tried(move, "failed accuracy") for move in moved), tried(kept, "measured")])
+    assert [step.step for step in found.steps] == [
+        "fp32 without TF32",
+        "opt shape moved to min",
+        "opt shape moved to max",
+        "2 nodes of 2, 'up' (values up to 2.4e+05), 'down' (values up to 2.4e+05), kept in fp32",
+    ]
+    assert found.steps[0].outcome == "passed, top1 drop 0.0020: fp16 is the cause"
+    assert found.steps[3].label == "tensorrt rescued fp16 keep up,down"
+    assert "`keep_fp32`: ['up', 'down']" in found.conclusion
+
+
+def test_opt_or_bf16_that_mends_it_is_said() -> None:
+    moved = tried(with_opt_moved(candidate(), (PROFILE,))[0], "measured")
+    assert "opt shape moved to min" in story(candidate(), [FP32_FINE, moved]).conclusion
+    assert "bf16 keeps the accuracy" in story(candidate(), [FP32_FINE, tried(in_bf16(candidate()), "measured")]).conclusion
+
+
+def test_the_last_advice_is_a_model_trained_in_16_bits() -> None:
+    skipped = Skipped("opt shape moved", "nothing to move: all shapes are fixed")
+    found = story(candidate(), [FP32_FINE, skipped, tried(in_bf16(candidate()), "failed accuracy")])
+    assert "train or fine-tune" in found.conclusion
+    assert [(step.label, step.outcome) for step in found.steps][1] == ("", "nothing to move: all shapes are fixed")
+
+
+# --- the ranking ---
+
+
+def ranked(folder: Path, worst: tuple[int, ...] = ()) -> NodeRanking:
+    """The nodes of the overflowing model as fp16 sees them."""
+    plan = load_plan(overflowing_task(folder))
+    model = onnx_model(folder, "model.onnx")
+    samples = open_set(SelectionSet, plan.data.selection or (), model.inputs, plan.profiles)
+    for made in ("fp16", "rank"):
+        (folder / made).mkdir()
+    low = convert(model, FP16, None, samples.first(4), folder / "fp16")
+    return rank_nodes(low, samples, worst, folder / "rank")
+
+
+def test_what_overflows_ranks_first_and_plain_layers_do_not_rank(tmp_path: Path) -> None:
+    found = ranked(tmp_path)
+    assert [each.node for each in found.nodes if each.overflows] == ["up", "wide_relu", "down"]
+    assert "norm" in [each.node for each in found.nodes if not each.overflows]
+    assert not {"stem", "trunk", "mid", "classifier"} & {each.node for each in found.nodes}
+    assert found.samples == 128
+    assert list((tmp_path / "rank").iterdir()) == []  # a graph with shadows is as large as the model
+
+
+def test_the_worst_samples_are_looked_at_wherever_they_lie(tmp_path: Path) -> None:
+    assert ranked(tmp_path, worst=(239,)).samples > 128
+
+
+def test_the_error_is_relative_and_bounded() -> None:
+    exact = np.asarray([3.0, 4.0], np.float32)
+    assert relative_error(exact, exact) == 0.0
+    assert relative_error(exact, exact * np.float32(1.25)) == pytest.approx(0.25)
+    assert relative_error(exact, exact * np.float32(1e6)) == MOST_ERROR
+    assert relative_error(exact * 0, exact) == MOST_ERROR
+    assert relative_error(np.asarray([np.inf, 1.0], np.float32), np.asarray([np.inf, 1.0], np.float32)) == 0.0
+
+
+# --- a whole compile ---
+
+
+def rescued(monkeypatch: pytest.MonkeyPatch, folder: Path, double: Halves, run: Callable[..., Any] = run_here, **changes: object) -> Report:
+    """A compile of the overflowing model for fp16 on the double."""
+    monkeypatch.setitem(BACKENDS, "halves", double)
+    plan = overflowing_task(folder, **{"candidates": [{"backend": "halves", "precision": "fp16"}], "simplify": {"enabled": False}, **changes})
+    return compile_plan(load_plan(plan), Runner(Store(folder / "home"), run=run), "crucible compile plan.yaml")
+
+
+def outcomes(report: Report) -> list[tuple[str, str]]:
+    return [(each.label, each.state) for each in report.candidates]
+
+
+def test_a_model_that_overflows_in_fp16_ends_accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    report = rescued(monkeypatch, tmp_path, Halves())
+    assert outcomes(report) == [
+        ("halves fp16", "failed accuracy"),
+        ("halves fp32", "measured"),
+        ("halves opt-min fp16", "failed accuracy"),
+        ("halves opt-max fp16", "failed accuracy"),
+        (report.candidates[4].label, "failed accuracy"),
+        (kept := report.candidates[5].label, "measured"),
+    ]
+    assert "NaN" in report.candidates[0].reason
+    assert (report.verdict, report.winner) == ("accepted", kept)
+    assert kept.startswith("halves rescued fp16 keep up and 3 more (")
+    assert report.candidates[4].recipe.keep_fp32 == ("up", "wide_relu", "down")  # what overflows between nodes
+    assert report.candidates[5].recipe.keep_fp32 == ("up", "wide_relu", "down", "norm")  # whose sum of squares overflows in true fp16
+    (found,) = report.rescues
+    assert found.label == "halves fp16"
+    assert [step.label for step in found.steps] == [label for label, _ in outcomes(report)[1:]]
+    assert found.steps[0].outcome.endswith("fp16 is the cause")
+    assert "'up' (values up to" in found.steps[3].step
+    assert report.candidates[2].benchmark is None  # a vain attempt has nothing to show
+    assert report.candidates[0].benchmark is not None
+    assert [step.stage for step in report.steps].count("rank") == 1
+    assert [step.subject for step in report.steps if step.subject.endswith("on validation")] == [f"{kept} on validation"]
+
+
+def test_a_plan_can_do_without_the_rescue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    report = rescued(monkeypatch, tmp_path, Halves(), rescue=False)
+    assert outcomes(report) == [("halves fp16", "failed accuracy")]
+    assert (report.verdict, report.rescues) == ("rejected", ())
+    assert any("keep_fp32" in step for step in report.next_steps)
+
+
+def test_the_opt_shape_alone_may_mend_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    double = Halves(at_opt={32: tmp_path / "model.onnx"})
+    report = rescued(monkeypatch, tmp_path, double)
+    assert (report.verdict, report.winner) == ("accepted", "halves opt-max fp16")
+    assert double.built == ["halves fp16", "halves fp32", "halves opt-min fp16", "halves opt-max fp16"]
+    assert "rank" not in [step.stage for step in report.steps]
+
+
+def test_candidates_that_the_plan_has_are_not_built_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    double = Halves()
+    both = [{"backend": "halves", "precision": precision} for precision in ("fp32", "fp16")]
+    report = rescued(monkeypatch, tmp_path, double, candidates=both)
+    assert double.built.count("halves fp32") == 1
+    assert report.rescues[0].steps[0].label == "halves fp32"
+    assert len(report.candidates) == 6
+
+
+def test_where_fp32_fails_too_nothing_more_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    double = Halves(wrong=frozenset({Precision.FP32}))
+    report = rescued(monkeypatch, tmp_path, double)
+    assert double.built == ["halves fp16", "halves fp32"]
+    assert "fp16 is not the cause" in report.rescues[0].conclusion
+    assert report.verdict == "rejected"
+
+
+def no_ranking(error: Exception) -> Callable[..., Any]:
+    def run(function: Callable[..., Any], *arguments: Any, **others: Any) -> Any:
+        if function is rank_nodes:
+            raise error
+        return run_here(function, *arguments, **others)
+
+    return run
+
+
+def test_bf16_comes_last_and_a_host_without_it_leaves_the_advice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    double = Halves(refused=frozenset({Precision.BF16}), wrong=frozenset({Precision.FP16}))
+    report = rescued(monkeypatch, tmp_path, double, run=no_ranking(UnsupportedError("no such operator", "surgery")))
+    assert outcomes(report)[-1] == ("halves bf16", "refused")
+    assert report.rescues[0].steps[-2].outcome == "no such operator"
+    assert "train or fine-tune" in report.rescues[0].conclusion
+    assert (report.verdict, report.winner) == ("accepted", "halves fp32")
+
+
+def test_a_bug_in_the_ranking_does_not_stop_the_next_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    report = rescued(monkeypatch, tmp_path, Halves(), run=no_ranking(InternalError("KeyError: planted")))
+    assert (report.verdict, report.winner) == ("accepted", "halves bf16")
+    assert "a bug in Crucible" in report.rescues[0].steps[-2].outcome
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_model_that_overflows_in_fp16_ends_accepted(tmp_path: Path) -> None:
+    report = compile_plan(load_plan(overflowing_task(tmp_path)), Runner(Store(tmp_path / "home")), "crucible compile plan.yaml")
+    assert outcomes(report)[:2] == [("tensorrt fp16", "failed accuracy"), ("tensorrt fp32", "measured")]
+    assert report.rescues[0].steps[-1].outcome.startswith("passed"), report.rescues[0]
+    assert report.verdict == "accepted"
