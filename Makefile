@@ -4,15 +4,21 @@ VENV ?= .venv
 TORCH_BACKEND ?=
 UV := $(shell command -v uv 2>/dev/null)
 BIN := $(VENV)/bin
+ifdef UV
+INSTALL = uv pip install --python $(BIN)/python $(if $(TORCH_BACKEND),--torch-backend $(TORCH_BACKEND)) --constraint constraints.txt --editable
+else
+INSTALL = $(BIN)/python -m pip install --constraint constraints.txt --editable
+endif
 
-# test-gpu on a host without network: WHEELS=DIR, a folder that tests/gpu/fetch_wheels.sh filled elsewhere. PYTHON's own packages are used,
-# and what it lacks comes from there. Without WHEELS: the environment of `make test`.
+# test-gpu and bench-gpu on a host without network: WHEELS=DIR, a folder that tests/gpu/fetch_wheels.sh filled elsewhere. PYTHON's own packages
+# are used, and what it lacks comes from there. Without WHEELS: the environment of `make test`, on a GPU host with TensorRT.
 WHEELS ?=
+PARTS ?=
 GPU_SITE := $(CURDIR)/build/gpu-site
 GPU_RESULTS ?= build/gpu-tests.json
-GPU_PYTHON := $(if $(WHEELS),PYTHONPATH="$(GPU_SITE)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON),$(BIN)/python)
+GPU_PYTHON := $(if $(WHEELS),PYTHONPATH="$(GPU_SITE):$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON),$(BIN)/python)
 
-.PHONY: demo test check test-gpu gpu-site bench serve clean
+.PHONY: demo test check test-gpu bench-gpu gpu-site bench serve clean
 
 demo: $(VENV)/.ready
 	$(BIN)/crucible compile configs/digits.yaml
@@ -27,8 +33,12 @@ check: $(VENV)/.ready
 	$(BIN)/lint-imports
 	$(BIN)/python tests/size_table.py
 
-test-gpu: $(if $(WHEELS),gpu-site,$(VENV)/.ready)
+test-gpu: $(if $(WHEELS),gpu-site,$(VENV)/.ready-gpu)
 	$(GPU_PYTHON) -m pytest -m gpu --gpu-results=$(GPU_RESULTS)
+
+# PARTS="digits/float resnet50 --into DIR": see benchmarks/tensorrt_compile.py
+bench-gpu: $(if $(WHEELS),gpu-site,$(VENV)/.ready-gpu)
+	$(GPU_PYTHON) benchmarks/tensorrt_compile.py $(PARTS)
 
 gpu-site:
 	$(GPU_PYTHON) tests/gpu/install_wheels.py $(WHEELS) $(GPU_SITE)
@@ -42,12 +52,15 @@ serve:
 $(VENV)/.ready: pyproject.toml constraints.txt
 ifdef UV
 	test -x $(BIN)/python || uv venv --python $(PYTHON) $(VENV)
-	uv pip install --python $(BIN)/python $(if $(TORCH_BACKEND),--torch-backend $(TORCH_BACKEND)) --constraint constraints.txt --editable '.[torch,openvino,rtx,dev]'
 else
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[torch,openvino,rtx,dev]'
 endif
+	$(INSTALL) '.[torch,openvino,rtx,dev]'
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true  # torch imports twice as fast; templates of some packages fail
+	touch $@
+
+$(VENV)/.ready-gpu: $(VENV)/.ready
+	if command -v nvidia-smi >/dev/null; then $(INSTALL) '.[tensorrt,modelopt]'; fi
 	touch $@
 
 clean:

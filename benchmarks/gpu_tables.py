@@ -37,9 +37,7 @@ def speed_section(found: Mapping[str, Document], tests: Path = TESTS) -> list[st
     lines = [f"## TensorRT on one {_gpu(next(iter(found.values())))}", *_about(tests), ""]
     for model, document in found.items():
         lines += [f"### {MODELS[model]}", ""]
-        asked = [row for row in document["rows"] if row["part"] != CHOICE]
-        if asked:
-            lines += [*_speed_table(_once(asked)), ""]
+        lines += [*_speed_table(_once(sorted(document["rows"], key=lambda row: row["part"] == CHOICE))), ""]
         if CHOICE in document["parts"]:
             lines += [*_choice(document), ""]
         lines += [f"- {'met' if met else '**missed**'}: {target}" for target, met in document["targets"].items()]
@@ -50,8 +48,9 @@ def speed_section(found: Mapping[str, Document], tests: Path = TESTS) -> list[st
 
 def _about(tests: Path) -> list[str]:
     lines = [
-        "`make bench` does not run this: `python benchmarks/tensorrt_compile.py` does, on a host with the GPU. Times are medians in ms, from host",
-        "arrays to host arrays and, after the slash, of the GPU's work alone; `ratio` is the median of PyTorch eager on the same GPU over this one.",
+        "`make bench` does not run this: `make bench-gpu` does, on a host with a GPU (`benchmarks/tensorrt_compile.py`).",
+        "Times are medians in ms, from host arrays to host arrays and, after the slash, of the GPU's work alone;",
+        "`ratio` is the median of PyTorch eager on the same GPU over this one.",
         "Build times are those of one run, in this order, with one timing cache: what an earlier engine has timed, a later one need not.",
         "`time by precision` is the share of an engine's time that it really ran in each; layers that only move or convert data count as `none`.",
     ]

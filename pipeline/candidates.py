@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline import backends
+from pipeline.backends.cuda import CudaError, OutOfDeviceMemory
 from pipeline.backends.openvino_nncf import quantize_with_nncf
 from pipeline.backends.trt_calibrator import calibrate_with_tensorrt
 from pipeline.backends.trt_library import BINDINGS
@@ -88,7 +89,7 @@ def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutpu
         return candidate.model_copy(update={"state": "refused", "reason": error.message})
     except BackendUnavailable as error:
         return candidate.model_copy(update={"state": "built" if candidate.engine else "refused", "reason": error.message})
-    except (ModelError, ChildDied) as error:
+    except (ModelError, ChildDied, CudaError, OutOfDeviceMemory) as error:
         return candidate.model_copy(update={"reason": error.message})
     except InternalError as error:  # the others may still be right
         bugs.append(error)

@@ -8,7 +8,15 @@ import pytest
 
 from pipeline.gpu import find_gpus
 from tests.fixtures_validate import Bench
-from tests.gpu.results import GpuTests
+from tests.gpu.plugin import GpuTests
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The home of fixtures that live longer than one test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CRUCIBLE_HOME", str(tmp_path_factory.mktemp("session-home")))
+        yield
 
 
 @pytest.fixture(autouse=True)

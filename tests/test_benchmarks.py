@@ -56,6 +56,12 @@ def test_every_result_holds_its_environment_and_its_targets() -> None:
         assert document["targets"], file
 
 
+def test_committed_results_of_gpu_tests_are_whole_and_green() -> None:
+    documents = [json.loads(file.read_text(encoding="utf-8")) for file in (ROOT / "tests" / "gpu" / "results").glob("*.json")]
+    assert all(document["finished"] and document["gpus"] and document["environment"]["python"] for document in documents)
+    assert all(set(document["counts"]) <= {"passed", "skipped"} for document in documents)
+
+
 def test_without_results_of_a_gpu_the_pages_say_nothing_of_it(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
     tables = scripts["gpu_tables"]
     assert tables.documents(tmp_path) == {}

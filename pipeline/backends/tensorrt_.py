@@ -77,7 +77,7 @@ def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, pr
     target = _target(gpu, version)
     check_recipe(recipe, target)
     _check_graph(model, recipe)
-    place = Place(trt_library.import_library(), gpu.uuid, target)
+    place = Place(gpu.uuid, target)
     with timing_cache.gpu_lock(gpu.uuid, progress):
         built = _build(place, model, recipe, options, progress)
     (out / FILE).write_bytes(built.plan)
@@ -121,7 +121,6 @@ def _load(engine: Engine, device: str) -> TrtLoaded:
 class Place:
     """Where a build happens."""
 
-    trt: Any  # the imported library
     gpu: str  # UUID
     target: Target
 
@@ -136,7 +135,7 @@ class Built:
 
 
 def _build(place: Place, model: OnnxModel, recipe: Recipe, options: BuildOptions, progress: Progress) -> Built:
-    trt = place.trt
+    trt = trt_library.library()
     progress(None, "parsing")
     parsed = parse(trt, model.path.read_bytes(), model.path, recipe.realised_in != "flags", options.tensorrt.plugins)
     if parsed.faults:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.backends import cuda
 from pipeline.core import CalibrationMethod, Precision, Recipe
 from pipeline.errors import BackendUnavailable, UnsupportedError
 from pipeline.gpu import Gpu, Gpus, find_gpus
@@ -118,9 +119,9 @@ def _unpacked_version() -> str:
 
 def cuda_of(version: str) -> int:
     """The major version of CUDA that the installed library was built with."""
-    for cuda in (12, 13):
-        if any(_installed(name) for name in (f"tensorrt-cu{cuda}-bindings", f"tensorrt-cu{cuda}")):
-            return cuda
+    for major in (12, 13):
+        if any(_installed(name) for name in (f"tensorrt-cu{major}-bindings", f"tensorrt-cu{major}")):
+            return major
     return 12 if numbers(version) < (11, 0) else 13
 
 
@@ -162,9 +163,17 @@ def faults(gpus: Gpus, version: str, cuda: int) -> Iterator[tuple[str, str]]:
 
 
 def library() -> Any:
-    """The imported module. BackendUnavailable says what is missing: what `host` checks, then the files, then two versions of them."""
+    """The imported module, on a GPU that works: TensorRT ends the process where it finds none, and gives null pointers where it is full.
+
+    BackendUnavailable says what is missing: what `host` checks, then the files, then two versions of them.
+    OutOfDeviceMemory and CudaError come from CUDA itself.
+    """
     host()
-    return import_library()
+    trt = import_library()
+    rt = cuda.runtime()
+    cuda.use_device(rt, 0)
+    cuda.check(rt, rt.cudaFree(0))  # makes the context
+    return trt
 
 
 def import_library() -> Any:

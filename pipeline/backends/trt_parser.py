@@ -17,6 +17,7 @@ from typing import Any
 
 import onnx
 
+from pipeline.backends import cuda
 from pipeline.core import OnnxModel, Refusal
 from pipeline.errors import ModelError, PlanError
 from pipeline.graph import DEFAULT_DOMAINS, graphs_of, operator_of, type_name
@@ -81,10 +82,16 @@ def parse(trt: Any, raw: bytes, path: Path, strongly_typed: bool = True, plugins
 
 
 def new_builder(trt: Any, plugins: Sequence[Path] = ()) -> Any:
-    """A builder that knows NVIDIA's own plugins and those of the given libraries; PlanError for a library that cannot be loaded."""
+    """A builder that knows NVIDIA's own plugins and those of the given libraries.
+
+    PlanError for a library that cannot be loaded, OutOfDeviceMemory where the GPU has no room for the builder itself.
+    """
     messages_of(trt).clear()
     trt.init_libnvinfer_plugins(logger_of(trt), "")  # EfficientNMS_TRT, ScatterElements and others are unknown without it
-    builder = trt.Builder(logger_of(trt))
+    try:
+        builder = trt.Builder(logger_of(trt))
+    except TypeError as error:  # pybind11's word for a null pointer
+        raise cuda.out_of_memory(cuda.runtime()) from error
     load_plugins(trt, builder.get_plugin_registry(), plugins)
     return builder
 

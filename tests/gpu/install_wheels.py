@@ -37,8 +37,7 @@ def distribution(file: str) -> str:
 
 def lacks(file: str, path: Iterable[str] | None = None) -> bool:
     """Whether no version of a wheel's package is installed (on `path`, by default where this Python looks)."""
-    found = importlib.metadata.distributions(name=distribution(file), **({} if path is None else {"path": list(path)}))
-    return not any(found)
+    return not any(importlib.metadata.distributions(name=distribution(file), path=list(sys.path if path is None else path)))
 
 
 def join(sums: Path, folder: Path) -> Path:

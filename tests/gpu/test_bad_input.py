@@ -159,7 +159,7 @@ def test_a_plan_that_asks_for_what_is_lacking_is_refused_by_name(tmp_path: Path,
     done = compiled(fp16_task(tmp_path, candidates=[{"backend": "tensorrt", **candidate}]))
     assert done.code == 1
     assert said in done.err
-    assert "\nnext " in done.err
+    assert "\nnext " in done.err  # what to take instead
 
 
 def test_without_the_library_the_message_says_how_to_install_it(tmp_path: Path) -> None:

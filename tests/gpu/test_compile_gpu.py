@@ -20,7 +20,7 @@ from tests.fixtures_cli import crucible
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
-SHORT = ("benchmark.duration_s=0.2", "benchmark.sizes=[{batch: 1}]")
+SHORT = ("benchmark.duration_s=0.2", "benchmark.sizes=[{batch: 1}]", "tensorrt.optimization_level=1")
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import functools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,26 +17,33 @@ from pipeline.errors import BackendUnavailable
 from pipeline.gpu import Gpus
 from pipeline.measure import environment
 
-WORST_FIRST = ("error", "failed", "skipped", "passed")
+WORST_FIRST = ("error", "failed", "skipped", "passed", "not run")
 LONGEST_REASON = 500
 
 
-def obstacle(gpus: Gpus) -> str:
-    """Why no GPU test can run here; empty if they can."""
+@dataclass(frozen=True)
+class Obstacle:
+    """Why no GPU test can run here, empty if they can; then the version of TensorRT is known."""
+
+    reason: str
+    tensorrt: str = ""
+
+
+def find_obstacle(gpus: Gpus) -> Obstacle:
+    """A GPU comes first: without one, TensorRT is not even looked for."""
     if not gpus.devices:
-        return "no NVIDIA GPU"
+        return Obstacle("no NVIDIA GPU")
     try:
-        tensorrt_.probe()
+        return Obstacle("", tensorrt_.probe().version)
     except BackendUnavailable as error:
-        return error.message
-    return ""
+        return Obstacle(error.message)
 
 
 @dataclass
 class GpuTest:
     """One GPU test: its setup, call and teardown together."""
 
-    outcome: str = "passed"
+    outcome: str = "not run"
     seconds: float = 0.0
     reason: str = ""
 
@@ -43,12 +51,14 @@ class GpuTest:
         """Count one phase; the worst outcome stays."""
         self.seconds = round(self.seconds + report.duration, 3)
         outcome = "error" if report.failed and report.when != "call" else report.outcome
-        if outcome != "passed" and WORST_FIRST.index(outcome) < WORST_FIRST.index(self.outcome):
+        if WORST_FIRST.index(outcome) < WORST_FIRST.index(self.outcome):
             self.outcome, self.reason = outcome, _reason(report)[:LONGEST_REASON]
 
 
 def _reason(report: pytest.TestReport) -> str:
-    """`Skipped: why`, or the line that pytest prints of a failure."""
+    """Why it was skipped, or the line that pytest prints of a failure; empty for what passed."""
+    if report.passed:
+        return ""
     if isinstance(report.longrepr, tuple):
         return str(report.longrepr[2]).removeprefix("Skipped: ")
     crash = getattr(report.longrepr, "reprcrash", None)
@@ -61,19 +71,24 @@ class GpuTests:
 
     gpus: Gpus
     file: Path | None = None
+    find_obstacle: Callable[[Gpus], Obstacle] = find_obstacle
     tests: dict[str, GpuTest] = field(default_factory=dict)
 
     @functools.cached_property
-    def why_not(self) -> str:
-        return obstacle(self.gpus)
+    def obstacle(self) -> Obstacle:
+        return self.find_obstacle(self.gpus)
+
+    @functools.cached_property
+    def environment(self) -> dict[str, Any]:
+        return environment().model_dump(mode="json")
 
     @pytest.hookimpl(trylast=True)  # after `-m` has chosen
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         chosen = [item for item in items if item.get_closest_marker("gpu")]
         self.tests = {item.nodeid: GpuTest() for item in chosen}
-        if chosen and self.why_not:
+        if chosen and self.obstacle.reason:
             for item in chosen:
-                item.add_marker(pytest.mark.skip(reason=f"GPU test: {self.why_not}"))
+                item.add_marker(pytest.mark.skip(reason=f"GPU test: {self.obstacle.reason}"))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.nodeid in self.tests:
@@ -87,8 +102,8 @@ class GpuTests:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        if self.tests and self.why_not:
-            terminalreporter.write_line(f"{self.counts().get('skipped', 0)} GPU tests skipped: {self.why_not}", yellow=True)
+        if self.tests and self.obstacle.reason:
+            terminalreporter.write_line(f"{self.counts().get('skipped', 0)} GPU tests skipped: {self.obstacle.reason}", yellow=True)
         elif self.tests:
             said = ", ".join(f"{count} {outcome}" for outcome, count in self.counts().items())
             terminalreporter.write_line(f"{len(self.tests)} GPU tests: {said}" + f"; results in {self.file}" * bool(self.file))
@@ -106,10 +121,10 @@ class GpuTests:
             "finished": finished,
             "counts": self.counts(),
             "seconds": round(sum(test.seconds for test in self.tests.values()), 1),
-            "tensorrt": "" if self.why_not else tensorrt_.probe().version,
+            "tensorrt": self.obstacle.tensorrt,
             "gpus": [gpu.model_dump() for gpu in self.gpus.devices],
-            "skipped_because": self.why_not,
-            "environment": environment().model_dump(mode="json"),
+            "skipped_because": self.obstacle.reason,
+            "environment": self.environment,
             "tests": [{"test": name, **vars(test)} for name, test in self.tests.items()],
         }
         self.file.parent.mkdir(parents=True, exist_ok=True)
