@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline import backends
+from pipeline.backends.base import no_layers
 from pipeline.backends.cuda import CudaError, OutOfDeviceMemory
 from pipeline.backends.openvino_nncf import quantize_with_nncf
 from pipeline.backends.trt_calibrator import calibrate_with_tensorrt
 from pipeline.backends.trt_library import BINDINGS
 from pipeline.backends.trt_modelopt import quantize_with_modelopt
+from pipeline.config import GeneratedData
 from pipeline.core import CalibrationMethod, CalibrationTable, Engine, LayerTable, Note, OnnxModel, Precision, Profile, Recipe
 from pipeline.data import CalibrationSet, SampleSet
 from pipeline.errors import BackendUnavailable, ChildDied, InternalError, ModelError, UnsupportedError
@@ -24,7 +26,7 @@ from pipeline.rescue import Attempt, Skipped, Tried, ends, in_bf16, in_fp32, sto
 from pipeline.runner import Stage
 from pipeline.source import code_digest
 from pipeline.stages.build import build
-from pipeline.stages.calibrate import calibrate
+from pipeline.stages.calibrate import Coverage, calibrate, cover
 from pipeline.stages.convert import convert
 from pipeline.stages.prove import Proof, prove
 from pipeline.stages.rank import NodeRanking, rank_nodes
@@ -32,15 +34,16 @@ from pipeline.stages.validate import ReferenceOutputs, run_reference, validate
 from pipeline.store import canonical
 
 CALIBRATE = Stage("calibrate", 1, calibrate, ("onnx", "onnxruntime"))
+COVER = Stage("cover", 1, cover, ("onnx", "onnxruntime"))
 CONVERT = Stage("convert", 2, convert, ("onnx", "onnxruntime"))
 QUANTIZERS = {
     "nncf": Stage("convert", 1, quantize_with_nncf, ("onnx", "nncf")),
     "modelopt": Stage("convert", 1, quantize_with_modelopt, ("nvidia-modelopt", "onnx", "onnxruntime")),
     "tensorrt": Stage("calibrate", 1, calibrate_with_tensorrt, ("tensorrt", *BINDINGS, "onnx", "polygraphy")),
 }
-PROVE = Stage("prove", 1, prove)
+PROVE = Stage("prove", 2, prove)
 REFERENCE = Stage("reference", 1, run_reference)
-VALIDATE = Stage("validate", 1, validate, ("polygraphy",))
+VALIDATE = Stage("validate", 2, validate, ("polygraphy",))
 RANK = Stage("rank", 1, rank_nodes, ("onnx", "onnxruntime"))
 
 
@@ -85,6 +88,7 @@ def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutpu
         if candidate.state == "mislabelled":
             return candidate
         report = check_engine(job, engine, expected, job.data.selection)
+        misfit = ranges_misfit(job, model, recipe)
     except UnsupportedError as error:
         return candidate.model_copy(update={"state": "refused", "reason": error.message})
     except BackendUnavailable as error:
@@ -95,7 +99,10 @@ def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutpu
         bugs.append(error)
         return candidate.model_copy(update={"reason": f"a bug in Crucible, please report it: {error.message}"})
     state = "measured" if report.passed else "failed accuracy"
-    return candidate.model_copy(update={"state": state, "selection": report, "reason": "; ".join(report.failures)})
+    if misfit and report.passed:  # the answers are right all the same
+        candidate = candidate.model_copy(update={"notes": (*candidate.notes, Note(stage="calibrate", text=misfit))})
+    causes = (misfit, *report.failures) if misfit and not report.passed else report.failures
+    return candidate.model_copy(update={"state": state, "selection": report, "reason": "; ".join(causes)})
 
 
 def rescue(job: Job, model: OnnxModel, candidates: Sequence[Candidate], expected: ReferenceOutputs, bugs: list[InternalError]) -> Prepared:
@@ -155,10 +162,12 @@ def with_layers(candidate: Candidate, table: LayerTable | None) -> Candidate:
 
 def prove_engine(job: Job, engine: Engine, converted: OnnxModel) -> LayerTable | None:
     """Which precision every kernel of the engine really runs, timed at the usual size of its first profile."""
+    if backends.backend(engine.target.backend).layers is no_layers:
+        return None
     profile = engine.profiles[0] if engine.profiles else Profile()
     arguments = (engine, draw_feeds(engine.inputs, profile.sizes("opt"), 0, profile.values_at("opt")), converted)
     inputs, options = (engine.digest, converted.digest), options_of(profile)
-    return job.runner.stage(PROVE, Proof, *arguments, inputs=inputs, options=options, subject=engine.recipe.label).table
+    return job.runner.stage(PROVE, Proof, *arguments, inputs=inputs, options=options, subject=engine.recipe.label, target=engine.target).table
 
 
 def convert_model(job: Job, model: OnnxModel, recipe: Recipe) -> OnnxModel:
@@ -194,6 +203,16 @@ def calibration_table(job: Job, model: OnnxModel, recipe: Recipe) -> Calibration
     inputs, options = (model.digest, job.data.calibration.digest), canonical({"method": method, **job.plan.calibration.model_dump()})
     arguments = (model, job.data.calibration, method, job.plan.calibration)
     return job.runner.stage(CALIBRATE, CalibrationTable, *arguments, inputs=inputs, options=options, subject=str(method))
+
+
+def ranges_misfit(job: Job, model: OnnxModel, recipe: Recipe) -> str:
+    """Why the calibration set says nothing about the selection set; empty where it does, or where nobody can tell."""
+    table = calibration_table(job, model, recipe) if recipe.precision is Precision.INT8 else None
+    samples = job.data.selection
+    if table is None or job.plan.data.selection is None or isinstance(job.plan.data.selection, GeneratedData):
+        return ""
+    inputs = (model.digest, table.root.name, samples.digest)
+    return job.runner.stage(COVER, Coverage, model, table, samples, inputs=inputs, subject=str(table.method)).failure
 
 
 def build_engine(job: Job, model: OnnxModel, recipe: Recipe) -> Engine:

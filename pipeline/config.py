@@ -167,7 +167,7 @@ class SimplifyConfig(Frozen):
 
     @model_validator(mode="after")
     def _function(self) -> SimplifyConfig:
-        if self.surgery is not None and self.surgery.count(":") != 1:
+        if self.surgery is not None and [bool(part) for part in self.surgery.split(":")] != [True, True]:
             raise ValueError(f"expected surgery `module:function`, got '{self.surgery}'")
         return self
 
@@ -316,7 +316,7 @@ def _with_absolute_paths(plan: Plan, base: Path) -> Plan:
 
 
 _UNWRITTEN = ("(files)", "(generated)", "dims")  # parts of a place in the plan that nobody writes
-_IN_WORDS = {"tuple": "list, written [a, b] or with dashes", "dictionary": "mapping of `key: value`"}
+_IN_WORDS = {"tuple": "list, written [a, b] or with dashes", "dictionary": "mapping of `key: value`", "path for": "valid path"}
 
 
 def _explain(error: ValidationError) -> str:
@@ -330,7 +330,7 @@ def _explain(error: ValidationError) -> str:
             hint = f"did you mean '{near[0]}'?" if near else f"expected one of {', '.join(sorted(known))}"
             sentences.append(f"unknown key '{where}': {hint}")
         else:
-            message = re.sub(r"valid (tuple|dictionary).*", lambda kind: _IN_WORDS[kind[1]], fault["msg"].removeprefix("Value error, "))
+            message = re.sub(r"valid (tuple|dictionary|path for).*", lambda kind: _IN_WORDS[kind[1]], fault["msg"].removeprefix("Value error, "))
             shown = "" if isinstance(fault["input"], dict | list) else f" (got {fault['input']!r})"
             sentences.append(f"{where}: {message}{shown}")
     return "; ".join(dict.fromkeys(sentences))

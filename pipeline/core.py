@@ -183,7 +183,7 @@ class Target(Frozen):
         reasons = []
         for field in ("backend", "version", "compute_capability"):
             mine, theirs = getattr(self, field), getattr(host, field)
-            if mine != theirs and not (mine and theirs and mine.endswith("+") and _numbers(theirs) >= _numbers(mine)):
+            if mine != theirs and not _is_later(theirs, mine, same_major=field == "version"):
                 needs = f"{mine[:-1]} or later" if mine and mine.endswith("+") else mine
                 reasons.append(f"engine needs {field.replace('_', ' ')} {needs}, this host has {theirs or 'none'}")
         missing = sorted(set(self.cpu_flags) - set(host.cpu_flags))
@@ -192,9 +192,12 @@ class Target(Frozen):
         return tuple(reasons)
 
 
-def _numbers(version: str) -> list[int]:
-    """A dotted version, or compute capability, to be compared: 12.0 is later than 8.9."""
-    return [int(part) for part in version.removesuffix("+").split(".")]
+def _is_later(theirs: str | None, mine: str | None, same_major: bool) -> bool:
+    """Whether `theirs` is what `mine`, such as "8.0+", stands for; by numbers: 12.0 is later than 8.9."""
+    if not (mine and theirs and mine.endswith("+")):
+        return False
+    here, least = ([int(part) for part in version.removesuffix("+").split(".")] for version in (theirs, mine))
+    return here >= least and (here[0] == least[0] or not same_major)
 
 
 class Placement(Frozen):
@@ -213,9 +216,7 @@ class Recipe(Frozen):
 
     backend: str
     precision: Precision
-    realised_in: Literal["graph", "runtime", "flags"] = "graph"
-    """graph: written into it; runtime: the backend is told (OpenVINO bf16, TF32), the graph stays fp32;
-    flags: TensorRT chooses layer by layer (weakly typed; int8 is then implicit, with TensorRT's own calibrator)."""
+    realised_in: Literal["graph", "runtime", "flags"] = "graph"  # runtime: the backend is told; flags: TensorRT chooses (int8: implicit)
     method: CalibrationMethod | None = None  # int8 only
     activation: Literal["int8", "uint8"] = "int8"  # int8: zero point 0; uint8: asymmetric
     weight_bits: Literal[7, 8] = 8  # 7 where 8-bit dot products can saturate (x86 without VNNI)

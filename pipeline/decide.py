@@ -7,10 +7,13 @@ from dataclasses import dataclass
 
 from pipeline.core import Precision
 from pipeline.measure import Interval
+from pipeline.metrics import AT_CHANCE, NOT_COVERED
 from pipeline.report import Candidate, LatencyRow, ValidationReport, Verdict
 
 NO_DATA = "no data: accuracy not proven"
 TRAIN_IN_16_BITS = "train or fine-tune the model in fp16 or bf16 (mixed precision), then export it again"
+MEND_LABELS = "check that the labels belong to these samples, row by row, and that the weights are trained: no engine can be judged against chance"
+MEND_CALIBRATION = "calibrate on samples of the same kind as those of the selection set, prepared in the same way (scale, mean, colour order, tokens)"
 SEE_LAYERS = "see the table of what really ran: it names the layers in another precision; call the candidate by that precision, or leave it out"
 
 
@@ -57,7 +60,7 @@ def decide(candidates: Sequence[Candidate], winner: Candidate | None, validation
         return Decision("unproven", winner, (given,), ("give data.selection and data.validation in the plan",))
     if not validation.passed:
         reasons = tuple(f"validation: {failure}" for failure in validation.failures)
-        return Decision("rejected", winner, reasons, next_steps(winner), winner)
+        return Decision("rejected", winner, reasons, (*mend_data(reasons), *next_steps(winner)), winner)
     return Decision("accepted", winner, _why_accepted(winner, validation), _if_not_faster(winner))
 
 
@@ -91,9 +94,18 @@ def _after_none(candidates: Sequence[Candidate], miss: Candidate | None) -> tupl
     """What to try where nothing is left: a mislabelled engine is no near miss, its layers tell more."""
     if any(candidate.state == "mislabelled" for candidate in candidates):
         return (SEE_LAYERS, *(next_steps(miss) if miss else ()))
+    mend = mend_data([candidate.reason for candidate in candidates])
+    if MEND_LABELS in mend:  # no engine is at fault
+        return mend
     rescued = any(candidate.recipe.variant for candidate in candidates)  # all else was tried already
     in_16_bits = miss is not None and miss.recipe.precision in (Precision.FP16, Precision.BF16)
-    return (TRAIN_IN_16_BITS,) if rescued and in_16_bits else next_steps(miss)
+    return (*mend, *((TRAIN_IN_16_BITS,) if rescued and in_16_bits else next_steps(miss)))
+
+
+def mend_data(reasons: Sequence[str]) -> tuple[str, ...]:
+    """What to do about the data, where a reason lies there: labels or calibration samples that do not belong to the rest."""
+    faults = {AT_CHANCE: MEND_LABELS, NOT_COVERED: MEND_CALIBRATION}
+    return tuple(advice for fault, advice in faults.items() if any(fault in reason for reason in reasons))
 
 
 def _nearest_miss(candidates: Sequence[Candidate]) -> Candidate | None:

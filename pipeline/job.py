@@ -60,13 +60,12 @@ class Job:
 
     def build_options(self, backend: str) -> BuildOptions:
         """What `backend` may use; TensorRT's own options reach TensorRT only, so that they never cause another backend to build again."""
-        options = BuildOptions(profiles=self.plan.profiles, threads=self.plan.benchmark.threads)
         if backend != "tensorrt":
-            return options
+            return BuildOptions(profiles=self.plan.profiles, threads=self.plan.benchmark.threads)
         asked = self.plan.tensorrt
         workspace = asked.workspace_mib * 2**20 if asked.workspace_mib else None
         tensorrt = TensorRTOptions(workspace_bytes=workspace, optimization_level=asked.optimization_level, plugins=asked.plugins)
-        return options.model_copy(update={"tensorrt": tensorrt})
+        return BuildOptions(profiles=self.plan.profiles, tensorrt=tensorrt)
 
     def plugin_digests(self, backend: str) -> tuple[str, ...]:
         """What a build for `backend` depends on besides its options, which hold the places of the libraries only."""

@@ -1,7 +1,8 @@
 """The only clock: samples, warm-up, blocks, bootstrap intervals, peak memory, and the fingerprint of the host.
 
 Times inside one block resemble each other more than times of different blocks do (the clock frequency, the neighbours, the state of
-the caches last for a while), so the block is the unit of all statistics here: thousands of runs in one block are one observation.
+the caches last for a while), and two processes that run one engine can differ for as long as they live. So the unit of all statistics
+here is the process where there are several, else the block: thousands of runs in one block are one observation.
 docs/measurement.md explains the method.
 """
 
@@ -44,7 +45,7 @@ Floats = NDArray[np.float64]
 
 
 class Interval(Frozen):
-    """An estimate with its 95 % bootstrap interval."""
+    """An estimate with its 95 % interval."""
 
     value: float
     low: float
@@ -59,6 +60,7 @@ class Samples(Frozen):
 
     values_s: tuple[float, ...]
     blocks: tuple[int, ...] = ()  # how many consecutive values each block holds; empty: one block
+    processes: tuple[int, ...] = ()  # how many consecutive blocks each process gave; empty: one process
     warmup_s: tuple[float, ...] = ()
     clock: Literal["host", "device"] = "host"
     stable: bool = True  # False: the median still moved between blocks
@@ -67,6 +69,8 @@ class Samples(Frozen):
     def _blocks_hold_all(self) -> Samples:
         if self.blocks and (min(self.blocks) < 1 or sum(self.blocks) != len(self.values_s)):
             raise ValueError(f"expected blocks of at least one value, {len(self.values_s)} together, got {self.blocks}")
+        if self.processes and (min(self.processes) < 1 or sum(self.processes) != len(self.blocks)):
+            raise ValueError(f"expected processes of at least one block, {len(self.blocks)} together, got {self.processes}")
         return self
 
     @property
@@ -89,6 +93,13 @@ class Samples(Frozen):
         values = np.asarray(self.values_s, dtype=np.float64)
         return tuple(np.split(values, np.cumsum(self.blocks)[:-1])) if self.blocks else (values,)
 
+    def process_medians_s(self) -> Floats:
+        """The median of each process's values, in order: [processes]."""
+        if not self.processes:
+            return np.array([self.median_s])
+        ends = np.cumsum(self.blocks)[np.cumsum(self.processes)[:-1] - 1]
+        return np.array([np.median(part) for part in np.split(np.asarray(self.values_s), ends)])
+
 
 def values_needed(percent: float) -> int:
     """How many raw values a percentile needs: ten beyond it, or one for the median."""
@@ -96,13 +107,16 @@ def values_needed(percent: float) -> int:
     return 1 if percent == 50 else math.ceil(round(TAIL_VALUES * 100 / beyond, 6)) if beyond > 0 else sys.maxsize
 
 
-def samples_from_blocks(blocks: Sequence[Sequence[float]], warmup_s: Sequence[float], clock: Literal["host", "device"] = "host") -> Samples:
+def samples_from_blocks(
+    blocks: Sequence[Sequence[float]], warmup_s: Sequence[float], clock: Literal["host", "device"] = "host", processes: Sequence[int] = ()
+) -> Samples:
     """Join blocks; `stable` is False if the median of the later half lies over 5 % off that of the earlier."""
     medians = [float(np.median(block)) for block in blocks]
     half = len(medians) // 2
     return Samples(
         values_s=tuple(value for block in blocks for value in block),
         blocks=tuple(len(block) for block in blocks),
+        processes=tuple(processes),
         warmup_s=tuple(warmup_s),
         clock=clock,
         stable=len(medians) < 2 or not _moved(medians[:half], medians[half:]),
@@ -172,10 +186,33 @@ def peak_memory_bytes() -> int:
 
 
 def ratio_of_medians(baseline: Samples, candidate: Samples, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
-    """Baseline median over candidate median (above 1: the candidate is faster), with a block-bootstrap 95 % interval.
+    """Baseline median over candidate median (above 1: the candidate is faster), with its 95 % interval.
 
-    Whole blocks are drawn with replacement. Equally many blocks on both sides are rounds of one interleaved run: block i of both is
-    drawn together, so that what slowed a whole round cancels. ValueError with fewer than two blocks: one block says nothing about others.
+    Over the processes if both sides have several; else by a bootstrap over the blocks, which knows nothing of how processes differ.
+    ValueError with fewer than two of either: one says nothing about others.
+    """
+    if min(len(baseline.processes), len(candidate.processes)) > 1:
+        return _ratio_over_processes(np.log(baseline.process_medians_s()), np.log(candidate.process_medians_s()))
+    return _ratio_over_blocks(baseline, candidate, seed, resamples)
+
+
+def _ratio_over_processes(ours: Floats, theirs: Floats) -> Interval:
+    """Ratio from log medians of processes ([ours], [theirs]): their mean difference, with Student's interval.
+
+    Equally many on both sides were measured side by side: process i of both is a pair, so that what slowed them both cancels. Otherwise the two
+    means vary apart, with the degrees of freedom of the smaller side (Welch's lie between these and those of both together).
+    """
+    fewer = min(len(ours), len(theirs))
+    value = float(ours.mean() - theirs.mean())
+    spreads = (ours - theirs,) if len(ours) == len(theirs) else (ours, theirs)
+    half = _student_quantile(fewer - 1) * math.sqrt(sum(float(logs.var(ddof=1)) / len(logs) for logs in spreads))
+    return Interval(value=math.exp(value), low=math.exp(value - half), high=math.exp(value + half))
+
+
+def _ratio_over_blocks(baseline: Samples, candidate: Samples, seed: int, resamples: int) -> Interval:
+    """Ratio of the medians of all values, with a bootstrap over whole blocks.
+
+    Equally many blocks on both sides are rounds of one interleaved run: block i of both is drawn together, so that what slowed a round cancels.
     """
     ours, theirs = baseline.by_block(), candidate.by_block()
     if min(len(ours), len(theirs)) < 2:

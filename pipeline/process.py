@@ -118,7 +118,8 @@ class Child:
                 stderr=sink,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env={**os.environ, **(env or {}), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                # CUDA counts GPUs as nvidia-smi does, so that the first is the same for both
+                env={**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **(env or {}), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         with contextlib.suppress(BrokenPipeError):  # the child died at once: receive() says why
             ours.send(Start(os.getpid(), function.__module__, function.__qualname__, arguments, conversation))
@@ -195,7 +196,8 @@ class Child:
                 how += ", most often sent when memory runs out"
         else:
             how = f"ended with exit code {code} before it answered"
-        advice = "try again with more free memory" + ("" if self._own_log else f", or read {self.log}")
+        crashed = "" if code == -signal.SIGKILL else ", or correct your own code if it ran there"
+        advice = "try again with more free memory" + crashed + ("" if self._own_log else f", or read {self.log}")
         return ChildDied(f"the child process for '{self.name}' {how}\n{self.log_tail()}".rstrip(), advice)
 
     def log_tail(self, lines: int = 12) -> str:

@@ -14,6 +14,9 @@ VNNI_FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
 
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
+FOR_TENSORRT = ("hardware_compatible", "version_compatible")
+"""Keys of a candidate that say where an engine of TensorRT may run."""
+
 QUANTIZER_BACKENDS = {"nncf": "openvino", "modelopt": "tensorrt"}
 """Whose engines a foreign quantizer places Q/DQ for."""
 
@@ -60,11 +63,10 @@ def _generation(target: Target) -> tuple[int, ...]:
 
 
 def recipe_from_candidate(candidate: CandidateConfig, target: Target, plan: Plan, calibrated: bool) -> Recipe:
-    """The full recipe for this host; PlanError if int8 is asked for without calibration data."""
+    """The full recipe for this host; PlanError if int8 is asked for without calibration data, or something that only another backend has."""
     backend, precision = candidate.backend, candidate.precision
     in_flags = candidate.realised_in == "flags"
-    if in_flags and backend != "tensorrt":
-        raise PlanError(f"candidate '{backend} {precision}': only TensorRT has `realised_in: flags`", "leave `realised_in` out, or take tensorrt")
+    _check_for_backend(candidate)
     base = Recipe(
         backend=backend,
         precision=precision,
@@ -81,13 +83,14 @@ def recipe_from_candidate(candidate: CandidateConfig, target: Target, plan: Plan
             f"candidate '{backend} {precision}' needs calibration data, the plan has none",
             f"give data.calibration, or leave {precision} out of `candidates`",
         )
-    quantizer = "modelopt" if precision is Precision.FP8 else candidate.quantizer
+    quantizer = "modelopt" if precision is Precision.FP8 and candidate.quantizer == "crucible" else candidate.quantizer
     if quantizer != "crucible" and backend != QUANTIZER_BACKENDS[quantizer]:
         only = QUANTIZER_BACKENDS[quantizer]
         raise PlanError(f"candidate '{backend} {precision}': the quantizer `{quantizer}` is for {only} only", f"leave it out, or take {only}")
+    not_asked = quantizer == "nncf" or precision is Precision.FP8  # they choose ranges by themselves
     return base.model_copy(
         update={
-            "method": None if quantizer == "nncf" else resolve_method(candidate.method, plan.calibration.language_model),
+            "method": None if not_asked else resolve_method(candidate.method, plan.calibration.language_model),
             "activation": _activation(candidate),
             "weight_bits": candidate.weight_bits or weight_bits(target),
             "quantizer": quantizer,
@@ -95,6 +98,22 @@ def recipe_from_candidate(candidate: CandidateConfig, target: Target, plan: Plan
             "rest": Precision.FP16 if backend.startswith("tensorrt") else Precision.FP32,
         }
     )
+
+
+def _check_for_backend(candidate: CandidateConfig) -> None:
+    """PlanError for what the backend of a candidate would ignore, though its label would claim it."""
+    backend, precision = candidate.backend, candidate.precision
+    if backend == "tensorrt":
+        return
+    foreign = {key: key for key in FOR_TENSORRT if getattr(candidate, key)}
+    foreign |= {"realised_in": "realised_in: flags"} if candidate.realised_in == "flags" else {}
+    for key, asked in foreign.items():
+        raise PlanError(f"candidate '{backend} {precision}': only TensorRT has `{asked}`", f"leave `{key}` out, or take tensorrt")
+    if precision is Precision.FP8:
+        raise PlanError(f"candidate '{backend} {precision}': only TensorRT has fp8", "take int8, or tensorrt")
+    if candidate.compute_capability and backend != "tensorrt_rtx":
+        said = f"candidate '{backend} {precision}': `compute_capability` names a GPU, and {backend} builds for this CPU"
+        raise PlanError(said, "leave `compute_capability` out, or take tensorrt_rtx")
 
 
 def _realised_in(backend: str, precision: Precision) -> Literal["graph", "runtime"]:

@@ -22,13 +22,17 @@ from pipeline.config import NEED_LABELS, AccuracyConfig
 from pipeline.core import TensorSpec
 from pipeline.errors import DataError, PlanError
 from pipeline.measure import Interval, bootstrap, bootstrap_mean
-from pipeline.metrics import Array, Floats, cosine_per_sample, rows, topk_hits
+from pipeline.metrics import AT_CHANCE, Array, Floats, cosine_per_sample, paired_interval, rows, topk_hits
 from pipeline.report import MetricResult
 
 MetricFunction = Callable[[Array, Array | None, Array], object]
 
 RESAMPLES = 200  # of a metric that exists only for a whole set: each calls the user's function twice
 ROUNDING = 1e-9  # 3 of 300 is within a max_drop of 0.01 whatever the last bit says
+SHUFFLES = 39  # the reference must beat each: outputs that have nothing to do with the samples do so in 1 set of 40
+FEWEST_SHUFFLED = 8  # of fewer samples a shuffle may give back the same order
+MOST_SHUFFLED = 1024  # samples; more cost time and change nothing
+SHUFFLED_BYTES = 64 * 2**20
 
 
 def open_metric(options: AccuracyConfig, outputs: tuple[TensorSpec, ...], has_labels: bool) -> TaskMetric:
@@ -81,6 +85,35 @@ _STREAMED: dict[str, Callable[[Array, Array | None, Array], Floats]] = {"top1": 
 
 
 @dataclass(slots=True)
+class Drawn:
+    """The reference's outputs to some samples, drawn evenly from a set of any length, with their labels. All are of the first one's shape."""
+
+    outputs: list[Array] = field(default_factory=list)
+    labels: list[Array] = field(default_factory=list)
+    seen: int = 0
+    random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+
+    def add(self, outputs: Array, labels: Array | None) -> None:
+        """One batch, [samples, ...]. Labels that do not go with the rows are the metric's to refuse."""
+        for row, output in enumerate(outputs):
+            if self.outputs and output.shape != self.outputs[0].shape:
+                continue
+            self.seen += 1
+            place = self._place(output.nbytes)
+            if place is None:
+                continue
+            self.outputs[place : place + 1] = [output.copy()]
+            if labels is not None and len(labels) == len(outputs):
+                self.labels[place : place + 1] = [labels[row]]
+
+    def _place(self, size: int) -> int | None:
+        """Reservoir sampling: the place of the newest row; None: it is left out."""
+        most = min(MOST_SHUFFLED, max(FEWEST_SHUFFLED, SHUFFLED_BYTES // max(size, 1)))
+        place = self.seen - 1 if self.seen <= most else int(self.random.integers(0, self.seen))
+        return place if place < most else None
+
+
+@dataclass(slots=True)
 class TaskMetric:
     """Scores gathered over batches. A user's function sees the whole set, so its output is kept; the built-in ones keep scores only."""
 
@@ -91,9 +124,11 @@ class TaskMetric:
     candidate: list[Array] = field(default_factory=list)
     reference: list[Array] = field(default_factory=list)
     labels: list[Array] = field(default_factory=list)
+    drawn: Drawn = field(default_factory=Drawn)
 
     def add(self, outputs: Array, labels: Array | None, reference: Array) -> None:
         """One batch, [samples, ...] each."""
+        self.drawn.add(reference, labels)
         if self.function is None:
             score = _STREAMED[self.name]
             self.candidate.append(score(outputs, labels, reference))
@@ -105,7 +140,14 @@ class TaskMetric:
             self.labels.append(labels)
 
     def result(self) -> tuple[MetricResult | None, list[str]]:
-        """The metric and what is wrong with it; no metric where a score is NaN, for then the drop is no number."""
+        """The metric and what is wrong with it; no metric where a score is NaN, for then the drop is no number.
+
+        Raises PlanError or DataError for a metric that cannot tell the reference's outputs from the same outputs shuffled across samples.
+        """
+        result, failures = self._compared()
+        return result, failures if result is None else [*self._chance(), *failures]
+
+    def _compared(self) -> tuple[MetricResult | None, list[str]]:
         if self.function is None:
             return self._judge(_joined(self.reference), _joined(self.candidate))
         candidate, reference = _joined(self.candidate), _joined(self.reference)
@@ -150,16 +192,53 @@ class TaskMetric:
         if not np.isfinite(before).all():
             said = f"metric {self.name} is not a number on the reference itself: nothing can be judged against it"
             raise DataError(said, "mend the metric, or the labels")
-        drop = bootstrap_mean((before - after).tolist())  # paired: a sample is drawn with both its scores
-        return self._verdict(float(before.mean()), float(after.mean()), drop)
+        return self._verdict(float(before.mean()), float(after.mean()), _paired_drop(before, after))
+
+    def _chance(self) -> list[str]:
+        """What is wrong if the reference does not score above its own outputs shuffled across samples."""
+        outputs = np.stack(self.drawn.outputs)
+        labels = np.stack(self.drawn.labels) if self.drawn.labels else None
+        if len(outputs) < FEWEST_SHUFFLED:
+            return []
+        random, best, sees = np.random.default_rng(0), -np.inf, False
+        own = self._score(outputs, labels, outputs)
+        for _ in range(SHUFFLES):
+            picks = random.permutation(len(outputs))
+            scores = self._score(outputs[picks], labels, outputs)
+            best = max(best, float(scores.mean()))  # a NaN is no better
+            moved = own[picks] if own.ndim else own
+            sees |= not (np.allclose(scores, moved, equal_nan=True) or np.allclose(scores, own, equal_nan=True))
+        score = float(own.mean())
+        if score > best + ROUNDING:
+            return []
+        figures = f"{self.name} {score:.4f}, and up to {best:.4f} with its outputs shuffled across the samples"
+        if sees and labels is not None:
+            return [f"{AT_CHANCE}: {figures}; a drop from there says nothing"]
+        said = f"metric '{self.name}' cannot tell right answers from wrong ones: the reference scores {figures}"
+        if self.function is not None:
+            raise PlanError(said, "compare each sample's output with its own label or reference, higher is better; docs/accuracy.md")
+        raise DataError(said, "give samples with different answers, or choose another `accuracy.output`")
+
+    def _score(self, outputs: Array, labels: Array | None, reference: Array) -> Floats:
+        """Shape [samples], or () of a metric for the whole set."""
+        return _STREAMED[self.name](outputs, labels, reference) if self.function is None else self._call(outputs, labels, reference)
 
     def _verdict(self, reference: float, candidate: float, drop: Interval) -> tuple[MetricResult, list[str]]:
         passed = drop.value <= self.max_drop + ROUNDING
         result = MetricResult(
             name=self.name, reference=reference, candidate=candidate, drop=drop.value, interval=drop, max_drop=self.max_drop, passed=passed
         )
-        text = f"{self.name} drops by {drop.value:.4f} ({reference:.4f} to {candidate:.4f}), over max_drop {self.max_drop:g}"
+        between = f"95 % {drop.low:+.4f} to {drop.high:+.4f}"
+        text = f"{self.name} drops by {drop.value:.4f} ({reference:.4f} to {candidate:.4f}; {between}), over max_drop {self.max_drop:g}"
         return result, [] if passed else [text]
+
+
+def _paired_drop(before: Floats, after: Floats) -> Interval:
+    """The mean difference with its 95 % interval: a sample counts with both its scores. Where all are 0 or 1 the interval is exact arithmetic."""
+    if not np.isin((before, after), (0.0, 1.0)).all():
+        return bootstrap_mean((before - after).tolist())
+    low, high = paired_interval(int((before > after).sum()), int((before < after).sum()), before.size)
+    return Interval(value=float((before - after).mean()), low=low, high=high)
 
 
 def _joined(arrays: list[Array]) -> Array:

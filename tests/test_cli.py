@@ -273,3 +273,9 @@ def test_help_names_every_command() -> None:
     text = crucible("--help").out
     for command in ("compile", "validate", "bench", "inspect", "doctor", "report"):
         assert command in text
+
+
+def test_help_shows_defaults_as_people_write_them() -> None:
+    text = " ".join(crucible("compile", "--help").out.replace("│", " ").split())
+    assert "crucible-out/NAME if left out" in text
+    assert "<class" not in text

@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.measure import (
+    Interval,
     Samples,
     WarmUpOptions,
     _student_quantile,
@@ -28,6 +30,8 @@ from pipeline.measure import (
     values_needed,
     warm_up,
 )
+
+TRIALS = 1000
 
 
 @dataclass
@@ -66,6 +70,34 @@ def race(host: NoisyHost, runs_s: tuple[float, ...], rounds: int) -> list[Sample
     return [samples_from_blocks(taken, ()) for taken in blocks]
 
 
+@dataclass
+class Tape:
+    """A synthetic clock whose every run was drawn beforehand: fast enough for a thousand races."""
+
+    now_s: Iterator[float]
+    time_s: float = 0.0
+
+    def clock(self) -> float:
+        return self.time_s
+
+    def work(self) -> None:
+        self.time_s = next(self.now_s)
+
+
+def race_of_processes(random: np.random.Generator, processes: int, spread: float, slower: float, runs: int = 10) -> Interval:
+    """Two candidates in so many processes each, a block per process; every process has a level of its own (std `spread`), as have block and round."""
+    shared = random.normal(0, 0.01, processes)  # what slows the two that are measured side by side
+    both: list[Samples] = []
+    for factor in (1.0, slower):
+        level = shared + random.normal(0, spread, processes) + random.normal(0, 0.004, processes)
+        stalls = np.where(random.random((processes, 2 * runs)) < 0.02, 1.5, 1.0)
+        times = 0.01 * factor * stalls * np.exp(random.normal(level[:, None], 0.01, (processes, 2 * runs)))  # [processes, runs]
+        tapes = [Tape(iter(np.cumsum(row).tolist())) for row in times]
+        blocks = [measure_block(tape.work, tape.clock, min_s=0.01 * runs) for tape in tapes]
+        both.append(samples_from_blocks(blocks, (), processes=(1,) * processes))
+    return ratio_of_medians(*both)
+
+
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 
@@ -102,6 +134,15 @@ def test_blocks_must_hold_all_values() -> None:
     for wrong in ((1, 1), (3, 0)):
         with pytest.raises(ValidationError, match="expected blocks of at least one value, 3 together"):
             Samples(values_s=(1.0, 2.0, 3.0), blocks=wrong)
+        with pytest.raises(ValidationError, match="expected processes of at least one block, 3 together"):
+            Samples(values_s=(1.0, 2.0, 3.0), blocks=(1, 1, 1), processes=wrong)
+
+
+def test_medians_of_processes() -> None:
+    values = (1.0, 2.0, 6.0, 7.0, 8.0, 9.0)
+    assert Samples(values_s=values, blocks=(1, 2, 1, 2), processes=(2, 2)).process_medians_s().tolist() == [2.0, 8.0]
+    assert Samples(values_s=values, blocks=(1, 2, 1, 2), processes=(1, 3)).process_medians_s().tolist() == [1.0, 7.0]
+    assert Samples(values_s=values).process_medians_s().tolist() == [6.5]
 
 
 def test_drift_between_blocks_is_not_stable() -> None:
@@ -195,6 +236,44 @@ def test_five_percent_slower_is_told_apart() -> None:
         interval = ratio_of_medians(baseline, candidate, seed, resamples=500)
         found += interval.high < 1.0
     assert found / trials >= 0.95
+
+
+@pytest.mark.parametrize(("processes", "spread"), [(6, 0.015), (6, 0.0), (3, 0.015)])
+def test_equal_candidates_whose_processes_differ_are_found_equal(processes: int, spread: float) -> None:
+    random = np.random.default_rng(0)
+    hits = sum(not race_of_processes(random, processes, spread, 1.0).excludes(1.0) for _ in range(TRIALS))
+    assert 0.92 <= hits / TRIALS <= 0.98
+
+
+@pytest.mark.parametrize(("processes", "spread"), [(6, 0.015), (3, 0.0)])
+def test_five_percent_slower_is_told_apart_although_processes_differ(processes: int, spread: float) -> None:
+    """With six processes of 1.5 % spread; three, as in a demo, tell 5 % only where processes hardly differ."""
+    random = np.random.default_rng(1)
+    found = sum(race_of_processes(random, processes, spread, 1.05).high < 1.0 for _ in range(TRIALS))
+    assert found / TRIALS >= 0.95
+
+
+def test_blocks_alone_do_not_know_how_processes_differ() -> None:
+    """Why there are several: one process each, six blocks, 1.5 % between processes, and the interval is wrong more often than right."""
+    random = np.random.default_rng(2)
+    hits = 0
+    for seed in range(100):
+        levels = random.normal(0, 0.015, 2)
+        sides = [samples_from_blocks(np.exp(random.normal(level, 0.004, (6, 1)) + random.normal(0, 0.01, (6, 20))).tolist(), ()) for level in levels]
+        hits += not ratio_of_medians(*sides, seed, resamples=200).excludes(1.0)
+    assert hits < 50
+
+
+def test_ratio_over_processes_is_the_mean_of_pairs() -> None:
+    ours = samples_from_blocks([[2.0], [2.2], [4.0]], (), processes=(1, 1, 1))
+    theirs = samples_from_blocks([[1.0], [1.0], [2.0]], (), processes=(1, 1, 1))
+    found = ratio_of_medians(ours, theirs)
+    assert found.value == pytest.approx((2.0 * 2.2 * 2.0) ** (1 / 3))
+    assert np.log(found.high / found.value) == pytest.approx(4.303 * np.log(1.1) / 3, rel=1e-6)  # t, times std of the three over sqrt(3)
+    fewer = samples_from_blocks([[1.0], [1.02]], (), processes=(1, 1))
+    apart = ratio_of_medians(ours, fewer)
+    assert apart.value == pytest.approx((2.0 * 2.2 * 4.0) ** (1 / 3) / 1.02**0.5)
+    assert apart.low < apart.value < apart.high
 
 
 def test_ratio_is_of_the_medians_and_repeatable() -> None:

@@ -91,10 +91,13 @@ def test_a_dead_child_names_its_log(tmp_path: Path) -> None:
     assert str(tmp_path / "die.log") in caught.value.next_step
 
 
-@pytest.mark.parametrize(("number", "words"), [(signal.SIGSEGV, "SIGSEGV"), (signal.SIGKILL, "memory")])
-def test_a_death_by_signal_is_named(number: int, words: str) -> None:
-    with pytest.raises(ChildDied, match=words):
+@pytest.mark.parametrize(
+    ("number", "words", "advice"), [(signal.SIGSEGV, "SIGSEGV", "your own code"), (signal.SIGKILL, "memory", "more free memory")]
+)
+def test_a_death_by_signal_is_named(number: int, words: str, advice: str) -> None:
+    with pytest.raises(ChildDied, match=words) as caught:
         call_in_child(die, int(number), name="die")
+    assert advice in caught.value.next_step
 
 
 def test_a_deadline_kills_a_child_that_ignores_sigterm() -> None:

@@ -53,6 +53,22 @@ def test_int8_named_without_calibration_data_is_an_error(plan: Plan) -> None:
         recipe_from_candidate(CandidateConfig(backend="onnxruntime", precision=Precision.INT8), target("onnxruntime", VNNI), plan, False)
 
 
+@pytest.mark.parametrize(
+    ("backend", "asked", "words"),
+    [
+        ("onnxruntime", {"precision": "fp32", "hardware_compatible": True}, "only TensorRT has `hardware_compatible`"),
+        ("tensorrt_rtx", {"precision": "fp16", "version_compatible": True}, "only TensorRT has `version_compatible`"),
+        ("openvino", {"precision": "fp8"}, "only TensorRT has fp8"),
+        ("openvino", {"precision": "fp32", "compute_capability": "8.9"}, "`compute_capability` names a GPU"),
+        ("tensorrt", {"precision": "fp8", "quantizer": "nncf"}, "`nncf` is for openvino only"),
+    ],
+)
+def test_what_a_backend_would_ignore_is_refused(plan: Plan, backend: str, asked: dict[str, object], words: str) -> None:
+    candidate = CandidateConfig.model_validate({"backend": backend, **asked})
+    with pytest.raises(PlanError, match=words):
+        recipe_from_candidate(candidate, target(backend, VNNI), plan, True)
+
+
 def test_nncf_is_for_openvino_only(plan: Plan) -> None:
     with pytest.raises(PlanError, match="for openvino only"):
         recipe_from_candidate(

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from onnx import TensorProto, helper
 
 from pipeline.backends import BACKENDS
 from pipeline.compile import compile_plan
@@ -18,7 +19,7 @@ from pipeline.report import Candidate, Report, State
 from pipeline.rescue import Attempt, Skipped, Tried, cuts, ends, in_bf16, in_fp32, story, to_rescue, with_nodes_kept, with_opt_moved
 from pipeline.runner import Runner
 from pipeline.stages.convert import convert
-from pipeline.stages.rank import MOST_ERROR, NodeHarm, NodeRanking, rank_nodes, relative_error
+from pipeline.stages.rank import MOST_ERROR, NodeHarm, NodeRanking, lift, rank_nodes, relative_error
 from pipeline.store import Store
 from tests.fixtures_cli import overflowing_task
 from tests.fixtures_halves import Halves, run_here
@@ -198,6 +199,14 @@ def test_what_overflows_ranks_first_and_plain_layers_do_not_rank(tmp_path: Path)
 
 def test_the_worst_samples_are_looked_at_wherever_they_lie(tmp_path: Path) -> None:
     assert ranked(tmp_path, worst=(239,)).samples > 128
+
+
+def test_all_casts_to_fp16_are_lifted_whatever_attribute_comes_first() -> None:
+    casts = [helper.make_node("Cast", ["x"], [f"y{number}"], to=TensorProto.FLOAT16) for number in range(2)]
+    casts[1].attribute.insert(0, helper.make_attribute("saturate", 1))
+    graph = helper.make_graph(casts, "casts", [], [])
+    lift(proto := helper.make_model(graph))
+    assert [helper.get_node_attr_value(node, "to") for node in proto.graph.node] == [TensorProto.FLOAT] * 2
 
 
 def test_the_error_is_relative_and_bounded() -> None:

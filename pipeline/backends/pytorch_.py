@@ -120,7 +120,7 @@ def build_baseline(source: ModelSource, model: OnnxModel, recipe: Recipe, option
 
 
 def _usable(host: Target) -> tuple[Target, tuple[Note, ...]]:
-    """The host, or its CPU with a note that says why torch cannot use the GPU."""
+    """The host, or its CPU with a note that says why this torch cannot use the GPU. OutOfDeviceMemory where that may pass: it must not be kept."""
     reason = why_not_cuda() if host.compute_capability else ""
     if not reason:
         return host, ()

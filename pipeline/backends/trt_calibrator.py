@@ -160,8 +160,11 @@ def note_on(chosen: Chosen, there: int, method: CalibrationMethod | None) -> Not
     """How many of the set's samples were used, and in which shape; a warning where they are few, or under half of what was asked for."""
     shapes = ", ".join(f"{name} {list(shape)}" for name, shape in chosen.shapes)
     text = f"TensorRT's {method} calibrator took {chosen.samples} of {there} samples, {chosen.batches} batches of the calibration profile {shapes}"
-    if chosen.samples < chosen.wanted:
+    left = chosen.wanted - chosen.samples
+    if left >= chosen.rows:
         text += "; it takes batches of one shape only: pad all samples to one length to use them all"
+    elif left > 0:
+        text += f"; the other {left} fill no batch of this shape"
     few = chosen.samples < FEWEST_SAMPLES or 2 * chosen.samples < chosen.wanted
     return Note(stage="calibrate", text=text, level="warning" if few else "info")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.backends import cuda
-from pipeline.core import CalibrationMethod, Precision, Recipe
+from pipeline.core import CalibrationMethod, Placement, Precision, Recipe
 from pipeline.errors import BackendUnavailable, UnsupportedError
 from pipeline.gpu import Gpu, Gpus, find_gpus
 
@@ -285,6 +285,19 @@ def _contradiction(recipe: Recipe, capability: str) -> tuple[str, str]:
         return f"of all precisions only tf32 is told to TensorRT at build time, {precision} is written into the graph", "leave `realised_in` out"
     if precision is Precision.INT8 and not in_flags and recipe.activation != "int8":
         return "TensorRT quantises to int8 with zero point 0, not to uint8", "take `activation: int8`"
+    return _unheard(recipe)
+
+
+def _unheard(recipe: Recipe) -> tuple[str, str]:
+    """What is asked of a quantizer that would not hear it: the label would tell of it, and the engine would be another's."""
+    implicit = recipe.realised_in == "flags"
+    if recipe.precision not in (Precision.INT8, Precision.FP8) or not (implicit or recipe.quantizer == "modelopt"):
+        return "", ""
+    if implicit and recipe.quantizer != "crucible":
+        return f"implicit int8 is calibrated by TensorRT itself, not by {recipe.quantizer}", "leave `quantizer` out, or `realised_in: flags`"
+    if recipe.placement != Placement() or recipe.weight_bits != 8:
+        who = "TensorRT" if implicit else "ModelOpt"
+        return f"`placement` and `weight_bits` are rules of the quantizer `crucible`, {who} has its own", "leave them out"
     return "", ""
 
 

@@ -45,7 +45,7 @@ class Opened:
     engine: Engine
     cuda_engine: Any  # trt.ICudaEngine
     ordinal: int  # of the GPU it lies on
-    lock: threading.Lock = field(default_factory=threading.Lock)  # for making contexts, of which TensorRT does not say that threads may
+    lock: threading.Lock = field(default_factory=threading.Lock)  # for making contexts and sessions: TensorRT does not say that threads may
 
 
 Named = tuple[TensorSpec, str]
@@ -228,6 +228,7 @@ class Memory:
             for allocator in self._allocators.values():
                 error, allocator.error = allocator.error, None
                 if error:
+                    messages_of(self._trt).clear()  # TensorRT's own of the same, which the next error would repeat
                     raise error
             raise self._error("cannot run the engine")
 

@@ -27,6 +27,7 @@ ANOTHER_BACKEND = "or compile this model for onnxruntime"
 QUANTIZERS = {"QuantizeLinear", "DequantizeLinear"}
 LEAST_OPSET = 13  # the least that a plan may ask its export for
 OWN_PLUGINS = "libnvinfer_plugin.so"  # NVIDIA's own plugins, a part of TensorRT
+MOST_MESSAGES = 10_000  # kept of a library that warns in every run
 NOISE = ("catchCudaError", "Invalid Node - ")  # a host without a GPU adds "driver version is insufficient" to every message
 
 
@@ -67,6 +68,8 @@ def logger_of(trt: Any) -> Any:
 
         def log(self, severity: Any, text: str) -> None:
             if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR, trt.ILogger.WARNING):
+                if len(self.messages) == MOST_MESSAGES:
+                    del self.messages[0]
                 self.messages.append((severity.name, text))
 
     return Messages()

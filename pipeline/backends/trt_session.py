@@ -13,6 +13,7 @@ A graph belongs to one context and one shape. Sessions share nothing but the wei
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 from collections import OrderedDict
@@ -53,7 +54,8 @@ def load_engine(trt: Any, engine: Engine, logger: Any, device: str = "", rt: Any
     runtime.engine_host_code_allowed = engine.recipe.version_compatible
     try:
         load_plugins(trt, runtime.get_plugin_registry(), sorted((engine.root / PLUGINS).glob("*.so")))
-        cuda_engine = runtime.deserialize_cuda_engine(engine.path.read_bytes())
+        data = engine.path.read_bytes()
+        cuda_engine = runtime.deserialize_cuda_engine(data)
     except (OSError, PlanError) as error:
         raise unreadable(engine, error.message if isinstance(error, PlanError) else str(error)) from error
     if cuda_engine is None:
@@ -61,6 +63,8 @@ def load_engine(trt: Any, engine: Engine, logger: Any, device: str = "", rt: Any
         raise unreadable(engine, fault.message) if isinstance(fault, CudaError) else fault
     opened = Opened(trt, rt, engine, cuda_engine, ordinal)
     tensors_of(opened)
+    if hashlib.sha256(data).hexdigest() != engine.digest:  # one changed byte in the weights loads without a word, and answers wrongly
+        raise unreadable(engine, "its sha256 is not that of the engine that was built")
     return TrtLoaded(opened)
 
 
@@ -98,7 +102,8 @@ class TrtLoaded:
             raise UnsupportedError(f"expected a profile from 0 to {count - 1}, got {profile}", "`crucible inspect` shows an engine's profiles")
         cuda.use_device(opened.rt, opened.ordinal)
         session = TrtSession(opened, profile, graphs)
-        self._sessions = [*(each for each in self._sessions if each.is_open), session]
+        with opened.lock:
+            self._sessions = [*(each for each in self._sessions if each.is_open), session]
         return session
 
     def close(self) -> None:

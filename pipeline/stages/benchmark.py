@@ -1,17 +1,19 @@
-"""Measure: latency of every engine, each in a process of its own, block by block in turn.
+"""Measure: latency of every engine, in several processes of its own one after another, block by block in turn.
 
     parent                                 one child per engine
-    start children one after another  -->  load, then sleep on the pipe
+    generation: start every child     -->  load, then sleep on the pipe
     per shape: warm up each in turn   -->  new session, run until the median settles
-    per round, in random order: Take  -->  run for one block, then sleep on the pipe again
+    per round, in random order: Take  -->  run for one block, then sleep on the pipe again; stop all, next generation
 
 Only the child that has been asked runs; so no two engines share the cores, and what changes on the host meets all of them alike.
+Two processes that run one file can differ for as long as they live (how memory lies, which core a thread got): hence the generations.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import gc
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
@@ -43,7 +45,11 @@ from pipeline.process import Channel, Child
 from pipeline.report import BenchmarkFailure, BenchmarkReport, Benchmarks, LatencyRow
 
 BLOCK_S = 0.5  # long enough that what the last child left in the caches no longer matters
-LEAST_ROUNDS = 6  # fewer say too little about the next run; with a short duration the blocks get shorter instead
+LEAST_ROUNDS = 6  # of all processes together; with a short duration the blocks get shorter instead
+PROCESSES = 6  # per engine: 5 % are told from 0 although processes differ by 1.5 % (docs/measurement.md)
+LEAST_PROCESSES = 3  # with a short duration, or where loading takes long: two say too little about a third
+LOADING_S = 60.0  # for loading the engines again, beyond the least number of processes
+LONGEST_WARMUP_S = 10.0  # the longest that all processes of an engine together may warm up at one shape
 REWARM_SHARE = 0.1  # of a block, before it: the caches hold the data of whoever ran last
 PHASES_SHARE = 0.2  # of a block, after it: upload, compute and download apart
 VALUES_PER_BLOCK = 2000  # of a fast model every k-th time is kept, so that a report stays readable
@@ -101,13 +107,14 @@ class Peer(Protocol):
 
 @dataclass(slots=True)
 class Contestant:
-    """One engine in the race: its child, and what it has shown so far."""
+    """One engine in the race: its child of now, and what its children have shown so far."""
 
     engine: Engine
-    peer: Peer
+    warmups: list[list[float]]  # per workload
+    blocks: list[list[Block]]  # per workload, one per round
+    peer: Peer | None = None
     failure: str = ""
-    warmups: list[tuple[float, ...]] = field(default_factory=list)  # per workload
-    blocks: list[list[Block]] = field(default_factory=list)  # per workload, one per round
+    processes: list[int] = field(default_factory=list)  # blocks that each child gave, at every workload
 
 
 def benchmark(engines: Sequence[Engine], model: OnnxModel, options: BenchmarkConfig, progress: Progress = silent) -> Benchmarks:
@@ -117,13 +124,12 @@ def benchmark(engines: Sequence[Engine], model: OnnxModel, options: BenchmarkCon
     PlanError if a size lies outside the profiles.
     """
     workloads = workloads_from_plan(engines, model, options)
-    with ExitStack() as stack:
 
-        def start(engine: Engine) -> Peer:
-            return stack.enter_context(Child(contend, with_threads(engine, options.threads or usable_cores()), workloads, name=engine.recipe.label))
+    def start(engine: Engine) -> Peer:
+        return Child(contend, with_threads(engine, options.threads or usable_cores()), workloads, name=engine.recipe.label)
 
-        contestants = race(engines, workloads, options, start, progress)
-    return Benchmarks(created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"), results=results(contestants, workloads))
+    found = results(race(engines, workloads, options, start, progress), workloads)
+    return Benchmarks(created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"), results=found)
 
 
 def with_threads(engine: Engine, threads: int) -> Engine:
@@ -191,51 +197,94 @@ def rows_per_run(inputs: Sequence[TensorSpec], sizes: dict[str, int]) -> int:
 def race(
     engines: Sequence[Engine], workloads: Sequence[Workload], options: BenchmarkConfig, start: Callable[[Engine], Peer], progress: Progress = silent
 ) -> list[Contestant]:
-    """Start all contestants, then give turns. One that fails leaves the race; its place in the list stays."""
-    rounds = max(LEAST_ROUNDS, round(options.duration_s / BLOCK_S))
-    order = random.Random(0)
-    steps = len(engines) * (1 + len(workloads) * (1 + rounds))
-    done = 0
-
-    def turn(contestant: Contestant, text: str, message: object | None) -> Any:
-        """Hand the token over and wait for the answer; None from one that has left the race."""
-        nonlocal done
-        progress(done / steps, f"{text}: {contestant.engine.recipe.label}")
-        done += 1
-        return _answer(contestant, message)
-
-    contestants: list[Contestant] = []
-    for number in range(len(engines)):  # as many at once as there are cores: loading is work too, and memory peaks while it lasts
-        while len(contestants) < min(len(engines), number + usable_cores()):
-            contestants.append(Contestant(engines[len(contestants)], start(engines[len(contestants)])))
-        turn(contestants[number], "load", None)
-    warm = WarmUpOptions(options.warmup_runs, options.warmup_s)
-    for workload in workloads:
-        shape = ", ".join(f"{name} {size}" for name, size in workload.sizes.items()) or "fixed shape"
-        for contestant in contestants:
-            contestant.warmups.append(turn(contestant, f"warm up, {shape}", warm) or ())
-            contestant.blocks.append([])
-        for number in range(rounds):
-            for contestant in order.sample(contestants, len(contestants)):
-                block = turn(contestant, f"{shape}, round {number + 1} of {rounds}", Take(options.duration_s / rounds))
-                contestant.blocks[-1] += [block] if block is not None else []
-        for contestant in contestants:
-            if not contestant.failure:
-                contestant.peer.send(NextShape())
+    """Generation after generation, start a child per contestant and give turns. One that fails leaves the race; its place in the list stays."""
+    contestants = [Contestant(engine, [[] for _ in workloads], [[] for _ in workloads]) for engine in engines]
+    run = Race(contestants, workloads, options, start, progress, processes_for(options.duration_s))
+    while run.generation < run.processes:
+        with ExitStack() as stack:
+            begin = monotonic()
+            run.load(stack)
+            if run.generation == 0:
+                run.processes = processes_for(options.duration_s, monotonic() - begin)
+            run.measure()
+        run.generation += 1
     return contestants
 
 
+def processes_for(duration_s: float, loading_s: float = 0.0) -> int:
+    """How many processes share the measuring time of an engine: one for each usual block, fewer if loading all engines once takes long."""
+    affordable = 1 + int(LOADING_S / loading_s) if loading_s > 0 else PROCESSES
+    return max(LEAST_PROCESSES, min(PROCESSES, affordable, round(duration_s / BLOCK_S)))
+
+
+@dataclass(slots=True)
+class Race:
+    """Who runs, and when."""
+
+    contestants: list[Contestant]
+    workloads: Sequence[Workload]
+    options: BenchmarkConfig
+    start: Callable[[Engine], Peer]
+    progress: Progress
+    processes: int  # of every engine: generations
+    generation: int = 0
+    done: int = 0  # turns
+    order: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def rounds(self) -> int:  # of one generation
+        return max(math.ceil(LEAST_ROUNDS / self.processes), round(self.options.duration_s / BLOCK_S / self.processes))
+
+    def load(self, stack: ExitStack) -> None:
+        """Start a child for each that is still in the race, and wait until all are loaded; `stack` stops them."""
+        waiting = self._in_random_order()
+        started = 0
+        for number, contestant in enumerate(waiting):  # as many at once as there are cores: loading is work too, and memory peaks while it lasts
+            for other in waiting[started : number + usable_cores()]:
+                started += 1
+                if not other.failure:
+                    other.peer = self.start(other.engine)
+                    stack.callback(other.peer.stop)
+            self._turn(contestant, "load", None)
+
+    def measure(self) -> None:
+        """Every shape: all warm up, then run their rounds. Time and runs of warming up are shared by the processes, as the measuring time is."""
+        rounds, options = self.rounds(), self.options
+        warm = WarmUpOptions(math.ceil(options.warmup_runs / self.processes), options.warmup_s / self.processes, LONGEST_WARMUP_S / self.processes)
+        for index, workload in enumerate(self.workloads):
+            shape = ", ".join(f"{name} {size}" for name, size in workload.sizes.items()) or "fixed shape"
+            for contestant in self._in_random_order():
+                contestant.warmups[index] += self._turn(contestant, f"warm up, {shape}", warm) or ()
+            for number in range(rounds):
+                for contestant in self._in_random_order():
+                    take = Take(options.duration_s / (self.processes * rounds))
+                    block = self._turn(contestant, f"{shape}, round {self.generation * rounds + number + 1} of {self.processes * rounds}", take)
+                    contestant.blocks[index] += [block] if block is not None else []
+            for contestant in self.contestants:
+                if contestant.peer and not contestant.failure:
+                    contestant.peer.send(NextShape())
+        for contestant in self.contestants:
+            contestant.processes.append(rounds)
+
+    def _in_random_order(self) -> list[Contestant]:
+        return self.order.sample(self.contestants, len(self.contestants))
+
+    def _turn(self, contestant: Contestant, text: str, message: object | None) -> Any:
+        """Hand the token over and wait for the answer; None from one that has left the race."""
+        turns = len(self.contestants) * self.processes * (1 + len(self.workloads) * (1 + self.rounds()))
+        self.progress(self.done / turns, f"{text}: {contestant.engine.recipe.label}")
+        self.done += 1
+        return _answer(contestant, message)
+
+
 def _answer(contestant: Contestant, message: object | None) -> Any:
-    if contestant.failure:
+    if contestant.failure or contestant.peer is None:
         return None
     try:
         if message is not None:
             contestant.peer.send(message)
         return contestant.peer.receive(PATIENCE_S)
-    except CrucibleError as error:
-        contestant.failure = error.message
-    except TimeoutError as error:
-        contestant.failure = str(error)
+    except (CrucibleError, TimeoutError) as error:
+        contestant.failure = error.message if isinstance(error, CrucibleError) else str(error)
     contestant.peer.stop()
     return None
 
@@ -322,9 +371,9 @@ def _row(contestant: Contestant, baseline: Contestant | None, index: int, worklo
     return LatencyRow(
         sizes=workload.sizes,
         end_to_end=end_to_end,
-        upload=samples_from_blocks([block.upload_s for block in blocks], (), clock),
-        compute=samples_from_blocks([block.compute_s for block in blocks], (), clock),
-        download=samples_from_blocks([block.download_s for block in blocks], (), clock),
+        upload=samples_from_blocks([block.upload_s for block in blocks], (), clock, contestant.processes),
+        compute=samples_from_blocks([block.compute_s for block in blocks], (), clock, contestant.processes),
+        download=samples_from_blocks([block.download_s for block in blocks], (), clock, contestant.processes),
         throughput_per_s=workload.rows / median_s,
         flops_per_s=None if workload.flops is None else workload.flops / median_s,
         bytes_per_s=None if workload.moved_bytes is None else workload.moved_bytes / median_s,
@@ -336,7 +385,7 @@ def _row(contestant: Contestant, baseline: Contestant | None, index: int, worklo
 def _end_to_end(contestant: Contestant, index: int) -> Samples:
     blocks = contestant.blocks[index]
     warmup = [*contestant.warmups[index], *(time for block in blocks for time in block.rewarm_s)]
-    return samples_from_blocks([block.end_to_end_s for block in blocks], warmup)
+    return samples_from_blocks([block.end_to_end_s for block in blocks], warmup, processes=contestant.processes)
 
 
 def _notes(contestant: Contestant, rows: Sequence[LatencyRow]) -> tuple[Note, ...]:

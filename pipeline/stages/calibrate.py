@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,9 +20,10 @@ from numpy.typing import NDArray
 
 from pipeline.activations import NOTHING, Bounds, Probe, bounds_of, merge, open_probe, rows_per_run, with_aliases
 from pipeline.config import CalibrationConfig
-from pipeline.core import CalibrationMethod, CalibrationTable, Note, OnnxModel, Progress, TensorRange, silent
-from pipeline.data import CalibrationSet
+from pipeline.core import CalibrationMethod, CalibrationTable, Frozen, Note, OnnxModel, Progress, TensorRange, silent
+from pipeline.data import Batch, CalibrationSet, SampleSet
 from pipeline.errors import DataError
+from pipeline.metrics import NOT_COVERED
 
 BINS = 1024
 """Over twice the power of two above the largest magnitude, so that a search sees 512 to 1024 of them, for 0.1 to 0.2 s per tensor.
@@ -35,6 +37,10 @@ SMALLEST_LIMIT = 2.0**-64  # smaller values count as zero in the bins
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 ADVISED_SAMPLES = 500
 FEWEST_SAMPLES = 100
+
+COVER_SAMPLES = 64  # of the selection set, spread over it, that the ranges are held against
+MOST_OUTSIDE = 0.1  # of a tensor's values beyond all that calibration saw; of the same kind of data, 2 in the number of samples
+LEAST_REACHED = 1 / 8  # of the range that int8 got: below, 3 of the 8 bits are never used
 
 Counts = NDArray[np.int64]
 
@@ -176,3 +182,72 @@ def _readable(table: CalibrationTable) -> str:
     head = {"method": table.method, "set_digest": table.set_digest, "samples": table.samples, "notes": [note.text for note in table.notes]}
     lines = ",\n".join(f"  {json.dumps(name)}: {seen.model_dump_json()}" for name, seen in table.ranges.items())
     return json.dumps(head, indent=1).removesuffix("\n}") + ',\n "ranges": {\n' + lines + "\n }\n}\n"
+
+
+# -- do the ranges hold for other samples? ----------------------------------------------------------------------------
+
+
+class Coverage(Frozen):
+    """How the ranges fit what another set reaches. `failure` is empty where they fit."""
+
+    samples: int
+    failure: str = ""
+
+
+@dataclass(slots=True)
+class Reach:
+    """What another set reaches of one tensor."""
+
+    bounds: Bounds = NOTHING
+    outside: int = 0  # values beyond all that calibration saw
+
+    def add(self, values: NDArray[np.float32], known: TensorRange) -> None:
+        self.bounds = merge(self.bounds, bounds_of(values))
+        if self.bounds.minimum < known.minimum or self.bounds.maximum > known.maximum:
+            self.outside += int(np.count_nonzero(np.isfinite(values) & ((values < known.minimum) | (values > known.maximum))))
+
+    @property
+    def share_outside(self) -> float:
+        return self.outside / max(self.bounds.count - self.bounds.nonfinite, 1)
+
+
+def cover(model: OnnxModel, table: CalibrationTable, samples: SampleSet, progress: Progress = silent) -> Coverage:
+    """Hold the ranges of a calibration table against what some samples of another set reach."""
+    probe = open_probe(model)
+    seen: dict[str, Reach] = defaultdict(Reach)
+    looked = 0
+    for batch in _spread(probe, samples):
+        for name, values in probe.run(batch.feeds).items():
+            if name in table.ranges and values.size:
+                seen[name].add(values, table.ranges[name])
+        looked += batch.samples
+        progress(min(looked / min(samples.samples, COVER_SAMPLES), 1.0), f"{looked} samples looked at")
+    return Coverage(samples=looked, failure=_misfit(table, seen))
+
+
+def _spread(probe: Probe, samples: SampleSet) -> Iterator[Batch]:
+    """Batches of about COVER_SAMPLES samples in all, at even distances: a set may be sorted."""
+    first = next(iter(samples.batches(1)))
+    size = min(COVER_SAMPLES // 8, rows_per_run(probe, first.feeds, first.samples))
+    due = 0.0
+    for batch in samples.batches(size):
+        if batch.first >= due:
+            due += batch.samples * max(samples.samples / COVER_SAMPLES, 1.0)
+            yield batch
+
+
+def _misfit(table: CalibrationTable, seen: dict[str, Reach]) -> str:
+    """The tensor that fits worst, and how many do not fit."""
+    outside = {name: reach.share_outside for name, reach in seen.items() if reach.share_outside > MOST_OUTSIDE}
+    if outside:
+        name = max(outside, key=lambda name: outside[name])
+        known, bounds = table.ranges[name], seen[name].bounds
+        here = f"{outside[name]:.0%} of '{name}' lies outside {known.minimum:.4g} to {known.maximum:.4g}, all that calibration saw"
+        return f"{NOT_COVERED}: {here} (here {bounds.minimum:.4g} to {bounds.maximum:.4g}); so in {len(outside)} of {len(seen)} tensors"
+    ranges = {name: max(abs(table.ranges[name].low), abs(table.ranges[name].high)) for name in seen}
+    reached = {name: seen[name].bounds.largest / most for name, most in ranges.items() if seen[name].bounds.largest < LEAST_REACHED * most}
+    if not reached:
+        return ""
+    name = min(reached, key=lambda name: reached[name])
+    here = f"'{name}' reaches {seen[name].bounds.largest:.4g} of {ranges[name]:.4g}, which leaves most of the 8 bits unused"
+    return f"{NOT_COVERED}: {here}; so in {len(reached)} of {len(seen)} tensors"

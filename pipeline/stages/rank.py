@@ -111,8 +111,9 @@ def lift(proto: onnx.ModelProto) -> None:
         if tensor.data_type == HALF:
             tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name))
     for node in graph.node:
-        if node.op_type == "Cast" and node.attribute[0].i == HALF:
-            node.attribute[0].i = FLOAT
+        for attribute in node.attribute if node.op_type == "Cast" else ():
+            if attribute.name == "to" and attribute.i == HALF:  # `saturate` may stand before it
+                attribute.i = FLOAT
     for value in (*graph.input, *graph.output):
         if value.type.tensor_type.elem_type == HALF:
             value.type.tensor_type.elem_type = FLOAT

@@ -117,9 +117,13 @@ def operate(
     arguments = (options.surgery, options.python_path, model.path, out / FILE)
     call_in_child(_operate_file, *arguments, name="surgery", deadline_s=options.timeout_s, progress=progress)
     progress(None, "comparing with the model before surgery")
-    after = onnx_model(out, FILE, model.precision)
+    advice = "correct the function, or leave `simplify.surgery` out"
+    try:
+        after = onnx_model(out, FILE, model.precision)
+    except ModelError as error:
+        raise ModelError(f"surgery by '{options.surgery}' left a model that cannot be read: {error.message}", advice) from error
     if fault := _changed_interface(model, after) or compare_graphs(model.path, after.path, _feeds(model, profiles, samples)):
-        raise ModelError(f"surgery by '{options.surgery}' changed the model: {fault}", "correct the function, or leave `simplify.surgery` out")
+        raise ModelError(f"surgery by '{options.surgery}' changed the model: {fault}", advice)
     nodes = Counter(operator_histogram(after.path))
     nodes.subtract(operator_histogram(model.path))
     changes = ", ".join(f"{operator} {count:+d}" for operator, count in nodes.items() if count) or "no operator"
@@ -150,7 +154,7 @@ def _load_surgery(surgery: str, python_path: Path) -> Callable[[onnx.ModelProto]
         advice = "correct `simplify.surgery` or `simplify.python_path`, or install what the module imports"
         raise PlanError(f"simplify.surgery '{surgery}' cannot be imported from '{python_path}': {error}", advice) from error
     if not callable(found):
-        raise PlanError(f"simplify.surgery '{surgery}' is a {type(found).__name__}, expected a function", "correct `simplify.surgery`")
+        raise PlanError(f"simplify.surgery '{surgery}' is of type {type(found).__name__}, expected a function", "correct `simplify.surgery`")
     return found  # type: ignore[no-any-return]  # what the user wrote; its value is checked
 
 

@@ -327,7 +327,8 @@ class _Judge:
             metric, metric_failures = self.metric.result()
             failures += metric_failures
             if samples.samples < ENOUGH_SAMPLES:
-                text = f"{role}: {samples.samples} samples leave the drop uncertain; {ENOUGH_SAMPLES} or more narrow its interval"
+                between = f" (95 % {metric.interval.low:+.4f} to {metric.interval.high:+.4f})" if metric else ""
+                text = f"{role}: {samples.samples} samples leave the drop uncertain{between}; {ENOUGH_SAMPLES} or more narrow its interval"
                 notes.append(Note(stage="validate", text=text))
         return ValidationReport(
             role=cast(Role, role),

@@ -73,6 +73,14 @@ def test_the_note_names_the_profile_and_warns_where_half_of_the_samples_are_of_n
     assert "minmax calibrator took 160 of 380 samples, 20 batches of the calibration profile x [8, 16], mask [8, 16]; " in note.text
     whole = texts(tmp_path, _16=160)
     assert note_on(choose(whole, CalibrationConfig()), 160, CalibrationMethod.ENTROPY).level == "info"
+    assert "pad all samples" in note.text
+
+
+def test_a_short_last_batch_is_not_blamed_on_lengths(tmp_path: Path) -> None:
+    samples = texts(tmp_path, _16=163)
+    note = note_on(choose(samples, CalibrationConfig(batch=8)), samples.samples, CalibrationMethod.ENTROPY)
+    assert note.level == "info"
+    assert note.text.endswith("mask [8, 16]; the other 3 fill no batch of this shape")
 
 
 # --- how they reach it ---

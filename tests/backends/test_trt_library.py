@@ -162,6 +162,9 @@ def test_the_table_of_features(version: str, capability: str, lean: str, missing
         ("10.6.0", "9.0", recipe("fp16", realised_in="flags", keep_fp32=("norm*",)), "`keep_fp32` is written into the graph"),
         ("10.6.0", "9.0", recipe("int8", realised_in="flags", method=CalibrationMethod.PERCENTILE), "by entropy or minmax, not by percentile"),
         ("10.6.0", "9.0", recipe("int8", activation="uint8"), "not to uint8"),
+        ("10.6.0", "9.0", recipe("int8", realised_in="flags", quantizer="modelopt"), "calibrated by TensorRT itself, not by modelopt"),
+        ("10.6.0", "9.0", recipe("int8", realised_in="flags", weight_bits=7), "rules of the quantizer `crucible`, TensorRT has its own"),
+        ("10.6.0", "9.0", recipe("int8", quantizer="modelopt", placement={"last_layer": True}), "rules of the quantizer `crucible`, ModelOpt has"),
     ],
 )
 def test_what_a_recipe_asks_for_in_vain_is_named(version: str, capability: str, asked: Recipe, reason: str) -> None:

@@ -29,6 +29,14 @@ def test_a_file_that_tensorrt_cannot_read(bench: Bench) -> None:
         bench.load(engine)
 
 
+def test_a_damaged_file_that_tensorrt_reads_all_the_same(bench: Bench) -> None:
+    engine = bench.engine().model_copy(update={"digest": "of other bytes"})
+    with pytest.raises(StoreError, match=r"engine\.plan.*its sha256 is not that of the engine that was built"):
+        bench.load(engine)
+    gc.collect()
+    assert bench.cuda.used == 0
+
+
 @pytest.mark.parametrize(
     ("inputs", "outputs", "said"),
     [

@@ -13,6 +13,7 @@ import pytest
 
 from pipeline.backends.base import run_session
 from pipeline.backends.trt_memory import run_error
+from pipeline.backends.trt_parser import MOST_MESSAGES, logger_of, messages_of
 from pipeline.backends.trt_session import GRAPHS, Recent
 from pipeline.core import Profile, Tensors, TensorSpec
 from pipeline.errors import DataError, HostError, InternalError, UnsupportedError
@@ -314,6 +315,7 @@ def test_out_of_memory_for_an_output_sized_by_values(bench: Bench) -> None:
         _, filler = bench.cuda.cudaMalloc(bench.cuda.total - bench.cuda.used - 10_000)
         with pytest.raises(HostError, match=r"out of memory: wanted 1\.0 MiB"):
             run_session(session, {"x": np.ones((1 << 15, 2), np.float32)})
+        assert messages_of(bench.trt) == []  # TensorRT's own of the same would be told with the next error
         np.testing.assert_array_equal(run_session(session, {"x": np.ones((1, 2), np.float32)})["where"], [[0, 0], [0, 1]])
         bench.cuda.cudaFree(filler)
         assert run_session(session, {"x": np.ones((1 << 15, 2), np.float32)})["where"].shape == (2, 1 << 16)
@@ -356,6 +358,14 @@ def test_errors_of_tensorrt_by_their_words(text: str, code: str, said: str) -> N
     assert said in error.message
     assert messages == []
     assert "does not say why" in run_error(CudaDouble(), messages, "fails").message
+
+
+def test_a_library_that_warns_in_every_run_fills_no_memory(bench: Bench) -> None:
+    bench.engine()
+    for number in range(MOST_MESSAGES + 10):
+        logger_of(bench.trt).log(bench.trt.ILogger.WARNING, str(number))
+    texts = [text for _, text in messages_of(bench.trt)]
+    assert texts == [str(number) for number in range(10, MOST_MESSAGES + 10)]
 
 
 def test_recent_values_are_kept_and_the_others_evicted() -> None:

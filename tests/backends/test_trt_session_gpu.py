@@ -281,6 +281,15 @@ def test_a_damaged_file(engine_of: EngineOf, tmp_path: Path, kind: str) -> None:
         load(engine.model_copy(update={"root": tmp_path}))
 
 
+def test_one_changed_byte_in_the_weights(engine_of: EngineOf, tmp_path: Path) -> None:
+    engine = engine_of(heavy)
+    data = bytearray(engine.path.read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / engine.file).write_bytes(data)
+    with pytest.raises(StoreError, match=r"its sha256 is not that of the engine that was built"):
+        load(engine.model_copy(update={"root": tmp_path}))
+
+
 def test_the_file_of_another_model(engine_of: EngineOf) -> None:
     engine, other = engine_of(convolution), engine_of(two_symbols)
     with pytest.raises(StoreError, match="the engine of another model: expected inputs and outputs image, logits, found"):

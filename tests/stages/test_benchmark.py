@@ -20,7 +20,20 @@ from pipeline.errors import ChildDied, PlanError
 from pipeline.graph import onnx_model
 from pipeline.measure import WarmUpOptions, warm_up
 from pipeline.report import BenchmarkFailure, BenchmarkReport
-from pipeline.stages.benchmark import NextShape, Ready, Take, Workload, benchmark, race, results, rows_per_run, take_block, values_at, with_threads
+from pipeline.stages.benchmark import (
+    NextShape,
+    Ready,
+    Take,
+    Workload,
+    benchmark,
+    processes_for,
+    race,
+    results,
+    rows_per_run,
+    take_block,
+    values_at,
+    with_threads,
+)
 
 X = TensorSpec(name="x", dtype="float32", shape=("batch", 4))
 Y = TensorSpec(name="y", dtype="float32", shape=("batch", 3))
@@ -107,13 +120,22 @@ class TimedSession:
 
 @dataclass
 class LocalPeer:
-    """What the parent sees of a child, without a process; `dies_at` is the message at which it is lost."""
+    """What the parent sees of the children of one engine, without a process; `dies_at` is the message at which one is lost."""
 
     name: str
     session: TimedSession
     dies_at: int = 1_000_000
     received: list[object] = field(default_factory=list)
-    stopped: bool = False
+    starts: int = 0
+    stopped: bool = True
+
+    def start(self, spread: float) -> LocalPeer:
+        """The next child, some share faster or slower than the last for as long as it lives."""
+        assert self.stopped, "one process of an engine at a time"
+        self.starts, self.stopped = self.starts + 1, False
+        if spread:
+            self.session.run_s *= float(np.exp(self.session.host.random.normal(0, spread)))
+        return self
 
     def send(self, payload: object) -> None:
         self.received.append(payload)
@@ -142,11 +164,14 @@ def engine_named(variant: str, root: Path = Path("unused")) -> Engine:
     )
 
 
-def run_race(host: Host, runs_s: Sequence[float], dies_at: Sequence[int] = (), options: BenchmarkConfig = SHORT) -> tuple[list[LocalPeer], Any]:
+def run_race(
+    host: Host, runs_s: Sequence[float], dies_at: Sequence[int] = (), options: BenchmarkConfig = SHORT, spread: float = 0.0
+) -> tuple[list[LocalPeer], Any]:
     engines = [engine_named(str(index)) for index in range(len(runs_s))]
     lives = dict(enumerate(dies_at))
     peers = [LocalPeer(str(index), TimedSession(host, run_s), lives.get(index, 1_000_000)) for index, run_s in enumerate(runs_s)]
-    contestants = race(engines, [WORKLOAD], options, lambda engine: peers[int(engine.digest)])
+    contestants = race(engines, [WORKLOAD], options, lambda engine: peers[int(engine.digest)].start(spread))
+    assert all(peer.stopped for peer in peers)
     return peers, results(contestants, [WORKLOAD])
 
 
@@ -154,10 +179,11 @@ def run_race(host: Host, runs_s: Sequence[float], dies_at: Sequence[int] = (), o
 
 
 def test_the_same_candidate_twice_is_not_told_apart() -> None:
+    """Although its processes differ; tests/test_measure.py has the same with 1,000 trials, this one goes through the race."""
     trials = 60
     hits = 0
     for seed in range(trials):
-        _, (_, twin) = run_race(Host(seed), [0.001, 0.001])
+        _, (_, twin) = run_race(Host(seed), [0.001, 0.001], spread=0.015)
         hits += not twin.rows[0].ratio.excludes(1.0)
     assert hits / trials >= 0.85
 
@@ -183,11 +209,26 @@ def test_rows_hold_what_was_measured() -> None:
 def test_each_round_is_in_an_order_of_its_own_and_gives_everyone_one_turn() -> None:
     host = Host()
     run_race(host, [0.001, 0.001, 0.001])
-    turns = host.running[6:]  # after three loads and three warm-ups
-    rounds = [tuple(turns[i : i + 3]) for i in range(0, len(turns), 3)]
-    assert len(rounds) == 6
+    rounds = [tuple(host.running[i : i + 3]) for i in range(0, len(host.running), 3)]
+    assert len(rounds) == 3 * (1 + 1 + 2), "three processes: loaded, warmed up, two blocks"
     assert all(sorted(order) == ["0", "1", "2"] for order in rounds)
     assert len(set(rounds)) > 1
+
+
+def test_every_engine_is_loaded_several_times_one_process_after_another() -> None:
+    peers, (baseline, fast) = run_race(Host(), [0.02, 0.01], options=BenchmarkConfig(duration_s=3.0))
+    assert [peer.starts for peer in peers] == [6, 6]
+    for row in (baseline.rows[0], fast.rows[0]):
+        assert row.end_to_end.processes == row.compute.processes == (1,) * 6
+    warmups = [message for message in peers[0].received if isinstance(message, WarmUpOptions)]
+    assert warmups == [WarmUpOptions(min_runs=2, min_s=0.2 / 6, max_s=10 / 6)] * 6, "shared as the measuring time is"
+
+
+@pytest.mark.parametrize(
+    ("duration_s", "loading_s", "processes"), [(0.06, 0, 3), (0.5, 5, 3), (2, 5, 4), (3, 5, 6), (60, 12, 6), (60, 13, 5), (60, 300, 3)]
+)
+def test_a_short_duration_or_slow_loading_has_fewer_processes(duration_s: float, loading_s: float, processes: int) -> None:
+    assert processes_for(duration_s, loading_s) == processes
 
 
 def test_a_block_lasts_its_time_and_a_long_duration_has_more_blocks() -> None:
@@ -200,7 +241,7 @@ def test_a_block_lasts_its_time_and_a_long_duration_has_more_blocks() -> None:
 def test_one_that_dies_in_the_middle_leaves_and_the_others_go_on() -> None:
     peers, (baseline, lost, other) = run_race(Host(), [0.002, 0.001, 0.001], dies_at=[99, 4, 99])
     assert lost == BenchmarkFailure(label="onnxruntime 1 fp32", reason="the child process for '1' was killed by signal 9 (SIGKILL)")
-    assert peers[1].stopped
+    assert [peer.starts for peer in peers] == [3, 2, 3], "lost with its second process, it gets no third"
     assert isinstance(baseline, BenchmarkReport)
     assert len(other.rows[0].end_to_end.blocks) == 6
     assert other.rows[0].ratio.excludes(1.0)
@@ -225,7 +266,7 @@ def test_drift_and_thinning_are_said() -> None:
     def slower(fraction: float | None, text: str) -> None:
         peer.session.run_s *= 1.1
 
-    (moved,) = results(race([engine_named("0")], [WORKLOAD], SHORT, lambda engine: peer, slower), [WORKLOAD])
+    (moved,) = results(race([engine_named("0")], [WORKLOAD], SHORT, lambda engine: peer.start(0.0), slower), [WORKLOAD])
     assert isinstance(moved, BenchmarkReport)
     assert not moved.rows[0].end_to_end.stable
     assert "the median still moved between blocks" in moved.notes[0].text
@@ -309,17 +350,17 @@ def test_a_killed_child_and_one_that_cannot_load_do_not_stop_the_others(model: O
     missing = engine.model_copy(update={"file": "gone.onnx"})
     victims: list[psutil.Process] = []
 
-    def kill_the_second(fraction: float | None, text: str) -> None:
-        if "round 2 of" in text and not victims:
-            children = sorted(psutil.Process().children(), key=lambda child: child.create_time())
-            victims.append(children[1])
-            children[1].kill()
+    def kill_one(fraction: float | None, text: str) -> None:
+        if "round 4 of" in text and not victims:
+            victims.extend(psutil.Process().children()[-1:])
+            victims[0].kill()
 
-    found = benchmark([engine, engine, missing], model, SHORT, kill_the_second)
-    first, killed, unloadable = found.results
-    assert isinstance(first, BenchmarkReport)
-    assert isinstance(killed, BenchmarkFailure)
+    found = benchmark([engine, engine, missing], model, SHORT, kill_one)
+    *twins, unloadable = found.results
+    (killed,) = (result for result in twins if isinstance(result, BenchmarkFailure))
     assert "SIGKILL" in killed.reason
+    (lasting,) = (result for result in twins if isinstance(result, BenchmarkReport))
+    assert lasting.rows[0].end_to_end.processes == (2, 2, 2)
     assert isinstance(unloadable, BenchmarkFailure)
     assert "gone.onnx" in unloadable.reason
     assert not [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE], "no child is left behind"

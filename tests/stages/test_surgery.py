@@ -126,11 +126,11 @@ def test_larger_matrices_are_refused_by_the_example(tmp_path: Path, out: Path) -
     [
         ("change_value", ModelError, "changed the model: output 'y' differs by"),
         ("rename_output", ModelError, r"outputs were y float32\[N\] and became renamed"),
-        ("lose_a_tensor", ModelError, "reads 'd', which nothing before it makes"),
+        ("lose_a_tensor", ModelError, "left a model that cannot be read: node .* reads 'd', which nothing before it makes"),
         ("forget_to_return", ModelError, "returned NoneType, expected an onnx.ModelProto"),
         ("raise_error", ModelError, "raised KeyError: 'no such node'"),
         ("no_such_function", PlanError, "has no attribute 'no_such_function'"),
-        ("NOT_A_FUNCTION", PlanError, "is a int, expected a function"),
+        ("NOT_A_FUNCTION", PlanError, "is of type int, expected a function"),
     ],
 )
 def test_a_surgery_that_fails_is_refused_with_its_reason(model: OnnxModel, out: Path, function: str, error: type[Exception], words: str) -> None:

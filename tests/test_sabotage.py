@@ -1,0 +1,170 @@
+"""Each fault that a compile must not let through, planted in the real story: the verdict is `rejected`, for the right reason.
+
+Every plan allows one candidate, and none is rescued. The first tests show that without a fault the same plans are accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.compile import compile_plan
+from pipeline.config import load_plan
+from pipeline.decide import MEND_CALIBRATION, MEND_LABELS
+from pipeline.errors import DataError, PlanError
+from pipeline.process import call_in_child
+from pipeline.report import Report
+from pipeline.runner import Runner
+from pipeline.store import Store
+from tests.fixtures_cli import FEATURES, answers, crucible, write_task
+from tests.fixtures_sabotage import (
+    FP32,
+    INT8,
+    QUICK,
+    Fault,
+    another_model,
+    classes_permuted,
+    compiled,
+    engine_of,
+    one_scale_times_8,
+    one_value,
+    one_weight_scale_times_8,
+    output_renamed,
+    samples_permuted,
+)
+
+
+def rejected(report: Report, said: str) -> None:
+    assert (report.verdict, report.winner, len(report.candidates)) == ("rejected", None, 1)
+    assert said in report.reasons[0]
+    assert report.next_steps
+
+
+@pytest.mark.parametrize("candidates", [FP32, INT8])
+def test_without_a_fault_the_candidate_is_accepted(tmp_path: Path, candidates: list[dict[str, Any]]) -> None:
+    report = compiled(tmp_path, candidates)
+    assert report.verdict == "accepted"
+    assert [note.text for note in report.candidates[0].notes if "ranges do not fit" in note.text] == []
+    assert report.validation is not None
+    assert report.validation.metric is not None
+    interval = report.validation.metric.interval
+    assert interval.low < 0 < interval.high  # even where no answer changed
+
+
+@pytest.mark.parametrize("fault", [one_scale_times_8, one_weight_scale_times_8])
+def test_a_quantisation_scale_times_8(tmp_path: Path, fault: Fault) -> None:
+    report = compiled(tmp_path, INT8, after_convert=fault)
+    rejected(report, "output 'y': smallest cosine")
+    assert "signal to noise" not in report.reasons[0]
+    assert engine_of(report).recipe.precision == "int8"
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (classes_permuted, "top1 drops by"),
+        (samples_permuted, "top1 drops by"),
+        (another_model, "top1 drops by"),
+        (output_renamed, "output 'y' is missing; the engine has logits; output 'logits' is not an output of the reference, which has y"),
+    ],
+)
+def test_an_engine_that_answers_otherwise(tmp_path: Path, fault: Fault, said: str) -> None:
+    report = compiled(tmp_path, FP32, before_build=fault)
+    rejected(report, said)
+    assert report.candidates[0].state == "failed accuracy"
+
+
+@pytest.mark.parametrize(("value", "said"), [(np.nan, "1 values are NaN on one side only"), (np.inf, "1 values are infinite on one side only")])
+def test_one_value_of_one_sample_that_is_not_finite(tmp_path: Path, value: float, said: str) -> None:
+    write_task(tmp_path, candidates=FP32, benchmark=QUICK)
+    with np.load(tmp_path / "selection.npz") as archive:
+        sample = archive["x"][137]
+    report = compiled(tmp_path, FP32, before_build=one_value(value, sample))
+    rejected(report, said)
+    assert report.candidates[0].selection is not None
+    assert report.candidates[0].selection.outputs[0].worst_sample == 137
+
+
+# -- faults in the data -----------------------------------------------------------------------------------------------
+
+
+def resave(file: Path, change: Callable[[dict[str, np.ndarray]], None]) -> None:
+    with np.load(file) as archive:
+        arrays = dict(archive)
+    change(arrays)
+    np.savez(file, **arrays)
+
+
+def shuffle_labels(arrays: dict[str, np.ndarray]) -> None:
+    arrays["labels"] = np.random.default_rng(5).permutation(arrays["labels"])
+
+
+def test_shuffled_labels_end_in_exit_code_2_and_the_reference_is_said_to_score_at_chance(tmp_path: Path) -> None:
+    plan = write_task(tmp_path, candidates=FP32, benchmark=QUICK)
+    for role in ("selection", "validation"):
+        resave(tmp_path / f"{role}.npz", shuffle_labels)
+    result = crucible("compile", plan, "--out", tmp_path / "out", env={"CRUCIBLE_HOME": str(tmp_path / "home")})
+    assert result.code == 2
+    assert result.summary["verdict"] == "rejected"
+    report = Report.model_validate_json((tmp_path / "out" / "report.json").read_text())
+    rejected(report, "the reference itself scores at chance: top1 0.")
+    assert report.next_steps == (MEND_LABELS,)
+
+
+def test_labels_shuffled_in_the_validation_set_only_are_found_there(tmp_path: Path) -> None:
+    write_task(tmp_path, candidates=FP32, benchmark=QUICK)
+    resave(tmp_path / "validation.npz", shuffle_labels)
+    report = compiled(tmp_path, FP32)
+    assert report.verdict == "rejected"
+    assert "validation: the reference itself scores at chance" in report.reasons[0]
+    assert report.next_steps[0] == MEND_LABELS
+
+
+@pytest.mark.parametrize(
+    ("scale", "said"), [(0.05, "lies outside -0.1"), (100.0, "which leaves most of the 8 bits unused")], ids=["too narrow", "too wide"]
+)
+def test_calibration_on_another_domain_says_that_its_ranges_do_not_fit(tmp_path: Path, scale: float, said: str) -> None:
+    write_task(tmp_path, candidates=INT8, benchmark=QUICK)
+    resave(tmp_path / "calibration.npz", lambda arrays: arrays.update(x=arrays["x"] * np.float32(scale)))
+    report = compiled(tmp_path, INT8)
+    rejected(report, "the calibration set's ranges do not fit the selection set: ")
+    assert said in report.reasons[0]
+    assert "top1 drops by" in report.reasons[0]
+    assert report.next_steps[0] == MEND_CALIBRATION
+
+
+def test_samples_that_two_sets_share_are_found_under_any_name_and_at_any_place(tmp_path: Path) -> None:
+    plan = write_task(tmp_path, candidates=FP32, benchmark=QUICK)
+    with np.load(tmp_path / "calibration.npz") as archive:
+        known = archive["x"][[7, 60]]
+
+    def mix(arrays: dict[str, np.ndarray]) -> None:
+        arrays["x"][[3, 200]] = known
+        arrays["labels"] = answers(arrays["x"])
+
+    resave(tmp_path / "validation.npz", mix)
+    with pytest.raises(DataError, match="calibration and validation share 2 samples: calibration 7 = validation 3, calibration 60 = validation 200"):
+        compile_plan(load_plan(plan), Runner(Store(tmp_path / "home"), run=call_in_child), "crucible compile plan.yaml")
+
+
+def test_a_small_set_prints_the_interval_of_the_drop_and_warns(tmp_path: Path) -> None:
+    write_task(tmp_path, candidates=FP32, benchmark=QUICK)
+    x = np.random.default_rng(77).normal(0, 1, (40, FEATURES)).astype(np.float32)
+    np.savez(tmp_path / "validation.npz", x=x, labels=answers(x))
+    report = compiled(tmp_path, FP32)
+    assert report.verdict == "accepted"
+    assert "on 40 validation samples: drop +0.0000 (95 % -0.0876 to +0.0876)" in report.reasons[0]
+    notes = [note.text for label, note in report.every_note() if label == ""]
+    assert "validation: 40 samples leave the drop uncertain (95 % -0.0876 to +0.0876); 200 or more narrow its interval" in notes
+
+
+def test_a_metric_that_cannot_tell_samples_apart_ends_the_compile(tmp_path: Path) -> None:
+    (tmp_path / "blind_metric.py").write_text("def confidence(outputs, labels, reference):\n    return outputs.max(axis=1)\n")
+    accuracy = {"metric": "blind_metric:confidence", "max_drop": 0.03}
+    plan = write_task(tmp_path, candidates=FP32, benchmark=QUICK, accuracy=accuracy)
+    with pytest.raises(PlanError, match="metric 'blind_metric:confidence' cannot tell right answers from wrong ones"):
+        compile_plan(load_plan(plan), Runner(Store(tmp_path / "home"), run=call_in_child), "crucible compile plan.yaml")
