@@ -1,10 +1,14 @@
-"""The same engine entered twice: its interval must hold 1. Each entry is a process of its own, as in every compile."""
+"""The same engine entered twice: its interval must hold 1. Each entry has processes of its own, as in every compile.
+
+A right 95 % interval still misses 1 once in twenty runs; so of all runs together one may.
+"""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
 
+import numpy as np
 from common import DIGITS, RESNET50, Row, graph_of, publish
 
 from pipeline.backends import onnxruntime_
@@ -14,6 +18,7 @@ from pipeline.report import BenchmarkReport
 from pipeline.stages.benchmark import benchmark
 
 REPEATS = {DIGITS: 6, RESNET50: 3}
+MAY_MISS = 1  # of nine: more has a chance of 7 % where every interval is right
 
 
 def main() -> None:
@@ -24,13 +29,22 @@ def main() -> None:
             recipe = Recipe(backend="onnxruntime", precision=Precision.FP32)
             engine = onnxruntime_.build(model, recipe, BuildOptions(profiles=plan.profiles), Path(folder))
             for number in range(repeats):
-                _, second = benchmark([engine, engine], model, BenchmarkConfig(sizes=({"batch": 1},))).results
+                first, second = benchmark([engine, engine], model, BenchmarkConfig(sizes=({"batch": 1},))).results
+                assert isinstance(first, BenchmarkReport), first
                 assert isinstance(second, BenchmarkReport), second
-                ratio = second.rows[0].ratio
-                assert ratio is not None
-                holds = not ratio.excludes(1.0)
-                rows.append({"model": plan.name, "run": number + 1, "ratio": ratio.value, "low": ratio.low, "high": ratio.high, "holds_1": holds})
-    publish("same_engine", rows, {f"{row['model']}, run {row['run']}: the interval holds 1": bool(row["holds_1"]) for row in rows})
+                rows.append({"model": plan.name, "run": number + 1, **compared(first, second)})
+                print(rows[-1], flush=True)
+    held = sum(bool(row["holds_1"]) for row in rows)
+    publish("same_engine", rows, {f"at least {len(rows) - MAY_MISS} of {len(rows)} intervals hold 1 (got {held})": held >= len(rows) - MAY_MISS})
+
+
+def compared(first: BenchmarkReport, second: BenchmarkReport) -> Row:
+    """The ratio with its interval, and how far the medians of processes lie apart: the standard deviation over both entries, in %."""
+    ratio = second.rows[0].ratio
+    assert ratio is not None
+    logs = [np.log(report.rows[0].end_to_end.process_medians_s()) for report in (first, second)]
+    spread = 100 * float(np.sqrt(np.mean([values.var(ddof=1) for values in logs])))
+    return {"ratio": ratio.value, "low": ratio.low, "high": ratio.high, "holds_1": not ratio.excludes(1.0), "processes_differ_%": spread}
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ bf16 by OpenVINO loses to fp32 on a host where AMX cannot be used, and is measur
 Both in one process, in turn, on the same engine: from numpy arrays to numpy arrays.
 On a small model the difference counts, on a large one the ratio.""",
     "same_engine": """## The same engine entered twice
-ONNX Runtime fp32, batch 1, one file, two processes. The interval should hold 1;
+ONNX Runtime fp32, batch 1, one file, entered twice. The interval should hold 1;
 where it does not, the luck of a process is larger than the noise within it.""",
     "compile_time": """## The demo's compile
 The whole process of `crucible compile configs/digits.yaml`: export, eight engines, measuring. Then again with everything in the store.""",

@@ -39,7 +39,7 @@ class MetricResult(Frozen):
     reference: float
     candidate: float
     drop: float
-    interval: Interval  # 95 % bootstrap interval of the drop, paired by sample
+    interval: Interval  # 95 % interval of the drop, paired by sample
     max_drop: float
     passed: bool
 
@@ -71,7 +71,7 @@ class LatencyRow(Frozen):
     throughput_per_s: float  # samples (rows of the batch axis; 1 where there is none) per second, at the median
     flops_per_s: float | None  # None: the graph's FLOPs are unknown
     bytes_per_s: float | None
-    ratio: Interval | None = None  # baseline median / this median, with its 95 % interval; None for the baseline itself
+    ratio: Interval | None = None  # baseline / this, geometric mean over pairs of processes, 95 % interval; None for the baseline
     peak_memory_bytes: int = 0  # of the child process
 
 

@@ -101,8 +101,12 @@ class StageProgress:
             self._console.print(f"  [dim]running[/] {elapsed_s:6.1f} s  {_name(event)}" + (f"  {told}" if told else ""), highlight=False)
 
     def _live_on(self) -> None:
-        while not self._left.wait(self._every_s):
-            self.say_alive()
+        said = 0.0
+        while not self._left.wait(min(1.0, self._every_s)):
+            now, running = self._clock(), self._running
+            if running and now - max(said, running[0]) >= self._every_s:
+                said = now
+                self.say_alive()
 
     def _update(self, name: str, event: StageEvent) -> None:
         if self._task is None or event.state == "started":

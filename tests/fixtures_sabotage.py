@@ -15,21 +15,25 @@ from pipeline.compile import compile_plan
 from pipeline.config import load_plan
 from pipeline.core import Engine, OnnxModel, Progress, Recipe, silent
 from pipeline.graph import onnx_model, read_proto, write_proto
-from pipeline.process import call_in_child
 from pipeline.report import Report
 from pipeline.runner import Runner
 from pipeline.store import Store
 from tests.fixtures_cli import CLASSES, FEATURES, HIDDEN, write_task
+from tests.fixtures_halves import run_here
 
 Fault = Callable[[onnx.ModelProto], None]
 FP32 = [{"backend": "onnxruntime", "precision": "fp32"}]
-INT8 = [{"backend": "onnxruntime", "precision": "int8", "method": "minmax"}]
+INT8 = [{"backend": "onnxruntime", "precision": "int8", "method": "minmax", "placement": {"last_layer": True}}]  # both layers, else ORT runs fp32
+ACCURACY = {"metric": "top1", "max_drop": 0.03, "thresholds": {"min_cosine": 0.95}}  # a sound int8 engine has 0.977 on its worst sample
 QUICK = {"duration_s": 0.1, "warmup_s": 0.02, "sizes": [{"batch": 4}]}
 
 
 @dataclass
 class Saboteur:
-    """Runs every stage in a child as ever. `after_convert` changes the quantised graph, `before_build` the graph that the candidate is built from."""
+    """Runs the real stages in this process, which is quicker; only latencies are made up.
+
+    `after_convert` changes the quantised graph, `before_build` the graph that the candidate is built from.
+    """
 
     folder: Path
     after_convert: Fault | None = None
@@ -39,7 +43,7 @@ class Saboteur:
     def __call__(self, function: Callable[..., Any], *arguments: Any, name: str, log: Path | None = None, progress: Progress = silent) -> Any:
         if function.__name__ == "build" and self.before_build and is_candidate(arguments):
             arguments = (self._spoiled(arguments[0], self.folder, self.before_build), *arguments[1:])
-        made = call_in_child(function, *arguments, name=name, log=log, progress=progress)
+        made = run_here(function, *arguments, name=name, log=log, progress=progress)
         if function.__name__ == "convert" and self.after_convert:
             return self._spoiled(made, made.root, self.after_convert)
         return made
@@ -57,11 +61,16 @@ def is_candidate(arguments: tuple[Any, ...]) -> bool:
     return any(isinstance(each, Recipe) and each.variant != "as given" for each in arguments)
 
 
+def write_sabotaged(folder: Path, candidates: list[dict[str, Any]]) -> Path:
+    """The tiny task with one candidate; returns the plan's path."""
+    return write_task(folder, candidates=candidates, benchmark=QUICK, accuracy=ACCURACY)
+
+
 def compiled(folder: Path, candidates: list[dict[str, Any]], after_convert: Fault | None = None, before_build: Fault | None = None) -> Report:
     """The tiny task with one candidate and one fault, compiled by the real stages. The fault must have been planted."""
     plan = folder / "plan.yaml"
     if not plan.exists():
-        write_task(folder, candidates=candidates, benchmark=QUICK)
+        write_sabotaged(folder, candidates)
     (folder / "spoiled").mkdir()
     saboteur = Saboteur(folder / "spoiled", after_convert, before_build)
     report = compile_plan(load_plan(plan), Runner(Store(folder / "home"), run=saboteur), "crucible compile plan.yaml")

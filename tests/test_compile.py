@@ -129,8 +129,7 @@ def test_another_threshold_checks_again_but_builds_nothing(tmp_path: Path) -> No
 
 
 def test_one_candidate_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
-    candidates = [{"backend": "onnxruntime", "precision": "fp32"}, {"backend": "onnxruntime", "precision": "int8", "method": "minmax"}]
-    plan = write_task(tmp_path, candidates=candidates, accuracy={"metric": "top1", "thresholds": {"max_abs": 1e-3}})
+    plan = write_task(tmp_path, accuracy={"metric": "top1", "thresholds": {"max_abs": 1e-3}})
     report = compiled(plan, tmp_path / "home")
     assert [candidate.state for candidate in report.candidates] == ["measured", "failed accuracy"]
     assert report.candidates[1].benchmark is not None  # measured all the same: the plot shows what the loss would have bought

@@ -76,7 +76,9 @@ def test_any_other_engine_runs_on_its_own_generation_only() -> None:
 def test_a_version_compatible_engine_runs_on_later_versions_only() -> None:
     assert gpu("9.0", "10.6.0.26+").accepts(gpu("9.0", "10.13.2.6")) == ()
     assert gpu("9.0", "10.6.0.26+").accepts(gpu("9.0", "10.3.0.26")) == ("engine needs version 10.6.0.26 or later, this host has 10.3.0.26",)
-    assert gpu("9.0", "10.6.0.26+").accepts(gpu("9.0", "11.0.0.1")) == ("engine needs version 10.6.0.26 or later, this host has 11.0.0.1",)  # another major
+    assert gpu("9.0", "10.6.0.26+").accepts(gpu("9.0", "11.0.0.1")) == (
+        "engine needs version 10.6.0.26 or later, this host has 11.0.0.1",
+    )  # another major
 
 
 def test_all_reasons_are_given_at_once() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.core import CalibrationMethod, Precision, Recipe
-from pipeline.decide import TRAIN_IN_16_BITS, choose, decide, next_steps
+from pipeline.decide import MEND_CALIBRATION, MEND_LABELS, TRAIN_IN_16_BITS, choose, decide, next_steps
 from pipeline.measure import Interval, Samples
 from pipeline.report import BenchmarkReport, Candidate, LatencyRow, MetricResult, OutputError, State, ValidationReport
 
@@ -129,6 +129,16 @@ def test_after_a_vain_rescue_the_advice_is_training_in_16_bits() -> None:
     vain = first.model_copy(update={"recipe": first.recipe.model_copy(update={"variant": "rescued"})})
     assert "keep_fp32" in decide([first], None, None).next_steps[0]
     assert decide([first, vain], None, None).next_steps == (TRAIN_IN_16_BITS,)
+
+
+def test_where_the_data_is_at_fault_the_advice_is_about_the_data() -> None:
+    failed = candidate("a", 2.0, "failed accuracy", 0.0, Precision.INT8)
+    chance = failed.model_copy(update={"reason": "the reference itself scores at chance: top1 0.25"})
+    assert decide([chance], None, None).next_steps == (MEND_LABELS,)
+    foreign = failed.model_copy(update={"reason": "the calibration set's ranges do not fit the selection set: 'x' ..."})
+    assert decide([foreign], None, None).next_steps == (MEND_CALIBRATION, *next_steps(foreign))
+    late = decide([failed], failed, validation(0.0, failures=("the reference itself scores at chance: top1 0.25",)))
+    assert late.next_steps[0] == MEND_LABELS
 
 
 @pytest.mark.parametrize("precision", list(Precision))

@@ -117,13 +117,9 @@ def operate(
     arguments = (options.surgery, options.python_path, model.path, out / FILE)
     call_in_child(_operate_file, *arguments, name="surgery", deadline_s=options.timeout_s, progress=progress)
     progress(None, "comparing with the model before surgery")
-    advice = "correct the function, or leave `simplify.surgery` out"
-    try:
-        after = onnx_model(out, FILE, model.precision)
-    except ModelError as error:
-        raise ModelError(f"surgery by '{options.surgery}' left a model that cannot be read: {error.message}", advice) from error
+    after = onnx_model(out, FILE, model.precision)
     if fault := _changed_interface(model, after) or compare_graphs(model.path, after.path, _feeds(model, profiles, samples)):
-        raise ModelError(f"surgery by '{options.surgery}' changed the model: {fault}", advice)
+        raise ModelError(f"surgery by '{options.surgery}' changed the model: {fault}", "correct the function, or leave `simplify.surgery` out")
     nodes = Counter(operator_histogram(after.path))
     nodes.subtract(operator_histogram(model.path))
     changes = ", ".join(f"{operator} {count:+d}" for operator, count in nodes.items() if count) or "no operator"
@@ -142,7 +138,10 @@ def _operate_file(surgery: str, python_path: Path, source: Path, target: Path, p
     if not isinstance(after, onnx.ModelProto):
         raise ModelError(f"surgery '{surgery}' returned {type(after).__name__}, expected an onnx.ModelProto", "return the changed model")
     _restore_names(read_proto(source, weights=False), after)
-    write_proto(after, target)
+    try:
+        write_proto(after, target)
+    except ModelError as error:
+        raise ModelError(f"surgery '{surgery}' left a faulty model: {error.message}", "correct the function") from error
 
 
 def _load_surgery(surgery: str, python_path: Path) -> Callable[[onnx.ModelProto], object]:

@@ -126,7 +126,7 @@ def test_larger_matrices_are_refused_by_the_example(tmp_path: Path, out: Path) -
     [
         ("change_value", ModelError, "changed the model: output 'y' differs by"),
         ("rename_output", ModelError, r"outputs were y float32\[N\] and became renamed"),
-        ("lose_a_tensor", ModelError, "left a model that cannot be read: node .* reads 'd', which nothing before it makes"),
+        ("lose_a_tensor", ModelError, "left a faulty model: node .* reads 'd', which nothing before it makes"),
         ("forget_to_return", ModelError, "returned NoneType, expected an onnx.ModelProto"),
         ("raise_error", ModelError, "raised KeyError: 'no such node'"),
         ("no_such_function", PlanError, "has no attribute 'no_such_function'"),

@@ -24,13 +24,15 @@ def test_the_drop_is_a_gate_on_its_point_estimate_and_the_limit_itself_passes(be
     assert passed.metric.interval.low < passed.metric.interval.high
     assert passed.notes == ()
     failed = bench.validate(bench.engine(SAME), samples, AccuracyConfig(max_drop=0.009, thresholds=LENIENT), reference=absolute)
-    assert failed.failures == ("top1 drops by 0.0100 (1.0000 to 0.9900), over max_drop 0.009",)
+    assert failed.failures == ("top1 drops by 0.0100 (1.0000 to 0.9900; 95 % -0.0028 to +0.0290), over max_drop 0.009",)
 
 
 def test_few_samples_are_a_warning_and_one_is_an_error(bench: Bench) -> None:
     x, labels = labelled(20)
     report = bench.validate(bench.engine(SAME), bench.samples(x, labels))
-    assert [note.text for note in report.notes] == ["selection: 20 samples leave the drop uncertain; 200 or more narrow its interval"]
+    assert [note.text for note in report.notes] == [
+        "selection: 20 samples leave the drop uncertain (95 % -0.1611 to +0.1611); 200 or more narrow its interval"
+    ]
     with pytest.raises(DataError, match="holds one sample"):
         bench.validate(bench.engine(SAME), bench.samples(x[:1], labels[:1]))
 
