@@ -13,12 +13,13 @@ from pipeline.backends.trt_calibrator import calibrate_with_tensorrt
 from pipeline.backends.trt_library import BINDINGS
 from pipeline.backends.trt_modelopt import quantize_with_modelopt
 from pipeline.config import GeneratedData
-from pipeline.core import CalibrationMethod, CalibrationTable, Engine, LayerTable, Note, OnnxModel, Precision, Profile, Recipe
+from pipeline.core import CalibrationMethod, CalibrationTable, Engine, Note, OnnxModel, Precision, Profile, Recipe
 from pipeline.data import CalibrationSet, SampleSet
 from pipeline.errors import BackendUnavailable, ChildDied, InternalError, ModelError, UnsupportedError
 from pipeline.gpu import find_gpus
 from pipeline.graph import draw_feeds
 from pipeline.job import FEEDS_FOR_CHECKS, Job, batch_rows, options_of
+from pipeline.layers import LayerTable
 from pipeline.precision import mislabelled, precision_notes
 from pipeline.recipes import default_candidates, missing_backend_note, recipe_from_candidate
 from pipeline.report import Candidate, Rescue, ValidationReport

@@ -364,30 +364,6 @@ class Engine(Artifact):
     notes: tuple[Note, ...] = ()
 
 
-class Layer(Frozen):
-    """One kernel of an engine as it really ran, and how its precision is known."""
-
-    name: str
-    kind: str  # the library's own word: CaskConvolution, gemm, kgen, Reformat
-    precision: Precision | Literal["integer", "none", "unknown"]  # integer: sizes and indices; none: moves or converts data only
-    evidence: Literal["tactic", "types", "none"]  # the kernel's name, else the types of inputs and outputs
-    heavy: bool = False  # multiplies matrices (convolution, Gemm, MatMul, attention): what an engine's precision is about
-    nodes: tuple[str, ...] = ()  # the ONNX nodes it computes
-    operators: tuple[str, ...] = ()  # of each node its operator, "" where it is not known; empty: nothing is
-    inputs: tuple[str, ...] = ()  # dtype of each
-    outputs: tuple[str, ...] = ()
-    seconds: float | None = None  # median per run; None: not timed
-    tactic: str = ""  # the kernel's name
-
-
-class LayerTable(Frozen):
-    """Every kernel of one engine in the order of running, timed by plain enqueue at one shape."""
-
-    sizes: dict[str, int]
-    runs: int  # of which `Layer.seconds` is the median
-    layers: tuple[Layer, ...]
-
-
 class Refusal(Frozen):
     """One node that a backend cannot run, and what would help."""
 

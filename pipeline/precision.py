@@ -11,7 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from pipeline.core import Layer, LayerTable, Note, Precision
+from pipeline.core import Note, Precision
+from pipeline.layers import Layer, LayerTable
 
 MOST_UNKNOWN = 0.1  # of the time; above, a warning names the layers
 MOST_MOVING = 0.1  # of the time; above, a note says so

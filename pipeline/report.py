@@ -8,7 +8,8 @@ from typing import Literal
 from pydantic import Field
 
 from pipeline.config import Plan
-from pipeline.core import Engine, Frozen, LayerTable, Note, Recipe
+from pipeline.core import Engine, Frozen, Note, Recipe
+from pipeline.layers import LayerTable
 from pipeline.measure import Environment, Interval, Samples
 
 SCHEMA_VERSION = 1

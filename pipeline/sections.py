@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from pipeline.core import Layer, LayerTable, Precision
+from pipeline.core import Precision
+from pipeline.layers import Layer, LayerTable
 from pipeline.measure import Interval, Samples
 from pipeline.precision import fusions, node_text, percent_text, reformats, slowest, time_by_precision
 from pipeline.report import BenchmarkReport, Candidate, LatencyRow, Report, ValidationReport

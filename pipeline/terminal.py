@@ -12,8 +12,9 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.core import LayerTable, Refusal
+from pipeline.core import Refusal
 from pipeline.decide import ratio_of
+from pipeline.layers import LayerTable
 from pipeline.measure import Clock, Interval, monotonic
 from pipeline.precision import percent_text, time_by_precision
 from pipeline.report import BenchmarkReport, Candidate, LatencyRow, Report, ValidationReport

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.backends.trt_layers import layers_from_inspector
-from pipeline.core import Layer, LayerTable, Precision
+from pipeline.core import Precision
+from pipeline.layers import Layer, LayerTable
 from pipeline.stages.prove import with_operators
 
 CAPTURED = {

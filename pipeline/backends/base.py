@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.core import BuildOptions, Engine, LayerTable, OnnxModel, Precision, Progress, Recipe, Refusal, Target, Tensors, TensorSpec
+from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Progress, Recipe, Refusal, Target, Tensors, TensorSpec
+from pipeline.layers import LayerTable
 
 
 class Timer(Protocol):

@@ -24,7 +24,6 @@ from pipeline.core import (
     BuildOptions,
     CalibrationMethod,
     Engine,
-    LayerTable,
     Note,
     OnnxModel,
     Precision,
@@ -38,6 +37,7 @@ from pipeline.core import (
 )
 from pipeline.errors import ModelError, UnsupportedError
 from pipeline.gpu import Gpu
+from pipeline.layers import LayerTable
 
 PRECISIONS = frozenset(Precision)
 DISTRIBUTIONS: tuple[str, ...] = ("tensorrt", *trt_library.BINDINGS)

@@ -22,8 +22,9 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, Literal, Protocol
 
-from pipeline.core import Layer, LayerTable, Precision, Tensors, TensorSpec, sizes_from_shapes
+from pipeline.core import Precision, Tensors, TensorSpec, sizes_from_shapes
 from pipeline.errors import DataError, InternalError
+from pipeline.layers import Layer, LayerTable
 
 RUNS = 20
 WARMUP_RUNS = 5

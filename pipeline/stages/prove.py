@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline import backends, graph
-from pipeline.core import Engine, Frozen, LayerTable, OnnxModel, Progress, Tensors, silent
+from pipeline.core import Engine, Frozen, OnnxModel, Progress, Tensors, silent
+from pipeline.layers import LayerTable
 
 
 class Proof(Frozen):
