@@ -1,0 +1,107 @@
+"""What the service answers when it refuses. Every body has the same form, which Open Inference Protocol clients read too:
+
+{"error": what was expected and what came, "code": stable, "next": what to do}
+
+CrucibleError (pipeline.errors)
+└── ServiceError
+    ├── Unauthorized 401    ├── LengthRequired 411   ├── WrongHost 421      ├── Unavailable 503
+    ├── Forbidden 403       ├── TooLarge 413         ├── Unprocessable 422  └── StorageFull 507
+    ├── NotFound 404        ├── Conflict 409         └── TooMany 429
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pipeline.errors import CrucibleError, DiskFull, HostError, UserError
+
+
+class ServiceError(CrucibleError):
+    """A request that is refused. `status` is HTTP's; `headers` go with the answer."""
+
+    code = "service"
+    status = 500
+
+    def __init__(self, message: str, next_step: str = "", headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message, next_step)
+        self.headers = dict(headers or {})
+
+
+class Unauthorized(ServiceError):
+    code, status = "service.unauthorized", 401
+
+    def __init__(self, message: str, next_step: str = "") -> None:
+        super().__init__(message, next_step, {"WWW-Authenticate": "Bearer"})
+
+
+class Forbidden(ServiceError):
+    code, status = "service.forbidden", 403
+
+
+class NotFound(ServiceError):
+    code, status = "service.not_found", 404
+
+
+class Conflict(ServiceError):
+    code, status = "service.conflict", 409
+
+
+class LengthRequired(ServiceError):
+    code, status = "service.length_required", 411
+
+
+class TooLarge(ServiceError):
+    code, status = "service.too_large", 413
+
+
+class WrongHost(ServiceError):
+    code, status = "service.wrong_host", 421
+
+
+class Unprocessable(ServiceError):
+    code, status = "service.unprocessable", 422
+
+
+class _RetryLater(ServiceError):
+    def __init__(self, message: str, next_step: str = "", retry_after_s: int = 5) -> None:
+        super().__init__(message, next_step, {"Retry-After": str(retry_after_s)})
+
+
+class TooMany(_RetryLater):
+    code, status = "service.too_many", 429
+
+
+class Unavailable(_RetryLater):
+    code, status = "service.unavailable", 503
+
+
+class StorageFull(ServiceError):
+    code, status = "service.storage_full", 507
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What goes over the wire in the place of a result."""
+
+    status: int
+    body: dict[str, str]
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def answer_to(error: BaseException, request_id: str = "") -> Answer:
+    """The answer to any error. What is our own bug is not told to clients: they get the id by which the log names it."""
+    if isinstance(error, ServiceError):
+        return Answer(error.status, _body(error), error.headers)
+    if isinstance(error, DiskFull):
+        return Answer(StorageFull.status, _body(error))
+    if isinstance(error, UserError):
+        return Answer(Unprocessable.status, _body(error))
+    if isinstance(error, HostError):
+        return Answer(Unavailable.status, _body(error), {"Retry-After": "30"})
+    said = f"an error inside the service{f', logged as request {request_id}' if request_id else ''}"
+    return Answer(500, {"error": said, "code": "internal", "next": "give the request id to whoever runs this service"})
+
+
+def _body(error: CrucibleError) -> dict[str, str]:
+    return {"error": error.message, "code": error.code, **({"next": error.next_step} if error.next_step else {})}

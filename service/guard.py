@@ -1,0 +1,162 @@
+"""The gate in front of the application: Host, Origin, key and size are checked before the first byte of a body is read.
+
+Pure ASGI, because a framework's own hooks run when a body may have been read. A request that is refused here is answered with
+`Connection: close`, so the server reads no more of it.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+
+from service.errors import Answer, Forbidden, ServiceError, TooLarge, Unauthorized, WrongHost, answer_to
+from service.keys import NEXT, SCOPES, Keys, Scope
+from service.settings import Settings
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+PUBLIC = frozenset({"/healthz", "/readyz", "/docs", "/openapi.json"})  # hold nothing that a key protects
+UPLOADS = frozenset({"/compile"})
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks."""
+
+    owner: str
+    scopes: tuple[Scope, ...]
+    key: str = ""  # its prefix; empty where no keys are needed
+
+    @property
+    def sees(self) -> str | None:
+        """The owner whose jobs, reports and models this caller may see; None: everyone's."""
+        return None if "admin" in self.scopes else self.owner
+
+    def require(self, scope: Scope) -> None:
+        """Forbidden without this scope; admin includes the others."""
+        if scope not in self.scopes and "admin" not in self.scopes:
+            raise Forbidden(f"this key has no scope '{scope}', it has {', '.join(self.scopes) or 'none'}", f"use a key made with `--scope {scope}`")
+
+
+LOCAL = Caller("local", SCOPES)
+"""Where no keys are needed, all that reach this machine's loopback are one person."""
+
+NOBODY = Caller("", ())
+
+
+class Guard:
+    """Lets a request through to `application` with its Caller and request id in the scope's state, or answers it."""
+
+    def __init__(self, application: Application, settings: Settings, keys: Keys) -> None:
+        self._application, self._settings, self._keys = application, settings, keys
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._application(scope, receive, send)
+            return
+        headers = _headers(scope["headers"])
+        request_id = given if REQUEST_ID.fullmatch(given := headers.get("x-request-id", "")) else secrets.token_hex(8)
+        try:
+            caller = self._check(scope["method"], scope["path"], headers)
+        except ServiceError as error:
+            await _answer(send, answer_to(error), request_id)
+            return
+        scope.setdefault("state", {}).update(caller=caller, request_id=request_id)
+        body = _Counted(receive, send, self._limit(scope["path"]), request_id)
+        await self._application(scope, body.receive, body.send)
+
+    def _check(self, method: str, path: str, headers: dict[str, str]) -> Caller:
+        """Who asks; a ServiceError if the request may not come in."""
+        self._check_host(headers.get("host", ""))
+        if method not in SAFE:
+            self._check_origin(headers)
+        caller = self._caller(path, headers)
+        length, limit = headers.get("content-length", "0"), self._limit(path)
+        if not length.isdigit() or int(length) > limit:
+            raise TooLarge(f"a body of {length} bytes, expected at most {limit}", "send less, or have the service's limit raised")
+        return caller
+
+    def _check_host(self, host: str) -> None:
+        name = re.sub(r":\d+$", "", host).lower()
+        if name not in self._settings.hosts:
+            raise WrongHost(f"this service does not answer to the name '{name}'", "whoever runs it can add the name: CRUCIBLE_SERVICE_ALLOWED_HOSTS")
+
+    def _check_origin(self, headers: dict[str, str]) -> None:
+        """A page from elsewhere must not act in the name of whoever looks at it, also where no key is needed."""
+        origin = headers.get("origin")
+        if origin is None and headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
+            return
+        name = urlsplit(origin or "").netloc.rpartition("@")[2]
+        if not name or name.lower() != headers.get("host", "").lower():
+            raise Forbidden(
+                f"a request from another site ('{origin or 'not named'}') may change nothing here", "send it from a program, or from this site"
+            )
+
+    def _caller(self, path: str, headers: dict[str, str]) -> Caller:
+        if path in PUBLIC:
+            return NOBODY
+        if not self._settings.needs_keys:
+            return LOCAL
+        kind, _, text = headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer" or not text:
+            raise Unauthorized("this service needs a key", NEXT)
+        key = self._keys.verify(text.strip())
+        return Caller(key.owner, key.scopes, key.prefix)
+
+    def _limit(self, path: str) -> int:
+        return self._settings.max_upload_bytes if path in UPLOADS else self._settings.max_body_bytes
+
+
+class _Counted:
+    """A body that is counted as it arrives: what is longer than allowed, whatever its headers said, ends the request with 413."""
+
+    def __init__(self, receive: Receive, send: Send, limit: int, request_id: str) -> None:
+        self._receive, self._send, self._limit, self._request_id = receive, send, limit, request_id
+        self._count = 0
+        self._started = self._over = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._count += len(message.get("body", b""))
+            if self._count > self._limit:
+                await self._refuse()
+                return {"type": "http.disconnect"}
+        return message
+
+    async def send(self, message: Message) -> None:
+        if self._over:  # the answer has been given
+            return
+        if message["type"] == "http.response.start":
+            self._started = True
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self._request_id.encode())]
+        await self._send(message)
+
+    async def _refuse(self) -> None:
+        if not self._started and not self._over:
+            error = TooLarge(f"a body of more than {self._limit} bytes", "send less, or have the service's limit raised")
+            await _answer(self._send, answer_to(error), self._request_id)
+        self._over = True
+
+
+def _headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in raw}
+
+
+async def _answer(send: Send, answer: Answer, request_id: str) -> None:
+    body = orjson.dumps(answer.body)
+    fixed = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", "x-request-id": request_id}
+    headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in {**fixed, **answer.headers}.items()]
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,102 @@
+"""What whoever runs the service may choose: one frozen value, read once from CRUCIBLE_SERVICE_* variables and the command line.
+
+docs/service.md lists every setting.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError
+
+from pipeline.config import home
+from pipeline.core import Frozen
+from pipeline.errors import PlanError
+
+PREFIX = "CRUCIBLE_SERVICE_"
+MIB, GIB = 2**20, 2**30
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+
+class Settings(Frozen):
+    """Everything that `crucible serve` can be told. Sizes in bytes, times in seconds."""
+
+    home: Path = Field(default_factory=home)
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)  # 0: any that is free
+    allowed_hosts: tuple[str, ...] = ()  # names under which clients reach the service, besides `host` and those of loopback
+    keys_required: bool | None = None  # None: unless bound to loopback
+    admin_key_file: Path | None = None  # holds the first admin key, for containers
+    configs: Path | None = None  # folder of plans that clients may name
+    allow_code: bool = False  # .pt2, TorchScript and pickle, which run code of whoever sent them
+
+    max_upload_bytes: int = Field(default=4 * GIB, gt=0)  # of one request's files together
+    max_unpacked_bytes: int = Field(default=8 * GIB, gt=0)  # of an archive's members together
+    max_plan_bytes: int = Field(default=256 * 1024, gt=0)
+    max_body_bytes: int = Field(default=MIB, gt=0)  # of all other requests
+    max_queued: int = Field(default=1000, gt=0)  # jobs of one owner that wait
+
+    job_memory_bytes: int | None = Field(default=None, gt=0)  # of a job and all its processes; None: 80 % of the machine's
+    job_disk_bytes: int = Field(default=50 * GIB, gt=0)  # of a job's work directory
+    job_timeout_s: float = Field(default=6 * 3600, gt=0)
+    shutdown_s: float = Field(default=20, gt=0)  # from SIGTERM until what still runs is stopped
+    retention_days: float = Field(default=30, gt=0)  # of finished jobs with their files
+
+    log_format: Literal["json", "text"] = "json"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    otel_endpoint: str | None = None  # OTLP over HTTP; None: no traces
+
+    @property
+    def needs_keys(self) -> bool:
+        return self.keys_required if self.keys_required is not None else not is_loopback(self.host)
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """Every name that a Host header may have, without the port."""
+        own = () if self.host in ("0.0.0.0", "::") else (f"[{self.host}]" if ":" in self.host else self.host,)
+        return frozenset(name.lower() for name in (*LOOPBACK_NAMES, *own, *self.allowed_hosts))
+
+    @property
+    def database(self) -> Path:
+        return self.home / "crucible.db"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that is bound to `host`."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def settings_from(environ: Mapping[str, str], **given: object) -> Settings:
+    """The settings of CRUCIBLE_SERVICE_* variables (their values are YAML), overruled by what is given and not None.
+
+    PlanError names a variable that is unknown, with the near one, or whose value does not fit.
+    """
+    known = Settings.model_fields
+    values: dict[str, Any] = {}
+    for variable in sorted(name for name in environ if name.startswith(PREFIX)):
+        field = variable.removeprefix(PREFIX).lower()
+        if field not in known:
+            near = difflib.get_close_matches(field, known, n=1)
+            raise PlanError(f"no setting {variable}", f"did you mean {PREFIX}{near[0].upper()}?" if near else "docs/service.md lists the settings")
+        values[field] = _value(variable, environ[variable])
+    values |= {name: value for name, value in given.items() if value is not None}
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+        raise PlanError(f"the service cannot start with these settings: {faults}", "docs/service.md lists the settings") from error
+
+
+def _value(variable: str, text: str) -> object:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise PlanError(f"{variable} is not a YAML value: {error}", "quote it, or write a list as [a, b]") from error

@@ -1,0 +1,109 @@
+"""The database: whole transactions, migrations, and clear words for what is full, damaged or newer."""
+
+import sqlite3
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import DiskFull, StoreError
+from service.database import MIGRATIONS, Database
+
+KEY = "INSERT INTO keys (prefix, sha256, name, owner, scopes, created) VALUES (?, 'x', 'n', 'o', '', 'now')"
+
+
+def add(database: Database, *prefixes: str, fault: Exception | None = None) -> None:
+    with database.write() as rows:
+        for prefix in prefixes:
+            rows.execute(KEY, (prefix,))
+        if fault:
+            raise fault
+
+
+def count(database: Database) -> int:
+    with database.read() as rows:
+        return int(rows.execute("SELECT count(*) FROM keys").fetchone()[0])
+
+
+def test_a_write_is_whole_or_not_at_all(tmp_path: Path) -> None:
+    database = Database(tmp_path / "home" / "crucible.db")
+    add(database, "a")
+    with pytest.raises(ZeroDivisionError):
+        add(database, "b", fault=ZeroDivisionError())
+    assert count(database) == 1
+    database.close()
+    assert count(Database(tmp_path / "home" / "crucible.db")) == 1
+
+
+def test_threads_write_one_after_another(tmp_path: Path) -> None:
+    database = Database(tmp_path / "crucible.db")
+
+    def write(number: int) -> None:
+        for turn in range(20):
+            add(database, f"{number}-{turn}")
+        database.close()
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert count(database) == 80
+
+
+def test_an_older_file_is_migrated_and_keeps_its_rows(tmp_path: Path) -> None:
+    path = tmp_path / "crucible.db"
+    before = Database(path)
+    add(before, "a")
+    before.close()
+    after = Database(path, (*MIGRATIONS, "ALTER TABLE keys ADD COLUMN colour TEXT NOT NULL DEFAULT 'red'"))
+    with after.read() as rows:
+        assert [(row["prefix"], row["colour"]) for row in rows.execute("SELECT * FROM keys")] == [("a", "red")]
+
+
+def test_a_migration_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "crucible.db"
+    Database(path).close()
+    with pytest.raises(StoreError):
+        Database(path, (*MIGRATIONS, "ALTER TABLE keys ADD COLUMN colour TEXT; nonsense"))
+    database = Database(path)
+    with database.read() as rows:
+        assert rows.execute("PRAGMA user_version").fetchone()[0] == len(MIGRATIONS)
+        assert "colour" not in [row["name"] for row in rows.execute("PRAGMA table_info(keys)")]
+
+
+def test_a_newer_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "crucible.db"
+    Database(path, (*MIGRATIONS, "SELECT 1")).close()
+    with pytest.raises(StoreError, match=f"schema version {len(MIGRATIONS) + 1}, this Crucible knows up to {len(MIGRATIONS)}"):
+        Database(path)
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "crucible.db"
+    path.write_bytes(b"not a database at all " * 100)
+    with pytest.raises(StoreError, match=r"crucible\.db' is damaged"):
+        Database(path)
+
+
+def test_a_broken_rule_of_the_schema_is_our_bug_and_not_the_disks(tmp_path: Path) -> None:
+    database = Database(tmp_path / "crucible.db")
+    with pytest.raises(sqlite3.IntegrityError):
+        add(database, "a", "a")
+    assert count(database) == 0
+
+
+def test_a_full_disk_is_named_and_what_was_there_stays(tmp_path: Path) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", tmp_path], capture_output=True, text=True, check=False)
+    if mounted.returncode != 0:
+        pytest.skip(f"cannot mount a small file system: {mounted.stderr}")
+    try:
+        database = Database(tmp_path / "crucible.db")
+        add(database, "a")
+        with pytest.raises(DiskFull, match="the disk is full"):
+            add(database, *(f"{number}" * 20 for number in range(10_000)))
+        assert count(database) == 1
+        database.close()
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)

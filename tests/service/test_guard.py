@@ -1,0 +1,160 @@
+"""The gate: who comes in, and that nothing of a refused body is read."""
+
+import asyncio
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from service.database import Database
+from service.errors import Forbidden
+from service.guard import LOCAL, Caller, Guard, Receive, Send
+from service.keys import Keys
+from service.settings import Settings
+
+
+class Inside:
+    """An application that reads the whole body."""
+
+    def __init__(self) -> None:
+        self.callers: list[Caller] = []
+        self.bodies: list[bytes] = []
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        self.callers.append(scope["state"]["caller"])
+        body = b""
+        while (message := await receive())["type"] == "http.request":
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        self.bodies.append(body)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"in"})
+
+
+class Exchange:
+    """One request as a server would hand it in; counts what is read of it."""
+
+    def __init__(self, guard: Guard, method: str = "GET", path: str = "/jobs", chunks: tuple[bytes, ...] = (b"",), **headers: str) -> None:
+        named = {"host": "localhost:8000", **{name.replace("_", "-"): value for name, value in headers.items()}}
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "headers": [(n.encode(), v.encode("latin-1")) for n, v in named.items()],
+        }
+        self.read = 0
+        self.sent: list[MutableMapping[str, Any]] = []
+        waiting = list(chunks)
+
+        async def receive() -> MutableMapping[str, Any]:
+            self.read += 1
+            return {"type": "http.request", "body": waiting.pop(0), "more_body": bool(waiting)}
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            self.sent.append(message)
+
+        asyncio.run(guard(scope, receive, send))
+        self.status = self.sent[0]["status"]
+        self.headers = {name.decode(): value.decode() for name, value in self.sent[0]["headers"]}
+        self.body = b"".join(message.get("body", b"") for message in self.sent[1:])
+
+    @property
+    def error(self) -> str:
+        return str(orjson.loads(self.body)["error"])
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    return Keys(Database(tmp_path / "crucible.db"))
+
+
+@pytest.fixture
+def inside() -> Inside:
+    return Inside()
+
+
+def open_guard(inside: Inside, keys: Keys, **settings: Any) -> Guard:
+    return Guard(inside, Settings(home=Path("/nowhere"), **settings), keys)
+
+
+def test_on_loopback_everyone_is_the_local_user(inside: Inside, keys: Keys) -> None:
+    done = Exchange(open_guard(inside, keys), x_request_id="abc-1")
+    assert (done.status, done.body, inside.callers) == (200, b"in", [LOCAL])
+    assert done.headers["x-request-id"] == "abc-1"
+    assert LOCAL.sees is None
+
+
+def test_a_key_makes_the_caller(inside: Inside, keys: Keys) -> None:
+    key, text = keys.create("k", ["compile"])
+    done = Exchange(open_guard(inside, keys, keys_required=True), authorization=f"Bearer {text}")
+    assert done.status == 200
+    assert inside.callers == [Caller(key.owner, ("compile",), key.prefix)]
+    assert inside.callers[0].sees == key.owner
+    inside.callers[0].require("compile")
+    with pytest.raises(Forbidden, match="no scope 'admin', it has compile"):
+        inside.callers[0].require("admin")
+
+
+@pytest.mark.parametrize("given", ["", "Bearer", "Bearer cru_0000000000_" + "A" * 43, "Basic dTpw", "Bearer é"])
+def test_without_a_good_key_nothing_of_the_body_is_read(inside: Inside, keys: Keys, given: str) -> None:
+    guard = open_guard(inside, keys, keys_required=True)
+    done = Exchange(guard, "POST", "/compile", (b"x" * 1000,), content_length="1000", **({"authorization": given} if given else {}))
+    assert (done.status, done.read, inside.bodies) == (401, 0, [])
+    assert done.headers["www-authenticate"] == "Bearer"
+    assert done.headers["connection"] == "close"
+    assert "key" in done.error
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/docs", "/openapi.json"])
+def test_what_holds_no_secret_needs_no_key(inside: Inside, keys: Keys, path: str) -> None:
+    assert Exchange(open_guard(inside, keys, keys_required=True), path=path).status == 200
+    assert inside.callers[0].scopes == ()
+
+
+@pytest.mark.parametrize("host", ["evil.example", "", "localhost.evil.example", "127.0.0.1.nip.io:8000"])
+def test_another_name_is_not_answered_to(inside: Inside, keys: Keys, host: str) -> None:
+    done = Exchange(open_guard(inside, keys), host=host)
+    assert (done.status, inside.callers) == (421, [])
+
+
+def test_a_name_of_the_list_is_answered_to(inside: Inside, keys: Keys) -> None:
+    assert Exchange(open_guard(inside, keys, allowed_hosts=("models.example",)), host="Models.example:443").status == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"origin": "http://localhost:8000"}, 200),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://localhost:9999"}, 403),
+        ({"sec_fetch_site": "cross-site"}, 403),
+        ({"sec_fetch_site": "same-origin"}, 200),
+    ],
+)
+def test_a_page_from_elsewhere_changes_nothing_also_on_loopback(inside: Inside, keys: Keys, headers: dict[str, str], status: int) -> None:
+    assert Exchange(open_guard(inside, keys), "POST", "/compile", **headers).status == status
+    assert Exchange(open_guard(inside, keys), "GET", "/jobs", **headers).status == 200
+
+
+@pytest.mark.parametrize("length", ["11", "99999999999999", "-1", "ten"])
+def test_a_body_that_says_it_is_too_long_is_not_read(inside: Inside, keys: Keys, length: str) -> None:
+    done = Exchange(open_guard(inside, keys, max_body_bytes=10), "POST", "/jobs", (b"x" * 11,), content_length=length)
+    assert (done.status, done.read) == (413, 0)
+
+
+def test_a_body_that_turns_out_too_long_is_cut(inside: Inside, keys: Keys) -> None:
+    done = Exchange(open_guard(inside, keys, max_body_bytes=10), "POST", "/jobs", (b"x" * 6, b"x" * 6, b"x" * 6))
+    assert (done.status, done.read) == (413, 2)
+    assert "more than 10 bytes" in done.error
+    assert len(done.sent) == 2  # the application's own answer is not sent as well
+
+
+def test_uploads_have_a_limit_of_their_own(inside: Inside, keys: Keys) -> None:
+    guard = open_guard(inside, keys, max_body_bytes=10, max_upload_bytes=100)
+    assert Exchange(guard, "POST", "/compile", (b"x" * 50,), content_length="50").status == 200
+    assert Exchange(guard, "POST", "/compile", (b"x" * 101,)).status == 413

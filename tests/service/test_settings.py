@@ -1,0 +1,64 @@
+"""Settings: from variables and flags, unknown ones named."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import PlanError
+from service.settings import Settings, is_loopback, settings_from
+
+SETTINGS = (
+    "home host port allowed_hosts keys_required admin_key_file configs allow_code max_upload_bytes max_unpacked_bytes max_plan_bytes max_body_bytes "
+    "max_queued job_memory_bytes job_disk_bytes job_timeout_s shutdown_s retention_days log_format log_level otel_endpoint"
+)
+
+
+def test_the_list_of_settings_is_this() -> None:
+    """A new one edits this list and docs/service.md."""
+    assert list(Settings.model_fields) == SETTINGS.split()
+
+
+def test_variables_are_yaml_and_flags_overrule_them() -> None:
+    environ = {"CRUCIBLE_SERVICE_PORT": "9000", "CRUCIBLE_SERVICE_ALLOWED_HOSTS": "[a.example, b.example]", "PATH": "/bin"}
+    settings = settings_from(environ, port=9001, host=None, home=Path("/h"))
+    assert (settings.port, settings.host, settings.allowed_hosts) == (9001, "127.0.0.1", ("a.example", "b.example"))
+    assert settings.database == Path("/h/crucible.db")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("CRUCIBLE_SERVICE_PROT", "1", "did you mean CRUCIBLE_SERVICE_PORT"),
+        ("CRUCIBLE_SERVICE_PORT", "high", "port: Input should be a valid integer"),
+        ("CRUCIBLE_SERVICE_PORT", "[", "not a YAML value"),
+        ("CRUCIBLE_SERVICE_MAX_UPLOAD_BYTES", "0", "greater than 0"),
+    ],
+)
+def test_a_variable_that_does_not_fit_is_named(variable: str, value: str, said: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        settings_from({variable: value})
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "required", "needs"),
+    [
+        ("127.0.0.1", None, False),
+        ("::1", None, False),
+        ("localhost", None, False),
+        ("0.0.0.0", None, True),
+        ("10.0.0.1", None, True),
+        ("0.0.0.0", False, False),
+        ("127.0.0.1", True, True),
+    ],
+)
+def test_keys_are_needed_off_loopback(host: str, required: bool | None, needs: bool) -> None:
+    assert Settings(home=Path("/h"), host=host, keys_required=required).needs_keys is needs
+
+
+def test_the_names_that_are_answered_to() -> None:
+    settings = Settings(home=Path("/h"), host="::", allowed_hosts=("Models.Example",))
+    assert settings.hosts == {"localhost", "127.0.0.1", "[::1]", "models.example"}
+    assert "[fd00::1]" in Settings(home=Path("/h"), host="fd00::1").hosts
+    assert is_loopback("[::1]")
+    assert not is_loopback("example.org")
