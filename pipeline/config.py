@@ -41,6 +41,9 @@ def _profile_by_symbol(item: Mapping[str, object]) -> dict[str, object]:
     return {"dims": {name: sizes for name, sizes in item.items() if name != "values"}, "values": given}
 
 
+Profiles = Annotated[tuple[Profile, ...], BeforeValidator(_profiles_by_symbol)]
+
+
 class ModelConfig(Frozen):
     """The source: `path:`, or `entrypoint:` with `weights:`."""
 
@@ -195,7 +198,7 @@ class Plan(Frozen):
 
     name: str = Field(default="", pattern=r"^([A-Za-z0-9_-][A-Za-z0-9_.-]*)?$")  # never `..`, which is another folder
     model: ModelConfig
-    profiles: Annotated[tuple[Profile, ...], BeforeValidator(_profiles_by_symbol)] = ()
+    profiles: Profiles = ()
     data: DataConfig = DataConfig()
     accuracy: AccuracyConfig = AccuracyConfig()
     candidates: tuple[CandidateConfig, ...] = ()  # empty: all that this host can build and run
@@ -207,7 +210,7 @@ class Plan(Frozen):
     benchmark: BenchmarkConfig = BenchmarkConfig()
 
 
-class _PlanLoader(yaml.SafeLoader):
+class PlanLoader(yaml.SafeLoader):
     """YAML without its habit of letting the last of two equal keys win."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -228,7 +231,7 @@ def load_plan(path: Path, overrides: Iterable[str] = ()) -> Plan:
     if not path.is_file():
         raise PlanError(f"no plan at '{path}'", "give the path of a YAML plan or of an .onnx model; configs/ holds examples")
     try:
-        document = yaml.load(path.read_text(encoding="utf-8"), _PlanLoader)
+        document = yaml.load(path.read_text(encoding="utf-8"), PlanLoader)
     except UnicodeDecodeError as error:
         advice = "write a plan that names it: `model: {path: ...}` takes .onnx and .pt2"
         raise PlanError(f"'{path}' is not a text file, so it is no plan", advice) from error
@@ -253,7 +256,7 @@ def plan_from_document(document: object, base: Path, name: str = "", overrides: 
     try:
         plan = Plan.model_validate(document)
     except ValidationError as error:
-        raise PlanError(_explain(error), "correct the plan; docs/plan.md lists every key") from error
+        raise PlanError(explain(error, Plan), "correct the plan; docs/plan.md lists every key") from error
     return _with_absolute_paths(plan, base)
 
 
@@ -319,13 +322,13 @@ _UNWRITTEN = ("(files)", "(generated)", "dims")  # parts of a place in the plan 
 _IN_WORDS = {"tuple": "list, written [a, b] or with dashes", "dictionary": "mapping of `key: value`", "path for": "valid path"}
 
 
-def _explain(error: ValidationError) -> str:
-    """All faults of a plan, one sentence each, with the near key where one is misspelt."""
+def explain(error: ValidationError, kind: type[BaseModel]) -> str:
+    """All faults of a plan of this kind, one sentence each, with the near key where one is misspelt."""
     sentences = []
     for fault in error.errors():
         where = ".".join(str(part) for part in fault["loc"] if part not in _UNWRITTEN) or "plan"
         if fault["type"] == "extra_forbidden":
-            known = _known_keys(Plan, fault["loc"][:-1])
+            known = _known_keys(kind, fault["loc"][:-1])
             near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1, cutoff=0.5)
             hint = f"did you mean '{near[0]}'?" if near else f"expected one of {', '.join(sorted(known))}"
             sentences.append(f"unknown key '{where}': {hint}")

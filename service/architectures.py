@@ -1,0 +1,53 @@
+"""Architectures that a client may name for its safetensors weights, and metrics: names of the service's own, never code of the client's."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import re
+from collections.abc import Callable
+from typing import Any
+
+from pipeline.config import METRICS
+from service.errors import Unprocessable
+
+ARCHITECTURES = ("resnet18", "resnet50", "mobilenet_v2", "mobilenet_v3_large", "efficientnet_b0", "convnext_tiny", "vit_b_16")
+"""Functions of torchvision.models; the service can load weights for these."""
+
+MOST_CLASSES = 1_000_000
+FUNCTION = re.compile(rf"({'|'.join(ARCHITECTURES)})_of_([1-9][0-9]*)")
+
+
+def entrypoint_of(name: str, classes: int) -> str:
+    """The entrypoint of a named architecture; Unprocessable, with the near name, for one that is not on the list."""
+    if name not in ARCHITECTURES:
+        near = difflib.get_close_matches(name, ARCHITECTURES, n=1)
+        known = ", ".join(ARCHITECTURES)
+        raise Unprocessable(f"no architecture '{name}'", f"did you mean {near[0]}? known: {known}" if near else f"known: {known}; or send ONNX")
+    if not 0 < classes <= MOST_CLASSES:
+        raise Unprocessable(f"classes: {classes}, expected 1 to {MOST_CLASSES}", "give the number of outputs that the weights were trained with")
+    if missing := [package for package in ("torch", "torchvision", "safetensors") if importlib.util.find_spec(package) is None]:
+        raise Unprocessable(
+            f"architectures need {', '.join(missing)}, which this service was installed without", "send ONNX, or have `crucible[torch]` installed"
+        )
+    return f"service.architectures:{name}_of_{classes}"
+
+
+def check_metric(metric: str) -> None:
+    """Unprocessable unless the metric is one that Crucible brings."""
+    if metric not in ("auto", *METRICS):
+        raise Unprocessable(f"no metric '{metric}'", f"known: auto, {', '.join(METRICS)}; metrics of your own run where you run `crucible compile`")
+
+
+def __getattr__(function: str) -> Callable[[], Any]:
+    """`resnet50_of_10`, as `entrypoint_of` names it: the architecture with so many classes."""
+    match = FUNCTION.fullmatch(function)
+    if match is None:
+        raise AttributeError(f"module 'service.architectures' has no attribute '{function}'")
+
+    def build() -> Any:
+        import torchvision.models
+
+        return getattr(torchvision.models, match[1])(num_classes=int(match[2]))
+
+    return build
