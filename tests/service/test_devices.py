@@ -1,0 +1,95 @@
+"""Leases: measuring is alone, builds are one at a time, nobody is overtaken, nothing is lost."""
+
+import datetime as dt
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from service.devices import Devices, Lease, Use
+
+NOW = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
+HERE = Devices(("cpu", "gpu:0", "gpu:1"))
+
+
+def lease(holder: str, use: Use, device: str = "cpu") -> Lease:
+    return Lease(device, use, holder)
+
+
+def asked(*leases: Lease, devices: Devices = HERE, patience_s: float = 0.0) -> tuple[Devices, list[str]]:
+    for each in leases:
+        devices = devices.ask(each, NOW, patience_s)
+    devices, given_ = devices.grant(NOW)
+    return devices, [each.holder for each in given_]
+
+
+def test_one_build_at_a_time_on_each_device() -> None:
+    devices, given_ = asked(lease("a", "build"), lease("b", "build"), lease("c", "build", "gpu:0"), lease("d", "build", "gpu:1"))
+    assert given_ == ["a", "c", "d"]
+    devices, given_ = asked(devices=devices.give_back("a", "cpu"))
+    assert given_ == ["b"]
+
+
+def test_measuring_is_alone_and_is_not_overtaken() -> None:
+    devices, given_ = asked(lease("a", "build"), lease("m", "measure"), lease("b", "build"))
+    assert given_ == ["a"]
+    devices, given_ = asked(devices=devices.give_back("a", "cpu"))
+    assert given_ == ["m"]
+    devices, given_ = asked(devices=devices.give_back("m", "cpu"))
+    assert given_ == ["b"]
+
+
+def test_a_job_goes_from_building_to_measuring_without_giving_the_device_away() -> None:
+    devices, _ = asked(lease("a", "build"), lease("b", "build"))
+    first = devices.waiting[0]
+    assert first.lease.holder == "b"
+    devices = Devices(devices.names, devices.held, ()).ask(lease("a", "measure"), NOW)
+    devices, given_ = asked(devices=devices)
+    assert given_ == ["a"]
+
+
+def test_measuring_beside_engines_that_serve_waits_and_is_then_contended() -> None:
+    devices, given_ = asked(lease("s", "serve"), lease("m", "measure"), patience_s=10)
+    assert given_ == ["s"]
+    assert devices.next_time() == NOW + dt.timedelta(seconds=10)
+    assert devices.grant(NOW + dt.timedelta(seconds=9))[1] == ()
+    (late,) = devices.grant(NOW + dt.timedelta(seconds=10))[1]
+    assert late.contended
+    (alone,) = devices.give_back("s", "cpu").grant(NOW)[1]
+    assert not alone.contended
+
+
+def test_serving_goes_beside_a_build_but_not_beside_measuring() -> None:
+    _, given_ = asked(lease("a", "build"), lease("s", "serve"))
+    assert given_ == ["a", "s"]
+    _, given_ = asked(lease("m", "measure", "gpu:0"), lease("s", "serve", "gpu:0"))
+    assert given_ == ["m"]
+
+
+def test_a_wish_is_taken_back_too_and_an_unknown_device_is_an_error() -> None:
+    devices, _ = asked(lease("a", "build"), lease("b", "build"))
+    assert devices.give_back("b", "cpu").waiting == ()
+    assert devices.give_back("nobody", "cpu") == devices
+    with pytest.raises(KeyError):
+        HERE.ask(lease("a", "build", "gpu:7"), NOW)
+
+
+@given(some.lists(some.tuples(some.sampled_from("abcdef"), some.sampled_from(["build", "serve", "measure", "back"])), max_size=40))
+def test_whatever_comes_measuring_is_alone_and_nothing_is_lost(moves: list[tuple[str, str]]) -> None:
+    devices = HERE
+    for number, (holder, move) in enumerate(moves):
+        name = f"{holder}{number if move != 'back' else ''}"
+        if move == "back":
+            for each in devices.held[:1]:
+                devices = devices.give_back(each.holder, "cpu")
+        else:
+            devices = devices.ask(Lease("cpu", move, name), NOW, patience_s=1e9)  # type: ignore[arg-type]
+        devices, _ = devices.grant(NOW)
+        uses = [each.use for each in devices.held]
+        assert uses.count("build") <= 1
+        assert "measure" not in uses or len(uses) == 1
+    for _ in range(len(moves) + 1):
+        for each in devices.held:
+            devices = devices.give_back(each.holder, "cpu")
+        devices, _ = devices.grant(NOW)
+    assert devices.waiting == ()
