@@ -1,0 +1,81 @@
+"""What Prometheus reads at /metrics. Names and labels are listed in docs/service.md, which the dashboard's queries are checked against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+STAGE_SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
+
+
+class Metrics:
+    """The figures of one application; a registry of its own, so that two applications in a process do not mix."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.requests = Counter("crucible_http_requests_total", "Requests", ("method", "route", "status"), registry=self._registry)
+        self.request_seconds = Histogram(
+            "crucible_http_request_seconds", "Time to the end of the answer", ("method", "route"), buckets=SECONDS, registry=self._registry
+        )
+        self.jobs_ended = Counter("crucible_jobs_ended_total", "Jobs that ended, by how", ("state",), registry=self._registry)
+        self.stage_seconds = Histogram(
+            "crucible_stage_seconds", "Time of finished stages of jobs", ("stage",), buckets=STAGE_SECONDS, registry=self._registry
+        )
+        self.event_streams = Gauge("crucible_event_streams", "Clients that follow a job's events", registry=self._registry)
+
+    def collect_jobs(self, count: Callable[[], Mapping[str, int]]) -> None:
+        """Ask `count` for the number of jobs per state whenever the figures are read."""
+        self._registry.register(_Jobs(count))
+
+    def collect_devices(self) -> None:
+        """Memory and busy share of every NVIDIA GPU, as NVML tells whenever the figures are read; nothing where there is none."""
+        self._registry.register(_Devices())
+
+    def text(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _Jobs(Collector):
+    def __init__(self, count: Callable[[], Mapping[str, int]]) -> None:
+        self._count = count
+
+    def collect(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily("crucible_jobs", "Jobs by state", labels=["state"])
+        for state, number in sorted(self._count().items()):
+            family.add_metric([state], number)
+        yield family
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+
+class _Devices(Collector):
+    def collect(self) -> Iterable[Metric]:
+        import pynvml
+
+        used = GaugeMetricFamily("crucible_device_memory_used_bytes", "Memory in use on a GPU, by anybody", labels=["device"])
+        whole = GaugeMetricFamily("crucible_device_memory_bytes", "Memory of a GPU", labels=["device"])
+        busy = GaugeMetricFamily("crucible_device_busy_ratio", "Share of the last second in which some kernel ran", labels=["device"])
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError:  # no GPU, no driver
+            return
+        try:
+            for number in range(pynvml.nvmlDeviceGetCount()):
+                handle = pynvml.nvmlDeviceGetHandleByIndex(number)
+                memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+                name = [f"gpu:{number}"]
+                used.add_metric(name, memory.used)
+                whole.add_metric(name, memory.total)
+                busy.add_metric(name, pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
+        finally:
+            pynvml.nvmlShutdown()
+        yield from (used, whole, busy)
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
