@@ -20,7 +20,8 @@ KEY = f"cru_0123456789_{'A' * 43}"
 
 
 @pytest.fixture
-def configured(tmp_path: Path) -> Iterator[None]:
+def configured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+    assert capsys  # stands in for stderr before the handler is made
     root = logging.getLogger()
     before = (root.handlers[:], root.level)
     logs.configure(Settings(home=tmp_path))
