@@ -107,7 +107,7 @@ class Child:
         self._own_log = log is None
         self.log = log or _temporary_log()
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self._oom_kills = _oom_kills()
+        self._oom_kills = oom_kills()
         ours, theirs = Pipe()
         self._connection = ours
         with self.log.open("ab") as sink, theirs:
@@ -188,14 +188,7 @@ class Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S)
         code = self._process.poll()
-        if code is not None and code < 0:
-            how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
-            if -code == signal.SIGKILL and _oom_kills() > self._oom_kills:
-                how = "was killed by the kernel because the machine ran out of memory"
-            elif -code == signal.SIGKILL:
-                how += ", most often sent when memory runs out"
-        else:
-            how = f"ended with exit code {code} before it answered"
+        how = how_it_ended(code, self._oom_kills)
         crashed = "" if code == -signal.SIGKILL else ", or correct your own code if it ran there"
         advice = "try again with more free memory" + crashed + ("" if self._own_log else f", or read {self.log}")
         return ChildDied(f"the child process for '{self.name}' {how}\n{self.log_tail()}".rstrip(), advice)
@@ -256,7 +249,18 @@ def _temporary_log() -> Path:
     return Path(name)
 
 
-def _oom_kills() -> int:
+def how_it_ended(code: int | None, oom_kills_before: int) -> str:
+    """How a process that did not answer ended: by which signal, of exhausted memory where the kernel says so, or by itself."""
+    if code is None or code >= 0:
+        return f"ended with exit code {code} before it answered"
+    if -code != signal.SIGKILL:
+        return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+    if oom_kills() > oom_kills_before:
+        return "was killed by the kernel because the machine ran out of memory"
+    return "was killed by signal 9 (SIGKILL), most often sent when memory runs out"
+
+
+def oom_kills() -> int:
     """How often the kernel has killed a process for memory since boot; 0 where it does not tell."""
     try:
         lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()

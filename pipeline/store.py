@@ -6,6 +6,9 @@
 
 Look, lock, look again, make, publish by one rename. A process killed at any moment leaves at most a folder under tmp/,
 which the next holder of the same lock removes.
+
+A store may look in a second, `shared` one too, which it never writes: so works a job of the service, whose artifacts are adopted by the
+shared store after the job has ended (`Store.adopt`).
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from filelock import FileLock, Timeout
 from pydantic import BaseModel
@@ -63,8 +67,8 @@ class Stored(Generic[A]):
 class Store:
     """All artifacts of one user. Safe for many processes at once."""
 
-    def __init__(self, root: Path, on_wait: Callable[[str], None] = lambda text: None) -> None:
-        self.root = root
+    def __init__(self, root: Path, on_wait: Callable[[str], None] = lambda text: None, shared: Path | None = None) -> None:
+        self.root, self.shared = root, shared
         self._on_wait = on_wait
         try:
             for folder in ("artifacts", "locks", "tmp"):
@@ -74,23 +78,23 @@ class Store:
         self.notes: list[Note] = []
 
     def find(self, key: Key, kind: type[A]) -> Stored[A] | None:
-        """The artifact of this key if it is there and intact."""
-        folder = self._folder(key)
-        if not folder.exists():
-            return None
-        try:
-            return _read(folder, key, kind)
-        except (OSError, LookupError, ValueError) as error:  # pydantic's ValidationError is a ValueError
-            note = Note(stage="store", text=f"{key.stage} {key.digest[:12]} was damaged and is made again: {error}")
-            if note not in self.notes:
-                self.notes.append(note)
-            return None
+        """The artifact of this key if it is there and intact, else that of the shared store."""
+        for root in (self.root, self.shared):
+            if root is None or not (folder := _folder(root, key.stage, key.digest)).exists():
+                continue
+            try:
+                return _read(folder, key, kind)
+            except (OSError, LookupError, ValueError) as error:  # pydantic's ValidationError is a ValueError
+                note = Note(stage="store", text=f"{key.stage} {key.digest[:12]} was damaged and is made again: {error}")
+                if note not in self.notes:
+                    self.notes.append(note)
+        return None
 
     def get(self, key: Key, kind: type[A], make: Callable[[Path], A]) -> Stored[A]:
         """The artifact of this key, made by `make(folder)` unless it is there. Failures are never kept."""
         if (found := self.find(key, kind)) is not None:
             return found
-        with self._lock(key):
+        with self._lock(key.stage, key.digest):
             if (found := self.find(key, kind)) is not None:
                 return found
             work = self.root / "tmp" / key.digest
@@ -101,7 +105,7 @@ class Store:
                 value = make(work)
                 provenance = _provenance(key, time.perf_counter() - started)
                 _write_manifest(work, value, provenance)
-                self._publish(work, self._folder(key))
+                self._publish(work, _folder(self.root, key.stage, key.digest))
             except BaseException:
                 shutil.rmtree(work, ignore_errors=True)
                 raise
@@ -110,16 +114,33 @@ class Store:
             raise StoreError(f"{key.stage} {key.digest[:12]} was published but cannot be read back", "check the disk of CRUCIBLE_HOME")
         return Stored(published.value, published.provenance, published.digest, reused=False)
 
-    def _folder(self, key: Key) -> Path:
-        return self.root / "artifacts" / key.stage / key.digest
+    def adopt(self, other: Path) -> tuple[str, ...]:
+        """Move every artifact of another store, on the same disk and used by nobody, into this one. Returns why some were not taken.
+
+        Nothing there is believed: the key must be that of the provenance, and the files those of the manifest, with their digests.
+        """
+        refused = []
+        for folder in sorted((other / "artifacts").glob("*/*")):
+            stage, digest = folder.parts[-2:]
+            final = _folder(self.root, stage, digest)
+            try:
+                check_files(folder, other / "artifacts")
+                _check_key(folder)
+            except (OSError, LookupError, TypeError, ValueError) as error:
+                refused.append(f"{stage} {digest[:12]}: {error}")
+                continue
+            with self._lock(stage, digest):
+                if not final.exists():
+                    self._publish(folder, final)
+        return tuple(refused)
 
     @contextlib.contextmanager
-    def _lock(self, key: Key) -> Iterator[None]:
-        lock = FileLock(self.root / "locks" / f"{key.digest}.lock")
+    def _lock(self, stage: str, digest: str) -> Iterator[None]:
+        lock = FileLock(self.root / "locks" / f"{digest}.lock")
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            self._on_wait(f"another process is making {key.stage}; waiting for it")
+            self._on_wait(f"another process is making {stage}; waiting for it")
             lock.acquire()
         try:
             yield
@@ -144,6 +165,39 @@ def canonical(options: BaseModel | Mapping[str, object]) -> str:
     """JSON with sorted keys: the same options always give the same text."""
     data = options.model_dump(mode="json") if isinstance(options, BaseModel) else options
     return json.dumps(data, sort_keys=True, default=str)
+
+
+def check_files(folder: Path, within: Path, besides: tuple[str, ...] = ()) -> Mapping[str, Any]:
+    """The manifest of an artifact's folder that a stranger made; ValueError unless it lies in `within`, and holds exactly the plain
+    files that the manifest lists, with their digests, and those named `besides`."""
+    if folder.resolve() != within.resolve() / folder.relative_to(within):
+        raise ValueError("a link stands in the place of a folder")
+    found = set()
+    for path in folder.rglob("*"):
+        about = path.lstat()
+        if stat.S_ISREG(about.st_mode) and about.st_nlink == 1:
+            found.add(str(path.relative_to(folder)))
+        elif not stat.S_ISDIR(about.st_mode):
+            raise ValueError(f"'{path.name}' is not a plain file")
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    listed = dict(manifest["files"])
+    if found - {MANIFEST, *besides} != set(listed):
+        raise ValueError(f"its files are not those of its manifest: {', '.join(sorted(found ^ {MANIFEST, *besides, *listed}))}")
+    for name, sha256 in listed.items():
+        if _sha256(folder / name) != sha256:
+            raise ValueError(f"'{name}' has another digest than when it was written")
+    return {**manifest}
+
+
+def _check_key(folder: Path) -> None:
+    made = Provenance.model_validate(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["provenance"])
+    key = Key(made.stage, made.stage_version, made.inputs, made.options, made.tools, made.target)
+    if (key.stage, key.digest) != folder.parts[-2:]:
+        raise ValueError("it lies under another key than that of its provenance")
+
+
+def _folder(root: Path, stage: str, digest: str) -> Path:
+    return root / "artifacts" / stage / digest
 
 
 def _read(folder: Path, key: Key, kind: type[A]) -> Stored[A]:

@@ -1,0 +1,102 @@
+"""Where the files of jobs lie under the service's home.
+
+home/uploads/<job>/     what the client sent, and plan.json: the plan over those files. Written by the server before the job is added
+home/jobs/<job>/        the child's work: log, home/ (its CRUCIBLE_HOME), tmp/, out/ (the report before it is verified)
+home/reports/<job>/     the report and the engine, published by the server
+home/artifacts/, ...    the store that all jobs read, and that takes over what a finished job made
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from pipeline.config import Plan
+from pipeline.errors import StoreError
+
+PLAN = "plan.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One job's work directory."""
+
+    root: Path
+
+    @property
+    def log(self) -> Path:
+        return self.root / "log"
+
+    @property
+    def home(self) -> Path:
+        return self.root / "home"
+
+    @property
+    def temporary(self) -> Path:
+        return self.root / "tmp"
+
+    @property
+    def out(self) -> Path:
+        return self.root / "out"
+
+    def prepare(self) -> None:
+        """Ready for an attempt: what an earlier one made stays in its store, what it left half done goes."""
+        for folder in (self.temporary, self.out):
+            shutil.rmtree(folder, ignore_errors=True)
+        for folder in (self.home, self.temporary):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def empty(self) -> None:
+        """Leave the log only."""
+        for folder in (self.home, self.temporary, self.out):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """The places of one home."""
+
+    home: Path
+
+    def uploads(self, job_id: str) -> Path:
+        return self.home / "uploads" / job_id
+
+    def work(self, job_id: str) -> Work:
+        return Work(self.home / "jobs" / job_id)
+
+    def report(self, job_id: str) -> Path:
+        return self.home / "reports" / job_id
+
+    def save_plan(self, job_id: str, plan: Plan) -> None:
+        """Lay the plan beside the upload."""
+        self.uploads(job_id).mkdir(parents=True, exist_ok=True)
+        (self.uploads(job_id) / PLAN).write_text(plan.model_dump_json(indent=1), encoding="utf-8")
+
+    def load_plan(self, job_id: str) -> Plan:
+        """The job's plan; StoreError if it is gone or damaged."""
+        file = self.uploads(job_id) / PLAN
+        try:
+            return Plan.model_validate_json(file.read_bytes())
+        except (OSError, ValidationError) as error:
+            raise StoreError(f"the upload of job {job_id} cannot be read: {error}", "send the model again") from error
+
+    def take_over(self, old: str, new: str) -> None:
+        """Give one job's upload to another, and the work with it: the new one goes on from what the old one stored."""
+        shutil.copytree(self.uploads(old), self.uploads(new), copy_function=os.link, dirs_exist_ok=True)
+        before, after = (json.dumps(f"{self.uploads(job_id)}/")[1:-1] for job_id in (old, new))
+        text = (self.uploads(old) / PLAN).read_text(encoding="utf-8").replace(before, after)
+        (self.uploads(new) / PLAN).unlink()  # a link to the old one's
+        (self.uploads(new) / PLAN).write_text(text, encoding="utf-8")
+        if self.work(old).home.is_dir():
+            self.work(new).root.mkdir(parents=True, exist_ok=True)
+            self.work(old).home.rename(self.work(new).home)
+
+    def remove(self, job_id: str) -> None:
+        """Everything of one job."""
+        for folder in (self.uploads(job_id), self.work(job_id).root, self.report(job_id)):
+            shutil.rmtree(folder, ignore_errors=True)

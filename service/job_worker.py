@@ -1,0 +1,193 @@
+"""A job's child: `python -m service.job_worker FD` compiles one plan and tells the server through the socket FD.
+
+The only module of the service that imports pipeline.compile, and inside functions. It runs below a guardian (service/guardian.py), which
+has restricted it, with an environment made for it (service/child.py), and writes nothing but its work directory.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.core import Note, Progress, silent
+from pipeline.errors import BackendUnavailable, InternalError
+from pipeline.process import call_in_child, crucible_error
+from pipeline.runner import Run, Runner, Stage, StageEvent, installed
+from pipeline.store import Store
+from service.folders import Work
+from service.messages import (
+    LINE_BYTES,
+    Finished,
+    FromChild,
+    FromServer,
+    Granted,
+    HostIdentity,
+    Pace,
+    Returns,
+    Start,
+    Wants,
+    failed_from_error,
+    from_server,
+    line_of,
+    stage_from_event,
+)
+
+if TYPE_CHECKING:
+    from pipeline.report import Report
+
+SEEDED = ("history.jsonl", "timing")  # of the home: copied, for the child adds to them
+CONTENDED = "latency was measured while engines served on the same device: it decides nothing about speed"
+
+
+class Server:
+    """The server, as the child sees it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._reader, self._writer = connection.makefile("rb"), connection.makefile("wb")
+        self._pace = Pace()
+
+    def send(self, message: FromChild) -> None:
+        self._writer.write(line_of(message))
+        self._writer.flush()
+
+    def receive(self) -> FromServer:
+        """Waits; EOFError if the server is gone."""
+        return from_server(self._reader.readline(LINE_BYTES))
+
+    def emit(self, event: StageEvent) -> None:
+        """Tell of a stage, but of its progress not too often."""
+        message = stage_from_event(event)
+        if self._pace.lets(message, time.monotonic()):
+            self.send(message)
+
+    def lease(self) -> Granted:
+        """Wait until the device is ours to measure on."""
+        self.send(Wants())
+        answer = self.receive()
+        if not isinstance(answer, Granted):
+            raise InternalError(f"asked to measure, and the server answered {answer.kind}")
+        return answer
+
+
+def compile_job(start: Start, server: Server) -> None:
+    """Compile the plan, and leave the report in the work's out/."""
+    from pipeline.compile import compile_plan, publish_report
+    from pipeline.config import Plan
+    from pipeline.stages.benchmark import benchmark
+
+    work = Work(start.work)
+    seed(start.shared, work.home)
+    forget_contended(work.home)
+    plan = Plan.model_validate_json(start.plan.read_bytes())
+    store = Store(work.home, on_wait=lambda text: server.emit(StageEvent("store", "", "waiting", text=text)), shared=start.shared)
+    runner = Runner(store, server.emit, measuring(benchmark, server, _mark(work.home)), plan=plan.name)
+    report = compile_plan(plan, runner, start.command)
+    publish_report(as_contended(report) if _mark(work.home).exists() else report, work.out)
+    forget_contended(work.home)
+
+
+def measuring(benchmark: Callable[..., object], server: Server, mark: Path) -> Run:
+    """Runs stages in children as ever, but asks for the device before `benchmark`; leaves a mark if engines serve there."""
+
+    def run(function: Callable[..., Any], *arguments: object, name: str, log: Path | None = None, progress: Progress = silent) -> Any:
+        if function is not benchmark:
+            return call_in_child(function, *arguments, name=name, log=log, progress=progress)
+        if server.lease().contended:
+            mark.touch()
+        try:
+            return call_in_child(function, *arguments, name=name, log=log, progress=progress)
+        finally:
+            server.send(Returns())
+
+    return run
+
+
+def as_contended(report: Report) -> Report:
+    """The report of figures that decide nothing about speed: it accepts nothing."""
+    verdict = "unproven" if report.verdict == "accepted" else report.verdict
+    notes = (*report.notes, Note(stage="benchmark", text=CONTENDED))
+    return report.model_copy(update={"verdict": verdict, "reasons": (*report.reasons, CONTENDED), "notes": notes})
+
+
+def forget_contended(home: Path) -> None:
+    """Drop figures that were measured beside engines that served, so that no later run takes them for good."""
+    if _mark(home).exists():
+        shutil.rmtree(home / "artifacts" / "benchmark", ignore_errors=True)
+        _mark(home).unlink()
+
+
+def _mark(home: Path) -> Path:
+    return home / "contended"
+
+
+def seed(shared: Path, home: Path) -> None:
+    """Begin with the home's history and timing caches; what an earlier attempt left is newer."""
+    for name in SEEDED:
+        source, target = shared / name, home / name
+        if target.exists() or not source.exists():
+            continue
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("lock", ".*"))
+        else:
+            shutil.copy(source, target)
+
+
+# -- what decides the result besides the request -----------------------------------------------------------------------
+
+
+def probe_host(progress: Progress = silent) -> HostIdentity:
+    """Devices, targets and tools of this host. To be called through `call_in_child`: it imports every backend that is here."""
+    import hashlib
+    import json
+
+    from pipeline import candidates, compile
+    from pipeline.backends import BACKENDS
+    from pipeline.gpu import find_gpus
+    from pipeline.measure import environment
+
+    targets = {}
+    for name, backend in BACKENDS.items():
+        try:
+            targets[name] = backend.probe().model_dump(mode="json")
+        except BackendUnavailable as error:
+            targets[name] = {"absent": error.message}
+    stages = [value for module in (compile, candidates) for value in vars(module).values() if isinstance(value, Stage)]
+    stages += candidates.QUANTIZERS.values()
+    versions = {stage.name: stage.version for stage in stages}
+    tools = {tool: installed(tool) for stage in stages for tool in stage.tools} | {"crucible": installed("crucible")}
+    devices = {"cpu": environment().cpu, **{f"gpu:{number}": gpu.name for number, gpu in enumerate(find_gpus().devices)}}
+    facts = json.dumps([devices, targets, sorted(versions.items()), tools], sort_keys=True)
+    return HostIdentity(devices=devices, digest=hashlib.sha256(facts.encode()).hexdigest())
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+
+def main(descriptor: int) -> None:
+    """Compile what the server says, and end; never returns."""
+    os.set_inheritable(descriptor, False)
+    server = Server(socket.socket(fileno=descriptor))
+    answer: FromChild = Finished()
+    try:
+        start = server.receive()
+        if not isinstance(start, Start):
+            raise InternalError(f"the server began with {start.kind}")
+        compile_job(start, server)
+    except Exception as error:  # noqa: BLE001  the edge of a process: everything must reach the server
+        traceback.print_exc()  # to the job's log
+        answer = failed_from_error(crucible_error(error))
+    server.send(answer)
+    os._exit(0)  # libraries' threads may hang; all is said
+
+
+if __name__ == "__main__":
+    from service import job_worker  # the importable module, not this copy: stages are found by module name
+
+    job_worker.main(int(sys.argv[1]))

@@ -1,0 +1,126 @@
+"""What a job's child leaves behind becomes the server's: the report with its engine, the artifacts of its store, times and timing caches.
+
+The child is gone by then, and is not believed: everything is checked where it lies, and moved into its place by one rename.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+from pathlib import Path
+
+from pipeline.deliver import ENGINE_FILE, load_engine
+from pipeline.errors import CrucibleError, StoreError
+from pipeline.history import History
+from pipeline.render import FIGURES, HTML_NAME, JSON_NAME, MARKDOWN_NAME, load_report
+from pipeline.report import Report
+from pipeline.store import Store, check_files
+from service import logs
+from service.folders import Work
+
+ENGINE = "engine"
+EXPECTED = {JSON_NAME, MARKDOWN_NAME, HTML_NAME, FIGURES, ENGINE}
+MOST_REPORT_BYTES = 256 * 2**20  # raw samples make one of 64 candidates and several shapes some tens of MiB
+MOST_HISTORY_BYTES, MOST_TIMES = 2**20, 1000
+TIMING = "timing"  # as pipeline.backends.timing_cache lays it out, which the server does not import
+CACHE, ABOUT = "cache.bin", "target.json"
+KEY = re.compile(r"[0-9a-f]{64}")
+
+log = logs.get("service.publish")
+
+
+def publish(out: Path, place: Path) -> Report:
+    """Verify a report and its engine in `out`, and make it `place`. StoreError says what does not hold."""
+    try:
+        report = verified(out)
+    except (CrucibleError, OSError, LookupError, TypeError, ValueError, RecursionError) as error:
+        said = error.message if isinstance(error, CrucibleError) else str(error)
+        raise StoreError(f"the job ended with a report that does not hold: {said}", "retry the job; its log tells what it did") from error
+    for path in out.rglob("*"):
+        _sync(path)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if place.exists():  # of an attempt that ended between this rename and the database
+        shutil.rmtree(place)
+    out.rename(place)
+    _sync(place.parent)
+    return report
+
+
+def verified(out: Path) -> Report:
+    """The report of a folder, if every file there is what it says it is; ValueError and others if not."""
+    for path in (out, *out.rglob("*")):
+        about = path.lstat()
+        if not (stat.S_ISDIR(about.st_mode) or (stat.S_ISREG(about.st_mode) and about.st_nlink == 1)):
+            raise ValueError(f"'{path.name}' is neither a plain file nor a folder")
+    if unknown := {path.name for path in out.iterdir()} - EXPECTED:
+        raise ValueError(f"there are files that do not belong to it: {', '.join(sorted(unknown))}")
+    missing = [name for name in (JSON_NAME, MARKDOWN_NAME, HTML_NAME) if not (out / name).is_file()]
+    if missing:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    if (size := (out / JSON_NAME).stat().st_size) > MOST_REPORT_BYTES:
+        raise ValueError(f"{JSON_NAME} has {size} bytes, at most {MOST_REPORT_BYTES} are read")
+    report = load_report(out)
+    _check_engine(out, report)
+    return report
+
+
+def _check_engine(out: Path, report: Report) -> None:
+    """The winner's engine is there, whole, and the one of which the report speaks; without a winner there is none."""
+    winner = next((candidate for candidate in report.candidates if candidate.label == report.winner), None)
+    if (report.winner is None) != (winner is None) or (report.verdict == "accepted" and winner is None):
+        raise ValueError("its winner is not among its candidates")
+    if winner is None or winner.engine is None or report.verdict == "rejected":
+        if (out / ENGINE).exists():
+            raise ValueError("there is an engine although none won")
+        return
+    manifest = check_files(out / ENGINE, out, besides=(ENGINE_FILE,))
+    delivered = load_engine(out / ENGINE)
+    if delivered.model_dump() != winner.engine.model_dump() or manifest["value"] != json.loads(winner.engine.model_dump_json()):
+        raise ValueError("its engine is not that of its winner")
+
+
+def take_over(work: Work, home: Path) -> None:
+    """Move what the child's store made into the store of the home; and its times and timing caches. What does not hold is left, and logged."""
+    for why in Store(home).adopt(work.home):
+        log.warning("artifact.refused", job=work.root.name, why=why)
+    _take_times(work.home, home)
+    for folder in sorted((work.home / TIMING).glob("*")):
+        _take_timing(folder, home / TIMING / folder.name)
+
+
+def _take_times(source: Path, home: Path) -> None:
+    """What the child's history has and the home's has not: the child began with a copy."""
+    file = source / "history.jsonl"
+    if not file.is_file() or file.is_symlink() or file.stat().st_size > MOST_HISTORY_BYTES:
+        return
+    known, target = set(History(home).entries()), History(home)
+    for entry in [entry for entry in History(source).entries() if entry not in known][-MOST_TIMES:]:
+        target.add(entry.stage, entry.subject, entry.seconds, entry.plan, entry.device)
+
+
+def _take_timing(folder: Path, place: Path) -> None:
+    """A timing cache that is whole replaces the one that is there, which the child began with. TensorRT refuses that of another device."""
+    files = (folder / CACHE, folder / ABOUT)
+    if folder.is_symlink() or not KEY.fullmatch(folder.name) or not all(file.is_file() and not file.is_symlink() for file in files):
+        return
+    try:
+        about = json.loads(files[1].read_text(encoding="utf-8"))
+        whole = about["sha256"] == hashlib.sha256(files[0].read_bytes()).hexdigest()
+    except (ValueError, LookupError, TypeError):
+        whole = False
+    if whole:
+        place.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            file.replace(place / file.name)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
