@@ -84,7 +84,7 @@ class Attempt:
         await asyncio.to_thread(work.prepare)
         plan = await asyncio.to_thread(means.folders.load_plan, self.job.id)
         environment = environment_for(self.job.id, self.job.device, work, os.environ, sys.path)
-        child = await Child.start(means.worker, self.job.id, work, means.limits.disk_bytes, environment)
+        child = await Child.start(means.worker, self.job.id, work, 2 * means.limits.disk_bytes, environment)  # the watchdog is to be first
         try:
             await means.record(self.job.id, Started(child.pid, child.started))
             log.info("job.started", job=self.job.id, pid=child.pid, device=self.job.device)
@@ -144,7 +144,8 @@ class Attempt:
                 if count > MOST_MESSAGES:
                     raise BadMessage(f"more than {MOST_MESSAGES} messages")
         except EOFError:
-            return Died(await child.death())
+            taken = await self._taken(child)  # it may have died of that between two looks
+            return Died(watchdog.verdict(taken, self._means.limits) or await child.death())
         except BadMessage as error:
             said = f"the job's process does not keep to the protocol: {error}"
             return Died(Failure(code="job.protocol", message=said, next_step="retry the job; its log tells what it did"))
@@ -152,10 +153,12 @@ class Attempt:
     async def _watch(self, child: Child) -> Failure:
         """Look every half second until the job takes too much."""
         while True:
-            taken = await asyncio.to_thread(watchdog.sample, child.pid, self._work.root, self._means.limits)
-            if failure := watchdog.verdict(taken, self._means.limits):
+            if failure := watchdog.verdict(await self._taken(child), self._means.limits):
                 return failure
             await asyncio.sleep(watchdog.EVERY_S)
+
+    async def _taken(self, child: Child) -> watchdog.Sample:
+        return await asyncio.to_thread(watchdog.sample, child.pid, self._work.root, self._means.limits)
 
     def _publish(self) -> JobEvent:
         report = publish(self._work.out, self._means.folders.report(self.job.id))

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,63 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="CRUCIBLE_HOME"):
         Store(tmp_path / "file" / "store")
+
+
+def test_a_shared_store_is_read_and_never_written(tmp_path: Path) -> None:
+    Store(tmp_path / "shared").get(KEY, Text, make)
+    before = sorted((tmp_path / "shared").rglob("*"))
+    store = Store(tmp_path / "own", shared=tmp_path / "shared")
+    assert store.get(KEY, Text, never).reused
+    other = Key("export", 1, ("another",))
+    assert not store.get(other, Text, make).reused
+    assert sorted((tmp_path / "shared").rglob("*")) == before
+    assert Store(tmp_path / "own").find(KEY, Text) is None
+    assert Store(tmp_path / "own").find(other, Text) is not None
+
+
+def test_a_damaged_artifact_of_the_shared_store_is_made_again_in_the_own(tmp_path: Path) -> None:
+    (Store(tmp_path / "shared").get(KEY, Text, make).value.root / "sub" / "text").write_text("hellO")
+    store = Store(tmp_path / "own", shared=tmp_path / "shared")
+    assert not store.get(KEY, Text, make).reused
+    assert "damaged" in store.notes[0].text
+    assert store.get(KEY, Text, never).value.root.is_relative_to(tmp_path / "own")
+
+
+def test_a_store_adopts_what_another_made(tmp_path: Path) -> None:
+    Store(tmp_path / "job").get(KEY, Text, make)
+    store = Store(tmp_path / "home")
+    assert store.adopt(tmp_path / "job") == ()
+    assert store.get(KEY, Text, never).value.path.read_text() == "hello"
+    assert Store(tmp_path / "job").find(KEY, Text) is None
+    assert store.adopt(tmp_path / "nothing") == ()
+
+
+def test_what_is_there_already_is_not_replaced(tmp_path: Path) -> None:
+    place = Store(tmp_path / "home").get(KEY, Text, make).value.root
+    inode = place.stat().st_ino
+    Store(tmp_path / "job").get(KEY, Text, make)
+    assert Store(tmp_path / "home").adopt(tmp_path / "job") == ()
+    assert place.stat().st_ino == inode
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda folder: (folder / "sub" / "text").write_text("hellO"), "another digest"),
+        (lambda folder: (folder / "more").touch(), "files are not those of its manifest: more"),
+        (lambda folder: (folder / "sub" / "text").unlink(), "files are not those of its manifest: sub/text"),
+        (lambda folder: (folder / "artifact.json").write_text("[]"), "list indices"),
+        (lambda folder: (folder / "artifact.json").unlink(), "No such file"),
+        (lambda folder: (folder / "link").symlink_to("/etc/passwd"), "'link' is not a plain file"),
+        (lambda folder: os.link(folder / "sub" / "text", folder.parent / "twin"), "'text' is not a plain file"),
+        (lambda folder: folder.rename(folder.with_name("0" * 64)), "another key than that of its provenance"),
+        (lambda folder: folder.parent.rename(folder.parent.with_name("build")), "another key than that of its provenance"),
+        (lambda folder: (folder.rename(folder.parents[2] / "x"), folder.symlink_to(folder.parents[2] / "x")), "a link stands in the place"),
+    ],
+)
+def test_nothing_is_adopted_that_is_not_what_it_says(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
+    damage(Store(tmp_path / "job").get(KEY, Text, make).value.root)
+    store = Store(tmp_path / "home")
+    (refused,) = [why for why in store.adopt(tmp_path / "job") if "twin" not in why]
+    assert said in refused
+    assert list((tmp_path / "home" / "artifacts").glob("*/*")) == []

@@ -1,0 +1,215 @@
+"""Jobs in the database: event and job together or not at all, equal requests once, owners apart, damaged rows named."""
+
+import datetime as dt
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import DiskFull
+from service.database import Database
+from service.errors import Conflict, NotFound, TooMany
+from service.job_store import DamagedRow, JobStore, Once
+from service.jobs import CancelAsked, Died, Failure, Job, JobEvent, Progress, Requeued, StageSeen, StaleEvent, Started, Succeeded
+
+NOW = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
+DIED = Died(Failure(code="job.memory", message="too much", next_step="less"))
+SEEN = StageSeen("finished", Progress(stage="build", subject="onnxruntime fp32"), 1.5)
+
+
+def job(number: int, identity: str = "", owner: str = "me") -> Job:
+    return Job(
+        id=f"{number:04}", owner=owner, identity=identity or f"i{number}", name="n", device="cpu", created=NOW.isoformat(timespec="milliseconds")
+    )
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    database = Database(tmp_path / "crucible.db")
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def store(database: Database) -> JobStore:
+    return JobStore(database)
+
+
+def take(store: JobStore, job_id: str, *events: JobEvent) -> Job:
+    for event in events:
+        store.append(job_id, event, NOW)
+    return store.get(job_id)
+
+
+def test_each_event_is_stored_with_the_job_after_it(store: JobStore) -> None:
+    added, is_new = store.add(job(1), NOW)
+    assert is_new
+    running, seq = store.append(added.id, Started(42, 1.0), NOW)
+    assert (running.state, store.get(added.id)) == ("running", running)
+    take(store, added.id, SEEN, Requeued("why"), Started(43, 1.0), Succeeded("accepted", "w"))
+    told = [(event.kind, event.data) for event in store.events(added.id)]
+    assert told == [
+        ("queued", {}),
+        ("running", {"attempt": 1}),
+        ("stage", {**SEEN.progress.model_dump(), "state": "finished", "seconds": 1.5}),
+        ("queued", {"why": "why"}),
+        ("running", {"attempt": 2}),
+        ("succeeded", {"verdict": "accepted", "winner": "w"}),
+    ]
+    later = store.events(added.id, after=seq)
+    assert [event.kind for event in later] == ["stage", "queued", "running", "succeeded"]
+    assert all(event.seq > seq for event in later)
+    assert len(store.events(added.id, limit=2)) == 2
+
+
+def test_how_a_job_ends_is_told(store: JobStore) -> None:
+    store.add(job(1), NOW)
+    store.add(job(2), NOW)
+    take(store, "0001", Started(1, 1.0), DIED)
+    take(store, "0002", Started(1, 1.0), CancelAsked(), DIED)
+    assert (store.events("0001")[-1].kind, store.events("0001")[-1].data) == ("failed", DIED.failure.model_dump())
+    assert [(event.kind, event.data) for event in store.events("0002")[-2:]] == [("cancelling", {}), ("cancelled", {})]
+
+
+def test_an_event_that_comes_too_late_changes_nothing(store: JobStore) -> None:
+    store.add(job(1), NOW)
+    ended = take(store, "0001", Started(1, 1.0), DIED)
+    count = len(store.events("0001"))
+    with pytest.raises(StaleEvent):
+        store.append("0001", DIED, NOW)
+    assert (store.get("0001"), len(store.events("0001"))) == (ended, count)
+
+
+def test_a_full_disk_stores_neither_event_nor_job(store: JobStore, database: Database) -> None:
+    store.add(job(1), NOW)
+    with database.write() as rows:
+        rows.execute("CREATE TRIGGER full BEFORE INSERT ON events BEGIN SELECT RAISE(ABORT, 'injected'); END")
+    with pytest.raises(sqlite3.IntegrityError, match="injected"):
+        store.append("0001", Started(1, 1.0), NOW)
+    assert store.get("0001").state == "queued"
+    with database.write() as rows:
+        rows.execute("DROP TRIGGER full")
+    with database.read() as rows:
+        rows.execute(f"PRAGMA max_page_count = {rows.execute('PRAGMA page_count').fetchone()[0]}")
+    with pytest.raises(DiskFull):
+        take(store, "0001", Started(1, 1.0), *[StageSeen("progress", Progress(stage="s", text="x" * 500))] * 200)
+    running = store.get("0001")
+    assert len(store.events("0001")) >= 2
+    assert running.state == "running"
+
+
+def test_equal_requests_are_one_job_until_it_fails(store: JobStore) -> None:
+    first, _ = store.add(job(1, "same"), NOW)
+    assert store.add(job(2, "same"), NOW) == (first, False)
+    assert store.add(job(3, "same", owner="you"), NOW)[1]
+    take(store, first.id, Started(1, 1.0), Succeeded("accepted", None))
+    assert store.add(job(4, "same"), NOW)[0].state == "succeeded"
+    other, _ = store.add(job(5, "other"), NOW)
+    take(store, other.id, CancelAsked())
+    again, is_new = store.add(job(6, "other"), NOW)
+    assert (again.id, is_new) == ("0006", True)
+    assert store.find("me", "other") == again
+    assert store.find("me", "nothing") is None
+
+
+def test_threads_that_ask_for_the_same_at_once_get_one_job(store: JobStore, database: Database) -> None:
+    answers: list[tuple[Job, bool]] = []
+
+    def ask(number: int) -> None:
+        answers.append(store.add(job(number, "same"), NOW))
+        database.close()
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({answer.id for answer, _ in answers}) == 1
+    assert sum(is_new for _, is_new in answers) == 1
+
+
+def test_an_idempotency_key_holds_for_a_day_and_for_one_request(store: JobStore) -> None:
+    first, _ = store.add(job(1, "a"), NOW, Once("key", "digest"))
+    take(store, first.id, CancelAsked())
+    again, is_new = store.add(job(2, "a"), NOW + dt.timedelta(hours=23), Once("key", "digest"))
+    assert (again.id, is_new) == (first.id, False)
+    with pytest.raises(Conflict, match="'key' came with another request"):
+        store.add(job(3, "b"), NOW, Once("key", "other"))
+    assert store.add(job(4, "b", owner="you"), NOW, Once("key", "other"))[1]
+    assert store.add(job(5, "b"), NOW + dt.timedelta(hours=24, seconds=1), Once("key", "other"))[1]
+    with pytest.raises(NotFound):
+        store.get("0003")
+
+
+def test_others_see_nothing_of_a_job(store: JobStore) -> None:
+    store.add(job(1), NOW)
+    assert store.get("0001", "me") == store.get("0001")
+    for job_id, owner in (("0001", "you"), ("0009", "me"), ("0009", None), ("' OR 1", None)):
+        with pytest.raises(NotFound, match=f"no job '{job_id}'"):
+            store.get(job_id, owner)
+
+
+def test_pages_hold_all_newest_first(store: JobStore) -> None:
+    for number in range(7):
+        store.add(job(number, owner="you" if number == 3 else "me"), NOW)
+    store.append("0005", CancelAsked(), NOW)
+    seen, after = [], None
+    while True:
+        page = store.list(limit=3, after=after)
+        seen.append([each.id for each in page.jobs])
+        if (after := page.after) is None:
+            break
+    assert seen == [["0006", "0005", "0004"], ["0003", "0002", "0001"], ["0000"]]
+    assert [each.id for each in store.list("you").jobs] == ["0003"]
+    assert [each.id for each in store.list("me", "cancelled").jobs] == ["0005"]
+    assert [each.id for each in store.unfinished()] == ["0000", "0001", "0002", "0003", "0004", "0006"]
+    assert store.counts() == {"queued": 6, "cancelled": 1}
+
+
+def test_no_more_wait_than_may(store: JobStore) -> None:
+    store.add(job(1), NOW, most_queued=1)
+    with pytest.raises(TooMany, match="1 of your jobs are waiting, at most 1 may"):
+        store.add(job(2), NOW, most_queued=1)
+    assert not store.add(job(3, "i1"), NOW, most_queued=1)[1]
+    assert store.add(job(4, owner="you"), NOW, most_queued=1)[1]
+
+
+DAMAGE = ["{", "", "null", "[]", '{"id": "0001"}', job(9).model_dump_json(), job(1).model_copy(update={"state": "failed"}).model_dump_json()]
+
+
+@pytest.mark.parametrize("text", DAMAGE)
+def test_a_damaged_row_is_named_and_left_out(store: JobStore, database: Database, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in (1, 2):
+        store.add(job(number), NOW)
+    with database.write() as rows:
+        rows.execute("UPDATE jobs SET job = ? WHERE id = '0001'", (text,))
+    assert [each.id for each in store.list().jobs] == [each.id for each in store.unfinished()] == ["0002"]
+    assert "job=0001" in capsys.readouterr().out
+    for call in (lambda: store.get("0001"), lambda: store.append("0001", CancelAsked(), NOW)):
+        with pytest.raises(DamagedRow, match="0001"):
+            call()
+    assert store.add(job(3, "i1"), NOW)[1]
+
+
+def test_a_damaged_event_is_left_out(store: JobStore, database: Database) -> None:
+    store.add(job(1), NOW)
+    take(store, "0001", Started(1, 1.0), DIED)
+    with database.write() as rows:
+        rows.execute("UPDATE events SET data = '{' WHERE kind = 'running'")
+    assert [event.kind for event in store.events("0001")] == ["queued", "failed"]
+
+
+def test_only_what_has_ended_is_removed_with_its_events(store: JobStore) -> None:
+    for number in (1, 2):
+        store.add(job(number), NOW, Once(str(number), "d"))
+    take(store, "0001", CancelAsked())
+    assert store.finished_before(NOW) == ()
+    assert [each.id for each in store.finished_before(NOW + dt.timedelta(seconds=1))] == ["0001"]
+    store.remove("0001")
+    assert store.events("0001") == ()
+    with pytest.raises(NotFound):
+        store.get("0001")
+    with pytest.raises(Conflict, match="has not ended"):
+        store.remove("0002")

@@ -1,0 +1,193 @@
+"""The child: what it tells, that it measures only when it may, and one real compile through the runner."""
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from pipeline.config import BenchmarkConfig, CandidateConfig, ModelConfig, Plan
+from pipeline.core import Precision, Progress
+from pipeline.errors import InternalError
+from pipeline.history import History
+from pipeline.process import call_in_child
+from pipeline.render import load_report
+from pipeline.runner import StageEvent
+from pipeline.store import Store
+from service.job_worker import CONTENDED, Server, as_contended, forget_contended, measuring, probe_host, seed
+from service.jobs import Job
+from service.messages import FromChild, Granted, Returns, Stage, Start, Wants, from_child, line_of
+from service.runner import WORKER
+from tests.fixtures_report import sample_report
+from tests.service.fixtures_jobs import Bench, new_job, running
+from tests.test_store import KEY, make
+
+
+class Peer:
+    """The server's end of the socket."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end, self.lines = end, end.makefile("rb")
+
+    def hears(self, count: int) -> list[FromChild]:
+        return [from_child(self.lines.readline()) for _ in range(count)]
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Server, Peer]]:
+    ours, theirs = socket.socketpair()
+    peer = Peer(ours)
+    with ours, theirs, peer.lines:
+        yield Server(theirs), peer
+
+
+def bench_stage(progress: Progress) -> str:
+    return "measured"
+
+
+def other_stage(progress: Progress) -> str:
+    return "built"
+
+
+def broken_stage(progress: Progress) -> str:
+    raise InternalError("broken")
+
+
+@pytest.mark.parametrize("contended", [False, True])
+def test_only_the_benchmark_asks_for_the_device_and_gives_it_back(pair: tuple[Server, Peer], tmp_path: Path, contended: bool) -> None:
+    server, peer = pair
+    run = measuring(bench_stage, server, tmp_path / "contended")
+    assert run(other_stage, name="build") == "built"
+    peer.end.sendall(line_of(Granted(contended=contended)))
+    assert run(bench_stage, name="benchmark") == "measured"
+    assert peer.hears(2) == [Wants(), Returns()]
+    assert (tmp_path / "contended").exists() == contended
+
+
+def test_a_benchmark_that_fails_gives_the_device_back_and_a_server_that_is_gone_is_an_error(pair: tuple[Server, Peer], tmp_path: Path) -> None:
+    server, peer = pair
+    peer.end.sendall(line_of(Granted()))
+    with pytest.raises(InternalError, match="broken"):
+        measuring(broken_stage, server, tmp_path / "contended")(broken_stage, name="benchmark")
+    assert peer.hears(2) == [Wants(), Returns()]
+    peer.end.sendall(line_of(Start.model_validate({"plan": "/p", "work": "/w", "shared": "/s", "command": "c"})))
+    with pytest.raises(InternalError, match="answered start"):
+        server.lease()
+    peer.end.shutdown(socket.SHUT_WR)
+    with pytest.raises(EOFError):
+        server.lease()
+
+
+def test_progress_is_told_seldom(pair: tuple[Server, Peer]) -> None:
+    server, peer = pair
+    for number in range(1000):
+        server.emit(StageEvent("build", "", "progress", number / 1000))
+    server.emit(StageEvent("build", "", "finished", seconds=2.0))
+    heard = []
+    while not heard or heard[-1].state != "finished":
+        (message,) = peer.hears(1)
+        assert isinstance(message, Stage)
+        heard.append(message)
+    assert len(heard) < 50
+
+
+def test_contended_figures_accept_nothing_and_are_not_kept(tmp_path: Path) -> None:
+    report = as_contended(sample_report())
+    assert (report.verdict, report.reasons[-1], report.notes[-1].text) == ("unproven", CONTENDED, CONTENDED)
+    assert as_contended(report.model_copy(update={"verdict": "rejected"})).verdict == "rejected"
+    figures = tmp_path / "artifacts" / "benchmark" / "x"
+    figures.mkdir(parents=True)
+    forget_contended(tmp_path)
+    assert figures.exists()
+    (tmp_path / "contended").touch()
+    forget_contended(tmp_path)
+    assert not figures.exists()
+    assert not (tmp_path / "contended").exists()
+
+
+def test_a_child_begins_with_the_times_of_the_home_and_keeps_its_own(tmp_path: Path) -> None:
+    shared, home = tmp_path / "shared", tmp_path / "home"
+    Store(shared).get(KEY, type(make(_folder(tmp_path / "x"))), make)
+    home.mkdir()
+    History(shared).add("build", "a", 3.0)
+    cache = shared / "timing" / "k" / "cache.bin"
+    cache.parent.mkdir(parents=True)
+    cache.write_bytes(b"cache")
+    (cache.parent / "lock").touch()
+    seed(shared, home)
+    assert History(home).estimate("build", "a") == 3.0
+    assert [path.name for path in (home / "timing" / "k").iterdir()] == ["cache.bin"]
+    (home / "timing" / "k" / "cache.bin").write_bytes(b"newer")
+    seed(shared, home)
+    assert (home / "timing" / "k" / "cache.bin").read_bytes() == b"newer"
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def tiny_model(path: Path) -> None:
+    """y = relu(x @ w)."""
+    weight = numpy_helper.from_array(np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32), "w")
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"], "matmul"), helper.make_node("Relu", ["h"], ["y"], "relu")]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, size]) for name, size in (("x", 16), ("y", 4)))
+    onnx.save(helper.make_model(helper.make_graph(nodes, "tiny", [x], [y], [weight]), opset_imports=[helper.make_opsetid("", 17)]), path)
+
+
+def upload(bench: Bench, identity: str, **changes: Any) -> Job:
+    job = new_job(bench.folders, "tiny", identity=identity)
+    place = bench.folders.uploads(job.id) / "model.onnx"
+    tiny_model(place)
+    candidate = CandidateConfig(backend="onnxruntime", precision=Precision.FP32)
+    plan = Plan(name="tiny", model=ModelConfig(path=place), candidates=(candidate,), benchmark=BenchmarkConfig(duration_s=0.1, processes=1))
+    bench.folders.save_plan(job.id, plan.model_copy(update=changes))
+    return job
+
+
+@pytest.mark.slow
+def test_a_real_model_is_compiled_and_the_next_job_finds_what_the_first_made(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with running(tmp_path, worker=WORKER) as bench:
+            first, _ = await bench.runner.submit(upload(bench, "first"))
+            ended = await until_ended(bench, first)
+            assert ended.state == "succeeded", (ended.failure, bench.folders.work(first.id).log.read_text())
+            assert (ended.verdict, ended.winner) == ("unproven", "onnxruntime fp32")
+            report = load_report(bench.folders.report(first.id))
+            assert report.command == f"a request to the service, job {first.id} ('tiny')"
+            assert (bench.folders.report(first.id) / "engine" / "model.onnx").is_file()
+            stages = [event.data["stage"] for event in bench.store.events(first.id) if event.kind == "stage" and event.data["state"] == "finished"]
+            assert {"export", "simplify", "reference", "build", "benchmark"} <= set(stages)
+
+            again, _ = await bench.runner.submit(upload(bench, "again"))
+            assert (await until_ended(bench, again)).state == "succeeded"
+            states = {event.data["stage"]: event.data["state"] for event in bench.store.events(again.id) if event.kind == "stage"}
+            assert states["export"] == states["simplify"] == states["build"] == "reused"
+
+            broken, _ = await bench.runner.submit(upload(bench, "broken", model=ModelConfig(path=tmp_path / "no.onnx")))
+            failed = await until_ended(bench, broken)
+            assert failed.failure is not None
+            assert failed.failure.code in ("plan.invalid", "model.invalid")
+
+    asyncio.run(story())
+
+
+async def until_ended(bench: Bench, job: Job) -> Job:
+    """As `Bench.until`, for what takes longer on a busy machine."""
+    while not (current := bench.store.get(job.id)).is_final:
+        await asyncio.sleep(0.1)
+    return current
+
+
+@pytest.mark.slow
+def test_the_host_is_told_by_a_child_and_always_alike() -> None:
+    ask: Callable[..., Any] = call_in_child
+    first, second = (ask(probe_host, name="probe") for _ in range(2))
+    assert first == second
+    assert list(first.devices)[0] == "cpu"
+    assert len(first.digest) == 64

@@ -1,0 +1,76 @@
+"""Waiting for a device: given in turn, given back when the waiter goes, and contended after the patience."""
+
+import asyncio
+import datetime as dt
+
+from service.devices import Devices, Lease
+from service.leases import Leases
+
+BUILD, MEASURE, SERVE = Lease("cpu", "build", "a"), Lease("cpu", "measure", "b"), Lease("cpu", "serve", "s")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
+
+    def __call__(self) -> dt.datetime:
+        return self.now
+
+
+async def settled() -> None:
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+def test_a_lease_is_given_when_the_other_is_given_back() -> None:
+    async def story() -> None:
+        leases = Leases(Devices(("cpu",)))
+        assert await leases.ask(BUILD) == BUILD
+        asked = asyncio.ensure_future(leases.ask(MEASURE))
+        await settled()
+        assert not asked.done()
+        leases.give_back("a", "cpu")
+        assert await asked == MEASURE
+        leases.give_back("b", "cpu", "measure")
+        assert leases.devices.held == ()
+
+    asyncio.run(story())
+
+
+def test_a_job_measures_while_it_holds_the_device_to_build() -> None:
+    async def story() -> None:
+        leases = Leases(Devices(("cpu",)))
+        await leases.ask(BUILD)
+        await leases.ask(Lease("cpu", "measure", "a"))
+        leases.give_back("a", "cpu", "measure")
+        assert leases.devices.held == (BUILD,)
+
+    asyncio.run(story())
+
+
+def test_who_goes_away_waits_no_more() -> None:
+    async def story() -> None:
+        leases = Leases(Devices(("cpu",)))
+        await leases.ask(BUILD)
+        asked = asyncio.ensure_future(leases.ask(MEASURE))
+        await settled()
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        assert (leases.devices.waiting, leases.devices.held) == ((), (BUILD,))
+
+    asyncio.run(story())
+
+
+def test_measuring_beside_what_serves_is_contended_when_the_patience_is_over() -> None:
+    async def story() -> None:
+        clock = Clock()
+        leases = Leases(Devices(("cpu",)), clock)
+        await leases.ask(SERVE)
+        asked = asyncio.ensure_future(leases.ask(MEASURE, patience_s=0.01))
+        await settled()
+        assert not asked.done()
+        clock.now += dt.timedelta(seconds=1)
+        assert (await asked).contended
+        leases.close()
+
+    asyncio.run(story())

@@ -1,0 +1,118 @@
+"""The server is killed: its children are gone within 5 s, and the next server ends every job exactly once."""
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from service.database import Database
+from service.folders import Folders
+from service.job_store import JobStore
+from service.jobs import FINAL, Job
+from service.processes import of_jobs
+from tests.service.fixtures_jobs import WITHIN_S, write_out
+
+KILLS, SEED = 20, 8
+GONE_S = 5.0
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    write_out(tmp_path / "template", tmp_path / "template-store")
+    return tmp_path
+
+
+def serve(home: Path, *names: str) -> "subprocess.Popen[bytes]":
+    with (home / "server.log").open("ab") as log:
+        return subprocess.Popen([sys.executable, "-m", "tests.service.server_double", str(home), *names], stdout=log, stderr=log)
+
+
+def kill(server: "subprocess.Popen[bytes]", jobs: list[str]) -> None:
+    """SIGKILL the server alone, and list /proc until its jobs' processes are gone."""
+    server.kill()
+    server.wait()
+    end = time.monotonic() + GONE_S
+    while left := of_jobs(jobs):
+        assert time.monotonic() < end, f"{left} outlive the server"
+        time.sleep(0.05)
+
+
+def all_jobs(home: Path) -> list[Job]:
+    database = Database(home / "crucible.db")
+    try:
+        return list(JobStore(database).list(limit=1000).jobs)
+    finally:
+        database.close()
+
+
+def accepted(home: Path) -> list[str]:
+    """What the servers told their clients that they had taken."""
+    file = home / "server.log"
+    return [line.split()[1] for line in file.read_text().splitlines() if line.startswith("accepted ")] if file.exists() else []
+
+
+def until(home: Path, reached: Callable[[Job], bool]) -> Job:
+    end = time.monotonic() + WITHIN_S
+    while time.monotonic() < end:
+        for job in all_jobs(home):
+            if reached(job):
+                return job
+        time.sleep(0.05)
+    raise AssertionError((home / "server.log").read_text())
+
+
+def test_what_left_its_session_dies_with_the_server_too_and_the_job_goes_on(home: Path) -> None:
+    server = serve(home, "grandchild")
+    job = until(home, lambda job: job.progress is not None and job.progress.stage == "grandchild")
+    processes = of_jobs([job.id])
+    assert len(processes) >= 4
+    kill(server, [job.id])
+    assert [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE] == []
+    assert all_jobs(home)[0].state == "running"
+    Folders(home).save_plan(job.id, Folders(home).load_plan(job.id).model_copy(update={"name": "succeed"}))
+    assert serve(home).wait(WITHIN_S) == 0
+    (ended,) = all_jobs(home)
+    assert (ended.state, ended.attempt) == ("succeeded", 2)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_every_accepted_job_ends_exactly_once(home: Path) -> None:
+    moments = random.Random(SEED)
+    for number in range(KILLS):
+        before = len(accepted(home))
+        server = serve(home, *(f"succeed-{moments.uniform(0, 0.5):.2f}" for _ in range(2)))
+        while number % 2 and len(accepted(home)) == before:  # of the others some die while they start, or queue jobs again
+            time.sleep(0.02)
+        time.sleep(moments.uniform(0.0, 1.5))
+        kill(server, [job.id for job in all_jobs(home)])
+    assert serve(home).wait(2 * WITHIN_S) == 0
+    jobs = {job.id: job for job in all_jobs(home)}
+    assert len(accepted(home)) >= KILLS // 2
+    assert set(accepted(home)) <= set(jobs)
+    database = Database(home / "crucible.db")
+    store = JobStore(database)
+    for job in jobs.values():
+        kinds = [event.kind for event in store.events(job.id)]
+        assert job.state == "succeeded", job
+        assert [kind for kind in kinds if kind in FINAL] == ["succeeded"]
+        assert kinds[-1] == "succeeded"
+        assert (Folders(home).report(job.id) / "report.json").is_file()
+    assert any(job.attempt > 1 for job in jobs.values())
+    database.close()
+
+
+def test_children_that_an_earlier_server_left_are_killed_before_anything_begins(home: Path) -> None:
+    """Such as after a kernel that did not send PR_SET_PDEATHSIG: here somebody who carries the job's mark."""
+    server = serve(home, "hang")
+    job = until(home, lambda job: job.state == "running")
+    kill(server, [job.id])
+    with subprocess.Popen(["sleep", "600"], env={"CRUCIBLE_JOB": job.id}, start_new_session=True) as left:
+        again = serve(home)
+        until(home, lambda job: job.attempt == 2)
+        assert left.wait(1) == -9
+        kill(again, [job.id])
