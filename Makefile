@@ -46,8 +46,8 @@ gpu-site:
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/run_all.py
 
-serve:
-	@echo "The service is not part of this version yet."
+serve: $(VENV)/.ready
+	$(BIN)/crucible serve
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 ifdef UV

@@ -178,6 +178,19 @@ def report(result: ResultArgument, as_json: JsonOption = False) -> None:
     console.print(f"report: {files.html_file}", highlight=False, soft_wrap=True, markup=False)
 
 
+@app.command()
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 if left out. On others, keys are required.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 8000 if left out, any that is free if 0.")] = None,
+    home: Annotated[Path | None, typer.Option(help="Where models, jobs and reports are kept; $CRUCIBLE_HOME if left out.")] = None,
+) -> None:
+    """Serve: take models over HTTP, compile them as jobs, and give reports and engines. docs/service.md lists all settings."""
+    from service.server import serve
+    from service.settings import settings_from
+
+    serve(settings_from(os.environ, host=host, port=port, home=home))
+
+
 def _plan(path: Path, overrides: list[str], profiles: list[str]) -> config.Plan:
     if profiles:
         overrides = [*overrides, f"profiles=[{{{', '.join(_profile_entry(text) for text in profiles)}}}]"]

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import orjson
+
 from pipeline.errors import CrucibleError, DiskFull, HostError, UserError
 
 
@@ -41,6 +43,10 @@ class Forbidden(ServiceError):
 
 class NotFound(ServiceError):
     code, status = "service.not_found", 404
+
+
+class MethodNotAllowed(ServiceError):
+    code, status = "service.method_not_allowed", 405
 
 
 class Conflict(ServiceError):
@@ -87,6 +93,10 @@ class Answer:
     status: int
     body: dict[str, str]
     headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def json(self) -> bytes:
+        return orjson.dumps(self.body)
 
 
 def answer_to(error: BaseException, request_id: str = "") -> Answer:

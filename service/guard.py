@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-import orjson
-
 from service.errors import Answer, Forbidden, ServiceError, TooLarge, Unauthorized, WrongHost, answer_to
-from service.keys import NEXT, SCOPES, Keys, Scope
+from service.keys import NEXT, SCOPES, Key, Scope
 from service.settings import Settings
 
 Message = MutableMapping[str, Any]
@@ -58,8 +56,8 @@ NOBODY = Caller("", ())
 class Guard:
     """Lets a request through to `application` with its Caller and request id in the scope's state, or answers it."""
 
-    def __init__(self, application: Application, settings: Settings, keys: Keys) -> None:
-        self._application, self._settings, self._keys = application, settings, keys
+    def __init__(self, app: Application, settings: Settings, verify: Callable[[str], Key]) -> None:
+        self._application, self._settings, self._verify = app, settings, verify
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -70,7 +68,7 @@ class Guard:
         try:
             caller = self._check(scope["method"], scope["path"], headers)
         except ServiceError as error:
-            await _answer(send, answer_to(error), request_id)
+            await send_answer(send, answer_to(error), request_id)
             return
         scope.setdefault("state", {}).update(caller=caller, request_id=request_id)
         body = _Counted(receive, send, self._limit(scope["path"]), request_id)
@@ -111,7 +109,7 @@ class Guard:
         kind, _, text = headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer" or not text:
             raise Unauthorized("this service needs a key", NEXT)
-        key = self._keys.verify(text.strip())
+        key = self._verify(text.strip())
         return Caller(key.owner, key.scopes, key.prefix)
 
     def _limit(self, path: str) -> int:
@@ -146,7 +144,7 @@ class _Counted:
     async def _refuse(self) -> None:
         if not self._started and not self._over:
             error = TooLarge(f"a body of more than {self._limit} bytes", "send less, or have the service's limit raised")
-            await _answer(self._send, answer_to(error), self._request_id)
+            await send_answer(self._send, answer_to(error), self._request_id)
         self._over = True
 
 
@@ -154,8 +152,9 @@ def _headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
     return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in raw}
 
 
-async def _answer(send: Send, answer: Answer, request_id: str) -> None:
-    body = orjson.dumps(answer.body)
+async def send_answer(send: Send, answer: Answer, request_id: str) -> None:
+    """Answer in the place of the application; the connection is closed, so that nothing more of the request is read."""
+    body = answer.json
     fixed = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", "x-request-id": request_id}
     headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in {**fixed, **answer.headers}.items()]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})

@@ -8,7 +8,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from service.jobs import Job, JobEvent, StageSeen
+
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+STAGES = frozenset(
+    ("export", "simplify", "baseline", "reference", "calibrate", "cover", "convert", "build", "prove", "validate", "rank", "benchmark")
+)
 STAGE_SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
 
 
@@ -26,6 +31,14 @@ class Metrics:
             "crucible_stage_seconds", "Time of finished stages of jobs", ("stage",), buckets=STAGE_SECONDS, registry=self._registry
         )
         self.event_streams = Gauge("crucible_event_streams", "Clients that follow a job's events", registry=self._registry)
+
+    def observe_job(self, job: Job, event: JobEvent) -> None:
+        """Count what happened to a job. Stages by their known names only: a child's word must not make labels without end."""
+        if isinstance(event, StageSeen):
+            if event.state == "finished":
+                self.stage_seconds.labels(event.progress.stage if event.progress.stage in STAGES else "other").observe(event.seconds)
+        elif job.is_final:
+            self.jobs_ended.labels(job.state).inc()
 
     def collect_jobs(self, count: Callable[[], Mapping[str, int]]) -> None:
         """Ask `count` for the number of jobs per state whenever the figures are read."""

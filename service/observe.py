@@ -1,4 +1,4 @@
-"""The outermost layer: one log line and one set of figures per request, whoever answered it."""
+"""The outermost layer: one log line and one set of figures per request, whoever answered it, and an answer to what nobody has caught."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import time
 from collections.abc import MutableMapping
 from typing import Any
 
+from starlette.requests import ClientDisconnect
+
 from service import logs
-from service.guard import Application, Message, Receive, Send
+from service.answers import answer_error
+from service.guard import Application, Message, Receive, Send, send_answer
 from service.metrics import Metrics
 
 NO_ROUTE = "none"  # refused before it was routed, or no such route: a label per unknown path would let strangers fill the memory
@@ -16,8 +19,8 @@ NO_ROUTE = "none"  # refused before it was routed, or no such route: a label per
 class Observed:
     """`application`, watched."""
 
-    def __init__(self, application: Application, metrics: Metrics) -> None:
-        self._application, self._metrics = application, metrics
+    def __init__(self, app: Application, metrics: Metrics) -> None:
+        self._application, self._metrics = app, metrics
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -34,6 +37,13 @@ class Observed:
 
         try:
             await self._application(scope, receive, watched)
+        except ClientDisconnect:
+            pass
+        except Exception as error:  # noqa: BLE001  the edge of a request: its fault is not that of the others
+            request_id = scope.get("state", {}).get("request_id", "")
+            answer = answer_error(error, request_id)
+            if not status:  # else the connection is cut, which tells the client that the answer is not whole
+                await send_answer(watched, answer, request_id)
         finally:
             self._tell(scope, status, sent, time.perf_counter() - begin)
 

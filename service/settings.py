@@ -9,10 +9,10 @@ import difflib
 import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from pipeline.config import home
 from pipeline.core import Frozen
@@ -26,7 +26,9 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 class Settings(Frozen):
     """Everything that `crucible serve` can be told. Sizes in bytes, times in seconds."""
 
-    home: Path = Field(default_factory=home)
+    home: Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())] = Field(
+        default_factory=home, validate_default=True
+    )  # absolute, because jobs run in folders of their own
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)  # 0: any that is free
     allowed_hosts: tuple[str, ...] = ()  # names under which clients reach the service, besides `host` and those of loopback

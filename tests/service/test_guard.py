@@ -77,7 +77,7 @@ def inside() -> Inside:
 
 
 def open_guard(inside: Inside, keys: Keys, **settings: Any) -> Guard:
-    return Guard(inside, Settings(home=Path("/nowhere"), **settings), keys)
+    return Guard(inside, Settings(home=Path("/nowhere"), **settings), keys.verify)
 
 
 def test_on_loopback_everyone_is_the_local_user(inside: Inside, keys: Keys) -> None:

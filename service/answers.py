@@ -1,0 +1,48 @@
+"""The error table: every exception that a request may end with, the framework's too, as one form of answer."""
+
+from __future__ import annotations
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from pipeline.errors import DiskFull
+from pipeline.process import crucible_error
+from service import logs
+from service.errors import Answer, MethodNotAllowed, NotFound, ServiceError, Unprocessable, answer_to
+
+log = logs.get("service.answers")
+
+
+def answer_error(error: Exception, request_id: str) -> Answer:
+    """The answer to an exception; what is our own fault is logged with its traceback, which clients do not get."""
+    answer = answer_to(_ours(error), request_id)
+    if answer.status == 500:
+        log.error("request.fault", request=request_id, error=str(error), exc_info=None if isinstance(error, ServiceError) else error)
+    return answer
+
+
+def _ours(error: Exception) -> Exception:
+    match error:
+        case HTTPException(status_code=404):
+            return NotFound("nothing lies at this path", "GET /docs lists what there is")
+        case HTTPException(status_code=405):
+            allowed = (error.headers or {}).get("allow", (error.headers or {}).get("Allow", ""))
+            return MethodNotAllowed(f"this path takes {allowed or 'other methods'}", "GET /docs lists what there is", {"Allow": allowed})
+        case HTTPException():
+            return _of_status(error)
+        case RequestValidationError():
+            faults = "; ".join(f"{' '.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+            return Unprocessable(faults, "GET /docs shows what this path takes")
+        case OSError():  # a full disk is the host's fault; any other is ours
+            known = crucible_error(error)
+            return known if isinstance(known, DiskFull) else error
+    return error
+
+
+def _of_status(error: HTTPException) -> Exception:
+    """What the framework refuses by itself: a body or a header that it cannot read."""
+    if error.status_code >= 500:
+        return error
+    refused = ServiceError(str(error.detail), "GET /docs shows what this path takes")
+    refused.status, refused.code = error.status_code, "service.refused"
+    return refused

@@ -1,0 +1,1 @@
+"""What each path takes and gives. Thin: who may, what was asked, one call, the answer."""

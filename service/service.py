@@ -1,0 +1,132 @@
+"""What all requests share: the home with its lock and database, keys, jobs, their runner, and how far the server's own life is.
+
+async with opened(settings, metrics, WORKER, probe) as service:     a second server on the same home is refused
+    await service.started                                           this host is known, jobs run: /readyz says so
+    await service.stop()                                            streams end, jobs are queued again; harmless if repeated
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from filelock import FileLock, Timeout
+
+from pipeline.errors import StoreError
+from pipeline.process import Child
+from service import logs
+from service.database import Database
+from service.devices import Devices
+from service.errors import NotFound, Unavailable
+from service.folders import Folders
+from service.job_store import DamagedRow, JobStore
+from service.keys import Keys
+from service.leases import Leases
+from service.messages import HostIdentity
+from service.metrics import Metrics
+from service.runner import JobRunner
+from service.settings import Settings
+
+PROBE_S = 300.0  # to import every backend that is installed, on a slow disk
+HTTP_S = 4.0  # of `shutdown_s`: for answers that are being given when all jobs have ended
+
+log = logs.get("service.service")
+T = TypeVar("T")
+Probe = Callable[[], Awaitable[HostIdentity]]
+
+
+async def probe() -> HostIdentity:
+    """Devices and tools of this host, asked in a child: the server itself loads no backend."""
+    from service.job_worker import probe_host
+
+    with Child(probe_host, name="probe", conversation=False) as child:  # leaving it, also by cancellation, ends the child
+        found: HostIdentity = await asyncio.to_thread(child.result, PROBE_S)
+    return found
+
+
+class Service:
+    """Everything that lives as long as the server. Lives in one event loop, on a home that is locked."""
+
+    def __init__(self, settings: Settings, metrics: Metrics, worker: Sequence[str], probe: Probe) -> None:
+        self.settings, self.metrics, self._probe = settings, metrics, probe
+        self.folders = Folders(settings.home)
+        self.database = Database(settings.database)
+        self.keys, self.jobs = Keys(self.database), JobStore(self.database)
+        if settings.admin_key_file is not None:
+            self.keys.add_from_file(settings.admin_key_file)
+        self._leases = Leases(Devices(()))
+        self.runner = JobRunner(settings, self.jobs, self._leases, worker, metrics.observe_job)
+        self._host: HostIdentity | None = None
+        self._reader = ThreadPoolExecutor(1, "crucible-read")
+        self.stopping = False
+        self.started = asyncio.create_task(self._start())
+
+    def host(self) -> HostIdentity:
+        """This host; Unavailable while it is not known yet, or jobs are not taken any more."""
+        if self.stopping or self._host is None:
+            raise Unavailable(f"the server is {'stopping' if self.stopping else 'starting'}", "try again in a moment")
+        return self._host
+
+    async def read(self, call: Callable[[], T]) -> T:
+        """Ask the database, in a thread of its own."""
+        return await asyncio.get_running_loop().run_in_executor(self._reader, call)
+
+    async def stop(self) -> None:
+        """Take no more jobs, end streams, end children and queue their jobs again."""
+        if self.stopping:
+            return
+        self.stopping = True
+        self.started.cancel()
+        await asyncio.wait([self.started])
+        await self.runner.stop(max(1.0, self.settings.shutdown_s - HTTP_S))
+
+    async def close(self) -> None:
+        """Stop, and let go of the database: nothing may be asked afterwards."""
+        await self.stop()
+        await self.read(self.database.close)
+        self._reader.shutdown()
+        self.database.close()
+
+    async def _start(self) -> None:
+        host = await self._probe()
+        await asyncio.to_thread(self._sweep)
+        self._leases.devices = Devices(tuple(host.devices))
+        await self.runner.start()
+        self._host = host
+        log.info("service.ready", devices=host.devices)
+
+    def _sweep(self) -> None:
+        """Remove uploads that became no job, because the server was killed meanwhile."""
+        for folder in self.folders.uploads("any").parent.glob("*"):
+            try:
+                self.jobs.get(folder.name)
+            except NotFound:
+                log.info("upload.removed", upload=folder.name)
+                shutil.rmtree(folder, ignore_errors=True)
+            except DamagedRow:  # whoever mends it will want the files
+                continue
+
+
+@asynccontextmanager
+async def opened(settings: Settings, metrics: Metrics, worker: Sequence[str], probe: Probe) -> AsyncIterator[Service]:
+    """A service on its home; StoreError if another server has it."""
+    settings.home.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(settings.home / "server.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise StoreError(f"another server uses '{settings.home}'", "stop that one, or give this one a home of its own with --home") from None
+    try:
+        service = Service(settings, metrics, worker, probe)
+        metrics.collect_jobs(service.jobs.counts)
+        metrics.collect_devices()
+        try:
+            yield service
+        finally:
+            await service.close()
+    finally:
+        lock.release()

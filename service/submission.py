@@ -1,0 +1,150 @@
+"""From a request to compile to a job: an upload, or the name of one of the server's own plans.
+
+Whatever goes wrong before the job is added, a client that hangs up included, leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import shutil
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from pipeline.config import Plan, load_plan
+from pipeline.errors import PlanError
+from pipeline.source import code_digest, source_from_config
+from service import submitted, uploads
+from service.errors import NotFound, TooLarge, Unprocessable
+from service.job_store import Once
+from service.jobs import Job, new_id
+from service.leases import utc_now
+from service.messages import HostIdentity
+from service.schemas import NamedConfig
+from service.service import Service
+from service.settings import Settings
+
+GPU_BACKENDS = ("tensorrt", "tensorrt_rtx")
+MOST_KEY = 255  # characters of an Idempotency-Key
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to be compiled, and what makes an equal request: with this host's tools, and without (for the Idempotency-Key)."""
+
+    plan: Plan
+    identity: str
+    digest: str
+
+
+async def submit(service: Service, owner: str, content_type: str, stream: AsyncIterator[bytes], key: str | None) -> Job:
+    """Add a job for a request's body, or find the one that an equal request made."""
+    host = service.host()
+    if key is not None and not 0 < len(key) <= MOST_KEY:
+        raise Unprocessable(f"an Idempotency-Key of {len(key)} characters, expected 1 to {MOST_KEY}", "send a UUID, for example")
+    now = utc_now()
+    job_id = new_id(now)
+    folder = service.folders.uploads(job_id)
+    try:
+        if content_type.partition(";")[0].strip().lower() == "application/json":
+            wanted = await _wanted_config(await _short(stream, service.settings.max_plan_bytes), service.settings, owner, host)
+        else:
+            wanted = await _wanted_upload(stream, content_type, folder, service.settings, owner, host)
+        device = device_for(wanted.plan, tuple(host.devices), await service.read(lambda: _load(service)))
+        job = Job(
+            id=job_id, owner=owner, identity=wanted.identity, name=wanted.plan.name, device=device, created=now.isoformat(timespec="milliseconds")
+        )
+        await asyncio.to_thread(service.folders.save_plan, job_id, wanted.plan)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    try:
+        added, _ = await service.runner.submit(job, Once(key, wanted.digest) if key else None)
+    except Exception:  # not a cancellation: the runner adds the job nevertheless
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if added.id != job_id:
+        shutil.rmtree(folder, ignore_errors=True)
+    return added
+
+
+def device_for(plan: Plan, devices: Sequence[str], load: Mapping[str, int]) -> str:
+    """Whose queue a plan goes to: of the GPU with the fewest jobs, or of the CPU if no candidate could use a GPU."""
+    gpus = [device for device in devices if device.startswith("gpu:")]
+    if not gpus or (plan.candidates and not any(candidate.backend in GPU_BACKENDS for candidate in plan.candidates)):
+        return "cpu"
+    return min(gpus, key=lambda device: (load.get(device, 0), device))
+
+
+def _load(service: Service) -> Counter[str]:
+    return Counter(job.device for job in service.jobs.unfinished())
+
+
+# -- an upload ---------------------------------------------------------------------------------------------------------
+
+
+async def _wanted_upload(stream: AsyncIterator[bytes], content_type: str, folder: Path, settings: Settings, owner: str, host: HostIdentity) -> Wanted:
+    limits = uploads.Limits(settings.max_upload_bytes, settings.max_plan_bytes, settings.max_unpacked_bytes)
+    parts = await uploads.receive(stream, content_type, folder, limits)
+    return await asyncio.to_thread(_wanted_parts, parts, settings, owner, host)
+
+
+def _wanted_parts(parts: Mapping[str, uploads.Part], settings: Settings, owner: str, host: HostIdentity) -> Wanted:
+    asked = submitted.parse(parts["plan"].path.read_bytes() if "plan" in parts else b"")
+    plan = submitted.plan_from(asked, parts, settings)
+    return Wanted(plan, *(submitted.identity(asked, parts, owner, digest) for digest in (host.digest, "")))
+
+
+# -- a plan of the server's own ----------------------------------------------------------------------------------------
+
+
+async def _short(stream: AsyncIterator[bytes], limit: int) -> bytes:
+    body = b""
+    async for chunk in stream:
+        body += chunk
+        if len(body) > limit:
+            raise TooLarge(f"a JSON body of more than {limit} bytes", 'send {"config": NAME}, or a model as multipart/form-data')
+    return body
+
+
+async def _wanted_config(body: bytes, settings: Settings, owner: str, host: HostIdentity) -> Wanted:
+    try:
+        name = NamedConfig.model_validate_json(body).config
+    except ValidationError as error:
+        said = "; ".join(f"{'.'.join(map(str, fault['loc'])) or 'body'}: {fault['msg']}" for fault in error.errors())
+        raise Unprocessable(f'expected {{"config": NAME}}: {said}', "or send a model as multipart/form-data") from error
+    return await asyncio.to_thread(_named, name, settings, owner, host)
+
+
+def _named(name: str, settings: Settings, owner: str, host: HostIdentity) -> Wanted:
+    known = {file.stem: file for file in sorted(settings.configs.glob("*.yaml"))} if settings.configs else {}
+    if name not in known:
+        raise NotFound(f"no config '{name}' that may be named here", f"known: {', '.join(known) or 'none'}; or send a model")
+    plan = load_plan(known[name])
+    content = _content_of(plan)
+    return Wanted(plan, *(hashlib.sha256(json.dumps([owner, digest, content]).encode()).hexdigest() for digest in (host.digest, "")))
+
+
+def _content_of(plan: Plan) -> list[str]:
+    """Digests of the plan and of all that it names."""
+    content = [plan.model_dump_json(), source_from_config(plan.model, plan.profiles).digest]
+    for role in (plan.data.calibration, plan.data.selection, plan.data.validation):
+        content += [_digest(file) for file in role] if isinstance(role, tuple) else []
+    if ":" in plan.accuracy.metric:
+        content.append(code_digest(plan.accuracy.metric, plan.accuracy.python_path, "accuracy.metric"))
+    if plan.simplify.surgery is not None:
+        content.append(code_digest(plan.simplify.surgery, plan.simplify.python_path, "simplify.surgery"))
+    return content
+
+
+def _digest(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise PlanError(f"the plan's data cannot be read: {error}", "whoever runs this service can mend the plan") from error
