@@ -68,7 +68,8 @@ class Measured:
 def export_model(job: Job) -> OnnxModel:
     """The source as ONNX, checked against the source."""
     samples = job.samples.first(FEEDS_FOR_CHECKS)
-    inputs, options = (job.source.digest, job.samples.digest), options_of(job.plan.export, job.plan.model, *job.plan.profiles)
+    model = job.plan.model.model_copy(update={"path": None, "weights": None, "python_path": Path()})  # what lies there is in the source's digest
+    inputs, options = (job.source.digest, job.samples.digest), options_of(job.plan.export, model, *job.plan.profiles)
     return job.runner.stage(EXPORT, OnnxModel, job.source, job.plan.profiles, job.plan.export, samples, inputs=inputs, options=options)
 
 

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from io import BufferedRWPair
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,17 +50,17 @@ CONTENDED = "latency was measured while engines served on the same device: it de
 class Server:
     """The server, as the child sees it."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._reader, self._writer = connection.makefile("rb"), connection.makefile("wb")
+    def __init__(self, stream: BufferedRWPair) -> None:
+        self._stream = stream
         self._pace = Pace()
 
     def send(self, message: FromChild) -> None:
-        self._writer.write(line_of(message))
-        self._writer.flush()
+        self._stream.write(line_of(message))
+        self._stream.flush()
 
     def receive(self) -> FromServer:
         """Waits; EOFError if the server is gone."""
-        return from_server(self._reader.readline(LINE_BYTES))
+        return from_server(self._stream.readline(LINE_BYTES))
 
     def emit(self, event: StageEvent) -> None:
         """Tell of a stage, but of its progress not too often."""
@@ -173,7 +174,7 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
 def main(descriptor: int) -> None:
     """Compile what the server says, and end; never returns."""
     os.set_inheritable(descriptor, False)
-    server = Server(socket.socket(fileno=descriptor))
+    server = Server(socket.socket(fileno=descriptor).makefile("rwb"))
     answer: FromChild = Finished()
     try:
         start = server.receive()

@@ -18,14 +18,12 @@ from pipeline.history import History
 from pipeline.process import call_in_child
 from pipeline.render import load_report
 from pipeline.runner import StageEvent
-from pipeline.store import Store
 from service.job_worker import CONTENDED, Server, as_contended, forget_contended, measuring, probe_host, seed
 from service.jobs import Job
 from service.messages import FromChild, Granted, Returns, Stage, Start, Wants, from_child, line_of
 from service.runner import WORKER
 from tests.fixtures_report import sample_report
 from tests.service.fixtures_jobs import Bench, new_job, running
-from tests.test_store import KEY, make
 
 
 class Peer:
@@ -42,8 +40,8 @@ class Peer:
 def pair() -> Iterator[tuple[Server, Peer]]:
     ours, theirs = socket.socketpair()
     peer = Peer(ours)
-    with ours, theirs, peer.lines:
-        yield Server(theirs), peer
+    with ours, theirs, peer.lines, theirs.makefile("rwb") as stream:
+        yield Server(stream), peer
 
 
 def bench_stage(progress: Progress) -> str:
@@ -112,7 +110,7 @@ def test_contended_figures_accept_nothing_and_are_not_kept(tmp_path: Path) -> No
 
 def test_a_child_begins_with_the_times_of_the_home_and_keeps_its_own(tmp_path: Path) -> None:
     shared, home = tmp_path / "shared", tmp_path / "home"
-    Store(shared).get(KEY, type(make(_folder(tmp_path / "x"))), make)
+    shared.mkdir()
     home.mkdir()
     History(shared).add("build", "a", 3.0)
     cache = shared / "timing" / "k" / "cache.bin"
@@ -127,17 +125,14 @@ def test_a_child_begins_with_the_times_of_the_home_and_keeps_its_own(tmp_path: P
     assert (home / "timing" / "k" / "cache.bin").read_bytes() == b"newer"
 
 
-def _folder(path: Path) -> Path:
-    path.mkdir()
-    return path
-
-
 def tiny_model(path: Path) -> None:
     """y = relu(x @ w)."""
     weight = numpy_helper.from_array(np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32), "w")
     nodes = [helper.make_node("MatMul", ["x", "w"], ["h"], "matmul"), helper.make_node("Relu", ["h"], ["y"], "relu")]
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, size]) for name, size in (("x", 16), ("y", 4)))
-    onnx.save(helper.make_model(helper.make_graph(nodes, "tiny", [x], [y], [weight]), opset_imports=[helper.make_opsetid("", 17)]), path)
+    onnx.save(
+        helper.make_model(helper.make_graph(nodes, "tiny", [x], [y], [weight]), opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path
+    )
 
 
 def upload(bench: Bench, identity: str, **changes: Any) -> Job:
@@ -145,7 +140,7 @@ def upload(bench: Bench, identity: str, **changes: Any) -> Job:
     place = bench.folders.uploads(job.id) / "model.onnx"
     tiny_model(place)
     candidate = CandidateConfig(backend="onnxruntime", precision=Precision.FP32)
-    plan = Plan(name="tiny", model=ModelConfig(path=place), candidates=(candidate,), benchmark=BenchmarkConfig(duration_s=0.1, processes=1))
+    plan = Plan(name="tiny", model=ModelConfig(path=place), candidates=(candidate,), benchmark=BenchmarkConfig(duration_s=0.1))
     bench.folders.save_plan(job.id, plan.model_copy(update=changes))
     return job
 
@@ -189,5 +184,5 @@ def test_the_host_is_told_by_a_child_and_always_alike() -> None:
     ask: Callable[..., Any] = call_in_child
     first, second = (ask(probe_host, name="probe") for _ in range(2))
     assert first == second
-    assert list(first.devices)[0] == "cpu"
+    assert next(iter(first.devices)) == "cpu"
     assert len(first.digest) == 64
