@@ -2,35 +2,29 @@
 
 import asyncio
 import json
-import logging
-from collections.abc import Iterator, MutableMapping
+import subprocess
+import sys
+import textwrap
+from collections.abc import MutableMapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-from service import logs
+from pipeline import candidates, compile
+from pipeline.runner import Stage
 from service.guard import Caller
-from service.metrics import Metrics
+from service.jobs import Died, Failure, Job, Progress, StageSeen
+from service.metrics import STAGES, Metrics
 from service.observe import Observed
-from service.settings import Settings
 
 KEY = f"cru_0123456789_{'A' * 43}"
 
 
-@pytest.fixture
-def configured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
-    assert capsys  # stands in for stderr before the handler is made
-    root = logging.getLogger()
-    before = (root.handlers[:], root.level)
-    logs.configure(Settings(home=tmp_path))
-    yield
-    root.handlers[:], root.level = before[0], before[1]
-
-
-def lines(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in text.splitlines()]
+def logged(tmp_path: Path, program: str) -> list[dict[str, Any]]:
+    """What a program logs, line by line. In a process of its own: pytest has handlers in this one's root logger."""
+    begin = f"import logging; from service import logs; from service.settings import Settings; logs.configure(Settings(home={str(tmp_path)!r}))\n"
+    done = subprocess.run([sys.executable, "-c", begin + textwrap.dedent(program)], capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stderr.splitlines()]
 
 
 def ask(metrics: Metrics, path: str, route: str | None, status: int = 200) -> None:
@@ -47,26 +41,26 @@ def ask(metrics: Metrics, path: str, route: str | None, status: int = 200) -> No
     asyncio.run(Observed(inside, metrics)({"type": "http", "method": "GET", "path": path}, nothing, nothing))
 
 
-@pytest.mark.usefixtures("configured")
-def test_each_request_is_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
-    ask(Metrics(), "/jobs/17", "/jobs/{id}")
-    (line,) = lines(capsys.readouterr().err)
+def test_each_request_is_one_line_of_json(tmp_path: Path) -> None:
+    (line,) = logged(tmp_path, 'from tests.service.test_observe import *; ask(Metrics(), "/jobs/17", "/jobs/{id}")')
     assert (line["path"], line["status"], line["bytes"], line["request"], line["key"]) == ("/jobs/17", 200, 5, "r1", "0123456789")
     assert line["level"] == "info"
 
 
-@pytest.mark.usefixtures("configured")
-def test_a_key_is_blotted_out_wherever_it_turns_up(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.get("a").warning("odd", text=f"header was Bearer {KEY}")
-    logging.getLogger("uvicorn.error").warning("bad header %s", KEY)
+def test_a_key_is_blotted_out_wherever_it_turns_up(tmp_path: Path) -> None:
+    program = f"""
+    logs.get("a").warning("odd", text="header was Bearer {KEY}")
+    logging.getLogger("uvicorn.error").warning("bad header %s", "{KEY}")
     try:
-        raise ValueError(KEY)
+        raise ValueError("{KEY}")
     except ValueError:
         logs.get("b").exception("failed")
-    said = capsys.readouterr().err
-    assert KEY not in said
-    assert said.count("cru_***") >= 3
-    assert len(lines(said)) == 3
+        logging.getLogger("c").exception("failed")
+    """
+    lines = logged(tmp_path, program)
+    assert [line["logger"] for line in lines] == ["a", "uvicorn.error", "b", "c"]
+    assert all("cru_***" in str(line) and KEY not in str(line) for line in lines)
+    assert all("Traceback" in line["exception"] for line in lines[2:])
 
 
 def test_figures_are_by_route_so_that_paths_of_strangers_add_none() -> None:
@@ -87,6 +81,22 @@ def test_jobs_are_counted_when_the_figures_are_read() -> None:
     assert 'crucible_jobs{state="queued"} 2.0' in metrics.text().decode()
     counts["queued"] = 5
     assert 'crucible_jobs{state="queued"} 5.0' in metrics.text().decode()
+
+
+def test_stages_are_counted_by_their_known_names() -> None:
+    metrics, job = Metrics(), Job(id="1", owner="me", identity="i", name="n", device="cpu", created="2026-01-01")
+    for stage in ("build", "made up by a child"):
+        metrics.observe_job(job, StageSeen("finished", Progress(stage=stage), 2.0))
+    metrics.observe_job(job.model_copy(update={"state": "failed"}), Died(Failure(code="c", message="m")))
+    text = metrics.text().decode()
+    assert 'crucible_stage_seconds_sum{stage="build"} 2.0' in text
+    assert 'crucible_stage_seconds_sum{stage="other"} 2.0' in text
+    assert 'crucible_jobs_ended_total{state="failed"} 1.0' in text
+
+
+def test_the_known_stages_are_those_of_the_pipeline() -> None:
+    found = {value.name for module in (candidates, compile) for value in vars(module).values() if isinstance(value, Stage)}
+    assert found | {"build"} == STAGES  # made for each backend
 
 
 def test_without_a_gpu_there_are_no_device_figures_and_no_error() -> None:

@@ -1,0 +1,220 @@
+"""A real server process behind a real socket, with a double for the job worker."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from service.database import Database
+from service.keys import Keys
+from service.processes import of_jobs
+from tests.service.fixtures_app import parts
+from tests.service.fixtures_jobs import WITHIN_S, write_out
+from tests.service.test_routers_jobs import told
+
+MB = 10**6
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    process: "subprocess.Popen[str]"
+    url: str
+    home: Path
+
+    @property
+    def address(self) -> tuple[str, int]:
+        url = httpx.URL(self.url)
+        return url.host, url.port or 0
+
+    def log(self) -> str:
+        return (self.home / "server.log").read_text()
+
+    def received(self) -> int:
+        """Bytes that it has read from anything: sockets and files."""
+        counts = Path(f"/proc/{self.process.pid}/io").read_text(encoding="ascii")
+        return int(counts.split("rchar: ")[1].split()[0])
+
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(WITHIN_S)
+
+
+def command(home: Path, **settings: object) -> list[str]:
+    return [sys.executable, "-m", "tests.service.serving", str(home), *(f"{name}={value}" for name, value in settings.items())]
+
+
+@contextmanager
+def serving(home: Path, **settings: object) -> Iterator[Server]:
+    if not (home / "template").exists():
+        write_out(home / "template", home / "template-store")
+    with (home / "server.log").open("a") as log:
+        process = subprocess.Popen(command(home, **settings), stdout=subprocess.PIPE, stderr=log, text=True)
+    with process:
+        try:
+            assert process.stdout is not None
+            found = re.fullmatch(r"Crucible listens on (http://127\.0\.0\.1:\d+)\n", process.stdout.readline())
+            assert found, (home / "server.log").read_text()
+            server = Server(process, found[1], home)
+            until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
+            yield server
+        finally:
+            process.kill()
+
+
+def until(reached: Callable[[], bool]) -> None:
+    end = time.monotonic() + WITHIN_S
+    while not reached():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def state_of(server: Server, job_id: str) -> str:
+    return str(httpx.get(f"{server.url}/jobs/{job_id}").json()["state"])
+
+
+def send(server: Server, name: str) -> str:
+    answer = httpx.post(f"{server.url}/compile", files=parts(name), timeout=WITHIN_S)
+    assert answer.status_code == 202, answer.text
+    return str(answer.json()["id"])
+
+
+class Follower(threading.Thread):
+    """A client that follows a job's events until the stream ends, or breaks."""
+
+    def __init__(self, server: Server, job_id: str, after: int | None = None) -> None:
+        super().__init__(daemon=True)
+        self.text, self.broken = "", False
+        self._url, self._headers = f"{server.url}/jobs/{job_id}/events", {} if after is None else {"Last-Event-ID": str(after)}
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with httpx.stream("GET", self._url, headers=self._headers, timeout=WITHIN_S) as answer:
+                assert answer.status_code == 200
+                for text in answer.iter_text():
+                    self.text += text
+        except httpx.HTTPError:
+            self.broken = True
+
+    def ended(self) -> "Follower":
+        self.join(WITHIN_S)
+        assert not self.is_alive()
+        return self
+
+
+def test_a_wrong_key_with_a_large_upload_is_refused_before_the_upload(tmp_path: Path) -> None:
+    with serving(tmp_path, keys_required=True) as server, socket.create_connection(server.address) as client:
+        head = f"POST /compile HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer cru_0000000000_{'A' * 43}\r\n"
+        head += f"Content-Type: multipart/form-data; boundary=b\r\nContent-Length: {1000 * MB}\r\n\r\n"
+        client.sendall(head.encode())
+        client.settimeout(WITHIN_S)
+        answer = client.recv(65536)  # although nothing of the body was sent
+        assert answer.startswith(b"HTTP/1.1 401 ")
+        assert b"connection: close" in answer.lower()
+
+        before, sent = server.received(), 0
+        with socket.create_connection(server.address) as eager, contextlib.suppress(ConnectionError):  # reset, once it was answered
+            eager.settimeout(WITHIN_S)
+            eager.sendall(head.encode())
+            while sent < 1000 * MB:
+                sent += eager.send(b"x" * 65536)
+        assert sent < 1000 * MB
+        assert server.received() - before < MB
+        assert not (tmp_path / "uploads").exists()
+
+
+def test_events_survive_a_kill_without_gap_or_repeat(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        job_id = send(server, "succeed-3")
+        first = Follower(server, job_id)
+        until(lambda: "event: stage" in first.text)
+        server.process.kill()
+        assert first.ended().broken
+    seen = told(first.text)
+    with serving(tmp_path) as server:
+        rest = told(Follower(server, job_id, seen[-1][0]).ended().text)
+        whole = told(Follower(server, job_id).ended().text)
+    assert seen + rest == whole
+    assert [kind for _, kind, _ in whole] == ["queued", "running", "stage", "queued", "running", "stage", "stage", "succeeded"]
+
+
+def test_sigterm_with_open_streams_and_a_running_job(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        job_id = send(server, "deaf")  # ignores SIGTERM
+        until(lambda: state_of(server, job_id) == "running")
+        followers = [Follower(server, job_id) for _ in range(5)]
+        until(lambda: all("event: stage" in follower.text for follower in followers))
+        with httpx.Client(base_url=server.url) as client:
+            assert client.get("/readyz").status_code == 200
+            begin = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            for follower in followers:
+                follower.ended()
+            assert client.get("/readyz").json()["error"] == "the server is stopping"  # still listening, so that a load balancer sees it
+            assert client.get(f"/jobs/{job_id}").status_code == 200
+            assert httpx.get(f"{server.url}/readyz").status_code == 503  # on a new connection too
+        assert server.process.wait(25 - (time.monotonic() - begin)) == 0
+        assert all(follower.text.endswith("event: server-restarting\ndata: {}\nretry: 2000\n\n") for follower in followers)
+        assert of_jobs([job_id]) == []
+    with serving(tmp_path) as server:
+        until(lambda: httpx.get(f"{server.url}/jobs/{job_id}").json()["attempt"] == 2)
+
+
+def test_a_second_server_on_one_home_says_so_and_ends(tmp_path: Path) -> None:
+    with serving(tmp_path):
+        environment = {**os.environ, "CRUCIBLE_SERVICE_PORT": "0"}
+        crucible = [sys.executable, "-m", "pipeline.cli", "serve", "--home", str(tmp_path)]
+        second = subprocess.run(crucible, capture_output=True, text=True, env=environment, timeout=WITHIN_S, check=False)
+    assert second.returncode == 1
+    assert f"another server uses '{tmp_path}'" in second.stderr
+    assert "Traceback" not in second.stderr
+
+
+def test_an_upload_that_is_cut_leaves_nothing_and_the_server_lives(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        with socket.create_connection(server.address) as client:
+            head = b"POST /compile HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=b\r\nContent-Length: 1000000\r\n\r\n"
+            client.sendall(head + b'--b\r\nContent-Disposition: form-data; name="model"; filename="m.onnx"\r\n\r\n' + b"x" * 100_000)
+            until(lambda: any((tmp_path / "uploads").glob("*/model")))
+        until(lambda: not any((tmp_path / "uploads").iterdir()))
+        until(lambda: "client gone" in server.log())
+        assert server.end() == 0
+        assert "Traceback" not in server.log()
+
+
+def test_no_key_is_in_any_line_of_the_log(tmp_path: Path) -> None:
+    database = Database(tmp_path / "crucible.db")
+    _, key = Keys(database).create("k", ["admin"])
+    database.close()
+    with serving(tmp_path, keys_required=True, log_level="debug") as server:
+        for headers in ({"Authorization": f"Bearer {key}"}, {"Authorization": f"bearer {key}x"}, {"X-Request-Id": key}, {"Cookie": key}):
+            httpx.get(f"{server.url}/jobs", headers=headers)
+            httpx.get(f"{server.url}/jobs/{key}?after={key}", headers={"Authorization": f"Bearer {key}", **headers})
+            httpx.post(f"{server.url}/compile", headers={"Authorization": f"Bearer {key}"}, files=parts(key))
+        with socket.create_connection(server.address) as client:
+            client.sendall(f"GET /{key} HTTP/9.9\r\n{key}\r\n\r\n".encode())
+            client.recv(1000)
+        assert server.end() == 0
+    log = server.log()
+    assert '"request"' in log
+    assert key not in log
+    assert key.rpartition("_")[2] not in log
+
+
+def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        crucible = [sys.executable, "-m", "pipeline.cli", "serve", "--home", str(tmp_path), "--port", str(port)]
+        done = subprocess.run(crucible, capture_output=True, text=True, timeout=WITHIN_S, check=False)
+    assert (done.returncode, f"cannot listen on 127.0.0.1, port {port}" in done.stderr) == (1, True)
