@@ -30,6 +30,7 @@ from service.messages import MOST_MESSAGES, BadMessage, Failed, Finished, Grante
 from service.publish import publish, take_over
 
 PATIENCE_S = 60.0  # how long measuring waits for engines that serve on the device to be gone
+SLOWED_S = 0.005  # a child that tells more than it should is heard slowly, so that the server has time for others
 RETRY_S = 2.0  # between attempts to store how a job ended, where the disk is full
 
 log = logs.get("service.attempt")
@@ -128,6 +129,7 @@ class Attempt:
                 message = await child.receive()
                 match message:
                     case Stage() if not pace.lets(message, time.monotonic()):
+                        await asyncio.sleep(SLOWED_S)
                         continue
                     case Stage():
                         await self._means.record(self.job.id, _seen(message))

@@ -19,7 +19,7 @@ from pipeline.errors import CrucibleError
 from pipeline.runner import StageEvent
 
 LINE_BYTES = 128 * 1024  # the longest message: two texts of LONG_TEXT, of which each character may take six bytes in JSON
-MOST_MESSAGES = 100_000  # of one attempt, besides progress: a compile of 64 candidates sends about 2,000
+MOST_MESSAGES = 20_000  # of one attempt, besides progress: a compile of 64 candidates sends about 2,000
 PROGRESS_EVERY_S = 0.5
 TEXT, LONG_TEXT = 500, 8_000
 LONGEST_S = 1e9

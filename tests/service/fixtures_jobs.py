@@ -92,12 +92,14 @@ class Bench:
 
 
 @asynccontextmanager
-async def running(home: Path, *, devices: tuple[str, ...] = ("cpu",), worker: tuple[str, ...] = WORKER, **settings: object) -> AsyncIterator[Bench]:
+async def running(
+    home: Path, *, devices: tuple[str, ...] = ("cpu",), worker: tuple[str, ...] = WORKER, store_kind: type[JobStore] = JobStore, **settings: object
+) -> AsyncIterator[Bench]:
     """A started runner, stopped at the end; nothing that carries its jobs' marks may be left then."""
     if not (home / "template").exists():
         write_out(home / "template", home / "template-store")
     database = Database(home / "crucible.db")
-    store = JobStore(database)
+    store = store_kind(database)
     given = Settings(home=home, **settings)  # type: ignore[arg-type]
     runner = JobRunner(given, store, Leases(Devices(devices)), worker)
     await runner.start()

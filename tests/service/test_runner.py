@@ -1,6 +1,7 @@
 """The runner with a double for its worker: every way in which a child can end, each with real processes."""
 
 import asyncio
+import datetime as dt
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -8,9 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipeline.errors import DiskFull
+from service.devices import Lease
 from service.errors import Conflict, NotFound, TooMany, Unavailable
-from service.job_store import Once
-from service.jobs import Job
+from service.job_store import JobStore, Once
+from service.jobs import Job, JobEvent, StageSeen, Started
 from service.processes import of_jobs
 from tests.service.fixtures_jobs import Bench, new_job, running
 
@@ -49,6 +52,7 @@ def test_a_job_succeeds_and_its_report_is_published(tmp_path: Path) -> None:
         ("die", "host.child_died", "killed by signal 11 (SIGSEGV)"),
         ("leave", "host.child_died", "ended with exit code 3"),
         ("rubbish", "job.protocol", "more than 131072 bytes"),
+        ("flood", "job.protocol", "more than 20000 messages"),
         ("lie", "host.store", "report that does not hold"),
     ],
 )
@@ -126,6 +130,88 @@ def test_a_queued_job_is_cancelled_before_it_begins(tmp_path: Path) -> None:
             await bench.runner.cancel(second.id, "somebody else")
 
     trying(tmp_path, story)
+
+
+class FullDisk(JobStore):
+    """The disk fills up while a job runs: after its child was started three writes fail."""
+
+    faults = 3
+
+    def append(self, job_id: str, event: JobEvent, now: dt.datetime) -> tuple[Job, int]:
+        if not isinstance(event, Started) and self.faults:
+            self.faults -= 1
+            raise DiskFull("the disk is full while writing 'crucible.db'", "free some space")
+        return super().append(job_id, event, now)
+
+
+def test_a_disk_that_is_full_ends_the_job_and_how_is_stored_once_there_is_space(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with running(tmp_path, store_kind=FullDisk) as bench:
+            job = await bench.until(await bench.submit("hang"))
+            assert job.failure is not None
+            assert (job.state, job.failure.code) == ("failed", "host.disk_full")
+            assert of_jobs([job.id]) == []
+            assert (await bench.end_of("succeed")).state == "succeeded"
+
+    asyncio.run(story())
+
+
+class Faulty(JobStore):
+    """A bug of ours in the middle of a job."""
+
+    def append(self, job_id: str, event: JobEvent, now: dt.datetime) -> tuple[Job, int]:
+        if isinstance(event, StageSeen) and self.get(job_id).name == "hang":
+            raise ZeroDivisionError("injected")
+        return super().append(job_id, event, now)
+
+
+def test_a_bug_fails_its_job_only(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with running(tmp_path, store_kind=Faulty) as bench:
+            job = await bench.end_of("hang")
+            assert job.failure is not None
+            assert (job.failure.code, job.failure.message) == ("internal", "ZeroDivisionError: injected")
+            assert (await bench.end_of("succeed")).state == "succeeded"
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("end", ["cancel", "stop"])
+def test_a_job_that_waits_for_its_device_ends_without_a_child(tmp_path: Path, end: str) -> None:
+    async def story(bench: Bench) -> None:
+        await bench.runner._leases.ask(Lease("cpu", "measure", "somebody else"))
+        job = await bench.submit("succeed")
+        await asyncio.sleep(0)
+        if end == "cancel":
+            assert (await bench.runner.cancel(job.id)).state == "cancelled"
+            bench.runner._leases.give_back("somebody else", "cpu")
+            assert (await bench.end_of("succeed")).state == "succeeded"
+        else:
+            await bench.runner.stop()
+        assert bench.store.get(job.id).state == ("cancelled" if end == "cancel" else "queued")
+        assert bench.store.get(job.id).attempt == 0
+
+    trying(tmp_path, story)
+
+
+class DamagedWhileRunning(JobStore):
+    """The row of a job is damaged under it."""
+
+    def append(self, job_id: str, event: JobEvent, now: dt.datetime) -> tuple[Job, int]:
+        if isinstance(event, StageSeen) and self.get(job_id).name == "hang":
+            with self._database.write() as rows:
+                rows.execute("UPDATE jobs SET job = '{' WHERE id = ?", (job_id,))
+        return super().append(job_id, event, now)
+
+
+def test_a_row_that_is_damaged_under_a_job_does_not_stop_the_others(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with running(tmp_path, store_kind=DamagedWhileRunning) as bench:
+            job = await bench.submit("hang")
+            assert (await bench.end_of("succeed")).state == "succeeded"
+            assert of_jobs([job.id]) == []
+
+    asyncio.run(story())
 
 
 def test_one_job_at_a_time_on_each_device_in_order_and_two_devices_make_two_queues(tmp_path: Path) -> None:

@@ -102,9 +102,14 @@ class Faults:
 
     def chatter(self) -> None:
         """Progress without end, for a while."""
-        for number in range(2000):
-            self.say(kind="stage", stage="build", state="progress", fraction=number / 2000)
+        for number in range(500):
+            self.say(kind="stage", stage="build", state="progress", fraction=number / 500)
         self.succeed()
+
+    def flood(self) -> None:
+        """What counts, without end."""
+        while True:
+            self.say(kind="returns")
 
 
 if __name__ == "__main__":
