@@ -26,10 +26,8 @@ def _ours(error: Exception) -> Exception:
         case HTTPException(status_code=404):
             return NotFound("nothing lies at this path", "GET /docs lists what there is")
         case HTTPException(status_code=405):
-            allowed = (error.headers or {}).get("allow", (error.headers or {}).get("Allow", ""))
-            return MethodNotAllowed(f"this path takes {allowed or 'other methods'}", "GET /docs lists what there is", {"Allow": allowed})
-        case HTTPException():
-            return _of_status(error)
+            allowed = (error.headers or {})["Allow"]
+            return MethodNotAllowed(f"this path takes {allowed}", "GET /docs lists what there is", {"Allow": allowed})
         case RequestValidationError():
             faults = "; ".join(f"{' '.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
             return Unprocessable(faults, "GET /docs shows what this path takes")
@@ -37,12 +35,3 @@ def _ours(error: Exception) -> Exception:
             known = crucible_error(error)
             return known if isinstance(known, DiskFull) else error
     return error
-
-
-def _of_status(error: HTTPException) -> Exception:
-    """What the framework refuses by itself: a body or a header that it cannot read."""
-    if error.status_code >= 500:
-        return error
-    refused = ServiceError(str(error.detail), "GET /docs shows what this path takes")
-    refused.status, refused.code = error.status_code, "service.refused"
-    return refused

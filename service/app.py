@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
 from pipeline.errors import CrucibleError
+from pipeline.runner import installed
 from service.answers import answer_error
 from service.guard import Guard
 from service.keys import Key
@@ -44,6 +45,7 @@ def create_app(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe 
     app = FastAPI(
         title="Crucible",
         description=ABOUT,
+        version=installed("crucible"),
         lifespan=lifespan,
         docs_url=None,  # FastAPI's pages load scripts from elsewhere; routers/docs.py needs nothing
         redoc_url=None,

@@ -93,7 +93,7 @@ class Service:
 
     async def _start(self) -> None:
         host = await self._probe()
-        await asyncio.to_thread(self._sweep)
+        await self.read(self._sweep)
         self._leases.devices = Devices(tuple(host.devices))
         await self.runner.start()
         self._host = host

@@ -42,7 +42,7 @@ class Desk:
         self.app, self.client = app, client
         self.service: Service = app.state.service
 
-    async def compile(self, name: str, model: bytes = b"onnx", **headers: str) -> httpx.Response:
+    async def compile(self, name: str, headers: dict[str, str] | None = None, model: bytes = b"onnx") -> httpx.Response:
         return await self.client.post("/compile", files=parts(name, model), headers=headers)
 
     async def until(self, job_id: str, *states: str) -> dict[str, Any]:

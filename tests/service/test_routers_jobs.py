@@ -70,13 +70,13 @@ def test_an_equal_request_gets_the_same_job_unless_that_failed(tmp_path: Path) -
 def test_an_idempotency_key_finds_its_job_whatever_became_of_it(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
         once = {"Idempotency-Key": "17"}
-        first = (await desk.compile("fail", **once)).json()
+        first = (await desk.compile("fail", once)).json()
         await desk.until(first["id"], "failed")
-        again = await desk.compile("fail", **once)
+        again = await desk.compile("fail", once)
         assert (again.status_code, again.json()["id"], again.json()["state"]) == (200, first["id"], "failed")
-        other = await desk.compile("leave", **once)
+        other = await desk.compile("leave", once)
         assert (other.status_code, other.json()["code"]) == (409, "service.conflict")
-        assert (await desk.compile("fail", **{"Idempotency-Key": "x" * 256})).status_code == 422
+        assert (await desk.compile("fail", {"Idempotency-Key": "x" * 256})).status_code == 422
         assert uploads(tmp_path) == [first["id"]]
 
     at_desk(tmp_path, story)
@@ -197,8 +197,9 @@ def test_a_follower_misses_nothing_is_kept_awake_and_is_told_of_a_restart(tmp_pa
         await service.stop()
         await following
         assert got[-1] == RESTARTING
-        kinds = [event.kind for event in service.jobs.events(job.id)]
-        assert [kind for _, kind, _ in told(b"".join(got).decode())] == kinds[: len(told(b"".join(got).decode()))]
+        followed = [number for number, _, _ in told(b"".join(got).decode())]
+        stored = [event.seq for event in service.jobs.events(job.id)]
+        assert stored[: len(followed)] == followed  # that it was queued again may come with the next connection
         assert "crucible_event_streams 0.0" in service.metrics.text().decode()
         assert service.jobs.get(job.id).state == "queued"
 

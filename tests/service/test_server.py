@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -210,6 +211,22 @@ def test_no_key_is_in_any_line_of_the_log(tmp_path: Path) -> None:
     assert '"request"' in log
     assert key not in log
     assert key.rpartition("_")[2] not in log
+
+
+def test_a_host_that_cannot_be_asked_ends_the_server_with_the_reason(tmp_path: Path) -> None:
+    program = f"""
+    from pathlib import Path
+    from pipeline.errors import ChildDied
+    from service.server import serve
+    from service.settings import Settings
+
+    async def probe():
+        raise ChildDied("the probe died")
+
+    serve(Settings(home=Path({str(tmp_path)!r}), port=0), probe=probe)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=WITHIN_S, check=False)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "pipeline.errors.ChildDied: the probe died")
 
 
 def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
