@@ -24,6 +24,7 @@ from service.service import HTTP_S, Probe, Service, probe
 from service.settings import Settings
 
 BACKLOG = 2048
+LINGER_S = 2.0  # at least so long /readyz says 503 before nothing listens any more: a load balancer asks every second or so
 
 
 class _Server(uvicorn.Server):
@@ -61,7 +62,7 @@ async def _serve(settings: Settings, listener: socket.socket, worker: Sequence[s
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         print(f"Crucible listens on {_address(listener)}", flush=True)
         await _asked_to_end(service, serving)
-        await service.stop()
+        await asyncio.gather(service.stop(), asyncio.sleep(LINGER_S))
         server.should_exit = True
         await serving
         if not service.started.cancelled():

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from python_multipart import MultipartParser
-from python_multipart.exceptions import MultipartParseError
+from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 
 from service.errors import TooLarge, Unprocessable
@@ -66,7 +66,7 @@ async def receive(stream: AsyncIterator[bytes], content_type: str, folder: Path,
                 parser.write(chunk)
             parser.finalize()
             return receiver.finished()
-    except MultipartParseError as error:
+    except FormParserError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise Unprocessable(f"the body is no multipart/form-data: {error}", FIELDS) from error
     except BaseException:

@@ -99,6 +99,7 @@ def test_too_many_waiting_jobs_are_refused_with_a_time(tmp_path: Path) -> None:
     [
         (b"--b\r\nContent-Disposition: form-data; name=model\r\n\r\nhalf", "multipart/form-data; boundary=b", 422),
         (b"x", "multipart/form-data", 422),
+        (b"x", f"multipart/form-data; boundary={'b' * 500}", 422),
         (b"x", "text/plain", 422),
         (b"{", "application/json", 422),
         (b'{"config": "../secret"}', "application/json", 422),
