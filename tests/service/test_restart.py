@@ -113,6 +113,9 @@ def test_children_that_an_earlier_server_left_are_killed_before_anything_begins(
     kill(server, [job.id])
     with subprocess.Popen(["sleep", "600"], env={"CRUCIBLE_JOB": job.id}, start_new_session=True) as left:
         again = serve(home)
-        until(home, lambda job: job.attempt == 2)
-        assert left.wait(1) == -9
-        kill(again, [job.id])
+        try:
+            until(home, lambda job: job.attempt == 2)
+            assert left.poll() == -9
+        finally:
+            left.kill()
+            kill(again, [job.id])
