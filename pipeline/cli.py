@@ -28,6 +28,7 @@ from pipeline.errors import CrucibleError, PlanError
 from pipeline.process import crucible_error
 from pipeline.runner import Runner
 from pipeline.store import Store
+from service import commands
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
@@ -164,12 +165,23 @@ def doctor(as_json: JsonOption = False) -> None:
 
 
 @app.command()
-def report(result: ResultArgument, as_json: JsonOption = False) -> None:
-    """Print the report of a compile, and write its Markdown and HTML again from report.json."""
+def report(
+    result: Annotated[
+        str, typer.Argument(metavar="DIR|JOB", help="A folder that `crucible compile` wrote; or a job of a service, by id or address.")
+    ],
+    url: commands.UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the report of a compile. That of a folder is also written again, as Markdown and HTML, from its report.json."""
     from pipeline.render import load_report, markdown, write_report
+    from service.client import is_remote
 
-    loaded = load_report(result)
-    files = write_report(loaded, result if result.is_dir() else result.parent)
+    folder = Path(result)
+    if not folder.exists() and is_remote(result):
+        commands.print_report(result, url, as_json)
+        return
+    loaded = load_report(folder)
+    files = write_report(loaded, folder if folder.is_dir() else folder.parent)
     if as_json:
         print(loaded.model_dump_json())
         return
@@ -178,17 +190,7 @@ def report(result: ResultArgument, as_json: JsonOption = False) -> None:
     console.print(f"report: {files.html_file}", highlight=False, soft_wrap=True, markup=False)
 
 
-@app.command()
-def serve(
-    host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 if left out. On others, keys are required.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 8000 if left out, any that is free if 0.")] = None,
-    home: Annotated[Path | None, typer.Option(help="Where models, jobs and reports are kept; $CRUCIBLE_HOME if left out.")] = None,
-) -> None:
-    """Serve: take models over HTTP, compile them as jobs, and give reports and engines. docs/service.md lists all settings."""
-    from service.server import serve
-    from service.settings import settings_from
-
-    serve(settings_from(os.environ, host=host, port=port, home=home))
+app.add_typer(commands.app)
 
 
 def _plan(path: Path, overrides: list[str], profiles: list[str]) -> config.Plan:

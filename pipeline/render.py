@@ -43,21 +43,26 @@ def load_report(place: Path) -> Report:
     file = place / JSON_NAME if place.is_dir() else place
     if not file.is_file():
         raise UserError(f"no report at '{file}'", "give the folder that `crucible compile` named, or the report.json in it")
+    return report_from_json(file.read_bytes(), str(file), file.parent)
+
+
+def report_from_json(text: bytes, where: str, folder: Path) -> Report:
+    """The report of a report.json; `where` is for messages, engines lie in `folder`. Raises UserError if it is none or another version wrote it."""
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = json.loads(text)
         version = document["schema_version"]
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"'{file}' is not a report: {error}", "give the report.json that `crucible compile` wrote") from error
+        raise UserError(f"'{where}' is not a report: {error}", "give the report.json that `crucible compile` wrote") from error
     if version != SCHEMA_VERSION:
-        raise UserError(f"'{file}' has schema version {version}, this Crucible reads {SCHEMA_VERSION}", "compile again with this version")
+        raise UserError(f"'{where}' has schema version {version}, this Crucible reads {SCHEMA_VERSION}", "compile again with this version")
     candidates = document.get("candidates")
     for candidate in candidates if isinstance(candidates, list) else ():
         if isinstance(candidate, dict) and isinstance(candidate.get("engine"), dict):
-            candidate["engine"]["root"] = str(file.parent)  # an artifact's folder is no part of its content
+            candidate["engine"]["root"] = str(folder)  # an artifact's folder is no part of its content
     try:
         return Report.model_validate_json(json.dumps(document))
     except ValidationError as error:
-        raise UserError(f"'{file}' does not fit the schema: {error}", "compile again; docs/report.schema.json is the schema") from error
+        raise UserError(f"'{where}' does not fit the schema: {error}", "compile again; docs/report.schema.json is the schema") from error
 
 
 def schema() -> str:

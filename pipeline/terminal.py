@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 from rich.console import Console
@@ -235,9 +236,15 @@ def validation_lines(report: ValidationReport) -> list[str]:
 
 def refusal_table(refusals: tuple[Refusal, ...]) -> Table:
     """Every node that a backend refuses."""
-    table = Table("node", "operator", "opset", "reason", "remedy")
-    for refusal in refusals:
-        table.add_row(*map(escape, (refusal.node, refusal.operator, str(refusal.opset), refusal.reason, refusal.remedy)))
+    rows = [(refusal.node, refusal.operator, str(refusal.opset), refusal.reason, refusal.remedy) for refusal in refusals]
+    return plain_table(("node", "operator", "opset", "reason", "remedy"), rows)
+
+
+def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Texts in columns."""
+    table = Table(*headings)
+    for row in rows:
+        table.add_row(*map(escape, row))
     return table
 
 

@@ -24,6 +24,7 @@ class ServiceError(CrucibleError):
 
     code = "service"
     status = 500
+    exit_code = 1  # of `crucible keys`
 
     def __init__(self, message: str, next_step: str = "", headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message, next_step)

@@ -10,4 +10,4 @@ from tests.service.fixtures_jobs import WORKER
 
 if __name__ == "__main__":
     home, *given = sys.argv[1:]
-    serve(settings_from(os.environ, home=home, port=0, **dict(each.split("=") for each in given)), WORKER, known_host)
+    serve(settings_from(os.environ, home=home, **{"port": 0, **dict(each.split("=") for each in given)}), WORKER, known_host)

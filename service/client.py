@@ -1,0 +1,258 @@
+"""A client of the service, for programs and for `crucible submit | wait | report`. Loads nothing of the server.
+
+    with Client("http://127.0.0.1:8000", key) as client:
+        job = client.submit(Upload(Path("model.onnx"), plan=Path("plan.yaml")))
+        for event in client.events(job.id): ...      to the job's end, over restarts of the server
+        report = client.report(job.id)
+
+RemoteError carries what the server says of a request that it refuses; Unreachable, that nobody answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, TypeVar
+from urllib.parse import quote
+
+import httpx
+from pydantic import ValidationError
+
+from pipeline.core import Frozen
+from pipeline.errors import CrucibleError, HostError, PlanError, UserError
+from pipeline.report import Report
+from service.jobs import FINAL, State
+from service.keys import FORM
+from service.schemas import JobPage, JobView, Refusal
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+TIMEOUT_S = 30.0
+ANSWER_S = 900.0  # after the last byte of an upload: a large archive is unpacked before the answer
+SILENT_S = 60.0  # of a stream of events, four heartbeats: then the connection is dead
+PATIENCE_S = 300.0  # without the server, between two events: it may have to stop its jobs, start, and look at its host
+LONGEST_WAIT_S = 5.0
+TRY_AGAIN = frozenset({502, 503, 504})  # what a proxy says while the server is restarted
+WHERE = re.compile(r"(https?://.+?)/(?:jobs|reports)/([^/?#]+)(?:[/?#].*)?")
+JOB_ID = re.compile(r"[0-9a-f]{25}")
+
+M = TypeVar("M", bound=Frozen)
+
+
+class RemoteError(CrucibleError):
+    """What the server says of a request that it refuses, in its words, with its `code` and the HTTP status."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, next_step: str = "", code: str = "service", status: int = 0) -> None:
+        super().__init__(message, next_step)
+        self.code, self.status = code, status
+
+
+class Unreachable(HostError):
+    code = "service.unreachable"
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """Files to compile. `model`: ONNX, an archive of ONNX with external data, or safetensors with an `architecture` in the plan."""
+
+    model: Path
+    plan: Path | None = None
+    calibration: Path | None = None
+    selection: Path | None = None
+    validation: Path | None = None
+
+    def files(self) -> dict[str, Path]:
+        """Those that there are, by the name of their part."""
+        named = {name: getattr(self, name) for name in ("model", "plan", "calibration", "selection", "validation")}
+        return {name: path for name, path in named.items() if path is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What happened to a job."""
+
+    seq: int  # rises; give the last one to `events` to go on after it
+    kind: str  # "stage", or the State that the job came to
+    data: Mapping[str, Any]
+
+
+class Client:
+    """One server. Not safe for threads: give each its own."""
+
+    def __init__(self, url: str = DEFAULT_URL, key: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        if not re.match(r"https?://[^/\s]", self.url):
+            raise PlanError(f"expected the address of a service, got '{url}'", f"for example {DEFAULT_URL}")
+        if key is not None and not FORM.fullmatch(key.strip()):
+            raise UserError("what was given as the key is no Crucible key", "give the whole text that `crucible keys create` printed")
+        headers = {"Authorization": f"Bearer {key.strip()}"} if key is not None else {}
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._http.close()
+
+    def submit(self, upload: Upload, idempotency_key: str | None = None) -> JobView:
+        """Send a model, streamed from the disk; the job, which may be that of an equal request before."""
+        with contextlib.ExitStack() as opened:
+            files = {name: (path.name, opened.enter_context(_open(path))) for name, path in upload.files().items()}
+            timeout = httpx.Timeout(TIMEOUT_S, read=ANSWER_S)
+            request = self._http.build_request("POST", "/compile", files=files, headers=_once(idempotency_key), timeout=timeout)
+            return self._parsed(JobView, self._send(request))
+
+    def submit_config(self, name: str, idempotency_key: str | None = None) -> JobView:
+        """Compile one of the server's own plans."""
+        request = self._http.build_request("POST", "/compile", json={"config": name}, headers=_once(idempotency_key))
+        return self._parsed(JobView, self._send(request))
+
+    def job(self, job_id: str) -> JobView:
+        return self._parsed(JobView, self._ask("GET", _path("jobs", job_id)))
+
+    def jobs(self, state: State | None = None, limit: int = 50, after: str | None = None) -> JobPage:
+        """Jobs, newest first; `next` of a page is the `after` of the one that follows."""
+        given = {"state": state, "limit": limit, "after": after}
+        return self._parsed(JobPage, self._ask("GET", "/jobs", {name: value for name, value in given.items() if value is not None}))
+
+    def cancel(self, job_id: str) -> JobView:
+        return self._parsed(JobView, self._ask("DELETE", _path("jobs", job_id)))
+
+    def retry(self, job_id: str) -> JobView:
+        """A new job for one that failed or was cancelled."""
+        return self._parsed(JobView, self._ask("POST", _path("jobs", job_id, "retry")))
+
+    def report(self, job_id: str) -> Report:
+        """The report of a job that has succeeded."""
+        from pipeline.render import report_from_json
+
+        return report_from_json(self._ask("GET", _path("reports", job_id)).content, f"{self.url}/reports/{job_id}", Path())
+
+    def events(self, job_id: str, after: int = 0, patience_s: float = PATIENCE_S) -> Iterator[Event]:
+        """What happens to a job, to its end: each event once, also if the server is restarted meanwhile.
+
+        Unreachable if it cannot be reached at first, or is away for longer than `patience_s` later.
+        """
+        waits, known = iter(wait_times(patience_s)), False
+        while True:
+            try:
+                with self._streamed(job_id, after) as chunks:
+                    known = True
+                    for event in events_of_stream(chunks):
+                        after, waits = event.seq, iter(wait_times(patience_s))
+                        yield event
+                if self.job(job_id).state in FINAL:
+                    return
+            except (Unreachable, RemoteError) as error:
+                if not known or (isinstance(error, RemoteError) and error.status not in TRY_AGAIN):
+                    raise
+            if (wait_s := next(waits, None)) is None:
+                raise Unreachable(f"{self.url} has been away for {patience_s:.0f} s", "the job goes on when the service does: ask again later")
+            time.sleep(wait_s)
+
+    # -- how it asks ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _streamed(self, job_id: str, after: int) -> Iterator[Iterator[bytes]]:
+        request = self._http.build_request(
+            "GET", _path("jobs", job_id, "events"), headers={"Last-Event-ID": str(after)}, timeout=httpx.Timeout(TIMEOUT_S, read=SILENT_S)
+        )
+        answer = self._send(request, stream=True)
+        try:
+            yield answer.iter_bytes()
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from error
+        finally:
+            answer.close()
+
+    def _ask(self, method: str, path: str, query: Mapping[str, Any] | None = None) -> httpx.Response:
+        return self._send(self._http.build_request(method, path, params=query))
+
+    def _send(self, request: httpx.Request, stream: bool = False) -> httpx.Response:
+        """The answer, if it is a success."""
+        try:
+            answer = self._http.send(request, stream=stream)
+            if not answer.is_success:
+                answer.read()
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from error
+        if not answer.is_success:
+            raise refusal_of(answer.status_code, answer.content, self.url)
+        return answer
+
+    def _parsed(self, kind: type[M], answer: httpx.Response) -> M:
+        try:
+            return kind.model_validate_json(answer.content)
+        except ValidationError as error:
+            raise RemoteError(
+                f"{self.url} answers, but not as this version of Crucible does", "check the address and the server's version"
+            ) from error
+
+    def _unreachable(self, error: httpx.TransportError) -> Unreachable:
+        said = f"no answer from {self.url}: {error or type(error).__name__}"
+        return Unreachable(said, "start it with `crucible serve`, or name another with --url or CRUCIBLE_URL")
+
+
+def place_of(text: str, url: str | None) -> tuple[str | None, str]:
+    """The server and the job that a user means: by a job's id on the server at `url`, or by any address of a job or its report."""
+    if match := WHERE.fullmatch(text):
+        return match[1], match[2]
+    if not re.fullmatch(r"\w+", text):
+        raise PlanError(f"'{text}' is neither a job's id nor an address of a job or a report", f"for example {DEFAULT_URL}/reports/ID")
+    return url, text
+
+
+def is_remote(text: str) -> bool:
+    """Whether a text names a job or something on a server, and not a folder."""
+    return bool(JOB_ID.fullmatch(text) or text.startswith(("http://", "https://")))
+
+
+def wait_times(patience_s: float) -> Iterator[float]:
+    """How long to wait before each next try, until patience ends: half a second, then twice as long each time, up to LONGEST_WAIT_S."""
+    wait_s, waited_s = 0.5, 0.0
+    while waited_s < patience_s:
+        yield wait_s
+        waited_s += wait_s
+        wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+
+def events_of_stream(chunks: Iterable[bytes]) -> Iterator[Event]:
+    """Server-sent events, as the service writes them. Heartbeats, and what has no number, are left out; so is what is cut off at the end."""
+    rest = b""
+    for chunk in chunks:
+        *blocks, rest = (rest + chunk).split(b"\n\n")
+        for block in blocks:
+            fields = dict(line.split(": ", 1) for line in block.decode().split("\n") if not line.startswith(":"))
+            if "id" in fields:
+                yield Event(int(fields["id"]), fields["event"], json.loads(fields["data"]))
+
+
+def refusal_of(status: int, body: bytes, url: str) -> RemoteError:
+    """A refused request as an error: the server's own sentence, if it is one of ours that spoke."""
+    try:
+        said = Refusal.model_validate_json(body)
+    except ValidationError:
+        return RemoteError(f"{url} answered with HTTP status {status}", "check that this is the address of a Crucible service", status=status)
+    return RemoteError(said.error, said.next, said.code, status)
+
+
+def _open(path: Path) -> IO[bytes]:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise UserError(f"cannot read '{path}': {error.strerror}", "check the path and its permissions") from error
+
+
+def _once(idempotency_key: str | None) -> dict[str, str]:
+    return {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
+
+
+def _path(*parts: str) -> str:
+    return "".join(f"/{quote(part, safe='')}" for part in parts)

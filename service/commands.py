@@ -1,0 +1,257 @@
+"""The service's commands: to serve, to keep keys beside a running server, and to use a server from elsewhere.
+
+The server's address comes from --url or CRUCIBLE_URL, the key from CRUCIBLE_KEY only: arguments are seen by everybody on a machine.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from pipeline import terminal
+from pipeline.runner import StageEvent
+from service.gc import gc
+
+if TYPE_CHECKING:
+    from service.client import Client, Event, RemoteError
+    from service.database import Database
+    from service.jobs import State
+    from service.schemas import JobView
+
+app = typer.Typer()
+keys = typer.Typer(help="Make, list and revoke API keys, in the database of a service on this machine; it may run meanwhile.")
+app.add_typer(keys, name="keys")
+app.command()(gc)
+
+HomeOption = Annotated[Path | None, typer.Option(help="The service's home; $CRUCIBLE_HOME if left out.")]
+UrlOption = Annotated[
+    str | None,
+    typer.Option(envvar="CRUCIBLE_URL", help="Address of the service; http://127.0.0.1:8000 if left out. A key is read from CRUCIBLE_KEY only."),
+]
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or its address.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print only the JSON document on stdout, and no progress.")]
+
+
+@app.command()
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 if left out. On others, keys are required.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 8000 if left out, any that is free if 0.")] = None,
+    home: Annotated[Path | None, typer.Option(help="Where models, jobs and reports are kept; $CRUCIBLE_HOME if left out.")] = None,
+) -> None:
+    """Serve: take models over HTTP, compile them as jobs, and give reports and engines. docs/service.md lists all settings."""
+    from service.server import serve
+    from service.settings import settings_from
+
+    serve(settings_from(os.environ, host=host, port=port, home=home))
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+@keys.command()
+def create(
+    name: Annotated[str, typer.Option(help="What the key is for; shown by `crucible keys list`.")],
+    scopes: Annotated[list[str], typer.Option("--scope", help="What it may do: compile, infer or admin. Repeatable.")],
+    owner: Annotated[str, typer.Option(help="Keys of one owner share their jobs and reports; the key alone if left out.")] = "",
+    home: HomeOption = None,
+) -> None:
+    """Make a key and print it, this once: the database keeps only its digest."""
+    from service.keys import Keys
+
+    key, text = Keys(_database(home)).create(name, scopes, owner)
+    told = f"key {key.prefix} ({', '.join(key.scopes)}) of {key.owner}; keep it, it is not shown again"
+    terminal.console(stderr=True).print(told, highlight=False, soft_wrap=True, markup=False)
+    print(text)
+
+
+@keys.command(name="list")
+def list_keys(home: HomeOption = None, as_json: JsonOption = False) -> None:
+    """List all keys, by prefix: the keys themselves are not known."""
+    import json
+
+    from service.keys import Keys
+
+    found = Keys(_database(home)).list()
+    if as_json:
+        print(json.dumps([key.model_dump() for key in found]))
+        return
+    rows = [(key.prefix, key.name, key.owner, " ".join(key.scopes), key.created, key.revoked or "") for key in found]
+    terminal.console().print(terminal.plain_table(("prefix", "name", "owner", "scopes", "created", "revoked"), rows))
+
+
+@keys.command()
+def revoke(prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="As `crucible keys list` shows it.")], home: HomeOption = None) -> None:
+    """Let a key work no longer, from the next request on."""
+    from service.keys import Keys
+
+    key = Keys(_database(home)).revoke(prefix)
+    print(f"key {key.prefix} ('{key.name}') is revoked")
+
+
+def _database(home: Path | None) -> Database:
+    from service.database import Database
+    from service.settings import settings_from
+
+    return Database(settings_from(os.environ, home=home).database)
+
+
+# -- jobs on a server --------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def submit(
+    model: Annotated[
+        Path | None, typer.Argument(metavar="MODEL", help="ONNX; .tar, .tar.gz or .zip of ONNX with external data; or .safetensors weights.")
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(metavar="PLAN.yaml", help="What to try and to prove; docs/service.md lists its keys.")] = None,
+    calibration: Annotated[Path | None, typer.Option(metavar="NPZ", help="Samples that choose int8 ranges.")] = None,
+    selection: Annotated[Path | None, typer.Option(metavar="NPZ", help="Samples that choose the winner.")] = None,
+    validation: Annotated[Path | None, typer.Option(metavar="NPZ", help="Samples that the winner is proved on.")] = None,
+    config: Annotated[str | None, typer.Option(help="Compile one of the server's own plans, in the place of a model.")] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the job to its end, as `crucible wait` does.")] = False,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Send a model to a service to be compiled there. An equal request gets the job that is there already.
+
+    Ends with one JSON document: the job.
+    """
+    from pipeline.errors import PlanError
+    from service.client import Upload
+
+    files = (plan, calibration, selection, validation)
+    if (model is None) == (config is None) or (config is not None and any(files)):
+        raise PlanError("expected a model, with a plan and data if there are any, or --config NAME alone", "see `crucible submit --help`")
+    with _client(url) as client:
+        job = client.submit(Upload(model, *files)) if model is not None else client.submit_config(config or "")
+        if wait:
+            _follow(client, job.id, as_json)
+        if not as_json:
+            print(f"job {job.id} is {job.state}; follow it with `crucible wait {client.url}{job.links.job}`")
+        print(job.model_dump_json())
+
+
+@app.command()
+def wait(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Follow a job to its end, over restarts of the server. Exit codes as `crucible compile`: 1 if it failed or was cancelled.
+
+    Ends with the table of candidates, the verdict and, as the last line, one JSON document: the job.
+    """
+    from service.client import place_of
+
+    where, job_id = place_of(job, url)
+    with _client(where) as client:
+        _follow(client, job_id, as_json)
+
+
+@app.command()
+def cancel(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Cancel a job; all its processes are gone within 5 s."""
+    from service.client import place_of
+
+    where, job_id = place_of(job, url)
+    with _client(where) as client:
+        view = client.cancel(job_id)
+    print(view.model_dump_json() if as_json else f"job {view.id} is {view.state}")
+
+
+@app.command()
+def jobs(
+    state: Annotated[str | None, typer.Option(help="Only those that are queued, running, cancelling, succeeded, failed or cancelled.")] = None,
+    limit: Annotated[int, typer.Option(help="At most so many, the newest.", min=1, max=200)] = 50,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the jobs on a service, newest first."""
+    with _client(url) as client:
+        page = client.jobs(_state(state), limit)
+    if as_json:
+        print(page.model_dump_json())
+        return
+    rows = [(job.id, job.name, job.state, job.progress.stage if job.progress else "", job.verdict or "", job.winner or "") for job in page.jobs]
+    terminal.console().print(terminal.plain_table(("job", "name", "state", "stage", "verdict", "winner"), rows))
+
+
+def print_report(target: str, url: str | None, as_json: bool) -> None:
+    """`crucible report`, of a job on a service."""
+    from rich.markdown import Markdown
+
+    from pipeline.render import markdown
+    from service.client import place_of
+
+    where, job_id = place_of(target, url)
+    with _client(where) as client:
+        report = client.report(job_id)
+    if as_json:
+        print(report.model_dump_json())
+        return
+    terminal.console().print(Markdown(markdown(report)))
+    print(f"report: {client.url}/reports/{job_id}")
+
+
+def _client(url: str | None) -> Client:
+    from service.client import DEFAULT_URL, Client
+
+    return Client(url or DEFAULT_URL, os.environ.get("CRUCIBLE_KEY") or None)
+
+
+def _state(text: str | None) -> State | None:
+    from typing import get_args
+
+    from pipeline.errors import PlanError
+    from service.jobs import State
+
+    known: tuple[State, ...] = get_args(State)
+    found = next((state for state in known if state == text), None)
+    if text is not None and found is None:
+        raise PlanError(f"no state '{text}'", f"give one of {', '.join(known)}")
+    return found
+
+
+def _follow(client: Client, job_id: str, as_json: bool) -> NoReturn:
+    """Show a job's events to its end, then what came of it; leaves with the exit code."""
+    errors = terminal.console(stderr=True)
+    with terminal.StageProgress(errors, quiet=as_json) as progress:
+        for event in client.events(job_id):
+            if event.kind == "stage":
+                progress(stage_of(event))
+            elif not as_json:
+                why = event.data.get("why")
+                errors.print(f"{event.kind}: {why}" if why else event.kind, highlight=False, markup=False)
+    job = client.job(job_id)
+    if job.state == "succeeded" and not as_json:
+        _print_verdict(client, job)
+    print(job.model_dump_json())
+    if job.state != "succeeded":
+        raise _why(job)
+    raise typer.Exit(2 if job.verdict == "rejected" else 0)
+
+
+def stage_of(event: Event) -> StageEvent:
+    """What the terminal shows of an event; the stage's name comes from a job, and is no markup."""
+    from dataclasses import fields
+
+    from rich.markup import escape
+
+    known = {field.name for field in fields(StageEvent)}
+    told = {name: value for name, value in event.data.items() if name in known}
+    return StageEvent(**{**told, "stage": escape(told["stage"])})
+
+
+def _print_verdict(client: Client, job: JobView) -> None:
+    console, report = terminal.console(), client.report(job.id)
+    console.print(terminal.candidate_table(report))
+    for line in terminal.verdict_lines(report):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"report: {client.url}{job.links.report}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _why(job: JobView) -> RemoteError:
+    from service.client import RemoteError
+
+    if job.failure is None:
+        return RemoteError(f"job {job.id} was cancelled", "send the model again if that was not meant", "job.cancelled")
+    return RemoteError(job.failure.message, job.failure.next_step, job.failure.code)
