@@ -5,10 +5,10 @@
     <root>/tmp/<key>/                   where it is made; renamed into place when complete
 
 Look, lock, look again, make, publish by one rename. A process killed at any moment leaves at most a folder under tmp/,
-which the next holder of the same lock removes.
+which the next holder of the same lock removes. Finding an artifact sets its manifest's time: when it was last used.
 
-A store may look in a second, `shared` one too, which it never writes: so works a job of the service, whose artifacts are adopted by the
-shared store after the job has ended (`Store.adopt`).
+A store may look in a second, `shared` one too, of which it writes no more than those times: so works a job of the service, whose
+artifacts are adopted by the shared store after the job has ended (`Store.adopt`).
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class Store:
             if root is None or not (folder := _folder(root, key.stage, key.digest)).exists():
                 continue
             try:
+                _mark_used(folder)  # before it is read: what is being used is not old
                 return _read(folder, key, kind)
             except (OSError, LookupError, ValueError) as error:  # pydantic's ValidationError is a ValueError
                 note = Note(stage="store", text=f"{key.stage} {key.digest[:12]} was damaged and is made again: {error}")
@@ -133,6 +134,24 @@ class Store:
                 if not final.exists():
                     self._publish(folder, final)
         return tuple(refused)
+
+    def artifacts(self) -> Iterator[tuple[Path, float]]:
+        """Each artifact's folder, and when it was last used, in seconds since 1970."""
+        for folder in sorted((self.root / "artifacts").glob("*/*")):
+            with contextlib.suppress(FileNotFoundError):
+                yield folder, _last_used(folder)
+
+    def remove(self, folder: Path, used_s: float) -> bool:
+        """Remove an artifact, unless it is used or made again since `used_s`; whether it was."""
+        stage, digest = folder.parts[-2:]
+        with self._lock(stage, digest):
+            if not folder.exists() or _last_used(folder) > used_s + 1e-3:  # less is lost between clocks and floats
+                return False
+            gone = self.root / "tmp" / digest
+            shutil.rmtree(gone, ignore_errors=True)
+            folder.rename(gone)
+            shutil.rmtree(gone)
+        return True
 
     @contextlib.contextmanager
     def _lock(self, stage: str, digest: str) -> Iterator[None]:
@@ -194,6 +213,17 @@ def _check_key(folder: Path) -> None:
     key = Key(made.stage, made.stage_version, made.inputs, made.options, made.tools, made.target)
     if (key.stage, key.digest) != folder.parts[-2:]:
         raise ValueError("it lies under another key than that of its provenance")
+
+
+def _mark_used(folder: Path) -> None:
+    """A store that cannot be written is used all the same."""
+    with contextlib.suppress(OSError):
+        os.utime(folder / MANIFEST)
+
+
+def _last_used(folder: Path) -> float:
+    manifest = folder / MANIFEST
+    return (manifest if manifest.exists() else folder).stat().st_mtime  # one without is damaged, and as old as that is
 
 
 def _folder(root: Path, stage: str, digest: str) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
@@ -9,13 +11,16 @@ from pipeline.errors import DiskFull
 from pipeline.process import crucible_error
 from service import logs
 from service.errors import Answer, MethodNotAllowed, NotFound, ServiceError, Unprocessable, answer_to
+from service.folders import Folders
+from service.scrub import scrubbed
 
 log = logs.get("service.answers")
 
 
-def answer_error(error: Exception, request_id: str) -> Answer:
-    """The answer to an exception; what is our own fault is logged with its traceback, which clients do not get."""
+def answer_error(error: Exception, request_id: str, folders: Folders) -> Answer:
+    """The answer to an exception, without paths of this host; what is our own fault is logged with its traceback, which clients do not get."""
     answer = answer_to(_ours(error), request_id)
+    answer = replace(answer, body={name: scrubbed(text, folders) for name, text in answer.body.items()})
     if answer.status == 500:
         log.error("request.fault", request=request_id, error=str(error), exc_info=None if isinstance(error, ServiceError) else error)
     return answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -13,6 +14,7 @@ from starlette.middleware import Middleware
 from pipeline.errors import CrucibleError
 from pipeline.runner import installed
 from service.answers import answer_error
+from service.folders import Folders
 from service.guard import Guard
 from service.keys import Key
 from service.metrics import Metrics
@@ -21,6 +23,7 @@ from service.routers import docs, health, jobs, reports
 from service.runner import WORKER
 from service.service import Probe, opened, probe
 from service.settings import Settings
+from service.traces import provider_from, telemetry_of
 
 ABOUT = "Send a trained model, follow its compilation, read what was measured and proved, and take the engine."
 
@@ -30,17 +33,23 @@ def create_app(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe 
 
     A request passes Observed (one log line and one set of figures, whatever happens), then Guard (key, host, size), then its router.
     """
-    metrics = Metrics()
+    metrics, folders, traces = Metrics(), Folders(settings.home), provider_from(settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with opened(settings, metrics, worker, probe) as service:
             app.state.service = service
             yield
+        if traces is not None:
+            await asyncio.to_thread(traces.shutdown)  # sends what is left
 
     def verify(key: str) -> Key:
         found: Key = app.state.service.keys.verify(key)
         return found
+
+    async def answer(request: Request, error: Exception) -> Response:
+        found = answer_error(error, request.state.request_id, folders)
+        return Response(found.json, found.status, found.headers, "application/json")
 
     app = FastAPI(
         title="Crucible",
@@ -50,14 +59,10 @@ def create_app(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe 
         docs_url=None,  # FastAPI's pages load scripts from elsewhere; routers/docs.py needs nothing
         redoc_url=None,
         redirect_slashes=False,
-        middleware=[Middleware(Observed, metrics=metrics), Middleware(Guard, settings=settings, verify=verify)],
-        exception_handlers=dict.fromkeys((HTTPException, RequestValidationError, CrucibleError), _answer),
+        telemetry=telemetry_of(traces),
+        middleware=[Middleware(Observed, metrics=metrics, folders=folders), Middleware(Guard, settings=settings, verify=verify)],
+        exception_handlers=dict.fromkeys((HTTPException, RequestValidationError, CrucibleError), answer),
     )
     for router in (jobs.router, reports.router, health.router, docs.router):
         app.include_router(router)
     return app
-
-
-async def _answer(request: Request, error: Exception) -> Response:
-    answer = answer_error(error, request.state.request_id)
-    return Response(answer.json, answer.status, answer.headers, "application/json")

@@ -94,6 +94,7 @@ class Attempt:
             ending = await self._first_end(child)
         finally:
             await child.end()
+            await asyncio.to_thread(work.clear_temporary)  # or a job that has filled the disk leaves no space to store how it ended
         return await asyncio.to_thread(self._publish) if ending is None else ending
 
     async def _got(self, lease: Lease) -> bool:
@@ -163,7 +164,7 @@ class Attempt:
         return await asyncio.to_thread(watchdog.sample, child.pid, self._work.root, self._means.limits)
 
     def _publish(self) -> JobEvent:
-        report = publish(self._work.out, self._means.folders.report(self.job.id))
+        report = publish(self._work.out, self._means.folders.report(self.job.id), self._means.folders)
         try:
             take_over(self._work, self._means.folders.home)
         except (OSError, CrucibleError) as error:  # costs the next job time, not this one its report

@@ -51,6 +51,10 @@ class Work:
         for folder in (self.home, self.temporary):
             folder.mkdir(parents=True, exist_ok=True)
 
+    def clear_temporary(self) -> None:
+        """Remove what nobody needs once the child is gone."""
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
     def empty(self) -> None:
         """Leave the log only."""
         for folder in (self.home, self.temporary, self.out):

@@ -132,11 +132,16 @@ class JobStore:
         with self._database.read() as rows:
             return dict(rows.execute("SELECT state, count(*) FROM jobs GROUP BY state").fetchall())
 
-    def finished_before(self, moment: dt.datetime) -> tuple[Job, ...]:
-        """Jobs that ended before then, oldest first."""
+    def ended(self) -> tuple[Job, ...]:
+        """All jobs that have ended, oldest first."""
         with self._database.read() as rows:
             found = rows.execute(f"SELECT * FROM jobs WHERE state IN {_marks(FINAL)} ORDER BY id", sorted(FINAL)).fetchall()
-        return tuple(job for job in _readable(found) if job.finished and dt.datetime.fromisoformat(job.finished) < moment)
+        return tuple(_readable(found))
+
+    def ids(self) -> frozenset[str]:
+        """Ids of all jobs, of those too whose rows are damaged."""
+        with self._database.read() as rows:
+            return frozenset(row["id"] for row in rows.execute("SELECT id FROM jobs"))
 
     def remove(self, job_id: str) -> None:
         """Forget a job that has ended, with its events; Conflict if it has not."""

@@ -54,6 +54,8 @@ class Job(Frozen):
     started: str | None = None  # of the last attempt
     finished: str | None = None
     attempt: int = 0  # how often it was started
+    interruptions: int = 0  # how often the server died while it ran
+    estimate_s: float | None = None  # how long the stages of plans of this name took here, when it was sent; None: none ever ran
     progress: Progress | None = None
     verdict: Verdict | None = None  # of a job that succeeded: its report exists, also where it says `rejected`
     winner: str | None = None
@@ -108,6 +110,7 @@ class Requeued:
     """The server stopped under it; it begins again and goes on from what is stored."""
 
     why: str
+    interrupted: bool = False  # the server did not stop in order, but died
 
 
 JobEvent = Started | StageSeen | Succeeded | Died | CancelAsked | Requeued
@@ -144,12 +147,21 @@ def step(job: Job, event: JobEvent, now: dt.datetime) -> Job:
         case Died(), "queued":  # it could not even be started
             return _end(job, "failed", at).model_copy(update={"failure": event.failure})
         case Requeued(), "running":
-            return job.model_copy(update={"state": "queued", "progress": None, "pid": None, "pid_started": None})
+            count = job.interruptions + event.interrupted
+            return job.model_copy(update={"state": "queued", "progress": None, "pid": None, "pid_started": None, "interruptions": count})
     raise StaleEvent(f"job {job.id} is {job.state} and cannot take {type(event).__name__}")
 
 
 def _end(job: Job, state: State, at: str) -> Job:
     return job.model_copy(update={"state": state, "finished": at, "pid": None, "pid_started": None})
+
+
+def after_a_crash(job: Job, most: int) -> JobEvent:
+    """What becomes of a job under which the server died: it begins again, unless that happened so often that it may be the cause."""
+    if job.interruptions + 1 < most:
+        return Requeued("the server died while it ran", interrupted=True)
+    said = f"the server died {job.interruptions + 1} times while this job ran"
+    return Died(Failure(code="job.interrupted", message=said, next_step="see the server's log for the cause; then retry the job"))
 
 
 def next_of(queued: Iterable[Job]) -> Job | None:

@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect
 
 from service import logs
 from service.answers import answer_error
+from service.folders import Folders
 from service.guard import Application, Message, Receive, Send, send_answer
 from service.metrics import Metrics
 
@@ -19,8 +20,8 @@ NO_ROUTE = "none"  # refused before it was routed, or no such route: a label per
 class Observed:
     """`application`, watched."""
 
-    def __init__(self, app: Application, metrics: Metrics) -> None:
-        self._application, self._metrics = app, metrics
+    def __init__(self, app: Application, metrics: Metrics, folders: Folders) -> None:
+        self._application, self._metrics, self._folders = app, metrics, folders
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -41,7 +42,7 @@ class Observed:
             pass
         except Exception as error:  # noqa: BLE001  the edge of a request: its fault is not that of the others
             request_id = scope.get("state", {}).get("request_id", "")
-            answer = answer_error(error, request_id)
+            answer = answer_error(error, request_id, self._folders)
             if not status:  # else the connection is cut, which tells the client that the answer is not whole
                 await send_answer(watched, answer, request_id)
         finally:

@@ -20,7 +20,8 @@ from pipeline.render import FIGURES, HTML_NAME, JSON_NAME, MARKDOWN_NAME, load_r
 from pipeline.report import Report
 from pipeline.store import Store, check_files
 from service import logs
-from service.folders import Work
+from service.folders import Folders, Work
+from service.scrub import scrub_file
 
 ENGINE = "engine"
 EXPECTED = {JSON_NAME, MARKDOWN_NAME, HTML_NAME, FIGURES, ENGINE}
@@ -33,9 +34,12 @@ KEY = re.compile(r"[0-9a-f]{64}")
 log = logs.get("service.publish")
 
 
-def publish(out: Path, place: Path) -> Report:
-    """Verify a report and its engine in `out`, and make it `place`. StoreError says what does not hold."""
+def publish(out: Path, place: Path, folders: Folders) -> Report:
+    """Verify a report and its engine in `out`, and make it `place`, without paths of this host. StoreError says what does not hold."""
     try:
+        verified(out)
+        for name in (JSON_NAME, MARKDOWN_NAME, HTML_NAME):
+            scrub_file(out / name, folders)
         report = verified(out)
     except (CrucibleError, OSError, LookupError, TypeError, ValueError, RecursionError) as error:
         said = error.message if isinstance(error, CrucibleError) else str(error)

@@ -31,12 +31,14 @@ from service.attempt import Attempt, Means
 from service.errors import Conflict, Unavailable
 from service.folders import Folders
 from service.job_store import JobStore, Once
-from service.jobs import CancelAsked, Died, Failure, Job, JobEvent, Requeued, StaleEvent, new_id, next_of
+from service.jobs import CancelAsked, Died, Failure, Job, JobEvent, Requeued, StaleEvent, after_a_crash, new_id, next_of
 from service.leases import Clock, Leases, utc_now
+from service.scrub import scrubbed_event
 from service.settings import Settings
 from service.watchdog import limits_from, machine_memory
 
 WORKER = (sys.executable, "-m", "service.job_worker")
+MOST_INTERRUPTIONS = 5  # so often a job may run while the server dies; then it is taken for the cause
 STOP_S = 15.0  # for all children to be ended and their jobs to be stored
 CANCELLED = Died(Failure(code="job.cancelled", message="somebody cancelled the job"))
 RESTARTED = Requeued("the server was restarted")
@@ -56,9 +58,11 @@ class JobRunner:
         worker: Sequence[str] = WORKER,
         observe: Callable[[Job, JobEvent], None] = lambda job, event: None,
         clock: Clock = utc_now,
+        most_interruptions: int = MOST_INTERRUPTIONS,
     ) -> None:
         self._settings, self._jobs, self._leases, self._observe, self._clock = settings, jobs, leases, observe, clock
         self.folders = Folders(settings.home)
+        self._most_interruptions = most_interruptions
         limits = limits_from(settings, machine_memory())
         self._means = Means(self.folders, leases, self._record, worker, limits, settings.job_timeout_s)
         self._queued: dict[str, Job] = {}
@@ -73,7 +77,7 @@ class JobRunner:
         unfinished = await self._in_thread(self._jobs.unfinished)
         await asyncio.to_thread(_kill_leftovers, unfinished)
         for job in unfinished:
-            current = job if job.state == "queued" else await self._record(job.id, RESTARTED)
+            current = job if job.state == "queued" else await self._record(job.id, after_a_crash(job, self._most_interruptions))
             if current.state == "queued":
                 self._queued[current.id] = current
         log.info("runner.started", queued=len(self._queued), devices=self._leases.devices.names)
@@ -144,7 +148,9 @@ class JobRunner:
             raise Conflict(f"job {job_id} is {old.state}", "only a job that failed or was cancelled can be tried again")
         now = self._clock()
         created = now.isoformat(timespec="milliseconds")
-        new = Job(id=new_id(now), owner=old.owner, identity=old.identity, name=old.name, device=old.device, created=created)
+        new = Job(
+            id=new_id(now), owner=old.owner, identity=old.identity, name=old.name, device=old.device, created=created, estimate_s=old.estimate_s
+        )
         added, is_new = await self._in_thread(partial(self._jobs.add, new, now, None, self._settings.max_queued))
         if is_new:
             try:
@@ -189,8 +195,8 @@ class JobRunner:
             self._pump()
 
     async def _record(self, job_id: str, event: JobEvent) -> Job:
-        """Store an event, and wake who waits for it."""
-        job, _ = await self._in_thread(partial(self._jobs.append, job_id, event, self._clock()))
+        """Store an event, without the places of this host, and wake who waits for it."""
+        job, _ = await self._in_thread(partial(self._jobs.append, job_id, scrubbed_event(event, self.folders), self._clock()))
         self._wake(job_id)
         self._observe(job, event)
         return job

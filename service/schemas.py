@@ -52,6 +52,7 @@ class JobView(Frozen):
         started="2026-11-21T10:00:01.250+00:00",
         finished=None,
         attempt=1,
+        estimate_s=95.0,
         elapsed_s=42.1,
         progress={"stage": "build", "subject": "onnxruntime int8", "fraction": 0.4, "text": "", "elapsed_s": 3.2, "estimate_s": 8.0},
         verdict=None,
@@ -69,6 +70,7 @@ class JobView(Frozen):
     started: str | None
     finished: str | None
     attempt: int = Field(description="How often it was started: more than once if the server was restarted meanwhile")
+    estimate_s: float | None = Field(description="How long all stages of plans of this name usually take here; null if none ever ran")
     elapsed_s: float | None = Field(description="Of the last attempt, until now or its end; null before it")
     progress: Progress | None = Field(description="The stage that runs; `estimate_s` is how long it usually takes here")
     verdict: Verdict | None

@@ -12,11 +12,12 @@ import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from typing import TypeVar
 
 from filelock import FileLock, Timeout
 
-from pipeline.errors import StoreError
+from pipeline.errors import CrucibleError, StoreError
 from pipeline.process import Child
 from service import logs
 from service.database import Database
@@ -25,9 +26,10 @@ from service.errors import NotFound, Unavailable
 from service.folders import Folders
 from service.job_store import DamagedRow, JobStore
 from service.keys import Keys
-from service.leases import Leases
+from service.leases import Leases, utc_now
 from service.messages import HostIdentity
 from service.metrics import Metrics
+from service.retention import DAILY_S, Collected, collect
 from service.runner import JobRunner
 from service.settings import Settings
 
@@ -63,6 +65,7 @@ class Service:
         self._host: HostIdentity | None = None
         self._reader = ThreadPoolExecutor(1, "crucible-read")
         self.stopping = False
+        self._tidying: asyncio.Task[None] | None = None
         self.started = asyncio.create_task(self._start())
 
     def host(self) -> HostIdentity:
@@ -82,6 +85,8 @@ class Service:
         self.stopping = True
         self.started.cancel()
         await asyncio.wait([self.started])
+        if self._tidying:
+            self._tidying.cancel()
         await self.runner.stop(max(1.0, self.settings.shutdown_s - HTTP_S))
 
     async def close(self) -> None:
@@ -97,7 +102,23 @@ class Service:
         self._leases.devices = Devices(tuple(host.devices))
         await self.runner.start()
         self._host = host
+        self._tidying = asyncio.create_task(self._tidy())
         log.info("service.ready", devices=host.devices)
+
+    async def _tidy(self) -> None:
+        """Once a day, remove what need not be kept."""
+        while True:
+            try:
+                log.info("retention.done", **asdict(await asyncio.to_thread(self._collect)))
+            except (CrucibleError, OSError) as error:
+                log.error("retention.failed", error=str(error))
+            await asyncio.sleep(DAILY_S)
+
+    def _collect(self) -> Collected:
+        try:
+            return collect(self.settings, self.jobs, utc_now)
+        finally:
+            self.jobs.close()  # of this thread
 
     def _sweep(self) -> None:
         """Remove uploads that became no job, because the server was killed meanwhile."""

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from pipeline.config import Plan, load_plan
 from pipeline.errors import PlanError
+from pipeline.history import History
 from pipeline.source import code_digest, source_from_config
 from service import submitted, uploads
 from service.errors import NotFound, TooLarge, Unprocessable
@@ -57,7 +58,13 @@ async def submit(service: Service, owner: str, content_type: str, stream: AsyncI
             wanted = await _wanted_upload(stream, content_type, folder, service.settings, owner, host)
         device = device_for(wanted.plan, tuple(host.devices), await service.read(lambda: _load(service)))
         job = Job(
-            id=job_id, owner=owner, identity=wanted.identity, name=wanted.plan.name, device=device, created=now.isoformat(timespec="milliseconds")
+            id=job_id,
+            owner=owner,
+            identity=wanted.identity,
+            name=wanted.plan.name,
+            device=device,
+            created=now.isoformat(timespec="milliseconds"),
+            estimate_s=await asyncio.to_thread(History(service.settings.home).whole, wanted.plan.name),
         )
         await asyncio.to_thread(service.folders.save_plan, job_id, wanted.plan)
     except BaseException:

@@ -14,6 +14,7 @@ from service.jobs import Job, State
 from service.leases import utc_now
 from service.routers.asked import REFUSALS, AskedBy, AskedOf
 from service.schemas import JobPage, JobView, NamedConfig, view_of_job
+from service.scrub import scrubbed
 from service.submission import submit
 from service.submitted import SubmittedPlan
 from service.uploads import PARTS
@@ -32,6 +33,9 @@ COMPILE_BODY: dict[str, Any] = {
         "application/json": {"schema": NamedConfig.model_json_schema(), "example": {"config": "digits"}},
     },
 }
+_JSON = {"type": "string", "contentMediaType": "application/json"}
+_TEXT = {"type": "string"}
+EVENT = {"type": "object", "required": ["data"], "properties": {"id": _TEXT, "event": _TEXT, "data": _JSON, "retry": {"type": "integer"}}}
 PLAN_NOTE = f"The part `plan` is YAML or JSON with any of the keys {', '.join(SubmittedPlan.model_fields)}."
 
 
@@ -74,7 +78,7 @@ async def get_job(job_id: str, caller: AskedBy, service: AskedOf) -> JobView:
 @router.get(
     "/jobs/{job_id}/events",
     response_class=StreamingResponse,
-    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "Server-sent events"}},
+    responses={200: {"content": {"text/event-stream": {"itemSchema": EVENT}}, "description": "Server-sent events"}},
 )
 async def follow_job(
     job_id: str,
@@ -99,7 +103,7 @@ async def tail_log(
     """The end of what the job's processes printed."""
     await service.read(lambda: service.jobs.get(job_id, caller.sees))
     text = await asyncio.to_thread(_tail, service.folders.work(job_id).log, bytes_)
-    return PlainTextResponse(text, headers={"X-Content-Type-Options": "nosniff"})
+    return PlainTextResponse(scrubbed(text, service.folders), headers={"X-Content-Type-Options": "nosniff"})
 
 
 @router.delete("/jobs/{job_id}", status_code=202)

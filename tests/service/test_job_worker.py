@@ -156,6 +156,9 @@ def test_a_real_model_is_compiled_and_the_next_job_finds_what_the_first_made(tmp
             report = load_report(bench.folders.report(first.id))
             assert report.command == f"a request to the service, job {first.id} ('tiny')"
             assert (bench.folders.report(first.id) / "engine" / "model.onnx").is_file()
+            texts = [file for file in bench.folders.report(first.id).rglob("*") if file.is_file() and str(tmp_path).encode() in file.read_bytes()]
+            assert texts == []
+            assert load_report(bench.folders.report(first.id)).plan.model.path == Path("model.onnx")
             stages = [event.data["stage"] for event in bench.store.events(first.id) if event.kind == "stage" and event.data["state"] == "finished"]
             assert {"export", "simplify", "reference", "build", "benchmark"} <= set(stages)
 

@@ -19,6 +19,7 @@ from service.jobs import (
     StaleEvent,
     Started,
     Succeeded,
+    after_a_crash,
     new_id,
     next_of,
     step,
@@ -59,6 +60,18 @@ def test_a_server_that_stops_gives_another_attempt_but_not_to_what_was_cancelled
     assert (again.state, again.progress, again.pid) == ("queued", None, None)
     assert after(Started(2, 2.0), job=again).attempt == 2
     assert after(Started(1, 1.0), CancelAsked(), Requeued("restart")).state == "cancelled"
+
+
+def test_a_job_under_which_the_server_dies_again_and_again_fails() -> None:
+    job, states = QUEUED, []
+    while not job.is_final:
+        job = after(Started(1, 1.0), job=job)
+        job = step(job, after_a_crash(job, most=3), NOW)
+        states.append(job.state)
+    assert states == ["queued", "queued", "failed"]
+    assert job.failure is not None
+    assert (job.failure.code, job.failure.message) == ("job.interrupted", "the server died 3 times while this job ran")
+    assert after(Started(1, 1.0), Requeued("in order")).interruptions == 0
 
 
 EVENTS = some.sampled_from([Started(1, 1.0), SEEN, ACCEPTED, DIED, CancelAsked(), Requeued("restart")])

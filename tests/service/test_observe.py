@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeline import candidates, compile
 from pipeline.runner import Stage
+from service.folders import Folders
 from service.guard import Caller
 from service.jobs import Died, Failure, Job, Progress, StageSeen
 from service.metrics import STAGES, Metrics
@@ -38,7 +39,7 @@ def ask(metrics: Metrics, path: str, route: str | None, status: int = 200) -> No
     async def nothing(*_: Any) -> Any:
         return None
 
-    asyncio.run(Observed(inside, metrics)({"type": "http", "method": "GET", "path": path}, nothing, nothing))
+    asyncio.run(Observed(inside, metrics, Folders(Path("/h")))({"type": "http", "method": "GET", "path": path}, nothing, nothing))
 
 
 def test_each_request_is_one_line_of_json(tmp_path: Path) -> None:

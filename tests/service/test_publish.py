@@ -11,7 +11,7 @@ import pytest
 from pipeline.errors import StoreError
 from pipeline.history import History
 from pipeline.store import Store
-from service.folders import Work
+from service.folders import Folders, Work
 from service.publish import CACHE, publish, take_over
 from tests.service.fixtures_jobs import write_out
 from tests.test_store import KEY, Text, make, never
@@ -74,14 +74,14 @@ def test_what_does_not_hold_is_not_published(tmp_path: Path, damage: Callable[[P
     write_out(out, tmp_path / "store")
     damage(out)
     with pytest.raises(StoreError, match="a report that does not hold") as caught:
-        publish(out, place)
+        publish(out, place, Folders(tmp_path))
     assert said in caught.value.message
     assert not place.exists()
 
 
 def test_nothing_at_all_is_not_published(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="does not hold"):
-        publish(tmp_path / "out", tmp_path / "place")
+        publish(tmp_path / "out", tmp_path / "place", Folders(tmp_path))
 
 
 def test_a_whole_report_is_published_in_the_place_of_an_earlier_attempts(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_whole_report_is_published_in_the_place_of_an_earlier_attempts(tmp_pat
     place.mkdir(parents=True)
     (place / "old").touch()
     written = write_out(out, tmp_path / "store")
-    report = publish(out, place)
+    report = publish(out, place, Folders(tmp_path))
     assert (report.winner, report.verdict) == (written.winner, "accepted")
     assert (place / "engine" / "model.onnx").read_bytes() == b"engine"
     assert not (place / "old").exists()

@@ -1,0 +1,38 @@
+"""No path of the server's home reaches a client."""
+
+from pathlib import Path
+
+import pytest
+
+from service.folders import Folders
+from service.jobs import CancelAsked, Died, Failure, Progress, StageSeen
+from service.scrub import scrub_file, scrubbed, scrubbed_event
+
+FOLDERS = Folders(Path("/srv/a&b/home"))
+JOB = "01931f3a5b2c07d1e9a44c6f21"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"cannot read '/srv/a&b/home/uploads/{JOB}/model.onnx'", "cannot read 'model.onnx'"),
+        (f"/srv/a&b/home/jobs/{JOB}/tmp/x, /srv/a&b/home/reports/{JOB}/report.json", "tmp/x, report.json"),
+        (f"<td>/srv/a&amp;b/home/uploads/{JOB}/model.onnx</td>", "<td>model.onnx</td>"),
+        ("cannot use '/srv/a&b/home/crucible.db'", "cannot use '$CRUCIBLE_HOME/crucible.db'"),
+        ("at /srv/a&b/home", "at $CRUCIBLE_HOME"),
+        ("/srv/a&b/homes/x and /srv/a&b", "/srv/a&b/homes/x and /srv/a&b"),
+    ],
+)
+def test_paths_of_the_home_become_names(text: str, expected: str) -> None:
+    assert scrubbed(text, FOLDERS) == expected
+
+
+def test_events_are_scrubbed_where_they_have_texts(tmp_path: Path) -> None:
+    file = f"/srv/a&b/home/uploads/{JOB}/m"
+    assert scrubbed_event(Died(Failure(code="c", message=file, next_step=file)), FOLDERS) == Died(Failure(code="c", message="m", next_step="m"))
+    seen = scrubbed_event(StageSeen("failed", Progress(stage="build", subject=file, text=file), 2.0), FOLDERS)
+    assert seen == StageSeen("failed", Progress(stage="build", subject="m", text="m"), 2.0)
+    assert scrubbed_event(CancelAsked(), FOLDERS) == CancelAsked()
+    (tmp_path / "report.md").write_text(f"model: {file}\n")
+    scrub_file(tmp_path / "report.md", FOLDERS)
+    assert (tmp_path / "report.md").read_text() == "model: m\n"
