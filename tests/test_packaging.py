@@ -19,7 +19,8 @@ def base_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE", "constraints.txt"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "pipeline", source / "pipeline", ignore=shutil.ignore_patterns("__pycache__"))
+    for package in ("pipeline", "service"):
+        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
     python = str(folder / "bin" / "python")
     if uv := shutil.which("uv"):
         commands = [[uv, "venv", "-q", "--python", sys.executable, str(folder)], [uv, "pip", "install", "-q", "--python", python]]

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 
 from service.guard import Caller
-from service.schemas import Refusal
 from service.service import Service
 
 
@@ -23,7 +22,9 @@ def _service(request: Request) -> Service:
 
 AskedBy = Annotated[Caller, Depends(_caller)]
 AskedOf = Annotated[Service, Depends(_service)]
+# By reference and not as `model`, which FastAPI would document in the form of each route's successes, such as text/plain.
+_REFUSAL = {"application/json": {"schema": {"$ref": "#/components/schemas/Refusal"}}}
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": Refusal, "description": "Refused: what was expected, what came, and what to do next"},
-    "5XX": {"model": Refusal, "description": "It cannot be done now, or a fault of the service"},
+    "4XX": {"content": _REFUSAL, "description": "Refused: what was expected, what came, and what to do next"},
+    "5XX": {"content": _REFUSAL, "description": "It cannot be done now, or a fault of the service"},
 }

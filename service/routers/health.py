@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from service.routers.asked import REFUSALS, AskedOf
-from service.schemas import Health
+from service.schemas import Health, Refusal
 
 router = APIRouter(tags=["operations"], responses=REFUSALS)
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -17,7 +17,7 @@ async def healthz() -> Health:
     return Health(status="ok")
 
 
-@router.get("/readyz")
+@router.get("/readyz", responses={503: {"model": Refusal, "description": "The server starts or stops"}})
 async def readyz(service: AskedOf) -> Health:
     """Jobs are taken. 503 while the server starts or stops."""
     service.host()  # or Unavailable
