@@ -1,0 +1,154 @@
+"""docs/service.md holds: its commands run from top to bottom, and its tables are complete."""
+
+import gzip
+import json
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from service.app import create_app
+from service.client import events_of_stream
+from service.settings import Settings
+from tests.fixtures_cli import environment, write_task
+from tests.service.test_server import until
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "service.md").read_text()
+URL = "http://127.0.0.1:8000"
+SHELL = f"""
+curl() {{ command curl --fail-with-body --silent --show-error "$@"; }}
+crucible() {{ {sys.executable} -m pipeline.cli "$@"; }}
+python3() {{ {sys.executable} "$@"; }}
+set -euo pipefail
+"""
+MARK = "@@@@ "
+
+
+def commands(page: str) -> list[str]:
+    blocks = re.findall(r"```console\n(.*?)```", page, re.DOTALL)
+    return [line.removeprefix("$ ") for block in blocks for line in block.splitlines() if line.startswith("$ ")]
+
+
+def is_server(command: str) -> bool:
+    return "crucible serve" in command
+
+
+@contextmanager
+def served(command: str, home: Path, **variables: str) -> Iterator[str]:
+    """A server as the page starts it, on a port that is free; its address once it takes jobs."""
+    *given, _, _ = command.replace("$PWD", str(home.parent)).split()
+    more = {"CRUCIBLE_HOME": str(home), "CRUCIBLE_SERVICE_PORT": "0", **variables, **dict(each.split("=") for each in given)}
+    home.mkdir()
+    with (home / "server.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline.cli", "serve"], stdout=subprocess.PIPE, stderr=log, text=True, env=environment(more)
+        )
+    with process:
+        try:
+            assert process.stdout is not None
+            found = re.search(r"http://\S+:(\d+)", process.stdout.readline())
+            assert found, (home / "server.log").read_text()
+            url = f"http://127.0.0.1:{found[1]}"
+            until(lambda: httpx.get(f"{url}/readyz").status_code == 200)
+            yield url
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+
+
+def test_every_endpoint_has_a_command(tmp_path: Path) -> None:
+    asked = [line for line in commands(PAGE) if line.startswith("curl ")]
+    described = create_app(Settings(home=tmp_path)).openapi()["paths"]
+    paths = [(method, path) for path, methods in described.items() for method in methods] + [("get", "/docs"), ("get", "/openapi.json")]
+    for method, path in paths:
+        place = re.escape(URL) + re.sub(r"\\\{\w+\\\}", r"\\$\\w+", re.escape(path)) + r"(?=[\s?\"']|$)"
+        found = [line for line in asked if re.search(place, line) and method_of(line) == method]
+        assert found, f"no command for {method.upper()} {path}"
+
+
+def method_of(command: str) -> str:
+    if named := re.search(r"-X (\w+)", command):
+        return named[1].lower()
+    return "post" if re.search(r" (-F|-d) ", command) else "get"
+
+
+def test_every_setting_is_listed_in_order() -> None:
+    table = PAGE.split("## Settings")[1].split("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(Settings.model_fields)
+
+
+def test_the_readme_shows_commands_of_this_page() -> None:
+    """But for the key, and with a model alone: those of this page are run below."""
+    section = (ROOT / "README.md").read_text().split("## As a service")[1].split("\n## ")[0]
+    shown = commands(section)
+    known = [re.sub(r" -H @auth| -F (plan|calibration|selection|validation)=\S+", "", line) for line in commands(PAGE)]
+    assert len(shown) > 5
+    assert [line for line in shown if line not in known] == []
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
+    candidates = [{"backend": "onnxruntime", "precision": "fp32"}]
+    plan = write_task(tmp_path / "plans", candidates=candidates)
+    plan.rename(plan.with_name("digits.yaml"))
+    write_task(tmp_path, candidates=candidates)
+    (tmp_path / "plan.yaml").write_text(re.sub(r"(?m)^(data|model):\n(  .*\n)+", "", (tmp_path / "plan.yaml").read_text()))
+    first, second = (line for line in commands(PAGE) if is_server(line))
+    variables = {"CRUCIBLE_SERVICE_KEYS_REQUIRED": "true", "CRUCIBLE_SERVICE_CONFIGS": str(tmp_path / "plans")}
+    with ExitStack() as kept:
+        url = kept.enter_context(served(first, tmp_path / "home", **variables))
+        lines = [line for line in commands(PAGE) if not is_server(line)]
+        script = SHELL + "".join(f"echo '{MARK}{number}'\n{line}\necho\n" for number, line in enumerate(lines))
+        env = environment({"CRUCIBLE_HOME": str(tmp_path / "home")})
+        done = subprocess.run(["bash", "-c", script.replace(URL, url)], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        told = dict(zip(lines, (text.partition("\n")[2] for text in done.stdout.split(MARK)[1:]), strict=False))
+        assert done.returncode == 0, (list(told.items())[-1:], done.stderr)
+
+        (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+        key = (tmp_path / "auth").read_text().split()[-1]
+        ran = subprocess.run(
+            [sys.executable, "-c", example.replace(URL, url)],
+            cwd=tmp_path,
+            env={**env, "CRUCIBLE_KEY": key},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ran.stdout.splitlines()[-1] == "accepted", ran.stderr
+    check(told, tmp_path)
+
+    key = (tmp_path / "admin.key").read_text().strip()
+    with served(second, tmp_path / "container") as url:
+        assert httpx.get(f"{url}/jobs").status_code == 401
+        assert httpx.get(f"{url}/jobs", headers={"Authorization": f"Bearer {key}"}).json() == {"jobs": [], "next": None}
+
+
+def check(told: dict[str, str], folder: Path) -> None:
+    """What the commands said is what the page says of them."""
+
+    def said(part: str) -> list[str]:
+        return [text for line, text in told.items() if part in line]
+
+    whole, rest, cancelled = (list(events_of_stream([text.encode()])) for text in said("/events"))
+    assert [event.kind for event in (whole[0], whole[-1], cancelled[-1])] == ["queued", "succeeded", "cancelled"]
+    assert rest == [event for event in whole if event.seq > 3]
+    assert '"attempt":0' in said("$second/retry")[0]
+    assert '"onnxruntime fp32"' in said("/latency")[0]
+    assert '"top1"' in said("/accuracy")[0]
+    assert said("text/markdown")[0].startswith("# tiny")
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    assert json.loads((folder / "report.json").read_text())["winner"] == "onnxruntime fp32"
+    assert json.loads(gzip.decompress((folder / "samples.json.gz").read_bytes()))
+    with tarfile.open(folder / "engine.tar") as engine:
+        assert "engine/engine.json" in engine.getnames()
+    assert all("ACCEPTED" in text for text in said("crucible wait") + said("--wait"))
+    families = re.findall(r"^# TYPE (crucible_\w+) ", said("/metrics")[0], re.MULTILINE)
+    assert [name for name in families if not name.endswith("_created") and f"`{name}`" not in PAGE] == []
