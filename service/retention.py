@@ -88,10 +88,10 @@ def doomed(contents: Contents, now: dt.datetime, settings: Settings) -> Doomed:
 def look(home: Path, jobs: JobStore) -> Contents:
     """What lies in the home. Folders before jobs: a job that is added meanwhile is known."""
     folders = Folders(home)
-    uploads, others = tuple(_items(folders.uploads("any").parent)), (folders.work("any").root.parent, folders.report("any").parent)
-    left = tuple(item for folder in others for item in _items(folder))
-    artifacts = tuple(Item(folder, dt.datetime.fromtimestamp(used, dt.UTC)) for folder, used in Store(home).artifacts())
-    return Contents(jobs.ended(), jobs.ids(), uploads, left, artifacts)
+    uploads = tuple(_items(folders.uploads("any").parent))
+    others = (*_items(folders.work("any").root.parent), *_items(folders.report("any").parent))
+    artifacts = tuple(Item(folder, dt.datetime.fromtimestamp(used_s, dt.UTC)) for folder, used_s in Store(home).artifacts())
+    return Contents(jobs.ended(), jobs.ids(), uploads, others, artifacts)
 
 
 def collect(settings: Settings, jobs: JobStore, clock: Callable[[], dt.datetime], dry_run: bool = False) -> Collected:

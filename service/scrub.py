@@ -15,7 +15,8 @@ HOME = "$CRUCIBLE_HOME"
 
 def scrubbed(text: str, folders: Folders) -> str:
     """A text without the home's path: `<home>/uploads/<job>/model.onnx` is `model.onnx`."""
-    for home in dict.fromkeys((str(folders.home), html.escape(str(folders.home)))):
+    places = {str(folders.home), str(folders.home.resolve())}  # a job may have followed links
+    for home in sorted(places | set(map(html.escape, places))):
         text = re.sub(rf"{re.escape(home)}/(?:uploads|jobs|reports)/[0-9a-f]+/", "", text)
         text = re.sub(rf"{re.escape(home)}(?![\w.-])", lambda _: HOME, text)
     return text

@@ -10,11 +10,15 @@ import psutil
 import pytest
 
 from pipeline.errors import DiskFull
+from service.database import Database
 from service.devices import Lease
 from service.errors import Conflict, NotFound, TooMany, Unavailable
+from service.folders import Folders
 from service.job_store import JobStore, Once
-from service.jobs import Job, JobEvent, StageSeen, Started
+from service.jobs import Job, JobEvent, Requeued, StageSeen, Started
+from service.leases import utc_now
 from service.processes import of_jobs
+from service.runner import MOST_INTERRUPTIONS
 from tests.service.fixtures_jobs import Bench, new_job, running
 
 GIB = 2**30
@@ -314,6 +318,25 @@ def test_no_more_jobs_wait_than_may(tmp_path: Path) -> None:
             await bench.runner.submit(first, Once("key", "other"))
 
     trying(tmp_path, story, max_queued=1)
+
+
+def test_a_job_under_which_the_server_died_often_is_not_started_again(tmp_path: Path) -> None:
+    now, database = utc_now(), Database(tmp_path / "crucible.db")
+    store, jobs = JobStore(database), [new_job(Folders(tmp_path), "succeed") for _ in range(2)]
+    for job, deaths in zip(jobs, (MOST_INTERRUPTIONS - 2, MOST_INTERRUPTIONS - 1), strict=True):
+        store.add(job, now)
+        for event in [Started(1, 1.0), Requeued("", interrupted=True)] * deaths + [Started(1, 1.0)]:
+            store.append(job.id, event, now)
+    database.close()
+
+    async def story(bench: Bench) -> None:
+        patient, suspect = [await bench.until(job) for job in jobs]
+        assert patient.state == "succeeded"
+        assert suspect.failure is not None
+        assert suspect.failure.message == f"the server died {MOST_INTERRUPTIONS} times while this job ran"
+        assert bench.kinds(suspect)[-1] == "failed"
+
+    trying(tmp_path, story)
 
 
 def test_a_stopping_server_queues_its_jobs_again_and_the_next_ends_them(tmp_path: Path) -> None:

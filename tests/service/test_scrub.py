@@ -36,3 +36,10 @@ def test_events_are_scrubbed_where_they_have_texts(tmp_path: Path) -> None:
     (tmp_path / "report.md").write_text(f"model: {file}\n")
     scrub_file(tmp_path / "report.md", FOLDERS)
     assert (tmp_path / "report.md").read_text() == "model: m\n"
+
+
+def test_a_home_behind_a_link_is_found_by_both_names(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    said = scrubbed(f"{tmp_path}/link/uploads/{JOB}/a {tmp_path}/real/uploads/{JOB}/b", Folders(tmp_path / "link"))
+    assert said == "a b"
