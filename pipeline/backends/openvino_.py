@@ -19,8 +19,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.backends import openvino_layers
 from pipeline.backends.amx import tiles_described
-from pipeline.backends.base import Loaded, Session, no_layers
+from pipeline.backends.base import Loaded, Session
 from pipeline.backends.checks import (
     FeedCheck,
     HostTimer,
@@ -36,11 +37,11 @@ from pipeline.backends.nodes import REMEDY, refused_nodes
 from pipeline.backends.openvino_nncf import quantize_with_nncf as quantize_with_nncf
 from pipeline.core import BuildOptions, Engine, Note, OnnxModel, Precision, Progress, Recipe, Refusal, Target, Tensors, TensorSpec, silent
 from pipeline.errors import BackendUnavailable, DataError, ModelError, UnsupportedError
+from pipeline.layers import LayerTable
 from pipeline.measure import cpu_flags, cpu_name, usable_cores
 
 PRECISIONS = frozenset({Precision.FP32, Precision.FP16, Precision.BF16, Precision.INT8})
 DISTRIBUTIONS: tuple[str, ...] = ("openvino",)
-layers = no_layers
 INSTALL = "pip install 'crucible[openvino]'"
 FILE = "model.xml"
 
@@ -49,7 +50,6 @@ NEEDED_FLAGS = {Precision.BF16: {"avx512_bf16", "amx_bf16"}, Precision.FP16: {"a
 
 HINTS = {Precision.FP32: "f32", Precision.FP16: "f16", Precision.BF16: "bf16"}
 RUNS_AS = {Precision.FP32: {"f32"}, Precision.FP16: {"f16"}, Precision.BF16: {"bf16"}, Precision.INT8: {"i8", "u8"}}
-HEAVY_LAYERS = frozenset({"Convolution", "FullyConnected", "MatMul"})
 NARROWED = {"int64": "int32", "uint64": "int32", "float64": "float32"}
 """What the CPU plugin computes these in: an int64 value beyond 31 bits comes out wrong."""
 
@@ -105,6 +105,20 @@ def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, pr
     )
 
 
+def layers(engine: Engine, feeds: Tensors) -> LayerTable:
+    """Every layer of the engine by OpenVINO's own counters, in a model compiled once more with the same options."""
+    refuse_foreign(engine, probe())
+    ov = _library()
+    try:
+        model = ov.Core().read_model(str(engine.path))
+        compiled = ov.Core().compile_model(model, "CPU", {**_config(engine.recipe, engine.threads), "PERF_COUNT": "YES"})
+    except RuntimeError as error:
+        raise unreadable(engine, _sentence(error)) from error
+    session = OpenVinoSession(engine, ov, compiled)
+    operators = {op.get_friendly_name(): op.get_type_name() for op in model.get_ordered_ops()}
+    return openvino_layers.layer_table(compiled, session.request, session, operators, feeds)
+
+
 def load(engine: Engine, device: str = "") -> Loaded:
     """The engine in memory, on the CPU. BackendUnavailable if it was built for another host."""
     refuse_foreign(engine, probe())
@@ -140,8 +154,8 @@ class OpenVinoSession:
         self.inputs: tuple[TensorSpec, ...] = engine.inputs
         self.outputs: tuple[TensorSpec, ...] = engine.outputs
         self._check: Callable[[Tensors], None] = FeedCheck(engine.inputs, engine.profiles)
-        self._ov, self._request = ov, compiled.create_infer_request()
-        self._infer: Callable[[], object] = partial(self._request.infer, share_outputs=True)  # views, copied by download
+        self._ov, self.request = ov, compiled.create_infer_request()
+        self._infer: Callable[[], object] = partial(self.request.infer, share_outputs=True)  # views, copied by download
         self._in_ports = {spec.name: compiled.input(spec.name) for spec in engine.inputs}
         self._out_ports = {spec.name: compiled.output(spec.name) for spec in engine.outputs}
         self._feeds: dict[str, NDArray[np.generic]] = {}
@@ -153,7 +167,7 @@ class OpenVinoSession:
 
     def upload(self) -> None:
         for name, array in self._feeds.items():
-            self._request.set_tensor(self._in_ports[name], self._tensor(array))
+            self.request.set_tensor(self._in_ports[name], self._tensor(array))
 
     def execute(self) -> None:
         try:
@@ -163,7 +177,7 @@ class OpenVinoSession:
             raise DataError(said, "check the values, for example ids against their table") from error
 
     def download(self) -> None:
-        self._results = {name: _owned(self._request.get_tensor(port), port) for name, port in self._out_ports.items()}
+        self._results = {name: _owned(self.request.get_tensor(port), port) for name, port in self._out_ports.items()}
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
@@ -178,7 +192,7 @@ class OpenVinoSession:
 
     def close(self) -> None:
         self._check = self._infer = closed
-        self._request, self._feeds, self._results = None, {}, {}
+        self.request, self._feeds, self._results = None, {}, {}
 
     def _tensor(self, array: NDArray[np.generic]) -> Any:
         if array.dtype == ml_dtypes.bfloat16:  # numpy's own dtypes are all that OpenVINO knows by name
@@ -228,8 +242,7 @@ def _config(recipe: Recipe, threads: int) -> dict[str, str]:
 
 def _check_runs_as(compiled: Any, precision: Precision) -> None:
     """UnsupportedError if heavy layers exist and not one runs in the precision asked for."""
-    layers = [op.get_rt_info() for op in compiled.get_runtime_model().get_ordered_ops()]
-    heavy = [info["runtimePrecision"].astype(str) for info in layers if info["layerType"].astype(str) in HEAVY_LAYERS]
+    heavy = openvino_layers.heavy_precisions(openvino_layers.runtime_layers(compiled))
     if heavy and not RUNS_AS[precision] & set(heavy):
         said = f"OpenVINO would only pretend to run {precision}: its {len(heavy)} heavy layers run in {', '.join(sorted(set(heavy)))}"
         raise UnsupportedError(said, "choose fp32, or for int8 another placement of Q/DQ")
