@@ -36,13 +36,13 @@ from pipeline.store import canonical
 
 CALIBRATE = Stage("calibrate", 1, calibrate, ("onnx", "onnxruntime"))
 COVER = Stage("cover", 1, cover, ("onnx", "onnxruntime"))
-CONVERT = Stage("convert", 2, convert, ("onnx", "onnxruntime"))
+CONVERT = Stage("convert", 3, convert, ("onnx", "onnxruntime"))
 QUANTIZERS = {
     "nncf": Stage("convert", 1, quantize_with_nncf, ("onnx", "nncf")),
     "modelopt": Stage("convert", 1, quantize_with_modelopt, ("nvidia-modelopt", "onnx", "onnxruntime")),
     "tensorrt": Stage("calibrate", 1, calibrate_with_tensorrt, ("tensorrt", *BINDINGS, "onnx", "polygraphy")),
 }
-PROVE = Stage("prove", 2, prove)
+PROVE = Stage("prove", 3, prove)
 REFERENCE = Stage("reference", 1, run_reference)
 VALIDATE = Stage("validate", 2, validate, ("polygraphy",))
 RANK = Stage("rank", 1, rank_nodes, ("onnx", "onnxruntime"))

@@ -49,6 +49,9 @@ NOT_REALLY = {
 }
 """Why a precision is refused. A test looks the kernels up in the library's registry."""
 
+MAKES_FLOAT = ("MatMulAddFusion",)
+"""Left out of int8 engines: a MatMul and the Add of its bias become a Gemm whose float bias keeps it from running in 8 bits."""
+
 
 def probe() -> Target:
     """This CPU; nothing is imported."""
@@ -71,7 +74,7 @@ def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, pr
     progress(None, "copying the graph")
     copy_model(model.path, out / model.path.name)
     progress(None, "optimising the graph")
-    if complaint := _complaint(str(out / model.path.name)):
+    if complaint := _complaint(str(out / model.path.name), recipe.precision):
         raise ModelError(f"ONNX Runtime cannot open this model: {complaint}", "list every node with `crucible inspect MODEL --backend onnxruntime`")
     target = probe()
     return Engine(
@@ -93,7 +96,7 @@ def layers(engine: Engine, feeds: Tensors) -> LayerTable:
     refuse_foreign(engine, probe())
     with tempfile.TemporaryDirectory(prefix="crucible-profile-") as folder:
         try:
-            profiled = _open(str(engine.path), engine.threads or usable_cores(), Path(folder))
+            profiled = _open_engine(engine, Path(folder))
         except _errors() as error:
             raise unreadable(engine, _sentence(error)) from error
         return ort_layers.layer_table(profiled, OrtSession(engine, profiled.run), engine.path, feeds)
@@ -104,7 +107,7 @@ def load(engine: Engine, device: str = "") -> Loaded:
     refuse_foreign(engine, probe())
     refuse_device(engine, device)
     try:
-        return OrtLoaded(engine, _open(str(engine.path), engine.threads or usable_cores()))
+        return OrtLoaded(engine, _open_engine(engine))
     except _errors() as error:
         raise unreadable(engine, _sentence(error)) from error
 
@@ -199,7 +202,13 @@ def _check_precision(model: OnnxModel, recipe: Recipe) -> None:
             )
 
 
-def _open(model: str | bytes, threads: int, profile: Path | None = None) -> onnxruntime.InferenceSession:
+def _open_engine(engine: Engine, profile: Path | None = None) -> onnxruntime.InferenceSession:
+    return _open(str(engine.path), engine.threads or usable_cores(), engine.recipe.precision, profile)
+
+
+def _open(
+    model: str | bytes, threads: int, precision: Precision = Precision.FP32, profile: Path | None = None
+) -> onnxruntime.InferenceSession:
     """Threads spin between operators, as is the default: 16 small convolutions take 0.31 ms, and 0.51 ms where they sleep (2 cores, AVX512).
 
     Where more threads want the CPU than there are cores, it is the other way round: then give fewer threads.
@@ -210,15 +219,17 @@ def _open(model: str | bytes, threads: int, profile: Path | None = None) -> onnx
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.intra_op_num_threads = threads
+    if precision is Precision.INT8:
+        options.add_session_config_entry("optimization.disable_specified_optimizers", ";".join(MAKES_FLOAT))
     if profile is not None:
         ort_layers.profile_into(options, profile)
     options.log_severity_level = 4  # only what is fatal: errors come as exceptions
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
-def _complaint(model: str | bytes) -> str:
+def _complaint(model: str | bytes, precision: Precision = Precision.FP32) -> str:
     try:
-        _open(model, threads=1)
+        _open(model, threads=1, precision=precision)
     except _errors() as error:
         return _sentence(error)
     return ""

@@ -89,7 +89,7 @@ def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, pr
     except RuntimeError as error:
         said = f"OpenVINO cannot build this model: {_sentence(error)}"
         raise ModelError(said, "list every node with `crucible inspect MODEL --backend openvino`") from error
-    _check_runs_as(compiled, recipe.precision)
+    check_runs_as(compiled, recipe)
     return Engine(
         root=out,
         file=FILE,
@@ -236,15 +236,21 @@ def _check_precision(model: OnnxModel, recipe: Recipe, target: Target) -> None:
 
 def _config(recipe: Recipe, threads: int) -> dict[str, str]:
     """Properties of the compiled model: one stream, for latency, and the precision said in words."""
-    hint = HINTS[recipe.rest if recipe.precision is Precision.INT8 else recipe.precision]
-    return {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": hint, "INFERENCE_NUM_THREADS": str(threads or usable_cores())}
+    return {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": _hint(recipe), "INFERENCE_NUM_THREADS": str(threads or usable_cores())}
 
 
-def _check_runs_as(compiled: Any, precision: Precision) -> None:
-    """UnsupportedError if heavy layers exist and not one runs in the precision asked for."""
+def _hint(recipe: Recipe) -> str:
+    return HINTS[recipe.rest if recipe.precision is Precision.INT8 else recipe.precision]
+
+
+def check_runs_as(compiled: Any, recipe: Recipe) -> None:
+    """UnsupportedError if the precision read back is not the one set, or if heavy layers exist and not one runs in the recipe's."""
+    if (taken := compiled.get_property("INFERENCE_PRECISION_HINT").to_string()) != _hint(recipe):
+        said = f"OpenVINO would only pretend to run {recipe.precision}: inference_precision was set to {_hint(recipe)} and reads back as {taken}"
+        raise UnsupportedError(said, "choose fp32 or int8")
     heavy = openvino_layers.heavy_precisions(openvino_layers.runtime_layers(compiled))
-    if heavy and not RUNS_AS[precision] & set(heavy):
-        said = f"OpenVINO would only pretend to run {precision}: its {len(heavy)} heavy layers run in {', '.join(sorted(set(heavy)))}"
+    if heavy and not RUNS_AS[recipe.precision] & set(heavy):
+        said = f"OpenVINO would only pretend to run {recipe.precision}: its {len(heavy)} heavy layers run in {', '.join(sorted(set(heavy)))}"
         raise UnsupportedError(said, "choose fp32, or for int8 another placement of Q/DQ")
 
 

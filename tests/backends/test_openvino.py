@@ -23,7 +23,7 @@ from tests.backends.test_onnxruntime import made, unsupported_model
 from tests.conformance.models import Case, convolution, dtypes, model, ramp, several
 from tests.fixtures_convert import RESIDUAL, model_from_text, table_of
 
-pytest.importorskip("openvino")
+openvino = pytest.importorskip("openvino")
 
 OLD_CPU = Target(backend="openvino", version="1", device="An old CPU", cpu_flags=("avx2",))
 BATCH = BuildOptions(profiles=(Profile(dims={"batch": [1, 4, 8]}),), threads=1)
@@ -113,6 +113,15 @@ def test_an_int8_graph_that_runs_in_fp32_is_refused(tmp_path: Path) -> None:
     source = made(tmp_path / "in", convolution().proto, Precision.INT8)  # says int8, holds no Q/DQ
     with pytest.raises(UnsupportedError, match="only pretend to run int8: its 2 heavy layers run in f32"):
         built(source, recipe_of(Precision.INT8), BATCH, tmp_path / "out")
+
+
+def test_the_precision_that_was_set_is_read_back(tmp_path: Path) -> None:
+    engine = built(convolution().write(tmp_path / "in"), recipe_of(Precision.FP32), BATCH, tmp_path / "out")
+    core = openvino.Core()
+    compiled = core.compile_model(str(engine.path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    openvino_.check_runs_as(compiled, recipe_of(Precision.FP32))
+    with pytest.raises(UnsupportedError, match="inference_precision was set to bf16 and reads back as f32"):
+        openvino_.check_runs_as(compiled, recipe_of(Precision.BF16))
 
 
 def test_a_quantised_graph_is_not_called_fp32(tmp_path: Path) -> None:
