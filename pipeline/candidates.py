@@ -44,7 +44,7 @@ QUANTIZERS = {
 }
 PROVE = Stage("prove", 3, prove)
 REFERENCE = Stage("reference", 1, run_reference)
-VALIDATE = Stage("validate", 2, validate, ("polygraphy",))
+VALIDATE = Stage("validate", 3, validate, ("polygraphy",))
 RANK = Stage("rank", 1, rank_nodes, ("onnx", "onnxruntime"))
 
 

@@ -29,7 +29,7 @@ from pipeline.stages.validate import check_outputs
 EXPORT = Stage("export", 1, export, ("torch", "onnx", "onnxscript", "onnxruntime"))
 SIMPLIFY = Stage("simplify", 1, simplify, ("onnx", "onnxsim", "onnx-graphsurgeon", "onnxruntime"))
 BASELINE = Stage("baseline", 2, pytorch_.build_baseline, pytorch_.DISTRIBUTIONS)
-BENCHMARK = Stage("benchmark", 2, benchmark)
+BENCHMARK = Stage("benchmark", 3, benchmark)
 
 
 def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:

@@ -15,6 +15,7 @@ TRAIN_IN_16_BITS = "train or fine-tune the model in fp16 or bf16 (mixed precisio
 MEND_LABELS = "check that the labels belong to these samples, row by row, and that the weights are trained: no engine can be judged against chance"
 MEND_CALIBRATION = "calibrate on samples of the same kind as those of the selection set, prepared in the same way (scale, mean, colour order, tokens)"
 SEE_LAYERS = "see the table of what really ran: it names the layers in another precision; call the candidate by that precision, or leave it out"
+QUANTISE_MORE = "let more of it run in 8 bits: `placement: {last_layer: true}`, fewer nodes in `keep_fp32`, and on onnxruntime `activation: uint8`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,9 @@ def _why_none(candidates: Sequence[Candidate]) -> tuple[str, ...]:
 
 def _after_none(candidates: Sequence[Candidate], miss: Candidate | None) -> tuple[str, ...]:
     """What to try where nothing is left: a mislabelled engine is no near miss, its layers tell more."""
-    if any(candidate.state == "mislabelled" for candidate in candidates):
-        return (SEE_LAYERS, *(next_steps(miss) if miss else ()))
+    if wrong := [candidate for candidate in candidates if candidate.state == "mislabelled"]:
+        quantised = any(candidate.recipe.precision is Precision.INT8 for candidate in wrong)
+        return (SEE_LAYERS, *((QUANTISE_MORE,) if quantised else ()), *(next_steps(miss) if miss else ()))
     mend = mend_data([candidate.reason for candidate in candidates])
     if MEND_LABELS in mend:  # no engine is at fault
         return mend

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 FEATURES, HIDDEN, CLASSES = 16, 64, 4
-CANDIDATES = [{"backend": "onnxruntime", "precision": "fp32"}, {"backend": "onnxruntime", "precision": "int8"}]
+CANDIDATES = [{"backend": "onnxruntime", "precision": "fp32"}, {"backend": "onnxruntime", "precision": "int8", "method": "minmax"}]
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def test_compile_ends_with_table_verdict_report_and_json(compiled: tuple[Path, P
     folder, home = compiled
     done = crucible("compile", folder / "plan.yaml", "--out", folder / "again", env={"CRUCIBLE_HOME": str(home)})
     assert done.code == 0
-    assert "onnxruntime int8 entropy" in done.out
+    assert "onnxruntime int8 minmax" in done.out
     assert "ACCEPTED" in done.out
     assert done.summary["verdict"] == "accepted"
     for file in done.summary["reports"].values():  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.core import CalibrationMethod, Precision, Recipe
-from pipeline.decide import MEND_CALIBRATION, MEND_LABELS, TRAIN_IN_16_BITS, choose, decide, next_steps
+from pipeline.decide import MEND_CALIBRATION, MEND_LABELS, QUANTISE_MORE, SEE_LAYERS, TRAIN_IN_16_BITS, choose, decide, next_steps
 from pipeline.measure import Interval, Samples
 from pipeline.report import BenchmarkReport, Candidate, LatencyRow, MetricResult, OutputError, State, ValidationReport
 
@@ -107,7 +107,9 @@ def test_engines_that_are_not_what_they_are_called_are_rejected_and_are_no_near_
     decision = decide([wrong], None, None)
     assert (decision.verdict, decision.winner, decision.nearest_miss) == ("rejected", None, None)
     assert decision.reasons == ("a: mislabelled: called fp16, but its heavy layers run 0 % fp16",)
-    assert "see the table of what really ran" in decision.next_steps[0]
+    assert decision.next_steps == (SEE_LAYERS,)
+    int8 = candidate("b", 2.0, "mislabelled", precision=Precision.INT8)
+    assert decide([wrong, int8], None, None).next_steps == (SEE_LAYERS, QUANTISE_MORE)
 
 
 def test_beside_a_mislabelled_engine_the_near_miss_keeps_its_next_steps() -> None:

@@ -206,9 +206,7 @@ def _open_engine(engine: Engine, profile: Path | None = None) -> onnxruntime.Inf
     return _open(str(engine.path), engine.threads or usable_cores(), engine.recipe.precision, profile)
 
 
-def _open(
-    model: str | bytes, threads: int, precision: Precision = Precision.FP32, profile: Path | None = None
-) -> onnxruntime.InferenceSession:
+def _open(model: str | bytes, threads: int, precision: Precision = Precision.FP32, profile: Path | None = None) -> onnxruntime.InferenceSession:
     """Threads spin between operators, as is the default: 16 small convolutions take 0.31 ms, and 0.51 ms where they sleep (2 cores, AVX512).
 
     Where more threads want the CPU than there are cores, it is the other way round: then give fewer threads.

@@ -118,7 +118,7 @@ HIDDEN = {
     "MatMul, bias and Gelu": perceptron("N", "[hidden] h = MatMul (x, w1) [bias] a = Add (h, b1) [gelu] r = Gelu (a)"),
     "a fixed shape": perceptron("4, 5", "[hidden] h = MatMul (x, w1) [bias] a = Add (h, b1) [gelu] r = Gelu (a)"),
     "a sum with the input": perceptron("N", "[hidden] h = MatMul (x, w1) [gelu] g = Gelu (h) [sum] r = Add (g, x)"),
-    "a quantised reader and another": perceptron("N", "[hidden] h = MatMul (x, w1) [next] n = MatMul (h, w1) [tanh] t = Tanh (h) [sum] r = Mul (n, t)"),
+    "two readers": perceptron("N", "[hidden] h = MatMul (x, w1) [next] n = MatMul (h, w1) [tanh] t = Tanh (h) [mix] r = Mul (n, t)"),
 }
 
 
