@@ -1,4 +1,4 @@
-"""One recipe's way through the line: quantise or cast, build, prove the precision, check the answers; and the rescue of one that fails in fp16."""
+"""One recipe's way through the line: quantise or cast, build, prove the precision, check the answers; and the rescue of one that fails."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from pipeline.graph import draw_feeds
 from pipeline.job import FEEDS_FOR_CHECKS, Job, batch_rows, options_of
 from pipeline.layers import LayerTable
 from pipeline.precision import mislabelled, precision_notes
-from pipeline.recipes import default_candidates, missing_backend_note, recipe_from_candidate
-from pipeline.report import Candidate, Rescue, ValidationReport
-from pipeline.rescue import Attempt, Skipped, Tried, ends, in_bf16, in_fp32, story, to_rescue, with_nodes_kept, with_opt_moved
+from pipeline.recipes import default_candidates, distinct, missing_backend_note, recipe_from_candidate
+from pipeline.report import Candidate, NodeRanking, Rescue, ValidationReport
+from pipeline.rescue import Attempt, Skipped, Tried, ends, in_bf16, in_fp32, keeping, story, to_rescue, with_nodes_kept, with_opt_moved
 from pipeline.runner import Stage
 from pipeline.source import code_digest
 from pipeline.stages.build import build
 from pipeline.stages.calibrate import Coverage, calibrate, cover
 from pipeline.stages.convert import convert
 from pipeline.stages.prove import Proof, prove
-from pipeline.stages.rank import NodeRanking, rank_nodes
+from pipeline.stages.rank import rank_nodes
 from pipeline.stages.validate import ReferenceOutputs, run_reference, validate
 from pipeline.store import canonical
 
@@ -45,12 +45,12 @@ QUANTIZERS = {
 PROVE = Stage("prove", 3, prove)
 REFERENCE = Stage("reference", 1, run_reference)
 VALIDATE = Stage("validate", 3, validate, ("polygraphy",))
-RANK = Stage("rank", 1, rank_nodes, ("onnx", "onnxruntime"))
+RANK = Stage("rank", 2, rank_nodes, ("onnx", "onnxruntime"))
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Every candidate as far as it came, and how those that failed in fp16 were rescued."""
+    """Every candidate as far as it came, and how those that failed were rescued."""
 
     candidates: tuple[Candidate, ...]
     rescues: tuple[Rescue, ...] = ()
@@ -71,7 +71,7 @@ def recipes_of(job: Job) -> tuple[tuple[Recipe, ...], tuple[Note, ...]]:
     if not calibrated and not named:
         notes.append(Note(stage="candidates", text="int8 is left out: the plan has no calibration data", level="info"))
     candidates = job.plan.candidates or default_candidates(targets, calibrated)
-    recipes = tuple(dict.fromkeys(recipe_from_candidate(each, targets[each.backend], job.plan, calibrated) for each in candidates))
+    recipes = distinct(recipe_from_candidate(each, targets[each.backend], job.plan, calibrated) for each in candidates)
     for recipe in recipes:
         backends.backend(recipe.backend).check_recipe(recipe, targets[recipe.backend])
     return recipes, tuple(notes)
@@ -107,12 +107,12 @@ def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutpu
 
 
 def rescue(job: Job, model: OnnxModel, candidates: Sequence[Candidate], expected: ReferenceOutputs, bugs: list[InternalError]) -> Prepared:
-    """The candidates, and those that the recipe of experience makes of the ones that failed in fp16. Which steps it has: pipeline.rescue."""
+    """The candidates, and those that a rescue makes of the ones that failed. Which steps it has: pipeline.rescue."""
     known = {candidate.label: candidate for candidate in candidates}
     stories = []
     for failed in to_rescue(candidates) if job.plan.rescue else ():
         history: list[Tried | Skipped] = []
-        for attempt in attempts(job, model, failed, bugs):
+        for attempt in attempts(job, model, failed, frozenset(known), bugs):
             if isinstance(attempt, Skipped):
                 history.append(attempt)
                 continue
@@ -127,22 +127,29 @@ def rescue(job: Job, model: OnnxModel, candidates: Sequence[Candidate], expected
     return Prepared((*candidates, *list(known.values())[len(candidates) :]), tuple(stories))
 
 
-def attempts(job: Job, model: OnnxModel, failed: Candidate, bugs: list[InternalError]) -> Iterator[Attempt | Skipped]:
-    """The steps in order; the nodes are ranked only once the first steps have failed."""
-    yield in_fp32(failed)
-    yield from with_opt_moved(failed, job.plan.profiles)
-    yield from with_nodes_kept(failed, rank(job, model, failed, bugs))
-    yield in_bf16(failed)
+def attempts(job: Job, model: OnnxModel, failed: Candidate, known: frozenset[str], bugs: list[InternalError]) -> Iterator[Attempt | Skipped]:
+    """The steps in order; the nodes are ranked only once the first steps have failed. `known`: labels of what was built already."""
+    precision = failed.recipe.precision
+    in_16_bits = precision is not Precision.INT8
+    if in_16_bits or in_fp32(failed).recipe.label in known:
+        yield in_fp32(failed)
+    if in_16_bits:
+        yield from with_opt_moved(failed, job.plan.profiles)
+    yield from with_nodes_kept(failed, rank(job, model, failed, bugs), job.plan.keep_builds)
+    if precision is Precision.FP16:
+        yield in_bf16(failed)
 
 
 def rank(job: Job, model: OnnxModel, failed: Candidate, bugs: list[InternalError]) -> NodeRanking:
-    """What fp16 does to each node on the selection set, its worst samples included; or why that cannot be said."""
+    """What low precision does to each node on the selection set, its worst samples included; or why that cannot be said, or helps nobody."""
     worst = tuple(sorted({output.worst_sample for output in failed.selection.outputs})) if failed.selection else ()
     samples = job.data.selection
+    backend = backends.backend(failed.recipe.backend)
     try:
-        converted = convert_model(job, model, failed.recipe.model_copy(update={"realised_in": "graph"}))
-        inputs, options = (converted.digest, samples.digest), canonical({"worst": worst})
-        return job.runner.stage(RANK, NodeRanking, converted, samples, worst, inputs=inputs, options=options, subject=failed.label)
+        backend.check_recipe(keeping(failed.recipe, ["*"]), backend.probe())  # whether it can keep any
+        low = convert_model(job, model, failed.recipe.model_copy(update={"realised_in": "graph", "rest": Precision.FP32}))  # one loss at a time
+        inputs, options = (model.digest, low.digest, samples.digest), canonical({"worst": worst})
+        return job.runner.stage(RANK, NodeRanking, model, low, samples, worst, inputs=inputs, options=options, subject=failed.label)
     except (UnsupportedError, ModelError, ChildDied) as error:
         return NodeRanking(failure=error.message)
     except InternalError as error:  # the next steps may still help

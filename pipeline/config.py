@@ -127,6 +127,15 @@ class AccuracyConfig(Frozen):
         return self
 
 
+def _word_or_names(value: object) -> str:
+    """A text is meant as a word, all else as names: so that only the faults of what was meant are told."""
+    return "(word)" if isinstance(value, str) else "(names)"
+
+
+_EitherKept = Annotated[Literal["auto"], Tag("(word)")] | Annotated[tuple[str, ...], Tag("(names)")]
+KeptNodes = Annotated[_EitherKept, Discriminator(_word_or_names)]
+
+
 class CandidateConfig(Frozen):
     """One candidate to try. What is left out is chosen for this host."""
 
@@ -138,7 +147,7 @@ class CandidateConfig(Frozen):
     realised_in: Literal["auto", "graph", "flags"] = "auto"  # TensorRT: written into the graph, or by builder flags (int8: implicit)
     quantizer: Literal["crucible", "nncf", "modelopt"] = "crucible"
     placement: Placement = Placement()
-    keep_fp32: tuple[str, ...] = ()
+    keep_fp32: KeptNodes = ()  # auto: the worst nodes, as few as bring it within the limits
     compute_capability: str | None = None
     hardware_compatible: bool = False
     version_compatible: bool = False
@@ -199,7 +208,8 @@ class Plan(Frozen):
     data: DataConfig = DataConfig()
     accuracy: AccuracyConfig = AccuracyConfig()
     candidates: tuple[CandidateConfig, ...] = ()  # empty: all that this host can build and run
-    rescue: bool = True  # an fp16 candidate over the budget gets the recipe of experience, a few builds more
+    rescue: bool = True  # fp16, and what says `keep_fp32: auto`, is tried in other ways where it is over the limits, a few builds more
+    keep_builds: int = Field(default=6, ge=1)  # most engines built, per candidate, to find the nodes that must stay in fp32
     export: ExportConfig = ExportConfig()
     simplify: SimplifyConfig = SimplifyConfig()
     calibration: CalibrationConfig = CalibrationConfig()
@@ -315,7 +325,7 @@ def _with_absolute_paths(plan: Plan, base: Path) -> Plan:
     return plan.model_copy(update={"model": model, "data": data, "accuracy": accuracy, "simplify": simplify, "tensorrt": tensorrt})
 
 
-_UNWRITTEN = ("(files)", "(generated)", "dims")  # parts of a place in the plan that nobody writes
+_UNWRITTEN = ("(files)", "(generated)", "(word)", "(names)", "dims")  # parts of a place in the plan that nobody writes
 _IN_WORDS = {"tuple": "list, written [a, b] or with dashes", "dictionary": "mapping of `key: value`", "path for": "valid path"}
 
 

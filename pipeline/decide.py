@@ -14,6 +14,8 @@ NO_DATA = "no data: accuracy not proven"
 TRAIN_IN_16_BITS = "train or fine-tune the model in fp16 or bf16 (mixed precision), then export it again"
 MEND_LABELS = "check that the labels belong to these samples, row by row, and that the weights are trained: no engine can be judged against chance"
 MEND_CALIBRATION = "calibrate on samples of the same kind as those of the selection set, prepared in the same way (scale, mean, colour order, tokens)"
+KEEP_WORST = "the worst layers unquantised: `keep_fp32: auto`"
+AFTER_INT8 = ("bf16 or fp16 instead of int8", "quantisation-aware training, then compile the Q/DQ model")
 SEE_LAYERS = "see the table of what really ran: it names the layers in another precision; call the candidate by that precision, or leave it out"
 QUANTISE_MORE = "let more of it run in 8 bits: `placement: {last_layer: true}`, fewer nodes in `keep_fp32`, and on onnxruntime `activation: uint8`"
 
@@ -101,7 +103,8 @@ def _after_none(candidates: Sequence[Candidate], miss: Candidate | None) -> tupl
         return mend
     rescued = any(candidate.recipe.variant for candidate in candidates)  # all else was tried already
     in_16_bits = miss is not None and miss.recipe.precision in (Precision.FP16, Precision.BF16)
-    return (*mend, *((TRAIN_IN_16_BITS,) if rescued and in_16_bits else next_steps(miss)))
+    steps = (TRAIN_IN_16_BITS,) if rescued and in_16_bits else next_steps(miss)
+    return (*mend, *(step for step in steps if not (rescued and step == KEEP_WORST)))
 
 
 def mend_data(reasons: Sequence[str]) -> tuple[str, ...]:
@@ -130,10 +133,10 @@ def next_steps(miss: Candidate | None) -> tuple[str, ...]:
     recipe = miss.recipe
     if recipe.precision is Precision.INT8:
         other = "minmax" if str(recipe.method) != "minmax" else "percentile"
-        steps = [f"another calibration method: `method: {other}`", "the last or the worst layer unquantised: `keep_fp32: [NODE]`"]
+        steps = [f"another calibration method: `method: {other}`", KEEP_WORST]
         if recipe.activation == "uint8" and recipe.weight_bits == 8:
             steps.append("7-bit weights: `weight_bits: 7`")
-        return (*steps, "bf16 or fp16 instead of int8", "quantisation-aware training, then compile the Q/DQ model")
+        return (*steps, *AFTER_INT8)
     if recipe.precision in (Precision.FP16, Precision.BF16):
         return ("the overflowing nodes in fp32: `keep_fp32: [NODE]`", "bf16 instead of fp16, or fp32", TRAIN_IN_16_BITS)
     return ("check the export: compare `crucible inspect` before and after simplification, or set `simplify.enabled: false`",)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from pipeline.config import CandidateConfig, Plan
@@ -39,10 +39,10 @@ def default_candidates(targets: Mapping[str, Target], calibrated: bool) -> tuple
 
 def _int8_candidates(backend: str) -> list[CandidateConfig]:
     if backend == "onnxruntime":
-        return [CandidateConfig(backend=backend, precision=Precision.INT8)]
+        return [CandidateConfig(backend=backend, precision=Precision.INT8, keep_fp32="auto")]
     return [
-        CandidateConfig(backend=backend, precision=Precision.INT8, activation="uint8"),
-        CandidateConfig(backend=backend, precision=Precision.INT8, activation="int8"),
+        CandidateConfig(backend=backend, precision=Precision.INT8, activation="uint8", keep_fp32="auto"),
+        CandidateConfig(backend=backend, precision=Precision.INT8, activation="int8", keep_fp32="auto"),
         CandidateConfig(backend=backend, precision=Precision.INT8, quantizer="nncf"),
     ]
 
@@ -52,7 +52,7 @@ def _tensorrt_candidates(target: Target, calibrated: bool) -> tuple[CandidateCon
     precisions = [Precision.FP16, *([Precision.BF16] if _generation(target) >= (8, 0) else [])]
     candidates = [CandidateConfig(backend="tensorrt", precision=precision) for precision in precisions]
     if calibrated:
-        candidates.append(CandidateConfig(backend="tensorrt", precision=Precision.INT8))
+        candidates.append(CandidateConfig(backend="tensorrt", precision=Precision.INT8, keep_fp32="auto"))
     if calibrated and int(target.version.split(".")[0]) < 11:
         candidates.append(CandidateConfig(backend="tensorrt", precision=Precision.INT8, realised_in="flags"))
     return tuple(candidates)
@@ -67,11 +67,13 @@ def recipe_from_candidate(candidate: CandidateConfig, target: Target, plan: Plan
     backend, precision = candidate.backend, candidate.precision
     in_flags = candidate.realised_in == "flags"
     _check_for_backend(candidate)
+    _check_kept(candidate)
     base = Recipe(
         backend=backend,
         precision=precision,
-        realised_in="flags" if in_flags else _realised_in(backend, precision),
-        keep_fp32=candidate.keep_fp32,
+        realised_in="flags" if in_flags else realised_in(backend, precision),
+        keep_fp32=() if candidate.keep_fp32 == "auto" else candidate.keep_fp32,
+        keep_worst=candidate.keep_fp32 == "auto",
         compute_capability=candidate.compute_capability,
         hardware_compatible=candidate.hardware_compatible,
         version_compatible=candidate.version_compatible,
@@ -116,7 +118,30 @@ def _check_for_backend(candidate: CandidateConfig) -> None:
         raise PlanError(said, "leave `compute_capability` out, or take tensorrt_rtx")
 
 
-def _realised_in(backend: str, precision: Precision) -> Literal["graph", "runtime"]:
+def _check_kept(candidate: CandidateConfig) -> None:
+    """PlanError where `keep_fp32: auto` has nothing to choose from."""
+    if candidate.keep_fp32 != "auto":
+        return
+    name = f"candidate '{candidate.backend} {candidate.precision}'"
+    if candidate.precision in (Precision.FP32, Precision.TF32):
+        raise PlanError(f"{name}: `keep_fp32: auto` is for fp16, bf16 and int8", "leave `keep_fp32` out")
+    others = candidate.quantizer != "crucible" or candidate.precision is Precision.FP8
+    if others or (candidate.precision is Precision.INT8 and candidate.realised_in == "flags"):
+        said = f"{name}: `keep_fp32: auto` looks at Crucible's own Q/DQ pairs, and here another library places them"
+        raise PlanError(said, "name the nodes in `keep_fp32`, or take `quantizer: crucible` and `realised_in: graph`")
+
+
+def distinct(recipes: Iterable[Recipe]) -> tuple[Recipe, ...]:
+    """Each recipe once, in order; its worst nodes are kept if one of those that are alike says so."""
+    keeps: dict[Recipe, bool] = {}
+    for recipe in recipes:
+        alike = recipe.model_copy(update={"keep_worst": False})
+        keeps[alike] = keeps.get(alike, False) or recipe.keep_worst
+    return tuple(alike.model_copy(update={"keep_worst": kept}) for alike, kept in keeps.items())
+
+
+def realised_in(backend: str, precision: Precision) -> Literal["graph", "runtime"]:
+    """Whether a precision is written into the graph, or told to the backend."""
     told = (backend, precision) in (("openvino", Precision.BF16), ("tensorrt", Precision.TF32))
     return "runtime" if told else "graph"
 

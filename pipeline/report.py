@@ -134,6 +134,25 @@ class Candidate(Frozen):
     notes: tuple[Note, ...] = ()  # of calibration, conversion and build
 
 
+class NodeHarm(Frozen):
+    """What a low precision does to one node. Errors are relative to the norm of what fp32 gives there, in the worst batch."""
+
+    node: str
+    operator: str
+    largest: float  # magnitude among its inputs and outputs, in fp32
+    overflows: bool = False  # comes so near to the limit of fp16 that other inputs will go beyond
+    error: float  # of its outputs if this node alone is low, all before it fp32
+    accumulated: float = 0.0  # of its outputs if every node is as low as in the engine
+
+
+class NodeRanking(Frozen):
+    """The nodes that are worth keeping in fp32: those that overflow, largest values first, then the others by their own error."""
+
+    nodes: tuple[NodeHarm, ...] = ()
+    samples: int = 0
+    failure: str = ""  # why there is no ranking
+
+
 class RescueStep(Frozen):
     """One step of a rescue, in words."""
 
@@ -143,10 +162,11 @@ class RescueStep(Frozen):
 
 
 class Rescue(Frozen):
-    """What was tried for an fp16 candidate that failed its accuracy, in order, and what it says."""
+    """What was tried for a candidate that failed its accuracy, in order, and what it says."""
 
     label: str  # of the candidate that failed
     steps: tuple[RescueStep, ...]
+    ranking: NodeRanking | None = None  # None: it ended before nodes were looked at
     conclusion: str  # the cause as far as it is known, and what to do
 
 
