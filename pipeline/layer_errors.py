@@ -56,7 +56,7 @@ def error_text(error: float) -> str:
     """`0.016 (36 dB)`; from an error of 10 on, nothing is left to compare."""
     if error >= LARGEST_DRAWN:
         return "all is lost"
-    return f"{error:.2g} ({-20 * math.log10(error):.0f} dB)" if error else "0"
+    return f"{error:.2g} ({round(-20 * math.log10(error))} dB)" if error else "0"
 
 
 def _ranked(report: Report) -> Iterator[tuple[Rescue, NodeRanking]]:
@@ -106,6 +106,8 @@ def _plot(number: int, rescue: Rescue, ranking: NodeRanking, kept: tuple[str, ..
 
 
 def _draw(data: _Layers) -> Figure:
+    from matplotlib.ticker import StrMethodFormatter
+
     figure, axes = new_figure(1.1 + 0.3 * len(data.bars))
     for place, bar in enumerate(data.bars):
         for value, shift, colour in ((bar.own, -0.19, KEPT if bar.kept else OWN), (bar.accumulated, 0.19, ACCUMULATED)):
@@ -116,6 +118,7 @@ def _draw(data: _Layers) -> Figure:
     for colour in (colour for colour in labels if colour in drawn):
         axes.barh(0, 0, color=colour, label=labels[colour])
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.set_xlim(SMALLEST_DRAWN, LARGEST_DRAWN)
     axes.set_yticks(range(len(data.bars)), [bar.name for bar in data.bars], color=INK)
     axes.invert_yaxis()

@@ -7,7 +7,7 @@ import pytest
 from pipeline.config import CandidateConfig, Plan, plan_from_document
 from pipeline.core import CalibrationMethod, Precision, Recipe, Target
 from pipeline.errors import PlanError
-from pipeline.recipes import default_candidates, recipe_from_candidate, resolve_method
+from pipeline.recipes import default_candidates, distinct, recipe_from_candidate, resolve_method
 
 AVX2 = ("avx2",)
 VNNI = ("avx2", "avx512_bf16", "avx512_vnni")
@@ -145,3 +145,44 @@ def test_modelopt_places_qdq_for_tensorrt_only(plan: Plan) -> None:
 )
 def test_auto_is_minmax_for_language_models_else_entropy(asked: str, language_model: bool, method: CalibrationMethod) -> None:
     assert resolve_method(asked, language_model) is method
+
+
+# --- nodes kept in fp32 ---
+
+
+def test_auto_is_no_name_of_a_node_and_leaves_the_recipe_what_it_is(plan: Plan) -> None:
+    auto, plain = (tensorrt_recipe(plan, Precision.FP16, keep_fp32=kept) for kept in ("auto", ()))
+    assert (auto.keep_worst, auto.keep_fp32) == (True, ())
+    assert auto.label == plain.label
+    assert auto.model_dump() == plain.model_dump()  # so that the same engine comes from the store
+
+
+@pytest.mark.parametrize("targets", [{"onnxruntime": target("onnxruntime", VNNI), "openvino": target("openvino", VNNI)}, {"tensorrt": gpu()}])
+def test_without_candidates_in_the_plan_int8_by_our_own_rules_keeps_its_worst_nodes(plan: Plan, targets: dict[str, Target]) -> None:
+    recipes = [recipe_from_candidate(each, targets[each.backend], plan, True) for each in default_candidates(targets, True)]
+    own = [each.precision is Precision.INT8 and each.quantizer == "crucible" and each.realised_in == "graph" for each in recipes]
+    assert [each.keep_worst for each in recipes] == own
+    assert any(own)
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked", "words"),
+    [
+        ("openvino", {"precision": "int8", "quantizer": "nncf"}, "another library places them"),
+        ("tensorrt", {"precision": "int8", "quantizer": "modelopt"}, "another library places them"),
+        ("tensorrt", {"precision": "fp8"}, "another library places them"),
+        ("tensorrt", {"precision": "int8", "realised_in": "flags"}, "another library places them"),
+        ("tensorrt", {"precision": "tf32"}, "is for fp16, bf16 and int8"),
+        ("onnxruntime", {"precision": "fp32"}, "is for fp16, bf16 and int8"),
+    ],
+)
+def test_auto_where_there_is_nothing_to_choose_from_is_refused(plan: Plan, backend: str, asked: dict[str, object], words: str) -> None:
+    candidate = CandidateConfig.model_validate({"backend": backend, "keep_fp32": "auto", **asked})
+    with pytest.raises(PlanError, match=words) as caught:
+        recipe_from_candidate(candidate, gpu() if backend == "tensorrt" else target(backend, VNNI), plan, True)
+    assert "keep_fp32" in caught.value.next_step
+
+
+def test_the_same_recipe_twice_is_one_candidate_that_keeps_its_worst_nodes_if_either_says_so(plan: Plan) -> None:
+    plain, auto, other = (tensorrt_recipe(plan, precision, keep_fp32=kept) for precision, kept in (("fp16", ()), ("fp16", "auto"), ("bf16", ())))
+    assert distinct([plain, other, auto]) == (auto, other)
