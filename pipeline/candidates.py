@@ -150,7 +150,7 @@ def rank(job: Job, model: OnnxModel, failed: Candidate, bugs: list[InternalError
         low = convert_model(job, model, failed.recipe.model_copy(update={"realised_in": "graph", "rest": Precision.FP32}))  # one loss at a time
         inputs, options = (model.digest, low.digest, samples.digest), canonical({"worst": worst})
         return job.runner.stage(RANK, NodeRanking, model, low, samples, worst, inputs=inputs, options=options, subject=failed.label)
-    except (UnsupportedError, ModelError, ChildDied) as error:
+    except (UnsupportedError, BackendUnavailable, ModelError, ChildDied) as error:
         return NodeRanking(failure=error.message)
     except InternalError as error:  # the next steps may still help
         bugs.append(error)

@@ -3,7 +3,17 @@
 import pytest
 
 from pipeline.core import CalibrationMethod, Precision, Recipe
-from pipeline.decide import MEND_CALIBRATION, MEND_LABELS, QUANTISE_MORE, SEE_LAYERS, TRAIN_IN_16_BITS, choose, decide, next_steps
+from pipeline.decide import (
+    KEEP_WORST,
+    MEND_CALIBRATION,
+    MEND_LABELS,
+    QUANTISE_MORE,
+    SEE_LAYERS,
+    TRAIN_IN_16_BITS,
+    choose,
+    decide,
+    next_steps,
+)
 from pipeline.measure import Interval, Samples
 from pipeline.report import BenchmarkReport, Candidate, LatencyRow, MetricResult, OutputError, State, ValidationReport
 
@@ -131,6 +141,13 @@ def test_after_a_vain_rescue_the_advice_is_training_in_16_bits() -> None:
     vain = first.model_copy(update={"recipe": first.recipe.model_copy(update={"variant": "rescued"})})
     assert "keep_fp32" in decide([first], None, None).next_steps[0]
     assert decide([first, vain], None, None).next_steps == (TRAIN_IN_16_BITS,)
+
+
+def test_after_a_vain_rescue_of_int8_nobody_is_told_to_try_it() -> None:
+    first = candidate("int8", 2.0, "failed accuracy", 0.1, precision=Precision.INT8)
+    vain = first.model_copy(update={"recipe": first.recipe.model_copy(update={"variant": "rescued"})})
+    assert KEEP_WORST in decide([first], None, None).next_steps
+    assert set(decide([first], None, None).next_steps) - set(decide([first, vain], None, None).next_steps) == {KEEP_WORST}
 
 
 def test_where_the_data_is_at_fault_the_advice_is_about_the_data() -> None:

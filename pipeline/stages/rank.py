@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 
@@ -49,20 +49,23 @@ def rank_nodes(source: OnnxModel, low: OnnxModel, samples: SampleSet, worst: tup
     if low.precision is Precision.INT8 and holds_qdq(exact.graph):
         return NodeRanking(failure="the model came with its own Q/DQ pairs, and every scale is kept: take out those of a node before the compile")
     shadows = add_shadows(exact, lossy, tensors_of_16_bits(read_proto(low.path, weights=False)))
-    beside, far = _probe_of(exact, out / "shadows.onnx"), _probe_of(lossy, out / "lossy.onnx")
+    near = frozenset(name for shadow in shadows for name in (*shadow.tensors, *(name for each in shadow.outputs for name in each[:2])))
+    beside = _probe_of(exact, out / "shadows.onnx", near)
+    far = _probe_of(lossy, out / "lossy.onnx", frozenset(name for shadow in shadows for *_, name in shadow.outputs))
     seen = _observe(beside, far, _chosen(beside, samples, worst, progress), shadows, DTYPES.get(low.precision, FLOAT))
     harms = (_harm(shadow, seen, low.precision) for shadow in shadows)
     nodes = sorted((harm for harm in harms if worth_keeping(harm, low.precision)), key=_worst_first)
     return NodeRanking(nodes=tuple(nodes), samples=seen.samples)
 
 
-def _probe_of(proto: onnx.ModelProto, file: Path) -> Probe:
-    """The graph loaded; its files, as large as the model, are gone."""
+def _probe_of(proto: onnx.ModelProto, file: Path, wanted: frozenset[str]) -> Probe:
+    """The graph loaded, to show the tensors `wanted`; its files, as large as the model, are gone."""
     write_proto(proto, file)
     probe = open_probe(onnx_model(file.parent, file.name))
     for made in (*external_files(file), file):
         made.unlink()
-    return probe
+    sources = {probe.aliases.get(name, name) for name in wanted}
+    return replace(probe, outputs=tuple(name for name in probe.outputs if name in sources))
 
 
 def worth_keeping(harm: NodeHarm, precision: Precision) -> bool:
