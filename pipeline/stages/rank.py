@@ -28,6 +28,7 @@ AMPLIFIED = {Precision.FP16: 2.0**-8, Precision.BF16: 2.0**-5}
 
 FLOAT = np.dtype(np.float32)
 HALVES = frozenset(DTYPES.values())
+MEANS_NEVER = 1e30  # a mask of -3.4e38 is infinite in bf16, and as good
 MOST_ERROR = 1e6  # stands for "nothing is left": values become NaN or infinite
 
 NORMALISATIONS = frozenset(
@@ -116,7 +117,7 @@ def _observe(exact: Probe, lossy: Probe, batches: Iterator[Batch], shadows: Sequ
             seen.bounds[name] = merge(seen.bounds.get(name, NOTHING), bounds_of(values[name]))
         for shadow in shadows:
             for name, beside, far in shadow.outputs:
-                if name in values:
+                if name in values:  # not integers, and nothing that is made of constants only
                     seen.own[shadow.node] = max(seen.own[shadow.node], relative_error(values[name], values[beside], dtype))
                     seen.accumulated[shadow.node] = max(seen.accumulated[shadow.node], relative_error(values[name], low[far], dtype))
         seen.samples += batch.samples
@@ -140,11 +141,14 @@ def _as_fp32(feeds: Tensors) -> Tensors:
 
 
 def relative_error(exact: NDArray[np.float32], low: NDArray[np.float32], dtype: np.dtype[np.generic]) -> float:
-    """The norm of what is lost over the norm of what was there, rounded to `dtype`; MOST_ERROR where finite values become NaN or infinite."""
-    finite = np.isfinite(exact)
+    """The norm of what is lost over the norm of what was there, rounded to `dtype`; MOST_ERROR where values become NaN or infinite.
+
+    What stands for minus infinity in a mask counts no more than an infinity does.
+    """
+    told = np.abs(exact) < MEANS_NEVER  # and no NaN
     with np.errstate(over="ignore", invalid="ignore"):  # that is what is looked for
-        rounded = low.astype(dtype).astype(np.float64)[finite]
+        rounded = low.astype(dtype).astype(np.float64)[told]
     if not np.isfinite(rounded).all():
         return MOST_ERROR
-    norm, lost = math.sqrt(float(np.square(exact[finite], dtype=np.float64).sum())), math.sqrt(float(np.square(rounded - exact[finite]).sum()))
+    norm, lost = (math.sqrt(float(np.square(values, dtype=np.float64).sum())) for values in (exact[told], rounded - exact[told]))
     return min(lost / norm, MOST_ERROR) if norm else MOST_ERROR * bool(lost)

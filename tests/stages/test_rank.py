@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -150,3 +151,8 @@ def test_the_error_is_relative_and_bounded() -> None:
     assert relative_error(exact, exact * np.float32(1e5), FLOAT) == pytest.approx(1e5, rel=1e-3)
     assert relative_error(exact * 0, exact, HALF) == MOST_ERROR
     assert relative_error(np.asarray([np.inf, 1.0], np.float32), np.asarray([np.inf, 1.0], np.float32), HALF) == 0.0
+
+
+def test_a_mask_that_rounds_to_minus_infinity_is_no_loss() -> None:
+    mask = np.asarray([np.finfo(np.float32).min, 2.0], np.float32)
+    assert relative_error(mask, mask, np.dtype(ml_dtypes.bfloat16)) == 0.0
