@@ -47,7 +47,7 @@ def names(ranking: NodeRanking) -> list[str]:
 def test_every_node_in_8_bits_ranks_by_its_own_error_and_errors_gather(tmp_path: Path, recipe: Recipe) -> None:
     found = ranked(tmp_path, write_broken_task(tmp_path, "stretched"), recipe)
     assert names(found)[0] == "broken"
-    assert sorted(names(found)) == ["broken", "first", "third"]  # the classifier and what lies between are not quantised
+    assert {"broken", "first", "third"} <= set(names(found))  # for ONNX Runtime also what lies between and reads 8 bits
     by_name = {each.node: each for each in found.nodes}
     assert by_name["broken"].error > 0.5
     assert by_name["first"].error == pytest.approx(by_name["first"].accumulated)  # nothing stands before it
@@ -58,7 +58,8 @@ def test_every_node_in_8_bits_ranks_by_its_own_error_and_errors_gather(tmp_path:
 
 def test_a_kept_node_does_not_rank_and_what_follows_it_is_no_longer_hurt(tmp_path: Path) -> None:
     found = ranked(tmp_path, write_broken_task(tmp_path, "stretched"), ONNXRUNTIME.model_copy(update={"keep_fp32": ("broken",)}))
-    assert sorted(names(found)) == ["first", "third"]
+    assert {"first", "third"} <= set(names(found))
+    assert "broken" not in names(found)
     assert max(each.accumulated for each in found.nodes) < 0.1
 
 
