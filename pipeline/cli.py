@@ -24,8 +24,10 @@ from rich.markup import escape
 from typer.exceptions import TyperException
 
 from pipeline import config, deliver, terminal
+from pipeline.core import Engine
 from pipeline.errors import CrucibleError, PlanError
 from pipeline.process import crucible_error
+from pipeline.report import Report
 from pipeline.runner import Runner
 from pipeline.store import Store
 
@@ -109,17 +111,71 @@ def validate(result: ResultArgument, overrides: SetOption, as_json: JsonOption =
 
 
 @app.command()
-def bench(result: ResultArgument, overrides: SetOption, as_json: JsonOption = False) -> None:
-    """Measure a compiled engine again beside its baseline: --set benchmark.duration_s=10 --set 'benchmark.sizes=[{batch: 1}]'."""
-    from pipeline.again import benchmark_again
+def bench(
+    result: ResultArgument,
+    overrides: SetOption,
+    batch: Annotated[str, typer.Option(metavar="1,2,4,...", help="Measure the engine alone at each batch: throughput against latency.")] = "",
+    limit_ms: Annotated[float | None, typer.Option(metavar="X", help="With --batch: mark the best batch with a latency up to this.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="With --batch: where sweep.svg and sweep.json go; DIR if left out.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure a compiled engine again beside its baseline: --set benchmark.duration_s=10 --set 'benchmark.sizes=[{batch: 1}]'.
+
+    Prints a summary of every shape with warnings, as trtexec does; with --batch, the throughput of each batch instead.
+    """
     from pipeline.render import load_report
 
     engine, compiled = deliver.load_engine(result), load_report(result)
-    with _runner(as_json, compiled.plan.name) as runner:
-        measured = benchmark_again(compiled, config.override_plan(compiled.plan, overrides), engine, runner)
+    plan = config.override_plan(compiled.plan, overrides)
+    if batch:
+        _sweep(engine, compiled, plan, _batches(batch), limit_ms, out or (result if result.is_dir() else result.parent), as_json)
+        return
+    if limit_ms is not None or out is not None:
+        raise PlanError("--limit-ms and --out belong to a sweep", "name the batches too: --batch 1,2,4,8")
+    _bench(engine, compiled, plan, as_json)
+
+
+def _bench(engine: Engine, compiled: Report, plan: config.Plan, as_json: bool) -> None:
+    from pipeline.again import benchmark_again
+    from pipeline.report import BenchmarkReport
+    from pipeline.speed import summary_of
+
+    with _runner(as_json, plan.name) as runner:
+        found = benchmark_again(compiled, plan, engine, runner)
+    measured = [result for result in found.results if isinstance(result, BenchmarkReport)]
+    summaries = [summary_of(measured[-1].label, row, engine.profiles) for row in measured[-1].rows]
     if not as_json:
-        terminal.console().print(terminal.benchmark_table(measured))
-    print(json.dumps([report.model_dump(mode="json", exclude={"rows": {"__all__": {"upload", "compute", "download"}}}) for report in measured]))
+        console = terminal.console()
+        console.print(terminal.benchmark_table(measured))
+        for row, summary in zip(measured[-1].rows, summaries, strict=True):
+            console.print(terminal.summary_table(summary))
+            console.print("\n".join(terminal.summary_notes(summary, row, found)), highlight=False, soft_wrap=True)
+    phases = {"upload", "enqueue", "compute", "download", "latency"}
+    engines = [report.model_dump(mode="json", exclude={"rows": {"__all__": phases}}) for report in measured]
+    use = found.gpu_use.model_dump() if found.gpu_use else None
+    print(json.dumps({"engines": engines, "summary": [each.model_dump() for each in summaries], "gpu_use": use}))
+
+
+def _sweep(engine: Engine, compiled: Report, plan: config.Plan, batches: list[int], limit_ms: float | None, out: Path, as_json: bool) -> None:
+    from pipeline.again import sweep_again
+    from pipeline.sweep import conclusion, write_sweep
+
+    deliver.check_folder(out)
+    with _runner(as_json, plan.name) as runner:
+        sweep = sweep_again(compiled, plan, engine, runner, batches, None if limit_ms is None else limit_ms / 1e3)
+    _, plot = write_sweep(sweep, out)
+    if not as_json:
+        console = terminal.console()
+        console.print(terminal.sweep_table(sweep))
+        console.print(f"{conclusion(sweep)}\nplot: {plot}", highlight=False, soft_wrap=True, markup=False)
+    print(sweep.model_dump_json())
+
+
+def _batches(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise PlanError(f"expected --batch as numbers from 1 on, got '{text}'", "for example --batch 1,2,4,8")
+    return [int(part) for part in parts]
 
 
 @app.command()
@@ -152,10 +208,18 @@ def inspect(
 
 
 @app.command()
-def doctor(as_json: JsonOption = False) -> None:
+def doctor(
+    measure: Annotated[bool, typer.Option("--measure", help="Measure this CPU's peaks first, and keep them: what reports take shares of.")] = False,
+    threads: Annotated[int, typer.Option(min=0, help="With --measure: threads, as in benchmark.threads; 0 = all cores.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
     """Say what this host can build and run, with versions and CPU flags, and what to install for the rest."""
     from pipeline.doctor import examine, lines
+    from pipeline.peaks import keep_peaks, measure_peaks
 
+    if measure:
+        with _runner(as_json, "doctor") as runner:
+            keep_peaks(runner.run(measure_peaks, threads, name="peaks", progress=runner.progress("peaks")), threads)
     found = examine(config.home())
     if as_json:
         print(found.model_dump_json())

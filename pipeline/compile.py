@@ -17,6 +17,7 @@ from pipeline.decide import choose, decide, ratio_of
 from pipeline.deliver import deliver_engine, withdraw_engine
 from pipeline.errors import InternalError
 from pipeline.job import FEEDS_FOR_CHECKS, Job, open_job, options_of
+from pipeline.peaks import with_limits
 from pipeline.render import write_report
 from pipeline.report import BenchmarkFailure, BenchmarkReport, Benchmarks, Candidate, OperatorTable, Report, ReportFiles, Rescue, ValidationReport
 from pipeline.runner import Runner, Stage
@@ -62,7 +63,7 @@ class Measured:
     candidates: tuple[Candidate, ...]
     rescues: tuple[Rescue, ...]
     baselines: tuple[BenchmarkReport, ...]
-    created: str
+    run: Benchmarks
 
 
 def export_model(job: Job) -> OnnxModel:
@@ -103,12 +104,13 @@ def measure(job: Job, model: OnnxModel, baselines: list[Engine], prepared: Prepa
     inputs = (model.digest, *chain.from_iterable((engine.recipe.label, engine.digest) for engine in engines))
     options = options_of(job.plan.benchmark, quiet, *job.plan.profiles)
     found = job.runner.stage(BENCHMARK, Benchmarks, engines, model, job.plan.benchmark, inputs=inputs, options=options)
+    found = with_limits(found, engines, {candidate.label: candidate.layers for candidate in prepared.candidates}, job.plan.benchmark.threads)
     by_label = {result.label: result for result in found.results}
     return Measured(
         candidates=tuple(with_benchmark(candidate, by_label.get(candidate.label)) for candidate in prepared.candidates),
         rescues=prepared.rescues,
         baselines=tuple(report for engine in baselines if isinstance(report := by_label[engine.recipe.label], BenchmarkReport)),
-        created=found.created,
+        run=found,
     )
 
 
@@ -170,7 +172,9 @@ def write_up(
         next_steps=decision.next_steps,
         nearest_miss=decision.nearest_miss.label if decision.nearest_miss else None,
         notes=(*notes, *data_notes(job.plan), *chain.from_iterable(model.notes for model in models), *job.runner.store.notes),
-        benchmarked=measured.created,
+        peaks=measured.run.peaks,
+        gpu_use=measured.run.gpu_use,
+        benchmarked=measured.run.created,
     )
 
 

@@ -15,7 +15,8 @@ from pipeline.drawing import INK, MUTED, Plot, key_of, new_figure, short, svg
 from pipeline.measure import thinned
 from pipeline.precision import time_by_precision
 from pipeline.report import MetricResult, Report
-from pipeline.sections import Entry, entries, shape_text, shapes
+from pipeline.sections import Entry, entries, shapes
+from pipeline.texts import shape_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

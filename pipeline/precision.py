@@ -42,6 +42,13 @@ def time_by_precision(table: LayerTable) -> Mapping[str, float]:
     return _shares(table.layers)
 
 
+def ran_in(called: Precision, table: LayerTable | None) -> Precision:
+    """The precision in which the heavy layers spend most of their time; what the engine is called by where nothing is known of them."""
+    shares = _shares(layer for layer in table.layers if layer.heavy) if table else {}
+    known = [Precision(name) for name in shares if name in list(Precision)]
+    return known[0] if known else called
+
+
 def reformats(table: LayerTable) -> Reformats:
     """How many layers only move or convert data, and their share of the time."""
     count = sum(layer.precision == "none" for layer in table.layers)

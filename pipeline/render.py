@@ -24,7 +24,8 @@ from pipeline.drawing import Plot
 from pipeline.errors import UserError
 from pipeline.plots import plots
 from pipeline.report import SCHEMA_VERSION, Report, ReportFiles
-from pipeline.sections import Bar, Section, Table, date, headline, sections
+from pipeline.sections import Bar, Section, Table, headline, sections
+from pipeline.texts import date
 
 JSON_NAME, MARKDOWN_NAME, HTML_NAME = "report.json", "report.md", "report.html"
 FIGURES = "figures"  # each figure as a file of its own too

@@ -8,9 +8,11 @@ from typing import Literal
 from pydantic import Field
 
 from pipeline.config import Plan
-from pipeline.core import Engine, Frozen, Note, Recipe
+from pipeline.core import Engine, Frozen, Note, Precision, Recipe
+from pipeline.gpu import Peaks
 from pipeline.layers import LayerTable
 from pipeline.measure import Environment, Interval, Samples
+from pipeline.nvml import GpuUse
 
 SCHEMA_VERSION = 1
 
@@ -61,6 +63,26 @@ class ValidationReport(Frozen):
         return not self.failures
 
 
+class Bound(Frozen):
+    """What binds a row: what its time goes to, and the one thing to do next."""
+
+    kind: Literal["compute", "bandwidth", "overhead", "copies", "unknown"]
+    precision: Precision  # whose peak is meant: the one that the heavy layers run in
+    share_of_peak_flops: float | None = None  # of the row's FLOP/s; None: the peak, or the graph's FLOPs, are unknown
+    share_of_peak_bytes: float | None = None  # of the bytes of the unfused graph in this precision; over 1: fused, or kept in caches
+    why: str
+    next_step: str
+
+
+class Totals(Frozen):
+    """Sums over all runs, those whose times were not kept included."""
+
+    queries: int  # whole runs, bind to fetch
+    walltime_s: float  # of them, on the host's clock
+    timed_queries: int  # further runs, whose phases were timed
+    compute_s: float  # of those, on the session's timer
+
+
 class LatencyRow(Frozen):
     """One engine at one shape."""
 
@@ -69,11 +91,15 @@ class LatencyRow(Frozen):
     upload: Samples
     compute: Samples
     download: Samples
+    latency: Samples | None = None  # upload to download, in the same runs as these three; None: an older report
+    enqueue: Samples | None = None  # of the call that starts the work, host clock; None on a CPU, where it returns when the work is done
+    totals: Totals | None = None
     throughput_per_s: float  # samples (rows of the batch axis; 1 where there is none) per second, at the median
     flops_per_s: float | None  # None: the graph's FLOPs are unknown
     bytes_per_s: float | None
     ratio: Interval | None = None  # baseline / this, geometric mean over pairs of processes, 95 % interval; None for the baseline
     peak_memory_bytes: int = 0  # of the child process
+    bound: Bound | None = None
 
 
 class BenchmarkReport(Frozen):
@@ -96,6 +122,8 @@ class Benchmarks(Frozen):
 
     created: str  # UTC
     results: tuple[BenchmarkReport | BenchmarkFailure, ...]
+    peaks: tuple[Peaks, ...] = ()  # of the devices they ran on, as far as they are known
+    gpu_use: GpuUse | None = None  # None on a host without a GPU
 
 
 class Step(Frozen):
@@ -195,6 +223,8 @@ class Report(Frozen):
     next_steps: tuple[str, ...] = ()
     nearest_miss: str | None = None
     notes: tuple[Note, ...] = ()
+    peaks: tuple[Peaks, ...] = ()  # of the devices that were measured, as far as they are known
+    gpu_use: GpuUse | None = None  # while the latencies were measured
     benchmarked: str = Field(default="", description="UTC date of the latency figures; older than `created` if reused")
 
     def every_note(self) -> tuple[tuple[str, Note], ...]:

@@ -10,9 +10,11 @@ from typing import Literal, NamedTuple
 
 from pipeline.core import Precision
 from pipeline.layers import Layer, LayerTable
-from pipeline.measure import Interval, Samples
+from pipeline.measure import Samples
 from pipeline.precision import fusions, node_text, percent_text, reformats, slowest, time_by_precision
 from pipeline.report import BenchmarkReport, Candidate, LatencyRow, Report, ValidationReport
+from pipeline.speed import LIMITS_HEADER, gpu_lines, limit_cells, peaks_text
+from pipeline.texts import bytes_text, date, interval, number_text, shape_text, time_text
 
 Part = Literal["winner", "baseline", "candidate"]
 SLOWEST_SHOWN = 15
@@ -95,6 +97,7 @@ def sections(report: Report) -> tuple[Section, ...]:
         _rescues(report),
         _validation(report),
         _latency(report),
+        _limits(report),
         _layers(report),
         _stages(report),
         _operators(report),
@@ -230,6 +233,23 @@ def _latency_table(report: Report, sizes: dict[str, int]) -> Table:
     return Table(header, rows, winner)
 
 
+def _limits(report: Report) -> Section:
+    """What binds every row, and how far it is from the device's peaks."""
+    if not any(row.bound for entry in entries(report) if entry.benchmark for row in entry.benchmark.rows):
+        return Section("limits", "What binds each row")
+    text = (
+        "GFLOP/s and GB/s are those of the source graph over the median end to end, each node moving its own bytes. "
+        "Shares are of the device's peak; bytes are scaled to the engine's precision there; over 100 %: it fuses, or finds data in caches.",
+        *(f"Peaks of {peaks_text(peaks)}." for peaks in report.peaks),
+        *gpu_lines(report.gpu_use),
+    )
+    tables = []
+    for sizes in shapes(report):
+        rows = tuple((str(entry.number), entry.label, *limit_cells(row)) for entry in entries(report) if (row := entry.row(sizes)))
+        tables.append(Table(("#", f"engine at {shape_text(sizes)}", *LIMITS_HEADER), rows))
+    return Section("limits", "What binds each row", text, tables=tuple(tables))
+
+
 def _layers(report: Report) -> Section:
     """What the engines that give evidence of it really ran; for the winner, and for engines called by a wrong name, layer by layer."""
     proven = [(entry, entry.candidate.layers) for entry in entries(report) if entry.candidate and entry.candidate.layers]
@@ -349,47 +369,3 @@ def _percentile(samples: Samples, percent: float) -> str:
 
 def _percentiles(samples: Samples) -> tuple[str, str, str]:
     return (_percentile(samples, 50), _percentile(samples, 90), _percentile(samples, 99))
-
-
-def time_text(seconds: float) -> str:
-    """Three digits and the unit: 412 us, 5.21 ms, 12.3 s."""
-    if seconds >= 120:
-        return f"{seconds / 60:.1f} min"
-    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= scale * 0.9995:
-            return f"{_three_digits(seconds / scale)} {unit}"
-    return f"{_three_digits(seconds * 1e6)} us"
-
-
-def bytes_text(count: int) -> str:
-    """Decimal units: 512 B, 2.1 MB."""
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 999.5 or unit == "GB":
-            return f"{count} B" if unit == "B" else f"{_three_digits(size)} {unit}"
-        size /= 1000
-    raise AssertionError("unreachable")
-
-
-def number_text(value: float) -> str:
-    """Three digits, thousands marked."""
-    return f"{value:,.0f}" if value >= 100 else _three_digits(value)
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
-
-
-def interval(value: Interval, digits: int) -> str:
-    """An estimate with its 95 % interval: 2.31 [2.25, 2.38]."""
-    return f"{value.value:.{digits}f} [{value.low:.{digits}f}, {value.high:.{digits}f}]"
-
-
-def shape_text(sizes: dict[str, int]) -> str:
-    """`batch 8, sequence 128`."""
-    return ", ".join(f"{name} {size}" for name, size in sizes.items()) or "its fixed shape"
-
-
-def date(iso: str) -> str:
-    """2026-01-31 12:00 UTC, from ISO 8601."""
-    return f"{iso[:10]} {iso[11:16]} UTC" if len(iso) >= 16 else iso

@@ -17,8 +17,11 @@ from pipeline.decide import ratio_of
 from pipeline.layers import LayerTable
 from pipeline.measure import Clock, Interval, monotonic
 from pipeline.precision import percent_text, time_by_precision
-from pipeline.report import BenchmarkReport, Candidate, LatencyRow, Report, ValidationReport
+from pipeline.report import BenchmarkReport, Benchmarks, Candidate, LatencyRow, Report, ValidationReport
 from pipeline.runner import StageEvent
+from pipeline.speed import Summary, bound_text, gpu_lines, limit_text, peaks_text, summary_lines, summary_rows
+from pipeline.sweep import Sweep
+from pipeline.texts import shape_text
 
 PLAIN_WIDTH = 130
 LIFE_S = 30.0  # how often a long stage says that it is alive where there are no bars
@@ -158,6 +161,9 @@ def verdict_lines(report: Report) -> list[str]:
     style = VERDICT_STYLE[report.verdict]
     lines = [f"[{style}]{report.verdict.upper()}[/]" + (f"  {report.winner}" if report.winner else "")]
     lines += [f"  {escape(reason)}" for reason in report.reasons]
+    best = next((candidate for candidate in report.candidates if candidate.label == report.winner), None)
+    if best and best.benchmark and (bound := best.benchmark.rows[0].bound):
+        lines.append(f"  {escape(bound_text(bound))}")
     if report.nearest_miss and report.nearest_miss != report.winner:
         lines.append(f"  nearest miss: {report.nearest_miss}")
     lines += [f"  rescue of {escape(rescue.label)}: {escape(rescue.conclusion)}" for rescue in report.rescues]
@@ -175,13 +181,16 @@ def candidate_table(report: Report) -> Table:
     at = ", ".join(f"{name} {size}" for name, size in sizes.items())
     table.add_column(f"median ({at})" if at else "median", justify="right")
     table.add_column("times baseline (95 %)", justify="right")
-    if any(candidate.layers for candidate in report.candidates):
+    proven = any(candidate.layers for candidate in report.candidates)
+    if proven:
         table.add_column("really ran")
+    table.add_column("GFLOP/s, GB/s (of peak), bound by")
     for baseline in (report.baseline, *report.baselines):
         if baseline is not None:
-            table.add_row(baseline.label, "baseline", "", "", median_text(baseline.rows[0]), ratio_text(baseline.rows[0].ratio))
+            first, ran = baseline.rows[0], ("",) * proven
+            table.add_row(baseline.label, "baseline", "", "", median_text(first), ratio_text(first.ratio), *ran, limit_text(first))
     for candidate in sorted(report.candidates, key=_slowest_last):
-        table.add_row(*_candidate_cells(candidate), style="bold" if candidate.label == report.winner else None)
+        table.add_row(*_candidate_cells(candidate, proven), style="bold" if candidate.label == report.winner else None)
     return table
 
 
@@ -196,27 +205,59 @@ def _slowest_last(candidate: Candidate) -> float:
     return -ratio.value if ratio else 0.0
 
 
-def _candidate_cells(candidate: Candidate) -> tuple[str, ...]:
+def _candidate_cells(candidate: Candidate, proven: bool) -> tuple[str, ...]:
     report, benchmark = candidate.selection, candidate.benchmark
     drop = f"{report.metric.drop:+.4f}" if report and report.metric else ""
     cosine = f"{min((o.cosine for o in report.outputs), default=float('nan')):.5f}" if report and report.outputs else ""
     row = benchmark.rows[0] if benchmark and benchmark.rows else None
     known = candidate.state in ("measured", "failed accuracy")
     state = candidate.state if known else escape(f"{candidate.state}: {candidate.reason.splitlines()[0][:60]}")
-    ran = (ran_text(candidate.layers),) if candidate.layers else ()
-    return candidate.label, state, drop, cosine, median_text(row), ratio_text(row.ratio if row else None), *ran
+    ran = (ran_text(candidate.layers) if candidate.layers else "",) * proven
+    return candidate.label, state, drop, cosine, median_text(row), ratio_text(row.ratio if row else None), *ran, limit_text(row)
 
 
 def benchmark_table(reports: list[BenchmarkReport]) -> Table:
     """Every row of every engine: median and percentiles that the number of samples allows."""
     table = Table()
-    for heading in ("engine", "sizes", "median", "p90", "p99", "samples/s", "times baseline (95 %)"):
+    for heading in ("engine", "sizes", "median", "p90", "p99", "samples/s", "times baseline (95 %)", "GFLOP/s, GB/s (of peak), bound by"):
         table.add_column(heading, justify="left" if heading in ("engine", "sizes") else "right", no_wrap=heading == "engine")
     for report in reports:
         for row in report.rows:
             sizes = ", ".join(f"{name} {size}" for name, size in row.sizes.items())
             tail = ["-" if (value := row.end_to_end.percentile_or_absent(percent)) is None else duration(value) for percent in (90, 99)]
-            table.add_row(report.label, sizes, median_text(row), *tail, f"{row.throughput_per_s:,.0f}", ratio_text(row.ratio))
+            table.add_row(report.label, sizes, median_text(row), *tail, f"{row.throughput_per_s:,.0f}", ratio_text(row.ratio), limit_text(row))
+    return table
+
+
+def summary_table(found: Summary) -> Table:
+    """The times of every region of one row."""
+    table = Table(title=f"{found.label} at {shape_text(found.sizes)}", title_justify="left")
+    for heading in ("", "min", "max", "mean", "median", "p90", "p95", "p99"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for cells in summary_rows(found):
+        table.add_row(*cells)
+    return table
+
+
+def summary_notes(found: Summary, row: LatencyRow, run: Benchmarks) -> list[str]:
+    """What stands under the table of times, for a rich console: sums, what binds the row, the GPU, warnings."""
+    lines = [escape(line) for line in (*summary_lines(found), *([bound_text(row.bound)] if row.bound else []), *map(peaks_text, run.peaks))]
+    lines += [escape(line) for line in gpu_lines(run.gpu_use)]
+    return lines + [f"[yellow]warning:[/] {escape(text)}" for text in found.warnings]
+
+
+def sweep_table(sweep: Sweep) -> Table:
+    """Every batch of a sweep, the best in bold."""
+    others = ", ".join(f"{name} {size}" for name, size in sweep.others.items())
+    table = Table(title=f"{sweep.label}{f' at {others}' if others else ''}", title_justify="left")
+    tails = () if sweep.percentile == 50 else (f"p{sweep.percentile}",)
+    for heading in (sweep.symbol, "median", *tails, "samples/s", "bound by"):
+        table.add_column(heading, justify="left" if heading == "bound by" else "right")
+    for point in sweep.points:
+        tail = [duration(point.tail_s)] * len(tails)
+        bound = point.bound.kind if point.bound else ""
+        cells = (str(point.batch), duration(point.median_s), *tail, f"{point.samples_per_s:,.0f}", bound)
+        table.add_row(*cells, style="bold" if point.batch == sweep.best else None)
     return table
 
 
