@@ -34,6 +34,8 @@ ONNX Runtime fp32, batch 1, one file, entered twice. The interval should hold 1;
 where it does not, the luck of a process is larger than the noise within it.""",
     "compile_time": """## The demo's compile
 The whole process of `crucible compile configs/digits.yaml`: export, eight engines, measuring. Then again with everything in the store.""",
+    "peak": """## What this machine reaches
+The fastest matrix product per precision (of two libraries, three sizes) and the fastest copy, with all cores: the roof that rows are seen against.""",
     "calibration_memory": """## Memory of calibration
 Peak memory of a process that calibrates ResNet-50 on generated 224x224 images. It must not grow with the number of samples.""",
 }

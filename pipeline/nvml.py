@@ -125,7 +125,10 @@ def _handle(nvml: Any, uuid: str) -> Any:
     handle = ctypes.c_void_p()
     if nvml.nvmlInit_v2() != 0:
         return None
-    return handle if nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)) == 0 else None
+    if nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)) != 0:
+        nvml.nvmlShutdown()
+        return None
+    return handle
 
 
 def _library() -> Any:

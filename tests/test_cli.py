@@ -129,7 +129,41 @@ def test_bench_measures_again(compiled: tuple[Path, Path]) -> None:
     done = crucible("bench", folder / "out", "--set", "benchmark.duration_s=0.2", env={"CRUCIBLE_HOME": str(home)})
     assert done.code == 0, done.err
     assert "times baseline" in done.out
-    assert len(json.loads(done.out.splitlines()[-1])) == 2
+    assert len(done.summary["engines"]) == 2  # type: ignore[arg-type]
+    assert "end to end, host" in done.out
+    assert "mean latency" in done.out
+    assert "crucible doctor --measure" in done.out, "no peaks were measured here"
+    assert "expected at least 0.2 s and 3 s" in done.out
+    (summary,) = done.summary["summary"]  # type: ignore[misc]
+    assert summary["queries"] > 0
+
+
+def test_bench_sweeps_over_the_batch(compiled: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, home = compiled
+    arguments = ("bench", folder / "out", "--batch", "1,16,4", "--limit-ms", "1000", "--out", tmp_path / "sweep")
+    done = crucible(*arguments, "--set", "benchmark.duration_s=0.2", env={"CRUCIBLE_HOME": str(home)})
+    assert done.code == 0, done.err
+    assert [point["batch"] for point in done.summary["points"]] == [1, 4, 16]  # type: ignore[attr-defined]
+    assert done.summary["best"] in (1, 4, 16)
+    assert "best batch with" in done.out
+    assert (tmp_path / "sweep" / "sweep.svg").read_text().startswith("<svg")
+    assert json.loads((tmp_path / "sweep" / "sweep.json").read_text()) == done.summary
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--batch", "1,x"), "expected --batch as numbers from 1 on, got '1,x'"),
+        (("--batch", "0"), "expected --batch as numbers from 1 on"),
+        (("--batch", "17"), "expected batch 1 to 16"),
+        (("--limit-ms", "5"), "belong to a sweep"),
+    ],
+)
+def test_a_bad_sweep_is_refused(compiled: tuple[Path, Path], options: tuple[str, ...], said: str) -> None:
+    folder, home = compiled
+    done = crucible("bench", folder / "out", *options, env={"CRUCIBLE_HOME": str(home)})
+    assert done.code == 1, done.out
+    assert said in done.err
 
 
 def test_report_prints_and_writes_again(compiled: tuple[Path, Path]) -> None:

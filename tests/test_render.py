@@ -15,8 +15,9 @@ from pipeline.errors import UserError
 from pipeline.measure import Interval
 from pipeline.render import load_report, markdown, page, schema, write_report
 from pipeline.report import Report
-from pipeline.sections import bytes_text, date, entries, number_text, sections, time_text
+from pipeline.sections import entries, sections
 from pipeline.terminal import candidate_table, console, verdict_lines
+from pipeline.texts import bytes_text, date, number_text, time_text
 from tests.fixtures_report import EVIL, proven_report, sample_report
 
 ROOT = Path(__file__).parent.parent
