@@ -35,7 +35,7 @@ where it does not, the luck of a process is larger than the noise within it.""",
     "compile_time": """## The demo's compile
 The whole process of `crucible compile configs/digits.yaml`: export, eight engines, measuring. Then again with everything in the store.""",
     "peak": """## What this machine reaches
-The fastest matrix product per precision (of two libraries, three sizes) and the fastest copy, with all cores: the roof that rows are seen against.""",
+The fastest matrix product per precision (of two libraries, three sizes) and the fastest copy, with all cores: what rows are seen against.""",
     "calibration_memory": """## Memory of calibration
 Peak memory of a process that calibrates ResNet-50 on generated 224x224 images. It must not grow with the number of samples.""",
 }

@@ -40,6 +40,7 @@ SIZES = (512, 1024, 2048)  # of square products; which one is best depends on th
 SECONDS = 0.5  # per product
 COPY_BYTES = 256 * 2**20  # far more than any cache holds
 LEAST_RUNS = 5
+BUSY_SHARE = 0.5  # of the cores: with more load from others before the start, what is measured is no peak
 
 
 class Product(Frozen):
@@ -108,17 +109,22 @@ def keep_peaks(found: Peaks, threads: int = 0) -> Path:
 
 def measure_peaks(threads: int = 0, seconds: float = SECONDS, progress: Progress = silent) -> Peaks:
     """The fastest products and copy of this CPU with so many threads (0: all). Takes about 15 s; run it on a quiet host."""
-    threads = threads or usable_cores()
+    threads, load = threads or usable_cores(), os.getloadavg()[0]
     best: dict[Precision, float] = {}
     for product in measure_products(threads, seconds, progress):
         best[product.precision] = max(best.get(product.precision, 0.0), product.flops_per_s)
     progress(None, "copying")
     return Peaks(
         device=f"{cpu_name()}, {threads} thread{'s' * (threads != 1)}",
-        source=f"measured {dt.datetime.now(dt.UTC):%Y-%m-%d}",
+        source=f"measured {dt.datetime.now(dt.UTC):%Y-%m-%d}{busy_text(load, usable_cores())}",
         flops_per_s=best,
         bytes_per_s=measure_copy(threads, seconds),
     )
+
+
+def busy_text(load: float, cores: int) -> str:
+    """What a reader of peaks must know of the host while they were measured: nothing if it was quiet."""
+    return f" on a busy host, load {load:.1f}: too low" if load > BUSY_SHARE * cores else ""
 
 
 def measure_products(threads: int, seconds: float = SECONDS, progress: Progress = silent) -> Iterator[Product]:

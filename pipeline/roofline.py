@@ -13,6 +13,7 @@ from pipeline.report import BenchmarkReport, Bound, LatencyRow
 from pipeline.texts import number_text, time_text
 
 DOMINANT = 0.5  # share of a time at which its part is what binds
+ABOVE_PEAK = 1.1  # times the peak: more than the noise of measuring one
 FAR = 4.0  # times both limits: neither arithmetic nor memory explains the time
 TINY_S = 200e-6  # work that would be done this fast: starting kernels and handing work to threads takes as long
 ITEM_BYTES = {Precision.FP32: 4, Precision.TF32: 4, Precision.FP16: 2, Precision.BF16: 2, Precision.INT8: 1, Precision.FP8: 1}
@@ -70,6 +71,9 @@ def _computing(row: LatencyRow, precision: Precision, peaks: Peaks | None) -> tu
     limits = f"its arithmetic {time_text(arithmetic_s)} ({precision}), its data {time_text(memory_s)} if nothing is fused"
     why = f"computing takes {time_text(compute_s)}; at the device's peak {limits}"
     nearest_s = max(arithmetic_s, memory_s)
+    if arithmetic_s > ABOVE_PEAK * compute_s:
+        told = f"{why}: no device is faster than its peak, so the peak was measured on a busy host, or kernels save multiplications (Winograd)"
+        return "unknown", told, "look at the slowest layers" if on_gpu else "measure the peaks again on a quiet host: `crucible doctor --measure`"
     if arithmetic_s >= DOMINANT * compute_s:
         return "compute", why, _less_arithmetic(precision, on_gpu)
     if compute_s > FAR * nearest_s:

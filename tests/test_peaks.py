@@ -7,7 +7,7 @@ import pytest
 from pipeline.core import Precision, Recipe, Target
 from pipeline.gpu import Peaks
 from pipeline.peaks import _product as product
-from pipeline.peaks import keep_peaks, load_peaks, measure_copy, peaks_file, peaks_of, with_limits
+from pipeline.peaks import busy_text, keep_peaks, load_peaks, measure_copy, peaks_file, peaks_of, with_limits
 from pipeline.report import BenchmarkFailure, BenchmarkReport, Benchmarks
 from tests.fixtures_layers import real_table
 from tests.fixtures_report import benchmark, engine
@@ -41,6 +41,11 @@ def test_a_gpu_that_is_not_here_has_no_peaks() -> None:
 def test_a_product_runs_in_every_library_and_precision(backend: str, precision: Precision) -> None:
     found = product(Recipe(backend=backend, precision=precision), 64, 1, 0.001)
     assert found.flops_per_s > 1e6
+
+
+@pytest.mark.parametrize(("load", "said"), [(0.3, ""), (0.99, ""), (7.5, " on a busy host, load 7.5: too low")])
+def test_a_busy_host_is_told_with_its_peaks(load: float, said: str) -> None:
+    assert busy_text(load, 2) == said
 
 
 def test_a_copy_counts_reading_and_writing() -> None:
