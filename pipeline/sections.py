@@ -245,8 +245,10 @@ def _limits(report: Report) -> Section:
     )
     tables = []
     for sizes in shapes(report):
-        rows = tuple((str(entry.number), entry.label, *limit_cells(row)) for entry in entries(report) if (row := entry.row(sizes)))
-        tables.append(Table(("#", f"engine at {shape_text(sizes)}", *LIMITS_HEADER), rows))
+        pairs = [(entry, row) for entry in entries(report) if (row := entry.row(sizes))]
+        winner = next((index for index, (entry, _) in enumerate(pairs) if entry.part == "winner"), None)
+        rows = tuple((str(entry.number), entry.label, *limit_cells(row)) for entry, row in pairs)
+        tables.append(Table(("#", f"engine at {shape_text(sizes)}", *LIMITS_HEADER), rows, winner))
     return Section("limits", "What binds each row", text, tables=tuple(tables))
 
 

@@ -36,15 +36,6 @@ def limit_cells(row: LatencyRow) -> tuple[str, ...]:
     return flops, rate, arithmetic, _share(bound.share_of_peak_bytes), bound.kind, bound.why, bound.next_step
 
 
-def limit_text(row: LatencyRow | None) -> str:
-    """`150 (62 %), 11.2 (40 %), compute`: GFLOP/s and GB/s with their shares of peak, and what binds."""
-    if row is None:
-        return ""
-    shares = (row.bound.share_of_peak_flops, row.bound.share_of_peak_bytes) if row.bound else (None, None)
-    parts = [rate + (f" ({_share(share)})" if share else "") for rate, share in zip(_rates(row), shares, strict=True)]
-    return ", ".join([*parts, *([row.bound.kind] if row.bound else [])])
-
-
 def bound_text(bound: Bound) -> str:
     """`bound by compute: computing takes ...; next: ...`."""
     told = "what binds it is unknown" if bound.kind == "unknown" else f"bound by {bound.kind}"

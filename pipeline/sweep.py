@@ -86,13 +86,18 @@ def sweep_of(label: str, symbol: str, rows: Sequence[LatencyRow], limit_s: float
 
 def conclusion(sweep: Sweep) -> str:
     """The choice in one sentence."""
-    tail = "median" if sweep.percentile == 50 else f"p{sweep.percentile}"
-    within = f" with {tail} within {sweep.limit_s * 1e3:g} ms" if sweep.limit_s is not None else ""
+    tail, limit = tail_name(sweep), "" if sweep.limit_s is None else f" within {sweep.limit_s * 1e3:g} ms"
     point = next((point for point in sweep.points if point.batch == sweep.best), None)
     if point is None:
         least = min(sweep.points, key=lambda each: each.tail_s)
-        return f"no batch has its {tail}{within.removeprefix(f' with {tail}')}: the fastest, {least.batch}, takes {least.tail_s * 1e3:.3g} ms"
-    return f"best batch{within}: {point.batch}, {point.samples_per_s:,.0f} samples/s, {tail} {point.tail_s * 1e3:.3g} ms"
+        return f"no batch has its {tail}{limit}: the fastest, {least.batch}, takes {least.tail_s * 1e3:.3g} ms"
+    asked = f" with {tail}{limit}" if limit else ""
+    return f"best batch{asked}: {point.batch}, {point.samples_per_s:,.0f} samples/s, {tail} {point.tail_s * 1e3:.3g} ms"
+
+
+def tail_name(sweep: Sweep) -> str:
+    """`p99`, or `median`."""
+    return "median" if sweep.percentile == 50 else f"p{sweep.percentile}"
 
 
 def write_sweep(sweep: Sweep, folder: Path) -> tuple[Path, Path]:
@@ -118,8 +123,7 @@ def _draw(sweep: Sweep) -> Figure:
     axes.plot([x for x, _ in best], [y for _, y in best], "*", color=COLOURS["winner"], markersize=17, label="best")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    tail = "median" if sweep.percentile == 50 else f"p{sweep.percentile}"
-    axes.set_xlabel(f"{tail} latency end to end, ms; numbers are the size of {sweep.symbol}")
+    axes.set_xlabel(f"{tail_name(sweep)} latency end to end, ms; numbers are the size of {sweep.symbol}")
     axes.set_ylabel("samples per second")
     axes.set_title(f"{sweep.label}: throughput against latency", loc="left")
     if best or sweep.limit_s is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable
 from types import TracebackType
 
 from rich.console import Console
@@ -19,8 +20,8 @@ from pipeline.measure import Clock, Interval, monotonic
 from pipeline.precision import percent_text, time_by_precision
 from pipeline.report import BenchmarkReport, Benchmarks, Candidate, LatencyRow, Report, ValidationReport
 from pipeline.runner import StageEvent
-from pipeline.speed import Summary, bound_text, gpu_lines, limit_text, peaks_text, summary_lines, summary_rows
-from pipeline.sweep import Sweep
+from pipeline.speed import Summary, bound_text, gpu_lines, limit_cells, peaks_text, summary_lines, summary_rows
+from pipeline.sweep import Sweep, tail_name
 from pipeline.texts import shape_text
 
 PLAIN_WIDTH = 130
@@ -181,16 +182,13 @@ def candidate_table(report: Report) -> Table:
     at = ", ".join(f"{name} {size}" for name, size in sizes.items())
     table.add_column(f"median ({at})" if at else "median", justify="right")
     table.add_column("times baseline (95 %)", justify="right")
-    proven = any(candidate.layers for candidate in report.candidates)
-    if proven:
+    if any(candidate.layers for candidate in report.candidates):
         table.add_column("really ran")
-    table.add_column("GFLOP/s, GB/s (of peak), bound by")
     for baseline in (report.baseline, *report.baselines):
         if baseline is not None:
-            first, ran = baseline.rows[0], ("",) * proven
-            table.add_row(baseline.label, "baseline", "", "", median_text(first), ratio_text(first.ratio), *ran, limit_text(first))
+            table.add_row(baseline.label, "baseline", "", "", median_text(baseline.rows[0]), ratio_text(baseline.rows[0].ratio))
     for candidate in sorted(report.candidates, key=_slowest_last):
-        table.add_row(*_candidate_cells(candidate, proven), style="bold" if candidate.label == report.winner else None)
+        table.add_row(*_candidate_cells(candidate), style="bold" if candidate.label == report.winner else None)
     return table
 
 
@@ -205,28 +203,45 @@ def _slowest_last(candidate: Candidate) -> float:
     return -ratio.value if ratio else 0.0
 
 
-def _candidate_cells(candidate: Candidate, proven: bool) -> tuple[str, ...]:
+def _candidate_cells(candidate: Candidate) -> tuple[str, ...]:
     report, benchmark = candidate.selection, candidate.benchmark
     drop = f"{report.metric.drop:+.4f}" if report and report.metric else ""
     cosine = f"{min((o.cosine for o in report.outputs), default=float('nan')):.5f}" if report and report.outputs else ""
     row = benchmark.rows[0] if benchmark and benchmark.rows else None
     known = candidate.state in ("measured", "failed accuracy")
     state = candidate.state if known else escape(f"{candidate.state}: {candidate.reason.splitlines()[0][:60]}")
-    ran = (ran_text(candidate.layers) if candidate.layers else "",) * proven
-    return candidate.label, state, drop, cosine, median_text(row), ratio_text(row.ratio if row else None), *ran, limit_text(row)
+    ran = (ran_text(candidate.layers),) if candidate.layers else ()
+    return candidate.label, state, drop, cosine, median_text(row), ratio_text(row.ratio if row else None), *ran
 
 
 def benchmark_table(reports: list[BenchmarkReport]) -> Table:
     """Every row of every engine: median and percentiles that the number of samples allows."""
     table = Table()
-    for heading in ("engine", "sizes", "median", "p90", "p99", "samples/s", "times baseline (95 %)", "GFLOP/s, GB/s (of peak), bound by"):
+    for heading in ("engine", "sizes", "median", "p90", "p99", "samples/s", "times baseline (95 %)"):
         table.add_column(heading, justify="left" if heading in ("engine", "sizes") else "right", no_wrap=heading == "engine")
     for report in reports:
         for row in report.rows:
             sizes = ", ".join(f"{name} {size}" for name, size in row.sizes.items())
             tail = ["-" if (value := row.end_to_end.percentile_or_absent(percent)) is None else duration(value) for percent in (90, 99)]
-            table.add_row(report.label, sizes, median_text(row), *tail, f"{row.throughput_per_s:,.0f}", ratio_text(row.ratio), limit_text(row))
+            table.add_row(report.label, sizes, median_text(row), *tail, f"{row.throughput_per_s:,.0f}", ratio_text(row.ratio))
     return table
+
+
+def limits_table(rows: Iterable[tuple[str, LatencyRow]]) -> Table:
+    """What binds each row, by the label of its engine."""
+    table = Table(title="what binds each row", title_justify="left")
+    for heading in ("engine", "sizes", "GFLOP/s", "GB/s", "arithmetic", "memory", "bound by", "next"):
+        table.add_column(heading, justify="right" if heading in ("GFLOP/s", "GB/s", "arithmetic", "memory") else "left", no_wrap=heading == "engine")
+    for label, row in rows:
+        *figures, _, step = limit_cells(row)
+        table.add_row(label, ", ".join(f"{name} {size}" for name, size in row.sizes.items()), *figures, escape(step))
+    return table
+
+
+def first_rows(report: Report) -> list[tuple[str, LatencyRow]]:
+    """Every measured engine at the first shape, baselines first."""
+    candidates = (candidate.benchmark for candidate in sorted(report.candidates, key=_slowest_last))
+    return [(found.label, found.rows[0]) for found in (report.baseline, *report.baselines, *candidates) if found]
 
 
 def summary_table(found: Summary) -> Table:
@@ -250,7 +265,7 @@ def sweep_table(sweep: Sweep) -> Table:
     """Every batch of a sweep, the best in bold."""
     others = ", ".join(f"{name} {size}" for name, size in sweep.others.items())
     table = Table(title=f"{sweep.label}{f' at {others}' if others else ''}", title_justify="left")
-    tails = () if sweep.percentile == 50 else (f"p{sweep.percentile}",)
+    tails = () if sweep.percentile == 50 else (tail_name(sweep),)
     for heading in (sweep.symbol, "median", *tails, "samples/s", "bound by"):
         table.add_column(heading, justify="left" if heading == "bound by" else "right")
     for point in sweep.points:

@@ -11,7 +11,7 @@ from pipeline.measure import Samples
 from pipeline.nvml import GpuUse, Span
 from pipeline.report import LatencyRow, Totals
 from pipeline.roofline import bound_of
-from pipeline.speed import LIMITS_HEADER, gpu_lines, limit_cells, limit_text, peaks_text, stats_of, summary_lines, summary_of, summary_rows
+from pipeline.speed import LIMITS_HEADER, gpu_lines, limit_cells, peaks_text, stats_of, summary_lines, summary_of, summary_rows
 
 PROFILE = Profile(dims={"batch": DimRange(min=1, opt=8, max=64)})
 PEAKS = Peaks(device="EPYC, 2 threads", source="measured 2026-11-21", flops_per_s={Precision.FP32: 100e9}, bytes_per_s=20e9)
@@ -105,11 +105,8 @@ def test_a_row_of_an_older_report_has_no_summary() -> None:
 
 def test_rows_in_words() -> None:
     row = measured()
-    assert limit_text(None) == ""
-    assert limit_text(row) == "60.0, 5.00"
     assert limit_cells(row)[:2] == ("60.0", "5.00")
     bound = row.model_copy(update={"bound": bound_of(row, Precision.FP32, PEAKS)})
-    assert limit_text(bound) == "60.0 (60 %), 5.00 (25 %), compute"
     assert limit_cells(bound)[:5] == ("60.0", "5.00", "60 % (fp32)", "25 %", "compute")
     assert len(limit_cells(bound)) == len(limit_cells(row)) == len(LIMITS_HEADER)
     assert peaks_text(PEAKS) == "EPYC, 2 threads: fp32 100 GFLOP/s; memory 20.0 GB/s (measured 2026-11-21)"
