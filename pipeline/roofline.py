@@ -17,6 +17,8 @@ ABOVE_PEAK = 1.1  # times the peak: more than the noise of measuring one
 FAR = 4.0  # times both limits: neither arithmetic nor memory explains the time
 TINY_S = 200e-6  # work that would be done this fast: starting kernels and handing work to threads takes as long
 ITEM_BYTES = {Precision.FP32: 4, Precision.TF32: 4, Precision.FP16: 2, Precision.BF16: 2, Precision.INT8: 1, Precision.FP8: 1}
+MEASURE_CPU = "measure them once: `crucible doctor --measure`, with --threads where the plan sets benchmark.threads"
+MEASURE_GPU = "compare by hand with what `python benchmarks/peak.py` measures on it"
 NARROWER = {Precision.FP32: "fp16 or int8", Precision.TF32: "fp16 or int8", Precision.FP16: "int8 or fp8", Precision.BF16: "int8 or fp8"}
 NARROWER_ON_CPU = {Precision.FP32: "int8", Precision.TF32: "int8", Precision.FP16: "int8", Precision.BF16: "int8"}
 
@@ -62,10 +64,10 @@ def _computing(row: LatencyRow, precision: Precision, peaks: Peaks | None) -> tu
     on_gpu, compute_s, whole_s = row.compute.clock == "device", row.compute.median_s, row.end_to_end.median_s
     if row.flops_per_s is None or row.bytes_per_s is None:
         return "unknown", "the graph's FLOPs or bytes are not known before it runs", "look at the slowest layers: `What really ran` in the report"
-    if peaks is None or not peaks.bytes_per_s or precision not in peaks.flops_per_s:
-        missing = f"the {precision} peak of this device" if peaks and peaks.bytes_per_s else "this device's peaks"
-        measure = "measure them once with `python benchmarks/peak.py`" if on_gpu else "measure them once: `crucible doctor --measure`"
-        return "unknown", f"{missing} {'is' if 'peak of' in missing else 'are'} not known", measure
+    if peaks is None or not peaks.bytes_per_s:
+        return "unknown", "this device's peaks are not known", MEASURE_GPU if on_gpu else MEASURE_CPU
+    if precision not in peaks.flops_per_s:
+        return "unknown", f"the {precision} peak of this device is not known", MEASURE_GPU if on_gpu else MEASURE_CPU
     arithmetic_s = row.flops_per_s * whole_s / peaks.flops_per_s[precision]
     memory_s = row.bytes_per_s * whole_s * ITEM_BYTES[precision] / ITEM_BYTES[Precision.FP32] / peaks.bytes_per_s
     limits = f"its arithmetic {time_text(arithmetic_s)} ({precision}), its data {time_text(memory_s)} if nothing is fused"
@@ -77,7 +79,8 @@ def _computing(row: LatencyRow, precision: Precision, peaks: Peaks | None) -> tu
     if arithmetic_s >= DOMINANT * compute_s:
         return "compute", why, _less_arithmetic(precision, on_gpu)
     if compute_s > FAR * nearest_s:
-        return "overhead", f"{why}: {number_text(compute_s / nearest_s)} times the nearer of the two", _less_overhead(nearest_s, on_gpu)
+        times = f": {number_text(compute_s / nearest_s)} times the nearer of the two" if nearest_s else ""
+        return "overhead", why + times, _less_overhead(nearest_s, on_gpu)
     if memory_s > arithmetic_s:
         return "bandwidth", why, f"move less: {_narrower(precision, on_gpu)}a larger batch, which reads the weights once for all rows"
     return "compute", why, "look at the slowest layers (`What really ran` in the report): their kernels reach less than half of the peak"

@@ -42,6 +42,7 @@ def row_of(
         (row_of(10, 0.1e9, 0.15e9), "bandwidth", "move less"),
         (row_of(10, 0.01e9), "overhead", "fewer threads"),
         (row_of(10, 0.1e9), "overhead", "slowest layers"),
+        (row_of(10, 0, 0), "overhead", "fewer threads"),
         (row_of(10, 0.01e9, clock="device"), "overhead", "CUDA graph"),
         (row_of(10, 0.8e9, upload_ms=12, clock="device"), "copies", "DLPack"),
         (row_of(0.1, 8e6, host_ms=0.2), "overhead", "more rows per call"),
