@@ -107,18 +107,18 @@ def keep_peaks(found: Peaks, threads: int = 0) -> Path:
 # -- measured -----------------------------------------------------------------------------------------------------------
 
 
-def measure_peaks(threads: int = 0, seconds: float = SECONDS, progress: Progress = silent) -> Peaks:
+def measure_peaks(threads: int = 0, progress: Progress = silent) -> Peaks:
     """The fastest products and copy of this CPU with so many threads (0: all). Takes about 15 s; run it on a quiet host."""
     threads, load = threads or usable_cores(), os.getloadavg()[0]
     best: dict[Precision, float] = {}
-    for product in measure_products(threads, seconds, progress):
+    for product in measure_products(threads, SECONDS, progress):
         best[product.precision] = max(best.get(product.precision, 0.0), product.flops_per_s)
     progress(None, "copying")
     return Peaks(
         device=f"{cpu_name()}, {threads} thread{'s' * (threads != 1)}",
         source=f"measured {dt.datetime.now(dt.UTC):%Y-%m-%d}{busy_text(load, usable_cores())}",
         flops_per_s=best,
-        bytes_per_s=measure_copy(threads, seconds),
+        bytes_per_s=measure_copy(threads),
     )
 
 

@@ -12,6 +12,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from pipeline.core import Precision
+from pipeline.measure import usable_cores
+from pipeline.peaks import load_peaks
 from tests.fixtures_cli import crucible, environment, write_model, write_task
 
 
@@ -191,6 +194,17 @@ def test_doctor_names_what_is_here_and_what_to_install() -> None:
     assert done.code == 0, done.err
     assert "onnxruntime" in done.out
     assert json.loads(crucible("doctor", "--json").out)
+
+
+@pytest.mark.slow
+def test_doctor_measures_the_peaks_of_this_cpu_once() -> None:
+    assert "CPU peak" in crucible("doctor", "--measure", "--threads", "1").out
+    kept = json.loads(crucible("doctor", "--json").out)["cpu_peaks"]
+    assert (kept is None) == (usable_cores() > 1), "they are of one thread"
+    found = load_peaks(1)
+    assert found is not None
+    assert found.flops_per_s[Precision.FP32] > 1e8
+    assert Precision.INT8 in found.flops_per_s
 
 
 def test_an_onnx_file_alone_compiles_to_unproven(tmp_path: Path) -> None:
