@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.core import Frozen, Profile, TensorSpec
-from pipeline.errors import PlanError
 from pipeline.drawing import WIDTH_INCHES, svg
+from pipeline.errors import PlanError
 from pipeline.plots import COLOURS
 from pipeline.report import Bound, LatencyRow
 
