@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from pipeline import backends
+from pipeline.ablation import Ablated, base_of, reversals
 from pipeline.backends.base import no_layers
 from pipeline.backends.cuda import CudaError, OutOfDeviceMemory
 from pipeline.backends.openvino_nncf import quantize_with_nncf
@@ -15,13 +17,13 @@ from pipeline.backends.trt_modelopt import quantize_with_modelopt
 from pipeline.config import GeneratedData
 from pipeline.core import CalibrationMethod, CalibrationTable, Engine, Note, OnnxModel, Precision, Profile, Recipe
 from pipeline.data import CalibrationSet, SampleSet
-from pipeline.errors import BackendUnavailable, ChildDied, InternalError, ModelError, UnsupportedError
+from pipeline.errors import BackendUnavailable, ChildDied, CrucibleError, InternalError, ModelError, UnsupportedError
 from pipeline.gpu import find_gpus
 from pipeline.graph import draw_feeds
 from pipeline.job import FEEDS_FOR_CHECKS, Job, batch_rows, options_of
 from pipeline.layers import LayerTable
 from pipeline.precision import mislabelled, precision_notes
-from pipeline.recipes import default_candidates, distinct, missing_backend_note, recipe_from_candidate
+from pipeline.recipes import default_candidates, distinct, missing_backend_note, recipes_from_candidate
 from pipeline.report import Candidate, NodeRanking, Rescue, ValidationReport
 from pipeline.rescue import Attempt, Skipped, Tried, ends, in_bf16, in_fp32, keeping, story, to_rescue, with_nodes_kept, with_opt_moved
 from pipeline.runner import Stage
@@ -54,6 +56,7 @@ class Prepared:
 
     candidates: tuple[Candidate, ...]
     rescues: tuple[Rescue, ...] = ()
+    ablated: Ablated | None = None
 
 
 def recipes_of(job: Job) -> tuple[tuple[Recipe, ...], tuple[Note, ...]]:
@@ -71,7 +74,8 @@ def recipes_of(job: Job) -> tuple[tuple[Recipe, ...], tuple[Note, ...]]:
     if not calibrated and not named:
         notes.append(Note(stage="candidates", text="int8 is left out: the plan has no calibration data", level="info"))
     candidates = job.plan.candidates or default_candidates(targets, calibrated)
-    recipes = distinct(recipe_from_candidate(each, targets[each.backend], job.plan, calibrated) for each in candidates)
+    found = (recipes_from_candidate(each, targets[each.backend], job.plan, calibrated) for each in candidates)
+    recipes = distinct(chain.from_iterable(found))
     for recipe in recipes:
         backends.backend(recipe.backend).check_recipe(recipe, targets[recipe.backend])
     return recipes, tuple(notes)
@@ -155,6 +159,30 @@ def rank(job: Job, model: OnnxModel, failed: Candidate, bugs: list[InternalError
     except InternalError as error:  # the next steps may still help
         bugs.append(error)
         return NodeRanking(failure=f"a bug in Crucible, please report it: {error.message}")
+
+
+def ablate(job: Job, model: OnnxModel, prepared: Prepared, expected: ReferenceOutputs, bugs: list[InternalError]) -> Prepared:
+    """The candidates, and those with one switch of the best int8 candidate reversed. Nothing is built where a switch leaves the graph as it is."""
+    base = base_of(prepared.candidates) if job.plan.ablate else None
+    if base is None:
+        return prepared
+    known = {candidate.label: candidate for candidate in prepared.candidates}
+    tried = []
+    for reversal in reversals(base.recipe):
+        label = reversal.recipe.label
+        changes = label in known or not same_graph(job, model, base.recipe, reversal.recipe)
+        if changes and label not in known:
+            known[label] = prepare(job, model, reversal.recipe, expected, bugs)
+        tried.append(replace(reversal, changes=changes))
+    return replace(prepared, candidates=tuple(known.values()), ablated=Ablated(base, tuple(tried)))
+
+
+def same_graph(job: Job, model: OnnxModel, one: Recipe, other: Recipe) -> bool:
+    """Whether two recipes are converted to one and the same graph. False where one cannot be converted: `prepare` says why."""
+    try:
+        return convert_model(job, model, one).digest == convert_model(job, model, other).digest
+    except CrucibleError:
+        return False
 
 
 def with_layers(candidate: Candidate, table: LayerTable | None) -> Candidate:

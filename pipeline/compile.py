@@ -9,8 +9,9 @@ from itertools import chain
 from pathlib import Path
 
 from pipeline import graph
+from pipeline.ablation import ablation_from
 from pipeline.backends import pytorch_
-from pipeline.candidates import Prepared, build_engine, check_engine, prepare, recipes_of, reference_outputs, rescue
+from pipeline.candidates import Prepared, ablate, build_engine, check_engine, prepare, recipes_of, reference_outputs, rescue
 from pipeline.config import DataConfig, GeneratedData, Plan
 from pipeline.core import Engine, Note, OnnxModel, Precision, Recipe
 from pipeline.decide import choose, decide, ratio_of
@@ -19,7 +20,7 @@ from pipeline.errors import InternalError
 from pipeline.job import FEEDS_FOR_CHECKS, Job, open_job, options_of
 from pipeline.peaks import with_limits
 from pipeline.render import write_report
-from pipeline.report import BenchmarkFailure, BenchmarkReport, Benchmarks, Candidate, OperatorTable, Report, ReportFiles, Rescue, ValidationReport
+from pipeline.report import Ablation, BenchmarkFailure, BenchmarkReport, Benchmarks, Candidate, OperatorTable, Report, ReportFiles, Rescue, ValidationReport
 from pipeline.runner import Runner, Stage
 from pipeline.source import code_digest
 from pipeline.stages.benchmark import benchmark
@@ -50,7 +51,8 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
     prepared = [prepare(job, model, recipe, expected, bugs) for recipe in recipes]
     if bugs and not any(candidate.engine for candidate in prepared):
         raise bugs[0]
-    measured = measure(job, model, [reference, *others], rescue(job, model, prepared, expected, bugs))
+    ablated = ablate(job, model, rescue(job, model, prepared, expected, bugs), expected, bugs)
+    measured = measure(job, model, [reference, *others], ablated)
     validation = validate_winner(job, reference, choose(measured.candidates))
     notes = (*notes, *baseline_notes([reference, *others], measured.candidates))
     return write_up(job, (exported, model), measured, validation, notes, command)
@@ -58,10 +60,11 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Candidates with their latencies, how some were rescued, and the baselines they are compared with."""
+    """Candidates with their latencies, how some were rescued, what switches do, and the baselines they are compared with."""
 
     candidates: tuple[Candidate, ...]
     rescues: tuple[Rescue, ...]
+    ablation: Ablation | None
     baselines: tuple[BenchmarkReport, ...]
     run: Benchmarks
 
@@ -106,9 +109,11 @@ def measure(job: Job, model: OnnxModel, baselines: list[Engine], prepared: Prepa
     found = job.runner.stage(BENCHMARK, Benchmarks, engines, model, job.plan.benchmark, inputs=inputs, options=options)
     found = with_limits(found, engines, {candidate.label: candidate.layers for candidate in prepared.candidates}, job.plan.benchmark.threads)
     by_label = {result.label: result for result in found.results}
+    candidates = tuple(with_benchmark(candidate, by_label.get(candidate.label)) for candidate in prepared.candidates)
     return Measured(
-        candidates=tuple(with_benchmark(candidate, by_label.get(candidate.label)) for candidate in prepared.candidates),
+        candidates=candidates,
         rescues=prepared.rescues,
+        ablation=ablation_from(prepared.ablated, candidates) if prepared.ablated else Ablation(label="") if job.plan.ablate else None,
         baselines=tuple(report for engine in baselines if isinstance(report := by_label[engine.recipe.label], BenchmarkReport)),
         run=found,
     )
@@ -164,6 +169,7 @@ def write_up(
         baselines=measured.baselines[1:],
         candidates=measured.candidates,
         rescues=measured.rescues,
+        ablation=measured.ablation,
         winner=decision.winner.label if decision.winner else None,
         ratio=ratio_of(decision.winner) if decision.winner else None,
         validation=validation,

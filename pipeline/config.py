@@ -12,13 +12,13 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import platformdirs
 import yaml
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, PlainSerializer, Tag, ValidationError, model_validator
 
-from pipeline.core import DimRange, Frozen, Placement, Precision, Profile, TensorSpec
+from pipeline.core import DimRange, Frozen, Precision, Profile, TensorSpec
 from pipeline.errors import PlanError
 
 ONNX_SUFFIXES = (".onnx",)
@@ -135,18 +135,44 @@ def _word_or_names(value: object) -> str:
 _EitherKept = Annotated[Literal["auto"], Tag("(word)")] | Annotated[tuple[str, ...], Tag("(names)")]
 KeptNodes = Annotated[_EitherKept, Discriminator(_word_or_names)]
 
+T = TypeVar("T")
+Method = Literal["auto", "entropy", "minmax", "percentile"]
+
+
+def _as_tuple(value: object) -> object:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def _as_written(values: tuple[Any, ...]) -> Any:
+    return values if len(values) > 1 else values[0]
+
+
+Choices = Annotated[tuple[T, ...], Field(min_length=1), BeforeValidator(_as_tuple), PlainSerializer(_as_written)]
+"""Written as one value, or as a list of values to try."""
+
+
+class PlacementConfig(Frozen):
+    """The switches of core.Placement; a list tries each of its values."""
+
+    conv: Choices[bool] = (True,)
+    matmul_weight: Choices[bool] = (True,)
+    matmul_activations: Choices[bool] = (False,)
+    residual_add: Choices[bool] = (True,)
+    last_layer: Choices[bool] = (False,)
+    per_channel: Choices[bool] = (True,)
+
 
 class CandidateConfig(Frozen):
-    """One candidate to try. What is left out is chosen for this host."""
+    """One candidate to try, or where it names choices, one for every combination. What is left out is chosen for this host."""
 
     backend: str
     precision: Precision
-    method: Literal["auto", "entropy", "minmax", "percentile"] = "auto"  # int8 only
+    method: Choices[Method] = ("auto",)  # int8 only
     activation: Literal["auto", "int8", "uint8"] = "auto"
     weight_bits: Literal[7, 8] | None = None
     realised_in: Literal["auto", "graph", "flags"] = "auto"  # TensorRT: written into the graph, or by builder flags (int8: implicit)
     quantizer: Literal["crucible", "nncf", "modelopt"] = "crucible"
-    placement: Placement = Placement()
+    placement: PlacementConfig = PlacementConfig()
     keep_fp32: KeptNodes = ()  # auto: the worst nodes, as few as bring it within the limits
     compute_capability: str | None = None
     hardware_compatible: bool = False
@@ -208,6 +234,7 @@ class Plan(Frozen):
     data: DataConfig = DataConfig()
     accuracy: AccuracyConfig = AccuracyConfig()
     candidates: tuple[CandidateConfig, ...] = ()  # empty: all that this host can build and run
+    ablate: bool = False  # the best int8 candidate again with each switch of its placement reversed
     rescue: bool = True  # fp16, and what says `keep_fp32: auto`, is tried in other ways where it is over the limits, a few builds more
     keep_builds: int = Field(default=6, ge=1)  # most engines built, per candidate, to find the nodes that must stay in fp32
     export: ExportConfig = ExportConfig()

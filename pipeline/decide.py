@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.core import Precision
-from pipeline.measure import Interval
+from pipeline.measure import Interval, ratio_of_medians
 from pipeline.metrics import AT_CHANCE, NOT_COVERED
 from pipeline.report import Candidate, LatencyRow, ValidationReport, Verdict
 
@@ -18,6 +18,10 @@ KEEP_WORST = "the worst layers unquantised: `keep_fp32: auto`"
 AFTER_INT8 = ("bf16 or fp16 instead of int8", "quantisation-aware training, then compile the Q/DQ model")
 SEE_LAYERS = "see the table of what really ran: it names the layers in another precision; call the candidate by that precision, or leave it out"
 QUANTISE_MORE = "let more of it run in 8 bits: `placement: {last_layer: true}`, fewer nodes in `keep_fp32`, and on onnxruntime `activation: uint8`"
+
+NEAR = 1.05
+"""How much slower than the fastest a more accurate candidate may be, if it is not measurably slower. On a noisy host an interval can hold 1 though
+one side is half as fast again; then the faster one is still the better guess. 5 % is what six processes tell apart (docs/measurement.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +47,48 @@ def ratio_of(candidate: Candidate) -> Interval | None:
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The fastest candidate that kept its accuracy on the selection set."""
+    """Of the candidates that kept their accuracy on the selection set the fastest; of those as fast as it, as far as can be told, the most accurate."""
+    return min(contenders(candidates), key=loss, default=None)
+
+
+def contenders(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """The fastest that kept its accuracy, and those whose speed cannot be told from its own, in the order of the plan.
+
+    All are held against the fastest and not against each other, so that no chain of small differences leads to a slow one.
+    """
     fit = [candidate for candidate in candidates if candidate.state == "measured"]
-    return max(fit, key=_speed, default=None)
+    fastest = max(fit, key=_speed, default=None)
+    return tuple(candidate for candidate in fit if fastest and (candidate is fastest or _is_as_fast(candidate, fastest)))
 
 
 def _speed(candidate: Candidate) -> float:
-    ratio = ratio_of(candidate)
-    return ratio.value if ratio else 0.0
+    """Against the baseline; where that was not measured, there is no ratio for any of them, and runs per second serve as well."""
+    row, ratio = first_row(candidate), ratio_of(candidate)
+    return ratio.value if ratio else 1 / row.end_to_end.median_s if row else 0.0
+
+
+def _is_as_fast(candidate: Candidate, fastest: Candidate) -> bool:
+    ratio = speed_ratio(fastest, candidate)
+    return ratio is not None and not ratio.excludes(1.0) and ratio.value > 1 / NEAR
+
+
+def speed_ratio(base: Candidate, other: Candidate) -> Interval | None:
+    """The median of `base` over that of `other` at the first benchmarked shape, process by process; None where either has too few values.
+
+    Both ran in the same interleaved run, so this is narrower than what their ratios to the baseline tell: the baseline's own noise is not in it.
+    """
+    rows = first_row(base), first_row(other)
+    try:
+        return ratio_of_medians(rows[0].end_to_end, rows[1].end_to_end) if rows[0] and rows[1] else None
+    except ValueError:
+        return None
+
+
+def loss(candidate: Candidate) -> tuple[float, float]:
+    """What is lost on the selection set, the smaller the better: the drop of the metric, then what the smallest cosine lacks."""
+    report = candidate.selection
+    drop = report.metric.drop if report and report.metric else 0.0
+    return drop, -min((output.cosine for output in report.outputs), default=-1.0) if report else 1.0
 
 
 def decide(candidates: Sequence[Candidate], winner: Candidate | None, validation: ValidationReport | None) -> Decision:
@@ -60,11 +98,12 @@ def decide(candidates: Sequence[Candidate], winner: Candidate | None, validation
         return Decision("rejected", None, _why_none(candidates), _after_none(candidates, miss), miss)
     if validation is None or validation.role != "validation":
         given = "no validation set: accuracy seen on the selection set only" if winner.selection and winner.selection.metric else NO_DATA
-        return Decision("unproven", winner, (given,), ("give data.selection and data.validation in the plan",))
+        return Decision("unproven", winner, (given, *_why_chosen(candidates, winner)), ("give data.selection and data.validation in the plan",))
     if not validation.passed:
         reasons = tuple(f"validation: {failure}" for failure in validation.failures)
         return Decision("rejected", winner, reasons, (*mend_data(reasons), *next_steps(winner)), winner)
-    return Decision("accepted", winner, _why_accepted(winner, validation), _if_not_faster(winner))
+    reasons = (*_why_accepted(winner, validation), *_why_chosen(candidates, winner))
+    return Decision("accepted", winner, reasons, _if_not_faster(candidates))
 
 
 def _why_accepted(winner: Candidate, validation: ValidationReport) -> tuple[str, ...]:
@@ -80,9 +119,24 @@ def _why_accepted(winner: Candidate, validation: ValidationReport) -> tuple[str,
     return tuple(reasons)
 
 
-def _if_not_faster(winner: Candidate) -> tuple[str, ...]:
-    ratio = ratio_of(winner)
-    if ratio is None or ratio.low > 1.0:
+def _why_chosen(candidates: Sequence[Candidate], winner: Candidate) -> tuple[str, ...]:
+    """Why this one of several that are equally fast; empty where there is no other."""
+    others = [candidate for candidate in contenders(candidates) if candidate is not winner]
+    if not others:
+        return ()
+    (drop, cosine), losses = loss(winner), [loss(candidate) for candidate in others]
+    if any(each == (drop, cosine) for each in losses):
+        better = "none is more accurate, and it comes first in the plan"
+    elif any(each[0] == drop for each in losses):
+        better = f"it has the highest cosine, {-cosine:.5f}"
+    else:
+        better = f"it has the smallest drop on the selection set, {drop:+.4f}"
+    return (f"of {len(others) + 1} candidates whose speeds cannot be told apart {better}; the others: {', '.join(each.label for each in others)}",)
+
+
+def _if_not_faster(candidates: Sequence[Candidate]) -> tuple[str, ...]:
+    ratios = [ratio for candidate in contenders(candidates) if (ratio := ratio_of(candidate))]
+    if not ratios or any(ratio.low > 1.0 for ratio in ratios):
         return ()
     return ("no candidate is faster than the baseline at the first benchmarked shape: keep the baseline, or give other candidates or shapes",)
 

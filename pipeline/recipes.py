@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from pipeline.config import CandidateConfig, Plan
-from pipeline.core import CalibrationMethod, Note, Precision, Recipe, Target
+from pipeline.config import CandidateConfig, PlacementConfig, Plan
+from pipeline.core import CalibrationMethod, Note, Placement, Precision, Recipe, Target
 from pipeline.errors import PlanError
 
 VNNI_FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
@@ -16,6 +18,9 @@ BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
 FOR_TENSORRT = ("hardware_compatible", "version_compatible")
 """Keys of a candidate that say where an engine of TensorRT may run."""
+
+MOST_RECIPES = 32
+"""That one candidate may stand for: each is built, checked and measured for some seconds."""
 
 QUANTIZER_BACKENDS = {"nncf": "openvino", "modelopt": "tensorrt"}
 """Whose engines a foreign quantizer places Q/DQ for."""
@@ -62,8 +67,46 @@ def _generation(target: Target) -> tuple[int, ...]:
     return tuple(int(part) for part in (target.compute_capability or "0.0").split("."))
 
 
+def recipes_from_candidate(candidate: CandidateConfig, target: Target, plan: Plan, calibrated: bool) -> tuple[Recipe, ...]:
+    """A full recipe for every combination of the methods and switches that a candidate names, each once; PlanError as below."""
+    return tuple(dict.fromkeys(recipe_from_candidate(each, target, plan, calibrated) for each in expand(candidate)))
+
+
+def expand(candidate: CandidateConfig) -> tuple[CandidateConfig, ...]:
+    """The candidates that one stands for, without choices of their own: methods in the order of the plan, under each all combinations of the switches.
+
+    PlanError where a choice would change nothing, or where there are too many.
+    """
+    methods = tuple(dict.fromkeys(candidate.method))
+    switches = {name: tuple(dict.fromkeys(values)) for name, values in candidate.placement}
+    _check_choices(candidate, len(methods) > 1, [name for name, values in switches.items() if len(values) > 1])
+    count = len(methods) * math.prod(map(len, switches.values()))
+    if count > MOST_RECIPES:
+        said = f"candidate '{candidate.backend} {candidate.precision}' stands for {count} engines, expected at most {MOST_RECIPES}"
+        raise PlanError(said, "name fewer methods, or fewer switches of `placement` with both values: each engine is built, checked and measured")
+    placements = [dict(zip(switches, values, strict=True)) for values in itertools.product(*switches.values())]
+    return tuple(
+        candidate.model_copy(update={"method": (method,), "placement": PlacementConfig.model_validate(placement)})
+        for method in methods
+        for placement in placements
+    )
+
+
+def _check_choices(candidate: CandidateConfig, methods: bool, switches: Sequence[str]) -> None:
+    """PlanError for a list of methods or values where all would give the same engine."""
+    precision, quantizer = candidate.precision, candidate.quantizer
+    in_flags = candidate.realised_in == "flags"
+    by_itself = f"the quantizer `{quantizer}`" if quantizer != "crucible" else "TensorRT's own calibrator (`realised_in: flags`)" if in_flags else ""
+    why = "" if precision is Precision.INT8 else f"{precision} has none"
+    no_method = why or (f"{by_itself} chooses ranges by itself" if quantizer == "nncf" else "")
+    no_switch = why or (f"{by_itself} places Q/DQ by itself" if by_itself else "")
+    for asked, key, reason in ((methods, "method", no_method), (bool(switches), f"placement.{', '.join(switches)}", no_switch)):
+        if asked and reason:
+            raise PlanError(f"candidate '{candidate.backend} {precision}': a list under `{key}` changes nothing: {reason}", "give one value, or none")
+
+
 def recipe_from_candidate(candidate: CandidateConfig, target: Target, plan: Plan, calibrated: bool) -> Recipe:
-    """The full recipe for this host; PlanError if int8 is asked for without calibration data, or something that only another backend has."""
+    """The full recipe for this host, with the first of methods and switches where several are named; PlanError if int8 is asked for without calibration data, or something that only another backend has."""
     backend, precision = candidate.backend, candidate.precision
     in_flags = candidate.realised_in == "flags"
     _check_for_backend(candidate)
@@ -92,11 +135,11 @@ def recipe_from_candidate(candidate: CandidateConfig, target: Target, plan: Plan
     not_asked = quantizer == "nncf" or precision is Precision.FP8  # they choose ranges by themselves
     return base.model_copy(
         update={
-            "method": None if not_asked else resolve_method(candidate.method, plan.calibration.language_model),
+            "method": None if not_asked else resolve_method(candidate.method[0], plan.calibration.language_model),
             "activation": _activation(candidate),
             "weight_bits": candidate.weight_bits or weight_bits(target),
             "quantizer": quantizer,
-            "placement": candidate.placement,
+            "placement": Placement.model_validate({name: values[0] for name, values in candidate.placement}),
             "rest": Precision.FP16 if backend.startswith("tensorrt") else Precision.FP32,
         }
     )

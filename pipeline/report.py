@@ -198,6 +198,29 @@ class Rescue(Frozen):
     conclusion: str  # the cause as far as it is known, and what to do
 
 
+class AblationRow(Frozen):
+    """One switch of the placement reversed, and what that did on the selection set and at the first benchmarked shape."""
+
+    switch: str
+    before: bool  # in the candidate whose switches were reversed
+    after: bool
+    label: str = ""  # of the candidate with this switch reversed; empty: the graph is the same either way, so nothing was built
+    state: State | None = None  # of that candidate
+    reason: str = ""
+    drop: float | None = None  # of the metric; None: no metric, or no answers
+    drop_change: float | None = None  # above 0: reversed, it loses more
+    cosine: float | None = None  # the smallest of all outputs
+    cosine_change: float | None = None
+    ratio: Interval | None = None  # median before over median after, 95 % interval; above 1: reversed, it is faster
+
+
+class Ablation(Frozen):
+    """What each switch does to the best int8 candidate."""
+
+    label: str  # of that candidate; empty: there was none with Q/DQ placed by Crucible that gave answers
+    rows: tuple[AblationRow, ...] = ()
+
+
 class Report(Frozen):
     """Everything a sceptic needs: the plan, what was done, what was measured, what was decided and why."""
 
@@ -215,6 +238,7 @@ class Report(Frozen):
     baselines: tuple[BenchmarkReport, ...] = ()  # further baselines: traced, compile
     candidates: tuple[Candidate, ...]
     rescues: tuple[Rescue, ...] = ()
+    ablation: Ablation | None = None  # None: the plan did not ask for it
     winner: str | None = None  # a candidate's label
     ratio: Interval | None = None  # of the winner to the baseline, at the first benchmarked shape
     validation: ValidationReport | None = None  # of the winner, on the validation set
