@@ -81,6 +81,8 @@ def compile_(plan: PlanArgument, overrides: SetOption, profiles: ProfileOption, 
         console = terminal.console()
         console.print(terminal.candidate_table(report))
         console.print(terminal.limits_table(terminal.first_rows(report)))
+        if report.ablation and report.ablation.rows:
+            console.print(terminal.ablation_table(report.ablation))
         for line in terminal.verdict_lines(report):
             console.print(line, highlight=False, soft_wrap=True)
         console.print(f"report: {files.html_file}", highlight=False, soft_wrap=True, markup=False)

@@ -20,7 +20,18 @@ from pipeline.errors import InternalError
 from pipeline.job import FEEDS_FOR_CHECKS, Job, open_job, options_of
 from pipeline.peaks import with_limits
 from pipeline.render import write_report
-from pipeline.report import Ablation, BenchmarkFailure, BenchmarkReport, Benchmarks, Candidate, OperatorTable, Report, ReportFiles, Rescue, ValidationReport
+from pipeline.report import (
+    Ablation,
+    BenchmarkFailure,
+    BenchmarkReport,
+    Benchmarks,
+    Candidate,
+    OperatorTable,
+    Report,
+    ReportFiles,
+    Rescue,
+    ValidationReport,
+)
 from pipeline.runner import Runner, Stage
 from pipeline.source import code_digest
 from pipeline.stages.benchmark import benchmark

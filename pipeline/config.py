@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import platformdirs
 import yaml
@@ -134,8 +134,6 @@ def _word_or_names(value: object) -> str:
 
 _EitherKept = Annotated[Literal["auto"], Tag("(word)")] | Annotated[tuple[str, ...], Tag("(names)")]
 KeptNodes = Annotated[_EitherKept, Discriminator(_word_or_names)]
-
-T = TypeVar("T")
 Method = Literal["auto", "entropy", "minmax", "percentile"]
 
 
@@ -147,19 +145,21 @@ def _as_written(values: tuple[Any, ...]) -> Any:
     return values if len(values) > 1 else values[0]
 
 
-Choices = Annotated[tuple[T, ...], Field(min_length=1), BeforeValidator(_as_tuple), PlainSerializer(_as_written)]
+_Choice = (Field(min_length=1), BeforeValidator(_as_tuple))
+Methods = Annotated[tuple[Method, ...], *_Choice, PlainSerializer(_as_written, return_type=Method | tuple[Method, ...])]
+Switch = Annotated[tuple[bool, ...], *_Choice, PlainSerializer(_as_written, return_type=bool | tuple[bool, ...])]
 """Written as one value, or as a list of values to try."""
 
 
 class PlacementConfig(Frozen):
     """The switches of core.Placement; a list tries each of its values."""
 
-    conv: Choices[bool] = (True,)
-    matmul_weight: Choices[bool] = (True,)
-    matmul_activations: Choices[bool] = (False,)
-    residual_add: Choices[bool] = (True,)
-    last_layer: Choices[bool] = (False,)
-    per_channel: Choices[bool] = (True,)
+    conv: Switch = (True,)
+    matmul_weight: Switch = (True,)
+    matmul_activations: Switch = (False,)
+    residual_add: Switch = (True,)
+    last_layer: Switch = (False,)
+    per_channel: Switch = (True,)
 
 
 class CandidateConfig(Frozen):
@@ -167,7 +167,7 @@ class CandidateConfig(Frozen):
 
     backend: str
     precision: Precision
-    method: Choices[Method] = ("auto",)  # int8 only
+    method: Methods = ("auto",)  # int8 only
     activation: Literal["auto", "int8", "uint8"] = "auto"
     weight_bits: Literal[7, 8] | None = None
     realised_in: Literal["auto", "graph", "flags"] = "auto"  # TensorRT: written into the graph, or by builder flags (int8: implicit)

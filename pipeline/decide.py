@@ -47,7 +47,7 @@ def ratio_of(candidate: Candidate) -> Interval | None:
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Of the candidates that kept their accuracy on the selection set the fastest; of those as fast as it, as far as can be told, the most accurate."""
+    """The fastest candidate that kept its accuracy on the selection set; of those whose speed cannot be told from its own, the most accurate."""
     return min(contenders(candidates), key=loss, default=None)
 
 

@@ -73,7 +73,7 @@ def recipes_from_candidate(candidate: CandidateConfig, target: Target, plan: Pla
 
 
 def expand(candidate: CandidateConfig) -> tuple[CandidateConfig, ...]:
-    """The candidates that one stands for, without choices of their own: methods in the order of the plan, under each all combinations of the switches.
+    """The candidates that one stands for: the methods in the order of the plan, under each all combinations of the switches.
 
     PlanError where a choice would change nothing, or where there are too many.
     """
@@ -106,7 +106,10 @@ def _check_choices(candidate: CandidateConfig, methods: bool, switches: Sequence
 
 
 def recipe_from_candidate(candidate: CandidateConfig, target: Target, plan: Plan, calibrated: bool) -> Recipe:
-    """The full recipe for this host, with the first of methods and switches where several are named; PlanError if int8 is asked for without calibration data, or something that only another backend has."""
+    """The full recipe for this host, with the first of methods and switches where several are named.
+
+    PlanError if int8 is asked for without calibration data, or something that only another backend has.
+    """
     backend, precision = candidate.backend, candidate.precision
     in_flags = candidate.realised_in == "flags"
     _check_for_backend(candidate)

@@ -18,8 +18,9 @@ from pipeline.decide import ratio_of
 from pipeline.layers import LayerTable
 from pipeline.measure import Clock, Interval, monotonic
 from pipeline.precision import percent_text, time_by_precision
-from pipeline.report import BenchmarkReport, Benchmarks, Candidate, LatencyRow, Report, ValidationReport
+from pipeline.report import Ablation, BenchmarkReport, Benchmarks, Candidate, LatencyRow, Report, ValidationReport
 from pipeline.runner import StageEvent
+from pipeline.sections import ablation_outcome
 from pipeline.speed import Summary, bound_text, gpu_lines, limit_cells, peaks_text, summary_lines, summary_rows
 from pipeline.sweep import Sweep, tail_name
 from pipeline.texts import shape_text
@@ -189,6 +190,17 @@ def candidate_table(report: Report) -> Table:
             table.add_row(baseline.label, "baseline", "", "", median_text(baseline.rows[0]), ratio_text(baseline.rows[0].ratio))
     for candidate in sorted(report.candidates, key=_slowest_last):
         table.add_row(*_candidate_cells(candidate), style="bold" if candidate.label == report.winner else None)
+    return table
+
+
+def ablation_table(found: Ablation) -> Table:
+    """Each switch of the placement reversed."""
+    table = Table(title=f"switches reversed: {escape(found.label)}", title_justify="left")
+    for heading in ("switch", "drop", "change", "times before (95 %)", "outcome"):
+        table.add_column(heading, justify="left" if heading in ("switch", "outcome") else "right")
+    for row in found.rows:
+        drop, change = ("" if value is None else f"{value:+.4f}" for value in (row.drop, row.drop_change))
+        table.add_row(f"{row.switch} {'on' if row.after else 'off'}", drop, change, ratio_text(row.ratio), escape(ablation_outcome(row)))
     return table
 
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import CandidateConfig, Plan, plan_from_document
-from pipeline.core import CalibrationMethod, Precision, Recipe, Target
+from pipeline.config import CandidateConfig, PlacementConfig, Plan, plan_from_document
+from pipeline.core import CalibrationMethod, Placement, Precision, Recipe, Target
 from pipeline.errors import PlanError
-from pipeline.recipes import default_candidates, distinct, recipe_from_candidate, resolve_method
+from pipeline.recipes import MOST_RECIPES, default_candidates, distinct, recipe_from_candidate, recipes_from_candidate, resolve_method
 
 AVX2 = ("avx2",)
 VNNI = ("avx2", "avx512_bf16", "avx512_vnni")
@@ -186,3 +186,65 @@ def test_auto_where_there_is_nothing_to_choose_from_is_refused(plan: Plan, backe
 def test_the_same_recipe_twice_is_one_candidate_that_keeps_its_worst_nodes_if_either_says_so(plan: Plan) -> None:
     plain, auto, other = (tensorrt_recipe(plan, precision, keep_fp32=kept) for precision, kept in (("fp16", ()), ("fp16", "auto"), ("bf16", ())))
     assert distinct([plain, other, auto]) == (auto, other)
+
+
+# -- one candidate that stands for several -----------------------------------------------------------------------------
+
+
+def recipes(plan: Plan, **asked: object) -> list[str]:
+    candidate = CandidateConfig.model_validate({"backend": "onnxruntime", "precision": "int8", **asked})
+    return [recipe.label for recipe in recipes_from_candidate(candidate, target(candidate.backend, VNNI), plan, True)]
+
+
+def test_lists_of_methods_and_switches_stand_for_all_combinations_in_order(plan: Plan) -> None:
+    assert recipes(plan, method=["minmax", "entropy"], placement={"last_layer": [False, True]}) == [
+        "onnxruntime int8 minmax u8s8",
+        "onnxruntime int8 minmax u8s8 +last_layer",
+        "onnxruntime int8 entropy u8s8",
+        "onnxruntime int8 entropy u8s8 +last_layer",
+    ]
+
+
+def test_scalars_and_lists_of_one_stand_for_one_recipe(plan: Plan) -> None:
+    assert recipes(plan) == recipes(plan, method=["entropy"], placement={"conv": [True]}) == ["onnxruntime int8 entropy u8s8"]
+    assert recipes(plan, precision="fp32", method="entropy") == ["onnxruntime fp32"]
+
+
+def test_what_comes_to_the_same_is_tried_once(plan: Plan) -> None:
+    assert recipes(plan, method=["auto", "entropy", "entropy"], placement={"conv": [True, True]}) == ["onnxruntime int8 entropy u8s8"]
+
+
+def test_a_candidate_that_stands_for_too_many_is_refused_with_the_count(plan: Plan) -> None:
+    both = [False, True]
+    switches = dict.fromkeys(("last_layer", "residual_add", "per_channel", "conv"), both)
+    assert len(recipes(plan, method=["entropy", "minmax"], placement=switches)) == MOST_RECIPES
+    with pytest.raises(PlanError, match="stands for 48 engines, expected at most 32"):
+        recipes(plan, method=["entropy", "minmax", "percentile"], placement=switches)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"precision": "fp32", "method": ["entropy", "minmax"]}, "'onnxruntime fp32': a list under `method` changes nothing: fp32 has none"),
+        ({"precision": "fp32", "placement": {"conv": [True, False]}}, "a list under `placement.conv` changes nothing: fp32 has none"),
+        ({"backend": "openvino", "quantizer": "nncf", "method": ["entropy", "minmax"]}, "the quantizer `nncf` chooses ranges by itself"),
+        ({"backend": "openvino", "quantizer": "nncf", "placement": {"last_layer": [True, False]}}, "the quantizer `nncf` places Q/DQ by itself"),
+        ({"backend": "tensorrt", "quantizer": "modelopt", "placement": {"last_layer": [True, False]}}, "the quantizer `modelopt` places Q/DQ"),
+        ({"backend": "tensorrt", "realised_in": "flags", "placement": {"last_layer": [True, False]}}, "TensorRT's own calibrator"),
+    ],
+)
+def test_a_list_that_changes_nothing_is_refused_by_name(plan: Plan, asked: dict[str, object], words: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        recipes(plan, **asked)
+    assert words in caught.value.message
+
+
+def test_quantizers_that_take_a_method_take_a_list_of_them(plan: Plan) -> None:
+    labels = recipes(plan, backend="tensorrt", quantizer="modelopt", method=["entropy", "minmax"])
+    assert labels == ["tensorrt int8 modelopt entropy s8s8", "tensorrt int8 modelopt minmax s8s8"]
+    labels = recipes(plan, backend="tensorrt", realised_in="flags", method=["entropy", "minmax"])
+    assert labels == ["tensorrt int8 implicit entropy", "tensorrt int8 implicit minmax"]
+
+
+def test_the_switches_of_the_plan_are_those_of_a_recipe_with_the_same_defaults() -> None:
+    assert dict(PlacementConfig()) == {name: (on,) for name, on in Placement()}

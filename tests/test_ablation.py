@@ -1,0 +1,100 @@
+"""Which switches are reversed, and how what came of it is paired with the candidate they were reversed in."""
+
+import math
+
+import pytest
+
+from pipeline.ablation import SWITCHES, Ablated, Reversal, ablation_from, base_of, reversals
+from pipeline.core import CalibrationMethod, Placement, Precision, Recipe
+from pipeline.report import Candidate, State
+from tests.fixtures_report import benchmark, latency_row, selection
+
+INT8 = Recipe(backend="onnxruntime", precision=Precision.INT8, method=CalibrationMethod.ENTROPY)
+
+
+def candidate(recipe: Recipe, drop: float, cosine: float = 0.99, state: State = "measured", median_ms: float = 2.0) -> Candidate:
+    found = selection(drop, cosine) if state in ("measured", "failed accuracy") else None
+    made = benchmark(recipe.label, median_ms, 8.0) if found else None
+    return Candidate(label=recipe.label, recipe=recipe, state=state, reason="" if state == "measured" else "why", selection=found, benchmark=made)
+
+
+def method(name: str) -> Recipe:
+    return INT8.model_copy(update={"method": CalibrationMethod(name)})
+
+
+def test_the_switches_are_those_of_a_placement() -> None:
+    assert set(SWITCHES) < set(Placement.model_fields)
+
+
+def test_each_switch_is_reversed_alone() -> None:
+    made = reversals(INT8)
+    assert [reversal.switch for reversal in made] == list(SWITCHES)
+    for reversal in made:
+        changed = {name for name, on in reversal.recipe.placement if on != getattr(INT8.placement, name)}
+        assert changed == {reversal.switch}
+        assert reversal.recipe.model_copy(update={"placement": INT8.placement}) == INT8
+    labels = [reversal.recipe.label for reversal in made]
+    assert len({*labels, INT8.label}) == 5
+
+
+def test_the_most_accurate_int8_candidate_of_our_own_is_taken() -> None:
+    others = [
+        candidate(Recipe(backend="onnxruntime", precision=Precision.FP32), 0.0),
+        candidate(INT8.model_copy(update={"quantizer": "nncf"}), 0.0),
+        candidate(INT8.model_copy(update={"realised_in": "flags", "backend": "tensorrt"}), 0.0),
+    ]
+    assert base_of(others) is None
+    bad, good, twin = candidate(method("entropy"), 0.003), candidate(method("minmax"), 0.001, 0.98), candidate(method("percentile"), 0.001, 0.97)
+    assert base_of([*others, bad, twin, good]) is good
+
+
+def test_where_none_passed_the_first_that_gave_answers_is_taken() -> None:
+    broken = candidate(method("minmax"), 0.0, state="failed")
+    first, second = candidate(method("entropy"), 0.5, state="failed accuracy"), candidate(method("percentile"), 0.1, state="failed accuracy")
+    assert base_of([broken, first, second]) is first
+    assert base_of([broken]) is None
+    passed = candidate(INT8.model_copy(update={"weight_bits": 7}), 0.009)
+    assert base_of([first, second, passed]) is passed
+
+
+def test_rows_tell_each_change_and_what_changed_nothing() -> None:
+    base = candidate(INT8, 0.002, 0.99)
+    last, residual, activations, channels = reversals(INT8)
+    known = [
+        base,
+        candidate(last.recipe, 0.005, 0.98),
+        candidate(residual.recipe, 0.0, state="failed"),
+        candidate(channels.recipe, 0.2, 0.5, "failed accuracy"),
+    ]
+    ablated = Ablated(base, (last, residual, Reversal(activations.switch, activations.recipe, changes=False), channels))
+    found = ablation_from(ablated, known)
+    assert found.label == base.label
+    rows = {row.switch: row for row in found.rows}
+    assert (rows["last_layer"].before, rows["last_layer"].after) == (False, True)
+    assert (rows["per_channel"].before, rows["per_channel"].after) == (True, False)
+    assert rows["last_layer"].drop_change == pytest.approx(0.003)
+    assert rows["last_layer"].cosine_change == pytest.approx(-0.01)
+    assert (rows["residual_add"].state, rows["residual_add"].reason, rows["residual_add"].drop) == ("failed", "why", None)
+    assert (rows["matmul_activations"].label, rows["matmul_activations"].state) == ("", None)
+    assert rows["per_channel"].state == "failed accuracy"
+    assert rows["per_channel"].drop_change == pytest.approx(0.198)
+
+
+def test_speed_is_told_process_by_process() -> None:
+    def in_processes(found: Candidate, medians_ms: tuple[float, ...]) -> Candidate:
+        row = latency_row(1.0, 1, 2.0)
+        values = tuple(ms * 1e-3 for ms in medians_ms for _ in range(2))
+        samples = row.end_to_end.model_copy(update={"values_s": values, "blocks": (2,) * len(medians_ms), "processes": (1,) * len(medians_ms)})
+        made = benchmark(found.label, 1.0, 2.0).model_copy(update={"rows": (row.model_copy(update={"end_to_end": samples}),)})
+        return found.model_copy(update={"benchmark": made})
+
+    last = reversals(INT8)[0]
+    base = in_processes(candidate(INT8, 0.0), (1.0, 1.5, 0.8))
+    faster = in_processes(candidate(last.recipe, 0.0), (0.5, 0.75, 0.41))
+    (row,) = ablation_from(Ablated(base, (last,)), [base, faster]).rows
+    assert row.ratio is not None
+    assert row.ratio.value == pytest.approx((8 / 4.1 * 4) ** (1 / 3))
+    assert 1.9 < row.ratio.low < row.ratio.high < 2.1  # what slowed a generation slowed both
+    (row,) = ablation_from(Ablated(base, (last,)), [base, candidate(last.recipe, 0.0)]).rows
+    assert row.ratio is None  # one block says nothing of others
+    assert math.isclose(row.drop or 0.0, 0.0)
