@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md, and the table of docs/accuracy.md that comes from a GPU, from benchmarks/results/*.json.
+"""Write docs/benchmarks.md, and the tables and the figure of docs/accuracy.md, from benchmarks/results/*.json.
 
 No figure there is typed by hand, and a test keeps pages and results in step.
 """
@@ -9,12 +9,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from accuracy_tables import calibration_section, draw, figure_is_current, int8_section, result
 from common import RESULTS, ROOT, text_of
 from gpu_tables import accuracy_section, documents, speed_section
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 ACCURACY_PAGE = ROOT / "docs" / "accuracy.md"
-BEGIN, END = "<!-- from here on written by benchmarks/tables.py -->\n", "<!-- written by benchmarks/tables.py up to here -->\n"
+BEGIN, END = "<!-- {part}: from here on written by benchmarks/tables.py -->\n", "<!-- {part}: written by benchmarks/tables.py up to here -->\n"
 HEAD = """# Benchmarks
 
 `make bench` runs all of this and takes about half an hour on 2 cores; each script alone: `.venv/bin/python benchmarks/NAME.py`.
@@ -45,6 +46,8 @@ def main() -> None:
     for file, text in ((PAGE, page()), (ACCURACY_PAGE, accuracy_page())):
         file.write_text(text, encoding="utf-8")
         print(f"wrote {file.relative_to(ROOT)}")
+    if not figure_is_current(found := result("calibration")):
+        draw(found)
 
 
 def page() -> str:
@@ -58,10 +61,18 @@ def page() -> str:
 
 def accuracy_page() -> str:
     """docs/accuracy.md as it is by hand, with what is written here between its marks."""
-    before, _, rest = ACCURACY_PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    lines = accuracy_section(documents())
-    return before + BEGIN + "".join(f"{line}\n" for line in ["", *lines, ""] * bool(lines)) + END + after
+    gpu = documents()
+    parts = {
+        "calibration": calibration_section(result("calibration")),
+        "int8": int8_section({"resnet50": result("resnet50"), **{f"tensorrt_{model}": document for model, document in gpu.items()}}),
+        "gpu": accuracy_section(gpu),
+    }
+    text = ACCURACY_PAGE.read_text(encoding="utf-8")
+    for part, lines in parts.items():
+        begin, end = BEGIN.format(part=part), END.format(part=part)
+        before, _, rest = text.partition(begin)
+        text = before + begin + "".join(f"{line}\n" for line in ["", *lines, ""] * bool(lines)) + end + rest.partition(end)[2]
+    return text
 
 
 def _table(rows: list[Mapping[str, Any]]) -> list[str]:

@@ -1,13 +1,18 @@
 """Which switches are reversed, and how what came of it is paired with the candidate they were reversed in."""
 
 import math
+from pathlib import Path
 
 import pytest
 
 from pipeline.ablation import SWITCHES, Ablated, Reversal, ablation_from, base_of, reversals
 from pipeline.core import CalibrationMethod, Placement, Precision, Recipe
-from pipeline.report import Candidate, State
-from tests.fixtures_report import benchmark, latency_row, selection
+from pipeline.measure import Interval
+from pipeline.render import load_report, markdown, write_report
+from pipeline.report import Ablation, AblationRow, Candidate, State
+from pipeline.sections import sections
+from pipeline.terminal import ablation_table, console
+from tests.fixtures_report import EVIL, benchmark, latency_row, sample_report, selection
 
 INT8 = Recipe(backend="onnxruntime", precision=Precision.INT8, method=CalibrationMethod.ENTROPY)
 
@@ -98,3 +103,50 @@ def test_speed_is_told_process_by_process() -> None:
     (row,) = ablation_from(Ablated(base, (last,)), [base, candidate(last.recipe, 0.0)]).rows
     assert row.ratio is None  # one block says nothing of others
     assert math.isclose(row.drop or 0.0, 0.0)
+
+
+# -- in the report -----------------------------------------------------------------------------------------------------
+
+LAST = AblationRow(
+    switch="last_layer",
+    before=False,
+    after=True,
+    label="onnxruntime int8 entropy u8s8 +last_layer",
+    state="failed accuracy",
+    reason=f"top1 dropped{EVIL}",
+    drop=0.02,
+    drop_change=0.0167,
+    cosine=0.9512,
+    cosine_change=-0.0388,
+    ratio=Interval(value=1.04, low=1.01, high=1.07),
+)
+TOLD = Ablation(label="onnxruntime int8 entropy u8s8", rows=(LAST, AblationRow(switch="residual_add", before=True, after=False)))
+
+
+def test_every_switch_is_a_line_of_the_report(tmp_path: Path) -> None:
+    report = sample_report().model_copy(update={"ablation": TOLD})
+    section = next(section for section in sections(report) if section.key == "ablation")
+    assert section.tables[0].rows == (
+        ("last_layer", "off", "on", "0.0200", "+0.0167", "0.95120", "-0.03880", "1.04 [1.01, 1.07]", f"failed accuracy: top1 dropped{EVIL}"),
+        ("residual_add", "on", "off", "-", "-", "-", "-", "-", "changes nothing in this graph"),
+    )
+    written = write_report(report, tmp_path)
+    assert "Switches reversed" in written.html_file.read_text()
+    assert "<script" not in written.html_file.read_text() + written.markdown_file.read_text()
+    assert load_report(tmp_path).ablation == TOLD
+
+
+def test_without_ablation_the_report_says_nothing_of_it_and_without_a_candidate_why() -> None:
+    assert "Switches reversed" not in markdown(sample_report())
+    nothing = sample_report().model_copy(update={"ablation": Ablation(label="")})
+    assert "so no switch was reversed" in markdown(nothing)
+
+
+def test_the_terminal_shows_each_switch(capsys: pytest.CaptureFixture[str]) -> None:
+    console().print(ablation_table(TOLD))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "switches reversed: onnxruntime int8 entropy u8s8" in shown
+    assert "last_layer on" in shown
+    assert "+0.0167 1.04 (1.01 to 1.07) failed accuracy" in shown.replace("│", " ").replace("  ", " ").replace("  ", " ")
+    assert "residual_add off" in shown
+    assert "changes nothing in this graph" in shown

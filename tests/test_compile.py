@@ -163,3 +163,22 @@ def test_a_bug_that_stops_every_candidate_is_a_bug_and_not_a_verdict(tmp_path: P
     int8 = [{"backend": "onnxruntime", "precision": "int8"}]
     with pytest.raises(InternalError, match="planted"):
         compile_plan(load_plan(write_task(tmp_path, candidates=int8)), Runner(Store(tmp_path / "home"), run=run), "crucible compile plan.yaml")
+
+
+def test_switches_reversed_are_built_checked_and_measured_like_any_candidate(tmp_path: Path) -> None:
+    int8 = {"backend": "onnxruntime", "precision": "int8", "placement": {"per_channel": [True, False]}}
+    report = compiled(write_task(tmp_path, ablate=True, candidates=[int8]), tmp_path / "home")
+    labels = [candidate.label for candidate in report.candidates]
+    assert report.ablation is not None
+    assert report.ablation.label in labels[:2]
+    rows = {row.switch: row for row in report.ablation.rows}
+    assert rows["per_channel"].label in labels[:2]  # the plan has it: not built again
+    assert rows["last_layer"].label == labels[2]
+    assert len(labels) == 3
+    assert [rows[switch].state for switch in ("residual_add", "matmul_activations")] == [None, None]  # this graph has neither
+    for row in (rows["per_channel"], rows["last_layer"]):
+        assert row.ratio is not None
+        assert row.drop_change is not None
+    made = report.candidates[2]
+    assert made.recipe.placement.last_layer
+    assert made.benchmark is not None
