@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.core import Precision
+from pipeline.core import Precision, Recipe
 from pipeline.measure import Interval, ratio_of_medians
 from pipeline.metrics import AT_CHANCE, NOT_COVERED
 from pipeline.report import Candidate, LatencyRow, ValidationReport, Verdict
@@ -20,8 +20,9 @@ SEE_LAYERS = "see the table of what really ran: it names the layers in another p
 QUANTISE_MORE = "let more of it run in 8 bits: `placement: {last_layer: true}`, fewer nodes in `keep_fp32`, and on onnxruntime `activation: uint8`"
 
 NEAR = 1.05
-"""How much slower than the fastest a more accurate candidate may be, if it is not measurably slower. On a noisy host an interval can hold 1 though
-one side is half as fast again; then the faster one is still the better guess. 5 % is what six processes tell apart (docs/measurement.md)."""
+"""How much slower than the fastest a more accurate candidate that does other work may be, if it is not measurably slower. On a noisy host an
+interval can hold 1 though one side is half as fast again, and the faster one is then the better guess. 5 % is what six processes tell apart
+(docs/measurement.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,13 @@ def _speed(candidate: Candidate) -> float:
 
 def _is_as_fast(candidate: Candidate, fastest: Candidate) -> bool:
     ratio = speed_ratio(fastest, candidate)
-    return ratio is not None and not ratio.excludes(1.0) and ratio.value > 1 / NEAR
+    same_work = _without_ranges(candidate) == _without_ranges(fastest)
+    return ratio is not None and not ratio.excludes(1.0) and (same_work or ratio.value > 1 / NEAR)
+
+
+def _without_ranges(candidate: Candidate) -> Recipe:
+    """The recipe but for how ranges are chosen: the same graph with other scales, which run as fast."""
+    return candidate.recipe.model_copy(update={"method": None})
 
 
 def speed_ratio(base: Candidate, other: Candidate) -> Interval | None:

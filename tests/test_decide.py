@@ -234,6 +234,16 @@ def test_on_a_noisy_host_speed_is_not_given_away_for_accuracy() -> None:
     assert chosen(noisy, FASTEST) == "fastest"
 
 
+def test_engines_that_differ_in_their_ranges_only_are_as_fast_unless_measured_otherwise() -> None:
+    def int8(found: Candidate, method: str) -> Candidate:
+        return found.model_copy(update={"recipe": Recipe.model_validate({"backend": "onnxruntime", "precision": "int8", "method": method})})
+
+    entropy, minmax = int8(FASTEST, "entropy"), int8(timed("minmax", (0.9, 2.5, 1.2), drop=0.0), "minmax")
+    assert chosen(entropy, minmax) == "minmax"
+    slower = int8(timed("slower", (1.30, 1.33, 1.27), drop=0.0), "percentile")
+    assert chosen(entropy, slower) == "fastest"
+
+
 def test_a_chain_of_small_differences_does_not_lead_to_a_slow_candidate() -> None:
     chain = [timed(f"{step}", (1.0 + step * 0.03, 1.05 + step * 0.03, 0.95 + step * 0.03), drop=-0.001 * step) for step in range(6)]
     assert [candidate.label for candidate in contenders(chain)] == ["0"]  # paired, 3 % are told apart
