@@ -18,8 +18,8 @@ ACCURACY_PAGE = ROOT / "docs" / "accuracy.md"
 BEGIN, END = "<!-- {part}: from here on written by benchmarks/tables.py -->\n", "<!-- {part}: written by benchmarks/tables.py up to here -->\n"
 HEAD = """# Benchmarks
 
-`make bench` runs all of this, and `calibration`, whose figures are in [accuracy.md](accuracy.md); it takes about three quarters of an hour on 2 cores.
-Each script alone: `.venv/bin/python benchmarks/NAME.py`.
+`make bench` runs all of this, and `calibration`, whose figures are in [accuracy.md](accuracy.md). It takes about three quarters of an hour on
+2 cores; each script alone: `.venv/bin/python benchmarks/NAME.py`.
 This page is written by `benchmarks/tables.py` from the files in `benchmarks/results/`, which hold the environment of each run.
 Figures are medians; ratios come from one interleaved run ([measurement.md](measurement.md) says how).
 Other machines give other figures: look at the CPU's flags first.
