@@ -13,7 +13,7 @@ import numpy as np
 from common import RESULTS, ROOT
 
 from pipeline.core import CalibrationMethod
-from pipeline.plots import GRID, INK, MUTED
+from pipeline.drawing import GRID, INK, MUTED
 
 FIGURE = ROOT / "docs" / "calibration.svg"
 COLOURS = {CalibrationMethod.ENTROPY: "#2f6fb5", CalibrationMethod.MINMAX: "#0b7a4b", CalibrationMethod.PERCENTILE: "#b8860b"}

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipeline.drawing import INK, MUTED, Plot, key_of, new_figure, short, svg
+from pipeline.outline import Section, Table
 from pipeline.report import NodeHarm, NodeRanking, Report, Rescue
-from pipeline.sections import Section, Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,9 +13,9 @@ import numpy as np
 from pipeline.core import Precision
 from pipeline.drawing import INK, MUTED, Plot, key_of, new_figure, short, svg
 from pipeline.measure import thinned
+from pipeline.outline import Entry, entries, shapes
 from pipeline.precision import time_by_precision
 from pipeline.report import MetricResult, Report
-from pipeline.sections import Entry, entries, shapes
 from pipeline.texts import shape_text
 
 if TYPE_CHECKING:

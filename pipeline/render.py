@@ -22,9 +22,10 @@ from pydantic import ValidationError
 from pipeline import layer_errors
 from pipeline.drawing import Plot
 from pipeline.errors import UserError
+from pipeline.outline import Bar, Section, Table
 from pipeline.plots import plots
 from pipeline.report import SCHEMA_VERSION, Report, ReportFiles
-from pipeline.sections import Bar, Section, Table, headline, sections
+from pipeline.sections import headline, sections
 from pipeline.texts import date
 
 JSON_NAME, MARKDOWN_NAME, HTML_NAME = "report.json", "report.md", "report.html"

@@ -16,10 +16,11 @@ from pipeline.errors import UserError
 from pipeline.gpu import Peaks
 from pipeline.measure import Interval
 from pipeline.nvml import GpuUse
+from pipeline.outline import entries
 from pipeline.render import load_report, markdown, page, schema, write_report
 from pipeline.report import Report
 from pipeline.roofline import with_bounds
-from pipeline.sections import entries, sections
+from pipeline.sections import sections
 from pipeline.terminal import candidate_table, console, first_rows, limits_table, verdict_lines
 from pipeline.texts import bytes_text, date, number_text, time_text
 from tests.fixtures_report import EVIL, proven_report, sample_report
