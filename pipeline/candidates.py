@@ -10,7 +10,8 @@ from pipeline import backends
 from pipeline.ablation import Ablated, base_of, reversals
 from pipeline.backends.base import no_layers
 from pipeline.backends.cuda import CudaError, OutOfDeviceMemory
-from pipeline.backends.openvino_nncf import quantize_with_nncf
+from pipeline.backends.openvino_nncf import compress_with_nncf, quantize_with_nncf
+from pipeline.backends.ort_weights import compress_with_onnxruntime
 from pipeline.backends.trt_calibrator import calibrate_with_tensorrt
 from pipeline.backends.trt_library import BINDINGS
 from pipeline.backends.trt_modelopt import quantize_with_modelopt
@@ -43,6 +44,10 @@ QUANTIZERS = {
     "nncf": Stage("convert", 1, quantize_with_nncf, ("onnx", "nncf")),
     "modelopt": Stage("convert", 1, quantize_with_modelopt, ("nvidia-modelopt", "onnx", "onnxruntime")),
     "tensorrt": Stage("calibrate", 1, calibrate_with_tensorrt, ("tensorrt", *BINDINGS, "onnx", "polygraphy")),
+}
+WEIGHT_QUANTIZERS = {
+    "nncf": Stage("convert", 1, compress_with_nncf, ("onnx", "nncf")),
+    "onnxruntime": Stage("convert", 1, compress_with_onnxruntime, ("onnx", "onnxruntime")),
 }
 PROVE = Stage("prove", 3, prove)
 REFERENCE = Stage("reference", 1, run_reference)
@@ -189,9 +194,10 @@ def with_layers(candidate: Candidate, table: LayerTable | None) -> Candidate:
     """The candidate with what its engine really runs; `mislabelled` if that is not what it is called by."""
     if table is None:
         return candidate
-    asked, kept = candidate.recipe.precision, candidate.recipe.keep_fp32
-    notes = (*candidate.notes, *precision_notes(table, asked, kept))
-    wrong = mislabelled(asked, table, kept)
+    recipe = candidate.recipe
+    asked, kept = recipe.precision, recipe.keep_fp32
+    notes = (*candidate.notes, *precision_notes(table, None if recipe.weight_only else asked, kept))
+    wrong = mislabelled(asked, table, kept, recipe.weight_only)
     state = "mislabelled" if wrong else candidate.state
     return candidate.model_copy(update={"layers": table, "notes": notes, "state": state, "reason": wrong})
 
@@ -208,6 +214,9 @@ def prove_engine(job: Job, engine: Engine, converted: OnnxModel) -> LayerTable |
 
 def convert_model(job: Job, model: OnnxModel, recipe: Recipe) -> OnnxModel:
     """The graph that this recipe asks for."""
+    if recipe.weight_only:  # needs no data
+        stage = WEIGHT_QUANTIZERS[recipe.quantizer]
+        return job.runner.stage(stage, OnnxModel, model, recipe, inputs=(model.digest,), options=options_of(recipe), subject=recipe.label)
     quantizer = "tensorrt" if recipe.realised_in == "flags" and recipe.precision is Precision.INT8 else recipe.quantizer
     if quantizer in QUANTIZERS and job.data.calibration is not None:
         return quantize_by(QUANTIZERS[quantizer], job, model, recipe, job.data.calibration)
@@ -243,7 +252,8 @@ def calibration_table(job: Job, model: OnnxModel, recipe: Recipe) -> Calibration
 
 def ranges_misfit(job: Job, model: OnnxModel, recipe: Recipe) -> str:
     """Why the calibration set says nothing about the selection set; empty where it does, or where nobody can tell."""
-    table = calibration_table(job, model, recipe) if recipe.precision is Precision.INT8 else None
+    ranged = recipe.precision is Precision.INT8 and not recipe.weight_only
+    table = calibration_table(job, model, recipe) if ranged else None
     samples = job.data.selection
     if table is None or job.plan.data.selection is None or isinstance(job.plan.data.selection, GeneratedData):
         return ""

@@ -172,6 +172,9 @@ class CandidateConfig(Frozen):
     weight_bits: Literal[7, 8] | None = None
     realised_in: Literal["auto", "graph", "flags"] = "auto"  # TensorRT: written into the graph, or by builder flags (int8: implicit)
     quantizer: Literal["crucible", "nncf", "modelopt"] = "crucible"
+    weight_only: bool = False  # int8 and int4; int4 is nothing else
+    block_size: Literal[32, 64, 128] | None = None  # weight_only
+    smooth_quant: bool | None = None  # nncf, int8
     placement: PlacementConfig = PlacementConfig()
     keep_fp32: KeptNodes = ()  # auto: the worst nodes, as few as bring it within the limits
     compute_capability: str | None = None

@@ -38,7 +38,7 @@ from pipeline.measure import cpu_flags, cpu_name, usable_cores
 if TYPE_CHECKING:
     import onnxruntime
 
-PRECISIONS = frozenset({Precision.FP32, Precision.INT8})
+PRECISIONS = frozenset({Precision.FP32, Precision.INT8, Precision.INT4})
 DISTRIBUTIONS: tuple[str, ...] = ("onnxruntime",)
 
 NOT_REALLY = {
@@ -188,6 +188,8 @@ def check_recipe(recipe: Recipe, target: Target) -> None:
     if recipe.precision not in PRECISIONS:
         said = f"ONNX Runtime on a CPU would only pretend to run {recipe.precision}: {NOT_REALLY[recipe.precision]}"
         raise UnsupportedError(said, "choose fp32 or int8, or openvino for bf16")
+    if recipe.precision is Precision.INT4 and not recipe.weight_only:
+        raise UnsupportedError("ONNX Runtime has int4 for weights only", "add `weight_only`")
 
 
 def _check_precision(model: OnnxModel, recipe: Recipe) -> None:

@@ -40,7 +40,7 @@ from pipeline.errors import BackendUnavailable, DataError, ModelError, Unsupport
 from pipeline.layers import LayerTable
 from pipeline.measure import cpu_flags, cpu_name, usable_cores
 
-PRECISIONS = frozenset({Precision.FP32, Precision.FP16, Precision.BF16, Precision.INT8})
+PRECISIONS = frozenset({Precision.FP32, Precision.FP16, Precision.BF16, Precision.INT8, Precision.INT4})
 DISTRIBUTIONS: tuple[str, ...] = ("openvino",)
 INSTALL = "pip install 'crucible[openvino]'"
 FILE = "model.xml"
@@ -49,7 +49,8 @@ NEEDED_FLAGS = {Precision.BF16: {"avx512_bf16", "amx_bf16"}, Precision.FP16: {"a
 """Any one of these computes in that precision; without, OpenVINO converts to fp32 and back, or ignores the hint."""
 
 HINTS = {Precision.FP32: "f32", Precision.FP16: "f16", Precision.BF16: "bf16"}
-RUNS_AS = {Precision.FP32: {"f32"}, Precision.FP16: {"f16"}, Precision.BF16: {"bf16"}, Precision.INT8: {"i8", "u8"}}
+RUNS_AS = {Precision.FP32: {"f32"}, Precision.FP16: {"f16"}, Precision.BF16: {"bf16"}, Precision.INT8: {"i8", "u8"}, Precision.INT4: {"i4", "u4"}}
+INTEGERS = (Precision.INT8, Precision.INT4)
 NARROWED = {"int64": "int32", "uint64": "int32", "float64": "float32"}
 """What the CPU plugin computes these in: an int64 value beyond 31 bits comes out wrong."""
 
@@ -215,7 +216,9 @@ def check_recipe(recipe: Recipe, target: Target) -> None:
     asked = recipe.precision
     if asked not in PRECISIONS:
         raise UnsupportedError(f"OpenVINO on a CPU has no {asked}, a format of NVIDIA GPUs", "choose fp32, bf16 or int8")
-    needed = NEEDED_FLAGS.get(recipe.rest if asked is Precision.INT8 else asked, set())
+    if asked is Precision.INT4 and not recipe.weight_only:
+        raise UnsupportedError("OpenVINO has int4 for weights only", "add `weight_only`")
+    needed = NEEDED_FLAGS.get(recipe.rest if asked in INTEGERS else asked, set())
     if needed and not needed & set(target.cpu_flags):
         flags = " or ".join(sorted(needed))
         said = f"OpenVINO would only pretend to run {asked} on this CPU ({target.device}): it needs {flags}, and has {', '.join(target.cpu_flags)}"
@@ -227,7 +230,7 @@ def check_recipe(recipe: Recipe, target: Target) -> None:
 
 def _check_precision(model: OnnxModel, recipe: Recipe, target: Target) -> None:
     check_recipe(recipe, target)
-    in_graph = recipe.precision is Precision.INT8 or recipe.realised_in == "graph"
+    in_graph = recipe.precision in INTEGERS or recipe.realised_in == "graph"
     wanted = recipe.precision if in_graph else Precision.FP32
     if model.precision != wanted:
         said = f"OpenVINO needs a graph in {wanted} for {recipe.label}, and this one is {model.precision}"
@@ -236,11 +239,14 @@ def _check_precision(model: OnnxModel, recipe: Recipe, target: Target) -> None:
 
 def _config(recipe: Recipe, threads: int) -> dict[str, str]:
     """Properties of the compiled model: one stream, for latency, and the precision said in words."""
-    return {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": _hint(recipe), "INFERENCE_NUM_THREADS": str(threads or usable_cores())}
+    words = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": _hint(recipe), "INFERENCE_NUM_THREADS": str(threads or usable_cores())}
+    if recipe.weight_only:  # by itself OpenVINO quantises the activations too, where the CPU is fit for it
+        words["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = "0"
+    return words
 
 
 def _hint(recipe: Recipe) -> str:
-    return HINTS[recipe.rest if recipe.precision is Precision.INT8 else recipe.precision]
+    return HINTS[recipe.rest if recipe.precision in INTEGERS else recipe.precision]
 
 
 def check_runs_as(compiled: Any, recipe: Recipe) -> None:
