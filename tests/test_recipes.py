@@ -248,3 +248,54 @@ def test_quantizers_that_take_a_method_take_a_list_of_them(plan: Plan) -> None:
 
 def test_the_switches_of_the_plan_are_those_of_a_recipe_with_the_same_defaults() -> None:
     assert dict(PlacementConfig()) == {name: (on,) for name, on in Placement()}
+
+
+# --- weights alone, and SmoothQuant ---
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked", "label"),
+    [
+        ("onnxruntime", {"precision": "int4"}, "onnxruntime int4 weight-only b32"),
+        ("onnxruntime", {"precision": "int4", "block_size": 128, "keep_fp32": ["head"]}, "onnxruntime int4 weight-only b128 keep head"),
+        ("onnxruntime", {"precision": "int8", "weight_only": True}, "onnxruntime int8 weight-only b32"),
+        ("onnxruntime", {"precision": "int8", "weight_only": True, "activation": "int8"}, "onnxruntime int8 weight-only b32 a8"),
+        ("openvino", {"precision": "int4", "block_size": 64}, "openvino int4 nncf weight-only b64"),
+        ("openvino", {"precision": "int8", "weight_only": True, "quantizer": "nncf"}, "openvino int8 nncf weight-only"),
+        ("openvino", {"precision": "int8", "quantizer": "nncf"}, "openvino int8 nncf u8s8"),
+        ("openvino", {"precision": "int8", "quantizer": "nncf", "smooth_quant": True}, "openvino int8 nncf u8s8 +smooth_quant"),
+        ("openvino", {"precision": "int8", "quantizer": "nncf", "smooth_quant": False}, "openvino int8 nncf u8s8 -smooth_quant"),
+    ],
+)
+def test_each_switch_shows_in_the_label(plan: Plan, backend: str, asked: dict[str, object], label: str) -> None:
+    assert recipe_from_candidate(CandidateConfig.model_validate({"backend": backend, **asked}), target(backend, VNNI), plan, True).label == label
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+def test_weights_alone_need_no_calibration_data(plan: Plan, backend: str) -> None:
+    recipe = recipe_from_candidate(CandidateConfig(backend=backend, precision=Precision.INT4), target(backend, VNNI), plan, False)
+    assert (recipe.weight_only, recipe.activation, recipe.method) == (True, "float", None)
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked", "words"),
+    [
+        ("tensorrt", {"precision": "int4"}, "not made for tensorrt, only for onnxruntime and openvino"),
+        ("tensorrt_rtx", {"precision": "int8", "weight_only": True}, "not made for tensorrt_rtx"),
+        ("onnxruntime", {"precision": "fp32", "weight_only": True}, "4 or 8 bits, not fp32"),
+        ("onnxruntime", {"precision": "int4", "method": "minmax"}, "`method: minmax` says nothing here"),
+        ("onnxruntime", {"precision": "int4", "activation": "uint8"}, "`activation: uint8` says nothing here"),
+        ("openvino", {"precision": "int4", "activation": "int8"}, "`activation: int8` says nothing here"),
+        ("openvino", {"precision": "int4", "weight_bits": 7}, "`weight_bits: 7` says nothing here"),
+        ("openvino", {"precision": "int4", "quantizer": "modelopt"}, "`quantizer: modelopt` says nothing here"),
+        ("onnxruntime", {"precision": "int4", "placement": {"last_layer": True}}, "`placement: ...` says nothing here"),
+        ("openvino", {"precision": "int4", "smooth_quant": True}, "`smooth_quant: True` says nothing here"),
+        ("openvino", {"precision": "int8", "weight_only": True, "block_size": 64}, "one scale per output channel, no blocks"),
+        ("onnxruntime", {"precision": "int8", "block_size": 64}, "only weights alone come in blocks"),
+        ("openvino", {"precision": "int8", "smooth_quant": True}, "only NNCF has `smooth_quant`"),
+    ],
+)
+def test_what_weights_alone_would_ignore_is_refused(plan: Plan, backend: str, asked: dict[str, object], words: str) -> None:
+    candidate = CandidateConfig.model_validate({"backend": backend, **asked})
+    with pytest.raises(PlanError, match=words):
+        recipe_from_candidate(candidate, target(backend, VNNI), plan, True)

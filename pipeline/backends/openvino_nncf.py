@@ -97,7 +97,7 @@ def _quantize(model: OnnxModel, samples: CalibrationSet, recipe: Recipe, options
 
 def _smoothed(graph: onnx.GraphProto, asked: bool | None) -> str:
     """What SmoothQuant did, by the Muls it left in the graph; UnsupportedError where it was asked for and did nothing."""
-    count = sum(SMOOTH in node.name for node in graph.node)
+    count = sum(node.op_type == "Mul" and SMOOTH in node.name for node in graph.node)
     if asked and not count:
         raise UnsupportedError("SmoothQuant found no product with a weight to move outliers into", "leave `smooth_quant` out")
     return f"SmoothQuant rescales {count} activations" if count else "without SmoothQuant"
