@@ -19,7 +19,8 @@ MOST_MOVING = 0.1  # of the time; above, a note says so
 # of the time of heavy layers whose precision is known:
 MOST_BELOW_FP32 = 0.01  # that an fp32 engine may spend in TF32 or less; TensorRT's fp32 engines measured 0, so this is rounding
 LEAST_FLOAT = 0.5  # that must run in the precision of a tf32, fp16 or bf16 engine; measured 0.99 to 1, nodes kept in fp32 take their part
-FEW_BITS = frozenset({"int8", "uint8", "int4", "uint4", "i4", "u4"})  # the second input of a product whose weights have 4 or 8 bits
+FEW_BITS = frozenset({"int8", "uint8", "int4", "uint4", "i4", "u4"})  # what a product reads beside floats if its weights have few bits
+NARROW = "MatMulNBits"  # ONNX Runtime's product with such weights; its profile leaves out inputs that a kernel packed for itself
 LEAST_QUANTISED = 0.1  # of an int8 or fp8 engine; below LEAST_FLOAT is a warning. Measured 0.97 to 1; placement may leave much out
 
 SLOWEST_NAMED = 3
@@ -91,8 +92,8 @@ def mislabelled(precision: Precision, table: LayerTable, kept: tuple[str, ...] =
 
 def _wide_weights(precision: Precision, heavy: tuple[Layer, ...]) -> str:
     """Why an engine does not hold the weights it is called by; empty if it does, or if of most of the time it is not known."""
-    known = [layer for layer in heavy if len(layer.inputs) > 1]
-    narrow = _seconds(layer for layer in known if layer.inputs[1] in FEW_BITS)
+    known = [layer for layer in heavy if layer.inputs]
+    narrow = _seconds(layer for layer in known if layer.kind == NARROW or FEW_BITS.intersection(layer.inputs[1:]))
     if not _seconds(known) or _seconds(known) < 0.5 * _seconds(heavy) or narrow >= LEAST_QUANTISED * _seconds(known):
         return ""
     share = percent_text(narrow / _seconds(known))

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from pipeline.backends import BACKENDS
-from pipeline.candidates import QUANTIZERS
+from pipeline.candidates import QUANTIZERS, WEIGHT_QUANTIZERS
 from pipeline.compile import compile_plan
 from pipeline.config import load_plan
 from pipeline.core import Progress, silent
 from pipeline.data import SampleSet
 from pipeline.errors import InternalError
 from pipeline.process import call_in_child
+from pipeline.recipes import WEIGHT_QUANTIZERS as WEIGHTS_BY_BACKEND
 from pipeline.report import Report
 from pipeline.runner import Runner
 from pipeline.store import Store
@@ -152,6 +153,8 @@ def test_every_quantizer_that_a_recipe_can_name_is_there_and_called_alike() -> N
     assert set(QUANTIZERS) == {"nncf", "modelopt", "tensorrt"}
     calls = {tuple(inspect.signature(stage.function).parameters) for stage in QUANTIZERS.values()}
     assert calls == {("model", "samples", "recipe", "options", "allowed", "out", "progress")}
+    assert set(WEIGHT_QUANTIZERS) == set(WEIGHTS_BY_BACKEND.values())
+    assert {tuple(inspect.signature(stage.function).parameters) for stage in WEIGHT_QUANTIZERS.values()} == {("model", "recipe", "out", "progress")}
 
 
 def test_a_bug_that_stops_every_candidate_is_a_bug_and_not_a_verdict(tmp_path: Path) -> None:
@@ -182,3 +185,18 @@ def test_switches_reversed_are_built_checked_and_measured_like_any_candidate(tmp
     made = report.candidates[2]
     assert made.recipe.placement.last_layer
     assert made.benchmark is not None
+
+
+def test_weights_alone_go_through_the_whole_line_without_calibration_data(tmp_path: Path) -> None:
+    asked = [{"precision": "int4", "keep_fp32": ["classifier"]}, {"precision": "int8", "weight_only": True, "activation": "int8"}]
+    data = {role: f"{role}.npz" for role in ("selection", "validation")}
+    plan = write_task(tmp_path, candidates=[{"backend": "onnxruntime", **each} for each in asked], data=data)
+    report = compile_plan(load_plan(plan), Runner(Store(tmp_path / "home"), run=run_here), "crucible compile plan.yaml")
+    states = {candidate.label: candidate.state for candidate in report.candidates}
+    assert list(states) == ["onnxruntime int4 weight-only b32 keep classifier", "onnxruntime int8 weight-only b32 a8"]
+    assert states["onnxruntime int8 weight-only b32 a8"] == "measured"
+    kept, whole = (candidate.notes[0].text for candidate in report.candidates)
+    assert kept.startswith("1 of 2 linear layers hold their weights in 4 bits; as they were: classifier; all constants together: ")
+    assert whole.startswith("2 of 2 linear layers hold their weights in 8 bits; all constants together: ")
+    assert {step.stage for step in report.steps} & {"calibrate", "cover"} == set()
+    assert report.verdict == "accepted"

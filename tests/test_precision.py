@@ -153,7 +153,9 @@ def test_a_softmax_without_matmuls_is_no_attention_and_unknown_operators_tell_no
 def test_weights_alone_are_judged_by_what_the_products_read() -> None:
     """They multiply floats: an fp32 kernel that reads 4-bit weights is what int4 weight-only says."""
     narrow = layer("fp32", 0.2, inputs=("fp32", "uint8", "fp32"))
-    scores, wide = layer("fp32", 0.8, inputs=("fp32", "fp32")), layer("fp32", 1.0, inputs=("fp32", "fp32", "fp32"))
+    scores, wide = layer("fp32", 0.8, inputs=("fp32", "fp32")), layer("fp32", 1.0, inputs=("fp32",))  # its weight is packed away
+    packed = layer("int8", 0.2, kind="MatMulNBits", inputs=("fp32", "fp32"))
+    assert mislabelled(Precision.INT8, table(packed, scores), weight_only=True) == ""
     assert mislabelled(Precision.INT4, table(narrow, scores), weight_only=True) == ""
     assert mislabelled(Precision.INT4, table(narrow, scores)) != ""
     said = mislabelled(Precision.INT8, table(wide, scores), weight_only=True)
