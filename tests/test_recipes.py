@@ -292,7 +292,8 @@ def test_weights_alone_need_no_calibration_data(plan: Plan, backend: str) -> Non
         ("openvino", {"precision": "int4", "smooth_quant": True}, "`smooth_quant: True` says nothing here"),
         ("openvino", {"precision": "int8", "weight_only": True, "block_size": 64}, "one scale per output channel, no blocks"),
         ("onnxruntime", {"precision": "int8", "block_size": 64}, "only weights alone come in blocks"),
-        ("openvino", {"precision": "int8", "smooth_quant": True}, "only NNCF has `smooth_quant`"),
+        ("openvino", {"precision": "int8", "smooth_quant": True}, "only NNCF in int8 has `smooth_quant`"),
+        ("openvino", {"precision": "fp32", "quantizer": "nncf", "smooth_quant": False}, "only NNCF in int8 has `smooth_quant`"),
     ],
 )
 def test_what_weights_alone_would_ignore_is_refused(plan: Plan, backend: str, asked: dict[str, object], words: str) -> None:
