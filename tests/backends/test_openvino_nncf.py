@@ -18,6 +18,7 @@ from pipeline.core import BuildOptions, OnnxModel, Precision, Profile, Recipe, T
 from pipeline.data import CalibrationSet, open_set
 from pipeline.errors import UnsupportedError
 from pipeline.graph import onnx_model
+from pipeline.precision import mislabelled
 from pipeline.process import call_in_child
 from tests.fixtures_convert import RESIDUAL, model_from_text, proto_from_text
 
@@ -123,6 +124,9 @@ def test_weights_alone_have_few_bits(precision: Precision, block: int, kept: tup
     engine = openvino_.build(made, recipe, ALLOWED, tmp_path / "engine")
     got = run_session(openvino_.load(engine).session(), feeds)
     assert least < cosine(open_reference(model.path)(feeds), got) < 1 - 1e-9
+    table = openvino_.layers(engine, feeds)
+    assert table is not None
+    assert mislabelled(precision, table, kept, weight_only=True) == ""
     assert engine.path.with_suffix(".bin").stat().st_size < openvino_.build(model, FP32, ALLOWED, tmp_path / "fp32").size_bytes
 
 

@@ -17,6 +17,7 @@ from pipeline.compare import open_reference
 from pipeline.core import BuildOptions, OnnxModel, Precision, Recipe, Tensors
 from pipeline.errors import PlanError, UnsupportedError
 from pipeline.graph import read_proto
+from pipeline.precision import mislabelled
 from tests.fixtures_convert import ATTENTION, RESIDUAL, error_of, model_from_text, operators, proto_from_text
 
 INT4 = Recipe(backend="onnxruntime", precision=Precision.INT4, quantizer="onnxruntime", weight_only=True, block_size=32, activation="float")
@@ -161,3 +162,18 @@ def test_what_can_hold_no_such_weights_is_refused(tmp_path: Path) -> None:
     onnx.save_model(proto, str(tmp_path / "qdq" / "source.onnx"))
     with pytest.raises(UnsupportedError, match="holds Q/DQ pairs already"):
         compress_with_onnxruntime(convolutions.model_copy(update={"root": tmp_path / "qdq"}), INT8, tmp_path)
+
+
+@pytest.mark.parametrize("recipe", [INT4, INT8.model_copy(update={"activation": "int8"})])
+def test_what_ran_proves_the_label_and_unmasks_an_fp32_engine_that_bears_it(recipe: Recipe, tmp_path: Path) -> None:
+    model = linear(tmp_path)
+    graphs = {"few": compressed(model, recipe, tmp_path / "out")[0], "fp32": model.model_copy(update={"precision": recipe.precision})}
+    verdicts = {}
+    for name, graph in graphs.items():
+        (tmp_path / name).mkdir()
+        engine = onnxruntime_.build(graph, recipe, BuildOptions(profiles=()), tmp_path / name)
+        table = onnxruntime_.layers(engine, FEEDS)
+        assert table is not None
+        verdicts[name] = mislabelled(recipe.precision, table, weight_only=True)
+    assert verdicts["few"] == ""
+    assert "weight-only, but by time only 0 % of its heavy layers" in verdicts["fp32"]
