@@ -214,7 +214,7 @@ def _check_kept(candidate: CandidateConfig) -> None:
     name = f"candidate '{candidate.backend} {candidate.precision}'"
     if candidate.precision in (Precision.FP32, Precision.TF32):
         raise PlanError(f"{name}: `keep_fp32: auto` is for fp16, bf16 and int8", "leave `keep_fp32` out")
-    others = candidate.quantizer != "crucible" or candidate.precision is Precision.FP8
+    others = candidate.quantizer != "crucible" or candidate.precision in (Precision.FP8, Precision.INT4) or candidate.weight_only
     if others or (candidate.precision is Precision.INT8 and candidate.realised_in == "flags"):
         said = f"{name}: `keep_fp32: auto` looks at Crucible's own Q/DQ pairs, and here another library places them"
         raise PlanError(said, "name the nodes in `keep_fp32`, or take `quantizer: crucible` and `realised_in: graph`")

@@ -172,6 +172,8 @@ def test_without_candidates_in_the_plan_int8_by_our_own_rules_keeps_its_worst_no
         ("tensorrt", {"precision": "int8", "quantizer": "modelopt"}, "another library places them"),
         ("tensorrt", {"precision": "fp8"}, "another library places them"),
         ("tensorrt", {"precision": "int8", "realised_in": "flags"}, "another library places them"),
+        ("onnxruntime", {"precision": "int8", "weight_only": True}, "another library places them"),
+        ("openvino", {"precision": "int4"}, "another library places them"),
         ("tensorrt", {"precision": "tf32"}, "is for fp16, bf16 and int8"),
         ("onnxruntime", {"precision": "fp32"}, "is for fp16, bf16 and int8"),
     ],
