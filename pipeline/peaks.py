@@ -71,7 +71,8 @@ def with_limits(found: Benchmarks, engines: Sequence[Engine], layers: Mapping[st
     def bounded(result: BenchmarkReport | BenchmarkFailure, engine: Engine) -> BenchmarkReport | BenchmarkFailure:
         if isinstance(result, BenchmarkFailure):
             return result
-        return with_bounds(result, ran_in(engine.recipe.precision, layers.get(result.label)), peaks_by_device[engine.target.device])
+        called = engine.recipe.rest if engine.recipe.weight_only else engine.recipe.precision
+        return with_bounds(result, ran_in(called, layers.get(result.label)), peaks_by_device[engine.target.device])
 
     results = tuple(bounded(result, engine) for result, engine in zip(found.results, engines, strict=True))
     return found.model_copy(update={"results": results, "peaks": tuple(each for each in peaks_by_device.values() if each)})

@@ -87,7 +87,7 @@ def _drop(candidate: Candidate) -> float:
 def _kind(recipe: Recipe, precision: Precision | None = None) -> Recipe:
     """The recipe without what a rescue changes and what chooses 8-bit values: a backend in a precision, for the same GPUs."""
     asked = precision or recipe.precision
-    same = {name: getattr(recipe, name) for name in ("compute_capability", "hardware_compatible", "version_compatible")}
+    same = {name: getattr(recipe, name) for name in ("weight_only", "compute_capability", "hardware_compatible", "version_compatible")}
     return Recipe(backend=recipe.backend, precision=asked, realised_in=realised_in(recipe.backend, asked), **same)
 
 

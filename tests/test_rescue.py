@@ -155,6 +155,8 @@ def test_of_several_int8_engines_of_a_backend_the_nearest_miss_is_rescued_and_no
     assert to_rescue([far, near, candidate(by_nncf, "measured")]) == ()
     elsewhere = INT8.model_copy(update={"backend": "onnxruntime"})
     assert to_rescue([far, candidate(elsewhere, "measured")]) == (far,)
+    weights_alone = INT8.model_copy(update={"weight_only": True, "keep_worst": False})
+    assert to_rescue([far, candidate(weights_alone, "measured")]) == (far,)  # another kind of engine, and another speed
 
 
 @pytest.mark.parametrize("fault", [AT_CHANCE, NOT_COVERED])
