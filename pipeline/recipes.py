@@ -174,7 +174,7 @@ def _weight_only(base: Recipe, candidate: CandidateConfig) -> Recipe:
     for key in ("method", "activation", "weight_bits", "quantizer", "placement", "smooth_quant", "realised_in"):
         value = getattr(candidate, key)
         if value not in allowed.get(key, (CandidateConfig.model_fields[key].default,)):
-            said = value if isinstance(value, str | int) else "..."
+            said = value if isinstance(value, str | int) else ", ".join(map(str, value)) if isinstance(value, tuple) else "..."
             raise PlanError(f"{asked}: `{key}: {said}` says nothing here", f"leave `{key}` out; docs/accuracy.md tells what weights alone have")
     if candidate.block_size and (base.backend, base.precision) == ("openvino", Precision.INT8):
         raise PlanError(f"{asked}: NNCF gives 8-bit weights one scale per output channel, no blocks", "leave `block_size` out, or take int4")
