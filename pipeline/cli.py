@@ -26,7 +26,7 @@ from typer.exceptions import TyperException
 from pipeline import config, deliver, terminal
 from pipeline.core import Engine
 from pipeline.errors import CrucibleError, PlanError
-from pipeline.process import crucible_error
+from pipeline.faults import crucible_error
 from pipeline.report import Report
 from pipeline.runner import Runner
 from pipeline.store import Store
