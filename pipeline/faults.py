@@ -29,12 +29,12 @@ def crucible_error(error: BaseException, child: str = "") -> CrucibleError:
     said = _said(error)
     if any(isinstance(each, MemoryError) or getattr(each, "errno", None) == errno.ENOMEM or _NO_MEMORY.search(str(each)) for each in said):
         who = f"the child process for '{child}' ran" if child else "this process ran"
-        return ChildDied(f"{who} out of memory: {_line(error)}", MORE_MEMORY)
+        return ChildDied(f"{who} out of memory: {first_line(error)}", MORE_MEMORY)
     if isinstance(error, OSError) and error.errno in DISK_FAULTS:
         where = f" while writing '{error.filename}'" if error.filename else ""
         return DiskFull(f"the disk is full{where}", MORE_DISK)
     if any(_NO_SPACE.search(str(each)) for each in said):
-        return DiskFull(f"the disk is full: {_line(error)}", MORE_DISK)
+        return DiskFull(f"the disk is full: {first_line(error)}", MORE_DISK)
     if isinstance(error, CrucibleError):
         return error
     if isinstance(error, OSError) and error.filename and error.errno in _PATH_FAULTS:
@@ -51,7 +51,8 @@ def _said(error: BaseException | None) -> list[BaseException]:
     return found
 
 
-def _line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says, with its kind unless it is our own."""
     text = error.message if isinstance(error, CrucibleError) else f"{type(error).__name__}: {error}"
     return text.strip().partition("\n")[0]
 

@@ -19,7 +19,7 @@ from pipeline.data import CalibrationSet, SampleSet, SelectionSet, ValidationSet
 from pipeline.errors import ModelError, PlanError
 from pipeline.measure import Environment, environment
 from pipeline.runner import Runner
-from pipeline.source import check_profiles, source_from_config
+from pipeline.source import check_profiles, code_digest, source_from_config
 from pipeline.stages.benchmark import check_sizes
 from pipeline.store import canonical
 from pipeline.task_metric import check_labels
@@ -78,7 +78,16 @@ def open_job(plan: Plan, runner: Runner) -> Job:
     inputs = input_specs(source)
     complete = plan.model_copy(update={"profiles": check_profiles(inputs, plan.profiles)})
     check_sizes(plan.benchmark.sizes, inputs, complete.profiles)
+    check_code(plan)
     return Job(complete, runner, source, open_data(complete, inputs), environment(), digests_of(complete.tensorrt.plugins))
+
+
+def check_code(plan: Plan) -> None:
+    """PlanError if the plan names code of the user's that is not there."""
+    if ":" in plan.accuracy.metric:
+        code_digest(plan.accuracy.metric, plan.accuracy.python_path, "accuracy.metric")
+    if plan.simplify.surgery:
+        code_digest(plan.simplify.surgery, plan.simplify.python_path, "simplify.surgery")
 
 
 def input_specs(source: ModelSource) -> tuple[TensorSpec, ...]:

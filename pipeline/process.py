@@ -188,9 +188,9 @@ class Child:
     def _death(self) -> ChildDied:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S)
-        printed = self.log_tail()
+        printed, where = self.log_tail(), "" if self._own_log else f", or read {self.log}"
         how, advice = how_it_died(self._process.poll(), self._kills, memory_kills(), printed)
-        return ChildDied(f"the child process for '{self.name}' {how}\n{printed}".rstrip(), advice + ("" if self._own_log else f", or read {self.log}"))
+        return ChildDied(f"the child process for '{self.name}' {how}\n{printed}".rstrip(), f"{advice}{where}")
 
     def log_tail(self, lines: int = 12) -> str:
         """The last lines that the child printed; the log may hold those of an earlier run too."""

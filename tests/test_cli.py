@@ -15,17 +15,7 @@ from onnx import TensorProto, helper
 from pipeline.core import Precision
 from pipeline.measure import usable_cores
 from pipeline.peaks import load_peaks
-from tests.fixtures_cli import crucible, environment, write_model, write_task
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A finished compile: (its folder, its home)."""
-    folder, home = tmp_path_factory.mktemp("task"), tmp_path_factory.mktemp("store")
-    plan = write_task(folder)
-    done = crucible("compile", plan, "--out", folder / "out", env={"CRUCIBLE_HOME": str(home)})
-    assert done.code == 0, done.err
-    return folder, home
+from tests.fixtures_cli import crucible, crucible_here, environment, write_model, write_task
 
 
 def test_compile_ends_with_table_verdict_report_and_json(compiled: tuple[Path, Path]) -> None:
@@ -106,25 +96,29 @@ def test_inspect_names_nodes_of_an_operator_set_that_the_file_does_not_declare(t
     assert "my.own::Frobnicate" in done.out
 
 
-def test_an_engine_whose_source_has_changed_is_not_judged_by_the_new_one(tmp_path: Path) -> None:
-    plan = write_task(tmp_path)
-    assert crucible("compile", plan, "--out", tmp_path / "out").code == 0
-    proto = onnx.load(tmp_path / "model.onnx")
+def test_an_engine_whose_source_has_changed_is_not_judged_by_the_new_one(compiled: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, home = compiled
+    proto = onnx.load(folder / "model.onnx")
     proto.graph.doc_string = "another file"
     onnx.save(proto, tmp_path / "model.onnx")
     for command in ("validate", "bench"):
-        done = crucible(command, tmp_path / "out")
+        done = crucible(command, folder / "out", "--set", f"model.path={tmp_path / 'model.onnx'}", env={"CRUCIBLE_HOME": str(home)})
         assert done.code == 1, done.out + done.err
         assert "have changed since this engine was compiled" in done.err
 
 
-def test_a_rejected_compile_leaves_no_engine_of_an_earlier_one(tmp_path: Path) -> None:
-    assert crucible("compile", write_task(tmp_path), "--out", tmp_path / "out").code == 0
-    assert (tmp_path / "out" / "engine").is_dir()
-    strict = {"metric": "top1", "thresholds": {"max_abs": 0.0}}
-    int8 = [{"backend": "onnxruntime", "precision": "int8"}]
-    assert crucible("compile", write_task(tmp_path, accuracy=strict, candidates=int8), "--out", tmp_path / "out").code == 2
-    assert not (tmp_path / "out" / "engine").exists()
+def test_an_engine_over_its_budget_is_rejected_with_exit_code_2_and_none_of_an_earlier_compile_stays(
+    compiled: tuple[Path, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(compiled[0] / "out", tmp_path / "crucible-out" / "tiny")
+    candidates = [{"backend": "onnxruntime", "precision": "int8", "placement": {"last_layer": True}}]
+    plan = write_task(tmp_path, candidates=candidates, accuracy={"metric": "top1", "max_drop": 0.0, "thresholds": {"max_abs": 1e-6}})
+    done = crucible("compile", plan, cwd=tmp_path, env={"CRUCIBLE_HOME": str(compiled[1])})
+    assert done.code == 2, done.err
+    assert done.summary["verdict"] == "rejected"
+    assert done.summary["engine"] is None
+    assert "next: another calibration method" in done.out
+    assert not (tmp_path / "crucible-out" / "tiny" / "engine").exists()
 
 
 def test_bench_measures_again(compiled: tuple[Path, Path]) -> None:
@@ -216,16 +210,6 @@ def test_an_onnx_file_alone_compiles_to_unproven(tmp_path: Path) -> None:
     assert "no data: accuracy not proven" in done.out
 
 
-def test_an_engine_over_its_budget_is_rejected_with_exit_code_2(tmp_path: Path) -> None:
-    candidates = [{"backend": "onnxruntime", "precision": "int8", "placement": {"last_layer": True}}]
-    plan = write_task(tmp_path, candidates=candidates, accuracy={"metric": "top1", "max_drop": 0.0, "thresholds": {"max_abs": 1e-6}})
-    done = crucible("compile", plan, cwd=tmp_path)
-    assert done.code == 2, done.err
-    assert done.summary["verdict"] == "rejected"
-    assert done.summary["engine"] is None
-    assert "next: another calibration method" in done.out
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -250,7 +234,7 @@ def test_an_engine_over_its_budget_is_rejected_with_exit_code_2(tmp_path: Path) 
     ],
 )
 def test_a_bad_plan_ends_with_exit_code_1_and_a_next_step(tmp_path: Path, change: dict[str, object], words: str) -> None:
-    done = crucible("compile", write_task(tmp_path, **change), cwd=tmp_path)
+    done = crucible_here("compile", write_task(tmp_path, **change), cwd=tmp_path)
     assert done.code == 1, done.out + done.err
     assert words in done.err
     assert "next" in done.err
@@ -271,7 +255,7 @@ def test_bad_data_is_refused(tmp_path: Path) -> None:
         ({"x": x, "labels": labels[:-1]}, "labels"),
     ]:
         np.savez(tmp_path / "selection.npz", **arrays)  # type: ignore[arg-type]
-        done = crucible("compile", plan, cwd=tmp_path)
+        done = crucible_here("compile", plan, cwd=tmp_path)
         assert done.code == 1, done.out + done.err
         assert words.lower() in done.err.lower()
 
@@ -281,7 +265,7 @@ def test_a_corrupt_model_is_refused(tmp_path: Path) -> None:
     whole = (tmp_path / "model.onnx").read_bytes()
     for content in (b"", b"rubbish", whole[: len(whole) // 2]):
         (tmp_path / "model.onnx").write_bytes(content)
-        done = crucible("compile", plan, cwd=tmp_path)
+        done = crucible_here("compile", plan, cwd=tmp_path)
         assert done.code == 1, done.out + done.err
         assert "model.onnx" in done.err
 
@@ -295,7 +279,7 @@ def test_external_data_outside_the_models_folder_is_refused(tmp_path: Path) -> N
     tensor.data_location = TensorProto.EXTERNAL
     tensor.external_data.add(key="location", value="../secret")
     (tmp_path / "inner" / "model.onnx").write_bytes(proto.SerializeToString())
-    done = crucible("compile", plan, cwd=tmp_path)
+    done = crucible_here("compile", plan, cwd=tmp_path)
     assert done.code == 1
     assert "../secret" in done.err
 
@@ -304,7 +288,7 @@ def test_unsupported_tensor_kinds_are_named(tmp_path: Path) -> None:
     node = helper.make_node("Identity", ["words"], ["same"], name="copy")
     ends = [helper.make_tensor_value_info(name, TensorProto.STRING, [2]) for name in ("words", "same")]
     onnx.save(helper.make_model(helper.make_graph([node], "g", ends[:1], ends[1:])), tmp_path / "words.onnx")
-    done = crucible("compile", tmp_path / "words.onnx", cwd=tmp_path)
+    done = crucible_here("compile", tmp_path / "words.onnx", cwd=tmp_path)
     assert done.code == 1
     assert "words" in done.err
     assert "string" in done.err
@@ -312,7 +296,7 @@ def test_unsupported_tensor_kinds_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [(), ("compile",), ("compile", "--nope"), ("nope",), ("compile", "gone.yaml"), ("report", "."), ("bench", ".")])
 def test_usage_errors_end_with_exit_code_1(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    done = crucible(*arguments, cwd=tmp_path)
+    done = crucible_here(*arguments, cwd=tmp_path)
     assert done.code == (0 if not arguments else 1)
     assert "Traceback" not in done.err
 

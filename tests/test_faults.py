@@ -15,6 +15,7 @@ from pipeline.faults import MemoryKills, crucible_error, how_it_died, memory_kil
 from pipeline.process import call_in_child
 
 NONE, ONE = MemoryKills(0, 0), MemoryKills(1, 1)
+KILLED = "was killed by signal 9 (SIGKILL)"
 
 
 @pytest.mark.parametrize("error", [PermissionError(13, "Permission denied", "/somewhere"), NotADirectoryError(20, "Not a directory", "/somewhere")])
@@ -75,10 +76,10 @@ def test_anything_else_is_our_bug() -> None:
     ("code", "before", "after", "printed", "how", "advice"),
     [
         (-9, NONE, ONE, "", "was killed by the kernel because memory ran out", "free memory"),
-        (-9, MemoryKills(None, 4), MemoryKills(None, 5), "", "was killed by signal 9 (SIGKILL), probably because memory ran out: the kernel", "free memory"),
-        (-9, MemoryKills(2, 4), MemoryKills(2, 5), "", "was killed by signal 9 (SIGKILL), probably because memory ran out: the kernel", "free memory"),
-        (-9, MemoryKills(), MemoryKills(), "", "was killed by signal 9 (SIGKILL), probably because memory ran out", "free memory"),
-        (-9, ONE, ONE, "", "was killed by signal 9 (SIGKILL), not by the kernel for want of memory", "run the same command again"),
+        (-9, MemoryKills(None, 4), MemoryKills(None, 5), "", f"{KILLED}, probably because memory ran out: the kernel", "free memory"),
+        (-9, MemoryKills(2, 4), MemoryKills(2, 5), "", f"{KILLED}, probably because memory ran out: the kernel", "free memory"),
+        (-9, MemoryKills(), MemoryKills(), "", f"{KILLED}, probably because memory ran out", "free memory"),
+        (-9, ONE, ONE, "", f"{KILLED}, not by the kernel for want of memory", "run the same command again"),
         (-6, NONE, NONE, "terminate called after throwing 'std::bad_alloc'", "ran out of memory and ended by signal 6 (SIGABRT)", "free memory"),
         (1, NONE, NONE, "MemoryError", "ran out of memory and ended with exit code 1", "free memory"),
         (-11, ONE, ONE, "noise", "ended by signal 11 (SIGSEGV) before it answered", "your own code"),

@@ -85,9 +85,7 @@ def test_a_dead_child_names_its_log(tmp_path: Path) -> None:
     assert str(tmp_path / "die.log") in caught.value.next_step
 
 
-@pytest.mark.parametrize(
-    ("number", "words", "advice"), [(signal.SIGSEGV, "SIGSEGV", "your own code"), (signal.SIGKILL, "SIGKILL", "more memory")]
-)
+@pytest.mark.parametrize(("number", "words", "advice"), [(signal.SIGSEGV, "SIGSEGV", "your own code"), (signal.SIGKILL, "SIGKILL", "more memory")])
 def test_a_death_by_signal_is_named(number: int, words: str, advice: str) -> None:
     with pytest.raises(ChildDied, match=words) as caught:
         call_in_child(die, int(number), name="die")

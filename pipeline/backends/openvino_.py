@@ -7,8 +7,10 @@ Precision is a hint to the compiler: without "f32" said in words, a CPU with bf1
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -37,6 +39,7 @@ from pipeline.backends.nodes import REMEDY, refused_nodes
 from pipeline.backends.openvino_nncf import quantize_with_nncf as quantize_with_nncf
 from pipeline.core import BuildOptions, Engine, Note, OnnxModel, Precision, Progress, Recipe, Refusal, Target, Tensors, TensorSpec, silent
 from pipeline.errors import BackendUnavailable, DataError, ModelError, UnsupportedError
+from pipeline.graph import file_size
 from pipeline.layers import LayerTable
 from pipeline.measure import cpu_flags, cpu_name, usable_cores
 
@@ -88,6 +91,8 @@ def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, pr
         progress(None, "compiling for this CPU")
         compiled = ov.Core().compile_model(str(out / FILE), "CPU", _config(recipe, options.threads))
     except RuntimeError as error:
+        if shutil.disk_usage(out).free < file_size(model.path):  # all it says is "iostream error", and it removes what it wrote
+            raise OSError(errno.ENOSPC, "No space left on device", str(out / FILE)) from error
         said = f"OpenVINO cannot build this model: {_sentence(error)}"
         raise ModelError(said, "list every node with `crucible inspect MODEL --backend openvino`") from error
     check_runs_as(compiled, recipe)

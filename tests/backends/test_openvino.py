@@ -7,7 +7,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from onnx import helper
+from onnx import TensorProto, helper
 
 from pipeline.backends import onnxruntime_, openvino_
 from pipeline.backends.amx import tiles_described
@@ -15,13 +15,14 @@ from pipeline.config import CalibrationConfig
 from pipeline.core import BuildOptions, Engine, OnnxModel, Placement, Precision, Profile, Recipe, Target, Tensors
 from pipeline.data import CalibrationSet, open_set
 from pipeline.errors import PlanError, UnsupportedError
-from pipeline.graph import read_proto
+from pipeline.graph import onnx_model, read_proto, write_proto
 from pipeline.measure import cpu_flags
 from pipeline.process import call_in_child
 from pipeline.stages.convert import convert
 from tests.backends.test_onnxruntime import made, unsupported_model
 from tests.conformance.models import Case, convolution, dtypes, model, ramp, several
 from tests.fixtures_convert import RESIDUAL, model_from_text, table_of
+from tests.fixtures_robust import needs_root, small_disk
 
 openvino = pytest.importorskip("openvino")
 
@@ -97,6 +98,16 @@ def test_16_bit_precision_runs_as_such_or_is_refused_by_name(tmp_path: Path, pre
 def test_an_old_cpu_only_pretends(precision: Precision) -> None:
     with pytest.raises(UnsupportedError, match=rf"{precision} on this CPU \(An old CPU\): it needs .*{precision}.*, and has avx2"):
         openvino_.check_recipe(recipe_of(precision), OLD_CPU)
+
+
+@needs_root
+def test_a_full_disk_is_not_taken_for_a_model_that_cannot_be_built(tmp_path: Path) -> None:
+    weight = helper.make_tensor("w", TensorProto.FLOAT, [256, 256], np.ones((256, 256), np.float32).tobytes(), raw=True)
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 256]) for name in ("x", "y")]
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", ends[:1], ends[1:], [weight])
+    write_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "model.onnx")
+    with small_disk(tmp_path / "out", "size=64k"), pytest.raises(OSError, match="No space left on device"):
+        openvino_.build(onnx_model(tmp_path, "model.onnx"), recipe_of(Precision.FP32), BATCH, tmp_path / "out")
 
 
 def test_refuses_what_it_cannot_do_in_words(tmp_path: Path) -> None:
