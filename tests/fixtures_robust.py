@@ -89,7 +89,7 @@ def start(plan: Path, home: Path, out: Path, prefix: Sequence[str] = (), **more:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 300) -> Result:
+def finish(process: subprocess.Popen[str], timeout_s: float = 900) -> Result:
     out, err = process.communicate(timeout=timeout_s)
     return Result(process.returncode, out, err)
 
@@ -158,6 +158,8 @@ def small_memory(limit_bytes: int) -> Iterator[Path]:
     try:
         try:
             limit.write_text(str(limit_bytes))
+            if (swap := group / "memory.swap.max").exists():
+                swap.write_text("0")
         except OSError as error:
             pytest.skip(f"cannot limit the memory of a control group: {error}")
         yield group / "cgroup.procs"

@@ -21,6 +21,7 @@ from tests.fixtures_robust import (
     wait_for_stage,
 )
 
+pytestmark = pytest.mark.timeout(1800)  # many compiles, on a host that may have more to do
 STAGES = ("export", "simplify", "build", "reference", "validate", "calibrate", "convert", "cover", "benchmark")  # in the order of their first run
 AT_ONCE_S = 0.25  # before any child has imported its libraries: its stage cannot have ended
 

@@ -16,6 +16,7 @@ from pipeline.render import load_report
 from tests.fixtures_cli import CANDIDATES, crucible, write_task
 from tests.fixtures_robust import assert_same, finish, forget_starts, needs_root, small_disk, small_memory, start, unfinished
 
+pytestmark = pytest.mark.timeout(1800)  # many compiles, on a host that may have more to do
 FREE_BYTES = (4_096, 16_384, 49_152, 98_304, 163_840)  # a size of 0 would mean no limit
 
 

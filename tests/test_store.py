@@ -1,5 +1,6 @@
 """The store: made once, published whole, found again, mended when damaged, safe for two."""
 
+import contextlib
 import math
 import multiprocessing
 import os
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.core import Artifact, Frozen, Target
-from pipeline.errors import StoreError
+from pipeline.errors import DiskFull, StoreError
 from pipeline.store import Key, Store, canonical
+from tests.fixtures_robust import needs_root, small_disk
 
 KEY = Key("export", 1, ("abc",), canonical({"b": 1, "a": 2}))
 
@@ -166,6 +168,19 @@ def test_a_killed_maker_leaves_nothing_that_counts(tmp_path: Path) -> None:
     worker.join()
     assert Store(tmp_path).find(KEY, Text) is None
     assert Store(tmp_path).get(KEY, Text, make).reused is False
+
+
+@needs_root
+def test_a_library_that_cannot_say_why_it_failed_to_write_met_a_full_disk(tmp_path: Path) -> None:
+    def fill(folder: Path) -> Text:
+        with (folder / "file").open("wb") as file, contextlib.suppress(OSError):
+            file.write(bytes(1 << 20))
+        raise RuntimeError("unexpected pos 576 vs 534")  # so torch.save
+
+    with small_disk(tmp_path / "home", "size=256k"):
+        with pytest.raises(DiskFull, match="RuntimeError: unexpected pos"):
+            Store(tmp_path / "home").get(KEY, Text, fill)
+        assert Store(tmp_path / "home").get(KEY, Text, make).reused is False
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
