@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from filelock import FileLock, Timeout
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.core import Artifact, Frozen, Note, Provenance, Target
 from pipeline.errors import DiskFull, StoreError
@@ -85,8 +85,8 @@ class Store:
             return None
         try:
             return _read(folder, key, kind)
-        except (OSError, ValueError) as error:  # pydantic's ValidationError is a ValueError
-            note = Note(stage="store", text=f"{key.stage} {key.digest[:12]} was damaged and is made again: {error}")
+        except (OSError, ValueError) as error:
+            note = Note(stage="store", text=f"{key.stage} {key.digest[:12]} was damaged and is made again: {_damage(error)}")
             if note not in self.notes:
                 self.notes.append(note)
             return None
@@ -181,6 +181,14 @@ def _read(folder: Path, key: Key, kind: type[A]) -> Stored[A]:
             raise ValueError(f"'{name}' has another digest than when it was written")
     value = kind.model_validate({**manifest.value, "root": folder} if issubclass(kind, Artifact) else manifest.value)
     return Stored(value, manifest.provenance, key.digest, reused=True)
+
+
+def _damage(error: OSError | ValueError) -> str:
+    """What is wrong with an artifact, in one line."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    return " ".join([f"'{MANIFEST}'", *map(str, first["loc"]), first["msg"]])
 
 
 def _write_manifest(folder: Path, value: BaseModel, provenance: Provenance) -> None:

@@ -1,5 +1,6 @@
 """A compile that is disturbed, and what must come out of it all the same: `outcome` of the disturbed and of an undisturbed one are equal."""
 
+import contextlib
 import json
 import os
 import re
@@ -8,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,22 +117,28 @@ def unfinished(home: Path) -> set[str]:
     return {name.partition("/")[0] for name in started_stages(home) if name not in done}
 
 
-def processes_of(home: Path) -> list[psutil.Process]:
-    """All that work in this home, but for zombies, whose parent has yet to notice."""
+def still_running(home: Path, patience_s: float = 60) -> list[psutil.Process]:
+    """All that work in this home after so long; a child whose parent was killed while it started up ends once it has imported what it needs."""
+    end = time.monotonic() + patience_s
+    while (found := _processes_of(home)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return found
+
+
+def _processes_of(home: Path) -> list[psutil.Process]:
+    """But for zombies, whose parent has yet to notice."""
     found = []
     for process in psutil.process_iter():
-        try:
+        with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get("CRUCIBLE_HOME") == str(home) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
-        except (psutil.Error, OSError):
-            continue
     return found
 
 
 # -- a host with less than one wants -----------------------------------------------------------------------------------
 
 
-@contextmanager
+@contextlib.contextmanager
 def small_disk(place: Path, options: str) -> Iterator[None]:
     """A file system in memory at `place`; skips the test where none can be mounted."""
     place.mkdir(exist_ok=True)
@@ -145,7 +151,7 @@ def small_disk(place: Path, options: str) -> Iterator[None]:
         subprocess.run(["umount", place], check=True)
 
 
-@contextmanager
+@contextlib.contextmanager
 def small_memory(limit_bytes: int) -> Iterator[Path]:
     """A control group of so much memory (v2, or v1): whoever writes its process id to the file that comes belongs to it."""
     v1 = Path("/sys/fs/cgroup/memory")

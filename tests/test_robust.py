@@ -15,8 +15,8 @@ from tests.fixtures_robust import (
     assert_same,
     finish,
     forget_starts,
-    processes_of,
     start,
+    still_running,
     unfinished,
     wait_for_stage,
 )
@@ -55,7 +55,7 @@ def test_after_sigkill_at_twenty_random_moments_one_run_comes_to_the_same(compil
     assert done.summary["verdict"] == "accepted", done.err
     report = assert_same(out, home, compiled)
     assert [note.text for note in report.notes if note.stage == "store"] == []  # a kill damages nothing that counts
-    assert processes_of(home) == []
+    assert still_running(home) == []
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_ctrl_c_in_every_stage_ends_with_130_and_leaves_what_was_finished(compil
         before = finished
         assert not out.exists()
     assert {file.parts[-3] for file in before} == set(STAGES) - {"benchmark"}
-    assert processes_of(home) == []
+    assert still_running(home) == []
 
 
 def test_two_at_once_both_succeed_and_make_everything_once(compiled: tuple[Path, Path], tmp_path: Path) -> None:
