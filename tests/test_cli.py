@@ -231,6 +231,7 @@ def test_an_onnx_file_alone_compiles_to_unproven(tmp_path: Path) -> None:
         ({"model": {"path": "model.onnx", "inputs": [{"name": "x", "dtype": "int8", "shape": ["batch", 16]}]}}, "the file has x float32 [batch, 16]"),
         ({"model": {"path": "model.onnx", "outputs": ["logits"]}}, "the file has y"),
         ({"accuracy": {"metric": "no_such_module:f"}}, "accuracy.metric: no module 'no_such_module'"),
+        ({"simplify": {"surgery": "no_such_module:f"}}, "simplify.surgery: no module 'no_such_module'"),
     ],
 )
 def test_a_bad_plan_ends_with_exit_code_1_and_a_next_step(tmp_path: Path, change: dict[str, object], words: str) -> None:
