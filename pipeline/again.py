@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeline.candidates import reference_outputs
-from pipeline.compile import build_baselines, export_model
+from pipeline.compile import build_baselines, build_reference, export_model
 from pipeline.config import Plan
 from pipeline.core import Engine, OnnxModel
 from pipeline.errors import ModelError
@@ -29,7 +29,7 @@ def reopen_job(report: Report, plan: Plan, runner: Runner) -> Job:
 def validate_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -> ValidationReport:
     """A delivered engine on its plan's validation set, or on the selection set where there is no other; never reused: its files may have changed."""
     job = reopen_job(report, plan, runner)
-    reference = build_baselines(job, export_model(job))[0]
+    reference = build_reference(job, export_model(job))
     samples = job.data.validation or job.data.selection
     arguments = (engine, reference_outputs(job, reference, samples), samples, job.plan.accuracy, batch_rows(job))
     found: ValidationReport = runner.run(validate, *arguments, name="validate", progress=runner.progress("validate"))

@@ -15,14 +15,16 @@ from pipeline.backends.ort_weights import compress_with_onnxruntime
 from pipeline.backends.trt_calibrator import calibrate_with_tensorrt
 from pipeline.backends.trt_library import BINDINGS
 from pipeline.backends.trt_modelopt import quantize_with_modelopt
+from pipeline.casts import flatten
 from pipeline.config import GeneratedData
 from pipeline.core import CalibrationMethod, CalibrationTable, Engine, Note, OnnxModel, Precision, Profile, Recipe
 from pipeline.data import CalibrationSet, SampleSet
 from pipeline.errors import BackendUnavailable, ChildDied, CrucibleError, InternalError, ModelError, UnsupportedError
 from pipeline.gpu import find_gpus
-from pipeline.graph import draw_feeds
+from pipeline.graph import draw_feeds, read_proto
 from pipeline.job import FEEDS_FOR_CHECKS, Job, batch_rows, options_of
 from pipeline.layers import LayerTable
+from pipeline.lint import finding_notes, lint
 from pipeline.precision import mislabelled, precision_notes
 from pipeline.recipes import default_candidates, distinct, missing_backend_note, recipes_from_candidate
 from pipeline.report import Candidate, NodeRanking, Rescue, ValidationReport
@@ -64,9 +66,12 @@ class Prepared:
     ablated: Ablated | None = None
 
 
-def recipes_of(job: Job) -> tuple[tuple[Recipe, ...], tuple[Note, ...]]:
-    """The recipes to try. A backend that the plan names must be here; of the others, those that are."""
-    calibrated = job.data.calibration is not None
+def recipes_of(job: Job, exported: bool = True) -> tuple[tuple[Recipe, ...], tuple[Note, ...]]:
+    """The recipes to try. A backend that the plan names must be here; of the others, those that are.
+
+    Before a PyTorch model is exported it may still bring scales of its own, and int8 need no calibration data.
+    """
+    calibrated = job.data.calibration is not None or not (exported or job.source.kind == "onnx")
     named = {candidate.backend for candidate in job.plan.candidates}
     targets, notes = {}, []
     for name in named or (("tensorrt",) if find_gpus().devices else ()) + ("onnxruntime", "openvino"):
@@ -76,14 +81,22 @@ def recipes_of(job: Job) -> tuple[tuple[Recipe, ...], tuple[Note, ...]]:
             if named:
                 raise
             notes.append(missing_backend_note(name, error.message))
-    if not calibrated and not named:
+    if not calibrated and not named and not job.given:
         notes.append(Note(stage="candidates", text="int8 is left out: the plan has no calibration data", level="info"))
-    candidates = job.plan.candidates or default_candidates(targets, calibrated)
-    found = (recipes_from_candidate(each, targets[each.backend], job.plan, calibrated) for each in candidates)
+    candidates = job.plan.candidates or default_candidates(targets, calibrated, job.given)
+    found = (recipes_from_candidate(each, targets[each.backend], job.plan, calibrated, job.given) for each in candidates)
     recipes = distinct(chain.from_iterable(found))
     for recipe in recipes:
         backends.backend(recipe.backend).check_recipe(recipe, targets[recipe.backend])
-    return recipes, tuple(notes)
+    return recipes, (*notes, *unused_notes(job))
+
+
+def unused_notes(job: Job) -> tuple[Note, ...]:
+    """What the plan asks for in vain, since the model brings its own scales."""
+    if job.given is None:
+        return ()
+    unused = {"calibration data is not needed": job.data.calibration is not None, "`ablate` has no switches to reverse": job.plan.ablate}
+    return tuple(Note(stage="calibrate", text=f"{text}: the model brings its own Q/DQ", level="info") for text, told in unused.items() if told)
 
 
 def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutputs, bugs: list[InternalError]) -> Candidate:
@@ -92,7 +105,7 @@ def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutpu
     try:
         converted = convert_model(job, model, recipe)
         engine = build_engine(job, converted, recipe)
-        notes = engine.notes if converted is model else (*converted.notes, *engine.notes)
+        notes = engine.notes if converted is model else (*converted.notes, *lint_notes(converted, recipe), *engine.notes)
         candidate = candidate.model_copy(update={"engine": engine, "notes": notes})
         candidate = with_layers(candidate, prove_engine(job, engine, converted))
         if candidate.state == "mislabelled":
@@ -113,6 +126,13 @@ def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutpu
         candidate = candidate.model_copy(update={"notes": (*candidate.notes, Note(stage="calibrate", text=misfit))})
     causes = (misfit, *report.failures) if misfit and not report.passed else report.failures
     return candidate.model_copy(update={"state": state, "selection": report, "reason": "; ".join(causes)})
+
+
+def lint_notes(converted: OnnxModel, recipe: Recipe) -> tuple[Note, ...]:
+    """What the model's own Q/DQ cost on this backend; nothing of pairs that were placed here."""
+    if recipe.quantizer != "given":
+        return ()
+    return finding_notes(lint(flatten(read_proto(converted.path)).graph, recipe.backend), recipe.backend)
 
 
 def rescue(job: Job, model: OnnxModel, candidates: Sequence[Candidate], expected: ReferenceOutputs, bugs: list[InternalError]) -> Prepared:
@@ -241,8 +261,8 @@ def quantize_by(stage: Stage, job: Job, model: OnnxModel, recipe: Recipe, calibr
 
 
 def calibration_table(job: Job, model: OnnxModel, recipe: Recipe) -> CalibrationTable | None:
-    """The ranges that a recipe needs: int8 its method's, 16-bit floats the largest values. None where there is no data."""
-    if job.data.calibration is None:
+    """The ranges that a recipe needs: int8 its method's, 16-bit floats the largest values. None where there is no data, or the model has its own."""
+    if job.data.calibration is None or recipe.quantizer == "given":
         return None
     method = recipe.method or CalibrationMethod.MINMAX
     inputs, options = (model.digest, job.data.calibration.digest), canonical({"method": method, **job.plan.calibration.model_dump()})

@@ -13,6 +13,7 @@ import platform
 import shlex
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -189,7 +190,7 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Show what is in a model or an engine; with --backend, every node that the backend cannot run, before any build."""
-    from pipeline.inspection import engine_lines, model_lines, read_model, refusals_of
+    from pipeline.inspection import engine_lines, model_lines, quantised_lines, read_model, refusals_of
 
     console = terminal.console()
     if target.is_dir():
@@ -208,7 +209,37 @@ def inspect(
         console.print(terminal.refusal_table(refusals))
     else:
         console.print(f"{backend} runs every node of this model")
+    for line in [] if as_json else quantised_lines(target, backend):
+        console.print(line, highlight=False, soft_wrap=True)
     raise typer.Exit(1 if refusals else 0)
+
+
+@app.command()
+def lint(
+    model: Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="An ONNX model that holds Q/DQ already.")],
+    profiles: ProfileOption,
+    overrides: SetOption,
+    backend: Annotated[str | None, typer.Option(help="Only what matters to this backend; needed for --fix and --measure.")] = None,
+    fix: Annotated[Path | None, typer.Option(metavar="OUT.onnx", help="Write the model, mended where that leaves the arithmetic as it is.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Print how much faster mending makes it here.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say which Q/DQ pairs of a quantised model keep a backend from running it in 8 bits or cost accuracy; --fix mends what it can."""
+    from pipeline import linting
+
+    found = linting.findings_of(model, backend)
+    if as_json:
+        print(json.dumps({name: [finding.model_dump() for finding in findings] for name, findings in found.items()}))
+    lines = [] if as_json else linting.finding_lines(found)
+    if backend is None and (fix or measure):
+        raise PlanError("--fix and --measure need to know for which backend", "add --backend, for example --backend onnxruntime")
+    if backend and (fix or measure):
+        plan = _plan(model, overrides, profiles)
+        lines += linting.fixed_lines(linting.fix_model(model, fix, backend, plan.profiles)) if fix else []
+        if measure:
+            with _runner(as_json, plan.name) as runner, tempfile.TemporaryDirectory() as folder:
+                lines += linting.gain_lines(linting.measure_fixes(plan, backend, Path(folder), runner), found[backend])
+    terminal.console(stderr=as_json).print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
 
 
 @app.command()

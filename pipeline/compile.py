@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 from pipeline import graph
 from pipeline.ablation import ablation_from
 from pipeline.backends import pytorch_
+from pipeline.backends.onnxruntime_ import AS_WRITTEN
 from pipeline.candidates import Prepared, ablate, build_engine, check_engine, prepare, recipes_of, reference_outputs, rescue
 from pipeline.config import DataConfig, GeneratedData, Plan
 from pipeline.core import Engine, Note, OnnxModel, Precision, Recipe
@@ -33,14 +34,15 @@ from pipeline.report import (
     ValidationReport,
 )
 from pipeline.runner import Runner, Stage
+from pipeline.scales import given_precision
 from pipeline.source import code_digest
 from pipeline.stages.benchmark import benchmark
 from pipeline.stages.export import export
 from pipeline.stages.simplify import simplify
 from pipeline.stages.validate import check_outputs
 
-EXPORT = Stage("export", 1, export, ("torch", "onnx", "onnxscript", "onnxruntime"))
-SIMPLIFY = Stage("simplify", 1, simplify, ("onnx", "onnxsim", "onnx-graphsurgeon", "onnxruntime"))
+EXPORT = Stage("export", 2, export, ("torch", "onnx", "onnxscript", "onnxruntime"))
+SIMPLIFY = Stage("simplify", 2, simplify, ("onnx", "onnxsim", "onnx-graphsurgeon", "onnxruntime"))
 BASELINE = Stage("baseline", 2, pytorch_.build_baseline, pytorch_.DISTRIBUTIONS)
 BENCHMARK = Stage("benchmark", 3, benchmark)
 
@@ -51,21 +53,23 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
     Raises a CrucibleError for a request that is impossible; an engine that is wrong or slow is part of the report.
     """
     job = open_job(plan, runner)
-    recipes, notes = recipes_of(job)
+    recipes_of(job, exported=False)  # what is wrong with the plan's candidates is said before anything starts
 
     exported = export_model(job)
     check_outputs(plan.accuracy, exported.outputs)
     model = simplify_model(job, exported)
-    reference, *others = build_baselines(job, exported)
+    job = replace(job, given=given_precision(graph.read_proto(model.path, weights=False).graph))
+    recipes, notes = recipes_of(job)
+    reference, baselines = build_reference(job, exported), build_baselines(job, exported)
     expected = reference_outputs(job, reference, job.data.selection)
     bugs: list[InternalError] = []
     prepared = [prepare(job, model, recipe, expected, bugs) for recipe in recipes]
     if bugs and not any(candidate.engine for candidate in prepared):
         raise bugs[0]
     ablated = ablate(job, model, rescue(job, model, prepared, expected, bugs), expected, bugs)
-    measured = measure(job, model, [reference, *others], ablated)
+    measured = measure(job, model, baselines, ablated)
     validation = validate_winner(job, reference, choose(measured.candidates))
-    notes = (*notes, *baseline_notes([reference, *others], measured.candidates))
+    notes = (*notes, *baseline_notes(baselines, measured.candidates, job.given))
     return write_up(job, (exported, model), measured, validation, notes, command)
 
 
@@ -98,8 +102,18 @@ def simplify_model(job: Job, exported: OnnxModel) -> OnnxModel:
     return job.runner.stage(SIMPLIFY, OnnxModel, exported, job.plan.profiles, job.plan.simplify, samples, inputs=inputs, options=options)
 
 
+def build_reference(job: Job, exported: OnnxModel) -> Engine:
+    """What all answers are compared with: the first baseline, but of an ONNX file with Q/DQ the arithmetic as written."""
+    if job.source.kind == "onnx" and job.given:
+        return build_engine(job, exported, Recipe(backend="onnxruntime", precision=Precision.FP32, variant=AS_WRITTEN))
+    return build_baselines(job, exported)[0]
+
+
 def build_baselines(job: Job, exported: OnnxModel) -> list[Engine]:
-    """What the user has today; the first is also the accuracy reference. PyTorch, or ONNX Runtime fp32 for an ONNX file."""
+    """What the user has today: PyTorch, or ONNX Runtime on an ONNX file, which runs its Q/DQ in int8."""
+    if job.source.kind == "onnx" and job.given is Precision.INT8:
+        recipe = Recipe(backend="onnxruntime", precision=Precision.INT8, quantizer="given", variant="as given")
+        return [build_engine(job, exported.model_copy(update={"precision": Precision.INT8}), recipe)]
     if job.source.kind == "onnx":
         return [build_engine(job, exported, Recipe(backend="onnxruntime", precision=Precision.FP32, variant="as given"))]
     target, engines = pytorch_.probe(), []
@@ -150,14 +164,17 @@ def validate_winner(job: Job, reference: Engine, winner: Candidate | None) -> Va
     return check_engine(job, winner.engine, expected, job.data.validation)
 
 
-def baseline_notes(baselines: Sequence[Engine], candidates: Iterable[Candidate]) -> tuple[Note, ...]:
-    """What the baselines say of themselves; and where GPU meets CPU, that the ratio compares hardware too."""
+def baseline_notes(baselines: Sequence[Engine], candidates: Iterable[Candidate], given: Precision | None = None) -> tuple[Note, ...]:
+    """What the baselines say of themselves; where GPU meets CPU, that the ratio compares hardware too; and what fake quantisers cost PyTorch."""
     first = baselines[0].target
     on_gpu = first.compute_capability is not None
     others = [each.label for each in candidates if each.engine and each.benchmark and (each.engine.target.compute_capability is not None) != on_gpu]
     text = f"the baseline runs on {first.device}, other hardware than {', '.join(others)}: their ratio compares hardware too"
     own = dict.fromkeys(note for engine in baselines for note in engine.notes)
-    return (*own, *((Note(stage="benchmark", text=text),) if others else ()))
+    faked = "the baseline computes the model's fake quantisers too, which the model as it was before that training does not have: it would be faster"
+    slowed = given is not None and first.backend == "pytorch"
+    said = [text] * bool(others) + [faked] * slowed
+    return (*own, *(Note(stage="benchmark", text=each) for each in said))
 
 
 def write_up(

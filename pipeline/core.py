@@ -221,7 +221,7 @@ class Recipe(Frozen):
     method: CalibrationMethod | None = None  # int8 only
     activation: Literal["int8", "uint8", "float"] = "int8"  # int8: zero point 0; uint8: asymmetric; float: as they are, weight_only
     weight_bits: Literal[7, 8] = 8  # 7 where 8-bit dot products can saturate (x86 without VNNI)
-    quantizer: Literal["crucible", "nncf", "modelopt", "onnxruntime"] = "crucible"
+    quantizer: Literal["crucible", "nncf", "modelopt", "onnxruntime", "given"] = "crucible"  # given: the model brings its own Q/DQ
     weight_only: bool = False  # int4 and int8: only weights have few bits; the products are of floats unless `activation` says int8
     block_size: int = 0  # weight_only: weights that share a scale; 0: all of one output channel
     smooth_quant: bool | None = None  # NNCF, int8: outliers of activations moved into the weights; None: where NNCF sees a transformer
@@ -238,13 +238,13 @@ class Recipe(Frozen):
     def label(self) -> str:
         """Short name for tables, unlike that of any other recipe: `onnxruntime int8 entropy u8s8`."""
         parts = [self.backend, self.variant, str(self.precision)]
-        if self.quantizer not in ("crucible", self.backend):
+        if self.quantizer not in ("crucible", self.backend) and self.variant != "as given":
             parts.append(self.quantizer)
         if self.weight_only:
             parts += ["weight-only", f"b{self.block_size}" if self.block_size else "", "a8" if self.activation == "int8" else ""]
         elif self.realised_in == "flags":
             parts += ["implicit", str(self.method)] if self.precision is Precision.INT8 else ["flags"]
-        elif self.precision is Precision.INT8:
+        elif self.precision is Precision.INT8 and self.quantizer != "given":
             parts += [str(self.method or ""), f"{'u' if self.activation == 'uint8' else 's'}8s{self.weight_bits}"]
             usual = Placement()
             parts += [f"{'+' if on else '-'}{rule}" for rule, on in self.placement if on != getattr(usual, rule)]

@@ -192,6 +192,11 @@ def next_steps(miss: Candidate | None) -> tuple[str, ...]:
     if miss is None:
         return ("run `crucible doctor` to see what this host can build, and `crucible inspect MODEL --backend B` for unsupported nodes",)
     recipe = miss.recipe
+    if recipe.quantizer == "given":
+        return (
+            f"`crucible lint MODEL --backend {recipe.backend}`: what of the model's own Q/DQ does not suit this backend",
+            "more training with Q/DQ",
+        )
     if recipe.precision is Precision.INT8:
         other = "minmax" if str(recipe.method) != "minmax" else "percentile"
         steps = [f"another calibration method: `method: {other}`", KEEP_WORST]

@@ -32,8 +32,14 @@ USUAL_BLOCK = 32
 """Weights per scale where the plan does not say. MiniLM in int4 by ONNX Runtime, 97 sentences: mean cosine 0.975, with 64 0.967, with 128 0.957."""
 
 
-def default_candidates(targets: Mapping[str, Target], calibrated: bool) -> tuple[CandidateConfig, ...]:
-    """All that is worth trying on this host: every backend that is here, in every precision that it really runs."""
+def default_candidates(targets: Mapping[str, Target], calibrated: bool, given: Precision | None = None) -> tuple[CandidateConfig, ...]:
+    """All that is worth trying on this host: every backend that is here, in every precision that it really runs.
+
+    Of a model that brings its own Q/DQ it is `given`, the precision of those, on every backend that has it.
+    """
+    if given:
+        able = [name for name in targets if given is Precision.INT8 or name == "tensorrt"]
+        return tuple(CandidateConfig(backend=name, precision=given) for name in (["tensorrt"] if "tensorrt" in able else able))
     if "tensorrt" in targets:
         return _tensorrt_candidates(targets["tensorrt"], calibrated)
     candidates = []
@@ -73,9 +79,12 @@ def _generation(target: Target) -> tuple[int, ...]:
     return tuple(int(part) for part in (target.compute_capability or "0.0").split("."))
 
 
-def recipes_from_candidate(candidate: CandidateConfig, target: Target, plan: Plan, calibrated: bool) -> tuple[Recipe, ...]:
+def recipes_from_candidate(
+    candidate: CandidateConfig, target: Target, plan: Plan, calibrated: bool, given: Precision | None = None
+) -> tuple[Recipe, ...]:
     """A full recipe for every combination of the methods and switches that a candidate names, each once; PlanError as below."""
-    return tuple(dict.fromkeys(recipe_from_candidate(each, target, plan, calibrated) for each in expand(candidate)))
+    asked = (candidate,) if given else expand(candidate)  # a model's own Q/DQ leave nothing to combine
+    return tuple(dict.fromkeys(recipe_from_candidate(each, target, plan, calibrated, given) for each in asked))
 
 
 def expand(candidate: CandidateConfig) -> tuple[CandidateConfig, ...]:
@@ -111,14 +120,17 @@ def _check_choices(candidate: CandidateConfig, methods: bool, switches: Sequence
             raise PlanError(f"candidate '{candidate.backend} {precision}': a list under `{key}` changes nothing: {reason}", "give one value, or none")
 
 
-def recipe_from_candidate(candidate: CandidateConfig, target: Target, plan: Plan, calibrated: bool) -> Recipe:
+def recipe_from_candidate(candidate: CandidateConfig, target: Target, plan: Plan, calibrated: bool, given: Precision | None = None) -> Recipe:
     """The full recipe for this host, with the first of methods and switches where several are named.
 
     PlanError if int8 is asked for without calibration data, or something that only another backend has.
+    `given` is the precision of the Q/DQ that the model brings; PlanError for a candidate that would be called by another.
     """
     backend, precision = candidate.backend, candidate.precision
     in_flags = candidate.realised_in == "flags"
     _check_for_backend(candidate)
+    if given:
+        _check_given(candidate, given)
     _check_kept(candidate)
     base = Recipe(
         backend=backend,
@@ -130,6 +142,8 @@ def recipe_from_candidate(candidate: CandidateConfig, target: Target, plan: Plan
         hardware_compatible=candidate.hardware_compatible,
         version_compatible=candidate.version_compatible,
     )
+    if given:
+        return base.model_copy(update={"quantizer": "given", "rest": _rest(backend)})
     if candidate.weight_only or precision is Precision.INT4:
         return _weight_only(base, candidate)
     if candidate.smooth_quant is not None and (precision, candidate.quantizer) != (Precision.INT8, "nncf"):
@@ -155,7 +169,7 @@ def recipe_from_candidate(candidate: CandidateConfig, target: Target, plan: Plan
             "quantizer": quantizer,
             "smooth_quant": candidate.smooth_quant,
             "placement": Placement.model_validate({name: values[0] for name, values in candidate.placement}),
-            "rest": Precision.FP16 if backend.startswith("tensorrt") else Precision.FP32,
+            "rest": _rest(backend),
         }
     )
 
@@ -187,6 +201,24 @@ def _weight_only(base: Recipe, candidate: CandidateConfig) -> Recipe:
             "activation": "int8" if candidate.activation == "int8" else "float",
         }
     )
+
+
+def _rest(backend: str) -> Precision:
+    """What is not quantised: TensorRT strongly typed is slower than fp16 where the rest is fp32."""
+    return Precision.FP16 if backend.startswith("tensorrt") else Precision.FP32
+
+
+def _check_given(candidate: CandidateConfig, given: Precision) -> None:
+    """PlanError for a candidate of a model with its own Q/DQ that asks for another precision, or for what Q/DQ decide already."""
+    who = f"candidate '{candidate.backend} {candidate.precision}'"
+    if candidate.precision is not given:
+        said = f"{who}: the model brings its own Q/DQ, so it would run {given} under the name of {candidate.precision}"
+        raise PlanError(said, f"ask for `precision: {given}`, or give the model without Q/DQ")
+    unused = CandidateConfig(backend=candidate.backend, precision=given)
+    decided = ["method", "activation", "weight_bits", "realised_in", "quantizer", "placement", "weight_only", "block_size", "smooth_quant"]
+    decided += [] if candidate.backend.startswith("tensorrt") and candidate.keep_fp32 != "auto" else ["keep_fp32"]
+    if asked := [key for key in decided if getattr(candidate, key) != getattr(unused, key)]:
+        raise PlanError(f"{who}: the model brings its own Q/DQ, which decide `{asked[0]}`", f"leave `{asked[0]}` out, or give the model without Q/DQ")
 
 
 def _check_for_backend(candidate: CandidateConfig) -> None:

@@ -302,3 +302,33 @@ def test_what_weights_alone_would_ignore_is_refused(plan: Plan, backend: str, as
     candidate = CandidateConfig.model_validate({"backend": backend, **asked})
     with pytest.raises(PlanError, match=words):
         recipe_from_candidate(candidate, target(backend, VNNI), plan, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "names", "expected"),
+    [
+        (Precision.INT8, ("onnxruntime", "openvino"), ["onnxruntime int8 given", "openvino int8 given"]),
+        (Precision.INT8, ("tensorrt", "onnxruntime"), ["tensorrt int8 given"]),
+        (Precision.FP8, ("tensorrt", "onnxruntime"), ["tensorrt fp8 given"]),
+        (Precision.FP8, ("onnxruntime", "openvino"), []),
+    ],
+)
+def test_a_model_with_its_own_scales_is_tried_on_every_backend(plan: Plan, given: Precision, names: tuple[str, ...], expected: list[str]) -> None:
+    targets = {name: gpu() if name == "tensorrt" else target(name, VNNI) for name in names}
+    candidates = default_candidates(targets, False, given)
+    recipes = [recipe_from_candidate(each, targets[each.backend], plan, False, given) for each in candidates]
+    assert [recipe.label for recipe in recipes] == expected
+    assert {recipe.rest for recipe in recipes} == ({Precision.FP16 if "tensorrt" in names else Precision.FP32} if recipes else set())
+
+
+def test_what_a_model_with_its_own_scales_has_decided_is_not_asked_again(plan: Plan) -> None:
+    def ask(**asked: object) -> Recipe:
+        candidate = CandidateConfig.model_validate({"backend": "tensorrt", "precision": "int8", **asked})
+        return recipe_from_candidate(candidate, gpu(), plan, True, Precision.INT8)
+
+    assert ask(keep_fp32=("head",), hardware_compatible=True).keep_fp32 == ("head",)
+    for key, value in {"method": "minmax", "activation": "uint8", "weight_bits": 7, "realised_in": "flags", "quantizer": "modelopt"}.items():
+        with pytest.raises(PlanError, match=f"which decide `{key}`"):
+            ask(**{key: value})
+    with pytest.raises(PlanError, match="it would run int8 under the name of fp16"):
+        ask(precision="fp16")

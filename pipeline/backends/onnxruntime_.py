@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 PRECISIONS = frozenset({Precision.FP32, Precision.INT8, Precision.INT4})
 DISTRIBUTIONS: tuple[str, ...] = ("onnxruntime",)
+AS_WRITTEN = "as written"
+"""Variant of a recipe: Q/DQ are computed where they stand, in fp32. The int8 kernels that ONNX Runtime would put in their place can saturate."""
 
 NOT_REALLY = {
     Precision.FP16: "it has no fp16 kernel of Conv, MatMul or Gemm for this CPU, and would cast every one to fp32 and back",
@@ -205,10 +207,13 @@ def _check_precision(model: OnnxModel, recipe: Recipe) -> None:
 
 
 def _open_engine(engine: Engine, profile: Path | None = None) -> onnxruntime.InferenceSession:
-    return _open(str(engine.path), engine.threads or usable_cores(), engine.recipe.precision, profile)
+    recipe = engine.recipe
+    return _open(str(engine.path), engine.threads or usable_cores(), recipe.precision, profile, recipe.variant == AS_WRITTEN)
 
 
-def _open(model: str | bytes, threads: int, precision: Precision = Precision.FP32, profile: Path | None = None) -> onnxruntime.InferenceSession:
+def _open(
+    model: str | bytes, threads: int, precision: Precision = Precision.FP32, profile: Path | None = None, as_written: bool = False
+) -> onnxruntime.InferenceSession:
     """Threads spin between operators, as is the default: 16 small convolutions take 0.31 ms, and 0.51 ms where they sleep (2 cores, AVX512).
 
     Where more threads want the CPU than there are cores, it is the other way round: then give fewer threads.
@@ -219,6 +224,7 @@ def _open(model: str | bytes, threads: int, precision: Precision = Precision.FP3
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.disable_quant_qdq", "1" if as_written else "0")
     if precision is Precision.INT8:
         options.add_session_config_entry("optimization.disable_specified_optimizers", ";".join(MAKES_FLOAT))
     if profile is not None:
