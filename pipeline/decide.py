@@ -16,8 +16,10 @@ MEND_LABELS = "check that the labels belong to these samples, row by row, and th
 MEND_CALIBRATION = "calibrate on samples of the same kind as those of the selection set, prepared in the same way (scale, mean, colour order, tokens)"
 KEEP_WORST = "the worst layers unquantised: `keep_fp32: auto`"
 AFTER_INT8 = ("bf16 or fp16 instead of int8", "quantisation-aware training, then compile the Q/DQ model")
-SEE_LAYERS = "see the table of what really ran: it names the layers in another precision; call the candidate by that precision, or leave it out"
+FIND_LAYERS = "see the table of what really ran: it names the layers in another precision"
+SEE_LAYERS = f"{FIND_LAYERS}; call the candidate by that precision, or leave it out"
 QUANTISE_MORE = "let more of it run in 8 bits: `placement: {last_layer: true}`, fewer nodes in `keep_fp32`, and on onnxruntime `activation: uint8`"
+MEND_PAIRS = "`crucible lint MODEL --backend {backend} --fix OUT.onnx`: which of its Q/DQ keep it out of 8 bits, mended if exact; compile OUT.onnx"
 
 NEAR = 1.05
 """How much slower than the fastest a more accurate candidate that does other work may be, if it is not measurably slower. On a noisy host an
@@ -157,8 +159,7 @@ def _why_none(candidates: Sequence[Candidate]) -> tuple[str, ...]:
 def _after_none(candidates: Sequence[Candidate], miss: Candidate | None) -> tuple[str, ...]:
     """What to try where nothing is left: a mislabelled engine is no near miss, its layers tell more."""
     if wrong := [candidate for candidate in candidates if candidate.state == "mislabelled"]:
-        quantised = any(candidate.recipe.precision is Precision.INT8 for candidate in wrong)
-        return (SEE_LAYERS, *((QUANTISE_MORE,) if quantised else ()), *(next_steps(miss) if miss else ()))
+        return (*_after_mislabelled([candidate.recipe for candidate in wrong]), *(next_steps(miss) if miss else ()))
     mend = mend_data([candidate.reason for candidate in candidates])
     if MEND_LABELS in mend:  # no engine is at fault
         return mend
@@ -166,6 +167,13 @@ def _after_none(candidates: Sequence[Candidate], miss: Candidate | None) -> tupl
     in_16_bits = miss is not None and miss.recipe.precision in (Precision.FP16, Precision.BF16)
     steps = (TRAIN_IN_16_BITS,) if rescued and in_16_bits else next_steps(miss)
     return (*mend, *(step for step in steps if not (rescued and step == KEEP_WORST)))
+
+
+def _after_mislabelled(wrong: Sequence[Recipe]) -> tuple[str, ...]:
+    """What to do about engines that do not run what they are called by. A model's own Q/DQ leave no other name and no placement to choose."""
+    if given := dict.fromkeys(recipe.backend for recipe in wrong if recipe.quantizer == "given"):
+        return (FIND_LAYERS, *(MEND_PAIRS.format(backend=backend) for backend in given))
+    return (SEE_LAYERS, *((QUANTISE_MORE,) if any(recipe.precision is Precision.INT8 for recipe in wrong) else ()))
 
 
 def mend_data(reasons: Sequence[str]) -> tuple[str, ...]:

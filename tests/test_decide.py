@@ -126,6 +126,29 @@ def test_engines_that_are_not_what_they_are_called_are_rejected_and_are_no_near_
     assert decide([wrong, int8], None, None).next_steps == (SEE_LAYERS, QUANTISE_MORE)
 
 
+def test_where_a_models_own_pairs_are_not_run_the_next_step_is_to_mend_them() -> None:
+    wrong = candidate("a", 2.0, "mislabelled", precision=Precision.INT8)
+    given = [
+        wrong.model_copy(update={"recipe": wrong.recipe.model_copy(update={"backend": backend, "quantizer": "given"})})
+        for backend in ("onnxruntime", "openvino")
+    ]
+    first, *mend = decide(given, None, None).next_steps
+    assert "call the candidate by" not in first  # another name is refused
+    assert [step.partition(":")[0] for step in mend] == [
+        "`crucible lint MODEL --backend onnxruntime --fix OUT.onnx`",
+        "`crucible lint MODEL --backend openvino --fix OUT.onnx`",
+    ]
+
+
+def test_a_failed_model_with_its_own_pairs_is_not_told_to_calibrate() -> None:
+    failed = candidate("a", 2.0, "failed accuracy", 0.1, precision=Precision.INT8)
+    failed = failed.model_copy(update={"recipe": failed.recipe.model_copy(update={"quantizer": "given"})})
+    steps = " ".join(decide([failed], None, None).next_steps)
+    assert "crucible lint MODEL --backend" in steps
+    assert "method" not in steps
+    assert "keep_fp32" not in steps
+
+
 def test_beside_a_mislabelled_engine_the_near_miss_keeps_its_next_steps() -> None:
     miss = candidate("b", 2.0, "failed accuracy", 0.1, precision=Precision.INT8)
     decision = decide([candidate("a", 2.0, "mislabelled", 0.0), miss], None, None)

@@ -321,14 +321,42 @@ def test_a_model_with_its_own_scales_is_tried_on_every_backend(plan: Plan, given
     assert {recipe.rest for recipe in recipes} == ({Precision.FP16 if "tensorrt" in names else Precision.FP32} if recipes else set())
 
 
-def test_what_a_model_with_its_own_scales_has_decided_is_not_asked_again(plan: Plan) -> None:
-    def ask(**asked: object) -> Recipe:
-        candidate = CandidateConfig.model_validate({"backend": "tensorrt", "precision": "int8", **asked})
-        return recipe_from_candidate(candidate, gpu(), plan, True, Precision.INT8)
+def given_recipes(plan: Plan, **asked: object) -> tuple[Recipe, ...]:
+    candidate = CandidateConfig.model_validate({"backend": "tensorrt", "precision": "int8", **asked})
+    at = gpu() if candidate.backend == "tensorrt" else target(candidate.backend, VNNI)
+    return recipes_from_candidate(candidate, at, plan, True, Precision.INT8)
 
-    assert ask(keep_fp32=("head",), hardware_compatible=True).keep_fp32 == ("head",)
-    for key, value in {"method": "minmax", "activation": "uint8", "weight_bits": 7, "realised_in": "flags", "quantizer": "modelopt"}.items():
-        with pytest.raises(PlanError, match=f"which decide `{key}`"):
-            ask(**{key: value})
-    with pytest.raises(PlanError, match="it would run int8 under the name of fp16"):
-        ask(precision="fp16")
+
+def test_what_the_pairs_of_a_model_leave_open_may_be_asked_for(plan: Plan) -> None:
+    (recipe,) = given_recipes(plan, keep_fp32=("head",), hardware_compatible=True)
+    assert (recipe.quantizer, recipe.keep_fp32, recipe.hardware_compatible) == ("given", ("head",), True)
+
+
+@pytest.mark.parametrize(
+    ("key", "asked"),
+    [
+        ("method", {"method": "minmax"}),
+        ("method", {"method": ["auto", "minmax"]}),
+        ("activation", {"activation": "uint8"}),
+        ("weight_bits", {"weight_bits": 7}),
+        ("realised_in", {"realised_in": "flags"}),
+        ("quantizer", {"quantizer": "modelopt", "keep_fp32": "auto"}),
+        ("placement", {"placement": {"last_layer": [False, True]}}),
+        ("placement", {"placement": {switch: [True, False] for switch in PlacementConfig.model_fields}}),
+        ("weight_only", {"weight_only": True, "backend": "onnxruntime"}),
+        ("smooth_quant", {"smooth_quant": True, "backend": "openvino"}),
+        ("keep_fp32", {"keep_fp32": "auto"}),
+        ("keep_fp32", {"keep_fp32": "auto", "backend": "onnxruntime"}),
+        ("keep_fp32", {"keep_fp32": ["head"], "backend": "onnxruntime"}),
+    ],
+)
+def test_what_the_pairs_of_a_model_have_decided_is_refused_by_name(plan: Plan, key: str, asked: dict[str, object]) -> None:
+    with pytest.raises(PlanError, match=f"brings its own Q/DQ, which decide `{key}`") as caught:
+        given_recipes(plan, **asked)
+    assert caught.value.next_step.startswith(f"leave `{key}` out")
+
+
+@pytest.mark.parametrize("asked", [{"precision": "fp16"}, {"precision": "fp16", "keep_fp32": "auto"}, {"precision": "int4", "backend": "openvino"}])
+def test_a_precision_that_is_not_that_of_the_pairs_is_refused(plan: Plan, asked: dict[str, object]) -> None:
+    with pytest.raises(PlanError, match=f"it would run int8 under the name of {asked['precision']}"):
+        given_recipes(plan, **asked)
