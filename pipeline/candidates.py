@@ -17,16 +17,16 @@ from pipeline.backends.trt_library import BINDINGS
 from pipeline.backends.trt_modelopt import quantize_with_modelopt
 from pipeline.casts import flatten
 from pipeline.config import GeneratedData
-from pipeline.core import CalibrationMethod, CalibrationTable, Engine, Note, OnnxModel, Precision, Profile, Recipe
+from pipeline.core import CalibrationMethod, CalibrationTable, Engine, Note, OnnxModel, Precision, Profile, Recipe, Target
 from pipeline.data import CalibrationSet, SampleSet
 from pipeline.errors import BackendUnavailable, ChildDied, CrucibleError, InternalError, ModelError, UnsupportedError
 from pipeline.gpu import find_gpus
 from pipeline.graph import draw_feeds, read_proto
 from pipeline.job import FEEDS_FOR_CHECKS, Job, batch_rows, options_of
 from pipeline.layers import LayerTable
-from pipeline.lint import finding_notes, lint
+from pipeline.lint import finding_notes, lint, saturation_notes
 from pipeline.precision import mislabelled, precision_notes
-from pipeline.recipes import default_candidates, distinct, missing_backend_note, recipes_from_candidate
+from pipeline.recipes import default_candidates, distinct, missing_backend_note, recipes_from_candidate, weight_bits
 from pipeline.report import Candidate, NodeRanking, Rescue, ValidationReport
 from pipeline.rescue import Attempt, Skipped, Tried, ends, in_bf16, in_fp32, keeping, story, to_rescue, with_nodes_kept, with_opt_moved
 from pipeline.runner import Stage
@@ -105,7 +105,7 @@ def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutpu
     try:
         converted = convert_model(job, model, recipe)
         engine = build_engine(job, converted, recipe)
-        notes = engine.notes if converted is model else (*converted.notes, *lint_notes(converted, recipe), *engine.notes)
+        notes = engine.notes if converted is model else (*converted.notes, *lint_notes(converted, recipe, engine.target), *engine.notes)
         candidate = candidate.model_copy(update={"engine": engine, "notes": notes})
         candidate = with_layers(candidate, prove_engine(job, engine, converted))
         if candidate.state == "mislabelled":
@@ -128,11 +128,13 @@ def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutpu
     return candidate.model_copy(update={"state": state, "selection": report, "reason": "; ".join(causes)})
 
 
-def lint_notes(converted: OnnxModel, recipe: Recipe) -> tuple[Note, ...]:
-    """What the model's own Q/DQ cost on this backend; nothing of pairs that were placed here."""
+def lint_notes(converted: OnnxModel, recipe: Recipe, target: Target) -> tuple[Note, ...]:
+    """What the model's own Q/DQ cost on this backend and host; nothing of pairs that were placed here."""
     if recipe.quantizer != "given":
         return ()
-    return finding_notes(lint(flatten(read_proto(converted.path)).graph, recipe.backend), recipe.backend)
+    flat = flatten(read_proto(converted.path)).graph
+    saturated = saturation_notes(flat) if weight_bits(target) < 8 else ()
+    return (*saturated, *finding_notes(lint(flat, recipe.backend), recipe.backend))
 
 
 def rescue(job: Job, model: OnnxModel, candidates: Sequence[Candidate], expected: ReferenceOutputs, bugs: list[InternalError]) -> Prepared:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.core import Precision, Recipe
+from pipeline.lint import SATURATES
 from pipeline.measure import Interval, ratio_of_medians
 from pipeline.metrics import AT_CHANCE, NOT_COVERED
 from pipeline.report import Candidate, LatencyRow, ValidationReport, Verdict
@@ -20,6 +21,7 @@ FIND_LAYERS = "see the table of what really ran: it names the layers in another 
 SEE_LAYERS = f"{FIND_LAYERS}; call the candidate by that precision, or leave it out"
 QUANTISE_MORE = "let more of it run in 8 bits: `placement: {last_layer: true}`, fewer nodes in `keep_fp32`, and on onnxruntime `activation: uint8`"
 MEND_PAIRS = "`crucible lint MODEL --backend {backend} --fix OUT.onnx`: which of its Q/DQ keep it out of 8 bits, mended if exact; compile OUT.onnx"
+SEVEN_BITS = "a CPU with VNNI or AMX; or training with weights that keep to 7 bits (-64 to 63, of twice the scale)"
 
 NEAR = 1.05
 """How much slower than the fastest a more accurate candidate that does other work may be, if it is not measurably slower. On a noisy host an
@@ -201,7 +203,9 @@ def next_steps(miss: Candidate | None) -> tuple[str, ...]:
         return ("run `crucible doctor` to see what this host can build, and `crucible inspect MODEL --backend B` for unsupported nodes",)
     recipe = miss.recipe
     if recipe.quantizer == "given":
+        saturates = any(SATURATES in note.text for note in miss.notes)
         return (
+            *((SEVEN_BITS,) if saturates else ()),
             f"`crucible lint MODEL --backend {recipe.backend}`: what of the model's own Q/DQ does not suit this backend",
             "more training with Q/DQ",
         )

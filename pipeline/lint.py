@@ -46,6 +46,9 @@ class Finding(Frozen):
     fixable: bool = False  # `crucible lint --fix` mends it without a change of the arithmetic
 
 
+SATURATES = "can saturate on this CPU, which adds two products of 8-bit numbers in 16 bits"
+MOST_IN_7_BITS = 64
+
 Rule = Callable[[View], Iterator[Finding]]
 
 
@@ -66,6 +69,28 @@ def finding_notes(findings: tuple[Finding, ...], backend: str) -> tuple[Note, ..
         text = f"{rule}: {its[0].why} ({', '.join(its[0].nodes)}{more}): {its[0].cost}; `crucible lint MODEL --backend {backend}` lists all"
         notes.append(Note(stage="lint", text=text))
     return tuple(notes)
+
+
+def saturation_notes(graph: onnx.GraphProto) -> tuple[Note, ...]:
+    """A warning of the weights that use the eighth bit, for a CPU without an 8-bit dot product. Node names must be unique."""
+    view = View(graph)
+    wide = [dq.name for node in view.weighted() for name in node.input[:2] if (dq := view.weights.get(name)) and _reach(view, dq) > MOST_IN_7_BITS]
+    more = f", and {len(wide) - 1} more" if len(wide) > 1 else ""
+    return (Note(stage="lint", text=f"weights of more than 7 bits ({wide[0]}{more}): their products {SATURATES}"),) if wide else ()
+
+
+def _reach(view: View, dq: onnx.NodeProto) -> float:
+    """The largest magnitude of a weight in steps of its scale; 0 where that is not known."""
+    weight, scale, zero = view.weight(dq), view.scale(dq), view.zero(dq)
+    if weight is None or scale is None:
+        return 0.0
+    values = numpy_helper.to_array(weight).astype(np.float64)
+    axis = next((each.i for each in dq.attribute if each.name == "axis"), 1) if scale.size > 1 else 0
+    if scale.size not in (1, *values.shape[axis:][:1]):
+        return 0.0  # in blocks
+    channels = [-1 if each == axis else 1 for each in range(max(values.ndim, 1))]
+    steps = values - zero.reshape(channels) if weight.name == dq.input[0] else values / scale.reshape(channels)
+    return float(np.abs(steps).max(initial=0.0))
 
 
 # --- numbers ---

@@ -4,13 +4,14 @@ import math
 
 import pytest
 
-from pipeline.core import CalibrationMethod, Precision, Recipe
+from pipeline.core import CalibrationMethod, Note, Precision, Recipe
 from pipeline.decide import (
     KEEP_WORST,
     MEND_CALIBRATION,
     MEND_LABELS,
     QUANTISE_MORE,
     SEE_LAYERS,
+    SEVEN_BITS,
     TRAIN_IN_16_BITS,
     choose,
     contenders,
@@ -18,6 +19,7 @@ from pipeline.decide import (
     next_steps,
     speed_ratio,
 )
+from pipeline.lint import SATURATES
 from pipeline.measure import Interval, Samples
 from pipeline.report import BenchmarkReport, Candidate, LatencyRow, MetricResult, OutputError, State, ValidationReport
 
@@ -143,10 +145,11 @@ def test_where_a_models_own_pairs_are_not_run_the_next_step_is_to_mend_them() ->
 def test_a_failed_model_with_its_own_pairs_is_not_told_to_calibrate() -> None:
     failed = candidate("a", 2.0, "failed accuracy", 0.1, precision=Precision.INT8)
     failed = failed.model_copy(update={"recipe": failed.recipe.model_copy(update={"quantizer": "given"})})
-    steps = " ".join(decide([failed], None, None).next_steps)
-    assert "crucible lint MODEL --backend" in steps
-    assert "method" not in steps
-    assert "keep_fp32" not in steps
+    steps = decide([failed], None, None).next_steps
+    assert "crucible lint MODEL --backend" in steps[0]
+    assert not [step for step in steps if "method" in step or "keep_fp32" in step]
+    saturated = failed.model_copy(update={"notes": (Note(stage="lint", text=f"weights of more than 7 bits: their products {SATURATES}"),)})
+    assert decide([saturated], None, None).next_steps == (SEVEN_BITS, *steps)
 
 
 def test_beside_a_mislabelled_engine_the_near_miss_keeps_its_next_steps() -> None:

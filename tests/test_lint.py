@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.casts import flatten
-from pipeline.lint import EVERYWHERE, RULES, Finding, finding_notes, lint
+from pipeline.lint import EVERYWHERE, RULES, SATURATES, Finding, finding_notes, lint, saturation_notes
 from tests.fixtures_qat import CONSTANTS, GAINS, INPUT, NORMED, PLAIN, SAME, WEIGHTS, quantised
 
 CONV = f"{INPUT} {WEIGHTS} [conv] c = Conv<{SAME}>(xd, wd)"
@@ -103,3 +103,28 @@ def test_a_note_per_rule_names_the_command_that_tells_more() -> None:
     assert note.level == "warning"
     assert "(wq, and 1 more)" in note.text
     assert "`crucible lint MODEL --backend openvino`" in note.text
+
+
+SMALL = ", int8[4, 4] small = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, REACH}"
+DENSE = ", float[4, 4] dense = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16}"
+PRODUCT = "[mm] y = MatMul(x, wd)"
+
+
+@pytest.mark.parametrize(
+    ("weight", "constants", "saturates"),
+    [
+        ("[wdq] wd = DequantizeLinear(small, s, z)", SMALL.replace("REACH", "64"), False),
+        ("[wdq] wd = DequantizeLinear(small, s, z)", SMALL.replace("REACH", "-65"), True),
+        ("[wdq] wd = DequantizeLinear<axis = 0>(small, ws, wz)", SMALL.replace("REACH", "-65"), True),
+        ("wi = QuantizeLinear(dense, big, z) [wdq] wd = DequantizeLinear(wi, big, z)", DENSE + ", float big = {0.25}", False),
+        ("wi = QuantizeLinear(dense, fine, z) [wdq] wd = DequantizeLinear(wi, fine, z)", DENSE + ", float fine = {0.125}", True),
+        # the largest values of the channels are 4, 8, 12 and 16
+        ("wi = QuantizeLinear<axis = 0>(dense, cs, wz) [wdq] wd = DequantizeLinear<axis = 0>(wi, cs, wz)",
+         DENSE + ", float[4] cs = {0.1, 0.2, 0.2, 0.2}", True),
+        ("wi = QuantizeLinear<axis = 0>(dense, cs, wz) [wdq] wd = DequantizeLinear<axis = 0>(wi, cs, wz)",
+         DENSE + ", float[4] cs = {0.1, 0.2, 0.2, 0.3}", False),
+    ],
+)  # fmt: skip
+def test_weights_that_use_the_eighth_bit_are_named(weight: str, constants: str, saturates: bool) -> None:
+    notes = saturation_notes(flatten(quantised(f"{weight} {PRODUCT}", "float[A, B, C, D] y", CONSTANTS + constants)).graph)
+    assert [note.text for note in notes] == ([f"weights of more than 7 bits (wdq): their products {SATURATES}"] if saturates else [])

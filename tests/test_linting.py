@@ -8,12 +8,14 @@ from pathlib import Path
 import onnx
 import pytest
 
+from pipeline.candidates import lint_notes
 from pipeline.compile import compile_plan
 from pipeline.config import load_plan, plan_from_model
-from pipeline.core import CalibrationMethod, Precision, Profile, Recipe
+from pipeline.core import CalibrationMethod, Placement, Precision, Profile, Recipe, Target
 from pipeline.errors import ModelError, PlanError
 from pipeline.graph import onnx_model
 from pipeline.inspection import model_lines, quantised_lines
+from pipeline.lint import SATURATES
 from pipeline.linting import ALL, finding_lines, findings_of, fix_model, fixed_lines, gain_lines, measure_fixes
 from pipeline.report import Report
 from pipeline.runner import Runner
@@ -23,7 +25,7 @@ from pipeline.stages.convert import convert
 from tests.fixtures_cli import crucible, write_model, write_task
 from tests.fixtures_convert import table_of
 from tests.fixtures_halves import run_here
-from tests.fixtures_qat import CONSTANTS, GAINS, NORMED, quantised
+from tests.fixtures_qat import CONSTANTS, GAINS, NORMED, PLAIN, quantised
 
 PROFILES = (Profile.model_validate({"dims": {"N": [1, 2, 4]}}),)
 
@@ -105,7 +107,14 @@ def quantised_task(folder: Path, **changes: object) -> Path:
     """The tiny task whose model brings its own Q/DQ; its plan has no calibration data."""
     data = {role: f"{role}.npz" for role in ("selection", "validation")}
     plan = write_task(folder, **{"candidates": [{"backend": "onnxruntime", "precision": "int8"}], "data": data, **changes})
-    recipe = Recipe(backend="openvino", precision=Precision.INT8, method=CalibrationMethod.MINMAX, placement={"last_layer": True})  # type: ignore[arg-type]
+    recipe = Recipe(
+        backend="onnxruntime",
+        precision=Precision.INT8,
+        method=CalibrationMethod.MINMAX,
+        activation="uint8",
+        weight_bits=7,
+        placement=Placement(last_layer=True),
+    )
     (folder / "made").mkdir()
     convert(onnx_model(folder, "model.onnx"), recipe, table_of({"x": (-4.0, 4.0), "r": (0.0, 6.0)}), (), folder / "made")
     (folder / "made" / "model.onnx").rename(folder / "model.onnx")
@@ -124,16 +133,52 @@ def test_a_model_with_its_own_scales_is_compiled_without_calibration(tmp_path: P
     assert report.baseline.label == "onnxruntime as given int8"
     assert report.reference == "ONNX Runtime fp32, the file as given, its Q/DQ computed as written"
     assert {step.stage for step in report.steps}.isdisjoint({"calibrate", "cover"})
+    assert heavy_precisions(report) == {Precision.INT8}
     engine = report.candidates[0].engine
     assert engine is not None
     assert lost_scales(onnx.load(tmp_path / "model.onnx").graph, onnx.load(engine.path).graph) == ""
     assert all("crucible lint" in note.text for note in report.candidates[0].notes if note.stage == "lint")
 
 
-def test_calibration_data_of_such_a_model_is_not_used(tmp_path: Path) -> None:
-    report = compiled(quantised_task(tmp_path, data={role: f"{role}.npz" for role in ("calibration", "selection")}))
-    assert any("calibration data is not needed" in note.text for note in report.notes)
+def heavy_precisions(report: Report) -> set[str]:
+    """What the layers that multiply really ran in."""
+    table = report.candidates[0].layers
+    assert table is not None
+    return {str(layer.precision) for layer in table.layers if layer.heavy}
+
+
+def test_a_model_that_runs_in_floats_is_rejected_and_mending_it_brings_8_bits(tmp_path: Path) -> None:
+    rounded = NORMED.replace("y = Relu(n)", "r = Relu(n) [q2] rq = QuantizeLinear(r, t, u0) [dq2] y = DequantizeLinear(rq, t, u0)")
+    onnx.save(quantised(rounded, constants=CONSTANTS + GAINS), tmp_path / "model.onnx")
+    asked = ["profiles=[{N: [1, 2, 4]}]", "candidates=[{backend: onnxruntime, precision: int8}]"]
+    runner = Runner(store(tmp_path), run=run_here)
+    report = compile_plan(plan_from_model(tmp_path / "model.onnx", asked), runner, "crucible compile model.onnx")
+    assert (report.verdict, report.candidates[0].state) == ("rejected", "mislabelled")
+    assert heavy_precisions(report) == {Precision.FP32}
+    assert report.next_steps[1].startswith("`crucible lint MODEL --backend onnxruntime --fix OUT.onnx`")
+    fixed = fix_model(tmp_path / "model.onnx", tmp_path / "fixed.onnx", "onnxruntime", PROFILES)
+    assert fixed.applied["norm-after"] == 1
+    mended = compile_plan(plan_from_model(fixed.path, asked), runner, "crucible compile fixed.onnx")
+    assert mended.candidates[0].state == "measured"
+    assert heavy_precisions(mended) == {Precision.INT8}
+
+
+@pytest.mark.parametrize(("flags", "warned"), [(("avx2",), True), (("avx2", "avx_vnni"), False)])
+def test_only_a_cpu_that_saturates_is_said_to(tmp_path: Path, flags: tuple[str, ...], warned: bool) -> None:
+    onnx.save(quantised(PLAIN, constants=CONSTANTS.replace("ws = {0.01, 0.02", "ws = {0.0001, 0.0001")), tmp_path / "wide.onnx")
+    wide, target = onnx_model(tmp_path, "wide.onnx"), Target(backend="openvino", version="1", device="CPU", cpu_flags=flags)
+    given = Recipe(backend="openvino", precision=Precision.INT8, quantizer="given")
+    assert any(SATURATES in note.text for note in lint_notes(wide, given, target)) is warned
+    assert lint_notes(wide, given.model_copy(update={"quantizer": "crucible"}), target) == ()
+
+
+def test_what_such_a_model_does_not_need_is_said_and_not_done(tmp_path: Path) -> None:
+    report = compiled(quantised_task(tmp_path, data={role: f"{role}.npz" for role in ("calibration", "selection")}, ablate=True))
+    texts = {note.text for note in report.notes if note.stage == "calibrate"}
+    own = "the model brings its own Q/DQ"
+    assert texts == {f"calibration data is not needed: {own}", f"`ablate` has no switches to reverse: {own}"}
     assert calibrate.__name__ not in {step.stage for step in report.steps}
+    assert len(report.candidates) == 1
 
 
 @pytest.mark.parametrize(
