@@ -1,13 +1,14 @@
 """The fastest engine on this host's GPU against TensorRT used barely and against PyTorch: any row of the table by one command.
 
     python benchmarks/gpu_models.py [ROW ...] [--into DIR] [--seconds S] [--keep FOLDER] [--ways fp16,int8] [--no-bare] [--no-peers]
-                                    [--only WORD,WORD] [--set KEY=VALUE] [--prepare] [--list]
+                                    [--only WORD,WORD] [--set KEY=VALUE] [--prepare] [--build] [--list]
 
 A row is one model at one shape: ours in each precision, the same graph built and run by TensorRT's plain API, and PyTorch, all in one
 interleaved run, each in a process of its own. After each row DIR/gpu_models.json is written anew, with what earlier commands found in other
 rows; a row that fails says so there and does not stop the next. CRUCIBLE_HOME keeps graphs, engines, the timing cache and Inductor's cache;
 `--keep` packs the last two into FOLDER after each row and unpacks them before the first, so that they can go to another machine.
 `--prepare` only makes the graphs of the rows, several at once: that needs no GPU for itself, and is most of what the CPU has to do.
+`--build` makes the engines and lets torch.compile tune, and measures nothing.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from gpu.async_curve import async_curve
 from gpu.host import restore, store
 from gpu.measure_row import Options, measure_row, prepare_row
 from gpu.parts import flexibility, overlap, throughput
-from gpu.rows import ROWS, WAYS
+from gpu.rows import ROWS, WAYS, row_named
 from gpu.torch_peers import cache_folder
 from rich.console import Console
 from rich.table import Table
 
 from pipeline.backends import tensorrt_
 from pipeline.config import home
+from pipeline.core import Target
 from pipeline.errors import CrucibleError
 from pipeline.measure import environment, monotonic
 
@@ -60,16 +62,20 @@ def main() -> None:
         print("\n".join(f"{name:32} about {minutes:g} min with cold caches" for name, (_, minutes) in PARTS.items()))
         return
     names = arguments.rows or list(PARTS)
-    options = Options(arguments.seconds, arguments.ways, arguments.peers, arguments.bare, tuple(arguments.set), arguments.only)
+    chosen = {name: getattr(arguments, name) for name in ("seconds", "ways", "peers", "bare", "only", "build_only")}
+    options = Options(overrides=tuple(arguments.set), **chosen)
+    target = tensorrt_.probe()
     cache_folder(home())
     if arguments.keep:
         print(f"restored: {', '.join(restore(home(), arguments.keep)) or 'nothing'}", file=sys.stderr)
     if arguments.prepare:
         sys.exit(prepare(names, options))
     document: dict[str, Any] = {"rows": {}}
+    if arguments.build_only:
+        sys.exit(build([name for name in names if row_named(name)], options, arguments.keep))
     for name in names:
         print(f"== {name}", flush=True)
-        document = add_row(arguments.into / f"{NAME}.json", name, guarded(PARTS[name][0], options))
+        document = add_row(arguments.into / f"{NAME}.json", name, guarded(PARTS[name][0], options), target)
         Console(width=170).print(table(name, document["rows"][name]))
         if arguments.keep:
             print(f"kept: {store(home(), arguments.keep)}", file=sys.stderr, flush=True)
@@ -89,6 +95,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-bare", dest="bare", action="store_false", help="without bare builds")
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="without PyTorch")
     parser.add_argument("--prepare", action="store_true", help="only export, simplify and convert the rows")
+    parser.add_argument("--build", dest="build_only", action="store_true", help="only build and compile the rows, for the store and the caches")
     parser.add_argument("--list", action="store_true", help="print rows and parts, and end")
     return parser.parse_args(words)
 
@@ -120,6 +127,19 @@ def prepare(names: list[str], options: Options) -> int:
     return sum("failed" in found for found in done)
 
 
+def build(names: list[str], options: Options, keep: Path | None) -> int:
+    """Engines and compiled code of the rows, kept for the command that measures them; how many rows failed."""
+    failed = 0
+    for name in names:
+        found = guarded(PARTS[name][0], options)
+        failures = {engine: entry["failed"] for engine, entry in found.get("entries", {}).items() if "failed" in entry}
+        print(f"{name}: {found.get('failed') or 'built'} ({found['seconds']:.0f} s) {failures or ''}", flush=True)
+        failed += "failed" in found
+        if keep:
+            print(f"kept: {store(home(), keep)}", file=sys.stderr, flush=True)
+    return failed
+
+
 def guarded(part: Part, options: Options) -> dict[str, Any]:
     """What the part found; under "failed" why it did not."""
     begin = monotonic()
@@ -137,10 +157,10 @@ def guarded(part: Part, options: Options) -> dict[str, Any]:
 # -- the document ------------------------------------------------------------------------------------------------------
 
 
-def add_row(file: Path, name: str, row: Mapping[str, Any]) -> dict[str, Any]:
+def add_row(file: Path, name: str, row: Mapping[str, Any], target: Target) -> dict[str, Any]:
     """Write the document with this row in the place of an earlier run of it."""
     old = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.is_file() else {}
-    here = {"target": tensorrt_.probe().model_dump(mode="json"), "environment": environment().model_dump(mode="json")}
+    here = {"target": target.model_dump(mode="json"), "environment": environment().model_dump(mode="json")}
     rows = {**old, name: {**row, "target": here["target"]}}
     document = {
         "benchmark": NAME,
@@ -161,15 +181,16 @@ def summary(row: Mapping[str, Any]) -> dict[str, Any]:
     return {goal["text"]: [goal["value"], goal["limit"], goal["reached"]] for goal in row.get("targets", ())}
 
 
+SHOWN = (("device_median_ms", ".4f"), ("wall_median_ms", ".4f"), ("throughput_per_s", ",.0f"))
+
+
 def table(name: str, row: Mapping[str, Any]) -> Table:
     """One row, for the eye."""
     shown = Table("engine", "GPU ms", "wall ms", "rows/s", "cosine", "build s", "time by precision", title=f"{name} {row.get('failed', '')}")
     for engine, entry in row.get("entries", {}).items():
         if not isinstance(entry, Mapping):
             continue
-        cells = [
-            _number(entry.get(key), form) for key, form in (("device_median_ms", ".4f"), ("wall_median_ms", ".4f"), ("throughput_per_s", ",.0f"))
-        ]
+        cells = [_number(entry.get(key), form) for key, form in SHOWN]
         shares = ", ".join(f"{name} {share:.0%}" for name, share in ((entry.get("layers") or {}).get("time_share") or {}).items())
         more = [_number(entry.get("cosine"), ".4f"), _number(entry.get("build_s"), ".1f")]
         shown.add_row(engine, *cells, *more, shares or str(entry.get("failed", entry.get("mode", "")))[:70])

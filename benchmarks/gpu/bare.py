@@ -6,9 +6,9 @@ numpy arrays as a session does: page-locked memory, one stream, one captured gra
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -101,9 +101,11 @@ class BareSession:
         self._device: dict[str, int] = {}
         self._host: dict[str, np.ndarray[Any, Any]] = {}
         self._pinned: list[int] = []
+        if missing := self._context.infer_shapes():
+            raise UnsupportedError(f"the engine wants shapes of {', '.join(missing)}", "a bare loop has none but those of the feeds")
         for name in names:
-            shape, dtype = tuple(self._context.get_tensor_shape(name)), np.dtype(trt.nptype(self._engine.get_tensor_dtype(name)))
-            self._place(name, shape, dtype)
+            shape = feeds[name].shape if name in taken else tuple(self._context.get_tensor_shape(name))
+            self._place(name, shape, np.dtype(trt.nptype(self._engine.get_tensor_dtype(name))))
         self._feeds = {name: self._host[name] for name in taken}
         self._results = {name: self._host[name] for name in names if name not in taken}
         kind = rt.cudaMemcpyKind
@@ -112,8 +114,6 @@ class BareSession:
         self._graph = self._captured()
 
     def _place(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        import ctypes
-
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         pinned, self._device[name] = check(self._rt, self._rt.cudaMallocHost(size)), check(self._rt, self._rt.cudaMalloc(size))
         self._pinned.append(pinned)
@@ -122,7 +122,8 @@ class BareSession:
 
     def _captured(self) -> Any:
         rt, raw = self._rt, self._raw
-        self._context.execute_async_v3(self._stream.pointer)
+        if not self._context.execute_async_v3(self._stream.pointer):
+            raise UnsupportedError("TensorRT cannot run the engine in a bare loop, and its own log says why", "see what our own session says")
         check(rt, rt.cudaStreamSynchronize(raw))
         check(rt, rt.cudaStreamBeginCapture(raw, rt.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal))
         self._context.execute_async_v3(self._stream.pointer)
@@ -161,9 +162,3 @@ class BareSession:
         self._feeds, self._results, self._host = {}, {}, {}
         for pointer in self._pinned:
             self._rt.cudaFreeHost(pointer)
-
-    def __enter__(self) -> BareSession:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -19,8 +19,7 @@ import numpy as np
 
 from gpu.bare import BareSession
 from gpu.torch_peers import open_peer
-from pipeline import backends
-from pipeline.backends import cuda, trt_library
+from pipeline.backends import cuda, tensorrt_, trt_library
 from pipeline.backends.base import Session, run_session
 from pipeline.config import BenchmarkConfig
 from pipeline.core import Engine, Progress, Tensors, silent
@@ -30,6 +29,8 @@ from pipeline.report import BenchmarkFailure, BenchmarkReport
 from pipeline.stages.benchmark import REWARM_SHARE, VALUES_PER_BLOCK, Block, Peer, Take, Workload, race, results, take_block
 
 DEPTH = 8  # runs of each session between two synchronisations of a flow: what waiting costs is a small share of them
+
+NOT_TOLD_APART = (1e-9,)  # seconds of a phase of a flow; not 0, which has no ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +114,15 @@ def contend(channel: Channel, entrant: Entrant, workload: Workload) -> None:
         gc.collect()
         gc.disable()
         channel.send(Loaded(monotonic() - begin, outputs, facts))
-        options: WarmUpOptions = channel.receive()
-        channel.send(thinned(warm_up(runner.run, options), VALUES_PER_BLOCK))
-        while isinstance(message := channel.receive(), Take):
-            channel.send(runner.take(message.seconds))
+        take_turns(channel, runner)
+
+
+def take_turns(channel: Channel, runner: Single | Flow) -> None:
+    """Warm up once, then a block for each Take, until anything else comes."""
+    options: WarmUpOptions = channel.receive()
+    channel.send(thinned(warm_up(runner.run, options), VALUES_PER_BLOCK))
+    while isinstance(message := channel.receive(), Take):
+        channel.send(runner.take(message.seconds))
 
 
 @dataclass(slots=True)
@@ -130,7 +136,27 @@ class Single:
         return run_session(self.session, self.feeds)
 
     def take(self, seconds: float) -> Block:
-        return take_block(self.session, self.feeds, seconds)
+        """As the pipeline takes it, with as much time for the GPU's work as for whole runs: it is what the targets are about."""
+        block = take_block(self.session, self.feeds, seconds)
+        return replace(block, compute_s=thinned(device_times(self.session, self.feeds, seconds), VALUES_PER_BLOCK))
+
+
+def device_times(session: Session, feeds: Tensors, seconds: float) -> list[float]:
+    """The GPU's work by events, one synchronised run after another, right after the upload: so it does not wait for its own launch."""
+    times: list[float] = []
+    timer = session.timer()
+    session.bind(feeds)
+
+    def run() -> None:
+        session.upload()
+        timer.start()
+        session.execute()
+        timer.stop()
+        session.synchronize()
+        times.append(timer.elapsed_s())
+
+    measure_block(run, min_s=seconds)
+    return times
 
 
 @dataclass(slots=True)
@@ -167,7 +193,15 @@ class Flow:
         rounds = measure_block(self.run, min_s=seconds)
         runs = self.depth * len(self.sessions)
         each = thinned([time / runs for time in rounds], VALUES_PER_BLOCK)
-        return Block(len(rounds), thinned(rewarm, VALUES_PER_BLOCK), each, (0.0,), each, (0.0,), peak_memory_bytes())
+        return Block(
+            runs=len(rounds),
+            rewarm_s=thinned(rewarm, VALUES_PER_BLOCK),
+            end_to_end_s=each,
+            upload_s=NOT_TOLD_APART,
+            compute_s=each,
+            download_s=NOT_TOLD_APART,
+            peak_memory_bytes=peak_memory_bytes(),
+        )
 
 
 @contextmanager
@@ -183,9 +217,10 @@ def opened(entrant: Entrant, feeds: Tensors) -> Iterator[tuple[Single | Flow, di
             stack.enter_context(closing(peer))
             yield Single(peer, feeds), facts
         else:
-            loaded = stack.enter_context(closing(backends.load(entrant.engine)))
+            loaded = stack.enter_context(closing(tensorrt_.load(entrant.engine)))
             sessions = [stack.enter_context(closing(loaded.session(0))) for _ in range(entrant.sessions)]
-            yield Flow(sessions, feeds, entrant.upload) if entrant.way == "flow" else Single(sessions[0], feeds), {}
+            facts = {"activation_bytes": int(loaded.cuda_engine.device_memory_size_v2)}
+            yield Flow(sessions, feeds, entrant.upload) if entrant.way == "flow" else Single(sessions[0], feeds), facts
 
 
 # -- what it says ------------------------------------------------------------------------------------------------------

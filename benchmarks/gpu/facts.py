@@ -30,13 +30,16 @@ def entry_of(outcome: Outcome) -> dict[str, Any]:
         **said,
         **figures("device", row.compute),
         **figures("wall", row.end_to_end),
-        "upload_median_ms": row.upload.median_s * 1e3,
-        "download_median_ms": row.download.median_s * 1e3,
+        **({} if outcome.entrant.way == "flow" else phases(row)),
         "throughput_per_s": row.throughput_per_s,
         "flops_per_s": row.flops_per_s,
         "processes": len(row.end_to_end.processes),
         "stable": row.end_to_end.stable and row.compute.stable,
     }
+
+
+def phases(row: LatencyRow) -> dict[str, Any]:
+    return {"upload_median_ms": row.upload.median_s * 1e3, "download_median_ms": row.download.median_s * 1e3}
 
 
 def figures(name: str, samples: Samples) -> dict[str, Any]:

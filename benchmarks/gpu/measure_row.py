@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime as dt
+import hashlib
+import json
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -13,7 +15,7 @@ from gpu.bare import LOOP, build_bare
 from gpu.contest import Entrant, contest
 from gpu.facts import add_answers, entry_of, layer_facts, ratios
 from gpu.host import Watch
-from gpu.plans import feeds_of, graph_of, plan_of
+from gpu.plans import HERE, feeds_of, graph_of, plan_of
 from gpu.rows import WAYS, Row, targets
 from gpu.torch_peers import COMPILE_MODES, LIMIT_S, look_at, peer_engine
 from pipeline.backends import pytorch_, tensorrt_, timing_cache
@@ -32,6 +34,8 @@ from pipeline.stages.benchmark import Workload
 
 T = TypeVar("T")
 BARE = Stage("bare", 1, build_bare, tensorrt_.DISTRIBUTIONS)
+SURGERY = " surgery"
+OPERATED = ("simplify.surgery=surgery:plain_attention", f"simplify.python_path={HERE}")
 LOOKED_AT = ("compile fp16", "eager fp16")
 """Peers that run once in a child of their own before the race."""
 
@@ -46,6 +50,7 @@ class Options:
     bare: bool = True
     overrides: tuple[str, ...] = ()  # of the plan
     only: tuple[str, ...] = ()  # variants of a part
+    build_only: bool = False  # fill the store and the caches, measure nothing
 
 
 # -- engines -----------------------------------------------------------------------------------------------------------
@@ -59,8 +64,8 @@ class Made:
     recipe: Recipe
     converted: OnnxModel
     engine: Engine
-    bare: Engine | None
     table: LayerTable | None
+    bare: Engine | None = None
 
 
 def recipe_of(job: Job, way: str) -> Recipe:
@@ -68,15 +73,19 @@ def recipe_of(job: Job, way: str) -> Recipe:
     return recipe_from_candidate(candidate, tensorrt_.probe(), job.plan, calibrated=True)
 
 
-def make(job: Job, model: OnnxModel, way: str, bare: bool = True, built: Job | None = None) -> Made:
-    """Convert, build, build barely, prove. `built`: the job whose profiles the engine takes, where they are not those of the graph."""
+def make(job: Job, model: OnnxModel, way: str, built: Job | None = None) -> Made:
+    """Convert, build, prove. `built`: the job whose profiles the engine takes, where they are not those of the graph."""
     recipe = recipe_of(job, way)
     tensorrt_.check_recipe(recipe, tensorrt_.probe())
     converted = convert_model(job, model, recipe)
     target_job = built or job
     engine = build_engine(target_job, converted, recipe)
-    twin = build_twin(target_job, converted, recipe) if bare else None
-    return Made(way, recipe, converted, engine, twin, prove_engine(target_job, engine, converted))
+    try:
+        table = prove_engine(target_job, engine, converted)
+    except CrucibleError as error:  # the engine can be measured all the same
+        print(f"   no layer table: {error.message}", file=sys.stderr, flush=True)
+        table = None
+    return Made(way, recipe, converted, engine, table)
 
 
 def build_twin(job: Job, converted: OnnxModel, recipe: Recipe) -> Engine:
@@ -86,7 +95,16 @@ def build_twin(job: Job, converted: OnnxModel, recipe: Recipe) -> Engine:
     return job.runner.stage(BARE, Engine, *arguments, inputs=(converted.digest,), options=described, subject=recipe.label, target=tensorrt_.probe())
 
 
-def with_profile(job: Job, profile: Mapping[str, Any], overrides: Iterable[str] = ()) -> Job:
+def make_way(row: Row, job: Job, model: OnnxModel, options: Options, way: str) -> Made:
+    """One of ours, of the row's graph or of the graph after surgery."""
+    if way.endswith(SURGERY):
+        operated, model = graph_of(plan_of(row, (*options.overrides, *OPERATED)))
+        job.runner.steps.extend(operated.runner.steps)
+        return make(replace(operated, runner=job.runner), model, way)
+    return make(job, model, way)
+
+
+def with_profile(job: Job, profile: Mapping[str, Any]) -> Job:
     """The same job, building for another range of shapes."""
     dims = Profile.model_validate({"dims": profile})
     return replace(job, plan=job.plan.model_copy(update={"profiles": (dims,)}))
@@ -98,11 +116,14 @@ def with_profile(job: Job, profile: Mapping[str, Any], overrides: Iterable[str] 
 def prepare_row(row: Row, options: Options) -> dict[str, Any]:
     """The graphs of a row, in every way that needs no GPU to be made: what the CPU does of it, for the store."""
     job, model = graph_of(plan_of(row, options.overrides))
-    recipes = [recipe_of(job, way) for way in options.ways or row.ways]
-    for recipe in recipes:
+    ways = options.ways or row.ways
+    for way in ways:
+        operated = (*options.overrides, *OPERATED) if way.endswith(SURGERY) else ()
+        its_job, its_model = graph_of(plan_of(row, operated)) if operated else (job, model)
+        recipe = recipe_of(its_job, way)
         if recipe.realised_in != "flags":
-            convert_model(job, model, recipe)
-    return {"prepared": [recipe.label for recipe in recipes]}
+            convert_model(its_job, its_model, recipe)
+    return {"prepared": list(ways)}
 
 
 def measure_row(row: Row, options: Options) -> dict[str, Any]:
@@ -111,13 +132,12 @@ def measure_row(row: Row, options: Options) -> dict[str, Any]:
     job, model = graph_of(plan_of(row, options.overrides))
     feeds = feeds_of(model.inputs, {})
     entries: dict[str, dict[str, Any]] = {}
-    made: list[Made] = []
-    for way in options.ways or row.ways:
-        if (each := with_failure(entries, f"ours {way}", make, job, model, way, options.bare)) is not None:
-            made.append(each)
+    made = engines_of(row, job, model, options, entries)
     entrants = entrants_of(made)
     if options.peers:
         entrants += peers_of(row, job, model, feeds, entries)
+    if options.build_only:
+        return {"built": [entrant.name for entrant in entrants], "entries": entries}
     foreign = timing_cache.other_processes()
     watch = Watch()
     outcomes = contest(entrants, workload_of(model, {}, feeds, row.batch), BenchmarkConfig(duration_s=options.seconds), watch)
@@ -139,6 +159,17 @@ def measure_row(row: Row, options: Options) -> dict[str, Any]:
         "gpu": watch.summary(),
         "foreign_processes": len(foreign),
     }
+
+
+def engines_of(row: Row, job: Job, model: OnnxModel, options: Options, entries: dict[str, dict[str, Any]]) -> list[Made]:
+    """Ours in every way that can be built, each with its bare twin."""
+    found = []
+    for way in options.ways or row.ways:
+        made = with_failure(entries, f"ours {way}", make_way, row, job, model, options, way)
+        if made is not None and options.bare:
+            made = replace(made, bare=with_failure(entries, f"bare {way}", build_twin, job, made.converted, made.recipe))
+        found += [made] if made else []
+    return found
 
 
 def with_failure(entries: dict[str, dict[str, Any]], name: str, function: Callable[..., T], *arguments: Any, **named: Any) -> T | None:
@@ -177,12 +208,24 @@ def peers_of(row: Row, job: Job, model: OnnxModel, feeds: Tensors, entries: dict
             continue
         for mode in COMPILE_MODES if peer.startswith("compile") else ("",):
             before = entries.pop(name, {})  # why the mode before this one did not come to an end
-            facts = with_failure(entries, name, call_in_child, look_at, engine, feeds, mode, name=name, deadline_s=LIMIT_S)
+            facts = with_failure(entries, name, looked_at, engine, feeds, mode)
             if facts is not None:
                 entries[name] = {**facts, **({"mode_before": before["failed"]} if before else {})}
                 entrants.append(Entrant(name, engine, "torch", mode=mode))
                 break
     return entrants
+
+
+def looked_at(engine: Engine, feeds: Tensors, mode: str) -> dict[str, Any]:
+    """What `look_at` found, from an earlier command if there was one: compiling again would only find its own cache."""
+    target = engine.target
+    key = hashlib.sha256(f"{engine.digest} {target.version} {target.device} {mode}".encode()).hexdigest()[:12]
+    file = engine.root / f"looked_at_{key}.json"
+    if not file.is_file():
+        found = call_in_child(look_at, engine, feeds, mode, name=engine.recipe.label, deadline_s=LIMIT_S)
+        file.write_text(json.dumps(found), encoding="utf-8")
+    facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return facts
 
 
 def workload_of(model: OnnxModel, sizes: dict[str, int], feeds: Tensors, rows: int) -> Workload:
@@ -193,12 +236,11 @@ def workload_of(model: OnnxModel, sizes: dict[str, int], feeds: Tensors, rows: i
 
 def build_facts(job: Job, made: Made) -> dict[str, Any]:
     """How long the build took, and what the engine really runs."""
-    step = next((step for step in job.runner.steps if (step.stage, step.subject) == ("build", made.recipe.label)), None)
-    twin = next((step for step in job.runner.steps if (step.stage, step.subject) == ("bare", made.recipe.label)), None)
+    seconds = {step.digest: round(step.seconds, 1) for step in job.runner.steps}
     return {
         "recipe": made.recipe.label,
-        "build_s": round(step.seconds, 1) if step else None,
-        "bare_build_s": round(twin.seconds, 1) if twin else None,
+        "build_s": seconds.get(made.engine.root.name),
+        "bare_build_s": seconds.get(made.bare.root.name) if made.bare else None,
         "engine_bytes": made.engine.size_bytes,
         "layers": layer_facts(made.table, made.recipe) if made.table else None,
         "notes": [note.text for note in (*made.converted.notes, *made.engine.notes)],

@@ -75,7 +75,7 @@ def throughput(options: Options, level: int) -> dict[str, Any]:
         made: dict[Fast, Made] = {}
         built = with_profile(_at_level(job, level), {"batch": batch})
         for fast in (fast for fast in wanted if fast.batch == batch):
-            each = with_failure(entries, fast.name, make, job, model, fast.way, bare=False, built=built)
+            each = with_failure(entries, fast.name, make, job, model, fast.way, built)
             made |= {fast: each} if each else {}
         entrants = [
             Entrant(f"{fast.name}, {count} stream{'s' * (count > 1)}", each.engine, "flow", count) for fast, each in made.items() for count in STREAMS
@@ -115,7 +115,7 @@ def overlap(options: Options) -> dict[str, Any]:
     for name, model_name, dtype in (("fp32", "resnet50", "float32"), ("uint8", "resnet50_uint8", "uint8")):
         row = Row(f"overlap_{name}", model_name, image(OVERLAP_BATCH), (), 0, dtypes={"image": dtype})
         job, model = graph_of(plan_of(row, options.overrides))
-        made = with_failure(entries, f"{name} input", make, job, model, "fp16", bare=False)
+        made = with_failure(entries, f"{name} input", make, job, model, "fp16")
         if made is None:
             continue
         entrants = [Entrant(f"{name} input, {text}", made.engine, "flow", count, upload) for text, (count, upload) in BUFFERS.items()]
@@ -188,7 +188,7 @@ def _built(model_name: str, variant: Variant, options: Options) -> tuple[Variant
     row = Row(name, model_name, variant.inputs, (), 0, output="logits" if "image" in variant.inputs else "hidden")
     sizes = {symbol: triple[1] for symbol, triple in variant.profile.items()}
     job, model = graph_of(plan_of(row, (*options.overrides, *variant.overrides), profiles, sizes))
-    return variant, job, model, make(job, model, variant.way, bare=False)
+    return variant, job, model, make(job, model, variant.way)
 
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]

@@ -44,12 +44,11 @@ def document_of(row: Row, data: Path, profiles: Sequence[Mapping[str, Any]] = ()
 
 
 def text_feeds(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Tensors:
-    """Ids from the whole vocabulary, and masks of padded texts: the first is whole, the others at least a quarter."""
+    """Ids from the whole vocabulary, and masks of padded texts: a single row is three quarters full; of several the first is whole."""
     random = np.random.default_rng(seed)
     rows, tokens = next(iter(shapes.values()))
-    lengths = (
-        np.concatenate([[tokens], random.integers(max(1, tokens // 4), tokens + 1, rows - 1)]) if rows > 1 else np.array([max(1, tokens * 3 // 4)])
-    )
+    drawn = random.integers(max(1, tokens // 4), tokens + 1, rows - 1)
+    lengths = np.array([tokens, *drawn]) if rows > 1 else np.array([max(1, tokens * 3 // 4)])
     mask = (np.arange(tokens) < lengths[:, None]).astype(np.int64)
     ids = random.integers(1000, VOCABULARY, (rows, tokens))
     made = {"input_ids": ids * mask if "attention_mask" in shapes else ids, "attention_mask": mask}

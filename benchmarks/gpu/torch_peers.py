@@ -166,13 +166,8 @@ def look_at(engine: Engine, feeds: Tensors, mode: str, progress: Progress = sile
         session.execute()
         session.synchronize()
     if engine.recipe.variant == "compile":
-        recompiled = counters["stats"]["unique_graphs"] - graphs
-        facts |= {
-            "compile_s": round(seconds, 1),
-            "graphs": graphs,
-            "recompilations": recompiled,
-            "graph_breaks": sum(counters["graph_break"].values()),
-        }
+        recompiled, breaks = counters["stats"]["unique_graphs"] - graphs, sum(counters["graph_break"].values())
+        facts |= {"compile_s": round(seconds, 1), "graphs": graphs, "recompilations": recompiled, "graph_breaks": breaks}
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
