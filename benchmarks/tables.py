@@ -11,6 +11,7 @@ from typing import Any
 
 from accuracy_tables import calibration_section, draw, figure_is_current, int8_section, result
 from common import RESULTS, ROOT, text_of
+from gpu_model_tables import document, models_section
 from gpu_tables import accuracy_section, documents, speed_section
 
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -57,7 +58,7 @@ def page() -> str:
     for name, text in SECTIONS.items():
         result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         parts += [text, "", *_table(result["rows"]), "", *_targets(result["targets"]), "", _environment(result), ""]
-    return "\n".join(parts + speed_section(documents()))
+    return "\n".join(parts + speed_section(documents()) + models_section(document()))
 
 
 def accuracy_page() -> str:

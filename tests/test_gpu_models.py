@@ -15,13 +15,15 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from pipeline.backends.base import run_session
-from pipeline.config import plan_from_document
 from pipeline.core import Engine, Precision, Recipe, Target, TensorSpec
+from pipeline.job import open_job
 from pipeline.layers import Layer, LayerTable
 from pipeline.measure import WarmUpOptions, samples_from_blocks
 from pipeline.process import Channel
 from pipeline.report import BenchmarkReport, LatencyRow
+from pipeline.runner import Runner
 from pipeline.stages.benchmark import Block, NextShape, Take
+from pipeline.store import Store
 from tests.backends.fixtures_trt import Bench, doubled, feeds
 
 ROOT = Path(__file__).parents[1]
@@ -36,20 +38,22 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     before = set(sys.modules)
     yield {**{name: import_module(f"gpu.{name}") for name in NAMES}, "gpu_models": import_module("gpu_models")}
     for name in set(sys.modules) - before:
-        if name in ("gpu", "gpu_models", "common") or name.startswith("gpu."):
+        if name in ("gpu", "gpu_models", "gpu_model_tables", "common") or name.startswith("gpu."):
             sys.modules.pop(name)
 
 
 # -- rows and targets --------------------------------------------------------------------------------------------------
 
 
-def test_every_row_is_a_plan_that_can_be_read(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_every_row_is_a_plan_that_can_be_opened(gpu: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CRUCIBLE_HOME", str(tmp_path))
     rows, plans = gpu["rows"], gpu["plans"]
     names = [row.name for row in rows.ROWS]
     assert len(set(names)) == len(names)
     for row in rows.ROWS:
-        plan = plan_from_document(plans.document_of(row, tmp_path / "texts.npz"), base=tmp_path, name=row.name)
-        assert [spec.shape for spec in plan.model.inputs] == list(row.inputs.values())
+        job = open_job(plans.plan_of(row), Runner(Store(tmp_path)))
+        assert [spec.shape for spec in job.source.inputs] == list(row.inputs.values())
+        assert job.data.calibration is not None
         assert set(row.ways) <= set(rows.WAYS)
         assert {name for goal in row.goals for name in (*goal.ours, *goal.theirs)} <= {*rows.WAYS, *row.peers}
         assert set(row.probe) <= set(row.ways)
@@ -295,6 +299,40 @@ def test_a_row_that_runs_again_takes_its_own_place_and_no_other(gpu: dict[str, M
     assert document["environment"]["python"]
     for name, row in document["rows"].items():
         assert script.table(name, row).row_count == len(row.get("entries", ())) + len(row.get("targets", ()))
+
+
+def test_the_page_shows_every_engine_with_its_figures(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
+    script, tables, file = gpu["gpu_models"], import_module("gpu_model_tables"), tmp_path / "gpu_models.json"
+    assert tables.models_section(tables.document(tmp_path)) == []
+    goal = {"text": "fast", "value": 2.5, "direction": "at least", "limit": 2.0, "reached": True}
+    layers = {
+        "time_share": {"fp16": 1.0}, "count": 9, "moving_layers": 2, "moving_share": 0.1, "mislabelled": "", "fusions": ["attention in one: 1 of 1"],
+        "slowest": [{"nodes": "conv|1", "precision": "fp16", "share": 0.5}],
+    }  # fmt: skip
+    compiled = {"mode": "reduce-overhead", "mode_before": "too long", "compile_s": 60.0, "recompilations": 0}
+    entries = {
+        "ours fp16": {**entry(0.29, 0.4), "device_p99_ms": 0.31, "stable": True, "throughput_per_s": 2500.0, "build_s": 61.0, "layers": layers},
+        "torch compile fp16": {**entry(0.62), "stable": False, "sdpa_operators": ["aten::flash"], "attention_kernels": ["12 x flash"], **compiled},
+        "bare fp16": {"failed": "no memory"},
+    }  # fmt: skip
+    ratio = {"over": "ours fp16", "under": "bare fp16", "device": [1.01, 1.0, 1.02], "wall": None}
+    row = {"created": "2026-11-21T20:00", "seconds": 100.0, "entries": entries, "targets": [goal, {**goal, "value": None, "reached": None}]}
+    script.add_row(file, "vit_b1", {**row, "ratios": [ratio], "gpu": {"power_w": {"median": 500.0}}, "overrides": ["a=b"]}, H200)
+    script.add_row(file, "vit_b32", {"created": "2026-11-21T20:00", "failed": "no GPU"}, H200)
+    curve = {"curve": [{"calls": 1, "unsynchronised_ms": 1.3, "synchronised_ms": 3.0}], "per_call_ms_ending_with": {".cpu()": 3.1}}
+    about = {"created": "1", "model": "resnet18", "shape": [1], "events_ms": 3.0}
+    script.add_row(file, "async_curve", {**about, "entries": curve, "targets": []}, H200)
+    text = "\n".join(tables.models_section(tables.document(tmp_path)))
+    assert "| ours fp16 | 0.290 (0.310) | 0.400 | 2,500 | 1.010 (1.000 to 1.020) | - | 61.0 | fp16 100% |" in text
+    assert "| torch compile fp16 | 0.620 ~ | 1.000 | - | - | - | 60.0 | reduce-overhead |" in text
+    assert "- reached: fast: 2.500, at least 2" in text
+    assert "- **not measured**: fast: -, at least 2" in text
+    assert "attention in one: 1 of 1; 2 of 9 layers only move data (10% of the time); slowest: conv\\|1 fp16 50%" in text
+    assert "reduce-overhead (too long in max-autotune), 60 s, 0 recompilations" in text
+    assert "| 1 | 1.300 | 3.000 |" in text
+    assert "**failed**: no GPU" in text
+    tabled = [line for line in text.splitlines() if line.startswith("| ") and "fp16 |" in line]
+    assert {line.replace("\\|", "").count("|") for line in tabled} == {9}
 
 
 def test_a_part_that_fails_says_so(gpu: dict[str, ModuleType]) -> None:
