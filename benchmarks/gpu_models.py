@@ -46,8 +46,8 @@ AT_ONCE = 6  # rows prepared side by side: an export takes one core and a few GB
 Part = Callable[[Options], dict[str, Any]]
 PARTS: Mapping[str, tuple[Part, float]] = {
     **{row.name: (partial(measure_row, row), row.minutes) for row in ROWS},
-    "resnet50_throughput": (partial(throughput, level=3), 12),
-    "resnet50_throughput_level5": (partial(throughput, level=5), 9),
+    **{f"resnet50_throughput_b{batch}": (partial(throughput, batch=batch), 6) for batch in (256, 128, 512, 64)},
+    "resnet50_throughput_b256_level5": (partial(throughput, batch=256, level=5), 9),
     "async_curve": (lambda options: async_curve(), 1),
     "overlap": (overlap, 4),
     "flexibility_resnet50": (partial(flexibility, "resnet50"), 10),

@@ -19,8 +19,10 @@ import numpy as np
 
 from gpu.bare import BareSession
 from gpu.torch_peers import open_peer
-from pipeline.backends import cuda, tensorrt_, trt_library
+from pipeline import backends
+from pipeline.backends import cuda, trt_library
 from pipeline.backends.base import Session, run_session
+from pipeline.backends.trt_session import TrtLoaded
 from pipeline.config import BenchmarkConfig
 from pipeline.core import Engine, Progress, Tensors, silent
 from pipeline.measure import WarmUpOptions, measure_block, monotonic, peak_memory_bytes, thinned, warm_up
@@ -217,9 +219,9 @@ def opened(entrant: Entrant, feeds: Tensors) -> Iterator[tuple[Single | Flow, di
             stack.enter_context(closing(peer))
             yield Single(peer, feeds), facts
         else:
-            loaded = stack.enter_context(closing(tensorrt_.load(entrant.engine)))
+            loaded = stack.enter_context(closing(backends.load(entrant.engine)))
             sessions = [stack.enter_context(closing(loaded.session(0))) for _ in range(entrant.sessions)]
-            facts = {"activation_bytes": int(loaded.cuda_engine.device_memory_size_v2)}
+            facts = {"activation_bytes": int(loaded.cuda_engine.device_memory_size_v2)} if isinstance(loaded, TrtLoaded) else {}
             yield Flow(sessions, feeds, entrant.upload) if entrant.way == "flow" else Single(sessions[0], feeds), facts
 
 

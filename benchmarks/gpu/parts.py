@@ -46,47 +46,27 @@ def _wanted(name: str, only: Sequence[str]) -> bool:
 # -- throughput --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Fast:
-    """An engine whose throughput is looked for."""
-
-    way: str
-    batch: int
-    level: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.way} b{self.batch} level {self.level}"
+PLACEMENTS = ("int8", "int8 modelopt", "int8 implicit")
 
 
-def engines_for_throughput(level: int) -> tuple[Fast, ...]:
-    """Level 3 in full; level 5, which takes long to build, of the most promising only."""
-    ways = ("int8", "int8 modelopt", "int8 implicit")
-    return tuple(Fast(way, batch, level) for batch in ((256, 128, 512, 64) if level == 3 else (256,)) for way in ways)
-
-
-def throughput(options: Options, level: int) -> dict[str, Any]:
-    """ResNet-50 in int8, input on the device: every batch a race of its own, of all placements on one to three streams."""
+def throughput(options: Options, batch: int, level: int = 3) -> dict[str, Any]:
+    """ResNet-50 in int8, input on the device: one race of all placements of Q/DQ, each on one to three streams."""
     document, entries, watch = _started()
     row = Row("resnet50_any_batch", "resnet50", {"image": ("batch", 3, 224, 224)}, (), 0)
     job, model = graph_of(plan_of(row, options.overrides, [GRAPH_PROFILE]))
-    wanted = [fast for fast in engines_for_throughput(level) if _wanted(fast.name, options.only)]
-    for batch in dict.fromkeys(fast.batch for fast in wanted):
-        made: dict[Fast, Made] = {}
-        built = with_profile(_at_level(job, level), {"batch": batch})
-        for fast in (fast for fast in wanted if fast.batch == batch):
-            each = with_failure(entries, fast.name, make, job, model, fast.way, built)
-            made |= {fast: each} if each else {}
-        entrants = [
-            Entrant(f"{fast.name}, {count} stream{'s' * (count > 1)}", each.engine, "flow", count) for fast, each in made.items() for count in STREAMS
-        ]
-        outcomes = race_at(model, {"batch": batch}, batch, entrants, options, watch) if entrants else []
-        entries |= {outcome.entrant.name: entry_of(outcome) | {"batch": batch} for outcome in outcomes}
-        for fast, each in made.items():
-            entries[f"{fast.name}, 1 stream"] |= build_facts(built, each)
+    built = with_profile(_at_level(job, level), {"batch": batch})
+    entrants = []
+    for way in options.ways or PLACEMENTS:
+        name = f"{way} b{batch} level {level}"
+        made = with_failure(entries, name, make, job, model, way, built)
+        if made is not None:
+            entries[name] = build_facts(built, made)
+            entrants += [Entrant(f"{name}, {count} stream{'s' * (count > 1)}", made.engine, "flow", count) for count in STREAMS]
+    outcomes = race_at(model, {"batch": batch}, batch, entrants, options, watch) if entrants else []
+    entries |= {outcome.entrant.name: entry_of(outcome) for outcome in outcomes}
     best = best_throughput(entries)
-    goal = [target("images per second, input on the device", best[1], "at least", BEST_IMAGES_PER_S)] if H200 in tensorrt_.probe().device else []
-    return {**document, "entries": entries, "best": best[0], "targets": goal, "gpu": watch.summary()}
+    goals = [target("images per second, input on the device", best[1], "at least", BEST_IMAGES_PER_S)] if H200 in tensorrt_.probe().device else []
+    return {**document, "batch": batch, "entries": entries, "best": best[0], "targets": goals, "gpu": watch.summary()}
 
 
 def _at_level(job: Job, level: int) -> Job:
@@ -120,8 +100,8 @@ def overlap(options: Options) -> dict[str, Any]:
             continue
         entrants = [Entrant(f"{name} input, {text}", made.engine, "flow", count, upload) for text, (count, upload) in BUFFERS.items()]
         outcomes = race_at(model, {}, OVERLAP_BATCH, entrants, options, watch)
-        entries |= {outcome.entrant.name: entry_of(outcome) | {"batch": OVERLAP_BATCH} for outcome in outcomes}
-    return {**document, "entries": entries, "targets": [], "gpu": watch.summary()}
+        entries |= {outcome.entrant.name: entry_of(outcome) for outcome in outcomes}
+    return {**document, "batch": OVERLAP_BATCH, "entries": entries, "targets": [], "gpu": watch.summary()}
 
 
 # -- flexibility -------------------------------------------------------------------------------------------------------
