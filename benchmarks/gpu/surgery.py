@@ -2,6 +2,7 @@
 
 torch.export writes out scaled_dot_product_attention with the root of the scale on both sides, the keys through three dimensions, and a Where
 against rows without any token (NaN). With a mask that adds the smallest finite number there are none, and the other two are the same numbers.
+That number does not fit fp16, which would keep every Softmax in fp32 between two casts; a smaller one hides as well (but for rows without a token).
 For the plan: `--set simplify.surgery=surgery:plain_attention --set simplify.python_path=benchmarks/gpu`.
 """
 
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 import onnx
 
+HIDDEN = -1e4  # added to a score, it makes e to that power 0 in every float type
+
 
 def plain_attention(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with every written-out attention in its plain form; what does not look like it stays."""
@@ -21,6 +24,8 @@ def plain_attention(model: onnx.ModelProto) -> onnx.ModelProto:
     for node in [node for node in graph.nodes if node.op == "Softmax"]:
         without_nan(node)
         made = chain(node.inputs[0], "MatMul") or chain(node.inputs[0], "Add", "MatMul")
+        if len(made) > 1:
+            in_reach_of_fp16(made[0].inputs[1])
         if made:
             scaled_after(graph, made[-1])
             transposed_once(made[-1])
@@ -45,6 +50,18 @@ def without_nan(softmax: Any) -> None:
         for choice in [node for node in test.outputs[0].outputs if node.op == "Where" and node.inputs[2] is answer]:
             for reader in list(choice.outputs[0].outputs):
                 reader.inputs[reader.inputs.index(choice.outputs[0])] = answer
+
+
+def in_reach_of_fp16(mask: Any) -> None:
+    """A mask that adds the smallest number of fp32 adds HIDDEN instead: fp16 holds it, so that scores and Softmax need not stay in fp32."""
+    import onnx_graphsurgeon as gs
+
+    for choice in chain(mask, "Where"):
+        for place in (1, 2):
+            value = _value(choice.inputs[place])
+            if value is not None and value.size == 1 and float(value.reshape(())) < HIDDEN:
+                constant = np.full_like(value, HIDDEN)
+                choice.inputs[place] = gs.Constant(f"{choice.outputs[0].name}_hidden_{place}", constant)
 
 
 def scaled_after(graph: Any, scores: Any) -> None:

@@ -189,16 +189,24 @@ def attention() -> onnx.ModelProto:
         node("Mul", ["qt", "scale"], ["qs"]),
         node("Mul", ["k4", "scale"], ["ks"]),
         node("MatMul", ["qs", "ks"], ["scores"]),
+        node("Where", ["seen", "zero", "least"], ["mask"]),
         node("Add", ["scores", "mask"], ["masked"]),
         node("Softmax", ["masked"], ["weights"], axis=-1),
         node("IsNaN", ["weights"], ["lost"]),
         node("Where", ["lost", "zero", "weights"], ["whole"]),
         node("MatMul", ["whole", "vt"], ["y"]),
     ]
-    constants = {"three": np.array([-1, 4, 5]), "four": np.array([2, 3, 5, 4]), "scale": scale, "zero": np.float32(0)}
-    shapes = {"q": [2, 4, 3, 5], "k": [2, 4, 3, 5], "v": [2, 4, 3, 5], "mask": [2, 1, 1, 4]}
+    constants = {
+        "three": np.array([-1, 4, 5]),
+        "four": np.array([2, 3, 5, 4]),
+        "scale": scale,
+        "zero": np.float32(0),
+        "least": np.finfo(np.float32).min,
+    }
+    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 4, 3, 5]) for name in "qkv"]
+    inputs.append(helper.make_tensor_value_info("seen", TensorProto.BOOL, [2, 1, 1, 4]))
     graph = helper.make_graph(
-        nodes, "attention", [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()],
+        nodes, "attention", inputs,
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 3, 4, 5])],
         [numpy_helper.from_array(np.asarray(array), name) for name, array in constants.items()],
     )  # fmt: skip
@@ -210,15 +218,16 @@ def test_attention_after_surgery_is_plain_and_gives_the_same(gpu: dict[str, Modu
 
     random = np.random.default_rng(0)
     fed = {name: random.standard_normal((2, 4, 3, 5)).astype(np.float32) for name in "qkv"}
-    fed["mask"] = np.where(random.random((2, 1, 1, 4)) < 0.5, np.finfo(np.float32).min, 0).astype(np.float32)
-    fed["mask"][..., 0] = 0
+    fed["seen"] = random.random((2, 1, 1, 4)) < 0.5
+    fed["seen"][..., 0] = True
     before = attention()
     after = gpu["surgery"].plain_attention(onnx.ModelProto.FromString(before.SerializeToString()))
     answers = [
         onnxruntime.InferenceSession(each.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, fed)[0] for each in (before, after)
     ]
     np.testing.assert_allclose(answers[1], answers[0], rtol=1e-5, atol=1e-6)
-    assert sorted(node.op_type for node in after.graph.node) == ["Add", "MatMul", "MatMul", "Mul", "Softmax", "Transpose", "Transpose", "Transpose"]
+    assert sorted(node.op_type for node in after.graph.node) == ["Add", "MatMul", "MatMul", "Mul", "Softmax", *["Transpose"] * 3, "Where"]
+    assert min(float(numpy_helper.to_array(tensor).min()) for tensor in after.graph.initializer) == gpu["surgery"].HIDDEN
 
 
 def test_surgery_leaves_alone_what_it_does_not_know(gpu: dict[str, ModuleType]) -> None:
