@@ -17,6 +17,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "fp16": {"precision": "fp16"},
     "fp16 surgery": {"precision": "fp16"},
     "int8": {"precision": "int8"},
+    "int8 surgery": {"precision": "int8"},
     "int8 modelopt": {"precision": "int8", "quantizer": "modelopt"},
     "int8 implicit": {"precision": "int8", "realised_in": "flags", "method": "entropy"},
     "fp8": {"precision": "fp8"},
@@ -79,7 +80,7 @@ def _faster(limit: float, *theirs: str, ours: tuple[str, ...] = ("fp16",)) -> Go
     return Goal(ours, theirs, "at least", limit)
 
 
-ANY = ("fp16", "fp16 surgery", "int8", "int8 modelopt", "fp8")
+ANY = ("fp16", "fp16 surgery", "int8", "int8 surgery", "int8 modelopt", "fp8")
 TORCH_BEST = ("eager fp16", "graph fp16", "compile fp16")
 FLASH = ("flash fp16",)  # SDPA forced to flash attention in a CUDA graph; it takes no mask, so where the row has one it does less than ours
 
