@@ -27,8 +27,9 @@ from pipeline.config import BenchmarkConfig
 from pipeline.core import Engine, Progress, Tensors, silent
 from pipeline.measure import WarmUpOptions, measure_block, monotonic, peak_memory_bytes, thinned, warm_up
 from pipeline.process import Channel, Child
+from pipeline.race import REWARM_SHARE, VALUES_PER_BLOCK, Block, Peer, Take, Workload, race, take_block
 from pipeline.report import BenchmarkFailure, BenchmarkReport
-from pipeline.stages.benchmark import REWARM_SHARE, VALUES_PER_BLOCK, Block, Peer, Take, Workload, race, results, take_block
+from pipeline.stages.benchmark import results
 
 DEPTH = 8  # runs of each session between two synchronisations of a flow: what waiting costs is a small share of them
 
@@ -197,9 +198,14 @@ class Flow:
         each = thinned([time / runs for time in rounds], VALUES_PER_BLOCK)
         return Block(
             runs=len(rounds),
+            run_s=sum(rounds),
+            timed_runs=len(rounds),
+            timed_compute_s=sum(rounds),
             rewarm_s=thinned(rewarm, VALUES_PER_BLOCK),
             end_to_end_s=each,
+            latency_s=each,
             upload_s=NOT_TOLD_APART,
+            enqueue_s=NOT_TOLD_APART,
             compute_s=each,
             download_s=NOT_TOLD_APART,
             peak_memory_bytes=peak_memory_bytes(),

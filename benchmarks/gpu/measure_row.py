@@ -28,9 +28,9 @@ from pipeline.job import Job, options_of
 from pipeline.layers import LayerTable
 from pipeline.measure import monotonic
 from pipeline.process import call_in_child
+from pipeline.race import Workload
 from pipeline.recipes import recipe_from_candidate
 from pipeline.runner import Stage
-from pipeline.stages.benchmark import Workload
 
 T = TypeVar("T")
 BARE = Stage("bare", 1, build_bare, tensorrt_.DISTRIBUTIONS)

@@ -16,8 +16,8 @@ from pipeline.core import BuildOptions, Precision, Recipe, Target
 from pipeline.graph import onnx_model
 from pipeline.measure import WarmUpOptions, samples_from_blocks
 from pipeline.process import Channel
+from pipeline.race import Block, NextShape, Take, Workload
 from pipeline.report import BenchmarkFailure
-from pipeline.stages.benchmark import Block, NextShape, Take, Workload
 from tests.backends.fixtures_trt import Bench, doubled, feeds
 
 ROOT = Path(__file__).parents[2]
