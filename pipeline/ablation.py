@@ -12,6 +12,7 @@ from pipeline.core import Precision, Recipe
 from pipeline.decide import loss, speed_ratio
 from pipeline.report import Ablation, AblationRow, Candidate
 
+ABLATED = "ablated"
 SWITCHES = ("last_layer", "residual_add", "matmul_activations", "per_channel")
 """Those that are a question of accuracy against speed; without `conv` and `matmul_weight` there is hardly any int8."""
 
@@ -34,13 +35,13 @@ class Ablated:
 
 
 def base_of(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The int8 candidate of our own placement that lost least of those that passed; where none passed, the first that gave answers.
+    """The int8 candidate of our own placement that lost least of those that passed; where none passed, of those that gave answers.
 
     Speed does not count: the switches are tried before anything is measured, so that all is measured in one run.
     """
     placed = [each for each in candidates if each.selection and _is_placed(each.recipe)]
     passed = [each for each in placed if each.state == "measured"]
-    return min(passed, key=loss) if passed else next(iter(placed), None)
+    return min(passed or placed, key=loss, default=None)
 
 
 def _is_placed(recipe: Recipe) -> bool:
@@ -49,10 +50,9 @@ def _is_placed(recipe: Recipe) -> bool:
 
 def reversals(recipe: Recipe) -> tuple[Reversal, ...]:
     """One recipe per switch."""
-    turned = {name: {name: not getattr(recipe.placement, name)} for name in SWITCHES}
-    return tuple(
-        Reversal(name, recipe.model_copy(update={"placement": recipe.placement.model_copy(update=change)})) for name, change in turned.items()
-    )
+    turned = {name: recipe.placement.model_copy(update={name: not getattr(recipe.placement, name)}) for name in SWITCHES}
+    variant = ABLATED if recipe.variant else ""  # of a rescued one: no attempt of that rescue, so it is measured whatever it loses
+    return tuple(Reversal(name, recipe.model_copy(update={"placement": placement, "variant": variant})) for name, placement in turned.items())
 
 
 def ablation_from(ablated: Ablated, candidates: Sequence[Candidate]) -> Ablation:

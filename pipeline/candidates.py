@@ -21,11 +21,11 @@ from pipeline.core import CalibrationMethod, CalibrationTable, Engine, Note, Onn
 from pipeline.data import CalibrationSet, SampleSet
 from pipeline.errors import BackendUnavailable, ChildDied, CrucibleError, InternalError, ModelError, UnsupportedError
 from pipeline.gpu import find_gpus
-from pipeline.graph import draw_feeds, read_proto
+from pipeline.graph import draw_feeds, operator_histogram, read_proto
 from pipeline.job import FEEDS_FOR_CHECKS, Job, batch_rows, options_of
 from pipeline.layers import LayerTable
 from pipeline.lint import finding_notes, lint, saturation_notes
-from pipeline.precision import mislabelled, precision_notes
+from pipeline.precision import INTEGER_OPERATORS, mislabelled, precision_notes
 from pipeline.recipes import default_candidates, distinct, missing_backend_note, recipes_from_candidate, weight_bits
 from pipeline.report import Candidate, NodeRanking, Rescue, ValidationReport
 from pipeline.rescue import Attempt, Skipped, Tried, ends, in_bf16, in_fp32, keeping, story, to_rescue, with_nodes_kept, with_opt_moved
@@ -107,7 +107,7 @@ def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutpu
         engine = build_engine(job, converted, recipe)
         notes = engine.notes if converted is model else (*converted.notes, *lint_notes(converted, recipe, engine.target), *engine.notes)
         candidate = candidate.model_copy(update={"engine": engine, "notes": notes})
-        candidate = with_layers(candidate, prove_engine(job, engine, converted))
+        candidate = with_layers(candidate, prove_engine(job, engine, converted), converted)
         if candidate.state == "mislabelled":
             return candidate
         report = check_engine(job, engine, expected, job.data.selection)
@@ -155,7 +155,8 @@ def rescue(job: Job, model: OnnxModel, candidates: Sequence[Candidate], expected
             if ends(tried):
                 break
         stories.append(story(failed, history))
-    return Prepared((*candidates, *list(known.values())[len(candidates) :]), tuple(stories))
+    first = {candidate.label for candidate in candidates}
+    return Prepared((*candidates, *(made for label, made in known.items() if label not in first)), tuple(stories))
 
 
 def attempts(job: Job, model: OnnxModel, failed: Candidate, known: frozenset[str], bugs: list[InternalError]) -> Iterator[Attempt | Skipped]:
@@ -212,7 +213,7 @@ def same_graph(job: Job, model: OnnxModel, one: Recipe, other: Recipe) -> bool:
         return False
 
 
-def with_layers(candidate: Candidate, table: LayerTable | None) -> Candidate:
+def with_layers(candidate: Candidate, table: LayerTable | None, converted: OnnxModel) -> Candidate:
     """The candidate with what its engine really runs; `mislabelled` if that is not what it is called by."""
     if table is None:
         return candidate
@@ -220,6 +221,9 @@ def with_layers(candidate: Candidate, table: LayerTable | None) -> Candidate:
     asked, kept = recipe.precision, recipe.keep_fp32
     notes = (*candidate.notes, *precision_notes(table, None if recipe.weight_only else asked, kept))
     wrong = mislabelled(asked, table, kept, recipe.weight_only)
+    if wrong and asked is Precision.FP32 and (own := INTEGER_OPERATORS & operator_histogram(converted.path).keys()):
+        text = f"fp32 is what the floats of this model run in: it brings 8-bit operators of its own ({', '.join(sorted(own))})"
+        notes, wrong = (*notes, Note(stage="prove", text=text, level="info")), ""
     state = "mislabelled" if wrong else candidate.state
     return candidate.model_copy(update={"layers": table, "notes": notes, "state": state, "reason": wrong})
 

@@ -81,7 +81,7 @@ def compile_(plan: PlanArgument, overrides: SetOption, profiles: ProfileOption, 
     if not as_json:
         console = terminal.console()
         console.print(terminal.candidate_table(report))
-        console.print(terminal.limits_table(terminal.first_rows(report)))
+        terminal.print_limits(console, terminal.first_rows(report))
         if report.ablation and report.ablation.rows:
             console.print(terminal.ablation_table(report.ablation))
         for line in terminal.verdict_lines(report):
@@ -151,7 +151,7 @@ def _bench(engine: Engine, compiled: Report, plan: config.Plan, as_json: bool) -
     if not as_json:
         console = terminal.console()
         console.print(terminal.benchmark_table(measured))
-        console.print(terminal.limits_table((report.label, row) for report in measured for row in report.rows))
+        terminal.print_limits(console, [(report.label, row) for report in measured for row in report.rows])
         for row, summary in zip(measured[-1].rows, summaries, strict=True):
             console.print(terminal.summary_table(summary))
             console.print("\n".join(terminal.summary_notes(summary, row, found)), highlight=False, soft_wrap=True)

@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from pipeline import graph
-from pipeline.ablation import ablation_from
+from pipeline.ablation import ABLATED, ablation_from
 from pipeline.backends import pytorch_
 from pipeline.backends.onnxruntime_ import AS_WRITTEN
 from pipeline.candidates import Prepared, ablate, build_engine, check_engine, prepare, recipes_of, reference_outputs, rescue
@@ -146,7 +146,7 @@ def measure(job: Job, model: OnnxModel, baselines: list[Engine], prepared: Prepa
 
 def worth_measuring(candidate: Candidate) -> bool:
     """All that gave answers: the plot shows what a loss of accuracy would have bought. But not each vain attempt of a rescue."""
-    return candidate.selection is not None and (candidate.state == "measured" or not candidate.recipe.variant)
+    return candidate.selection is not None and (candidate.state == "measured" or candidate.recipe.variant in ("", ABLATED))
 
 
 def with_benchmark(candidate: Candidate, result: BenchmarkReport | BenchmarkFailure | None) -> Candidate:

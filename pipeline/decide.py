@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from pipeline.measure import Interval, ratio_of_medians
 from pipeline.metrics import AT_CHANCE, NOT_COVERED
 from pipeline.report import Candidate, LatencyRow, ValidationReport, Verdict
 
+SMALLEST_BLOCK = 32  # of weights that share a scale
 NO_DATA = "no data: accuracy not proven"
 TRAIN_IN_16_BITS = "train or fine-tune the model in fp16 or bf16 (mixed precision), then export it again"
 MEND_LABELS = "check that the labels belong to these samples, row by row, and that the weights are trained: no engine can be judged against chance"
@@ -99,7 +101,7 @@ def loss(candidate: Candidate) -> tuple[float, float]:
     """What is lost on the selection set, the smaller the better: the drop of the metric, then what the smallest cosine lacks."""
     report = candidate.selection
     drop = report.metric.drop if report and report.metric else 0.0
-    return drop, -min((output.cosine for output in report.outputs), default=-1.0) if report else 1.0
+    return (math.inf, 1.0) if report is None else (drop, -min((output.cosine for output in report.outputs), default=-1.0))
 
 
 def decide(candidates: Sequence[Candidate], winner: Candidate | None, validation: ValidationReport | None) -> Decision:
@@ -109,7 +111,8 @@ def decide(candidates: Sequence[Candidate], winner: Candidate | None, validation
         return Decision("rejected", None, _why_none(candidates), _after_none(candidates, miss), miss)
     if validation is None or validation.role != "validation":
         given = "no validation set: accuracy seen on the selection set only" if winner.selection and winner.selection.metric else NO_DATA
-        return Decision("unproven", winner, (given, *_why_chosen(candidates, winner)), ("give data.selection and data.validation in the plan",))
+        steps = ("give data.selection and data.validation in the plan", *_if_not_faster(candidates))
+        return Decision("unproven", winner, (given, *_why_chosen(candidates, winner)), steps)
     if not validation.passed:
         reasons = tuple(f"validation: {failure}" for failure in validation.failures)
         return Decision("rejected", winner, reasons, (*mend_data(reasons), *next_steps(winner)), winner)
@@ -185,16 +188,21 @@ def mend_data(reasons: Sequence[str]) -> tuple[str, ...]:
 
 
 def _nearest_miss(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Of those that failed their accuracy, the one with the smallest drop; ties go to the higher cosine."""
-    failed = [candidate for candidate in candidates if candidate.state == "failed accuracy" and candidate.selection]
+    """Of those that failed their accuracy, the one that lost least."""
+    return min((candidate for candidate in candidates if candidate.state == "failed accuracy" and candidate.selection), key=loss, default=None)
 
-    def distance(candidate: Candidate) -> tuple[float, float]:
-        report = candidate.selection
-        assert report is not None
-        drop = report.metric.drop if report.metric else float("inf")
-        return drop, -min((output.cosine for output in report.outputs), default=-1.0)
 
-    return min(failed, key=distance, default=None)
+def _other_ranges(recipe: Recipe) -> list[str]:
+    """What may be changed of an int8 or fp8 recipe: what its quantizer does not decide by itself, and what was not tried."""
+    steps = []
+    if recipe.method is not None:
+        steps.append(f"another calibration method: `method: {'percentile' if str(recipe.method) == 'minmax' else 'minmax'}`")
+    own = recipe.quantizer == "crucible" and recipe.realised_in == "graph"
+    if own and not recipe.keep_worst:
+        steps.append(KEEP_WORST)
+    if own and recipe.activation == "uint8" and recipe.weight_bits == 8:
+        steps.append("7-bit weights: `weight_bits: 7`")
+    return steps
 
 
 def next_steps(miss: Candidate | None) -> tuple[str, ...]:
@@ -209,12 +217,12 @@ def next_steps(miss: Candidate | None) -> tuple[str, ...]:
             f"`crucible lint MODEL --backend {recipe.backend}`: what of the model's own Q/DQ does not suit this backend",
             "more training with Q/DQ",
         )
-    if recipe.precision is Precision.INT8:
-        other = "minmax" if str(recipe.method) != "minmax" else "percentile"
-        steps = [f"another calibration method: `method: {other}`", KEEP_WORST]
-        if recipe.activation == "uint8" and recipe.weight_bits == 8:
-            steps.append("7-bit weights: `weight_bits: 7`")
-        return (*steps, *AFTER_INT8)
+    if recipe.weight_only:
+        smaller = (f"smaller blocks: `block_size: {recipe.block_size // 2}`",) if recipe.block_size > SMALLEST_BLOCK else ()
+        wider = ("8 bits instead of 4: `precision: int8, weight_only: true`",) if recipe.precision is Precision.INT4 else ()
+        return (*smaller, "the worst or the last layer as it is: `keep_fp32: [NODE]`", *wider)
+    if recipe.precision in (Precision.INT8, Precision.FP8):
+        return (*_other_ranges(recipe), *AFTER_INT8)
     if recipe.precision in (Precision.FP16, Precision.BF16):
         return ("the overflowing nodes in fp32: `keep_fp32: [NODE]`", "bf16 instead of fp16, or fp32", TRAIN_IN_16_BITS)
     return ("check the export: compare `crucible inspect` before and after simplification, or set `simplify.enabled: false`",)

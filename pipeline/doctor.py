@@ -165,7 +165,9 @@ def _builds(backend: Backend, name: str, precision: Precision, target: Target) -
     if name == "pytorch" or precision not in backend.PRECISIONS:
         return precision in backend.PRECISIONS  # pytorch is a baseline, never a candidate, so there is no recipe to check
     try:
-        backend.check_recipe(Recipe(backend=name, precision=precision, compute_capability="8.9" if name == "tensorrt_rtx" else None), target)
+        capability = "8.9" if name == "tensorrt_rtx" else None
+        weight_only = precision is Precision.INT4
+        backend.check_recipe(Recipe(backend=name, precision=precision, weight_only=weight_only, compute_capability=capability), target)
     except UnsupportedError:
         return False
     return True

@@ -26,6 +26,9 @@ LEAST_QUANTISED = 0.1  # of an int8 or fp8 engine; below LEAST_FLOAT is a warnin
 SLOWEST_NAMED = 3
 UNKNOWN_NAMED = 5
 CONVOLUTIONS = frozenset({"Conv", "ConvTranspose", "ConvInteger", "QLinearConv"})
+INTEGER_OPERATORS = frozenset({"MatMulInteger", "ConvInteger", "DynamicQuantizeLinear", "QLinearMatMul", "QLinearConv"})
+"""Of ONNX's own; a model that holds them computes in 8 bits whatever an engine of it is called."""
+
 MATMULS = frozenset({"MatMul", "Gemm", "MatMulInteger", "QLinearMatMul"})
 SILENT = frozenset({"", "Cast", "QuantizeLinear", "DequantizeLinear", "Identity", "Constant"})  # do not make a fusion worth telling
 SHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})  # nor do these

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.core import Point, Precision, Profile, Recipe
-from pipeline.decide import AFTER_INT8, TRAIN_IN_16_BITS, mend_data
+from pipeline.decide import AFTER_INT8, TRAIN_IN_16_BITS, loss, mend_data
 from pipeline.recipes import realised_in
 from pipeline.report import Candidate, NodeHarm, NodeRanking, Rescue, RescueStep
 from pipeline.stages.rank import NORMALISATIONS
@@ -72,16 +72,12 @@ def to_rescue(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     for alike in by_kind.values():
         failed = [each for each in alike if each.state == "failed accuracy" and _may_be_rescued(each.recipe) and not mend_data([each.reason])]
         if failed and not any(each.state == "measured" for each in alike):
-            found.append(min(failed, key=_drop) if failed[0].recipe.precision is Precision.INT8 else failed[0])
+            found.append(min(failed, key=loss) if failed[0].recipe.precision is Precision.INT8 else failed[0])
     return tuple(found)
 
 
 def _may_be_rescued(recipe: Recipe) -> bool:
     return recipe.precision is Precision.FP16 or recipe.keep_worst
-
-
-def _drop(candidate: Candidate) -> float:
-    return candidate.selection.metric.drop if candidate.selection and candidate.selection.metric else 0.0
 
 
 def _kind(recipe: Recipe, precision: Precision | None = None) -> Recipe:
@@ -135,11 +131,14 @@ def keeping(recipe: Recipe, nodes: Sequence[str]) -> Recipe:
 
 
 def cuts(nodes: int, overflowing: int, builds: int) -> tuple[int, ...]:
-    """How many of the worst nodes to keep, one count per build. What overflows stays together: a half of it would overflow still."""
+    """How many of the worst nodes to keep, one count per build: twice as many each time, and all of them in the last of several.
+
+    What overflows stays together: a half of it would overflow still.
+    """
     counts = [max(overflowing, 1)]
     while counts[-1] < nodes:
         counts.append(min(2 * counts[-1], nodes))
-    return tuple(counts[:builds])
+    return tuple(counts if len(counts) <= builds else [*counts[: builds - 1], nodes] if builds > 1 else counts[:1])
 
 
 def _nodes(ranking: NodeRanking, count: int) -> str:
@@ -217,10 +216,11 @@ def _kept(failed: Candidate, counts: Sequence[int], recipe: Recipe) -> str:
 
 def _in_vain(precision: Precision, history: Sequence[Tried]) -> str:
     """Nothing passed."""
-    if precision is not Precision.INT8:
-        return f"no engine in 16 bits keeps its accuracy: {TRAIN_IN_16_BITS}"
     kept = [each.attempt for each in history if each.attempt.step == "keep"]
     nodes = len(kept[-1].ranking.nodes) if kept and kept[-1].ranking else 0
     most = min(len(kept[-1].recipe.keep_fp32), nodes) if kept else 0
-    more = "more of them by a larger `keep_builds`; " if most < nodes else ""
-    return f"int8 does not keep its accuracy, even with the worst {most} of {nodes} nodes in fp32: {more}{'; '.join(AFTER_INT8)}"
+    more = " (more of them by a larger `keep_builds`)" if most < nodes else ""
+    even = f", even with the worst {most} of {nodes} nodes in fp32{more}" if kept else ""
+    if precision is not Precision.INT8:
+        return f"no engine in 16 bits keeps its accuracy{even}: {TRAIN_IN_16_BITS}"
+    return f"int8 does not keep its accuracy{even}: {'; '.join(AFTER_INT8)}"

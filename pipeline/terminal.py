@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 from rich.console import Console
@@ -187,7 +187,7 @@ def candidate_table(report: Report) -> Table:
         table.add_column("really ran")
     for baseline in (report.baseline, *report.baselines):
         if baseline is not None:
-            table.add_row(baseline.label, "baseline", "", "", median_text(baseline.rows[0]), ratio_text(baseline.rows[0].ratio))
+            table.add_row(escape(baseline.label), "baseline", "", "", median_text(baseline.rows[0]), ratio_text(baseline.rows[0].ratio))
     for candidate in sorted(report.candidates, key=_slowest_last):
         table.add_row(*_candidate_cells(candidate), style="bold" if candidate.label == report.winner else None)
     return table
@@ -223,7 +223,7 @@ def _candidate_cells(candidate: Candidate) -> tuple[str, ...]:
     known = candidate.state in ("measured", "failed accuracy")
     state = candidate.state if known else escape(f"{candidate.state}: {candidate.reason.splitlines()[0][:60]}")
     ran = (ran_text(candidate.layers),) if candidate.layers else ()
-    return candidate.label, state, drop, cosine, median_text(row), ratio_text(row.ratio if row else None), *ran
+    return escape(candidate.label), state, drop, cosine, median_text(row), ratio_text(row.ratio if row else None), *ran
 
 
 def benchmark_table(reports: list[BenchmarkReport]) -> Table:
@@ -235,8 +235,17 @@ def benchmark_table(reports: list[BenchmarkReport]) -> Table:
         for row in report.rows:
             sizes = ", ".join(f"{name} {size}" for name, size in row.sizes.items())
             tail = ["-" if (value := row.end_to_end.percentile_or_absent(percent)) is None else duration(value) for percent in (90, 99)]
-            table.add_row(report.label, sizes, median_text(row), *tail, f"{row.throughput_per_s:,.0f}", ratio_text(row.ratio))
+            table.add_row(escape(report.label), sizes, median_text(row), *tail, f"{row.throughput_per_s:,.0f}", ratio_text(row.ratio))
     return table
+
+
+def print_limits(console: Console, rows: Sequence[tuple[str, LatencyRow]]) -> None:
+    """The table of limits; one line where nothing is known of any row, as before a CPU's peaks were measured."""
+    bounds = [row.bound for _, row in rows if row.bound]
+    if any(bound.kind != "unknown" for bound in bounds):
+        console.print(limits_table(rows))
+    elif bounds:
+        console.print(f"what binds each row is not known: {escape(bounds[0].next_step)}", highlight=False, soft_wrap=True)
 
 
 def limits_table(rows: Iterable[tuple[str, LatencyRow]]) -> Table:
@@ -246,7 +255,7 @@ def limits_table(rows: Iterable[tuple[str, LatencyRow]]) -> Table:
         table.add_column(heading, justify="right" if heading in ("GFLOP/s", "GB/s", "arithmetic", "memory") else "left", no_wrap=heading == "engine")
     for label, row in rows:
         *figures, _, step = limit_cells(row)
-        table.add_row(label, ", ".join(f"{name} {size}" for name, size in row.sizes.items()), *figures, escape(step))
+        table.add_row(escape(label), shape_text(row.sizes), *figures, escape(step))
     return table
 
 
@@ -258,7 +267,7 @@ def first_rows(report: Report) -> list[tuple[str, LatencyRow]]:
 
 def summary_table(found: Summary) -> Table:
     """The times of every region of one row."""
-    table = Table(title=f"{found.label} at {shape_text(found.sizes)}", title_justify="left")
+    table = Table(title=f"{escape(found.label)} at {shape_text(found.sizes)}", title_justify="left")
     for heading in ("", "min", "max", "mean", "median", "p90", "p95", "p99"):
         table.add_column(heading, justify="right" if heading else "left")
     for cells in summary_rows(found):
@@ -276,7 +285,7 @@ def summary_notes(found: Summary, row: LatencyRow, run: Benchmarks) -> list[str]
 def sweep_table(sweep: Sweep) -> Table:
     """Every batch of a sweep, the best in bold."""
     others = ", ".join(f"{name} {size}" for name, size in sweep.others.items())
-    table = Table(title=f"{sweep.label}{f' at {others}' if others else ''}", title_justify="left")
+    table = Table(title=f"{escape(sweep.label)}{f' at {others}' if others else ''}", title_justify="left")
     tails = () if sweep.percentile == 50 else (tail_name(sweep),)
     for heading in (sweep.symbol, "median", *tails, "samples/s", "bound by"):
         table.add_column(heading, justify="left" if heading == "bound by" else "right")

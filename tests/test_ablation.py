@@ -53,13 +53,13 @@ def test_the_most_accurate_int8_candidate_of_our_own_is_taken() -> None:
     assert base_of([*others, bad, twin, good]) is good
 
 
-def test_where_none_passed_the_first_that_gave_answers_is_taken() -> None:
+def test_where_none_passed_the_nearest_of_those_that_gave_answers_is_taken() -> None:
     broken = candidate(method("minmax"), 0.0, state="failed")
-    first, second = candidate(method("entropy"), 0.5, state="failed accuracy"), candidate(method("percentile"), 0.1, state="failed accuracy")
-    assert base_of([broken, first, second]) is first
+    far, near = candidate(method("entropy"), 0.5, state="failed accuracy"), candidate(method("percentile"), 0.1, state="failed accuracy")
+    assert base_of([broken, far, near]) is near
     assert base_of([broken]) is None
     passed = candidate(INT8.model_copy(update={"weight_bits": 7}), 0.009)
-    assert base_of([first, second, passed]) is passed
+    assert base_of([far, near, passed]) is passed
 
 
 def test_rows_tell_each_change_and_what_changed_nothing() -> None:

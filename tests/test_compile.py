@@ -206,3 +206,14 @@ def test_weights_alone_go_through_the_whole_line_without_calibration_data(tmp_pa
     assert whole.startswith("2 of 2 linear layers hold their weights in 8 bits; all constants together: ")
     assert {step.stage for step in report.steps} & {"calibrate", "cover"} == set()
     assert report.verdict == "accepted"
+
+
+def test_a_model_with_8_bit_operators_of_its_own_is_not_called_by_a_wrong_name(tmp_path: Path) -> None:
+    from onnxruntime.quantization import quantize_dynamic
+
+    plan = write_task(tmp_path, candidates=[{"backend": "onnxruntime", "precision": "fp32"}])
+    quantize_dynamic(tmp_path / "model.onnx", tmp_path / "dynamic.onnx")
+    (tmp_path / "dynamic.onnx").replace(tmp_path / "model.onnx")
+    (candidate,) = compiled(plan, tmp_path / "home").candidates
+    assert candidate.state == "measured", candidate.reason
+    assert any("8-bit operators of its own (DynamicQuantizeLinear, MatMulInteger)" in note.text for note in candidate.notes)

@@ -292,3 +292,22 @@ def test_advice_about_a_slow_winner_looks_at_all_that_are_as_fast() -> None:
     slow, slow_too = timed("a", (4.1, 4.2, 4.0)), timed("b", (4.2, 4.1, 4.2))
     assert "keep the baseline" in decide([slow, slow_too], slow, validation(0.0)).next_steps[0]
     assert decide([FASTEST, AS_FAST], AS_FAST, validation(0.0)).next_steps == ()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "has", "lacks"),
+    [
+        (Recipe(backend="onnxruntime", precision=Precision.INT4, weight_only=True, block_size=64), "block_size: 32", "simplify"),
+        (Recipe(backend="onnxruntime", precision=Precision.INT4, weight_only=True, block_size=32), "weight_only: true", "block_size"),
+        (Recipe(backend="onnxruntime", precision=Precision.INT8, weight_only=True, block_size=32), "keep_fp32: [NODE]", "method"),
+        (Recipe(backend="openvino", precision=Precision.INT8, quantizer="nncf"), "quantisation-aware", "keep_fp32: auto"),
+        (Recipe(backend="tensorrt", precision=Precision.INT8, realised_in="flags", method=CalibrationMethod.ENTROPY), "method: minmax", "auto"),
+        (Recipe(backend="tensorrt", precision=Precision.FP8, quantizer="modelopt"), "bf16 or fp16", "simplify"),
+        (Recipe(backend="onnxruntime", precision=Precision.INT8, keep_worst=True), "quantisation-aware", "keep_fp32: auto"),
+    ],
+)
+def test_no_next_step_is_one_that_the_plan_refuses_or_has(recipe: Recipe, has: str, lacks: str) -> None:
+    miss = candidate("c", 0.5, state="failed accuracy").model_copy(update={"recipe": recipe})
+    said = "\n".join(next_steps(miss))
+    assert has in said
+    assert lacks not in said

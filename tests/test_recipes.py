@@ -360,3 +360,19 @@ def test_what_the_pairs_of_a_model_have_decided_is_refused_by_name(plan: Plan, k
 def test_a_precision_that_is_not_that_of_the_pairs_is_refused(plan: Plan, asked: dict[str, object]) -> None:
     with pytest.raises(PlanError, match=f"it would run int8 under the name of {asked['precision']}"):
         given_recipes(plan, **asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"backend": "openvino", "precision": "int8", "quantizer": "nncf", "placement": {"last_layer": True}}, "places Q/DQ by itself"),
+        ({"backend": "openvino", "precision": "int8", "quantizer": "nncf", "method": "minmax"}, "chooses ranges by itself"),
+        ({"backend": "tensorrt", "precision": "fp8", "method": "minmax"}, "chooses ranges by itself"),
+        ({"backend": "tensorrt", "precision": "fp8", "activation": "uint8"}, "one form of activations"),
+        ({"backend": "tensorrt", "precision": "int8", "block_size": 64}, "only weights alone come in blocks"),
+    ],
+)
+def test_what_a_label_would_claim_and_an_engine_ignore_is_refused(plan: Plan, asked: dict[str, object], words: str) -> None:
+    candidate = CandidateConfig.model_validate(asked)
+    with pytest.raises(PlanError, match=words):
+        recipe_from_candidate(candidate, gpu() if candidate.backend == "tensorrt" else target("openvino", VNNI), plan, True)

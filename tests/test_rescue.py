@@ -98,7 +98,9 @@ def test_fixed_shapes_have_no_opt_to_move() -> None:
     ("nodes", "overflowing", "builds", "kept"),
     [
         (20, 0, 9, (1, 2, 4, 8, 16, 20)),
-        (20, 0, 3, (1, 2, 4)),
+        (20, 0, 3, (1, 2, 20)),
+        (120, 0, 6, (1, 2, 4, 8, 16, 120)),
+        (100, 5, 6, (5, 10, 20, 40, 80, 100)),
         (20, 6, 6, (6, 12, 20)),
         (6, 6, 6, (6,)),
         (3, 0, 6, (1, 2, 3)),
@@ -183,12 +185,19 @@ def test_the_conclusion_says_how_many_nodes_were_enough_and_what_was_not_tried()
 
 
 def test_at_the_limit_of_builds_the_conclusion_names_it_and_what_else_there_is() -> None:
-    found = kept_in_int8(4, passed=False, builds=4)
+    found = kept_in_int8(1, passed=False, builds=1)
     assert found.startswith(
-        "int8 does not keep its accuracy, even with the worst 8 of 20 nodes in fp32: more of them by a larger `keep_builds`; bf16"
+        "int8 does not keep its accuracy, even with the worst 1 of 20 nodes in fp32 (more of them by a larger `keep_builds`): bf16"
     )
     assert "quantisation-aware training" in found
-    assert "keep_builds" not in kept_in_int8(6, passed=False)
+    assert "even with the worst 20 of 20 nodes in fp32: bf16" in kept_in_int8(4, passed=False, builds=4)
+
+
+def test_in_16_bits_the_conclusion_names_the_nodes_that_were_kept_in_vain() -> None:
+    failed = candidate(FP16)
+    attempts = with_nodes_kept(failed, NodeRanking(nodes=tuple(harm(f"n{n}") for n in range(120))), 6)
+    said = story(failed, [tried(attempt, "failed accuracy") for attempt in attempts]).conclusion
+    assert said.startswith("no engine in 16 bits keeps its accuracy, even with the worst 120 of 120 nodes in fp32: train")
 
 
 def test_without_a_ranking_there_is_still_a_conclusion() -> None:
