@@ -33,7 +33,7 @@ def graph_of(plan_path: Path) -> tuple[Plan, OnnxModel]:
     return job.plan, simplify_model(job, export_model(job))
 
 
-def publish(name: str, rows: Sequence[Row], targets: Mapping[str, bool]) -> None:
+def publish(name: str, rows: Sequence[Row], targets: Mapping[str, bool], into: Path = RESULTS) -> None:
     """Print a table, keep the result with its environment, and end with one JSON document on a line of its own."""
     table = Table(*rows[0], title=name)
     for row in rows:
@@ -49,8 +49,8 @@ def publish(name: str, rows: Sequence[Row], targets: Mapping[str, bool]) -> None
         "targets": dict(targets),
         "environment": environment().model_dump(),
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    into.mkdir(parents=True, exist_ok=True)
+    (into / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(document))
 
 

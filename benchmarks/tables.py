@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md, and the table of docs/accuracy.md that comes from a GPU, from benchmarks/results/*.json.
+"""Write docs/benchmarks.md, and the tables and the figure of docs/accuracy.md, from benchmarks/results/*.json.
 
 No figure there is typed by hand, and a test keeps pages and results in step.
 """
@@ -9,15 +9,18 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from accuracy_tables import calibration_section, draw, figure_is_current, int8_section, result
 from common import RESULTS, ROOT, text_of
+from gpu_model_tables import document, models_section
 from gpu_tables import accuracy_section, documents, speed_section
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 ACCURACY_PAGE = ROOT / "docs" / "accuracy.md"
-BEGIN, END = "<!-- from here on written by benchmarks/tables.py -->\n", "<!-- written by benchmarks/tables.py up to here -->\n"
+BEGIN, END = "<!-- {part}: from here on written by benchmarks/tables.py -->\n", "<!-- {part}: written by benchmarks/tables.py up to here -->\n"
 HEAD = """# Benchmarks
 
-`make bench` runs all of this and takes about half an hour on 2 cores; each script alone: `.venv/bin/python benchmarks/NAME.py`.
+`make bench` runs all of this, and `calibration`, whose figures are in [accuracy.md](accuracy.md). It takes about three quarters of an hour on
+2 cores; each script alone: `.venv/bin/python benchmarks/NAME.py`.
 This page is written by `benchmarks/tables.py` from the files in `benchmarks/results/`, which hold the environment of each run.
 Figures are medians; ratios come from one interleaved run ([measurement.md](measurement.md) says how).
 Other machines give other figures: look at the CPU's flags first.
@@ -34,6 +37,8 @@ ONNX Runtime fp32, batch 1, one file, entered twice. The interval should hold 1;
 where it does not, the luck of a process is larger than the noise within it.""",
     "compile_time": """## The demo's compile
 The whole process of `crucible compile configs/digits.yaml`: export, eight engines, measuring. Then again with everything in the store.""",
+    "peak": """## What this machine reaches
+The fastest matrix product per precision (of two libraries, three sizes) and the fastest copy, with all cores: what rows are seen against.""",
     "calibration_memory": """## Memory of calibration
 Peak memory of a process that calibrates ResNet-50 on generated 224x224 images. It must not grow with the number of samples.""",
 }
@@ -43,6 +48,8 @@ def main() -> None:
     for file, text in ((PAGE, page()), (ACCURACY_PAGE, accuracy_page())):
         file.write_text(text, encoding="utf-8")
         print(f"wrote {file.relative_to(ROOT)}")
+    if not figure_is_current(found := result("calibration")):
+        draw(found)
 
 
 def page() -> str:
@@ -51,15 +58,23 @@ def page() -> str:
     for name, text in SECTIONS.items():
         result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         parts += [text, "", *_table(result["rows"]), "", *_targets(result["targets"]), "", _environment(result), ""]
-    return "\n".join(parts + speed_section(documents()))
+    return "\n".join(parts + speed_section(documents()) + models_section(document()))
 
 
 def accuracy_page() -> str:
     """docs/accuracy.md as it is by hand, with what is written here between its marks."""
-    before, _, rest = ACCURACY_PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    lines = accuracy_section(documents())
-    return before + BEGIN + "".join(f"{line}\n" for line in ["", *lines, ""] * bool(lines)) + END + after
+    gpu = documents()
+    parts = {
+        "calibration": calibration_section(result("calibration")),
+        "int8": int8_section({"resnet50": result("resnet50"), **{f"tensorrt_{model}": document for model, document in gpu.items()}}),
+        "gpu": accuracy_section(gpu),
+    }
+    text = ACCURACY_PAGE.read_text(encoding="utf-8")
+    for part, lines in parts.items():
+        begin, end = BEGIN.format(part=part), END.format(part=part)
+        before, _, rest = text.partition(begin)
+        text = before + begin + "".join(f"{line}\n" for line in ["", *lines, ""] * bool(lines)) + end + rest.partition(end)[2]
+    return text
 
 
 def _table(rows: list[Mapping[str, Any]]) -> list[str]:

@@ -1,64 +1,77 @@
-"""One recipe's way through the line: quantise or cast, build, prove the precision, check the answers; and the rescue of one that fails in fp16."""
+"""One recipe's way through the line: quantise or cast, build, prove the precision, check the answers; and the rescue of one that fails."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from pipeline import backends
+from pipeline.ablation import Ablated, base_of, reversals
 from pipeline.backends.base import no_layers
 from pipeline.backends.cuda import CudaError, OutOfDeviceMemory
-from pipeline.backends.openvino_nncf import quantize_with_nncf
+from pipeline.backends.openvino_nncf import compress_with_nncf, quantize_with_nncf
+from pipeline.backends.ort_weights import compress_with_onnxruntime
 from pipeline.backends.trt_calibrator import calibrate_with_tensorrt
 from pipeline.backends.trt_library import BINDINGS
 from pipeline.backends.trt_modelopt import quantize_with_modelopt
+from pipeline.casts import flatten
 from pipeline.config import GeneratedData
-from pipeline.core import CalibrationMethod, CalibrationTable, Engine, Note, OnnxModel, Precision, Profile, Recipe
+from pipeline.core import CalibrationMethod, CalibrationTable, Engine, Note, OnnxModel, Precision, Profile, Recipe, Target
 from pipeline.data import CalibrationSet, SampleSet
-from pipeline.errors import BackendUnavailable, ChildDied, InternalError, ModelError, UnsupportedError
+from pipeline.errors import BackendUnavailable, ChildDied, CrucibleError, InternalError, ModelError, UnsupportedError
 from pipeline.gpu import find_gpus
-from pipeline.graph import draw_feeds
+from pipeline.graph import draw_feeds, operator_histogram, read_proto
 from pipeline.job import FEEDS_FOR_CHECKS, Job, batch_rows, options_of
 from pipeline.layers import LayerTable
-from pipeline.precision import mislabelled, precision_notes
-from pipeline.recipes import default_candidates, missing_backend_note, recipe_from_candidate
-from pipeline.report import Candidate, Rescue, ValidationReport
-from pipeline.rescue import Attempt, Skipped, Tried, ends, in_bf16, in_fp32, story, to_rescue, with_nodes_kept, with_opt_moved
+from pipeline.lint import finding_notes, lint, saturation_notes
+from pipeline.precision import INTEGER_OPERATORS, mislabelled, precision_notes
+from pipeline.recipes import default_candidates, distinct, missing_backend_note, recipes_from_candidate, weight_bits
+from pipeline.report import Candidate, NodeRanking, Rescue, ValidationReport
+from pipeline.rescue import Attempt, Skipped, Tried, ends, in_bf16, in_fp32, keeping, story, to_rescue, with_nodes_kept, with_opt_moved
 from pipeline.runner import Stage
 from pipeline.source import code_digest
 from pipeline.stages.build import build
 from pipeline.stages.calibrate import Coverage, calibrate, cover
 from pipeline.stages.convert import convert
 from pipeline.stages.prove import Proof, prove
-from pipeline.stages.rank import NodeRanking, rank_nodes
+from pipeline.stages.rank import rank_nodes
 from pipeline.stages.validate import ReferenceOutputs, run_reference, validate
 from pipeline.store import canonical
 
 CALIBRATE = Stage("calibrate", 1, calibrate, ("onnx", "onnxruntime"))
 COVER = Stage("cover", 1, cover, ("onnx", "onnxruntime"))
-CONVERT = Stage("convert", 2, convert, ("onnx", "onnxruntime"))
+CONVERT = Stage("convert", 3, convert, ("onnx", "onnxruntime"))
 QUANTIZERS = {
     "nncf": Stage("convert", 1, quantize_with_nncf, ("onnx", "nncf")),
     "modelopt": Stage("convert", 1, quantize_with_modelopt, ("nvidia-modelopt", "onnx", "onnxruntime")),
     "tensorrt": Stage("calibrate", 1, calibrate_with_tensorrt, ("tensorrt", *BINDINGS, "onnx", "polygraphy")),
 }
-PROVE = Stage("prove", 2, prove)
+WEIGHT_QUANTIZERS = {
+    "nncf": Stage("convert", 1, compress_with_nncf, ("onnx", "nncf")),
+    "onnxruntime": Stage("convert", 1, compress_with_onnxruntime, ("onnx", "onnxruntime")),
+}
+PROVE = Stage("prove", 3, prove)
 REFERENCE = Stage("reference", 1, run_reference)
-VALIDATE = Stage("validate", 2, validate, ("polygraphy",))
-RANK = Stage("rank", 1, rank_nodes, ("onnx", "onnxruntime"))
+VALIDATE = Stage("validate", 3, validate, ("polygraphy",))
+RANK = Stage("rank", 2, rank_nodes, ("onnx", "onnxruntime"))
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Every candidate as far as it came, and how those that failed in fp16 were rescued."""
+    """Every candidate as far as it came, and how those that failed were rescued."""
 
     candidates: tuple[Candidate, ...]
     rescues: tuple[Rescue, ...] = ()
+    ablated: Ablated | None = None
 
 
-def recipes_of(job: Job) -> tuple[tuple[Recipe, ...], tuple[Note, ...]]:
-    """The recipes to try. A backend that the plan names must be here; of the others, those that are."""
-    calibrated = job.data.calibration is not None
+def recipes_of(job: Job, exported: bool = True) -> tuple[tuple[Recipe, ...], tuple[Note, ...]]:
+    """The recipes to try. A backend that the plan names must be here; of the others, those that are.
+
+    Before a PyTorch model is exported it may still bring scales of its own, and int8 need no calibration data.
+    """
+    calibrated = job.data.calibration is not None or not (exported or job.source.kind == "onnx")
     named = {candidate.backend for candidate in job.plan.candidates}
     targets, notes = {}, []
     for name in named or (("tensorrt",) if find_gpus().devices else ()) + ("onnxruntime", "openvino"):
@@ -68,13 +81,22 @@ def recipes_of(job: Job) -> tuple[tuple[Recipe, ...], tuple[Note, ...]]:
             if named:
                 raise
             notes.append(missing_backend_note(name, error.message))
-    if not calibrated and not named:
+    if not calibrated and not named and not job.given:
         notes.append(Note(stage="candidates", text="int8 is left out: the plan has no calibration data", level="info"))
-    candidates = job.plan.candidates or default_candidates(targets, calibrated)
-    recipes = tuple(dict.fromkeys(recipe_from_candidate(each, targets[each.backend], job.plan, calibrated) for each in candidates))
+    candidates = job.plan.candidates or default_candidates(targets, calibrated, job.given)
+    found = (recipes_from_candidate(each, targets[each.backend], job.plan, calibrated, job.given) for each in candidates)
+    recipes = distinct(chain.from_iterable(found))
     for recipe in recipes:
         backends.backend(recipe.backend).check_recipe(recipe, targets[recipe.backend])
-    return recipes, tuple(notes)
+    return recipes, (*notes, *unused_notes(job))
+
+
+def unused_notes(job: Job) -> tuple[Note, ...]:
+    """What the plan asks for in vain, since the model brings its own scales."""
+    if job.given is None:
+        return ()
+    unused = {"calibration data is not needed": job.data.calibration is not None, "`ablate` has no switches to reverse": job.plan.ablate}
+    return tuple(Note(stage="calibrate", text=f"{text}: the model brings its own Q/DQ", level="info") for text, told in unused.items() if told)
 
 
 def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutputs, bugs: list[InternalError]) -> Candidate:
@@ -83,9 +105,9 @@ def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutpu
     try:
         converted = convert_model(job, model, recipe)
         engine = build_engine(job, converted, recipe)
-        notes = engine.notes if converted is model else (*converted.notes, *engine.notes)
+        notes = engine.notes if converted is model else (*converted.notes, *lint_notes(converted, recipe, engine.target), *engine.notes)
         candidate = candidate.model_copy(update={"engine": engine, "notes": notes})
-        candidate = with_layers(candidate, prove_engine(job, engine, converted))
+        candidate = with_layers(candidate, prove_engine(job, engine, converted), converted)
         if candidate.state == "mislabelled":
             return candidate
         report = check_engine(job, engine, expected, job.data.selection)
@@ -106,13 +128,22 @@ def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutpu
     return candidate.model_copy(update={"state": state, "selection": report, "reason": "; ".join(causes)})
 
 
+def lint_notes(converted: OnnxModel, recipe: Recipe, target: Target) -> tuple[Note, ...]:
+    """What the model's own Q/DQ cost on this backend and host; nothing of pairs that were placed here."""
+    if recipe.quantizer != "given":
+        return ()
+    flat = flatten(read_proto(converted.path)).graph
+    saturated = saturation_notes(flat) if weight_bits(target) < 8 else ()
+    return (*saturated, *finding_notes(lint(flat, recipe.backend), recipe.backend))
+
+
 def rescue(job: Job, model: OnnxModel, candidates: Sequence[Candidate], expected: ReferenceOutputs, bugs: list[InternalError]) -> Prepared:
-    """The candidates, and those that the recipe of experience makes of the ones that failed in fp16. Which steps it has: pipeline.rescue."""
+    """The candidates, and those that a rescue makes of the ones that failed. Which steps it has: pipeline.rescue."""
     known = {candidate.label: candidate for candidate in candidates}
     stories = []
     for failed in to_rescue(candidates) if job.plan.rescue else ():
         history: list[Tried | Skipped] = []
-        for attempt in attempts(job, model, failed, bugs):
+        for attempt in attempts(job, model, failed, frozenset(known), bugs):
             if isinstance(attempt, Skipped):
                 history.append(attempt)
                 continue
@@ -124,39 +155,75 @@ def rescue(job: Job, model: OnnxModel, candidates: Sequence[Candidate], expected
             if ends(tried):
                 break
         stories.append(story(failed, history))
-    return Prepared((*candidates, *list(known.values())[len(candidates) :]), tuple(stories))
+    first = {candidate.label for candidate in candidates}
+    return Prepared((*candidates, *(made for label, made in known.items() if label not in first)), tuple(stories))
 
 
-def attempts(job: Job, model: OnnxModel, failed: Candidate, bugs: list[InternalError]) -> Iterator[Attempt | Skipped]:
-    """The steps in order; the nodes are ranked only once the first steps have failed."""
-    yield in_fp32(failed)
-    yield from with_opt_moved(failed, job.plan.profiles)
-    yield from with_nodes_kept(failed, rank(job, model, failed, bugs))
-    yield in_bf16(failed)
+def attempts(job: Job, model: OnnxModel, failed: Candidate, known: frozenset[str], bugs: list[InternalError]) -> Iterator[Attempt | Skipped]:
+    """The steps in order; the nodes are ranked only once the first steps have failed. `known`: labels of what was built already."""
+    precision = failed.recipe.precision
+    in_16_bits = precision is not Precision.INT8
+    if in_16_bits or in_fp32(failed).recipe.label in known:
+        yield in_fp32(failed)
+    if in_16_bits:
+        yield from with_opt_moved(failed, job.plan.profiles)
+    yield from with_nodes_kept(failed, rank(job, model, failed, bugs), job.plan.keep_builds)
+    if precision is Precision.FP16:
+        yield in_bf16(failed)
 
 
 def rank(job: Job, model: OnnxModel, failed: Candidate, bugs: list[InternalError]) -> NodeRanking:
-    """What fp16 does to each node on the selection set, its worst samples included; or why that cannot be said."""
+    """What low precision does to each node on the selection set, its worst samples included; or why that cannot be said, or helps nobody."""
     worst = tuple(sorted({output.worst_sample for output in failed.selection.outputs})) if failed.selection else ()
     samples = job.data.selection
+    backend = backends.backend(failed.recipe.backend)
     try:
-        converted = convert_model(job, model, failed.recipe.model_copy(update={"realised_in": "graph"}))
-        inputs, options = (converted.digest, samples.digest), canonical({"worst": worst})
-        return job.runner.stage(RANK, NodeRanking, converted, samples, worst, inputs=inputs, options=options, subject=failed.label)
-    except (UnsupportedError, ModelError, ChildDied) as error:
+        backend.check_recipe(keeping(failed.recipe, ["*"]), backend.probe())  # whether it can keep any
+        low = convert_model(job, model, failed.recipe.model_copy(update={"realised_in": "graph", "rest": Precision.FP32}))  # one loss at a time
+        inputs, options = (model.digest, low.digest, samples.digest), canonical({"worst": worst})
+        return job.runner.stage(RANK, NodeRanking, model, low, samples, worst, inputs=inputs, options=options, subject=failed.label)
+    except (UnsupportedError, BackendUnavailable, ModelError, ChildDied) as error:
         return NodeRanking(failure=error.message)
     except InternalError as error:  # the next steps may still help
         bugs.append(error)
         return NodeRanking(failure=f"a bug in Crucible, please report it: {error.message}")
 
 
-def with_layers(candidate: Candidate, table: LayerTable | None) -> Candidate:
+def ablate(job: Job, model: OnnxModel, prepared: Prepared, expected: ReferenceOutputs, bugs: list[InternalError]) -> Prepared:
+    """The candidates, and those with one switch of the best int8 candidate reversed. Nothing is built where a switch leaves the graph as it is."""
+    base = base_of(prepared.candidates) if job.plan.ablate else None
+    if base is None:
+        return prepared
+    known = {candidate.label: candidate for candidate in prepared.candidates}
+    tried = []
+    for reversal in reversals(base.recipe):
+        label = reversal.recipe.label
+        changes = label in known or not same_graph(job, model, base.recipe, reversal.recipe)
+        if changes and label not in known:
+            known[label] = prepare(job, model, reversal.recipe, expected, bugs)
+        tried.append(replace(reversal, changes=changes))
+    return replace(prepared, candidates=tuple(known.values()), ablated=Ablated(base, tuple(tried)))
+
+
+def same_graph(job: Job, model: OnnxModel, one: Recipe, other: Recipe) -> bool:
+    """Whether two recipes are converted to one and the same graph. False where one cannot be converted: `prepare` says why."""
+    try:
+        return convert_model(job, model, one).digest == convert_model(job, model, other).digest
+    except CrucibleError:
+        return False
+
+
+def with_layers(candidate: Candidate, table: LayerTable | None, converted: OnnxModel) -> Candidate:
     """The candidate with what its engine really runs; `mislabelled` if that is not what it is called by."""
     if table is None:
         return candidate
-    asked, kept = candidate.recipe.precision, candidate.recipe.keep_fp32
-    notes = (*candidate.notes, *precision_notes(table, asked, kept))
-    wrong = mislabelled(asked, table, kept)
+    recipe = candidate.recipe
+    asked, kept = recipe.precision, recipe.keep_fp32
+    notes = (*candidate.notes, *precision_notes(table, None if recipe.weight_only else asked, kept))
+    wrong = mislabelled(asked, table, kept, recipe.weight_only)
+    if wrong and asked is Precision.FP32 and (own := INTEGER_OPERATORS & operator_histogram(converted.path).keys()):
+        text = f"fp32 is what the floats of this model run in: it brings 8-bit operators of its own ({', '.join(sorted(own))})"
+        notes, wrong = (*notes, Note(stage="prove", text=text, level="info")), ""
     state = "mislabelled" if wrong else candidate.state
     return candidate.model_copy(update={"layers": table, "notes": notes, "state": state, "reason": wrong})
 
@@ -173,6 +240,9 @@ def prove_engine(job: Job, engine: Engine, converted: OnnxModel) -> LayerTable |
 
 def convert_model(job: Job, model: OnnxModel, recipe: Recipe) -> OnnxModel:
     """The graph that this recipe asks for."""
+    if recipe.weight_only:  # needs no data
+        stage = WEIGHT_QUANTIZERS[recipe.quantizer]
+        return job.runner.stage(stage, OnnxModel, model, recipe, inputs=(model.digest,), options=options_of(recipe), subject=recipe.label)
     quantizer = "tensorrt" if recipe.realised_in == "flags" and recipe.precision is Precision.INT8 else recipe.quantizer
     if quantizer in QUANTIZERS and job.data.calibration is not None:
         return quantize_by(QUANTIZERS[quantizer], job, model, recipe, job.data.calibration)
@@ -197,8 +267,8 @@ def quantize_by(stage: Stage, job: Job, model: OnnxModel, recipe: Recipe, calibr
 
 
 def calibration_table(job: Job, model: OnnxModel, recipe: Recipe) -> CalibrationTable | None:
-    """The ranges that a recipe needs: int8 its method's, 16-bit floats the largest values. None where there is no data."""
-    if job.data.calibration is None:
+    """The ranges that a recipe needs: int8 its method's, 16-bit floats the largest values. None where there is no data, or the model has its own."""
+    if job.data.calibration is None or recipe.quantizer == "given":
         return None
     method = recipe.method or CalibrationMethod.MINMAX
     inputs, options = (model.digest, job.data.calibration.digest), canonical({"method": method, **job.plan.calibration.model_dump()})
@@ -208,7 +278,8 @@ def calibration_table(job: Job, model: OnnxModel, recipe: Recipe) -> Calibration
 
 def ranges_misfit(job: Job, model: OnnxModel, recipe: Recipe) -> str:
     """Why the calibration set says nothing about the selection set; empty where it does, or where nobody can tell."""
-    table = calibration_table(job, model, recipe) if recipe.precision is Precision.INT8 else None
+    ranged = recipe.precision is Precision.INT8 and not recipe.weight_only
+    table = calibration_table(job, model, recipe) if ranged else None
     samples = job.data.selection
     if table is None or job.plan.data.selection is None or isinstance(job.plan.data.selection, GeneratedData):
         return ""

@@ -13,6 +13,7 @@ import platform
 import shlex
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +25,10 @@ from rich.markup import escape
 from typer.exceptions import TyperException
 
 from pipeline import config, deliver, terminal
+from pipeline.core import Engine
 from pipeline.errors import CrucibleError, PlanError
-from pipeline.process import crucible_error
+from pipeline.faults import crucible_error
+from pipeline.report import Report
 from pipeline.runner import Runner
 from pipeline.store import Store
 from service import commands
@@ -79,6 +82,9 @@ def compile_(plan: PlanArgument, overrides: SetOption, profiles: ProfileOption, 
     if not as_json:
         console = terminal.console()
         console.print(terminal.candidate_table(report))
+        terminal.print_limits(console, terminal.first_rows(report))
+        if report.ablation and report.ablation.rows:
+            console.print(terminal.ablation_table(report.ablation))
         for line in terminal.verdict_lines(report):
             console.print(line, highlight=False, soft_wrap=True)
         console.print(f"report: {files.html_file}", highlight=False, soft_wrap=True, markup=False)
@@ -110,17 +116,72 @@ def validate(result: ResultArgument, overrides: SetOption, as_json: JsonOption =
 
 
 @app.command()
-def bench(result: ResultArgument, overrides: SetOption, as_json: JsonOption = False) -> None:
-    """Measure a compiled engine again beside its baseline: --set benchmark.duration_s=10 --set 'benchmark.sizes=[{batch: 1}]'."""
-    from pipeline.again import benchmark_again
+def bench(
+    result: ResultArgument,
+    overrides: SetOption,
+    batch: Annotated[str, typer.Option(metavar="1,2,4,...", help="Measure the engine alone at each batch: throughput against latency.")] = "",
+    limit_ms: Annotated[float | None, typer.Option(metavar="X", help="With --batch: mark the best batch with a latency up to this.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="With --batch: where sweep.svg and sweep.json go; DIR if left out.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure a compiled engine again beside its baseline: --set benchmark.duration_s=10 --set 'benchmark.sizes=[{batch: 1}]'.
+
+    Prints a summary of every shape with warnings, as trtexec does; with --batch, the throughput of each batch instead.
+    """
     from pipeline.render import load_report
 
     engine, compiled = deliver.load_engine(result), load_report(result)
-    with _runner(as_json, compiled.plan.name) as runner:
-        measured = benchmark_again(compiled, config.override_plan(compiled.plan, overrides), engine, runner)
+    plan = config.override_plan(compiled.plan, overrides)
+    if batch:
+        _sweep(engine, compiled, plan, _batches(batch), limit_ms, out or (result if result.is_dir() else result.parent), as_json)
+        return
+    if limit_ms is not None or out is not None:
+        raise PlanError("--limit-ms and --out belong to a sweep", "name the batches too: --batch 1,2,4,8")
+    _bench(engine, compiled, plan, as_json)
+
+
+def _bench(engine: Engine, compiled: Report, plan: config.Plan, as_json: bool) -> None:
+    from pipeline.again import benchmark_again
+    from pipeline.report import BenchmarkReport
+    from pipeline.speed import summary_of
+
+    with _runner(as_json, plan.name) as runner:
+        found = benchmark_again(compiled, plan, engine, runner)
+    measured = [result for result in found.results if isinstance(result, BenchmarkReport)]
+    summaries = [summary_of(measured[-1].label, row, engine.profiles) for row in measured[-1].rows]
     if not as_json:
-        terminal.console().print(terminal.benchmark_table(measured))
-    print(json.dumps([report.model_dump(mode="json", exclude={"rows": {"__all__": {"upload", "compute", "download"}}}) for report in measured]))
+        console = terminal.console()
+        console.print(terminal.benchmark_table(measured))
+        terminal.print_limits(console, [(report.label, row) for report in measured for row in report.rows])
+        for row, summary in zip(measured[-1].rows, summaries, strict=True):
+            console.print(terminal.summary_table(summary))
+            console.print("\n".join(terminal.summary_notes(summary, row, found)), highlight=False, soft_wrap=True)
+    phases = {"upload", "enqueue", "compute", "download", "latency"}
+    engines = [report.model_dump(mode="json", exclude={"rows": {"__all__": phases}}) for report in measured]
+    use = found.gpu_use.model_dump() if found.gpu_use else None
+    print(json.dumps({"engines": engines, "summary": [each.model_dump() for each in summaries], "gpu_use": use}))
+
+
+def _sweep(engine: Engine, compiled: Report, plan: config.Plan, batches: list[int], limit_ms: float | None, out: Path, as_json: bool) -> None:
+    from pipeline.again import sweep_again
+    from pipeline.sweep import conclusion, write_sweep
+
+    deliver.check_folder(out)
+    with _runner(as_json, plan.name) as runner:
+        sweep = sweep_again(compiled, plan, engine, runner, batches, None if limit_ms is None else limit_ms / 1e3)
+    _, plot = write_sweep(sweep, out)
+    if not as_json:
+        console = terminal.console()
+        console.print(terminal.sweep_table(sweep))
+        console.print(f"{conclusion(sweep)}\nplot: {plot}", highlight=False, soft_wrap=True, markup=False)
+    print(sweep.model_dump_json())
+
+
+def _batches(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise PlanError(f"expected --batch as numbers from 1 on, got '{text}'", "for example --batch 1,2,4,8")
+    return [int(part) for part in parts]
 
 
 @app.command()
@@ -130,7 +191,7 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Show what is in a model or an engine; with --backend, every node that the backend cannot run, before any build."""
-    from pipeline.inspection import engine_lines, model_lines, read_model, refusals_of
+    from pipeline.inspection import engine_lines, model_lines, quantised_lines, read_model, refusals_of
 
     console = terminal.console()
     if target.is_dir():
@@ -149,14 +210,52 @@ def inspect(
         console.print(terminal.refusal_table(refusals))
     else:
         console.print(f"{backend} runs every node of this model")
+    for line in [] if as_json else quantised_lines(target, backend):
+        console.print(line, highlight=False, soft_wrap=True)
     raise typer.Exit(1 if refusals else 0)
 
 
 @app.command()
-def doctor(as_json: JsonOption = False) -> None:
+def lint(
+    model: Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="An ONNX model that holds Q/DQ already.")],
+    profiles: ProfileOption,
+    overrides: SetOption,
+    backend: Annotated[str | None, typer.Option(help="Only what matters to this backend; needed for --fix and --measure.")] = None,
+    fix: Annotated[Path | None, typer.Option(metavar="OUT.onnx", help="Write the model, mended where that leaves the arithmetic as it is.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Print how much faster mending makes it here.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say which Q/DQ pairs of a quantised model keep a backend from running it in 8 bits or cost accuracy; --fix mends what it can."""
+    from pipeline import linting
+
+    found = linting.findings_of(model, backend)
+    if as_json:
+        print(json.dumps({name: [finding.model_dump() for finding in findings] for name, findings in found.items()}))
+    lines = [] if as_json else linting.finding_lines(found)
+    if backend is None and (fix or measure):
+        raise PlanError("--fix and --measure need to know for which backend", "add --backend, for example --backend onnxruntime")
+    if backend and (fix or measure):
+        plan = _plan(model, overrides, profiles)
+        lines += linting.fixed_lines(linting.fix_model(model, fix, backend, plan.profiles)) if fix else []
+        if measure:
+            with _runner(as_json, plan.name) as runner, tempfile.TemporaryDirectory() as folder:
+                lines += linting.gain_lines(linting.measure_fixes(plan, backend, Path(folder), runner), found[backend])
+    terminal.console(stderr=as_json).print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
+
+
+@app.command()
+def doctor(
+    measure: Annotated[bool, typer.Option("--measure", help="Measure this CPU's peaks first, and keep them: what reports take shares of.")] = False,
+    threads: Annotated[int, typer.Option(min=0, help="With --measure: threads, as in benchmark.threads; 0 = all cores.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
     """Say what this host can build and run, with versions and CPU flags, and what to install for the rest."""
     from pipeline.doctor import examine, lines
+    from pipeline.peaks import keep_peaks, measure_peaks
 
+    if measure:
+        with _runner(as_json, "doctor") as runner:
+            keep_peaks(runner.run(measure_peaks, threads, name="peaks", progress=runner.progress("peaks")), threads)
     found = examine(config.home())
     if as_json:
         print(found.model_dump_json())

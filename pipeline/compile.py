@@ -4,32 +4,47 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 from pipeline import graph
+from pipeline.ablation import ABLATED, ablation_from
 from pipeline.backends import pytorch_
-from pipeline.candidates import Prepared, build_engine, check_engine, prepare, recipes_of, reference_outputs, rescue
+from pipeline.backends.onnxruntime_ import AS_WRITTEN
+from pipeline.candidates import Prepared, ablate, build_engine, check_engine, prepare, recipes_of, reference_outputs, rescue
 from pipeline.config import DataConfig, GeneratedData, Plan
 from pipeline.core import Engine, Note, OnnxModel, Precision, Recipe
 from pipeline.decide import choose, decide, ratio_of
 from pipeline.deliver import deliver_engine, withdraw_engine
 from pipeline.errors import InternalError
 from pipeline.job import FEEDS_FOR_CHECKS, Job, open_job, options_of
+from pipeline.peaks import with_limits
 from pipeline.render import write_report
-from pipeline.report import BenchmarkFailure, BenchmarkReport, Benchmarks, Candidate, OperatorTable, Report, ReportFiles, Rescue, ValidationReport
+from pipeline.report import (
+    Ablation,
+    BenchmarkFailure,
+    BenchmarkReport,
+    Benchmarks,
+    Candidate,
+    OperatorTable,
+    Report,
+    ReportFiles,
+    Rescue,
+    ValidationReport,
+)
 from pipeline.runner import Runner, Stage
+from pipeline.scales import given_precision
 from pipeline.source import code_digest
 from pipeline.stages.benchmark import benchmark
 from pipeline.stages.export import export
 from pipeline.stages.simplify import simplify
 from pipeline.stages.validate import check_outputs
 
-EXPORT = Stage("export", 1, export, ("torch", "onnx", "onnxscript", "onnxruntime"))
-SIMPLIFY = Stage("simplify", 1, simplify, ("onnx", "onnxsim", "onnx-graphsurgeon", "onnxruntime"))
+EXPORT = Stage("export", 2, export, ("torch", "onnx", "onnxscript", "onnxruntime"))
+SIMPLIFY = Stage("simplify", 2, simplify, ("onnx", "onnxsim", "onnx-graphsurgeon", "onnxruntime"))
 BASELINE = Stage("baseline", 2, pytorch_.build_baseline, pytorch_.DISTRIBUTIONS)
-BENCHMARK = Stage("benchmark", 2, benchmark)
+BENCHMARK = Stage("benchmark", 3, benchmark)
 
 
 def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
@@ -38,31 +53,35 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
     Raises a CrucibleError for a request that is impossible; an engine that is wrong or slow is part of the report.
     """
     job = open_job(plan, runner)
-    recipes, notes = recipes_of(job)
+    recipes_of(job, exported=False)  # what is wrong with the plan's candidates is said before anything starts
 
     exported = export_model(job)
     check_outputs(plan.accuracy, exported.outputs)
     model = simplify_model(job, exported)
-    reference, *others = build_baselines(job, exported)
+    job = replace(job, given=given_precision(graph.read_proto(model.path, weights=False).graph))
+    recipes, notes = recipes_of(job)
+    reference, baselines = build_reference(job, exported), build_baselines(job, exported)
     expected = reference_outputs(job, reference, job.data.selection)
     bugs: list[InternalError] = []
     prepared = [prepare(job, model, recipe, expected, bugs) for recipe in recipes]
     if bugs and not any(candidate.engine for candidate in prepared):
         raise bugs[0]
-    measured = measure(job, model, [reference, *others], rescue(job, model, prepared, expected, bugs))
+    ablated = ablate(job, model, rescue(job, model, prepared, expected, bugs), expected, bugs)
+    measured = measure(job, model, baselines, ablated)
     validation = validate_winner(job, reference, choose(measured.candidates))
-    notes = (*notes, *baseline_notes([reference, *others], measured.candidates))
+    notes = (*notes, *baseline_notes(baselines, measured.candidates, job.given))
     return write_up(job, (exported, model), measured, validation, notes, command)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Candidates with their latencies, how some were rescued, and the baselines they are compared with."""
+    """Candidates with their latencies, how some were rescued, what switches do, and the baselines they are compared with."""
 
     candidates: tuple[Candidate, ...]
     rescues: tuple[Rescue, ...]
+    ablation: Ablation | None
     baselines: tuple[BenchmarkReport, ...]
-    created: str
+    run: Benchmarks
 
 
 def export_model(job: Job) -> OnnxModel:
@@ -84,8 +103,18 @@ def simplify_model(job: Job, exported: OnnxModel) -> OnnxModel:
     return job.runner.stage(SIMPLIFY, OnnxModel, exported, job.plan.profiles, job.plan.simplify, samples, inputs=inputs, options=options)
 
 
+def build_reference(job: Job, exported: OnnxModel) -> Engine:
+    """What all answers are compared with: the first baseline, but of an ONNX file with Q/DQ the arithmetic as written."""
+    if job.source.kind == "onnx" and job.given:
+        return build_engine(job, exported, Recipe(backend="onnxruntime", precision=Precision.FP32, variant=AS_WRITTEN))
+    return build_baselines(job, exported)[0]
+
+
 def build_baselines(job: Job, exported: OnnxModel) -> list[Engine]:
-    """What the user has today; the first is also the accuracy reference. PyTorch, or ONNX Runtime fp32 for an ONNX file."""
+    """What the user has today: PyTorch, or ONNX Runtime on an ONNX file, which runs its Q/DQ in int8."""
+    if job.source.kind == "onnx" and job.given is Precision.INT8:
+        recipe = Recipe(backend="onnxruntime", precision=Precision.INT8, quantizer="given", variant="as given")
+        return [build_engine(job, exported.model_copy(update={"precision": Precision.INT8}), recipe)]
     if job.source.kind == "onnx":
         return [build_engine(job, exported, Recipe(backend="onnxruntime", precision=Precision.FP32, variant="as given"))]
     target, engines = pytorch_.probe(), []
@@ -104,18 +133,21 @@ def measure(job: Job, model: OnnxModel, baselines: list[Engine], prepared: Prepa
     inputs = (model.digest, *chain.from_iterable((engine.recipe.label, engine.digest) for engine in engines))
     options = options_of(job.plan.benchmark, quiet, *job.plan.profiles)
     found = job.runner.stage(BENCHMARK, Benchmarks, engines, model, job.plan.benchmark, inputs=inputs, options=options)
+    found = with_limits(found, engines, {candidate.label: candidate.layers for candidate in prepared.candidates}, job.plan.benchmark.threads)
     by_label = {result.label: result for result in found.results}
+    candidates = tuple(with_benchmark(candidate, by_label.get(candidate.label)) for candidate in prepared.candidates)
     return Measured(
-        candidates=tuple(with_benchmark(candidate, by_label.get(candidate.label)) for candidate in prepared.candidates),
+        candidates=candidates,
         rescues=prepared.rescues,
+        ablation=ablation_from(prepared.ablated, candidates) if prepared.ablated else Ablation(label="") if job.plan.ablate else None,
         baselines=tuple(report for engine in baselines if isinstance(report := by_label[engine.recipe.label], BenchmarkReport)),
-        created=found.created,
+        run=found,
     )
 
 
 def worth_measuring(candidate: Candidate) -> bool:
     """All that gave answers: the plot shows what a loss of accuracy would have bought. But not each vain attempt of a rescue."""
-    return candidate.selection is not None and (candidate.state == "measured" or not candidate.recipe.variant)
+    return candidate.selection is not None and (candidate.state == "measured" or candidate.recipe.variant in ("", ABLATED))
 
 
 def with_benchmark(candidate: Candidate, result: BenchmarkReport | BenchmarkFailure | None) -> Candidate:
@@ -133,14 +165,17 @@ def validate_winner(job: Job, reference: Engine, winner: Candidate | None) -> Va
     return check_engine(job, winner.engine, expected, job.data.validation)
 
 
-def baseline_notes(baselines: Sequence[Engine], candidates: Iterable[Candidate]) -> tuple[Note, ...]:
-    """What the baselines say of themselves; and where GPU meets CPU, that the ratio compares hardware too."""
+def baseline_notes(baselines: Sequence[Engine], candidates: Iterable[Candidate], given: Precision | None = None) -> tuple[Note, ...]:
+    """What the baselines say of themselves; where GPU meets CPU, that the ratio compares hardware too; and what fake quantisers cost PyTorch."""
     first = baselines[0].target
     on_gpu = first.compute_capability is not None
     others = [each.label for each in candidates if each.engine and each.benchmark and (each.engine.target.compute_capability is not None) != on_gpu]
     text = f"the baseline runs on {first.device}, other hardware than {', '.join(others)}: their ratio compares hardware too"
     own = dict.fromkeys(note for engine in baselines for note in engine.notes)
-    return (*own, *((Note(stage="benchmark", text=text),) if others else ()))
+    faked = "the baseline computes the model's fake quantisers too, which the model as it was before that training does not have: it would be faster"
+    slowed = given is not None and first.backend == "pytorch"
+    said = [text] * bool(others) + [faked] * slowed
+    return (*own, *(Note(stage="benchmark", text=each) for each in said))
 
 
 def write_up(
@@ -163,6 +198,7 @@ def write_up(
         baselines=measured.baselines[1:],
         candidates=measured.candidates,
         rescues=measured.rescues,
+        ablation=measured.ablation,
         winner=decision.winner.label if decision.winner else None,
         ratio=ratio_of(decision.winner) if decision.winner else None,
         validation=validation,
@@ -171,7 +207,9 @@ def write_up(
         next_steps=decision.next_steps,
         nearest_miss=decision.nearest_miss.label if decision.nearest_miss else None,
         notes=(*notes, *data_notes(job.plan), *chain.from_iterable(model.notes for model in models), *job.runner.store.notes),
-        benchmarked=measured.created,
+        peaks=measured.run.peaks,
+        gpu_use=measured.run.gpu_use,
+        benchmarked=measured.run.created,
     )
 
 

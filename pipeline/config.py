@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal
 
 import platformdirs
 import yaml
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, PlainSerializer, Tag, ValidationError, model_validator
 
-from pipeline.core import DimRange, Frozen, Placement, Precision, Profile, TensorSpec
+from pipeline.core import DimRange, Frozen, Precision, Profile, TensorSpec
 from pipeline.errors import PlanError
 
 ONNX_SUFFIXES = (".onnx",)
@@ -130,18 +130,56 @@ class AccuracyConfig(Frozen):
         return self
 
 
+def _word_or_names(value: object) -> str:
+    """A text is meant as a word, all else as names: so that only the faults of what was meant are told."""
+    return "(word)" if isinstance(value, str) else "(names)"
+
+
+_EitherKept = Annotated[Literal["auto"], Tag("(word)")] | Annotated[tuple[str, ...], Tag("(names)")]
+KeptNodes = Annotated[_EitherKept, Discriminator(_word_or_names)]
+Method = Literal["auto", "entropy", "minmax", "percentile"]
+
+
+def _as_tuple(value: object) -> object:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def _as_written(values: tuple[Any, ...]) -> Any:
+    return values if len(values) > 1 else values[0]
+
+
+_Choice = (Field(min_length=1), BeforeValidator(_as_tuple))
+Methods = Annotated[tuple[Method, ...], *_Choice, PlainSerializer(_as_written, return_type=Method | tuple[Method, ...])]
+Switch = Annotated[tuple[bool, ...], *_Choice, PlainSerializer(_as_written, return_type=bool | tuple[bool, ...])]
+"""Written as one value, or as a list of values to try."""
+
+
+class PlacementConfig(Frozen):
+    """The switches of core.Placement; a list tries each of its values."""
+
+    conv: Switch = (True,)
+    matmul_weight: Switch = (True,)
+    matmul_activations: Switch = (False,)
+    residual_add: Switch = (True,)
+    last_layer: Switch = (False,)
+    per_channel: Switch = (True,)
+
+
 class CandidateConfig(Frozen):
-    """One candidate to try. What is left out is chosen for this host."""
+    """One candidate to try, or where it names choices, one for every combination. What is left out is chosen for this host."""
 
     backend: str
     precision: Precision
-    method: Literal["auto", "entropy", "minmax", "percentile"] = "auto"  # int8 only
+    method: Methods = ("auto",)  # int8 only
     activation: Literal["auto", "int8", "uint8"] = "auto"
     weight_bits: Literal[7, 8] | None = None
     realised_in: Literal["auto", "graph", "flags"] = "auto"  # TensorRT: written into the graph, or by builder flags (int8: implicit)
     quantizer: Literal["crucible", "nncf", "modelopt"] = "crucible"
-    placement: Placement = Placement()
-    keep_fp32: tuple[str, ...] = ()
+    weight_only: bool = False  # int8 and int4; int4 is nothing else
+    block_size: Literal[32, 64, 128] | None = None  # weight_only
+    smooth_quant: bool | None = None  # nncf, int8
+    placement: PlacementConfig = PlacementConfig()
+    keep_fp32: KeptNodes = ()  # auto: the worst nodes, as few as bring it within the limits
     compute_capability: str | None = None
     hardware_compatible: bool = False
     version_compatible: bool = False
@@ -202,7 +240,9 @@ class Plan(Frozen):
     data: DataConfig = DataConfig()
     accuracy: AccuracyConfig = AccuracyConfig()
     candidates: tuple[CandidateConfig, ...] = ()  # empty: all that this host can build and run
-    rescue: bool = True  # an fp16 candidate over the budget gets the recipe of experience, a few builds more
+    ablate: bool = False  # the best int8 candidate again with each switch of its placement reversed
+    rescue: bool = True  # fp16, and what says `keep_fp32: auto`, is tried in other ways where it is over the limits, a few builds more
+    keep_builds: int = Field(default=6, ge=1)  # most engines built, per candidate, to find the nodes that must stay in fp32
     export: ExportConfig = ExportConfig()
     simplify: SimplifyConfig = SimplifyConfig()
     calibration: CalibrationConfig = CalibrationConfig()
@@ -318,7 +358,7 @@ def _with_absolute_paths(plan: Plan, base: Path) -> Plan:
     return plan.model_copy(update={"model": model, "data": data, "accuracy": accuracy, "simplify": simplify, "tensorrt": tensorrt})
 
 
-_UNWRITTEN = ("(files)", "(generated)", "dims")  # parts of a place in the plan that nobody writes
+_UNWRITTEN = ("(files)", "(generated)", "(word)", "(names)", "dims")  # parts of a place in the plan that nobody writes
 _IN_WORDS = {"tuple": "list, written [a, b] or with dashes", "dictionary": "mapping of `key: value`", "path for": "valid path"}
 
 

@@ -42,6 +42,7 @@ class Precision(StrEnum):
     FP16 = "fp16"
     BF16 = "bf16"
     INT8 = "int8"
+    INT4 = "int4"  # of weights only
     FP8 = "fp8"
 
 
@@ -218,12 +219,16 @@ class Recipe(Frozen):
     precision: Precision
     realised_in: Literal["graph", "runtime", "flags"] = "graph"  # runtime: the backend is told; flags: TensorRT chooses (int8: implicit)
     method: CalibrationMethod | None = None  # int8 only
-    activation: Literal["int8", "uint8"] = "int8"  # int8: zero point 0; uint8: asymmetric
+    activation: Literal["int8", "uint8", "float"] = "int8"  # int8: zero point 0; uint8: asymmetric; float: as they are, weight_only
     weight_bits: Literal[7, 8] = 8  # 7 where 8-bit dot products can saturate (x86 without VNNI)
-    quantizer: Literal["crucible", "nncf", "modelopt"] = "crucible"
+    quantizer: Literal["crucible", "nncf", "modelopt", "onnxruntime", "given"] = "crucible"  # given: the model brings its own Q/DQ
+    weight_only: bool = False  # int4 and int8: only weights have few bits; the products are of floats unless `activation` says int8
+    block_size: int = 0  # weight_only: weights that share a scale; 0: all of one output channel
+    smooth_quant: bool | None = None  # NNCF, int8: outliers of activations moved into the weights; None: where NNCF sees a transformer
     rest: Precision = Precision.FP32  # precision of what is not quantised
     placement: Placement = Placement()
     keep_fp32: tuple[str, ...] = ()  # node names kept in fp32 (fnmatch patterns)
+    keep_worst: bool = Field(default=False, exclude=True)  # if it fails, keep its worst nodes in fp32: what follows it, no part of what it is
     compute_capability: str | None = None  # for a backend that builds for a GPU that is not here
     hardware_compatible: bool = False  # TensorRT: runs on every GPU generation from Ampere on
     version_compatible: bool = False  # TensorRT: runs on later versions of the library too
@@ -233,14 +238,18 @@ class Recipe(Frozen):
     def label(self) -> str:
         """Short name for tables, unlike that of any other recipe: `onnxruntime int8 entropy u8s8`."""
         parts = [self.backend, self.variant, str(self.precision)]
-        if self.quantizer != "crucible":
+        if self.quantizer not in ("crucible", self.backend) and self.variant != "as given":
             parts.append(self.quantizer)
-        if self.realised_in == "flags":
+        if self.weight_only:
+            parts += ["weight-only", f"b{self.block_size}" if self.block_size else "", "a8" if self.activation == "int8" else ""]
+        elif self.realised_in == "flags":
             parts += ["implicit", str(self.method)] if self.precision is Precision.INT8 else ["flags"]
-        elif self.precision is Precision.INT8:
+        elif self.precision is Precision.INT8 and self.quantizer != "given":
             parts += [str(self.method or ""), f"{'u' if self.activation == 'uint8' else 's'}8s{self.weight_bits}"]
             usual = Placement()
             parts += [f"{'+' if on else '-'}{rule}" for rule, on in self.placement if on != getattr(usual, rule)]
+        if self.smooth_quant is not None:
+            parts.append(f"{'+' if self.smooth_quant else '-'}smooth_quant")
         if kept := self.keep_fp32:  # a digest tells one long list from another
             digest = hashlib.sha256("\n".join(kept).encode()).hexdigest()
             parts.append(f"keep {','.join(kept) if len(kept) <= 2 else f'{kept[0]} and {len(kept) - 1} more ({digest[:6]})'}")

@@ -12,8 +12,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import onnx
-from onnx import inliner
+import onnx.reference
+from numpy.typing import NDArray
+from onnx import inliner, numpy_helper
+from onnx.external_data_helper import uses_external_data as is_external
 
 from pipeline.errors import ModelError
 from pipeline.graph import DEFAULT_DOMAINS, operator_of, read_proto, type_name
@@ -48,7 +52,7 @@ def node_costs(path: Path, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
     ModelError names a symbol that has no size.
     """
     proto = inliner.inline_local_functions(_bound(read_proto(path, weights=False), sizes))
-    known = _inferred(proto)
+    known = _known(proto)
     return tuple(_cost(node, known) for node in proto.graph.node)
 
 
@@ -77,6 +81,52 @@ def _bound(proto: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.ModelProto:
     for value in proto.graph.output:
         value.type.tensor_type.ClearField("shape")
     return proto
+
+
+def _known(proto: onnx.ModelProto) -> dict[str, _Tensor]:
+    """Every tensor whose shape can be known: inference, then the sizes that the graph computes from what was inferred, and again.
+
+    onnx's own propagation of sizes stops at Div, Slice and others, which exporters put between a Shape and a Reshape.
+    """
+    for tensor in proto.graph.initializer:
+        if math.prod(tensor.dims) > MOST_SIZES:
+            tensor.ClearField("raw_data")  # each round of inference would copy the weights
+    folded = onnx.ModelProto()
+    folded.CopyFrom(proto)
+    while True:
+        known = _inferred(folded)
+        if all(name in known for node in folded.graph.node for name in node.output if name) or not _fold_sizes(folded, known):
+            return known
+
+
+def _fold_sizes(proto: onnx.ModelProto, known: Mapping[str, _Tensor]) -> bool:
+    """Put constants in the place of nodes that compute sizes from known shapes and constants; whether there were any."""
+    values = {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer if math.prod(t.dims) <= MOST_SIZES and not is_external(t)}
+    opset = {entry.domain: entry.version for entry in proto.opset_import}
+    found = False
+    for node in proto.graph.node:
+        value = _size_of(node, known, values, opset)
+        if value is not None and value.size <= MOST_SIZES:
+            values[node.output[0]] = value
+            found |= node.op_type != "Constant"
+            node.CopyFrom(onnx.helper.make_node("Constant", [], [node.output[0]], node.name, value=numpy_helper.from_array(value)))
+    return found
+
+
+def _size_of(
+    node: onnx.NodeProto, known: Mapping[str, _Tensor], values: Mapping[str, NDArray[np.generic]], opset: dict[str, int]
+) -> NDArray[np.generic] | None:
+    """What a node computes, if it computes sizes and all it needs is known."""
+    if node.op_type == "Shape" and node.input[0] in known:
+        bounds = {attribute.name: attribute.i for attribute in node.attribute}
+        return np.array(known[node.input[0]].shape[bounds.get("start", 0) : bounds.get("end")], np.int64)
+    if node.op_type not in SIZE_OPERATORS or len(node.output) != 1 or not all(name in values for name in node.input if name):
+        return None
+    try:
+        (value,) = onnx.reference.ReferenceEvaluator(node, opsets=opset).run(None, {name: values[name] for name in node.input if name})
+    except (IndexError, RuntimeError, TypeError, ValueError):  # a graph that is wrong there: its shapes stay unknown
+        return None
+    return np.asarray(value)
 
 
 def _inferred(proto: onnx.ModelProto) -> dict[str, _Tensor]:
@@ -190,6 +240,11 @@ def _per_element(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> fl
 
 
 SOFTMAX_FLOPS = 5
+MOST_SIZES = 64  # elements of a tensor that can hold sizes
+SIZE_OPERATORS = frozenset(
+    """Add Cast Concat Constant ConstantOfShape Div Equal Expand Gather Identity Max Min Mod Mul Neg Range ReduceProd Reshape Slice Squeeze Sub
+    Unsqueeze Where""".split()  # noqa: SIM905
+)
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 PER_ELEMENT = {  # operations per output element where it is not 1; rough
     "BatchNormalization": 2,

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.core import Precision
-from pipeline.measure import Interval
+from pipeline.core import Precision, Recipe
+from pipeline.lint import SATURATES
+from pipeline.measure import Interval, ratio_of_medians
 from pipeline.metrics import AT_CHANCE, NOT_COVERED
 from pipeline.report import Candidate, LatencyRow, ValidationReport, Verdict
 
+SMALLEST_BLOCK = 32  # of weights that share a scale
 NO_DATA = "no data: accuracy not proven"
 TRAIN_IN_16_BITS = "train or fine-tune the model in fp16 or bf16 (mixed precision), then export it again"
 MEND_LABELS = "check that the labels belong to these samples, row by row, and that the weights are trained: no engine can be judged against chance"
 MEND_CALIBRATION = "calibrate on samples of the same kind as those of the selection set, prepared in the same way (scale, mean, colour order, tokens)"
-SEE_LAYERS = "see the table of what really ran: it names the layers in another precision; call the candidate by that precision, or leave it out"
+KEEP_WORST = "the worst layers unquantised: `keep_fp32: auto`"
+AFTER_INT8 = ("bf16 or fp16 instead of int8", "quantisation-aware training, then compile the Q/DQ model")
+FIND_LAYERS = "see the table of what really ran: it names the layers in another precision"
+SEE_LAYERS = f"{FIND_LAYERS}; call the candidate by that precision, or leave it out"
+QUANTISE_MORE = "let more of it run in 8 bits: `placement: {last_layer: true}`, fewer nodes in `keep_fp32`, and on onnxruntime `activation: uint8`"
+MEND_PAIRS = "`crucible lint MODEL --backend {backend} --fix OUT.onnx`: which of its Q/DQ keep it out of 8 bits, mended if exact; compile OUT.onnx"
+SEVEN_BITS = "a CPU with VNNI or AMX; or training with weights that keep to 7 bits (-64 to 63, of twice the scale)"
+
+NEAR = 1.05
+"""How much slower than the fastest a more accurate candidate that does other work may be, if it is not measurably slower. On a noisy host an
+interval can hold 1 though one side is half as fast again, and the faster one is then the better guess. 5 % is what six processes tell apart
+(docs/measurement.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +54,54 @@ def ratio_of(candidate: Candidate) -> Interval | None:
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The fastest candidate that kept its accuracy on the selection set."""
+    """The fastest candidate that kept its accuracy on the selection set; of those whose speed cannot be told from its own, the most accurate."""
+    return min(contenders(candidates), key=loss, default=None)
+
+
+def contenders(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """The fastest that kept its accuracy, and those whose speed cannot be told from its own, in the order of the plan.
+
+    All are held against the fastest and not against each other, so that no chain of small differences leads to a slow one.
+    """
     fit = [candidate for candidate in candidates if candidate.state == "measured"]
-    return max(fit, key=_speed, default=None)
+    fastest = max(fit, key=_speed, default=None)
+    return tuple(candidate for candidate in fit if fastest and (candidate is fastest or _is_as_fast(candidate, fastest)))
 
 
 def _speed(candidate: Candidate) -> float:
-    ratio = ratio_of(candidate)
-    return ratio.value if ratio else 0.0
+    """Against the baseline; where that was not measured, there is no ratio for any of them, and runs per second serve as well."""
+    row, ratio = first_row(candidate), ratio_of(candidate)
+    return ratio.value if ratio else 1 / row.end_to_end.median_s if row else 0.0
+
+
+def _is_as_fast(candidate: Candidate, fastest: Candidate) -> bool:
+    ratio = speed_ratio(fastest, candidate)
+    same_work = _without_ranges(candidate) == _without_ranges(fastest)
+    return ratio is not None and not ratio.excludes(1.0) and (same_work or ratio.value > 1 / NEAR)
+
+
+def _without_ranges(candidate: Candidate) -> Recipe:
+    """The recipe but for how ranges are chosen: the same graph with other scales, which run as fast."""
+    return candidate.recipe.model_copy(update={"method": None})
+
+
+def speed_ratio(base: Candidate, other: Candidate) -> Interval | None:
+    """The median of `base` over that of `other` at the first benchmarked shape, process by process; None where either has too few values.
+
+    Both ran in the same interleaved run, so this is narrower than what their ratios to the baseline tell: the baseline's own noise is not in it.
+    """
+    rows = first_row(base), first_row(other)
+    try:
+        return ratio_of_medians(rows[0].end_to_end, rows[1].end_to_end) if rows[0] and rows[1] else None
+    except ValueError:
+        return None
+
+
+def loss(candidate: Candidate) -> tuple[float, float]:
+    """What is lost on the selection set, the smaller the better: the drop of the metric, then what the smallest cosine lacks."""
+    report = candidate.selection
+    drop = report.metric.drop if report and report.metric else 0.0
+    return (math.inf, 1.0) if report is None else (drop, -min((output.cosine for output in report.outputs), default=-1.0))
 
 
 def decide(candidates: Sequence[Candidate], winner: Candidate | None, validation: ValidationReport | None) -> Decision:
@@ -57,11 +111,13 @@ def decide(candidates: Sequence[Candidate], winner: Candidate | None, validation
         return Decision("rejected", None, _why_none(candidates), _after_none(candidates, miss), miss)
     if validation is None or validation.role != "validation":
         given = "no validation set: accuracy seen on the selection set only" if winner.selection and winner.selection.metric else NO_DATA
-        return Decision("unproven", winner, (given,), ("give data.selection and data.validation in the plan",))
+        steps = ("give data.selection and data.validation in the plan", *_if_not_faster(candidates))
+        return Decision("unproven", winner, (given, *_why_chosen(candidates, winner)), steps)
     if not validation.passed:
         reasons = tuple(f"validation: {failure}" for failure in validation.failures)
         return Decision("rejected", winner, reasons, (*mend_data(reasons), *next_steps(winner)), winner)
-    return Decision("accepted", winner, _why_accepted(winner, validation), _if_not_faster(winner))
+    reasons = (*_why_accepted(winner, validation), *_why_chosen(candidates, winner))
+    return Decision("accepted", winner, reasons, _if_not_faster(candidates))
 
 
 def _why_accepted(winner: Candidate, validation: ValidationReport) -> tuple[str, ...]:
@@ -77,9 +133,24 @@ def _why_accepted(winner: Candidate, validation: ValidationReport) -> tuple[str,
     return tuple(reasons)
 
 
-def _if_not_faster(winner: Candidate) -> tuple[str, ...]:
-    ratio = ratio_of(winner)
-    if ratio is None or ratio.low > 1.0:
+def _why_chosen(candidates: Sequence[Candidate], winner: Candidate) -> tuple[str, ...]:
+    """Why this one of several that are equally fast; empty where there is no other."""
+    others = [candidate for candidate in contenders(candidates) if candidate is not winner]
+    if not others:
+        return ()
+    (drop, cosine), losses = loss(winner), [loss(candidate) for candidate in others]
+    if any(each == (drop, cosine) for each in losses):
+        better = "none is more accurate, and it comes first in the plan"
+    elif any(each[0] == drop for each in losses):
+        better = f"it has the highest cosine, {-cosine:.5f}"
+    else:
+        better = f"it has the smallest drop on the selection set, {drop:+.4f}"
+    return (f"of {len(others) + 1} candidates whose speeds cannot be told apart {better}; the others: {', '.join(each.label for each in others)}",)
+
+
+def _if_not_faster(candidates: Sequence[Candidate]) -> tuple[str, ...]:
+    ratios = [ratio for candidate in contenders(candidates) if (ratio := ratio_of(candidate))]
+    if not ratios or any(ratio.low > 1.0 for ratio in ratios):
         return ()
     return ("no candidate is faster than the baseline at the first benchmarked shape: keep the baseline, or give other candidates or shapes",)
 
@@ -92,14 +163,22 @@ def _why_none(candidates: Sequence[Candidate]) -> tuple[str, ...]:
 
 def _after_none(candidates: Sequence[Candidate], miss: Candidate | None) -> tuple[str, ...]:
     """What to try where nothing is left: a mislabelled engine is no near miss, its layers tell more."""
-    if any(candidate.state == "mislabelled" for candidate in candidates):
-        return (SEE_LAYERS, *(next_steps(miss) if miss else ()))
+    if wrong := [candidate for candidate in candidates if candidate.state == "mislabelled"]:
+        return (*_after_mislabelled([candidate.recipe for candidate in wrong]), *(next_steps(miss) if miss else ()))
     mend = mend_data([candidate.reason for candidate in candidates])
     if MEND_LABELS in mend:  # no engine is at fault
         return mend
     rescued = any(candidate.recipe.variant for candidate in candidates)  # all else was tried already
     in_16_bits = miss is not None and miss.recipe.precision in (Precision.FP16, Precision.BF16)
-    return (*mend, *((TRAIN_IN_16_BITS,) if rescued and in_16_bits else next_steps(miss)))
+    steps = (TRAIN_IN_16_BITS,) if rescued and in_16_bits else next_steps(miss)
+    return (*mend, *(step for step in steps if not (rescued and step == KEEP_WORST)))
+
+
+def _after_mislabelled(wrong: Sequence[Recipe]) -> tuple[str, ...]:
+    """What to do about engines that do not run what they are called by. A model's own Q/DQ leave no other name and no placement to choose."""
+    if given := dict.fromkeys(recipe.backend for recipe in wrong if recipe.quantizer == "given"):
+        return (FIND_LAYERS, *(MEND_PAIRS.format(backend=backend) for backend in given))
+    return (SEE_LAYERS, *((QUANTISE_MORE,) if any(recipe.precision is Precision.INT8 for recipe in wrong) else ()))
 
 
 def mend_data(reasons: Sequence[str]) -> tuple[str, ...]:
@@ -109,16 +188,21 @@ def mend_data(reasons: Sequence[str]) -> tuple[str, ...]:
 
 
 def _nearest_miss(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Of those that failed their accuracy, the one with the smallest drop; ties go to the higher cosine."""
-    failed = [candidate for candidate in candidates if candidate.state == "failed accuracy" and candidate.selection]
+    """Of those that failed their accuracy, the one that lost least."""
+    return min((candidate for candidate in candidates if candidate.state == "failed accuracy" and candidate.selection), key=loss, default=None)
 
-    def distance(candidate: Candidate) -> tuple[float, float]:
-        report = candidate.selection
-        assert report is not None
-        drop = report.metric.drop if report.metric else float("inf")
-        return drop, -min((output.cosine for output in report.outputs), default=-1.0)
 
-    return min(failed, key=distance, default=None)
+def _other_ranges(recipe: Recipe) -> list[str]:
+    """What may be changed of an int8 or fp8 recipe: what its quantizer does not decide by itself, and what was not tried."""
+    steps = []
+    if recipe.method is not None:
+        steps.append(f"another calibration method: `method: {'percentile' if str(recipe.method) == 'minmax' else 'minmax'}`")
+    own = recipe.quantizer == "crucible" and recipe.realised_in == "graph"
+    if own and not recipe.keep_worst:
+        steps.append(KEEP_WORST)
+    if own and recipe.activation == "uint8" and recipe.weight_bits == 8:
+        steps.append("7-bit weights: `weight_bits: 7`")
+    return steps
 
 
 def next_steps(miss: Candidate | None) -> tuple[str, ...]:
@@ -126,12 +210,19 @@ def next_steps(miss: Candidate | None) -> tuple[str, ...]:
     if miss is None:
         return ("run `crucible doctor` to see what this host can build, and `crucible inspect MODEL --backend B` for unsupported nodes",)
     recipe = miss.recipe
-    if recipe.precision is Precision.INT8:
-        other = "minmax" if str(recipe.method) != "minmax" else "percentile"
-        steps = [f"another calibration method: `method: {other}`", "the last or the worst layer unquantised: `keep_fp32: [NODE]`"]
-        if recipe.activation == "uint8" and recipe.weight_bits == 8:
-            steps.append("7-bit weights: `weight_bits: 7`")
-        return (*steps, "bf16 or fp16 instead of int8", "quantisation-aware training, then compile the Q/DQ model")
+    if recipe.quantizer == "given":
+        saturates = any(SATURATES in note.text for note in miss.notes)
+        return (
+            *((SEVEN_BITS,) if saturates else ()),
+            f"`crucible lint MODEL --backend {recipe.backend}`: what of the model's own Q/DQ does not suit this backend",
+            "more training with Q/DQ",
+        )
+    if recipe.weight_only:
+        smaller = (f"smaller blocks: `block_size: {recipe.block_size // 2}`",) if recipe.block_size > SMALLEST_BLOCK else ()
+        wider = ("8 bits instead of 4: `precision: int8, weight_only: true`",) if recipe.precision is Precision.INT4 else ()
+        return (*smaller, "the worst or the last layer as it is: `keep_fp32: [NODE]`", *wider)
+    if recipe.precision in (Precision.INT8, Precision.FP8):
+        return (*_other_ranges(recipe), *AFTER_INT8)
     if recipe.precision in (Precision.FP16, Precision.BF16):
         return ("the overflowing nodes in fp32: `keep_fp32: [NODE]`", "bf16 instead of fp16, or fp32", TRAIN_IN_16_BITS)
     return ("check the export: compare `crucible inspect` before and after simplification, or set `simplify.enabled: false`",)

@@ -18,7 +18,9 @@ from pipeline.core import Frozen, Precision, Recipe, Target
 from pipeline.errors import BackendUnavailable, UnsupportedError
 from pipeline.gpu import Gpu, Gpus, Peaks, find_gpus, peaks, with_hardware
 from pipeline.measure import Environment, environment
+from pipeline.peaks import load_peaks
 from pipeline.recipes import BF16_FLAGS, VNNI_FLAGS
+from pipeline.speed import peaks_text
 
 LOW_DISK_BYTES = 5 * 2**30  # a ResNet-50 compile with its candidates leaves about 1 GB
 TYPICAL_TENSORRT = ("10.13", "11.0")  # what the GPU's generation allows is told of these where none is installed
@@ -66,6 +68,7 @@ class Doctor(Frozen):
 
     environment: Environment
     cpu: CpuCheck
+    cpu_peaks: Peaks | None  # as `crucible doctor --measure` found them
     gpus: tuple[GpuCheck, ...]
     no_gpu: str  # why there is none
     backends: tuple[BackendCheck, ...]
@@ -82,6 +85,7 @@ def examine(store: Path) -> Doctor:
     return Doctor(
         environment=host,
         cpu=check_cpu(host.cpu_flags, tiles_described()),
+        cpu_peaks=load_peaks(),
         gpus=check_gpus(gpus),
         no_gpu=gpus.reason,
         backends=tuple(check_backend(name, gpus) for name in backends.BACKENDS),
@@ -100,6 +104,7 @@ def lines(found: Doctor) -> tuple[str, ...]:
         ("CPU flags", " ".join(host.cpu_flags) or "none that matter"),
         ("int8 on the CPU", found.cpu.int8),
         ("bf16 on the CPU", found.cpu.bf16),
+        ("CPU peak", peaks_text(found.cpu_peaks) if found.cpu_peaks else "not measured: crucible doctor --measure"),
         *((("AMX", found.cpu.amx),) if found.cpu.amx else ()),
         *(_gpu_lines(found.gpus) if found.gpus else [("GPU", f"none: {found.no_gpu}")]),
         ("system", f"{host.os}, Python {host.python}"),
@@ -160,7 +165,9 @@ def _builds(backend: Backend, name: str, precision: Precision, target: Target) -
     if name == "pytorch" or precision not in backend.PRECISIONS:
         return precision in backend.PRECISIONS  # pytorch is a baseline, never a candidate, so there is no recipe to check
     try:
-        backend.check_recipe(Recipe(backend=name, precision=precision, compute_capability="8.9" if name == "tensorrt_rtx" else None), target)
+        capability = "8.9" if name == "tensorrt_rtx" else None
+        weight_only = precision is Precision.INT4
+        backend.check_recipe(Recipe(backend=name, precision=precision, weight_only=weight_only, compute_capability=capability), target)
     except UnsupportedError:
         return False
     return True

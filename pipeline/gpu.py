@@ -38,8 +38,10 @@ class Gpus(Frozen):
 
 
 class Peaks(Frozen):
-    """What a GPU's arithmetic and memory could reach at its highest clocks; a precision it has no fast path for, or nobody knows of, is absent."""
+    """What a device's arithmetic and memory could reach; a precision it has no fast path for, or nobody knows of, is absent."""
 
+    device: str = ""  # GPU name, or CPU model with its number of threads
+    source: str = ""  # "known: ...", or "measured 2026-01-31"
     flops_per_s: dict[Precision, float]  # dense, one multiply-add is two; of integers for int8
     bytes_per_s: float | None
 
@@ -172,6 +174,9 @@ GEFORCE_HALVED = {"8.6", "8.9", "12.0"}
 """There GeForce cards multiply at half the rate where they accumulate in fp32 (the same whitepapers), which bf16 and tf32 always do."""
 
 
+KNOWN = "known: NVIDIA's rates per SM and clock, at the highest clocks"
+
+
 def peaks(gpu: Gpu) -> Peaks:
     """At the GPU's highest clocks, which it keeps only as long as power and temperature allow; NVIDIA's data sheets often state lower ones."""
     per_clock = FLOPS_PER_SM_AND_CLOCK.get(gpu.compute_capability, {})
@@ -179,4 +184,4 @@ def peaks(gpu: Gpu) -> Peaks:
     cycles_per_s = (gpu.sm_count or 0) * (gpu.sm_clock_mhz or 0) * 1e6  # of all SMs together
     flops = {precision: each * cycles_per_s / (2 if precision in halved else 1) for precision, each in per_clock.items() if cycles_per_s}
     memory = 2 * gpu.memory_clock_mhz * 1e6 * gpu.memory_bus_bits / 8 if gpu.memory_clock_mhz and gpu.memory_bus_bits else None  # double data rate
-    return Peaks(flops_per_s=flops, bytes_per_s=memory)
+    return Peaks(device=gpu.name, source=KNOWN, flops_per_s=flops, bytes_per_s=memory)

@@ -8,7 +8,10 @@ from rich.markup import escape
 
 from pipeline import backends, graph
 from pipeline.core import Engine, OnnxModel, Profile, Progress, Refusal, Target, TensorSpec, silent
+from pipeline.lint import EVERYWHERE
+from pipeline.linting import finding_lines, findings_of
 from pipeline.process import call_in_child
+from pipeline.scales import QDQ, given_precision, scales_of
 
 
 def read_model(path: Path) -> OnnxModel:
@@ -39,7 +42,19 @@ def model_lines(path: Path) -> list[str]:
         *_spec_lines("input", model.inputs),
         *_spec_lines("output", model.outputs),
         f"operators ({sum(operators.values())} nodes): {counts}",
+        *quantised_lines(path),
     ]
+
+
+def quantised_lines(path: Path, backend: str | None = None) -> list[str]:
+    """Of a model that brings its own Q/DQ: how much is quantised, and what `crucible lint` finds for one backend or for all; nothing of another."""
+    proto = graph.read_proto(path)
+    given = given_precision(proto.graph)
+    if given is None or backend not in (None, *EVERYWHERE):
+        return []
+    pairs = len(scales_of(proto.graph).get((QDQ[1], "", b"", b""), ()))
+    told = [f"quantised to {given}: {pairs} DequantizeLinear, calibration is not needed", *finding_lines(findings_of(path, backend))]
+    return [escape(line) for line in told]
 
 
 def engine_lines(engine: Engine) -> list[str]:

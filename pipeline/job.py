@@ -14,12 +14,13 @@ from pydantic import BaseModel
 
 from pipeline import graph
 from pipeline.config import GeneratedData, Plan
-from pipeline.core import BuildOptions, ModelSource, TensorRTOptions, TensorSpec
+from pipeline.core import BuildOptions, ModelSource, Precision, TensorRTOptions, TensorSpec
 from pipeline.data import CalibrationSet, SampleSet, SelectionSet, ValidationSet, check_disjoint, open_set
 from pipeline.errors import ModelError, PlanError
 from pipeline.measure import Environment, environment
 from pipeline.runner import Runner
-from pipeline.source import check_profiles, source_from_config
+from pipeline.scales import given_precision
+from pipeline.source import check_profiles, code_digest, source_from_config
 from pipeline.stages.benchmark import check_sizes
 from pipeline.store import canonical
 from pipeline.task_metric import check_labels
@@ -48,6 +49,7 @@ class Job:
     data: Data
     environment: Environment
     plugins: tuple[str, ...] = ()  # sha256 of each library that the plan names
+    given: Precision | None = None  # precision of the Q/DQ that the model brings; of a PyTorch model known after export
 
     @property
     def samples(self) -> SampleSet:
@@ -56,7 +58,8 @@ class Job:
 
     @property
     def reference_name(self) -> str:
-        return "ONNX Runtime fp32, the file as given" if self.source.kind == "onnx" else "PyTorch eager fp32, without TF32"
+        name = "ONNX Runtime fp32, the file as given" if self.source.kind == "onnx" else "PyTorch eager fp32, without TF32"
+        return f"{name}, its Q/DQ computed as written" if self.given else name
 
     def build_options(self, backend: str) -> BuildOptions:
         """What `backend` may use; TensorRT's own options reach TensorRT only, so that they never cause another backend to build again."""
@@ -78,7 +81,17 @@ def open_job(plan: Plan, runner: Runner) -> Job:
     inputs = input_specs(source)
     complete = plan.model_copy(update={"profiles": check_profiles(inputs, plan.profiles)})
     check_sizes(plan.benchmark.sizes, inputs, complete.profiles)
-    return Job(complete, runner, source, open_data(complete, inputs), environment(), digests_of(complete.tensorrt.plugins))
+    check_code(plan)
+    given = given_precision(graph.read_proto(source.path, weights=False).graph) if source.kind == "onnx" and source.path else None
+    return Job(complete, runner, source, open_data(complete, inputs), environment(), digests_of(complete.tensorrt.plugins), given)
+
+
+def check_code(plan: Plan) -> None:
+    """PlanError if the plan names code of the user's that is not there."""
+    if ":" in plan.accuracy.metric:
+        code_digest(plan.accuracy.metric, plan.accuracy.python_path, "accuracy.metric")
+    if plan.simplify.surgery:
+        code_digest(plan.simplify.surgery, plan.simplify.python_path, "simplify.surgery")
 
 
 def input_specs(source: ModelSource) -> tuple[TensorSpec, ...]:

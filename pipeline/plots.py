@@ -1,16 +1,9 @@
-"""The report's figures as SVG, drawn by matplotlib without a display. Text stays text: it can be read aloud, searched and copied.
-
-Each figure is first a value (what it shows), then a drawing: equal values need not be drawn again, and matplotlib takes a second to load.
-"""
+"""The report's figures: each is first a value (what it shows), then a drawing."""
 
 from __future__ import annotations
 
-import hashlib
-import io
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,16 +11,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pipeline.core import Precision
+from pipeline.drawing import INK, MUTED, Plot, key_of, new_figure, short, svg
 from pipeline.measure import thinned
+from pipeline.outline import Entry, entries, shapes
 from pipeline.precision import time_by_precision
 from pipeline.report import MetricResult, Report
-from pipeline.sections import Entry, entries, shape_text, shapes
+from pipeline.texts import shape_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, MUTED, GRID = "#1f2933", "#5f6b7a", "#dfe4ea"
 COLOURS = {"winner": "#0b7a4b", "baseline": "#6b7280", "candidate": "#2f6fb5", "failed accuracy": "#b42318"}
 MARKERS = {"winner": "*", "baseline": "s", "candidate": "o", "failed accuracy": "X"}  # told apart without colour too
 SHADES = ("#b3bdc9", "#2f6fb5", "#0b7a4b")
@@ -46,18 +40,6 @@ PRECISION_NAMES = {"integer": "sizes and indices", "none": "moves data", "unknow
 LEAST_NAMED = 0.12  # share of the time; smaller parts of a bar have no room for their number
 DOTS = 200  # raw values drawn per engine; the box is of all of them
 OPERATORS_SHOWN = 14
-WIDTH_INCHES = 8.6
-
-
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """One figure: where it belongs, what it shows in words, and how it is drawn."""
-
-    section: str  # the key of the section it belongs to
-    name: str  # unique in a report, fit for a file name
-    caption: str
-    key: str  # equal keys give equal drawings
-    draw: Callable[[], str]  # the <svg> element
 
 
 def plots(report: Report) -> tuple[Plot, ...]:
@@ -68,8 +50,7 @@ def plots(report: Report) -> tuple[Plot, ...]:
 
 
 def _plot(section: str, name: str, caption: str, data: NamedTuple, draw: Callable[..., Figure]) -> Plot:
-    key = hashlib.sha256(Path(__file__).read_bytes() + repr(data).encode()).hexdigest()
-    return Plot(section, name, caption, key, partial(_svg, name, partial(draw, data)))
+    return Plot(section, name, caption, key_of(Path(__file__), data), partial(svg, name, partial(draw, data)))
 
 
 # -- accuracy against latency -----------------------------------------------------------------------------------------
@@ -143,7 +124,7 @@ def _front(points: tuple[_Point, ...]) -> tuple[_Point, ...]:
 
 
 def _draw_pareto(data: _Pareto) -> Figure:
-    figure, axes = _figure(4.4)
+    figure, axes = new_figure(4.4)
     red = COLOURS["failed accuracy"]
     if data.limit is not None:
         axes.axhline(data.limit[0], color=red, linestyle="--", linewidth=1)
@@ -202,7 +183,7 @@ def _latency(lines: tuple[Entry, ...], sizes: dict[str, int]) -> Plot | None:
             continue
         ms = np.asarray(row.end_to_end.values_s) * 1e3
         quantiles = tuple(np.percentile(ms, [5, 25, 50, 75, 95]).tolist())
-        spreads.append(_Spread(f"{_short(entry.label)}  {entry.number}", _kind(entry), quantiles, thinned(ms.round(5).tolist(), DOTS)))
+        spreads.append(_Spread(f"{short(entry.label)}  {entry.number}", _kind(entry), quantiles, thinned(ms.round(5).tolist(), DOTS)))
     if not spreads:
         return None
     caption = (
@@ -214,7 +195,7 @@ def _latency(lines: tuple[Entry, ...], sizes: dict[str, int]) -> Plot | None:
 
 
 def _draw_latency(data: _Latency) -> Figure:
-    figure, axes = _figure(0.8 + 0.4 * len(data.spreads))
+    figure, axes = new_figure(0.8 + 0.4 * len(data.spreads))
     for place, spread in enumerate(data.spreads):
         colour = COLOURS[spread.kind]
         low, first, middle, third, high = spread.quantiles
@@ -248,7 +229,7 @@ def _precisions(lines: tuple[Entry, ...]) -> Plot | None:
         if entry.candidate is not None and entry.candidate.layers is not None:
             shares = time_by_precision(entry.candidate.layers)
             parts = tuple((str(name), shares[name]) for name in PRECISION_COLOURS if shares.get(name))
-            bars.append(_Bar(f"{_short(entry.label)}  {entry.number}", parts))
+            bars.append(_Bar(f"{short(entry.label)}  {entry.number}", parts))
     if not bars:
         return None
     caption = "What really ran: the share of the time of all layers per precision, each layer timed by itself."
@@ -256,7 +237,7 @@ def _precisions(lines: tuple[Entry, ...]) -> Plot | None:
 
 
 def _draw_precisions(data: _Precisions) -> Figure:
-    figure, axes = _figure(1.1 + 0.4 * len(data.bars))
+    figure, axes = new_figure(1.1 + 0.4 * len(data.bars))
     for place, bar in enumerate(data.bars):
         left = 0.0
         for name, share in bar.shares:
@@ -297,18 +278,18 @@ def _operators(report: Report) -> Plot | None:
     counts = tuple(tuple(table.operators.get(name, 0) for name in names) for table in tables)
     hidden = len(totals) - len(names)
     rest = f" {hidden} rarer operators are in the table only." if hidden else ""
-    data = _Operators(tuple(_short(name) for name in names), tuple(table.stage for table in tables), counts)
+    data = _Operators(tuple(short(name) for name in names), tuple(table.stage for table in tables), counts)
     return _plot("operators", "operators", f"Operators in the graph after {' and after '.join(data.stages)}.{rest}", data, _draw_operators)
 
 
 def _draw_operators(data: _Operators) -> Figure:
     from matplotlib.ticker import MaxNLocator
 
-    figure, axes = _figure(1.1 + 0.12 * len(data.names) * (len(data.stages) + 1))
+    figure, axes = new_figure(1.1 + 0.12 * len(data.names) * (len(data.stages) + 1))
     height = 0.8 / len(data.stages)
     for index, (stage, counts) in enumerate(zip(data.stages, data.counts, strict=True)):
         places = np.arange(len(counts)) + (index - (len(data.stages) - 1) / 2) * height
-        bars = axes.barh(places, counts, height=height * 0.92, color=SHADES[index], label=_short(stage))
+        bars = axes.barh(places, counts, height=height * 0.92, color=SHADES[index], label=short(stage))
         axes.bar_label(bars, padding=3, fontsize=8, color=MUTED)
     axes.set_yticks(range(len(data.names)), data.names)
     axes.invert_yaxis()
@@ -325,41 +306,6 @@ def _kind(entry: Entry) -> str:
     return entry.state if entry.state in COLOURS else entry.part
 
 
-def _short(text: str, limit: int = 44) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-def _style() -> AbstractContextManager[None]:
-    import matplotlib
-
-    settings: dict[str, object] = {
-        "svg.fonttype": "none",
-        "text.parse_math": False,  # labels are untrusted: `$` is a dollar
-        "font.size": 9.5,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "axes.edgecolor": MUTED,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.color": GRID,
-        "grid.linewidth": 0.7,
-        "xtick.color": MUTED,
-        "ytick.color": INK,
-    }
-    context: AbstractContextManager[None] = matplotlib.rc_context(settings)
-    return context
-
-
-def _figure(height: float) -> tuple[Figure, Axes]:
-    """A figure of the page's width, without pyplot: no display, no global state."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH_INCHES, max(height, 1.8)), layout="constrained")
-    return figure, figure.subplots()
-
-
 def _milliseconds(axes: Axes, values: list[float]) -> None:
     """The x axis: logarithmic, with plain numbers, where the values span more than a factor of five."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
@@ -372,13 +318,3 @@ def _milliseconds(axes: Axes, values: list[float]) -> None:
     axes.xaxis.set_major_locator(LogLocator(base=10, subs=many if max(values) < 20 * min(values) else few))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-
-
-def _svg(name: str, draw: Callable[[], Figure]) -> str:
-    """The `<svg>` element; its ids carry the figure's name, for all figures share the ids of one page."""
-    buffer = io.StringIO()
-    with _style():
-        metadata = {"Date": None, "Creator": None, "Format": None, "Type": None}
-        draw().savefig(buffer, format="svg", metadata=metadata, transparent=True)
-    text = buffer.getvalue()
-    return re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{name.lower()}-", text[text.index("<svg") :])

@@ -19,11 +19,16 @@ MOST_MOVING = 0.1  # of the time; above, a note says so
 # of the time of heavy layers whose precision is known:
 MOST_BELOW_FP32 = 0.01  # that an fp32 engine may spend in TF32 or less; TensorRT's fp32 engines measured 0, so this is rounding
 LEAST_FLOAT = 0.5  # that must run in the precision of a tf32, fp16 or bf16 engine; measured 0.99 to 1, nodes kept in fp32 take their part
+FEW_BITS = frozenset({"int8", "uint8", "int4", "uint4", "i4", "u4"})  # what a product reads beside floats if its weights have few bits
+NARROW = "MatMulNBits"  # ONNX Runtime's product with such weights; its profile leaves out inputs that a kernel packed for itself
 LEAST_QUANTISED = 0.1  # of an int8 or fp8 engine; below LEAST_FLOAT is a warning. Measured 0.97 to 1; placement may leave much out
 
 SLOWEST_NAMED = 3
 UNKNOWN_NAMED = 5
 CONVOLUTIONS = frozenset({"Conv", "ConvTranspose", "ConvInteger", "QLinearConv"})
+INTEGER_OPERATORS = frozenset({"MatMulInteger", "ConvInteger", "DynamicQuantizeLinear", "QLinearMatMul", "QLinearConv"})
+"""Of ONNX's own; a model that holds them computes in 8 bits whatever an engine of it is called."""
+
 MATMULS = frozenset({"MatMul", "Gemm", "MatMulInteger", "QLinearMatMul"})
 SILENT = frozenset({"", "Cast", "QuantizeLinear", "DequantizeLinear", "Identity", "Constant"})  # do not make a fusion worth telling
 SHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})  # nor do these
@@ -42,6 +47,13 @@ def time_by_precision(table: LayerTable) -> Mapping[str, float]:
     return _shares(table.layers)
 
 
+def ran_in(called: Precision, table: LayerTable | None) -> Precision:
+    """The precision in which the heavy layers spend most of their time; what the engine is called by where nothing is known of them."""
+    shares = _shares(layer for layer in table.layers if layer.heavy) if table else {}
+    known = [Precision(name) for name in shares if name in list(Precision)]
+    return known[0] if known else called
+
+
 def reformats(table: LayerTable) -> Reformats:
     """How many layers only move or convert data, and their share of the time."""
     count = sum(layer.precision == "none" for layer in table.layers)
@@ -57,16 +69,19 @@ def slowest(layers: Iterable[Layer], count: int) -> tuple[Layer, ...]:
 # -- the verdict ------------------------------------------------------------------------------------------------------
 
 
-def mislabelled(precision: Precision, table: LayerTable, kept: tuple[str, ...] = ()) -> str:
+def mislabelled(precision: Precision, table: LayerTable, kept: tuple[str, ...] = (), weight_only: bool = False) -> str:
     """Why an engine does not run what it is called by, with the shares and the slowest layers; empty if it does or nothing is known.
 
     fp32 fails with more than 1 % of the heavy layers' time in TF32 or less, tf32, fp16 and bf16 with less than half of it in that very
     precision, int8 and fp8 with less than a tenth: TensorRT may leave layers in 16 bits that are faster there. `kept` are the patterns of
     the nodes that the recipe itself keeps in fp32: they are asked for, so they count neither way (fp32 takes four times as long as fp16).
+    Of weights alone the products are of floats: what they read decides, and a tenth of the time must go to weights in 4 or 8 bits.
     """
     judged = _judged(table, kept)
     if not judged and any(layer.heavy for layer in table.layers):
         return f"called {precision}, but every heavy layer is kept in fp32"
+    if weight_only:
+        return _wide_weights(precision, judged)
     shares = _known_shares(precision, judged)
     if not shares:
         return ""
@@ -76,6 +91,16 @@ def mislabelled(precision: Precision, table: LayerTable, kept: tuple[str, ...] =
     else:
         wrong = share < (LEAST_QUANTISED if precision in (Precision.INT8, Precision.FP8) else LEAST_FLOAT)
     return f"called {precision}, but {_told(precision, shares)}; {_named_slowest(judged, table)}" if wrong else ""
+
+
+def _wide_weights(precision: Precision, heavy: tuple[Layer, ...]) -> str:
+    """Why an engine does not hold the weights it is called by; empty if it does, or if of most of the time it is not known."""
+    known = [layer for layer in heavy if layer.inputs]
+    narrow = _seconds(layer for layer in known if layer.kind == NARROW or FEW_BITS.intersection(layer.inputs[1:]))
+    if not _seconds(known) or _seconds(known) < 0.5 * _seconds(heavy) or narrow >= LEAST_QUANTISED * _seconds(known):
+        return ""
+    share = percent_text(narrow / _seconds(known))
+    return f"called {precision} weight-only, but by time only {share} of its heavy layers read weights in 4 or 8 bits"
 
 
 def precision_notes(table: LayerTable, precision: Precision | None = None, kept: tuple[str, ...] = ()) -> tuple[Note, ...]:

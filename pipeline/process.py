@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import importlib
 import os
 import pickle
@@ -28,11 +27,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.core import Progress, silent
-from pipeline.errors import ChildDied, CrucibleError, DiskFull, HostError, InternalError
+from pipeline.errors import ChildDied, CrucibleError, InternalError
+from pipeline.faults import crucible_error, how_it_died, memory_kills
 
 T = TypeVar("T")
 GRACE_S = 3.0
-_PATH_FAULTS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -41,6 +40,7 @@ class Start:
     """Parent to child, once: what to run."""
 
     parent: int
+    name: str  # of the child, for its errors
     module: str
     function: str
     arguments: tuple[object, ...]
@@ -107,10 +107,11 @@ class Child:
         self._own_log = log is None
         self.log = log or _temporary_log()
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self._oom_kills = oom_kills()
+        self._kills = memory_kills()
         ours, theirs = Pipe()
         self._connection = ours
         with self.log.open("ab") as sink, theirs:
+            self._log_start = sink.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pipeline.process", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -122,7 +123,7 @@ class Child:
                 env={**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **(env or {}), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         with contextlib.suppress(BrokenPipeError):  # the child died at once: receive() says why
-            ours.send(Start(os.getpid(), function.__module__, function.__qualname__, arguments, conversation))
+            ours.send(Start(os.getpid(), name, function.__module__, function.__qualname__, arguments, conversation))
 
     @property
     def pid(self) -> int:
@@ -187,15 +188,13 @@ class Child:
     def _death(self) -> ChildDied:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S)
-        code = self._process.poll()
-        how = how_it_ended(code, self._oom_kills)
-        crashed = "" if code == -signal.SIGKILL else ", or correct your own code if it ran there"
-        advice = "try again with more free memory" + crashed + ("" if self._own_log else f", or read {self.log}")
-        return ChildDied(f"the child process for '{self.name}' {how}\n{self.log_tail()}".rstrip(), advice)
+        printed, where = self.log_tail(), "" if self._own_log else f", or read {self.log}"
+        how, advice = how_it_died(self._process.poll(), self._kills, memory_kills(), printed)
+        return ChildDied(f"the child process for '{self.name}' {how}\n{printed}".rstrip(), f"{advice}{where}")
 
     def log_tail(self, lines: int = 12) -> str:
-        """The last lines that the child printed."""
-        text = self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
+        """The last lines that the child printed; the log may hold those of an earlier run too."""
+        text = self.log.read_bytes()[self._log_start :].decode("utf-8", errors="replace") if self.log.exists() else ""
         return "\n".join(f"    {line}" for line in text.splitlines()[-lines:])
 
     def _signal(self, number: signal.Signals) -> None:
@@ -221,20 +220,6 @@ def call_in_child(
         return value
 
 
-def crucible_error(error: BaseException) -> CrucibleError:
-    """Our own error for any exception: a full disk, a forbidden path and exhausted memory are the host's fault, the rest is our bug."""
-    if isinstance(error, CrucibleError):
-        return error
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        where = f" while writing '{error.filename}'" if error.filename else ""
-        return DiskFull(f"the disk is full{where}", "free some space, or set CRUCIBLE_HOME (the store) and TMPDIR to a larger disk")
-    if isinstance(error, OSError) and error.filename and error.errno in _PATH_FAULTS:
-        return HostError(f"cannot use '{error.filename}': {error.strerror}", "check the path and its permissions")
-    if isinstance(error, MemoryError):
-        return ChildDied("memory ran out", "free memory, or lower calibration.batch")
-    return InternalError(f"{type(error).__name__}: {error}")
-
-
 def die_with_parent(parent: int) -> None:
     """Ask the kernel to SIGKILL this process when its parent ends (Linux; prctl(2))."""
     if sys.platform == "linux":
@@ -249,26 +234,6 @@ def _temporary_log() -> Path:
     return Path(name)
 
 
-def how_it_ended(code: int | None, oom_kills_before: int) -> str:
-    """How a process that did not answer ended: by which signal, of exhausted memory where the kernel says so, or by itself."""
-    if code is None or code >= 0:
-        return f"ended with exit code {code} before it answered"
-    if -code != signal.SIGKILL:
-        return f"was killed by signal {-code} ({signal.Signals(-code).name})"
-    if oom_kills() > oom_kills_before:
-        return "was killed by the kernel because the machine ran out of memory"
-    return "was killed by signal 9 (SIGKILL), most often sent when memory runs out"
-
-
-def oom_kills() -> int:
-    """How often the kernel has killed a process for memory since boot; 0 where it does not tell."""
-    try:
-        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
-
-
 def _resolve(module: str, qualname: str) -> Callable[..., object]:
     value: Any = importlib.import_module(module)
     for part in qualname.split("."):
@@ -280,8 +245,10 @@ def _main(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     os.set_inheritable(descriptor, False)
     connection: Connection[Any, Any] = Connection(descriptor)
+    name = ""
     try:
         start: Start = connection.recv()
+        name = start.name
         die_with_parent(start.parent)
         function = _resolve(start.module, start.function)
         if start.conversation:
@@ -290,7 +257,7 @@ def _main(descriptor: int) -> None:
             value = function(*start.arguments, lambda fraction, text: connection.send(Report(fraction, text)))
         answer: object = Done(value)
     except Exception as error:  # noqa: BLE001  the edge of a process: everything must reach the parent
-        answer = Failed(crucible_error(error), traceback.format_exc())
+        answer = Failed(crucible_error(error, name), traceback.format_exc())
     with contextlib.suppress(OSError):  # the log may lie on a full disk
         if isinstance(answer, Failed):
             print(answer.trace, file=sys.stderr)

@@ -320,9 +320,13 @@ def _weight(node: onnx.NodeProto, wiring: Wiring, rules: Placement, integer_io: 
 def _between(
     chosen: list[onnx.NodeProto], quantised: set[str], wiring: Wiring, ranged: frozenset[str], kept: frozenset[str]
 ) -> tuple[list[ActivationSite], dict[str, str]]:
-    """What ONNX Runtime should also read in 8 bits: results of quantised operators, and all between two of them."""
+    """What ONNX Runtime should also read in 8 bits: results of quantised operators, and all between two of them.
+
+    A matrix product gives floats as well, but not to a Relu or Clip: with one behind it that no Q follows, it runs in fp32.
+    """
     inner = ranged - wiring.outputs
-    results = {_result(node, wiring, kept) for node in chosen if node.op_type in ("Conv", "Add")} & inner
+    giving = [node for node in chosen if node.op_type in ("Conv", "Add") or _relu_after(node, wiring) is not None]
+    results = {_result(node, wiring, kept) for node in giving} & inner
     tensors = quantised | results
     able = [node for node in wiring.nodes if node.op_type in INT8_KERNELS and node.name not in kept]
     for node in able:  # what only moves bytes goes on in 8 bits; in floats, each Concat would dequantise all its inputs again
@@ -332,7 +336,8 @@ def _between(
         if node.output[0] in tensors and ranged.issuperset(_data(node)):
             tensors.update(_data(node))
     kernels = {node.name: _data(node) for node in able if tensors.issuperset([*_data(node), node.output[0]])}
-    held = results | {node.output[0] for node in able if node.name in kernels}  # their float form is never made, so every reader takes the 8 bits
+    products = {node.output[0] for node in chosen} & tensors & inner  # a kernel gives 8 bits to all its readers or to none
+    held = results | products | {node.output[0] for node in able if node.name in kernels}  # their float form is never made
     sites = [
         ActivationSite(node.name, index, name)
         for node in wiring.nodes
@@ -353,8 +358,12 @@ def _data(node: onnx.NodeProto) -> list[str]:
 
 def _result(node: onnx.NodeProto, wiring: Wiring, kept: frozenset[str]) -> str:
     """The tensor that leaves the kernel of this node: behind the Relu or Clip that fuses into it."""
-    name = node.output[0]
-    readers = wiring.readers[name]
-    if name not in wiring.outputs and len(readers) == 1 and readers[0].op_type in FUSED_AFTER and readers[0].name not in kept:
-        return str(readers[0].output[0])
-    return str(name)
+    relu = _relu_after(node, wiring)
+    return str(node.output[0] if relu is None or relu.name in kept else relu.output[0])
+
+
+def _relu_after(node: onnx.NodeProto, wiring: Wiring) -> onnx.NodeProto | None:
+    """The Relu or Clip that alone reads what this node makes."""
+    readers = wiring.readers[node.output[0]]
+    alone = len(readers) == 1 and node.output[0] not in wiring.outputs
+    return readers[0] if alone and readers[0].op_type in FUSED_AFTER else None

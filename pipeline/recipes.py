@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from pipeline.config import CandidateConfig, Plan
-from pipeline.core import CalibrationMethod, Note, Precision, Recipe, Target
+from pipeline.config import CandidateConfig, PlacementConfig, Plan
+from pipeline.core import CalibrationMethod, Note, Placement, Precision, Recipe, Target
 from pipeline.errors import PlanError
 
 VNNI_FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
@@ -17,12 +19,27 @@ BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 FOR_TENSORRT = ("hardware_compatible", "version_compatible")
 """Keys of a candidate that say where an engine of TensorRT may run."""
 
+MOST_RECIPES = 32
+"""That one candidate may stand for: each is built, checked and measured for some seconds."""
+
 QUANTIZER_BACKENDS = {"nncf": "openvino", "modelopt": "tensorrt"}
 """Whose engines a foreign quantizer places Q/DQ for."""
 
+WEIGHT_QUANTIZERS: Mapping[str, Literal["onnxruntime", "nncf"]] = {"onnxruntime": "onnxruntime", "openvino": "nncf"}
+"""Per backend that takes weights in 4 or 8 bits beside float activations: who makes them."""
 
-def default_candidates(targets: Mapping[str, Target], calibrated: bool) -> tuple[CandidateConfig, ...]:
-    """All that is worth trying on this host: every backend that is here, in every precision that it really runs."""
+USUAL_BLOCK = 32
+"""Weights per scale where the plan does not say: the smallest, which loses least."""
+
+
+def default_candidates(targets: Mapping[str, Target], calibrated: bool, given: Precision | None = None) -> tuple[CandidateConfig, ...]:
+    """All that is worth trying on this host: every backend that is here, in every precision that it really runs.
+
+    Of a model that brings its own Q/DQ it is `given`, the precision of those, on every backend that has it.
+    """
+    if given:
+        able = [name for name in targets if given is Precision.INT8 or name == "tensorrt"]
+        return tuple(CandidateConfig(backend=name, precision=given) for name in (["tensorrt"] if "tensorrt" in able else able))
     if "tensorrt" in targets:
         return _tensorrt_candidates(targets["tensorrt"], calibrated)
     candidates = []
@@ -39,10 +56,10 @@ def default_candidates(targets: Mapping[str, Target], calibrated: bool) -> tuple
 
 def _int8_candidates(backend: str) -> list[CandidateConfig]:
     if backend == "onnxruntime":
-        return [CandidateConfig(backend=backend, precision=Precision.INT8)]
+        return [CandidateConfig(backend=backend, precision=Precision.INT8, keep_fp32="auto")]
     return [
-        CandidateConfig(backend=backend, precision=Precision.INT8, activation="uint8"),
-        CandidateConfig(backend=backend, precision=Precision.INT8, activation="int8"),
+        CandidateConfig(backend=backend, precision=Precision.INT8, activation="uint8", keep_fp32="auto"),
+        CandidateConfig(backend=backend, precision=Precision.INT8, activation="int8", keep_fp32="auto"),
         CandidateConfig(backend=backend, precision=Precision.INT8, quantizer="nncf"),
     ]
 
@@ -52,7 +69,7 @@ def _tensorrt_candidates(target: Target, calibrated: bool) -> tuple[CandidateCon
     precisions = [Precision.FP16, *([Precision.BF16] if _generation(target) >= (8, 0) else [])]
     candidates = [CandidateConfig(backend="tensorrt", precision=precision) for precision in precisions]
     if calibrated:
-        candidates.append(CandidateConfig(backend="tensorrt", precision=Precision.INT8))
+        candidates.append(CandidateConfig(backend="tensorrt", precision=Precision.INT8, keep_fp32="auto"))
     if calibrated and int(target.version.split(".")[0]) < 11:
         candidates.append(CandidateConfig(backend="tensorrt", precision=Precision.INT8, realised_in="flags"))
     return tuple(candidates)
@@ -62,20 +79,76 @@ def _generation(target: Target) -> tuple[int, ...]:
     return tuple(int(part) for part in (target.compute_capability or "0.0").split("."))
 
 
-def recipe_from_candidate(candidate: CandidateConfig, target: Target, plan: Plan, calibrated: bool) -> Recipe:
-    """The full recipe for this host; PlanError if int8 is asked for without calibration data, or something that only another backend has."""
+def recipes_from_candidate(
+    candidate: CandidateConfig, target: Target, plan: Plan, calibrated: bool, given: Precision | None = None
+) -> tuple[Recipe, ...]:
+    """A full recipe for every combination of the methods and switches that a candidate names, each once; PlanError as below."""
+    asked = (candidate,) if given else expand(candidate)  # a model's own Q/DQ leave nothing to combine
+    return tuple(dict.fromkeys(recipe_from_candidate(each, target, plan, calibrated, given) for each in asked))
+
+
+def expand(candidate: CandidateConfig) -> tuple[CandidateConfig, ...]:
+    """The candidates that one stands for: the methods in the order of the plan, under each all combinations of the switches.
+
+    PlanError where a choice would change nothing, or where there are too many.
+    """
+    methods = tuple(dict.fromkeys(candidate.method))
+    switches = {name: tuple(dict.fromkeys(values)) for name, values in candidate.placement}
+    _check_choices(candidate, len(methods) > 1, [name for name, values in switches.items() if len(values) > 1])
+    count = len(methods) * math.prod(map(len, switches.values()))
+    if count > MOST_RECIPES:
+        said = f"candidate '{candidate.backend} {candidate.precision}' stands for {count} engines, expected at most {MOST_RECIPES}"
+        raise PlanError(said, "name fewer methods, or fewer switches of `placement` with both values: each engine is built, checked and measured")
+    placements = [dict(zip(switches, values, strict=True)) for values in itertools.product(*switches.values())]
+    return tuple(
+        candidate.model_copy(update={"method": (method,), "placement": PlacementConfig.model_validate(placement)})
+        for method in methods
+        for placement in placements
+    )
+
+
+def _check_choices(candidate: CandidateConfig, methods: bool, switches: Sequence[str]) -> None:
+    """PlanError for a list of methods or values where all would give the same engine."""
+    precision, quantizer = candidate.precision, candidate.quantizer
+    in_flags = candidate.realised_in == "flags"
+    by_itself = f"the quantizer `{quantizer}`" if quantizer != "crucible" else "TensorRT's own calibrator (`realised_in: flags`)" if in_flags else ""
+    why = "" if precision is Precision.INT8 else f"{precision} has none"
+    no_method = why or (f"{by_itself} chooses ranges by itself" if quantizer == "nncf" else "")
+    no_switch = why or (f"{by_itself} places Q/DQ by itself" if by_itself else "")
+    for asked, key, reason in ((methods, "method", no_method), (bool(switches), f"placement.{', '.join(switches)}", no_switch)):
+        if asked and reason:
+            raise PlanError(f"candidate '{candidate.backend} {precision}': a list under `{key}` changes nothing: {reason}", "give one value, or none")
+
+
+def recipe_from_candidate(candidate: CandidateConfig, target: Target, plan: Plan, calibrated: bool, given: Precision | None = None) -> Recipe:
+    """The full recipe for this host, with the first of methods and switches where several are named.
+
+    PlanError if int8 is asked for without calibration data, or something that only another backend has.
+    `given` is the precision of the Q/DQ that the model brings; PlanError for a candidate that would be called by another.
+    """
     backend, precision = candidate.backend, candidate.precision
     in_flags = candidate.realised_in == "flags"
     _check_for_backend(candidate)
+    if given:
+        _check_given(candidate, given)
+    _check_kept(candidate)
     base = Recipe(
         backend=backend,
         precision=precision,
-        realised_in="flags" if in_flags else _realised_in(backend, precision),
-        keep_fp32=candidate.keep_fp32,
+        realised_in="flags" if in_flags else realised_in(backend, precision),
+        keep_fp32=() if candidate.keep_fp32 == "auto" else candidate.keep_fp32,
+        keep_worst=candidate.keep_fp32 == "auto",
         compute_capability=candidate.compute_capability,
         hardware_compatible=candidate.hardware_compatible,
         version_compatible=candidate.version_compatible,
     )
+    if given:
+        return base.model_copy(update={"quantizer": "given", "rest": _rest(backend)})
+    if candidate.weight_only or precision is Precision.INT4:
+        return _weight_only(base, candidate)
+    if candidate.smooth_quant is not None and (precision, candidate.quantizer) != (Precision.INT8, "nncf"):
+        said = f"candidate '{backend} {precision}': only NNCF in int8 has `smooth_quant`"
+        raise PlanError(said, "leave it out, or take openvino in int8 with `quantizer: nncf`")
     if precision not in (Precision.INT8, Precision.FP8):
         return base
     if not calibrated:
@@ -90,19 +163,76 @@ def recipe_from_candidate(candidate: CandidateConfig, target: Target, plan: Plan
     not_asked = quantizer == "nncf" or precision is Precision.FP8  # they choose ranges by themselves
     return base.model_copy(
         update={
-            "method": None if not_asked else resolve_method(candidate.method, plan.calibration.language_model),
+            "method": None if not_asked else resolve_method(candidate.method[0], plan.calibration.language_model),
             "activation": _activation(candidate),
             "weight_bits": candidate.weight_bits or weight_bits(target),
             "quantizer": quantizer,
-            "placement": candidate.placement,
-            "rest": Precision.FP16 if backend.startswith("tensorrt") else Precision.FP32,
+            "smooth_quant": candidate.smooth_quant,
+            "placement": Placement.model_validate({name: values[0] for name, values in candidate.placement}),
+            "rest": _rest(backend),
         }
     )
+
+
+def _weight_only(base: Recipe, candidate: CandidateConfig) -> Recipe:
+    """The recipe of few bits in the weights alone, which needs no data; PlanError for a backend without, or for a key that says nothing here."""
+    asked = f"candidate '{base.backend} {base.precision}', weights only"
+    if base.precision not in (Precision.INT4, Precision.INT8):
+        raise PlanError(f"{asked}: weights alone have 4 or 8 bits, not {base.precision}", "take int4 or int8, or leave `weight_only` out")
+    if base.backend not in WEIGHT_QUANTIZERS:
+        raise PlanError(
+            f"{asked}: not made for {base.backend}, only for {' and '.join(WEIGHT_QUANTIZERS)}", "take one of these, or another precision"
+        )
+    quantizer = WEIGHT_QUANTIZERS[base.backend]
+    allowed = {"quantizer": ("crucible", quantizer), "activation": ("auto", "int8") if base.backend == "onnxruntime" else ("auto",)}
+    for key in ("method", "activation", "weight_bits", "quantizer", "placement", "smooth_quant", "realised_in"):
+        value = getattr(candidate, key)
+        if value not in allowed.get(key, (CandidateConfig.model_fields[key].default,)):
+            said = value if isinstance(value, str | int) else ", ".join(map(str, value)) if isinstance(value, tuple) else "..."
+            raise PlanError(f"{asked}: `{key}: {said}` says nothing here", f"leave `{key}` out; docs/accuracy.md tells what weights alone have")
+    if candidate.block_size and (base.backend, base.precision) == ("openvino", Precision.INT8):
+        raise PlanError(f"{asked}: NNCF gives 8-bit weights one scale per output channel, no blocks", "leave `block_size` out, or take int4")
+    in_blocks = base.backend == "onnxruntime" or base.precision is Precision.INT4
+    return base.model_copy(
+        update={
+            "weight_only": True,
+            "block_size": candidate.block_size or (USUAL_BLOCK if in_blocks else 0),
+            "quantizer": quantizer,
+            "activation": "int8" if candidate.activation == "int8" else "float",
+        }
+    )
+
+
+def _rest(backend: str) -> Precision:
+    """What is not quantised: TensorRT strongly typed is slower than fp16 where the rest is fp32."""
+    return Precision.FP16 if backend.startswith("tensorrt") else Precision.FP32
+
+
+def _check_given(candidate: CandidateConfig, given: Precision) -> None:
+    """PlanError for a candidate of a model with its own Q/DQ that asks for another precision, or for what Q/DQ decide already."""
+    who = f"candidate '{candidate.backend} {candidate.precision}'"
+    if candidate.precision is not given:
+        said = f"{who}: the model brings its own Q/DQ, so it would run {given} under the name of {candidate.precision}"
+        raise PlanError(said, f"ask for `precision: {given}`, or give the model without Q/DQ")
+    unused = CandidateConfig(backend=candidate.backend, precision=given)
+    decided = ["method", "activation", "weight_bits", "realised_in", "quantizer", "placement", "weight_only", "block_size", "smooth_quant"]
+    decided += [] if candidate.backend.startswith("tensorrt") and candidate.keep_fp32 != "auto" else ["keep_fp32"]
+    if asked := [key for key in decided if getattr(candidate, key) != getattr(unused, key)]:
+        raise PlanError(f"{who}: the model brings its own Q/DQ, which decide `{asked[0]}`", f"leave `{asked[0]}` out, or give the model without Q/DQ")
 
 
 def _check_for_backend(candidate: CandidateConfig) -> None:
     """PlanError for what the backend of a candidate would ignore, though its label would claim it."""
     backend, precision = candidate.backend, candidate.precision
+    if candidate.block_size and not candidate.weight_only and precision is not Precision.INT4:
+        raise PlanError(f"candidate '{backend} {precision}': only weights alone come in blocks", "leave `block_size` out, or add `weight_only: true`")
+    by_itself = "the quantizer `nncf`" if candidate.quantizer == "nncf" else "ModelOpt's fp8" if precision is Precision.FP8 else ""
+    if by_itself and candidate.method != ("auto",):
+        raise PlanError(f"candidate '{backend} {precision}': {by_itself} chooses ranges by itself", "leave `method` out")
+    if by_itself and candidate.placement != PlacementConfig():
+        raise PlanError(f"candidate '{backend} {precision}': {by_itself} places Q/DQ by itself", "leave `placement` out")
+    if precision is Precision.FP8 and candidate.activation != "auto":
+        raise PlanError(f"candidate '{backend} {precision}': fp8 has one form of activations", "leave `activation` out")
     if backend == "tensorrt":
         return
     foreign = {key: key for key in FOR_TENSORRT if getattr(candidate, key)}
@@ -116,7 +246,30 @@ def _check_for_backend(candidate: CandidateConfig) -> None:
         raise PlanError(said, "leave `compute_capability` out, or take tensorrt_rtx")
 
 
-def _realised_in(backend: str, precision: Precision) -> Literal["graph", "runtime"]:
+def _check_kept(candidate: CandidateConfig) -> None:
+    """PlanError where `keep_fp32: auto` has nothing to choose from."""
+    if candidate.keep_fp32 != "auto":
+        return
+    name = f"candidate '{candidate.backend} {candidate.precision}'"
+    if candidate.precision in (Precision.FP32, Precision.TF32):
+        raise PlanError(f"{name}: `keep_fp32: auto` is for fp16, bf16 and int8", "leave `keep_fp32` out")
+    others = candidate.quantizer != "crucible" or candidate.precision in (Precision.FP8, Precision.INT4) or candidate.weight_only
+    if others or (candidate.precision is Precision.INT8 and candidate.realised_in == "flags"):
+        said = f"{name}: `keep_fp32: auto` looks at Crucible's own Q/DQ pairs, and here another library places them"
+        raise PlanError(said, "name the nodes in `keep_fp32`, or take `quantizer: crucible` and `realised_in: graph`")
+
+
+def distinct(recipes: Iterable[Recipe]) -> tuple[Recipe, ...]:
+    """Each recipe once, in order; its worst nodes are kept if one of those that are alike says so."""
+    keeps: dict[Recipe, bool] = {}
+    for recipe in recipes:
+        alike = recipe.model_copy(update={"keep_worst": False})
+        keeps[alike] = keeps.get(alike, False) or recipe.keep_worst
+    return tuple(alike.model_copy(update={"keep_worst": kept}) for alike, kept in keeps.items())
+
+
+def realised_in(backend: str, precision: Precision) -> Literal["graph", "runtime"]:
+    """Whether a precision is written into the graph, or told to the backend."""
     told = (backend, precision) in (("openvino", Precision.BF16), ("tensorrt", Precision.TF32))
     return "runtime" if told else "graph"
 

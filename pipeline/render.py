@@ -19,10 +19,14 @@ from string import Template
 
 from pydantic import ValidationError
 
+from pipeline import layer_errors
+from pipeline.drawing import Plot
 from pipeline.errors import UserError
-from pipeline.plots import Plot, plots
+from pipeline.outline import Bar, Section, Table
+from pipeline.plots import plots
 from pipeline.report import SCHEMA_VERSION, Report, ReportFiles
-from pipeline.sections import Bar, Section, Table, date, headline, sections
+from pipeline.sections import headline, sections
+from pipeline.texts import date
 
 JSON_NAME, MARKDOWN_NAME, HTML_NAME = "report.json", "report.md", "report.html"
 FIGURES = "figures"  # each figure as a file of its own too
@@ -85,6 +89,14 @@ def _write(file: Path, text: str) -> None:
         raise
 
 
+def all_sections(report: Report) -> tuple[Section, ...]:
+    """Every section; which layers hurt stands behind the rescue that looked."""
+    found = sections(report)
+    errors = layer_errors.section(report)
+    place = 1 + next((index for index, each in enumerate(found) if each.key == "rescue"), -1)
+    return (*found[:place], errors, *found[place:]) if errors.tables else found
+
+
 # -- Markdown ---------------------------------------------------------------------------------------------------------
 
 
@@ -95,7 +107,7 @@ def markdown(report: Report) -> str:
     lines += _md_list("Next", report.next_steps)
     if report.nearest_miss:
         lines += [f"Nearest miss: {_md(report.nearest_miss)}", ""]
-    for section in sections(report):
+    for section in all_sections(report):
         lines += [f"## {section.title}", ""]
         for paragraph in section.paragraphs:
             lines += [_md(paragraph), ""]
@@ -151,10 +163,10 @@ def _drawn(folder: Path, plot: Plot) -> str:
 def page(report: Report, svg_of: Callable[[Plot], str] = lambda plot: plot.draw()) -> str:
     """The report as one HTML file that needs nothing else."""
     figures: dict[str, list[Html]] = {}
-    for plot in plots(report):
+    for plot in (*plots(report), *layer_errors.plots(report)):
         drawing = _element("div", Html(svg_of(plot)), cls="plot", role="img", label=plot.caption)
         figures.setdefault(plot.section, []).append(_element("figure", drawing, _element("figcaption", plot.caption)))
-    found = sections(report)
+    found = all_sections(report)
     body = [_banner(report), _contents(found), *(_section(section, figures.get(section.key, [])) for section in found)]
     template = Template(resources.files("pipeline").joinpath("templates", "report.html").read_text(encoding="utf-8"))
     title = _escape(f"{report.name or 'Report'}: {report.verdict}")

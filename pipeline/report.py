@@ -8,9 +8,11 @@ from typing import Literal
 from pydantic import Field
 
 from pipeline.config import Plan
-from pipeline.core import Engine, Frozen, Note, Recipe
+from pipeline.core import Engine, Frozen, Note, Precision, Recipe
+from pipeline.gpu import Peaks
 from pipeline.layers import LayerTable
 from pipeline.measure import Environment, Interval, Samples
+from pipeline.nvml import GpuUse
 
 SCHEMA_VERSION = 1
 
@@ -61,6 +63,26 @@ class ValidationReport(Frozen):
         return not self.failures
 
 
+class Bound(Frozen):
+    """What binds a row: what its time goes to, and the one thing to do next."""
+
+    kind: Literal["compute", "bandwidth", "overhead", "copies", "unknown"]
+    precision: Precision  # whose peak is meant: the one that the heavy layers run in
+    share_of_peak_flops: float | None = None  # of the row's FLOP/s; None: the peak, or the graph's FLOPs, are unknown
+    share_of_peak_bytes: float | None = None  # of the bytes of the unfused graph in this precision; over 1: fused, or kept in caches
+    why: str
+    next_step: str
+
+
+class Totals(Frozen):
+    """Sums over all runs, those whose times were not kept included."""
+
+    queries: int  # whole runs, bind to fetch
+    walltime_s: float  # of them, on the host's clock
+    timed_queries: int  # further runs, whose phases were timed
+    compute_s: float  # of those, on the session's timer
+
+
 class LatencyRow(Frozen):
     """One engine at one shape."""
 
@@ -69,11 +91,15 @@ class LatencyRow(Frozen):
     upload: Samples
     compute: Samples
     download: Samples
+    latency: Samples | None = None  # upload to download, in the same runs as these three; None: an older report
+    enqueue: Samples | None = None  # of the call that starts the work, host clock; None on a CPU, where it returns when the work is done
+    totals: Totals | None = None
     throughput_per_s: float  # samples (rows of the batch axis; 1 where there is none) per second, at the median
     flops_per_s: float | None  # None: the graph's FLOPs are unknown
     bytes_per_s: float | None
     ratio: Interval | None = None  # baseline / this, geometric mean over pairs of processes, 95 % interval; None for the baseline
     peak_memory_bytes: int = 0  # of the child process
+    bound: Bound | None = None
 
 
 class BenchmarkReport(Frozen):
@@ -96,6 +122,8 @@ class Benchmarks(Frozen):
 
     created: str  # UTC
     results: tuple[BenchmarkReport | BenchmarkFailure, ...]
+    peaks: tuple[Peaks, ...] = ()  # of the devices they ran on, as far as they are known
+    gpu_use: GpuUse | None = None  # None on a host without a GPU
 
 
 class Step(Frozen):
@@ -134,6 +162,25 @@ class Candidate(Frozen):
     notes: tuple[Note, ...] = ()  # of calibration, conversion and build
 
 
+class NodeHarm(Frozen):
+    """What a low precision does to one node. Errors are relative to the norm of what fp32 gives there, in the worst batch."""
+
+    node: str
+    operator: str
+    largest: float  # magnitude among its inputs and outputs, in fp32
+    overflows: bool = False  # comes so near to the limit of fp16 that other inputs will go beyond
+    error: float  # of its outputs if this node alone is low, all before it fp32
+    accumulated: float = 0.0  # of its outputs if every node is as low as in the engine
+
+
+class NodeRanking(Frozen):
+    """The nodes that are worth keeping in fp32: those that overflow, largest values first, then the others by their own error."""
+
+    nodes: tuple[NodeHarm, ...] = ()
+    samples: int = 0
+    failure: str = ""  # why there is no ranking
+
+
 class RescueStep(Frozen):
     """One step of a rescue, in words."""
 
@@ -143,11 +190,35 @@ class RescueStep(Frozen):
 
 
 class Rescue(Frozen):
-    """What was tried for an fp16 candidate that failed its accuracy, in order, and what it says."""
+    """What was tried for a candidate that failed its accuracy, in order, and what it says."""
 
     label: str  # of the candidate that failed
     steps: tuple[RescueStep, ...]
+    ranking: NodeRanking | None = None  # None: it ended before nodes were looked at
     conclusion: str  # the cause as far as it is known, and what to do
+
+
+class AblationRow(Frozen):
+    """One switch of the placement reversed, and what that did on the selection set and at the first benchmarked shape."""
+
+    switch: str
+    before: bool  # in the candidate whose switches were reversed
+    after: bool
+    label: str = ""  # of the candidate with this switch reversed; empty: the graph is the same either way, so nothing was built
+    state: State | None = None  # of that candidate
+    reason: str = ""
+    drop: float | None = None  # of the metric; None: no metric, or no answers
+    drop_change: float | None = None  # above 0: reversed, it loses more
+    cosine: float | None = None  # the smallest of all outputs
+    cosine_change: float | None = None
+    ratio: Interval | None = None  # median before over median after, 95 % interval; above 1: reversed, it is faster
+
+
+class Ablation(Frozen):
+    """What each switch does to the best int8 candidate."""
+
+    label: str  # of that candidate; empty: there was none with Q/DQ placed by Crucible that gave answers
+    rows: tuple[AblationRow, ...] = ()
 
 
 class Report(Frozen):
@@ -167,6 +238,7 @@ class Report(Frozen):
     baselines: tuple[BenchmarkReport, ...] = ()  # further baselines: traced, compile
     candidates: tuple[Candidate, ...]
     rescues: tuple[Rescue, ...] = ()
+    ablation: Ablation | None = None  # None: the plan did not ask for it
     winner: str | None = None  # a candidate's label
     ratio: Interval | None = None  # of the winner to the baseline, at the first benchmarked shape
     validation: ValidationReport | None = None  # of the winner, on the validation set
@@ -175,6 +247,8 @@ class Report(Frozen):
     next_steps: tuple[str, ...] = ()
     nearest_miss: str | None = None
     notes: tuple[Note, ...] = ()
+    peaks: tuple[Peaks, ...] = ()  # of the devices that were measured, as far as they are known
+    gpu_use: GpuUse | None = None  # while the latencies were measured
     benchmarked: str = Field(default="", description="UTC date of the latency figures; older than `created` if reused")
 
     def every_note(self) -> tuple[tuple[str, Note], ...]:

@@ -3,88 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 from pipeline.core import Precision
 from pipeline.layers import Layer, LayerTable
-from pipeline.measure import Interval, Samples
+from pipeline.measure import Samples
+from pipeline.outline import Bar, Entry, Section, Table, entries, shapes
 from pipeline.precision import fusions, node_text, percent_text, reformats, slowest, time_by_precision
-from pipeline.report import BenchmarkReport, Candidate, LatencyRow, Report, ValidationReport
+from pipeline.report import AblationRow, Report, ValidationReport
+from pipeline.speed import LIMITS_HEADER, gpu_lines, limit_cells, peaks_text
+from pipeline.texts import bytes_text, date, interval, number_text, shape_text, time_text
 
-Part = Literal["winner", "baseline", "candidate"]
 SLOWEST_SHOWN = 15
 NODES_SHOWN = 4
-
-
-class Bar(NamedTuple):
-    """Lengths from 0 to 1, drawn one after the other."""
-
-    ran: float
-    reused: float
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Cells as plain text, not escaped. A header that starts with `>` is a column of numbers."""
-
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    emphasised: int | None = None  # the row of the winner
-    bars: tuple[Bar, ...] = ()  # one per row, for HTML
-    folded: str = ""  # for those who look for it: HTML shows the table closed, under this name
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """One heading with what stands under it."""
-
-    key: str
-    title: str
-    paragraphs: tuple[str, ...] = ()
-    items: tuple[str, ...] = ()
-    code: str = ""
-    tables: tuple[Table, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One line of the comparison: a candidate or a baseline, numbered as in every table and plot."""
-
-    number: int
-    label: str
-    part: Part
-    candidate: Candidate | None
-    benchmark: BenchmarkReport | None
-
-    @property
-    def state(self) -> str:
-        return self.part if self.candidate is None or self.part == "winner" else self.candidate.state
-
-    def row(self, sizes: dict[str, int]) -> LatencyRow | None:
-        """The latency at one shape, if it was measured."""
-        rows = self.benchmark.rows if self.benchmark else ()
-        return next((row for row in rows if row.sizes == sizes), None)
-
-
-def entries(report: Report) -> tuple[Entry, ...]:
-    """Candidates and baselines, the fastest at the first shape first, those without figures last."""
-    winner = report.winner if report.verdict != "rejected" else None
-    found: list[tuple[str, Part, Candidate | None, BenchmarkReport | None]] = [
-        (item.label, "winner" if item.label == winner else "candidate", item, item.benchmark) for item in report.candidates
-    ]
-    measured = [report.baseline, *report.baselines] if report.baseline else [*report.baselines]
-    found += [(item.label, "baseline", None, item) for item in measured if item]
-    found.sort(key=lambda item: item[3].rows[0].end_to_end.median_s if item[3] and item[3].rows else math.inf)
-    return tuple(Entry(number, *item) for number, item in enumerate(found, start=1))
-
-
-def shapes(report: Report) -> tuple[dict[str, int], ...]:
-    """Every benchmarked shape, in the order of the benchmark."""
-    rows = [row for entry in entries(report) if entry.benchmark for row in entry.benchmark.rows]
-    return tuple(row.sizes for index, row in enumerate(rows) if row.sizes not in [other.sizes for other in rows[:index]])
 
 
 def sections(report: Report) -> tuple[Section, ...]:
@@ -93,8 +24,10 @@ def sections(report: Report) -> tuple[Section, ...]:
         Section("command", "Repeat it", code=report.command),
         _candidates(report),
         _rescues(report),
+        _ablation(report),
         _validation(report),
         _latency(report),
+        _limits(report),
         _layers(report),
         _stages(report),
         _operators(report),
@@ -159,6 +92,41 @@ def _rescues(report: Report) -> Section:
     rows = tuple((found.label, step.step, step.label or "-", step.outcome) for found in report.rescues for step in found.steps)
     text = tuple(f"{found.label}: {found.conclusion}" for found in report.rescues)
     return Section("rescue", "Rescue", text, tables=(Table(("of", "step", "engine", "outcome"), rows),))
+
+
+def _ablation(report: Report) -> Section:
+    """What each switch of the placement does to one candidate."""
+    found = report.ablation
+    if found is None:
+        return Section("ablation", "Switches reversed")
+    if not found.label:
+        return Section("ablation", "Switches reversed", ("No int8 candidate with Q/DQ placed by Crucible gave answers, so no switch was reversed.",))
+    text = (
+        f"{found.label} again, each time with one switch of `placement` the other way. Changes are against that candidate, on the selection set: "
+        "a drop that changes by more than 0 is worse. Speed-up is its median over the one after, at the first shape, with its 95 % interval: "
+        "above 1, reversing the switch makes it faster.",
+    )
+    header = ("switch", "from", "to", ">drop", ">change", ">cosine", ">change", ">speed-up", "outcome")
+    return Section("ablation", "Switches reversed", text, tables=(Table(header, tuple(_ablation_row(row) for row in found.rows)),))
+
+
+def _ablation_row(row: AblationRow) -> tuple[str, ...]:
+    figures = ((row.drop, ".4f"), (row.drop_change, "+.4f"), (row.cosine, ".5f"), (row.cosine_change, "+.5f"))
+    return (
+        row.switch,
+        "on" if row.before else "off",
+        "on" if row.after else "off",
+        *("-" if value is None else format(value, form) for value, form in figures),
+        interval(row.ratio, 2) if row.ratio else "-",
+        ablation_outcome(row),
+    )
+
+
+def ablation_outcome(row: AblationRow) -> str:
+    """What became of the reversed switch, in words."""
+    if row.state is None:
+        return "changes nothing in this graph"
+    return f"{row.state}: {row.reason}" if row.reason else str(row.state)
 
 
 def _validation(report: Report) -> Section:
@@ -228,6 +196,25 @@ def _latency_table(report: Report, sizes: dict[str, int]) -> Table:
         for entry, row in pairs
     )
     return Table(header, rows, winner)
+
+
+def _limits(report: Report) -> Section:
+    """What binds every row, and how far it is from the device's peaks."""
+    if not any(row.bound for entry in entries(report) if entry.benchmark for row in entry.benchmark.rows):
+        return Section("limits", "What binds each row")
+    text = (
+        "GFLOP/s and GB/s are those of the source graph over the median end to end, each node moving its own bytes. "
+        "Shares are of the device's peak; bytes are scaled to the engine's precision there; over 100 %: it fuses, or finds data in caches.",
+        *(f"Peaks of {peaks_text(peaks)}." for peaks in report.peaks),
+        *gpu_lines(report.gpu_use),
+    )
+    tables = []
+    for sizes in shapes(report):
+        pairs = [(entry, row) for entry in entries(report) if (row := entry.row(sizes))]
+        winner = next((index for index, (entry, _) in enumerate(pairs) if entry.part == "winner"), None)
+        rows = tuple((str(entry.number), entry.label, *limit_cells(row)) for entry, row in pairs)
+        tables.append(Table(("#", f"engine at {shape_text(sizes)}", *LIMITS_HEADER), rows, winner))
+    return Section("limits", "What binds each row", text, tables=tuple(tables))
 
 
 def _layers(report: Report) -> Section:
@@ -339,9 +326,6 @@ def _grouped(notes: Iterable[tuple[str, str]]) -> tuple[str, ...]:
     return tuple(text + (f" ({', '.join(dict.fromkeys(found))})" if any(found) else "") for text, found in subjects.items())
 
 
-# -- numbers as people read them ---------------------------------------------------------------------------------------
-
-
 def _percentile(samples: Samples, percent: float) -> str:
     seconds = samples.percentile_or_absent(percent)
     return "-" if seconds is None else time_text(seconds)
@@ -349,47 +333,3 @@ def _percentile(samples: Samples, percent: float) -> str:
 
 def _percentiles(samples: Samples) -> tuple[str, str, str]:
     return (_percentile(samples, 50), _percentile(samples, 90), _percentile(samples, 99))
-
-
-def time_text(seconds: float) -> str:
-    """Three digits and the unit: 412 us, 5.21 ms, 12.3 s."""
-    if seconds >= 120:
-        return f"{seconds / 60:.1f} min"
-    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= scale * 0.9995:
-            return f"{_three_digits(seconds / scale)} {unit}"
-    return f"{_three_digits(seconds * 1e6)} us"
-
-
-def bytes_text(count: int) -> str:
-    """Decimal units: 512 B, 2.1 MB."""
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 999.5 or unit == "GB":
-            return f"{count} B" if unit == "B" else f"{_three_digits(size)} {unit}"
-        size /= 1000
-    raise AssertionError("unreachable")
-
-
-def number_text(value: float) -> str:
-    """Three digits, thousands marked."""
-    return f"{value:,.0f}" if value >= 100 else _three_digits(value)
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
-
-
-def interval(value: Interval, digits: int) -> str:
-    """An estimate with its 95 % interval: 2.31 [2.25, 2.38]."""
-    return f"{value.value:.{digits}f} [{value.low:.{digits}f}, {value.high:.{digits}f}]"
-
-
-def shape_text(sizes: dict[str, int]) -> str:
-    """`batch 8, sequence 128`."""
-    return ", ".join(f"{name} {size}" for name, size in sizes.items()) or "its fixed shape"
-
-
-def date(iso: str) -> str:
-    """2026-01-31 12:00 UTC, from ISO 8601."""
-    return f"{iso[:10]} {iso[11:16]} UTC" if len(iso) >= 16 else iso

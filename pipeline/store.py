@@ -1,6 +1,6 @@
 """The content-addressed store: every artifact is made once, published whole, and found again by what it was made from.
 
-    <root>/artifacts/<stage>/<key>/     the files of one artifact, and artifact.json (value, provenance, sha256 of each file)
+    <root>/artifacts/<stage>/<key>/     the files of one artifact, and artifact.json (value, provenance, sha256 of each file and of all that)
     <root>/locks/<key>.lock             held while an artifact is made
     <root>/tmp/<key>/                   where it is made; renamed into place when complete
 
@@ -27,13 +27,16 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from filelock import FileLock, Timeout
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pipeline.core import Artifact, Note, Provenance, Target
-from pipeline.errors import StoreError
+from pipeline.core import Artifact, Frozen, Note, Provenance, Target
+from pipeline.errors import DiskFull, StoreError
+from pipeline.faults import DISK_FAULTS, MORE_DISK, first_line
 
 A = TypeVar("A", bound=BaseModel)
 MANIFEST = "artifact.json"
+LAYOUT = 2  # of this folder; raised when artifacts written before cannot be read any more
+LEAST_FREE_BYTES = 65536  # a disk with less is full: libraries that fail to write do not always say why
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class Key:
     @property
     def digest(self) -> str:
         target = self.target.model_dump_json() if self.target else ""
-        parts = [self.stage, self.version, self.inputs, self.options, sorted((self.tools or {}).items()), target]
+        parts = [LAYOUT, self.stage, self.version, self.inputs, self.options, sorted((self.tools or {}).items()), target]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -74,6 +77,8 @@ class Store:
             for folder in ("artifacts", "locks", "tmp"):
                 (root / folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
+            if error.errno in DISK_FAULTS:  # the caller knows what to say of a full disk
+                raise
             raise StoreError(f"cannot use '{root}' as the store: {error.strerror}", "set CRUCIBLE_HOME to a folder you can write") from error
         self.notes: list[Note] = []
 
@@ -85,8 +90,8 @@ class Store:
             try:
                 _mark_used(folder)  # before it is read: what is being used is not old
                 return _read(folder, key, kind)
-            except (OSError, LookupError, ValueError) as error:  # pydantic's ValidationError is a ValueError
-                note = Note(stage="store", text=f"{key.stage} {key.digest[:12]} was damaged and is made again: {error}")
+            except (OSError, ValueError) as error:
+                note = Note(stage="store", text=f"{key.stage} {key.digest[:12]} was damaged and is made again: {_damage(error)}")
                 if note not in self.notes:
                     self.notes.append(note)
         return None
@@ -100,15 +105,19 @@ class Store:
                 return found
             work = self.root / "tmp" / key.digest
             try:
-                shutil.rmtree(work, ignore_errors=True)  # of a process that was killed while it held this lock
+                for left in (work, _damaged(work)):  # by a process that was killed while it held this lock
+                    shutil.rmtree(left, ignore_errors=True)
                 work.mkdir()
                 started = time.perf_counter()
                 value = make(work)
                 provenance = _provenance(key, time.perf_counter() - started)
                 _write_manifest(work, value, provenance)
                 self._publish(work, _folder(self.root, key.stage, key.digest))
-            except BaseException:
+            except BaseException as error:
+                full = isinstance(error, Exception) and shutil.disk_usage(self.root).free < LEAST_FREE_BYTES
                 shutil.rmtree(work, ignore_errors=True)
+                if full and not isinstance(error, DiskFull):
+                    raise DiskFull(f"the disk of the store '{self.root}' is full: {first_line(error)}", MORE_DISK) from error
                 raise
         published = self.find(key, kind)
         if published is None:
@@ -125,10 +134,9 @@ class Store:
             stage, digest = folder.parts[-2:]
             final = _folder(self.root, stage, digest)
             try:
-                check_files(folder, other / "artifacts")
-                _check_key(folder)
-            except (OSError, LookupError, TypeError, ValueError) as error:
-                refused.append(f"{stage} {digest[:12]}: {error}")
+                _check_key(check_files(folder, other / "artifacts").provenance, folder)
+            except (OSError, ValueError) as error:
+                refused.append(f"{stage} {digest[:12]}: {_damage(error)}")
                 continue
             with self._lock(stage, digest):
                 if not final.exists():
@@ -172,10 +180,8 @@ class Store:
                 _sync(file)
         final.parent.mkdir(parents=True, exist_ok=True)
         if final.exists():  # damaged: find() said so
-            damaged = work.with_name(f"{work.name}.damaged")
-            shutil.rmtree(damaged, ignore_errors=True)
-            final.rename(damaged)
-            shutil.rmtree(damaged, ignore_errors=True)
+            final.rename(_damaged(work))
+            shutil.rmtree(_damaged(work), ignore_errors=True)
         work.rename(final)
         _sync(final.parent)
 
@@ -186,30 +192,35 @@ def canonical(options: BaseModel | Mapping[str, object]) -> str:
     return json.dumps(data, sort_keys=True, default=str)
 
 
-def check_files(folder: Path, within: Path, besides: tuple[str, ...] = ()) -> Mapping[str, Any]:
+class Manifest(Frozen):
+    """What artifact.json holds."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")  # else NaN would come back as None
+
+    value: dict[str, Any]
+    provenance: Provenance
+    files: dict[str, str]  # sha256 by path
+    sha256: str = ""  # of the other three, so that a number changed in here is found too
+
+    def sealed(self) -> Manifest:
+        """This manifest with its digest."""
+        text = json.dumps(self.model_dump(mode="json", exclude={"sha256"}), sort_keys=True)
+        return self.model_copy(update={"sha256": hashlib.sha256(text.encode()).hexdigest()})
+
+
+def check_files(folder: Path, within: Path, besides: tuple[str, ...] = ()) -> Manifest:
     """The manifest of an artifact's folder that a stranger made; ValueError unless it lies in `within`, and holds exactly the plain
     files that the manifest lists, with their digests, and those named `besides`."""
     if folder.resolve() != within.resolve() / folder.relative_to(within):
         raise ValueError("a link stands in the place of a folder")
-    found = set()
     for path in folder.rglob("*"):
         about = path.lstat()
-        if stat.S_ISREG(about.st_mode) and about.st_nlink == 1:
-            found.add(str(path.relative_to(folder)))
-        elif not stat.S_ISDIR(about.st_mode):
+        if not stat.S_ISDIR(about.st_mode) and (not stat.S_ISREG(about.st_mode) or about.st_nlink > 1):
             raise ValueError(f"'{path.name}' is not a plain file")
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    listed = dict(manifest["files"])
-    if found - {MANIFEST, *besides} != set(listed):
-        raise ValueError(f"its files are not those of its manifest: {', '.join(sorted(found ^ {MANIFEST, *besides, *listed}))}")
-    for name, sha256 in listed.items():
-        if _sha256(folder / name) != sha256:
-            raise ValueError(f"'{name}' has another digest than when it was written")
-    return {**manifest}
+    return _manifest_of(folder, besides)
 
 
-def _check_key(folder: Path) -> None:
-    made = Provenance.model_validate(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["provenance"])
+def _check_key(made: Provenance, folder: Path) -> None:
     key = Key(made.stage, made.stage_version, made.inputs, made.options, made.tools, made.target)
     if (key.stage, key.digest) != folder.parts[-2:]:
         raise ValueError("it lies under another key than that of its provenance")
@@ -231,19 +242,45 @@ def _folder(root: Path, stage: str, digest: str) -> Path:
 
 
 def _read(folder: Path, key: Key, kind: type[A]) -> Stored[A]:
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    for name, sha256 in manifest["files"].items():
+    """The artifact in `folder`; OSError or ValueError unless everything there is as it was written, and nothing else is."""
+    manifest = _manifest_of(folder)
+    value = kind.model_validate({**manifest.value, "root": folder} if issubclass(kind, Artifact) else manifest.value)
+    return Stored(value, manifest.provenance, key.digest, reused=True)
+
+
+def _manifest_of(folder: Path, besides: tuple[str, ...] = ()) -> Manifest:
+    """The manifest, checked against itself and against all files there but those named `besides`."""
+    manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+    if manifest.sealed().sha256 != manifest.sha256:
+        raise ValueError(f"'{MANIFEST}' has another digest than when it was written")
+    if added := sorted(_files(folder) - set(manifest.files) - {MANIFEST, *besides}):
+        raise ValueError(f"'{added[0]}' was added")
+    for name, sha256 in manifest.files.items():
         if _sha256(folder / name) != sha256:
             raise ValueError(f"'{name}' has another digest than when it was written")
-    data = manifest["value"]
-    value = kind.model_validate({**data, "root": folder} if issubclass(kind, Artifact) else data)
-    return Stored(value, Provenance.model_validate(manifest["provenance"]), key.digest, reused=True)
+    return manifest
+
+
+def _damage(error: OSError | ValueError) -> str:
+    """What is wrong with an artifact, in one line."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    return " ".join([f"'{MANIFEST}'", *map(str, first["loc"]), first["msg"]])
 
 
 def _write_manifest(folder: Path, value: BaseModel, provenance: Provenance) -> None:
-    files = {str(file.relative_to(folder)): _sha256(file) for file in sorted(folder.rglob("*")) if file.is_file()}
-    manifest = {"value": value.model_dump(mode="json"), "provenance": provenance.model_dump(mode="json"), "files": files}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    files = {name: _sha256(folder / name) for name in sorted(_files(folder))}
+    manifest = Manifest(value=value.model_dump(mode="json"), provenance=provenance, files=files).sealed()
+    (folder / MANIFEST).write_text(json.dumps(manifest.model_dump(mode="json"), indent=1), encoding="utf-8")
+
+
+def _files(folder: Path) -> set[str]:
+    return {str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir()}
+
+
+def _damaged(work: Path) -> Path:
+    return work.with_name(f"{work.name}.damaged")
 
 
 def _provenance(key: Key, seconds: float) -> Provenance:

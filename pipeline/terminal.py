@@ -18,8 +18,12 @@ from pipeline.decide import ratio_of
 from pipeline.layers import LayerTable
 from pipeline.measure import Clock, Interval, monotonic
 from pipeline.precision import percent_text, time_by_precision
-from pipeline.report import BenchmarkReport, Candidate, LatencyRow, Report, ValidationReport
+from pipeline.report import Ablation, BenchmarkReport, Benchmarks, Candidate, LatencyRow, Report, ValidationReport
 from pipeline.runner import StageEvent
+from pipeline.sections import ablation_outcome
+from pipeline.speed import Summary, bound_text, gpu_lines, limit_cells, peaks_text, summary_lines, summary_rows
+from pipeline.sweep import Sweep, tail_name
+from pipeline.texts import shape_text
 
 PLAIN_WIDTH = 130
 LIFE_S = 30.0  # how often a long stage says that it is alive where there are no bars
@@ -159,6 +163,9 @@ def verdict_lines(report: Report) -> list[str]:
     style = VERDICT_STYLE[report.verdict]
     lines = [f"[{style}]{report.verdict.upper()}[/]" + (f"  {report.winner}" if report.winner else "")]
     lines += [f"  {escape(reason)}" for reason in report.reasons]
+    best = next((candidate for candidate in report.candidates if candidate.label == report.winner), None)
+    if best and best.benchmark and (bound := best.benchmark.rows[0].bound):
+        lines.append(f"  {escape(bound_text(bound))}")
     if report.nearest_miss and report.nearest_miss != report.winner:
         lines.append(f"  nearest miss: {report.nearest_miss}")
     lines += [f"  rescue of {escape(rescue.label)}: {escape(rescue.conclusion)}" for rescue in report.rescues]
@@ -180,9 +187,20 @@ def candidate_table(report: Report) -> Table:
         table.add_column("really ran")
     for baseline in (report.baseline, *report.baselines):
         if baseline is not None:
-            table.add_row(baseline.label, "baseline", "", "", median_text(baseline.rows[0]), ratio_text(baseline.rows[0].ratio))
+            table.add_row(escape(baseline.label), "baseline", "", "", median_text(baseline.rows[0]), ratio_text(baseline.rows[0].ratio))
     for candidate in sorted(report.candidates, key=_slowest_last):
         table.add_row(*_candidate_cells(candidate), style="bold" if candidate.label == report.winner else None)
+    return table
+
+
+def ablation_table(found: Ablation) -> Table:
+    """Each switch of the placement reversed."""
+    table = Table(title=f"switches reversed: {escape(found.label)}", title_justify="left")
+    for heading in ("switch", "drop", "change", "times before (95 %)", "outcome"):
+        table.add_column(heading, justify="left" if heading in ("switch", "outcome") else "right")
+    for row in found.rows:
+        drop, change = ("" if value is None else f"{value:+.4f}" for value in (row.drop, row.drop_change))
+        table.add_row(f"{row.switch} {'on' if row.after else 'off'}", drop, change, ratio_text(row.ratio), escape(ablation_outcome(row)))
     return table
 
 
@@ -205,7 +223,7 @@ def _candidate_cells(candidate: Candidate) -> tuple[str, ...]:
     known = candidate.state in ("measured", "failed accuracy")
     state = candidate.state if known else escape(f"{candidate.state}: {candidate.reason.splitlines()[0][:60]}")
     ran = (ran_text(candidate.layers),) if candidate.layers else ()
-    return candidate.label, state, drop, cosine, median_text(row), ratio_text(row.ratio if row else None), *ran
+    return escape(candidate.label), state, drop, cosine, median_text(row), ratio_text(row.ratio if row else None), *ran
 
 
 def benchmark_table(reports: list[BenchmarkReport]) -> Table:
@@ -217,7 +235,65 @@ def benchmark_table(reports: list[BenchmarkReport]) -> Table:
         for row in report.rows:
             sizes = ", ".join(f"{name} {size}" for name, size in row.sizes.items())
             tail = ["-" if (value := row.end_to_end.percentile_or_absent(percent)) is None else duration(value) for percent in (90, 99)]
-            table.add_row(report.label, sizes, median_text(row), *tail, f"{row.throughput_per_s:,.0f}", ratio_text(row.ratio))
+            table.add_row(escape(report.label), sizes, median_text(row), *tail, f"{row.throughput_per_s:,.0f}", ratio_text(row.ratio))
+    return table
+
+
+def print_limits(console: Console, rows: Sequence[tuple[str, LatencyRow]]) -> None:
+    """The table of limits; one line where nothing is known of any row, as before a CPU's peaks were measured."""
+    bounds = [row.bound for _, row in rows if row.bound]
+    if any(bound.kind != "unknown" for bound in bounds):
+        console.print(limits_table(rows))
+    elif bounds:
+        console.print(f"what binds each row is not known: {escape(bounds[0].next_step)}", highlight=False, soft_wrap=True)
+
+
+def limits_table(rows: Iterable[tuple[str, LatencyRow]]) -> Table:
+    """What binds each row, by the label of its engine."""
+    table = Table(title="what binds each row", title_justify="left")
+    for heading in ("engine", "sizes", "GFLOP/s", "GB/s", "arithmetic", "memory", "bound by", "next"):
+        table.add_column(heading, justify="right" if heading in ("GFLOP/s", "GB/s", "arithmetic", "memory") else "left", no_wrap=heading == "engine")
+    for label, row in rows:
+        *figures, _, step = limit_cells(row)
+        table.add_row(escape(label), shape_text(row.sizes), *figures, escape(step))
+    return table
+
+
+def first_rows(report: Report) -> list[tuple[str, LatencyRow]]:
+    """Every measured engine at the first shape, baselines first."""
+    candidates = (candidate.benchmark for candidate in sorted(report.candidates, key=_slowest_last))
+    return [(found.label, found.rows[0]) for found in (report.baseline, *report.baselines, *candidates) if found]
+
+
+def summary_table(found: Summary) -> Table:
+    """The times of every region of one row."""
+    table = Table(title=f"{escape(found.label)} at {shape_text(found.sizes)}", title_justify="left")
+    for heading in ("", "min", "max", "mean", "median", "p90", "p95", "p99"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for cells in summary_rows(found):
+        table.add_row(*cells)
+    return table
+
+
+def summary_notes(found: Summary, row: LatencyRow, run: Benchmarks) -> list[str]:
+    """What stands under the table of times, for a rich console: sums, what binds the row, the GPU, warnings."""
+    lines = [escape(line) for line in (*summary_lines(found), *([bound_text(row.bound)] if row.bound else []), *map(peaks_text, run.peaks))]
+    lines += [escape(line) for line in gpu_lines(run.gpu_use)]
+    return lines + [f"[yellow]warning:[/] {escape(text)}" for text in found.warnings]
+
+
+def sweep_table(sweep: Sweep) -> Table:
+    """Every batch of a sweep, the best in bold."""
+    others = ", ".join(f"{name} {size}" for name, size in sweep.others.items())
+    table = Table(title=f"{escape(sweep.label)}{f' at {others}' if others else ''}", title_justify="left")
+    tails = () if sweep.percentile == 50 else (tail_name(sweep),)
+    for heading in (sweep.symbol, "median", *tails, "samples/s", "bound by"):
+        table.add_column(heading, justify="left" if heading == "bound by" else "right")
+    for point in sweep.points:
+        tail = [duration(point.tail_s)] * len(tails)
+        bound = point.bound.kind if point.bound else ""
+        cells = (str(point.batch), duration(point.median_s), *tail, f"{point.samples_per_s:,.0f}", bound)
+        table.add_row(*cells, style="bold" if point.batch == sweep.best else None)
     return table
 
 

@@ -8,7 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from pipeline.errors import DiskFull
-from pipeline.process import crucible_error
+from pipeline.faults import crucible_error
 from service import logs
 from service.errors import Answer, MethodNotAllowed, NotFound, ServiceError, Unprocessable, answer_to
 from service.folders import Folders

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.errors import CrucibleError, HostError
-from pipeline.process import crucible_error
+from pipeline.faults import crucible_error
 from service import logs, watchdog
 from service.child import Child, environment_for
 from service.devices import Lease

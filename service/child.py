@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.errors import HostError
-from pipeline.process import how_it_ended, oom_kills
+from pipeline.faults import MemoryKills, how_it_died, memory_kills
 from service import processes
 from service.folders import Work
 from service.jobs import Failure
@@ -57,12 +57,12 @@ class Child:
     _process: asyncio.subprocess.Process
     _reader: asyncio.StreamReader
     _writer: asyncio.StreamWriter
-    _oom_kills: int
+    _kills: MemoryKills
 
     @classmethod
     async def start(cls, command: Sequence[str], job_id: str, work: Work, file_bytes: int, environment: Mapping[str, str]) -> Child:
         """Start `command` with the number of its end of a socket as last argument, below a guardian, in a session of its own."""
-        before = oom_kills()
+        before = memory_kills()
         ours, theirs = socket.socketpair()
         guardian = (sys.executable, "-m", "service.guardian", str(os.getpid()), str(file_bytes))
         try:
@@ -108,7 +108,7 @@ class Child:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), GRACE_S)
         code = self._process.returncode
-        how = "hung up before it answered" if code is None else how_it_ended(code, self._oom_kills)
+        how = "hung up before it answered" if code is None else how_it_died(code, self._kills, memory_kills(), "")[0]
         return Failure(code="host.child_died", message=f"the job's process {how}", next_step="retry the job; its log tells how far it came")
 
     async def end(self) -> None:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.core import Note, Progress, silent
 from pipeline.errors import BackendUnavailable, InternalError
-from pipeline.process import call_in_child, crucible_error
+from pipeline.faults import crucible_error
+from pipeline.process import call_in_child
 from pipeline.runner import Run, Runner, Stage, StageEvent, installed
 from pipeline.store import Store
 from service.folders import Work

@@ -83,7 +83,7 @@ def _check_engine(out: Path, report: Report) -> None:
         return
     manifest = check_files(out / ENGINE, out, besides=(ENGINE_FILE,))
     delivered = load_engine(out / ENGINE)
-    if delivered.model_dump() != winner.engine.model_dump() or manifest["value"] != json.loads(winner.engine.model_dump_json()):
+    if delivered.model_dump() != winner.engine.model_dump() or manifest.value != json.loads(winner.engine.model_dump_json()):
         raise ValueError("its engine is not that of its winner")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.gpu import find_gpus
+from tests.fixtures_cli import crucible, write_task
 from tests.fixtures_validate import Bench
 from tests.gpu.plugin import GpuTests
 
@@ -25,6 +26,15 @@ def own_home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("CRUCIBLE_HOME", str(folder))
     return folder
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """One finished compile of the tiny task, which tests only read: (its folder, its home). Report and engine are in `out`."""
+    folder, home = tmp_path_factory.mktemp("task"), tmp_path_factory.mktemp("store")
+    done = crucible("compile", write_task(folder), "--out", folder / "out", env={"CRUCIBLE_HOME": str(home)})
+    assert done.code == 0, done.err
+    return folder, home
 
 
 @pytest.fixture

@@ -1,20 +1,26 @@
 """A small labelled task as an ONNX model with data and a plan, and the crucible command run as a user runs it."""
 
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import onnx
+import pytest
 import yaml
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from pipeline.cli import main
+
 FEATURES, HIDDEN, CLASSES = 16, 64, 4
-CANDIDATES = [{"backend": "onnxruntime", "precision": "fp32"}, {"backend": "onnxruntime", "precision": "int8"}]
+CANDIDATES = [{"backend": "onnxruntime", "precision": "fp32"}, {"backend": "onnxruntime", "precision": "int8", "method": "minmax"}]
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,19 @@ def crucible(*arguments: str | Path, cwd: Path | None = None, env: dict[str, str
         [python, "-m", "pipeline.cli", *map(str, arguments)], capture_output=True, text=True, cwd=cwd, env=environment(env), check=False
     )
     return Result(done.returncode, done.stdout, done.stderr)
+
+
+def crucible_here(*arguments: str | Path, cwd: Path) -> Result:
+    """Run the command in this process, which saves the second that a new one takes to import everything: for what ends before any stage is run."""
+    out, err, on_term = io.StringIO(), io.StringIO(), signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.chdir(cwd)
+        patch.setenv("COLUMNS", "160")
+        patch.setattr(sys, "argv", ["crucible", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    signal.signal(signal.SIGTERM, on_term)
+    return Result(int(ended.value.code or 0), out.getvalue(), err.getvalue())
 
 
 def environment(more: dict[str, str] | None = None) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,12 +19,12 @@ from pipeline.graph import onnx_model, read_proto, write_proto
 from pipeline.report import Report
 from pipeline.runner import Runner
 from pipeline.store import Store
-from tests.fixtures_cli import CLASSES, FEATURES, HIDDEN, write_task
+from tests.fixtures_cli import CLASSES, FEATURES, HIDDEN, write_model, write_task
 from tests.fixtures_halves import run_here
 
 Fault = Callable[[onnx.ModelProto], None]
 FP32 = [{"backend": "onnxruntime", "precision": "fp32"}]
-INT8 = [{"backend": "onnxruntime", "precision": "int8", "method": "minmax", "placement": {"last_layer": True}}]  # both layers, else ORT runs fp32
+INT8 = [{"backend": "onnxruntime", "precision": "int8", "method": "minmax", "placement": {"last_layer": True}}]  # both layers
 ACCURACY = {"metric": "top1", "max_drop": 0.03, "thresholds": {"min_cosine": 0.95}}  # a sound int8 engine has 0.977 on its worst sample
 QUICK = {"duration_s": 0.1, "warmup_s": 0.02, "sizes": [{"batch": 4}]}
 
@@ -100,6 +101,13 @@ def one_weight_scale_times_8(proto: onnx.ModelProto) -> None:
     (node,) = (node for node in proto.graph.node if node.op_type == "DequantizeLinear" and node.input[0] in constants and "w1" in node.input[0])
     tensor = constants[node.input[1]]
     tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor) * np.float32(8), tensor.name))
+
+
+def never_quantised(proto: onnx.ModelProto) -> None:
+    """The fp32 graph that conversion began with; it goes on under the name of int8."""
+    with tempfile.NamedTemporaryFile(suffix=".onnx") as file:
+        write_model(Path(file.name))
+        proto.CopyFrom(onnx.load(file.name))
 
 
 def classes_permuted(proto: onnx.ModelProto) -> None:

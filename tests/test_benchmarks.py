@@ -15,7 +15,7 @@ from tests.fixtures_report import proven_report
 
 ROOT = Path(__file__).parents[1]
 H200 = Target(backend="tensorrt", version="10.6.0", device="NVIDIA H200", compute_capability="9.0", driver="580.159.04")
-SCRIPTS = ("common", "gpu_tables", "tables", "tensorrt_compile")
+SCRIPTS = ("common", "accuracy_tables", "gpu_model_tables", "gpu_tables", "tables", "tensorrt_compile")
 
 
 @pytest.fixture
@@ -44,6 +44,9 @@ def test_the_pages_are_in_step_with_the_results(scripts: dict[str, ModuleType]) 
     tables = scripts["tables"]
     for file, text in ((tables.PAGE, tables.page()), (tables.ACCURACY_PAGE, tables.accuracy_page())):
         assert text == file.read_text(encoding="utf-8"), "run: python benchmarks/tables.py"
+    drawn = scripts["accuracy_tables"]
+    assert drawn.figure_is_current(drawn.result("calibration")), "run: python benchmarks/tables.py"
+    assert drawn.FIGURE.stat().st_size < 200_000
 
 
 def test_every_result_holds_its_environment_and_its_targets() -> None:
@@ -167,3 +170,53 @@ def test_the_row_of_a_recipe_is_found_by_its_label() -> None:
     assert len(set(labels)) == len(labels)
     flags = Recipe(backend="tensorrt", precision=Precision.INT8, realised_in="flags", method=CalibrationMethod.MINMAX)
     assert flags.label == "tensorrt int8 implicit minmax"
+
+
+# -- docs/accuracy.md --------------------------------------------------------------------------------------------------
+
+
+def calibration(losses: dict[tuple[str, str, int, int, int], float]) -> dict[str, object]:
+    """A result of benchmarks/calibration.py: (model, method, samples, draw, weight bits) -> 1 - mean cosine."""
+    rows = [
+        {"model": model, "samples": samples, "draw": draw, "method": method, "weight_bits": bits, "metric": "cosine", "drop": lost, "max_drop": 0.01}
+        | {"mean_cosine": 1 - lost, "passed": lost <= 0.01}
+        for (model, method, samples, draw, bits), lost in losses.items()
+    ]
+    host = {"cpu": "some CPU", "cpu_flags": ["avx2"], "python": "3.11", "packages": {"onnxruntime": "1"}}
+    return {"created": "2026-11-21T", "rows": rows, "environment": host}
+
+
+@pytest.fixture
+def draws() -> dict[str, object]:
+    models, methods = ("digits", "minilm"), ("entropy", "minmax", "percentile")
+    few = {(model, method, 10, draw, 7): 0.002 * (draw + 1) for model in models for method in methods for draw in range(2)}
+    many = {(model, method, 500, 0, bits): 0.001 if bits == 7 else 0.02 for model in models for method in methods for bits in (7, 8)}
+    return calibration(few | many)
+
+
+def test_the_spread_of_draws_and_the_bits_of_weights_are_told(scripts: dict[str, ModuleType], draws: dict[str, object]) -> None:
+    lines = scripts["accuracy_tables"].calibration_section(draws)
+    assert "| digits | entropy | 0.003 (0.002 to 0.004) | 0.001 | +0.0040 cosine | 3 of 3 |" in lines
+    assert "| minilm | minmax | 0.001 | +0.0010 | yes | 0.02 | +0.0200 | no |" in lines
+    assert any("7-bit weights" in line for line in lines)
+
+
+def test_the_figure_is_drawn_again_for_other_values_only(scripts: dict[str, ModuleType], draws: dict[str, object], tmp_path: Path) -> None:
+    tables, file = scripts["accuracy_tables"], tmp_path / "calibration.svg"
+    assert not tables.figure_is_current(draws, file)
+    tables.draw(draws, file)
+    assert tables.figure_is_current(draws, file)
+    assert all(text in file.read_text() for text in ("entropy", "calibration samples", "the plan's limit", "configs/minilm.yaml"))
+    assert not tables.figure_is_current(calibration({("digits", "entropy", 10, 0, 7): 0.5}), file)
+
+
+def test_int8_stands_beside_the_fastest_floats_of_its_backend_and_shape(scripts: dict[str, ModuleType]) -> None:
+    times = {"pytorch eager fp32": 1.0, "openvino fp32": 4.0, "openvino bf16": 3.0, "openvino int8 nncf u8s8": 6.0, "x int8": 1.0}
+    rows = [{"engine": engine, "sizes": f"{{'batch': {batch}}}", "median_ms": ms * batch} for engine, ms in times.items() for batch in (1, 2)]
+    document = {"rows": rows, "environment": {"cpu": "some CPU", "cores": 2}}
+    table = scripts["accuracy_tables"].int8_section({"resnet50": document})
+    assert table[2:] == [
+        "| resnet50 | some CPU, 2 cores | batch 1 | openvino int8 nncf u8s8 | 6 | openvino bf16 | 3 | 0.50 |",
+        "| resnet50 | some CPU, 2 cores | batch 2 | openvino int8 nncf u8s8 | 12 | openvino bf16 | 6 | 0.50 |",
+    ]
+    assert scripts["accuracy_tables"].int8_section({}) == []

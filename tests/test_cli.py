@@ -12,24 +12,17 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from tests.fixtures_cli import crucible, environment, write_model, write_task
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A finished compile: (its folder, its home)."""
-    folder, home = tmp_path_factory.mktemp("task"), tmp_path_factory.mktemp("store")
-    plan = write_task(folder)
-    done = crucible("compile", plan, "--out", folder / "out", env={"CRUCIBLE_HOME": str(home)})
-    assert done.code == 0, done.err
-    return folder, home
+from pipeline.core import Precision
+from pipeline.measure import usable_cores
+from pipeline.peaks import load_peaks
+from tests.fixtures_cli import crucible, crucible_here, environment, write_model, write_task
 
 
 def test_compile_ends_with_table_verdict_report_and_json(compiled: tuple[Path, Path]) -> None:
     folder, home = compiled
     done = crucible("compile", folder / "plan.yaml", "--out", folder / "again", env={"CRUCIBLE_HOME": str(home)})
     assert done.code == 0
-    assert "onnxruntime int8 entropy" in done.out
+    assert "onnxruntime int8 minmax" in done.out
     assert "ACCEPTED" in done.out
     assert done.summary["verdict"] == "accepted"
     for file in done.summary["reports"].values():  # type: ignore[attr-defined]
@@ -103,25 +96,29 @@ def test_inspect_names_nodes_of_an_operator_set_that_the_file_does_not_declare(t
     assert "my.own::Frobnicate" in done.out
 
 
-def test_an_engine_whose_source_has_changed_is_not_judged_by_the_new_one(tmp_path: Path) -> None:
-    plan = write_task(tmp_path)
-    assert crucible("compile", plan, "--out", tmp_path / "out").code == 0
-    proto = onnx.load(tmp_path / "model.onnx")
+def test_an_engine_whose_source_has_changed_is_not_judged_by_the_new_one(compiled: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, home = compiled
+    proto = onnx.load(folder / "model.onnx")
     proto.graph.doc_string = "another file"
     onnx.save(proto, tmp_path / "model.onnx")
     for command in ("validate", "bench"):
-        done = crucible(command, tmp_path / "out")
+        done = crucible(command, folder / "out", "--set", f"model.path={tmp_path / 'model.onnx'}", env={"CRUCIBLE_HOME": str(home)})
         assert done.code == 1, done.out + done.err
         assert "have changed since this engine was compiled" in done.err
 
 
-def test_a_rejected_compile_leaves_no_engine_of_an_earlier_one(tmp_path: Path) -> None:
-    assert crucible("compile", write_task(tmp_path), "--out", tmp_path / "out").code == 0
-    assert (tmp_path / "out" / "engine").is_dir()
-    strict = {"metric": "top1", "thresholds": {"max_abs": 0.0}}
-    int8 = [{"backend": "onnxruntime", "precision": "int8"}]
-    assert crucible("compile", write_task(tmp_path, accuracy=strict, candidates=int8), "--out", tmp_path / "out").code == 2
-    assert not (tmp_path / "out" / "engine").exists()
+def test_an_engine_over_its_budget_is_rejected_with_exit_code_2_and_none_of_an_earlier_compile_stays(
+    compiled: tuple[Path, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(compiled[0] / "out", tmp_path / "crucible-out" / "tiny")
+    candidates = [{"backend": "onnxruntime", "precision": "int8", "placement": {"last_layer": True}}]
+    plan = write_task(tmp_path, candidates=candidates, accuracy={"metric": "top1", "max_drop": 0.0, "thresholds": {"max_abs": 1e-6}})
+    done = crucible("compile", plan, cwd=tmp_path, env={"CRUCIBLE_HOME": str(compiled[1])})
+    assert done.code == 2, done.err
+    assert done.summary["verdict"] == "rejected"
+    assert done.summary["engine"] is None
+    assert "next: another calibration method" in done.out
+    assert not (tmp_path / "crucible-out" / "tiny" / "engine").exists()
 
 
 def test_bench_measures_again(compiled: tuple[Path, Path]) -> None:
@@ -129,7 +126,41 @@ def test_bench_measures_again(compiled: tuple[Path, Path]) -> None:
     done = crucible("bench", folder / "out", "--set", "benchmark.duration_s=0.2", env={"CRUCIBLE_HOME": str(home)})
     assert done.code == 0, done.err
     assert "times baseline" in done.out
-    assert len(json.loads(done.out.splitlines()[-1])) == 2
+    assert len(done.summary["engines"]) == 2  # type: ignore[arg-type]
+    assert "end to end, host" in done.out
+    assert "mean latency" in done.out
+    assert "crucible doctor --measure" in done.out, "no peaks were measured here"
+    assert "expected at least 0.2 s and 3 s" in done.out
+    (summary,) = done.summary["summary"]  # type: ignore[misc]
+    assert summary["queries"] > 0
+
+
+def test_bench_sweeps_over_the_batch(compiled: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, home = compiled
+    arguments = ("bench", folder / "out", "--batch", "1,16,4", "--limit-ms", "1000", "--out", tmp_path / "sweep")
+    done = crucible(*arguments, "--set", "benchmark.duration_s=0.2", env={"CRUCIBLE_HOME": str(home)})
+    assert done.code == 0, done.err
+    assert [point["batch"] for point in done.summary["points"]] == [1, 4, 16]  # type: ignore[attr-defined]
+    assert done.summary["best"] in (1, 4, 16)
+    assert "best batch with" in done.out
+    assert (tmp_path / "sweep" / "sweep.svg").read_text().startswith("<svg")
+    assert json.loads((tmp_path / "sweep" / "sweep.json").read_text()) == done.summary
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--batch", "1,x"), "expected --batch as numbers from 1 on, got '1,x'"),
+        (("--batch", "0"), "expected --batch as numbers from 1 on"),
+        (("--batch", "17"), "expected batch 1 to 16"),
+        (("--limit-ms", "5"), "belong to a sweep"),
+    ],
+)
+def test_a_bad_sweep_is_refused(compiled: tuple[Path, Path], options: tuple[str, ...], said: str) -> None:
+    folder, home = compiled
+    done = crucible("bench", folder / "out", *options, env={"CRUCIBLE_HOME": str(home)})
+    assert done.code == 1, done.out
+    assert said in done.err
 
 
 def test_report_prints_and_writes_again(compiled: tuple[Path, Path]) -> None:
@@ -159,6 +190,17 @@ def test_doctor_names_what_is_here_and_what_to_install() -> None:
     assert json.loads(crucible("doctor", "--json").out)
 
 
+@pytest.mark.slow
+def test_doctor_measures_the_peaks_of_this_cpu_once() -> None:
+    assert "CPU peak" in crucible("doctor", "--measure", "--threads", "1").out
+    kept = json.loads(crucible("doctor", "--json").out)["cpu_peaks"]
+    assert (kept is None) == (usable_cores() > 1), "they are of one thread"
+    found = load_peaks(1)
+    assert found is not None
+    assert found.flops_per_s[Precision.FP32] > 1e8
+    assert Precision.INT8 in found.flops_per_s
+
+
 def test_an_onnx_file_alone_compiles_to_unproven(tmp_path: Path) -> None:
     write_model(tmp_path / "model.onnx")
     settings = ["--set", "benchmark.duration_s=0.2", "--set", "candidates=[{backend: onnxruntime, precision: fp32}]"]
@@ -166,16 +208,6 @@ def test_an_onnx_file_alone_compiles_to_unproven(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     assert done.summary["verdict"] == "unproven"
     assert "no data: accuracy not proven" in done.out
-
-
-def test_an_engine_over_its_budget_is_rejected_with_exit_code_2(tmp_path: Path) -> None:
-    candidates = [{"backend": "onnxruntime", "precision": "int8", "placement": {"last_layer": True}}]
-    plan = write_task(tmp_path, candidates=candidates, accuracy={"metric": "top1", "max_drop": 0.0, "thresholds": {"max_abs": 1e-6}})
-    done = crucible("compile", plan, cwd=tmp_path)
-    assert done.code == 2, done.err
-    assert done.summary["verdict"] == "rejected"
-    assert done.summary["engine"] is None
-    assert "next: another calibration method" in done.out
 
 
 @pytest.mark.parametrize(
@@ -199,10 +231,11 @@ def test_an_engine_over_its_budget_is_rejected_with_exit_code_2(tmp_path: Path) 
         ({"model": {"path": "model.onnx", "inputs": [{"name": "x", "dtype": "int8", "shape": ["batch", 16]}]}}, "the file has x float32 [batch, 16]"),
         ({"model": {"path": "model.onnx", "outputs": ["logits"]}}, "the file has y"),
         ({"accuracy": {"metric": "no_such_module:f"}}, "accuracy.metric: no module 'no_such_module'"),
+        ({"simplify": {"surgery": "no_such_module:f"}}, "simplify.surgery: no module 'no_such_module'"),
     ],
 )
 def test_a_bad_plan_ends_with_exit_code_1_and_a_next_step(tmp_path: Path, change: dict[str, object], words: str) -> None:
-    done = crucible("compile", write_task(tmp_path, **change), cwd=tmp_path)
+    done = crucible_here("compile", write_task(tmp_path, **change), cwd=tmp_path)
     assert done.code == 1, done.out + done.err
     assert words in done.err
     assert "next" in done.err
@@ -223,7 +256,7 @@ def test_bad_data_is_refused(tmp_path: Path) -> None:
         ({"x": x, "labels": labels[:-1]}, "labels"),
     ]:
         np.savez(tmp_path / "selection.npz", **arrays)  # type: ignore[arg-type]
-        done = crucible("compile", plan, cwd=tmp_path)
+        done = crucible_here("compile", plan, cwd=tmp_path)
         assert done.code == 1, done.out + done.err
         assert words.lower() in done.err.lower()
 
@@ -233,7 +266,7 @@ def test_a_corrupt_model_is_refused(tmp_path: Path) -> None:
     whole = (tmp_path / "model.onnx").read_bytes()
     for content in (b"", b"rubbish", whole[: len(whole) // 2]):
         (tmp_path / "model.onnx").write_bytes(content)
-        done = crucible("compile", plan, cwd=tmp_path)
+        done = crucible_here("compile", plan, cwd=tmp_path)
         assert done.code == 1, done.out + done.err
         assert "model.onnx" in done.err
 
@@ -247,7 +280,7 @@ def test_external_data_outside_the_models_folder_is_refused(tmp_path: Path) -> N
     tensor.data_location = TensorProto.EXTERNAL
     tensor.external_data.add(key="location", value="../secret")
     (tmp_path / "inner" / "model.onnx").write_bytes(proto.SerializeToString())
-    done = crucible("compile", plan, cwd=tmp_path)
+    done = crucible_here("compile", plan, cwd=tmp_path)
     assert done.code == 1
     assert "../secret" in done.err
 
@@ -256,7 +289,7 @@ def test_unsupported_tensor_kinds_are_named(tmp_path: Path) -> None:
     node = helper.make_node("Identity", ["words"], ["same"], name="copy")
     ends = [helper.make_tensor_value_info(name, TensorProto.STRING, [2]) for name in ("words", "same")]
     onnx.save(helper.make_model(helper.make_graph([node], "g", ends[:1], ends[1:])), tmp_path / "words.onnx")
-    done = crucible("compile", tmp_path / "words.onnx", cwd=tmp_path)
+    done = crucible_here("compile", tmp_path / "words.onnx", cwd=tmp_path)
     assert done.code == 1
     assert "words" in done.err
     assert "string" in done.err
@@ -264,7 +297,7 @@ def test_unsupported_tensor_kinds_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [(), ("compile",), ("compile", "--nope"), ("nope",), ("compile", "gone.yaml"), ("report", "."), ("bench", ".")])
 def test_usage_errors_end_with_exit_code_1(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    done = crucible(*arguments, cwd=tmp_path)
+    done = crucible_here(*arguments, cwd=tmp_path)
     assert done.code == (0 if not arguments else 1)
     assert "Traceback" not in done.err
 

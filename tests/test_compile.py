@@ -10,22 +10,24 @@ import numpy as np
 import pytest
 
 from pipeline.backends import BACKENDS
-from pipeline.candidates import QUANTIZERS
+from pipeline.candidates import QUANTIZERS, WEIGHT_QUANTIZERS
 from pipeline.compile import compile_plan
 from pipeline.config import load_plan
 from pipeline.core import Progress, silent
 from pipeline.data import SampleSet
 from pipeline.errors import InternalError
 from pipeline.process import call_in_child
+from pipeline.recipes import WEIGHT_QUANTIZERS as WEIGHTS_BY_BACKEND
 from pipeline.report import Report
-from pipeline.runner import Runner
+from pipeline.runner import Run, Runner
+from pipeline.stages.benchmark import benchmark
 from pipeline.store import Store
 from tests.fixtures_cli import FEATURES, answers, write_task
 from tests.fixtures_halves import Halves, run_here
 
 
 class CountingRun:
-    """Runs stages as ever, and counts which engines were given which set."""
+    """Runs stages in this process, and counts which engines were given which set."""
 
     def __init__(self) -> None:
         self.reads: Counter[tuple[str, str]] = Counter()
@@ -34,11 +36,16 @@ class CountingRun:
         for argument in arguments:
             if isinstance(argument, SampleSet):
                 self.reads[argument.role, function.__name__] += 1
-        return call_in_child(function, *arguments, name=name, log=log, progress=progress)
+        return run_here(function, *arguments, name=name, log=log, progress=progress)
 
 
-def compiled(plan: Path, home: Path, run: CountingRun | None = None) -> Report:
-    return compile_plan(load_plan(plan), Runner(Store(home), run=run or call_in_child), "crucible compile plan.yaml")
+def run_untimed(function: Callable[..., Any], *arguments: Any, name: str, log: Path | None = None, progress: Progress = silent) -> Any:
+    """Stages in children, as libraries with a global state need it; latencies are made up."""
+    return (run_here if function is benchmark else call_in_child)(function, *arguments, name=name, log=log, progress=progress)
+
+
+def compiled(plan: Path, home: Path, run: Run = run_here) -> Report:
+    return compile_plan(load_plan(plan), Runner(Store(home), run=run), "crucible compile plan.yaml")
 
 
 def made(report: Report) -> list[str]:
@@ -79,7 +86,7 @@ def test_a_tensorrt_rtx_candidate_is_built_and_says_which_gpu_it_needs(tmp_path:
         {"backend": "tensorrt_rtx", "precision": "fp16", "compute_capability": "8.9"},
         {"backend": "tensorrt_rtx", "precision": "int8", "compute_capability": "8.9"},
     ]
-    report = compiled(write_task(tmp_path, candidates=candidates), tmp_path / "home")
+    report = compiled(write_task(tmp_path, candidates=candidates), tmp_path / "home", run_untimed)
     assert report.verdict == "accepted"
     assert [candidate.state for candidate in report.candidates] == ["measured", "built", "built"]
     for candidate in report.candidates[1:]:
@@ -108,17 +115,17 @@ def test_editing_one_line_of_the_model_exports_again_and_nothing_else_does(tmp_p
     pytest.importorskip("torch")
     model = {"entrypoint": "net:build", "weights_from": "random: a test", "inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 16]}]}
     fp32 = [{"backend": "onnxruntime", "precision": "fp32"}]
-    plan = write_task(tmp_path, model=model, candidates=fp32, data={}, benchmark={"duration_s": 0.2, "warmup_s": 0.05})
+    plan = write_task(tmp_path, model=model, candidates=fp32, data={})
     (tmp_path / "net.py").write_text(NETWORK)
-    first = compiled(plan, tmp_path / "home")
+    first = compiled(plan, tmp_path / "home", run_untimed)
     assert first.verdict == "unproven"
     assert first.reference.startswith("PyTorch eager fp32")
     assert first.baseline is not None
     assert first.baseline.label == "pytorch eager fp32"
     assert "export" in made(first)
-    assert made(compiled(plan, tmp_path / "home")) == []
+    assert made(compiled(plan, tmp_path / "home", run_untimed)) == []
     (tmp_path / "net.py").write_text(NETWORK.replace("torch.relu", "torch.tanh"))
-    assert "export" in made(compiled(plan, tmp_path / "home"))
+    assert "export" in made(compiled(plan, tmp_path / "home", run_untimed))
 
 
 def test_another_threshold_checks_again_but_builds_nothing(tmp_path: Path) -> None:
@@ -152,14 +159,61 @@ def test_every_quantizer_that_a_recipe_can_name_is_there_and_called_alike() -> N
     assert set(QUANTIZERS) == {"nncf", "modelopt", "tensorrt"}
     calls = {tuple(inspect.signature(stage.function).parameters) for stage in QUANTIZERS.values()}
     assert calls == {("model", "samples", "recipe", "options", "allowed", "out", "progress")}
+    assert set(WEIGHT_QUANTIZERS) == set(WEIGHTS_BY_BACKEND.values())
+    assert {tuple(inspect.signature(stage.function).parameters) for stage in WEIGHT_QUANTIZERS.values()} == {("model", "recipe", "out", "progress")}
 
 
 def test_a_bug_that_stops_every_candidate_is_a_bug_and_not_a_verdict(tmp_path: Path) -> None:
     def run(function: Callable[..., Any], *arguments: Any, name: str, log: Path | None = None, progress: Progress = silent) -> Any:
         if function.__name__ == "convert":
             raise InternalError("KeyError: planted")
-        return call_in_child(function, *arguments, name=name, log=log, progress=progress)
+        return run_here(function, *arguments, name=name, log=log, progress=progress)
 
     int8 = [{"backend": "onnxruntime", "precision": "int8"}]
     with pytest.raises(InternalError, match="planted"):
         compile_plan(load_plan(write_task(tmp_path, candidates=int8)), Runner(Store(tmp_path / "home"), run=run), "crucible compile plan.yaml")
+
+
+def test_switches_reversed_are_built_checked_and_measured_like_any_candidate(tmp_path: Path) -> None:
+    int8 = {"backend": "onnxruntime", "precision": "int8", "method": "minmax", "placement": {"per_channel": [True, False]}}
+    report = compiled(write_task(tmp_path, ablate=True, candidates=[int8]), tmp_path / "home", call_in_child)
+    labels = [candidate.label for candidate in report.candidates]
+    assert report.ablation is not None
+    assert report.ablation.label in labels[:2]
+    rows = {row.switch: row for row in report.ablation.rows}
+    assert rows["per_channel"].label in labels[:2]  # the plan has it: not built again
+    assert rows["last_layer"].label == labels[2]
+    assert len(labels) == 3
+    assert [rows[switch].state for switch in ("residual_add", "matmul_activations")] == [None, None]  # this graph has neither
+    for row in (rows["per_channel"], rows["last_layer"]):
+        assert row.ratio is not None
+        assert row.drop_change is not None
+    made = report.candidates[2]
+    assert made.recipe.placement.last_layer
+    assert made.benchmark is not None
+
+
+def test_weights_alone_go_through_the_whole_line_without_calibration_data(tmp_path: Path) -> None:
+    asked = [{"precision": "int4", "keep_fp32": ["classifier"]}, {"precision": "int8", "weight_only": True, "activation": "int8"}]
+    data = {role: f"{role}.npz" for role in ("selection", "validation")}
+    plan = write_task(tmp_path, candidates=[{"backend": "onnxruntime", **each} for each in asked], data=data)
+    report = compile_plan(load_plan(plan), Runner(Store(tmp_path / "home"), run=run_here), "crucible compile plan.yaml")
+    states = {candidate.label: candidate.state for candidate in report.candidates}
+    assert list(states) == ["onnxruntime int4 weight-only b32 keep classifier", "onnxruntime int8 weight-only b32 a8"]
+    assert states["onnxruntime int8 weight-only b32 a8"] == "measured"
+    kept, whole = (candidate.notes[0].text for candidate in report.candidates)
+    assert kept.startswith("1 of 2 linear layers hold their weights in 4 bits; as they were: classifier; all constants together: ")
+    assert whole.startswith("2 of 2 linear layers hold their weights in 8 bits; all constants together: ")
+    assert {step.stage for step in report.steps} & {"calibrate", "cover"} == set()
+    assert report.verdict == "accepted"
+
+
+def test_a_model_with_8_bit_operators_of_its_own_is_not_called_by_a_wrong_name(tmp_path: Path) -> None:
+    from onnxruntime.quantization import quantize_dynamic
+
+    plan = write_task(tmp_path, candidates=[{"backend": "onnxruntime", "precision": "fp32"}])
+    quantize_dynamic(tmp_path / "model.onnx", tmp_path / "dynamic.onnx")
+    (tmp_path / "dynamic.onnx").replace(tmp_path / "model.onnx")
+    (candidate,) = compiled(plan, tmp_path / "home").candidates
+    assert candidate.state == "measured", candidate.reason
+    assert any("8-bit operators of its own (DynamicQuantizeLinear, MatMulInteger)" in note.text for note in candidate.notes)

@@ -11,6 +11,7 @@ from pipeline.config import GeneratedData, Plan, home, load_plan, override_plan,
 from pipeline.errors import PlanError
 
 MODEL = {"model": {"path": "m.onnx"}}
+INT8 = {"backend": "onnxruntime", "precision": "int8"}
 
 
 def test_paths_are_taken_from_the_folder_of_the_plan(tmp_path: Path) -> None:
@@ -39,6 +40,20 @@ def test_an_onnx_file_alone_is_a_plan(tmp_path: Path) -> None:
         ({**MODEL, "profiles": [{"batch": [4, 2, 1]}]}, "expected min <= opt <= max, got min 4, opt 2, max 1"),
         ({**MODEL, "accuracy": {"max_drop": -1}}, "greater than or equal to 0 (got -1)"),
         ({**MODEL, "candidates": [{"backend": "onnxruntime", "precision": "fp13"}]}, "'fp32'"),
+        ({**MODEL, "candidates": [{**INT8, "keep_fp32": "fc"}]}, "candidates.0.keep_fp32: Input should be 'auto' (got 'fc')"),
+        ({**MODEL, "candidates": [{**INT8, "keep_fp32": [1]}]}, "candidates.0.keep_fp32.0: Input should be a valid string (got 1)"),
+        ({**MODEL, "candidates": [{**INT8, "keep_fp32": None}]}, "candidates.0.keep_fp32: Input should be a list"),
+        ({**MODEL, "keep_builds": 0}, "keep_builds: Input should be greater than or equal to 1 (got 0)"),
+        ({**MODEL, "candidates": [{"backend": "onnxruntime", "precision": "int8", "method": ["entropy", "magic"]}]}, "candidates.0.method.1: Input"),
+        (
+            {**MODEL, "candidates": [{"backend": "onnxruntime", "precision": "int8", "method": []}]},
+            "candidates.0.method: Tuple should have at least 1",
+        ),
+        (
+            {**MODEL, "candidates": [{"backend": "onnxruntime", "precision": "int8", "placement": {"last_layer": [True, "perhaps"]}}]},
+            "candidates.0.placement.last_layer.1: Input should be a valid boolean",
+        ),
+        ({**MODEL, "candidates": [{"backend": "onnxruntime", "precision": "int8", "placement": {"last_later": True}}]}, "did you mean 'last_layer'"),
         ({"model": {}}, "exactly one of `path` and `entrypoint`"),
         ({"model": {"path": "m.onnx", "entrypoint": "a:b"}}, "exactly one of `path` and `entrypoint`"),
         ({"model": {"entrypoint": "a"}}, "module:function"),
@@ -110,6 +125,13 @@ def test_a_stored_plan_can_be_overridden(tmp_path: Path) -> None:
     again = override_plan(plan, ["benchmark.duration_s=9"])
     assert again.benchmark.duration_s == 9
     assert again.model == plan.model
+
+
+def test_nodes_to_keep_are_named_or_left_to_the_compile(tmp_path: Path) -> None:
+    plan = plan_from_document({**MODEL, "candidates": [{**INT8, "keep_fp32": "auto"}, {**INT8, "keep_fp32": ["fc", "norm*"]}]}, tmp_path)
+    assert [each.keep_fp32 for each in plan.candidates] == ["auto", ("fc", "norm*")]
+    assert override_plan(plan, []).candidates == plan.candidates
+    assert override_plan(plan, ["candidates.1.keep_fp32=auto"]).candidates[1].keep_fp32 == "auto"
 
 
 def test_crucible_home_moves_the_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -196,3 +218,19 @@ def test_the_module_of_a_surgery_is_found_from_the_folder_of_the_plan(tmp_path: 
     assert plan_from_document(dict(MODEL), tmp_path).simplify.python_path == Path()  # so that a plan may move without simplifying again
     with pytest.raises(PlanError, match="expected surgery `module:function`, got 'fix'"):
         plan_from_document({**MODEL, "simplify": {"surgery": "fix"}}, tmp_path)
+
+
+def test_choices_of_a_candidate_are_kept_as_they_were_written(tmp_path: Path) -> None:
+    named = {"backend": "onnxruntime", "precision": "int8"}
+    choices = [
+        {**named, "method": "minmax", "placement": {"last_layer": True}},
+        {**named, "method": ["auto", "minmax"], "placement": {"conv": [True, False]}},
+    ]
+    plan = plan_from_document({**MODEL, "candidates": choices}, tmp_path)
+    assert [(each.method, each.placement.last_layer, each.placement.conv) for each in plan.candidates] == [
+        (("minmax",), (True,), (True,)),
+        (("auto", "minmax"), (False,), (True, False)),
+    ]
+    assert plan.model_dump(mode="json", exclude_defaults=True)["candidates"] == choices
+    assert override_plan(plan, []) == plan
+    assert override_plan(plan, ["candidates.1.method=entropy"]).candidates[1].method == ("entropy",)

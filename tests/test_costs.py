@@ -28,15 +28,65 @@ def flops_of(path: Path, sizes: dict[str, int]) -> float | None:
     [("resnet50", 4.09e9, 4.11e9), ("mobilenet_v2", 0.300e9, 0.305e9)],  # torchvision's model cards: 4.09 and 0.30 giga-multiply-accumulates
 )
 def test_flops_agree_with_published_counts(tmp_path: Path, name: str, least: float, most: float) -> None:
-    model = torchvision.models.get_model(name, weights=None).eval()
     path = tmp_path / f"{name}.onnx"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of the exporter, which is not under test
-        torch.onnx.export(model, (torch.zeros(2, 3, 224, 224),), path, dynamo=False, input_names=["x"], dynamic_axes={"x": {0: "batch"}})
+    export(torchvision.models.get_model(name, weights=None), torch.zeros(2, 3, 224, 224), path, {0: "batch"})
     flops = flops_of(path, {"batch": 1})
     assert flops is not None
     assert least < flops / 2 < most
     assert flops_of(path, {"batch": 4}) == pytest.approx(4 * flops)
+
+
+def export(module: torch.nn.Module, example: torch.Tensor, path: Path, axes: dict[int, str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter's, which is not under test
+        torch.onnx.export(module.eval(), (example,), path, dynamo=False, input_names=["x"], dynamic_axes={"x": axes})
+
+
+def test_a_vision_transformer_agrees_with_its_published_count(tmp_path: Path) -> None:
+    """torchvision's model card of ViT-B/16: 17.56 giga-multiply-accumulates; its 12 blocks are alike, so 1 and 2 of them tell all.
+
+    The exporter computes the targets of its Reshapes by Div and Slice, where onnx's own propagation of sizes ends.
+    """
+    products = []
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # the fused operator cannot be exported
+    for blocks in (1, 2):
+        model = torchvision.models.VisionTransformer(224, 16, blocks, 12, 768, 3072)
+        export(model, torch.zeros(2, 3, 224, 224), tmp_path / "vit.onnx", {0: "batch"})
+        costs = node_costs(tmp_path / "vit.onnx", {"batch": 1})
+        assert all(cost.flops is not None for cost in costs)
+        products.append(sum(cost.flops or 0 for cost in costs if cost.operator in ("Conv", "Gemm", "MatMul")))
+    torch.backends.mha.set_fastpath_enabled(fast)
+    assert (products[0] + 11 * (products[1] - products[0])) / 2 == pytest.approx(17.56e9, rel=0.001)
+
+
+class EncoderLayer(torch.nn.Module):
+    """One layer of BERT-base: attention of 12 heads over 768 channels, and a feed-forward block of 3072."""
+
+    def __init__(self, width: int = 768, heads: int = 12, inner: int = 3072) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.up, self.down = torch.nn.Linear(width, inner), torch.nn.Linear(inner, width)
+        self.first, self.second = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [batch, tokens, width]
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        scores = torch.softmax(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, dim=-1)
+        x = self.first(x + self.out((scores @ v).transpose(1, 2).flatten(2)))
+        return self.second(x + self.down(torch.nn.functional.gelu(self.up(x))))
+
+
+def test_an_encoder_layer_agrees_with_the_formula(tmp_path: Path) -> None:
+    """Per token 12 d^2 multiply-accumulates in the linear layers and 2 d for each token attended to; the rest is small."""
+    export(EncoderLayer(), torch.zeros(2, 128, 768), tmp_path / "layer.onnx", {0: "batch", 1: "tokens"})
+    for batch, tokens in ((1, 128), (4, 96)):
+        costs = node_costs(tmp_path / "layer.onnx", {"batch": batch, "tokens": tokens})
+        products = sum(cost.flops or 0 for cost in costs if cost.operator in ("Gemm", "MatMul"))
+        assert products == 2 * batch * tokens * (12 * 768**2 + 2 * tokens * 768)
+        whole = total(cost.flops for cost in costs)
+        assert whole is not None
+        assert products < whole < 1.02 * products
 
 
 def test_bytes_of_a_convolution(tmp_path: Path) -> None:

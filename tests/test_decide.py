@@ -1,9 +1,25 @@
 """The verdict, from made-up evidence."""
 
+import math
+
 import pytest
 
-from pipeline.core import CalibrationMethod, Precision, Recipe
-from pipeline.decide import MEND_CALIBRATION, MEND_LABELS, TRAIN_IN_16_BITS, choose, decide, next_steps
+from pipeline.core import CalibrationMethod, Note, Precision, Recipe
+from pipeline.decide import (
+    KEEP_WORST,
+    MEND_CALIBRATION,
+    MEND_LABELS,
+    QUANTISE_MORE,
+    SEE_LAYERS,
+    SEVEN_BITS,
+    TRAIN_IN_16_BITS,
+    choose,
+    contenders,
+    decide,
+    next_steps,
+    speed_ratio,
+)
+from pipeline.lint import SATURATES
 from pipeline.measure import Interval, Samples
 from pipeline.report import BenchmarkReport, Candidate, LatencyRow, MetricResult, OutputError, State, ValidationReport
 
@@ -107,7 +123,33 @@ def test_engines_that_are_not_what_they_are_called_are_rejected_and_are_no_near_
     decision = decide([wrong], None, None)
     assert (decision.verdict, decision.winner, decision.nearest_miss) == ("rejected", None, None)
     assert decision.reasons == ("a: mislabelled: called fp16, but its heavy layers run 0 % fp16",)
-    assert "see the table of what really ran" in decision.next_steps[0]
+    assert decision.next_steps == (SEE_LAYERS,)
+    int8 = candidate("b", 2.0, "mislabelled", precision=Precision.INT8)
+    assert decide([wrong, int8], None, None).next_steps == (SEE_LAYERS, QUANTISE_MORE)
+
+
+def test_where_a_models_own_pairs_are_not_run_the_next_step_is_to_mend_them() -> None:
+    wrong = candidate("a", 2.0, "mislabelled", precision=Precision.INT8)
+    given = [
+        wrong.model_copy(update={"recipe": wrong.recipe.model_copy(update={"backend": backend, "quantizer": "given"})})
+        for backend in ("onnxruntime", "openvino")
+    ]
+    first, *mend = decide(given, None, None).next_steps
+    assert "call the candidate by" not in first  # another name is refused
+    assert [step.partition(":")[0] for step in mend] == [
+        "`crucible lint MODEL --backend onnxruntime --fix OUT.onnx`",
+        "`crucible lint MODEL --backend openvino --fix OUT.onnx`",
+    ]
+
+
+def test_a_failed_model_with_its_own_pairs_is_not_told_to_calibrate() -> None:
+    failed = candidate("a", 2.0, "failed accuracy", 0.1, precision=Precision.INT8)
+    failed = failed.model_copy(update={"recipe": failed.recipe.model_copy(update={"quantizer": "given"})})
+    steps = decide([failed], None, None).next_steps
+    assert "crucible lint MODEL --backend" in steps[0]
+    assert not [step for step in steps if "method" in step or "keep_fp32" in step]
+    saturated = failed.model_copy(update={"notes": (Note(stage="lint", text=f"weights of more than 7 bits: their products {SATURATES}"),)})
+    assert decide([saturated], None, None).next_steps == (SEVEN_BITS, *steps)
 
 
 def test_beside_a_mislabelled_engine_the_near_miss_keeps_its_next_steps() -> None:
@@ -131,6 +173,13 @@ def test_after_a_vain_rescue_the_advice_is_training_in_16_bits() -> None:
     assert decide([first, vain], None, None).next_steps == (TRAIN_IN_16_BITS,)
 
 
+def test_after_a_vain_rescue_of_int8_nobody_is_told_to_try_it() -> None:
+    first = candidate("int8", 2.0, "failed accuracy", 0.1, precision=Precision.INT8)
+    vain = first.model_copy(update={"recipe": first.recipe.model_copy(update={"variant": "rescued"})})
+    assert KEEP_WORST in decide([first], None, None).next_steps
+    assert set(decide([first], None, None).next_steps) - set(decide([first, vain], None, None).next_steps) == {KEEP_WORST}
+
+
 def test_where_the_data_is_at_fault_the_advice_is_about_the_data() -> None:
     failed = candidate("a", 2.0, "failed accuracy", 0.0, Precision.INT8)
     chance = failed.model_copy(update={"reason": "the reference itself scores at chance: top1 0.25"})
@@ -145,3 +194,120 @@ def test_where_the_data_is_at_fault_the_advice_is_about_the_data() -> None:
 def test_every_failure_has_a_next_step(precision: Precision) -> None:
     assert next_steps(candidate("a", 1.0, precision=precision))
     assert next_steps(None)
+
+
+# -- equal speed -------------------------------------------------------------------------------------------------------
+
+BASELINE_S = 0.004
+
+
+def timed(label: str, process_ms: tuple[float, ...], drop: float = 0.0, cosine: float = 1.0) -> Candidate:
+    """A candidate with these medians of its processes, two blocks each, and the ratio to a baseline of 4 ms."""
+    values = [ms * 1e-3 for ms in process_ms for _ in range(4)]
+    samples = Samples(values_s=tuple(values), blocks=(2,) * (len(values) // 2), processes=(2,) * len(process_ms))
+    geometric_mean = math.prod(process_ms) ** (1 / len(process_ms)) * 1e-3
+    found = candidate(label, BASELINE_S / geometric_mean, drop=drop)
+    assert found.selection is not None
+    outputs = tuple(output.model_copy(update={"cosine": cosine}) for output in found.selection.outputs)
+    measured = row(BASELINE_S / geometric_mean).model_copy(update={"end_to_end": samples})
+    return found.model_copy(
+        update={
+            "selection": found.selection.model_copy(update={"outputs": outputs}),
+            "benchmark": BenchmarkReport(label=label, rows=(measured,)),
+        }
+    )
+
+
+FASTEST = timed("fastest", (1.00, 1.02, 0.98), drop=0.006)
+AS_FAST = timed("as fast", (1.02, 1.00, 1.01), drop=0.003)
+
+
+def chosen(*candidates: Candidate) -> str:
+    winner = choose(candidates)
+    assert winner is not None
+    return winner.label
+
+
+def test_of_two_that_cannot_be_told_apart_in_speed_the_more_accurate_is_chosen_and_the_report_says_why() -> None:
+    assert chosen(FASTEST, AS_FAST) == "as fast"
+    decision = decide([FASTEST, AS_FAST], AS_FAST, validation(0.0))
+    assert "of 2 candidates whose speeds cannot be told apart it has the smallest drop on the selection set, +0.0030" in decision.reasons[-1]
+    assert decision.reasons[-1].endswith("the others: fastest")
+    assert "cannot be told apart" in decide([FASTEST, AS_FAST], AS_FAST, None).reasons[-1]
+
+
+def test_at_equal_drop_the_higher_cosine_is_chosen_and_at_last_the_order_of_the_plan() -> None:
+    near, far = timed("near", (1.02, 1.00, 1.01), cosine=0.999), timed("far", (1.00, 1.02, 0.98), cosine=0.99)
+    assert chosen(far, near) == chosen(near, far) == "near"
+    assert "it has the highest cosine, 0.99900" in decide([far, near], near, validation(0.0)).reasons[-1]
+    twin = timed("twin", (1.00, 1.02, 0.99), cosine=0.999)
+    assert (chosen(near, twin), chosen(twin, near)) == ("near", "twin")
+    assert "it comes first in the plan" in decide([near, twin], near, validation(0.0)).reasons[-1]
+
+
+def test_what_is_measurably_slower_is_not_chosen_for_its_accuracy() -> None:
+    slower = timed("slower", (1.030, 1.051, 1.009), drop=0.0)  # by 3 % in every pair of processes, although each varies by 2 %
+    assert contenders([slower, FASTEST]) == (FASTEST,)
+    assert chosen(slower, FASTEST) == "fastest"
+    assert not any("told apart" in reason for reason in decide([slower, FASTEST], FASTEST, validation(0.0)).reasons)
+
+
+def test_on_a_noisy_host_speed_is_not_given_away_for_accuracy() -> None:
+    noisy = timed("noisy", (0.9, 2.5, 1.2), drop=0.0)
+    ratio = speed_ratio(FASTEST, noisy)
+    assert ratio is not None
+    assert not ratio.excludes(1.0)
+    assert chosen(noisy, FASTEST) == "fastest"
+
+
+def test_engines_that_differ_in_their_ranges_only_are_as_fast_unless_measured_otherwise() -> None:
+    def int8(found: Candidate, method: str) -> Candidate:
+        return found.model_copy(update={"recipe": Recipe.model_validate({"backend": "onnxruntime", "precision": "int8", "method": method})})
+
+    entropy, minmax = int8(FASTEST, "entropy"), int8(timed("minmax", (0.9, 2.5, 1.2), drop=0.0), "minmax")
+    assert chosen(entropy, minmax) == "minmax"
+    slower = int8(timed("slower", (1.30, 1.33, 1.27), drop=0.0), "percentile")
+    assert chosen(entropy, slower) == "fastest"
+
+
+def test_a_chain_of_small_differences_does_not_lead_to_a_slow_candidate() -> None:
+    chain = [timed(f"{step}", (1.0 + step * 0.03, 1.05 + step * 0.03, 0.95 + step * 0.03), drop=-0.001 * step) for step in range(6)]
+    assert [candidate.label for candidate in contenders(chain)] == ["0"]  # paired, 3 % are told apart
+    shuffled = [timed(f"{step}", (1.0 + step * 0.03, 1.05, 0.95), drop=-0.001 * step) for step in range(9)]
+    ties = contenders(shuffled)
+    assert 1 < len(ties) < 9
+    assert all(ratio is not None and ratio.value > 1 / 1.05 for ratio in (speed_ratio(ties[0], each) for each in ties))
+
+
+def test_without_a_baseline_the_fastest_is_known_all_the_same() -> None:
+    def alone(found: Candidate) -> Candidate:
+        assert found.benchmark is not None
+        rows = tuple(each.model_copy(update={"ratio": None}) for each in found.benchmark.rows)
+        return found.model_copy(update={"benchmark": found.benchmark.model_copy(update={"rows": rows})})
+
+    assert chosen(alone(timed("slow", (2.0, 2.1, 1.9))), alone(FASTEST)) == "fastest"
+
+
+def test_advice_about_a_slow_winner_looks_at_all_that_are_as_fast() -> None:
+    slow, slow_too = timed("a", (4.1, 4.2, 4.0)), timed("b", (4.2, 4.1, 4.2))
+    assert "keep the baseline" in decide([slow, slow_too], slow, validation(0.0)).next_steps[0]
+    assert decide([FASTEST, AS_FAST], AS_FAST, validation(0.0)).next_steps == ()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "has", "lacks"),
+    [
+        (Recipe(backend="onnxruntime", precision=Precision.INT4, weight_only=True, block_size=64), "block_size: 32", "simplify"),
+        (Recipe(backend="onnxruntime", precision=Precision.INT4, weight_only=True, block_size=32), "weight_only: true", "block_size"),
+        (Recipe(backend="onnxruntime", precision=Precision.INT8, weight_only=True, block_size=32), "keep_fp32: [NODE]", "method"),
+        (Recipe(backend="openvino", precision=Precision.INT8, quantizer="nncf"), "quantisation-aware", "keep_fp32: auto"),
+        (Recipe(backend="tensorrt", precision=Precision.INT8, realised_in="flags", method=CalibrationMethod.ENTROPY), "method: minmax", "auto"),
+        (Recipe(backend="tensorrt", precision=Precision.FP8, quantizer="modelopt"), "bf16 or fp16", "simplify"),
+        (Recipe(backend="onnxruntime", precision=Precision.INT8, keep_worst=True), "quantisation-aware", "keep_fp32: auto"),
+    ],
+)
+def test_no_next_step_is_one_that_the_plan_refuses_or_has(recipe: Recipe, has: str, lacks: str) -> None:
+    miss = candidate("c", 0.5, state="failed accuracy").model_copy(update={"recipe": recipe})
+    said = "\n".join(next_steps(miss))
+    assert has in said
+    assert lacks not in said

@@ -145,3 +145,30 @@ def test_a_softmax_without_matmuls_is_no_attention_and_unknown_operators_tell_no
     classifier = layer("fp16", heavy=False, nodes=("s",), operators=("Softmax",))
     assert fusions(table(classifier, layer("fp16", nodes=("c",), operators=("Conv",)))) == ()
     assert fusions(table(layer("fp16", nodes=("a", "b")))) == ()
+
+
+# --- weights alone ---
+
+
+def test_weights_alone_are_judged_by_what_the_products_read() -> None:
+    """They multiply floats: an fp32 kernel that reads 4-bit weights is what int4 weight-only says."""
+    narrow = layer("fp32", 0.2, inputs=("fp32", "uint8", "fp32"))
+    scores, wide = layer("fp32", 0.8, inputs=("fp32", "fp32")), layer("fp32", 1.0, inputs=("fp32",))  # its weight is packed away
+    packed = layer("int8", 0.2, kind="MatMulNBits", inputs=("fp32", "fp32"))
+    assert mislabelled(Precision.INT8, table(packed, scores), weight_only=True) == ""
+    assert mislabelled(Precision.INT4, table(narrow, scores), weight_only=True) == ""
+    assert mislabelled(Precision.INT4, table(narrow, scores)) != ""
+    said = mislabelled(Precision.INT8, table(wide, scores), weight_only=True)
+    assert said == "called int8 weight-only, but by time only 0 % of its heavy layers read weights in 4 or 8 bits"
+
+
+def test_weights_of_which_nothing_is_known_are_not_judged() -> None:
+    assert mislabelled(Precision.INT4, table(layer("fp32"), layer("fp32", 0.1, inputs=("fp32", "fp32"))), weight_only=True) == ""
+    assert mislabelled(Precision.INT4, table(), weight_only=True) == ""
+
+
+def test_weights_kept_in_fp32_count_neither_way() -> None:
+    kept = layer("fp32", 9.9, inputs=("fp32", "fp32"), nodes=("/head/MatMul",))
+    narrow = layer("fp32", 0.1, inputs=("fp32", "i4"))
+    assert mislabelled(Precision.INT4, table(kept, narrow), weight_only=True) != ""
+    assert mislabelled(Precision.INT4, table(kept, narrow), ("/head/*",), weight_only=True) == ""

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.core import Progress
 from pipeline.errors import ChildDied, DataError, DiskFull, InternalError
-from pipeline.process import Channel, Child, call_in_child, crucible_error
+from pipeline.process import Channel, Child, call_in_child
 
 
 def double(number: int, progress: Progress) -> int:
@@ -79,21 +79,13 @@ def test_a_full_disk_is_named_with_the_file() -> None:
         call_in_child(fill_disk, name="fill")
 
 
-@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied", "/somewhere"), NotADirectoryError(20, "Not a directory", "/somewhere")])
-def test_a_path_that_cannot_be_used_is_the_hosts_fault(error: OSError) -> None:
-    found = crucible_error(error)
-    assert (found.exit_code, "'/somewhere'" in found.message, bool(found.next_step)) == (1, True, True)
-
-
 def test_a_dead_child_names_its_log(tmp_path: Path) -> None:
     with pytest.raises(ChildDied, match=r"signal 11") as caught:
         call_in_child(die, 11, name="die", log=tmp_path / "die.log")
     assert str(tmp_path / "die.log") in caught.value.next_step
 
 
-@pytest.mark.parametrize(
-    ("number", "words", "advice"), [(signal.SIGSEGV, "SIGSEGV", "your own code"), (signal.SIGKILL, "memory", "more free memory")]
-)
+@pytest.mark.parametrize(("number", "words", "advice"), [(signal.SIGSEGV, "SIGSEGV", "your own code"), (signal.SIGKILL, "SIGKILL", "more memory")])
 def test_a_death_by_signal_is_named(number: int, words: str, advice: str) -> None:
     with pytest.raises(ChildDied, match=words) as caught:
         call_in_child(die, int(number), name="die")

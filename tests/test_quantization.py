@@ -203,6 +203,35 @@ def test_integer_io_also_quantises_results_and_shares_a_scale_through_what_moves
     assert sites.same_scale == {"p": "c3", "f": "c3"}
 
 
+PRODUCTS = """
+<ir_version: 9, opset_import: ["" : 20]>
+net (float[N, 8] x) => (float[N, 8] y)
+<float[8, 8] w1, float[8, 8] w2, float[8, 8] w3>
+{
+    [first] a = MatMul (x, w1)
+    [relu] r = Relu (a)
+    [tanh] t = Tanh (r)
+    [second] b = Gemm (t, w2)
+    [third] c = MatMul (b, w3)
+    [sigmoid] s = Sigmoid (c)
+    [mul] m = Mul (s, b)
+    [answer] y = Softmax (m)
+}
+"""
+
+
+def test_onnx_runtime_is_given_8_bits_for_all_readers_of_a_product_or_for_none() -> None:
+    rules = Placement(last_layer=True)
+    assert reads(sites_of(PRODUCTS, rules, kernels=ONNXRUNTIME)) == [
+        ("first", "x"),
+        ("tanh", "r"),  # behind the Relu, which is then part of the product's kernel
+        ("second", "t"),
+        ("third", "b"),
+        ("mul", "b"),  # the third reads it in 8 bits, so the Mul does
+    ]
+    assert reads(sites_of(PRODUCTS, rules, kernels=OPENVINO)) == [("first", "x"), ("second", "t"), ("third", "b")]
+
+
 def test_nodes_whose_input_was_not_calibrated_are_named() -> None:
     sites = place(proto_from_text(RESIDUAL).graph, Placement(), frozenset({"x", "r2"}), frozenset(), OPENVINO)
     assert sites.unseen == ("conv2", "add")

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import CandidateConfig, Plan, plan_from_document
-from pipeline.core import CalibrationMethod, Precision, Recipe, Target
+from pipeline.config import CandidateConfig, PlacementConfig, Plan, plan_from_document
+from pipeline.core import CalibrationMethod, Placement, Precision, Recipe, Target
 from pipeline.errors import PlanError
-from pipeline.recipes import default_candidates, recipe_from_candidate, resolve_method
+from pipeline.recipes import MOST_RECIPES, default_candidates, distinct, recipe_from_candidate, recipes_from_candidate, resolve_method
 
 AVX2 = ("avx2",)
 VNNI = ("avx2", "avx512_bf16", "avx512_vnni")
@@ -145,3 +145,234 @@ def test_modelopt_places_qdq_for_tensorrt_only(plan: Plan) -> None:
 )
 def test_auto_is_minmax_for_language_models_else_entropy(asked: str, language_model: bool, method: CalibrationMethod) -> None:
     assert resolve_method(asked, language_model) is method
+
+
+# --- nodes kept in fp32 ---
+
+
+def test_auto_is_no_name_of_a_node_and_leaves_the_recipe_what_it_is(plan: Plan) -> None:
+    auto, plain = (tensorrt_recipe(plan, Precision.FP16, keep_fp32=kept) for kept in ("auto", ()))
+    assert (auto.keep_worst, auto.keep_fp32) == (True, ())
+    assert auto.label == plain.label
+    assert auto.model_dump() == plain.model_dump()  # so that the same engine comes from the store
+
+
+@pytest.mark.parametrize("targets", [{"onnxruntime": target("onnxruntime", VNNI), "openvino": target("openvino", VNNI)}, {"tensorrt": gpu()}])
+def test_without_candidates_in_the_plan_int8_by_our_own_rules_keeps_its_worst_nodes(plan: Plan, targets: dict[str, Target]) -> None:
+    recipes = [recipe_from_candidate(each, targets[each.backend], plan, True) for each in default_candidates(targets, True)]
+    own = [each.precision is Precision.INT8 and each.quantizer == "crucible" and each.realised_in == "graph" for each in recipes]
+    assert [each.keep_worst for each in recipes] == own
+    assert any(own)
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked", "words"),
+    [
+        ("openvino", {"precision": "int8", "quantizer": "nncf"}, "another library places them"),
+        ("tensorrt", {"precision": "int8", "quantizer": "modelopt"}, "another library places them"),
+        ("tensorrt", {"precision": "fp8"}, "another library places them"),
+        ("tensorrt", {"precision": "int8", "realised_in": "flags"}, "another library places them"),
+        ("onnxruntime", {"precision": "int8", "weight_only": True}, "another library places them"),
+        ("openvino", {"precision": "int4"}, "another library places them"),
+        ("tensorrt", {"precision": "tf32"}, "is for fp16, bf16 and int8"),
+        ("onnxruntime", {"precision": "fp32"}, "is for fp16, bf16 and int8"),
+    ],
+)
+def test_auto_where_there_is_nothing_to_choose_from_is_refused(plan: Plan, backend: str, asked: dict[str, object], words: str) -> None:
+    candidate = CandidateConfig.model_validate({"backend": backend, "keep_fp32": "auto", **asked})
+    with pytest.raises(PlanError, match=words) as caught:
+        recipe_from_candidate(candidate, gpu() if backend == "tensorrt" else target(backend, VNNI), plan, True)
+    assert "keep_fp32" in caught.value.next_step
+
+
+def test_the_same_recipe_twice_is_one_candidate_that_keeps_its_worst_nodes_if_either_says_so(plan: Plan) -> None:
+    plain, auto, other = (tensorrt_recipe(plan, precision, keep_fp32=kept) for precision, kept in (("fp16", ()), ("fp16", "auto"), ("bf16", ())))
+    assert distinct([plain, other, auto]) == (auto, other)
+
+
+# -- one candidate that stands for several -----------------------------------------------------------------------------
+
+
+def recipes(plan: Plan, **asked: object) -> list[str]:
+    candidate = CandidateConfig.model_validate({"backend": "onnxruntime", "precision": "int8", **asked})
+    return [recipe.label for recipe in recipes_from_candidate(candidate, target(candidate.backend, VNNI), plan, True)]
+
+
+def test_lists_of_methods_and_switches_stand_for_all_combinations_in_order(plan: Plan) -> None:
+    assert recipes(plan, method=["minmax", "entropy"], placement={"last_layer": [False, True]}) == [
+        "onnxruntime int8 minmax u8s8",
+        "onnxruntime int8 minmax u8s8 +last_layer",
+        "onnxruntime int8 entropy u8s8",
+        "onnxruntime int8 entropy u8s8 +last_layer",
+    ]
+
+
+def test_scalars_and_lists_of_one_stand_for_one_recipe(plan: Plan) -> None:
+    assert recipes(plan) == recipes(plan, method=["entropy"], placement={"conv": [True]}) == ["onnxruntime int8 entropy u8s8"]
+    assert recipes(plan, precision="fp32", method="entropy") == ["onnxruntime fp32"]
+
+
+def test_what_comes_to_the_same_is_tried_once(plan: Plan) -> None:
+    assert recipes(plan, method=["auto", "entropy", "entropy"], placement={"conv": [True, True]}) == ["onnxruntime int8 entropy u8s8"]
+
+
+def test_a_candidate_that_stands_for_too_many_is_refused_with_the_count(plan: Plan) -> None:
+    both = [False, True]
+    switches = dict.fromkeys(("last_layer", "residual_add", "per_channel", "conv"), both)
+    assert len(recipes(plan, method=["entropy", "minmax"], placement=switches)) == MOST_RECIPES
+    with pytest.raises(PlanError, match="stands for 48 engines, expected at most 32"):
+        recipes(plan, method=["entropy", "minmax", "percentile"], placement=switches)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"precision": "fp32", "method": ["entropy", "minmax"]}, "'onnxruntime fp32': a list under `method` changes nothing: fp32 has none"),
+        ({"precision": "fp32", "placement": {"conv": [True, False]}}, "a list under `placement.conv` changes nothing: fp32 has none"),
+        ({"backend": "openvino", "quantizer": "nncf", "method": ["entropy", "minmax"]}, "the quantizer `nncf` chooses ranges by itself"),
+        ({"backend": "openvino", "quantizer": "nncf", "placement": {"last_layer": [True, False]}}, "the quantizer `nncf` places Q/DQ by itself"),
+        ({"backend": "tensorrt", "quantizer": "modelopt", "placement": {"last_layer": [True, False]}}, "the quantizer `modelopt` places Q/DQ"),
+        ({"backend": "tensorrt", "realised_in": "flags", "placement": {"last_layer": [True, False]}}, "TensorRT's own calibrator"),
+    ],
+)
+def test_a_list_that_changes_nothing_is_refused_by_name(plan: Plan, asked: dict[str, object], words: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        recipes(plan, **asked)
+    assert words in caught.value.message
+
+
+def test_quantizers_that_take_a_method_take_a_list_of_them(plan: Plan) -> None:
+    labels = recipes(plan, backend="tensorrt", quantizer="modelopt", method=["entropy", "minmax"])
+    assert labels == ["tensorrt int8 modelopt entropy s8s8", "tensorrt int8 modelopt minmax s8s8"]
+    labels = recipes(plan, backend="tensorrt", realised_in="flags", method=["entropy", "minmax"])
+    assert labels == ["tensorrt int8 implicit entropy", "tensorrt int8 implicit minmax"]
+
+
+def test_the_switches_of_the_plan_are_those_of_a_recipe_with_the_same_defaults() -> None:
+    assert dict(PlacementConfig()) == {name: (on,) for name, on in Placement()}
+
+
+# --- weights alone, and SmoothQuant ---
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked", "label"),
+    [
+        ("onnxruntime", {"precision": "int4"}, "onnxruntime int4 weight-only b32"),
+        ("onnxruntime", {"precision": "int4", "block_size": 128, "keep_fp32": ["head"]}, "onnxruntime int4 weight-only b128 keep head"),
+        ("onnxruntime", {"precision": "int8", "weight_only": True}, "onnxruntime int8 weight-only b32"),
+        ("onnxruntime", {"precision": "int8", "weight_only": True, "activation": "int8"}, "onnxruntime int8 weight-only b32 a8"),
+        ("openvino", {"precision": "int4", "block_size": 64}, "openvino int4 nncf weight-only b64"),
+        ("openvino", {"precision": "int8", "weight_only": True, "quantizer": "nncf"}, "openvino int8 nncf weight-only"),
+        ("openvino", {"precision": "int8", "quantizer": "nncf"}, "openvino int8 nncf u8s8"),
+        ("openvino", {"precision": "int8", "quantizer": "nncf", "smooth_quant": True}, "openvino int8 nncf u8s8 +smooth_quant"),
+        ("openvino", {"precision": "int8", "quantizer": "nncf", "smooth_quant": False}, "openvino int8 nncf u8s8 -smooth_quant"),
+    ],
+)
+def test_each_switch_shows_in_the_label(plan: Plan, backend: str, asked: dict[str, object], label: str) -> None:
+    assert recipe_from_candidate(CandidateConfig.model_validate({"backend": backend, **asked}), target(backend, VNNI), plan, True).label == label
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+def test_weights_alone_need_no_calibration_data(plan: Plan, backend: str) -> None:
+    recipe = recipe_from_candidate(CandidateConfig(backend=backend, precision=Precision.INT4), target(backend, VNNI), plan, False)
+    assert (recipe.weight_only, recipe.activation, recipe.method) == (True, "float", None)
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked", "words"),
+    [
+        ("tensorrt", {"precision": "int4"}, "not made for tensorrt, only for onnxruntime and openvino"),
+        ("tensorrt_rtx", {"precision": "int8", "weight_only": True}, "not made for tensorrt_rtx"),
+        ("onnxruntime", {"precision": "fp32", "weight_only": True}, "4 or 8 bits, not fp32"),
+        ("onnxruntime", {"precision": "int4", "method": "minmax"}, "`method: minmax` says nothing here"),
+        ("onnxruntime", {"precision": "int4", "activation": "uint8"}, "`activation: uint8` says nothing here"),
+        ("openvino", {"precision": "int4", "activation": "int8"}, "`activation: int8` says nothing here"),
+        ("openvino", {"precision": "int4", "weight_bits": 7}, "`weight_bits: 7` says nothing here"),
+        ("openvino", {"precision": "int4", "quantizer": "modelopt"}, "`quantizer: modelopt` says nothing here"),
+        ("onnxruntime", {"precision": "int4", "placement": {"last_layer": True}}, "`placement: ...` says nothing here"),
+        ("openvino", {"precision": "int4", "smooth_quant": True}, "`smooth_quant: True` says nothing here"),
+        ("openvino", {"precision": "int8", "weight_only": True, "block_size": 64}, "one scale per output channel, no blocks"),
+        ("onnxruntime", {"precision": "int8", "block_size": 64}, "only weights alone come in blocks"),
+        ("openvino", {"precision": "int8", "smooth_quant": True}, "only NNCF in int8 has `smooth_quant`"),
+        ("openvino", {"precision": "fp32", "quantizer": "nncf", "smooth_quant": False}, "only NNCF in int8 has `smooth_quant`"),
+    ],
+)
+def test_what_weights_alone_would_ignore_is_refused(plan: Plan, backend: str, asked: dict[str, object], words: str) -> None:
+    candidate = CandidateConfig.model_validate({"backend": backend, **asked})
+    with pytest.raises(PlanError, match=words):
+        recipe_from_candidate(candidate, target(backend, VNNI), plan, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "names", "expected"),
+    [
+        (Precision.INT8, ("onnxruntime", "openvino"), ["onnxruntime int8 given", "openvino int8 given"]),
+        (Precision.INT8, ("tensorrt", "onnxruntime"), ["tensorrt int8 given"]),
+        (Precision.FP8, ("tensorrt", "onnxruntime"), ["tensorrt fp8 given"]),
+        (Precision.FP8, ("onnxruntime", "openvino"), []),
+    ],
+)
+def test_a_model_with_its_own_scales_is_tried_on_every_backend(plan: Plan, given: Precision, names: tuple[str, ...], expected: list[str]) -> None:
+    targets = {name: gpu() if name == "tensorrt" else target(name, VNNI) for name in names}
+    candidates = default_candidates(targets, False, given)
+    recipes = [recipe_from_candidate(each, targets[each.backend], plan, False, given) for each in candidates]
+    assert [recipe.label for recipe in recipes] == expected
+    assert {recipe.rest for recipe in recipes} == ({Precision.FP16 if "tensorrt" in names else Precision.FP32} if recipes else set())
+
+
+def given_recipes(plan: Plan, **asked: object) -> tuple[Recipe, ...]:
+    candidate = CandidateConfig.model_validate({"backend": "tensorrt", "precision": "int8", **asked})
+    at = gpu() if candidate.backend == "tensorrt" else target(candidate.backend, VNNI)
+    return recipes_from_candidate(candidate, at, plan, True, Precision.INT8)
+
+
+def test_what_the_pairs_of_a_model_leave_open_may_be_asked_for(plan: Plan) -> None:
+    (recipe,) = given_recipes(plan, keep_fp32=("head",), hardware_compatible=True)
+    assert (recipe.quantizer, recipe.keep_fp32, recipe.hardware_compatible) == ("given", ("head",), True)
+
+
+@pytest.mark.parametrize(
+    ("key", "asked"),
+    [
+        ("method", {"method": "minmax"}),
+        ("method", {"method": ["auto", "minmax"]}),
+        ("activation", {"activation": "uint8"}),
+        ("weight_bits", {"weight_bits": 7}),
+        ("realised_in", {"realised_in": "flags"}),
+        ("quantizer", {"quantizer": "modelopt", "keep_fp32": "auto"}),
+        ("placement", {"placement": {"last_layer": [False, True]}}),
+        ("placement", {"placement": {switch: [True, False] for switch in PlacementConfig.model_fields}}),
+        ("weight_only", {"weight_only": True, "backend": "onnxruntime"}),
+        ("smooth_quant", {"smooth_quant": True, "backend": "openvino"}),
+        ("keep_fp32", {"keep_fp32": "auto"}),
+        ("keep_fp32", {"keep_fp32": "auto", "backend": "onnxruntime"}),
+        ("keep_fp32", {"keep_fp32": ["head"], "backend": "onnxruntime"}),
+    ],
+)
+def test_what_the_pairs_of_a_model_have_decided_is_refused_by_name(plan: Plan, key: str, asked: dict[str, object]) -> None:
+    with pytest.raises(PlanError, match=f"brings its own Q/DQ, which decide `{key}`") as caught:
+        given_recipes(plan, **asked)
+    assert caught.value.next_step.startswith(f"leave `{key}` out")
+
+
+@pytest.mark.parametrize("asked", [{"precision": "fp16"}, {"precision": "fp16", "keep_fp32": "auto"}, {"precision": "int4", "backend": "openvino"}])
+def test_a_precision_that_is_not_that_of_the_pairs_is_refused(plan: Plan, asked: dict[str, object]) -> None:
+    with pytest.raises(PlanError, match=f"it would run int8 under the name of {asked['precision']}"):
+        given_recipes(plan, **asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"backend": "openvino", "precision": "int8", "quantizer": "nncf", "placement": {"last_layer": True}}, "places Q/DQ by itself"),
+        ({"backend": "openvino", "precision": "int8", "quantizer": "nncf", "method": "minmax"}, "chooses ranges by itself"),
+        ({"backend": "tensorrt", "precision": "fp8", "method": "minmax"}, "chooses ranges by itself"),
+        ({"backend": "tensorrt", "precision": "fp8", "activation": "uint8"}, "one form of activations"),
+        ({"backend": "tensorrt", "precision": "int8", "block_size": 64}, "only weights alone come in blocks"),
+    ],
+)
+def test_what_a_label_would_claim_and_an_engine_ignore_is_refused(plan: Plan, asked: dict[str, object], words: str) -> None:
+    candidate = CandidateConfig.model_validate(asked)
+    with pytest.raises(PlanError, match=words):
+        recipe_from_candidate(candidate, gpu() if candidate.backend == "tensorrt" else target("openvino", VNNI), plan, True)

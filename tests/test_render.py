@@ -11,12 +11,18 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from pipeline.core import Precision
 from pipeline.errors import UserError
+from pipeline.gpu import Peaks
 from pipeline.measure import Interval
+from pipeline.nvml import GpuUse
+from pipeline.outline import entries
 from pipeline.render import load_report, markdown, page, schema, write_report
 from pipeline.report import Report
-from pipeline.sections import bytes_text, date, entries, number_text, sections, time_text
-from pipeline.terminal import candidate_table, console, verdict_lines
+from pipeline.roofline import with_bounds
+from pipeline.sections import sections
+from pipeline.terminal import candidate_table, console, first_rows, limits_table, verdict_lines
+from pipeline.texts import bytes_text, date, number_text, time_text
 from tests.fixtures_report import EVIL, proven_report, sample_report
 
 ROOT = Path(__file__).parent.parent
@@ -298,3 +304,41 @@ def test_sizes_counts_and_dates() -> None:
     ]
     assert [number_text(value) for value in (0.5, 74.6, 1234.5)] == ["0.50", "74.6", "1,234"]
     assert date("2026-03-02T10:11:40+00:00") == "2026-03-02 10:11 UTC"
+
+
+# -- what binds a row --------------------------------------------------------------------------------------------------
+
+
+def bounded(report: Report) -> Report:
+    """The report as a host gives it whose fp32 peak is known, with moved bytes for the baseline only."""
+    peaks = Peaks(device="EPYC, 2 threads", source="measured 2026-11-21", flops_per_s={Precision.FP32: 1e12}, bytes_per_s=50e9)
+    assert report.baseline
+    rows = tuple(row.model_copy(update={"bytes_per_s": 4e9}) for row in report.baseline.rows)
+    baseline = with_bounds(report.baseline.model_copy(update={"rows": rows}), Precision.FP32, peaks)
+    candidates = tuple(
+        each.model_copy(update={"benchmark": with_bounds(each.benchmark, each.recipe.precision, peaks)}) if each.benchmark else each
+        for each in report.candidates
+    )
+    use = GpuUse(uuid="GPU-1", samples=3, other_processes=(4711,))
+    return report.model_copy(update={"baseline": baseline, "candidates": candidates, "peaks": (peaks,), "gpu_use": use})
+
+
+def test_what_binds_each_row_is_told_in_every_form(report: Report, capsys: pytest.CaptureFixture[str]) -> None:
+    made = bounded(report)
+    for text in (markdown(made), page(made)):
+        assert "What binds each row" in text
+        assert "Peaks of EPYC, 2 threads: fp32 1,000 GFLOP/s; memory 50.0 GB/s (measured 2026-11-21)." in text
+        assert "61 % (fp32)" in text, "8.2 GFLOP in 13.4 ms"
+        assert "try int8, or a smaller model" in text
+        assert "other processes on the GPU: 4711" in text
+    (limits,) = (section for section in sections(made) if section.key == "limits")
+    measured = [entry for entry in entries(made) if entry.benchmark]
+    assert [len(table.rows) for table in limits.tables] == [len(measured)] * 2
+    console().print(limits_table(first_rows(made)))
+    told = [line for line in capsys.readouterr().out.splitlines() if "pytorch eager fp32" in line]
+    assert all(each in told[0] for each in ("612", "4.00", "61 % (fp32)", "8.0 %", "compute"))
+    assert any("what binds it is unknown" in line for line in verdict_lines(made)), "the winner's bytes are not known"
+
+
+def test_a_report_without_verdicts_on_rows_has_no_such_section(report: Report) -> None:
+    assert all(section.key != "limits" for section in sections(report))

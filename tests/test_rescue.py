@@ -1,25 +1,21 @@
-"""The recipe of experience: decisions from made-up evidence, the ranking on a real graph, whole compiles on a backend that computes true fp16."""
+"""The rescue: decisions from made-up evidence, whole compiles on a backend that computes true fp16."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from onnx import TensorProto, helper
 
 from pipeline.backends import BACKENDS
 from pipeline.compile import compile_plan
 from pipeline.config import load_plan
-from pipeline.core import DimRange, Precision, Profile, Recipe
-from pipeline.data import SelectionSet, open_set
+from pipeline.core import CalibrationMethod, DimRange, Precision, Profile, Recipe
 from pipeline.errors import InternalError, UnsupportedError
-from pipeline.graph import onnx_model
-from pipeline.report import Candidate, Report, State
+from pipeline.metrics import AT_CHANCE, NOT_COVERED
+from pipeline.report import Candidate, NodeHarm, NodeRanking, Report, State
 from pipeline.rescue import Attempt, Skipped, Tried, cuts, ends, in_bf16, in_fp32, story, to_rescue, with_nodes_kept, with_opt_moved
 from pipeline.runner import Runner
-from pipeline.stages.convert import convert
-from pipeline.stages.rank import MOST_ERROR, NodeHarm, NodeRanking, lift, rank_nodes, relative_error
+from pipeline.stages.rank import rank_nodes
 from pipeline.store import Store
 from tests.fixtures_cli import overflowing_task
 from tests.fixtures_halves import Halves, run_here
@@ -35,7 +31,12 @@ def candidate(recipe: Recipe = FP16, state: State = "failed accuracy", reason: s
 
 
 def harm(name: str, largest: float = 1.0, error: float = 0.0) -> NodeHarm:
-    return NodeHarm(node=name, operator="MatMul", largest=largest, error=error)
+    return NodeHarm(node=name, operator="MatMul", largest=largest, overflows=largest > 16376, error=error)
+
+
+def tried(attempt: Attempt | Skipped, state: State) -> Tried:
+    assert isinstance(attempt, Attempt)
+    return Tried(attempt, candidate(attempt.recipe, state))
 
 
 # --- which candidates, and which steps ---
@@ -81,27 +82,47 @@ def test_opt_that_is_min_already_moves_to_max_only_and_an_empty_batch_is_tuned_f
     assert emptied.profiles[0].dims["batch"].opt == 1
 
 
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+def test_a_backend_whose_engine_is_the_same_for_all_shapes_has_no_opt_to_move(backend: str) -> None:
+    (skipped,) = with_opt_moved(candidate(Recipe(backend=backend, precision=Precision.FP16)), (PROFILE,))
+    assert isinstance(skipped, Skipped)
+    assert skipped.why == f"{backend} makes one engine for all shapes"
+
+
 def test_fixed_shapes_have_no_opt_to_move() -> None:
     for profiles in ((Profile(),), (Profile(dims={"batch": DimRange(min=4, opt=4, max=4)}),)):
         assert with_opt_moved(candidate(), profiles) == (Skipped("opt shape moved", "nothing to move: all shapes are fixed"),)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "overflowing", "kept"), [(20, 0, (5, 10, 20)), (20, 6, (6, 13, 20)), (6, 6, (6,)), (3, 0, (1, 2, 3)), (1, 0, (1,)), (2, 1, (1, 2))]
+    ("nodes", "overflowing", "builds", "kept"),
+    [
+        (20, 0, 9, (1, 2, 4, 8, 16, 20)),
+        (20, 0, 3, (1, 2, 20)),
+        (120, 0, 6, (1, 2, 4, 8, 16, 120)),
+        (100, 5, 6, (5, 10, 20, 40, 80, 100)),
+        (20, 6, 6, (6, 12, 20)),
+        (6, 6, 6, (6,)),
+        (3, 0, 6, (1, 2, 3)),
+        (1, 0, 6, (1,)),
+        (2, 1, 1, (1,)),
+    ],
 )
-def test_what_overflows_is_kept_together_then_more(nodes: int, overflowing: int, kept: tuple[int, ...]) -> None:
-    assert cuts(nodes, overflowing) == kept
+def test_what_overflows_is_kept_together_then_twice_as_many(nodes: int, overflowing: int, builds: int, kept: tuple[int, ...]) -> None:
+    assert cuts(nodes, overflowing, builds) == kept
 
 
 def test_nodes_are_kept_by_their_names_whatever_these_hold_and_labels_stay_short() -> None:
     ranking = NodeRanking(nodes=tuple(harm(f"layer[{n}]/up*", largest=1e5 if n < 3 else 1.0) for n in range(40)))
-    attempts = [each for each in with_nodes_kept(candidate(FP16.model_copy(update={"keep_fp32": ("norm",)})), ranking) if isinstance(each, Attempt)]
-    assert [len(each.recipe.keep_fp32) for each in attempts] == [4, 23, 41]
+    attempts = [
+        each for each in with_nodes_kept(candidate(FP16.model_copy(update={"keep_fp32": ("norm",)})), ranking, 5) if isinstance(each, Attempt)
+    ]
+    assert [len(each.recipe.keep_fp32) for each in attempts] == [4, 7, 13, 25, 41]
     assert attempts[0].recipe.keep_fp32[:2] == ("norm", "layer[[]0]/up[*]")
     assert attempts[0].words.startswith("3 nodes of 40, 'layer[0]/up*' (values up to 1e+05)")
     labels = [each.recipe.label for each in attempts]
-    assert len(set(labels)) == 3
-    assert labels[2].startswith("tensorrt rescued fp16 keep norm and 40 more (")
+    assert len(set(labels)) == 5
+    assert labels[-1].startswith("tensorrt rescued fp16 keep norm and 40 more (")
     assert max(map(len, labels)) < 80
 
 
@@ -112,19 +133,84 @@ def test_two_lists_of_one_length_have_labels_of_their_own() -> None:
 
 @pytest.mark.parametrize(("failure", "why"), [("", "on 7 samples"), ("memory ran out", "memory ran out")])
 def test_without_a_node_to_keep_the_step_says_why(failure: str, why: str) -> None:
-    (skipped,) = with_nodes_kept(candidate(), NodeRanking(samples=7, failure=failure))
+    (skipped,) = with_nodes_kept(candidate(), NodeRanking(samples=7, failure=failure), 6)
     assert isinstance(skipped, Skipped)
     assert why in skipped.why
+
+
+# --- int8, and bf16: where the plan says so ---
+
+INT8 = Recipe(backend="openvino", precision=Precision.INT8, method=CalibrationMethod.ENTROPY, activation="uint8", keep_worst=True)
+SIGNED = INT8.model_copy(update={"activation": "int8"})
+
+
+def test_int8_and_bf16_are_rescued_where_the_plan_says_auto() -> None:
+    for recipe in (INT8, Recipe(backend="tensorrt", precision=Precision.BF16, keep_worst=True)):
+        assert to_rescue([candidate(recipe)]) == (candidate(recipe),)
+        assert to_rescue([candidate(recipe.model_copy(update={"keep_worst": False}))]) == ()
+
+
+def test_of_several_int8_engines_of_a_backend_the_nearest_miss_is_rescued_and_none_beside_one_that_passed() -> None:
+    far, near = candidate(INT8), candidate(SIGNED).model_copy(update={"selection": selection(0.04, 0.9)})
+    assert to_rescue([far, near]) == (near,)
+    by_nncf = INT8.model_copy(update={"quantizer": "nncf", "keep_worst": False})
+    assert to_rescue([far, near, candidate(by_nncf, "measured")]) == ()
+    elsewhere = INT8.model_copy(update={"backend": "onnxruntime"})
+    assert to_rescue([far, candidate(elsewhere, "measured")]) == (far,)
+    weights_alone = INT8.model_copy(update={"weight_only": True, "keep_worst": False})
+    assert to_rescue([far, candidate(weights_alone, "measured")]) == (far,)  # another kind of engine, and another speed
+
+
+@pytest.mark.parametrize("fault", [AT_CHANCE, NOT_COVERED])
+def test_no_engine_is_rescued_where_the_data_is_at_fault(fault: str) -> None:
+    assert to_rescue([candidate(INT8, reason=f"{fault}: ..."), candidate(FP16, reason=f"{fault}: ...")]) == ()
+
+
+def test_a_plan_that_names_fp32_and_a_rescue_of_int8_mean_the_same_engine() -> None:
+    assert in_fp32(candidate(INT8)).recipe == Recipe(backend="openvino", precision=Precision.FP32)
+    assert in_bf16(candidate(Recipe(backend="openvino", precision=Precision.FP16))).recipe.realised_in == "runtime"
+
+
+def kept_in_int8(counts: int, passed: bool, builds: int = 6) -> str:
+    """The conclusion after so many attempts on 20 nodes, of which the last passed or not."""
+    attempts = with_nodes_kept(candidate(INT8), NodeRanking(nodes=tuple(harm(f"n{n}") for n in range(20))), builds)
+    states: list[State] = ["failed accuracy"] * (counts - 1) + ["measured" if passed else "failed accuracy"]
+    return story(candidate(INT8), [tried(attempt, state) for attempt, state in zip(attempts, states, strict=False)]).conclusion
+
+
+def test_the_conclusion_says_how_many_nodes_were_enough_and_what_was_not_tried() -> None:
+    assert kept_in_int8(1, passed=True) == "1 node in fp32 keeps the accuracy, the others stay int8; as the plan names nodes: `keep_fp32`: ['n0']"
+    assert kept_in_int8(2, passed=True).startswith("2 nodes in fp32 keep the accuracy")
+    assert kept_in_int8(3, passed=True).startswith("4 nodes in fp32 (2 were not enough, and nothing between was tried) keep the accuracy")
+
+
+def test_at_the_limit_of_builds_the_conclusion_names_it_and_what_else_there_is() -> None:
+    found = kept_in_int8(1, passed=False, builds=1)
+    assert found.startswith(
+        "int8 does not keep its accuracy, even with the worst 1 of 20 nodes in fp32 (more of them by a larger `keep_builds`): bf16"
+    )
+    assert "quantisation-aware training" in found
+    assert "even with the worst 20 of 20 nodes in fp32: bf16" in kept_in_int8(4, passed=False, builds=4)
+
+
+def test_in_16_bits_the_conclusion_names_the_nodes_that_were_kept_in_vain() -> None:
+    failed = candidate(FP16)
+    attempts = with_nodes_kept(failed, NodeRanking(nodes=tuple(harm(f"n{n}") for n in range(120))), 6)
+    said = story(failed, [tried(attempt, "failed accuracy") for attempt in attempts]).conclusion
+    assert said.startswith("no engine in 16 bits keeps its accuracy, even with the worst 120 of 120 nodes in fp32: train")
+
+
+def test_without_a_ranking_there_is_still_a_conclusion() -> None:
+    skipped = with_nodes_kept(candidate(INT8), NodeRanking(failure="memory ran out"), 6)
+    found = story(candidate(INT8), skipped)
+    assert found.steps[0].outcome == "memory ran out"
+    assert found.ranking is None
+    assert found.conclusion.startswith("int8 does not keep its accuracy")
 
 
 # --- when it ends, and what it tells ---
 
 FP32_FINE = Tried(in_fp32(candidate()), candidate(in_fp32(candidate()).recipe, "measured"))
-
-
-def tried(attempt: Attempt | Skipped, state: State) -> Tried:
-    assert isinstance(attempt, Attempt)
-    return Tried(attempt, candidate(attempt.recipe, state))
 
 
 def test_fp32_that_fails_ends_it_and_fp16_is_not_to_blame() -> None:
@@ -147,7 +233,7 @@ def test_the_first_engine_that_passes_ends_it() -> None:
 
 
 def test_the_story_names_each_step_and_what_mended_it() -> None:
-    kept = with_nodes_kept(candidate(), NodeRanking(nodes=(harm("up", 2.4e5), harm("down", 2.4e5))))[0]
+    kept = with_nodes_kept(candidate(), NodeRanking(nodes=(harm("up", 2.4e5), harm("down", 2.4e5))), 6)[0]
     moved = with_opt_moved(candidate(), (PROFILE,))
     found = story(candidate(), [FP32_FINE, *(tried(move, "failed accuracy") for move in moved), tried(kept, "measured")])
     assert [step.step for step in found.steps] == [
@@ -174,50 +260,6 @@ def test_the_last_advice_is_a_model_trained_in_16_bits() -> None:
     assert [(step.label, step.outcome) for step in found.steps][1] == ("", "nothing to move: all shapes are fixed")
 
 
-# --- the ranking ---
-
-
-def ranked(folder: Path, worst: tuple[int, ...] = ()) -> NodeRanking:
-    """The nodes of the overflowing model as fp16 sees them."""
-    plan = load_plan(overflowing_task(folder))
-    model = onnx_model(folder, "model.onnx")
-    samples = open_set(SelectionSet, plan.data.selection or (), model.inputs, plan.profiles)
-    for made in ("fp16", "rank"):
-        (folder / made).mkdir()
-    low = convert(model, FP16, None, samples.first(4), folder / "fp16")
-    return rank_nodes(low, samples, worst, folder / "rank")
-
-
-def test_what_overflows_ranks_first_and_plain_layers_do_not_rank(tmp_path: Path) -> None:
-    found = ranked(tmp_path)
-    assert [each.node for each in found.nodes if each.overflows] == ["up", "wide_relu", "down"]
-    assert "norm" in [each.node for each in found.nodes if not each.overflows]
-    assert not {"stem", "trunk", "mid", "classifier"} & {each.node for each in found.nodes}
-    assert found.samples == 128
-    assert list((tmp_path / "rank").iterdir()) == []  # a graph with shadows is as large as the model
-
-
-def test_the_worst_samples_are_looked_at_wherever_they_lie(tmp_path: Path) -> None:
-    assert ranked(tmp_path, worst=(239,)).samples > 128
-
-
-def test_all_casts_to_fp16_are_lifted_whatever_attribute_comes_first() -> None:
-    casts = [helper.make_node("Cast", ["x"], [f"y{number}"], to=TensorProto.FLOAT16) for number in range(2)]
-    casts[1].attribute.insert(0, helper.make_attribute("saturate", 1))
-    graph = helper.make_graph(casts, "casts", [], [])
-    lift(proto := helper.make_model(graph))
-    assert [helper.get_node_attr_value(node, "to") for node in proto.graph.node] == [TensorProto.FLOAT] * 2
-
-
-def test_the_error_is_relative_and_bounded() -> None:
-    exact = np.asarray([3.0, 4.0], np.float32)
-    assert relative_error(exact, exact) == 0.0
-    assert relative_error(exact, exact * np.float32(1.25)) == pytest.approx(0.25)
-    assert relative_error(exact, exact * np.float32(1e6)) == MOST_ERROR
-    assert relative_error(exact * 0, exact) == MOST_ERROR
-    assert relative_error(np.asarray([np.inf, 1.0], np.float32), np.asarray([np.inf, 1.0], np.float32)) == 0.0
-
-
 # --- a whole compile ---
 
 
@@ -239,14 +281,12 @@ def test_a_model_that_overflows_in_fp16_ends_accepted(monkeypatch: pytest.Monkey
         ("halves fp32", "measured"),
         ("halves opt-min fp16", "failed accuracy"),
         ("halves opt-max fp16", "failed accuracy"),
-        (report.candidates[4].label, "failed accuracy"),
-        (kept := report.candidates[5].label, "measured"),
+        (kept := report.candidates[4].label, "measured"),
     ]
     assert "NaN" in report.candidates[0].reason
     assert (report.verdict, report.winner) == ("accepted", kept)
     assert kept.startswith("halves rescued fp16 keep up and 3 more (")
-    assert report.candidates[4].recipe.keep_fp32 == ("up", "wide_relu", "down")  # what overflows between nodes
-    assert report.candidates[5].recipe.keep_fp32 == ("up", "wide_relu", "down", "norm")  # whose sum of squares overflows in true fp16
+    assert report.candidates[4].recipe.keep_fp32 == ("up", "wide_relu", "down", "norm")  # of the norm, the sum of squares
     (found,) = report.rescues
     assert found.label == "halves fp16"
     assert [step.label for step in found.steps] == [label for label, _ in outcomes(report)[1:]]
@@ -279,7 +319,7 @@ def test_candidates_that_the_plan_has_are_not_built_twice(monkeypatch: pytest.Mo
     report = rescued(monkeypatch, tmp_path, double, candidates=both)
     assert double.built.count("halves fp32") == 1
     assert report.rescues[0].steps[0].label == "halves fp32"
-    assert len(report.candidates) == 6
+    assert len(report.candidates) == 5
 
 
 def test_where_fp32_fails_too_nothing_more_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

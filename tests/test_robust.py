@@ -1,96 +1,147 @@
-"""Killed, interrupted, out of disk, two at once: the store stays whole and the next run finishes."""
+"""Killed, interrupted, damaged, two at once: the store stays whole, and the next run comes to what an undisturbed one came to."""
 
-import json
-import os
+import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.fixtures_cli import crucible, environment, write_task
+from pipeline.render import load_report
+from pipeline.store import MANIFEST
+from tests.fixtures_robust import (
+    assert_same,
+    finish,
+    forget_starts,
+    start,
+    still_running,
+    unfinished,
+    wait_for_stage,
+)
 
-STAGES = ("export", "simplify", "build", "reference", "validate", "calibrate", "convert", "benchmark")  # in the order of their first run
+pytestmark = pytest.mark.timeout(1800)  # many compiles, on a host that may have more to do
+STAGES = ("export", "simplify", "build", "reference", "prove", "validate", "calibrate", "convert", "cover", "benchmark")  # as they first run
+AT_ONCE_S = 0.25  # before any child has imported its libraries: its stage cannot have ended
 
 
-def start(plan: Path, home: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "pipeline.cli", "compile", str(plan), "--out", str(plan.parent / "out")]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment({"CRUCIBLE_HOME": str(home)}))
-
-
-def wait_for_stage(home: Path, stage: str, process: subprocess.Popen[str]) -> None:
-    """Until the log of this stage is there: its child has been started."""
-    while not list((home / "logs").glob(f"{stage}-*")):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.005)
-
-
-def finished(home: Path) -> set[str]:
-    return {str(file.parent.relative_to(home)) for file in (home / "artifacts").rglob("artifact.json")}
+def kill_in(stage: str, delay_s: float, plan: Path, home: Path, out: Path) -> set[str]:
+    """SIGKILL a compile so long after a child for this stage was started; which stages that hit."""
+    forget_starts(home)
+    process = start(plan, home, out)
+    wait_for_stage(home, stage, process)
+    time.sleep(delay_s)
+    process.kill()
+    done = finish(process)
+    assert done.code == -signal.SIGKILL, done
+    return unfinished(home)
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_every_stage_ends_with_130_and_the_next_run_goes_on(tmp_path: Path) -> None:
-    plan, home = write_task(tmp_path), tmp_path / "home"
-    before: set[str] = set()
+def test_after_sigkill_at_twenty_random_moments_one_run_comes_to_the_same(compiled: tuple[Path, Path], tmp_path: Path) -> None:
+    plan, home, out = compiled[0] / "plan.yaml", tmp_path / "home", tmp_path / "out"
+    took_s = {step.stage: step.seconds for step in reversed(load_report(compiled[0] / "out").steps)}  # the first of each name
+    moment = random.Random(6)
+    hit: set[str] = set()
     for stage in STAGES:
-        shutil.rmtree(home / "logs", ignore_errors=True)
-        process = start(plan, home)
+        hit |= kill_in(stage, moment.uniform(0, AT_ONCE_S), plan, home, out)
+        hit |= kill_in(stage, moment.uniform(0, 0.7 * took_s[stage]), plan, home, out)
+    assert hit == set(STAGES)
+    assert not out.exists()
+    done = finish(start(plan, home, out))
+    assert done.summary["verdict"] == "accepted", done.err
+    report = assert_same(out, home, compiled)
+    assert [note.text for note in report.notes if note.stage == "store"] == []  # a kill damages nothing that counts
+    assert still_running(home) == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_every_stage_ends_with_130_and_leaves_what_was_finished(compiled: tuple[Path, Path], tmp_path: Path) -> None:
+    plan, home, out = compiled[0] / "plan.yaml", tmp_path / "home", tmp_path / "out"
+    before: set[Path] = set()
+    for stage in STAGES:
+        forget_starts(home)
+        process = start(plan, home, out)
         wait_for_stage(home, stage, process)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == 130, f"{stage}: {err}"
-        assert "run the same command to go on" in err
+        done = finish(process)
+        assert done.code == 130, f"{stage}: {done.err}"
+        assert "run the same command to go on" in done.err
         assert list((home / "tmp").iterdir()) == []
-        assert before <= finished(home)
-        before = finished(home)
-        assert not (tmp_path / "out").exists()
-    last = crucible("compile", plan, env={"CRUCIBLE_HOME": str(home)}, cwd=tmp_path)
-    assert last.summary["verdict"] == "accepted", last.err
-    assert before <= finished(home)
+        finished = set((home / "artifacts").rglob(MANIFEST))
+        assert before <= finished
+        before = finished
+        assert not out.exists()
+    assert {file.parts[-3] for file in before} == set(STAGES) - {"benchmark"}
+    assert still_running(home) == []
 
 
-@pytest.mark.slow
-def test_sigkill_at_any_moment_leaves_a_store_from_which_the_next_run_finishes(tmp_path: Path) -> None:
-    plan, home = write_task(tmp_path), tmp_path / "home"
-    for delay in (0.7, 1.6, 2.9, 4.3):
-        process = start(plan, home)
-        time.sleep(delay)
-        process.kill()
-        process.communicate()
-        for manifest in (home / "artifacts").rglob("artifact.json") if home.exists() else ():
-            assert json.loads(manifest.read_text())["files"] is not None
-    last = crucible("compile", plan, env={"CRUCIBLE_HOME": str(home)}, cwd=tmp_path)
-    assert last.summary["verdict"] == "accepted", last.err
-    assert list((home / "tmp").iterdir()) == []
+def test_two_at_once_both_succeed_and_make_everything_once(compiled: tuple[Path, Path], tmp_path: Path) -> None:
+    plan, home, outs = compiled[0] / "plan.yaml", tmp_path / "home", (tmp_path / "one", tmp_path / "other")
+    both = [finish(process) for process in [start(plan, home, out) for out in outs]]
+    assert [done.code for done in both] == [0, 0], both
+    assert any("waiting for it" in done.err for done in both)
+    one, other = (assert_same(out, home, compiled) for out in outs)
+    assert [step.digest for step in one.steps] == [step.digest for step in other.steps]
+    for mine, theirs in zip(one.steps, other.steps, strict=True):
+        assert mine.reused != theirs.reused, mine
 
 
-def test_two_at_once_both_succeed_and_build_once(tmp_path: Path) -> None:
-    plan, home = write_task(tmp_path), tmp_path / "home"
-    both = [start(plan, home), start(plan, home)]
-    outputs = [process.communicate(timeout=120) for process in both]
-    assert [process.returncode for process in both] == [0, 0], outputs
-    assert any("waiting for it" in err for _, err in outputs)
-    exports = list((home / "artifacts" / "export").iterdir())
-    assert len(exports) == 1
+# -- damage ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small file system")
-def test_a_full_disk_is_named_and_leaves_nothing_half_written(tmp_path: Path) -> None:
-    plan, home = write_task(tmp_path), tmp_path / "home"
-    home.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", home], capture_output=True, text=True, check=False)
-    if mounted.returncode != 0:
-        pytest.skip(f"cannot mount a small file system: {mounted.stderr}")
-    try:
-        done = crucible("compile", plan, env={"CRUCIBLE_HOME": str(home)}, cwd=tmp_path)
-        assert done.code == 1, done.out + done.err
-        assert "disk is full" in done.err
-        assert "CRUCIBLE_HOME" in done.err
-        assert list((home / "tmp").iterdir()) == []
-        assert not (tmp_path / "crucible-out").exists()
-    finally:
-        subprocess.run(["umount", home], check=True)
+def flip(file: Path) -> None:
+    """One bit in the middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def change_a_number(file: Path) -> None:
+    """JSON of the same form, in which one calibrated bound is another."""
+    text = file.read_text()
+    assert '"maximum": ' in text
+    file.write_text(text.replace('"maximum": ', '"maximum": 1', 1))
+
+
+def add_beside(file: Path) -> None:
+    file.with_name("stray").write_bytes(b"")
+
+
+DAMAGE: dict[tuple[str, str], Callable[[Path], None]] = {
+    ("export", "model.onnx"): flip,
+    ("simplify", "model.onnx"): Path.unlink,
+    ("calibrate", MANIFEST): change_a_number,
+    ("convert", "model.onnx"): add_beside,
+    ("build", "model.onnx"): flip,
+    ("reference", "*.npz"): cut_short,
+    ("prove", MANIFEST): flip,
+    ("validate", MANIFEST): cut_short,
+    ("cover", MANIFEST): Path.unlink,
+}
+
+
+def test_damaged_artifacts_of_every_kind_are_found_made_again_and_said(compiled: tuple[Path, Path], tmp_path: Path) -> None:
+    home, out = tmp_path / "home", tmp_path / "out"
+    shutil.copytree(compiled[1], home)
+    damaged = set()
+    for step in load_report(compiled[0] / "out").steps:
+        for (stage, pattern), damage in DAMAGE.items():
+            if step.stage == stage:
+                damage(sorted((home / "artifacts" / stage / step.digest).rglob(pattern))[0])
+                damaged.add(step.digest)
+    table = next(iter((home / "artifacts" / "calibrate").rglob("table.json")))
+    flip(table)
+    done = finish(start(compiled[0] / "plan.yaml", home, out))
+    assert done.code == 0, done.err
+    report = assert_same(out, home, compiled)
+    assert {step.digest for step in report.steps if not step.reused} == damaged
+    said = [note.text for note in report.notes if note.stage == "store"]
+    assert len(said) == len(damaged)
+    for digest in damaged:
+        assert any(f"{digest[:12]} was damaged and is made again" in text for text in said)

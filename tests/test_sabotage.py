@@ -17,9 +17,11 @@ from pipeline.compile import compile_plan
 from pipeline.config import load_plan
 from pipeline.decide import MEND_CALIBRATION, MEND_LABELS
 from pipeline.errors import DataError, PlanError
+from pipeline.render import markdown
 from pipeline.report import Report
 from pipeline.runner import Runner
 from pipeline.store import Store
+from pipeline.terminal import ran_text
 from tests.fixtures_cli import FEATURES, answers, crucible, write_task
 from tests.fixtures_halves import run_here
 from tests.fixtures_sabotage import (
@@ -31,6 +33,7 @@ from tests.fixtures_sabotage import (
     classes_permuted,
     compiled,
     engine_of,
+    never_quantised,
     one_scale_times_8,
     one_value,
     one_weight_scale_times_8,
@@ -55,6 +58,11 @@ def test_without_a_fault_the_candidate_is_accepted(tmp_path: Path, candidates: l
     assert report.validation.metric is not None
     interval = report.validation.metric.interval
     assert interval.low < 0 < interval.high  # even where no answer changed
+    table = report.candidates[0].layers
+    assert table is not None
+    assert {layer.precision for layer in table.layers if layer.heavy} == {candidates[0]["precision"]}
+    assert ran_text(table).startswith(candidates[0]["precision"])
+    assert "## What really ran" in markdown(report)
 
 
 @pytest.mark.parametrize("fault", [one_scale_times_8, one_weight_scale_times_8])
@@ -62,6 +70,22 @@ def test_a_quantisation_scale_times_8(tmp_path: Path, fault: Fault) -> None:
     report = compiled(tmp_path, INT8, after_convert=fault)
     rejected(report, "output 'y': smallest cosine")
     assert engine_of(report).recipe.precision == "int8"
+
+
+@pytest.mark.parametrize(
+    ("backend", "state", "said"),
+    [
+        ("onnxruntime", "mislabelled", "called int8, but its heavy layers run 0 % int8, 100 % fp32 by time; slowest: "),
+        ("openvino", "refused", "OpenVINO would only pretend to run int8: its 2 heavy layers run in f32"),
+    ],
+)
+def test_an_fp32_graph_that_is_called_int8(tmp_path: Path, backend: str, state: str, said: str) -> None:
+    if backend == "openvino":
+        pytest.importorskip("openvino")
+    report = compiled(tmp_path, [{**INT8[0], "backend": backend}], after_convert=never_quantised)
+    rejected(report, f"{state}: {said}")
+    assert report.candidates[0].state == state
+    assert report.candidates[0].benchmark is None
 
 
 @pytest.mark.parametrize(

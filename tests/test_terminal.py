@@ -21,6 +21,13 @@ def test_a_percentile_that_too_few_values_do_not_give_is_a_gap() -> None:
     assert [list(column.cells) for column in columns[2:5]] == [["2.000 ms"], ["2.000 ms"], ["-"]]
 
 
+def test_a_label_that_looks_like_markup_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    part = Samples(values_s=(0.002,) * 6)
+    row = LatencyRow(sizes={}, end_to_end=part, upload=part, compute=part, download=part, throughput_per_s=500.0, flops_per_s=None, bytes_per_s=None)
+    console().print(benchmark_table([BenchmarkReport(label="fp16 keep [cC]onv*,[/]", rows=(row,))]))
+    assert "fp16 keep [cC]onv*,[/]" in capsys.readouterr().out
+
+
 def test_names_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     console().print("metric:a:b")
     assert capsys.readouterr().out == "metric:a:b\n"

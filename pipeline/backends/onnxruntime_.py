@@ -7,6 +7,7 @@ blocked layout (NCHWc), which a CPU with wider vectors reads wrongly, to save 50
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.backends.base import Loaded, Session, no_layers
+from pipeline.backends import ort_layers
+from pipeline.backends.base import Loaded, Session
 from pipeline.backends.checks import (
     FeedCheck,
     HostTimer,
@@ -30,14 +32,16 @@ from pipeline.backends.nodes import REMEDY, refused_nodes
 from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Progress, Recipe, Refusal, Target, Tensors, TensorSpec, silent
 from pipeline.errors import DataError, ModelError, UnsupportedError
 from pipeline.graph import copy_model, file_size
+from pipeline.layers import LayerTable
 from pipeline.measure import cpu_flags, cpu_name, usable_cores
 
 if TYPE_CHECKING:
     import onnxruntime
 
-PRECISIONS = frozenset({Precision.FP32, Precision.INT8})
+PRECISIONS = frozenset({Precision.FP32, Precision.INT8, Precision.INT4})
 DISTRIBUTIONS: tuple[str, ...] = ("onnxruntime",)
-layers = no_layers
+AS_WRITTEN = "as written"
+"""Variant of a recipe: Q/DQ are computed where they stand, in fp32. The int8 kernels that ONNX Runtime would put in their place can saturate."""
 
 NOT_REALLY = {
     Precision.FP16: "it has no fp16 kernel of Conv, MatMul or Gemm for this CPU, and would cast every one to fp32 and back",
@@ -46,6 +50,9 @@ NOT_REALLY = {
     Precision.FP8: "fp8 is a format of NVIDIA GPUs",
 }
 """Why a precision is refused. A test looks the kernels up in the library's registry."""
+
+MAKES_FLOAT = ("MatMulAddFusion",)
+"""Left out of int8 engines: a MatMul and the Add of its bias become a Gemm whose float bias keeps it from running in 8 bits."""
 
 
 def probe() -> Target:
@@ -69,7 +76,7 @@ def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, pr
     progress(None, "copying the graph")
     copy_model(model.path, out / model.path.name)
     progress(None, "optimising the graph")
-    if complaint := _complaint(str(out / model.path.name)):
+    if complaint := _complaint(str(out / model.path.name), recipe.precision):
         raise ModelError(f"ONNX Runtime cannot open this model: {complaint}", "list every node with `crucible inspect MODEL --backend onnxruntime`")
     target = probe()
     return Engine(
@@ -86,12 +93,23 @@ def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, pr
     )
 
 
+def layers(engine: Engine, feeds: Tensors) -> LayerTable:
+    """Every kernel of the engine by ONNX Runtime's own profile, in a session of its own with the same options."""
+    refuse_foreign(engine, probe())
+    with tempfile.TemporaryDirectory(prefix="crucible-profile-") as folder:
+        try:
+            profiled = _open_engine(engine, Path(folder))
+        except _errors() as error:
+            raise unreadable(engine, _sentence(error)) from error
+        return ort_layers.layer_table(profiled, OrtSession(engine, profiled.run), engine.path, feeds)
+
+
 def load(engine: Engine, device: str = "") -> Loaded:
     """The engine in memory, on the CPU. BackendUnavailable if it was built for another host."""
     refuse_foreign(engine, probe())
     refuse_device(engine, device)
     try:
-        return OrtLoaded(engine, _open(str(engine.path), engine.threads or usable_cores()))
+        return OrtLoaded(engine, _open_engine(engine))
     except _errors() as error:
         raise unreadable(engine, _sentence(error)) from error
 
@@ -172,6 +190,8 @@ def check_recipe(recipe: Recipe, target: Target) -> None:
     if recipe.precision not in PRECISIONS:
         said = f"ONNX Runtime on a CPU would only pretend to run {recipe.precision}: {NOT_REALLY[recipe.precision]}"
         raise UnsupportedError(said, "choose fp32 or int8, or openvino for bf16")
+    if recipe.precision is Precision.INT4 and not recipe.weight_only:
+        raise UnsupportedError("ONNX Runtime has int4 for weights only", "add `weight_only`")
 
 
 def _check_precision(model: OnnxModel, recipe: Recipe) -> None:
@@ -186,23 +206,36 @@ def _check_precision(model: OnnxModel, recipe: Recipe) -> None:
             )
 
 
-def _open(model: str | bytes, threads: int) -> onnxruntime.InferenceSession:
+def _open_engine(engine: Engine, profile: Path | None = None) -> onnxruntime.InferenceSession:
+    recipe = engine.recipe
+    return _open(str(engine.path), engine.threads or usable_cores(), recipe.precision, profile, recipe.variant == AS_WRITTEN)
+
+
+def _open(
+    model: str | bytes, threads: int, precision: Precision = Precision.FP32, profile: Path | None = None, as_written: bool = False
+) -> onnxruntime.InferenceSession:
     """Threads spin between operators, as is the default: 16 small convolutions take 0.31 ms, and 0.51 ms where they sleep (2 cores, AVX512).
 
     Where more threads want the CPU than there are cores, it is the other way round: then give fewer threads.
+    With a folder for `profile`, every run is profiled.
     """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.disable_quant_qdq", "1" if as_written else "0")
+    if precision is Precision.INT8:
+        options.add_session_config_entry("optimization.disable_specified_optimizers", ";".join(MAKES_FLOAT))
+    if profile is not None:
+        ort_layers.profile_into(options, profile)
     options.log_severity_level = 4  # only what is fatal: errors come as exceptions
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
-def _complaint(model: str | bytes) -> str:
+def _complaint(model: str | bytes, precision: Precision = Precision.FP32) -> str:
     try:
-        _open(model, threads=1)
+        _open(model, threads=1, precision=precision)
     except _errors() as error:
         return _sentence(error)
     return ""

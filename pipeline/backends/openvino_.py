@@ -7,8 +7,10 @@ Precision is a hint to the compiler: without "f32" said in words, a CPU with bf1
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,8 +21,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.backends import openvino_layers
 from pipeline.backends.amx import tiles_described
-from pipeline.backends.base import Loaded, Session, no_layers
+from pipeline.backends.base import Loaded, Session
 from pipeline.backends.checks import (
     FeedCheck,
     HostTimer,
@@ -36,11 +39,12 @@ from pipeline.backends.nodes import REMEDY, refused_nodes
 from pipeline.backends.openvino_nncf import quantize_with_nncf as quantize_with_nncf
 from pipeline.core import BuildOptions, Engine, Note, OnnxModel, Precision, Progress, Recipe, Refusal, Target, Tensors, TensorSpec, silent
 from pipeline.errors import BackendUnavailable, DataError, ModelError, UnsupportedError
+from pipeline.graph import file_size
+from pipeline.layers import LayerTable
 from pipeline.measure import cpu_flags, cpu_name, usable_cores
 
-PRECISIONS = frozenset({Precision.FP32, Precision.FP16, Precision.BF16, Precision.INT8})
+PRECISIONS = frozenset({Precision.FP32, Precision.FP16, Precision.BF16, Precision.INT8, Precision.INT4})
 DISTRIBUTIONS: tuple[str, ...] = ("openvino",)
-layers = no_layers
 INSTALL = "pip install 'crucible[openvino]'"
 FILE = "model.xml"
 
@@ -48,8 +52,8 @@ NEEDED_FLAGS = {Precision.BF16: {"avx512_bf16", "amx_bf16"}, Precision.FP16: {"a
 """Any one of these computes in that precision; without, OpenVINO converts to fp32 and back, or ignores the hint."""
 
 HINTS = {Precision.FP32: "f32", Precision.FP16: "f16", Precision.BF16: "bf16"}
-RUNS_AS = {Precision.FP32: {"f32"}, Precision.FP16: {"f16"}, Precision.BF16: {"bf16"}, Precision.INT8: {"i8", "u8"}}
-HEAVY_LAYERS = frozenset({"Convolution", "FullyConnected", "MatMul"})
+RUNS_AS = {Precision.FP32: {"f32"}, Precision.FP16: {"f16"}, Precision.BF16: {"bf16"}, Precision.INT8: {"i8", "u8"}, Precision.INT4: {"i4", "u4"}}
+INTEGERS = (Precision.INT8, Precision.INT4)
 NARROWED = {"int64": "int32", "uint64": "int32", "float64": "float32"}
 """What the CPU plugin computes these in: an int64 value beyond 31 bits comes out wrong."""
 
@@ -87,9 +91,11 @@ def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, pr
         progress(None, "compiling for this CPU")
         compiled = ov.Core().compile_model(str(out / FILE), "CPU", _config(recipe, options.threads))
     except RuntimeError as error:
+        if shutil.disk_usage(out).free < file_size(model.path):  # all it says is "iostream error", and it removes what it wrote
+            raise OSError(errno.ENOSPC, "No space left on device", str(out / FILE)) from error
         said = f"OpenVINO cannot build this model: {_sentence(error)}"
         raise ModelError(said, "list every node with `crucible inspect MODEL --backend openvino`") from error
-    _check_runs_as(compiled, recipe.precision)
+    check_runs_as(compiled, recipe)
     return Engine(
         root=out,
         file=FILE,
@@ -103,6 +109,20 @@ def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, pr
         size_bytes=sum((out / FILE).with_suffix(suffix).stat().st_size for suffix in (".xml", ".bin")),
         notes=tuple(_notes(model)),
     )
+
+
+def layers(engine: Engine, feeds: Tensors) -> LayerTable:
+    """Every layer of the engine by OpenVINO's own counters, in a model compiled once more with the same options."""
+    refuse_foreign(engine, probe())
+    ov = _library()
+    try:
+        model = ov.Core().read_model(str(engine.path))
+        compiled = ov.Core().compile_model(model, "CPU", {**_config(engine.recipe, engine.threads), "PERF_COUNT": "YES"})
+    except RuntimeError as error:
+        raise unreadable(engine, _sentence(error)) from error
+    session = OpenVinoSession(engine, ov, compiled)
+    operators = {op.get_friendly_name(): op.get_type_name() for op in model.get_ordered_ops()}
+    return openvino_layers.layer_table(compiled, session.request, session, operators, feeds)
 
 
 def load(engine: Engine, device: str = "") -> Loaded:
@@ -140,8 +160,8 @@ class OpenVinoSession:
         self.inputs: tuple[TensorSpec, ...] = engine.inputs
         self.outputs: tuple[TensorSpec, ...] = engine.outputs
         self._check: Callable[[Tensors], None] = FeedCheck(engine.inputs, engine.profiles)
-        self._ov, self._request = ov, compiled.create_infer_request()
-        self._infer: Callable[[], object] = partial(self._request.infer, share_outputs=True)  # views, copied by download
+        self._ov, self.request = ov, compiled.create_infer_request()
+        self._infer: Callable[[], object] = partial(self.request.infer, share_outputs=True)  # views, copied by download
         self._in_ports = {spec.name: compiled.input(spec.name) for spec in engine.inputs}
         self._out_ports = {spec.name: compiled.output(spec.name) for spec in engine.outputs}
         self._feeds: dict[str, NDArray[np.generic]] = {}
@@ -153,7 +173,7 @@ class OpenVinoSession:
 
     def upload(self) -> None:
         for name, array in self._feeds.items():
-            self._request.set_tensor(self._in_ports[name], self._tensor(array))
+            self.request.set_tensor(self._in_ports[name], self._tensor(array))
 
     def execute(self) -> None:
         try:
@@ -163,7 +183,7 @@ class OpenVinoSession:
             raise DataError(said, "check the values, for example ids against their table") from error
 
     def download(self) -> None:
-        self._results = {name: _owned(self._request.get_tensor(port), port) for name, port in self._out_ports.items()}
+        self._results = {name: _owned(self.request.get_tensor(port), port) for name, port in self._out_ports.items()}
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
@@ -178,7 +198,7 @@ class OpenVinoSession:
 
     def close(self) -> None:
         self._check = self._infer = closed
-        self._request, self._feeds, self._results = None, {}, {}
+        self.request, self._feeds, self._results = None, {}, {}
 
     def _tensor(self, array: NDArray[np.generic]) -> Any:
         if array.dtype == ml_dtypes.bfloat16:  # numpy's own dtypes are all that OpenVINO knows by name
@@ -201,7 +221,9 @@ def check_recipe(recipe: Recipe, target: Target) -> None:
     asked = recipe.precision
     if asked not in PRECISIONS:
         raise UnsupportedError(f"OpenVINO on a CPU has no {asked}, a format of NVIDIA GPUs", "choose fp32, bf16 or int8")
-    needed = NEEDED_FLAGS.get(recipe.rest if asked is Precision.INT8 else asked, set())
+    if asked is Precision.INT4 and not recipe.weight_only:
+        raise UnsupportedError("OpenVINO has int4 for weights only", "add `weight_only`")
+    needed = NEEDED_FLAGS.get(recipe.rest if asked in INTEGERS else asked, set())
     if needed and not needed & set(target.cpu_flags):
         flags = " or ".join(sorted(needed))
         said = f"OpenVINO would only pretend to run {asked} on this CPU ({target.device}): it needs {flags}, and has {', '.join(target.cpu_flags)}"
@@ -213,7 +235,7 @@ def check_recipe(recipe: Recipe, target: Target) -> None:
 
 def _check_precision(model: OnnxModel, recipe: Recipe, target: Target) -> None:
     check_recipe(recipe, target)
-    in_graph = recipe.precision is Precision.INT8 or recipe.realised_in == "graph"
+    in_graph = recipe.precision in INTEGERS or recipe.realised_in == "graph"
     wanted = recipe.precision if in_graph else Precision.FP32
     if model.precision != wanted:
         said = f"OpenVINO needs a graph in {wanted} for {recipe.label}, and this one is {model.precision}"
@@ -222,16 +244,24 @@ def _check_precision(model: OnnxModel, recipe: Recipe, target: Target) -> None:
 
 def _config(recipe: Recipe, threads: int) -> dict[str, str]:
     """Properties of the compiled model: one stream, for latency, and the precision said in words."""
-    hint = HINTS[recipe.rest if recipe.precision is Precision.INT8 else recipe.precision]
-    return {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": hint, "INFERENCE_NUM_THREADS": str(threads or usable_cores())}
+    words = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": _hint(recipe), "INFERENCE_NUM_THREADS": str(threads or usable_cores())}
+    if recipe.weight_only:  # by itself OpenVINO quantises the activations too, where the CPU is fit for it
+        words["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = "0"
+    return words
 
 
-def _check_runs_as(compiled: Any, precision: Precision) -> None:
-    """UnsupportedError if heavy layers exist and not one runs in the precision asked for."""
-    layers = [op.get_rt_info() for op in compiled.get_runtime_model().get_ordered_ops()]
-    heavy = [info["runtimePrecision"].astype(str) for info in layers if info["layerType"].astype(str) in HEAVY_LAYERS]
-    if heavy and not RUNS_AS[precision] & set(heavy):
-        said = f"OpenVINO would only pretend to run {precision}: its {len(heavy)} heavy layers run in {', '.join(sorted(set(heavy)))}"
+def _hint(recipe: Recipe) -> str:
+    return HINTS[recipe.rest if recipe.precision in INTEGERS else recipe.precision]
+
+
+def check_runs_as(compiled: Any, recipe: Recipe) -> None:
+    """UnsupportedError if the precision read back is not the one set, or if heavy layers exist and not one runs in the recipe's."""
+    if (taken := compiled.get_property("INFERENCE_PRECISION_HINT").to_string()) != _hint(recipe):
+        said = f"OpenVINO would only pretend to run {recipe.precision}: inference_precision was set to {_hint(recipe)} and reads back as {taken}"
+        raise UnsupportedError(said, "choose fp32 or int8")
+    heavy = openvino_layers.heavy_precisions(openvino_layers.runtime_layers(compiled))
+    if heavy and not RUNS_AS[recipe.precision] & set(heavy):
+        said = f"OpenVINO would only pretend to run {recipe.precision}: its {len(heavy)} heavy layers run in {', '.join(sorted(set(heavy)))}"
         raise UnsupportedError(said, "choose fp32, or for int8 another placement of Q/DQ")
 
 

@@ -39,7 +39,7 @@ from pipeline.errors import ModelError, UnsupportedError
 from pipeline.gpu import Gpu
 from pipeline.layers import LayerTable
 
-PRECISIONS = frozenset(Precision)
+PRECISIONS = frozenset(Precision) - {Precision.INT4}  # of weights alone, which is not made for it here
 DISTRIBUTIONS: tuple[str, ...] = ("tensorrt", *trt_library.BINDINGS)
 FILE = "engine.plan"
 PLUGINS = "plugins"  # folder of the engine with the plugin libraries it needs

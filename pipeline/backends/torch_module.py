@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from pipeline.backends.checks import installed_version
 from pipeline.backends.cuda import OutOfDeviceMemory
+from pipeline.backends.torch_qat import freeze_fake_quantizers
 from pipeline.core import ModelSource, Tensors
 from pipeline.errors import ModelError
 
@@ -46,6 +47,7 @@ def load_module(source: ModelSource, device: str = "cpu") -> torch.nn.Module:
     module = _call_entrypoint(source).float().eval()
     if source.weights is not None:
         _load_weights(module, source.weights)
+    module = freeze_fake_quantizers(module)
     return module if device == "cpu" else _moved(module, device)
 
 
@@ -91,6 +93,8 @@ def load_program(source: ModelSource) -> torch.export.ExportedProgram:
     import torch
 
     assert source.path is not None
+    with contextlib.suppress(ImportError):  # registers the operators of a program that holds Q/DQ
+        importlib.import_module("torch.ao.quantization.fx._decomposed")
     try:
         return torch.export.load(source.path)
     except Exception as error:  # a damaged file fails in many ways

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import onnx
 
 from pipeline.activations import Bounds, observe, open_probe
@@ -14,8 +15,11 @@ from pipeline.errors import InternalError, PlanError, UnsupportedError
 from pipeline.graph import copy_model, kept_nodes, onnx_model, read_proto, write_proto
 from pipeline.qdq import Scheme, holds_qdq, insert_qdq
 from pipeline.quantization import KERNELS, Kernels, place
+from pipeline.scales import Scale, scales_by_node
 
 LOW = (Precision.FP16, Precision.BF16)
+QUANTISED = (Precision.INT8, Precision.FP8)
+HALF_STEP = 1 / 255  # of the largest value: as far as int8 itself rounds that
 
 
 def convert(
@@ -29,7 +33,8 @@ def convert(
     proto = read_proto(model.path)
     quantised = holds_qdq(proto.graph)
     quantise = recipe.precision is Precision.INT8 and recipe.quantizer == "crucible" and not quantised
-    low = recipe.precision if recipe.precision in LOW else recipe.rest if quantise and recipe.rest in LOW else None
+    around = recipe.rest if quantise or (quantised and recipe.quantizer == "given") else None  # what surrounds the pairs
+    low = next((each for each in (recipe.precision, around) if each in LOW), None)
     proto = flatten(raise_opset(proto, _least_opset(low, quantise, quantised)))
     kept = kept_nodes(proto.graph, recipe.keep_fp32)
     if recipe.realised_in == "runtime" or not (quantise or low):
@@ -46,7 +51,9 @@ def convert(
         notes += _quantise(proto, recipe, table, kept)
     if low:
         progress(0.6, f"casting to {low}")
+        exact = {} if quantise else scales_by_node(proto.graph)
         lower(proto, low, high)
+        notes += _rounded(exact, scales_by_node(proto.graph), low)
     progress(0.8, "writing")
     write_proto(proto, out / "model.onnx")
     return _checked(model, onnx_model(out, "model.onnx", recipe.precision, tuple(notes)))
@@ -67,7 +74,18 @@ def _unchanged(model: OnnxModel, recipe: Recipe, quantised: bool, out: Path) -> 
     if not quantised:
         return onnx_model(out, model.file, model.precision)
     note = Note(stage="convert", text="the model holds Q/DQ pairs: every scale is kept, nothing is calibrated", level="info")
-    return onnx_model(out, model.file, Precision.INT8 if recipe.precision is Precision.INT8 else model.precision, (note,))
+    return onnx_model(out, model.file, recipe.precision if recipe.precision in QUANTISED else model.precision, (note,))
+
+
+def _rounded(exact: Mapping[str, Scale], rounded: Mapping[str, Scale], low: Precision) -> list[Note]:
+    """How far the model's own scales moved, where the operators around them are in 16 bits and the scales must be too."""
+    moves = {name: np.abs(rounded[name] - scale).max() / np.abs(scale).max() for name, scale in exact.items() if name in rounded}
+    far = {name: move for name, move in moves.items() if move > 0}
+    if not far:
+        return []
+    worst = max(far, key=far.__getitem__)
+    text = f"{len(far)} of {len(moves)} scales of the model are rounded to {low}, by {far[worst]:.2g} at most ('{worst}')"
+    return [Note(stage="convert", text=text, level="info" if far[worst] < HALF_STEP else "warning")]
 
 
 def _bounds(model: OnnxModel, table: CalibrationTable | None, samples: tuple[Tensors, ...], notes: list[Note]) -> Mapping[str, Bounds]:

@@ -8,6 +8,7 @@ branch of an `if` on data, succeeds without a word.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,9 +20,11 @@ import onnx
 from pipeline import compare, graph
 from pipeline.backends.torch_export import TRACED, Job, Refused, check_program, dynamo, example_sizes, feeds_at, reason_of, shown, torchscript
 from pipeline.backends.torch_module import load_module, load_program, run_module
+from pipeline.backends.torch_qat import check_ranges, holds_fake_quantizers, scales_run
 from pipeline.config import ExportConfig
 from pipeline.core import ModelSource, Note, OnnxModel, Point, Profile, Progress, Tensors, TensorSpec, silent
 from pipeline.errors import ModelError
+from pipeline.scales import QDQ, QUANTISED_TOLERANCE, given_precision, scales_of
 from pipeline.source import check_profiles
 
 FILE = "model.onnx"
@@ -47,7 +50,7 @@ def export(
     job = _prepare(source, example, options, out)
     notes = () if samples else (Note(stage="export", text="no data: the export is checked on generated inputs only", level="info"),)
     refused: list[str] = []
-    for exporter in _exporters(source, options):
+    for exporter in _exporters(job, options):
         progress(None, f"exporting with the {exporter} exporter")
         try:
             warned = dynamo(job) if exporter == "dynamo" else torchscript(job)
@@ -64,13 +67,17 @@ def _prepare(source: ModelSource, example: Tensors, options: ExportConfig, out: 
     """Load the model and run it once, which names its outputs and finds out whether it runs at all."""
     module = load_module(source)
     if source.kind == "pt2":
-        check_program(load_program(source), source)
+        program = load_program(source)
+        check_program(program, source)
+        check_ranges(program)
     return Job(source, module, tuple(run_module(module, source, example)), options.opset, example, out / FILE)
 
 
-def _exporters(source: ModelSource, options: ExportConfig) -> tuple[str, ...]:
-    if source.kind == "pt2":
+def _exporters(job: Job, options: ExportConfig) -> tuple[str, ...]:
+    if job.source.kind == "pt2":
         return ("dynamo",)  # a .pt2 is what that exporter starts from
+    if options.exporter == "auto" and holds_fake_quantizers(job.module):
+        return ("torchscript",)  # torch.export cannot trace a fake quantiser
     return ("dynamo", "torchscript") if options.exporter == "auto" else (options.exporter,)
 
 
@@ -127,6 +134,8 @@ def _checked(job: Job, cases: Iterable[_Case], notes: tuple[Note, ...]) -> OnnxM
         notes += (Note(stage="export", text=f"asked for opset {job.opset}, the exporter wrote opset {model.opset}"),)
     hint = "".join([f"; {note.text}" for note in notes if note.text.startswith(TRACED)][:3])
     run = _reference(job.path)
+    notes += kept_scales(job)
+    tolerance = QUANTISED_TOLERANCE if _is_quantised(job.path) else TOLERANCE
     unsure: list[Note] = []
     seen: list[tuple[Mapping[str, int], dict[str, tuple[int, ...]]]] = []
     for case in cases:
@@ -137,7 +146,7 @@ def _checked(job: Job, cases: Iterable[_Case], notes: tuple[Note, ...]) -> OnnxM
                 raise
             unsure.append(Note(stage="export", text=f"{case.where}, the export could not be checked: {error.message}"))
             continue
-        if fault := _fault(run, case, expected):
+        if fault := _fault(run, case, expected, tolerance):
             if not case.optional:
                 raise Refused(fault + hint)
             unsure.append(Note(stage="export", text=f"{fault}; this is no fault if the model's answer to such inputs has no meaning"))
@@ -164,10 +173,26 @@ def _reference(path: Path) -> compare.Runner:
         raise Refused(_line(error)) from error
 
 
-def _fault(run: compare.Runner, case: _Case, expected: Tensors) -> str:
+def kept_scales(job: Job) -> tuple[Note, ...]:
+    """How many scales the module quantises with; Refused if the graph lacks one of them."""
+    ran = scales_run(job.module, job.source, job.example)
+    if not ran:
+        return ()
+    found = scales_of(graph.read_proto(job.path).graph)
+    has = Counter({scale: len(tensors) for (operator, _, scale, _), tensors in found.items() if operator == QDQ[1]})
+    if lost := (ran - has).total():
+        raise Refused(f"{lost} of the {ran.total()} scales that the model quantises with are not in the graph")
+    return (Note(stage="export", text=f"the model quantises {ran.total()} tensors, and the graph holds the scale of each", level="info"),)
+
+
+def _is_quantised(path: Path) -> bool:
+    return given_precision(graph.read_proto(path, weights=False).graph) is not None
+
+
+def _fault(run: compare.Runner, case: _Case, expected: Tensors, tolerance: float) -> str:
     """How ONNX Runtime differs from PyTorch, as one line; empty if it agrees."""
     try:
-        fault = compare.compare_outputs(expected, run(case.feeds), TOLERANCE)
+        fault = compare.compare_outputs(expected, run(case.feeds), tolerance)
     except ModelError as error:
         fault = _line(error)
     return f"{case.where}: {fault}" if fault else ""

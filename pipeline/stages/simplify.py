@@ -24,14 +24,15 @@ from pipeline.core import Note, OnnxModel, Point, Profile, Progress, Tensors, Te
 from pipeline.errors import ChildDied, InternalError, ModelError, PlanError
 from pipeline.graph import copy_model, draw_feeds, external_files, file_size, graphs_of, onnx_model, operator_histogram, read_proto, write_proto
 from pipeline.process import call_in_child
+from pipeline.scales import QDQ, QUANTISED_TOLERANCE, given_precision, lost_scales
 
 STAGE = "simplify"
+TOLERANCE = 1e-4  # as compare_graphs takes it
 FILE = "model.onnx"
 OPERATED = "operated"  # folder of the model between surgery and simplification
 FOLD_LIMIT_BYTES = 2**20  # larger results of Tile, Expand and the like are computed at run time
 GROWTH_LIMIT = 1.1  # file size after / before: folding that costs more is not worth its nodes
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
-QDQ = frozenset({"QuantizeLinear", "DequantizeLinear"})
 RANDOM = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli", "Dropout"})
 
 Simplifier = Callable[[Path, Path, Progress], None]
@@ -45,7 +46,7 @@ def run_onnxsim(source: Path, target: Path, progress: Progress) -> None:
     import onnxsim
 
     skipped = ["fuse_matmul_add_bias_into_gemm_batched"]  # wraps each product of rank 3 in Shape, Concat and two Reshape
-    if QDQ & set(operator_histogram(source)):
+    if set(QDQ) & set(operator_histogram(source)):
         skipped += ["eliminate_common_subexpression", "eliminate_duplicate_initializer"]  # both merge equal Q/DQ
     onnxsim.simplify(
         str(source),
@@ -94,7 +95,7 @@ def _simplified(
         call_in_child(_simplify_file, simplifier, model.path, target, name=STAGE, deadline_s=options.timeout_s, progress=progress)
         progress(None, "comparing with the input model")
         fault = _lost(model, onnx_model(out, FILE, model.precision))
-        fault = fault or compare_graphs(model.path, target, _feeds(model, profiles, samples))
+        fault = fault or compare_graphs(model.path, target, feeds_of(model, profiles, samples), _tolerance(model))
     except (ChildDied, InternalError, ModelError) as error:
         fault = error.message
     if fault:
@@ -118,7 +119,7 @@ def operate(
     call_in_child(_operate_file, *arguments, name="surgery", deadline_s=options.timeout_s, progress=progress)
     progress(None, "comparing with the model before surgery")
     after = onnx_model(out, FILE, model.precision)
-    if fault := _changed_interface(model, after) or compare_graphs(model.path, after.path, _feeds(model, profiles, samples)):
+    if fault := _changed_interface(model, after) or compare_graphs(model.path, after.path, feeds_of(model, profiles, samples), _tolerance(model)):
         raise ModelError(f"surgery by '{options.surgery}' changed the model: {fault}", "correct the function, or leave `simplify.surgery` out")
     nodes = Counter(operator_histogram(after.path))
     nodes.subtract(operator_histogram(model.path))
@@ -220,8 +221,8 @@ def _lost(before: OnnxModel, after: OnnxModel) -> str:
     """What a simplified model lacks, by looking at it: interface, Q/DQ, operator domains, size. Empty if nothing."""
     if changed := _changed_interface(before, after):
         return changed
-    if _quantizers(before.path) - _quantizers(after.path):
-        return "QuantizeLinear or DequantizeLinear nodes, or their scales, were lost"
+    if lost := lost_scales(read_proto(before.path).graph, read_proto(after.path).graph):
+        return lost
     foreign = {op for op in operator_histogram(after.path) if "::" in op} - set(operator_histogram(before.path))
     if foreign:
         return f"operators outside the ONNX standard were put in: {', '.join(sorted(foreign))}"
@@ -247,21 +248,12 @@ def _describe(specs: tuple[TensorSpec, ...]) -> str:
     return ", ".join(f"{spec.name} {spec.dtype}[{', '.join(map(str, spec.shape))}]" for spec in specs)
 
 
-def _quantizers(path: Path) -> Counter[tuple[str, bytes]]:
-    """Q and DQ nodes counted by operator, and again by operator and scale where the scale is a constant."""
-    graph = read_proto(path).graph
-    scales = {tensor.name: tensor for tensor in graph.initializer}
-    scales |= {node.output[0]: a.t for node in graph.node if node.op_type == "Constant" for a in node.attribute if a.name == "value"}
-    found: Counter[tuple[str, bytes]] = Counter()
-    for node in (node for node in graph.node if node.op_type in QDQ):
-        found[node.op_type, b""] += 1
-        if node.input[1] in scales:
-            found[node.op_type, np.asarray(onnx.numpy_helper.to_array(scales[node.input[1]])).tobytes()] += 1
-    return found
+def _tolerance(model: OnnxModel) -> float:
+    return TOLERANCE if given_precision(read_proto(model.path, weights=False).graph) is None else QUANTISED_TOLERANCE
 
 
-def _feeds(model: OnnxModel, profiles: tuple[Profile, ...], samples: Iterable[Tensors]) -> Iterator[Tensors]:
-    """The samples, then generated inputs at four sizes of every profile."""
+def feeds_of(model: OnnxModel, profiles: tuple[Profile, ...], samples: Iterable[Tensors]) -> Iterator[Tensors]:
+    """What a changed graph is compared on: the samples, then generated inputs at four sizes of every profile."""
     yield from samples
     for profile in profiles or (Profile(),):
         places = [(profile.sizes(point), profile.values_at(point)) for point in POINTS]

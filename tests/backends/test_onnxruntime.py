@@ -13,6 +13,7 @@ from pipeline.core import BuildOptions, OnnxModel, Precision, Profile, Recipe
 from pipeline.errors import DataError, UnsupportedError
 from pipeline.graph import onnx_model
 from tests.conformance.models import Case, convolution, model, ramp, several
+from tests.fixtures_qat import CONSTANTS, PLAIN, quantised
 
 FP32 = Recipe(backend="onnxruntime", precision=Precision.FP32)
 
@@ -152,3 +153,19 @@ def test_knows_the_host_without_importing_the_library() -> None:
     version, imported = done.stdout.split()
     assert version[0].isdigit()
     assert imported == "False"
+
+
+def test_q_dq_are_computed_as_written_where_the_recipe_says_so(tmp_path: Path) -> None:
+    """The reference of a quantised model. As int8, ONNX Runtime rounds this bias to integers of 0.0002 or 0.0004, and it is gone."""
+    conv = PLAIN.replace("(xd, wd)", "(xd, wd, b)").replace("y = Relu(c)", "r = Relu(c)")
+    body = f"{conv} rq = QuantizeLinear(r, t, u0) y = DequantizeLinear(rq, t, u0)"
+    constants = CONSTANTS.replace("float[4] b,", "float[4] b = {0.00008, 0.00008, 0.00008, 0.00008},").replace("t = {0.03}", "t = {0.00003}")
+    source = made(tmp_path / "in", quantised(body, constants=constants))
+    recipe = FP32.model_copy(update={"variant": onnxruntime_.AS_WRITTEN})
+    (tmp_path / "out").mkdir()
+    engine = onnxruntime_.build(source, recipe, BuildOptions(profiles=(), threads=1), tmp_path / "out")
+    with closing(onnxruntime_.load(engine)) as loaded, closing(loaded.session()) as session:
+        session.bind({"x": np.zeros((2, 4, 8, 8), np.float32)})
+        session.execute()
+        answers = session.fetch()
+    assert np.allclose(answers["y"], 3 * 0.00003)

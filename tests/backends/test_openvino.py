@@ -7,7 +7,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from onnx import helper
+from onnx import TensorProto, helper
 
 from pipeline.backends import onnxruntime_, openvino_
 from pipeline.backends.amx import tiles_described
@@ -15,15 +15,16 @@ from pipeline.config import CalibrationConfig
 from pipeline.core import BuildOptions, Engine, OnnxModel, Placement, Precision, Profile, Recipe, Target, Tensors
 from pipeline.data import CalibrationSet, open_set
 from pipeline.errors import PlanError, UnsupportedError
-from pipeline.graph import read_proto
+from pipeline.graph import onnx_model, read_proto, write_proto
 from pipeline.measure import cpu_flags
 from pipeline.process import call_in_child
 from pipeline.stages.convert import convert
 from tests.backends.test_onnxruntime import made, unsupported_model
 from tests.conformance.models import Case, convolution, dtypes, model, ramp, several
 from tests.fixtures_convert import RESIDUAL, model_from_text, table_of
+from tests.fixtures_robust import needs_root, small_disk
 
-pytest.importorskip("openvino")
+openvino = pytest.importorskip("openvino")
 
 OLD_CPU = Target(backend="openvino", version="1", device="An old CPU", cpu_flags=("avx2",))
 BATCH = BuildOptions(profiles=(Profile(dims={"batch": [1, 4, 8]}),), threads=1)
@@ -99,6 +100,16 @@ def test_an_old_cpu_only_pretends(precision: Precision) -> None:
         openvino_.check_recipe(recipe_of(precision), OLD_CPU)
 
 
+@needs_root
+def test_a_full_disk_is_not_taken_for_a_model_that_cannot_be_built(tmp_path: Path) -> None:
+    weight = helper.make_tensor("w", TensorProto.FLOAT, [256, 256], np.ones((256, 256), np.float32).tobytes(), raw=True)
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 256]) for name in ("x", "y")]
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", ends[:1], ends[1:], [weight])
+    write_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "model.onnx")
+    with small_disk(tmp_path / "out", "size=64k"), pytest.raises(OSError, match="No space left on device"):
+        openvino_.build(onnx_model(tmp_path, "model.onnx"), recipe_of(Precision.FP32), BATCH, tmp_path / "out")
+
+
 def test_refuses_what_it_cannot_do_in_words(tmp_path: Path) -> None:
     all_flags = OLD_CPU.model_copy(update={"cpu_flags": ("avx512_bf16", "avx512_fp16")})
     with pytest.raises(UnsupportedError, match="no tf32"):
@@ -113,6 +124,15 @@ def test_an_int8_graph_that_runs_in_fp32_is_refused(tmp_path: Path) -> None:
     source = made(tmp_path / "in", convolution().proto, Precision.INT8)  # says int8, holds no Q/DQ
     with pytest.raises(UnsupportedError, match="only pretend to run int8: its 2 heavy layers run in f32"):
         built(source, recipe_of(Precision.INT8), BATCH, tmp_path / "out")
+
+
+def test_the_precision_that_was_set_is_read_back(tmp_path: Path) -> None:
+    engine = built(convolution().write(tmp_path / "in"), recipe_of(Precision.FP32), BATCH, tmp_path / "out")
+    core = openvino.Core()
+    compiled = core.compile_model(str(engine.path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    openvino_.check_runs_as(compiled, recipe_of(Precision.FP32))
+    with pytest.raises(UnsupportedError, match="inference_precision was set to bf16 and reads back as f32"):
+        openvino_.check_runs_as(compiled, recipe_of(Precision.BF16))
 
 
 def test_a_quantised_graph_is_not_called_fp32(tmp_path: Path) -> None:

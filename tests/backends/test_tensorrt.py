@@ -41,7 +41,7 @@ from pipeline.process import call_in_child
 FLOAT, INT32, INT64 = TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64
 TYPES = {Precision.FP32: FLOAT, Precision.TF32: FLOAT, Precision.FP16: TensorProto.FLOAT16, Precision.BF16: TensorProto.BFLOAT16}
 PROFILE = Profile(dims={"n": DimRange(min=1, opt=4, max=8)})
-OPTIONS = BuildOptions(profiles=(PROFILE,))
+OPTIONS = BuildOptions(profiles=(PROFILE,), tensorrt=TensorRTOptions(optimization_level=1))
 HOST = Target(backend="tensorrt", version="10.6.0", device="NVIDIA H200", compute_capability="9.0", driver="580.95.05")
 Value = tuple[str, int, Sequence[int | str]]
 

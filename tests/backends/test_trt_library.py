@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.backends import trt_library
+from pipeline.backends import tensorrt_, trt_library
 from pipeline.backends.trt_library import VERSION_COMPATIBLE, check_recipe, faults, features, lacking
 from pipeline.core import CalibrationMethod, Precision, Recipe
 from pipeline.errors import BackendUnavailable, UnsupportedError
@@ -175,7 +175,7 @@ def test_what_a_recipe_asks_for_in_vain_is_named(version: str, capability: str, 
     assert not caught.value.next_step.startswith(";")
 
 
-@pytest.mark.parametrize("precision", [*Precision])
+@pytest.mark.parametrize("precision", sorted(tensorrt_.PRECISIONS))
 def test_an_h200_with_10_6_runs_every_precision(precision: Precision) -> None:
     assert lacking("10.6.0", "9.0", Recipe(backend="tensorrt", precision=precision), NO_LEAN) == ""
 

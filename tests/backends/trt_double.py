@@ -49,7 +49,10 @@ class Named:
 class LoggerDouble:
     INTERNAL_ERROR, ERROR, WARNING, INFO = (Named(name) for name in ("INTERNAL_ERROR", "ERROR", "WARNING", "INFO"))
 
-    def __init__(self) -> None:
+    def __init__(self, severity: Named | None = None) -> None:
+        pass
+
+    def log(self, severity: Named, text: str) -> None:
         pass
 
 
@@ -61,7 +64,7 @@ class AllocatorDouble:
 class TensorRTDouble:
     """Stands for the module `tensorrt`; engine files hold the name of a program."""
 
-    ILogger = LoggerDouble
+    ILogger = Logger = LoggerDouble
     IOutputAllocator = AllocatorDouble
 
     class ExecutionContextAllocationStrategy:
@@ -71,6 +74,9 @@ class TensorRTDouble:
         self.cuda, self.programs = cuda, programs
         self.loaded_libraries: list[str] = []
         self.contexts = 0  # alive
+
+    def nptype(self, dtype: Named) -> type[np.generic]:
+        return NUMPY[dtype.name]
 
     def init_libnvinfer_plugins(self, logger: Any, namespace: str) -> bool:
         return True
@@ -126,13 +132,17 @@ class EngineDouble:
     def get_tensor_location(self, name: str) -> Named:
         return Named("HOST" if name in (*self.program.host_inputs, *self.program.host_outputs) else "DEVICE")
 
-    def create_execution_context(self, strategy: Named) -> ContextDouble | None:
-        assert strategy.name == "USER_MANAGED"
+    def create_execution_context(self, strategy: Named | None = None) -> ContextDouble | None:
+        assert strategy is None or strategy.name == "USER_MANAGED"
         error, persistent = self.runtime.trt.cuda.cudaMalloc(4096)
         if error:
             self.runtime.logger.log(LoggerDouble.ERROR, "ICudaEngine::createExecutionContext: Error Code 2: OutOfMemory (no further information)")
             return None
-        return ContextDouble(self, persistent)
+        context = ContextDouble(self, persistent)
+        if strategy is None:  # TensorRT's own memory, and the first profile
+            context.memory = (self.runtime.trt.cuda.cudaMalloc(self.program.activation_bytes)[1], self.program.activation_bytes)
+            context.profile = 0
+        return context
 
 
 NUMPY = {"FLOAT": np.float32, "INT64": np.int64, "BOOL": np.bool_}

@@ -54,10 +54,10 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (edit(lambda report: report.update(verdict="rejected")), "an engine although none won"),
     (edit(lambda report: report.update(winner="onnxruntime fp32")), "not that of its winner"),
     (edit(lambda engine: engine.update(digest="other"), "engine/engine.json"), "not that of its winner"),
-    (edit(lambda manifest: manifest["value"].update(digest="other"), "engine/artifact.json"), "not that of its winner"),  # type: ignore[attr-defined]
+    (edit(lambda manifest: manifest["value"].update(digest="other"), "engine/artifact.json"), "'artifact.json' has another digest"),  # type: ignore[attr-defined]
     (lambda out: (out / "engine" / "model.onnx").write_bytes(b"enginE"), "another digest"),
-    (lambda out: (out / "engine" / "model.onnx").unlink(), "files are not those of its manifest: model.onnx"),
-    (lambda out: (out / "engine" / "more").write_bytes(b""), "files are not those of its manifest: more"),
+    (lambda out: (out / "engine" / "model.onnx").unlink(), "No such file or directory"),
+    (lambda out: (out / "engine" / "more").write_bytes(b""), "'more' was added"),
     (lambda out: (out / "engine" / "artifact.json").unlink(), "does not hold"),
     (lambda out: (out / "engine" / "engine.json").write_text("{"), "is not an engine"),
     (lambda out: (out / "index.html").write_text(""), "do not belong to it: index.html"),

@@ -53,7 +53,7 @@ def test_a_job_succeeds_and_its_report_is_published(tmp_path: Path) -> None:
     ("name", "code", "said"),
     [
         ("fail", "model.invalid", "no such model"),
-        ("die", "host.child_died", "killed by signal 11 (SIGSEGV)"),
+        ("die", "host.child_died", "ended by signal 11 (SIGSEGV)"),
         ("leave", "host.child_died", "ended with exit code 3"),
         ("rubbish", "job.protocol", "more than 131072 bytes"),
         ("flood", "job.protocol", "more than 20000 messages"),

@@ -19,21 +19,9 @@ from pipeline.core import BuildOptions, DimRange, Engine, OnnxModel, Precision, 
 from pipeline.errors import ChildDied, PlanError
 from pipeline.graph import onnx_model
 from pipeline.measure import WarmUpOptions, warm_up
+from pipeline.race import NextShape, Ready, Take, Workload, processes_for, race, take_block
 from pipeline.report import BenchmarkFailure, BenchmarkReport
-from pipeline.stages.benchmark import (
-    NextShape,
-    Ready,
-    Take,
-    Workload,
-    benchmark,
-    processes_for,
-    race,
-    results,
-    rows_per_run,
-    take_block,
-    values_at,
-    with_threads,
-)
+from pipeline.stages.benchmark import benchmark, results, rows_per_run, values_at, with_threads
 
 X = TensorSpec(name="x", dtype="float32", shape=("batch", 4))
 Y = TensorSpec(name="y", dtype="float32", shape=("batch", 3))
@@ -204,6 +192,26 @@ def test_rows_hold_what_was_measured() -> None:
     assert len(row.end_to_end.blocks) == 6, "a short duration shortens the blocks, not their number"
     assert row.end_to_end.warmup_s
     assert row.end_to_end.clock == "host"
+    assert row.latency.median_s == pytest.approx(row.upload.median_s + row.compute.median_s + row.download.median_s, rel=0.1)
+    assert row.enqueue is None, "on a CPU execute returns when the work is done"
+    assert row.totals.queries == len(row.end_to_end.values_s)
+    assert row.totals.walltime_s == pytest.approx(sum(row.end_to_end.values_s))
+    assert row.totals.timed_queries == len(row.compute.values_s)
+    assert row.totals.compute_s == pytest.approx(sum(row.compute.values_s))
+
+
+def test_on_a_gpu_enqueueing_is_timed_on_the_host() -> None:
+    host = Host()
+    device = engine_named("0").model_copy(update={"target": Target(backend="tensorrt", version="10", device="gpu", compute_capability="9.0")})
+    peer = LocalPeer("0", TimedSession(host, 0.001))
+    (found,) = results(race([device], [WORKLOAD], SHORT, lambda engine: peer.start(0.0)), [WORKLOAD])
+    assert isinstance(found, BenchmarkReport)
+    row = found.rows[0]
+    assert row.latency is not None
+    assert row.enqueue is not None
+    assert (row.compute.clock, row.latency.clock, row.enqueue.clock) == ("device", "device", "host")
+    assert len(row.enqueue.values_s) == len(row.compute.values_s)
+    assert type(row).model_validate_json(row.model_dump_json()) == row
 
 
 def test_each_round_is_in_an_order_of_its_own_and_gives_everyone_one_turn() -> None:
@@ -259,6 +267,7 @@ def test_drift_and_thinning_are_said() -> None:
     block = take_block(session, WORKLOAD.feeds, 0.01, host.clock)
     assert block.runs > 9000
     assert 1000 <= len(block.end_to_end_s) <= 2000
+    assert block.run_s > 4 * sum(block.end_to_end_s), "the sum is of all runs"
     _, (fast,) = run_race(host, [1e-6])
     assert [note.text for note in fast.notes] == ["of a block with over 2,000 runs every k-th time is kept"]
     peer = LocalPeer("0", TimedSession(host, 0.001))

@@ -13,6 +13,7 @@ from pipeline import backends
 from pipeline.core import BuildOptions, Placement, Precision, Profile, Recipe, silent
 from pipeline.errors import PlanError, UnsupportedError
 from pipeline.graph import onnx_model
+from pipeline.scales import scales_of
 from pipeline.stages.convert import convert
 from tests.fixtures_convert import (
     ATTENTION,
@@ -28,6 +29,7 @@ from tests.fixtures_convert import (
     proto_from_text,
     table_of,
 )
+from tests.fixtures_qat import PLAIN, quantised
 
 TENSORRT = Recipe(backend="tensorrt", precision=Precision.INT8, rest=Precision.FP16)
 OPENVINO = Recipe(backend="openvino", precision=Precision.INT8, activation="uint8")
@@ -265,3 +267,26 @@ def test_weights_in_external_data_convert_and_link(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         made = convert(model, recipe, None, (images(2),), tmp_path / name)
         assert error_of(model, made, images(2)) < 5e-3
+
+
+def test_around_the_models_own_pairs_tensorrt_gets_fp16_and_a_note_tells_how_far_scales_moved(tmp_path: Path) -> None:
+    onnx.save(quantised(PLAIN), tmp_path / "model.onnx")
+    (tmp_path / "out").mkdir()
+    recipe = Recipe(backend="tensorrt", precision=Precision.INT8, quantizer="given", rest=Precision.FP16)
+    feeds = {"x": np.random.default_rng(0).normal(0, 1, (2, 4, 8, 8)).astype(np.float32)}
+    model = onnx_model(tmp_path, "model.onnx")
+    made = convert(model, recipe, None, (feeds,), tmp_path / "out")
+    graph = onnx.load(str(made.path)).graph
+    assert made.precision is Precision.INT8
+    assert len(scales_of(graph)["DequantizeLinear", "", b"", b""]) == 3
+    makers = {name: node.op_type for node in graph.node for name in node.output}
+    (conv,) = (node for node in graph.node if node.op_type == "Conv")
+    assert [makers[name] for name in conv.input] == ["DequantizeLinear", "DequantizeLinear"]  # no Cast in between
+    scales = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    assert {scales[node.input[1]] for node in graph.node if node.op_type == "DequantizeLinear" and node.output[0] in conv.input} == {
+        TensorProto.FLOAT16
+    }
+    (note,) = (note for note in made.notes if "scales of the model are rounded" in note.text)
+    assert note.level == "info"
+    assert float(note.text.split(" by ")[1].split(" at most")[0]) < 2**-11
+    assert error_of(model, made, feeds) < 0.02

@@ -1,0 +1,1 @@
+"""What `benchmarks/gpu_models.py` is made of."""

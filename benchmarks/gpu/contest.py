@@ -1,0 +1,248 @@
+"""A race of all engines of a row: the pipeline's own, with ways to run an engine that it has no need of.
+
+session   an engine by `crucible`'s session
+bare      by a bare loop on TensorRT's API
+torch     PyTorch
+flow      k sessions of one engine that run at once, with or without copying the input: for throughput
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+
+from gpu.bare import BareSession
+from gpu.torch_peers import open_peer
+from pipeline import backends
+from pipeline.backends import cuda, trt_library
+from pipeline.backends.base import Session, run_session
+from pipeline.backends.trt_session import TrtLoaded
+from pipeline.config import BenchmarkConfig
+from pipeline.core import Engine, Progress, Tensors, silent
+from pipeline.measure import WarmUpOptions, measure_block, monotonic, peak_memory_bytes, thinned, warm_up
+from pipeline.process import Channel, Child
+from pipeline.race import REWARM_SHARE, VALUES_PER_BLOCK, Block, Peer, Take, Workload, race, take_block
+from pipeline.report import BenchmarkFailure, BenchmarkReport
+from pipeline.stages.benchmark import results
+
+DEPTH = 8  # runs of each session between two synchronisations of a flow: what waiting costs is a small share of them
+
+NOT_TOLD_APART = (1e-9,)  # seconds of a phase of a flow; not 0, which has no ratio
+
+
+@dataclass(frozen=True, slots=True)
+class Entrant:
+    """One engine and how it is to be run."""
+
+    name: str
+    engine: Engine
+    way: Literal["session", "bare", "torch", "flow"] = "session"
+    sessions: int = 1  # of a flow
+    upload: bool = False  # a flow copies the input in every run
+    mode: str = ""  # of torch.compile
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Child to parent: ready, how long that took, what it answers, and what else is to be told."""
+
+    seconds: float
+    outputs: Tensors
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the race showed of one entrant."""
+
+    entrant: Entrant
+    result: BenchmarkReport | BenchmarkFailure
+    loaded: Loaded | None
+
+
+@dataclass(slots=True)
+class Listening:
+    """A peer whose first words are kept: the race itself does not need them."""
+
+    peer: Peer
+    keep: Callable[[Loaded], None]
+
+    def send(self, payload: object) -> None:
+        self.peer.send(payload)
+
+    def receive(self, timeout_s: float | None = None) -> Any:
+        message = self.peer.receive(timeout_s)
+        if isinstance(message, Loaded):
+            self.keep(message)
+        return message
+
+    def stop(self) -> None:
+        self.peer.stop()
+
+
+def contest(entrants: Sequence[Entrant], workload: Workload, options: BenchmarkConfig, progress: Progress = silent) -> list[Outcome]:
+    """All entrants at one shape, interleaved, each in processes of its own."""
+    engines = [_called(entrant) for entrant in entrants]
+    loaded: dict[str, Loaded] = {}
+
+    def start(engine: Engine) -> Peer:
+        index = next(number for number, each in enumerate(engines) if each is engine)
+        entrant = entrants[index]
+        child = Child(contend, entrant, workload, name=entrant.name)
+        return Listening(child, partial(loaded.setdefault, entrant.name))
+
+    found = results(race(engines, (workload,), options, start, progress), (workload,))
+    return [Outcome(entrant, result, loaded.get(entrant.name)) for entrant, result in zip(entrants, found, strict=True)]
+
+
+def _called(entrant: Entrant) -> Engine:
+    """The engine under the entrant's name, which progress and failures show."""
+    return entrant.engine.model_copy(update={"recipe": entrant.engine.recipe.model_copy(update={"variant": entrant.name})})
+
+
+# -- in the child ------------------------------------------------------------------------------------------------------
+
+
+def contend(channel: Channel, entrant: Entrant, workload: Workload) -> None:
+    """Load an engine and run a block whenever the parent asks, as the pipeline's own contestants do."""
+    begin = monotonic()
+    with opened(entrant, workload.feeds) as (runner, facts):
+        outputs = runner.run()
+        gc.collect()
+        gc.disable()
+        channel.send(Loaded(monotonic() - begin, outputs, facts))
+        take_turns(channel, runner)
+
+
+def take_turns(channel: Channel, runner: Single | Flow) -> None:
+    """Warm up once, then a block for each Take, until anything else comes."""
+    options: WarmUpOptions = channel.receive()
+    channel.send(thinned(warm_up(runner.run, options), VALUES_PER_BLOCK))
+    while isinstance(message := channel.receive(), Take):
+        channel.send(runner.take(message.seconds))
+
+
+@dataclass(slots=True)
+class Single:
+    """One session, run after run from numpy arrays to numpy arrays."""
+
+    session: Session
+    feeds: Tensors
+
+    def run(self) -> Tensors:
+        return run_session(self.session, self.feeds)
+
+    def take(self, seconds: float) -> Block:
+        """As the pipeline takes it, with as much time for the GPU's work as for whole runs: it is what the targets are about."""
+        block = take_block(self.session, self.feeds, seconds)
+        return replace(block, compute_s=thinned(device_times(self.session, self.feeds, seconds), VALUES_PER_BLOCK))
+
+
+def device_times(session: Session, feeds: Tensors, seconds: float) -> list[float]:
+    """The GPU's work by events, one synchronised run after another, right after the upload: so it does not wait for its own launch."""
+    times: list[float] = []
+    timer = session.timer()
+    session.bind(feeds)
+
+    def run() -> None:
+        session.upload()
+        timer.start()
+        session.execute()
+        timer.stop()
+        session.synchronize()
+        times.append(timer.elapsed_s())
+
+    measure_block(run, min_s=seconds)
+    return times
+
+
+@dataclass(slots=True)
+class Flow:
+    """Several sessions at once. `run` is a round of DEPTH runs of each; times are those of one run, so that rows per run over them is throughput."""
+
+    sessions: Sequence[Session]
+    feeds: Tensors
+    upload: bool
+    depth: int = DEPTH
+    bound: bool = field(default=False, init=False)
+
+    def bind(self) -> Tensors:
+        """Fill the buffers of every session, and run each often enough for its graph to be captured."""
+        for _ in range(3):
+            answers = [run_session(session, self.feeds) for session in self.sessions]
+        self.bound = True
+        return answers[0]
+
+    def run(self) -> Tensors:
+        if not self.bound:
+            return self.bind()
+        for _ in range(self.depth):
+            for session in self.sessions:
+                if self.upload:
+                    session.upload()
+                session.execute()
+        for session in self.sessions:
+            session.synchronize()
+        return {}
+
+    def take(self, seconds: float) -> Block:
+        rewarm = measure_block(self.run, min_s=seconds * REWARM_SHARE)
+        rounds = measure_block(self.run, min_s=seconds)
+        runs = self.depth * len(self.sessions)
+        each = thinned([time / runs for time in rounds], VALUES_PER_BLOCK)
+        return Block(
+            runs=len(rounds),
+            run_s=sum(rounds),
+            timed_runs=len(rounds),
+            timed_compute_s=sum(rounds),
+            rewarm_s=thinned(rewarm, VALUES_PER_BLOCK),
+            end_to_end_s=each,
+            latency_s=each,
+            upload_s=NOT_TOLD_APART,
+            enqueue_s=NOT_TOLD_APART,
+            compute_s=each,
+            download_s=NOT_TOLD_APART,
+            peak_memory_bytes=peak_memory_bytes(),
+        )
+
+
+@contextmanager
+def opened(entrant: Entrant, feeds: Tensors) -> Iterator[tuple[Single | Flow, dict[str, Any]]]:
+    """The entrant's engine in memory, and what is to be told of it."""
+    with ExitStack() as stack:
+        if entrant.way == "bare":
+            trt = trt_library.library()
+            session: Session = stack.enter_context(closing(BareSession(trt, cuda.runtime(), entrant.engine.path.read_bytes(), feeds)))
+            yield Single(session, feeds), {}
+        elif entrant.way == "torch":
+            peer, facts = open_peer(entrant.engine, feeds, entrant.mode)
+            stack.enter_context(closing(peer))
+            yield Single(peer, feeds), facts
+        else:
+            loaded = stack.enter_context(closing(backends.load(entrant.engine)))
+            sessions = [stack.enter_context(closing(loaded.session(0))) for _ in range(entrant.sessions)]
+            facts = {"activation_bytes": int(loaded.cuda_engine.device_memory_size_v2)} if isinstance(loaded, TrtLoaded) else {}
+            yield Flow(sessions, feeds, entrant.upload) if entrant.way == "flow" else Single(sessions[0], feeds), facts
+
+
+# -- what it says ------------------------------------------------------------------------------------------------------
+
+
+def cosine(found: Tensors, expected: Tensors) -> float | None:
+    """The smallest cosine over all outputs; None where an answer is missing or is not finite."""
+    values = []
+    for name, wanted in expected.items():
+        if name not in found or found[name].shape != wanted.shape:
+            return None
+        a, b = (np.asarray(array, np.float64).ravel() for array in (found[name], wanted))
+        length = float(np.linalg.norm(a) * np.linalg.norm(b))
+        if not np.isfinite(length) or not length:
+            return None
+        values.append(float(a @ b) / length)
+    return min(values, default=None)

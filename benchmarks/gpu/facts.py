@@ -1,0 +1,115 @@
+"""What is written down of a race and of an engine: figures in ms, ratios with intervals, the layer table in short."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gpu.contest import Outcome, cosine
+from pipeline.core import Recipe
+from pipeline.layers import LayerTable
+from pipeline.measure import Interval, Samples, ratio_of_medians
+from pipeline.precision import fusions, mislabelled, node_text, reformats, slowest, time_by_precision
+from pipeline.report import BenchmarkFailure, LatencyRow
+
+NAMED = 5  # slowest layers
+REFERENCES = ("torch eager fp32", "ours fp32", "torch eager fp16", "torch graph fp16", "ours fp16")
+"""Whose answers the others' are compared with: the first of these that is there."""
+
+
+def entry_of(outcome: Outcome) -> dict[str, Any]:
+    """All figures of one engine in ms; p99 only of enough values."""
+    loaded = outcome.loaded
+    said = {"load_s": round(loaded.seconds, 2), **loaded.facts} if loaded else {}
+    if isinstance(outcome.result, BenchmarkFailure):
+        return {**said, "failed": outcome.result.reason}
+    row: LatencyRow = outcome.result.rows[0]
+    return {
+        **said,
+        **figures("device", row.compute),
+        **figures("wall", row.end_to_end),
+        **({} if outcome.entrant.way == "flow" else phases(row)),
+        "throughput_per_s": row.throughput_per_s,
+        "flops_per_s": row.flops_per_s,
+        "processes": len(row.end_to_end.processes),
+        "stable": row.end_to_end.stable and row.compute.stable,
+    }
+
+
+def phases(row: LatencyRow) -> dict[str, Any]:
+    return {"upload_median_ms": row.upload.median_s * 1e3, "download_median_ms": row.download.median_s * 1e3}
+
+
+def figures(name: str, samples: Samples) -> dict[str, Any]:
+    p99 = samples.percentile_or_absent(99)
+    return {
+        f"{name}_median_ms": samples.median_s * 1e3,
+        f"{name}_mean_ms": float(np.mean(samples.values_s)) * 1e3,
+        f"{name}_min_ms": min(samples.values_s) * 1e3,
+        f"{name}_p99_ms": None if p99 is None else p99 * 1e3,
+        f"{name}_runs": len(samples.values_s),
+        f"{name}_of_processes_ms": [round(float(value) * 1e3, 6) for value in samples.process_medians_s()],
+    }
+
+
+def add_answers(entries: dict[str, dict[str, Any]], outcomes: Sequence[Outcome]) -> None:
+    """The cosine of each engine's answer to the widest: PyTorch or ours in fp32, else PyTorch in fp16."""
+    answers = {outcome.entrant.name: outcome.loaded.outputs for outcome in outcomes if outcome.loaded}
+    chosen = next((name for name in REFERENCES if name in answers), None)
+    for name, found in answers.items():
+        if chosen and name != chosen:
+            entries[name] |= {"cosine": cosine(found, answers[chosen]), "cosine_to": chosen}
+
+
+def layer_facts(table: LayerTable, recipe: Recipe) -> dict[str, Any]:
+    """The layer table in short: what holds this engine back."""
+    moving, whole = reformats(table), sum(layer.seconds or 0.0 for layer in table.layers)
+    return {
+        "count": len(table.layers),
+        "sum_ms": whole * 1e3,
+        "time_share": {name: round(share, 4) for name, share in time_by_precision(table).items()},
+        "moving_layers": moving.count,
+        "moving_share": round(moving.share, 4),
+        "mislabelled": mislabelled(recipe.precision, table, recipe.keep_fp32),
+        "fusions": list(fusions(table)),
+        "slowest": [
+            {
+                "ms": (layer.seconds or 0.0) * 1e3,
+                "share": round((layer.seconds or 0.0) / whole, 4) if whole else None,
+                "precision": str(layer.precision),
+                "nodes": node_text(layer),
+                "kind": layer.kind,
+                "tactic": layer.tactic[:120],
+            }
+            for layer in slowest(table.layers, NAMED)
+        ],
+    }
+
+
+def ratios(outcomes: Sequence[Outcome], ways: Sequence[str]) -> list[dict[str, Any]]:
+    """Each of ours over its bare twin and its loop, and each of PyTorch's over our fastest: of the GPU's time and of whole runs."""
+    rows = {outcome.entrant.name: outcome.result.rows[0] for outcome in outcomes if not isinstance(outcome.result, BenchmarkFailure)}
+    pairs = [(f"ours {way}", f"{other} {way}") for way in ways for other in ("bare", "loop")]
+    ours = [name for name in rows if name.startswith("ours")]
+    if ours:
+        best = min(ours, key=lambda name: rows[name].compute.median_s)
+        pairs += [(name, best) for name in rows if name.startswith("torch")]
+    return [
+        {"over": left, "under": right, "device": _interval(rows[left].compute, rows[right].compute), "wall": _wall(rows[left], rows[right])}
+        for left, right in pairs
+        if left in rows and right in rows
+    ]
+
+
+def _wall(left: LatencyRow, right: LatencyRow) -> list[float] | None:
+    return _interval(left.end_to_end, right.end_to_end)
+
+
+def _interval(left: Samples, right: Samples) -> list[float] | None:
+    try:
+        found: Interval = ratio_of_medians(left, right)
+    except ValueError:  # one block only
+        return None
+    return [round(value, 5) for value in (found.value, found.low, found.high)]

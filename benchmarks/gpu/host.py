@@ -1,0 +1,107 @@
+"""The GPU's own state while it is measured, and caches that go from one command, or one machine, to the next."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.gpu import TIMEOUT_S
+
+QUERIES = {
+    "sm_clock_mhz": "clocks.sm",
+    "memory_clock_mhz": "clocks.mem",
+    "power_w": "power.draw",
+    "temperature_c": "temperature.gpu",
+    "busy_percent": "utilization.gpu",  # of the last second: some kernel ran; it says nothing about how much of the GPU it used
+}
+EVERY = 4  # turns of a race between two looks
+KEPT = ("timing", "inductor")
+MOST_BYTES = 15 * 2**20  # of one archive: larger files do not come back from every host
+
+
+def gpu_state(command: str = "nvidia-smi") -> dict[str, float]:
+    """Clocks, power and temperature of the first GPU now; without what nvidia-smi does not tell."""
+    query = [command, "-i", "0", f"--query-gpu={','.join(QUERIES.values())}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    return state_from_line(done.stdout.partition("\n")[0])
+
+
+def state_from_line(line: str) -> dict[str, float]:
+    """`1980, 3201, 512.33, 54, 97` by name; `[N/A]` is left out."""
+    cells = [cell.strip() for cell in line.split(",")]
+    if len(cells) != len(QUERIES):
+        return {}
+    return {name: float(cell) for name, cell in zip(QUERIES, cells, strict=True) if cell.replace(".", "", 1).isdigit()}
+
+
+@dataclass(slots=True)
+class Watch:
+    """A Progress that looks at the GPU at every few turns of a race, between the blocks, and prints where the race is."""
+
+    turns: int = 0
+    states: list[dict[str, float]] = field(default_factory=list)
+
+    def __call__(self, fraction: float | None, text: str) -> None:
+        if self.turns % EVERY == 0:
+            self.states.append(gpu_state())
+        self.turns += 1
+        if self.turns % 20 == 1:
+            print(f"   {0 if fraction is None else fraction:4.0%} {text}", file=sys.stderr, flush=True)
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        return summary_of(self.states)
+
+
+def summary_of(states: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Smallest, median and largest of each figure; the first looks come before the GPU has woken up, so the median tells."""
+    found: dict[str, dict[str, float]] = {}
+    for name in QUERIES:
+        if values := [state[name] for state in states if name in state]:
+            found[name] = {"min": min(values), "median": float(np.median(values)), "max": max(values)}
+    return found
+
+
+# -- caches ------------------------------------------------------------------------------------------------------------
+
+
+def restore(home: Path, keep: Path) -> list[str]:
+    """Unpack what an earlier command kept, unless it is here already."""
+    restored = []
+    for name in KEPT:
+        archive = keep / f"{name}.tar.gz"
+        if archive.is_file() and not (home / name).exists():
+            with tarfile.open(archive) as packed:
+                packed.extractall(home, filter="data")
+            restored.append(name)
+    return restored
+
+
+def store(home: Path, keep: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+    """Pack each cache into `keep`; says how large each is, or that it is too large to be kept."""
+    keep.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {}
+    for name in KEPT:
+        if not (home / name).is_dir():
+            continue
+        with tempfile.TemporaryDirectory(dir=keep) as folder:
+            packed = Path(folder) / "packed"
+            with tarfile.open(packed, "w:gz", compresslevel=6) as archive:
+                archive.add(home / name, arcname=name)
+            found[name] = packed.stat().st_size
+            if found[name] <= most_bytes:
+                shutil.move(packed, keep / f"{name}.tar.gz")
+            else:
+                found[name] = f"{found[name] / 2**20:.0f} MiB: too large to be kept"
+    return found

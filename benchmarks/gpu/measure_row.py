@@ -1,0 +1,247 @@
+"""One row: model -> graph -> engines -> race -> what is written down. Everything but the bare builds and PyTorch goes through the pipeline."""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import json
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from gpu.bare import LOOP, build_bare
+from gpu.contest import Entrant, contest
+from gpu.facts import add_answers, entry_of, layer_facts, ratios
+from gpu.host import Watch
+from gpu.plans import HERE, feeds_of, graph_of, plan_of
+from gpu.rows import WAYS, Row, targets
+from gpu.torch_peers import COMPILE_MODES, LIMIT_S, look_at, peer_engine
+from pipeline.backends import pytorch_, tensorrt_, timing_cache
+from pipeline.candidates import build_engine, convert_model, prove_engine
+from pipeline.config import BenchmarkConfig, CandidateConfig, home
+from pipeline.core import Engine, OnnxModel, Profile, Recipe, Tensors
+from pipeline.costs import node_costs, total
+from pipeline.errors import CrucibleError
+from pipeline.job import Job, options_of
+from pipeline.layers import LayerTable
+from pipeline.measure import monotonic
+from pipeline.process import call_in_child
+from pipeline.race import Workload
+from pipeline.recipes import recipe_from_candidate
+from pipeline.runner import Stage
+
+T = TypeVar("T")
+BARE = Stage("bare", 1, build_bare, tensorrt_.DISTRIBUTIONS)
+SURGERY = " surgery"
+OPERATED = ("simplify.surgery=surgery:plain_attention", f"simplify.python_path={HERE}")
+LOOKED_AT = ("compile fp16", "eager fp16")
+"""Peers that run once in a child of their own before the race."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to measure, from the command line."""
+
+    seconds: float = 1.5
+    ways: tuple[str, ...] = ()  # empty: all of the row
+    peers: bool = True
+    bare: bool = True
+    overrides: tuple[str, ...] = ()  # of the plan
+    only: tuple[str, ...] = ()  # variants of a part
+    build_only: bool = False  # fill the store and the caches, measure nothing
+
+
+# -- engines -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """One of ours with its bare twin and what it really runs."""
+
+    way: str
+    recipe: Recipe
+    converted: OnnxModel
+    engine: Engine
+    table: LayerTable | None
+    bare: Engine | None = None
+
+
+def recipe_of(job: Job, way: str) -> Recipe:
+    candidate = CandidateConfig.model_validate({"backend": "tensorrt", **WAYS[way]})
+    return recipe_from_candidate(candidate, tensorrt_.probe(), job.plan, calibrated=True)
+
+
+def make(job: Job, model: OnnxModel, way: str, built: Job | None = None) -> Made:
+    """Convert, build, prove. `built`: the job whose profiles the engine takes, where they are not those of the graph."""
+    recipe = recipe_of(job, way)
+    tensorrt_.check_recipe(recipe, tensorrt_.probe())
+    converted = convert_model(job, model, recipe)
+    target_job = built or job
+    engine = build_engine(target_job, converted, recipe)
+    try:
+        table = prove_engine(target_job, engine, converted)
+    except CrucibleError as error:  # the engine can be measured all the same
+        print(f"   no layer table: {error.message}", file=sys.stderr, flush=True)
+        table = None
+    return Made(way, recipe, converted, engine, table)
+
+
+def build_twin(job: Job, converted: OnnxModel, recipe: Recipe) -> Engine:
+    """The same graph by the plain API, kept in the store as ours is."""
+    options = job.build_options("tensorrt")
+    arguments, described = (converted, recipe, options), options_of(recipe, options)
+    return job.runner.stage(BARE, Engine, *arguments, inputs=(converted.digest,), options=described, subject=recipe.label, target=tensorrt_.probe())
+
+
+def make_way(row: Row, job: Job, model: OnnxModel, options: Options, way: str) -> Made:
+    """One of ours, of the row's graph or of the graph after surgery."""
+    if way.endswith(SURGERY):
+        operated, model = graph_of(plan_of(row, (*options.overrides, *OPERATED)))
+        job.runner.steps.extend(operated.runner.steps)
+        return make(replace(operated, runner=job.runner), model, way)
+    return make(job, model, way)
+
+
+def with_profile(job: Job, profile: Mapping[str, Any]) -> Job:
+    """The same job, building for another range of shapes."""
+    dims = Profile.model_validate({"dims": profile})
+    return replace(job, plan=job.plan.model_copy(update={"profiles": (dims,)}))
+
+
+# -- the row -----------------------------------------------------------------------------------------------------------
+
+
+def prepare_row(row: Row, options: Options) -> dict[str, Any]:
+    """The graphs of a row, in every way that needs no GPU to be made: what the CPU does of it, for the store."""
+    job, model = graph_of(plan_of(row, options.overrides))
+    ways = options.ways or row.ways
+    for way in ways:
+        operated = (*options.overrides, *OPERATED) if way.endswith(SURGERY) else ()
+        its_job, its_model = graph_of(plan_of(row, operated)) if operated else (job, model)
+        recipe = recipe_of(its_job, way)
+        if recipe.realised_in != "flags":
+            convert_model(its_job, its_model, recipe)
+    return {"prepared": list(ways)}
+
+
+def measure_row(row: Row, options: Options) -> dict[str, Any]:
+    """All of one row, as far as it came; a way or a peer that fails is an entry with its reason."""
+    begin = monotonic()
+    job, model = graph_of(plan_of(row, options.overrides))
+    feeds = feeds_of(model.inputs, {})
+    entries: dict[str, dict[str, Any]] = {}
+    made = engines_of(row, job, model, options, entries)
+    entrants = entrants_of(made)
+    if options.peers:
+        entrants += peers_of(row, job, model, feeds, entries)
+    if options.build_only:
+        return {"built": [entrant.name for entrant in entrants], "entries": entries}
+    foreign = timing_cache.other_processes()
+    watch = Watch()
+    outcomes = contest(entrants, workload_of(model, {}, feeds, row.batch), BenchmarkConfig(duration_s=options.seconds), watch)
+    entries |= {outcome.entrant.name: entries.get(outcome.entrant.name, {}) | entry_of(outcome) for outcome in outcomes}
+    add_answers(entries, outcomes)
+    for each in made:
+        entries[f"ours {each.way}"] |= build_facts(job, each)
+    gpu = tensorrt_.probe().device
+    return {
+        "created": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "seconds": round(monotonic() - begin, 1),
+        "inputs": {name: list(shape) for name, shape in row.inputs.items()},
+        "batch": row.batch,
+        "overrides": list(options.overrides),
+        "measured_s": options.seconds,
+        "entries": entries,
+        "ratios": ratios(outcomes, [each.way for each in made]),
+        "targets": targets(row, entries, gpu),
+        "gpu": watch.summary(),
+        "foreign_processes": len(foreign),
+    }
+
+
+def engines_of(row: Row, job: Job, model: OnnxModel, options: Options, entries: dict[str, dict[str, Any]]) -> list[Made]:
+    """Ours in every way that can be built, each with its bare twin."""
+    found = []
+    for way in options.ways or row.ways:
+        made = with_failure(entries, f"ours {way}", make_way, row, job, model, options, way)
+        if made is not None and options.bare:
+            made = replace(made, bare=with_failure(entries, f"bare {way}", build_twin, job, made.converted, made.recipe))
+        found += [made] if made else []
+    return found
+
+
+def with_failure(entries: dict[str, dict[str, Any]], name: str, function: Callable[..., T], *arguments: Any, **named: Any) -> T | None:
+    """What the function gives; None, with its reason written down, where it fails."""
+    try:
+        return function(*arguments, **named)
+    except CrucibleError as error:
+        entries[name] = {"failed": error.message}
+    except Exception as error:  # noqa: BLE001  the edge of a row: the others go on
+        traceback.print_exc()
+        entries[name] = {"failed": f"{type(error).__name__}: {error}"}
+    print(f"   {name}: {entries[name]['failed']}", file=sys.stderr, flush=True)
+    return None
+
+
+def entrants_of(made: Sequence[Made]) -> list[Entrant]:
+    """Ours, each with its bare twin; of the first, our engine file in a bare loop too."""
+    entrants = []
+    for number, each in enumerate(made):
+        entrants.append(Entrant(f"ours {each.way}", each.engine))
+        if each.bare:
+            entrants.append(Entrant(f"bare {each.way}", each.bare, "bare"))
+        if number == 0:
+            loop = each.engine.model_copy(update={"recipe": each.recipe.model_copy(update={"variant": LOOP})})
+            entrants.append(Entrant(f"loop {each.way}", loop, "bare"))
+    return entrants
+
+
+def peers_of(row: Row, job: Job, model: OnnxModel, feeds: Tensors, entries: dict[str, dict[str, Any]]) -> list[Entrant]:
+    """PyTorch's entrants; those of LOOKED_AT are first run once in a child of their own, which fills Inductor's cache too."""
+    entrants = []
+    for peer in row.peers:
+        name, engine = f"torch {peer}", peer_engine(job.source, model, peer, pytorch_.probe(), home() / "gpu_models" / row.name)
+        if peer not in LOOKED_AT:
+            entrants.append(Entrant(name, engine, "torch"))
+            continue
+        for mode in COMPILE_MODES if peer.startswith("compile") else ("",):
+            before = entries.pop(name, {})  # why the mode before this one did not come to an end
+            facts = with_failure(entries, name, looked_at, engine, feeds, mode)
+            if facts is not None:
+                entries[name] = {**facts, **({"mode_before": before["failed"]} if before else {})}
+                entrants.append(Entrant(name, engine, "torch", mode=mode))
+                break
+    return entrants
+
+
+def looked_at(engine: Engine, feeds: Tensors, mode: str) -> dict[str, Any]:
+    """What `look_at` found, from an earlier command if there was one: compiling again would only find its own cache."""
+    target = engine.target
+    key = hashlib.sha256(f"{engine.digest} {target.version} {target.device} {mode}".encode()).hexdigest()[:12]
+    file = engine.root / f"looked_at_{key}.json"
+    if not file.is_file():
+        found = call_in_child(look_at, engine, feeds, mode, name=engine.recipe.label, deadline_s=LIMIT_S)
+        file.write_text(json.dumps(found), encoding="utf-8")
+    facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return facts
+
+
+def workload_of(model: OnnxModel, sizes: dict[str, int], feeds: Tensors, rows: int) -> Workload:
+    costs = node_costs(model.path, sizes)
+    moved = total(amount for cost in costs for amount in (cost.bytes_read, cost.bytes_written))
+    return Workload(sizes, feeds, rows, total(cost.flops for cost in costs), moved)
+
+
+def build_facts(job: Job, made: Made) -> dict[str, Any]:
+    """How long the build took, and what the engine really runs."""
+    seconds = {step.digest: round(step.seconds, 1) for step in job.runner.steps}
+    return {
+        "recipe": made.recipe.label,
+        "build_s": seconds.get(made.engine.root.name),
+        "bare_build_s": seconds.get(made.bare.root.name) if made.bare else None,
+        "engine_bytes": made.engine.size_bytes,
+        "layers": layer_facts(made.table, made.recipe) if made.table else None,
+        "notes": [note.text for note in (*made.converted.notes, *made.engine.notes)],
+    }

@@ -1,0 +1,76 @@
+"""The models of gpu_models.py, each with random weights: their speed does not depend on the values."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+def _with_head(module: nn.Module, head: nn.Linear) -> nn.Module:
+    """A head of zeros (torchvision's ViT) would let every engine answer alike, right or wrong."""
+    nn.init.normal_(head.weight, std=0.02)
+    return module
+
+
+def resnet18() -> nn.Module:
+    from torchvision.models import resnet18
+
+    return resnet18()
+
+
+def resnet50() -> nn.Module:
+    """Its residual branches at a fifth: with random weights the activations grow from block to block, beyond what fp16 and int8 can tell."""
+    from torchvision.models import resnet50
+
+    net = resnet50()
+    for module in net.modules():
+        if hasattr(module, "bn3"):
+            nn.init.constant_(module.bn3.weight, 0.2)
+    return net
+
+
+class Pixels(nn.Module):
+    """ResNet-50 that takes uint8 pixels and normalises them itself: a quarter of the bytes to copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = resnet50()
+
+    def forward(self, image: Tensor) -> Tensor:
+        """[batch, 3, height, width] uint8 -> [batch, 1000]."""
+        return self.net((image.float() - 127.5) / 58.0)
+
+
+def resnet50_uint8() -> nn.Module:
+    return Pixels()
+
+
+def mobilenet_v2() -> nn.Module:
+    from torchvision.models import mobilenet_v2
+
+    return mobilenet_v2()
+
+
+def vit_b_16() -> nn.Module:
+    from torchvision.models import vit_b_16
+
+    net = vit_b_16()
+    return _with_head(net, net.heads.head)
+
+
+class Encoder(nn.Module):
+    """BERT-base: 12 layers, 768 wide, 12 heads; positions up to 2,048."""
+
+    def __init__(self) -> None:
+        from transformers import BertConfig, BertModel
+
+        super().__init__()
+        config = BertConfig(max_position_embeddings=2048, attn_implementation="sdpa")
+        self.bert = BertModel(config, add_pooling_layer=False)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """[batch, sequence] int64, both -> [batch, sequence, 768]."""
+        return self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+
+
+def encoder() -> nn.Module:
+    return Encoder().eval()

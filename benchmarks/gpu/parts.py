@@ -1,0 +1,184 @@
+"""What the table of rows does not hold: best throughput, copies that overlap, what flexibility costs. Each part is a few races."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from gpu.contest import Entrant, Outcome, contest
+from gpu.facts import entry_of
+from gpu.host import Watch
+from gpu.measure_row import Made, Options, build_facts, make, with_failure, with_profile, workload_of
+from gpu.plans import feeds_of, graph_of, plan_of
+from gpu.rows import H200, Row, image, target
+from pipeline.backends import tensorrt_
+from pipeline.config import BenchmarkConfig
+from pipeline.core import OnnxModel
+from pipeline.job import Job
+
+BEST_IMAGES_PER_S = 75_000.0
+STREAMS = (1, 2, 3)
+GRAPH_PROFILE = {"batch": [1, 2, 8]}  # at which the graph is checked; engines are built for one batch each
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One engine of a part. `points`: the sizes at which it is measured; of a fixed shape one, without sizes."""
+
+    name: str
+    inputs: Mapping[str, tuple[int | str, ...]]
+    points: tuple[Mapping[str, int], ...]
+    profile: Mapping[str, Any] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+    way: str = "fp16"
+
+
+def _started() -> tuple[dict[str, Any], dict[str, dict[str, Any]], Watch]:
+    return {"created": dt.datetime.now(dt.UTC).isoformat(timespec="seconds")}, {}, Watch()
+
+
+def _wanted(name: str, only: Sequence[str]) -> bool:
+    return not only or any(word in name for word in only)
+
+
+# -- throughput --------------------------------------------------------------------------------------------------------
+
+
+PLACEMENTS = ("int8", "int8 modelopt", "int8 implicit")
+
+
+def throughput(options: Options, batch: int, level: int = 3) -> dict[str, Any]:
+    """ResNet-50 in int8, input on the device: one race of all placements of Q/DQ, each on one to three streams."""
+    document, entries, watch = _started()
+    row = Row("resnet50_any_batch", "resnet50", {"image": ("batch", 3, 224, 224)}, (), 0)
+    job, model = graph_of(plan_of(row, options.overrides, [GRAPH_PROFILE]))
+    built = with_profile(_at_level(job, level), {"batch": batch})
+    entrants = []
+    for way in options.ways or PLACEMENTS:
+        name = f"{way} b{batch} level {level}"
+        made = with_failure(entries, name, make, job, model, way, built)
+        if made is not None:
+            entries[name] = build_facts(built, made)
+            entrants += [Entrant(f"{name}, {count} stream{'s' * (count > 1)}", made.engine, "flow", count) for count in STREAMS]
+    outcomes = race_at(model, {"batch": batch}, batch, entrants, options, watch) if entrants else []
+    entries |= {outcome.entrant.name: entry_of(outcome) for outcome in outcomes}
+    best = best_throughput(entries)
+    goals = [target("images per second, input on the device", best[1], "at least", BEST_IMAGES_PER_S)] if H200 in tensorrt_.probe().device else []
+    return {**document, "batch": batch, "entries": entries, "best": best[0], "targets": goals, "gpu": watch.summary()}
+
+
+def _at_level(job: Job, level: int) -> Job:
+    return replace(job, plan=job.plan.model_copy(update={"tensorrt": job.plan.tensorrt.model_copy(update={"optimization_level": level})}))
+
+
+def best_throughput(entries: Mapping[str, Mapping[str, Any]]) -> tuple[str | None, float | None]:
+    rates = {name: entry["throughput_per_s"] for name, entry in entries.items() if entry.get("throughput_per_s")}
+    return max(rates.items(), key=lambda item: item[1], default=(None, None))
+
+
+def race_at(model: OnnxModel, sizes: dict[str, int], rows: int, entrants: Sequence[Entrant], options: Options, watch: Watch) -> list[Outcome]:
+    workload = workload_of(model, sizes, feeds_of(model.inputs, sizes), rows)
+    return contest(entrants, workload, BenchmarkConfig(duration_s=options.seconds), watch)
+
+
+# -- overlap -----------------------------------------------------------------------------------------------------------
+
+OVERLAP_BATCH = 64
+BUFFERS = {"resident": (1, False), "copied, one set of buffers": (1, True), "copied, two sets": (2, True), "resident, two sets": (2, False)}
+
+
+def overlap(options: Options) -> dict[str, Any]:
+    """ResNet-50 fp16: throughput with the input on the device and with its copy, which two sets of buffers hide; fp32 and uint8 input."""
+    document, entries, watch = _started()
+    for name, model_name, dtype in (("fp32", "resnet50", "float32"), ("uint8", "resnet50_uint8", "uint8")):
+        row = Row(f"overlap_{name}", model_name, image(OVERLAP_BATCH), (), 0, dtypes={"image": dtype})
+        job, model = graph_of(plan_of(row, options.overrides))
+        made = with_failure(entries, f"{name} input", make, job, model, "fp16")
+        if made is None:
+            continue
+        entrants = [Entrant(f"{name} input, {text}", made.engine, "flow", count, upload) for text, (count, upload) in BUFFERS.items()]
+        outcomes = race_at(model, {}, OVERLAP_BATCH, entrants, options, watch)
+        entries |= {outcome.entrant.name: entry_of(outcome) for outcome in outcomes}
+    return {**document, "batch": OVERLAP_BATCH, "entries": entries, "targets": [], "gpu": watch.summary()}
+
+
+# -- flexibility -------------------------------------------------------------------------------------------------------
+
+
+def _batches(*sizes: int) -> tuple[Mapping[str, int], ...]:
+    return tuple({"batch": size} for size in sizes)
+
+
+FIXED: tuple[Mapping[str, int], ...] = ({},)
+_FREE = {"image": ("batch", 3, 224, 224)}
+_SIDES = {"image": (1, 3, "height", "width")}
+_TOKENS = dict.fromkeys(("input_ids", "attention_mask"), (1, "sequence"))
+_128 = dict.fromkeys(("input_ids", "attention_mask"), (1, 128))
+
+LEVELS = tuple((f"level {level}", (f"tensorrt.optimization_level={level}",)) for level in (0, 5))
+SPACES = tuple((f"workspace {mib} MiB", (f"tensorrt.workspace_mib={mib}",)) for mib in (64, 1024))
+
+FLEXIBILITY: Mapping[str, tuple[Variant, ...]] = {
+    "resnet50": (
+        Variant("fixed b1", image(1), FIXED),
+        Variant("fixed b8", image(8), FIXED),
+        Variant("fixed b64", image(64), FIXED),
+        Variant("batch 1 to 8", _FREE, _batches(1, 8), {"batch": [1, 8, 8]}),
+        Variant("batch 1 to 64", _FREE, _batches(1, 8, 64), {"batch": [1, 8, 64]}),
+        Variant(
+            "height and width 160 to 448", _SIDES, tuple({"height": side, "width": side} for side in (224, 160, 448)),
+            {"height": [160, 224, 448], "width": [160, 224, 448]},
+        ),
+        *(Variant(f"fixed b1, {name}", image(1), FIXED, overrides=overrides) for name, overrides in (*LEVELS, *SPACES)),
+    ),
+    "encoder": (
+        Variant("fixed 1x128", _128, FIXED),
+        Variant("sequence 64 to 256", _TOKENS, tuple({"sequence": size} for size in (128, 64, 256)), {"sequence": [64, 128, 256]}),
+        Variant("sequence 1 to 1024", _TOKENS, tuple({"sequence": size} for size in (128, 1, 1024)), {"sequence": [1, 128, 1024]}),
+        *(Variant(f"fixed 1x128, {name}", _128, FIXED, overrides=overrides) for name, overrides in LEVELS),
+    ),
+}  # fmt: skip
+
+
+def flexibility(model_name: str, options: Options) -> dict[str, Any]:
+    """Fixed against dynamic shapes, levels and workspaces, in fp16: one race for each shape that is measured, of all engines that take it."""
+    document, entries, watch = _started()
+    built: list[tuple[Variant, Job, OnnxModel, Made]] = []
+    for variant in FLEXIBILITY[model_name]:
+        if _wanted(variant.name, options.only):
+            made = with_failure(entries, variant.name, _built, model_name, variant, options)
+            built += [made] if made else []
+    for shapes, entered in by_shapes([(variant, model) for variant, _, model, _ in built]).items():
+        sizes = dict(entered)
+        entrants = [Entrant(built[index][0].name, built[index][3].engine) for index in sizes]
+        first = next(iter(sizes))
+        label = ", ".join(f"{name} {list(shape)}" for name, shape in shapes)
+        for outcome in race_at(built[first][2], sizes[first], shapes[0][1][0], entrants, options, watch):
+            entries[f"{outcome.entrant.name} at {label}"] = entry_of(outcome)
+    for variant, job, _, each in built:
+        entries[variant.name] = build_facts(job, each)
+    return {**document, "entries": entries, "targets": [], "gpu": watch.summary()}
+
+
+def _built(model_name: str, variant: Variant, options: Options) -> tuple[Variant, Job, OnnxModel, Made]:
+    profiles = [variant.profile] if variant.profile else []
+    name = f"flexible_{model_name}_{'_'.join(variant.profile) or 'fixed'}"
+    row = Row(name, model_name, variant.inputs, (), 0, output="logits" if "image" in variant.inputs else "hidden")
+    sizes = {symbol: triple[1] for symbol, triple in variant.profile.items()}
+    job, model = graph_of(plan_of(row, (*options.overrides, *variant.overrides), profiles, sizes))
+    return variant, job, model, make(job, model, variant.way)
+
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def by_shapes(built: Sequence[tuple[Variant, OnnxModel]]) -> dict[Shapes, list[tuple[int, dict[str, int]]]]:
+    """Concrete shapes of the inputs -> which engines are measured there, each with its sizes. Pure."""
+    found: dict[Shapes, list[tuple[int, dict[str, int]]]] = {}
+    for index, (variant, model) in enumerate(built):
+        for sizes in variant.points:
+            shapes = tuple((spec.name, spec.resolve(sizes)) for spec in model.inputs)
+            found.setdefault(shapes, []).append((index, dict(sizes)))
+    return found

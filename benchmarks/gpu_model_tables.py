@@ -1,0 +1,132 @@
+"""The part of docs/benchmarks.md that comes from results/gpu_models.json: a table per row of gpu_models.py. Without that file it is empty."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS
+
+FILE = "gpu_models.json"
+STATES = {True: "reached", False: "**missed**", None: "**not measured**"}
+NAMED = 3  # slowest layers
+CURVE = "async_curve"
+
+Entry = Mapping[str, Any]
+
+
+def document(folder: Path = RESULTS) -> Mapping[str, Any]:
+    """The results; empty where there are none."""
+    file = folder / FILE
+    found: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return found
+
+
+def models_section(found: Mapping[str, Any]) -> list[str]:
+    """Every row with its engines, targets and what holds ours back, as lines."""
+    if not found:
+        return []
+    gpu = found["target"]["device"].removeprefix("NVIDIA ")
+    lines = [
+        f"## Against TensorRT used barely and against PyTorch, on one {gpu}",
+        "`python benchmarks/gpu_models.py ROW` repeats a row; all engines of a row come from one interleaved run, each in processes of its own.",
+        "`ours` is Crucible's engine in Crucible's session, `bare` the same graph built and run by TensorRT's plain API with the same timing cache,",
+        "`loop` our engine file in a bare loop. GPU time is the median of CUDA events with a CUDA graph, wall time goes from binding numpy arrays to",
+        "fetching them. Weights are random, so answers are compared with the first engine by their cosine and say nothing about accuracy.",
+    ]
+    for name, row in found["rows"].items():
+        lines += ["", f"### `{name}`", ""]
+        lines += [f"**failed**: {_cell(row['failed'])}"] if "failed" in row else _curve(row) if name == CURVE else _row(row)
+    return [*lines, "", _host(found), ""]
+
+
+def _row(row: Mapping[str, Any]) -> list[str]:
+    entries: Mapping[str, Entry] = row["entries"]
+    over = {ratio["over"]: ratio for ratio in row.get("ratios", ()) if ratio["under"].startswith("bare")}
+    head = ["engine", "GPU ms (p99)", "wall ms", "rows/s", "over bare (95 %)", "cosine", "build s", "time by precision"]
+    lines = [_line(head), "|" + "---|" * len(head)]
+    lines += [_line([name, *_figures(entry, over.get(name))]) for name, entry in entries.items()]
+    lines += ["", *(_target(goal) for goal in row["targets"])]
+    lines += [line for name, entry in entries.items() for line in _held_back(name, entry)]
+    return [*lines, *_about(row)]
+
+
+def _figures(entry: Entry, ratio: Mapping[str, Any] | None) -> list[str]:
+    if "failed" in entry:
+        return [_cell(f"failed: {entry['failed']}"), *["-"] * 6]
+    p99 = f" ({_ms(entry['device_p99_ms'])})" if entry.get("device_p99_ms") else ""
+    device = f"{_ms(entry['device_median_ms'])}{p99}{'' if entry['stable'] else ' ~'}" if "device_median_ms" in entry else "-"
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in ((entry.get("layers") or {}).get("time_share") or {}).items())
+    return [
+        device,
+        _ms(entry.get("wall_median_ms")),
+        _number(entry.get("throughput_per_s"), ",.0f"),
+        "{:.3f} ({:.3f} to {:.3f})".format(*ratio["device"]) if ratio and ratio["device"] else "-",
+        _number(entry.get("cosine"), ".4f"),
+        _number(entry.get("build_s", entry.get("compile_s")), ".1f"),
+        shares or entry.get("mode") or "-",
+    ]
+
+
+def _target(goal: Mapping[str, Any]) -> str:
+    value = "-" if goal["value"] is None else f"{goal['value']:,.3f}" if goal["value"] < 1000 else f"{goal['value']:,.0f}"
+    return f"- {STATES[goal['reached']]}: {goal['text']}: {value}, {goal['direction']} {goal['limit']:,.4g}"
+
+
+def _held_back(name: str, entry: Entry) -> list[str]:
+    """One line per engine of ours: attention, what only moves data, the slowest layers; and what PyTorch's attention ran."""
+    lines = []
+    if layers := entry.get("layers"):
+        slowest = ", ".join(f"{layer['nodes']} {layer['precision']} {layer['share']:.0%}" for layer in layers["slowest"][:NAMED])
+        fused = [text for text in layers["fusions"] if text.startswith("attention")]
+        said = [*fused, f"{layers['moving_layers']} of {layers['count']} layers only move data ({layers['moving_share']:.0%} of the time)"]
+        wrong = [f"**{layers['mislabelled']}**"] if layers["mislabelled"] else []
+        lines.append(f"- `{name}`: {'; '.join([*wrong, *said])}; slowest: {_cell(slowest)}")
+    if entry.get("sdpa_operators"):
+        lines.append(f"- `{name}`: attention by `{', '.join(entry['sdpa_operators'])}`, kernels: {_cell(', '.join(entry['attention_kernels']))}")
+    if "recompilations" in entry:
+        before = f" ({_cell(entry['mode_before'])} in max-autotune)" if "mode_before" in entry else ""
+        lines.append(f"- `{name}`: {entry['mode']}{before}, {entry['compile_s']:.0f} s, {entry['recompilations']} recompilations")
+    return lines
+
+
+def _curve(row: Mapping[str, Any]) -> list[str]:
+    found = row["entries"]
+    lines = [f"{row['model']}, {row['shape']}, PyTorch eager fp32. By CUDA events one call takes {row['events_ms']:.2f} ms.", ""]
+    lines += [_line(["calls", "ms per call, not synchronised", "synchronised"]), "|---|---|---|"]
+    lines += [_line([str(at["calls"]), f"{at['unsynchronised_ms']:.3f}", f"{at['synchronised_ms']:.3f}"]) for at in found["curve"]]
+    waits = ", ".join(f"{text}: {value:.3f} ms" for text, value in found["per_call_ms_ending_with"].items())
+    return [*lines, "", f"Where each of 50 calls ends with {waits} per call."]
+
+
+def _about(row: Mapping[str, Any]) -> Iterable[str]:
+    gpu = row.get("gpu") or {}
+    states = [f"{name.replace('_', ' ')} {values['median']:g}" for name, values in gpu.items()]
+    changed = [f"overrides: {', '.join(row['overrides'])}"] if row.get("overrides") else []
+    said = [row["created"][:10], *changed, *states]
+    return ["", f"{'; '.join(said)}; {row['seconds']:.0f} s."]
+
+
+def _host(found: Mapping[str, Any]) -> str:
+    host, target = found["environment"], found["target"]
+    packages = ", ".join(f"{name} {host['packages'][name]}" for name in ("torch", "onnxruntime", "nvidia-modelopt") if name in host["packages"])
+    place = f"{target['device']}, driver {target['driver']}, TensorRT {target['version']}"
+    return f"{place}; {host['cpu']}, {host['cores']} cores, Python {host['python']}, {packages}."
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}" if value < 10 else f"{value:.2f}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"

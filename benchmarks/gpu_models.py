@@ -1,0 +1,208 @@
+"""The fastest engine on this host's GPU against TensorRT used barely and against PyTorch: any row of the table by one command.
+
+    python benchmarks/gpu_models.py [ROW ...] [--into DIR] [--seconds S] [--keep FOLDER] [--ways fp16,int8] [--no-bare] [--no-peers]
+                                    [--only WORD,WORD] [--set KEY=VALUE] [--prepare] [--build] [--list]
+
+A row is one model at one shape: ours in each precision, the same graph built and run by TensorRT's plain API, and PyTorch, all in one
+interleaved run, each in a process of its own. After each row DIR/gpu_models.json is written anew, with what earlier commands found in other
+rows; a row that fails says so there and does not stop the next. CRUCIBLE_HOME keeps graphs, engines, the timing cache and Inductor's cache;
+`--keep` packs the last two into FOLDER after each row and unpacks them before the first, so that they can go to another machine.
+`--prepare` only makes the graphs of the rows, several at once: that needs no GPU for itself, and is most of what the CPU has to do.
+`--build` makes the engines and lets torch.compile tune, and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import json
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS
+from gpu.async_curve import async_curve
+from gpu.host import restore, store
+from gpu.measure_row import Options, measure_row, prepare_row
+from gpu.parts import flexibility, overlap, throughput
+from gpu.rows import ROWS, WAYS, row_named
+from gpu.torch_peers import cache_folder
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.backends import tensorrt_
+from pipeline.config import home
+from pipeline.core import Target
+from pipeline.errors import CrucibleError
+from pipeline.measure import environment, monotonic
+
+NAME = "gpu_models"
+AT_ONCE = 6  # rows prepared side by side: an export takes one core and a few GB
+
+Part = Callable[[Options], dict[str, Any]]
+PARTS: Mapping[str, tuple[Part, float]] = {
+    **{row.name: (partial(measure_row, row), row.minutes) for row in ROWS},
+    **{f"resnet50_throughput_b{batch}": (partial(throughput, batch=batch), 6) for batch in (256, 128, 512, 64)},
+    "resnet50_throughput_b256_level5": (partial(throughput, batch=256, level=5), 9),
+    "async_curve": (lambda options: async_curve(), 1),
+    "overlap": (overlap, 4),
+    "flexibility_resnet50": (partial(flexibility, "resnet50"), 10),
+    "flexibility_encoder": (partial(flexibility, "encoder"), 9),
+}
+"""Every row and part, and the minutes that it takes with cold caches (an estimate)."""
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.list:
+        print("\n".join(f"{name:32} about {minutes:g} min with cold caches" for name, (_, minutes) in PARTS.items()))
+        return
+    names = arguments.rows or list(PARTS)
+    chosen = {name: getattr(arguments, name) for name in ("seconds", "ways", "peers", "bare", "only", "build_only")}
+    options = Options(overrides=tuple(arguments.set), **chosen)
+    target = tensorrt_.probe()
+    cache_folder(home())
+    if arguments.keep:
+        print(f"restored: {', '.join(restore(home(), arguments.keep)) or 'nothing'}", file=sys.stderr)
+    if arguments.prepare:
+        sys.exit(prepare(names, options))
+    document: dict[str, Any] = {"rows": {}}
+    if arguments.build_only:
+        sys.exit(build([name for name in names if row_named(name)], options, arguments.keep))
+    for name in names:
+        print(f"== {name}", flush=True)
+        document = add_row(arguments.into / f"{NAME}.json", name, guarded(PARTS[name][0], options), target)
+        Console(width=170).print(table(name, document["rows"][name]))
+        if arguments.keep:
+            print(f"kept: {store(home(), arguments.keep)}", file=sys.stderr, flush=True)
+    print(json.dumps({name: summary(document["rows"][name]) for name in names}))
+    sys.exit(any("failed" in document["rows"][name] for name in names))
+
+
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("rows", nargs="*", type=_row, metavar="ROW", help="[default: all]; --list prints them")
+    parser.add_argument("--into", type=Path, default=RESULTS, metavar="DIR", help="where the results go")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of measuring, per engine")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where timing cache and Inductor's cache come from and go to")
+    parser.add_argument("--ways", type=_ways, default=(), metavar="WAY,WAY", help=f"of ours, instead of all of the row: {', '.join(WAYS)}")
+    parser.add_argument("--only", type=_words, default=(), metavar="WORD,WORD", help="of a part, only the variants whose names hold a word")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the plan")
+    parser.add_argument("--no-bare", dest="bare", action="store_false", help="without bare builds")
+    parser.add_argument("--no-peers", dest="peers", action="store_false", help="without PyTorch")
+    parser.add_argument("--prepare", action="store_true", help="only export, simplify and convert the rows")
+    parser.add_argument("--build", dest="build_only", action="store_true", help="only build and compile the rows, for the store and the caches")
+    parser.add_argument("--list", action="store_true", help="print rows and parts, and end")
+    return parser.parse_args(words)
+
+
+def _row(text: str) -> str:
+    if text not in PARTS:
+        raise argparse.ArgumentTypeError(f"no row '{text}'; --list prints them")
+    return text
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _ways(text: str) -> tuple[str, ...]:
+    ways = _words(text)
+    if unknown := [way for way in ways if way not in WAYS]:
+        raise argparse.ArgumentTypeError(f"no way '{unknown[0]}'; expected {', '.join(WAYS)}")
+    return ways
+
+
+def prepare(names: list[str], options: Options) -> int:
+    """Graphs of the rows, several at once; how many failed."""
+    rows = [row for row in ROWS if row.name in names]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        done = list(pool.map(lambda row: guarded(partial(prepare_row, row), options), rows))
+    for row, found in zip(rows, done, strict=True):
+        print(f"{row.name}: {found.get('failed') or 'prepared'} ({found['seconds']:.0f} s)")
+    return sum("failed" in found for found in done)
+
+
+def build(names: list[str], options: Options, keep: Path | None) -> int:
+    """Engines and compiled code of the rows, kept for the command that measures them; how many rows failed."""
+    failed = 0
+    for name in names:
+        found = guarded(PARTS[name][0], options)
+        failures = {engine: entry["failed"] for engine, entry in found.get("entries", {}).items() if "failed" in entry}
+        print(f"{name}: {found.get('failed') or 'built'} ({found['seconds']:.0f} s) {failures or ''}", flush=True)
+        failed += "failed" in found
+        if keep:
+            print(f"kept: {store(home(), keep)}", file=sys.stderr, flush=True)
+    return failed
+
+
+def guarded(part: Part, options: Options) -> dict[str, Any]:
+    """What the part found; under "failed" why it did not."""
+    begin = monotonic()
+    created = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+    try:
+        found = part(options)
+    except CrucibleError as error:
+        found = {"created": created, "failed": error.message}
+    except Exception as error:  # noqa: BLE001  the edge of a row: the next must run
+        traceback.print_exc()
+        found = {"created": created, "failed": f"{type(error).__name__}: {error}"}
+    return {"created": created, **found, "seconds": round(monotonic() - begin, 1)}
+
+
+# -- the document ------------------------------------------------------------------------------------------------------
+
+
+def add_row(file: Path, name: str, row: Mapping[str, Any], target: Target) -> dict[str, Any]:
+    """Write the document with this row in the place of an earlier run of it."""
+    old = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.is_file() else {}
+    here = {"target": target.model_dump(mode="json"), "environment": environment().model_dump(mode="json")}
+    rows = {**old, name: {**row, "target": here["target"]}}
+    document = {
+        "benchmark": NAME,
+        "created": row["created"],
+        "rows": {each: rows[each] for each in PARTS if each in rows},
+        "targets": {f"{each}: {goal['text']}": bool(goal["reached"]) for each in rows for goal in rows[each].get("targets", ())},
+        **here,
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return document
+
+
+def summary(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row on one line."""
+    if "failed" in row:
+        return {"failed": row["failed"]}
+    return {goal["text"]: [goal["value"], goal["limit"], goal["reached"]] for goal in row.get("targets", ())}
+
+
+SHOWN = (("device_median_ms", ".4f"), ("wall_median_ms", ".4f"), ("throughput_per_s", ",.0f"))
+
+
+def table(name: str, row: Mapping[str, Any]) -> Table:
+    """One row, for the eye."""
+    shown = Table("engine", "GPU ms", "wall ms", "rows/s", "cosine", "build s", "time by precision", title=f"{name} {row.get('failed', '')}")
+    for engine, entry in row.get("entries", {}).items():
+        if not isinstance(entry, Mapping):
+            continue
+        cells = [_number(entry.get(key), form) for key, form in SHOWN]
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in ((entry.get("layers") or {}).get("time_share") or {}).items())
+        more = [_number(entry.get("cosine"), ".4f"), _number(entry.get("build_s"), ".1f")]
+        shown.add_row(engine, *cells, *more, shares or str(entry.get("failed", entry.get("mode", "")))[:70])
+    for goal in row.get("targets", ()):
+        state = {True: "reached", False: "MISSED", None: "not measured"}[goal["reached"]]
+        shown.add_row(f"{state}: {goal['text']}", _number(goal["value"], ".3f"), goal["direction"], f"{goal['limit']:g}")
+    return shown
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Which error an exception, or the death of a child, stands for: a full disk, exhausted memory, a forbidden path, or our bug.
+
+Libraries written in C++ say such things in words only, and a killed process says nothing at all: `how_it_died` weighs what the kernel
+recorded, and says "probably" where that is no proof.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.errors import ChildDied, CrucibleError, DiskFull, HostError, InternalError
+
+_PATH_FAULTS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
+DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT)
+MORE_DISK = "free some space, or set CRUCIBLE_HOME (the store), TMPDIR and --out to a larger disk"
+MORE_MEMORY = "free memory, raise the limit of this container, or lower calibration.batch or the largest sizes of the profiles"
+_NO_MEMORY = re.compile(r"bad_alloc|\bMemoryError\b|can(no|')t allocate memory|Failed to allocate memory for requested buffer", re.IGNORECASE)
+"""C++, Python, the C library (torch and OpenVINO pass its words on), ONNX Runtime; a GPU's memory has errors of its own."""
+_NO_SPACE = re.compile(r"no space left on device|disk quota exceeded", re.IGNORECASE)
+
+
+def crucible_error(error: BaseException, child: str = "") -> CrucibleError:
+    """Our own error for any exception of a child, or of this process: what the host is at fault for is not our bug."""
+    said = _said(error)
+    if any(isinstance(each, MemoryError) or getattr(each, "errno", None) == errno.ENOMEM or _NO_MEMORY.search(str(each)) for each in said):
+        who = f"the child process for '{child}' ran" if child else "this process ran"
+        return ChildDied(f"{who} out of memory: {first_line(error)}", MORE_MEMORY)
+    if isinstance(error, OSError) and error.errno in DISK_FAULTS:
+        where = f" while writing '{error.filename}'" if error.filename else ""
+        return DiskFull(f"the disk is full{where}", MORE_DISK)
+    if any(_NO_SPACE.search(str(each)) for each in said):
+        return DiskFull(f"the disk is full: {first_line(error)}", MORE_DISK)
+    if isinstance(error, CrucibleError):
+        return error
+    if isinstance(error, OSError) and error.filename and error.errno in _PATH_FAULTS:
+        return HostError(f"cannot use '{error.filename}': {error.strerror}", "check the path and its permissions")
+    return InternalError(f"{type(error).__name__}: {error}")
+
+
+def _said(error: BaseException | None) -> list[BaseException]:
+    """The exception and its causes, up to one that is already named."""
+    found = []
+    while error is not None and not isinstance(error, ChildDied | DiskFull):
+        found.append(error)
+        error = error.__cause__
+    return found
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says, with its kind unless it is our own."""
+    text = error.message if isinstance(error, CrucibleError) else f"{type(error).__name__}: {error}"
+    return text.strip().partition("\n")[0]
+
+
+# -- deaths ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryKills:
+    """How many processes the kernel has killed for memory so far; None where it does not tell."""
+
+    ours: int | None = None  # in the control group of this process, which its children share
+    machine: int | None = None
+
+
+def memory_kills(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> MemoryKills:
+    """What the kernel has recorded until now: memory.events (cgroup v2) or memory.oom_control (v1), and /proc/vmstat."""
+    ours = [count for file in _group_files(proc, groups) if (count := _oom_kill(file)) is not None]
+    return MemoryKills(sum(ours) if ours else None, _oom_kill(proc / "vmstat"))
+
+
+def _group_files(proc: Path, groups: Path) -> Iterator[Path]:
+    for line in _lines(proc / "self" / "cgroup"):
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            yield groups / path.lstrip("/") / "memory.events"
+        elif "memory" in controllers.split(","):
+            yield groups / "memory" / path.lstrip("/") / "memory.oom_control"
+
+
+def _oom_kill(file: Path) -> int | None:
+    return next((int(line.split()[1]) for line in _lines(file) if line.startswith("oom_kill ")), None)
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+
+
+def how_it_died(code: int | None, before: MemoryKills, after: MemoryKills, printed: str) -> tuple[str, str]:
+    """What happened to a child that ended without an answer, and the next step, from its exit code, the kernel's counts and what it printed."""
+    if code == -signal.SIGKILL:
+        return _how_it_was_killed(before, after)
+    how = f"by signal {-code} ({signal.Signals(-code).name})" if code is not None and code < 0 else f"with exit code {code}"
+    if _NO_MEMORY.search(printed):
+        return f"ran out of memory and ended {how}", MORE_MEMORY
+    return f"ended {how} before it answered", "try again with more free memory, or correct your own code if it ran there"
+
+
+def _how_it_was_killed(before: MemoryKills, after: MemoryKills) -> tuple[str, str]:
+    killed = f"was killed by signal {int(signal.SIGKILL)} (SIGKILL)"
+    if _grew(before.ours, after.ours):
+        return "was killed by the kernel because memory ran out", MORE_MEMORY
+    if _grew(before.machine, after.machine):  # it may have been another's
+        return f"{killed}, probably because memory ran out: the kernel killed a process for that at this time", MORE_MEMORY
+    if after == MemoryKills():
+        return f"{killed}, probably because memory ran out", MORE_MEMORY
+    advice = "run the same command again; if it is killed again, give it more memory, or ask who runs this machine"
+    return f"{killed}, not by the kernel for want of memory: by a person, a scheduler, or a service that guards memory", advice
+
+
+def _grew(before: int | None, after: int | None) -> bool:
+    return before is not None and after is not None and after > before

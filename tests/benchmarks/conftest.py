@@ -1,0 +1,23 @@
+"""The modules of benchmarks/gpu and gpu_models itself, imported as the script imports them."""
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+NAMES = ("bare", "contest", "facts", "host", "measure_row", "parts", "plans", "rows", "surgery", "torch_peers", "async_curve")
+SCRIPTS = ("common", "gpu_models", "gpu_model_tables")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before = set(sys.modules)
+    yield {**{name: import_module(f"gpu.{name}") for name in NAMES}, **{name: import_module(name) for name in SCRIPTS}}
+    for name in set(sys.modules) - before:
+        if name in ("gpu", *SCRIPTS) or name.startswith("gpu."):
+            sys.modules.pop(name)

@@ -1,0 +1,285 @@
+"""The GPU table's rows, targets, documents and pages: all that is pure."""
+
+import argparse
+import json
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.config import plan_from_document
+from pipeline.core import Engine, Precision, Recipe, Target, TensorSpec
+from pipeline.job import open_job
+from pipeline.layers import Layer, LayerTable
+from pipeline.measure import samples_from_blocks
+from pipeline.report import BenchmarkReport, LatencyRow
+from pipeline.runner import Runner
+from pipeline.store import Store
+
+ROOT = Path(__file__).parents[2]
+H200 = Target(backend="tensorrt", version="10.6.0", device="NVIDIA H200", compute_capability="9.0", driver="580")
+
+
+# -- rows and targets --------------------------------------------------------------------------------------------------
+
+
+def test_every_row_is_a_plan_that_can_be_read(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
+    rows, plans = gpu["rows"], gpu["plans"]
+    names = [row.name for row in rows.ROWS]
+    assert len(set(names)) == len(names)
+    for row in rows.ROWS:
+        plan = plan_from_document(plans.document_of(row, tmp_path / "texts.npz"), base=tmp_path, name=row.name)
+        assert [spec.shape for spec in plan.model.inputs] == list(row.inputs.values())
+        assert set(row.ways) <= set(rows.WAYS)
+        assert {name for goal in row.goals for name in (*goal.ours, *goal.theirs)} <= {*rows.WAYS, *row.peers}
+        assert set(row.probe) <= set(row.ways)
+        assert all(peer.split()[0] in gpu["torch_peers"].WAYS for peer in row.peers)
+
+
+@pytest.mark.parametrize("name", ["resnet50_b64", "encoder_b32", "encoder_maskless_b1"])
+def test_the_data_of_a_row_fits_its_model(gpu: dict[str, ModuleType], own_home: Path, name: str) -> None:
+    job = open_job(gpu["plans"].plan_of(gpu["rows"].row_named(name)), Runner(Store(own_home)))
+    assert job.data.calibration is not None
+    assert job.samples.first(1)[0].keys() == {spec.name for spec in job.source.inputs}
+
+
+def entry(device_ms: float, wall_ms: float = 1.0) -> dict[str, Any]:
+    return {"device_median_ms": device_ms, "wall_median_ms": wall_ms}
+
+
+def test_targets_are_judged_by_the_medians_of_one_run(gpu: dict[str, ModuleType]) -> None:
+    rows = gpu["rows"]
+    row = rows.row_named("resnet50_b1")
+    entries = {
+        "ours fp16": entry(0.30, 0.40),
+        "bare fp16": entry(0.30),
+        "loop fp16": entry(0.30, 0.38),
+        "ours int8": entry(0.26),
+        "bare int8": entry(0.25),
+        "torch compile fp16": entry(0.61),
+        "ours fp32": {"failed": "no memory"},
+    }
+    found = {goal["text"]: goal for goal in rows.targets(row, entries, "NVIDIA H200")}
+    assert found["fp16: GPU time over that of a bare build"]["reached"] is True
+    assert found["int8: GPU time over that of a bare build"] | {"text": ""} == {
+        "text": "", "value": pytest.approx(1.04), "direction": "at most", "limit": 1.03, "reached": False,
+    }  # fmt: skip
+    assert found["fp16: GPU time over the probe's 0.29 ms"]["value"] == pytest.approx(0.30 / 0.29)
+    assert found["int8: GPU time over the probe's 0.235 ms"]["reached"] is False
+    assert found["fp32: GPU time over that of a bare build"]["reached"] is None
+    assert found["fp16: us more from bind to fetch than the bare loop"]["value"] == pytest.approx(20)
+    assert found["torch compile fp16 over ours fp16"]["reached"] is True
+    assert not any("probe" in text for text in {goal["text"]: goal for goal in rows.targets(row, entries, "NVIDIA H100")})
+
+
+def test_long_runs_are_judged_by_ratio_and_the_fastest_of_ours_counts(gpu: dict[str, ModuleType]) -> None:
+    rows = gpu["rows"]
+    row = rows.row_named("resnet50_b64")
+    entries = {
+        "ours int8": entry(2.2, 5.0),
+        "loop int8": entry(2.2, 4.0),
+        "ours int8 modelopt": entry(1.28),
+        "ours int8 implicit": entry(1.27),
+    }
+    found = {goal["text"]: goal for goal in rows.targets(row, entries, "NVIDIA H200")}
+    assert found["int8: bind to fetch over that of the bare loop"]["reached"] is False
+    explicit = found["ours int8 modelopt over ours int8 implicit"]
+    assert explicit["value"] == pytest.approx(1.28 / 1.27)
+    assert explicit["reached"] is True
+
+
+def test_a_gain_between_two_peers_is_a_target_too(gpu: dict[str, ModuleType]) -> None:
+    rows = gpu["rows"]
+    entries = {"torch eager fp32": entry(1.85), "torch graph fp32": entry(0.366)}
+    (found,) = [goal for goal in rows.targets(rows.row_named("mobilenet_128"), entries, "") if goal["text"].startswith("torch eager")]
+    assert found["reached"] is True
+    assert found["limit"] == pytest.approx(2.928)
+
+
+# -- what the models are fed -------------------------------------------------------------------------------------------
+
+
+def test_texts_are_padded_and_alike_for_all(gpu: dict[str, ModuleType]) -> None:
+    plans = gpu["plans"]
+    fed = plans.text_feeds({"input_ids": (4, 128), "attention_mask": (4, 128)}, seed=0)
+    lengths = fed["attention_mask"].sum(axis=1)
+    assert lengths[0] == 128
+    assert (lengths >= 32).all()
+    assert len(set(lengths)) > 1
+    assert (fed["input_ids"][fed["attention_mask"] == 0] == 0).all()
+    assert plans.text_feeds({"input_ids": (1, 512), "attention_mask": (1, 512)}, seed=0)["attention_mask"].sum() == 384
+    assert set(plans.text_feeds({"input_ids": (1, 8)}, seed=0)) == {"input_ids"}
+
+
+def test_calibration_texts_are_whole_batches(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
+    row = gpu["rows"].row_named("encoder_b32")
+    with np.load(gpu["plans"].calibration_file(row, tmp_path, {})) as file:
+        assert {name: file[name].shape for name in file} == {"input_ids": (64, 128), "attention_mask": (64, 128)}
+
+
+# -- what is written down ----------------------------------------------------------------------------------------------
+
+
+def report(label: str, device_s: float, blocks: int = 6) -> BenchmarkReport:
+    samples = samples_from_blocks([(device_s, device_s * 1.01)] * blocks, (), processes=(2,) * (blocks // 2))
+    row = LatencyRow(
+        sizes={}, end_to_end=samples, upload=samples, compute=samples, download=samples, throughput_per_s=1 / device_s,
+        flops_per_s=None, bytes_per_s=None, ratio=None, peak_memory_bytes=1,
+    )  # fmt: skip
+    return BenchmarkReport(label=label, rows=(row,), notes=())
+
+
+def engine(tmp_path: Path, variant: str = "") -> Engine:
+    return Engine(
+        root=tmp_path, file="engine.plan", digest="d", target=H200, recipe=Recipe(backend="tensorrt", precision=Precision.FP16, variant=variant),
+        inputs=(), outputs=(), profiles=(), threads=0, size_bytes=1,
+    )  # fmt: skip
+
+
+def test_figures_and_ratios_of_a_race(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
+    contest, facts = gpu["contest"], gpu["facts"]
+    loaded = contest.Loaded(2.0, {"y": np.array([1.0, 2.0])}, {"mode": "reduce-overhead"})
+    outcomes = [
+        contest.Outcome(contest.Entrant(name, engine(tmp_path)), report(name, device_s), loaded)
+        for name, device_s in (("ours fp16", 0.3e-3), ("bare fp16", 0.29e-3), ("loop fp16", 0.3e-3), ("torch eager fp16", 2.7e-3))
+    ]
+    entries = {outcome.entrant.name: facts.entry_of(outcome) for outcome in outcomes}
+    assert entries["ours fp16"]["device_median_ms"] == pytest.approx(0.3015)
+    assert entries["ours fp16"]["device_p99_ms"] is None  # of 12 values
+    assert len(entries["ours fp16"]["device_of_processes_ms"]) == 3
+    assert entries["ours fp16"]["mode"] == "reduce-overhead"
+    facts.add_answers(entries, outcomes)
+    assert entries["ours fp16"]["cosine"] == pytest.approx(1)
+    assert "cosine" not in entries["torch eager fp16"]
+    found = {(ratio["over"], ratio["under"]): ratio["device"] for ratio in facts.ratios(outcomes, ["fp16", "int8"])}
+    assert set(found) == {("ours fp16", "bare fp16"), ("ours fp16", "loop fp16"), ("torch eager fp16", "ours fp16")}
+    assert found["ours fp16", "bare fp16"][0] == pytest.approx(0.3 / 0.29, abs=1e-4)
+    assert found["torch eager fp16", "ours fp16"][0] == pytest.approx(9, abs=1e-4)
+
+
+def test_the_layer_table_in_short(gpu: dict[str, ModuleType]) -> None:
+    softmax = Layer(
+        name="mha", kind="kgen", precision=Precision.FP16, evidence="types", heavy=True, nodes=("a", "s", "b"),
+        operators=("MatMul", "Softmax", "MatMul"), seconds=3e-6,
+    )  # fmt: skip
+    moving = Layer(name="r", kind="Reformat", precision="none", evidence="none", seconds=1e-6)
+    table = LayerTable(sizes={}, runs=1, layers=(softmax, moving))
+    found = gpu["facts"].layer_facts(table, Recipe(backend="tensorrt", precision=Precision.FP16))
+    assert found["time_share"] == {"fp16": 0.75, "none": 0.25}
+    assert found["moving_layers"] == 1
+    assert found["mislabelled"] == ""
+    assert found["fusions"] == ["attention (MatMul, Softmax, MatMul) in one kernel: 1 of 1"]
+    assert [layer["ms"] for layer in found["slowest"]] == pytest.approx([0.003, 0.001])
+
+
+def test_kernels_that_a_peer_ran(gpu: dict[str, ModuleType]) -> None:
+    events = [("aten::_scaled_dot_product_flash_attention", 0.0, 12), ("flash_fwd_kernel<half>", 40.0, 12), ("gemm", 400.0, 48), ("aten::mm", 9.0, 1)]
+    found = gpu["torch_peers"].kernels(events)
+    assert found["sdpa_operators"] == ["aten::_scaled_dot_product_flash_attention"]
+    assert found["attention_kernels"] == ["12 x flash_fwd_kernel<half>"]
+    assert found["slowest_kernels"][0] == "400 us in 48 x gemm"
+    assert len(found["slowest_kernels"]) == 2
+
+
+def test_a_row_that_runs_again_takes_its_own_place_and_no_other(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
+    script, file = gpu["gpu_models"], tmp_path / "gpu_models.json"
+    goal = {"text": "fast", "value": 1.0, "direction": "at least", "limit": 2.0, "reached": False}
+    script.add_row(file, "vit_b1", {"created": "1", "targets": [goal], "entries": {}}, H200)
+    script.add_row(file, "async_curve", {"created": "2", "failed": "no GPU"}, H200)
+    script.add_row(file, "resnet50_b1", {"created": "3", "targets": [{**goal, "reached": True}], "entries": {"ours fp16": entry(0.3)}}, H200)
+    document = json.loads(file.read_text())
+    assert list(document["rows"]) == ["resnet50_b1", "vit_b1", "async_curve"]
+    assert document["targets"] == {"vit_b1: fast": False, "resnet50_b1: fast": True}
+    assert document["environment"]["python"]
+    for name, row in document["rows"].items():
+        assert script.table(name, row).row_count == len(row.get("entries", ())) + len(row.get("targets", ()))
+
+
+def test_the_page_shows_every_engine_with_its_figures(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
+    script, tables, file = gpu["gpu_models"], import_module("gpu_model_tables"), tmp_path / "gpu_models.json"
+    assert tables.models_section(tables.document(tmp_path)) == []
+    goal = {"text": "fast", "value": 2.5, "direction": "at least", "limit": 2.0, "reached": True}
+    layers = {
+        "time_share": {"fp16": 1.0}, "count": 9, "moving_layers": 2, "moving_share": 0.1, "mislabelled": "", "fusions": ["attention in one: 1 of 1"],
+        "slowest": [{"nodes": "conv|1", "precision": "fp16", "share": 0.5}],
+    }  # fmt: skip
+    compiled = {"mode": "reduce-overhead", "mode_before": "too long", "compile_s": 60.0, "recompilations": 0}
+    entries = {
+        "ours fp16": {**entry(0.29, 0.4), "device_p99_ms": 0.31, "stable": True, "throughput_per_s": 2500.0, "build_s": 61.0, "layers": layers},
+        "torch compile fp16": {**entry(0.62), "stable": False, "sdpa_operators": ["aten::flash"], "attention_kernels": ["12 x flash"], **compiled},
+        "bare fp16": {"failed": "no memory"},
+    }  # fmt: skip
+    ratio = {"over": "ours fp16", "under": "bare fp16", "device": [1.01, 1.0, 1.02], "wall": None}
+    row = {"created": "2026-11-21T20:00", "seconds": 100.0, "entries": entries, "targets": [goal, {**goal, "value": None, "reached": None}]}
+    script.add_row(file, "vit_b1", {**row, "ratios": [ratio], "gpu": {"power_w": {"median": 500.0}}, "overrides": ["a=b"]}, H200)
+    script.add_row(file, "vit_b32", {"created": "2026-11-21T20:00", "failed": "no GPU"}, H200)
+    curve = {"curve": [{"calls": 1, "unsynchronised_ms": 1.3, "synchronised_ms": 3.0}], "per_call_ms_ending_with": {".cpu()": 3.1}}
+    about = {"created": "1", "model": "resnet18", "shape": [1], "events_ms": 3.0}
+    script.add_row(file, "async_curve", {**about, "entries": curve, "targets": []}, H200)
+    text = "\n".join(tables.models_section(tables.document(tmp_path)))
+    assert "| ours fp16 | 0.290 (0.310) | 0.400 | 2,500 | 1.010 (1.000 to 1.020) | - | 61.0 | fp16 100% |" in text
+    assert "| torch compile fp16 | 0.620 ~ | 1.000 | - | - | - | 60.0 | reduce-overhead |" in text
+    assert "- reached: fast: 2.500, at least 2" in text
+    assert "- **not measured**: fast: -, at least 2" in text
+    assert "attention in one: 1 of 1; 2 of 9 layers only move data (10% of the time); slowest: conv\\|1 fp16 50%" in text
+    assert "reduce-overhead (too long in max-autotune), 60 s, 0 recompilations" in text
+    assert "| 1 | 1.300 | 3.000 |" in text
+    assert "**failed**: no GPU" in text
+    tabled = [line for line in text.splitlines() if line.startswith("| ") and "fp16 |" in line]
+    assert {line.replace("\\|", "").count("|") for line in tabled} == {9}
+
+
+def test_a_part_that_fails_says_so(gpu: dict[str, ModuleType]) -> None:
+    def broken(options: object) -> dict[str, Any]:
+        raise ValueError("no such shape")
+
+    found = gpu["gpu_models"].guarded(broken, gpu["measure_row"].Options())
+    assert found["failed"] == "ValueError: no such shape"
+    assert gpu["gpu_models"].summary(found) == {"failed": "ValueError: no such shape"}
+
+
+def test_words_of_the_command_line(gpu: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    parse = gpu["gpu_models"].parse_arguments
+    found = parse(["vit_b1", "overlap", "--ways", "fp16,int8 modelopt", "--seconds", "2", "--no-peers", "--set", "a=b"])
+    assert (found.rows, found.ways, found.seconds, found.peers, found.bare) == (["vit_b1", "overlap"], ("fp16", "int8 modelopt"), 2.0, False, True)
+    for wrong in (["vit"], ["vit_b1", "--ways", "fp4"]):
+        with pytest.raises(SystemExit):
+            parse(wrong)
+    assert "expected fp32" in capsys.readouterr().err
+    with pytest.raises(argparse.ArgumentTypeError, match="--list"):
+        gpu["gpu_models"]._row("vit")
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def test_variants_meet_where_they_take_the_same_shapes(gpu: dict[str, ModuleType]) -> None:
+    parts = gpu["parts"]
+
+    class Model:
+        def __init__(self, variant: Any) -> None:
+            self.inputs = tuple(TensorSpec(name=name, dtype="float32", shape=shape) for name, shape in variant.inputs.items())
+
+    for variants in parts.FLEXIBILITY.values():
+        found = parts.by_shapes([(variant, Model(variant)) for variant in variants])
+        fixed = [index for index, variant in enumerate(variants) if not variant.profile]
+        alone = [entered for entered in found.values() if not {index for index, _ in entered} & set(fixed)]
+        assert all({index for index, _ in entered} >= {0} for shapes, entered in found.items() if shapes == next(iter(found)))
+        assert sum(map(len, found.values())) == sum(len(variant.points) for variant in variants)
+        assert len(alone) < len(found)
+
+
+def test_the_best_throughput_leaves_out_what_failed(gpu: dict[str, ModuleType]) -> None:
+    entries = {"a": {"throughput_per_s": 2.0}, "b": {"failed": "x"}, "c": {"throughput_per_s": 3.0}, "d": {"build_s": 1.0}}
+    assert gpu["parts"].best_throughput(entries) == ("c", 3.0)
+    assert gpu["parts"].best_throughput({}) == (None, None)
+
+
+def test_a_point_of_the_curve_is_per_call(gpu: dict[str, ModuleType]) -> None:
+    calls: list[int] = []
+    found = gpu["async_curve"].point(lambda: calls.append(1), lambda: None, 7)
+    assert len(calls) == 7 * gpu["async_curve"].REPEATS
+    assert 0 < found["unsynchronised_ms"] <= found["synchronised_ms"]

@@ -1,0 +1,269 @@
+"""The GPU table's ways to run an engine, on the doubles of CUDA and TensorRT or on the CPU; its host and its surgery."""
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from pipeline.backends import onnxruntime_
+from pipeline.backends.base import run_session
+from pipeline.config import BenchmarkConfig
+from pipeline.core import BuildOptions, Precision, Recipe, Target
+from pipeline.graph import onnx_model
+from pipeline.measure import WarmUpOptions, samples_from_blocks
+from pipeline.process import Channel
+from pipeline.race import Block, NextShape, Take, Workload
+from pipeline.report import BenchmarkFailure
+from tests.backends.fixtures_trt import Bench, doubled, feeds
+
+ROOT = Path(__file__).parents[2]
+H200 = Target(backend="tensorrt", version="10.6.0", device="NVIDIA H200", compute_capability="9.0", driver="580")
+
+
+# -- sessions on doubles -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def test_a_bare_loop_gives_the_engines_answers_and_gives_all_memory_back(gpu: dict[str, ModuleType], bench: Bench) -> None:
+    engine = bench.engine()
+    session = gpu["bare"].BareSession(bench.trt, bench.cuda, engine.path.read_bytes(), feeds(4))
+    for start in (0, 7):
+        np.testing.assert_array_equal(run_session(session, feeds(4, start))["y"], doubled(dict(feeds(4, start)))["y"])
+    assert bench.cuda.launches == 2
+    session.close()
+    assert not bench.cuda.pinned
+    assert not bench.cuda.graphs
+    assert not bench.cuda.streams
+
+
+def test_blocks_of_a_session_and_of_a_flow(gpu: dict[str, ModuleType], bench: Bench) -> None:
+    contest = gpu["contest"]
+    loaded = bench.load(bench.engine())
+    single = contest.Single(loaded.session(), feeds(4))
+    np.testing.assert_array_equal(single.run()["y"], doubled(dict(feeds(4)))["y"])
+    block = single.take(0.01)
+    assert block.runs == len(block.end_to_end_s) > 0
+    assert len(block.compute_s) > 0
+    assert min(block.compute_s) > 0
+    flow = contest.Flow([loaded.session(), loaded.session()], feeds(4), upload=True, depth=3)
+    np.testing.assert_array_equal(flow.run()["y"], doubled(dict(feeds(4)))["y"])
+    launched = bench.cuda.launches
+    flow.run()
+    assert bench.cuda.launches - launched == 6
+    taken = flow.take(0.01)
+    assert taken.end_to_end_s == taken.compute_s
+    samples_from_blocks([taken.upload_s, taken.upload_s], ())  # has a ratio
+    loaded.close()
+
+
+class Talk(Channel):
+    """The parent's words in order; what the child says is kept."""
+
+    def __init__(self, words: list[object]) -> None:
+        self.words, self.said = words, list[Any]()
+
+    def send(self, payload: object) -> None:
+        self.said.append(payload)
+
+    def receive(self) -> object:
+        return self.words.pop(0)
+
+
+def test_a_child_gives_a_block_for_each_turn(gpu: dict[str, ModuleType], bench: Bench) -> None:
+    loaded = bench.load(bench.engine())
+    channel = Talk([WarmUpOptions(min_runs=3, min_s=0.0, max_s=0.0), Take(0.01), Take(0.01), NextShape()])
+    gpu["contest"].take_turns(channel, gpu["contest"].Single(loaded.session(), feeds(4)))
+    warmup, *blocks = channel.said
+    assert len(warmup) >= 3
+    assert [isinstance(block, Block) for block in blocks] == [True, True]
+    assert not channel.words
+    loaded.close()
+
+
+def test_what_a_child_says_first_is_kept_and_handed_on(gpu: dict[str, ModuleType]) -> None:
+    contest = gpu["contest"]
+    told: list[object] = []
+
+    class Peer:
+        def receive(self, timeout_s: float | None = None) -> object:
+            return words.pop(0)
+
+    first = contest.Loaded(1.0, {}, {})
+    words = [first, (0.1,)]
+    listening = contest.Listening(Peer(), told.append)
+    assert listening.receive() is first
+    assert listening.receive() == (0.1,)
+    assert told == [first]
+
+
+def test_a_race_of_real_engines_in_children_goes_on_without_one_that_cannot_load(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
+    """On the CPU: the same children, messages and figures as on a GPU."""
+    contest = gpu["contest"]
+    graph = helper.make_graph(
+        [helper.make_node("Relu", ["x"], ["y"])], "relu",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 4])], [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 4])],
+    )  # fmt: skip
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "relu.onnx")
+    model = onnx_model(tmp_path, "relu.onnx")
+    (tmp_path / "out").mkdir()
+    recipe = Recipe(backend="onnxruntime", precision=Precision.FP32)
+    engine = onnxruntime_.build(model, recipe, BuildOptions(profiles=(), threads=1), tmp_path / "out", lambda *_: None)
+    entrants = [
+        contest.Entrant("ours fp32", engine),
+        contest.Entrant("loop fp32", engine, "bare"),  # there is no GPU
+        contest.Entrant("two at once", engine, "flow", 2, True),
+    ]
+    fed = {"x": np.full((2, 4), -1, np.float32)}
+    watch = gpu["host"].Watch()
+    ours, loop, flow = contest.contest(entrants, Workload({}, fed, 2, None, None), BenchmarkConfig(duration_s=0.05, warmup_s=0.01), watch)
+    assert isinstance(loop.result, BenchmarkFailure)
+    assert loop.loaded is None
+    assert "failed" in gpu["facts"].entry_of(loop)
+    np.testing.assert_array_equal(ours.loaded.outputs["y"], np.zeros((2, 4)))
+    assert ours.loaded.seconds > 0
+    figures = gpu["facts"].entry_of(ours)
+    assert figures["processes"] == 3
+    assert 0 < figures["device_median_ms"] <= figures["wall_median_ms"]
+    assert "upload_median_ms" not in gpu["facts"].entry_of(flow)
+    assert gpu["facts"].ratios([ours, loop, flow], ["fp32"]) == []
+    assert watch.turns > 9
+
+
+def test_cosines_of_wrong_and_missing_answers(gpu: dict[str, ModuleType]) -> None:
+    cosine = gpu["contest"].cosine
+    good = {"y": np.array([1.0, 2.0])}
+    assert cosine({"y": np.array([2.0, 4.0])}, good) == pytest.approx(1)
+    assert cosine({"y": np.array([-1.0, -2.0])}, good) == pytest.approx(-1)
+    for wrong in ({}, {"y": np.array([np.nan, 1])}, {"y": np.zeros(2)}, {"y": np.ones(3)}):
+        assert cosine(wrong, good) is None
+
+
+# -- the host ----------------------------------------------------------------------------------------------------------
+
+
+def test_states_of_the_gpu(gpu: dict[str, ModuleType]) -> None:
+    host = gpu["host"]
+    state = host.state_from_line("1980, 3201, 512.33, 54, 97")
+    assert state == {"sm_clock_mhz": 1980, "memory_clock_mhz": 3201, "power_w": 512.33, "temperature_c": 54, "busy_percent": 97}
+    assert host.state_from_line("1980, 3201, [N/A], 54, 97") == {name: value for name, value in state.items() if name != "power_w"}
+    assert host.state_from_line("no devices were found") == {}
+    assert host.gpu_state("no-such-command") == {}
+    assert host.summary_of([{"power_w": 100.0}, {"power_w": 500.0}, {}])["power_w"] == {"min": 100.0, "median": 300.0, "max": 500.0}
+
+
+def test_caches_go_from_one_home_to_another(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
+    host = gpu["host"]
+    (tmp_path / "home" / "timing" / "key").mkdir(parents=True)
+    (tmp_path / "home" / "timing" / "key" / "cache.bin").write_bytes(b"times")
+    kept = host.store(tmp_path / "home", tmp_path / "kept")
+    assert set(kept) == {"timing"}
+    (tmp_path / "other").mkdir()
+    assert host.restore(tmp_path / "other", tmp_path / "kept") == ["timing"]
+    assert (tmp_path / "other" / "timing" / "key" / "cache.bin").read_bytes() == b"times"
+    assert host.restore(tmp_path / "other", tmp_path / "kept") == []
+    assert "too large" in host.store(tmp_path / "home", tmp_path / "none", most_bytes=1)["timing"]
+    assert not (tmp_path / "none" / "timing.tar.gz").exists()
+
+
+# -- surgery -----------------------------------------------------------------------------------------------------------
+
+
+def attention() -> onnx.ModelProto:
+    """scaled_dot_product_attention as torch.export writes it: b 2, t 4, h 3, d 5."""
+    node, scale = helper.make_node, np.float32(5**-0.25)
+    nodes = [
+        node("Transpose", ["q"], ["qt"], perm=[0, 2, 1, 3]),
+        node("Transpose", ["k"], ["kt"], perm=[0, 2, 1, 3]),
+        node("Transpose", ["v"], ["vt"], perm=[0, 2, 1, 3]),
+        node("Reshape", ["kt", "three"], ["k3"]),
+        node("Transpose", ["k3"], ["k3t"], perm=[0, 2, 1]),
+        node("Reshape", ["k3t", "four"], ["k4"]),
+        node("Mul", ["qt", "scale"], ["qs"]),
+        node("Mul", ["k4", "scale"], ["ks"]),
+        node("MatMul", ["qs", "ks"], ["scores"]),
+        node("Where", ["seen", "zero", "least"], ["mask"]),
+        node("Add", ["scores", "mask"], ["masked"]),
+        node("Softmax", ["masked"], ["weights"], axis=-1),
+        node("IsNaN", ["weights"], ["lost"]),
+        node("Where", ["lost", "zero", "weights"], ["whole"]),
+        node("MatMul", ["whole", "vt"], ["y"]),
+    ]
+    constants = {
+        "three": np.array([-1, 4, 5]),
+        "four": np.array([2, 3, 5, 4]),
+        "scale": scale,
+        "zero": np.float32(0),
+        "least": np.finfo(np.float32).min,
+    }
+    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 4, 3, 5]) for name in "qkv"]
+    inputs.append(helper.make_tensor_value_info("seen", TensorProto.BOOL, [2, 1, 1, 4]))
+    graph = helper.make_graph(
+        nodes, "attention", inputs,
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 3, 4, 5])],
+        [numpy_helper.from_array(np.asarray(array), name) for name, array in constants.items()],
+    )  # fmt: skip
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+def test_attention_after_surgery_is_plain_and_gives_the_same(gpu: dict[str, ModuleType]) -> None:
+    import onnxruntime
+
+    random = np.random.default_rng(0)
+    fed = {name: random.standard_normal((2, 4, 3, 5)).astype(np.float32) for name in "qkv"}
+    fed["seen"] = random.random((2, 1, 1, 4)) < 0.5
+    fed["seen"][..., 0] = True
+    before = attention()
+    after = gpu["surgery"].plain_attention(onnx.ModelProto.FromString(before.SerializeToString()))
+    answers = [
+        onnxruntime.InferenceSession(each.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, fed)[0] for each in (before, after)
+    ]
+    np.testing.assert_allclose(answers[1], answers[0], rtol=1e-5, atol=1e-6)
+    assert sorted(node.op_type for node in after.graph.node) == ["Add", "MatMul", "MatMul", "Mul", "Softmax", *["Transpose"] * 3, "Where"]
+    assert min(float(numpy_helper.to_array(tensor).min()) for tensor in after.graph.initializer) == gpu["surgery"].HIDDEN
+
+
+def test_surgery_leaves_alone_what_it_does_not_know(gpu: dict[str, ModuleType]) -> None:
+    graph = helper.make_graph(
+        [helper.make_node("Relu", ["x"], ["r"]), helper.make_node("Softmax", ["r"], ["y"])], "plain",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 4])], [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 4])],
+    )  # fmt: skip
+    after = gpu["surgery"].plain_attention(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]))
+    assert [node.op_type for node in after.graph.node] == ["Relu", "Softmax"]
+
+
+# -- PyTorch, as far as it goes without a GPU --------------------------------------------------------------------------
+
+
+def test_peers_in_fp16_take_and_return_fp32(gpu: dict[str, ModuleType]) -> None:
+    import torch
+
+    peers = gpu["torch_peers"]
+    torch.manual_seed(0)
+    inner = torch.nn.Linear(4, 2).eval()
+    x = torch.randn(3, 4)
+    with torch.inference_mode():
+        expected = inner(x)
+        module = peers.cast_module(inner, Precision.FP16)
+        found = module(x)
+    assert found.dtype is torch.float32
+    assert inner.weight.dtype is torch.float16
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    assert peers.cast_module(inner, Precision.FP32) is inner
+
+
+def test_a_peers_engine_names_its_source(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
+    from pipeline.core import ModelSource, OnnxModel
+
+    source = ModelSource(entrypoint="nets:resnet18", python_path=ROOT / "benchmarks" / "gpu", digest="d")
+    model = OnnxModel(root=tmp_path, file="m.onnx", digest="m", opset=20, inputs=(), outputs=())
+    made = gpu["torch_peers"].peer_engine(source, model, "compile fp16", H200, tmp_path)
+    assert made.recipe.label == "pytorch compile fp16"
+    assert ModelSource.model_validate_json(made.path.read_text()) == source
