@@ -177,13 +177,13 @@ class Store:
     def _publish(self, work: Path, final: Path) -> None:
         for file in work.rglob("*"):
             if file.is_file():
-                _sync(file)
+                sync(file)
         final.parent.mkdir(parents=True, exist_ok=True)
         if final.exists():  # damaged: find() said so
             final.rename(_damaged(work))
             shutil.rmtree(_damaged(work), ignore_errors=True)
         work.rename(final)
-        _sync(final.parent)
+        sync(final.parent)
 
 
 def canonical(options: BaseModel | Mapping[str, object]) -> str:
@@ -301,7 +301,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have a file, or the entries of a folder, written to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

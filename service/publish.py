@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import stat
@@ -18,7 +17,7 @@ from pipeline.errors import CrucibleError, StoreError
 from pipeline.history import History
 from pipeline.render import FIGURES, HTML_NAME, JSON_NAME, MARKDOWN_NAME, load_report
 from pipeline.report import Report
-from pipeline.store import Store, check_files
+from pipeline.store import Store, check_files, sync
 from service import logs
 from service.folders import Folders, Work
 from service.scrub import scrub_file
@@ -45,12 +44,12 @@ def publish(out: Path, place: Path, folders: Folders) -> Report:
         said = error.message if isinstance(error, CrucibleError) else str(error)
         raise StoreError(f"the job ended with a report that does not hold: {said}", "retry the job; its log tells what it did") from error
     for path in out.rglob("*"):
-        _sync(path)
+        sync(path)
     place.parent.mkdir(parents=True, exist_ok=True)
     if place.exists():  # of an attempt that ended between this rename and the database
         shutil.rmtree(place)
     out.rename(place)
-    _sync(place.parent)
+    sync(place.parent)
     return report
 
 
@@ -120,11 +119,3 @@ def _take_timing(folder: Path, place: Path) -> None:
         place.mkdir(parents=True, exist_ok=True)
         for file in files:
             file.replace(place / file.name)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
