@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.gpu import TIMEOUT_S
+from pipeline.gpu import TIMEOUT_S, VISIBLE
 
 QUERIES = {
     "sm_clock_mhz": "clocks.sm",
@@ -29,8 +30,9 @@ MOST_BYTES = 15 * 2**20  # of one archive: larger files do not come back from ev
 
 
 def gpu_state(command: str = "nvidia-smi") -> dict[str, float]:
-    """Clocks, power and temperature of the first GPU now; without what nvidia-smi does not tell."""
-    query = [command, "-i", "0", f"--query-gpu={','.join(QUERIES.values())}", "--format=csv,noheader,nounits"]
+    """Clocks, power and temperature now of the first GPU that CUDA may use; without what nvidia-smi does not tell."""
+    first = os.environ.get(VISIBLE, "").partition(",")[0] or "0"
+    query = [command, "-i", first, f"--query-gpu={','.join(QUERIES.values())}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
