@@ -5,8 +5,8 @@
 CrucibleError (pipeline.errors)
 └── ServiceError
     ├── Unauthorized 401    ├── LengthRequired 411   ├── WrongHost 421      ├── Unavailable 503
-    ├── Forbidden 403       ├── TooLarge 413         ├── Unprocessable 422  └── StorageFull 507
-    ├── NotFound 404        ├── Conflict 409         └── TooMany 429
+    ├── Forbidden 403       ├── TooLarge 413         ├── Unprocessable 422  ├── TimedOut 504
+    ├── NotFound 404        ├── Conflict 409         ├── TooMany 429        └── StorageFull 507
 """
 
 from __future__ import annotations
@@ -81,6 +81,10 @@ class TooMany(_RetryLater):
 
 class Unavailable(_RetryLater):
     code, status = "service.unavailable", 503
+
+
+class TimedOut(ServiceError):
+    code, status = "service.timed_out", 504
 
 
 class StorageFull(ServiceError):

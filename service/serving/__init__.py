@@ -1,0 +1,1 @@
+"""Engines that answer requests: repository, deployments, batching, one child process for each instance."""
