@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tests.fixtures_cli import overflowing_task  # noqa: F401  the GPU tests look for models here
-
 
 class _Residual(nn.Module):
     def __init__(self, channels: int) -> None:
