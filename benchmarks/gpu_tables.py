@@ -127,8 +127,14 @@ def accuracy_section(found: Mapping[str, Document]) -> list[str]:
         limit = next(row for row in rows if row.get("metric"))
         lines += ["", f"{MODELS[model]}: {limit['metric']} of the reference {limit['reference']:.4f}, on {limit['samples']} samples.", ""]
         lines += _table(["candidate", limit["metric"], "drop (95 %)", "smallest cosine", "state"], [_judged(row) for row in rows])
-        lines += ["", _host(document)]
+        lines += ["", _host(document), *_built(document)]
     return lines
+
+
+def _built(document: Document) -> list[str]:
+    """How engines were built that are not the plan's own."""
+    found = {group: [each for each in part["overrides"] if each.startswith(("tensorrt.", "profiles="))] for group, part in document["parts"].items()}
+    return [f"Part `{group}` with `{'`, `'.join(changed)}`." for group, changed in found.items() if changed]
 
 
 def _judged(row: Row) -> list[str]:

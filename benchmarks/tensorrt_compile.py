@@ -81,6 +81,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--into", type=Path, default=RESULTS, metavar="DIR", help="where the results go")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="benchmark.duration_s of all parts but `choice`")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds after which a part is stopped")
+    parser.add_argument("--shared", action="store_true", help="other work runs on this GPU: keep no latency and no build time")
     parser.add_argument("--list", action="store_true", help="print the parts and end")
     found = parser.parse_args()
     found.parts = [part for parts in found.parts for part in parts]
@@ -116,7 +117,8 @@ def run_part(model: str, group: str, target: Target, arguments: argparse.Namespa
             return {**part, "failed": f"crucible ended with exit code {code}", "rows": refused}
         report = load_report(Path(folder))
     said = {"seconds": round(monotonic() - start, 1), "verdict": report.verdict, "winner": report.winner, "reasons": report.reasons}
-    return {**part, **said, "rows": [*rows_from_report(report), *refused]}
+    rows = [*rows_from_report(report), *refused]
+    return {**part, **said, "shared": arguments.shared, "rows": [without_times(row) for row in rows] if arguments.shared else rows}
 
 
 def possible(plan_path: Path, options: Iterable[Option], target: Target) -> tuple[list[dict[str, Any]], list[Row]]:
@@ -172,6 +174,11 @@ def row_from_candidate(candidate: Candidate, report: Report) -> Row:
         "moving_share": round(moving.share, 4) if moving else None,
         "notes": [note.text for note in candidate.notes if note.level == "warning"],
     }
+
+
+def without_times(row: Row) -> Row:
+    """What stays true of a row whose engine shared the GPU with others."""
+    return {**row, "latency": [], "build_s": None}
 
 
 def latency(benchmark: BenchmarkReport) -> list[dict[str, Any]]:

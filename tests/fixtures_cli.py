@@ -58,8 +58,8 @@ def crucible_here(*arguments: str | Path, cwd: Path) -> Result:
 
 
 def environment(more: dict[str, str] | None = None) -> dict[str, str]:
-    root = str(Path(__file__).parents[1])
-    return {**os.environ, "PYTHONPATH": root, "COLUMNS": "160", **(more or {})}
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))  # a GPU host's packages may lie there
+    return {**os.environ, "PYTHONPATH": path, "COLUMNS": "160", **(more or {})}
 
 
 def write_model(path: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -86,7 +87,12 @@ def start(plan: Path, home: Path, out: Path, prefix: Sequence[str] = (), **more:
     """`crucible compile` in the background, in a home of its own."""
     command = [*prefix, sys.executable, "-m", "pipeline.cli", "compile", str(plan), "--out", str(out)]
     env = environment({"CRUCIBLE_HOME": str(home), **more})
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, preexec_fn=_hear_ctrl_c)
+
+
+def _hear_ctrl_c() -> None:
+    """A shell starts what is to run in the background deaf to Ctrl-C, and that is inherited: also by tests that are started so."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 900) -> Result:

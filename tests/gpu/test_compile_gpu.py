@@ -62,6 +62,8 @@ def test_the_digits_end_accepted_with_an_engine_of_tensorrt(compiled: tuple[Repo
 def test_crucible_tries_16_bits_and_both_ways_to_int8_by_itself(candidates: dict[str, Candidate]) -> None:
     assert set(candidates) == expected_labels()
     for label, candidate in candidates.items():
+        if is_left_to_tensorrt(candidate) and candidate.state == "mislabelled":
+            continue
         assert candidate.state == "measured", f"{label}: {candidate.reason}"
         assert candidate.selection is not None
         assert candidate.selection.metric is not None
@@ -69,11 +71,18 @@ def test_crucible_tries_16_bits_and_both_ways_to_int8_by_itself(candidates: dict
         assert candidate.benchmark is not None
 
 
+def is_left_to_tensorrt(candidate: Candidate) -> bool:
+    """Flags allow int8, they do not order it: at level 1 TensorRT may time so few int8 kernels that the digits' small layers all run fp16."""
+    return candidate.recipe.realised_in == "flags" and candidate.recipe.precision is Precision.INT8
+
+
 def test_every_engine_shows_what_it_really_runs(candidates: dict[str, Candidate]) -> None:
     for label, candidate in candidates.items():
         assert candidate.layers is not None, label
         shares = time_by_precision(candidate.layers)
-        assert shares.get(candidate.recipe.precision, 0.0) > 0, f"{label}: {shares}"
+        called_so = candidate.state != "mislabelled"
+        assert called_so or is_left_to_tensorrt(candidate), f"{label}: {shares}"
+        assert (shares.get(candidate.recipe.precision, 0.0) > 0) is called_so, f"{label}: {shares}"
         assert shares.get("unknown", 0.0) < 0.1, f"{label}: {shares}"
         if candidate.recipe.precision is Precision.FP16:
             assert shares.get("fp32", 0.0) < 0.5, f"{label}: {shares}"
