@@ -133,7 +133,10 @@ def accuracy_section(found: Mapping[str, Document]) -> list[str]:
 
 def _built(document: Document) -> list[str]:
     """How engines were built that are not the plan's own."""
-    found = {group: [each for each in part["overrides"] if each.startswith(("tensorrt.", "profiles="))] for group, part in document["parts"].items()}
+    found = {
+        group: [each for each in part.get("overrides", ()) if each.startswith(("tensorrt.", "profiles="))]
+        for group, part in document["parts"].items()
+    }
     return [f"Part `{group}` with `{'`, `'.join(changed)}`." for group, changed in found.items() if changed]
 
 
