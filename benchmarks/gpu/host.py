@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,8 @@ QUERIES = {
 }
 EVERY = 4  # turns of a race between two looks
 KEPT = ("timing", "inductor")
-MOST_BYTES = 15 * 2**20  # of one archive: larger files do not come back from every host
+MOST_BYTES = 80 * 2**20  # of one cache, packed
+PART_BYTES = 15 * 2**20  # of one file: larger ones do not come back from every host
 
 
 def gpu_state(command: str = "nvidia-smi") -> dict[str, float]:
@@ -82,28 +82,29 @@ def restore(home: Path, keep: Path) -> list[str]:
     """Unpack what an earlier command kept, unless it is here already."""
     restored = []
     for name in KEPT:
-        archive = keep / f"{name}.tar.gz"
-        if archive.is_file() and not (home / name).exists():
-            with tarfile.open(archive) as packed:
+        parts = sorted(keep.glob(f"{name}.tar.gz.*"))
+        if parts and not (home / name).exists():
+            with tarfile.open(fileobj=io.BytesIO(b"".join(part.read_bytes() for part in parts))) as packed:
                 packed.extractall(home, filter="data")
             restored.append(name)
     return restored
 
 
 def store(home: Path, keep: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """Pack each cache into `keep`; says how large each is, or that it is too large to be kept."""
+    """Pack each cache into `keep`, in parts of PART_BYTES; says how large each is, or that it is too large to be kept."""
     keep.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}
     for name in KEPT:
         if not (home / name).is_dir():
             continue
-        with tempfile.TemporaryDirectory(dir=keep) as folder:
-            packed = Path(folder) / "packed"
-            with tarfile.open(packed, "w:gz", compresslevel=6) as archive:
-                archive.add(home / name, arcname=name)
-            found[name] = packed.stat().st_size
-            if found[name] <= most_bytes:
-                shutil.move(packed, keep / f"{name}.tar.gz")
-            else:
-                found[name] = f"{found[name] / 2**20:.0f} MiB: too large to be kept"
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=6) as archive:
+            archive.add(home / name, arcname=name)
+        content = packed.getvalue()
+        found[name] = len(content) if len(content) <= most_bytes else f"{len(content) / 2**20:.0f} MiB: too large to be kept"
+        if len(content) <= most_bytes:
+            for old in keep.glob(f"{name}.tar.gz.*"):
+                old.unlink()
+            for number, begin in enumerate(range(0, len(content), PART_BYTES)):
+                (keep / f"{name}.tar.gz.{number}").write_bytes(content[begin : begin + PART_BYTES])
     return found
