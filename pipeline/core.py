@@ -147,6 +147,11 @@ class Profile(Frozen):
         fits = values is None or all(each.holds(values[name]) for name, each in self.values.items() if name in values)
         return fits and all(dim.min <= sizes.get(name, dim.opt) <= dim.max for name, dim in self.dims.items())
 
+    def in_words(self) -> str:
+        """Every range, for messages."""
+        values = [f"{name} from {list(each.min)} to {list(each.max)}" for name, each in self.values.items()]
+        return ", ".join([*(f"{symbol} from {dim.min} to {dim.max}" for symbol, dim in self.dims.items()), *values])
+
 
 def _odd_size(low: int, usual: int, high: int) -> int:
     inside = [n for n in range(low + 1, min(high, low + 64)) if n != usual]

@@ -47,6 +47,47 @@ def _visible(device: str, server: str | None) -> str:
     return str(number) if server is None else server.split(",")[number].strip()
 
 
+async def start_guarded(
+    command: Sequence[str], end: socket.socket, work: Work, file_bytes: int, environment: Mapping[str, str]
+) -> asyncio.subprocess.Process:
+    """Start `command` with the number of its `end` of a socket as last argument, below a guardian, in a session of its own. Closes `end`."""
+    guardian = (sys.executable, "-m", "service.guardian", str(os.getpid()), str(file_bytes))
+    try:
+        with end, work.log.open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                *guardian,
+                *command,
+                str(end.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[end.fileno()],
+                start_new_session=True,
+                cwd=work.root,
+                env=dict(environment),
+            )
+    except OSError as error:
+        raise HostError(f"cannot start a child process: {error}", "free memory or processes, and try again") from error
+
+
+async def how_it_ended(process: asyncio.subprocess.Process, before: MemoryKills) -> str:
+    """How a guarded process died, in words, once it has hung up."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), GRACE_S)
+    code = process.returncode
+    return "hung up before it answered" if code is None else how_it_died(code, before, memory_kills(), "")[0]
+
+
+async def end_guarded(process: asyncio.subprocess.Process, mark: str) -> None:
+    """End a guarded process and all that it started, wherever that has gone: what carries this mark."""
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), GRACE_S)
+    await asyncio.to_thread(processes.kill_all, lambda: processes.of_jobs([mark]))
+    await process.wait()
+
+
 @dataclass(frozen=True, slots=True)
 class Child:
     """A running child. Whoever starts it must `end` it."""
@@ -61,28 +102,15 @@ class Child:
 
     @classmethod
     async def start(cls, command: Sequence[str], job_id: str, work: Work, file_bytes: int, environment: Mapping[str, str]) -> Child:
-        """Start `command` with the number of its end of a socket as last argument, below a guardian, in a session of its own."""
+        """Start `command` as `start_guarded` does."""
         before = memory_kills()
         ours, theirs = socket.socketpair()
-        guardian = (sys.executable, "-m", "service.guardian", str(os.getpid()), str(file_bytes))
         try:
-            with theirs, work.log.open("ab") as log:
-                process = await asyncio.create_subprocess_exec(
-                    *guardian,
-                    *command,
-                    str(theirs.fileno()),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
-                    cwd=work.root,
-                    env=dict(environment),
-                )
+            process = await start_guarded(command, theirs, work, file_bytes, environment)
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=LINE_BYTES)
-        except OSError as error:
+        except BaseException:
             ours.close()
-            raise HostError(f"cannot start a child process: {error}", "free memory or processes, and retry the job") from error
+            raise
         return cls(job_id, process.pid, processes.started_at(process.pid), process, reader, writer, before)
 
     async def send(self, message: FromServer) -> None:
@@ -105,20 +133,12 @@ class Child:
 
     async def death(self) -> Failure:
         """How it ended, once it has hung up without an answer."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), GRACE_S)
-        code = self._process.returncode
-        how = "hung up before it answered" if code is None else how_it_died(code, self._kills, memory_kills(), "")[0]
+        how = await how_it_ended(self._process, self._kills)
         return Failure(code="host.child_died", message=f"the job's process {how}", next_step="retry the job; its log tells how far it came")
 
     async def end(self) -> None:
         """End it and all that it started, wherever that has gone."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), GRACE_S)
-        await asyncio.to_thread(processes.kill_all, lambda: processes.of_jobs([self.job_id]))
-        await self._process.wait()
+        await end_guarded(self._process, self.job_id)
         self._writer.close()
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()

@@ -30,3 +30,10 @@ def backend(name: str) -> Backend:
 def load(engine: Engine, device: str = "") -> Loaded:
     """An engine in memory, by the backend that built it."""
     return backend(engine.target.backend).load(engine, device)
+
+
+def load_to_serve(engine: Engine, device: str = "") -> Loaded:
+    """As `load`, but threads that wait for work sleep: beside the engine, whoever asks and who passes it on want the CPU too."""
+    if BACKENDS[engine.target.backend] is onnxruntime_:
+        return onnxruntime_.load(engine, device, spins=False)
+    return load(engine, device)

@@ -90,17 +90,12 @@ class FeedCheck:
         values = {name: feeds[name].ravel().tolist() for name in self._valued}
         if self._profiles and not any(profile.holds(sizes, values) for profile in self._profiles):
             got = ", ".join(f"{name} = {each}" for name, each in (*sizes.items(), *values.items()))
-            said = f"no profile of this engine holds {got}; it was built for {'; or '.join(map(_ranges, self._profiles))}"
+            said = f"no profile of this engine holds {got}; it was built for {'; or '.join(map(Profile.in_words, self._profiles))}"
             raise DataError(said, "give shapes and values inside one profile, or compile again with a profile that holds them")
 
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in names) or "none"
-
-
-def _ranges(profile: Profile) -> str:
-    values = [f"{name} from {list(each.min)} to {list(each.max)}" for name, each in profile.values.items()]
-    return ", ".join([*(f"{symbol} from {dim.min} to {dim.max}" for symbol, dim in profile.dims.items()), *values])
 
 
 def closed(*arguments: object) -> NoReturn:

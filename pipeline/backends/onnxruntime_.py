@@ -104,12 +104,12 @@ def layers(engine: Engine, feeds: Tensors) -> LayerTable:
         return ort_layers.layer_table(profiled, OrtSession(engine, profiled.run), engine.path, feeds)
 
 
-def load(engine: Engine, device: str = "") -> Loaded:
-    """The engine in memory, on the CPU. BackendUnavailable if it was built for another host."""
+def load(engine: Engine, device: str = "", spins: bool = True) -> Loaded:
+    """The engine in memory, on the CPU. BackendUnavailable if it was built for another host. `spins`: see `_open`."""
     refuse_foreign(engine, probe())
     refuse_device(engine, device)
     try:
-        return OrtLoaded(engine, _open_engine(engine))
+        return OrtLoaded(engine, _open_engine(engine, spins=spins))
     except _errors() as error:
         raise unreadable(engine, _sentence(error)) from error
 
@@ -206,17 +206,22 @@ def _check_precision(model: OnnxModel, recipe: Recipe) -> None:
             )
 
 
-def _open_engine(engine: Engine, profile: Path | None = None) -> onnxruntime.InferenceSession:
+def _open_engine(engine: Engine, profile: Path | None = None, spins: bool = True) -> onnxruntime.InferenceSession:
     recipe = engine.recipe
-    return _open(str(engine.path), engine.threads or usable_cores(), recipe.precision, profile, recipe.variant == AS_WRITTEN)
+    return _open(str(engine.path), engine.threads or usable_cores(), recipe.precision, profile, recipe.variant == AS_WRITTEN, spins)
 
 
 def _open(
-    model: str | bytes, threads: int, precision: Precision = Precision.FP32, profile: Path | None = None, as_written: bool = False
+    model: str | bytes,
+    threads: int,
+    precision: Precision = Precision.FP32,
+    profile: Path | None = None,
+    as_written: bool = False,
+    spins: bool = True,
 ) -> onnxruntime.InferenceSession:
     """Threads spin between operators, as is the default: 16 small convolutions take 0.31 ms, and 0.51 ms where they sleep (2 cores, AVX512).
 
-    Where more threads want the CPU than there are cores, it is the other way round: then give fewer threads.
+    Where more threads want the CPU than there are cores, it is the other way round: then let them sleep (`spins`), or give fewer threads.
     With a folder for `profile`, every run is profiled.
     """
     import onnxruntime
@@ -224,6 +229,7 @@ def _open(
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spins else "0")
     options.add_session_config_entry("session.disable_quant_qdq", "1" if as_written else "0")
     if precision is Precision.INT8:
         options.add_session_config_entry("optimization.disable_specified_optimizers", ";".join(MAKES_FLOAT))

@@ -1,0 +1,196 @@
+"""One instance of a deployed engine: `python -m service.serving.model_worker FD` loads it, warms up, and runs what the server sends.
+
+The only module of serving that imports pipeline.backends, and inside functions; torch is not among what it loads. It runs below a guardian
+(service/guardian.py) with an environment made for it (service/child.py), waits for work in one system call, and ends when the server hangs up.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.core import Engine, Tensors
+from pipeline.errors import InternalError, UserError
+from pipeline.faults import crucible_error
+from pipeline.graph import draw_feeds, dtype_of
+from service.serving.buffers import Buffer, layout
+from service.serving.worker_messages import (
+    PACKET_BYTES,
+    Done,
+    FromServer,
+    FromWorker,
+    Load,
+    Ready,
+    Refused,
+    Run,
+    Short,
+    cut,
+    failed_from_error,
+    from_server,
+    packet_of,
+)
+
+if TYPE_CHECKING:
+    from pipeline.backends.base import Session, Timer
+
+MOST_DESCRIPTORS = 2  # of one packet
+
+
+class Server:
+    """The server, as the worker sees it."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+
+    def send(self, message: FromWorker) -> None:
+        self._end.sendall(packet_of(message))
+
+    def receive(self) -> tuple[FromServer, list[int]]:
+        """Waits for a message, and the descriptors that come with it; EOFError if the server is gone."""
+        packet, descriptors, _, _ = socket.recv_fds(self._end, PACKET_BYTES, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        return from_server(packet), descriptors
+
+
+def load(message: Load) -> tuple[Engine, Session, int]:
+    """The engine with one session, warm, and what it holds of the device's memory."""
+    from pipeline import backends
+    from pipeline.backends.base import run_session
+
+    engine = Engine.model_validate_json(message.engine.read_bytes())
+    before = held_bytes()
+    session = backends.load_to_serve(engine).session()
+    profiles = engine.profiles
+    for sizes in message.warm:
+        values = next((profile.values_at("opt") for profile in profiles if profile.holds(sizes)), None)
+        feeds = draw_feeds(engine.inputs, sizes, 0, values)
+        for _ in range(message.runs):
+            run_session(session, feeds)
+    return engine, session, max(0, held_bytes() - before)
+
+
+def held_bytes() -> int:
+    """Memory in use: on a GPU all of it, by anybody, since NVML need not know our number for this process; on the CPU what is this process's own."""
+    import psutil
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if not visible:
+        return int(psutil.Process().memory_full_info().uss)
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        by_number = visible.isdigit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(int(visible)) if by_number else pynvml.nvmlDeviceGetHandleByUUID(visible)
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+class Place:
+    """The worker's view of one slot."""
+
+    def __init__(self) -> None:
+        self.inputs: Buffer | None = None
+        self.outputs: Buffer | None = None
+
+    def take(self, names: Sequence[str], descriptors: Sequence[int]) -> None:
+        """Use these buffers from now on."""
+        for name, descriptor in zip(names, descriptors, strict=True):
+            setattr(self, name, Buffer.attach(descriptor))
+
+
+class Runner:
+    """Runs batches on one session."""
+
+    def __init__(self, engine: Engine, session: Session) -> None:
+        self._session = session
+        self._inputs = tuple((spec.name, dtype_of(spec.dtype)) for spec in engine.inputs)
+        self._outputs = tuple((spec.name, dtype_of(spec.dtype)) for spec in engine.outputs)
+        self._timers: tuple[Timer, Timer, Timer] = (session.timer(), session.timer(), session.timer())
+
+    def run(self, message: Run, place: Place) -> FromWorker:
+        """One batch: inputs are read where they lie, outputs copied to where the server reads them."""
+        began = perf_counter()
+        session, (uploading, computing, downloading) = self._session, self._timers
+        assert place.inputs is not None
+        feeds = {name: place.inputs.array(dtype, placed) for (name, dtype), placed in zip(self._inputs, message.inputs, strict=True)}
+        session.bind(feeds)
+        bound = perf_counter()
+        _timed(uploading, session.upload)
+        _timed(computing, session.execute)
+        _timed(downloading, session.download)
+        session.synchronize()
+        finished = perf_counter()
+        placed, needed = self._copy_out(session.fetch(), place)
+        if needed:
+            return Short(message.number, needed)
+        copy_in, copy_out = bound - began + uploading.elapsed_s(), perf_counter() - finished + downloading.elapsed_s()
+        return Done(message.number, placed, copy_in, computing.elapsed_s(), copy_out)
+
+    def _copy_out(self, results: Tensors, place: Place) -> tuple[Any, int]:
+        """Where the outputs lie now; or how many bytes they need, if there is no room."""
+        arrays: list[NDArray[np.generic]] = [results[name] for name, _ in self._outputs]
+        dtypes = [dtype for _, dtype in self._outputs]
+        for (name, dtype), array in zip(self._outputs, arrays, strict=True):
+            if array.dtype != dtype:
+                raise InternalError(f"output '{name}' has dtype {array.dtype}, expected {dtype}")
+        placed, size = layout([array.shape for array in arrays], dtypes)
+        assert place.outputs is not None
+        if size > place.outputs.size:
+            return (), size
+        for array, dtype, where in zip(arrays, dtypes, placed, strict=True):
+            np.copyto(place.outputs.array(dtype, where), array)
+        return placed, 0
+
+
+def _timed(timer: Timer, step: Any) -> None:
+    timer.start()
+    step()
+    timer.stop()
+
+
+def serve(runner: Runner, server: Server) -> None:
+    """Run what comes, until the server hangs up. What the inputs are to blame for is told, and costs nothing else."""
+    places: dict[int, Place] = {}
+    while True:
+        message, descriptors = server.receive()
+        if not isinstance(message, Run):
+            raise InternalError(f"expected a batch, the server sent {message.kind}")
+        place = places.setdefault(message.slot, Place())
+        place.take(message.new, descriptors)
+        try:
+            answer = runner.run(message, place)
+        except UserError as error:
+            answer = Refused(message.number, cut(error.message), cut(error.next_step))
+        server.send(answer)
+
+
+def main(descriptor: int) -> None:
+    """Serve one engine, and end; never returns."""
+    os.set_inheritable(descriptor, False)
+    server = Server(socket.socket(fileno=descriptor))
+    try:
+        message, _ = server.receive()
+        if not isinstance(message, Load):
+            raise InternalError(f"the server began with {message.kind}")
+        engine, session, held = load(message)
+        server.send(Ready(held))
+        serve(Runner(engine, session), server)
+    except (EOFError, ConnectionError):
+        os._exit(0)
+    except Exception as error:  # noqa: BLE001  the edge of a process: everything must reach the server
+        traceback.print_exc()  # to the worker's log
+        server.send(failed_from_error(crucible_error(error)))
+    os._exit(1)  # libraries' threads may hang; all is said
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

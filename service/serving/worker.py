@@ -1,0 +1,290 @@
+"""One worker process as the server sees it: started, given batches in slots, believed in nothing, and ended.
+
+    worker = await Worker.start(order, lost)      ready: the engine is loaded and warm
+    worker.run(job)                               job.then is called with what came of it, always once
+    await worker.end()                            kills it; what it still had is lost
+
+A slot is used again only after the worker has answered for it: a request that nobody waits for any more keeps its slot until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.core import Engine
+from pipeline.errors import CrucibleError, HostError
+from pipeline.faults import memory_kills
+from pipeline.graph import dtype_of
+from service import logs
+from service.child import end_guarded, environment_for, how_it_ended, start_guarded
+from service.errors import Unavailable, Unprocessable
+from service.folders import Work
+from service.serving.buffers import MOST_BYTES, Buffer, Slot, layout
+from service.serving.worker_messages import (
+    PACKET_BYTES,
+    BadMessage,
+    Done,
+    Failed,
+    FromWorker,
+    Load,
+    Ready,
+    Refused,
+    Run,
+    Short,
+    from_worker,
+    packet_of,
+)
+
+WORKER = (sys.executable, "-m", "service.serving.model_worker")
+SLOTS = 2  # one that runs, one that is ready to run
+FILE_BYTES = 1 << 30  # of what a worker writes: its log
+LOAD_S = 600.0
+LEAST_STUCK_S = 10.0
+
+log = logs.get("service.worker")
+Array = NDArray[np.generic]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a worker is to be."""
+
+    name: str  # for the log and for its processes' mark
+    engine: Engine
+    warm: tuple[dict[str, int], ...]
+    runs: int  # of each size, until it is warm
+    device: str
+    work: Work
+    stuck_s: float  # without an answer to a batch: it hangs
+    command: Sequence[str] = WORKER
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What came of a batch. The outputs lie in the slot: they are to be copied before `then` returns."""
+
+    outputs: tuple[Array, ...]
+    copy_in_s: float
+    compute_s: float
+    copy_out_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One batch for a worker."""
+
+    shapes: tuple[tuple[int, ...], ...]  # of the inputs
+    output_bytes: int  # as far as they are known
+    fill: Callable[[Sequence[Array]], None]  # writes the inputs
+    then: Callable[[Ran | CrucibleError], None]
+
+
+@dataclass(slots=True)
+class _Sent:
+    task: Task
+    slot: Slot
+    message: Run
+    stuck: asyncio.TimerHandle
+
+
+class Worker:
+    """A running worker. Whoever starts it must `end` it."""
+
+    def __init__(self, order: Order, process: asyncio.subprocess.Process, end: socket.socket, mark: str) -> None:
+        self.memory_bytes = 0
+        self._order, self._process, self._socket, self._mark = order, process, end, mark
+        self._loop = asyncio.get_running_loop()
+        self._kills = memory_kills()
+        self._ready: asyncio.Future[Ready] = self._loop.create_future()
+        self._broken: asyncio.Future[str] = self._loop.create_future()
+        self._free = [Slot(number) for number in range(SLOTS)]
+        self._sent: dict[int, _Sent] = {}
+        self._numbers = itertools.count()
+        self._dtypes = tuple(dtype_of(spec.dtype) for spec in order.engine.inputs)
+        self._outputs = tuple((len(spec.shape), dtype_of(spec.dtype)) for spec in order.engine.outputs)
+        self._loop.add_reader(end.fileno(), self._readable)
+
+    @classmethod
+    async def start(cls, order: Order) -> Worker:
+        """Start a process, and wait until it has loaded and run the engine. Its own error if it cannot; nothing is left then."""
+        mark = f"serve-{order.name}-{secrets.token_hex(4)}"
+        order.work.prepare()
+        file = order.work.root / "engine.json"
+        engine = {**order.engine.model_dump(mode="json"), "root": str(order.engine.root.absolute())}
+        file.write_text(json.dumps(engine), encoding="utf-8")
+        environment = environment_for(mark, order.device, order.work, os.environ, sys.path)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        try:
+            process = await start_guarded(order.command, theirs, order.work, FILE_BYTES, environment)
+        except BaseException:
+            ours.close()
+            raise
+        worker = cls(order, process, ours, mark)
+        try:
+            worker._send(Load(file, order.warm, order.runs))
+            await asyncio.wait((worker._ready, worker._broken), timeout=LOAD_S, return_when=asyncio.FIRST_COMPLETED)
+            if not worker._ready.done():
+                said = await worker.death() if worker._broken.done() else f"did not load its engine within {LOAD_S:g} s"
+                raise HostError(f"the worker of '{order.name}' {said}", f"its log is {order.work.log}")
+            worker.memory_bytes = worker._ready.result().memory_bytes
+        except BaseException:
+            await worker.end()
+            raise
+        return worker
+
+    @property
+    def pid(self) -> int:
+        """Of its guardian."""
+        return self._process.pid
+
+    @property
+    def load(self) -> int:
+        """Batches that it has."""
+        return len(self._sent)
+
+    @property
+    def has_room(self) -> bool:
+        return bool(self._free) and not self._broken.done()
+
+    def run(self, task: Task) -> None:
+        """Give it a batch; only while it has room."""
+        slot = self._free.pop()
+        try:
+            placed, size = layout(task.shapes, self._dtypes)
+            new = slot.reserve(min(size, MOST_BYTES), task.output_bytes)
+            assert slot.inputs is not None
+            task.fill([slot.inputs.array(dtype, each) for dtype, each in zip(self._dtypes, placed, strict=True)])
+        except (CrucibleError, BadMessage, OSError, ValueError) as error:  # no memory for it, or more than a batch may take
+            self._free.append(slot)
+            task.then(error if isinstance(error, CrucibleError) else Unprocessable(f"the inputs do not fit into a batch: {error}", "send less"))
+            return
+        message = Run(next(self._numbers), slot.number, placed, tuple(new))
+        stuck = self._loop.call_later(max(LEAST_STUCK_S, self._order.stuck_s), self._break, "did not answer any more, and was stopped")
+        self._sent[message.number] = _Sent(task, slot, message, stuck)
+        self._send(message, new.values())
+
+    async def death(self) -> str:
+        """How it ended, in words; to be asked once it has hung up."""
+        said = self._broken.result()
+        return said or await how_it_ended(self._process, self._kills)
+
+    async def broken(self) -> str:
+        """Waits until it is of no use any more, and says how it ended."""
+        await asyncio.shield(self._broken)
+        return await self.death()
+
+    async def end(self) -> None:
+        """End its processes. Their memory is free when this returns."""
+        self._break("was stopped")
+        await asyncio.shield(end_guarded(self._process, self._mark))
+        self._free.clear()
+        await asyncio.to_thread(self._order.work.clear_temporary)
+
+    # -- the conversation ----------------------------------------------------------------------------------------------
+
+    def _send(self, message: Load | Run, buffers: Collection[Buffer] = ()) -> None:
+        try:
+            socket.send_fds(self._socket, [packet_of(message)], [buffer.descriptor for buffer in buffers])
+        except OSError as error:  # it has gone, or takes nothing although it has little to do
+            self._break("" if isinstance(error, ConnectionError) else f"took no message: {error}")
+        for buffer in buffers:
+            buffer.give_descriptor()
+
+    def _readable(self) -> None:
+        try:
+            packet = self._socket.recv(PACKET_BYTES + 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet = b""
+        if not packet:
+            self._break("")
+            return
+        try:
+            self._take(from_worker(packet))
+        except BadMessage as error:
+            log.error("worker.protocol", worker=self._order.name, error=str(error))
+            self._break(f"does not keep to the protocol, and was stopped: {error}")
+
+    def _take(self, message: FromWorker) -> None:
+        match message:
+            case Failed():
+                self._break(f"cannot go on: {message.message}" + (f"; {message.next_step}" if message.next_step else ""))
+            case Ready():
+                if self._ready.done():
+                    raise BadMessage("ready a second time")
+                self._ready.set_result(message)
+            case Short():
+                self._again(self._asked(message.number), message.output_bytes)
+            case Refused():
+                self._finish(message.number, Unprocessable(message.message, message.next_step))
+            case Done():
+                self._finish(message.number, self._checked(message))
+
+    def _asked(self, number: int) -> _Sent:
+        sent = self._sent.get(number)
+        if sent is None:
+            raise BadMessage(f"an answer to batch {number}, which it does not have")
+        return sent
+
+    def _checked(self, message: Done) -> Ran:
+        """The outputs, where they lie within the slot's buffer; BadMessage otherwise."""
+        buffer = self._asked(message.number).slot.outputs
+        if len(message.outputs) != len(self._outputs) or buffer is None:
+            raise BadMessage(f"{len(message.outputs)} outputs, expected {len(self._outputs)}")
+        arrays = []
+        for (rank, dtype), placed in zip(self._outputs, message.outputs, strict=True):
+            if len(placed.shape) != rank:
+                raise BadMessage(f"an output of rank {len(placed.shape)}, expected {rank}")
+            arrays.append(buffer.array(dtype, placed))
+        return Ran(tuple(arrays), message.copy_in_s, message.compute_s, message.copy_out_s)
+
+    def _again(self, sent: _Sent, output_bytes: int) -> None:
+        """The batch once more, with more room for its outputs; its inputs still lie in the slot."""
+        outputs = sent.slot.outputs
+        if outputs is None or not outputs.size < output_bytes <= MOST_BYTES:
+            raise BadMessage(f"outputs of {output_bytes} bytes, which the buffer holds, or nobody would")
+        try:
+            new = sent.slot.reserve(0, output_bytes)
+        except HostError as error:
+            self._finish(sent.message.number, error)
+            return
+        self._send(replace(sent.message, new=tuple(new)), new.values())
+
+    def _finish(self, number: int, result: Ran | CrucibleError) -> None:
+        sent = self._asked(number)
+        del self._sent[number]
+        sent.stuck.cancel()
+        try:
+            sent.task.then(result)
+        finally:
+            self._free.append(sent.slot)
+
+    def _break(self, how: str) -> None:
+        """It is of no use any more: what it had is lost. Empty: it hung up, and its death tells how."""
+        if self._broken.done():
+            return
+        self._broken.set_result(how)
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+        if how:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+        self._free.clear()
+        lost, self._sent = self._sent, {}
+        for sent in lost.values():
+            sent.stuck.cancel()
+            sent.task.then(Unavailable("the worker that ran this request was lost", "send it again", 1))

@@ -1,0 +1,133 @@
+"""Real ONNX Runtime engines of small graphs, and deployments of them."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+from prometheus_client import CollectorRegistry
+
+from pipeline import backends
+from pipeline.backends import onnxruntime_
+from pipeline.backends.base import run_session
+from pipeline.core import BuildOptions, DimRange, Engine, Precision, Profile, Recipe, Tensors
+from pipeline.feeding import BatchSpec
+from pipeline.graph import onnx_model
+from service.guard import LOCAL
+from service.processes import MARK
+from service.serving.deployment import Deployment, DeploymentSpec
+from service.serving.figures import Figures
+from service.serving.requests import InferAnswer, InferRequest
+
+Array = NDArray[Any]
+Shape = Sequence[str | int]
+WIDTH = 8
+BATCH = Profile(dims={"batch": DimRange(min=1, opt=4, max=16)})
+PROVED = BatchSpec(axes={"x": 0, "y": 0}, maximum=16, proved=True)
+
+
+def engine_of(
+    folder: Path,
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Mapping[str, tuple[int, Shape]],
+    outputs: Mapping[str, tuple[int, Shape]],
+    constants: Mapping[str, Array] | None = None,
+    profiles: tuple[Profile, ...] = (BATCH,),
+    threads: int = 1,
+) -> Engine:
+    """An fp32 engine as the pipeline builds it."""
+    source = folder / uuid.uuid4().hex
+    out = source / "engine"
+    out.mkdir(parents=True)
+    values = [[helper.make_tensor_value_info(name, *given) for name, given in each.items()] for each in (inputs, outputs)]
+    initializers = [numpy_helper.from_array(array, name) for name, array in (constants or {}).items()]
+    graph = helper.make_graph(nodes, "g", *values, initializers)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), source / "model.onnx")
+    options = BuildOptions(profiles=profiles, threads=threads)
+    return onnxruntime_.build(onnx_model(source, "model.onnx"), Recipe(backend="onnxruntime", precision=Precision.FP32), options, out)
+
+
+def linear(folder: Path, layers: int = 1, width: int = WIDTH, profiles: tuple[Profile, ...] = (BATCH,)) -> Engine:
+    """x float32 [batch, width] -> y float32 [batch, width]: products with matrices that keep every row's size."""
+    random = np.random.default_rng(0)
+    weights = {f"w{n}": np.linalg.qr(random.standard_normal((width, width)))[0].astype(np.float32) for n in range(layers)}
+    names = ["x", *(f"h{n}" for n in range(layers - 1)), "y"]
+    nodes = [helper.make_node("MatMul", [names[n], f"w{n}"], [names[n + 1]]) for n in range(layers)]
+    shape = (TensorProto.FLOAT, ["batch", width])
+    return engine_of(folder, nodes, {"x": shape}, {"y": shape}, weights, profiles)
+
+
+def looked_up(folder: Path) -> Engine:
+    """x int64 [batch] -> y float32 [batch]: row 0 to 9 of a table, and no other."""
+    table = np.arange(10, dtype=np.float32)
+    shapes = {"x": (TensorProto.INT64, ["batch"])}, {"y": (TensorProto.FLOAT, ["batch"])}
+    return engine_of(folder, [helper.make_node("Gather", ["table", "x"], ["y"])], *shapes, {"table": table})
+
+
+def marked(number: float, rows: int = 1, width: int = WIDTH) -> Array:
+    """Rows by which a request is known again."""
+    return (np.arange(rows * width, dtype=np.float32).reshape(rows, width) + 1) * np.float32(number + 1)
+
+
+def direct(engine: Engine, feeds: Tensors) -> Tensors:
+    """What a session of our own answers."""
+    return run_session(backends.load(engine).session(), feeds)
+
+
+def asking(inputs: Tensors, **more: Any) -> InferRequest:
+    return InferRequest(LOCAL, None, inputs, **more)
+
+
+class Bench:
+    """A deployment, and what stands beside it."""
+
+    def __init__(self, deployment: Deployment, registry: CollectorRegistry) -> None:
+        self.deployment, self.registry = deployment, registry
+
+    async def ask(self, array: Array, **more: Any) -> InferAnswer:
+        return await self.deployment.infer(asking({"x": array}, **more))
+
+    def count(self, state: str) -> float:
+        labels = {"model": self.deployment.spec.model, "version": "1", "state": state}
+        return self.registry.get_sample_value("crucible_inference_requests_total", labels) or 0.0
+
+
+@asynccontextmanager
+async def deployed(folder: Path, engine: Engine, batch: BatchSpec = PROVED, worker: Sequence[str] = (), **more: Any) -> AsyncIterator[Bench]:
+    """Loaded and ready; closed at the end, and then no process and no file of it is left."""
+    registry = CollectorRegistry()
+    given = {"model": "m", "version": 1, "owner": "local", "device": "cpu"} | more
+    spec = DeploymentSpec(engine_folder=engine.root, engine=engine, batch=batch, **given)
+    work = folder / f"work-{uuid.uuid4().hex}"
+    deployment = await Deployment.start(spec, work, Figures(registry), **({"worker": worker} if worker else {}))
+    try:
+        yield Bench(deployment, registry)
+    finally:
+        await deployment.close()
+        assert not work.exists()
+        assert processes_of(f"serve-{spec.model}-") == []
+
+
+def processes_of(mark: str) -> list[int]:
+    """All processes with a mark that begins so."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            variables = file.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if any(each.startswith(f"{MARK}={mark}".encode()) for each in variables):
+            found.append(int(file.parent.name))
+    return found
+
+
+def play(story: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(story(), 300))  # type: ignore[arg-type]
