@@ -14,7 +14,7 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -338,13 +338,14 @@ class Deployment:
                 self._fail(each.number, error)
             return
         now = monotonic()
-        copy_in, copy_out = ran.copy_in_s + filling_s, ran.copy_out_s + now - began
         values = sum(math.prod(shape) for shape in joined.shapes)
-        self._tally.ran(len(asked), batch.rows, ran.compute_s, values, max(0, values - joined.values))
+        of_batch = Timing(0.0, ran.copy_in_s + filling_s, ran.compute_s, ran.copy_out_s + now - began, batch.rows)
+        working = of_batch.copy_in_s + of_batch.compute_s + of_batch.copy_out_s
+        self._tally.ran(len(asked), of_batch, values, values - joined.values)
         for one, is_there, mine in zip(asked, there, outputs, strict=True):
             if is_there:
                 total = now - one.since
-                timing = Timing(max(0.0, total - copy_in - ran.compute_s - copy_out), copy_in, ran.compute_s, copy_out, batch.rows)
+                timing = replace(of_batch, queue_s=max(0.0, total - working))
                 self._tally.answered(timing, total)
                 one.answer.set_result(InferAnswer(self.spec.model, self.spec.version, self.spec.device, mine, timing, one.request.id))
 

@@ -28,7 +28,11 @@ class Figures:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter("crucible_inference_requests_total", "Requests, by what became of them", (*LABELS, "state"), registry=registry)
         self.stages = Histogram(
-            "crucible_inference_stage_seconds", "Time of answered requests", (*LABELS, "stage"), buckets=STAGE_SECONDS, registry=registry
+            "crucible_inference_stage_seconds",
+            "Time of each answered request in the queue, and of each batch after it",
+            (*LABELS, "stage"),
+            buckets=STAGE_SECONDS,
+            registry=registry,
         )
         self.rows = Histogram("crucible_inference_batch_rows", "Rows that ran together", LABELS, buckets=ROWS, registry=registry)
         self.padding = Gauge("crucible_inference_padding_ratio", "Share of all input values so far that was padding", LABELS, registry=registry)
@@ -50,11 +54,13 @@ class Tally:
         self._batches: dict[int, _Sum] = {}
         self._dropped = self._values = self._padded = self._last_ms = 0
 
-    def ran(self, requests: int, rows: int, compute_s: float, values: int, padded: int) -> None:
+    def ran(self, requests: int, timing: Timing, values: int, padded: int) -> None:
         """A batch was run, with so many values in its inputs, of which so many were padding."""
         self._requests["executed"].inc(requests)
-        self._rows.observe(rows)
-        self._batches.setdefault(rows, _Sum()).add(compute_s)
+        self._rows.observe(timing.batch_size)
+        for histogram, each in zip(self._stages[1:], (timing.copy_in_s, timing.compute_s, timing.copy_out_s), strict=True):
+            histogram.observe(each)
+        self._batches.setdefault(timing.batch_size, _Sum()).add(timing.compute_s)
         self._values += values
         self._padded += padded
         if self._values:
@@ -64,9 +70,8 @@ class Tally:
         """A request got its answer."""
         self._succeeded.add(total_s)
         self._last_ms = time.time_ns() // 1_000_000
-        seconds = (timing.queue_s, timing.copy_in_s, timing.compute_s, timing.copy_out_s)
-        for histogram, total, each in zip(self._stages, self._sums, seconds, strict=True):
-            histogram.observe(each)
+        self._stages[0].observe(timing.queue_s)
+        for total, each in zip(self._sums, (timing.queue_s, timing.copy_in_s, timing.compute_s, timing.copy_out_s), strict=True):
             total.add(each)
 
     def dropped(self) -> None:
