@@ -29,8 +29,8 @@ class Buffer:
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.size = size
-        self._descriptor: int | None = descriptor
         self._map = mmap.mmap(descriptor, size)
+        self._descriptor: int | None = descriptor
 
     @classmethod
     def make(cls, least: int) -> Buffer:

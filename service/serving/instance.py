@@ -33,7 +33,7 @@ class Instance:
     """Lives in one event loop. `changed` is called whenever its state has changed."""
 
     def __init__(self, order: Order, changed: Callable[[], None]) -> None:
-        self.state: InstanceState = "starting"
+        self._state: InstanceState = "starting"
         self.reason = ""  # of not being ready
         self.memory_bytes = 0
         self._order, self._changed = order, changed
@@ -45,6 +45,11 @@ class Instance:
         """Ready when this returns; what keeps the worker from it is raised."""
         worker = await self._started()
         self._living = asyncio.create_task(self._live(worker))
+
+    @property
+    def state(self) -> InstanceState:
+        """`starting` also while nobody has seen to it that the worker is gone."""
+        return "starting" if self._state == "ready" and (self._worker is None or self._worker.is_broken) else self._state
 
     @property
     def load(self) -> int:
@@ -73,7 +78,7 @@ class Instance:
 
     async def close(self) -> None:
         """End its worker."""
-        self.state = "closed"
+        self._state = "closed"
         if self._living is not None:
             self._living.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -85,7 +90,7 @@ class Instance:
     async def _started(self) -> Worker:
         worker = await Worker.start(self._order)
         self._worker, self.memory_bytes = worker, worker.memory_bytes
-        self.state, self.reason = "ready", ""
+        self._state, self.reason = "ready", ""
         log.info("worker.ready", worker=self._order.name, pid=worker.pid, memory_bytes=worker.memory_bytes)
         self._changed()
         return worker
@@ -95,7 +100,7 @@ class Instance:
         while True:
             if worker is not None:
                 said = await worker.broken()
-                self.state, self.reason = "starting", f"its worker {said}"
+                self._state, self.reason = "starting", f"its worker {said}"
                 self._changed()
                 await worker.end()
                 self._worker = None
@@ -103,7 +108,7 @@ class Instance:
             log.error("worker.died", worker=self._order.name, reason=self.reason, crashes=self._crashes)
             pause = pause_after(self._crashes)
             if pause is None:
-                self.state = "failed"
+                self._state = "failed"
             self._changed()
             if pause is None:
                 return

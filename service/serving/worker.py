@@ -157,7 +157,12 @@ class Worker:
 
     @property
     def has_room(self) -> bool:
-        return bool(self._free) and not self._broken.done()
+        return bool(self._free)  # of what is broken, none is
+
+    @property
+    def is_broken(self) -> bool:
+        """It is of no use any more."""
+        return self._broken.done()
 
     def run(self, task: Task) -> None:
         """Give it a batch; only while it has room."""

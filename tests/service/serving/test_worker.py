@@ -1,0 +1,253 @@
+"""Workers that crash, hang and lie: what it costs, and what is left."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from pipeline.core import Engine
+from pipeline.errors import HostError
+from service.errors import ServiceError, Unavailable, Unprocessable
+from service.serving.instance import LONGEST_PAUSE_S, MOST_CRASHES, pause_after
+from tests.service.serving.fixtures_engines import Bench, asking, deployed, linear, looked_up, marked, play, processes_of
+
+DOUBLE = str(Path(__file__).with_name("engine_double.py"))
+EVIL = np.full((1, 8), 666, np.float32)
+
+
+def double(behaviour: str) -> tuple[str, ...]:
+    return (sys.executable, DOUBLE, behaviour)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return linear(tmp_path_factory.mktemp("engine"))
+
+
+async def until(reached: Any, within_s: float = 60.0) -> None:
+    end = time.monotonic() + within_s
+    while not reached():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.01)
+
+
+def state(bench: Bench) -> str:
+    return bench.deployment.served().state
+
+
+def test_pauses_double_and_end() -> None:
+    pauses = [pause_after(crashes) for crashes in range(1, MOST_CRASHES + 1)]
+    assert pauses[-1] is None
+    assert all(later == 2 * earlier for earlier, later in pairwise(pauses[:-1]))  # type: ignore[operator]
+    assert max(pauses[:-1]) <= LONGEST_PAUSE_S  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize(("behaviour", "said"), [("unloadable", "its files are damaged"), ("stillborn", "ended with exit code 3|code 3")])
+def test_a_worker_that_does_not_load_is_an_error_and_leaves_nothing(tmp_path: Path, engine: Engine, behaviour: str, said: str) -> None:
+    async def story() -> None:
+        with pytest.raises(HostError, match=said):
+            async with deployed(tmp_path, engine, worker=double(behaviour), instances=2):
+                pass
+        assert processes_of("serve-m-") == []
+        assert list(tmp_path.iterdir()) == []
+
+    play(story)
+
+
+def test_loading_can_be_given_up(tmp_path: Path, engine: Engine) -> None:
+    async def story() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1), deployed(tmp_path, engine, worker=double("mute")):
+                pass
+        assert processes_of("serve-m-") == []
+
+    play(story)
+
+
+@pytest.mark.parametrize("behaviour", ["segfault", "outside", "huge", "rank", "greedy"])
+def test_a_worker_that_crashes_or_lies_costs_its_requests_only(tmp_path: Path, engine: Engine, behaviour: str) -> None:
+    async def story() -> None:
+        async with deployed(tmp_path, engine, worker=double(behaviour)) as bench, deployed(tmp_path, engine, model="other") as other:
+            with pytest.raises(Unavailable, match="lost") as caught:
+                await bench.ask(EVIL)
+            assert int(caught.value.headers["Retry-After"]) >= 1
+            assert np.allclose(np.linalg.norm((await other.ask(marked(1))).outputs["y"]), np.linalg.norm(marked(1)))
+            await until(lambda: state(bench) == "ready")
+            assert (await bench.ask(marked(2))).outputs["y"].tolist() == marked(2).tolist()
+            assert bench.deployment.statistics().failed.count == 1
+
+    play(story)
+
+
+@pytest.mark.parametrize("behaviour", ["rubbish", "twice", "unasked"])
+def test_a_worker_that_never_keeps_to_the_protocol_is_given_up(
+    tmp_path: Path, engine: Engine, behaviour: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.serving.instance.FIRST_PAUSE_S", 0.01)
+
+    async def story() -> None:
+        async with deployed(tmp_path, engine, worker=double(behaviour)) as bench:
+            await until(lambda: state(bench) == "failed")
+            assert "protocol" in bench.deployment.served().reason
+            with pytest.raises(Unavailable, match="'m' is failed: its worker does not keep to the protocol"):
+                await bench.ask(marked(1))
+
+    play(story)
+
+
+def test_a_worker_that_hangs_is_stopped(tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.serving.worker.LEAST_STUCK_S", 0.2)
+
+    async def story() -> None:
+        async with deployed(tmp_path, engine, worker=double("hang"), timeout_s=0.2) as bench:
+            with pytest.raises(ServiceError):
+                await bench.ask(EVIL)
+            await until(lambda: state(bench) != "ready")
+            await until(lambda: state(bench) == "ready")
+            assert (await bench.ask(marked(2))).outputs["y"].tolist() == marked(2).tolist()
+
+    play(story)
+
+
+def test_an_output_without_its_rows_is_our_fault_and_not_the_workers_end(tmp_path: Path, engine: Engine) -> None:
+    async def story() -> None:
+        async with deployed(tmp_path, engine, worker=double("rows")) as bench:
+            answers = await asyncio.gather(bench.ask(EVIL), bench.ask(marked(1)), return_exceptions=True)
+            assert [type(each).__name__ for each in answers] == ["InternalError", "InternalError"]
+
+    play(story)
+
+
+def workers_of(bench: Bench) -> list[psutil.Process]:
+    return [each for pid in bench.deployment.pids for each in psutil.Process(pid).children()]
+
+
+def test_killed_in_mid_request_it_is_started_again_and_another_instance_goes_on(tmp_path: Path, engine: Engine) -> None:
+    async def story() -> None:
+        async with deployed(tmp_path, engine, worker=double("slow-0.3"), instances=2, max_batch=1) as bench:
+            asked = [asyncio.ensure_future(bench.ask(marked(n))) for n in range(6)]
+            await asyncio.sleep(0.1)
+            workers_of(bench)[0].kill()
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            lost = [each for each in answers if isinstance(each, Exception)]
+            assert 1 <= len(lost) <= 2  # what ran, and what was ready to run
+            assert all(isinstance(each, Unavailable) for each in lost)
+            for number, each in enumerate(answers):
+                assert isinstance(each, Exception) or each.outputs["y"].tolist() == marked(number).tolist()
+            await until(lambda: len(bench.deployment.pids) == 2)
+
+    play(story)
+
+
+# -- real workers ------------------------------------------------------------------------------------------------------
+
+
+def test_the_worker_has_no_torch_and_few_privileges_and_sleeps_when_idle(tmp_path: Path) -> None:
+    engine = linear(tmp_path, layers=8, width=256).model_copy(update={"threads": 2})
+
+    async def story() -> None:
+        async with deployed(tmp_path, engine) as bench:
+            (worker,) = workers_of(bench)
+            for number in range(20):
+                await bench.ask(marked(number, width=256))
+            before = sum(worker.cpu_times()[:2])
+            await asyncio.sleep(1.0)
+            assert sum(worker.cpu_times()[:2]) - before < 0.1
+            maps = Path(f"/proc/{worker.pid}/maps").read_text()
+            assert "onnxruntime" in maps
+            assert "libtorch" not in maps
+            assert "NoNewPrivs:\t1" in Path(f"/proc/{worker.pid}/status").read_text()
+            assert bench.deployment.memory_bytes > 0
+
+    play(story)
+
+
+def test_inputs_that_an_engine_refuses_cost_nobody_else_in_their_batch(tmp_path: Path) -> None:
+    engine = looked_up(tmp_path)
+
+    async def story() -> None:
+        async with deployed(tmp_path, engine) as bench:
+            asked = [bench.deployment.infer(asking({"x": np.array([number])})) for number in (3, 99, 5)]
+            good, bad, also_good = await asyncio.gather(*asked, return_exceptions=True)
+            assert isinstance(bad, Unprocessable)
+            assert "indices element out of data bounds" in bad.message
+            assert not isinstance(good, BaseException)
+            assert not isinstance(also_good, BaseException)
+            assert (good.outputs["y"].tolist(), also_good.outputs["y"].tolist()) == ([3.0], [5.0])
+            assert (await bench.deployment.infer(asking({"x": np.array([7, 8])}))).outputs["y"].tolist() == [7.0, 8.0]
+
+    play(story)
+
+
+SERVES = """
+import asyncio, sys
+from pathlib import Path
+from pipeline.core import Engine
+from tests.service.serving.fixtures_engines import deployed, marked
+async def main(folder, engine):
+    async with deployed(folder, engine, model="killed") as bench:
+        array = marked(1)
+        assert (await bench.ask(array)).outputs["y"].shape == array.shape
+        print("ready", flush=True)
+        while True:
+            await asyncio.gather(*(bench.ask(array) for _ in range(8)))
+folder = Path(sys.argv[1])
+asyncio.run(main(folder, Engine.model_validate_json((folder / "engine.json").read_text())))
+"""
+
+
+def server_on(folder: Path, engine: Engine, *before: str) -> "subprocess.Popen[str]":
+    (folder / "engine.json").write_text(engine.model_dump_json()[:-1] + f', "root": "{engine.root}"}}')
+    command: Sequence[str] = (*before, sys.executable, "-c", SERVES, str(folder))
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()})  # noqa: PTH109
+
+
+def ready(server: "subprocess.Popen[str]") -> bool:
+    assert server.stdout is not None
+    return any(line == "ready\n" for line in server.stdout)
+
+
+def memfds() -> list[str]:
+    found = []
+    for each in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            found += [str(each)] if "memfd:crucible" in str(each.readlink()) else []
+        except OSError:
+            continue
+    return found
+
+
+def test_nothing_is_left_of_a_server_that_was_killed_in_mid_request(tmp_path: Path, engine: Engine) -> None:
+    before, shared = memfds(), set(Path("/dev/shm").iterdir())
+    with server_on(tmp_path, engine) as server:
+        assert ready(server)
+        assert len(memfds()) > len(before)
+        assert set(Path("/dev/shm").iterdir()) == shared
+        server.send_signal(signal.SIGKILL)
+        server.wait()
+    end = time.monotonic() + 10
+    while processes_of("serve-killed-") or len(memfds()) > len(before):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_small_dev_shm_is_enough(tmp_path: Path) -> None:
+    """1 MB, and batches of 16 MB."""
+    wide = linear(tmp_path, width=2048)
+    inside = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh")
+    if subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount a small /dev/shm")
+    code = SERVES.replace("marked(1)", "__import__('numpy').ones((16, 2048), 'f4')").replace("while True:", "for _ in range(3):")
+    (tmp_path / "engine.json").write_text(wide.model_dump_json()[:-1] + f', "root": "{wide.root}"}}')
+    done = subprocess.run([*inside, sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
