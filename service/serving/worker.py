@@ -194,8 +194,12 @@ class Worker:
     async def end(self) -> None:
         """End its processes. Their memory is free when this returns."""
         self._break("was stopped")
-        await asyncio.shield(end_guarded(self._process, self._mark))
-        self._free.clear()
+        ending = asyncio.ensure_future(end_guarded(self._process, self._mark))
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:  # by whoever is in a hurry: but no process is left behind
+            await asyncio.wait([ending])
+            raise
         await asyncio.to_thread(self._order.work.clear_temporary)
 
     # -- the conversation ----------------------------------------------------------------------------------------------

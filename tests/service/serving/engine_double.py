@@ -79,8 +79,6 @@ class Double:
                 self.say(kind="done", number=0, outputs=[{**y, "shape": [1, 8]}], copy_in_s=0, compute_s=0, copy_out_s=0)
             case "greedy":
                 self.say(kind="short", number=0, output_bytes=1 << 40)
-            case "shrink":
-                os.ftruncate(os.open(f"/proc/self/fd/{self.server.fileno()}", os.O_RDWR), 0)
         time.sleep(600)
 
 

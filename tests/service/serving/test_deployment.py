@@ -1,16 +1,39 @@
 """One deployed version: what goes in, what comes out, and when."""
 
 import asyncio
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
+from onnx import TensorProto, helper
 
-from tests.service.serving.fixtures_engines import deployed, direct, linear, marked, play
+from pipeline.core import DimRange, Engine, Profile
+from pipeline.feeding import BatchSpec
+from service.errors import TimedOut, TooMany, Unavailable, Unprocessable
+from tests.service.serving.fixtures_engines import PROVED, Bench, asking, deployed, direct, engine_of, linear, marked, play
+
+SLOW = (sys.executable, str(Path(__file__).with_name("engine_double.py")), "slow-0.05")
 
 
-def test_an_answer_is_that_of_a_direct_session_on_the_same_batch(tmp_path: Path) -> None:
-    engine = linear(tmp_path, layers=3)
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return linear(tmp_path_factory.mktemp("engine"), layers=3)
 
+
+async def asked(bench: Bench, number: float, **more: Any) -> Any:
+    """The answer, or what was raised; an answer must be this request's."""
+    try:
+        answer = await bench.ask(marked(number), **more)
+    except (TimedOut, TooMany, Unavailable) as error:
+        return error
+    assert answer.outputs["y"].tolist() == marked(number).tolist(), f"request {number} got another's answer"
+    return answer
+
+
+def test_an_answer_is_that_of_a_direct_session_on_the_same_batch(tmp_path: Path, engine: Engine) -> None:
     async def story() -> None:
         async with deployed(tmp_path, engine) as bench:
             answer = await bench.ask(marked(3), id="7")
@@ -21,5 +44,209 @@ def test_an_answer_is_that_of_a_direct_session_on_the_same_batch(tmp_path: Path)
             assert [each.timing.batch_size for each in together] == [5] * 5
             expected = direct(engine, {"x": np.concatenate([marked(n) for n in range(5)])})["y"]
             assert np.array_equal(np.concatenate([each.outputs["y"] for each in together]), expected)
+
+    play(story)
+
+
+def test_times_add_up_and_all_is_counted(tmp_path: Path, engine: Engine) -> None:
+    async def story() -> None:
+        async with deployed(tmp_path, engine, PROVED.model_copy(update={"maximum": 4})) as bench:
+            began = time.monotonic()
+            answers = await asyncio.gather(*(bench.ask(marked(n)) for n in range(10)))
+            took = time.monotonic() - began
+            for each in answers:
+                timing = each.timing
+                parts = (timing.queue_s, timing.copy_in_s, timing.compute_s, timing.copy_out_s)
+                assert min(parts) >= 0
+                assert 0 < sum(parts) <= took
+            found = bench.deployment.statistics()
+            assert (found.succeeded.count, found.failed.count, found.rows, found.dropped) == (10, 0, 10, 0)
+            assert sum(rows * each.count for rows, each in found.batches.items()) == 10
+            assert found.executions == sum(each.count for each in found.batches.values()) >= 3
+            assert found.compute.seconds == pytest.approx(sum(each.timing.compute_s for each in answers))
+            assert found.last_request_ms > 1.6e12
+            assert bench.count("executed") == 10
+            served = bench.deployment.served()
+            assert (served.state, served.reason, served.backend, served.inputs) == ("ready", "", "onnxruntime", engine.inputs)
+            assert bench.deployment.shapes() == {(("batch", 1),): 10}
+
+    play(story)
+
+
+def test_without_proof_every_request_runs_alone(tmp_path: Path, engine: Engine) -> None:
+    async def story() -> None:
+        async with deployed(tmp_path, engine, BatchSpec(axes={"x": 0, "y": 0}, maximum=16, reason="rows differ")) as bench:
+            answers = await asyncio.gather(*(bench.ask(marked(n, rows=2)) for n in range(5)))
+            assert bench.deployment.statistics().executions == 5
+            for number, each in enumerate(answers):
+                assert np.array_equal(each.outputs["y"], direct(engine, {"x": marked(number, rows=2)})["y"])
+
+    play(story)
+
+
+def test_what_does_not_fit_is_refused_before_it_waits(tmp_path: Path, engine: Engine) -> None:
+    async def story() -> None:
+        async with deployed(tmp_path, engine) as bench:
+            with pytest.raises(Unprocessable, match="expected inputs 'x'"):
+                await bench.deployment.infer(asking({"z": marked(1)}))
+            with pytest.raises(Unprocessable, match=r"no output 'z'; there is 'y'"):
+                await bench.ask(marked(1), outputs=("z",))
+            assert list((await bench.ask(marked(1), outputs=("y",))).outputs) == ["y"]
+            assert bench.deployment.statistics().executions == 1
+
+    play(story)
+
+
+def test_a_full_queue_is_refused_with_a_time_to_come_back(tmp_path: Path, engine: Engine) -> None:
+    async def story() -> None:
+        async with deployed(tmp_path, engine, worker=SLOW, max_batch=1, queue_limit=3) as bench:
+            found = await asyncio.gather(*(asked(bench, n) for n in range(8)))
+            refused = [each for each in found if isinstance(each, TooMany)]
+            assert len(refused) == 5  # all came at once: nothing ran yet
+            assert int(refused[0].headers["Retry-After"]) >= 1
+            assert bench.count("refused") == 5
+
+    play(story)
+
+
+def test_timeouts_at_half_load_leave_every_answer_to_its_request(tmp_path: Path, engine: Engine) -> None:
+    """A slot whose requests have all timed out is not used again before its worker has answered for it."""
+
+    async def story() -> None:
+        async with deployed(tmp_path, engine, worker=SLOW, max_batch=2) as bench:
+            found = await asyncio.gather(*(asked(bench, n, timeout_s=0.02 if n % 2 else None) for n in range(40)))
+            timed_out = [n for n, each in enumerate(found) if isinstance(each, TimedOut)]
+            assert timed_out == list(range(1, 40, 2))
+            assert bench.deployment.statistics().succeeded.count == 20
+            assert bench.count("timed_out") == 20
+            again = await asyncio.gather(*(asked(bench, n) for n in range(100, 110)))
+            assert not any(isinstance(each, Exception) for each in again)
+
+    play(story)
+
+
+def test_clients_that_went_do_not_run(tmp_path: Path, engine: Engine) -> None:
+    async def story() -> None:
+        async with deployed(tmp_path, engine, worker=SLOW, max_batch=4) as bench:
+            clients = [asyncio.ensure_future(bench.ask(marked(n))) for n in range(200)]
+            await asyncio.sleep(0.01)
+            for each in clients:
+                each.cancel()
+            answer = await bench.ask(marked(1000))
+            assert answer.outputs["y"].tolist() == marked(1000).tolist()
+            found = bench.deployment.statistics()
+            assert found.executions <= 3
+            assert bench.count("executed") + bench.count("dropped") == 201
+            assert found.dropped == bench.count("dropped") >= 192
+            assert all(each.cancelled() for each in await asyncio.gather(*map(_settled, clients)))
+
+    play(story)
+
+
+async def _settled(task: "asyncio.Task[Any]") -> "asyncio.Task[Any]":
+    await asyncio.wait([task])
+    return task
+
+
+def test_one_model_does_not_hinder_another(tmp_path: Path, engine: Engine) -> None:
+    """20 requests of a quick one are answered while one of a slow one runs."""
+
+    async def story() -> None:
+        slow = (*SLOW[:2], "slow-20")
+        async with deployed(tmp_path, engine, worker=slow, model="slow") as other, deployed(tmp_path, engine) as bench:
+            waiting = asyncio.ensure_future(other.ask(marked(1)))
+            for number in range(20):
+                await bench.ask(marked(number))
+            assert not waiting.done()
+            waiting.cancel()
+
+    play(story)
+
+
+def test_several_instances_share_the_work(tmp_path: Path, engine: Engine) -> None:
+    async def story() -> None:
+        async with deployed(tmp_path, engine, worker=SLOW, max_batch=1, instances=2) as bench:
+            assert bench.deployment.served().instances == 2
+            pending = [asyncio.ensure_future(asked(bench, n)) for n in range(2)]
+            await asyncio.sleep(0.01)
+            assert [each.load for each in bench.deployment._instances] == [1, 1]
+            await asyncio.gather(*pending)
+
+    play(story)
+
+
+def test_draining_answers_what_waits_and_takes_nothing_new(tmp_path: Path, engine: Engine) -> None:
+    async def story() -> None:
+        async with deployed(tmp_path, engine, worker=SLOW, max_batch=1) as bench:
+            pending = [asyncio.ensure_future(asked(bench, n)) for n in range(5)]
+            await asyncio.sleep(0)
+            draining = asyncio.ensure_future(bench.deployment.drain())
+            await asyncio.sleep(0)
+            assert bench.deployment.served().state == "draining"
+            with pytest.raises(Unavailable, match="'m' is draining"):
+                await bench.ask(marked(1))
+            assert not draining.done()
+            await draining
+            assert not any(isinstance(each, Exception) for each in await asyncio.gather(*pending))
+            await bench.deployment.drain()
+
+    play(story)
+
+
+def test_closing_answers_what_still_waits(tmp_path: Path, engine: Engine) -> None:
+    async def story() -> None:
+        async with deployed(tmp_path, engine, worker=SLOW, max_batch=1) as bench:
+            pending = [asyncio.ensure_future(asked(bench, n)) for n in range(5)]
+            await asyncio.sleep(0.01)
+            await bench.deployment.close()
+            assert all(isinstance(each, Unavailable) for each in await asyncio.gather(*pending))
+
+    play(story)
+
+
+def test_outputs_whose_size_only_a_run_tells_come_whole(tmp_path: Path) -> None:
+    """NonZero: [1, n], n by the values; more bytes than anybody could foresee."""
+    shapes = {"x": (TensorProto.FLOAT, ["n"])}, {"y": (TensorProto.INT64, [1, "found"])}
+    profile = Profile(dims={"n": DimRange(min=1, opt=4, max=100_000)})
+    engine = engine_of(tmp_path, [helper.make_node("NonZero", ["x"], ["y"])], *shapes, profiles=(profile,))
+
+    async def story() -> None:
+        async with deployed(tmp_path, engine, BatchSpec(axes={})) as bench:
+            for size in (3, 100_000, 1):
+                answer = await bench.ask(np.ones(size, np.float32))
+                assert np.array_equal(answer.outputs["y"], [np.arange(size)])
+            assert (await bench.ask(np.zeros(5, np.float32))).outputs["y"].shape == (1, 0)
+
+    play(story)
+
+
+def test_rows_along_another_axis_and_a_scalar_beside_them(tmp_path: Path) -> None:
+    """x [4, batch] * scale, which is one for all of a batch."""
+    inputs = {"x": (TensorProto.FLOAT, [4, "batch"]), "scale": (TensorProto.FLOAT, [])}
+    engine = engine_of(tmp_path, [helper.make_node("Mul", ["x", "scale"], ["y"])], inputs, {"y": (TensorProto.FLOAT, [4, "batch"])})
+    batch = BatchSpec(axes={"x": 1, "scale": None, "y": 1}, maximum=16, proved=True)
+
+    async def story() -> None:
+        async with deployed(tmp_path, engine, batch) as bench:
+            feeds = [{"x": np.full((4, 1), n, np.float32), "scale": np.array(n % 2, np.float32)} for n in range(8)]
+            answers = await asyncio.gather(*(bench.deployment.infer(asking(each)) for each in feeds))
+            for number, each in enumerate(answers):
+                assert each.outputs["y"].tolist() == [[number * (number % 2)]] * 4
+                assert each.timing.batch_size == 4
+
+    play(story)
+
+
+def test_the_share_of_padding_is_told(tmp_path: Path, engine: Engine) -> None:
+    four = engine.model_copy(update={"profiles": (Profile(dims={"batch": DimRange(min=4, opt=4, max=16)}),)})
+
+    async def story() -> None:
+        async with deployed(tmp_path, four) as bench:
+            answer = await bench.ask(marked(3))
+            expected = direct(engine, {"x": np.repeat(marked(3), 4, axis=0)})["y"]
+            assert np.array_equal(answer.outputs["y"], expected[:1])
+            labels = {"model": "m", "version": "1"}
+            assert bench.registry.get_sample_value("crucible_inference_padding_ratio", labels) == 0.75
+            assert bench.registry.get_sample_value("crucible_inference_queue", labels) == 0
 
     play(story)

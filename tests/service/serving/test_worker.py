@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from onnx import TensorProto, helper
 
 from pipeline.core import Engine
 from pipeline.errors import HostError
 from service.errors import ServiceError, Unavailable, Unprocessable
 from service.serving.instance import LONGEST_PAUSE_S, MOST_CRASHES, pause_after
-from tests.service.serving.fixtures_engines import Bench, asking, deployed, linear, looked_up, marked, play, processes_of
+from tests.service.serving.fixtures_engines import Bench, asking, deployed, engine_of, linear, looked_up, marked, play, processes_of
 
 DOUBLE = str(Path(__file__).with_name("engine_double.py"))
 EVIL = np.full((1, 8), 666, np.float32)
@@ -243,11 +244,12 @@ def test_nothing_is_left_of_a_server_that_was_killed_in_mid_request(tmp_path: Pa
 
 def test_a_small_dev_shm_is_enough(tmp_path: Path) -> None:
     """1 MB, and batches of 16 MB."""
-    wide = linear(tmp_path, width=2048)
+    shape = (TensorProto.FLOAT, ["batch", 1 << 18])
+    wide = engine_of(tmp_path, [helper.make_node("Neg", ["x"], ["y"])], {"x": shape}, {"y": shape})
     inside = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh")
     if subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
         pytest.skip("cannot mount a small /dev/shm")
-    code = SERVES.replace("marked(1)", "__import__('numpy').ones((16, 2048), 'f4')").replace("while True:", "for _ in range(3):")
+    code = SERVES.replace("marked(1)", "__import__('numpy').ones((16, 1 << 18), 'f4')").replace("while True:", "for _ in range(3):")
     (tmp_path / "engine.json").write_text(wide.model_dump_json()[:-1] + f', "root": "{wide.root}"}}')
     done = subprocess.run([*inside, sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
