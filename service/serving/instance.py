@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Literal
 
 from pipeline.errors import CrucibleError
+from pipeline.faults import crucible_error
 from service import logs
 from service.serving.worker import Order, Ran, Task, Worker
 
@@ -88,7 +89,10 @@ class Instance:
             await worker.end()
 
     async def _started(self) -> Worker:
-        worker = await Worker.start(self._order)
+        try:
+            worker = await Worker.start(self._order)
+        except OSError as error:  # of its folder
+            raise crucible_error(error) from error
         self._worker, self.memory_bytes = worker, worker.memory_bytes
         self._state, self.reason = "ready", ""
         log.info("worker.ready", worker=self._order.name, pid=worker.pid, memory_bytes=worker.memory_bytes)

@@ -85,13 +85,16 @@ def held_bytes() -> int:
         return int(psutil.Process().memory_full_info().uss)
     import pynvml
 
-    pynvml.nvmlInit()
     try:
-        by_number = visible.isdigit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(int(visible)) if by_number else pynvml.nvmlDeviceGetHandleByUUID(visible)
-        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
-    finally:
-        pynvml.nvmlShutdown()
+        pynvml.nvmlInit()
+        try:
+            by_number = visible.isdigit()
+            handle = pynvml.nvmlDeviceGetHandleByIndex(int(visible)) if by_number else pynvml.nvmlDeviceGetHandleByUUID(visible)
+            return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:  # which an engine does not need
+        return 0
 
 
 class Place:

@@ -64,7 +64,7 @@ class Rows:
         return Joined(parts, size, tuple(shapes), lengths, values)
 
     def fill(self, joined: Joined, targets: Sequence[Array]) -> None:
-        """Write all rows; below them the last one again, which is as good an input as any."""
+        """Write all rows; below them zeros, as in the proof that rows do not see each other."""
         for spec, target in zip(self._inputs, targets, strict=True):
             arrays = [part.inputs[spec.name] for part in joined.parts]
             axis = self._axes.batch.get(spec.name)
@@ -89,7 +89,6 @@ class Rows:
         return found
 
     def _write(self, spec: TensorSpec, arrays: Sequence[Array], joined: Joined, target: Array, axis: int) -> None:
-        before = (slice(None),) * axis
         for place, number in self._padded[spec.name]:
             if any(part.fit.lengths[number] != joined.lengths[number] for part in joined.parts):
                 target[...] = self._axes.values[spec.name, place]
@@ -98,7 +97,7 @@ class Rows:
             target[self._place(spec, part.fit, axis, at)] = array
             at += part.fit.rows
         if at < joined.size:
-            target[(*before, slice(at, None))] = target[(*before, slice(at - 1, at))]
+            target[(*(slice(None),) * axis, slice(at, None))] = 0
 
     def _place(self, spec: TensorSpec, fit: Fit, axis: int, at: int) -> tuple[slice, ...]:
         """Where a request's own values lie."""

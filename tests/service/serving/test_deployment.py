@@ -243,7 +243,7 @@ def test_the_share_of_padding_is_told(tmp_path: Path, engine: Engine) -> None:
     async def story() -> None:
         async with deployed(tmp_path, four) as bench:
             answer = await bench.ask(marked(3))
-            expected = direct(engine, {"x": np.repeat(marked(3), 4, axis=0)})["y"]
+            expected = direct(engine, {"x": np.concatenate([marked(3), np.zeros((3, 8), np.float32)])})["y"]
             assert np.array_equal(answer.outputs["y"], expected[:1])
             labels = {"model": "m", "version": "1"}
             assert bench.registry.get_sample_value("crucible_inference_padding_ratio", labels) == 0.75
