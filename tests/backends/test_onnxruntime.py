@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -8,8 +9,10 @@ import onnx
 import pytest
 from onnx import helper
 
+from pipeline import backends
 from pipeline.backends import onnxruntime_
-from pipeline.core import BuildOptions, OnnxModel, Precision, Profile, Recipe
+from pipeline.backends.base import Loaded
+from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Profile, Recipe
 from pipeline.errors import DataError, UnsupportedError
 from pipeline.graph import onnx_model
 from tests.conformance.models import Case, convolution, model, ramp, several
@@ -169,3 +172,12 @@ def test_q_dq_are_computed_as_written_where_the_recipe_says_so(tmp_path: Path) -
         session.execute()
         answers = session.fetch()
     assert np.allclose(answers["y"], 3 * 0.00003)
+
+
+@pytest.mark.parametrize(("load", "spins"), [(backends.load, "1"), (backends.load_to_serve, "0")])
+def test_threads_of_engines_that_serve_do_not_spin(tmp_path: Path, load: Callable[[Engine], Loaded], spins: str) -> None:
+    engine = onnxruntime_.build(made(tmp_path / "in", convolution().proto), FP32, BuildOptions(profiles=()), tmp_path)
+    with closing(load(engine)) as loaded:
+        assert isinstance(loaded, onnxruntime_.OrtLoaded)
+        assert loaded._session is not None
+        assert loaded._session.get_session_options().get_session_config_entry("session.intra_op.allow_spinning") == spins
