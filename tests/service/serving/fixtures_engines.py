@@ -16,9 +16,8 @@ from onnx import TensorProto, helper, numpy_helper
 from prometheus_client import CollectorRegistry
 
 from pipeline import backends
-from pipeline.backends import onnxruntime_
 from pipeline.backends.base import run_session
-from pipeline.core import BuildOptions, DimRange, Engine, Precision, Profile, Recipe, Tensors
+from pipeline.core import BuildOptions, DimRange, Engine, Precision, Profile, Recipe, Tensors, silent
 from pipeline.feeding import BatchSpec
 from pipeline.graph import onnx_model
 from service.guard import LOCAL
@@ -41,7 +40,7 @@ def engine_of(
     outputs: Mapping[str, tuple[int, Shape]],
     constants: Mapping[str, Array] | None = None,
     profiles: tuple[Profile, ...] = (BATCH,),
-    threads: int = 1,
+    backend: str = "onnxruntime",
 ) -> Engine:
     """An fp32 engine as the pipeline builds it."""
     source = folder / uuid.uuid4().hex
@@ -51,18 +50,19 @@ def engine_of(
     initializers = [numpy_helper.from_array(array, name) for name, array in (constants or {}).items()]
     graph = helper.make_graph(nodes, "g", *values, initializers)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), source / "model.onnx")
-    options = BuildOptions(profiles=profiles, threads=threads)
-    return onnxruntime_.build(onnx_model(source, "model.onnx"), Recipe(backend="onnxruntime", precision=Precision.FP32), options, out)
+    options = BuildOptions(profiles=profiles, threads=1)
+    recipe = Recipe(backend=backend, precision=Precision.FP32, realised_in="graph" if backend == "onnxruntime" else "runtime")
+    return backends.backend(backend).build(onnx_model(source, "model.onnx"), recipe, options, out, silent)
 
 
-def linear(folder: Path, layers: int = 1, width: int = WIDTH, profiles: tuple[Profile, ...] = (BATCH,)) -> Engine:
+def linear(folder: Path, layers: int = 1, width: int = WIDTH, backend: str = "onnxruntime") -> Engine:
     """x float32 [batch, width] -> y float32 [batch, width]: products with matrices that keep every row's size."""
     random = np.random.default_rng(0)
     weights = {f"w{n}": np.linalg.qr(random.standard_normal((width, width)))[0].astype(np.float32) for n in range(layers)}
     names = ["x", *(f"h{n}" for n in range(layers - 1)), "y"]
     nodes = [helper.make_node("MatMul", [names[n], f"w{n}"], [names[n + 1]]) for n in range(layers)]
     shape = (TensorProto.FLOAT, ["batch", width])
-    return engine_of(folder, nodes, {"x": shape}, {"y": shape}, weights, profiles)
+    return engine_of(folder, nodes, {"x": shape}, {"y": shape}, weights, backend=backend)
 
 
 def looked_up(folder: Path) -> Engine:

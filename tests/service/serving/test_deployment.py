@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from pipeline.core import DimRange, Engine, Profile
-from pipeline.feeding import BatchSpec
+from pipeline.feeding import BatchSpec, Padding
 from service.errors import TimedOut, TooMany, Unavailable, Unprocessable
 from tests.service.serving.fixtures_engines import PROVED, Bench, asking, deployed, direct, engine_of, linear, marked, play
 
@@ -233,6 +233,34 @@ def test_rows_along_another_axis_and_a_scalar_beside_them(tmp_path: Path) -> Non
             for number, each in enumerate(answers):
                 assert each.outputs["y"].tolist() == [[number * (number % 2)]] * 4
                 assert each.timing.batch_size == 4
+
+    play(story)
+
+
+def test_texts_of_unequal_length_run_together_as_if_alone(tmp_path: Path) -> None:
+    """tokens = x, pooled = the sum of x where the mask is 1: lengths 1 to 20, in buckets."""
+    shape = (TensorProto.FLOAT, ["batch", "sequence"])
+    nodes = [
+        helper.make_node("Identity", ["x"], ["tokens"]),
+        helper.make_node("Mul", ["x", "mask"], ["kept"]),
+        helper.make_node("ReduceSum", ["kept", "last"], ["pooled"], keepdims=0),
+    ]
+    profile = Profile(dims={"batch": DimRange(min=1, opt=4, max=16), "sequence": DimRange(min=1, opt=8, max=20)})
+    outputs = {"tokens": shape, "pooled": (TensorProto.FLOAT, ["batch"])}
+    engine = engine_of(tmp_path, nodes, {"x": shape, "mask": shape}, outputs, {"last": np.array([1])}, (profile,))
+    padding = (Padding(input="x", axis=1, value=9), Padding(input="mask", axis=1))
+    batch = BatchSpec(axes={"x": 0, "mask": 0, "tokens": 0, "pooled": 0}, maximum=16, padding=padding, proved=True)
+
+    async def story() -> None:
+        async with deployed(tmp_path, engine, batch) as bench:
+            feeds = [{"x": np.full((1, n), n, np.float32), "mask": np.ones((1, n), np.float32)} for n in range(1, 21)]
+            answers = await asyncio.gather(*(bench.deployment.infer(asking(each)) for each in feeds))
+            for n, each in enumerate(answers, 1):
+                assert each.outputs["tokens"].tolist() == [[n] * n]
+                assert each.outputs["pooled"].tolist() == [n * n]
+            assert [each.timing.batch_size for each in answers] == [1, 1, 2, 2, *[4] * 4, *[8] * 8, *[4] * 4]  # 1, 2, 4, 8, 16, 20
+            with pytest.raises(Unprocessable, match="sequence = 21"):
+                await bench.deployment.infer(asking({"x": np.ones((1, 21), np.float32), "mask": np.ones((1, 21), np.float32)}))
 
     play(story)
 

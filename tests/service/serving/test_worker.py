@@ -20,7 +20,7 @@ from pipeline.core import Engine
 from pipeline.errors import HostError
 from service.errors import ServiceError, Unavailable, Unprocessable
 from service.serving.instance import LONGEST_PAUSE_S, MOST_CRASHES, pause_after
-from tests.service.serving.fixtures_engines import Bench, asking, deployed, engine_of, linear, looked_up, marked, play, processes_of
+from tests.service.serving.fixtures_engines import Bench, asking, deployed, direct, engine_of, linear, looked_up, marked, play, processes_of
 
 DOUBLE = str(Path(__file__).with_name("engine_double.py"))
 EVIL = np.full((1, 8), 666, np.float32)
@@ -153,19 +153,21 @@ def test_killed_in_mid_request_it_is_started_again_and_another_instance_goes_on(
 # -- real workers ------------------------------------------------------------------------------------------------------
 
 
-def test_the_worker_has_no_torch_and_few_privileges_and_sleeps_when_idle(tmp_path: Path) -> None:
-    engine = linear(tmp_path, layers=8, width=256).model_copy(update={"threads": 2})
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+def test_the_worker_has_no_torch_and_few_privileges_and_sleeps_when_idle(tmp_path: Path, backend: str) -> None:
+    engine = linear(tmp_path, layers=8, width=256, backend=backend).model_copy(update={"threads": 2})
 
     async def story() -> None:
         async with deployed(tmp_path, engine) as bench:
             (worker,) = workers_of(bench)
             for number in range(20):
-                await bench.ask(marked(number, width=256))
+                answer = await bench.ask(marked(number, width=256))
+                assert np.array_equal(answer.outputs["y"], direct(engine, {"x": marked(number, width=256)})["y"])
             before = sum(worker.cpu_times()[:2])
             await asyncio.sleep(1.0)
             assert sum(worker.cpu_times()[:2]) - before < 0.1
             maps = Path(f"/proc/{worker.pid}/maps").read_text()
-            assert "onnxruntime" in maps
+            assert backend in maps
             assert "libtorch" not in maps
             assert "NoNewPrivs:\t1" in Path(f"/proc/{worker.pid}/status").read_text()
             assert bench.deployment.memory_bytes > 0
