@@ -23,7 +23,6 @@ from typing import Literal
 from pipeline.core import Engine
 from pipeline.errors import CrucibleError, InternalError
 from pipeline.feeding import BatchSpec, InputRecipe
-from pipeline.graph import dtype_of
 from pipeline.measure import usable_cores
 from service import logs
 from service.errors import ServiceError, TimedOut, TooMany, Unavailable, Unprocessable
@@ -84,7 +83,7 @@ class Deployment:
         engine = spec.engine.model_copy(update={"root": spec.engine_folder, "threads": _threads(spec)})
         self._fitting = Fitting(engine, spec.batch, spec.max_batch)
         self._rows = Rows(engine.inputs, engine.outputs, self._fitting.axes)
-        self._outputs = {each.name: dtype_of(each.dtype).itemsize for each in engine.outputs}
+        self._outputs = tuple(each.name for each in engine.outputs)
         self._queue = Queue(Rules(self._fitting.maximum, spec.max_delay_s))
         self._asked: dict[int, _Asked] = {}
         self._numbers = itertools.count()
@@ -283,7 +282,7 @@ class Deployment:
             if batch is None:
                 self._wake_at(deadline(self._queue) or now)
                 return
-            self._run(instance, batch, now)
+            self._run(instance, batch)
 
     def _wake_at(self, when: float) -> None:
         if self._timer is not None:
@@ -293,7 +292,7 @@ class Deployment:
     def _freest(self) -> Instance | None:
         return min((each for each in self._instances if each.has_room), key=lambda each: each.load, default=None)
 
-    def _run(self, instance: Instance, batch: Batch, taken: float) -> None:
+    def _run(self, instance: Instance, batch: Batch) -> None:
         asked = [self._asked[each.number] for each in batch.requests]
         joined = self._rows.join(batch.requests[0].kind, [Part(each.request.inputs, each.fit) for each in asked], batch.size)
         began = monotonic()
@@ -314,16 +313,7 @@ class Deployment:
                     self._fail(each.number, result)
             self._pump_soon()
 
-        instance.run(Task(joined.shapes, self._output_bytes(joined), fill, then))
-
-    def _output_bytes(self, joined: Joined) -> int:
-        """Room for the outputs, as far as the sizes of the inputs tell theirs; a worker asks for more if it must."""
-        shapes = dict(zip((spec.name for spec in self.spec.engine.inputs), joined.shapes, strict=True))
-        sizes = {
-            dim: size for spec in self.spec.engine.inputs for dim, size in zip(spec.shape, shapes[spec.name], strict=True) if isinstance(dim, str)
-        }
-        known = [spec for spec in self.spec.engine.outputs if set(spec.symbols) <= sizes.keys()]
-        return sum(64 + math.prod(spec.resolve(sizes)) * self._outputs[spec.name] for spec in known)
+        instance.run(Task(joined.shapes, self._rows.output_bytes(joined), fill, then))
 
     def _answer(self, batch: Batch, asked: Sequence[_Asked], joined: Joined, ran: Ran, filling_s: float) -> None:
         """Give each request its own rows, and count."""

@@ -7,6 +7,7 @@ What fitted once is known by its dtypes and shapes, so that all further requests
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -85,7 +86,7 @@ class Fitting:
             raise Unprocessable(f"expected inputs {_listed(self._names)}, got {_listed(inputs)}", SEE_METADATA)
         key: tuple[object, ...] = tuple([(array.dtype, array.shape) for array in arrays])
         if self._by_content:
-            key += tuple([inputs[name].tobytes() for name in self._by_content])
+            key += tuple([_content(inputs[name]) for name in self._by_content])
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= MOST_KNOWN:
@@ -148,7 +149,7 @@ class Fitting:
         held = [each for each in held if rows <= each.high]
         if not held:
             return None
-        key = (tuple(sorted(others.items())), tuple(inputs[name].tobytes() for name in self._by_content), tuple(each.profile for each in held))
+        key = (tuple(sorted(others.items())), tuple(_content(inputs[name]) for name in self._by_content), tuple(each.profile for each in held))
         kind = self._kinds.setdefault(key, Kind(tuple(held), buckets if self._captures else ()))
         return Fit(rows, kind, tuple(sorted(sizes.items())), lengths)
 
@@ -173,6 +174,12 @@ class Fitting:
         dims = [profile.dims[symbol] for profile in self._profiles if symbol in profile.dims]
         high = max((dim.max for dim in dims if dim.min <= size <= dim.max), default=size)
         return min(1 << max(size - 1, 0).bit_length(), high)
+
+
+def _content(array: NDArray[np.generic]) -> bytes:
+    """What tells one value from another, and is not large."""
+    data = array.tobytes()
+    return data if len(data) <= 64 else hashlib.sha256(data).digest()
 
 
 def _listed(names: Mapping[str, NDArray[np.generic]] | tuple[str, ...]) -> str:

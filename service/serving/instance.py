@@ -105,16 +105,16 @@ class Instance:
             if worker is not None:
                 said = await worker.broken()
                 self._state, self.reason = "starting", f"its worker {said}"
+                log.error("worker.died", worker=self._order.name, reason=self.reason, printed=worker.printed())
                 self._changed()
                 await worker.end()
                 self._worker = None
             self._crashes += 1
-            log.error("worker.died", worker=self._order.name, reason=self.reason, crashes=self._crashes)
             pause = pause_after(self._crashes)
             if pause is None:
                 self._state = "failed"
-            self._changed()
-            if pause is None:
+                log.error("worker.given_up", worker=self._order.name, reason=self.reason, crashes=self._crashes)
+                self._changed()
                 return
             await asyncio.sleep(pause)
             try:

@@ -5,6 +5,7 @@ One copy in and one copy out: `fill` writes where the worker reads, `cut` copies
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,9 @@ from numpy.typing import NDArray
 
 from pipeline.core import Tensors, TensorSpec
 from pipeline.errors import InternalError
+from pipeline.graph import dtype_of
 from service.serving.batching import Kind
+from service.serving.buffers import ALIGNMENT
 from service.serving.fitting import Axes, Fit
 
 Array = NDArray[np.generic]
@@ -37,6 +40,7 @@ class Joined:
     shapes: tuple[Shape, ...]  # of the inputs, in the engine's order
     lengths: tuple[int, ...]  # along the padded symbols
     values: int  # of the inputs, without padding
+    whole: bool  # one request as it is: nothing is to be cut
 
 
 class Rows:
@@ -44,13 +48,14 @@ class Rows:
 
     def __init__(self, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], axes: Axes) -> None:
         self._inputs, self._outputs, self._axes = inputs, outputs, axes
+        self._sizes = [(spec, dtype_of(spec.dtype).itemsize, frozenset(spec.symbols)) for spec in outputs]
         self._padded = {spec.name: _padded_axes(spec, axes) for spec in (*inputs, *outputs)}
 
     def join(self, kind: Kind, parts: Sequence[Part], size: int) -> Joined:
         """What runs: one request as it is, or several with `size` rows, each as long as the longest or as the kind says."""
         if not kind.sizes:
             arrays = [parts[0].inputs[spec.name] for spec in self._inputs]
-            return Joined(parts, size, tuple(array.shape for array in arrays), parts[0].fit.lengths, sum(array.size for array in arrays))
+            return Joined(parts, size, tuple(array.shape for array in arrays), parts[0].fit.lengths, sum(array.size for array in arrays), True)
         lengths = kind.lengths or tuple(max(each) for each in zip(*(part.fit.lengths for part in parts), strict=True))
         shapes, values = [], 0
         for spec in self._inputs:
@@ -61,7 +66,15 @@ class Rows:
             for place, number in self._padded[spec.name]:
                 shape[place] = lengths[number]
             shapes.append(tuple(shape))
-        return Joined(parts, size, tuple(shapes), lengths, values)
+        fit = parts[0].fit
+        return Joined(parts, size, tuple(shapes), lengths, values, len(parts) == 1 and (fit.rows, fit.lengths) == (size, lengths))
+
+    def output_bytes(self, joined: Joined) -> int:
+        """Room for the outputs, as far as the sizes of the inputs tell theirs."""
+        pairs = zip(self._inputs, joined.shapes, strict=True)
+        sizes = {dim: size for spec, shape in pairs for dim, size in zip(spec.shape, shape, strict=True) if isinstance(dim, str)}
+        known = [(spec, itemsize) for spec, itemsize, symbols in self._sizes if symbols <= sizes.keys()]
+        return sum(ALIGNMENT + math.prod(spec.resolve(sizes)) * itemsize for spec, itemsize in known)
 
     def fill(self, joined: Joined, targets: Sequence[Array]) -> None:
         """Write all rows; below them zeros, as in the proof that rows do not see each other."""
@@ -77,7 +90,7 @@ class Rows:
         """Each request's own arrays of the outputs that it wants (None: all; empty: none). InternalError for an output without its rows."""
         found: list[dict[str, Array]] = [{} for _ in joined.parts]
         for spec, array in zip(self._outputs, outputs, strict=True):
-            axis = self._axes.batch.get(spec.name) if joined.size > 1 or len(joined.parts) > 1 or self._padded[spec.name] else None
+            axis = None if joined.whole else self._axes.batch.get(spec.name)
             if axis is not None and (axis >= array.ndim or array.shape[axis] != joined.size):
                 said = f"output '{spec.name}' has shape {array.shape}, expected {joined.size} rows along axis {axis}"
                 raise InternalError(said, "deploy the model without batching")

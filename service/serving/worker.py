@@ -52,6 +52,7 @@ SLOTS = 2  # one that runs, one that is ready to run
 FILE_BYTES = 1 << 30  # of what a worker writes: its log
 LOAD_S = 600.0
 LEAST_STUCK_S = 10.0
+PRINTED_BYTES = 2000  # of a worker's log, for the server's
 
 log = logs.get("service.worker")
 Array = NDArray[np.generic]
@@ -138,7 +139,8 @@ class Worker:
             await asyncio.wait((worker._ready, worker._broken), timeout=LOAD_S, return_when=asyncio.FIRST_COMPLETED)
             if not worker._ready.done():
                 said = await worker.death() if worker._broken.done() else f"did not load its engine within {LOAD_S:g} s"
-                raise HostError(f"the worker of '{order.name}' {said}", f"its log is {order.work.log}")
+                log.error("worker.not_ready", worker=order.name, reason=said, printed=worker.printed())
+                raise HostError(f"the worker of '{order.name}' {said}", "the log of the server holds what it printed")
             worker.memory_bytes = worker._ready.result().memory_bytes
         except BaseException:
             await worker.end()
@@ -190,6 +192,13 @@ class Worker:
         """Waits until it is of no use any more, and says how it ended."""
         await asyncio.shield(self._broken)
         return await self.death()
+
+    def printed(self) -> str:
+        """The end of its log."""
+        with contextlib.suppress(OSError), self._order.work.log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - PRINTED_BYTES))
+            return file.read().decode(errors="replace")
+        return ""
 
     async def end(self) -> None:
         """End its processes. Their memory is free when this returns."""

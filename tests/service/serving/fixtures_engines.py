@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -29,6 +30,7 @@ from service.serving.requests import InferAnswer, InferRequest
 Array = NDArray[Any]
 Shape = Sequence[str | int]
 WIDTH = 8
+MODEL = f"m{os.getpid()}"  # tests may run twice on one machine, and look for what is left of theirs
 BATCH = Profile(dims={"batch": DimRange(min=1, opt=4, max=16)})
 PROVED = BatchSpec(axes={"x": 0, "y": 0}, maximum=16, proved=True)
 
@@ -104,7 +106,7 @@ class Bench:
 async def deployed(folder: Path, engine: Engine, batch: BatchSpec = PROVED, worker: Sequence[str] = (), **more: Any) -> AsyncIterator[Bench]:
     """Loaded and ready; closed at the end, and then no process and no file of it is left."""
     registry = CollectorRegistry()
-    given = {"model": "m", "version": 1, "owner": "local", "device": "cpu"} | more
+    given = {"model": MODEL, "version": 1, "owner": "local", "device": "cpu"} | more
     spec = DeploymentSpec(engine_folder=engine.root, engine=engine, batch=batch, **given)
     work = folder / f"work-{uuid.uuid4().hex}"
     deployment = await Deployment.start(spec, work, Figures(registry), **({"worker": worker} if worker else {}))

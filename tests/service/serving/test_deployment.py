@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 from pipeline.core import DimRange, Engine, Profile
 from pipeline.feeding import BatchSpec, Padding
 from service.errors import TimedOut, TooMany, Unavailable, Unprocessable
-from tests.service.serving.fixtures_engines import PROVED, Bench, asking, deployed, direct, engine_of, linear, marked, play
+from tests.service.serving.fixtures_engines import MODEL, PROVED, Bench, asking, deployed, direct, engine_of, linear, marked, play
 
 SLOW = (sys.executable, str(Path(__file__).with_name("engine_double.py")), "slow-0.05")
 
@@ -38,7 +38,7 @@ def test_an_answer_is_that_of_a_direct_session_on_the_same_batch(tmp_path: Path,
         async with deployed(tmp_path, engine) as bench:
             answer = await bench.ask(marked(3), id="7")
             assert np.array_equal(answer.outputs["y"], direct(engine, {"x": marked(3)})["y"])
-            assert (answer.model, answer.version, answer.device, answer.id) == ("m", 1, "cpu", "7")
+            assert (answer.model, answer.version, answer.device, answer.id) == (MODEL, 1, "cpu", "7")
             assert answer.timing.batch_size == 1
             together = await asyncio.gather(*(bench.ask(marked(n)) for n in range(5)))
             assert [each.timing.batch_size for each in together] == [5] * 5
@@ -183,7 +183,7 @@ def test_draining_answers_what_waits_and_takes_nothing_new(tmp_path: Path, engin
             draining = asyncio.ensure_future(bench.deployment.drain())
             await asyncio.sleep(0)
             assert bench.deployment.served().state == "draining"
-            with pytest.raises(Unavailable, match="'m' is draining"):
+            with pytest.raises(Unavailable, match=f"'{MODEL}' is draining"):
                 await bench.ask(marked(1))
             assert not draining.done()
             await draining
@@ -273,7 +273,7 @@ def test_the_share_of_padding_is_told(tmp_path: Path, engine: Engine) -> None:
             answer = await bench.ask(marked(3))
             expected = direct(engine, {"x": np.concatenate([marked(3), np.zeros((3, 8), np.float32)])})["y"]
             assert np.array_equal(answer.outputs["y"], expected[:1])
-            labels = {"model": "m", "version": "1"}
+            labels = {"model": MODEL, "version": "1"}
             assert bench.registry.get_sample_value("crucible_inference_padding_ratio", labels) == 0.75
             assert bench.registry.get_sample_value("crucible_inference_queue", labels) == 0
 

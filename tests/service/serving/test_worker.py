@@ -20,7 +20,7 @@ from pipeline.core import Engine
 from pipeline.errors import HostError
 from service.errors import ServiceError, Unavailable, Unprocessable
 from service.serving.instance import LONGEST_PAUSE_S, MOST_CRASHES, pause_after
-from tests.service.serving.fixtures_engines import Bench, asking, deployed, direct, engine_of, linear, looked_up, marked, play, processes_of
+from tests.service.serving.fixtures_engines import MODEL, Bench, asking, deployed, direct, engine_of, linear, looked_up, marked, play, processes_of
 
 DOUBLE = str(Path(__file__).with_name("engine_double.py"))
 EVIL = np.full((1, 8), 666, np.float32)
@@ -59,7 +59,7 @@ def test_a_worker_that_does_not_load_is_an_error_and_leaves_nothing(tmp_path: Pa
         with pytest.raises(HostError, match=said):
             async with deployed(tmp_path, engine, worker=double(behaviour), instances=2):
                 pass
-        assert processes_of("serve-m-") == []
+        assert processes_of(f"serve-{MODEL}-") == []
         assert list(tmp_path.iterdir()) == []
 
     play(story)
@@ -70,7 +70,7 @@ def test_loading_can_be_given_up(tmp_path: Path, engine: Engine) -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1), deployed(tmp_path, engine, worker=double("mute")):
                 pass
-        assert processes_of("serve-m-") == []
+        assert processes_of(f"serve-{MODEL}-") == []
 
     play(story)
 
@@ -100,7 +100,7 @@ def test_a_worker_that_never_keeps_to_the_protocol_is_given_up(
         async with deployed(tmp_path, engine, worker=double(behaviour)) as bench:
             await until(lambda: state(bench) == "failed")
             assert "protocol" in bench.deployment.served().reason
-            with pytest.raises(Unavailable, match="'m' is failed: its worker does not keep to the protocol"):
+            with pytest.raises(Unavailable, match=f"'{MODEL}' is failed: its worker does not keep to the protocol"):
                 await bench.ask(marked(1))
 
     play(story)
@@ -198,7 +198,7 @@ from pathlib import Path
 from pipeline.core import Engine
 from tests.service.serving.fixtures_engines import deployed, marked
 async def main(folder, engine):
-    async with deployed(folder, engine, model="killed") as bench:
+    async with deployed(folder, engine, model=sys.argv[2]) as bench:
         array = marked(1)
         assert (await bench.ask(array)).outputs["y"].shape == array.shape
         print("ready", flush=True)
@@ -209,37 +209,39 @@ asyncio.run(main(folder, Engine.model_validate_json((folder / "engine.json").rea
 """
 
 
-def server_on(folder: Path, engine: Engine, *before: str) -> "subprocess.Popen[str]":
+def serving(folder: Path, engine: Engine, model: str, code: str = SERVES, before: Sequence[str] = ()) -> "subprocess.Popen[str]":
+    """A server of its own."""
     (folder / "engine.json").write_text(engine.model_dump_json()[:-1] + f', "root": "{engine.root}"}}')
-    command: Sequence[str] = (*before, sys.executable, "-c", SERVES, str(folder))
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()})  # noqa: PTH109
+    command = (*before, sys.executable, "-c", code, str(folder), model)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def ready(server: "subprocess.Popen[str]") -> bool:
-    assert server.stdout is not None
-    return any(line == "ready\n" for line in server.stdout)
-
-
-def memfds() -> list[str]:
-    found = []
+def memfds(pids: Sequence[int] | None = None) -> set[int]:
+    """Inodes of the shared memory that these processes have open; None: all processes."""
+    found = set()
     for each in Path("/proc").glob("[0-9]*/fd/*"):
         try:
-            found += [str(each)] if "memfd:crucible" in str(each.readlink()) else []
+            if (pids is None or int(each.parts[2]) in pids) and "memfd:crucible" in str(each.readlink()):
+                found.add(each.stat().st_ino)
         except OSError:
             continue
     return found
 
 
 def test_nothing_is_left_of_a_server_that_was_killed_in_mid_request(tmp_path: Path, engine: Engine) -> None:
-    before, shared = memfds(), set(Path("/dev/shm").iterdir())
-    with server_on(tmp_path, engine) as server:
-        assert ready(server)
-        assert len(memfds()) > len(before)
-        assert set(Path("/dev/shm").iterdir()) == shared
+    model = f"killed-{os.getpid()}"
+    shared = set(Path("/dev/shm").iterdir())
+    with serving(tmp_path, engine, model) as server:
+        assert server.stdout is not None
+        assert any(line == "ready\n" for line in server.stdout)
+        ours, theirs = memfds([server.pid]), memfds(processes_of(f"serve-{model}-"))
+        assert ours
+        assert ours == theirs
+        assert not {each for each in set(Path("/dev/shm").iterdir()) - shared if "crucible" in each.name}
         server.send_signal(signal.SIGKILL)
         server.wait()
     end = time.monotonic() + 10
-    while processes_of("serve-killed-") or len(memfds()) > len(before):
+    while processes_of(f"serve-{model}-") or memfds() & ours:
         assert time.monotonic() < end
         time.sleep(0.05)
 
@@ -252,6 +254,5 @@ def test_a_small_dev_shm_is_enough(tmp_path: Path) -> None:
     if subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
         pytest.skip("cannot mount a small /dev/shm")
     code = SERVES.replace("marked(1)", "__import__('numpy').ones((16, 1 << 18), 'f4')").replace("while True:", "for _ in range(3):")
-    (tmp_path / "engine.json").write_text(wide.model_dump_json()[:-1] + f', "root": "{wide.root}"}}')
-    done = subprocess.run([*inside, sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    with serving(tmp_path, wide, f"small-{os.getpid()}", code, inside) as server:
+        assert server.wait(120) == 0
