@@ -18,6 +18,7 @@ from pipeline.core import Engine, Note, OnnxModel, Precision, Recipe
 from pipeline.decide import choose, decide, ratio_of
 from pipeline.deliver import deliver_engine, withdraw_engine
 from pipeline.errors import InternalError
+from pipeline.feeding import check_serving
 from pipeline.job import FEEDS_FOR_CHECKS, Job, open_job, options_of
 from pipeline.peaks import with_limits
 from pipeline.render import write_report
@@ -57,6 +58,7 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
 
     exported = export_model(job)
     check_outputs(plan.accuracy, exported.outputs)
+    check_serving(plan.serving, exported.inputs, exported.outputs)
     model = simplify_model(job, exported)
     job = replace(job, given=given_precision(graph.read_proto(model.path, weights=False).graph))
     recipes, notes = recipes_of(job)

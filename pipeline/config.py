@@ -20,6 +20,7 @@ from pydantic import BaseModel, BeforeValidator, Discriminator, Field, PlainSeri
 
 from pipeline.core import DimRange, Frozen, Precision, Profile, TensorSpec
 from pipeline.errors import PlanError
+from pipeline.feeding import ServingConfig
 
 ONNX_SUFFIXES = (".onnx",)
 METRICS = ("top1", "top5", "cosine")
@@ -248,6 +249,7 @@ class Plan(Frozen):
     calibration: CalibrationConfig = CalibrationConfig()
     tensorrt: TensorRTConfig = TensorRTConfig()
     benchmark: BenchmarkConfig = BenchmarkConfig()
+    serving: ServingConfig = ServingConfig()
 
 
 class PlanLoader(yaml.SafeLoader):

@@ -10,7 +10,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipeline.core import Frozen
+from pipeline.core import Frozen, TensorSpec
+from pipeline.errors import PlanError
 
 
 class Padding(Frozen):
@@ -43,3 +44,27 @@ class InputRecipe(Frozen):
     scale: float = 1 / 255
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)
+
+
+class ServingConfig(Frozen):
+    """What a server must be told of a model, because it cannot be seen in it."""
+
+    padding: tuple[Padding, ...] = ()
+    image: InputRecipe | None = None
+    labels: dict[str, tuple[str, ...]] = Field(default_factory=dict)  # of outputs, by class index
+
+
+def check_serving(serving: ServingConfig, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> None:
+    """PlanError for an input, an axis or an output that the model lacks."""
+    rank = {spec.name: len(spec.shape) for spec in inputs}
+    asked = [("padding", each.input) for each in serving.padding] + ([("image", serving.image.input)] if serving.image else [])
+    for key, name in asked:
+        if name not in rank:
+            raise PlanError(f"serving.{key} names '{name}', which is no input; the model has {', '.join(rank)}", "name one of these")
+    for each in serving.padding:
+        if each.axis >= rank[each.input]:
+            said = f"serving.padding: '{each.input}' has {rank[each.input]} axes, there is no axis {each.axis}"
+            raise PlanError(said, "axes are counted from 0")
+    known = [spec.name for spec in outputs]
+    if unknown := [name for name in serving.labels if name not in known]:
+        raise PlanError(f"serving.labels names '{unknown[0]}', which is no output; the model has {', '.join(known)}", "name one of these")

@@ -28,6 +28,7 @@ from pipeline.config import (
     explain,
 )
 from pipeline.core import Frozen, TensorSpec
+from pipeline.feeding import ServingConfig
 from service.architectures import check_metric, entrypoint_of
 from service.errors import Unprocessable
 from service.settings import Settings
@@ -85,6 +86,7 @@ class SubmittedPlan(Frozen):
     calibration: CalibrationConfig = CalibrationConfig()
     tensorrt: SubmittedTensorRT = SubmittedTensorRT()
     benchmark: BenchmarkConfig = BenchmarkConfig()
+    serving: ServingConfig = ServingConfig()
 
 
 # -- reading it --------------------------------------------------------------------------------------------------------

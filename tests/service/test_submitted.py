@@ -10,7 +10,7 @@ from service.settings import Settings
 from service.submitted import SubmittedPlan, identity, parse, plan_from
 from service.uploads import Part
 
-KEYS = "name architecture classes inputs outputs profiles data accuracy candidates rescue export simplify calibration tensorrt benchmark"
+KEYS = "name architecture classes inputs outputs profiles data accuracy candidates rescue export simplify calibration tensorrt benchmark serving"
 
 
 def upload(folder: Path, name: str, filename: str, content: bytes = b"x") -> Part:
