@@ -67,7 +67,7 @@ def rows_of_specs(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -
     return tuple(sorted(found, key=lambda rows: -sum(axis == 0 for axis in rows.axes.values())))
 
 
-def prove_batch(engine: Engine, padding: tuple[Padding, ...] = (), progress: Progress = silent) -> BatchSpec:
+def prove_batch(engine: Engine, padding: tuple[Padding, ...], progress: Progress = silent) -> BatchSpec:
     """Load the engine and try. To be called in a child; raises what loading and running raise."""
     found = rows_of_specs(engine.inputs, engine.outputs)
     if not found:
@@ -211,8 +211,9 @@ class _Trial:
 
     def _joined(self, parts: Sequence[Tensors]) -> Feeds:
         """Row beside row; what has no rows is the first one's."""
+        axes = self.rows.axes
         return {
-            name: np.ascontiguousarray(array if (axis := self.rows.axes[name]) is None else np.concatenate([part[name] for part in parts], axis))
+            name: np.array(array if (axis := axes[name]) is None else np.concatenate([part[name] for part in parts], axis), order="C")
             for name, array in parts[0].items()
         }
 
