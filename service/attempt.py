@@ -26,7 +26,7 @@ from service.devices import Lease
 from service.folders import Folders
 from service.jobs import Died, Failure, Job, JobEvent, Progress, StageSeen, StaleEvent, Started, Succeeded
 from service.leases import Leases
-from service.messages import MOST_MESSAGES, BadMessage, Failed, Finished, Granted, Pace, Returns, Stage, Start, Wants
+from service.messages import MOST_MESSAGES, BadMessage, Failed, Finished, Granted, Pace, Returned, Returns, Stage, Start, Wants
 from service.publish import publish, take_over
 
 PATIENCE_S = 60.0  # how long measuring waits for engines that serve on the device to be gone
@@ -138,7 +138,8 @@ class Attempt:
                         lease = await self._means.leases.ask(Lease(self.job.device, "measure", self.job.id), PATIENCE_S)
                         await child.send(Granted(contended=lease.contended))
                     case Returns():
-                        self._means.leases.give_back(self.job.id, self.job.device, "measure")
+                        if measured := self._means.leases.measured(self.job.id, self.job.device):
+                            await child.send(Returned(contended=measured.contended))
                     case Finished():
                         return None
                     case Failed():

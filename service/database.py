@@ -39,6 +39,16 @@ MIGRATIONS: tuple[str, ...] = (
         created TEXT NOT NULL, PRIMARY KEY (owner, idempotency_key)
     ) STRICT;
     """,
+    """
+    CREATE TABLE models (
+        name TEXT PRIMARY KEY, owner TEXT NOT NULL, current INTEGER NOT NULL, latest INTEGER NOT NULL,
+        deployed INTEGER NOT NULL DEFAULT 0, deployment TEXT
+    ) STRICT;
+    CREATE TABLE versions (
+        model TEXT NOT NULL REFERENCES models (name) ON DELETE CASCADE, version INTEGER NOT NULL, job_id TEXT NOT NULL, before INTEGER,
+        about TEXT NOT NULL, PRIMARY KEY (model, version)
+    ) STRICT;
+    """,
 )
 
 

@@ -2,7 +2,8 @@
 
     build     one at a time on a device: kernels are timed while an engine is built
     measure   nothing else of ours on the device: neither builds nor other measuring, and no serving, or else the result is `contended`
-    serve     any number, also beside a build; a lease to measure waits until they are quiet, asks them to drain, or is contended
+    serve     at once and any number, held while an engine loads or has requests. A lease to measure waits for quiet, up to its patience, and is
+              contended if it is not quiet then, or not any longer before it is given back: serving never waits
 
 A lease that cannot be had waits in the device's queue, first come first served: a waiting lease to measure is not overtaken by builds.
 """
@@ -23,7 +24,7 @@ class Lease:
     device: str
     use: Use
     holder: str  # a job's id, or a deployment's name
-    contended: bool = False  # granted to measure although something serves there: decides nothing about speed
+    contended: bool = False  # something serves there while it measures: decides nothing about speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Devices:
     waiting: tuple[Wish, ...] = ()
 
     def ask(self, lease: Lease, now: dt.datetime, patience_s: float = 0.0) -> Devices:
-        """Queue for a lease; KeyError for a device that is not here."""
+        """Queue for a lease to build or to measure; KeyError for a device that is not here."""
         if lease.device not in self.names:
             raise KeyError(lease.device)
         return replace(self, waiting=(*self.waiting, Wish(lease, now, patience_s)))
@@ -54,7 +55,7 @@ class Devices:
         current, given = replace(self, waiting=()), []
         blocked: set[str] = set()  # devices with somebody waiting who must not be overtaken
         for wish in self.waiting:
-            lease = None if wish.lease.device in blocked and wish.lease.use != "serve" else current._grantable(wish, now)
+            lease = None if wish.lease.device in blocked else current._grantable(wish, now)
             if lease is None:
                 blocked.add(wish.lease.device)
                 current = replace(current, waiting=(*current.waiting, wish))
@@ -62,6 +63,13 @@ class Devices:
                 given.append(lease)
                 current = replace(current, held=(*current.held, lease))
         return current, tuple(given)
+
+    def serve(self, holder: str, device: str) -> Devices:
+        """Give a lease to serve; whoever measures there is contended from now on. KeyError for a device that is not here."""
+        if device not in self.names:
+            raise KeyError(device)
+        held = (replace(lease, contended=True) if (lease.use, lease.device) == ("measure", device) else lease for lease in self.held)
+        return replace(self, held=(*held, Lease(device, "serve", holder)))
 
     def give_back(self, holder: str, device: str, use: Use | None = None) -> Devices:
         """Without this holder's leases and wishes on a device; harmless where it has none."""
@@ -78,14 +86,8 @@ class Devices:
 
     def _grantable(self, wish: Wish, now: dt.datetime) -> Lease | None:
         uses = [lease.use for lease in self.held if lease.device == wish.lease.device and lease.holder != wish.lease.holder]
-        match wish.lease.use:
-            case "serve":
-                return None if "measure" in uses else wish.lease
-            case "build":
-                return None if {"build", "measure"} & set(uses) else wish.lease
-            case "measure":
-                if {"build", "measure"} & set(uses):
-                    return None
-                if "serve" not in uses:
-                    return wish.lease
-                return replace(wish.lease, contended=True) if (now - wish.since).total_seconds() >= wish.patience_s else None
+        if {"build", "measure"} & set(uses):
+            return None
+        if wish.lease.use == "build" or "serve" not in uses:
+            return wish.lease
+        return replace(wish.lease, contended=True) if (now - wish.since).total_seconds() >= wish.patience_s else None

@@ -3,6 +3,8 @@
 home/uploads/<job>/     what the client sent, and plan.json: the plan over those files. Written by the server before the job is added
 home/jobs/<job>/        the child's work: log, home/ (its CRUCIBLE_HOME), tmp/, out/ (the report before it is verified)
 home/reports/<job>/     the report and the engine, published by the server
+home/models/<name>/<version>/   the engine of a promoted version; its files are links to those of the report
+home/serving/           logs and temporary files of the processes that serve
 home/artifacts/, ...    the store that all jobs read, and that takes over what a finished job made
 """
 
@@ -75,6 +77,17 @@ class Folders:
 
     def report(self, job_id: str) -> Path:
         return self.home / "reports" / job_id
+
+    @property
+    def models(self) -> Path:
+        return self.home / "models"
+
+    @property
+    def serving(self) -> Path:
+        return self.home / "serving"
+
+    def version(self, model: str, version: int) -> Path:
+        return self.models / model / str(version)
 
     def save_plan(self, job_id: str, plan: Plan) -> None:
         """Lay the plan beside the upload."""

@@ -32,6 +32,7 @@ from service.messages import (
     Granted,
     HostIdentity,
     Pace,
+    Returned,
     Returns,
     Start,
     Wants,
@@ -77,6 +78,14 @@ class Server:
             raise InternalError(f"asked to measure, and the server answered {answer.kind}")
         return answer
 
+    def give_back(self) -> Returned:
+        """The device is free for others."""
+        self.send(Returns())
+        answer = self.receive()
+        if not isinstance(answer, Returned):
+            raise InternalError(f"gave the device back, and the server answered {answer.kind}")
+        return answer
+
 
 def compile_job(start: Start, server: Server) -> None:
     """Compile the plan, and leave the report in the work's out/."""
@@ -96,7 +105,7 @@ def compile_job(start: Start, server: Server) -> None:
 
 
 def measuring(benchmark: Callable[..., object], server: Server, mark: Path) -> Run:
-    """Runs stages in children as ever, but asks for the device before `benchmark`; leaves a mark if engines serve there."""
+    """Runs stages in children as ever, but asks for the device before `benchmark`; leaves a mark if engines served there."""
 
     def run(function: Callable[..., Any], *arguments: object, name: str, log: Path | None = None, progress: Progress = silent) -> Any:
         if function is not benchmark:
@@ -106,7 +115,8 @@ def measuring(benchmark: Callable[..., object], server: Server, mark: Path) -> R
         try:
             return call_in_child(function, *arguments, name=name, log=log, progress=progress)
         finally:
-            server.send(Returns())
+            if server.give_back().contended:
+                mark.touch()
 
     return run
 

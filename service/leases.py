@@ -38,6 +38,16 @@ class Leases:
             self.give_back(*key)
             raise
 
+    def serve(self, holder: str, device: str) -> None:
+        """Have a lease to serve, now; KeyError for a device that is not here."""
+        self.devices = self.devices.serve(holder, device)
+
+    def measured(self, holder: str, device: str) -> Lease | None:
+        """Give this holder's lease to measure back: as it was in the end."""
+        held = next((lease for lease in self.devices.held if (lease.holder, lease.device, lease.use) == (holder, device, "measure")), None)
+        self.give_back(holder, device, "measure")
+        return held
+
     def give_back(self, holder: str, device: str, use: Use | None = None) -> None:
         """End this holder's leases on a device, and its wishes for them."""
         self.devices = self.devices.give_back(holder, device, use)

@@ -1,6 +1,6 @@
 """Everything that crosses between the server and a job's child: one line of JSON each, over a socket that both hold.
 
-    server -> child   Start, once; Granted, for each Wants
+    server -> child   Start, once; Granted, for each Wants; Returned, for each Returns
     child -> server   Stage ...; Wants before it measures, Returns after it; Finished or Failed, last
 
 The child runs what strangers sent, so the server believes none of it: a line that is too long, no JSON, of another form, or one too many
@@ -57,6 +57,13 @@ class Granted(Frozen):
     contended: bool = False  # something serves there: the figures decide nothing about speed
 
 
+class Returned(Frozen):
+    """The device is the child's no longer."""
+
+    kind: Literal["returned"] = "returned"
+    contended: bool = False  # something served there meanwhile
+
+
 class Stage(Frozen):
     """How far a stage is."""
 
@@ -101,7 +108,7 @@ class Failed(Frozen):
 
 
 FromChild = Stage | Wants | Returns | Finished | Failed
-FromServer = Start | Granted
+FromServer = Start | Granted | Returned
 _FROM_CHILD: TypeAdapter[FromChild] = TypeAdapter(Annotated[FromChild, Field(discriminator="kind")])
 _FROM_SERVER: TypeAdapter[FromServer] = TypeAdapter(Annotated[FromServer, Field(discriminator="kind")])
 

@@ -49,8 +49,8 @@ def test_a_job_goes_from_building_to_measuring_without_giving_the_device_away() 
 
 
 def test_measuring_beside_engines_that_serve_waits_and_is_then_contended() -> None:
-    devices, given_ = asked(lease("s", "serve"), lease("m", "measure"), patience_s=10)
-    assert given_ == ["s"]
+    devices, given_ = asked(lease("m", "measure"), devices=HERE.serve("s", "cpu"), patience_s=10)
+    assert given_ == []
     assert devices.next_time() == NOW + dt.timedelta(seconds=10)
     assert devices.grant(NOW + dt.timedelta(seconds=9))[1] == ()
     (late,) = devices.grant(NOW + dt.timedelta(seconds=10))[1]
@@ -59,11 +59,12 @@ def test_measuring_beside_engines_that_serve_waits_and_is_then_contended() -> No
     assert not alone.contended
 
 
-def test_serving_goes_beside_a_build_but_not_beside_measuring() -> None:
-    _, given_ = asked(lease("a", "build"), lease("s", "serve"))
-    assert given_ == ["a", "s"]
-    _, given_ = asked(lease("m", "measure", "gpu:0"), lease("s", "serve", "gpu:0"))
-    assert given_ == ["m"]
+def test_serving_waits_for_nobody_and_what_is_measured_beside_it_is_contended() -> None:
+    devices, given_ = asked(lease("a", "build"), lease("m", "measure", "gpu:0"), lease("n", "measure", "gpu:1"))
+    assert given_ == ["a", "m", "n"]
+    held = devices.serve("s", "gpu:0").serve("s", "cpu").held
+    assert {each.holder: each.contended for each in held} == {"a": False, "m": True, "n": False, "s": False}
+    assert [each.use for each in held if each.device == "gpu:0"] == ["measure", "serve"]
 
 
 def test_a_wish_is_taken_back_too_and_an_unknown_device_is_an_error() -> None:
@@ -72,6 +73,8 @@ def test_a_wish_is_taken_back_too_and_an_unknown_device_is_an_error() -> None:
     assert devices.give_back("nobody", "cpu") == devices
     with pytest.raises(KeyError):
         HERE.ask(lease("a", "build", "gpu:7"), NOW)
+    with pytest.raises(KeyError):
+        HERE.serve("a", "gpu:7")
 
 
 @given(some.lists(some.tuples(some.sampled_from("abcdef"), some.sampled_from(["build", "serve", "measure", "back"])), max_size=40))
@@ -82,12 +85,16 @@ def test_whatever_comes_measuring_is_alone_and_nothing_is_lost(moves: list[tuple
         if move == "back":
             for each in devices.held[:1]:
                 devices = devices.give_back(each.holder, "cpu")
+        elif move == "serve":
+            devices = devices.serve(name, "cpu")
         else:
             devices = devices.ask(Lease("cpu", move, name), NOW, patience_s=1e9)  # type: ignore[arg-type]
         devices, _ = devices.grant(NOW)
         uses = [each.use for each in devices.held]
         assert uses.count("build") <= 1
-        assert "measure" not in uses or len(uses) == 1
+        alone = [each for each in devices.held if each.use == "measure" and not each.contended]
+        assert not alone or len(uses) == 1
+        assert uses.count("measure") <= 1
     for _ in range(len(moves) + 1):
         for each in devices.held:
             devices = devices.give_back(each.holder, "cpu")

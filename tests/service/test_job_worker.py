@@ -20,7 +20,7 @@ from pipeline.render import load_report
 from pipeline.runner import StageEvent
 from service.job_worker import CONTENDED, Server, as_contended, forget_contended, measuring, probe_host, seed
 from service.jobs import Job
-from service.messages import FromChild, Granted, Returns, Stage, Start, Wants, from_child, line_of
+from service.messages import FromChild, Granted, Returned, Returns, Stage, Start, Wants, from_child, line_of
 from service.runner import WORKER
 from tests.fixtures_report import sample_report
 from tests.service.fixtures_jobs import Bench, new_job, running
@@ -56,26 +56,29 @@ def broken_stage(progress: Progress) -> str:
     raise InternalError("broken")
 
 
-@pytest.mark.parametrize("contended", [False, True])
-def test_only_the_benchmark_asks_for_the_device_and_gives_it_back(pair: tuple[Server, Peer], tmp_path: Path, contended: bool) -> None:
+@pytest.mark.parametrize(("before", "after"), [(False, False), (True, False), (False, True)])
+def test_only_the_benchmark_asks_for_the_device_and_gives_it_back(pair: tuple[Server, Peer], tmp_path: Path, before: bool, after: bool) -> None:
     server, peer = pair
     run = measuring(bench_stage, server, tmp_path / "contended")
     assert run(other_stage, name="build") == "built"
-    peer.end.sendall(line_of(Granted(contended=contended)))
+    peer.end.sendall(line_of(Granted(contended=before)) + line_of(Returned(contended=after)))
     assert run(bench_stage, name="benchmark") == "measured"
     assert peer.hears(2) == [Wants(), Returns()]
-    assert (tmp_path / "contended").exists() == contended
+    assert (tmp_path / "contended").exists() == (before or after)
 
 
 def test_a_benchmark_that_fails_gives_the_device_back_and_a_server_that_is_gone_is_an_error(pair: tuple[Server, Peer], tmp_path: Path) -> None:
     server, peer = pair
-    peer.end.sendall(line_of(Granted()))
+    peer.end.sendall(line_of(Granted()) + line_of(Returned()))
     with pytest.raises(InternalError, match="broken"):
         measuring(broken_stage, server, tmp_path / "contended")(broken_stage, name="benchmark")
     assert peer.hears(2) == [Wants(), Returns()]
     peer.end.sendall(line_of(Start.model_validate({"plan": "/p", "work": "/w", "shared": "/s", "command": "c"})))
     with pytest.raises(InternalError, match="answered start"):
         server.lease()
+    peer.end.sendall(line_of(Granted()))
+    with pytest.raises(InternalError, match="answered granted"):
+        server.give_back()
     peer.end.shutdown(socket.SHUT_WR)
     with pytest.raises(EOFError):
         server.lease()

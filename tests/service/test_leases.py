@@ -6,7 +6,7 @@ import datetime as dt
 from service.devices import Devices, Lease
 from service.leases import Leases
 
-BUILD, MEASURE, SERVE = Lease("cpu", "build", "a"), Lease("cpu", "measure", "b"), Lease("cpu", "serve", "s")
+BUILD, MEASURE = Lease("cpu", "build", "a"), Lease("cpu", "measure", "b")
 
 
 class Clock:
@@ -65,12 +65,27 @@ def test_measuring_beside_what_serves_is_contended_when_the_patience_is_over() -
     async def story() -> None:
         clock = Clock()
         leases = Leases(Devices(("cpu",)), clock)
-        await leases.ask(SERVE)
+        leases.serve("s", "cpu")
         asked = asyncio.ensure_future(leases.ask(MEASURE, patience_s=0.01))
         await settled()
         assert not asked.done()
         clock.now += dt.timedelta(seconds=1)
         assert (await asked).contended
         leases.close()
+
+    asyncio.run(story())
+
+
+def test_serving_that_begins_under_a_measurement_is_told_in_the_end() -> None:
+    async def story() -> None:
+        leases = Leases(Devices(("cpu",)))
+        assert not (await leases.ask(MEASURE)).contended
+        leases.serve("s", "cpu")
+        leases.give_back("s", "cpu")
+        measured = leases.measured("b", "cpu")
+        assert measured is not None
+        assert measured.contended
+        assert leases.measured("b", "cpu") is None
+        assert leases.devices.held == ()
 
     asyncio.run(story())
