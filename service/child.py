@@ -34,12 +34,12 @@ def environment_for(job_id: str, device: str, work: Work, server: Mapping[str, s
         "PYTHONSAFEPATH": "1",  # no module is imported from the folder that it writes
         "PYTHONUNBUFFERED": "1",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        VISIBLE: _visible(device, server.get(VISIBLE)),
+        VISIBLE: visible(device, server.get(VISIBLE)),
         processes.MARK: job_id,
     }
 
 
-def _visible(device: str, server: str | None) -> str:
+def visible(device: str, server: str | None) -> str:
     """What CUDA may see: nothing for the CPU; `gpu:1` is the second of those that the server sees."""
     if not device.startswith("gpu:"):
         return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
@@ -113,18 +114,16 @@ def prunable(versions: Sequence[Version], used: Collection[int], keep: int) -> t
     return tuple(sorted(each.version for each in versions if each.version not in kept))
 
 
-def suggested(shapes: Mapping[tuple[tuple[str, int], ...], int], batched: str | None, most: int) -> tuple[dict[str, DimRange], ...]:
-    """One profile that holds all sizes seen, with the most frequent as opt. `batched` counts rows, which run together up to `most`."""
-    sizes: dict[str, dict[int, int]] = {}
+def suggested(shapes: Mapping[tuple[tuple[str, int], ...], int], version: Version) -> tuple[dict[str, DimRange], ...]:
+    """One profile that holds all sizes seen, the most frequent as opt. What counts rows reaches as far as rows run together."""
+    counts: dict[str, Counter[int]] = {}
     for shape, requests in shapes.items():
         for symbol, size in shape:
-            counts = sizes.setdefault(symbol, {})
-            counts[size] = counts.get(size, 0) + requests
-    if not sizes:
-        return ()
+            counts.setdefault(symbol, Counter())[size] += requests
+    rows = {spec.shape[axis] for spec in version.inputs if (axis := version.batch.axes.get(spec.name)) is not None}
     profile = {}
-    for symbol, counts in sizes.items():
-        opt = max(counts, key=lambda size: (counts[size], size))
-        largest = max(most, *counts) if symbol == batched else max(counts)
-        profile[symbol] = DimRange(min=min(counts), opt=max(opt, 1), max=max(largest, 1))
-    return (profile,)
+    for symbol, seen in counts.items():
+        opt = max(seen, key=lambda size: (seen[size], size))
+        most = max(seen) if symbol not in rows else max(*seen, version.batch.maximum)
+        profile[symbol] = DimRange(min=min(seen), opt=max(opt, 1), max=max(most, 1))
+    return (profile,) if profile else ()

@@ -109,16 +109,15 @@ class Repository:
                 rows.execute("UPDATE models SET deployed = 1, deployment = ? WHERE name = ?", (options.model_dump_json(), name))
 
     def remove(self, name: str, versions: Collection[int]) -> None:
-        """Forget versions that are not in use. A rollback that would have led there leads to the one before."""
+        """Forget versions, but never the current one. A rollback that would have led there leads to the one before."""
         with self._database.write() as rows:
-            for version in sorted(versions):
+            current = rows.execute("SELECT current FROM models WHERE name = ?", (name,)).fetchone()["current"]
+            gone = sorted(set(versions) - {current})
+            for version in gone:
                 before = rows.execute("SELECT before FROM versions WHERE model = ? AND version = ?", (name, version)).fetchone()
                 rows.execute("UPDATE versions SET before = ? WHERE model = ? AND before = ?", (before and before["before"], name, version))
                 rows.execute("DELETE FROM versions WHERE model = ? AND version = ?", (name, version))
-            left = rows.execute("SELECT count(*) FROM versions WHERE model = ?", (name,)).fetchone()[0]
-            if not left:
-                rows.execute("DELETE FROM models WHERE name = ?", (name,))
-        for version in versions:
+        for version in gone:
             shutil.rmtree(self._folders.version(name, version), ignore_errors=True)
             log.info("version.removed", model=name, version=version)
 
@@ -164,7 +163,9 @@ def _numbered(rows: sqlite3.Connection, version: Version) -> Version:
 def _insert(rows: sqlite3.Connection, version: Version, current: bool) -> None:
     name, number = version.model, version.version
     values = (name, version.owner, number, number)
-    rows.execute("INSERT INTO models (name, owner, current, latest) VALUES (?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET latest = excluded.latest", values)
+    rows.execute(
+        "INSERT INTO models (name, owner, current, latest) VALUES (?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET latest = excluded.latest", values
+    )
     if current:
         rows.execute("UPDATE models SET current = ? WHERE name = ?", (number, name))
     about = version.model_dump_json()
@@ -187,7 +188,9 @@ def _model(rows: sqlite3.Connection, row: sqlite3.Row) -> Model:
         versions = tuple(_version(each) for each in found)
         options = DeploymentOptions.model_validate_json(row["deployment"]) if row["deployment"] else None
     except ValidationError as error:
-        raise DamagedRow(f"the rows of model '{row['name']}' in the database are damaged: {error}", "promote its report under another name") from error
+        raise DamagedRow(
+            f"the rows of model '{row['name']}' in the database are damaged: {error}", "promote its report under another name"
+        ) from error
     return Model(row["name"], row["owner"], row["current"], versions, bool(row["deployed"]), options)
 
 

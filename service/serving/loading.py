@@ -1,0 +1,101 @@
+"""From a version to a process that serves it: where it is to run, whether it fits, and the proof before it is one.
+
+One load at a time, so that each finds the memory that is free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pipeline.core import Engine
+from pipeline.feeding import BatchSpec, Padding
+from service.errors import Unprocessable
+from service.folders import Folders
+from service.job_store import JobStore
+from service.leases import Leases
+from service.models import DeploymentOptions, Version
+from service.serving.deployment import Deployment, DeploymentSpec
+from service.serving.fit import check_fit, free_bytes
+from service.serving.promotion import Prove, prove
+from service.serving.repository import Repository
+from service.serving.slots import Loaded, Start
+
+WAITS_S = (1.0, 5.0)  # before each next try to load what was deployed when the server ended
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What all deployments work with; doubles stand in for the last four."""
+
+    repository: Repository
+    jobs: JobStore
+    folders: Folders
+    leases: Leases
+    versions_kept: int
+    start: Start = Deployment.start
+    prove: Prove = prove
+    free: Callable[[str], int] = free_bytes
+    waits_s: tuple[float, ...] = WAITS_S
+
+
+class Loader:
+    """Loads for one server."""
+
+    def __init__(self, means: Means) -> None:
+        self._means = means
+        self._loading = asyncio.Lock()
+        self._numbers = itertools.count(1)
+
+    async def load(self, spec: DeploymentSpec) -> Loaded:
+        """Ready when this returns; Conflict, before the device is touched, if it does not fit."""
+        async with self._loading:
+            what = f"'{spec.model}' with {spec.instances} instance{'s' if spec.instances > 1 else ''}"
+            free = await asyncio.to_thread(self._means.free, spec.device)
+            check_fit(what, spec.engine.size_bytes * spec.instances, free, spec.device)
+            work = self._means.folders.serving / f"{spec.model}-{spec.version}-{next(self._numbers)}"
+            return await Loaded.start(self._means.start, spec, work, self._means.leases)
+
+    def spec(self, version: Version, options: DeploymentOptions) -> DeploymentSpec:
+        """What is to be loaded; Unprocessable for a device that the engine does not run on. Reads the disk."""
+        most = version.batch.maximum if version.batch.proved else 1
+        return DeploymentSpec(
+            model=version.model,
+            version=version.version,
+            owner=version.owner,
+            engine_folder=self._means.repository.engine_folder(version),
+            engine=self._means.repository.engine(version),
+            batch=version.batch,
+            device=device_for(options.device, version.on_gpu, self._means.leases.devices.names),
+            instances=options.instances,
+            max_batch=min(options.max_batch or most, most),
+            max_delay_s=options.max_delay_s,
+            queue_limit=options.queue_limit,
+            timeout_s=options.timeout_s,
+            image=version.image,
+            labels=version.labels,
+        )
+
+    async def proof(self, engine: Engine, padding: tuple[Padding, ...]) -> BatchSpec:
+        """Which requests may run together, tried on the device on which it would serve."""
+        holder = f"proof-{next(self._numbers)}"
+        device = device_for(None, engine.target.compute_capability is not None, self._means.leases.devices.names)
+        self._means.leases.serve(holder, device)
+        try:
+            return await self._means.prove(engine, padding, device)
+        finally:
+            self._means.leases.give_back(holder, device)
+
+
+def device_for(asked: str | None, on_gpu: bool, names: Sequence[str]) -> str:
+    """Where an engine is to run; Unprocessable where it cannot."""
+    fitting = [name for name in names if name.startswith("gpu:") == on_gpu]
+    if asked is None and fitting:
+        return fitting[0]
+    if asked is None or asked not in fitting:
+        kind = "a GPU" if on_gpu else "a CPU"
+        said = f"device '{asked}'" if asked else f"a device for an engine for {kind}"
+        raise Unprocessable(f"{said} is not one that this engine runs on; here are: {', '.join(fitting) or 'none'}", f"the engine is one for {kind}")
+    return asked

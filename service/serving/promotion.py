@@ -1,0 +1,102 @@
+"""From a report to a version of a model: whether it may be served, and the proof of its batches, taken in a child."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from pipeline.core import Engine
+from pipeline.deliver import ENGINE_FILE, load_engine
+from pipeline.errors import CrucibleError
+from pipeline.feeding import BatchSpec, Padding
+from pipeline.process import Child
+from pipeline.render import load_report
+from pipeline.report import Report
+from pipeline.store import check_files
+from service.child import VISIBLE, visible
+from service.errors import Conflict, NotFound
+from service.folders import Folders
+from service.job_store import JobStore
+from service.models import Version
+from service.publish import ENGINE
+
+PROOF_S = 900.0  # some twenty runs at the largest sizes, after loading
+
+Prove = Callable[[Engine, tuple[Padding, ...], str], Awaitable[BatchSpec]]
+"""The proof of an engine's batches on a device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A report that may be promoted, and its engine, whose files are what they were."""
+
+    job: str
+    owner: str
+    report: Report
+    engine: Engine
+
+
+def candidate_of(job_id: str, owner: str | None, override: bool, jobs: JobStore, folders: Folders) -> Candidate:
+    """NotFound without such a report, Conflict if it may not be promoted. Reads every file of the engine."""
+    job = jobs.get(job_id, owner)
+    folder = folders.report(job.id)
+    if job.state != "succeeded" or not folder.is_dir():
+        raise NotFound(f"job {job_id} is {job.state}: there is no report", f"GET /jobs/{job_id} tells how far it is")
+    report = load_report(folder)
+    check_report(report, override)
+    try:
+        check_files(folder / ENGINE, folder, besides=(ENGINE_FILE,))
+    except (OSError, ValueError) as error:
+        raise Conflict(f"the engine of job {job_id} is damaged: {error}", "compile the model again") from error
+    return Candidate(job.id, job.owner, report, load_engine(folder / ENGINE))
+
+
+def check_report(report: Report, override: bool) -> None:
+    """Conflict unless its engine was accepted; an unproven one, which a contended one is too, only with an override."""
+    why = "; ".join(report.reasons) or "the report says no more"
+    if report.verdict == "rejected" or report.winner is None:
+        raise Conflict(f"this report's verdict is {report.verdict}, and there is no engine to serve: {why}", "mend the plan and compile again")
+    if report.verdict == "unproven" and not override:
+        raise Conflict(f"this report's verdict is unproven: {why}", 'mend that, or take it nevertheless with "override": true, which is logged')
+
+
+def version_of(candidate: Candidate, model: str, override: bool, batch: BatchSpec, created: str) -> Version:
+    """The version that a report becomes, without its number."""
+    report, engine = candidate.report, candidate.engine
+    return Version(
+        model=model,
+        version=1,
+        owner=candidate.owner,
+        job=candidate.job,
+        created=created,
+        verdict=report.verdict,
+        override=override and report.verdict != "accepted",
+        before=None,
+        label=engine.recipe.label,
+        backend=engine.target.backend,
+        precision=engine.recipe.precision,
+        target=engine.target.device,
+        on_gpu=engine.target.compute_capability is not None,
+        size_bytes=engine.size_bytes,
+        inputs=engine.inputs,
+        outputs=engine.outputs,
+        profiles=engine.profiles,
+        batch=batch,
+        image=report.plan.serving.image,
+        labels=report.plan.serving.labels,
+    )
+
+
+async def prove(engine: Engine, padding: tuple[Padding, ...], device: str) -> BatchSpec:
+    """The proof, in a child that sees one device; Conflict if the engine does not run there."""
+    from pipeline.batch_proof import prove_batch
+
+    environment = {VISIBLE: visible(device, os.environ.get(VISIBLE))}
+    with Child(prove_batch, engine, padding, name="batch proof", env=environment, conversation=False) as child:  # leaving it ends the child
+        try:
+            found: BatchSpec = await asyncio.to_thread(child.result, PROOF_S)
+        except CrucibleError as error:
+            raise Conflict(f"the engine does not run here: {error.message}", error.next_step) from error
+    return found
