@@ -19,16 +19,18 @@ from service.guard import Guard
 from service.keys import Key
 from service.metrics import Metrics
 from service.observe import Observed
-from service.routers import docs, health, jobs, reports
+from service.routers import docs, health, jobs, models, reports
 from service.runner import WORKER
 from service.service import Probe, opened, probe
+from service.serving.deployment import Deployment
+from service.serving.slots import Start
 from service.settings import Settings
 from service.traces import provider_from, telemetry_of
 
 ABOUT = "Send a trained model, follow its compilation, read what was measured and proved, and take the engine."
 
 
-def create_app(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe = probe) -> FastAPI:
+def create_app(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe = probe, start: Start = Deployment.start) -> FastAPI:
     """The service on `settings.home`, as an ASGI application. Nothing is opened before its lifespan begins.
 
     A request passes Observed (one log line and one set of figures, whatever happens), then Guard (key, host, size), then its router.
@@ -37,7 +39,7 @@ def create_app(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe 
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with opened(settings, metrics, worker, probe) as service:
+        async with opened(settings, metrics, worker, probe, start) as service:
             app.state.service = service
             yield
         if traces is not None:
@@ -63,6 +65,6 @@ def create_app(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe 
         middleware=[Middleware(Observed, metrics=metrics, folders=folders), Middleware(Guard, settings=settings, verify=verify)],
         exception_handlers=dict.fromkeys((HTTPException, RequestValidationError, CrucibleError), answer),
     )
-    for router in (jobs.router, reports.router, health.router, docs.router):
+    for router in (jobs.router, reports.router, models.router, health.router, docs.router):
         app.include_router(router)
     return app

@@ -21,9 +21,11 @@ def gc(
     """
     from service import logs
     from service.database import Database
+    from service.folders import Folders
     from service.job_store import JobStore
     from service.leases import utc_now
     from service.retention import collect
+    from service.serving.repository import Repository
     from service.settings import settings_from
 
     settings = settings_from(os.environ, home=home)
@@ -32,7 +34,7 @@ def gc(
     logs.configure(settings)
     database = Database(settings.database)
     try:
-        done = collect(settings, JobStore(database), utc_now, dry_run)
+        done = collect(settings, JobStore(database), utc_now, Repository(database, Folders(settings.home)).jobs(), dry_run)
     finally:
         database.close()
     said = "would be removed" if dry_run else "removed"

@@ -48,6 +48,10 @@ class Metrics:
         """Memory and busy share of every NVIDIA GPU, as NVML tells whenever the figures are read; nothing where there is none."""
         self._registry.register(_Devices())
 
+    def collect(self, collector: Collector) -> None:
+        """Ask `collector` whenever the figures are read."""
+        self._registry.register(collector)
+
     def text(self) -> bytes:
         """In Prometheus' text format."""
         return generate_latest(self._registry)

@@ -2,6 +2,7 @@
 
     jobs         ended longer than `retention_days` ago, with upload, work and report
     folders      uploads that became no job, a day after the last byte; work and reports of no job, after `retention_days`
+                 but not one whose report proves a version of a model that is kept
     artifacts    of the store: not used for `retention_days`, and for as long as a job may take, so that none that runs loses what it found
 
 What has not ended is kept, however old. A job whose row is damaged is kept: whoever mends it will want the files.
@@ -49,6 +50,7 @@ class Contents:
     uploads: tuple[Item, ...]
     others: tuple[Item, ...]  # work and reports
     artifacts: tuple[Item, ...]
+    promoted: frozenset[str] = frozenset()  # jobs whose reports prove a version of a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,25 +81,31 @@ def doomed(contents: Contents, now: dt.datetime, settings: Settings) -> Doomed:
         return tuple(item.path for item in items if item.path.name not in contents.known and item.used < now - after)
 
     return Doomed(
-        jobs=tuple(job.id for job in contents.ended if job.finished and dt.datetime.fromisoformat(job.finished) < now - kept_for),
+        jobs=tuple(job.id for job in contents.ended if job.id not in contents.promoted and _ended_before(job, now - kept_for)),
         folders=orphans(contents.uploads, ORPHAN_AFTER) + orphans(contents.others, kept_for),
         artifacts=tuple(item for item in contents.artifacts if item.used < unused),
     )
 
 
-def look(home: Path, jobs: JobStore) -> Contents:
+def _ended_before(job: Job, moment: dt.datetime) -> bool:
+    return job.finished is not None and dt.datetime.fromisoformat(job.finished) < moment
+
+
+def look(home: Path, jobs: JobStore, promoted: frozenset[str]) -> Contents:
     """What lies in the home. Folders before jobs: a job that is added meanwhile is known."""
     folders = Folders(home)
     uploads = tuple(_items(folders.uploads("any").parent))
     others = (*_items(folders.work("any").root.parent), *_items(folders.report("any").parent))
     artifacts = tuple(Item(folder, dt.datetime.fromtimestamp(used_s, dt.UTC)) for folder, used_s in Store(home).artifacts())
-    return Contents(jobs.ended(), jobs.ids(), uploads, others, artifacts)
+    return Contents(jobs.ended(), jobs.ids(), uploads, others, artifacts, promoted)
 
 
-def collect(settings: Settings, jobs: JobStore, clock: Callable[[], dt.datetime], dry_run: bool = False) -> Collected:
+def collect(
+    settings: Settings, jobs: JobStore, clock: Callable[[], dt.datetime], promoted: frozenset[str] = frozenset(), dry_run: bool = False
+) -> Collected:
     """Remove what has served its time, or only say what it is. Each job's row goes before its files: what a kill leaves is of no job."""
     home, folders, store = settings.home, Folders(settings.home), Store(settings.home)
-    old = doomed(look(home, jobs), clock(), settings)
+    old = doomed(look(home, jobs, promoted), clock(), settings)
     freed, artifacts = 0, 0
     for job_id in old.jobs:
         places = (folders.uploads(job_id), folders.work(job_id).root, folders.report(job_id))

@@ -24,6 +24,7 @@ from service.database import Database
 from service.devices import Devices
 from service.errors import NotFound, Unavailable
 from service.folders import Folders
+from service.guard import LOCAL
 from service.job_store import DamagedRow, JobStore
 from service.keys import Keys
 from service.leases import Leases, utc_now
@@ -31,6 +32,12 @@ from service.messages import HostIdentity
 from service.metrics import Metrics
 from service.retention import DAILY_S, Collected, collect
 from service.runner import JobRunner
+from service.serving.deployment import Deployment
+from service.serving.deployments import Deployments
+from service.serving.loading import Means
+from service.serving.metrics import Models
+from service.serving.repository import Repository
+from service.serving.slots import Start
 from service.settings import Settings
 
 PROBE_S = 300.0  # to import every backend that is installed, on a slow disk
@@ -53,7 +60,7 @@ async def probe() -> HostIdentity:
 class Service:
     """Everything that lives as long as the server. Lives in one event loop, on a home that is locked."""
 
-    def __init__(self, settings: Settings, metrics: Metrics, worker: Sequence[str], probe: Probe) -> None:
+    def __init__(self, settings: Settings, metrics: Metrics, worker: Sequence[str], probe: Probe, start: Start = Deployment.start) -> None:
         self.settings, self.metrics, self._probe = settings, metrics, probe
         self.folders = Folders(settings.home)
         self.database = Database(settings.database)
@@ -61,6 +68,8 @@ class Service:
         if settings.admin_key_file is not None:
             self.keys.add_from_file(settings.admin_key_file)
         self._leases = Leases(Devices(()))
+        self.repository = Repository(self.database, self.folders)
+        self.serving = Deployments(Means(self.repository, self.jobs, self.folders, self._leases, settings.versions_kept, start))
         self.runner = JobRunner(settings, self.jobs, self._leases, worker, metrics.observe_job)
         self._host: HostIdentity | None = None
         self._reader = ThreadPoolExecutor(1, "crucible-read")
@@ -87,11 +96,13 @@ class Service:
         await asyncio.wait([self.started])
         if self._tidying:
             self._tidying.cancel()
-        await self.runner.stop(max(1.0, self.settings.shutdown_s - HTTP_S))
+        grace_s = max(1.0, self.settings.shutdown_s - HTTP_S)
+        await asyncio.gather(self.serving.stop(grace_s), self.runner.stop(grace_s))
 
     async def close(self) -> None:
         """Stop, and let go of the database: nothing may be asked afterwards."""
         await self.stop()
+        await self.serving.close()
         await self.read(self.database.close)
         self._reader.shutdown()
         self.database.close()
@@ -100,6 +111,7 @@ class Service:
         host = await self._probe()
         await self.read(self._sweep)
         self._leases.devices = Devices(tuple(host.devices))
+        await self.serving.start()  # before jobs, which would measure beside it
         await self.runner.start()
         self._host = host
         self._tidying = asyncio.create_task(self._tidy())
@@ -116,12 +128,14 @@ class Service:
 
     def _collect(self) -> Collected:
         try:
-            return collect(self.settings, self.jobs, utc_now)
+            return collect(self.settings, self.jobs, utc_now, self.repository.jobs())
         finally:
             self.jobs.close()  # of this thread
 
     def _sweep(self) -> None:
-        """Remove uploads that became no job, because the server was killed meanwhile."""
+        """Remove uploads that became no job, and folders that became no version, because the server was killed meanwhile."""
+        if swept := self.repository.sweep():
+            log.info("versions.swept", folders=swept)
         for folder in self.folders.uploads("any").parent.glob("*"):
             try:
                 self.jobs.get(folder.name)
@@ -133,7 +147,9 @@ class Service:
 
 
 @asynccontextmanager
-async def opened(settings: Settings, metrics: Metrics, worker: Sequence[str], probe: Probe) -> AsyncIterator[Service]:
+async def opened(
+    settings: Settings, metrics: Metrics, worker: Sequence[str], probe: Probe, start: Start = Deployment.start
+) -> AsyncIterator[Service]:
     """A service on its home; StoreError if another server has it."""
     settings.home.mkdir(parents=True, exist_ok=True)
     lock = FileLock(settings.home / "server.lock")
@@ -142,8 +158,9 @@ async def opened(settings: Settings, metrics: Metrics, worker: Sequence[str], pr
     except Timeout:
         raise StoreError(f"another server uses '{settings.home}'", "stop that one, or give this one a home of its own with --home") from None
     try:
-        service = Service(settings, metrics, worker, probe)
+        service = Service(settings, metrics, worker, probe, start)
         metrics.collect_jobs(service.jobs.counts)
+        metrics.collect(Models(lambda: service.serving.served(LOCAL), lambda: service.serving.statistics(LOCAL)))
         metrics.collect_devices()
         try:
             yield service
