@@ -38,6 +38,7 @@ from service.serving.worker import WORKER, Order, Ran, Task
 RUNS_TO_CAPTURE = 3  # of a shape: plain, captured, launched
 STUCK_TIMEOUTS = 3.0  # a worker that answers a batch later than this many time-outs hangs: nobody waits for it any more
 MOST_SHAPES = 1000  # that are told apart
+LOADS = itertools.count(1)  # a version that is loaded anew has two deployments for a moment, whose processes must not be mistaken
 
 log = logs.get("service.deployment")
 
@@ -102,8 +103,10 @@ class Deployment:
             stuck_s=STUCK_TIMEOUTS * spec.timeout_s,
             command=worker,
         )
+        load = next(LOADS)
         self._instances = [
-            Instance(order(f"{spec.model}-{spec.version}-{number}", work=Work(work / str(number))), self._changed) for number in range(spec.instances)
+            Instance(order(f"{spec.model}-{spec.version}-{load}-{number}", work=Work(work / str(number))), self._changed)
+            for number in range(spec.instances)
         ]
 
     @classmethod

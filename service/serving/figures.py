@@ -37,6 +37,7 @@ class Figures:
         self.rows = Histogram("crucible_inference_batch_rows", "Rows that ran together", LABELS, buckets=ROWS, registry=registry)
         self.padding = Gauge("crucible_inference_padding_ratio", "Share of all input values so far that was padding", LABELS, registry=registry)
         self.waiting = Gauge("crucible_inference_queue", "Requests that wait now", LABELS, registry=registry)
+        self.newest: dict[tuple[str, str], Tally] = {}  # a version that is loaded anew has two for a moment
 
 
 class Tally:
@@ -49,6 +50,7 @@ class Tally:
         self._stages = tuple(figures.stages.labels(*labels, stage) for stage in STAGES)
         self._rows, self._padding = figures.rows.labels(*labels), figures.padding.labels(*labels)
         figures.waiting.labels(*labels).set_function(waiting)
+        figures.newest[labels] = self
         self._succeeded, self._failed = _Sum(), _Sum()
         self._sums = tuple(_Sum() for _ in STAGES)
         self._batches: dict[int, _Sum] = {}
@@ -111,8 +113,11 @@ class Tally:
 
     def close(self) -> None:
         """Of what is gone there is nothing to see now; what was counted stays counted."""
-        for gauge in (self._figures.waiting, self._figures.padding):
-            gauge.remove(self._model, str(self._version))
+        labels = (self._model, str(self._version))
+        if self._figures.newest.get(labels) is self:
+            del self._figures.newest[labels]
+            for gauge in (self._figures.waiting, self._figures.padding):
+                gauge.remove(*labels)
 
 
 class _Sum:
