@@ -22,7 +22,6 @@ from service.observe import Observed
 from service.routers import docs, health, jobs, models, reports
 from service.runner import WORKER
 from service.service import Probe, opened, probe
-from service.serving.deployment import Deployment
 from service.serving.slots import Start
 from service.settings import Settings
 from service.traces import provider_from, telemetry_of
@@ -30,7 +29,7 @@ from service.traces import provider_from, telemetry_of
 ABOUT = "Send a trained model, follow its compilation, read what was measured and proved, and take the engine."
 
 
-def create_app(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe = probe, start: Start = Deployment.start) -> FastAPI:
+def create_app(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe = probe, start: Start | None = None) -> FastAPI:
     """The service on `settings.home`, as an ASGI application. Nothing is opened before its lifespan begins.
 
     A request passes Observed (one log line and one set of figures, whatever happens), then Guard (key, host, size), then its router.

@@ -21,16 +21,16 @@ class Metrics:
     """The figures of one application; a registry of its own, so that two applications in a process do not mix."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self.requests = Counter("crucible_http_requests_total", "Requests", ("method", "route", "status"), registry=self._registry)
+        self.registry = CollectorRegistry()
+        self.requests = Counter("crucible_http_requests_total", "Requests", ("method", "route", "status"), registry=self.registry)
         self.request_seconds = Histogram(
-            "crucible_http_request_seconds", "Time to the end of the answer", ("method", "route"), buckets=SECONDS, registry=self._registry
+            "crucible_http_request_seconds", "Time to the end of the answer", ("method", "route"), buckets=SECONDS, registry=self.registry
         )
-        self.jobs_ended = Counter("crucible_jobs_ended_total", "Jobs that ended, by how", ("state",), registry=self._registry)
+        self.jobs_ended = Counter("crucible_jobs_ended_total", "Jobs that ended, by how", ("state",), registry=self.registry)
         self.stage_seconds = Histogram(
-            "crucible_stage_seconds", "Time of finished stages of jobs", ("stage",), buckets=STAGE_SECONDS, registry=self._registry
+            "crucible_stage_seconds", "Time of finished stages of jobs", ("stage",), buckets=STAGE_SECONDS, registry=self.registry
         )
-        self.event_streams = Gauge("crucible_event_streams", "Clients that follow a job's events", registry=self._registry)
+        self.event_streams = Gauge("crucible_event_streams", "Clients that follow a job's events", registry=self.registry)
 
     def observe_job(self, job: Job, event: JobEvent) -> None:
         """Count what happened to a job. Stages by their known names only: a child's word must not make labels without end."""
@@ -42,19 +42,15 @@ class Metrics:
 
     def collect_jobs(self, count: Callable[[], Mapping[str, int]]) -> None:
         """Ask `count` for the number of jobs per state whenever the figures are read."""
-        self._registry.register(_Jobs(count))
+        self.registry.register(_Jobs(count))
 
     def collect_devices(self) -> None:
         """Memory and busy share of every NVIDIA GPU, as NVML tells whenever the figures are read; nothing where there is none."""
-        self._registry.register(_Devices())
-
-    def collect(self, collector: Collector) -> None:
-        """Ask `collector` whenever the figures are read."""
-        self._registry.register(collector)
+        self.registry.register(_Devices())
 
     def text(self) -> bytes:
         """In Prometheus' text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)
 
 
 class _Jobs(Collector):

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import TypeVar
 
 from filelock import FileLock, Timeout
@@ -34,6 +35,7 @@ from service.retention import DAILY_S, Collected, collect
 from service.runner import JobRunner
 from service.serving.deployment import Deployment
 from service.serving.deployments import Deployments
+from service.serving.figures import Figures
 from service.serving.loading import Means
 from service.serving.metrics import Models
 from service.serving.repository import Repository
@@ -60,7 +62,7 @@ async def probe() -> HostIdentity:
 class Service:
     """Everything that lives as long as the server. Lives in one event loop, on a home that is locked."""
 
-    def __init__(self, settings: Settings, metrics: Metrics, worker: Sequence[str], probe: Probe, start: Start = Deployment.start) -> None:
+    def __init__(self, settings: Settings, metrics: Metrics, worker: Sequence[str], probe: Probe, start: Start | None = None) -> None:
         self.settings, self.metrics, self._probe = settings, metrics, probe
         self.folders = Folders(settings.home)
         self.database = Database(settings.database)
@@ -69,7 +71,8 @@ class Service:
             self.keys.add_from_file(settings.admin_key_file)
         self._leases = Leases(Devices(()))
         self.repository = Repository(self.database, self.folders)
-        self.serving = Deployments(Means(self.repository, self.jobs, self.folders, self._leases, settings.versions_kept, start))
+        load = start or partial(Deployment.start, figures=Figures(metrics.registry))
+        self.serving = Deployments(Means(self.repository, self.jobs, self.folders, self._leases, settings.versions_kept, load))
         self.runner = JobRunner(settings, self.jobs, self._leases, worker, metrics.observe_job)
         self._host: HostIdentity | None = None
         self._reader = ThreadPoolExecutor(1, "crucible-read")
@@ -147,9 +150,7 @@ class Service:
 
 
 @asynccontextmanager
-async def opened(
-    settings: Settings, metrics: Metrics, worker: Sequence[str], probe: Probe, start: Start = Deployment.start
-) -> AsyncIterator[Service]:
+async def opened(settings: Settings, metrics: Metrics, worker: Sequence[str], probe: Probe, start: Start | None = None) -> AsyncIterator[Service]:
     """A service on its home; StoreError if another server has it."""
     settings.home.mkdir(parents=True, exist_ok=True)
     lock = FileLock(settings.home / "server.lock")
@@ -160,7 +161,7 @@ async def opened(
     try:
         service = Service(settings, metrics, worker, probe, start)
         metrics.collect_jobs(service.jobs.counts)
-        metrics.collect(Models(lambda: service.serving.served(LOCAL), lambda: service.serving.statistics(LOCAL)))
+        metrics.registry.register(Models(lambda: service.serving.served(LOCAL)))
         metrics.collect_devices()
         try:
             yield service

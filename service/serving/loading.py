@@ -17,7 +17,7 @@ from service.folders import Folders
 from service.job_store import JobStore
 from service.leases import Leases
 from service.models import DeploymentOptions, Version
-from service.serving.deployment import Deployment, DeploymentSpec
+from service.serving.deployment import DeploymentSpec
 from service.serving.fit import check_fit, free_bytes
 from service.serving.promotion import Prove, prove
 from service.serving.repository import Repository
@@ -28,14 +28,14 @@ WAITS_S = (1.0, 5.0)  # before each next try to load what was deployed when the 
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What all deployments work with; doubles stand in for the last four."""
+    """What all deployments work with; doubles stand in for the last ones."""
 
     repository: Repository
     jobs: JobStore
     folders: Folders
     leases: Leases
     versions_kept: int
-    start: Start = Deployment.start
+    start: Start
     prove: Prove = prove
     free: Callable[[str], int] = free_bytes
     waits_s: tuple[float, ...] = WAITS_S

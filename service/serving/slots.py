@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -40,18 +39,18 @@ Start = Callable[[DeploymentSpec, Path], Awaitable[Running]]
 class Loaded:
     """A running version. It holds a lease to serve from its loading on while it has requests, and QUIET_S longer."""
 
-    def __init__(self, running: Running, spec: DeploymentSpec, work: Path, leases: Leases) -> None:
+    def __init__(self, running: Running, spec: DeploymentSpec, name: str, leases: Leases) -> None:
         self.running, self.spec = running, spec
-        self._work, self._leases = work, leases
+        self._name, self._leases = name, leases
         self._requests, self._leased, self._last_s = 0, True, time.monotonic()
 
     @classmethod
     async def start(cls, start: Start, spec: DeploymentSpec, work: Path, leases: Leases) -> Loaded:
-        """Load it; what keeps it from being ready is raised, and leaves nothing behind but its logs."""
+        """Load it; what keeps it from being ready is raised, and leaves nothing behind."""
         leases.serve(work.name, spec.device)
         try:
             async with asyncio.timeout(LOAD_S):
-                return cls(await start(spec, work), spec, work, leases)
+                return cls(await start(spec, work), spec, work.name, leases)
         except BaseException as error:
             leases.give_back(work.name, spec.device)
             if isinstance(error, TimeoutError):
@@ -60,7 +59,7 @@ class Loaded:
 
     async def infer(self, request: InferRequest) -> InferAnswer:
         if not self._leased:
-            self._leases.serve(self._work.name, self.spec.device)
+            self._leases.serve(self._name, self.spec.device)
             self._leased = True
         self._requests += 1
         try:
@@ -72,7 +71,7 @@ class Loaded:
     def rest(self, now_s: float) -> None:
         """Give the lease back if it has been quiet."""
         if self._leased and not self._requests and now_s - self._last_s >= QUIET_S:
-            self._leases.give_back(self._work.name, self.spec.device)
+            self._leases.give_back(self._name, self.spec.device)
             self._leased = False
 
     async def end(self, within_s: float | None = None) -> None:
@@ -84,8 +83,7 @@ class Loaded:
             pass
         finally:
             await self.running.close()
-            self._leases.give_back(self._work.name, self.spec.device)
-            await asyncio.to_thread(shutil.rmtree, self._work, True)
+            self._leases.give_back(self._name, self.spec.device)
 
 
 @dataclass(slots=True)
