@@ -32,6 +32,7 @@ from pipeline.report import Report
 from pipeline.runner import Runner
 from pipeline.store import Store
 from service import commands
+from service.options import UrlOption
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
@@ -268,7 +269,7 @@ def report(
     result: Annotated[
         str, typer.Argument(metavar="DIR|JOB", help="A folder that `crucible compile` wrote; or a job of a service, by id or address.")
     ],
-    url: commands.UrlOption = None,
+    url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print the report of a compile. That of a folder is also written again, as Markdown and HTML, from its report.json."""

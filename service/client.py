@@ -1,4 +1,4 @@
-"""A client of the service, for programs and for `crucible submit | wait | report`. Loads nothing of the server.
+"""A client of the service, for programs and for `crucible submit | wait | report | promote | load`. Loads nothing of the server.
 
     with Client("http://127.0.0.1:8000", key) as client:
         job = client.submit(Upload(Path("model.onnx"), plan=Path("plan.yaml")))
@@ -29,11 +29,12 @@ from pipeline.errors import CrucibleError, HostError, PlanError, UserError
 from pipeline.report import Report
 from service.jobs import FINAL, State
 from service.keys import FORM
+from service.models import DeploymentOptions, ModelPage, ModelView, PromoteRequest, ShapesView
 from service.schemas import JobPage, JobView, Refusal
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 30.0
-ANSWER_S = 900.0  # after the last byte of an upload: a large archive is unpacked before the answer
+ANSWER_S = 1800.0  # after the last byte of an upload, which may have to be unpacked; until a model is loaded
 SILENT_S = 60.0  # of a stream of events, four heartbeats: then the connection is dead
 PATIENCE_S = 300.0  # without the server, between two events: it may have to stop its jobs, start, and look at its host
 LONGEST_WAIT_S = 5.0
@@ -135,6 +136,31 @@ class Client:
 
         return report_from_json(self._ask("GET", _path("reports", job_id)).content, f"{self.url}/reports/{job_id}", Path())
 
+    def models(self) -> ModelPage:
+        return self._parsed(ModelPage, self._ask("GET", "/models"))
+
+    def model(self, name: str) -> ModelView:
+        return self._parsed(ModelView, self._ask("GET", _path("models", name)))
+
+    def shapes(self, name: str) -> ShapesView:
+        """What requests to a loaded model were like, and the profile they suggest."""
+        return self._parsed(ShapesView, self._ask("GET", _path("models", name, "shapes")))
+
+    def promote(self, name: str, report: str, override: bool = False) -> ModelView:
+        """Make a report's engine the model's current version; where the model is deployed, that answers when this returns."""
+        return self._changed("POST", _path("models", name, "promote"), PromoteRequest(report=report, override=override))
+
+    def rollback(self, name: str) -> ModelView:
+        return self._changed("POST", _path("models", name, "rollback"), None)
+
+    def load(self, name: str, options: DeploymentOptions | None = None) -> ModelView:
+        """Ready when this returns."""
+        return self._changed("PUT", _path("models", name, "deployment"), options or DeploymentOptions())
+
+    def unload(self, name: str) -> None:
+        """All that waited is answered when this returns."""
+        self._send(self._http.build_request("DELETE", _path("models", name, "deployment"), timeout=_patient()))
+
     def events(self, job_id: str, after: int = 0, patience_s: float = PATIENCE_S) -> Iterator[Event]:
         """What happens to a job, to its end: each event once, also if the server is restarted meanwhile.
 
@@ -171,6 +197,10 @@ class Client:
             raise self._unreachable(error) from error
         finally:
             answer.close()
+
+    def _changed(self, method: str, path: str, body: Frozen | None) -> ModelView:
+        json_body = None if body is None else body.model_dump(mode="json")
+        return self._parsed(ModelView, self._send(self._http.build_request(method, path, json=json_body, timeout=_patient())))
 
     def _ask(self, method: str, path: str, query: Mapping[str, Any] | None = None) -> httpx.Response:
         return self._send(self._http.build_request(method, path, params=query))
@@ -252,6 +282,11 @@ def _open(path: Path) -> IO[bytes]:
 
 def _once(idempotency_key: str | None) -> dict[str, str]:
     return {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
+
+
+def _patient() -> httpx.Timeout:
+    """An engine is tried, loaded and warmed up before the answer."""
+    return httpx.Timeout(TIMEOUT_S, read=ANSWER_S)
 
 
 def _path(*parts: str) -> str:

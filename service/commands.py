@@ -1,7 +1,4 @@
-"""The service's commands: to serve, to keep keys beside a running server, and to use a server from elsewhere.
-
-The server's address comes from --url or CRUCIBLE_URL, the key from CRUCIBLE_KEY only: arguments are seen by everybody on a machine.
-"""
+"""The service's commands: to serve, to keep keys beside a running server, and to use a server from elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +10,9 @@ import typer
 
 from pipeline import terminal
 from pipeline.runner import StageEvent
+from service import model_commands
 from service.gc import gc
+from service.options import HomeOption, JobArgument, JsonOption, UrlOption, connect
 
 if TYPE_CHECKING:
     from service.client import Client, Event, RemoteError
@@ -25,14 +24,7 @@ app = typer.Typer()
 keys = typer.Typer(help="Make, list and revoke API keys, in the database of a service on this machine; it may run meanwhile.")
 app.add_typer(keys, name="keys")
 app.command()(gc)
-
-HomeOption = Annotated[Path | None, typer.Option(help="The service's home; $CRUCIBLE_HOME if left out.")]
-UrlOption = Annotated[
-    str | None,
-    typer.Option(envvar="CRUCIBLE_URL", help="Address of the service; http://127.0.0.1:8000 if left out. A key is read from CRUCIBLE_KEY only."),
-]
-JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or its address.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print only the JSON document on stdout, and no progress.")]
+app.add_typer(model_commands.app)
 
 
 @app.command()
@@ -125,7 +117,7 @@ def submit(
     files = (plan, calibration, selection, validation)
     if (model is None) == (config is None) or (config is not None and any(files)):
         raise PlanError("expected a model, with a plan and data if there are any, or --config NAME alone", "see `crucible submit --help`")
-    with _client(url) as client:
+    with connect(url) as client:
         job = client.submit(Upload(model, *files)) if model is not None else client.submit_config(config or "")
         if wait:
             _follow(client, job.id, as_json)
@@ -143,7 +135,7 @@ def wait(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -
     from service.client import place_of
 
     where, job_id = place_of(job, url)
-    with _client(where) as client:
+    with connect(where) as client:
         _follow(client, job_id, as_json)
 
 
@@ -153,7 +145,7 @@ def cancel(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False)
     from service.client import place_of
 
     where, job_id = place_of(job, url)
-    with _client(where) as client:
+    with connect(where) as client:
         view = client.cancel(job_id)
     print(view.model_dump_json() if as_json else f"job {view.id} is {view.state}")
 
@@ -166,7 +158,7 @@ def jobs(
     as_json: JsonOption = False,
 ) -> None:
     """List the jobs on a service, newest first."""
-    with _client(url) as client:
+    with connect(url) as client:
         page = client.jobs(_state(state), limit)
     if as_json:
         print(page.model_dump_json())
@@ -183,19 +175,13 @@ def print_report(target: str, url: str | None, as_json: bool) -> None:
     from service.client import place_of
 
     where, job_id = place_of(target, url)
-    with _client(where) as client:
+    with connect(where) as client:
         report = client.report(job_id)
     if as_json:
         print(report.model_dump_json())
         return
     terminal.console().print(Markdown(markdown(report)))
     print(f"report: {client.url}/reports/{job_id}")
-
-
-def _client(url: str | None) -> Client:
-    from service.client import DEFAULT_URL, Client
-
-    return Client(url or DEFAULT_URL, os.environ.get("CRUCIBLE_KEY") or None)
 
 
 def _state(text: str | None) -> State | None:
