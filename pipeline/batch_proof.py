@@ -26,7 +26,7 @@ from pipeline import backends
 from pipeline.backends.base import Loaded, Session, run_session
 from pipeline.core import Engine, Precision, Profile, Progress, Tensors, TensorSpec, silent
 from pipeline.feeding import BatchSpec, Padding
-from pipeline.graph import dtype_of
+from pipeline.graph import draw_feeds
 
 TOLERANCE = {  # of an output's largest value; kernels of another shape round elsewhere, and in int8 that can move a value by one step of 1/127
     Precision.FP32: 1e-3,
@@ -231,22 +231,12 @@ def _feeds(specs: Iterable[TensorSpec], profile: Profile, rows: Rows, count: int
     chosen, values = profile.sizes("opt") | {rows.symbol: count} | dict(sizes or {}), profile.values_at("opt")
     feeds = {}
     for number, spec in enumerate(specs):
-        random = np.random.default_rng([number, seed if rows.axes[spec.name] is not None else 0])
-        shape = spec.resolve(chosen)
-        feeds[spec.name] = np.array(values[spec.name]).astype(spec.dtype).reshape(shape) if spec.name in values else _drawn(random, spec.dtype, shape)
+        own = number + 1000 * seed if rows.axes[spec.name] is not None else number
+        array = np.array(draw_feeds((spec,), chosen, own, values)[spec.name])
+        if array.dtype.kind in "iu" and spec.name not in values:
+            array[..., :1] = 1  # so that no mask hides all of a row
+        feeds[spec.name] = array
     return feeds
-
-
-def _drawn(random: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> Array:
-    """Floats are standard normal, uint8 are pixels, other integers 0 or 1, which any table can take; 1 first, so that no mask hides all."""
-    kind = dtype_of(dtype)
-    if kind == np.uint8:
-        return random.integers(0, 256, shape, dtype=np.uint8)
-    if kind.kind in "iub":
-        drawn = np.asarray(random.integers(0, 2, shape))
-        drawn[..., :1] = 1
-        return drawn.astype(kind)
-    return np.asarray(random.standard_normal(shape)).astype(kind)
 
 
 def _extended(feeds: Tensors, specs: Mapping[str, TensorSpec], symbol: str, size: int, padding: Sequence[Padding]) -> Feeds:

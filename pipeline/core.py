@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -102,6 +103,11 @@ class DimRange(_Range):
     min: int = Field(ge=0)
     opt: int = Field(ge=1)
     max: int
+
+
+def dtype_of(name: str) -> np.dtype[np.generic]:
+    """The numpy dtype of a spec's dtype name; bfloat16 comes from ml_dtypes."""
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
 Point = Literal["min", "opt", "max"]

@@ -14,13 +14,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
-import ml_dtypes
 import numpy as np
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
-from pipeline.core import Dim, Note, OnnxModel, Precision, Tensors, TensorSpec
+from pipeline.core import Dim, Note, OnnxModel, Precision, Tensors, TensorSpec, dtype_of
 from pipeline.errors import ModelError, PlanError
 
 PROTOBUF_LIMIT_BYTES = 2**31 - 1  # protobuf's own; more must lie in external data
@@ -321,11 +320,6 @@ def _sized_by_values(graph: onnx.GraphProto) -> set[str]:
 
 
 # --- generated inputs ---
-
-
-def dtype_of(name: str) -> np.dtype[np.generic]:
-    """The numpy dtype of a spec's dtype name; bfloat16 comes from ml_dtypes."""
-    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
 def draw_feeds(specs: tuple[TensorSpec, ...], sizes: Mapping[str, int], seed: int, values: Mapping[str, Sequence[int]] | None = None) -> Tensors:

@@ -3,7 +3,7 @@
 home/uploads/<job>/     what the client sent, and plan.json: the plan over those files. Written by the server before the job is added
 home/jobs/<job>/        the child's work: log, home/ (its CRUCIBLE_HOME), tmp/, out/ (the report before it is verified)
 home/reports/<job>/     the report and the engine, published by the server
-home/models/<name>/<version>/   the engine of a promoted version; its files are links to those of the report
+home/models/<name>/<version>/   the engine of a promoted version
 home/serving/           logs and temporary files of the processes that serve
 home/artifacts/, ...    the store that all jobs read, and that takes over what a finished job made
 """

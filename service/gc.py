@@ -34,7 +34,7 @@ def gc(
     logs.configure(settings)
     database = Database(settings.database)
     try:
-        done = collect(settings, JobStore(database), utc_now, Repository(database, Folders(settings.home)).jobs(), dry_run)
+        done = collect(settings, JobStore(database), utc_now, dry_run, Repository(database, Folders(settings.home)).jobs())
     finally:
         database.close()
     said = "would be removed" if dry_run else "removed"

@@ -101,7 +101,7 @@ def look(home: Path, jobs: JobStore, promoted: frozenset[str]) -> Contents:
 
 
 def collect(
-    settings: Settings, jobs: JobStore, clock: Callable[[], dt.datetime], promoted: frozenset[str] = frozenset(), dry_run: bool = False
+    settings: Settings, jobs: JobStore, clock: Callable[[], dt.datetime], dry_run: bool = False, promoted: frozenset[str] = frozenset()
 ) -> Collected:
     """Remove what has served its time, or only say what it is. Each job's row goes before its files: what a kill leaves is of no job."""
     home, folders, store = settings.home, Folders(settings.home), Store(settings.home)

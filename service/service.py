@@ -131,7 +131,7 @@ class Service:
 
     def _collect(self) -> Collected:
         try:
-            return collect(self.settings, self.jobs, utc_now, self.repository.jobs())
+            return collect(self.settings, self.jobs, utc_now, promoted=self.repository.jobs())
         finally:
             self.jobs.close()  # of this thread
 

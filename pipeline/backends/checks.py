@@ -11,9 +11,8 @@ from typing import NoReturn
 
 import numpy as np
 
-from pipeline.core import BuildOptions, Engine, OnnxModel, Profile, Recipe, Target, Tensors, TensorSpec, sizes_from_shapes
+from pipeline.core import BuildOptions, Engine, OnnxModel, Profile, Recipe, Target, Tensors, TensorSpec, dtype_of, sizes_from_shapes
 from pipeline.errors import BackendUnavailable, DataError, InternalError, StoreError, UnsupportedError
-from pipeline.graph import dtype_of
 from pipeline.measure import monotonic
 
 SHOW_INTERFACE = "`crucible inspect` shows what an engine takes"

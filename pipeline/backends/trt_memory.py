@@ -17,9 +17,8 @@ from pipeline.backends import cuda
 from pipeline.backends.checks import unreadable
 from pipeline.backends.cuda import CudaError, DeviceBuffer, PinnedBuffer, Stream
 from pipeline.backends.trt_parser import messages_of, sentence
-from pipeline.core import Engine, Profile, TensorSpec
+from pipeline.core import Engine, Profile, TensorSpec, dtype_of
 from pipeline.errors import CrucibleError, DataError, InternalError, UnsupportedError
-from pipeline.graph import dtype_of
 
 DTYPES = {
     "FLOAT": "float32",

@@ -22,7 +22,7 @@ from pipeline.backends.torch_export import TRACED, Job, Refused, check_program, 
 from pipeline.backends.torch_module import load_module, load_program, run_module
 from pipeline.backends.torch_qat import check_ranges, holds_fake_quantizers, scales_run
 from pipeline.config import ExportConfig
-from pipeline.core import ModelSource, Note, OnnxModel, Point, Profile, Progress, Tensors, TensorSpec, silent
+from pipeline.core import ModelSource, Note, OnnxModel, Point, Profile, Progress, Tensors, TensorSpec, dtype_of, silent
 from pipeline.errors import ModelError
 from pipeline.scales import QDQ, QUANTISED_TOLERANCE, given_precision, scales_of
 from pipeline.source import check_profiles
@@ -111,7 +111,7 @@ def _cases(inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...], sample
     for turn, ((sizes, values), odd) in enumerate(places):
         real = _real(inputs, samples[turn % len(samples) :][:1] if samples else (), sizes, values)
         zeros = {name: array if name in values else np.zeros_like(array) for name, array in real.items()}
-        floats = {name for name, array in real.items() if graph.dtype_of("bfloat16") == array.dtype or array.dtype.kind == "f"}
+        floats = {name for name, array in real.items() if dtype_of("bfloat16") == array.dtype or array.dtype.kind == "f"}
         case = partial(_Case, sizes, odd=odd, valued=bool(values))
         yield case("samples" if samples else "generated inputs", real)
         if floats:

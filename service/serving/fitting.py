@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import DimRange, Engine, Profile, Tensors, sizes_from_shapes
+from pipeline.core import DimRange, Engine, Profile, Tensors, dtype_of, sizes_from_shapes
 from pipeline.feeding import BatchSpec
-from pipeline.graph import dtype_of
 from service.errors import Unprocessable
 from service.serving.batching import MOST_CAPTURED, Kind, Sizes, captured_sizes
 

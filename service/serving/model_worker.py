@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import Engine, Tensors
+from pipeline.core import Engine, Tensors, dtype_of
 from pipeline.errors import InternalError, UserError
 from pipeline.faults import crucible_error
-from pipeline.graph import draw_feeds, dtype_of
+from pipeline.graph import draw_feeds
 from service.serving.buffers import Buffer, layout
 from service.serving.worker_messages import (
     PACKET_BYTES,

@@ -1,13 +1,12 @@
 """The models of one home: versions that never change, which of them is current, and how each model is to be served.
 
-    home/models/<name>/<version>/engine/    links to the files of the report, put there by one rename
+    home/models/<name>/<version>/engine/    a copy of the report's, put there by one rename
 
 A folder without a row is what a killed promotion left: `sweep` removes it. Rows are written after the files, and go before them.
 """
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 import sqlite3
@@ -80,7 +79,7 @@ class Repository:
         """Add the next version, whose number replaces the one given; Conflict if the name is another owner's."""
         staged = self._folders.models / f".{secrets.token_hex(8)}"
         try:
-            shutil.copytree(engine, staged / ENGINE, copy_function=os.link)
+            shutil.copytree(engine, staged / ENGINE)
             for path in (*staged.rglob("*"), staged):
                 sync(path)
             with self._database.write() as rows:

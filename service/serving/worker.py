@@ -23,10 +23,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import Engine
+from pipeline.core import Engine, dtype_of
 from pipeline.errors import CrucibleError, HostError
 from pipeline.faults import memory_kills
-from pipeline.graph import dtype_of
 from service import logs
 from service.child import end_guarded, environment_for, how_it_ended, start_guarded
 from service.errors import Unavailable, Unprocessable

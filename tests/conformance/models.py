@@ -15,8 +15,8 @@ import onnx
 from onnx import ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from pipeline.core import OnnxModel, Profile, Tensors
-from pipeline.graph import dtype_of, onnx_model
+from pipeline.core import OnnxModel, Profile, Tensors, dtype_of
+from pipeline.graph import onnx_model
 
 OPSET = 20
 Interface = Sequence[tuple[str, str, tuple[int | str, ...]]]

@@ -39,7 +39,11 @@ def test_what_a_child_says_comes_whole_and_on_one_line(message: FromChild) -> No
 
 
 def test_what_the_server_says_comes_whole() -> None:
-    for message in (Granted(contended=True), Returned(contended=True), Start.model_validate({"plan": "/p", "work": "/w", "shared": "/s", "command": "c"})):
+    for message in (
+        Granted(contended=True),
+        Returned(contended=True),
+        Start.model_validate({"plan": "/p", "work": "/w", "shared": "/s", "command": "c"}),
+    ):
         assert from_server(line_of(message)) == message
     with pytest.raises(EOFError):
         from_server(b"")

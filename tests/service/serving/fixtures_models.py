@@ -117,7 +117,9 @@ class Shelf:
         self.database = Database(home / "crucible.db")
         self.repository, self.jobs = Repository(self.database, self.folders), JobStore(self.database)
         self.leases = Leases(Devices(tuple(devices)))
-        means = Means(self.repository, self.jobs, self.folders, self.leases, kept, host.start, host.prove, lambda device: host.free_bytes, (0.01, 0.01))
+        means = Means(
+            self.repository, self.jobs, self.folders, self.leases, kept, host.start, host.prove, lambda device: host.free_bytes, (0.01, 0.01)
+        )
         self.deployments = Deployments(means)
 
     def report(self, verdict: Verdict = "accepted", owner: str = "local", serving: ServingConfig | None = None) -> str:
