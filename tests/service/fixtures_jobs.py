@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -30,15 +31,18 @@ WORKER = (sys.executable, str(Path(__file__).with_name("worker_double.py")))
 WITHIN_S = 60.0  # for what takes a second on a quiet machine
 
 
-def write_out(out: Path, store: Path) -> Report:
-    """A report with its winner's engine in `out`, as a child leaves it; the engine comes from a store."""
+def write_out(out: Path, store: Path, real: Engine | None = None) -> Report:
+    """A report with its winner's engine in `out`, as a child leaves it; the engine comes from a store, and runs if a real one is given."""
     report = sample_report()
     winner = next(each for each in report.candidates if each.label == report.winner)
     assert winner.engine is not None
-    model = winner.engine
+    model = real or winner.engine
 
     def make(folder: Path) -> Engine:
-        (folder / model.file).write_bytes(b"engine")
+        if real is not None:
+            shutil.copytree(real.root, folder, dirs_exist_ok=True)
+        else:
+            (folder / model.file).write_bytes(b"engine")
         return model.model_copy(update={"root": folder})
 
     engine = Store(store).get(Key("build", 1, (model.digest,)), Engine, make).value

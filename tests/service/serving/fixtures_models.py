@@ -109,6 +109,26 @@ class Host:
         return [each.spec.version for each in self.started if not each.closed]
 
 
+def ended_job(
+    folders: Folders,
+    jobs: JobStore,
+    verdict: Verdict = "accepted",
+    owner: str = "local",
+    serving: ServingConfig | None = None,
+    engine: Engine | None = None,
+) -> str:
+    """The id of a job that has ended with a report, and with this engine if one is given."""
+    job = new_job(folders, "m").model_copy(update={"owner": owner})
+    jobs.add(job, utc_now())
+    jobs.append(job.id, Started(1, 1.0), utc_now())
+    jobs.append(job.id, Succeeded(verdict, "w"), utc_now())
+    place = folders.report(job.id)
+    report: Report = write_out(place, folders.home / "store", engine)
+    plan = report.plan.model_copy(update={"serving": serving or ServingConfig()})
+    (place / "report.json").write_text(report.model_copy(update={"verdict": verdict, "plan": plan, "reasons": ("because",)}).model_dump_json())
+    return job.id
+
+
 class Shelf:
     """A home, and the deployments on it."""
 
@@ -124,15 +144,7 @@ class Shelf:
 
     def report(self, verdict: Verdict = "accepted", owner: str = "local", serving: ServingConfig | None = None) -> str:
         """The id of a job that has ended with a report."""
-        job = new_job(self.folders, "m").model_copy(update={"owner": owner})
-        self.jobs.add(job, utc_now())
-        self.jobs.append(job.id, Started(1, 1.0), utc_now())
-        self.jobs.append(job.id, Succeeded(verdict, "w"), utc_now())
-        place = self.folders.report(job.id)
-        report: Report = write_out(place, self.home / "store")
-        plan = report.plan.model_copy(update={"serving": serving or ServingConfig()})
-        (place / "report.json").write_text(report.model_copy(update={"verdict": verdict, "plan": plan, "reasons": ("because",)}).model_dump_json())
-        return job.id
+        return ended_job(self.folders, self.jobs, verdict, owner, serving)
 
     async def promote(self, name: str = "m", caller: Caller = LOCAL, override: bool = False, verdict: Verdict = "accepted") -> int:
         """A new report, promoted: the current version."""
