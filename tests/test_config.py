@@ -8,7 +8,9 @@ import pytest
 from pydantic import BaseModel
 
 from pipeline.config import GeneratedData, Plan, home, load_plan, override_plan, plan_from_document, plan_from_model
+from pipeline.core import TensorSpec
 from pipeline.errors import PlanError
+from pipeline.feeding import check_serving
 
 MODEL = {"model": {"path": "m.onnx"}}
 INT8 = {"backend": "onnxruntime", "precision": "int8"}
@@ -234,3 +236,33 @@ def test_choices_of_a_candidate_are_kept_as_they_were_written(tmp_path: Path) ->
     assert plan.model_dump(mode="json", exclude_defaults=True)["candidates"] == choices
     assert override_plan(plan, []) == plan
     assert override_plan(plan, ["candidates.1.method=entropy"]).candidates[1].method == ("entropy",)
+
+
+INPUTS = (TensorSpec(name="ids", dtype="int64", shape=("n", "length")),)
+OUTPUTS = (TensorSpec(name="y", dtype="float32", shape=("n", 2)),)
+
+
+@pytest.mark.parametrize(
+    ("serving", "said"),
+    [
+        ({"padding": [{"input": "id", "axis": 1}]}, "serving.padding names 'id', which is no input; the model has ids"),
+        ({"padding": [{"input": "ids", "axis": 2}]}, "'ids' has 2 axes, there is no axis 2"),
+        ({"image": {"input": "picture", "size": [8, 8]}}, "serving.image names 'picture'"),
+        ({"labels": {"z": ["cat"]}}, "serving.labels names 'z', which is no output; the model has y"),
+    ],
+)
+def test_how_a_model_is_served_names_what_it_has(serving: dict[str, object], said: str) -> None:
+    plan = plan_from_document({**MODEL, "serving": serving}, Path())
+    with pytest.raises(PlanError, match=re.escape(said)):
+        check_serving(plan.serving, INPUTS, OUTPUTS)
+
+
+def test_how_a_model_is_served_is_read_from_the_plan() -> None:
+    serving = {"padding": [{"input": "ids", "axis": 1, "value": 7}], "labels": {"y": ["cat", "dog"]}}
+    plan = plan_from_document({**MODEL, "serving": serving}, Path())
+    check_serving(plan.serving, INPUTS, OUTPUTS)
+    assert (plan.serving.padding[0].value, plan.serving.labels) == (7, {"y": ("cat", "dog")})
+    with pytest.raises(PlanError, match="did you mean 'padding'"):
+        plan_from_document({**MODEL, "serving": {"pading": []}}, Path())
+    with pytest.raises(PlanError, match="greater than or equal to 1"):
+        plan_from_document({**MODEL, "serving": {"padding": [{"input": "ids", "axis": 0}]}}, Path())

@@ -153,5 +153,12 @@ def check(told: dict[str, str], folder: Path) -> None:
     with tarfile.open(folder / "engine.tar") as engine:
         assert "engine/engine.json" in engine.getnames()
     assert all("ACCEPTED" in text for text in said("crucible wait") + said("--wait"))
+    batch = json.loads(said("$model/promote -d")[0])["current"]["batch"]
+    assert (batch["proved"], batch["reason"]) == (True, "")
+    assert "version 2 (onnxruntime fp32) is current, version 2 answers on cpu" in said("crucible promote $model")[0]
+    assert '"version":1,"device":"cpu"' in said("$model/rollback")[0]
+    assert "version 1 was the first" in said("crucible rollback")[0]
+    assert "(current)" in said("crucible models $model")[0]
+    assert "is unloaded" in said("crucible unload")[0]
     families = re.findall(r"^# TYPE (crucible_\w+) ", said("/metrics")[0], re.MULTILINE)
     assert [name for name in families if not name.endswith("_created") and f"`{name}`" not in PAGE] == []

@@ -17,9 +17,11 @@ from service.folders import Folders
 from service.job_store import JobStore
 from service.jobs import CancelAsked, Job
 from service.retention import Collected, Contents, Doomed, Item, collect, doomed
+from service.serving.repository import Repository
 from service.settings import Settings
 from tests.service.fixtures_app import Desk, at_desk
 from tests.service.fixtures_jobs import new_job
+from tests.service.serving.fixtures_models import shelf
 
 NOW = dt.datetime(2026, 6, 1, tzinfo=dt.UTC)
 SETTINGS = Settings(home=Path("/h"), retention_days=10, job_timeout_s=3600)
@@ -44,6 +46,7 @@ def item(name: str, **given: float) -> Item:
     [
         (NOTHING, Doomed()),
         (Contents((ended("a", ago(days=11)), ended("b", ago(days=9))), frozenset("ab"), (), (), ()), Doomed(jobs=("a",))),
+        (Contents((ended("a", ago(days=11)), ended("b", ago(days=11))), frozenset("ab"), (), (), (), frozenset("a")), Doomed(jobs=("b",))),
         (Contents((), frozenset("k"), (item("u/k", days=50), item("u/x", hours=25), item("u/y", hours=23)), (), ()), Doomed(folders=(Path("u/x"),))),
         (Contents((), frozenset("k"), (), (item("r/k", days=50), item("r/x", days=11), item("r/y", days=9)), ()), Doomed(folders=(Path("r/x"),))),
         (
@@ -51,7 +54,7 @@ def item(name: str, **given: float) -> Item:
             Doomed(artifacts=(item("s/old", days=10, hours=2),)),
         ),
     ],
-    ids=["nothing", "jobs", "uploads", "reports", "artifacts"],
+    ids=["nothing", "jobs", "promoted", "uploads", "reports", "artifacts"],
 )
 def test_what_has_served_its_time(contents: Contents, expected: Doomed) -> None:
     assert doomed(contents, NOW, SETTINGS) == expected
@@ -172,3 +175,25 @@ def test_gc_says_what_it_removes(old: Home, tmp_path: Path) -> None:
     assert old.files(gone) == [False] * 3
     absent = gc(tmp_path / "absent")
     assert (absent.returncode, "no folder" in absent.stderr) == (1, True)
+
+
+def test_a_job_stays_as_long_as_a_version_that_its_report_proves(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with shelf(tmp_path, kept=1) as here:
+            for _ in range(3):
+                await here.promote()
+            jobs = {each.job for each in here.repository.get("m").versions}
+            assert len(jobs) == 2  # the current one, and the one before it
+        database = Database(tmp_path / "crucible.db")
+        repository = Repository(database, Folders(tmp_path))
+
+        def later() -> dt.datetime:
+            return dt.datetime.now(dt.UTC) + dt.timedelta(days=31)
+
+        done = collect(Settings(home=tmp_path), JobStore(database), later, promoted=repository.jobs())
+        assert (done.jobs, repository.jobs()) == (1, jobs)
+        assert all(Folders(tmp_path).report(job).is_dir() for job in jobs)
+        assert repository.engine(repository.get("m").version()).path.is_file()
+        database.close()
+
+    asyncio.run(story())
