@@ -20,7 +20,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Literal
 
-from pipeline.core import Engine, dtype_of
+from pipeline.core import Engine
 from pipeline.errors import CrucibleError, InternalError
 from pipeline.feeding import BatchSpec, InputRecipe
 from pipeline.measure import usable_cores

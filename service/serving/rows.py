@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import Tensors, TensorSpec
+from pipeline.core import Tensors, TensorSpec, dtype_of
 from pipeline.errors import InternalError
-from pipeline.graph import dtype_of
 from service.serving.batching import Kind
 from service.serving.buffers import ALIGNMENT
 from service.serving.fitting import Axes, Fit
