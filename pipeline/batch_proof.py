@@ -74,11 +74,14 @@ def prove_batch(engine: Engine, padding: tuple[Padding, ...], progress: Progress
         names = [spec.name for spec in (*engine.inputs, *engine.outputs)]
         return BatchSpec(axes=dict.fromkeys(names), reason="inputs and outputs share no symbolic axis that could count rows")
     with contextlib.closing(backends.load(engine)) as loaded:
-        tried = []
+        refuted = []
         for number, rows in enumerate(found):
             progress(number / len(found), rows.symbol)
-            tried.append(_proved(engine, loaded, rows, padding))
-    return next((spec for spec in tried if spec.proved), tried[0])
+            spec = _proved(engine, loaded, rows, padding)
+            if spec.proved:
+                return spec
+            refuted.append(spec)
+    return refuted[0]
 
 
 def _proved(engine: Engine, loaded: Loaded, rows: Rows, padding: tuple[Padding, ...]) -> BatchSpec:
@@ -133,15 +136,16 @@ class _Trial:
         kept = most // 2
         feeds = _feeds(self.engine.inputs, profile, self.rows, most)
         whole = self._run(session, feeds, most)
+        largest = {name: _largest(name, array) for name, array in whole.items()}
         padded = self._run(session, self._filled(feeds, kept, most), most)
         loud = self._run(session, self._loud(feeds, _feeds(self.engine.inputs, profile, self.rows, most, seed=1), kept), most)
         for row in range(kept):
-            self._agree(f"row {row} in a full batch of {most} and in one that is half padding", whole, padded, row, row)
-            self._agree(f"row {row} beside usual and beside large rows", whole, loud, row, row)
+            self._agree(f"row {row} in a full batch of {most} and in one that is half padding", whole, padded, row, row, largest)
+            self._agree(f"row {row} beside usual and beside large rows", whole, loud, row, row, largest)
         if least < most:
             for row in sorted({0, kept, most - 1}):
                 alone = self._run(session, self._filled(self._cut(feeds, row, row + 1), 1, least), least)
-                self._agree(f"row {row} in a full batch of {most} and alone", whole, alone, row, 0)
+                self._agree(f"row {row} in a full batch of {most} and alone", whole, alone, row, 0, largest)
 
     def check_declared(self, padding: Sequence[Padding]) -> None:
         """_Refuted if what the plan declares is not enough to pad."""
@@ -170,7 +174,9 @@ class _Trial:
                 got = self._run(session, together, most)
                 for row, size in enumerate(sizes):
                     what = f"row {row} alone with '{symbol}' = {size} and padded to {dim.max}"
-                    self._agree(what, self._run(session, alone[row], least), self._shortened(got, symbol, size), 0, row)
+                    expected = self._run(session, alone[row], least)
+                    largest = {name: _largest(name, array) for name, array in expected.items()}
+                    self._agree(what, expected, self._shortened(got, symbol, size), 0, row, largest)
 
     def _run(self, session: Session, feeds: Tensors, rows: int) -> Tensors:
         outputs = run_session(session, feeds)
@@ -180,13 +186,13 @@ class _Trial:
                 raise _Refuted(f"output '{name}' has {array.shape[axis]} rows for a batch of {rows}")
         return outputs
 
-    def _agree(self, what: str, left: Tensors, right: Tensors, row: int, other: int) -> None:
+    def _agree(self, what: str, left: Tensors, right: Tensors, row: int, other: int, largest: Mapping[str, float]) -> None:
         for name, array in left.items():
-            axis, scale = self.rows.axes[name], _largest(array)
+            axis = self.rows.axes[name]
             ours, theirs = (array, right[name]) if axis is None else (np.take(array, row, axis), np.take(right[name], other, axis))
             if ours.shape != theirs.shape:
                 raise _Refuted(f"{what} give output '{name}' of shapes {ours.shape} and {theirs.shape}")
-            error = _error(ours, theirs, scale)
+            error = _error(ours, theirs, largest[name])
             if not error <= self.tolerance:
                 said = f"{what} differ in output '{name}' by {error:.2g} of its largest value, at most {self.tolerance:g} is allowed"
                 raise _Refuted(f"{said}: rows influence each other")
@@ -261,9 +267,13 @@ def _is_float(array: Array) -> bool:
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def _largest(array: Array) -> float:
+def _largest(name: str, array: Array) -> float:
+    """Of the finite values; _Refuted if there is none, for then everything would seem to agree."""
     values = np.abs(array.astype(np.float64))
-    return float(np.max(values, where=np.isfinite(values), initial=0.0))
+    finite = np.isfinite(values)
+    if array.size and not finite.any():
+        raise _Refuted(f"output '{name}' has no finite value for generated samples, so nothing can be compared")
+    return float(np.max(values, where=finite, initial=0.0))
 
 
 def _error(ours: Array, theirs: Array, scale: float) -> float:

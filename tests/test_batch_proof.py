@@ -98,6 +98,13 @@ def test_a_scale_taken_over_the_batch_is_found(tmp_path: Path) -> None:
     assert not prove_batch(engine.model_copy(update={"recipe": recipe}), ()).proved
 
 
+def test_an_output_that_is_no_number_proves_nothing(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Mul", ["x", "zero"], ["nothing"]), helper.make_node("Div", ["nothing", "nothing"], ["y"])]
+    proto = model(nodes, [("x", "float32", ("batch", 3))], [("y", "float32", ("batch", 3))], {"zero": np.array(0, np.float32)})
+    found = proved(Case("nan", proto, profiles_of(BATCH), ()), tmp_path)
+    assert (found.proved, "no finite value" in found.reason) == (False, True)
+
+
 @pytest.mark.parametrize(("range_", "said"), [([1, 1, 1], "one row only"), ([4, 4, 4], "")])
 def test_a_profile_of_one_size(tmp_path: Path, range_: list[int], said: str) -> None:
     found = proved(linear(("batch", 6), ("batch", 5), batch=range_), tmp_path)
