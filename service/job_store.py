@@ -25,7 +25,7 @@ from service.errors import Conflict, NotFound, ServiceError, TooMany
 from service.jobs import FINAL, CancelAsked, Died, Job, JobEvent, Requeued, StageSeen, StaleEvent, Started, State, Succeeded, step
 
 ONCE_FOR = dt.timedelta(hours=24)  # how long an Idempotency-Key is remembered
-REUSED: tuple[State, ...] = ("queued", "running", "cancelling", "succeeded")  # failed or cancelled: an equal request makes a new job
+REUSED: tuple[State, ...] = ("queued", "running", "succeeded")  # others have come to nothing: an equal request makes a new job
 
 log = logs.get("service.job_store")
 

@@ -34,6 +34,7 @@ from service.runner import JobRunner
 from service.settings import Settings
 
 PROBE_S = 300.0  # to import every backend that is installed, on a slow disk
+UNPACKING = 2  # archives at a time: each may take a thread for a minute, and cancelling a job needs one as well
 HTTP_S = 4.0  # of `shutdown_s`: for answers that are being given when all jobs have ended
 
 log = logs.get("service.service")
@@ -64,6 +65,7 @@ class Service:
         self.runner = JobRunner(settings, self.jobs, self._leases, worker, metrics.observe_job)
         self._host: HostIdentity | None = None
         self._reader = ThreadPoolExecutor(1, "crucible-read")
+        self.unpacking = asyncio.Semaphore(UNPACKING)
         self.stopping = False
         self._tidying: asyncio.Task[None] | None = None
         self.started = asyncio.create_task(self._start())
