@@ -1,8 +1,8 @@
 """What all requests share: the home with its lock and database, keys, jobs, their runner, and how far the server's own life is.
 
-async with opened(settings, metrics, WORKER, probe) as service:     a second server on the same home is refused
-    await service.started                                           this host is known, jobs run: /readyz says so
-    await service.stop()                                            streams end, jobs are queued again; harmless if repeated
+async with opened(settings, metrics, WORKER, probe, spans) as service:     a second server on the same home is refused
+    await service.started                                                  this host is known, jobs run: /readyz says so
+    await service.stop()                                                   streams end, jobs are queued again; harmless if repeated
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from service.metrics import Metrics
 from service.retention import DAILY_S, Collected, collect
 from service.runner import JobRunner
 from service.settings import Settings
+from service.traces import JobSpans
 
 PROBE_S = 300.0  # to import every backend that is installed, on a slow disk
 UNPACKING = 2  # archives at a time: each may take a thread for a minute, and cancelling a job needs one as well
@@ -54,7 +55,7 @@ async def probe() -> HostIdentity:
 class Service:
     """Everything that lives as long as the server. Lives in one event loop, on a home that is locked."""
 
-    def __init__(self, settings: Settings, metrics: Metrics, worker: Sequence[str], probe: Probe) -> None:
+    def __init__(self, settings: Settings, metrics: Metrics, worker: Sequence[str], probe: Probe, spans: JobSpans) -> None:
         self.settings, self.metrics, self._probe = settings, metrics, probe
         self.folders = Folders(settings.home)
         self.database = Database(settings.database)
@@ -62,7 +63,7 @@ class Service:
         if settings.admin_key_file is not None:
             self.keys.add_from_file(settings.admin_key_file)
         self._leases = Leases(Devices(()))
-        self.runner = JobRunner(settings, self.jobs, self._leases, worker, metrics.observe_job)
+        self.runner = JobRunner(settings, self.jobs, self._leases, worker, (metrics.observe_job, spans.observe))
         self._host: HostIdentity | None = None
         self._reader = ThreadPoolExecutor(1, "crucible-read")
         self.unpacking = asyncio.Semaphore(UNPACKING)
@@ -135,7 +136,7 @@ class Service:
 
 
 @asynccontextmanager
-async def opened(settings: Settings, metrics: Metrics, worker: Sequence[str], probe: Probe) -> AsyncIterator[Service]:
+async def opened(settings: Settings, metrics: Metrics, worker: Sequence[str], probe: Probe, spans: JobSpans) -> AsyncIterator[Service]:
     """A service on its home; StoreError if another server has it."""
     settings.home.mkdir(parents=True, exist_ok=True)
     lock = FileLock(settings.home / "server.lock")
@@ -144,7 +145,7 @@ async def opened(settings: Settings, metrics: Metrics, worker: Sequence[str], pr
     except Timeout:
         raise StoreError(f"another server uses '{settings.home}'", "stop that one, or give this one a home of its own with --home") from None
     try:
-        service = Service(settings, metrics, worker, probe)
+        service = Service(settings, metrics, worker, probe, spans)
         metrics.collect_jobs(service.jobs.counts)
         metrics.collect_devices()
         try:

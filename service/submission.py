@@ -18,7 +18,6 @@ from pydantic import ValidationError
 
 from pipeline.config import Plan, load_plan
 from pipeline.errors import PlanError
-from pipeline.history import History
 from pipeline.source import code_digest, source_from_config
 from service import submitted, uploads
 from service.errors import NotFound, TooLarge, Unprocessable
@@ -29,6 +28,7 @@ from service.messages import HostIdentity
 from service.schemas import NamedConfig
 from service.service import Service
 from service.settings import Settings
+from service.traces import current_trace
 
 GPU_BACKENDS = ("tensorrt", "tensorrt_rtx")
 MOST_KEY = 255  # characters of an Idempotency-Key
@@ -64,7 +64,8 @@ async def submit(service: Service, owner: str, content_type: str, stream: AsyncI
             name=wanted.plan.name,
             device=device,
             created=now.isoformat(timespec="milliseconds"),
-            estimate_s=await asyncio.to_thread(History(service.settings.home).whole, wanted.plan.name),
+            estimate_s=await service.read(lambda: service.jobs.usual_s(owner, wanted.plan.name, device)),
+            trace=current_trace(),
         )
         await asyncio.to_thread(service.folders.save_plan, job_id, wanted.plan)
     except BaseException:

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
 from service.events import stream
+from service.folders import MOST_LOG_BYTES
 from service.jobs import Job, State
 from service.leases import utc_now
 from service.routers.asked import REFUSALS, AskedBy, AskedOf
@@ -20,7 +21,6 @@ from service.submitted import SubmittedPlan
 from service.uploads import PARTS
 
 router = APIRouter(tags=["jobs"], responses=REFUSALS)
-MOST_LOG_BYTES = 2**20
 LARGEST_SEQ = 2**63 - 1  # of SQLite
 
 _PART = {"type": "string", "format": "binary"}

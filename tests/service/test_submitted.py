@@ -90,6 +90,14 @@ def test_weights_become_an_architecture_of_the_list(tmp_path: Path, settings: Se
 
 
 @pytest.mark.parametrize(
+    ("filename", "name"),
+    [("resnet50.onnx", "resnet50"), ("a/../Net v2.onnx", "Net-v2"), (".onnx", "onnx"), ("", "model"), ("..", "model"), ("é" * 200, "-" * 100)],
+)
+def test_a_plan_without_a_name_has_that_of_the_file(tmp_path: Path, settings: Settings, filename: str, name: str) -> None:
+    assert plan_from(SubmittedPlan(), {"model": upload(tmp_path, "model", filename)}, settings).name == name
+
+
+@pytest.mark.parametrize(
     ("filename", "text", "said"),
     [
         ("w.safetensors", b"", "weights without a model"),
