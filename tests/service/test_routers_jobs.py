@@ -117,6 +117,29 @@ def test_what_is_no_request_to_compile_leaves_nothing(tmp_path: Path, body: byte
     at_desk(tmp_path, story)
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "model: {path: /etc/passwd}",
+        "data: {calibration: ../../secret.npz}",
+        "data: {selection: file:///etc/passwd}",
+        "accuracy: {metric: 'os:system'}",
+        "architecture: os:system",
+        "x: &x [a]\ny: *x",
+        "name: " + "a" * 10_000_000,
+    ],
+    ids=lambda plan: str(plan)[:30],
+)
+def test_a_plan_that_reaches_beyond_its_upload_is_422(tmp_path: Path, plan: str) -> None:
+    async def story(desk: Desk) -> None:
+        answer = await desk.client.post("/compile", files={"model": ("m.onnx", b"onnx"), "plan": ("p", plan.encode())})
+        assert (answer.status_code, answer.json()["code"]) == (422, "service.unprocessable")
+        assert "root:" not in answer.text
+        assert uploads(tmp_path) == []
+
+    at_desk(tmp_path, story)
+
+
 def test_a_plan_of_the_servers_own_is_compiled_by_its_name(tmp_path: Path) -> None:
     configs = tmp_path / "configs"
     configs.mkdir()
