@@ -9,10 +9,12 @@ from pydantic import ConfigDict, Field
 
 from pipeline.core import Frozen
 from pipeline.measure import Interval, Samples
+from pipeline.render import HTML_NAME, JSON_NAME, MARKDOWN_NAME
 from pipeline.report import BenchmarkReport, Candidate, LatencyRow, Report, ValidationReport, Verdict
 from pipeline.report import State as CandidateState
 from service.jobs import Failure, Job, Progress, State
 
+FORMS = {"application/json": JSON_NAME, "text/markdown": MARKDOWN_NAME, "text/html": HTML_NAME}  # of reports, by what Accept asks for
 EXAMPLE_ID = "01931f3a5b2c07d1e9a44c6f21"
 
 
