@@ -102,8 +102,8 @@ async def tail_log(
 ) -> PlainTextResponse:
     """The end of what the job's processes printed."""
     await service.read(lambda: service.jobs.get(job_id, caller.sees))
-    text = await asyncio.to_thread(_tail, service.folders.work(job_id).log, bytes_)
-    return PlainTextResponse(scrubbed(text, service.folders), headers={"X-Content-Type-Options": "nosniff"})
+    text = await asyncio.to_thread(lambda: scrubbed(_tail(service.folders.work(job_id).log, bytes_), service.folders))
+    return PlainTextResponse(text, headers={"X-Content-Type-Options": "nosniff"})
 
 
 @router.delete("/jobs/{job_id}", status_code=202)
