@@ -57,8 +57,8 @@ class Work:
         shutil.rmtree(self.temporary, ignore_errors=True)
 
     def shorten_log(self) -> None:
-        """Keep the end of the log, which is all that clients read of it."""
-        if self.log.is_file() and self.log.stat().st_size > MOST_LOG_BYTES:
+        """Keep the end of the log, which is all that clients read of it. A link that the job put in its place is left alone."""
+        if self.log.is_file() and not self.log.is_symlink() and self.log.stat().st_size > MOST_LOG_BYTES:
             with self.log.open("r+b") as file:
                 file.seek(-MOST_LOG_BYTES, os.SEEK_END)
                 end = file.read()

@@ -35,7 +35,7 @@ from service.settings import Settings
 from service.traces import JobSpans
 
 PROBE_S = 300.0  # to import every backend that is installed, on a slow disk
-UNPACKING = 2  # archives at a time: each may take a thread for a minute, and cancelling a job needs one as well
+UNPACKING = 2  # uploads at a time: an archive may take a thread for a minute, and cancelling a job needs one as well
 HTTP_S = 4.0  # of `shutdown_s`: for answers that are being given when all jobs have ended
 
 log = logs.get("service.service")
