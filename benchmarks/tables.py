@@ -41,6 +41,9 @@ The whole process of `crucible compile configs/digits.yaml`: export, eight engin
 The fastest matrix product per precision (of two libraries, three sizes) and the fastest copy, with all cores: what rows are seen against.""",
     "calibration_memory": """## Memory of calibration
 Peak memory of a process that calibrates ResNet-50 on generated 224x224 images. It must not grow with the number of samples.""",
+    "service_memory": """## Memory of the service
+`crucible serve`, and all processes of a job together, pages that they share counted once. The models are layers of matrix products, tried
+on every backend of this host, without data.""",
 }
 
 

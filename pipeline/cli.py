@@ -31,6 +31,7 @@ from pipeline.faults import crucible_error
 from pipeline.report import Report
 from pipeline.runner import Runner
 from pipeline.store import Store
+from pipeline.texts import profiles_text
 from service import commands
 from service.options import UrlOption
 
@@ -295,18 +296,10 @@ app.add_typer(commands.app)
 
 def _plan(path: Path, overrides: list[str], profiles: list[str]) -> config.Plan:
     if profiles:
-        overrides = [*overrides, f"profiles=[{{{', '.join(_profile_entry(text) for text in profiles)}}}]"]
+        overrides = [*overrides, f"profiles={profiles_text(profiles)}"]
     if path.suffix in config.ONNX_SUFFIXES:
         return config.plan_from_model(path, overrides)
     return config.load_plan(path, overrides)
-
-
-def _profile_entry(text: str) -> str:
-    name, equals, sizes = text.partition("=")
-    numbers = sizes.split(":")
-    if not equals or len(numbers) not in (1, 3) or not all(number.isdigit() for number in numbers):
-        raise PlanError(f"expected --profile DIM=MIN:OPT:MAX, got '{text}'", "for example --profile batch=1:8:64")
-    return f"{name}: [{', '.join(numbers if len(numbers) == 3 else numbers * 3)}]"
 
 
 @contextlib.contextmanager

@@ -166,23 +166,30 @@ def file_digest(path: Path) -> str:
 def graphs_of(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     """A graph and all the subgraphs of its nodes (If, Loop, Scan)."""
     yield graph
-    for node in graph.node:
+    yield from _graphs_within(graph)
+
+
+def _graphs_within(body: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.GraphProto]:
+    for node in body.node:
         for attribute in node.attribute:
             for inner in (attribute.g, *attribute.graphs) if attribute.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS) else ():
                 yield from graphs_of(inner)
 
 
 def tensors_of(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every constant of a model: initializers and tensor attributes, in subgraphs and functions too."""
-    for graph in graphs_of(proto.graph):
+    """Every constant of a model: initializers and attributes, dense and sparse, in subgraphs and functions too."""
+    graphs = [*graphs_of(proto.graph), *(graph for function in proto.functions for graph in _graphs_within(function))]
+    attributes = [attribute for body in (*graphs, *proto.functions) for node in body.node for attribute in node.attribute]
+    sparse = [each for graph in graphs for each in graph.sparse_initializer]
+    for graph in graphs:
         yield from graph.initializer
-        for sparse in graph.sparse_initializer:
-            yield from (sparse.values, sparse.indices)
-    bodies = [*graphs_of(proto.graph), *proto.functions]
-    for attribute in (attribute for body in bodies for node in body.node for attribute in node.attribute):
-        if attribute.type == onnx.AttributeProto.TENSOR:
+    for attribute in attributes:
+        if attribute.HasField("t"):
             yield attribute.t
         yield from attribute.tensors
+        sparse += [*([attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []), *attribute.sparse_tensors]
+    for each in sparse:
+        yield from (each.values, each.indices)
 
 
 def bytes_of_tensor(tensor: onnx.TensorProto) -> int:

@@ -56,14 +56,6 @@ class History:
         ours = [entry for entry in same if entry.plan == plan] or same
         return median(entry.seconds for entry in ours[-COUNTED:]) if ours else None
 
-    def whole(self, plan: str) -> float | None:
-        """Seconds that all stages of plans of this name usually take together; None if none ever ran."""
-        times: dict[tuple[str, str], list[float]] = {}
-        for entry in self.entries():
-            if entry.plan == plan:
-                times.setdefault((entry.stage, entry.subject), []).append(entry.seconds)
-        return sum(median(seconds[-COUNTED:]) for seconds in times.values()) if times else None
-
     def add(self, stage: str, subject: str, seconds: float, plan: str = "", device: str = "") -> None:
         """Append one entry, in one write."""
         created = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")

@@ -1,7 +1,10 @@
-"""Numbers as people read them: times, sizes, rates, intervals, shapes and dates."""
+"""Numbers as people read them: times, sizes, rates, intervals, shapes and dates; and ranges as they write them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from pipeline.errors import PlanError
 from pipeline.measure import Interval
 
 
@@ -47,3 +50,15 @@ def shape_text(sizes: dict[str, int]) -> str:
 def date(iso: str) -> str:
     """2026-01-31 12:00 UTC, from ISO 8601."""
     return f"{iso[:10]} {iso[11:16]} UTC" if len(iso) >= 16 else iso
+
+
+def profiles_text(ranges: Iterable[str]) -> str:
+    """`batch=1:8:64`, as people write it on the command line, as a plan's `profiles`. PlanError says what was expected."""
+    entries = []
+    for text in ranges:
+        name, equals, sizes = text.partition("=")
+        numbers = sizes.split(":")
+        if not equals or len(numbers) not in (1, 3) or not all(number.isdigit() for number in numbers):
+            raise PlanError(f"expected --profile DIM=MIN:OPT:MAX, got '{text}'", "for example --profile batch=1:8:64")
+        entries.append(f"{name}: [{', '.join(numbers if len(numbers) == 3 else numbers * 3)}]")
+    return f"[{{{', '.join(entries)}}}]"

@@ -14,6 +14,8 @@ from service.errors import Answer, MethodNotAllowed, NotFound, ServiceError, Unp
 from service.folders import Folders
 from service.scrub import scrubbed
 
+FREE_SPACE = "whoever runs the service can free some space with `crucible gc`, or move its home to a larger disk"
+
 log = logs.get("service.answers")
 
 
@@ -38,5 +40,5 @@ def _ours(error: Exception) -> Exception:
             return Unprocessable(faults, "GET /docs shows what this path takes")
         case OSError():  # a full disk is the host's fault; any other is ours
             known = crucible_error(error)
-            return known if isinstance(known, DiskFull) else error
+            return DiskFull(known.message, FREE_SPACE) if isinstance(known, DiskFull) else error
     return error

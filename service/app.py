@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -22,23 +23,25 @@ from service.observe import Observed
 from service.routers import docs, health, jobs, models, reports
 from service.runner import WORKER
 from service.service import Probe, opened, probe
-from service.serving.slots import Start
 from service.settings import Settings
-from service.traces import provider_from, telemetry_of
+from service.traces import JobSpans, provider_from, telemetry_of
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 ABOUT = "Send a trained model, follow its compilation, read what was measured and proved, and take the engine."
 
 
-def create_app(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe = probe, start: Start | None = None) -> FastAPI:
+def create_app(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe = probe, traces: TracerProvider | None = None) -> FastAPI:
     """The service on `settings.home`, as an ASGI application. Nothing is opened before its lifespan begins.
 
     A request passes Observed (one log line and one set of figures, whatever happens), then Guard (key, host, size), then its router.
     """
-    metrics, folders, traces = Metrics(), Folders(settings.home), provider_from(settings)
+    metrics, folders, traces = Metrics(), Folders(settings.home), traces or provider_from(settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with opened(settings, metrics, worker, probe, start) as service:
+        async with opened(settings, metrics, worker, probe, JobSpans(traces)) as service:
             app.state.service = service
             yield
         if traces is not None:

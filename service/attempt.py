@@ -187,10 +187,16 @@ class Attempt:
                 log.error("job.not_stored", job=self.job.id, error=error.message)
                 return
         log.info("job.ended", job=job.id, state=job.state, failure=job.failure.message if job.failure else None)
-        if job.state == "succeeded":
-            await asyncio.to_thread(self._work.empty)
-        else:
-            await asyncio.to_thread(shutil.rmtree, self._means.folders.report(job.id), True)
+        await asyncio.to_thread(self._tidy, job)
+
+    def _tidy(self, job: Job) -> None:
+        """Keep what a retry goes on from; not of a job that took the whole disk it may."""
+        with contextlib.suppress(OSError):
+            self._work.shorten_log()
+        if job.state == "succeeded" or (job.failure and job.failure.code == "job.disk"):
+            self._work.empty()
+        if job.state != "succeeded":
+            shutil.rmtree(self._means.folders.report(job.id), ignore_errors=True)
 
 
 def _seen(message: Stage) -> StageSeen:

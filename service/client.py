@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import tarfile
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,7 +32,7 @@ from pipeline.report import Report
 from service.jobs import FINAL, State
 from service.keys import FORM
 from service.models import DeploymentOptions, ModelPage, ModelView, PromoteRequest, ShapesView
-from service.schemas import JobPage, JobView, Refusal
+from service.schemas import FORMS, JobPage, JobView, Refusal
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 30.0
@@ -64,15 +66,19 @@ class Upload:
     """Files to compile. `model`: ONNX, an archive of ONNX with external data, or safetensors with an `architecture` in the plan."""
 
     model: Path
-    plan: Path | None = None
+    plan: Path | str | None = None  # a file, or the plan itself
     calibration: Path | None = None
     selection: Path | None = None
     validation: Path | None = None
 
-    def files(self) -> dict[str, Path]:
-        """Those that there are, by the name of their part."""
+    def parts(self, opened: contextlib.ExitStack) -> dict[str, tuple[str, IO[bytes] | str]]:
+        """What there is, by the name of its part: its file's name and content."""
         named = {name: getattr(self, name) for name in ("model", "plan", "calibration", "selection", "validation")}
-        return {name: path for name, path in named.items() if path is not None}
+        return {
+            name: ("plan.yaml", part) if isinstance(part, str) else (part.name, opened.enter_context(_open(part)))
+            for name, part in named.items()
+            if part is not None
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +111,8 @@ class Client:
     def submit(self, upload: Upload, idempotency_key: str | None = None) -> JobView:
         """Send a model, streamed from the disk; the job, which may be that of an equal request before."""
         with contextlib.ExitStack() as opened:
-            files = {name: (path.name, opened.enter_context(_open(path))) for name, path in upload.files().items()}
-            timeout = httpx.Timeout(TIMEOUT_S, read=ANSWER_S)
-            request = self._http.build_request("POST", "/compile", files=files, headers=_once(idempotency_key), timeout=timeout)
+            timeout, headers = httpx.Timeout(TIMEOUT_S, read=ANSWER_S), _once(idempotency_key)
+            request = self._http.build_request("POST", "/compile", files=upload.parts(opened), headers=headers, timeout=timeout)
             return self._parsed(JobView, self._send(request))
 
     def submit_config(self, name: str, idempotency_key: str | None = None) -> JobView:
@@ -161,6 +166,27 @@ class Client:
         """All that waited is answered when this returns."""
         self._send(self._http.build_request("DELETE", _path("models", name, "deployment"), timeout=_patient()))
 
+    def download(self, job_id: str, folder: Path) -> Report:
+        """Fill `folder` as `crucible compile` does: the report in its three forms and, unless the model was rejected, the engine."""
+        from pipeline.deliver import deliver_engine, load_engine, withdraw_engine
+
+        report = self.report(job_id)
+        folder.mkdir(parents=True, exist_ok=True)
+        for form, name in FORMS.items():
+            request = self._http.build_request("GET", _path("reports", job_id), headers={"Accept": form})
+            (folder / name).write_bytes(self._send(request).content)
+        if report.winner is None or report.verdict == "rejected":
+            withdraw_engine(folder / "engine")
+            return report
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            packed = Path(work) / "engine.tar"
+            with packed.open("wb") as file, self._streamed(self._http.build_request("GET", _path("reports", job_id, "engine.tar"))) as chunks:
+                file.writelines(chunks)
+            with tarfile.open(packed) as archive:
+                archive.extractall(work, filter="data")
+            deliver_engine(load_engine(Path(work) / "engine"), folder / "engine")
+        return report
+
     def events(self, job_id: str, after: int = 0, patience_s: float = PATIENCE_S) -> Iterator[Event]:
         """What happens to a job, to its end: each event once, also if the server is restarted meanwhile.
 
@@ -169,7 +195,10 @@ class Client:
         waits, known = iter(wait_times(patience_s)), False
         while True:
             try:
-                with self._streamed(job_id, after) as chunks:
+                request = self._http.build_request(
+                    "GET", _path("jobs", job_id, "events"), headers={"Last-Event-ID": str(after)}, timeout=httpx.Timeout(TIMEOUT_S, read=SILENT_S)
+                )
+                with self._streamed(request) as chunks:
                     known = True
                     for event in events_of_stream(chunks):
                         after, waits = event.seq, iter(wait_times(patience_s))
@@ -186,10 +215,7 @@ class Client:
     # -- how it asks ---------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _streamed(self, job_id: str, after: int) -> Iterator[Iterator[bytes]]:
-        request = self._http.build_request(
-            "GET", _path("jobs", job_id, "events"), headers={"Last-Event-ID": str(after)}, timeout=httpx.Timeout(TIMEOUT_S, read=SILENT_S)
-        )
+    def _streamed(self, request: httpx.Request) -> Iterator[Iterator[bytes]]:
         answer = self._send(request, stream=True)
         try:
             yield answer.iter_bytes()

@@ -26,6 +26,8 @@ app.add_typer(keys, name="keys")
 app.command()(gc)
 app.add_typer(model_commands.app)
 
+WaitOption = Annotated[bool, typer.Option("--wait", help="Follow the job to its end, as `crucible wait` does.")]
+
 
 @app.command()
 def serve(
@@ -103,7 +105,11 @@ def submit(
     selection: Annotated[Path | None, typer.Option(metavar="NPZ", help="Samples that choose the winner.")] = None,
     validation: Annotated[Path | None, typer.Option(metavar="NPZ", help="Samples that the winner is proved on.")] = None,
     config: Annotated[str | None, typer.Option(help="Compile one of the server's own plans, in the place of a model.")] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Follow the job to its end, as `crucible wait` does.")] = False,
+    profiles: Annotated[
+        list[str] | None,
+        typer.Option("--profile", metavar="DIM=MIN:OPT:MAX", help="In the place of a plan: range of a dimension that varies. Repeatable."),
+    ] = None,
+    wait: WaitOption = False,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -112,18 +118,39 @@ def submit(
     Ends with one JSON document: the job.
     """
     from pipeline.errors import PlanError
+    from pipeline.texts import profiles_text
     from service.client import Upload
 
-    files = (plan, calibration, selection, validation)
-    if (model is None) == (config is None) or (config is not None and any(files)):
+    data = (calibration, selection, validation)
+    if (model is None) == (config is None) or (config is not None and any((plan, profiles, *data))):
         raise PlanError("expected a model, with a plan and data if there are any, or --config NAME alone", "see `crucible submit --help`")
+    if plan and profiles:
+        raise PlanError("--profile stands in the place of a plan, and both are given", "write `profiles` into the plan")
     with connect(url) as client:
-        job = client.submit(Upload(model, *files)) if model is not None else client.submit_config(config or "")
-        if wait:
-            _follow(client, job.id, as_json)
-        if not as_json:
-            print(f"job {job.id} is {job.state}; follow it with `crucible wait {client.url}{job.links.job}`")
-        print(job.model_dump_json())
+        asked = f"profiles: {profiles_text(profiles)}" if profiles else plan
+        job = client.submit(Upload(model, asked, *data)) if model is not None else client.submit_config(config or "")
+        _sent(client, job, wait, as_json)
+
+
+@app.command()
+def retry(job: JobArgument, wait: WaitOption = False, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Try a job again that failed or was cancelled: a new job, which goes on from what the old one stored.
+
+    Ends with one JSON document: the new job.
+    """
+    from service.client import place_of
+
+    where, job_id = place_of(job, url)
+    with connect(where) as client:
+        _sent(client, client.retry(job_id), wait, as_json)
+
+
+def _sent(client: Client, job: JobView, wait: bool, as_json: bool) -> None:
+    if wait:
+        _follow(client, job.id, as_json)
+    if not as_json:
+        print(f"job {job.id} is {job.state}; follow it with `crucible wait {client.url}{job.links.job}`")
+    print(job.model_dump_json())
 
 
 @app.command()
@@ -165,6 +192,33 @@ def jobs(
         return
     rows = [(job.id, job.name, job.state, job.progress.stage if job.progress else "", job.verdict or "", job.winner or "") for job in page.jobs]
     terminal.console().print(terminal.plain_table(("job", "name", "state", "stage", "verdict", "winner"), rows))
+
+
+@app.command()
+def download(
+    job: JobArgument,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where reports and engine go; crucible-out/NAME if left out.")] = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Fetch the engine and the reports of a job that has succeeded, into a folder as `crucible compile` leaves it.
+
+    Ends with one JSON document: the folder, and the engine in it, null if the model was rejected.
+    """
+    import json
+
+    from pipeline.deliver import check_folder
+    from service.client import place_of
+
+    where, job_id = place_of(job, url)
+    with connect(where) as client:
+        folder = out or Path("crucible-out") / (Path(client.job(job_id).name).name or "model")
+        check_folder(folder)
+        client.download(job_id, folder)
+    engine = folder / "engine"
+    if not as_json:
+        print(f"report: {folder / 'report.html'}")
+    print(json.dumps({"folder": str(folder), "engine": str(engine) if engine.is_dir() else None}))
 
 
 def print_report(target: str, url: str | None, as_json: bool) -> None:

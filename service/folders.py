@@ -22,6 +22,7 @@ from pipeline.config import Plan
 from pipeline.errors import StoreError
 
 PLAN = "plan.json"
+MOST_LOG_BYTES = 2**20  # of a log that are read, and kept once the job has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,16 @@ class Work:
     def clear_temporary(self) -> None:
         """Remove what nobody needs once the child is gone."""
         shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def shorten_log(self) -> None:
+        """Keep the end of the log, which is all that clients read of it. A link that the job put in its place is left alone."""
+        if self.log.is_file() and not self.log.is_symlink() and self.log.stat().st_size > MOST_LOG_BYTES:
+            with self.log.open("r+b") as file:
+                file.seek(-MOST_LOG_BYTES, os.SEEK_END)
+                end = file.read()
+                file.seek(0)
+                file.write(end)
+                file.truncate()
 
     def empty(self) -> None:
         """Leave the log only."""

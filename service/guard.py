@@ -1,7 +1,7 @@
 """The gate in front of the application: Host, Origin, key and size are checked before the first byte of a body is read.
 
-Pure ASGI, because a framework's own hooks run when a body may have been read. A request that is refused here is answered with
-`Connection: close`, so the server reads no more of it.
+Pure ASGI, because a framework's own hooks run when a body may have been read. A request that is answered before its body has come,
+here or behind, is answered with `Connection: close`, so the server reads no more of it.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class Guard:
             return
         scope.setdefault("state", {}).update(caller=caller, request_id=request_id)
         body = _Counted(receive, send, self._limit(scope["path"]), request_id)
+        body.whole = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
         await self._application(scope, body.receive, body.send)
 
     def _check(self, method: str, path: str, headers: dict[str, str]) -> Caller:
@@ -81,7 +82,7 @@ class Guard:
             self._check_origin(headers)
         caller = self._caller(path, headers)
         length, limit = headers.get("content-length", "0"), self._limit(path)
-        if not length.isdigit() or int(length) > limit:
+        if not (length.isascii() and length.isdigit()) or int(length) > limit:
             raise TooLarge(f"a body of {length} bytes, expected at most {limit}", "send less, or have the service's limit raised")
         return caller
 
@@ -123,11 +124,13 @@ class _Counted:
         self._receive, self._send, self._limit, self._request_id = receive, send, limit, request_id
         self._count = 0
         self._started = self._over = False
+        self.whole = False  # nothing more will come
 
     async def receive(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.request":
             self._count += len(message.get("body", b""))
+            self.whole = not message.get("more_body", False)
             if self._count > self._limit:
                 await self._refuse()
                 return {"type": "http.disconnect"}
@@ -138,7 +141,8 @@ class _Counted:
             return
         if message["type"] == "http.response.start":
             self._started = True
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self._request_id.encode())]
+            closing = () if self.whole else ((b"connection", b"close"),)
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self._request_id.encode()), *closing]
         await self._send(message)
 
     async def _refuse(self) -> None:

@@ -55,17 +55,25 @@ class Job(Frozen):
     finished: str | None = None
     attempt: int = 0  # how often it was started
     interruptions: int = 0  # how often the server died while it ran
-    estimate_s: float | None = None  # how long the stages of plans of this name took here, when it was sent; None: none ever ran
+    estimate_s: float | None = None  # how long the owner's jobs of this name took on this device, when it was sent; None: none has succeeded
     progress: Progress | None = None
     verdict: Verdict | None = None  # of a job that succeeded: its report exists, also where it says `rejected`
     winner: str | None = None
     failure: Failure | None = None
     pid: int | None = None  # of the child, while there is one; with the time at which that process started, for pids are used again
     pid_started: float | None = None
+    trace: str | None = None  # the request that made it, as W3C's `traceparent`, where traces are kept
 
     @property
     def is_final(self) -> bool:
         return self.state in FINAL
+
+    @property
+    def took_s(self) -> float:
+        """Of the last attempt of a job that has ended; 0 if it never ran."""
+        if self.started is None or self.finished is None:
+            return 0.0
+        return max(0.0, (dt.datetime.fromisoformat(self.finished) - dt.datetime.fromisoformat(self.started)).total_seconds())
 
 
 @dataclass(frozen=True, slots=True)

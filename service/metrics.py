@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
 
+import pynvml
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -44,9 +46,9 @@ class Metrics:
         """Ask `count` for the number of jobs per state whenever the figures are read."""
         self.registry.register(_Jobs(count))
 
-    def collect_devices(self) -> None:
+    def collect_devices(self, nvml: ModuleType = pynvml) -> None:
         """Memory and busy share of every NVIDIA GPU, as NVML tells whenever the figures are read; nothing where there is none."""
-        self.registry.register(_Devices())
+        self.registry.register(_Devices(nvml))
 
     def text(self) -> bytes:
         """In Prometheus' text format."""
@@ -68,26 +70,27 @@ class _Jobs(Collector):
 
 
 class _Devices(Collector):
-    def collect(self) -> Iterable[Metric]:
-        import pynvml
+    def __init__(self, nvml: ModuleType) -> None:
+        self._nvml = nvml
 
+    def collect(self) -> Iterable[Metric]:
         used = GaugeMetricFamily("crucible_device_memory_used_bytes", "Memory in use on a GPU, by anybody", labels=["device"])
         whole = GaugeMetricFamily("crucible_device_memory_bytes", "Memory of a GPU", labels=["device"])
         busy = GaugeMetricFamily("crucible_device_busy_ratio", "Share of the last second in which some kernel ran", labels=["device"])
         try:
-            pynvml.nvmlInit()
-        except pynvml.NVMLError:  # no GPU, no driver
+            self._nvml.nvmlInit()
+        except self._nvml.NVMLError:  # no GPU, no driver
             return
         try:
-            for number in range(pynvml.nvmlDeviceGetCount()):
-                handle = pynvml.nvmlDeviceGetHandleByIndex(number)
-                memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            for number in range(self._nvml.nvmlDeviceGetCount()):
+                handle = self._nvml.nvmlDeviceGetHandleByIndex(number)
+                memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
                 name = [f"gpu:{number}"]
                 used.add_metric(name, memory.used)
                 whole.add_metric(name, memory.total)
-                busy.add_metric(name, pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
+                busy.add_metric(name, self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
         finally:
-            pynvml.nvmlShutdown()
+            self._nvml.nvmlShutdown()
         yield from (used, whole, busy)
 
     def describe(self) -> Iterable[Metric]:

@@ -35,6 +35,7 @@ from service.jobs import CancelAsked, Died, Failure, Job, JobEvent, Requeued, St
 from service.leases import Clock, Leases, utc_now
 from service.scrub import scrubbed_event
 from service.settings import Settings
+from service.traces import current_trace
 from service.watchdog import limits_from, machine_memory
 
 WORKER = (sys.executable, "-m", "service.job_worker")
@@ -56,11 +57,11 @@ class JobRunner:
         jobs: JobStore,
         leases: Leases,
         worker: Sequence[str] = WORKER,
-        observe: Callable[[Job, JobEvent], None] = lambda job, event: None,
+        observers: Sequence[Callable[[Job, JobEvent], None]] = (),
         clock: Clock = utc_now,
         most_interruptions: int = MOST_INTERRUPTIONS,
     ) -> None:
-        self._settings, self._jobs, self._leases, self._observe, self._clock = settings, jobs, leases, observe, clock
+        self._settings, self._jobs, self._leases, self._observers, self._clock = settings, jobs, leases, observers, clock
         self.folders = Folders(settings.home)
         self._most_interruptions = most_interruptions
         limits = limits_from(settings, machine_memory())
@@ -149,7 +150,14 @@ class JobRunner:
         now = self._clock()
         created = now.isoformat(timespec="milliseconds")
         new = Job(
-            id=new_id(now), owner=old.owner, identity=old.identity, name=old.name, device=old.device, created=created, estimate_s=old.estimate_s
+            id=new_id(now),
+            owner=old.owner,
+            identity=old.identity,
+            name=old.name,
+            device=old.device,
+            created=created,
+            estimate_s=old.estimate_s,
+            trace=current_trace(),
         )
         added, is_new = await self._in_thread(partial(self._jobs.add, new, now, None, self._settings.max_queued))
         if is_new:
@@ -198,7 +206,8 @@ class JobRunner:
         """Store an event, without the places of this host, and wake who waits for it."""
         job, _ = await self._in_thread(partial(self._jobs.append, job_id, scrubbed_event(event, self.folders), self._clock()))
         self._wake(job_id)
-        self._observe(job, event)
+        for observe in self._observers:
+            observe(job, event)
         return job
 
     def _wake(self, job_id: str) -> None:

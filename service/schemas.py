@@ -9,10 +9,12 @@ from pydantic import ConfigDict, Field
 
 from pipeline.core import Frozen
 from pipeline.measure import Interval, Samples
+from pipeline.render import HTML_NAME, JSON_NAME, MARKDOWN_NAME
 from pipeline.report import BenchmarkReport, Candidate, LatencyRow, Report, ValidationReport, Verdict
 from pipeline.report import State as CandidateState
 from service.jobs import Failure, Job, Progress, State
 
+FORMS = {"application/json": JSON_NAME, "text/markdown": MARKDOWN_NAME, "text/html": HTML_NAME}  # of reports, by what Accept asks for
 EXAMPLE_ID = "01931f3a5b2c07d1e9a44c6f21"
 
 
@@ -70,7 +72,7 @@ class JobView(Frozen):
     started: str | None
     finished: str | None
     attempt: int = Field(description="How often it was started: more than once if the server was restarted meanwhile")
-    estimate_s: float | None = Field(description="How long all stages of plans of this name usually take here; null if none ever ran")
+    estimate_s: float | None = Field(description="How long your jobs of this name usually take on this device; null if none has succeeded")
     elapsed_s: float | None = Field(description="Of the last attempt, until now or its end; null before it")
     progress: Progress | None = Field(description="The stage that runs; `estimate_s` is how long it usually takes here")
     verdict: Verdict | None
@@ -109,8 +111,7 @@ def view_of_job(job: Job, now: dt.datetime) -> JobView:
 def _elapsed_s(job: Job, now: dt.datetime) -> float | None:
     if job.started is None:
         return None
-    end = dt.datetime.fromisoformat(job.finished) if job.finished else now
-    return round(max(0.0, (end - dt.datetime.fromisoformat(job.started)).total_seconds()), 3)
+    return job.took_s if job.finished else round(max(0.0, (now - dt.datetime.fromisoformat(job.started)).total_seconds()), 3)
 
 
 # -- parts of reports --------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """What all requests share: the home with its lock and database, keys, jobs, their runner, and how far the server's own life is.
 
-async with opened(settings, metrics, WORKER, probe) as service:     a second server on the same home is refused
-    await service.started                                           this host is known, jobs run: /readyz says so
-    await service.stop()                                            streams end, jobs are queued again; harmless if repeated
+async with opened(settings, metrics, WORKER, probe, spans) as service:     a second server on the same home is refused
+    await service.started                                                  this host is known, jobs run: /readyz says so
+    await service.stop()                                                   streams end, jobs are queued again; harmless if repeated
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ from service.serving.figures import Figures
 from service.serving.loading import Means
 from service.serving.metrics import Models
 from service.serving.repository import Repository
-from service.serving.slots import Start
 from service.settings import Settings
+from service.traces import JobSpans
 
 PROBE_S = 300.0  # to import every backend that is installed, on a slow disk
+UNPACKING = 2  # uploads at a time: an archive may take a thread for a minute, and cancelling a job needs one as well
 HTTP_S = 4.0  # of `shutdown_s`: for answers that are being given when all jobs have ended
 
 log = logs.get("service.service")
@@ -62,7 +63,7 @@ async def probe() -> HostIdentity:
 class Service:
     """Everything that lives as long as the server. Lives in one event loop, on a home that is locked."""
 
-    def __init__(self, settings: Settings, metrics: Metrics, worker: Sequence[str], probe: Probe, start: Start | None = None) -> None:
+    def __init__(self, settings: Settings, metrics: Metrics, worker: Sequence[str], probe: Probe, spans: JobSpans) -> None:
         self.settings, self.metrics, self._probe = settings, metrics, probe
         self.folders = Folders(settings.home)
         self.database = Database(settings.database)
@@ -71,11 +72,12 @@ class Service:
             self.keys.add_from_file(settings.admin_key_file)
         self._leases = Leases(Devices(()))
         self.repository = Repository(self.database, self.folders)
-        load = start or partial(Deployment.start, figures=Figures(metrics.registry))
+        load = partial(Deployment.start, figures=Figures(metrics.registry))
         self.serving = Deployments(Means(self.repository, self.jobs, self.folders, self._leases, settings.versions_kept, load))
-        self.runner = JobRunner(settings, self.jobs, self._leases, worker, metrics.observe_job)
+        self.runner = JobRunner(settings, self.jobs, self._leases, worker, (metrics.observe_job, spans.observe))
         self._host: HostIdentity | None = None
         self._reader = ThreadPoolExecutor(1, "crucible-read")
+        self.unpacking = asyncio.Semaphore(UNPACKING)
         self.stopping = False
         self._tidying: asyncio.Task[None] | None = None
         self.started = asyncio.create_task(self._start())
@@ -150,7 +152,7 @@ class Service:
 
 
 @asynccontextmanager
-async def opened(settings: Settings, metrics: Metrics, worker: Sequence[str], probe: Probe, start: Start | None = None) -> AsyncIterator[Service]:
+async def opened(settings: Settings, metrics: Metrics, worker: Sequence[str], probe: Probe, spans: JobSpans) -> AsyncIterator[Service]:
     """A service on its home; StoreError if another server has it."""
     settings.home.mkdir(parents=True, exist_ok=True)
     lock = FileLock(settings.home / "server.lock")
@@ -159,7 +161,7 @@ async def opened(settings: Settings, metrics: Metrics, worker: Sequence[str], pr
     except Timeout:
         raise StoreError(f"another server uses '{settings.home}'", "stop that one, or give this one a home of its own with --home") from None
     try:
-        service = Service(settings, metrics, worker, probe, start)
+        service = Service(settings, metrics, worker, probe, spans)
         metrics.collect_jobs(service.jobs.counts)
         metrics.registry.register(Models(lambda: service.serving.served(LOCAL)))
         metrics.collect_devices()

@@ -35,7 +35,7 @@ class Settings(Frozen):
     keys_required: bool | None = None  # None: unless bound to loopback
     admin_key_file: Path | None = None  # holds the first admin key, for containers
     configs: Path | None = None  # folder of plans that clients may name
-    allow_code: bool = False  # .pt2, TorchScript and pickle, which run code of whoever sent them
+    allow_code: bool = False  # .pt2, which runs code of whoever sent it; TorchScript and pickle are never taken
 
     max_upload_bytes: int = Field(default=4 * GIB, gt=0)  # of one request's files together
     max_unpacked_bytes: int = Field(default=8 * GIB, gt=0)  # of an archive's members together

@@ -18,7 +18,6 @@ from pydantic import ValidationError
 
 from pipeline.config import Plan, load_plan
 from pipeline.errors import PlanError
-from pipeline.history import History
 from pipeline.source import code_digest, source_from_config
 from service import submitted, uploads
 from service.errors import NotFound, TooLarge, Unprocessable
@@ -29,6 +28,7 @@ from service.messages import HostIdentity
 from service.schemas import NamedConfig
 from service.service import Service
 from service.settings import Settings
+from service.traces import current_trace
 
 GPU_BACKENDS = ("tensorrt", "tensorrt_rtx")
 MOST_KEY = 255  # characters of an Idempotency-Key
@@ -55,7 +55,7 @@ async def submit(service: Service, owner: str, content_type: str, stream: AsyncI
         if content_type.partition(";")[0].strip().lower() == "application/json":
             wanted = await _wanted_config(await _short(stream, service.settings.max_plan_bytes), service.settings, owner, host)
         else:
-            wanted = await _wanted_upload(stream, content_type, folder, service.settings, owner, host)
+            wanted = await _wanted_upload(stream, content_type, folder, service, owner, host)
         device = device_for(wanted.plan, tuple(host.devices), await service.read(lambda: _load(service)))
         job = Job(
             id=job_id,
@@ -64,19 +64,20 @@ async def submit(service: Service, owner: str, content_type: str, stream: AsyncI
             name=wanted.plan.name,
             device=device,
             created=now.isoformat(timespec="milliseconds"),
-            estimate_s=await asyncio.to_thread(History(service.settings.home).whole, wanted.plan.name),
+            estimate_s=await service.read(lambda: service.jobs.usual_s(owner, wanted.plan.name, device)),
+            trace=current_trace(),
         )
         await asyncio.to_thread(service.folders.save_plan, job_id, wanted.plan)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, folder, True)
         raise
     try:
         added, _ = await service.runner.submit(job, Once(key, wanted.digest) if key else None)
     except Exception:  # not a cancellation: the runner adds the job nevertheless
-        shutil.rmtree(folder, ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, folder, True)
         raise
     if added.id != job_id:
-        shutil.rmtree(folder, ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, folder, True)
     return added
 
 
@@ -95,10 +96,12 @@ def _load(service: Service) -> Counter[str]:
 # -- an upload ---------------------------------------------------------------------------------------------------------
 
 
-async def _wanted_upload(stream: AsyncIterator[bytes], content_type: str, folder: Path, settings: Settings, owner: str, host: HostIdentity) -> Wanted:
+async def _wanted_upload(stream: AsyncIterator[bytes], content_type: str, folder: Path, service: Service, owner: str, host: HostIdentity) -> Wanted:
+    settings = service.settings
     limits = uploads.Limits(settings.max_upload_bytes, settings.max_plan_bytes, settings.max_unpacked_bytes)
     parts = await uploads.receive(stream, content_type, folder, limits)
-    return await asyncio.to_thread(_wanted_parts, parts, settings, owner, host)
+    async with service.unpacking:
+        return await asyncio.to_thread(_wanted_parts, parts, settings, owner, host)
 
 
 def _wanted_parts(parts: Mapping[str, uploads.Part], settings: Settings, owner: str, host: HostIdentity) -> Wanted:

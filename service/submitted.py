@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ from service.uploads import Limits, Part, is_archive, unpack
 DATA = ("calibration", "selection", "validation")
 DEEPEST = 12  # levels of a plan; ours needs 6
 MOST_ITEMS = 10_000  # scalars, lists and mappings of a plan together
-NAME = r"^([A-Za-z0-9_-][A-Za-z0-9_.-]{0,99})?$"
+LONGEST_NAME = 100
+NAME = rf"^([A-Za-z0-9_-][A-Za-z0-9_.-]{{0,{LONGEST_NAME - 1}}})?$"
 SEE = "docs/service.md lists the keys that a submitted plan may have"
 SAFETENSORS, PICKLES = ".safetensors", (".pt", ".pth", ".pt2", ".pkl", ".pickle", ".bin", ".ckpt", ".joblib")
 
@@ -129,7 +131,7 @@ def plan_from(submitted: SubmittedPlan, parts: Mapping[str, Part], settings: Set
     """The plan over the uploaded files, which lie where they were received; an archive is unpacked beside them."""
     document = submitted.model_dump(mode="json", exclude={"architecture", "classes", "inputs", "outputs", "data", "accuracy", "simplify", "tensorrt"})
     document |= {
-        "name": submitted.name or "model",
+        "name": submitted.name or _name_of(parts["model"].filename),
         "model": _model(submitted, parts["model"], settings),
         "data": {role: _data(role, submitted, parts) for role in DATA},
         "accuracy": submitted.accuracy.model_dump(mode="json"),
@@ -140,6 +142,12 @@ def plan_from(submitted: SubmittedPlan, parts: Mapping[str, Part], settings: Set
         return Plan.model_validate(document)
     except ValidationError as error:
         raise Unprocessable(explain(error, Plan), SEE) from error
+
+
+def _name_of(filename: str) -> str:
+    """`resnet50` of `resnet50.onnx` or `resnet50.tar.gz`."""
+    stem = Path(filename).stem.removesuffix(".tar")
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", stem).lstrip(".")[:LONGEST_NAME] or "model"
 
 
 def _data(role: str, submitted: SubmittedPlan, parts: Mapping[str, Part]) -> object:

@@ -5,10 +5,16 @@ Nothing is trusted: names are ours, sizes are counted as they arrive, archive me
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import gzip
 import hashlib
+import io
+import math
 import shutil
 import tarfile
 import zipfile
+import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,10 +29,14 @@ from service.errors import TooLarge, Unprocessable
 
 PARTS = ("model", "plan", "calibration", "selection", "validation")
 MOST_MEMBERS = 10_000  # of an archive; each costs a file
+MOST_DIRECTORY_BYTES = 4 * 2**20  # of a .zip, which are 400 for each of so many
+MOST_HEADER_BYTES = 64 * 2**10  # of a .tar between two files: names of up to 4096 bytes, and what is read ahead
 DEEPEST = 16  # folders in folders
 CHUNK_BYTES = 2**20
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
 FIELDS = f"send multipart/form-data with `model`, `plan` and, as far as there are any, {', '.join(f'`{name}`' for name in PARTS[2:])}"
+GZIP = b"\x1f\x8b"
+OF_ARCHIVES = (None, errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTDIR)  # all others are our disk's
 DAMAGED = "the archive is damaged or cut short"
 
 
@@ -54,7 +64,10 @@ class Part:
 
 
 async def receive(stream: AsyncIterator[bytes], content_type: str, folder: Path, limits: Limits) -> dict[str, Part]:
-    """Write each part to `folder`, which is made here and removed again if anything goes wrong, a client that hangs up included."""
+    """Write each part to `folder`, which is made here and removed again if anything goes wrong, a client that hangs up included.
+
+    The disk may be slow: it is written in a thread, so that other requests are answered meanwhile.
+    """
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise Unprocessable(f"a body of type '{content_type or 'none'}', expected multipart/form-data", FIELDS)
@@ -63,14 +76,13 @@ async def receive(stream: AsyncIterator[bytes], content_type: str, folder: Path,
         with _Receiver(folder, limits) as receiver:
             parser = MultipartParser(options[b"boundary"], receiver.callbacks())
             async for chunk in stream:
-                parser.write(chunk)
+                await asyncio.to_thread(parser.write, chunk)
             parser.finalize()
             return receiver.finished()
-    except FormParserError as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise Unprocessable(f"the body is no multipart/form-data: {error}", FIELDS) from error
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+    except BaseException as error:
+        await asyncio.to_thread(shutil.rmtree, folder, True)
+        if isinstance(error, FormParserError):
+            raise Unprocessable(f"the body is no multipart/form-data: {error}", FIELDS) from error
         raise
 
 
@@ -170,7 +182,8 @@ def is_archive(filename: str) -> bool:
 def unpack(part: Part, folder: Path, limits: Limits) -> Path:
     """Unpack an ONNX model with its external data into `folder`, made here; the path of its one .onnx file.
 
-    Unprocessable for members that lie outside, links, devices, two models, or more bytes than the limit, whatever the headers say.
+    Unprocessable for members that lie outside, links, devices, two models, or headers made to fill the memory; TooLarge for more bytes than
+    the limit, whatever the headers say.
     """
     folder.mkdir(parents=True)
     try:
@@ -179,9 +192,10 @@ def unpack(part: Part, folder: Path, limits: Limits) -> Path:
         for number, (name, stream) in enumerate(opened(part.path)):
             if number >= MOST_MEMBERS:
                 raise Unprocessable(f"an archive of more than {MOST_MEMBERS} files", "send a model with one file of external data")
-            left -= _write(stream, _place(folder, name), left, limits.unpacked_bytes)
-    except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, NotImplementedError, RuntimeError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno is not None and not isinstance(error, FileExistsError | NotADirectoryError | IsADirectoryError):
+            if stream is not None:
+                left -= _write(stream, _place(folder, name), left, limits.unpacked_bytes)
+    except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno not in OF_ARCHIVES:
             raise  # of our disk
         raise Unprocessable(f"{DAMAGED}: {error}", "pack it again, as .zip, .tar or .tar.gz") from error
     models = sorted(folder.rglob("*.onnx"))
@@ -191,27 +205,62 @@ def unpack(part: Part, folder: Path, limits: Limits) -> Path:
     return models[0]
 
 
-def _zip_members(path: Path) -> Iterator[tuple[str, IO[bytes]]]:
-    with zipfile.ZipFile(path) as archive:
+Members = Iterator[tuple[str, IO[bytes] | None]]
+"""Name and content; None: a folder."""
+
+
+class _Bounded(io.FileIO):
+    """A zip as it is read: its directory is read at once, and would fill the memory if it said so."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > MOST_DIRECTORY_BYTES:
+            raise Unprocessable(f"a .zip whose directory has {size} bytes, expected at most {MOST_DIRECTORY_BYTES}", "pack fewer files")
+        return super().read(size)
+
+
+def _zip_members(path: Path) -> Members:
+    with _Bounded(path) as file, zipfile.ZipFile(file) as archive:
         for member in archive.infolist():
             mode = member.external_attr >> 16
             if mode & 0o170000 not in (0, 0o100000, 0o040000):
                 raise Unprocessable(f"'{member.filename}' in the archive is a link or a device", "pack files only")
-            if not member.is_dir():
+            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # the others' windows may be gigabytes
+                raise Unprocessable(f"'{member.filename}' is compressed by a method other than deflate", "pack it again, with `zip`")
+            if member.is_dir():
+                yield member.filename, None
+            else:
                 with archive.open(member) as stream:
                     yield member.filename, stream
 
 
-def _tar_members(path: Path) -> Iterator[tuple[str, IO[bytes]]]:
-    with tarfile.open(path, "r|*") as archive:  # a stream: nothing is read ahead, nothing is kept
-        for member in archive:
-            if member.isdir():
-                continue
-            if not member.isreg():
-                raise Unprocessable(f"'{member.name}' in the archive is a link or a device", "pack files only")
-            stream = archive.extractfile(member)
-            assert stream is not None  # it is a regular file
-            yield member.name, stream
+class _Metered(io.RawIOBase):
+    """A tar as it is read: a single header may claim gigabytes, or a list of holes without end, which tarfile keeps in memory."""
+
+    def __init__(self, stream: IO[bytes] | gzip.GzipFile) -> None:
+        self._stream = stream
+        self.left: float = MOST_HEADER_BYTES
+
+    def read(self, size: int = -1, /) -> bytes:
+        data = self._stream.read(size)
+        self.left -= len(data)
+        if self.left < 0:
+            raise Unprocessable(f"a .tar with a header of more than {MOST_HEADER_BYTES} bytes", "pack plain files with short names")
+        return data
+
+
+def _tar_members(path: Path) -> Members:
+    with path.open("rb") as file:
+        packed = file.read(len(GZIP)) == GZIP
+        file.seek(0)
+        metered = _Metered(gzip.GzipFile(fileobj=file) if packed else file)
+        with tarfile.open(fileobj=metered, mode="r|") as archive:  # a stream: nothing is read ahead
+            while (member := archive.next()) is not None:
+                archive.members.clear()  # type: ignore[attr-defined]  # it keeps all that it has seen
+                if not (member.isreg() or member.isdir()):
+                    raise Unprocessable(f"'{member.name}' in the archive is a link or a device", "pack files only")
+                metered.left = math.inf
+                yield member.name, archive.extractfile(member)
+                metered.left = MOST_HEADER_BYTES
 
 
 def _place(folder: Path, name: str) -> Path:
@@ -229,6 +278,8 @@ def _write(stream: IO[bytes], place: Path, left: int, limit: int) -> int:
     with place.open("xb") as file, _closing(stream):
         while chunk := stream.read(min(CHUNK_BYTES, left - written + 1)):
             written += len(chunk)
+            if not place.parent.is_dir():  # removed, because the client or the server goes
+                raise Unprocessable("the upload was given up", "send it again")
             if written > left:
                 raise TooLarge(f"an archive that unpacks to more than {limit} bytes", "send less, or have the service's limit raised")
             file.write(chunk)

@@ -1,6 +1,7 @@
 """Reading what cannot be trusted, describing it, writing it back."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
@@ -116,6 +117,29 @@ def test_external_data_outside_the_folder_is_refused(tmp_path: Path, location: s
         with pytest.raises(ModelError, match="tensor 'w'") as caught:
             read_proto(path, weights)
         assert f"'{location}'" in caught.value.message
+
+
+def in_a_sparse_constant(proto: onnx.ModelProto, tensor: onnx.TensorProto) -> None:
+    sparse = onnx.SparseTensorProto(values=tensor, indices=onnx.numpy_helper.from_array(np.arange(4), "i"), dims=[4])
+    proto.graph.node.insert(0, onnx.helper.make_node("Constant", [], ["w"], sparse_value=sparse))
+
+
+def in_a_subgraph_of_a_function(proto: onnx.ModelProto, tensor: onnx.TensorProto) -> None:
+    branch = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["w"], ["o"])], "b", [], [], [tensor])
+    node = onnx.helper.make_node("If", ["c"], ["y"], then_branch=branch, else_branch=branch)
+    proto.functions.append(onnx.helper.make_function("d", "F", ["c"], ["y"], [node], proto.opset_import))
+
+
+@pytest.mark.parametrize("hide", [in_a_sparse_constant, in_a_subgraph_of_a_function])
+def test_external_data_outside_the_folder_is_found_wherever_it_hides(
+    tmp_path: Path, hide: Callable[[onnx.ModelProto, onnx.TensorProto], None]
+) -> None:
+    path = external_model(tmp_path, "../w.bin")
+    proto = onnx.ModelProto.FromString(path.read_bytes())
+    hide(proto, proto.graph.initializer.pop())
+    path.write_bytes(proto.SerializeToString())
+    with pytest.raises(ModelError, match="tensor 'w'"):
+        read_proto(path)
 
 
 def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:

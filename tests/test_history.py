@@ -33,17 +33,6 @@ def test_runs_of_the_same_plan_are_preferred(tmp_path: Path) -> None:
     assert [entry.device for entry in history.entries()] == ["", "NVIDIA H200"]
 
 
-def test_a_whole_plan_takes_as_long_as_its_stages_together(tmp_path: Path) -> None:
-    history = History(tmp_path)
-    history.add("build", "other", 1000.0, plan="encoder")
-    assert history.whole("resnet18") is None
-    for seconds in (10.0, 12.0, 50.0):
-        history.add("build", "fp16", seconds, plan="resnet18")
-    history.add("build", "int8", 5.0, plan="resnet18")
-    history.add("export", "", 0.5, plan="resnet18")
-    assert history.whole("resnet18") == 17.5
-
-
 def test_torn_and_foreign_lines_count_for_nothing(tmp_path: Path) -> None:
     history = History(tmp_path)
     history.add("build", "x", 2.0)

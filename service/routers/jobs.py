@@ -10,6 +10,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
 from service.events import stream
+from service.folders import MOST_LOG_BYTES
 from service.jobs import Job, State
 from service.leases import utc_now
 from service.routers.asked import REFUSALS, AskedBy, AskedOf
@@ -20,7 +21,6 @@ from service.submitted import SubmittedPlan
 from service.uploads import PARTS
 
 router = APIRouter(tags=["jobs"], responses=REFUSALS)
-MOST_LOG_BYTES = 2**20
 LARGEST_SEQ = 2**63 - 1  # of SQLite
 
 _PART = {"type": "string", "format": "binary"}
@@ -102,8 +102,8 @@ async def tail_log(
 ) -> PlainTextResponse:
     """The end of what the job's processes printed."""
     await service.read(lambda: service.jobs.get(job_id, caller.sees))
-    text = await asyncio.to_thread(_tail, service.folders.work(job_id).log, bytes_)
-    return PlainTextResponse(scrubbed(text, service.folders), headers={"X-Content-Type-Options": "nosniff"})
+    text = await asyncio.to_thread(lambda: scrubbed(_tail(service.folders.work(job_id).log, bytes_), service.folders))
+    return PlainTextResponse(text, headers={"X-Content-Type-Options": "nosniff"})
 
 
 @router.delete("/jobs/{job_id}", status_code=202)

@@ -12,20 +12,19 @@ import orjson
 from fastapi import APIRouter, Header, Response
 from fastapi.responses import FileResponse, StreamingResponse
 
-from pipeline.render import HTML_NAME, JSON_NAME, MARKDOWN_NAME, load_report
+from pipeline.render import JSON_NAME, load_report
 from pipeline.report import Report
 from service.errors import NotFound
 from service.guard import Caller
 from service.publish import ENGINE
 from service.routers.asked import REFUSALS, AskedBy, AskedOf
-from service.schemas import AccuracyView, LatencyView, accuracy_of_report, latency_of_report, samples_of_report
+from service.schemas import FORMS, AccuracyView, LatencyView, accuracy_of_report, latency_of_report, samples_of_report
 from service.service import Service
 from service.tar import size_of_tar, tar
 
 router = APIRouter(prefix="/reports/{job_id}", tags=["reports"], responses=REFUSALS)
 T = TypeVar("T")
 
-FORMS = {"application/json": JSON_NAME, "text/markdown": MARKDOWN_NAME, "text/html": HTML_NAME}
 # The page was written from a stranger's model, in that model's own job: it is shown in an origin of its own, and loads nothing.
 PAGE_POLICY = "sandbox allow-scripts; default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'unsafe-inline'"
 SAFELY = {"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff", "Vary": "Accept"}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import httpx
 import pytest
 
 from pipeline.core import Precision
@@ -42,7 +44,9 @@ def test_one_post_compiles_resnet50(tmp_path: Path) -> None:
         log = (tmp_path / "home" / "server.log").read_text()
         assert events[-1].kind == "succeeded", (client.job(job.id), log)
         report = client.report(job.id)
+        figures = httpx.get(f"{url}/metrics").text
 
+    assert float(re.findall(r'crucible_device_memory_used_bytes\{device="gpu:0"\} (\S+)', figures)[0]) > 0
     stages = {event.data.get("stage") for event in events if event.kind == "stage"}
     assert {"export", "build", "prove", "validate", "benchmark"} <= stages, stages
     (candidate,) = report.candidates

@@ -21,7 +21,7 @@ from service.devices import Devices
 from service.folders import Folders
 from service.job_store import JobStore
 from service.jobs import Job, new_id
-from service.leases import Leases, utc_now
+from service.leases import Clock, Leases, utc_now
 from service.processes import of_jobs
 from service.runner import JobRunner
 from service.settings import Settings
@@ -97,7 +97,13 @@ class Bench:
 
 @asynccontextmanager
 async def running(
-    home: Path, *, devices: tuple[str, ...] = ("cpu",), worker: tuple[str, ...] = WORKER, store_kind: type[JobStore] = JobStore, **settings: object
+    home: Path,
+    *,
+    devices: tuple[str, ...] = ("cpu",),
+    worker: tuple[str, ...] = WORKER,
+    store_kind: type[JobStore] = JobStore,
+    clock: Clock = utc_now,
+    **settings: object,
 ) -> AsyncIterator[Bench]:
     """A started runner, stopped at the end; nothing that carries its jobs' marks may be left then."""
     if not (home / "template").exists():
@@ -105,7 +111,7 @@ async def running(
     database = Database(home / "crucible.db")
     store = store_kind(database)
     given = Settings(home=home, **settings)  # type: ignore[arg-type]
-    runner = JobRunner(given, store, Leases(Devices(devices)), worker)
+    runner = JobRunner(given, store, Leases(Devices(devices), clock), worker)
     await runner.start()
     try:
         yield Bench(home, runner, store)

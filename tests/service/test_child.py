@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from service.child import environment_for
-from service.folders import Folders, Work
+from service.folders import MOST_LOG_BYTES, Folders, Work
 from service.processes import alive, kill_all, of_jobs, started_at
 
 SERVER = {
@@ -142,5 +142,10 @@ def test_a_work_directory_keeps_its_store_between_attempts(tmp_path: Path) -> No
     assert not work.out.exists()
     work.empty()
     assert [path.name for path in work.root.iterdir()] == ["log"]
+    work.shorten_log()
+    assert work.log.read_bytes() == b""
+    work.log.write_bytes(b"a" * 10 + b"b" * MOST_LOG_BYTES)
+    work.shorten_log()
+    assert work.log.read_bytes() == b"b" * MOST_LOG_BYTES
     Folders(tmp_path).remove("7")
     assert not work.root.exists()

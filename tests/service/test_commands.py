@@ -9,10 +9,12 @@ import httpx
 import pytest
 from rich.console import Console
 
+from pipeline.deliver import load_engine
 from pipeline.render import JSON_NAME
 from pipeline.terminal import StageProgress
-from service.client import Event
+from service.client import Client, Event, RemoteError, Upload
 from service.commands import stage_of
+from service.folders import Folders
 from tests.fixtures_cli import Result, crucible
 from tests.service.fixtures_jobs import write_out
 from tests.service.test_client import upload
@@ -109,6 +111,46 @@ def test_what_fails_or_is_cancelled_ends_with_1(tmp_path: Path) -> None:
         assert at(server, "cancel", job).code == 1
 
 
+def test_a_failed_job_is_tried_again_and_a_model_alone_is_sent_with_its_range(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        failed = ended(server, upload(tmp_path, "fail"))
+        again = at(server, "retry", failed, "--wait")
+        assert (again.code, again.summary["state"], again.summary["id"] != failed) == (1, "failed", True)
+        (tmp_path / "succeed.onnx").write_bytes(b"onnx")
+        sent = at(server, "submit", tmp_path / "succeed.onnx", "--profile", "batch=1:8:64", "--profile", "length=16", "--wait")
+        assert (sent.code, sent.summary["name"]) == (0, "succeed"), sent.err
+        plan = Folders(tmp_path).load_plan(str(sent.summary["id"]))
+        assert {name: (size.min, size.opt, size.max) for name, size in plan.profiles[0].dims.items()} == {"batch": (1, 8, 64), "length": (16, 16, 16)}
+
+
+def test_what_a_job_made_is_fetched_as_compile_leaves_it(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        job, place = ended(server, upload(tmp_path, "succeed")), tmp_path / "mine"
+        done = at(server, "download", job, "--out", place)
+        assert (done.code, done.summary) == (0, {"folder": str(place), "engine": str(place / "engine")}), done.err
+        with Client(server.url) as client:
+            client.download(job, place)  # again, over what is there
+            failed = ended(server, upload(tmp_path, "fail"))
+            with pytest.raises(RemoteError, match="there is no report"):
+                client.download(failed, tmp_path / "none")
+        assert {path.name for path in place.iterdir()} == {"engine", "report.html", "report.json", "report.md"}
+        assert not (tmp_path / "none").exists()
+        published = Folders(tmp_path).report(job)
+        files = [path.relative_to(published) for path in published.rglob("*") if path.is_file() and path.name != "engine.json"]
+        assert [(place / file).read_bytes() for file in files] == [(published / file).read_bytes() for file in files]
+        assert load_engine(place).digest == load_engine(published).digest
+        (tmp_path / "taken").touch()
+        assert "is a file" in at(server, "download", job, "--out", tmp_path / "taken").err
+
+
+def ended(server: Server, sent: Upload) -> str:
+    """The id of a job that has run to its end."""
+    with Client(server.url) as client:
+        job = client.submit(sent)
+        assert list(client.events(job.id))
+    return job.id
+
+
 def test_what_is_rejected_ends_with_2(tmp_path: Path) -> None:
     report = write_out(tmp_path / "template", tmp_path / "template-store").model_copy(update={"verdict": "rejected", "winner": None, "ratio": None})
     (tmp_path / "template" / JSON_NAME).write_text(report.model_dump_json())
@@ -116,6 +158,8 @@ def test_what_is_rejected_ends_with_2(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         done = submit(server, tmp_path, "succeed", "--wait")
         assert (done.code, done.summary["verdict"], "REJECTED" in done.out) == (2, "rejected", True)
+        got = at(server, "download", str(done.summary["id"]), "--out", tmp_path / "out")
+        assert (got.code, got.summary["engine"], (tmp_path / "out" / "report.md").is_file()) == (0, None, True)
 
 
 def test_what_a_stage_is_called_is_no_markup() -> None:
@@ -132,6 +176,9 @@ def test_what_a_stage_is_called_is_no_markup() -> None:
         (("submit",), "expected a model"),
         (("submit", "m.onnx", "--config", "digits"), "expected a model"),
         (("submit", "absent.onnx"), "cannot read 'absent.onnx'"),
+        (("submit", "m.onnx", "--profile", "batch"), "expected --profile DIM=MIN:OPT:MAX, got 'batch'"),
+        (("submit", "m.onnx", "--plan", "p.yaml", "--profile", "batch=1"), "both are given"),
+        (("submit", "--config", "digits", "--profile", "batch=1"), "expected a model"),
         (("jobs", "--state", "lost"), "no state 'lost'"),
         (("jobs", "--url", "example"), "expected the address of a service, got 'example'"),
         (("wait", "../x"), "neither a job's id nor an address"),

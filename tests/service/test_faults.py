@@ -6,6 +6,7 @@ import shutil
 import sqlite3
 import subprocess
 import tarfile
+import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -14,14 +15,19 @@ from typing import Any
 
 import httpx
 import onnx
+import psutil
 import pytest
 from onnx import TensorProto, helper
 
+from service.client import events_of_stream
 from service.folders import Folders
+from service.processes import of_jobs
 from service.runner import WORKER
 from tests.service.fixtures_app import Desk, at_desk, parts
 from tests.service.fixtures_jobs import WITHIN_S, running
-from tests.service.test_job_worker import until_ended, upload
+from tests.service.test_docs import served
+from tests.service.test_job_worker import tiny_model, until_ended, upload
+from tests.service.test_restart import GONE_S
 from tests.service.test_server import MB, Server, send, serving, state_of, until
 
 GIB = 2**30
@@ -55,7 +61,7 @@ def test_an_upload_larger_than_the_disk_is_507_and_leaves_nothing(small_disk: Pa
     with serving(small_disk) as server:
         answer = post(server, "succeed", b"x" * 20 * MB)
         assert (answer.status_code, answer.json()["code"]) == (507, "host.disk_full")
-        assert "the disk is full" in answer.json()["error"]
+        assert answer.json()["error"] == "the disk is full"  # as the upload met it: the database names its file
         assert str(small_disk) not in answer.text
         assert list((small_disk / "uploads").iterdir()) == []
         job = send(server, "succeed")
@@ -105,6 +111,32 @@ def test_a_server_starts_beside_a_damaged_row_and_serves_the_others(tmp_path: Pa
         assert (answer.status_code, answer.json()["code"]) == (500, "service.damaged_row")
         assert damaged in server.log()
         assert Folders(tmp_path).uploads(damaged).is_dir()
+
+
+def test_deleting_a_job_that_compiles_ends_all_that_it_started_within_5_s(tmp_path: Path) -> None:
+    tiny_model(tmp_path / "model.onnx")
+    plan = b"name: tiny\nbenchmark: {duration_s: 600}"
+    with served("crucible serve", tmp_path / "home") as url, httpx.Client(base_url=url, timeout=WITHIN_S) as client:
+
+        def send() -> str:
+            answer = client.post("/compile", files={"model": ("m.onnx", (tmp_path / "model.onnx").read_bytes()), "plan": ("p", plan)})
+            assert answer.status_code == 202, answer.text
+            return str(answer.json()["id"])
+
+        job = send()
+        until(lambda: len(of_jobs([job])) >= 3)  # the guardian, the worker, and the child of a stage
+        processes = of_jobs([job])
+        begin = time.monotonic()
+        assert client.delete(f"/jobs/{job}").status_code == 202
+        while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes) or of_jobs([job]):
+            assert time.monotonic() - begin < GONE_S
+            time.sleep(0.05)
+        until(lambda: client.get(f"/jobs/{job}").json()["state"] == "cancelled")
+        kinds = [event.kind for event in events_of_stream([client.get(f"/jobs/{job}/events").content])]
+        assert kinds[-2:] == ["cancelling", "cancelled"]
+        assert not Folders(tmp_path / "home").work(job).temporary.exists()
+        assert client.get("/readyz").status_code == 200
+        assert send() != job  # an equal request begins anew
 
 
 # -- archives ----------------------------------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ def test_a_page_from_elsewhere_changes_nothing_also_on_loopback(inside: Inside, 
     assert Exchange(open_guard(inside, keys), "GET", "/jobs", **headers).status == 200
 
 
-@pytest.mark.parametrize("length", ["11", "99999999999999", "-1", "ten"])
+@pytest.mark.parametrize("length", ["11", "99999999999999", "-1", "ten", "²"])
 def test_a_body_that_says_it_is_too_long_is_not_read(inside: Inside, keys: Keys, length: str) -> None:
     done = Exchange(open_guard(inside, keys, max_body_bytes=10), "POST", "/jobs", (b"x" * 11,), content_length=length)
     assert (done.status, done.read) == (413, 0)
@@ -152,6 +152,25 @@ def test_a_body_that_turns_out_too_long_is_cut(inside: Inside, keys: Keys) -> No
     assert (done.status, done.read) == (413, 2)
     assert "more than 10 bytes" in done.error
     assert len(done.sent) == 2  # the application's own answer is not sent as well
+
+
+def test_what_is_answered_before_its_body_has_come_closes_the_connection(keys: Keys) -> None:
+    async def hasty(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        for _ in range(reads):
+            await receive()
+        await send({"type": "http.response.start", "status": 422, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    guard = Guard(hasty, Settings(home=Path("/nowhere")), keys.verify)
+    for reads, headers, closed in (
+        (0, {"content_length": "12"}, True),
+        (1, {"content_length": "12"}, True),
+        (2, {"content_length": "12"}, False),
+        (1, {"transfer_encoding": "chunked"}, True),
+        (0, {}, False),
+    ):
+        done = Exchange(guard, "POST", "/compile", (b"x" * 6, b"x" * 6), **headers)
+        assert ("connection" in done.headers) == closed, (reads, headers)
 
 
 def test_uploads_have_a_limit_of_their_own(inside: Inside, keys: Keys) -> None:

@@ -110,8 +110,27 @@ def test_equal_requests_are_one_job_until_it_fails(store: JobStore) -> None:
     take(store, other.id, CancelAsked())
     again, is_new = store.add(job(6, "other"), NOW)
     assert (again.id, is_new) == ("0006", True)
-    assert store.find("me", "other") == again
-    assert store.find("me", "nothing") is None
+    take(store, again.id, Started(1, 1.0), CancelAsked())
+    assert store.get(again.id).state == "cancelling"
+    assert store.add(job(7, "other"), NOW)[1]  # that one will come to nothing
+
+
+def test_the_usual_time_is_the_median_of_the_owners_last_jobs_of_a_name_on_a_device(store: JobStore) -> None:
+    def ran(number: int, seconds: float, *events: JobEvent, owner: str = "me", name: str = "n", device: str = "cpu") -> None:
+        added, _ = store.add(job(number, owner=owner).model_copy(update={"name": name, "device": device}), NOW)
+        for event in (*events, Started(1, 1.0)):
+            store.append(added.id, event, NOW)
+        store.append(added.id, Succeeded("accepted", None), NOW + dt.timedelta(seconds=seconds))
+
+    assert store.usual_s("me", "n", "cpu") is None
+    for number, seconds in enumerate((900.0, 68.0, 70.0, 66.0, 1.0, 67.0)):
+        ran(number, seconds)
+    ran(10, 5.0, owner="you")
+    ran(11, 5.0, name="other")
+    ran(12, 5.0, device="gpu:0")
+    ran(13, 5.0, Started(1, 1.0), Requeued("the server was restarted"))  # its last attempt found much of what it needed
+    assert store.usual_s("me", "n", "cpu") == 67.0
+    assert store.usual_s("me", "n", "gpu:0") == 5.0
 
 
 def test_threads_that_ask_for_the_same_at_once_get_one_job(store: JobStore, database: Database) -> None:

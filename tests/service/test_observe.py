@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections.abc import MutableMapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from pipeline import candidates, compile
@@ -98,6 +98,41 @@ def test_stages_are_counted_by_their_known_names() -> None:
 def test_the_known_stages_are_those_of_the_pipeline() -> None:
     found = {value.name for module in (candidates, compile) for value in vars(module).values() if isinstance(value, Stage)}
     assert found | {"build"} == STAGES  # made for each backend
+
+
+class Nvml(ModuleType):
+    """Two GPUs; counts who has not shut it down."""
+
+    NVMLError, opened = OSError, 0
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        self.opened += 1
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self.opened -= 1
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, number: int) -> int:  # noqa: N802
+        return number
+
+    def nvmlDeviceGetMemoryInfo(self, number: int) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(used=1000 + number, total=8000)
+
+    def nvmlDeviceGetUtilizationRates(self, number: int) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(gpu=25 * number)
+
+
+def test_memory_and_busy_share_of_each_gpu_are_told() -> None:
+    metrics, nvml = Metrics(), Nvml("nvml")
+    metrics.collect_devices(nvml)
+    text = metrics.text().decode()
+    for number in range(2):
+        assert f'crucible_device_memory_used_bytes{{device="gpu:{number}"}} {1000 + number}.0' in text
+        assert f'crucible_device_memory_bytes{{device="gpu:{number}"}} 8000.0' in text
+        assert f'crucible_device_busy_ratio{{device="gpu:{number}"}} {0.25 * number}' in text
+    assert nvml.opened == 0
 
 
 def test_without_a_gpu_there_are_no_device_figures_and_no_error() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from pipeline.config import ModelConfig, Plan
 from pipeline.errors import DiskFull
-from pipeline.history import History
 from service.events import HEARTBEAT, RESTARTING, stream
 from service.submission import device_for
 from tests.service.fixtures_app import Desk, at_desk
@@ -114,6 +113,29 @@ def test_what_is_no_request_to_compile_leaves_nothing(tmp_path: Path, body: byte
         answer = await desk.client.post("/compile", content=body, headers={"Content-Type": kind})
         assert (answer.status_code, uploads(tmp_path)) == (status, [])
         assert answer.json()["next"]
+
+    at_desk(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "model: {path: /etc/passwd}",
+        "data: {calibration: ../../secret.npz}",
+        "data: {selection: file:///etc/passwd}",
+        "accuracy: {metric: 'os:system'}",
+        "architecture: os:system",
+        "x: &x [a]\ny: *x",
+        "name: " + "a" * 10_000_000,
+    ],
+    ids=lambda plan: str(plan)[:30],
+)
+def test_a_plan_that_reaches_beyond_its_upload_is_422(tmp_path: Path, plan: str) -> None:
+    async def story(desk: Desk) -> None:
+        answer = await desk.client.post("/compile", files={"model": ("m.onnx", b"onnx"), "plan": ("p", plan.encode())})
+        assert (answer.status_code, answer.json()["code"]) == (422, "service.unprocessable")
+        assert "root:" not in answer.text
+        assert uploads(tmp_path) == []
 
     at_desk(tmp_path, story)
 
@@ -260,11 +282,11 @@ def test_which_queue_a_plan_goes_to(devices: tuple[str, ...], backends: tuple[st
 
 def test_a_job_tells_how_long_its_plan_takes_here_and_no_path_of_the_host(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
-        assert (await desk.compile("fail")).json()["estimate_s"] is None
-        for stage, seconds in (("build", 2.0), ("benchmark", 3.5)):
-            History(tmp_path).add(stage, "", seconds, plan="leave")
+        assert (await desk.compile("succeed-0.2")).json()["estimate_s"] is None
+        first = await desk.end_of("succeed-0.3")
+        again = (await desk.compile("succeed-0.3", model=b"other")).json()
+        assert again["estimate_s"] == first["elapsed_s"] > 0.3
         left = await desk.end_of("leave")
-        assert left["estimate_s"] == 5.5
         desk.service.folders.work(left["id"]).log.write_text(f"cannot read {tmp_path}/uploads/{left['id']}/model.onnx")
         assert (await desk.client.get(f"/jobs/{left['id']}/log")).text == "cannot read model.onnx"
 

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from pipeline.errors import DiskFull
+from service.attempt import PATIENCE_S
 from service.database import Database
 from service.devices import Lease
 from service.errors import Conflict, NotFound, TooMany, Unavailable
@@ -87,6 +88,7 @@ def test_a_job_that_takes_too_much_is_stopped_and_says_what(tmp_path: Path, name
         assert job.failure is not None
         assert (job.state, job.failure.code) == ("failed", code), job.failure
         assert said in job.failure.message
+        assert bench.folders.work(job.id).home.exists() == (code != "job.disk")  # what it stored, for a retry
 
     trying(tmp_path, story, **settings)
 
@@ -238,11 +240,36 @@ def test_a_child_measures_when_the_device_is_its_own(tmp_path: Path) -> None:
     async def story(bench: Bench) -> None:
         job = await bench.end_of("measure")
         assert job.state == "succeeded"
-        (told,) = [event.data for event in bench.store.events(job.id) if event.data.get("stage") == "benchmark"]
-        assert json.loads(told["text"]) == {"kind": "granted", "contended": False}
+        assert granted(bench, job) == {"kind": "granted", "contended": False}
         assert bench.runner._leases.devices.held == ()
 
     trying(tmp_path, story)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_child_that_measures_beside_what_serves_waits_and_is_told_if_that_stays(tmp_path: Path, leaves: bool) -> None:
+    async def story() -> None:
+        now = [utc_now()]
+        async with running(tmp_path, devices=("gpu:0", "gpu:1"), clock=lambda: now[0]) as bench:
+            leases = bench.runner._leases
+            serving = await leases.ask(Lease("gpu:0", "serve", "resnet50"))
+            job, other = await bench.submit("measure", "gpu:0"), await bench.submit("measure", "gpu:1")
+            assert granted(bench, await bench.until(other)) == {"kind": "granted", "contended": False}
+            while not leases.devices.waiting:
+                await asyncio.sleep(0.01)
+            assert bench.store.get(job.id).state == "running"
+            now[0] += dt.timedelta(seconds=PATIENCE_S)
+            leases.give_back("resnet50" if leaves else "nobody", "gpu:0")
+            assert granted(bench, await bench.until(job)) == {"kind": "granted", "contended": not leaves}
+            assert leases.devices.held == (() if leaves else (serving,))
+
+    asyncio.run(story())
+
+
+def granted(bench: Bench, job: Job) -> object:
+    """What the double was given when it asked to measure."""
+    (told,) = [event.data for event in bench.store.events(job.id) if event.data.get("stage") == "benchmark"]
+    return json.loads(told["text"])
 
 
 def test_a_chattering_child_fills_no_database(tmp_path: Path) -> None:

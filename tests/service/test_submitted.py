@@ -1,6 +1,8 @@
 """A submitted plan reaches nothing beyond the upload, and becomes an ordinary plan."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,14 @@ def test_weights_become_an_architecture_of_the_list(tmp_path: Path, settings: Se
 
 
 @pytest.mark.parametrize(
+    ("filename", "name"),
+    [("resnet50.onnx", "resnet50"), ("a/../Net v2.onnx", "Net-v2"), (".onnx", "onnx"), ("", "model"), ("..", "model"), ("é" * 200, "-" * 100)],
+)
+def test_a_plan_without_a_name_has_that_of_the_file(tmp_path: Path, settings: Settings, filename: str, name: str) -> None:
+    assert plan_from(SubmittedPlan(), {"model": upload(tmp_path, "model", filename)}, settings).name == name
+
+
+@pytest.mark.parametrize(
     ("filename", "text", "said"),
     [
         ("w.safetensors", b"", "weights without a model"),
@@ -105,6 +115,13 @@ def test_weights_become_an_architecture_of_the_list(tmp_path: Path, settings: Se
 def test_what_is_no_model_says_so(tmp_path: Path, settings: Settings, filename: str, text: bytes, said: str) -> None:
     with pytest.raises(Unprocessable, match=said):
         plan_from(parse(text), {"model": upload(tmp_path, "model", filename)}, settings)
+
+
+def test_architectures_name_the_extra_where_it_is_missing() -> None:
+    program = "import sys; sys.modules['torchvision'] = None; from service.architectures import entrypoint_of; entrypoint_of('resnet50', 10)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "Unprocessable: architectures need torchvision, which this service was installed without" in done.stderr
+    assert "crucible[torch]" in done.stderr
 
 
 def test_code_is_taken_only_where_the_service_says_so(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import io
+import struct
 import tarfile
 import zipfile
 from collections.abc import AsyncIterator, Callable
@@ -178,6 +179,46 @@ def many(path: Path) -> None:
             archive.writestr(f"{number}", b"")
 
 
+def many_folders(path: Path) -> None:
+    tarred(path, *((file_info(f"{number}", tarfile.DIRTYPE), b"") for number in range(10_002)))
+
+
+def broken_deflate(path: Path) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("model.onnx", b"abc" * 1000)
+    data = path.read_bytes()
+    start = data.index(b"model.onnx") + len(b"model.onnx")
+    path.write_bytes(data[:start] + b"\xff" * 8 + data[start + 8 :])
+
+
+def other_method(path: Path) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr("model.onnx", b"abc")
+
+
+def large_directory(path: Path) -> None:
+    """Of 100 MB, of zeros that cost nothing on the disk."""
+    size = 100_000_000
+    with path.open("wb") as file:
+        file.seek(size)
+        file.write(struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 1, 1, size, 0, 0))
+
+
+def large_name(path: Path) -> None:
+    tarred(path, (file_info("n" * 1_000_000), b"x"), mode="w:gz")
+
+
+def large_list_of_holes(path: Path) -> None:
+    """A sparse file in pax' form 1.0: its map is the beginning of its content, and as long as it says."""
+    info = file_info("model.onnx")
+    info.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "model.onnx", "GNU.sparse.realsize": "1"}
+    tarred(path, (info, b"1000000\n" + b"0\n" * 500_000))
+
+
+def path_too_long(path: Path) -> None:
+    tarred(path, (file_info("/".join(["d" * 255] * 16)), b"x"))
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -194,6 +235,13 @@ def many(path: Path) -> None:
         (cut, "damaged"),
         (rubbish, "damaged"),
         (many, "more than 10000 files"),
+        (many_folders, "more than 10000 files"),
+        (broken_deflate, "damaged"),
+        (other_method, "a method other than deflate"),
+        (large_directory, "whose directory has 100000000 bytes"),
+        (large_name, "a header of more than 65536 bytes"),
+        (large_list_of_holes, "a header of more than 65536 bytes"),
+        (path_too_long, "damaged"),
     ],
 )
 def test_a_bad_archive_is_refused(tmp_path: Path, make: Callable[[Path], None], said: str) -> None:
