@@ -252,7 +252,7 @@ def test_a_child_that_measures_beside_what_serves_waits_and_is_told_if_that_stay
         now = [utc_now()]
         async with running(tmp_path, devices=("gpu:0", "gpu:1"), clock=lambda: now[0]) as bench:
             leases = bench.runner._leases
-            serving = await leases.ask(Lease("gpu:0", "serve", "resnet50"))
+            leases.serve("resnet50", "gpu:0")
             job, other = await bench.submit("measure", "gpu:0"), await bench.submit("measure", "gpu:1")
             assert granted(bench, await bench.until(other)) == {"kind": "granted", "contended": False}
             while not leases.devices.waiting:
@@ -261,7 +261,7 @@ def test_a_child_that_measures_beside_what_serves_waits_and_is_told_if_that_stay
             now[0] += dt.timedelta(seconds=PATIENCE_S)
             leases.give_back("resnet50" if leaves else "nobody", "gpu:0")
             assert granted(bench, await bench.until(job)) == {"kind": "granted", "contended": not leaves}
-            assert leases.devices.held == (() if leaves else (serving,))
+            assert leases.devices.held == (() if leaves else (Lease("gpu:0", "serve", "resnet50"),))
 
     asyncio.run(story())
 
