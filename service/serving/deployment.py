@@ -14,7 +14,7 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -316,7 +316,7 @@ class Deployment:
                     self._fail(each.number, result)
             self._pump_soon()
 
-        instance.run(Task(joined.shapes, self._rows.output_bytes(joined), fill, then))
+        instance.run(Task(joined.shapes, self._rows.output_bytes(joined.shapes), fill, then))
 
     def _answer(self, batch: Batch, asked: Sequence[_Asked], joined: Joined, ran: Ran, filling_s: float) -> None:
         """Give each request its own rows, and count."""
@@ -338,7 +338,7 @@ class Deployment:
         for one, is_there, mine in zip(asked, there, outputs, strict=True):
             if is_there:
                 total = now - one.since
-                timing = replace(of_batch, queue_s=max(0.0, total - working))
+                timing = Timing(max(0.0, total - working), of_batch.copy_in_s, of_batch.compute_s, of_batch.copy_out_s, batch.rows)
                 self._tally.answered(timing, total)
                 one.answer.set_result(InferAnswer(self.spec.model, self.spec.version, self.spec.device, mine, timing, one.request.id))
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Literal
 
 from pipeline.errors import CrucibleError
 from pipeline.faults import crucible_error
 from service import logs
-from service.serving.worker import Order, Ran, Task, Worker
+from service.serving.worker import Order, Task, Worker
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0
 MOST_CRASHES = 5
@@ -69,13 +68,7 @@ class Instance:
     def run(self, task: Task) -> None:
         """Give it a batch; only while it has room."""
         assert self._worker is not None
-
-        def then(result: Ran | CrucibleError) -> None:
-            if isinstance(result, Ran):
-                self._crashes = 0
-            task.then(result)
-
-        self._worker.run(replace(task, then=then))
+        self._worker.run(task)
 
     async def close(self) -> None:
         """End its worker."""
@@ -109,6 +102,7 @@ class Instance:
                 self._changed()
                 await worker.end()
                 self._worker = None
+                self._crashes = 0 if worker.has_answered else self._crashes
             self._crashes += 1
             pause = pause_after(self._crashes)
             if pause is None:

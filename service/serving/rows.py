@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from pipeline.core import Tensors, TensorSpec, dtype_of
 from pipeline.errors import InternalError
 from service.serving.batching import Kind
 from service.serving.buffers import ALIGNMENT
-from service.serving.fitting import Axes, Fit
+from service.serving.fitting import MOST_KNOWN, Axes, Fit
 
 Array = NDArray[np.generic]
 Shape = tuple[int, ...]
@@ -47,6 +48,7 @@ class Rows:
 
     def __init__(self, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], axes: Axes) -> None:
         self._inputs, self._outputs, self._axes = inputs, outputs, axes
+        self.output_bytes = lru_cache(MOST_KNOWN)(self._output_bytes)  # by the shapes of the inputs
         self._sizes = [(spec, dtype_of(spec.dtype).itemsize, frozenset(spec.symbols)) for spec in outputs]
         self._padded = {spec.name: _padded_axes(spec, axes) for spec in (*inputs, *outputs)}
 
@@ -68,9 +70,9 @@ class Rows:
         fit = parts[0].fit
         return Joined(parts, size, tuple(shapes), lengths, values, len(parts) == 1 and (fit.rows, fit.lengths) == (size, lengths))
 
-    def output_bytes(self, joined: Joined) -> int:
+    def _output_bytes(self, shapes: tuple[Shape, ...]) -> int:
         """Room for the outputs, as far as the sizes of the inputs tell theirs."""
-        pairs = zip(self._inputs, joined.shapes, strict=True)
+        pairs = zip(self._inputs, shapes, strict=True)
         sizes = {dim: size for spec, shape in pairs for dim, size in zip(spec.shape, shape, strict=True) if isinstance(dim, str)}
         known = [(spec, itemsize) for spec, itemsize, symbols in self._sizes if symbols <= sizes.keys()]
         return sum(ALIGNMENT + math.prod(spec.resolve(sizes)) * itemsize for spec, itemsize in known)

@@ -1,8 +1,9 @@
 """One worker process as the server sees it: started, given batches in slots, believed in nothing, and ended.
 
-    worker = await Worker.start(order, lost)      ready: the engine is loaded and warm
-    worker.run(job)                               job.then is called with what came of it, always once
-    await worker.end()                            kills it; what it still had is lost
+    worker = await Worker.start(order)      ready: the engine is loaded and warm
+    worker.run(task)                        task.then is called with what came of it, always once
+    await worker.broken()                   until it is of no use any more; what it had is lost by then
+    await worker.end()                      kills it
 
 A slot is used again only after the worker has answered for it: a request that nobody waits for any more keeps its slot until then.
 """
@@ -19,6 +20,7 @@ import socket
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +53,7 @@ SLOTS = 2  # one that runs, one that is ready to run
 FILE_BYTES = 1 << 30  # of what a worker writes: its log
 LOAD_S = 600.0
 LEAST_STUCK_S = 10.0
+LAYOUTS = 256  # of inputs, that are remembered
 PRINTED_BYTES = 2000  # of a worker's log, for the server's
 
 log = logs.get("service.worker")
@@ -104,6 +107,7 @@ class Worker:
 
     def __init__(self, order: Order, process: asyncio.subprocess.Process, end: socket.socket, mark: str) -> None:
         self.memory_bytes = 0
+        self.has_answered = False  # a batch
         self._order, self._process, self._socket, self._mark = order, process, end, mark
         self._loop = asyncio.get_running_loop()
         self._kills = memory_kills()
@@ -113,6 +117,7 @@ class Worker:
         self._sent: dict[int, _Sent] = {}
         self._numbers = itertools.count()
         self._dtypes = tuple(dtype_of(spec.dtype) for spec in order.engine.inputs)
+        self._layout = lru_cache(LAYOUTS)(partial(layout, dtypes=self._dtypes))
         self._outputs = tuple((len(spec.shape), dtype_of(spec.dtype)) for spec in order.engine.outputs)
         self._loop.add_reader(end.fileno(), self._readable)
 
@@ -169,7 +174,7 @@ class Worker:
         """Give it a batch; only while it has room."""
         slot = self._free.pop()
         try:
-            placed, size = layout(task.shapes, self._dtypes)
+            placed, size = self._layout(task.shapes)
             new = slot.reserve(min(size, MOST_BYTES), task.output_bytes)
             assert slot.inputs is not None
             task.fill([slot.inputs.array(dtype, each) for dtype, each in zip(self._dtypes, placed, strict=True)])
@@ -250,6 +255,7 @@ class Worker:
                 self._finish(message.number, Unprocessable(message.message, message.next_step))
             case Done():
                 self._finish(message.number, self._checked(message))
+                self.has_answered = True
 
     def _asked(self, number: int) -> _Sent:
         sent = self._sent.get(number)
