@@ -175,12 +175,14 @@ class Worker:
         slot = self._free.pop()
         try:
             placed, size = self._layout(task.shapes)
-            new = slot.reserve(min(size, MOST_BYTES), task.output_bytes)
+            if size > MOST_BYTES:
+                raise Unprocessable(f"inputs of {size} bytes, a batch may have {MOST_BYTES}", "send less")
+            new = slot.reserve(size, task.output_bytes)
             assert slot.inputs is not None
             task.fill([slot.inputs.array(dtype, each) for dtype, each in zip(self._dtypes, placed, strict=True)])
-        except (CrucibleError, BadMessage, OSError, ValueError) as error:  # no memory for it, or more than a batch may take
+        except CrucibleError as error:  # no memory for it, or more than a batch may have
             self._free.append(slot)
-            task.then(error if isinstance(error, CrucibleError) else Unprocessable(f"the inputs do not fit into a batch: {error}", "send less"))
+            task.then(error)
             return
         message = Run(next(self._numbers), slot.number, placed, tuple(new))
         stuck = self._loop.call_later(max(LEAST_STUCK_S, self._order.stuck_s), self._break, "did not answer any more, and was stopped")
