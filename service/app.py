@@ -22,13 +22,15 @@ from service.observe import Observed
 from service.routers import docs, health, jobs, reports
 from service.runner import WORKER
 from service.service import Probe, opened, probe
+from service.serving.nothing import NothingServed
+from service.serving.requests import Serving
 from service.settings import Settings
 from service.traces import provider_from, telemetry_of
 
 ABOUT = "Send a trained model, follow its compilation, read what was measured and proved, and take the engine."
 
 
-def create_app(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe = probe) -> FastAPI:
+def create_app(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe = probe, serving: Serving | None = None) -> FastAPI:
     """The service on `settings.home`, as an ASGI application. Nothing is opened before its lifespan begins.
 
     A request passes Observed (one log line and one set of figures, whatever happens), then Guard (key, host, size), then its router.
@@ -39,6 +41,7 @@ def create_app(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe 
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with opened(settings, metrics, worker, probe) as service:
             app.state.service = service
+            service.serving = serving or NothingServed()
             yield
         if traces is not None:
             await asyncio.to_thread(traces.shutdown)  # sends what is left

@@ -15,12 +15,14 @@ from collections.abc import Iterator, Sequence
 
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 
 from pipeline.errors import HostError
 from service import logs
 from service.app import create_app
 from service.runner import WORKER
 from service.service import HTTP_S, Probe, Service, probe
+from service.serving.requests import Serving
 from service.settings import Settings
 
 BACKLOG = 2048
@@ -35,15 +37,14 @@ class _Server(uvicorn.Server):
         yield
 
 
-def serve(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe = probe) -> None:
+def serve(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe = probe, serving: Serving | None = None) -> None:
     """Serve until SIGTERM or Ctrl-C. HostError if the address or the home is taken."""
     logs.configure(settings)
     with _listening(settings.host, settings.port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings, listener, worker, probe))
+        runner.run(_serve(create_app(settings, worker, probe, serving), listener))
 
 
-async def _serve(settings: Settings, listener: socket.socket, worker: Sequence[str], probe: Probe) -> None:
-    app = create_app(settings, worker, probe)
+async def _serve(app: FastAPI, listener: socket.socket) -> None:
     config = uvicorn.Config(
         app,
         http="httptools",

@@ -31,6 +31,7 @@ from service.messages import HostIdentity
 from service.metrics import Metrics
 from service.retention import DAILY_S, Collected, collect
 from service.runner import JobRunner
+from service.serving.requests import Serving
 from service.settings import Settings
 
 PROBE_S = 300.0  # to import every backend that is installed, on a slow disk
@@ -52,6 +53,8 @@ async def probe() -> HostIdentity:
 
 class Service:
     """Everything that lives as long as the server. Lives in one event loop, on a home that is locked."""
+
+    serving: Serving
 
     def __init__(self, settings: Settings, metrics: Metrics, worker: Sequence[str], probe: Probe) -> None:
         self.settings, self.metrics, self._probe = settings, metrics, probe

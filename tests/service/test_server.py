@@ -52,16 +52,16 @@ class Server:
         return self.process.wait(WITHIN_S)
 
 
-def command(home: Path, **settings: object) -> list[str]:
-    return [sys.executable, "-m", "tests.service.serving", str(home), *(f"{name}={value}" for name, value in settings.items())]
+def command(home: Path, module: str = "tests.service.serving", **settings: object) -> list[str]:
+    return [sys.executable, "-m", module, str(home), *(f"{name}={value}" for name, value in settings.items())]
 
 
 @contextmanager
-def serving(home: Path, **settings: object) -> Iterator[Server]:
+def serving(home: Path, module: str = "tests.service.serving", **settings: object) -> Iterator[Server]:
     if not (home / "template").exists():
         write_out(home / "template", home / "template-store")
     with (home / "server.log").open("a") as log:
-        process = subprocess.Popen(command(home, **settings), stdout=subprocess.PIPE, stderr=log, text=True)
+        process = subprocess.Popen(command(home, module, **settings), stdout=subprocess.PIPE, stderr=log, text=True)
     with process:
         try:
             assert process.stdout is not None
