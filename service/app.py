@@ -19,7 +19,7 @@ from service.guard import Guard
 from service.keys import Key
 from service.metrics import Metrics
 from service.observe import Observed
-from service.routers import docs, health, jobs, reports
+from service.routers import docs, health, infer, jobs, oip, reports
 from service.runner import WORKER
 from service.service import Probe, opened, probe
 from service.serving.nothing import NothingServed
@@ -66,6 +66,6 @@ def create_app(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe 
         middleware=[Middleware(Observed, metrics=metrics, folders=folders), Middleware(Guard, settings=settings, verify=verify)],
         exception_handlers=dict.fromkeys((HTTPException, RequestValidationError, CrucibleError), answer),
     )
-    for router in (jobs.router, reports.router, health.router, docs.router):
+    for router in (oip.router, infer.router, jobs.router, reports.router, health.router, docs.router):
         app.include_router(router)
     return app

@@ -23,8 +23,9 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
-PUBLIC = frozenset({"/healthz", "/readyz", "/docs", "/openapi.json"})  # hold nothing that a key protects
+PUBLIC = frozenset({"/healthz", "/readyz", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready"})  # hold nothing that a key protects
 UPLOADS = frozenset({"/compile"})
+INFER = "/infer"  # how every path ends that takes tensors
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -113,6 +114,8 @@ class Guard:
         return Caller(key.owner, key.scopes, key.prefix)
 
     def _limit(self, path: str) -> int:
+        if path.endswith(INFER):
+            return self._settings.max_infer_bytes
         return self._settings.max_upload_bytes if path in UPLOADS else self._settings.max_body_bytes
 
 

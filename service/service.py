@@ -33,6 +33,7 @@ from service.retention import DAILY_S, Collected, collect
 from service.runner import JobRunner
 from service.serving.requests import Serving
 from service.settings import Settings
+from service.wires.pool import Helpers
 
 PROBE_S = 300.0  # to import every backend that is installed, on a slow disk
 HTTP_S = 4.0  # of `shutdown_s`: for answers that are being given when all jobs have ended
@@ -65,6 +66,7 @@ class Service:
             self.keys.add_from_file(settings.admin_key_file)
         self._leases = Leases(Devices(()))
         self.runner = JobRunner(settings, self.jobs, self._leases, worker, metrics.observe_job)
+        self.helpers = Helpers()
         self._host: HostIdentity | None = None
         self._reader = ThreadPoolExecutor(1, "crucible-read")
         self.stopping = False
@@ -95,6 +97,7 @@ class Service:
     async def close(self) -> None:
         """Stop, and let go of the database: nothing may be asked afterwards."""
         await self.stop()
+        await self.helpers.close()
         await self.read(self.database.close)
         self._reader.shutdown()
         self.database.close()

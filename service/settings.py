@@ -40,6 +40,7 @@ class Settings(Frozen):
     max_upload_bytes: int = Field(default=4 * GIB, gt=0)  # of one request's files together
     max_unpacked_bytes: int = Field(default=8 * GIB, gt=0)  # of an archive's members together
     max_plan_bytes: int = Field(default=256 * 1024, gt=0)
+    max_infer_bytes: int = Field(default=256 * MIB, gt=0)  # of one inference request, as it comes and unpacked
     max_body_bytes: int = Field(default=MIB, gt=0)  # of all other requests
     max_queued: int = Field(default=1000, gt=0)  # jobs of one owner that wait
 
