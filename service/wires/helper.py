@@ -1,7 +1,8 @@
 """A process that does what would hold up the server's event loop: `python -m service.wires.helper`, spoken to over its stdin and stdout.
 
 A request and its answer are each   8 bytes: length of the head | 8 bytes: length of the body | head, JSON | body
-It ends when its stdin does, so it does not outlive the server. What it decodes comes from strangers: a decoder that crashes takes only this process along.
+It ends when its stdin does, so it does not outlive the server. What it decodes comes from strangers: a decoder that crashes takes
+only this process along.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import orjson
 
@@ -27,6 +28,7 @@ LENGTHS = struct.Struct("<QQ")
 
 Head = Mapping[str, object]
 Parts = Sequence[bytes | memoryview]
+Given = dict[str, Any]
 Work = Callable[..., tuple[Head, Parts]]
 
 
@@ -56,12 +58,10 @@ def decode_image(body: bytes, recipe: dict[str, object], dtype: str) -> tuple[He
     return _decoded({made.input: array_from_image(body, made, dtype)}, {})
 
 
-def encode(
-    body: bytes, header_length: int, answer: dict[str, object], timing: dict[str, object], plain: bool, binary: dict[str, bool]
-) -> tuple[Head, Parts]:
+def encode(body: bytes, header_length: int, answer: Given, timing: Given, plain: bool, binary: dict[str, bool]) -> tuple[Head, Parts]:
     """An answer, which came in the form of a request, as JSON."""
     tensors = parse_request(body, header_length).inputs
-    whole = InferAnswer(**answer, outputs=tensors, timing=Timing(**timing))  # type: ignore[arg-type]
+    whole = InferAnswer(**answer, outputs=tensors, timing=Timing(**timing))
     parts = [encode_json(whole)] if plain else encode_answer(whole, OipRequest({}, binary_of=binary))
     return {"header_length": len(parts[0])}, parts
 

@@ -19,14 +19,14 @@ MOST_PIXELS = 64 * 2**20
 
 
 def array_from_image(body: bytes, recipe: InputRecipe, dtype: str) -> Array:
-    """[1, 3, height, width] or [1, height, width, 3]. Resized bilinearly; a rotation that EXIF notes is not applied, as torchvision does not either."""
+    """[1, 3, height, width] or [1, height, width, 3]. Resized bilinearly; as in torchvision, a rotation that EXIF notes is not applied."""
     pixels = np.asarray(_resized(_opened(body), recipe), np.float32)  # [height, width, RGB]
     if recipe.colour == "BGR":
         pixels = pixels[:, :, ::-1]
     values = (pixels * np.float32(recipe.scale) - np.array(recipe.mean, np.float32)) / np.array(recipe.std, np.float32)
     kind = dtype_of(recipe.input, dtype)
     if kind.kind in "iu":
-        values = np.clip(np.rint(values), np.iinfo(kind).min, np.iinfo(kind).max)
+        values = np.clip(np.rint(values), np.iinfo(kind.name).min, np.iinfo(kind.name).max)
     ordered = values.transpose(2, 0, 1) if recipe.layout == "NCHW" else values
     return np.ascontiguousarray(ordered[np.newaxis].astype(kind))
 

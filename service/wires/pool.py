@@ -34,7 +34,7 @@ class Helpers:
     async def ask(self, work: str, parts: Iterable[bytes | memoryview], **arguments: object) -> tuple[dict[str, Any], bytes]:
         """What `service.wires.helper` makes of a body: the head and the body of its answer; its refusals are raised here."""
         async with self._places:
-            process = self._idle.pop() if self._idle else await _started()
+            process = self._taken() or await _started()
             try:
                 async with asyncio.timeout(WORK_S):
                     head, body = await _exchange(process, {"work": work, **arguments}, list(parts))
@@ -43,13 +43,18 @@ class Helpers:
                 if not isinstance(error, DIED):
                     raise
                 log.error("helper.died", work=work, error=repr(error))
-                raise Unavailable(
-                    "the process that read or wrote this body ended", "try again, or use a binary form, which needs no such process"
-                ) from None
+                raise Unavailable("the process that read or wrote this body ended", "try again, or use a binary form") from None
             self._idle.append(process)
         if "error" in head:
             raise REFUSALS[head["error"]](head["message"], head["next"])
         return head, body
+
+    def _taken(self) -> asyncio.subprocess.Process | None:
+        """A helper that waits for work and has not been killed meanwhile, such as for memory."""
+        while self._idle:
+            if (process := self._idle.pop()).returncode is None:
+                return process
+        return None
 
     async def close(self) -> None:
         """End all helpers."""

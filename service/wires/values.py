@@ -64,7 +64,7 @@ def _check_kind(name: str, raw: Array, kind: np.dtype[np.generic], dtype: str) -
 def _converted(name: str, raw: Array, kind: np.dtype[np.generic], dtype: str) -> Array:
     if kind.kind in "iu" and raw.size:
         low, high = int(raw.min()), int(raw.max())
-        if low < np.iinfo(kind).min or high > np.iinfo(kind).max:
+        if low < np.iinfo(kind.name).min or high > np.iinfo(kind.name).max:
             raise Unprocessable(f"'{name}' is {dtype}: {low if low < 0 else high} is out of its range", "send values that fit")
     with np.errstate(over="ignore"):
         array = raw.astype(kind)
