@@ -20,6 +20,7 @@ from service.keys import Key
 from service.metrics import Metrics
 from service.observe import Observed
 from service.routers import docs, health, infer, jobs, oip, reports
+from service.routers.fast import FastInference
 from service.runner import WORKER
 from service.service import Probe, opened, probe
 from service.serving.nothing import NothingServed
@@ -33,7 +34,8 @@ ABOUT = "Send a trained model, follow its compilation, read what was measured an
 def create_app(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe = probe, serving: Serving | None = None) -> FastAPI:
     """The service on `settings.home`, as an ASGI application. Nothing is opened before its lifespan begins.
 
-    A request passes Observed (one log line and one set of figures, whatever happens), then Guard (key, host, size), then its router.
+    A request passes Observed (one log line and one set of figures, whatever happens), then Guard (key, host, size), then its router,
+    or FastInference in its place.
     """
     metrics, folders, traces = Metrics(), Folders(settings.home), provider_from(settings)
 
@@ -63,7 +65,11 @@ def create_app(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe 
         redoc_url=None,
         redirect_slashes=False,
         telemetry=telemetry_of(traces),
-        middleware=[Middleware(Observed, metrics=metrics, folders=folders), Middleware(Guard, settings=settings, verify=verify)],
+        middleware=[
+            Middleware(Observed, metrics=metrics, folders=folders),
+            Middleware(Guard, settings=settings, verify=verify),
+            *([Middleware(FastInference, answer=answer)] if traces is None else []),  # FastAPI makes the spans
+        ],
         exception_handlers=dict.fromkeys((HTTPException, RequestValidationError, CrucibleError), answer),
     )
     for router in (oip.router, infer.router, jobs.router, reports.router, health.router, docs.router):

@@ -31,9 +31,10 @@ class Parts(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for part in self._parts:
+        *first, last = self._parts
+        for part in first:
             await send({"type": "http.response.body", "body": part, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+        await send({"type": "http.response.body", "body": last})  # a message of its own would wait until the client has read all before it
 
 
 async def read_body(request: Request, limit: int) -> bytes:

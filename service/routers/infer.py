@@ -11,8 +11,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from pipeline.core import TensorSpec
 from service.errors import Unprocessable
-from service.guard import Caller
-from service.routers.asked import REFUSALS, AskedBy, AskedOf
+from service.routers.asked import REFUSALS, asked_by, asked_of
 from service.routers.exchange import HELP_FROM_BYTES, answer_while_there, headers_of, is_long, read_body, respond, write_elsewhere
 from service.routers.reports import preferred
 from service.service import Service
@@ -84,40 +83,37 @@ class Wish:
     timeout_s: float | None
 
 
+NO_WISH = Wish((), None, None, None)
+
+
 @router.post("/infer", **OPENAPI)
-async def infer(
-    request: Request, caller: AskedBy, service: AskedOf, outputs: Outputs = "", shape: Shape = "", version: Version = None, timeout_s: Timeout = None
-) -> Response:
+async def infer(request: Request, outputs: Outputs = "", shape: Shape = "", version: Version = None, timeout_s: Timeout = None) -> Response:
     """An answer of the only model that is deployed; refused with their names where there are several."""
-    return await _answer(request, caller, service, None, _wish(outputs, shape, version, timeout_s))
+    return await answer(request, None, _wish(outputs, shape, version, timeout_s))
 
 
 @router.post("/models/{name}/infer", **OPENAPI)
 async def infer_model(
-    name: str,
-    request: Request,
-    caller: AskedBy,
-    service: AskedOf,
-    outputs: Outputs = "",
-    shape: Shape = "",
-    version: Version = None,
-    timeout_s: Timeout = None,
+    name: str, request: Request, outputs: Outputs = "", shape: Shape = "", version: Version = None, timeout_s: Timeout = None
 ) -> Response:
     """An answer of this model, from JSON, raw bytes of the only input, .npy, .npz, or an image where the model says how it becomes an input."""
-    return await _answer(request, caller, service, name, _wish(outputs, shape, version, timeout_s))
+    return await answer(request, name, _wish(outputs, shape, version, timeout_s))
 
 
-async def _answer(request: Request, caller: Caller, service: Service, model: str | None, wish: Wish) -> Response:
+async def answer(request: Request, model: str | None, wish: Wish) -> Response:
+    """The same, for whoever has found the route."""
+    caller, service = asked_by(request), asked_of(request)
     caller.require("infer")
     served = service.serving.find(caller, model, wish.version)
     kind = request.headers.get("content-type", RAW).partition(";")[0].strip().lower() or RAW
     body = await read_body(request, service.settings.max_infer_bytes)
     asked = await _parsed(service, served, kind, body, wish)
     outputs, timeout_s = wish.outputs or asked.outputs, wish.timeout_s or asked.timeout_s
-    answer = await answer_while_there(service, InferRequest(caller, served.model, asked.inputs, wish.version, outputs, timeout_s), request.receive)
-    form = _form(request.headers.get("accept", ""), kind, len(answer.outputs))
-    parts, headers = await _written(service, answer, form)
-    return await respond(request, parts, form, headers_of(answer) | headers)
+    whole = InferRequest(caller, served.model, asked.inputs, wish.version, outputs, timeout_s)
+    found = await answer_while_there(service, whole, request.receive)
+    form = _form(request.headers.get("accept", ""), kind, len(found.outputs))
+    parts, headers = await _written(service, found, form)
+    return await respond(request, parts, form, headers_of(found) | headers)
 
 
 def _wish(outputs: str, shape: str, version: int | None, timeout_s: float | None) -> Wish:

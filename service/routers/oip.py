@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from pipeline.runner import installed
 from service.errors import Unavailable, Unprocessable
 from service.guard import Caller
-from service.routers.asked import REFUSALS, AskedBy, AskedOf
+from service.routers.asked import REFUSALS, AskedBy, AskedOf, asked_by, asked_of
 from service.routers.exchange import (
     HELP_FROM_BYTES,
     answer_while_there,
@@ -147,8 +147,14 @@ async def unload(name: str, request: Request, caller: AskedBy, service: AskedOf)
 
 @router.post("/models/{name}/infer", **_INFER)
 @router.post("/models/{name}/versions/{version}/infer", **_INFER)
-async def infer(name: str, request: Request, caller: AskedBy, service: AskedOf, version: str = "") -> Response:
+async def infer(name: str, request: Request, version: str = "") -> Response:
     """An answer of this model. No Content-Type is needed; Inference-Header-Content-Length counts bytes of the body before compression."""
+    return await answer(request, name, version)
+
+
+async def answer(request: Request, name: str, version: str) -> Response:
+    """The same, for whoever has found the route."""
+    caller, service = asked_by(request), asked_of(request)
     caller.require("infer")
     served = _find(service, caller, name, version)
     given = request.headers.get(HEADER_LENGTH)

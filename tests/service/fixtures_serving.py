@@ -108,13 +108,14 @@ class DoubleServing:
     def __init__(self, models: Mapping[str, Model] = MODELS, unloaded: tuple[str, ...] = ()) -> None:
         self._models = models
         self._loaded = {name for name in models if name not in unloaded}
+        self._served = {name: tuple(model.served(name, version) for version in model.versions) for name, model in models.items()}
         self._turns = {name: asyncio.Lock() for name in models}
         self._waiting: Counter[str] = Counter()
         self._statistics = {name: Statistics(name, models[name].versions[-1], *(Total() for _ in range(6)), 0, 0, 0) for name in models}
 
     def served(self, caller: Caller) -> tuple[Served, ...]:
         shown = sorted(name for name in self._loaded if caller.sees in (None, self._models[name].owner))
-        return tuple(self._models[name].served(name, version) for name in shown for version in self._models[name].versions)
+        return tuple(each for name in shown for each in self._served[name])
 
     def find(self, caller: Caller, model: str | None, version: int | None = None) -> Served:
         shown = [each for each in self.served(caller) if version in (None, each.version)]
