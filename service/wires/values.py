@@ -28,8 +28,11 @@ def array_from_values(name: str, dtype: str, values: object, shape: Sequence[int
     kind = dtype_of(name, dtype)
     try:
         raw = np.array(values)
+        if kind == np.uint64 and raw.dtype.kind == "f":  # numpy's choice for what holds numbers on both sides of 2**63
+            whole = np.array(values, np.object_)
+            raw = whole.astype(np.uint64) if all(type(value) is int for value in whole.flat) else raw
     except (ValueError, OverflowError) as error:
-        raise Unprocessable(f"'{name}': expected lists of equal lengths with numbers: {error}", "send one number per element") from None
+        raise Unprocessable(f"'{name}' is {dtype}: expected lists of equal lengths with numbers in its range: {error}", "check `data`") from None
     _check_kind(name, raw, kind, dtype)
     array = _converted(name, raw, kind, dtype)
     if shape is None:
