@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import lzma
 import math
+import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterable
@@ -17,7 +20,10 @@ from service.wires.tensors import DATATYPES, Array, check_dtype, dtype_of
 
 MOST_ARRAYS = 1000
 _BITS_OF_BFLOAT16 = np.dtype("V2")  # what numpy writes for it
-_MALFORMED = (ValueError, TypeError, KeyError, SyntaxError, RecursionError, MemoryError, OverflowError, EOFError)  # of numpy's reader of headers
+_MALFORMED = (ValueError, TypeError, KeyError, SyntaxError, RecursionError, MemoryError, OverflowError, EOFError, tokenize.TokenError)
+"""Of numpy's reader of headers, which parses them as Python."""
+
+_NO_ZIP = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, OSError, RuntimeError, ValueError)  # of Python's reader
 
 
 def array_from_npy(body: bytes | memoryview, name: str, specs: Iterable[TensorSpec] = ()) -> Array:
@@ -49,7 +55,7 @@ def arrays_from_npz(body: bytes, limit: int) -> dict[str, Array]:
                 said = f"a .npz file of {len(members)} arrays that unpacks to more than {limit} bytes, or to more than {MOST_ARRAYS} arrays"
                 raise TooLarge(said, "send less, or have the service's limit `max_infer_bytes` raised")
             return {name: array_from_npy(_read(archive, member), name) for member in members for name in [member.filename.removesuffix(".npy")]}
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError, OSError) as error:
+    except _NO_ZIP as error:
         raise Unprocessable(f"the body is not a .npz file: {error}", "write it with numpy.savez") from None
 
 

@@ -30,7 +30,8 @@ def array_from_values(name: str, dtype: str, values: object, shape: Sequence[int
         raw = np.array(values)
         if kind == np.uint64 and raw.dtype.kind == "f":  # numpy's choice for what holds numbers on both sides of 2**63
             whole = np.array(values, np.object_)
-            raw = whole.astype(np.uint64) if all(type(value) is int for value in whole.flat) else raw
+            each: list[object] = whole.ravel().tolist()
+            raw = whole.astype(np.uint64) if all(type(value) is int for value in each) else raw
     except (ValueError, OverflowError) as error:
         raise Unprocessable(f"'{name}' is {dtype}: expected lists of equal lengths with numbers in its range: {error}", "check `data`") from None
     _check_kind(name, raw, kind, dtype)

@@ -15,11 +15,15 @@ import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
+from service.database import Database
+from service.keys import Keys
 from service.wires.tensors import datatype_of
 from tests.service.fixtures_jobs import WITHIN_S
 from tests.service.fixtures_serving import DTYPES, MODELS, UNLOADED, serving_models, some_arrays
 from tests.service.test_server import Server, serving
 
+# geventhttpclient leaves the socket of a timeout to the garbage collector, and tritonclient's asyncio answers that it does not read.
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 PLAIN_DTYPES = [dtype for dtype in DTYPES if dtype != "bfloat16"]
 
 
@@ -173,7 +177,6 @@ def test_what_is_not_finite_is_no_json(client: triton.InferenceServerClient) -> 
     assert np.isnan(client.infer("broken", [tensor("x", X)]).as_numpy("y")).all()
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # geventhttpclient leaves the socket of a timeout to the garbage collector
 def test_a_timeout_of_the_request_and_one_of_the_client(client: triton.InferenceServerClient, server: Server) -> None:
     long = [tensor("x", np.array([[30.0]], np.float32))]
     refused(lambda: client.infer("slow", long, timeout=50_000), 504, "no answer within 0.05 s")
@@ -197,12 +200,11 @@ def test_a_full_queue_is_429(server: Server) -> None:
 
 
 def test_keys_scopes_and_limits(tmp_path: Path) -> None:
-    from service.database import Database
-    from service.keys import Keys
-
-    keys = Keys(Database(tmp_path / "crucible.db"))
+    database = Database(tmp_path / "crucible.db")
+    keys = Keys(database)
     reader, admin = ({"Authorization": f"Bearer {keys.create('k', [scope], 'local')[1]}"} for scope in ("compile", "admin"))
     infer = {"Authorization": f"Bearer {keys.create('k', ['infer'], 'local')[1]}"}
+    database.close()
     with serving_models(tmp_path, keys_required=True, max_infer_bytes=2000) as server, triton.InferenceServerClient(address(server)) as client:
         assert client.is_server_live()
         assert client.is_server_ready()
@@ -290,6 +292,7 @@ def with_aio(server: Server, story: Callable[[triton_aio.InferenceServerClient],
             await story(client)
 
     asyncio.run(told())
+    gc.collect()
 
 
 def test_asyncio_many_at_once_each_gets_its_own(server: Server) -> None:
