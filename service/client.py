@@ -175,7 +175,7 @@ class Client:
         self, accept: str, body: bytes, kind: str, model: str | None = None, outputs: Sequence[str] = (), timeout_s: float | None = None
     ) -> httpx.Response:
         """The same in any form that the service gives."""
-        query = {**({"outputs": ",".join(outputs)} if outputs else {}), **({"timeout_s": timeout_s} if timeout_s else {})}
+        query: dict[str, str | float] = {**({"outputs": ",".join(outputs)} if outputs else {}), **({"timeout_s": timeout_s} if timeout_s else {})}
         path = "/infer" if model is None else _path("models", model, "infer")
         headers = {"Content-Type": kind, "Accept": accept}
         timeout = httpx.Timeout(TIMEOUT_S, read=timeout_s + TIMEOUT_S if timeout_s else ANSWER_S)

@@ -83,7 +83,7 @@ MODELS: Mapping[str, Model] = {
     "add": Model({"a": ("float32", ROW), "b": ("float32", ROW)}, PAIR, _add, dict.fromkeys(("a", "b", *PAIR), 0), versions=(1, 2)),
     "scalar": _same("float32", ()),
     "wide": _same("float32", ("batch", 3, 224, 224)),
-    "picture": Model(
+    "photos": Model(
         {"image": ("float32", ("batch", 3, 8, 8))},
         {"scores": ("float32", ("batch", 3))},
         _mean_of_channels,

@@ -141,15 +141,15 @@ def test_numpys_files_and_the_form_that_is_accepted(tmp_path: Path) -> None:
 def test_images(tmp_path: Path) -> None:
     async def story(desk: Desk, _: DoubleServing) -> None:
         for form, kind in (("PNG", "image/png"), ("JPEG", "image/jpeg"), ("WEBP", "image/webp")):
-            answer = await send(desk, "picture", png(31, 17, (255, 0, 128), form), kind)
+            answer = await send(desk, "photos", png(31, 17, (255, 0, 128), form), kind)
             (scores,) = answer.json()["outputs"]["scores"]
             np.testing.assert_allclose(scores, [2, -2, 0], atol=0.05)  # (x / 255 - 0.5) / 0.25
-        assert "no readable image" in (await send(desk, "picture", b"no image", "image/png")).json()["error"]
-        assert "no readable image" in (await send(desk, "picture", png(9, 9, (1, 2, 3))[:-30], "image/png")).json()["error"]
-        assert (await send(desk, "picture", png(9000, 9000, (1, 2, 3)), "image/png")).status_code == 413
+        assert "no readable image" in (await send(desk, "photos", b"no image", "image/png")).json()["error"]
+        assert "no readable image" in (await send(desk, "photos", png(9, 9, (1, 2, 3))[:-30], "image/png")).json()["error"]
+        assert (await send(desk, "photos", png(9000, 9000, (1, 2, 3)), "image/png")).status_code == 413
         assert "does not say how an image" in (await send(desk, "add", png(9, 9, (1, 2, 3)), "image/png")).json()["error"]
 
-    at_models(tmp_path, story, ("picture", "add"))
+    at_models(tmp_path, story, ("photos", "add"))
 
 
 def test_what_is_too_large_before_and_after_it_is_unpacked(tmp_path: Path) -> None:
