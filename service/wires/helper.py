@@ -7,6 +7,7 @@ only this process along.
 
 from __future__ import annotations
 
+import os
 import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -96,4 +97,5 @@ def main(given: BinaryIO, taken: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
+    os.nice(5)  # the server comes first
     main(sys.stdin.buffer, sys.stdout.buffer)

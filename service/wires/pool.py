@@ -76,7 +76,8 @@ async def _exchange(process: asyncio.subprocess.Process, head: Mapping[str, obje
     assert given is not None
     assert taken is not None
     text = orjson.dumps(head)
-    given.writelines([LENGTHS.pack(len(text), sum(map(len, parts))), text, *parts])
+    for part in (LENGTHS.pack(len(text), sum(map(len, parts))), text, *parts):  # writelines would join them
+        given.write(part)
     await given.drain()
     head_length, body_length = LENGTHS.unpack(await taken.readexactly(LENGTHS.size))
     return orjson.loads(await taken.readexactly(head_length)), await taken.readexactly(body_length)
