@@ -190,6 +190,8 @@ def infer(
     """Ask a deployed model: prints or writes its outputs, and tells where the time went."""
     import numpy as np
 
+    from service.wires.arrays import npz_from_arrays
+
     body, kind = _body_of(file)
     with _client(url) as client:
         if as_json:
@@ -203,7 +205,7 @@ def infer(
     times = ", ".join(f"{name.replace('_', ' ')} {time:.3f} ms" for name, time in found.times_ms.items())
     print(f"{found.model} version {found.version} on {found.device}: {times}; batch of {found.batch_size}")
     if out is not None:
-        np.savez(out, allow_pickle=False, **found.outputs)
+        out.write_bytes(npz_from_arrays(found.outputs))
         print(f"outputs: {out}")
 
 

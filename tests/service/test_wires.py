@@ -61,7 +61,7 @@ def test_npy_and_npz() -> None:
     for array in arrays():
         back = array_from_npy(b"".join(npy_from_array(array)), "x")
         assert equal(back, array.astype(np.float32) if array.dtype.name == "bfloat16" else array)
-    named = {f"t{number}": array for number, array in enumerate(arrays()) if array.dtype.name != "bfloat16"}
+    named = {f"t{number}": array for number, array in enumerate(arrays()) if array.dtype.name != "bfloat16"} | {"file": np.ones(2)}
     back = arrays_from_npz(npz_from_arrays(named), 10**6)
     assert set(back) == set(named)
     assert all(equal(back[name], array) for name, array in named.items())
