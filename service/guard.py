@@ -54,6 +54,22 @@ LOCAL = Caller("local", SCOPES)
 NOBODY = Caller("", ())
 
 
+def caller_from(authorization: str, settings: Settings, verify: Callable[[str], Key]) -> Caller:
+    """Who asks; Unauthorized without a key that works, where one is needed."""
+    if not settings.needs_keys:
+        return LOCAL
+    kind, _, text = authorization.partition(" ")
+    if kind.lower() != "bearer" or not text:
+        raise Unauthorized("this service needs a key", NEXT)
+    key = verify(text.strip())
+    return Caller(key.owner, key.scopes, key.prefix)
+
+
+def request_id_from(given: str) -> str:
+    """The client's own id of its request, or a new one."""
+    return given if REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
+
+
 class Guard:
     """Lets a request through to `application` with its Caller and request id in the scope's state, or answers it."""
 
@@ -65,7 +81,7 @@ class Guard:
             await self._application(scope, receive, send)
             return
         headers = _headers(scope["headers"])
-        request_id = given if REQUEST_ID.fullmatch(given := headers.get("x-request-id", "")) else secrets.token_hex(8)
+        request_id = request_id_from(headers.get("x-request-id", ""))
         try:
             caller = self._check(scope["method"], scope["path"], headers)
         except ServiceError as error:
@@ -105,13 +121,7 @@ class Guard:
     def _caller(self, path: str, headers: dict[str, str]) -> Caller:
         if path in PUBLIC:
             return NOBODY
-        if not self._settings.needs_keys:
-            return LOCAL
-        kind, _, text = headers.get("authorization", "").partition(" ")
-        if kind.lower() != "bearer" or not text:
-            raise Unauthorized("this service needs a key", NEXT)
-        key = self._verify(text.strip())
-        return Caller(key.owner, key.scopes, key.prefix)
+        return caller_from(headers.get("authorization", ""), self._settings, self._verify)
 
     def _limit(self, path: str) -> int:
         if path.endswith(INFER):

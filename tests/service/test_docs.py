@@ -149,10 +149,11 @@ def test_the_commands_of_inference_run(tmp_path: Path) -> None:
         done = subprocess.run(["bash", "-c", script.replace(URL, server.url)], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
         told = dict(zip(lines, (text.partition("\n")[2] for text in done.stdout.split(MARK)[1:]), strict=False))
         assert done.returncode == 0, (list(told.items())[-1:], done.stderr)
-        (example,) = re.findall(r"```python\n(.*?)```", INFERENCE, re.DOTALL)
-        example = example.replace(URL.removeprefix("http://"), server.url.removeprefix("http://"))
-        ran = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-        assert ran.stdout.startswith("(2, 3)\n{"), ran.stderr
+        examples = re.findall(r"```python\n(.*?)```", INFERENCE, re.DOTALL)
+        for example, said in zip(examples, (r"\(2, 3\)\n\{", r"\(2, 3\) [\d.]+\n"), strict=True):  # HTTP, gRPC
+            here = example.replace(URL.removeprefix("http://"), server.url.removeprefix("http://")).replace("127.0.0.1:8001", server.rpc)
+            ran = subprocess.run([sys.executable, "-c", here], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+            assert re.match(said, ran.stdout), ran.stderr
     x = np.load(tmp_path / "x.npy")
     np.testing.assert_allclose(np.load(tmp_path / "y.npy"), x.mean((2, 3)), rtol=1e-5)
     np.testing.assert_array_equal(np.fromfile(tmp_path / "y.bin", np.float32), np.load(tmp_path / "y.npy").ravel())

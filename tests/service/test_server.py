@@ -33,6 +33,7 @@ class Server:
     process: "subprocess.Popen[str]"
     url: str
     home: Path
+    rpc: str = ""  # where gRPC listens
 
     @property
     def address(self) -> tuple[str, int]:
@@ -67,7 +68,9 @@ def serving(home: Path, module: str = "tests.service.serving", **settings: objec
             assert process.stdout is not None
             found = re.fullmatch(r"Crucible listens on (http://127\.0\.0\.1:\d+)\n", process.stdout.readline())
             assert found, (home / "server.log").read_text()
-            server = Server(process, found[1], home)
+            rpc = re.fullmatch(r"gRPC listens on (127\.0\.0\.1:\d+)\n", process.stdout.readline())
+            assert rpc, (home / "server.log").read_text()
+            server = Server(process, found[1], home, rpc[1])
             until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
             yield server
         finally:
