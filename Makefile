@@ -18,7 +18,7 @@ GPU_SITE := $(CURDIR)/build/gpu-site
 GPU_RESULTS ?= build/gpu-tests.json
 GPU_PYTHON := $(if $(WHEELS),PYTHONPATH="$(GPU_SITE):$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON),$(BIN)/python)
 
-.PHONY: demo test check test-gpu bench-gpu gpu-site bench serve clean
+.PHONY: demo test check protos test-gpu bench-gpu gpu-site bench serve clean
 
 demo: $(VENV)/.ready
 	$(BIN)/crucible compile configs/digits.yaml
@@ -32,6 +32,10 @@ check: $(VENV)/.ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tests/size_table.py
+
+# The messages of gRPC, from the published definitions in service/rpc/protos.
+protos: $(VENV)/.ready
+	$(BIN)/python -m service.rpc.generate
 
 test-gpu: $(if $(WHEELS),gpu-site,$(VENV)/.ready-gpu)
 	$(GPU_PYTHON) -m pytest -m gpu --ignore tests/service/test_openapi.py --gpu-results=$(GPU_RESULTS)  # not imported: it needs schemathesis

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 import onnx
-from google.protobuf.message import EncodeError  # type: ignore[import-untyped]
+from google.protobuf.message import EncodeError
 from numpy.typing import NDArray
 from onnx import TensorProto, numpy_helper
 from onnx.version_converter import ConvertError, convert_version

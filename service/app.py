@@ -20,9 +20,11 @@ from service.guard import Guard
 from service.keys import Key
 from service.metrics import Metrics
 from service.observe import Observed
-from service.routers import docs, health, jobs, models, reports
+from service.routers import docs, health, infer, jobs, models, oip, reports
+from service.routers.fast import FastInference
 from service.runner import WORKER
 from service.service import Probe, opened, probe
+from service.serving.requests import Serving
 from service.settings import Settings
 from service.traces import JobSpans, provider_from, telemetry_of
 
@@ -32,10 +34,13 @@ if TYPE_CHECKING:
 ABOUT = "Send a trained model, follow its compilation, read what was measured and proved, and take the engine."
 
 
-def create_app(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe = probe, traces: TracerProvider | None = None) -> FastAPI:
+def create_app(
+    settings: Settings, worker: Sequence[str] = WORKER, probe: Probe = probe, serving: Serving | None = None, traces: TracerProvider | None = None
+) -> FastAPI:
     """The service on `settings.home`, as an ASGI application. Nothing is opened before its lifespan begins.
 
-    A request passes Observed (one log line and one set of figures, whatever happens), then Guard (key, host, size), then its router.
+    A request passes Observed (one log line and one set of figures, whatever happens), then Guard (key, host, size), then its router,
+    or FastInference in its place.
     """
     metrics, folders, traces = Metrics(), Folders(settings.home), traces or provider_from(settings)
 
@@ -43,6 +48,7 @@ def create_app(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe 
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with opened(settings, metrics, worker, probe, JobSpans(traces)) as service:
             app.state.service = service
+            service.serving = serving or service.models
             yield
         if traces is not None:
             await asyncio.to_thread(traces.shutdown)  # sends what is left
@@ -64,9 +70,13 @@ def create_app(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe 
         redoc_url=None,
         redirect_slashes=False,
         telemetry=telemetry_of(traces),
-        middleware=[Middleware(Observed, metrics=metrics, folders=folders), Middleware(Guard, settings=settings, verify=verify)],
+        middleware=[
+            Middleware(Observed, metrics=metrics, folders=folders),
+            Middleware(Guard, settings=settings, verify=verify),
+            *([Middleware(FastInference, answer=answer)] if traces is None else []),  # FastAPI makes the spans
+        ],
         exception_handlers=dict.fromkeys((HTTPException, RequestValidationError, CrucibleError), answer),
     )
-    for router in (jobs.router, reports.router, models.router, health.router, docs.router):
+    for router in (oip.router, infer.router, jobs.router, reports.router, models.router, health.router, docs.router):
         app.include_router(router)
     return app

@@ -11,22 +11,24 @@ RemoteError carries what the server says of a request that it refuses; Unreachab
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import re
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import httpx
+import numpy as np
 from pydantic import ValidationError
 
-from pipeline.core import Frozen
+from pipeline.core import Frozen, Tensors
 from pipeline.errors import CrucibleError, HostError, PlanError, UserError
 from pipeline.report import Report
 from service.jobs import FINAL, State
@@ -43,6 +45,18 @@ LONGEST_WAIT_S = 5.0
 TRY_AGAIN = frozenset({502, 503, 504})  # what a proxy says while the server is restarted
 WHERE = re.compile(r"(https?://.+?)/(?:jobs|reports)/([^/?#]+)(?:[/?#].*)?")
 JOB_ID = re.compile(r"[0-9a-f]{25}")
+
+KINDS = {
+    ".npy": "application/x-npy",
+    ".npz": "application/x-npz",
+    ".json": "application/json",
+    ".jpg": "image/jpeg",
+    ".jpeg": "image/jpeg",
+    ".png": "image/png",
+    ".webp": "image/webp",
+    ".bin": "application/octet-stream",
+}
+"""What is inferred from, by the ends of files' names."""
 
 M = TypeVar("M", bound=Frozen)
 
@@ -79,6 +93,18 @@ class Upload:
             for name, part in named.items()
             if part is not None
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """What a model answered, and where the time went."""
+
+    model: str
+    version: int
+    device: str
+    batch_size: int  # rows that ran together
+    outputs: Tensors  # bfloat16 as float32
+    times_ms: Mapping[str, float]  # queue, copy_in, compute, copy_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +212,26 @@ class Client:
                 archive.extractall(work, filter="data")
             deliver_engine(load_engine(Path(work) / "engine"), folder / "engine")
         return report
+
+    def infer(self, body: bytes, kind: str, model: str | None = None, outputs: Sequence[str] = (), timeout_s: float | None = None) -> Inference:
+        """An answer to a body of this Content-Type, such as a .npy file's; the model may be left out where one is deployed."""
+        answer = self.infer_as("application/x-npz", body, kind, model, outputs, timeout_s)
+        with np.load(io.BytesIO(answer.content), allow_pickle=False) as arrays:
+            tensors = dict(arrays)
+        about = answer.headers
+        times = re.findall(r"(\w+);dur=([\d.]+)", about["Server-Timing"])
+        whole = int(about["Crucible-Version"]), about["Crucible-Device"], int(about["Crucible-Batch-Size"])
+        return Inference(unquote(about["Crucible-Model"]), *whole, tensors, {name: float(time) for name, time in times})
+
+    def infer_as(
+        self, accept: str, body: bytes, kind: str, model: str | None = None, outputs: Sequence[str] = (), timeout_s: float | None = None
+    ) -> httpx.Response:
+        """The same in any form that the service gives."""
+        query: dict[str, str | float] = {**({"outputs": ",".join(outputs)} if outputs else {}), **({"timeout_s": timeout_s} if timeout_s else {})}
+        path = "/infer" if model is None else _path("models", model, "infer")
+        headers = {"Content-Type": kind, "Accept": accept}
+        timeout = httpx.Timeout(TIMEOUT_S, read=timeout_s + TIMEOUT_S if timeout_s else ANSWER_S)
+        return self._send(self._http.build_request("POST", path, params=query, content=body, headers=headers, timeout=timeout))
 
     def events(self, job_id: str, after: int = 0, patience_s: float = PATIENCE_S) -> Iterator[Event]:
         """What happens to a job, to its end: each event once, also if the server is restarted meanwhile.

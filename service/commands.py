@@ -221,6 +221,52 @@ def download(
     print(json.dumps({"folder": str(folder), "engine": str(engine) if engine.is_dir() else None}))
 
 
+def infer(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What to send: .npy, .npz, .json, .jpg, .png, .webp, or .bin with raw bytes.")],
+    model: Annotated[str | None, typer.Option(help="Which model; may be left out where one is deployed.")] = None,
+    outputs: Annotated[list[str] | None, typer.Option("--output", help="Only this output. Repeatable.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.npz", help="Write the outputs there.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Give up after so long; the model's own limit if left out.", min=0.001)
+    ] = None,
+    url: UrlOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the service's whole answer as JSON, and nothing else.")] = False,
+) -> None:
+    """Ask a deployed model: prints or writes its outputs, and tells where the time went."""
+    import numpy as np
+
+    from service.wires.arrays import npz_from_arrays
+
+    body, kind = _body_of(file)
+    with connect(url) as client:
+        if as_json:
+            print(client.infer_as("application/json", body, kind, model, outputs or (), timeout).text)
+            return
+        found = client.infer(body, kind, model, outputs or (), timeout)
+    rows = [
+        (name, str(array.dtype), str(list(array.shape)), np.array2string(array, threshold=8, precision=4)) for name, array in found.outputs.items()
+    ]
+    terminal.console().print(terminal.plain_table(("output", "dtype", "shape", "values"), rows))
+    times = ", ".join(f"{name.replace('_', ' ')} {time:.3f} ms" for name, time in found.times_ms.items())
+    print(f"{found.model} version {found.version} on {found.device}: {times}; batch of {found.batch_size}")
+    if out is not None:
+        out.write_bytes(npz_from_arrays(found.outputs))
+        print(f"outputs: {out}")
+
+
+def _body_of(file: Path) -> tuple[bytes, str]:
+    """A file and its Content-Type."""
+    from pipeline.errors import PlanError, UserError
+    from service.client import KINDS
+
+    if (kind := KINDS.get(file.suffix.lower())) is None:
+        raise PlanError(f"'{file}': its name does not tell what it holds", f"give a file that ends in {', '.join(KINDS)}")
+    try:
+        return file.read_bytes(), kind
+    except OSError as error:
+        raise UserError(f"cannot read '{file}': {error.strerror}", "check the path and its permissions") from error
+
+
 def print_report(target: str, url: str | None, as_json: bool) -> None:
     """`crucible report`, of a job on a service."""
     from rich.markdown import Markdown

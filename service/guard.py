@@ -23,8 +23,9 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
-PUBLIC = frozenset({"/healthz", "/readyz", "/docs", "/openapi.json"})  # hold nothing that a key protects
+PUBLIC = frozenset({"/healthz", "/readyz", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready"})  # hold nothing that a key protects
 UPLOADS = frozenset({"/compile"})
+INFER = "/infer"  # how every path ends that takes tensors
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -53,6 +54,22 @@ LOCAL = Caller("local", SCOPES)
 NOBODY = Caller("", ())
 
 
+def caller_from(authorization: str, settings: Settings, verify: Callable[[str], Key]) -> Caller:
+    """Who asks; Unauthorized without a key that works, where one is needed."""
+    if not settings.needs_keys:
+        return LOCAL
+    kind, _, text = authorization.partition(" ")
+    if kind.lower() != "bearer" or not text:
+        raise Unauthorized("this service needs a key", NEXT)
+    key = verify(text.strip())
+    return Caller(key.owner, key.scopes, key.prefix)
+
+
+def request_id_from(given: str) -> str:
+    """The client's own id of its request, or a new one."""
+    return given if REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
+
+
 class Guard:
     """Lets a request through to `application` with its Caller and request id in the scope's state, or answers it."""
 
@@ -64,7 +81,7 @@ class Guard:
             await self._application(scope, receive, send)
             return
         headers = _headers(scope["headers"])
-        request_id = given if REQUEST_ID.fullmatch(given := headers.get("x-request-id", "")) else secrets.token_hex(8)
+        request_id = request_id_from(headers.get("x-request-id", ""))
         try:
             caller = self._check(scope["method"], scope["path"], headers)
         except ServiceError as error:
@@ -105,15 +122,11 @@ class Guard:
     def _caller(self, path: str, headers: dict[str, str]) -> Caller:
         if path in PUBLIC:
             return NOBODY
-        if not self._settings.needs_keys:
-            return LOCAL
-        kind, _, text = headers.get("authorization", "").partition(" ")
-        if kind.lower() != "bearer" or not text:
-            raise Unauthorized("this service needs a key", NEXT)
-        key = self._verify(text.strip())
-        return Caller(key.owner, key.scopes, key.prefix)
+        return caller_from(headers.get("authorization", ""), self._settings, self._verify)
 
     def _limit(self, path: str) -> int:
+        if path.endswith(INFER):
+            return self._settings.max_infer_bytes
         return self._settings.max_upload_bytes if path in UPLOADS else self._settings.max_body_bytes
 
 

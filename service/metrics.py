@@ -28,6 +28,10 @@ class Metrics:
         self.request_seconds = Histogram(
             "crucible_http_request_seconds", "Time to the end of the answer", ("method", "route"), buckets=SECONDS, registry=self.registry
         )
+        self.calls = Counter("crucible_grpc_requests_total", "gRPC calls", ("method", "status"), registry=self.registry)
+        self.call_seconds = Histogram(
+            "crucible_grpc_request_seconds", "Time to the end of a gRPC call", ("method",), buckets=SECONDS, registry=self.registry
+        )
         self.jobs_ended = Counter("crucible_jobs_ended_total", "Jobs that ended, by how", ("state",), registry=self.registry)
         self.stage_seconds = Histogram(
             "crucible_stage_seconds", "Time of finished stages of jobs", ("stage",), buckets=STAGE_SECONDS, registry=self.registry

@@ -15,13 +15,17 @@ from collections.abc import Iterator, Sequence
 
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 
 from pipeline.errors import HostError
 from service import logs
 from service.app import create_app
+from service.rpc.server import rpc_server
 from service.runner import WORKER
 from service.service import HTTP_S, Probe, Service, probe
+from service.serving.requests import Serving
 from service.settings import Settings
+from service.tls import Tls, tls_from
 
 BACKLOG = 2048
 LINGER_S = 2.0  # at least so long /readyz says 503 before nothing listens any more: a load balancer asks every second or so
@@ -35,15 +39,15 @@ class _Server(uvicorn.Server):
         yield
 
 
-def serve(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe = probe) -> None:
+def serve(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe = probe, serving: Serving | None = None) -> None:
     """Serve until SIGTERM or Ctrl-C. HostError if the address or the home is taken."""
     logs.configure(settings)
+    tls = tls_from(settings)
     with _listening(settings.host, settings.port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings, listener, worker, probe))
+        runner.run(_serve(create_app(settings, worker, probe, serving), listener, tls))
 
 
-async def _serve(settings: Settings, listener: socket.socket, worker: Sequence[str], probe: Probe) -> None:
-    app = create_app(settings, worker, probe)
+async def _serve(app: FastAPI, listener: socket.socket, tls: Tls | None) -> None:
     config = uvicorn.Config(
         app,
         http="httptools",
@@ -54,17 +58,21 @@ async def _serve(settings: Settings, listener: socket.socket, worker: Sequence[s
         server_header=False,
         proxy_headers=False,
         timeout_graceful_shutdown=math.ceil(HTTP_S),
+        ssl_certfile=tls.certificate_file if tls else None,
+        ssl_keyfile=tls.key_file if tls else None,
     )
     server = _Server(config)
-    async with app.router.lifespan_context(app):
+    async with app.router.lifespan_context(app), rpc_server(app.state.service, tls) as rpc:
         service: Service = app.state.service
         listener.listen(BACKLOG)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        print(f"Crucible listens on {_address(listener)}", flush=True)
+        print(f"Crucible listens on {_address(listener, tls)}", flush=True)
+        if rpc:
+            print(f"gRPC listens on {rpc.address}", flush=True)
         await _asked_to_end(service, serving)
         await asyncio.gather(service.stop(), asyncio.sleep(LINGER_S))
         server.should_exit = True
-        await serving
+        await asyncio.gather(serving, *([rpc.stop()] if rpc else []))
         if not service.started.cancelled():
             await service.started  # raises what kept the service from starting
 
@@ -94,6 +102,6 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def _address(listener: socket.socket) -> str:
+def _address(listener: socket.socket, tls: Tls | None) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -39,8 +39,10 @@ from service.serving.figures import Figures
 from service.serving.loading import Means
 from service.serving.metrics import Models
 from service.serving.repository import Repository
+from service.serving.requests import Serving
 from service.settings import Settings
 from service.traces import JobSpans
+from service.wires.pool import Helpers
 
 PROBE_S = 300.0  # to import every backend that is installed, on a slow disk
 UNPACKING = 2  # uploads at a time: an archive may take a thread for a minute, and cancelling a job needs one as well
@@ -63,6 +65,8 @@ async def probe() -> HostIdentity:
 class Service:
     """Everything that lives as long as the server. Lives in one event loop, on a home that is locked."""
 
+    serving: Serving  # what wires ask: `models`, or what a test gives
+
     def __init__(self, settings: Settings, metrics: Metrics, worker: Sequence[str], probe: Probe, spans: JobSpans) -> None:
         self.settings, self.metrics, self._probe = settings, metrics, probe
         self.folders = Folders(settings.home)
@@ -73,8 +77,9 @@ class Service:
         self._leases = Leases(Devices(()))
         self.repository = Repository(self.database, self.folders)
         load = partial(Deployment.start, figures=Figures(metrics.registry))
-        self.serving = Deployments(Means(self.repository, self.jobs, self.folders, self._leases, settings.versions_kept, load))
+        self.models = self.serving = Deployments(Means(self.repository, self.jobs, self.folders, self._leases, settings.versions_kept, load))
         self.runner = JobRunner(settings, self.jobs, self._leases, worker, (metrics.observe_job, spans.observe))
+        self.helpers = Helpers()
         self._host: HostIdentity | None = None
         self._reader = ThreadPoolExecutor(1, "crucible-read")
         self.unpacking = asyncio.Semaphore(UNPACKING)
@@ -102,12 +107,13 @@ class Service:
         if self._tidying:
             self._tidying.cancel()
         grace_s = max(1.0, self.settings.shutdown_s - HTTP_S)
-        await asyncio.gather(self.serving.stop(grace_s), self.runner.stop(grace_s))
+        await asyncio.gather(self.models.stop(grace_s), self.runner.stop(grace_s))
 
     async def close(self) -> None:
         """Stop, and let go of the database: nothing may be asked afterwards."""
         await self.stop()
-        await self.serving.close()
+        await self.models.close()
+        await self.helpers.close()
         await self.read(self.database.close)
         self._reader.shutdown()
         self.database.close()
@@ -116,7 +122,7 @@ class Service:
         host = await self._probe()
         await self.read(self._sweep)
         self._leases.devices = Devices(tuple(host.devices))
-        await self.serving.start()  # before jobs, which would measure beside it
+        await self.models.start()  # before jobs, which would measure beside it
         await self.runner.start()
         self._host = host
         self._tidying = asyncio.create_task(self._tidy())

@@ -9,10 +9,10 @@ import difflib
 import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from pipeline.config import home
 from pipeline.core import Frozen
@@ -31,6 +31,10 @@ class Settings(Frozen):
     )  # absolute, because jobs run in folders of their own
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)  # 0: any that is free
+    grpc: bool = True
+    grpc_port: int | None = Field(default=None, ge=0, le=65535)  # None: the one after `port`; 0: any that is free
+    tls_certificate: Path | None = None  # PEM, with its chain; for HTTP and gRPC
+    tls_key: Path | None = None
     allowed_hosts: tuple[str, ...] = ()  # names under which clients reach the service, besides `host` and those of loopback
     keys_required: bool | None = None  # None: unless bound to loopback
     admin_key_file: Path | None = None  # holds the first admin key, for containers
@@ -40,6 +44,7 @@ class Settings(Frozen):
     max_upload_bytes: int = Field(default=4 * GIB, gt=0)  # of one request's files together
     max_unpacked_bytes: int = Field(default=8 * GIB, gt=0)  # of an archive's members together
     max_plan_bytes: int = Field(default=256 * 1024, gt=0)
+    max_infer_bytes: int = Field(default=256 * MIB, gt=0)  # of one inference request, as it comes and unpacked
     max_body_bytes: int = Field(default=MIB, gt=0)  # of all other requests
     max_queued: int = Field(default=1000, gt=0)  # jobs of one owner that wait
 
@@ -54,9 +59,22 @@ class Settings(Frozen):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     otel_endpoint: str | None = None  # OTLP over HTTP; None: no traces
 
+    @model_validator(mode="after")
+    def _hang_together(self) -> Self:
+        if self.grpc and self.rpc_port > 65535:
+            raise ValueError("no port comes after 65535, give grpc_port")
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("expected tls_certificate and tls_key, got one of them")
+        return self
+
     @property
     def needs_keys(self) -> bool:
         return self.keys_required if self.keys_required is not None else not is_loopback(self.host)
+
+    @property
+    def rpc_port(self) -> int:
+        """gRPC's port."""
+        return self.grpc_port if self.grpc_port is not None else self.port + 1 if self.port else 0
 
     @property
     def hosts(self) -> frozenset[str]:

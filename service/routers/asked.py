@@ -10,18 +10,27 @@ from service.guard import Caller
 from service.service import Service
 
 
-def _caller(request: Request) -> Caller:
-    caller: Caller = request.state.caller
+def asked_by(request: Request) -> Caller:
+    caller: Caller = request.scope["state"]["caller"]
     return caller
 
 
-def _service(request: Request) -> Service:
-    service: Service = request.app.state.service
+def asked_of(request: Request) -> Service:
+    service: Service = request.scope["app"].state.service
     return service
 
 
-AskedBy = Annotated[Caller, Depends(_caller)]
-AskedOf = Annotated[Service, Depends(_service)]
+# Async, because FastAPI runs what is not in a thread, which costs more than all they do.
+async def _asked_by(request: Request) -> Caller:
+    return asked_by(request)
+
+
+async def _asked_of(request: Request) -> Service:
+    return asked_of(request)
+
+
+AskedBy = Annotated[Caller, Depends(_asked_by)]
+AskedOf = Annotated[Service, Depends(_asked_of)]
 # By reference and not as `model`, which FastAPI would document in the form of each route's successes, such as text/plain.
 _REFUSAL = {"application/json": {"schema": {"$ref": "#/components/schemas/Refusal"}}}
 REFUSALS: dict[int | str, dict[str, Any]] = {

@@ -17,44 +17,44 @@ Name = Annotated[str, InPath(pattern=NAME, description="The model's name")]
 @router.get("")
 async def list_models(caller: AskedBy, service: AskedOf) -> ModelPage:
     """All models, by name."""
-    return await service.serving.views(caller)
+    return await service.models.views(caller)
 
 
 @router.get("/{name}")
 async def get_model(name: Name, caller: AskedBy, service: AskedOf) -> ModelView:
     """A model's versions with their inputs and outputs, which requests may run together and why, and how it is served."""
-    return await service.serving.view(caller, name)
+    return await service.models.view(caller, name)
 
 
 @router.get("/{name}/shapes")
 async def get_shapes(name: Name, caller: AskedBy, service: AskedOf) -> ShapesView:
     """The shapes of requests since the model was loaded, and the profile they suggest."""
-    return service.serving.shapes(caller, name)
+    return service.models.shapes(caller, name)
 
 
 @router.post("/{name}/promote")
 async def promote(name: Name, asked: PromoteRequest, caller: AskedBy, service: AskedOf) -> ModelView:
     """Make a report's engine the model's current version. If the model is deployed, the new version answers when this does."""
     service.host()  # or Unavailable
-    return await service.serving.promote(caller, name, asked)
+    return await service.models.promote(caller, name, asked)
 
 
 @router.post("/{name}/rollback")
 async def roll_back(name: Name, caller: AskedBy, service: AskedOf) -> ModelView:
     """Make the version current again that was before this one."""
     service.host()
-    return await service.serving.rollback(caller, name)
+    return await service.models.rollback(caller, name)
 
 
 @router.put("/{name}/deployment")
 async def deploy(name: Name, asked: DeploymentOptions, caller: AskedBy, service: AskedOf) -> ModelView:
     """Load a model, or serve it in another way; it answers when this does. Refused with both numbers if it does not fit into memory."""
     service.host()
-    return await service.serving.deploy(caller, name, asked)
+    return await service.models.deploy(caller, name, asked)
 
 
 @router.delete("/{name}/deployment", status_code=204, response_class=Response)
 async def unload(name: Name, caller: AskedBy, service: AskedOf) -> None:
     """Answer what waits, then free the device."""
     service.host()
-    await service.serving.unload(caller, name)
+    await service.models.unload(caller, name)

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -17,6 +18,7 @@ from service.commands import stage_of
 from service.folders import Folders
 from tests.fixtures_cli import Result, crucible
 from tests.service.fixtures_jobs import write_out
+from tests.service.fixtures_serving import serving_models
 from tests.service.test_client import upload
 from tests.service.test_server import Server, serving
 
@@ -197,3 +199,26 @@ def test_what_is_asked_wrongly_is_told_with_a_next_step(arguments: tuple[str, ..
 def test_a_key_is_never_told(tmp_path: Path) -> None:
     done = crucible("jobs", env={"CRUCIBLE_KEY": "cru_hunter2"})
     assert (done.code, "no Crucible key" in done.err, "hunter2" in done.err) == (1, True, False)
+
+
+def test_a_model_is_asked_with_a_file(tmp_path: Path) -> None:
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    np.savez(tmp_path / "x.npz", a=x, b=x)
+    np.save(tmp_path / "x.npy", x)
+    (tmp_path / "x.json").write_text(json.dumps({"inputs": {"a": x.tolist(), "b": x.tolist()}}))
+    with serving_models(tmp_path) as server:
+        done = at(server, "infer", tmp_path / "x.npz", "--model", "add", "--out", tmp_path / "y.npz")
+        assert done.code == 0, done.err
+        assert "add version 2 on cpu: queue 1.000 ms, copy in 2.000 ms, compute 3.000 ms, copy out 4.000 ms; batch of 2" in done.out
+        assert sorted(np.load(tmp_path / "y.npz")) == ["difference", "sum"]
+        np.testing.assert_array_equal(np.load(tmp_path / "y.npz")["sum"], 2 * x)
+        told = at(server, "infer", tmp_path / "x.json", "--model", "add", "--output", "sum", "--json")
+        assert told.summary["outputs"] == {"sum": (2 * x).tolist()}
+        for arguments, said in (
+            ((tmp_path / "x.npy",), "several models are deployed: add, broken"),
+            ((tmp_path / "x.npy", "--model", "add"), "a .npy file can be one input"),
+            ((tmp_path / "y.npy", "--model", "add"), "cannot read"),
+            ((tmp_path / "server.log", "--model", "add"), "does not tell what it holds"),
+        ):
+            refused = at(server, "infer", *arguments)
+            assert (refused.code, said in refused.err) == (1, True), refused.err

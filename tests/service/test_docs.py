@@ -12,16 +12,18 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 
 from service.app import create_app
 from service.client import events_of_stream
 from service.settings import Settings
 from tests.fixtures_cli import environment, write_task
+from tests.service.fixtures_serving import serving_models
 from tests.service.test_server import until
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "service.md").read_text()
+PAGE, INFERENCE = ((ROOT / "docs" / name).read_text() for name in ("service.md", "inference.md"))
 URL = "http://127.0.0.1:8000"
 SHELL = f"""
 curl() {{ command curl --fail-with-body --silent --show-error "$@"; }}
@@ -65,11 +67,11 @@ def served(command: str, home: Path, **variables: str) -> Iterator[str]:
 
 
 def test_every_endpoint_has_a_command(tmp_path: Path) -> None:
-    asked = [line for line in commands(PAGE) if line.startswith("curl ")]
+    asked = [line for line in commands(PAGE + INFERENCE) if line.startswith("curl ")]
     described = create_app(Settings(home=tmp_path)).openapi()["paths"]
     paths = [(method, path) for path, methods in described.items() for method in methods] + [("get", "/docs"), ("get", "/openapi.json")]
     for method, path in paths:
-        place = re.escape(URL) + re.sub(r"\\\{\w+\\\}", r"\\$\\w+", re.escape(path)) + r"(?=[\s?\"']|$)"
+        place = re.escape(URL) + re.sub(r"\\\{\w+\\\}", r"(\\$\\w+|photos)", re.escape(path)) + r"(?=[\s?\"']|$)"
         found = [line for line in asked if re.search(place, line) and method_of(line) == method]
         assert found, f"no command for {method.upper()} {path}"
 
@@ -77,7 +79,7 @@ def test_every_endpoint_has_a_command(tmp_path: Path) -> None:
 def method_of(command: str) -> str:
     if named := re.search(r"-X (\w+)", command):
         return named[1].lower()
-    return "post" if re.search(r" (-F|-d) ", command) else "get"
+    return "post" if re.search(r" (-F|-d|--data-binary) ", command) else "get"
 
 
 def test_every_setting_is_listed_in_order() -> None:
@@ -132,6 +134,32 @@ def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
     with served(second, tmp_path / "container") as url:
         assert httpx.get(f"{url}/jobs").status_code == 401
         assert httpx.get(f"{url}/jobs", headers={"Authorization": f"Bearer {key}"}).json() == {"jobs": [], "next": None}
+
+
+def test_the_commands_of_inference_run(tmp_path: Path) -> None:
+    """Against the double, in which `photos` gives the mean of each channel."""
+    from PIL import Image
+
+    Image.new("RGB", (31, 17), (255, 0, 128)).save(tmp_path / "photo.jpg")
+    (tmp_path / "auth").write_text("X-None: none")
+    with serving_models(tmp_path / "home", models="photos") as server:
+        lines = commands(INFERENCE)
+        script = SHELL + "".join(f"echo '{MARK}{number}'\n{line}\necho\n" for number, line in enumerate(lines))
+        env = environment({"CRUCIBLE_URL": server.url})
+        done = subprocess.run(["bash", "-c", script.replace(URL, server.url)], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        told = dict(zip(lines, (text.partition("\n")[2] for text in done.stdout.split(MARK)[1:]), strict=False))
+        assert done.returncode == 0, (list(told.items())[-1:], done.stderr)
+        examples = re.findall(r"```python\n(.*?)```", INFERENCE, re.DOTALL)
+        for example, said in zip(examples, (r"\(2, 3\)\n\{", r"\(2, 3\) [\d.]+\n"), strict=True):  # HTTP, gRPC
+            here = example.replace(URL.removeprefix("http://"), server.url.removeprefix("http://")).replace("127.0.0.1:8001", server.rpc)
+            ran = subprocess.run([sys.executable, "-c", here], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+            assert re.match(said, ran.stdout), ran.stderr
+    x = np.load(tmp_path / "x.npy")
+    np.testing.assert_allclose(np.load(tmp_path / "y.npy"), x.mean((2, 3)), rtol=1e-5)
+    np.testing.assert_array_equal(np.fromfile(tmp_path / "y.bin", np.float32), np.load(tmp_path / "y.npy").ravel())
+    np.testing.assert_allclose(np.load(tmp_path / "scores.npz")["scores"], [[2, -2, 0]], atol=0.05)
+    answers = [json.loads(text)["outputs"]["scores"] for line, text in told.items() if "x.json" in line and "curl" in line]
+    np.testing.assert_allclose(answers, [np.load(tmp_path / "y.npy")], rtol=1e-6)
 
 
 def check(told: dict[str, str], folder: Path) -> None:

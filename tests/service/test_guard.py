@@ -108,7 +108,7 @@ def test_without_a_good_key_nothing_of_the_body_is_read(inside: Inside, keys: Ke
     assert "key" in done.error
 
 
-@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/docs", "/openapi.json"])
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready"])
 def test_what_holds_no_secret_needs_no_key(inside: Inside, keys: Keys, path: str) -> None:
     assert Exchange(open_guard(inside, keys, keys_required=True), path=path).status == 200
     assert inside.callers[0].scopes == ()
@@ -177,3 +177,10 @@ def test_uploads_have_a_limit_of_their_own(inside: Inside, keys: Keys) -> None:
     guard = open_guard(inside, keys, max_body_bytes=10, max_upload_bytes=100)
     assert Exchange(guard, "POST", "/compile", (b"x" * 50,), content_length="50").status == 200
     assert Exchange(guard, "POST", "/compile", (b"x" * 101,)).status == 413
+
+
+@pytest.mark.parametrize("path", ["/infer", "/models/m/infer", "/v2/models/m/infer", "/v2/models/m/versions/1/infer"])
+def test_tensors_have_a_limit_of_their_own(inside: Inside, keys: Keys, path: str) -> None:
+    guard = open_guard(inside, keys, max_body_bytes=10, max_infer_bytes=100)
+    assert Exchange(guard, "POST", path, (b"x" * 50,), content_length="50").status == 200
+    assert Exchange(guard, "POST", path, (b"x" * 60, b"x" * 60)).status == 413

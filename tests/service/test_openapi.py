@@ -1,4 +1,6 @@
-"""What the OpenAPI document promises, held against a real server: requests that keep to it and requests that do not, half of them about real jobs."""
+"""What the OpenAPI document promises, held against a real server: requests that keep to it and requests that do not, half of them about real
+jobs and models.
+"""
 
 import json
 import sqlite3
@@ -23,10 +25,12 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.service.fixtures_jobs import WITHIN_S
+from tests.service.fixtures_serving import serving_models
 from tests.service.test_server import Server, send, serving, state_of, until
 
 EACH = 25  # requests per operation and mode: half a minute in all on 2 cores
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_headers_conformance, response_schema_conformance]
+MODELS = ("add", "photos", "same_float32")  # of the double
 LIMITS = settings(max_examples=EACH, deadline=None, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 
 
@@ -39,11 +43,12 @@ def ask(operation: Any, mode: GenerationMode, jobs: list[str]) -> int:
     sent = 0
 
     @LIMITS
-    @given(case=operation.as_strategy(generation_mode=mode), job=some.sampled_from([None, *jobs]))
-    def asked(case: Any, job: str | None) -> None:
+    @given(case=operation.as_strategy(generation_mode=mode), job=some.sampled_from([None, *jobs]), model=some.sampled_from([None, *MODELS]))
+    def asked(case: Any, job: str | None, model: str | None) -> None:
         nonlocal sent
-        if job is not None and "job_id" in case.path_parameters:
-            case.path_parameters["job_id"] = job
+        for name, real in (("job_id", job), ("name", model)):
+            if real is not None and name in case.path_parameters:
+                case.path_parameters[name] = real
         case.call_and_validate(checks=CHECKS, timeout=WITHIN_S)
         sent += 1
 
@@ -60,14 +65,16 @@ def faults(log: str) -> list[str]:
 
 @pytest.mark.slow
 def test_no_request_makes_the_server_break_its_word(tmp_path: Path) -> None:
-    with serving(tmp_path) as server:
+    with serving_models(tmp_path, models=",".join(MODELS)) as server:
         jobs = [send(server, name) for name in ("succeed", "fail")]
         until(lambda: [state_of(server, job) for job in jobs] == ["succeeded", "failed"])
         operations = [found.ok() for found in document(server).get_all_operations()]
         for operation in operations:
             assert ask(operation, GenerationMode.POSITIVE, jobs) > 0
             ask(operation, GenerationMode.NEGATIVE, jobs)
-        assert {"/compile", "/jobs/{job_id}/events", "/reports/{job_id}"} <= {operation.path for operation in operations}
+        assert {"/compile", "/jobs/{job_id}/events", "/reports/{job_id}", "/infer", "/v2/models/{name}/infer"} <= {
+            operation.path for operation in operations
+        }
         assert httpx.get(f"{server.url}/readyz").status_code == 200
         assert server.end() == 0
     assert faults(server.log()) == []

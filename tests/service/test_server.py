@@ -33,6 +33,7 @@ class Server:
     process: "subprocess.Popen[str]"
     url: str
     home: Path
+    rpc: str = ""  # where gRPC listens
 
     @property
     def address(self) -> tuple[str, int]:
@@ -52,22 +53,24 @@ class Server:
         return self.process.wait(WITHIN_S)
 
 
-def command(home: Path, **settings: object) -> list[str]:
-    return [sys.executable, "-m", "tests.service.serving", str(home), *(f"{name}={value}" for name, value in settings.items())]
+def command(home: Path, module: str = "tests.service.serving", **settings: object) -> list[str]:
+    return [sys.executable, "-m", module, str(home), *(f"{name}={value}" for name, value in settings.items())]
 
 
 @contextmanager
-def serving(home: Path, **settings: object) -> Iterator[Server]:
+def serving(home: Path, module: str = "tests.service.serving", **settings: object) -> Iterator[Server]:
     if not (home / "template").exists():
         write_out(home / "template", home / "template-store")
     with (home / "server.log").open("a") as log:
-        process = subprocess.Popen(command(home, **settings), stdout=subprocess.PIPE, stderr=log, text=True)
+        process = subprocess.Popen(command(home, module, **settings), stdout=subprocess.PIPE, stderr=log, text=True)
     with process:
         try:
             assert process.stdout is not None
             found = re.fullmatch(r"Crucible listens on (http://127\.0\.0\.1:\d+)\n", process.stdout.readline())
             assert found, (home / "server.log").read_text()
-            server = Server(process, found[1], home)
+            rpc = re.fullmatch(r"gRPC listens on (127\.0\.0\.1:\d+)\n", process.stdout.readline())
+            assert rpc, (home / "server.log").read_text()
+            server = Server(process, found[1], home, rpc[1])
             until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
             yield server
         finally:

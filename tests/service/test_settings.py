@@ -8,8 +8,9 @@ from pipeline.errors import PlanError
 from service.settings import Settings, is_loopback, settings_from
 
 SETTINGS = (
-    "home host port allowed_hosts keys_required admin_key_file configs allow_code max_upload_bytes max_unpacked_bytes max_plan_bytes max_body_bytes "
-    "max_queued job_memory_bytes job_disk_bytes job_timeout_s shutdown_s retention_days versions_kept log_format log_level otel_endpoint"
+    "home host port grpc grpc_port tls_certificate tls_key allowed_hosts keys_required admin_key_file configs allow_code max_upload_bytes "
+    "max_unpacked_bytes max_plan_bytes max_infer_bytes max_body_bytes max_queued job_memory_bytes job_disk_bytes job_timeout_s shutdown_s "
+    "retention_days versions_kept log_format log_level otel_endpoint"
 )
 
 
@@ -32,6 +33,8 @@ def test_variables_are_yaml_and_flags_overrule_them() -> None:
         ("CRUCIBLE_SERVICE_PORT", "high", "port: Input should be a valid integer"),
         ("CRUCIBLE_SERVICE_PORT", "[", "not a YAML value"),
         ("CRUCIBLE_SERVICE_MAX_UPLOAD_BYTES", "0", "greater than 0"),
+        ("CRUCIBLE_SERVICE_PORT", "65535", "no port comes after 65535, give grpc_port"),
+        ("CRUCIBLE_SERVICE_TLS_KEY", "key.pem", "expected tls_certificate and tls_key, got one of them"),
     ],
 )
 def test_a_variable_that_does_not_fit_is_named(variable: str, value: str, said: str) -> None:
@@ -62,3 +65,9 @@ def test_the_names_that_are_answered_to() -> None:
     assert "[fd00::1]" in Settings(home=Path("/h"), host="fd00::1").hosts
     assert is_loopback("[::1]")
     assert not is_loopback("example.org")
+
+
+def test_grpc_has_the_port_after_https_or_its_own() -> None:
+    for port, given, expected in ((8000, None, 8001), (9000, None, 9001), (0, None, 0), (8000, 0, 0), (0, 7000, 7000)):
+        assert Settings(home=Path("/h"), port=port, grpc_port=given).rpc_port == expected
+    assert settings_from({"CRUCIBLE_SERVICE_GRPC": "off"}).grpc is False
