@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from rich.markdown import Markdown
 from rich.markup import escape
 from typer.exceptions import TyperException
 
@@ -273,6 +272,8 @@ def report(
     as_json: JsonOption = False,
 ) -> None:
     """Print the report of a compile. That of a folder is also written again, as Markdown and HTML, from its report.json."""
+    from rich.markdown import Markdown
+
     from pipeline.render import load_report, markdown, write_report
     from service.client import is_remote
 

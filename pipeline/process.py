@@ -133,6 +133,10 @@ class Child:
         with contextlib.suppress(BrokenPipeError):  # the next receive() says how it died
             self._connection.send(Message(payload))
 
+    def answered(self, timeout_s: float) -> bool:
+        """Whether the child sends something, or ends, within this time: `receive` then waits no more."""
+        return self._connection.poll(timeout_s)
+
     def receive(self, timeout_s: float | None = None) -> Any:
         """The child's next message. Raises what the child raised, ChildDied if it is gone, TimeoutError if nothing comes."""
         message = self._next(timeout_s)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from pipeline.core import BuildOptions, DimRange, Engine, OnnxModel, Precision, 
 from pipeline.errors import ChildDied, PlanError
 from pipeline.graph import onnx_model
 from pipeline.measure import WarmUpOptions, warm_up
-from pipeline.race import NextShape, Ready, Take, Workload, processes_for, race, take_block
+from pipeline.race import Contestant, NextShape, Race, Ready, Take, Workload, processes_for, race, take_block
 from pipeline.report import BenchmarkFailure, BenchmarkReport
 from pipeline.stages.benchmark import benchmark, results, rows_per_run, values_at, with_threads
 
@@ -116,6 +117,7 @@ class LocalPeer:
     received: list[object] = field(default_factory=list)
     starts: int = 0
     stopped: bool = True
+    silent_for: int = 0  # how often it is asked in vain whether it has answered
 
     def start(self, spread: float) -> LocalPeer:
         """The next child, some share faster or slower than the last for as long as it lives."""
@@ -127,6 +129,10 @@ class LocalPeer:
 
     def send(self, payload: object) -> None:
         self.received.append(payload)
+
+    def answered(self, timeout_s: float) -> bool:
+        self.silent_for -= 1
+        return self.silent_for < 0
 
     def receive(self, timeout_s: float | None = None) -> Any:
         if len(self.received) >= self.dies_at:
@@ -221,6 +227,24 @@ def test_each_round_is_in_an_order_of_its_own_and_gives_everyone_one_turn() -> N
     assert len(rounds) == 3 * (1 + 1 + 2), "three processes: loaded, warmed up, two blocks"
     assert all(sorted(order) == ["0", "1", "2"] for order in rounds)
     assert len(set(rounds)) > 1
+
+
+def test_who_took_longest_to_load_is_started_first_the_next_time_and_holds_nobody_up() -> None:
+    contestants = [Contestant(engine_named(str(index)), [[]], [[]], loading_s=index) for index in range(4)]
+    contestants[3].failure = "it died"
+    peers = [LocalPeer(str(index), TimedSession(Host(), 0.001), silent_for=3 * (index == 2)) for index in range(3)]
+    events: list[str] = []
+
+    def start(engine: Engine) -> LocalPeer:
+        events.append(f"start {engine.digest}")
+        return peers[int(engine.digest)].start(0.0)
+
+    with ExitStack() as stack:
+        race = Race(contestants, [WORKLOAD], SHORT, start, lambda fraction, text: events.append(text), processes=3, cores=2)
+        race.load(stack)
+    load = "load: onnxruntime {} fp32".format
+    assert events == ["start 2", load(3), "start 1", load(1), "start 0", load(0), load(2)]
+    assert all(peer.stopped for peer in peers)
 
 
 def test_every_engine_is_loaded_several_times_one_process_after_another() -> None:
