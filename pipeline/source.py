@@ -211,7 +211,7 @@ def _installed_version(top: str) -> dict[str, str]:
 
 
 def _provides(found: importlib.metadata.Distribution, top: str) -> bool:
-    """Whether a distribution brings the module `top`; `packages_distributions()` takes ten times as long, since it parses all that all of them say."""
+    """Whether a distribution brings the module `top`; `packages_distributions()` takes ten times as long, since it parses all that each says."""
     listed = (found.read_text("top_level.txt") or "").split()
     return top in listed if listed else re.search(rf"^{top}[./]", found.read_text("RECORD") or "", re.MULTILINE) is not None
 

@@ -16,7 +16,7 @@ from pipeline.config import CalibrationConfig
 from pipeline.core import CalibrationMethod, CalibrationTable, OnnxModel, Tensors
 from pipeline.data import CalibrationSet, open_set
 from pipeline.graph import onnx_model
-from pipeline.stages.calibrate import BINS, Tally, bin_counts, calibrate
+from pipeline.stages.calibrate import BINS, Tally, bin_counts, calibrate, entropy_range
 from tests.fixtures_convert import RESIDUAL, images, model_from_text, proto_from_text
 
 DEFAULTS = CalibrationConfig()
@@ -81,6 +81,28 @@ def test_searches_agree_with_onnxruntime_on_all_the_data_at_once(tmp_path: Path,
         allowed = bin_width * (3 if method is CalibrationMethod.PERCENTILE else BINS / 20)  # neighbours of the least divergence are nearly as good
         assert (seen.low, seen.high) == pytest.approx((float(low), float(high)), abs=allowed)
         assert seen.minimum <= seen.low < seen.high <= seen.maximum
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.random.default_rng(0).normal(2, 3, 20_000),
+        np.maximum(np.random.default_rng(1).normal(size=20_000), 0),  # after a Relu: half of all bins are empty
+        np.random.default_rng(2).standard_cauchy(5_000).clip(-50, 50),
+        np.random.default_rng(3).integers(-3, 4, 300) * 1.7,  # few values: nearly all bins are empty
+        np.full(10, -5.0),
+    ],
+    ids=["normal", "relu", "outliers", "few", "one"],
+)
+def test_the_entropy_search_is_onnxruntimes_to_the_bit(values: NDArray[np.float64]) -> None:
+    from onnxruntime.quantization.calibrate import HistogramCollector
+
+    tally = Tally()
+    tally.add(values.astype(np.float32))
+    counts, edges = tally.histogram()
+    collector = HistogramCollector("entropy", symmetric=False, num_bins=BINS, num_quantized_bins=128, percentile=99.0, scenario="same")
+    unbounded = (counts, edges, np.float32(-np.inf), np.float32(np.inf), np.float32(np.inf))
+    assert entropy_range(counts, edges) == collector.get_entropy_threshold(unbounded, 128)
 
 
 def test_percentile_cuts_an_outlier_that_minmax_keeps(tmp_path: Path) -> None:
