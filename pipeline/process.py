@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.core import Progress, silent
-from pipeline.errors import ChildDied, CrucibleError, InternalError
-from pipeline.faults import crucible_error, how_it_died, memory_kills
+from pipeline.errors import ChildDied, ChildKilled, CrucibleError, InternalError
+from pipeline.faults import MORE_MEMORY, crucible_error, how_it_died, memory_kills
 
 T = TypeVar("T")
 GRACE_S = 3.0
@@ -196,7 +196,8 @@ class Child:
             self._process.wait(GRACE_S)
         printed, where = self.log_tail(), "" if self._own_log else f", or read {self.log}"
         how, advice = how_it_died(self._process.poll(), self._kills, memory_kills(), printed)
-        return ChildDied(f"the child process for '{self.name}' {how}\n{printed}".rstrip(), f"{advice}{where}")
+        killed = advice == MORE_MEMORY or self._process.poll() == -signal.SIGKILL
+        return (ChildKilled if killed else ChildDied)(f"the child process for '{self.name}' {how}\n{printed}".rstrip(), f"{advice}{where}")
 
     def log_tail(self, lines: int = 12) -> str:
         """The last lines that the child printed; the log may hold those of an earlier run too."""

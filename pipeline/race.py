@@ -116,6 +116,7 @@ class Contestant:
     blocks: list[list[Block]]  # per workload, one per round
     peer: Peer | None = None
     failure: str = ""
+    may_pass: bool = False  # of the failure
     started_s: float = 0.0  # when its last child was started, and how long that took to load
     loading_s: float = 0.0
     processes: list[int] = field(default_factory=list)  # blocks that each child gave, at every workload
@@ -229,6 +230,7 @@ def _answer(contestant: Contestant, message: object | None) -> Any:
         return contestant.peer.receive(PATIENCE_S)
     except (CrucibleError, TimeoutError) as error:
         contestant.failure = error.message if isinstance(error, CrucibleError) else str(error)
+        contestant.may_pass = isinstance(error, TimeoutError) or error.may_pass
     contestant.peer.stop()
     return None
 

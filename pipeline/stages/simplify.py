@@ -90,17 +90,17 @@ def _simplified(
     progress: Progress,
     simplifier: Simplifier,
 ) -> OnnxModel:
-    target = out / FILE
+    target, may_pass = out / FILE, False
     try:
         call_in_child(_simplify_file, simplifier, model.path, target, name=STAGE, deadline_s=options.timeout_s, progress=progress)
         progress(None, "comparing with the input model")
         fault = _lost(model, onnx_model(out, FILE, model.precision))
         fault = fault or compare_graphs(model.path, target, feeds_of(model, profiles, samples), _tolerance(model))
     except (ChildDied, InternalError, ModelError) as error:
-        fault = error.message
+        fault, may_pass = error.message, error.may_pass
     if fault:
-        text = f"rolled back, the graph goes on as it was: {fault}"
-        return _copy(model, out, Note(stage=STAGE, text=text))
+        text = f"rolled back, the graph goes on as it was{', and the next compile tries again' * may_pass}: {fault}"
+        return _copy(model, out, Note(stage=STAGE, text=text)).model_copy(update={"provisional": may_pass})
     before, after = sum(operator_histogram(model.path).values()), sum(operator_histogram(target).values())
     text = f"{before} nodes became {after}, {file_size(model.path):,} bytes became {file_size(target):,}"
     return onnx_model(out, FILE, model.precision, (Note(stage=STAGE, text=text, level="info"),))

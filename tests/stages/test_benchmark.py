@@ -15,13 +15,14 @@ from onnx import TensorProto, helper
 
 from pipeline import backends
 from pipeline.backends.base import run_session
+from pipeline.compile import BENCHMARK
 from pipeline.config import BenchmarkConfig
 from pipeline.core import BuildOptions, DimRange, Engine, OnnxModel, Precision, Profile, Recipe, Target, Tensors, TensorSpec, silent
-from pipeline.errors import ChildDied, PlanError
+from pipeline.errors import ChildDied, ChildKilled, PlanError
 from pipeline.graph import onnx_model
 from pipeline.measure import WarmUpOptions, warm_up
 from pipeline.race import Contestant, NextShape, Race, Ready, Take, Workload, processes_for, race, take_block
-from pipeline.report import BenchmarkFailure, BenchmarkReport
+from pipeline.report import BenchmarkFailure, BenchmarkReport, Benchmarks
 from pipeline.stages.benchmark import benchmark, results, rows_per_run, values_at, with_threads
 
 X = TensorSpec(name="x", dtype="float32", shape=("batch", 4))
@@ -117,6 +118,7 @@ class LocalPeer:
     received: list[object] = field(default_factory=list)
     starts: int = 0
     stopped: bool = True
+    death: Exception | None = None
     silent_for: int = 0  # how often it is asked in vain whether it has answered
 
     def start(self, spread: float) -> LocalPeer:
@@ -136,7 +138,7 @@ class LocalPeer:
 
     def receive(self, timeout_s: float | None = None) -> Any:
         if len(self.received) >= self.dies_at:
-            raise ChildDied(f"the child process for '{self.name}' was killed by signal 9 (SIGKILL)")
+            raise self.death or ChildDied(f"the child process for '{self.name}' was killed by signal 9 (SIGKILL)")
         message = self.received[-1] if self.received else None
         host = self.session.host
         host.running.append(self.name)
@@ -277,6 +279,20 @@ def test_one_that_dies_in_the_middle_leaves_and_the_others_go_on() -> None:
     assert isinstance(baseline, BenchmarkReport)
     assert len(other.rows[0].end_to_end.blocks) == 6
     assert other.rows[0].ratio.excludes(1.0)
+
+
+@pytest.mark.parametrize(
+    ("death", "lasts"), [(ChildDied("SIGSEGV"), True), (ChildKilled("out of memory"), False), (TimeoutError("no message"), False)]
+)
+def test_a_death_that_may_pass_is_measured_again_by_the_next_run(death: Exception, lasts: bool) -> None:
+    def start(engine: Engine) -> LocalPeer:
+        return LocalPeer(engine.digest, TimedSession(Host(), 0.001), dies_at=1 if engine.digest == "1" else 99, death=death)
+
+    engines = [engine_named("0"), engine_named("1")]
+    found = Benchmarks(created="", results=results(race(engines, [WORKLOAD], SHORT, start), [WORKLOAD]))
+    assert isinstance(found.results[0], BenchmarkReport)
+    assert isinstance(found.results[1], BenchmarkFailure)
+    assert BENCHMARK.lasts(found) is lasts
 
 
 def test_without_its_baseline_there_is_no_ratio() -> None:
