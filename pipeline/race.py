@@ -19,11 +19,10 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline import backends
 from pipeline.backends.base import Session, run_session
-from pipeline.config import BenchmarkConfig
 from pipeline.core import Engine, Progress, Tensors, silent
 from pipeline.errors import CrucibleError
 from pipeline.measure import (
@@ -38,6 +37,9 @@ from pipeline.measure import (
     warm_up,
 )
 from pipeline.process import Channel
+
+if TYPE_CHECKING:  # a contestant's child needs no plan
+    from pipeline.config import BenchmarkConfig
 
 BLOCK_S = 0.5  # long enough that what the last child left in the caches no longer matters
 LEAST_ROUNDS = 6  # of all processes together; with a short duration the blocks get shorter instead
