@@ -171,7 +171,7 @@ class Store:
         return True
 
     def _passing_folder(self, final: Path) -> Path:
-        """A place that no other process looks at, removed at the end of this one; of one that was killed, by `crucible gc`."""
+        """A place that no other process looks at, removed at the end of this one; of one that was killed it ages like any artifact."""
         folder = self._passing[final.name] = final.with_name(f"{final.name}{PASSING}{uuid.uuid4().hex}")
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         return folder
