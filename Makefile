@@ -60,7 +60,7 @@ else
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 endif
 	$(INSTALL) '.[torch,openvino,rtx,dev]'
-	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true  # torch imports twice as fast; templates of some packages fail
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib pipeline service >/dev/null 2>&1 || true  # torch imports twice as fast; templates of some packages fail
 	touch $@
 
 $(VENV)/.ready-gpu: $(VENV)/.ready

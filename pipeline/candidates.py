@@ -12,6 +12,7 @@ from pipeline.backends.base import no_layers
 from pipeline.backends.cuda import CudaError, OutOfDeviceMemory
 from pipeline.backends.openvino_nncf import compress_with_nncf, quantize_with_nncf
 from pipeline.backends.ort_weights import compress_with_onnxruntime
+from pipeline.backends.torch_qat import quantises
 from pipeline.backends.trt_calibrator import calibrate_with_tensorrt
 from pipeline.backends.trt_library import BINDINGS
 from pipeline.backends.trt_modelopt import quantize_with_modelopt
@@ -19,7 +20,7 @@ from pipeline.casts import flatten
 from pipeline.config import GeneratedData
 from pipeline.core import CalibrationMethod, CalibrationTable, Engine, Note, OnnxModel, Precision, Profile, Recipe, Target
 from pipeline.data import CalibrationSet, SampleSet
-from pipeline.errors import BackendUnavailable, ChildDied, CrucibleError, InternalError, ModelError, UnsupportedError
+from pipeline.errors import BackendUnavailable, ChildDied, CrucibleError, InternalError, ModelError, PlanError, UnsupportedError
 from pipeline.gpu import find_gpus
 from pipeline.graph import draw_feeds, operator_histogram, read_proto
 from pipeline.job import FEEDS_FOR_CHECKS, Job, batch_rows, options_of
@@ -64,6 +65,21 @@ class Prepared:
     candidates: tuple[Candidate, ...]
     rescues: tuple[Rescue, ...] = ()
     ablated: Ablated | None = None
+
+
+def check_candidates(job: Job) -> None:
+    """Say what is wrong with the plan's candidates before anything is exported.
+
+    int8 needs calibration data, unless a PyTorch model brings scales of its own: where that decides, the model is run once to see.
+    """
+    try:
+        recipes_of(job)
+    except PlanError:
+        if job.data.calibration is not None or job.source.kind == "onnx":
+            raise
+        recipes_of(job, exported=False)  # what else is wrong needs no model to be loaded
+        if not job.runner.run(quantises, job.source, *job.samples.first(1), name="does the model quantise?"):
+            raise
 
 
 def recipes_of(job: Job, exported: bool = True) -> tuple[tuple[Recipe, ...], tuple[Note, ...]]:

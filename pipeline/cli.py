@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from rich.markdown import Markdown
 from rich.markup import escape
 from typer.exceptions import TyperException
 
@@ -218,6 +217,31 @@ def inspect(
 
 
 @app.command()
+def export(
+    plan: PlanArgument,
+    out: Annotated[Path, typer.Option(metavar="OUT.onnx", help="The file to write.")],
+    overrides: SetOption,
+    profiles: ProfileOption,
+    simplify: Annotated[bool, typer.Option(help="The graph as candidates are made from it, or as the exporter wrote it.")] = True,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the model of a plan as ONNX, checked and simplified as `crucible compile` does it: what `crucible lint` and other tools take."""
+    from pipeline.compile import export_plan
+    from pipeline.inspection import model_lines
+
+    parsed = _plan(plan, overrides, profiles)
+    deliver.check_model_file(out, parsed.model.path)
+    with _runner(as_json, parsed.name) as runner:
+        model = export_plan(parsed, runner, simplify)
+        deliver.deliver_model(model, out)
+    if not as_json:
+        console = terminal.console()
+        console.print("\n".join(model_lines(out)), highlight=False, soft_wrap=True)
+        console.print("\n".join(f"note: {note.text}" for note in model.notes), highlight=False, soft_wrap=True, markup=False)
+    print(json.dumps({"model": str(out), "opset": model.opset, "notes": [note.text for note in model.notes]}))
+
+
+@app.command()
 def lint(
     model: Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="An ONNX model that holds Q/DQ already.")],
     profiles: ProfileOption,
@@ -274,6 +298,8 @@ def report(
     as_json: JsonOption = False,
 ) -> None:
     """Print the report of a compile. That of a folder is also written again, as Markdown and HTML, from its report.json."""
+    from rich.markdown import Markdown
+
     from pipeline.render import load_report, markdown, write_report
     from service.client import is_remote
 

@@ -12,7 +12,7 @@ from pipeline import graph
 from pipeline.ablation import ABLATED, ablation_from
 from pipeline.backends import pytorch_
 from pipeline.backends.onnxruntime_ import AS_WRITTEN
-from pipeline.candidates import Prepared, ablate, build_engine, check_engine, prepare, recipes_of, reference_outputs, rescue
+from pipeline.candidates import Prepared, ablate, build_engine, check_candidates, check_engine, prepare, recipes_of, reference_outputs, rescue
 from pipeline.config import DataConfig, GeneratedData, Plan
 from pipeline.core import Engine, Note, OnnxModel, Precision, Recipe
 from pipeline.decide import choose, decide, ratio_of
@@ -43,9 +43,9 @@ from pipeline.stages.simplify import simplify
 from pipeline.stages.validate import check_outputs
 
 EXPORT = Stage("export", 2, export, ("torch", "onnx", "onnxscript", "onnxruntime"))
-SIMPLIFY = Stage("simplify", 2, simplify, ("onnx", "onnxsim", "onnx-graphsurgeon", "onnxruntime"))
+SIMPLIFY = Stage("simplify", 2, simplify, ("onnx", "onnxsim", "onnx-graphsurgeon", "onnxruntime"), lasts=lambda model: not model.provisional)
 BASELINE = Stage("baseline", 2, pytorch_.build_baseline, pytorch_.DISTRIBUTIONS)
-BENCHMARK = Stage("benchmark", 3, benchmark)
+BENCHMARK = Stage("benchmark", 3, benchmark, lasts=lambda found: not found.provisional)
 
 
 def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
@@ -54,7 +54,7 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
     Raises a CrucibleError for a request that is impossible; an engine that is wrong or slow is part of the report.
     """
     job = open_job(plan, runner)
-    recipes_of(job, exported=False)  # what is wrong with the plan's candidates is said before anything starts
+    check_candidates(job)
 
     exported = export_model(job)
     check_outputs(plan.accuracy, exported.outputs)
@@ -103,6 +103,13 @@ def simplify_model(job: Job, exported: OnnxModel) -> OnnxModel:
     surgery = (code_digest(asked.surgery, asked.python_path, "simplify.surgery"),) if asked.surgery else ()
     inputs, options = (exported.digest, job.samples.digest, *surgery), options_of(asked, *job.plan.profiles)
     return job.runner.stage(SIMPLIFY, OnnxModel, exported, job.plan.profiles, job.plan.simplify, samples, inputs=inputs, options=options)
+
+
+def export_plan(plan: Plan, runner: Runner, simplified: bool = True) -> OnnxModel:
+    """The graph that all candidates of a plan are made from; or, not simplified, what the exporter wrote."""
+    job = open_job(plan, runner)
+    exported = export_model(job)
+    return simplify_model(job, exported) if simplified else exported
 
 
 def build_reference(job: Job, exported: OnnxModel) -> Engine:

@@ -330,6 +330,7 @@ class OnnxModel(Artifact):
     outputs: tuple[TensorSpec, ...]
     precision: Precision = Precision.FP32
     notes: tuple[Note, ...] = ()
+    provisional: bool = False  # made as it is because of a failure that may pass: for this run only
 
 
 class TensorRange(Frozen):

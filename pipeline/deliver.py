@@ -1,4 +1,4 @@
-"""What a compile leaves for its user: a folder with the reports and the winning engine."""
+"""What a compile leaves for its user: a folder with the reports and the winning engine; and what `crucible export` writes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import os
 import shutil
 from pathlib import Path
 
-from pipeline.core import Engine
+from pipeline.core import Engine, OnnxModel
 from pipeline.errors import ModelError, PlanError
+from pipeline.graph import read_proto, write_proto
 
 ENGINE_FILE = "engine.json"
 
@@ -21,6 +22,28 @@ def check_folder(folder: Path) -> None:
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         what = "cannot be written" if place.is_dir() else "is a file"
         raise PlanError(f"cannot write to '{folder}': '{place}' {what}", "name another folder with --out")
+
+
+def check_model_file(file: Path, source: Path | None) -> None:
+    """PlanError unless `file` is an .onnx file that can be written, and not the `source` itself."""
+    if file.suffix != ".onnx" or file.is_dir():
+        raise PlanError(f"expected --out as a file that ends in .onnx, got '{file}'", "for example --out model.onnx")
+    if source is not None and file.resolve() == source.resolve():
+        raise PlanError(f"--out would overwrite '{source}', the model of the plan", "name another file")
+    check_folder(file.parent)
+
+
+def deliver_model(model: OnnxModel, file: Path) -> None:
+    """Write a model as `file`, its weights beside it where they exceed 1.5 GB; what is there is replaced once all is written."""
+    work = file.with_name(f".{file.name}.{os.getpid()}")
+    shutil.rmtree(work, ignore_errors=True)
+    try:
+        work.mkdir(parents=True)
+        write_proto(read_proto(model.path), work / file.name)
+        for written in sorted(work.iterdir(), reverse=True):  # the weights come before the graph that names them
+            written.replace(file.with_name(written.name))
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def deliver_engine(engine: Engine, folder: Path) -> None:

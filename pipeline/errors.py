@@ -9,7 +9,8 @@
     ├── HostError              this machine cannot do it                       exit code 1
     │   ├── BackendUnavailable backend.unavailable  a library or device is missing
     │   ├── DiskFull           host.disk_full
-    │   ├── ChildDied          host.child_died      a child process ended by a signal, out of memory, or out of time
+    │   ├── ChildDied          host.child_died      a child process ended by a signal, or out of time
+    │   │   └── ChildKilled                         it was killed, or ran out of memory
     │   └── StoreError         host.store           the store cannot be used
     └── InternalError          our bug                                         exit code 3
 
@@ -26,6 +27,7 @@ class CrucibleError(Exception):
 
     code = "internal"
     exit_code = 3
+    may_pass = False  # whether the same request may succeed another time, with nothing changed but what else this host does
 
     def __init__(self, message: str, next_step: str = "") -> None:
         super().__init__(message)
@@ -71,10 +73,15 @@ class BackendUnavailable(HostError):
 
 class DiskFull(HostError):
     code = "host.disk_full"
+    may_pass = True
 
 
 class ChildDied(HostError):
     code = "host.child_died"
+
+
+class ChildKilled(ChildDied):
+    may_pass = True
 
 
 class StoreError(HostError):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.errors import ChildDied, CrucibleError, DiskFull, HostError, InternalError
+from pipeline.errors import ChildDied, ChildKilled, CrucibleError, DiskFull, HostError, InternalError
 
 _PATH_FAULTS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT)
@@ -29,7 +29,7 @@ def crucible_error(error: BaseException, child: str = "") -> CrucibleError:
     said = _said(error)
     if any(isinstance(each, MemoryError) or getattr(each, "errno", None) == errno.ENOMEM or _NO_MEMORY.search(str(each)) for each in said):
         who = f"the child process for '{child}' ran" if child else "this process ran"
-        return ChildDied(f"{who} out of memory: {first_line(error)}", MORE_MEMORY)
+        return ChildKilled(f"{who} out of memory: {first_line(error)}", MORE_MEMORY)
     if isinstance(error, OSError) and error.errno in DISK_FAULTS:
         where = f" while writing '{error.filename}'" if error.filename else ""
         return DiskFull(f"the disk is full{where}", MORE_DISK)

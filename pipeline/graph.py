@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from pipeline.core import Dim, Note, OnnxModel, Precision, Tensors, TensorSpec, dtype_of
-from pipeline.errors import ModelError, PlanError
+from pipeline.errors import InternalError, ModelError, PlanError
 
 PROTOBUF_LIMIT_BYTES = 2**31 - 1  # protobuf's own; more must lie in external data
 EXTERNAL_ABOVE_BYTES = 1_500_000_000  # below the limit, with room for the graph itself
@@ -239,6 +239,22 @@ def kept_nodes(graph: onnx.GraphProto, patterns: tuple[str, ...]) -> frozenset[s
 
 
 # --- the interface ---
+
+
+def changed_interface(before: OnnxModel, after: OnnxModel) -> str:
+    """How names, order, dtypes or dimensions of inputs or outputs changed; empty if they did not."""
+    for role, old, new in (("inputs", before.inputs, after.inputs), ("outputs", before.outputs, after.outputs)):
+        was, became = (", ".join(f"{spec.name} {spec.dtype}[{', '.join(map(str, spec.shape))}]" for spec in specs) for specs in (old, new))
+        if was != became:
+            return f"{role} were {was} and became {became}"
+    return ""
+
+
+def with_same_interface(source: OnnxModel, made: OnnxModel) -> OnnxModel:
+    """The model made; InternalError unless it takes and gives what its source does."""
+    if changed := changed_interface(source, made):
+        raise InternalError(f"the conversion changed the model's interface: {changed}")
+    return made
 
 
 def onnx_model(root: Path, file: str, precision: Precision = Precision.FP32, notes: tuple[Note, ...] = ()) -> OnnxModel:

@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from itertools import cycle
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline import backends
 from pipeline.backends.base import Session, run_session
-from pipeline.config import BenchmarkConfig
 from pipeline.core import Engine, Progress, Tensors, silent
 from pipeline.errors import CrucibleError
 from pipeline.measure import (
@@ -38,6 +38,9 @@ from pipeline.measure import (
 )
 from pipeline.process import Channel
 
+if TYPE_CHECKING:  # a contestant's child needs no plan
+    from pipeline.config import BenchmarkConfig
+
 BLOCK_S = 0.5  # long enough that what the last child left in the caches no longer matters
 LEAST_ROUNDS = 6  # of all processes together; with a short duration the blocks get shorter instead
 PROCESSES = 6  # per engine: 5 % are told from 0 although processes differ by 1.5 % (docs/measurement.md)
@@ -47,6 +50,7 @@ LONGEST_WARMUP_S = 10.0  # the longest that all processes of an engine together 
 REWARM_SHARE = 0.1  # of a block, before it: the caches hold the data of whoever ran last
 PHASES_SHARE = 0.2  # of a block, after it: upload, compute and download apart
 VALUES_PER_BLOCK = 2000  # of a fast model every k-th time is kept, so that a report stays readable
+POLL_S = 0.02  # how long one that is loading is waited for before the next is
 PATIENCE_S = 900.0  # for one answer; torch.compile takes minutes to load a large model
 
 
@@ -100,6 +104,7 @@ class Peer(Protocol):
     """The parent's end of a conversation with one child: process.Child, or a double."""
 
     def send(self, payload: object) -> None: ...
+    def answered(self, timeout_s: float) -> bool: ...  # whether `receive` would return, or raise, at once
     def receive(self, timeout_s: float | None = None) -> Any: ...
     def stop(self) -> None: ...
 
@@ -113,6 +118,9 @@ class Contestant:
     blocks: list[list[Block]]  # per workload, one per round
     peer: Peer | None = None
     failure: str = ""
+    may_pass: bool = False  # of the failure
+    started_s: float = 0.0  # when its last child was started, and how long that took to load
+    loading_s: float = 0.0
     processes: list[int] = field(default_factory=list)  # blocks that each child gave, at every workload
 
 
@@ -154,22 +162,29 @@ class Race:
     processes: int  # of every engine: generations
     generation: int = 0
     done: int = 0  # turns
+    cores: int = field(default_factory=usable_cores)
     order: random.Random = field(default_factory=lambda: random.Random(0))
 
     def rounds(self) -> int:  # of one generation
         return max(math.ceil(LEAST_ROUNDS / self.processes), round(self.options.duration_s / BLOCK_S / self.processes))
 
     def load(self, stack: ExitStack) -> None:
-        """Start a child for each that is still in the race, and wait until all are loaded; `stack` stops them."""
-        waiting = self._in_random_order()
-        started = 0
-        for number, contestant in enumerate(waiting):  # as many at once as there are cores: loading is work too, and memory peaks while it lasts
-            for other in waiting[started : number + usable_cores()]:
-                started += 1
-                if not other.failure:
-                    other.peer = self.start(other.engine)
-                    stack.callback(other.peer.stop)
-            self._turn(contestant, "load", None)
+        """Start a child for each that is still in the race, and wait until all are loaded; `stack` stops them.
+
+        As many at once as there are cores: loading is work too, and memory peaks while it lasts. Who took longest the last time begins.
+        """
+        waiting = sorted(self._in_random_order(), key=lambda contestant: contestant.loading_s)
+        loading: list[Contestant] = []
+        while waiting or loading:
+            while waiting and len(loading) < self.cores:
+                loading.append(contestant := waiting.pop())
+                if not contestant.failure:
+                    contestant.peer, contestant.started_s = self.start(contestant.engine), monotonic()
+                    stack.callback(contestant.peer.stop)
+            first = _first_to_answer(loading)
+            self._turn(first, "load", None)
+            first.loading_s = monotonic() - first.started_s
+            loading.remove(first)
 
     def measure(self) -> None:
         """Every shape: all warm up, then run their rounds. Time and runs of warming up are shared by the processes, as the measuring time is."""
@@ -201,6 +216,13 @@ class Race:
         return _answer(contestant, message)
 
 
+def _first_to_answer(contestants: Sequence[Contestant]) -> Contestant:
+    """Of those that are loading, one that has loaded or has left the race; the first if none does within PATIENCE_S."""
+    end = monotonic() + PATIENCE_S
+    asked = (each for each in cycle(contestants) if each.failure or each.peer is None or each.peer.answered(POLL_S) or monotonic() > end)
+    return next(asked)
+
+
 def _answer(contestant: Contestant, message: object | None) -> Any:
     if contestant.failure or contestant.peer is None:
         return None
@@ -210,6 +232,7 @@ def _answer(contestant: Contestant, message: object | None) -> Any:
         return contestant.peer.receive(PATIENCE_S)
     except (CrucibleError, TimeoutError) as error:
         contestant.failure = error.message if isinstance(error, CrucibleError) else str(error)
+        contestant.may_pass = isinstance(error, TimeoutError) or error.may_pass
     contestant.peer.stop()
     return None
 

@@ -115,6 +115,7 @@ class BenchmarkFailure(Frozen):
 
     label: str
     reason: str
+    provisional: bool = False  # by a failure that may pass: measured again by the next run
 
 
 class Benchmarks(Frozen):
@@ -124,6 +125,10 @@ class Benchmarks(Frozen):
     results: tuple[BenchmarkReport | BenchmarkFailure, ...]
     peaks: tuple[Peaks, ...] = ()  # of the devices they ran on, as far as they are known
     gpu_use: GpuUse | None = None  # None on a host without a GPU
+
+    @property
+    def provisional(self) -> bool:
+        return any(isinstance(result, BenchmarkFailure) and result.provisional for result in self.results)
 
 
 class Step(Frozen):

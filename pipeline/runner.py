@@ -52,6 +52,7 @@ class Stage:
     version: int
     function: Callable[..., Any]
     tools: tuple[str, ...] = ()  # distributions whose versions are part of the key
+    lasts: Callable[[Any], bool] = lambda value: True  # False of a value that a failure spoiled which may pass: the next run makes it anew
 
 
 @dataclass(slots=True)
@@ -90,7 +91,7 @@ class Runner:
             return value
 
         try:
-            stored = self.store.get(key, kind, make)
+            stored = self.store.get(key, kind, make, stage.lasts)
         except BaseException as error:
             tell("failed", text=str(error).partition("\n")[0] if isinstance(error, Exception) else "interrupted")
             raise

@@ -21,6 +21,8 @@ import os
 import shutil
 import stat
 import time
+import uuid
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,7 @@ from pipeline.faults import DISK_FAULTS, MORE_DISK, first_line
 
 A = TypeVar("A", bound=BaseModel)
 MANIFEST = "artifact.json"
+PASSING = ".passing-"  # in the name of a folder whose artifact does not last, after its digest
 LAYOUT = 2  # of this folder; raised when artifacts written before cannot be read any more
 LEAST_FREE_BYTES = 65536  # a disk with less is full: libraries that fail to write do not always say why
 
@@ -81,11 +84,13 @@ class Store:
                 raise
             raise StoreError(f"cannot use '{root}' as the store: {error.strerror}", "set CRUCIBLE_HOME to a folder you can write") from error
         self.notes: list[Note] = []
+        self._passing: dict[str, Path] = {}  # artifacts for as long as this store is open, by digest
 
     def find(self, key: Key, kind: type[A]) -> Stored[A] | None:
         """The artifact of this key if it is there and intact, else that of the shared store."""
-        for root in (self.root, self.shared):
-            if root is None or not (folder := _folder(root, key.stage, key.digest)).exists():
+        kept = (_folder(root, key.stage, key.digest) for root in (self.root, self.shared) if root is not None)
+        for folder in (self._passing.get(key.digest), *kept):
+            if folder is None or not folder.exists():
                 continue
             try:
                 _mark_used(folder)  # before it is read: what is being used is not old
@@ -96,8 +101,9 @@ class Store:
                     self.notes.append(note)
         return None
 
-    def get(self, key: Key, kind: type[A], make: Callable[[Path], A]) -> Stored[A]:
-        """The artifact of this key, made by `make(folder)` unless it is there. Failures are never kept."""
+    def get(self, key: Key, kind: type[A], make: Callable[[Path], A], lasts: Callable[[A], bool] = lambda value: True) -> Stored[A]:
+        """The artifact of this key, made by `make(folder)` unless it is there. Failures are never kept, and values that do not last
+        only for as long as this store is open."""
         if (found := self.find(key, kind)) is not None:
             return found
         with self._lock(key.stage, key.digest):
@@ -112,7 +118,8 @@ class Store:
                 value = make(work)
                 provenance = _provenance(key, time.perf_counter() - started)
                 _write_manifest(work, value, provenance)
-                self._publish(work, _folder(self.root, key.stage, key.digest))
+                final = _folder(self.root, key.stage, key.digest)
+                self._publish(work, final if lasts(value) else self._passing_folder(final))
             except BaseException as error:
                 full = isinstance(error, Exception) and shutil.disk_usage(self.root).free < LEAST_FREE_BYTES
                 shutil.rmtree(work, ignore_errors=True)
@@ -132,6 +139,8 @@ class Store:
         refused = []
         for folder in sorted((other / "artifacts").glob("*/*")):
             stage, digest = folder.parts[-2:]
+            if PASSING in digest:
+                continue
             final = _folder(self.root, stage, digest)
             try:
                 _check_key(check_files(folder, other / "artifacts").provenance, folder)
@@ -160,6 +169,12 @@ class Store:
             folder.rename(gone)
             shutil.rmtree(gone)
         return True
+
+    def _passing_folder(self, final: Path) -> Path:
+        """A place that no other process looks at, removed at the end of this one; of one that was killed it ages like any artifact."""
+        folder = self._passing[final.name] = final.with_name(f"{final.name}{PASSING}{uuid.uuid4().hex}")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        return folder
 
     @contextlib.contextmanager
     def _lock(self, stage: str, digest: str) -> Iterator[None]:

@@ -160,14 +160,14 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
     import json
 
     from pipeline import candidates, compile
-    from pipeline.backends import BACKENDS
+    from pipeline.backends import BACKENDS, backend
     from pipeline.gpu import find_gpus
     from pipeline.measure import environment
 
     targets = {}
-    for name, backend in BACKENDS.items():
+    for name in BACKENDS:
         try:
-            targets[name] = backend.probe().model_dump(mode="json")
+            targets[name] = backend(name).probe().model_dump(mode="json")
         except BackendUnavailable as error:
             targets[name] = {"absent": error.message}
     stages = [value for module in (compile, candidates) for value in vars(module).values() if isinstance(value, Stage)]

@@ -13,6 +13,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from pipeline.core import Precision
+from pipeline.graph import read_proto
 from pipeline.measure import usable_cores
 from pipeline.peaks import load_peaks
 from tests.fixtures_cli import crucible, crucible_here, environment, write_model, write_task
@@ -183,6 +184,29 @@ def test_inspect_shows_a_model_and_an_engine(compiled: tuple[Path, Path]) -> Non
     assert crucible("inspect", folder / "model.onnx", "--backend", "onnxruntime").code == 0
 
 
+def test_export_writes_the_graph_that_candidates_are_made_from(tmp_path: Path) -> None:
+    plan = write_task(tmp_path)
+    done = crucible("export", plan, "--out", tmp_path / "new" / "made.onnx", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "MatMul 2" in done.out
+    assert "nodes became" in done.out
+    assert done.summary["model"] == str(tmp_path / "new" / "made.onnx")
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["made.onnx"]
+    plain = crucible("export", plan, "--out", tmp_path / "plain.onnx", "--no-simplify", "--json", cwd=tmp_path)
+    assert json.loads(plain.out)["notes"] == []
+    assert read_proto(tmp_path / "plain.onnx") == read_proto(tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize(("out", "words"), [("made.pt2", "ends in .onnx"), ("model.onnx", "would overwrite"), ("plan.yaml/x.onnx", "is a file")])
+def test_export_refuses_a_file_that_it_must_not_write(tmp_path: Path, out: str, words: str) -> None:
+    plan = write_task(tmp_path)
+    before = (tmp_path / "model.onnx").read_bytes()
+    done = crucible_here("export", plan, "--out", tmp_path / out, cwd=tmp_path)
+    assert done.code == 1, done.out
+    assert words in done.err
+    assert (tmp_path / "model.onnx").read_bytes() == before
+
+
 def test_doctor_names_what_is_here_and_what_to_install() -> None:
     done = crucible("doctor")
     assert done.code == 0, done.err
@@ -304,7 +328,7 @@ def test_usage_errors_end_with_exit_code_1(tmp_path: Path, arguments: tuple[str,
 
 def test_help_names_every_command() -> None:
     text = crucible("--help").out
-    for command in ("compile", "validate", "bench", "inspect", "doctor", "report"):
+    for command in ("compile", "validate", "bench", "inspect", "export", "lint", "doctor", "report"):
         assert command in text
 
 

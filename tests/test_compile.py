@@ -1,5 +1,6 @@
 """The story through the real stages: what is read when, what is made again, what each verdict needs."""
 
+import contextlib
 import inspect
 from collections import Counter
 from collections.abc import Callable
@@ -10,12 +11,13 @@ import numpy as np
 import pytest
 
 from pipeline.backends import BACKENDS
-from pipeline.candidates import QUANTIZERS, WEIGHT_QUANTIZERS
+from pipeline.candidates import QUANTIZERS, WEIGHT_QUANTIZERS, check_candidates
 from pipeline.compile import compile_plan
 from pipeline.config import load_plan
 from pipeline.core import Progress, silent
 from pipeline.data import SampleSet
-from pipeline.errors import InternalError
+from pipeline.errors import CrucibleError, InternalError
+from pipeline.job import open_job
 from pipeline.process import call_in_child
 from pipeline.recipes import WEIGHT_QUANTIZERS as WEIGHTS_BY_BACKEND
 from pipeline.report import Report
@@ -109,6 +111,39 @@ class Net(torch.nn.Module):
 def build():
     return Net()
 """
+
+
+INT8 = [{"backend": "onnxruntime", "precision": "int8"}]
+FP32 = [{"backend": "onnxruntime", "precision": "fp32"}]
+WRONG = [{"backend": "onnxruntime", "precision": "int8", "quantizer": "nncf"}]  # with calibration data or without
+
+
+@pytest.mark.parametrize(
+    ("forward", "candidates", "looked", "refused"),
+    [
+        ("x", INT8, 1, "needs calibration data"),
+        ("torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -128, 127)", INT8, 1, ""),
+        ("x", FP32, 0, ""),
+        ("x", WRONG, 0, "for openvino only"),
+    ],
+)
+def test_a_torch_model_is_looked_into_before_the_export_where_that_decides(
+    tmp_path: Path, forward: str, candidates: list[dict[str, str]], looked: int, refused: str
+) -> None:
+    pytest.importorskip("torch")
+    model = {"entrypoint": "net:build", "weights_from": "random: a test", "inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 16]}]}
+    plan = load_plan(write_task(tmp_path, model=model, candidates=candidates, data={}))
+    (tmp_path / "net.py").write_text(NETWORK.replace("self.first(x)", f"self.first({forward})"))
+    names: list[str] = []
+
+    def run(function: Callable[..., Any], *arguments: Any, name: str, log: Path | None = None, progress: Progress = silent) -> Any:
+        names.append(name)
+        return call_in_child(function, *arguments, name=name, log=log, progress=progress)
+
+    job = open_job(plan, Runner(Store(tmp_path / "home"), run=run))
+    with pytest.raises(CrucibleError, match=refused) if refused else contextlib.nullcontext():
+        check_candidates(job)
+    assert len(names) == looked
 
 
 def test_editing_one_line_of_the_model_exports_again_and_nothing_else_does(tmp_path: Path) -> None:

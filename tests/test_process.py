@@ -90,6 +90,7 @@ def test_a_death_by_signal_is_named(number: int, words: str, advice: str) -> Non
     with pytest.raises(ChildDied, match=words) as caught:
         call_in_child(die, int(number), name="die")
     assert advice in caught.value.next_step
+    assert caught.value.may_pass is (number == signal.SIGKILL)
 
 
 def test_a_deadline_kills_a_child_that_ignores_sigterm() -> None:

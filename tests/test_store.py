@@ -1,6 +1,7 @@
 """The store: made once, published whole, found again, mended when damaged, safe for two."""
 
 import contextlib
+import gc
 import math
 import multiprocessing
 import os
@@ -207,6 +208,22 @@ def test_a_damaged_artifact_of_the_shared_store_is_made_again_in_the_own(tmp_pat
     assert not store.get(KEY, Text, make).reused
     assert "damaged" in store.notes[0].text
     assert store.get(KEY, Text, never).value.root.is_relative_to(tmp_path / "own")
+
+
+def test_what_does_not_last_is_there_until_its_store_closes(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    first = store.get(KEY, Text, make, lasts=lambda text: text.length > 5)
+    assert first.value.path.read_text() == "hello"
+    assert store.get(KEY, Text, never).value == first.value
+    assert Store(tmp_path).find(KEY, Text) is None
+    kept = Store(tmp_path).get(KEY, Text, make, lasts=lambda text: text.length == 5)
+    assert kept.value.root != first.value.root
+    assert first.value.path.exists(), "another may still read it"
+    assert Store(tmp_path / "home").adopt(tmp_path) == ()
+    del store
+    gc.collect()
+    assert not first.value.root.exists()
+    assert Store(tmp_path / "home").get(KEY, Text, never).reused
 
 
 def test_a_store_adopts_what_another_made(tmp_path: Path) -> None:

@@ -1,21 +1,28 @@
-"""The backends by name. Each is a light module; the library behind it is imported when it is used."""
+"""The backends by name. Each is a light module, imported when it is first asked for; the library behind it is imported when it is used."""
 
 from __future__ import annotations
 
 import difflib
+import importlib
+from typing import TYPE_CHECKING
 
-from pipeline.backends import onnxruntime_, openvino_, pytorch_, tensorrt_, tensorrt_rtx_
 from pipeline.backends.base import Backend, Loaded
 from pipeline.core import Engine
 from pipeline.errors import PlanError
 
-BACKENDS: dict[str, Backend] = {
-    "onnxruntime": onnxruntime_,
-    "openvino": openvino_,
-    "tensorrt": tensorrt_,
-    "tensorrt_rtx": tensorrt_rtx_,
-    "pytorch": pytorch_,
+BACKENDS: dict[str, str | Backend] = {
+    "onnxruntime": "onnxruntime_",
+    "openvino": "openvino_",
+    "tensorrt": "tensorrt_",
+    "tensorrt_rtx": "tensorrt_rtx_",
+    "pytorch": "pytorch_",
 }
+"""A module of this package, or a stand-in for one. A child runs one backend, and to import all takes a quarter of its start."""
+
+if TYPE_CHECKING:
+    from pipeline.backends import onnxruntime_, openvino_, pytorch_, tensorrt_, tensorrt_rtx_
+
+    _ARE_BACKENDS: tuple[Backend, ...] = (onnxruntime_, openvino_, tensorrt_, tensorrt_rtx_, pytorch_)
 
 
 def backend(name: str) -> Backend:
@@ -24,7 +31,8 @@ def backend(name: str) -> Backend:
         near = difflib.get_close_matches(name, BACKENDS, n=1)
         hint = f"did you mean '{near[0]}'?" if near else f"choose one of {', '.join(BACKENDS)}"
         raise PlanError(f"unknown backend '{name}'", hint)
-    return BACKENDS[name]
+    found = BACKENDS[name]
+    return importlib.import_module(f"{__name__}.{found}") if isinstance(found, str) else found
 
 
 def load(engine: Engine, device: str = "") -> Loaded:

@@ -6,11 +6,12 @@ import contextlib
 import hashlib
 import importlib.metadata
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NoReturn, Protocol
 
 import numpy as np
 
+from pipeline.backends.base import Session
 from pipeline.core import BuildOptions, Engine, OnnxModel, Profile, Recipe, Target, Tensors, TensorSpec, dtype_of, sizes_from_shapes
 from pipeline.errors import BackendUnavailable, DataError, InternalError, StoreError, UnsupportedError
 from pipeline.measure import monotonic
@@ -116,6 +117,44 @@ class HostTimer:
 
     def elapsed_s(self) -> float:
         return self._stop - self._start
+
+
+LAYER_WARMUP_RUNS = 2
+LAYER_RUNS = 10
+LEAST_LAYER_RUNS = 3
+MOST_LAYER_SECONDS = 2.0  # of runs, once there are the least: a large model is timed well enough by few
+
+
+class TakesInputs(Protocol):
+    """Of a session, what takes inputs."""
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]: ...
+    def bind(self, feeds: Tensors) -> None: ...
+    def upload(self) -> None: ...
+
+
+def bound_sizes(session: TakesInputs, feeds: Tensors) -> dict[str, int]:
+    """The sizes of the feeds, which are in their places; DataError unless they fit the session."""
+    sizes = sizes_from_shapes(session.inputs, {spec.name: feeds[spec.name].shape for spec in session.inputs})
+    if isinstance(sizes, str):
+        raise DataError(f"cannot time the layers: {sizes}", "give feeds of the engine's own shapes")
+    session.bind(feeds)
+    session.upload()
+    return sizes
+
+
+def run_for_layers(session: Session, ran: Callable[[], None] = lambda: None) -> int:
+    """Warm up, and run as often as layers are timed on a CPU; `ran` is called after every run. How many counted."""
+    for _ in range(LAYER_WARMUP_RUNS):
+        session.execute()
+        ran()
+    started, runs = monotonic(), 0
+    while runs < LEAST_LAYER_RUNS or (runs < LAYER_RUNS and monotonic() - started < MOST_LAYER_SECONDS):
+        session.execute()
+        ran()
+        runs += 1
+    return runs
 
 
 @contextlib.contextmanager

@@ -39,6 +39,7 @@ class OutOfDeviceMemory(HostError):
     """The GPU has not as much free memory as was asked for; what is open stays usable."""
 
     code = "host.out_of_device_memory"
+    may_pass = True
 
 
 def runtime() -> Any:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import onnx
 
-from pipeline.core import Note, OnnxModel, Recipe
-from pipeline.errors import InternalError, UnsupportedError
+from pipeline.core import Note, Recipe
+from pipeline.errors import UnsupportedError
 from pipeline.graph import bytes_of_tensor
 from pipeline.qdq import holds_qdq
 
@@ -41,13 +41,6 @@ def check_changed(bits: Mapping[str, int], recipe: Recipe) -> None:
     if bits_of(recipe) not in bits.values():
         said = f"no linear layer can hold its weights in {bits_of(recipe)} bits, so {recipe.precision} weight-only would only be its name"
         raise UnsupportedError(said, "choose another precision, or keep fewer nodes in fp32")
-
-
-def check_interface(source: OnnxModel, made: OnnxModel) -> OnnxModel:
-    """The model made; InternalError unless it takes and gives what its source does."""
-    if (made.inputs, made.outputs) != (source.inputs, source.outputs):
-        raise InternalError(f"few bits in the weights changed the interface from {source.inputs, source.outputs} to {made.inputs, made.outputs}")
-    return made
 
 
 def bits_of(recipe: Recipe) -> int:

@@ -22,14 +22,9 @@ from statistics import median
 from typing import Any, Literal
 
 from pipeline.backends.base import Session
-from pipeline.core import Precision, Tensors, sizes_from_shapes
-from pipeline.errors import DataError
+from pipeline.backends.checks import LAYER_WARMUP_RUNS, bound_sizes, run_for_layers
+from pipeline.core import Precision, Tensors
 from pipeline.layers import Layer, LayerTable
-
-WARMUP_RUNS = 2
-RUNS = 10
-LEAST_RUNS = 3
-MOST_SECONDS = 2.0  # of runs, once there are LEAST_RUNS: a large model is timed well enough by few
 
 MOVING = frozenset(
     {
@@ -115,22 +110,11 @@ def layer_table(compiled: Any, request: Any, session: Session, operators: Mappin
 
     `session` runs `request`; `operators` are OpenVINO's operators by the names of its own graph, which tell what a snippet multiplies.
     """
-    sizes = sizes_from_shapes(session.inputs, {spec.name: feeds[spec.name].shape for spec in session.inputs})
-    if isinstance(sizes, str):
-        raise DataError(f"cannot time the layers: {sizes}", "give feeds of the engine's own shapes")
-    session.bind(feeds)
-    session.upload()
+    sizes = bound_sizes(session, feeds)
     means: list[dict[str, int]] = []
-    spent = 0.0
-    while len(means) < WARMUP_RUNS + LEAST_RUNS or (len(means) < WARMUP_RUNS + RUNS and spent < MOST_SECONDS):
-        timer = session.timer()
-        timer.start()
-        session.execute()
-        timer.stop()
-        spent += timer.elapsed_s()
-        means.append(_means(request))
-    found = layers_from_runtime(runtime_layers(compiled), medians(means, WARMUP_RUNS), operators)
-    return LayerTable(sizes=sizes, runs=len(means) - WARMUP_RUNS, layers=found)
+    runs = run_for_layers(session, lambda: means.append(_means(request)))
+    found = layers_from_runtime(runtime_layers(compiled), medians(means, LAYER_WARMUP_RUNS), operators)
+    return LayerTable(sizes=sizes, runs=runs, layers=found)
 
 
 def _means(request: Any) -> dict[str, int]:

@@ -14,13 +14,13 @@ from pathlib import Path
 import onnx
 
 from pipeline.backends.checks import installed_version, torch_hidden
-from pipeline.backends.linear import check_changed, check_interface, check_unquantised, constant_bytes, weights_note
+from pipeline.backends.linear import check_changed, check_unquantised, constant_bytes, weights_note
 from pipeline.casts import QDQ_OPSET, flatten, raise_opset
 from pipeline.config import CalibrationConfig
 from pipeline.core import BuildOptions, Note, OnnxModel, Precision, Progress, Recipe, Tensors, silent
 from pipeline.data import CalibrationSet
 from pipeline.errors import ModelError, UnsupportedError
-from pipeline.graph import kept_nodes, onnx_model, operator_histogram, read_proto, write_proto
+from pipeline.graph import changed_interface, kept_nodes, onnx_model, operator_histogram, read_proto, with_same_interface, write_proto
 
 FILE = "model.onnx"
 MOST_SAMPLES = 300  # NNCF's own default: the means that it takes over samples hardly move after that
@@ -90,8 +90,8 @@ def _quantize(model: OnnxModel, samples: CalibrationSet, recipe: Recipe, options
         stage="convert", text=f"NNCF took {count} of {samples.samples} calibration samples; {_smoothed(quantized.graph, smooth)}", level="info"
     )
     made = onnx_model(out, FILE, Precision.INT8, (*model.notes, used))
-    if (made.inputs, made.outputs) != (model.inputs, model.outputs):
-        raise ModelError("NNCF changed the inputs or outputs of the model", "use the quantizer `crucible`")
+    if changed := changed_interface(model, made):
+        raise ModelError(f"NNCF changed the model's interface: {changed}", "use the quantizer `crucible`")
     return made
 
 
@@ -139,7 +139,7 @@ def _compress(model: OnnxModel, recipe: Recipe, out: Path, progress: Progress) -
     check_changed(bits, recipe)
     write_proto(made, out / FILE)
     note = weights_note(source, bits, constant_bytes(source), constant_bytes(made.graph))
-    return check_interface(model, onnx_model(out, FILE, recipe.precision, (note,)))
+    return with_same_interface(model, onnx_model(out, FILE, recipe.precision, (note,)))
 
 
 def _weight_bits(graph: onnx.GraphProto) -> dict[str, int]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,18 +27,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import onnx
 
 from pipeline.backends.base import Session
-from pipeline.core import Precision, Tensors, sizes_from_shapes
-from pipeline.errors import DataError, InternalError
+from pipeline.backends.checks import LAYER_WARMUP_RUNS, bound_sizes, run_for_layers
+from pipeline.core import Precision, Tensors
+from pipeline.errors import InternalError
 from pipeline.graph import graphs_of, read_proto
 from pipeline.layers import Layer, LayerTable
 
 if TYPE_CHECKING:
     import onnxruntime
-
-WARMUP_RUNS = 2
-RUNS = 10
-LEAST_RUNS = 3
-MOST_SECONDS = 2.0  # of runs, once there are LEAST_RUNS: a large model is timed well enough by few
 
 CONVERTING = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast", "CastLike", "ReorderInput", "ReorderOutput"})
 MOVING = CONVERTING | {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Concat", "Slice", "Split", "Expand"}
@@ -108,19 +103,11 @@ def layer_table(profiled: onnxruntime.InferenceSession, session: Session, model:
 
     `session` runs `profiled`, whose profile is closed; `model` is the ONNX graph it was opened from. Profiling adds some 10 µs to each kernel.
     """
-    sizes = sizes_from_shapes(session.inputs, {spec.name: feeds[spec.name].shape for spec in session.inputs})
-    if isinstance(sizes, str):
-        raise DataError(f"cannot time the layers: {sizes}", "give feeds of the engine's own shapes")
-    session.bind(feeds)
-    for _ in range(WARMUP_RUNS):
-        session.execute()
-    started, runs = time.perf_counter(), 0
-    while runs < LEAST_RUNS or (runs < RUNS and time.perf_counter() - started < MOST_SECONDS):
-        session.execute()
-        runs += 1
+    sizes = bound_sizes(session, feeds)
+    runs = run_for_layers(session)
     profile = Path(profiled.end_profiling())
     optimised = read_proto(profile.with_name("optimised.onnx"), weights=False)
-    found = layers_from_profile(profile.read_text(), optimised.graph, read_proto(model, weights=False).graph, WARMUP_RUNS)
+    found = layers_from_profile(profile.read_text(), optimised.graph, read_proto(model, weights=False).graph, LAYER_WARMUP_RUNS)
     return LayerTable(sizes=sizes, runs=runs, layers=found)
 
 

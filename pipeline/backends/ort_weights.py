@@ -16,7 +16,6 @@ from onnx import numpy_helper
 from pipeline.backends.linear import (
     bits_of,
     check_changed,
-    check_interface,
     check_unquantised,
     constant_bytes,
     float_weights,
@@ -25,7 +24,7 @@ from pipeline.backends.linear import (
 )
 from pipeline.casts import flatten
 from pipeline.core import OnnxModel, Progress, Recipe, silent
-from pipeline.graph import graphs_of, kept_nodes, onnx_model, read_proto, write_proto
+from pipeline.graph import graphs_of, kept_nodes, onnx_model, read_proto, with_same_interface, write_proto
 from pipeline.qdq import drop_unread
 
 FILE = "model.onnx"
@@ -50,7 +49,7 @@ def compress_with_onnxruntime(model: OnnxModel, recipe: Recipe, out: Path, progr
     made = _quantised(proto, recipe, set(chosen))
     write_proto(made, out / FILE)
     note = weights_note(source, chosen, before, constant_bytes(made.graph))
-    return check_interface(model, onnx_model(out, FILE, recipe.precision, (note,)))
+    return with_same_interface(model, onnx_model(out, FILE, recipe.precision, (note,)))
 
 
 def _quantised(proto: onnx.ModelProto, recipe: Recipe, chosen: set[str]) -> onnx.ModelProto:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.core import ModelSource, Tensors
+from pipeline.core import ModelSource, Progress, Tensors, silent
 from pipeline.errors import ModelError
 
 if TYPE_CHECKING:
@@ -93,6 +93,14 @@ def scales_run(module: torch.nn.Module, source: ModelSource, feeds: Tensors) -> 
     with mode:
         run_module(module, source, feeds)
     return Counter(scale for scale, _ in mode.seen)
+
+
+def quantises(source: ModelSource, feeds: Tensors, progress: Progress = silent) -> bool:
+    """Whether a PyTorch model quantises anything in one run, so that its export may bring Q/DQ."""
+    from pipeline.backends.torch_module import load_module
+
+    progress(None, "running the PyTorch model")
+    return bool(scales_run(load_module(source), source, feeds))
 
 
 def _recorder() -> Any:

@@ -22,8 +22,9 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, Literal, Protocol
 
-from pipeline.core import Precision, Tensors, TensorSpec, sizes_from_shapes
-from pipeline.errors import DataError, InternalError
+from pipeline.backends.checks import TakesInputs, bound_sizes
+from pipeline.core import Precision, Tensors
+from pipeline.errors import InternalError
 from pipeline.layers import Layer, LayerTable
 
 RUNS = 20
@@ -79,15 +80,11 @@ UNNAMED = "node_of_"  # the parser's name for a node without one, before the nam
 OTHER_PROFILE = re.compile(r" \[profile [1-9]\d*\]$")
 
 
-class TimedSession(Protocol):
+class TimedSession(TakesInputs, Protocol):
     """Of a session, what timing its layers needs."""
 
     @property
-    def inputs(self) -> tuple[TensorSpec, ...]: ...
-    @property
     def context(self) -> Any: ...
-    def bind(self, feeds: Tensors) -> None: ...
-    def upload(self) -> None: ...
     def enqueue(self) -> None: ...
     def synchronize(self) -> None: ...
     def close(self) -> None: ...
@@ -112,11 +109,7 @@ def layer_table(trt: Any, loaded: Inspected, feeds: Tensors, runs: int = RUNS) -
     """
     session = loaded.session(0)
     try:
-        sizes = sizes_from_shapes(session.inputs, {spec.name: feeds[spec.name].shape for spec in session.inputs})
-        if isinstance(sizes, str):
-            raise DataError(f"cannot time the layers: {sizes}", "give feeds of the engine's own shapes")
-        session.bind(feeds)
-        session.upload()
+        sizes = bound_sizes(session, feeds)
         for _ in range(WARMUP_RUNS):
             session.enqueue()
         session.synchronize()

@@ -35,7 +35,7 @@ from pipeline.config import CalibrationConfig
 from pipeline.core import BuildOptions, CalibrationMethod, Note, OnnxModel, Precision, Progress, Recipe, Tensors, silent
 from pipeline.data import CalibrationSet
 from pipeline.errors import BackendUnavailable, ModelError, UnsupportedError
-from pipeline.graph import external_files, kept_nodes, onnx_model, read_proto, write_proto
+from pipeline.graph import changed_interface, external_files, kept_nodes, onnx_model, read_proto, write_proto
 from pipeline.qdq import holds_qdq
 
 FILE = "model.onnx"
@@ -105,8 +105,8 @@ def quantize_with_modelopt(
     write_proto(quantised, out / FILE)
     used = Note(stage="convert", text=f"ModelOpt ({method}) took {reader.most} of {samples.samples} calibration samples", level="info")
     made = onnx_model(out, FILE, recipe.precision, (used, *overflow_notes(proto.graph, reasons)))
-    if (made.inputs, made.outputs) != (model.inputs, model.outputs):
-        raise ModelError("ModelOpt changed the inputs or outputs of the model", ANOTHER)
+    if changed := changed_interface(model, made):
+        raise ModelError(f"ModelOpt changed the model's interface: {changed}", ANOTHER)
     return made
 
 

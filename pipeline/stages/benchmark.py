@@ -108,7 +108,7 @@ def results(contestants: Sequence[Contestant], workloads: Sequence[Workload]) ->
     for contestant in contestants:
         label = contestant.engine.recipe.label
         if contestant.failure:
-            reports.append(BenchmarkFailure(label=label, reason=contestant.failure))
+            reports.append(BenchmarkFailure(label=label, reason=contestant.failure, provisional=contestant.may_pass))
             continue
         compared = None if contestant is baseline or baseline.failure else baseline
         rows = tuple(_row(contestant, compared, index, workload) for index, workload in enumerate(workloads))

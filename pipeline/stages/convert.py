@@ -11,8 +11,8 @@ import onnx
 from pipeline.activations import Bounds, observe, open_probe
 from pipeline.casts import LEAST_OPSET, NAMED, QDQ_OPSET, SCALES_OPSET, flatten, lower, overflow_notes, raise_opset, reasons_for_fp32
 from pipeline.core import CalibrationTable, Note, OnnxModel, Precision, Progress, Recipe, Tensors, silent
-from pipeline.errors import InternalError, PlanError, UnsupportedError
-from pipeline.graph import copy_model, kept_nodes, onnx_model, read_proto, write_proto
+from pipeline.errors import PlanError, UnsupportedError
+from pipeline.graph import copy_model, kept_nodes, onnx_model, read_proto, with_same_interface, write_proto
 from pipeline.qdq import Scheme, holds_qdq, insert_qdq
 from pipeline.quantization import KERNELS, Kernels, place
 from pipeline.scales import Scale, scales_by_node
@@ -56,7 +56,7 @@ def convert(
         notes += _rounded(exact, scales_by_node(proto.graph), low)
     progress(0.8, "writing")
     write_proto(proto, out / "model.onnx")
-    return _checked(model, onnx_model(out, "model.onnx", recipe.precision, tuple(notes)))
+    return with_same_interface(model, onnx_model(out, "model.onnx", recipe.precision, tuple(notes)))
 
 
 def _least_opset(low: Precision | None, quantise: bool, quantised: bool) -> int:
@@ -116,11 +116,3 @@ def _quantise(proto: onnx.ModelProto, recipe: Recipe, table: CalibrationTable | 
         text = f"{len(sites.unseen)} nodes are not quantised, calibration saw no values of their inputs: {', '.join(sites.unseen[:NAMED])}"
         notes.append(Note(stage="convert", text=text))
     return notes
-
-
-def _checked(source: OnnxModel, made: OnnxModel) -> OnnxModel:
-    """InternalError unless names, order, dtypes and dimensions of the interface are the source's."""
-    for before, after in ((source.inputs, made.inputs), (source.outputs, made.outputs)):
-        if [(s.name, s.dtype, s.shape) for s in before] != [(s.name, s.dtype, s.shape) for s in after]:
-            raise InternalError(f"conversion changed the interface from {before} to {after}")
-    return made

@@ -20,9 +20,20 @@ import onnx
 
 from pipeline.compare import compare_graphs
 from pipeline.config import SimplifyConfig
-from pipeline.core import Note, OnnxModel, Point, Profile, Progress, Tensors, TensorSpec
+from pipeline.core import Note, OnnxModel, Point, Profile, Progress, Tensors
 from pipeline.errors import ChildDied, InternalError, ModelError, PlanError
-from pipeline.graph import copy_model, draw_feeds, external_files, file_size, graphs_of, onnx_model, operator_histogram, read_proto, write_proto
+from pipeline.graph import (
+    changed_interface,
+    copy_model,
+    draw_feeds,
+    external_files,
+    file_size,
+    graphs_of,
+    onnx_model,
+    operator_histogram,
+    read_proto,
+    write_proto,
+)
 from pipeline.process import call_in_child
 from pipeline.scales import QDQ, QUANTISED_TOLERANCE, given_precision, lost_scales
 
@@ -90,17 +101,17 @@ def _simplified(
     progress: Progress,
     simplifier: Simplifier,
 ) -> OnnxModel:
-    target = out / FILE
+    target, may_pass = out / FILE, False
     try:
         call_in_child(_simplify_file, simplifier, model.path, target, name=STAGE, deadline_s=options.timeout_s, progress=progress)
         progress(None, "comparing with the input model")
         fault = _lost(model, onnx_model(out, FILE, model.precision))
         fault = fault or compare_graphs(model.path, target, feeds_of(model, profiles, samples), _tolerance(model))
     except (ChildDied, InternalError, ModelError) as error:
-        fault = error.message
+        fault, may_pass = error.message, error.may_pass
     if fault:
-        text = f"rolled back, the graph goes on as it was: {fault}"
-        return _copy(model, out, Note(stage=STAGE, text=text))
+        text = f"rolled back, the graph goes on as it was{', and the next compile tries again' * may_pass}: {fault}"
+        return _copy(model, out, Note(stage=STAGE, text=text)).model_copy(update={"provisional": may_pass})
     before, after = sum(operator_histogram(model.path).values()), sum(operator_histogram(target).values())
     text = f"{before} nodes became {after}, {file_size(model.path):,} bytes became {file_size(target):,}"
     return onnx_model(out, FILE, model.precision, (Note(stage=STAGE, text=text, level="info"),))
@@ -119,7 +130,7 @@ def operate(
     call_in_child(_operate_file, *arguments, name="surgery", deadline_s=options.timeout_s, progress=progress)
     progress(None, "comparing with the model before surgery")
     after = onnx_model(out, FILE, model.precision)
-    if fault := _changed_interface(model, after) or compare_graphs(model.path, after.path, feeds_of(model, profiles, samples), _tolerance(model)):
+    if fault := changed_interface(model, after) or compare_graphs(model.path, after.path, feeds_of(model, profiles, samples), _tolerance(model)):
         raise ModelError(f"surgery by '{options.surgery}' changed the model: {fault}", "correct the function, or leave `simplify.surgery` out")
     nodes = Counter(operator_histogram(after.path))
     nodes.subtract(operator_histogram(model.path))
@@ -219,7 +230,7 @@ def _is_fixed(before: onnx.ValueInfoProto, after: onnx.ValueInfoProto) -> bool:
 
 def _lost(before: OnnxModel, after: OnnxModel) -> str:
     """What a simplified model lacks, by looking at it: interface, Q/DQ, operator domains, size. Empty if nothing."""
-    if changed := _changed_interface(before, after):
+    if changed := changed_interface(before, after):
         return changed
     if lost := lost_scales(read_proto(before.path).graph, read_proto(after.path).graph):
         return lost
@@ -230,22 +241,6 @@ def _lost(before: OnnxModel, after: OnnxModel) -> str:
     if became > GROWTH_LIMIT * was + FOLD_LIMIT_BYTES:
         return f"the file grew from {was:,} to {became:,} bytes"
     return ""
-
-
-def _changed_interface(before: OnnxModel, after: OnnxModel) -> str:
-    """How inputs or outputs changed; empty if they did not."""
-    for role, old, new in (("inputs", before.inputs, after.inputs), ("outputs", before.outputs, after.outputs)):
-        if _interface(old) != _interface(new):
-            return f"{role} were {_describe(old)} and became {_describe(new)}"
-    return ""
-
-
-def _interface(specs: tuple[TensorSpec, ...]) -> list[tuple[str, str, tuple[int | str, ...]]]:
-    return [(spec.name, spec.dtype, spec.shape) for spec in specs]
-
-
-def _describe(specs: tuple[TensorSpec, ...]) -> str:
-    return ", ".join(f"{spec.name} {spec.dtype}[{', '.join(map(str, spec.shape))}]" for spec in specs)
 
 
 def _tolerance(model: OnnxModel) -> float:

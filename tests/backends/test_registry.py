@@ -20,7 +20,23 @@ def test_an_unknown_backend_is_named_with_the_near_one() -> None:
 
 def test_the_registry_loads_no_heavy_library() -> None:
     heavy = ("torch", "onnxruntime", "openvino", "nncf", "tensorrt", "tensorrt_rtx")
-    code = f"import sys; import pipeline.backends; print([name for name in {heavy} if name in sys.modules])"
+    code = f"""
+import sys
+from pipeline.backends import BACKENDS, backend
+for name in BACKENDS:
+    assert backend(name).DISTRIBUTIONS
+print([name for name in {heavy} if name in sys.modules])"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_contestant_imports_its_own_backend_only() -> None:
+    code = """
+import sys
+import pipeline.race
+from pipeline.backends import backend
+backend("onnxruntime")
+print([name for name in ("openvino_", "pytorch_", "tensorrt_", "tensorrt_rtx_") if f"pipeline.backends.{name}" in sys.modules])"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

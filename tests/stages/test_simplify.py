@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,13 @@ import onnx
 import pytest
 
 from pipeline.compare import open_reference
+from pipeline.compile import SIMPLIFY
 from pipeline.config import SimplifyConfig
 from pipeline.core import DimRange, OnnxModel, Profile, Progress, Tensors, ValueRange, silent
 from pipeline.graph import external_files, onnx_model, operator_histogram, read_proto, write_proto
+from pipeline.runner import Runner
 from pipeline.stages.simplify import simplify
+from pipeline.store import Store
 
 PROFILES = (Profile(dims={"N": DimRange(min=1, opt=4, max=8)}),)
 
@@ -167,6 +171,14 @@ def segfault(source: Path, target: Path, progress: Progress) -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
+def run_out_of_memory(source: Path, target: Path, progress: Progress) -> None:
+    raise MemoryError
+
+
+def be_killed(source: Path, target: Path, progress: Progress) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def hang(source: Path, target: Path, progress: Progress) -> None:
     time.sleep(600)
 
@@ -190,6 +202,26 @@ def test_what_goes_wrong_is_rolled_back_with_its_reason(two_nodes: OnnxModel, ou
     assert callable(simplifier)
     result = simplify(two_nodes, PROFILES, SimplifyConfig(), (), out, silent, simplifier)
     assert_rolled_back(result, two_nodes, reason)
+    assert not result.provisional, "it would go wrong again"
+
+
+@pytest.mark.parametrize(("simplifier", "reason"), [(run_out_of_memory, "out of memory"), (be_killed, "SIGKILL")])
+def test_what_more_memory_may_mend_is_tried_again_by_the_next_compile(two_nodes: OnnxModel, tmp_path: Path, simplifier: object, reason: str) -> None:
+    def stage(model: OnnxModel, out: Path, progress: Progress = silent) -> OnnxModel:
+        return simplify(model, PROFILES, SimplifyConfig(), (), out, progress, *simplifiers)  # type: ignore[arg-type]
+
+    def run(store: Store) -> OnnxModel:
+        runner = Runner(store, run=lambda function, *arguments, **rest: function(*arguments))
+        return runner.stage(replace(SIMPLIFY, function=stage), OnnxModel, two_nodes, inputs=("two nodes",))
+
+    simplifiers = [simplifier]
+    store = Store(tmp_path)
+    failed = run(store)
+    assert "rolled back, the graph goes on as it was, and the next compile tries again: " in failed.notes[0].text
+    assert reason in failed.notes[0].text
+    simplifiers.clear()
+    assert run(store) == failed, "this one goes on with what it has"
+    assert run(Store(tmp_path)).notes[0].level == "info"
 
 
 def test_a_simplifier_that_hangs_is_stopped_and_rolled_back(two_nodes: OnnxModel, out: Path) -> None:

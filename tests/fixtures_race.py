@@ -1,0 +1,165 @@
+"""What a race needs, without processes: a host with a clock of its own, a session that takes time there, and children that live here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.backends.base import run_session
+from pipeline.config import BenchmarkConfig
+from pipeline.core import DimRange, Engine, Precision, Profile, Recipe, Target, Tensors, TensorSpec
+from pipeline.errors import ChildDied
+from pipeline.measure import WarmUpOptions, warm_up
+from pipeline.race import Ready, Take, Workload, race, take_block
+from pipeline.stages.benchmark import results
+
+X = TensorSpec(name="x", dtype="float32", shape=("batch", 4))
+Y = TensorSpec(name="y", dtype="float32", shape=("batch", 3))
+PROFILE = Profile(dims={"batch": DimRange(min=1, opt=2, max=8)})
+SHORT = BenchmarkConfig(duration_s=0.06, warmup_s=0.01, warmup_runs=2)
+WORKLOAD = Workload(sizes={"batch": 2}, feeds={"x": np.zeros((2, 4), np.float32)}, rows=2, flops=48.0, moved_bytes=None)
+
+
+@dataclass
+class Host:
+    """A synthetic clock; every run takes its time with some noise."""
+
+    seed: int = 0
+    now_s: float = 0.0
+    running: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.random = np.random.default_rng(self.seed)
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def spend(self, seconds: float) -> None:
+        self.now_s += seconds * float(np.exp(self.random.normal(0, 0.03)))
+
+
+@dataclass
+class HostTimer:
+    host: Host
+    started_s: float = 0.0
+    stopped_s: float = 0.0
+
+    def start(self) -> None:
+        self.started_s = self.host.now_s
+
+    def stop(self) -> None:
+        self.stopped_s = self.host.now_s
+
+    def elapsed_s(self) -> float:
+        return self.stopped_s - self.started_s
+
+
+@dataclass
+class TimedSession:
+    """Upload, execute and download take 1, 8 and 1 tenths of a run."""
+
+    host: Host
+    run_s: float
+    inputs: tuple[TensorSpec, ...] = (X,)
+    outputs: tuple[TensorSpec, ...] = (Y,)
+    calls: list[str] = field(default_factory=list)
+
+    def bind(self, feeds: Tensors) -> None:
+        self.calls.append("bind")
+
+    def upload(self) -> None:
+        self.calls.append("upload")
+        self.host.spend(self.run_s / 10)
+
+    def execute(self) -> None:
+        self.calls.append("execute")
+        self.host.spend(self.run_s * 8 / 10)
+
+    def download(self) -> None:
+        self.calls.append("download")
+        self.host.spend(self.run_s / 10)
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+    def fetch(self) -> Tensors:
+        self.calls.append("fetch")
+        return {"y": np.zeros((2, 3), np.float32)}
+
+    def timer(self) -> HostTimer:
+        return HostTimer(self.host)
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+@dataclass
+class LocalPeer:
+    """What the parent sees of the children of one engine, without a process; `dies_at` is the message at which one is lost."""
+
+    name: str
+    session: TimedSession
+    dies_at: int = 1_000_000
+    received: list[object] = field(default_factory=list)
+    starts: int = 0
+    stopped: bool = True
+    death: Exception | None = None
+    silent_for: int = 0  # how often it is asked in vain whether it has answered
+
+    def __post_init__(self) -> None:
+        self.usual_s = self.session.run_s
+        self.random = np.random.default_rng([self.session.host.seed, *self.name.encode()])  # its own: the order of starts is up to the real clock
+
+    def start(self, spread: float) -> LocalPeer:
+        """The next child, some share faster or slower than usual for as long as it lives."""
+        assert self.stopped, "one process of an engine at a time"
+        self.starts, self.stopped = self.starts + 1, False
+        if spread:
+            self.session.run_s = self.usual_s * float(np.exp(self.random.normal(0, spread)))
+        return self
+
+    def send(self, payload: object) -> None:
+        self.received.append(payload)
+
+    def answered(self, timeout_s: float) -> bool:
+        self.silent_for -= 1
+        return self.silent_for < 0
+
+    def receive(self, timeout_s: float | None = None) -> Any:
+        if len(self.received) >= self.dies_at:
+            raise self.death or ChildDied(f"the child process for '{self.name}' was killed by signal 9 (SIGKILL)")
+        message = self.received[-1] if self.received else None
+        host = self.session.host
+        host.running.append(self.name)
+        if isinstance(message, WarmUpOptions):
+            return warm_up(partial(run_session, self.session, WORKLOAD.feeds), message, host.clock)
+        if isinstance(message, Take):
+            return take_block(self.session, WORKLOAD.feeds, message.seconds, host.clock)
+        return Ready()
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+def engine_named(variant: str, root: Path = Path("unused")) -> Engine:
+    recipe = Recipe(backend="onnxruntime", precision=Precision.FP32, variant=variant)
+    target = Target(backend="onnxruntime", version="1", device="cpu")
+    return Engine(
+        root=root, file="x", digest=variant, target=target, recipe=recipe, inputs=(X,), outputs=(Y,), profiles=(PROFILE,), threads=1, size_bytes=0
+    )
+
+
+def run_race(
+    host: Host, runs_s: Sequence[float], dies_at: Sequence[int] = (), options: BenchmarkConfig = SHORT, spread: float = 0.0
+) -> tuple[list[LocalPeer], Any]:
+    engines = [engine_named(str(index)) for index in range(len(runs_s))]
+    lives = dict(enumerate(dies_at))
+    peers = [LocalPeer(str(index), TimedSession(host, run_s), lives.get(index, 1_000_000)) for index, run_s in enumerate(runs_s)]
+    contestants = race(engines, [WORKLOAD], options, lambda engine: peers[int(engine.digest)].start(spread))
+    assert all(peer.stopped for peer in peers)
+    return peers, results(contestants, [WORKLOAD])
