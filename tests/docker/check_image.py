@@ -32,6 +32,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
 def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("key") / "admin.key"
     file.write_text(f"cru_{secrets.token_hex(5)}_{secrets.token_urlsafe(32)}\n")
+    file.chmod(0o644)  # the user of the image reads it; its folder is closed
     return file
 
 

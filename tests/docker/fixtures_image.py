@@ -29,7 +29,7 @@ mount -t proc proc "$view/proc"
 mount -t tmpfs -o mode=755 tmpfs "$view/dev"
 mknod -m 666 "$view/dev/null" c 1 3; mknod -m 666 "$view/dev/zero" c 1 5; mknod -m 666 "$view/dev/urandom" c 1 9
 mkdir "$view/dev/shm" && mount -t tmpfs -o size=1m,mode=1777 tmpfs "$view/dev/shm"
-mount -t tmpfs -o mode=755 tmpfs "$view/run" && cp "$key" "$view/run/admin.key" && chmod 644 "$view/run/admin.key"
+mount -t tmpfs -o mode=755 tmpfs "$view/run" && touch "$view/run/admin.key" && mount --bind -o ro "$key" "$view/run/admin.key"
 mount --bind "$home" "$view/var/lib/crucible"
 exec chroot --userspec="$user" --groups= "$view" /usr/bin/env -i "$@"
 """
