@@ -37,7 +37,7 @@ test-gpu: $(if $(WHEELS),gpu-site,$(VENV)/.ready-gpu)
 	$(GPU_PYTHON) -m pytest -m gpu --ignore tests/service/test_openapi.py --gpu-results=$(GPU_RESULTS)  # not imported: it needs schemathesis
 
 image-test: $(VENV)/.ready
-	$(BIN)/python -m pytest --timeout=1500 tests/docker/check_image.py  # builds docker/Dockerfile.cpu with buildah, as root; skipped, with the reason, where that cannot be
+	$(BIN)/python -m pytest -s --timeout=1500 tests/docker/check_image.py  # builds docker/Dockerfile.cpu with buildah, as root; skipped, with the reason, where that cannot be
 
 # PARTS="digits/float resnet50 --into DIR": see benchmarks/tensorrt_compile.py
 bench-gpu: $(if $(WHEELS),gpu-site,$(VENV)/.ready-gpu)

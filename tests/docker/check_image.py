@@ -5,6 +5,7 @@ Not collected with the other tests: they need neither root nor minutes.
 
 import secrets
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ HOME = "/var/lib/crucible"
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
     with built(tmp_path_factory.mktemp("image"), "serve") as image:
-        print(f"the image has {image.size_bytes / 10**6:.0f} MB")
+        print(f"\nthe image has {image.size_bytes / 10**6:.0f} MB")
         yield image
 
 
@@ -44,7 +45,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def container(image: Image, key: Path, place: Path) -> Iterator[Container]:
+    start = time.monotonic()
     with running(image, place / "home", key, place / "view") as container:
+        resident = sum(process.memory_info().rss for process in container.init.children(recursive=True))
+        print(f"\nthe container is ready after {time.monotonic() - start:.1f} s, and holds {resident / 10**6:.0f} MB")
         yield container
 
 
