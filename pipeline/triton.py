@@ -23,6 +23,7 @@ FILES = {"tensorrt": "model.plan", "onnxruntime": "model.onnx"}  # the name that
 TYPES = {"float16": "FP16", "bfloat16": "BF16", "float32": "FP32", "float64": "FP64", "bool": "BOOL"} | {
     f"{sign}int{bits}": f"{sign.upper()}INT{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
 }
+OURS = ("engine.json", "artifact.json")  # what else may lie beside the engine
 NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)/([1-9][0-9]*)")  # Triton takes numbers without a leading 0 as versions
 
 
@@ -66,9 +67,8 @@ def export_triton(engine: Engine, batch: BatchSpec, model: ModelVersion, folder:
     be another: Triton has one for all versions of a model.
     """
     if engine.target.backend not in FILES:
-        raise UnsupportedError(
-            f"Triton gets engines of {' and '.join(FILES)}, this is one of {engine.target.backend}", "compile with such a candidate"
-        )
+        said = f"Triton gets engines of {' and '.join(FILES)}, this is one of {engine.target.backend}"
+        raise UnsupportedError(said, "compile with such a candidate")
     home = folder / model.name
     place = home / str(model.version)
     if place.exists():
@@ -91,8 +91,10 @@ def export_triton(engine: Engine, batch: BatchSpec, model: ModelVersion, folder:
 def remarks(engine: Engine, batch: BatchSpec) -> list[str]:
     """What whoever starts Triton must know of this engine."""
     target = engine.target
-    gpu = f", compute capability {target.compute_capability}" if target.compute_capability else ""
-    found = [f"built with {target.backend} {target.version} for {target.device}{gpu}; Triton needs the same"]
+    if target.backend == "tensorrt":
+        found = [f"Triton must have TensorRT {target.version}, and a GPU of compute capability {target.compute_capability}"]
+    else:
+        found = [f"checked and measured with ONNX Runtime {target.version} on {target.device}; Triton's own may be another"]
     if batch.maximum > 1 and not batch.proved:
         found.append("batches are formed by the shapes: that rows do not change each other's answers is not proved")
     if target.backend == "onnxruntime" and engine.recipe.precision is Precision.INT8:
@@ -157,15 +159,13 @@ def _instances(engine: Engine) -> Iterator[str]:
 def _copy_files(engine: Engine, place: Path) -> None:
     """The model under the name that Triton expects; a model in several files is a folder of that name, with a file of that name in it."""
     name = FILES[engine.target.backend]
-    others = [path for path in engine.root.iterdir() if path.name not in (engine.file, "engine.json", "artifact.json") and path.is_file()]
     place.mkdir()
-    target = place / name
-    if engine.target.backend == "onnxruntime" and others:
-        target.mkdir()
-        for path in others:
-            shutil.copyfile(path, target / path.name)
-        target = target / name
-    shutil.copyfile(engine.path, target)
+    single = engine.target.backend == "tensorrt" or all(path.name in (engine.file, *OURS) for path in engine.root.iterdir())
+    if single:
+        shutil.copyfile(engine.path, place / name)
+    else:
+        shutil.copytree(engine.root, place / name, ignore=shutil.ignore_patterns(*OURS))
+        (place / name / engine.file).rename(place / name / name)
 
 
 def _plugins(engine: Engine) -> list[Path]:

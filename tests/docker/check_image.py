@@ -23,8 +23,8 @@ HOME = "/var/lib/crucible"
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
-    with built(tmp_path_factory.mktemp("image"), "serve") as image:
+def image() -> Iterator[Image]:
+    with built("serve") as image:
         print(f"\nthe image has {image.size_bytes / 10**6:.0f} MB")
         yield image
 

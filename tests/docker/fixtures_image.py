@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -60,15 +61,14 @@ class Image:
 
 
 @contextmanager
-def built(folder: Path, target: str) -> Iterator[Image]:
-    """The target of docker/Dockerfile.cpu on a Debian of our own, with all that buildah keeps below `folder`; removed at the end."""
-    environment = {**os.environ, "TMPDIR": str(folder), "STORAGE_DRIVER": "vfs"}
+def built(target: str) -> Iterator[Image]:
+    """The target of docker/Dockerfile.cpu on a Debian of our own; all that buildah keeps lies in one folder, removed at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="crucible-image-"))
 
     def buildah(command: str, *arguments: str | Path) -> str:
-        store = ("--root", str(folder / "storage"), "--runroot", str(folder / "run"))
-        done = subprocess.run(
-            ["buildah", *store, command, *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-        )
+        store = ("--storage-driver", "vfs", "--root", str(folder / "storage"), "--runroot", str(folder / "run"))
+        whole, environment = ["buildah", *store, command, *map(str, arguments)], {**os.environ, "TMPDIR": str(folder)}
+        done = subprocess.run(whole, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"buildah {command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         return done.stdout.strip()
 
@@ -88,8 +88,10 @@ def built(folder: Path, target: str) -> Iterator[Image]:
         container = buildah("from", "--pull-never", "localhost/crucible:test")
         yield image_of(said, Path(buildah("mount", container)), size["size"])
     finally:
-        subprocess.run(["umount", "--recursive", "--quiet", folder / "storage"], capture_output=True, check=False)
-        shutil.rmtree(folder, ignore_errors=True)
+        mounted = [line.split()[1] for line in Path("/proc/mounts").read_text(encoding="ascii").splitlines()]
+        for place in reversed([each for each in mounted if Path(each).is_relative_to(folder)]):
+            subprocess.run(["umount", place], check=True)
+        shutil.rmtree(folder)
 
 
 def base(folder: Path) -> Path:
