@@ -18,7 +18,7 @@ GPU_SITE := $(CURDIR)/build/gpu-site
 GPU_RESULTS ?= build/gpu-tests.json
 GPU_PYTHON := $(if $(WHEELS),PYTHONPATH="$(GPU_SITE):$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON),$(BIN)/python)
 
-.PHONY: demo test check protos test-gpu bench-gpu gpu-site bench serve clean
+.PHONY: demo test check protos image-test test-gpu bench-gpu gpu-site bench serve clean
 
 demo: $(VENV)/.ready
 	$(BIN)/crucible compile configs/digits.yaml
@@ -39,6 +39,9 @@ protos: $(VENV)/.ready
 
 test-gpu: $(if $(WHEELS),gpu-site,$(VENV)/.ready-gpu)
 	$(GPU_PYTHON) -m pytest -m gpu --ignore tests/service/test_openapi.py --gpu-results=$(GPU_RESULTS)  # not imported: it needs schemathesis
+
+image-test: $(VENV)/.ready
+	$(BIN)/python -m pytest -s --timeout=1500 tests/docker/check_image.py  # builds docker/Dockerfile.cpu with buildah, as root; skipped, with the reason, where that cannot be
 
 # PARTS="digits/float resnet50 --into DIR": see benchmarks/tensorrt_compile.py
 bench-gpu: $(if $(WHEELS),gpu-site,$(VENV)/.ready-gpu)

@@ -216,8 +216,8 @@ def inspect(
     raise typer.Exit(1 if refusals else 0)
 
 
-@app.command()
-def export(
+@app.command("onnx")
+def write_onnx(
     plan: PlanArgument,
     out: Annotated[Path, typer.Option(metavar="OUT.onnx", help="The file to write.")],
     overrides: SetOption,
@@ -315,6 +315,21 @@ def report(
     console = terminal.console()
     console.print(Markdown(markdown(loaded)))
     console.print(f"report: {files.html_file}", highlight=False, soft_wrap=True, markup=False)
+
+
+@app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Triton's model repository; what else is in it stays.")],
+    result: Annotated[Path, typer.Option("--from", metavar="RESULT", help="A folder that `crucible compile` wrote.")],
+    triton_name: Annotated[str, typer.Option("--triton", metavar="NAME/VERSION", help="What Triton is to call it.")],
+) -> None:
+    """Write a compiled engine as a model of Triton Inference Server: model.plan or model.onnx, and config.pbtxt."""
+    from pipeline import triton
+
+    model, engine = triton.parse_name(triton_name), deliver.load_engine(result)
+    batch = triton.batch_by_shapes(engine)
+    print(triton.export_triton(engine, batch, model, folder))
+    terminal.console(stderr=True).print("\n".join(triton.remarks(engine, batch)), highlight=False, soft_wrap=True, markup=False)
 
 
 app.add_typer(commands.app)

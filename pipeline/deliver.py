@@ -1,4 +1,4 @@
-"""What a compile leaves for its user: a folder with the reports and the winning engine; and what `crucible export` writes."""
+"""What a compile leaves for its user: a folder with the reports and the winning engine; and what `crucible onnx` writes."""
 
 from __future__ import annotations
 

@@ -186,13 +186,13 @@ def test_inspect_shows_a_model_and_an_engine(compiled: tuple[Path, Path]) -> Non
 
 def test_export_writes_the_graph_that_candidates_are_made_from(tmp_path: Path) -> None:
     plan = write_task(tmp_path)
-    done = crucible("export", plan, "--out", tmp_path / "new" / "made.onnx", cwd=tmp_path)
+    done = crucible("onnx", plan, "--out", tmp_path / "new" / "made.onnx", cwd=tmp_path)
     assert done.code == 0, done.err
     assert "MatMul 2" in done.out
     assert "nodes became" in done.out
     assert done.summary["model"] == str(tmp_path / "new" / "made.onnx")
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["made.onnx"]
-    plain = crucible("export", plan, "--out", tmp_path / "plain.onnx", "--no-simplify", "--json", cwd=tmp_path)
+    plain = crucible("onnx", plan, "--out", tmp_path / "plain.onnx", "--no-simplify", "--json", cwd=tmp_path)
     assert json.loads(plain.out)["notes"] == []
     assert read_proto(tmp_path / "plain.onnx") == read_proto(tmp_path / "model.onnx")
 
@@ -201,7 +201,7 @@ def test_export_writes_the_graph_that_candidates_are_made_from(tmp_path: Path) -
 def test_export_refuses_a_file_that_it_must_not_write(tmp_path: Path, out: str, words: str) -> None:
     plan = write_task(tmp_path)
     before = (tmp_path / "model.onnx").read_bytes()
-    done = crucible_here("export", plan, "--out", tmp_path / out, cwd=tmp_path)
+    done = crucible_here("onnx", plan, "--out", tmp_path / out, cwd=tmp_path)
     assert done.code == 1, done.out
     assert words in done.err
     assert (tmp_path / "model.onnx").read_bytes() == before
@@ -328,7 +328,7 @@ def test_usage_errors_end_with_exit_code_1(tmp_path: Path, arguments: tuple[str,
 
 def test_help_names_every_command() -> None:
     text = crucible("--help").out
-    for command in ("compile", "validate", "bench", "inspect", "export", "lint", "doctor", "report"):
+    for command in ("compile", "validate", "bench", "inspect", "onnx", "export", "lint", "doctor", "report"):
         assert command in text
 
 

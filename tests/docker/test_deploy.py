@@ -1,0 +1,61 @@
+"""docs/deploy.md holds: its commands run from top to bottom, or say why they cannot."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures_cli import environment, write_task
+from tests.service.test_docs import SHELL, URL, commands, served
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "deploy.md").read_text()
+MARKED = re.compile(r"<!-- not run here: (.+?) -->\n(```console\n.*?```)", re.DOTALL)
+
+
+def test_commands_that_are_not_run_need_what_is_not_here() -> None:
+    blocks = MARKED.findall(PAGE)
+    assert len(blocks) == PAGE.count("<!--")
+    for reason, block in blocks:
+        missing = "kubectl" if "no cluster" in reason else "docker"
+        assert missing in block, reason
+    assert not re.search(r"^\$ (docker|kubectl)", MARKED.sub("", PAGE), re.MULTILINE)
+
+
+def test_the_readme_shows_commands_of_this_page() -> None:
+    section = (ROOT / "README.md").read_text().split("## In a container")[1].split("\n## ")[0]
+    shown = commands(section)
+    assert [any(text in line for line in shown) for text in ("docker build", "docker run -d", "--gpus all")] == [True] * 3
+    assert {*shown} <= {*commands(PAGE)}
+
+
+def test_files_that_the_page_names_are_there() -> None:
+    for name in re.findall(r"\bdocker/[\w./]+\w", PAGE):
+        assert (ROOT / name).exists() or name in ("docker/admin.key", "docker/metrics.key"), name
+    for name in re.findall(r"\]\((\w+\.md)\)", PAGE):
+        assert (ROOT / "docs" / name).is_file()
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
+    write_task(tmp_path, candidates=[{"backend": "onnxruntime", "precision": "fp32"}])
+    (tmp_path / "plan.yaml").write_text(re.sub(r"(?m)^(data|model):\n(  .*\n)+", "", (tmp_path / "plan.yaml").read_text()))
+    lines = commands(MARKED.sub("", PAGE))
+    first = next(number for number, line in enumerate(lines) if "keys/admin.key" in line and line.startswith("(umask"))
+
+    def run(some: list[str], url: str) -> str:
+        script = "\n".join([SHELL, *some]).replace(URL, url)
+        env = environment({"CRUCIBLE_HOME": str(tmp_path / "home")})
+        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+        return done.stdout
+
+    run(lines[:first], URL)
+    variables = {"CRUCIBLE_SERVICE_KEYS_REQUIRED": "true", "CRUCIBLE_SERVICE_ADMIN_KEY_FILE": str(tmp_path / "keys" / "admin.key")}
+    with served("crucible serve", tmp_path / "home", **variables) as url:
+        told = run(lines[first:], url)
+    assert "# tiny" in told
+    assert "crucible_jobs{" in told
+    assert 'backend: "onnxruntime"' in told
+    assert (tmp_path / "triton-models" / "resnet50" / "1" / "model.onnx").is_file()
