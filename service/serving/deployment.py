@@ -37,6 +37,7 @@ from service.serving.worker import WORKER, Order, Ran, Task
 
 RUNS_TO_CAPTURE = 3  # of a shape: plain, captured, launched
 STUCK_TIMEOUTS = 3.0  # a worker that answers a batch later than this many time-outs hangs: nobody waits for it any more
+LEAST_STUCK_S = 10.0  # but not before this
 MOST_SHAPES = 1000  # that are told apart
 LOADS = itertools.count(1)  # a version that is loaded anew has two deployments for a moment, whose processes must not be mistaken
 
@@ -100,7 +101,7 @@ class Deployment:
             warm=self._fitting.warm_sizes(),
             runs=RUNS_TO_CAPTURE if captures else 1,
             device=spec.device,
-            stuck_s=STUCK_TIMEOUTS * spec.timeout_s,
+            stuck_s=max(LEAST_STUCK_S, STUCK_TIMEOUTS * spec.timeout_s),
             command=worker,
         )
         load = next(LOADS)

@@ -52,7 +52,6 @@ WORKER = (sys.executable, "-m", "service.serving.model_worker")
 SLOTS = 2  # one that runs, one that is ready to run
 FILE_BYTES = 1 << 30  # of what a worker writes: its log
 LOAD_S = 600.0
-LEAST_STUCK_S = 10.0
 LAYOUTS = 256  # of inputs, that are remembered
 PRINTED_BYTES = 2000  # of a worker's log, for the server's
 
@@ -185,7 +184,7 @@ class Worker:
             task.then(error)
             return
         message = Run(next(self._numbers), slot.number, placed, tuple(new))
-        stuck = self._loop.call_later(max(LEAST_STUCK_S, self._order.stuck_s), self._break, "did not answer any more, and was stopped")
+        stuck = self._loop.call_later(self._order.stuck_s, self._break, "did not answer any more, and was stopped")
         self._sent[message.number] = _Sent(task, slot, message, stuck)
         self._send(message, new.values())
 

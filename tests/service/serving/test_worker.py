@@ -18,8 +18,10 @@ from onnx import TensorProto, helper
 
 from pipeline.core import Engine
 from pipeline.errors import HostError
-from service.errors import ServiceError, Unavailable, Unprocessable
+from service.errors import Unavailable, Unprocessable
+from service.folders import Work
 from service.serving.instance import LONGEST_PAUSE_S, MOST_CRASHES, pause_after
+from service.serving.worker import Order, Task, Worker
 from tests.service.serving.fixtures_engines import MODEL, Bench, asking, deployed, direct, engine_of, linear, looked_up, marked, play, processes_of
 
 DOUBLE = str(Path(__file__).with_name("engine_double.py"))
@@ -106,16 +108,17 @@ def test_a_worker_that_never_keeps_to_the_protocol_is_given_up(
     play(story)
 
 
-def test_a_worker_that_hangs_is_stopped(tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.serving.worker.LEAST_STUCK_S", 0.2)
-
+def test_a_worker_that_hangs_is_stopped(tmp_path: Path, engine: Engine) -> None:
     async def story() -> None:
-        async with deployed(tmp_path, engine, worker=double("hang"), timeout_s=0.2) as bench:
-            with pytest.raises(ServiceError):
-                await bench.ask(EVIL)
-            await until(lambda: state(bench) != "ready")
-            await until(lambda: state(bench) == "ready")
-            assert (await bench.ask(marked(2))).outputs["y"].tolist() == marked(2).tolist()
+        order = Order(f"{MODEL}-hangs", engine, (), 1, "cpu", Work(tmp_path / "work"), stuck_s=0.2, command=double("hang"))
+        worker = await Worker.start(order)
+        found: list[object] = []
+        worker.run(Task(((1, 8),), 32, lambda targets: np.copyto(targets[0], EVIL), found.append))
+        assert "did not answer any more" in await worker.broken()
+        await worker.end()
+        assert [type(each) for each in found] == [Unavailable]
+        assert not worker.has_room
+        assert processes_of(f"serve-{MODEL}-hangs") == []
 
     play(story)
 
