@@ -39,7 +39,7 @@ from service.serving.worker_messages import (
 )
 
 if TYPE_CHECKING:
-    from pipeline.backends.base import Session, Timer
+    from pipeline.backends.base import Loaded, Session, Timer
 
 MOST_DESCRIPTORS = 2  # of one packet
 
@@ -59,21 +59,22 @@ class Server:
         return from_server(packet), descriptors
 
 
-def load(message: Load) -> tuple[Engine, Session, int]:
-    """The engine with one session, warm, and what it holds of the device's memory."""
+def load(message: Load) -> tuple[Engine, Loaded, Session, int]:
+    """The engine in memory with one session, warm, and what it holds of the device's memory."""
     from pipeline import backends
     from pipeline.backends.base import run_session
 
     engine = Engine.model_validate_json(message.engine.read_bytes())
     before = held_bytes()
-    session = backends.load_to_serve(engine).session()
+    loaded = backends.load_to_serve(engine)
+    session = loaded.session()
     profiles = engine.profiles
     for sizes in message.warm:
         values = next((profile.values_at("opt") for profile in profiles if profile.holds(sizes)), None)
         feeds = draw_feeds(engine.inputs, sizes, 0, values)
         for _ in range(message.runs):
             run_session(session, feeds)
-    return engine, session, max(0, held_bytes() - before)
+    return engine, loaded, session, max(0, held_bytes() - before)
 
 
 def held_bytes() -> int:
@@ -184,7 +185,7 @@ def main(descriptor: int) -> None:
         message, _ = server.receive()
         if not isinstance(message, Load):
             raise InternalError(f"the server began with {message.kind}")
-        engine, session, held = load(message)
+        engine, _loaded, session, held = load(message)  # all to be kept
         server.send(Ready(held))
         serve(Runner(engine, session), server)
     except (EOFError, ConnectionError):

@@ -93,11 +93,7 @@ def test_a_worker_that_crashes_or_lies_costs_its_requests_only(tmp_path: Path, e
 
 
 @pytest.mark.parametrize("behaviour", ["rubbish", "twice", "unasked"])
-def test_a_worker_that_never_keeps_to_the_protocol_is_given_up(
-    tmp_path: Path, engine: Engine, behaviour: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("service.serving.instance.FIRST_PAUSE_S", 0.01)
-
+def test_a_worker_that_never_keeps_to_the_protocol_is_given_up(tmp_path: Path, engine: Engine, behaviour: str) -> None:
     async def story() -> None:
         async with deployed(tmp_path, engine, worker=double(behaviour)) as bench:
             await until(lambda: state(bench) == "failed")
