@@ -286,7 +286,8 @@ class Deployments:
     # -- how it asks ---------------------------------------------------------------------------------------------------
 
     def _seen(self, caller: Caller) -> dict[str, Slot]:
-        return {name: slot for name, slot in self._slots.items() if caller.sees in (None, slot.version.owner)}
+        """Also from the thread that reads metrics."""
+        return {name: slot for name, slot in tuple(self._slots.items()) if caller.sees in (None, slot.version.owner)}
 
     def _slot(self, caller: Caller, model: str | None, version: int | None) -> Slot:
         if model is None:
