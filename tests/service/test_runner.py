@@ -241,6 +241,7 @@ def test_a_child_measures_when_the_device_is_its_own(tmp_path: Path) -> None:
         job = await bench.end_of("measure")
         assert job.state == "succeeded"
         assert granted(bench, job) == {"kind": "granted", "contended": False}
+        assert granted(bench, job, "validate") == {"kind": "returned", "contended": False}
         assert bench.runner._leases.devices.held == ()
 
     trying(tmp_path, story)
@@ -261,14 +262,15 @@ def test_a_child_that_measures_beside_what_serves_waits_and_is_told_if_that_stay
             now[0] += dt.timedelta(seconds=PATIENCE_S)
             leases.give_back("resnet50" if leaves else "nobody", "gpu:0")
             assert granted(bench, await bench.until(job)) == {"kind": "granted", "contended": not leaves}
+            assert granted(bench, await bench.until(job), "validate") == {"kind": "returned", "contended": not leaves}
             assert leases.devices.held == (() if leaves else (Lease("gpu:0", "serve", "resnet50"),))
 
     asyncio.run(story())
 
 
-def granted(bench: Bench, job: Job) -> object:
-    """What the double was given when it asked to measure."""
-    (told,) = [event.data for event in bench.store.events(job.id) if event.data.get("stage") == "benchmark"]
+def granted(bench: Bench, job: Job, stage: str = "benchmark") -> object:
+    """What the double was told when it asked to measure; or, as `validate`, when it had measured."""
+    (told,) = [event.data for event in bench.store.events(job.id) if event.data.get("stage") == stage]
     return json.loads(told["text"])
 
 

@@ -52,6 +52,7 @@ class Faults:
         granted = json.loads(self.hear())
         self.say(kind="stage", stage="benchmark", state="finished", text=json.dumps(granted))
         self.say(kind="returns")
+        self.say(kind="stage", stage="validate", state="finished", text=self.hear())
         self.succeed()
 
     def fail(self) -> None:
