@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
+import statistics
 import sys
 import tempfile
 import threading
@@ -59,7 +59,7 @@ def main() -> None:
             with compiling(served.url, folder, jobs):
                 drive(served.port, CONNECTIONS, soak)
             at_the_end = soak.watch.now()
-    publish("soak", [row_of(soak, at_the_end, jobs)], targets_of(soak, at_the_end, jobs, arguments), arguments.into)
+    publish("soak", [row_of(soak, at_the_end, jobs)], targets_of(soak, at_the_end, jobs, arguments.minutes, arguments.requests), arguments.into)
     if soak.faults:
         sys.exit("\n".join(soak.faults[:10]))
 
@@ -128,7 +128,7 @@ class Soak:
     requests: int
     watch: Watch | None = None
     asked: int = 0
-    answered: int = 0
+    got: int = 0  # answers
     identical: int = 0
     rows: Counter[int] = field(default_factory=Counter)  # answers by the rows that ran together
     largest: float = 0.0  # difference from the direct answer
@@ -153,7 +153,7 @@ class Soak:
         named = body.replace(NUMBER.format(0).encode(), NUMBER.format(self.asked).encode(), 1)
         return self.asked, http_request(self.port, f"/v2/models/{MODEL}/infer", named, headers)
 
-    def answered_with(self, number: int, head: bytes, body: memoryview) -> None:
+    def check(self, number: int, head: bytes, body: memoryview) -> None:
         """Hold one answer against the direct one."""
         lowered = head.lower()
         begin = lowered.index(HEAD_LENGTH) + len(HEAD_LENGTH)
@@ -173,15 +173,15 @@ class Soak:
             raise ValueError(f"request {number}, {rows} rows: {difference:g} from what a direct Session gives")
 
     def answered(self, number: int, status: int, head: bytes, body: memoryview, seconds: float) -> None:
-        self.answered += 1
+        self.got += 1
         self.latencies_s.append(seconds)
         try:
             if status != 200:
                 raise ValueError(f"request {number}: {status} {bytes(body[:200]).decode(errors='replace')}")
-            self.answered_with(number, head, body)
+            self.check(number, head, body)
         except (ValueError, KeyError) as error:
             self.faults.append(str(error))
-        if self.answered == self.settled_after and self.watch is not None:
+        if self.got == self.settled_after and self.watch is not None:
             self.settled = self.watch.now()
 
     @property
@@ -190,3 +190,93 @@ class Soak:
 
     def lost(self, number: int, why: str) -> None:
         self.faults.append(f"request {number} is lost: {why}")
+
+
+# -- jobs beside it ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def compiling(url: str, folder: Path, ended: Counter[str]) -> Iterator[None]:
+    """One job after another, each of a model of its own, until the block ends; `ended` counts their states."""
+    stop = threading.Event()
+
+    def compile_on() -> None:
+        seed = 0
+        with Client(url) as client:
+            while not stop.is_set():
+                seed += 1
+                job = submitted(client, write_small(folder / f"beside{seed}.onnx", seed), plan_of(f"beside{seed}", MOST_ROWS))
+                ended[finished(client, job, stop)] += 1
+
+    thread = threading.Thread(target=compile_on, name="jobs")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+# -- what came of it ---------------------------------------------------------------------------------------------------
+
+
+def mean_batch(rows: Mapping[int, int]) -> float:
+    """Rows per run of the engine, from how many answers came of runs with so many rows."""
+    return sum(rows.values()) / sum(count / size for size, count in rows.items()) if rows else 0.0
+
+
+def growth(now: int, settled: int) -> float:
+    return now / settled - 1
+
+
+def row_of(soak: Soak, end: Held, jobs: Mapping[str, int]) -> Row:
+    settled, cuts = soak.settled or end, statistics.quantiles(soak.latencies_s, n=100)
+    return {
+        "requests": soak.got,
+        "minutes": soak.elapsed_s / 60,
+        "per_s": soak.got / soak.elapsed_s,
+        "p50_ms": cuts[49] * 1e3,
+        "p99_ms": cuts[98] * 1e3,
+        "mean_batch": mean_batch(soak.rows),
+        "identical": soak.identical / soak.got,
+        "largest_difference": soak.largest,
+        "server_mb_settled": settled.server_bytes / 1e6,
+        "server_mb": end.server_bytes / 1e6,
+        "worker_mb_settled": settled.worker_bytes / 1e6,
+        "worker_mb": end.worker_bytes / 1e6,
+        "descriptors_settled": settled.descriptors,
+        "descriptors": end.descriptors,
+        "jobs": _told(jobs),
+    }
+
+
+def targets_of(soak: Soak, end: Held, jobs: Mapping[str, int], minutes: float, requests: int) -> dict[str, bool]:
+    settled, batch = soak.settled or end, mean_batch(soak.rows)
+    alone, lost = soak.rows.get(1, 0), soak.asked - soak.got
+    targets = {
+        f"{minutes:g} minutes and {requests:,} requests (got {soak.elapsed_s / 60:.1f} and {soak.got:,})": (
+            soak.elapsed_s >= minutes * 60 and soak.got >= requests
+        ),
+        f"no error, none lost: each request has its own answer (got {len(soak.faults)} faults, {lost} lost)": not soak.faults and lost == 0,
+        f"as in a direct Session: bit for bit where a request ran alone ({alone:,}), else within {TOLERANCE:g} (got {soak.largest:.3g})": (
+            soak.largest <= TOLERANCE and not soak.faults
+        ),
+        f"more than {LEAST_MEAN_BATCH:g} rows run together in the mean (got {batch:.2f})": batch > LEAST_MEAN_BATCH,
+        f"jobs compiled beside it, none failed ({_told(jobs)})": jobs.get("succeeded", 0) > 0 and not jobs.get("failed", 0),
+    }
+    for name, now, before in (
+        ("the server's memory", end.server_bytes, settled.server_bytes),
+        ("the worker's memory", end.worker_bytes, settled.worker_bytes),
+        ("descriptors", end.descriptors, settled.descriptors),
+    ):
+        grown = growth(now, before)
+        targets[f"{name}: at most {MOST_GROWTH:.0%} more than after {soak.settled_after:,} requests (got {grown:+.1%})"] = grown <= MOST_GROWTH
+    return targets
+
+
+def _told(jobs: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {state}" for state, count in sorted(jobs.items())) or "none"
+
+
+if __name__ == "__main__":
+    main()

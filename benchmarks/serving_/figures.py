@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from serving_.peers_list import FASTAPI
-from serving_.rounds import Turn
+
+if TYPE_CHECKING:
+    from serving_.rounds import Turn
 
 Row = dict[str, str | float | int | None]
 
