@@ -20,7 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
-HEAD_END, LENGTH = b"\r\n\r\n", b"content-length:"
+HEAD_END, LENGTH = b"\r\n\r\n", b"\r\ncontent-length:"
 FIRST_BUFFER, SILENT_S = 2**20, 60.0
 COMPARED = 64
 """Bytes at the end of every answer that are compared: comparing all of them would make the client the bottleneck. The last answer of each
@@ -106,7 +106,7 @@ class Connection:
         where = lowered.find(LENGTH)
         if where < 0:
             raise Fault("an answer without Content-Length")
-        self.end = self.head + int(lowered[where + len(LENGTH) : lowered.index(b"\r\n", where)])
+        self.end = self.head + int(lowered[where + len(LENGTH) : lowered.index(b"\r\n", where + len(LENGTH))])
         if self.end > len(self.buffer):
             self.buffer.extend(bytes(self.end - len(self.buffer)))
 

@@ -58,7 +58,7 @@ def installed(peer: Peer, folder: Path) -> Path:
     wanted = "\n".join(peer.packages)
     if not done.is_file() or done.read_text(encoding="utf-8") != wanted:
         _quietly([uv, "venv", "--clear", "--python", peer.python, str(root)])
-        _quietly([uv, "pip", "install", "--python", str(python), *peer.packages])
+        _quietly([uv, "pip", "install", "--compile-bytecode", "--python", str(python), *peer.packages])
         done.write_text(wanted, encoding="utf-8")
     return python
 

@@ -100,7 +100,7 @@ def answers(up: Up, load: Load) -> bool:
 
 
 def turn(start: Start, load: Load, seconds: float, folder: Path) -> Turn:
-    """One turn; NotStarted if the server does not come up."""
+    """One turn; NotStarted if the server does not come up, or gives no right answer."""
     with start(load, folder) as up:
         request, expected = folder / "request", folder / "expected"
         request.write_bytes(up.request(load))
@@ -118,6 +118,8 @@ def turn(start: Start, load: Load, seconds: float, folder: Path) -> Turn:
         cpu = cpu_of(up.process, up.port) - before
     answered = len(many["latencies_s"])
     faults = (*single["first_faults"], *many["first_faults"])
+    if not single["latencies_s"] or not answered:
+        raise NotStarted(f"no right answer: {'; '.join(faults)}")
     share = many["cpu_s"] / many["wall_s"]
     return Turn(tuple(single["latencies_s"]), answered / many["wall_s"], answered, many["cpu_s"], share, cpu, faults)
 
