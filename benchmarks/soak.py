@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -58,8 +59,7 @@ def main() -> None:
             jobs: Counter[str] = Counter()
             with compiling(served.url, folder, jobs):
                 drive(served.port, CONNECTIONS, soak)
-            at_the_end = soak.watch.now()
-    publish("soak", [row_of(soak, at_the_end, jobs)], targets_of(soak, at_the_end, jobs, arguments.minutes, arguments.requests), arguments.into)
+    publish("soak", [row_of(soak, jobs)], targets_of(soak, jobs, arguments.minutes, arguments.requests), arguments.into)
     if soak.faults:
         sys.exit("\n".join(soak.faults[:10]))
 
@@ -102,6 +102,9 @@ class Held:
     descriptors: int
 
 
+NOTHING = Held(0, 0, 0)
+
+
 @dataclass(slots=True)
 class Watch:
     """The processes that serve: the server, and those that run the model. Jobs come and go, and are no part of it."""
@@ -135,6 +138,7 @@ class Soak:
     latencies_s: list[float] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     settled: Held | None = None
+    end: Held | None = None
     begun: float = field(default_factory=time.monotonic)
     bodies: list[tuple[bytes, dict[str, str]]] = field(init=False)
 
@@ -147,6 +151,8 @@ class Soak:
 
     def next(self) -> tuple[int, bytes] | None:
         if (self.elapsed_s >= self.seconds and self.asked >= self.requests) or len(self.faults) > 100:
+            if self.end is None and self.watch is not None:
+                self.end = self.watch.now()  # the connections are still open, as they were at `settled`
             return None
         self.asked += 1
         body, headers = self.bodies[self.asked % INPUTS]
@@ -197,7 +203,7 @@ class Soak:
 
 @contextlib.contextmanager
 def compiling(url: str, folder: Path, ended: Counter[str]) -> Iterator[None]:
-    """One job after another, each of a model of its own, until the block ends; `ended` counts their states."""
+    """One job after another, each of a model of its own, until the block ends and the last one with it; `ended` counts their states."""
     stop = threading.Event()
 
     def compile_on() -> None:
@@ -206,7 +212,7 @@ def compiling(url: str, folder: Path, ended: Counter[str]) -> Iterator[None]:
             while not stop.is_set():
                 seed += 1
                 job = submitted(client, write_small(folder / f"beside{seed}.onnx", seed), plan_of(f"beside{seed}", MOST_ROWS))
-                ended[finished(client, job, stop)] += 1
+                ended[finished(client, job)] += 1
 
     thread = threading.Thread(target=compile_on, name="jobs")
     thread.start()
@@ -226,11 +232,12 @@ def mean_batch(rows: Mapping[int, int]) -> float:
 
 
 def growth(now: int, settled: int) -> float:
-    return now / settled - 1
+    """Not a number where nothing was measured, which meets no target."""
+    return now / settled - 1 if settled else math.nan
 
 
-def row_of(soak: Soak, end: Held, jobs: Mapping[str, int]) -> Row:
-    settled, cuts = soak.settled or end, statistics.quantiles(soak.latencies_s, n=100)
+def row_of(soak: Soak, jobs: Mapping[str, int]) -> Row:
+    settled, end, cuts = soak.settled or NOTHING, soak.end or NOTHING, statistics.quantiles(soak.latencies_s, n=100)
     return {
         "requests": soak.got,
         "minutes": soak.elapsed_s / 60,
@@ -250,8 +257,8 @@ def row_of(soak: Soak, end: Held, jobs: Mapping[str, int]) -> Row:
     }
 
 
-def targets_of(soak: Soak, end: Held, jobs: Mapping[str, int], minutes: float, requests: int) -> dict[str, bool]:
-    settled, batch = soak.settled or end, mean_batch(soak.rows)
+def targets_of(soak: Soak, jobs: Mapping[str, int], minutes: float, requests: int) -> dict[str, bool]:
+    settled, end, batch = soak.settled or NOTHING, soak.end or NOTHING, mean_batch(soak.rows)
     alone, lost = soak.rows.get(1, 0), soak.asked - soak.got
     targets = {
         f"{minutes:g} minutes and {requests:,} requests (got {soak.elapsed_s / 60:.1f} and {soak.got:,})": (

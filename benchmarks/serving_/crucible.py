@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -72,14 +71,12 @@ def submitted(client: Client, model: Path, plan: Mapping[str, object]) -> str:
     return client.submit(Upload(model, file)).id
 
 
-def finished(client: Client, job: str, stop: threading.Event | None = None) -> str:
-    """The state that a job comes to; it is cancelled if `stop` is set before."""
+def finished(client: Client, job: str) -> str:
+    """The state that a job comes to."""
     until = time.monotonic() + JOB_S
     while (state := client.job(job).state) not in FINAL:
         if time.monotonic() > until:
             raise TimeoutError(f"job {job} is {state} after {JOB_S:g} s")
-        if stop is not None and stop.is_set() and state != "cancelling":
-            client.cancel(job)
         time.sleep(LOOK_S)
     return state
 

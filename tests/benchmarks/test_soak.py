@@ -85,19 +85,22 @@ def test_targets_tell_growth_jobs_and_lost_requests(bench: Bench) -> None:
     module = bench["soak"]
     soak = module.Soak(0, {}, 0.0, 100, asked=100, got=100, rows=Counter({4: 100}))
     soak.settled = module.Held(100, 100, 100)
-    met = module.targets_of(soak, module.Held(104, 90, 100), {"succeeded": 2, "cancelled": 1}, 0.0, 100)
+    soak.end = module.Held(104, 90, 100)
+    met = module.targets_of(soak, {"succeeded": 2}, 0.0, 100)
     assert all(met.values()), met
-    soak.got = 99
-    missed = module.targets_of(soak, module.Held(106, 100, 110), {"failed": 1}, 0.0, 100)
+    soak.got, soak.end = 99, module.Held(106, 100, 110)
+    missed = module.targets_of(soak, {"failed": 1}, 0.0, 100)
     assert sum(not holds for holds in missed.values()) == 5
+    soak.end = None
+    assert sum(not holds for holds in module.targets_of(soak, {}, 0.0, 100).values()) == 6
 
 
 def test_the_page_shows_the_soak(bench: Bench, tmp_path: Path) -> None:
     module, tables = bench["soak"], bench["serving_tables"]
     soak = soaked(bench, 40)
     soak.begun -= 60
-    held = module.Held(10_000_000, 20_000_000, 30)
-    bench["common"].publish("soak", [module.row_of(soak, held, {"succeeded": 3})], {"a target": True}, tmp_path)
+    soak.settled = soak.end = module.Held(10_000_000, 20_000_000, 30)
+    bench["common"].publish("soak", [module.row_of(soak, {"succeeded": 3})], {"a target": True}, tmp_path)
     text = "\n".join(tables.soak_section(tables.document_of("soak", tmp_path)))
     assert "| requests | 40 |" in text
     assert "| jobs | 3 succeeded |" in text
