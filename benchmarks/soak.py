@@ -233,7 +233,7 @@ def mean_batch(rows: Mapping[int, int]) -> float:
 
 def growth(now: int, settled: int) -> float:
     """Not a number where nothing was measured, which meets no target."""
-    return now / settled - 1 if settled else math.nan
+    return now / settled - 1 if now and settled else math.nan
 
 
 def row_of(soak: Soak, jobs: Mapping[str, int]) -> Row:

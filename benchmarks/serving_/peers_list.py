@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ class Peer:
     packages: tuple[str, ...]
     path: str = "/infer"
     oip: bool = False  # takes the Open Inference Protocol, not bare bytes
-    python: str = "3.11"  # PyTriton's worker fails in 3.11.7: Triton's own 3.11, which it runs in, lacks what that multiprocessing calls
+    python: str = "3.11"
     environ: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -39,10 +38,10 @@ PEERS = (
     Peer(
         "PyTriton",
         "pytriton_.py",
-        ("nvidia-pytriton==0.7.0", "numpy==1.26.4", "onnxruntime==1.23.2"),
+        ("nvidia-pytriton==0.7.0", "numpy==1.26.4", "onnxruntime==1.31.1"),
         path="/v2/models/model/infer",
         oip=True,
-        python="3.10",
+        python="/usr/bin/python3.11",  # Triton loads this host's libpython3.11.so, which must be of the same build as the environment
     ),
     Peer("mosec", "mosec_.py", ("mosec==0.9.8", *COMMON), path="/inference"),
 )
@@ -64,6 +63,4 @@ def installed(peer: Peer, folder: Path) -> Path:
 
 
 def _quietly(command: list[str]) -> None:
-    pyenv = sorted(str(found) for found in Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob("versions/*/bin"))
-    path = os.pathsep.join([os.environ.get("PATH", ""), *pyenv])  # pyenv's own commands answer for the versions only that it was told to show
-    subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PATH": path})
+    subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
