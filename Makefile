@@ -14,11 +14,12 @@ endif
 # are used, and what it lacks comes from there. Without WHEELS: the environment of `make test`, on a GPU host with TensorRT.
 WHEELS ?=
 PARTS ?=
+SOAK ?=
 GPU_SITE := $(CURDIR)/build/gpu-site
 GPU_RESULTS ?= build/gpu-tests.json
 GPU_PYTHON := $(if $(WHEELS),PYTHONPATH="$(GPU_SITE):$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON),$(BIN)/python)
 
-.PHONY: demo test check protos image-test test-gpu bench-gpu gpu-site bench serve clean
+.PHONY: demo test check protos image-test test-gpu bench-gpu gpu-site bench soak serve clean
 
 demo: $(VENV)/.ready
 	$(BIN)/crucible compile configs/digits.yaml
@@ -55,6 +56,10 @@ bench: $(VENV)/.ready
 
 serve: $(VENV)/.ready
 	$(BIN)/crucible serve
+
+# SOAK="--minutes 1 --requests 5000": shorter
+soak: $(VENV)/.ready
+	$(BIN)/python benchmarks/soak.py $(SOAK)
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 ifdef UV

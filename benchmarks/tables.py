@@ -13,13 +13,14 @@ from accuracy_tables import calibration_section, draw, figure_is_current, int8_s
 from common import RESULTS, ROOT, text_of
 from gpu_model_tables import document, models_section
 from gpu_tables import accuracy_section, documents, speed_section
+from serving_tables import document_of, serving_section, soak_section
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 ACCURACY_PAGE = ROOT / "docs" / "accuracy.md"
 BEGIN, END = "<!-- {part}: from here on written by benchmarks/tables.py -->\n", "<!-- {part}: written by benchmarks/tables.py up to here -->\n"
 HEAD = """# Benchmarks
 
-`make bench` runs all of this, and `calibration`, whose figures are in [accuracy.md](accuracy.md). It takes about three quarters of an hour on
+`make bench` runs all of this, and `calibration`, whose figures are in [accuracy.md](accuracy.md). It takes about an hour on
 2 cores; each script alone: `.venv/bin/python benchmarks/NAME.py`.
 This page is written by `benchmarks/tables.py` from the files in `benchmarks/results/`, which hold the environment of each run.
 Figures are medians; ratios come from one interleaved run ([measurement.md](measurement.md) says how).
@@ -61,6 +62,7 @@ def page() -> str:
     for name, text in SECTIONS.items():
         result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         parts += [text, "", *_table(result["rows"]), "", *_targets(result["targets"]), "", _environment(result), ""]
+    parts += serving_section(document_of("serving")) + soak_section(document_of("soak"))
     return "\n".join(parts + speed_section(documents()) + models_section(document()))
 
 

@@ -15,7 +15,7 @@ from tests.fixtures_report import proven_report
 
 ROOT = Path(__file__).parents[1]
 H200 = Target(backend="tensorrt", version="10.6.0", device="NVIDIA H200", compute_capability="9.0", driver="580.159.04")
-SCRIPTS = ("common", "accuracy_tables", "gpu_model_tables", "gpu_tables", "tables", "tensorrt_compile")
+SCRIPTS = ("common", "accuracy_tables", "gpu_model_tables", "gpu_tables", "serving_tables", "tables", "tensorrt_compile")
 
 
 @pytest.fixture

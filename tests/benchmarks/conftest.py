@@ -11,6 +11,8 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = ("bare", "contest", "facts", "host", "measure_row", "parts", "plans", "rows", "surgery", "torch_peers", "async_curve")
 SCRIPTS = ("common", "gpu_models", "gpu_model_tables")
+SERVING = ("client", "crucible", "figures", "models", "peers_list", "processes", "rounds")
+SERVING_SCRIPTS = ("common", "serving", "serving_tables", "soak")
 
 
 @pytest.fixture
@@ -20,4 +22,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     yield {**{name: import_module(f"gpu.{name}") for name in NAMES}, **{name: import_module(name) for name in SCRIPTS}}
     for name in set(sys.modules) - before:
         if name in ("gpu", *SCRIPTS) or name.startswith("gpu."):
+            sys.modules.pop(name)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    """The modules of benchmarks/serving_, and the scripts that they belong to."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before = set(sys.modules)
+    yield {**{name: import_module(f"serving_.{name}") for name in SERVING}, **{name: import_module(name) for name in SERVING_SCRIPTS}}
+    for name in set(sys.modules) - before:
+        if name in SERVING_SCRIPTS or name.partition(".")[0] == "serving_":
             sys.modules.pop(name)

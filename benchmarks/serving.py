@@ -1,0 +1,150 @@
+"""What serving costs: the wire on a model that does almost nothing, and batching on a CNN, for Crucible and its peers, on this host over loopback.
+
+    python benchmarks/serving.py [--rounds N] [--seconds S] [--only NAME ...] [--cnn NAME --side N] [--into DIR]
+
+Servers take turns, each alone on the machine and started anew in every round; rounds go through them in random order. All are sent the
+raw bytes of one float32 image and send raw bytes back: bare ones, or those of the Open Inference Protocol where a server speaks it.
+The wire: [1, 3, 224, 224], 602 KB, and the same back. The CNN: every server runs one ONNX file in ONNX Runtime with all cores, joining
+requests where it can; beside them stands Crucible's engine in a direct Session. Each peer has an environment of its own under
+build/serving, made with uv at the first run, which needs a network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, ROOT, publish
+from serving_.crucible import deploy, engine_folder, plan_of, serving
+from serving_.figures import CNN, CRUCIBLE, DIRECT, WIRE, Row, Wanted, engine_base, engine_row, missing_row, row_of, targets_of, turns_base
+from serving_.models import image, write_cnn, write_echo
+from serving_.peers.shapes import ECHO, MOST_ROWS
+from serving_.peers_list import FASTAPI, PEERS, installed
+from serving_.processes import NotStarted, clean_environment
+from serving_.rounds import Load, Start, Turn, crucible_starter, engine_turn, expected_of, peer_starter, turn
+
+from pipeline.measure import usable_cores
+from pipeline.runner import installed as version_of
+from service.client import Client
+
+BUILD = ROOT / "build" / "serving"
+WIRE_SIDE = 224
+CNN_NAME, CNN_SIDE, CNN_TOLERANCE = "resnet18", 128, 1e-3  # 5 to 10 ms on 2 cores with AVX2
+NAMES = (CRUCIBLE, *(peer.name for peer in PEERS))
+
+Turns = dict[tuple[str, str], list[Turn]]  # by load and server
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    BUILD.mkdir(parents=True, exist_ok=True)
+    starters, why = prepared_peers(arguments.only)
+    with tempfile.TemporaryDirectory(prefix="crucible-serving-") as text:
+        folder = Path(text)
+        echo = write_echo(folder / "echo.onnx", WIRE_SIDE)
+        cnn = write_cnn(folder / "cnn.onnx", arguments.cnn, arguments.side)
+        loads = [
+            Load(WIRE, ECHO, WIRE_SIDE, image(WIRE_SIDE).tobytes(), 0.0),
+            Load(CNN, str(cnn), arguments.side, expected_of(cnn, arguments.side), CNN_TOLERANCE),
+        ]
+        engine = None
+        if CRUCIBLE in arguments.only:
+            homes = {load.name: folder / load.name for load in loads}
+            starters[CRUCIBLE] = crucible_starter(homes)
+            _, engine = [prepared_home(homes[load.name], model) for load, model in zip(loads, (echo, cnn), strict=True)]
+        turns, engines = take_turns(starters, loads, engine, arguments, folder, why)
+    rows = rows_from(turns, why, engines, arguments.only)
+    publish("serving", rows, targets_of(rows, Wanted.on(usable_cores())), arguments.into)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each measured stretch; two to a turn")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}")
+    parser.add_argument("--cnn", default=CNN_NAME, help="a CNN of torchvision")
+    parser.add_argument("--side", type=int, default=CNN_SIDE, help="of its images")
+    parser.add_argument("--into", type=Path, default=RESULTS, metavar="DIR", help="where the result goes")
+    return parser.parse_args()
+
+
+def prepared_peers(names: Sequence[str]) -> tuple[dict[str, Start], dict[str, str]]:
+    """How each peer is started, and why those that cannot be are not."""
+    starters, why = {}, {}
+    for peer in PEERS:
+        if peer.name not in names:
+            continue
+        say(f"environment of {peer.name} {peer.version}")
+        try:
+            starters[peer.name] = peer_starter(peer, installed(peer, BUILD))
+        except (subprocess.CalledProcessError, FileNotFoundError) as error:
+            why[peer.name] = f"not installed: {getattr(error, 'output', None) or error}"
+            say(why[peer.name])
+    return starters, why
+
+
+def prepared_home(home: Path, model: Path) -> Path:
+    """A home in which this model is deployed; its engine's folder."""
+    say(f"Crucible compiles {model.name}")
+    with serving(home, clean_environment(PYTHONPATH=str(ROOT))) as served, Client(served.url) as client:
+        return engine_folder(home, deploy(client, model, plan_of(model.stem, MOST_ROWS)))
+
+
+def take_turns(
+    starters: dict[str, Start], loads: Sequence[Load], engine: Path | None, arguments: argparse.Namespace, folder: Path, why: dict[str, str]
+) -> tuple[Turns, list[dict[str, Any]]]:
+    """Round by round, everybody once, in random order: turns of servers, and those of the engine without one.
+
+    A server that fails is out from then on, and `why` says so.
+    """
+    turns: Turns = defaultdict(list)
+    engines: list[dict[str, Any]] = []
+    order = random.Random(0)
+    everybody = [*((name, load) for name in starters for load in loads), *([(DIRECT, loads[-1])] if engine else [])]
+    for number in range(arguments.rounds):
+        for name, load in order.sample(everybody, len(everybody)):
+            if name in why:
+                continue
+            said = f"round {number + 1} of {arguments.rounds}: {load.name}, {name}"
+            if name == DIRECT and engine is not None:
+                engines.append(engine_turn(engine, load.side, MOST_ROWS, arguments.seconds))
+                say(f"{said}: rows/s by batch {engines[-1]['per_s']}")
+                continue
+            try:
+                turns[load.name, name].append(taken := turn(starters[name], load, arguments.seconds, folder))
+                say(f"{said}: {taken.per_s:,.0f} requests/s {'; '.join(taken.faults)}")
+            except (NotStarted, subprocess.CalledProcessError) as error:
+                why[name] = f"{load.name}: {error}"
+                say(f"{said}: {error}")
+    return turns, engines
+
+
+def rows_from(turns: Turns, why: dict[str, str], engines: Sequence[dict[str, Any]], names: Sequence[str]) -> list[Row]:
+    """All rows: those of the wire held against FastAPI, those of the CNN against the engine."""
+    versions = {peer.name: peer.version for peer in PEERS} | {CRUCIBLE: version_of("crucible")}
+    bases = {WIRE: turns_base(turns.get((WIRE, FASTAPI), [])), CNN: engine_base(engines)}
+    rows: list[Row] = []
+    for load in (WIRE, CNN):
+        rows += [engine_row(load, engines)] if load == CNN and engines else []
+        for name in (name for name in NAMES if name in names):
+            taken = turns.get((load, name))
+            if taken is None or name in why:
+                rows.append(missing_row(load, name, versions[name], why.get(name, "it had no turn")))
+            else:
+                rows.append(row_of(load, name, versions[name], taken, bases[load]))
+    return rows
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What `serving.py` and `soak.py` are made of: a cheap client, the servers that take turns, and the models they serve."""

@@ -1,0 +1,79 @@
+"""The models that are served: one that does almost nothing, a CNN, and small ones for the soak."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+INPUT, OUTPUT = "x", "y"
+OPSET = 17
+
+
+def write_echo(path: Path, side: int) -> Path:
+    """[batch, 3, side, side] -> the same, where no value is negative: one Relu."""
+    shape = ["batch", 3, side, side]
+    return _write(path, [helper.make_node("Relu", [INPUT], [OUTPUT])], shape, shape, [])
+
+
+def write_cnn(path: Path, name: str, side: int) -> Path:
+    """A CNN of torchvision with random weights: [batch, 3, side, side] -> [batch, 1000]."""
+    import torch
+    import torchvision
+
+    torch.manual_seed(0)
+    model = getattr(torchvision.models, name)().eval()
+    batch = torch.export.Dim("batch", min=1, max=1024)
+    program = torch.onnx.export(
+        model, (torch.zeros(2, 3, side, side),), dynamic_shapes=({0: batch},), input_names=[INPUT], output_names=[OUTPUT], dynamo=True, verbose=False
+    )
+    assert program is not None
+    program.save(str(path), external_data=False)
+    return path
+
+
+def write_small(path: Path, seed: int, side: int = 16) -> Path:
+    """A CNN of 0.3 ms or so: [batch, 3, side, side] -> [batch, 10]. Every seed is another model."""
+    random = np.random.default_rng(seed)
+
+    def weights(name: str, *shape: int) -> onnx.TensorProto:
+        values = random.standard_normal(shape) / np.sqrt(np.prod(shape[1:]))
+        return numpy_helper.from_array(values.astype(np.float32), name)
+
+    nodes = [
+        helper.make_node("Conv", [INPUT, "w1"], ["a"], pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["a"], ["b"]),
+        helper.make_node("Conv", ["b", "w2"], ["c"], pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["c"], ["d"]),
+        helper.make_node("GlobalAveragePool", ["d"], ["e"]),
+        helper.make_node("Flatten", ["e"], ["f"]),
+        helper.make_node("Gemm", ["f", "w3"], [OUTPUT], transB=1),
+    ]
+    return _write(
+        path, nodes, ["batch", 3, side, side], ["batch", 10], [weights("w1", 32, 3, 3, 3), weights("w2", 32, 32, 3, 3), weights("w3", 10, 32)]
+    )
+
+
+def image(side: int, seed: int = 0) -> np.ndarray:
+    """[1, 3, side, side] float32 from 0 to 1."""
+    return np.random.default_rng(seed).random((1, 3, side, side), np.float32)
+
+
+def oip_body(array: np.ndarray, name: str = INPUT, request_id: str = "") -> tuple[bytes, dict[str, str]]:
+    """A request of the Open Inference Protocol with binary tensors, both ways: body and headers."""
+    tensor = {"name": name, "shape": array.shape, "datatype": "FP32", "parameters": {"binary_data_size": array.nbytes}}
+    document = {**({"id": request_id} if request_id else {}), "inputs": [tensor], "parameters": {"binary_data_output": True}}
+    head = json.dumps(document).encode()
+    return head + array.tobytes(), {"Inference-Header-Content-Length": str(len(head))}
+
+
+def _write(path: Path, nodes: list[onnx.NodeProto], given: list[str | int], taken: list[str | int], weights: list[onnx.TensorProto]) -> Path:
+    inputs, outputs = ([helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)] for name, shape in ((INPUT, given), (OUTPUT, taken)))
+    graph = helper.make_graph(nodes, "model", inputs, outputs, weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=9)
+    onnx.checker.check_model(model)
+    onnx.save(model, path)
+    return path

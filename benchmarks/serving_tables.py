@@ -1,0 +1,88 @@
+"""The sections of docs/benchmarks.md on serving, from benchmarks/results/serving.json and soak.json. Without those files they are empty."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, text_of
+from serving_.figures import CNN, CRUCIBLE, WIRE
+from serving_.peers_list import FASTAPI
+
+Document = Mapping[str, Any]
+
+ABOUT = f"""## Serving
+`benchmarks/serving.py`: servers take turns, each alone on the machine and started anew in every round, over loopback, with raw bytes in and out.
+p50 and p99 are those of one connection, requests/s those of 16 (median, lowest and highest of the rounds). CPU is milliseconds per request
+at 16 connections: of the client, of the process that listens ("API"), and of all the server's other processes. "API full at" is the rate at which
+that CPU time would fill one core: one API process gets no further, however many cores the workers have. Every peer has one API process and one
+worker, is set up as its documentation advises, and joins requests where it can; {FASTAPI} joins none."""
+HEADS = {
+    WIRE: f"""### The wire
+A model that does almost nothing: [1, 3, 224, 224] float32, 602 KB, and the same back. Ratios are those to {FASTAPI}.""",
+    CNN: """### A CNN
+One ONNX file in ONNX Runtime fp32 with all cores. Ratios are those to Crucible's engine in a direct Session: at batch 1, and at its best batch.""",
+}
+COLUMNS = ("server", "p50 ms", "ratio", "p99 ms", "requests/s", "ratio", "CPU ms: client", "API", "worker", "API full at")
+SOAK = """## Soak
+`make soak`: 16 connections ask one small model, each request with a number and an input of its own, while other models are compiled.
+Every answer is held against what the same engine gave in a direct Session before."""
+
+
+def serving_section(document: Document | None) -> list[str]:
+    """Both tables and the targets."""
+    if document is None:
+        return []
+    lines = [ABOUT, ""]
+    for load, head in HEADS.items():
+        rows = [row for row in document["rows"] if row["load"] == load]
+        lines += [head, "", *_table(rows), ""]
+    return [*lines, *_told(document["rows"]), "", *_targets(document), "", _environment(document), ""]
+
+
+def soak_section(document: Document | None) -> list[str]:
+    if document is None:
+        return []
+    (row,) = document["rows"]
+    lines = ["| what | |", "|---|---|", *(f"| {name} | {text_of(value)} |" for name, value in row.items())]
+    return [SOAK, "", *lines, "", *_targets(document), "", _environment(document), ""]
+
+
+def document_of(name: str, results: Path = RESULTS) -> Document | None:
+    file = results / f"{name}.json"
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    for row in rows:
+        server = f"{row['server']} {row['version']}{': ' + row['note'].replace('|', '/') if row['note'] else ''}"
+        rate = f"{text_of(row['per_s'])} ({text_of(row['per_s_low'])} to {text_of(row['per_s_high'])})"
+        cells = [row["p50_ms"], row["p50_ratio"], row["p99_ms"], rate, row["per_s_ratio"]]
+        cells += [row["client_cpu_ms"], row["api_cpu_ms"], row["worker_cpu_ms"], row["api_full_at_per_s"]]
+        lines.append(f"| {server} | {' | '.join(text_of(cell) for cell in cells)} |")
+    return lines
+
+
+def _told(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How near Python comes to mosec, and where one API process ends."""
+    wire = {row["server"]: row for row in rows if row["load"] == WIRE}
+    ours, mosec = wire.get(CRUCIBLE), wire.get("mosec")
+    lines = []
+    if ours and ours["api_full_at_per_s"]:
+        lines.append(f"One API process of Crucible is full at {text_of(ours['api_full_at_per_s'])} requests/s of 602 KB.")
+    if ours and mosec and ours["per_s_ratio"] and mosec["per_s_ratio"]:
+        said = f"{mosec['per_s_ratio']:.2f}x {FASTAPI}'s requests/s, Crucible {ours['per_s_ratio']:.2f}x"
+        lines.append(f"mosec, whose server is written in Rust, reaches {said}.")
+    return lines
+
+
+def _targets(document: Document) -> list[str]:
+    return [f"- {'met' if met else '**missed**'}: {target}" for target, met in document["targets"].items()]
+
+
+def _environment(document: Document) -> str:
+    host = document["environment"]
+    return f"{document['created'][:10]}, {host['cpu']}, {host['cores']} cores, flags {' '.join(host['cpu_flags'])}; Python {host['python']}."
