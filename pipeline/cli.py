@@ -27,6 +27,7 @@ from pipeline import config, deliver, terminal
 from pipeline.core import Engine
 from pipeline.errors import CrucibleError, PlanError
 from pipeline.faults import crucible_error
+from pipeline.options import JsonOption, OutOption, PlanArgument, ProfileOption, ResultArgument, SetOption
 from pipeline.report import Report
 from pipeline.runner import Runner
 from pipeline.store import Store
@@ -43,27 +44,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-
-PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN|MODEL.onnx", help="A YAML plan, or an ONNX model to compile with all defaults.")]
-ResultArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A folder that `crucible compile` wrote.")]
-SetOption = Annotated[
-    list[str],
-    typer.Option(
-        "--set", metavar="A.B=VALUE", help="Override one key of the plan; the value is YAML. Repeatable.", default_factory=list, show_default=False
-    ),
-]
-ProfileOption = Annotated[
-    list[str],
-    typer.Option(
-        "--profile",
-        metavar="DIM=MIN:OPT:MAX",
-        help="Range of a symbolic dimension, e.g. batch=1:8:64. Repeatable.",
-        default_factory=list,
-        show_default=False,
-    ),
-]
-OutOption = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where reports and engine go; crucible-out/NAME if left out.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print only the JSON document on stdout, and no progress.")]
 
 
 @app.command(name="compile")
