@@ -88,9 +88,10 @@ def test_every_setting_is_listed_in_order() -> None:
 
 
 def test_the_readme_shows_commands_of_this_page() -> None:
-    """But for the key and what is sent beside the model: those of this page are run below."""
+    """But for the key, what is sent beside the model, and which job is promoted: those of this page are run below."""
 
     def bare(command: str) -> str:
+        command = command.replace("$other", "$job").replace(" --override", "")
         return re.sub(r" -H @auth| -F ('plan=[^']*'|(plan|calibration|selection|validation)=\S+)", "", command)
 
     section = (ROOT / "README.md").read_text().split("## As a service")[1].split("\n## ")[0]
@@ -187,6 +188,7 @@ def check(told: dict[str, str], folder: Path) -> None:
     assert '"version":1,"device":"cpu"' in said("$model/rollback")[0]
     assert "version 1 was the first" in said("crucible rollback")[0]
     assert "(current)" in said("crucible models $model")[0]
+    assert "digits version 1 on cpu" in said("crucible infer x.npy")[0]
     assert "is unloaded" in said("crucible unload")[0]
     families = re.findall(r"^# TYPE (crucible_\w+) ", said("/metrics")[0], re.MULTILINE)
     assert [name for name in families if not name.endswith("_created") and f"`{name}`" not in PAGE] == []
