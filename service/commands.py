@@ -221,6 +221,7 @@ def download(
     print(json.dumps({"folder": str(folder), "engine": str(engine) if engine.is_dir() else None}))
 
 
+@app.command()
 def infer(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What to send: .npy, .npz, .json, .jpg, .png, .webp, or .bin with raw bytes.")],
     model: Annotated[str | None, typer.Option(help="Which model; may be left out where one is deployed.")] = None,
