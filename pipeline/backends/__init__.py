@@ -42,6 +42,8 @@ def load(engine: Engine, device: str = "") -> Loaded:
 
 def load_to_serve(engine: Engine, device: str = "") -> Loaded:
     """As `load`, but threads that wait for work sleep: beside the engine, whoever asks and who passes it on want the CPU too."""
-    if BACKENDS[engine.target.backend] is onnxruntime_:
+    if BACKENDS[engine.target.backend] == "onnxruntime_":
+        from pipeline.backends import onnxruntime_
+
         return onnxruntime_.load(engine, device, spins=False)
     return load(engine, device)
