@@ -41,7 +41,7 @@ def serving(home: Path, environ: Mapping[str, str]) -> Iterator[Served]:
     """A server on this home that is ready, with all that was deployed in it."""
     port, log = free_port(), home.with_suffix(".log")
     command = [sys.executable, "-m", "pipeline.cli", "serve", "--home", home, "--port", str(port)]
-    with running(command, log, environ) as process:
+    with running(command, log, {**environ, "CRUCIBLE_SERVICE_GRPC_PORT": "0"}) as process:  # any: the next after `port` may be taken
         wait_until(lambda: is_ready(port), process, log)
         yield Served(process, port, log)
 
