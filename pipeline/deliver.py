@@ -9,7 +9,6 @@ from pathlib import Path
 
 from pipeline.core import Engine, OnnxModel
 from pipeline.errors import ModelError, PlanError
-from pipeline.graph import read_proto, write_proto
 
 ENGINE_FILE = "engine.json"
 
@@ -35,6 +34,8 @@ def check_model_file(file: Path, source: Path | None) -> None:
 
 def deliver_model(model: OnnxModel, file: Path) -> None:
     """Write a model as `file`, its weights beside it where they exceed 1.5 GB; what is there is replaced once all is written."""
+    from pipeline.graph import read_proto, write_proto  # loads onnx, which the service does without
+
     work = file.with_name(f".{file.name}.{os.getpid()}")
     shutil.rmtree(work, ignore_errors=True)
     try:
