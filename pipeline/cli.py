@@ -303,11 +303,17 @@ def export(
     result: Annotated[Path, typer.Option("--from", metavar="RESULT", help="A folder that `crucible compile` wrote.")],
     triton_name: Annotated[str, typer.Option("--triton", metavar="NAME/VERSION", help="What Triton is to call it.")],
 ) -> None:
-    """Write a compiled engine as a model of Triton Inference Server: model.plan or model.onnx, and config.pbtxt."""
+    """Write a compiled engine as a model of Triton Inference Server: model.plan or model.onnx, and config.pbtxt.
+
+    The engine is run here, to prove which requests may run together.
+    """
     from pipeline import triton
+    from pipeline.batch_proof import prove_batch
+    from pipeline.process import call_in_child
 
     model, engine = triton.parse_name(triton_name), deliver.load_engine(result)
-    batch = triton.batch_by_shapes(engine)
+    triton.check_place(engine, model, folder)  # before an engine is loaded
+    batch = call_in_child(prove_batch, engine, (), name="batch proof")  # Triton pads nothing
     print(triton.export_triton(engine, batch, model, folder))
     terminal.console(stderr=True).print("\n".join(triton.remarks(engine, batch)), highlight=False, soft_wrap=True, markup=False)
 

@@ -1,6 +1,7 @@
 """An engine as a model of Triton Inference Server: DIR/NAME/config.pbtxt and DIR/NAME/VERSION/model.plan or model.onnx.
 
-    export_triton(engine, batch_by_shapes(engine), parse_name("resnet50/3"), Path("models"))
+    batch = call_in_child(prove_batch, engine, (), name="batch proof")      Triton pads nothing
+    export_triton(engine, batch, parse_name("resnet50/3"), Path("models"))
 
 Written by Triton's model_config.proto, which a test parses it with; not run under Triton.
 """
@@ -43,36 +44,39 @@ def parse_name(text: str) -> ModelVersion:
     return ModelVersion(match[1], int(match[2]))
 
 
-def batch_by_shapes(engine: Engine) -> BatchSpec:
-    """Rows lie along axis 0 where one symbol leads every input and output and is found nowhere else. That rows are independent is not proved."""
-    specs = (*engine.inputs, *engine.outputs)
-    leads = {spec.shape[0] if spec.shape else "" for spec in specs}
-    symbol = str(next(iter(leads)))
-    alone = all(symbol not in spec.shape[1:] for spec in specs)
-    if len(leads) > 1 or not alone or not any(symbol in profile.dims for profile in engine.profiles):
-        return BatchSpec(axes=dict.fromkeys(spec.name for spec in specs), reason="no one symbol counts the rows of all inputs and outputs")
-    maximum = _reach(engine.profiles, symbol)
-    return BatchSpec(axes={spec.name: 0 for spec in specs}, maximum=maximum, reason="taken from the shapes, not proved")
+def rows_together(engine: Engine, batch: BatchSpec) -> int:
+    """The most rows that Triton may run together, by what was proved; 1 if every request is to run alone.
+
+    Triton's batches lie along axis 0 of every input and output, and have any number of rows from 1 up.
+    """
+    if not batch.proved or set(batch.axes.values()) != {0}:
+        return 1
+    return min(batch.maximum, _reach(engine.profiles, str(engine.inputs[0].shape[0])))
 
 
 def config_text(engine: Engine, batch: BatchSpec, name: str) -> str:
-    """config.pbtxt. Requests are batched where `batch` has rows along axis 0 of everything; else shapes are given in full."""
+    """config.pbtxt. Where rows may run together the batch's axis is left out of shapes, as Triton wants; else they are given in full."""
     return "\n".join(_config(engine, batch, name)) + "\n"
+
+
+def check_place(engine: Engine, model: ModelVersion, folder: Path) -> Path:
+    """The version's folder; UnsupportedError for an engine that Triton is not given here, PlanError if this version is there already."""
+    if engine.target.backend not in FILES:
+        said = f"Triton gets engines of {' and '.join(FILES)}, this is one of {engine.target.backend}"
+        raise UnsupportedError(said, "compile with such a candidate")
+    place = folder / model.name / str(model.version)
+    if place.exists():
+        raise PlanError(f"'{place}' is there already", "give another version, or remove that one")
+    return place
 
 
 def export_triton(engine: Engine, batch: BatchSpec, model: ModelVersion, folder: Path) -> Path:
     """Write the model below `folder`, a repository that may hold others and other versions; returns the model's folder.
 
-    UnsupportedError for an engine that Triton is not given here. PlanError if this version is there already, or others whose config would have to
-    be another: Triton has one for all versions of a model.
+    Raises what `check_place` does, and PlanError if other versions are there whose config would have to be another: Triton has one for all
+    versions of a model.
     """
-    if engine.target.backend not in FILES:
-        said = f"Triton gets engines of {' and '.join(FILES)}, this is one of {engine.target.backend}"
-        raise UnsupportedError(said, "compile with such a candidate")
-    home = folder / model.name
-    place = home / str(model.version)
-    if place.exists():
-        raise PlanError(f"'{place}' is there already", "give another version, or remove that one")
+    home, place = folder / model.name, check_place(engine, model, folder)
     config = config_text(engine, batch, model.name)
     _check_others(home, config)
     home.mkdir(parents=True, exist_ok=True)
@@ -95,8 +99,7 @@ def remarks(engine: Engine, batch: BatchSpec) -> list[str]:
         found = [f"Triton must have TensorRT {target.version}, and a GPU of compute capability {target.compute_capability}"]
     else:
         found = [f"checked and measured with ONNX Runtime {target.version} on {target.device}; Triton's own may be another"]
-    if batch.maximum > 1 and not batch.proved:
-        found.append("batches are formed by the shapes: that rows do not change each other's answers is not proved")
+    found.append(_batching(engine, batch))
     if target.backend == "onnxruntime" and engine.recipe.precision is Precision.INT8:
         found.append("Crucible turns off optimisers of ONNX Runtime that would make some 8-bit nodes float again; Triton cannot")
     if any(_plugins(engine)):
@@ -108,10 +111,11 @@ def remarks(engine: Engine, batch: BatchSpec) -> list[str]:
 
 
 def _config(engine: Engine, batch: BatchSpec, name: str) -> Iterator[str]:
-    batched = batch.maximum > 1 and set(batch.axes.values()) == {0}
+    most = rows_together(engine, batch)
+    batched = most > 1
     yield f"name: {_quoted(name)}"
     yield f"backend: {_quoted(engine.target.backend)}"
-    yield f"max_batch_size: {batch.maximum if batched else 0}"
+    yield f"max_batch_size: {most if batched else 0}"
     for spec in engine.inputs:
         yield from _tensor("input", spec, batched)
     for spec in engine.outputs:
@@ -119,7 +123,7 @@ def _config(engine: Engine, batch: BatchSpec, name: str) -> Iterator[str]:
     if batched:
         symbol = str(engine.inputs[0].shape[0])
         tuned = {profile.dims[symbol].opt for profile in engine.profiles}
-        yield f"dynamic_batching {{ preferred_batch_size: [ {', '.join(str(size) for size in sorted(tuned) if size <= batch.maximum)} ] }}"
+        yield f"dynamic_batching {{ preferred_batch_size: [ {', '.join(str(size) for size in sorted(tuned) if size <= most)} ] }}"
     yield from _instances(engine)
 
 
@@ -144,6 +148,17 @@ def _tensor(kind: str, spec: TensorSpec, batched: bool) -> Iterator[str]:
     if spec.location == "host":
         yield "  is_shape_tensor: true"
     yield "}"
+
+
+def _batching(engine: Engine, batch: BatchSpec) -> str:
+    most = rows_together(engine, batch)
+    if most > 1:
+        return f"up to {most} rows run together: proved here on this engine, within {batch.largest_error or 0:.2g} of an output's largest value"
+    if batch.proved:
+        return (
+            "every request runs alone: Triton's batches need rows along axis 0 of all inputs and outputs, and profiles that hold every number of them"
+        )
+    return f"every request runs alone: {batch.reason}"
 
 
 def _instances(engine: Engine) -> Iterator[str]:
