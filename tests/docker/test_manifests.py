@@ -10,9 +10,14 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
+from pipeline.feeding import BatchSpec
 from service.app import create_app
 from service.metrics import Metrics
+from service.serving.figures import Figures, Tally
+from service.serving.metrics import Models
+from service.serving.requests import Served, Timing
 from service.settings import Settings, settings_from
 
 ROOT = Path(__file__).parents[2]
@@ -103,8 +108,22 @@ def test_probes_ask_paths_that_are_there_by_a_name_that_is_answered(pod: Documen
     for probe in probes.values():
         assert probe["path"] in paths
         assert [header["value"] in settings_of(environment(pod)).hosts for header in probe["httpHeaders"]] == [True]
-    ports = {port.get("name", port["containerPort"]): port["containerPort"] for port in container["ports"]}
-    assert {ports[probe["port"]] for probe in probes.values()} == {Settings().port}
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"http": Settings().port, "grpc": Settings().rpc_port}
+    assert {probe["port"] if isinstance(probe["port"], int) else ports[probe["port"]] for probe in probes.values()} == {Settings().port}
+
+
+def test_both_ports_are_reached_everywhere() -> None:
+    (service,) = (each["spec"] for each in documents("deployment.yaml") if each["kind"] == "Service")
+    assert [(each["port"], each["targetPort"]) for each in service["ports"]] == [(Settings().port, "http"), (Settings().rpc_port, "grpc")]
+    both = [Settings().port, Settings().rpc_port]
+    for name in ("Dockerfile.cpu", "Dockerfile.gpu"):
+        assert f"\nEXPOSE {both[0]} {both[1]}\n" in (DOCKER / name).read_text()
+    assert compose()["services"]["crucible"]["ports"] == [f"127.0.0.1:{port}:{port}" for port in both]
+    for page in ("README.md", "docs/deploy.md"):
+        runs = re.findall(r"^\$ docker run -d .*", (ROOT / page).read_text(), re.MULTILINE)
+        assert len(runs) == 2
+        assert all(f" -p 127.0.0.1:{both[0]}-{both[1]}:{both[0]}-{both[1]} " in line for line in runs)
 
 
 @PODS
@@ -196,6 +215,21 @@ def queries() -> Iterator[str]:
         yield from (rule["expr"] for rule in group["rules"])
 
 
+def told() -> str:
+    """What /metrics says of a server that has answered something over each wire."""
+    metrics = Metrics()
+    metrics.collect_jobs(dict)
+    tally = Tally(Figures(metrics.registry), "net", 1, lambda: 0)
+    timing = Timing(queue_s=0.001, copy_in_s=0.001, compute_s=0.001, copy_out_s=0.001, batch_size=2)
+    tally.ran(1, timing, values=8, padded=2)
+    tally.answered(timing, 0.004)
+    served = Served("net", 1, "me", "cpu", "onnxruntime", (), (), BatchSpec(axes={}), "ready")
+    metrics.registry.register(Models(lambda: (served,)))
+    metrics.calls.labels("ModelInfer", "OK").inc()
+    metrics.call_seconds.labels("ModelInfer").observe(0.004)
+    return metrics.text().decode()
+
+
 def labels_by_name() -> dict[str, set[str]]:
     """From the table in docs/service.md, which a test holds against what a server says."""
     found = {}
@@ -204,10 +238,19 @@ def labels_by_name() -> dict[str, set[str]]:
     return found
 
 
+def test_the_page_names_the_labels_of_served_models() -> None:
+    seen = {}
+    for family in text_string_to_metric_families(told()):
+        if family.samples and re.match(r"crucible_(inference|model|grpc)_", family.name) and not family.name.endswith("_created"):
+            name = family.name + ("_total" if family.type == "counter" else "")
+            seen[name] = {label for sample in family.samples for label in sample.labels} - {"le"}
+    assert len(seen) == 9
+    known = labels_by_name()
+    assert {name: known.get(name) for name in seen} == seen
+
+
 def test_every_query_asks_for_metrics_and_labels_that_there_are() -> None:
-    metrics = Metrics()
-    metrics.collect_jobs(dict)
-    kinds = dict(re.findall(r"^# TYPE (crucible_\w+) (\w+)$", metrics.text().decode(), re.MULTILINE))
+    kinds = dict(re.findall(r"^# TYPE (crucible_\w+) (\w+)$", told(), re.MULTILINE))
     known = labels_by_name()
     asked = set()
     for query in queries():
@@ -224,6 +267,7 @@ def test_every_query_asks_for_metrics_and_labels_that_there_are() -> None:
         assert {*inside, *grouped} <= labels, query
         asked |= set(names)
     assert {"crucible_jobs", "crucible_http_request_seconds", "crucible_device_memory_used_bytes"} <= asked
+    assert {name for name in kinds if re.match(r"crucible_(inference|model|grpc)_", name) and not name.endswith("_created")} <= asked
 
 
 def test_the_dashboard_reads_from_the_source_that_is_given() -> None:
