@@ -290,6 +290,8 @@ class Deployments:
         return {name: slot for name, slot in tuple(self._slots.items()) if caller.sees in (None, slot.version.owner)}
 
     def _slot(self, caller: Caller, model: str | None, version: int | None) -> Slot:
+        if self._stopping and not self._slots:
+            raise Unavailable("the server is stopping", "try again in a moment")
         if model is None:
             model = only(tuple(self._seen(caller)))
         slot = self._slots.get(model)

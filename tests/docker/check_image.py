@@ -3,23 +3,32 @@
 Not collected with the other tests: they need neither root nor minutes.
 """
 
+import io
 import secrets
+import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
+import numpy as np
 import psutil
 import pytest
+import tritonclient.grpc
+import tritonclient.http
+from numpy.typing import NDArray
 
 from service.client import Client, Upload
 from service.processes import of_jobs
 from tests.docker.fixtures_image import WITHIN_S, Container, Image, built, lacking, running, until
-from tests.fixtures_cli import write_task
+from tests.fixtures_cli import FEATURES, answers, write_task
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=f"the image is not tested here: {lacking()}")
 HOME = "/var/lib/crucible"
+X = np.random.default_rng(0).normal(0, 1, (3, FEATURES)).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -107,18 +116,91 @@ def test_a_killed_job_fails_and_its_retry_gives_a_report(container: Container, c
     assert last.kind == "succeeded", last.data
     report = client.report(again.id)
     assert (report.verdict, report.winner) == ("accepted", "onnxruntime fp32")
-    # Here the image is to infer, by curl and by tritonclient, once it serves what it compiled.
 
 
 def children(job_id: str) -> list[psutil.Process]:
     """Processes of a job that run its work: not the guardian above them, which would end the others by itself."""
-    return [process for process in of_jobs([job_id]) if "service.job_worker" in process.cmdline()]
+    return [process for process in of_jobs([job_id]) if runs(process, "service.job_worker")]
 
 
-def test_sigterm_under_load_loses_nothing(container: Container, client: Client, key: Path, place: Path, tmp_path: Path) -> None:
-    """The last test of this container."""
+def runs(process: psutil.Process, module: str) -> bool:
+    return process.cmdline()[1:3] == ["-m", module]
+
+
+# -- what it compiled is served ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(container: Container, key: Path, place: Path) -> str:
+    """The tiny task's winner, promoted and loaded."""
+    with Client(container.url, key.read_text()) as client:
+        job = client.submit(uploaded(place / "task", "served"))
+        *_, last = client.events(job.id)
+        assert last.kind == "succeeded", last.data
+        batch = client.promote("tiny", job.id).current.batch
+        assert (batch.proved, batch.maximum) == (True, 16)
+        assert client.load("tiny").deployment.state == "ready"
+    return "tiny"
+
+
+def workers(container: Container) -> list[psutil.Process]:
+    """Processes that hold an engine: not their guardians."""
+    return [each for each in container.init.children(recursive=True) if runs(each, "service.serving.model_worker")]
+
+
+def npy(array: NDArray[np.float32]) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def post(web: httpx.Client, container: Container, model: str) -> httpx.Response:
+    return web.post(f"{container.url}/models/{model}/infer", content=npy(X), headers={"Content-Type": "application/x-npy"}, timeout=WITHIN_S)
+
+
+def is_right(answer: httpx.Response) -> bool:
+    """The class of each row is the one that the model itself gives."""
+    return bool((np.load(io.BytesIO(answer.content)).argmax(1) == answers(X)).all())
+
+
+def test_it_answers_curl(container: Container, model: str, key: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.npy").write_bytes(npy(X))
+    (tmp_path / "auth").write_text(f"Authorization: Bearer {key.read_text().strip()}")
+    curl = ("curl", "--fail-with-body", "--silent", "--show-error", "-H", "@auth", "-H", "Content-Type: application/x-npy")
+    asked = [*curl, f"{container.url}/models/{model}/infer", "--data-binary", "@x.npy", "-o", "y.npy"]
+    done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_array_equal(np.load(tmp_path / "y.npy").argmax(1), answers(X))
+
+
+@pytest.mark.parametrize("wire", [tritonclient.http, tritonclient.grpc], ids=["http", "grpc"])
+def test_it_answers_tritonclient(container: Container, model: str, key: Path, wire: Any) -> None:
+    address = container.rpc if wire is tritonclient.grpc else container.url.removeprefix("http://")
+    headers = {"authorization": f"Bearer {key.read_text().strip()}"}
+    with wire.InferenceServerClient(address) as client:
+        tensor = wire.InferInput("x", list(X.shape), "FP32")
+        tensor.set_data_from_numpy(X)
+        answer = client.infer(model, [tensor], headers=headers)
+    np.testing.assert_array_equal(answer.as_numpy("y").argmax(1), answers(X))
+
+
+def test_a_killed_model_worker_is_replaced(container: Container, model: str, key: Path) -> None:
+    (killed,) = workers(container)
+    killed.kill()
+    killed.wait()
+    with httpx.Client(headers={"Authorization": f"Bearer {key.read_text().strip()}"}) as web:
+        until(lambda: post(web, container, model).status_code == 200, container.log)
+        assert is_right(post(web, container, model))
+    (other,) = workers(container)
+    assert other.pid != killed.pid
+
+
+def test_sigterm_under_load_loses_nothing(container: Container, model: str, client: Client, key: Path, place: Path, tmp_path: Path) -> None:
+    """The last test of this container. Requests that it has taken are answered; those that come later are told that it stops."""
     lines: list[str] = []
     statuses: set[int] = set()
+    inferred: Counter[str] = Counter()
+    leaving = threading.Event()
     headers = {"Authorization": f"Bearer {key.read_text().strip()}"}
     job = client.submit(uploaded(tmp_path, "drained"))
     until(lambda: client.job(job.id).state == "running", container.log)
@@ -131,16 +213,26 @@ def test_sigterm_under_load_loses_nothing(container: Container, client: Client, 
     def ask() -> None:
         while container.answers("/readyz"):  # as a load balancer does
             statuses.add(httpx.get(f"{container.url}/jobs", headers=headers).status_code)
+        leaving.set()
 
-    threads = [threading.Thread(target=target) for target in (follow, *[ask] * 4)]
+    def infer() -> None:
+        with httpx.Client(headers=headers) as web:
+            while not leaving.is_set():
+                answer = post(web, container, model)
+                inferred[("right" if is_right(answer) else "wrong") if answer.status_code == 200 else answer.text] += 1
+
+    threads = [threading.Thread(target=target) for target in (follow, *[ask] * 2, *[infer] * 8)]
     for thread in threads:
         thread.start()
-    until(lambda: bool(lines) and bool(statuses), container.log)
+    until(lambda: bool(lines) and bool(statuses) and inferred["right"] > 100, container.log)
     container.terminate()
     for thread in threads:
         thread.join()
     assert container.process.wait(WITHIN_S) == 0, container.log.read_text()
     assert statuses == {200}
+    assert inferred.pop("right") > 100
+    refused = "is draining", "the server is stopping"  # not "was unloaded", which a request hears that was taken and is dropped
+    assert [said for said in inferred if not any(why in said for why in refused)] == []
     assert "event: server-restarting" in lines
     assert of_jobs([job.id]) == []
 
@@ -148,3 +240,5 @@ def test_sigterm_under_load_loses_nothing(container: Container, client: Client, 
         kinds = [event.kind for event in client.events(job.id)]
         assert kinds.count("running") > 1
         assert kinds[-1] == "succeeded"
+        with httpx.Client(headers=headers) as web:
+            assert is_right(post(web, restarted, model))  # loaded again by itself

@@ -138,6 +138,7 @@ class Container:
     image: Image
     process: "subprocess.Popen[bytes]"
     url: str
+    rpc: str  # gRPC's address
     log: Path
     variables: tuple[str, ...]
 
@@ -169,10 +170,8 @@ class Container:
 @contextmanager
 def running(image: Image, home: Path, key: Path, view: Path) -> Iterator[Container]:
     """The image's own command on `home`, ready for work: read-only root, no other place to write than the volume, 1 MB of /dev/shm."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    more = (f"CRUCIBLE_SERVICE_PORT={port}", "CRUCIBLE_SERVICE_ADMIN_KEY_FILE=/run/admin.key")
+    port, rpc = free_ports()
+    more = (f"CRUCIBLE_SERVICE_PORT={port}", f"CRUCIBLE_SERVICE_GRPC_PORT={rpc}", "CRUCIBLE_SERVICE_ADMIN_KEY_FILE=/run/admin.key")
     user, _, group = image.user.partition(":")
     home.mkdir(exist_ok=True)
     os.chown(home, int(user), int(group))
@@ -182,7 +181,7 @@ def running(image: Image, home: Path, key: Path, view: Path) -> Iterator[Contain
     unshare = ("unshare", "--mount", "--pid", "--fork", "--propagation", "private")
     with log.open("ab") as out:
         process = subprocess.Popen([*unshare, "sh", "-c", START, "sh", *map(str, given)], stdout=out, stderr=out)
-    container = Container(image, process, f"http://127.0.0.1:{port}", log, (*image.environment, *more))
+    container = Container(image, process, f"http://127.0.0.1:{port}", f"127.0.0.1:{rpc}", log, (*image.environment, *more))
     try:
         until(lambda: process.poll() is not None or container.answers("/readyz"), log)
         assert process.poll() is None, log.read_text()
@@ -191,6 +190,14 @@ def running(image: Image, home: Path, key: Path, view: Path) -> Iterator[Contain
         for init in psutil.Process(process.pid).children() if process.poll() is None else []:
             init.kill()  # and with it all that runs inside
         process.wait()
+
+
+def free_ports() -> tuple[int, int]:
+    """The container has this machine's network."""
+    with socket.socket() as first, socket.socket() as second:
+        first.bind(("127.0.0.1", 0))
+        second.bind(("127.0.0.1", 0))
+        return first.getsockname()[1], second.getsockname()[1]
 
 
 def until(reached: Callable[[], bool], log: Path) -> None:

@@ -58,4 +58,7 @@ def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
     assert "# tiny" in told
     assert "crucible_jobs{" in told
     assert 'backend: "onnxruntime"' in told
+    assert "max_batch_size: 16" in told
+    assert '"outputs":{' in told
+    assert 'crucible_model_state{device="cpu",model="digits",state="ready",version="1"} 1.0' in told
     assert (tmp_path / "triton-models" / "resnet50" / "1" / "model.onnx").is_file()

@@ -271,6 +271,8 @@ def test_a_server_that_stops_ends_changes_and_what_is_stored_holds(tmp_path: Pat
             await here.deployments.stop(5.0)
             (error,) = await asyncio.gather(promoting, return_exceptions=True)
             assert isinstance(error, Unavailable)
+            for model in ("m", None):  # not "no such model": it is there again when the server is
+                assert await refused(Unavailable, here.ask(model)) == "the server is stopping"
 
     async def after() -> None:
         async with shelf(tmp_path) as here:
