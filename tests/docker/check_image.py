@@ -139,7 +139,12 @@ def model(container: Container, key: Path, place: Path) -> str:
         assert last.kind == "succeeded", last.data
         batch = client.promote("tiny", job.id).current.batch
         assert (batch.proved, batch.maximum) == (True, 16)
-        assert client.load("tiny").deployment.state == "ready"
+        held = client.load("tiny").deployment.memory_bytes
+    (worker,) = workers(container)
+    guardian = worker.parent()
+    assert held is not None
+    assert guardian is not None
+    print(f"\nthe process of a served tiny model holds {held / 10**6:.0f} MB, its guardian {guardian.memory_full_info().uss / 10**6:.0f} MB")
     return "tiny"
 
 
