@@ -94,7 +94,7 @@ class Slot:
         self.outputs: Buffer | None = None
 
     def reserve(self, input_bytes: int, output_bytes: int) -> dict[Part, Buffer]:
-        """Room for so much: the buffers that are new, of which the worker must be told. Both or none: it would go on with one that it does not know."""
+        """Room for so much: the buffers that are new, of which the worker must be told. If one cannot be had, both stay as it knows them."""
         new: dict[Part, Buffer] = {}
         if self.inputs is None or self.inputs.size < input_bytes:
             new["inputs"] = Buffer.make(input_bytes)

@@ -55,7 +55,7 @@ class Tally:
         self._dropped = self._values = self._padded = self._last_ms = 0
 
     def show(self) -> None:
-        """It is ready: what is waiting and padded is told of it, and no longer of another load of the same version, which goes on if this one fails."""
+        """It is ready: what waits and is padded is told of it from now on, and no longer of the same version as it was loaded before."""
         labels = (self._model, str(self._version))
         self._figures.waiting.labels(*labels).set_function(self._waiting)
         self._figures.padding.labels(*labels).set(0)

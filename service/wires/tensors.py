@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -62,7 +63,7 @@ def check_dtype(specs: Iterable[TensorSpec], name: str, dtype: str) -> None:
 
 def shape_from(name: str, given: object) -> tuple[int, ...]:
     """A shape as JSON or a file's header has it."""
-    sizes = given if isinstance(given, list | tuple) else [None]
+    sizes: Sequence[Any] = given if isinstance(given, list | tuple) else [None]
     if len(sizes) > _MOST_AXES or not all(type(size) is int and size >= 0 for size in sizes):
         raise Unprocessable(f"'{name}': expected `shape` to be a list of sizes, at most {_MOST_AXES}, got {_short(given)}", "see GET /v2/models/NAME")
     check_sizes(name, sizes)

@@ -162,7 +162,7 @@ class Load:
 
 
 def descriptors(server: Server) -> int:
-    return len(os.listdir(f"/proc/{server.process.pid}/fd"))
+    return len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
 
 
 def test_every_change_under_load_and_a_workers_death_leave_each_answer_to_its_request(tmp_path: Path) -> None:
@@ -203,6 +203,26 @@ def test_every_change_under_load_and_a_workers_death_leave_each_answer_to_its_re
             told(web.delete(f"/models/{NAME}/deployment"), 204)
         until(lambda: descriptors(server) <= settled)
         assert "Traceback" not in server.log()
+
+
+def test_models_answer_until_a_load_balancer_knows_that_the_server_goes(tmp_path: Path) -> None:
+    (report,) = reports(tmp_path, 1)
+    seen: list[tuple[int, int]] = []
+
+    def look(web: httpx.Client) -> None:
+        while True:
+            seen.append((web.get("/readyz").status_code, web.post("/infer", content=X.tobytes()).status_code))
+
+    with serving(tmp_path) as server, httpx.Client(base_url=server.url, timeout=WITHIN_S) as web:
+        promoted(web, report)
+        told(web.put(f"/models/{NAME}/deployment", json={}))
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(httpx.TransportError):  # until nobody listens
+            look(web)
+        assert server.process.wait(WITHIN_S) == 0
+    assert (503, 200) in seen
+    assert {status for _, status in seen} <= {200, 503}
+    assert processes_of(f"serve-{NAME}-") == []
 
 
 PATHS = [f"/v2/models/{NAME}{rest}" for rest in ("", "/ready", "/config", "/stats", "/versions/1", "/versions/1/stats")]
