@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import os
 import signal
+import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,16 @@ import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from numpy.typing import NDArray
+from onnx import TensorProto, helper
 
+from pipeline.core import Engine
+from service.database import Database
+from service.folders import Folders
+from service.job_store import JobStore
 from tests.service.fixtures_jobs import WITHIN_S
 from tests.service.fixtures_wires import WIRES, Request, ask, key_of
-from tests.service.serving.fixtures_engines import direct, linear, marked, processes_of
+from tests.service.serving.fixtures_engines import WIDTH, direct, engine_of, linear, marked, processes_of
+from tests.service.serving.fixtures_models import ended_job
 from tests.service.test_model_commands import reports
 from tests.service.test_server import Server, serving, until
 
@@ -203,6 +211,61 @@ def test_every_change_under_load_and_a_workers_death_leave_each_answer_to_its_re
             told(web.delete(f"/models/{NAME}/deployment"), 204)
         until(lambda: descriptors(server) <= settled)
         assert "Traceback" not in server.log()
+
+
+def sluggish(folder: Path) -> Engine:
+    """y = x for positive x, after some 50 ms of small steps."""
+    row = (TensorProto.FLOAT, ["batch", WIDTH])
+    steps = [helper.make_node("Identity", ["go"], ["on"]), helper.make_node("Abs", ["v"], ["w"])]
+    infos = [
+        [helper.make_tensor_value_info(name, *about) for name, about in each]
+        for each in (
+            (("i", (TensorProto.INT64, [])), ("go", (TensorProto.BOOL, [])), ("v", row)),
+            (("on", (TensorProto.BOOL, [])), ("w", row)),
+        )
+    ]
+    body = helper.make_graph(steps, "steps", *infos)
+    return engine_of(folder, [helper.make_node("Loop", ["turns", "", "x"], ["y"], body=body)], {"x": row}, {"y": row}, {"turns": np.array(20_000)})
+
+
+def figure(web: httpx.Client, name: str, **labels: str) -> float:
+    """A value in /metrics of the model's first version."""
+    given = ",".join(f'{label}="{value}"' for label, value in sorted({"model": NAME, "version": "1", **labels}.items()))
+    (line,) = [line for line in web.get("/metrics").text.splitlines() if line.startswith(f"{name}{{{given}}} ")]
+    return float(line.split()[-1])
+
+
+def test_clients_that_go_are_dropped_and_those_that_wait_at_the_end_are_answered(tmp_path: Path) -> None:
+    with closing(Database(tmp_path / "crucible.db")) as database:
+        report = ended_job(Folders(tmp_path), JobStore(database), engine=sluggish(tmp_path / "engines"))
+    with serving(tmp_path) as server, httpx.Client(base_url=server.url, timeout=WITHIN_S) as web:
+        promoted(web, report)
+        told(web.put(f"/models/{NAME}/deployment", json={"max_batch": 4}))
+        body = marked(1).tobytes()
+        head = f"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        sockets = [socket.create_connection(server.address) for _ in range(200)]
+        for each in sockets:
+            each.sendall(head + body)
+
+        def count(state: str) -> float:
+            return figure(web, "crucible_inference_requests_total", state=state)
+
+        until(lambda: figure(web, "crucible_inference_queue") + count("executed") >= 200 - 2 * 4)  # two batches may be with the worker
+        for each in sockets:
+            each.close()
+        assert web.post("/infer", content=marked(7).tobytes()).content == marked(7).tobytes()
+        until(lambda: count("executed") + count("dropped") == 201)
+        assert count("dropped") > 50
+
+        asking = [(wire, Request(NAME, marked(number))) for number, wire in enumerate(WIRES * 8)]
+        with ThreadPoolExecutor(len(asking)) as pool:
+            answers = [pool.submit(ask, server, wire, request) for wire, request in asking]
+            until(lambda: figure(web, "crucible_inference_queue") > 0)
+            server.process.send_signal(signal.SIGTERM)
+            for (_, request), answer in zip(asking, answers, strict=True):
+                assert answer.result().code == ""
+                assert np.array_equal(answer.result().y, request.array)  # type: ignore[arg-type]
+        assert server.process.wait(WITHIN_S) == 0
 
 
 def test_models_answer_until_a_load_balancer_knows_that_the_server_goes(tmp_path: Path) -> None:
