@@ -123,6 +123,8 @@ REFUSED = [
     ("POST", "/v2/repository/models/..%2F1/load", {}, 404),
     ("POST", "/v2/repository/models/other/unload", {}, 404),
     ("PUT", "/models/.hidden/deployment", {"json": {}}, 422),
+    ("PUT", f"/models/{NAME}/deployment", {"content": b"y\xffj", "headers": {"Content-Type": "application/json"}}, 422),
+    ("POST", f"/models/{NAME}/promote", {"content": b"\xff", "headers": {"Content-Type": "application/json"}}, 422),
     ("PUT", f"/models/{NAME}/deployment", {"json": {"device": "gpu:0"}}, 422),
     ("PUT", f"/models/{NAME}/deployment", {"json": {"version": 7}}, 404),
     ("PUT", f"/models/{NAME}/deployment", {"json": {"max_batch": 17}}, 422),
