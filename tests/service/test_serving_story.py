@@ -103,9 +103,17 @@ def over_triton(module: Any, server: Server) -> Array:
         return found
 
 
+def figure(web: httpx.Client, name: str, **labels: str) -> float:
+    """A value in /metrics of the model's first version."""
+    given = ",".join(f'{label}="{value}"' for label, value in sorted({"model": NAME, "version": "1", **labels}.items()))
+    (line,) = [line for line in web.get("/metrics").text.splitlines() if line.startswith(f"{name}{{{given}}} ")]
+    return float(line.split()[-1])
+
+
 REFUSED = [
     ("POST", "/infer", {"content": b"123"}, 422),
     ("POST", "/infer?shape=0,4611686018427387904", {"content": b""}, 422),
+    ("POST", "/infer?shape=137438953472,8", {"content": X.tobytes()}, 422),  # 4 TB
     ("POST", f"/models/{NAME}/infer", {"content": X.astype(np.float64).tobytes() + b"1"}, 422),
     ("POST", f"/models/{NAME}/infer", {"content": marked(1, rows=17).tobytes()}, 422),  # the profile ends at 16
     ("POST", f"/models/{NAME}/infer?version=2", {"content": b""}, 404),
@@ -139,8 +147,29 @@ def test_all_that_is_refused_says_so_in_one_form_and_harms_nobody(tmp_path: Path
         workers = processes_of(f"serve-{NAME}-")
         for method, path, given, status in REFUSED:
             assert told(web.request(method, path, **given), status)["error"], path
+        for wire in WIRES:
+            assert ask(server, wire, Request(NAME, X, shape=(2**37, 8))).code == "service.unprocessable"
         assert np.allclose(np.frombuffer(web.post("/infer", content=X.tobytes()).content, np.float32), expected(tmp_path, 1, X).ravel())
         assert processes_of(f"serve-{NAME}-") == workers  # none of them has cost a worker
+
+
+def test_a_client_that_sends_slowly_keeps_nobody_waiting(tmp_path: Path) -> None:
+    (report,) = reports(tmp_path, 1)
+    body = X.tobytes()
+    head = f"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode()
+    with serving(tmp_path) as server, httpx.Client(base_url=server.url, timeout=WITHIN_S) as web:
+        promoted(web, report)
+        told(web.put(f"/models/{NAME}/deployment", json={}))
+        slow = [socket.create_connection(server.address, WITHIN_S) for _ in range(20)]
+        for each in slow:
+            each.sendall(head + body[:-1])
+        assert web.post("/infer", content=body).status_code == 200
+        assert figure(web, "crucible_inference_requests_total", state="executed") == 1  # theirs have not come
+        for each in slow:
+            each.sendall(body[-1:])
+            with each.makefile("rb") as answer:
+                assert np.allclose(np.frombuffer(answer.read()[-X.nbytes :], np.float32), expected(tmp_path, 1, X).ravel())
+            each.close()
 
 
 class Load:
@@ -228,13 +257,6 @@ def sluggish(folder: Path) -> Engine:
     ]
     body = helper.make_graph(steps, "steps", *infos)
     return engine_of(folder, [helper.make_node("Loop", ["turns", "", "x"], ["y"], body=body)], {"x": row}, {"y": row}, {"turns": np.array(20_000)})
-
-
-def figure(web: httpx.Client, name: str, **labels: str) -> float:
-    """A value in /metrics of the model's first version."""
-    given = ",".join(f'{label}="{value}"' for label, value in sorted({"model": NAME, "version": "1", **labels}.items()))
-    (line,) = [line for line in web.get("/metrics").text.splitlines() if line.startswith(f"{name}{{{given}}} ")]
-    return float(line.split()[-1])
 
 
 def test_clients_that_go_are_dropped_and_those_that_wait_at_the_end_are_answered(tmp_path: Path) -> None:
