@@ -30,6 +30,8 @@ def answer_error(error: Exception, request_id: str, folders: Folders) -> Answer:
 
 def _ours(error: Exception) -> Exception:
     match error:
+        case HTTPException(status_code=400):  # FastAPI's, of bytes that are no text
+            return Unprocessable("the body cannot be read as what its Content-Type says", "GET /docs shows what this path takes")
         case HTTPException(status_code=404):
             return NotFound("nothing lies at this path", "GET /docs lists what there is")
         case HTTPException(status_code=405):

@@ -49,7 +49,7 @@ def load(
     max_batch: Annotated[int | None, typer.Option(help="Rows that may run together; as many as were proved if left out.")] = None,
     max_delay_ms: Annotated[float | None, typer.Option(help="How long a request waits for others while all are busy; 2 if left out.")] = None,
     queue_limit: Annotated[int | None, typer.Option(help="Requests that may wait; 256 if left out.")] = None,
-    timeout_s: Annotated[float | None, typer.Option(help="Of a request that brings none; 30 if left out.")] = None,
+    timeout_s: Annotated[float | None, typer.Option(help="Of a request, which may bring a shorter one; 30 if left out.")] = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -36,7 +36,7 @@ class DeploymentOptions(Frozen):
     max_batch: int | None = Field(default=None, ge=1, description="Rows that may run together; null: as many as the BatchSpec allows")
     max_delay_s: float = Field(default=0.002, ge=0, le=10, description="How long a request waits for others while all instances are busy")
     queue_limit: int = Field(default=256, ge=1, le=100_000, description="Requests that may wait; one more is answered 429")
-    timeout_s: float = Field(default=30.0, gt=0, le=3600, description="Of a request, unless it brings its own")
+    timeout_s: float = Field(default=30.0, gt=0, le=3600, description="Of a request, which may bring a shorter one")
 
 
 class Version(Frozen):

@@ -1,6 +1,7 @@
 """`crucible serve`: the application behind a socket, from its first request to an orderly end.
 
-SIGTERM or Ctrl-C:  /readyz says 503 at once, event streams end with `server-restarting`, jobs are queued again   up to shutdown_s - HTTP_S
+SIGTERM or Ctrl-C:  /readyz says 503 at once, event streams end with `server-restarting`, jobs are queued again,
+                    models answer for LINGER_S more, and then what waits                                          up to shutdown_s - HTTP_S
                     then no connection is taken any more, and answers under way may finish                         up to HTTP_S
 """
 
@@ -28,7 +29,7 @@ from service.settings import Settings
 from service.tls import Tls, tls_from
 
 BACKLOG = 2048
-LINGER_S = 2.0  # at least so long /readyz says 503 before nothing listens any more: a load balancer asks every second or so
+LINGER_S = 2.0  # so long /readyz says 503 and models still answer: a load balancer asks every second or so, and sends requests until then
 
 
 class _Server(uvicorn.Server):
@@ -70,7 +71,7 @@ async def _serve(app: FastAPI, listener: socket.socket, tls: Tls | None) -> None
         if rpc:
             print(f"gRPC listens on {rpc.address}", flush=True)
         await _asked_to_end(service, serving)
-        await asyncio.gather(service.stop(), asyncio.sleep(LINGER_S))
+        await service.stop(LINGER_S)
         server.should_exit = True
         await asyncio.gather(serving, *([rpc.stop()] if rpc else []))
         if not service.started.cancelled():

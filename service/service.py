@@ -97,8 +97,8 @@ class Service:
         """Ask the database, in a thread of its own."""
         return await asyncio.get_running_loop().run_in_executor(self._reader, call)
 
-    async def stop(self) -> None:
-        """Take no more jobs, end streams, end children and queue their jobs again."""
+    async def stop(self, linger_s: float = 0.0) -> None:
+        """Take no more jobs, end streams, end children and queue their jobs again. Models answer for `linger_s` more, and then what waits."""
         if self.stopping:
             return
         self.stopping = True
@@ -107,7 +107,11 @@ class Service:
         if self._tidying:
             self._tidying.cancel()
         grace_s = max(1.0, self.settings.shutdown_s - HTTP_S)
-        await asyncio.gather(self.models.stop(grace_s), self.runner.stop(grace_s))
+        await asyncio.gather(self._stop_models(linger_s, grace_s), self.runner.stop(grace_s))
+
+    async def _stop_models(self, linger_s: float, grace_s: float) -> None:
+        await asyncio.sleep(linger_s)
+        await self.models.stop(max(1.0, grace_s - linger_s))
 
     async def close(self) -> None:
         """Stop, and let go of the database: nothing may be asked afterwards."""

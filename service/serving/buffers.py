@@ -78,7 +78,10 @@ class Buffer:
         if placed.offset % ALIGNMENT or placed.offset + size > self.size:
             raise BadMessage(f"a tensor of {size} bytes at {placed.offset}, the buffer has {self.size}")
         if size == 0:
-            return np.empty(placed.shape, dtype)
+            try:
+                return np.empty(placed.shape, dtype)
+            except ValueError as error:  # numpy counts the other sizes, although there are no values
+                raise BadMessage(f"an empty tensor of shape {placed.shape}: {error}") from error
         return np.ndarray(placed.shape, dtype, buffer=self._map, offset=placed.offset)
 
 
@@ -91,12 +94,13 @@ class Slot:
         self.outputs: Buffer | None = None
 
     def reserve(self, input_bytes: int, output_bytes: int) -> dict[Part, Buffer]:
-        """Room for so much: the buffers that are new, of which the worker must be told."""
+        """Room for so much: the buffers that are new, of which the worker must be told. If one cannot be had, both stay as it knows them."""
         new: dict[Part, Buffer] = {}
         if self.inputs is None or self.inputs.size < input_bytes:
-            new["inputs"] = self.inputs = Buffer.make(input_bytes)
+            new["inputs"] = Buffer.make(input_bytes)
         if self.outputs is None or self.outputs.size < output_bytes:
-            new["outputs"] = self.outputs = Buffer.make(output_bytes)
+            new["outputs"] = Buffer.make(output_bytes)
+        self.inputs, self.outputs = new.get("inputs", self.inputs), new.get("outputs", self.outputs)
         return new
 
 

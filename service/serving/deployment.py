@@ -123,6 +123,7 @@ class Deployment:
             await asyncio.wait(starting)
             await deployment.close()
             raise
+        deployment._tally.show()
         return deployment
 
     async def infer(self, request: InferRequest) -> InferAnswer:
@@ -311,7 +312,7 @@ class Deployment:
             if isinstance(result, Ran):
                 self._answer(batch, asked, joined, result, filled - began)
             elif isinstance(result, Unprocessable) and len(batch.requests) > 1:  # one is to blame: each is to be judged by its own inputs
-                self._queue = put_back(self._queue, [each for each in batch.requests if each.number in self._asked])
+                self._queue = put_back(self._queue, [each for each, one in zip(batch.requests, asked, strict=True) if not one.answer.done()])
             else:
                 for each in batch.requests:
                     self._fail(each.number, result)

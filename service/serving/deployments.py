@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from pipeline.errors import CrucibleError
@@ -50,15 +51,15 @@ class Deployments:
         self._loader = Loader(means)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = ThreadPoolExecutor(1, "crucible-models")
-        self._stopping = False
+        self._started = self._stopping = False
 
     # -- what every wire asks ------------------------------------------------------------------------------------------
 
     def served(self, caller: Caller) -> tuple[Served, ...]:
-        return tuple(slot.told() for _, slot in sorted(self._seen(caller).items()))
+        return tuple(self._told(slot) for _, slot in sorted(self._seen(caller).items()))
 
     def find(self, caller: Caller, model: str | None, version: int | None = None) -> Served:
-        return self._slot(caller, model, version).told()
+        return self._told(self._slot(caller, model, version))
 
     async def infer(self, request: InferRequest) -> InferAnswer:
         request.caller.require("infer")
@@ -185,6 +186,7 @@ class Deployments:
         resting = asyncio.create_task(self._rest())
         self._tasks.add(resting)
         resting.add_done_callback(self._tasks.discard)
+        self._started = True
 
     async def _resume(self, model: Model, options: DeploymentOptions) -> None:
         """Some tries, for a host that starts may be short of this or that; other models are loaded between them."""
@@ -267,15 +269,20 @@ class Deployments:
         shapes = tuple(SeenShape(sizes=dict(sizes), requests=requests) for sizes, requests in most_first)
         return ShapesView(version=slot.version.version, shapes=shapes, profiles=suggested(seen, slot.version))
 
+    def _told(self, slot: Slot) -> Served:
+        """Without paths of this host: a worker's last words may name some."""
+        told = slot.told()
+        return replace(told, reason=scrubbed(told.reason, self._means.folders)) if told.reason else told
+
     def _viewed(self, model: Model) -> ModelView:
         slot = self._slots.get(model.name) or self._leaving.get(model.name)
         if slot is None:
             deployment = DeploymentView(state="unloaded", version=None, device=None, options=model.options)
         else:
-            told, loaded = slot.told(), slot.loaded
+            told, loaded = self._told(slot), slot.loaded
             deployment = DeploymentView(
                 state=told.state,
-                reason=scrubbed(told.reason, self._means.folders),
+                reason=told.reason,
                 version=loaded.spec.version if loaded is not None else None,
                 device=told.device,
                 options=model.options,
@@ -290,8 +297,8 @@ class Deployments:
         return {name: slot for name, slot in tuple(self._slots.items()) if caller.sees in (None, slot.version.owner)}
 
     def _slot(self, caller: Caller, model: str | None, version: int | None) -> Slot:
-        if self._stopping and not self._slots:
-            raise Unavailable("the server is stopping", "try again in a moment")
+        if self._closed_because and model not in self._slots:
+            raise self._unavailable()  # not NotFound: clients would believe it
         if model is None:
             model = only(tuple(self._seen(caller)))
         slot = self._slots.get(model)
@@ -315,6 +322,9 @@ class Deployments:
 
     async def _apart(self, change: Coroutine[Any, Any, None]) -> None:
         """To its end, also if the request that asked for it is gone; Unavailable if the server stops meanwhile."""
+        if self._closed_because:
+            change.close()
+            raise self._unavailable()
         task = asyncio.ensure_future(change)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -323,7 +333,15 @@ class Deployments:
         except asyncio.CancelledError:
             if not self._stopping:
                 raise
-            raise Unavailable("the server is stopping", "try again in a moment") from None
+            raise self._unavailable() from None
+
+    @property
+    def _closed_because(self) -> str:
+        """Why nothing can be changed, and what is not there may be there later; empty: it can."""
+        return "stopping" if self._stopping else "" if self._started else "starting"
+
+    def _unavailable(self) -> Unavailable:
+        return Unavailable(f"the server is {self._closed_because}", "try again in a moment")
 
     def _said(self, error: BaseException) -> str:
         said = error.message if isinstance(error, CrucibleError) else "an error inside the service, which its log tells of"

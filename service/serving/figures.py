@@ -48,13 +48,18 @@ class Tally:
         labels = (model, str(version))
         self._requests = {state: figures.requests.labels(*labels, state) for state in STATES}
         self._stages = tuple(figures.stages.labels(*labels, stage) for stage in STAGES)
-        self._rows, self._padding = figures.rows.labels(*labels), figures.padding.labels(*labels)
-        figures.waiting.labels(*labels).set_function(waiting)
-        figures.newest[labels] = self
+        self._rows, self._waiting = figures.rows.labels(*labels), waiting
         self._succeeded, self._failed = _Sum(), _Sum()
         self._sums = tuple(_Sum() for _ in STAGES)
         self._batches: dict[int, _Sum] = {}
         self._dropped = self._values = self._padded = self._last_ms = 0
+
+    def show(self) -> None:
+        """It is ready: what waits and is padded is told of it from now on, and no longer of the same version as it was loaded before."""
+        labels = (self._model, str(self._version))
+        self._figures.waiting.labels(*labels).set_function(self._waiting)
+        self._figures.padding.labels(*labels).set(0)
+        self._figures.newest[labels] = self
 
     def ran(self, requests: int, timing: Timing, values: int, padded: int) -> None:
         """A batch was run, with so many values in its inputs, of which so many were padding."""
@@ -66,7 +71,7 @@ class Tally:
         self._values += values
         self._padded += padded
         if self._values:
-            self._padding.set(self._padded / self._values)
+            self._figures.padding.labels(self._model, str(self._version)).set(self._padded / self._values)
 
     def answered(self, timing: Timing, total_s: float) -> None:
         """A request got its answer."""

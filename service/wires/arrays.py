@@ -16,7 +16,7 @@ from numpy.lib import format as npy
 
 from pipeline.core import Tensors, TensorSpec
 from service.errors import TooLarge, Unprocessable
-from service.wires.tensors import DATATYPES, Array, check_dtype, dtype_of
+from service.wires.tensors import DATATYPES, Array, check_dtype, check_sizes, dtype_of
 
 MOST_ARRAYS = 1000
 _BITS_OF_BFLOAT16 = np.dtype("V2")  # what numpy writes for it
@@ -37,6 +37,7 @@ def array_from_npy(body: bytes | memoryview, name: str, specs: Iterable[TensorSp
         raise Unprocessable(f"'{name}' is not a .npy file: {str(error)[:200]}", "write it with numpy.save") from None
     kind = _checked(name, dtype)
     check_dtype(specs, name, kind)
+    check_sizes(name, shape)
     begin, count = stream.tell(), math.prod(shape)
     if any(size < 0 for size in shape) or len(body) - begin != count * dtype.itemsize:
         said = f"'{name}': {kind} {list(shape)} is {count * dtype.itemsize} bytes, got {len(body) - begin}"

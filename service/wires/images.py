@@ -37,12 +37,16 @@ def _opened(body: bytes) -> Image:
 
     try:
         with Image.open(io.BytesIO(body), formats=tuple(FORMATS.values())) as image:
-            if image.width * image.height > MOST_PIXELS:
-                raise TooLarge(f"an image of {image.width} x {image.height}, expected at most {MOST_PIXELS} pixels", "make it smaller")
+            _check_size(image.width, image.height)
             return image.convert("RGB")
     except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
         said = "" if isinstance(error, UnidentifiedImageError) else f": {error}"  # which names the stream's address
         raise Unprocessable(f"the body is no readable image{said}", f"send one of {', '.join(FORMATS)}") from None
+
+
+def _check_size(width: int, height: int) -> None:
+    if width * height > MOST_PIXELS:
+        raise TooLarge(f"an image of {width} x {height}, expected at most {MOST_PIXELS} pixels", "make it smaller, or less narrow")
 
 
 def _resized(image: Image, recipe: InputRecipe) -> Image:
@@ -54,5 +58,6 @@ def _resized(image: Image, recipe: InputRecipe) -> Image:
         return image.resize((width, height), Resampling.BILINEAR)
     shorter = min(image.size)
     whole = [max(1, int(recipe.resize * side / shorter)) for side in image.size]
+    _check_size(*whole)  # a strip of few pixels grows to many
     left, top = (round((size - side) / 2) for size, side in zip(whole, (width, height), strict=True))
     return image.resize((whole[0], whole[1]), Resampling.BILINEAR).crop((left, top, left + width, top + height))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -27,6 +28,7 @@ DATATYPES = {
 _KINDS = {name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for name in DATATYPES.values()}
 _DATATYPE_OF = {name: datatype for datatype, name in DATATYPES.items()}
 _MOST_AXES = 32
+_MOST_VALUES = 2**59  # of eight bytes: numpy counts bytes in 63 bits
 
 
 def datatype_of(dtype: str) -> str:
@@ -61,10 +63,17 @@ def check_dtype(specs: Iterable[TensorSpec], name: str, dtype: str) -> None:
 
 def shape_from(name: str, given: object) -> tuple[int, ...]:
     """A shape as JSON or a file's header has it."""
-    sizes = given if isinstance(given, list | tuple) else [None]
+    sizes: Sequence[Any] = given if isinstance(given, list | tuple) else [None]
     if len(sizes) > _MOST_AXES or not all(type(size) is int and size >= 0 for size in sizes):
         raise Unprocessable(f"'{name}': expected `shape` to be a list of sizes, at most {_MOST_AXES}, got {_short(given)}", "see GET /v2/models/NAME")
+    check_sizes(name, sizes)
     return tuple(sizes)
+
+
+def check_sizes(name: str, sizes: Sequence[int]) -> None:
+    """Unprocessable for a shape that numpy cannot count, which it refuses also where one size is 0."""
+    if abs(math.prod(filter(None, sizes))) >= _MOST_VALUES:
+        raise Unprocessable(f"'{name}': no tensor has the shape {_short(list(sizes))}", "see GET /v2/models/NAME")
 
 
 def size_of(dtype: str, shape: Sequence[int]) -> int:

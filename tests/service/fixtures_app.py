@@ -67,7 +67,7 @@ class Desk:
 async def opened_desk(home: Path, traces: Any = None, **settings: Any) -> AsyncIterator[Desk]:
     if not (home / "template").exists():
         write_out(home / "template", home / "template-store")
-    app = create_app(Settings(home=home, **settings), WORKER, known_host, traces)
+    app = create_app(Settings(home=home, **settings), WORKER, known_host, traces=traces)
     transport = httpx.ASGITransport(app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url=URL, timeout=WITHIN_S) as client:
         desk = Desk(app, client)

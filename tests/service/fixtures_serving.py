@@ -133,7 +133,7 @@ class DoubleServing:
         if served.state != "ready":
             raise Unavailable(f"model '{served.model}' is {served.state}: {served.reason}")
         _check(served, request)
-        async with self._turn(served.model, request.timeout_s or model.timeout_s):
+        async with self._turn(served.model, min(request.timeout_s or model.timeout_s, model.timeout_s)):
             await asyncio.sleep(model.seconds(request.inputs))
             outputs = model.compute(request.inputs)
         rows = next(iter(request.inputs.values())).shape[0] if served.batch.axes else 1

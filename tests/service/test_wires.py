@@ -168,6 +168,8 @@ def binary(size: object, **given: Any) -> dict[str, Any]:
         ({"inputs": [item(shape=[2.0])]}, "expected `shape`"),
         ({"inputs": [item(shape=[True, 2])]}, "expected `shape`"),
         ({"inputs": [item(shape=[1] * 40)]}, "expected `shape`"),
+        ({"inputs": [item(shape=[0, 2**62], data=[])]}, "no tensor has the shape"),
+        ({"inputs": [binary(0, shape=[2**40, 0, 2**40])]}, "no tensor has the shape"),
         ({"inputs": [item(shape=[3])]}, r"values of shape \[3\], got \[2\]"),
         ({"inputs": [item(shape=[2**20, 2**20])]}, "values of shape"),
         ({"inputs": [item(data=[[1], [2]])]}, r"values of shape \[2\], got \[2, 1\]"),
@@ -272,6 +274,7 @@ def headed(header: str, data: bytes = b"") -> bytes:
         (headed("{'descr': '<f4', 'fortran_order': False, 'shape': 7}"), "is not a .npy file"),
         (headed("{'descr': [], 'fortran_order': False, 'shape': ()}"), "which no wire carries|is not a .npy file"),
         (headed("(" * 5000), "is not a .npy file"),
+        (headed("{'descr': '<f4', 'fortran_order': False, 'shape': (0, 4611686018427387904)}"), "no tensor has the shape"),
     ],
 )
 def test_npy_that_is_not_right(body: bytes, said: str) -> None:

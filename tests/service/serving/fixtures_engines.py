@@ -91,8 +91,8 @@ def asking(inputs: Tensors, **more: Any) -> InferRequest:
 class Bench:
     """A deployment, and what stands beside it."""
 
-    def __init__(self, deployment: Deployment, registry: CollectorRegistry) -> None:
-        self.deployment, self.registry = deployment, registry
+    def __init__(self, deployment: Deployment, figures: Figures, registry: CollectorRegistry) -> None:
+        self.deployment, self.figures, self.registry = deployment, figures, registry
 
     async def ask(self, array: Array, **more: Any) -> InferAnswer:
         return await self.deployment.infer(asking({"x": array}, **more))
@@ -106,12 +106,13 @@ class Bench:
 async def deployed(folder: Path, engine: Engine, batch: BatchSpec = PROVED, worker: Sequence[str] = (), **more: Any) -> AsyncIterator[Bench]:
     """Loaded and ready; closed at the end, and then no process and no file of it is left."""
     registry = CollectorRegistry()
+    figures = Figures(registry)
     given = {"model": MODEL, "version": 1, "owner": "local", "device": "cpu"} | more
     spec = DeploymentSpec(engine_folder=engine.root, engine=engine, batch=batch, **given)
     work = folder / f"work-{uuid.uuid4().hex}"
-    deployment = await Deployment.start(spec, work, Figures(registry), **({"worker": worker} if worker else {}))
+    deployment = await Deployment.start(spec, work, figures, **({"worker": worker} if worker else {}))
     try:
-        yield Bench(deployment, registry)
+        yield Bench(deployment, figures, registry)
     finally:
         await deployment.close()
         assert not work.exists()

@@ -36,6 +36,19 @@ def test_what_one_side_writes_the_other_reads() -> None:
         assert buffer.array(FLOAT, Placed((2, 3), 64))[0, 0] == 8
 
 
+def test_a_slot_that_gets_no_memory_stays_as_the_worker_knows_it() -> None:
+    slot = Slot(0)
+    assert set(slot.reserve(1, 1)) == {"inputs", "outputs"}
+    with pytest.raises(HostError):
+        slot.reserve(2 * LEAST_BYTES, 1 << 62)
+    assert set(slot.reserve(2 * LEAST_BYTES, 1)) == {"inputs"}  # of which the worker has not heard
+
+
+def test_an_empty_tensor_that_numpy_cannot_count_is_no_message() -> None:
+    with pytest.raises(BadMessage, match="an empty tensor"):
+        Buffer.make(1).array(FLOAT, Placed((0, 2**48, 2**48), 0))
+
+
 def test_nobody_can_take_memory_away_from_the_other_side() -> None:
     buffer = Buffer.make(1)
     for size in (0, LEAST_BYTES - 1, 2 * LEAST_BYTES):

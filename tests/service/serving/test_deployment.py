@@ -11,8 +11,10 @@ import pytest
 from onnx import TensorProto, helper
 
 from pipeline.core import DimRange, Engine, Profile
+from pipeline.errors import HostError
 from pipeline.feeding import BatchSpec, Padding
 from service.errors import TimedOut, TooMany, Unavailable, Unprocessable
+from service.serving.deployment import Deployment
 from tests.service.serving.fixtures_engines import MODEL, PROVED, Bench, asking, deployed, direct, engine_of, linear, marked, play
 
 SLOW = (sys.executable, str(Path(__file__).with_name("engine_double.py")), "slow-0.05")
@@ -261,6 +263,18 @@ def test_texts_of_unequal_length_run_together_as_if_alone(tmp_path: Path) -> Non
             assert [each.timing.batch_size for each in answers] == [1, 1, 2, 2, *[4] * 4, *[8] * 8, *[4] * 4]  # 1, 2, 4, 8, 16, 20
             with pytest.raises(Unprocessable, match="sequence = 21"):
                 await bench.deployment.infer(asking({"x": np.ones((1, 21), np.float32), "mask": np.ones((1, 21), np.float32)}))
+
+    play(story)
+
+
+def test_a_load_that_fails_leaves_the_figures_of_the_one_that_serves(tmp_path: Path, engine: Engine) -> None:
+    async def story() -> None:
+        async with deployed(tmp_path, engine) as bench:
+            stillborn = (*SLOW[:2], "stillborn")
+            with pytest.raises(HostError):
+                await Deployment.start(bench.deployment.spec, tmp_path / "again", bench.figures, stillborn)
+            assert bench.registry.get_sample_value("crucible_inference_queue", {"model": MODEL, "version": "1"}) == 0.0
+        assert bench.registry.get_sample_value("crucible_inference_queue", {"model": MODEL, "version": "1"}) is None
 
     play(story)
 

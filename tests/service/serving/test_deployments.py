@@ -15,6 +15,7 @@ from service.errors import Conflict, Forbidden, NotFound, Unavailable, Unprocess
 from service.guard import LOCAL, Caller
 from service.models import DeploymentOptions, ModelView
 from service.serving.loading import device_for
+from service.serving.requests import InferRequest
 from tests.service.serving.fixtures_engines import play
 from tests.service.serving.fixtures_models import ALONE, MIB, Host, Shelf, shelf
 
@@ -229,6 +230,23 @@ def test_a_model_that_crashes_at_the_start_is_tried_three_times(tmp_path: Path, 
 
     play(before)
     play(after)
+
+
+def test_before_the_start_and_after_the_end_nothing_is_changed_and_nothing_is_said_to_be_missing(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with shelf(tmp_path) as here:
+            await here.promote()
+            early = Shelf(tmp_path, Host())
+            for deployments, word in ((early.deployments, "starting"), (here.deployments, "stopping")):
+                if word == "stopping":
+                    await deployments.stop(5.0)
+                for call in (deployments.load(LOCAL, "m"), deployments.unload(LOCAL, "m"), deployments.infer(InferRequest(LOCAL, "m", {}))):
+                    assert await refused(Unavailable, call) == f"the server is {word}"
+            await early.deployments.close()
+            early.database.close()
+            assert (early.host.started, here.host.started) == ([], [])
+
+    play(story)
 
 
 def test_changes_of_one_model_wait_for_each_other(tmp_path: Path) -> None:
