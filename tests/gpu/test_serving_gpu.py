@@ -1,0 +1,235 @@
+"""Deployed engines on a real GPU, through a real server: right answers over every wire, and what a lost worker or full memory costs."""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+
+from pipeline.batch_proof import TOLERANCE
+from service.client import RemoteError
+from service.models import DeploymentOptions
+from tests.fixtures_cli import FEATURES, crucible
+from tests.gpu.fixtures_gpu import MIB, SLACK_BYTES, full_gpu, used_bytes, wait_for
+from tests.gpu.fixtures_serving_gpu import RESNET, ROWS, SMALL, Array, Site, Told, ask, ask_all, assert_agree, images, only_output, padding_ratio
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of tritonclient.http, which leaves sockets to the garbage collector
+]
+CALLS, CLIENTS = 1000, 16
+CYCLES = 20
+AGREEMENT = 0.05  # of the compute times in answers and in `crucible bench`
+HELD_BYTES = 100 * MIB  # a worker has at least a CUDA context
+LEFT_BYTES = 300 * MIB  # room for the engine's file, but not for a CUDA context with TensorRT's kernels
+WITHIN_S = 120.0  # for another worker: it loads and warms up
+
+
+@pytest.fixture
+def both(site: Site) -> Iterator[Site]:
+    """Two engines on one GPU."""
+    with site.loaded(RESNET, SMALL):
+        yield site
+
+
+def tolerance_of(site: Site) -> float:
+    return TOLERANCE[site.direct.engine.recipe.precision]
+
+
+def test_a_thousand_batched_calls_are_answered_as_by_a_session(site: Site) -> None:
+    asked = [images(1, seed) for seed in range(ROWS)]
+    expected = site.direct.answers(asked)
+    with site.loaded(RESNET):
+        told = ask_all(site, RESNET, asked, CALLS, CLIENTS)
+    assert Counter(each.status for each in told) == {200: CALLS}
+    for each in told:
+        assert each.answer is not None
+        assert_agree(only_output(each.answer), expected[each.number], tolerance_of(site))
+    sizes = Counter(each.answer.batch_size for each in told if each.answer)
+    assert max(sizes) > 1, "no requests ran together"
+    assert {(each.answer.version, each.answer.device) for each in told if each.answer} == {(1, site.kind.device)}
+    rows = [expected[number] for number in range(ROWS)]
+    apart = min(float(np.abs(one - other).max()) for index, one in enumerate(rows) for other in rows[:index])
+    assert apart > 0, "requests cannot be told apart by their answers"
+
+
+def test_the_same_batch_is_answered_bit_for_bit_as_by_a_session(site: Site) -> None:
+    whole = images(ROWS, 20)
+    (expected,) = site.direct.answers([whole])
+    with site.loaded(RESNET), site.client() as client:
+        for _ in range(5):
+            answer = ask(client, RESNET, whole)
+            assert answer.batch_size == ROWS
+            np.testing.assert_array_equal(only_output(answer), expected)
+
+
+def test_answers_of_padded_graphs_are_those_of_plain_runs(site: Site) -> None:
+    asked = [images(rows, 30 + rows) for rows in (3, 5, 6, 7)]  # graphs are captured for 1, 2, 4 and 8 rows
+    expected = site.direct.answers(asked, graphs=False)
+    with site.loaded(RESNET), site.client() as client:
+        for x, rows in zip(asked, expected, strict=True):
+            for _ in range(3):
+                assert_agree(only_output(ask(client, RESNET, x)), rows, tolerance_of(site))
+        captured = site.direct.engine.target.backend == "tensorrt"
+        assert padding_ratio(site, RESNET) == pytest.approx(1 - (3 + 5 + 6 + 7) / (4 + 8 + 8 + 8) if captured else 0)
+
+
+def test_the_compute_time_of_answers_is_that_of_crucible_bench(site: Site) -> None:
+    """Full batches with the device kept busy, as in a benchmark: a GPU that rests between requests lowers its clocks."""
+    overrides = [text for each in (f"benchmark.sizes=[{{batch: {ROWS}}}]", "benchmark.duration_s=1") for text in ("--set", each)]
+    source = f"model.weights={site.folder / 'weights.safetensors'}"
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CRUCIBLE_HOME": str(site.folder / "home")}  # where the export lies
+    done = crucible("bench", site.delivered(RESNET), "--set", source, *overrides, "--json", env=env)
+    assert done.code == 0, done.err
+    (row,) = done.summary["summary"]
+    with site.loaded(RESNET):
+        told = ask_all(site, RESNET, [images(ROWS, 40)], 400, 4)
+    computed = [each.answer.times_ms["compute"] for each in told[100:] if each.answer]
+    assert statistics.median(computed) == pytest.approx(1e3 * row["compute"]["median"], rel=AGREEMENT)
+
+
+def test_tritonclient_asks_over_http_and_grpc(site: Site) -> None:
+    x = images(2, 50)
+    (expected,) = site.direct.answers([x])
+    with (
+        site.loaded(RESNET),
+        tritonclient.http.InferenceServerClient(site.url.removeprefix("http://")) as http,
+        tritonclient.grpc.InferenceServerClient(site.rpc) as grpc,
+    ):
+        for library, client in ((tritonclient.http, http), (tritonclient.grpc, grpc)):
+            assert client.is_model_ready(RESNET)
+            given = library.InferInput("image", list(x.shape), "FP32")
+            given.set_data_from_numpy(x)
+            answer = client.infer(RESNET, [given])
+            assert_agree(answer.as_numpy("logits"), expected, tolerance_of(site))
+            told = answer.get_response() if library is tritonclient.http else answer.get_response(as_json=True)
+            assert site.kind.device in str(told["parameters"]["device"])  # in gRPC's JSON with the type around it
+            assert re.search(r"[1-9]", str(told["parameters"]["compute_ms"]))
+
+
+def test_two_engines_on_one_gpu_answer_at_once(both: Site) -> None:
+    asked = {RESNET: [images(1, seed) for seed in range(4)], SMALL: small_rows()}
+    alone = {model: [told.answer for told in ask_all(both, model, asked[model], 4, 1)] for model in asked}
+    found: dict[str, list[Told]] = {}
+    threads = [threading.Thread(target=lambda model=model: found.update({model: ask_all(both, model, asked[model], 200, 4)})) for model in asked]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for model in asked:
+        for told in found[model]:
+            assert told.answer is not None, told.status
+            expected = alone[model][told.number]
+            assert expected is not None
+            assert told.answer.model == model
+            assert_agree(only_output(told.answer), only_output(expected), tolerance_of(both))
+
+
+def small_rows() -> list[Array]:
+    return [np.random.default_rng(seed).normal(0, 1, (1, FEATURES)).astype(np.float32) for seed in range(4)]
+
+
+def test_twenty_loads_and_unloads_give_the_memory_back(site: Site) -> None:
+    before = used_bytes()
+    for cycle in range(CYCLES):
+        with site.loaded(SMALL), site.client() as client:
+            only_output(ask(client, SMALL, small_rows()[0]))
+            deployment = client.model(SMALL).deployment
+            assert deployment.memory_bytes, cycle
+            assert used_bytes() > before + HELD_BYTES, cycle
+    wait_for(before + SLACK_BYTES, above=False, limit_s=10)
+
+
+class Asking(threading.Thread):
+    """A client that asks the same again and again as long as the context lasts."""
+
+    def __init__(self, site: Site, model: str, x: Array) -> None:
+        super().__init__(daemon=True)
+        self.told: list[Told] = []
+        self._site, self._model, self._x = site, model, x
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        while not self._stopped.is_set():
+            self.told += ask_all(self._site, self._model, [self._x], 1, 1)
+
+    def statuses(self) -> Counter[int]:
+        return Counter(each.status for each in self.told)
+
+    def __enter__(self) -> Asking:
+        self.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._stopped.set()
+        self.join(WITHIN_S)
+
+
+def wait_until(reached: Callable[[], bool]) -> None:
+    end = time.monotonic() + WITHIN_S
+    while not reached():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def first_answer(site: Site, model: str, x: Array) -> Array:
+    """Once there is a worker again; until then a request is refused as one that may be sent again."""
+    found: list[Told] = []
+
+    def is_answered() -> bool:
+        found[:] = ask_all(site, model, [x], 1, 1)
+        assert found[0].status in (200, 503)
+        return found[0].answer is not None
+
+    wait_until(is_answered)
+    assert found[0].answer is not None
+    return only_output(found[0].answer)
+
+
+def test_a_worker_killed_in_mid_request_costs_its_requests_and_nothing_else(both: Site) -> None:
+    whole = images(ROWS, 60)
+    (expected,) = both.direct.answers([whole])
+    busy, other = [Asking(both, RESNET, whole) for _ in range(4)], Asking(both, SMALL, small_rows()[0])
+    with ExitStack() as kept:
+        for each in (*busy, other):
+            kept.enter_context(each)
+        wait_until(lambda: min(len(each.told) for each in (*busy, other)) >= 5)
+        both.worker(RESNET).kill()
+        wait_until(lambda: any(each.statuses()[503] for each in busy))
+        answer = first_answer(both, RESNET, whole)
+    assert set(other.statuses()) == {200}
+    assert set().union(*(each.statuses() for each in busy)) == {200, 503}
+    np.testing.assert_array_equal(answer, expected)
+    for told in (told for each in busy for told in each.told if told.answer is not None):
+        assert told.answer is not None
+        np.testing.assert_array_equal(only_output(told.answer), expected)
+
+
+def test_a_load_without_memory_is_refused_and_leaves_the_other_engine_serving(site: Site) -> None:
+    x = small_rows()[0]
+    with site.loaded(SMALL), site.client() as client:
+        before = only_output(ask(client, SMALL, x))
+        with Asking(site, SMALL, x) as other, full_gpu(LEFT_BYTES):
+            with pytest.raises(RemoteError) as by_size:  # the files alone are larger than what is free
+                client.load(RESNET, DeploymentOptions(instances=64))
+            with pytest.raises(RemoteError) as by_device:  # the file would fit, the engine does not
+                client.load(RESNET)
+            np.testing.assert_array_equal(only_output(ask(client, SMALL, x)), before)
+        assert by_size.value.status == 409
+        assert re.search(r"needs at least [\d.]+ MiB, [\d.]+ MiB of gpu:0 are free", by_size.value.message)
+        assert "memory" in by_device.value.message
+        assert client.model(RESNET).deployment.state == "unloaded"
+        assert set(other.statuses()) == {200}
+        with site.loaded(RESNET):
+            assert np.isfinite(only_output(ask(client, RESNET, images(1)))).all()
