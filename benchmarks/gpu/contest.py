@@ -76,6 +76,9 @@ class Listening:
     def send(self, payload: object) -> None:
         self.peer.send(payload)
 
+    def answered(self, timeout_s: float) -> bool:
+        return self.peer.answered(timeout_s)
+
     def receive(self, timeout_s: float | None = None) -> Any:
         message = self.peer.receive(timeout_s)
         if isinstance(message, Loaded):
