@@ -335,4 +335,4 @@ def test_with_nothing_deployed(tmp_path: Path) -> None:
         assert client.get_model_repository_index() == []
         assert client.get_inference_statistics()["model_stats"] == []
         refused(lambda: client.infer("add", [tensor("x", X)]), 404, "no model 'add' is deployed")
-        refused(lambda: client.load_model("add"), 404, "no model 'add' is deployed")
+        refused(lambda: client.load_model("add"), 404, "no model 'add'")
