@@ -220,6 +220,7 @@ def told() -> str:
     metrics = Metrics()
     metrics.collect_jobs(dict)
     tally = Tally(Figures(metrics.registry), "net", 1, lambda: 0)
+    tally.show()
     timing = Timing(queue_s=0.001, copy_in_s=0.001, compute_s=0.001, copy_out_s=0.001, batch_size=2)
     tally.ran(1, timing, values=8, padded=2)
     tally.answered(timing, 0.004)
