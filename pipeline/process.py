@@ -35,6 +35,8 @@ T = TypeVar("T")
 GRACE_S = 3.0
 FEWER_COLLECTIONS = (50_000, 20, 20)  # the garbage collector takes a tenth of the time that importing torch or NNCF needs
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# Where children look for modules: sys.path as this process began. A user's folder put in front since may hold a `pipeline` of its own.
+IMPORT_PATH = os.pathsep.join(filter(None, sys.path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ class Child:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
                 # CUDA counts GPUs as nvidia-smi does, so that the first is the same for both
-                env={**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **(env or {}), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **(env or {}), "PYTHONPATH": IMPORT_PATH},
             )
         with contextlib.suppress(BrokenPipeError):  # the child died at once: receive() says why
             ours.send(Start(os.getpid(), name, function.__module__, function.__qualname__, arguments, conversation))

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -84,7 +83,7 @@ class Attempt:
         means, work = self._means, self._work
         await asyncio.to_thread(work.prepare)
         plan = await asyncio.to_thread(means.folders.load_plan, self.job.id)
-        environment = environment_for(self.job.id, self.job.device, work, os.environ, sys.path)
+        environment = environment_for(self.job.id, self.job.device, work, os.environ)
         child = await Child.start(means.worker, self.job.id, work, 2 * means.limits.disk_bytes, environment)  # the watchdog is to be first
         try:
             await means.record(self.job.id, Started(child.pid, child.started))

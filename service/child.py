@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from pipeline.errors import HostError
 from pipeline.faults import MemoryKills, how_it_died, memory_kills
+from pipeline.process import IMPORT_PATH
 from service import processes
 from service.folders import Work
 from service.jobs import Failure
@@ -23,14 +24,14 @@ KEPT_BEGINNINGS = ("LC_", "NVIDIA_")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def environment_for(job_id: str, device: str, work: Work, server: Mapping[str, str], python_path: Sequence[str]) -> dict[str, str]:
+def environment_for(job_id: str, device: str, work: Work, server: Mapping[str, str]) -> dict[str, str]:
     """All that a child's environment holds: an allow-list of the server's, places inside its work directory, its one device, and its mark."""
     kept = {name: value for name, value in server.items() if name in KEPT or name.startswith(KEPT_BEGINNINGS)}
     places = {"HOME": work.home, "TMPDIR": work.temporary, "CRUCIBLE_HOME": work.home, "XDG_CACHE_HOME": work.home / "cache"}
     return {
         **kept,
         **{name: str(place.absolute()) for name, place in places.items()},
-        "PYTHONPATH": os.pathsep.join(filter(None, python_path)),
+        "PYTHONPATH": IMPORT_PATH,
         "PYTHONSAFEPATH": "1",  # no module is imported from the folder that it writes
         "PYTHONUNBUFFERED": "1",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",

@@ -62,6 +62,14 @@ def test_a_child_returns_its_value_and_reports_progress(tmp_path: Path) -> None:
     assert "noise on stdout" in log.read_text()
 
 
+def test_a_users_folder_on_our_path_hides_no_module_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("pipeline", "service", "tests"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('the user has modules of this name')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert call_in_child(double, 21, name="double") == 42
+
+
 def test_our_errors_cross_the_boundary_whole() -> None:
     with pytest.raises(DataError) as caught:
         call_in_child(refuse, name="refuse")

@@ -128,7 +128,7 @@ class Worker:
         file = order.work.root / "engine.json"
         engine = {**order.engine.model_dump(mode="json"), "root": str(order.engine.root.absolute())}
         file.write_text(json.dumps(engine), encoding="utf-8")
-        environment = environment_for(mark, order.device, order.work, os.environ, sys.path)
+        environment = environment_for(mark, order.device, order.work, os.environ)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         try:

@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from pipeline.process import IMPORT_PATH
 from service import logs
 from service.errors import TooLarge, Unavailable, Unprocessable
 from service.wires.helper import LENGTHS, Parts
@@ -64,7 +65,7 @@ class Helpers:
 
 async def _started() -> asyncio.subprocess.Process:
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-    environment = {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
+    environment = {**kept, "PYTHONPATH": IMPORT_PATH, "PYTHONSAFEPATH": "1"}
     pipe = asyncio.subprocess.PIPE
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "service.wires.helper", stdin=pipe, stdout=pipe, limit=READ_BYTES, env=environment, start_new_session=True

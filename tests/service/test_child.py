@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipeline.process import IMPORT_PATH
 from service.child import environment_for
 from service.folders import MOST_LOG_BYTES, Folders, Work
 from service.processes import alive, kill_all, of_jobs, started_at
@@ -29,7 +30,7 @@ SERVER = {
 
 
 def test_a_childs_environment_is_made_for_it() -> None:
-    found = environment_for("7", "cpu", Work(Path("/w")), SERVER, ["/a", "", "/b"])
+    found = environment_for("7", "cpu", Work(Path("/w")), SERVER)
     assert found == {
         "PATH": "/bin",
         "LC_ALL": "C",
@@ -37,7 +38,7 @@ def test_a_childs_environment_is_made_for_it() -> None:
         "TMPDIR": "/w/tmp",
         "CRUCIBLE_HOME": "/w/home",
         "XDG_CACHE_HOME": "/w/home/cache",
-        "PYTHONPATH": "/a:/b",
+        "PYTHONPATH": IMPORT_PATH,
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -51,7 +52,7 @@ def test_a_childs_environment_is_made_for_it() -> None:
 )
 def test_a_child_sees_its_device_only(device: str, server: str | None, seen: str) -> None:
     given = SERVER if server is None else {**SERVER, "CUDA_VISIBLE_DEVICES": server}
-    assert environment_for("7", device, Work(Path("/w")), given, [])["CUDA_VISIBLE_DEVICES"] == seen
+    assert environment_for("7", device, Work(Path("/w")), given)["CUDA_VISIBLE_DEVICES"] == seen
 
 
 def guarded(code: str, parent: int | None = None, file_bytes: int = 10**6) -> "subprocess.Popen[str]":

@@ -167,7 +167,7 @@ def test_one_model_does_not_hinder_another(tmp_path: Path, engine: Engine) -> No
 
 def test_several_instances_share_the_work(tmp_path: Path, engine: Engine) -> None:
     async def story() -> None:
-        async with deployed(tmp_path, engine, worker=SLOW, max_batch=1, instances=2) as bench:
+        async with deployed(tmp_path, engine, worker=(*SLOW[:2], "slow-0.5"), max_batch=1, instances=2) as bench:
             assert bench.deployment.served().instances == 2
             pending = [asyncio.ensure_future(asked(bench, n)) for n in range(2)]
             await asyncio.sleep(0.01)
@@ -197,7 +197,7 @@ def test_draining_answers_what_waits_and_takes_nothing_new(tmp_path: Path, engin
 
 def test_closing_answers_what_still_waits(tmp_path: Path, engine: Engine) -> None:
     async def story() -> None:
-        async with deployed(tmp_path, engine, worker=SLOW, max_batch=1) as bench:
+        async with deployed(tmp_path, engine, worker=(*SLOW[:2], "slow-20"), max_batch=1) as bench:
             pending = [asyncio.ensure_future(asked(bench, n)) for n in range(5)]
             await asyncio.sleep(0.01)
             await bench.deployment.close()
