@@ -1,21 +1,30 @@
-"""A delivered engine, checked or measured again: `crucible validate` and `crucible bench`. Never answered from the store."""
+"""A delivered engine, checked or measured again: `crucible validate`, `crucible bench` and the service's benchmark.
+
+Never answered from the store.
+"""
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Sequence
+from itertools import chain
 
 from pipeline.candidates import reference_outputs
 from pipeline.compile import build_baselines, build_reference, export_model
 from pipeline.config import Plan
-from pipeline.core import Engine, OnnxModel
+from pipeline.core import Engine, Note, OnnxModel
+from pipeline.decide import decide, ratio_of
 from pipeline.errors import ModelError
 from pipeline.job import Job, batch_rows, open_job
+from pipeline.measure import environment
 from pipeline.peaks import with_limits
-from pipeline.report import BenchmarkFailure, BenchmarkReport, Benchmarks, Report, ValidationReport
+from pipeline.report import Ablation, BenchmarkFailure, BenchmarkReport, Benchmarks, Report, Step, ValidationReport
 from pipeline.runner import Runner
 from pipeline.stages.benchmark import benchmark, check_sizes
 from pipeline.stages.validate import validate
 from pipeline.sweep import Sweep, batch_symbol, sweep_of, sweep_sizes
+
+AGAIN = "the latencies are those of a new run of the baselines and the engine; no other candidate was measured beside them"
 
 
 def reopen_job(report: Report, plan: Plan, runner: Runner) -> Job:
@@ -32,7 +41,7 @@ def validate_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -
     reference = build_reference(job, export_model(job))
     samples = job.data.validation or job.data.selection
     arguments = (engine, reference_outputs(job, reference, samples), samples, job.plan.accuracy, batch_rows(job))
-    found: ValidationReport = runner.run(validate, *arguments, name="validate", progress=runner.progress("validate"))
+    found: ValidationReport = runner.anew("validate", engine.recipe.label, validate, *arguments)
     return found
 
 
@@ -57,8 +66,52 @@ def sweep_again(report: Report, plan: Plan, engine: Engine, runner: Runner, batc
 
 def _measured(report: Report, plan: Plan, engines: Sequence[Engine], model: OnnxModel, runner: Runner) -> Benchmarks:
     """ModelError if one of them cannot be measured."""
-    found: Benchmarks = runner.run(benchmark, engines, model, plan.benchmark, name="benchmark", progress=runner.progress("benchmark"))
+    found: Benchmarks = runner.anew("benchmark", engines[-1].recipe.label, benchmark, engines, model, plan.benchmark)
     for result in found.results:
         if isinstance(result, BenchmarkFailure):
             raise ModelError(f"{result.label} cannot be measured: {result.reason}", "see `crucible doctor`")
     return with_limits(found, engines, {each.label: each.layers for each in report.candidates}, plan.benchmark.threads)
+
+
+# -- a report with the new figures -------------------------------------------------------------------------------------
+
+
+def report_again(report: Report, plan: Plan, engine: Engine, runner: Runner, command: str) -> Report:
+    """The report of an engine's compile, but with the latencies of a new run of the engine and its baselines."""
+    found = benchmark_again(report, plan, engine, runner)
+    renewed = with_figures(report, engine, found, runner.steps)
+    here = {"command": command, "environment": environment(), "created": dt.datetime.now(dt.UTC).isoformat(timespec="seconds")}
+    return renewed.model_copy(update=here)
+
+
+def with_figures(report: Report, engine: Engine, found: Benchmarks, steps: Sequence[Step]) -> Report:
+    """The report with these figures in the place of all that it had: its winner's are the last.
+
+    Accuracy stays as the compile found it; what rests on latencies that are gone is said anew, or left out. `steps` were run for the figures.
+    """
+    *baselines, last = (result for result in found.results if isinstance(result, BenchmarkReport))
+    winner = next(each for each in report.candidates if each.label == report.winner).model_copy(update={"engine": engine, "benchmark": last})
+    others = {each.label: each.model_copy(update={"benchmark": None}) for each in report.candidates}
+    decision = decide([winner], winner, report.validation)
+    made = {step.digest for step in steps}
+    earlier = (step.model_copy(update={"reused": True}) for step in report.steps if step.stage != "benchmark" and step.digest not in made)
+    renewed = {
+        "candidates": tuple({**others, winner.label: winner}.values()),
+        "baseline": baselines[0],
+        "baselines": tuple(baselines[1:]),
+        "ablation": _without_ratios(report.ablation) if report.ablation else None,
+        "ratio": ratio_of(winner),
+        "verdict": decision.verdict,
+        "reasons": decision.reasons,
+        "next_steps": decision.next_steps,
+        "steps": tuple(chain(earlier, steps)),
+        "notes": (*(note for note in report.notes if note.text != AGAIN), Note(stage="benchmark", text=AGAIN, level="info")),
+        "peaks": found.peaks,
+        "gpu_use": found.gpu_use,
+        "benchmarked": found.created,
+    }
+    return report.model_copy(update=renewed)
+
+
+def _without_ratios(ablation: Ablation) -> Ablation:
+    return ablation.model_copy(update={"rows": tuple(row.model_copy(update={"ratio": None}) for row in ablation.rows)})

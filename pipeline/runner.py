@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import importlib.metadata
 import inspect
 from collections.abc import Callable
@@ -93,7 +94,7 @@ class Runner:
         try:
             stored = self.store.get(key, kind, make, stage.lasts)
         except BaseException as error:
-            tell("failed", text=str(error).partition("\n")[0] if isinstance(error, Exception) else "interrupted")
+            tell("failed", text=_first_line(error))
             raise
         if any(step.digest == stored.digest for step in self.steps):
             return stored.value
@@ -111,6 +112,25 @@ class Runner:
         tell("reused" if stored.reused else "finished", seconds=step.seconds)
         return stored.value
 
+    def anew(self, stage: str, subject: str, function: Callable[..., Any], *arguments: object) -> Any:
+        """What `function(*arguments, progress)` gives in a child: never from the store, and not kept there, but told of as a stage."""
+
+        def tell(state: Any, **details: Any) -> None:
+            self.emit(StageEvent(stage, subject, state, **details))
+
+        tell("started", estimate_s=self.history.estimate(stage, subject, self.plan))
+        begin, created = monotonic(), dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+        try:
+            value = self.run(function, *arguments, name=stage, progress=self.progress(stage, subject))
+        except BaseException as error:
+            tell("failed", text=_first_line(error))
+            raise
+        step = Step(stage=stage, subject=subject, seconds=monotonic() - begin, reused=False, created=created, digest="")
+        self.steps.append(step)
+        self.history.add(stage, subject, step.seconds, self.plan)
+        tell("finished", seconds=step.seconds)
+        return value
+
     @property
     def history(self) -> History:
         """Past times of this store's stages."""
@@ -127,6 +147,10 @@ class Runner:
             self.emit(StageEvent(stage, subject, "progress", fraction, text, elapsed_s=monotonic() - begin, estimate_s=estimate_s))
 
         return progress
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0] if isinstance(error, Exception) else "interrupted"
 
 
 def installed(distribution: str) -> str:

@@ -248,6 +248,14 @@ def print_limits(console: Console, rows: Sequence[tuple[str, LatencyRow]]) -> No
         console.print(f"what binds each row is not known: {escape(bounds[0].next_step)}", highlight=False, soft_wrap=True)
 
 
+def print_latency(console: Console, report: Report) -> None:
+    """The latencies of a report: of the baselines and of all candidates that were measured."""
+    found = (report.baseline, *report.baselines, *(candidate.benchmark for candidate in report.candidates))
+    measured = [each for each in found if each is not None]
+    console.print(benchmark_table(measured))
+    print_limits(console, [(each.label, row) for each in measured for row in each.rows])
+
+
 def limits_table(rows: Iterable[tuple[str, LatencyRow]]) -> Table:
     """What binds each row, by the label of its engine."""
     table = Table(title="what binds each row", title_justify="left")

@@ -88,13 +88,19 @@ class Attempt:
         try:
             await means.record(self.job.id, Started(child.pid, child.started))
             log.info("job.started", job=self.job.id, pid=child.pid, device=self.job.device)
-            command = f"a request to the service, job {self.job.id} ('{plan.name}')"
-            await child.send(Start(plan=means.folders.uploads(self.job.id) / "plan.json", work=work.root, shared=means.folders.home, command=command))
+            await child.send(self._start(plan.name))
             ending = await self._first_end(child)
         finally:
             await child.end()
             await asyncio.to_thread(work.clear_temporary)  # or a job that has filled the disk leaves no space to store how it ended
         return await asyncio.to_thread(self._publish) if ending is None else ending
+
+    def _start(self, name: str) -> Start:
+        folders, job = self._means.folders, self.job
+        compiled = folders.compiled(job.id) if job.measures else None
+        what = f"version {job.measures.version} of model '{job.measures.model}' measured again, " if job.measures else ""
+        command = f"a request to the service, {what}job {job.id} ('{name}')"
+        return Start(plan=folders.uploads(job.id) / "plan.json", work=self._work.root, shared=folders.home, compiled=compiled, command=command)
 
     async def _got(self, lease: Lease) -> bool:
         """Wait for a lease; False if the attempt is stopped before."""

@@ -1,4 +1,4 @@
-"""A client of the service, for programs and for `crucible submit | wait | report | promote | load`. Loads nothing of the server.
+"""A client of the service, for programs and for `crucible submit | wait | report | promote | load | benchmark`. Loads nothing of the server.
 
     with Client("http://127.0.0.1:8000", key) as client:
         job = client.submit(Upload(Path("model.onnx"), plan=Path("plan.yaml")))
@@ -33,7 +33,7 @@ from pipeline.errors import CrucibleError, HostError, PlanError, UserError
 from pipeline.report import Report
 from service.jobs import FINAL, State
 from service.keys import FORM
-from service.models import DeploymentOptions, ModelPage, ModelView, PromoteRequest, ShapesView
+from service.models import BenchmarkRequest, DeploymentOptions, ModelPage, ModelView, PromoteRequest, ShapesView
 from service.schemas import FORMS, JobPage, JobView, Refusal
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -183,6 +183,12 @@ class Client:
 
     def rollback(self, name: str) -> ModelView:
         return self._changed("POST", _path("models", name, "rollback"), None)
+
+    def benchmark(self, name: str, version: int | None = None, idempotency_key: str | None = None) -> JobView:
+        """A job that measures a model's engine again: this version's, or what is loaded, or the current one's."""
+        asked = BenchmarkRequest(version=version).model_dump(mode="json")
+        request = self._http.build_request("POST", _path("models", name, "benchmark"), json=asked, headers=_once(idempotency_key), timeout=_patient())
+        return self._parsed(JobView, self._send(request))
 
     def load(self, name: str, options: DeploymentOptions | None = None) -> ModelView:
         """Ready when this returns."""

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipeline import terminal
-from pipeline.runner import StageEvent
 from service import model_commands
+from service.following import follow
 from service.gc import gc
 from service.options import HomeOption, JobArgument, JsonOption, UrlOption, connect
 
 if TYPE_CHECKING:
-    from service.client import Client, Event, RemoteError
+    from service.client import Client
     from service.database import Database
     from service.jobs import State
     from service.schemas import JobView
@@ -147,7 +147,7 @@ def retry(job: JobArgument, wait: WaitOption = False, url: UrlOption = None, as_
 
 def _sent(client: Client, job: JobView, wait: bool, as_json: bool) -> None:
     if wait:
-        _follow(client, job.id, as_json)
+        follow(client, job.id, as_json)
     if not as_json:
         print(f"job {job.id} is {job.state}; follow it with `crucible wait {client.url}{job.links.job}`")
     print(job.model_dump_json())
@@ -163,7 +163,7 @@ def wait(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -
 
     where, job_id = place_of(job, url)
     with connect(where) as client:
-        _follow(client, job_id, as_json)
+        follow(client, job_id, as_json)
 
 
 @app.command()
@@ -190,8 +190,7 @@ def jobs(
     if as_json:
         print(page.model_dump_json())
         return
-    rows = [(job.id, job.name, job.state, job.progress.stage if job.progress else "", job.verdict or "", job.winner or "") for job in page.jobs]
-    terminal.console().print(terminal.plain_table(("job", "name", "state", "stage", "verdict", "winner"), rows))
+    terminal.console().print(terminal.plain_table(("job", "name", "what", "state", "stage", "verdict", "winner"), map(_job_row, page.jobs)))
 
 
 @app.command()
@@ -285,6 +284,11 @@ def print_report(target: str, url: str | None, as_json: bool) -> None:
     print(f"report: {client.url}/reports/{job_id}")
 
 
+def _job_row(job: JobView) -> tuple[str, ...]:
+    what = f"benchmark of {job.measures.model} {job.measures.version}" if job.measures else "compile"
+    return (job.id, job.name, what, job.state, job.progress.stage if job.progress else "", job.verdict or "", job.winner or "")
+
+
 def _state(text: str | None) -> State | None:
     from typing import get_args
 
@@ -296,49 +300,3 @@ def _state(text: str | None) -> State | None:
     if text is not None and found is None:
         raise PlanError(f"no state '{text}'", f"give one of {', '.join(known)}")
     return found
-
-
-def _follow(client: Client, job_id: str, as_json: bool) -> NoReturn:
-    """Show a job's events to its end, then what came of it; leaves with the exit code."""
-    errors = terminal.console(stderr=True)
-    with terminal.StageProgress(errors, quiet=as_json) as progress:
-        for event in client.events(job_id):
-            if event.kind == "stage":
-                progress(stage_of(event))
-            elif not as_json:
-                why = event.data.get("why")
-                errors.print(f"{event.kind}: {why}" if why else event.kind, highlight=False, markup=False)
-    job = client.job(job_id)
-    if job.state == "succeeded" and not as_json:
-        _print_verdict(client, job)
-    print(job.model_dump_json())
-    if job.state != "succeeded":
-        raise _why(job)
-    raise typer.Exit(2 if job.verdict == "rejected" else 0)
-
-
-def stage_of(event: Event) -> StageEvent:
-    """What the terminal shows of an event; the stage's name comes from a job, and is no markup."""
-    from dataclasses import fields
-
-    from rich.markup import escape
-
-    known = {field.name for field in fields(StageEvent)}
-    told = {name: value for name, value in event.data.items() if name in known}
-    return StageEvent(**{**told, "stage": escape(told["stage"])})
-
-
-def _print_verdict(client: Client, job: JobView) -> None:
-    console, report = terminal.console(), client.report(job.id)
-    console.print(terminal.candidate_table(report))
-    for line in terminal.verdict_lines(report):
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"report: {client.url}{job.links.report}", highlight=False, soft_wrap=True, markup=False)
-
-
-def _why(job: JobView) -> RemoteError:
-    from service.client import RemoteError
-
-    if job.failure is None:
-        return RemoteError(f"job {job.id} was cancelled", "send the model again if that was not meant", "job.cancelled")
-    return RemoteError(job.failure.message, job.failure.next_step, job.failure.code)

@@ -1,6 +1,7 @@
 """Where the files of jobs lie under the service's home.
 
 home/uploads/<job>/     what the client sent, and plan.json: the plan over those files. Written by the server before the job is added
+home/uploads/<job>/compiled/    of a benchmark: the report and the engine that are measured again
 home/jobs/<job>/        the child's work: log, home/ (its CRUCIBLE_HOME), tmp/, out/ (the report before it is verified)
 home/reports/<job>/     the report and the engine, published by the server
 home/models/<name>/<version>/   the engine of a promoted version
@@ -83,6 +84,9 @@ class Folders:
     def uploads(self, job_id: str) -> Path:
         return self.home / "uploads" / job_id
 
+    def compiled(self, job_id: str) -> Path:
+        return self.uploads(job_id) / "compiled"
+
     def work(self, job_id: str) -> Work:
         return Work(self.home / "jobs" / job_id)
 
@@ -113,13 +117,17 @@ class Folders:
         except (OSError, ValidationError) as error:
             raise StoreError(f"the upload of job {job_id} cannot be read: {error}", "send the model again") from error
 
-    def take_over(self, old: str, new: str) -> None:
-        """Give one job's upload to another, and the work with it: the new one goes on from what the old one stored."""
+    def share_upload(self, old: str, new: str) -> None:
+        """Give one job's upload to another too: its files are linked, its plan names them where the new one finds them."""
         shutil.copytree(self.uploads(old), self.uploads(new), copy_function=os.link, dirs_exist_ok=True)
         before, after = (json.dumps(f"{self.uploads(job_id)}/")[1:-1] for job_id in (old, new))
         text = (self.uploads(old) / PLAN).read_text(encoding="utf-8").replace(before, after)
         (self.uploads(new) / PLAN).unlink()  # a link to the old one's
         (self.uploads(new) / PLAN).write_text(text, encoding="utf-8")
+
+    def take_over(self, old: str, new: str) -> None:
+        """Give one job's upload to another, and the work with it: the new one goes on from what the old one stored."""
+        self.share_upload(old, new)
         if self.work(old).home.is_dir():
             self.work(new).root.mkdir(parents=True, exist_ok=True)
             self.work(old).home.rename(self.work(new).home)

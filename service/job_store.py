@@ -95,12 +95,13 @@ class JobStore:
         with self._database.read() as rows:
             return _job(_row(rows, job_id, owner))
 
-    def usual_s(self, owner: str, name: str, device: str) -> float | None:
-        """How long this owner's jobs of this name take on a device: the median of the last few that succeeded; None if none has."""
+    def usual_s(self, owner: str, name: str, device: str, measures: bool = False) -> float | None:
+        """How long this owner's jobs of this name and kind take on a device: the median of the last few that succeeded; None if none has."""
         query = "SELECT * FROM jobs WHERE owner = ? AND state = 'succeeded' ORDER BY id DESC LIMIT ?"
         with self._database.read() as rows:
             found = rows.execute(query, (owner, LOOKED_AT)).fetchall()
-        alike = [job.took_s for job in _readable(found) if (job.name, job.device, job.attempt) == (name, device, 1)]
+        wanted = (name, device, measures, 1)
+        alike = [job.took_s for job in _readable(found) if (job.name, job.device, job.measures is not None, job.attempt) == wanted]
         return median(alike[:COUNTED]) if alike else None
 
     def list(self, owner: str | None = None, state: State | None = None, limit: int = 50, after: str | None = None) -> Page:

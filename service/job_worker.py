@@ -1,7 +1,7 @@
-"""A job's child: `python -m service.job_worker FD` compiles one plan and tells the server through the socket FD.
+"""A job's child: `python -m service.job_worker FD` compiles a plan, or measures its engine again, and tells the server through the socket FD.
 
-The only module of the service that imports pipeline.compile, and inside functions. It runs below a guardian (service/guardian.py), which
-has restricted it, with an environment made for it (service/child.py), and writes nothing but its work directory.
+The only module of the service that imports pipeline.compile and pipeline.again, and inside functions. It runs below a guardian
+(service/guardian.py), which has restricted it, with an environment made for it (service/child.py), and writes nothing but its work directory.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ from service.messages import (
 )
 
 if TYPE_CHECKING:
+    from pipeline.config import Plan
     from pipeline.report import Report
 
 SEEDED = ("history.jsonl", "timing")  # of the home: copied, for the child adds to them
 CONTENDED = "latency was measured while engines served on the same device: it decides nothing about speed"
+CHOSEN = "this candidate was chosen by latencies that were measured while engines served on the same device: another may be faster"
 
 
 class Server:
@@ -87,8 +89,8 @@ class Server:
         return answer
 
 
-def compile_job(start: Start, server: Server) -> None:
-    """Compile the plan, and leave the report in the work's out/."""
+def run_job(start: Start, server: Server) -> None:
+    """Compile the plan, or measure its engine again, and leave the report in the work's out/."""
     from pipeline.compile import compile_plan, publish_report
     from pipeline.config import Plan
     from pipeline.stages.benchmark import benchmark
@@ -99,9 +101,22 @@ def compile_job(start: Start, server: Server) -> None:
     plan = Plan.model_validate_json(start.plan.read_bytes())
     store = Store(work.home, on_wait=lambda text: server.emit(StageEvent("store", "", "waiting", text=text)), shared=start.shared)
     runner = Runner(store, server.emit, measuring(benchmark, server, _mark(work.home)), plan=plan.name)
-    report = compile_plan(plan, runner, start.command)
-    publish_report(as_contended(report) if _mark(work.home).exists() else report, work.out)
+    command, compiled = start.command, start.compiled
+    report = compile_plan(plan, runner, command) if compiled is None else measure_again(compiled, plan, runner, command)
+    publish_report(doubted(report, CONTENDED) if _mark(work.home).exists() else report, work.out)
     forget_contended(work.home)
+
+
+def measure_again(compiled: Path, plan: Plan, runner: Runner, command: str) -> Report:
+    """The report in `compiled` with new latencies of its engine. Nothing makes good that it was chosen by contended ones."""
+    from pipeline.again import report_again
+    from pipeline.deliver import load_engine
+    from pipeline.render import load_report
+
+    old = load_report(compiled)
+    plain = old.model_copy(update={"notes": tuple(note for note in old.notes if note.text not in (CONTENDED, CHOSEN))})
+    report = report_again(plain, plan, load_engine(compiled), runner, command)
+    return doubted(report, CHOSEN) if {CONTENDED, CHOSEN} & set(old.reasons) else report
 
 
 def measuring(benchmark: Callable[..., object], server: Server, mark: Path) -> Run:
@@ -121,11 +136,11 @@ def measuring(benchmark: Callable[..., object], server: Server, mark: Path) -> R
     return run
 
 
-def as_contended(report: Report) -> Report:
+def doubted(report: Report, why: str) -> Report:
     """The report of figures that decide nothing about speed: it accepts nothing."""
     verdict = "unproven" if report.verdict == "accepted" else report.verdict
-    notes = (*report.notes, Note(stage="benchmark", text=CONTENDED))
-    return report.model_copy(update={"verdict": verdict, "reasons": (*report.reasons, CONTENDED), "notes": notes})
+    notes = (*report.notes, Note(stage="benchmark", text=why))
+    return report.model_copy(update={"verdict": verdict, "reasons": (*report.reasons, why), "notes": notes})
 
 
 def forget_contended(home: Path) -> None:
@@ -183,7 +198,7 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
 
 
 def main(descriptor: int) -> None:
-    """Compile what the server says, and end; never returns."""
+    """Do what the server says, and end; never returns."""
     os.set_inheritable(descriptor, False)
     server = Server(socket.socket(fileno=descriptor).makefile("rwb"))
     answer: FromChild = Finished()
@@ -191,7 +206,7 @@ def main(descriptor: int) -> None:
         start = server.receive()
         if not isinstance(start, Start):
             raise InternalError(f"the server began with {start.kind}")
-        compile_job(start, server)
+        run_job(start, server)
     except Exception as error:  # noqa: BLE001  the edge of a process: everything must reach the server
         traceback.print_exc()  # to the job's log
         answer = failed_from_error(crucible_error(error))

@@ -1,4 +1,4 @@
-"""A compile job's life. Pure: `step(job, event, now)` is the whole of it; what stores, starts and kills stands elsewhere.
+"""A job's life, be it a compile or a benchmark. Pure: `step(job, event, now)` is the whole of it; what stores, starts and kills stands elsewhere.
 
 queued ── Started ──> running ── Succeeded ──> succeeded
   │  ▲                 │  │ └──── Died ──────> failed
@@ -41,14 +41,22 @@ class Progress(Frozen):
     estimate_s: float | None = None  # of this stage, from earlier runs; None: it never ran here
 
 
+class Measures(Frozen):
+    """Whose engine a job measures again."""
+
+    model: str
+    version: int
+
+
 class Job(Frozen):
-    """One request to compile, as far as it has come."""
+    """One request to compile, or to measure again, as far as it has come."""
 
     id: str
     owner: str
     identity: str  # equal requests of one owner have the same
-    name: str
+    name: str  # of the plan
     device: str  # whose queue it stands in
+    measures: Measures | None = None  # None: it compiles
     state: State = "queued"
     created: str  # UTC
     started: str | None = None  # of the last attempt

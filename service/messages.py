@@ -41,12 +41,13 @@ class HostIdentity(Frozen):
 
 
 class Start(Frozen):
-    """What to compile, and where."""
+    """What to compile or to measure again, and where."""
 
     kind: Literal["start"] = "start"
     plan: Path
     work: Path
     shared: Path  # the store to read from, besides the work's own
+    compiled: Path | None = None  # the plan's report and engine, to be measured again; None: the plan is compiled
     command: str  # for the report: how the compile was asked for
 
 

@@ -1,4 +1,4 @@
-"""Commands for the models on a server: which are current, and which are loaded."""
+"""Commands for the models on a server: which are current, which are loaded, and how fast they are."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline import terminal
+from service.following import follow
 from service.options import JsonOption, UrlOption, connect
 
 if TYPE_CHECKING:
@@ -68,6 +69,21 @@ def load(
         raise PlanError(explain(error, DeploymentOptions), "see `crucible load --help`") from error
     with connect(url) as client:
         _print_model(client.load(name, options), as_json)
+
+
+@app.command()
+def benchmark(
+    name: ModelArgument,
+    version: Annotated[int | None, typer.Option(min=1, help="This one; the one that is loaded, or else the current one, if left out.")] = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure a model's engine again on the service, beside the baselines of its compile, and follow the job as `crucible wait` does.
+
+    Ends with the latencies, the verdict and, as the last line, one JSON document: the job.
+    """
+    with connect(url) as client:
+        follow(client, client.benchmark(name, version).id, as_json)
 
 
 @app.command()

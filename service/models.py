@@ -25,6 +25,14 @@ class PromoteRequest(Frozen):
     override: bool = Field(default=False, description="Take it although its verdict is `unproven`; logged. A rejected one is never taken")
 
 
+class BenchmarkRequest(Frozen):
+    """Which version is to be measured again."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"version": 2}]})
+
+    version: int | None = Field(default=None, ge=1, description="Null: the one that is loaded, or the current one where none is")
+
+
 class DeploymentOptions(Frozen):
     """How a model is served. What is left out is chosen."""
 

@@ -155,6 +155,7 @@ class JobRunner:
             identity=old.identity,
             name=old.name,
             device=old.device,
+            measures=old.measures,
             created=created,
             estimate_s=old.estimate_s,
             trace=current_trace(),

@@ -12,7 +12,7 @@ from pipeline.measure import Interval, Samples
 from pipeline.render import HTML_NAME, JSON_NAME, MARKDOWN_NAME
 from pipeline.report import BenchmarkReport, Candidate, LatencyRow, Report, ValidationReport, Verdict
 from pipeline.report import State as CandidateState
-from service.jobs import Failure, Job, Progress, State
+from service.jobs import Failure, Job, Measures, Progress, State
 
 FORMS = {"application/json": JSON_NAME, "text/markdown": MARKDOWN_NAME, "text/html": HTML_NAME}  # of reports, by what Accept asks for
 EXAMPLE_ID = "01931f3a5b2c07d1e9a44c6f21"
@@ -50,6 +50,7 @@ class JobView(Frozen):
         owner="key:3f9a0c1d7b",
         state="running",
         device="cpu",
+        measures=None,
         created="2026-11-21T10:00:00.000+00:00",
         started="2026-11-21T10:00:01.250+00:00",
         finished=None,
@@ -68,6 +69,7 @@ class JobView(Frozen):
     owner: str
     state: State
     device: str
+    measures: Measures | None = Field(default=None, description="Of a benchmark: the model and the version that it measures; null: it compiles")
     created: str
     started: str | None
     finished: str | None

@@ -1,4 +1,4 @@
-"""From a request to compile to a job: an upload, or the name of one of the server's own plans.
+"""From a request to a job: to compile an upload or one of the server's own plans, or to measure a model again.
 
 Whatever goes wrong before the job is added, a client that hangs up included, leaves nothing behind.
 """
@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +21,12 @@ from pipeline.errors import PlanError
 from pipeline.source import code_digest, source_from_config
 from service import submitted, uploads
 from service.errors import NotFound, TooLarge, Unprocessable
+from service.guard import Caller
 from service.job_store import Once
-from service.jobs import Job, new_id
+from service.jobs import Job, Measures, new_id
 from service.leases import utc_now
 from service.messages import HostIdentity
+from service.models import BenchmarkRequest
 from service.schemas import NamedConfig
 from service.service import Service
 from service.settings import Settings
@@ -43,36 +45,74 @@ class Wanted:
     digest: str
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a job is to do; its upload is complete."""
+
+    name: str  # of its plan
+    device: str
+    identity: str
+    digest: str
+    measures: Measures | None = None
+
+
+Prepare = Callable[[str], Awaitable[Prepared]]
+"""Fills the upload of the job with this id."""
+
+
 async def submit(service: Service, owner: str, content_type: str, stream: AsyncIterator[bytes], key: str | None) -> Job:
     """Add a job for a request's body, or find the one that an equal request made."""
     host = service.host()
+
+    async def prepare(job_id: str) -> Prepared:
+        if content_type.partition(";")[0].strip().lower() == "application/json":
+            wanted = await _wanted_config(await _short(stream, service.settings.max_plan_bytes), service.settings, owner, host)
+        else:
+            wanted = await _wanted_upload(stream, content_type, service.folders.uploads(job_id), service, owner, host)
+        device = device_for(wanted.plan, tuple(host.devices), await service.read(lambda: _load(service)))
+        await asyncio.to_thread(service.folders.save_plan, job_id, wanted.plan)
+        return Prepared(wanted.plan.name, device, wanted.identity, wanted.digest)
+
+    return await _submit(service, owner, key, prepare)
+
+
+async def submit_benchmark(service: Service, caller: Caller, name: str, asked: BenchmarkRequest, key: str | None) -> Job:
+    """Add a job that measures a model's version again: each request another one, for no two runs are the same."""
+    service.host()
+
+    async def prepare(job_id: str) -> Prepared:
+        version, device = await service.models.lend(caller, name, asked.version, job_id)
+        plan = await asyncio.to_thread(service.folders.load_plan, job_id)
+        digest = hashlib.sha256(json.dumps(["benchmark", name, asked.version]).encode()).hexdigest()
+        return Prepared(plan.name, device, job_id, digest, Measures(model=name, version=version.version))
+
+    return await _submit(service, caller.owner, key, prepare)
+
+
+async def _submit(service: Service, owner: str, key: str | None, prepare: Prepare) -> Job:
     if key is not None and not 0 < len(key) <= MOST_KEY:
         raise Unprocessable(f"an Idempotency-Key of {len(key)} characters, expected 1 to {MOST_KEY}", "send a UUID, for example")
     now = utc_now()
     job_id = new_id(now)
     folder = service.folders.uploads(job_id)
     try:
-        if content_type.partition(";")[0].strip().lower() == "application/json":
-            wanted = await _wanted_config(await _short(stream, service.settings.max_plan_bytes), service.settings, owner, host)
-        else:
-            wanted = await _wanted_upload(stream, content_type, folder, service, owner, host)
-        device = device_for(wanted.plan, tuple(host.devices), await service.read(lambda: _load(service)))
+        ready = await prepare(job_id)
         job = Job(
             id=job_id,
             owner=owner,
-            identity=wanted.identity,
-            name=wanted.plan.name,
-            device=device,
+            identity=ready.identity,
+            name=ready.name,
+            device=ready.device,
+            measures=ready.measures,
             created=now.isoformat(timespec="milliseconds"),
-            estimate_s=await service.read(lambda: service.jobs.usual_s(owner, wanted.plan.name, device)),
+            estimate_s=await service.read(lambda: service.jobs.usual_s(owner, ready.name, ready.device, ready.measures is not None)),
             trace=current_trace(),
         )
-        await asyncio.to_thread(service.folders.save_plan, job_id, wanted.plan)
     except BaseException:
         await asyncio.to_thread(shutil.rmtree, folder, True)
         raise
     try:
-        added, _ = await service.runner.submit(job, Once(key, wanted.digest) if key else None)
+        added, _ = await service.runner.submit(job, Once(key, ready.digest) if key else None)
     except Exception:  # not a cancellation: the runner adds the job nevertheless
         await asyncio.to_thread(shutil.rmtree, folder, True)
         raise

@@ -52,7 +52,7 @@ async def compile_model(
 ) -> JobView:
     caller.require("compile")
     job = await submit(service, caller.owner, request.headers.get("content-type", ""), request.stream(), idempotency_key)
-    return _accepted(job, response)
+    return accepted(job, response)
 
 
 @router.get("/jobs")
@@ -118,10 +118,11 @@ async def retry_job(job_id: str, response: Response, caller: AskedBy, service: A
     """Try a job again that failed or was cancelled: a new job, which goes on from what the old one stored."""
     caller.require("compile")
     service.host()  # or Unavailable
-    return _accepted(await service.runner.retry(job_id, caller.sees), response)
+    return accepted(await service.runner.retry(job_id, caller.sees), response)
 
 
-def _accepted(job: Job, response: Response) -> JobView:
+def accepted(job: Job, response: Response) -> JobView:
+    """The answer to who asked for a job, with where to follow it."""
     response.headers["Location"] = f"/jobs/{job.id}"
     response.status_code = 200 if job.is_final else 202
     return view_of_job(job, utc_now())

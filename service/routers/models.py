@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Header, Response
 from fastapi import Path as InPath
 
-from service.models import NAME, DeploymentOptions, ModelPage, ModelView, PromoteRequest, ShapesView
+from service.models import NAME, BenchmarkRequest, DeploymentOptions, ModelPage, ModelView, PromoteRequest, ShapesView
 from service.routers.asked import REFUSALS, AskedBy, AskedOf
+from service.routers.jobs import accepted
+from service.schemas import JobView
+from service.submission import submit_benchmark
 
 router = APIRouter(prefix="/models", tags=["models"], responses=REFUSALS)
 Name = Annotated[str, InPath(pattern=NAME, description="The model's name")]
@@ -44,6 +47,28 @@ async def roll_back(name: Name, caller: AskedBy, service: AskedOf) -> ModelView:
     """Make the version current again that was before this one."""
     service.host()
     return await service.models.rollback(caller, name)
+
+
+@router.post(
+    "/{name}/benchmark",
+    status_code=202,
+    response_model=JobView,
+    responses={200: {"model": JobView, "description": "The Idempotency-Key came before: its job, which has ended"}},
+)
+async def benchmark(
+    name: Name,
+    response: Response,
+    caller: AskedBy,
+    service: AskedOf,
+    asked: BenchmarkRequest | None = None,
+    idempotency_key: Annotated[str | None, Header()] = None,
+) -> JobView:
+    """Measure the engine that is loaded again, beside the baselines of its compile: a job, whose report is that of the compile with the new figures.
+
+    It waits for quiet as every measurement does, and the model answers all the while.
+    """
+    caller.require("compile")
+    return accepted(await submit_benchmark(service, caller, name, asked or BenchmarkRequest(), idempotency_key), response)
 
 
 @router.put("/{name}/deployment")

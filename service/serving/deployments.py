@@ -28,7 +28,7 @@ from service.guard import Caller
 from service.leases import utc_now
 from service.models import DeploymentOptions, DeploymentView, ModelPage, ModelView, PromoteRequest, SeenShape, ShapesView, Version, suggested
 from service.scrub import scrubbed
-from service.serving.loading import Loader, Means
+from service.serving.loading import Loader, Means, device_for
 from service.serving.promotion import candidate_of, version_of
 from service.serving.repository import Model
 from service.serving.requests import InferAnswer, InferRequest, Served, Statistics
@@ -101,6 +101,19 @@ class Deployments:
         caller.require("admin")
         await self._apart(self._rollback(caller, name))
         return await self.view(caller, name)
+
+    async def lend(self, caller: Caller, name: str, number: int | None, job_id: str) -> tuple[Version, str]:
+        """Give a job a version's report and engine: this version, or the one that is loaded, or the current one; with the device to measure on."""
+        slot = self._slots.get(name)
+        loaded = slot if slot is not None and slot.loaded is not None and number in (None, slot.version.version) else None
+
+        def lent() -> Version:
+            version = self._repository.get(name, caller.sees).version(loaded.version.version if loaded else number)
+            self._repository.lend(version, job_id)
+            return version
+
+        version = await self._ask(lent)  # in the thread in which versions are pruned
+        return version, loaded.device if loaded else device_for(None, version.on_gpu, self._means.leases.devices.names)
 
     async def _deploy(self, caller: Caller, name: str, options: DeploymentOptions) -> None:
         async with self._changing[name]:

@@ -17,8 +17,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from pipeline.core import Engine
-from pipeline.deliver import load_engine
-from pipeline.store import sync
+from pipeline.deliver import ENGINE_FILE, load_engine
+from pipeline.render import JSON_NAME
+from pipeline.store import check_files, sync
 from service import logs
 from service.database import Database
 from service.errors import Conflict, NotFound
@@ -74,6 +75,21 @@ class Repository:
 
     def engine_folder(self, version: Version) -> Path:
         return self._folders.version(version.model, version.version) / ENGINE
+
+    def lend(self, version: Version, job_id: str) -> None:
+        """Give a job what it takes to measure a version again, which may be pruned meanwhile; Conflict unless all is there and as it was."""
+        report = self._folders.report(version.job) / JSON_NAME
+        try:
+            check_files(self.engine_folder(version), self._folders.version(version.model, version.version), besides=(ENGINE_FILE,))
+            self._folders.share_upload(version.job, job_id)
+            place = self._folders.compiled(job_id)
+            shutil.rmtree(place, ignore_errors=True)  # what the version's own job measured, if that was a benchmark
+            place.mkdir()
+            shutil.copy(report, place)
+        except (FileNotFoundError, ValueError) as error:
+            said = f"version {version.version} of '{version.model}' is damaged: {error}"
+            raise Conflict(said, "compile the model again, and promote that report") from error
+        shutil.copytree(self.engine_folder(version), place / ENGINE)
 
     def add(self, version: Version, engine: Path, current: bool) -> Version:
         """Add the next version, whose number replaces the one given; Conflict if the name is another owner's."""

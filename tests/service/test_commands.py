@@ -14,8 +14,8 @@ from pipeline.deliver import load_engine
 from pipeline.render import JSON_NAME
 from pipeline.terminal import StageProgress
 from service.client import Client, Event, RemoteError, Upload
-from service.commands import stage_of
 from service.folders import Folders
+from service.following import stage_of
 from tests.fixtures_cli import Result, crucible
 from tests.service.fixtures_jobs import write_out
 from tests.service.fixtures_serving import serving_models

@@ -18,7 +18,7 @@ from pipeline.history import History
 from pipeline.process import call_in_child
 from pipeline.render import load_report
 from pipeline.runner import StageEvent
-from service.job_worker import CONTENDED, Server, as_contended, forget_contended, measuring, probe_host, seed
+from service.job_worker import CONTENDED, Server, doubted, forget_contended, measuring, probe_host, seed
 from service.jobs import Job
 from service.messages import FromChild, Granted, Returned, Returns, Stage, Start, Wants, from_child, line_of
 from service.runner import WORKER
@@ -98,9 +98,9 @@ def test_progress_is_told_seldom(pair: tuple[Server, Peer]) -> None:
 
 
 def test_contended_figures_accept_nothing_and_are_not_kept(tmp_path: Path) -> None:
-    report = as_contended(sample_report())
+    report = doubted(sample_report(), CONTENDED)
     assert (report.verdict, report.reasons[-1], report.notes[-1].text) == ("unproven", CONTENDED, CONTENDED)
-    assert as_contended(report.model_copy(update={"verdict": "rejected"})).verdict == "rejected"
+    assert doubted(report.model_copy(update={"verdict": "rejected"}), CONTENDED).verdict == "rejected"
     figures = tmp_path / "artifacts" / "benchmark" / "x"
     figures.mkdir(parents=True)
     forget_contended(tmp_path)
