@@ -107,3 +107,22 @@ def test_a_double_can_run_the_stages(tmp_path: Path) -> None:
 def test_the_version_of_a_missing_package_is_absent() -> None:
     assert installed("no-such-package") == "absent"
     assert installed("numpy")[0].isdigit()
+
+
+def test_what_is_run_anew_is_told_as_a_stage_and_never_reused(tmp_path: Path) -> None:
+    events: list[StageEvent] = []
+    runner = Runner(Store(tmp_path), events.append, plan="tiny")
+    assert [runner.anew("count", "x", count, 21) for _ in range(2)] == [22, 22]
+    assert [event.state for event in events] == ["started", "progress", "finished"] * 2
+    assert [event.estimate_s is None for event in events[::3]] == [True, False]
+    assert {(step.stage, step.subject, step.reused, step.digest) for step in runner.steps} == {("count", "x", False, "")}
+    assert [(entry.plan, entry.stage, entry.subject) for entry in runner.history.entries()] == [("tiny", "count", "x")] * 2
+    with pytest.raises(DataError, match="expected more"):
+        runner.anew("refuse", "", refuse)
+    assert (events[-1].state, events[-1].text) == ("failed", "expected more, got less")
+    assert len(runner.steps) == 2
+
+
+def count(number: int, progress: Progress) -> int:
+    progress(0.5, "half")
+    return number + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -64,10 +64,10 @@ class Desk:
 
 
 @asynccontextmanager
-async def opened_desk(home: Path, traces: Any = None, **settings: Any) -> AsyncIterator[Desk]:
+async def opened_desk(home: Path, traces: Any = None, worker: Sequence[str] = WORKER, **settings: Any) -> AsyncIterator[Desk]:
     if not (home / "template").exists():
         write_out(home / "template", home / "template-store")
-    app = create_app(Settings(home=home, **settings), WORKER, known_host, traces=traces)
+    app = create_app(Settings(home=home, **settings), worker, known_host, traces=traces)
     transport = httpx.ASGITransport(app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url=URL, timeout=WITHIN_S) as client:
         desk = Desk(app, client)

@@ -12,18 +12,23 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from pipeline.config import BenchmarkConfig, CandidateConfig, ModelConfig, Plan
-from pipeline.core import Precision, Progress
-from pipeline.errors import InternalError
+from pipeline.core import Engine, Precision, Progress, silent
+from pipeline.errors import InternalError, ModelError
 from pipeline.history import History
 from pipeline.process import call_in_child
 from pipeline.render import load_report
-from pipeline.runner import StageEvent
-from service.job_worker import CONTENDED, Server, doubted, forget_contended, measuring, probe_host, seed
+from pipeline.report import BenchmarkFailure, BenchmarkReport, Benchmarks, Report
+from pipeline.runner import Run, Runner, StageEvent
+from pipeline.source import source_from_config
+from pipeline.stages.benchmark import benchmark
+from pipeline.store import Store
+from service.job_worker import CHOSEN, CONTENDED, Server, doubted, forget_contended, measure_again, measuring, probe_host, seed
 from service.jobs import Job
 from service.messages import FromChild, Granted, Returned, Returns, Stage, Start, Wants, from_child, line_of
 from service.runner import WORKER
+from tests.fixtures_report import benchmark as figures
 from tests.fixtures_report import sample_report
-from tests.service.fixtures_jobs import Bench, new_job, running
+from tests.service.fixtures_jobs import Bench, new_job, running, write_out
 
 
 class Peer:
@@ -136,6 +141,58 @@ def tiny_model(path: Path) -> None:
     onnx.save(
         helper.make_model(helper.make_graph(nodes, "tiny", [x], [y], [weight]), opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path
     )
+
+
+@pytest.mark.parametrize("doubts", [(), (CONTENDED,), (CHOSEN,)])
+def test_a_candidate_that_was_chosen_by_contended_figures_stays_unproven(tmp_path: Path, doubts: tuple[str, ...]) -> None:
+    plan, old = compiled_before(tmp_path)
+    for why in doubts:
+        old = doubted(old, why)
+    (tmp_path / "compiled" / "report.json").write_text(old.model_dump_json())
+    runner = Runner(Store(tmp_path / "home"), run=with_figures_of(benchmarked))
+    report = measure_again(tmp_path / "compiled", plan, runner, "again")
+    assert (report.verdict, report.command) == ("unproven" if doubts else "accepted", "again")
+    assert [reason for reason in report.reasons if reason in (CHOSEN, CONTENDED)] == [CHOSEN] * bool(doubts)
+    assert [note.text for note in report.notes if note.text in (CHOSEN, CONTENDED)] == [CHOSEN] * bool(doubts)
+
+
+def test_an_engine_that_cannot_be_measured_or_whose_model_changed_says_so(tmp_path: Path) -> None:
+    plan, old = compiled_before(tmp_path)
+    runner = Runner(Store(tmp_path / "home"), run=with_figures_of(lost))
+    with pytest.raises(ModelError, match="cannot be measured: it died"):
+        measure_again(tmp_path / "compiled", plan, runner, "again")
+    (tmp_path / "compiled" / "report.json").write_text(old.model_copy(update={"source_digest": "other"}).model_dump_json())
+    with pytest.raises(ModelError, match="have changed since this engine was compiled"):
+        measure_again(tmp_path / "compiled", plan, runner, "again")
+
+
+def compiled_before(folder: Path) -> tuple[Plan, Report]:
+    """A plan of a real model, and in `compiled` a report of it with an engine."""
+    tiny_model(folder / "tiny.onnx")
+    plan = Plan(name="tiny", model=ModelConfig(path=folder / "tiny.onnx"))
+    report = write_out(folder / "compiled", folder / "store")
+    report = report.model_copy(update={"source_digest": source_from_config(plan.model, ()).digest})
+    (folder / "compiled" / "report.json").write_text(report.model_dump_json())
+    return plan, report
+
+
+def with_figures_of(results: Callable[[Engine], BenchmarkReport | BenchmarkFailure]) -> Run:
+    """Stages run as ever, but a benchmark finds this of each engine."""
+
+    def run(function: Callable[..., Any], *arguments: Any, name: str, log: Path | None = None, progress: Progress = silent) -> Any:
+        if function is not benchmark:
+            return call_in_child(function, *arguments, name=name, log=log, progress=progress)
+        return Benchmarks(created="2026-05-05T00:00:00+00:00", results=tuple(map(results, arguments[0])))
+
+    return run
+
+
+def benchmarked(engine: Engine) -> BenchmarkReport:
+    return figures(engine.recipe.label, 4.0, None if engine.recipe.variant else 8.0)
+
+
+def lost(engine: Engine) -> BenchmarkFailure:
+    return BenchmarkFailure(label=engine.recipe.label, reason="it died")
 
 
 def upload(bench: Bench, identity: str, **changes: Any) -> Job:

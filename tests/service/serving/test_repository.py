@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config import ModelConfig, Plan
 from pipeline.core import Engine, Precision, TensorSpec
 from pipeline.deliver import load_engine
+from pipeline.render import load_report
 from service.database import MIGRATIONS, Database
 from service.errors import Conflict, NotFound
 from service.folders import Folders
@@ -177,3 +179,52 @@ def test_a_home_of_before_gets_the_tables_and_keeps_what_it_has(tmp_path: Path) 
     with home.database.read() as rows:
         assert [row["prefix"] for row in rows.execute("SELECT prefix FROM keys")] == ["p"]
     home.database.close()
+
+
+def lendable(home: Home) -> Version:
+    """The first version of `m`, with the upload and the report of its job."""
+    home.add()
+    lent = home.repository.get("m").version()
+    home.folders.save_plan(lent.job, Plan(name="p", model=ModelConfig(path=home.folders.uploads(lent.job) / "model.onnx")))
+    (home.folders.uploads(lent.job) / "model.onnx").write_bytes(b"model")
+    shutil.copytree(home.folders.models.parent / "report", home.folders.report(lent.job))
+    return lent
+
+
+def test_what_was_lent_outlives_the_version_and_is_nobody_elses(home: Home) -> None:
+    lent = lendable(home)
+    for job in ("a", "b"):
+        home.repository.lend(lent, job)
+    home.add()
+    home.repository.remove("m", [1])
+    shutil.rmtree(home.folders.report(lent.job))
+    shutil.rmtree(home.folders.uploads(lent.job))
+    (home.folders.compiled("a") / "engine" / "model.onnx").write_bytes(b"written over")
+    (home.folders.compiled("a") / "report.json").write_bytes(b"written over")
+    place = home.folders.compiled("b")
+    assert (place / "engine" / "model.onnx").read_bytes() == b"engine"
+    assert (load_engine(place).digest, load_report(place).winner) == (home.engine.digest, load_report(home.folders.models.parent / "report").winner)
+    assert home.folders.load_plan("b").model.path == home.folders.uploads("b") / "model.onnx"
+    assert (home.folders.uploads("b") / "model.onnx").read_bytes() == b"model"
+
+
+def test_what_a_benchmark_measured_is_replaced_where_its_report_was_promoted(home: Home) -> None:
+    lent = lendable(home)
+    home.repository.lend(lent, "a")
+    old = home.folders.compiled(lent.job)
+    shutil.copytree(home.folders.compiled("a"), old)
+    (old / "report.json").write_bytes(b"of before")
+    home.repository.lend(lent, "b")
+    assert load_report(home.folders.compiled("b")).winner
+    assert (old / "report.json").read_bytes() == b"of before"
+
+
+def test_a_version_of_which_something_is_missing_is_not_lent(home: Home) -> None:
+    lent = lendable(home)
+    for gone in (home.folders.version("m", 1), home.folders.report(lent.job), home.folders.uploads(lent.job)):
+        gone.rename(aside := gone.with_name("aside"))
+        with pytest.raises(Conflict, match="version 1 of 'm' is damaged"):
+            home.repository.lend(lent, "a")
+        aside.rename(gone)
+        shutil.rmtree(home.folders.uploads("a"), ignore_errors=True)  # as whoever asked does
+    home.repository.lend(lent, "a")
