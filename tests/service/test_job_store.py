@@ -12,7 +12,7 @@ from pipeline.errors import DiskFull
 from service.database import Database
 from service.errors import Conflict, NotFound, TooMany
 from service.job_store import DamagedRow, JobStore, Once
-from service.jobs import CancelAsked, Died, Failure, Job, JobEvent, Progress, Requeued, StageSeen, StaleEvent, Started, Succeeded
+from service.jobs import CancelAsked, Died, Failure, Job, JobEvent, Measures, Progress, Requeued, StageSeen, StaleEvent, Started, Succeeded
 
 NOW = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
 DIED = Died(Failure(code="job.memory", message="too much", next_step="less"))
@@ -116,8 +116,8 @@ def test_equal_requests_are_one_job_until_it_fails(store: JobStore) -> None:
 
 
 def test_the_usual_time_is_the_median_of_the_owners_last_jobs_of_a_name_on_a_device(store: JobStore) -> None:
-    def ran(number: int, seconds: float, *events: JobEvent, owner: str = "me", name: str = "n", device: str = "cpu") -> None:
-        added, _ = store.add(job(number, owner=owner).model_copy(update={"name": name, "device": device}), NOW)
+    def ran(number: int, seconds: float, *events: JobEvent, owner: str = "me", name: str = "n", device: str = "cpu", **more: object) -> None:
+        added, _ = store.add(job(number, owner=owner).model_copy(update={"name": name, "device": device, **more}), NOW)
         for event in (*events, Started(1, 1.0)):
             store.append(added.id, event, NOW)
         store.append(added.id, Succeeded("accepted", None), NOW + dt.timedelta(seconds=seconds))
@@ -129,7 +129,9 @@ def test_the_usual_time_is_the_median_of_the_owners_last_jobs_of_a_name_on_a_dev
     ran(11, 5.0, name="other")
     ran(12, 5.0, device="gpu:0")
     ran(13, 5.0, Started(1, 1.0), Requeued("the server was restarted"))  # its last attempt found much of what it needed
+    ran(14, 3.0, measures=Measures(model="m", version=1))
     assert store.usual_s("me", "n", "cpu") == 67.0
+    assert store.usual_s("me", "n", "cpu", measures=True) == 3.0
     assert store.usual_s("me", "n", "gpu:0") == 5.0
 
 

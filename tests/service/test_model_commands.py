@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from pipeline.config import ModelConfig, Plan
 from service.client import Client, RemoteError
 from service.database import Database
 from service.folders import Folders
@@ -54,6 +55,34 @@ def test_a_model_is_promoted_loaded_rolled_back_and_unloaded_by_commands(tmp_pat
         ):
             refused = at(server, *arguments)
             assert (refused.code, said in refused.err) == (1, True), refused.err
+
+
+def test_a_model_is_measured_again_and_the_job_followed(tmp_path: Path) -> None:
+    (job,) = reports(tmp_path, 1)
+    does(tmp_path, job, "succeed")
+    with serving(tmp_path) as server, Client(server.url) as client:
+        client.promote("m", job)
+        done = at(server, "benchmark", "m")
+        assert done.code == 0, done.err
+        assert (done.summary["state"], done.summary["measures"]) == ("succeeded", {"model": "m", "version": 1})
+        assert [line.split()[0] for line in done.err.splitlines()] == ["queued", "running", "done", "succeeded"]
+        assert [word for word in ("samples/s", "pytorch eager fp32", "ACCEPTED", "/reports/") if word not in done.out] == []
+        assert len(at(server, "benchmark", "m", "--version", "1", "--json").out.splitlines()) == 1
+        assert "benchmark of m 1" in at(server, "jobs").out
+        assert client.benchmark("m", idempotency_key="a").id == client.benchmark("m", idempotency_key="a").id
+        for arguments, said in ((("n",), "no model 'n'"), (("m", "--version", "2"), "no version 2"), (("m", "--version", "0"), "--version")):
+            refused = at(server, "benchmark", *arguments)
+            assert (refused.code, said in refused.err) == (1, True), refused.err
+
+        does(tmp_path, job, "fail")
+        failed = at(server, "benchmark", "m")
+        assert (failed.code, failed.summary["state"], "no such model" in failed.err) == (1, "failed", True)
+
+
+def does(home: Path, job: str, name: str) -> None:
+    """What the double does when it is to measure what this job made."""
+    folders = Folders(home)
+    folders.save_plan(job, Plan(name=name, model=ModelConfig(path=folders.uploads(job) / "model.onnx")))
 
 
 def test_the_client_says_the_same(tmp_path: Path) -> None:
