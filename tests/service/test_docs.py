@@ -190,5 +190,7 @@ def check(told: dict[str, str], folder: Path) -> None:
     assert "(current)" in said("crucible models $model")[0]
     assert "digits version 1 on cpu" in said("crucible infer x.npy")[0]
     assert "is unloaded" in said("crucible unload")[0]
+    (benchmark,) = said("crucible benchmark $model")
+    assert all(word in benchmark for word in ("times baseline", "ACCEPTED", '"measures":{"model":"digits","version":1}'))
     families = re.findall(r"^# TYPE (crucible_\w+) ", said("/metrics")[0], re.MULTILINE)
     assert [name for name in families if not name.endswith("_created") and f"`{name}`" not in PAGE] == []
