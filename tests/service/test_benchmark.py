@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 from pipeline.config import ModelConfig, Plan
 from pipeline.deliver import load_engine
 from pipeline.render import load_report
+from service.job_worker import CONTENDED
 from service.runner import WORKER
 from tests.service.fixtures_app import Desk, at_desk, opened_desk
 from tests.service.serving.fixtures_engines import linear
@@ -270,14 +271,28 @@ def test_a_real_model_is_compiled_loaded_and_measured_again(tmp_path: Path) -> N
                 str(tmp_path).encode() in file.read_bytes() for file in desk.service.folders.report(job["id"]).rglob("*") if file.is_file()
             )
 
+            async def ask() -> None:
+                """The model answers while it is measured, and the report tells of that."""
+                if any(lease.use == "measure" for lease in desk.service._leases.devices.held):
+                    await told(await web.post("/models/m/infer", json={"inputs": {"x": [[1.0] * 16]}}))
+
+            assert CONTENDED not in after.reasons
+            busy = await ended(desk, await web.post("/models/m/benchmark"), ask)
+            assert load_report(desk.service.folders.report(busy["id"])).reasons[-1] == CONTENDED
+
     asyncio.run(story())
 
 
-async def ended(desk: Desk, answer: httpx.Response) -> dict[str, Any]:
+async def nothing() -> None:
+    pass
+
+
+async def ended(desk: Desk, answer: httpx.Response, meanwhile: Callable[[], Awaitable[None]] = nothing) -> dict[str, Any]:
     """As `Desk.until`, for what takes longer on a busy machine."""
     job: dict[str, Any] = await told(answer, 202)
     while job["state"] not in ENDED:
         await asyncio.sleep(0.1)
+        await meanwhile()
         job = await told(await desk.client.get(f"/jobs/{job['id']}"))
     assert job["state"] == "succeeded", (job, desk.service.folders.work(job["id"]).log.read_text())
     return job
