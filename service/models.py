@@ -13,6 +13,9 @@ from pipeline.feeding import BatchSpec, InputRecipe
 from pipeline.report import Verdict
 
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}$"
+RESERVED = frozenset({"stats"})
+"""Names that no model may get: a path of a wire, GET /v2/models/stats, would hide it."""
+
 ModelState = Literal["unloaded", "loading", "ready", "draining", "failed"]
 
 

@@ -77,7 +77,7 @@ class Service:
         self._leases = Leases(Devices(()))
         self.repository = Repository(self.database, self.folders)
         load = partial(Deployment.start, figures=Figures(metrics.registry))
-        self.models = self.serving = Deployments(Means(self.repository, self.jobs, self.folders, self._leases, settings.versions_kept, load))
+        self.models = self.serving = Deployments(Means(self.repository, self.jobs, self.folders, self._leases, settings.versions_kept, settings.load_timeout_s, load))
         self.runner = JobRunner(settings, self.jobs, self._leases, worker, (metrics.observe_job, spans.observe))
         self.helpers = Helpers()
         self._host: HostIdentity | None = None
@@ -89,9 +89,18 @@ class Service:
 
     def host(self) -> HostIdentity:
         """This host; Unavailable while it is not known yet, or jobs are not taken any more."""
-        if self.stopping or self._host is None:
-            raise Unavailable(f"the server is {'stopping' if self.stopping else 'starting'}", "try again in a moment")
+        if self.stopping:
+            raise Unavailable("the server is stopping", "try again in a moment")
+        if self._host is None:
+            raise Unavailable(f"the server is starting: {self._waits_for()}", "try again in a moment")
         return self._host
+
+    def _waits_for(self) -> str:
+        """Without names, which would need a key."""
+        if not self._leases.devices.names:
+            return "it asks its host for devices and tools"
+        loading, models = self.models.starting()
+        return f"{loading} of {models} deployed models are being loaded, GET /models tells which" if loading else "it takes up its jobs"
 
     async def read(self, call: Callable[[], T]) -> T:
         """Ask the database, in a thread of its own."""

@@ -53,6 +53,7 @@ class Settings(Frozen):
     job_timeout_s: float = Field(default=6 * 3600, gt=0)
     shutdown_s: float = Field(default=20, gt=0)  # from SIGTERM until what still runs is stopped
     retention_days: float = Field(default=30, gt=0)  # of finished jobs with their files
+    load_timeout_s: float = Field(default=180, gt=0)  # of an engine, until it has run once and is ready
     versions_kept: int = Field(default=5, ge=1)  # of each model, besides those in use
 
     log_format: Literal["json", "text"] = "json"

@@ -60,6 +60,7 @@ class DeploymentSpec:
     max_delay_s: float = 0.002  # how long the first request of a batch waits for others while every worker has work
     queue_limit: int = 256  # requests that may wait
     timeout_s: float = 30.0
+    load_s: float = 180.0  # until a worker is ready
     image: InputRecipe | None = None
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -101,6 +102,7 @@ class Deployment:
             warm=self._fitting.warm_sizes(),
             runs=RUNS_TO_CAPTURE if captures else 1,
             device=spec.device,
+            load_s=spec.load_s,
             stuck_s=max(LEAST_STUCK_S, STUCK_TIMEOUTS * spec.timeout_s),
             command=worker,
         )

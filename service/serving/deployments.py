@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 
 from pipeline.errors import CrucibleError
 from service import logs
-from service.errors import Conflict, NotFound, Unavailable, Unprocessable
+from service.errors import Conflict, NotFound, TimedOut, Unavailable, Unprocessable
 from service.guard import Caller
 from service.leases import utc_now
-from service.models import DeploymentOptions, DeploymentView, ModelPage, ModelView, PromoteRequest, SeenShape, ShapesView, Version, suggested
+from service.models import RESERVED, DeploymentOptions, DeploymentView, ModelPage, ModelView, PromoteRequest, SeenShape, ShapesView, Version, suggested
 from service.scrub import scrubbed
 from service.serving.loading import Loader, Means, device_for
 from service.serving.promotion import candidate_of, version_of
@@ -93,6 +93,8 @@ class Deployments:
     async def promote(self, caller: Caller, name: str, asked: PromoteRequest) -> ModelView:
         """Make a report's engine the current version; one that is current already stays so. Conflict if it may not be served."""
         caller.require("admin")
+        if name in RESERVED:
+            raise Unprocessable(f"no model can be named '{name}': a path under /v2/models has that name", "choose another name")
         await self._apart(self._promote(caller, name, asked))
         return await self.view(caller, name)
 
@@ -202,7 +204,7 @@ class Deployments:
         self._started = True
 
     async def _resume(self, model: Model, options: DeploymentOptions) -> None:
-        """Some tries, for a host that starts may be short of this or that; other models are loaded between them."""
+        """Some tries, for a host that starts may be short of this or that; other models are loaded between them. One that hangs has had its time."""
         version = model.version(options.version)
         slot = self._slots[model.name] = Slot(version, options.device or "")
         for wait_s in (*self._means.waits_s, None):
@@ -211,9 +213,15 @@ class Deployments:
                 return
             except Exception as error:  # the edge of a model: its fault is not the server's
                 log.error("model.not_loaded", model=model.name, version=version.version, error=slot.reason, exc_info=_trace(error))
+                if isinstance(error, TimedOut):
+                    return
             if wait_s is not None:
                 slot.state = "loading"
                 await asyncio.sleep(wait_s)
+
+    def starting(self) -> tuple[int, int]:
+        """How many of the models that are there are still being loaded, and how many there are."""
+        return sum(slot.state == "loading" for slot in self._slots.values()), len(self._slots)
 
     async def _switch(self, version: Version, options: DeploymentOptions, commit: Callable[[], None]) -> None:
         """Load this version, store that, let it answer, and drain the one that did. What was not there before is not there after a failure."""

@@ -35,6 +35,7 @@ class Means:
     folders: Folders
     leases: Leases
     versions_kept: int
+    load_s: float  # of an engine, until it is ready
     start: Start
     prove: Prove = prove
     free: Callable[[str], int] = free_bytes
@@ -74,6 +75,7 @@ class Loader:
             max_delay_s=options.max_delay_s,
             queue_limit=options.queue_limit,
             timeout_s=options.timeout_s,
+            load_s=self._means.load_s,
             image=version.image,
             labels=version.labels,
         )

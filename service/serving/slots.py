@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from service.errors import TimedOut
 from service.leases import Leases
 from service.models import Version
 from service.serving.deployment import DeploymentSpec
 from service.serving.requests import InferAnswer, InferRequest, ModelState, Served, Statistics
 
-LOAD_S = 600.0  # until a model is ready
 QUIET_S = 2.0  # without a request: then others may measure on the device
 
 
@@ -49,12 +47,9 @@ class Loaded:
         """Load it; what keeps it from being ready is raised, and leaves nothing behind."""
         leases.serve(work.name, spec.device)
         try:
-            async with asyncio.timeout(LOAD_S):
-                return cls(await start(spec, work), spec, work.name, leases)
-        except BaseException as error:
+            return cls(await start(spec, work), spec, work.name, leases)
+        except BaseException:
             leases.give_back(work.name, spec.device)
-            if isinstance(error, TimeoutError):
-                raise TimedOut(f"model '{spec.model}' was not ready within {LOAD_S:g} s", "see its log on the server") from error
             raise
 
     async def infer(self, request: InferRequest) -> InferAnswer:

@@ -30,7 +30,7 @@ from pipeline.errors import CrucibleError, HostError
 from pipeline.faults import memory_kills
 from service import logs
 from service.child import end_guarded, environment_for, how_it_ended, start_guarded
-from service.errors import Unavailable, Unprocessable
+from service.errors import TimedOut, Unavailable, Unprocessable
 from service.folders import Work
 from service.serving.buffers import MOST_BYTES, Buffer, Slot, layout
 from service.serving.worker_messages import (
@@ -51,7 +51,6 @@ from service.serving.worker_messages import (
 WORKER = (sys.executable, "-m", "service.serving.model_worker")
 SLOTS = 2  # one that runs, one that is ready to run
 FILE_BYTES = 1 << 30  # of what a worker writes: its log
-LOAD_S = 600.0
 LAYOUTS = 256  # of inputs, that are remembered
 PRINTED_BYTES = 2000  # of a worker's log, for the server's
 
@@ -69,6 +68,7 @@ class Order:
     runs: int  # of each size, until it is warm
     device: str
     work: Work
+    load_s: float  # until it is ready
     stuck_s: float  # without an answer to a batch: it hangs
     command: Sequence[str] = WORKER
 
@@ -139,11 +139,12 @@ class Worker:
         worker = cls(order, process, ours, mark)
         try:
             worker._send(Load(file, order.warm, order.runs))
-            await asyncio.wait((worker._ready, worker._broken), timeout=LOAD_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((worker._ready, worker._broken), timeout=order.load_s, return_when=asyncio.FIRST_COMPLETED)
             if not worker._ready.done():
-                said = await worker.death() if worker._broken.done() else f"did not load its engine within {LOAD_S:g} s"
+                is_late = not worker._broken.done()
+                said = f"did not load its engine within {order.load_s:g} s" if is_late else await worker.death()
                 log.error("worker.not_ready", worker=order.name, reason=said, printed=worker.printed())
-                raise HostError(f"the worker of '{order.name}' {said}", "the log of the server holds what it printed")
+                raise (TimedOut if is_late else HostError)(f"the worker of '{order.name}' {said}", "the log of the server holds what it printed")
             worker.memory_bytes = worker._ready.result().memory_bytes
         except BaseException:
             await worker.end()

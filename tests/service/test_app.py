@@ -124,7 +124,7 @@ def test_it_is_ready_only_between_its_start_and_its_end(tmp_path: Path) -> None:
         async with app.router.lifespan_context(app), httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=URL) as client:
             assert (await client.get("/healthz")).status_code == 200
             starting = await client.get("/readyz")
-            assert (starting.status_code, starting.json()["error"]) == (503, "the server is starting")
+            assert (starting.status_code, starting.json()["error"]) == (503, "the server is starting: it asks its host for devices and tools")
             assert int(starting.headers["Retry-After"]) > 0
             assert (await client.post("/compile")).status_code == 503
             assert (await client.get("/jobs")).status_code == 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,13 @@ import pytest
 
 from pipeline.core import Engine
 from pipeline.report import Verdict
+from service.app import create_app
 from service.guard import LOCAL
+from service.models import RESERVED
 from service.serving.requests import InferRequest
-from tests.service.fixtures_app import Desk, at_desk
+from service.settings import Settings
+from tests.service.fixtures_app import URL, Desk, at_desk, known_host
+from tests.service.fixtures_jobs import WORKER
 from tests.service.serving.fixtures_engines import direct, linear, marked
 from tests.service.serving.fixtures_models import ended_job
 
@@ -72,6 +77,28 @@ def test_a_model_from_its_report_to_an_answer_and_back(tmp_path: Path) -> None:
     at_desk(tmp_path, story)
 
 
+def hidden_by(paths: Mapping[str, Mapping[str, object]]) -> set[str]:
+    """What a model cannot be called, because a path of the same method has this word where others have the name."""
+    split = [(method, path.split("/")) for path, methods in paths.items() for method in methods]
+    found = set()
+    for method, path in split:
+        for _, other in [each for each in split if "{name}" in path and each[0] == method and len(each[1]) == len(path)]:
+            differ = [(a, b) for a, b in zip(path, other, strict=True) if a != b]
+            if len(differ) == 1 and differ[0][0] == "{name}":
+                found.add(differ[0][1])
+    return found
+
+
+def test_a_name_that_a_path_would_hide_is_refused(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        assert hidden_by(desk.app.openapi()["paths"]) == RESERVED == {"stats"}
+        answer = await told(await desk.client.post("/models/stats/promote", json={"report": report(desk, linear(tmp_path / "e"))}), 422)
+        assert answer["error"] == "no model can be named 'stats': a path under /v2/models has that name"
+        assert await told(await desk.client.get("/models")) == {"models": []}
+
+    at_desk(tmp_path, story)
+
+
 def test_a_version_is_loaded_anew_beside_itself(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
         await told(await desk.client.post("/models/m/promote", json={"report": report(desk, linear(tmp_path / "e"))}))
@@ -91,12 +118,17 @@ def test_what_is_deployed_answers_again_after_a_restart(tmp_path: Path) -> None:
         await told(await desk.client.post("/models/m/promote", json={"report": report(desk, linear(tmp_path / "e"))}))
         await told(await desk.client.put("/models/m/deployment", json={}))
 
-    async def after(desk: Desk) -> None:
-        await told(await desk.client.get("/readyz"))
-        assert await ask(desk) == 1
+    async def after() -> None:
+        app, said = create_app(Settings(home=tmp_path), WORKER, known_host), set()
+        async with app.router.lifespan_context(app), httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=URL) as client:
+            while (answer := await client.get("/readyz")).status_code == 503:
+                said.add(answer.json()["error"])
+                await asyncio.sleep(0.01)
+            assert "the server is starting: 1 of 1 deployed models are being loaded, GET /models tells which" in said
+            assert await ask(Desk(app, client)) == 1
 
     at_desk(tmp_path, before)
-    at_desk(tmp_path, after)
+    asyncio.run(after())
 
 
 def test_an_engine_that_does_not_run_is_no_version(tmp_path: Path) -> None:

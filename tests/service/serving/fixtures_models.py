@@ -16,7 +16,7 @@ from pipeline.feeding import BatchSpec, Padding, ServingConfig
 from pipeline.report import Report, Verdict
 from service.database import Database
 from service.devices import Devices
-from service.errors import Unavailable
+from service.errors import TimedOut, Unavailable
 from service.folders import Folders
 from service.guard import LOCAL, Caller
 from service.job_store import JobStore
@@ -88,12 +88,17 @@ class Host:
     def __init__(self) -> None:
         self.free_bytes = 64 * MIB
         self.broken: Counter[int] = Counter()  # by version: how many starts fail
+        self.hanging: set[str] = set()  # models whose engine is not ready in time
+        self.tried: Counter[str] = Counter()
         self.started: list[Double] = []
         self.batch = PROVED
         self.proofs: list[tuple[tuple[Padding, ...], str]] = []
 
     async def start(self, spec: DeploymentSpec, work: Path) -> Double:
+        self.tried[spec.model] += 1
         await asyncio.sleep(0.001)
+        if spec.model in self.hanging:
+            raise TimedOut("it did not load its engine in time")
         if self.broken[spec.version] > 0:
             self.broken[spec.version] -= 1
             raise ChildDied(f"the worker of version {spec.version} died")
@@ -138,7 +143,7 @@ class Shelf:
         self.repository, self.jobs = Repository(self.database, self.folders), JobStore(self.database)
         self.leases = Leases(Devices(tuple(devices)))
         means = Means(
-            self.repository, self.jobs, self.folders, self.leases, kept, host.start, host.prove, lambda device: host.free_bytes, (0.01, 0.01)
+            self.repository, self.jobs, self.folders, self.leases, kept, 60.0, host.start, host.prove, lambda device: host.free_bytes, (0.01, 0.01)
         )
         self.deployments = Deployments(means)
 

@@ -232,6 +232,33 @@ def test_a_model_that_crashes_at_the_start_is_tried_three_times(tmp_path: Path, 
     play(after)
 
 
+def test_an_engine_that_hangs_at_the_start_is_tried_once_and_the_rest_is_loaded(tmp_path: Path) -> None:
+    async def before() -> None:
+        async with shelf(tmp_path) as here:
+            for name in ("a", "b"):
+                await here.promote(name)
+                await here.deployments.deploy(LOCAL, name, FOLLOW)
+
+    async def after() -> None:
+        host = Host()
+        host.hanging = {"a"}
+        early = Shelf(tmp_path, host)
+        starting = asyncio.create_task(early.deployments.start())
+        while not host.tried:
+            await asyncio.sleep(0)
+        assert early.deployments.starting() == (2, 2)
+        await starting
+        states = {each.model: (each.state, each.reason) for each in early.deployments.served(LOCAL)}
+        assert states == {"a": ("failed", "it did not load its engine in time"), "b": ("ready", "")}
+        assert (host.tried["a"], await early.ask("b"), early.deployments.starting()) == (1, 1, (0, 2))
+        await early.deployments.stop(5.0)
+        await early.deployments.close()
+        early.database.close()
+
+    play(before)
+    play(after)
+
+
 def test_before_the_start_and_after_the_end_nothing_is_changed_and_nothing_is_said_to_be_missing(tmp_path: Path) -> None:
     async def story() -> None:
         async with shelf(tmp_path) as here:

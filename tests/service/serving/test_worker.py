@@ -18,7 +18,7 @@ from onnx import TensorProto, helper
 
 from pipeline.core import Engine
 from pipeline.errors import HostError
-from service.errors import Unavailable, Unprocessable
+from service.errors import TimedOut, Unavailable, Unprocessable
 from service.folders import Work
 from service.serving.instance import LONGEST_PAUSE_S, MOST_CRASHES, pause_after
 from service.serving.worker import Order, Task, Worker
@@ -67,6 +67,17 @@ def test_a_worker_that_does_not_load_is_an_error_and_leaves_nothing(tmp_path: Pa
     play(story)
 
 
+def test_a_worker_that_hangs_while_it_loads_has_its_time_and_no_more(tmp_path: Path, engine: Engine) -> None:
+    async def story() -> None:
+        with pytest.raises(TimedOut, match=r"did not load its engine within 0.5 s"):
+            async with deployed(tmp_path, engine, worker=double("mute"), load_s=0.5):
+                pass
+        assert processes_of(f"serve-{MODEL}-") == []
+        assert list(tmp_path.iterdir()) == []
+
+    play(story)
+
+
 def test_loading_can_be_given_up(tmp_path: Path, engine: Engine) -> None:
     async def story() -> None:
         with pytest.raises(TimeoutError):
@@ -106,7 +117,7 @@ def test_a_worker_that_never_keeps_to_the_protocol_is_given_up(tmp_path: Path, e
 
 def test_a_worker_that_hangs_is_stopped(tmp_path: Path, engine: Engine) -> None:
     async def story() -> None:
-        order = Order(f"{MODEL}-hangs", engine, (), 1, "cpu", Work(tmp_path / "work"), stuck_s=0.2, command=double("hang"))
+        order = Order(f"{MODEL}-hangs", engine, (), 1, "cpu", Work(tmp_path / "work"), load_s=60, stuck_s=0.2, command=double("hang"))
         worker = await Worker.start(order)
         found: list[object] = []
         worker.run(Task(((1, 8),), 32, lambda targets: np.copyto(targets[0], EVIL), found.append))
