@@ -77,7 +77,8 @@ class Service:
         self._leases = Leases(Devices(()))
         self.repository = Repository(self.database, self.folders)
         load = partial(Deployment.start, figures=Figures(metrics.registry))
-        self.models = self.serving = Deployments(Means(self.repository, self.jobs, self.folders, self._leases, settings.versions_kept, settings.load_timeout_s, load))
+        means = Means(self.repository, self.jobs, self.folders, self._leases, settings.versions_kept, settings.load_timeout_s, load)
+        self.models = self.serving = Deployments(means)
         self.runner = JobRunner(settings, self.jobs, self._leases, worker, (metrics.observe_job, spans.observe))
         self.helpers = Helpers()
         self._host: HostIdentity | None = None

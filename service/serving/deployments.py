@@ -26,7 +26,18 @@ from service import logs
 from service.errors import Conflict, NotFound, TimedOut, Unavailable, Unprocessable
 from service.guard import Caller
 from service.leases import utc_now
-from service.models import RESERVED, DeploymentOptions, DeploymentView, ModelPage, ModelView, PromoteRequest, SeenShape, ShapesView, Version, suggested
+from service.models import (
+    RESERVED,
+    DeploymentOptions,
+    DeploymentView,
+    ModelPage,
+    ModelView,
+    PromoteRequest,
+    SeenShape,
+    ShapesView,
+    Version,
+    suggested,
+)
 from service.scrub import scrubbed
 from service.serving.loading import Loader, Means, device_for
 from service.serving.promotion import candidate_of, version_of
