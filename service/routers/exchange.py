@@ -17,7 +17,6 @@ from service.wires.encodings import encoding_asked, packed, unpacked
 from service.wires.helper import answer_head
 from service.wires.oip import binary_form
 
-HELP_FROM_BYTES = 64 * 1024  # of JSON: from here on it is read and written outside this process
 HELP_FROM_VALUES = 8 * 1024  # of tensors to be written as JSON, at some eight characters each
 
 

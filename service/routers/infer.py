@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pipeline.core import TensorSpec
 from service.errors import Unprocessable
 from service.routers.asked import REFUSALS, asked_by, asked_of
-from service.routers.exchange import HELP_FROM_BYTES, answer_while_there, headers_of, is_long, read_body, respond, write_elsewhere
+from service.routers.exchange import answer_while_there, headers_of, is_long, read_body, respond, write_elsewhere
 from service.routers.reports import preferred
 from service.service import Service
 from service.serving.requests import InferAnswer, InferRequest, Served
@@ -20,6 +20,7 @@ from service.wires.arrays import array_from_npy, npy_from_array, npz_from_arrays
 from service.wires.images import FORMATS
 from service.wires.oip import parse_request
 from service.wires.plain import PlainRequest, encode_json, parse_json, timeout_from
+from service.wires.pool import HELP_FROM_BYTES
 from service.wires.tensors import array_from, bytes_of, shape_from, size_of
 
 router = APIRouter(tags=["inference"], responses=REFUSALS)

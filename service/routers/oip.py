@@ -11,7 +11,6 @@ from service.errors import Unavailable, Unprocessable
 from service.guard import Caller
 from service.routers.asked import REFUSALS, AskedBy, AskedOf, asked_by, asked_of
 from service.routers.exchange import (
-    HELP_FROM_BYTES,
     answer_while_there,
     headers_of,
     is_long,
@@ -24,6 +23,7 @@ from service.service import Service
 from service.serving.requests import InferAnswer, InferRequest, Served
 from service.wires import oip_documents as documents
 from service.wires.oip import HEADER_LENGTH, OipRequest, encode_answer, parse_request
+from service.wires.pool import HELP_FROM_BYTES
 from service.wires.values import parsed_object
 
 router = APIRouter(prefix="/v2", tags=["Open Inference Protocol"], responses=REFUSALS)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from grpc.aio import ServicerContext
 
 from service import logs
@@ -23,11 +23,15 @@ from service.errors import MethodNotAllowed, Unprocessable
 from service.guard import NOBODY, Caller, caller_from, request_id_from
 from service.observe import NO_ROUTE
 from service.rpc import grpc_service_pb2 as pb
+from service.rpc.fields import typed_bytes, without_tensors
+from service.rpc.helper import raw_form
 from service.rpc.methods import METHODS, Call, Method, infer
 from service.rpc.pool import SERVICE
 from service.rpc.statuses import details_of, metadata_of, status_of
 from service.rpc.stream import answer_each
+from service.rpc.tensors import parsed
 from service.service import Service
+from service.wires.pool import HELP_FROM_BYTES, Helpers
 
 Context = ServicerContext[bytes, bytes]
 _Metadata = Sequence[tuple[str, str | bytes]]
@@ -50,6 +54,7 @@ class Edge(grpc.GenericRpcHandler):
 
     def __init__(self, service: Service) -> None:
         self._service, self.stopping = service, asyncio.Event()
+        self._helpers = Helpers(module="service.rpc.helper")
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
         """gRPC's name for: how is this call handled?"""
@@ -94,7 +99,8 @@ class Edge(grpc.GenericRpcHandler):
             await answer_each(requests, streamed, write, self.stopping)
             return
         async for request in requests:
-            await write(await method.does(Call(self._service, told.caller, _left_s(context)), _parsed(method, request)))
+            message = await self._read(method, request)
+            await write(await method.does(Call(self._service, told.caller, _left_s(context)), message))
             return
         most = self._service.settings.max_infer_bytes
         raise Unprocessable("the call brought no message that could be read", f"send one of at most {most} bytes")
@@ -107,17 +113,27 @@ class Edge(grpc.GenericRpcHandler):
             caller.require(method.may)
         return caller
 
+    async def _read(self, method: Method, request: bytes) -> Any:
+        """The message. Long lists of numbers are read by a helper: they would hold up all others."""
+        if method.takes is pb.ModelInferRequest and len(request) > HELP_FROM_BYTES and typed_bytes(request) > HELP_FROM_BYTES:
+            _, request = await self._helpers.ask(raw_form.__name__, [request])
+        return parsed(method.takes, request)
+
+    async def close(self) -> None:
+        """End its helpers."""
+        await self._helpers.close()
+
     async def _stream_answer(self, call: Callable[[], Call], request: bytes, request_id: str) -> pb.ModelStreamInferResponse:
         """One answer of a stream, which an error does not end, not even that the key was revoked meanwhile.
 
         A parameter says that nothing more will come of this request, as Triton's does.
         """
-        asked = pb.ModelInferRequest()
         try:
-            asked = _parsed(METHODS[STREAM], request)
-            answer = await infer(call(), asked)
+            message = await self._read(METHODS[STREAM], request)
+            answer = await infer(call(), message)
             said = ""
         except Exception as error:  # noqa: BLE001  the edge of a request
+            asked = without_tensors(request)
             answer = pb.ModelInferResponse(id=asked.id, model_name=asked.model_name, model_version=asked.model_version)
             said = details_of(answer_error(error, request_id, self._service.folders))
         answer.parameters["triton_final_response"].bool_param = True
@@ -152,13 +168,6 @@ def _method(name: str) -> Method:
     if name in SERVICE.methods_by_name:
         raise MethodNotAllowed(f"this server has no {name}", "send tensors in the request; what is logged and traced is a setting of the service")
     raise MethodNotAllowed(f"'{name}' is no method of {SERVICE.full_name}", f"it has {', '.join(METHODS)}")
-
-
-def _parsed(method: Method, request: bytes) -> Any:
-    try:
-        return method.takes.FromString(request)
-    except DecodeError as error:
-        raise Unprocessable(f"this is no {method.takes.DESCRIPTOR.full_name}: {error}", "send what the protocol defines") from None
 
 
 def _left_s(context: Context) -> float | None:

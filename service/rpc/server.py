@@ -46,6 +46,7 @@ class RpcServer:
         """Take no more calls; those under way may finish, and streams answer what has come. Harmless if repeated."""
         self._edge.stopping.set()
         await self._server.stop(grace_s)
+        await self._edge.close()
 
 
 @asynccontextmanager

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TypeVar
 
 import numpy as np
+from google.protobuf.message import DecodeError, Message
 
 from service.errors import Unprocessable
 from service.guard import Caller
@@ -15,6 +17,7 @@ from service.wires.oip import REFUSED, timing_parameters
 from service.wires.tensors import Array, array_from, datatype_of, dtype_of, dtype_of_datatype, shape_from
 
 _Kind = type[np.generic]
+Sent = TypeVar("Sent", bound=Message)
 CONTENTS: Mapping[str, tuple[str, _Kind]] = {
     "BOOL": ("bool_contents", np.bool_),
     **dict.fromkeys(("INT8", "INT16", "INT32"), ("int_contents", np.int32)),
@@ -39,12 +42,21 @@ def request_from(message: ModelInferRequest, caller: Caller, deadline_s: float |
     return InferRequest(
         caller=caller,
         model=message.model_name or None,
-        inputs=_inputs(message),
+        inputs=inputs_from(message),
         version=version_from(message.model_version),
         outputs=tuple(output.name for output in message.outputs),
         timeout_s=min(times, default=None),
         id=message.id,
     )
+
+
+def parsed(kind: type[Sent], data: bytes) -> Sent:
+    """Bytes as this message; Unprocessable if they are none."""
+    try:
+        found: Sent = kind.FromString(data)
+    except DecodeError as error:
+        raise Unprocessable(f"this is no {kind.DESCRIPTOR.full_name}: {error}", "send what the protocol defines") from None
+    return found
 
 
 def message_from(answer: InferAnswer) -> ModelInferResponse:
@@ -69,7 +81,8 @@ def version_from(text: str) -> int | None:
     return int(text) if text else None
 
 
-def _inputs(message: ModelInferRequest) -> dict[str, Array]:
+def inputs_from(message: ModelInferRequest) -> dict[str, Array]:
+    """The tensors of a request, by name."""
     inputs, raw = message.inputs, message.raw_input_contents
     if raw and len(raw) != len(inputs):
         raise Unprocessable(f"expected raw_input_contents of all {len(inputs)} inputs, got {len(raw)}", "send one for each input, in their order")

@@ -76,26 +76,31 @@ def answer_head(answer: InferAnswer) -> dict[str, object]:
     return {"answer": named, "timing": asdict(answer.timing)}
 
 
-def done(head: Head, body: bytes) -> tuple[Head, Parts]:
+def done(head: Head, body: bytes, works: Mapping[str, Work] = WORK) -> tuple[Head, Parts]:
     """What is asked for, or how it is refused."""
     arguments = dict(head)
     try:
-        return WORK[str(arguments.pop("work"))](body, **arguments)
+        return works[str(arguments.pop("work"))](body, **arguments)
     except ServiceError as error:
         return {"error": type(error).__name__, "message": error.message, "next": error.next_step}, []
 
 
-def main(given: BinaryIO, taken: BinaryIO) -> None:
+def main(given: BinaryIO, taken: BinaryIO, works: Mapping[str, Work] = WORK) -> None:
     while lengths := given.read(LENGTHS.size):
         head_length, body_length = LENGTHS.unpack(lengths)
         head = orjson.loads(given.read(head_length))
-        said, parts = done(head, given.read(body_length))
+        said, parts = done(head, given.read(body_length), works)
         text = orjson.dumps(said)
         for part in (LENGTHS.pack(len(text), sum(map(len, parts))), text, *parts):
             taken.write(part)
         taken.flush()
 
 
-if __name__ == "__main__":
+def serve(works: Mapping[str, Work]) -> None:
+    """Be a helper, until the server hangs up."""
     os.nice(5)  # the server comes first
-    main(sys.stdin.buffer, sys.stdout.buffer)
+    main(sys.stdin.buffer, sys.stdout.buffer, works)
+
+
+if __name__ == "__main__":
+    serve(WORK)

@@ -16,6 +16,7 @@ from service.errors import TooLarge, Unavailable, Unprocessable
 from service.wires.helper import LENGTHS, Parts
 
 HELPERS = 2
+HELP_FROM_BYTES = 64 * 1024  # of numbers as text, or one by one: from here on they are read and written outside this process
 WORK_S = 60.0  # more than 256 MiB of JSON take
 READ_BYTES = 2**20
 DIED = (asyncio.IncompleteReadError, ConnectionError, TimeoutError)
@@ -28,14 +29,14 @@ log = logs.get("service.wires")
 class Helpers:
     """Use `close` at the end. Lives in one event loop."""
 
-    def __init__(self, count: int = HELPERS) -> None:
-        self._places = asyncio.Semaphore(count)
+    def __init__(self, count: int = HELPERS, module: str = "service.wires.helper") -> None:
+        self._places, self._module = asyncio.Semaphore(count), module
         self._idle: list[asyncio.subprocess.Process] = []
 
     async def ask(self, work: str, parts: Iterable[bytes | memoryview], **arguments: object) -> tuple[dict[str, Any], bytes]:
-        """What `service.wires.helper` makes of a body: the head and the body of its answer; its refusals are raised here."""
+        """What the helpers' module makes of a body: the head and the body of its answer; its refusals are raised here."""
         async with self._places:
-            process = self._taken() or await _started()
+            process = self._taken() or await _started(self._module)
             try:
                 async with asyncio.timeout(WORK_S):
                     head, body = await _exchange(process, {"work": work, **arguments}, list(parts))
@@ -63,12 +64,12 @@ class Helpers:
             await _ended(self._idle.pop())
 
 
-async def _started() -> asyncio.subprocess.Process:
+async def _started(module: str) -> asyncio.subprocess.Process:
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
     environment = {**kept, "PYTHONPATH": IMPORT_PATH, "PYTHONSAFEPATH": "1"}
     pipe = asyncio.subprocess.PIPE
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "service.wires.helper", stdin=pipe, stdout=pipe, limit=READ_BYTES, env=environment, start_new_session=True
+        sys.executable, "-m", module, stdin=pipe, stdout=pipe, limit=READ_BYTES, env=environment, start_new_session=True
     )
 
 

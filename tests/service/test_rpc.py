@@ -9,6 +9,8 @@ from pathlib import Path
 
 import grpc
 import httpx
+import numpy as np
+import psutil
 import pytest
 import trustme
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat, load_pem_private_key
@@ -103,6 +105,41 @@ def test_our_own_fault_is_told_without_its_trace_and_the_server_lives(tmp_path: 
         assert 'crucible_grpc_requests_total{method="ModelStreamInfer",status="OK"} 1.0' in text
         assert 'crucible_grpc_requests_total{method="ModelStreamInfer",status="CANCELLED"} 1.0' in text
         assert 'crucible_grpc_request_seconds_count{method="ModelInfer"} 3.0' in text
+
+    at_desk(tmp_path, story, port=0)
+
+
+def test_long_lists_of_numbers_are_read_by_a_helper_and_nobody_waits_for_them(tmp_path: Path) -> None:
+    values = np.arange(20_000, dtype=np.float32)
+    tensor = pb.ModelInferRequest.InferInputTensor(name="x", datatype="FP32", shape=(1, 20_000))
+    tensor.contents.fp32_contents.extend(values.tolist())
+    message = pb.ModelInferRequest(model_name="same_float32", inputs=[tensor], id="seven")
+    long, short = (each.SerializeToString() for each in (message, message_of(Request("same_float32", [[1.0]]))))
+    tensor.shape[:] = [2, 20_000]
+    wrong = pb.ModelInferRequest(model_name="same_float32", inputs=[tensor], id="eight").SerializeToString()
+
+    async def story(desk: Desk) -> None:
+        desk.service.serving = DoubleServing()
+        async with rpc_server(desk.service, None) as rpc:
+            assert rpc is not None
+            async with grpc.aio.insecure_channel(rpc.address) as channel:
+                infer = channel.unary_unary(f"/{SERVICE.full_name}/ModelInfer")
+                answer = pb.ModelInferResponse.FromString(await infer(long))
+                assert (answer.id, answer.raw_output_contents[0]) == ("seven", values.tobytes())
+                stream = channel.stream_stream(f"/{SERVICE.full_name}/ModelStreamInfer")(iter([wrong]))
+                told = pb.ModelStreamInferResponse.FromString(await stream.read())
+                assert "shape [2, 20000] has 40000 values, got 20000" in told.error_message
+                assert told.infer_response.id == "eight"
+                (helper,) = [child for child in psutil.Process().children() if "service.rpc.helper" in child.cmdline()]
+                helper.suspend()
+                waiting = asyncio.ensure_future(infer(long).code())
+                for _ in range(3):
+                    assert pb.ModelInferResponse.FromString(await infer(short)).raw_output_contents[0] == np.float32(1).tobytes()
+                assert not waiting.done()
+                helper.kill()
+                assert await waiting is grpc.StatusCode.UNAVAILABLE
+                assert len(await infer(long)) > values.nbytes
+        assert not [child for child in psutil.Process().children() if "service.rpc.helper" in child.cmdline()]
 
     at_desk(tmp_path, story, port=0)
 

@@ -7,6 +7,8 @@ import pytest
 from service.errors import Unprocessable
 from service.guard import LOCAL
 from service.rpc import grpc_service_pb2 as pb
+from service.rpc.fields import MOST_FIELDS, typed_bytes, without_tensors
+from service.rpc.helper import raw_form
 from service.rpc.tensors import CONTENTS, message_from, request_from, version_from
 from service.serving.requests import InferAnswer, Timing
 from service.wires.tensors import DATATYPES
@@ -30,6 +32,36 @@ def test_typed_contents_of_every_datatype_that_has_a_field(datatype: str) -> Non
         found = request_from(request(typed(datatype, array.ravel().tolist(), array.shape)), LOCAL, None)
         assert found.inputs["x"].dtype == array.dtype
         assert np.array_equal(found.inputs["x"], array)
+
+
+@pytest.mark.parametrize("datatype", CONTENTS)
+def test_a_helper_makes_raw_bytes_of_typed_contents_and_leaves_the_rest(datatype: str) -> None:
+    array = next(some_arrays(DATATYPES[datatype], (3, 5)))
+    inputs = typed(datatype, array.ravel().tolist(), array.shape), Input(name="empty", datatype="FP32", shape=(0, 2))
+    message = request(*inputs, id="seven", model_version="3")
+    message.parameters["timeout"].int64_param = 9
+    _, (body,) = raw_form(message.SerializeToString())
+    raw = pb.ModelInferRequest.FromString(bytes(body))
+    assert (request_from(raw, LOCAL, None).inputs["x"].tobytes(), len(raw.raw_input_contents)) == (array.tobytes(), 2)
+    assert (raw.id, raw.model_version, raw.parameters["timeout"].int64_param) == ("seven", "3", 9)
+    assert typed_bytes(bytes(body)) < 100
+
+
+def test_what_is_typed_is_told_from_what_is_raw_without_parsing() -> None:
+    zeros = np.zeros((100, 100), np.float32)
+    long = request(typed("FP32", [0.0] * 10_000, (100, 100)), id="seven")
+    raw = request(Input(name="x", datatype="FP32", shape=(100, 100)), raw=(zeros.tobytes(),), id="seven")
+    assert typed_bytes(long.SerializeToString()) > 40_000 > 100 > typed_bytes(raw.SerializeToString()) > 0
+    for each in (long, raw):
+        rest = without_tensors(each.SerializeToString())
+        assert (rest.id, rest.model_name, len(rest.inputs), len(rest.raw_input_contents)) == ("seven", "m", 0, 0)
+    assert without_tensors(request(typed("FP32", [0.0], (1,)), id="i").SerializeToString() + b"\xff").id == ""
+
+
+@pytest.mark.parametrize("data", [b"\xff" * 9, b"\x0b", b"\x2a\x05abc", b"\x2a", b"\x09abc", b"\x08\x01" * (MOST_FIELDS + 1)])
+def test_what_no_client_sends_is_left_to_a_helper(data: bytes) -> None:
+    """So that it cannot be a long list in disguise."""
+    assert (typed_bytes(data), without_tensors(data)) == (len(data), pb.ModelInferRequest())
 
 
 @pytest.mark.parametrize("datatype", DATATYPES)
