@@ -74,6 +74,11 @@ class Version(Frozen):
     image: InputRecipe | None = None
     labels: dict[str, tuple[str, ...]] = Field(default_factory=dict)
 
+    @property
+    def most_together(self) -> int:
+        """Rows that may run together."""
+        return self.batch.maximum if self.batch.proved else 1
+
 
 class DeploymentView(Frozen):
     """How a model is served now."""

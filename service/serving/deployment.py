@@ -166,6 +166,7 @@ class Deployment:
             inputs=spec.engine.inputs,
             outputs=spec.engine.outputs,
             batch=spec.batch,
+            max_batch=self._fitting.maximum,
             state=state,
             reason="" if state == "ready" else next((each.reason for each in self._instances if each.reason), ""),
             instances=spec.instances,

@@ -132,7 +132,7 @@ class Deployments:
         async with self._changing[name]:
             model = await self._ask(lambda: self._repository.get(name, caller.sees))
             version = model.version(options.version)
-            most = version.batch.maximum if version.batch.proved else 1
+            most = version.most_together
             if options.max_batch is not None and options.max_batch > most:
                 why = version.batch.reason or f"its profiles hold {most}"
                 raise Unprocessable(f"max_batch is {options.max_batch}, version {version.version} of '{name}' takes at most {most}: {why}")

@@ -61,7 +61,7 @@ class Loader:
 
     def spec(self, version: Version, options: DeploymentOptions) -> DeploymentSpec:
         """What is to be loaded; Unprocessable for a device that the engine does not run on. Reads the disk."""
-        most = version.batch.maximum if version.batch.proved else 1
+        most = version.most_together
         return DeploymentSpec(
             model=version.model,
             version=version.version,

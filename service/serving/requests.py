@@ -65,9 +65,10 @@ class Served:
     backend: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    batch: BatchSpec
+    batch: BatchSpec  # what was proved
     state: ModelState
     reason: str = ""  # of `failed`
+    max_batch: int = 1  # rows that run together, as it is deployed
     instances: int = 1
     image: InputRecipe | None = None
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of outputs, by class index

@@ -105,6 +105,7 @@ class Slot:
             inputs=version.inputs,
             outputs=version.outputs,
             batch=version.batch,
+            max_batch=version.most_together,
             state=self.state,
             reason=self.reason,
             image=version.image,

@@ -41,7 +41,7 @@ def model_config(served: Served) -> Document:
         "platform": served.backend,
         "backend": served.backend,
         "version_policy": {"specific": {"versions": [served.version]}},
-        "max_batch_size": served.batch.maximum if first else 0,
+        "max_batch_size": served.max_batch if first else 0,
         "input": [_config_tensor(spec, first) for spec in served.inputs],
         "output": [_config_tensor(spec, first) for spec in served.outputs],
         "instance_group": [{"name": served.device, **_instances(served)}],
@@ -72,7 +72,7 @@ def _sizes(spec: TensorSpec) -> list[int]:
 def _joined_first(served: Served) -> bool:
     """Whether requests are joined, and along the first axis of every tensor."""
     axes = [served.batch.axes.get(spec.name) for spec in (*served.inputs, *served.outputs)]
-    return served.batch.proved and served.batch.maximum > 1 and all(axis == 0 for axis in axes)
+    return served.max_batch > 1 and all(axis == 0 for axis in axes)
 
 
 def _instances(served: Served) -> Document:

@@ -55,7 +55,19 @@ class Model:
         batch = BatchSpec(axes=self.axes, maximum=8, proved=True) if self.axes else BatchSpec(axes={}, reason="there is no batch axis")
         reason = "the worker died three times" if self.state == "failed" else ""
         return Served(
-            name, version, self.owner, "cpu", "onnxruntime", inputs, outputs, batch, self.state, reason, image=self.image, labels=self.labels
+            name,
+            version,
+            self.owner,
+            "cpu",
+            "onnxruntime",
+            inputs,
+            outputs,
+            batch,
+            self.state,
+            reason,
+            max_batch=batch.maximum,
+            image=self.image,
+            labels=self.labels,
         )
 
 

@@ -12,12 +12,15 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from google.protobuf.json_format import MessageToDict
 
 from pipeline.core import Engine
 from pipeline.report import Verdict
 from service.app import create_app
 from service.guard import LOCAL
 from service.models import RESERVED
+from service.rpc.grpc_service_pb2 import ModelConfigRequest
+from service.rpc.methods import Call, model_config
 from service.serving.requests import InferRequest
 from service.settings import Settings
 from tests.service.fixtures_app import URL, Desk, at_desk, known_host
@@ -57,6 +60,9 @@ def test_a_model_from_its_report_to_an_answer_and_back(tmp_path: Path) -> None:
         view = await told(await web.put("/models/m/deployment", json={"instances": 2, "max_batch": 4}))
         assert (view["deployment"]["state"], view["deployment"]["version"], view["deployment"]["device"]) == ("ready", 1, "cpu")
         assert view["deployment"]["memory_bytes"] > 2**20
+        told_by = [await told(await web.get("/v2/models/m/config"))]
+        told_by.append(MessageToDict(await model_config(Call(desk.service, LOCAL, None), ModelConfigRequest(name="m")))["config"])
+        assert [each.get("max_batch_size", each.get("maxBatchSize")) for each in told_by] == [4, 4]  # not the 16 that were proved
         assert await ask(desk) == 1
         assert (await told(await web.post("/models/m/promote", json={"report": second})))["deployment"]["version"] == 2
         assert await ask(desk) == 2
