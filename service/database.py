@@ -49,6 +49,7 @@ MIGRATIONS: tuple[str, ...] = (
         about TEXT NOT NULL, PRIMARY KEY (model, version)
     ) STRICT;
     """,
+    "ALTER TABLE versions ADD COLUMN memory_bytes INTEGER",
 )
 
 

@@ -51,7 +51,7 @@ class DeploymentOptions(Frozen):
 
 
 class Version(Frozen):
-    """One promoted engine. Never changed; `before` only where that version is pruned."""
+    """One promoted engine. Never changed, but `before` where that version is pruned, and `memory_bytes` when it has been loaded."""
 
     model: str
     version: int = Field(ge=1)
@@ -67,6 +67,10 @@ class Version(Frozen):
     target: str = Field(description="The CPU or GPU that it was built for")
     on_gpu: bool
     size_bytes: int
+    peak_bytes: int = Field(default=0, description="The most that a process held in the benchmark; 0: not known, or on a GPU")
+    memory_bytes: int | None = Field(
+        default=None, description="Of the device, held by one instance when it was loaded, the least so far; null: not known"
+    )
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     profiles: tuple[Profile, ...]

@@ -242,8 +242,10 @@ class Deployments:
             slot.state = "loading"
         try:
             spec = await self._ask(lambda: self._loader.spec(version, options))
-            loaded = await self._loader.load(spec)
+            loaded = await self._loader.load(version, spec)
             try:
+                if held := loaded.running.memory_bytes // spec.instances:
+                    await self._ask(lambda: self._repository.set_memory(version.model, version.version, held))
                 await self._surely(commit)
             except BaseException:
                 await loaded.end()

@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from service.errors import Conflict
+from service.models import Version
 
 CGROUP = Path("/sys/fs/cgroup")
 
 
-def check_fit(what: str, needed_bytes: int, free_bytes: int, device: str) -> None:
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one instance of a version will take, and how that is known."""
+
+    bytes: int
+    known: str
+
+
+def need_of(version: Version) -> Need:
+    """As when it was loaded before; before that as in its benchmark; else its files, which is too little."""
+    if version.memory_bytes:
+        return Need(max(version.memory_bytes, version.size_bytes), "as when it was loaded before")
+    if version.peak_bytes:
+        return Need(max(version.peak_bytes, version.size_bytes), "as in its benchmark")
+    return Need(version.size_bytes, "its files alone")
+
+
+def check_fit(version: Version, instances: int, free_bytes: int, device: str) -> None:
     """Conflict with both numbers."""
-    if needed_bytes > free_bytes:
-        said = f"{what} needs at least {needed_bytes / 2**20:.1f} MiB, {free_bytes / 2**20:.1f} MiB of {device} are free"
+    need = need_of(version)
+    if need.bytes * instances > free_bytes:
+        what = f"'{version.model}' with {instances} instance{'s' if instances > 1 else ''}"
+        said = f"{what} needs at least {_mib(need.bytes * instances)} ({need.known}), {_mib(free_bytes)} of {device} are free"
         raise Conflict(said, "unload another model, or take fewer instances")
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"
 
 
 def free_bytes(device: str, cgroup: Path = CGROUP) -> int:

@@ -50,12 +50,11 @@ class Loader:
         self._loading = asyncio.Lock()
         self._numbers = itertools.count(1)
 
-    async def load(self, spec: DeploymentSpec) -> Loaded:
+    async def load(self, version: Version, spec: DeploymentSpec) -> Loaded:
         """Ready when this returns; Conflict, before the device is touched, if it does not fit."""
         async with self._loading:
-            what = f"'{spec.model}' with {spec.instances} instance{'s' if spec.instances > 1 else ''}"
             free = await asyncio.to_thread(self._means.free, spec.device)
-            check_fit(what, spec.engine.size_bytes * spec.instances, free, spec.device)
+            check_fit(version, spec.instances, free, spec.device)
             work = self._means.folders.serving / f"{spec.model}-{spec.version}-{next(self._numbers)}"
             return await Loaded.start(self._means.start, spec, work, self._means.leases)
 

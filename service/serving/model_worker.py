@@ -41,6 +41,7 @@ from service.serving.worker_messages import (
 if TYPE_CHECKING:
     from pipeline.backends.base import Loaded, Session, Timer
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 MOST_DESCRIPTORS = 2  # of one packet
 
 
@@ -65,7 +66,7 @@ def load(message: Load) -> tuple[Engine, Loaded, Session, int]:
     from pipeline.backends.base import run_session
 
     engine = Engine.model_validate_json(message.engine.read_bytes())
-    before = held_bytes()
+    before = held_bytes() if os.environ.get(VISIBLE) else 0  # on the CPU the interpreter counts, too: each instance has one
     loaded = backends.load_to_serve(engine)
     session = loaded.session()
     profiles = engine.profiles
@@ -81,7 +82,7 @@ def held_bytes() -> int:
     """Memory in use: on a GPU all of it, by anybody, since NVML need not know our number for this process; on the CPU what is this process's own."""
     import psutil
 
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    visible = os.environ.get(VISIBLE, "")
     if not visible:
         return int(psutil.Process().memory_full_info().uss)
     import pynvml

@@ -13,7 +13,7 @@ from pipeline.errors import CrucibleError
 from pipeline.feeding import BatchSpec, Padding
 from pipeline.process import Child
 from pipeline.render import load_report
-from pipeline.report import Report
+from pipeline.report import BenchmarkReport, Report
 from pipeline.store import check_files
 from service.child import VISIBLE, visible
 from service.errors import Conflict, NotFound
@@ -65,6 +65,7 @@ def check_report(report: Report, override: bool) -> None:
 def version_of(candidate: Candidate, model: str, override: bool, batch: BatchSpec, created: str) -> Version:
     """The version that a report becomes, without its number."""
     report, engine = candidate.report, candidate.engine
+    on_gpu = engine.target.compute_capability is not None
     return Version(
         model=model,
         version=1,
@@ -78,8 +79,9 @@ def version_of(candidate: Candidate, model: str, override: bool, batch: BatchSpe
         backend=engine.target.backend,
         precision=engine.recipe.precision,
         target=engine.target.device,
-        on_gpu=engine.target.compute_capability is not None,
+        on_gpu=on_gpu,
         size_bytes=engine.size_bytes,
+        peak_bytes=0 if on_gpu else peak_of(report),
         inputs=engine.inputs,
         outputs=engine.outputs,
         profiles=engine.profiles,
@@ -87,6 +89,12 @@ def version_of(candidate: Candidate, model: str, override: bool, batch: BatchSpe
         image=report.plan.serving.image,
         labels=report.plan.serving.labels,
     )
+
+
+def peak_of(report: Report) -> int:
+    """The most that a process held while it measured the winner; 0: nothing was measured."""
+    measured = (each.benchmark for each in report.candidates if each.label == report.winner)
+    return max((row.peak_memory_bytes for each in measured if isinstance(each, BenchmarkReport) for row in each.rows), default=0)
 
 
 async def prove(engine: Engine, padding: tuple[Padding, ...], device: str) -> BatchSpec:

@@ -123,6 +123,14 @@ class Repository:
             else:
                 rows.execute("UPDATE models SET deployed = 1, deployment = ? WHERE name = ?", (options.model_dump_json(), name))
 
+    def set_memory(self, name: str, version: int, memory_bytes: int) -> None:
+        """What one instance held when it was loaded. The least counts: on a GPU others may have taken memory at the same time."""
+        with self._database.write() as rows:
+            rows.execute(
+                "UPDATE versions SET memory_bytes = min(coalesce(memory_bytes, ?1), ?1) WHERE model = ?2 AND version = ?3",
+                (memory_bytes, name, version),
+            )
+
     def remove(self, name: str, versions: Collection[int]) -> None:
         """Forget versions, but never the current one. A rollback that would have led there leads to the one before."""
         with self._database.write() as rows:
@@ -210,7 +218,7 @@ def _model(rows: sqlite3.Connection, row: sqlite3.Row) -> Model:
 
 
 def _version(row: sqlite3.Row) -> Version:
-    return Version.model_validate_json(row["about"]).model_copy(update={"before": row["before"]})
+    return Version.model_validate_json(row["about"]).model_copy(update={"before": row["before"], "memory_bytes": row["memory_bytes"]})
 
 
 def _readable(rows: sqlite3.Connection, found: Iterable[sqlite3.Row]) -> Iterable[Model]:

@@ -29,6 +29,7 @@ from pipeline.core import Engine, Tensors
 from pipeline.deliver import load_engine
 from pipeline.process import call_in_child
 from service.client import KINDS, Client, Event, Inference, RemoteError, Upload
+from service.database import Database
 from service.models import DeploymentOptions
 from tests.fixtures_cli import write_model
 from tests.service.test_docs import served
@@ -121,6 +122,11 @@ class Site:
     @cached_property
     def direct(self) -> Direct:
         return Direct(load_engine(self.delivered(RESNET)))
+
+    def forget_memory(self) -> None:
+        """What versions held when they were loaded."""
+        with closing(Database(self.folder / "home" / "crucible.db")) as database, database.write() as rows:
+            rows.execute("UPDATE versions SET memory_bytes = NULL")
 
     def figures(self) -> str:
         return httpx.get(f"{self.url}/metrics").text

@@ -220,6 +220,7 @@ def test_a_load_without_memory_is_refused_and_leaves_the_other_engine_serving(si
     x = small_rows()[0]
     with site.loaded(SMALL), site.client() as client:
         before = only_output(ask(client, SMALL, x))
+        site.forget_memory()  # of loads by other tests: else a load that the device would refuse is not tried
         with Asking(site, SMALL, x) as other, full_gpu(LEFT_BYTES):
             with pytest.raises(RemoteError) as by_size:  # the files alone are larger than what is free
                 client.load(RESNET, DeploymentOptions(instances=64))
@@ -227,9 +228,11 @@ def test_a_load_without_memory_is_refused_and_leaves_the_other_engine_serving(si
                 client.load(RESNET)
             np.testing.assert_array_equal(only_output(ask(client, SMALL, x)), before)
         assert by_size.value.status == 409
-        assert re.search(r"needs at least [\d.]+ MiB, [\d.]+ MiB of gpu:0 are free", by_size.value.message)
+        assert re.search(r"needs at least [\d.]+ MiB \(its files alone\), [\d.]+ MiB of gpu:0 are free", by_size.value.message)
         assert "memory" in by_device.value.message
         assert client.model(RESNET).deployment.state == "unloaded"
         assert set(other.statuses()) == {200}
         with site.loaded(RESNET):
             assert np.isfinite(only_output(ask(client, RESNET, images(1)))).all()
+        with full_gpu(LEFT_BYTES), pytest.raises(RemoteError, match=r"\(as when it was loaded before\)"):  # now it is known
+            client.load(RESNET)

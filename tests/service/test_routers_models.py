@@ -59,7 +59,7 @@ def test_a_model_from_its_report_to_an_answer_and_back(tmp_path: Path) -> None:
 
         view = await told(await web.put("/models/m/deployment", json={"instances": 2, "max_batch": 4}))
         assert (view["deployment"]["state"], view["deployment"]["version"], view["deployment"]["device"]) == ("ready", 1, "cpu")
-        assert view["deployment"]["memory_bytes"] > 2**20
+        assert view["deployment"]["memory_bytes"] // 2 == view["current"]["memory_bytes"] > 2**24  # an interpreter, at least
         told_by = [await told(await web.get("/v2/models/m/config"))]
         told_by.append(MessageToDict(await model_config(Call(desk.service, LOCAL, None), ModelConfigRequest(name="m")))["config"])
         assert [each.get("max_batch_size", each.get("maxBatchSize")) for each in told_by] == [4, 4]  # not the 16 that were proved

@@ -86,7 +86,7 @@ class Host:
     """What the deployments meet: it may be short of memory, or break versions."""
 
     def __init__(self) -> None:
-        self.free_bytes = 64 * MIB
+        self.free_bytes = 4096 * MIB
         self.broken: Counter[int] = Counter()  # by version: how many starts fail
         self.hanging: set[str] = set()  # models whose engine is not ready in time
         self.tried: Counter[str] = Counter()

@@ -114,13 +114,18 @@ def test_a_load_that_does_not_fit_is_refused_with_both_numbers_and_the_device_is
     async def story() -> None:
         async with shelf(tmp_path) as here:
             await here.promote()
-            size = (await here.deployments.view(LOCAL, "m")).current.size_bytes
-            here.host.free_bytes = 3 * size - 1
+            peak = (await here.deployments.view(LOCAL, "m")).current.peak_bytes
+            assert peak == 3.1e8  # the report says so
+            here.host.free_bytes = 2 * peak
             said = await refused(Conflict, here.deployments.deploy(LOCAL, "m", DeploymentOptions(instances=3)))
-            assert said == f"'m' with 3 instances needs at least {3 * size / MIB:.1f} MiB, {(3 * size - 1) / MIB:.1f} MiB of cpu are free"
+            assert said == "'m' with 3 instances needs at least 886.9 MiB (as in its benchmark), 591.3 MiB of cpu are free"
             assert (here.host.started, here.leases.devices.held) == ([], ())
             assert (await here.deployments.view(LOCAL, "m")).deployment.state == "unloaded"
             await here.deployments.deploy(LOCAL, "m", DeploymentOptions(instances=2))
+            assert (await here.ask(), (await here.deployments.view(LOCAL, "m")).current.memory_bytes) == (1, 7 * MIB // 2)
+            here.host.free_bytes = 10 * MIB  # now it is known better
+            said = await refused(Conflict, here.deployments.deploy(LOCAL, "m", DeploymentOptions(instances=3)))
+            assert said == "'m' with 3 instances needs at least 10.5 MiB (as when it was loaded before), 10.0 MiB of cpu are free"
             assert await here.ask() == 1
 
     play(story)

@@ -6,13 +6,36 @@ import psutil
 import pytest
 
 from service.errors import Conflict
-from service.serving.fit import check_fit, free_bytes
+from service.models import Version
+from service.serving.fit import Need, check_fit, free_bytes, need_of
+from tests.service.serving.test_repository import version
+
+
+def known(memory: int | None, peak: int, size: int) -> Version:
+    return version().model_copy(update={"memory_bytes": memory, "peak_bytes": peak, "size_bytes": size})
+
+
+@pytest.mark.parametrize(
+    ("memory", "peak", "size", "needed", "how"),
+    [
+        (5, 9, 2, 5, "as when it was loaded before"),
+        (1, 9, 2, 2, "as when it was loaded before"),  # what the device said cannot be all
+        (0, 9, 2, 9, "as in its benchmark"),  # the device could not be asked
+        (None, 9, 2, 9, "as in its benchmark"),
+        (None, 0, 2, 2, "its files alone"),
+    ],
+)
+def test_what_is_known_best_counts(memory: int | None, peak: int, size: int, needed: int, how: str) -> None:
+    assert need_of(known(memory, peak, size)) == Need(needed, how)
 
 
 def test_both_numbers_are_told() -> None:
-    check_fit("'m'", 10, 10, "cpu")
-    with pytest.raises(Conflict, match=r"^'m' needs at least 2\.0 MiB, 1\.5 MiB of gpu:0 are free"):
-        check_fit("'m'", 2 * 2**20, 3 * 2**19, "gpu:0")
+    fits = known(None, 0, 2**20)
+    check_fit(fits, 2, 2 * 2**20, "cpu")
+    with pytest.raises(Conflict, match=r"^'m' with 2 instances needs at least 2\.0 MiB \(its files alone\), 1\.5 MiB of gpu:0 are free"):
+        check_fit(fits, 2, 3 * 2**19, "gpu:0")
+    with pytest.raises(Conflict, match=r"^'m' with 1 instance needs at least 1\.0 MiB"):
+        check_fit(fits, 1, 2**20 - 1, "cpu")
 
 
 @pytest.mark.parametrize(("most", "used", "free"), [("1000", "400", 600), ("1000", "2000", 0), ("max", "5", None)])

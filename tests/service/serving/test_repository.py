@@ -167,6 +167,15 @@ def test_a_damaged_row_is_named_and_the_others_are_told(home: Home) -> None:
         home.repository.get("m")
 
 
+def test_what_a_version_held_when_it_was_loaded_is_remembered(home: Home) -> None:
+    home.add()
+    home.add()
+    home.repository.set_memory("m", 1, 70)
+    home.repository.set_memory("m", 1, 50)
+    home.repository.set_memory("m", 1, 60)
+    assert [each.memory_bytes for each in home.repository.get("m").versions] == [None, 50]
+
+
 def test_a_home_of_before_gets_the_tables_and_keeps_what_it_has(tmp_path: Path) -> None:
     before = Database(tmp_path / "crucible.db", MIGRATIONS[:1])
     with before.write() as rows:
