@@ -24,9 +24,10 @@ from service.guard import NOBODY, Caller, caller_from, request_id_from
 from service.observe import NO_ROUTE
 from service.rpc import grpc_service_pb2 as pb
 from service.rpc.fields import typed_bytes, without_tensors
+from service.rpc.health import watch
 from service.rpc.helper import raw_form
 from service.rpc.methods import METHODS, Call, Method, infer
-from service.rpc.pool import SERVICE
+from service.rpc.pool import HEALTH, SERVICE
 from service.rpc.statuses import details_of, metadata_of, status_of
 from service.rpc.stream import answer_each
 from service.rpc.tensors import parsed
@@ -35,7 +36,8 @@ from service.wires.pool import HELP_FROM_BYTES, Helpers
 
 Context = ServicerContext[bytes, bytes]
 _Metadata = Sequence[tuple[str, str | bytes]]
-STREAM = "ModelStreamInfer"
+STREAM, WATCH = "ModelStreamInfer", "Watch"
+NAMES: Mapping[str, str] = {f"/{service.full_name}/{name}": name for service in (SERVICE, HEALTH) for name in service.methods_by_name}
 
 
 @dataclass(slots=True)
@@ -100,7 +102,10 @@ class Edge(grpc.GenericRpcHandler):
             return
         async for request in requests:
             message = await self._read(method, request)
-            await write(await method.does(Call(self._service, told.caller, _left_s(context)), message))
+            if name == WATCH:
+                await watch(self._service, message, write, self.stopping)
+            else:
+                await write(await method.does(Call(self._service, told.caller, _left_s(context)), message))
             return
         most = self._service.settings.max_infer_bytes
         raise Unprocessable("the call brought no message that could be read", f"send one of at most {most} bytes")
@@ -157,8 +162,8 @@ class Edge(grpc.GenericRpcHandler):
 
 
 def _name(path: str) -> str:
-    """The method's name; the path itself if it is another service's."""
-    return path.removeprefix(f"/{SERVICE.full_name}/")
+    """The method's name; the path itself if there is none."""
+    return NAMES.get(path, path)
 
 
 def _method(name: str) -> Method:

@@ -14,6 +14,8 @@ from service.errors import NotFound, Unavailable, Unprocessable
 from service.guard import Caller
 from service.keys import Scope
 from service.rpc import grpc_service_pb2 as pb
+from service.rpc import health
+from service.rpc.health_pb2 import HealthCheckRequest
 from service.rpc.tensors import message_from, request_from, version_from
 from service.service import Service
 from service.wires import oip_documents
@@ -119,5 +121,7 @@ METHODS: Mapping[str, Method] = {
     "RepositoryModelUnload": Method("admin", pb.RepositoryModelUnloadRequest, unload),
     "ModelInfer": Method("infer", pb.ModelInferRequest, infer),
     "ModelStreamInfer": Method("infer", pb.ModelInferRequest, infer),  # of each request
+    "Check": Method("anybody", HealthCheckRequest, health.check),
+    "Watch": Method("anybody", HealthCheckRequest, health.check),  # again and again
 }
 """What this server does. It has no shared memory, and no traces and logs that a client could switch: those methods are UNIMPLEMENTED."""

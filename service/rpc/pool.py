@@ -22,6 +22,7 @@ def _filled() -> DescriptorPool:
 
 POOL = _filled()
 SERVICE = POOL.FindServiceByName("inference.GRPCInferenceService")
+HEALTH = POOL.FindServiceByName("grpc.health.v1.Health")
 
 
 def names_of(file: str) -> dict[str, object]:

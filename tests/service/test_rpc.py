@@ -17,10 +17,10 @@ from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
 
 from pipeline.errors import HostError, UserError
 from service.errors import Answer, ServiceError, TooMany, Unauthorized, answer_to
-from service.rpc import generate
+from service.rpc import generate, health_pb2
 from service.rpc import grpc_service_pb2 as pb
 from service.rpc.methods import METHODS
-from service.rpc.pool import SERVICE
+from service.rpc.pool import HEALTH, SERVICE
 from service.rpc.server import RpcServer, rpc_server
 from service.rpc.statuses import STATUSES, details_of, metadata_of, status_of
 from service.settings import Settings
@@ -42,7 +42,7 @@ def test_what_is_generated_is_that_of_the_definitions(tmp_path: Path) -> None:
     """`make protos` mends it."""
     generate.generate(tmp_path)
     made = sorted(file.name for file in tmp_path.iterdir())
-    assert made == ["descriptors.binpb", "grpc_service_pb2.pyi", "model_config_pb2.pyi"]
+    assert made == ["descriptors.binpb", "grpc_service_pb2.pyi", "health_pb2.pyi", "model_config_pb2.pyi"]
     for name in made:
         assert (tmp_path / name).read_bytes() == (generate.FOLDER / name).read_bytes()
 
@@ -61,9 +61,35 @@ def test_what_a_refusal_says() -> None:
 
 
 def test_the_methods_are_the_services() -> None:
-    assert set(METHODS) < set(SERVICE.methods_by_name)
+    known = {**SERVICE.methods_by_name, **HEALTH.methods_by_name}
+    assert set(HEALTH.methods_by_name) < set(METHODS) < set(known)
     for name, method in METHODS.items():
-        assert method.takes.DESCRIPTOR.full_name == SERVICE.methods_by_name[name].input_type.full_name
+        assert method.takes.DESCRIPTOR.full_name == known[name].input_type.full_name
+
+
+def test_health_is_told_without_a_key_and_watched_until_the_end(tmp_path: Path) -> None:
+    def status(data: object) -> str:
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(health_pb2.HealthCheckResponse.FromString(data).status)
+
+    async def story(desk: Desk) -> None:
+        async with rpc_server(desk.service, None) as rpc:
+            assert rpc is not None
+            async with grpc.aio.insecure_channel(rpc.address) as channel:
+                check, watch = channel.unary_unary("/grpc.health.v1.Health/Check"), channel.unary_stream("/grpc.health.v1.Health/Watch")
+                ours, other = (health_pb2.HealthCheckRequest(service=name).SerializeToString() for name in (SERVICE.full_name, "other"))
+                watched, unknown = watch(b""), watch(other)
+                assert [status(await check(each)) for each in (b"", ours)] == ["SERVING", "SERVING"]
+                assert [status(await each.read()) for each in (watched, unknown)] == ["SERVING", "SERVICE_UNKNOWN"]
+                with pytest.raises(grpc.aio.AioRpcError, match="no service 'other'") as caught:
+                    await check(other)
+                assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+                await desk.service.stop()
+                assert (status(await check(b"")), status(await watched.read())) == ("NOT_SERVING", "NOT_SERVING")
+                await rpc.stop()
+                assert (await watched.read(), await watched.code()) == (grpc.aio.EOF, grpc.StatusCode.OK)
+                assert await unknown.code() is grpc.StatusCode.OK
+
+    at_desk(tmp_path, story, port=0, keys_required=True)
 
 
 class Faulty(DoubleServing):
