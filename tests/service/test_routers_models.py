@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,9 @@ from google.protobuf.json_format import MessageToDict
 from pipeline.core import Engine
 from pipeline.report import Verdict
 from service.app import create_app
+from service.errors import NotFound, Unavailable
 from service.guard import LOCAL
-from service.models import RESERVED
+from service.models import RESERVED, DeploymentOptions, PromoteRequest
 from service.rpc.grpc_service_pb2 import ModelConfigRequest
 from service.rpc.methods import Call, model_config
 from service.serving.requests import InferRequest
@@ -115,6 +118,67 @@ def test_a_version_is_loaded_anew_beside_itself(tmp_path: Path) -> None:
         (served,) = desk.service.serving.served(LOCAL)
         assert (served.state, served.instances) == ("ready", 1)
         assert 'crucible_inference_queue{model="m",version="1"} 0.0' in (await desk.client.get("/metrics")).text
+
+    at_desk(tmp_path, story)
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests_over_every_change_and_none_is_lost(tmp_path: Path) -> None:
+    """Each answer is right for the version that it names."""
+    engines = {layers: linear(tmp_path / "e", layers=layers) for layers in (1, 2)}
+    expected = {layers: direct(engine, {"x": marked(0)})["y"] for layers, engine in engines.items()}
+    layers_of = {1: 1, 2: 2, 3: 2}  # of each version
+    answered: Counter[int] = Counter()
+    absent: Counter[str] = Counter()
+
+    async def client(desk: Desk, first: int, done: asyncio.Event) -> None:
+        for number in itertools.count(first, 16):
+            if done.is_set():
+                return
+            try:
+                answer = await desk.service.serving.infer(InferRequest(LOCAL, "m", {"x": marked(number)}, id=str(number)))
+            except (NotFound, Unavailable) as error:
+                absent[error.message] += 1
+                await asyncio.sleep(0.001)
+                continue
+            right = expected[layers_of[answer.version]] * np.float32(number + 1)
+            assert answer.id == str(number)
+            assert np.allclose(answer.outputs["y"], right, rtol=1e-3, atol=1e-4 * float(np.abs(right).max()))
+            answered[answer.version] += 1
+
+    async def more(by: int) -> None:
+        goal = answered.total() + by
+        while answered.total() < goal:
+            await asyncio.sleep(0.01)
+
+    async def story(desk: Desk) -> None:
+        models = desk.service.models
+        jobs = {layers: report(desk, engine) for layers, engine in engines.items()}
+
+        async def promote(layers: int) -> None:
+            await models.promote(LOCAL, "m", PromoteRequest(report=jobs[layers]))
+
+        await promote(1)
+        await models.deploy(LOCAL, "m", DeploymentOptions())
+        done = asyncio.Event()
+        clients = [asyncio.create_task(client(desk, first, done)) for first in range(16)]
+        try:
+            for change in (
+                lambda: promote(2),
+                lambda: models.rollback(LOCAL, "m"),
+                lambda: models.deploy(LOCAL, "m", DeploymentOptions(instances=2)),
+                lambda: promote(2),
+                lambda: models.unload(LOCAL, "m"),
+                lambda: models.load(LOCAL, "m"),
+            ):
+                await change()
+                if models.served(LOCAL):
+                    await more(2000)
+        finally:
+            done.set()
+            await asyncio.gather(*clients)  # raises what any client got besides its answer
+        assert (set(answered), answered.total() >= 10_000) == ({1, 2, 3}, True)
+        assert set(absent) <= {"no model 'm' is deployed", "model 'm' is loading"}
 
     at_desk(tmp_path, story)
 
