@@ -172,7 +172,8 @@ def _method(name: str) -> Method:
         return METHODS[name]
     if name in SERVICE.methods_by_name:
         raise MethodNotAllowed(f"this server has no {name}", "send tensors in the request; what is logged and traced is a setting of the service")
-    raise MethodNotAllowed(f"'{name}' is no method of {SERVICE.full_name}", f"it has {', '.join(METHODS)}")
+    ours = ", ".join(each for each in METHODS if each in SERVICE.methods_by_name)
+    raise MethodNotAllowed(f"'{name}' is no method of {SERVICE.full_name}", f"it has {ours}")
 
 
 def _left_s(context: Context) -> float | None:

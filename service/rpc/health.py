@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any
 
 from service.errors import NotFound, Unavailable
 from service.rpc.health_pb2 import HealthCheckRequest, HealthCheckResponse
@@ -16,11 +15,11 @@ LOOK_S = 0.5  # between two looks for whether a watched status has changed
 NAMES = ("", SERVICE.full_name)
 
 
-async def check(call: Any, message: HealthCheckRequest) -> HealthCheckResponse:
+def check(service: Service, message: HealthCheckRequest) -> HealthCheckResponse:
     """Whether requests are taken; NotFound for a service that is not here."""
     if message.service not in NAMES:
         raise NotFound(f"no service '{message.service[:80]}'", f"leave it out, or ask for {SERVICE.full_name}")
-    return _told(call.service, message)
+    return _told(service, message)
 
 
 async def watch(

@@ -108,6 +108,10 @@ async def infer(call: Call, message: pb.ModelInferRequest) -> pb.ModelInferRespo
     return message_from(await call.service.serving.infer(request_from(message, call.caller, call.deadline_s)))
 
 
+async def check(call: Call, message: HealthCheckRequest) -> Message:
+    return health.check(call.service, message)
+
+
 METHODS: Mapping[str, Method] = {
     "ServerLive": Method("anybody", pb.ServerLiveRequest, server_live),
     "ServerReady": Method("anybody", pb.ServerReadyRequest, server_ready),
@@ -121,7 +125,7 @@ METHODS: Mapping[str, Method] = {
     "RepositoryModelUnload": Method("admin", pb.RepositoryModelUnloadRequest, unload),
     "ModelInfer": Method("infer", pb.ModelInferRequest, infer),
     "ModelStreamInfer": Method("infer", pb.ModelInferRequest, infer),  # of each request
-    "Check": Method("anybody", HealthCheckRequest, health.check),
-    "Watch": Method("anybody", HealthCheckRequest, health.check),  # again and again
+    "Check": Method("anybody", HealthCheckRequest, check),
+    "Watch": Method("anybody", HealthCheckRequest, check),  # again and again
 }
 """What this server does. It has no shared memory, and no traces and logs that a client could switch: those methods are UNIMPLEMENTED."""
