@@ -220,7 +220,7 @@ class Deployments:
         slot = self._slots[model.name] = Slot(version, options.device or "")
         for wait_s in (*self._means.waits_s, None):
             try:
-                await self._switch(version, options, commit=lambda: None)
+                await self._switch(version, options, commit=None)
                 return
             except Exception as error:  # the edge of a model: its fault is not the server's
                 log.error("model.not_loaded", model=model.name, version=version.version, error=slot.reason, exc_info=_trace(error))
@@ -234,8 +234,11 @@ class Deployments:
         """How many of the models that are there are still being loaded, and how many there are."""
         return sum(slot.state == "loading" for slot in self._slots.values()), len(self._slots)
 
-    async def _switch(self, version: Version, options: DeploymentOptions, commit: Callable[[], None]) -> None:
-        """Load this version, store that, let it answer, and drain the one that did. What was not there before is not there after a failure."""
+    async def _switch(self, version: Version, options: DeploymentOptions, commit: Callable[[], None] | None) -> None:
+        """Load this version, store that, let it answer, and drain the one that did. What was not there before is not there after a failure.
+
+        Without `commit` nothing is stored: a full disk keeps nothing from being served again.
+        """
         known = version.model in self._slots
         slot = self._slots.setdefault(version.model, Slot(version, options.device or ""))
         if slot.loaded is None:
@@ -244,9 +247,9 @@ class Deployments:
             spec = await self._ask(lambda: self._loader.spec(version, options))
             loaded = await self._loader.load(version, spec)
             try:
-                if held := loaded.running.memory_bytes // spec.instances:
-                    await self._ask(lambda: self._repository.set_memory(version.model, version.version, held))
-                await self._surely(commit)
+                if commit is not None:
+                    await self._ask(lambda: self._repository.set_memory(version, loaded.running.memory_bytes // spec.instances))
+                    await self._surely(commit)
             except BaseException:
                 await loaded.end()
                 raise

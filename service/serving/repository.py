@@ -123,12 +123,12 @@ class Repository:
             else:
                 rows.execute("UPDATE models SET deployed = 1, deployment = ? WHERE name = ?", (options.model_dump_json(), name))
 
-    def set_memory(self, name: str, version: int, memory_bytes: int) -> None:
-        """What one instance held when it was loaded. The least counts: on a GPU others may have taken memory at the same time."""
+    def set_memory(self, version: Version, memory_bytes: int) -> None:
+        """What one instance held when it was loaded; 0: not known. The least counts: on a GPU others may have taken memory at the same time."""
         with self._database.write() as rows:
             rows.execute(
-                "UPDATE versions SET memory_bytes = min(coalesce(memory_bytes, ?1), ?1) WHERE model = ?2 AND version = ?3",
-                (memory_bytes, name, version),
+                "UPDATE versions SET memory_bytes = min(coalesce(memory_bytes, ?1), ?1) WHERE ?1 > 0 AND model = ?2 AND version = ?3",
+                (memory_bytes, version.model, version.version),
             )
 
     def remove(self, name: str, versions: Collection[int]) -> None:

@@ -170,9 +170,8 @@ def test_a_damaged_row_is_named_and_the_others_are_told(home: Home) -> None:
 def test_what_a_version_held_when_it_was_loaded_is_remembered(home: Home) -> None:
     home.add()
     home.add()
-    home.repository.set_memory("m", 1, 70)
-    home.repository.set_memory("m", 1, 50)
-    home.repository.set_memory("m", 1, 60)
+    for held in (70, 50, 60, 0):
+        home.repository.set_memory(version(), held)
     assert [each.memory_bytes for each in home.repository.get("m").versions] == [None, 50]
 
 
