@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from pipeline.errors import DiskFull
 from pipeline.faults import crucible_error
 from service import logs
-from service.errors import Answer, MethodNotAllowed, NotFound, ServiceError, Unprocessable, answer_to
+from service.errors import Answer, NotFound, ServiceError, Unprocessable, answer_to
 from service.folders import Folders
 from service.scrub import scrubbed
 
@@ -34,9 +34,6 @@ def _ours(error: Exception) -> Exception:
             return Unprocessable("the body cannot be read as what its Content-Type says", "GET /docs shows what this path takes")
         case HTTPException(status_code=404):
             return NotFound("nothing lies at this path", "GET /docs lists what there is")
-        case HTTPException(status_code=405):
-            allowed = (error.headers or {})["Allow"]
-            return MethodNotAllowed(f"this path takes {allowed}", "GET /docs lists what there is", {"Allow": allowed})
         case RequestValidationError():
             faults = "; ".join(f"{' '.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
             return Unprocessable(faults, "GET /docs shows what this path takes")

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.routing import Match
+from starlette.types import Scope
 
 from pipeline.errors import CrucibleError
 from pipeline.runner import installed
 from service.answers import answer_error
+from service.errors import MethodNotAllowed
 from service.folders import Folders
 from service.guard import Guard
 from service.keys import Key
@@ -31,6 +35,7 @@ from service.traces import JobSpans, provider_from, telemetry_of
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
+ROUTERS = (oip.router, infer.router, jobs.router, reports.router, models.router, health.router, docs.router)
 ABOUT = "Send a trained model, follow its compilation, read what was measured and proved, and take the engine."
 
 
@@ -61,6 +66,11 @@ def create_app(
         found = answer_error(error, request.state.request_id, folders)
         return Response(found.json, found.status, found.headers, "application/json")
 
+    async def answer_method(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        allowed = ", ".join(sorted(methods_at(request.scope) | set((error.headers or {})["Allow"].split(", "))))
+        return await answer(request, MethodNotAllowed(f"this path takes {allowed}", "GET /docs lists what there is", {"Allow": allowed}))
+
     app = FastAPI(
         title="Crucible",
         description=ABOUT,
@@ -75,8 +85,14 @@ def create_app(
             Middleware(Guard, settings=settings, verify=verify),
             *([Middleware(FastInference, answer=answer)] if traces is None else []),  # FastAPI makes the spans
         ],
-        exception_handlers=dict.fromkeys((HTTPException, RequestValidationError, CrucibleError), answer),
+        exception_handlers={HTTPException: answer, RequestValidationError: answer, CrucibleError: answer, 405: answer_method},
     )
-    for router in (oip.router, infer.router, jobs.router, reports.router, models.router, health.router, docs.router):
+    for router in ROUTERS:
         app.include_router(router)
     return app
+
+
+def methods_at(scope: Scope) -> set[str]:
+    """All methods that a path takes; of a refused one the framework names those of the first route only."""
+    fitting = [route for router in ROUTERS for route in router.routes if route.matches(scope)[0] is not Match.NONE]
+    return {method for route in fitting if isinstance(route, APIRoute) for method in route.methods}

@@ -4,9 +4,10 @@
 
 CrucibleError (pipeline.errors)
 └── ServiceError
-    ├── Unauthorized 401    ├── LengthRequired 411   ├── WrongHost 421      ├── Unavailable 503
-    ├── Forbidden 403       ├── TooLarge 413         ├── Unprocessable 422  ├── TimedOut 504
-    ├── NotFound 404        ├── Conflict 409         ├── TooMany 429        └── StorageFull 507
+    ├── NoRequest 400       ├── MethodNotAllowed 405  ├── WrongHost 421      ├── Unavailable 503
+    ├── Unauthorized 401    ├── Conflict 409          ├── Unprocessable 422  ├── TimedOut 504
+    ├── Forbidden 403       ├── LengthRequired 411    ├── TooMany 429        └── StorageFull 507
+    ├── NotFound 404        ├── TooLarge 413          ├── TooLargeHead 431
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ class ServiceError(CrucibleError):
     def __init__(self, message: str, next_step: str = "", headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message, next_step)
         self.headers = dict(headers or {})
+
+
+class NoRequest(ServiceError):
+    code, status = "service.no_request", 400
 
 
 class Unauthorized(ServiceError):
@@ -64,6 +69,10 @@ class TooLarge(ServiceError):
 
 class WrongHost(ServiceError):
     code, status = "service.wrong_host", 421
+
+
+class TooLargeHead(ServiceError):
+    code, status = "service.too_large_head", 431
 
 
 class Unprocessable(ServiceError):

@@ -13,14 +13,18 @@ import math
 import signal
 import socket
 from collections.abc import Iterator, Sequence
+from http import HTTPStatus
+from typing import Any
 
 import uvicorn
 import uvloop
 from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pipeline.errors import HostError
 from service import logs
 from service.app import create_app
+from service.errors import NoRequest, ServiceError, TooLargeHead, answer_to
 from service.rpc.server import rpc_server
 from service.runner import WORKER
 from service.service import HTTP_S, Probe, Service, probe
@@ -29,6 +33,7 @@ from service.settings import Settings
 from service.tls import Tls, tls_from
 
 BACKLOG = 2048
+MOST_HEAD_BYTES = 65536  # of a request's path, query and headers, besides what came in the piece in which they began
 LINGER_S = 2.0  # so long /readyz says 503 and models still answer: a load balancer asks every second or so, and sends requests until then
 
 
@@ -38,6 +43,44 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class _Http(HttpToolsProtocol):
+    """Refuses what is no request in the form of all refusals, and heads without end, which uvicorn would keep in memory before any check of ours."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._in_head = self._begun = False
+        self._head_bytes = 0
+        super().__init__(*arguments, **options)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_head and not self._begun:  # the piece in which it begins may hold the end of another request
+            self._head_bytes += len(data)
+            if self._head_bytes > MOST_HEAD_BYTES:
+                self._refuse(
+                    TooLargeHead(f"path, query and headers of more than {MOST_HEAD_BYTES} bytes", "send them shorter; data belongs into the body")
+                )
+        self._begun = False
+
+    def on_message_begin(self) -> None:
+        self._in_head = self._begun = True
+        self._head_bytes = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn answers to what its parser refuses."""
+        self._refuse(NoRequest("this is no HTTP/1.1 request", "send one with an HTTP client; bytes that no URL holds are written as %XX"))
+
+    def _refuse(self, error: ServiceError) -> None:
+        answer = answer_to(error)
+        head = f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(answer.json)}"
+        self.transport.write(f"{head}\r\nconnection: close\r\n\r\n".encode() + answer.json)
+        self.transport.close()
 
 
 def serve(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe = probe, serving: Serving | None = None) -> None:
@@ -51,7 +94,7 @@ def serve(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe = pro
 async def _serve(app: FastAPI, listener: socket.socket, tls: Tls | None) -> None:
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=_Http,
         ws="none",
         lifespan="off",  # it is begun below, where its errors reach whoever started the server
         log_config=None,

@@ -69,8 +69,10 @@ async def receive(stream: AsyncIterator[bytes], content_type: str, folder: Path,
     The disk may be slow: it is written in a thread, so that other requests are answered meanwhile.
     """
     kind, options = parse_options_header(content_type)
-    if kind != b"multipart/form-data" or not options.get(b"boundary"):
+    if kind != b"multipart/form-data":
         raise Unprocessable(f"a body of type '{content_type or 'none'}', expected multipart/form-data", FIELDS)
+    if not options.get(b"boundary"):
+        raise Unprocessable("a Content-Type of multipart/form-data without its boundary", "leave the header to what makes the body, as curl -F does")
     folder.mkdir(parents=True)
     try:
         with _Receiver(folder, limits) as receiver:
@@ -150,6 +152,8 @@ class _Receiver:
         if name in self._parts:
             raise Unprocessable(f"two parts named '{name}'", FIELDS)
         self._name, self._filename = name, options.get(b"filename", b"").decode("utf-8", "replace")
+        if name != "plan" and not self._filename:
+            raise Unprocessable(f"the part '{name}' has no file name, expected a file", f"curl sends one with -F {name}=@FILE")
         self._digest, self._size = hashlib.sha256(), 0
         self._file = (self._folder / name).open("wb")
 

@@ -53,6 +53,24 @@ def test_every_refusal_has_one_form(tmp_path: Path, method: str, path: str, stat
     at_desk(tmp_path, story)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("POST", "/jobs/17", "DELETE, GET"),
+        ("POST", "/openapi.json", "GET, HEAD"),
+        ("GET", "/compile", "POST"),
+        ("PATCH", "/models/m/deployment", "DELETE, PUT"),
+    ],
+)
+def test_a_method_that_a_path_does_not_take_is_told_all_that_it_does(tmp_path: Path, method: str, path: str, allowed: str) -> None:
+    async def story(desk: Desk) -> None:
+        answer = await desk.client.request(method, path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+        assert answer.json()["error"] == f"this path takes {allowed}"
+
+    at_desk(tmp_path, story)
+
+
 def test_a_fault_of_ours_is_500_with_an_id_and_no_traceback(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
         @desk.app.get("/fault")

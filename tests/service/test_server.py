@@ -154,6 +154,37 @@ def test_a_wrong_key_with_a_large_upload_is_refused_before_the_upload(tmp_path: 
         assert not (tmp_path / "uploads").exists()
 
 
+def spoken(server: Server, *pieces: bytes) -> tuple[bytes, int]:
+    """What comes back, and how many pieces were taken until the server would take no more."""
+    with socket.create_connection(server.address, timeout=WITHIN_S) as line:
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            for piece in pieces:
+                line.sendall(piece)
+                sent += 1
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            while more := line.recv(65536):
+                answer += more
+        return answer, sent
+
+
+def test_a_head_without_end_and_what_is_no_request_are_refused(tmp_path: Path) -> None:
+    begin, mega = b"GET /jobs HTTP/1.1\r\nHost: 127.0.0.1\r\n", b"a" * MB
+    with serving(tmp_path) as server:
+        before = server.received()
+        for first, piece in [(begin, b"X-A: " + mega + b"\r\n"), (begin + b"X-A: ", mega), (b"GET /", mega)]:
+            answer, sent = spoken(server, first, *[piece] * 500)
+            assert sent < 100
+            assert not answer or (answer.startswith(b"HTTP/1.1 431 ") and b"more than 65536 bytes" in answer)  # a reset may overtake it
+        assert server.received() - before < 20 * MB
+        answer, _ = spoken(server, b"rubbish\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert b'"code":"service.no_request"' in answer
+        answer, _ = spoken(server, begin, b"X-A: " + b"a" * 30_000 + b"\r\n", b"Connection: close\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200 ")
+
+
 def test_events_survive_a_kill_without_gap_or_repeat(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         job_id = send(server, "succeed-3")

@@ -53,10 +53,12 @@ def test_parts_arrive_whole_however_they_are_cut(tmp_path: Path, step: int) -> N
     [
         (b"{}", "application/json", "expected multipart/form-data"),
         (b"", "", "type 'none'"),
-        (b"", "multipart/form-data", "expected multipart/form-data"),
+        (b"", "multipart/form-data", "multipart/form-data without its boundary"),
         (b"rubbish", TYPE, "no multipart/form-data"),
         (body(part("plan", b"a: 1")), TYPE, "no part `model`; got plan"),
         (body(part("model", b"a"), part("model", b"b")), TYPE, "two parts named 'model'"),
+        (body(part("model", b"model.onnx", filename="")), TYPE, "the part 'model' has no file name, expected a file"),
+        (body(part("model", b"a"), part("selection", b"x.npz", filename="")), TYPE, "the part 'selection' has no file name"),
         (body(part("weights", b"a")), TYPE, "a part named 'weights' is not known"),
         (body(part("model", b"a"))[:-8], TYPE, "ended before its last boundary"),
         (part("model", b"a" * 50)[:-20], TYPE, "ended before its last boundary"),
