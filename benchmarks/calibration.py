@@ -3,11 +3,11 @@
 Each draw takes samples at random from the plan's calibration set and goes through the stages of a compile, up to the check on the selection set.
 Several draws show how much of a figure is the luck of the draw. With most samples, weights of 7 and of 8 bits: on x86 without VNNI the latter can
 saturate. Nothing is timed, so a busy machine does no harm. Takes about 15 minutes of CPU time; a run that was stopped goes on where it stood.
-`calibration.py digits` looks at one model only.
 """
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -42,7 +42,10 @@ BITS: tuple[Literal[7, 8], ...] = (7, 8)
 
 
 def main() -> None:
-    plans = sys.argv[1:] or list(DRAWS)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("plan", nargs="?", choices=DRAWS, help="one model only [default: both]")
+    asked = parser.parse_args().plan
+    plans = [asked] if asked else list(DRAWS)
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         rows = list(chain.from_iterable(pool.map(measure, plans)))
     publish("calibration", rows, targets(rows))

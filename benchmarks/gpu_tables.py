@@ -120,7 +120,7 @@ def accuracy_section(found: Mapping[str, Document]) -> list[str]:
     lines = [
         "## What each precision costs on a GPU",
         f"TensorRT on one {_gpu(found[next(iter(judged))])}, on the selection sets, which had no part in calibration.",
-        "The reference is the PyTorch model in fp32 without TF32.",
+        "The reference is the PyTorch model in fp32 without TF32. Repeat it with `make bench-gpu`, then `.venv/bin/python benchmarks/tables.py`.",
     ]
     for model, rows in judged.items():
         document = found[model]

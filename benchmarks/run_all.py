@@ -8,7 +8,18 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SCRIPTS = ("compile_time", "resnet50", "session_overhead", "same_engine", "calibration_memory", "calibration", "peak", "service_memory", "serving")
+SCRIPTS = (
+    "compile_time",
+    "resnet50",
+    "session_overhead",
+    "same_engine",
+    "synthetic_clock",
+    "calibration_memory",
+    "calibration",
+    "peak",
+    "service_memory",
+    "serving",
+)
 
 
 def main() -> None:

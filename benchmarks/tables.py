@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md, and the tables and the figure of docs/accuracy.md, from benchmarks/results/*.json.
+"""Write docs/benchmarks.md, and the tables and the figure of docs/accuracy.md and docs/measurement.md, from benchmarks/results/*.json.
 
 No figure there is typed by hand, and a test keeps pages and results in step.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from accuracy_tables import calibration_section, draw, figure_is_current, int8_section, result
@@ -17,6 +18,7 @@ from serving_tables import document_of, serving_section, soak_section
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 ACCURACY_PAGE = ROOT / "docs" / "accuracy.md"
+MEASUREMENT_PAGE = ROOT / "docs" / "measurement.md"
 BEGIN, END = "<!-- {part}: from here on written by benchmarks/tables.py -->\n", "<!-- {part}: written by benchmarks/tables.py up to here -->\n"
 HEAD = """# Benchmarks
 
@@ -49,7 +51,7 @@ on every backend of this host, without data.""",
 
 
 def main() -> None:
-    for file, text in ((PAGE, page()), (ACCURACY_PAGE, accuracy_page())):
+    for file, text in ((PAGE, page()), (ACCURACY_PAGE, accuracy_page()), (MEASUREMENT_PAGE, measurement_page())):
         file.write_text(text, encoding="utf-8")
         print(f"wrote {file.relative_to(ROOT)}")
     if not figure_is_current(found := result("calibration")):
@@ -74,7 +76,17 @@ def accuracy_page() -> str:
         "int8": int8_section({"resnet50": result("resnet50"), **{f"tensorrt_{model}": document for model, document in gpu.items()}}),
         "gpu": accuracy_section(gpu),
     }
-    text = ACCURACY_PAGE.read_text(encoding="utf-8")
+    return _filled(ACCURACY_PAGE, parts)
+
+
+def measurement_page() -> str:
+    """docs/measurement.md, likewise."""
+    return _filled(MEASUREMENT_PAGE, {"synthetic clock": _table(result("synthetic_clock")["rows"])})
+
+
+def _filled(page: Path, parts: Mapping[str, list[str]]) -> str:
+    """The page as it is, with these lines between the marks of each part."""
+    text = page.read_text(encoding="utf-8")
     for part, lines in parts.items():
         begin, end = BEGIN.format(part=part), END.format(part=part)
         before, _, rest = text.partition(begin)

@@ -240,11 +240,13 @@ def benchmark_table(reports: list[BenchmarkReport]) -> Table:
 
 
 def print_limits(console: Console, rows: Sequence[tuple[str, LatencyRow]]) -> None:
-    """The table of limits; one line where nothing is known of any row, as before a CPU's peaks were measured."""
+    """The table of limits; where nothing binds any row that is known, as before a CPU's peaks were measured, its rates and one line."""
     bounds = [row.bound for _, row in rows if row.bound]
-    if any(bound.kind != "unknown" for bound in bounds):
-        console.print(limits_table(rows))
-    elif bounds:
+    if not bounds:
+        return
+    known = any(bound.kind != "unknown" for bound in bounds)
+    console.print(limits_table(rows, known))
+    if not known:
         console.print(f"what binds each row is not known: {escape(bounds[0].next_step)}", highlight=False, soft_wrap=True)
 
 
@@ -256,14 +258,15 @@ def print_latency(console: Console, report: Report) -> None:
     print_limits(console, [(each.label, row) for each in measured for row in each.rows])
 
 
-def limits_table(rows: Iterable[tuple[str, LatencyRow]]) -> Table:
-    """What binds each row, by the label of its engine."""
-    table = Table(title="what binds each row", title_justify="left")
-    for heading in ("engine", "sizes", "GFLOP/s", "GB/s", "arithmetic", "memory", "bound by", "next"):
+def limits_table(rows: Iterable[tuple[str, LatencyRow]], known: bool = True) -> Table:
+    """What binds each row, by the label of its engine; only the rates where that is not known."""
+    headings = ("engine", "sizes", "GFLOP/s", "GB/s", *(("arithmetic", "memory", "bound by", "next") if known else ()))
+    table = Table(title="what binds each row" if known else "of the source graph", title_justify="left")
+    for heading in headings:
         table.add_column(heading, justify="right" if heading in ("GFLOP/s", "GB/s", "arithmetic", "memory") else "left", no_wrap=heading == "engine")
     for label, row in rows:
         *figures, _, step = limit_cells(row)
-        table.add_row(escape(label), shape_text(row.sizes), *figures, escape(step))
+        table.add_row(*(escape(label), shape_text(row.sizes), *figures, escape(step))[: len(headings)])
     return table
 
 

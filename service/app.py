@@ -95,4 +95,4 @@ def create_app(
 def methods_at(scope: Scope) -> set[str]:
     """All methods that a path takes; of a refused one the framework names those of the first route only."""
     fitting = [route for router in ROUTERS for route in router.routes if route.matches(scope)[0] is not Match.NONE]
-    return {method for route in fitting if isinstance(route, APIRoute) for method in route.methods}
+    return {method for route in fitting if isinstance(route, APIRoute) for method in route.methods or ()}

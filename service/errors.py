@@ -4,10 +4,10 @@
 
 CrucibleError (pipeline.errors)
 └── ServiceError
-    ├── NoRequest 400       ├── MethodNotAllowed 405  ├── WrongHost 421      ├── Unavailable 503
-    ├── Unauthorized 401    ├── Conflict 409          ├── Unprocessable 422  ├── TimedOut 504
-    ├── Forbidden 403       ├── LengthRequired 411    ├── TooMany 429        └── StorageFull 507
-    ├── NotFound 404        ├── TooLarge 413          ├── TooLargeHead 431
+    ├── NoRequest 400     ├── MethodNotAllowed 405  ├── Unprocessable 422   ├── TimedOut 504
+    ├── Unauthorized 401  ├── Conflict 409          ├── TooMany 429         └── StorageFull 507
+    ├── Forbidden 403     ├── TooLarge 413          ├── TooLargeHead 431
+    ├── NotFound 404      ├── WrongHost 421         ├── Unavailable 503
 """
 
 from __future__ import annotations
@@ -57,10 +57,6 @@ class MethodNotAllowed(ServiceError):
 
 class Conflict(ServiceError):
     code, status = "service.conflict", 409
-
-
-class LengthRequired(ServiceError):
-    code, status = "service.length_required", 411
 
 
 class TooLarge(ServiceError):

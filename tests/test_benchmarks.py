@@ -42,7 +42,8 @@ def h200(scripts: dict[str, ModuleType], tmp_path: Path) -> Path:
 
 def test_the_pages_are_in_step_with_the_results(scripts: dict[str, ModuleType]) -> None:
     tables = scripts["tables"]
-    for file, text in ((tables.PAGE, tables.page()), (tables.ACCURACY_PAGE, tables.accuracy_page())):
+    pages = {tables.PAGE: tables.page(), tables.ACCURACY_PAGE: tables.accuracy_page(), tables.MEASUREMENT_PAGE: tables.measurement_page()}
+    for file, text in pages.items():
         assert text == file.read_text(encoding="utf-8"), "run: python benchmarks/tables.py"
     drawn = scripts["accuracy_tables"]
     assert drawn.figure_is_current(drawn.result("calibration")), "run: python benchmarks/tables.py"

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
 from pipeline.measure import (
-    Interval,
     Samples,
     WarmUpOptions,
     _student_quantile,
@@ -70,32 +70,13 @@ def race(host: NoisyHost, runs_s: tuple[float, ...], rounds: int) -> list[Sample
     return [samples_from_blocks(taken, ()) for taken in blocks]
 
 
-@dataclass
-class Tape:
-    """A synthetic clock whose every run was drawn beforehand: fast enough for a thousand races."""
-
-    now_s: Iterator[float]
-    time_s: float = 0.0
-
-    def clock(self) -> float:
-        return self.time_s
-
-    def work(self) -> None:
-        self.time_s = next(self.now_s)
-
-
-def race_of_processes(random: np.random.Generator, processes: int, spread: float, slower: float, runs: int = 10) -> Interval:
-    """Two candidates in so many processes each, a block per process; every process has a level of its own (std `spread`), as have block and round."""
-    shared = random.normal(0, 0.01, processes)  # what slows the two that are measured side by side
-    both: list[Samples] = []
-    for factor in (1.0, slower):
-        level = shared + random.normal(0, spread, processes) + random.normal(0, 0.004, processes)
-        stalls = np.where(random.random((processes, 2 * runs)) < 0.02, 1.5, 1.0)
-        times = 0.01 * factor * stalls * np.exp(random.normal(level[:, None], 0.01, (processes, 2 * runs)))  # [processes, runs]
-        tapes = [Tape(iter(np.cumsum(row).tolist())) for row in times]
-        blocks = [measure_block(tape.work, tape.clock, min_s=0.01 * runs) for tape in tapes]
-        both.append(samples_from_blocks(blocks, (), processes=(1,) * processes))
-    return ratio_of_medians(*both)
+@pytest.fixture
+def synthetic_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The script that prints the table of docs/measurement.md."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    yield __import__("synthetic_clock")
+    for name in ("synthetic_clock", "common"):
+        sys.modules.pop(name)
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------
@@ -239,18 +220,14 @@ def test_five_percent_slower_is_told_apart() -> None:
 
 
 @pytest.mark.parametrize(("processes", "spread"), [(6, 0.015), (6, 0.0), (3, 0.015)])
-def test_equal_candidates_whose_processes_differ_are_found_equal(processes: int, spread: float) -> None:
-    random = np.random.default_rng(0)
-    hits = sum(not race_of_processes(random, processes, spread, 1.0).excludes(1.0) for _ in range(TRIALS))
-    assert 0.92 <= hits / TRIALS <= 0.98
+def test_equal_candidates_whose_processes_differ_are_found_equal(synthetic_clock: ModuleType, processes: int, spread: float) -> None:
+    assert 0.92 <= synthetic_clock.equal(processes, spread, TRIALS) <= 0.98
 
 
 @pytest.mark.parametrize(("processes", "spread"), [(6, 0.015), (3, 0.0)])
-def test_five_percent_slower_is_told_apart_although_processes_differ(processes: int, spread: float) -> None:
+def test_five_percent_slower_is_told_apart_although_processes_differ(synthetic_clock: ModuleType, processes: int, spread: float) -> None:
     """With six processes of 1.5 % spread; three, as in a demo, tell 5 % only where processes hardly differ."""
-    random = np.random.default_rng(1)
-    found = sum(race_of_processes(random, processes, spread, 1.05).high < 1.0 for _ in range(TRIALS))
-    assert found / TRIALS >= 0.95
+    assert synthetic_clock.told(processes, spread, TRIALS) >= 0.95
 
 
 def test_blocks_alone_do_not_know_how_processes_differ() -> None:

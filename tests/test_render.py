@@ -19,9 +19,9 @@ from pipeline.nvml import GpuUse
 from pipeline.outline import entries
 from pipeline.render import load_report, markdown, page, schema, write_report
 from pipeline.report import Report
-from pipeline.roofline import with_bounds
+from pipeline.roofline import bound_of, with_bounds
 from pipeline.sections import sections
-from pipeline.terminal import candidate_table, console, first_rows, limits_table, verdict_lines
+from pipeline.terminal import candidate_table, console, first_rows, limits_table, print_limits, verdict_lines
 from pipeline.texts import bytes_text, date, number_text, time_text
 from tests.fixtures_report import EVIL, proven_report, sample_report
 
@@ -338,6 +338,18 @@ def test_what_binds_each_row_is_told_in_every_form(report: Report, capsys: pytes
     told = [line for line in capsys.readouterr().out.splitlines() if "pytorch eager fp32" in line]
     assert all(each in told[0] for each in ("612", "4.00", "61 % (fp32)", "8.0 %", "compute"))
     assert any("what binds it is unknown" in line for line in verdict_lines(made)), "the winner's bytes are not known"
+
+
+def test_rates_are_printed_also_where_no_peak_is_known(report: Report, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.baseline
+    row = report.baseline.rows[0].model_copy(update={"bytes_per_s": 4e9})
+    print_limits(console(), [("fast", row.model_copy(update={"bound": bound_of(row, Precision.FP32, None)}))])
+    told = capsys.readouterr().out
+    (line,) = (line for line in told.splitlines() if "fast" in line)
+    assert "612" in line
+    assert "4.00" in line
+    assert "what binds each row is not known: measure them once: `crucible doctor --measure`" in told
+    assert "of peak" not in told
 
 
 def test_a_report_without_verdicts_on_rows_has_no_such_section(report: Report) -> None:

@@ -237,11 +237,6 @@ def why_not(name: str, version: str, capability: str, lean: str | None = None) -
     return missing_lean(here[0]) if lean is None else lean
 
 
-def lacking(version: str, capability: str, recipe: Recipe, lean: str | None = None) -> str:
-    """What this version or this GPU lacks for a recipe, as a sentence; "" where it lacks nothing."""
-    return _lack(version, capability, recipe, lean)[0]
-
-
 def check_recipe(version: str, capability: str, recipe: Recipe, lean: str | None = None) -> None:
     """UnsupportedError that names what this version or this GPU lacks for a recipe, with what to do instead."""
     reason, instead = _lack(version, capability, recipe, lean)

@@ -7,16 +7,17 @@ from grpc import StatusCode
 from service.errors import Answer
 
 STATUSES = {
+    400: StatusCode.INVALID_ARGUMENT,
     401: StatusCode.UNAUTHENTICATED,
     403: StatusCode.PERMISSION_DENIED,
     404: StatusCode.NOT_FOUND,
     405: StatusCode.UNIMPLEMENTED,
     409: StatusCode.FAILED_PRECONDITION,
-    411: StatusCode.INVALID_ARGUMENT,
     413: StatusCode.RESOURCE_EXHAUSTED,
     421: StatusCode.INVALID_ARGUMENT,
     422: StatusCode.INVALID_ARGUMENT,
     429: StatusCode.RESOURCE_EXHAUSTED,
+    431: StatusCode.RESOURCE_EXHAUSTED,
     500: StatusCode.INTERNAL,
     503: StatusCode.UNAVAILABLE,
     504: StatusCode.DEADLINE_EXCEEDED,
