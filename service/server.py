@@ -51,6 +51,7 @@ class _Http(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._in_head = self._begun = False
         self._head_bytes = 0
+        self.url = b""
         super().__init__(*arguments, **options)
 
     def data_received(self, data: bytes) -> None:
@@ -58,9 +59,7 @@ class _Http(HttpToolsProtocol):
         if self._in_head and not self._begun:  # the piece in which it begins may hold the end of another request
             self._head_bytes += len(data)
             if self._head_bytes > MOST_HEAD_BYTES:
-                self._refuse(
-                    TooLargeHead(f"path, query and headers of more than {MOST_HEAD_BYTES} bytes", "send them shorter; data belongs into the body")
-                )
+                self._refuse(_too_large())
         self._begun = False
 
     def on_message_begin(self) -> None:
@@ -73,14 +72,23 @@ class _Http(HttpToolsProtocol):
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn answers to what its parser refuses."""
-        self._refuse(NoRequest("this is no HTTP/1.1 request", "send one with an HTTP client; bytes that no URL holds are written as %XX"))
+        """What uvicorn answers where its parser refuses: a URL of 64 KiB in one piece among all else."""
+        if len(self.url) >= MOST_HEAD_BYTES:
+            self._refuse(_too_large())
+        else:
+            self._refuse(NoRequest("this is no HTTP/1.1 request", "send one with an HTTP client; bytes that no URL holds are written as %XX"))
 
     def _refuse(self, error: ServiceError) -> None:
+        if self.transport.is_closing():
+            return
         answer = answer_to(error)
         head = f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(answer.json)}"
         self.transport.write(f"{head}\r\nconnection: close\r\n\r\n".encode() + answer.json)
         self.transport.close()
+
+
+def _too_large() -> TooLargeHead:
+    return TooLargeHead(f"path, query and headers of more than {MOST_HEAD_BYTES} bytes", "send them shorter; data belongs into the body")
 
 
 def serve(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe = probe, serving: Serving | None = None) -> None:

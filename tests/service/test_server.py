@@ -178,6 +178,8 @@ def test_a_head_without_end_and_what_is_no_request_are_refused(tmp_path: Path) -
             assert sent < 100
             assert not answer or (answer.startswith(b"HTTP/1.1 431 ") and b"more than 65536 bytes" in answer)  # a reset may overtake it
         assert server.received() - before < 20 * MB
+        answer, _ = spoken(server, b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 431 ")
         answer, _ = spoken(server, b"rubbish\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 400 ")
         assert b'"code":"service.no_request"' in answer
