@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import RESNET50, Row, graph_of, publish
+from common import RESNET50, Row, graph_of, publish, takes_no_arguments
 
 from pipeline.config import CalibrationConfig, GeneratedData
 from pipeline.core import CalibrationMethod
@@ -65,4 +65,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
         calibrate_once(CalibrationMethod(sys.argv[2]), int(sys.argv[3]))
     else:
+        takes_no_arguments(__doc__)
         main()

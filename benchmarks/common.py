@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime as dt
 import json
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,11 @@ DIGITS = ROOT / "configs" / "digits.yaml"
 
 Cell = str | float | int | bool | None
 Row = Mapping[str, Cell]
+
+
+def takes_no_arguments(says: str | None) -> None:
+    """`--help` says what the script measures; anything else on the command line is an error, and nothing is measured."""
+    argparse.ArgumentParser(description=says, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
 
 
 def graph_of(plan_path: Path) -> tuple[Plan, OnnxModel]:

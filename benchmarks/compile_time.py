@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 
-from common import DIGITS, Row, publish
+from common import DIGITS, Row, publish, takes_no_arguments
 
 from pipeline.measure import measure_block
 
@@ -36,4 +36,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    takes_no_arguments(__doc__)
     main()

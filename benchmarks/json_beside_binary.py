@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import orjson
-from common import ROOT, publish
+from common import ROOT, publish, takes_no_arguments
 
 SECONDS, ROUNDS, CLIENTS, MOST_RISE_MS = 10.0, 3, 4, 5.0
 
@@ -102,4 +102,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--client"]:
         print(json.dumps(ask(sys.argv[2], sys.argv[3], float(sys.argv[4]))))
     else:
+        takes_no_arguments(__doc__)
         main()

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import RESNET50, Row, publish
+from common import RESNET50, Row, publish, takes_no_arguments
 
 from pipeline.measure import cpu_flags
 from pipeline.recipes import VNNI_FLAGS
@@ -58,4 +58,5 @@ def _row(benchmark: BenchmarkReport) -> Row:
 
 
 if __name__ == "__main__":
+    takes_no_arguments(__doc__)
     main()

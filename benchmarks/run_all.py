@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from common import takes_no_arguments
+
 HERE = Path(__file__).resolve().parent
 SCRIPTS = (
     "compile_time",
@@ -35,4 +37,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    takes_no_arguments(__doc__)
     main()

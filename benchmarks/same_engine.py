@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from common import DIGITS, RESNET50, Row, graph_of, publish
+from common import DIGITS, RESNET50, Row, graph_of, publish, takes_no_arguments
 
 from pipeline.backends import onnxruntime_
 from pipeline.config import BenchmarkConfig
@@ -48,4 +48,5 @@ def compared(first: BenchmarkReport, second: BenchmarkReport) -> Row:
 
 
 if __name__ == "__main__":
+    takes_no_arguments(__doc__)
     main()

@@ -18,7 +18,7 @@ import httpx
 import numpy as np
 import onnx
 import psutil
-from common import Row, publish
+from common import Row, publish, takes_no_arguments
 from onnx import TensorProto, helper, numpy_helper
 
 from service.client import Client, Upload
@@ -96,4 +96,5 @@ def write_mlp(path: Path, width: int) -> None:
 
 
 if __name__ == "__main__":
+    takes_no_arguments(__doc__)
     main()

@@ -16,7 +16,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from common import DIGITS, RESNET50, Row, graph_of, publish
+from common import DIGITS, RESNET50, Row, graph_of, publish, takes_no_arguments
 
 from pipeline import backends
 from pipeline.backends.base import run_session
@@ -110,4 +110,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
         print(json.dumps(compare(sys.argv[2], Path(sys.argv[3]))))
     else:
+        takes_no_arguments(__doc__)
         main()

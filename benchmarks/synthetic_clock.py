@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from common import Row, publish
+from common import Row, publish, takes_no_arguments
 
 from pipeline.measure import Interval, Samples, measure_block, ratio_of_medians, samples_from_blocks
 
@@ -76,4 +76,5 @@ def race(random: np.random.Generator, processes: int, spread: float, slower: flo
 
 
 if __name__ == "__main__":
+    takes_no_arguments(__doc__)
     main()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accuracy_tables import calibration_section, draw, figure_is_current, int8_section, result
-from common import RESULTS, ROOT, text_of
+from common import RESULTS, ROOT, takes_no_arguments, text_of
 from gpu_model_tables import document, models_section
 from gpu_tables import accuracy_section, documents, speed_section
 from serving_tables import document_of, serving_section, soak_section
@@ -112,4 +112,5 @@ def _environment(result: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    takes_no_arguments(__doc__)
     main()
