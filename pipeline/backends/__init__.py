@@ -41,9 +41,9 @@ def load(engine: Engine, device: str = "") -> Loaded:
 
 
 def load_to_serve(engine: Engine, device: str = "") -> Loaded:
-    """As `load`, but threads that wait for work sleep: beside the engine, whoever asks and who passes it on want the CPU too."""
+    """As `load`, but threads that wait for work soon sleep: beside the engine, whoever asks and who passes it on want the CPU too."""
     if engine.target.backend != "onnxruntime":
         return load(engine, device)
     from pipeline.backends import onnxruntime_
 
-    return onnxruntime_.load(engine, device, spins=False)
+    return onnxruntime_.load(engine, device, serves=True)

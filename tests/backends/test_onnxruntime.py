@@ -174,10 +174,16 @@ def test_q_dq_are_computed_as_written_where_the_recipe_says_so(tmp_path: Path) -
     assert np.allclose(answers["y"], 3 * 0.00003)
 
 
-@pytest.mark.parametrize(("load", "spins"), [(backends.load, "1"), (backends.load_to_serve, "0")])
-def test_threads_of_engines_that_serve_do_not_spin(tmp_path: Path, load: Callable[[Engine], Loaded], spins: str) -> None:
+@pytest.mark.parametrize(("load", "stops"), [(backends.load, False), (backends.load_to_serve, True)])
+def test_threads_of_engines_that_serve_soon_sleep(tmp_path: Path, load: Callable[[Engine], Loaded], stops: bool) -> None:
     engine = onnxruntime_.build(made(tmp_path / "in", convolution().proto), FP32, BuildOptions(profiles=()), tmp_path)
     with closing(load(engine)) as loaded:
         assert isinstance(loaded, onnxruntime_.OrtLoaded)
         assert loaded._session is not None
-        assert loaded._session.get_session_options().get_session_config_entry("session.intra_op.allow_spinning") == spins
+        options = loaded._session.get_session_options()
+        if not stops:
+            with pytest.raises(RuntimeError):  # never set
+                options.get_session_config_entry("session.force_spinning_stop")
+            return
+        assert options.get_session_config_entry("session.force_spinning_stop") == "1"
+        assert options.get_session_config_entry("session.intra_op.spin_duration_us") == str(onnxruntime_.SPIN_US)
