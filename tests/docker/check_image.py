@@ -7,7 +7,6 @@ import io
 import secrets
 import subprocess
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 
 from service.client import Client, Upload
 from service.processes import of_jobs
-from tests.docker.fixtures_image import WITHIN_S, Container, Image, built, lacking, running, until
+from tests.docker.fixtures_image import SERVE, WITHIN_S, Container, Image, images, lacking, running, until
 from tests.fixtures_cli import FEATURES, answers, write_task
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=f"the image is not tested here: {lacking()}")
@@ -33,8 +32,10 @@ X = np.random.default_rng(0).normal(0, 1, (3, FEATURES)).astype(np.float32)
 
 @pytest.fixture(scope="module")
 def image() -> Iterator[Image]:
-    with built("serve") as image:
-        print(f"\nthe image has {image.size_bytes / 10**6:.0f} MB")
+    with images() as kept:
+        image = kept.build(SERVE)
+        sizes = [size / 10**6 for size in (image.size_bytes, kept.size_bytes("localhost/base"))]
+        print("\nthe image has {:.0f} MB, {:.0f} of them the base".format(*sizes))
         yield image
 
 
@@ -54,10 +55,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def container(image: Image, key: Path, place: Path) -> Iterator[Container]:
-    start = time.monotonic()
     with running(image, place / "home", key, place / "view") as container:
         resident = sum(process.memory_info().rss for process in container.init.children(recursive=True))
-        print(f"\nthe container is ready after {time.monotonic() - start:.1f} s, and holds {resident / 10**6:.0f} MB")
+        print(f"\nthe container is ready after {container.ready_s:.1f} s, and holds {resident / 10**6:.0f} MB")
         yield container
 
 

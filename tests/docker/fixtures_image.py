@@ -1,5 +1,6 @@
 """An image built by buildah, and run without a container engine: in namespaces of its own, with a read-only root and 1 MB of /dev/shm."""
 
+import http.client
 import json
 import os
 import shutil
@@ -10,10 +11,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import httpx
 import psutil
 
 ROOT = Path(__file__).parents[2]
@@ -24,14 +24,14 @@ SUITE = "bookworm"  # Python 3.11, as the Dockerfile's own base
 WITHIN_S = 300.0  # for what takes seconds on a quiet machine
 START = """
 set -eu
-root=$1 view=$2 home=$3 key=$4 user=$5; shift 5
+root=$1 view=$2 home=$3 volume=$4 key=$5 user=$6; shift 6
 mount --bind "$root" "$view" && mount -o remount,bind,ro "$view"
 mount -t proc proc "$view/proc"
 mount -t tmpfs -o mode=755 tmpfs "$view/dev"
 mknod -m 666 "$view/dev/null" c 1 3; mknod -m 666 "$view/dev/zero" c 1 5; mknod -m 666 "$view/dev/urandom" c 1 9
 mkdir "$view/dev/shm" && mount -t tmpfs -o size=1m,mode=1777 tmpfs "$view/dev/shm"
 mount -t tmpfs -o mode=755 tmpfs "$view/run" && touch "$view/run/admin.key" && mount --bind -o ro "$key" "$view/run/admin.key"
-mount --bind "$home" "$view/var/lib/crucible"
+mount --bind "$home" "$view$volume"
 exec chroot --userspec="$user" --groups= "$view" /usr/bin/env -i "$@"
 """
 
@@ -47,9 +47,27 @@ def lacking() -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Recipe:
+    """What an image is built from, and how the server in it is asked."""
+
+    dockerfile: Path
+    target: str = ""  # the last one
+    context: Path = ROOT
+    arguments: tuple[str, ...] = ()  # NAME=value
+    port: str = "CRUCIBLE_SERVICE_PORT"  # the variable that tells the server where to listen
+    ready: str = "/readyz"
+
+
+DOCKERFILE = ROOT / "docker" / "Dockerfile.cpu"
+SERVE, FULL = Recipe(DOCKERFILE, "serve"), Recipe(DOCKERFILE, "full")
+
+
+@dataclass(frozen=True, slots=True)
 class Image:
     """A built image: its files, and what its Dockerfile says of how to run it."""
 
+    recipe: Recipe
+    name: str
     root: Path
     user: str
     environment: tuple[str, ...]  # NAME=value
@@ -60,56 +78,87 @@ class Image:
     size_bytes: int
 
 
-@contextmanager
-def built(target: str) -> Iterator[Image]:
-    """The target of docker/Dockerfile.cpu on a Debian of our own; all that buildah keeps lies in one folder, removed at the end."""
-    folder = Path(tempfile.mkdtemp(prefix="crucible-image-"))
+@dataclass(frozen=True, slots=True)
+class Images:
+    """Images on a Debian of our own, and all that buildah keeps of them, in one folder."""
 
-    def buildah(command: str, *arguments: str | Path) -> str:
-        store = ("--storage-driver", "vfs", "--root", str(folder / "storage"), "--runroot", str(folder / "run"))
-        whole, environment = ["buildah", *store, command, *map(str, arguments)], {**os.environ, "TMPDIR": str(folder)}
+    folder: Path
+
+    def buildah(self, command: str, *arguments: str | Path) -> str:
+        driver = os.environ.get("STORAGE_DRIVER", "vfs")
+        store = ("--storage-driver", driver, "--root", str(self.folder / "storage"), "--runroot", str(self.folder / "run"))
+        whole, environment = ["buildah", *store, command, *map(str, arguments)], {**os.environ, "TMPDIR": str(self.folder)}
         done = subprocess.run(whole, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"buildah {command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         return done.stdout.strip()
 
-    try:
-        empty = buildah("from", "scratch")
-        buildah("add", "--quiet", empty, base(folder), "/")
-        buildah("commit", "--quiet", "--rm", empty, "localhost/base")
-        given = {"BASE": "localhost/base"} | {name: os.environ[name] for name in MIRRORS if name in os.environ}
+    def build(self, recipe: Recipe, name: str = "crucible:test") -> Image:
+        name = f"localhost/{name}"
+        given = ["BASE=localhost/base", *recipe.arguments, *(f"{each}={os.environ[each]}" for each in MIRRORS if each in os.environ)]
         certificates = ["--volume", f"{CERTIFICATES}:/etc/host-ca.crt:ro"] if CERTIFICATES.is_file() else []
         if certificates:
-            given["PIP_CERT"] = "/etc/host-ca.crt"
-        arguments = [part for name, value in given.items() for part in ("--build-arg", f"{name}={value}")]
+            given.append("PIP_CERT=/etc/host-ca.crt")
+        arguments = [part for each in given for part in ("--build-arg", each)]
         isolation = ("--isolation", "chroot", "--network", "host", "--pull-never", "--format", "docker")
-        buildah("bud", *isolation, *arguments, *certificates, "--file", "docker/Dockerfile.cpu", "--target", target, "--tag", "crucible:test", ".")
-        said = json.loads(buildah("inspect", "--type", "image", "localhost/crucible:test"))["Docker"]["config"]
-        (size,) = json.loads(buildah("images", "--json", "localhost/crucible:test"))
-        container = buildah("from", "--pull-never", "localhost/crucible:test")
-        yield image_of(said, Path(buildah("mount", container)), size["size"])
+        what = ("--file", recipe.dockerfile, "--target", recipe.target, "--tag", name, recipe.context)
+        self.buildah("bud", *isolation, *arguments, *certificates, *what)
+        said = json.loads(self.buildah("inspect", "--type", "image", name))["Docker"]["config"]
+        container = self.buildah("from", "--pull-never", name)
+        return image_of(recipe, name, said, Path(self.buildah("mount", container)), self.size_bytes(name))
+
+    def size_bytes(self, name: str) -> int:
+        """Of all layers, unpacked."""
+        (found,) = json.loads(self.buildah("images", "--json", name))
+        number, unit = found["size"].split()
+        return int(float(number) * {"MB": 10**6, "GB": 10**9}[unit])
+
+    def compressed_bytes(self, name: str) -> int:
+        """Of all layers by gzip: what a registry sends."""
+        packed = self.folder / "packed"
+        self.buildah("push", name, f"oci:{packed}")
+        found = sum(file.stat().st_size for file in packed.glob("blobs/sha256/*"))
+        shutil.rmtree(packed)
+        return found
+
+    def remove(self, image: Image) -> None:
+        """Its files; layers of others stay."""
+        self.buildah("rm", "--all")
+        self.buildah("rmi", image.name)
+
+
+@contextmanager
+def images() -> Iterator[Images]:
+    """buildah's folder with the base in it, removed at the end. The environment's STORAGE_DRIVER says how it keeps layers: vfs runs everywhere."""
+    kept = Images(Path(tempfile.mkdtemp(prefix="crucible-image-")))
+    try:
+        empty = kept.buildah("from", "scratch")
+        kept.buildah("add", "--quiet", empty, base(kept.folder), "/")
+        kept.buildah("commit", "--quiet", "--rm", empty, "localhost/base")
+        yield kept
     finally:
         mounted = [line.split()[1] for line in Path("/proc/mounts").read_text(encoding="ascii").splitlines()]
-        for place in reversed([each for each in mounted if Path(each).is_relative_to(folder)]):
+        for place in reversed([each for each in mounted if Path(each).is_relative_to(kept.folder)]):
             subprocess.run(["umount", place], check=True)
-        shutil.rmtree(folder)
+        shutil.rmtree(kept.folder)
 
 
 def base(folder: Path) -> Path:
     """A small Debian with Python as a tar, kept in the user's cache."""
-    kept = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "crucible-image-test" / f"{SUITE}.tar"
+    kept = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "crucible-image-test" / f"{SUITE}-without-lists.tar"
     if not kept.is_file():
         root, work = folder / "debian", kept.with_suffix(f".{os.getpid()}")
         kept.parent.mkdir(parents=True, exist_ok=True)
         include = "--include=python3,python3-venv,ca-certificates"
         done = subprocess.run(["debootstrap", "--variant=minbase", include, SUITE, root], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr
-        subprocess.run(["tar", "-C", root, "--exclude=./var/cache/apt/archives/*.deb", "-cf", work, "."], check=True)
+        fetched = ("--exclude=./var/cache/apt/archives/*.deb", "--exclude=./var/lib/apt/lists/*")
+        subprocess.run(["tar", "-C", root, *fetched, "-cf", work, "."], check=True)
         work.rename(kept)
         shutil.rmtree(root)
     return kept
 
 
-def image_of(config: Mapping[str, object], root: Path, size_bytes: object) -> Image:
+def image_of(recipe: Recipe, name: str, config: Mapping[str, object], root: Path, size_bytes: int) -> Image:
     def listed(name: str) -> tuple[str, ...]:
         return tuple(config.get(name) or ())  # type: ignore[call-overload, no-any-return]
 
@@ -117,9 +166,9 @@ def image_of(config: Mapping[str, object], root: Path, size_bytes: object) -> Im
     assert isinstance(health, dict)
     kind, *command = health["Test"]
     assert kind == "CMD"
-    assert isinstance(size_bytes, str)
-    number, unit = size_bytes.split()
     return Image(
+        recipe=recipe,
+        name=name,
         root=root,
         user=str(config["User"]),
         environment=listed("Env"),
@@ -127,7 +176,7 @@ def image_of(config: Mapping[str, object], root: Path, size_bytes: object) -> Im
         command=listed("Entrypoint") + listed("Cmd"),
         volumes=listed("Volumes"),
         healthcheck=tuple(command),
-        size_bytes=int(float(number) * {"MB": 10**6, "GB": 10**9}[unit]),
+        size_bytes=size_bytes,
     )
 
 
@@ -141,6 +190,7 @@ class Container:
     rpc: str  # gRPC's address
     log: Path
     variables: tuple[str, ...]
+    ready_s: float  # after the start
 
     @property
     def init(self) -> psutil.Process:
@@ -157,10 +207,15 @@ class Container:
         )
 
     def answers(self, path: str) -> bool:
+        """Asked without a client's start, so that it can be asked often."""
+        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=WITHIN_S)
         try:
-            return httpx.get(self.url + path).status_code == 200
-        except httpx.TransportError:
+            connection.request("GET", path)
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
             return False
+        finally:
+            connection.close()
 
     def terminate(self) -> None:
         """What `docker stop` sends."""
@@ -171,21 +226,23 @@ class Container:
 def running(image: Image, home: Path, key: Path, view: Path) -> Iterator[Container]:
     """The image's own command on `home`, ready for work: read-only root, no other place to write than the volume, 1 MB of /dev/shm."""
     port, rpc = free_ports()
-    more = (f"CRUCIBLE_SERVICE_PORT={port}", f"CRUCIBLE_SERVICE_GRPC_PORT={rpc}", "CRUCIBLE_SERVICE_ADMIN_KEY_FILE=/run/admin.key")
+    more = (f"{image.recipe.port}={port}", f"CRUCIBLE_SERVICE_GRPC_PORT={rpc}", "CRUCIBLE_SERVICE_ADMIN_KEY_FILE=/run/admin.key")
     user, _, group = image.user.partition(":")
     home.mkdir(exist_ok=True)
     os.chown(home, int(user), int(group))
     view.mkdir(exist_ok=True)
-    given = (image.root, view, home, key, image.user, f"--chdir={image.folder}", *image.environment, *more, *image.command)
+    (volume,) = image.volumes
+    given = (image.root, view, home, volume, key, image.user, f"--chdir={image.folder}", *image.environment, *more, *image.command)
     log = home.with_suffix(".log")
     unshare = ("unshare", "--mount", "--pid", "--fork", "--propagation", "private")
+    start = time.monotonic()
     with log.open("ab") as out:
         process = subprocess.Popen([*unshare, "sh", "-c", START, "sh", *map(str, given)], stdout=out, stderr=out)
-    container = Container(image, process, f"http://127.0.0.1:{port}", f"127.0.0.1:{rpc}", log, (*image.environment, *more))
+    container = Container(image, process, f"http://127.0.0.1:{port}", f"127.0.0.1:{rpc}", log, (*image.environment, *more), 0.0)
     try:
-        until(lambda: process.poll() is not None or container.answers("/readyz"), log)
+        until(lambda: process.poll() is not None or container.answers(image.recipe.ready), log)
         assert process.poll() is None, log.read_text()
-        yield container
+        yield replace(container, ready_s=time.monotonic() - start)
     finally:
         for init in psutil.Process(process.pid).children() if process.poll() is None else []:
             init.kill()  # and with it all that runs inside
@@ -204,4 +261,4 @@ def until(reached: Callable[[], bool], log: Path) -> None:
     end = time.monotonic() + WITHIN_S
     while not reached():
         assert time.monotonic() < end, log.read_text()
-        time.sleep(0.1)
+        time.sleep(0.02)
