@@ -4,7 +4,6 @@ Not collected with the other tests: they need neither root nor minutes.
 """
 
 import io
-import secrets
 import subprocess
 import threading
 from collections import Counter
@@ -22,8 +21,9 @@ from numpy.typing import NDArray
 
 from service.client import Client, Upload
 from service.processes import of_jobs
-from tests.docker.fixtures_image import SERVE, WITHIN_S, Container, Image, images, lacking, running, until
-from tests.fixtures_cli import FEATURES, answers, write_task
+from tests.docker.fixtures_image import ROOT, SERVE, WITHIN_S, Container, Image, images, lacking, running, until
+from tests.fixtures_cli import FEATURES, answers, environment, write_task
+from tests.service.test_docs import SHELL, URL, commands
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=f"the image is not tested here: {lacking()}")
 HOME = "/var/lib/crucible"
@@ -41,10 +41,11 @@ def image() -> Iterator[Image]:
 
 @pytest.fixture(scope="module")
 def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("key") / "admin.key"
-    file.write_text(f"cru_{secrets.token_hex(5)}_{secrets.token_urlsafe(32)}\n")
-    file.chmod(0o644)  # the user of the image reads it; its folder is closed
-    return file
+    """Made as the README makes it: the user of the image reads it, and its folder is closed."""
+    folder = tmp_path_factory.mktemp("key")
+    made = [line for line in readme("In a container") if not line.startswith(("docker", "(umask"))][:3]
+    subprocess.run(["bash", "-c", "\n".join([SHELL, *made])], cwd=folder, check=True)
+    return folder / "keys" / "admin.key"
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,11 @@ def container(image: Image, key: Path, place: Path) -> Iterator[Container]:
 def client(container: Container, key: Path) -> Iterator[Client]:
     with Client(container.url, key.read_text()) as client:
         yield client
+
+
+def readme(title: str) -> list[str]:
+    """The commands below a heading."""
+    return commands((ROOT / "README.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0])
 
 
 def uploaded(folder: Path, name: str) -> Upload:
@@ -116,6 +122,23 @@ def test_a_killed_job_fails_and_its_retry_gives_a_report(container: Container, c
     assert last.kind == "succeeded", last.data
     report = client.report(again.id)
     assert (report.verdict, report.winner) == ("accepted", "onnxruntime fp32")
+
+
+def test_the_lines_of_the_readme_lead_to_answers(container: Container, client: Client, key: Path, tmp_path: Path) -> None:
+    """Those after `docker run`, and those of the service, with the key that a container wants."""
+    write_task(tmp_path)
+    (tmp_path / "keys").symlink_to(key.parent)
+    after_start = [line for line in readme("In a container") if not line.startswith("docker")][3:]
+    keyed = ['curl() { command curl --fail-with-body --silent --show-error -H @auth "$@"; }', "export CRUCIBLE_KEY=$(cat keys/admin.key)"]
+    service = [line for line in readme("As a service") if line != "crucible serve"]
+    script = "\n".join([SHELL, *after_start, *keyed, *service]).replace(URL, container.url)
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment({"CRUCIBLE_URL": container.url}), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    assert done.stdout.count('"outputs":{') == 2
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+    client.unload("digits")
 
 
 def children(job_id: str) -> list[psutil.Process]:

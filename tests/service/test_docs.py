@@ -88,16 +88,17 @@ def test_every_setting_is_listed_in_order() -> None:
 
 
 def test_the_readme_shows_commands_of_this_page() -> None:
-    """But for the key, what is sent beside the model, and which job is promoted: those of this page are run below."""
+    """But for the key, names, and what is sent beside the model: those of this page are run below, and the README's own by `make image-test`."""
 
     def bare(command: str) -> str:
-        command = command.replace("$other", "$job").replace(" --override", "")
-        return re.sub(r" -H @auth| -F ('plan=[^']*'|(plan|calibration|selection|validation)=\S+)", "", command)
+        command = re.sub(r"\$(other|model)|photos", lambda found: {"$other": "$job"}.get(found[0], "digits"), command)
+        sent = r"-F ('plan=[^']*'|(plan|calibration|selection|validation)=\S+)|--(plan|calibration|selection|validation) \S+|--profile \S+"
+        return re.sub(rf" (-H @auth|--override|{sent})", "", command)
 
     section = (ROOT / "README.md").read_text().split("## As a service")[1].split("\n## ")[0]
     shown = commands(section)
     assert len(shown) > 5
-    assert {*map(bare, shown)} <= {*map(bare, commands(PAGE))}
+    assert {*map(bare, shown)} <= {*map(bare, commands(PAGE + INFERENCE))}
 
 
 @pytest.mark.slow
@@ -181,7 +182,7 @@ def check(told: dict[str, str], folder: Path) -> None:
     assert json.loads(gzip.decompress((folder / "samples.json.gz").read_bytes()))
     with tarfile.open(folder / "engine.tar") as engine:
         assert "engine/engine.json" in engine.getnames()
-    assert all("ACCEPTED" in text for text in said("crucible wait") + said("--wait"))
+    assert all("ACCEPTED" in text for line, text in told.items() if "crucible wait" in line or line.endswith("--wait"))
     batch = json.loads(said("$model/promote -d")[0])["current"]["batch"]
     assert (batch["proved"], batch["reason"]) == (True, "")
     assert "version 2 (onnxruntime fp32) is current, version 2 answers on cpu" in said("crucible promote $model")[0]
