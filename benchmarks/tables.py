@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md, and the tables and the figure of docs/accuracy.md and docs/measurement.md, from benchmarks/results/*.json.
+"""Write docs/benchmarks.md, and the tables and the figure of docs/accuracy.md, docs/measurement.md and docs/deploy.md, from benchmarks/results/*.json.
 
 No figure there is typed by hand, and a test keeps pages and results in step.
 """
@@ -14,11 +14,13 @@ from accuracy_tables import calibration_section, draw, figure_is_current, int8_s
 from common import RESULTS, ROOT, takes_no_arguments, text_of
 from gpu_model_tables import document, models_section
 from gpu_tables import accuracy_section, documents, speed_section
+from image_tables import images_section
 from serving_tables import document_of, serving_section, soak_section
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 ACCURACY_PAGE = ROOT / "docs" / "accuracy.md"
 MEASUREMENT_PAGE = ROOT / "docs" / "measurement.md"
+DEPLOY_PAGE = ROOT / "docs" / "deploy.md"
 BEGIN, END = "<!-- {part}: from here on written by benchmarks/tables.py -->\n", "<!-- {part}: written by benchmarks/tables.py up to here -->\n"
 HEAD = """# Benchmarks
 
@@ -51,7 +53,7 @@ on every backend of this host, without data.""",
 
 
 def main() -> None:
-    for file, text in ((PAGE, page()), (ACCURACY_PAGE, accuracy_page()), (MEASUREMENT_PAGE, measurement_page())):
+    for file, text in ((PAGE, page()), (ACCURACY_PAGE, accuracy_page()), (MEASUREMENT_PAGE, measurement_page()), (DEPLOY_PAGE, deploy_page())):
         file.write_text(text, encoding="utf-8")
         print(f"wrote {file.relative_to(ROOT)}")
     if not figure_is_current(found := result("calibration")):
@@ -69,7 +71,6 @@ def page() -> str:
 
 
 def accuracy_page() -> str:
-    """docs/accuracy.md as it is by hand, with what is written here between its marks."""
     gpu = documents()
     parts = {
         "calibration": calibration_section(result("calibration")),
@@ -77,6 +78,10 @@ def accuracy_page() -> str:
         "gpu": accuracy_section(gpu),
     }
     return _filled(ACCURACY_PAGE, parts)
+
+
+def deploy_page() -> str:
+    return _filled(DEPLOY_PAGE, {"images": images_section(result("image_size"))})
 
 
 def measurement_page() -> str:

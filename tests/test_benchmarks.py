@@ -43,6 +43,7 @@ def h200(scripts: dict[str, ModuleType], tmp_path: Path) -> Path:
 def test_the_pages_are_in_step_with_the_results(scripts: dict[str, ModuleType]) -> None:
     tables = scripts["tables"]
     pages = {tables.PAGE: tables.page(), tables.ACCURACY_PAGE: tables.accuracy_page(), tables.MEASUREMENT_PAGE: tables.measurement_page()}
+    pages[tables.DEPLOY_PAGE] = tables.deploy_page()
     for file, text in pages.items():
         assert text == file.read_text(encoding="utf-8"), "run: python benchmarks/tables.py"
     drawn = scripts["accuracy_tables"]

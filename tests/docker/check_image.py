@@ -96,7 +96,11 @@ def test_only_the_volume_can_be_written(container: Container) -> None:
     tried = container.run("sh", "-c", f"id -u; touch /tmp/x /opt/x {HOME}/x; df -k --output=size /dev/shm")
     assert tried.stdout.split() == ["10001", "1K-blocks", "1024"]
     assert tried.stderr.count("Read-only file system") == 2
+
+
+def test_the_commands_of_docker_exec_run(container: Container) -> None:
     assert "admin key from a file" in container.run("crucible", "keys", "list").stdout
+    assert "onnxruntime" in container.run("crucible", "doctor").stdout
 
 
 def test_the_healthcheck_tells(container: Container) -> None:

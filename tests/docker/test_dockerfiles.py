@@ -29,7 +29,7 @@ def instructions(text: str) -> Iterator[tuple[str, str]]:
 
 def complaints(text: str) -> list[str]:
     """What no builder would take, or what would name nothing."""
-    found, stages, arguments, known = [], [], [], set[str]()
+    found, stages, known = [], [], {"PATH"}
     for name, argument in instructions(text):
         if name not in KNOWN:
             found.append(f"no instruction: {name}")
@@ -37,11 +37,10 @@ def complaints(text: str) -> list[str]:
             base, _, stage = argument.partition(" AS ")
             if base != "${BASE}" and base not in stages:
                 found.append(f"no such stage: {base}")
-            known = set() if base == "${BASE}" else known
+            known = {"PATH"} if base == "${BASE}" else known
             stages.append(stage)
         elif name in ("ARG", "ENV"):
-            arguments = [part.partition("=")[0] for part in shlex.split(argument)]
-            known |= {*arguments, "PATH"}
+            known |= {part.partition("=")[0] for part in shlex.split(argument)}
         elif name == "RUN":
             found += run_complaints(argument, known)
         elif name == "COPY" and (source := re.match(r"--from=(\S+)", argument)) and source[1] not in stages:
