@@ -85,6 +85,7 @@ def row(image: str, serves: str | None, unpacked: int, compressed: int | None, f
         "serves": serves,
         "unpacked_mb": unpacked / 1e6,
         "compressed_mb": compressed / 1e6 if compressed else None,
+        "starts": len(seconds),
         "start_s": statistics.median(seconds) if seconds else None,
         "least_s": min(seconds, default=None),
         "most_s": max(seconds, default=None),

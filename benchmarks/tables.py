@@ -81,7 +81,7 @@ def accuracy_page() -> str:
 
 
 def deploy_page() -> str:
-    return _filled(DEPLOY_PAGE, {"images": images_section(result("image_size"))})
+    return _filled(DEPLOY_PAGE, {"images": images_section(document_of("image_size"))})
 
 
 def measurement_page() -> str:

@@ -15,7 +15,7 @@ from tests.fixtures_report import proven_report
 
 ROOT = Path(__file__).parents[1]
 H200 = Target(backend="tensorrt", version="10.6.0", device="NVIDIA H200", compute_capability="9.0", driver="580.159.04")
-SCRIPTS = ("common", "accuracy_tables", "gpu_model_tables", "gpu_tables", "serving_tables", "tables", "tensorrt_compile")
+SCRIPTS = ("common", "accuracy_tables", "gpu_model_tables", "gpu_tables", "image_tables", "serving_tables", "tables", "tensorrt_compile")
 
 
 @pytest.fixture
@@ -71,6 +71,19 @@ def test_without_results_of_a_gpu_the_pages_say_nothing_of_it(scripts: dict[str,
     tables = scripts["gpu_tables"]
     assert tables.documents(tmp_path) == {}
     assert tables.speed_section({}) == tables.accuracy_section({}) == []
+
+
+def test_the_table_of_images_shows_what_was_measured_and_nothing_else(scripts: dict[str, ModuleType]) -> None:
+    section = scripts["image_tables"].images_section
+    base = {"image": "base", "serves": None, "unpacked_mb": 176.0, "compressed_mb": 73.9, "starts": 0, "start_s": None, "memory_mb": None}
+    serve = {**base, "image": "serve", "serves": "one model", "starts": 5, "start_s": 2.5, "least_s": 2.25, "most_s": 3.0, "memory_mb": 112.9}
+    document = {"created": "2026-11-22T05:00:00+00:00", "rows": [base, serve], "environment": {"cpu": "AMD EPYC", "cores": 2, "load_1min": 0.5}}
+    text = "\n".join(section(document))
+    assert "the median of 5 starts" in text
+    assert "| base |  | 176 MB | 74 MB |  |  |" in text
+    assert "| serve | one model | 176 MB | 74 MB | 2.50 s (2.25 to 3.00) | 113 MB |" in text
+    assert text.endswith("2026-11-22, AMD EPYC, 2 cores, a load of 0.5 at the end.")
+    assert section(None) == []
 
 
 def test_a_part_that_runs_again_takes_the_place_of_its_rows(scripts: dict[str, ModuleType], h200: Path) -> None:
