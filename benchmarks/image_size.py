@@ -2,7 +2,7 @@
 
     STORAGE_DRIVER=overlay python -m benchmarks.image_size
 
-runs in the folder of the repository, as root, with buildah and debootstrap; it takes 20 GB of disk, and with STORAGE_DRIVER=vfs 40 GB.
+runs in the folder of the repository, as root, with buildah and debootstrap; it takes 35 GB of disk, and with STORAGE_DRIVER=vfs more.
 A start is from the first process to the first answer that it is ready, after `docker stop`'s signal had ended the start before it: the files are in
 the page cache. Both serve the same small CNN, by ONNX Runtime.
 """
