@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md, and the tables and the figure of docs/accuracy.md, docs/measurement.md and docs/deploy.md, from benchmarks/results/*.json.
+"""Write docs/benchmarks.md, and the tables and the figure of accuracy.md, measurement.md and deploy.md there, from benchmarks/results/*.json.
 
 No figure there is typed by hand, and a test keeps pages and results in step.
 """
