@@ -1,5 +1,6 @@
 """The modules of benchmarks/gpu and gpu_models itself, imported as the script imports them."""
 
+import os
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -7,6 +8,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from pipeline import process
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = ("bare", "contest", "facts", "host", "measure_row", "parts", "plans", "rows", "surgery", "torch_peers", "async_curve")
@@ -18,6 +21,7 @@ SERVING_SCRIPTS = ("common", "serving", "serving_tables", "soak")
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(process, "IMPORT_PATH", os.pathsep.join((str(BENCHMARKS), process.IMPORT_PATH)))  # a script's own process begins so
     before = set(sys.modules)
     yield {**{name: import_module(f"gpu.{name}") for name in NAMES}, **{name: import_module(name) for name in SCRIPTS}}
     for name in set(sys.modules) - before:
