@@ -18,7 +18,7 @@ from gpu.host import Watch
 from gpu.plans import HERE, feeds_of, graph_of, plan_of
 from gpu.rows import WAYS, Row, targets
 from gpu.torch_peers import COMPILE_MODES, LIMIT_S, look_at, peer_engine
-from pipeline.backends import pytorch_, tensorrt_, timing_cache
+from pipeline.backends import pytorch_, tensorrt_, timing_cache, trt_library
 from pipeline.candidates import build_engine, convert_model, prove_engine
 from pipeline.config import BenchmarkConfig, CandidateConfig, home
 from pipeline.core import Engine, OnnxModel, Profile, Recipe, Tensors
@@ -138,7 +138,7 @@ def measure_row(row: Row, options: Options) -> dict[str, Any]:
         entrants += peers_of(row, job, model, feeds, entries)
     if options.build_only:
         return {"built": [entrant.name for entrant in entrants], "entries": entries}
-    foreign = timing_cache.other_processes()
+    foreign = timing_cache.other_processes(trt_library.host()[0].uuid)
     watch = Watch()
     outcomes = contest(entrants, workload_of(model, {}, feeds, row.batch), BenchmarkConfig(duration_s=options.seconds), watch)
     entries |= {outcome.entrant.name: entries.get(outcome.entrant.name, {}) | entry_of(outcome) for outcome in outcomes}

@@ -61,7 +61,7 @@ def assert_right(engine: Engine, case: Case) -> None:
 
 def compiled(plan: Path, **env: str) -> Result:
     """`crucible compile`, with the packages of this process."""
-    return crucible("compile", plan, cwd=plan.parent, env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **env})
+    return crucible("compile", plan, cwd=plan.parent, env=env)
 
 
 def fp16_task(folder: Path, **changes: object) -> Path:

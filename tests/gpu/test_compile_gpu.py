@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -89,13 +87,13 @@ def test_every_engine_shows_what_it_really_runs(candidates: dict[str, Candidate]
 
 
 def test_the_delivered_engine_proves_itself_again(compiled: tuple[Report, Path], tmp_path: Path) -> None:
-    done = crucible("validate", compiled[1], cwd=tmp_path, env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    done = crucible("validate", compiled[1], cwd=tmp_path)
     assert done.code == 0, done.err
     assert done.summary["role"] == "validation"
 
 
 def test_doctor_names_the_gpu_and_what_tensorrt_can_do_on_it() -> None:
-    done = crucible("doctor", env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    done = crucible("doctor")
     target = tensorrt_.probe()
     assert done.code == 0, done.err
     assert target.device in done.out
