@@ -15,6 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from pipeline.backends import cuda
 from pipeline.core import DimRange, OnnxModel, Profile
+from pipeline.gpu import find_gpus
 from pipeline.graph import onnx_model
 from pipeline.process import Channel, Child
 
@@ -26,8 +27,8 @@ LAYERS = 40  # convolutions, each of another shape: every one is timed on its ow
 
 
 def used_bytes() -> int:
-    """Memory of the first GPU in use by all processes."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    """Memory of the GPU that tests use, in use by all processes."""
+    query = ["nvidia-smi", "-i", find_gpus().devices[0].uuid, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) * MIB
 
 
