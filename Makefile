@@ -12,7 +12,9 @@ endif
 
 # test-gpu and bench-gpu on a host without network: WHEELS=DIR, a folder that tests/gpu/fetch_wheels.sh filled elsewhere. PYTHON's own packages
 # are used, and what it lacks comes from there. Without WHEELS: the environment of `make test`, on a GPU host with TensorRT.
+# TESTS="tests/backends": a part of test-gpu. Parts may run side by side, each with a GPU (CUDA_VISIBLE_DEVICES) and GPU_RESULTS of its own.
 WHEELS ?=
+TESTS ?=
 PARTS ?=
 SOAK ?=
 GPU_SITE := $(CURDIR)/build/gpu-site
@@ -39,7 +41,7 @@ protos: $(VENV)/.ready
 	$(BIN)/python -m service.rpc.generate
 
 test-gpu: $(if $(WHEELS),gpu-site,$(VENV)/.ready-gpu)
-	$(GPU_PYTHON) -m pytest -m gpu --ignore tests/service --ignore tests/docker --gpu-results=$(GPU_RESULTS)  # not collected: no GPU test is there, and they need more packages
+	$(GPU_PYTHON) -m pytest -m gpu $(TESTS) --ignore tests/service --ignore tests/docker --gpu-results=$(GPU_RESULTS)  # not collected: no GPU test is there, and they need more packages
 
 image-test: $(VENV)/.ready
 	$(BIN)/python -m pytest -s --timeout=1500 tests/docker/check_image.py  # builds docker/Dockerfile.cpu with buildah, as root; skipped, with the reason, where that cannot be

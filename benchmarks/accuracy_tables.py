@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from common import RESULTS, ROOT
+from common import RESULTS
+from figures import Drawing
+from matplotlib.figure import Figure
 
 from pipeline.core import CalibrationMethod
-from pipeline.drawing import GRID, INK, MUTED
 
-FIGURE = ROOT / "docs" / "calibration.svg"
 COLOURS = {CalibrationMethod.ENTROPY: "#2f6fb5", CalibrationMethod.MINMAX: "#0b7a4b", CalibrationMethod.PERCENTILE: "#b8860b"}
 MARKERS = {CalibrationMethod.ENTROPY: "o", CalibrationMethod.MINMAX: "s", CalibrationMethod.PERCENTILE: "^"}
 FLOATS = ("fp32", "tf32", "bf16", "fp16")
@@ -88,28 +85,17 @@ def _spread(values: Sequence[float]) -> str:
 # -- the figure --------------------------------------------------------------------------------------------------------
 
 
-def figure_is_current(document: Document, file: Path = FIGURE) -> bool:
-    """Whether the drawing is of these values. Its text may differ: another matplotlib draws otherwise."""
-    return file.is_file() and file.read_text(encoding="utf-8").startswith(_mark(document))
-
-
-def draw(document: Document, file: Path = FIGURE) -> None:
+def calibration_drawing(document: Document) -> Drawing:
     """Loss against samples: one panel per model, a dot per draw, a line through the means."""
-    import matplotlib
-    from matplotlib.figure import Figure
+    return Drawing("calibration.svg", document["rows"], _draw)
 
-    style = {"svg.fonttype": "none", "svg.hashsalt": "crucible", "font.size": 9.5, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": MUTED}
-    with matplotlib.rc_context({**style, "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True}):
-        figure = Figure(figsize=(8.6, 3.6), layout="constrained")
-        usual = [row for row in document["rows"] if row["weight_bits"] == document["rows"][0]["weight_bits"]]
-        models = list(dict.fromkeys(row["model"] for row in usual))
-        for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
-            _panel(axes, [row for row in usual if row["model"] == model], f"configs/{model}.yaml")
-        axes.legend(frameon=False)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}, facecolor="white")
-    text = buffer.getvalue()
-    file.write_text(_mark(document) + text[text.index("<svg") :], encoding="utf-8")
+
+def _draw(figure: Figure, rows: Sequence[Row]) -> None:
+    usual = [row for row in rows if row["weight_bits"] == rows[0]["weight_bits"]]
+    models = list(dict.fromkeys(row["model"] for row in usual))
+    for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
+        _panel(axes, [row for row in usual if row["model"] == model], f"configs/{model}.yaml")
+    axes.legend(frameon=False)
 
 
 def _panel(axes: Any, rows: Sequence[Row], title: str) -> None:
@@ -126,10 +112,6 @@ def _panel(axes: Any, rows: Sequence[Row], title: str) -> None:
     axes.set(xscale="log", yscale="log", title=title, xlabel="calibration samples", ylabel="1 - mean cosine (lower is better)")
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.minorticks_off()
-
-
-def _mark(document: Document) -> str:
-    return f"<!-- of {hashlib.sha256(json.dumps(document['rows']).encode()).hexdigest()} -->\n"
 
 
 # -- int8 against floats -----------------------------------------------------------------------------------------------

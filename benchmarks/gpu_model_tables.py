@@ -36,10 +36,31 @@ def models_section(found: Mapping[str, Any]) -> list[str]:
         "`loop` our engine file in a bare loop. GPU time is the median of CUDA events with a CUDA graph, wall time goes from binding numpy arrays to",
         "fetching them. Weights are random, so answers are compared with the first engine by their cosine and say nothing about accuracy.",
     ]
+    lines += ["", "![GPU time of every engine of every row](gpu_models.svg)"]
     for name, row in found["rows"].items():
-        lines += ["", f"### `{name}`", ""]
-        lines += [f"**failed**: {_cell(row['failed'])}"] if "failed" in row else _curve(row) if name == CURVE else _row(row)
+        if name != CURVE:  # docs/measurement.md has it
+            lines += ["", f"### `{name}`", ""]
+            lines += [f"**failed**: {_cell(row['failed'])}"] if "failed" in row else _row(row)
     return [*lines, "", _host(found), ""]
+
+
+def curve_section(found: Mapping[str, Any]) -> list[str]:
+    """Time per call without synchronisation beside the truth, as lines; none where there are no results."""
+    row = found.get("rows", {}).get(CURVE, {})
+    if "entries" not in row:
+        return []
+    at, waits = row["entries"]["curve"], row["entries"]["per_call_ms_ending_with"]
+    least = min(at, key=lambda each: each["unsynchronised_ms"])
+    ended = ", ".join(f"{text} {value:.3f} ms" for text, value in waits.items() if text != "nothing")
+    return [
+        "![Time per call with and without synchronisation against the number of calls](launch_queue.svg)",
+        "",
+        f"{row['model']}, {row['shape']}, PyTorch eager fp32 (`python benchmarks/gpu_models.py {CURVE}`). By CUDA events one call takes",
+        f"{row['events_ms']:.2f} ms; a clock around {least['calls']} calls without synchronisation says {least['unsynchronised_ms']:.2f} ms.",
+        f"What waiting by accident costs: 50 calls take {waits['nothing']:.3f} ms each, and where every call ends with {ended}.",
+        "",
+        _host(found),
+    ]
 
 
 def _row(row: Mapping[str, Any]) -> list[str]:
@@ -92,21 +113,13 @@ def _held_back(name: str, entry: Entry) -> list[str]:
     return lines
 
 
-def _curve(row: Mapping[str, Any]) -> list[str]:
-    found = row["entries"]
-    lines = [f"{row['model']}, {row['shape']}, PyTorch eager fp32. By CUDA events one call takes {row['events_ms']:.2f} ms.", ""]
-    lines += [_line(["calls", "ms per call, not synchronised", "synchronised"]), "|---|---|---|"]
-    lines += [_line([str(at["calls"]), f"{at['unsynchronised_ms']:.3f}", f"{at['synchronised_ms']:.3f}"]) for at in found["curve"]]
-    waits = ", ".join(f"{text}: {value:.3f} ms" for text, value in found["per_call_ms_ending_with"].items())
-    return [*lines, "", f"Where each of 50 calls ends with {waits} per call."]
-
-
 def _about(row: Mapping[str, Any]) -> Iterable[str]:
     gpu = row.get("gpu") or {}
     states = [f"{name.replace('_', ' ')} {values['median']:g}" for name, values in gpu.items()]
     changed = [f"overrides: {', '.join(row['overrides'])}"] if row.get("overrides") else []
     said = [row["created"][:10], *changed, *states]
-    return ["", f"{'; '.join(said)}; {row['seconds']:.0f} s."]
+    note = ["", f"**Note**: {row['note']}"] if row.get("note") else []
+    return [*note, "", f"{'; '.join(said)}; {row['seconds']:.0f} s."]
 
 
 def _host(found: Mapping[str, Any]) -> str:

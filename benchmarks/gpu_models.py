@@ -1,7 +1,7 @@
 """The fastest engine on this host's GPU against TensorRT used barely and against PyTorch: any row of the table by one command.
 
     python benchmarks/gpu_models.py [ROW ...] [--into DIR] [--seconds S] [--keep FOLDER] [--ways fp16,int8] [--no-bare] [--no-peers]
-                                    [--only WORD,WORD] [--set KEY=VALUE] [--prepare] [--build] [--list]
+                                    [--only WORD,WORD] [--set KEY=VALUE] [--note TEXT] [--prepare] [--build] [--list]
 
 A row is one model at one shape: ours in each precision, the same graph built and run by TensorRT's plain API, and PyTorch, all in one
 interleaved run, each in a process of its own. After each row DIR/gpu_models.json is written anew, with what earlier commands found in other
@@ -75,7 +75,8 @@ def main() -> None:
         sys.exit(build([name for name in names if row_named(name)], options, arguments.keep))
     for name in names:
         print(f"== {name}", flush=True)
-        document = add_row(arguments.into / f"{NAME}.json", name, guarded(PARTS[name][0], options), target)
+        found = guarded(PARTS[name][0], options) | ({"note": arguments.note} if arguments.note else {})
+        document = add_row(arguments.into / f"{NAME}.json", name, found, target)
         Console(width=170).print(table(name, document["rows"][name]))
         if arguments.keep:
             print(f"kept: {store(home(), arguments.keep)}", file=sys.stderr, flush=True)
@@ -92,6 +93,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ways", type=_ways, default=(), metavar="WAY,WAY", help=f"of ours, instead of all of the row: {', '.join(WAYS)}")
     parser.add_argument("--only", type=_words, default=(), metavar="WORD,WORD", help="of a part, only the variants whose names hold a word")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the plan")
+    parser.add_argument("--note", default="", metavar="TEXT", help="what a reader of these rows must know")
     parser.add_argument("--no-bare", dest="bare", action="store_false", help="without bare builds")
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="without PyTorch")
     parser.add_argument("--prepare", action="store_true", help="only export, simplify and convert the rows")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -54,13 +55,23 @@ def _about(tests: Path) -> list[str]:
         "Build times are those of one run, in this order, with one timing cache: what an earlier engine has timed, a later one need not.",
         "`time by precision` is the share of an engine's time that it really ran in each; layers that only move or convert data count as `none`.",
     ]
-    for file in sorted(tests.glob("*.json")):
-        document = json.loads(file.read_text(encoding="utf-8"))
-        counts = ", ".join(f"{count} {outcome}" for outcome, count in document["counts"].items())
-        gpu = document["gpus"][0]["name"] if document["gpus"] else "no GPU"
-        when = f"{document['created'][:10]}, {document['seconds']:.0f} s"
-        lines += ["", f"`make test-gpu` on one {gpu} with TensorRT {document['tensorrt']}: {counts} ({when})."]
-    return lines
+    return [*lines, *_tests([json.loads(file.read_text(encoding="utf-8")) for file in sorted(tests.glob("*.json"))])]
+
+
+def _tests(parts: list[Document]) -> list[str]:
+    """What all parts of `make test-gpu` came to, which ran side by side."""
+    if not parts:
+        return []
+    total = Counter[str]()
+    for part in parts:
+        total.update(part["counts"])
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in total.items())
+    first, seconds = parts[0], max(part["seconds"] for part in parts)
+    how = f" in {len(parts)} parts, each with a GPU to itself" if len(parts) > 1 else ""
+    return [
+        "",
+        f"`make test-gpu` on {first['gpus'][0]['name']} with TensorRT {first['tensorrt']}{how}: {counts} ({first['created'][:10]}, {seconds:.0f} s).",
+    ]
 
 
 def _once(rows: Iterable[Row]) -> list[Row]:

@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accuracy_tables import calibration_section, draw, figure_is_current, int8_section, result
+from accuracy_tables import calibration_drawing, calibration_section, int8_section, result
 from common import RESULTS, ROOT, takes_no_arguments, text_of
-from gpu_model_tables import document, models_section
+from figures import Drawing
+from gpu_drawings import curve_drawing, models_drawing
+from gpu_model_tables import curve_section, document, models_section
 from gpu_tables import accuracy_section, documents, speed_section
 from image_tables import images_section
 from serving_tables import document_of, serving_section, soak_section
@@ -44,6 +46,9 @@ where it does not, the luck of a process is larger than the noise within it.""",
 The whole process of `crucible compile configs/digits.yaml`: export, eight engines, measuring. Then again with everything in the store.""",
     "peak": """## What this machine reaches
 The fastest matrix product per precision (of two libraries, three sizes) and the fastest copy, with all cores: what rows are seen against.""",
+    "peak_gpu": """## What the GPU reaches
+The same on a GPU (`benchmarks/peak.py --gpu` there), by PyTorch's own products: cuBLAS.
+`known` is the rate at the highest clock, which power does not allow for long.""",
     "calibration_memory": """## Memory of calibration
 Peak memory of a process that calibrates ResNet-50 on generated 224x224 images. It must not grow with the number of samples.""",
     "service_memory": """## Memory of the service
@@ -56,8 +61,15 @@ def main() -> None:
     for file, text in ((PAGE, page()), (ACCURACY_PAGE, accuracy_page()), (MEASUREMENT_PAGE, measurement_page()), (DEPLOY_PAGE, deploy_page())):
         file.write_text(text, encoding="utf-8")
         print(f"wrote {file.relative_to(ROOT)}")
-    if not figure_is_current(found := result("calibration")):
-        draw(found)
+    for drawing in drawings():
+        if not drawing.is_current():
+            print(f"drew {drawing.write().relative_to(ROOT)}")
+
+
+def drawings() -> tuple[Drawing, ...]:
+    """All figures of the pages."""
+    gpu = document()
+    return (calibration_drawing(result("calibration")), *models_drawing(gpu), *curve_drawing(gpu))
 
 
 def page() -> str:
@@ -86,7 +98,8 @@ def deploy_page() -> str:
 
 def measurement_page() -> str:
     """docs/measurement.md, likewise."""
-    return _filled(MEASUREMENT_PAGE, {"synthetic clock": _table(result("synthetic_clock")["rows"])})
+    parts = {"synthetic clock": _table(result("synthetic_clock")["rows"]), "launch queue": curve_section(document())}
+    return _filled(MEASUREMENT_PAGE, parts)
 
 
 def _filled(page: Path, parts: Mapping[str, list[str]]) -> str:

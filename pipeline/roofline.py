@@ -18,7 +18,7 @@ FAR = 4.0  # times both limits: neither arithmetic nor memory explains the time
 TINY_S = 200e-6  # work that would be done this fast: starting kernels and handing work to threads takes as long
 ITEM_BYTES = {Precision.FP32: 4, Precision.TF32: 4, Precision.FP16: 2, Precision.BF16: 2, Precision.INT8: 1, Precision.FP8: 1, Precision.INT4: 0.5}
 MEASURE_CPU = "measure them once: `crucible doctor --measure`, with --threads where the plan sets benchmark.threads"
-MEASURE_GPU = "compare by hand with what `python benchmarks/peak.py` measures on it"
+MEASURE_GPU = "compare by hand with what `python benchmarks/peak.py --gpu` measures on it"
 NARROWER = {Precision.FP32: "fp16 or int8", Precision.TF32: "fp16 or int8", Precision.FP16: "int8 or fp8", Precision.BF16: "int8 or fp8"}
 NARROWER_ON_CPU = {Precision.FP32: "int8", Precision.TF32: "int8", Precision.FP16: "int8", Precision.BF16: "int8"}
 

@@ -15,7 +15,18 @@ from tests.fixtures_report import proven_report
 
 ROOT = Path(__file__).parents[1]
 H200 = Target(backend="tensorrt", version="10.6.0", device="NVIDIA H200", compute_capability="9.0", driver="580.159.04")
-SCRIPTS = ("common", "accuracy_tables", "gpu_model_tables", "gpu_tables", "image_tables", "serving_tables", "tables", "tensorrt_compile")
+SCRIPTS = (
+    "common",
+    "figures",
+    "accuracy_tables",
+    "gpu_drawings",
+    "gpu_model_tables",
+    "gpu_tables",
+    "image_tables",
+    "serving_tables",
+    "tables",
+    "tensorrt_compile",
+)
 
 
 @pytest.fixture
@@ -46,9 +57,9 @@ def test_the_pages_are_in_step_with_the_results(scripts: dict[str, ModuleType]) 
     pages[tables.DEPLOY_PAGE] = tables.deploy_page()
     for file, text in pages.items():
         assert text == file.read_text(encoding="utf-8"), "run: python benchmarks/tables.py"
-    drawn = scripts["accuracy_tables"]
-    assert drawn.figure_is_current(drawn.result("calibration")), "run: python benchmarks/tables.py"
-    assert drawn.FIGURE.stat().st_size < 200_000
+    for drawing in tables.drawings():
+        assert drawing.is_current(), "run: python benchmarks/tables.py"
+        assert (ROOT / "docs" / drawing.name).stat().st_size < 200_000
 
 
 def test_every_result_holds_its_environment_and_its_targets() -> None:
@@ -130,7 +141,10 @@ def test_the_tables_show_every_candidate_of_a_gpu_with_its_figures(scripts: dict
     found = tables.documents(h200)
     speed, accuracy = "\n".join(tables.speed_section(found, tests)), "\n".join(tables.accuracy_section(found))
     assert speed.startswith("## TensorRT on one H200")
-    assert "on one NVIDIA H200 with TensorRT 10.6.0: 140 passed, 9 skipped (2026-11-21, 240 s)" in speed
+    assert "on NVIDIA H200 with TensorRT 10.6.0: 140 passed, 9 skipped (2026-11-21, 240 s)" in speed
+    (tests / "h200_more.json").write_text(json.dumps({**ran, "counts": {"passed": 2}, "seconds": 300.0}))
+    in_parts = "on NVIDIA H200 with TensorRT 10.6.0 in 2 parts, each with a GPU to itself: 142 passed, 9 skipped (2026-11-21, 300 s)"
+    assert in_parts in "\n".join(tables.speed_section(found, tests))
     assert "fp8 needs \\| sm_89" in speed
     assert "driver 580.159.04, TensorRT 10.6.0" in accuracy
     for text in (speed, accuracy):
@@ -217,12 +231,29 @@ def test_the_spread_of_draws_and_the_bits_of_weights_are_told(scripts: dict[str,
 
 
 def test_the_figure_is_drawn_again_for_other_values_only(scripts: dict[str, ModuleType], draws: dict[str, object], tmp_path: Path) -> None:
-    tables, file = scripts["accuracy_tables"], tmp_path / "calibration.svg"
-    assert not tables.figure_is_current(draws, file)
-    tables.draw(draws, file)
-    assert tables.figure_is_current(draws, file)
-    assert all(text in file.read_text() for text in ("entropy", "calibration samples", "the plan's limit", "configs/minilm.yaml"))
-    assert not tables.figure_is_current(calibration({("digits", "entropy", 10, 0, 7): 0.5}), file)
+    tables = scripts["accuracy_tables"]
+    drawing = tables.calibration_drawing(draws)
+    assert not drawing.is_current(tmp_path)
+    drawn = drawing.write(tmp_path).read_text()
+    assert drawing.is_current(tmp_path)
+    assert all(text in drawn for text in ("entropy", "calibration samples", "the plan's limit", "configs/minilm.yaml"))
+    assert not tables.calibration_drawing(calibration({("digits", "entropy", 10, 0, 7): 0.5})).is_current(tmp_path)
+
+
+def test_the_gpus_figures_show_every_engine_that_was_measured(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
+    drawings = scripts["gpu_drawings"]
+    timed = {"ours fp16": {"device_median_ms": 0.5}, "torch eager fp16": {"device_median_ms": 2.25}, "bare fp16": {"failed": "no memory"}}
+    curve = [{"calls": calls, "unsynchronised_ms": 1.0, "synchronised_ms": 6.0} for calls in (1, 500)]
+    rows = {name: {"inputs": {"x": [1]}, "entries": timed} for name in ("first_b1", "second_b1", "third_b1")}
+    found = {"rows": {**rows, "failed_b1": {"failed": "no GPU"}, "async_curve": {"entries": {"curve": curve}, "events_ms": 6.1}}}
+    (models,), (launches,) = drawings.models_drawing(found), drawings.curve_drawing(found)
+    drawn = models.write(tmp_path).read_text()
+    assert [drawn.count(text) for text in ("ours fp16", "torch eager fp16", " 2.250", "bare fp16", "third_b1", "failed_b1")] == [3, 3, 3, 0, 1, 0]
+    assert "until the last call returns" in launches.write(tmp_path).read_text()
+    assert models.is_current(tmp_path)
+    timed["ours fp16"]["device_median_ms"] = 0.4
+    assert not drawings.models_drawing(found)[0].is_current(tmp_path)
+    assert drawings.models_drawing({}) == drawings.curve_drawing({}) == ()
 
 
 def test_int8_stands_beside_the_fastest_floats_of_its_backend_and_shape(scripts: dict[str, ModuleType]) -> None:

@@ -5,7 +5,7 @@
     home()/locks/gpu-<uuid>.lock                    held while an engine is built: two of our builds on one GPU take turns
 
 A build looks its kernels up and times only those that are not there (ResNet-18 in fp16 on an H200: 24 s cold, 0.6 s with it). A time taken
-while another process computes is wrong for ever, so such a build adds nothing.
+while another process computes, or while threads wait for a CPU to launch from, is wrong for ever, so such a build adds nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from pipeline.gpu import TIMEOUT_S
 FILE, ABOUT = "cache.bin", "target.json"
 UNREADABLE = "the timing cache at '{}' was damaged and is made anew: this build took as long as the first"
 SHARED = "timing cache not filled: another process used the GPU (process {})"
+BUSY = "timing cache not filled: the host's CPUs were overloaded (load {:.0f} on {} CPUs), so kernels may be timed and chosen badly"
 
 
 class About(Frozen):
@@ -49,6 +50,7 @@ class Attached:
 
     cache: Any
     others: tuple[int, ...] = ()  # processes that computed on the GPU before the build
+    load: float = 0.0  # threads that wanted a CPU before the build, on average over a minute
     notes: list[str] = field(default_factory=list)
 
 
@@ -108,13 +110,16 @@ def attach(config: Any, target: Target, gpu: str = "") -> Attached:
         notes = [UNREADABLE.format(folder(target) / FILE)]
         cache = config.create_timing_cache(b"")
         config.set_timing_cache(cache, False)
-    return Attached(cache, other_processes(gpu), notes)
+    return Attached(cache, other_processes(gpu), cpu_load(), notes)
 
 
 def keep(config: Any, target: Target, attached: Attached, gpu: str = "") -> tuple[str, ...]:
-    """After the build: add what it timed to the target's cache, if the GPU was ours alone. Returns all that should be noted."""
+    """After the build: add what it timed to the target's cache, if the GPU was ours alone and the CPUs kept up. Returns all that should be noted."""
     if others := sorted({*attached.others, *other_processes(gpu)}):
         return (*attached.notes, SHARED.format(", ".join(map(str, others))))
+    load, cpus = max(attached.load, cpu_load()), os.cpu_count() or 1
+    if load > cpus:
+        return (*attached.notes, BUSY.format(load, cpus))
     merge(config, target, attached.cache)
     return tuple(attached.notes)
 
@@ -163,6 +168,11 @@ def other_processes(gpu: str = "", command: str = "nvidia-smi") -> tuple[int, ..
     rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines() if line.count(",") == 1]
     pids = {int(pid) for uuid, pid in rows if pid.isdigit() and gpu in ("", uuid)}
     return tuple(sorted(pids - _family()))
+
+
+def cpu_load() -> float:
+    """How many threads of the whole host wanted a CPU, on average over the last minute."""
+    return os.getloadavg()[0]
 
 
 def _family() -> set[int]:

@@ -52,6 +52,12 @@ class Config:
         return self.cache is not None
 
 
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else this host does."""
+    monkeypatch.setattr(timing_cache, "cpu_load", lambda: 0.0)
+
+
 def nvidia_smi(folder: Path, *rows: str) -> str:
     """A program that answers as nvidia-smi does."""
     program = folder / "nvidia-smi"
@@ -140,6 +146,17 @@ def test_times_taken_beside_another_process_are_not_kept() -> None:
     attached.cache.entries["conv"] = "slower than it is"
     notes = keep(config, TARGET, Attached(attached.cache, others=(4711, 42)))
     assert notes == ("timing cache not filled: another process used the GPU (process 42, 4711)",)
+    assert read(TARGET) == b""
+
+
+@pytest.mark.parametrize(("before", "after"), [(9e3, 0.0), (0.0, 9e3)])
+def test_times_taken_while_the_cpus_are_overloaded_are_not_kept(monkeypatch: pytest.MonkeyPatch, before: float, after: float) -> None:
+    monkeypatch.setattr(timing_cache, "cpu_load", lambda: before)
+    attached = attach(config := Config(), TARGET)
+    attached.cache.entries["conv"] = "slower than it is"
+    monkeypatch.setattr(timing_cache, "cpu_load", lambda: after)
+    (note,) = keep(config, TARGET, attached)
+    assert note.startswith(f"timing cache not filled: the host's CPUs were overloaded (load 9000 on {os.cpu_count()} CPUs)")
     assert read(TARGET) == b""
 
 

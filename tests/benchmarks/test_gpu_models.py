@@ -216,17 +216,21 @@ def test_the_page_shows_every_engine_with_its_figures(gpu: dict[str, ModuleType]
     row = {"created": "2026-11-21T20:00", "seconds": 100.0, "entries": entries, "targets": [goal, {**goal, "value": None, "reached": None}]}
     script.add_row(file, "vit_b1", {**row, "ratios": [ratio], "gpu": {"power_w": {"median": 500.0}}, "overrides": ["a=b"]}, H200)
     script.add_row(file, "vit_b32", {"created": "2026-11-21T20:00", "failed": "no GPU"}, H200)
-    curve = {"curve": [{"calls": 1, "unsynchronised_ms": 1.3, "synchronised_ms": 3.0}], "per_call_ms_ending_with": {".cpu()": 3.1}}
+    curve = {"curve": [{"calls": 1, "unsynchronised_ms": 1.3, "synchronised_ms": 3.0}], "per_call_ms_ending_with": {"nothing": 3.0, ".cpu()": 3.1}}
     about = {"created": "1", "model": "resnet18", "shape": [1], "events_ms": 3.0}
     script.add_row(file, "async_curve", {**about, "entries": curve, "targets": []}, H200)
-    text = "\n".join(tables.models_section(tables.document(tmp_path)))
+    found = tables.document(tmp_path)
+    text = "\n".join(tables.models_section(found))
     assert "| ours fp16 | 0.290 (0.310) | 0.400 | 2,500 | 1.010 (1.000 to 1.020) | - | 61.0 | fp16 100% |" in text
     assert "| torch compile fp16 | 0.620 ~ | 1.000 | - | - | - | 60.0 | reduce-overhead |" in text
     assert "- reached: fast: 2.500, at least 2" in text
     assert "- **not measured**: fast: -, at least 2" in text
     assert "attention in one: 1 of 1; 2 of 9 layers only move data (10% of the time); slowest: conv\\|1 fp16 50%" in text
     assert "reduce-overhead (too long in max-autotune), 60 s, 0 recompilations" in text
-    assert "| 1 | 1.300 | 3.000 |" in text
+    assert "async_curve" not in text
+    curve_text = " ".join(tables.curve_section(found))
+    assert "a clock around 1 calls without synchronisation says 1.30 ms" in curve_text
+    assert "50 calls take 3.000 ms each, and where every call ends with .cpu() 3.100 ms." in curve_text
     assert "**failed**: no GPU" in text
     tabled = [line for line in text.splitlines() if line.startswith("| ") and "fp16 |" in line]
     assert {line.replace("\\|", "").count("|") for line in tabled} == {9}

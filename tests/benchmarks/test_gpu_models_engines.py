@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from pipeline.backends import onnxruntime_
@@ -267,3 +268,12 @@ def test_a_peers_engine_names_its_source(gpu: dict[str, ModuleType], tmp_path: P
     made = gpu["torch_peers"].peer_engine(source, model, "compile fp16", H200, tmp_path)
     assert made.recipe.label == "pytorch compile fp16"
     assert ModelSource.model_validate_json(made.path.read_text()) == source
+
+
+def test_values_do_not_vanish_in_a_model_of_random_weights(gpu: dict[str, ModuleType]) -> None:
+    """Else fp16 cannot hold them, and nodes stay in fp32."""
+    torch.manual_seed(0)
+    net = gpu["nets"].mobilenet_v2().eval()
+    with torch.inference_mode():
+        values = net.features(torch.randn(2, 3, 128, 128))
+    assert 0.1 < float(values.std()) < 10
