@@ -7,7 +7,7 @@ CrucibleError (pipeline.errors)
     ├── NoRequest 400     ├── MethodNotAllowed 405  ├── Unprocessable 422   ├── TimedOut 504
     ├── Unauthorized 401  ├── Conflict 409          ├── TooMany 429         └── StorageFull 507
     ├── Forbidden 403     ├── TooLarge 413          ├── TooLargeHead 431
-    ├── NotFound 404      ├── WrongHost 421         ├── Unavailable 503
+    ├── NotFound 404      ├── WrongHost 421         ├── Unavailable 503     └── SlowHead 408
 """
 
 from __future__ import annotations
@@ -65,6 +65,10 @@ class TooLarge(ServiceError):
 
 class WrongHost(ServiceError):
     code, status = "service.wrong_host", 421
+
+
+class SlowHead(ServiceError):
+    code, status = "service.slow_head", 408
 
 
 class TooLargeHead(ServiceError):

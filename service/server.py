@@ -25,7 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from pipeline.errors import HostError
 from service import logs
 from service.app import create_app
-from service.errors import NoRequest, ServiceError, TooLargeHead, answer_to
+from service.errors import NoRequest, ServiceError, SlowHead, TooLargeHead, answer_to
 from service.rpc.server import rpc_server
 from service.runner import WORKER
 from service.service import HTTP_S, Probe, Service, probe
@@ -34,6 +34,7 @@ from service.settings import MIB, Settings
 from service.tls import Tls, tls_from
 
 BACKLOG = 2048
+HEAD_S = 30.0  # from a connection's start, or a request's first byte, to the end of its headers
 MOST_HEAD_BYTES = 65536  # of a request's path, query and headers, besides what came in the piece in which they began
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 KEPT_BYTES, MAPPED_BYTES = 64 * MIB, 32 * MIB  # free memory that is kept; blocks that are given back at once, at the most that glibc takes
@@ -49,13 +50,22 @@ class _Server(uvicorn.Server):
 
 
 class _Http(HttpToolsProtocol):
-    """Refuses what is no request in the form of all refusals, and heads without end, which uvicorn would keep in memory before any check of ours."""
+    """Refuses what is no request in the form of all refusals, and heads without end, in bytes or in time, which uvicorn would wait for and keep."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._in_head = self._begun = False
         self._head_bytes = 0
+        self._deadline: asyncio.TimerHandle | None = None
         self.url = b""
         super().__init__(*arguments, **options)
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget_deadline()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -68,11 +78,25 @@ class _Http(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._in_head = self._begun = True
         self._head_bytes = 0
+        self._expect_head()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._forget_deadline()
         super().on_headers_complete()
+
+    def _expect_head(self) -> None:
+        self._forget_deadline()
+        self._deadline = self.loop.call_later(HEAD_S, self._refuse_slow)
+
+    def _forget_deadline(self) -> None:
+        if self._deadline:
+            self._deadline.cancel()
+
+    def _refuse_slow(self) -> None:
+        said = f"path, query and headers that are not whole after {HEAD_S:g} s"
+        self._refuse(SlowHead(said, "send them at once, or close the connection"))
 
     def send_400_response(self, msg: str) -> None:
         """What uvicorn answers where its parser refuses: a URL of 64 KiB in one piece among all else."""
