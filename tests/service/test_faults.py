@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import secrets
 import shutil
 import sqlite3
 import subprocess
@@ -23,7 +24,7 @@ from service.client import events_of_stream
 from service.folders import Folders
 from service.processes import of_jobs
 from service.runner import WORKER
-from tests.service.fixtures_app import Desk, at_desk, parts
+from tests.service.fixtures_app import parts
 from tests.service.fixtures_jobs import WITHIN_S, running
 from tests.service.test_docs import served
 from tests.service.test_job_worker import tiny_model, until_ended, upload
@@ -41,6 +42,22 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"cannot mount a small file system: {mounted.stderr}")
     yield tmp_path
     subprocess.run(["umount", "--lazy", tmp_path], check=True)
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server with small limits, which meets one trap after another, and lives to end in good order."""
+    home = tmp_path_factory.mktemp("limited") / "home"
+    home.mkdir()
+    with serving(home, max_unpacked_bytes=MB, job_memory_bytes=GIB // 2, job_disk_bytes=GIB // 8) as server:
+        yield server
+        assert server.end() == 0
+        assert "Traceback" not in server.log()
+
+
+def check_that_the_next_succeeds(server: Server) -> None:
+    job = post(server, "succeed", secrets.token_bytes(8)).json()["id"]  # a new one, not what an equal request made
+    until(lambda: state_of(server, job) == "succeeded")
 
 
 def post(server: Server, name: str, model: bytes = b"onnx") -> httpx.Response:
@@ -113,6 +130,33 @@ def test_a_server_starts_beside_a_damaged_row_and_serves_the_others(tmp_path: Pa
         assert Folders(tmp_path).uploads(damaged).is_dir()
 
 
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [("eat", "job.memory", "more than the 0.50 GiB it may"), ("fill", "job.disk", "more than the 0.12 GiB it may")],
+)
+def test_a_job_that_takes_too_much_is_stopped_and_the_server_lives(limited: Server, name: str, code: str, said: str) -> None:
+    job = post(limited, name).json()["id"]
+    until(lambda: state_of(limited, job) == "failed")
+    failure = httpx.get(f"{limited.url}/jobs/{job}").json()["failure"]
+    assert (failure["code"], said in failure["message"]) == (code, True), failure
+    assert of_jobs([job]) == []
+    check_that_the_next_succeeds(limited)  # the next job begins once this one was tidied
+    assert Folders(limited.home).work(job).home.exists() == (code != "job.disk")  # what it stored, for a retry
+
+
+@pytest.mark.parametrize("which", ["guardian", "worker"])
+def test_a_child_that_is_killed_fails_its_job_and_the_server_lives(limited: Server, which: str) -> None:
+    job = post(limited, "hang").json()["id"]
+    until(lambda: len(of_jobs([job])) == 2)
+    (killed,) = [process for process in of_jobs([job]) if (process.ppid() == limited.process.pid) == (which == "guardian")]
+    killed.kill()
+    until(lambda: state_of(limited, job) == "failed")
+    failure = httpx.get(f"{limited.url}/jobs/{job}").json()["failure"]
+    assert (failure["code"], "was killed by signal 9 (SIGKILL)" in failure["message"]) == ("host.child_died", True), failure
+    assert of_jobs([job]) == []
+    check_that_the_next_succeeds(limited)
+
+
 def test_deleting_a_job_that_compiles_ends_all_that_it_started_within_5_s(tmp_path: Path) -> None:
     tiny_model(tmp_path / "model.onnx")
     plan = b"name: tiny\nbenchmark: {duration_s: 600}"
@@ -171,15 +215,16 @@ def tarred(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> bytes:
     ],
     ids=["bomb", "zip-outside", "tar-absolute", "tar-outside", "tar-link", "no-model"],
 )
-def test_archives_that_are_traps_are_refused_and_leave_nothing(tmp_path: Path, filename: str, content: bytes, status: int, said: str) -> None:
-    async def story(desk: Desk) -> None:
-        answer = await desk.client.post("/compile", files={"model": (filename, content)})
-        assert (answer.status_code, said in answer.json()["error"]) == (status, True), answer.text
-        assert (await desk.client.get("/jobs")).json()["jobs"] == []
+def test_archives_that_are_traps_are_refused_and_leave_nothing(limited: Server, filename: str, content: bytes, status: int, said: str) -> None:
+    def kept() -> tuple[set[str], set[str]]:
+        jobs = httpx.get(f"{limited.url}/jobs?limit=200").json()["jobs"]
+        return {job["id"] for job in jobs}, {folder.name for folder in (limited.home / "uploads").glob("*")}
 
-    at_desk(tmp_path / "home", story, max_unpacked_bytes=MB)
-    assert list((tmp_path / "home" / "uploads").iterdir()) == []
-    assert list(tmp_path.rglob("evil*")) == []
+    before = kept()
+    answer = httpx.post(f"{limited.url}/compile", files={"model": (filename, content)}, timeout=WITHIN_S)
+    assert (answer.status_code, said in answer.json()["error"]) == (status, True), answer.text
+    assert kept() == before  # so it answers
+    assert list(limited.home.parent.rglob("*evil*")) == []
     assert not Path("/etc/evil.onnx").exists()
 
 

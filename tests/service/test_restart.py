@@ -1,12 +1,16 @@
 """The server is killed: its children are gone within 5 s, and the next server ends every job exactly once."""
 
+import itertools
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -15,9 +19,12 @@ from service.folders import Folders
 from service.job_store import JobStore
 from service.jobs import FINAL, Job
 from service.processes import of_jobs
+from tests.service.fixtures_app import parts
 from tests.service.fixtures_jobs import WITHIN_S, write_out
+from tests.service.test_server import serving, until
 
 KILLS, SEED = 20, 8
+WEB_KILLS = 4  # fewer than MOST_INTERRUPTIONS
 GONE_S = 5.0
 
 
@@ -32,7 +39,7 @@ def serve(home: Path, *names: str) -> "subprocess.Popen[bytes]":
         return subprocess.Popen([sys.executable, "-m", "tests.service.server_double", str(home), *names], stdout=log, stderr=log)
 
 
-def kill(server: "subprocess.Popen[bytes]", jobs: list[str]) -> None:
+def kill(server: "subprocess.Popen[Any]", jobs: list[str]) -> None:
     """SIGKILL the server alone, and list /proc until its jobs' processes are gone."""
     server.kill()
     server.wait()
@@ -56,7 +63,7 @@ def accepted(home: Path) -> list[str]:
     return [line.split()[1] for line in file.read_text().splitlines() if line.startswith("accepted ")] if file.exists() else []
 
 
-def until(home: Path, reached: Callable[[Job], bool]) -> Job:
+def first_job(home: Path, reached: Callable[[Job], bool]) -> Job:
     end = time.monotonic() + WITHIN_S
     while time.monotonic() < end:
         for job in all_jobs(home):
@@ -68,7 +75,7 @@ def until(home: Path, reached: Callable[[Job], bool]) -> Job:
 
 def test_what_left_its_session_dies_with_the_server_too_and_the_job_goes_on(home: Path) -> None:
     server = serve(home, "grandchild")
-    job = until(home, lambda job: job.progress is not None and job.progress.stage == "grandchild")
+    job = first_job(home, lambda job: job.progress is not None and job.progress.stage == "grandchild")
     processes = of_jobs([job.id])
     assert len(processes) >= 4
     kill(server, [job.id])
@@ -93,30 +100,96 @@ def test_killed_at_any_moment_every_accepted_job_ends_exactly_once(home: Path) -
         time.sleep(moments.uniform(0.0, 1.5))
         kill(server, [job.id for job in all_jobs(home)])
     assert serve(home).wait(2 * WITHIN_S) == 0
-    jobs = {job.id: job for job in all_jobs(home)}
     assert len(accepted(home)) >= KILLS // 2
-    assert set(accepted(home)) <= set(jobs)
+    assert set(accepted(home)) <= {job.id for job in all_jobs(home)}
+    assert any(job.attempt > 1 for job in all_jobs(home))
+    check_that_each_ended_once(home)
+
+
+def check_that_each_ended_once(home: Path) -> None:
     database = Database(home / "crucible.db")
     store = JobStore(database)
-    for job in jobs.values():
+    for job in all_jobs(home):
         kinds = [event.kind for event in store.events(job.id)]
         assert job.state == "succeeded", job
         assert [kind for kind in kinds if kind in FINAL] == ["succeeded"]
         assert kinds[-1] == "succeeded"
         assert (Folders(home).report(job.id) / "report.json").is_file()
-    assert any(job.attempt > 1 for job in jobs.values())
     database.close()
+
+
+class Sender(threading.Thread):
+    """A client that sends one model after another, each until that is taken, whatever becomes of the server meanwhile."""
+
+    def __init__(self, name: str, **headers: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self.url, self.enough, self.cut = "", False, 0  # where the server listens now; no more models; requests that it died under
+        self.taken: dict[str, int] = {}  # the bytes of each model, by its job
+        self._headers = headers
+
+    def run(self) -> None:
+        for number in itertools.count():
+            if self.enough:
+                return
+            model = f"{self.name} {number} ".encode() * (
+                1 if number % 2 else 200_000
+            )  # bytes, or megabytes: a kill meets all that follows an upload, or it
+            headers = {name: value.format(number) for name, value in self._headers.items()}
+            self.taken[self._id_of(model, headers)] = len(model)
+
+    def _id_of(self, model: bytes, headers: dict[str, str]) -> str:
+        while True:
+            try:
+                answer = httpx.post(f"{self.url}/compile", files=parts("succeed", model), headers=headers, timeout=WITHIN_S)
+            except httpx.ConnectError:
+                time.sleep(0.02)
+            except httpx.HTTPError:
+                self.cut += 1
+            else:
+                if answer.status_code in (200, 202):  # 200: it was taken before, the answer was lost, and the job has ended
+                    return str(answer.json()["id"])
+                assert answer.status_code == 503, answer.text  # it starts
+                time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_killed_while_clients_send_models_what_was_taken_is_one_job_and_nothing_else_is_left(home: Path) -> None:
+    moments = random.Random(SEED)
+    senders = [Sender("with key", **{"Idempotency-Key": "model {}"}), Sender("without")]
+    for number in range(WEB_KILLS + 1):
+        with serving(home) as server:
+            for sender in senders:
+                sender.url, sender.enough = server.url, number == WEB_KILLS
+                if number == 0:
+                    sender.start()
+            if number < WEB_KILLS:
+                time.sleep(moments.uniform(0.05, 0.5))
+                kill(server.process, [job.id for job in all_jobs(home)])
+                continue
+            for sender in senders:
+                sender.join(WITHIN_S)
+                assert not sender.is_alive()
+            until(lambda: all(job.is_final for job in all_jobs(home)))
+            assert server.end() == 0
+    taken = {job_id: size for sender in senders for job_id, size in sender.taken.items()}
+    assert sum(sender.cut for sender in senders) > 0
+    assert len(taken) == sum(len(sender.taken) for sender in senders)
+    assert {job.id for job in all_jobs(home)} == taken.keys()
+    check_that_each_ended_once(home)
+    for folder in ("uploads", "jobs", "reports"):
+        assert {path.name for path in (home / folder).iterdir()} == taken.keys()
+    assert {path.parent.name: path.stat().st_size for path in (home / "uploads").glob("*/model*")} == taken
 
 
 def test_children_that_an_earlier_server_left_are_killed_before_anything_begins(home: Path) -> None:
     """Such as after a kernel that did not send PR_SET_PDEATHSIG: here somebody who carries the job's mark."""
     server = serve(home, "hang")
-    job = until(home, lambda job: job.state == "running")
+    job = first_job(home, lambda job: job.state == "running")
     kill(server, [job.id])
     with subprocess.Popen(["sleep", "600"], env={"CRUCIBLE_JOB": job.id}, start_new_session=True) as left:
         again = serve(home)
         try:
-            until(home, lambda job: job.attempt == 2)
+            first_job(home, lambda job: job.attempt == 2)
             assert left.poll() == -9
         finally:
             left.kill()

@@ -1,8 +1,12 @@
-"""`python -m tests.service.serving HOME [SETTING=VALUE...]`: `crucible serve` on any free port, with doubles for the job worker and the host."""
+"""`python -m tests.service.serving HOME [SETTING=VALUE...]`: `crucible serve` on any free port, with doubles for the job worker and the host.
+
+`compiles=yes` has the real worker.
+"""
 
 import os
 import sys
 
+from service import runner
 from service.server import serve
 from service.settings import settings_from
 from tests.service.fixtures_app import known_host
@@ -10,4 +14,6 @@ from tests.service.fixtures_jobs import WORKER
 
 if __name__ == "__main__":
     home, *given = sys.argv[1:]
-    serve(settings_from(os.environ, home=home, **{"port": 0, **dict(each.split("=") for each in given)}), WORKER, known_host)
+    told = {"port": 0, **dict(each.split("=") for each in given)}
+    worker = runner.WORKER if told.pop("compiles", None) else WORKER
+    serve(settings_from(os.environ, home=home, **told), worker, known_host)
