@@ -47,8 +47,10 @@ AMPERE_AND_LATER = "8.0+"
 
 
 def probe() -> Target:
-    """The GPU and the installed version, without importing the library."""
-    return _target(*trt_library.host())
+    """The GPU and the installed version; the library is imported in a process of its own only, to see that it can be."""
+    host = trt_library.host()
+    trt_library.check_import()
+    return _target(*host)
 
 
 def _target(gpu: Gpu, version: str) -> Target:
@@ -112,7 +114,7 @@ def load(engine: Engine, device: str = "") -> Loaded:
 
 
 def _load(engine: Engine, device: str) -> TrtLoaded:
-    refuse_foreign(engine, probe())
+    refuse_foreign(engine, _target(*trt_library.host()))
     trt = trt_library.import_library()
     return load_engine(trt, engine, logger_of(trt), device)
 

@@ -10,8 +10,11 @@ import importlib
 import importlib.metadata
 import importlib.util
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ INSTALL = "pip install 'crucible[tensorrt]'"
 ELSEWHERE = " on a host with an NVIDIA GPU and its driver; here, use onnxruntime or openvino, or build for tensorrt_rtx"
 ANOTHER = "use another GPU, or a version of TensorRT that supports this one"
 OLDEST = (10, 0)
+IMPORT_LIMIT_S = 120  # the first import maps some GB of libraries, maybe off a slow disk
 DRIVERS = {(10, 12): 525, (11, 12): 535, (10, 13): 580, (11, 13): 580}
 """Oldest driver by major version of TensorRT and of the CUDA it was built with.
 Sources: CUDA's table of minor-version compatibility (525 for 12.x, 580 for 13.x); TensorRT 11's prerequisites (535 with CUDA 12)."""
@@ -181,11 +185,33 @@ def import_library() -> Any:
     try:
         trt = importlib.import_module("tensorrt")
     except (ImportError, OSError) as error:  # ImportError: the extension's own way to say that a shared library is missing
-        raise BackendUnavailable(
-            f"TensorRT is installed and cannot be loaded: {error}", f"pip install --force-reinstall tensorrt, or {INSTALL}"
-        ) from error
+        raise _unloadable(str(error)) from error
     check_loaded(trt.__version__, loaded_version(int(trt.__version__.split(".")[0])))
     return trt
+
+
+def check_import() -> None:
+    """BackendUnavailable if the module cannot be imported: a missing library is named before any work is done, and this process stays free of it."""
+    if "tensorrt" not in sys.modules and (fault := _import_fault(tuple(sys.path))):
+        raise _unloadable(fault)
+
+
+@cache
+def _import_fault(path: tuple[str, ...]) -> str:
+    """What an import in a process of its own, with this `sys.path`, fails with; "" where it works."""
+    command = [sys.executable, "-c", "import sys; sys.path[:] = sys.argv[1:]; import tensorrt", *path]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"its import did not end in {IMPORT_LIMIT_S} s"
+    if not done.returncode:
+        return ""
+    last = (done.stderr.strip().splitlines() or [""])[-1]  # "ImportError: libnvinfer.so.10: cannot open shared object file: ..."
+    return last.partition("Error: ")[2] or last or f"its import ended with exit code {done.returncode}"
+
+
+def _unloadable(fault: str) -> BackendUnavailable:
+    return BackendUnavailable(f"TensorRT is installed and cannot be loaded: {fault}", f"pip install --force-reinstall tensorrt, or {INSTALL}")
 
 
 def loaded_version(major: int) -> Version:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from pipeline.backends import tensorrt_, trt_library
 from pipeline.backends.trt_library import VERSION_COMPATIBLE, check_recipe, faults, features
 from pipeline.core import CalibrationMethod, Precision, Recipe
+from pipeline.doctor import check_backend
 from pipeline.errors import BackendUnavailable, UnsupportedError
 from pipeline.gpu import Gpu, Gpus
 
@@ -78,6 +80,39 @@ def test_a_shared_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: 
     monkeypatch.delitem(sys.modules, "tensorrt", raising=False)
     with pytest.raises(BackendUnavailable, match=r"cannot be loaded: libnvinfer.so.98: cannot open shared object file"):
         trt_library.import_library()
+
+
+def broken_library(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    """A host with a GPU and a TensorRT 98 whose import runs this."""
+    (folder / "tensorrt.py").write_text(f'{source}\n__version__ = "98.0.0"\n')
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "tensorrt", raising=False)
+    monkeypatch.setattr(trt_library, "host", lambda: (H200, "98.0.0"))
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ('import ctypes\nctypes.CDLL("libnvinfer_plugin.so.98")', r"cannot be loaded: libnvinfer_plugin.so.98: cannot open shared object file"),
+        ("import os\nos._exit(7)", "cannot be loaded: its import ended with exit code 7"),
+        ("raise SystemExit('no such thing')", "cannot be loaded: no such thing"),
+    ],
+)
+def test_a_library_that_cannot_be_loaded_is_known_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, said: str) -> None:
+    broken_library(tmp_path, monkeypatch, source)
+    with pytest.raises(BackendUnavailable, match=said):
+        tensorrt_.probe()
+    assert "tensorrt" not in sys.modules
+    check = check_backend("tensorrt", Gpus(devices=(H200,)))
+    assert not check.builds
+    assert re.search(said, check.reason)
+
+
+def test_a_library_that_loads_is_imported_once_and_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken_library(tmp_path, monkeypatch, f'open({str(tmp_path / "imports")!r}, "a").write("once ")')
+    assert {tensorrt_.probe().version for _ in range(3)} == {"98.0.0"}
+    assert (tmp_path / "imports").read_text() == "once "
+    assert "tensorrt" not in sys.modules
 
 
 def test_bindings_without_their_libnvinfer_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
