@@ -35,11 +35,11 @@ class Ablated:
 
 
 def base_of(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The int8 candidate of our own placement that lost least of those that passed; where none passed, of those that gave answers.
+    """The int8 candidate of our own placement that lost least of those that passed; where none passed, of those that gave answers in int8.
 
     Speed does not count: the switches are tried before anything is measured, so that all is measured in one run.
     """
-    placed = [each for each in candidates if each.selection and _is_placed(each.recipe)]
+    placed = [each for each in candidates if each.selection and each.state != "mislabelled" and _is_placed(each.recipe)]
     passed = [each for each in placed if each.state == "measured"]
     return min(passed or placed, key=loss, default=None)
 

@@ -28,7 +28,7 @@ from pipeline.layers import LayerTable
 from pipeline.lint import finding_notes, lint, saturation_notes
 from pipeline.precision import INTEGER_OPERATORS, mislabelled, precision_notes
 from pipeline.recipes import default_candidates, distinct, missing_backend_note, recipes_from_candidate, weight_bits
-from pipeline.report import Candidate, NodeRanking, Rescue, ValidationReport
+from pipeline.report import Candidate, NodeRanking, Rescue, State, ValidationReport
 from pipeline.rescue import Attempt, Skipped, Tried, ends, in_bf16, in_fp32, keeping, story, to_rescue, with_nodes_kept, with_opt_moved
 from pipeline.runner import Stage
 from pipeline.source import code_digest
@@ -124,24 +124,31 @@ def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutpu
         notes = engine.notes if converted is model else (*converted.notes, *lint_notes(converted, recipe, engine.target), *engine.notes)
         candidate = candidate.model_copy(update={"engine": engine, "notes": notes})
         candidate = with_layers(candidate, prove_engine(job, engine, converted), converted)
-        if candidate.state == "mislabelled":
-            return candidate
         report = check_engine(job, engine, expected, job.data.selection)
+        if candidate.state == "mislabelled":  # its answers are told, but it cannot win whatever they are
+            return candidate.model_copy(update={"selection": report})
         misfit = ranges_misfit(job, model, recipe)
     except UnsupportedError as error:
-        return candidate.model_copy(update={"state": "refused", "reason": error.message})
+        return stopped(candidate, "refused", error.message)
     except BackendUnavailable as error:
-        return candidate.model_copy(update={"state": "built" if candidate.engine else "refused", "reason": error.message})
+        return stopped(candidate, "built" if candidate.engine else "refused", error.message)
     except (ModelError, ChildDied, CudaError, OutOfDeviceMemory) as error:
-        return candidate.model_copy(update={"reason": error.message})
+        return stopped(candidate, "failed", error.message)
     except InternalError as error:  # the others may still be right
         bugs.append(error)
-        return candidate.model_copy(update={"reason": f"a bug in Crucible, please report it: {error.message}"})
+        return stopped(candidate, "failed", f"a bug in Crucible, please report it: {error.message}")
     state = "measured" if report.passed else "failed accuracy"
     if misfit and report.passed:  # the answers are right all the same
         candidate = candidate.model_copy(update={"notes": (*candidate.notes, Note(stage="calibrate", text=misfit))})
     causes = (misfit, *report.failures) if misfit and not report.passed else report.failures
     return candidate.model_copy(update={"state": state, "selection": report, "reason": "; ".join(causes)})
+
+
+def stopped(candidate: Candidate, state: State, reason: str) -> Candidate:
+    """A candidate that comes no further; one that is mislabelled stays so."""
+    if candidate.state == "mislabelled":
+        return candidate.model_copy(update={"reason": f"{candidate.reason}; its answers were not checked: {reason}"})
+    return candidate.model_copy(update={"state": state, "reason": reason})
 
 
 def lint_notes(converted: OnnxModel, recipe: Recipe, target: Target) -> tuple[Note, ...]:

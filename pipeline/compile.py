@@ -155,8 +155,9 @@ def measure(job: Job, model: OnnxModel, baselines: list[Engine], prepared: Prepa
 
 
 def worth_measuring(candidate: Candidate) -> bool:
-    """All that gave answers: the plot shows what a loss of accuracy would have bought. But not each vain attempt of a rescue."""
-    return candidate.selection is not None and (candidate.state == "measured" or candidate.recipe.variant in ("", ABLATED))
+    """All that are what they are called and gave answers: the plot shows what a loss of accuracy would have bought. But no vain rescue's attempt."""
+    gave = candidate.selection is not None and candidate.state != "mislabelled"
+    return gave and (candidate.state == "measured" or candidate.recipe.variant in ("", ABLATED))
 
 
 def with_benchmark(candidate: Candidate, result: BenchmarkReport | BenchmarkFailure | None) -> Candidate:

@@ -158,7 +158,7 @@ class Candidate(Frozen):
 
     label: str
     recipe: Recipe
-    state: State  # built: runs on other hosts only; mislabelled: does not run the precision it is called by
+    state: State  # built: runs on other hosts only; mislabelled: does not run the precision it is called by, however it answers
     reason: str = ""  # why it did not come further
     engine: Engine | None = None
     layers: LayerTable | None = None  # what really ran; None: this backend gives no evidence

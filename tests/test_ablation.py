@@ -58,6 +58,7 @@ def test_where_none_passed_the_nearest_of_those_that_gave_answers_is_taken() -> 
     far, near = candidate(method("entropy"), 0.5, state="failed accuracy"), candidate(method("percentile"), 0.1, state="failed accuracy")
     assert base_of([broken, far, near]) is near
     assert base_of([broken]) is None
+    assert base_of([near.model_copy(update={"state": "mislabelled"})]) is None
     passed = candidate(INT8.model_copy(update={"weight_bits": 7}), 0.009)
     assert base_of([far, near, passed]) is passed
 
