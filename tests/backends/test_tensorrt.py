@@ -245,7 +245,14 @@ def test_values_that_decide_a_shape_are_read_on_the_host(tmp_path: Path) -> None
     np.testing.assert_array_equal(answer, np.broadcast_to(np.float32([1, 2, 3]), (5, 3)))
 
 
+@pytest.fixture
+def idle_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What else this host computes keeps no times out of the cache."""
+    monkeypatch.setattr(timing_cache, "cpu_load", lambda: 0.0)
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("idle_cpus")
 def test_the_second_build_reads_the_timing_cache(tmp_path: Path) -> None:
     model, target = linear(tmp_path / "model", Precision.FP16), tensorrt_.probe()
     first = build(model, recipe(Precision.FP16), tmp_path / "first")
@@ -259,6 +266,7 @@ def test_the_second_build_reads_the_timing_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("idle_cpus")
 def test_a_damaged_timing_cache_is_made_anew(tmp_path: Path) -> None:
     target, junk = tensorrt_.probe(), b"no timing cache" * 100
     timing_cache.write(target, junk)
@@ -269,6 +277,7 @@ def test_a_damaged_timing_cache_is_made_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("idle_cpus")
 def test_a_timing_cache_that_was_written_as_rubbish_is_made_anew(tmp_path: Path) -> None:
     """Its digest is right, so only TensorRT could find out; 10.6 takes it for an empty one without a word."""
     target, junk = tensorrt_.probe(), b"no timing cache" * 100
