@@ -27,7 +27,7 @@ from pipeline import config, deliver, terminal
 from pipeline.core import Engine
 from pipeline.errors import CrucibleError, PlanError
 from pipeline.faults import crucible_error
-from pipeline.options import JsonOption, OutOption, PlanArgument, ProfileOption, ResultArgument, SetOption
+from pipeline.options import JsonOption, OutOption, PlanArgument, PluginOption, ProfileOption, ResultArgument, SetOption
 from pipeline.report import Report
 from pipeline.runner import Runner
 from pipeline.store import Store
@@ -168,12 +168,14 @@ def _batches(text: str) -> list[int]:
 @app.command()
 def inspect(
     target: Annotated[Path, typer.Argument(metavar="MODEL|DIR", help="An ONNX model, or a folder that `crucible compile` wrote.")],
+    plugins: PluginOption,
     backend: Annotated[str | None, typer.Option(help="List every node that this backend cannot run.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what is in a model or an engine; with --backend, every node that the backend cannot run, before any build."""
-    from pipeline.inspection import engine_lines, model_lines, quantised_lines, read_model, refusals_of
+    from pipeline.inspection import engine_lines, model_lines, plugin_libraries, quantised_lines, read_model, refusals_of
 
+    plugin_libraries(plugins, backend)  # what is wrong with them is said whatever is inspected
     console = terminal.console()
     if target.is_dir():
         if backend:
@@ -184,7 +186,7 @@ def inspect(
     if backend is None:
         print(read_model(target).model_dump_json(indent=1)) if as_json else console.print("\n".join(model_lines(target)), highlight=False)
         return
-    refusals = refusals_of(target, backend)
+    refusals = refusals_of(target, backend, plugins)
     if as_json:
         print(json.dumps([refusal.model_dump() for refusal in refusals]))
     elif refusals:

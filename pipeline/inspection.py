@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.markup import escape
 
 from pipeline import backends, graph
 from pipeline.core import Engine, OnnxModel, Profile, Progress, Refusal, Target, TensorSpec, silent
+from pipeline.errors import PlanError
 from pipeline.lint import EVERYWHERE
 from pipeline.linting import finding_lines, findings_of
 from pipeline.process import call_in_child
@@ -19,17 +21,27 @@ def read_model(path: Path) -> OnnxModel:
     return graph.onnx_model(path.resolve().parent, path.name)
 
 
-def refusals_of(path: Path, backend: str) -> tuple[Refusal, ...]:
+def refusals_of(path: Path, backend: str, plugins: Sequence[Path] = ()) -> tuple[Refusal, ...]:
     """Every node of an ONNX file that a backend cannot run, found in a child: its library may crash on a strange model."""
-    model = read_model(path)
+    model, libraries = read_model(path), plugin_libraries(plugins, backend)
     backends.backend(backend).probe()  # its absence is said before anything is started
-    return call_in_child(find_unsupported, model, backend, name=f"inspect {path.name}")
+    return call_in_child(find_unsupported, model, backend, libraries, name=f"inspect {path.name}")
 
 
-def find_unsupported(model: OnnxModel, backend: str, progress: Progress = silent) -> tuple[Refusal, ...]:
+def plugin_libraries(plugins: Sequence[Path], backend: str | None) -> tuple[Path, ...]:
+    """The plugin libraries by their full paths: a bare name would be looked for elsewhere. PlanError for a backend without, or for a missing file."""
+    if plugins and backend != "tensorrt":
+        raise PlanError("only TensorRT loads plugin libraries", "leave --plugin out, or add `--backend tensorrt`")
+    for plugin in plugins:
+        if not plugin.is_file():
+            raise PlanError(f"--plugin: no file at '{plugin}'", "correct the path")
+    return tuple(plugin.resolve() for plugin in plugins)
+
+
+def find_unsupported(model: OnnxModel, backend: str, plugins: tuple[Path, ...] = (), progress: Progress = silent) -> tuple[Refusal, ...]:
     """The backend's own list of refusals."""
     module = backends.backend(backend)
-    return module.unsupported(model, module.probe())
+    return module.unsupported(model, module.probe(), plugins)
 
 
 def model_lines(path: Path) -> list[str]:

@@ -25,5 +25,15 @@ ProfileOption = Annotated[
         show_default=False,
     ),
 ]
+PluginOption = Annotated[
+    list[Path],
+    typer.Option(
+        "--plugin",
+        metavar="LIB",
+        help="With --backend tensorrt: load this plugin library first, as `tensorrt.plugins` of a plan does. Repeatable.",
+        default_factory=list,
+        show_default=False,
+    ),
+]
 OutOption = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where reports and engine go; crucible-out/NAME if left out.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print only the JSON document on stdout, and no progress.")]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from pipeline.core import BuildOptions, Engine, Precision, Profile, Recipe, Target, TensorSpec
-from pipeline.inspection import engine_lines
+import pytest
+
+from pipeline.backends import BACKENDS, trt_library
+from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Profile, Recipe, Refusal, Target, TensorSpec
+from pipeline.errors import PlanError
+from pipeline.inspection import engine_lines, find_unsupported, plugin_libraries, read_model
 from tests.fixtures_cli import crucible, write_model
 
 X = TensorSpec(name="x", dtype="float32", shape=("batch", 4), kind="dynamic")
@@ -46,3 +52,63 @@ def test_inspecting_for_tensorrt_without_a_gpu_says_what_is_missing(tmp_path: Pa
     assert done.err.startswith("error backend.unavailable TensorRT cannot be used on this host: ")
     assert "next" in done.err
     assert "use onnxruntime or openvino" in done.err
+
+
+# -- plugin libraries --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class WithPlugins:
+    """A backend that knows what its plugins bring."""
+
+    loaded: list[Path] = field(default_factory=list)
+
+    def probe(self) -> Target:
+        return Target(backend="tensorrt", version="10.6.0", device="NVIDIA H200", compute_capability="9.0")
+
+    def unsupported(self, model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()) -> tuple[Refusal, ...]:
+        self.loaded += plugins
+        return ()
+
+
+def test_plugin_libraries_reach_the_backend_by_their_full_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path / "model.onnx")
+    names = ["libz.so", "liba.so"]
+    for name in names:
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    backend: Any = WithPlugins()
+    monkeypatch.setitem(BACKENDS, "tensorrt", backend)
+    assert find_unsupported(read_model(Path("model.onnx")), "tensorrt", plugin_libraries([Path(name) for name in names], "tensorrt")) == ()
+    assert backend.loaded == [tmp_path / name for name in names]
+
+
+def test_a_plugin_library_is_loaded_into_the_parsers_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With TensorRT-RTX's parser, which is nearly the same and needs no GPU."""
+    library = pytest.importorskip("tensorrt_rtx")
+    write_model(tmp_path / "model.onnx")
+    (tmp_path / "libplugin.so").write_bytes(b"no library")
+    monkeypatch.setattr(trt_library, "library", lambda: library)
+    backend: Any = WithPlugins()
+    monkeypatch.setattr("pipeline.backends.tensorrt_.probe", backend.probe)
+    with pytest.raises(PlanError, match=r"the plugin library '.*libplugin.so' cannot be loaded: .*(file too short|invalid ELF header)"):
+        find_unsupported(read_model(tmp_path / "model.onnx"), "tensorrt", (tmp_path / "libplugin.so",))
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [("tensorrt", "--plugin: no file at 'none.so'"), ("onnxruntime", "only TensorRT loads plugin libraries"), (None, "only TensorRT loads plugin")],
+)
+def test_plugin_libraries_that_are_given_in_vain_are_refused(backend: str | None, said: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        plugin_libraries([Path("none.so")], backend)
+    assert said in caught.value.message
+    assert caught.value.next_step
+    assert plugin_libraries([], backend) == ()
+
+
+def test_the_command_takes_plugin_libraries(tmp_path: Path) -> None:
+    write_model(tmp_path / "model.onnx")
+    done = crucible("inspect", tmp_path / "model.onnx", "--backend", "tensorrt", "--plugin", "liba.so", "--plugin", "libb.so", cwd=tmp_path)
+    assert done.code == 1
+    assert "--plugin: no file at 'liba.so'" in done.err

@@ -232,7 +232,7 @@ def _way_around(operator: str) -> str:
     surgery = "replace it by surgery (`simplify.surgery`)"
     first = min((schema.since_version for schema in onnx.defs.get_all_schemas_with_history() if operator_of_schema(schema) == operator), default=0)
     if first == 0:  # not ONNX's own
-        return f"load the library of its plugin (backend tensorrt: `tensorrt.plugins`), {surgery}"
+        return f"load the library of its plugin (backend tensorrt: `tensorrt.plugins`, or `--plugin` of inspect), {surgery}"
     if first > LEAST_OPSET:
         return f"export with opset {first - 1} (`export.opset`), which writes it in older operators, {surgery}"
     return f"rewrite the model without {operator}: simplifying folds it where its inputs are constant; else {surgery}"

@@ -175,7 +175,7 @@ def test_an_input_whose_values_decide_a_shape_needs_them_in_the_profile(tmp_path
     ("operator", "domain", "remedy"),
     [
         ("Det", "", "simplifying folds it where its inputs are constant"),
-        ("Fancy", "com.acme", "load the library of its plugin (backend tensorrt: `tensorrt.plugins`)"),
+        ("Fancy", "com.acme", "load the library of its plugin (backend tensorrt: `tensorrt.plugins`, or `--plugin` of inspect)"),
         ("ImageDecoder", "", "export with opset 19"),
     ],
 )
