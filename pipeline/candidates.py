@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -102,9 +102,20 @@ def recipes_of(job: Job, exported: bool = True) -> tuple[tuple[Recipe, ...], tup
     candidates = job.plan.candidates or default_candidates(targets, calibrated, job.given)
     found = (recipes_from_candidate(each, targets[each.backend], job.plan, calibrated, job.given) for each in candidates)
     recipes = distinct(chain.from_iterable(found))
-    for recipe in recipes:
-        backends.backend(recipe.backend).check_recipe(recipe, targets[recipe.backend])
+    check_any(recipes, targets)
     return recipes, (*notes, *unused_notes(job))
+
+
+def check_any(recipes: Sequence[Recipe], targets: Mapping[str, Target]) -> None:
+    """UnsupportedError where no recipe can be had on this host; where some can, `prepare` reports the others as refused."""
+    refused = []
+    for recipe in recipes:
+        try:
+            backends.backend(recipe.backend).check_recipe(recipe, targets[recipe.backend])
+        except UnsupportedError as error:
+            refused.append(error)
+    if recipes and len(refused) == len(recipes):
+        raise refused[0]
 
 
 def unused_notes(job: Job) -> tuple[Note, ...]:
@@ -119,6 +130,8 @@ def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutpu
     """Convert, build and check one candidate, as far as it comes. What stops it is part of the report; a bug of ours is added to `bugs` too."""
     candidate = Candidate(label=recipe.label, recipe=recipe, state="failed")
     try:
+        backend = backends.backend(recipe.backend)
+        backend.check_recipe(recipe, backend.probe())  # said before any work
         converted = convert_model(job, model, recipe)
         engine = build_engine(job, converted, recipe)
         notes = engine.notes if converted is model else (*converted.notes, *lint_notes(converted, recipe, engine.target), *engine.notes)

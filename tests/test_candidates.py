@@ -1,8 +1,20 @@
-"""What stops a candidate on its way is its state and reason; what stops the check of a mislabelled one hides nothing of that."""
+"""What stops a candidate on its way is its state and reason, and stops no other; what stops the check of a mislabelled one hides nothing of that."""
 
-from pipeline.candidates import stopped
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.candidates import check_candidates, prepare, recipes_of, stopped
+from pipeline.config import load_plan
 from pipeline.core import Precision, Recipe
+from pipeline.errors import InternalError, UnsupportedError
+from pipeline.graph import onnx_model
+from pipeline.job import Job, open_job
 from pipeline.report import Candidate
+from pipeline.runner import Runner
+from pipeline.store import Store
+from tests.fixtures_cli import write_task
 
 RECIPE = Recipe(backend="tensorrt", precision=Precision.INT8, realised_in="flags")
 
@@ -16,3 +28,26 @@ def test_a_mislabelled_engine_that_cannot_be_checked_stays_mislabelled() -> None
     wrong = Candidate(label="a", recipe=RECIPE, state="mislabelled", reason="called int8, but runs fp16")
     found = stopped(wrong, "failed", "out of the GPU's memory")
     assert (found.state, found.reason) == ("mislabelled", "called int8, but runs fp16; its answers were not checked: out of the GPU's memory")
+
+
+def opened(folder: Path, *precisions: str) -> Job:
+    candidates = [{"backend": "onnxruntime", "precision": precision} for precision in precisions]
+    return open_job(load_plan(write_task(folder, candidates=candidates)), Runner(Store(folder / "home")))
+
+
+def test_what_this_host_cannot_do_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
+    job = opened(tmp_path, "bf16", "fp32")
+    check_candidates(job)
+    (bf16, fp32), _ = recipes_of(job)
+    nothing: Any = None  # neither an answer to compare with nor a graph is looked at
+    bugs: list[InternalError] = []
+    refused = prepare(job, onnx_model(tmp_path, "model.onnx"), bf16, nothing, bugs)
+    assert (refused.label, refused.state, refused.engine, bugs) == ("onnxruntime bf16", "refused", None, [])
+    assert "would only pretend to run bf16" in refused.reason
+    assert fp32.precision is Precision.FP32
+    assert job.runner.steps == []
+
+
+def test_a_plan_of_which_nothing_can_be_done_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="would only pretend to run bf16"):
+        check_candidates(opened(tmp_path, "bf16", "fp16"))
