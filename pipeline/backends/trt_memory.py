@@ -82,7 +82,7 @@ def run_error(rt: Any, messages: MutableSequence[tuple[str, str]], what: str) ->
             wanted = re.search(r"[Rr]equested size was (\d+)", text)
             return cuda.out_of_memory(rt, int(wanted[1]) if wanted else None)
     rt.cudaGetLastError()
-    said = "; ".join(dict.fromkeys(re.sub(r"^([^(]*)\)$", r"\1", sentence(text)) for text in texts)) or "it does not say why"
+    said = "; ".join(dict.fromkeys(map(sentence, texts))) or "it does not say why"
     return CudaError(f"TensorRT {what}: {said}", "check the values of the inputs; if they are right, compile the model again")
 
 

@@ -155,6 +155,8 @@ def sentence(text: str) -> str:
     line = re.sub(r"^\[[^]]*\] ", "", line.removeprefix("("))  # "[pass.cpp:337: check] "
     if line.startswith("Assertion failed: "):
         line = line.removeprefix("Assertion failed: ").rpartition(": ")[2]
+    if line.count(")") > line.count("("):  # it closed what the error code had opened
+        line = line.removesuffix(")").removesuffix(".")
     return line.strip()
 
 

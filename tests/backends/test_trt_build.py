@@ -30,7 +30,7 @@ from pipeline.backends.trt_build import (
     warnings_of,
     with_locations,
 )
-from pipeline.backends.trt_parser import Parsed, messages_of, parse
+from pipeline.backends.trt_parser import Parsed, messages_of, parse, sentence
 from pipeline.core import BuildOptions, DimRange, OnnxModel, Precision, Profile, Recipe, TensorRTOptions, TensorSpec, ValueRange
 from pipeline.errors import BackendUnavailable, CrucibleError, PlanError, UnsupportedError
 from pipeline.graph import onnx_model
@@ -306,7 +306,7 @@ GIB = 2**30
             "out of the GPU's memory: it asked for 32.0 GiB at once, 20.0 of 80.0 GiB are free now",
         ),
         ([TACTIC, NO_KERNEL], (70 * GIB, 80 * GIB), OutOfDeviceMemory, "its kernels need more of the GPU's memory than they may use"),
-        ([SKIPPED, NO_KERNEL], (70 * GIB, 80 * GIB), UnsupportedError, "Could not find any implementation for node {conv}."),
+        ([SKIPPED, NO_KERNEL], (70 * GIB, 80 * GIB), UnsupportedError, "model: Could not find any implementation for node {conv}"),
         (
             [
                 (
@@ -329,6 +329,26 @@ def test_why_there_is_no_engine(messages: list[tuple[str, str]], memory: tuple[i
     assert message in error.message
     assert "Skipping" not in error.message
     assert error.next_step
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (NO_KERNEL[1], "Could not find any implementation for node {conv}"),
+        (
+            "IBuilder::buildSerializedNetwork: Error Code 10: Internal Error (Could not find any implementation for node {ForeignNode[a...b]}.)",
+            "Could not find any implementation for node {ForeignNode[a...b]}",
+        ),
+        ("x: Error Code 1: Cuda Runtime (out of memory)", "out of memory"),
+        ("x: Error Code 4: API Usage Error (no shape for y (input 2))", "no shape for y (input 2)"),
+        ("Error Code 4: Internal Error (x: two outputs. In checkAll at optimizer.cpp:12)", "x: two outputs"),
+        ("IRuntime::x: Error Code 1: Serialization (Serialization assertion a == f(b) failed.)", "Serialization assertion a == f(b) failed"),
+        ("Missing scale for tensor x (a guess)", "Missing scale for tensor x (a guess)"),
+        ("Make sure input x has Int64 binding.", "Make sure input x has Int64 binding."),
+    ],
+)
+def test_a_sentence_of_the_library_is_told_without_what_c_plus_plus_puts_around_it(text: str, told: str) -> None:
+    assert sentence(text) == told
 
 
 def test_warnings_become_notes_but_not_without_end(tmp_path: Path, trt: Any) -> None:

@@ -22,7 +22,7 @@ def bench(tmp_path: Path) -> Bench:
 def test_a_file_that_tensorrt_cannot_read(bench: Bench) -> None:
     engine = bench.engine()
     engine.path.write_text("half")
-    with pytest.raises(StoreError, match=r"engine\.plan.*plan->header\.size == blobSize failed\.\n"):
+    with pytest.raises(StoreError, match=r"engine\.plan.*plan->header\.size == blobSize failed\n"):
         bench.load(engine)
     engine.path.unlink()
     with pytest.raises(StoreError, match=r"engine\.plan.*No such file"):
