@@ -296,6 +296,11 @@ def _contradiction(recipe: Recipe, capability: str) -> tuple[str, str]:
     if recipe.compute_capability not in (None, capability):
         wanted = f"TensorRT builds only for the GPU that is here ({capability}), the candidate names {recipe.compute_capability}"
         return wanted, "leave `compute_capability` out, or set `hardware_compatible: true`"
+    if in_flags and precision is Precision.TF32:
+        return (
+            "tf32 is the fp32 graph with one builder flag set, which leaves TensorRT no choice between precisions",
+            "take `precision: tf32` with `realised_in: graph`",
+        )
     if in_flags and precision not in (Precision.FP16, Precision.BF16, Precision.INT8):
         return f"there is no builder flag for {precision} that lets TensorRT choose", "leave `realised_in: flags` out"
     if in_flags and recipe.keep_fp32:

@@ -193,6 +193,7 @@ def test_the_table_of_features(version: str, capability: str, lean: str, missing
         ("10.6.0", "9.0", recipe("fp16", version_compatible=True), NO_LEAN),
         ("10.6.0", "9.0", recipe("fp16", compute_capability="8.9"), "builds only for the GPU that is here (9.0), the candidate names 8.9"),
         ("10.6.0", "9.0", recipe("fp32", realised_in="flags"), "no builder flag for fp32"),
+        ("10.6.0", "9.0", recipe("tf32", realised_in="flags"), "tf32 is the fp32 graph with one builder flag set"),
         ("10.6.0", "9.0", recipe("fp16", realised_in="runtime"), "only tf32 is told to TensorRT at build time"),
         ("10.6.0", "9.0", recipe("fp16", realised_in="flags", keep_fp32=("norm*",)), "`keep_fp32` is written into the graph"),
         ("10.6.0", "9.0", recipe("int8", realised_in="flags", method=CalibrationMethod.PERCENTILE), "by entropy or minmax, not by percentile"),

@@ -138,7 +138,7 @@ def answer_once(engine: Engine, progress: object = None) -> int:
     [
         ({"precision": "fp16", "version_compatible": True}, "version compatibility needs the lean runtime"),
         ({"precision": "int8", "realised_in": "flags", "method": "percentile"}, "by entropy or minmax, not by percentile"),
-        ({"precision": "tf32", "realised_in": "flags"}, "no builder flag for tf32"),
+        ({"precision": "tf32", "realised_in": "flags"}, "tf32 is the fp32 graph with one builder flag set"),
         ({"precision": "fp16", "compute_capability": "8.6"}, "builds only for the GPU that is here"),
     ],
 )
