@@ -157,7 +157,7 @@ def measure_row(row: Row, options: Options) -> dict[str, Any]:
         "ratios": ratios(outcomes, [each.way for each in made]),
         "targets": targets(row, entries, gpu),
         "gpu": watch.summary(),
-        "foreign_processes": len(foreign),
+        "foreign_processes": None if foreign.unknown else len(foreign.pids),
     }
 
 

@@ -5,7 +5,8 @@
     home()/locks/gpu-<uuid>.lock                    held while an engine is built: two of our builds on one GPU take turns
 
 A build looks its kernels up and times only those that are not there (ResNet-18 in fp16 on an H200: 24 s cold, 0.6 s with it). A time taken
-while another process computes, or while threads wait for a CPU to launch from, is wrong for ever, so such a build adds nothing.
+while another process computes, or while threads wait for a CPU to launch from, is wrong for ever, so such a build adds nothing; nor does one
+where nvidia-smi does not tell who else computes. A container hides the processes outside of it: there, keep other work off the GPU while building.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from pipeline.gpu import TIMEOUT_S
 FILE, ABOUT = "cache.bin", "target.json"
 UNREADABLE = "the timing cache at '{}' was damaged and is made anew: this build took as long as the first"
 SHARED = "timing cache not filled: another process used the GPU (process {})"
+HIDDEN = "; one that is not seen from here may be this build itself, in a container that gets the host's numbers (docker: --pid=host)"
+UNKNOWN = "timing cache not filled: it is not known whether another process used the GPU: {}"
 BUSY = "timing cache not filled: the host's CPUs were overloaded (load {:.0f} on {} CPUs), so kernels may be timed and chosen badly"
 
 
@@ -44,12 +47,20 @@ class About(Frozen):
     sha256: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Others:
+    """Who else computes on a GPU."""
+
+    pids: tuple[int, ...] = ()
+    unknown: str = ""  # why that cannot be said
+
+
 @dataclass(slots=True)
 class Attached:
     """A timing cache in use by a builder's config, which must not outlive it."""
 
     cache: Any
-    others: tuple[int, ...] = ()  # processes that computed on the GPU before the build
+    others: Others = Others()  # before the build
     load: float = 0.0  # threads that wanted a CPU before the build, on average over a minute
     notes: list[str] = field(default_factory=list)
 
@@ -115,8 +126,12 @@ def attach(config: Any, target: Target, gpu: str = "") -> Attached:
 
 def keep(config: Any, target: Target, attached: Attached, gpu: str = "") -> tuple[str, ...]:
     """After the build: add what it timed to the target's cache, if the GPU was ours alone and the CPUs kept up. Returns all that should be noted."""
-    if others := sorted({*attached.others, *other_processes(gpu)}):
-        return (*attached.notes, SHARED.format(", ".join(map(str, others))))
+    others = other_processes(gpu)
+    if unknown := attached.others.unknown or others.unknown:
+        return (*attached.notes, UNKNOWN.format(unknown))
+    if pids := sorted({*attached.others.pids, *others.pids}):
+        hint = "" if all(map(psutil.pid_exists, pids)) else HIDDEN
+        return (*attached.notes, SHARED.format(", ".join(map(str, pids))) + hint)
     load, cpus = max(attached.load, cpu_load()), os.cpu_count() or 1
     if load > cpus:
         return (*attached.notes, BUSY.format(load, cpus))
@@ -158,16 +173,20 @@ def gpu_lock(gpu: str, progress: Progress) -> Iterator[None]:
         lock.release()
 
 
-def other_processes(gpu: str = "", command: str = "nvidia-smi") -> tuple[int, ...]:
+def other_processes(gpu: str = "", command: str = "nvidia-smi") -> Others:
     """Processes that have the GPU of this UUID open for computing, but for this one, its parents and its children; empty: any GPU."""
     query = [command, "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines() if line.count(",") == 1]
-    pids = {int(pid) for uuid, pid in rows if pid.isdigit() and gpu in ("", uuid)}
-    return tuple(sorted(pids - _family()))
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Others(unknown=f"nvidia-smi gave no answer: {error}")
+    if done.returncode:
+        return Others(unknown=f"nvidia-smi failed with exit code {done.returncode}: {(done.stderr or done.stdout).strip()}")
+    rows = [line.partition(",") for line in done.stdout.splitlines() if line.strip()]
+    listed = {pid.strip() for uuid, _, pid in rows if gpu in ("", uuid.strip())}
+    if strange := sorted(pid for pid in listed if not pid.isdigit()):
+        return Others(unknown=f"nvidia-smi lists a process as '{strange[0]}', without its number")
+    return Others(tuple(sorted(set(map(int, listed)) - _family())))
 
 
 def cpu_load() -> float:

@@ -32,10 +32,10 @@ def benchmark(engines: Sequence[Engine], model: OnnxModel, options: BenchmarkCon
         return Child(contend, with_threads(engine, options.threads or usable_cores()), workloads, name=engine.recipe.label)
 
     gpu = next((gpu.uuid for gpu in find_gpus().devices), "") if any(engine.target.compute_capability for engine in engines) else ""
-    others = other_processes(gpu) if gpu else ()
+    others = other_processes(gpu).pids if gpu else ()
     with watching(gpu) as watch:
         found = results(race(engines, workloads, options, start, progress), workloads)
-    use = watch.use((*others, *(other_processes(gpu) if gpu else ())))
+    use = watch.use((*others, *(other_processes(gpu).pids if gpu else ())))
     return Benchmarks(created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"), results=found, gpu_use=use)
 
 

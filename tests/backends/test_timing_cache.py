@@ -13,7 +13,7 @@ import pytest
 from filelock import FileLock
 
 from pipeline.backends import timing_cache
-from pipeline.backends.timing_cache import ABOUT, FILE, Attached, attach, folder, gpu_lock, keep, merge, other_processes, read, write
+from pipeline.backends.timing_cache import ABOUT, FILE, Attached, Others, attach, folder, gpu_lock, keep, merge, other_processes, read, write
 from pipeline.core import Target
 
 TARGET = Target(backend="tensorrt", version="10.6.0", device="NVIDIA H200", compute_capability="9.0", driver="580.95.05")
@@ -56,12 +56,13 @@ class Config:
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else this host does."""
     monkeypatch.setattr(timing_cache, "cpu_load", lambda: 0.0)
+    monkeypatch.setattr(timing_cache, "other_processes", lambda gpu: Others())
 
 
-def nvidia_smi(folder: Path, *rows: str) -> str:
+def nvidia_smi(folder: Path, *rows: str, code: int = 0) -> str:
     """A program that answers as nvidia-smi does."""
     program = folder / "nvidia-smi"
-    program.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows))
+    program.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows) + f"exit {code}\n")
     program.chmod(0o755)
     return str(program)
 
@@ -144,8 +145,21 @@ def test_times_taken_beside_another_process_are_not_kept() -> None:
     config = Config()
     attached = attach(config, TARGET)
     attached.cache.entries["conv"] = "slower than it is"
-    notes = keep(config, TARGET, Attached(attached.cache, others=(4711, 42)))
-    assert notes == ("timing cache not filled: another process used the GPU (process 42, 4711)",)
+    here, gone = os.getppid(), 4194301
+    (note,) = keep(config, TARGET, Attached(attached.cache, others=Others((here,))))
+    assert note == f"timing cache not filled: another process used the GPU (process {here})"
+    (note,) = keep(config, TARGET, Attached(attached.cache, others=Others((gone, here))))
+    assert note.startswith(f"timing cache not filled: another process used the GPU (process {here}, {gone}); one that is not seen from here may be")
+    assert read(TARGET) == b""
+
+
+@pytest.mark.parametrize(("before", "after"), [("no answer", ""), ("", "no answer")])
+def test_times_are_not_kept_where_nobody_tells_who_else_computes(monkeypatch: pytest.MonkeyPatch, before: str, after: str) -> None:
+    monkeypatch.setattr(timing_cache, "other_processes", lambda gpu: Others(unknown=before))
+    attached = attach(config := Config(), TARGET)
+    attached.cache.entries["conv"] = "slower than it is"
+    monkeypatch.setattr(timing_cache, "other_processes", lambda gpu: Others(unknown=after))
+    assert keep(config, TARGET, attached) == ("timing cache not filled: it is not known whether another process used the GPU: no answer",)
     assert read(TARGET) == b""
 
 
@@ -164,9 +178,10 @@ def test_times_taken_while_the_cpus_are_overloaded_are_not_kept(monkeypatch: pyt
 
 
 def test_other_processes_are_found_on_the_gpu_that_is_used(tmp_path: Path) -> None:
-    command = nvidia_smi(tmp_path, f"{H200}, 4194301", f"{OTHER}, 4194302", f"{H200}, [N/A]")
-    assert other_processes(H200, command) == (4194301,)
-    assert other_processes("", command) == (4194301, 4194302)
+    command = nvidia_smi(tmp_path, f"{H200}, 4194301", f"{OTHER}, 4194302", "")
+    assert other_processes(H200, command) == Others((4194301,))
+    assert other_processes("", command) == Others((4194301, 4194302))
+    assert other_processes("GPU-idle", command) == Others()
 
 
 def test_this_process_its_parents_and_its_children_are_not_others(tmp_path: Path) -> None:
@@ -174,11 +189,25 @@ def test_this_process_its_parents_and_its_children_are_not_others(tmp_path: Path
         command = nvidia_smi(tmp_path, *(f"{H200}, {pid}" for pid in (os.getpid(), os.getppid(), child.pid)))
         found = other_processes(H200, command)
         child.kill()
-    assert found == ()
+    assert found == Others()
 
 
-def test_without_the_tool_nobody_else_is_known() -> None:
-    assert other_processes(H200, "no-such-program") == ()
+@pytest.mark.parametrize(
+    ("rows", "code", "said"),
+    [
+        ((f"{H200}, [N/A]", f"{H200}, 4194301"), 0, "nvidia-smi lists a process as '[N/A]', without its number"),
+        (("Failed to initialize NVML: Driver/library version mismatch",), 18, "nvidia-smi failed with exit code 18: Failed to initialize NVML"),
+        (("No devices were found",), 6, "nvidia-smi failed with exit code 6: No devices"),
+    ],
+)
+def test_an_answer_that_tells_nothing_is_not_taken_for_nobody(tmp_path: Path, rows: tuple[str, ...], code: int, said: str) -> None:
+    found = other_processes(H200, nvidia_smi(tmp_path, *rows, code=code))
+    assert found.pids == ()
+    assert found.unknown.startswith(said)
+
+
+def test_without_the_tool_it_is_not_known_who_else_computes() -> None:
+    assert other_processes(H200, "no-such-program").unknown.startswith("nvidia-smi gave no answer: ")
 
 
 def test_a_second_build_on_one_gpu_waits_and_says_so(own_home: Path) -> None:
