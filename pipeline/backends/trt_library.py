@@ -9,6 +9,7 @@ import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -32,6 +33,7 @@ INSTALL = "pip install 'crucible[tensorrt]'"
 ELSEWHERE = " on a host with an NVIDIA GPU and its driver; here, use onnxruntime or openvino, or build for tensorrt_rtx"
 ANOTHER = "use another GPU, or a version of TensorRT that supports this one"
 OLDEST = (10, 0)
+IMPORTED = "CRUCIBLE_TENSORRT_IMPORTED"  # the environment's: the file of the module that was imported once
 IMPORT_LIMIT_S = 120  # the first import maps some GB of libraries, maybe off a slow disk
 DRIVERS = {(10, 12): 525, (11, 12): 535, (10, 13): 580, (11, 13): 580}
 """Oldest driver by major version of TensorRT and of the CUDA it was built with.
@@ -191,9 +193,19 @@ def import_library() -> Any:
 
 
 def check_import() -> None:
-    """BackendUnavailable if the module cannot be imported: a missing library is named before any work is done, and this process stays free of it."""
-    if "tensorrt" not in sys.modules and (fault := _import_fault(tuple(sys.path))):
+    """BackendUnavailable if the module cannot be imported: a missing library is named before any work is done, and this process stays free of it.
+
+    What was found good is told to the processes that this one starts, of which there are many.
+    """
+    if "tensorrt" in sys.modules:
+        return
+    spec = importlib.util.find_spec("tensorrt")
+    place = (spec.origin if spec else None) or "nowhere"
+    if place == os.environ.get(IMPORTED):
+        return
+    if fault := _import_fault(tuple(sys.path)):
         raise _unloadable(fault)
+    os.environ[IMPORTED] = place
 
 
 @cache
