@@ -1,6 +1,7 @@
 """The benchmark of serving: its client, its processes, its figures. The servers themselves run in the benchmark only."""
 
 import itertools
+import os
 import subprocess
 import sys
 import time
@@ -11,9 +12,11 @@ import numpy as np
 import psutil
 import pytest
 
+from pipeline import process
 from tests.benchmarks.http_double import CLOSE, Answer, answering
 
-PEERS = Path(__file__).parents[2] / "benchmarks" / "serving_" / "peers"
+ROOT = Path(__file__).parents[2]
+PEERS = ROOT / "benchmarks" / "serving_" / "peers"
 Bench = dict[str, ModuleType]
 
 
@@ -125,6 +128,14 @@ def test_cpu_of_whoever_listens_is_told_apart(bench: Bench) -> None:
     assert listening.api_s > 0
     assert other.api_s == 0
     assert (other - listening).rest_s > 0
+
+
+def test_crucible_gets_the_packages_of_this_process_and_peers_get_none_of_them(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU host, whose packages lie in folders that PYTHONPATH names."""
+    monkeypatch.setenv("PYTHONPATH", "/somewhere/else")
+    ours = bench["crucible"].own_environment()["PYTHONPATH"].split(os.pathsep)
+    assert ours == [str(ROOT), *process.IMPORT_PATH.split(os.pathsep)]
+    assert "PYTHONPATH" not in bench["processes"].clean_environment(Path("/peer/bin"))
 
 
 # -- peers and models --------------------------------------------------------------------------------------------------
