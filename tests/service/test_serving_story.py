@@ -85,6 +85,13 @@ def test_from_a_report_to_answers_in_every_form(tmp_path: Path) -> None:
         labels = f'model="{NAME}",version="1"'
         assert f'crucible_inference_requests_total{{model="{NAME}",state="executed",version="1"}} 7.0' in figures
         assert f"crucible_inference_queue{{{labels}}} 0.0" in figures
+        assert f"crucible_inference_batch_rows_sum{{{labels}}} 14.0" in figures
+        assert f'crucible_inference_batch_rows_bucket{{le="1.0",{labels}}} 0.0' in figures
+        assert f'crucible_inference_batch_rows_bucket{{le="2.0",{labels}}} 7.0' in figures
+        for stage in ("queue", "copy_in", "compute", "copy_out"):
+            assert figure(web, "crucible_inference_stage_seconds_count", stage=stage) == 7
+            assert 0 <= figure(web, "crucible_inference_stage_seconds_sum", stage=stage) < WITHIN_S
+        assert figure(web, "crucible_inference_stage_seconds_sum", stage="compute") > 0
         assert told(web.get(f"/models/{NAME}/shapes"))["shapes"] == [{"sizes": {"batch": 2}, "requests": 7}]
         told(web.delete(f"/models/{NAME}/deployment"), 204)
         told(web.post("/infer", content=X.tobytes()), 404)
