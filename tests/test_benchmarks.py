@@ -89,6 +89,10 @@ def test_one_lucky_round_beside_long_json_does_not_meet_the_target(scripts: dict
 
 def test_committed_results_of_gpu_tests_are_whole_and_green() -> None:
     documents = [json.loads(file.read_text(encoding="utf-8")) for file in (ROOT / "tests" / "gpu" / "results").glob("*.json")]
+    assert documents
+    tests = [test for document in documents for test in document["tests"]]
+    assert len({test["test"] for test in tests}) == len(tests), "two parts ran the same test"
+    assert {test["outcome"] for test in tests} == {"passed", "skipped"}
     assert all(document["finished"] and document["gpus"] and document["environment"]["python"] for document in documents)
     assert all(set(document["counts"]) <= {"passed", "skipped"} for document in documents)
 
