@@ -61,7 +61,8 @@ def main() -> None:
             _, engine = [prepared_home(homes[load.name], model) for load, model in zip(loads, (echo, cnn), strict=True)]
         turns, engines = take_turns(starters, loads, engine, arguments, folder, why)
     rows = rows_from(turns, why, engines, arguments.only)
-    publish("serving", rows, targets_of(rows, Wanted.on(usable_cores())), arguments.into)
+    run = {"rounds": arguments.rounds, "seconds": arguments.seconds}
+    publish("serving", rows, targets_of(rows, Wanted.on(usable_cores())), arguments.into, run)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -204,6 +204,15 @@ def test_targets_are_met_missed_and_missed_without_figures(bench: Bench) -> None
     assert figures.Wanted.on(16).share > wanted.share
 
 
+def test_a_peer_that_had_faults_is_no_peer_that_was_beaten(bench: Bench) -> None:
+    figures, found = bench["figures"], rows(bench)
+    wire = next(row for row in found if (row["load"], row["server"]) == ("wire", "BentoML"))
+    wire["note"] = figures.row_of("wire", "BentoML", "1", [turn(bench, 1.0, 1.0, ("500: out of order",))], [])["note"]
+    of_bentoml = {target: met for target, met in figures.targets_of(found, figures.Wanted.on(2)).items() if "above BentoML" in target}
+    assert list(of_bentoml.values()) == [False, True]  # the wire's, and the CNN's
+    assert "(120 against 75 requests/s, but it had faults: no comparison)" in next(iter(of_bentoml))
+
+
 def test_a_p99_needs_a_thousand_values(bench: Bench) -> None:
     percentile_99 = bench["figures"].percentile_99
     assert percentile_99([1.0] * 999) is None
@@ -222,7 +231,7 @@ def test_faults_and_a_busy_client_are_noted(bench: Bench) -> None:
 
 def test_the_page_has_both_tables_and_tells_how_near_python_comes(bench: Bench, tmp_path: Path) -> None:
     tables, common = bench["serving_tables"], bench["common"]
-    common.publish("serving", rows(bench), {"a target": True, "another": False}, tmp_path)
+    common.publish("serving", rows(bench), {"a target": True, "another": False}, tmp_path, {"rounds": 3, "seconds": 4.0})
     text = "\n".join(tables.serving_section(tables.document_of("serving", tmp_path)))
     for load in ("### The wire", "### A CNN"):
         assert load in text
@@ -232,4 +241,8 @@ def test_the_page_has_both_tables_and_tells_how_near_python_comes(bench: Bench, 
     assert "mosec, whose server is written in Rust, reaches 0.70x FastAPI's requests/s, Crucible 0.80x." in text
     assert "One API process of Crucible is full at 480 requests/s" in text
     assert "- **missed**: another" in text
+    version = common.environment().packages["onnxruntime"]
+    assert f" onnxruntime {version} in the rows of the engine and of Crucible. 3 rounds, 4 s of each measured stretch." in text
+    common.publish("serving", rows(bench), {"a target": True}, tmp_path)  # as results were before
+    assert "rounds," not in "\n".join(tables.serving_section(tables.document_of("serving", tmp_path))[-2:])
     assert tables.serving_section(tables.document_of("serving", tmp_path / "none")) == []
