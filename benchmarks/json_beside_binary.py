@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -34,8 +35,12 @@ def main() -> None:
             rows.append(
                 {"round": number, **figures("alone", alone), **figures("beside JSON", beside), "JSON requests/s": round(sent / (SECONDS + 2), 1)}
             )
-    rise = min(float(row["p99 beside JSON ms"]) - float(row["p99 alone ms"]) for row in rows)
-    publish("json_beside_binary", rows, {f"p99 rises by at most {MOST_RISE_MS:g} ms (got {rise:.2f} ms in the best round)": rise <= MOST_RISE_MS})
+    publish("json_beside_binary", rows, targets_of(rows))
+
+
+def targets_of(rows: Sequence[Mapping[str, float]]) -> dict[str, bool]:
+    rise = statistics.median(row["p99 beside JSON ms"] - row["p99 alone ms"] for row in rows)
+    return {f"p99 rises by at most {MOST_RISE_MS:g} ms (got {rise:.2f} ms in the median round)": rise <= MOST_RISE_MS}
 
 
 @contextmanager

@@ -20,6 +20,7 @@ SCRIPTS = (
     "calibration",
     "peak",
     "service_memory",
+    "json_beside_binary",
     "serving",
 )
 

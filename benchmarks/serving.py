@@ -27,7 +27,7 @@ from serving_.figures import CNN, CRUCIBLE, DIRECT, WIRE, Row, Wanted, engine_ba
 from serving_.models import image, write_cnn, write_echo
 from serving_.peers.shapes import ECHO, MOST_ROWS
 from serving_.peers_list import FASTAPI, PEERS, installed
-from serving_.processes import NotStarted, clean_environment
+from serving_.processes import NotStarted
 from serving_.rounds import Load, Start, Turn, crucible_starter, engine_turn, expected_of, peer_starter, turn
 
 from pipeline.measure import usable_cores
@@ -61,7 +61,8 @@ def main() -> None:
             _, engine = [prepared_home(homes[load.name], model) for load, model in zip(loads, (echo, cnn), strict=True)]
         turns, engines = take_turns(starters, loads, engine, arguments, folder, why)
     rows = rows_from(turns, why, engines, arguments.only)
-    publish("serving", rows, targets_of(rows, Wanted.on(usable_cores())), arguments.into)
+    run = {"rounds": arguments.rounds, "seconds": arguments.seconds}
+    publish("serving", rows, targets_of(rows, Wanted.on(usable_cores())), arguments.into, run)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -93,7 +94,7 @@ def prepared_peers(names: Sequence[str]) -> tuple[dict[str, Start], dict[str, st
 def prepared_home(home: Path, model: Path) -> Path:
     """A home in which this model is deployed; its engine's folder."""
     say(f"Crucible compiles {model.name}")
-    with serving(home, clean_environment(PYTHONPATH=str(ROOT))) as served, Client(served.url) as client:
+    with serving(home) as served, Client(served.url) as client:
         return engine_folder(home, deploy(client, model, plan_of(model.stem, MOST_ROWS)))
 
 

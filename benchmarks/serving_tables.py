@@ -39,7 +39,7 @@ def serving_section(document: Document | None) -> list[str]:
     for load, head in HEADS.items():
         rows = [row for row in document["rows"] if row["load"] == load]
         lines += [head, "", *_table(rows), ""]
-    return [*lines, *_told(document["rows"]), "", *_targets(document), "", _environment(document), ""]
+    return [*lines, *_told(document["rows"]), "", *_targets(document), "", f"{_environment(document)}{_run(document)}", ""]
 
 
 def soak_section(document: Document | None) -> list[str]:
@@ -77,6 +77,13 @@ def _told(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         said = f"{mosec['per_s_ratio']:.2f}x {FASTAPI}'s requests/s, Crucible {ours['per_s_ratio']:.2f}x"
         lines.append(f"mosec, whose server is written in Rust, reaches {said}.")
     return lines
+
+
+def _run(document: Document) -> str:
+    """The version that the engine's rows ran in, and how long everybody ran; a result from before that was kept says less."""
+    packages, run = document["environment"]["packages"], document.get("run")
+    lasted = f" {run['rounds']} rounds, {run['seconds']:g} s of each measured stretch." if run else ""
+    return f" onnxruntime {packages['onnxruntime']} in the rows of the engine and of Crucible.{lasted}"
 
 
 def _targets(document: Document) -> list[str]:

@@ -27,11 +27,11 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from common import RESULTS, ROOT, Row, publish
+from common import RESULTS, Row, publish
 from serving_.client import drive, http_request
 from serving_.crucible import MODEL, deploy, engine_folder, finished, plan_of, serving, submitted
 from serving_.models import OUTPUT, image, oip_body, write_small
-from serving_.processes import clean_environment, descendants
+from serving_.processes import descendants
 
 from pipeline import backends
 from pipeline.backends.base import run_session
@@ -51,8 +51,8 @@ def main() -> None:
     arguments = parse_arguments()
     with tempfile.TemporaryDirectory(prefix="crucible-soak-") as text:
         folder = Path(text)
-        home, environ = folder / "home", clean_environment(PYTHONPATH=str(ROOT))
-        with serving(home, environ) as served, Client(served.url) as client:
+        home = folder / "home"
+        with serving(home) as served, Client(served.url) as client:
             job = deploy(client, write_small(folder / "model.onnx", seed=0), plan_of("soak", MOST_ROWS))
             soak = Soak(served.port, direct_answers(engine_folder(home, job)), arguments.minutes * 60, arguments.requests)
             soak.watch = Watch(served.process)

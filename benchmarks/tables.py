@@ -54,6 +54,9 @@ Peak memory of a process that calibrates ResNet-50 on generated 224x224 images. 
     "service_memory": """## Memory of the service
 `crucible serve`, and all processes of a job together, pages that they share counted once. The models are layers of matrix products, tried
 on every backend of this host, without data.""",
+    "json_beside_binary": """## Long JSON beside short requests
+Times of a binary request of 1 KB on one connection: alone, and while four clients send 150,528 numbers as JSON, each as fast as it is answered.
+The server is the real one, its models only copy. The target holds for the median round.""",
 }
 
 

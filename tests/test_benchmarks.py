@@ -23,6 +23,8 @@ SCRIPTS = (
     "gpu_model_tables",
     "gpu_tables",
     "image_tables",
+    "json_beside_binary",
+    "run_all",
     "serving_tables",
     "tables",
     "tensorrt_compile",
@@ -72,8 +74,25 @@ def test_every_result_holds_its_environment_and_its_targets() -> None:
         assert document["targets"], file
 
 
+def test_make_bench_runs_what_the_pages_show(scripts: dict[str, ModuleType]) -> None:
+    run, shown = set(scripts["run_all"].SCRIPTS), {name for name in scripts["tables"].SECTIONS if not name.endswith("_gpu")}
+    assert shown <= run
+    assert all((ROOT / "benchmarks" / f"{name}.py").is_file() and (ROOT / "benchmarks" / "results" / f"{name}.json").is_file() for name in run)
+
+
+def test_one_lucky_round_beside_long_json_does_not_meet_the_target(scripts: dict[str, ModuleType]) -> None:
+    rises = {(1.0, 9.0, 2.0): True, (1.0, 9.0, 6.0): False, (5.0, 5.0, 9.0): True}
+    for rounds, met in rises.items():
+        rows = [{"p99 alone ms": 10.0, "p99 beside JSON ms": 10.0 + rise} for rise in rounds]
+        assert list(scripts["json_beside_binary"].targets_of(rows).values()) == [met]
+
+
 def test_committed_results_of_gpu_tests_are_whole_and_green() -> None:
     documents = [json.loads(file.read_text(encoding="utf-8")) for file in (ROOT / "tests" / "gpu" / "results").glob("*.json")]
+    assert documents
+    tests = [test for document in documents for test in document["tests"]]
+    assert len({test["test"] for test in tests}) == len(tests), "two parts ran the same test"
+    assert {test["outcome"] for test in tests} == {"passed", "skipped"}
     assert all(document["finished"] and document["gpus"] and document["environment"]["python"] for document in documents)
     assert all(set(document["counts"]) <= {"passed", "skipped"} for document in documents)
 

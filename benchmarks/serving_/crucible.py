@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -13,10 +14,12 @@ from pathlib import Path
 import httpx
 import psutil
 
+from pipeline.process import IMPORT_PATH
 from service.client import Client, Upload
 from service.folders import Folders
 from service.jobs import FINAL
-from serving_.processes import free_port, running, wait_until
+from serving_.peers_list import HERE
+from serving_.processes import clean_environment, free_port, running, wait_until
 
 MODEL = "model"
 JOB_S = 600.0
@@ -36,12 +39,17 @@ class Served:
         return f"http://127.0.0.1:{self.port}"
 
 
+def own_environment() -> dict[str, str]:
+    """That of `crucible serve`: this checkout, then what this process itself imports from, which on a GPU host is no environment of Python's."""
+    return clean_environment(PYTHONPATH=os.pathsep.join((str(HERE.parents[1]), IMPORT_PATH)))
+
+
 @contextlib.contextmanager
-def serving(home: Path, environ: Mapping[str, str]) -> Iterator[Served]:
+def serving(home: Path) -> Iterator[Served]:
     """A server on this home that is ready, with all that was deployed in it."""
     port, log = free_port(), home.with_suffix(".log")
     command = [sys.executable, "-m", "pipeline.cli", "serve", "--home", home, "--port", str(port)]
-    with running(command, log, {**environ, "CRUCIBLE_SERVICE_GRPC_PORT": "0"}) as process:  # any: the next after `port` may be taken
+    with running(command, log, {**own_environment(), "CRUCIBLE_SERVICE_GRPC_PORT": "0"}) as process:  # any: the next after `port` may be taken
         wait_until(lambda: is_ready(port), process, log)
         yield Served(process, port, log)
 

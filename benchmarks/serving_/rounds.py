@@ -84,7 +84,7 @@ def crucible_starter(homes: dict[str, Path]) -> Start:
 
     @contextlib.contextmanager
     def start(load: Load, folder: Path) -> Iterator[Up]:
-        with serving(homes[load.name], clean_environment(PYTHONPATH=str(HERE.parents[1]))) as served:
+        with serving(homes[load.name]) as served:
             up = Up(served.process, served.port, f"/v2/models/{MODEL}/infer", oip=True)
             wait_until(lambda: answers(up, load), served.process, served.log)
             yield up

@@ -1,6 +1,7 @@
 """The benchmark of serving: its client, its processes, its figures. The servers themselves run in the benchmark only."""
 
 import itertools
+import os
 import subprocess
 import sys
 import time
@@ -11,9 +12,11 @@ import numpy as np
 import psutil
 import pytest
 
+from pipeline import process
 from tests.benchmarks.http_double import CLOSE, Answer, answering
 
-PEERS = Path(__file__).parents[2] / "benchmarks" / "serving_" / "peers"
+ROOT = Path(__file__).parents[2]
+PEERS = ROOT / "benchmarks" / "serving_" / "peers"
 Bench = dict[str, ModuleType]
 
 
@@ -127,6 +130,14 @@ def test_cpu_of_whoever_listens_is_told_apart(bench: Bench) -> None:
     assert (other - listening).rest_s > 0
 
 
+def test_crucible_gets_the_packages_of_this_process_and_peers_get_none_of_them(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU host, whose packages lie in folders that PYTHONPATH names."""
+    monkeypatch.setenv("PYTHONPATH", "/somewhere/else")
+    ours = bench["crucible"].own_environment()["PYTHONPATH"].split(os.pathsep)
+    assert ours == [str(ROOT), *process.IMPORT_PATH.split(os.pathsep)]
+    assert "PYTHONPATH" not in bench["processes"].clean_environment(Path("/peer/bin"))
+
+
 # -- peers and models --------------------------------------------------------------------------------------------------
 
 
@@ -193,6 +204,15 @@ def test_targets_are_met_missed_and_missed_without_figures(bench: Bench) -> None
     assert figures.Wanted.on(16).share > wanted.share
 
 
+def test_a_peer_that_had_faults_is_no_peer_that_was_beaten(bench: Bench) -> None:
+    figures, found = bench["figures"], rows(bench)
+    wire = next(row for row in found if (row["load"], row["server"]) == ("wire", "BentoML"))
+    wire["note"] = figures.row_of("wire", "BentoML", "1", [turn(bench, 1.0, 1.0, ("500: out of order",))], [])["note"]
+    of_bentoml = {target: met for target, met in figures.targets_of(found, figures.Wanted.on(2)).items() if "above BentoML" in target}
+    assert list(of_bentoml.values()) == [False, True]  # the wire's, and the CNN's
+    assert "(120 against 75 requests/s, but it had faults: no comparison)" in next(iter(of_bentoml))
+
+
 def test_a_p99_needs_a_thousand_values(bench: Bench) -> None:
     percentile_99 = bench["figures"].percentile_99
     assert percentile_99([1.0] * 999) is None
@@ -211,7 +231,7 @@ def test_faults_and_a_busy_client_are_noted(bench: Bench) -> None:
 
 def test_the_page_has_both_tables_and_tells_how_near_python_comes(bench: Bench, tmp_path: Path) -> None:
     tables, common = bench["serving_tables"], bench["common"]
-    common.publish("serving", rows(bench), {"a target": True, "another": False}, tmp_path)
+    common.publish("serving", rows(bench), {"a target": True, "another": False}, tmp_path, {"rounds": 3, "seconds": 4.0})
     text = "\n".join(tables.serving_section(tables.document_of("serving", tmp_path)))
     for load in ("### The wire", "### A CNN"):
         assert load in text
@@ -221,4 +241,8 @@ def test_the_page_has_both_tables_and_tells_how_near_python_comes(bench: Bench, 
     assert "mosec, whose server is written in Rust, reaches 0.70x FastAPI's requests/s, Crucible 0.80x." in text
     assert "One API process of Crucible is full at 480 requests/s" in text
     assert "- **missed**: another" in text
+    version = common.environment().packages["onnxruntime"]
+    assert f" onnxruntime {version} in the rows of the engine and of Crucible. 3 rounds, 4 s of each measured stretch." in text
+    common.publish("serving", rows(bench), {"a target": True}, tmp_path)  # as results were before
+    assert "rounds," not in "\n".join(tables.serving_section(tables.document_of("serving", tmp_path))[-2:])
     assert tables.serving_section(tables.document_of("serving", tmp_path / "none")) == []

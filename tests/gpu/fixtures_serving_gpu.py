@@ -131,11 +131,14 @@ class Site:
     def figures(self) -> str:
         return httpx.get(f"{self.url}/metrics").text
 
-    def worker(self, model: str) -> psutil.Process:
-        """The process that holds a model's engine now."""
+    def workers(self, model: str) -> list[psutil.Process]:
+        """The processes that hold a model's engine now, one for each instance."""
         events = [json.loads(line) for line in (self.folder / "home" / "server.log").read_text().splitlines() if line.startswith("{")]
-        guardian = next(each["pid"] for each in reversed(events) if each.get("event") == "worker.ready" and each["worker"].startswith(f"{model}-"))
-        return next(each for each in psutil.Process(guardian).children(recursive=True) if "service.serving.model_worker" in each.cmdline())
+        ready = [each for each in events if each.get("event") == "worker.ready" and each["worker"].startswith(f"{model}-")]
+        newest = ready[-1]["worker"].rpartition("-")[0]  # the name ends with the instance's number
+        guardians = {each["worker"]: psutil.Process(each["pid"]) for each in ready if each["worker"].rpartition("-")[0] == newest}
+        family = [child for guardian in guardians.values() for child in guardian.children(recursive=True)]
+        return [each for each in family if "service.serving.model_worker" in each.cmdline()]
 
 
 @dataclass(frozen=True)

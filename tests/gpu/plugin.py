@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import functools
 import json
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,15 @@ def find_obstacle(gpus: Gpus) -> Obstacle:
         return Obstacle("", tensorrt_.probe().version)
     except BackendUnavailable as error:
         return Obstacle(error.message)
+
+
+def revision_of(folder: Path) -> str:
+    """The commit that is checked out there, with a `+` if its files have changed since; empty without git."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return ""
 
 
 @dataclass
@@ -79,6 +89,10 @@ class GpuTests:
         return self.find_obstacle(self.gpus)
 
     @functools.cached_property
+    def revision(self) -> str:
+        return revision_of(Path(__file__).parent)
+
+    @functools.cached_property
     def environment(self) -> dict[str, Any]:
         return environment().model_dump(mode="json")
 
@@ -118,6 +132,7 @@ class GpuTests:
             return
         document = {
             "created": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+            "revision": self.revision,
             "finished": finished,
             "counts": self.counts(),
             "seconds": round(sum(test.seconds for test in self.tests.values()), 1),

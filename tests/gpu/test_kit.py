@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.gpu.install_wheels import distribution, join, lacks
+from tests.gpu.plugin import revision_of
 
 ROOT = Path(__file__).parents[2]
 PART = 1000  # bytes; the script's are 48,000,000
@@ -76,9 +77,27 @@ def test_each_outcome_is_written_with_its_reason_and_the_environment(tmp_path: P
     assert "one is not two" in tests["test_wrong"]["reason"]
     assert "no fixture" in tests["test_broken"]["reason"]
     assert document["finished"]
+    assert document["revision"] == revision_of(ROOT)
     assert document["tensorrt"] == "10.6.0"
     assert document["gpus"][0]["name"] == "NVIDIA H200"
     assert document["environment"]["python"]
+
+
+def test_the_revision_is_a_commit_that_says_whether_its_files_have_changed(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        given = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x", *arguments]
+        return subprocess.run(given, check=True, capture_output=True, text=True).stdout.strip()
+
+    assert revision_of(tmp_path) == ""
+    git("init")
+    (tmp_path / "code.py").write_text("1")
+    git("add", ".")
+    git("commit", "--no-gpg-sign", "-m", "first")
+    git("tag", "v1")
+    head = git("rev-parse", "HEAD")
+    assert revision_of(tmp_path) == head
+    (tmp_path / "code.py").write_text("2")
+    assert revision_of(tmp_path) == f"{head}+"
 
 
 def test_where_there_is_no_gpu_they_are_counted_as_skipped(tmp_path: Path) -> None:

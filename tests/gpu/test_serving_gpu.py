@@ -195,6 +195,35 @@ def first_answer(site: Site, model: str, x: Array) -> Array:
     return only_output(found[0].answer)
 
 
+def test_two_instances_of_one_engine_both_answer_and_give_the_memory_back(site: Site) -> None:
+    before = used_bytes()
+    whole = images(ROWS, 70)
+    (expected,) = site.direct.answers([whole])
+    clients = [Asking(site, RESNET, whole) for _ in range(6)]
+
+    def answers() -> int:
+        return sum(len(each.told) for each in clients)
+
+    with site.loaded(RESNET, instances=2):
+        assert used_bytes() > before + 2 * HELD_BYTES
+        workers = site.workers(RESNET)
+        assert len(workers) == 2
+        with ExitStack() as kept:
+            for each in clients:
+                kept.enter_context(each)
+            for worker in workers:  # while it stands still, what is answered is the other's
+                worker.suspend()
+                try:
+                    enough = answers() + 2 * len(clients)  # more than were under way
+                    wait_until(lambda enough=enough: answers() >= enough)
+                finally:
+                    worker.resume()
+    for told in (told for each in clients for told in each.told):
+        assert told.answer is not None, told.status
+        np.testing.assert_array_equal(only_output(told.answer), expected)
+    wait_for(before + SLACK_BYTES, above=False, limit_s=10)
+
+
 def test_a_worker_killed_in_mid_request_costs_its_requests_and_nothing_else(both: Site) -> None:
     whole = images(ROWS, 60)
     (expected,) = both.direct.answers([whole])
@@ -203,7 +232,8 @@ def test_a_worker_killed_in_mid_request_costs_its_requests_and_nothing_else(both
         for each in (*busy, other):
             kept.enter_context(each)
         wait_until(lambda: min(len(each.told) for each in (*busy, other)) >= 5)
-        both.worker(RESNET).kill()
+        (worker,) = both.workers(RESNET)
+        worker.kill()
         wait_until(lambda: any(each.statuses()[503] for each in busy))
         answer = first_answer(both, RESNET, whole)
     assert set(other.statuses()) == {200}
