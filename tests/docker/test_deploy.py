@@ -37,7 +37,7 @@ def test_the_readme_shows_commands_of_this_page() -> None:
 
 def test_files_that_the_page_names_are_there() -> None:
     for name in re.findall(r"\bdocker/[\w./]+\w", PAGE):
-        assert (ROOT / name).exists() or name in ("docker/admin.key", "docker/metrics.key"), name
+        assert (ROOT / name).exists(), name
     for name in re.findall(r"\]\((\w+\.md)\)", PAGE):
         assert (ROOT / "docs" / name).is_file()
 
