@@ -11,16 +11,32 @@ from tests.service.test_docs import SHELL, URL, commands, served
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "deploy.md").read_text()
-MARKED = re.compile(r"<!-- not run here: (.+?) -->\n(```console\n.*?```)", re.DOTALL)
+MARKED = re.compile(r"<!-- not run here: ([^>]+?) -->\n(```console\n.*?```)", re.DOTALL)
+SPAN = re.compile(r"`([^`]+)`(<!-- not run here: [^>`]+ -->)?")
+COMMAND = re.compile(r"(crucible|curl|docker|grpc_health_probe|kubectl|make|pip|python3?|tar|uv|--\S+) .+|\S+\.py")
 
 
 def test_commands_that_are_not_run_need_what_is_not_here() -> None:
     blocks = MARKED.findall(PAGE)
-    assert len(blocks) == PAGE.count("<!-- not run here")
+    assert len(blocks) + sum(bool(mark) for _, mark in inline()) == PAGE.count("<!-- not run here")
     for reason, block in blocks:
         missing = "kubectl" if "no cluster" in reason else "docker"
         assert missing in block, reason
     assert not re.search(r"^\$ (docker|kubectl)", MARKED.sub("", PAGE), re.MULTILINE)
+
+
+def inline() -> list[tuple[str, str]]:
+    """Commands between the page's words, and what marks them."""
+    spans = SPAN.findall(re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL))
+    return [(text, mark) for text, mark in spans if COMMAND.fullmatch(text)]
+
+
+def test_commands_between_words_are_run_or_marked() -> None:
+    """They may name a command of crucible, or a part of one in a block; CI runs those of make."""
+    known = [*commands(PAGE), (ROOT / ".ci" / "run").read_text()]
+    for text, mark in inline():
+        named = re.fullmatch(r"crucible \w+", text) or any(text in line for line in known)
+        assert bool(named) != bool(mark), text
 
 
 def test_the_readme_shows_commands_of_this_page() -> None:
