@@ -82,4 +82,4 @@ def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
     assert "max_batch_size: 16" in told
     assert '"outputs":{' in told
     assert 'crucible_model_state{device="cpu",model="digits",state="ready",version="1"} 1.0' in told
-    assert (tmp_path / "triton-models" / "resnet50" / "1" / "model.onnx").is_file()
+    assert all((tmp_path / "triton-models" / name / "1" / "model.onnx").is_file() for name in ("digits", "resnet50"))
