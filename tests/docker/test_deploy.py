@@ -1,11 +1,14 @@
 """docs/deploy.md holds: its commands run from top to bottom, or say why they cannot."""
 
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from pipeline.errors import StoreError
+from service.database import MIGRATIONS, Database
 from tests.fixtures_cli import environment, write_task
 from tests.service.test_docs import SHELL, URL, commands, served
 
@@ -56,6 +59,43 @@ def test_files_that_the_page_names_are_there() -> None:
         assert (ROOT / name).exists(), name
     for name in re.findall(r"\]\((\w+\.md)\)", PAGE):
         assert (ROOT / "docs" / name).is_file()
+
+
+def test_a_home_is_copied_before_an_upgrade_and_put_back_for_the_old_version(tmp_path: Path) -> None:
+    """What the page's containers run, here on a home; the newer version has a newer database, and leaves files of its own."""
+    home, backup = tmp_path / "home", tmp_path / "backup"
+    backup.mkdir()
+
+    def run(line: str) -> None:
+        inside = re.sub(r"^docker run .* --entrypoint (\w+) .* crucible:cpu (.+)$", r"\1 \2", line)
+        assert inside != line
+        here = inside.replace("/var/lib/crucible", str(home)).replace("/backup", str(backup))
+        subprocess.run(["bash", "-euo", "pipefail", "-c", here], check=True)
+
+    def names() -> list[str]:
+        database = Database(home / "crucible.db")
+        with database.read() as rows:
+            found = [row["name"] for row in rows.execute("SELECT name FROM models")]
+        database.close()
+        return found
+
+    save, restore = (line for line in commands(PAGE) if line.startswith("docker run") and "--entrypoint" in line)
+    old = Database(home / "crucible.db")
+    with old.write() as rows:
+        rows.execute("INSERT INTO models (name, owner, current, latest) VALUES ('kept', 'me', 1, 1)")
+    old.close()
+    (home / "models" / "kept" / "1").mkdir(parents=True)
+    run(save)
+
+    new = Database(home / "crucible.db", (*MIGRATIONS, "DELETE FROM models"))
+    (home / ".newer").mkdir()
+    shutil.rmtree(home / "models")
+    new.close()
+    with pytest.raises(StoreError, match="this Crucible knows up to"):
+        names()
+    run(restore)
+    assert names() == ["kept"]
+    assert sorted(path.name for path in home.rglob("*")) == ["1", "crucible.db", "kept", "models"]
 
 
 @pytest.mark.slow
