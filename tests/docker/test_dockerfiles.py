@@ -89,8 +89,15 @@ def asked_of_pip(file: Path) -> list[str]:
     (line,) = (argument for name, argument in instructions(file.read_text()) if name == "RUN" and " install " in argument and "pip" in argument)
     (words,) = re.findall(r"pip --python \S+ install (.*?) &&", line)
     given = shlex.split(re.sub(r"\$\{(\w+)\}", lambda found: defaults[found[1]], words))
-    assert given[:3] == ["--quiet", "--constraint", "constraints.txt"]
-    return given[3:]
+    assert given[0] == "--quiet"
+    return given[1:]
+
+
+@pytest.mark.parametrize("file", [CPU, GPU], ids=["cpu", "gpu"])
+def test_constraints_hold_where_packages_are_installed_and_where_they_are_built(file: Path) -> None:
+    given = dict(part.partition("=")[::2] for name, argument in instructions(file.read_text()) if name == "ENV" for part in shlex.split(argument))
+    assert given["PIP_CONSTRAINT"] == given["PIP_BUILD_CONSTRAINT"] == "/src/constraints.txt"
+    assert "setuptools==" in CONSTRAINTS
 
 
 @pytest.mark.skipif(shutil.which("uv") is None, reason="no uv, which resolves for another Python")
