@@ -302,18 +302,23 @@ def report(
 @app.command()
 def export(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Triton's model repository; what else is in it stays.")],
-    result: Annotated[Path, typer.Option("--from", metavar="RESULT", help="A folder that `crucible compile` wrote.")],
     triton_name: Annotated[str, typer.Option("--triton", metavar="NAME/VERSION", help="What Triton is to call it.")],
+    result: Annotated[
+        Path | None, typer.Option("--from", metavar="RESULT", help="A folder that `crucible compile` wrote; the promoted version, if left out.")
+    ] = None,
 ) -> None:
-    """Write a compiled engine as a model of Triton Inference Server: model.plan or model.onnx, and config.pbtxt.
+    """Write an engine as a model of Triton Inference Server: model.plan or model.onnx, and config.pbtxt.
 
+    It is version VERSION of the model NAME that was promoted in the home ($CRUCIBLE_HOME) of a service, which may run; or what --from names.
     The engine is run here, to prove which requests may run together.
     """
     from pipeline import triton
     from pipeline.batch_proof import prove_batch
     from pipeline.process import call_in_child
+    from service.serving.repository import promoted_engine
 
-    model, engine = triton.parse_name(triton_name), deliver.load_engine(result)
+    model = triton.parse_name(triton_name)
+    engine = deliver.load_engine(result) if result else promoted_engine(config.home(), model.name, model.version)
     triton.check_place(engine, model, folder)  # before an engine is loaded
     batch = call_in_child(prove_batch, engine, (), name="batch proof")  # Triton pads nothing
     print(triton.export_triton(engine, batch, model, folder))

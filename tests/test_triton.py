@@ -8,6 +8,7 @@ from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput
 
 from pipeline import triton
 from pipeline.core import DimRange, Engine, Precision, Profile, Recipe, Target, TensorSpec
+from pipeline.deliver import deliver_engine
 from pipeline.errors import PlanError, UnsupportedError
 from pipeline.feeding import BatchSpec
 from tests.fixtures_cli import crucible_here
@@ -180,3 +181,15 @@ def test_the_command_takes_what_compile_wrote(compiled: tuple[Path, Path], tmp_p
     assert "up to 16 rows run together: proved here" in done.err
     again = crucible_here("export", "--triton", "tiny/1", "models", "--from", str(compiled[0] / "out"), cwd=tmp_path)
     assert (again.code, "is there already" in again.err) == (1, True)
+
+
+def test_without_from_the_command_takes_what_was_promoted_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That it exports it, too, is in the test of docs/deploy.md, beside a server."""
+    monkeypatch.setenv("CRUCIBLE_HOME", str(tmp_path / "home"))
+    none = crucible_here("export", "--triton", "net/3", "models", cwd=tmp_path)
+    assert (none.code, "no version 3 of 'net'" in none.err, "it has no model 'net'" in none.err) == (1, True, True)
+    engine = engine_in(tmp_path, "openvino")
+    deliver_engine(engine, tmp_path / "home" / "models" / "net" / "3" / "engine")
+    found = crucible_here("export", "--triton", "net/3", "models", cwd=tmp_path)
+    assert (found.code, "this is one of openvino" in found.err) == (1, True)
+    assert not (tmp_path / "models").exists()

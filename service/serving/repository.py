@@ -173,6 +173,19 @@ class Repository:
         self._database.close()
 
 
+def promoted_engine(home: Path, model: str, version: int) -> Engine:
+    """The engine of a version in this home; NotFound if it is not there.
+
+    Found by its folder, which appears whole: the database is left to the server, which may run. What a killed promotion left is found, too.
+    """
+    folders = Folders(home)
+    if not (folders.version(model, version) / ENGINE).is_dir():
+        kept = ", ".join(sorted((each.name for each in (folders.models / model).glob("*") if each.name.isdecimal()), key=int))
+        there = f"of '{model}' it has {kept}" if kept else f"it has no model '{model}'"
+        raise NotFound(f"no version {version} of '{model}' in '{home}'", f"{there}; CRUCIBLE_HOME names another home, --from any engine")
+    return load_engine(folders.version(model, version) / ENGINE)
+
+
 def _numbered(rows: sqlite3.Connection, version: Version) -> Version:
     """The version with its number, and with what is current now as the one before it."""
     row = rows.execute("SELECT * FROM models WHERE name = ?", (version.model,)).fetchone()

@@ -171,7 +171,8 @@ def model(container: Container, key: Path, place: Path) -> str:
     guardian = worker.parent()
     assert held is not None
     assert guardian is not None
-    print(f"\nthe process of a served tiny model holds {held / 10**6:.0f} MB, its guardian {guardian.memory_full_info().uss / 10**6:.0f} MB")
+    alone = [size / 10**6 for size in (held, guardian.memory_full_info().uss)]
+    print("\nthe process of a served tiny model holds {:.0f} MB that no other shares (memory_bytes), its guardian {:.0f} MB".format(*alone))
     return "tiny"
 
 

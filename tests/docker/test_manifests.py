@@ -179,6 +179,16 @@ def test_compose_names_files_and_targets_that_are_there() -> None:
     assert [name for name, service in services.items() if "profiles" not in service] == ["crucible"]
 
 
+def test_keys_are_read_where_they_are_made_and_stay_out_of_git() -> None:
+    page, ignored = (ROOT / "docs" / "deploy.md").read_text(), (ROOT / ".gitignore").read_text().splitlines()
+    for secret in compose()["secrets"].values():
+        assert f" > {(DOCKER / secret['file']).resolve().relative_to(ROOT)}\n" in page
+    assert {"/keys/", "*.key", "auth", "*.auth"} <= {*ignored}
+    written = re.findall(r"> ((?:keys/)?[\w.]*(?:key|auth))\b", page)
+    assert {"keys/admin.key", "auth", "metrics.auth"} <= {*written}
+    assert all(name.startswith("keys/") or name in ("auth", "metrics.auth") for name in written), written
+
+
 def test_compose_gives_settings_that_the_service_takes_and_time_to_drain() -> None:
     service = compose()["services"]["crucible"]
     settings = settings_of(service["environment"])

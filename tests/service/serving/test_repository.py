@@ -17,7 +17,7 @@ from service.errors import Conflict, NotFound
 from service.folders import Folders
 from service.job_store import DamagedRow
 from service.models import DeploymentOptions, Version, prunable
-from service.serving.repository import Repository
+from service.serving.repository import Repository, promoted_engine
 from tests.service.fixtures_jobs import write_out
 from tests.service.serving.fixtures_models import PROVED
 
@@ -63,6 +63,20 @@ def home(tmp_path: Path) -> Iterator[Home]:
     opened = Home(tmp_path)
     yield opened
     opened.database.close()
+
+
+def test_a_promoted_engine_is_found_beside_a_server_and_nothing_is_written(home: Home) -> None:
+    assert [home.add("net") for _ in range(10)][-1] == 10
+    before = {path: path.stat().st_mtime_ns for path in home.folders.home.rglob("*")}
+    found = promoted_engine(home.folders.home, "net", 2)
+    assert (found.path.read_bytes(), found.root) == (b"engine", home.folders.version("net", 2) / "engine")
+    with pytest.raises(NotFound, match="no version 11 of 'net'") as refused:
+        promoted_engine(home.folders.home, "net", 11)
+    assert "of 'net' it has 1, 2, 3, 4, 5, 6, 7, 8, 9, 10;" in str(refused.value.next_step)
+    with pytest.raises(NotFound) as refused:
+        promoted_engine(home.folders.home / "other", "net", 1)
+    assert "it has no model 'net'" in str(refused.value.next_step)
+    assert {path: path.stat().st_mtime_ns for path in home.folders.home.rglob("*")} == before
 
 
 def test_a_version_is_what_was_added_and_its_files_outlive_the_report(home: Home) -> None:
