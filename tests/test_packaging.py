@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixtures_cli import crucible, write_task
+from tests.fixtures_cli import crucible, environment, write_task
 
 ROOT = Path(__file__).parents[1]
 
@@ -54,6 +54,21 @@ def test_without_torch_an_entrypoint_names_the_extra(base_python: str, tmp_path:
     done = crucible("compile", plan, cwd=tmp_path, env={"PYTHONPATH": ""}, python=base_python)
     assert done.code == 1
     assert "crucible[torch]" in done.err
+
+
+@pytest.mark.slow
+def test_what_is_installed_says_that_it_is_typed(base_python: str, tmp_path: Path) -> None:
+    """Else type checkers take everything of the client for Any."""
+    (tmp_path / "uses.py").write_text("from service.client import Client\n\nreveal_type(Client.job)\n")
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "--python-executable", base_python, "--follow-imports=silent", "uses.py"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment({"PYTHONPATH": ""}),
+        check=False,
+    )
+    assert "-> service.schemas.JobView" in checked.stdout, checked.stdout
 
 
 def test_a_command_that_needs_no_heavy_library_loads_none() -> None:

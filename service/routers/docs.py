@@ -40,8 +40,10 @@ def _operation(method: str, path: str, operation: dict[str, Any], document: dict
     if rows := "".join(_parameter(parameter) for parameter in operation.get("parameters", ())):
         parts.append(f"<table><tr><th>Parameter</th><th>In</th><th>About</th></tr>{rows}</table>")
     for form, content in operation.get("requestBody", {}).get("content", {}).items():
-        fields = ", ".join(content["schema"].get("properties", ()))
+        schema = _resolved(content["schema"], document)
+        fields = ", ".join(schema.get("properties", ()))
         parts.append(f"<p>Takes <code>{html.escape(form)}</code>: {html.escape(fields)}</p>")
+        parts.append(_example({"examples": [content["example"]]} if "example" in content else schema))
     for status, answer in operation["responses"].items():
         if status.isdecimal():
             forms = ", ".join(answer.get("content", ()))
@@ -56,6 +58,7 @@ def _parameter(parameter: dict[str, Any]) -> str:
 
 
 def _resolved(schema: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
+    schema = schema.get("anyOf", [schema])[0]  # the other one is null
     name = schema.get("$ref", "").rpartition("/")[2]
     found: dict[str, Any] = document["components"]["schemas"][name] if name else schema
     return found

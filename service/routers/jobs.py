@@ -25,11 +25,16 @@ LARGEST_SEQ = 2**63 - 1  # of SQLite
 
 _PART = {"type": "string", "format": "binary"}
 _UPLOAD = {"type": "object", "required": ["model"], "properties": dict.fromkeys(PARTS, _PART)}
+_EXAMPLE = {
+    "model": "(content of resnet50.onnx)",
+    "plan": "{name: resnet50, profiles: [{batch: [1, 8, 64]}], accuracy: {metric: top1, max_drop: 0.01}}",
+    **{role: f"(content of {role}.npz)" for role in PARTS[2:]},
+}
 COMPILE_BODY: dict[str, Any] = {
     "description": "A model with its plan and data; or the name of one of the server's own plans",
     "required": True,
     "content": {
-        "multipart/form-data": {"schema": _UPLOAD},
+        "multipart/form-data": {"schema": _UPLOAD, "example": _EXAMPLE},
         "application/json": {"schema": NamedConfig.model_json_schema(), "example": {"config": "digits"}},
     },
 }

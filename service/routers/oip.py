@@ -55,7 +55,7 @@ _INFER: dict[str, Any] = {
     "responses": _ANSWERS,
     "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": _INFER_BODY, "application/octet-stream": _BINARY}}},
 }
-_OPTIONS: dict[str, Any] = {"openapi_extra": {"requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}}}}
+_OPTIONS: dict[str, Any] = {"openapi_extra": {"requestBody": {"content": {"application/json": {"schema": {"type": "object"}, "example": {}}}}}}
 
 
 @router.get("")

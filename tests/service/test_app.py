@@ -1,17 +1,22 @@
 """The application as a whole: what it loads, how it answers errors, who may see what, and when it is ready."""
 
 import asyncio
+import html
+import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 
 from pipeline.errors import StoreError
 from service.app import create_app
+from service.routers.docs import page
 from service.settings import Settings
+from service.submitted import parse
 from tests.service.fixtures_app import HOST, URL, Desk, at_desk, known_host, opened_desk
 from tests.service.fixtures_jobs import WORKER
 
@@ -201,3 +206,28 @@ def test_the_docs_need_nothing_from_elsewhere_and_show_every_path(tmp_path: Path
         assert {"/compile", "/jobs", "/jobs/{job_id}/events", "/reports/{job_id}", "/readyz", "/metrics"} <= set(document["paths"])
 
     at_desk(tmp_path, story)
+
+
+def test_every_body_has_an_example_that_is_taken_and_shown(tmp_path: Path) -> None:
+    document = create_app(Settings(home=tmp_path)).openapi()
+    shown = html.unescape(page(document))
+    examples = {}
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            for form, content in operation.get("requestBody", {}).get("content", {}).items():
+                if content["schema"].get("format") == "binary":
+                    continue
+                schema = {**content["schema"], "components": document["components"]}
+                example = content["example"] if "example" in content else example_of(content["schema"], document)
+                jsonschema.validate(example, schema)
+                assert f"<pre>{json.dumps(example, indent=1)}</pre>" in shown, path
+                examples[path, form] = example
+    main = {"/compile", "/infer", "/models/{name}/infer", "/v2/models/{name}/infer", "/models/{name}/promote", "/models/{name}/deployment"}
+    assert main <= {path for path, _ in examples}
+    assert parse(examples["/compile", "multipart/form-data"]["plan"].encode()).name == "resnet50"
+
+
+def example_of(schema: dict[str, Any], document: dict[str, Any]) -> Any:
+    """The first one of a schema that is named, or may be left out."""
+    name = schema.get("anyOf", [schema])[0]["$ref"].rpartition("/")[2]
+    return document["components"]["schemas"][name]["examples"][0]

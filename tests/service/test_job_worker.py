@@ -1,6 +1,7 @@
 """The child: what it tells, that it measures only when it may, and one real compile through the runner."""
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,10 +22,13 @@ from pipeline.report import BenchmarkFailure, BenchmarkReport, Benchmarks, Repor
 from pipeline.runner import Run, Runner, StageEvent
 from pipeline.source import source_from_config
 from pipeline.stages.benchmark import benchmark
-from pipeline.store import Store
+from pipeline.store import MANIFEST, Store
+from service.child import Child, environment_for
+from service.folders import PLAN, Folders, Work
 from service.job_worker import CHOSEN, CONTENDED, Server, doubted, forget_contended, measure_again, measuring, probe_host, seed
 from service.jobs import Job
-from service.messages import FromChild, Granted, Returned, Returns, Stage, Start, Wants, from_child, line_of
+from service.messages import Finished, FromChild, Granted, Returned, Returns, Stage, Start, Wants, from_child, line_of
+from service.publish import take_over
 from service.runner import WORKER
 from tests.fixtures_report import benchmark as figures
 from tests.fixtures_report import sample_report
@@ -196,12 +200,16 @@ def lost(engine: Engine) -> BenchmarkFailure:
 
 
 def upload(bench: Bench, identity: str, **changes: Any) -> Job:
-    job = new_job(bench.folders, "tiny", identity=identity)
-    place = bench.folders.uploads(job.id) / "model.onnx"
+    return uploaded(bench.folders, identity, **changes)
+
+
+def uploaded(folders: Folders, identity: str, **changes: Any) -> Job:
+    job = new_job(folders, "tiny", identity=identity)
+    place = folders.uploads(job.id) / "model.onnx"
     tiny_model(place)
     candidate = CandidateConfig(backend="onnxruntime", precision=Precision.FP32)
     plan = Plan(name="tiny", model=ModelConfig(path=place), candidates=(candidate,), benchmark=BenchmarkConfig(duration_s=0.1))
-    bench.folders.save_plan(job.id, plan.model_copy(update=changes))
+    folders.save_plan(job.id, plan.model_copy(update=changes))
     return job
 
 
@@ -240,6 +248,45 @@ async def until_ended(bench: Bench, job: Job) -> Job:
     while not (current := bench.store.get(job.id)).is_final:
         await asyncio.sleep(0.1)
     return current
+
+
+@pytest.mark.slow
+def test_a_compile_changes_nothing_outside_its_work_directory(tmp_path: Path) -> None:
+    """A convention that nothing enforces. In the store of the home it marks what it finds as used; the rest there is the server's doing."""
+    folders = Folders(tmp_path / "home")
+    first, second = (folders.work(uploaded(folders, name).id) for name in ("first", "second"))
+    for work in (first, second):
+        work.prepare()
+        before = everything(tmp_path, work.root)
+        asyncio.run(worked(folders, work))
+        assert everything(tmp_path, work.root) == before
+        assert load_report(work.out).winner == "onnxruntime fp32"
+        take_over(work, folders.home)
+    assert list(second.home.glob("artifacts/build/*")) == []  # it found that of the first
+
+
+async def worked(folders: Folders, work: Work) -> None:
+    """A job from its child's start to its end, with a server that grants what it wants and publishes nothing."""
+    job = work.root.name
+    child = await Child.start(WORKER, job, work, 2**40, environment_for(job, "cpu", work, os.environ))
+    try:
+        await child.send(Start(plan=folders.uploads(job) / PLAN, work=work.root, shared=folders.home, command="a test"))
+        while not isinstance(message := await child.receive(), Finished):
+            assert isinstance(message, Stage | Wants | Returns), message
+            if not isinstance(message, Stage):
+                await child.send(Granted() if isinstance(message, Wants) else Returned())
+    finally:
+        await child.end()
+
+
+def everything(folder: Path, besides: Path) -> dict[Path, tuple[int, int, bytes]]:
+    """Kind, time and content of all that lies in a folder, but not of one folder there. The time of an artifact's manifest says that it was used."""
+    found = {}
+    for path in (folder, *folder.rglob("*")):
+        if not path.is_relative_to(besides):
+            about = path.lstat()
+            found[path] = (about.st_mode, 0 if path.name == MANIFEST else about.st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+    return found
 
 
 @pytest.mark.slow

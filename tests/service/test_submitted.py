@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.backends.torch_module import load_module
+from pipeline.source import source_from_config
 from service.errors import Unprocessable
 from service.settings import Settings
 from service.submitted import SubmittedPlan, identity, parse, plan_from
@@ -89,6 +91,22 @@ def test_weights_become_an_architecture_of_the_list(tmp_path: Path, settings: Se
     plan = plan_from(parse(text), {"model": upload(tmp_path, "model", "w.safetensors")}, settings)
     assert plan.model.entrypoint == "service.architectures:resnet50_of_10"
     assert plan.model.weights == tmp_path / "model.safetensors"
+
+
+@pytest.mark.parametrize("architecture", ["resnet50", "mobilenet_v2", "vit_b_16"])
+def test_saved_weights_load_into_their_architecture(tmp_path: Path, settings: Settings, architecture: str) -> None:
+    torch, torchvision, safetensors = (pytest.importorskip(name) for name in ("torch", "torchvision", "safetensors.torch"))
+    torch.manual_seed(7)  # the plan's module draws its own weights from another seed before these are loaded
+    saved = getattr(torchvision.models, architecture)(num_classes=10).state_dict()
+    safetensors.save_file(saved, tmp_path / "model")
+    part = Part("model", tmp_path / "model", "0" * 64, 1, "w.safetensors")
+    text = f"architecture: {architecture}\nclasses: 10\ninputs: [{{name: image, dtype: float32, shape: [1, 3, 224, 224]}}]"
+    plan = plan_from(parse(text.encode()), {"model": part}, settings)
+    loaded = load_module(source_from_config(plan.model, plan.profiles)).state_dict()
+    assert plan.model.weights is not None
+    plan.model.weights.unlink()  # up to 340 MB
+    assert loaded.keys() == saved.keys()
+    assert all(torch.equal(loaded[name], value) for name, value in saved.items())
 
 
 @pytest.mark.parametrize(

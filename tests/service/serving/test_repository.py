@@ -203,6 +203,25 @@ def test_a_home_of_before_gets_the_tables_and_keeps_what_it_has(tmp_path: Path) 
     home.database.close()
 
 
+def test_models_of_the_schema_before_this_one_are_served_on(tmp_path: Path) -> None:
+    """Its rows as it wrote them: of versions it did not know what they hold in memory."""
+    old = Database(tmp_path / "crucible.db", MIGRATIONS[:2])
+    with old.write() as rows:
+        rows.execute("INSERT INTO models VALUES ('m', 'me', 1, 2, 1, ?)", (DeploymentOptions(instances=2).model_dump_json(),))
+        for number, before in ((1, None), (2, 1)):
+            about = version(number=number).model_dump_json(exclude={"memory_bytes", "peak_bytes"})
+            rows.execute("INSERT INTO versions VALUES ('m', ?, ?, ?, ?)", (number, f"job of {number}", before, about))
+    old.close()
+    home = Home(tmp_path)
+    model = home.repository.get("m")
+    assert (model.owner, model.current, model.deployed, model.options) == ("me", 1, True, DeploymentOptions(instances=2))
+    assert model.versions == (version(number=2, before=1), version(number=1))
+    home.repository.set_memory(model.version(1), 70)
+    assert [each.memory_bytes for each in home.repository.get("m").versions] == [None, 70]
+    assert home.add() == 3
+    home.database.close()
+
+
 def lendable(home: Home) -> Version:
     """The first version of `m`, with the upload and the report of its job."""
     home.add()
