@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -149,8 +149,27 @@ def int8_section(documents: Mapping[str, Document]) -> list[str]:
     return _table(head, cells) if cells else []
 
 
+# -- few bits ----------------------------------------------------------------------------------------------------------
+
+
+def few_bits_section(document: Document) -> list[str]:
+    """Size and accuracy of each engine, as lines."""
+    head = ["engine", "MB", "cosine", "drop (95 %)", "smallest cosine", "within the plan's limits"]
+    cells = [[row["engine"], *_figures(row), "yes" if row["passed"] else f"no: {row['reason']}".replace("|", "\\|")] for row in document["rows"]]
+    return [*_table(head, cells), "", _host(document, ("onnxruntime", "openvino", "nncf"))]
+
+
+def _figures(row: Row) -> list[str]:
+    size = "-" if row["size_mb"] is None else f"{row['size_mb']:.1f}"
+    if row["cosine"] is None:
+        return [size, "-", "-", "-"]
+    return [size, f"{row['cosine']:.4f}", f"{row['drop']:+.4f} ({row['drop_low']:+.4f} to {row['drop_high']:+.4f})", f"{row['smallest_cosine']:.4f}"]
+
+
 def _times(name: str, document: Document) -> list[Time]:
     """The rows of `resnet50.json` are one engine and shape each, those of `tensorrt_*.json` one engine with all its shapes."""
+    if name == "gpu_models":
+        return list(_gpu_models_times(document))
     model, host = name.removeprefix("tensorrt_"), f"{document['environment']['cpu']}, {document['environment']['cores']} cores"
     if "target" in document:
         host = str(document["target"]["device"])
@@ -159,6 +178,14 @@ def _times(name: str, document: Document) -> list[Time]:
     return [
         Time(model, host, row["sizes"].strip("{}").replace("'", "").replace(":", ""), row["engine"], row["median_ms"]) for row in document["rows"]
     ]
+
+
+def _gpu_models_times(document: Document) -> Iterator[Time]:
+    """`gpu_models.json` has rows of one shape with all engines; the row that only draws a curve has no batch."""
+    for model, row in document["rows"].items():
+        for engine, entry in row.get("entries", {}).items() if row.get("batch") else ():
+            if "wall_median_ms" in entry:
+                yield Time(model, str(document["target"]["device"]), f"batch {row['batch']}", engine, entry["wall_median_ms"])
 
 
 def _words(sizes: Mapping[str, int]) -> str:

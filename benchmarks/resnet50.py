@@ -37,12 +37,13 @@ def main() -> None:
 def rows_from_report(report: Report) -> list[Row]:
     """One row per engine, at the plan's first size."""
     measured = [report.baseline, *report.baselines, *(candidate.benchmark for candidate in report.candidates)]
-    return [_row(benchmark) for benchmark in measured if benchmark is not None]
+    return [row_of(benchmark) for benchmark in measured if benchmark is not None]
 
 
-def _row(benchmark: BenchmarkReport) -> Row:
+def row_of(benchmark: BenchmarkReport) -> Row:
+    """Latency, rates, shares of the peaks as far as these are known here (`crucible doctor --measure`), and what binds it."""
     first = benchmark.rows[0]
-    ratio = first.ratio
+    ratio, bound = first.ratio, first.bound
     return {
         "engine": benchmark.label,
         "sizes": str(first.sizes),
@@ -53,8 +54,16 @@ def _row(benchmark: BenchmarkReport) -> Row:
         "ratio_low": ratio.low if ratio else None,
         "ratio_high": ratio.high if ratio else None,
         "gflops_per_s": first.flops_per_s / 1e9 if first.flops_per_s else None,
+        "gbytes_per_s": first.bytes_per_s / 1e9 if first.bytes_per_s else None,
+        "of_peak_flops_%": percent(bound.share_of_peak_flops) if bound else None,
+        "of_peak_bytes_%": percent(bound.share_of_peak_bytes) if bound else None,
+        "bound_by": bound.kind if bound else None,
         "peak_memory_mb": first.peak_memory_bytes / 1e6,
     }
+
+
+def percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
 
 
 if __name__ == "__main__":

@@ -11,14 +11,16 @@ from common import takes_no_arguments
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = (
+    "peak",  # first: the shares of the rows are of these peaks
     "compile_time",
     "resnet50",
     "session_overhead",
     "same_engine",
     "synthetic_clock",
+    "pitfalls",
     "calibration_memory",
     "calibration",
-    "peak",
+    "few_bits",
     "service_memory",
     "json_beside_binary",
     "serving",

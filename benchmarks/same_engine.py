@@ -39,12 +39,14 @@ def main() -> None:
 
 
 def compared(first: BenchmarkReport, second: BenchmarkReport) -> Row:
-    """The ratio with its interval, and how far the medians of processes lie apart: the standard deviation over both entries, in %."""
+    """The ratio with its interval and its width, and how far the medians of processes lie apart: the standard deviation over both entries, in %."""
     ratio = second.rows[0].ratio
     assert ratio is not None
     logs = [np.log(report.rows[0].end_to_end.process_medians_s()) for report in (first, second)]
     spread = 100 * float(np.sqrt(np.mean([values.var(ddof=1) for values in logs])))
-    return {"ratio": ratio.value, "low": ratio.low, "high": ratio.high, "holds_1": not ratio.excludes(1.0), "processes_differ_%": spread}
+    width = 100 * (ratio.high - ratio.low)
+    interval = {"ratio": ratio.value, "low": ratio.low, "high": ratio.high, "width_%": width}
+    return {**interval, "holds_1": not ratio.excludes(1.0), "processes_differ_%": spread}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accuracy_tables import calibration_drawing, calibration_section, int8_section, result
+from accuracy_tables import calibration_drawing, calibration_section, few_bits_section, int8_section, result
 from common import RESULTS, ROOT, takes_no_arguments, text_of
 from figures import Drawing
 from gpu_drawings import curve_drawing, models_drawing
@@ -26,8 +26,8 @@ DEPLOY_PAGE = ROOT / "docs" / "deploy.md"
 BEGIN, END = "<!-- {part}: from here on written by benchmarks/tables.py -->\n", "<!-- {part}: written by benchmarks/tables.py up to here -->\n"
 HEAD = """# Benchmarks
 
-`make bench` runs all of this, and `calibration`, whose figures are in [accuracy.md](accuracy.md). It takes about an hour on
-2 cores; each script alone: `.venv/bin/python benchmarks/NAME.py`.
+`make bench` runs all of this, and `calibration` and `few_bits`, whose figures are in [accuracy.md](accuracy.md), `synthetic_clock` and `pitfalls`,
+in [measurement.md](measurement.md). It takes about an hour on 2 cores; each script alone: `.venv/bin/python benchmarks/NAME.py`.
 This page is written by `benchmarks/tables.py` from the files in `benchmarks/results/`, which hold the environment of each run.
 Figures are medians; ratios come from one interleaved run ([measurement.md](measurement.md) says how).
 Other machines give other figures: look at the CPU's flags first.
@@ -35,13 +35,14 @@ Other machines give other figures: look at the CPU's flags first.
 SECTIONS = {
     "resnet50": """## ResNet-50 against PyTorch eager
 All candidates of `configs/resnet50.yaml` (random weights: for speed only). `ratio` is the eager median over this median, with its 95 % interval.
-bf16 by OpenVINO loses to fp32 on a host where AMX cannot be used, and is measured so that nobody has to guess.""",
+bf16 by OpenVINO loses to fp32 on a host where AMX cannot be used, and is measured so that nobody has to guess.
+What binds a row, and the next step that goes with it: [what binds a row](measurement.md#what-binds-a-row).""",
     "session_overhead": """## Our Session against calling the library directly
 Both in one process, in turn, on the same engine: from numpy arrays to numpy arrays.
 On a small model the difference counts, on a large one the ratio.""",
     "same_engine": """## The same engine entered twice
-ONNX Runtime fp32, batch 1, one file, entered twice. The interval should hold 1;
-where it does not, the luck of a process is larger than the noise within it.""",
+ONNX Runtime fp32, batch 1, one file, entered twice. The interval should hold 1: a right one of 95 % misses it once in twenty runs.
+The wider it is, the larger must a difference be to be told on that host.""",
     "compile_time": """## The demo's compile
 The whole process of `crucible compile configs/digits.yaml`: export, eight engines, measuring. Then again with everything in the store.""",
     "peak": """## What this machine reaches
@@ -87,9 +88,11 @@ def page() -> str:
 
 def accuracy_page() -> str:
     gpu = documents()
+    timed = {"resnet50": result("resnet50"), "gpu_models": document(), **{f"tensorrt_{model}": each for model, each in gpu.items()}}
     parts = {
         "calibration": calibration_section(result("calibration")),
-        "int8": int8_section({"resnet50": result("resnet50"), **{f"tensorrt_{model}": document for model, document in gpu.items()}}),
+        "int8": int8_section({name: each for name, each in timed.items() if each}),
+        "few bits": few_bits_section(result("few_bits")),
         "gpu": accuracy_section(gpu),
     }
     return _filled(ACCURACY_PAGE, parts)
@@ -101,8 +104,36 @@ def deploy_page() -> str:
 
 def measurement_page() -> str:
     """docs/measurement.md, likewise."""
-    parts = {"synthetic clock": _table(result("synthetic_clock")["rows"]), "launch queue": curve_section(document())}
+    clock, careless = result("synthetic_clock"), result("pitfalls")
+    parts = {
+        "same engine": same_engine_lines(result("same_engine")),
+        "synthetic clock": _table(clock["rows"]),
+        "pitfalls": [*_table(careless["rows"]), "", *_targets(careless["targets"]), "", _environment(careless), _load(careless)],
+        "launch queue": curve_section(document()),
+    }
     return _filled(MEASUREMENT_PAGE, parts)
+
+
+def same_engine_lines(document: Mapping[str, Any]) -> list[str]:
+    """How far processes of one file lie apart, and what the interval makes of it."""
+    rows, host = document["rows"], document["environment"]
+    told = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        mine = [row for row in rows if row["model"] == model]
+        apart, wide = [row["processes_differ_%"] for row in mine], [100 * (row["high"] - row["low"]) for row in mine]
+        told.append(
+            f"on {model} by {min(apart):.2g} to {max(apart):.2g} % (standard deviation), with intervals {min(wide):.2g} to {max(wide):.2g} % wide"
+        )
+    held = sum(row["holds_1"] for row in rows)
+    return [
+        f"Processes of one file differed {'; '.join(told)}.",
+        f"{held} of {len(rows)} intervals held 1 (`.venv/bin/python benchmarks/same_engine.py`).",
+        f"{document['created'][:10]}, {host['cpu']}, {host['cores']} cores. {_load(document)}",
+    ]
+
+
+def _load(document: Mapping[str, Any]) -> str:
+    return f"The load of the host was {document['environment']['load_1min']:.1f} at the end."
 
 
 def _filled(page: Path, parts: Mapping[str, list[str]]) -> str:

@@ -28,7 +28,7 @@ from pipeline.core import Engine
 from pipeline.errors import CrucibleError, PlanError
 from pipeline.faults import crucible_error
 from pipeline.options import JsonOption, OutOption, PlanArgument, PluginOption, ProfileOption, ResultArgument, SetOption
-from pipeline.report import Report
+from pipeline.report import Report, Verdict
 from pipeline.runner import Runner
 from pipeline.store import Store
 from pipeline.texts import profiles_text
@@ -78,7 +78,12 @@ def compile_(plan: PlanArgument, overrides: SetOption, profiles: ProfileOption, 
         "engine": str(files.folder / "engine") if report.winner and report.verdict != "rejected" else None,
     }
     print(json.dumps(summary))
-    raise typer.Exit(2 if report.verdict == "rejected" else 0)
+    raise typer.Exit(exit_code(report.verdict))
+
+
+def exit_code(verdict: Verdict) -> int:
+    """What a compile with this verdict ends with."""
+    return 2 if verdict == "rejected" else 0
 
 
 @app.command()

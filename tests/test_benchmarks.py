@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from pipeline.core import CalibrationMethod, Precision, Recipe, Target
-from pipeline.report import Report
+from pipeline.report import Bound, Report
 from tests.fixtures_report import proven_report
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +25,7 @@ SCRIPTS = (
     "image_tables",
     "json_beside_binary",
     "run_all",
+    "resnet50",
     "serving_tables",
     "tables",
     "tensorrt_compile",
@@ -285,3 +286,47 @@ def test_int8_stands_beside_the_fastest_floats_of_its_backend_and_shape(scripts:
         "| resnet50 | some CPU, 2 cores | batch 2 | openvino int8 nncf u8s8 | 12 | openvino bf16 | 6 | 0.50 |",
     ]
     assert scripts["accuracy_tables"].int8_section({}) == []
+
+
+def test_int8_of_the_gpus_models_stands_beside_floats_of_its_own_kind(scripts: dict[str, ModuleType]) -> None:
+    timed = {"ours int8": 0.25, "ours fp16": 0.5, "bare int8": 0.4, "bare tf32": 0.2, "torch eager fp16": 0.1}
+    entries = {name: {"wall_median_ms": ms} for name, ms in timed.items()} | {"ours fp8": {"failed": "no memory"}}
+    rows = {"cnn_b4": {"batch": 4, "entries": entries}, "failed": {"batch": 4, "failed": "x"}, "async_curve": {"entries": {"curve": []}}}
+    document = {"rows": rows, "environment": {"cpu": "some CPU", "cores": 2}, "target": {"device": "NVIDIA H200"}}
+    assert scripts["accuracy_tables"].int8_section({"gpu_models": document})[2:] == [
+        "| cnn_b4 | NVIDIA H200 | batch 4 | bare int8 | 0.4 | bare tf32 | 0.2 | 0.50 |",
+        "| cnn_b4 | NVIDIA H200 | batch 4 | ours int8 | 0.25 | ours fp16 | 0.5 | 2.00 |",
+    ]
+
+
+def test_engines_of_few_bits_show_what_they_save_and_cost(scripts: dict[str, ModuleType]) -> None:
+    made = {"engine": "a int4", "size_mb": 14.25, "cosine": 0.985, "drop": 0.015, "drop_low": 0.01, "drop_high": 0.02, "smallest_cosine": 0.9}
+    failed = {**dict.fromkeys(made), "engine": "b int4", "passed": False, "reason": "refused | here"}
+    host = {"cpu": "some CPU", "cpu_flags": ["avx2"], "python": "3.11", "packages": dict.fromkeys(("onnxruntime", "openvino", "nncf"), "1")}
+    rows = [{**made, "passed": True, "reason": ""}, failed]
+    lines = scripts["accuracy_tables"].few_bits_section({"rows": rows, "created": "2026-11-22T", "environment": host})
+    assert lines[2:4] == [
+        "| a int4 | 14.2 | 0.9850 | +0.0150 (+0.0100 to +0.0200) | 0.9000 | yes |",
+        "| b int4 | - | - | - | - | no: refused \\| here |",
+    ]
+
+
+def test_how_far_processes_of_one_file_lie_apart_is_told_by_model(scripts: dict[str, ModuleType]) -> None:
+    rows = [
+        {"model": "digits", "low": 0.9, "high": high, "holds_1": high > 1, "processes_differ_%": apart} for high, apart in ((1.1, 2.0), (0.95, 4.0))
+    ]
+    host = {"cpu": "some CPU", "cores": 2, "load_1min": 0.25}
+    text = " ".join(scripts["tables"].same_engine_lines({"rows": rows, "created": "2026-11-22T", "environment": host}))
+    assert "on digits by 2 to 4 % (standard deviation), with intervals 5 to 20 % wide. 1 of 2 intervals held 1" in text
+
+
+def test_a_row_of_resnet50_says_its_rates_its_shares_and_what_binds_it(scripts: dict[str, ModuleType]) -> None:
+    made = proven_report()
+    rows = scripts["resnet50"].rows_from_report(made)
+    assert made.baseline is not None
+    first = made.baseline.rows[0]
+    bound = Bound(kind="compute", precision=Precision.FP32, share_of_peak_flops=0.5, why="x", next_step="y")
+    told = scripts["resnet50"].row_of(made.baseline.model_copy(update={"rows": (first.model_copy(update={"bytes_per_s": 2e9, "bound": bound}),)}))
+    assert (told["gbytes_per_s"], told["of_peak_flops_%"], told["of_peak_bytes_%"], told["bound_by"]) == (2.0, 50.0, None, "compute")
+    assert {row["engine"] for row in rows} >= {made.baseline.label}
+    assert len({tuple(row) for row in rows}) == 1  # one table

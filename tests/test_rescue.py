@@ -358,5 +358,8 @@ def test_a_bug_in_the_ranking_does_not_stop_the_next_step(monkeypatch: pytest.Mo
 def test_on_a_gpu_a_model_that_overflows_in_fp16_ends_accepted(tmp_path: Path) -> None:
     report = compile_plan(load_plan(overflowing_task(tmp_path)), Runner(Store(tmp_path / "home")), "crucible compile plan.yaml")
     assert outcomes(report)[:2] == [("tensorrt fp16", "failed accuracy"), ("tensorrt fp32", "measured")]
-    assert report.rescues[0].steps[-1].outcome.startswith("passed"), report.rescues[0]
+    mended = report.rescues[0].steps[-1]
+    assert mended.outcome.startswith("passed"), report.rescues[0]
+    (kept,) = [each.recipe.keep_fp32 for each in report.candidates if each.label == mended.label]
+    assert sorted(kept) == ["down", "norm", "up", "wide_relu"], report.rescues[0]  # what overflows, and nothing else
     assert report.verdict == "accepted"

@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.render import load_report
 from pipeline.store import MANIFEST
+from tests.fixtures_rank import write_broken_task
 from tests.fixtures_robust import (
     assert_same,
     finish,
@@ -53,6 +54,26 @@ def test_after_sigkill_at_twenty_random_moments_one_run_comes_to_the_same(compil
     assert done.summary["verdict"] == "accepted", done.err
     report = assert_same(out, home, compiled)
     assert [note.text for note in report.notes if note.stage == "store"] == []  # a kill damages nothing that counts
+    assert still_running(home) == []
+
+
+@pytest.mark.slow
+def test_after_sigkill_while_nodes_are_ranked_one_run_comes_to_the_same(tmp_path: Path) -> None:
+    """The stage that only a rescue runs."""
+    kept = {"backend": "onnxruntime", "precision": "int8", "method": "minmax", "keep_fp32": "auto"}
+    plan, undisturbed = write_broken_task(tmp_path, "stretched", candidates=[kept], simplify={}), (tmp_path, tmp_path / "its-home")
+    done = finish(start(plan, undisturbed[1], tmp_path / "out"))
+    assert done.summary["verdict"] == "accepted", done.err
+    expected = load_report(tmp_path / "out")
+    took_s = next(step.seconds for step in expected.steps if step.stage == "rank")
+    home, out, moment = tmp_path / "home", tmp_path / "other", random.Random(6)
+    for longest_s in (AT_ONCE_S, 0.7 * took_s):
+        assert kill_in("rank", moment.uniform(0, longest_s), plan, home, out) == {"rank"}
+    assert not out.exists()
+    done = finish(start(plan, home, out))
+    assert done.summary["verdict"] == "accepted", done.err
+    report = assert_same(out, home, undisturbed)
+    assert report.candidates[1].recipe.keep_fp32 == expected.candidates[1].recipe.keep_fp32 == ("broken",)
     assert still_running(home) == []
 
 

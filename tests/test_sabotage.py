@@ -1,4 +1,4 @@
-"""Each fault that a compile must not let through, planted in the real story: the verdict is `rejected`, for the right reason.
+"""Each fault that a compile must not let through, planted in the real story: the verdict is `rejected`, exit code 2, for the right reason.
 
 Every plan allows one candidate, and none is rescued. The first tests show that without a fault the same plans are accepted.
 """
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.cli import exit_code
 from pipeline.compile import compile_plan
 from pipeline.config import load_plan
 from pipeline.decide import MEND_CALIBRATION, MEND_LABELS
@@ -45,6 +46,7 @@ from tests.fixtures_sabotage import (
 
 def rejected(report: Report, said: str) -> None:
     assert (report.verdict, report.winner, len(report.candidates)) == ("rejected", None, 1)
+    assert exit_code(report.verdict) == 2  # what `crucible compile` ends with
     assert said in report.reasons[0]
     assert report.next_steps
 
@@ -52,7 +54,7 @@ def rejected(report: Report, said: str) -> None:
 @pytest.mark.parametrize("candidates", [FP32, INT8])
 def test_without_a_fault_the_candidate_is_accepted(tmp_path: Path, candidates: list[dict[str, Any]]) -> None:
     report = compiled(tmp_path, candidates)
-    assert report.verdict == "accepted"
+    assert (report.verdict, exit_code(report.verdict)) == ("accepted", 0)
     assert [note.text for note in report.candidates[0].notes if "ranges do not fit" in note.text] == []
     assert report.validation is not None
     assert report.validation.metric is not None
@@ -148,7 +150,7 @@ def test_labels_shuffled_in_the_validation_set_only_are_found_there(tmp_path: Pa
     write_sabotaged(tmp_path, FP32)
     resave(tmp_path / "validation.npz", shuffle_labels)
     report = compiled(tmp_path, FP32)
-    assert report.verdict == "rejected"
+    assert (report.verdict, exit_code(report.verdict)) == ("rejected", 2)
     assert "validation: the reference itself scores at chance" in report.reasons[0]
     assert report.next_steps[0] == MEND_LABELS
 

@@ -1,0 +1,127 @@
+"""What careless measuring costs on this host, each mistake beside what Crucible does instead. ResNet-50, batch 1; takes about two minutes.
+
+One process holds the same ONNX Runtime engine twice, and one of OpenVINO: nobody works unless this script says so.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from common import RESNET50, Row, graph_of, publish, takes_no_arguments
+
+from pipeline import backends
+from pipeline.backends.base import run_session
+from pipeline.core import BuildOptions, Engine, Precision, Recipe, Tensors
+from pipeline.graph import draw_feeds
+from pipeline.measure import WarmUpOptions, measure_block, ratio_of_medians, samples_from_blocks, usable_cores, warm_up
+
+COMPARISONS, BLOCKS, BLOCK_S = 10, 6, 0.25
+ROUNDS, FEW_RUNS = 20, 10
+HELD_MB = 400
+CHILD = "import resource; from pipeline.measure import peak_memory_bytes as own; print(resource.getrusage(0).ru_maxrss * 1024, own())"
+PARENT = f"import subprocess, sys; held = b'1' * {HELD_MB}_000_000; subprocess.run([sys.executable, '-c', {CHILD!r}], check=True)"
+
+Run = Callable[[], object]
+
+
+def main() -> None:
+    with ExitStack() as stack:
+        first, second, other = load(stack)
+        rows = [one_after_the_other(first, second), two_at_once(first, other), cold_caches(first, other), peak_of_a_child()]
+    publish("pitfalls", rows, {f"{row['mistake']}: seen on this host": float(row["careless"] or 0) > float(row["careful"] or 0) for row in rows})
+
+
+def load(stack: ExitStack) -> list[Run]:
+    """A run of ONNX Runtime's engine, of the same loaded again, and of OpenVINO's; all warmed up."""
+    plan, model = graph_of(RESNET50)
+    feeds = draw_feeds(model.inputs, plan.profiles[0].sizes("min"), seed=0)  # batch 1
+    options = BuildOptions(profiles=plan.profiles, threads=usable_cores())
+    engines = {}
+    for name in ("onnxruntime", "openvino"):
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        engines[name] = backends.backend(name).build(model, Recipe(backend=name, precision=Precision.FP32), options, folder, lambda *_: None)
+    runs = [runner(stack, engines[name], feeds) for name in ("onnxruntime", "onnxruntime", "openvino")]
+    for run in runs:
+        warm_up(run, WarmUpOptions())
+    return runs
+
+
+def runner(stack: ExitStack, engine: Engine, feeds: Tensors) -> Run:
+    loaded = stack.enter_context(closing(backends.load(engine)))
+    return partial(run_session, stack.enter_context(closing(loaded.session())), feeds)
+
+
+def one_after_the_other(first: Run, second: Run) -> Row:
+    """How far the ratio of one engine to itself lies from 1 at worst, of several comparisons of equal length."""
+    far: dict[str, list[float]] = {"careless": [], "careful": []}
+    for _ in range(COMPARISONS):
+        whole = [measure_block(run, min_s=BLOCKS * BLOCK_S) for run in (first, second)]
+        far["careless"].append(abs(float(np.median(whole[0]) / np.median(whole[1])) - 1))
+        rounds = [[measure_block(run, min_s=BLOCK_S) for run in (first, second)] for _ in range(BLOCKS)]
+        taken = [samples_from_blocks([each[side] for each in rounds], ()) for side in (0, 1)]
+        far["careful"].append(abs(ratio_of_medians(taken[0], taken[1]).value - 1))
+    what = f"an engine against itself: how far the ratio lies from 1, the worst of {COMPARISONS}, %"
+    times = {"careless": 100 * max(far["careless"]), "careful": 100 * max(far["careful"])}
+    return {"mistake": "one after the other", "figure": what, **times}
+
+
+def two_at_once(run: Run, other: Run) -> Row:
+    """The median while another engine runs beside it, and while that one waits; in turn, as a host changes."""
+    together, alone = [], []
+    for _ in range(BLOCKS):
+        alone += measure_block(run, min_s=BLOCK_S)
+        with running(other):
+            together += measure_block(run, min_s=BLOCK_S)
+    what = "a run while another engine runs, and while that one waits: medians, ms"
+    return {"mistake": "two at once", "figure": what, "careless": 1e3 * float(np.median(together)), "careful": 1e3 * float(np.median(alone))}
+
+
+@contextmanager
+def running(run: Run) -> Iterator[None]:
+    """Again and again in a thread of its own, as the libraries leave the interpreter to others while they compute."""
+    stop = threading.Event()
+
+    def again() -> None:
+        while not stop.is_set():
+            run()
+
+    thread = threading.Thread(target=again)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def cold_caches(run: Run, other: Run) -> Row:
+    """The first run after a block of another engine, and the runs behind it: medians over several rounds."""
+    firsts, later = [], []
+    for _ in range(ROUNDS):
+        measure_block(other, min_s=BLOCK_S)
+        first, *behind = measure_block(run, min_s=0, min_runs=FEW_RUNS)
+        firsts.append(first)
+        later += behind
+    what = f"the first run after another engine's block, and the {FEW_RUNS - 1} behind it: medians, ms"
+    return {"mistake": "cold caches", "figure": what, "careless": 1e3 * float(np.median(firsts)), "careful": 1e3 * float(np.median(later))}
+
+
+def peak_of_a_child() -> Row:
+    """What a small process says of its peak, started by one that holds much memory: ru_maxrss, and VmHWM."""
+    printed = subprocess.run([sys.executable, "-c", PARENT], check=True, stdout=subprocess.PIPE, text=True).stdout.split()
+    inherited, own = (float(text) / 1e6 for text in printed)
+    what = f"peak of a Python that only imports numpy, started by one that holds {HELD_MB} MB: ru_maxrss, and VmHWM, MB"
+    return {"mistake": "peak memory of a child", "figure": what, "careless": inherited, "careful": own}
+
+
+if __name__ == "__main__":
+    takes_no_arguments(__doc__)
+    main()
