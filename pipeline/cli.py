@@ -61,14 +61,7 @@ def compile_(plan: PlanArgument, overrides: SetOption, profiles: ProfileOption, 
         report = compile_plan(parsed, runner, _command_line())
         files = publish_report(report, folder)
     if not as_json:
-        console = terminal.console()
-        console.print(terminal.candidate_table(report))
-        terminal.print_limits(console, terminal.first_rows(report))
-        if report.ablation and report.ablation.rows:
-            console.print(terminal.ablation_table(report.ablation))
-        for line in terminal.verdict_lines(report):
-            console.print(line, highlight=False, soft_wrap=True)
-        console.print(f"report: {files.html_file}", highlight=False, soft_wrap=True, markup=False)
+        terminal.print_compiled(terminal.console(), report, files.html_file)
     summary = {
         "verdict": report.verdict,
         "winner": report.winner,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
@@ -156,6 +157,17 @@ def _line(name: str, event: StageEvent) -> str:
     if event.state == "reused":
         return f"  [cyan]reused[/]            {name}"
     return f"  [red]failed[/]            {name}"
+
+
+def print_compiled(console: Console, report: Report, html_file: Path) -> None:
+    """What `crucible compile` ends with: its candidates, what held each, the verdict, and where the whole report is."""
+    console.print(candidate_table(report))
+    print_limits(console, first_rows(report))
+    if report.ablation and report.ablation.rows:
+        console.print(ablation_table(report.ablation))
+    for line in verdict_lines(report):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"report: {html_file}", highlight=False, soft_wrap=True, markup=False)
 
 
 def verdict_lines(report: Report) -> list[str]:
