@@ -9,6 +9,9 @@ from typing import Any
 
 from common import RESULTS
 
+from pipeline.core import Precision
+from pipeline.roofline import ITEM_BYTES
+
 FILE = "gpu_models.json"
 STATES = {True: "reached", False: "**missed**", None: "**not measured**"}
 NAMED = 3  # slowest layers
@@ -34,7 +37,8 @@ def models_section(found: Mapping[str, Any]) -> list[str]:
         "`python benchmarks/gpu_models.py ROW` repeats a row; all engines of a row come from one interleaved run, each in processes of its own.",
         "`ours` is Crucible's engine in Crucible's session, `bare` the same graph built and run by TensorRT's plain API with the same timing cache,",
         "`loop` our engine file in a bare loop. GPU time is the median of CUDA events with a CUDA graph, wall time goes from binding numpy arrays to",
-        "fetching them. Weights are random, so answers are compared with the first engine by their cosine and say nothing about accuracy.",
+        "fetching them. TFLOP/s and GB/s are those of the unfused graph over whole runs, with their share of the GPU's peak in that precision.",
+        "Weights are random, so answers are compared with the first engine by their cosine and say nothing about accuracy.",
     ]
     lines += ["", "![GPU time of every engine of every row](gpu_models.svg)"]
     for name, row in found["rows"].items():
@@ -66,7 +70,7 @@ def curve_section(found: Mapping[str, Any]) -> list[str]:
 def _row(row: Mapping[str, Any]) -> list[str]:
     entries: Mapping[str, Entry] = row["entries"]
     over = {ratio["over"]: ratio for ratio in row.get("ratios", ()) if ratio["under"].startswith("bare")}
-    head = ["engine", "GPU ms (p99)", "wall ms", "rows/s", "over bare (95 %)", "cosine", "build s", "time by precision"]
+    head = ["engine", "GPU ms (p99)", "wall ms", "rows/s", "TFLOP/s", "GB/s", "over bare (95 %)", "cosine", "build s", "time by precision"]
     lines = [_line(head), "|" + "---|" * len(head)]
     lines += [_line([name, *_figures(entry, over.get(name))]) for name, entry in entries.items()]
     lines += ["", *(_target(goal) for goal in row["targets"])]
@@ -76,7 +80,7 @@ def _row(row: Mapping[str, Any]) -> list[str]:
 
 def _figures(entry: Entry, ratio: Mapping[str, Any] | None) -> list[str]:
     if "failed" in entry:
-        return [_cell(f"failed: {entry['failed']}"), *["-"] * 6]
+        return [_cell(f"failed: {entry['failed']}"), *["-"] * 8]
     p99 = f" ({_ms(entry['device_p99_ms'])})" if entry.get("device_p99_ms") else ""
     device = f"{_ms(entry['device_median_ms'])}{p99}{'' if entry['stable'] else ' ~'}" if "device_median_ms" in entry else "-"
     shares = ", ".join(f"{name} {share:.0%}" for name, share in ((entry.get("layers") or {}).get("time_share") or {}).items())
@@ -84,11 +88,24 @@ def _figures(entry: Entry, ratio: Mapping[str, Any] | None) -> list[str]:
         device,
         _ms(entry.get("wall_median_ms")),
         _number(entry.get("throughput_per_s"), ",.0f"),
+        *_rates(entry),
         "{:.3f} ({:.3f} to {:.3f})".format(*ratio["device"]) if ratio and ratio["device"] else "-",
         _number(entry.get("cosine"), ".4f"),
         _number(entry.get("build_s", entry.get("compile_s")), ".1f"),
         shares or entry.get("mode") or "-",
     ]
+
+
+def _rates(entry: Entry) -> list[str]:
+    """FLOP/s and bytes/s of whole runs, with the share of the GPU's peak in the engine's precision where that is known."""
+    bound = entry.get("bound") or {}
+    width = ITEM_BYTES[Precision(bound["precision"])] / ITEM_BYTES[Precision.FP32] if bound else 0.0
+    bytes_per_s = entry.get("bytes_per_s")
+    rates = (
+        (entry.get("flops_per_s"), 1e12, bound.get("share_of_peak_flops")),
+        (bytes_per_s * width if bytes_per_s and bound else None, 1e9, bound.get("share_of_peak_bytes")),
+    )
+    return ["-" if rate is None else f"{rate / unit:,.1f}" + (f" ({share:.0%})" if share else "") for rate, unit, share in rates]
 
 
 def _target(goal: Mapping[str, Any]) -> str:
@@ -98,7 +115,8 @@ def _target(goal: Mapping[str, Any]) -> str:
 
 def _held_back(name: str, entry: Entry) -> list[str]:
     """One line per engine of ours: attention, what only moves data, the slowest layers; and what PyTorch's attention ran."""
-    lines = []
+    bound = entry.get("bound") or {}
+    lines = [f"- `{name}` is bound by {bound['kind']}: {_cell(bound['why'])}"] if name.startswith("ours") and bound else []
     if layers := entry.get("layers"):
         slowest = ", ".join(f"{layer['nodes']} {layer['precision']} {layer['share']:.0%}" for layer in layers["slowest"][:NAMED])
         fused = [text for text in layers["fusions"] if text.startswith("attention")]

@@ -9,18 +9,26 @@ import numpy as np
 
 from gpu.contest import Outcome, cosine
 from pipeline.core import Recipe
+from pipeline.gpu import Peaks, find_gpus, peaks, with_hardware
 from pipeline.layers import LayerTable
 from pipeline.measure import Interval, Samples, ratio_of_medians
 from pipeline.precision import fusions, mislabelled, node_text, reformats, slowest, time_by_precision
 from pipeline.report import BenchmarkFailure, LatencyRow
+from pipeline.roofline import bound_of
 
 NAMED = 5  # slowest layers
 REFERENCES = ("torch eager fp32", "ours fp32", "torch eager fp16", "torch graph fp16", "ours fp16")
 """Whose answers the others' are compared with: the first of these that is there."""
 
 
-def entry_of(outcome: Outcome) -> dict[str, Any]:
-    """All figures of one engine in ms; p99 only of enough values."""
+def device_peaks() -> Peaks | None:
+    """What the GPU in use could reach; None without one."""
+    devices = with_hardware(find_gpus()).devices
+    return peaks(devices[0]) if devices else None
+
+
+def entry_of(outcome: Outcome, known: Peaks | None = None) -> dict[str, Any]:
+    """All figures of one engine in ms; p99 only of enough values. `known`: peaks of the GPU, for shares of them and for what binds."""
     loaded = outcome.loaded
     said = {"load_s": round(loaded.seconds, 2), **loaded.facts} if loaded else {}
     if isinstance(outcome.result, BenchmarkFailure):
@@ -33,6 +41,8 @@ def entry_of(outcome: Outcome) -> dict[str, Any]:
         **({} if outcome.entrant.way == "flow" else phases(row)),
         "throughput_per_s": row.throughput_per_s,
         "flops_per_s": row.flops_per_s,
+        "bytes_per_s": row.bytes_per_s,
+        "bound": bound_of(row, outcome.entrant.engine.recipe.precision, known).model_dump(mode="json"),
         "processes": len(row.end_to_end.processes),
         "stable": row.end_to_end.stable and row.compute.stable,
     }

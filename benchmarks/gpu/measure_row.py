@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from gpu.bare import LOOP, build_bare
 from gpu.contest import Entrant, contest
-from gpu.facts import add_answers, entry_of, layer_facts, ratios
+from gpu.facts import add_answers, device_peaks, entry_of, layer_facts, ratios
 from gpu.host import Watch
 from gpu.plans import HERE, feeds_of, graph_of, plan_of
 from gpu.rows import WAYS, Row, targets
@@ -141,7 +141,8 @@ def measure_row(row: Row, options: Options) -> dict[str, Any]:
     foreign = timing_cache.other_processes(trt_library.host()[0].uuid)
     watch = Watch()
     outcomes = contest(entrants, workload_of(model, {}, feeds, row.batch), BenchmarkConfig(duration_s=options.seconds), watch)
-    entries |= {outcome.entrant.name: entries.get(outcome.entrant.name, {}) | entry_of(outcome) for outcome in outcomes}
+    known = device_peaks()
+    entries |= {outcome.entrant.name: entries.get(outcome.entrant.name, {}) | entry_of(outcome, known) for outcome in outcomes}
     add_answers(entries, outcomes)
     for each in made:
         entries[f"ours {each.way}"] |= build_facts(job, each)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpu.contest import Entrant, Outcome, contest
-from gpu.facts import entry_of
+from gpu.facts import device_peaks, entry_of
 from gpu.host import Watch
 from gpu.measure_row import Made, Options, build_facts, make, with_failure, with_profile, workload_of
 from gpu.plans import feeds_of, graph_of, plan_of
@@ -51,7 +51,7 @@ PLACEMENTS = ("int8", "int8 modelopt", "int8 implicit")
 
 def throughput(options: Options, batch: int, level: int = 3) -> dict[str, Any]:
     """ResNet-50 in int8, input on the device: one race of all placements of Q/DQ, each on one to three streams."""
-    document, entries, watch = _started()
+    (document, entries, watch), known = _started(), device_peaks()
     row = Row("resnet50_any_batch", "resnet50", {"image": ("batch", 3, 224, 224)}, (), 0)
     job, model = graph_of(plan_of(row, options.overrides, [GRAPH_PROFILE]))
     built = with_profile(_at_level(job, level), {"batch": batch})
@@ -63,7 +63,7 @@ def throughput(options: Options, batch: int, level: int = 3) -> dict[str, Any]:
             entries[name] = build_facts(built, made)
             entrants += [Entrant(f"{name}, {count} stream{'s' * (count > 1)}", made.engine, "flow", count) for count in STREAMS]
     outcomes = race_at(model, {"batch": batch}, batch, entrants, options, watch) if entrants else []
-    entries |= {outcome.entrant.name: entry_of(outcome) for outcome in outcomes}
+    entries |= {outcome.entrant.name: entry_of(outcome, known) for outcome in outcomes}
     best = best_throughput(entries)
     goals = [target("images per second, input on the device", best[1], "at least", BEST_IMAGES_PER_S)] if H200 in tensorrt_.probe().device else []
     return {**document, "batch": batch, "entries": entries, "best": best[0], "targets": goals, "gpu": watch.summary()}
@@ -91,7 +91,7 @@ BUFFERS = {"resident": (1, False), "copied, one set of buffers": (1, True), "cop
 
 def overlap(options: Options) -> dict[str, Any]:
     """ResNet-50 fp16: throughput with the input on the device and with its copy, which two sets of buffers hide; fp32 and uint8 input."""
-    document, entries, watch = _started()
+    (document, entries, watch), known = _started(), device_peaks()
     for name, model_name, dtype in (("fp32", "resnet50", "float32"), ("uint8", "resnet50_uint8", "uint8")):
         row = Row(f"overlap_{name}", model_name, image(OVERLAP_BATCH), (), 0, dtypes={"image": dtype})
         job, model = graph_of(plan_of(row, options.overrides))
@@ -100,7 +100,7 @@ def overlap(options: Options) -> dict[str, Any]:
             continue
         entrants = [Entrant(f"{name} input, {text}", made.engine, "flow", count, upload) for text, (count, upload) in BUFFERS.items()]
         outcomes = race_at(model, {}, OVERLAP_BATCH, entrants, options, watch)
-        entries |= {outcome.entrant.name: entry_of(outcome) for outcome in outcomes}
+        entries |= {outcome.entrant.name: entry_of(outcome, known) for outcome in outcomes}
     return {**document, "batch": OVERLAP_BATCH, "entries": entries, "targets": [], "gpu": watch.summary()}
 
 
@@ -144,7 +144,7 @@ FLEXIBILITY: Mapping[str, tuple[Variant, ...]] = {
 
 def flexibility(model_name: str, options: Options) -> dict[str, Any]:
     """Fixed against dynamic shapes, levels and workspaces, in fp16: one race for each shape that is measured, of all engines that take it."""
-    document, entries, watch = _started()
+    (document, entries, watch), known = _started(), device_peaks()
     built: list[tuple[Variant, Job, OnnxModel, Made]] = []
     for variant in FLEXIBILITY[model_name]:
         if _wanted(variant.name, options.only):
@@ -156,7 +156,7 @@ def flexibility(model_name: str, options: Options) -> dict[str, Any]:
         first = next(iter(sizes))
         label = ", ".join(f"{name} {list(shape)}" for name, shape in shapes)
         for outcome in race_at(built[first][2], sizes[first], shapes[0][1][0], entrants, options, watch):
-            entries[f"{outcome.entrant.name} at {label}"] = entry_of(outcome)
+            entries[f"{outcome.entrant.name} at {label}"] = entry_of(outcome, known)
     for variant, job, _, each in built:
         entries[variant.name] = build_facts(job, each)
     return {**document, "entries": entries, "targets": [], "gpu": watch.summary()}

@@ -12,6 +12,7 @@ import pytest
 
 from pipeline.config import plan_from_document
 from pipeline.core import Engine, Precision, Recipe, Target, TensorSpec
+from pipeline.gpu import Peaks
 from pipeline.job import open_job
 from pipeline.layers import Layer, LayerTable
 from pipeline.measure import samples_from_blocks
@@ -127,7 +128,7 @@ def report(label: str, device_s: float, blocks: int = 6) -> BenchmarkReport:
     samples = samples_from_blocks([(device_s, device_s * 1.01)] * blocks, (), processes=(2,) * (blocks // 2))
     row = LatencyRow(
         sizes={}, end_to_end=samples, upload=samples, compute=samples, download=samples, throughput_per_s=1 / device_s,
-        flops_per_s=None, bytes_per_s=None, ratio=None, peak_memory_bytes=1,
+        flops_per_s=6e12 / device_s * 1e-3, bytes_per_s=4e9 / device_s * 1e-3, ratio=None, peak_memory_bytes=1,
     )  # fmt: skip
     return BenchmarkReport(label=label, rows=(row,), notes=())
 
@@ -146,7 +147,11 @@ def test_figures_and_ratios_of_a_race(gpu: dict[str, ModuleType], tmp_path: Path
         contest.Outcome(contest.Entrant(name, engine(tmp_path)), report(name, device_s), loaded)
         for name, device_s in (("ours fp16", 0.3e-3), ("bare fp16", 0.29e-3), ("loop fp16", 0.3e-3), ("torch eager fp16", 2.7e-3))
     ]
-    entries = {outcome.entrant.name: facts.entry_of(outcome) for outcome in outcomes}
+    known = Peaks(flops_per_s={Precision.FP16: 1e14}, bytes_per_s=4e12)
+    entries = {outcome.entrant.name: facts.entry_of(outcome, known) for outcome in outcomes}
+    bound = entries["ours fp16"]["bound"]
+    assert (bound["share_of_peak_flops"], bound["share_of_peak_bytes"]) == pytest.approx((0.2, 1 / 600))
+    assert facts.entry_of(outcomes[0])["bound"]["share_of_peak_flops"] is None
     assert entries["ours fp16"]["device_median_ms"] == pytest.approx(0.3015)
     assert entries["ours fp16"]["device_p99_ms"] is None  # of 12 values
     assert len(entries["ours fp16"]["device_of_processes_ms"]) == 3
@@ -207,8 +212,10 @@ def test_the_page_shows_every_engine_with_its_figures(gpu: dict[str, ModuleType]
         "slowest": [{"nodes": "conv|1", "precision": "fp16", "share": 0.5}],
     }  # fmt: skip
     compiled = {"mode": "reduce-overhead", "mode_before": "too long", "compile_s": 60.0, "recompilations": 0}
+    bound = {"kind": "compute", "precision": "fp16", "share_of_peak_flops": 0.25, "share_of_peak_bytes": None, "why": "arithmetic | takes it"}
+    rates = {"throughput_per_s": 2500.0, "flops_per_s": 250e12, "bytes_per_s": 80e9, "bound": bound}
     entries = {
-        "ours fp16": {**entry(0.29, 0.4), "device_p99_ms": 0.31, "stable": True, "throughput_per_s": 2500.0, "build_s": 61.0, "layers": layers},
+        "ours fp16": {**entry(0.29, 0.4), **rates, "device_p99_ms": 0.31, "stable": True, "build_s": 61.0, "layers": layers},
         "torch compile fp16": {**entry(0.62), "stable": False, "sdpa_operators": ["aten::flash"], "attention_kernels": ["12 x flash"], **compiled},
         "bare fp16": {"failed": "no memory"},
     }  # fmt: skip
@@ -221,11 +228,12 @@ def test_the_page_shows_every_engine_with_its_figures(gpu: dict[str, ModuleType]
     script.add_row(file, "async_curve", {**about, "entries": curve, "targets": []}, H200)
     found = tables.document(tmp_path)
     text = "\n".join(tables.models_section(found))
-    assert "| ours fp16 | 0.290 (0.310) | 0.400 | 2,500 | 1.010 (1.000 to 1.020) | - | 61.0 | fp16 100% |" in text
-    assert "| torch compile fp16 | 0.620 ~ | 1.000 | - | - | - | 60.0 | reduce-overhead |" in text
+    assert "| ours fp16 | 0.290 (0.310) | 0.400 | 2,500 | 250.0 (25%) | 40.0 | 1.010 (1.000 to 1.020) | - | 61.0 | fp16 100% |" in text
+    assert "| torch compile fp16 | 0.620 ~ | 1.000 | - | - | - | - | - | 60.0 | reduce-overhead |" in text
     assert "- reached: fast: 2.500, at least 2" in text
     assert "- **not measured**: fast: -, at least 2" in text
     assert "attention in one: 1 of 1; 2 of 9 layers only move data (10% of the time); slowest: conv\\|1 fp16 50%" in text
+    assert "- `ours fp16` is bound by compute: arithmetic \\| takes it" in text
     assert "reduce-overhead (too long in max-autotune), 60 s, 0 recompilations" in text
     assert "async_curve" not in text
     curve_text = " ".join(tables.curve_section(found))
@@ -233,7 +241,7 @@ def test_the_page_shows_every_engine_with_its_figures(gpu: dict[str, ModuleType]
     assert "50 calls take 3.000 ms each, and where every call ends with .cpu() 3.100 ms." in curve_text
     assert "**failed**: no GPU" in text
     tabled = [line for line in text.splitlines() if line.startswith("| ") and "fp16 |" in line]
-    assert {line.replace("\\|", "").count("|") for line in tabled} == {9}
+    assert {line.replace("\\|", "").count("|") for line in tabled} == {11}
 
 
 def test_a_part_that_fails_says_so(gpu: dict[str, ModuleType]) -> None:
