@@ -295,7 +295,7 @@ def test_clients_that_go_are_dropped_and_those_that_wait_at_the_end_are_answered
         until(lambda: count("executed") + count("dropped") == 201)
         assert count("dropped") > 50
 
-        asking = [(wire, Request(NAME, marked(number))) for number, wire in enumerate(WIRES * 8)]
+        asking = [(wire, Request(NAME, marked(number))) for number, wire in enumerate(WIRES * 24)]  # so many that some are seen to wait
         with ThreadPoolExecutor(len(asking)) as pool:
             answers = [pool.submit(ask, server, wire, request) for wire, request in asking]
             until(lambda: figure(web, "crucible_inference_queue") > 0)
