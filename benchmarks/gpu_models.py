@@ -46,7 +46,8 @@ AT_ONCE = 6  # rows prepared side by side: an export takes one core and a few GB
 Part = Callable[[Options], dict[str, Any]]
 PARTS: Mapping[str, tuple[Part, float]] = {
     **{row.name: (partial(measure_row, row), row.minutes) for row in ROWS},
-    **{f"resnet50_throughput_b{batch}": (partial(throughput, batch=batch), 6) for batch in (256, 128, 512, 64)},
+    **{f"resnet50_throughput_b{batch}": (partial(throughput, batch=batch), 6) for batch in (256, 512, 1024, 2048, 128, 64)},
+    "resnet50_throughput_uint8_b256": (partial(throughput, batch=256, pixels="uint8"), 6),
     "resnet50_throughput_b256_level5": (partial(throughput, batch=256, level=5), 9),
     "async_curve": (lambda options: async_curve(), 1),
     "overlap": (overlap, 4),

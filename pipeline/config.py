@@ -191,6 +191,7 @@ class TensorRTConfig(Frozen):
 
     workspace_mib: int | None = Field(default=None, gt=0)  # None = all of the GPU's memory
     optimization_level: int = Field(default=3, ge=0, le=5)
+    timing_iterations: int = Field(default=8, ge=1, le=100)
     plugins: tuple[Path, ...] = ()  # libraries with plugins that the model's operators need
 
 

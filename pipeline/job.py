@@ -67,7 +67,9 @@ class Job:
             return BuildOptions(profiles=self.plan.profiles, threads=self.plan.benchmark.threads)
         asked = self.plan.tensorrt
         workspace = asked.workspace_mib * 2**20 if asked.workspace_mib else None
-        tensorrt = TensorRTOptions(workspace_bytes=workspace, optimization_level=asked.optimization_level, plugins=asked.plugins)
+        tensorrt = TensorRTOptions(
+            workspace_bytes=workspace, optimization_level=asked.optimization_level, timing_iterations=asked.timing_iterations, plugins=asked.plugins
+        )
         return BuildOptions(profiles=self.plan.profiles, tensorrt=tensorrt)
 
     def plugin_digests(self, backend: str) -> tuple[str, ...]:

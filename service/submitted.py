@@ -68,6 +68,7 @@ class SubmittedSimplify(Frozen):
 class SubmittedTensorRT(Frozen):
     workspace_mib: int | None = Field(default=None, gt=0)
     optimization_level: int = Field(default=3, ge=0, le=5)
+    timing_iterations: int = Field(default=8, ge=1, le=100)
 
 
 class SubmittedPlan(Frozen):

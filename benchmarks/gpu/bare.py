@@ -56,6 +56,7 @@ def serialized(trt: Any, model: OnnxModel, recipe: Recipe, options: BuildOptions
         raise UnsupportedError(f"TensorRT cannot parse '{model.path}': {said}", "see what our own build says")
     config = builder.create_builder_config()
     config.builder_optimization_level = options.tensorrt.optimization_level
+    config.avg_timing_iterations = options.tensorrt.timing_iterations
     if options.tensorrt.workspace_bytes is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.tensorrt.workspace_bytes)
     config.clear_flag(trt.BuilderFlag.TF32)

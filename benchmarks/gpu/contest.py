@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from pipeline.race import REWARM_SHARE, VALUES_PER_BLOCK, Block, Peer, Take, Wor
 from pipeline.report import BenchmarkFailure, BenchmarkReport
 from pipeline.stages.benchmark import results
 
-DEPTH = 8  # runs of each session between two synchronisations of a flow: what waiting costs is a small share of them
+ROUND_S, DEPTHS = 0.2, (4, 64)  # of a flow between two synchronisations, and runs of each session in it: waiting costs a small share of it
 
 NOT_TOLD_APART = (1e-9,)  # seconds of a phase of a flow; not 0, which has no ratio
 
@@ -167,32 +167,39 @@ def device_times(session: Session, feeds: Tensors, seconds: float) -> list[float
 
 @dataclass(slots=True)
 class Flow:
-    """Several sessions at once. `run` is a round of DEPTH runs of each; times are those of one run, so that rows per run over them is throughput."""
+    """Several sessions at once. `run` is a round of `depth` runs of each, about ROUND_S.
+
+    Times are those of one run, so that rows per run over them is throughput.
+    """
 
     sessions: Sequence[Session]
     feeds: Tensors
     upload: bool
-    depth: int = DEPTH
-    bound: bool = field(default=False, init=False)
+    depth: int = 0  # 0: to be found by the first run
 
     def bind(self) -> Tensors:
-        """Fill the buffers of every session, and run each often enough for its graph to be captured."""
+        """Fill the buffers of every session, run each often enough for its graph to be captured, and find the depth."""
         for _ in range(3):
             answers = [run_session(session, self.feeds) for session in self.sessions]
-        self.bound = True
+        begin = monotonic()
+        self.rounds(1)
+        self.depth = int(np.clip(ROUND_S / (monotonic() - begin), *DEPTHS))
         return answers[0]
 
     def run(self) -> Tensors:
-        if not self.bound:
+        if not self.depth:
             return self.bind()
-        for _ in range(self.depth):
+        self.rounds(self.depth)
+        return {}
+
+    def rounds(self, depth: int) -> None:
+        for _ in range(depth):
             for session in self.sessions:
                 if self.upload:
                     session.upload()
                 session.execute()
         for session in self.sessions:
             session.synchronize()
-        return {}
 
     def take(self, seconds: float) -> Block:
         rewarm = measure_block(self.run, min_s=seconds * REWARM_SHARE)

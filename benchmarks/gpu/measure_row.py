@@ -34,8 +34,9 @@ from pipeline.runner import Stage
 
 T = TypeVar("T")
 BARE = Stage("bare", 1, build_bare, tensorrt_.DISTRIBUTIONS)
-SURGERY = " surgery"
+SURGERY, LEVEL = " surgery", " level 5"
 OPERATED = ("simplify.surgery=surgery:plain_attention", f"simplify.python_path={HERE}")
+SEARCHED = ("tensorrt.optimization_level=5",)
 LOOKED_AT = ("compile fp16", "eager fp16")
 """Peers that run once in a child of their own before the race."""
 
@@ -95,13 +96,19 @@ def build_twin(job: Job, converted: OnnxModel, recipe: Recipe) -> Engine:
     return job.runner.stage(BARE, Engine, *arguments, inputs=(converted.digest,), options=described, subject=recipe.label, target=tensorrt_.probe())
 
 
-def make_way(row: Row, job: Job, model: OnnxModel, options: Options, way: str) -> Made:
-    """One of ours, of the row's graph or of the graph after surgery."""
-    if way.endswith(SURGERY):
-        operated, model = graph_of(plan_of(row, (*options.overrides, *OPERATED)))
-        job.runner.steps.extend(operated.runner.steps)
-        return make(replace(operated, runner=job.runner), model, way)
-    return make(job, model, way)
+def make_way(row: Row, job: Job, model: OnnxModel, options: Options, way: str, entries: dict[str, dict[str, Any]]) -> Made:
+    """One of ours: of the row's graph, of the graph after surgery, or built with more kernels tried."""
+    if more := overrides_of(way):
+        other, model = graph_of(plan_of(row, (*options.overrides, *more)))
+        job.runner.steps.extend(other.runner.steps)
+        job = replace(other, runner=job.runner)
+    made = make(job, model, way)
+    return replace(made, bare=with_failure(entries, f"bare {way}", build_twin, job, made.converted, made.recipe)) if options.bare else made
+
+
+def overrides_of(way: str) -> tuple[str, ...]:
+    """What a way changes in the plan besides its candidate."""
+    return OPERATED if way.endswith(SURGERY) else SEARCHED if way.endswith(LEVEL) else ()
 
 
 def with_profile(job: Job, profile: Mapping[str, Any]) -> Job:
@@ -118,8 +125,8 @@ def prepare_row(row: Row, options: Options) -> dict[str, Any]:
     job, model = graph_of(plan_of(row, options.overrides))
     ways = options.ways or row.ways
     for way in ways:
-        operated = (*options.overrides, *OPERATED) if way.endswith(SURGERY) else ()
-        its_job, its_model = graph_of(plan_of(row, operated)) if operated else (job, model)
+        more = overrides_of(way)
+        its_job, its_model = graph_of(plan_of(row, (*options.overrides, *more))) if more else (job, model)
         recipe = recipe_of(its_job, way)
         if recipe.realised_in != "flags":
             convert_model(its_job, its_model, recipe)
@@ -166,9 +173,7 @@ def engines_of(row: Row, job: Job, model: OnnxModel, options: Options, entries: 
     """Ours in every way that can be built, each with its bare twin."""
     found = []
     for way in options.ways or row.ways:
-        made = with_failure(entries, f"ours {way}", make_way, row, job, model, options, way)
-        if made is not None and options.bare:
-            made = replace(made, bare=with_failure(entries, f"bare {way}", build_twin, job, made.converted, made.recipe))
+        made = with_failure(entries, f"ours {way}", make_way, row, job, model, options, way, entries)
         found += [made] if made else []
     return found
 

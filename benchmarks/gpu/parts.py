@@ -19,7 +19,7 @@ from pipeline.core import OnnxModel
 from pipeline.job import Job
 
 BEST_IMAGES_PER_S = 75_000.0
-STREAMS = (1, 2, 3)
+STREAMS, LARGE = (1, 2, 3, 4), 1024  # from LARGE rows on, more than two streams only need memory
 GRAPH_PROFILE = {"batch": [1, 2, 8]}  # at which the graph is checked; engines are built for one batch each
 
 
@@ -49,10 +49,11 @@ def _wanted(name: str, only: Sequence[str]) -> bool:
 PLACEMENTS = ("int8", "int8 modelopt", "int8 implicit")
 
 
-def throughput(options: Options, batch: int, level: int = 3) -> dict[str, Any]:
-    """ResNet-50 in int8, input on the device: one race of all placements of Q/DQ, each on one to three streams."""
+def throughput(options: Options, batch: int, level: int = 3, pixels: str = "float32") -> dict[str, Any]:
+    """ResNet-50 in int8, input on the device: one race of all placements of Q/DQ, each on one to four streams."""
     (document, entries, watch), known = _started(), device_peaks()
-    row = Row("resnet50_any_batch", "resnet50", {"image": ("batch", 3, 224, 224)}, (), 0)
+    name = "resnet50" if pixels == "float32" else f"resnet50_{pixels}"
+    row = Row(f"{name}_any_batch", name, {"image": ("batch", 3, 224, 224)}, (), 0, dtypes={"image": pixels})
     job, model = graph_of(plan_of(row, options.overrides, [GRAPH_PROFILE]))
     built = with_profile(_at_level(job, level), {"batch": batch})
     entrants = []
@@ -61,12 +62,15 @@ def throughput(options: Options, batch: int, level: int = 3) -> dict[str, Any]:
         made = with_failure(entries, name, make, job, model, way, built)
         if made is not None:
             entries[name] = build_facts(built, made)
-            entrants += [Entrant(f"{name}, {count} stream{'s' * (count > 1)}", made.engine, "flow", count) for count in STREAMS]
+            entrants += [
+                Entrant(f"{name}, {count} stream{'s' * (count > 1)}", made.engine, "flow", count)
+                for count in STREAMS[: 2 if batch >= LARGE else None]
+            ]
     outcomes = race_at(model, {"batch": batch}, batch, entrants, options, watch) if entrants else []
     entries |= {outcome.entrant.name: entry_of(outcome, known) for outcome in outcomes}
     best = best_throughput(entries)
     goals = [target("images per second, input on the device", best[1], "at least", BEST_IMAGES_PER_S)] if H200 in tensorrt_.probe().device else []
-    return {**document, "batch": batch, "entries": entries, "best": best[0], "targets": goals, "gpu": watch.summary()}
+    return {**document, "batch": batch, "input": pixels, "entries": entries, "best": best[0], "targets": goals, "gpu": watch.summary()}
 
 
 def _at_level(job: Job, level: int) -> Job:
@@ -118,6 +122,7 @@ _TOKENS = dict.fromkeys(("input_ids", "attention_mask"), (1, "sequence"))
 _128 = dict.fromkeys(("input_ids", "attention_mask"), (1, 128))
 
 LEVELS = tuple((f"level {level}", (f"tensorrt.optimization_level={level}",)) for level in (0, 5))
+TIMINGS = (("each kernel timed once", ("tensorrt.timing_iterations=1",)),)
 SPACES = tuple((f"workspace {mib} MiB", (f"tensorrt.workspace_mib={mib}",)) for mib in (64, 1024))
 
 FLEXIBILITY: Mapping[str, tuple[Variant, ...]] = {
@@ -131,7 +136,7 @@ FLEXIBILITY: Mapping[str, tuple[Variant, ...]] = {
             "height and width 160 to 448", _SIDES, tuple({"height": side, "width": side} for side in (224, 160, 448)),
             {"height": [160, 224, 448], "width": [160, 224, 448]},
         ),
-        *(Variant(f"fixed b1, {name}", image(1), FIXED, overrides=overrides) for name, overrides in (*LEVELS, *SPACES)),
+        *(Variant(f"fixed b1, {name}", image(1), FIXED, overrides=overrides) for name, overrides in (*LEVELS, *SPACES, *TIMINGS)),
     ),
     "encoder": (
         Variant("fixed 1x128", _128, FIXED),

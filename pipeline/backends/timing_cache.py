@@ -17,6 +17,7 @@ import json
 import os
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +35,10 @@ UNREADABLE = "the timing cache at '{}' was damaged and is made anew: this build 
 SHARED = "timing cache not filled: another process used the GPU (process {})"
 HIDDEN = "; one that is not seen from here may be this build itself, in a container that gets the host's numbers (docker: --pid=host)"
 UNKNOWN = "timing cache not filled: it is not known whether another process used the GPU: {}"
-BUSY = "timing cache not filled: the host's CPUs were overloaded (load {:.0f} on {} CPUs), so kernels may be timed and chosen badly"
+BUSY = (
+    "timing cache not filled: this build waited for a CPU {:.0%} of its time, so kernels may be timed and chosen badly; keep other work off the CPUs"
+)
+MOST_WAITED = 0.05  # of a thread's time; on a quiet host it is well under a thousandth
 
 
 class About(Frozen):
@@ -55,13 +59,26 @@ class Others:
     unknown: str = ""  # why that cannot be said
 
 
+@dataclass(frozen=True, slots=True)
+class CpuTime:
+    """Of one thread, in seconds: how long it ran, and how long it could have run but waited for a CPU."""
+
+    ran: float
+    waited: float
+
+    def waited_since(self, before: CpuTime) -> float:
+        """The share of waiting in what was added to `before`."""
+        ran, waited = self.ran - before.ran, self.waited - before.waited
+        return waited / (ran + waited) if ran + waited > 0 else 0.0
+
+
 @dataclass(slots=True)
 class Attached:
     """A timing cache in use by a builder's config, which must not outlive it."""
 
     cache: Any
     others: Others = Others()  # before the build
-    load: float = 0.0  # threads that wanted a CPU before the build, on average over a minute
+    cpu: CpuTime | None = None  # of this thread, before the build
     notes: list[str] = field(default_factory=list)
 
 
@@ -121,20 +138,24 @@ def attach(config: Any, target: Target, gpu: str = "") -> Attached:
         notes = [UNREADABLE.format(folder(target) / FILE)]
         cache = config.create_timing_cache(b"")
         config.set_timing_cache(cache, False)
-    return Attached(cache, other_processes(gpu), cpu_load(), notes)
+    return Attached(cache, other_processes(gpu), cpu_time(), notes)
 
 
 def keep(config: Any, target: Target, attached: Attached, gpu: str = "") -> tuple[str, ...]:
-    """After the build: add what it timed to the target's cache, if the GPU was ours alone and the CPUs kept up. Returns all that should be noted."""
+    """After the build: add what it timed to the target's cache, if the GPU was ours alone and the CPUs kept up. In the thread that attached it.
+
+    Returns all that should be noted.
+    """
     others = other_processes(gpu)
     if unknown := attached.others.unknown or others.unknown:
         return (*attached.notes, UNKNOWN.format(unknown))
     if pids := sorted({*attached.others.pids, *others.pids}):
         hint = "" if all(map(psutil.pid_exists, pids)) else HIDDEN
         return (*attached.notes, SHARED.format(", ".join(map(str, pids))) + hint)
-    load, cpus = max(attached.load, cpu_load()), os.cpu_count() or 1
-    if load > cpus:
-        return (*attached.notes, BUSY.format(load, cpus))
+    now = cpu_time()
+    waited = now.waited_since(attached.cpu) if now and attached.cpu else 0.0
+    if waited > MOST_WAITED:
+        return (*attached.notes, BUSY.format(waited))
     merge(config, target, attached.cache)
     return tuple(attached.notes)
 
@@ -189,9 +210,13 @@ def other_processes(gpu: str = "", command: str = "nvidia-smi") -> Others:
     return Others(tuple(sorted(set(map(int, listed)) - _family())))
 
 
-def cpu_load() -> float:
-    """How many threads of the whole host wanted a CPU, on average over the last minute."""
-    return os.getloadavg()[0]
+def cpu_time() -> CpuTime | None:
+    """Of this thread, as Linux counts it; None where the kernel does not."""
+    try:
+        ran, waited, _ = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return None
+    return CpuTime(int(ran) / 1e9, int(waited) / 1e9)
 
 
 def _family() -> set[int]:

@@ -111,6 +111,7 @@ def configure(trt: Any, parsed: Parsed, recipe: Recipe, options: BuildOptions, i
     allowed = options.tensorrt
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # without it the inspector knows no types and tactics: no proof of precision
     config.builder_optimization_level = allowed.optimization_level
+    config.avg_timing_iterations = allowed.timing_iterations
     if allowed.workspace_bytes is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, allowed.workspace_bytes)
     config.clear_flag(trt.BuilderFlag.TF32)  # on by default: fp32 would not be fp32

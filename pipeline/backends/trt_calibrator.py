@@ -228,7 +228,9 @@ def calibration_cache(trt: Any, model: OnnxModel, recipe: Recipe, allowed: Build
 
     parsed = parse(trt, model.path.read_bytes(), model.path, strongly_typed=False, plugins=allowed.tensorrt.plugins)
     _check_network(parsed)
-    quick = allowed.tensorrt.model_copy(update={"optimization_level": 0})  # the ranges come from an fp32 run, whatever is built afterwards
+    quick = allowed.tensorrt.model_copy(
+        update={"optimization_level": 0, "timing_iterations": 1}
+    )  # the ranges come from an fp32 run, whatever is built afterwards
     options = allowed.model_copy(update={"profiles": profiles_of(model.inputs, feeder.chosen.shapes), "tensorrt": quick})
     plain = recipe.model_copy(update={"hardware_compatible": False, "version_compatible": False})
     with G_LOGGER.verbosity(G_LOGGER.CRITICAL):  # else it prints whole arrays

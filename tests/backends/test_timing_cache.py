@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +15,22 @@ import pytest
 from filelock import FileLock
 
 from pipeline.backends import timing_cache
-from pipeline.backends.timing_cache import ABOUT, FILE, Attached, Others, attach, folder, gpu_lock, keep, merge, other_processes, read, write
+from pipeline.backends.timing_cache import (
+    ABOUT,
+    FILE,
+    Attached,
+    CpuTime,
+    Others,
+    attach,
+    cpu_time,
+    folder,
+    gpu_lock,
+    keep,
+    merge,
+    other_processes,
+    read,
+    write,
+)
 from pipeline.core import Target
 
 TARGET = Target(backend="tensorrt", version="10.6.0", device="NVIDIA H200", compute_capability="9.0", driver="580.95.05")
@@ -55,7 +72,7 @@ class Config:
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else this host does."""
-    monkeypatch.setattr(timing_cache, "cpu_load", lambda: 0.0)
+    monkeypatch.setattr(timing_cache, "cpu_time", lambda: CpuTime(10.0, 0.0))
     monkeypatch.setattr(timing_cache, "other_processes", lambda gpu: Others())
 
 
@@ -163,15 +180,44 @@ def test_times_are_not_kept_where_nobody_tells_who_else_computes(monkeypatch: py
     assert read(TARGET) == b""
 
 
-@pytest.mark.parametrize(("before", "after"), [(9e3, 0.0), (0.0, 9e3)])
-def test_times_taken_while_the_cpus_are_overloaded_are_not_kept(monkeypatch: pytest.MonkeyPatch, before: float, after: float) -> None:
-    monkeypatch.setattr(timing_cache, "cpu_load", lambda: before)
+def test_times_taken_while_the_build_waited_for_a_cpu_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     attached = attach(config := Config(), TARGET)
     attached.cache.entries["conv"] = "slower than it is"
-    monkeypatch.setattr(timing_cache, "cpu_load", lambda: after)
+    monkeypatch.setattr(timing_cache, "cpu_time", lambda: CpuTime(13.0, 1.0))
     (note,) = keep(config, TARGET, attached)
-    assert note.startswith(f"timing cache not filled: the host's CPUs were overloaded (load 9000 on {os.cpu_count()} CPUs)")
+    assert note.startswith("timing cache not filled: this build waited for a CPU 25% of its time")
     assert read(TARGET) == b""
+
+
+@pytest.mark.parametrize("after", [CpuTime(13.0, 0.1), CpuTime(10.0, 0.0), None])
+def test_times_are_kept_where_the_cpus_kept_up_or_the_kernel_does_not_say(monkeypatch: pytest.MonkeyPatch, after: CpuTime | None) -> None:
+    attached = attach(config := Config(), TARGET)
+    attached.cache.entries["conv"] = "tactic 1"
+    monkeypatch.setattr(timing_cache, "cpu_time", lambda: after)
+    assert keep(config, TARGET, attached) == ()
+    assert json.loads(read(TARGET))["conv"] == "tactic 1"
+
+
+def test_a_thread_that_waits_for_a_cpu_is_seen() -> None:
+    """Three busy processes and this one share one CPU."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+        try:
+            before, end = cpu_time(), time.monotonic() + 1.0
+            while time.monotonic() < end:
+                pass
+            after = cpu_time()
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
+    finally:
+        os.sched_setaffinity(0, allowed)
+    if before is None or after is None:
+        pytest.skip("this kernel does not count how long threads wait")
+    assert after.waited_since(before) > 0.3
 
 
 # -- the GPU to itself -------------------------------------------------------------------------------------------------

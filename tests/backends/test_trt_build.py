@@ -160,11 +160,11 @@ def test_tf32_is_on_for_tf32_only(tmp_path: Path, trt: Any, precision: str, tf32
 
 def test_what_the_plan_allows_reaches_the_library(tmp_path: Path, trt: Any) -> None:
     model = convolution(tmp_path)
-    allowed = TensorRTOptions(workspace_bytes=2**26, optimization_level=1)
+    allowed = TensorRTOptions(workspace_bytes=2**26, optimization_level=1, timing_iterations=3)
     asked = recipe(version_compatible=True)
     config = configure(trt, parsed_model(trt, model), asked, BuildOptions(profiles=(SMALL, LARGE), tensorrt=allowed), model.inputs)
     assert config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE) == 2**26
-    assert config.builder_optimization_level == 1
+    assert (config.builder_optimization_level, config.avg_timing_iterations) == (1, 3)
     assert config.profiling_verbosity == trt.ProfilingVerbosity.DETAILED
     assert config.get_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
     assert config.num_optimization_profiles == 2
