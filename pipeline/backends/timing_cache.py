@@ -5,7 +5,7 @@
     home()/locks/gpu-<uuid>.lock                    held while an engine is built: two of our builds on one GPU take turns
 
 A build looks its kernels up and times only those that are not there (ResNet-18 in fp16 on an H200: 24 s cold, 0.6 s with it). A time taken
-while another process computes, or while threads wait for a CPU to launch from, is wrong for ever, so such a build adds nothing; nor does one
+while another process computes, or while others take the CPUs that launch it, is wrong for ever, so such a build adds nothing; nor does one
 where nvidia-smi does not tell who else computes. A container hides the processes outside of it: there, keep other work off the GPU while building.
 """
 
@@ -17,11 +17,10 @@ import json
 import os
 import subprocess
 import tempfile
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 from filelock import FileLock, Timeout
@@ -35,10 +34,8 @@ UNREADABLE = "the timing cache at '{}' was damaged and is made anew: this build 
 SHARED = "timing cache not filled: another process used the GPU (process {})"
 HIDDEN = "; one that is not seen from here may be this build itself, in a container that gets the host's numbers (docker: --pid=host)"
 UNKNOWN = "timing cache not filled: it is not known whether another process used the GPU: {}"
-BUSY = (
-    "timing cache not filled: this build waited for a CPU {:.0%} of its time, so kernels may be timed and chosen badly; keep other work off the CPUs"
-)
-MOST_WAITED = 0.05  # of a thread's time; on a quiet host it is well under a thousandth
+BUSY = "timing cache not filled: other work took {:.0%} of the host's CPUs and left {:.0%} idle, so kernels may be timed and chosen badly"
+MOST_OTHERS, LEAST_IDLE = 0.5, 0.1  # a build's own threads may take every CPU: that alone is no reason
 
 
 class About(Frozen):
@@ -59,17 +56,17 @@ class Others:
     unknown: str = ""  # why that cannot be said
 
 
-@dataclass(frozen=True, slots=True)
-class CpuTime:
-    """Of one thread, in seconds: how long it ran, and how long it could have run but waited for a CPU."""
+class CpuTime(NamedTuple):
+    """Seconds of all the host's CPUs since it started: in all, idle, and spent by this process and its children."""
 
-    ran: float
-    waited: float
+    total: float = 0.0
+    idle: float = 0.0
+    own: float = 0.0
 
-    def waited_since(self, before: CpuTime) -> float:
-        """The share of waiting in what was added to `before`."""
-        ran, waited = self.ran - before.ran, self.waited - before.waited
-        return waited / (ran + waited) if ran + waited > 0 else 0.0
+    def shares_since(self, before: CpuTime) -> tuple[float, float]:
+        """Of the CPUs' time since then: what others took, and what was idle."""
+        total, idle, own = (now - then for now, then in zip(self, before, strict=True))
+        return (max(0.0, total - idle - own) / total, idle / total) if total > 0 else (0.0, 1.0)
 
 
 @dataclass(slots=True)
@@ -78,7 +75,7 @@ class Attached:
 
     cache: Any
     others: Others = Others()  # before the build
-    cpu: CpuTime | None = None  # of this thread, before the build
+    cpu: CpuTime = field(default_factory=CpuTime)  # before the build
     notes: list[str] = field(default_factory=list)
 
 
@@ -142,20 +139,16 @@ def attach(config: Any, target: Target, gpu: str = "") -> Attached:
 
 
 def keep(config: Any, target: Target, attached: Attached, gpu: str = "") -> tuple[str, ...]:
-    """After the build: add what it timed to the target's cache, if the GPU was ours alone and the CPUs kept up. In the thread that attached it.
-
-    Returns all that should be noted.
-    """
+    """After the build: add what it timed to the target's cache, if the GPU was ours alone and the CPUs kept up. Returns all that should be noted."""
     others = other_processes(gpu)
     if unknown := attached.others.unknown or others.unknown:
         return (*attached.notes, UNKNOWN.format(unknown))
     if pids := sorted({*attached.others.pids, *others.pids}):
         hint = "" if all(map(psutil.pid_exists, pids)) else HIDDEN
         return (*attached.notes, SHARED.format(", ".join(map(str, pids))) + hint)
-    now = cpu_time()
-    waited = now.waited_since(attached.cpu) if now and attached.cpu else 0.0
-    if waited > MOST_WAITED:
-        return (*attached.notes, BUSY.format(waited))
+    others_share, idle = cpu_time().shares_since(attached.cpu)
+    if others_share > MOST_OTHERS and idle < LEAST_IDLE:
+        return (*attached.notes, BUSY.format(others_share, idle))
     merge(config, target, attached.cache)
     return tuple(attached.notes)
 
@@ -210,13 +203,11 @@ def other_processes(gpu: str = "", command: str = "nvidia-smi") -> Others:
     return Others(tuple(sorted(set(map(int, listed)) - _family())))
 
 
-def cpu_time() -> CpuTime | None:
-    """Of this thread, as Linux counts it; None where the kernel does not."""
-    try:
-        ran, waited, _ = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        return None
-    return CpuTime(int(ran) / 1e9, int(waited) / 1e9)
+def cpu_time() -> CpuTime:
+    host, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    counted_twice = getattr(host, "guest", 0.0) + getattr(host, "guest_nice", 0.0)  # in user and nice too
+    idle = host.idle + getattr(host, "iowait", 0.0)
+    return CpuTime(sum(host) - counted_twice, idle, own.user + own.system + own.children_user + own.children_system)
 
 
 def _family() -> set[int]:

@@ -98,7 +98,7 @@ def test_two_processes_build_on_one_gpu_and_both_end_right(tmp_path: Path) -> No
     again = built(convolution(), tmp_path / "again")
     assert_right(again, convolution())
     assert not any("damaged" in note.text for note in again.notes)
-    overloaded = any("waited for a CPU" in note.text for note in again.notes)
+    overloaded = any("other work took" in note.text for note in again.notes)
     assert timing_cache.read(tensorrt_.probe()) or overloaded  # this build at least was alone, so its times are kept where the CPUs keep up
 
 
