@@ -181,10 +181,10 @@ def _times(name: str, document: Document) -> list[Time]:
 
 
 def _gpu_models_times(document: Document) -> Iterator[Time]:
-    """`gpu_models.json` has rows of one shape with all engines; the row that only draws a curve has no batch."""
+    """`gpu_models.json` has rows of one shape with all engines, ours once more in bare loops; the row that only draws a curve has no batch."""
     for model, row in document["rows"].items():
         for engine, entry in row.get("entries", {}).items() if row.get("batch") else ():
-            if "wall_median_ms" in entry:
+            if "wall_median_ms" in entry and not engine.startswith(("bare ", "loop ")):
                 yield Time(model, str(document["target"]["device"]), f"batch {row['batch']}", engine, entry["wall_median_ms"])
 
 

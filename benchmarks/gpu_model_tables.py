@@ -35,7 +35,7 @@ def models_section(found: Mapping[str, Any]) -> list[str]:
     lines = [
         f"## Against TensorRT used barely and against PyTorch, on one {gpu}",
         "`python benchmarks/gpu_models.py ROW` repeats a row; all engines of a row come from one interleaved run, each in processes of its own.",
-        "`ours` is Crucible's engine in Crucible's session, `bare` the same graph built and run by TensorRT's plain API with the same timing cache,",
+        "`ours` is Crucible's engine in Crucible's session, `bare` the same graph built and run by TensorRT's plain API with the timing cache that ours left,",
         "`loop` our engine file in a bare loop. GPU time is the median of CUDA events with a CUDA graph, wall time goes from binding numpy arrays to",
         "fetching them. TFLOP/s and GB/s are those of the unfused graph over whole runs, with their share of the GPU's peak in that precision.",
         "Weights are random, so answers are compared with the first engine by their cosine and say nothing about accuracy.",

@@ -30,6 +30,7 @@ from gpu.host import restore, store
 from gpu.measure_row import Options, measure_row, prepare_row
 from gpu.parts import flexibility, overlap, throughput
 from gpu.rows import ROWS, WAYS, row_named
+from gpu.tactics import tactics
 from gpu.torch_peers import cache_folder
 from rich.console import Console
 from rich.table import Table
@@ -46,10 +47,11 @@ AT_ONCE = 6  # rows prepared side by side: an export takes one core and a few GB
 Part = Callable[[Options], dict[str, Any]]
 PARTS: Mapping[str, tuple[Part, float]] = {
     **{row.name: (partial(measure_row, row), row.minutes) for row in ROWS},
-    **{f"resnet50_throughput_b{batch}": (partial(throughput, batch=batch), 6) for batch in (256, 512, 1024, 2048, 128, 64)},
-    "resnet50_throughput_uint8_b256": (partial(throughput, batch=256, pixels="uint8"), 6),
-    "resnet50_throughput_b256_level5": (partial(throughput, batch=256, level=5), 9),
+    **{f"resnet50_throughput_b{batch}": (partial(throughput, batch=batch), 12) for batch in (256, 512, 1024, 2048, 128, 64)},
+    "resnet50_throughput_uint8_b256": (partial(throughput, batch=256, pixels="uint8"), 12),
+    "resnet50_throughput_b256_level5": (partial(throughput, batch=256, level=5), 15),
     "async_curve": (lambda options: async_curve(), 1),
+    "tactics": (tactics, 16),
     "overlap": (overlap, 4),
     "flexibility_resnet50": (partial(flexibility, "resnet50"), 10),
     "flexibility_encoder": (partial(flexibility, "encoder"), 9),

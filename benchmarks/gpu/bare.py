@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,10 @@ def build_bare(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Pat
     )
 
 
-def serialized(trt: Any, model: OnnxModel, recipe: Recipe, options: BuildOptions, cache: bytes) -> bytes:
-    """parse, configure, build. UnsupportedError in TensorRT's words."""
+def serialized(
+    trt: Any, model: OnnxModel, recipe: Recipe, options: BuildOptions, cache: bytes, change: Callable[[Any], None] = lambda config: None
+) -> bytes:
+    """parse, configure, change the config, build. UnsupportedError in TensorRT's words."""
     logger = trt.Logger(trt.Logger.ERROR)
     builder = trt.Builder(logger)
     weak = recipe.realised_in == "flags"
@@ -77,6 +80,7 @@ def serialized(trt: Any, model: OnnxModel, recipe: Recipe, options: BuildOptions
         if weak and recipe.precision is Precision.INT8:
             config.set_calibration_profile(profile)
     config.set_timing_cache(config.create_timing_cache(cache), False)
+    change(config)
     plan = builder.build_serialized_network(network, config)
     if plan is None:
         raise UnsupportedError("TensorRT built nothing, and its own log says why", "see what our own build says")

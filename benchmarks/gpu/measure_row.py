@@ -34,9 +34,12 @@ from pipeline.runner import Stage
 
 T = TypeVar("T")
 BARE = Stage("bare", 1, build_bare, tensorrt_.DISTRIBUTIONS)
-SURGERY, LEVEL = " surgery", " level 5"
-OPERATED = ("simplify.surgery=surgery:plain_attention", f"simplify.python_path={HERE}")
-SEARCHED = ("tensorrt.optimization_level=5",)
+OVERRIDES = {
+    " surgery": ("simplify.surgery=surgery:plain_attention", f"simplify.python_path={HERE}"),
+    " folded": ("simplify.surgery=surgery:fold_strides", f"simplify.python_path={HERE}"),
+    " level 5": ("tensorrt.optimization_level=5",),
+}
+"""What ways whose names end so change in the plan besides its candidate."""
 LOOKED_AT = ("compile fp16", "eager fp16")
 """Peers that run once in a child of their own before the race."""
 
@@ -107,8 +110,7 @@ def make_way(row: Row, job: Job, model: OnnxModel, options: Options, way: str, e
 
 
 def overrides_of(way: str) -> tuple[str, ...]:
-    """What a way changes in the plan besides its candidate."""
-    return OPERATED if way.endswith(SURGERY) else SEARCHED if way.endswith(LEVEL) else ()
+    return next((overrides for ending, overrides in OVERRIDES.items() if way.endswith(ending)), ())
 
 
 def with_profile(job: Job, profile: Mapping[str, Any]) -> Job:

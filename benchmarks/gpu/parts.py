@@ -10,7 +10,7 @@ from typing import Any
 from gpu.contest import Entrant, Outcome, contest
 from gpu.facts import device_peaks, entry_of
 from gpu.host import Watch
-from gpu.measure_row import Made, Options, build_facts, make, with_failure, with_profile, workload_of
+from gpu.measure_row import Made, Options, build_facts, make, overrides_of, with_failure, with_profile, workload_of
 from gpu.plans import feeds_of, graph_of, plan_of
 from gpu.rows import H200, Row, image, target
 from pipeline.backends import tensorrt_
@@ -19,7 +19,7 @@ from pipeline.core import OnnxModel
 from pipeline.job import Job
 
 BEST_IMAGES_PER_S = 75_000.0
-STREAMS, LARGE = (1, 2, 3, 4), 1024  # from LARGE rows on, more than two streams only need memory
+STREAMS = (1, 2, 3)  # a fourth brought nothing
 GRAPH_PROFILE = {"batch": [1, 2, 8]}  # at which the graph is checked; engines are built for one batch each
 
 
@@ -35,42 +35,46 @@ class Variant:
     way: str = "fp16"
 
 
-def _started() -> tuple[dict[str, Any], dict[str, dict[str, Any]], Watch]:
+def begun() -> tuple[dict[str, Any], dict[str, dict[str, Any]], Watch]:
     return {"created": dt.datetime.now(dt.UTC).isoformat(timespec="seconds")}, {}, Watch()
 
 
-def _wanted(name: str, only: Sequence[str]) -> bool:
+def wanted(name: str, only: Sequence[str]) -> bool:
     return not only or any(word in name for word in only)
 
 
 # -- throughput --------------------------------------------------------------------------------------------------------
 
 
-PLACEMENTS = ("int8", "int8 modelopt", "int8 implicit")
+PLACEMENTS = ("int8", "int8 modelopt", "int8 implicit", "int8 folded", "int8 implicit folded")
 
 
 def throughput(options: Options, batch: int, level: int = 3, pixels: str = "float32") -> dict[str, Any]:
-    """ResNet-50 in int8, input on the device: one race of all placements of Q/DQ, each on one to four streams."""
-    (document, entries, watch), known = _started(), device_peaks()
+    """ResNet-50 in int8, input on the device: one race of all placements of Q/DQ, each on one to three streams."""
+    (document, entries, watch), known = begun(), device_peaks()
     name = "resnet50" if pixels == "float32" else f"resnet50_{pixels}"
     row = Row(f"{name}_any_batch", name, {"image": ("batch", 3, 224, 224)}, (), 0, dtypes={"image": pixels})
-    job, model = graph_of(plan_of(row, options.overrides, [GRAPH_PROFILE]))
-    built = with_profile(_at_level(job, level), {"batch": batch})
-    entrants = []
+    entrants: list[Entrant] = []
+    models: list[OnnxModel] = []
     for way in options.ways or PLACEMENTS:
         name = f"{way} b{batch} level {level}"
-        made = with_failure(entries, name, make, job, model, way, built)
-        if made is not None:
+        if placed := with_failure(entries, name, _placed, row, options, way, batch, level):
+            built, made, model = placed
             entries[name] = build_facts(built, made)
-            entrants += [
-                Entrant(f"{name}, {count} stream{'s' * (count > 1)}", made.engine, "flow", count)
-                for count in STREAMS[: 2 if batch >= LARGE else None]
-            ]
-    outcomes = race_at(model, {"batch": batch}, batch, entrants, options, watch) if entrants else []
+            entrants += [Entrant(f"{name}, {count} stream{'s' * (count > 1)}", made.engine, "flow", count) for count in STREAMS]
+            models.append(model)
+    outcomes = race_at(models[0], {"batch": batch}, batch, entrants, options, watch) if entrants else []
     entries |= {outcome.entrant.name: entry_of(outcome, known) for outcome in outcomes}
     best = best_throughput(entries)
     goals = [target("images per second, input on the device", best[1], "at least", BEST_IMAGES_PER_S)] if H200 in tensorrt_.probe().device else []
     return {**document, "batch": batch, "input": pixels, "entries": entries, "best": best[0], "targets": goals, "gpu": watch.summary()}
+
+
+def _placed(row: Row, options: Options, way: str, batch: int, level: int) -> tuple[Job, Made, OnnxModel]:
+    """The engine of one placement for one batch, from the graph of any batch."""
+    job, model = graph_of(plan_of(row, (*options.overrides, *overrides_of(way)), [GRAPH_PROFILE]))
+    built = with_profile(_at_level(job, level), {"batch": batch})
+    return built, make(job, model, way, built), model
 
 
 def _at_level(job: Job, level: int) -> Job:
@@ -95,7 +99,7 @@ BUFFERS = {"resident": (1, False), "copied, one set of buffers": (1, True), "cop
 
 def overlap(options: Options) -> dict[str, Any]:
     """ResNet-50 fp16: throughput with the input on the device and with its copy, which two sets of buffers hide; fp32 and uint8 input."""
-    (document, entries, watch), known = _started(), device_peaks()
+    (document, entries, watch), known = begun(), device_peaks()
     for name, model_name, dtype in (("fp32", "resnet50", "float32"), ("uint8", "resnet50_uint8", "uint8")):
         row = Row(f"overlap_{name}", model_name, image(OVERLAP_BATCH), (), 0, dtypes={"image": dtype})
         job, model = graph_of(plan_of(row, options.overrides))
@@ -149,10 +153,10 @@ FLEXIBILITY: Mapping[str, tuple[Variant, ...]] = {
 
 def flexibility(model_name: str, options: Options) -> dict[str, Any]:
     """Fixed against dynamic shapes, levels and workspaces, in fp16: one race for each shape that is measured, of all engines that take it."""
-    (document, entries, watch), known = _started(), device_peaks()
+    (document, entries, watch), known = begun(), device_peaks()
     built: list[tuple[Variant, Job, OnnxModel, Made]] = []
     for variant in FLEXIBILITY[model_name]:
-        if _wanted(variant.name, options.only):
+        if wanted(variant.name, options.only):
             made = with_failure(entries, variant.name, _built, model_name, variant, options)
             built += [made] if made else []
     for shapes, entered in by_shapes([(variant, model) for variant, _, model, _ in built]).items():

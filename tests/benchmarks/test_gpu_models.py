@@ -1,17 +1,18 @@
 """The GPU table's rows, targets, documents and pages: all that is pure."""
 
 import argparse
+import contextlib
 import json
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pipeline.config import plan_from_document
-from pipeline.core import Engine, Precision, Recipe, Target, TensorSpec
+from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Recipe, Target, TensorSpec
 from pipeline.gpu import Peaks
 from pipeline.job import open_job
 from pipeline.layers import Layer, LayerTable
@@ -295,3 +296,41 @@ def test_a_point_of_the_curve_is_per_call(gpu: dict[str, ModuleType]) -> None:
     found = gpu["async_curve"].point(lambda: calls.append(1), lambda: None, 7)
     assert len(calls) == 7 * gpu["async_curve"].REPEATS
     assert 0 < found["unsynchronised_ms"] <= found["synchronised_ms"]
+
+
+def test_every_kind_of_build_is_found_by_its_recipe_and_built_anew_each_time(gpu: dict[str, ModuleType], tmp_path: Path, monkeypatch: Any) -> None:
+    tactics, seen = gpu["tactics"], {}
+
+    class Trt:
+        class ProfilingVerbosity:
+            DETAILED = "detailed"
+
+    class Config:
+        avg_timing_iterations, profiling_verbosity, progress_monitor = 8, "names", None
+
+    def serialized(trt: Any, model: Any, recipe: Recipe, options: Any, cache: bytes, change: Any) -> bytes:
+        change(config := Config())
+        seen[recipe.variant] = (cache, config.avg_timing_iterations, config.profiling_verbosity, config.progress_monitor)
+        return recipe.variant.encode()
+
+    monkeypatch.setattr(tactics.trt_library, "host", lambda: (SimpleNamespace(uuid="GPU-1"), "10.6.0"))
+    monkeypatch.setattr(tactics.trt_library, "library", lambda: Trt)
+    monkeypatch.setattr(tactics.timing_cache, "gpu_lock", lambda uuid, progress: contextlib.nullcontext())
+    monkeypatch.setattr(tactics.tensorrt_, "probe", lambda: H200)
+    monkeypatch.setattr(tactics, "monitor", lambda trt, progress: "monitor")
+    monkeypatch.setattr(tactics, "serialized", serialized)
+    model = OnnxModel(root=tmp_path, file="m.onnx", digest="m", opset=20, inputs=(), outputs=())
+    made = {}
+    for kind in tactics.KINDS:
+        recipe = Recipe(backend="tensorrt", precision=Precision.FP16, variant=f"{kind} 2")
+        (tmp_path / kind).mkdir()
+        made[kind] = tactics.build_kind(model, recipe, BuildOptions(profiles=()), tmp_path / kind)
+    assert {kind: seen[f"{kind} 2"] for kind in tactics.KINDS} == {
+        "plain": (b"", 8, "names", None),
+        "timed once": (b"", 1, "names", None),
+        "detailed": (b"", 8, "detailed", None),
+        "watched": (b"", 8, "names", "monitor"),
+        "as Crucible builds": (b"", 8, "detailed", "monitor"),
+    }
+    assert len({engine.digest for engine in made.values()}) == len(tactics.KINDS)
+    assert made["plain"].path.read_bytes() == b"plain 2"

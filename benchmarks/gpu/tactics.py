@@ -1,0 +1,97 @@
+"""Whether what surrounds a build changes which kernels TensorRT chooses: the same graph built again and again from an empty timing cache.
+
+ResNet-50 at batch 1 in fp16: its kernels take about 5 us each, so what happens between two of them while they are timed can decide.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gpu.bare import FILE, LOOP, serialized
+from gpu.contest import Entrant
+from gpu.facts import device_peaks, entry_of
+from gpu.measure_row import Options, recipe_of, with_failure
+from gpu.parts import begun, race_at, wanted
+from gpu.plans import graph_of, plan_of
+from gpu.rows import row_named
+from pipeline.backends import tensorrt_, timing_cache, trt_library
+from pipeline.backends.trt_build import monitor
+from pipeline.candidates import convert_model
+from pipeline.core import BuildOptions, Engine, OnnxModel, Progress, Recipe, silent
+from pipeline.job import Job, options_of
+from pipeline.runner import Stage
+
+REPEATS = 3
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "plain": (),
+    "timed once": ("once",),
+    "detailed": ("detailed",),
+    "watched": ("watched",),
+    "as Crucible builds": ("detailed", "watched"),
+}
+"""What is done in a build besides the plain API's: kernels timed once instead of eight times, detailed verbosity, our progress monitor."""
+
+
+def tactics(options: Options) -> dict[str, Any]:
+    """Every kind REPEATS times, then one race of all these engines in bare loops."""
+    row = row_named("resnet50_b1")
+    assert row is not None
+    (document, entries, watch), known = begun(), device_peaks()
+    job, model = graph_of(plan_of(row, options.overrides))
+    recipe = recipe_of(job, "fp16")
+    converted = convert_model(job, model, recipe)
+    entrants = []
+    for number in range(1, REPEATS + 1):
+        for kind in (kind for kind in KINDS if wanted(kind, options.only)):
+            name = f"{kind} {number}"
+            engine = with_failure(entries, name, _built, job, converted, recipe.model_copy(update={"variant": name}))
+            entrants += [Entrant(name, engine.model_copy(update={"recipe": recipe.model_copy(update={"variant": LOOP})}), "bare")] if engine else []
+    seconds = {step.subject: round(step.seconds, 1) for step in job.runner.steps if step.stage == STAGE.name}
+    for outcome in race_at(model, {}, 1, entrants, options, watch) if entrants else []:
+        label = recipe.model_copy(update={"variant": outcome.entrant.name}).label
+        entries[outcome.entrant.name] = entry_of(outcome, known) | {"build_s": seconds.get(label)}
+    return {**document, "batch": 1, "entries": entries, "targets": [], "gpu": watch.summary()}
+
+
+def _built(job: Job, converted: OnnxModel, recipe: Recipe) -> Engine:
+    options = job.build_options("tensorrt")
+    told = options_of(recipe, options)
+    target = tensorrt_.probe()
+    return job.runner.stage(STAGE, Engine, converted, recipe, options, inputs=(converted.digest,), options=told, subject=recipe.label, target=target)
+
+
+def build_kind(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent) -> Engine:
+    """The engine of a converted graph from an empty timing cache, in the way that its recipe's variant names."""
+    gpu, _ = trt_library.host()
+    trt, kind = trt_library.library(), KINDS[recipe.variant.rpartition(" ")[0]]
+    watching = monitor(trt, progress)
+
+    def change(config: Any) -> None:
+        if "once" in kind:
+            config.avg_timing_iterations = 1
+        if "detailed" in kind:
+            config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+        if "watched" in kind:
+            config.progress_monitor = watching
+
+    with timing_cache.gpu_lock(gpu.uuid, progress):
+        plan = serialized(trt, model, recipe, options, b"", change)
+    (out / FILE).write_bytes(plan)
+    return Engine(
+        root=out,
+        file=FILE,
+        digest=hashlib.sha256(plan).hexdigest(),
+        target=tensorrt_.probe(),
+        recipe=recipe,
+        inputs=model.inputs,
+        outputs=model.outputs,
+        profiles=options.profiles,
+        threads=0,
+        size_bytes=len(plan),
+    )
+
+
+STAGE = Stage("tactics", 1, build_kind, tensorrt_.DISTRIBUTIONS)
