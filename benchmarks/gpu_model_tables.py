@@ -35,9 +35,10 @@ def models_section(found: Mapping[str, Any]) -> list[str]:
     lines = [
         f"## Against TensorRT used barely and against PyTorch, on one {gpu}",
         "`python benchmarks/gpu_models.py ROW` repeats a row; all engines of a row come from one interleaved run, each in processes of its own.",
-        "`ours` is Crucible's engine in Crucible's session, `bare` the same graph built and run by TensorRT's plain API with the timing cache that ours left,",
-        "`loop` our engine file in a bare loop. GPU time is the median of CUDA events with a CUDA graph, wall time goes from binding numpy arrays to",
-        "fetching them. TFLOP/s and GB/s are those of the unfused graph over whole runs, with their share of the GPU's peak in that precision.",
+        "`ours` is Crucible's engine in Crucible's session, `bare` the same graph built and run by TensorRT's plain API, with the timing cache that",
+        "ours left, `loop` our engine file in a bare loop. GPU time is the median of CUDA events with a CUDA graph, wall time goes from binding",
+        "numpy arrays to fetching them. TFLOP/s and GB/s are those of the unfused graph over whole runs, with their share of the GPU's peak in",
+        "that precision.",
         "Weights are random, so answers are compared with the first engine by their cosine and say nothing about accuracy.",
     ]
     lines += ["", "![GPU time of every engine of every row](gpu_models.svg)"]
@@ -46,6 +47,27 @@ def models_section(found: Mapping[str, Any]) -> list[str]:
             lines += ["", f"### `{name}`", ""]
             lines += [f"**failed**: {_cell(row['failed'])}"] if "failed" in row else _row(row)
     return [*lines, "", _host(found), ""]
+
+
+def fastest_section(found: Mapping[str, Any]) -> list[str]:
+    """For the README: of every row the fastest of ours and of PyTorch's in fp16, by the GPU's time."""
+    lines = []
+    for name, row in found.get("rows", {}).items():
+        ours, torch = (_fastest(row.get("entries", {}), *words) for words in (("ours ", ""), ("torch ", " fp16")))
+        if ours and torch:
+            times = [value for _, value in (ours, torch)]
+            lines.append(_line([f"`{name}`", ours[0], _ms(times[0]), torch[0], _ms(times[1]), f"{times[1] / times[0]:.2f}"]))
+    if not lines:
+        return []
+    head = ["row", "the fastest of ours", "GPU ms", "PyTorch's fastest", "GPU ms", "times as fast"]
+    said = f"Each row from one interleaved run with CUDA graphs, random weights ([all engines](docs/benchmarks.md)). {_host(found)}"
+    return [_line(head), "|" + "---|" * len(head), *lines, "", said]
+
+
+def _fastest(entries: Mapping[str, Any], prefix: str, ending: str) -> tuple[str, float] | None:
+    named = {name.removeprefix(prefix): entry for name, entry in entries.items() if name.startswith(prefix) and name.endswith(ending)}
+    known = [(name, float(entry["device_median_ms"])) for name, entry in named.items() if "device_median_ms" in entry]
+    return min(known, key=lambda each: each[1], default=None)
 
 
 def curve_section(found: Mapping[str, Any]) -> list[str]:

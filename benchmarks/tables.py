@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md, and the tables and the figure of accuracy.md, measurement.md and deploy.md there, from benchmarks/results/*.json.
+"""Write docs/benchmarks.md, and the tables and figures of accuracy.md, measurement.md, deploy.md and the README, from benchmarks/results/*.json.
 
 No figure there is typed by hand, and a test keeps pages and results in step.
 """
@@ -14,7 +14,7 @@ from accuracy_tables import calibration_drawing, calibration_section, few_bits_s
 from common import RESULTS, ROOT, takes_no_arguments, text_of
 from figures import Drawing
 from gpu_drawings import curve_drawing, models_drawing
-from gpu_model_tables import curve_section, document, models_section
+from gpu_model_tables import curve_section, document, fastest_section, models_section
 from gpu_tables import accuracy_section, documents, speed_section
 from image_tables import images_section
 from serving_tables import document_of, serving_section, soak_section
@@ -23,6 +23,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 ACCURACY_PAGE = ROOT / "docs" / "accuracy.md"
 MEASUREMENT_PAGE = ROOT / "docs" / "measurement.md"
 DEPLOY_PAGE = ROOT / "docs" / "deploy.md"
+README = ROOT / "README.md"
 BEGIN, END = "<!-- {part}: from here on written by benchmarks/tables.py -->\n", "<!-- {part}: written by benchmarks/tables.py up to here -->\n"
 HEAD = """# Benchmarks
 
@@ -62,12 +63,19 @@ The server is the real one, its models only copy. The target holds for the media
 
 
 def main() -> None:
-    for file, text in ((PAGE, page()), (ACCURACY_PAGE, accuracy_page()), (MEASUREMENT_PAGE, measurement_page()), (DEPLOY_PAGE, deploy_page())):
+    for file, text in pages().items():
         file.write_text(text, encoding="utf-8")
         print(f"wrote {file.relative_to(ROOT)}")
     for drawing in drawings():
         if not drawing.is_current():
             print(f"drew {drawing.write().relative_to(ROOT)}")
+
+
+def pages() -> dict[Path, str]:
+    """Every page that holds figures, as it is to be."""
+    readme = _filled(README, {"fastest": fastest_section(document())})
+    own = {ACCURACY_PAGE: accuracy_page(), MEASUREMENT_PAGE: measurement_page(), DEPLOY_PAGE: deploy_page()}
+    return {PAGE: page(), **own, README: readme}
 
 
 def drawings() -> tuple[Drawing, ...]:

@@ -56,9 +56,7 @@ def h200(scripts: dict[str, ModuleType], tmp_path: Path) -> Path:
 
 def test_the_pages_are_in_step_with_the_results(scripts: dict[str, ModuleType]) -> None:
     tables = scripts["tables"]
-    pages = {tables.PAGE: tables.page(), tables.ACCURACY_PAGE: tables.accuracy_page(), tables.MEASUREMENT_PAGE: tables.measurement_page()}
-    pages[tables.DEPLOY_PAGE] = tables.deploy_page()
-    for file, text in pages.items():
+    for file, text in tables.pages().items():
         assert text == file.read_text(encoding="utf-8"), "run: python benchmarks/tables.py"
     for drawing in tables.drawings():
         assert drawing.is_current(), "run: python benchmarks/tables.py"
@@ -288,15 +286,36 @@ def test_int8_stands_beside_the_fastest_floats_of_its_backend_and_shape(scripts:
     assert scripts["accuracy_tables"].int8_section({}) == []
 
 
-def test_int8_of_the_gpus_models_stands_beside_floats_of_its_own_kind(scripts: dict[str, ModuleType]) -> None:
+def test_our_int8_of_the_gpus_models_stands_beside_our_floats(scripts: dict[str, ModuleType]) -> None:
     timed = {"ours int8": 0.25, "ours fp16": 0.5, "bare int8": 0.4, "bare tf32": 0.2, "torch eager fp16": 0.1}
     entries = {name: {"wall_median_ms": ms} for name, ms in timed.items()} | {"ours fp8": {"failed": "no memory"}}
     rows = {"cnn_b4": {"batch": 4, "entries": entries}, "failed": {"batch": 4, "failed": "x"}, "async_curve": {"entries": {"curve": []}}}
     document = {"rows": rows, "environment": {"cpu": "some CPU", "cores": 2}, "target": {"device": "NVIDIA H200"}}
     assert scripts["accuracy_tables"].int8_section({"gpu_models": document})[2:] == [
-        "| cnn_b4 | NVIDIA H200 | batch 4 | bare int8 | 0.4 | bare tf32 | 0.2 | 0.50 |",
         "| cnn_b4 | NVIDIA H200 | batch 4 | ours int8 | 0.25 | ours fp16 | 0.5 | 2.00 |",
     ]
+
+
+def test_the_readme_names_the_fastest_of_both(scripts: dict[str, ModuleType]) -> None:
+    def times(**found: float) -> dict[str, Any]:
+        return {name.replace("_", " "): {"device_median_ms": ms} for name, ms in found.items()}
+
+    rows: dict[str, Any] = {
+        "cnn": {
+            "entries": {
+                **times(ours_fp16=0.5, ours_int8=0.25, bare_int8=0.1, torch_graph_fp16=0.5, torch_eager_fp16=2.0),
+                "ours fp8": {"failed": "x"},
+            }
+        },
+        "only fp32 beside it": {"entries": times(ours_fp32=0.5, torch_eager_fp32=1.0)},
+        "failed": {"failed": "x"},
+        "async_curve": {"entries": {"events_ms": 0.5}},
+    }
+    host = {"cpu": "some CPU", "cores": 2, "python": "3.12", "packages": {}}
+    found = {"rows": rows, "environment": host, "target": {"device": "NVIDIA H200", "driver": "580", "version": "10.6.0"}}
+    section = scripts["gpu_model_tables"].fastest_section
+    assert section(found)[2:-2] == ["| `cnn` | int8 | 0.250 | graph fp16 | 0.500 | 2.00 |"]
+    assert section({}) == []
 
 
 def test_engines_of_few_bits_show_what_they_save_and_cost(scripts: dict[str, ModuleType]) -> None:
