@@ -12,6 +12,14 @@ def _with_head(module: nn.Module, head: nn.Linear) -> nn.Module:
     return module
 
 
+def _with_biases(module: nn.Module) -> nn.Module:
+    """A bias of zeros, as libraries start with, would be simplified away, and the model with it would be another than the one that people run."""
+    for name, parameter in module.named_parameters():
+        if name.endswith("bias") and not parameter.any():
+            nn.init.normal_(parameter, std=0.02)
+    return module
+
+
 def resnet18() -> nn.Module:
     from torchvision.models import resnet18
 
@@ -62,7 +70,7 @@ def vit_b_16() -> nn.Module:
     from torchvision.models import vit_b_16
 
     net = vit_b_16()
-    return _with_head(net, net.heads.head)
+    return _with_biases(_with_head(net, net.heads.head))
 
 
 class Encoder(nn.Module):
@@ -81,4 +89,4 @@ class Encoder(nn.Module):
 
 
 def encoder() -> nn.Module:
-    return Encoder().eval()
+    return _with_biases(Encoder().eval())

@@ -297,6 +297,13 @@ def test_a_stride_that_cannot_be_folded_stays(gpu: dict[str, ModuleType], shape:
 # -- PyTorch, as far as it goes without a GPU --------------------------------------------------------------------------
 
 
+def test_models_of_the_table_have_biases_that_no_simplifier_takes_away(gpu: dict[str, ModuleType]) -> None:
+    for module in (gpu["nets"].encoder(), gpu["nets"].vit_b_16()):
+        biases = {name: parameter for name, parameter in module.named_parameters() if name.endswith("bias")}
+        assert len(biases) > 60
+        assert all(bool(parameter.any()) for parameter in biases.values())
+
+
 def test_peers_in_fp16_take_and_return_fp32(gpu: dict[str, ModuleType]) -> None:
     import torch
 
