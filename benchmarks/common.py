@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import json
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -65,3 +67,21 @@ def text_of(cell: Cell) -> str:
     if cell is None:
         return "-"
     return f"{cell:,.4g}" if isinstance(cell, float) else str(cell)
+
+
+@contextmanager
+def beside(work: Callable[[], object]) -> Iterator[None]:
+    """Do this again and again in a thread of its own until the block ends, and the last time with it."""
+    stop = threading.Event()
+
+    def again() -> None:
+        while not stop.is_set():
+            work()
+
+    thread = threading.Thread(target=again)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

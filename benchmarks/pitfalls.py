@@ -8,14 +8,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from common import RESNET50, Row, graph_of, publish, takes_no_arguments
+from common import RESNET50, Row, beside, graph_of, publish, takes_no_arguments
 
 from pipeline import backends
 from pipeline.backends.base import run_session
@@ -78,28 +77,10 @@ def two_at_once(run: Run, other: Run) -> Row:
     together, alone = [], []
     for _ in range(BLOCKS):
         alone += measure_block(run, min_s=BLOCK_S)
-        with running(other):
+        with beside(other):  # libraries leave the interpreter to others while they compute
             together += measure_block(run, min_s=BLOCK_S)
     what = "a run while another engine runs, and while that one waits: medians, ms"
     return {"mistake": "two at once", "figure": what, "careless": 1e3 * float(np.median(together)), "careful": 1e3 * float(np.median(alone))}
-
-
-@contextmanager
-def running(run: Run) -> Iterator[None]:
-    """Again and again in a thread of its own, as the libraries leave the interpreter to others while they compute."""
-    stop = threading.Event()
-
-    def again() -> None:
-        while not stop.is_set():
-            run()
-
-    thread = threading.Thread(target=again)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
 
 
 def cold_caches(run: Run, other: Run) -> Row:

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from common import RESULTS, Row, publish
+from common import RESULTS, Row, beside, publish
 from serving_.client import drive, http_request
 from serving_.crucible import MODEL, deploy, engine_folder, finished, plan_of, serving, submitted
 from serving_.models import OUTPUT, image, oip_body, write_small
@@ -204,23 +204,15 @@ class Soak:
 @contextlib.contextmanager
 def compiling(url: str, folder: Path, ended: Counter[str]) -> Iterator[None]:
     """One job after another, each of a model of its own, until the block ends and the last one with it; `ended` counts their states."""
-    stop = threading.Event()
+    seeds = itertools.count(1)
+    with Client(url) as client:
 
-    def compile_on() -> None:
-        seed = 0
-        with Client(url) as client:
-            while not stop.is_set():
-                seed += 1
-                job = submitted(client, write_small(folder / f"beside{seed}.onnx", seed), plan_of(f"beside{seed}", MOST_ROWS))
-                ended[finished(client, job)] += 1
+        def one() -> None:
+            name = f"beside{(seed := next(seeds))}"
+            ended[finished(client, submitted(client, write_small(folder / f"{name}.onnx", seed), plan_of(name, MOST_ROWS)))] += 1
 
-    thread = threading.Thread(target=compile_on, name="jobs")
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+        with beside(one):
+            yield
 
 
 # -- what came of it ---------------------------------------------------------------------------------------------------

@@ -30,13 +30,18 @@ def build_bare(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Pat
     trt, target = trt_library.library(), tensorrt_.probe()
     with timing_cache.gpu_lock(gpu.uuid, progress):
         plan = serialized(trt, model, recipe, options, timing_cache.read(target))
+    return written(plan, model, recipe.model_copy(update={"variant": BUILD}), options, out)
+
+
+def written(plan: bytes, model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path) -> Engine:
+    """A serialized engine as the artifact of a stage."""
     (out / FILE).write_bytes(plan)
     return Engine(
         root=out,
         file=FILE,
         digest=hashlib.sha256(plan).hexdigest(),
-        target=target,
-        recipe=recipe.model_copy(update={"variant": BUILD}),
+        target=tensorrt_.probe(),
+        recipe=recipe,
         inputs=model.inputs,
         outputs=model.outputs,
         profiles=options.profiles,

@@ -5,12 +5,11 @@ ResNet-50 at batch 1 in fp16: its kernels take about 5 us each, so what happens 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpu.bare import FILE, LOOP, serialized
+from gpu.bare import LOOP, serialized, written
 from gpu.contest import Entrant
 from gpu.facts import device_peaks, entry_of
 from gpu.measure_row import Options, recipe_of, with_failure
@@ -79,19 +78,7 @@ def build_kind(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Pat
 
     with timing_cache.gpu_lock(gpu.uuid, progress):
         plan = serialized(trt, model, recipe, options, b"", change)
-    (out / FILE).write_bytes(plan)
-    return Engine(
-        root=out,
-        file=FILE,
-        digest=hashlib.sha256(plan).hexdigest(),
-        target=tensorrt_.probe(),
-        recipe=recipe,
-        inputs=model.inputs,
-        outputs=model.outputs,
-        profiles=options.profiles,
-        threads=0,
-        size_bytes=len(plan),
-    )
+    return written(plan, model, recipe, options, out)
 
 
 STAGE = Stage("tactics", 1, build_kind, tensorrt_.DISTRIBUTIONS)

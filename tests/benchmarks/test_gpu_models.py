@@ -316,7 +316,7 @@ def test_every_kind_of_build_is_found_by_its_recipe_and_built_anew_each_time(gpu
     monkeypatch.setattr(tactics.trt_library, "host", lambda: (SimpleNamespace(uuid="GPU-1"), "10.6.0"))
     monkeypatch.setattr(tactics.trt_library, "library", lambda: Trt)
     monkeypatch.setattr(tactics.timing_cache, "gpu_lock", lambda uuid, progress: contextlib.nullcontext())
-    monkeypatch.setattr(tactics.tensorrt_, "probe", lambda: H200)
+    monkeypatch.setattr(gpu["bare"].tensorrt_, "probe", lambda: H200)
     monkeypatch.setattr(tactics, "monitor", lambda trt, progress: "monitor")
     monkeypatch.setattr(tactics, "serialized", serialized)
     model = OnnxModel(root=tmp_path, file="m.onnx", digest="m", opset=20, inputs=(), outputs=())
