@@ -1,4 +1,4 @@
-"""The sections of docs/benchmarks.md on serving, from benchmarks/results/serving.json and soak.json. Without those files they are empty."""
+"""The sections of docs/benchmarks.md on serving, from serving.json, serving_gpu.json and soak.json. Without those files they are empty."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ A model that does almost nothing: [1, 3, 224, 224] float32, 602 KB, and the same
 One ONNX file in ONNX Runtime fp32 with all cores. Ratios are those to Crucible's engine in a direct Session: at batch 1, and at its best batch.""",
 }
 COLUMNS = ("server", "p50 ms", "ratio", "p99 ms", "requests/s", "ratio", "CPU ms: client", "API", "worker", "API full at")
+GPU = """## Serving from a GPU
+`benchmarks/serving.py --backend tensorrt`: the engine runs on the GPU and leaves the cores of the host to server and client. The columns are
+those above; nothing but Crucible's engine in a direct Session is there to be compared with. The engine is slow on purpose, for the targets are
+about one of at most 500 rows/s."""
 SOAK = """## Soak
 `make soak`: 16 connections ask one small model, each request with a number and an input of its own, while other models are compiled.
 Every answer is held against what the same engine gave in a direct Session before."""
@@ -40,6 +44,13 @@ def serving_section(document: Document | None) -> list[str]:
         rows = [row for row in document["rows"] if row["load"] == load]
         lines += [head, "", *_table(rows), ""]
     return [*lines, *_told(document["rows"]), "", *_targets(document), "", f"{_environment(document)}{_run(document)}", ""]
+
+
+def serving_gpu_section(document: Document | None) -> list[str]:
+    """The table of a CNN on the GPU, with what it is and where it ran."""
+    if document is None:
+        return []
+    return [GPU, "", *_table(document["rows"]), "", *_targets(document), "", f"{_environment(document)} {_run_on_gpu(document)}", ""]
 
 
 def soak_section(document: Document | None) -> list[str]:
@@ -84,6 +95,14 @@ def _run(document: Document) -> str:
     packages, run = document["environment"]["packages"], document.get("run")
     lasted = f" {run['rounds']} rounds, {run['seconds']:g} s of each measured stretch." if run else ""
     return f" onnxruntime {packages['onnxruntime']} in the rows of the engine and of Crucible.{lasted}"
+
+
+def _run_on_gpu(document: Document) -> str:
+    """The engine, the network, and how it was served."""
+    run, ran = document["run"], next(row["ran_on"] for row in document["rows"])
+    network = f"{run['cnn']} on [1, 3, {run['side']}, {run['side']}] float32, which it first enlarges {run['enlarged']} times"
+    served = f"at most {run['max_batch'] or 'all that the engine takes of'} rows together, a batch held open for {run['max_delay_s'] * 1e3:g} ms"
+    return f"{ran}: {network}; {served}. {run['rounds']} rounds, {run['seconds']:g} s of each measured stretch."
 
 
 def _targets(document: Document) -> list[str]:

@@ -17,7 +17,7 @@ from gpu_drawings import curve_drawing, models_drawing
 from gpu_model_tables import curve_section, document, fastest_section, models_section
 from gpu_tables import accuracy_section, documents, speed_section
 from image_tables import images_section
-from serving_tables import document_of, serving_section, soak_section
+from serving_tables import document_of, serving_gpu_section, serving_section, soak_section
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 ACCURACY_PAGE = ROOT / "docs" / "accuracy.md"
@@ -90,7 +90,7 @@ def page() -> str:
     for name, text in SECTIONS.items():
         result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         parts += [text, "", *_table(result["rows"]), "", *_targets(result["targets"]), "", _environment(result), ""]
-    parts += serving_section(document_of("serving")) + soak_section(document_of("soak"))
+    parts += serving_section(document_of("serving")) + serving_gpu_section(document_of("serving_gpu")) + soak_section(document_of("soak"))
     return "\n".join(parts + speed_section(documents()) + models_section(document()))
 
 

@@ -18,6 +18,7 @@ from pipeline.process import IMPORT_PATH
 from service.client import Client, Upload
 from service.folders import Folders
 from service.jobs import FINAL
+from service.models import DeploymentOptions
 from serving_.peers_list import HERE
 from serving_.processes import clean_environment, free_port, running, wait_until
 
@@ -61,14 +62,14 @@ def is_ready(port: int) -> bool:
         return False
 
 
-def deploy(client: Client, model: Path, plan: Mapping[str, object]) -> str:
+def deploy(client: Client, model: Path, plan: Mapping[str, object], options: DeploymentOptions | None = None) -> str:
     """Compile a model, promote it and load it; the job's id."""
     job = submitted(client, model, plan)
     state = finished(client, job)
     if state != "succeeded":
         raise RuntimeError(f"the job that compiles {model.name} is {state}: {client.job(job).failure}")
     client.promote(MODEL, job, override=True)  # without data nothing is proved
-    client.load(MODEL)
+    client.load(MODEL, options)
     return job
 
 
@@ -89,12 +90,13 @@ def finished(client: Client, job: str) -> str:
     return state
 
 
-def plan_of(name: str, most_rows: int) -> dict[str, object]:
-    """ONNX Runtime in fp32, which is what the peers run: serving is compared, not engines."""
+def plan_of(name: str, most_rows: int, backend: str = "onnxruntime") -> dict[str, object]:
+    """fp32, by default in ONNX Runtime, which is what the peers run: serving is compared, not engines."""
     return {
         "name": name,
         "profiles": [{"batch": [1, most_rows // 2, most_rows]}],
-        "candidates": [{"backend": "onnxruntime", "precision": "fp32"}],
+        "candidates": [{"backend": backend, "precision": "fp32"}],
+        **({"tensorrt": {"optimization_level": 1}} if backend == "tensorrt" else {}),  # builds sooner; server and Session run the same engine
         "benchmark": {"sizes": [{"batch": 1}], "duration_s": 0.5},
     }
 

@@ -35,6 +35,7 @@ COLUMNS = (
     "api_cpu_ms",
     "worker_cpu_ms",
     "api_full_at_per_s",
+    "ran_on",
     "note",
 )
 
@@ -77,6 +78,7 @@ def row_of(load: str, server: str, version: str, turns: Sequence[Turn], base: Se
         "api_cpu_ms": api_s / requests * 1e3,
         "worker_cpu_ms": sum(turn.cpu.rest_s for turn in turns) / requests * 1e3,
         "api_full_at_per_s": requests / api_s if api_s else None,
+        "ran_on": None,
         "note": "; ".join(notes),
     }
 
@@ -154,6 +156,12 @@ def targets_of(rows: Sequence[Row], wanted: Wanted) -> dict[str, bool]:
             said = f"{ours:,.0f} against {theirs:,.0f} requests/s{', but it had faults: no comparison' if faulty else ''}"
             targets[f"{load}, 16 connections: above {peer} ({said})"] = ours > theirs and not faulty
     return targets
+
+
+def engine_target(rows: Sequence[Row], most_per_s: float) -> dict[str, bool]:
+    """Whether the engine alone is as slow as the targets on its share and its p99 suppose."""
+    rate = next((float(row["per_s"] or "nan") for row in rows if (row["load"], row["server"]) == (CNN, DIRECT)), float("nan"))
+    return {f"CNN: an engine of at most {most_per_s:,.0f} rows/s (got {rate:,.0f})": rate <= most_per_s}
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -19,13 +19,19 @@ def write_echo(path: Path, side: int) -> Path:
     return _write(path, [helper.make_node("Relu", [INPUT], [OUTPUT])], shape, shape, [])
 
 
-def write_cnn(path: Path, name: str, side: int) -> Path:
-    """A CNN of torchvision with random weights: [batch, 3, side, side] -> [batch, 1000]."""
+def write_cnn(path: Path, name: str, side: int, enlarged: int = 1) -> Path:
+    """A CNN of torchvision with random weights, which may enlarge the image before all else: [batch, 3, side, side] -> [batch, 1000]."""
     import torch
     import torchvision
 
     torch.manual_seed(0)
-    model = getattr(torchvision.models, name)().eval()
+    model = getattr(torchvision.models, name)()
+    for module in model.modules():
+        if hasattr(module, "bn3"):  # deep ones: with random weights their activations grow from block to block, and errors with them
+            torch.nn.init.constant_(module.bn3.weight, 0.2)
+    if enlarged > 1:
+        model = torch.nn.Sequential(torch.nn.Upsample(scale_factor=enlarged), model)  # the nearest pixel
+    model.eval()
     batch = torch.export.Dim("batch", min=1, max=1024)
     program = torch.onnx.export(
         model, (torch.zeros(2, 3, side, side),), dynamic_shapes=({0: batch},), input_names=[INPUT], output_names=[OUTPUT], dynamo=True, verbose=False

@@ -21,6 +21,7 @@ from serving_.peers_list import HERE, Peer
 from serving_.processes import Cpu, NotStarted, clean_environment, cpu_of, free_port, running, wait_until
 
 MANY, WARM_UP_S = 16, 1.0
+TOLERANCE = 5e-3  # of the largest value that is expected: kernels of other devices add up in other orders, and a wrong answer is further off
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,4 +141,9 @@ def expected_of(model: Path, side: int) -> bytes:
     return np.asarray(found).tobytes()
 
 
-__all__ = ["Load", "NotStarted", "Start", "Turn", "Up", "crucible_starter", "engine_turn", "expected_of", "peer_starter", "turn"]
+def tolerance_of(expected: bytes) -> float:
+    """How far an answer may be from the expected one."""
+    return float(TOLERANCE * np.abs(np.frombuffer(expected, np.float32)).max())
+
+
+__all__ = ["Load", "NotStarted", "Start", "Turn", "Up", "crucible_starter", "engine_turn", "expected_of", "peer_starter", "tolerance_of", "turn"]
