@@ -71,12 +71,15 @@ def text_of(cell: Cell) -> str:
 
 @contextmanager
 def beside(work: Callable[[], object]) -> Iterator[None]:
-    """Do this again and again in a thread of its own until the block ends, and the last time with it."""
-    stop = threading.Event()
+    """Do this again and again in a thread until the block ends. The last time is waited for; work that failed is raised then."""
+    stop, failed = threading.Event(), list[BaseException]()
 
     def again() -> None:
-        while not stop.is_set():
-            work()
+        try:
+            while not stop.is_set():
+                work()
+        except BaseException as error:  # noqa: BLE001  raised below, in the thread that measures
+            failed.append(error)
 
     thread = threading.Thread(target=again)
     thread.start()
@@ -85,3 +88,5 @@ def beside(work: Callable[[], object]) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
+    if failed:
+        raise failed[0]

@@ -28,8 +28,8 @@ One ONNX file in ONNX Runtime fp32 with all cores. Ratios are those to Crucible'
 COLUMNS = ("server", "p50 ms", "ratio", "p99 ms", "requests/s", "ratio", "CPU ms: client", "API", "worker", "API full at")
 GPU = """## Serving from a GPU
 `benchmarks/serving.py --backend tensorrt`: the engine runs on the GPU and leaves the cores of the host to server and client. The columns are
-those above; nothing but Crucible's engine in a direct Session is there to be compared with. The engine is slow on purpose, for the targets are
-about one of at most 500 rows/s."""
+those above; nothing but Crucible's engine in a direct Session is there to be compared with. The engine is slow on purpose: the targets
+name how fast it may be."""
 SOAK = """## Soak
 `make soak`: 16 connections ask one small model, each request with a number and an input of its own, while other models are compiled.
 Every answer is held against what the same engine gave in a direct Session before."""

@@ -360,7 +360,7 @@ class TensorRTOptions(Frozen):
 
     workspace_bytes: int | None = Field(default=None, gt=0)  # None = all of the GPU's memory
     optimization_level: int = Field(default=3, ge=0, le=5)  # TensorRT's own default is 3
-    timing_iterations: int = Field(default=8, ge=1, le=100)  # as trtexec; TensorRT's own default is 1, which a short kernel's noise decides
+    timing_iterations: int = Field(default=8, ge=1, le=100)  # as trtexec; TensorRT's own default is 1
     plugins: tuple[Path, ...] = ()  # libraries with plugins that the model's operators need
 
 

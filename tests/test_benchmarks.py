@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -53,6 +54,27 @@ def h200(scripts: dict[str, ModuleType], tmp_path: Path) -> Path:
             part = {"created": "2026-11-21T20:00:00+00:00", "winner": "x", "verdict": "accepted", "rows": rows}
             bench.add_part(folder / "tensorrt_digits.json", "digits", group, part, H200)
     return folder
+
+
+def test_work_beside_a_measurement_goes_on_and_its_failure_is_told(scripts: dict[str, ModuleType]) -> None:
+    beside, done, twice = scripts["common"].beside, list[int](), threading.Event()
+
+    def work() -> None:
+        done.append(1)
+        if len(done) > 1:
+            twice.set()
+
+    with beside(work):
+        assert twice.wait(10)
+    count = len(done)
+    assert count > 1
+
+    def fail() -> None:
+        raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"), beside(fail):
+        pass
+    assert len(done) == count
 
 
 def test_the_pages_are_in_step_with_the_results(scripts: dict[str, ModuleType]) -> None:
@@ -304,7 +326,7 @@ def test_the_readme_names_the_fastest_of_both(scripts: dict[str, ModuleType]) ->
     rows: dict[str, Any] = {
         "cnn": {
             "entries": {
-                **times(ours_fp16=0.5, ours_int8=0.25, bare_int8=0.1, torch_graph_fp16=0.5, torch_eager_fp16=2.0),
+                **times(ours_fp16=0.4, ours_int8=0.25, bare_int8=0.1, torch_graph_fp16=0.5, torch_eager_fp16=2.0),
                 "ours fp8": {"failed": "x"},
             }
         },
@@ -315,7 +337,10 @@ def test_the_readme_names_the_fastest_of_both(scripts: dict[str, ModuleType]) ->
     host = {"cpu": "some CPU", "cores": 2, "python": "3.12", "packages": {}}
     found = {"rows": rows, "environment": host, "target": {"device": "NVIDIA H200", "driver": "580", "version": "10.6.0"}}
     section = scripts["gpu_model_tables"].fastest_section
-    assert section(found)[2:-2] == ["| `cnn` | int8 | 0.250 | graph fp16 | 0.500 | 2.00 |"]
+    line = "| `cnn` | 0.500 (graph fp16) | 0.400 (fp16) | 1.25 | 0.250 (int8) | 2.00 |"
+    assert section(found)[2:-3] == [line]
+    rows["cnn"]["note"] = "seen once"
+    assert section(found)[2:-3] == [line.replace("`cnn`", "`cnn` *")]
     assert section({}) == []
 
 

@@ -27,9 +27,9 @@ LOOP, BUILD = "bare loop", "bare"
 def build_bare(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent) -> Engine:
     """The engine of a converted graph by the plain API. A stage of its own, with what ours gets."""
     gpu, _ = trt_library.host()
-    trt, target = trt_library.library(), tensorrt_.probe()
+    trt, timed = trt_library.library(), timing_cache.Timed(tensorrt_.probe(), options.tensorrt.timing_iterations)
     with timing_cache.gpu_lock(gpu.uuid, progress):
-        plan = serialized(trt, model, recipe, options, timing_cache.read(target))
+        plan = serialized(trt, model, recipe, options, timing_cache.read(timed))
     return written(plan, model, recipe.model_copy(update={"variant": BUILD}), options, out)
 
 

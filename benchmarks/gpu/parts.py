@@ -57,11 +57,11 @@ def throughput(options: Options, batch: int, level: int = 3, pixels: str = "floa
     entrants: list[Entrant] = []
     models: list[OnnxModel] = []
     for way in options.ways or PLACEMENTS:
-        name = f"{way} b{batch} level {level}"
-        if placed := with_failure(entries, name, _placed, row, options, way, batch, level):
+        label = f"{way} b{batch} level {level}"
+        if placed := with_failure(entries, label, _placed, row, options, way, batch, level):
             built, made, model = placed
-            entries[name] = build_facts(built, made)
-            entrants += [Entrant(f"{name}, {count} stream{'s' * (count > 1)}", made.engine, "flow", count) for count in STREAMS]
+            entries[label] = build_facts(built, made)
+            entrants += [Entrant(f"{label}, {count} stream{'s' * (count > 1)}", made.engine, "flow", count) for count in STREAMS]
             models.append(model)
     outcomes = race_at(models[0], {"batch": batch}, batch, entrants, options, watch) if entrants else []
     entries |= {outcome.entrant.name: entry_of(outcome, known) for outcome in outcomes}

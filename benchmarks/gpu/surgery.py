@@ -138,7 +138,7 @@ def fold_strides(model: onnx.ModelProto) -> onnx.ModelProto:
             (image, weight, *bias), name = node.inputs, node.outputs[0].name
             blocks = gs.Variable(f"{name}_blocks", dtype=image.dtype)
             graph.nodes.append(gs.Node("SpaceToDepth", f"{name}_to_depth", {"blocksize": stride}, [image], [blocks]))
-            node.inputs = [blocks, gs.Constant(f"{weight.name}_folded", folded_weight(_value(weight), stride, folded)), *bias]
+            node.inputs = [blocks, gs.Constant(f"{name}_weight", folded_weight(_value(weight), stride, folded)), *bias]
             begins, sizes = [-first for first, _, _ in folded], [size for _, size, _ in folded]
             ends = [size - 1 - begin for begin, size in zip(begins, sizes, strict=True)]
             node.attrs = {"kernel_shape": sizes, "strides": [1, 1], "pads": [*begins, *ends], "dilations": [1, 1], "group": 1}

@@ -16,14 +16,14 @@ from gpu.measure_row import Options, recipe_of, with_failure
 from gpu.parts import begun, race_at, wanted
 from gpu.plans import graph_of, plan_of
 from gpu.rows import row_named
-from pipeline.backends import tensorrt_, timing_cache, trt_library
+from pipeline.backends import timing_cache, trt_library
 from pipeline.backends.trt_build import monitor
 from pipeline.candidates import convert_model
+from pipeline.config import home
 from pipeline.core import BuildOptions, Engine, OnnxModel, Progress, Recipe, silent
-from pipeline.job import Job, options_of
-from pipeline.runner import Stage
+from pipeline.job import Job
 
-REPEATS = 3
+STAGE, REPEATS = "tactics", 3
 KINDS: Mapping[str, tuple[str, ...]] = {
     "plain": (),
     "timed once": ("once",),
@@ -48,18 +48,18 @@ def tactics(options: Options) -> dict[str, Any]:
             name = f"{kind} {number}"
             engine = with_failure(entries, name, _built, job, converted, recipe.model_copy(update={"variant": name}))
             entrants += [Entrant(name, engine.model_copy(update={"recipe": recipe.model_copy(update={"variant": LOOP})}), "bare")] if engine else []
-    seconds = {step.subject: round(step.seconds, 1) for step in job.runner.steps if step.stage == STAGE.name}
+    seconds = {step.subject: round(step.seconds, 1) for step in job.runner.steps if step.stage == STAGE}
     for outcome in race_at(model, {}, 1, entrants, options, watch) if entrants else []:
-        label = recipe.model_copy(update={"variant": outcome.entrant.name}).label
-        entries[outcome.entrant.name] = entry_of(outcome, known) | {"build_s": seconds.get(label)}
+        entries[outcome.entrant.name] = entry_of(outcome, known) | {"build_s": seconds.get(outcome.entrant.name)}
     return {**document, "batch": 1, "entries": entries, "targets": [], "gpu": watch.summary()}
 
 
 def _built(job: Job, converted: OnnxModel, recipe: Recipe) -> Engine:
-    options = job.build_options("tensorrt")
-    told = options_of(recipe, options)
-    target = tensorrt_.probe()
-    return job.runner.stage(STAGE, Engine, converted, recipe, options, inputs=(converted.digest,), options=told, subject=recipe.label, target=target)
+    """Never from the store: the same build again is what is looked at."""
+    out = home() / "gpu_models" / "tactics" / recipe.variant
+    out.mkdir(parents=True, exist_ok=True)
+    engine: Engine = job.runner.anew(STAGE, recipe.variant, build_kind, converted, recipe, job.build_options("tensorrt"), out)
+    return engine
 
 
 def build_kind(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent) -> Engine:
@@ -79,6 +79,3 @@ def build_kind(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Pat
     with timing_cache.gpu_lock(gpu.uuid, progress):
         plan = serialized(trt, model, recipe, options, b"", change)
     return written(plan, model, recipe, options, out)
-
-
-STAGE = Stage("tactics", 1, build_kind, tensorrt_.DISTRIBUTIONS)

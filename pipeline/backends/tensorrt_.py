@@ -145,9 +145,10 @@ def _build(place: Place, model: OnnxModel, recipe: Recipe, options: BuildOptions
         raise UnsupportedError(f"TensorRT cannot take this model: {said}", "list every node with `crucible inspect MODEL --backend tensorrt`")
     config = configure(trt, parsed, recipe, options, model.inputs)
     calibrator = _give_calibrator(trt, config, model, recipe)
-    attached = timing_cache.attach(config, place.target, place.gpu)
+    timed = timing_cache.Timed(place.target, options.tensorrt.timing_iterations)
+    attached = timing_cache.attach(config, timed, place.gpu)
     plan = serialize(trt, parsed, config, progress)
-    said_of_cache = timing_cache.keep(config, place.target, attached, place.gpu)
+    said_of_cache = timing_cache.keep(config, timed, attached, place.gpu)
     inputs = with_locations(model.inputs, parsed)
     del attached, config, calibrator, parsed  # users before what they use; their memory is back when the GPU is given back
     return Built(plan, inputs, (*warnings_of(trt, model), *(Note(stage="build", text=text, level="info") for text in said_of_cache)))

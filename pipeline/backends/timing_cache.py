@@ -1,8 +1,8 @@
 """TensorRT's timing cache as an artifact of its own, and the GPU to itself while it is filled.
 
-    home()/timing/<key of the target>/cache.bin     what TensorRT serialized (trtexec --timingCacheFile reads it too)
-                                      target.json   for which target, and the sha256 of cache.bin
-    home()/locks/gpu-<uuid>.lock                    held while an engine is built: two of our builds on one GPU take turns
+    home()/timing/<key>/cache.bin     what TensorRT serialized (trtexec --timingCacheFile reads it too)
+                        target.json   for which target, how often a kernel was timed, and the sha256 of cache.bin
+    home()/locks/gpu-<uuid>.lock      held while an engine is built: two of our builds on one GPU take turns
 
 A build looks its kernels up and times only those that are not there (ResNet-18 in fp16 on an H200: 24 s cold, 0.6 s with it). A time taken
 while another process computes, or while others take the CPUs that launch it, is wrong for ever, so such a build adds nothing; nor does one
@@ -34,17 +34,26 @@ UNREADABLE = "the timing cache at '{}' was damaged and is made anew: this build 
 SHARED = "timing cache not filled: another process used the GPU (process {})"
 HIDDEN = "; one that is not seen from here may be this build itself, in a container that gets the host's numbers (docker: --pid=host)"
 UNKNOWN = "timing cache not filled: it is not known whether another process used the GPU: {}"
-BUSY = "timing cache not filled: other work took {:.0%} of the host's CPUs and left {:.0%} idle, so kernels may be timed and chosen badly"
-MOST_OTHERS, LEAST_IDLE = 0.5, 0.1  # a build's own threads may take every CPU: that alone is no reason
+BUSY = "timing cache not filled: other work took {:.0%} of the CPUs and left {:.0%} idle, so kernels may be timed and chosen badly"
+MOST_OTHERS, LEAST_IDLE = 0.25, 0.1  # a build's own threads may take every CPU: that alone is no reason
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What a cache is of: one target, each kernel timed so often. TensorRT looks up a time of 1 run where 8 are asked for."""
+
+    target: Target
+    iterations: int
 
 
 class About(Frozen):
-    """What lies beside a cache: whose it is, and how it reads when whole."""
+    """What lies beside a cache: what it is of, and how it reads when whole."""
 
     backend: str
     version: str
     device: str
     compute_capability: str | None
+    timing_iterations: int
     sha256: str = ""
 
 
@@ -57,7 +66,7 @@ class Others:
 
 
 class CpuTime(NamedTuple):
-    """Seconds of all the host's CPUs since it started: in all, idle, and spent by this process and its children."""
+    """Seconds of the CPUs that this process may use, since the host started: in all, idle, and spent by it and its ended children."""
 
     total: float = 0.0
     idle: float = 0.0
@@ -82,19 +91,27 @@ class Attached:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def folder(target: Target) -> Path:
-    """Where the cache of this target lies: by library version, GPU model and generation. TensorRT itself checks more when it reads it."""
-    key = hashlib.sha256(_about(target).model_dump_json().encode()).hexdigest()
+def folder(timed: Timed) -> Path:
+    """Where this cache lies: by library version, GPU model and generation, and iterations. TensorRT itself checks more when it reads it."""
+    key = hashlib.sha256(_about(timed).model_dump_json().encode()).hexdigest()
     return home() / "timing" / key
 
 
-def _about(target: Target, sha256: str = "") -> About:
-    return About(backend=target.backend, version=target.version, device=target.device, compute_capability=target.compute_capability, sha256=sha256)
+def _about(timed: Timed, sha256: str = "") -> About:
+    target = timed.target
+    return About(
+        backend=target.backend,
+        version=target.version,
+        device=target.device,
+        compute_capability=target.compute_capability,
+        timing_iterations=timed.iterations,
+        sha256=sha256,
+    )
 
 
-def read(target: Target) -> bytes:
-    """The cache of this target; empty where there is none, or none that is whole."""
-    place = folder(target)
+def read(timed: Timed) -> bytes:
+    """This cache; empty where there is none, or none that is whole."""
+    place = folder(timed)
     try:
         data, about = (place / FILE).read_bytes(), json.loads((place / ABOUT).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -103,10 +120,10 @@ def read(target: Target) -> bytes:
     return data if whole else b""
 
 
-def write(target: Target, data: bytes) -> None:
-    """Publish the cache of this target. A crash between the two files leaves one that `read` takes for damaged."""
-    place = folder(target)
-    about = _about(target, hashlib.sha256(data).hexdigest())
+def write(timed: Timed, data: bytes) -> None:
+    """Publish this cache. A crash between the two files leaves one that `read` takes for damaged."""
+    place = folder(timed)
+    about = _about(timed, hashlib.sha256(data).hexdigest())
     _publish(place / FILE, data)
     _publish(place / ABOUT, (about.model_dump_json(indent=1) + "\n").encode())
 
@@ -126,20 +143,20 @@ def _publish(path: Path, data: bytes) -> None:
 # -- a build's use of it -----------------------------------------------------------------------------------------------
 
 
-def attach(config: Any, target: Target, gpu: str = "") -> Attached:
-    """Give a builder's config the cache of this target, or an empty one; notes tell of one that cannot be read."""
-    data = read(target)
-    notes = [UNREADABLE.format(folder(target) / FILE)] if not data and (folder(target) / FILE).exists() else []
+def attach(config: Any, timed: Timed, gpu: str = "") -> Attached:
+    """Give a builder's config this cache, or an empty one; notes tell of one that cannot be read."""
+    data = read(timed)
+    notes = [UNREADABLE.format(folder(timed) / FILE)] if not data and (folder(timed) / FILE).exists() else []
     cache = config.create_timing_cache(data)
     if cache is None or not config.set_timing_cache(cache, False):  # False: of another device or version it is refused
-        notes = [UNREADABLE.format(folder(target) / FILE)]
+        notes = [UNREADABLE.format(folder(timed) / FILE)]
         cache = config.create_timing_cache(b"")
         config.set_timing_cache(cache, False)
     return Attached(cache, other_processes(gpu), cpu_time(), notes)
 
 
-def keep(config: Any, target: Target, attached: Attached, gpu: str = "") -> tuple[str, ...]:
-    """After the build: add what it timed to the target's cache, if the GPU was ours alone and the CPUs kept up. Returns all that should be noted."""
+def keep(config: Any, timed: Timed, attached: Attached, gpu: str = "") -> tuple[str, ...]:
+    """After the build: add what it timed to this cache, if the GPU was ours alone and the CPUs kept up. Returns all that should be noted."""
     others = other_processes(gpu)
     if unknown := attached.others.unknown or others.unknown:
         return (*attached.notes, UNKNOWN.format(unknown))
@@ -149,22 +166,22 @@ def keep(config: Any, target: Target, attached: Attached, gpu: str = "") -> tupl
     others_share, idle = cpu_time().shares_since(attached.cpu)
     if others_share > MOST_OTHERS and idle < LEAST_IDLE:
         return (*attached.notes, BUSY.format(others_share, idle))
-    merge(config, target, attached.cache)
+    merge(config, timed, attached.cache)
     return tuple(attached.notes)
 
 
-def merge(config: Any, target: Target, cache_from_build: Any) -> None:
-    """Add a build's cache to the target's own under a lock: what another build wrote meanwhile stays."""
-    place = folder(target)
+def merge(config: Any, timed: Timed, cache_from_build: Any) -> None:
+    """Add a build's cache to the stored one under a lock: what another build wrote meanwhile stays."""
+    place = folder(timed)
     place.mkdir(parents=True, exist_ok=True)
     with FileLock(place / "lock"):
-        before = read(target)
+        before = read(timed)
         stored = config.create_timing_cache(before) if before else None
         if stored is not None:
             cache_from_build.combine(stored, False)  # False: entries of another device are left out
         after = bytes(cache_from_build.serialize())
         if after != before:
-            write(target, after)
+            write(timed, after)
 
 
 # -- the GPU to itself -------------------------------------------------------------------------------------------------
@@ -204,10 +221,13 @@ def other_processes(gpu: str = "", command: str = "nvidia-smi") -> Others:
 
 
 def cpu_time() -> CpuTime:
-    host, own = psutil.cpu_times(), psutil.Process().cpu_times()
-    counted_twice = getattr(host, "guest", 0.0) + getattr(host, "guest_nice", 0.0)  # in user and nice too
-    idle = host.idle + getattr(host, "iowait", 0.0)
-    return CpuTime(sum(host) - counted_twice, idle, own.user + own.system + own.children_user + own.children_system)
+    """Until now. Of a quota (docker --cpus) the kernel's figures know nothing."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    cpus = [each for number, each in enumerate(psutil.cpu_times(percpu=True)) if allowed is None or number in allowed]
+    counted_twice = sum(getattr(each, name, 0.0) for each in cpus for name in ("guest", "guest_nice"))  # in user and nice too
+    idle = sum(each.idle + getattr(each, "iowait", 0.0) for each in cpus)
+    own = psutil.Process().cpu_times()
+    return CpuTime(sum(map(sum, cpus)) - counted_twice, idle, own.user + own.system + own.children_user + own.children_system)
 
 
 def _family() -> set[int]:

@@ -245,6 +245,10 @@ def test_values_that_decide_a_shape_are_read_on_the_host(tmp_path: Path) -> None
     np.testing.assert_array_equal(answer, np.broadcast_to(np.float32([1, 2, 3]), (5, 3)))
 
 
+def timed_here() -> timing_cache.Timed:
+    return timing_cache.Timed(tensorrt_.probe(), OPTIONS.tensorrt.timing_iterations)
+
+
 @pytest.fixture
 def idle_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """What else this host computes keeps no times out of the cache."""
@@ -254,36 +258,36 @@ def idle_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("idle_cpus")
 def test_the_second_build_reads_the_timing_cache(tmp_path: Path) -> None:
-    model, target = linear(tmp_path / "model", Precision.FP16), tensorrt_.probe()
+    model, timed = linear(tmp_path / "model", Precision.FP16), timed_here()
     first = build(model, recipe(Precision.FP16), tmp_path / "first")
-    cache = timing_cache.folder(target) / timing_cache.FILE
+    cache = timing_cache.folder(timed) / timing_cache.FILE
     assert first.notes == ()
     size = cache.stat().st_size
     second = build(model, recipe(Precision.FP16), tmp_path / "second")
     assert cache.stat().st_size == size > 0  # nothing new was timed
-    assert timing_cache.read(target)
+    assert timing_cache.read(timed)
     assert second.notes == ()
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("idle_cpus")
 def test_a_damaged_timing_cache_is_made_anew(tmp_path: Path) -> None:
-    target, junk = tensorrt_.probe(), b"no timing cache" * 100
-    timing_cache.write(target, junk)
-    (timing_cache.folder(target) / timing_cache.ABOUT).unlink()
+    timed, junk = timed_here(), b"no timing cache" * 100
+    timing_cache.write(timed, junk)
+    (timing_cache.folder(timed) / timing_cache.ABOUT).unlink()
     engine = build(linear(tmp_path / "model"), recipe(), tmp_path / "out")
     assert any("was damaged and is made anew" in note.text for note in engine.notes)
-    assert timing_cache.read(target) not in (b"", junk)
+    assert timing_cache.read(timed) not in (b"", junk)
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("idle_cpus")
 def test_a_timing_cache_that_was_written_as_rubbish_is_made_anew(tmp_path: Path) -> None:
     """Its digest is right, so only TensorRT could find out; 10.6 takes it for an empty one without a word."""
-    target, junk = tensorrt_.probe(), b"no timing cache" * 100
-    timing_cache.write(target, junk)
+    timed, junk = timed_here(), b"no timing cache" * 100
+    timing_cache.write(timed, junk)
     build(linear(tmp_path / "model"), recipe(), tmp_path / "out")
-    assert timing_cache.read(target) not in (b"", junk)
+    assert timing_cache.read(timed) not in (b"", junk)
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ from pipeline.backends.cuda import OutOfDeviceMemory
 from pipeline.backends.trt_build import (
     CANNOT,
     MOST_WARNINGS,
+    ON_THE_CLOCK,
     Phases,
     add_profiles,
     build_error,
@@ -175,7 +176,8 @@ def test_what_the_plan_allows_reaches_the_library(tmp_path: Path, trt: Any) -> N
 
 def recorded() -> Iterator[tuple[str, Any]]:
     for kind, *details in json.loads(gzip.decompress(EVENTS.read_bytes())):
-        yield kind, details[:-1]  # without the time
+        if details[0] != ON_THE_CLOCK:
+            yield kind, details[:-1]  # without the time
 
 
 def fractions(events: Iterator[tuple[str, Any]], profiles: int = 1) -> list[float]:
@@ -253,6 +255,16 @@ def test_a_build_ends_when_nobody_listens(trt: Any) -> None:
     watching = monitor(trt, gone)
     watching.phase_start("Building engine", None, 2)
     assert watching.step_complete("Building engine", 0) is False
+    assert watching.step_complete(ON_THE_CLOCK, 0) is False
+
+
+def test_nothing_is_told_while_a_kernel_is_timed(trt: Any) -> None:
+    told: list[tuple[float | None, str]] = []
+    watching = monitor(trt, lambda fraction, text: told.append((fraction, text)))
+    watching.phase_start(ON_THE_CLOCK, "Evaluating tactic times", 4)
+    assert watching.step_complete(ON_THE_CLOCK, 0)
+    watching.phase_finish(ON_THE_CLOCK)
+    assert (told, watching.phases.innermost) == ([], "")
 
 
 # -- building ----------------------------------------------------------------------------------------------------------

@@ -41,6 +41,12 @@ def test_every_row_is_a_plan_that_can_be_read(gpu: dict[str, ModuleType], tmp_pa
         assert all(peer.split()[0] in gpu["torch_peers"].WAYS for peer in row.peers)
 
 
+def test_every_engine_of_ours_in_the_results_is_of_a_way_that_can_be_asked_for(gpu: dict[str, ModuleType]) -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "gpu_models.json").read_text(encoding="utf-8"))["rows"]
+    ours = {name.removeprefix("ours ") for row in rows.values() for name in row["entries"] if name.startswith("ours ")}
+    assert {"fp16"} <= ours <= set(gpu["rows"].WAYS)
+
+
 @pytest.mark.parametrize("name", ["resnet50_b64", "encoder_b32", "encoder_maskless_b1"])
 def test_the_data_of_a_row_fits_its_model(gpu: dict[str, ModuleType], own_home: Path, name: str) -> None:
     job = open_job(gpu["plans"].plan_of(gpu["rows"].row_named(name)), Runner(Store(own_home)))

@@ -274,6 +274,22 @@ def test_a_folded_stride_gives_the_same(gpu: dict[str, ModuleType], side: int, k
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_two_convolutions_of_one_weight_are_folded_each_in_its_way(gpu: dict[str, ModuleType]) -> None:
+    import onnxruntime
+
+    before = convolution([2, 3, 32, 32], (5, 3, 7, 7), strides=[2, 2], pads=[3] * 4)
+    before.graph.node.append(helper.make_node("Conv", ["x", "w", "b"], ["z"], strides=[2, 2], pads=[2, 2, 3, 3]))
+    before.graph.output.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, [2, 5, None, None]))
+    after = gpu["surgery"].fold_strides(onnx.ModelProto.FromString(before.SerializeToString()))
+    assert [node.op_type for node in after.graph.node].count("SpaceToDepth") == 2
+    fed = {"x": np.random.default_rng(2).standard_normal((2, 3, 32, 32)).astype(np.float32)}
+    answers = [
+        onnxruntime.InferenceSession(each.SerializeToString(), providers=["CPUExecutionProvider"]).run(["y", "z"], fed) for each in (before, after)
+    ]
+    for expected, found in zip(*answers, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("shape", "weight", "attributes"),
     [

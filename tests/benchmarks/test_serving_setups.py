@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import onnxruntime
 import pytest
 
 from pipeline.config import plan_from_document
+from pipeline.core import Precision, Recipe, Target
 from pipeline.errors import BackendUnavailable
 from pipeline.gpu import find_gpus
 from service.models import DeploymentOptions
@@ -69,6 +70,14 @@ def test_a_network_may_enlarge_its_image_first(bench: Bench, tmp_path: Path) -> 
     found = rounds.expected_of(small, 32)
     assert np.frombuffer(found, np.float32) == pytest.approx(np.ravel(expected), abs=1e-5)
     assert 0 < rounds.tolerance_of(found) == pytest.approx(rounds.TOLERANCE * np.abs(expected).max(), rel=1e-3)
+    (other,) = onnxruntime.InferenceSession(str(whole), providers=["CPUExecutionProvider"]).run(None, {models.INPUT: large[:, :, ::-1].copy()})
+    assert np.abs(other - expected).max() > rounds.tolerance_of(found)
+
+
+def test_an_engine_says_where_it_ran(bench: Bench) -> None:
+    target = Target(backend="tensorrt", version="10.6.0", device="NVIDIA H200", driver="580")
+    engine = SimpleNamespace(target=target, recipe=Recipe(backend="tensorrt", precision=Precision.FP32))
+    assert bench["setups"].ran_on(engine) == "tensorrt 10.6.0 fp32 on NVIDIA H200"
 
 
 # -- rows and the page -------------------------------------------------------------------------------------------------
