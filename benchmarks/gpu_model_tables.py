@@ -50,7 +50,7 @@ def models_section(found: Mapping[str, Any]) -> list[str]:
 
 
 def fastest_section(found: Mapping[str, Any]) -> list[str]:
-    """For the README: of every row the fastest of PyTorch's and of ours in fp16, and of ours at all, by the GPU's time; a star where there is a note."""
+    """For the README: of every row the fastest of PyTorch's and of ours in fp16, and of ours at all, by GPU time; a star where there is a note."""
     lines = []
     for name, row in found.get("rows", {}).items():
         entries = row.get("entries", {})
