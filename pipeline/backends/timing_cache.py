@@ -40,7 +40,7 @@ MOST_OTHERS, LEAST_IDLE = 0.25, 0.1  # a build's own threads may take every CPU:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What a cache is of: one target, each kernel timed so often. TensorRT looks up a time of 1 run where 8 are asked for."""
+    """What a cache is of: one target, each kernel timed so often. Times of 1 run are not to be looked up where 8 are asked for."""
 
     target: Target
     iterations: int
