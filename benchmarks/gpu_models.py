@@ -1,7 +1,7 @@
 """The fastest engine on this host's GPU against TensorRT used barely and against PyTorch: any row of the table by one command.
 
     python benchmarks/gpu_models.py [ROW ...] [--into DIR] [--seconds S] [--keep FOLDER] [--ways fp16,int8] [--no-bare] [--no-peers]
-                                    [--only WORD,WORD] [--set KEY=VALUE] [--note TEXT] [--prepare] [--build] [--list]
+                                    [--only WORD,WORD] [--set KEY=VALUE] [--note TEXT] [--modes MODE] [--prepare] [--build] [--list]
 
 A row is one model at one shape: ours in each precision, the same graph built and run by TensorRT's plain API, and PyTorch, all in one
 interleaved run, each in a process of its own. After each row DIR/gpu_models.json is written anew, with what earlier commands found in other
@@ -28,10 +28,10 @@ from common import RESULTS
 from gpu.async_curve import async_curve
 from gpu.host import restore, store
 from gpu.measure_row import Options, measure_row, prepare_row
-from gpu.parts import flexibility, overlap, throughput
+from gpu.parts import FLEXIBILITY, flexibility, overlap, prepare_flexibility, throughput
 from gpu.rows import ROWS, WAYS, row_named
 from gpu.tactics import tactics
-from gpu.torch_peers import cache_folder
+from gpu.torch_peers import COMPILE_MODES, cache_folder
 from rich.console import Console
 from rich.table import Table
 
@@ -53,10 +53,14 @@ PARTS: Mapping[str, tuple[Part, float]] = {
     "async_curve": (lambda options: async_curve(), 1),
     "tactics": (tactics, 16),
     "overlap": (overlap, 4),
-    "flexibility_resnet50": (partial(flexibility, "resnet50"), 10),
-    "flexibility_encoder": (partial(flexibility, "encoder"), 9),
+    **{f"flexibility_{model}": (partial(flexibility, model), 10) for model in FLEXIBILITY},
 }
 """Every row and part, and the minutes that it takes with cold caches (an estimate)."""
+PREPARED: Mapping[str, Part] = {
+    **{row.name: partial(prepare_row, row) for row in ROWS},
+    **{f"flexibility_{model}": partial(prepare_flexibility, model) for model in FLEXIBILITY},
+}
+"""What makes the graphs of a row or part without a GPU."""
 
 
 def main() -> None:
@@ -65,7 +69,7 @@ def main() -> None:
         print("\n".join(f"{name:32} about {minutes:g} min with cold caches" for name, (_, minutes) in PARTS.items()))
         return
     names = arguments.rows or list(PARTS)
-    chosen = {name: getattr(arguments, name) for name in ("seconds", "ways", "peers", "bare", "only", "build_only")}
+    chosen = {name: getattr(arguments, name) for name in ("seconds", "ways", "peers", "bare", "only", "modes", "build_only")}
     options = Options(overrides=tuple(arguments.set), **chosen)
     target = tensorrt_.probe()
     cache_folder(home())
@@ -95,6 +99,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where timing cache and Inductor's cache come from and go to")
     parser.add_argument("--ways", type=_ways, default=(), metavar="WAY,WAY", help=f"of ours, instead of all of the row: {', '.join(WAYS)}")
     parser.add_argument("--only", type=_words, default=(), metavar="WORD,WORD", help="of a part, only the variants whose names hold a word")
+    parser.add_argument("--modes", type=_words, default=COMPILE_MODES, metavar="MODE,MODE", help="of torch.compile: the first that ends in time")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the plan")
     parser.add_argument("--note", default="", metavar="TEXT", help="what a reader of these rows must know")
     parser.add_argument("--no-bare", dest="bare", action="store_false", help="without bare builds")
@@ -123,12 +128,12 @@ def _ways(text: str) -> tuple[str, ...]:
 
 
 def prepare(names: list[str], options: Options) -> int:
-    """Graphs of the rows, several at once; how many failed."""
-    rows = [row for row in ROWS if row.name in names]
+    """Graphs of the rows, in this order, several at once; how many failed."""
+    wanted = [name for name in names if name in PREPARED]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        done = list(pool.map(lambda row: guarded(partial(prepare_row, row), options), rows))
-    for row, found in zip(rows, done, strict=True):
-        print(f"{row.name}: {found.get('failed') or 'prepared'} ({found['seconds']:.0f} s)")
+        done = list(pool.map(lambda name: guarded(PREPARED[name], options), wanted))
+    for name, found in zip(wanted, done, strict=True):
+        print(f"{name}: {found.get('failed') or 'prepared'} ({found['seconds']:.0f} s)")
     return sum("failed" in found for found in done)
 
 

@@ -54,6 +54,7 @@ class Options:
     bare: bool = True
     overrides: tuple[str, ...] = ()  # of the plan
     only: tuple[str, ...] = ()  # variants of a part
+    modes: tuple[str, ...] = COMPILE_MODES  # of torch.compile, the first that ends in time
     build_only: bool = False  # fill the store and the caches, measure nothing
 
 
@@ -144,7 +145,7 @@ def measure_row(row: Row, options: Options) -> dict[str, Any]:
     made = engines_of(row, job, model, options, entries)
     entrants = entrants_of(made)
     if options.peers:
-        entrants += peers_of(row, job, model, feeds, entries)
+        entrants += peers_of(row, job, model, feeds, options, entries)
     if options.build_only:
         return {"built": [entrant.name for entrant in entrants], "entries": entries}
     foreign = timing_cache.other_processes(trt_library.host()[0].uuid)
@@ -206,7 +207,7 @@ def entrants_of(made: Sequence[Made]) -> list[Entrant]:
     return entrants
 
 
-def peers_of(row: Row, job: Job, model: OnnxModel, feeds: Tensors, entries: dict[str, dict[str, Any]]) -> list[Entrant]:
+def peers_of(row: Row, job: Job, model: OnnxModel, feeds: Tensors, options: Options, entries: dict[str, dict[str, Any]]) -> list[Entrant]:
     """PyTorch's entrants; those of LOOKED_AT are first run once in a child of their own, which fills Inductor's cache too."""
     entrants = []
     for peer in row.peers:
@@ -214,7 +215,7 @@ def peers_of(row: Row, job: Job, model: OnnxModel, feeds: Tensors, entries: dict
         if peer not in LOOKED_AT:
             entrants.append(Entrant(name, engine, "torch"))
             continue
-        for mode in COMPILE_MODES if peer.startswith("compile") else ("",):
+        for mode in options.modes if peer.startswith("compile") else ("",):
             before = entries.pop(name, {})  # why the mode before this one did not come to an end
             facts = with_failure(entries, name, looked_at, engine, feeds, mode)
             if facts is not None:

@@ -10,10 +10,11 @@ from typing import Any
 from gpu.contest import Entrant, Outcome, contest
 from gpu.facts import device_peaks, entry_of
 from gpu.host import Watch
-from gpu.measure_row import Made, Options, build_facts, make, overrides_of, with_failure, with_profile, workload_of
+from gpu.measure_row import Made, Options, build_facts, make, overrides_of, recipe_of, with_failure, with_profile, workload_of
 from gpu.plans import feeds_of, graph_of, plan_of
 from gpu.rows import H200, Row, image, target
 from pipeline.backends import tensorrt_
+from pipeline.candidates import convert_model
 from pipeline.config import BenchmarkConfig
 from pipeline.core import OnnxModel
 from pipeline.job import Job
@@ -171,13 +172,27 @@ def flexibility(model_name: str, options: Options) -> dict[str, Any]:
     return {**document, "entries": entries, "targets": [], "gpu": watch.summary()}
 
 
+def prepare_flexibility(model_name: str, options: Options) -> dict[str, Any]:
+    """The graphs of all variants."""
+    names = [variant.name for variant in FLEXIBILITY[model_name] if wanted(variant.name, options.only)]
+    for variant in FLEXIBILITY[model_name]:
+        if variant.name in names:
+            job, model = _graph(model_name, variant, options)
+            convert_model(job, model, recipe_of(job, variant.way))
+    return {"prepared": names}
+
+
 def _built(model_name: str, variant: Variant, options: Options) -> tuple[Variant, Job, OnnxModel, Made]:
+    job, model = _graph(model_name, variant, options)
+    return variant, job, model, make(job, model, variant.way)
+
+
+def _graph(model_name: str, variant: Variant, options: Options) -> tuple[Job, OnnxModel]:
     profiles = [variant.profile] if variant.profile else []
     name = f"flexible_{model_name}_{'_'.join(variant.profile) or 'fixed'}"
     row = Row(name, model_name, variant.inputs, (), 0, output="logits" if "image" in variant.inputs else "hidden")
     sizes = {symbol: triple[1] for symbol, triple in variant.profile.items()}
-    job, model = graph_of(plan_of(row, (*options.overrides, *variant.overrides), profiles, sizes))
-    return variant, job, model, make(job, model, variant.way)
+    return graph_of(plan_of(row, (*options.overrides, *variant.overrides), profiles, sizes))
 
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]

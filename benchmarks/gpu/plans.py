@@ -19,7 +19,8 @@ from pipeline.runner import Runner, StageEvent
 from pipeline.store import Store
 
 HERE = Path(__file__).resolve().parent
-CALIBRATION_ROWS = 16  # at least; random, for speed only
+CALIBRATION_ROWS = 16  # random, for speed only
+CALIBRATION_TOKENS = 4096  # enough of them, where a row is long
 VOCABULARY = 30522
 BECAUSE = "for speed only: the ranges of int8 change no latency"
 
@@ -66,8 +67,8 @@ def calibration_file(row: Row, folder: Path, sizes: Mapping[str, int]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{row.name}.npz"
     shapes = {name: tuple(sizes[dim] if isinstance(dim, str) else dim for dim in shape) for name, shape in row.inputs.items()}
-    rows = next(iter(shapes.values()))[0]
-    batches = max(2, CALIBRATION_ROWS // rows)
+    rows, tokens = next(iter(shapes.values()))
+    batches = max(2, min(CALIBRATION_ROWS // rows, CALIBRATION_TOKENS // (rows * tokens)))
     arrays = [text_feeds(shapes, seed) for seed in range(1, batches + 1)]
     np.savez(file, **{name: np.concatenate([each[name] for each in arrays]) for name in shapes})
     return file
