@@ -161,7 +161,8 @@ def _about(row: Mapping[str, Any]) -> Iterable[str]:
     gpu = row.get("gpu") or {}
     states = [f"{name.replace('_', ' ')} {values['median']:g}" for name, values in gpu.items()]
     changed = [f"overrides: {', '.join(row['overrides'])}"] if row.get("overrides") else []
-    said = [row["created"][:10], *changed, *states]
+    cores = [f"{row['cores']} cores"] if "cores" in row else []
+    said = [row["created"][:10], *changed, *cores, *states]
     note = ["", f"**Note**: {row['note']}"] if row.get("note") else []
     return [*note, "", f"{'; '.join(said)}; {row['seconds']:.0f} s."]
 
@@ -170,7 +171,7 @@ def _host(found: Mapping[str, Any]) -> str:
     host, target = found["environment"], found["target"]
     packages = ", ".join(f"{name} {host['packages'][name]}" for name in ("torch", "onnxruntime", "nvidia-modelopt") if name in host["packages"])
     place = f"{target['device']}, driver {target['driver']}, TensorRT {target['version']}"
-    return f"{place}; {host['cpu']}, {host['cores']} cores, Python {host['python']}, {packages}."
+    return f"{place}; {host['cpu']}, Python {host['python']}, {packages}."
 
 
 def _line(cells: Iterable[str]) -> str:

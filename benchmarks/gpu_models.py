@@ -5,8 +5,9 @@
 
 A row is one model at one shape: ours in each precision, the same graph built and run by TensorRT's plain API, and PyTorch, all in one
 interleaved run, each in a process of its own. After each row DIR/gpu_models.json is written anew, with what earlier commands found in other
-rows; a row that fails says so there and does not stop the next. CRUCIBLE_HOME keeps graphs, engines, the timing cache and Inductor's cache;
-`--keep` packs the last two into FOLDER after each row and unpacks them before the first, so that they can go to another machine.
+rows; a row that fails says so there and does not stop the next. With `--ways` it is another row, `ROW: WAY, WAY`, beside the whole one.
+CRUCIBLE_HOME keeps graphs, engines, the timing cache and Inductor's cache; `--keep` packs the last two into FOLDER after each row and unpacks
+them before the first, so that they can go to another machine.
 `--prepare` only makes the graphs of the rows, several at once: that needs no GPU for itself, and is most of what the CPU has to do.
 `--build` makes the engines and lets torch.compile tune, and measures nothing.
 """
@@ -83,12 +84,13 @@ def main() -> None:
     for name in names:
         print(f"== {name}", flush=True)
         found = guarded(PARTS[name][0], options) | ({"note": arguments.note} if arguments.note else {})
-        document = add_row(arguments.into / f"{NAME}.json", name, found, target)
-        Console(width=170).print(table(name, document["rows"][name]))
+        document = add_row(arguments.into / f"{NAME}.json", key_of(name, options), found, target)
+        Console(width=170).print(table(name, found))
         if arguments.keep:
             print(f"kept: {store(home(), arguments.keep)}", file=sys.stderr, flush=True)
-    print(json.dumps({name: summary(document["rows"][name]) for name in names}))
-    sys.exit(any("failed" in document["rows"][name] for name in names))
+    rows = {key: document["rows"][key] for key in (key_of(name, options) for name in names)}
+    print(json.dumps({key: summary(row) for key, row in rows.items()}))
+    sys.exit(any("failed" in row for row in rows.values()))
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -167,15 +169,20 @@ def guarded(part: Part, options: Options) -> dict[str, Any]:
 # -- the document ------------------------------------------------------------------------------------------------------
 
 
+def key_of(name: str, options: Options) -> str:
+    """A row of some of its ways only has a place of its own: it does not replace the whole one."""
+    return f"{name}: {', '.join(options.ways)}" if options.ways else name
+
+
 def add_row(file: Path, name: str, row: Mapping[str, Any], target: Target) -> dict[str, Any]:
     """Write the document with this row in the place of an earlier run of it."""
     old = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.is_file() else {}
     here = {"target": target.model_dump(mode="json"), "environment": environment().model_dump(mode="json")}
-    rows = {**old, name: {**row, "target": here["target"]}}
+    rows = {**old, name: {**row, "target": here["target"], "cores": here["environment"]["cores"]}}
     document = {
         "benchmark": NAME,
         "created": row["created"],
-        "rows": {each: rows[each] for each in PARTS if each in rows},
+        "rows": {each: rows[each] for part in PARTS for each in rows if each.partition(":")[0] == part},
         "targets": {f"{each}: {goal['text']}": bool(goal["reached"]) for each in rows for goal in rows[each].get("targets", ())},
         **here,
     }

@@ -42,10 +42,10 @@ from pipeline.store import canonical
 
 CALIBRATE = Stage("calibrate", 1, calibrate, ("onnx", "onnxruntime"))
 COVER = Stage("cover", 1, cover, ("onnx", "onnxruntime"))
-CONVERT = Stage("convert", 3, convert, ("onnx", "onnxruntime"))
+CONVERT = Stage("convert", 4, convert, ("onnx", "onnxruntime"))
 QUANTIZERS = {
     "nncf": Stage("convert", 1, quantize_with_nncf, ("onnx", "nncf")),
-    "modelopt": Stage("convert", 1, quantize_with_modelopt, ("nvidia-modelopt", "onnx", "onnxruntime")),
+    "modelopt": Stage("convert", 2, quantize_with_modelopt, ("nvidia-modelopt", "onnx", "onnxruntime")),
     "tensorrt": Stage("calibrate", 1, calibrate_with_tensorrt, ("tensorrt", *BINDINGS, "onnx", "polygraphy")),
 }
 WEIGHT_QUANTIZERS = {

@@ -30,6 +30,12 @@ SAFE_FRACTION = 0.25
 """Of the largest fp16 value: what calibration samples may reach, for other inputs will reach further."""
 
 SMALLEST_NORMAL_FP16 = 2.0**-14
+ROUNDING_FP16 = 2.0**-11
+"""Of a value: what rounding it to fp16 changes at most."""
+
+BIASED = frozenset({"Conv", "ConvTranspose", "Gemm"})
+"""Their third input is only added to the result. (So is an Add's; but there it may be the epsilon that keeps a division from 0.)"""
+
 LOW = {Precision.FP16: TensorProto.FLOAT16, Precision.BF16: TensorProto.BFLOAT16}
 DTYPES = {Precision.FP16: np.dtype(np.float16), Precision.BF16: np.dtype(ml_dtypes.bfloat16)}
 LEAST_OPSET = {Precision.FP16: 13, Precision.BF16: 22}
@@ -102,19 +108,27 @@ def _constant(node: onnx.NodeProto) -> NDArray[np.generic] | None:
 
 
 def reasons_for_fp32(graph: onnx.GraphProto, bounds: Mapping[str, Bounds]) -> dict[str, str]:
-    """Per node that fp16 would break: why. `bounds` of the activations come from real samples."""
+    """Per node that fp16 would break: why. `bounds` of the activations come from real samples.
+
+    A bias that fp16 cannot hold breaks nothing where the result, which it is added to, is rounded by more than is lost of it.
+    """
     outside = {name: f"values up to {seen.largest:.3g}" for name, seen in bounds.items() if not _fits(seen.largest)}
+    errors: dict[str, float] = {}
     for tensor in graph.initializer:
         if tensor.data_type == TensorProto.FLOAT:
             largest = float(np.abs(numpy_helper.to_array(tensor)).max(initial=0.0))
             with np.errstate(over="ignore"):
-                lost = abs(float(np.float16(largest)) - largest) > 0.01 * largest
-            if lost:
-                outside[tensor.name] = f"constants up to {largest:.3g}"
+                error = abs(float(np.float16(largest)) - largest)
+            if error > 0.01 * largest:
+                outside[tensor.name], errors[tensor.name] = f"constants up to {largest:.3g}", error
     reasons = {}
     for node in graph.node:
-        strange = next((name for name in (*node.input, *node.output) if name in outside), None)
-        if strange is not None and node.op_type not in QUANTIZERS:
+        if node.op_type in QUANTIZERS:
+            continue
+        rounding = ROUNDING_FP16 * max((bounds[name].largest for name in node.output if name in bounds), default=0.0)
+        unseen = [name for name in node.input[2:3] if node.op_type in BIASED and errors.get(name, np.inf) <= rounding]
+        strange = next((name for name in (*node.input, *node.output) if name in outside and name not in unseen), None)
+        if strange is not None:
             reasons[node.name] = f"{outside[strange]} in '{strange}'"
     return reasons
 

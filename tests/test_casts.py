@@ -75,6 +75,23 @@ def test_constants_that_fp16_cannot_hold_keep_their_node_in_fp32(tmp_path: Path)
     assert "2 nodes stay in fp32" in made.notes[0].text
 
 
+@pytest.mark.parametrize(("bias", "kept"), [(5e-8, False), (3e-4, False), (1e6, True)])
+def test_a_bias_keeps_its_node_in_fp32_only_where_the_result_shows_what_fp16_loses_of_it(tmp_path: Path, bias: float, kept: bool) -> None:
+    text = f"""<ir_version: 9, opset_import: ["" : 20]> net (float[N, 4] x) => (float[N, 2] y)
+    <float[4, 2] w = {{1, 0, 0, 1, 1, 0, 0, 1}}, float[2] b = {{{bias}, 0}}> {{ [gemm] a = Gemm (x, w, b) y = Neg (a) }}"""
+    feeds = {"x": np.ones((2, 4), np.float32)}
+    model, made, graph = converted(tmp_path, text, FP16, feeds)
+    assert dtypes(graph)["b" if kept else "b_fp16"] == (TensorProto.FLOAT if kept else TensorProto.FLOAT16)
+    assert error_of(model, made, feeds) <= 2**-11
+
+
+def test_a_bias_that_is_not_small_beside_the_result_keeps_its_node_in_fp32(tmp_path: Path) -> None:
+    text = """<ir_version: 9, opset_import: ["" : 20]> net (float[N, 1] x) => (float[N, 1] y) <float[1, 1] w = {1.0}, float[1] b = {2e-8}>
+    { [gemm] a = Gemm (x, w, b) [scaled] y = Mul (a, w) }"""
+    _, made, _ = converted(tmp_path, text, FP16, {"x": np.full((2, 1), 1e-5, np.float32)})
+    assert "'gemm'" in made.notes[0].text
+
+
 SUBGRAPH = """
 <ir_version: 9, opset_import: ["" : 20]>
 net (float[N, 4] x, bool flag) => (float[N, 4] y, int64[2] size)

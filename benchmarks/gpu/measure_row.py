@@ -139,6 +139,7 @@ def prepare_row(row: Row, options: Options) -> dict[str, Any]:
 def measure_row(row: Row, options: Options) -> dict[str, Any]:
     """All of one row, as far as it came; a way or a peer that fails is an entry with its reason."""
     begin = monotonic()
+    row = replace(row, ways=options.ways or row.ways)
     job, model = graph_of(plan_of(row, options.overrides))
     feeds = feeds_of(model.inputs, {})
     entries: dict[str, dict[str, Any]] = {}
@@ -175,7 +176,7 @@ def measure_row(row: Row, options: Options) -> dict[str, Any]:
 def engines_of(row: Row, job: Job, model: OnnxModel, options: Options, entries: dict[str, dict[str, Any]]) -> list[Made]:
     """Ours in every way that can be built, each with its bare twin."""
     found = []
-    for way in options.ways or row.ways:
+    for way in row.ways:
         made = with_failure(entries, f"ours {way}", make_way, row, job, model, options, way, entries)
         found += [made] if made else []
     return found

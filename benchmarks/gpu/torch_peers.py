@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +116,27 @@ def _flash(module: Any, args: tuple[Any, ...], mode: str) -> Any:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def run(ids: Any, *_: Any) -> Any:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), unmasked_attention():
             return module(ids)
 
     return Graphed(run)
+
+
+@contextmanager
+def unmasked_attention() -> Iterator[None]:
+    """Attention gets no mask. transformers makes one of ones where it cannot look at the values: while a CUDA graph is captured."""
+    from torch.nn import functional
+
+    attention = functional.scaled_dot_product_attention
+
+    def unmasked(query: Any, key: Any, value: Any, attn_mask: Any = None, **named: Any) -> Any:
+        return attention(query, key, value, **named)
+
+    functional.scaled_dot_product_attention = unmasked
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = attention
 
 
 def _compiled(module: Any, args: tuple[Any, ...], mode: str) -> Any:

@@ -210,6 +210,17 @@ def test_a_row_that_runs_again_takes_its_own_place_and_no_other(gpu: dict[str, M
         assert script.table(name, row).row_count == len(row.get("entries", ())) + len(row.get("targets", ()))
 
 
+def test_a_row_of_some_ways_stands_beside_the_whole_one(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
+    script, options, file = gpu["gpu_models"], gpu["measure_row"].Options, tmp_path / "gpu_models.json"
+    assert script.key_of("vit_b1", options()) == "vit_b1"
+    partly = script.key_of("vit_b1", options(ways=("fp16", "int8")))
+    for key in ("vit_b32", partly, "vit_b1"):
+        script.add_row(file, key, {"created": "1", "entries": {}}, H200)
+    document = json.loads(file.read_text())
+    assert list(document["rows"]) == ["vit_b1: fp16, int8", "vit_b1", "vit_b32"]
+    assert all(row["cores"] == document["environment"]["cores"] for row in document["rows"].values())
+
+
 def test_the_page_shows_every_engine_with_its_figures(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
     script, tables, file = gpu["gpu_models"], import_module("gpu_model_tables"), tmp_path / "gpu_models.json"
     assert tables.models_section(tables.document(tmp_path)) == []

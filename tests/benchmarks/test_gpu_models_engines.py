@@ -337,6 +337,16 @@ def test_peers_in_fp16_take_and_return_fp32(gpu: dict[str, ModuleType]) -> None:
     assert peers.cast_module(inner, Precision.FP32) is inner
 
 
+def test_forced_flash_attention_gets_no_mask(gpu: dict[str, ModuleType]) -> None:
+    attention = torch.nn.functional.scaled_dot_product_attention
+    query, key, value = torch.randn(3, 1, 2, 4, 8)
+    mask = torch.tensor([True, True, False, False]).expand(1, 1, 4, 4)
+    with gpu["torch_peers"].unmasked_attention():
+        found = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=0.0, is_causal=False)
+    torch.testing.assert_close(found, attention(query, key, value))
+    assert torch.nn.functional.scaled_dot_product_attention is attention
+
+
 def test_a_peers_engine_names_its_source(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
     from pipeline.core import ModelSource, OnnxModel
 
