@@ -51,10 +51,16 @@ def written(plan: bytes, model: OnnxModel, recipe: Recipe, options: BuildOptions
 
 
 def serialized(
-    trt: Any, model: OnnxModel, recipe: Recipe, options: BuildOptions, cache: bytes, change: Callable[[Any], None] = lambda config: None
+    trt: Any,
+    model: OnnxModel,
+    recipe: Recipe,
+    options: BuildOptions,
+    cache: bytes,
+    change: Callable[[Any], None] = lambda config: None,
+    logger: Any = None,
 ) -> bytes:
     """parse, configure, change the config, build. UnsupportedError in TensorRT's words."""
-    logger = trt.Logger(trt.Logger.ERROR)
+    logger = logger or trt.Logger(trt.Logger.ERROR)
     builder = trt.Builder(logger)
     weak = recipe.realised_in == "flags"
     network = builder.create_network(0 if weak else 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))

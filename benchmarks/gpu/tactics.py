@@ -18,6 +18,7 @@ from gpu.plans import graph_of, plan_of
 from gpu.rows import row_named
 from pipeline.backends import timing_cache, trt_library
 from pipeline.backends.trt_build import monitor
+from pipeline.backends.trt_parser import logger_of
 from pipeline.candidates import convert_model
 from pipeline.config import home
 from pipeline.core import BuildOptions, Engine, OnnxModel, Progress, Recipe, silent
@@ -27,11 +28,12 @@ STAGE, REPEATS = "tactics", 3
 KINDS: Mapping[str, tuple[str, ...]] = {
     "plain": (),
     "timed once": ("once",),
-    "detailed": ("detailed",),
     "watched": ("watched",),
-    "as Crucible builds": ("detailed", "watched"),
+    "listened to": ("listened to",),
+    "as Crucible builds": ("detailed", "watched", "listened to"),
 }
-"""What is done in a build besides the plain API's: kernels timed once instead of eight times, detailed verbosity, our progress monitor."""
+"""What is done in a build besides the plain API's: kernels timed once instead of eight times, our progress monitor and our logger, which are both
+Python that TensorRT calls (the logger for every message, however unimportant), detailed verbosity."""
 
 
 def tactics(options: Options) -> dict[str, Any]:
@@ -77,5 +79,5 @@ def build_kind(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Pat
             config.progress_monitor = watching
 
     with timing_cache.gpu_lock(gpu.uuid, progress):
-        plan = serialized(trt, model, recipe, options, b"", change)
+        plan = serialized(trt, model, recipe, options, b"", change, logger_of(trt) if "listened to" in kind else None)
     return written(plan, model, recipe, options, out)

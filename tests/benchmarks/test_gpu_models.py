@@ -325,9 +325,9 @@ def test_every_kind_of_build_is_found_by_its_recipe_and_built_anew_each_time(gpu
     class Config:
         avg_timing_iterations, profiling_verbosity, progress_monitor = 8, "names", None
 
-    def serialized(trt: Any, model: Any, recipe: Recipe, options: Any, cache: bytes, change: Any) -> bytes:
+    def serialized(trt: Any, model: Any, recipe: Recipe, options: Any, cache: bytes, change: Any, logger: Any) -> bytes:
         change(config := Config())
-        seen[recipe.variant] = (cache, config.avg_timing_iterations, config.profiling_verbosity, config.progress_monitor)
+        seen[recipe.variant] = (cache, config.avg_timing_iterations, config.profiling_verbosity, config.progress_monitor, logger)
         return recipe.variant.encode()
 
     monkeypatch.setattr(tactics.trt_library, "host", lambda: (SimpleNamespace(uuid="GPU-1"), "10.6.0"))
@@ -335,6 +335,7 @@ def test_every_kind_of_build_is_found_by_its_recipe_and_built_anew_each_time(gpu
     monkeypatch.setattr(tactics.timing_cache, "gpu_lock", lambda uuid, progress: contextlib.nullcontext())
     monkeypatch.setattr(gpu["bare"].tensorrt_, "probe", lambda: H200)
     monkeypatch.setattr(tactics, "monitor", lambda trt, progress: "monitor")
+    monkeypatch.setattr(tactics, "logger_of", lambda trt: "logger")
     monkeypatch.setattr(tactics, "serialized", serialized)
     model = OnnxModel(root=tmp_path, file="m.onnx", digest="m", opset=20, inputs=(), outputs=())
     made = {}
@@ -343,11 +344,11 @@ def test_every_kind_of_build_is_found_by_its_recipe_and_built_anew_each_time(gpu
         (tmp_path / kind).mkdir()
         made[kind] = tactics.build_kind(model, recipe, BuildOptions(profiles=()), tmp_path / kind)
     assert {kind: seen[f"{kind} 2"] for kind in tactics.KINDS} == {
-        "plain": (b"", 8, "names", None),
-        "timed once": (b"", 1, "names", None),
-        "detailed": (b"", 8, "detailed", None),
-        "watched": (b"", 8, "names", "monitor"),
-        "as Crucible builds": (b"", 8, "detailed", "monitor"),
+        "plain": (b"", 8, "names", None, None),
+        "timed once": (b"", 1, "names", None, None),
+        "watched": (b"", 8, "names", "monitor", None),
+        "listened to": (b"", 8, "names", None, "logger"),
+        "as Crucible builds": (b"", 8, "detailed", "monitor", "logger"),
     }
     assert len({engine.digest for engine in made.values()}) == len(tactics.KINDS)
     assert made["plain"].path.read_bytes() == b"plain 2"
