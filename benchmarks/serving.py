@@ -20,6 +20,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,7 +53,6 @@ from serving_.setups import BACKENDS, SETUPS, Setup, ran_on, refuse_other_hosts,
 from pipeline.deliver import load_engine
 from pipeline.errors import BackendUnavailable
 from pipeline.measure import usable_cores
-from pipeline.runner import installed as version_of
 from service.client import Client
 
 BUILD = ROOT / "build" / "serving"
@@ -173,7 +173,8 @@ def take_turns(
 
 def rows_from(turns: Turns, why: dict[str, str], engines: Sequence[dict[str, Any]], names: Sequence[str]) -> list[Row]:
     """All rows: those of the wire held against FastAPI, those of the CNN against the engine."""
-    versions = {peer.name: peer.version for peer in PEERS} | {CRUCIBLE: version_of("crucible")}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]  # it need not be installed
+    versions = {peer.name: peer.version for peer in PEERS} | {CRUCIBLE: project["version"]}
     bases = {WIRE: turns_base(turns.get((WIRE, FASTAPI), [])), CNN: engine_base(engines)}
     rows: list[Row] = []
     for load in (WIRE, CNN):
