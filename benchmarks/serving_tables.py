@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, text_of
-from serving_.figures import CNN, CRUCIBLE, WIRE
+from serving_.figures import CNN, CRUCIBLE, STAGES, WIRE
 from serving_.peers_list import FASTAPI
 
 Document = Mapping[str, Any]
@@ -42,7 +42,7 @@ def serving_section(document: Document | None) -> list[str]:
     lines = [ABOUT, ""]
     for load, head in HEADS.items():
         rows = [row for row in document["rows"] if row["load"] == load]
-        lines += [head, "", *_table(rows), ""]
+        lines += [head, "", *_table(rows), "", *_stages(rows)]
     return [*lines, *_told(document["rows"]), "", *_targets(document), "", f"{_environment(document)}{_run(document)}", ""]
 
 
@@ -50,7 +50,17 @@ def serving_gpu_section(document: Document | None) -> list[str]:
     """The table of a CNN on the GPU, with what it is and where it ran."""
     if document is None:
         return []
-    return [GPU, "", *_table(document["rows"]), "", *_targets(document), "", f"{_environment(document)} {_run_on_gpu(document)}", ""]
+    return [
+        GPU,
+        "",
+        *_table(document["rows"]),
+        "",
+        *_stages(document["rows"]),
+        *_targets(document),
+        "",
+        f"{_environment(document)} {_run_on_gpu(document)}",
+        "",
+    ]
 
 
 def soak_section(document: Document | None) -> list[str]:
@@ -75,6 +85,16 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         cells += [row["client_cpu_ms"], row["api_cpu_ms"], row["worker_cpu_ms"], row["api_full_at_per_s"]]
         lines.append(f"| {server} | {' | '.join(text_of(cell) for cell in cells)} |")
     return lines
+
+
+def _stages(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Where Crucible's time went on one connection; nothing for a result from before that was kept."""
+    ours = next((row for row in rows if row["server"] == CRUCIBLE and None not in [row.get(f"{stage}_ms") for stage in STAGES]), None)
+    if ours is None:
+        return []
+    told = ", ".join(f"{stage.replace('_', ' ')} {ours[f'{stage}_ms']:.3f}" for stage in STAGES)
+    rest = ours["p50_ms"] - sum(ours[f"{stage}_ms"] for stage in STAGES)
+    return [f"Where Crucible's answers say that their time went on one connection, ms: {told}; the other {rest:.3f} are HTTP on both sides.", ""]
 
 
 def _told(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -12,15 +12,17 @@ from __future__ import annotations
 import json
 import selectors
 import socket
+import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-HEAD_END, LENGTH = b"\r\n\r\n", b"\r\ncontent-length:"
+HEAD_END, LENGTH, TIMING = b"\r\n\r\n", b"\r\ncontent-length:", b"\r\nserver-timing:"
 FIRST_BUFFER, SILENT_S = 2**20, 60.0
 COMPARED = 64
 """Bytes at the end of every answer that are compared: comparing all of them would make the client the bottleneck. The last answer of each
@@ -191,6 +193,7 @@ class Steady:
     until: float  # by time.perf_counter()
     asked: int = 0
     latencies_s: list[float] = field(default_factory=list)
+    heads: list[bytes] = field(default_factory=list)  # of the same answers
     faults: list[str] = field(default_factory=list)
 
     def next(self) -> tuple[int, bytes] | None:
@@ -207,6 +210,7 @@ class Steady:
             self.faults.append(f"another answer than expected, of {len(body)} bytes")
         else:
             self.latencies_s.append(seconds)
+            self.heads.append(head)
 
     def lost(self, number: int, why: str) -> None:
         self.faults.append(why)
@@ -225,7 +229,19 @@ def main(request: str, expected: str, tolerance: str, port: str, connections: st
     traffic = Steady(Path(request).read_bytes(), Path(expected).read_bytes(), float(tolerance), start + float(seconds))
     drive(int(port), int(connections), traffic)
     measured: dict[str, object] = {"wall_s": time.perf_counter() - start, "cpu_s": time.process_time() - cpu}
-    print(json.dumps(measured | {"latencies_s": traffic.latencies_s, "faults": len(traffic.faults), "first_faults": traffic.faults[:3]}))
+    measured |= {"latencies_s": traffic.latencies_s, "stages_ms": stages_ms(traffic.heads)}
+    print(json.dumps(measured | {"faults": len(traffic.faults), "first_faults": traffic.faults[:3]}))
+
+
+def stages_ms(heads: Sequence[bytes]) -> dict[str, float]:
+    """Medians of what the answers say in Server-Timing, by stage; empty where they say nothing."""
+    found: dict[str, list[float]] = {}
+    for head in heads:
+        _, _, said = head.lower().partition(TIMING)
+        for stage in said.partition(b"\r\n")[0].decode().split(",") if said else ():
+            name, _, duration = stage.strip().partition(";dur=")
+            found.setdefault(name, []).append(float(duration))
+    return {name: statistics.median(values) for name, values in found.items()}
 
 
 def ask_once(port: int, request: bytes) -> tuple[int, bytes, bytes]:

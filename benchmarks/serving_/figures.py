@@ -20,6 +20,7 @@ WIRE, CNN = "wire", "CNN"
 TO_BEAT = ("LitServe", "BentoML", "Ray Serve", "PyTriton")
 P99_SAMPLES = 1000
 FAULTS = "faults: "  # so begins the note of a row that had some
+STAGES = ("queue", "copy_in", "compute", "copy_out")  # of Server-Timing
 COLUMNS = (
     "load",
     "server",
@@ -35,6 +36,7 @@ COLUMNS = (
     "api_cpu_ms",
     "worker_cpu_ms",
     "api_full_at_per_s",
+    *(f"{stage}_ms" for stage in STAGES),
     "ran_on",
     "note",
 )
@@ -55,7 +57,8 @@ class Wanted:
 def row_of(load: str, server: str, version: str, turns: Sequence[Turn], base: Sequence[tuple[float, float]]) -> Row:
     """One server's figures: medians over the rounds. `base`: p50 and requests per second of what it is held against, round by round.
 
-    CPU is milliseconds per request; `api_full_at_per_s` is the rate at which the process that listens would take a whole core.
+    CPU is milliseconds per request; `api_full_at_per_s` is the rate at which the process that listens would take a whole core. The stages are
+    those of one connection, where the server tells them.
     """
     p50s, rates = [statistics.median(turn.single_s) for turn in turns], [turn.per_s for turn in turns]
     requests = sum(turn.requests for turn in turns)
@@ -78,6 +81,7 @@ def row_of(load: str, server: str, version: str, turns: Sequence[Turn], base: Se
         "api_cpu_ms": api_s / requests * 1e3,
         "worker_cpu_ms": sum(turn.cpu.rest_s for turn in turns) / requests * 1e3,
         "api_full_at_per_s": requests / api_s if api_s else None,
+        **{f"{stage}_ms": _median([turn.stages_ms[stage] for turn in turns if stage in turn.stages_ms]) for stage in STAGES},
         "ran_on": None,
         "note": "; ".join(notes),
     }
@@ -162,6 +166,10 @@ def engine_target(rows: Sequence[Row], most_per_s: float) -> dict[str, bool]:
     """Whether the engine alone is as slow as the targets on its share and its p99 suppose."""
     rate = next((float(row["per_s"] or "nan") for row in rows if (row["load"], row["server"]) == (CNN, DIRECT)), float("nan"))
     return {f"CNN: an engine of at most {most_per_s:,.0f} rows/s (got {rate:,.0f})": rate <= most_per_s}
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ class Turn:
     """What one turn gave. CPU seconds and requests are those of the time with many connections."""
 
     single_s: tuple[float, ...]  # latencies on one connection
+    stages_ms: Mapping[str, float]  # of those: where the server says that the time went
     per_s: float
     requests: int
     client_s: float
@@ -122,7 +123,7 @@ def turn(start: Start, load: Load, seconds: float, folder: Path) -> Turn:
     if not single["latencies_s"] or not answered:
         raise NotStarted(f"no right answer: {'; '.join(faults)}")
     share = many["cpu_s"] / many["wall_s"]
-    return Turn(tuple(single["latencies_s"]), answered / many["wall_s"], answered, many["cpu_s"], share, cpu, faults)
+    return Turn(tuple(single["latencies_s"]), single["stages_ms"], answered / many["wall_s"], answered, many["cpu_s"], share, cpu, faults)
 
 
 def engine_turn(engine: Path, side: int, most_rows: int, seconds: float) -> dict[str, Any]:

@@ -163,7 +163,16 @@ def test_the_echo_gives_back_what_it_gets_and_seeds_make_other_models(bench: Ben
 
 def turn(bench: Bench, single_ms: float, per_s: float, faults: tuple[str, ...] = ()) -> object:
     cpu = bench["processes"].Cpu(api_s=0.5, rest_s=1.0)
-    return bench["rounds"].Turn((single_ms / 1e3,) * 500, per_s, int(per_s * 2), 0.2, 0.1, cpu, faults)
+    return bench["rounds"].Turn(
+        (single_ms / 1e3,) * 500,
+        {"queue": 0.1, "copy_in": 0.2, "compute": single_ms / 2, "copy_out": 0.0},
+        per_s,
+        int(per_s * 2),
+        0.2,
+        0.1,
+        cpu,
+        faults,
+    )
 
 
 def rows(bench: Bench, crucible: float = 80.0) -> list[dict[str, object]]:
@@ -184,11 +193,18 @@ def test_rows_hold_medians_over_rounds_and_ratios_within_them(bench: Bench) -> N
     assert (ours["p50_ratio"], ours["per_s_ratio"], ours["p50_ms"]) == (1.0, 0.8, pytest.approx(3.0))
     assert ours["api_full_at_per_s"] == (160 + 320) / 1.0
     assert ours["p99_ms"] == pytest.approx(4.0)
+    assert (ours["compute_ms"], ours["queue_ms"]) == (1.5, 0.1)
     engine = found["CNN", "direct Session"]
     assert (engine["version"], engine["per_s"]) == ("batch 8", 100.0)
     assert found["CNN", "Crucible"]["per_s_ratio"] == 0.8
     assert found["CNN", "Ray Serve"]["per_s"] is None
     assert "out of | memory" in str(found["CNN", "Ray Serve"]["note"])
+
+
+def test_stages_are_medians_of_what_answers_say(bench: Bench) -> None:
+    heads = [f"HTTP/1.1 200 OK\r\nServer-Timing: queue;dur=0.5, compute;dur={ms}\r\nX: y\r\n\r\n".encode() for ms in (1, 2, 9)]
+    assert bench["client"].stages_ms([*heads, b"HTTP/1.1 200 OK\r\n\r\n"]) == {"queue": 0.5, "compute": 2.0}
+    assert bench["client"].stages_ms([b"HTTP/1.1 200 OK\r\n\r\n"]) == {}
 
 
 def test_targets_are_met_missed_and_missed_without_figures(bench: Bench) -> None:
@@ -222,7 +238,7 @@ def test_a_p99_needs_a_thousand_values(bench: Bench) -> None:
 def test_faults_and_a_busy_client_are_noted(bench: Bench) -> None:
     row_of = bench["figures"].row_of
     idle = bench["processes"].Cpu(0.0, 0.0)
-    busy = SimpleNamespace(single_s=(1.0,), per_s=1.0, requests=1, client_s=1.0, client_share=0.95, cpu=idle, faults=("503",))
+    busy = SimpleNamespace(single_s=(1.0,), stages_ms={}, per_s=1.0, requests=1, client_s=1.0, client_share=0.95, cpu=idle, faults=("503",))
     row = row_of("wire", "x", "1", [busy], [])
     assert "503" in row["note"]
     assert "95%" in row["note"]
