@@ -26,6 +26,7 @@ from pipeline.errors import HostError
 from service import logs
 from service.app import create_app
 from service.errors import NoRequest, ServiceError, SlowHead, TooLargeHead, answer_to
+from service.guard import INFER
 from service.rpc.server import rpc_server
 from service.runner import WORKER
 from service.service import HTTP_S, Probe, Service, probe
@@ -53,7 +54,7 @@ class _Http(HttpToolsProtocol):
     """Refuses what is no request in the form of all refusals, and heads without end, in bytes or in time, which uvicorn would wait for and keep."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._in_head = self._begun = False
+        self._in_head = self._begun = self._is_whole = False
         self._head_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
         self.url = b""
@@ -85,6 +86,15 @@ class _Http(HttpToolsProtocol):
         self._in_head = False
         self._forget_deadline()
         super().on_headers_complete()
+        is_sized = any(name == b"content-length" for name, _ in self.headers)  # then Guard lets in no more than may come
+        self._is_whole = is_sized and self.scope["path"].endswith(INFER) and not self.pipeline  # what waits there has not passed Guard
+
+    def on_body(self, body: bytes) -> None:
+        """As uvicorn's, which stops reading for every 64 KiB until they are taken; but tensors are handed on when they are whole."""
+        if not self._is_whole:
+            super().on_body(body)
+        elif not self.cycle.response_complete:
+            self.cycle.body += body
 
     def _expect_head(self) -> None:
         self._forget_deadline()
