@@ -38,7 +38,7 @@ class OipRequest:
         return self.binary_of.get(output, self.binary)
 
 
-def parse_request(body: bytes, header_length: int | None, specs: Iterable[TensorSpec] = ()) -> OipRequest:
+def parse_request(body: bytes | memoryview, header_length: int | None, specs: Iterable[TensorSpec] = ()) -> OipRequest:
     """A request; its tensors are views of the body where they came as bytes. Unprocessable says what is wrong with it."""
     view, document = split(body, header_length)
     parameters = _parameters(document, "the request")
@@ -57,7 +57,7 @@ def parse_request(body: bytes, header_length: int | None, specs: Iterable[Tensor
     )
 
 
-def split(body: bytes, header_length: int | None) -> tuple[memoryview, Document]:
+def split(body: bytes | memoryview, header_length: int | None) -> tuple[memoryview, Document]:
     """The bytes behind the header, and the header."""
     length = len(body) if header_length is None else header_length
     if not 0 <= length <= len(body):
