@@ -20,7 +20,8 @@ from service.guard import INFER
 
 HEAD_S = 30.0  # from a connection's start, or a request's first byte, to the end of its headers
 MOST_HEAD_BYTES = 65536  # of a request's path, query and headers, besides what came in the piece in which they began
-PIECE_BYTES = 65536  # of what is read at a time, besides tensors
+PIECE_BYTES = 256_000  # as uvloop reads: of less, a refusal would more often find the rest unread, and the reset of the connection overtake it
+TENSORS_FROM_BYTES = 65536  # from here on uvicorn would stop reading until a piece is taken
 
 
 def protocol() -> Any:
@@ -100,13 +101,14 @@ class Http(HttpToolsProtocol):
         self._forget_deadline()
         super().on_headers_complete()
         length = int(dict(self.headers).get(b"content-length", b"0"))  # a chunked body has none
-        if self.scope["path"].endswith(INFER) and length > PIECE_BYTES and not self.pipeline:  # what waits there goes uvicorn's way
+        if self.scope["path"].endswith(INFER) and length > TENSORS_FROM_BYTES and not self.pipeline:  # what waits there goes uvicorn's way
             self.flow.pause_reading()  # until the application asks for it: by then Guard has seen how long it is
             self.cycle.receive = partial(self._receive_tensors, self.cycle, length)  # type: ignore[method-assign]
 
     async def _receive_tensors(self, cycle: RequestResponseCycle, length: int) -> Any:
         """ASGI's `receive` of the application: first the whole body, then that the client has gone."""
-        if not cycle.more_body:
+        vars(cycle).pop("receive", None)  # it has been handed over: kept, it and its cycle would hold each other
+        if not cycle.more_body:  # all came with the head, or has been taken
             return await RequestResponseCycle.receive(cycle)
         whole = np.empty(length, np.uint8).data
         whole[: len(cycle.body)] = cycle.body
