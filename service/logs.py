@@ -26,17 +26,18 @@ def configure(settings: Settings) -> None:
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_logger_name,
-        structlog.stdlib.add_log_level,
+        structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
         without_keys,
     ]
     last = structlog.processors.JSONRenderer() if settings.log_format == "json" else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    level = logging.getLevelNamesMapping()[settings.log_level.upper()]
     structlog.configure(
-        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
-        logger_factory=structlog.stdlib.LoggerFactory(),
-        wrapper_class=structlog.stdlib.BoundLogger,
-        cache_logger_on_first_use=False,
+        processors=[*shared, last],  # not by way of `logging`, which takes half the time of a line, and a line is written per request
+        logger_factory=_Lines,
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
@@ -44,11 +45,23 @@ def configure(settings: Settings) -> None:
     )
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(settings.log_level.upper())
+    root.setLevel(level)
     logging.getLogger("python_multipart").setLevel(logging.ERROR)  # warns of every malformed body, which its sender is told anyway
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logging.getLogger(name).handlers[:] = []
         logging.getLogger(name).propagate = name != "uvicorn.access"  # we write our own line per request
+
+
+class _Lines:
+    """Writes the lines of one logger, each in one piece, to what is stderr then."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def info(self, line: str) -> None:
+        sys.stderr.write(f"{line}\n")
+
+    debug = warning = error = critical = info
 
 
 def without_keys(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

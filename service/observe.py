@@ -14,6 +14,8 @@ from service.folders import Folders
 from service.guard import Application, Message, Receive, Send, send_answer
 from service.metrics import Metrics
 
+log = logs.get("service.requests")
+
 NO_ROUTE = "none"  # refused before it was routed, or no such route: a label per unknown path would let strangers fill the memory
 
 
@@ -55,7 +57,7 @@ class Observed:
         self._metrics.request_seconds.labels(method, route).observe(seconds)
         state = scope.get("state", {})
         caller = state.get("caller")
-        logs.get("service.requests").info(
+        log.info(
             "request",
             method=scope["method"],
             path=scope["path"],

@@ -14,18 +14,15 @@ import math
 import signal
 import socket
 from collections.abc import Iterator, Sequence
-from http import HTTPStatus
-from typing import Any
 
 import uvicorn
 import uvloop
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pipeline.errors import HostError
 from service import logs
 from service.app import create_app
-from service.errors import NoRequest, ServiceError, SlowHead, TooLargeHead, answer_to
+from service.connection import protocol
 from service.rpc.server import rpc_server
 from service.runner import WORKER
 from service.service import HTTP_S, Probe, Service, probe
@@ -34,8 +31,6 @@ from service.settings import MIB, Settings
 from service.tls import Tls, tls_from
 
 BACKLOG = 2048
-HEAD_S = 30.0  # from a connection's start, or a request's first byte, to the end of its headers
-MOST_HEAD_BYTES = 65536  # of a request's path, query and headers, besides what came in the piece in which they began
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 KEPT_BYTES, MAPPED_BYTES = 64 * MIB, 32 * MIB  # free memory that is kept; blocks that are given back at once, at the most that glibc takes
 LINGER_S = 2.0  # so long /readyz says 503 and models still answer: a load balancer asks every second or so, and sends requests until then
@@ -47,75 +42,6 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-class _Http(HttpToolsProtocol):
-    """Refuses what is no request in the form of all refusals, and heads without end, in bytes or in time, which uvicorn would wait for and keep."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._in_head = self._begun = False
-        self._head_bytes = 0
-        self._deadline: asyncio.TimerHandle | None = None
-        self.url = b""
-        super().__init__(*arguments, **options)
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._expect_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._forget_deadline()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._in_head and not self._begun:  # the piece in which it begins may hold the end of another request
-            self._head_bytes += len(data)
-            if self._head_bytes > MOST_HEAD_BYTES:
-                self._refuse(_too_large())
-        self._begun = False
-
-    def on_message_begin(self) -> None:
-        self._in_head = self._begun = True
-        self._head_bytes = 0
-        self._expect_head()
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        self._in_head = False
-        self._forget_deadline()
-        super().on_headers_complete()
-
-    def _expect_head(self) -> None:
-        self._forget_deadline()
-        self._deadline = self.loop.call_later(HEAD_S, self._refuse_slow)
-
-    def _forget_deadline(self) -> None:
-        if self._deadline:
-            self._deadline.cancel()
-
-    def _refuse_slow(self) -> None:
-        said = f"path, query and headers that are not whole after {HEAD_S:g} s"
-        self._refuse(SlowHead(said, "send them at once, or close the connection"))
-
-    def send_400_response(self, msg: str) -> None:
-        """What uvicorn answers where its parser refuses: a URL of 64 KiB in one piece among all else."""
-        if len(self.url) >= MOST_HEAD_BYTES:
-            self._refuse(_too_large())
-        else:
-            self._refuse(NoRequest("this is no HTTP/1.1 request", "send one with an HTTP client; bytes that no URL holds are written as %XX"))
-
-    def _refuse(self, error: ServiceError) -> None:
-        if self.transport.is_closing():
-            return
-        answer = answer_to(error)
-        head = f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(answer.json)}"
-        self.transport.write(f"{head}\r\nconnection: close\r\n\r\n".encode() + answer.json)
-        self.transport.close()
-
-
-def _too_large() -> TooLargeHead:
-    return TooLargeHead(f"path, query and headers of more than {MOST_HEAD_BYTES} bytes", "send them shorter; data belongs into the body")
 
 
 def serve(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe = probe, serving: Serving | None = None) -> None:
@@ -136,7 +62,7 @@ def keep_memory() -> bool:
 async def _serve(app: FastAPI, listener: socket.socket, tls: Tls | None) -> None:
     config = uvicorn.Config(
         app,
-        http=_Http,
+        http=protocol(),
         ws="none",
         lifespan="off",  # it is begun below, where its errors reach whoever started the server
         log_config=None,

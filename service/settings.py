@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -68,7 +69,7 @@ class Settings(Frozen):
             raise ValueError("expected tls_certificate and tls_key, got one of them")
         return self
 
-    @property
+    @cached_property  # it is asked for with every request
     def needs_keys(self) -> bool:
         return self.keys_required if self.keys_required is not None else not is_loopback(self.host)
 
@@ -77,7 +78,7 @@ class Settings(Frozen):
         """gRPC's port."""
         return self.grpc_port if self.grpc_port is not None else self.port + 1 if self.port else 0
 
-    @property
+    @cached_property  # it is asked for with every request
     def hosts(self) -> frozenset[str]:
         """Every name that a Host header may have, without the port."""
         own = () if self.host in ("0.0.0.0", "::") else (f"[{self.host}]" if ":" in self.host else self.host,)

@@ -36,7 +36,7 @@ class Parts(Response):
         await send({"type": "http.response.body", "body": last})  # a message of its own would wait until the client has read all before it
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+async def read_body(request: Request, limit: int) -> bytes | memoryview:
     """The whole body, unpacked where it is compressed. TooLarge if it is longer than `limit` then; how it came was counted before."""
     chunks = []
     while True:

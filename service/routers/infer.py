@@ -122,7 +122,7 @@ def _wish(outputs: str, shape: str, version: int | None, timeout_s: float | None
     return Wish(tuple(filter(None, outputs.split(","))), shape_from("shape", sizes) if shape else None, version, timeout_from(timeout_s))
 
 
-async def _parsed(service: Service, served: Served, kind: str, body: bytes, wish: Wish) -> PlainRequest:
+async def _parsed(service: Service, served: Served, kind: str, body: bytes | memoryview, wish: Wish) -> PlainRequest:
     """The tensors of a body, by its Content-Type."""
     dtypes = {spec.name: spec.dtype for spec in served.inputs}
     if kind == RAW:
@@ -145,7 +145,7 @@ async def _parsed(service: Service, served: Served, kind: str, body: bytes, wish
     raise Unprocessable(f"Content-Type '{kind[:80]}'", f"expected one of {', '.join(TAKEN)}")
 
 
-async def _helped(service: Service, served: Served, work: str, body: bytes, **arguments: object) -> PlainRequest:
+async def _helped(service: Service, served: Served, work: str, body: bytes | memoryview, **arguments: object) -> PlainRequest:
     head, binary = await service.helpers.ask(work, [body], **arguments)
     found = parse_request(binary, head["header_length"], served.inputs)
     return PlainRequest(found.inputs, found.outputs, found.timeout_s)

@@ -12,7 +12,7 @@ _FORM = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}  # deflate is z
 _LEVEL = 1  # tensors hardly shrink: more effort buys little
 
 
-def unpacked(body: bytes, encoding: str, limit: int) -> bytes:
+def unpacked(body: bytes | memoryview, encoding: str, limit: int) -> bytes:
     """The body behind a Content-Encoding; TooLarge as soon as it is longer than the limit."""
     if encoding not in _FORM:
         raise Unprocessable(f"Content-Encoding '{encoding}'", f"expected {' or '.join(ENCODINGS)}, or none")

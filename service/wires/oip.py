@@ -13,7 +13,7 @@ import orjson
 from pipeline.core import Tensors, TensorSpec
 from service.errors import Unprocessable
 from service.serving.requests import InferAnswer
-from service.wires.tensors import Array, array_from, bytes_of, check_dtype, datatype_of, dtype_of_datatype, shape_from, size_of
+from service.wires.tensors import Array, array_from, bytes_of, check_dtype, datatype_of_array, dtype_of_datatype, shape_from, size_of
 from service.wires.values import array_from_values, json_of, parsed_object
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -38,7 +38,7 @@ class OipRequest:
         return self.binary_of.get(output, self.binary)
 
 
-def parse_request(body: bytes, header_length: int | None, specs: Iterable[TensorSpec] = ()) -> OipRequest:
+def parse_request(body: bytes | memoryview, header_length: int | None, specs: Iterable[TensorSpec] = ()) -> OipRequest:
     """A request; its tensors are views of the body where they came as bytes. Unprocessable says what is wrong with it."""
     view, document = split(body, header_length)
     parameters = _parameters(document, "the request")
@@ -57,7 +57,7 @@ def parse_request(body: bytes, header_length: int | None, specs: Iterable[Tensor
     )
 
 
-def split(body: bytes, header_length: int | None) -> tuple[memoryview, Document]:
+def split(body: bytes | memoryview, header_length: int | None) -> tuple[memoryview, Document]:
     """The bytes behind the header, and the header."""
     length = len(body) if header_length is None else header_length
     if not 0 <= length <= len(body):
@@ -70,7 +70,7 @@ def encode_answer(answer: InferAnswer, request: OipRequest) -> list[bytes | memo
     """The header and the tensors' bytes behind it: one part if nothing is binary."""
     binary = {name: request.wants_binary(name) for name in answer.outputs}
     outputs = [
-        {"name": name, "datatype": datatype_of(array.dtype.name), "shape": array.shape}
+        {"name": name, "datatype": datatype_of_array(array), "shape": array.shape}
         | ({"parameters": {"binary_data_size": array.nbytes}} if binary[name] else {"data": json_of(array, name, flat=True)})
         for name, array in answer.outputs.items()
     ]
@@ -94,7 +94,7 @@ def timing_parameters(answer: InferAnswer) -> dict[str, float | int | str]:
 def binary_form(tensors: Tensors, rest: Document) -> tuple[int, list[bytes | memoryview]]:
     """Any request as one with binary tensors: the header's length, and the parts of the body."""
     inputs = [
-        {"name": name, "datatype": datatype_of(array.dtype.name), "shape": array.shape, "parameters": {"binary_data_size": array.nbytes}}
+        {"name": name, "datatype": datatype_of_array(array), "shape": array.shape, "parameters": {"binary_data_size": array.nbytes}}
         for name, array in tensors.items()
     ]
     header = orjson.dumps({**rest, "inputs": inputs})

@@ -26,6 +26,7 @@ DATATYPES = {
 """The protocol's names of the dtypes that cross a wire: BYTES, which is strings, does not."""
 
 _KINDS = {name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for name in DATATYPES.values()}
+_DATATYPE_OF_KIND = {_KINDS[name]: datatype for datatype, name in DATATYPES.items()}
 _DATATYPE_OF = {name: datatype for datatype, name in DATATYPES.items()}
 _MOST_AXES = 32
 _MOST_VALUES = 2**59  # of eight bytes: numpy counts bytes in 63 bits
@@ -34,6 +35,11 @@ _MOST_VALUES = 2**59  # of eight bytes: numpy counts bytes in 63 bits
 def datatype_of(dtype: str) -> str:
     """The protocol's name of numpy's; those that it does not know keep their own, in capitals."""
     return _DATATYPE_OF.get(dtype, dtype.upper())
+
+
+def datatype_of_array(array: Array) -> str:
+    """The same of an array: numpy takes 5 us to name a dtype."""
+    return _DATATYPE_OF_KIND.get(array.dtype) or datatype_of(array.dtype.name)
 
 
 def dtype_of(name: str, dtype: str) -> np.dtype[np.generic]:

@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from service import server
+from service import connection
 
 WITHIN_S = 20.0
 
@@ -20,7 +20,7 @@ WITHIN_S = 20.0
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     """An application behind the service's own HTTP protocol, with little patience."""
-    monkeypatch.setattr(server, "HEAD_S", 0.3)
+    monkeypatch.setattr(connection, "HEAD_S", 0.3)
     app = FastAPI()
 
     @app.post("/")
@@ -28,7 +28,7 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
         return body
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        running = uvicorn.Server(uvicorn.Config(app, http=server._Http, ws="none", lifespan="off", log_config=None))
+        running = uvicorn.Server(uvicorn.Config(app, http=connection.protocol(), ws="none", lifespan="off", log_config=None))
         thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
         thread.start()
         yield listener.getsockname()

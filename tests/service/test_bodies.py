@@ -1,0 +1,155 @@
+"""How bodies come from the socket to the application."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+import uvicorn
+
+from service import connection
+from service.guard import Message, Receive, Send
+
+WITHIN_S = 20.0
+MB = 10**6
+
+
+@dataclass
+class Application:
+    """Reads bodies to their end, and keeps the lengths of the pieces they came in."""
+
+    address: tuple[str, int] = ("", 0)
+    pieces: list[list[int]] = field(default_factory=list)
+    bodies: list[bytes] = field(default_factory=list)
+    lost: int = 0
+    may_read: threading.Event = field(default_factory=threading.Event)
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        await asyncio.to_thread(self.may_read.wait, WITHIN_S)
+        found: list[bytes] = []
+        message: Message = {"more_body": True}
+        while message.get("more_body"):
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.lost += 1
+                return
+            found.append(message.get("body", b""))
+        self.pieces.append([len(piece) for piece in found])
+        self.bodies.append(b"".join(found))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+
+@contextmanager
+def running(**options: Any) -> Iterator[Application]:
+    """An application behind the service's own connections."""
+    app = Application()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = uvicorn.Config(app, http=connection.protocol(), ws="none", lifespan="off", log_config=None, loop="uvloop", **options)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        app.address = listener.getsockname()
+        yield app
+        app.may_read.set()
+        server.should_exit = True
+        thread.join(WITHIN_S)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def application() -> Iterator[Application]:
+    with running() as app:
+        app.may_read.set()
+        yield app
+
+
+def request(path: str, body: bytes, sized: bool = True) -> bytes:
+    if sized:
+        return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    return f"POST {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n"
+
+
+def ask(line: socket.socket, sent: bytes, pause_at: int = 0) -> bytes:
+    line.sendall(sent[:pause_at])
+    time.sleep(0.2 if pause_at else 0.0)
+    line.sendall(sent[pause_at:])
+    answer = b""
+    while not answer.endswith(b"ok"):
+        more = line.recv(65536)
+        assert more
+        answer += more
+    return answer
+
+
+def test_tensors_are_handed_on_when_they_are_whole(application: Application) -> None:
+    bodies = [bytes([number]) * (number * MB + number) for number in range(4)]
+    with socket.create_connection(application.address, timeout=WITHIN_S) as line:
+        for body in bodies:
+            ask(line, request("/v2/models/m/infer", body), pause_at=len(body) // 2)
+    assert application.bodies == bodies
+    assert application.pieces == [[len(body)] for body in bodies]
+
+
+@pytest.mark.parametrize(("path", "sized"), [("/compile", True), ("/infer", False)])
+def test_other_bodies_and_those_of_unknown_length_come_in_pieces(application: Application, path: str, sized: bool) -> None:
+    body = b"1" * 8 * MB
+    with socket.create_connection(application.address, timeout=WITHIN_S) as line:
+        ask(line, request(path, body, sized))
+    assert application.bodies == [body]
+    assert max(application.pieces[0]) < MB
+
+
+@pytest.mark.parametrize("first", [b"", request("/infer", b"1"), request("/infer", b"1" * MB)])
+def test_before_the_application_asks_little_is_read(application: Application, first: bytes) -> None:
+    application.may_read.clear()
+    with socket.create_connection(application.address, timeout=1.0) as line, pytest.raises(TimeoutError):
+        line.sendall(first + request("/infer", b"2" * 64 * MB))
+
+
+def test_what_follows_tensors_is_the_next_request(application: Application) -> None:
+    bodies = [b"1" * MB, b"2", b"3" * 2 * MB, b"4" * 100_000]
+    with socket.create_connection(application.address, timeout=WITHIN_S) as line:
+        threading.Thread(target=line.sendall, args=[b"".join(request("/infer", body) for body in bodies)]).start()
+        answer = b""
+        while answer.count(b"ok") < len(bodies):
+            answer += line.recv(65536)
+    assert application.bodies == bodies
+
+
+def test_a_client_that_goes_amid_its_tensors_is_told_of(application: Application) -> None:
+    with socket.create_connection(application.address, timeout=WITHIN_S) as line:
+        line.sendall(request("/infer", b"1" * MB)[:-1])
+        time.sleep(0.2)
+    until = time.monotonic() + WITHIN_S
+    while not application.lost:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert application.bodies == []
+
+
+def test_tensors_come_through_tls(tmp_path: Path) -> None:
+    authority, context = trustme.CA(), ssl.create_default_context()
+    authority.configure_trust(context)
+    certificate = authority.issue_cert("127.0.0.1")
+    certificate.private_key_and_cert_chain_pem.write_to_path(tmp_path / "both.pem")
+    with running(ssl_certfile=str(tmp_path / "both.pem")) as app:
+        app.may_read.set()
+        with (
+            socket.create_connection(app.address, timeout=WITHIN_S) as plain,
+            context.wrap_socket(plain, server_hostname="127.0.0.1") as line,
+        ):
+            for body in (b"1" * 3 * MB, b"2" * 70_000):
+                ask(line, request("/infer", body), pause_at=len(body) // 2)
+                assert app.bodies[-1] == body
+        assert app.pieces == [[3 * MB], [70_000]]
