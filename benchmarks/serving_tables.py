@@ -23,13 +23,14 @@ HEADS = {
     WIRE: f"""### The wire
 A model that does almost nothing: [1, 3, 224, 224] float32, 602 KB, and the same back. Ratios are those to {FASTAPI}.""",
     CNN: """### A CNN
-One ONNX file in ONNX Runtime fp32 with all cores. Ratios are those to Crucible's engine in a direct Session: at batch 1, and at its best batch.""",
+One ONNX file in ONNX Runtime fp32 with all cores. Ratios are those to Crucible's engine in a direct Session: at batch 1, and at its best batch.
+What server and client take of the cores the engine lacks. The servers of PyTriton and mosec are written in C++ and Rust, the others in Python.""",
 }
 COLUMNS = ("server", "p50 ms", "ratio", "p99 ms", "requests/s", "ratio", "CPU ms: client", "API", "worker", "API full at")
 GPU = """## Serving from a GPU
 `benchmarks/serving.py --backend tensorrt`: the engine runs on the GPU and leaves the cores of the host to server and client. The columns are
 those above; nothing but Crucible's engine in a direct Session is there to be compared with. The engine is slow on purpose: the targets
-name how fast it may be."""
+name how fast it may be. Between two batches it waits for the worker, which copies one batch's answers out and the next one's inputs in."""
 SOAK = """## Soak
 `make soak`: 16 connections ask one small model, each request with a number and an input of its own, while other models are compiled.
 Every answer is held against what the same engine gave in a direct Session before."""

@@ -126,8 +126,10 @@ def reasons_for_fp32(graph: onnx.GraphProto, bounds: Mapping[str, Bounds]) -> di
         if node.op_type in QUANTIZERS:
             continue
         rounding = ROUNDING_FP16 * max((bounds[name].largest for name in node.output if name in bounds), default=0.0)
-        unseen = [name for name in node.input[2:3] if node.op_type in BIASED and errors.get(name, np.inf) <= rounding]
-        strange = next((name for name in (*node.input, *node.output) if name in outside and name not in unseen), None)
+        beta = next((abs(attribute.f) for attribute in node.attribute if attribute.name == "beta"), 1.0)  # of Gemm: what its bias is multiplied by
+        is_unseen = node.op_type in BIASED and len(node.input) > 2 and errors.get(node.input[2], np.inf) * beta <= rounding
+        judged = (*node.input[: 2 if is_unseen else None], *node.output)
+        strange = next((name for name in judged if name in outside), None)
         if strange is not None:
             reasons[node.name] = f"{outside[strange]} in '{strange}'"
     return reasons

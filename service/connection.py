@@ -16,7 +16,7 @@ import numpy as np
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from service.errors import NoRequest, ServiceError, SlowHead, TooLargeHead, answer_to
-from service.guard import INFER
+from service.guard import INFER, MOST_DIGITS
 
 HEAD_S = 30.0  # from a connection's start, or a request's first byte, to the end of its headers
 MOST_HEAD_BYTES = 65536  # of a request's path, query and headers, besides what came in the piece in which they began
@@ -68,6 +68,7 @@ class Http(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.rest: memoryview | None = None  # of tensors, where it is to lie; None: what comes is for the parser
+        self._whole: memoryview | None = None  # tensors that are being read, and have not been handed over
         self._in_head = self._begun = False
         self._head_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
@@ -80,6 +81,8 @@ class Http(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_deadline()
+        if self.cycle is not None:
+            vars(self.cycle).pop("receive", None)  # nobody asked for these tensors: it and its cycle would hold each other
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -99,24 +102,33 @@ class Http(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._forget_deadline()
+        headers = dict(self.headers)
+        length = headers.get(b"content-length", b"0")  # a chunked body has none
+        if self.parser.should_upgrade() and (length.strip(b"0") or b"transfer-encoding" in headers):  # the parser takes such a body for a request
+            self._refuse(NoRequest("a request with a body asks for another protocol", "send it as HTTP/1.1 without an Upgrade header"))
+            return
         super().on_headers_complete()
-        length = int(dict(self.headers).get(b"content-length", b"0"))  # a chunked body has none
-        if self.scope["path"].endswith(INFER) and length > TENSORS_FROM_BYTES and not self.pipeline:  # what waits there goes uvicorn's way
+        if self.pipeline or not self.scope["path"].endswith(INFER) or len(length) > MOST_DIGITS:  # what waits goes uvicorn's way
+            return
+        if int(length) > TENSORS_FROM_BYTES:
             self.flow.pause_reading()  # until the application asks for it: by then Guard has seen how long it is
-            self.cycle.receive = partial(self._receive_tensors, self.cycle, length)  # type: ignore[method-assign]
+            self._whole = None
+            self.cycle.receive = partial(self._receive_tensors, self.cycle, int(length))  # type: ignore[method-assign]
 
     async def _receive_tensors(self, cycle: RequestResponseCycle, length: int) -> Any:
-        """ASGI's `receive` of the application: first the whole body, then that the client has gone."""
+        """ASGI's `receive` of the application: first the whole body, then that the client has gone. May be cancelled, and called again."""
         vars(cycle).pop("receive", None)  # it has been handed over: kept, it and its cycle would hold each other
-        if not cycle.more_body:  # all came with the head, or has been taken
-            return await RequestResponseCycle.receive(cycle)
-        whole = np.empty(length, np.uint8).data
-        whole[: len(cycle.body)] = cycle.body
-        self.rest = whole[len(cycle.body) :]
-        cycle.body = bytearray()
-        cycle.message_event.clear()  # which was set for what is copied now
+        if self._whole is None and cycle.more_body:  # else all came with the head, or is on its way, or has been taken
+            self._whole = np.empty(length, np.uint8).data
+            self._whole[: len(cycle.body)] = cycle.body
+            self.rest = self._whole[len(cycle.body) :]
+            cycle.body = bytearray()
+            cycle.message_event.clear()  # which was set for what is copied now
         message = await RequestResponseCycle.receive(cycle)
-        return {**message, "body": whole} if message["type"] == "http.request" else message
+        if self._whole is None or message["type"] != "http.request":
+            return message
+        whole, self._whole = self._whole, None
+        return {**message, "body": whole}
 
     def rest_received(self, count: int) -> None:
         """So many bytes have been written to `rest`."""

@@ -26,6 +26,7 @@ SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 PUBLIC = frozenset({"/healthz", "/readyz", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready"})  # hold nothing that a key protects
 UPLOADS = frozenset({"/compile"})
 INFER = "/infer"  # how every path ends that takes tensors
+MOST_DIGITS = 18  # of a Content-Length
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -74,7 +75,7 @@ class Guard:
     """Lets a request through to `application` with its Caller and request id in the scope's state, or answers it."""
 
     def __init__(self, app: Application, settings: Settings, verify: Callable[[str], Key]) -> None:
-        self._application, self._settings, self._verify = app, settings, verify
+        self._application, self._settings, self._verify, self._hosts = app, settings, verify, settings.hosts
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -99,13 +100,13 @@ class Guard:
             self._check_origin(headers)
         caller = self._caller(path, headers)
         length, limit = headers.get("content-length", "0"), self._limit(path)
-        if not (length.isascii() and length.isdigit()) or int(length) > limit:
-            raise TooLarge(f"a body of {length} bytes, expected at most {limit}", "send less, or have the service's limit raised")
+        if not (length.isascii() and length.isdigit() and len(length) <= MOST_DIGITS) or int(length) > limit:
+            raise TooLarge(f"a body of {length[:MOST_DIGITS]} bytes, expected at most {limit}", "send less, or have the service's limit raised")
         return caller
 
     def _check_host(self, host: str) -> None:
         name = re.sub(r":\d+$", "", host).lower()
-        if name not in self._settings.hosts:
+        if name not in self._hosts:
             raise WrongHost(f"this service does not answer to the name '{name}'", "whoever runs it can add the name: CRUCIBLE_SERVICE_ALLOWED_HOSTS")
 
     def _check_origin(self, headers: dict[str, str]) -> None:

@@ -7,6 +7,7 @@ No key is ever logged: `Authorization` is never passed to a logger, and what loo
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import MutableMapping
@@ -53,13 +54,14 @@ def configure(settings: Settings) -> None:
 
 
 class _Lines:
-    """Writes the lines of one logger, each in one piece, to what is stderr then."""
+    """Writes the lines of one logger, each in one piece, to what is stderr then. What cannot be written is lost: nobody's work fails for it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def info(self, line: str) -> None:
-        sys.stderr.write(f"{line}\n")
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a full disk, a reader that has gone; it is closed; there is none
+            sys.stderr.write(f"{line}\n")
 
     debug = warning = error = critical = info
 

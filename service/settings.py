@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -69,7 +69,7 @@ class Settings(Frozen):
             raise ValueError("expected tls_certificate and tls_key, got one of them")
         return self
 
-    @cached_property  # it is asked for with every request
+    @property
     def needs_keys(self) -> bool:
         return self.keys_required if self.keys_required is not None else not is_loopback(self.host)
 
@@ -78,7 +78,7 @@ class Settings(Frozen):
         """gRPC's port."""
         return self.grpc_port if self.grpc_port is not None else self.port + 1 if self.port else 0
 
-    @cached_property  # it is asked for with every request
+    @property
     def hosts(self) -> frozenset[str]:
         """Every name that a Host header may have, without the port."""
         own = () if self.host in ("0.0.0.0", "::") else (f"[{self.host}]" if ":" in self.host else self.host,)
@@ -89,6 +89,7 @@ class Settings(Frozen):
         return self.home / "crucible.db"
 
 
+@cache  # it is asked with every request
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches a server that is bound to `host`."""
     try:

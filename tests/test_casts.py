@@ -85,6 +85,14 @@ def test_a_bias_keeps_its_node_in_fp32_only_where_the_result_shows_what_fp16_los
     assert error_of(model, made, feeds) <= 2**-11
 
 
+@pytest.mark.parametrize("node", ["Gemm <beta = 4e7> (x, w, b)", "Gemm (x, b, b)"])
+def test_what_is_more_than_a_small_bias_keeps_its_node_in_fp32(tmp_path: Path, node: str) -> None:
+    text = f"""<ir_version: 9, opset_import: ["" : 20]> net (float[N, 1] x) => (float[N, 1] y) <float[1, 1] w = {{1.0}}, float[1, 1] b = {{2.5e-8}}>
+    {{ [gemm] a = {node} y = Neg (a) }}"""
+    _, made, _ = converted(tmp_path, text, FP16, {"x": np.ones((2, 1), np.float32)})
+    assert "'gemm'" in made.notes[0].text
+
+
 def test_a_bias_that_is_not_small_beside_the_result_keeps_its_node_in_fp32(tmp_path: Path) -> None:
     text = """<ir_version: 9, opset_import: ["" : 20]> net (float[N, 1] x) => (float[N, 1] y) <float[1, 1] w = {1.0}, float[1] b = {2e-8}>
     { [gemm] a = Gemm (x, w, b) [scaled] y = Mul (a, w) }"""

@@ -1,4 +1,4 @@
-"""Requests and answers as the protocol's messages. Raw inputs are views of the bytes that came, and so read-only."""
+"""Requests and answers as the protocol's messages. Raw inputs are views of the bytes that came, not to be written to."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from service.errors import TooLarge, Unprocessable
 from service.wires.tensors import DATATYPES, Array, check_dtype, check_sizes, dtype_of
 
 MOST_ARRAYS = 1000
+HEAD_BYTES = 16384  # of a .npy file: numpy refuses headers of more than 10,000 characters
 _BITS_OF_BFLOAT16 = np.dtype("V2")  # what numpy writes for it
 _MALFORMED = (ValueError, TypeError, KeyError, SyntaxError, RecursionError, MemoryError, OverflowError, EOFError, tokenize.TokenError)
 """Of numpy's reader of headers, which parses them as Python."""
@@ -28,7 +29,7 @@ _NO_ZIP = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFErro
 
 def array_from_npy(body: bytes | memoryview, name: str, specs: Iterable[TensorSpec] = ()) -> Array:
     """A view of the array in a .npy file."""
-    stream = io.BytesIO(body)
+    stream = io.BytesIO(body[:HEAD_BYTES])
     try:
         version = npy.read_magic(stream)
         read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[version]

@@ -88,7 +88,7 @@ def size_of(dtype: str, shape: Sequence[int]) -> int:
 
 
 def array_from(name: str, dtype: str, shape: Sequence[int], buffer: Buffer) -> Array:
-    """A view of bytes that came, little-endian and in row-major order; read-only, and not always aligned."""
+    """A view of bytes that came, little-endian and in row-major order; not to be written to, and not always aligned."""
     expected = size_of(dtype, shape)
     if len(buffer) != expected:
         raise Unprocessable(f"'{name}': {dtype} {list(shape)} is {expected} bytes, got {len(buffer)}", "send exactly the tensor's bytes")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import socket
 import ssl
 import threading
@@ -32,14 +34,23 @@ class Application:
     pieces: list[list[int]] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
     lost: int = 0
+    patience_s: float = WITHIN_S  # of one `receive`, which is then called again
+    refuses: bool = False
     may_read: threading.Event = field(default_factory=threading.Event)
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         await asyncio.to_thread(self.may_read.wait, WITHIN_S)
+        if self.refuses:
+            await send({"type": "http.response.start", "status": 401, "headers": [(b"connection", b"close"), (b"content-length", b"2")]})
+            await send({"type": "http.response.body", "body": b"no"})
+            return
         found: list[bytes] = []
         message: Message = {"more_body": True}
         while message.get("more_body"):
-            message = await receive()
+            try:
+                message = await asyncio.wait_for(receive(), self.patience_s)
+            except TimeoutError:
+                continue
             if message["type"] == "http.disconnect":
                 self.lost += 1
                 return
@@ -135,6 +146,50 @@ def test_a_client_that_goes_amid_its_tensors_is_told_of(application: Application
     while not application.lost:
         assert time.monotonic() < until
         time.sleep(0.01)
+    assert application.bodies == []
+
+
+def test_tensors_survive_that_waiting_for_them_is_cancelled(application: Application) -> None:
+    application.patience_s = 0.05
+    bodies = [b"1" * MB, b"2" * 100_000]
+    with socket.create_connection(application.address, timeout=WITHIN_S) as line:
+        for body in bodies:
+            ask(line, request("/infer", body), pause_at=len(body) - 10)
+    assert application.bodies == bodies
+
+
+def test_tensors_that_are_refused_leave_nothing_behind(application: Application) -> None:
+    def living() -> int:
+        return sum(isinstance(each, connection.Http) for each in gc.get_objects())
+
+    application.refuses = True
+    gc.collect()
+    before = living()
+    gc.disable()
+    try:
+        for _ in range(20):
+            with socket.create_connection(application.address, timeout=WITHIN_S) as line, contextlib.suppress(ConnectionError):
+                line.sendall(request("/infer", b"1" * MB))
+                while line.recv(65536):
+                    pass
+        until = time.monotonic() + WITHIN_S
+        while (left := living() - before) > 2 and time.monotonic() < until:
+            time.sleep(0.05)
+    finally:
+        gc.enable()
+    assert left <= 2
+
+
+def test_a_body_behind_an_upgrade_is_refused_and_is_no_request(application: Application) -> None:
+    asked = request("/infer", request("/infer", b"smuggled"))
+    with socket.create_connection(application.address, timeout=WITHIN_S) as line:
+        line.sendall(asked.replace(b"Host: x", b"Host: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c"))
+        answer = b""
+        while more := line.recv(65536):
+            answer += more
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"content-length") == 1
+    assert b"without an Upgrade header" in answer
     assert application.bodies == []
 
 

@@ -48,6 +48,24 @@ def test_each_request_is_one_line_of_json(tmp_path: Path) -> None:
     assert line["level"] == "info"
 
 
+def test_a_line_that_cannot_be_written_fails_nobodys_work(tmp_path: Path) -> None:
+    program = f"""
+    import sys
+    from service import logs
+    from service.settings import Settings
+    logs.configure(Settings(home={str(tmp_path)!r}))
+    logs.get("service.x").info("nobody reads this")
+    sys.stderr.close()
+    logs.get("service.x").info("nor this")
+    sys.stderr = None
+    logs.get("service.x").error("nor this")
+    print("done")
+    """
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, stderr=full, text=True, check=False)
+    assert done.stdout == "done\n"
+
+
 def test_a_key_is_blotted_out_wherever_it_turns_up(tmp_path: Path) -> None:
     program = f"""
     logs.get("a").warning("odd", text="header was Bearer {KEY}")
