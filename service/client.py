@@ -35,6 +35,7 @@ from service.jobs import FINAL, State
 from service.keys import FORM
 from service.models import BenchmarkRequest, DeploymentOptions, ModelPage, ModelView, PromoteRequest, ShapesView
 from service.schemas import FORMS, JobPage, JobView, Refusal
+from service.tar import untar
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 30.0
@@ -215,7 +216,7 @@ class Client:
             with packed.open("wb") as file, self._streamed(self._http.build_request("GET", _path("reports", job_id, "engine.tar"))) as chunks:
                 file.writelines(chunks)
             with tarfile.open(packed) as archive:
-                archive.extractall(work, filter="data")
+                untar(archive, Path(work))
             deliver_engine(load_engine(Path(work) / "engine"), folder / "engine")
         return report
 

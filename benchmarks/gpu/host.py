@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.gpu import TIMEOUT_S, VISIBLE
+from service.tar import untar
 
 QUERIES = {
     "sm_clock_mhz": "clocks.sm",
@@ -85,7 +86,7 @@ def restore(home: Path, keep: Path) -> list[str]:
         parts = sorted(keep.glob(f"{name}.tar.gz.*"))
         if parts and not (home / name).exists():
             with tarfile.open(fileobj=io.BytesIO(b"".join(part.read_bytes() for part in parts))) as packed:
-                packed.extractall(home, filter="data")
+                untar(packed, home)
             restored.append(name)
     return restored
 
