@@ -90,7 +90,7 @@ def main() -> None:
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each measured stretch; two to a turn")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of each measured stretch; two to a turn; a p99 needs 1,000 answers in all rounds")
     parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)} [default: all, and for tensorrt {CRUCIBLE}]")
     parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0], help="of the CNN's engine; what follows is chosen for it if left out")
     parser.add_argument("--cnn", help="a CNN of torchvision")
