@@ -101,7 +101,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where timing cache and Inductor's cache come from and go to")
     parser.add_argument("--ways", type=_ways, default=(), metavar="WAY,WAY", help=f"of ours, instead of all of the row: {', '.join(WAYS)}")
     parser.add_argument("--only", type=_words, default=(), metavar="WORD,WORD", help="of a part, only the variants whose names hold a word")
-    parser.add_argument("--modes", type=_words, default=COMPILE_MODES, metavar="MODE,MODE", help="of torch.compile: the first that ends in time")
+    parser.add_argument("--modes", type=_modes, default=COMPILE_MODES, metavar="MODE,MODE", help="of torch.compile: the first that ends in time")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the plan")
     parser.add_argument("--note", default="", metavar="TEXT", help="what a reader of these rows must know")
     parser.add_argument("--no-bare", dest="bare", action="store_false", help="without bare builds")
@@ -127,6 +127,13 @@ def _ways(text: str) -> tuple[str, ...]:
     if unknown := [way for way in ways if way not in WAYS]:
         raise argparse.ArgumentTypeError(f"no way '{unknown[0]}'; expected {', '.join(WAYS)}")
     return ways
+
+
+def _modes(text: str) -> tuple[str, ...]:
+    modes = _words(text)
+    if unknown := [mode for mode in modes if mode not in COMPILE_MODES]:
+        raise argparse.ArgumentTypeError(f"no mode '{unknown[0]}'; expected {', '.join(COMPILE_MODES)}")
+    return modes or COMPILE_MODES
 
 
 def prepare(names: list[str], options: Options) -> int:

@@ -174,12 +174,11 @@ def flexibility(model_name: str, options: Options) -> dict[str, Any]:
 
 def prepare_flexibility(model_name: str, options: Options) -> dict[str, Any]:
     """The graphs of all variants."""
-    names = [variant.name for variant in FLEXIBILITY[model_name] if wanted(variant.name, options.only)]
-    for variant in FLEXIBILITY[model_name]:
-        if variant.name in names:
-            job, model = _graph(model_name, variant, options)
-            convert_model(job, model, recipe_of(job, variant.way))
-    return {"prepared": names}
+    variants = [variant for variant in FLEXIBILITY[model_name] if wanted(variant.name, options.only)]
+    for variant in variants:
+        job, model = _graph(model_name, variant, options)
+        convert_model(job, model, recipe_of(job, variant.way))
+    return {"prepared": [variant.name for variant in variants]}
 
 
 def _built(model_name: str, variant: Variant, options: Options) -> tuple[Variant, Job, OnnxModel, Made]:

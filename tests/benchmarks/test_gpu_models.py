@@ -275,7 +275,7 @@ def test_words_of_the_command_line(gpu: dict[str, ModuleType], capsys: pytest.Ca
     parse = gpu["gpu_models"].parse_arguments
     found = parse(["vit_b1", "overlap", "--ways", "fp16,int8 modelopt", "--seconds", "2", "--no-peers", "--set", "a=b"])
     assert (found.rows, found.ways, found.seconds, found.peers, found.bare) == (["vit_b1", "overlap"], ("fp16", "int8 modelopt"), 2.0, False, True)
-    for wrong in (["vit"], ["vit_b1", "--ways", "fp4"]):
+    for wrong in (["vit"], ["vit_b1", "--ways", "fp4"], ["vit_b1", "--modes", "fast"]):
         with pytest.raises(SystemExit):
             parse(wrong)
     assert "expected fp32" in capsys.readouterr().err
