@@ -177,8 +177,9 @@ def guarded(part: Part, options: Options) -> dict[str, Any]:
 
 
 def key_of(name: str, options: Options) -> str:
-    """A row of some of its ways only has a place of its own: it does not replace the whole one."""
-    return f"{name}: {', '.join(options.ways)}" if options.ways else name
+    """A row of some of its ways, or a part of some variants, has a place of its own: it does not replace the whole one."""
+    words = options.ways if row_named(name) or "throughput" in name else options.only
+    return f"{name}: {', '.join(words)}" if words else name
 
 
 def add_row(file: Path, name: str, row: Mapping[str, Any], target: Target) -> dict[str, Any]:

@@ -52,6 +52,7 @@ WEIGHT_QUANTIZERS = {
     "nncf": Stage("convert", 1, compress_with_nncf, ("onnx", "nncf")),
     "onnxruntime": Stage("convert", 1, compress_with_onnxruntime, ("onnx", "onnxruntime")),
 }
+BUILD = Stage("build", 2, build)  # its tools are those of the backend
 PROVE = Stage("prove", 3, prove)
 REFERENCE = Stage("reference", 1, run_reference)
 VALIDATE = Stage("validate", 3, validate, ("polygraphy",))
@@ -326,7 +327,7 @@ def ranges_misfit(job: Job, model: OnnxModel, recipe: Recipe) -> str:
 def build_engine(job: Job, model: OnnxModel, recipe: Recipe) -> Engine:
     """The engine of a converted graph."""
     backend = backends.backend(recipe.backend)
-    stage = Stage("build", 1, build, backend.DISTRIBUTIONS)
+    stage = replace(BUILD, tools=backend.DISTRIBUTIONS)
     allowed = job.build_options(recipe.backend)
     options = options_of(recipe, allowed)
     inputs, arguments = (model.digest, *job.plugin_digests(recipe.backend)), (model, recipe, allowed)

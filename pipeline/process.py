@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import math
 import os
 import pickle
 import signal
@@ -33,6 +34,7 @@ from pipeline.faults import MORE_MEMORY, crucible_error, how_it_died, memory_kil
 
 T = TypeVar("T")
 GRACE_S = 3.0
+ALIVE_S = 2.0  # a library may be silent for minutes; whoever shows how long a stage has run hears of it that often
 FEWER_COLLECTIONS = (50_000, 20, 20)  # the garbage collector takes a tenth of the time that importing torch or NNCF needs
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Where children look for modules: sys.path as this process began. A user's folder put in front since may hold a `pipeline` of its own.
@@ -149,17 +151,23 @@ class Child:
         raise InternalError(f"child '{self.name}' ended its conversation with {type(message).__name__}")
 
     def result(self, deadline_s: float | None = None, progress: Progress = silent) -> Any:
-        """Wait for the function's value, handing its progress on."""
-        end = None if deadline_s is None else time.monotonic() + deadline_s
+        """Wait for the function's value, handing its progress on: the last one again every ALIVE_S in which nothing comes."""
+        end = math.inf if deadline_s is None else time.monotonic() + deadline_s
+        last = Report(None, "")
         while True:
+            left_s = max(0.0, end - time.monotonic())
             try:
-                message = self._next(None if end is None else max(0.0, end - time.monotonic()))
+                message = self._next(min(left_s, ALIVE_S))
             except TimeoutError:
+                if left_s > ALIVE_S:
+                    progress(last.fraction, last.text)
+                    continue
                 self.stop()
                 raise ChildDied(f"{self.name} took longer than {deadline_s:g} s and was stopped", "raise its time limit in the plan") from None
             if isinstance(message, Done):
                 return message.value
             if isinstance(message, Report):
+                last = message
                 progress(message.fraction, message.text)
 
     def stop(self, grace_s: float = GRACE_S) -> None:

@@ -186,11 +186,11 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
         except BackendUnavailable as error:
             targets[name] = {"absent": error.message}
     stages = [value for module in (compile, candidates) for value in vars(module).values() if isinstance(value, Stage)]
-    stages += candidates.QUANTIZERS.values()
-    versions = {stage.name: stage.version for stage in stages}
+    stages += [*candidates.QUANTIZERS.values(), *candidates.WEIGHT_QUANTIZERS.values()]
+    versions = sorted({(stage.name, stage.function.__qualname__, stage.version) for stage in stages})
     tools = {tool: installed(tool) for stage in stages for tool in stage.tools} | {"crucible": installed("crucible")}
     devices = {"cpu": environment().cpu, **{f"gpu:{number}": gpu.name for number, gpu in enumerate(find_gpus().devices)}}
-    facts = json.dumps([devices, targets, sorted(versions.items()), tools], sort_keys=True)
+    facts = json.dumps([devices, targets, versions, tools], sort_keys=True)
     return HostIdentity(devices=devices, digest=hashlib.sha256(facts.encode()).hexdigest())
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipeline import process
 from pipeline.core import Progress
 from pipeline.errors import ChildDied, DataError, DiskFull, InternalError
 from pipeline.process import Channel, Child, call_in_child
@@ -52,6 +53,20 @@ def start_sleeper(pid_file: Path, progress: Progress) -> None:
 def echo(channel: Channel) -> None:
     while (payload := channel.receive()) is not None:
         channel.send(payload)
+
+
+def work_silently(progress: Progress) -> str:
+    progress(0.5, "half way")
+    time.sleep(1.0)
+    return "done"
+
+
+def test_the_last_progress_is_told_again_while_a_child_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "ALIVE_S", 0.2)
+    told: list[tuple[float | None, str]] = []
+    assert call_in_child(work_silently, name="silent", progress=lambda fraction, text: told.append((fraction, text))) == "done"
+    assert told.count((0.5, "half way")) >= 3
+    assert set(told) <= {(None, ""), (0.5, "half way")}
 
 
 def test_a_child_returns_its_value_and_reports_progress(tmp_path: Path) -> None:

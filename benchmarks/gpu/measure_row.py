@@ -33,7 +33,7 @@ from pipeline.recipes import recipe_from_candidate
 from pipeline.runner import Stage
 
 T = TypeVar("T")
-BARE = Stage("bare", 1, build_bare, tensorrt_.DISTRIBUTIONS)
+BARE = Stage("bare", timing_cache.FORMAT, build_bare, tensorrt_.DISTRIBUTIONS)
 OVERRIDES = {
     " surgery": ("simplify.surgery=surgery:plain_attention", f"simplify.python_path={HERE}"),
     " folded": ("simplify.surgery=surgery:fold_strides", f"simplify.python_path={HERE}"),

@@ -5,6 +5,7 @@ ResNet-50 at batch 1 in fp16: its kernels take about 5 us each, so what happens 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,23 +18,25 @@ from gpu.parts import begun, race_at, wanted
 from gpu.plans import graph_of, plan_of
 from gpu.rows import row_named
 from pipeline.backends import timing_cache, trt_library
-from pipeline.backends.trt_build import monitor
-from pipeline.backends.trt_parser import logger_of
+from pipeline.backends.trt_messages import builders_logger_of, logger_of
 from pipeline.candidates import convert_model
 from pipeline.config import home
 from pipeline.core import BuildOptions, Engine, OnnxModel, Progress, Recipe, silent
 from pipeline.job import Job
 
-STAGE, REPEATS = "tactics", 3
+STAGE, REPEATS, PAUSE_S = "tactics", 3, 30.0
 KINDS: Mapping[str, tuple[str, ...]] = {
     "plain": (),
+    "after a pause": ("pause",),
     "timed once": ("once",),
     "watched": ("watched",),
     "listened to": ("listened to",),
-    "as Crucible builds": ("detailed", "watched", "listened to"),
+    "all together": ("detailed", "watched", "listened to"),
+    "as Crucible builds": ("detailed", "in C++"),
 }
-"""What is done in a build besides the plain API's: kernels timed once instead of eight times, our progress monitor and our logger, which are both
-Python that TensorRT calls (the logger for every message, however unimportant), detailed verbosity."""
+"""What is done in a build besides the plain API's: the GPU idle for a while before; kernels timed once instead of eight times; a progress
+monitor and a logger in Python, which TensorRT calls (the logger for every message, however unimportant); detailed verbosity; TensorRT's own
+logger with warnings."""
 
 
 def tactics(options: Options) -> dict[str, Any]:
@@ -68,7 +71,8 @@ def build_kind(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Pat
     """The engine of a converted graph from an empty timing cache, in the way that its recipe's variant names."""
     gpu, _ = trt_library.host()
     trt, kind = trt_library.library(), KINDS[recipe.variant.rpartition(" ")[0]]
-    watching = monitor(trt, progress)
+    watching = _monitor(trt)
+    logger = logger_of(trt) if "listened to" in kind else builders_logger_of(trt) if "in C++" in kind else None
 
     def change(config: Any) -> None:
         if "once" in kind:
@@ -79,5 +83,22 @@ def build_kind(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Pat
             config.progress_monitor = watching
 
     with timing_cache.gpu_lock(gpu.uuid, progress):
-        plan = serialized(trt, model, recipe, options, b"", change, logger_of(trt) if "listened to" in kind else None)
+        time.sleep(PAUSE_S if "pause" in kind else 0.0)
+        plan = serialized(trt, model, recipe, options, b"", change, logger)
     return written(plan, model, recipe, options, out)
+
+
+def _monitor(trt: Any) -> Any:
+    """The least that a progress monitor can be."""
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            pass
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            return True
+
+        def phase_finish(self, phase_name: str) -> None:
+            pass
+
+    return Monitor()

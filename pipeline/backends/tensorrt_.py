@@ -18,7 +18,8 @@ from pipeline.backends.base import Loaded
 from pipeline.backends.checks import refuse_foreign
 from pipeline.backends.trt_build import configure, flags_of, serialize, warnings_of, with_locations
 from pipeline.backends.trt_layers import layer_table
-from pipeline.backends.trt_parser import is_own, logger_of, parse, refusals
+from pipeline.backends.trt_messages import listening, logger_of
+from pipeline.backends.trt_parser import is_own, parse, refusals
 from pipeline.backends.trt_session import TrtLoaded, load_engine
 from pipeline.core import (
     BuildOptions,
@@ -146,9 +147,11 @@ def _build(place: Place, model: OnnxModel, recipe: Recipe, options: BuildOptions
     config = configure(trt, parsed, recipe, options, model.inputs)
     calibrator = _give_calibrator(trt, config, model, recipe)
     timed = timing_cache.Timed(place.target, options.tensorrt.timing_iterations)
-    attached = timing_cache.attach(config, timed, place.gpu)
+    with listening(trt):
+        attached = timing_cache.attach(config, timed, place.gpu)
     plan = serialize(trt, parsed, config, progress)
-    said_of_cache = timing_cache.keep(config, timed, attached, place.gpu)
+    with listening(trt):
+        said_of_cache = timing_cache.keep(config, timed, attached, place.gpu)
     inputs = with_locations(model.inputs, parsed)
     del attached, config, calibrator, parsed  # users before what they use; their memory is back when the GPU is given back
     return Built(plan, inputs, (*warnings_of(trt, model), *(Note(stage="build", text=text, level="info") for text in said_of_cache)))

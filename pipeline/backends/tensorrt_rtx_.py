@@ -13,6 +13,7 @@ from typing import Any
 from pipeline.backends.base import Loaded, no_layers
 from pipeline.backends.checks import installed_version
 from pipeline.backends.trt_build import add_profiles, serialize, warnings_of, with_locations
+from pipeline.backends.trt_messages import listening
 from pipeline.backends.trt_parser import Parsed, parse, refusals
 from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Progress, Recipe, Refusal, Target, silent
 from pipeline.errors import BackendUnavailable, UnsupportedError
@@ -51,7 +52,8 @@ def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, pr
         said = "; ".join(f"{fault.operator} '{fault.node}': {fault.reason}" for fault in parsed.faults)
         raise UnsupportedError(f"TensorRT-RTX cannot take this model: {said}", "list every node with `crucible inspect MODEL --backend tensorrt_rtx`")
     config = _config(trt, parsed, capability)
-    add_profiles(parsed, config, model.inputs, options.profiles)
+    with listening(trt):
+        add_profiles(parsed, config, model.inputs, options.profiles)
     progress(None, f"building for compute capability {capability}")
     data = serialize(trt, parsed, config, progress, f"TensorRT-RTX cannot build this model for compute capability {capability}")
     (out / FILE).write_bytes(data)

@@ -30,6 +30,7 @@ from pipeline.core import Frozen, Progress, Target
 from pipeline.gpu import TIMEOUT_S
 
 FILE, ABOUT = "cache.bin", "target.json"
+FORMAT = 2  # 1: Python was called while kernels were timed, which made some look slower than others
 UNREADABLE = "the timing cache at '{}' was damaged and is made anew: this build took as long as the first"
 SHARED = "timing cache not filled: another process used the GPU (process {})"
 HIDDEN = "; one that is not seen from here may be this build itself, in a container that gets the host's numbers (docker: --pid=host)"
@@ -54,6 +55,7 @@ class About(Frozen):
     device: str
     compute_capability: str | None
     timing_iterations: int
+    format: int = FORMAT
     sha256: str = ""
 
 

@@ -6,18 +6,16 @@ parse -> configure -> serialize
 from __future__ import annotations
 
 import re
-import threading
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.backends import cuda
 from pipeline.backends.cuda import OutOfDeviceMemory
-from pipeline.backends.trt_parser import Parsed, count_float64, messages_of, sentence
+from pipeline.backends.trt_messages import listening, messages_of
+from pipeline.backends.trt_parser import Parsed, count_float64, sentence
 from pipeline.core import BuildOptions, Note, OnnxModel, Point, Precision, Profile, Progress, Recipe, TensorSpec
 from pipeline.errors import BackendUnavailable, CrucibleError, PlanError, UnsupportedError
-from pipeline.measure import monotonic
 
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
 CHATTER = ("Int64 binding", "logger passed into", "Converting conv")  # warnings that tell a user of ours nothing
@@ -25,7 +23,6 @@ TRIALS = ("Skipping tactic", "Tactic Device request", "catchCudaError")  # a ker
 NO_MEMORY = re.compile(r"out ?of ?memory|could not be allocated|insufficient memory|memory is insufficient", re.IGNORECASE)
 FULL_BYTES = 2**30  # with less left of a large GPU's memory TensorRT fails without a word about memory (seen with 0.4 GB: "Cask")
 MOST_WARNINGS = 8  # implicit int8 warns of every tensor
-EVENTS_PER_S = 10.0
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Shapes, or values, of one input at min, opt and max."""
@@ -121,7 +118,8 @@ def configure(trt: Any, parsed: Parsed, recipe: Recipe, options: BuildOptions, i
         config.hardware_compatibility_level = trt.HardwareCompatibilityLevel.AMPERE_PLUS
     if recipe.version_compatible:
         config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
-    profiles = add_profiles(parsed, config, inputs, options.profiles)
+    with listening(trt):
+        profiles = add_profiles(parsed, config, inputs, options.profiles)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # both end with TensorRT 11, where a recipe with flags is refused
         for name in flags_of(recipe):
@@ -138,133 +136,19 @@ def flags_of(recipe: Recipe) -> tuple[str, ...]:
     return ("INT8", "FP16") if recipe.precision is Precision.INT8 else (recipe.precision.name,)
 
 
-# -- progress ----------------------------------------------------------------------------------------------------------
-
-SHARES = {
-    "Building engine": (0.0, 0.0),
-    "Cloning network graph": (0.0, 0.0),
-    "Preparing graph for optimization": (0.0, 0.0),
-    "Building engine from subgraph": (0.0, 0.0),
-    "Optimizing graph": (0.0, 0.02),
-    "Computing profile costs": (0.02, 0.02),
-    "Timing tactics": (0.02, 0.02),
-    "Timing graph nodes": (0.02, 0.90),
-    "Timing tensor reformats": (0.90, 0.97),
-    "Determining refit engines": (0.97, 1.0),
-}
-"""Where a phase lies in a whole build. From a ResNet-18 in fp32 on an H200 (3.8 s of 4.3 s time graph nodes); TensorRT 10.6 and RTX 1.7 name them
-alike. By counting steps alone the first 10 ms would be two thirds of the build."""
-
-PER_PROFILE = "Timing graph nodes"  # comes once for every optimisation profile
-ON_THE_CLOCK = "Measuring tactic time"  # one step per run of a kernel that is on the clock: its calls return at once, whoever listens
-
-
-@dataclass(slots=True)
-class _Phase:
-    name: str
-    parent: _Phase | None
-    steps: int
-    done: int = 0
-    best: float = 0.0  # of the step at work
-
-    @property
-    def fraction(self) -> float:
-        return min(1.0, (self.done + self.best) / self.steps)
-
-
-@dataclass(slots=True)
-class Phases:
-    """TensorRT's nested phases as one fraction that never goes back. Phases of unknown names count as steps of the phase around them."""
-
-    profiles: int = 1
-    fraction: float = 0.0
-    _live: dict[str, _Phase] = field(default_factory=dict)
-    _rounds: int = 0
-
-    @property
-    def innermost(self) -> str:
-        return next(reversed(self._live), "")
-
-    def start(self, name: str, parent: str | None, steps: int) -> None:
-        self._rounds += name == PER_PROFILE
-        self._live.pop(name, None)
-        self._live[name] = _Phase(name, self._live.get(parent or ""), max(1, steps))
-
-    def step(self, name: str, step: int) -> None:
-        if phase := self._live.get(name):
-            phase.done, phase.best = max(phase.done, step + 1), 0.0
-            self._rise(phase)
-
-    def finish(self, name: str) -> None:
-        if phase := self._live.pop(name, None):
-            phase.done, phase.best = phase.steps, 0.0
-            self._rise(phase)
-
-    def _rise(self, phase: _Phase) -> None:
-        """From a phase outwards to the first whose place in the build is known."""
-        while phase.name not in SHARES and phase.parent:
-            phase.parent.best = max(phase.parent.best, phase.fraction)
-            phase = phase.parent
-        low, high = SHARES.get(phase.name, (0.0, 1.0))
-        now = low + (high - low) * phase.fraction
-        if self.profiles > 1 and phase.name in SHARES:
-            now = (min(self._rounds, self.profiles) - 1 + now) / self.profiles
-        self.fraction = max(self.fraction, now)
-
-
-def monitor(trt: Any, progress: Progress, profiles: int = 1) -> Any:
-    """A progress monitor for a builder's config, at most EVENTS_PER_S events a second. TensorRT calls it from several threads."""
-
-    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.phases, self.lock, self.last_s, self.alive = Phases(profiles), threading.Lock(), 0.0, True
-
-        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
-            if phase_name == ON_THE_CLOCK:
-                return
-            with self.lock:
-                self.phases.start(phase_name, parent_phase, num_steps)
-                self.tell()
-
-        def step_complete(self, phase_name: str, step: int) -> bool:
-            if phase_name == ON_THE_CLOCK:
-                return self.alive
-            with self.lock:
-                self.phases.step(phase_name, step)
-                self.tell()
-                return self.alive
-
-        def phase_finish(self, phase_name: str) -> None:
-            if phase_name == ON_THE_CLOCK:
-                return
-            with self.lock:
-                self.phases.finish(phase_name)
-
-        def tell(self) -> None:
-            now = monotonic()
-            if now - self.last_s < 1 / EVENTS_PER_S:
-                return
-            self.last_s = now
-            try:
-                progress(self.phases.fraction, self.phases.innermost)
-            except OSError:  # nobody listens any more: an exception here would end the process, False ends the build
-                self.alive = False
-
-    return Monitor()
-
-
 # -- building ----------------------------------------------------------------------------------------------------------
 
 CANNOT = "TensorRT cannot build this model"
 
 
 def serialize(trt: Any, parsed: Parsed, config: Any, progress: Progress, cannot: str = CANNOT) -> bytes:
-    """Build the engine; `cannot` begins the sentence where that fails (`build_error`)."""
-    watching = monitor(trt, progress, config.num_optimization_profiles)
-    config.progress_monitor = watching
-    plan = parsed.builder.build_serialized_network(parsed.network, config)
-    config.progress_monitor = None  # before `watching` goes
+    """Build the engine; `cannot` begins the sentence where that fails (`build_error`).
+
+    No fraction is told: a progress monitor, which TensorRT calls between the runs of a kernel, makes it choose worse (`trt_messages`).
+    """
+    progress(None, "timing kernels")
+    with listening(trt):
+        plan = parsed.builder.build_serialized_network(parsed.network, config)
     if plan is None:
         raise build_error(messages_of(trt), device_memory(), cannot)
     return bytes(plan)
@@ -275,14 +159,15 @@ def build_error(messages: list[tuple[str, str]], memory: tuple[int, int], cannot
 
     OutOfDeviceMemory: out of the GPU's memory. BackendUnavailable: TensorRT is not whole. UnsupportedError: all else, in TensorRT's own sentences.
     """
+    lines = [text.partition("\n")[0] for _, text in messages]  # what comes behind may be another's, printed to the same log
     said = [text for severity, text in messages if severity != "WARNING" and not _is(TRIALS, text)]
-    trials = [text for _, text in messages if _is(TRIALS, text)]
+    trials = [line for line in lines if _is(TRIALS, line)]
     if any("find any implementation" in text for text in said) and any(NO_MEMORY.search(text) for text in trials):
         why = "its kernels need more of the GPU's memory than they may use"
         return OutOfDeviceMemory(f"{cannot}: {why}", "raise `tensorrt.workspace_mib` or leave it out, or take a smaller max in the profile")
     free, total = memory
-    if any(NO_MEMORY.search(text) for text in said) or free < min(FULL_BYTES, total // 16):
-        asked = max((int(found) for _, text in messages for found in re.findall(r"(\d{7,}) bytes", text)), default=0)
+    if any(NO_MEMORY.search(text.partition("\n")[0]) for text in said) or free < min(FULL_BYTES, total // 16):
+        asked = max((int(found) for line in lines for found in re.findall(r"(\d{7,}) bytes", line)), default=0)
         wanted = f"it asked for {asked / 2**30:.1f} GiB at once, " if asked else ""
         why = f"out of the GPU's memory: {wanted}{free / 2**30:.1f} of {total / 2**30:.1f} GiB are free now"
         advice = "limit it by `tensorrt.workspace_mib`, take a smaller max in the profile, or stop what else uses the GPU (nvidia-smi lists it)"

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from pipeline.backends import cuda
 from pipeline.backends.checks import unreadable
 from pipeline.backends.cuda import CudaError, DeviceBuffer, PinnedBuffer, Stream
-from pipeline.backends.trt_parser import messages_of, sentence
+from pipeline.backends.trt_messages import messages_of
+from pipeline.backends.trt_parser import sentence
 from pipeline.core import Engine, Profile, TensorSpec, dtype_of
 from pipeline.errors import CrucibleError, DataError, InternalError, UnsupportedError
 

@@ -8,9 +8,9 @@ nothing more to say.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import onnx
 
 from pipeline.backends import cuda
+from pipeline.backends.trt_messages import builders_logger_of, listening, messages_of
 from pipeline.core import OnnxModel, Refusal
 from pipeline.errors import ModelError, PlanError
 from pipeline.graph import DEFAULT_DOMAINS, graphs_of, operator_of, type_name
@@ -27,7 +28,6 @@ ANOTHER_BACKEND = "or compile this model for onnxruntime"
 QUANTIZERS = {"QuantizeLinear", "DequantizeLinear"}
 LEAST_OPSET = 13  # the least that a plan may ask its export for
 OWN_PLUGINS = "libnvinfer_plugin.so"  # NVIDIA's own plugins, a part of TensorRT
-MOST_MESSAGES = 10_000  # kept of a library that warns in every run
 NOISE = ("catchCudaError", "Invalid Node - ")  # a host without a GPU adds "driver version is insufficient" to every message
 
 
@@ -52,29 +52,6 @@ class Parsed:
     faults: tuple[Fault, ...]
 
 
-def messages_of(trt: Any) -> list[tuple[str, str]]:
-    """Severity and text of all that the library has said since the list was last cleared."""
-    return logger_of(trt).messages  # type: ignore[no-any-return]
-
-
-@cache
-def logger_of(trt: Any) -> Any:
-    """The one logger of this process: TensorRT ignores a second one while anything made with the first is alive."""
-
-    class Messages(trt.ILogger):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.messages: list[tuple[str, str]] = []
-
-        def log(self, severity: Any, text: str) -> None:
-            if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR, trt.ILogger.WARNING):
-                if len(self.messages) == MOST_MESSAGES:
-                    del self.messages[0]
-                self.messages.append((severity.name, text))
-
-    return Messages()
-
-
 def parse(trt: Any, raw: bytes, path: Path, strongly_typed: bool = True, plugins: Sequence[Path] = ()) -> Parsed:
     """Parse a serialized model; external data is read from beside `path`. What cannot be parsed is in `faults`, not raised.
 
@@ -90,22 +67,25 @@ def new_builder(trt: Any, plugins: Sequence[Path] = ()) -> Any:
     PlanError for a library that cannot be loaded, OutOfDeviceMemory where the GPU has no room for the builder itself.
     """
     messages_of(trt).clear()
-    trt.init_libnvinfer_plugins(logger_of(trt), "")  # EfficientNMS_TRT, ScatterElements and others are unknown without it
-    try:
-        builder = trt.Builder(logger_of(trt))
-    except TypeError as error:  # pybind11's word for a null pointer
-        raise cuda.out_of_memory(cuda.runtime()) from error
-    load_plugins(trt, builder.get_plugin_registry(), plugins)
+    logger = builders_logger_of(trt)
+    with listening(trt):
+        trt.init_libnvinfer_plugins(logger, "")  # EfficientNMS_TRT, ScatterElements and others are unknown without it
+        try:
+            builder = trt.Builder(logger)
+        except TypeError as error:  # pybind11's word for a null pointer
+            raise cuda.out_of_memory(cuda.runtime()) from error
+    load_plugins(trt, builder.get_plugin_registry(), plugins, listening)
     return builder
 
 
-def load_plugins(trt: Any, registry: Any, plugins: Sequence[Path]) -> None:
-    """Load plugin libraries into the registry of a builder or a runtime, not into that of the process."""
+def load_plugins(trt: Any, registry: Any, plugins: Sequence[Path], heard: Callable[[Any], AbstractContextManager[None]] = nullcontext) -> None:
+    """Load plugin libraries into the registry of a builder, which is `heard` by listening, or of a runtime; not into that of the process."""
     for plugin in plugins:
         if is_own(plugin):
             continue  # registered already, and twice is an error
         start = len(messages_of(trt))
-        handle = registry.load_library(str(plugin))
+        with heard(trt):
+            handle = registry.load_library(str(plugin))
         said = [sentence(text) for severity, text in messages_of(trt)[start:] if severity != "WARNING" and "catchCudaError" not in text]
         if handle is None and said:  # None without a word: all of its plugins are registered already
             advice = "give a library made for this version of TensorRT that exports getCreators or getPluginCreators"
@@ -120,8 +100,9 @@ def is_own(plugin: Path) -> bool:
 def _parse_with(trt: Any, builder: Any, raw: bytes, path: Path, strongly_typed: bool = True) -> Parsed:
     asks = strongly_typed and int(trt.__version__.split(".")[0]) < 11  # from 11 on there is nothing to ask for
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED) if asks else 0)
-    parser = trt.OnnxParser(network, logger_of(trt))
-    parsed = parser.parse(raw, str(path))
+    with listening(trt):
+        parser = trt.OnnxParser(network, builders_logger_of(trt))
+        parsed = parser.parse(raw, str(path))
     faults = tuple(_fault(parser.get_error(i)) for i in range(parser.num_errors))
     if not parsed and not faults:
         raise ModelError(f"TensorRT cannot read '{path.name}' and does not say why", "run `crucible inspect` with the backend onnxruntime")

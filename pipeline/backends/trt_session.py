@@ -29,7 +29,8 @@ from pipeline.backends import cuda
 from pipeline.backends.checks import FeedCheck, closed, nothing_to_fetch, unreadable
 from pipeline.backends.cuda import Copy, CudaError, DeviceArray, EventTimer, Graph, Stream
 from pipeline.backends.trt_memory import Memory, Opened, Shape, run_error, tensors_of
-from pipeline.backends.trt_parser import load_plugins, messages_of
+from pipeline.backends.trt_messages import messages_of
+from pipeline.backends.trt_parser import load_plugins
 from pipeline.core import Engine, Tensors, TensorSpec, sizes_from_shapes
 from pipeline.errors import BackendUnavailable, DataError, HostError, InternalError, PlanError, UnsupportedError
 

@@ -175,7 +175,7 @@ def test_builds_and_runs_what_the_graph_says(tmp_path: Path, precision: Precisio
     assert engine.digest == hashlib.sha256(engine.path.read_bytes()).hexdigest()
     assert engine.size_bytes == engine.path.stat().st_size
     assert (engine.inputs, engine.outputs, engine.profiles) == (model.inputs, model.outputs, (PROFILE,))
-    assert any(fraction is not None for fraction, _ in told)
+    assert (None, "timing kernels") in told
     given = feeds(5)
     dtype = {Precision.FP16: np.float16, Precision.BF16: ml_dtypes.bfloat16}.get(precision, np.float32)
     expected = given["x"].astype(dtype).astype(np.float64) @ WEIGHT.astype(dtype).astype(np.float64)

@@ -307,6 +307,13 @@ def test_an_impossible_recipe_is_refused_by_name(tmp_path: Path, asked: Recipe, 
     assert not (tmp_path / tensorrt_rtx_.FILE).exists()
 
 
+def test_what_the_library_warns_of_becomes_a_note(tmp_path: Path) -> None:
+    model = save(tmp_path, [helper.make_node("Expand", ["x", "k"], ["y"])], [("x", FLOAT, [1, 3]), ("k", INT64, [2])], [("y", FLOAT, ["a", "b"])])
+    below_zero = BuildOptions(profiles=(Profile(values={"k": ValueRange(min=(-5, 3), opt=(4, 3), max=(8, 3))}),))
+    engine = tensorrt_rtx_.build(model, recipe(), below_zero, tmp_path)
+    assert any("kMIN values are not self-consistent" in note.text for note in engine.notes), engine.notes
+
+
 def test_a_symbol_without_a_profile_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"input 'x' \['n', 3\] is dynamic, and a profile gives no sizes for n"):
         tensorrt_rtx_.build(linear(tmp_path), recipe(), BuildOptions(profiles=()), tmp_path)

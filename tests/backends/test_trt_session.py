@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.backends.base import run_session
 from pipeline.backends.trt_memory import run_error
-from pipeline.backends.trt_parser import MOST_MESSAGES, logger_of, messages_of
+from pipeline.backends.trt_messages import MOST_MESSAGES, logger_of, messages_of
 from pipeline.backends.trt_session import GRAPHS, Recent
 from pipeline.core import Profile, Tensors, TensorSpec
 from pipeline.errors import DataError, HostError, InternalError, UnsupportedError

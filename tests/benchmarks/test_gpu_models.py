@@ -213,7 +213,9 @@ def test_a_row_that_runs_again_takes_its_own_place_and_no_other(gpu: dict[str, M
 def test_a_row_of_some_ways_stands_beside_the_whole_one(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
     script, options, file = gpu["gpu_models"], gpu["measure_row"].Options, tmp_path / "gpu_models.json"
     assert script.key_of("vit_b1", options()) == "vit_b1"
-    partly = script.key_of("vit_b1", options(ways=("fp16", "int8")))
+    assert script.key_of("resnet50_throughput_b256", options(ways=("int8",))) == "resnet50_throughput_b256: int8"
+    assert script.key_of("tactics", options(ways=("fp16",), only=("plain", "watched"))) == "tactics: plain, watched"
+    partly = script.key_of("vit_b1", options(ways=("fp16", "int8"), only=("plain",)))
     for key in ("vit_b32", partly, "vit_b1"):
         script.add_row(file, key, {"created": "1", "entries": {}}, H200)
     document = json.loads(file.read_text())
@@ -334,8 +336,10 @@ def test_every_kind_of_build_is_found_by_its_recipe_and_built_anew_each_time(gpu
     monkeypatch.setattr(tactics.trt_library, "library", lambda: Trt)
     monkeypatch.setattr(tactics.timing_cache, "gpu_lock", lambda uuid, progress: contextlib.nullcontext())
     monkeypatch.setattr(gpu["bare"].tensorrt_, "probe", lambda: H200)
-    monkeypatch.setattr(tactics, "monitor", lambda trt, progress: "monitor")
+    monkeypatch.setattr(tactics, "_monitor", lambda trt: "monitor")
+    monkeypatch.setattr(tactics, "PAUSE_S", 0.0)
     monkeypatch.setattr(tactics, "logger_of", lambda trt: "logger")
+    monkeypatch.setattr(tactics, "builders_logger_of", lambda trt: "own logger")
     monkeypatch.setattr(tactics, "serialized", serialized)
     model = OnnxModel(root=tmp_path, file="m.onnx", digest="m", opset=20, inputs=(), outputs=())
     made = {}
@@ -345,10 +349,12 @@ def test_every_kind_of_build_is_found_by_its_recipe_and_built_anew_each_time(gpu
         made[kind] = tactics.build_kind(model, recipe, BuildOptions(profiles=()), tmp_path / kind)
     assert {kind: seen[f"{kind} 2"] for kind in tactics.KINDS} == {
         "plain": (b"", 8, "names", None, None),
+        "after a pause": (b"", 8, "names", None, None),
         "timed once": (b"", 1, "names", None, None),
         "watched": (b"", 8, "names", "monitor", None),
         "listened to": (b"", 8, "names", None, "logger"),
-        "as Crucible builds": (b"", 8, "detailed", "monitor", "logger"),
+        "all together": (b"", 8, "detailed", "monitor", "logger"),
+        "as Crucible builds": (b"", 8, "detailed", None, "own logger"),
     }
     assert len({engine.digest for engine in made.values()}) == len(tactics.KINDS)
     assert made["plain"].path.read_bytes() == b"plain 2"

@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from pipeline import candidates
 from pipeline.config import BenchmarkConfig, CandidateConfig, ModelConfig, Plan
 from pipeline.core import Engine, Precision, Progress, silent
 from pipeline.errors import InternalError, ModelError
@@ -27,7 +29,7 @@ from service.child import Child, environment_for
 from service.folders import PLAN, Folders, Work
 from service.job_worker import CHOSEN, CONTENDED, Server, doubted, forget_contended, measure_again, measuring, probe_host, seed
 from service.jobs import Job
-from service.messages import Finished, FromChild, Granted, Returned, Returns, Stage, Start, Wants, from_child, line_of
+from service.messages import Finished, FromChild, Granted, HostIdentity, Returned, Returns, Stage, Start, Wants, from_child, line_of
 from service.publish import take_over
 from service.runner import WORKER
 from tests.fixtures_report import benchmark as figures
@@ -289,9 +291,15 @@ def everything(folder: Path, besides: Path) -> dict[Path, tuple[int, int, bytes]
     return found
 
 
+def probe_with_another_build(progress: Progress) -> HostIdentity:
+    candidates.BUILD = replace(candidates.BUILD, version=candidates.BUILD.version + 1)
+    return probe_host()
+
+
 @pytest.mark.slow
 def test_the_host_is_told_by_a_child_and_always_alike() -> None:
     ask: Callable[..., Any] = call_in_child
+    assert ask(probe_with_another_build, name="probe").digest != ask(probe_host, name="probe").digest  # what was built before is built anew
     first, second = (ask(probe_host, name="probe") for _ in range(2))
     assert first == second
     assert next(iter(first.devices)) == "cpu"
