@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,12 +12,17 @@ import orjson
 from service.errors import Unprocessable
 from service.wires.tensors import Array, dtype_of
 
+NOT_FINITE = re.compile(r"(?:NaN|Infinity)\b")
+
 
 def parsed_object(text: bytes | memoryview, what: str) -> dict[str, object]:
     """A JSON object."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
+        if found := NOT_FINITE.match(error.doc, error.pos):
+            said = f"{what} is not JSON: {found[0]} at character {error.pos}, and JSON has numbers for finite values only"
+            raise Unprocessable(said, "send this tensor as raw bytes: `binary_data_size`, or .npy, .npz") from None
         raise Unprocessable(f"{what} is not JSON: {error}", "check what was sent, and its Content-Type") from None
     if not isinstance(value, dict):
         raise Unprocessable(f"expected {what} to be a JSON object, got {type(value).__name__}", "GET /docs shows what this path takes")

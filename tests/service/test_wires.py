@@ -152,6 +152,8 @@ def binary(size: object, **given: Any) -> dict[str, Any]:
     [
         ("[]", "a JSON object, got list"),
         ("{", "is not JSON"),
+        ('{"inputs": [{"data": [1.0, NaN]}]}', "NaN at character 27, and JSON has numbers for finite values only"),
+        ('{"inputs": [{"data": [-Infinity]}]}', "Infinity at character 23"),
         ('{"inputs": [], "id": "a"}', "at least one tensor"),
         ({"inputs": "x"}, "`inputs` to be a list of objects"),
         ({"inputs": [7]}, "`inputs` to be a list of objects"),
