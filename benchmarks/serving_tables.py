@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, text_of
-from serving_.figures import CNN, CRUCIBLE, STAGES, WIRE
+from serving_.figures import CNN, CRUCIBLE, DIRECT, STAGES, WIRE
 from serving_.peers_list import FASTAPI
+from serving_.rounds import MANY
 
 Document = Mapping[str, Any]
 
@@ -31,6 +32,9 @@ GPU = """## Serving from a GPU
 `benchmarks/serving.py --backend tensorrt`: the engine runs on the GPU and leaves the cores of the host to server and client. The columns are
 those above; nothing but Crucible's engine in a direct Session is there to be compared with. The engine is slow on purpose: the targets
 name how fast it may be. Between two batches it waits for the worker, which copies one batch's answers out and the next one's inputs in."""
+PERF_ANALYZER = """## perf_analyzer
+`benchmarks/perf_analyzer.py`: Triton's own load generator, unmodified, against a small CNN in ONNX Runtime. That it runs is what is shown: it takes
+as much of the cores as the server does. Queue and compute are what it reads from the server's statistics."""
 SOAK = """## Soak
 `make soak`: 16 connections ask one small model, each request with a number and an input of its own, while other models are compiled.
 Every answer is held against what the same engine gave in a direct Session before."""
@@ -57,6 +61,7 @@ def serving_gpu_section(document: Document | None) -> list[str]:
         *_table(document["rows"]),
         "",
         *_stages(document["rows"]),
+        *_tail(document["rows"]),
         *_targets(document),
         "",
         f"{_environment(document)} {_run_on_gpu(document)}",
@@ -70,6 +75,15 @@ def soak_section(document: Document | None) -> list[str]:
     (row,) = document["rows"]
     lines = ["| what | |", "|---|---|", *(f"| {name} | {text_of(value)} |" for name, value in row.items())]
     return [SOAK, "", *lines, "", *_targets(document), "", _environment(document), ""]
+
+
+def perf_analyzer_section(document: Document | None) -> list[str]:
+    if document is None:
+        return []
+    rows = document["rows"]
+    lines = [f"| {' | '.join(rows[0])} |", f"|{'---|' * len(rows[0])}", *(f"| {' | '.join(map(text_of, row.values()))} |" for row in rows)]
+    ran = f"{sum(document['targets'].values())} of {len(rows)} runs ended without an error."
+    return [PERF_ANALYZER, "", *lines, "", ran, "", f"{_environment(document)} {document['run']['perf_analyzer']}.", ""]
 
 
 def document_of(name: str, results: Path = RESULTS) -> Document | None:
@@ -94,8 +108,23 @@ def _stages(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     if ours is None:
         return []
     told = ", ".join(f"{stage.replace('_', ' ')} {ours[f'{stage}_ms']:.3f}" for stage in STAGES)
+    many = {stage: ours.get(f"{stage}_of_many_ms") for stage in STAGES}
     rest = ours["p50_ms"] - sum(ours[f"{stage}_ms"] for stage in STAGES)
-    return [f"Where Crucible's answers say that their time went on one connection, ms: {told}; the other {rest:.3f} are HTTP on both sides.", ""]
+    said = f"Where Crucible's answers say that their time went on one connection, ms: {told}; the other {rest:.3f} are HTTP on both sides."
+    if None not in (*many.values(), ours.get("batch_of_many")):
+        told = ", ".join(f"{stage.replace('_', ' ')} {ms:.3f}" for stage, ms in many.items())
+        said += f" On {MANY}, in batches of {ours['batch_of_many']:g}: {told}."
+    return [said, ""]
+
+
+def _tail(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The server's p99 beside the engine's median: the engine's own p99 is that of few runs, which one disturbance moves."""
+    ours, engine = (next((row for row in rows if row["server"] == server), {}) for server in (CRUCIBLE, DIRECT))
+    if not ours.get("p99_ms") or not engine.get("p50_ms"):
+        return []
+    over = ours["p99_ms"] - engine["p50_ms"]
+    said = f"Crucible's p99 on one connection is {over:.2f} ms over the engine's median."
+    return [f"{said} The engine's own p99 moves with every disturbance of the host.", ""]
 
 
 def _told(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -13,11 +13,11 @@ from typing import Any
 from accuracy_tables import calibration_drawing, calibration_section, few_bits_section, int8_section, result
 from common import RESULTS, ROOT, takes_no_arguments, text_of
 from figures import Drawing
-from gpu_drawings import curve_drawing, models_drawing
+from gpu_drawings import curve_drawing, models_drawings
 from gpu_model_tables import curve_section, document, fastest_section, models_section
 from gpu_tables import accuracy_section, documents, speed_section
 from image_tables import images_section
-from serving_tables import document_of, serving_gpu_section, serving_section, soak_section
+from serving_tables import document_of, perf_analyzer_section, serving_gpu_section, serving_section, soak_section
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 ACCURACY_PAGE = ROOT / "docs" / "accuracy.md"
@@ -81,7 +81,7 @@ def pages() -> dict[Path, str]:
 def drawings() -> tuple[Drawing, ...]:
     """All figures of the pages."""
     gpu = document()
-    return (calibration_drawing(result("calibration")), *models_drawing(gpu), *curve_drawing(gpu))
+    return (calibration_drawing(result("calibration")), *models_drawings(gpu), *curve_drawing(gpu))
 
 
 def page() -> str:
@@ -91,6 +91,7 @@ def page() -> str:
         result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         parts += [text, "", *_table(result["rows"]), "", *_targets(result["targets"]), "", _environment(result), ""]
     parts += serving_section(document_of("serving")) + serving_gpu_section(document_of("serving_gpu")) + soak_section(document_of("soak"))
+    parts += perf_analyzer_section(document_of("perf_analyzer"))
     return "\n".join(parts + speed_section(documents()) + models_section(document()))
 
 

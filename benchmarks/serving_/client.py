@@ -22,7 +22,7 @@ from typing import Protocol
 
 import numpy as np
 
-HEAD_END, LENGTH, TIMING = b"\r\n\r\n", b"\r\ncontent-length:", b"\r\nserver-timing:"
+HEAD_END, LENGTH, TIMING, BATCH = b"\r\n\r\n", b"\r\ncontent-length:", b"\r\nserver-timing:", b"\r\ncrucible-batch-size:"
 FIRST_BUFFER, SILENT_S = 2**20, 60.0
 COMPARED = 64
 """Bytes at the end of every answer that are compared: comparing all of them would make the client the bottleneck. The last answer of each
@@ -234,13 +234,16 @@ def main(request: str, expected: str, tolerance: str, port: str, connections: st
 
 
 def stages_ms(heads: Sequence[bytes]) -> dict[str, float]:
-    """Medians of what the answers say in Server-Timing, by stage; empty where they say nothing."""
+    """Medians of what the answers say in Server-Timing, by stage, and of their batch's size; empty where they say nothing."""
     found: dict[str, list[float]] = {}
     for head in heads:
         _, _, said = head.lower().partition(TIMING)
         for stage in said.partition(b"\r\n")[0].decode().split(",") if said else ():
             name, _, duration = stage.strip().partition(";dur=")
             found.setdefault(name, []).append(float(duration))
+        _, _, size = head.lower().partition(BATCH)
+        if size:
+            found.setdefault("batch", []).append(float(size.partition(b"\r\n")[0]))
     return {name: statistics.median(values) for name, values in found.items()}
 
 

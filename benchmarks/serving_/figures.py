@@ -37,6 +37,8 @@ COLUMNS = (
     "worker_cpu_ms",
     "api_full_at_per_s",
     *(f"{stage}_ms" for stage in STAGES),
+    *(f"{stage}_of_many_ms" for stage in STAGES),
+    "batch_of_many",
     "ran_on",
     "note",
 )
@@ -58,7 +60,7 @@ def row_of(load: str, server: str, version: str, turns: Sequence[Turn], base: Se
     """One server's figures: medians over the rounds. `base`: p50 and requests per second of what it is held against, round by round.
 
     CPU is milliseconds per request; `api_full_at_per_s` is the rate at which the process that listens would take a whole core. The stages are
-    those of one connection, where the server tells them.
+    those of one connection, and those of many, where the server tells them.
     """
     p50s, rates = [statistics.median(turn.single_s) for turn in turns], [turn.per_s for turn in turns]
     requests = sum(turn.requests for turn in turns)
@@ -82,6 +84,8 @@ def row_of(load: str, server: str, version: str, turns: Sequence[Turn], base: Se
         "worker_cpu_ms": sum(turn.cpu.rest_s for turn in turns) / requests * 1e3,
         "api_full_at_per_s": requests / api_s if api_s else None,
         **{f"{stage}_ms": _median([turn.stages_ms[stage] for turn in turns if stage in turn.stages_ms]) for stage in STAGES},
+        **{f"{stage}_of_many_ms": _median([turn.stages_of_many_ms[stage] for turn in turns if stage in turn.stages_of_many_ms]) for stage in STAGES},
+        "batch_of_many": _median([turn.stages_of_many_ms["batch"] for turn in turns if "batch" in turn.stages_of_many_ms]),
         "ran_on": None,
         "note": "; ".join(notes),
     }

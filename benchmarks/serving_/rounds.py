@@ -55,6 +55,7 @@ class Turn:
 
     single_s: tuple[float, ...]  # latencies on one connection
     stages_ms: Mapping[str, float]  # of those: where the server says that the time went
+    stages_of_many_ms: Mapping[str, float]
     per_s: float
     requests: int
     client_s: float
@@ -123,7 +124,8 @@ def turn(start: Start, load: Load, seconds: float, folder: Path) -> Turn:
     if not single["latencies_s"] or not answered:
         raise NotStarted(f"no right answer: {'; '.join(faults)}")
     share = many["cpu_s"] / many["wall_s"]
-    return Turn(tuple(single["latencies_s"]), single["stages_ms"], answered / many["wall_s"], answered, many["cpu_s"], share, cpu, faults)
+    latencies_s, stages = tuple(single["latencies_s"]), (single["stages_ms"], many["stages_ms"])
+    return Turn(latencies_s, *stages, answered / many["wall_s"], answered, many["cpu_s"], share, cpu, faults)
 
 
 def engine_turn(engine: Path, side: int, most_rows: int, seconds: float) -> dict[str, Any]:

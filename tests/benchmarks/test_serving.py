@@ -166,6 +166,7 @@ def turn(bench: Bench, single_ms: float, per_s: float, faults: tuple[str, ...] =
     return bench["rounds"].Turn(
         (single_ms / 1e3,) * 500,
         {"queue": 0.1, "copy_in": 0.2, "compute": single_ms / 2, "copy_out": 0.0},
+        {"queue": 9.0, "copy_in": 0.3, "compute": single_ms, "copy_out": 0.1, "batch": 8.0},
         per_s,
         int(per_s * 2),
         0.2,
@@ -194,6 +195,8 @@ def test_rows_hold_medians_over_rounds_and_ratios_within_them(bench: Bench) -> N
     assert ours["api_full_at_per_s"] == (160 + 320) / 1.0
     assert ours["p99_ms"] == pytest.approx(4.0)
     assert (ours["compute_ms"], ours["queue_ms"]) == (1.5, 0.1)
+    assert (ours["compute_of_many_ms"], ours["queue_of_many_ms"]) == (3.0, 9.0)
+    assert ours["batch_of_many"] == 8.0
     engine = found["CNN", "direct Session"]
     assert (engine["version"], engine["per_s"]) == ("batch 8", 100.0)
     assert found["CNN", "Crucible"]["per_s_ratio"] == 0.8
@@ -202,8 +205,9 @@ def test_rows_hold_medians_over_rounds_and_ratios_within_them(bench: Bench) -> N
 
 
 def test_stages_are_medians_of_what_answers_say(bench: Bench) -> None:
-    heads = [f"HTTP/1.1 200 OK\r\nServer-Timing: queue;dur=0.5, compute;dur={ms}\r\nX: y\r\n\r\n".encode() for ms in (1, 2, 9)]
-    assert bench["client"].stages_ms([*heads, b"HTTP/1.1 200 OK\r\n\r\n"]) == {"queue": 0.5, "compute": 2.0}
+    said = "HTTP/1.1 200 OK\r\nServer-Timing: queue;dur=0.5, compute;dur={}\r\nCrucible-Batch-Size: {}\r\nX: y\r\n\r\n"
+    heads = [said.format(ms, 2 * ms).encode() for ms in (1, 2, 9)]
+    assert bench["client"].stages_ms([*heads, b"HTTP/1.1 200 OK\r\n\r\n"]) == {"queue": 0.5, "compute": 2.0, "batch": 4.0}
     assert bench["client"].stages_ms([b"HTTP/1.1 200 OK\r\n\r\n"]) == {}
 
 
@@ -238,7 +242,8 @@ def test_a_p99_needs_a_thousand_values(bench: Bench) -> None:
 def test_faults_and_a_busy_client_are_noted(bench: Bench) -> None:
     row_of = bench["figures"].row_of
     idle = bench["processes"].Cpu(0.0, 0.0)
-    busy = SimpleNamespace(single_s=(1.0,), stages_ms={}, per_s=1.0, requests=1, client_s=1.0, client_share=0.95, cpu=idle, faults=("503",))
+    figures = {"single_s": (1.0,), "stages_ms": {}, "stages_of_many_ms": {}, "per_s": 1.0, "requests": 1}
+    busy = SimpleNamespace(**figures, client_s=1.0, client_share=0.95, cpu=idle, faults=("503",))
     row = row_of("wire", "x", "1", [busy], [])
     assert "503" in row["note"]
     assert "95%" in row["note"]
@@ -256,6 +261,7 @@ def test_the_page_has_both_tables_and_tells_how_near_python_comes(bench: Bench, 
     assert "| direct Session batch 8 |" in text
     assert "mosec, whose server is written in Rust, reaches 0.70x FastAPI's requests/s, Crucible 0.80x." in text
     assert "One API process of Crucible is full at 480 requests/s" in text
+    assert "On 16, in batches of 8: queue 9.000, copy in 0.300, compute 3.000, copy out 0.100." in text
     assert "- **missed**: another" in text
     version = common.environment().packages["onnxruntime"]
     assert f" onnxruntime {version} in the rows of the engine and of Crucible. 3 rounds, 4 s of each measured stretch." in text

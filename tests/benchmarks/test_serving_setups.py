@@ -88,7 +88,7 @@ def rows(bench: Bench, ran: str | None = "tensorrt 10.14.1 fp32 on NVIDIA H200")
     serving, rounds = bench["serving"], bench["rounds"]
     cpu = bench["processes"].Cpu(api_s=0.5, rest_s=1.0)
     stages = {"queue": 0.1, "copy_in": 0.2, "compute": 4.0, "copy_out": 0.05}
-    turns = {("CNN", "Crucible"): [rounds.Turn((0.0045,) * 1000, stages, 291.0, 1164, 0.2, 0.1, cpu, ())]}
+    turns = {("CNN", "Crucible"): [rounds.Turn((0.0045,) * 1000, stages, {}, 291.0, 1164, 0.2, 0.1, cpu, ())]}
     engine = {"latencies_s": [0.004] * 1000, "per_s": {"1": 250.0, "8": 300.0}, "wall_s": 1.0}
     load = rounds.Load("CNN", "cnn.onnx", 128, b"", 0.0)
     return list(serving.placed(serving.rows_from(turns, {}, [engine], ["Crucible"]), [load], ran))
@@ -127,6 +127,7 @@ def test_the_page_has_a_section_for_the_gpu_where_there_is_a_result(bench: Bench
     assert "| Crucible" in text
     assert "| direct Session batch 8 |" in text
     assert "- met: a target" in text
+    assert "Crucible's p99 on one connection is 0.50 ms over the engine's median." in text
     assert "on one connection, ms: queue 0.100, copy in 0.200, compute 4.000, copy out 0.050; the other 0.150 are HTTP on both sides." in text
     said = "tensorrt 10.14.1 fp32 on NVIDIA H200: resnet50 on [1, 3, 128, 128] float32, which it first enlarges 7 times; "
     assert f"{said}at most 8 rows together, a batch held open for 50 ms. 3 rounds, 4 s of each measured stretch." in text

@@ -1,0 +1,68 @@
+"""What benchmarks/perf_analyzer.py makes of a run: the command is a double, for the real one is not on every host."""
+
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+Bench = dict[str, ModuleType]
+DOUBLE = """
+import sys
+words = sys.argv[1:]
+if "--streaming" in words:
+    sys.exit("Failed to maintain requested inference load.\\nThread [0] had error: no stream")
+head = "Concurrency,Inferences/Second,Client Send,Server Queue,Server Compute Infer,p50 latency,p99 latency"
+row = f"8,{words[words.index('-u') + 1].rpartition(':')[2]},63,1096,228,2866,10218"
+open(words[words.index("-f") + 1], "w").write(head + chr(10) + row + chr(10) + chr(10))
+"""
+
+
+@pytest.fixture
+def served() -> Iterator[Any]:
+    """A process that listens on two ports, as the server does."""
+    with socket.create_server(("127.0.0.1", 0)) as http, socket.create_server(("127.0.0.1", 0)) as grpc:
+        ours = {http.getsockname()[1], grpc.getsockname()[1]}
+        listening = [each for each in psutil.Process().net_connections() if each.laddr and each.laddr.port in ours]
+        yield SimpleNamespace(process=SimpleNamespace(net_connections=lambda: listening), port=http.getsockname()[1], grpc=grpc.getsockname()[1])
+
+
+def test_each_wire_is_asked_at_its_port_and_a_failure_is_kept(bench: Bench, served: Any, tmp_path: Path) -> None:
+    script = bench["perf_analyzer"]
+    (tmp_path / "double.py").write_text(DOUBLE)
+    rows = {name: script.measured([sys.executable, str(tmp_path / "double.py")], name, served, tmp_path / "out.csv") for name in script.MODES}
+    http, stream = rows["HTTP, 8 connections"], rows["gRPC, stream"]
+    assert http == {
+        "mode": "HTTP, 8 connections",
+        "rows/s": served.port,
+        "queue us": 1096.0,
+        "compute us": 228.0,
+        "p50 us": 2866.0,
+        "p99 us": 10218.0,
+        "note": "",
+    }
+    assert rows["gRPC, asynchronous"]["rows/s"] == served.grpc
+    assert stream["rows/s"] is None
+    assert "no stream" in stream["note"]
+    targets = script.targets_of(list(rows.values()))
+    assert [target for target, met in targets.items() if not met] == ["gRPC, stream: perf_analyzer ended without an error"]
+
+
+def test_the_page_tells_how_many_runs_ended_well(bench: Bench, tmp_path: Path) -> None:
+    tables, common = bench["serving_tables"], bench["common"]
+    assert tables.perf_analyzer_section(tables.document_of("perf_analyzer", tmp_path)) == []
+    row = {"mode": "HTTP", "rows/s": 476.5, "note": ""}
+    common.publish("perf_analyzer", [row, row | {"rows/s": None, "note": "no stream"}], {"a": True, "b": False}, tmp_path, {"perf_analyzer": "2.60"})
+    text = "\n".join(tables.perf_analyzer_section(tables.document_of("perf_analyzer", tmp_path)))
+    assert "| HTTP | 476.5 |  |" in text
+    assert "| HTTP | - | no stream |" in text
+    assert "1 of 2 runs ended without an error." in text
+
+
+def test_all_words_behind_command_are_the_command(bench: Bench) -> None:
+    found = bench["perf_analyzer"].parse_arguments(["--into", "x", "--command", "ld.so", "--library-path", "lib", "bin/perf_analyzer"])
+    assert (found.command, found.into) == (["ld.so", "--library-path", "lib", "bin/perf_analyzer"], Path("x"))
