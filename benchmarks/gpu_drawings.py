@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from figures import Drawing
-from gpu_model_tables import CURVE
+from gpu_model_tables import CURVE, ENGINES, times_by_picture
 from matplotlib.figure import Figure
 
 from pipeline.drawing import INK, MUTED
 
-COLOURS = {"ours": "#2f6fb5", "bare": "#9db8d6", "torch": "#b8860b"}  # by the first word of an engine's name
+COLOURS = dict(zip(ENGINES, ("#2f6fb5", "#9db8d6", "#b8860b"), strict=True))
 COLUMNS = 2
 BAR, PANEL = 0.19, 0.75  # inches: of one bar, and of a panel without its bars
 
@@ -20,30 +19,20 @@ Bars = dict[str, dict[str, float]]
 """Milliseconds of the GPU by row and engine, the fastest first."""
 
 
-def models_drawing(found: Mapping[str, Any]) -> tuple[Drawing, ...]:
-    """A panel per row; a bare loop on our own engine is left out, being the same bar again."""
-    bars: Bars = {}
-    for name, row in found.get("rows", {}).items():
-        entries = row.get("entries", {}) if name != CURVE and "inputs" in row else {}
-        times = {
-            engine: entry["device_median_ms"] for engine, entry in entries.items() if "device_median_ms" in entry and engine.split()[0] in COLOURS
-        }
-        if times:
-            bars[name] = dict(sorted(times.items(), key=lambda item: item[1]))
-    if not bars:
-        return ()
-    deepest = [max(len(times) for times in part) for part in _rows_of_panels(list(bars.values()))]
-    return (Drawing("gpu_models.svg", bars, _draw_models, (9.2, sum(PANEL + BAR * count for count in deepest))),)
+def models_drawings(found: Mapping[str, Any]) -> tuple[Drawing, ...]:
+    """A drawing per model with a panel per row."""
+    return tuple(Drawing(picture, bars, _draw_models, (9.2, sum(_heights(bars)))) for picture, bars in times_by_picture(found).items())
 
 
-def _rows_of_panels(panels: Sequence[Any]) -> list[Sequence[Any]]:
-    return [panels[first : first + COLUMNS] for first in range(0, len(panels), COLUMNS)]
+def _heights(bars: Bars) -> list[float]:
+    """Inches of each row of panels."""
+    deep = [len(times) for times in bars.values()]
+    return [PANEL + BAR * max(deep[first : first + COLUMNS]) for first in range(0, len(deep), COLUMNS)]
 
 
 def _draw_models(figure: Figure, bars: Bars) -> None:
-    depth = math.ceil(len(bars) / COLUMNS)
-    heights = [PANEL + BAR * max(len(times) for times in part) for part in _rows_of_panels(list(bars.values()))]
-    grid = figure.subplots(depth, COLUMNS, squeeze=False, gridspec_kw={"height_ratios": heights}).ravel()
+    heights = _heights(bars)
+    grid = figure.subplots(len(heights), COLUMNS, squeeze=False, gridspec_kw={"height_ratios": heights}).ravel()
     for axes, (name, times) in zip(grid, bars.items(), strict=False):
         values = list(times.values())
         axes.barh(range(len(times)), values, color=[COLOURS[engine.split()[0]] for engine in times], height=0.72)

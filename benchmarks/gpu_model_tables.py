@@ -16,6 +16,7 @@ FILE = "gpu_models.json"
 STATES = {True: "reached", False: "**missed**", None: "**not measured**"}
 NAMED = 3  # slowest layers
 CURVE = "async_curve"
+ENGINES = ("ours", "bare", "torch")  # first words of what is drawn; a loop on our own engine is the same bar again
 
 Entry = Mapping[str, Any]
 
@@ -41,12 +42,25 @@ def models_section(found: Mapping[str, Any]) -> list[str]:
         "that precision.",
         "Weights are random, so answers are compared with the first engine by their cosine and say nothing about accuracy.",
     ]
-    lines += ["", "![GPU time of every engine of every row](gpu_models.svg)"]
+    lines += ["", *(f"![GPU time of every engine of {', '.join(rows)}]({picture})" for picture, rows in times_by_picture(found).items())]
     for name, row in found["rows"].items():
         if name != CURVE:  # docs/measurement.md has it
             lines += ["", f"### `{name}`", ""]
             lines += [f"**failed**: {_cell(row['failed'])}"] if "failed" in row else _row(row)
     return [*lines, "", _host(found), ""]
+
+
+def times_by_picture(found: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
+    """Milliseconds of the GPU by the model's picture, row and engine, the fastest first; rows without any are left out."""
+    models: dict[str, dict[str, dict[str, float]]] = {}
+    for name, row in found.get("rows", {}).items():
+        entries = row.get("entries", {}) if name != CURVE and "inputs" in row else {}
+        times = {
+            engine: entry["device_median_ms"] for engine, entry in entries.items() if "device_median_ms" in entry and engine.split()[0] in ENGINES
+        }
+        if times:
+            models.setdefault(f"gpu_{name.partition('_')[0]}.svg", {})[name] = dict(sorted(times.items(), key=lambda item: item[1]))
+    return models
 
 
 def fastest_section(found: Mapping[str, Any]) -> list[str]:

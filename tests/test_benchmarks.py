@@ -285,16 +285,17 @@ def test_the_gpus_figures_show_every_engine_that_was_measured(scripts: dict[str,
     drawings = scripts["gpu_drawings"]
     timed = {"ours fp16": {"device_median_ms": 0.5}, "torch eager fp16": {"device_median_ms": 2.25}, "bare fp16": {"failed": "no memory"}}
     curve = [{"calls": calls, "unsynchronised_ms": 1.0, "synchronised_ms": 6.0} for calls in (1, 500)]
-    rows = {name: {"inputs": {"x": [1]}, "entries": timed} for name in ("first_b1", "second_b1", "third_b1")}
+    rows = {name: {"inputs": {"x": [1]}, "entries": timed} for name in ("net_b1", "net_b1: fp16", "net_b32", "vit_b1")}
     found = {"rows": {**rows, "failed_b1": {"failed": "no GPU"}, "async_curve": {"entries": {"curve": curve}, "events_ms": 6.1}}}
-    (models,), (launches,) = drawings.models_drawing(found), drawings.curve_drawing(found)
+    (models, of_vit), (launches,) = drawings.models_drawings(found), drawings.curve_drawing(found)
     drawn = models.write(tmp_path).read_text()
-    assert [drawn.count(text) for text in ("ours fp16", "torch eager fp16", " 2.250", "bare fp16", "third_b1", "failed_b1")] == [3, 3, 3, 0, 1, 0]
+    assert [drawn.count(text) for text in ("ours fp16", "torch eager fp16", " 2.250", "bare fp16", "net_b32", "failed_b1")] == [3, 3, 3, 0, 1, 0]
+    assert (models.name, of_vit.name, list(of_vit.values)) == ("gpu_net.svg", "gpu_vit.svg", ["vit_b1"])
     assert "until the last call returns" in launches.write(tmp_path).read_text()
     assert models.is_current(tmp_path)
     timed["ours fp16"]["device_median_ms"] = 0.4
-    assert not drawings.models_drawing(found)[0].is_current(tmp_path)
-    assert drawings.models_drawing({}) == drawings.curve_drawing({}) == ()
+    assert not drawings.models_drawings(found)[0].is_current(tmp_path)
+    assert drawings.models_drawings({}) == drawings.curve_drawing({}) == ()
 
 
 def test_int8_stands_beside_the_fastest_floats_of_its_backend_and_shape(scripts: dict[str, ModuleType]) -> None:
