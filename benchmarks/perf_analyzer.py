@@ -52,14 +52,14 @@ COLUMNS = {
 
 def main() -> None:
     arguments = parse_arguments()
-    version = subprocess.run([*arguments.command, "--version"], check=True, capture_output=True, text=True).stdout.strip()
+    said = subprocess.run([*arguments.command, "--version"], check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
     with tempfile.TemporaryDirectory(prefix="crucible-perf-") as text:
         folder = Path(text)
         model = write_small(folder / "small.onnx", seed=0, side=SIDE)
         with serving(folder / "home") as served, Client(served.url) as client:
             deploy(client, model, plan_of("small", MOST_ROWS))
             rows = [measured(arguments.command, name, served, folder / "out.csv") for name in MODES]
-    publish("perf_analyzer", rows, targets_of(rows), arguments.into, {"perf_analyzer": version})
+    publish("perf_analyzer", rows, targets_of(rows), arguments.into, {"perf_analyzer": said.strip()})
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
