@@ -1,10 +1,11 @@
 """Two surgeries, each by a function that a plan can name. `plain_attention`: attention as TensorRT's fused kernels know it. `fold_strides`: below.
 
-Plain attention is one transposition of the keys, one scale after their product, Softmax, product.
+Plain attention is one transposition of the keys, one scale after their product, a mask of one row, Softmax, product.
 
 torch.export writes out scaled_dot_product_attention with the root of the scale on both sides, the keys through three dimensions, and a Where
 against rows without any token (NaN). With a mask that adds the smallest finite number there are none, and the other two are the same numbers.
 That number does not fit fp16, which would keep every Softmax in fp32 between two casts; a smaller one hides as well (but for rows without a token).
+It also writes the mask out for every query, by an And with a column of nothing but true: 8 MB at 2,048 tokens, which each head would read again.
 For the plan: `--set simplify.surgery=surgery:plain_attention --set simplify.python_path=benchmarks/gpu`.
 """
 
@@ -27,6 +28,7 @@ def plain_attention(model: onnx.ModelProto) -> onnx.ModelProto:
         without_nan(node)
         made = chain(node.inputs[0], "MatMul") or chain(node.inputs[0], "Add", "MatMul")
         if len(made) > 1:
+            alike_for_all_queries(made[0].inputs[1])
             in_reach_of_fp16(made[0].inputs[1])
         if made:
             scaled_after(graph, made[-1])
@@ -52,6 +54,19 @@ def without_nan(softmax: Any) -> None:
         for choice in [node for node in test.outputs[0].outputs if node.op == "Where" and node.inputs[2] is answer]:
             for reader in list(choice.outputs[0].outputs):
                 reader.inputs[reader.inputs.index(choice.outputs[0])] = answer
+
+
+def alike_for_all_queries(mask: Any) -> None:
+    """Where(And(column, row), ...) of a column of nothing but true: Where(row, ...), which the Add repeats."""
+    made = chain(mask, "Where", "And")
+    if not made:
+        return
+    choice, both = made
+    for column, row in (both.inputs, both.inputs[::-1]):
+        value = _value(column)
+        if value is not None and value.all() and row.shape and len(row.shape) >= value.ndim:
+            choice.inputs[0] = row
+            choice.outputs[0].shape = row.shape if choice.outputs[0].shape else None
 
 
 def in_reach_of_fp16(mask: Any) -> None:

@@ -192,7 +192,8 @@ def attention() -> onnx.ModelProto:
         node("Mul", ["qt", "scale"], ["qs"]),
         node("Mul", ["k4", "scale"], ["ks"]),
         node("MatMul", ["qs", "ks"], ["scores"]),
-        node("Where", ["seen", "zero", "least"], ["mask"]),
+        node("And", ["all", "seen"], ["seen by each"]),
+        node("Where", ["seen by each", "zero", "least"], ["mask"]),
         node("Add", ["scores", "mask"], ["masked"]),
         node("Softmax", ["masked"], ["weights"], axis=-1),
         node("IsNaN", ["weights"], ["lost"]),
@@ -204,6 +205,7 @@ def attention() -> onnx.ModelProto:
         "four": np.array([2, 3, 5, 4]),
         "scale": scale,
         "zero": np.float32(0),
+        "all": np.full((1, 1, 4, 1), fill_value=True),
         "least": np.finfo(np.float32).min,
     }
     inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 4, 3, 5]) for name in "qkv"]
