@@ -98,6 +98,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--enlarged", type=int, metavar="TIMES", help="by which the network first enlarges the image")
     parser.add_argument("--max-batch", type=int, metavar="ROWS", help="that Crucible runs together")
     parser.add_argument("--max-delay", type=float, dest="max_delay_s", metavar="SECONDS", help="for which Crucible holds a batch open")
+    parser.add_argument("--overlap", action="store_true", default=None, help="Crucible copies a batch while another one computes")
     parser.add_argument("--into", type=Path, default=RESULTS, metavar="DIR", help="where the result goes")
     arguments = parser.parse_args(words)
     on_gpu = SETUPS[arguments.backend].on_gpu

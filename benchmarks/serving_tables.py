@@ -31,7 +31,7 @@ COLUMNS = ("server", "p50 ms", "ratio", "p99 ms", "requests/s", "ratio", "CPU ms
 GPU = """## Serving from a GPU
 `benchmarks/serving.py --backend tensorrt`: the engine runs on the GPU and leaves the cores of the host to server and client. The columns are
 those above; nothing but Crucible's engine in a direct Session is there to be compared with. The engine is slow on purpose: the targets
-name how fast it may be. Between two batches it waits for the worker, which copies one batch's answers out and the next one's inputs in."""
+name how fast it may be. Without `overlap`, it waits between two batches for the worker, which copies answers out and the next inputs in."""
 PERF_ANALYZER = """## perf_analyzer
 `benchmarks/perf_analyzer.py`: Triton's own load generator, unmodified, against a small CNN in ONNX Runtime. That it runs is what is shown: it takes
 as much of the cores as the server does. Queue and compute are what it reads from the server's statistics."""
@@ -151,8 +151,9 @@ def _run_on_gpu(document: Document) -> str:
     """The engine, the network, and how it was served."""
     run, ran = document["run"], next(row["ran_on"] for row in document["rows"])
     network = f"{run['cnn']} on [1, 3, {run['side']}, {run['side']}] float32, which it first enlarges {run['enlarged']} times"
+    overlap = f"with{'' if run.get('overlap') else 'out'} overlap"  # a result from before that was kept has none
     served = f"at most {run['max_batch'] or 'all that the engine takes of'} rows together, a batch held open for {run['max_delay_s'] * 1e3:g} ms"
-    return f"{ran}: {network}; {served}. {run['rounds']} rounds, {run['seconds']:g} s of each measured stretch."
+    return f"{ran}: {network}; {served}, {overlap}. {run['rounds']} rounds, {run['seconds']:g} s of each measured stretch."
 
 
 def _targets(document: Document) -> list[str]:

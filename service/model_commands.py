@@ -47,6 +47,7 @@ def load(
     version: Annotated[int | None, typer.Option(help="Stay on this one; the current one, also after promotions, if left out.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, gpu:0, ...; the first that the engine runs on if left out.")] = None,
     instances: Annotated[int | None, typer.Option(help="Processes, each with an engine of its own; 1 if left out.")] = None,
+    overlap: Annotated[bool, typer.Option("--overlap", help="Copy a batch while another one computes; takes more memory.")] = False,
     max_batch: Annotated[int | None, typer.Option(help="Rows that may run together; as many as were proved if left out.")] = None,
     max_delay_ms: Annotated[float | None, typer.Option(help="How long a request waits for others while all are busy; 2 if left out.")] = None,
     queue_limit: Annotated[int | None, typer.Option(help="Requests that may wait; 256 if left out.")] = None,
@@ -62,7 +63,7 @@ def load(
     from service.models import DeploymentOptions
 
     given = {"version": version, "device": device, "instances": instances, "max_batch": max_batch, "queue_limit": queue_limit, "timeout_s": timeout_s}
-    given["max_delay_s"] = None if max_delay_ms is None else max_delay_ms / 1e3
+    given |= {"max_delay_s": None if max_delay_ms is None else max_delay_ms / 1e3, "overlap": overlap or None}
     try:
         options = DeploymentOptions.model_validate({name: value for name, value in given.items() if value is not None})
     except ValidationError as error:

@@ -44,6 +44,7 @@ class DeploymentOptions(Frozen):
     version: int | None = Field(default=None, ge=1, description="Null: the current one, also after a promotion or a rollback")
     device: str | None = Field(default=None, description="`cpu`, `gpu:0`, ...; null: the first one that the engine runs on")
     instances: int = Field(default=1, ge=1, le=64, description="Processes, each with an engine of its own")
+    overlap: bool = Field(default=False, description="Copy a batch while another one computes; each instance takes more memory for that")
     max_batch: int | None = Field(default=None, ge=1, description="Rows that may run together; null: as many as the BatchSpec allows")
     max_delay_s: float = Field(default=0.002, ge=0, le=10, description="How long a request waits for others while all instances are busy")
     queue_limit: int = Field(default=256, ge=1, le=100_000, description="Requests that may wait; one more is answered 429")

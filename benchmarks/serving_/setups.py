@@ -12,6 +12,8 @@ from service.models import DeploymentOptions
 
 Backend = Literal["onnxruntime", "tensorrt"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
+OPTIONS = ("overlap", "max_batch", "max_delay_s")
+"""Of a deployment, for the command line and the document of a result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Setup:
 
     def described(self) -> dict[str, str | float | int | None]:
         """For the document of a result."""
-        options = {"max_batch": self.options.max_batch, "max_delay_s": self.options.max_delay_s}
+        options = self.options.model_dump(include=set(OPTIONS))
         return {"backend": self.backend, "cnn": self.cnn, "side": self.side, "enlarged": self.enlarged, **options}
 
 
@@ -51,7 +53,7 @@ def setup_from(arguments: argparse.Namespace) -> Setup:
     """That of the backend, with what the command line says otherwise."""
     setup = SETUPS[arguments.backend]
     load = {name: getattr(arguments, name) for name in ("cnn", "side", "enlarged")}
-    options = {name: getattr(arguments, name) for name in ("max_batch", "max_delay_s")}
+    options = {name: getattr(arguments, name) for name in OPTIONS}
     given = {name: value for name, value in options.items() if value is not None}
     chosen = DeploymentOptions.model_validate(setup.options.model_dump() | given)
     return replace(setup, **{name: value for name, value in load.items() if value is not None}, options=chosen)

@@ -33,7 +33,7 @@ from service.serving.fitting import CAPTURING, Fit, Fitting
 from service.serving.instance import Instance
 from service.serving.requests import InferAnswer, InferRequest, ModelState, Served, Statistics, Timing
 from service.serving.rows import Array, Joined, Part, Rows
-from service.serving.worker import WORKER, Order, Ran, Task
+from service.serving.worker import SLOTS, WORKER, Order, Ran, Task
 
 RUNS_TO_CAPTURE = 3  # of a shape: plain, captured, launched
 STUCK_TIMEOUTS = 3.0  # a worker that answers a batch later than this many time-outs hangs: nobody waits for it any more
@@ -56,6 +56,7 @@ class DeploymentSpec:
     batch: BatchSpec  # unless it is proved, every request runs alone
     device: str  # "cpu", "gpu:0", ...
     instances: int = 1  # workers, each with an engine of its own
+    overlap: bool = False  # copy a batch while another one computes
     max_batch: int | None = None  # rows that may run together; None: what `batch` allows
     max_delay_s: float = 0.002  # how long the first request of a batch waits for others while every worker has work
     queue_limit: int = 256  # requests that may wait
@@ -103,6 +104,7 @@ class Deployment:
             runs=RUNS_TO_CAPTURE if captures else 1,
             device=spec.device,
             load_s=spec.load_s,
+            sessions=SLOTS if spec.overlap else 1,
             stuck_s=max(LEAST_STUCK_S, STUCK_TIMEOUTS * spec.timeout_s),
             command=worker,
         )

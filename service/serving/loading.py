@@ -70,6 +70,7 @@ class Loader:
             batch=version.batch,
             device=device_for(options.device, version.on_gpu, self._means.leases.devices.names),
             instances=options.instances,
+            overlap=options.overlap,
             max_batch=min(options.max_batch or most, most),
             max_delay_s=options.max_delay_s,
             queue_limit=options.queue_limit,

@@ -2,17 +2,22 @@
 
 The only module of serving that imports pipeline.backends, and inside functions; torch is not among what it loads. It runs below a guardian
 (service/guardian.py) with an environment made for it (service/child.py), waits for work in one system call, and ends when the server hangs up.
+
+With several sessions, each has a thread: whoever is idle takes the next batch and copies it in, while another one computes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +51,7 @@ MOST_DESCRIPTORS = 2  # of one packet
 
 
 class Server:
-    """The server, as the worker sees it."""
+    """The server, as the worker sees it; its threads may all send."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -60,22 +65,23 @@ class Server:
         return from_server(packet), descriptors
 
 
-def load(message: Load) -> tuple[Engine, Loaded, Session, int]:
-    """The engine in memory with one session, warm, and what it holds of the device's memory."""
+def load(message: Load) -> tuple[Engine, Loaded, list[Session], int]:
+    """The engine in memory with its sessions, warm, and what it holds of the device's memory."""
     from pipeline import backends
     from pipeline.backends.base import run_session
 
     engine = Engine.model_validate_json(message.engine.read_bytes())
     before = held_bytes() if os.environ.get(VISIBLE) else 0  # on the CPU the interpreter counts, too: each instance has one
     loaded = backends.load_to_serve(engine)
-    session = loaded.session()
+    sessions = [loaded.session() for _ in range(message.sessions)]
     profiles = engine.profiles
     for sizes in message.warm:
         values = next((profile.values_at("opt") for profile in profiles if profile.holds(sizes)), None)
         feeds = draw_feeds(engine.inputs, sizes, 0, values)
-        for _ in range(message.runs):
-            run_session(session, feeds)
-    return engine, loaded, session, max(0, held_bytes() - before)
+        for session in sessions:
+            for _ in range(message.runs):
+                run_session(session, feeds)
+    return engine, loaded, sessions, max(0, held_bytes() - before)
 
 
 def held_bytes() -> int:
@@ -113,10 +119,10 @@ class Place:
 
 
 class Runner:
-    """Runs batches on one session."""
+    """Runs batches on one session. `computing` is held by the one of several that computes: its time is then its own."""
 
-    def __init__(self, engine: Engine, session: Session) -> None:
-        self._session = session
+    def __init__(self, engine: Engine, session: Session, computing: threading.Lock | None = None) -> None:
+        self._session, self._computing = session, computing
         self._inputs = tuple((spec.name, dtype_of(spec.dtype)) for spec in engine.inputs)
         self._outputs = tuple((spec.name, dtype_of(spec.dtype)) for spec in engine.outputs)
         self._timers: tuple[Timer, Timer, Timer] = (session.timer(), session.timer(), session.timer())
@@ -130,7 +136,7 @@ class Runner:
         session.bind(feeds)
         bound = perf_counter()
         _timed(uploading, session.upload)
-        _timed(computing, session.execute)
+        self._compute(computing)
         _timed(downloading, session.download)
         session.synchronize()
         finished = perf_counter()
@@ -139,6 +145,14 @@ class Runner:
             return Short(message.number, needed)
         copy_in, copy_out = bound - began + uploading.elapsed_s(), perf_counter() - finished + downloading.elapsed_s()
         return Done(message.number, placed, copy_in, computing.elapsed_s(), copy_out)
+
+    def _compute(self, timer: Timer) -> None:
+        if self._computing is None:
+            _timed(timer, self._session.execute)
+            return
+        with self._computing:
+            _timed(timer, self._session.execute)
+            self._session.synchronize()
 
     def _copy_out(self, results: Tensors, place: Place) -> tuple[Any, int]:
         """Where the outputs lie now; or how many bytes they need, if there is no room."""
@@ -162,15 +176,24 @@ def _timed(timer: Timer, step: Any) -> None:
     timer.stop()
 
 
-def serve(runner: Runner, server: Server) -> None:
-    """Run what comes, until the server hangs up. What the inputs are to blame for is told, and costs nothing else."""
+def serve(runners: Sequence[Runner], server: Server) -> None:
+    """Run what comes, each runner in a thread, the first in this one, until the server hangs up; never returns."""
     places: dict[int, Place] = {}
+    receiving = threading.Lock()
+    for runner in runners[1:]:
+        threading.Thread(target=until_the_end, args=(server, partial(run_all, runner, server, places, receiving))).start()
+    run_all(runners[0], server, places, receiving)
+
+
+def run_all(runner: Runner, server: Server, places: dict[int, Place], receiving: threading.Lock) -> None:
+    """Batch by batch. What the inputs are to blame for is told, and costs nothing else."""
     while True:
-        message, descriptors = server.receive()
-        if not isinstance(message, Run):
-            raise InternalError(f"expected a batch, the server sent {message.kind}")
-        place = places.setdefault(message.slot, Place())
-        place.take(message.new, descriptors)
+        with receiving:
+            message, descriptors = server.receive()
+            if not isinstance(message, Run):
+                raise InternalError(f"expected a batch, the server sent {message.kind}")
+            place = places.setdefault(message.slot, Place())
+            place.take(message.new, descriptors)
         try:
             answer = runner.run(message, place)
         except UserError as error:
@@ -178,23 +201,34 @@ def serve(runner: Runner, server: Server) -> None:
         server.send(answer)
 
 
-def main(descriptor: int) -> None:
-    """Serve one engine, and end; never returns."""
-    os.set_inheritable(descriptor, False)
-    server = Server(socket.socket(fileno=descriptor))
+def until_the_end(server: Server, work: Callable[[], None]) -> NoReturn:
+    """Do this, and end the process with it."""
     try:
-        message, _ = server.receive()
-        if not isinstance(message, Load):
-            raise InternalError(f"the server began with {message.kind}")
-        engine, _loaded, session, held = load(message)  # all to be kept
-        server.send(Ready(held))
-        serve(Runner(engine, session), server)
+        work()
     except (EOFError, ConnectionError):
         os._exit(0)
     except Exception as error:  # noqa: BLE001  the edge of a process: everything must reach the server
         traceback.print_exc()  # to the worker's log
-        server.send(failed_from_error(crucible_error(error)))
+        with contextlib.suppress(OSError):  # of a server that is gone
+            server.send(failed_from_error(crucible_error(error)))
     os._exit(1)  # libraries' threads may hang; all is said
+
+
+def main(descriptor: int) -> NoReturn:
+    """Serve one engine, and end."""
+    os.set_inheritable(descriptor, False)
+    server = Server(socket.socket(fileno=descriptor))
+
+    def work() -> None:
+        message, _ = server.receive()
+        if not isinstance(message, Load):
+            raise InternalError(f"the server began with {message.kind}")
+        engine, _loaded, sessions, held = load(message)  # all to be kept
+        server.send(Ready(held))
+        computing = threading.Lock() if len(sessions) > 1 else None
+        serve([Runner(engine, session, computing) for session in sessions], server)
+
+    until_the_end(server, work)
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ class Order:
     work: Work
     load_s: float  # until it is ready
     stuck_s: float  # without an answer to a batch: it hangs
+    sessions: int = 1  # of the engine; SLOTS of them: while one computes, the other copies
     command: Sequence[str] = WORKER
 
 
@@ -138,7 +139,7 @@ class Worker:
             raise
         worker = cls(order, process, ours, mark)
         try:
-            worker._send(Load(file, order.warm, order.runs))
+            worker._send(Load(file, order.warm, order.runs, order.sessions))
             await asyncio.wait((worker._ready, worker._broken), timeout=order.load_s, return_when=asyncio.FIRST_COMPLETED)
             if not worker._ready.done():
                 is_late = not worker._broken.done()

@@ -39,9 +39,9 @@ def test_each_backend_has_a_setup_of_its_own_that_the_command_line_overrules(ben
     assert setups.setup_from(gpu) == setups.SETUPS["tensorrt"]
     assert gpu.only == ["Crucible"]
     assert gpu == serving.parse_arguments(["--backend", "tensorrt", "--only", "Crucible"])
-    words = ["--backend", "tensorrt", "--cnn", "resnet18", "--side", "32", "--enlarged", "2", "--max-batch", "16", "--max-delay", "0"]
+    words = ["--backend", "tensorrt", "--cnn", "resnet18", "--side", "32", "--enlarged", "2", "--max-batch", "16", "--max-delay", "0", "--overlap"]
     chosen = setups.setup_from(serving.parse_arguments(words)).described()
-    assert chosen == {"backend": "tensorrt", "cnn": "resnet18", "side": 32, "enlarged": 2, "max_batch": 16, "max_delay_s": 0}
+    assert chosen == {"backend": "tensorrt", "cnn": "resnet18", "side": 32, "enlarged": 2, "overlap": True, "max_batch": 16, "max_delay_s": 0}
 
 
 def test_batches_on_the_gpu_leave_connections_for_the_next(bench: Bench) -> None:
@@ -130,4 +130,4 @@ def test_the_page_has_a_section_for_the_gpu_where_there_is_a_result(bench: Bench
     assert "Crucible's p99 on one connection is 0.50 ms over the engine's median." in text
     assert "on one connection, ms: queue 0.100, copy in 0.200, compute 4.000, copy out 0.050; the other 0.150 are HTTP on both sides." in text
     said = "tensorrt 10.14.1 fp32 on NVIDIA H200: resnet50 on [1, 3, 128, 128] float32, which it first enlarges 7 times; "
-    assert f"{said}at most 8 rows together, a batch held open for 50 ms. 3 rounds, 4 s of each measured stretch." in text
+    assert f"{said}at most 8 rows together, a batch held open for 50 ms, without overlap. 3 rounds, 4 s of each measured stretch." in text

@@ -45,10 +45,11 @@ def tolerance_of(site: Site) -> float:
     return TOLERANCE[site.direct.engine.recipe.precision]
 
 
-def test_a_thousand_batched_calls_are_answered_as_by_a_session(site: Site) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_thousand_batched_calls_are_answered_as_by_a_session(site: Site, overlap: bool) -> None:
     asked = [images(1, seed) for seed in range(ROWS)]
     expected = site.direct.answers(asked)
-    with site.loaded(RESNET):
+    with site.loaded(RESNET, overlap=overlap):
         told = ask_all(site, RESNET, asked, CALLS, CLIENTS)
     assert Counter(each.status for each in told) == {200: CALLS}
     for each in told:
@@ -83,7 +84,8 @@ def test_answers_of_padded_graphs_are_those_of_plain_runs(site: Site) -> None:
         assert padding_ratio(site, RESNET) == pytest.approx(1 - (3 + 5 + 6 + 7) / (4 + 8 + 8 + 8) if captured else 0)
 
 
-def test_the_compute_time_of_answers_is_that_of_crucible_bench(site: Site) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_compute_time_of_answers_is_that_of_crucible_bench(site: Site, overlap: bool) -> None:
     """Full batches with the device kept busy, as in a benchmark: a GPU that rests between requests lowers its clocks."""
     overrides = [text for each in (f"benchmark.sizes=[{{batch: {ROWS}}}]", "benchmark.duration_s=1") for text in ("--set", each)]
     source = f"model.weights={site.folder / 'weights.safetensors'}"
@@ -91,7 +93,7 @@ def test_the_compute_time_of_answers_is_that_of_crucible_bench(site: Site) -> No
     done = crucible("bench", site.delivered(RESNET), "--set", source, *overrides, "--json", env=env)
     assert done.code == 0, done.err
     (row,) = done.summary["summary"]
-    with site.loaded(RESNET):
+    with site.loaded(RESNET, overlap=overlap):
         told = ask_all(site, RESNET, [images(ROWS, 40)], 400, 4)
     computed = [each.answer.times_ms["compute"] for each in told[100:] if each.answer]
     assert statistics.median(computed) == pytest.approx(1e3 * row["compute"]["median"], rel=AGREEMENT)

@@ -177,6 +177,17 @@ def test_several_instances_share_the_work(tmp_path: Path, engine: Engine) -> Non
     play(story)
 
 
+def test_with_overlap_each_request_has_its_own_answer(tmp_path: Path, engine: Engine) -> None:
+    async def story() -> None:
+        async with deployed(tmp_path, engine, max_batch=4, overlap=True) as bench:
+            answers = await asyncio.gather(*(bench.ask(marked(n)) for n in range(200)))
+            for number, answer in enumerate(answers):
+                np.testing.assert_allclose(answer.outputs["y"], direct(engine, {"x": marked(number)})["y"], rtol=1e-5)
+            assert {answer.timing.batch_size for answer in answers} == {4}
+
+    play(story)
+
+
 def test_draining_answers_what_waits_and_takes_nothing_new(tmp_path: Path, engine: Engine) -> None:
     async def story() -> None:
         async with deployed(tmp_path, engine, worker=SLOW, max_batch=1) as bench:

@@ -1,0 +1,149 @@
+"""The worker's side of an instance, in this process: several sessions that take turns."""
+
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.core import Engine, Tensors
+from service.serving.buffers import Slot, layout
+from service.serving.model_worker import Place, Runner, Server, run_all
+from service.serving.worker_messages import PACKET_BYTES, Done, Run, from_worker, packet_of
+from tests.service.serving.fixtures_engines import linear, marked
+
+WAIT_S = 20.0
+BATCHES = 12
+
+
+class Timer:
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def elapsed_s(self) -> float:
+        return 0.5
+
+
+class Turns:
+    """What sessions know of each other: none ends its work before another has the next batch's inputs."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._bound = self._computed = self._computing = self.most = self.in_vain = 0
+        self._is_last = False
+
+    def last(self) -> None:
+        with self._changed:
+            self._is_last = True
+            self._changed.notify_all()
+
+    def bound(self) -> None:
+        with self._changed:
+            self._bound += 1
+            self._changed.notify_all()
+
+    def begun(self) -> None:
+        with self._changed:
+            self._computing += 1
+            self.most = max(self.most, self._computing)
+
+    def ended(self) -> None:
+        with self._changed:
+            self.in_vain += not self._changed.wait_for(lambda: self._is_last or self._bound > self._computed + 1, WAIT_S)
+            self._computed += 1
+            self._computing -= 1
+
+
+class Session:
+    """y = x, computed when `synchronize` returns, as on a GPU."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns, self._computes = turns, False
+        self._x: Any = None
+
+    def bind(self, feeds: Tensors) -> None:
+        self._x = feeds["x"].copy()
+        self._turns.bound()
+
+    def upload(self) -> None: ...
+    def download(self) -> None: ...
+
+    def execute(self) -> None:
+        self._turns.begun()
+        self._computes = True
+
+    def synchronize(self) -> None:
+        if self._computes:
+            self._turns.ended()
+            self._computes = False
+
+    def fetch(self) -> Tensors:
+        return {"y": self._x}
+
+    def timer(self) -> Timer:
+        return Timer()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return linear(tmp_path_factory.mktemp("engine"))
+
+
+@pytest.fixture
+def ends() -> Iterator[Sequence[socket.socket]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with closing(ours), closing(theirs):
+        ours.settimeout(WAIT_S)
+        yield ours, theirs
+
+
+def test_while_one_session_computes_the_other_takes_its_batch_in(engine: Engine, ends: Sequence[socket.socket]) -> None:
+    ours, theirs = ends
+    turns, computing, receiving = Turns(), threading.Lock(), threading.Lock()
+    places: dict[int, Place] = {}
+
+    def work(runner: Runner) -> None:
+        with pytest.raises(EOFError):
+            run_all(runner, Server(theirs), places, receiving)
+
+    threads = [threading.Thread(target=work, args=(Runner(engine, Session(turns), computing),)) for _ in range(2)]  # type: ignore[arg-type]
+    for thread in threads:
+        thread.start()
+    slots, answers = [Slot(0), Slot(1)], {}
+    send_batch(ours, slots, 0)
+    for number in range(1, BATCHES + 1):
+        if number < BATCHES:
+            send_batch(ours, slots, number)
+        else:
+            turns.last()
+        done = received(ours)
+        outputs = slots[done.number % 2].outputs
+        assert outputs is not None
+        answers[done.number] = outputs.array(np.dtype(np.float32), done.outputs[0]).tolist()
+    ours.shutdown(socket.SHUT_WR)
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert turns.most == 1
+    assert turns.in_vain == 0
+    assert answers == {number: marked(number).tolist() for number in range(BATCHES)}
+
+
+def send_batch(end: socket.socket, slots: Sequence[Slot], number: int) -> None:
+    slot, x = slots[number % 2], marked(number)
+    placed, size = layout([x.shape], [x.dtype])
+    new = slot.reserve(size, size)
+    assert slot.inputs is not None
+    slot.inputs.array(x.dtype, placed[0])[...] = x
+    message = Run(number, slot.number, placed, tuple(new))
+    socket.send_fds(end, [packet_of(message)], [buffer.descriptor for buffer in new.values()])
+    for buffer in new.values():
+        buffer.give_descriptor()
+
+
+def received(end: socket.socket) -> Done:
+    message = from_worker(end.recv(PACKET_BYTES))
+    assert isinstance(message, Done)
+    return message
