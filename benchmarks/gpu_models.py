@@ -39,7 +39,7 @@ from rich.table import Table
 from pipeline.backends import tensorrt_
 from pipeline.config import home
 from pipeline.core import Target
-from pipeline.errors import CrucibleError
+from pipeline.errors import BackendUnavailable, CrucibleError
 from pipeline.measure import environment, monotonic
 
 NAME = "gpu_models"
@@ -72,7 +72,10 @@ def main() -> None:
     names = arguments.rows or list(PARTS)
     chosen = {name: getattr(arguments, name) for name in ("seconds", "ways", "peers", "bare", "only", "modes", "build_only")}
     options = Options(overrides=tuple(arguments.set), **chosen)
-    target = tensorrt_.probe()
+    try:
+        target = tensorrt_.probe()
+    except BackendUnavailable as error:
+        sys.exit(str(error))
     cache_folder(home())
     if arguments.keep:
         print(f"restored: {', '.join(restore(home(), arguments.keep)) or 'nothing'}", file=sys.stderr)

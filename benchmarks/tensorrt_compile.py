@@ -26,7 +26,7 @@ from rich.table import Table
 from pipeline.backends import tensorrt_
 from pipeline.config import CandidateConfig, load_plan
 from pipeline.core import Target
-from pipeline.errors import UnsupportedError
+from pipeline.errors import BackendUnavailable, UnsupportedError
 from pipeline.measure import environment, monotonic
 from pipeline.precision import reformats, time_by_precision
 from pipeline.recipes import recipe_from_candidate
@@ -65,7 +65,10 @@ def main() -> None:
     if arguments.list:
         print("\n".join(f"{model}/{group}" for model, groups in PARTS.items() for group in groups))
         return
-    target = tensorrt_.probe()
+    try:
+        target = tensorrt_.probe()
+    except BackendUnavailable as error:
+        sys.exit(str(error))
     results: dict[str, Any] = {}
     for model, group in arguments.parts or [(model, group) for model, groups in PARTS.items() for group in groups]:
         print(f"== {model}/{group}", flush=True)

@@ -57,11 +57,14 @@ def without_nan(softmax: Any) -> None:
 
 
 def alike_for_all_queries(mask: Any) -> None:
-    """Where(And(column, row), ...) of a column of nothing but true: Where(row, ...), which the Add repeats."""
+    """Where(And(column, row), two numbers) of a column of nothing but true: Where(row, the same), which the Add repeats."""
     made = chain(mask, "Where", "And")
     if not made:
         return
     choice, both = made
+    values = [_value(each) for each in choice.inputs[1:]]
+    if any(value is None or value.size > 1 for value in values):
+        return
     for column, row in (both.inputs, both.inputs[::-1]):
         value = _value(column)
         if value is not None and value.all() and row.shape and len(row.shape) >= value.ndim:

@@ -248,7 +248,8 @@ class Deployments:
             loaded = await self._loader.load(version, spec)
             try:
                 if commit is not None:
-                    await self._ask(lambda: self._repository.set_memory(version, loaded.running.memory_bytes // spec.instances))
+                    if not spec.overlap:  # what an instance needs is that of one session
+                        await self._ask(lambda: self._repository.set_memory(version, loaded.running.memory_bytes // spec.instances))
                     await self._surely(commit)
             except BaseException:
                 await loaded.end()

@@ -202,16 +202,17 @@ def run_all(runner: Runner, server: Server, places: dict[int, Place], receiving:
 
 
 def until_the_end(server: Server, work: Callable[[], None]) -> NoReturn:
-    """Do this, and end the process with it."""
+    """Do this, and end the process with it, whatever comes of it and in whichever thread."""
     try:
         work()
     except (EOFError, ConnectionError):
         os._exit(0)
     except Exception as error:  # noqa: BLE001  the edge of a process: everything must reach the server
-        traceback.print_exc()  # to the worker's log
-        with contextlib.suppress(OSError):  # of a server that is gone
-            server.send(failed_from_error(crucible_error(error)))
-    os._exit(1)  # libraries' threads may hang; all is said
+        with contextlib.suppress(OSError):  # the log's disk may be full
+            traceback.print_exc()
+        server.send(failed_from_error(crucible_error(error)))
+    finally:
+        os._exit(1)  # libraries' threads may hang; all is said
 
 
 def main(descriptor: int) -> NoReturn:

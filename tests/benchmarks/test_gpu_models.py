@@ -3,6 +3,8 @@
 import argparse
 import contextlib
 import json
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,7 +15,7 @@ import pytest
 
 from pipeline.config import plan_from_document
 from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Recipe, Target, TensorSpec
-from pipeline.gpu import Peaks
+from pipeline.gpu import Peaks, find_gpus
 from pipeline.job import open_job
 from pipeline.layers import Layer, LayerTable
 from pipeline.measure import samples_from_blocks
@@ -358,3 +360,13 @@ def test_every_kind_of_build_is_found_by_its_recipe_and_built_anew_each_time(gpu
     }
     assert len({engine.digest for engine in made.values()}) == len(tactics.KINDS)
     assert made["plain"].path.read_bytes() == b"plain 2"
+
+
+@pytest.mark.skipif(bool(find_gpus().devices), reason="this host has a GPU")
+@pytest.mark.parametrize("script", ["gpu_models.py", "tensorrt_compile.py"])
+def test_a_host_without_a_gpu_says_so(script: str) -> None:
+    done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "cannot be used on this host: no NVIDIA driver" in done.stderr
+    assert "next: " in done.stderr
+    assert "Traceback" not in done.stderr

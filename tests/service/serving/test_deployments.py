@@ -121,6 +121,8 @@ def test_a_load_that_does_not_fit_is_refused_with_both_numbers_and_the_device_is
             assert said == "'m' with 3 instances needs at least 886.9 MiB (as in its benchmark), 591.3 MiB of cpu are free"
             assert (here.host.started, here.leases.devices.held) == ([], ())
             assert (await here.deployments.view(LOCAL, "m")).deployment.state == "unloaded"
+            await here.deployments.deploy(LOCAL, "m", DeploymentOptions(overlap=True))  # twice what an instance needs
+            assert (await here.deployments.view(LOCAL, "m")).current.memory_bytes is None
             await here.deployments.deploy(LOCAL, "m", DeploymentOptions(instances=2))
             assert (await here.ask(), (await here.deployments.view(LOCAL, "m")).current.memory_bytes) == (1, 7 * MIB // 2)
             here.host.free_bytes = 10 * MIB  # now it is known better

@@ -1,9 +1,14 @@
 """The worker's side of an instance, in this process: several sessions that take turns."""
 
 import socket
+import subprocess
+import sys
+import textwrap
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -147,3 +152,25 @@ def received(end: socket.socket) -> Done:
     message = from_worker(end.recv(PACKET_BYTES))
     assert isinstance(message, Done)
     return message
+
+
+@pytest.mark.parametrize("thread", ["the first", "another"])
+@pytest.mark.parametrize("fault", ["RuntimeError('lost')", "SystemExit(0)"])
+def test_a_fault_in_any_thread_ends_the_process_although_its_log_is_full(thread: str, fault: str) -> None:
+    program = f"""
+    import socket, threading, time
+    from service.serving.model_worker import Server, until_the_end
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def fail():
+        raise {fault}
+    def rest():
+        time.sleep({WAIT_S})
+    first, other = (fail, rest) if {thread!r} == "the first" else (rest, fail)
+    threading.Thread(target=until_the_end, args=(Server(theirs), other)).start()
+    until_the_end(Server(theirs), first)
+    """
+    with Path("/dev/full").open("w") as full:
+        began = time.monotonic()
+        done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], stderr=full, check=False)
+    assert done.returncode == 1
+    assert time.monotonic() - began < WAIT_S
