@@ -52,14 +52,24 @@ COLUMNS = {
 
 def main() -> None:
     arguments = parse_arguments()
-    said = subprocess.run([*arguments.command, "--version"], check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
+    version = version_of(arguments.command)
     with tempfile.TemporaryDirectory(prefix="crucible-perf-") as text:
         folder = Path(text)
         model = write_small(folder / "small.onnx", seed=0, side=SIDE)
         with serving(folder / "home") as served, Client(served.url) as client:
             deploy(client, model, plan_of("small", MOST_ROWS))
             rows = [measured(arguments.command, name, served, folder / "out.csv") for name in MODES]
-    publish("perf_analyzer", rows, targets_of(rows), arguments.into, {"perf_analyzer": said.strip()})
+    publish("perf_analyzer", rows, targets_of(rows), arguments.into, {"perf_analyzer": version})
+
+
+def version_of(command: Sequence[str]) -> str:
+    """What it calls itself; ends with a sentence where it does not start."""
+    try:
+        done = subprocess.run([*command, "--version"], check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = f": {error.stdout.strip()}" if isinstance(error, subprocess.CalledProcessError) else ""
+        sys.exit(f"'{command[0]}' does not start: {error}{said}\n  next: pip install perf-analyzer, or see --help for a host with an older glibc")
+    return done.stdout.strip()
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:

@@ -66,3 +66,12 @@ def test_the_page_tells_how_many_runs_ended_well(bench: Bench, tmp_path: Path) -
 def test_all_words_behind_command_are_the_command(bench: Bench) -> None:
     found = bench["perf_analyzer"].parse_arguments(["--into", "x", "--command", "ld.so", "--library-path", "lib", "bin/perf_analyzer"])
     assert (found.command, found.into) == (["ld.so", "--library-path", "lib", "bin/perf_analyzer"], Path("x"))
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [(["/no/such"], "No such file"), ([sys.executable, "-c", "print('GLIBC_2.38 not found'); raise SystemExit(1)"], "GLIBC_2.38 not found")],
+)
+def test_a_command_that_does_not_start_is_told_before_any_work(bench: Bench, command: list[str], said: str) -> None:
+    with pytest.raises(SystemExit, match=rf"does not start: [\s\S]*{said}[\s\S]*next: pip install perf-analyzer"):
+        bench["perf_analyzer"].version_of(command)
