@@ -38,10 +38,10 @@ def test_a_model_is_promoted_loaded_rolled_back_and_unloaded_by_commands(tmp_pat
     with serving(tmp_path) as server:
         done = at(server, "promote", "m", first)
         assert done.out == "model m: version 1 (onnxruntime fp32) is current, the model is unloaded\n", done.err
-        assert at(server, "load", "m", "--max-delay-ms", "1").out.endswith("is current, version 1 answers on cpu\n")
+        assert at(server, "load", "m", "--max-delay-ms", "1", "--overlap").out.endswith("is current, version 1 answers on cpu\n")
         promoted = at(server, "promote", "m", f"{server.url}/reports/{second}", "--json").summary
         assert (promoted["current"]["version"], promoted["deployment"]["version"]) == (2, 2)
-        assert promoted["deployment"]["options"]["max_delay_s"] == 0.001
+        assert [promoted["deployment"]["options"][name] for name in ("max_delay_s", "overlap")] == [0.001, True]
         assert [word for word in ("m", "2", "ready", "cpu") if word in at(server, "models").out.split()] == ["m", "2", "ready", "cpu"]
         assert "2 (current)" in at(server, "models", "m").out
         assert json.loads(at(server, "models", "m", "--json").out) == promoted

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from onnx import TensorProto, helper
 
@@ -15,7 +16,7 @@ from pipeline.errors import HostError
 from pipeline.feeding import BatchSpec, Padding
 from service.errors import TimedOut, TooMany, Unavailable, Unprocessable
 from service.serving.deployment import Deployment
-from tests.service.serving.fixtures_engines import MODEL, PROVED, Bench, asking, deployed, direct, engine_of, linear, marked, play
+from tests.service.serving.fixtures_engines import MODEL, PROVED, Bench, asking, deployed, direct, engine_of, linear, marked, play, processes_of
 
 SLOW = (sys.executable, str(Path(__file__).with_name("engine_double.py")), "slow-0.05")
 
@@ -177,13 +178,17 @@ def test_several_instances_share_the_work(tmp_path: Path, engine: Engine) -> Non
     play(story)
 
 
-def test_with_overlap_each_request_has_its_own_answer(tmp_path: Path, engine: Engine) -> None:
+def test_with_overlap_a_second_thread_answers_and_each_request_has_its_own(tmp_path: Path, engine: Engine) -> None:
     async def story() -> None:
-        async with deployed(tmp_path, engine, max_batch=4, overlap=True) as bench:
-            answers = await asyncio.gather(*(bench.ask(marked(n)) for n in range(200)))
-            for number, answer in enumerate(answers):
-                np.testing.assert_allclose(answer.outputs["y"], direct(engine, {"x": marked(number)})["y"], rtol=1e-5)
-            assert {answer.timing.batch_size for answer in answers} == {4}
+        threads = {}
+        for overlap in (False, True):
+            async with deployed(tmp_path, engine, max_batch=4, overlap=overlap) as bench:
+                answers = await asyncio.gather(*(bench.ask(marked(n)) for n in range(200)))
+                for number, answer in enumerate(answers):
+                    np.testing.assert_allclose(answer.outputs["y"], direct(engine, {"x": marked(number)})["y"], rtol=1e-5)
+                assert {answer.timing.batch_size for answer in answers} == {4}
+                threads[overlap] = sum(psutil.Process(pid).num_threads() for pid in processes_of(f"serve-{MODEL}-"))
+        assert threads[True] == threads[False] + 1
 
     play(story)
 

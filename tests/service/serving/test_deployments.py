@@ -122,6 +122,7 @@ def test_a_load_that_does_not_fit_is_refused_with_both_numbers_and_the_device_is
             assert (here.host.started, here.leases.devices.held) == ([], ())
             assert (await here.deployments.view(LOCAL, "m")).deployment.state == "unloaded"
             await here.deployments.deploy(LOCAL, "m", DeploymentOptions(overlap=True))  # twice what an instance needs
+            assert here.host.started[-1].spec.overlap
             assert (await here.deployments.view(LOCAL, "m")).current.memory_bytes is None
             await here.deployments.deploy(LOCAL, "m", DeploymentOptions(instances=2))
             assert (await here.ask(), (await here.deployments.view(LOCAL, "m")).current.memory_bytes) == (1, 7 * MIB // 2)
