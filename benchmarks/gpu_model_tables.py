@@ -64,10 +64,13 @@ def times_by_picture(found: Mapping[str, Any]) -> dict[str, dict[str, dict[str, 
 
 
 def fastest_section(found: Mapping[str, Any]) -> list[str]:
-    """For the README: of every row the fastest of PyTorch's and of ours in fp16, and of ours at all, by GPU time; a star where there is a note."""
+    """For the README: of every row the fastest of PyTorch's and of ours in fp16, and of ours at all, by GPU time; a star where there is a note.
+
+    Without rows where PyTorch was measured only eagerly: the GPU waits for Python there.
+    """
     lines = []
     for name, row in found.get("rows", {}).items():
-        entries = row.get("entries", {})
+        entries = {name: entry for name, entry in row.get("entries", {}).items() if not name.startswith("torch eager")}
         torch, like, ours = (_fastest(entries, *words) for words in (("torch ", " fp16"), ("ours ", "", "fp16"), ("ours ", "")))
         if torch and like and ours:
             cells = [cell for each in (like, ours) for cell in (f"{_ms(each[1])} ({each[0]})", f"{torch[1] / each[1]:.2f}")]

@@ -10,7 +10,7 @@ requests where it can; beside them stands Crucible's engine in a direct Session.
 build/serving, made with uv at the first run, which needs a network.
 
 With `--backend tensorrt` the CNN is a larger one that runs on the GPU, so that the engine takes no core from server and client. There are no
-peers then and no network is needed; the result is serving_gpu.json.
+peers then and no network is needed; the result is serving_gpu.json, with `--overlap` serving_gpu_overlap.json.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sections of docs/benchmarks.md on serving, from serving.json, serving_gpu.json and soak.json. Without those files they are empty."""
+"""The sections of docs/benchmarks.md on serving, from serving*.json and soak.json. Without those files they are empty."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ COLUMNS = ("server", "p50 ms", "ratio", "p99 ms", "requests/s", "ratio", "CPU ms
 GPU = """## Serving from a GPU
 `benchmarks/serving.py --backend tensorrt`: the engine runs on the GPU and leaves the cores of the host to server and client. The columns are
 those above; nothing but Crucible's engine in a direct Session is there to be compared with. The engine is slow on purpose: the targets
-name how fast it may be. Without `overlap`, it waits between two batches for the worker, which copies answers out and the next inputs in."""
+name how fast it may be. Without `overlap`, it waits between two batches for the worker, which copies answers out and the next inputs in;
+with it, the second table, it need not."""
 PERF_ANALYZER = """## perf_analyzer
 `benchmarks/perf_analyzer.py`: Triton's own load generator, unmodified, against a small CNN in ONNX Runtime. That it runs is what is shown: it takes
 as much of the cores as the server does. Queue and compute are what it reads from the server's statistics."""
@@ -51,22 +52,16 @@ def serving_section(document: Document | None) -> list[str]:
     return [*lines, *_told(document["rows"]), "", *_targets(document), "", f"{_environment(document)}{_run(document)}", ""]
 
 
-def serving_gpu_section(document: Document | None) -> list[str]:
-    """The table of a CNN on the GPU, with what it is and where it ran."""
-    if document is None:
-        return []
-    return [
-        GPU,
-        "",
-        *_table(document["rows"]),
-        "",
-        *_stages(document["rows"]),
-        *_tail(document["rows"]),
-        *_targets(document),
-        "",
-        f"{_environment(document)} {_run_on_gpu(document)}",
-        "",
-    ]
+def serving_gpu_section(*documents: Document | None) -> list[str]:
+    """For each run, the table of a CNN on the GPU, with what it is and where it ran."""
+    lines = [line for document in documents if document for line in _gpu_run(document)]
+    return [GPU, "", *lines] if lines else []
+
+
+def _gpu_run(document: Document) -> list[str]:
+    rows = document["rows"]
+    where = f"{_environment(document)} {_run_on_gpu(document)}"
+    return [*_table(rows), "", *_stages(rows), *_tail(rows), *_targets(document), "", where, ""]
 
 
 def soak_section(document: Document | None) -> list[str]:

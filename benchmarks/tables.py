@@ -90,7 +90,11 @@ def page() -> str:
     for name, text in SECTIONS.items():
         result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         parts += [text, "", *_table(result["rows"]), "", *_targets(result["targets"]), "", _environment(result), ""]
-    parts += serving_section(document_of("serving")) + serving_gpu_section(document_of("serving_gpu")) + soak_section(document_of("soak"))
+    parts += (
+        serving_section(document_of("serving"))
+        + serving_gpu_section(*map(document_of, ("serving_gpu", "serving_gpu_overlap")))
+        + soak_section(document_of("soak"))
+    )
     parts += perf_analyzer_section(document_of("perf_analyzer"))
     return "\n".join(parts + speed_section(documents()) + models_section(document()))
 

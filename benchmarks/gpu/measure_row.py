@@ -36,6 +36,7 @@ T = TypeVar("T")
 BARE = Stage("bare", timing_cache.FORMAT, build_bare, tensorrt_.DISTRIBUTIONS)
 OVERRIDES = {
     " surgery": ("simplify.surgery=surgery:plain_attention", f"simplify.python_path={HERE}"),
+    " keyed": ("simplify.surgery=surgery:mask_in_keys", f"simplify.python_path={HERE}"),
     " folded": ("simplify.surgery=surgery:fold_strides", f"simplify.python_path={HERE}"),
     " level 5": ("tensorrt.optimization_level=5",),
 }

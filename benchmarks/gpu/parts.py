@@ -47,7 +47,7 @@ def wanted(name: str, only: Sequence[str]) -> bool:
 # -- throughput --------------------------------------------------------------------------------------------------------
 
 
-PLACEMENTS = ("int8", "int8 modelopt", "int8 implicit", "int8 folded", "int8 implicit folded")
+PLACEMENTS = ("int8", "int8 modelopt", "int8 implicit")  # the folded ones were slower: docs/benchmarks.md
 
 
 def throughput(options: Options, batch: int, level: int = 3, pixels: str = "float32") -> dict[str, Any]:

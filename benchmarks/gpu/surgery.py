@@ -1,4 +1,4 @@
-"""Two surgeries, each by a function that a plan can name. `plain_attention`: attention as TensorRT's fused kernels know it. `fold_strides`: below.
+"""Surgeries, each by a function that a plan can name. `plain_attention`: attention as TensorRT's fused kernels know it. The others: below.
 
 Plain attention is one transposition of the keys, one scale after their product, a mask of one row, Softmax, product.
 
@@ -132,6 +132,44 @@ def transposed_once(scores: Any) -> None:
     last, first = found[0], found[-1]
     last.op, last.attrs = "Transpose", {"perm": [0, 2, 3, 1]}
     last.inputs = [first.inputs[0]]
+
+
+# -- a mask in the keys ------------------------------------------------------------------------------------------------
+
+MORE = 16  # dimensions: kernels take them by 16
+
+
+def mask_in_keys(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Plain attention without an Add: the mask is one more dimension of the keys, and that of the queries is 1; what fills up to MORE is 0.
+
+    The product q @ k + 1 * mask is scaled with the rest: HIDDEN hides as well. An attention whose shapes are not all known stays plain.
+    """
+    import onnx_graphsurgeon as gs
+
+    graph = gs.import_onnx(onnx.shape_inference.infer_shapes(plain_attention(model)))
+    for softmax in [node for node in graph.nodes if node.op == "Softmax"]:
+        made = chain(softmax.inputs[0], "Add", "Mul", "MatMul")
+        if made and (shape := made[2].inputs[0].shape) and len(shape) == 4 and all(isinstance(size, int) for size in shape):
+            add, scale, scores = made
+            (queries, keys), name = scores.inputs, scores.name
+            one = np.eye(1, MORE, dtype=np.float32)
+            more_keys = _made(graph, "Mul", f"{name}_row", [add.inputs[1], gs.Constant(f"{name}_one", one.reshape(1, 1, MORE, 1))])
+            of_all = gs.Constant(f"{name}_of_all", np.array([*shape[:2], 1, 1], np.int64))
+            more_keys = _made(graph, "Expand", f"{name}_rows", [more_keys, of_all])
+            more_queries = gs.Constant(f"{name}_ones", np.broadcast_to(one, (*shape[:3], MORE)).copy())
+            longer = _made(graph, "Concat", f"{name}_keys", [keys, more_keys], axis=2)
+            scores.inputs = [_made(graph, "Concat", f"{name}_queries", [queries, more_queries], axis=3), longer]
+            softmax.inputs = [scale.outputs[0]]
+    return gs.export_onnx(graph.cleanup().toposort())
+
+
+def _made(graph: Any, operator: str, name: str, inputs: list[Any], **attributes: Any) -> Any:
+    """The one output of a node that is added to the graph."""
+    import onnx_graphsurgeon as gs
+
+    output = gs.Variable(f"{name}_made", dtype=inputs[0].dtype)
+    graph.nodes.append(gs.Node(operator, name, attributes, inputs, [output]))
+    return output
 
 
 # -- strides of the first convolution ----------------------------------------------------------------------------------

@@ -56,7 +56,8 @@ def setup_from(arguments: argparse.Namespace) -> Setup:
     options = {name: getattr(arguments, name) for name in OPTIONS}
     given = {name: value for name, value in options.items() if value is not None}
     chosen = DeploymentOptions.model_validate(setup.options.model_dump() | given)
-    return replace(setup, **{name: value for name, value in load.items() if value is not None}, options=chosen)
+    document = f"{setup.document}_overlap" if chosen.overlap else setup.document  # beside the run without, not in its place
+    return replace(setup, **{name: value for name, value in load.items() if value is not None}, options=chosen, document=document)
 
 
 def refuse_other_hosts(setup: Setup) -> None:

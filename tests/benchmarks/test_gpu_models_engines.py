@@ -218,7 +218,14 @@ def attention() -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
 
 
-def test_attention_after_surgery_is_plain_and_gives_the_same(gpu: dict[str, ModuleType]) -> None:
+@pytest.mark.parametrize(
+    ("surgery", "operators"),
+    [
+        ("plain_attention", ["Add", "MatMul", "MatMul", "Mul", "Softmax", *["Transpose"] * 3, "Where"]),
+        ("mask_in_keys", ["Concat", "Concat", "Expand", "MatMul", "MatMul", "Mul", "Mul", "Softmax", *["Transpose"] * 3, "Where"]),
+    ],
+)
+def test_attention_after_surgery_gives_the_same(gpu: dict[str, ModuleType], surgery: str, operators: list[str]) -> None:
     import onnxruntime
 
     random = np.random.default_rng(0)
@@ -226,12 +233,12 @@ def test_attention_after_surgery_is_plain_and_gives_the_same(gpu: dict[str, Modu
     fed["seen"] = random.random((2, 1, 1, 4)) < 0.5
     fed["seen"][..., 0] = True
     before = attention()
-    after = gpu["surgery"].plain_attention(onnx.ModelProto.FromString(before.SerializeToString()))
+    after = getattr(gpu["surgery"], surgery)(onnx.ModelProto.FromString(before.SerializeToString()))
     answers = [
         onnxruntime.InferenceSession(each.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, fed)[0] for each in (before, after)
     ]
     np.testing.assert_allclose(answers[1], answers[0], rtol=1e-5, atol=1e-6)
-    assert sorted(node.op_type for node in after.graph.node) == ["Add", "MatMul", "MatMul", "Mul", "Softmax", *["Transpose"] * 3, "Where"]
+    assert sorted(node.op_type for node in after.graph.node) == operators
     assert min(float(numpy_helper.to_array(tensor).min()) for tensor in after.graph.initializer) == gpu["surgery"].HIDDEN
 
 
@@ -320,6 +327,17 @@ def test_models_of_the_table_have_biases_that_no_simplifier_takes_away(gpu: dict
         biases = {name: parameter for name, parameter in module.named_parameters() if name.endswith("bias")}
         assert len(biases) > 60
         assert all(bool(parameter.any()) for parameter in biases.values())
+
+
+def test_the_encoder_without_a_mask_makes_none_when_it_is_traced(gpu: dict[str, ModuleType]) -> None:
+    encoder, ids = gpu["nets"].encoder(), torch.randint(0, 30522, (1, 8))
+    encoder.bert.encoder.layer = encoder.bert.encoder.layer[:1]
+    with torch.inference_mode():
+        torch.testing.assert_close(encoder(ids), encoder(ids, torch.ones(1, 8, dtype=torch.int64)))
+    nodes = torch.export.export(encoder, (ids,)).graph.nodes
+    (attention,) = [node for node in nodes if "scaled_dot_product_attention" in str(node.target)]
+    assert len(attention.args) == 3
+    assert "attn_mask" not in attention.kwargs
 
 
 def test_peers_in_fp16_take_and_return_fp32(gpu: dict[str, ModuleType]) -> None:

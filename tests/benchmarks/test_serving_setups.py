@@ -40,8 +40,10 @@ def test_each_backend_has_a_setup_of_its_own_that_the_command_line_overrules(ben
     assert gpu.only == ["Crucible"]
     assert gpu == serving.parse_arguments(["--backend", "tensorrt", "--only", "Crucible"])
     words = ["--backend", "tensorrt", "--cnn", "resnet18", "--side", "32", "--enlarged", "2", "--max-batch", "16", "--max-delay", "0", "--overlap"]
-    chosen = setups.setup_from(serving.parse_arguments(words)).described()
-    assert chosen == {"backend": "tensorrt", "cnn": "resnet18", "side": 32, "enlarged": 2, "overlap": True, "max_batch": 16, "max_delay_s": 0}
+    chosen = setups.setup_from(serving.parse_arguments(words))
+    assert chosen.document == "serving_gpu_overlap", "a run with overlap stands beside the one without"
+    expected = {"backend": "tensorrt", "cnn": "resnet18", "side": 32, "enlarged": 2, "overlap": True, "max_batch": 16, "max_delay_s": 0}
+    assert chosen.described() == expected
 
 
 def test_batches_on_the_gpu_leave_connections_for_the_next(bench: Bench) -> None:
