@@ -13,7 +13,7 @@ from pipeline.decide import loss, speed_ratio
 from pipeline.report import Ablation, AblationRow, Candidate
 
 ABLATED = "ablated"
-SWITCHES = ("last_layer", "residual_add", "matmul_activations", "per_channel")
+SWITCHES = ("first_layer", "last_layer", "residual_add", "matmul_activations", "per_channel")
 """Those that are a question of accuracy against speed; without `conv` and `matmul_weight` there is hardly any int8."""
 
 

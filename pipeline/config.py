@@ -162,6 +162,7 @@ class PlacementConfig(Frozen):
     matmul_weight: Switch = (True,)
     matmul_activations: Switch = (False,)
     residual_add: Switch = (True,)
+    first_layer: Switch = (True,)
     last_layer: Switch = (False,)
     per_channel: Switch = (True,)
 

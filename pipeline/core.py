@@ -219,6 +219,7 @@ class Placement(Frozen):
     matmul_weight: bool = True  # Gemm, and MatMul with a weight on one side
     matmul_activations: bool = False  # MatMul of two activations (attention scores)
     residual_add: bool = True  # an Add of two activations: both inputs; for TensorRT the residual only
+    first_layer: bool = True  # what reads the model's inputs
     last_layer: bool = False  # the classifier
     per_channel: bool = True  # weights; activations are always per tensor
 

@@ -147,6 +147,10 @@ EPILOGUE = frozenset({"Add", "BatchNormalization"})
 """With constants on their other inputs: a bias or a norm, part of the kernel of the weighted operator before them."""
 
 SHAPE_ONLY = frozenset({"Shape", "Size"})  # read no values
+MOVES_INPUT = RESHAPES | {"Cast", "Pad", "Resize", "Expand", "Gather", "Split", "SpaceToDepth", "DepthToSpace"}
+"""The first input in another place, size or dtype. A table that ids are looked up in is a constant, so what it gives is no input of the model."""
+
+SCALES_INPUT = frozenset({"Add", "Sub", "Mul", "Div", "BatchNormalization"})  # with constants: the normalisation of an image
 AFTER_CLASSIFIER = RESHAPES | {"Softmax", "LogSoftmax", "Sigmoid", "Cast", "Add", "Mul", "Resize", "ArgMax", "TopK"}
 
 
@@ -174,6 +178,7 @@ class Wiring:
         self.constants = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
         for value in graph.input:  # an initializer that the caller may replace is no constant
             self.constants.pop(value.name, None)
+        self.inputs = {value.name for value in graph.input}
         self.outputs = {value.name for value in graph.output}
         self.readers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
         for node in self.nodes:
@@ -212,6 +217,7 @@ class Wiring:
 def place(graph: onnx.GraphProto, rules: Placement, ranged: frozenset[str], kept: frozenset[str], kernels: Kernels) -> Sites:
     """Where Q/DQ pairs go. `ranged` = float activations with a known range, `kept` = nodes to leave alone."""
     wiring = Wiring(graph)
+    kept = kept if rules.first_layer else kept | up_to_first_layer(wiring)
     wanted = [node for node in wiring.nodes if node.name not in kept and _is_wanted(node, rules, wiring)]
     unseen = [node for node in wanted if not all(name in ranged for name in node.input[:2] if wiring.is_activation(name))]
     chosen = [node for node in wanted if node not in unseen]
@@ -248,6 +254,26 @@ def _is_wanted(node: onnx.NodeProto, rules: Placement, wiring: Wiring) -> bool:
 def is_residual_add(node: onnx.NodeProto, wiring: Wiring) -> bool:
     """An Add of two activations whose sum goes on to a weighted operator: not a bias, not an attention mask, not a sum that is normalised next."""
     return all(map(wiring.is_activation, node.input)) and wiring.feeds_weighted(node)
+
+
+def up_to_first_layer(wiring: Wiring) -> frozenset[str]:
+    """The weighted operators that read an input of the model, with what moves and scales it before them; empty where there is no such operator."""
+    inputs, before, first = set(wiring.inputs), set[str](), set[str]()
+    for node in wiring.nodes:  # in the order in which they run
+        if wiring.is_weighted(node):
+            if inputs.intersection(node.input[:2]):
+                first.add(node.name)
+        elif _passes_input(node, inputs, wiring):
+            inputs.update(node.output)
+            before.add(node.name)
+    return frozenset(first | before if first else ())
+
+
+def _passes_input(node: onnx.NodeProto, inputs: set[str], wiring: Wiring) -> bool:
+    if node.op_type in SCALES_INPUT | {"Concat"}:
+        activations = [name for name in node.input if wiring.is_activation(name)]
+        return inputs.issuperset(activations) and (len(activations) == 1 or node.op_type == "Concat")
+    return node.op_type in MOVES_INPUT and node.input[0] in inputs
 
 
 def is_classifier(node: onnx.NodeProto, wiring: Wiring) -> bool:

@@ -39,7 +39,8 @@ def test_each_switch_is_reversed_alone() -> None:
         assert changed == {reversal.switch}
         assert reversal.recipe.model_copy(update={"placement": INT8.placement}) == INT8
     labels = [reversal.recipe.label for reversal in made]
-    assert len({*labels, INT8.label}) == 5
+    assert len({*labels, INT8.label}) == 6
+    assert labels[:2] == [f"{INT8.label} -first_layer", f"{INT8.label} +last_layer"]
 
 
 def test_the_most_accurate_int8_candidate_of_our_own_is_taken() -> None:
@@ -65,17 +66,20 @@ def test_where_none_passed_the_nearest_of_those_that_gave_answers_is_taken() -> 
 
 def test_rows_tell_each_change_and_what_changed_nothing() -> None:
     base = candidate(INT8, 0.002, 0.99)
-    last, residual, activations, channels = reversals(INT8)
+    first, last, residual, activations, channels = reversals(INT8)
     known = [
         base,
+        candidate(first.recipe, 0.001, 0.995),
         candidate(last.recipe, 0.005, 0.98),
         candidate(residual.recipe, 0.0, state="failed"),
         candidate(channels.recipe, 0.2, 0.5, "failed accuracy"),
     ]
-    ablated = Ablated(base, (last, residual, Reversal(activations.switch, activations.recipe, changes=False), channels))
+    ablated = Ablated(base, (first, last, residual, Reversal(activations.switch, activations.recipe, changes=False), channels))
     found = ablation_from(ablated, known)
     assert found.label == base.label
     rows = {row.switch: row for row in found.rows}
+    assert (rows["first_layer"].before, rows["first_layer"].after) == (True, False)
+    assert rows["first_layer"].drop_change == pytest.approx(-0.001)
     assert (rows["last_layer"].before, rows["last_layer"].after) == (False, True)
     assert (rows["per_channel"].before, rows["per_channel"].after) == (True, False)
     assert rows["last_layer"].drop_change == pytest.approx(0.003)
@@ -94,7 +98,7 @@ def test_speed_is_told_process_by_process() -> None:
         made = benchmark(found.label, 1.0, 2.0).model_copy(update={"rows": (row.model_copy(update={"end_to_end": samples}),)})
         return found.model_copy(update={"benchmark": made})
 
-    last = reversals(INT8)[0]
+    last = reversals(INT8)[1]
     base = in_processes(candidate(INT8, 0.0), (1.0, 1.5, 0.8))
     faster = in_processes(candidate(last.recipe, 0.0), (0.5, 0.75, 0.41))
     (row,) = ablation_from(Ablated(base, (last,)), [base, faster]).rows

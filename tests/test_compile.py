@@ -217,13 +217,14 @@ def test_switches_reversed_are_built_checked_and_measured_like_any_candidate(tmp
     assert report.ablation.label in labels[:2]
     rows = {row.switch: row for row in report.ablation.rows}
     assert rows["per_channel"].label in labels[:2]  # the plan has it: not built again
-    assert rows["last_layer"].label == labels[2]
-    assert len(labels) == 3
+    assert [rows[switch].label for switch in ("first_layer", "last_layer")] == labels[2:]
+    assert rows["first_layer"].state == "refused"  # two layers, and the last one is left out already
+    assert "nothing can be quantised" in rows["first_layer"].reason
     assert [rows[switch].state for switch in ("residual_add", "matmul_activations")] == [None, None]  # this graph has neither
     for row in (rows["per_channel"], rows["last_layer"]):
         assert row.ratio is not None
         assert row.drop_change is not None
-    made = report.candidates[2]
+    made = report.candidates[3]
     assert made.recipe.placement.last_layer
     assert made.benchmark is not None
 

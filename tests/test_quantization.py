@@ -232,6 +232,92 @@ def test_onnx_runtime_is_given_8_bits_for_all_readers_of_a_product_or_for_none()
     assert reads(sites_of(PRODUCTS, rules, kernels=OPENVINO)) == [("first", "x"), ("second", "t"), ("third", "b")]
 
 
+STEM = """
+<ir_version: 9, opset_import: ["" : 20]>
+net (uint8[N, 8, 8, 3] x) => (float[N, 5] y)
+<float[1, 3, 1, 1] mean, float[1, 3, 1, 1] std, float[4, 3, 3, 3] w1, float[4, 3, 3, 3] w2, float[4, 4, 3, 3] w3, float[4, 5] w4>
+{
+    [cast] f = Cast <to = 1> (x)
+    [nchw] t = Transpose <perm = [0, 3, 1, 2]> (f)
+    [sub] m = Sub (t, mean)
+    [div] n = Div (m, std)
+    [left] a = Conv (n, w1)
+    [right] b = Conv (n, w2)
+    [sum] s = Add (a, b)
+    [relu] r = Relu (s)
+    [next] c = Conv (r, w3)
+    [pool] p = GlobalAveragePool (c)
+    [flat] l = Flatten (p)
+    [fc] y = Gemm (l, w4)
+}
+"""
+"""Two convolutions that read the input, an image that is normalised in the graph."""
+
+NO_FIRST = Placement(first_layer=False)
+
+
+@pytest.mark.parametrize("kernels", [TENSORRT, ONNXRUNTIME, OPENVINO], ids=["tensorrt", "onnxruntime", "openvino"])
+def test_without_the_first_layer_nothing_up_to_it_is_quantised(kernels: Kernels) -> None:
+    assert {"left", "right", "next"} <= nodes(sites_of(STEM, kernels=kernels))
+    sites = sites_of(STEM, NO_FIRST, kernels=kernels)
+    assert not {"cast", "nchw", "sub", "div", "left", "right"} & nodes(sites)
+    assert not {"x", "f", "t", "m", "n"} & sites.tensors
+    assert ("next", "r") in reads(sites)
+    assert [site.node for site in sites.weights] == ["next"]
+    assert {site.node for site in sites_of(RESIDUAL, NO_FIRST, kernels=kernels).weights} == {"conv2", "conv3"}
+
+
+@pytest.mark.parametrize(
+    ("before", "weight", "first"),
+    [
+        ("Resize (x, , scales)", "w1", True),
+        ("Pad (x, pads)", "w1", True),
+        ("Concat <axis = 1> (x, x)", "w6", True),  # as of slices, which fold an image into channels
+        ("BatchNormalization (x, b, b, b, b)", "w1", True),
+        ("Mul (x, x)", "w1", False),
+        ("Relu (x)", "w1", False),
+    ],
+)
+def test_what_moves_an_input_or_scales_it_by_constants_comes_before_the_first_layer(before: str, weight: str, first: bool) -> None:
+    constants = "float[3] b, float[4, 6, 3, 3] w6, float[4] scales = {1.0, 1.0, 2.0, 2.0}, int64[8] pads = {0, 0, 1, 1, 0, 0, 1, 1}"
+    text = RESIDUAL.replace("b3>", f"b3, {constants}>").replace("[conv1] c1 = Conv", f"[before] i = {before} [conv1] c1 = Conv")
+    sites = sites_of(text.replace("(x, w1, b1)", f"(i, {weight}, b1)"), NO_FIRST)
+    assert ("conv1" not in nodes(sites)) is first
+    assert {"conv2", "conv3"} <= nodes(sites)
+
+
+def test_an_input_that_others_read_in_8_bits_reaches_the_first_layer_in_floats() -> None:
+    text = RESIDUAL.replace("[conv1] c1 = Conv", "[turn] t = Transpose (x) [conv1] c1 = Conv")
+    text = text.replace("(x, w1, b1)", "(t, w1, b1)").replace("float[4, 4, 3, 3] w4", "float[4, 7, 3, 3] w4")
+    text = text.replace("[conv3] c3 = Conv <pads = [1, 1, 1, 1]> (r2, w4)", "[join] j = Concat <axis = 1> (r2, t) [conv3] c3 = Conv (j, w4)")
+    assert ("conv1", "t") in reads(sites_of(text, kernels=ONNXRUNTIME))
+    sites = sites_of(text, NO_FIRST, kernels=ONNXRUNTIME)
+    assert {"conv3", "join"} <= nodes(sites)
+    assert not {"turn", "conv1"} & nodes(sites)
+
+
+EMBEDDED = """
+<ir_version: 9, opset_import: ["" : 20]>
+net (int64[N, T] ids, float[N, T, 8] mask) => (float[N, T, 8] y)
+<float[9, 8] table, float[8, 8] w1, float[8, 8] w2>
+{
+    [same] i = Identity (ids)
+    [look] e = Gather (table, i)
+    [masked] m = Mul (e, mask)
+    [up] u = MatMul (m, w1)
+    [relu] r = Relu (u)
+    [down] d = MatMul (r, w2)
+    [answer] y = Softmax (d)
+}
+"""
+
+
+def test_where_no_layer_reads_an_input_the_first_layer_changes_nothing() -> None:
+    for kernels in (TENSORRT, ONNXRUNTIME, OPENVINO):
+        assert sites_of(EMBEDDED, NO_FIRST, kernels=kernels) == sites_of(EMBEDDED, kernels=kernels)
+        assert "up" in nodes(sites_of(EMBEDDED, NO_FIRST, kernels=kernels))
+
+
 def test_nodes_whose_input_was_not_calibrated_are_named() -> None:
     sites = place(proto_from_text(RESIDUAL).graph, Placement(), frozenset({"x", "r2"}), frozenset(), OPENVINO)
     assert sites.unseen == ("conv2", "add")

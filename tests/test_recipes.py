@@ -232,6 +232,7 @@ def test_a_candidate_that_stands_for_too_many_is_refused_with_the_count(plan: Pl
         ({"backend": "openvino", "quantizer": "nncf", "method": ["entropy", "minmax"]}, "the quantizer `nncf` chooses ranges by itself"),
         ({"backend": "openvino", "quantizer": "nncf", "placement": {"last_layer": [True, False]}}, "the quantizer `nncf` places Q/DQ by itself"),
         ({"backend": "tensorrt", "quantizer": "modelopt", "placement": {"last_layer": [True, False]}}, "the quantizer `modelopt` places Q/DQ"),
+        ({"backend": "tensorrt", "quantizer": "modelopt", "placement": {"first_layer": [True, False]}}, "the quantizer `modelopt` places Q/DQ"),
         ({"backend": "tensorrt", "realised_in": "flags", "placement": {"last_layer": [True, False]}}, "TensorRT's own calibrator"),
     ],
 )
@@ -291,6 +292,7 @@ def test_weights_alone_need_no_calibration_data(plan: Plan, backend: str) -> Non
         ("openvino", {"precision": "int4", "weight_bits": 7}, "`weight_bits: 7` says nothing here"),
         ("openvino", {"precision": "int4", "quantizer": "modelopt"}, "`quantizer: modelopt` says nothing here"),
         ("onnxruntime", {"precision": "int4", "placement": {"last_layer": True}}, "`placement: ...` says nothing here"),
+        ("onnxruntime", {"precision": "int4", "placement": {"first_layer": False}}, "`placement: ...` says nothing here"),
         ("openvino", {"precision": "int4", "smooth_quant": True}, "`smooth_quant: True` says nothing here"),
         ("openvino", {"precision": "int8", "weight_only": True, "block_size": 64}, "one scale per output channel, no blocks"),
         ("onnxruntime", {"precision": "int8", "block_size": 64}, "only weights alone come in blocks"),
@@ -366,6 +368,8 @@ def test_a_precision_that_is_not_that_of_the_pairs_is_refused(plan: Plan, asked:
     ("asked", "words"),
     [
         ({"backend": "openvino", "precision": "int8", "quantizer": "nncf", "placement": {"last_layer": True}}, "places Q/DQ by itself"),
+        ({"backend": "openvino", "precision": "int8", "quantizer": "nncf", "placement": {"first_layer": False}}, "places Q/DQ by itself"),
+        ({"backend": "tensorrt", "precision": "fp8", "placement": {"first_layer": False}}, "ModelOpt's fp8 places Q/DQ by itself"),
         ({"backend": "openvino", "precision": "int8", "quantizer": "nncf", "method": "minmax"}, "chooses ranges by itself"),
         ({"backend": "tensorrt", "precision": "fp8", "method": "minmax"}, "chooses ranges by itself"),
         ({"backend": "tensorrt", "precision": "fp8", "activation": "uint8"}, "one form of activations"),

@@ -204,6 +204,7 @@ def test_the_table_of_features(version: str, capability: str, lean: str, missing
         ("10.6.0", "9.0", recipe("int8", realised_in="flags", quantizer="modelopt"), "calibrated by TensorRT itself, not by modelopt"),
         ("10.6.0", "9.0", recipe("int8", realised_in="flags", weight_bits=7), "rules of the quantizer `crucible`, TensorRT has its own"),
         ("10.6.0", "9.0", recipe("int8", quantizer="modelopt", placement={"last_layer": True}), "rules of the quantizer `crucible`, ModelOpt has"),
+        ("10.6.0", "9.0", recipe("int8", realised_in="flags", placement={"first_layer": False}), "rules of the quantizer `crucible`, TensorRT has"),
     ],
 )
 def test_what_a_recipe_asks_for_in_vain_is_named(version: str, capability: str, asked: Recipe, reason: str) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from numpy.typing import NDArray
 from onnx import TensorProto, numpy_helper
 
 from pipeline import backends
-from pipeline.core import BuildOptions, Placement, Precision, Profile, Recipe, silent
+from pipeline.core import BuildOptions, Placement, Precision, Profile, Recipe, Tensors, silent
 from pipeline.errors import PlanError, UnsupportedError
 from pipeline.graph import onnx_model
 from pipeline.scales import scales_of
@@ -154,6 +155,42 @@ def test_onnxruntime_runs_the_graph_in_8_bit_kernels(tmp_path: Path) -> None:
     optimised = operators(onnx.load(str(tmp_path / "optimised.onnx")).graph)
     assert (optimised["QLinearConv"], optimised["QLinearAdd"], optimised["QGemm"]) == (3, 1, 1)
     assert optimised["Conv"] == optimised["Add"] == optimised["Gemm"] == optimised["Relu"] == 0
+
+
+@pytest.mark.parametrize("backend", INT8)
+def test_without_the_first_layer_its_result_is_that_of_floats(tmp_path: Path, backend: str) -> None:
+    """Behind an image's normalisation; the rest in fp32, so that nothing but a pair could change it."""
+    stem = "[sub] m = Sub (x, mean) [div] n = Div (m, std) [conv1] c1 = Conv"
+    text = RESIDUAL.replace("b3>", "b3, float[3, 1, 1] mean, float[3, 1, 1] std = {0.5, 0.25, 2.0}>")
+    text = text.replace("[conv1] c1 = Conv", stem).replace("(x, w1, b1)", "(n, w1, b1)")
+    for first in (True, False):
+        recipe = INT8[backend].model_copy(update={"placement": Placement(first_layer=first), "rest": Precision.FP32})
+        model, made, graph = converted(tmp_path / str(first), text, recipe, images(16))
+        makers = {name: node.op_type for node in graph.node for name in node.output}
+        assert (makers.get(next(node for node in graph.node if node.name == "conv1").input[1]) == "DequantizeLinear") is first
+        assert error_of(model, made, images(8, seed=3)) < 0.06
+        before, after = (observed(each.path, "c1", images(8, seed=3)) for each in (model, made))
+        assert np.array_equal(before, after) is not first
+
+
+def observed(path: Path, tensor: str, feeds: Tensors) -> NDArray[np.generic]:
+    """What a tensor inside the graph holds, without the optimiser, which would put other kernels in its place."""
+    import onnxruntime
+
+    proto = onnx.load(str(path))
+    proto.graph.output.append(onnx.ValueInfoProto(name=tensor))
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return np.asarray(session.run([tensor], dict(feeds))[0])
+
+
+def test_tensorrt_runs_an_unquantised_first_layer_in_fp16(tmp_path: Path) -> None:
+    _, _, graph = converted(tmp_path, RESIDUAL, TENSORRT.model_copy(update={"placement": Placement(first_layer=False)}), images(16))
+    conv = next(node for node in graph.node if node.name == "conv1")
+    makers = {name: node.op_type for node in graph.node for name in node.output}
+    assert makers[conv.input[0]] == "Cast"
+    assert {dtypes(graph)[name] for name in conv.input[1:]} == {TensorProto.FLOAT16}
 
 
 def test_an_encoder_keeps_attention_products_mask_and_skips_in_floats(tmp_path: Path) -> None:
