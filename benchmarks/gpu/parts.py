@@ -20,7 +20,9 @@ from pipeline.core import OnnxModel
 from pipeline.job import Job
 
 BEST_IMAGES_PER_S = 75_000.0
-STREAMS = (1, 2, 3)  # a fourth brought nothing
+STREAMS, OF_SMALL = (1, 2, 3), (1, 2, 4, 8)
+"""Of batches from LARGE on, where a fourth brought nothing, and of smaller ones, which fill the GPU less and its cache not at all."""
+LARGE = 256
 GRAPH_PROFILE = {"batch": [1, 2, 8]}  # at which the graph is checked; engines are built for one batch each
 
 
@@ -47,14 +49,15 @@ def wanted(name: str, only: Sequence[str]) -> bool:
 # -- throughput --------------------------------------------------------------------------------------------------------
 
 
-PLACEMENTS = ("int8", "int8 modelopt", "int8 implicit")  # the folded ones were slower: docs/benchmarks.md
+PLACEMENTS = ("int8", "int8 no first", "int8 modelopt", "int8 implicit")  # the folded ones were slower: docs/benchmarks.md
 
 
 def throughput(options: Options, batch: int, level: int = 3, pixels: str = "float32") -> dict[str, Any]:
-    """ResNet-50 in int8, input on the device: one race of all placements of Q/DQ, each on one to three streams."""
+    """ResNet-50 in int8, input on the device: one race of all placements of Q/DQ, each on one stream and on several."""
     (document, entries, watch), known = begun(), device_peaks()
     name = "resnet50" if pixels == "float32" else f"resnet50_{pixels}"
     row = Row(f"{name}_any_batch", name, {"image": ("batch", 3, 224, 224)}, (), 0, dtypes={"image": pixels})
+    streams = STREAMS if batch >= LARGE else OF_SMALL
     entrants: list[Entrant] = []
     models: list[OnnxModel] = []
     for way in options.ways or PLACEMENTS:
@@ -62,7 +65,7 @@ def throughput(options: Options, batch: int, level: int = 3, pixels: str = "floa
         if placed := with_failure(entries, label, _placed, row, options, way, batch, level):
             built, made, model = placed
             entries[label] = build_facts(built, made)
-            entrants += [Entrant(f"{label}, {count} stream{'s' * (count > 1)}", made.engine, "flow", count) for count in STREAMS]
+            entrants += [Entrant(f"{label}, {count} stream{'s' * (count > 1)}", made.engine, "flow", count) for count in streams]
             models.append(model)
     outcomes = race_at(models[0], {"batch": batch}, batch, entrants, options, watch) if entrants else []
     entries |= {outcome.entrant.name: entry_of(outcome, known) for outcome in outcomes}

@@ -21,6 +21,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "fp16 level 5": {"precision": "fp16"},
     "int8": {"precision": "int8"},
     "int8 no residual": {"precision": "int8", "placement": {"residual_add": False}},
+    "int8 no first": {"precision": "int8", "placement": {"first_layer": False}},
     "int8 surgery": {"precision": "int8"},
     "int8 folded": {"precision": "int8"},
     "int8 modelopt": {"precision": "int8", "quantizer": "modelopt"},
@@ -30,7 +31,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 }
 """Candidates by their short names; each is one of the plan's. `surgery`: of the graph with plain attention; `keyed`: and with its mask in the
 keys; `folded`: with the first convolution's stride folded into its channels (all in surgery.py). `no residual`: what is added keeps its
-precision. `level 5`: built at TensorRT's highest optimisation level, which tries more kernels."""
+precision; `no first`: the first layer does, in fp16. `level 5`: built at TensorRT's highest optimisation level, which tries more kernels."""
 
 FP16_PEERS = ("eager fp16", "graph fp16", "compile fp16")
 FLOAT_PEERS = ("eager fp32", *FP16_PEERS)
