@@ -26,7 +26,7 @@ from pipeline.graph import draw_feeds, operator_histogram, read_proto
 from pipeline.job import FEEDS_FOR_CHECKS, Job, batch_rows, options_of
 from pipeline.layers import LayerTable
 from pipeline.lint import finding_notes, lint, saturation_notes
-from pipeline.precision import INTEGER_OPERATORS, mislabelled, precision_notes
+from pipeline.precision import INTEGER_OPERATORS, attention_in_one_kernel, mislabelled, precision_notes
 from pipeline.recipes import default_candidates, distinct, missing_backend_note, recipes_from_candidate, weight_bits
 from pipeline.report import Candidate, NodeRanking, Rescue, State, ValidationReport
 from pipeline.rescue import Attempt, Skipped, Tried, ends, in_bf16, in_fp32, keeping, story, to_rescue, with_nodes_kept, with_opt_moved
@@ -137,7 +137,7 @@ def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutpu
         engine = build_engine(job, converted, recipe)
         notes = engine.notes if converted is model else (*converted.notes, *lint_notes(converted, recipe, engine.target), *engine.notes)
         candidate = candidate.model_copy(update={"engine": engine, "notes": notes})
-        candidate = with_layers(candidate, prove_engine(job, engine, converted), converted)
+        candidate = with_layers(candidate, prove_engine(job, engine, converted), converted, job.plan.simplify.plain_attention)
         report = check_engine(job, engine, expected, job.data.selection)
         if candidate.state == "mislabelled":  # its answers are told, but it cannot win whatever they are
             return candidate.model_copy(update={"selection": report})
@@ -250,13 +250,17 @@ def same_graph(job: Job, model: OnnxModel, one: Recipe, other: Recipe) -> bool:
         return False
 
 
-def with_layers(candidate: Candidate, table: LayerTable | None, converted: OnnxModel) -> Candidate:
-    """The candidate with what its engine really runs; `mislabelled` if that is not what it is called by."""
+def with_layers(candidate: Candidate, table: LayerTable | None, converted: OnnxModel, plain_attention: bool = False) -> Candidate:
+    """The candidate with what its engine really runs; `mislabelled` if that is not what it is called by. `plain_attention`: the plan's."""
     if table is None:
         return candidate
     recipe = candidate.recipe
     asked, kept = recipe.precision, recipe.keep_fp32
     notes = (*candidate.notes, *precision_notes(table, None if recipe.weight_only else asked, kept))
+    fused, places = attention_in_one_kernel(table)
+    if recipe.backend == "tensorrt" and asked not in (Precision.FP32, Precision.TF32) and fused < places and not plain_attention:
+        text = f"attention is in one kernel in {fused} of {places} places: `simplify: {{plain_attention: true}}` may bring it there"
+        notes = (*notes, Note(stage="prove", text=text, level="info"))
     wrong = mislabelled(asked, table, kept, recipe.weight_only)
     if wrong and asked is Precision.FP32 and (own := INTEGER_OPERATORS & operator_histogram(converted.path).keys()):
         text = f"fp32 is what the floats of this model run in: it brings 8-bit operators of its own ({', '.join(sorted(own))})"

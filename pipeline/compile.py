@@ -97,7 +97,7 @@ def export_model(job: Job) -> OnnxModel:
 def simplify_model(job: Job, exported: OnnxModel) -> OnnxModel:
     """The same function in fewer nodes, or the exported graph where that cannot be had."""
     asked = job.plan.simplify
-    if not (asked.enabled or asked.surgery):
+    if not (asked.enabled or asked.surgery or asked.plain_attention):
         return exported
     samples = job.samples.first(FEEDS_FOR_CHECKS)
     surgery = (code_digest(asked.surgery, asked.python_path, "simplify.surgery"),) if asked.surgery else ()

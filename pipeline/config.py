@@ -23,8 +23,7 @@ from pipeline.errors import PlanError
 from pipeline.feeding import ServingConfig
 
 ONNX_SUFFIXES = (".onnx",)
-METRICS = ("top1", "top5", "cosine")
-NEED_LABELS = ("top1", "top5")
+METRICS, NEED_LABELS = ("top1", "top5", "cosine"), ("top1", "top5")
 
 
 def _profiles_by_symbol(value: object) -> object:
@@ -208,6 +207,7 @@ class SimplifyConfig(Frozen):
     timeout_s: float = Field(default=600, gt=0)  # for surgery and for simplification
     surgery: str | None = None  # module:function, takes and returns an onnx.ModelProto
     python_path: Path = Path()  # where the module of the surgery is imported from
+    plain_attention: bool = False  # written as TensorRT's fused kernels know it
 
     @model_validator(mode="after")
     def _function(self) -> SimplifyConfig:

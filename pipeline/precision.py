@@ -210,11 +210,16 @@ def _is_attention(layer: Layer) -> bool:
 
 
 def _attention(table: LayerTable) -> tuple[str, ...]:
+    fused, places = attention_in_one_kernel(table)
+    return (f"attention (MatMul, Softmax, MatMul) in one kernel: {fused} of {places}",) if places else ()
+
+
+def attention_in_one_kernel(table: LayerTable) -> tuple[int, int]:
+    """In how many places one kernel computes all of an attention, and in how many there is one."""
     places = _places(table, "Softmax")
-    if not places or sum(operator == "MatMul" for layer in table.layers for operator in layer.operators) < 2:
-        return ()
-    fused = sum(any(_is_attention(layer) for layer in layers) for layers in places.values())
-    return (f"attention (MatMul, Softmax, MatMul) in one kernel: {fused} of {len(places)}",)
+    if sum(operator == "MatMul" for layer in table.layers for operator in layer.operators) < 2:
+        return 0, 0
+    return sum(any(_is_attention(layer) for layer in layers) for layers in places.values()), len(places)
 
 
 def _normalisation(table: LayerTable) -> tuple[str, ...]:

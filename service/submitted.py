@@ -63,6 +63,7 @@ class SubmittedData(Frozen):
 
 class SubmittedSimplify(Frozen):
     enabled: bool = True
+    plain_attention: bool = False
 
 
 class SubmittedTensorRT(Frozen):

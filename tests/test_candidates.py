@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.candidates import check_candidates, prepare, recipes_of, stopped
+from pipeline.candidates import check_candidates, prepare, recipes_of, stopped, with_layers
 from pipeline.config import load_plan
 from pipeline.core import Precision, Recipe
 from pipeline.errors import InternalError, UnsupportedError
@@ -14,7 +14,9 @@ from pipeline.job import Job, open_job
 from pipeline.report import Candidate
 from pipeline.runner import Runner
 from pipeline.store import Store
+from tests.fixtures_attention import written_out
 from tests.fixtures_cli import write_task
+from tests.fixtures_layers import real_table
 
 RECIPE = Recipe(backend="tensorrt", precision=Precision.INT8, realised_in="flags")
 
@@ -51,3 +53,24 @@ def test_what_this_host_cannot_do_is_refused_and_the_others_go_on(tmp_path: Path
 def test_a_plan_of_which_nothing_can_be_done_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="would only pretend to run bf16"):
         check_candidates(opened(tmp_path, "bf16", "fp16"))
+
+
+@pytest.mark.parametrize(
+    ("precision", "backend", "table", "plain", "said"),
+    [
+        (Precision.FP16, "tensorrt", "enc_fp32", False, True),
+        (Precision.FP16, "tensorrt", "enc_fp32", True, False),
+        (Precision.FP16, "tensorrt", "enc_fp16", False, False),
+        (Precision.FP16, "tensorrt", "resnet_fp16", False, False),
+        (Precision.FP16, "onnxruntime", "enc_fp32", False, False),
+        (Precision.FP32, "tensorrt", "enc_fp32", False, False),  # no kernel of TensorRT does it in fp32
+    ],
+)
+def test_attention_in_several_kernels_is_said_with_what_may_help(
+    tmp_path: Path, precision: Precision, backend: str, table: str, plain: bool, said: bool
+) -> None:
+    (tmp_path / "model.onnx").write_bytes(written_out().SerializeToString())
+    candidate = Candidate(label="a", recipe=Recipe(backend=backend, precision=precision), state="built")
+    found = with_layers(candidate, real_table(table), onnx_model(tmp_path, "model.onnx"), plain)
+    text = "attention is in one kernel in 0 of 3 places: `simplify: {plain_attention: true}` may bring it there"
+    assert (text in [note.text for note in found.notes]) is said

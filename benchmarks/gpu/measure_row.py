@@ -35,7 +35,7 @@ from pipeline.runner import Stage
 T = TypeVar("T")
 BARE = Stage("bare", timing_cache.FORMAT, build_bare, tensorrt_.DISTRIBUTIONS)
 OVERRIDES = {
-    " surgery": ("simplify.surgery=surgery:plain_attention", f"simplify.python_path={HERE}"),
+    " surgery": ("simplify.plain_attention=true",),
     " keyed": ("simplify.surgery=surgery:mask_in_keys", f"simplify.python_path={HERE}"),
     " folded": ("simplify.surgery=surgery:fold_strides", f"simplify.python_path={HERE}"),
     " level 5": ("tensorrt.optimization_level=5",),

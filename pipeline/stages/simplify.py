@@ -3,7 +3,7 @@
 A simplifier may crash, hang, bake the batch of its example, or fold away what a backend needs (Q/DQ). None of that reaches the next stage.
 
 Before it comes the user's own surgery, where the plan names one: `module:function`, called as `function(model)` with the whole
-`onnx.ModelProto`, returns the model with other nodes that compute the same through the same inputs and outputs.
+`onnx.ModelProto`, returns the model with other nodes that compute the same through the same inputs and outputs. `plain_attention` is one of ours.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from pipeline.scales import QDQ, QUANTISED_TOLERANCE, given_precision, lost_scal
 STAGE = "simplify"
 TOLERANCE = 1e-4  # as compare_graphs takes it
 FILE = "model.onnx"
-OPERATED = "operated"  # folder of the model between surgery and simplification
+PLAIN_ATTENTION = "pipeline.attention:plain_attention"
+OPERATED = "operated"  # begins the name of the folder of a model between surgery and simplification
 FOLD_LIMIT_BYTES = 2**20  # larger results of Tile, Expand and the like are computed at run time
 GROWTH_LIMIT = 1.1  # file size after / before: folding that costs more is not worth its nodes
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
@@ -84,12 +85,14 @@ def simplify(
     Equal on all samples and on generated inputs at min, opt, max and an odd size of every profile, with the same interface.
     Otherwise the input model itself, copied, with a warning that says why; surgery, which was asked for, then is a ModelError.
     """
-    if not options.surgery:
-        return _simplified(model, profiles, options, samples, out, progress, simplifier)
-    operated = operate(model, profiles, options, samples, out / OPERATED, progress)
-    result = _simplified(operated, profiles, options, samples, out, progress, simplifier) if options.enabled else _copy(operated, out)
-    shutil.rmtree(out / OPERATED)
-    return result.model_copy(update={"notes": (*operated.notes, *result.notes)})
+    notes: tuple[Note, ...] = ()
+    for number, surgery in enumerate(filter(None, (options.surgery, PLAIN_ATTENTION if options.plain_attention else None))):
+        model = operate(model, profiles, options, surgery, samples, out / f"{OPERATED}{number}", progress)
+        notes += model.notes
+    result = _simplified(model, profiles, options, samples, out, progress, simplifier) if options.enabled else _copy(model, out)
+    for folder in out.glob(f"{OPERATED}*"):
+        shutil.rmtree(folder)
+    return result.model_copy(update={"notes": (*notes, *result.notes)})
 
 
 def _simplified(
@@ -121,21 +124,28 @@ def _simplified(
 
 
 def operate(
-    model: OnnxModel, profiles: tuple[Profile, ...], options: SimplifyConfig, samples: tuple[Tensors, ...], out: Path, progress: Progress
+    model: OnnxModel,
+    profiles: tuple[Profile, ...],
+    options: SimplifyConfig,
+    surgery: str,
+    samples: tuple[Tensors, ...],
+    out: Path,
+    progress: Progress,
 ) -> OnnxModel:
-    """The model after the user's surgery, under `out`. ModelError with the reason unless it computes the same through the same interface."""
+    """The model after one surgery, under `out`. ModelError with the reason unless it computes the same through the same interface."""
     out.mkdir()
-    progress(None, f"surgery by {options.surgery}")
-    arguments = (options.surgery, options.python_path, model.path, out / FILE)
+    progress(None, f"surgery by {surgery}")
+    arguments = (surgery, options.python_path, model.path, out / FILE)
     call_in_child(_operate_file, *arguments, name="surgery", deadline_s=options.timeout_s, progress=progress)
     progress(None, "comparing with the model before surgery")
     after = onnx_model(out, FILE, model.precision)
     if fault := changed_interface(model, after) or compare_graphs(model.path, after.path, feeds_of(model, profiles, samples), _tolerance(model)):
-        raise ModelError(f"surgery by '{options.surgery}' changed the model: {fault}", "correct the function, or leave `simplify.surgery` out")
+        advice = "leave `simplify.plain_attention` out" if surgery == PLAIN_ATTENTION else "correct the function, or leave `simplify.surgery` out"
+        raise ModelError(f"surgery by '{surgery}' changed the model: {fault}", advice)
     nodes = Counter(operator_histogram(after.path))
     nodes.subtract(operator_histogram(model.path))
     changes = ", ".join(f"{operator} {count:+d}" for operator, count in nodes.items() if count) or "no operator"
-    text = f"surgery by '{options.surgery}' changed {changes}, and the model still computes the same"
+    text = f"surgery by '{surgery}' changed {changes}, and the model still computes the same"
     return after.model_copy(update={"notes": (Note(stage=STAGE, text=text, level="info"),)})
 
 

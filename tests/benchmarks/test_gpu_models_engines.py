@@ -20,6 +20,7 @@ from pipeline.process import Channel
 from pipeline.race import Block, NextShape, Take, Workload
 from pipeline.report import BenchmarkFailure
 from tests.backends.fixtures_trt import Bench, doubled, feeds
+from tests.fixtures_attention import answer, written_out
 
 ROOT = Path(__file__).parents[2]
 H200 = Target(backend="tensorrt", version="10.6.0", device="NVIDIA H200", compute_capability="9.0", driver="580")
@@ -179,76 +180,12 @@ def test_caches_go_from_one_home_to_another(gpu: dict[str, ModuleType], tmp_path
 # -- surgery -----------------------------------------------------------------------------------------------------------
 
 
-def attention() -> onnx.ModelProto:
-    """scaled_dot_product_attention as torch.export writes it: b 2, t 4, h 3, d 5."""
-    node, scale = helper.make_node, np.float32(5**-0.25)
-    nodes = [
-        node("Transpose", ["q"], ["qt"], perm=[0, 2, 1, 3]),
-        node("Transpose", ["k"], ["kt"], perm=[0, 2, 1, 3]),
-        node("Transpose", ["v"], ["vt"], perm=[0, 2, 1, 3]),
-        node("Reshape", ["kt", "three"], ["k3"]),
-        node("Transpose", ["k3"], ["k3t"], perm=[0, 2, 1]),
-        node("Reshape", ["k3t", "four"], ["k4"]),
-        node("Mul", ["qt", "scale"], ["qs"]),
-        node("Mul", ["k4", "scale"], ["ks"]),
-        node("MatMul", ["qs", "ks"], ["scores"]),
-        node("And", ["all", "seen"], ["seen by each"]),
-        node("Where", ["seen by each", "zero", "least"], ["mask"]),
-        node("Add", ["scores", "mask"], ["masked"]),
-        node("Softmax", ["masked"], ["weights"], axis=-1),
-        node("IsNaN", ["weights"], ["lost"]),
-        node("Where", ["lost", "zero", "weights"], ["whole"]),
-        node("MatMul", ["whole", "vt"], ["y"]),
-    ]
-    constants = {
-        "three": np.array([-1, 4, 5]),
-        "four": np.array([2, 3, 5, 4]),
-        "scale": scale,
-        "zero": np.float32(0),
-        "all": np.full((1, 1, 4, 1), fill_value=True),
-        "least": np.finfo(np.float32).min,
-    }
-    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 4, 3, 5]) for name in "qkv"]
-    inputs.append(helper.make_tensor_value_info("seen", TensorProto.BOOL, [2, 1, 1, 4]))
-    graph = helper.make_graph(
-        nodes, "attention", inputs,
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 3, 4, 5])],
-        [numpy_helper.from_array(np.asarray(array), name) for name, array in constants.items()],
-    )  # fmt: skip
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-
-
-@pytest.mark.parametrize(
-    ("surgery", "operators"),
-    [
-        ("plain_attention", ["Add", "MatMul", "MatMul", "Mul", "Softmax", *["Transpose"] * 3, "Where"]),
-        ("mask_in_keys", ["Concat", "Concat", "Expand", "MatMul", "MatMul", "Mul", "Mul", "Softmax", *["Transpose"] * 3, "Where"]),
-    ],
-)
-def test_attention_after_surgery_gives_the_same(gpu: dict[str, ModuleType], surgery: str, operators: list[str]) -> None:
-    import onnxruntime
-
-    random = np.random.default_rng(0)
-    fed = {name: random.standard_normal((2, 4, 3, 5)).astype(np.float32) for name in "qkv"}
-    fed["seen"] = random.random((2, 1, 1, 4)) < 0.5
-    fed["seen"][..., 0] = True
-    before = attention()
-    after = getattr(gpu["surgery"], surgery)(onnx.ModelProto.FromString(before.SerializeToString()))
-    answers = [
-        onnxruntime.InferenceSession(each.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, fed)[0] for each in (before, after)
-    ]
-    np.testing.assert_allclose(answers[1], answers[0], rtol=1e-5, atol=1e-6)
-    assert sorted(node.op_type for node in after.graph.node) == operators
-    assert min(float(numpy_helper.to_array(tensor).min()) for tensor in after.graph.initializer) == gpu["surgery"].HIDDEN
-
-
-def test_surgery_leaves_alone_what_it_does_not_know(gpu: dict[str, ModuleType]) -> None:
-    graph = helper.make_graph(
-        [helper.make_node("Relu", ["x"], ["r"]), helper.make_node("Softmax", ["r"], ["y"])], "plain",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 4])], [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 4])],
-    )  # fmt: skip
-    after = gpu["surgery"].plain_attention(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]))
-    assert [node.op_type for node in after.graph.node] == ["Relu", "Softmax"]
+def test_a_mask_in_the_keys_gives_the_same(gpu: dict[str, ModuleType]) -> None:
+    before = written_out()
+    after = gpu["surgery"].mask_in_keys(onnx.ModelProto.FromString(before.SerializeToString()))
+    np.testing.assert_allclose(answer(after), answer(before), rtol=1e-5, atol=1e-6)
+    plain = ["Concat", "Concat", "Expand", "MatMul", "MatMul", "Mul", "Mul", "Softmax", *["Transpose"] * 3, "Where"]
+    assert sorted(node.op_type for node in after.graph.node) == plain
 
 
 def convolution(shape: list[int | str], weight: tuple[int, ...], **attributes: Any) -> onnx.ModelProto:

@@ -71,7 +71,8 @@ def test_yaml_json_and_nothing_are_read() -> None:
 def test_an_onnx_with_its_data_becomes_a_plan_over_the_files(tmp_path: Path, settings: Settings) -> None:
     parts = {"model": upload(tmp_path, "model", "../up.onnx"), "calibration": upload(tmp_path, "calibration", "c.npz")}
     submitted = parse(
-        b"name: net\ncandidates: [{backend: onnxruntime, precision: fp32}]\naccuracy: {max_drop: 0.02}\ntensorrt: {optimization_level: 1}"
+        b"name: net\ncandidates: [{backend: onnxruntime, precision: fp32}]\naccuracy: {max_drop: 0.02}\ntensorrt: {optimization_level: 1}\n"
+        b"simplify: {plain_attention: true}"
     )
     plan = plan_from(submitted, parts, settings)
     assert plan.model.path == tmp_path / "model.onnx"
@@ -80,6 +81,7 @@ def test_an_onnx_with_its_data_becomes_a_plan_over_the_files(tmp_path: Path, set
     assert plan.data.validation is None
     assert (plan.name, plan.accuracy.max_drop, plan.tensorrt.optimization_level) == ("net", 0.02, 1)
     assert plan.candidates[0].backend == "onnxruntime"
+    assert plan.simplify.plain_attention
     assert plan_from(submitted, parts, settings) == plan  # again, as a retry does
 
 

@@ -15,6 +15,7 @@ from pipeline.core import OnnxModel, Profile, Target, silent
 from pipeline.errors import ChildDied, ModelError, PlanError
 from pipeline.graph import onnx_model, operator_histogram
 from pipeline.stages.simplify import simplify
+from tests.fixtures_attention import written_out
 
 ROOT = Path(__file__).parents[2]
 PROFILES = (Profile.model_validate({"dims": {"N": [1, 4, 8]}}),)
@@ -112,6 +113,26 @@ def test_surgery_runs_where_simplification_is_off(model: OnnxModel, out: Path) -
 def test_a_surgery_that_changes_nothing_says_so(model: OnnxModel, out: Path) -> None:
     result = simplify(model, PROFILES, own("keep"), (), out, silent)
     assert "changed no operator" in result.notes[0].text
+
+
+def test_attention_is_written_plainly_after_the_users_own_surgery(tmp_path: Path, out: Path) -> None:
+    (tmp_path / "source.onnx").write_bytes(written_out(computed=True).SerializeToString())
+    options = own("keep").model_copy(update={"plain_attention": True})
+    result = simplify(onnx_model(tmp_path, "source.onnx"), PROFILES, options, (), out, silent)
+    assert [note.text.partition(" changed ")[0] for note in result.notes[:2]] == [
+        "surgery by 'test_surgery:keep'", "surgery by 'pipeline.attention:plain_attention'"
+    ]  # fmt: skip
+    assert "Reshape -2" in result.notes[1].text
+    assert operator_histogram(result.path)["Mul"] == 2, "the scale, and the mask"
+    assert [file.name for file in out.iterdir()] == ["model.onnx"]
+
+
+def test_a_row_without_any_token_is_no_reason_to_write_attention_plainly(tmp_path: Path, out: Path) -> None:
+    (tmp_path / "source.onnx").write_bytes(written_out(-np.inf).SerializeToString())
+    model, random = onnx_model(tmp_path, "source.onnx"), np.random.default_rng(0)
+    sample = {name: random.standard_normal((2, 4, 3, 5)).astype(np.float32) for name in "qkv"} | {"seen": np.zeros((2, 1, 1, 4), bool)}
+    with pytest.raises(ModelError, match=r"'pipeline.attention:plain_attention' changed the model[\s\S]*next: leave `simplify.plain_attention` out"):
+        simplify(model, PROFILES, SimplifyConfig(plain_attention=True), (sample,), out, silent)
 
 
 def test_larger_matrices_are_refused_by_the_example(tmp_path: Path, out: Path) -> None:

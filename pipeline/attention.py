@@ -1,0 +1,139 @@
+"""Attention as fused kernels know it: one transposition of the keys, one scale after their product, a mask of one row, Softmax, product.
+
+torch.export writes scaled_dot_product_attention out with the root of the scale on both sides, the keys through three dimensions, and a Where
+against rows without any token (NaN). With a mask that adds the smallest finite number there are none, and the other two are the same numbers.
+That number does not fit fp16, which would keep every Softmax in fp32 between two casts; a smaller one hides as well (but for rows without a token).
+It also writes the mask out for every query, by an And with a column of nothing but true: 8 MB at 2,048 tokens, which each head would read again.
+TensorRT 10.6 then runs an encoder's attention in one kernel where it took several, or not at all: docs/tensorrt.md says how much that is worth.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+
+HIDDEN = -1e4  # added to a score, it makes e to that power 0 in every float type
+
+
+def plain_attention(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with every written-out attention in its plain form; what does not look like it stays as it is."""
+    import onnx_graphsurgeon as gs
+
+    graph = gs.import_onnx(model)
+    for softmax in [node for node in graph.nodes if node.op == "Softmax"]:
+        made = chain(softmax.inputs[0], "MatMul") or chain(softmax.inputs[0], "Add", "MatMul")
+        masks = [add.inputs[1] for add in made[:-1]]
+        for mask in masks:
+            alike_for_all_queries(mask)
+            in_reach_of_fp16(mask)
+        if made:
+            scaled_after(graph, made[-1])
+            transposed_once(made[-1])
+            if all(map(is_finite, masks)):
+                without_nan(softmax)
+    return gs.export_onnx(graph.cleanup().toposort())
+
+
+def chain(tensor: Any, *operators: str) -> list[Any]:
+    """The nodes of these operators that made a tensor, the last first, by their first inputs; empty if it was made otherwise."""
+    nodes: list[Any] = []
+    for operator in operators:
+        node = tensor.inputs[0] if tensor.inputs else None
+        if node is None or node.op != operator:
+            return []
+        nodes, tensor = [*nodes, node], node.inputs[0]
+    return nodes
+
+
+def is_finite(mask: Any) -> bool:
+    """Whether a mask is a choice of two finite numbers: then no row of scores is all -inf, of which Softmax makes NaN."""
+    values = [constant_of(each) for choice in chain(mask, "Where") for each in choice.inputs[1:]]
+    return bool(values) and all(value is not None and np.isfinite(value).all() for value in values)
+
+
+def without_nan(softmax: Any) -> None:
+    """Softmax -> IsNaN -> Where(it, 0, Softmax): the Softmax alone."""
+    (answer,) = softmax.outputs
+    for test in [node for node in answer.outputs if node.op == "IsNaN"]:
+        for choice in [node for node in test.outputs[0].outputs if node.op == "Where" and node.inputs[2] is answer]:
+            for reader in list(choice.outputs[0].outputs):
+                reader.inputs[reader.inputs.index(choice.outputs[0])] = answer
+
+
+def alike_for_all_queries(mask: Any) -> None:
+    """Where(And(column, row), two numbers) of a column of nothing but true: Where(row, the same), which the Add repeats."""
+    made = chain(mask, "Where", "And")
+    if not made:
+        return
+    choice, both = made
+    values = [constant_of(each) for each in choice.inputs[1:]]
+    if any(value is None or value.size > 1 for value in values):
+        return
+    for column, row in (both.inputs, both.inputs[::-1]):
+        value = constant_of(column)
+        if value is not None and value.all() and row.shape and len(row.shape) >= value.ndim:
+            choice.inputs[0] = row
+            choice.outputs[0].shape = row.shape if choice.outputs[0].shape else None
+
+
+def in_reach_of_fp16(mask: Any) -> None:
+    """A mask that adds the smallest number of fp32 adds HIDDEN instead: fp16 holds it, so that scores and Softmax need not stay in fp32."""
+    import onnx_graphsurgeon as gs
+
+    for choice in chain(mask, "Where"):
+        for place in (1, 2):
+            value = constant_of(choice.inputs[place])
+            if value is not None and value.size == 1 and float(value.reshape(())) < HIDDEN:
+                constant = np.full_like(value, HIDDEN)
+                choice.inputs[place] = gs.Constant(f"{choice.outputs[0].name}_hidden_{place}", constant)
+
+
+def scaled_after(graph: Any, scores: Any) -> None:
+    """(a * s) @ (b * t): (a @ b) * (s * t)."""
+    import onnx_graphsurgeon as gs
+
+    factors = [factor for tensor in scores.inputs if (factor := _factor(tensor))]
+    if len(factors) < len(scores.inputs):
+        return
+    scale = np.asarray(np.prod([number for _, number in factors], dtype=np.float64), np.float32)
+    scores.inputs = [before for before, _ in factors]
+    (product,) = scores.outputs
+    plain = gs.Variable(f"{product.name}_plain", dtype=product.dtype, shape=product.shape)
+    scores.outputs = [plain]
+    constant = gs.Constant(f"{product.name}_scale", scale)
+    graph.nodes.append(gs.Node("Mul", f"{product.name}_scaled", inputs=[plain, constant], outputs=[product]))
+
+
+def _factor(tensor: Any) -> tuple[Any, float] | None:
+    """What a tensor is before it is multiplied by one number, and the number."""
+    import onnx_graphsurgeon as gs
+
+    node = tensor.inputs[0] if tensor.inputs else None
+    if node is None or node.op != "Mul":
+        return None
+    for one, other in (node.inputs, node.inputs[::-1]):
+        value = constant_of(other)
+        if value is not None and value.size == 1 and not isinstance(one, gs.Constant):
+            return one, float(value.reshape(()))
+    return None
+
+
+def constant_of(tensor: Any) -> np.ndarray | None:
+    """The array of a constant, however the exporter wrote it."""
+    import onnx_graphsurgeon as gs
+
+    made = tensor.inputs[0] if tensor.inputs else None
+    whole = made.attrs["value"] if made is not None and made.op == "Constant" and "value" in made.attrs else tensor
+    return np.asarray(whole.values) if isinstance(whole, gs.Constant) else None
+
+
+def transposed_once(scores: Any) -> None:
+    """Keys [b, t, h, d] -> [b, h, t, d] -> [b * h, t, d] -> [b * h, d, t] -> [b, h, d, t]: at once."""
+    found = chain(scores.inputs[1], "Reshape", "Transpose", "Reshape", "Transpose")
+    if [list(node.attrs["perm"]) for node in found[1::2]] != [[0, 2, 1], [0, 2, 1, 3]]:
+        return
+    last, first = found[0], found[-1]
+    last.op, last.attrs = "Transpose", {"perm": [0, 2, 3, 1]}
+    last.inputs = [first.inputs[0]]
