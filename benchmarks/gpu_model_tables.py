@@ -66,7 +66,7 @@ def times_by_picture(found: Mapping[str, Any]) -> dict[str, dict[str, dict[str, 
 def fastest_section(found: Mapping[str, Any]) -> list[str]:
     """For the README: of every row the fastest of PyTorch's and of ours in fp16, and of ours at all, by GPU time; a star where there is a note.
 
-    Without rows where PyTorch was measured only eagerly: the GPU waits for Python there.
+    PyTorch's eager runs are left out, and rows with no other: the GPU waits for Python there.
     """
     lines = []
     for name, row in found.get("rows", {}).items():

@@ -68,17 +68,17 @@ def _tests(parts: list[Document]) -> list[str]:
     if not parts:
         return []
     runs = outcomes_by_test(parts)
-    last = {test: outcomes[-1] for test, outcomes in runs.items()}
+    last = {test: last_of(outcomes) for test, outcomes in runs.items()}
     counts = ", ".join(f"{count} {outcome}" for outcome, count in Counter(last.values()).most_common())
     mended = sum("failed" in outcomes and last[test] == "passed" for test, outcomes in runs.items())
     first, seconds = parts[0], max(part["seconds"] for part in parts)
     how = f" in {len(parts)} parts" if len(parts) > 1 else ""
-    again = f" {mended} of those that passed had failed beside other tests on the same GPU." if mended else ""
+    again = f" {mended} of those that passed had failed in an earlier part." if mended else ""
     failed = "".join(f" Failed: `{test.partition('::')[2]}`{_why(test)}." for test, outcome in last.items() if outcome in ("failed", "error"))
     return [
         "",
-        f"`make test-gpu` on {first['gpus'][0]['name']} with TensorRT {first['tensorrt']}{how}: {counts} ({first['created'][:10]}, {seconds:.0f} s)."
-        f"{again}{failed}",
+        f"`make test-gpu` on {first['gpus'][0]['name']} with TensorRT {first['tensorrt']}{how}: {counts} ({first['created'][:10]}; "
+        f"the longest part took {seconds:.0f} s).{again}{failed}",
     ]
 
 
@@ -89,6 +89,11 @@ def outcomes_by_test(parts: Iterable[Document]) -> dict[str, list[str]]:
         for each in part["tests"]:
             runs.setdefault(each["test"], []).append(each["outcome"])
     return runs
+
+
+def last_of(outcomes: list[str]) -> str:
+    """How the last run ended that was no skip."""
+    return next((outcome for outcome in reversed(outcomes) if outcome != "skipped"), "skipped")
 
 
 def _why(test: str) -> str:

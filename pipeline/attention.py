@@ -2,19 +2,37 @@
 
 torch.export writes scaled_dot_product_attention out with the root of the scale on both sides, the keys through three dimensions, and a Where
 against rows without any token (NaN). With a mask that adds the smallest finite number there are none, and the other two are the same numbers.
-That number does not fit fp16, which would keep every Softmax in fp32 between two casts; a smaller one hides as well (but for rows without a token).
+That number does not fit fp16, which would keep every Softmax in fp32 between two casts; a smaller one hides as well. Only a row without any token
+then answers otherwise: the mean of all values before, attention to all of them after. With a mask of -inf such a row has an answer, and all stays.
 It also writes the mask out for every query, by an And with a column of nothing but true: 8 MB at 2,048 tokens, which each head would read again.
 TensorRT 10.6 then runs an encoder's attention in one kernel where it took several, or not at all: docs/tensorrt.md says how much that is worth.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
 import onnx
 
 HIDDEN = -1e4  # added to a score, it makes e to that power 0 in every float type
+BETWEEN = frozenset({"Where", "Cast", "Identity", "Dropout", "QuantizeLinear", "DequantizeLinear"})  # Softmax and the product with the values
+
+
+def attentions(graph: onnx.GraphProto) -> tuple[str, ...]:
+    """The names of the Softmax nodes whose answer is multiplied by a matrix next: not of a classifier's last one."""
+    readers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
+    for node in graph.node:
+        for name in node.input:
+            readers[name].append(node)
+    found = []
+    for softmax in (node for node in graph.node if node.op_type == "Softmax"):
+        after = list(readers[softmax.output[0]])
+        for node in after:  # grows
+            after += readers[node.output[0]] if node.op_type in BETWEEN else []
+        found += [softmax.name] if any(node.op_type == "MatMul" for node in after) else []
+    return tuple(found)
 
 
 def plain_attention(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -79,25 +97,29 @@ def alike_for_all_queries(mask: Any) -> None:
 
 
 def in_reach_of_fp16(mask: Any) -> None:
-    """A mask that adds the smallest number of fp32 adds HIDDEN instead: fp16 holds it, so that scores and Softmax need not stay in fp32."""
+    """A mask that adds the smallest number of fp32 adds HIDDEN instead: fp16 holds it, so that scores and Softmax need not stay in fp32.
+
+    It holds -inf too, which stays.
+    """
     import onnx_graphsurgeon as gs
 
     for choice in chain(mask, "Where"):
         for place in (1, 2):
             value = constant_of(choice.inputs[place])
-            if value is not None and value.size == 1 and float(value.reshape(())) < HIDDEN:
+            if value is not None and value.size == 1 and -np.inf < float(value.reshape(())) < HIDDEN:
                 constant = np.full_like(value, HIDDEN)
                 choice.inputs[place] = gs.Constant(f"{choice.outputs[0].name}_hidden_{place}", constant)
 
 
 def scaled_after(graph: Any, scores: Any) -> None:
-    """(a * s) @ (b * t): (a @ b) * (s * t)."""
+    """(a * s) @ (b * t): (a @ b) * (s * t). In the floats of a fused kernel nothing overflows by that; elsewhere fp16 may."""
     import onnx_graphsurgeon as gs
 
     factors = [factor for tensor in scores.inputs if (factor := _factor(tensor))]
     if len(factors) < len(scores.inputs):
         return
-    scale = np.asarray(np.prod([number for _, number in factors], dtype=np.float64), np.float32)
+    numbers = [number for _, number in factors]
+    scale = np.asarray(np.prod(numbers, dtype=np.float64), numbers[0].dtype)
     scores.inputs = [before for before, _ in factors]
     (product,) = scores.outputs
     plain = gs.Variable(f"{product.name}_plain", dtype=product.dtype, shape=product.shape)
@@ -106,8 +128,8 @@ def scaled_after(graph: Any, scores: Any) -> None:
     graph.nodes.append(gs.Node("Mul", f"{product.name}_scaled", inputs=[plain, constant], outputs=[product]))
 
 
-def _factor(tensor: Any) -> tuple[Any, float] | None:
-    """What a tensor is before it is multiplied by one number, and the number."""
+def _factor(tensor: Any) -> tuple[Any, np.ndarray] | None:
+    """What a tensor is before it is multiplied by one number, and the number. None in bf16, which numpy does not know."""
     import onnx_graphsurgeon as gs
 
     node = tensor.inputs[0] if tensor.inputs else None
@@ -115,8 +137,8 @@ def _factor(tensor: Any) -> tuple[Any, float] | None:
         return None
     for one, other in (node.inputs, node.inputs[::-1]):
         value = constant_of(other)
-        if value is not None and value.size == 1 and not isinstance(one, gs.Constant):
-            return one, float(value.reshape(()))
+        if value is not None and value.size == 1 and other.dtype in (np.float16, np.float32) and not isinstance(one, gs.Constant):
+            return one, value.reshape(())
     return None
 
 
@@ -132,7 +154,7 @@ def constant_of(tensor: Any) -> np.ndarray | None:
 def transposed_once(scores: Any) -> None:
     """Keys [b, t, h, d] -> [b, h, t, d] -> [b * h, t, d] -> [b * h, d, t] -> [b, h, d, t]: at once."""
     found = chain(scores.inputs[1], "Reshape", "Transpose", "Reshape", "Transpose")
-    if [list(node.attrs["perm"]) for node in found[1::2]] != [[0, 2, 1], [0, 2, 1, 3]]:
+    if [node.attrs.get("perm") for node in found[1::2]] != [[0, 2, 1], [0, 2, 1, 3]]:
         return
     last, first = found[0], found[-1]
     last.op, last.attrs = "Transpose", {"perm": [0, 2, 3, 1]}

@@ -8,6 +8,7 @@ from itertools import chain
 
 from pipeline import backends
 from pipeline.ablation import Ablated, base_of, reversals
+from pipeline.attention import attentions
 from pipeline.backends.base import no_layers
 from pipeline.backends.cuda import CudaError, OutOfDeviceMemory
 from pipeline.backends.openvino_nncf import compress_with_nncf, quantize_with_nncf
@@ -40,6 +41,7 @@ from pipeline.stages.rank import rank_nodes
 from pipeline.stages.validate import ReferenceOutputs, run_reference, validate
 from pipeline.store import canonical
 
+FUSED = (Precision.FP16, Precision.BF16, Precision.INT8)  # precisions with one kernel for an attention; of fp8 that is not known
 CALIBRATE = Stage("calibrate", 1, calibrate, ("onnx", "onnxruntime"))
 COVER = Stage("cover", 1, cover, ("onnx", "onnxruntime"))
 CONVERT = Stage("convert", 4, convert, ("onnx", "onnxruntime"))
@@ -257,8 +259,8 @@ def with_layers(candidate: Candidate, table: LayerTable | None, converted: OnnxM
     recipe = candidate.recipe
     asked, kept = recipe.precision, recipe.keep_fp32
     notes = (*candidate.notes, *precision_notes(table, None if recipe.weight_only else asked, kept))
-    fused, places = attention_in_one_kernel(table)
-    if recipe.backend == "tensorrt" and asked not in (Precision.FP32, Precision.TF32) and fused < places and not plain_attention:
+    fused, places = attention_in_one_kernel(table, attentions(read_proto(converted.path, weights=False).graph))
+    if recipe.backend == "tensorrt" and asked in FUSED and fused < places and not plain_attention:
         text = f"attention is in one kernel in {fused} of {places} places: `simplify: {{plain_attention: true}}` may bring it there"
         notes = (*notes, Note(stage="prove", text=text, level="info"))
     wrong = mislabelled(asked, table, kept, recipe.weight_only)

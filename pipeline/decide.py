@@ -21,10 +21,7 @@ KEEP_WORST = "the worst layers unquantised: `keep_fp32: auto`"
 AFTER_INT8 = ("bf16 or fp16 instead of int8", "quantisation-aware training, then compile the Q/DQ model")
 FIND_LAYERS = "see the table of what really ran: it names the layers in another precision"
 SEE_LAYERS = f"{FIND_LAYERS}; call the candidate by that precision, or leave it out"
-QUANTISE_MORE = (
-    "let more of it run in 8 bits: `placement: {first_layer: true, last_layer: true}`, fewer nodes in `keep_fp32`, "
-    "and on onnxruntime `activation: uint8`"
-)
+QUANTISE_MORE = "let more of it run in 8 bits: `placement: {last_layer: true}`, fewer nodes in `keep_fp32`, and on onnxruntime `activation: uint8`"
 MEND_PAIRS = "`crucible lint MODEL --backend {backend} --fix OUT.onnx`: which of its Q/DQ keep it out of 8 bits, mended if exact; compile OUT.onnx"
 SEVEN_BITS = "a CPU with VNNI or AMX; or training with weights that keep to 7 bits (-64 to 63, of twice the scale)"
 

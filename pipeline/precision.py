@@ -210,13 +210,14 @@ def _is_attention(layer: Layer) -> bool:
 
 
 def _attention(table: LayerTable) -> tuple[str, ...]:
-    fused, places = attention_in_one_kernel(table)
+    fused, places = attention_in_one_kernel(table, _places(table, "Softmax"))
     return (f"attention (MatMul, Softmax, MatMul) in one kernel: {fused} of {places}",) if places else ()
 
 
-def attention_in_one_kernel(table: LayerTable) -> tuple[int, int]:
-    """In how many places one kernel computes all of an attention, and in how many there is one."""
-    places = _places(table, "Softmax")
+def attention_in_one_kernel(table: LayerTable, softmaxes: Iterable[str]) -> tuple[int, int]:
+    """Of the attentions of these Softmax nodes: how many one kernel computes as a whole, and how many there are."""
+    known = _places(table, "Softmax")
+    places = {node: known[node] for node in softmaxes if node in known}
     if sum(operator == "MatMul" for layer in table.layers for operator in layer.operators) < 2:
         return 0, 0
     return sum(any(_is_attention(layer) for layer in layers) for layers in places.values()), len(places)

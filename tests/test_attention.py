@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from pipeline.attention import HIDDEN, plain_attention
+from pipeline.attention import HIDDEN, attentions, plain_attention
 from tests.fixtures_attention import LEAST, answer, written_out
 
 PLAIN = ["Add", "MatMul", "MatMul", "Mul", "Softmax", *["Transpose"] * 3]
@@ -17,13 +17,38 @@ def operators(model: onnx.ModelProto) -> list[str]:
     return sorted(node.op_type for node in model.graph.node)
 
 
-@pytest.mark.parametrize("hides", [LEAST, -np.inf])
-def test_attention_with_a_mask_of_two_numbers_becomes_plain(hides: float) -> None:
-    before = written_out(hides)
+@pytest.mark.parametrize(("dtype", "hides", "close"), [(np.float32, LEAST, 1e-5), (np.float16, -65504, 5e-3)])
+def test_attention_with_a_mask_of_two_numbers_becomes_plain(dtype: type, hides: float, close: float) -> None:
+    before = written_out(hides, dtype=dtype)
     after = plain_attention(onnx.ModelProto.FromString(before.SerializeToString()))
-    np.testing.assert_allclose(answer(after), answer(before), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(answer(after), answer(before), rtol=close, atol=close)
     assert operators(after) == [*PLAIN, "Where"]
     assert min(float(numpy_helper.to_array(tensor).min()) for tensor in after.graph.initializer) == HIDDEN
+
+
+def test_a_mask_of_minus_infinity_keeps_its_guard_for_rows_without_a_token() -> None:
+    before = written_out(-np.inf)
+    after = plain_attention(onnx.ModelProto.FromString(before.SerializeToString()))
+    for blind in (False, True):
+        np.testing.assert_allclose(answer(after, blind), answer(before, blind), rtol=1e-5, atol=1e-6)
+    assert not answer(before, blind=True)[0].any(), "a row without a token has an answer"
+    assert "IsNaN" in operators(after)
+
+
+def test_a_transposition_that_does_not_say_its_order_is_no_error() -> None:
+    before = written_out()
+    (keys,) = [node for node in before.graph.node if node.output[0] == "k3t"]
+    del keys.attribute[:]
+    assert "Softmax" in operators(plain_attention(before))
+
+
+def test_a_softmax_before_a_product_is_attention_and_a_classifiers_is_not() -> None:
+    model = written_out()
+    for number, node in enumerate(model.graph.node):
+        node.name = f"{node.op_type}_{number}"
+    classifier = helper.make_node("Softmax", ["y"], ["class"], "classifier")
+    model.graph.node.append(classifier)
+    assert attentions(model.graph) == ("Softmax_12",)
 
 
 def test_a_mask_that_is_computed_keeps_its_guard_against_nan() -> None:

@@ -29,9 +29,10 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "int8 implicit folded": {"precision": "int8", "realised_in": "flags", "method": "entropy"},
     "fp8": {"precision": "fp8"},
 }
-"""Candidates by their short names; each is one of the plan's. `surgery`: of the graph with plain attention; `keyed`: and with its mask in the
-keys; `folded`: with the first convolution's stride folded into its channels (all in surgery.py). `no residual`: what is added keeps its
-precision; `no first`: the first layer does, in fp16. `level 5`: built at TensorRT's highest optimisation level, which tries more kernels."""
+"""Candidates by their short names; each is one of the plan's. `surgery`: of the graph with plain attention (`simplify.plain_attention`);
+`keyed`: and with its mask in the keys; `folded`: with the first convolution's stride folded into its channels (both in surgery.py).
+`no residual`: what is added keeps its precision; `no first`: the first layer does, in fp16. `level 5`: built at TensorRT's highest
+optimisation level, which tries more kernels."""
 
 FP16_PEERS = ("eager fp16", "graph fp16", "compile fp16")
 FLOAT_PEERS = ("eager fp32", *FP16_PEERS)

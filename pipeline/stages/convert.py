@@ -106,9 +106,7 @@ def _quantise(proto: onnx.ModelProto, recipe: Recipe, table: CalibrationTable | 
     sites = place(proto.graph, recipe.placement, ranged, kept, KERNELS.get(recipe.backend, Kernels()))
     if not sites.weights and not sites.activations:
         said = "nothing can be quantised: no operator of this graph falls under the placement rules, so int8 would only be its name"
-        raise UnsupportedError(
-            said, "choose another precision, or switch on more rules, for example `placement: {first_layer: true, last_layer: true}`"
-        )
+        raise UnsupportedError(said, "choose another precision, or switch on more rules, for example `placement: {last_layer: true}`")
     weights = {site.tensor for site in sites.weights}
     if narrow := [tensor.name for tensor in proto.graph.initializer if tensor.name in weights and tensor.data_type != onnx.TensorProto.FLOAT]:
         raise UnsupportedError(f"int8 is made from an fp32 graph, and the weight '{narrow[0]}' is not fp32", "give the model in fp32")

@@ -40,7 +40,7 @@ from pipeline.scales import QDQ, QUANTISED_TOLERANCE, given_precision, lost_scal
 STAGE = "simplify"
 TOLERANCE = 1e-4  # as compare_graphs takes it
 FILE = "model.onnx"
-PLAIN_ATTENTION = "pipeline.attention:plain_attention"
+PLAIN_ATTENTION, LEAVE_OUT = "pipeline.attention:plain_attention", "leave `simplify.plain_attention` out"
 OPERATED = "operated"  # begins the name of the folder of a model between surgery and simplification
 FOLD_LIMIT_BYTES = 2**20  # larger results of Tile, Expand and the like are computed at run time
 GROWTH_LIMIT = 1.1  # file size after / before: folding that costs more is not worth its nodes
@@ -135,12 +135,12 @@ def operate(
     """The model after one surgery, under `out`. ModelError with the reason unless it computes the same through the same interface."""
     out.mkdir()
     progress(None, f"surgery by {surgery}")
+    advice = LEAVE_OUT if surgery == PLAIN_ATTENTION else "correct the function, or leave `simplify.surgery` out"
     arguments = (surgery, options.python_path, model.path, out / FILE)
     call_in_child(_operate_file, *arguments, name="surgery", deadline_s=options.timeout_s, progress=progress)
     progress(None, "comparing with the model before surgery")
     after = onnx_model(out, FILE, model.precision)
     if fault := changed_interface(model, after) or compare_graphs(model.path, after.path, feeds_of(model, profiles, samples), _tolerance(model)):
-        advice = "leave `simplify.plain_attention` out" if surgery == PLAIN_ATTENTION else "correct the function, or leave `simplify.surgery` out"
         raise ModelError(f"surgery by '{surgery}' changed the model: {fault}", advice)
     nodes = Counter(operator_histogram(after.path))
     nodes.subtract(operator_histogram(model.path))
@@ -156,7 +156,8 @@ def _operate_file(surgery: str, python_path: Path, source: Path, target: Path, p
     try:
         after = operation(before)
     except (Exception, SystemExit) as error:  # the user's code: anything may come
-        raise ModelError(f"surgery '{surgery}' raised {type(error).__name__}: {error}", "run the function on the model by itself") from error
+        advice = LEAVE_OUT if surgery == PLAIN_ATTENTION else "run the function on the model by itself"
+        raise ModelError(f"surgery '{surgery}' raised {type(error).__name__}: {error}", advice) from error
     if not isinstance(after, onnx.ModelProto):
         raise ModelError(f"surgery '{surgery}' returned {type(after).__name__}, expected an onnx.ModelProto", "return the changed model")
     _restore_names(read_proto(source, weights=False), after)

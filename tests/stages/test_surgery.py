@@ -127,8 +127,8 @@ def test_attention_is_written_plainly_after_the_users_own_surgery(tmp_path: Path
     assert [file.name for file in out.iterdir()] == ["model.onnx"]
 
 
-def test_a_row_without_any_token_is_no_reason_to_write_attention_plainly(tmp_path: Path, out: Path) -> None:
-    (tmp_path / "source.onnx").write_bytes(written_out(-np.inf).SerializeToString())
+def test_a_row_without_any_token_that_answers_otherwise_ends_the_compile(tmp_path: Path, out: Path) -> None:
+    (tmp_path / "source.onnx").write_bytes(written_out().SerializeToString())
     model, random = onnx_model(tmp_path, "source.onnx"), np.random.default_rng(0)
     sample = {name: random.standard_normal((2, 4, 3, 5)).astype(np.float32) for name in "qkv"} | {"seen": np.zeros((2, 1, 1, 4), bool)}
     with pytest.raises(ModelError, match=r"'pipeline.attention:plain_attention' changed the model[\s\S]*next: leave `simplify.plain_attention` out"):
