@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -40,10 +41,10 @@ from pipeline.backends import tensorrt_
 from pipeline.config import home
 from pipeline.core import Target
 from pipeline.errors import BackendUnavailable, CrucibleError
-from pipeline.measure import environment, monotonic
+from pipeline.measure import environment, monotonic, usable_cores
 
 NAME = "gpu_models"
-AT_ONCE = 6  # rows prepared side by side: an export takes one core and a few GB
+AT_ONCE = 6  # rows prepared side by side: an export takes a few GB, and its share of the cores
 
 Part = Callable[[Options], dict[str, Any]]
 PARTS: Mapping[str, tuple[Part, float]] = {
@@ -141,6 +142,7 @@ def _modes(text: str) -> tuple[str, ...]:
 
 def prepare(names: list[str], options: Options) -> int:
     """Graphs of the rows, in this order, several at once; how many failed."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // AT_ONCE)))  # for the children: each would take all cores
     wanted = [name for name in names if name in PREPARED]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         done = list(pool.map(lambda name: guarded(PREPARED[name], options), wanted))
