@@ -18,7 +18,7 @@ MODELS = {
 }
 CHOICE = "choice"
 DISTURBED = {
-    "tests/gpu/test_serving_gpu.py::test_twenty_loads_and_unloads_give_the_memory_back": "with an engine loaded only 40 MB more were in use: most "
+    "tests/gpu/test_serving_gpu.py::test_twenty_loads_and_unloads_give_the_memory_back": "with an engine loaded too little more was in use: most "
     "likely another process, which prepared graphs on this GPU, left it meanwhile. It passed the day before, alone, and is to be run again",
 }
 """Committed failures, and what is known of them."""

@@ -99,16 +99,16 @@ def alike_for_all_queries(mask: Any) -> None:
 def in_reach_of_fp16(mask: Any) -> None:
     """A mask that adds the smallest number of fp32 adds HIDDEN instead: fp16 holds it, so that scores and Softmax need not stay in fp32.
 
-    It holds -inf too, which stays.
+    It holds -inf too, which stays, as does a mask in bf16, which numpy does not know.
     """
     import onnx_graphsurgeon as gs
 
     for choice in chain(mask, "Where"):
         for place in (1, 2):
-            value = constant_of(choice.inputs[place])
-            if value is not None and value.size == 1 and -np.inf < float(value.reshape(())) < HIDDEN:
-                constant = np.full_like(value, HIDDEN)
-                choice.inputs[place] = gs.Constant(f"{choice.outputs[0].name}_hidden_{place}", constant)
+            number = _number(choice.inputs[place])
+            if number is not None and -np.inf < float(number) < HIDDEN:
+                hidden = np.full_like(constant_of(choice.inputs[place]), HIDDEN)
+                choice.inputs[place] = gs.Constant(f"{choice.outputs[0].name}_hidden_{place}", hidden)
 
 
 def scaled_after(graph: Any, scores: Any) -> None:
@@ -129,26 +129,39 @@ def scaled_after(graph: Any, scores: Any) -> None:
 
 
 def _factor(tensor: Any) -> tuple[Any, np.ndarray] | None:
-    """What a tensor is before it is multiplied by one number, and the number. None in bf16, which numpy does not know."""
+    """What a tensor is before it is multiplied by one number, and the number."""
     import onnx_graphsurgeon as gs
 
     node = tensor.inputs[0] if tensor.inputs else None
     if node is None or node.op != "Mul":
         return None
     for one, other in (node.inputs, node.inputs[::-1]):
-        value = constant_of(other)
-        if value is not None and value.size == 1 and other.dtype in (np.float16, np.float32) and not isinstance(one, gs.Constant):
-            return one, value.reshape(())
+        number = _number(other)
+        if number is not None and not isinstance(one, gs.Constant):
+            return one, number
     return None
+
+
+def _number(tensor: Any) -> np.ndarray | None:
+    """The one number of a constant, without dimensions; None in bf16, which numpy does not know."""
+    constant = _constant(tensor)
+    known = constant is not None and constant.dtype in (np.float16, np.float32) and constant.values.size == 1
+    return np.asarray(constant.values).reshape(()) if known else None
 
 
 def constant_of(tensor: Any) -> np.ndarray | None:
     """The array of a constant, however the exporter wrote it."""
+    constant = _constant(tensor)
+    return None if constant is None else np.asarray(constant.values)
+
+
+def _constant(tensor: Any) -> Any:
+    """The initializer that a tensor is, or the value of the node that makes it; None where it is neither."""
     import onnx_graphsurgeon as gs
 
     made = tensor.inputs[0] if tensor.inputs else None
     whole = made.attrs["value"] if made is not None and made.op == "Constant" and "value" in made.attrs else tensor
-    return np.asarray(whole.values) if isinstance(whole, gs.Constant) else None
+    return whole if isinstance(whole, gs.Constant) else None
 
 
 def transposed_once(scores: Any) -> None:

@@ -259,10 +259,10 @@ def with_layers(candidate: Candidate, table: LayerTable | None, converted: OnnxM
     recipe = candidate.recipe
     asked, kept = recipe.precision, recipe.keep_fp32
     notes = (*candidate.notes, *precision_notes(table, None if recipe.weight_only else asked, kept))
-    fused, places = attention_in_one_kernel(table, attentions(read_proto(converted.path, weights=False).graph))
-    if recipe.backend == "tensorrt" and asked in FUSED and fused < places and not plain_attention:
+    if recipe.backend == "tensorrt" and asked in FUSED and not plain_attention:
+        fused, places = attention_in_one_kernel(table, attentions(read_proto(converted.path, weights=False).graph))
         text = f"attention is in one kernel in {fused} of {places} places: `simplify: {{plain_attention: true}}` may bring it there"
-        notes = (*notes, Note(stage="prove", text=text, level="info"))
+        notes += (Note(stage="prove", text=text, level="info"),) if fused < places else ()
     wrong = mislabelled(asked, table, kept, recipe.weight_only)
     if wrong and asked is Precision.FP32 and (own := INTEGER_OPERATORS & operator_histogram(converted.path).keys()):
         text = f"fp32 is what the floats of this model run in: it brings 8-bit operators of its own ({', '.join(sorted(own))})"

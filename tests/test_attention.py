@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -24,6 +25,20 @@ def test_attention_with_a_mask_of_two_numbers_becomes_plain(dtype: type, hides: 
     np.testing.assert_allclose(answer(after), answer(before), rtol=close, atol=close)
     assert operators(after) == [*PLAIN, "Where"]
     assert min(float(numpy_helper.to_array(tensor).min()) for tensor in after.graph.initializer) == HIDDEN
+
+
+def test_a_scale_that_a_node_gives_is_one_too_and_bf16_stays() -> None:
+    before = written_out()
+    (scale,) = [each for each in before.graph.initializer if each.name == "scale"]
+    before.graph.node.insert(0, helper.make_node("Constant", [], ["scale"], value=scale))
+    before.graph.initializer.remove(scale)
+    after = plain_attention(onnx.ModelProto.FromString(before.SerializeToString()))
+    np.testing.assert_allclose(answer(after), answer(before), rtol=1e-5, atol=1e-6)
+    assert operators(after).count("Mul") == 1
+    bf16 = plain_attention(written_out(-3e38, dtype=ml_dtypes.bfloat16))
+    assert operators(bf16).count("Mul") == 2
+    onnx.checker.check_model(bf16, full_check=True)
+    assert {tensor.data_type for tensor in bf16.graph.initializer if tensor.name in ("zero", "hides")} == {onnx.TensorProto.BFLOAT16}
 
 
 def test_a_mask_of_minus_infinity_keeps_its_guard_for_rows_without_a_token() -> None:

@@ -21,7 +21,7 @@ from pipeline.job import Job
 
 BEST_IMAGES_PER_S = 75_000.0
 STREAMS, OF_SMALL = (1, 2, 3), (1, 2, 4, 8)
-"""Of batches from LARGE on, where a fourth brought nothing, and of smaller ones, which fill the GPU less and its cache not at all."""
+"""Of batches from LARGE on, where a fourth brought nothing, and of smaller ones, which fill the GPU less."""
 LARGE = 256
 GRAPH_PROFILE = {"batch": [1, 2, 8]}  # at which the graph is checked; engines are built for one batch each
 

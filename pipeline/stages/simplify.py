@@ -164,7 +164,8 @@ def _operate_file(surgery: str, python_path: Path, source: Path, target: Path, p
     try:
         write_proto(after, target)
     except ModelError as error:
-        raise ModelError(f"surgery '{surgery}' left a faulty model: {error.message}", "correct the function") from error
+        advice = LEAVE_OUT if surgery == PLAIN_ATTENTION else "correct the function"
+        raise ModelError(f"surgery '{surgery}' left a faulty model: {error.message}", advice) from error
 
 
 def _load_surgery(surgery: str, python_path: Path) -> Callable[[onnx.ModelProto], object]:
