@@ -35,7 +35,7 @@ def _draw_models(figure: Figure, bars: Bars) -> None:
     grid = figure.subplots(len(heights), COLUMNS, squeeze=False, gridspec_kw={"height_ratios": heights}).ravel()
     for axes, (name, times) in zip(grid, bars.items(), strict=False):
         values = list(times.values())
-        axes.barh(range(len(times)), values, color=[COLOURS[engine.split()[0]] for engine in times], height=0.72)
+        axes.barh(range(len(times)), values, color=[COLOURS.get(engine.split()[0], COLOURS["ours"]) for engine in times], height=0.72)
         axes.set_yticks(range(len(times)), list(times), fontsize=8)
         axes.invert_yaxis()
         axes.set(title=name, xlabel="GPU ms", xlim=(0, max(values) * 1.16))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ STATES = {True: "reached", False: "**missed**", None: "**not measured**"}
 NAMED = 3  # slowest layers
 CURVE = "async_curve"
 ENGINES = ("ours", "bare", "torch")  # first words of what is drawn; a loop on our own engine is the same bar again
+FLEXIBILITY, AT = "flexibility_", " at "  # begins such a row's name; stands between engine and shape in its entries
 
 Entry = Mapping[str, Any]
 
@@ -39,14 +41,15 @@ def models_section(found: Mapping[str, Any]) -> list[str]:
         "`ours` is Crucible's engine in Crucible's session, `bare` the same graph built and run by TensorRT's plain API, with the timing cache that",
         "ours left, `loop` our engine file in a bare loop. GPU time is the median of CUDA events with a CUDA graph, wall time goes from binding",
         "numpy arrays to fetching them. TFLOP/s and GB/s are those of the unfused graph over whole runs, with their share of the GPU's peak in",
-        "that precision.",
+        "that precision. `surgery` is the graph with plain attention, as Crucible writes it unless told otherwise; others are as they were exported.",
         "Weights are random, so answers are compared with the first engine by their cosine and say nothing about accuracy.",
     ]
     lines += ["", *(f"![GPU time of every engine of {', '.join(rows)}]({picture})" for picture, rows in times_by_picture(found).items())]
     for name, row in found["rows"].items():
         if name != CURVE:  # docs/measurement.md has it
             lines += ["", f"### `{name}`", ""]
-            lines += [f"**failed**: {_cell(row['failed'])}"] if "failed" in row else _row(row)
+            made = _flexible if name.startswith(FLEXIBILITY) else _row
+            lines += [f"**failed**: {_cell(row['failed'])}"] if "failed" in row else made(row)
     return [*lines, "", _host(found), ""]
 
 
@@ -60,6 +63,11 @@ def times_by_picture(found: Mapping[str, Any]) -> dict[str, dict[str, dict[str, 
         }
         if times:
             models.setdefault(f"gpu_{name.partition('_')[0]}.svg", {})[name] = dict(sorted(times.items(), key=lambda item: item[1]))
+    for name, row in found.get("rows", {}).items():
+        for shape, engines in _by_shape(row).items() if name.startswith(FLEXIBILITY) else ():
+            if len(engines) > 1:
+                of = f"{name.removeprefix(FLEXIBILITY)}{AT}{shape}"
+                models.setdefault("gpu_flexibility.svg", {})[of] = {engine: entry["device_median_ms"] for engine, entry in engines.items()}
     return models
 
 
@@ -80,7 +88,7 @@ def fastest_section(found: Mapping[str, Any]) -> list[str]:
     head = ["row", "PyTorch's fastest in fp16", "ours in fp16", "times as fast", "our fastest", "times as fast"]
     said = [
         "GPU ms, each row from one interleaved run with CUDA graphs; [all engines, targets and notes](docs/benchmarks.md). Weights are random, so",
-        f"what int8 costs in accuracy is not shown. Rows with * have a note there: most are to be measured again. {_host(found)}",
+        f"what int8 costs in accuracy is not shown. Rows with * have a note there. {_host(found)}",
     ]
     return [_line(head), "|" + "---|" * len(head), *lines, "", *said]
 
@@ -121,14 +129,37 @@ def _row(row: Mapping[str, Any]) -> list[str]:
     return [*lines, *_about(row)]
 
 
+def _flexible(row: Mapping[str, Any]) -> list[str]:
+    """What a range of shapes, a level of optimisation, a workspace costs: beside the engine of this one shape where that was built too."""
+    head = ["shape", "engine", "GPU ms (p99)", "over fixed", "wall ms", "build s", "engine MB", "activations MB"]
+    lines, built = [_line(head), "|" + "---|" * len(head)], row["entries"]
+    for shape, engines in _by_shape(row).items():
+        fixed = next((entry["device_median_ms"] for name, entry in engines.items() if name.startswith("fixed") and "," not in name), None)
+        for name, entry in engines.items():
+            times = [_device(entry), _number(entry["device_median_ms"] / fixed if fixed else None, ".3f"), _ms(entry.get("wall_median_ms"))]
+            sizes = [_number(size / 1e6 if size else None, ".1f") for size in (built[name].get("engine_bytes"), entry.get("activation_bytes"))]
+            lines.append(_line([shape, name, *times, _number(built[name].get("build_s"), ".1f"), *sizes]))
+    failed = [f"- **failed**: {name}: {_cell(entry['failed'])}" for name, entry in built.items() if "failed" in entry]
+    return [*lines, *(["", *failed] if failed else []), *_about(row)]
+
+
+def _by_shape(row: Mapping[str, Any]) -> dict[str, dict[str, Entry]]:
+    """The measured engines of a row of flexibility, by shape."""
+    found: dict[str, dict[str, Entry]] = {}
+    for name, entry in row.get("entries", {}).items():
+        engine, at, label = name.partition(AT)
+        if at and "device_median_ms" in entry:
+            shapes = dict.fromkeys(shape.replace(", ", "x") for shape in re.findall(r"\[([^\]]*)\]", label))
+            found.setdefault(" and ".join(shapes), {})[engine] = entry
+    return found
+
+
 def _figures(entry: Entry, ratio: Mapping[str, Any] | None) -> list[str]:
     if "failed" in entry:
         return [_cell(f"failed: {entry['failed']}"), *["-"] * 8]
-    p99 = f" ({_ms(entry['device_p99_ms'])})" if entry.get("device_p99_ms") else ""
-    device = f"{_ms(entry['device_median_ms'])}{p99}{'' if entry['stable'] else ' ~'}" if "device_median_ms" in entry else "-"
     shares = ", ".join(f"{name} {share:.0%}" for name, share in ((entry.get("layers") or {}).get("time_share") or {}).items())
     return [
-        device,
+        _device(entry) if "device_median_ms" in entry else "-",
         _ms(entry.get("wall_median_ms")),
         _number(entry.get("throughput_per_s"), ",.0f"),
         *_rates(entry),
@@ -137,6 +168,11 @@ def _figures(entry: Entry, ratio: Mapping[str, Any] | None) -> list[str]:
         _number(entry.get("build_s", entry.get("compile_s")), ".1f"),
         shares or entry.get("mode") or "-",
     ]
+
+
+def _device(entry: Entry) -> str:
+    p99 = f" ({_ms(entry['device_p99_ms'])})" if entry.get("device_p99_ms") else ""
+    return f"{_ms(entry['device_median_ms'])}{p99}{'' if entry['stable'] else ' ~'}"
 
 
 def _rates(entry: Entry) -> list[str]:

@@ -17,11 +17,6 @@ MODELS = {
     "resnet50": "ResNet-50 of `configs/resnet50.yaml`, random weights, for speed only",
 }
 CHOICE = "choice"
-DISTURBED = {
-    "tests/gpu/test_serving_gpu.py::test_twenty_loads_and_unloads_give_the_memory_back": "with an engine loaded too little more was in use: most "
-    "likely another process, which prepared graphs on this GPU, left it meanwhile. It passed the day before, alone, and is to be run again",
-}
-"""Committed failures, and what is known of them."""
 
 Document = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -74,7 +69,7 @@ def _tests(parts: list[Document]) -> list[str]:
     first, seconds = parts[0], max(part["seconds"] for part in parts)
     how = f" in {len(parts)} parts" if len(parts) > 1 else ""
     again = f" {mended} of those that passed had failed in an earlier part." if mended else ""
-    failed = "".join(f" Failed: `{test.partition('::')[2]}`{_why(test)}." for test, outcome in last.items() if outcome in ("failed", "error"))
+    failed = "".join(f" Failed: `{test.partition('::')[2]}`." for test, outcome in last.items() if outcome in ("failed", "error"))
     return [
         "",
         f"`make test-gpu` on {first['gpus'][0]['name']} with TensorRT {first['tensorrt']}{how}: {counts} ({first['created'][:10]}; "
@@ -94,10 +89,6 @@ def outcomes_by_test(parts: Iterable[Document]) -> dict[str, list[str]]:
 def last_of(outcomes: list[str]) -> str:
     """How the last run ended that was no skip."""
     return next((outcome for outcome in reversed(outcomes) if outcome != "skipped"), "skipped")
-
-
-def _why(test: str) -> str:
-    return f" ({DISTURBED[test]})" if test in DISTURBED else ""
 
 
 def _once(rows: Iterable[Row]) -> list[Row]:

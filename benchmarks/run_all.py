@@ -21,6 +21,7 @@ SCRIPTS = (
     "calibration_memory",
     "calibration",
     "few_bits",
+    "plain_attention",
     "service_memory",
     "json_beside_binary",
     "serving",

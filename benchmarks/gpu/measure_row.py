@@ -36,7 +36,6 @@ T = TypeVar("T")
 BARE = Stage("bare", timing_cache.FORMAT, build_bare, tensorrt_.DISTRIBUTIONS)
 OVERRIDES = {
     " surgery": ("simplify.plain_attention=true",),
-    " keyed": ("simplify.surgery=surgery:mask_in_keys", f"simplify.python_path={HERE}"),
     " folded": ("simplify.surgery=surgery:fold_strides", f"simplify.python_path={HERE}"),
     " level 5": ("tensorrt.optimization_level=5",),
 }

@@ -38,8 +38,9 @@ class Variant:
     way: str = "fp16"
 
 
-def begun() -> tuple[dict[str, Any], dict[str, dict[str, Any]], Watch]:
-    return {"created": dt.datetime.now(dt.UTC).isoformat(timespec="seconds")}, {}, Watch()
+def begun(options: Options) -> tuple[dict[str, Any], dict[str, dict[str, Any]], Watch]:
+    now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+    return {"created": now, "overrides": list(options.overrides)}, {}, Watch()
 
 
 def wanted(name: str, only: Sequence[str]) -> bool:
@@ -49,12 +50,12 @@ def wanted(name: str, only: Sequence[str]) -> bool:
 # -- throughput --------------------------------------------------------------------------------------------------------
 
 
-PLACEMENTS = ("int8", "int8 no first", "int8 modelopt", "int8 implicit")  # the folded ones were slower: docs/benchmarks.md
+PLACEMENTS = ("int8", "int8 modelopt", "int8 implicit")  # folded, and without the first layer, were slower: docs/benchmarks.md
 
 
 def throughput(options: Options, batch: int, level: int = 3, pixels: str = "float32") -> dict[str, Any]:
     """ResNet-50 in int8, input on the device: one race of all placements of Q/DQ, each on one stream and on several."""
-    (document, entries, watch), known = begun(), device_peaks()
+    (document, entries, watch), known = begun(options), device_peaks()
     name = "resnet50" if pixels == "float32" else f"resnet50_{pixels}"
     row = Row(f"{name}_any_batch", name, {"image": ("batch", 3, 224, 224)}, (), 0, dtypes={"image": pixels})
     streams = STREAMS if batch >= LARGE else OF_SMALL
@@ -103,7 +104,7 @@ BUFFERS = {"resident": (1, False), "copied, one set of buffers": (1, True), "cop
 
 def overlap(options: Options) -> dict[str, Any]:
     """ResNet-50 fp16: throughput with the input on the device and with its copy, which two sets of buffers hide; fp32 and uint8 input."""
-    (document, entries, watch), known = begun(), device_peaks()
+    (document, entries, watch), known = begun(options), device_peaks()
     for name, model_name, dtype in (("fp32", "resnet50", "float32"), ("uint8", "resnet50_uint8", "uint8")):
         row = Row(f"overlap_{name}", model_name, image(OVERLAP_BATCH), (), 0, dtypes={"image": dtype})
         job, model = graph_of(plan_of(row, options.overrides))
@@ -157,7 +158,7 @@ FLEXIBILITY: Mapping[str, tuple[Variant, ...]] = {
 
 def flexibility(model_name: str, options: Options) -> dict[str, Any]:
     """Fixed against dynamic shapes, levels and workspaces, in fp16: one race for each shape that is measured, of all engines that take it."""
-    (document, entries, watch), known = begun(), device_peaks()
+    (document, entries, watch), known = begun(options), device_peaks()
     built: list[tuple[Variant, Job, OnnxModel, Made]] = []
     for variant in FLEXIBILITY[model_name]:
         if wanted(variant.name, options.only):

@@ -16,7 +16,6 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "tf32": {"precision": "tf32"},
     "fp16": {"precision": "fp16"},
     "fp16 surgery": {"precision": "fp16"},
-    "fp16 keyed": {"precision": "fp16"},
     "fp16 folded": {"precision": "fp16"},
     "fp16 level 5": {"precision": "fp16"},
     "int8": {"precision": "int8"},
@@ -30,7 +29,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "fp8": {"precision": "fp8"},
 }
 """Candidates by their short names; each is one of the plan's. `surgery`: of the graph with plain attention (`simplify.plain_attention`);
-`keyed`: and with its mask in the keys; `folded`: with the first convolution's stride folded into its channels (both in surgery.py).
+`folded`: with the first convolution's stride folded into its channels (surgery.py).
 `no residual`: what is added keeps its precision; `no first`: the first layer does, in fp16. `level 5`: built at TensorRT's highest
 optimisation level, which tries more kernels."""
 
@@ -100,9 +99,8 @@ def _encoder(name: str, batch: int, tokens: int, masked: bool, ways: tuple[str, 
 
 
 PLAIN = ("fp16", "fp16 surgery")
-KEYED = (*PLAIN, "fp16 keyed")
-MASKED = (*KEYED, "int8 surgery")
-LONG = (Goal(KEYED, (*TORCH_BEST, *FLASH), "at least", 1.0),)  # PyTorch's own choice is a flash kernel too; each row says which
+MASKED = (*PLAIN, "int8 surgery")
+LONG = (Goal(PLAIN, (*TORCH_BEST, *FLASH), "at least", 1.0),)  # PyTorch's own choice is a flash kernel too; each row says which
 LONG_PEERS = (*FP16_PEERS, *FLASH)
 
 ROWS: tuple[Row, ...] = (

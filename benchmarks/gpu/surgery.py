@@ -1,4 +1,4 @@
-"""Surgeries on whole graphs, each by a function that a plan can name: `simplify.surgery=surgery:FUNCTION`, `simplify.python_path=benchmarks/gpu`."""
+"""A surgery on whole graphs, by a function that a plan can name: `simplify.surgery=surgery:fold_strides`, `simplify.python_path=benchmarks/gpu`."""
 
 from __future__ import annotations
 
@@ -7,50 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from pipeline.attention import chain, constant_of, plain_attention
-
-# -- a mask in the keys ------------------------------------------------------------------------------------------------
-
-MORE = 16  # dimensions: kernels take them by 16
-
-
-def mask_in_keys(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Plain attention without an Add: the mask is one more dimension of the keys, and that of the queries is 1; what fills up to MORE is 0.
-
-    The product q @ k + 1 * mask is scaled with the rest: HIDDEN hides as well. An attention whose shapes are not all known, or whose mask is not
-    a choice of one row, stays plain.
-    """
-    import onnx_graphsurgeon as gs
-
-    graph = gs.import_onnx(onnx.shape_inference.infer_shapes(plain_attention(model)))
-    for softmax in [node for node in graph.nodes if node.op == "Softmax"]:
-        made = chain(softmax.inputs[0], "Add", "Mul", "MatMul")
-        mask = made[0].inputs[1] if made else None
-        of_one_row = mask is not None and chain(mask, "Where") and mask.shape and len(mask.shape) == 4 and mask.shape[2] == 1
-        if of_one_row and (shape := made[2].inputs[0].shape) and len(shape) == 4 and all(isinstance(size, int) for size in shape):
-            _, scale, scores = made
-            (queries, keys), name = scores.inputs, scores.name
-            one = np.eye(1, MORE, dtype=np.float32)
-            more_keys = _made(graph, "Mul", f"{name}_row", [mask, gs.Constant(f"{name}_one", one.reshape(1, 1, MORE, 1))])
-            of_all = gs.Constant(f"{name}_of_all", np.array([*shape[:2], 1, 1], np.int64))
-            more_keys = _made(graph, "Expand", f"{name}_rows", [more_keys, of_all])
-            more_queries = gs.Constant(f"{name}_ones", np.broadcast_to(one, (*shape[:3], MORE)).copy())
-            longer = _made(graph, "Concat", f"{name}_keys", [keys, more_keys], axis=2)
-            scores.inputs = [_made(graph, "Concat", f"{name}_queries", [queries, more_queries], axis=3), longer]
-            softmax.inputs = [scale.outputs[0]]
-    return gs.export_onnx(graph.cleanup().toposort())
-
-
-def _made(graph: Any, operator: str, name: str, inputs: list[Any], **attributes: Any) -> Any:
-    """The one output of a node that is added to the graph."""
-    import onnx_graphsurgeon as gs
-
-    output = gs.Variable(f"{name}_made", dtype=inputs[0].dtype)
-    graph.nodes.append(gs.Node(operator, name, attributes, inputs, [output]))
-    return output
-
-
-# -- strides of the first convolution ----------------------------------------------------------------------------------
+from pipeline.attention import constant_of
 
 FEW = 4  # channels: TensorRT's int8 kernels take 32 at once, and compute with what is missing as zeros
 AXES = (2, 3)

@@ -266,6 +266,29 @@ def test_the_page_shows_every_engine_with_its_figures(gpu: dict[str, ModuleType]
     assert {line.replace("\\|", "").count("|") for line in tabled} == {11}
 
 
+def test_what_flexibility_costs_stands_beside_the_engine_of_the_one_shape(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
+    script, tables, file = gpu["gpu_models"], import_module("gpu_model_tables"), tmp_path / "gpu_models.json"
+    at = "at input_ids [1, 128], attention_mask [1, 128]"
+    entries = {
+        f"fixed, level 5 {at}": {**entry(0.41), "stable": True},
+        f"fixed {at}": {**entry(0.4), "stable": True, "activation_bytes": 1_500_000},
+        f"sequence {at}": {**entry(0.5, 0.6), "stable": False},
+        "sequence at input_ids [1, 64]": {**entry(0.3), "stable": True},
+        **{name: {"build_s": 20.0, "engine_bytes": 2_000_000} for name in ("fixed", "fixed, level 5", "sequence")},
+        "level 9": {"failed": "no such | level"},
+    }
+    script.add_row(file, "flexibility_encoder", {"created": "1", "seconds": 9.0, "entries": entries, "targets": []}, H200)
+    found = tables.document(tmp_path)
+    text = "\n".join(tables.models_section(found))
+    assert "| 1x128 | fixed | 0.400 | 1.000 | 1.000 | 20.0 | 2.0 | 1.5 |" in text
+    assert "| 1x128 | fixed, level 5 | 0.410 | 1.025 | 1.000 | 20.0 | 2.0 | - |" in text
+    assert "| 1x128 | sequence | 0.500 ~ | 1.250 | 0.600 | 20.0 | 2.0 | - |" in text
+    assert "| 1x64 | sequence | 0.300 | - | 1.000 | 20.0 | 2.0 | - |" in text
+    assert "- **failed**: level 9: no such \\| level" in text
+    drawn = tables.times_by_picture(found)
+    assert drawn == {"gpu_flexibility.svg": {"encoder at 1x128": {"fixed, level 5": 0.41, "fixed": 0.4, "sequence": 0.5}}}
+
+
 def test_a_part_that_fails_says_so(gpu: dict[str, ModuleType]) -> None:
     def broken(options: object) -> dict[str, Any]:
         raise ValueError("no such shape")

@@ -20,7 +20,6 @@ from pipeline.process import Channel
 from pipeline.race import Block, NextShape, Take, Workload
 from pipeline.report import BenchmarkFailure
 from tests.backends.fixtures_trt import Bench, doubled, feeds
-from tests.fixtures_attention import answer, written_out
 
 ROOT = Path(__file__).parents[2]
 H200 = Target(backend="tensorrt", version="10.6.0", device="NVIDIA H200", compute_capability="9.0", driver="580")
@@ -178,14 +177,6 @@ def test_caches_go_from_one_home_to_another(gpu: dict[str, ModuleType], tmp_path
 
 
 # -- surgery -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_mask_in_the_keys_gives_the_same(gpu: dict[str, ModuleType]) -> None:
-    before = written_out()
-    after = gpu["surgery"].mask_in_keys(onnx.ModelProto.FromString(before.SerializeToString()))
-    np.testing.assert_allclose(answer(after), answer(before), rtol=1e-5, atol=1e-6)
-    plain = ["Concat", "Concat", "Expand", "MatMul", "MatMul", "Mul", "Mul", "Softmax", *["Transpose"] * 3, "Where"]
-    assert sorted(node.op_type for node in after.graph.node) == plain
 
 
 def convolution(shape: list[int | str], weight: tuple[int, ...], **attributes: Any) -> onnx.ModelProto:

@@ -1,0 +1,85 @@
+"""What `simplify.plain_attention` does to the speed of engines on the CPU: each twice in one race, of the graph as exported and of the plain one.
+
+MiniLM with its real weights and dynamic shapes, and a BERT-base of random weights at two fixed shapes. On a GPU `gpu_models.py` has the same
+as ways that end in `surgery`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from common import ROOT, Row, publish, takes_no_arguments
+from gpu.plans import plan_of
+from gpu.rows import row_named
+
+from pipeline.backends import backend
+from pipeline.candidates import build_engine, convert_model
+from pipeline.compile import export_model, simplify_model
+from pipeline.config import BenchmarkConfig, CandidateConfig, Plan, home, load_plan
+from pipeline.core import Engine, OnnxModel
+from pipeline.job import open_job
+from pipeline.measure import ratio_of_medians
+from pipeline.recipes import recipe_from_candidate
+from pipeline.report import BenchmarkReport
+from pipeline.runner import Runner
+from pipeline.stages.benchmark import benchmark
+from pipeline.store import Store
+
+MINILM = ROOT / "configs" / "minilm.yaml"
+SIZES: Mapping[str, tuple[dict[str, int], ...]] = {
+    "minilm": tuple({"batch": batch, "sequence": tokens} for batch, tokens in ((8, 16), (4, 64), (1, 128))),
+    "encoder_b1": ({},),
+    "encoder_512": ({},),
+}
+"""Rows of gpu/rows.py have one shape each."""
+SHAPES = {"encoder_b1": "1x128", "encoder_512": "1x512"}
+CANDIDATES = tuple({"backend": name, "precision": precision} for name in ("onnxruntime", "openvino") for precision in ("fp32", "int8"))
+PLAIN, AS_EXPORTED = "simplify.plain_attention=true", "simplify.plain_attention=false"
+
+
+def main() -> None:
+    logging.disable(logging.INFO)  # ONNX Runtime's quantiser logs every node
+    rows = []
+    for name, choices in SIZES.items():
+        model, engines = engines_of(plan(name, AS_EXPORTED))
+        engines += engines_of(plan(name, PLAIN))[1]
+        for sizes in choices:
+            rows += rows_of(name, sizes, benchmark(engines, model, BenchmarkConfig(sizes=(sizes,))).results)
+            print(*rows[-len(CANDIDATES) :], sep="\n", flush=True)
+    publish("plain_attention", rows, {f"{row['model']} {row['shape']} {row['engine']}: not slower": float(row["high"] or 0) >= 1 for row in rows})
+
+
+def plan(name: str, override: str) -> Plan:
+    row = row_named(name)
+    return plan_of(row, (override,)) if row else load_plan(MINILM, overrides=(override,))
+
+
+def engines_of(of: Plan) -> tuple[OnnxModel, list[Engine]]:
+    """The plan's graph, and an engine of every candidate."""
+    job = open_job(of, Runner(Store(home())))
+    model, engines = simplify_model(job, export_model(job)), []
+    for candidate in map(CandidateConfig.model_validate, CANDIDATES):
+        recipe = recipe_from_candidate(candidate, backend(candidate.backend).probe(), of, calibrated=True)
+        engines.append(build_engine(job, convert_model(job, model, recipe), recipe))
+    return model, engines
+
+
+def rows_of(name: str, sizes: Mapping[str, int], results: Sequence[object]) -> list[Row]:
+    """The first half of the race is of the graph as exported, the second of the plain one, in the same order."""
+    times = [result.rows[0].end_to_end for result in results if isinstance(result, BenchmarkReport)]
+    if len(times) < len(results):
+        raise SystemExit(f"{name}: {[result for result in results if not isinstance(result, BenchmarkReport)]}")
+    found: list[Row] = []
+    for candidate, before, after in zip(CANDIDATES, times, times[len(CANDIDATES) :], strict=False):
+        ratio = ratio_of_medians(before, after)
+        shape = SHAPES.get(name) or "x".join(map(str, sizes.values()))
+        medians = {"as_exported_ms": 1e3 * before.median_s, "plain_ms": 1e3 * after.median_s}
+        times_as_fast = {"ratio": ratio.value, "low": ratio.low, "high": ratio.high}
+        found.append({"model": name.partition("_")[0], "shape": shape, "engine": " ".join(candidate.values()), **medians, **times_as_fast})
+    return found
+
+
+if __name__ == "__main__":
+    takes_no_arguments(__doc__)
+    main()
