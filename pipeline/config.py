@@ -207,7 +207,7 @@ class SimplifyConfig(Frozen):
     timeout_s: float = Field(default=600, gt=0)  # for surgery and for simplification
     surgery: str | None = None  # module:function, takes and returns an onnx.ModelProto
     python_path: Path = Path()  # where the module of the surgery is imported from
-    plain_attention: bool = False  # written as TensorRT's fused kernels know it
+    plain_attention: bool = True  # written as fused kernels know it; rolled back where that changes an answer
 
     @model_validator(mode="after")
     def _function(self) -> SimplifyConfig:

@@ -63,7 +63,7 @@ class SubmittedData(Frozen):
 
 class SubmittedSimplify(Frozen):
     enabled: bool = True
-    plain_attention: bool = False
+    plain_attention: bool = True
 
 
 class SubmittedTensorRT(Frozen):

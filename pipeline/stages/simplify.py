@@ -3,7 +3,8 @@
 A simplifier may crash, hang, bake the batch of its example, or fold away what a backend needs (Q/DQ). None of that reaches the next stage.
 
 Before it comes the user's own surgery, where the plan names one: `module:function`, called as `function(model)` with the whole
-`onnx.ModelProto`, returns the model with other nodes that compute the same through the same inputs and outputs. `plain_attention` is one of ours.
+`onnx.ModelProto`, returns the model with other nodes that compute the same through the same inputs and outputs. Then comes one of ours,
+`plain_attention`, where a model has attention; unlike the user's, which is asked for, it is rolled back where it changes an answer.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
+from pipeline.attention import attentions
 from pipeline.compare import compare_graphs
 from pipeline.config import SimplifyConfig
 from pipeline.core import Note, OnnxModel, Point, Profile, Progress, Tensors
@@ -40,8 +42,8 @@ from pipeline.scales import QDQ, QUANTISED_TOLERANCE, given_precision, lost_scal
 STAGE = "simplify"
 TOLERANCE = 1e-4  # as compare_graphs takes it
 FILE = "model.onnx"
-PLAIN_ATTENTION, LEAVE_OUT = "pipeline.attention:plain_attention", "leave `simplify.plain_attention` out"
-OPERATED = "operated"  # begins the name of the folder of a model between surgery and simplification
+PLAIN_ATTENTION = "pipeline.attention:plain_attention"
+OPERATED, ATTENDED = "operated", "attended"  # folders of a model between surgery and simplification
 FOLD_LIMIT_BYTES = 2**20  # larger results of Tile, Expand and the like are computed at run time
 GROWTH_LIMIT = 1.1  # file size after / before: folding that costs more is not worth its nodes
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
@@ -86,13 +88,16 @@ def simplify(
     Otherwise the input model itself, copied, with a warning that says why; surgery, which was asked for, then is a ModelError.
     """
     notes: tuple[Note, ...] = ()
-    for number, surgery in enumerate(filter(None, (options.surgery, PLAIN_ATTENTION if options.plain_attention else None))):
-        model = operate(model, profiles, options, surgery, samples, out / f"{OPERATED}{number}", progress)
+    if options.surgery:
+        model = operate(model, profiles, options, options.surgery, samples, out / OPERATED, progress)
+        notes += model.notes
+    if options.plain_attention and attentions(read_proto(model.path, weights=False).graph):
+        model = _with_plain_attention(model, profiles, options, samples, out / ATTENDED, progress)
         notes += model.notes
     result = _simplified(model, profiles, options, samples, out, progress, simplifier) if options.enabled else _copy(model, out)
-    for folder in out.glob(f"{OPERATED}*"):
-        shutil.rmtree(folder)
-    return result.model_copy(update={"notes": (*notes, *result.notes)})
+    for folder in (out / OPERATED, out / ATTENDED):
+        shutil.rmtree(folder, ignore_errors=True)
+    return result.model_copy(update={"notes": (*notes, *result.notes), "provisional": result.provisional or model.provisional})
 
 
 def _simplified(
@@ -135,18 +140,28 @@ def operate(
     """The model after one surgery, under `out`. ModelError with the reason unless it computes the same through the same interface."""
     out.mkdir()
     progress(None, f"surgery by {surgery}")
-    advice = LEAVE_OUT if surgery == PLAIN_ATTENTION else "correct the function, or leave `simplify.surgery` out"
     arguments = (surgery, options.python_path, model.path, out / FILE)
     call_in_child(_operate_file, *arguments, name="surgery", deadline_s=options.timeout_s, progress=progress)
     progress(None, "comparing with the model before surgery")
     after = onnx_model(out, FILE, model.precision)
     if fault := changed_interface(model, after) or compare_graphs(model.path, after.path, feeds_of(model, profiles, samples), _tolerance(model)):
-        raise ModelError(f"surgery by '{surgery}' changed the model: {fault}", advice)
+        raise ModelError(f"surgery by '{surgery}' changed the model: {fault}", "correct the function, or leave `simplify.surgery` out")
     nodes = Counter(operator_histogram(after.path))
     nodes.subtract(operator_histogram(model.path))
     changes = ", ".join(f"{operator} {count:+d}" for operator, count in nodes.items() if count) or "no operator"
     text = f"surgery by '{surgery}' changed {changes}, and the model still computes the same"
     return after.model_copy(update={"notes": (Note(stage=STAGE, text=text, level="info"),)})
+
+
+def _with_plain_attention(
+    model: OnnxModel, profiles: tuple[Profile, ...], options: SimplifyConfig, samples: tuple[Tensors, ...], out: Path, progress: Progress
+) -> OnnxModel:
+    """The model with attention written plainly, under `out`; itself, with a note that says why, where that cannot be had."""
+    try:
+        return operate(model, profiles, options, PLAIN_ATTENTION, samples, out, progress)
+    except (ChildDied, InternalError, ModelError) as error:
+        note = Note(stage=STAGE, text=f"attention stays as it was written: {error.message}")
+        return model.model_copy(update={"notes": (note,), "provisional": error.may_pass})
 
 
 def _operate_file(surgery: str, python_path: Path, source: Path, target: Path, progress: Progress) -> None:
@@ -156,16 +171,14 @@ def _operate_file(surgery: str, python_path: Path, source: Path, target: Path, p
     try:
         after = operation(before)
     except (Exception, SystemExit) as error:  # the user's code: anything may come
-        advice = LEAVE_OUT if surgery == PLAIN_ATTENTION else "run the function on the model by itself"
-        raise ModelError(f"surgery '{surgery}' raised {type(error).__name__}: {error}", advice) from error
+        raise ModelError(f"surgery '{surgery}' raised {type(error).__name__}: {error}", "run the function on the model by itself") from error
     if not isinstance(after, onnx.ModelProto):
         raise ModelError(f"surgery '{surgery}' returned {type(after).__name__}, expected an onnx.ModelProto", "return the changed model")
     _restore_names(read_proto(source, weights=False), after)
     try:
         write_proto(after, target)
     except ModelError as error:
-        advice = LEAVE_OUT if surgery == PLAIN_ATTENTION else "correct the function"
-        raise ModelError(f"surgery '{surgery}' left a faulty model: {error.message}", advice) from error
+        raise ModelError(f"surgery '{surgery}' left a faulty model: {error.message}", "correct the function") from error
 
 
 def _load_surgery(surgery: str, python_path: Path) -> Callable[[onnx.ModelProto], object]:
