@@ -60,6 +60,7 @@ def run_onnxsim(source: Path, target: Path, progress: Progress) -> None:
     import onnxsim
 
     skipped = ["fuse_matmul_add_bias_into_gemm_batched"]  # wraps each product of rank 3 in Shape, Concat and two Reshape
+    skipped += ["fuse_attention"]  # an operator of ONNX Runtime alone
     if set(QDQ) & set(operator_histogram(source)):
         skipped += ["eliminate_common_subexpression", "eliminate_duplicate_initializer"]  # both merge equal Q/DQ
     onnxsim.simplify(
