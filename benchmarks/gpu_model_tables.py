@@ -54,7 +54,7 @@ def models_section(found: Mapping[str, Any]) -> list[str]:
 
 
 def times_by_picture(found: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
-    """Milliseconds of the GPU by the model's picture, row and engine, the fastest first; rows without any are left out."""
+    """Milliseconds of the GPU by the model's picture, row and engine, the fastest first, but variants of flexibility as they were built."""
     models: dict[str, dict[str, dict[str, float]]] = {}
     for name, row in found.get("rows", {}).items():
         entries = row.get("entries", {}) if name != CURVE and "inputs" in row else {}
@@ -88,7 +88,7 @@ def fastest_section(found: Mapping[str, Any]) -> list[str]:
     head = ["row", "PyTorch's fastest in fp16", "ours in fp16", "times as fast", "our fastest", "times as fast"]
     said = [
         "GPU ms, each row from one interleaved run with CUDA graphs; [all engines, targets and notes](docs/benchmarks.md). Weights are random, so",
-        f"what int8 costs in accuracy is not shown. Rows with * have a note there. {_host(found)}",
+        f"what int8 costs in accuracy is not shown. `surgery`: with plain attention, as by default. Rows with * have a note there. {_host(found)}",
     ]
     return [_line(head), "|" + "---|" * len(head), *lines, "", *said]
 

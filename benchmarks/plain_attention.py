@@ -35,6 +35,7 @@ SIZES: Mapping[str, tuple[dict[str, int], ...]] = {
 """Rows of gpu/rows.py have one shape each."""
 SHAPES = {"encoder_b1": "1x128", "encoder_512": "1x512"}
 CANDIDATES = tuple({"backend": name, "precision": precision} for name in ("onnxruntime", "openvino") for precision in ("fp32", "int8"))
+LEAST = 0.95  # of the speed as exported, by the lower end of the interval
 PLAIN, AS_EXPORTED = "simplify.plain_attention=true", "simplify.plain_attention=false"
 
 
@@ -43,11 +44,16 @@ def main() -> None:
     rows = []
     for name, choices in SIZES.items():
         model, engines = engines_of(plan(name, AS_EXPORTED))
-        engines += engines_of(plan(name, PLAIN))[1]
+        plain, others = engines_of(plan(name, PLAIN))
+        if plain.digest == model.digest:
+            raise SystemExit(f"{name}: attention was not written plainly: {[note.text for note in plain.notes]}")
+        engines += others
         for sizes in choices:
             rows += rows_of(name, sizes, benchmark(engines, model, BenchmarkConfig(sizes=(sizes,))).results)
             print(*rows[-len(CANDIDATES) :], sep="\n", flush=True)
-    publish("plain_attention", rows, {f"{row['model']} {row['shape']} {row['engine']}: not slower": float(row["high"] or 0) >= 1 for row in rows})
+    found = {f"{row['model']} {row['shape']} {row['engine']}": float(row["low"] or 0) >= LEAST for row in rows}
+    targets = {f"{engine}: not {100 - 100 * LEAST:.0f} % slower": met for engine, met in found.items()}
+    publish("plain_attention", rows, targets)
 
 
 def plan(name: str, override: str) -> Plan:

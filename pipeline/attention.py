@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import onnx
 
+SEPARATE = 4  # the first IR version whose initializers need not be inputs, which GraphSurgeon leaves out
 HIDDEN = -1e4  # added to a score, it makes e to that power 0 in every float type
+OURS = "plain_attention/"  # begins the names that are put in, so that they meet no others
 BETWEEN = frozenset({"Where", "Cast", "Identity", "Dropout", "QuantizeLinear", "DequantizeLinear"})  # Softmax and the product with the values
 
 
@@ -35,23 +37,38 @@ def attentions(graph: onnx.GraphProto) -> tuple[str, ...]:
     return tuple(found)
 
 
-def plain_attention(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with every written-out attention in its plain form; what does not look like it stays as it is."""
+def plain_attention(model: onnx.ModelProto, masks: bool = True) -> onnx.ModelProto | None:
+    """The model with every written-out attention in its plain form; None where none is written out. What does not look like it stays as it is.
+
+    Without `masks` no number that hides is changed and no guard against NaN is left out: rows without any token, too, answer as before.
+    """
     import onnx_graphsurgeon as gs
 
     graph = gs.import_onnx(model)
+    before = _wiring(graph)
     for softmax in [node for node in graph.nodes if node.op == "Softmax"]:
         made = chain(softmax.inputs[0], "MatMul") or chain(softmax.inputs[0], "Add", "MatMul")
-        masks = [add.inputs[1] for add in made[:-1]]
-        for mask in masks:
+        added = [add.inputs[1] for add in made[:-1]]
+        for mask in added:
             alike_for_all_queries(mask)
-            in_reach_of_fp16(mask)
+            if masks:
+                in_reach_of_fp16(mask)
         if made:
             scaled_after(graph, made[-1])
             transposed_once(made[-1])
-            if all(map(is_finite, masks)):
+            if masks and all(map(is_finite, added)):
                 without_nan(softmax)
-    return gs.export_onnx(graph.cleanup().toposort())
+    if _wiring(graph) == before:
+        return None
+    plain = gs.export_onnx(graph.cleanup().toposort())
+    plain.ir_version = max(plain.ir_version, SEPARATE)
+    del plain.metadata_props[:]
+    plain.metadata_props.extend(model.metadata_props)
+    return plain
+
+
+def _wiring(graph: Any) -> list[tuple[str, list[str], list[str]]]:
+    return [(node.op, [tensor.name for tensor in node.inputs], [tensor.name for tensor in node.outputs]) for node in graph.nodes]
 
 
 def chain(tensor: Any, *operators: str) -> list[Any]:
@@ -108,7 +125,7 @@ def in_reach_of_fp16(mask: Any) -> None:
             number = _number(choice.inputs[place])
             if number is not None and -np.inf < float(number) < HIDDEN:
                 hidden = np.full_like(constant_of(choice.inputs[place]), HIDDEN)
-                choice.inputs[place] = gs.Constant(f"{choice.outputs[0].name}_hidden_{place}", hidden)
+                choice.inputs[place] = gs.Constant(f"{OURS}{choice.outputs[0].name}/hidden_{place}", hidden)
 
 
 def scaled_after(graph: Any, scores: Any) -> None:
@@ -122,10 +139,10 @@ def scaled_after(graph: Any, scores: Any) -> None:
     scale = np.asarray(np.prod(numbers, dtype=np.float64), numbers[0].dtype)
     scores.inputs = [before for before, _ in factors]
     (product,) = scores.outputs
-    plain = gs.Variable(f"{product.name}_plain", dtype=product.dtype, shape=product.shape)
+    plain = gs.Variable(f"{OURS}{product.name}/plain", dtype=product.dtype, shape=product.shape)
     scores.outputs = [plain]
-    constant = gs.Constant(f"{product.name}_scale", scale)
-    graph.nodes.append(gs.Node("Mul", f"{product.name}_scaled", inputs=[plain, constant], outputs=[product]))
+    constant = gs.Constant(f"{OURS}{product.name}/scale", scale)
+    graph.nodes.append(gs.Node("Mul", f"{OURS}{product.name}/scaled", inputs=[plain, constant], outputs=[product]))
 
 
 def _factor(tensor: Any) -> tuple[Any, np.ndarray] | None:

@@ -252,17 +252,18 @@ def same_graph(job: Job, model: OnnxModel, one: Recipe, other: Recipe) -> bool:
         return False
 
 
-def with_layers(candidate: Candidate, table: LayerTable | None, converted: OnnxModel, plain_attention: bool = False) -> Candidate:
+def with_layers(candidate: Candidate, table: LayerTable | None, converted: OnnxModel, plain_attention: bool) -> Candidate:
     """The candidate with what its engine really runs; `mislabelled` if that is not what it is called by. `plain_attention`: the plan's."""
     if table is None:
         return candidate
     recipe = candidate.recipe
     asked, kept = recipe.precision, recipe.keep_fp32
     notes = (*candidate.notes, *precision_notes(table, None if recipe.weight_only else asked, kept))
-    if recipe.backend == "tensorrt" and asked in FUSED and not plain_attention:
+    if recipe.backend == "tensorrt" and asked in FUSED:
         fused, places = attention_in_one_kernel(table, attentions(read_proto(converted.path, weights=False).graph))
-        text = f"attention is in one kernel in {fused} of {places} places: `simplify: {{plain_attention: true}}` may bring it there"
-        notes += (Note(stage="prove", text=text, level="info"),) if fused < places else ()
+        advice = "" if plain_attention else ": `simplify: {plain_attention: true}` may bring it there"
+        note = Note(stage="prove", text=f"attention is in one kernel in {fused} of {places} places{advice}", level="info")
+        notes += (note,) if fused < places else ()
     wrong = mislabelled(asked, table, kept, recipe.weight_only)
     if wrong and asked is Precision.FP32 and (own := INTEGER_OPERATORS & operator_histogram(converted.path).keys()):
         text = f"fp32 is what the floats of this model run in: it brings 8-bit operators of its own ({', '.join(sorted(own))})"

@@ -369,15 +369,14 @@ def _generated_set(kind: type[S], source: GeneratedData, inputs: tuple[TensorSpe
     batched = isinstance(symbol, str) and not any(symbol in spec.shape[1:] for spec in inputs)
     specs = tuple(spec.model_copy(update={"shape": spec.shape[1:]}) if batched else spec for spec in inputs)
     choices = list(profiles or (Profile(),))[: source.samples]
-    parts: list[GeneratedPart] = []
-    first = 0
+    parts, first = list[GeneratedPart](), 0
     for index, profile in enumerate(choices):
         count = (source.samples - first) // (len(choices) - index)
         rows = _range_of(symbol, {}, profile) if batched and symbol is not None else (1, 1)
         _check_cut(kind.role, count, rows)
         parts.append(GeneratedPart(_resolved(specs, profile), source.seed, first, count, rows, not batched, tuple(profile.values_at("opt").items())))
         first += count
-    seed = hashlib.blake2b(f"random seed {source.seed}".encode(), digest_size=16).digest()
+    seed = hashlib.blake2b(f"random 2, seed {source.seed}".encode(), digest_size=16).digest()
     content = hashlib.blake2b(seed + repr([(part.specs, part.samples, part.whole, *part.values) for part in parts]).encode(), digest_size=32)
     return kind(content.hexdigest(), source.samples, inputs, (seed,), has_labels=False, parts=tuple(parts))
 
@@ -390,11 +389,12 @@ def _resolved(specs: tuple[TensorSpec, ...], profile: Profile) -> tuple[TensorSp
 
 
 def _random_sample(part: GeneratedPart, index: int) -> dict[str, NDArray[np.generic]]:
-    """Floats are standard normal, uint8 are pixels, other integers are 0 or 1, which any table or mask can take."""
-    random = np.random.default_rng([part.seed, index])
-    sample = {}
+    """Floats are standard normal, uint8 are pixels, other integers 0 or 1, which any table or mask can take; rows begin with 1, as seen texts do."""
+    random, sample = np.random.default_rng([part.seed, index]), dict[str, NDArray[np.generic]]()
     for spec in part.specs:
         dtype, shape = np.dtype(spec.dtype), spec.resolve({})
         drawn = random.standard_normal(shape) if dtype.kind == "f" else random.integers(0, 256 if dtype == np.uint8 else 2, shape)
+        if dtype.kind != "f" and dtype != np.uint8 and shape and shape[-1] > 1:
+            drawn[..., 0] = 1
         sample[spec.name] = np.asarray(dict(part.values).get(spec.name, drawn)).astype(dtype).reshape(shape)
     return sample

@@ -345,15 +345,19 @@ def _sized_by_values(graph: onnx.GraphProto) -> set[str]:
 # --- generated inputs ---
 
 
-def draw_feeds(specs: tuple[TensorSpec, ...], sizes: Mapping[str, int], seed: int, values: Mapping[str, Sequence[int]] | None = None) -> Tensors:
+def draw_feeds(
+    specs: tuple[TensorSpec, ...], sizes: Mapping[str, int], seed: int, values: Mapping[str, Sequence[int]] | None = None, seen: bool = False
+) -> Tensors:
     """Generated inputs: floats standard normal, bool even odds, (u)int8 their full range, wider integers 0 or 1.
 
-    Wider integers are mostly ids and masks, and 0 and 1 are valid in every table, however small. Every row of them begins with 1: a mask of nothing
-    but 0 is of no text, and what a model answers to that says nothing. Inputs named in `values` hold those: `profile.values_at(point)` for what
-    decides a shape.
+    Wider integers are mostly ids and masks, and 0 and 1 are valid in every table, however small. Inputs named in `values` hold those:
+    `profile.values_at(point)` for what decides a shape. `seen`: every row of bool and wider integers begins with 1, so that no mask hides all of it.
     """
     random = np.random.default_rng(seed)
     drawn = {spec.name: _draw(random, dtype_of(spec.dtype), spec.resolve(sizes)) for spec in specs}
+    for array in drawn.values() if seen else ():
+        if array.ndim and array.dtype.kind in "iub" and array.dtype.name not in ("int8", "uint8"):
+            array[..., :1] = 1
     fixed = {name: np.array(values[name], array.dtype).reshape(array.shape) for name, array in drawn.items() if values and name in values}
     return drawn | fixed
 
@@ -363,8 +367,5 @@ def _draw(random: np.random.Generator, dtype: np.dtype[np.generic], shape: tuple
         limits = np.iinfo(dtype.name)
         return np.asarray(random.integers(limits.min, limits.max, shape, endpoint=True)).astype(dtype)
     if dtype.kind in "iub":
-        drawn = np.asarray(random.integers(0, 2, shape))
-        if dtype.kind != "b" and len(shape) > 1:
-            drawn[..., :1] = 1
-        return drawn.astype(dtype)
+        return np.asarray(random.integers(0, 2, shape)).astype(dtype)
     return np.asarray(random.standard_normal(shape)).astype(dtype)

@@ -138,6 +138,8 @@ def test_generated_samples_cover_every_profile_and_dtype() -> None:
     assert [batch.feeds["ids"].shape for batch in batches] == [(2, 3), (2, 9), (1, 9)]
     assert {str(array.dtype) for array in batches[0].feeds.values()} == {"int64", "uint8", "bool"}
     assert all(batch.feeds["ids"].min() >= 0 and batch.feeds["ids"].max() <= 1 for batch in batches)
+    assert all(batch.feeds["ids"][:, 0].all() for batch in batches), "a mask that hides all of a row is of no text"
+    assert not batches[1].feeds["ids"][:, 1:].all()
 
 
 VALUED = Profile.model_validate({"dims": {"batch": [1, 4, 8]}, "values": {"k": [1, 3, 5], "target": [[1, 2], [4, 2], [8, 2]]}})

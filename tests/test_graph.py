@@ -372,6 +372,16 @@ def test_generated_inputs_are_valid_for_their_dtype_and_repeatable() -> None:
     assert not np.array_equal(feeds["float32"], draw_feeds(specs, {"N": 3}, seed=2)["float32"])
 
 
+def test_masks_that_are_seen_begin_every_row_with_1() -> None:
+    dtypes = ("bool", "int32", "int64", "float32", "uint8")
+    specs = tuple(TensorSpec(name=dtype, dtype=dtype, shape=("N", 1)) for dtype in dtypes)
+    feeds = draw_feeds((*specs, TensorSpec(name="k", dtype="int64", shape=())), {"N": 99}, 0, {"k": (0,), "int32": (0,) * 99}, seen=True)
+    assert [bool(feeds[name].all()) for name in dtypes[:3]] == [True, False, True], "values decide a shape: they stay"
+    assert not (feeds["uint8"] == 1).all()
+    assert feeds["k"] == 0
+    assert not draw_feeds(specs, {"N": 99}, 0)["int64"].all()
+
+
 def test_inputs_whose_values_decide_a_shape_hold_the_values_that_are_given() -> None:
     specs = (TensorSpec(name="x", dtype="float32", shape=("N",)), TensorSpec(name="k", dtype="int32", shape=()))
     specs += (TensorSpec(name="target", dtype="int64", shape=(2,)),)

@@ -3,8 +3,8 @@
 A simplifier may crash, hang, bake the batch of its example, or fold away what a backend needs (Q/DQ). None of that reaches the next stage.
 
 Before it comes the user's own surgery, where the plan names one: `module:function`, called as `function(model)` with the whole
-`onnx.ModelProto`, returns the model with other nodes that compute the same through the same inputs and outputs. Then comes one of ours,
-`plain_attention`, where a model has attention; unlike the user's, which is asked for, it is rolled back where it changes an answer.
+`onnx.ModelProto`, returns the model with other nodes that compute the same through the same inputs and outputs. Then attention is written plainly
+(attention.py), where there is any; unlike the user's surgery, which was asked for, this is rolled back where it changes an answer.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import onnx
 
-from pipeline.attention import attentions
+from pipeline.attention import attentions, plain_attention
 from pipeline.compare import compare_graphs
 from pipeline.config import SimplifyConfig
 from pipeline.core import Note, OnnxModel, Point, Profile, Progress, Tensors
-from pipeline.errors import ChildDied, InternalError, ModelError, PlanError
+from pipeline.errors import ChildDied, DiskFull, InternalError, ModelError, PlanError
 from pipeline.graph import (
     changed_interface,
     copy_model,
@@ -40,9 +41,9 @@ from pipeline.process import call_in_child
 from pipeline.scales import QDQ, QUANTISED_TOLERANCE, given_precision, lost_scales
 
 STAGE = "simplify"
-TOLERANCE = 1e-4  # as compare_graphs takes it
+TOLERANCE, HALF_TOLERANCE = 1e-4, 8e-3  # as compare_graphs takes it; the latter is what it allows outputs in fp16
+HALF = frozenset({onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
 FILE = "model.onnx"
-PLAIN_ATTENTION = "pipeline.attention:plain_attention"
 OPERATED, ATTENDED = "operated", "attended"  # folders of a model between surgery and simplification
 FOLD_LIMIT_BYTES = 2**20  # larger results of Tile, Expand and the like are computed at run time
 GROWTH_LIMIT = 1.1  # file size after / before: folding that costs more is not worth its nodes
@@ -147,22 +148,14 @@ def operate(
     after = onnx_model(out, FILE, model.precision)
     if fault := changed_interface(model, after) or compare_graphs(model.path, after.path, feeds_of(model, profiles, samples), _tolerance(model)):
         raise ModelError(f"surgery by '{surgery}' changed the model: {fault}", "correct the function, or leave `simplify.surgery` out")
-    nodes = Counter(operator_histogram(after.path))
-    nodes.subtract(operator_histogram(model.path))
-    changes = ", ".join(f"{operator} {count:+d}" for operator, count in nodes.items() if count) or "no operator"
-    text = f"surgery by '{surgery}' changed {changes}, and the model still computes the same"
+    text = f"surgery by '{surgery}' changed {_changes(model, after)}, and the model still computes the same"
     return after.model_copy(update={"notes": (Note(stage=STAGE, text=text, level="info"),)})
 
 
-def _with_plain_attention(
-    model: OnnxModel, profiles: tuple[Profile, ...], options: SimplifyConfig, samples: tuple[Tensors, ...], out: Path, progress: Progress
-) -> OnnxModel:
-    """The model with attention written plainly, under `out`; itself, with a note that says why, where that cannot be had."""
-    try:
-        return operate(model, profiles, options, PLAIN_ATTENTION, samples, out, progress)
-    except (ChildDied, InternalError, ModelError) as error:
-        note = Note(stage=STAGE, text=f"attention stays as it was written: {error.message}")
-        return model.model_copy(update={"notes": (note,), "provisional": error.may_pass})
+def _changes(before: OnnxModel, after: OnnxModel) -> str:
+    nodes = Counter(operator_histogram(after.path))
+    nodes.subtract(operator_histogram(before.path))
+    return ", ".join(f"{operator} {count:+d}" for operator, count in nodes.items() if count) or "no operator"
 
 
 def _operate_file(surgery: str, python_path: Path, source: Path, target: Path, progress: Progress) -> None:
@@ -193,6 +186,55 @@ def _load_surgery(surgery: str, python_path: Path) -> Callable[[onnx.ModelProto]
     if not callable(found):
         raise PlanError(f"simplify.surgery '{surgery}' is of type {type(found).__name__}, expected a function", "correct `simplify.surgery`")
     return found  # type: ignore[no-any-return]  # what the user wrote; its value is checked
+
+
+# --- plain attention ---
+
+
+def _with_plain_attention(
+    model: OnnxModel, profiles: tuple[Profile, ...], options: SimplifyConfig, samples: tuple[Tensors, ...], out: Path, progress: Progress
+) -> OnnxModel:
+    """The model with attention written plainly, under `out`; where that changes an answer without new masks, or not at all. Its notes say which.
+
+    Generated inputs hide no row whole: what a model answers to that is no answer, and the samples tell whether somebody asks for it.
+    """
+    fault, may_pass = "", False
+    for masks in (True, False):
+        progress(None, "writing attention plainly")
+        out.mkdir()
+        try:
+            call_in_child(_attend_file, masks, model.path, out / FILE, name="plain attention", deadline_s=options.timeout_s, progress=progress)
+            if not (out / FILE).is_file():
+                break
+            progress(None, "comparing with the model as it was written")
+            after, feeds = onnx_model(out, FILE, model.precision), chain(samples, feeds_of(model, profiles, (), seen=True))
+            difference = _lost(model, after) or compare_graphs(model.path, after.path, feeds, _attended_tolerance(model))
+        except (ChildDied, DiskFull, InternalError, ModelError) as error:
+            fault, may_pass = error.message, error.may_pass
+            break
+        if not difference:
+            but = f", but for its masks and what they hide: with new ones {fault}" if fault else ""
+            text = f"attention is written plainly ({_changes(model, after)}) and computes the same{but}"
+            return after.model_copy(update={"notes": (Note(stage=STAGE, text=text, level="info"),)})
+        fault = fault or difference
+        shutil.rmtree(out)
+    shutil.rmtree(out, ignore_errors=True)
+    text = f"attention stays as it was written{', and the next compile tries again' * may_pass}: {fault}"
+    return model.model_copy(update={"notes": (Note(stage=STAGE, text=text),) if fault else (), "provisional": may_pass})
+
+
+def _attend_file(masks: bool, source: Path, target: Path, progress: Progress) -> None:
+    """The child's work; nothing is written where no attention is written out."""
+    plain = plain_attention(read_proto(source), masks)
+    if plain is not None:
+        _restore_names(read_proto(source, weights=False), plain)
+        write_proto(plain, target)
+
+
+def _attended_tolerance(model: OnnxModel) -> float:
+    """Plain attention rounds elsewhere: what comes out in fp32 may have been in 16 bits before."""
+    within = {tensor.data_type for tensor in read_proto(model.path, weights=False).graph.initializer}
+    return max(_tolerance(model), HALF_TOLERANCE if within & HALF else 0.0)
 
 
 # --- simplification ---
@@ -273,13 +315,13 @@ def _tolerance(model: OnnxModel) -> float:
     return TOLERANCE if given_precision(read_proto(model.path, weights=False).graph) is None else QUANTISED_TOLERANCE
 
 
-def feeds_of(model: OnnxModel, profiles: tuple[Profile, ...], samples: Iterable[Tensors]) -> Iterator[Tensors]:
-    """What a changed graph is compared on: the samples, then generated inputs at four sizes of every profile."""
+def feeds_of(model: OnnxModel, profiles: tuple[Profile, ...], samples: Iterable[Tensors], seen: bool = False) -> Iterator[Tensors]:
+    """What a changed graph is compared on: the samples, then generated inputs at four sizes of every profile; `seen` as draw_feeds takes it."""
     yield from samples
     for profile in profiles or (Profile(),):
         places = [(profile.sizes(point), profile.values_at(point)) for point in POINTS]
         for seed, (sizes, values) in enumerate((*places, (profile.odd_sizes(), profile.odd_values()))):
-            yield draw_feeds(model.inputs, sizes, seed, values)
+            yield draw_feeds(model.inputs, sizes, seed, values, seen)
 
 
 def _copy(model: OnnxModel, out: Path, *notes: Note) -> OnnxModel:

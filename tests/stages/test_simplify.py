@@ -317,23 +317,6 @@ def test_a_linear_layer_on_three_dims_is_not_wrapped_in_reshapes(tmp_path: Path,
     assert operator_histogram(result.path) == {"Add": 1, "MatMul": 1}
 
 
-def test_plain_attention_does_not_become_an_operator_of_one_library(tmp_path: Path, out: Path) -> None:
-    weights = ", ".join(f"float[8, 8] w{name} = {{{', '.join(['0.5'] * 64)}}}, float[8] b{name} = {{{', '.join(['0.1'] * 8)}}}" for name in "qkv")
-    projections = "".join(
-        f"m{name} = MatMul(x, w{name})  a{name} = Add(m{name}, b{name})  r{name} = Reshape(a{name}, heads)  "
-        f"{name} = Transpose<perm = {order}>(r{name})  "
-        for name, order in {"q": [0, 2, 1, 3], "k": [0, 2, 3, 1], "v": [0, 2, 1, 3]}.items()
-    )
-    graph = f"""g (float[N, 5, 8] x) => (float[N, 5, 8] y)
-    <{weights}, int64[4] heads = {{0, 0, 2, 4}}, int64[3] back = {{0, 0, 8}}, float scale = {{0.5}}> {{
-        {projections} s = MatMul(q, k)  t = Mul(s, scale)  p = Softmax<axis = -1>(t)  c = MatMul(p, v)
-        o = Transpose<perm = [0, 2, 1, 3]>(c)  y = Reshape(o, back)
-    }}"""
-    result = simplify(model_from(tmp_path, graph), PROFILES, SimplifyConfig(), (), out, silent)
-    assert [note.level for note in result.notes] == ["info", "info"]
-    assert operator_histogram(result.path)["Softmax"] == 1
-
-
 def test_subgraphs_that_use_the_graph_around_them_survive(tmp_path: Path, out: Path) -> None:
     graph = """g (float[N, 4] x, bool c) => (float[N, 4] y) <float k = {2}>
     {

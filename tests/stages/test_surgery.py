@@ -12,11 +12,9 @@ from pipeline import backends
 from pipeline.compare import open_reference
 from pipeline.config import SimplifyConfig, load_plan
 from pipeline.core import OnnxModel, Profile, Target, silent
-from pipeline.errors import ChildDied, ChildKilled, ModelError, PlanError
+from pipeline.errors import ChildDied, ModelError, PlanError
 from pipeline.graph import onnx_model, operator_histogram
-from pipeline.stages import simplify as stage
 from pipeline.stages.simplify import simplify
-from tests.fixtures_attention import written_out
 
 ROOT = Path(__file__).parents[2]
 PROFILES = (Profile.model_validate({"dims": {"N": [1, 4, 8]}}),)
@@ -114,50 +112,6 @@ def test_surgery_runs_where_simplification_is_off(model: OnnxModel, out: Path) -
 def test_a_surgery_that_changes_nothing_says_so(model: OnnxModel, out: Path) -> None:
     result = simplify(model, PROFILES, own("keep"), (), out, silent)
     assert "changed no operator" in result.notes[0].text
-
-
-def attention_of(folder: Path, **how: bool) -> OnnxModel:
-    (folder / "source.onnx").write_bytes(written_out(**how).SerializeToString())
-    return onnx_model(folder, "source.onnx")
-
-
-def test_attention_is_written_plainly_after_the_users_own_surgery(tmp_path: Path, out: Path) -> None:
-    result = simplify(attention_of(tmp_path, computed=True), PROFILES, own("keep"), (), out, silent)
-    assert [note.text.partition(" changed ")[0] for note in result.notes[:2]] == [
-        "surgery by 'test_surgery:keep'", "surgery by 'pipeline.attention:plain_attention'"
-    ]  # fmt: skip
-    assert "Reshape -2" in result.notes[1].text
-    assert operator_histogram(result.path)["Mul"] == 2, "the scale, and the mask"
-    assert [file.name for file in out.iterdir()] == ["model.onnx"]
-
-
-def test_attention_stays_as_it_was_written_where_that_is_asked_for(tmp_path: Path, out: Path) -> None:
-    options = SimplifyConfig(enabled=False, plain_attention=False)
-    assert simplify(attention_of(tmp_path), PROFILES, options, (), out, silent).notes == ()
-    assert operator_histogram(out / "model.onnx")["Reshape"] == 2
-
-
-def test_a_row_without_any_token_that_answers_otherwise_keeps_attention_as_it_was_written(tmp_path: Path, out: Path) -> None:
-    random = np.random.default_rng(0)
-    sample = {name: random.standard_normal((2, 4, 3, 5)).astype(np.float32) for name in "qkv"} | {"seen": np.zeros((2, 1, 1, 4), bool)}
-    result = simplify(attention_of(tmp_path), PROFILES, SimplifyConfig(enabled=False), (sample,), out, silent)
-    (note,) = result.notes
-    assert note.text.startswith("attention stays as it was written: surgery by 'pipeline.attention:plain_attention' changed the model: output 'y'")
-    assert (note.level, result.provisional) == ("warning", False)
-    assert operator_histogram(result.path)["Reshape"] == 2
-    assert [file.name for file in out.iterdir()] == ["model.onnx"]
-
-
-def test_plain_attention_that_was_killed_is_tried_again_by_the_next_compile(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage, "call_in_child", killed)
-    result = simplify(attention_of(tmp_path), PROFILES, SimplifyConfig(enabled=False), (), out, silent)
-    (note,) = result.notes
-    assert note.text == "attention stays as it was written: surgery was killed"
-    assert result.provisional
-
-
-def killed(*arguments: object, **named: object) -> None:
-    raise ChildKilled("surgery was killed", "free some memory")
 
 
 def test_larger_matrices_are_refused_by_the_example(tmp_path: Path, out: Path) -> None:
