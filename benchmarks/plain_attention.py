@@ -51,9 +51,8 @@ def main() -> None:
         for sizes in choices:
             rows += rows_of(name, sizes, benchmark(engines, model, BenchmarkConfig(sizes=(sizes,))).results)
             print(*rows[-len(CANDIDATES) :], sep="\n", flush=True)
-    found = {f"{row['model']} {row['shape']} {row['engine']}": float(row["low"] or 0) >= LEAST for row in rows}
-    targets = {f"{engine}: not {100 - 100 * LEAST:.0f} % slower": met for engine, met in found.items()}
-    publish("plain_attention", rows, targets)
+    least = min(float(row["low"] or 0) for row in rows)
+    publish("plain_attention", rows, {f"the lower end of no interval below {LEAST:g} (got {least:.3f})": least >= LEAST})
 
 
 def plan(name: str, override: str) -> Plan:
