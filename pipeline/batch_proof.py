@@ -238,10 +238,7 @@ def _feeds(specs: Iterable[TensorSpec], profile: Profile, rows: Rows, count: int
     feeds = {}
     for number, spec in enumerate(specs):
         own = number + 1000 * seed if rows.axes[spec.name] is not None else number
-        array = np.array(draw_feeds((spec,), chosen, own, values)[spec.name])
-        if array.dtype.kind in "iu" and spec.name not in values:
-            array[..., :1] = 1  # so that no mask hides all of a row
-        feeds[spec.name] = array
+        feeds[spec.name] = draw_feeds((spec,), chosen, own, values, seen=True)[spec.name]
     return feeds
 
 

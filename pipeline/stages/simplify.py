@@ -84,7 +84,7 @@ def simplify(
     progress: Progress,
     simplifier: Simplifier = run_onnxsim,
 ) -> OnnxModel:
-    """A model under `out` that computes the same with fewer nodes, after the user's surgery; its notes say what happened.
+    """A model under `out` that computes the same with fewer nodes, after the user's surgery, its attention plain; its notes say what happened.
 
     Equal on all samples and on generated inputs at min, opt, max and an odd size of every profile, with the same interface.
     Otherwise the input model itself, copied, with a warning that says why; surgery, which was asked for, then is a ModelError.
