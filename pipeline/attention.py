@@ -16,6 +16,9 @@ from typing import Any
 import numpy as np
 import onnx
 
+from pipeline.projections import Unpacking, product_of
+from pipeline.wiring import chain, constant_of, number_of
+
 SEPARATE = 4  # the first IR version whose initializers need not be inputs, which GraphSurgeon leaves out
 HIDDEN = -1e4  # added to a score, it makes e to that power 0 in every float type
 OURS = "plain_attention/"  # begins the names that are put in, so that they meet no others
@@ -45,7 +48,7 @@ def plain_attention(model: onnx.ModelProto, masks: bool = True) -> onnx.ModelPro
     import onnx_graphsurgeon as gs
 
     graph = gs.import_onnx(model)
-    before = _wiring(graph)
+    before, unpacking = _wiring(graph), Unpacking(graph)
     for softmax in [node for node in graph.nodes if node.op == "Softmax"]:
         made = chain(softmax.inputs[0], "MatMul") or chain(softmax.inputs[0], "Add", "MatMul")
         added = [add.inputs[1] for add in made[:-1]]
@@ -58,6 +61,8 @@ def plain_attention(model: onnx.ModelProto, masks: bool = True) -> onnx.ModelPro
             transposed_once(made[-1])
             if masks and all(map(is_finite, added)):
                 without_nan(softmax)
+        if product := product_of(softmax):
+            unpacking.attention(softmax, product)
     if _wiring(graph) == before:
         return None
     plain = gs.export_onnx(graph.cleanup().toposort())
@@ -69,17 +74,6 @@ def plain_attention(model: onnx.ModelProto, masks: bool = True) -> onnx.ModelPro
 
 def _wiring(graph: Any) -> list[tuple[str, list[str], list[str]]]:
     return [(node.op, [tensor.name for tensor in node.inputs], [tensor.name for tensor in node.outputs]) for node in graph.nodes]
-
-
-def chain(tensor: Any, *operators: str) -> list[Any]:
-    """The nodes of these operators that made a tensor, the last first, by their first inputs; empty if it was made otherwise."""
-    nodes: list[Any] = []
-    for operator in operators:
-        node = tensor.inputs[0] if tensor.inputs else None
-        if node is None or node.op != operator:
-            return []
-        nodes, tensor = [*nodes, node], node.inputs[0]
-    return nodes
 
 
 def is_finite(mask: Any) -> bool:
@@ -122,7 +116,7 @@ def in_reach_of_fp16(mask: Any) -> None:
 
     for choice in chain(mask, "Where"):
         for place in (1, 2):
-            number = _number(choice.inputs[place])
+            number = number_of(choice.inputs[place])
             if number is not None and -np.inf < float(number) < HIDDEN:
                 hidden = np.full_like(constant_of(choice.inputs[place]), HIDDEN)
                 choice.inputs[place] = gs.Constant(f"{OURS}{choice.outputs[0].name}/hidden_{place}", hidden)
@@ -153,32 +147,10 @@ def _factor(tensor: Any) -> tuple[Any, np.ndarray] | None:
     if node is None or node.op != "Mul":
         return None
     for one, other in (node.inputs, node.inputs[::-1]):
-        number = _number(other)
+        number = number_of(other)
         if number is not None and not isinstance(one, gs.Constant):
             return one, number
     return None
-
-
-def _number(tensor: Any) -> np.ndarray | None:
-    """The one number of a constant, without dimensions; None in bf16, which numpy does not know."""
-    constant = _constant(tensor)
-    known = constant is not None and constant.dtype in (np.float16, np.float32) and constant.values.size == 1
-    return np.asarray(constant.values).reshape(()) if known else None
-
-
-def constant_of(tensor: Any) -> np.ndarray | None:
-    """The array of a constant, however the exporter wrote it."""
-    constant = _constant(tensor)
-    return None if constant is None else np.asarray(constant.values)
-
-
-def _constant(tensor: Any) -> Any:
-    """The initializer that a tensor is, or the value of the node that makes it; None where it is neither."""
-    import onnx_graphsurgeon as gs
-
-    made = tensor.inputs[0] if tensor.inputs else None
-    whole = made.attrs["value"] if made is not None and made.op == "Constant" and "value" in made.attrs else tensor
-    return whole if isinstance(whole, gs.Constant) else None
 
 
 def transposed_once(scores: Any) -> None:

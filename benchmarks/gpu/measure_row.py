@@ -34,9 +34,10 @@ from pipeline.runner import Stage
 
 T = TypeVar("T")
 BARE = Stage("bare", timing_cache.FORMAT, build_bare, tensorrt_.DISTRIBUTIONS)
+PLAIN = "simplify.plain_attention=true"
 OVERRIDES = {
-    " surgery": ("simplify.plain_attention=true",),
-    " folded": ("simplify.surgery=surgery:fold_strides", f"simplify.python_path={HERE}"),
+    " surgery": (PLAIN,),
+    " folded": (PLAIN, "simplify.surgery=surgery:fold_strides", f"simplify.python_path={HERE}"),
     " level 5": ("tensorrt.optimization_level=5",),
 }
 """What ways whose names end so change in the plan besides its candidate."""

@@ -73,6 +73,13 @@ def vit_b_16() -> nn.Module:
     return _with_biases(_with_head(net, net.heads.head))
 
 
+def swin_t() -> nn.Module:
+    from torchvision.models import swin_t
+
+    net = swin_t()
+    return _with_biases(_with_head(net, net.head))
+
+
 class Encoder(nn.Module):
     """BERT-base: 12 layers, 768 wide, 12 heads; positions up to 2,048."""
 

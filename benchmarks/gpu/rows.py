@@ -30,7 +30,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "fp8": {"precision": "fp8"},
 }
 """Candidates by their short names; each is one of the plan's. `surgery`: of the graph with plain attention (`simplify.plain_attention`);
-`folded`: with the first convolution's stride folded into its channels (surgery.py).
+`folded`: besides, with the first convolution's stride folded into its channels (surgery.py).
 `no residual`: what is added keeps its precision; `no first`: the first layer does, in fp16. `level 5`: built at TensorRT's highest
 optimisation level, which tries more kernels. `flags`: TensorRT chooses the precision of each layer itself, as in `int8 implicit`."""
 
@@ -101,6 +101,7 @@ def _encoder(name: str, batch: int, tokens: int, masked: bool, ways: tuple[str, 
 
 PLAIN = ("fp16", "fp16 surgery")
 MASKED = (*PLAIN, "int8 surgery")
+VIT = ("fp16", "fp16 surgery", "fp16 folded", "int8", "int8 surgery", "int8 folded", "fp8")
 LONG = (Goal(PLAIN, (*TORCH_BEST, *FLASH), "at least", 1.0),)  # PyTorch's own choice is a flash kernel too; each row says which
 LONG_PEERS = (*FP16_PEERS, *FLASH)
 
@@ -120,13 +121,14 @@ ROWS: tuple[Row, ...] = (
         gain=("eager fp32", "graph fp32", 3.25 / 1.11),
     ),
     Row(
-        "vit_b1", "vit_b_16", image(1), ("fp16", "fp16 folded", "int8", "int8 folded", "fp8"), 11, FP16_PEERS,
+        "vit_b1", "vit_b_16", image(1), VIT, 11, FP16_PEERS,
         {"fp16": 0.524, "int8": 0.465, "fp8": 0.700}, (_faster(1.25, *TORCH_BEST, ours=ANY),),
     ),
     Row(
-        "vit_b32", "vit_b_16", image(32), ("fp16", "fp16 folded", "int8", "int8 folded", "fp8"), 11, FP16_PEERS,
+        "vit_b32", "vit_b_16", image(32), VIT, 11, FP16_PEERS,
         {"fp16": 3.11, "int8": 2.76, "fp8": 4.85}, (_faster(1.2, *TORCH_BEST, ours=ANY),),
     ),
+    Row("swin_b8", "swin_t", image(8), MASKED, 6, ("graph fp16", "compile fp16")),
     _encoder(
         "encoder_b1", 1, 128, True, ("fp16", "fp16 surgery", "int8", "int8 surgery", "int8 modelopt", "fp8"), 10,
         probe={"fp16": 0.439, "int8": 0.427, "fp8": 0.478}, goals=(_faster(1.9, "compile fp16", ours=ANY),),
@@ -137,8 +139,8 @@ ROWS: tuple[Row, ...] = (
     ),
     _encoder("encoder_512", 1, 512, True, MASKED, 7, peers=LONG_PEERS, goals=LONG),
     _encoder("encoder_2048", 1, 2048, True, MASKED, 7, peers=LONG_PEERS, goals=LONG),
-    _encoder("encoder_maskless_b1", 1, 128, False, PLAIN, 4, goals=(_faster(1.9, "compile fp16", ours=ANY),)),
-    _encoder("encoder_maskless_b32", 32, 128, False, PLAIN, 4, goals=(_faster(1.5, "compile fp16", ours=ANY),)),
+    _encoder("encoder_maskless_b1", 1, 128, False, MASKED, 6, goals=(_faster(1.9, "compile fp16", ours=ANY),)),
+    _encoder("encoder_maskless_b32", 32, 128, False, MASKED, 6, goals=(_faster(1.5, "compile fp16", ours=ANY),)),
     _encoder("encoder_maskless_512", 1, 512, False, PLAIN, 5, peers=LONG_PEERS, goals=LONG),
     _encoder("encoder_maskless_2048", 1, 2048, False, PLAIN, 5, peers=LONG_PEERS, goals=LONG),
 )  # fmt: skip

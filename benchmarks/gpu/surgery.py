@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from pipeline.attention import constant_of
+from pipeline.wiring import constant_of
 
 FEW = 4  # channels: TensorRT's int8 kernels take 32 at once, and compute with what is missing as zeros
 AXES = (2, 3)

@@ -1,0 +1,56 @@
+"""Reading a graph as GraphSurgeon has it: what made a tensor, and what is constant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def chain(tensor: Any, *operators: str) -> list[Any]:
+    """The nodes of these operators that made a tensor, the last first, by their first inputs; empty if it was made otherwise."""
+    nodes: list[Any] = []
+    for operator in operators:
+        node = maker(tensor)
+        if node is None or node.op != operator:
+            return []
+        nodes, tensor = [*nodes, node], node.inputs[0]
+    return nodes
+
+
+def maker(tensor: Any) -> Any:
+    """The node that made a tensor; None for an input or a constant."""
+    return tensor.inputs[0] if tensor.inputs else None
+
+
+def only_reader(tensor: Any, operator: str) -> Any:
+    """The one node that reads a tensor, if it is of this operator; else None."""
+    readers = list(tensor.outputs)
+    return readers[0] if len(readers) == 1 and readers[0].op == operator else None
+
+
+def constant(tensor: Any) -> Any:
+    """The initializer that a tensor is, or the value of the node that makes it; None where it is neither."""
+    import onnx_graphsurgeon as gs
+
+    made = maker(tensor)
+    whole = made.attrs["value"] if made is not None and made.op == "Constant" and "value" in made.attrs else tensor
+    return whole if isinstance(whole, gs.Constant) else None
+
+
+def constant_of(tensor: Any) -> np.ndarray | None:
+    """The array of a constant, however the exporter wrote it."""
+    found = constant(tensor)
+    return None if found is None else np.asarray(found.values)
+
+
+def floats_of(tensor: Any) -> np.ndarray | None:
+    """The array of a constant in fp16 or fp32; None in bf16, which numpy does not know."""
+    found = constant(tensor)
+    return np.asarray(found.values) if found is not None and found.dtype in (np.float16, np.float32) else None
+
+
+def number_of(tensor: Any) -> np.ndarray | None:
+    """The one number of a constant in fp16 or fp32, without dimensions."""
+    values = floats_of(tensor)
+    return values.reshape(()) if values is not None and values.size == 1 else None
