@@ -17,9 +17,8 @@ import numpy as np
 import onnx
 
 from pipeline.projections import Unpacking, product_of
-from pipeline.wiring import chain, constant_of, number_of
+from pipeline.wiring import chain, constant_of, exported, number_of
 
-SEPARATE = 4  # the first IR version whose initializers need not be inputs, which GraphSurgeon leaves out
 HIDDEN = -1e4  # added to a score, it makes e to that power 0 in every float type
 OURS = "plain_attention/"  # begins the names that are put in, so that they meet no others
 BETWEEN = frozenset({"Where", "Cast", "Identity", "Dropout", "QuantizeLinear", "DequantizeLinear"})  # Softmax and the product with the values
@@ -65,11 +64,7 @@ def plain_attention(model: onnx.ModelProto, masks: bool = True) -> onnx.ModelPro
             unpacking.attention(softmax, product)
     if _wiring(graph) == before:
         return None
-    plain = gs.export_onnx(graph.cleanup().toposort())
-    plain.ir_version = max(plain.ir_version, SEPARATE)
-    del plain.metadata_props[:]
-    plain.metadata_props.extend(model.metadata_props)
-    return plain
+    return exported(graph, model)
 
 
 def _wiring(graph: Any) -> list[tuple[str, list[str], list[str]]]:

@@ -1,10 +1,13 @@
-"""Reading a graph as GraphSurgeon has it: what made a tensor, and what is constant."""
+"""A graph as GraphSurgeon has it: what made a tensor, what is constant, and the way back to a model."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import onnx
+
+SEPARATE = 4  # the first IR version whose initializers need not be inputs, which GraphSurgeon leaves out
 
 
 def chain(tensor: Any, *operators: str) -> list[Any]:
@@ -54,3 +57,14 @@ def number_of(tensor: Any) -> np.ndarray | None:
     """The one number of a constant in fp16 or fp32, without dimensions."""
     values = floats_of(tensor)
     return values.reshape(()) if values is not None and values.size == 1 else None
+
+
+def exported(graph: Any, source: onnx.ModelProto) -> onnx.ModelProto:
+    """The model of a graph that was changed, with what GraphSurgeon does not keep of the model that it came from."""
+    import onnx_graphsurgeon as gs
+
+    model: onnx.ModelProto = gs.export_onnx(graph.cleanup().toposort())
+    model.ir_version = max(model.ir_version, SEPARATE)
+    del model.metadata_props[:]
+    model.metadata_props.extend(source.metadata_props)
+    return model

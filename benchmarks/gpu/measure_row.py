@@ -15,7 +15,7 @@ from gpu.bare import LOOP, build_bare
 from gpu.contest import Entrant, contest
 from gpu.facts import add_answers, device_peaks, entry_of, layer_facts, ratios
 from gpu.host import Watch
-from gpu.plans import HERE, feeds_of, graph_of, plan_of
+from gpu.plans import feeds_of, graph_of, plan_of
 from gpu.rows import WAYS, Row, targets
 from gpu.torch_peers import COMPILE_MODES, LIMIT_S, look_at, peer_engine
 from pipeline.backends import pytorch_, tensorrt_, timing_cache, trt_library
@@ -37,7 +37,7 @@ BARE = Stage("bare", timing_cache.FORMAT, build_bare, tensorrt_.DISTRIBUTIONS)
 PLAIN = "simplify.plain_attention=true"
 OVERRIDES = {
     " surgery": (PLAIN,),
-    " folded": (PLAIN, "simplify.surgery=surgery:fold_strides", f"simplify.python_path={HERE}"),
+    " folded": (PLAIN, "simplify.surgery=pipeline.folding:fold_strides"),
     " level 5": ("tensorrt.optimization_level=5",),
 }
 """What ways whose names end so change in the plan besides its candidate."""

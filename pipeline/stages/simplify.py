@@ -62,6 +62,7 @@ def run_onnxsim(source: Path, target: Path, progress: Progress) -> None:
 
     skipped = ["fuse_matmul_add_bias_into_gemm_batched"]  # wraps each product of rank 3 in Shape, Concat and two Reshape
     skipped += ["fuse_attention"]  # an operator of ONNX Runtime alone
+    skipped += ["fuse_qkv"]  # one product for queries, keys and values, which projections.py takes apart
     if set(QDQ) & set(operator_histogram(source)):
         skipped += ["eliminate_common_subexpression", "eliminate_duplicate_initializer"]  # both merge equal Q/DQ
     onnxsim.simplify(

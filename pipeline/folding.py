@@ -1,4 +1,7 @@
-"""A surgery on whole graphs, by a function that a plan can name: `simplify.surgery=surgery:fold_strides`, `simplify.python_path=benchmarks/gpu`."""
+"""A surgery that a plan can name: `simplify.surgery: pipeline.folding:fold_strides`. docs/tensorrt.md says for which models it pays.
+
+A convolution of few channels with a stride, as a ViT's patches are made, becomes one of many channels without.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from pipeline.wiring import constant_of
+from pipeline.wiring import exported, floats_of
 
 FEW = 4  # channels: TensorRT's int8 kernels take 32 at once, and compute with what is missing as zeros
 AXES = (2, 3)
@@ -24,21 +27,21 @@ def fold_strides(model: onnx.ModelProto) -> onnx.ModelProto:
     graph = gs.import_onnx(model)
     for node in [node for node in graph.nodes if node.op == "Conv"]:
         if strided := _strided(node):
-            stride, pads = strided
-            folded = [folded_axis(size, stride, pad) for size, pad in zip(constant_of(node.inputs[1]).shape[2:], pads, strict=True)]
-            (image, weight, *bias), name = node.inputs, node.outputs[0].name
+            weight, stride, pads = strided
+            folded = [folded_axis(size, stride, pad) for size, pad in zip(weight.shape[2:], pads, strict=True)]
+            (image, _, *bias), name = node.inputs, node.outputs[0].name
             blocks = gs.Variable(f"{name}_blocks", dtype=image.dtype)
             graph.nodes.append(gs.Node("SpaceToDepth", f"{name}_to_depth", {"blocksize": stride}, [image], [blocks]))
-            node.inputs = [blocks, gs.Constant(f"{name}_weight", folded_weight(constant_of(weight), stride, folded)), *bias]
+            node.inputs = [blocks, gs.Constant(f"{name}_weight", folded_weight(weight, stride, folded)), *bias]
             begins, sizes = [-first for first, _, _ in folded], [size for _, size, _ in folded]
             ends = [size - 1 - begin for begin, size in zip(begins, sizes, strict=True)]
             node.attrs = {"kernel_shape": sizes, "strides": [1, 1], "pads": [*begins, *ends], "dilations": [1, 1], "group": 1}
-    return gs.export_onnx(graph.cleanup().toposort())
+    return exported(graph, model)
 
 
-def _strided(node: Any) -> tuple[int, list[int]] | None:
-    """The stride of a convolution that can be folded, and its paddings at the beginning; None for any other."""
-    weight, shape = constant_of(node.inputs[1]), node.inputs[0].shape
+def _strided(node: Any) -> tuple[np.ndarray, int, list[int]] | None:
+    """The weight and the stride of a convolution that can be folded, and its paddings at the beginning; None for any other."""
+    weight, shape = floats_of(node.inputs[1]), node.inputs[0].shape
     strides, kept = node.attrs.get("strides", [1]), node.attrs.get("auto_pad", "NOTSET") == "NOTSET"
     plain = kept and node.attrs.get("group", 1) == 1 and set(node.attrs.get("dilations", [1])) == {1}
     if weight is None or weight.ndim != 4 or weight.shape[1] > FEW or not shape or not plain or len(set(strides)) > 1 or strides[0] == 1:
@@ -48,7 +51,7 @@ def _strided(node: Any) -> tuple[int, list[int]] | None:
         size, begin, end = shape[axis], pads[axis - 2], pads[axis]
         if not isinstance(size, int) or size % stride or (size + begin + end - weight.shape[axis]) // stride + 1 != size // stride:
             return None
-    return stride, pads[:2]
+    return weight, stride, pads[:2]
 
 
 def folded_axis(kernel: int, stride: int, pad: int) -> tuple[int, int, int]:
