@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from pipeline.projections import Unpacking, product_of
+from pipeline.projections import Unpacking
 from pipeline.wiring import chain, constant_of, exported, number_of
 
 HIDDEN = -1e4  # added to a score, it makes e to that power 0 in every float type
@@ -47,7 +47,8 @@ def plain_attention(model: onnx.ModelProto, masks: bool = True) -> onnx.ModelPro
     import onnx_graphsurgeon as gs
 
     graph = gs.import_onnx(model)
-    before, unpacking = _wiring(graph), Unpacking(graph)
+    before = _wiring(graph)
+    Unpacking(graph).run()
     for softmax in [node for node in graph.nodes if node.op == "Softmax"]:
         made = chain(softmax.inputs[0], "MatMul") or chain(softmax.inputs[0], "Add", "MatMul")
         added = [add.inputs[1] for add in made[:-1]]
@@ -60,8 +61,6 @@ def plain_attention(model: onnx.ModelProto, masks: bool = True) -> onnx.ModelPro
             transposed_once(made[-1])
             if masks and all(map(is_finite, added)):
                 without_nan(softmax)
-        if product := product_of(softmax):
-            unpacking.attention(softmax, product)
     if _wiring(graph) == before:
         return None
     return exported(graph, model)

@@ -1,196 +1,217 @@
-"""Attention whose queries, keys and values come out of one packed product: three products instead, so that nothing is moved to take it apart.
+"""One packed product for queries, keys and values becomes three, so that its answer need not be copied to be taken apart.
 
-nn.MultiheadAttention (nn.TransformerEncoder, torchvision's ViT) computes [token, row, 3 * width], transposes it to [3, token, row, width]
-and selects; timm and Swin do alike with [row, token, 3 * width]. That copies all three in each layer, and the former turns its input and its
-answer round as well where rows come first. Products with a third of the weight each give what is selected, in the order of the input.
+nn.MultiheadAttention (nn.TransformerEncoder, torchvision's ViT) computes [token, row, 3 * width], stacks that to [3, token, row, width] and selects;
+timm and Swin stack [row, token, 3 * width] to [3, row, head, token, size]. A product with a third of the weight is what is selected. The former also
+swaps rows and tokens of what goes in and comes out, where rows come first: then the products are taken of what came, in its own order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from pipeline.wiring import constant_of, floats_of, maker, number_of, only_reader
+from pipeline.wiring import chain, constant_of, floats_of, maker, permutation
 
-OURS = "unpacked/"  # begins the names that are put in, so that they meet no others
-PARTS = 3  # queries, keys, values
+OURS = "unpacked/"  # begins the names of tensors that are put in, so that they meet no others
+PARTS = "qkv"
 VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Identity"})  # nothing moves in memory
-BETWEEN = frozenset({"Add", "Mul", "Div", "Reshape"})  # scores and their Softmax: scales and masks
-
 Order = tuple[int, ...]
-SWAPPED: Order = (1, 0, 2)  # [token, row, width] <-> [row, token, width]
-SELECTED: Order = ()  # stands among orders for the choice of one of three
-BY_TOKENS: tuple[Order, ...] = ((1, 0, 2), SELECTED, (3, 1, 2, 0, 4))  # nn.MultiheadAttention: [row, head, token, size] back to the product
-BY_ROWS: tuple[Order, ...] = (SELECTED, (2, 0, 3, 1, 4))  # timm, Swin
-KEYS: dict[tuple[Order, ...], tuple[Order, ...]] = {
-    ((1, 2, 0), *BY_TOKENS[1:]): BY_TOKENS,  # as simplifiers write it
-    **{(turned, *orders): orders for turned in ((0, 1, 3, 2), (0, 2, 1)) for orders in (BY_TOKENS, BY_ROWS)},
-}
-"""What turns keys to [row, head, size, token]: the orders of the transpositions, the last first, and which of the two it comes to."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Where heads come from: which third of a packed product, and the orders of the transpositions since, the last first."""
-
-    packed: Any
-    index: int
-    orders: tuple[Order, ...]
+BY_TOKENS: Order = (3, 1, 2, 0, 4)  # [1, token, row, 3, width], stacked
+BY_ROWS: Order = (2, 0, 3, 1, 4)  # [row, token, 3, head, size], stacked
+SWAPPED: Order = (1, 0, 2)  # [token, row, ...] <-> [row, token, ...]
+ANSWERS: Order = (2, 0, 1, 3)  # [row, head, token, size] -> [token, row, head, size]
+HEADS: dict[Order, Order] = {SWAPPED: (0, 2, 1, 3), (1, 2, 0): (0, 2, 3, 1)}
+"""How [token, row * head, size] is transposed to [row, head, token, size] or, of keys, [row, head, size, token]: how [row, token, head, size] is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """x @ weight + bias; the weight is [in, out]."""
+    """x @ weight + bias, the weight as [in, out]; `node` and `name` are those of the product and of the weight."""
 
     x: Any
+    node: str
     name: str
     weight: np.ndarray
     bias: np.ndarray | None
 
+    @property
+    def width(self) -> int:
+        """Of queries, keys or values."""
+        return int(self.weight.shape[1]) // len(PARTS)
+
 
 class Unpacking:
-    """One graph's rewriting. Layers that share a weight share its thirds."""
+    """The rewriting of one graph. What does not look as it is known stays as it is."""
 
     def __init__(self, graph: Any) -> None:
         self.graph = graph
-        self.constants: dict[str, Any] = {}
+        self.constants: dict[str, Any] = {}  # by name: layers that share a weight share its thirds
+        self.names: set[str] = set()
 
-    def attention(self, softmax: Any, product: Any) -> None:
-        """Give a Softmax's scores, and the product with its values, heads of products of their own. What does not look like it stays as it is."""
-        scores, values = _scores(softmax), product.inputs[1]
-        sizes = _sizes(values)
-        if scores is None or sizes is None:
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            if permutation(node) in (BY_TOKENS, BY_ROWS):
+                self._take_apart(node)
+            elif node.op == "Gemm":
+                self._answer_by_rows(node)
+
+    def _take_apart(self, stack: Any) -> None:
+        """Let a product of its own give each part that is selected from a stack."""
+        by_rows, linear, parts = permutation(stack) == BY_ROWS, self._linear(stack.inputs[0]), self._parts(stack)
+        if linear is None or not parts:
             return
-        places = [_entry(scores, 0), _entry(scores, 1), _entry(product, 1)]
-        orders, linear = _common([_part(node.inputs[place]) for node, place in places])
-        if linear is None or linear.weight.shape[1] != PARTS * sizes[0] * sizes[1]:
+        shape = _shape(stack.inputs[0], 5)
+        outer, three, inner = (shape[:2], shape[2], shape[3:]) if by_rows else (shape[1:3], shape[3], shape[4:])
+        sizes = _product_is(linear.width, *inner)
+        if three != len(PARTS) or not sizes:
             return
-        x, rows_first = linear.x, orders == BY_ROWS
-        if not rows_first and _swaps(maker(x)):
-            x, rows_first = maker(x).inputs[0], True
-        row, token = (0, 1) if rows_first else (1, 0)
-        if x.shape is None or len(x.shape) != 3 or not (_agree(x.shape[row], values.shape[0]) and _agree(x.shape[token], values.shape[2])):
+        if linear.x.shape is None or len(linear.x.shape) != 3 or not _alike(linear.x.shape[:2], outer):
             return  # rows and tokens were grouped anew on the way
-        for index, (node, place) in enumerate(places):
-            order = [row, 2, 3, token] if index == 1 else [row, 2, token, 3]
-            node.inputs[place] = self._heads(x, linear, index, sizes, order, f"{product.outputs[0].name}/{'qkv'[index]}")
-        self._answer_by_rows(product.outputs[0], sizes[0] * sizes[1])
+        for index, part in parts:
+            if by_rows:
+                self._heads(linear, index, linear.x, sizes, HEADS[SWAPPED], part)
+            elif not self._heads_by_rows(linear, index, part):
+                self._third(linear, index, linear.x, part)
 
-    def _heads(self, x: Any, linear: Linear, index: int, sizes: tuple[int, int], order: list[int], name: str) -> Any:
-        """x @ a third of the weight + the same of the bias, from [row, token, head * size] to the order of axes that is wanted."""
-        width = sizes[0] * sizes[1]
-        third = slice(index * width, (index + 1) * width)
-        made = self._product(name, x, f"{linear.name}/{index}", linear.weight[:, third])
-        if linear.bias is not None:
-            made = self._node("Add", f"{name}/sum", [made, self._constant(f"{name}/bias", linear.bias[third])])
-        made = self._node("Reshape", f"{name}/heads", [made, self._constant(f"heads/{sizes[0]}x{sizes[1]}", np.array([0, 0, *sizes]))])
-        return self._node("Transpose", f"{name}/turned", [made], perm=order)
+    def _heads_by_rows(self, linear: Linear, index: int, part: Any) -> bool:
+        """Where x is [row, token, in], swapped, and `part` only becomes heads: make these of what x was before. Whether they were made."""
+        nodes = self._followed(part, "Reshape", "Transpose", "Reshape")
+        order = HEADS.get(permutation(nodes[1])) if nodes else None
+        if order is None or permutation(maker(linear.x)) != SWAPPED:
+            return False
+        (answer,) = nodes[-1].outputs
+        shape = _shape(answer, 4)
+        sizes = _product_is(linear.width, shape[1], shape[order.index(3)])
+        if sizes:
+            self._heads(linear, index, maker(linear.x).inputs[0], sizes, order, answer)
+        return bool(sizes)
 
-    def _answer_by_rows(self, answer: Any, width: int) -> None:
-        """[row, head, token, size] -> [token, row, ...] -> [token * row, width] -> Gemm -> [token, row, out] -> [row, token, out]: unturned."""
-        nodes = _readers(answer, "Transpose", "Reshape", "Gemm", "Reshape", "Transpose")
-        if not nodes or nodes[0].attrs.get("perm") != [2, 0, 1, 3] or not _swaps(nodes[-1]):
+    def _answer_by_rows(self, gemm: Any) -> None:
+        """[row, head, token, size] -> [token, row, ...] -> [token * row, width] -> Gemm -> [token, row, out] -> [row, token, out]: unswapped."""
+        before, after = chain(gemm.inputs[0], "Reshape", "Transpose"), self._followed(gemm.outputs[0], "Reshape", "Transpose")
+        if not before or not after or (permutation(before[1]), permutation(after[1])) != (ANSWERS, SWAPPED):
             return
-        gemm, last = nodes[2], nodes[-1]
-        weight, attrs = floats_of(gemm.inputs[1]), gemm.attrs
-        if weight is None or attrs.get("transA", 0) or (attrs.get("alpha", 1.0), attrs.get("beta", 1.0)) != (1.0, 1.0):
+        weight, biases = floats_of(gemm.inputs[1]), [bias for bias in gemm.inputs[2:] if bias.name]
+        plain = (gemm.attrs.get("alpha", 1.0), gemm.attrs.get("beta", 1.0), gemm.attrs.get("transA", 0)) == (1.0, 1.0, 0)
+        alone = all(self._is_inner(node.outputs[0]) for node in before)
+        if weight is None or not plain or not alone or any((values := floats_of(bias)) is None or values.ndim > 1 for bias in biases):
             return
-        name, turned = last.outputs[0].name, bool(attrs.get("transB", 0))
-        made = self._node("Transpose", f"{name}/turned", [answer], perm=[0, 2, 1, 3])
-        made = self._node("Reshape", f"{name}/width", [made, self._constant(f"width/{width}", np.array([0, 0, width]))])
-        made = self._product(name, made, f"{gemm.inputs[1].name}/{'turned' if turned else 'whole'}", weight.T if turned else weight)
-        for bias in gemm.inputs[2:]:
-            made = self._node("Add", f"{name}/sum", [made, bias])
-        (final,) = last.outputs
-        last.outputs.clear()
-        made.inputs[0].outputs = [final]
+        turned, name = bool(gemm.attrs.get("transB", 0)), gemm.name or gemm.outputs[0].name
+        weight = weight.T if turned else weight
+        made = self._put("Transpose", f"{name}/rows", [before[1].inputs[0]], perm=[0, 2, 1, 3])
+        made = self._put("Reshape", f"{name}/width", [made, self._constant(f"width/{len(weight)}", np.array([0, 0, len(weight)]))])
+        factors = [made, self._constant(f"weight{'/turned' * turned}/{gemm.inputs[1].name}", weight)]
+        (out,) = after[-1].outputs
+        made = self._put("MatMul", name, factors, None if biases else out)
+        for bias in biases:
+            self._put("Add", f"{name}/bias", [made, bias], out)
 
-    def _product(self, name: str, x: Any, weight: str, values: np.ndarray) -> Any:
-        return self._node("MatMul", f"{name}/product", [x, self._constant(weight, values)])
+    def _third(self, linear: Linear, index: int, x: Any, out: Any = None) -> Any:
+        """x @ a third of the weight + the same of the bias."""
+        third, name = slice(index * linear.width, (index + 1) * linear.width), f"{linear.node}/{PARTS[index]}"
+        factors = [x, self._constant(f"third/{linear.name}/{index}", linear.weight[:, third])]
+        if linear.bias is None:
+            return self._put("MatMul", name, factors, out)
+        bias = self._constant(f"bias/{name}", linear.bias[third])
+        return self._put("Add", f"{name}/bias", [self._put("MatMul", name, factors), bias], out)
 
-    def _node(self, operator: str, name: str, inputs: list[Any], **attrs: Any) -> Any:
-        """The output of a new node."""
+    def _heads(self, linear: Linear, index: int, x: Any, sizes: Sequence[int], order: Order, out: Any) -> None:
+        """A third of [row, token, in] as [row, token, head, size], transposed."""
+        name = f"{linear.node}/{PARTS[index]}"
+        shape = self._constant(f"heads/{sizes[0]}x{sizes[1]}", np.array([0, 0, *sizes]))
+        made = self._put("Reshape", f"{name}/heads", [self._third(linear, index, x), shape])
+        self._put("Transpose", f"{name}/turned", [made], out, perm=list(order))
+
+    # -- what is put in ------------------------------------------------------------------------------------------------
+
+    def _put(self, operator: str, name: str, inputs: list[Any], out: Any = None, **attrs: Any) -> Any:
+        """The output of a new node: `out`, which another made until now, or a new one."""
         import onnx_graphsurgeon as gs
 
-        made = gs.Variable(f"{OURS}{name}")
-        self.graph.nodes.append(gs.Node(operator, f"{OURS}{name}", attrs, inputs, [made]))
-        return made
+        while name in self.names:
+            name += "_"
+        self.names.add(name)
+        if out is None:
+            out = gs.Variable(f"{OURS}{name}")
+        out.inputs.clear()
+        self.graph.nodes.append(gs.Node(operator, name, attrs, inputs, [out]))
+        return out
 
     def _constant(self, name: str, values: np.ndarray) -> Any:
         import onnx_graphsurgeon as gs
 
-        return self.constants.setdefault(name, gs.Constant(f"{OURS}{name}", np.ascontiguousarray(values)))
+        if name not in self.constants:
+            self.constants[name] = gs.Constant(f"{OURS}{name}", np.ascontiguousarray(values))
+        return self.constants[name]
 
+    # -- what is there -------------------------------------------------------------------------------------------------
 
-def product_of(softmax: Any) -> Any:
-    """The product of a Softmax's answer with values; None if there is none, or more than one."""
-    found, tensors = [], list(softmax.outputs)
-    for tensor in tensors:  # grows
+    def _is_inner(self, tensor: Any) -> bool:
+        """Whether one node alone reads a tensor, and no user."""
+        return len(tensor.outputs) == 1 and all(tensor is not each for each in self.graph.outputs)
+
+    def _followed(self, tensor: Any, *operators: str) -> list[Any]:
+        """The nodes of these operators that read a tensor one after the other, each alone; empty if it is read otherwise."""
+        nodes: list[Any] = []
+        for operator in operators:
+            node = tensor.outputs[0] if self._is_inner(tensor) else None
+            if node is None or node.op != operator or node.inputs[0] is not tensor:
+                return []
+            nodes, tensor = [*nodes, node], node.outputs[0]
+        return nodes
+
+    def _linear(self, tensor: Any) -> Linear | None:
+        """The product, with its bias, of which a tensor is a view; None if something else reads it too."""
+        while (view := maker(tensor)) is not None and view.op in VIEWS and self._is_inner(tensor):
+            tensor = view.inputs[0]
+        node, bias, read = maker(tensor), None, [tensor]
+        if node is not None and node.op == "Add":
+            product, added = node.inputs if constant_of(node.inputs[0]) is None else node.inputs[::-1]
+            node, bias, read = maker(product), floats_of(added), [tensor, product]
+            if bias is None:
+                return None
+        weight = floats_of(node.inputs[1]) if node is not None and node.op == "MatMul" and all(map(self._is_inner, read)) else None
+        if weight is None or weight.ndim != 2 or weight.shape[1] % len(PARTS) or (bias is not None and bias.shape != weight.shape[1:]):
+            return None
+        return Linear(node.inputs[0], node.name or node.outputs[0].name, node.inputs[1].name, weight, bias)
+
+    def _parts(self, stack: Any) -> list[tuple[int, Any]]:
+        """What is selected from a stack, with its number; empty if it is read otherwise, too, or one of the parts twice."""
+        (tensor,) = stack.outputs
+        if permutation(stack) == BY_TOKENS:
+            squeezed = self._followed(tensor, "Squeeze")
+            if not squeezed or _axes(squeezed[0]) not in ((3,), (-2,)):
+                return []
+            (tensor,) = squeezed[0].outputs
+        found: list[tuple[int, Any]] = []
         for node in tensor.outputs:
-            if node.op == "MatMul" and node.inputs[0] is tensor:
-                found.append(node)
-            elif node.op == "Where":  # a guard against NaN
-                tensors += node.outputs
-    return found[0] if len(found) == 1 else None
+            chosen = self._chosen(node)
+            if not chosen:
+                return []
+            found += chosen
+        given = any(tensor is each for each in self.graph.outputs)
+        return [] if given or len({index for index, _ in found}) < len(found) else found
 
-
-def _scores(softmax: Any) -> Any:
-    node = maker(softmax.inputs[0])
-    while node is not None and node.op in BETWEEN:
-        node = maker(node.inputs[0])
-    return node if node is not None and node.op == "MatMul" else None
-
-
-def _sizes(values: Any) -> tuple[int, int] | None:
-    """Heads, and the size of each, of [row, head, token, size]; None where they are not known."""
-    shape = values.shape
-    known = shape is not None and len(shape) == 4 and all(isinstance(shape[axis], int) and shape[axis] > 0 for axis in (1, 3))
-    return (shape[1], shape[3]) if known else None
-
-
-def _agree(one: Any, other: Any) -> bool:
-    """Whether two dimensions may be the same: numbers are, or names, but not those that shape inference makes up."""
-    unknown = any(not each or str(each).startswith("unk__") for each in (one, other))
-    return unknown or one == other
-
-
-def _entry(node: Any, place: int) -> tuple[Any, int]:
-    """Where heads come in: here, or before they are multiplied by a number."""
-    before = maker(node.inputs[place])
-    if before is not None and before.op == "Mul":
-        for own, other in ((0, 1), (1, 0)):
-            if number_of(before.inputs[other]) is not None:
-                return _entry(before, own)
-    return node, place
-
-
-def _part(heads: Any) -> Part | None:
-    tensor, orders, index = heads, [], None
-    while (node := maker(tensor)) is not None:
-        chosen = _chosen(node, tensor) if index is None else None
-        if node.op == "Transpose" and "perm" in node.attrs:
-            orders.append(tuple(node.attrs["perm"]))
-        elif chosen is not None:
-            index = chosen
-            orders.append(SELECTED)
-        elif node.op not in VIEWS:
-            break
-        tensor = node.inputs[0]
-    return None if index is None else Part(tensor, index, tuple(orders))
-
-
-def _chosen(node: Any, answer: Any) -> int | None:
-    """Which one along the first axis a node takes; None if it does something else."""
-    if node.op == "Split" and node.attrs.get("axis", 0) == 0 and len(node.outputs) == PARTS:
-        return int(next(index for index, each in enumerate(node.outputs) if each is answer))
-    if node.op == "Gather" and node.attrs.get("axis", 0) == 0:
-        return _single(node.inputs[1])
-    if node.op == "Slice" and len(node.inputs) > 3 and _single(node.inputs[3]) == 0:
-        begin, end = _single(node.inputs[1]), _single(node.inputs[2])
-        return begin if begin is not None and end == begin + 1 else None
-    return None
+    def _chosen(self, node: Any) -> list[tuple[int, Any]]:
+        """What a node takes along the first axis, with its number; empty if it does something else."""
+        pieces: list[tuple[int, Any]] = []
+        if node.op == "Split" and node.attrs.get("axis", 0) == 0 and len(node.outputs) == len(PARTS):
+            pieces = list(enumerate(node.outputs))
+        elif node.op == "Gather" and node.attrs.get("axis", 0) == 0 and (index := constant_of(node.inputs[1])) is not None and index.size == 1:
+            pieces = [(int(index.reshape(())) % len(PARTS), node.outputs[0])]
+            if index.ndim == 0:
+                return pieces
+        elif node.op == "Slice" and len(node.inputs) > 3:
+            begin, end, axis = (_single(each) for each in node.inputs[1:4])
+            if axis == 0 and begin is not None and end == begin + 1:
+                pieces = [(begin % len(PARTS), node.outputs[0])]
+        squeezed = [(index, self._followed(piece, "Squeeze")) for index, piece in pieces]
+        if any(not nodes or _axes(nodes[0]) != (0,) for _, nodes in squeezed):
+            return []
+        return [(index, nodes[0].outputs[0]) for index, nodes in squeezed]
 
 
 def _single(tensor: Any) -> int | None:
@@ -198,40 +219,33 @@ def _single(tensor: Any) -> int | None:
     return int(values.reshape(())) if values is not None and values.size == 1 else None
 
 
-def _common(parts: list[Part | None]) -> tuple[tuple[Order, ...], Linear | None]:
-    """The packed product that queries, keys and values are thirds of, and how the queries came out of it."""
-    queries, keys, values = parts
-    if queries is None or keys is None or values is None or not queries.packed is keys.packed is values.packed:
-        return (), None
-    alike = queries.orders == values.orders == KEYS.get(keys.orders) and (queries.index, keys.index, values.index) == (0, 1, 2)
-    others = len(queries.packed.outputs) > 1  # who would have it computed besides
-    return queries.orders, _linear(queries.packed) if alike and not others else None
+def _axes(squeeze: Any) -> Order | None:
+    axes = constant_of(squeeze.inputs[1]) if len(squeeze.inputs) > 1 else squeeze.attrs.get("axes")
+    return None if axes is None else tuple(int(axis) for axis in np.ravel(axes))
 
 
-def _linear(packed: Any) -> Linear | None:
-    """What a product is made of, and the bias that is added to it, if that is all."""
-    node, bias = maker(packed), None
-    if node is not None and node.op == "Add":
-        product, added = node.inputs if constant_of(node.inputs[0]) is None else node.inputs[::-1]
-        node, bias = maker(product), floats_of(added)
-        if bias is None:
-            return None
-    weight = floats_of(node.inputs[1]) if node is not None and node.op == "MatMul" else None
-    if weight is None or weight.ndim != 2 or (bias is not None and bias.shape != weight.shape[1:]):
-        return None
-    return Linear(node.inputs[0], node.inputs[1].name, weight, bias)
+def _shape(tensor: Any, rank: int) -> list[int | str | None]:
+    """The dimensions of a tensor, from what it is reshaped to where they are not known otherwise; None for one that is not known."""
+    known: list[int | str | None] = list(tensor.shape) if tensor.shape is not None and len(tensor.shape) == rank else [None] * rank
+    made = maker(tensor)
+    target = constant_of(made.inputs[1]) if made is not None and made.op == "Reshape" else None
+    if target is not None and target.size == rank:
+        known = [int(wanted) if wanted > 0 else dim for dim, wanted in zip(known, target, strict=True)]
+    return known
 
 
-def _swaps(node: Any) -> bool:
-    return node is not None and node.op == "Transpose" and tuple(node.attrs.get("perm", ())) == SWAPPED
+def _product_is(width: int, *sizes: int | str | None) -> list[int]:
+    """The sizes, where all are known and their product is `width`; else none."""
+    known = [size for size in sizes if isinstance(size, int)]
+    return known if len(known) == len(sizes) and np.prod(known) == width else []
 
 
-def _readers(tensor: Any, *operators: str) -> list[Any]:
-    """The nodes of these operators that read a tensor one after the other, each alone; empty if others do."""
-    nodes: list[Any] = []
-    for operator in operators:
-        node = only_reader(tensor, operator)
-        if node is None:
-            return []
-        nodes, tensor = [*nodes, node], node.outputs[0]
-    return nodes
+def _alike(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether rows and tokens are the same on both sides: where both are known, and so for one of them at least. Then the other is, too."""
+    pairs = [(one, other) for one, other in zip(some, others, strict=True) if _is_known(one) and _is_known(other)]
+    return bool(pairs) and all(one == other for one, other in pairs)
+
+
+def _is_known(dim: Any) -> bool:
+    """Names that shape inference makes up tell nothing."""
+    return bool(dim) and not str(dim).startswith("unk__")

@@ -26,14 +26,13 @@ def maker(tensor: Any) -> Any:
     return tensor.inputs[0] if tensor.inputs else None
 
 
-def only_reader(tensor: Any, operator: str) -> Any:
-    """The one node that reads a tensor, if it is of this operator; else None."""
-    readers = list(tensor.outputs)
-    return readers[0] if len(readers) == 1 and readers[0].op == operator else None
+def permutation(node: Any) -> tuple[int, ...]:
+    """The order of the axes that a node transposes to; empty of any other node, and where it does not say one."""
+    return tuple(node.attrs.get("perm", ())) if node is not None and node.op == "Transpose" else ()
 
 
 def constant(tensor: Any) -> Any:
-    """The initializer that a tensor is, or the value of the node that makes it; None where it is neither."""
+    """The initializer that a tensor is, or the tensor in the node `Constant` that makes it; None where it is neither."""
     import onnx_graphsurgeon as gs
 
     made = maker(tensor)
@@ -42,7 +41,7 @@ def constant(tensor: Any) -> Any:
 
 
 def constant_of(tensor: Any) -> np.ndarray | None:
-    """The array of a constant, however the exporter wrote it."""
+    """The array of a constant."""
     found = constant(tensor)
     return None if found is None else np.asarray(found.values)
 
