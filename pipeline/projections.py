@@ -78,11 +78,14 @@ class Unpacking:
 
     def _heads_by_rows(self, linear: Linear, index: int, part: Any) -> bool:
         """Where x is [row, token, in], swapped, and `part` only becomes heads: make these of what x was before. Whether they were made."""
-        nodes = self._followed(part, "Reshape", "Transpose", "Reshape")
-        order = HEADS.get(permutation(nodes[1])) if nodes else None
-        if order is None or permutation(maker(linear.x)) != SWAPPED:
+        turned: Order = (0, 1, 2)
+        nodes = self._followed(part, "Reshape")
+        while nodes and (turns := self._followed(nodes[-1].outputs[0], "Transpose")):
+            nodes, turned = turns, tuple(turned[axis] for axis in permutation(turns[0]))
+        order, heads = HEADS.get(turned), self._followed(nodes[-1].outputs[0], "Reshape") if nodes else []
+        if order is None or not heads or permutation(maker(linear.x)) != SWAPPED:
             return False
-        (answer,) = nodes[-1].outputs
+        (answer,) = heads[0].outputs
         shape = _shape(answer, 4)
         sizes = _product_is(linear.width, shape[1], shape[order.index(3)])
         if sizes:
