@@ -6,6 +6,7 @@ That number does not fit fp16, which would keep every Softmax in fp32 between tw
 then answers otherwise: the mean of all values before, attention to all of them after. With a mask of -inf such a row has an answer, and all stays.
 It also writes the mask out for every query, by an And with a column of nothing but true: 8 MB at 2,048 tokens, which each head would read again.
 TensorRT 10.6 then runs an encoder's attention in one kernel where it took several, or not at all: docs/tensorrt.md says how much that is worth.
+First of all queries, keys and values get products of their own, where one gave all three (projections.py).
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ ROWS: tuple[Row, ...] = (
         "vit_b32", "vit_b_16", image(32), VIT, 11, FP16_PEERS,
         {"fp16": 3.11, "int8": 2.76, "fp8": 4.85}, (_faster(1.2, *TORCH_BEST, ours=ANY),),
     ),
-    Row("swin_b8", "swin_t", image(8), MASKED, 6, ("graph fp16", "compile fp16")),
+    Row("swin_b8", "swin_t", image(8), ("fp16", "fp16 surgery", "int8", "int8 surgery"), 8, ("graph fp16", "compile fp16")),
     _encoder(
         "encoder_b1", 1, 128, True, ("fp16", "fp16 surgery", "int8", "int8 surgery", "int8 modelopt", "fp8"), 10,
         probe={"fp16": 0.439, "int8": 0.427, "fp8": 0.478}, goals=(_faster(1.9, "compile fp16", ours=ANY),),

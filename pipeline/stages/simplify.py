@@ -4,7 +4,8 @@ A simplifier may crash, hang, bake the batch of its example, or fold away what a
 
 Before it comes the user's own surgery, where the plan names one: `module:function`, called as `function(model)` with the whole
 `onnx.ModelProto`, returns the model with other nodes that compute the same through the same inputs and outputs. Then attention is written plainly
-(attention.py), where there is any; unlike the user's surgery, which was asked for, this is rolled back where it changes an answer.
+(attention.py), where there is any; unlike the user's surgery, which was asked for, this is rolled back where it changes an answer. It is tried again
+after simplification: TorchScript's exports know no shapes before, and compute their constants.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -44,7 +46,7 @@ STAGE = "simplify"
 TOLERANCE, HALF_TOLERANCE = 1e-4, 8e-3  # as compare_graphs takes it; the latter is what it allows outputs in fp16
 HALF = frozenset({onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
 FILE = "model.onnx"
-OPERATED, ATTENDED = "operated", "attended"  # folders of a model between surgery and simplification
+OPERATED, ATTENDED, AT_LAST = "operated", "attended", "at last"  # folders of a model around simplification
 FOLD_LIMIT_BYTES = 2**20  # larger results of Tile, Expand and the like are computed at run time
 GROWTH_LIMIT = 1.1  # file size after / before: folding that costs more is not worth its nodes
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
@@ -94,11 +96,15 @@ def simplify(
     if options.surgery:
         model = operate(model, profiles, options, options.surgery, samples, out / OPERATED, progress)
         notes += model.notes
-    if options.plain_attention and attentions(read_proto(model.path, weights=False).graph):
-        model = _with_plain_attention(model, profiles, options, samples, out / ATTENDED, progress)
+    attend = partial(_with_plain_attention, profiles=profiles, options=options, samples=samples, progress=progress)
+    wanted = options.plain_attention and attentions(read_proto(model.path, weights=False).graph)
+    if wanted:
+        model = attend(model, out=out / ATTENDED)
         notes += model.notes
     result = _simplified(model, profiles, options, samples, out, progress, simplifier) if options.enabled else _copy(model, out)
-    for folder in (out / OPERATED, out / ATTENDED):
+    if wanted and options.enabled and (plain := attend(result, out=out / AT_LAST)).path != result.path:  # what was computed is constant now
+        result = _copy(plain, out, *result.notes, *plain.notes).model_copy(update={"provisional": result.provisional or plain.provisional})
+    for folder in (out / OPERATED, out / ATTENDED, out / AT_LAST):
         shutil.rmtree(folder, ignore_errors=True)
     return result.model_copy(update={"notes": (*notes, *result.notes), "provisional": result.provisional or model.provisional})
 

@@ -14,7 +14,7 @@ from pipeline.errors import ChildKilled, DiskFull
 from pipeline.graph import onnx_model, operator_histogram
 from pipeline.stages import simplify as stage
 from pipeline.stages.simplify import simplify
-from tests.fixtures_attention import written_out
+from tests.fixtures_attention import packed, written_out
 
 ONLY = SimplifyConfig(enabled=False)
 
@@ -100,6 +100,27 @@ def test_16_bits_within_may_round_elsewhere_whatever_comes_out(tmp_path: Path, d
     model.graph.node.append(helper.make_node("Cast", ["half"], ["y"], to=TensorProto.FLOAT))
     model.graph.output[0].type.tensor_type.elem_type = TensorProto.FLOAT
     assert stage._attended_tolerance(model_of(tmp_path, model)) == tolerance
+
+
+def test_what_only_a_simplified_graph_shows_is_rewritten_after_simplification(tmp_path: Path, out: Path) -> None:
+    """TorchScript's exports know no shapes, and compute constants."""
+    proto = packed("rows")
+    del proto.graph.value_info[:]
+    for node in proto.graph.node:
+        if node.output[0] == "v5":
+            node.input[1] = "computed"
+    proto.graph.node.insert(0, helper.make_node("Neg", ["negated"], ["computed"]))
+    (apart,) = [tensor for tensor in proto.graph.initializer if tensor.name == "apart"]
+    apart.CopyFrom(onnx.numpy_helper.from_array(-onnx.numpy_helper.to_array(apart), "negated"))
+    profiles = (Profile.model_validate({"dims": {"N": [1, 2, 4]}}),)
+    for enabled, products in ((False, 3), (True, 5)):
+        folder = tmp_path / str(enabled)
+        folder.mkdir()
+        result = simplify(model_of(tmp_path, proto), profiles, SimplifyConfig(enabled=enabled), (), folder, silent)
+        assert operator_histogram(result.path)["MatMul"] == products
+        assert [file.name for file in folder.iterdir()] == ["model.onnx"]
+    assert [note.text.partition(" (")[0] for note in result.notes][1:] == ["attention is written plainly"]
+    assert " nodes became " in result.notes[0].text
 
 
 def test_a_model_that_is_plain_already_is_left_alone(tmp_path: Path, out: Path) -> None:
