@@ -18,7 +18,7 @@ import numpy as np
 import onnx
 
 from pipeline.projections import Unpacking
-from pipeline.wiring import chain, constant_of, exported, number_of
+from pipeline.wiring import chain, constant_of, exported, maker, number_of
 
 HIDDEN = -1e4  # added to a score, it makes e to that power 0 in every float type
 OURS = "plain_attention/"  # begins the names that are put in, so that they meet no others
@@ -138,7 +138,7 @@ def _factor(tensor: Any) -> tuple[Any, np.ndarray] | None:
     """What a tensor is before it is multiplied by one number, and the number."""
     import onnx_graphsurgeon as gs
 
-    node = tensor.inputs[0] if tensor.inputs else None
+    node = maker(tensor)
     if node is None or node.op != "Mul":
         return None
     for one, other in (node.inputs, node.inputs[::-1]):

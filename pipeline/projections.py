@@ -80,13 +80,13 @@ class Unpacking:
         """Where x is [row, token, in], swapped, and `part` only becomes heads: make these of what x was before. Whether they were made."""
         turned: Order = (0, 1, 2)
         nodes = self._followed(part, "Reshape")
-        while nodes and (turns := self._followed(nodes[-1].outputs[0], "Transpose")):
-            nodes, turned = turns, tuple(turned[axis] for axis in permutation(turns[0]))
-        order, heads = HEADS.get(turned), self._followed(nodes[-1].outputs[0], "Reshape") if nodes else []
-        if order is None or not heads or permutation(maker(linear.x)) != SWAPPED:
+        while nodes and (turns := self._followed(nodes[-1].outputs[0], "Transpose")) and (order := permutation(turns[0])):
+            nodes, turned = turns, tuple(turned[axis] for axis in order)
+        heads = self._followed(nodes[-1].outputs[0], "Reshape") if nodes else []
+        if turned not in HEADS or not heads or permutation(maker(linear.x)) != SWAPPED:
             return False
         (answer,) = heads[0].outputs
-        shape = _shape(answer, 4)
+        order, shape = HEADS[turned], _shape(answer, 4)
         sizes = _product_is(linear.width, shape[1], shape[order.index(3)])
         if sizes:
             self._heads(linear, index, maker(linear.x).inputs[0], sizes, order, answer)

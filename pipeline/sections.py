@@ -319,11 +319,11 @@ def _notes(report: Report) -> Section:
 
 
 def _grouped(notes: Iterable[tuple[str, str]]) -> tuple[str, ...]:
-    """Each text once, followed by the engines it was said of."""
+    """Each text once, followed by the engines it was said of; what was said of the graph itself was said of all."""
     subjects: dict[str, list[str]] = {}
     for subject, text in notes:
         subjects.setdefault(text, []).append(subject)
-    return tuple(text + (f" ({', '.join(dict.fromkeys(found))})" if any(found) else "") for text, found in subjects.items())
+    return tuple(text + (f" ({', '.join(dict.fromkeys(found))})" if all(found) else "") for text, found in subjects.items())
 
 
 def _percentile(samples: Samples, percent: float) -> str:

@@ -51,6 +51,14 @@ def test_tokens_that_come_first_stay_first() -> None:
     assert (found.count("MatMul"), found.count("Transpose"), found.count("Gather")) == (5, 5, 0)
 
 
+def test_a_transposition_that_does_not_say_its_order_is_no_error() -> None:
+    model = packed("tokens", keys="turned twice")
+    for node in model.graph.node:
+        if node.output[0] == "kt_":
+            del node.attribute[:]
+    assert plain_attention(copied(model)) is not None
+
+
 def test_a_product_without_a_bias_is_one_too() -> None:
     assert "Add" not in operators(unpacked(packed("rows", bias=False)))
 

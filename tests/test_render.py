@@ -20,7 +20,7 @@ from pipeline.outline import entries
 from pipeline.render import load_report, markdown, page, schema, write_report
 from pipeline.report import Report
 from pipeline.roofline import bound_of, with_bounds
-from pipeline.sections import sections
+from pipeline.sections import _grouped, sections
 from pipeline.terminal import candidate_table, console, first_rows, limits_table, print_limits, verdict_lines
 from pipeline.texts import bytes_text, date, number_text, time_text
 from tests.fixtures_report import EVIL, proven_report, sample_report
@@ -354,3 +354,8 @@ def test_rates_are_printed_also_where_no_peak_is_known(report: Report, capsys: p
 
 def test_a_report_without_verdicts_on_rows_has_no_such_section(report: Report) -> None:
     assert all(section.key != "limits" for section in sections(report))
+
+
+def test_a_note_of_the_graph_itself_names_no_engine() -> None:
+    notes = [("", "said of all"), ("openvino int8", "said of all"), ("openvino int8", "said of one"), ("openvino int8", "said of one")]
+    assert _grouped(notes) == ("said of all", "said of one (openvino int8)")

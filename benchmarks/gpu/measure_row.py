@@ -34,10 +34,10 @@ from pipeline.runner import Stage
 
 T = TypeVar("T")
 BARE = Stage("bare", timing_cache.FORMAT, build_bare, tensorrt_.DISTRIBUTIONS)
-PLAIN = "simplify.plain_attention=true"
+PLAIN_ATTENTION = "simplify.plain_attention=true"
 OVERRIDES = {
-    " surgery": (PLAIN,),
-    " folded": (PLAIN, "simplify.surgery=pipeline.folding:fold_strides"),
+    " surgery": (PLAIN_ATTENTION,),
+    " folded": (PLAIN_ATTENTION, "simplify.surgery=pipeline.folding:fold_strides"),
     " level 5": ("tensorrt.optimization_level=5",),
 }
 """What ways whose names end so change in the plan besides its candidate."""

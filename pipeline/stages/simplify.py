@@ -102,8 +102,8 @@ def simplify(
         model = attend(model, out=out / ATTENDED)
         notes += model.notes
     result = _simplified(model, profiles, options, samples, out, progress, simplifier) if options.enabled else _copy(model, out)
-    if wanted and options.enabled and (plain := attend(result, out=out / AT_LAST)).path != result.path:  # what was computed is constant now
-        result = _copy(plain, out, *result.notes, *plain.notes).model_copy(update={"provisional": result.provisional or plain.provisional})
+    if wanted and options.enabled and all(note.level == "info" for note in model.notes):  # what was computed is constant now
+        result = _taken_over(attend(result, out=out / AT_LAST), result, out)
     for folder in (out / OPERATED, out / ATTENDED, out / AT_LAST):
         shutil.rmtree(folder, ignore_errors=True)
     return result.model_copy(update={"notes": (*notes, *result.notes), "provisional": result.provisional or model.provisional})
@@ -228,6 +228,15 @@ def _with_plain_attention(
     shutil.rmtree(out, ignore_errors=True)
     text = f"attention stays as it was written{', and the next compile tries again' * may_pass}: {fault}"
     return model.model_copy(update={"notes": (Note(stage=STAGE, text=text),) if fault else (), "provisional": may_pass})
+
+
+def _taken_over(last: OnnxModel, result: OnnxModel, out: Path) -> OnnxModel:
+    """What the last try gave, under `out`; the result before it where that changed nothing, which the next compile tries again if it may pass."""
+    changed = last.path != result.path
+    if not changed and not last.provisional:
+        return result
+    notes, provisional = (*result.notes, *last.notes), result.provisional or last.provisional
+    return (_copy(last, out) if changed else result).model_copy(update={"notes": notes, "provisional": provisional})
 
 
 def _attend_file(masks: bool, source: Path, target: Path, progress: Progress) -> None:

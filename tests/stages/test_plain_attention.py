@@ -166,6 +166,26 @@ def test_an_old_model_is_written_in_a_form_that_needs_no_initializers_among_its_
     assert [each.value for each in after.metadata_props] == ["somebody"]
 
 
+def test_a_last_try_that_fails_for_now_leaves_the_simplified_model_to_be_made_again(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, tries = stage.call_in_child, []
+
+    def fail_at_last(function: Any, *arguments: Any, **named: Any) -> Any:
+        tries.append(named["name"])
+        if named["name"] == "plain attention" and tries.count("plain attention") == 2:
+            raise ChildKilled("it was killed", "try again")
+        return call(function, *arguments, **named)
+
+    monkeypatch.setattr(stage, "call_in_child", fail_at_last)
+    result = simplify(model_of(tmp_path, written_out()), (), SimplifyConfig(), (), out, silent)
+    assert [note.level for note in result.notes] == ["info", "info", "warning"]
+    assert result.notes[-1].text == "attention stays as it was written, and the next compile tries again: it was killed"
+    assert result.provisional
+    assert operator_histogram(result.path)["Softmax"] == 1
+    assert [file.name for file in out.iterdir()] == ["model.onnx"]
+
+
 @pytest.mark.parametrize("failure", [ChildKilled, DiskFull])
 def test_what_may_pass_is_tried_again_by_the_next_compile(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, failure: Any) -> None:
     def fail(*arguments: object, **named: object) -> None:
