@@ -1,7 +1,7 @@
 """What `simplify.plain_attention` does to the speed of engines on the CPU: each twice in one race, of the graph as exported and of the plain one.
 
-MiniLM with its real weights and dynamic shapes, and with random weights and fixed shapes a BERT-base, and a ViT-B/16 and a Swin-T, whose queries,
-keys and values come out of one product. On a GPU `gpu_models.py` has the same as ways that end in `surgery`.
+MiniLM with its real weights and dynamic shapes, by both of torch's exporters, and with random weights and fixed shapes a BERT-base, and a ViT-B/16
+and a Swin-T, whose queries, keys and values come out of one product. On a GPU `gpu_models.py` has the same as ways that end in `surgery`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from pipeline.stages.benchmark import benchmark
 from pipeline.store import Store
 
 MINILM = ROOT / "configs" / "minilm.yaml"
+TEXTS = tuple({"batch": batch, "sequence": tokens} for batch, tokens in ((8, 16), (4, 64), (1, 128)))
 SIZES: Mapping[str, tuple[dict[str, int], ...]] = {
-    "minilm": tuple({"batch": batch, "sequence": tokens} for batch, tokens in ((8, 16), (4, 64), (1, 128))),
+    "minilm": TEXTS,
+    "minilm torchscript": TEXTS,
     "encoder_b1": ({},),
     "encoder_512": ({},),
     "vit_b1": ({},),
     "swin_b8": ({},),
 }
-"""Rows of gpu/rows.py have one shape each."""
+"""By model, and its exporter where that is not torch.export. Rows of gpu/rows.py have one shape each."""
 SHAPES = {"encoder_b1": "1x128", "encoder_512": "1x512", "vit_b1": "1x3x224x224", "swin_b8": "8x3x224x224"}
 CANDIDATES = tuple({"backend": name, "precision": precision} for name in ("onnxruntime", "openvino") for precision in ("fp32", "int8"))
 LEAST = 0.95  # of the speed as exported, by the lower end of the interval
@@ -58,8 +60,10 @@ def main() -> None:
 
 
 def plan(name: str, override: str) -> Plan:
+    name, _, exporter = name.partition(" ")
+    overrides = (override, *([f"export.exporter={exporter}"] if exporter else []))
     row = row_named(name)
-    return plan_of(row, (override,)) if row else load_plan(MINILM, overrides=(override,))
+    return plan_of(row, overrides) if row else load_plan(MINILM, overrides=overrides)
 
 
 def engines_of(of: Plan) -> tuple[OnnxModel, list[Engine]]:

@@ -1,10 +1,9 @@
 """Attention as fused kernels know it: one transposition of the keys, one scale after their product, a mask of one row, Softmax, product.
 
-torch.export writes scaled_dot_product_attention out with the root of the scale on both sides, the keys through three dimensions, and a Where
-against rows without any token (NaN). With a mask that adds the smallest finite number there are none, and the other two are the same numbers.
-That number does not fit fp16, which would keep every Softmax in fp32 between two casts; a smaller one hides as well. Only a row without any token
-then answers otherwise: the mean of all values before, attention to all of them after. With a mask of -inf such a row has an answer, and all stays.
-It also writes the mask out for every query, by an And with a column of nothing but true: 8 MB at 2,048 tokens, which each head would read again.
+Exporters write scaled_dot_product_attention out with the root of the scale on both sides, the keys through three dimensions, a Where against rows
+without any token (NaN), and a mask that fp16 cannot hold or that is written out for every query: 8 MB at 2,048 tokens, which each head would read
+again. Without the Where the same numbers come, as masks.py writes the mask; only with one that adds the smallest finite number does a row without
+any token answer otherwise: the mean of all values before, attention to all of them after.
 TensorRT 10.6 then runs an encoder's attention in one kernel where it took several, or not at all: docs/tensorrt.md says how much that is worth.
 First of all queries, keys and values get products of their own, where one gave all three (projections.py).
 """
@@ -17,11 +16,11 @@ from typing import Any
 import numpy as np
 import onnx
 
+from pipeline.masks import Masks
 from pipeline.projections import Unpacking
-from pipeline.wiring import chain, constant_of, exported, maker, number_of
+from pipeline.wiring import OURS, chain, exported, maker, number_of
 
-HIDDEN = -1e4  # added to a score, it makes e to that power 0 in every float type
-OURS = "plain_attention/"  # begins the names that are put in, so that they meet no others
+SCORED = ((), ("Mul",), ("Add",), ("Add", "Mul"))  # from Softmax back to the product: a mask, a scale
 BETWEEN = frozenset({"Where", "Cast", "Identity", "Dropout", "QuantizeLinear", "DequantizeLinear"})  # Softmax and the product with the values
 
 
@@ -43,25 +42,21 @@ def attentions(graph: onnx.GraphProto) -> tuple[str, ...]:
 def plain_attention(model: onnx.ModelProto, masks: bool = True) -> onnx.ModelProto | None:
     """The model with every written-out attention in its plain form; None where none is written out. What does not look like it stays as it is.
 
-    Without `masks` no number that hides is changed and no guard against NaN is left out: rows without any token, too, answer as before.
+    Without new `masks` no number that hides is changed and no guard against NaN is left out.
     """
     import onnx_graphsurgeon as gs
 
     graph = gs.import_onnx(model)
     before = _wiring(graph)
     Unpacking(graph).run()
+    written = Masks(graph, hide=masks)
     for softmax in [node for node in graph.nodes if node.op == "Softmax"]:
-        made = chain(softmax.inputs[0], "MatMul") or chain(softmax.inputs[0], "Add", "MatMul")
-        added = [add.inputs[1] for add in made[:-1]]
-        for mask in added:
-            alike_for_all_queries(mask)
-            if masks:
-                in_reach_of_fp16(mask)
-        if made:
-            scaled_after(graph, made[-1])
-            transposed_once(made[-1])
-            if masks and all(map(is_finite, added)):
-                without_nan(softmax)
+        made = next(filter(None, (chain(softmax.inputs[0], *between, "MatMul") for between in SCORED)), [])
+        if any(node.op == "Mul" and number_of(node.inputs[1]) is None for node in made) or not made:
+            continue
+        scaled_after(graph, made[-1])
+        transposed_once(made[-1])
+        written.write(softmax, made[-1], made[0] if made[0].op == "Add" else None)
     if _wiring(graph) == before:
         return None
     return exported(graph, model)
@@ -69,52 +64,6 @@ def plain_attention(model: onnx.ModelProto, masks: bool = True) -> onnx.ModelPro
 
 def _wiring(graph: Any) -> list[tuple[str, list[str], list[str]]]:
     return [(node.op, [tensor.name for tensor in node.inputs], [tensor.name for tensor in node.outputs]) for node in graph.nodes]
-
-
-def is_finite(mask: Any) -> bool:
-    """Whether a mask is a choice of two finite numbers: then no row of scores is all -inf, of which Softmax makes NaN."""
-    values = [constant_of(each) for choice in chain(mask, "Where") for each in choice.inputs[1:]]
-    return bool(values) and all(value is not None and np.isfinite(value).all() for value in values)
-
-
-def without_nan(softmax: Any) -> None:
-    """Softmax -> IsNaN -> Where(it, 0, Softmax): the Softmax alone."""
-    (answer,) = softmax.outputs
-    for test in [node for node in answer.outputs if node.op == "IsNaN"]:
-        for choice in [node for node in test.outputs[0].outputs if node.op == "Where" and node.inputs[2] is answer]:
-            for reader in list(choice.outputs[0].outputs):
-                reader.inputs[reader.inputs.index(choice.outputs[0])] = answer
-
-
-def alike_for_all_queries(mask: Any) -> None:
-    """Where(And(column, row), two numbers) of a column of nothing but true: Where(row, the same), which the Add repeats."""
-    made = chain(mask, "Where", "And")
-    if not made:
-        return
-    choice, both = made
-    values = [constant_of(each) for each in choice.inputs[1:]]
-    if any(value is None or value.size > 1 for value in values):
-        return
-    for column, row in (both.inputs, both.inputs[::-1]):
-        value = constant_of(column)
-        if value is not None and value.all() and row.shape and len(row.shape) >= value.ndim:
-            choice.inputs[0] = row
-            choice.outputs[0].shape = row.shape if choice.outputs[0].shape else None
-
-
-def in_reach_of_fp16(mask: Any) -> None:
-    """A mask that adds the smallest number of fp32 adds HIDDEN instead: fp16 holds it, so that scores and Softmax need not stay in fp32.
-
-    It holds -inf too, which stays, as does a mask in bf16, which numpy does not know.
-    """
-    import onnx_graphsurgeon as gs
-
-    for choice in chain(mask, "Where"):
-        for place in (1, 2):
-            number = number_of(choice.inputs[place])
-            if number is not None and -np.inf < float(number) < HIDDEN:
-                hidden = np.full_like(constant_of(choice.inputs[place]), HIDDEN)
-                choice.inputs[place] = gs.Constant(f"{OURS}{choice.outputs[0].name}/hidden_{place}", hidden)
 
 
 def scaled_after(graph: Any, scores: Any) -> None:

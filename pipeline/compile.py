@@ -43,7 +43,7 @@ from pipeline.stages.simplify import simplify
 from pipeline.stages.validate import check_outputs
 
 EXPORT = Stage("export", 2, export, ("torch", "onnx", "onnxscript", "onnxruntime"))
-SIMPLIFY = Stage("simplify", 4, simplify, ("onnx", "onnxsim", "onnx-graphsurgeon", "onnxruntime"), lasts=lambda model: not model.provisional)
+SIMPLIFY = Stage("simplify", 5, simplify, ("onnx", "onnxsim", "onnx-graphsurgeon", "onnxruntime"), lasts=lambda model: not model.provisional)
 BASELINE = Stage("baseline", 2, pytorch_.build_baseline, pytorch_.DISTRIBUTIONS)
 BENCHMARK = Stage("benchmark", 3, benchmark, lasts=lambda found: not found.provisional)
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 
+OURS = "plain_attention/"  # begins the names that are put in, so that they meet no others
 SEPARATE = 4  # the first IR version whose initializers need not be inputs, which GraphSurgeon leaves out
 
 
