@@ -56,8 +56,9 @@ Peak memory of a process that calibrates ResNet-50 on generated 224x224 images. 
     "plain_attention": """## Plain attention on the CPU
 Engines of the graph as it was exported, and with attention written plainly (`simplify.plain_attention`, the default), in one race: MiniLM with its
 real weights and dynamic shapes, as torch.export and as TorchScript exports it, BERT-base, ViT-B/16 and Swin-T with random weights. `ratio` is how
-many times as fast: the mean over pairs of processes, with its 95 % interval. On a GPU: `surgery` in the rows `encoder_…`,
-`vit_…`, `swin_b8` and `flexibility_encoder` [below](#against-tensorrt-used-barely-and-against-pytorch-on-one-h200).""",
+many times as fast: the mean over pairs of processes, with its 95 % interval. TorchScript's masks of -inf lose a guard over all scores and get a
+factor behind each product, which is the larger of the two where texts have fewer tokens than a head has channels. On a GPU: `surgery` in the rows
+`encoder_…`, `vit_…`, `swin_b8` and `flexibility_encoder` [below](#against-tensorrt-used-barely-and-against-pytorch-on-one-h200).""",
     "service_memory": """## Memory of the service
 `crucible serve`, and all processes of a job together, pages that they share counted once. The models are layers of matrix products, tried
 on every backend of this host, without data.""",
