@@ -155,14 +155,14 @@ def operate(
     after = onnx_model(out, FILE, model.precision)
     if fault := changed_interface(model, after) or compare_graphs(model.path, after.path, feeds_of(model, profiles, samples), _tolerance(model)):
         raise ModelError(f"surgery by '{surgery}' changed the model: {fault}", "correct the function, or leave `simplify.surgery` out")
-    text = f"surgery by '{surgery}' changed {_changes(model, after)}, and the model still computes the same"
+    text = f"surgery by '{surgery}' changed {_changes(model, after) or 'no operator'}, and the model still computes the same"
     return after.model_copy(update={"notes": (Note(stage=STAGE, text=text, level="info"),)})
 
 
 def _changes(before: OnnxModel, after: OnnxModel) -> str:
     nodes = Counter(operator_histogram(after.path))
     nodes.subtract(operator_histogram(before.path))
-    return ", ".join(f"{operator} {count:+d}" for operator, count in nodes.items() if count) or "no operator"
+    return ", ".join(f"{operator} {count:+d}" for operator, count in nodes.items() if count)
 
 
 def _operate_file(surgery: str, python_path: Path, source: Path, target: Path, progress: Progress) -> None:
@@ -221,7 +221,8 @@ def _with_plain_attention(
             break
         if not difference:
             but = f", but for its masks and what they hide: with new ones {fault}" if fault else ""
-            text = f"attention is written plainly ({_changes(model, after)}) and computes the same{but}"
+            changes = _changes(model, after)
+            text = f"attention is written plainly{f' ({changes})' * bool(changes)} and computes the same{but}"
             return after.model_copy(update={"notes": (Note(stage=STAGE, text=text, level="info"),)})
         fault = fault or difference
         shutil.rmtree(out)
