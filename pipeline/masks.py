@@ -76,10 +76,14 @@ class Masks:
         """
         import onnx_graphsurgeon as gs
 
+        for choice in chain(mask, "Where"):
+            for place in (1, 2):
+                number = number_of(choice.inputs[place])
+                if number is not None and -np.inf < float(number) < HIDDEN:
+                    hidden = np.full_like(constant_of(choice.inputs[place]), HIDDEN)
+                    choice.inputs[place] = gs.Constant(f"{OURS}{mask.name}/hidden_{place}", hidden)
         values = floats_of(mask)
-        if values is None:
-            in_reach_of_fp16(mask)
-        elif values.size and (values < HIDDEN).any() and (values > HIDDEN / 2).any(-1).all():
+        if values is not None and values.size and (values < HIDDEN).any() and (values > HIDDEN / 2).any(-1).all():
             clipped = gs.Constant(f"{OURS}{mask.name}/hidden", np.maximum(values, values.dtype.type(HIDDEN)))
             return self._clipped.setdefault(mask.name, clipped)
         return mask
@@ -177,18 +181,6 @@ def is_true(tensor: Any) -> bool:
         return False
     start, step = (constant_of(positions.inputs[place]) for place in (0, 2))
     return start is not None and step is not None and bool((least <= start).all() and (step > 0).all())
-
-
-def in_reach_of_fp16(mask: Any) -> None:
-    """Of Where, in place."""
-    import onnx_graphsurgeon as gs
-
-    for choice in chain(mask, "Where"):
-        for place in (1, 2):
-            number = number_of(choice.inputs[place])
-            if number is not None and -np.inf < float(number) < HIDDEN:
-                hidden = np.full_like(constant_of(choice.inputs[place]), HIDDEN)
-                choice.inputs[place] = gs.Constant(f"{OURS}{choice.outputs[0].name}/hidden_{place}", hidden)
 
 
 def guards(softmax: Any) -> list[Any]:

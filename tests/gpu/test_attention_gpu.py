@@ -9,6 +9,7 @@ import pytest
 
 from pipeline.compile import compile_plan
 from pipeline.config import plan_from_document
+from pipeline.precision import fusions
 from pipeline.report import Report
 from pipeline.runner import Runner
 from pipeline.store import Store
@@ -77,7 +78,7 @@ def test_attention_of_torchscript_is_in_one_kernel(report: Report, precision: st
     (candidate,) = [each for each in report.candidates if precision in each.label]
     assert candidate.engine is not None, candidate.reason
     assert candidate.layers is not None
-    assert not [note.text for note in candidate.notes if note.text.startswith("attention is in one kernel in ")]
+    assert f"attention (MatMul, Softmax, MatMul) in one kernel: {LAYERS} of {LAYERS}" in fusions(candidate.layers)
 
 
 def test_fp16_answers_as_pytorch_does(report: Report) -> None:
