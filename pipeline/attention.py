@@ -52,7 +52,7 @@ def plain_attention(model: onnx.ModelProto, masks: bool = True) -> onnx.ModelPro
     written = Masks(graph, hide=masks)
     for softmax in [node for node in graph.nodes if node.op == "Softmax"]:
         made = next(filter(None, (chain(softmax.inputs[0], *between, "MatMul") for between in SCORED)), [])
-        if any(node.op == "Mul" and number_of(node.inputs[1]) is None for node in made) or not made:
+        if not made or any(node.op == "Mul" and number_of(node.inputs[1]) is None for node in made):
             continue
         scaled_after(graph, made[-1])
         transposed_once(made[-1])
