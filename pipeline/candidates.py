@@ -15,7 +15,7 @@ from pipeline.backends.openvino_nncf import compress_with_nncf, quantize_with_nn
 from pipeline.backends.ort_weights import compress_with_onnxruntime
 from pipeline.backends.torch_qat import quantises
 from pipeline.backends.trt_calibrator import calibrate_with_tensorrt
-from pipeline.backends.trt_library import BINDINGS
+from pipeline.backends.trt_library import BINDINGS, release_warnings
 from pipeline.backends.trt_modelopt import quantize_with_modelopt
 from pipeline.casts import flatten
 from pipeline.config import GeneratedData
@@ -106,7 +106,13 @@ def recipes_of(job: Job, exported: bool = True) -> tuple[tuple[Recipe, ...], tup
     found = (recipes_from_candidate(each, targets[each.backend], job.plan, calibrated, job.given) for each in candidates)
     recipes = distinct(chain.from_iterable(found))
     check_any(recipes, targets)
-    return recipes, (*notes, *unused_notes(job))
+    return recipes, (*notes, *release_notes(targets), *unused_notes(job))
+
+
+def release_notes(targets: Mapping[str, Target]) -> tuple[Note, ...]:
+    """What was reported of the installed TensorRT's answers. Not kept with engines: an old one would lack a new report."""
+    version = targets["tensorrt"].version if "tensorrt" in targets else ""
+    return tuple(Note(stage="build", text=text) for text in release_warnings(version))
 
 
 def check_any(recipes: Sequence[Recipe], targets: Mapping[str, Target]) -> None:

@@ -23,7 +23,7 @@ import typer
 from rich.markup import escape
 from typer.exceptions import TyperException
 
-from pipeline import config, deliver, terminal
+from pipeline import config, deliver, distribution, terminal
 from pipeline.core import Engine
 from pipeline.errors import CrucibleError, PlanError
 from pipeline.faults import crucible_error
@@ -44,6 +44,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(distribution.version_line())
+        raise typer.Exit
+
+
+VersionOption = Annotated[
+    bool,
+    typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end."),
+]
+
+
+@app.callback()
+def options(version: VersionOption = False) -> None:
+    """Take the options that belong to no command."""
 
 
 @app.command(name="compile")

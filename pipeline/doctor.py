@@ -23,7 +23,7 @@ from pipeline.recipes import BF16_FLAGS, VNNI_FLAGS
 from pipeline.speed import peaks_text
 
 LOW_DISK_BYTES = 5 * 2**30  # a ResNet-50 compile with its candidates leaves about 1 GB
-TYPICAL_TENSORRT = ("10.13", "11.0")  # what the GPU's generation allows is told of these where none is installed
+TYPICAL_TENSORRT = ("10.10", "11.4")  # what the GPU's generation allows is told of these where none is installed
 NO_LEAN = "version compatibility needs the lean runtime (pip install tensorrt-lean)"
 
 
@@ -76,6 +76,7 @@ class Doctor(Frozen):
     store: Path
     store_free_bytes: int
     problems: tuple[str, ...]
+    warnings: tuple[str, ...] = ()  # what was reported of the installed versions
 
 
 def examine(store: Path) -> Doctor:
@@ -93,6 +94,7 @@ def examine(store: Path) -> Doctor:
         store=store,
         store_free_bytes=free,
         problems=tuple(find_problems(onnxruntimes, store, free)),
+        warnings=trt_library.release_warnings(installed_tensorrt()),
     )
 
 
@@ -111,6 +113,7 @@ def lines(found: Doctor) -> tuple[str, ...]:
         ("packages", ", ".join(f"{name} {version}" for name, version in host.packages.items())),
         ("store", f"{found.store} ({found.store_free_bytes / 2**30:.1f} GiB free)"),
         *chain.from_iterable(_backend_lines(check) for check in found.backends),
+        *(("WARNING", text) for text in found.warnings),
         *(("PROBLEM", text) for text in found.problems),
     ]
     width = max(len(label) for label, _ in table)
@@ -175,11 +178,16 @@ def _builds(backend: Backend, name: str, precision: Precision, target: Target) -
 
 def check_gpus(gpus: Gpus) -> tuple[GpuCheck, ...]:
     """Every GPU with its peaks and the table of what TensorRT can do on it; needs no TensorRT."""
-    try:
-        installed = trt_library.version()
-    except BackendUnavailable:
-        installed = ""
+    installed = installed_tensorrt()
     return tuple(GpuCheck(gpu=gpu, peaks=peaks(gpu), tensorrt=feature_tables(gpu.compute_capability, installed)) for gpu in gpus.devices)
+
+
+def installed_tensorrt() -> str:
+    """The version of TensorRT that is installed here, or ""."""
+    try:
+        return trt_library.version()
+    except BackendUnavailable:
+        return ""
 
 
 def feature_tables(capability: str, installed: str) -> tuple[FeatureTable, ...]:

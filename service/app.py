@@ -15,8 +15,8 @@ from starlette.middleware import Middleware
 from starlette.routing import Match
 from starlette.types import Scope
 
+from pipeline import distribution
 from pipeline.errors import CrucibleError
-from pipeline.runner import installed
 from service.answers import answer_error
 from service.errors import MethodNotAllowed
 from service.folders import Folders
@@ -74,7 +74,7 @@ def create_app(
     app = FastAPI(
         title="Crucible",
         description=ABOUT,
-        version=installed("crucible"),
+        version=distribution.version(),
         lifespan=lifespan,
         docs_url=None,  # FastAPI's pages load scripts from elsewhere; routers/docs.py needs nothing
         redoc_url=None,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipeline.config import METRICS
+from pipeline.distribution import install_command
 from service.errors import Unprocessable
 
 ARCHITECTURES = ("resnet18", "resnet50", "mobilenet_v2", "mobilenet_v3_large", "efficientnet_b0", "convnext_tiny", "vit_b_16")
@@ -27,9 +28,9 @@ def entrypoint_of(name: str, classes: int) -> str:
     if not 0 < classes <= MOST_CLASSES:
         raise Unprocessable(f"classes: {classes}, expected 1 to {MOST_CLASSES}", "give the number of outputs that the weights were trained with")
     if missing := [package for package in ("torch", "torchvision", "safetensors") if importlib.util.find_spec(package) is None]:
-        raise Unprocessable(
-            f"architectures need {', '.join(missing)}, which this service was installed without", "send ONNX, or have `crucible[torch]` installed"
-        )
+        lack = f"architectures need {', '.join(missing)}, which this service was installed without"
+        command = install_command("torch")
+        raise Unprocessable(lack, f"send ONNX, or install the extra on the server: {command}")
     return f"service.architectures:{name}_of_{classes}"
 
 

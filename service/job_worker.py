@@ -17,6 +17,7 @@ from io import BufferedRWPair
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline import distribution
 from pipeline.core import Note, Progress, silent
 from pipeline.errors import BackendUnavailable, InternalError
 from pipeline.faults import crucible_error
@@ -188,7 +189,7 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
     stages = [value for module in (compile, candidates) for value in vars(module).values() if isinstance(value, Stage)]
     stages += [*candidates.QUANTIZERS.values(), *candidates.WEIGHT_QUANTIZERS.values()]
     versions = sorted({(stage.name, stage.function.__qualname__, stage.version) for stage in stages})
-    tools = {tool: installed(tool) for stage in stages for tool in stage.tools} | {"crucible": installed("crucible")}
+    tools = {tool: installed(tool) for stage in stages for tool in stage.tools} | {"crucible": distribution.version()}
     devices = {"cpu": environment().cpu, **{f"gpu:{number}": gpu.name for number, gpu in enumerate(find_gpus().devices)}}
     facts = json.dumps([devices, targets, versions, tools], sort_keys=True)
     return HostIdentity(devices=devices, digest=hashlib.sha256(facts.encode()).hexdigest())

@@ -9,8 +9,9 @@ from fastapi.telemetry import TelemetryConfig
 from opentelemetry.trace import NoOpTracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from pipeline import distribution
+from pipeline.distribution import install_command
 from pipeline.errors import BackendUnavailable
-from pipeline.runner import installed
 from service.jobs import Job, JobEvent, StageSeen
 from service.settings import Settings
 
@@ -31,7 +32,7 @@ def provider_from(settings: Settings) -> TracerProvider | None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         said = f"otel_endpoint is set, and traces need a library that is not installed: {error}"
-        raise BackendUnavailable(said, "pip install 'crucible[otel]', or unset CRUCIBLE_SERVICE_OTEL_ENDPOINT") from error
+        raise BackendUnavailable(said, f"{install_command('otel')}, or unset CRUCIBLE_SERVICE_OTEL_ENDPOINT") from error
     address = settings.otel_endpoint.rstrip("/")
     exporter = OTLPSpanExporter(endpoint=address if address.endswith(PATH) else address + PATH, timeout=SEND_S)
     return tracing_to(BatchSpanProcessor(exporter))
@@ -42,7 +43,7 @@ def tracing_to(processor: SpanProcessor) -> TracerProvider:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
 
-    provider = TracerProvider(resource=Resource.create({"service.name": "crucible", "service.version": installed("crucible")}))
+    provider = TracerProvider(resource=Resource.create({"service.name": "crucible", "service.version": distribution.version()}))
     provider.add_span_processor(processor)
     return provider
 

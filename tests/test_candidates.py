@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.candidates import check_candidates, prepare, recipes_of, stopped, with_layers
+from pipeline.candidates import check_candidates, prepare, recipes_of, release_notes, stopped, with_layers
 from pipeline.config import load_plan
-from pipeline.core import Precision, Recipe
+from pipeline.core import Precision, Recipe, Target
 from pipeline.errors import InternalError, UnsupportedError
 from pipeline.graph import onnx_model
 from pipeline.job import Job, open_job
@@ -53,6 +53,14 @@ def test_what_this_host_cannot_do_is_refused_and_the_others_go_on(tmp_path: Path
 def test_a_plan_of_which_nothing_can_be_done_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="would only pretend to run bf16"):
         check_candidates(opened(tmp_path, "bf16", "fp16"))
+
+
+def test_the_report_warns_of_a_tensorrt_with_reported_wrong_answers() -> None:
+    target = Target(backend="tensorrt", version="11.1.0.106", device="NVIDIA H200", compute_capability="9.0")
+    (note,) = release_notes({"tensorrt": target})
+    assert (note.level, "NVIDIA/TensorRT#4853" in note.text) == ("warning", True)
+    ours = target.model_copy(update={"version": "10.6.0"})
+    assert release_notes({"tensorrt": ours}) == release_notes({}) == ()
 
 
 @pytest.mark.parametrize(

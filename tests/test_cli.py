@@ -247,7 +247,7 @@ def test_an_onnx_file_alone_compiles_to_unproven(tmp_path: Path) -> None:
         ({"data": {"selection": "model.onnx"}}, "npz"),
         ({"candidates": [{"backend": "onnxruntime", "precision": "fp16"}]}, "fp16"),
         ({"candidates": [{"backend": "onnxrutnime", "precision": "fp32"}]}, "onnxruntime"),
-        ({"candidates": [{"backend": "tensorrt", "precision": "fp16"}]}, "crucible[tensorrt]"),
+        ({"candidates": [{"backend": "tensorrt", "precision": "fp16"}]}, ".[tensorrt]"),
         ({"candidates": [{"backend": "onnxruntime", "precision": "int8"}], "data": {}}, "needs calibration data"),
         ({"accuracy": {"metric": "top9"}}, "top9"),
         ({"benchmark": {"sizes": [{"batch": 99}]}}, "batch"),

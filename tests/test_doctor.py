@@ -46,7 +46,7 @@ def test_examine_tells_of_every_backend(tmp_path: Path) -> None:
 def test_lines_show_host_backends_and_problems(tmp_path: Path) -> None:
     checks = (
         doctor.BackendCheck(name="openvino", version="2026.4", builds=(Precision.FP32, Precision.INT8), runs=True),
-        doctor.BackendCheck(name="tensorrt", reason="no NVIDIA driver", install="pip install 'crucible[tensorrt]'"),
+        doctor.BackendCheck(name="tensorrt", reason="no NVIDIA driver", install="pip install it"),
     )
     found = doctor.examine(tmp_path).model_copy(
         update={"backends": checks, "gpus": (), "no_gpu": "no NVIDIA driver", "problems": ("the disk is full",)}
@@ -54,7 +54,7 @@ def test_lines_show_host_backends_and_problems(tmp_path: Path) -> None:
     text = "\n".join(doctor.lines(found))
     assert re.search(r"^GPU +none: no NVIDIA driver$", text, re.MULTILINE)
     assert re.search(r"^openvino +2026.4: builds fp32, int8; runs here$", text, re.MULTILINE)
-    assert re.search(r"^tensorrt +not available: no NVIDIA driver\n +-> pip install 'crucible\[tensorrt\]'$", text, re.MULTILINE)
+    assert re.search(r"^tensorrt +not available: no NVIDIA driver\n +-> pip install it$", text, re.MULTILINE)
     assert re.search(r"^PROBLEM +the disk is full$", text, re.MULTILINE)
 
 
@@ -73,8 +73,20 @@ def test_every_kind_of_gpu_shows_its_peaks_and_what_tensorrt_can_do(tmp_path: Pa
     assert re.search(r"^ +TensorRT 10\.6\.0: fp32, tf32, fp16, bf16, int8 \(Q/DQ in the graph\), int8 implicit", text, re.MULTILINE)
     assert re.search(r"^GPU +Tesla T4 \(compute capability 7\.5, driver 580\.159\)$", text, re.MULTILINE)
     assert "arithmetic not known for this GPU; memory not known" in text
-    assert re.search(r"^ +TensorRT 11\.0, if it were installed: fp32, fp16, int8", text, re.MULTILINE)
+    assert re.search(r"^ +TensorRT 11\.4, if it were installed: fp32, fp16, int8", text, re.MULTILINE)
     assert re.search(r"^ +not: bf16 needs a GPU of compute capability 8\.0 or later, this one has 7\.5$", text, re.MULTILINE)
+
+
+def test_a_tensorrt_with_reported_wrong_answers_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.trt_library, "version", lambda: "10.13.3.9")
+    found = doctor.examine(tmp_path)
+    (warning,) = found.warnings
+    assert re.search(rf"^WARNING +{re.escape(warning)}$", "\n".join(doctor.lines(found)), re.MULTILINE)
+    assert "#4813" in warning
+
+
+def test_no_table_is_of_a_tensorrt_with_reported_wrong_answers() -> None:
+    assert [doctor.trt_library.release_warnings(version) for version in doctor.TYPICAL_TENSORRT] == [(), ()]
 
 
 def test_rtx_builds_here_and_runs_elsewhere() -> None:

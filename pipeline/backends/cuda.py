@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.backends.checks import closed
+from pipeline.distribution import install_command
 from pipeline.errors import BackendUnavailable, CrucibleError, DataError, HostError, UnsupportedError
 
-INSTALL = "pip install 'crucible[tensorrt]'"
+INSTALL = install_command("tensorrt")
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 STICKY = range(700, 720)  # cudaErrorIllegalAddress to cudaErrorLaunchFailure and their like: every later call in the process fails too
 LEAST_BYTES = 256  # an empty tensor has an address too

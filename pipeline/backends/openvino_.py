@@ -38,6 +38,7 @@ from pipeline.backends.checks import (
 from pipeline.backends.nodes import REMEDY, refused_nodes
 from pipeline.backends.openvino_nncf import quantize_with_nncf as quantize_with_nncf
 from pipeline.core import BuildOptions, Engine, Note, OnnxModel, Precision, Progress, Recipe, Refusal, Target, Tensors, TensorSpec, silent
+from pipeline.distribution import install_command
 from pipeline.errors import BackendUnavailable, DataError, ModelError, UnsupportedError
 from pipeline.graph import file_size
 from pipeline.layers import LayerTable
@@ -45,7 +46,7 @@ from pipeline.measure import cpu_flags, cpu_name, usable_cores
 
 PRECISIONS = frozenset({Precision.FP32, Precision.FP16, Precision.BF16, Precision.INT8, Precision.INT4})
 DISTRIBUTIONS: tuple[str, ...] = ("openvino",)
-INSTALL = "pip install 'crucible[openvino]'"
+INSTALL = install_command("openvino")
 FILE = "model.xml"
 
 NEEDED_FLAGS = {Precision.BF16: {"avx512_bf16", "amx_bf16"}, Precision.FP16: {"avx512_fp16", "amx_fp16"}}

@@ -19,6 +19,7 @@ from pipeline.casts import QDQ_OPSET, flatten, raise_opset
 from pipeline.config import CalibrationConfig
 from pipeline.core import BuildOptions, Note, OnnxModel, Precision, Progress, Recipe, Tensors, silent
 from pipeline.data import CalibrationSet
+from pipeline.distribution import install_command
 from pipeline.errors import ModelError, UnsupportedError
 from pipeline.graph import changed_interface, kept_nodes, onnx_model, operator_histogram, read_proto, with_same_interface, write_proto
 
@@ -54,7 +55,7 @@ def quantize_with_nncf(
     progress: Progress = silent,
 ) -> OnnxModel:
     """The int8 graph as out/model.onnx, with the interface of `model`. NNCF chooses ranges and placement; `recipe.keep_fp32` is kept out."""
-    installed_version("nncf", "pip install 'crucible[openvino]'")
+    installed_version("nncf", install_command("openvino"))
     with torch_hidden():
         return _quantize(model, samples, recipe, options, out, progress)
 
@@ -108,7 +109,7 @@ def compress_with_nncf(model: OnnxModel, recipe: Recipe, out: Path, progress: Pr
 
     NNCF's rules: int8 has one scale per output channel; in int4 embeddings and the last layer have 8 bits, and what no block divides none.
     """
-    installed_version("nncf", "pip install 'crucible[openvino]'")
+    installed_version("nncf", install_command("openvino"))
     with torch_hidden():
         return _compress(model, recipe, out, progress)
 

@@ -16,6 +16,7 @@ from pipeline.backends.trt_build import add_profiles, serialize, warnings_of, wi
 from pipeline.backends.trt_messages import listening
 from pipeline.backends.trt_parser import Parsed, parse, refusals
 from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Progress, Recipe, Refusal, Target, silent
+from pipeline.distribution import install_command
 from pipeline.errors import BackendUnavailable, UnsupportedError
 from pipeline.gpu import Gpus, find_gpus
 
@@ -92,7 +93,7 @@ def why_not_run(capability: str | None, gpus: Gpus) -> str:
 
 
 def _version() -> str:
-    return installed_version("tensorrt-rtx", "pip install 'crucible[rtx]'")
+    return installed_version("tensorrt-rtx", install_command("rtx"))
 
 
 def _library() -> Any:

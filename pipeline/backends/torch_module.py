@@ -17,6 +17,7 @@ from pipeline.backends.checks import installed_version
 from pipeline.backends.cuda import OutOfDeviceMemory
 from pipeline.backends.torch_qat import freeze_fake_quantizers
 from pipeline.core import ModelSource, Tensors
+from pipeline.distribution import install_command
 from pipeline.errors import ModelError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ CPU_INSTEAD = "set CUDA_VISIBLE_DEVICES= (empty) to compare on the CPU"
 
 def torch_version() -> str:
     """The installed version, without importing torch. BackendUnavailable where there is none."""
-    return installed_version("torch", "pip install 'crucible[torch]'")
+    return installed_version("torch", install_command("torch"))
 
 
 def load_module(source: ModelSource, device: str = "cpu") -> torch.nn.Module:

@@ -21,6 +21,7 @@ from typing import Any
 
 from pipeline.backends import cuda
 from pipeline.core import CalibrationMethod, Placement, Precision, Recipe
+from pipeline.distribution import install_command
 from pipeline.errors import BackendUnavailable, UnsupportedError
 from pipeline.gpu import Gpu, Gpus, find_gpus
 
@@ -29,7 +30,10 @@ BINDINGS = ("tensorrt-cu12-bindings", "tensorrt-cu13-bindings")
 """Two packages that provide the same module: who has both has the files of the one installed last."""
 
 LEAN_FOLDERS = ("tensorrt_lean_libs", "tensorrt_libs")  # where wheels put libnvinfer_lean.so
-INSTALL = "pip install 'crucible[tensorrt]'"
+INSTALL = install_command("tensorrt")
+REQUIREMENT = "tensorrt-cu12>=10.6,<10.11"
+"""As in pyproject.toml: from the release that our GPU tests and figures are of, to the first one in WRONG_RELEASES."""
+RUN_BY_US = "10.6"
 ELSEWHERE = " on a host with an NVIDIA GPU and its driver; here, use onnxruntime or openvino, or build for tensorrt_rtx"
 ANOTHER = "use another GPU, or a version of TensorRT that supports this one"
 OLDEST = (10, 0)
@@ -59,6 +63,30 @@ class Need:
     until: Version | None = None  # the first version of TensorRT without it
     instead: str = ""  # what to do where it is lacking
 
+
+@dataclass(frozen=True, slots=True)
+class WrongReleases:
+    """Releases of TensorRT that were reported to build engines with wrong answers."""
+
+    first: Version
+    last: Version  # with all its patch releases
+    fault: str
+    issues: tuple[str, ...]
+
+    def holds(self, version: Version) -> bool:
+        """Whether a version is one of these releases."""
+        return self.first <= version[:2] <= self.last
+
+
+WRONG_RELEASES = (
+    WrongReleases(
+        (10, 11),
+        (11, 2),
+        "engines with wrong answers at some batch sizes, in fp32 too",
+        ("NVIDIA/TensorRT#4813", "NVIDIA/TensorRT#4853"),
+    ),
+)
+"""Sources: the issues name 10.11 and 11.1. No release between them, nor 11.2, was reported to be free of the fault."""
 
 VERSION_COMPATIBLE = "version compatibility"
 
@@ -105,6 +133,20 @@ def version() -> str:
     if not found:
         raise BackendUnavailable("the library `tensorrt` is not installed", INSTALL)
     return found
+
+
+def release_warnings(version: str) -> tuple[str, ...]:
+    """What was reported of the answers of this version's engines, with the sources and the next step."""
+    return tuple(_release_warning(version, wrong) for wrong in WRONG_RELEASES if wrong.holds(numbers(version)))
+
+
+def _release_warning(version: str, wrong: WrongReleases) -> str:
+    releases = f"{_dotted(wrong.first)} to {_dotted(wrong.last)}"
+    return (
+        f"TensorRT {version} is one of {releases}, for which {wrong.fault} were reported "
+        f"({', '.join(wrong.issues)}); run by us: {RUN_BY_US}; next: pip install '{REQUIREMENT}', "
+        "or check the answers at every batch size that you use"
+    )
 
 
 def _installed(distribution: str) -> str:
@@ -157,11 +199,11 @@ def faults(gpus: Gpus, version: str, cuda: int) -> Iterator[tuple[str, str]]:
     if not version:
         yield "the library `tensorrt` is not installed", INSTALL
     elif here < OLDEST:
-        yield f"expected TensorRT {_dotted(OLDEST)} or later, found {version}", f"pip install --upgrade tensorrt, or {INSTALL}"
+        yield f"expected TensorRT {_dotted(OLDEST)} or later, found {version}", INSTALL
     elif gpus.devices:
         gpu, needed = gpus.devices[0], DRIVERS[min(here[0], 11), cuda]
         if numbers(gpu.driver) < (needed,):
-            older = ", or take a TensorRT for CUDA 12: pip install tensorrt-cu12" if cuda > 12 else ""
+            older = f", or take a TensorRT for CUDA 12: pip install '{REQUIREMENT}'" if cuda > 12 else ""
             fault = f"TensorRT {version} for CUDA {cuda} needs the NVIDIA driver {needed} or later, this host has {gpu.driver}"
             yield fault, f"install the driver {needed} or later{older}"
         if reason := unsupported_gpu(here, numbers(gpu.compute_capability)):
@@ -223,7 +265,7 @@ def _import_fault(path: tuple[str, ...]) -> str:
 
 
 def _unloadable(fault: str) -> BackendUnavailable:
-    return BackendUnavailable(f"TensorRT is installed and cannot be loaded: {fault}", f"pip install --force-reinstall tensorrt, or {INSTALL}")
+    return BackendUnavailable(f"TensorRT is installed and cannot be loaded: {fault}", f"pip install --force-reinstall '{REQUIREMENT}'")
 
 
 def loaded_version(major: int) -> Version:

@@ -34,12 +34,13 @@ from pipeline.casts import (
 from pipeline.config import CalibrationConfig
 from pipeline.core import BuildOptions, CalibrationMethod, Note, OnnxModel, Precision, Progress, Recipe, Tensors, silent
 from pipeline.data import CalibrationSet
+from pipeline.distribution import install_command
 from pipeline.errors import BackendUnavailable, ModelError, UnsupportedError
 from pipeline.graph import changed_interface, external_files, kept_nodes, onnx_model, read_proto, write_proto
 from pipeline.qdq import holds_qdq
 
 FILE = "model.onnx"
-INSTALL = "pip install 'crucible[modelopt]'"
+INSTALL = install_command("modelopt")
 ANOTHER = "use the quantizer `crucible`"
 METHODS = {CalibrationMethod.ENTROPY: "entropy", CalibrationMethod.MINMAX: "max"}
 

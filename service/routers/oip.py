@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from pipeline.runner import installed
+from pipeline import distribution
 from service.errors import Unavailable, Unprocessable
 from service.guard import Caller
 from service.routers.asked import REFUSALS, AskedBy, AskedOf, asked_by, asked_of
@@ -61,7 +61,7 @@ _OPTIONS: dict[str, Any] = {"openapi_extra": {"requestBody": {"content": {"appli
 @router.get("")
 async def server_metadata() -> documents.Document:
     """Name, version and extensions of the server."""
-    return documents.server_metadata(installed("crucible"))
+    return documents.server_metadata(distribution.version())
 
 
 @router.get("/health/live")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
-from pipeline.runner import installed
+from pipeline import distribution
 from service.errors import NotFound, Unavailable, Unprocessable
 from service.guard import Caller
 from service.keys import Scope
@@ -52,7 +52,7 @@ async def server_ready(call: Call, message: pb.ServerReadyRequest) -> Message:
 
 
 async def server_metadata(call: Call, message: pb.ServerMetadataRequest) -> Message:
-    return ParseDict(oip_documents.server_metadata(installed("crucible")), pb.ServerMetadataResponse())
+    return ParseDict(oip_documents.server_metadata(distribution.version()), pb.ServerMetadataResponse())
 
 
 async def model_ready(call: Call, message: pb.ModelReadyRequest) -> Message:

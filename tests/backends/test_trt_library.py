@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from pipeline.backends import tensorrt_, trt_library
-from pipeline.backends.trt_library import VERSION_COMPATIBLE, check_recipe, faults, features
+from pipeline.backends.trt_library import VERSION_COMPATIBLE, _dotted, check_recipe, faults, features
 from pipeline.core import CalibrationMethod, Precision, Recipe
 from pipeline.doctor import check_backend
 from pipeline.errors import BackendUnavailable, UnsupportedError
 from pipeline.gpu import Gpu, Gpus
 
 H200 = Gpu(name="NVIDIA H200", compute_capability="9.0", driver="580.95.05", memory_bytes=2**37)
+ROOT = Path(__file__).parents[2]
 NO_LEAN = "version compatibility needs the lean runtime libnvinfer_lean.so.10"
 
 
@@ -57,7 +59,7 @@ def test_no_library_is_said_with_the_command_that_installs_it(tmp_path: Path, mo
     install(tmp_path, monkeypatch)
     for module in ("tensorrt", "tensorrt_bindings"):
         monkeypatch.delitem(sys.modules, module, raising=False)
-    with pytest.raises(BackendUnavailable, match=r"`tensorrt` is not installed\n  next: pip install 'crucible\[tensorrt\]'"):
+    with pytest.raises(BackendUnavailable, match=r"`tensorrt` is not installed\n  next: pip install -e '\.\[tensorrt\]'"):
         trt_library.version()
 
 
@@ -72,6 +74,28 @@ def test_two_versions_among_the_packages_are_named(tmp_path: Path, monkeypatch: 
     install(tmp_path, monkeypatch, tensorrt="10.8.0", tensorrt_cu12_bindings="10.6.0")
     with pytest.raises(BackendUnavailable, match=r"two versions: tensorrt 10.8.0, tensorrt-cu12-bindings 10.6.0"):
         trt_library.version()
+
+
+@pytest.mark.parametrize("version", ["10.11.0.33", "10.13.3.9.post1", "10.16.1.11", "11.0.0.114", "11.2.1.2"])
+def test_releases_with_reported_wrong_answers_are_warned_of(version: str) -> None:
+    (warning,) = trt_library.release_warnings(version)
+    assert warning.startswith(f"TensorRT {version} is one of 10.11 to 11.2, ")
+    for part in ("NVIDIA/TensorRT#4813", "NVIDIA/TensorRT#4853", "run by us: 10.6;", trt_library.REQUIREMENT):
+        assert part in warning
+
+
+@pytest.mark.parametrize("version", ["", "10.6.0.post1", "10.10.0.31", "11.3.0.99", "12.0"])
+def test_other_releases_are_not(version: str) -> None:
+    assert trt_library.release_warnings(version) == ()
+
+
+def test_the_extra_installs_a_release_without_such_reports() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert trt_library.REQUIREMENT in project["optional-dependencies"]["tensorrt"]
+    wrong = _dotted(min(release.first for release in trt_library.WRONG_RELEASES))
+    assert f"tensorrt-cu12>={trt_library.RUN_BY_US},<{wrong}" == trt_library.REQUIREMENT
+    for page in ("README.md", "docs/tensorrt.md"):
+        assert trt_library.REQUIREMENT in (ROOT / page).read_text(encoding="utf-8")
 
 
 def test_a_shared_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,7 +163,7 @@ def test_without_the_library_the_message_says_how_to_install_it(tmp_path: Path) 
     done = compiled(fp16_task(tmp_path), PYTHONPATH=os.pathsep.join(path for path in sys.path if path and Path(path) != place))
     assert done.code == 1
     assert "`tensorrt` is not installed" in done.err
-    assert "pip install 'crucible[tensorrt]'" in done.err
+    assert "pip install -e '.[tensorrt]'" in done.err
 
 
 def test_without_its_shared_libraries_the_message_names_one(tmp_path: Path) -> None:
