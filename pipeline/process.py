@@ -1,4 +1,4 @@
-"""Child processes: start, typed messages, deadline, terminate -> grace -> kill. Nothing else of ours starts a process.
+"""Child processes for stages and measurements: typed messages, deadline, terminate -> grace -> kill.
 
     value = call_in_child(function, argument, name="export", log=path)     one call, one answer
     child = Child(function, argument, name="bench")                        a conversation: child.send, child.receive

@@ -65,7 +65,7 @@ def test_work_beside_a_measurement_goes_on_and_its_failure_is_told(scripts: dict
             twice.set()
 
     with beside(work):
-        assert twice.wait(10)
+        assert twice.wait(60)
     count = len(done)
     assert count > 1
 

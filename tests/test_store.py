@@ -132,24 +132,34 @@ def test_what_a_kill_left_while_a_damaged_artifact_was_replaced_is_removed(tmp_p
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def _slow(root: Path, seconds: float, answers: "multiprocessing.Queue[tuple[bool, list[str]]]") -> None:
+def _slow(
+    root: Path,
+    may_end: "multiprocessing.synchronize.Event",
+    answers: "multiprocessing.Queue[tuple[bool, list[str]]]",
+) -> None:
+    """Make the text, which ends when it may: as soon as another process says that it waits."""
     waits: list[str] = []
 
+    def hear(text: str) -> None:
+        waits.append(text)
+        may_end.set()
+
     def make_slowly(folder: Path) -> Text:
-        time.sleep(seconds)
+        may_end.wait(60)
         return make(folder)
 
-    stored = Store(root, waits.append).get(KEY, Text, make_slowly)
+    stored = Store(root, hear).get(KEY, Text, make_slowly)
     answers.put((stored.reused, waits))
 
 
 def test_two_at_once_make_it_once_and_the_second_says_that_it_waits(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     answers: multiprocessing.Queue[tuple[bool, list[str]]] = context.Queue()
-    workers = [context.Process(target=_slow, args=(tmp_path, 1.0, answers)) for _ in range(2)]
+    another_waits = context.Event()
+    workers = [context.Process(target=_slow, args=(tmp_path, another_waits, answers)) for _ in range(2)]
     for worker in workers:
         worker.start()
-    results = sorted((answers.get(timeout=20) for _ in workers), key=lambda result: result[0])
+    results = sorted((answers.get(timeout=120) for _ in workers), key=lambda result: result[0])
     for worker in workers:
         worker.join()
     assert [reused for reused, _ in results] == [False, True]
@@ -160,7 +170,7 @@ def test_two_at_once_make_it_once_and_the_second_says_that_it_waits(tmp_path: Pa
 def test_a_killed_maker_leaves_nothing_that_counts(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     answers: multiprocessing.Queue[tuple[bool, list[str]]] = context.Queue()
-    worker = context.Process(target=_slow, args=(tmp_path, 60.0, answers))
+    worker = context.Process(target=_slow, args=(tmp_path, context.Event(), answers))
     worker.start()
     while not (tmp_path / "tmp" / KEY.digest).exists():
         time.sleep(0.01)

@@ -7,6 +7,7 @@ A launch returns as soon as it is queued, so a clock that waits for nothing meas
 from __future__ import annotations
 
 import datetime as dt
+from collections.abc import Callable
 from typing import Any
 
 from gpu.host import gpu_state
@@ -45,17 +46,17 @@ def measure(progress: Progress = silent) -> dict[str, Any]:
     return {"entries": {"curve": curve, "truth_ms": truth, "per_call_ms_ending_with": waits}, "events_ms": events_ms(net, image)}
 
 
-def point(run: Any, synchronize: Any, calls: int) -> dict[str, Any]:
+def point(run: Any, synchronize: Any, calls: int, clock: Callable[[], float] = monotonic) -> dict[str, Any]:
     """The median over REPEATS of (time until the last call returned) and (until its work was done), per call."""
     queued, done = [], []
     for _ in range(REPEATS):
         synchronize()
-        begin = monotonic()
+        begin = clock()
         for _ in range(calls):
             run()
-        queued.append(monotonic() - begin)
+        queued.append(clock() - begin)
         synchronize()
-        done.append(monotonic() - begin)
+        done.append(clock() - begin)
     middle = REPEATS // 2
     return {"calls": calls, "unsynchronised_ms": sorted(queued)[middle] / calls * 1e3, "synchronised_ms": sorted(done)[middle] / calls * 1e3}
 

@@ -1,1 +1,3 @@
-"""One public function per stage; each reads its arguments, writes under `out`, and knows nothing of caches or of other stages."""
+"""One module per stage. A stage's functions run in a child, write under `out` if they make files,
+and know nothing of caches or of other stages.
+"""

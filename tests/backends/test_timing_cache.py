@@ -290,9 +290,9 @@ def test_a_second_build_on_one_gpu_waits_and_says_so(own_home: Path) -> None:
     with FileLock(own_home / "locks" / f"gpu-{H200}.lock"):
         thread = threading.Thread(target=second)
         thread.start()
-        assert waiting.wait(20)
+        assert waiting.wait(60)
         assert not done.is_set()
-    assert done.wait(20)
+    assert done.wait(60)
     thread.join()
     assert said == [(None, "another build uses this GPU; waiting")]
 

@@ -336,10 +336,19 @@ def test_the_best_throughput_leaves_out_what_failed(gpu: dict[str, ModuleType]) 
 
 
 def test_a_point_of_the_curve_is_per_call(gpu: dict[str, ModuleType]) -> None:
-    calls: list[int] = []
-    found = gpu["async_curve"].point(lambda: calls.append(1), lambda: None, 7)
-    assert len(calls) == 7 * gpu["async_curve"].REPEATS
-    assert 0 < found["unsynchronised_ms"] <= found["synchronised_ms"]
+    """A call takes 2 ms of the host, and 10 ms of the device, which works on after the call."""
+    seconds, calls = [0.0], 7
+
+    def call() -> None:
+        seconds[0] += 0.002
+
+    def synchronize() -> None:
+        seconds[0] += 0.008 * calls
+
+    found = gpu["async_curve"].point(call, synchronize, calls, lambda: seconds[0])
+    assert found["calls"] == calls
+    assert found["unsynchronised_ms"] == pytest.approx(2.0)
+    assert found["synchronised_ms"] == pytest.approx(10.0)
 
 
 def test_every_kind_of_build_is_found_by_its_recipe_and_built_anew_each_time(gpu: dict[str, ModuleType], tmp_path: Path, monkeypatch: Any) -> None:

@@ -134,7 +134,8 @@ def test_a_race_of_real_engines_in_children_goes_on_without_one_that_cannot_load
     assert ours.loaded.seconds > 0
     figures = gpu["facts"].entry_of(ours)
     assert figures["processes"] == 3
-    assert 0 < figures["device_median_ms"] <= figures["wall_median_ms"]
+    # Not compared: blocks of both are measured apart, so on a busy host either may be larger.
+    assert min(figures["device_median_ms"], figures["wall_median_ms"]) > 0
     assert "upload_median_ms" not in gpu["facts"].entry_of(flow)
     assert gpu["facts"].ratios([ours, loop, flow], ["fp32"]) == []
     assert watch.turns > 9

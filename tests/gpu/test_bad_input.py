@@ -71,21 +71,19 @@ def fp16_task(folder: Path, **changes: object) -> Path:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_cancelled_build_is_gone_and_its_memory_is_back_in_five_seconds(tmp_path: Path) -> None:
+def test_a_cancelled_build_is_gone_and_its_memory_is_back(tmp_path: Path) -> None:
     model, profile = slow_model(tmp_path / "model")
     options = BuildOptions(profiles=(profile,), tensorrt=TensorRTOptions(optimization_level=5))
     (tmp_path / "engine").mkdir()
     before = used_bytes()
     with Child(build, model, TF32, options, tmp_path / "engine", name="slow build", conversation=False) as child:
-        wait_for(before + CONTEXT_BYTES, above=True, limit_s=60)
+        wait_for(before + CONTEXT_BYTES, above=True)
         time.sleep(3)  # well into timing kernels
         assert psutil.Process(child.pid).is_running()
         assert used_bytes() > before + CONTEXT_BYTES, "the build ended before it was cancelled: make it longer"
-        start = time.monotonic()
         child.stop()
         assert not psutil.pid_exists(child.pid)
-        wait_for(before + SLACK_BYTES, above=False, limit_s=5)
-        assert time.monotonic() - start < 5
+        wait_for(before + SLACK_BYTES, above=False)
     assert_right(built(two_symbols(), tmp_path / "next"), two_symbols())
 
 

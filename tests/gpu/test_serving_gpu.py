@@ -148,7 +148,7 @@ def test_twenty_loads_and_unloads_give_the_memory_back(site: Site) -> None:
             deployment = client.model(SMALL).deployment
             assert deployment.memory_bytes, cycle
             assert used_bytes() > before + HELD_BYTES, cycle
-    wait_for(before + SLACK_BYTES, above=False, limit_s=10)
+    wait_for(before + SLACK_BYTES, above=False)
 
 
 class Asking(threading.Thread):
@@ -223,7 +223,7 @@ def test_two_instances_of_one_engine_both_answer_and_give_the_memory_back(site: 
     for told in (told for each in clients for told in each.told):
         assert told.answer is not None, told.status
         np.testing.assert_array_equal(only_output(told.answer), expected)
-    wait_for(before + SLACK_BYTES, above=False, limit_s=10)
+    wait_for(before + SLACK_BYTES, above=False)
 
 
 def test_a_worker_killed_in_mid_request_costs_its_requests_and_nothing_else(both: Site) -> None:

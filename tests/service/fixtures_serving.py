@@ -7,6 +7,8 @@ double = DoubleServing()                      in this process
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -111,6 +113,7 @@ MODELS: Mapping[str, Model] = {
 }
 """`slow` and `narrow` compute for as many seconds as their input says, one request at a time."""
 
+OBSERVED = ("slow", "narrow")
 UNLOADED = ("scalar",)  # at the start
 
 
@@ -145,7 +148,9 @@ class DoubleServing:
         if served.state != "ready":
             raise Unavailable(f"model '{served.model}' is {served.state}: {served.reason}")
         _check(served, request)
+        _log(served.model, "waits")
         async with self._turn(served.model, min(request.timeout_s or model.timeout_s, model.timeout_s)):
+            _log(served.model, "computes")
             await asyncio.sleep(model.seconds(request.inputs))
             outputs = model.compute(request.inputs)
         rows = next(iter(request.inputs.values())).shape[0] if served.batch.axes else 1
@@ -209,6 +214,12 @@ class DoubleServing:
             batches={**old.batches, rows: more(batch, TIMING.compute_s)} if succeeded else old.batches,
             last_request_ms=int(time.time() * 1000),
         )
+
+
+def _log(model: str, event: str) -> None:
+    """Write down how far a request came, for those who act while it is there."""
+    if model in OBSERVED:
+        print(json.dumps({"event": event, "model": model}), file=sys.stderr, flush=True)
 
 
 def _check(served: Served, request: InferRequest) -> None:

@@ -22,7 +22,7 @@ import uvicorn
 from service import connection
 from service.guard import Message, Receive, Send
 
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 MB = 10**6
 
 

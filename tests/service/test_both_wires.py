@@ -3,7 +3,6 @@
 import json
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -40,6 +39,11 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def executions(server: Server, model: str) -> int:
     return int(httpx.get(f"{server.url}/v2/models/{model}/stats").json()["model_stats"][0]["execution_count"])
+
+
+def reached(server: Server, model: str, event: str) -> int:
+    """How many requests of an observed model wait or waited, or compute or computed."""
+    return server.log().count(json.dumps({"event": event, "model": model}))
 
 
 class Asking(threading.Thread):
@@ -128,7 +132,10 @@ def test_refusals_have_the_same_code(server: Server, request_: Request, code: st
 
 @both
 def test_a_full_queue_says_when_to_try_again(server: Server, wire: str) -> None:
-    running = [Asking(server, wire, Request("narrow", [[2.0]])) for _ in range(3)]
+    before = reached(server, "narrow", "computes")
+    running = [Asking(server, wire, Request("narrow", [[4.0]]))]
+    until(lambda: reached(server, "narrow", "computes") > before)
+    running += [Asking(server, wire, Request("narrow", [[0.0]])) for _ in range(2)]
     ended = [each.ended() for each in running]
     assert sorted(each.code for each in ended) == ["", "", "service.too_many"]
     assert {each.retry_after for each in ended if each.code} == {"1"}
@@ -142,15 +149,18 @@ def test_the_requests_own_time_out(server: Server, wire: str) -> None:
 @both
 def test_a_client_that_goes_is_dropped_from_the_queue(server: Server, wire: str) -> None:
     before = executions(server, "slow")
-    running = Asking(server, wire, Request("slow", [[2.0]]))
+    computing, waiting = (reached(server, "slow", event) for event in ("computes", "waits"))
+    running = Asking(server, wire, Request("slow", [[4.0]]))
+    until(lambda: reached(server, "slow", "computes") > computing)
     if wire == "grpc":
         with grpc.insecure_channel(server.rpc) as channel:
-            waiting = method_of(channel, "ModelInfer").future(message_of(Request("slow", [[2.0]])))
-            time.sleep(0.5)
-            assert waiting.cancel()
+            call = method_of(channel, "ModelInfer").future(message_of(Request("slow", [[2.0]])))
+            until(lambda: reached(server, "slow", "waits") > waiting + 1)
+            assert call.cancel()
     else:
+        impatience = httpx.Timeout(WITHIN_S, read=0.5)
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/models/slow/infer", json={"inputs": {"x": [[2.0]]}}, timeout=0.5)
+            httpx.post(f"{server.url}/models/slow/infer", json={"inputs": {"x": [[2.0]]}}, timeout=impatience)
     assert running.ended().code == ""
     assert ask(server, wire, Request("slow", [[0.0]])).code == ""
     assert executions(server, "slow") - before == 2
@@ -183,7 +193,7 @@ def test_the_request_id_is_given_back_and_logged(server: Server, wire: str) -> N
 def test_what_is_under_way_at_the_end_is_answered(tmp_path: Path, wire: str) -> None:
     with serving_models(tmp_path) as server:
         running = Asking(server, wire, Request("slow", [[3.5]]))
-        time.sleep(0.5)
+        until(lambda: reached(server, "slow", "computes") > 0)
         server.process.send_signal(signal.SIGTERM)
         assert running.ended().code == ""
         assert server.process.wait(WITHIN_S) == 0
@@ -204,7 +214,7 @@ def test_an_open_stream_ends_with_the_server_and_is_told_why(tmp_path: Path) -> 
         infer = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer", lambda message: message.SerializeToString())
         answers = infer(requests())
         assert sent.wait(WITHIN_S)
-        time.sleep(0.3)
+        until(lambda: reached(server, "slow", "computes") > 0)
         server.process.send_signal(signal.SIGTERM)
         first = pb.ModelStreamInferResponse.FromString(next(answers))
         assert first.error_message == ""

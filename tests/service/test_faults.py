@@ -157,7 +157,7 @@ def test_a_child_that_is_killed_fails_its_job_and_the_server_lives(limited: Serv
     check_that_the_next_succeeds(limited)
 
 
-def test_deleting_a_job_that_compiles_ends_all_that_it_started_within_5_s(tmp_path: Path) -> None:
+def test_deleting_a_job_that_compiles_ends_all_that_it_started(tmp_path: Path) -> None:
     tiny_model(tmp_path / "model.onnx")
     plan = b"name: tiny\nbenchmark: {duration_s: 600}"
     with served("crucible serve", tmp_path / "home") as url, httpx.Client(base_url=url, timeout=WITHIN_S) as client:

@@ -194,7 +194,8 @@ def test_a_helper_that_dies_is_replaced(tmp_path: Path) -> None:
         (helper,) = [child for child in psutil.Process().children() if "service.wires.helper" in child.cmdline()]
         helper.suspend()
         waiting = asyncio.create_task(send(desk, "same_float32", npz(x=X), NPZ))
-        await asyncio.sleep(0.1)
+        while desk.service.helpers._idle:  # until the request has taken it
+            await asyncio.sleep(0)
         helper.kill()
         answer = await waiting
         assert (answer.status_code, "Retry-After" in answer.headers) == (503, True)

@@ -285,7 +285,7 @@ def test_a_job_tells_how_long_its_plan_takes_here_and_no_path_of_the_host(tmp_pa
         assert (await desk.compile("succeed-0.2")).json()["estimate_s"] is None
         first = await desk.end_of("succeed-0.3")
         again = (await desk.compile("succeed-0.3", model=b"other")).json()
-        assert again["estimate_s"] == first["elapsed_s"] > 0.3
+        assert again["estimate_s"] == first["elapsed_s"] > 0
         left = await desk.end_of("leave")
         desk.service.folders.work(left["id"]).log.write_text(f"cannot read {tmp_path}/uploads/{left['id']}/model.onnx")
         assert (await desk.client.get(f"/jobs/{left['id']}/log")).text == "cannot read model.onnx"

@@ -262,8 +262,9 @@ def test_a_worker_that_is_killed_comes_back(tmp_path: Path) -> None:
         await told(await desk.client.put("/models/m/deployment", json={}))
         (slot,) = desk.service.serving._slots.values()
         assert slot.loaded is not None
-        os.kill(slot.loaded.running.pids[0], signal.SIGKILL)  # type: ignore[attr-defined]
-        while (await told(await desk.client.get("/models/m")))["deployment"]["state"] == "ready":
+        killed = slot.loaded.running.pids[0]  # type: ignore[attr-defined]
+        os.kill(killed, signal.SIGKILL)
+        while killed in slot.loaded.running.pids:  # type: ignore[attr-defined]
             await asyncio.sleep(0.02)
         while (await told(await desk.client.get("/models/m")))["deployment"]["state"] != "ready":
             await asyncio.sleep(0.05)

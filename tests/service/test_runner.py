@@ -368,7 +368,7 @@ def test_a_stopping_server_queues_its_jobs_again_and_the_next_ends_them(tmp_path
             await bench.until(hanging, is_running)
             changed = bench.runner.changed(hanging.id)
             stopping = asyncio.create_task(bench.runner.stop())
-            await asyncio.wait_for(changed.wait(), 10)
+            await asyncio.wait_for(changed.wait(), 60)
             await stopping
             assert [bench.store.get(job.id).state for job in (hanging, waiting)] == ["queued", "queued"]
             assert of_jobs([hanging.id]) == []

@@ -212,7 +212,7 @@ def stop_with_open_streams(server: Server, job_id: str) -> None:
     until(lambda: all("event: stage" in follower.text for follower in followers))
     balancer = Balancer(server)
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(25) == 0
+    assert server.process.wait(WITHIN_S) == 0
     assert all(follower.ended().text.endswith("event: server-restarting\ndata: {}\nretry: 2000\n\n") for follower in followers)
     balancer.join(WITHIN_S)
     assert [status for status, _ in itertools.groupby(balancer.statuses)] == [200, 503]

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -164,13 +163,12 @@ def test_a_fault_in_any_thread_ends_the_process_although_its_log_is_full(thread:
     def fail():
         raise {fault}
     def rest():
-        time.sleep({WAIT_S})
+        time.sleep(600)
     first, other = (fail, rest) if {thread!r} == "the first" else (rest, fail)
     threading.Thread(target=until_the_end, args=(Server(theirs), other)).start()
     until_the_end(Server(theirs), first)
     """
     with Path("/dev/full").open("w") as full:
-        began = time.monotonic()
-        done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], stderr=full, check=False)
+        command = [sys.executable, "-c", textwrap.dedent(program)]
+        done = subprocess.run(command, stderr=full, timeout=300, check=False)
     assert done.returncode == 1
-    assert time.monotonic() - began < WAIT_S

@@ -145,7 +145,7 @@ def workers_of(bench: Bench) -> list[psutil.Process]:
 
 def test_killed_in_mid_request_it_is_started_again_and_another_instance_goes_on(tmp_path: Path, engine: Engine) -> None:
     async def story() -> None:
-        async with deployed(tmp_path, engine, worker=double("slow-0.3"), instances=2, max_batch=1) as bench:
+        async with deployed(tmp_path, engine, worker=double("slow-1"), instances=2, max_batch=1) as bench:
             asked = [asyncio.ensure_future(bench.ask(marked(n))) for n in range(6)]
             await asyncio.sleep(0.1)
             workers_of(bench)[0].kill()
@@ -250,7 +250,7 @@ def test_nothing_is_left_of_a_server_that_was_killed_in_mid_request(tmp_path: Pa
         assert not {each for each in set(Path("/dev/shm").iterdir()) - shared if "crucible" in each.name}
         server.send_signal(signal.SIGKILL)
         server.wait()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while processes_of(f"serve-{model}-") or memfds() & ours:
         assert time.monotonic() < end
         time.sleep(0.05)
