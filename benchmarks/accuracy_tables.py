@@ -170,11 +170,12 @@ def _times(name: str, document: Document) -> list[Time]:
     """The rows of `resnet50.json` are one engine and shape each, those of `tensorrt_*.json` one engine with all its shapes."""
     if name == "gpu_models":
         return list(_gpu_models_times(document))
-    model, host = name.removeprefix("tensorrt_"), f"{document['environment']['cpu']}, {document['environment']['cores']} cores"
-    if "target" in document:
-        host = str(document["target"]["device"])
+    model = name.removeprefix("tensorrt_")
+    if "parts" in document:
         rows = {row["candidate"]: row for row in document["rows"] if row.get("latency")}.values()
-        return [Time(model, host, _words(at["sizes"]), row["candidate"], at["end_to_end_ms"]) for row in rows for at in row["latency"]]
+        hosts = {part: str(made["target"]["device"]) for part, made in document["parts"].items()}
+        return [Time(model, hosts[row["part"]], _words(at["sizes"]), row["candidate"], at["end_to_end_ms"]) for row in rows for at in row["latency"]]
+    host = f"{document['environment']['cpu']}, {document['environment']['cores']} cores"
     return [
         Time(model, host, row["sizes"].strip("{}").replace("'", "").replace(":", ""), row["engine"], row["median_ms"]) for row in document["rows"]
     ]
@@ -185,7 +186,7 @@ def _gpu_models_times(document: Document) -> Iterator[Time]:
     for model, row in document["rows"].items():
         for engine, entry in row.get("entries", {}).items() if row.get("batch") else ():
             if "wall_median_ms" in entry and not engine.startswith(("bare ", "loop ")):
-                yield Time(model, str(document["target"]["device"]), f"batch {row['batch']}", engine, entry["wall_median_ms"])
+                yield Time(model, str(row["target"]["device"]), f"batch {row['batch']}", engine, entry["wall_median_ms"])
 
 
 def _words(sizes: Mapping[str, int]) -> str:

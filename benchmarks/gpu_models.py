@@ -1,11 +1,12 @@
-"""The fastest engine on this host's GPU against TensorRT used barely and against PyTorch: any row of the table by one command.
+"""The fastest engine on this host's GPU beside plain TensorRT and PyTorch: any row of the table by one command.
 
     python benchmarks/gpu_models.py [ROW ...] [--into DIR] [--seconds S] [--keep FOLDER] [--ways fp16,int8] [--no-bare] [--no-peers]
                                     [--only WORD,WORD] [--set KEY=VALUE] [--note TEXT] [--modes MODE] [--prepare] [--build] [--list]
 
 A row is one model at one shape: ours in each precision, the same graph built and run by TensorRT's plain API, and PyTorch, all in one
 interleaved run, each in a process of its own. After each row DIR/gpu_models.json is written anew, with what earlier commands found in other
-rows; a row that fails says so there and does not stop the next. With `--ways` it is another row, `ROW: WAY, WAY`, beside the whole one.
+rows; a row that fails says so there and does not stop the next. Each row keeps the environment of its run and the command that repeats it.
+With `--ways` it is another row, `ROW: WAY, WAY`, beside the whole one; such a heading is also taken in the place of ROW.
 CRUCIBLE_HOME keeps graphs, engines, the timing cache and Inductor's cache; `--keep` packs the last two into FOLDER after each row and unpacks
 them before the first, so that they can go to another machine.
 `--prepare` only makes the graphs of the rows, several at once: that needs no GPU for itself, and is most of what the CPU has to do.
@@ -18,16 +19,19 @@ import argparse
 import datetime as dt
 import json
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common import RESULTS
 from gpu.async_curve import async_curve
+from gpu.choice import SCRIPT, Choice, choice_from_heading, words_of
 from gpu.host import restore, store
 from gpu.measure_row import Options, measure_row, prepare_row
 from gpu.parts import FLEXIBILITY, flexibility, overlap, prepare_flexibility, throughput
@@ -70,7 +74,7 @@ def main() -> None:
     if arguments.list:
         print("\n".join(f"{name:32} about {minutes:g} min with cold caches" for name, (_, minutes) in PARTS.items()))
         return
-    names = arguments.rows or list(PARTS)
+    choices = arguments.rows or [Choice(name) for name in PARTS]
     chosen = {name: getattr(arguments, name) for name in ("seconds", "ways", "peers", "bare", "only", "modes", "build_only")}
     options = Options(overrides=tuple(arguments.set), **chosen)
     try:
@@ -81,30 +85,33 @@ def main() -> None:
     if arguments.keep:
         print(f"restored: {', '.join(restore(home(), arguments.keep)) or 'nothing'}", file=sys.stderr)
     if arguments.prepare:
-        sys.exit(prepare(names, options))
+        sys.exit(prepare(choices, options))
     document: dict[str, Any] = {"rows": {}}
     if arguments.build_only:
-        sys.exit(build([name for name in names if row_named(name)], options, arguments.keep))
-    for name in names:
-        print(f"== {name}", flush=True)
-        found = guarded(PARTS[name][0], options) | ({"note": arguments.note} if arguments.note else {})
-        document = add_row(arguments.into / f"{NAME}.json", key_of(name, options), found, target)
-        Console(width=170).print(table(name, found))
+        sys.exit(build([choice for choice in choices if row_named(choice.name)], options, arguments.keep))
+    headings = []
+    for choice in choices:
+        print(f"== {choice.heading}", flush=True)
+        mine = options_for(choice, options)
+        found = guarded(PARTS[choice.name][0], mine) | ({"note": arguments.note} if arguments.note else {})
+        headings.append(key_of(choice.name, mine))
+        document = add_row(arguments.into / f"{NAME}.json", headings[-1], found | {"command": command_of(choice.name, mine)}, target)
+        Console(width=170).print(table(choice.name, found))
         if arguments.keep:
             print(f"kept: {store(home(), arguments.keep)}", file=sys.stderr, flush=True)
-    rows = {key: document["rows"][key] for key in (key_of(name, options) for name in names)}
+    rows = {heading: document["rows"][heading] for heading in headings}
     print(json.dumps({key: summary(row) for key, row in rows.items()}))
     sys.exit(any("failed" in row for row in rows.values()))
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("rows", nargs="*", type=_row, metavar="ROW", help="[default: all]; --list prints them")
+    parser.add_argument("rows", nargs="*", type=_row, metavar="ROW", help="or ROW: WAY, WAY [default: all]; --list prints them")
     parser.add_argument("--into", type=Path, default=RESULTS, metavar="DIR", help="where the results go")
     parser.add_argument("--seconds", type=float, default=1.5, help="of measuring, per engine")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where timing cache and Inductor's cache come from and go to")
     parser.add_argument("--ways", type=_ways, default=(), metavar="WAY,WAY", help=f"of ours, instead of all of the row: {', '.join(WAYS)}")
-    parser.add_argument("--only", type=_words, default=(), metavar="WORD,WORD", help="of a part, only the variants whose names hold a word")
+    parser.add_argument("--only", type=words_of, default=(), metavar="WORD,WORD", help="of a part, only the variants whose names hold a word")
     parser.add_argument("--modes", type=_modes, default=COMPILE_MODES, metavar="MODE,MODE", help="of torch.compile: the first that ends in time")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the plan")
     parser.add_argument("--note", default="", metavar="TEXT", help="what a reader of these rows must know")
@@ -116,48 +123,54 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _row(text: str) -> str:
-    if text not in PARTS:
-        raise argparse.ArgumentTypeError(f"no row '{text}'; --list prints them")
-    return text
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(",") if word.strip())
+def _row(text: str) -> Choice:
+    choice = choice_from_heading(text)
+    if choice.name not in PARTS:
+        raise argparse.ArgumentTypeError(f"no row '{choice.name}'; --list prints them")
+    if choice.names_ways:
+        _ways(",".join(choice.words))
+    return choice
 
 
 def _ways(text: str) -> tuple[str, ...]:
-    ways = _words(text)
+    ways = words_of(text)
     if unknown := [way for way in ways if way not in WAYS]:
         raise argparse.ArgumentTypeError(f"no way '{unknown[0]}'; expected {', '.join(WAYS)}")
     return ways
 
 
 def _modes(text: str) -> tuple[str, ...]:
-    modes = _words(text)
+    modes = words_of(text)
     if unknown := [mode for mode in modes if mode not in COMPILE_MODES]:
         raise argparse.ArgumentTypeError(f"no mode '{unknown[0]}'; expected {', '.join(COMPILE_MODES)}")
     return modes or COMPILE_MODES
 
 
-def prepare(names: list[str], options: Options) -> int:
+def options_for(choice: Choice, options: Options) -> Options:
+    """The options of one row: the ways or variants in its heading count before those of the command line."""
+    if not choice.words:
+        return options
+    return replace(options, **{"ways" if choice.names_ways else "only": choice.words})
+
+
+def prepare(choices: list[Choice], options: Options) -> int:
     """Graphs of the rows, in this order, several at once; how many failed."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // AT_ONCE)))  # for the children: each would take all cores
-    wanted = [name for name in names if name in PREPARED]
+    wanted = [choice for choice in choices if choice.name in PREPARED]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        done = list(pool.map(lambda name: guarded(PREPARED[name], options), wanted))
-    for name, found in zip(wanted, done, strict=True):
-        print(f"{name}: {found.get('failed') or 'prepared'} ({found['seconds']:.0f} s)")
+        done = list(pool.map(lambda choice: guarded(PREPARED[choice.name], options_for(choice, options)), wanted))
+    for choice, found in zip(wanted, done, strict=True):
+        print(f"{choice.heading}: {found.get('failed') or 'prepared'} ({found['seconds']:.0f} s)")
     return sum("failed" in found for found in done)
 
 
-def build(names: list[str], options: Options, keep: Path | None) -> int:
+def build(choices: list[Choice], options: Options, keep: Path | None) -> int:
     """Engines and compiled code of the rows, kept for the command that measures them; how many rows failed."""
     failed = 0
-    for name in names:
-        found = guarded(PARTS[name][0], options)
+    for choice in choices:
+        found = guarded(PARTS[choice.name][0], options_for(choice, options))
         failures = {engine: entry["failed"] for engine, entry in found.get("entries", {}).items() if "failed" in entry}
-        print(f"{name}: {found.get('failed') or 'built'} ({found['seconds']:.0f} s) {failures or ''}", flush=True)
+        print(f"{choice.heading}: {found.get('failed') or 'built'} ({found['seconds']:.0f} s) {failures or ''}", flush=True)
         failed += "failed" in found
         if keep:
             print(f"kept: {store(home(), keep)}", file=sys.stderr, flush=True)
@@ -175,7 +188,7 @@ def guarded(part: Part, options: Options) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001  the edge of a row: the next must run
         traceback.print_exc()
         found = {"created": created, "failed": f"{type(error).__name__}: {error}"}
-    return {"created": created, **found, "seconds": round(monotonic() - begin, 1)}
+    return {"began": created, "created": created, **found, "seconds": round(monotonic() - begin, 1)}
 
 
 # -- the document ------------------------------------------------------------------------------------------------------
@@ -183,21 +196,32 @@ def guarded(part: Part, options: Options) -> dict[str, Any]:
 
 def key_of(name: str, options: Options) -> str:
     """A row of some of its ways, or a part of some variants, has a place of its own: it does not replace the whole one."""
-    words = options.ways if row_named(name) or "throughput" in name else options.only
-    return f"{name}: {', '.join(words)}" if words else name
+    words = options.ways if Choice(name).names_ways else options.only
+    return Choice(name, words).heading
+
+
+def command_of(name: str, options: Options) -> str:
+    """The command that measures this row again, for a shell in the checkout."""
+    usual = Options()
+    words = [key_of(name, options)]
+    words += ["--seconds", f"{options.seconds:g}"] * (options.seconds != usual.seconds)
+    words += ["--modes", ",".join(options.modes)] * (options.modes != usual.modes)
+    words += ["--no-bare"] * (not options.bare) + ["--no-peers"] * (not options.peers)
+    for override in options.overrides:
+        words += ["--set", override]
+    return shlex.join(["python", SCRIPT, *words])
 
 
 def add_row(file: Path, name: str, row: Mapping[str, Any], target: Target) -> dict[str, Any]:
-    """Write the document with this row in the place of an earlier run of it."""
+    """Write the document with this row in the place of an earlier run of it. The environment is the row's: others were measured elsewhere."""
     old = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.is_file() else {}
     here = {"target": target.model_dump(mode="json"), "environment": environment().model_dump(mode="json")}
-    rows = {**old, name: {**row, "target": here["target"], "cores": here["environment"]["cores"]}}
+    rows = {**old, name: {**row, **here}}
     document = {
         "benchmark": NAME,
         "created": row["created"],
         "rows": {each: rows[each] for part in PARTS for each in rows if each.partition(":")[0] == part},
         "targets": {f"{each}: {goal['text']}": bool(goal["reached"]) for each in rows for goal in rows[each].get("targets", ())},
-        **here,
     }
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

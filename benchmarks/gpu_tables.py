@@ -17,6 +17,7 @@ MODELS = {
     "resnet50": "ResNet-50 of `configs/resnet50.yaml`, random weights, for speed only",
 }
 CHOICE = "choice"
+DURATION = "benchmark.duration_s="
 
 Document = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -37,21 +38,58 @@ def speed_section(found: Mapping[str, Document], tests: Path = TESTS) -> list[st
         return []
     lines = [f"## TensorRT on one {_gpu(next(iter(found.values())))}", *_about(tests), ""]
     for model, document in found.items():
-        lines += [f"### {MODELS[model]}", ""]
-        lines += [*_speed_table(_once(sorted(document["rows"], key=lambda row: row["part"] == CHOICE))), ""]
+        lines += [f"### {MODELS[model]}", "", *_speed_tables(document)]
         if CHOICE in document["parts"]:
             lines += [*_choice(document), ""]
         lines += [f"- {'met' if met else '**missed**'}: {target}" for target, met in document["targets"].items()]
         lines += [f"- **failed**: part `{name}`: {part['failed']}" for name, part in document["parts"].items() if "failed" in part]
-        lines += ["", _host(document), ""]
+        lines += [""]
     return lines
+
+
+def _speed_tables(document: Document) -> list[str]:
+    """The candidates that were timed, then those that were only built and checked, each with how and where."""
+    timed = [row for row in document["rows"] if row.get("latency")]
+    untimed = [row for row in document["rows"] if not row.get("latency") and row["state"] != "baseline"]
+    lines = [*_speed_table(_once(timed)), "", *_places(document, timed), ""] if timed else []
+    if untimed:
+        shared = any(document["parts"].get(row["part"], {}).get("shared") for row in untimed)
+        why = ": other work ran on that GPU meanwhile" if shared else ""
+        lines += [f"Built and checked, and no times kept{why}.", "", *_built_table(_once(untimed)), "", *_places(document, untimed), ""]
+    return lines
+
+
+def _places(document: Document, rows: Iterable[Row]) -> list[str]:
+    """Commands, settings and environment of the parts that these rows come from, as lines of a list."""
+    commands: dict[str, list[str]] = {}
+    for name in dict.fromkeys(row["part"] for row in rows):
+        part = document["parts"][name]
+        if "target" in part:
+            commands.setdefault(f"{_settings(part)}: {_host(part)}", []).append(_command(document, name))
+    return [f"- `{'`, `'.join(names)}`{place}" for place, names in commands.items()]
+
+
+def _command(document: Document, name: str) -> str:
+    """The command that repeats a part."""
+    part, model = document["parts"][name], document["benchmark"].removeprefix("tensorrt_")
+    seconds = next((each.partition("=")[2] for each in part.get("overrides", ()) if each.startswith(DURATION)), "")
+    words = [f"{model}/{name}"]
+    words += ["--seconds", seconds] if seconds else []
+    words += ["--shared"] if part.get("shared") else []
+    return f'make bench-gpu PARTS="{" ".join(words)}"'
+
+
+def _settings(part: Document) -> str:
+    """How engines were built that are not the plan's own."""
+    changed = [each for each in part.get("overrides", ()) if each.startswith(("tensorrt.", "profiles="))]
+    return f" with `{'`, `'.join(changed)}`" if changed else ""
 
 
 def _about(tests: Path) -> list[str]:
     lines = [
         "`make bench` does not run this: `make bench-gpu` does, on a host with a GPU (`benchmarks/tensorrt_compile.py`).",
         "Times are medians in ms, from host arrays to host arrays and, after the slash, of the GPU's work alone;",
-        "`ratio` is the median of PyTorch eager on the same GPU over this one.",
+        "`ratio` is the median of PyTorch eager in fp32 on the same GPU over this one. PyTorch's faster modes are in the next section.",
         "Build times are those of one run, in this order, with one timing cache: what an earlier engine has timed, a later one need not.",
         "`time by precision` is the share of an engine's time that it really ran in each; layers that only move or convert data count as `none`.",
     ]
@@ -66,15 +104,30 @@ def _tests(parts: list[Document]) -> list[str]:
     last = {test: last_of(outcomes) for test, outcomes in runs.items()}
     counts = ", ".join(f"{count} {outcome}" for outcome, count in Counter(last.values()).most_common())
     mended = sum("failed" in outcomes and last[test] == "passed" for test, outcomes in runs.items())
-    first, seconds = parts[0], max(part["seconds"] for part in parts)
-    how = f" in {len(parts)} parts" if len(parts) > 1 else ""
+    first = parts[0]
     again = f" {mended} of those that passed had failed in an earlier part." if mended else ""
     failed = "".join(f" Failed: `{test.partition('::')[2]}`." for test, outcome in last.items() if outcome in ("failed", "error"))
     return [
         "",
-        f"`make test-gpu` on {first['gpus'][0]['name']} with TensorRT {first['tensorrt']}{how}: {counts} ({first['created'][:10]}; "
-        f"the longest part took {seconds:.0f} s).{again}{failed}",
+        f"`make test-gpu` on {first['gpus'][0]['name']} with TensorRT {first['tensorrt']}{_in_parts(parts)}: {counts} "
+        f"({first['created'][:10]}; {sum(part['seconds'] for part in parts) / 60:.0f} min in all).{again}{failed}{_why_skipped(parts, last)}",
     ]
+
+
+def _in_parts(parts: list[Document]) -> str:
+    """How many parts, and of which revisions of the code."""
+    if len(parts) == 1:
+        return ""
+    revisions = Counter(part.get("revision", "")[:7] for part in sorted(parts, key=lambda part: part["created"]))
+    told = ", ".join(f"{count} at {revision}" for revision, count in revisions.items() if revision)
+    return f" in {len(parts)} parts" + (f" ({told})" if told else "")
+
+
+def _why_skipped(parts: list[Document], last: Mapping[str, str]) -> str:
+    """The reasons of those tests that ran in no part."""
+    skipped = [test for part in parts for test in part["tests"] if last[test["test"]] == "skipped"]
+    reasons = dict.fromkeys(test.get("reason", "") for test in skipped)
+    return f" Skipped: {'; '.join(filter(None, reasons))}." if any(reasons) else ""
 
 
 def outcomes_by_test(parts: Iterable[Document]) -> dict[str, list[str]]:
@@ -128,6 +181,11 @@ def _engine(row: Row) -> list[str]:
     return ["-" if seconds is None else f"{seconds:.1f}", "-" if size is None else f"{size / 1e6:.1f}", _cell(said) or "-"]
 
 
+def _built_table(rows: list[Row]) -> list[str]:
+    """As the speed table, without times."""
+    return _table(["candidate", "state", "engine MB", "time by precision"], [[row["candidate"], row["state"], *_engine(row)[1:]] for row in rows])
+
+
 def _choice(document: Document) -> list[str]:
     """What the plan as it is came to."""
     part, rows = document["parts"][CHOICE], [row for row in document["rows"] if row["part"] == CHOICE]
@@ -155,17 +213,8 @@ def accuracy_section(found: Mapping[str, Document]) -> list[str]:
         limit = next(row for row in rows if row.get("metric"))
         lines += ["", f"{MODELS[model]}: {limit['metric']} of the reference {limit['reference']:.4f}, on {limit['samples']} samples.", ""]
         lines += _table(["candidate", limit["metric"], "drop (95 %)", "smallest cosine", "state"], [_judged(row) for row in rows])
-        lines += ["", _host(document), *_built(document)]
+        lines += ["", *_places(document, rows)]
     return lines
-
-
-def _built(document: Document) -> list[str]:
-    """How engines were built that are not the plan's own."""
-    found = {
-        group: [each for each in part.get("overrides", ()) if each.startswith(("tensorrt.", "profiles="))]
-        for group, part in document["parts"].items()
-    }
-    return [f"Part `{group}` with `{'`, `'.join(changed)}`." for group, changed in found.items() if changed]
 
 
 def _judged(row: Row) -> list[str]:
@@ -199,13 +248,14 @@ def _words(sizes: Mapping[str, int]) -> str:
 
 
 def _gpu(document: Document) -> str:
-    return str(document["target"]["device"]).removeprefix("NVIDIA ")
+    part = next(part for part in document["parts"].values() if "target" in part)
+    return str(part["target"]["device"]).removeprefix("NVIDIA ")
 
 
-def _host(document: Document) -> str:
-    host, target = document["environment"], document["target"]
+def _host(part: Document) -> str:
+    host, target = part["environment"], part["target"]
     packages = ", ".join(f"{name} {host['packages'][name]}" for name in ("torch", "onnxruntime", "nvidia-modelopt") if name in host["packages"])
     return (
-        f"{document['created'][:10]}, {target['device']}, driver {target['driver']}, TensorRT {target['version']}; "
+        f"{part['created'][:10]}, {target['device']}, driver {target['driver']}, TensorRT {target['version']}; "
         f"{host['cpu']}, {host['cores']} cores, Python {host['python']}, {packages}."
     )

@@ -17,6 +17,7 @@ from gpu_drawings import curve_drawing, models_drawings
 from gpu_model_tables import curve_section, document, fastest_section, models_section
 from gpu_tables import accuracy_section, documents, speed_section
 from image_tables import images_section
+from run_all import SCRIPTS
 from serving_tables import document_of, perf_analyzer_section, serving_gpu_section, serving_section, soak_section
 
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -27,8 +28,14 @@ README = ROOT / "README.md"
 BEGIN, END = "<!-- {part}: from here on written by benchmarks/tables.py -->\n", "<!-- {part}: written by benchmarks/tables.py up to here -->\n"
 HEAD = """# Benchmarks
 
-`make bench` runs all of this, and `calibration` and `few_bits`, whose figures are in [accuracy.md](accuracy.md), `synthetic_clock` and `pitfalls`,
-in [measurement.md](measurement.md). It takes about an hour on 2 cores; each script alone: `.venv/bin/python benchmarks/NAME.py`.
+`make bench` measures what a CPU can show. It runs these scripts, one after another, in about an hour on 2 cores:
+{scripts}.
+The figures of `calibration` and `few_bits` are in [accuracy.md](accuracy.md), those of `synthetic_clock` and `pitfalls` in
+[measurement.md](measurement.md). Each script runs alone too: `.venv/bin/python benchmarks/NAME.py`.
+
+`make bench` does not run `make soak`, `benchmarks/perf_analyzer.py` and `benchmarks/image_size.py`, nor what needs a GPU:
+`benchmarks/peak.py --gpu`, `benchmarks/serving.py --backend tensorrt`, `make bench-gpu` and `benchmarks/gpu_models.py`.
+
 This page is written by `benchmarks/tables.py` from the files in `benchmarks/results/`, which hold the environment of each run.
 Figures are medians; ratios come from one interleaved run ([measurement.md](measurement.md) says how).
 Other machines give other figures: look at the CPU's flags first.
@@ -45,7 +52,8 @@ On a small model the difference counts, on a large one the ratio.""",
 ONNX Runtime fp32, batch 1, one file, entered twice. The interval should hold 1: a right one of 95 % misses it once in twenty runs.
 The wider it is, the larger must a difference be to be told on that host.""",
     "compile_time": """## The demo's compile
-The whole process of `crucible compile configs/digits.yaml`: export, eight engines, measuring. Then again with everything in the store.""",
+The whole process of `crucible compile configs/digits.yaml`: export, calibration, every candidate that this CPU runs, measuring. Then again with
+everything in the store.""",
     "peak": """## What this machine reaches
 The fastest matrix product per precision (of two libraries, three sizes) and the fastest copy, with all cores: what rows are seen against.""",
     "peak_gpu": """## What the GPU reaches
@@ -58,7 +66,7 @@ Engines of the graph as it was exported, and with attention written plainly (`si
 real weights and dynamic shapes, as torch.export and as TorchScript exports it, BERT-base, ViT-B/16 and Swin-T with random weights. `ratio` is how
 many times as fast: the mean over pairs of processes, with its 95 % interval. TorchScript's masks of -inf lose a guard over all scores and get a
 factor behind each product, which is the larger of the two where texts have fewer tokens than a head has channels. On a GPU: `surgery` in the rows
-`encoder_…`, `vit_…`, `swin_b8` and `flexibility_encoder` [below](#against-tensorrt-used-barely-and-against-pytorch-on-one-h200).""",
+`encoder_…`, `vit_…`, `swin_b8` and `flexibility_encoder` [below](#compared-with-plain-tensorrt-and-with-pytorch-h200).""",
     "service_memory": """## Memory of the service
 `crucible serve`, and all processes of a job together, pages that they share counted once. The models are layers of matrix products, tried
 on every backend of this host, without data.""",
@@ -66,6 +74,8 @@ on every backend of this host, without data.""",
 Times of a binary request of 1 KB on one connection: alone, and while four clients send 150,528 numbers as JSON, each as fast as it is answered.
 The server is the real one, its models only copy. The target holds for the median round.""",
 }
+COMMANDS = {"peak_gpu": "peak.py --gpu"}
+"""Scripts that have not the name of their result."""
 
 
 def main() -> None:
@@ -92,10 +102,11 @@ def drawings() -> tuple[Drawing, ...]:
 
 def page() -> str:
     """The whole page."""
-    parts = [HEAD]
+    parts = [HEAD.format(scripts=", ".join(f"`{name}`" for name in SCRIPTS))]
     for name, text in SECTIONS.items():
         result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-        parts += [text, "", *_table(result["rows"]), "", *_targets(result["targets"]), "", _environment(result), ""]
+        command = [f"Repeat it with `.venv/bin/python benchmarks/{COMMANDS.get(name, f'{name}.py')}`.", ""]
+        parts += [text, *command, *_table(result["rows"]), "", *_targets(result["targets"]), "", _environment(result), ""]
     parts += (
         serving_section(document_of("serving"))
         + serving_gpu_section(*map(document_of, ("serving_gpu", "serving_gpu_overlap")))

@@ -78,7 +78,7 @@ def main() -> None:
     sys.exit(any("failed" in part for document in results.values() for part in document["parts"].values()))
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("parts", nargs="*", type=parts_of, metavar="PART", help="MODEL or MODEL/GROUP [default: all]")
     parser.add_argument("--into", type=Path, default=RESULTS, metavar="DIR", help="where the results go")
@@ -86,7 +86,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds after which a part is stopped")
     parser.add_argument("--shared", action="store_true", help="other work runs on this GPU: keep no latency and no build time")
     parser.add_argument("--list", action="store_true", help="print the parts and end")
-    found = parser.parse_args()
+    found = parser.parse_args(words)
     found.parts = [part for parts in found.parts for part in parts]
     return found
 
@@ -204,9 +204,10 @@ def latency(benchmark: BenchmarkReport) -> list[dict[str, Any]]:
 
 
 def add_part(file: Path, model: str, group: str, part: Mapping[str, Any], target: Target) -> dict[str, Any]:
-    """Write the model's document with this part in the place of an earlier run of it."""
+    """Write the model's document with this part in the place of an earlier run of it. Each part keeps the environment of its own run."""
     old = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"parts": {}, "rows": []}
-    parts = {**old["parts"], group: {key: value for key, value in part.items() if key != "rows"}}
+    here = {"target": target.model_dump(mode="json"), "environment": environment().model_dump(mode="json")}
+    parts = {**old["parts"], group: {key: value for key, value in part.items() if key != "rows"} | here}
     rows = [row for row in old["rows"] if row["part"] != group] + [{"part": group, **row} for row in part["rows"]]
     document = {
         "benchmark": f"tensorrt_{model}",
@@ -214,8 +215,6 @@ def add_part(file: Path, model: str, group: str, part: Mapping[str, Any], target
         "parts": {name: parts[name] for name in PARTS[model] if name in parts},
         "rows": [row for name in PARTS[model] for row in rows if row["part"] == name],
         "targets": targets(model, rows, parts),
-        "target": target.model_dump(mode="json"),
-        "environment": environment().model_dump(mode="json"),
     }
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

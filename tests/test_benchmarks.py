@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import re
+import shlex
 import sys
 import threading
 from collections.abc import Iterator
@@ -40,6 +42,8 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     yield {name: __import__(name) for name in SCRIPTS}
     for name in SCRIPTS:
+        sys.modules.pop(name)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "gpu"]:
         sys.modules.pop(name)
 
 
@@ -91,7 +95,11 @@ def test_every_result_holds_its_environment_and_its_targets() -> None:
     assert results
     for file in results:
         document = json.loads(file.read_text())
-        assert document["environment"]["cpu_flags"], file
+        runs = document.get("parts") or (document["rows"] if isinstance(document["rows"], dict) else {})
+        if runs:  # of several runs in one file each has its own, or says that it was not recorded
+            assert all(run["environment"] or run["environment_source"] == "not recorded" for run in runs.values()), file
+        else:
+            assert document["environment"]["cpu_flags"], file
         assert document["rows"], file
         assert document["targets"], file
 
@@ -100,6 +108,22 @@ def test_make_bench_runs_what_the_pages_show(scripts: dict[str, ModuleType]) -> 
     run, shown = set(scripts["run_all"].SCRIPTS), {name for name in scripts["tables"].SECTIONS if not name.endswith("_gpu")}
     assert shown <= run
     assert all((ROOT / "benchmarks" / f"{name}.py").is_file() and (ROOT / "benchmarks" / "results" / f"{name}.json").is_file() for name in run)
+
+
+def test_the_page_of_figures_says_what_make_bench_runs(scripts: dict[str, ModuleType]) -> None:
+    head = scripts["tables"].page().partition("\n## ")[0]
+    listed = head.partition("one after another")[2].partition("\n\n")[0]
+    assert all(f"`{name}`" in listed for name in scripts["run_all"].SCRIPTS)
+
+
+def test_every_command_of_the_page_of_figures_exists(scripts: dict[str, ModuleType]) -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"benchmarks/(\w+)\.py", page)) - {"NAME"}
+    assert all((ROOT / "benchmarks" / f"{name}.py").is_file() for name in named)
+    parts = re.findall(r'make bench-gpu PARTS="([^"]+)"', page)
+    assert parts
+    for part in parts:
+        assert scripts["tensorrt_compile"].parse_arguments(shlex.split(part)).parts
 
 
 def test_one_lucky_round_beside_long_json_does_not_meet_the_target(scripts: dict[str, ModuleType]) -> None:
@@ -176,29 +200,32 @@ def test_the_tables_show_every_candidate_of_a_gpu_with_its_figures(scripts: dict
         "created": "2026-11-21T08",
         "seconds": 240.3,
         "tensorrt": "10.6.0",
+        "revision": "82dfba75f031338f",
     }
     (tests / "h200.json").write_text(json.dumps(ran))
     found = tables.documents(h200)
     speed, accuracy = "\n".join(tables.speed_section(found, tests)), "\n".join(tables.accuracy_section(found))
     assert speed.startswith("## TensorRT on one H200")
-    assert (
-        "on NVIDIA H200 with TensorRT 10.6.0: 3 passed, 2 failed (2026-11-21; the longest part took 240 s). Failed: `test_3`. Failed: `test_4`."
-        in speed
-    )
-    alone = {"created": "2026-11-21T09", "seconds": 300.0, "tests": [{"test": "tests/test_a.py::test_3", "outcome": "passed"}]}
+    assert "on NVIDIA H200 with TensorRT 10.6.0: 3 passed, 2 failed (2026-11-21; 4 min in all). Failed: `test_3`. Failed: `test_4`." in speed
+    alone = {
+        "created": "2026-11-21T09",
+        "seconds": 300.0,
+        "revision": "90d73fdd7451",
+        "tests": [{"test": "tests/test_a.py::test_3", "outcome": "passed"}],
+    }
     (tests / "h200_alone.json").write_text(json.dumps({**ran, **alone}))
     in_parts = "\n".join(tables.speed_section(found, tests))
-    assert (
-        "10.6.0 in 2 parts: 4 passed, 1 failed (2026-11-21; the longest part took 300 s). 1 of those that passed had failed in an earlier part."
-        in in_parts
-    )
+    assert "10.6.0 in 2 parts (1 at 82dfba7, 1 at 90d73fd): 4 passed, 1 failed (2026-11-21; 9 min in all)." in in_parts
+    assert " 1 of those that passed had failed in an earlier part." in in_parts
     assert "Failed: `test_4`." in in_parts
     assert "`test_3`" not in in_parts
     assert "fp8 needs \\| sm_89" in speed
     assert "driver 580.159.04, TensorRT 10.6.0" in accuracy
     for text in (speed, accuracy):
         lines = [line for line in text.splitlines() if line.startswith("| ")]
-        assert {line.replace("\\|", "").count("|") for line in lines} == {lines[0].count("|")}
+        for block in text.split("\n\n"):
+            rows = [line.replace("\\|", "") for line in block.splitlines() if line.startswith("|")]
+            assert len({row.count("|") for row in rows}) <= 1
         assert all(any(line.startswith(f"| {candidate.label} |") for line in lines) for candidate in made.candidates)
     assert "| +0.0033 (-0.0034 to +0.0100) | 0.99620 |" in accuracy
 
@@ -291,14 +318,23 @@ def test_the_figure_is_drawn_again_for_other_values_only(scripts: dict[str, Modu
 
 def test_the_gpus_figures_show_every_engine_that_was_measured(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
     drawings = scripts["gpu_drawings"]
-    timed = {"ours fp16": {"device_median_ms": 0.5}, "torch eager fp16": {"device_median_ms": 2.25}, "bare fp16": {"failed": "no memory"}}
+    timed: dict[str, Any] = {
+        "ours fp16": {"wall_median_ms": 0.75, "device_median_ms": 0.5},
+        "torch eager fp16": {"wall_median_ms": 2.25, "device_median_ms": 2.0},
+        "bare fp16": {"failed": "no memory"},
+    }
     curve = [{"calls": calls, "unsynchronised_ms": 1.0, "synchronised_ms": 6.0} for calls in (1, 500)]
     rows = {name: {"inputs": {"x": [1]}, "entries": timed} for name in ("net_b1", "net_b1: fp16", "net_b32", "vit_b1")}
     found = {"rows": {**rows, "failed_b1": {"failed": "no GPU"}, "async_curve": {"entries": {"curve": curve}, "events_ms": 6.1}}}
     (models, of_vit), (launches,) = drawings.models_drawings(found), drawings.curve_drawing(found)
     drawn = models.write(tmp_path).read_text()
-    assert [drawn.count(text) for text in ("ours fp16", "torch eager fp16", " 2.250", "bare fp16", "net_b32", "failed_b1")] == [3, 3, 3, 0, 1, 0]
-    assert (models.name, of_vit.name, list(of_vit.values)) == ("gpu_net.svg", "gpu_vit.svg", ["vit_b1"])
+    shown = ("ours fp16", "torch eager fp16", " 2.250", "bare fp16", "net_b32", "failed_b1")
+    assert [drawn.count(text) for text in shown] == [3, 3, 3, 0, 1, 0]
+    assert (models.name, of_vit.name, of_vit.values) == (
+        "gpu_net.svg",
+        "gpu_vit.svg",
+        {"vit_b1": {"ours fp16": [0.75, 0.5], "torch eager fp16": [2.25, 2.0]}},
+    )
     assert "until the last call returns" in launches.write(tmp_path).read_text()
     assert models.is_current(tmp_path)
     timed["ours fp16"]["device_median_ms"] = 0.4
@@ -321,36 +357,78 @@ def test_int8_stands_beside_the_fastest_floats_of_its_backend_and_shape(scripts:
 def test_our_int8_of_the_gpus_models_stands_beside_our_floats(scripts: dict[str, ModuleType]) -> None:
     timed = {"ours int8": 0.25, "ours fp16": 0.5, "bare int8": 0.4, "bare tf32": 0.2, "torch eager fp16": 0.1}
     entries = {name: {"wall_median_ms": ms} for name, ms in timed.items()} | {"ours fp8": {"failed": "no memory"}}
-    rows = {"cnn_b4": {"batch": 4, "entries": entries}, "failed": {"batch": 4, "failed": "x"}, "async_curve": {"entries": {"curve": []}}}
-    document = {"rows": rows, "environment": {"cpu": "some CPU", "cores": 2}, "target": {"device": "NVIDIA H200"}}
+    target = {"device": "NVIDIA H200"}
+    rows = {
+        "cnn_b4": {"batch": 4, "entries": entries, "target": target},
+        "failed": {"batch": 4, "failed": "x"},
+        "async_curve": {"entries": {"curve": []}},
+    }
+    document = {"rows": rows}
     assert scripts["accuracy_tables"].int8_section({"gpu_models": document})[2:] == [
         "| cnn_b4 | NVIDIA H200 | batch 4 | ours int8 | 0.25 | ours fp16 | 0.5 | 2.00 |",
     ]
 
 
-def test_the_readme_names_the_fastest_of_both(scripts: dict[str, ModuleType]) -> None:
-    def times(**found: float) -> dict[str, Any]:
-        return {name.replace("_", " "): {"device_median_ms": ms} for name, ms in found.items()}
+def gpu_row(times: dict[str, tuple[float, float]], **more: Any) -> dict[str, Any]:
+    """A row of gpu_models.json: end-to-end and GPU medians of each engine in ms."""
+    entries = {name: {"wall_median_ms": wall, "device_median_ms": gpu} for name, (wall, gpu) in times.items()}
+    host = {"cpu": "some CPU", "cores": 12, "python": "3.12", "packages": {"torch": "2.11"}}
+    target = {"device": "NVIDIA H200", "driver": "580", "version": "10.6.0"}
+    return {"entries": entries, "environment": host, "target": target, "created": "2026-11-22T08:00:00+00:00", **more}
 
-    rows: dict[str, Any] = {
-        "cnn": {
-            "entries": {
-                **times(ours_fp16=0.4, ours_int8=0.25, bare_int8=0.1, torch_graph_fp16=0.5, torch_eager_fp16=2.0),
-                "ours fp8": {"failed": "x"},
-            }
-        },
-        "only fp32 beside it": {"entries": times(ours_fp32=0.5, torch_eager_fp32=1.0)},
-        "failed": {"failed": "x"},
+
+def test_the_readme_leads_with_end_to_end_time_beside_pytorchs_best(scripts: dict[str, ModuleType]) -> None:
+    """The fastest on the GPU is not the fastest end to end, on either side."""
+    torch = {"torch compile fp16": (4.5, 2.5), "torch graph fp16": (5.0, 2.0), "torch eager fp16": (9.0, 8.0)}
+    ours = {"ours fp16": (6.0, 1.5), "ours int8": (5.0, 1.25), "ours int8 modelopt": (4.0, 1.3), "bare int8": (0.1, 0.1)}
+    row = gpu_row(torch | ours, overrides=["tensorrt.timing_iterations=2"])
+    row["entries"]["ours fp8"] = {"failed": "x"}
+    row["entries"]["torch compile fp16"]["mode"] = "reduce-overhead"
+    text = "\n".join(scripts["gpu_model_tables"].fastest_section({"rows": {"resnet50_b64": row}}))
+    line = "| ResNet-50, batch 64 | 4.500 / 2.500 (compile fp16, reduce-overhead) | 6.000 / 1.500 | 0.75 / 1.67 |"
+    assert f"{line} 5.000 / 1.250 (int8) | 0.90 / 2.00 | 2 times | 12 |\n" in text
+    assert "| ResNet-50, batch 64 | 4.000 / 1.300 (int8 modelopt) | 1.12 / 1.92 | a candidate with `quantizer: modelopt` |" in text
+    assert "End to end, ours are slower for ResNet-50, batch 64, although the GPU works for less time" in text
+    assert "NVIDIA H200, driver 580, TensorRT 10.6.0; some CPU, Python 3.12, torch 2.11." in text
+
+
+def test_of_models_with_attention_plain_attention_is_the_default(scripts: dict[str, ModuleType]) -> None:
+    times = {"torch graph fp16": (2.0, 2.0), "ours fp16": (0.5, 0.5), "ours fp16 surgery": (1.0, 1.0), "ours fp16 folded": (0.4, 0.4)}
+    text = "\n".join(scripts["gpu_model_tables"].fastest_section({"rows": {"vit_b1": gpu_row(times)}}))
+    assert "| 1.000 / 1.000 | 2.00 / 2.00 | 1.000 / 1.000 (fp16 surgery) | 2.00 / 2.00 | 8 times | 12 |" in text
+    assert "| 0.400 / 0.400 (fp16 folded) | 5.00 / 5.00 | `simplify.surgery: pipeline.folding:fold_strides` |" in text
+    assert "slower" not in text
+
+
+def test_of_several_rows_the_one_nearest_to_the_default_settings_counts(scripts: dict[str, ModuleType]) -> None:
+    times = {"torch graph fp16": (2.0, 2.0), "ours fp16": (1.0, 1.0)}
+    rows = {
+        "resnet50_b1": gpu_row(times, overrides=["tensorrt.timing_iterations=2"]),
+        "resnet50_b1: fp16": gpu_row(times | {"ours fp16": (0.5, 0.5)}, overrides=["tensorrt.timing_iterations=8"]),
+        "mobilenet_128": gpu_row({"torch graph fp32": (9.0, 9.0), "ours fp16": (1.0, 1.0)}),  # fp32 beside fp16 would flatter
+        "encoder_b1: fp16": gpu_row({"ours fp16": (1.0, 1.0)}),
+        "vit_b1": {"failed": "x"},
         "async_curve": {"entries": {"events_ms": 0.5}},
     }
-    host = {"cpu": "some CPU", "cores": 2, "python": "3.12", "packages": {}}
-    found = {"rows": rows, "environment": host, "target": {"device": "NVIDIA H200", "driver": "580", "version": "10.6.0"}}
-    section = scripts["gpu_model_tables"].fastest_section
-    line = "| `cnn` | 0.500 (graph fp16) | 0.400 (fp16) | 1.25 | 0.250 (int8) | 2.00 |"
-    assert section(found)[2:-3] == [line]
-    rows["cnn"]["note"] = "seen once"
-    assert section(found)[2:-3] == [line.replace("`cnn`", "`cnn` *")]
-    assert section({}) == []
+    (found,) = scripts["gpu_model_tables"].comparisons({"rows": rows})
+    assert (found.heading, found.usual[0].wall_ms) == ("resnet50_b1: fp16", 0.5)
+    assert scripts["gpu_model_tables"].fastest_section({}) == []
+
+
+def test_a_row_says_in_words_what_is_not_the_default(scripts: dict[str, ModuleType]) -> None:
+    words = scripts["gpu_model_tables"].settings_text
+    assert words(["tensorrt.timing_iterations=8", "simplify.plain_attention=true"]) == []
+    assert words(["tensorrt.timing_iterations=2"]) == ["each kernel timed 2 times, not 8 as by default"]
+    assert words(["export.exporter=torchscript", "a.b=1"]) == ["exported by `torchscript`, which is not the default", "`a.b=1`"]
+
+
+def test_what_was_not_recorded_of_a_host_is_said(scripts: dict[str, ModuleType]) -> None:
+    place, row = scripts["gpu_model_tables"].place_of, gpu_row({})
+    assert place(row) == "NVIDIA H200, driver 580, TensorRT 10.6.0; some CPU, 12 cores, Python 3.12, torch 2.11"
+    assert place({**row, "environment": {"cores": 10}}).endswith("; 10 cores, CPU and packages not recorded")
+    assert place({**row, "environment": None}).endswith("; cores not recorded, CPU and packages not recorded")
+    alike = "recorded with another row of the same commit"
+    assert place({**row, "environment_source": alike}).endswith(f"torch 2.11 ({alike})")
 
 
 def test_engines_of_few_bits_show_what_they_save_and_cost(scripts: dict[str, ModuleType]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -33,6 +33,29 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 `folded`: besides, with the first convolution's stride folded into its channels (pipeline/folding.py).
 `no residual`: what is added keeps its precision; `no first`: the first layer does, in fp16. `level 5`: built at TensorRT's highest
 optimisation level, which tries more kernels. `flags`: TensorRT chooses the precision of each layer itself, as in `int8 implicit`."""
+
+TITLES = {
+    "resnet50": "ResNet-50",
+    "mobilenet_v2": "MobileNetV2",
+    "vit_b_16": "ViT-B/16",
+    "swin_t": "Swin-T",
+    "encoder": "BERT-base",
+}
+"""The models of the rows in words."""
+USUAL_SIDE = 224  # pixels
+
+SETTINGS = {
+    " folded": "`simplify.surgery: pipeline.folding:fold_strides`",
+    " level 5": "`tensorrt.optimization_level: 5`",
+    "fp16 flags": "a candidate with `realised_in: flags`",
+    "int8 modelopt": "a candidate with `quantizer: modelopt`",
+    "int8 no residual": "a candidate with `placement: {residual_add: false}`",
+    "int8 no first": "a candidate with `placement: {first_layer: false}`",
+    "fp8": "a candidate in fp8",
+}
+"""What a plan has to say, beside its model and data, for the ways whose names end so."""
+SURGERY = " surgery"
+AS_EXPORTED = "`simplify.plain_attention: false`"
 
 FP16_PEERS = ("eager fp16", "graph fp16", "compile fp16")
 FLOAT_PEERS = ("eager fp32", *FP16_PEERS)
@@ -70,6 +93,17 @@ class Row:
     gain: tuple[str, str, float] | None = None  # (slow, fast, least): two peers whose ratio is compared with a published one
 
     @property
+    def title(self) -> str:
+        """The model and its shape in words: `BERT-base, batch 32, 128 tokens`. Images have 224 x 224 pixels if it says nothing."""
+        parts = [TITLES[self.model], f"batch {self.batch}"]
+        if "image" in self.inputs:
+            side = self.inputs["image"][-1]
+            return ", ".join(parts if side == USUAL_SIDE else [*parts, f"{side} x {side} pixels"])
+        tokens = next(iter(self.inputs.values()))[-1]
+        mask = "" if "attention_mask" in self.inputs else ", no mask"
+        return ", ".join([*parts, f"{tokens} tokens{mask}"])
+
+    @property
     def batch(self) -> int:
         first = next(iter(self.inputs.values()))[0]
         return first if isinstance(first, int) else 1
@@ -78,7 +112,7 @@ class Row:
         return self.dtypes.get(name, "float32" if name == "image" else "int64")
 
 
-def image(batch: int, side: int = 224) -> dict[str, tuple[int | str, ...]]:
+def image(batch: int, side: int = USUAL_SIDE) -> dict[str, tuple[int | str, ...]]:
     return {"image": (batch, 3, side, side)}
 
 
@@ -149,6 +183,16 @@ ROWS: tuple[Row, ...] = (
 
 def row_named(name: str) -> Row | None:
     return next((row for row in ROWS if row.name == name), None)
+
+
+def setting_of(way: str, ways: Iterable[str]) -> str:
+    """What a plan has to say for this way; "" for what Crucible does by default. `ways`: all that the row has.
+
+    Attention is written plainly by default, so of a row with ways that do so (`surgery`) the others are not the default.
+    """
+    if setting := next((text for ending, text in SETTINGS.items() if way.endswith(ending)), ""):
+        return setting
+    return AS_EXPORTED if any(each.endswith(SURGERY) for each in ways) and not way.endswith(SURGERY) else ""
 
 
 # -- what was reached --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from pipeline import process
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-NAMES = ("bare", "contest", "facts", "host", "measure_row", "parts", "plans", "rows", "tactics", "torch_peers", "async_curve", "nets")
+NAMES = ("bare", "choice", "contest", "facts", "host", "measure_row", "parts", "plans", "rows", "tactics", "torch_peers", "async_curve", "nets")
 SCRIPTS = ("common", "gpu_models", "gpu_model_tables")
 SERVING = ("client", "crucible", "figures", "models", "peers_list", "processes", "rounds", "setups")
 SERVING_SCRIPTS = ("common", "serving", "serving_tables", "soak", "perf_analyzer")

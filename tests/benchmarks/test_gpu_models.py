@@ -3,6 +3,8 @@
 import argparse
 import contextlib
 import json
+import re
+import shlex
 import subprocess
 import sys
 from importlib import import_module
@@ -207,7 +209,7 @@ def test_a_row_that_runs_again_takes_its_own_place_and_no_other(gpu: dict[str, M
     document = json.loads(file.read_text())
     assert list(document["rows"]) == ["resnet50_b1", "vit_b1", "async_curve"]
     assert document["targets"] == {"vit_b1: fast": False, "resnet50_b1: fast": True}
-    assert document["environment"]["python"]
+    assert all(row["environment"]["python"] and row["target"]["driver"] for row in document["rows"].values())
     for name, row in document["rows"].items():
         assert script.table(name, row).row_count == len(row.get("entries", ())) + len(row.get("targets", ()))
 
@@ -222,7 +224,74 @@ def test_a_row_of_some_ways_stands_beside_the_whole_one(gpu: dict[str, ModuleTyp
         script.add_row(file, key, {"created": "1", "entries": {}}, H200)
     document = json.loads(file.read_text())
     assert list(document["rows"]) == ["vit_b1: fp16, int8", "vit_b1", "vit_b32"]
-    assert all(row["cores"] == document["environment"]["cores"] for row in document["rows"].values())
+    assert "environment" not in document, "each row has its own"
+
+
+def test_a_row_keeps_the_environment_it_was_measured_in(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
+    script, file = gpu["gpu_models"], tmp_path / "gpu_models.json"
+    elsewhere = {"created": "1", "entries": {}, "environment": {"cores": 999}, "target": {"device": "another GPU"}}
+    file.write_text(json.dumps({"rows": {"vit_b1": elsewhere}}))
+    script.add_row(file, "vit_b32", {"created": "2", "entries": {}}, H200)
+    rows = json.loads(file.read_text())["rows"]
+    assert rows["vit_b1"] == elsewhere
+    assert rows["vit_b32"]["environment"]["cores"] < 999
+    assert rows["vit_b32"]["target"]["device"] == "NVIDIA H200"
+
+
+def test_committed_rows_say_where_they_ran_or_that_it_was_not_recorded() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "gpu_models.json").read_text(encoding="utf-8"))["rows"]
+    for name, row in rows.items():
+        assert row["target"]["device"], name
+        assert row["environment"] or row["environment_source"] == "not recorded", name
+
+
+def test_no_note_holds_a_figure_that_no_command_repeats() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "gpu_models.json").read_text(encoding="utf-8"))["rows"]
+    measured = re.compile(r"\d ?(ms|us|%)|\d (s|times as|images)\b")
+    assert [name for name, row in rows.items() if measured.search(row.get("note", ""))] == []
+
+
+def test_every_heading_and_every_command_of_the_page_is_taken_as_printed(gpu: dict[str, ModuleType]) -> None:
+    script, page = gpu["gpu_models"], (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    rows = json.loads((ROOT / "benchmarks" / "results" / "gpu_models.json").read_text(encoding="utf-8"))["rows"]
+    assert rows
+    for heading, row in rows.items():
+        (alone,) = script.parse_arguments([heading]).rows
+        assert alone.heading == heading
+        python, place, *words = shlex.split(row["command"])
+        (choice,) = script.parse_arguments(words).rows
+        assert (python, place, choice.heading) == ("python", "benchmarks/gpu_models.py", heading)
+        if heading != "async_curve":  # docs/measurement.md has it
+            assert f"### `{heading}`\n" in page
+            assert f"\n$ {row['command']}\n" in page
+
+
+def test_the_command_of_a_row_holds_all_that_is_not_the_default(gpu: dict[str, ModuleType]) -> None:
+    script, options = gpu["gpu_models"], gpu["measure_row"].Options
+    assert script.command_of("vit_b1", options()) == "python benchmarks/gpu_models.py vit_b1"
+    special = options(2.0, ("fp16", "int8"), False, False, ("tensorrt.timing_iterations=2",), (), ("reduce-overhead",))
+    words = shlex.split(script.command_of("vit_b1", special))[2:]
+    found = script.parse_arguments(words)
+    (choice,) = found.rows
+    assert script.options_for(choice, options()).ways == special.ways
+    assert (found.seconds, found.peers, found.bare, found.modes) == (2.0, False, False, ("reduce-overhead",))
+    assert tuple(found.set) == special.overrides
+
+
+def test_a_heading_chooses_ways_of_a_row_and_variants_of_a_part(gpu: dict[str, ModuleType]) -> None:
+    script, options = gpu["gpu_models"], gpu["measure_row"].Options
+    (row, part) = script.parse_arguments(["vit_b1: fp16, int8", "tactics: plain, watched"]).rows
+    assert script.options_for(row, options()) == options(ways=("fp16", "int8"))
+    assert script.options_for(part, options()) == options(only=("plain", "watched"))
+    assert script.options_for(gpu["choice"].Choice("vit_b1"), options(ways=("fp8",))).ways == ("fp8",)
+
+
+def test_rows_that_were_measured_at_once_name_each_other(gpu: dict[str, ModuleType]) -> None:
+    old = {"created": "2026-11-23T10:10:00+00:00", "seconds": 300.0, "measured_s": 1.5}  # dated by its end
+    part = {"created": "2026-11-23T10:04:00+00:00", "seconds": 120.0}  # by its beginning
+    late = {"began": "2026-11-23T10:09:00+00:00", "created": "2026-11-23T10:20:00+00:00", "seconds": 660.0}
+    found = gpu["gpu_model_tables"].rows_at_once({"rows": {"old": old, "part": part, "late": late, "failed": {}}})
+    assert found == {"old": ("part", "late"), "part": ("old",), "late": ("old",)}
 
 
 def test_the_page_shows_every_engine_with_its_figures(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
@@ -242,16 +311,18 @@ def test_the_page_shows_every_engine_with_its_figures(gpu: dict[str, ModuleType]
         "bare fp16": {"failed": "no memory"},
     }  # fmt: skip
     ratio = {"over": "ours fp16", "under": "bare fp16", "device": [1.01, 1.0, 1.02], "wall": None}
-    row = {"created": "2026-11-21T20:00", "seconds": 100.0, "entries": entries, "targets": [goal, {**goal, "value": None, "reached": None}]}
+    when = {"created": "2026-11-21T20:00:00+00:00", "seconds": 100.0, "command": "python benchmarks/gpu_models.py vit_b1"}
+    row = {**when, "entries": entries, "targets": [goal, {**goal, "value": None, "reached": None}]}
     script.add_row(file, "vit_b1", {**row, "ratios": [ratio], "gpu": {"power_w": {"median": 500.0}}, "overrides": ["a=b"]}, H200)
-    script.add_row(file, "vit_b32", {"created": "2026-11-21T20:00", "failed": "no GPU"}, H200)
+    script.add_row(file, "vit_b32", {"created": "2026-11-21T20:00:00+00:00", "failed": "no GPU"}, H200)
     curve = {"curve": [{"calls": 1, "unsynchronised_ms": 1.3, "synchronised_ms": 3.0}], "per_call_ms_ending_with": {"nothing": 3.0, ".cpu()": 3.1}}
     about = {"created": "1", "model": "resnet18", "shape": [1], "events_ms": 3.0}
     script.add_row(file, "async_curve", {**about, "entries": curve, "targets": []}, H200)
     found = tables.document(tmp_path)
     text = "\n".join(tables.models_section(found))
-    assert "| ours fp16 | 0.290 (0.310) | 0.400 | 2,500 | 250.0 (25%) | 40.0 | 1.010 (1.000 to 1.020) | - | 61.0 | fp16 100% |" in text
-    assert "| torch compile fp16 | 0.620 ~ | 1.000 | - | - | - | - | - | 60.0 | reduce-overhead |" in text
+    assert "### `vit_b1`\n\nViT-B/16, batch 1.\n\n```console\n$ python benchmarks/gpu_models.py vit_b1\n```\n" in text
+    assert "| ours fp16 | 0.400 | 0.290 (0.310) | 2,500 | 250.0 (25%) | 40.0 | 1.010 (1.000 to 1.020) | - | 61.0 | fp16 100% |" in text
+    assert "| torch compile fp16 | 1.000 | 0.620 ~ | - | - | - | - | - | 60.0 | reduce-overhead |" in text
     assert "- reached: fast: 2.500, at least 2" in text
     assert "- **not measured**: fast: -, at least 2" in text
     assert "attention in one: 1 of 1; 2 of 9 layers only move data (10% of the time); slowest: conv\\|1 fp16 50%" in text
@@ -262,7 +333,8 @@ def test_the_page_shows_every_engine_with_its_figures(gpu: dict[str, ModuleType]
     assert "a clock around 1 calls without synchronisation says 1.30 ms" in curve_text
     assert "50 calls take 3.000 ms each, and where every call ends with .cpu() 3.100 ms." in curve_text
     assert "**failed**: no GPU" in text
-    tabled = [line for line in text.splitlines() if line.startswith("| ") and "fp16 |" in line]
+    engines = ("| ours fp16 |", "| torch compile fp16 |", "| bare fp16 |")
+    tabled = [line for line in text.splitlines() if line.startswith(engines)]
     assert {line.replace("\\|", "").count("|") for line in tabled} == {11}
 
 
@@ -277,16 +349,16 @@ def test_what_flexibility_costs_stands_beside_the_engine_of_the_one_shape(gpu: d
         **{name: {"build_s": 20.0, "engine_bytes": 2_000_000} for name in ("fixed", "fixed, level 5", "sequence")},
         "level 9": {"failed": "no such | level"},
     }
-    script.add_row(file, "flexibility_encoder", {"created": "1", "seconds": 9.0, "entries": entries, "targets": []}, H200)
+    script.add_row(file, "flexibility_encoder", {"created": "2026-11-21T20:00:00+00:00", "seconds": 9.0, "entries": entries, "targets": []}, H200)
     found = tables.document(tmp_path)
     text = "\n".join(tables.models_section(found))
-    assert "| 1x128 | fixed | 0.400 | 1.000 | 1.000 | 20.0 | 2.0 | 1.5 |" in text
-    assert "| 1x128 | fixed, level 5 | 0.410 | 1.025 | 1.000 | 20.0 | 2.0 | - |" in text
-    assert "| 1x128 | sequence | 0.500 ~ | 1.250 | 0.600 | 20.0 | 2.0 | - |" in text
-    assert "| 1x64 | sequence | 0.300 | - | 1.000 | 20.0 | 2.0 | - |" in text
+    assert "| 1x128 | fixed | 1.000 | 0.400 | 1.000 | 20.0 | 2.0 | 1.5 |" in text
+    assert "| 1x128 | fixed, level 5 | 1.000 | 0.410 | 1.025 | 20.0 | 2.0 | - |" in text
+    assert "| 1x128 | sequence | 0.600 | 0.500 ~ | 1.250 | 20.0 | 2.0 | - |" in text
+    assert "| 1x64 | sequence | 1.000 | 0.300 | - | 20.0 | 2.0 | - |" in text
     assert "- **failed**: level 9: no such \\| level" in text
     drawn = tables.times_by_picture(found)
-    assert drawn == {"gpu_flexibility.svg": {"encoder at 1x128": {"fixed, level 5": 0.41, "fixed": 0.4, "sequence": 0.5}}}
+    assert drawn == {"gpu_flexibility.svg": {"encoder at 1x128": {"fixed, level 5": [1.0, 0.41], "fixed": [1.0, 0.4], "sequence": [0.6, 0.5]}}}
 
 
 def test_a_part_that_fails_says_so(gpu: dict[str, ModuleType]) -> None:
@@ -301,8 +373,9 @@ def test_a_part_that_fails_says_so(gpu: dict[str, ModuleType]) -> None:
 def test_words_of_the_command_line(gpu: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
     parse = gpu["gpu_models"].parse_arguments
     found = parse(["vit_b1", "overlap", "--ways", "fp16,int8 modelopt", "--seconds", "2", "--no-peers", "--set", "a=b"])
-    assert (found.rows, found.ways, found.seconds, found.peers, found.bare) == (["vit_b1", "overlap"], ("fp16", "int8 modelopt"), 2.0, False, True)
-    for wrong in (["vit"], ["vit_b1", "--ways", "fp4"], ["vit_b1", "--modes", "fast"]):
+    assert [choice.heading for choice in found.rows] == ["vit_b1", "overlap"]
+    assert (found.ways, found.seconds, found.peers, found.bare) == (("fp16", "int8 modelopt"), 2.0, False, True)
+    for wrong in (["vit"], ["vit_b1: fp4"], ["vit_b1", "--ways", "fp4"], ["vit_b1", "--modes", "fast"]):
         with pytest.raises(SystemExit):
             parse(wrong)
     assert "expected fp32" in capsys.readouterr().err
