@@ -12,7 +12,7 @@ from typing import Any
 
 from common import RESULTS
 from gpu.choice import choice_from_heading
-from gpu.rows import Row, row_named, setting_of
+from gpu.rows import SURGERY, Row, row_named, setting_of
 
 from pipeline.core import Precision, TensorRTOptions
 from pipeline.roofline import ITEM_BYTES
@@ -139,7 +139,8 @@ class Timed:
 
     @property
     def named(self) -> str:
-        return f"{self} ({', '.join(filter(None, (self.way, self.mode)))})"
+        way = self.way.removesuffix(SURGERY)  # it is the default
+        return f"{self} ({', '.join(filter(None, (way, self.mode)))})"
 
     def pace_of(self, other: Timed) -> str:
         """How many times as fast the other is, end to end and on the GPU."""
@@ -181,7 +182,7 @@ def comparison_lines(found: Mapping[str, Any]) -> list[str]:
     rows = comparisons(found)
     if not rows:
         return []
-    head = ["model and shape", "PyTorch's best", "ours in fp16", "times as fast", "our fastest", "times as fast", "kernels timed", "cores"]
+    head = ["model and shape", "PyTorch's best", "ours in fp16", "times as fast", "our fastest", "times as fast", "each kernel timed", "cores"]
     lines = ["Median ms, end to end / on the GPU alone:", "", _line(head), "|" + "---|" * len(head)]
     for each in rows:
         half, best = each.fp16, each.usual[0]

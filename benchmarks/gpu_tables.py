@@ -36,7 +36,7 @@ def speed_section(found: Mapping[str, Document], tests: Path = TESTS) -> list[st
     """Latency, build time and precision of every candidate on the GPU, as lines; none where there are no results."""
     if not found:
         return []
-    lines = [f"## TensorRT on one {_gpu(next(iter(found.values())))}", *_about(tests), ""]
+    lines = [f"## TensorRT on {_gpu(next(iter(found.values())))} GPUs", *_about(tests), ""]
     for model, document in found.items():
         lines += [f"### {MODELS[model]}", "", *_speed_tables(document)]
         if CHOICE in document["parts"]:
@@ -205,7 +205,7 @@ def accuracy_section(found: Mapping[str, Document]) -> list[str]:
         return []
     lines = [
         "## What each precision costs on a GPU",
-        f"TensorRT on one {_gpu(found[next(iter(judged))])}, on the selection sets, which had no part in calibration.",
+        f"TensorRT on {_gpu(found[next(iter(judged))])} GPUs, on the selection sets, which had no part in calibration.",
         "The reference is the PyTorch model in fp32 without TF32. Repeat it with `make bench-gpu`, then `.venv/bin/python benchmarks/tables.py`.",
     ]
     for model, rows in judged.items():

@@ -28,6 +28,7 @@ SCRIPTS = (
     "gpu_tables",
     "image_tables",
     "json_beside_binary",
+    "pitfalls",
     "run_all",
     "resnet50",
     "serving_tables",
@@ -133,6 +134,17 @@ def test_one_lucky_round_beside_long_json_does_not_meet_the_target(scripts: dict
         assert list(scripts["json_beside_binary"].targets_of(rows).values()) == [met]
 
 
+def test_noise_does_not_pass_for_a_mistake_that_is_seen(scripts: dict[str, ModuleType]) -> None:
+    names = ("one after the other", "two at once", "cold caches", "peak memory of a child")
+
+    def seen(*figures: tuple[float, float]) -> list[bool]:
+        rows = [{"mistake": name, "careless": more, "careful": less} for name, (more, less) in zip(names, figures, strict=True)]
+        return list(scripts["pitfalls"].targets_of(rows).values())
+
+    assert seen((12.0, 8.0), (200.0, 100.0), (107.0, 100.0), (400.0, 50.0)) == [True, True, False, True]
+    assert seen((8.0, 2.0), (101.0, 100.0), (107.0, 100.0), (50.0, 50.0)) == [True, False, True, False]
+
+
 def test_committed_results_of_gpu_tests_are_whole_and_green(scripts: dict[str, ModuleType]) -> None:
     documents = [json.loads(file.read_text(encoding="utf-8")) for file in (ROOT / "tests" / "gpu" / "results").glob("*.json")]
     assert documents
@@ -205,7 +217,7 @@ def test_the_tables_show_every_candidate_of_a_gpu_with_its_figures(scripts: dict
     (tests / "h200.json").write_text(json.dumps(ran))
     found = tables.documents(h200)
     speed, accuracy = "\n".join(tables.speed_section(found, tests)), "\n".join(tables.accuracy_section(found))
-    assert speed.startswith("## TensorRT on one H200")
+    assert speed.startswith("## TensorRT on H200 GPUs")
     assert "on NVIDIA H200 with TensorRT 10.6.0: 3 passed, 2 failed (2026-11-21; 4 min in all). Failed: `test_3`. Failed: `test_4`." in speed
     alone = {
         "created": "2026-11-21T09",
@@ -395,7 +407,7 @@ def test_the_readme_leads_with_end_to_end_time_beside_pytorchs_best(scripts: dic
 def test_of_models_with_attention_plain_attention_is_the_default(scripts: dict[str, ModuleType]) -> None:
     times = {"torch graph fp16": (2.0, 2.0), "ours fp16": (0.5, 0.5), "ours fp16 surgery": (1.0, 1.0), "ours fp16 folded": (0.4, 0.4)}
     text = "\n".join(scripts["gpu_model_tables"].fastest_section({"rows": {"vit_b1": gpu_row(times)}}))
-    assert "| 1.000 / 1.000 | 2.00 / 2.00 | 1.000 / 1.000 (fp16 surgery) | 2.00 / 2.00 | 8 times | 12 |" in text
+    assert "| 1.000 / 1.000 | 2.00 / 2.00 | 1.000 / 1.000 (fp16) | 2.00 / 2.00 | 8 times | 12 |" in text
     assert "| 0.400 / 0.400 (fp16 folded) | 5.00 / 5.00 | `simplify.surgery: pipeline.folding:fold_strides` |" in text
     assert "slower" not in text
 
