@@ -41,8 +41,18 @@ def graph_of(plan_path: Path) -> tuple[Plan, OnnxModel]:
     return job.plan, simplify_model(job, export_model(job))
 
 
-def publish(name: str, rows: Sequence[Row], targets: Mapping[str, bool], into: Path = RESULTS, run: Row | None = None) -> None:
-    """Print a table, keep the result with its environment and what the run was asked for, and end with one JSON document on a line of its own."""
+def publish(
+    name: str,
+    rows: Sequence[Row],
+    targets: Mapping[str, bool],
+    into: Path = RESULTS,
+    run: Row | None = None,
+    details: Mapping[str, Sequence[Row]] | None = None,
+) -> None:
+    """Print a table, keep the result with its environment and what the run was asked for, and end with one JSON document on a line of its own.
+
+    `details` are further tables, by name, that are kept and not printed.
+    """
     table = Table(*rows[0], title=name)
     for row in rows:
         table.add_row(*(text_of(cell) for cell in row.values()))
@@ -56,6 +66,7 @@ def publish(name: str, rows: Sequence[Row], targets: Mapping[str, bool], into: P
         "rows": [dict(row) for row in rows],
         "targets": dict(targets),
         **({"run": dict(run)} if run else {}),
+        **{name: [dict(row) for row in table] for name, table in (details or {}).items()},
         "environment": environment().model_dump(),
     }
     into.mkdir(parents=True, exist_ok=True)

@@ -15,11 +15,13 @@ from gpu.rows import row_named
 
 from pipeline.backends import backend
 from pipeline.candidates import build_engine, convert_model
+from pipeline.comparison import compare
 from pipeline.compile import export_model, simplify_model
 from pipeline.config import BenchmarkConfig, CandidateConfig, Plan, home, load_plan
 from pipeline.core import Engine, OnnxModel
+from pipeline.elimination import Role
 from pipeline.job import open_job
-from pipeline.measure import ratio_of_medians
+from pipeline.race import RaceEntry
 from pipeline.recipes import recipe_from_candidate
 from pipeline.report import BenchmarkReport
 from pipeline.runner import Runner
@@ -39,6 +41,7 @@ SIZES: Mapping[str, tuple[dict[str, int], ...]] = {
 """By model, and its exporter where that is not torch.export. Rows of gpu/rows.py have one shape each."""
 SHAPES = {"encoder_b1": "1x128", "encoder_512": "1x512", "vit_b1": "1x3x224x224", "swin_b8": "8x3x224x224"}
 CANDIDATES = tuple({"backend": name, "precision": precision} for name in ("onnxruntime", "openvino") for precision in ("fp32", "int8"))
+BUDGET_S = 300.0  # of one shape: eight engines, and all of them are compared
 LEAST = 0.95  # of the speed as exported, by the lower end of the interval
 PLAIN, AS_EXPORTED = "simplify.plain_attention=true", "simplify.plain_attention=false"
 
@@ -53,7 +56,9 @@ def main() -> None:
             raise SystemExit(f"{name}: attention was not written plainly: {[note.text for note in plain.notes]}")
         engines += others
         for sizes in choices:
-            rows += rows_of(name, sizes, benchmark(engines, model, BenchmarkConfig(sizes=(sizes,))).results)
+            entries = [RaceEntry(engine, Role.COMPARED) for engine in engines]
+            options = BenchmarkConfig(sizes=(sizes,), budget_s=BUDGET_S)
+            rows += rows_of(name, sizes, benchmark(entries, model, options).results)
             print(*rows[-len(CANDIDATES) :], sep="\n", flush=True)
     least = min(float(row["low"] or 0) for row in rows)
     publish("plain_attention", rows, {f"the lower end of no interval below {LEAST:g} (got {least:.3f})": least >= LEAST})
@@ -83,7 +88,7 @@ def rows_of(name: str, sizes: Mapping[str, int], results: Sequence[object]) -> l
         raise SystemExit(f"{name}: {[result for result in results if not isinstance(result, BenchmarkReport)]}")
     found: list[Row] = []
     for candidate, before, after in zip(CANDIDATES, times, times[len(CANDIDATES) :], strict=False):
-        ratio = ratio_of_medians(before, after)
+        ratio = compare(before, after)
         shape = SHAPES.get(name) or "x".join(map(str, sizes.values()))
         medians = {"as_exported_ms": 1e3 * before.median_s, "plain_ms": 1e3 * after.median_s}
         times_as_fast = {"ratio": ratio.value, "low": ratio.low, "high": ratio.high}

@@ -14,6 +14,8 @@ from common import DIGITS, RESNET50, Row, graph_of, publish, takes_no_arguments
 from pipeline.backends import onnxruntime_
 from pipeline.config import BenchmarkConfig
 from pipeline.core import BuildOptions, Precision, Recipe
+from pipeline.elimination import Role
+from pipeline.race import RaceEntry
 from pipeline.report import BenchmarkReport
 from pipeline.stages.benchmark import benchmark
 
@@ -29,7 +31,8 @@ def main() -> None:
             recipe = Recipe(backend="onnxruntime", precision=Precision.FP32)
             engine = onnxruntime_.build(model, recipe, BuildOptions(profiles=plan.profiles), Path(folder))
             for number in range(repeats):
-                first, second = benchmark([engine, engine], model, BenchmarkConfig(sizes=({"batch": 1},))).results
+                twins = [RaceEntry(engine, Role.BASELINE), RaceEntry(engine, Role.COMPARED)]
+                first, second = benchmark(twins, model, BenchmarkConfig(sizes=({"batch": 1},))).results
                 assert isinstance(first, BenchmarkReport), first
                 assert isinstance(second, BenchmarkReport), second
                 rows.append({"model": plan.name, "run": number + 1, **compared(first, second)})

@@ -137,7 +137,8 @@ def measurement_page() -> str:
     clock, careless = result("synthetic_clock"), result("pitfalls")
     parts = {
         "same engine": same_engine_lines(result("same_engine")),
-        "synthetic clock": _table(clock["rows"]),
+        "synthetic clock": [*_table(clock["rows"]), "", *_targets(clock["targets"])],
+        "races": _table(clock["races"]),
         "pitfalls": [*_table(careless["rows"]), "", *_targets(careless["targets"]), "", _environment(careless), _load(careless)],
         "launch queue": curve_section(document()),
     }

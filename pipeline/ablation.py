@@ -33,6 +33,11 @@ class Ablated:
     base: Candidate
     reversals: tuple[Reversal, ...]
 
+    @property
+    def labels(self) -> frozenset[str]:
+        """The candidates whose speed is compared."""
+        return frozenset((self.base.label, *(each.recipe.label for each in self.reversals)))
+
 
 def base_of(candidates: Sequence[Candidate]) -> Candidate | None:
     """The int8 candidate of our own placement that lost least of those that passed; where none passed, of those that gave answers in int8.

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 from pipeline.candidates import reference_outputs
-from pipeline.compile import build_baselines, build_reference, export_model
+from pipeline.compile import build_baselines, build_reference, deliverable_baseline, delivered_engine, export_model
 from pipeline.config import Plan
 from pipeline.core import Engine, Note, OnnxModel
-from pipeline.decide import decide, ratio_of
+from pipeline.decide import decide, ratio_missing, ratio_of
+from pipeline.elimination import Role
 from pipeline.errors import ModelError
 from pipeline.job import Job, batch_rows, open_job
 from pipeline.measure import environment
 from pipeline.peaks import with_limits
+from pipeline.race import RaceEntry
 from pipeline.report import Ablation, BenchmarkFailure, BenchmarkReport, Benchmarks, Report, Step, ValidationReport
 from pipeline.runner import Runner
 from pipeline.stages.benchmark import benchmark, check_sizes
@@ -45,11 +48,23 @@ def validate_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -
     return found
 
 
-def benchmark_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -> Benchmarks:
-    """A delivered engine and its baselines in one interleaved run, the engine last; never reused."""
+@dataclass(frozen=True, slots=True)
+class Remeasured:
+    """New latencies of a delivered engine, which is the last, beside its baselines."""
+
+    engine: Engine
+    found: Benchmarks
+    kept: Engine | None  # the baseline as an engine, delivered if the engine is no faster
+
+
+def benchmark_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -> Remeasured:
+    """A delivered engine and its baselines in one interleaved run; never reused."""
     job = reopen_job(report, plan, runner)
     exported = export_model(job)
-    return _measured(report, plan, [*build_baselines(job, exported), engine], exported, runner)
+    baselines = build_baselines(job, exported)
+    others = [each for each in baselines if each.digest != engine.digest]  # with `keep` the engine is one of them
+    found = _measured(report, plan, [*others, engine], exported, runner)
+    return Remeasured(engine, found, deliverable_baseline(found.baseline, baselines))
 
 
 def sweep_again(report: Report, plan: Plan, engine: Engine, runner: Runner, batches: Sequence[int], limit_s: float | None) -> Sweep:
@@ -66,7 +81,10 @@ def sweep_again(report: Report, plan: Plan, engine: Engine, runner: Runner, batc
 
 def _measured(report: Report, plan: Plan, engines: Sequence[Engine], model: OnnxModel, runner: Runner) -> Benchmarks:
     """ModelError if one of them cannot be measured."""
-    found: Benchmarks = runner.anew("benchmark", engines[-1].recipe.label, benchmark, engines, model, plan.benchmark)
+    entries = [RaceEntry(engine, Role.BASELINE) for engine in engines[:-1]]
+    last = Role.CANDIDATE if entries else Role.BASELINE
+    entries.append(RaceEntry(engines[-1], last))
+    found: Benchmarks = runner.anew("benchmark", engines[-1].recipe.label, benchmark, entries, model, plan.benchmark)
     for result in found.results:
         if isinstance(result, BenchmarkFailure):
             raise ModelError(f"{result.label} cannot be measured: {result.reason}", "see `crucible doctor`")
@@ -78,39 +96,57 @@ def _measured(report: Report, plan: Plan, engines: Sequence[Engine], model: Onnx
 
 def report_again(report: Report, plan: Plan, engine: Engine, runner: Runner, command: str) -> Report:
     """The report of an engine's compile, but with the latencies of a new run of the engine and its baselines."""
-    found = benchmark_again(report, plan, engine, runner)
-    renewed = with_figures(report, engine, found, runner.steps)
+    return renewed_report(report, benchmark_again(report, plan, engine, runner), runner.steps, command)
+
+
+def renewed_report(report: Report, remeasured: Remeasured, steps: Sequence[Step], command: str) -> Report:
+    """The report with the new latencies, dated now. `command` made it; `steps` were run for it."""
+    renewed = with_figures(report, remeasured, steps)
     here = {"command": command, "environment": environment(), "created": dt.datetime.now(dt.UTC).isoformat(timespec="seconds")}
     return renewed.model_copy(update=here)
 
 
-def with_figures(report: Report, engine: Engine, found: Benchmarks, steps: Sequence[Step]) -> Report:
-    """The report with these figures in the place of all that it had: its winner's are the last.
+def with_figures(report: Report, remeasured: Remeasured, steps: Sequence[Step]) -> Report:
+    """The report with these figures in the place of all that it had.
 
-    Accuracy stays as the compile found it; what rests on latencies that are gone is said anew, or left out. `steps` were run for the figures.
+    Accuracy stays as the compile found it; what rests on latencies that are gone is said anew, or left
+    out. `steps` were run for the figures.
     """
-    *baselines, last = (result for result in found.results if isinstance(result, BenchmarkReport))
-    winner = next(each for each in report.candidates if each.label == report.winner).model_copy(update={"engine": engine, "benchmark": last})
-    others = {each.label: each.model_copy(update={"benchmark": None}) for each in report.candidates}
-    decision = decide([winner], winner, report.validation)
+    found, engine = remeasured.found, remeasured.engine
+    reports = [result for result in found.results if isinstance(result, BenchmarkReport)]
+    last = reports[-1]
     made = {step.digest for step in steps}
     earlier = (step.model_copy(update={"reused": True}) for step in report.steps if step.stage != "benchmark" and step.digest not in made)
+    unmeasured = tuple(each.model_copy(update={"benchmark": None}) for each in report.candidates)
     renewed = {
-        "candidates": tuple({**others, winner.label: winner}.values()),
-        "baseline": baselines[0],
-        "baselines": tuple(baselines[1:]),
+        "candidates": unmeasured,
         "ablation": _without_ratios(report.ablation) if report.ablation else None,
-        "ratio": ratio_of(winner),
-        "verdict": decision.verdict,
-        "reasons": decision.reasons,
-        "next_steps": decision.next_steps,
         "steps": tuple(chain(earlier, steps)),
         "notes": (*(note for note in report.notes if note.text != AGAIN), Note(stage="benchmark", text=AGAIN, level="info")),
         "peaks": found.peaks,
         "gpu_use": found.gpu_use,
         "benchmarked": found.created,
     }
-    return report.model_copy(update=renewed)
+    winner = next((each for each in report.candidates if each.label == last.label), None)
+    if winner is None:  # the engine is the baseline that was kept
+        others = tuple(each for each in reports if each is not last)
+        return report.model_copy(update={**renewed, "baseline": last, "baselines": others, "delivered": engine})
+    winner = winner.model_copy(update={"engine": engine, "benchmark": last})
+    baselines = sorted(reports[:-1], key=lambda each: each.label != found.baseline)
+    decision = decide([winner], winner, report.validation, found.baseline)
+    verdict = {
+        "candidates": tuple(winner if each.label == winner.label else each for each in unmeasured),
+        "baseline": baselines[0],
+        "baselines": tuple(baselines[1:]),
+        "winner": found.baseline if decision.verdict == "keep" else winner.label,
+        "ratio": ratio_of(winner),
+        "ratio_missing": ratio_missing(winner),
+        "delivered": delivered_engine(decision, remeasured.kept),
+        "verdict": decision.verdict,
+        "reasons": decision.reasons,
+        "next_steps": decision.next_steps,
+    }
+    return report.model_copy(update={**renewed, **verdict})
 
 
 def _without_ratios(ablation: Ablation) -> Ablation:

@@ -83,9 +83,10 @@ def compile_(plan: PlanArgument, overrides: SetOption, profiles: ProfileOption, 
         "verdict": report.verdict,
         "winner": report.winner,
         "ratio": report.ratio.model_dump() if report.ratio else None,
+        **({"ratio_missing": report.ratio_missing} if report.ratio is None else {}),
         "reasons": report.reasons,
         "reports": {"json": str(files.json_file), "markdown": str(files.markdown_file), "html": str(files.html_file)},
-        "engine": str(files.folder / "engine") if report.winner and report.verdict != "rejected" else None,
+        "engine": str(files.folder / "engine") if report.has_engine else None,
     }
     print(json.dumps(summary))
     raise typer.Exit(exit_code(report.verdict))
@@ -123,6 +124,7 @@ def bench(
     """Measure a compiled engine again beside its baseline: --set benchmark.duration_s=10 --set 'benchmark.sizes=[{batch: 1}]'.
 
     Prints a summary of every shape with warnings, as trtexec does; with --batch, the throughput of each batch instead.
+    Where the compile's host was too busy to tell how fast the engine is, and this run can tell, the report in DIR is completed.
     """
     from pipeline.render import load_report
 
@@ -133,16 +135,20 @@ def bench(
         return
     if limit_ms is not None or out is not None:
         raise PlanError("--limit-ms and --out belong to a sweep", "name the batches too: --batch 1,2,4,8")
-    _bench(engine, compiled, plan, as_json)
+    folder = result if result.is_dir() else result.parent
+    _bench(engine, compiled, plan, folder, as_json, completes=not overrides and not compiled.ratio)
 
 
-def _bench(engine: Engine, compiled: Report, plan: config.Plan, as_json: bool) -> None:
-    from pipeline.again import benchmark_again
+def _bench(engine: Engine, compiled: Report, plan: config.Plan, folder: Path, as_json: bool, completes: bool) -> None:
+    """`completes`: the report lacks a ratio, and figures of the same plan may give it one."""
+    from pipeline.again import benchmark_again, renewed_report
     from pipeline.report import BenchmarkReport
     from pipeline.speed import summary_of
 
     with _runner(as_json, plan.name) as runner:
-        found = benchmark_again(compiled, plan, engine, runner)
+        remeasured = benchmark_again(compiled, plan, engine, runner)
+        renewed = renewed_report(compiled, remeasured, runner.steps, _command_line()) if completes else None
+    found = remeasured.found
     measured = [result for result in found.results if isinstance(result, BenchmarkReport)]
     summaries = [summary_of(measured[-1].label, row, engine.profiles) for row in measured[-1].rows]
     if not as_json:
@@ -155,7 +161,23 @@ def _bench(engine: Engine, compiled: Report, plan: config.Plan, as_json: bool) -
     phases = {"upload", "enqueue", "compute", "download", "latency"}
     engines = [report.model_dump(mode="json", exclude={"rows": {"__all__": phases}}) for report in measured]
     use = found.gpu_use.model_dump() if found.gpu_use else None
-    print(json.dumps({"engines": engines, "summary": [each.model_dump() for each in summaries], "gpu_use": use}))
+    if renewed and renewed.ratio:
+        _complete(renewed, compiled.verdict, folder, as_json)
+    verdict = {"verdict": renewed.verdict, "ratio": renewed.ratio.model_dump()} if renewed and renewed.ratio else {}
+    print(json.dumps({"engines": engines, "summary": [each.model_dump() for each in summaries], "gpu_use": use, **verdict}))
+
+
+def _complete(renewed: Report, before: Verdict, folder: Path, as_json: bool) -> None:
+    """Write a report that has a ratio now, and its engine, in the place of one that had none."""
+    from pipeline.compile import publish_report
+
+    publish_report(renewed, folder)
+    if as_json:
+        return
+    console = terminal.console()
+    for line in terminal.verdict_lines(renewed):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"the report in {folder} said {before}, because the host could not tell; it is completed", highlight=False, soft_wrap=True)
 
 
 def _sweep(engine: Engine, compiled: Report, plan: config.Plan, batches: list[int], limit_ms: float | None, out: Path, as_json: bool) -> None:

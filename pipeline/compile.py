@@ -15,12 +15,14 @@ from pipeline.backends.onnxruntime_ import AS_WRITTEN
 from pipeline.candidates import Prepared, ablate, build_engine, check_candidates, check_engine, prepare, recipes_of, reference_outputs, rescue
 from pipeline.config import DataConfig, GeneratedData, Plan
 from pipeline.core import Engine, Note, OnnxModel, Precision, Recipe
-from pipeline.decide import choose, decide, ratio_of
+from pipeline.decide import Decision, choose, decide, is_slower_or_equal, ratio_missing, ratio_of
 from pipeline.deliver import deliver_engine, withdraw_engine
+from pipeline.elimination import Role
 from pipeline.errors import InternalError
 from pipeline.feeding import check_serving
 from pipeline.job import FEEDS_FOR_CHECKS, Job, open_job, options_of
 from pipeline.peaks import with_limits
+from pipeline.race import RaceEntry
 from pipeline.render import write_report
 from pipeline.report import (
     Ablation,
@@ -45,7 +47,7 @@ from pipeline.stages.validate import check_outputs
 EXPORT = Stage("export", 2, export, ("torch", "onnx", "onnxscript", "onnxruntime"))
 SIMPLIFY = Stage("simplify", 5, simplify, ("onnx", "onnxsim", "onnx-graphsurgeon", "onnxruntime"), lasts=lambda model: not model.provisional)
 BASELINE = Stage("baseline", 2, pytorch_.build_baseline, pytorch_.DISTRIBUTIONS)
-BENCHMARK = Stage("benchmark", 3, benchmark, lasts=lambda found: not found.provisional)
+BENCHMARK = Stage("benchmark", 4, benchmark, lasts=lambda found: not found.provisional)
 
 
 def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
@@ -71,8 +73,9 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
     ablated = ablate(job, model, rescue(job, model, prepared, expected, bugs), expected, bugs)
     measured = measure(job, model, baselines, ablated)
     validation = validate_winner(job, reference, choose(measured.candidates))
+    kept = deliverable_baseline(measured.run.baseline, baselines)
     notes = (*notes, *baseline_notes(baselines, measured.candidates, job.given))
-    return write_up(job, (exported, model), measured, validation, notes, command)
+    return write_up(job, (exported, model), measured, kept, validation, notes, command)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +138,20 @@ def build_baselines(job: Job, exported: OnnxModel) -> list[Engine]:
     return engines
 
 
+def deliverable_baseline(label: str, baselines: Sequence[Engine]) -> Engine | None:
+    """What is delivered where no candidate is faster: the fastest baseline, if it is an engine."""
+    return next((each for each in baselines if each.recipe.label == label and each.target.backend != "pytorch"), None)
+
+
 def measure(job: Job, model: OnnxModel, baselines: list[Engine], prepared: Prepared) -> Measured:
     """Latency of all that ran, interleaved with the baselines; a candidate that cannot be measured says why."""
-    engines = [*baselines, *(candidate.engine for candidate in prepared.candidates if candidate.engine and worth_measuring(candidate))]
+    entries = entries_of(baselines, prepared)
+    engines = [entry.engine for entry in entries]
     quiet = job.environment.model_copy(update={"load_1min": 0.0})  # the load of the moment does not make another host
-    inputs = (model.digest, *chain.from_iterable((engine.recipe.label, engine.digest) for engine in engines))
+    keys = ((entry.engine.recipe.label, entry.engine.digest, entry.role) for entry in entries)
+    inputs = (model.digest, *chain.from_iterable(keys))
     options = options_of(job.plan.benchmark, quiet, *job.plan.profiles)
-    found = job.runner.stage(BENCHMARK, Benchmarks, engines, model, job.plan.benchmark, inputs=inputs, options=options)
+    found = job.runner.stage(BENCHMARK, Benchmarks, entries, model, job.plan.benchmark, inputs=inputs, options=options)
     found = with_limits(found, engines, {candidate.label: candidate.layers for candidate in prepared.candidates}, job.plan.benchmark.threads)
     by_label = {result.label: result for result in found.results}
     candidates = tuple(with_benchmark(candidate, by_label.get(candidate.label)) for candidate in prepared.candidates)
@@ -149,9 +159,28 @@ def measure(job: Job, model: OnnxModel, baselines: list[Engine], prepared: Prepa
         candidates=candidates,
         rescues=prepared.rescues,
         ablation=ablation_from(prepared.ablated, candidates) if prepared.ablated else Ablation(label="") if job.plan.ablate else None,
-        baselines=tuple(report for engine in baselines if isinstance(report := by_label[engine.recipe.label], BenchmarkReport)),
+        baselines=baselines_first(found, baselines),
         run=found,
     )
+
+
+def entries_of(baselines: Iterable[Engine], prepared: Prepared) -> list[RaceEntry]:
+    """Every engine that is to be measured, and why."""
+    compared = prepared.ablated.labels if prepared.ablated else frozenset()
+    entries = [RaceEntry(engine, Role.BASELINE) for engine in baselines]
+    for candidate in prepared.candidates:
+        if candidate.engine is None or not worth_measuring(candidate):
+            continue
+        role = Role.CANDIDATE if candidate.state == "measured" else Role.SHOWN
+        entries.append(RaceEntry(candidate.engine, Role.COMPARED if candidate.label in compared else role))
+    return entries
+
+
+def baselines_first(found: Benchmarks, baselines: Iterable[Engine]) -> tuple[BenchmarkReport, ...]:
+    """The baselines that were measured, first the one that all ratios refer to."""
+    labels = {engine.recipe.label for engine in baselines}
+    reports = [each for each in found.results if isinstance(each, BenchmarkReport) and each.label in labels]
+    return tuple(sorted(reports, key=lambda report: report.label != found.baseline))
 
 
 def worth_measuring(candidate: Candidate) -> bool:
@@ -168,8 +197,8 @@ def with_benchmark(candidate: Candidate, result: BenchmarkReport | BenchmarkFail
 
 
 def validate_winner(job: Job, reference: Engine, winner: Candidate | None) -> ValidationReport | None:
-    """The validation set, read once: for the reference and the winner."""
-    if winner is None or winner.engine is None or job.data.validation is None:
+    """The validation set, read once: for the reference and the winner. Not read where what the user has is kept."""
+    if winner is None or winner.engine is None or job.data.validation is None or is_slower_or_equal(winner):
         return None
     expected = reference_outputs(job, reference, job.data.validation)
     return check_engine(job, winner.engine, expected, job.data.validation)
@@ -189,11 +218,17 @@ def baseline_notes(baselines: Sequence[Engine], candidates: Iterable[Candidate],
 
 
 def write_up(
-    job: Job, models: Sequence[OnnxModel], measured: Measured, validation: ValidationReport | None, notes: Iterable[Note], command: str
+    job: Job,
+    models: Sequence[OnnxModel],
+    measured: Measured,
+    kept: Engine | None,
+    validation: ValidationReport | None,
+    notes: Iterable[Note],
+    command: str,
 ) -> Report:
-    """All of it in one value, with the verdict."""
-    winner = choose(measured.candidates)
-    decision = decide(measured.candidates, winner, validation)
+    """All of it in one value, with the verdict. `kept`: the baseline as an engine, delivered if nothing is faster."""
+    decision = decide(measured.candidates, choose(measured.candidates), validation, measured.run.baseline)
+    winner = decision.winner
     return Report(
         name=job.plan.name,
         created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
@@ -209,8 +244,10 @@ def write_up(
         candidates=measured.candidates,
         rescues=measured.rescues,
         ablation=measured.ablation,
-        winner=decision.winner.label if decision.winner else None,
-        ratio=ratio_of(decision.winner) if decision.winner else None,
+        winner=measured.run.baseline if decision.verdict == "keep" else winner.label if winner else None,
+        ratio=ratio_of(winner) if winner else None,
+        ratio_missing=ratio_missing(winner) if winner else "",
+        delivered=delivered_engine(decision, kept),
         validation=validation,
         verdict=decision.verdict,
         reasons=decision.reasons,
@@ -223,11 +260,19 @@ def write_up(
     )
 
 
+def delivered_engine(decision: Decision, kept: Engine | None) -> Engine | None:
+    """The engine that a verdict stands for; None where it was rejected."""
+    if decision.verdict == "rejected":
+        return None
+    if decision.verdict == "keep":
+        return kept
+    return decision.winner.engine if decision.winner else None
+
+
 def publish_report(report: Report, folder: Path) -> ReportFiles:
-    """Write the winner's engine and the reports into the user's folder; a rejected engine is not left there, nor that of an earlier compile."""
-    winner = next((candidate for candidate in report.candidates if candidate.label == report.winner), None)
-    if winner and winner.engine and report.verdict != "rejected":
-        deliver_engine(winner.engine, folder / "engine")
+    """Write the delivered engine and the reports into the user's folder; an engine of an earlier compile is not left there."""
+    if report.delivered:
+        deliver_engine(report.delivered, folder / "engine")
     else:
         withdraw_engine(folder / "engine")
     return write_report(report, folder)

@@ -227,7 +227,8 @@ class BenchmarkConfig(Frozen):
     """How long and at which sizes to measure."""
 
     sizes: tuple[dict[str, int], ...] = ()  # sizes of the symbols; empty: every profile's opt
-    duration_s: float = Field(default=3.0, gt=0)  # of measuring, per candidate and size
+    duration_s: float = Field(default=3.0, gt=0)  # of measuring, per candidate and size, shared by six processes
+    budget_s: float = Field(default=60.0, gt=0)  # of the whole benchmark; for the four processes that a ratio needs it may take twice as long
     warmup_s: float = Field(default=0.2, ge=0)
     warmup_runs: int = Field(default=10, ge=0)
     threads: int = Field(default=0, ge=0)  # 0 = all cores

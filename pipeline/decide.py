@@ -6,14 +6,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipeline.comparison import NotMeasurable, compare, processes_from_samples
 from pipeline.core import Precision, Recipe
+from pipeline.elimination import NEAR
 from pipeline.lint import SATURATES
-from pipeline.measure import Interval, ratio_of_medians
+from pipeline.measure import Interval
 from pipeline.metrics import AT_CHANCE, NOT_COVERED
 from pipeline.report import Candidate, LatencyRow, ValidationReport, Verdict
 
 SMALLEST_BLOCK = 32  # of weights that share a scale
 NO_DATA = "no data: accuracy not proven"
+SELECTION_ONLY = "no validation set: accuracy seen on the selection set only"
 TRAIN_IN_16_BITS = "train or fine-tune the model in fp16 or bf16 (mixed precision), then export it again"
 MEND_LABELS = "check that the labels belong to these samples, row by row, and that the weights are trained: no engine can be judged against chance"
 MEND_CALIBRATION = "calibrate on samples of the same kind as those of the selection set, prepared in the same way (scale, mean, colour order, tokens)"
@@ -25,10 +28,9 @@ QUANTISE_MORE = "let more of it run in 8 bits: `placement: {last_layer: true}`, 
 MEND_PAIRS = "`crucible lint MODEL --backend {backend} --fix OUT.onnx`: which of its Q/DQ keep it out of 8 bits, mended if exact; compile OUT.onnx"
 SEVEN_BITS = "a CPU with VNNI or AMX; or training with weights that keep to 7 bits (-64 to 63, of twice the scale)"
 
-NEAR = 1.05
-"""How much slower than the fastest a more accurate candidate that does other work may be, if it is not measurably slower. On a noisy host an
-interval can hold 1 though one side is half as fast again, and the faster one is then the better guess. 5 % is what six processes tell apart
-(docs/measurement.md)."""
+QUIET_HOUR = "measure again in a quiet hour: `crucible bench DIR`, with the folder of this report"
+NO_BASELINE = "the baseline could not be measured"
+OTHER_CANDIDATES = "for a faster engine give other candidates, or other shapes under `benchmark.sizes`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Decision:
     """The verdict with its reasons, and what to try next."""
 
     verdict: Verdict
-    winner: Candidate | None
+    winner: Candidate | None  # with `keep` the fastest accurate candidate, which lost to the baseline
     reasons: tuple[str, ...]
     next_steps: tuple[str, ...] = ()
     nearest_miss: Candidate | None = None
@@ -53,6 +55,25 @@ def ratio_of(candidate: Candidate) -> Interval | None:
     return row.ratio if row else None
 
 
+def ratio_missing(candidate: Candidate) -> str:
+    """Why a candidate has no ratio to the baseline; empty where it has one."""
+    if ratio_of(candidate) is not None:
+        return ""
+    row = first_row(candidate)
+    return (row.ratio_missing if row else "") or NO_BASELINE
+
+
+def is_faster(candidate: Candidate) -> bool:
+    """Whether a candidate is measurably faster than the baseline."""
+    ratio = ratio_of(candidate)
+    return ratio is not None and ratio.low > 1.0
+
+
+def is_slower_or_equal(candidate: Candidate) -> bool:
+    """Whether a candidate was compared with the baseline and is not measurably faster."""
+    return ratio_of(candidate) is not None and not is_faster(candidate)
+
+
 def choose(candidates: Sequence[Candidate]) -> Candidate | None:
     """The fastest candidate that kept its accuracy on the selection set; of those whose speed cannot be told from its own, the most accurate."""
     return min(contenders(candidates), key=loss, default=None)
@@ -61,17 +82,19 @@ def choose(candidates: Sequence[Candidate]) -> Candidate | None:
 def contenders(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """The fastest that kept its accuracy, and those whose speed cannot be told from its own, in the order of the plan.
 
-    All are held against the fastest and not against each other, so that no chain of small differences leads to a slow one.
+    Where some are measurably faster than the baseline, only those count. All are held against the
+    fastest and not against each other, so that no chain of small differences leads to a slow one.
     """
-    fit = [candidate for candidate in candidates if candidate.state == "measured"]
-    fastest = max(fit, key=_speed, default=None)
+    accurate = [candidate for candidate in candidates if candidate.state == "measured"]
+    fit = [candidate for candidate in accurate if is_faster(candidate)] or accurate
+    fastest = min(fit, key=level_s, default=None)
     return tuple(candidate for candidate in fit if fastest and (candidate is fastest or _is_as_fast(candidate, fastest)))
 
 
-def _speed(candidate: Candidate) -> float:
-    """Against the baseline; where that was not measured, there is no ratio for any of them, and runs per second serve as well."""
-    row, ratio = first_row(candidate), ratio_of(candidate)
-    return ratio.value if ratio else 1 / row.end_to_end.median_s if row else 0.0
+def level_s(candidate: Candidate) -> float:
+    """The median of a candidate's undisturbed processes at the first shape; infinite where it was not measured."""
+    row = first_row(candidate)
+    return processes_from_samples(row.end_to_end).level_s if row else math.inf
 
 
 def _is_as_fast(candidate: Candidate, fastest: Candidate) -> bool:
@@ -86,14 +109,17 @@ def _without_ranges(candidate: Candidate) -> Recipe:
 
 
 def speed_ratio(base: Candidate, other: Candidate) -> Interval | None:
-    """The median of `base` over that of `other` at the first benchmarked shape, process by process; None where either has too few values.
+    """The median of `base` over that of `other` at the first benchmarked shape; None where this cannot be told.
 
-    Both ran in the same interleaved run, so this is narrower than what their ratios to the baseline tell: the baseline's own noise is not in it.
+    Both ran in the same race, so this is narrower than what their ratios to the baseline tell: the
+    baseline's own noise is not in it.
     """
     rows = first_row(base), first_row(other)
+    if rows[0] is None or rows[1] is None:
+        return None
     try:
-        return ratio_of_medians(rows[0].end_to_end, rows[1].end_to_end) if rows[0] and rows[1] else None
-    except ValueError:
+        return compare(rows[0].end_to_end, rows[1].end_to_end)
+    except NotMeasurable:
         return None
 
 
@@ -104,33 +130,83 @@ def loss(candidate: Candidate) -> tuple[float, float]:
     return (math.inf, 1.0) if report is None else (drop, -min((output.cosine for output in report.outputs), default=-1.0))
 
 
-def decide(candidates: Sequence[Candidate], winner: Candidate | None, validation: ValidationReport | None) -> Decision:
-    """Accepted: proven on the validation set. Unproven: there was nothing to prove it on. Rejected: it failed, or nothing is left."""
+def decide(
+    candidates: Sequence[Candidate],
+    winner: Candidate | None,
+    validation: ValidationReport | None,
+    baseline: str = "the baseline",
+) -> Decision:
+    """What may be said of the winner that `choose` found, or of its absence. `baseline`: its label.
+
+    accepted   measurably faster than the baseline, and proven on the validation set
+    keep       compared with the baseline, and not measurably faster: what the user has stays
+    unproven   there was no data to prove it on, or the host could not tell how fast it is
+    rejected   it failed on the validation set, or no candidate kept its accuracy
+    """
     if winner is None:
         miss = _nearest_miss(candidates)
         return Decision("rejected", None, _why_none(candidates), _after_none(candidates, miss), miss)
-    if validation is None or validation.role != "validation":
-        given = "no validation set: accuracy seen on the selection set only" if winner.selection and winner.selection.metric else NO_DATA
-        steps = ("give data.selection and data.validation in the plan", *_if_not_faster(candidates))
-        return Decision("unproven", winner, (given, *_why_chosen(candidates, winner)), steps)
-    if not validation.passed:
+    if is_slower_or_equal(winner):
+        return Decision("keep", winner, _why_kept(winner, baseline), (OTHER_CANDIDATES,))
+    if validation is not None and not validation.passed:
         reasons = tuple(f"validation: {failure}" for failure in validation.failures)
         return Decision("rejected", winner, reasons, (*mend_data(reasons), *next_steps(winner)), winner)
-    reasons = (*_why_accepted(winner, validation), *_why_chosen(candidates, winner))
-    return Decision("accepted", winner, reasons, _if_not_faster(candidates))
+    missing = _missing_proof(winner, validation)
+    reasons = (*_why_right(winner, validation), *_why_fast(winner), *_why_chosen(candidates, winner))
+    if missing:
+        return Decision("unproven", winner, (*missing.reasons, *reasons), missing.next_steps)
+    return Decision("accepted", winner, reasons)
 
 
-def _why_accepted(winner: Candidate, validation: ValidationReport) -> tuple[str, ...]:
-    reasons = []
-    if (metric := validation.metric) is not None:
-        reasons.append(
-            f"{metric.name} {metric.candidate:.4f} against {metric.reference:.4f} on {validation.samples} validation samples: "
-            f"drop {metric.drop:+.4f} (95 % {metric.interval.low:+.4f} to {metric.interval.high:+.4f}), limit {metric.max_drop:g}"
-        )
-    if (ratio := ratio_of(winner)) is not None:
-        words = f"{ratio.value:.2f} times as fast as" if ratio.excludes(1.0) else "in speed not measurably different from"
-        reasons.append(f"{words} the baseline (95 % {ratio.low:.2f} to {ratio.high:.2f})")
-    return tuple(reasons)
+@dataclass(frozen=True, slots=True)
+class _Missing:
+    """What a verdict lacks to be more than `unproven`."""
+
+    reasons: tuple[str, ...] = ()
+    next_steps: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.reasons)
+
+
+def _missing_proof(winner: Candidate, validation: ValidationReport | None) -> _Missing:
+    reasons, steps = [], []
+    if ratio_of(winner) is None:
+        reasons.append(f"not measurable: {ratio_missing(winner)}")
+        steps.append(QUIET_HOUR)
+    if validation is None or validation.role != "validation":
+        has_metric = winner.selection is not None and winner.selection.metric is not None
+        reasons.append(SELECTION_ONLY if has_metric else NO_DATA)
+        steps.append("give data.selection and data.validation in the plan")
+    return _Missing(tuple(reasons), tuple(steps))
+
+
+def _why_kept(best: Candidate, baseline: str) -> tuple[str, ...]:
+    ratio = ratio_of(best)
+    assert ratio is not None
+    slower = "is slower" if ratio.high < 1.0 else "is not measurably faster"
+    return (
+        f"no candidate that kept its accuracy is faster than {baseline}",
+        f"the fastest of them, {best.label}, {slower}: {ratio.value:.2f} times as fast (95 % {ratio.low:.2f} to {ratio.high:.2f})",
+        "what you have is delivered as an engine: it needs no proof of accuracy",
+    )
+
+
+def _why_right(winner: Candidate, validation: ValidationReport | None) -> tuple[str, ...]:
+    metric = validation.metric if validation and validation.role == "validation" else None
+    if metric is None or validation is None:
+        return ()
+    return (
+        f"{metric.name} {metric.candidate:.4f} against {metric.reference:.4f} on {validation.samples} validation samples: "
+        f"drop {metric.drop:+.4f} (95 % {metric.interval.low:+.4f} to {metric.interval.high:+.4f}), limit {metric.max_drop:g}",
+    )
+
+
+def _why_fast(winner: Candidate) -> tuple[str, ...]:
+    ratio = ratio_of(winner)
+    if ratio is None:
+        return ()
+    return (f"{ratio.value:.2f} times as fast as the baseline (95 % {ratio.low:.2f} to {ratio.high:.2f})",)
 
 
 def _why_chosen(candidates: Sequence[Candidate], winner: Candidate) -> tuple[str, ...]:
@@ -146,13 +222,6 @@ def _why_chosen(candidates: Sequence[Candidate], winner: Candidate) -> tuple[str
     else:
         better = f"it has the smallest drop on the selection set, {drop:+.4f}"
     return (f"of {len(others) + 1} candidates whose speeds cannot be told apart {better}; the others: {', '.join(each.label for each in others)}",)
-
-
-def _if_not_faster(candidates: Sequence[Candidate]) -> tuple[str, ...]:
-    ratios = [ratio for candidate in contenders(candidates) if (ratio := ratio_of(candidate))]
-    if not ratios or any(ratio.low > 1.0 for ratio in ratios):
-        return ()
-    return ("no candidate is faster than the baseline at the first benchmarked shape: keep the baseline, or give other candidates or shapes",)
 
 
 def _why_none(candidates: Sequence[Candidate]) -> tuple[str, ...]:

@@ -16,11 +16,13 @@ from pipeline.casts import flatten
 from pipeline.compare import open_reference
 from pipeline.config import Plan
 from pipeline.core import Engine, OnnxModel, Profile, Recipe
+from pipeline.elimination import Role
 from pipeline.errors import InternalError, ModelError, PlanError
 from pipeline.job import Job, open_job
 from pipeline.lint import EVERYWHERE, Finding, lint
 from pipeline.measure import Interval
 from pipeline.mend import mend
+from pipeline.race import RaceEntry
 from pipeline.recipes import default_candidates, recipe_from_candidate
 from pipeline.report import BenchmarkFailure, BenchmarkReport, Benchmarks
 from pipeline.runner import Runner
@@ -107,7 +109,9 @@ def measure_fixes(plan: Plan, backend: str, folder: Path, runner: Runner) -> tup
     recipe = recipe_from_candidate(candidate, target, job.plan, False, job.given)
     variants = {"as given": source} | dict(_mended(job.source.path, backend, folder))
     engines = [_engine(job, model, recipe, what) for what, model in variants.items()]
-    measured: Benchmarks = runner.run(benchmark, engines, source, job.plan.benchmark, name="lint", progress=runner.progress("benchmark"))
+    roles = [Role.BASELINE, *[Role.COMPARED] * (len(engines) - 1)]
+    entries = [RaceEntry(engine, role) for engine, role in zip(engines, roles, strict=True)]
+    measured: Benchmarks = runner.run(benchmark, entries, source, job.plan.benchmark, name="lint", progress=runner.progress("benchmark"))
     return tuple(_gain(what, result) for what, result in list(zip(variants, measured.results, strict=True))[1:])
 
 
@@ -127,7 +131,9 @@ def _engine(job: Job, model: OnnxModel, recipe: Recipe, what: str) -> Engine:
 
 
 def _gain(what: str, result: BenchmarkReport | BenchmarkFailure) -> Gain:
-    return Gain(what, None, result.reason) if isinstance(result, BenchmarkFailure) else Gain(what, result.rows[0].ratio)
+    if isinstance(result, BenchmarkFailure):
+        return Gain(what, None, result.reason)
+    return Gain(what, result.rows[0].ratio, result.rows[0].ratio_missing)
 
 
 # --- in words ---

@@ -1,8 +1,8 @@
-"""The only clock: samples, warm-up, blocks, bootstrap intervals, peak memory, and the fingerprint of the host.
+"""The clock of all latencies: samples, warm-up, blocks, bootstrap intervals, peak memory, and the fingerprint of the host.
 
-Times inside one block resemble each other more than times of different blocks do (the clock frequency, the neighbours, the state of
-the caches last for a while), and two processes that run one engine can differ for as long as they live. So the unit of all statistics
-here is the process where there are several, else the block: thousands of runs in one block are one observation.
+Times inside one block resemble each other more than times of different blocks do (the clock frequency, the neighbours,
+the state of the caches last for a while). So the unit of the statistics here is the block: thousands of runs in one block
+are one observation. Where an engine ran in several processes, the process is the unit: see pipeline/comparison.py.
 docs/measurement.md explains the method.
 """
 
@@ -61,6 +61,8 @@ class Samples(Frozen):
     values_s: tuple[float, ...]
     blocks: tuple[int, ...] = ()  # how many consecutive values each block holds; empty: one block
     processes: tuple[int, ...] = ()  # how many consecutive blocks each process gave; empty: one process
+    generations: tuple[int, ...] = ()  # in which generation of a race each process ran; empty: 0, 1, 2, ...
+    waiting: tuple[float, ...] = ()  # share of its time that each process waited for a CPU; empty: not recorded
     warmup_s: tuple[float, ...] = ()
     clock: Literal["host", "device"] = "host"
     stable: bool = True  # False: the median still moved between blocks
@@ -71,6 +73,9 @@ class Samples(Frozen):
             raise ValueError(f"expected blocks of at least one value, {len(self.values_s)} together, got {self.blocks}")
         if self.processes and (min(self.processes) < 1 or sum(self.processes) != len(self.blocks)):
             raise ValueError(f"expected processes of at least one block, {len(self.blocks)} together, got {self.processes}")
+        for values in (self.generations, self.waiting):
+            if values and len(values) != max(1, len(self.processes)):
+                raise ValueError(f"expected one value for each of {len(self.processes)} processes, got {values}")
         return self
 
     @property
@@ -108,7 +113,12 @@ def values_needed(percent: float) -> int:
 
 
 def samples_from_blocks(
-    blocks: Sequence[Sequence[float]], warmup_s: Sequence[float], clock: Literal["host", "device"] = "host", processes: Sequence[int] = ()
+    blocks: Sequence[Sequence[float]],
+    warmup_s: Sequence[float],
+    clock: Literal["host", "device"] = "host",
+    processes: Sequence[int] = (),
+    generations: Sequence[int] = (),
+    waiting: Sequence[float] = (),
 ) -> Samples:
     """Join blocks; `stable` is False if the median of the later half lies over 5 % off that of the earlier."""
     medians = [float(np.median(block)) for block in blocks]
@@ -117,6 +127,8 @@ def samples_from_blocks(
         values_s=tuple(value for block in blocks for value in block),
         blocks=tuple(len(block) for block in blocks),
         processes=tuple(processes),
+        generations=tuple(generations),
+        waiting=tuple(waiting),
         warmup_s=tuple(warmup_s),
         clock=clock,
         stable=len(medians) < 2 or not _moved(medians[:half], medians[half:]),
@@ -186,33 +198,10 @@ def peak_memory_bytes() -> int:
 
 
 def ratio_of_medians(baseline: Samples, candidate: Samples, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
-    """Baseline median over candidate median (above 1: the candidate is faster), with its 95 % interval.
+    """Median of the baseline over that of the candidate, with a bootstrap over whole blocks: for code that is timed in one process.
 
-    Over the processes if both sides have several; else by a bootstrap over the blocks, which knows nothing of how processes differ.
-    ValueError with fewer than two of either: one says nothing about others.
-    """
-    if min(len(baseline.processes), len(candidate.processes)) > 1:
-        return _ratio_over_processes(np.log(baseline.process_medians_s()), np.log(candidate.process_medians_s()))
-    return _ratio_over_blocks(baseline, candidate, seed, resamples)
-
-
-def _ratio_over_processes(ours: Floats, theirs: Floats) -> Interval:
-    """Ratio from log medians of processes ([ours], [theirs]): their mean difference, with Student's interval.
-
-    Equally many on both sides were measured side by side: process i of both is a pair, so that what slowed them both cancels. Otherwise the two
-    means vary apart, with the degrees of freedom of the smaller side (Welch's lie between these and those of both together).
-    """
-    fewer = min(len(ours), len(theirs))
-    value = float(ours.mean() - theirs.mean())
-    spreads = (ours - theirs,) if len(ours) == len(theirs) else (ours, theirs)
-    half = _student_quantile(fewer - 1) * math.sqrt(sum(float(logs.var(ddof=1)) / len(logs) for logs in spreads))
-    return Interval(value=math.exp(value), low=math.exp(value - half), high=math.exp(value + half))
-
-
-def _ratio_over_blocks(baseline: Samples, candidate: Samples, seed: int, resamples: int) -> Interval:
-    """Ratio of the medians of all values, with a bootstrap over whole blocks.
-
-    Equally many blocks on both sides are rounds of one interleaved run: block i of both is drawn together, so that what slowed a round cancels.
+    It knows nothing of how processes differ; `comparison.compare` does. Equally many blocks on both sides are rounds of one
+    interleaved run: block i of both is drawn together, so that what slowed a round cancels. ValueError with one block.
     """
     ours, theirs = baseline.by_block(), candidate.by_block()
     if min(len(ours), len(theirs)) < 2:
@@ -276,7 +265,7 @@ def _widened(value: float, resampled: Floats, n: int) -> tuple[float, float]:
     units the same factor multiplies their standard deviation instead.
     """
     normal = NormalDist()
-    factor = _student_quantile(n - 1) * math.sqrt(n / (n - 1))
+    factor = student_quantile(n - 1) * math.sqrt(n / (n - 1))
     if n < FEW_BLOCKS:
         half = factor * float(resampled.std())
         return value - half, value + half
@@ -285,7 +274,7 @@ def _widened(value: float, resampled: Floats, n: int) -> tuple[float, float]:
     return min(value, float(low)), max(value, float(high))
 
 
-def _student_quantile(degrees: int) -> float:
+def student_quantile(degrees: int) -> float:
     """Student's t at 97.5 %; from a table, then by Cornish and Fisher's expansion (Abramowitz and Stegun 26.7.5), right to 0.001."""
     table = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
     if degrees <= len(table):

@@ -68,7 +68,7 @@ def entries(report: Report) -> tuple[Entry, ...]:
         (item.label, "winner" if item.label == winner else "candidate", item, item.benchmark) for item in report.candidates
     ]
     measured = [report.baseline, *report.baselines] if report.baseline else [*report.baselines]
-    found += [(item.label, "baseline", None, item) for item in measured if item]
+    found += [(item.label, "winner" if item.label == winner else "baseline", None, item) for item in measured if item]
     found.sort(key=lambda item: item[3].rows[0].end_to_end.median_s if item[3] and item[3].rows else math.inf)
     return tuple(Entry(number, *item) for number, item in enumerate(found, start=1))
 

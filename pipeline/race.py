@@ -3,10 +3,12 @@
     parent                                 one child per engine
     generation: start every child     -->  load, then sleep on the pipe
     per shape: warm up each in turn   -->  new session, run until the median settles
-    per round, in random order: Take  -->  run for one block, then sleep on the pipe again; stop all, next generation
+    per round, in random order: Take  -->  run for one block, then sleep on the pipe again; stop all
+    between generations: who is far behind stops, and the race ends once its intervals are narrow
 
 Only the child that has been asked runs; so no two engines share the cores, and what changes on the host meets all of them alike.
 Two processes that run one file can differ for as long as they live (how memory lies, which core a thread got): hence the generations.
+Who stops, and when the race is over, is decided in pipeline/elimination.py.
 """
 
 from __future__ import annotations
@@ -21,9 +23,14 @@ from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from pipeline import backends
 from pipeline.backends.base import Session, run_session
+from pipeline.comparison import MIN_PAIRS, Processes
+from pipeline.contention import CpuClock, cpu_clock
 from pipeline.core import Engine, Progress, Tensors, silent
+from pipeline.elimination import MAX_PAIRS, Role, Runner, Stop, is_decided, stops
 from pipeline.errors import CrucibleError
 from pipeline.measure import (
     NANOSECOND_DIGITS,
@@ -41,12 +48,11 @@ from pipeline.process import Channel
 if TYPE_CHECKING:  # a contestant's child needs no plan
     from pipeline.config import BenchmarkConfig
 
-BLOCK_S = 0.5  # long enough that what the last child left in the caches no longer matters
-LEAST_ROUNDS = 6  # of all processes together; with a short duration the blocks get shorter instead
-PROCESSES = 6  # per engine: 5 % are told from 0 although processes differ by 1.5 % (docs/measurement.md)
-LEAST_PROCESSES = 3  # with a short duration, or where loading takes long: two say too little about a third
-LOADING_S = 60.0  # for loading the engines again, beyond the least number of processes
-LONGEST_WARMUP_S = 10.0  # the longest that all processes of an engine together may warm up at one shape
+BLOCK_S = 0.5  # the longest block: long enough that what the last child left in the caches no longer matters
+BLOCKS_PER_PROCESS = 3  # at least: so that one stalled block does not decide what a process showed
+USUAL_PROCESSES = 6  # that share the time to measure and to warm up which the plan gives an engine
+MAX_GENERATIONS = 2 * MAX_PAIRS  # disturbed ones are repeated, but not for ever
+LONGEST_WARMUP_S = 3.0  # the longest that the usual processes of an engine together may warm up at one shape
 REWARM_SHARE = 0.1  # of a block, before it: the caches hold the data of whoever ran last
 PHASES_SHARE = 0.2  # of a block, after it: upload, compute and download apart
 VALUES_PER_BLOCK = 2000  # of a fast model every k-th time is kept, so that a report stays readable
@@ -98,6 +104,7 @@ class Block:
     compute_s: tuple[float, ...]
     download_s: tuple[float, ...]
     peak_memory_bytes: int
+    waiting: float = 0.0  # share of the whole runs' time in which the child was kept from a CPU, if the median can show it
 
 
 class Peer(Protocol):
@@ -109,45 +116,78 @@ class Peer(Protocol):
     def stop(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class RaceEntry:
+    """An engine that is to be measured, and why."""
+
+    engine: Engine
+    role: Role
+
+
 @dataclass(slots=True)
 class Contestant:
     """One engine in the race: its child of now, and what its children have shown so far."""
 
     engine: Engine
+    role: Role
     warmups: list[list[float]]  # per workload
-    blocks: list[list[Block]]  # per workload, one per round
+    blocks: list[list[Block]]  # per workload, in the order in which they ran
     peer: Peer | None = None
     failure: str = ""
     may_pass: bool = False  # of the failure
     started_s: float = 0.0  # when its last child was started, and how long that took to load
     loading_s: float = 0.0
     processes: list[int] = field(default_factory=list)  # blocks that each child gave, at every workload
+    generations: list[int] = field(default_factory=list)  # in which each child ran
+    stop: Stop | None = None  # why it gets no further child
+
+    @property
+    def is_racing(self) -> bool:
+        return not self.failure and self.stop is None
+
+    def waiting(self, workload: int) -> list[float]:
+        """Per child, the share of its time that it waited for a CPU: the median of its blocks."""
+        shares = np.array([block.waiting for block in self.blocks[workload]])
+        ends = np.cumsum(self.processes)
+        starts = ends - self.processes
+        return [float(np.median(shares[a:b])) for a, b in zip(starts, ends, strict=True)]
+
+    def runner(self) -> Runner:
+        """What decides whether it goes on: what its children showed at the first workload."""
+        blocks = [np.asarray(block.end_to_end_s) for block in self.blocks[0]]
+        block_medians_s = [float(np.median(block)) for block in blocks]
+        ends = np.cumsum(self.processes)
+        starts = ends - self.processes
+        medians_s = [float(np.median(np.concatenate(blocks[a:b]))) for a, b in zip(starts, ends, strict=True)]
+        processes = Processes(np.asarray(self.generations), np.asarray(medians_s), np.asarray(self.waiting(0)))
+        label = self.engine.recipe.label
+        return Runner(label, self.role, processes, min(block_medians_s), max(block_medians_s))
 
 
 # -- the race, in the parent -------------------------------------------------------------------------------------------
 
 
 def race(
-    engines: Sequence[Engine], workloads: Sequence[Workload], options: BenchmarkConfig, start: Callable[[Engine], Peer], progress: Progress = silent
+    entries: Sequence[RaceEntry],
+    workloads: Sequence[Workload],
+    options: BenchmarkConfig,
+    start: Callable[[Engine], Peer],
+    progress: Progress = silent,
+    clock: Clock = monotonic,
 ) -> list[Contestant]:
-    """Generation after generation, start a child per contestant and give turns. One that fails leaves the race; its place in the list stays."""
-    contestants = [Contestant(engine, [[] for _ in workloads], [[] for _ in workloads]) for engine in engines]
-    run = Race(contestants, workloads, options, start, progress, processes_for(options.duration_s))
-    while run.generation < run.processes:
+    """Run generation after generation until the race is decided, or its time is over.
+
+    A contestant that fails leaves the race; its place in the list stays. Each generation has a child
+    for every contestant that is still in the race.
+    """
+    contestants = [Contestant(entry.engine, entry.role, [[] for _ in workloads], [[] for _ in workloads]) for entry in entries]
+    run = Race(contestants, workloads, options, start, progress, clock)
+    while run.goes_on():
         with ExitStack() as stack:
-            begin = monotonic()
             run.load(stack)
-            if run.generation == 0:
-                run.processes = processes_for(options.duration_s, monotonic() - begin)
             run.measure()
-        run.generation += 1
+        run.end_generation()
     return contestants
-
-
-def processes_for(duration_s: float, loading_s: float = 0.0) -> int:
-    """How many processes share the measuring time of an engine: one for each usual block, fewer if loading all engines once takes long."""
-    affordable = 1 + int(LOADING_S / loading_s) if loading_s > 0 else PROCESSES
-    return max(LEAST_PROCESSES, min(PROCESSES, affordable, round(duration_s / BLOCK_S)))
 
 
 @dataclass(slots=True)
@@ -159,14 +199,49 @@ class Race:
     options: BenchmarkConfig
     start: Callable[[Engine], Peer]
     progress: Progress
-    processes: int  # of every engine: generations
+    clock: Clock = monotonic
     generation: int = 0
-    done: int = 0  # turns
     cores: int = field(default_factory=usable_cores)
     order: random.Random = field(default_factory=lambda: random.Random(0))
+    began_s: float = field(init=False)
+    generation_s: float = field(init=False, default=0.0)  # what the last generation took
+    generation_began_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.began_s = self.generation_began_s = self.clock()
+
+    def goes_on(self) -> bool:
+        """Whether there is another generation.
+
+        The fewest that an interval needs may take twice the budget: a race without them says nothing.
+        """
+        if not self.racing() or self.generation >= MAX_GENERATIONS:
+            return False
+        if self.generation == 0:
+            return True
+        budget_s = self.options.budget_s * (2 if self.generation < MIN_PAIRS else 1)
+        ends_s = self.clock() + self.generation_s - self.began_s
+        return ends_s <= budget_s and not self._is_decided()
+
+    def _is_decided(self) -> bool:
+        return is_decided([each.runner() for each in self.racing()])
+
+    def racing(self) -> list[Contestant]:
+        """The contestants that are still in the race."""
+        return [contestant for contestant in self.contestants if contestant.is_racing]
+
+    def end_generation(self) -> None:
+        """Note who stops here, and what the generation took."""
+        racing = self.racing()
+        reasons = stops([each.runner() for each in racing])
+        for contestant, reason in zip(racing, reasons, strict=True):
+            contestant.stop = reason
+        now_s = self.clock()
+        self.generation_s, self.generation_began_s = now_s - self.generation_began_s, now_s
+        self.generation += 1
 
     def rounds(self) -> int:  # of one generation
-        return max(math.ceil(LEAST_ROUNDS / self.processes), round(self.options.duration_s / BLOCK_S / self.processes))
+        return max(BLOCKS_PER_PROCESS, round(self.options.duration_s / USUAL_PROCESSES / BLOCK_S))
 
     def load(self, stack: ExitStack) -> None:
         """Start a child for each that is still in the race, and wait until all are loaded; `stack` stops them.
@@ -178,41 +253,50 @@ class Race:
         while waiting or loading:
             while waiting and len(loading) < self.cores:
                 loading.append(contestant := waiting.pop())
-                if not contestant.failure:
-                    contestant.peer, contestant.started_s = self.start(contestant.engine), monotonic()
-                    stack.callback(contestant.peer.stop)
+                contestant.peer, contestant.started_s = self.start(contestant.engine), monotonic()
+                stack.callback(contestant.peer.stop)
             first = _first_to_answer(loading)
             self._turn(first, "load", None)
             first.loading_s = monotonic() - first.started_s
             loading.remove(first)
 
     def measure(self) -> None:
-        """Every shape: all warm up, then run their rounds. Time and runs of warming up are shared by the processes, as the measuring time is."""
+        """Every shape: all warm up, then run their rounds.
+
+        The times that the plan gives an engine to warm up and to measure are shared by its usual processes.
+        """
         rounds, options = self.rounds(), self.options
-        warm = WarmUpOptions(math.ceil(options.warmup_runs / self.processes), options.warmup_s / self.processes, LONGEST_WARMUP_S / self.processes)
+        warm = WarmUpOptions(
+            math.ceil(options.warmup_runs / USUAL_PROCESSES),
+            options.warmup_s / USUAL_PROCESSES,
+            LONGEST_WARMUP_S / USUAL_PROCESSES,
+        )
+        take = Take(options.duration_s / (USUAL_PROCESSES * rounds))
+        racing = self.racing()
         for index, workload in enumerate(self.workloads):
             shape = ", ".join(f"{name} {size}" for name, size in workload.sizes.items()) or "fixed shape"
             for contestant in self._in_random_order():
                 contestant.warmups[index] += self._turn(contestant, f"warm up, {shape}", warm) or ()
-            for number in range(rounds):
+            for _ in range(rounds):
                 for contestant in self._in_random_order():
-                    take = Take(options.duration_s / (self.processes * rounds))
-                    block = self._turn(contestant, f"{shape}, round {self.generation * rounds + number + 1} of {self.processes * rounds}", take)
+                    block = self._turn(contestant, shape, take)
                     contestant.blocks[index] += [block] if block is not None else []
-            for contestant in self.contestants:
-                if contestant.peer and not contestant.failure:
+            for contestant in self.racing():
+                if contestant.peer:
                     contestant.peer.send(NextShape())
-        for contestant in self.contestants:
+        for contestant in racing:
             contestant.processes.append(rounds)
+            contestant.generations.append(self.generation)
 
     def _in_random_order(self) -> list[Contestant]:
-        return self.order.sample(self.contestants, len(self.contestants))
+        racing = self.racing()
+        return self.order.sample(racing, len(racing))
 
     def _turn(self, contestant: Contestant, text: str, message: object | None) -> Any:
         """Hand the token over and wait for the answer; None from one that has left the race."""
-        turns = len(self.contestants) * self.processes * (1 + len(self.workloads) * (1 + self.rounds()))
-        self.progress(self.done / turns, f"{text}: {contestant.engine.recipe.label}")
-        self.done += 1
+        spent = (self.clock() - self.began_s) / self.options.budget_s
+        process = f"process {self.generation + 1}, {text}: {contestant.engine.recipe.label}"
+        self.progress(min(spent, 1.0), process)
         return _answer(contestant, message)
 
 
@@ -256,11 +340,19 @@ def contend(channel: Channel, engine: Engine, workloads: Sequence[Workload]) -> 
                     channel.send(take_block(session, workload.feeds, message.seconds))
 
 
-def take_block(session: Session, feeds: Tensors, seconds: float, clock: Clock = monotonic) -> Block:
+def take_block(
+    session: Session,
+    feeds: Tensors,
+    seconds: float,
+    clock: Clock = monotonic,
+    cpu: Callable[[], CpuClock] = cpu_clock,
+) -> Block:
     """One turn: a short warm-up, whole runs on the host's clock, then the phases of further runs on the session's own timer."""
     run = partial(run_session, session, feeds)
     rewarm = measure_block(run, clock, seconds * REWARM_SHARE)
+    before = cpu()
     end_to_end = measure_block(run, clock, seconds)
+    waiting = cpu().held_up_since(before, len(end_to_end))
     phases = _phases(session, feeds, seconds * PHASES_SHARE, clock)
     return Block(
         runs=len(end_to_end),
@@ -275,6 +367,7 @@ def take_block(session: Session, feeds: Tensors, seconds: float, clock: Clock = 
         compute_s=thinned(phases.compute_s, VALUES_PER_BLOCK),
         download_s=thinned(phases.download_s, VALUES_PER_BLOCK),
         peak_memory_bytes=peak_memory_bytes(),
+        waiting=waiting,
     )
 
 

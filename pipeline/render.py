@@ -63,6 +63,8 @@ def report_from_json(text: bytes, where: str, folder: Path) -> Report:
     for candidate in candidates if isinstance(candidates, list) else ():
         if isinstance(candidate, dict) and isinstance(candidate.get("engine"), dict):
             candidate["engine"]["root"] = str(folder)  # an artifact's folder is no part of its content
+    if isinstance(document.get("delivered"), dict):
+        document["delivered"]["root"] = str(folder)
     try:
         return Report.model_validate_json(json.dumps(document))
     except ValidationError as error:

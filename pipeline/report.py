@@ -16,7 +16,7 @@ from pipeline.nvml import GpuUse
 
 SCHEMA_VERSION = 1
 
-Verdict = Literal["accepted", "unproven", "rejected"]
+Verdict = Literal["accepted", "keep", "unproven", "rejected"]
 
 
 class OutputError(Frozen):
@@ -98,6 +98,7 @@ class LatencyRow(Frozen):
     flops_per_s: float | None  # None: the graph's FLOPs are unknown
     bytes_per_s: float | None
     ratio: Interval | None = None  # baseline / this, geometric mean over pairs of processes, 95 % interval; None for the baseline
+    ratio_missing: str = ""  # why there is no ratio, of a row that is compared
     peak_memory_bytes: int = 0  # of the child process
     bound: Bound | None = None
 
@@ -107,6 +108,7 @@ class BenchmarkReport(Frozen):
 
     label: str
     rows: tuple[LatencyRow, ...]
+    stopped: str = ""  # why it ran in fewer processes than others, in words
     notes: tuple[Note, ...] = ()
 
 
@@ -123,6 +125,8 @@ class Benchmarks(Frozen):
 
     created: str  # UTC
     results: tuple[BenchmarkReport | BenchmarkFailure, ...]
+    baseline: str = ""  # label of the engine that all ratios refer to: the fastest baseline; empty: none could be measured
+    load_1min: float = 0.0  # of the host's processes at the end, those of the benchmark included
     peaks: tuple[Peaks, ...] = ()  # of the devices they ran on, as far as they are known
     gpu_use: GpuUse | None = None  # None on a host without a GPU
 
@@ -239,13 +243,15 @@ class Report(Frozen):
     steps: tuple[Step, ...]
     operators: tuple[OperatorTable, ...]
     reference: str  # what the accuracy reference is: "PyTorch eager fp32", "ONNX Runtime fp32"
-    baseline: BenchmarkReport | None
+    baseline: BenchmarkReport | None  # the fastest of the baselines: all ratios refer to it
     baselines: tuple[BenchmarkReport, ...] = ()  # further baselines: traced, compile
     candidates: tuple[Candidate, ...]
     rescues: tuple[Rescue, ...] = ()
     ablation: Ablation | None = None  # None: the plan did not ask for it
-    winner: str | None = None  # a candidate's label
-    ratio: Interval | None = None  # of the winner to the baseline, at the first benchmarked shape
+    winner: str | None = None  # a candidate's label; with `keep` that of the baseline
+    ratio: Interval | None = None  # of the winner to the baseline, at the first shape; with `keep` of the fastest accurate candidate
+    ratio_missing: str = ""  # why there is no ratio
+    delivered: Engine | None = None  # the engine that the verdict stands for; None: rejected, not to be had, or an older report
     validation: ValidationReport | None = None  # of the winner, on the validation set
     verdict: Verdict
     reasons: tuple[str, ...] = ()
@@ -255,6 +261,24 @@ class Report(Frozen):
     peaks: tuple[Peaks, ...] = ()  # of the devices that were measured, as far as they are known
     gpu_use: GpuUse | None = None  # while the latencies were measured
     benchmarked: str = Field(default="", description="UTC date of the latency figures; older than `created` if reused")
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether an engine was delivered with this report."""
+        return self.engine_delivered is not None
+
+    @property
+    def engine_delivered(self) -> Engine | None:
+        """The engine that was delivered with this report; reports of earlier versions name it by their winner only."""
+        if self.delivered or self.verdict in ("rejected", "keep"):
+            return self.delivered
+        return next((each.engine for each in self.candidates if each.label == self.winner), None)
+
+    @property
+    def benchmark_delivered(self) -> BenchmarkReport | None:
+        """The latencies of the engine that was delivered."""
+        measured = (self.baseline, *self.baselines, *(each.benchmark for each in self.candidates))
+        return next((each for each in measured if each and each.label == self.winner), None)
 
     def every_note(self) -> tuple[tuple[str, Note], ...]:
         """All notes, each with the label of its engine, or "" if it is about the whole."""

@@ -10,8 +10,8 @@ from pipeline.layers import Layer, LayerTable
 from pipeline.measure import Samples
 from pipeline.outline import Bar, Entry, Section, Table, entries, shapes
 from pipeline.precision import fusions, node_text, percent_text, reformats, slowest, time_by_precision
-from pipeline.report import AblationRow, Report, ValidationReport
-from pipeline.speed import LIMITS_HEADER, gpu_lines, limit_cells, peaks_text
+from pipeline.report import AblationRow, LatencyRow, Report, ValidationReport
+from pipeline.speed import LIMITS_HEADER, gpu_lines, limit_cells, peaks_text, ratio_text
 from pipeline.texts import bytes_text, date, interval, number_text, shape_text, time_text
 
 SLOWEST_SHOWN = 15
@@ -42,14 +42,25 @@ def headline(report: Report) -> str:
     """The outcome in one sentence."""
     if report.winner is None:
         return "No candidate came through."
+    if report.verdict == "keep":
+        return _headline_of_kept(report)
     parts = [report.winner]
     if report.ratio is not None and report.baseline is not None:
-        faster = "runs at" if report.ratio.excludes(1) else "is not measurably faster: it runs at"
-        parts.append(f"{faster} {interval(report.ratio, 2)} times the speed of {report.baseline.label}")
+        parts.append(f"runs at {interval(report.ratio, 2)} times the speed of {report.baseline.label}")
+    elif report.ratio_missing:
+        parts.append("was chosen, but how fast it is could not be measured")
     if report.validation is not None and report.validation.metric is not None:
         metric = report.validation.metric
         parts.append(f"with {metric.name} {metric.candidate:.4f} against {metric.reference:.4f} of the reference")
     return " ".join(parts) + "."
+
+
+def _headline_of_kept(report: Report) -> str:
+    """Nothing is faster than what the user has."""
+    kept = f"Keep {report.winner}: no candidate that kept its accuracy is measurably faster."
+    if report.ratio is None:
+        return kept
+    return f"{kept} The fastest runs at {interval(report.ratio, 2)} times its speed."
 
 
 # -- the sections -----------------------------------------------------------------------------------------------------
@@ -68,7 +79,8 @@ def _candidates(report: Report) -> Section:
     text.append(f"Accuracy on {where} against the reference, {report.reference}. The drop is in units of the metric.")
     reasons = tuple((str(e.number), e.label, e.state, e.candidate.reason) for e in lines if e.candidate and e.candidate.reason)
     found = Table(header, tuple(_candidate_row(entry, first) for entry in lines), winner)
-    return Section("candidates", "Candidates", tuple(text), tables=(found, Table(("#", "not chosen", "state", "why"), reasons)))
+    tables = (found, Table(("#", "not chosen", "state", "why"), reasons), _without_ratio(lines))
+    return Section("candidates", "Candidates", tuple(text), tables=tables)
 
 
 def _candidate_row(entry: Entry, sizes: dict[str, int]) -> tuple[str, ...]:
@@ -82,10 +94,26 @@ def _candidate_row(entry: Entry, sizes: dict[str, int]) -> tuple[str, ...]:
         interval(selection.metric.interval, 4) if selection and selection.metric else "-",
         f"{min(error.cosine for error in selection.outputs):.5f}" if selection and selection.outputs else "-",
         *(_percentiles(row.end_to_end) if row else ("-", "-", "-")),
-        interval(row.ratio, 2) if row and row.ratio else "-",
+        _ratio_cell(entry, row),
         bytes_text(engine.size_bytes) if engine else "-",
         bytes_text(row.peak_memory_bytes) if row and row.peak_memory_bytes else "-",
     )
+
+
+def _ratio_cell(entry: Entry, row: LatencyRow | None) -> str:
+    if row and row.ratio:
+        return interval(row.ratio, 2)
+    return ratio_text(row, entry.benchmark.stopped if entry.benchmark else "") or "-"
+
+
+def _without_ratio(lines: Iterable[Entry]) -> Table:
+    """Why engines that were measured have no ratio, or ran in fewer processes than others."""
+    found: list[tuple[str, ...]] = []
+    for entry in lines:
+        if entry.benchmark and entry.benchmark.rows:
+            why = entry.benchmark.stopped or entry.benchmark.rows[0].ratio_missing
+            found += [(str(entry.number), entry.label, why)] if why else []
+    return Table(("#", "not compared to the end", "why"), tuple(found))
 
 
 def _rescues(report: Report) -> Section:
@@ -186,7 +214,7 @@ def _latency_table(report: Report, sizes: dict[str, int]) -> Table:
             entry.label,
             _percentiles(row.end_to_end)[0] + ("" if row.end_to_end.stable else " (drifts)"),
             *_percentiles(row.end_to_end)[1:],
-            interval(row.ratio, 2) if row.ratio else "-",
+            _ratio_cell(entry, row),
             *(_percentile(part, 50) for part in (row.upload, row.compute, row.download)),
             number_text(row.throughput_per_s),
             number_text(row.flops_per_s / 1e9) if row.flops_per_s else "-",

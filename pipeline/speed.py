@@ -23,6 +23,17 @@ IDENTITY_SHARE, IDENTITY_S = 0.02, 10e-6  # latency may differ from the sum of i
 LIMITS_HEADER = (">GFLOP/s", ">GB/s", ">of peak arithmetic", ">of peak memory", "bound by", "why", "next")
 
 
+def ratio_text(row: LatencyRow | None, stopped: str = "") -> str:
+    """`9.28 (8.9 to 9.7)`; else, in two words, why there is none. `stopped`: why the engine ran in few processes."""
+    if row is None:
+        return ""
+    if row.ratio:
+        return f"{row.ratio.value:.2f} ({row.ratio.low:.2f} to {row.ratio.high:.2f})"
+    if stopped:
+        return "stopped early"
+    return "not measurable" if row.ratio_missing else ""
+
+
 # -- what binds a row ---------------------------------------------------------------------------------------------------
 
 

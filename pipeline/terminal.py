@@ -15,14 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.core import Refusal
-from pipeline.decide import ratio_of
+from pipeline.decide import level_s
 from pipeline.layers import LayerTable
 from pipeline.measure import Clock, Interval, monotonic
 from pipeline.precision import percent_text, time_by_precision
 from pipeline.report import Ablation, BenchmarkReport, Benchmarks, Candidate, LatencyRow, Report, ValidationReport
 from pipeline.runner import StageEvent
 from pipeline.sections import ablation_outcome
-from pipeline.speed import Summary, bound_text, gpu_lines, limit_cells, peaks_text, summary_lines, summary_rows
+from pipeline.speed import Summary, bound_text, gpu_lines, limit_cells, peaks_text, ratio_text, summary_lines, summary_rows
 from pipeline.sweep import Sweep, tail_name
 from pipeline.texts import shape_text
 
@@ -30,7 +30,7 @@ PLAIN_WIDTH = 130
 LIFE_S = 30.0  # how often a long stage says that it is alive where there are no bars
 WORTH_SAYING_S = 3.0  # a shorter estimate is over before it is read
 LEAST_SHARE = 0.1  # of the time, for a precision to be shown
-VERDICT_STYLE = {"accepted": "bold green", "unproven": "bold yellow", "rejected": "bold red"}
+VERDICT_STYLE = {"accepted": "bold green", "keep": "bold cyan", "unproven": "bold yellow", "rejected": "bold red"}
 
 
 class _Console(Console):
@@ -162,6 +162,8 @@ def _line(name: str, event: StageEvent) -> str:
 def print_compiled(console: Console, report: Report, html_file: Path) -> None:
     """What `crucible compile` ends with: its candidates, what held each, the verdict, and where the whole report is."""
     console.print(candidate_table(report))
+    for line in stopped_lines(report):
+        console.print(line, highlight=False, soft_wrap=True)
     print_limits(console, first_rows(report))
     if report.ablation and report.ablation.rows:
         console.print(ablation_table(report.ablation))
@@ -175,8 +177,8 @@ def verdict_lines(report: Report) -> list[str]:
     style = VERDICT_STYLE[report.verdict]
     lines = [f"[{style}]{report.verdict.upper()}[/]" + (f"  {report.winner}" if report.winner else "")]
     lines += [f"  {escape(reason)}" for reason in report.reasons]
-    best = next((candidate for candidate in report.candidates if candidate.label == report.winner), None)
-    if best and best.benchmark and (bound := best.benchmark.rows[0].bound):
+    best = report.benchmark_delivered
+    if best and (bound := best.rows[0].bound):
         lines.append(f"  {escape(bound_text(bound))}")
     if report.nearest_miss and report.nearest_miss != report.winner:
         lines.append(f"  nearest miss: {report.nearest_miss}")
@@ -184,6 +186,12 @@ def verdict_lines(report: Report) -> list[str]:
     warnings = dict.fromkeys(note.text for _, note in report.every_note() if note.level == "warning")
     lines += [f"  [yellow]warning:[/] {escape(text)}" for text in warnings]
     return lines + [f"  next: {escape(step)}" for step in report.next_steps]
+
+
+def stopped_lines(report: Report) -> list[str]:
+    """Which engines ran in few processes, and why, for a rich console."""
+    measured = (report.baseline, *report.baselines, *(each.benchmark for each in report.candidates))
+    return [f"  {escape(each.label)}: {escape(each.stopped)}" for each in measured if each and each.stopped]
 
 
 def candidate_table(report: Report) -> Table:
@@ -199,8 +207,10 @@ def candidate_table(report: Report) -> Table:
         table.add_column("really ran")
     for baseline in (report.baseline, *report.baselines):
         if baseline is not None:
-            table.add_row(escape(baseline.label), "baseline", "", "", median_text(baseline.rows[0]), ratio_text(baseline.rows[0].ratio))
-    for candidate in sorted(report.candidates, key=_slowest_last):
+            row = baseline.rows[0]
+            style = "bold" if baseline.label == report.winner else None
+            table.add_row(escape(baseline.label), "baseline", "", "", median_text(row), ratio_text(row, baseline.stopped), style=style)
+    for candidate in sorted(report.candidates, key=level_s):
         table.add_row(*_candidate_cells(candidate), style="bold" if candidate.label == report.winner else None)
     return table
 
@@ -212,7 +222,7 @@ def ablation_table(found: Ablation) -> Table:
         table.add_column(heading, justify="left" if heading in ("switch", "outcome") else "right")
     for row in found.rows:
         drop, change = ("" if value is None else f"{value:+.4f}" for value in (row.drop, row.drop_change))
-        table.add_row(f"{row.switch} {'on' if row.after else 'off'}", drop, change, ratio_text(row.ratio), escape(ablation_outcome(row)))
+        table.add_row(f"{row.switch} {'on' if row.after else 'off'}", drop, change, interval_text(row.ratio), escape(ablation_outcome(row)))
     return table
 
 
@@ -220,11 +230,6 @@ def ran_text(table: LayerTable) -> str:
     """`int8 43 %, fp16 11 %`: the precisions that take a good part of the time; what moves data is in the report."""
     shares = [(name, share) for name, share in time_by_precision(table).items() if name != "none" and share >= LEAST_SHARE]
     return ", ".join(f"{'not known' if name == 'unknown' else name} {percent_text(share)}" for name, share in shares)
-
-
-def _slowest_last(candidate: Candidate) -> float:
-    ratio = ratio_of(candidate)
-    return -ratio.value if ratio else 0.0
 
 
 def _candidate_cells(candidate: Candidate) -> tuple[str, ...]:
@@ -235,7 +240,8 @@ def _candidate_cells(candidate: Candidate) -> tuple[str, ...]:
     known = candidate.state in ("measured", "failed accuracy")
     state = candidate.state if known else escape(f"{candidate.state}: {candidate.reason.splitlines()[0][:60]}")
     ran = (ran_text(candidate.layers),) if candidate.layers else ()
-    return escape(candidate.label), state, drop, cosine, median_text(row), ratio_text(row.ratio if row else None), *ran
+    ratio = ratio_text(row, benchmark.stopped if benchmark else "")
+    return escape(candidate.label), state, drop, cosine, median_text(row), ratio, *ran
 
 
 def benchmark_table(reports: list[BenchmarkReport]) -> Table:
@@ -247,7 +253,7 @@ def benchmark_table(reports: list[BenchmarkReport]) -> Table:
         for row in report.rows:
             sizes = ", ".join(f"{name} {size}" for name, size in row.sizes.items())
             tail = ["-" if (value := row.end_to_end.percentile_or_absent(percent)) is None else duration(value) for percent in (90, 99)]
-            table.add_row(escape(report.label), sizes, median_text(row), *tail, f"{row.throughput_per_s:,.0f}", ratio_text(row.ratio))
+            table.add_row(escape(report.label), sizes, median_text(row), *tail, f"{row.throughput_per_s:,.0f}", ratio_text(row, report.stopped))
     return table
 
 
@@ -284,7 +290,7 @@ def limits_table(rows: Iterable[tuple[str, LatencyRow]], known: bool = True) -> 
 
 def first_rows(report: Report) -> list[tuple[str, LatencyRow]]:
     """Every measured engine at the first shape, baselines first."""
-    candidates = (candidate.benchmark for candidate in sorted(report.candidates, key=_slowest_last))
+    candidates = (candidate.benchmark for candidate in sorted(report.candidates, key=level_s))
     return [(found.label, found.rows[0]) for found in (report.baseline, *report.baselines, *candidates) if found]
 
 
@@ -351,7 +357,7 @@ def median_text(row: LatencyRow | None) -> str:
     return duration(row.end_to_end.median_s) + ("" if row.end_to_end.stable else " ~") if row else ""
 
 
-def ratio_text(ratio: Interval | None) -> str:
+def interval_text(ratio: Interval | None) -> str:
     return f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" if ratio else ""
 
 

@@ -208,7 +208,7 @@ class Client:
         for form, name in FORMS.items():
             request = self._http.build_request("GET", _path("reports", job_id), headers={"Accept": form})
             (folder / name).write_bytes(self._send(request).content)
-        if report.winner is None or report.verdict == "rejected":
+        if not report.has_engine:
             withdraw_engine(folder / "engine")
             return report
         with tempfile.TemporaryDirectory(dir=folder) as work:

@@ -139,7 +139,7 @@ def measuring(benchmark: Callable[..., object], server: Server, mark: Path) -> R
 
 def doubted(report: Report, why: str) -> Report:
     """The report of figures that decide nothing about speed: it accepts nothing."""
-    verdict = "unproven" if report.verdict == "accepted" else report.verdict
+    verdict = "unproven" if report.verdict in ("accepted", "keep") else report.verdict
     notes = (*report.notes, Note(stage="benchmark", text=why))
     return report.model_copy(update={"verdict": verdict, "reasons": (*report.reasons, why), "notes": notes})
 

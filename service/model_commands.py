@@ -123,6 +123,8 @@ def _print_model(model: ModelView, as_json: bool) -> None:
     serving = model.deployment
     how = f"version {serving.version} answers on {serving.device}" if serving.version is not None else f"the model is {serving.state}"
     print(f"model {model.name}: version {model.current.version} ({model.current.label}) is current, {how}")
+    if model.current.verdict == "keep":
+        print("this serves the model as given: no engine was measurably faster")
     if model.current.batch.reason:
         print(f"requests run {'together' if model.current.batch.proved else 'alone'}: {model.current.batch.reason}")
 

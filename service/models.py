@@ -60,7 +60,7 @@ class Version(Frozen):
     job: str = Field(description="Whose report proves it")
     created: str = Field(description="UTC")
     verdict: Verdict
-    override: bool = Field(description="It was taken although it was not accepted")
+    override: bool = Field(description="It was taken although its verdict was `unproven`")
     before: int | None = Field(description="The version that was current before it; a rollback leads there")
     label: str = Field(description="The candidate that won")
     backend: str

@@ -72,18 +72,23 @@ def verified(out: Path) -> Report:
 
 
 def _check_engine(out: Path, report: Report) -> None:
-    """The winner's engine is there, whole, and the one of which the report speaks; without a winner there is none."""
-    winner = next((candidate for candidate in report.candidates if candidate.label == report.winner), None)
-    if (report.winner is None) != (winner is None) or (report.verdict == "accepted" and winner is None):
+    """The engine is there, whole, and the one of which the report speaks; where the report names none, there is none."""
+    known = {each.label for each in report.candidates}
+    if report.verdict == "keep" and report.baseline:
+        known = {report.baseline.label}
+    if report.winner is not None and report.winner not in known:
         raise ValueError("its winner is not among its candidates")
-    if winner is None or winner.engine is None or report.verdict == "rejected":
+    if report.verdict == "accepted" and report.winner is None:
+        raise ValueError("it is accepted without a winner")
+    engine = report.engine_delivered
+    if engine is None:
         if (out / ENGINE).exists():
-            raise ValueError("there is an engine although none won")
+            raise ValueError("there is an engine although none was delivered")
         return
     manifest = check_files(out / ENGINE, out, besides=(ENGINE_FILE,))
     delivered = load_engine(out / ENGINE)
-    if delivered.model_dump() != winner.engine.model_dump() or manifest.value != json.loads(winner.engine.model_dump_json()):
-        raise ValueError("its engine is not that of its winner")
+    if delivered.model_dump() != engine.model_dump() or manifest.value != json.loads(engine.model_dump_json()):
+        raise ValueError("its engine is not the one that it names")
 
 
 def take_over(work: Work, home: Path) -> None:

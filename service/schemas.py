@@ -139,6 +139,7 @@ class LatencyAt(Frozen):
     download: Times
     throughput_per_s: float
     ratio: Interval | None = Field(description="Baseline / this with its 95 % interval; null for the baseline itself")
+    ratio_missing: str = Field(default="", description="Why there is no ratio")
     peak_memory_bytes: int
 
 
@@ -154,6 +155,7 @@ class LatencyView(Frozen):
     verdict: Verdict
     winner: str | None
     ratio: Interval | None = Field(description="Of the winner to the baseline, at the first shape")
+    ratio_missing: str = Field(default="", description="Why there is no ratio")
     benchmarked: str
     baseline: EngineLatency | None
     baselines: tuple[EngineLatency, ...]
@@ -187,6 +189,7 @@ def latency_of_report(report: Report) -> LatencyView:
         verdict=report.verdict,
         winner=report.winner,
         ratio=report.ratio,
+        ratio_missing=report.ratio_missing,
         benchmarked=report.benchmarked or report.created,
         baseline=_engine(report.baseline) if report.baseline else None,
         baselines=tuple(map(_engine, report.baselines)),
@@ -233,6 +236,7 @@ def _latency(row: LatencyRow) -> LatencyAt:
         download=_times(row.download),
         throughput_per_s=row.throughput_per_s,
         ratio=row.ratio,
+        ratio_missing=row.ratio_missing,
         peak_memory_bytes=row.peak_memory_bytes,
     )
 

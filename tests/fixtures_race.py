@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,16 +12,19 @@ import numpy as np
 
 from pipeline.backends.base import run_session
 from pipeline.config import BenchmarkConfig
+from pipeline.contention import CpuClock
 from pipeline.core import DimRange, Engine, Precision, Profile, Recipe, Target, Tensors, TensorSpec
+from pipeline.elimination import Role
 from pipeline.errors import ChildDied
 from pipeline.measure import WarmUpOptions, warm_up
-from pipeline.race import Ready, Take, Workload, race, take_block
-from pipeline.stages.benchmark import results
+from pipeline.race import RaceEntry, Ready, Take, Workload, race, take_block
+from pipeline.stages.benchmark import BusyHost, results
 
 X = TensorSpec(name="x", dtype="float32", shape=("batch", 4))
 Y = TensorSpec(name="y", dtype="float32", shape=("batch", 3))
 PROFILE = Profile(dims={"batch": DimRange(min=1, opt=2, max=8)})
-SHORT = BenchmarkConfig(duration_s=0.06, warmup_s=0.01, warmup_runs=2)
+QUIET_HOST = BusyHost(0.5, 2)
+SHORT = BenchmarkConfig(duration_s=0.12, warmup_s=0.01, warmup_runs=2)
 WORKLOAD = Workload(sizes={"batch": 2}, feeds={"x": np.zeros((2, 4), np.float32)}, rows=2, flops=48.0, moved_bytes=None)
 
 
@@ -109,6 +112,8 @@ class LocalPeer:
     starts: int = 0
     stopped: bool = True
     death: Exception | None = None
+    stalled: Mapping[int, float] = field(default_factory=dict)  # by the number of a child: how many times as slow it is
+    waits_in: frozenset[int] = frozenset()  # numbers of the children that are kept from a CPU for half of their time
     silent_for: int = 0  # how often it is asked in vain whether it has answered
 
     def __post_init__(self) -> None:
@@ -119,8 +124,8 @@ class LocalPeer:
         """The next child, some share faster or slower than usual for as long as it lives."""
         assert self.stopped, "one process of an engine at a time"
         self.starts, self.stopped = self.starts + 1, False
-        if spread:
-            self.session.run_s = self.usual_s * float(np.exp(self.random.normal(0, spread)))
+        noise = float(np.exp(self.random.normal(0, spread))) if spread else 1.0
+        self.session.run_s = self.usual_s * noise * self.stalled.get(self.starts, 1.0)
         return self
 
     def send(self, payload: object) -> None:
@@ -139,8 +144,14 @@ class LocalPeer:
         if isinstance(message, WarmUpOptions):
             return warm_up(partial(run_session, self.session, WORKLOAD.feeds), message, host.clock)
         if isinstance(message, Take):
-            return take_block(self.session, WORKLOAD.feeds, message.seconds, host.clock)
+            return take_block(self.session, WORKLOAD.feeds, message.seconds, host.clock, self.cpu)
         return Ready()
+
+    def cpu(self) -> CpuClock:
+        """What the kernel counts: nothing, or that this child waits for half of its time."""
+        now_s = self.session.host.now_s
+        waited_s = now_s if self.starts in self.waits_in else 0.0
+        return CpuClock(ran_s=now_s, waited_s=waited_s, interruptions=int(now_s * 1e6))
 
     def stop(self) -> None:
         self.stopped = True
@@ -155,11 +166,47 @@ def engine_named(variant: str, root: Path = Path("unused")) -> Engine:
 
 
 def run_race(
-    host: Host, runs_s: Sequence[float], dies_at: Sequence[int] = (), options: BenchmarkConfig = SHORT, spread: float = 0.0
+    host: Host,
+    runs_s: Sequence[float],
+    dies_at: Sequence[int] = (),
+    options: BenchmarkConfig = SHORT,
+    spread: float = 0.0,
+    roles: Sequence[Role] = (),
+    stalled: Mapping[int, Mapping[int, float]] | None = None,
+    waits_in: Mapping[int, frozenset[int]] | None = None,
+    loading_s: float = 0.0,
 ) -> tuple[list[LocalPeer], Any]:
+    """A race whose first engine is the baseline unless `roles` say otherwise; `stalled` and `waits_in` are by engine.
+
+    Loading a child takes `loading_s` on the clock of the race, and nothing else takes time there.
+    """
+    wall_s = 0.0
+
+    def start(engine: Engine) -> LocalPeer:
+        nonlocal wall_s
+        wall_s += loading_s
+        return peers[int(engine.digest)].start(spread)
+
     engines = [engine_named(str(index)) for index in range(len(runs_s))]
     lives = dict(enumerate(dies_at))
-    peers = [LocalPeer(str(index), TimedSession(host, run_s), lives.get(index, 1_000_000)) for index, run_s in enumerate(runs_s)]
-    contestants = race(engines, [WORKLOAD], options, lambda engine: peers[int(engine.digest)].start(spread))
+    peers = [
+        LocalPeer(
+            str(index),
+            TimedSession(host, run_s),
+            lives.get(index, 1_000_000),
+            stalled=(stalled or {}).get(index, {}),
+            waits_in=(waits_in or {}).get(index, frozenset()),
+        )
+        for index, run_s in enumerate(runs_s)
+    ]
+    parts = roles or [Role.BASELINE, *[Role.CANDIDATE] * (len(engines) - 1)]
+    entries = [RaceEntry(engine, role) for engine, role in zip(engines, parts, strict=True)]
+    contestants = race(
+        entries,
+        [WORKLOAD],
+        options,
+        start,
+        clock=lambda: wall_s,
+    )
     assert all(peer.stopped for peer in peers)
-    return peers, results(contestants, [WORKLOAD])
+    return peers, results(contestants, [WORKLOAD], QUIET_HOST)

@@ -7,6 +7,8 @@ import onnx
 import yaml
 from onnx import TensorProto, helper, numpy_helper
 
+from tests.fixtures_cli import ONE_PROCESS
+
 WIDTH, CLASSES = 64, 4
 LARGE = 600.0  # what one channel is stretched by: an 8-bit step becomes wider than the values of all others; its square overflows fp16
 
@@ -86,7 +88,7 @@ def write_broken_task(folder: Path, model: str, **changes: object) -> Path:
         "data": {role: f"{role}.npz" for role in ("calibration", "selection", "validation")},
         "accuracy": {"metric": "top1", "max_drop": 0.05, "thresholds": {"min_cosine": 0.8}},
         "simplify": {"enabled": False},
-        "benchmark": {"duration_s": 0.3, "warmup_s": 0.05},
+        "benchmark": ONE_PROCESS,
     }
     (folder / "plan.yaml").write_text(yaml.safe_dump({**plan, **changes}))
     return folder / "plan.yaml"

@@ -25,6 +25,7 @@ from pipeline.report import (
 )
 from tests.fixtures_layers import real_table
 
+PROCESSES = 6
 EVIL = "<script>alert('x')</script> & | `$\\frac{1}$"
 
 _PLAN = Plan(
@@ -42,7 +43,16 @@ def latency_row(median_ms: float, batch: int, ratio: float | None, values: int =
 
     def samples(share: float) -> Samples:
         raw = median_ms * share * 1e-3 * (1 + random.gamma(1.2, 0.03, size=values + 10))
-        return Samples(values_s=tuple(raw[10:].tolist()), warmup_s=tuple(raw[:10].tolist()), stable=median_ms != 7.9)
+        blocks = tuple(len(part) for part in np.array_split(raw[10:], PROCESSES))
+        return Samples(
+            values_s=tuple(raw[10:].tolist()),
+            blocks=blocks,
+            processes=(1,) * PROCESSES,
+            generations=tuple(range(PROCESSES)),
+            waiting=(0.0,) * PROCESSES,
+            warmup_s=tuple(raw[:10].tolist()),
+            stable=median_ms != 7.9,
+        )
 
     return LatencyRow(
         sizes={"batch": batch},

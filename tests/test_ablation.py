@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.ablation import SWITCHES, Ablated, Reversal, ablation_from, base_of, reversals
 from pipeline.core import CalibrationMethod, Placement, Precision, Recipe
-from pipeline.measure import Interval
+from pipeline.measure import Interval, Samples
 from pipeline.render import load_report, markdown, write_report
 from pipeline.report import Ablation, AblationRow, Candidate, State
 from pipeline.sections import sections
@@ -94,19 +94,19 @@ def test_speed_is_told_process_by_process() -> None:
     def in_processes(found: Candidate, medians_ms: tuple[float, ...]) -> Candidate:
         row = latency_row(1.0, 1, 2.0)
         values = tuple(ms * 1e-3 for ms in medians_ms for _ in range(2))
-        samples = row.end_to_end.model_copy(update={"values_s": values, "blocks": (2,) * len(medians_ms), "processes": (1,) * len(medians_ms)})
+        samples = Samples(values_s=values, blocks=(2,) * len(medians_ms), processes=(1,) * len(medians_ms))
         made = benchmark(found.label, 1.0, 2.0).model_copy(update={"rows": (row.model_copy(update={"end_to_end": samples}),)})
         return found.model_copy(update={"benchmark": made})
 
     last = reversals(INT8)[1]
-    base = in_processes(candidate(INT8, 0.0), (1.0, 1.5, 0.8))
-    faster = in_processes(candidate(last.recipe, 0.0), (0.5, 0.75, 0.41))
+    base = in_processes(candidate(INT8, 0.0), (1.0, 1.5, 0.8, 1.0))
+    faster = in_processes(candidate(last.recipe, 0.0), (0.5, 0.75, 0.41, 0.5))
     (row,) = ablation_from(Ablated(base, (last,)), [base, faster]).rows
     assert row.ratio is not None
-    assert row.ratio.value == pytest.approx((8 / 4.1 * 4) ** (1 / 3))
+    assert row.ratio.value == pytest.approx((8 / 4.1 * 8) ** (1 / 4))
     assert 1.9 < row.ratio.low < row.ratio.high < 2.1  # what slowed a generation slowed both
-    (row,) = ablation_from(Ablated(base, (last,)), [base, candidate(last.recipe, 0.0)]).rows
-    assert row.ratio is None  # one block says nothing of others
+    (row,) = ablation_from(Ablated(base, (last,)), [base, in_processes(candidate(last.recipe, 0.0), (0.5, 0.7, 0.4))]).rows
+    assert row.ratio is None  # three processes say too little
     assert math.isclose(row.drop or 0.0, 0.0)
 
 

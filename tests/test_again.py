@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pipeline.again import AGAIN, with_figures
+from pipeline.again import AGAIN, Remeasured, with_figures
 from pipeline.render import all_sections, load_report, write_report
 from pipeline.report import Ablation, AblationRow, Benchmarks, Report, Step
 from pipeline.terminal import console, print_latency
@@ -17,7 +17,8 @@ def renewed(report: Report, median_ms: float = 4.0) -> Report:
     engine = next(each.engine for each in report.candidates if each.label == WINNER)
     assert engine is not None
     results = (benchmark("pytorch eager fp32", 8.0, None), benchmark("pytorch traced fp32", 9.0, 8.0), benchmark(WINNER, median_ms, 8.0))
-    return with_figures(report, engine, Benchmarks(created="2026-05-05T00:00:00+00:00", results=results), [RAN])
+    found = Benchmarks(created="2026-05-05T00:00:00+00:00", results=results, baseline="pytorch eager fp32")
+    return with_figures(report, Remeasured(engine, found, kept=None), [RAN])
 
 
 def test_the_winner_and_the_baselines_have_the_new_figures_and_no_other_has_any() -> None:
@@ -41,8 +42,23 @@ def test_the_reasons_speak_of_the_new_figures() -> None:
     assert any(reason.startswith("2.00 times as fast as the baseline") for reason in faster.reasons)
     assert not any("6.0" in reason for reason in faster.reasons)
     assert faster.next_steps == ()
-    assert slower.verdict == "accepted"  # its answers are right
-    assert "no candidate is faster than the baseline" in slower.next_steps[0]
+    assert (slower.verdict, slower.winner, slower.delivered) == ("keep", "pytorch eager fp32", None)
+    assert slower.reasons[0] == "no candidate that kept its accuracy is faster than pytorch eager fp32"
+
+
+def test_a_baseline_that_was_kept_is_measured_again_as_what_it_is() -> None:
+    old = sample_report()
+    engine = next(each.engine for each in old.candidates if each.label == WINNER)
+    assert engine is not None
+    label = "pytorch eager fp32"
+    kept = engine.model_copy(update={"recipe": engine.recipe.model_copy(update={"backend": "pytorch", "variant": "eager"})})
+    report = old.model_copy(update={"verdict": "keep", "winner": label, "delivered": None})
+    found = Benchmarks(created="2026-05-05T00:00:00+00:00", results=(benchmark(label, 7.0, None),), baseline=label)
+    renewed = with_figures(report, Remeasured(kept, found, kept=None), [RAN])
+    assert (renewed.verdict, renewed.winner, renewed.delivered) == ("keep", label, kept)
+    assert renewed.baseline is not None
+    assert renewed.baseline.rows[0].end_to_end.median_s < 0.0075
+    assert [each.label for each in renewed.candidates if each.benchmark] == []
 
 
 def test_steps_before_are_told_as_earlier_ones_and_a_note_says_it_once() -> None:

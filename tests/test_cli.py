@@ -16,7 +16,7 @@ from pipeline.core import Precision
 from pipeline.graph import read_proto
 from pipeline.measure import usable_cores
 from pipeline.peaks import load_peaks
-from tests.fixtures_cli import crucible, crucible_here, environment, write_model, write_task
+from tests.fixtures_cli import ONE_PROCESS, crucible, crucible_here, environment, write_model, write_task
 
 
 def test_compile_ends_with_table_verdict_report_and_json(compiled: tuple[Path, Path]) -> None:
@@ -24,8 +24,9 @@ def test_compile_ends_with_table_verdict_report_and_json(compiled: tuple[Path, P
     done = crucible("compile", folder / "plan.yaml", "--out", folder / "again", env={"CRUCIBLE_HOME": str(home)})
     assert done.code == 0
     assert "onnxruntime int8 minmax" in done.out
-    assert "ACCEPTED" in done.out
-    assert done.summary["verdict"] == "accepted"
+    assert "UNPROVEN" in done.out
+    assert (done.summary["verdict"], done.summary["ratio"]) == ("unproven", None)
+    assert str(done.summary["ratio_missing"]).startswith("this host is too busy to tell: ")
     for file in done.summary["reports"].values():  # type: ignore[attr-defined]
         assert Path(file).is_file()
     assert (Path(str(done.summary["engine"])) / "engine.json").is_file()
@@ -36,7 +37,7 @@ def test_compile_ends_with_table_verdict_report_and_json(compiled: tuple[Path, P
 def test_json_alone_goes_to_stdout_with_json(compiled: tuple[Path, Path]) -> None:
     folder, home = compiled
     done = crucible("compile", folder / "plan.yaml", "--json", "--out", folder / "again", env={"CRUCIBLE_HOME": str(home)})
-    assert json.loads(done.out)["verdict"] == "accepted"
+    assert json.loads(done.out)["verdict"] == "unproven"
     assert done.err == ""
 
 
@@ -164,13 +165,33 @@ def test_a_bad_sweep_is_refused(compiled: tuple[Path, Path], options: tuple[str,
     assert said in done.err
 
 
+def test_bench_completes_a_report_that_lacks_a_ratio_if_the_host_can_tell_now(compiled: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, home = compiled
+    shutil.copytree(folder / "out", tmp_path / "out")
+    file = tmp_path / "out" / "report.json"
+    report = json.loads(file.read_text())
+    assert (report["verdict"], report["ratio"]) == ("unproven", None)
+    report["plan"]["benchmark"]["budget_s"] = 60
+    file.write_text(json.dumps(report))
+    done = crucible("bench", tmp_path / "out", cwd=tmp_path, env={"CRUCIBLE_HOME": str(home)})
+    assert done.code == 0, done.err
+    after = json.loads(file.read_text())
+    if "verdict" in done.summary:
+        assert after["verdict"] == done.summary["verdict"] in ("accepted", "keep")
+        assert after["ratio"] == done.summary["ratio"] is not None
+        assert after["delivered"] is not None
+        assert "it is completed" in done.out
+    else:  # the host is busy
+        assert after == report
+
+
 def test_report_prints_and_writes_again(compiled: tuple[Path, Path]) -> None:
     folder, _ = compiled
     html = folder / "out" / "report.html"
     html.unlink()
     done = crucible("report", folder / "out")
     assert done.code == 0, done.err
-    assert "accepted" in done.out.lower()
+    assert "unproven" in done.out.lower()
     assert html.is_file()
 
 
@@ -227,7 +248,10 @@ def test_doctor_measures_the_peaks_of_this_cpu_once() -> None:
 
 def test_an_onnx_file_alone_compiles_to_unproven(tmp_path: Path) -> None:
     write_model(tmp_path / "model.onnx")
-    settings = ["--set", "benchmark.duration_s=0.2", "--set", "candidates=[{backend: onnxruntime, precision: fp32}]"]
+    settings = [f"--set=benchmark.{key}={value}" for key, value in ONE_PROCESS.items()] + [
+        "--set",
+        "candidates=[{backend: onnxruntime, precision: fp32}]",
+    ]
     done = crucible("compile", tmp_path / "model.onnx", "--profile", "batch=1:2:8", *settings, cwd=tmp_path)
     assert done.code == 0, done.err
     assert done.summary["verdict"] == "unproven"

@@ -211,7 +211,7 @@ def test_a_bug_that_stops_every_candidate_is_a_bug_and_not_a_verdict(tmp_path: P
 
 def test_switches_reversed_are_built_checked_and_measured_like_any_candidate(tmp_path: Path) -> None:
     int8 = {"backend": "onnxruntime", "precision": "int8", "method": "minmax", "placement": {"per_channel": [True, False]}}
-    report = compiled(write_task(tmp_path, ablate=True, candidates=[int8]), tmp_path / "home", call_in_child)
+    report = compiled(write_task(tmp_path, ablate=True, candidates=[int8]), tmp_path / "home", run_untimed)
     labels = [candidate.label for candidate in report.candidates]
     assert report.ablation is not None
     assert report.ablation.label in labels[:2]

@@ -3,11 +3,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ from pydantic import ValidationError
 from pipeline.measure import (
     Samples,
     WarmUpOptions,
-    _student_quantile,
     bootstrap,
     bootstrap_mean,
     cpu_flags,
@@ -25,6 +22,7 @@ from pipeline.measure import (
     peak_memory_bytes,
     ratio_of_medians,
     samples_from_blocks,
+    student_quantile,
     thinned,
     usable_cores,
     values_needed,
@@ -68,15 +66,6 @@ def race(host: NoisyHost, runs_s: tuple[float, ...], rounds: int) -> list[Sample
             run_s = runs_s[index]
             blocks[index].append(measure_block(partial(host.work, run_s), host.clock, min_s=50 * run_s))
     return [samples_from_blocks(taken, ()) for taken in blocks]
-
-
-@pytest.fixture
-def synthetic_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The script that prints the table of docs/measurement.md."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    yield __import__("synthetic_clock")
-    for name in ("synthetic_clock", "common"):
-        sys.modules.pop(name)
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------
@@ -219,17 +208,6 @@ def test_five_percent_slower_is_told_apart() -> None:
     assert found / trials >= 0.95
 
 
-@pytest.mark.parametrize(("processes", "spread"), [(6, 0.015), (6, 0.0), (3, 0.015)])
-def test_equal_candidates_whose_processes_differ_are_found_equal(synthetic_clock: ModuleType, processes: int, spread: float) -> None:
-    assert 0.92 <= synthetic_clock.equal(processes, spread, TRIALS) <= 0.98
-
-
-@pytest.mark.parametrize(("processes", "spread"), [(6, 0.015), (3, 0.0)])
-def test_five_percent_slower_is_told_apart_although_processes_differ(synthetic_clock: ModuleType, processes: int, spread: float) -> None:
-    """With six processes of 1.5 % spread; three, as in a demo, tell 5 % only where processes hardly differ."""
-    assert synthetic_clock.told(processes, spread, TRIALS) >= 0.95
-
-
 def test_blocks_alone_do_not_know_how_processes_differ() -> None:
     """Why there are several: one process each, six blocks, 1.5 % between processes, and the interval is wrong more often than right."""
     random = np.random.default_rng(2)
@@ -239,18 +217,6 @@ def test_blocks_alone_do_not_know_how_processes_differ() -> None:
         sides = [samples_from_blocks(np.exp(random.normal(level, 0.004, (6, 1)) + random.normal(0, 0.01, (6, 20))).tolist(), ()) for level in levels]
         hits += not ratio_of_medians(*sides, seed, resamples=200).excludes(1.0)
     assert hits < 50
-
-
-def test_ratio_over_processes_is_the_mean_of_pairs() -> None:
-    ours = samples_from_blocks([[2.0], [2.2], [4.0]], (), processes=(1, 1, 1))
-    theirs = samples_from_blocks([[1.0], [1.0], [2.0]], (), processes=(1, 1, 1))
-    found = ratio_of_medians(ours, theirs)
-    assert found.value == pytest.approx((2.0 * 2.2 * 2.0) ** (1 / 3))
-    assert np.log(found.high / found.value) == pytest.approx(4.303 * np.log(1.1) / 3, rel=1e-6)  # t, times std of the three over sqrt(3)
-    fewer = samples_from_blocks([[1.0], [1.02]], (), processes=(1, 1))
-    apart = ratio_of_medians(ours, fewer)
-    assert apart.value == pytest.approx((2.0 * 2.2 * 4.0) ** (1 / 3) / 1.02**0.5)
-    assert apart.low < apart.value < apart.high
 
 
 def test_ratio_is_of_the_medians_and_repeatable() -> None:
@@ -318,8 +284,8 @@ def test_the_interval_of_a_whole_sets_figure_holds_it_and_survives_undefined_res
 
 
 @pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.706), (5, 2.571), (10, 2.228), (30, 2.042), (1000, 1.962)])
-def test_student_quantiles(degrees: int, quantile: float) -> None:
-    assert _student_quantile(degrees) == pytest.approx(quantile, abs=1e-3)
+def teststudent_quantiles(degrees: int, quantile: float) -> None:
+    assert student_quantile(degrees) == pytest.approx(quantile, abs=1e-3)
 
 
 def test_the_example_in_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:

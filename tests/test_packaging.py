@@ -40,7 +40,7 @@ def test_without_torch_an_onnx_model_compiles(base_python: str, tmp_path: Path) 
     plan = write_task(tmp_path, candidates=[])
     done = crucible("compile", plan, cwd=tmp_path, env={"PYTHONPATH": ""}, python=base_python)
     assert done.code == 0, done.err
-    assert done.summary["verdict"] == "accepted"
+    assert done.summary["verdict"] == "unproven"
     assert "onnxruntime int8" in done.out
     assert "openvino" not in done.out.split("ACCEPTED")[0]
     assert "reference, ONNX Runtime fp32" in (tmp_path / "crucible-out" / "tiny" / "report.md").read_text()

@@ -167,9 +167,22 @@ def test_a_benchmark_from_the_store_says_so_with_its_date(report: Report) -> Non
     assert "Measured 2026-02-01 08:00 UTC, in an earlier run" in text
 
 
-def test_a_ratio_whose_interval_holds_one_is_not_called_faster(report: Report) -> None:
-    text = markdown(report.model_copy(update={"ratio": Interval(value=1.02, low=0.97, high=1.07)}))
-    assert "is not measurably faster" in text
+def test_what_the_user_has_is_kept_in_the_first_sentence(report: Report) -> None:
+    kept = {"verdict": "keep", "winner": "pytorch eager fp32", "ratio": Interval(value=1.02, low=0.97, high=1.07)}
+    text = markdown(report.model_copy(update=kept))
+    assert "Keep pytorch eager fp32: no candidate that kept its accuracy is measurably faster. The fastest runs at 1.02 \\[0.97, 1.07\\]" in text
+
+
+def test_where_the_host_cannot_tell_the_report_says_so_instead_of_a_number(report: Report) -> None:
+    busy = "this host is too busy to tell: load 4.1 on 2 cores; the slowest process took 340 times as long as the fastest"
+    first, *others = report.candidates
+    assert first.benchmark is not None
+    row = first.benchmark.rows[0].model_copy(update={"ratio": None, "ratio_missing": busy})
+    untold = first.model_copy(update={"benchmark": first.benchmark.model_copy(update={"rows": (row,)})})
+    text = markdown(report.model_copy(update={"ratio": None, "ratio_missing": busy, "verdict": "unproven", "candidates": (untold, *others)}))
+    assert "how fast it is could not be measured" in text
+    assert "not measurable" in text
+    assert busy in text
 
 
 def test_a_rejected_winner_is_not_shown_as_a_winner(report: Report) -> None:

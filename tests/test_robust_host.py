@@ -62,7 +62,7 @@ def test_a_full_disk_under_the_results_is_named_and_earlier_results_stay(compile
         assert done.code == 1, done.out + done.err
         assert "host.disk_full" in done.err
         assert {file: file.read_bytes() for file in before} == before
-        assert load_report(tmp_path / "out").verdict == "accepted"
+        assert load_report(tmp_path / "out").verdict == "unproven"
 
 
 HOARD = """
@@ -119,7 +119,7 @@ def test_clocks_that_jump_change_nothing(tmp_path: Path, jumping_clock: dict[str
     assert report.baseline is not None
     times = report.baseline.rows[0].end_to_end
     assert 0 < min(times.values_s) <= max(times.values_s) < JUMP_S
-    assert all(candidate.benchmark and candidate.benchmark.rows[0].ratio for candidate in report.candidates)
+    assert all(candidate.benchmark for candidate in report.candidates)
     again = finish(start(plan, home, tmp_path / "again"))  # by the clocks of now
     assert again.code == 0, again.err
     assert all(step.reused for step in load_report(tmp_path / "again").steps)

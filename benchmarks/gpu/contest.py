@@ -9,6 +9,7 @@ flow      k sessions of one engine that run at once, with or without copying the
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -25,11 +26,12 @@ from pipeline.backends.base import Session, run_session
 from pipeline.backends.trt_session import TrtLoaded
 from pipeline.config import BenchmarkConfig
 from pipeline.core import Engine, Progress, Tensors, silent
-from pipeline.measure import WarmUpOptions, measure_block, monotonic, peak_memory_bytes, thinned, warm_up
+from pipeline.elimination import Role
+from pipeline.measure import WarmUpOptions, measure_block, monotonic, peak_memory_bytes, thinned, usable_cores, warm_up
 from pipeline.process import Channel, Child
-from pipeline.race import REWARM_SHARE, VALUES_PER_BLOCK, Block, Peer, Take, Workload, race, take_block
+from pipeline.race import REWARM_SHARE, VALUES_PER_BLOCK, Block, Peer, RaceEntry, Take, Workload, race, take_block
 from pipeline.report import BenchmarkFailure, BenchmarkReport
-from pipeline.stages.benchmark import results
+from pipeline.stages.benchmark import BusyHost, results
 
 ROUND_S, DEPTHS = 0.2, (4, 64)  # of a flow between two synchronisations, and runs of each session in it: waiting costs a small share of it
 
@@ -100,7 +102,9 @@ def contest(entrants: Sequence[Entrant], workload: Workload, options: BenchmarkC
         child = Child(contend, entrant, workload, name=entrant.name)
         return Listening(child, partial(loaded.setdefault, entrant.name))
 
-    found = results(race(engines, (workload,), options, start, progress), (workload,))
+    entries = [RaceEntry(engine, Role.COMPARED) for engine in engines]
+    host = BusyHost(os.getloadavg()[0], usable_cores())
+    found = results(race(entries, (workload,), options, start, progress), (workload,), host)
     return [Outcome(entrant, result, loaded.get(entrant.name)) for entrant, result in zip(entrants, found, strict=True)]
 
 

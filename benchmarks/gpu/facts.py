@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from gpu.contest import Outcome, cosine
+from pipeline.comparison import NotMeasurable, compare
 from pipeline.core import Recipe
 from pipeline.gpu import Peaks, find_gpus, peaks, with_hardware
 from pipeline.layers import LayerTable
-from pipeline.measure import Interval, Samples, ratio_of_medians
+from pipeline.measure import Samples
 from pipeline.precision import fusions, mislabelled, node_text, reformats, slowest, time_by_precision
 from pipeline.report import BenchmarkFailure, LatencyRow
 from pipeline.roofline import bound_of
@@ -119,7 +120,7 @@ def _wall(left: LatencyRow, right: LatencyRow) -> list[float] | None:
 
 def _interval(left: Samples, right: Samples) -> list[float] | None:
     try:
-        found: Interval = ratio_of_medians(left, right)
-    except ValueError:  # one block only
+        found = compare(left, right)
+    except NotMeasurable:
         return None
     return [round(value, 5) for value in (found.value, found.low, found.high)]

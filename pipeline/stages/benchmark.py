@@ -3,40 +3,72 @@
 from __future__ import annotations
 
 import datetime as dt
+import os
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from dataclasses import dataclass
+from functools import partial
 
 from pipeline.backends.timing_cache import other_processes
+from pipeline.comparison import NotMeasurable, Obstacle, compare
 from pipeline.config import BenchmarkConfig
 from pipeline.core import Engine, Note, OnnxModel, Point, Profile, Progress, TensorSpec, silent
 from pipeline.costs import node_costs, total
+from pipeline.elimination import Role, StopReason
 from pipeline.errors import PlanError
 from pipeline.gpu import find_gpus
 from pipeline.graph import draw_feeds
-from pipeline.measure import Samples, ratio_of_medians, samples_from_blocks, usable_cores
+from pipeline.measure import Interval, Samples, samples_from_blocks, usable_cores
 from pipeline.nvml import watching
 from pipeline.process import Child
-from pipeline.race import VALUES_PER_BLOCK, Block, Contestant, Peer, Workload, contend, race
+from pipeline.race import VALUES_PER_BLOCK, Block, Contestant, Peer, RaceEntry, Workload, contend, race
 from pipeline.report import BenchmarkFailure, BenchmarkReport, Benchmarks, LatencyRow, Totals
 
 
-def benchmark(engines: Sequence[Engine], model: OnnxModel, options: BenchmarkConfig, progress: Progress = silent) -> Benchmarks:
-    """Latency of every engine at every size, interleaved in one run; the first engine is the baseline of the ratios.
+def benchmark(
+    entries: Sequence[RaceEntry],
+    model: OnnxModel,
+    options: BenchmarkConfig,
+    progress: Progress = silent,
+) -> Benchmarks:
+    """Latency of every engine at every size, interleaved in one race; ratios refer to the fastest baseline.
 
-    `model` is the source graph: its FLOPs count for all. An engine that fails is a BenchmarkFailure in its place; the others go on.
-    PlanError if a size lies outside the profiles.
+    `model` is the source graph: its FLOPs count for all. An engine that fails is a BenchmarkFailure in
+    its place; the others go on. PlanError if a size lies outside the profiles.
     """
+    engines = [entry.engine for entry in entries]
     workloads = workloads_from_plan(engines, model, options)
 
     def start(engine: Engine) -> Peer:
-        return Child(contend, with_threads(engine, options.threads or usable_cores()), workloads, name=engine.recipe.label)
+        prepared = with_threads(engine, options.threads or usable_cores())
+        return Child(contend, prepared, workloads, name=engine.recipe.label)
 
-    gpu = next((gpu.uuid for gpu in find_gpus().devices), "") if any(engine.target.compute_capability for engine in engines) else ""
+    on_gpu = any(engine.target.compute_capability for engine in engines)
+    gpu = next((gpu.uuid for gpu in find_gpus().devices), "") if on_gpu else ""
     others = other_processes(gpu).pids if gpu else ()
     with watching(gpu) as watch:
-        found = results(race(engines, workloads, options, start, progress), workloads)
+        contestants = race(entries, workloads, options, start, progress)
     use = watch.use((*others, *(other_processes(gpu).pids if gpu else ())))
-    return Benchmarks(created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"), results=found, gpu_use=use)
+    host = BusyHost(os.getloadavg()[0], usable_cores())
+    baseline = baseline_of(contestants)
+    return Benchmarks(
+        created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        results=results(contestants, workloads, host),
+        baseline=baseline.engine.recipe.label if baseline else "",
+        load_1min=round(host.load_1min, 2),
+        gpu_use=use,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BusyHost:
+    """What else may have used the host, for the sentence that says why there is no ratio."""
+
+    load_1min: float
+    cores: int
+
+    def too_busy(self, evidence: str) -> str:
+        cores = "1 core" if self.cores == 1 else f"{self.cores} cores"
+        return f"this host is too busy to tell: load {self.load_1min:.1f} on {cores}; {evidence}"
 
 
 def with_threads(engine: Engine, threads: int) -> Engine:
@@ -101,39 +133,87 @@ def rows_per_run(inputs: Sequence[TensorSpec], sizes: dict[str, int]) -> int:
 # -- what it says ------------------------------------------------------------------------------------------------------
 
 
-def results(contestants: Sequence[Contestant], workloads: Sequence[Workload]) -> tuple[BenchmarkReport | BenchmarkFailure, ...]:
-    """A report or a failure per contestant, in order; ratios are to the first, and absent if that failed."""
-    baseline = contestants[0]
+def results(contestants: Sequence[Contestant], workloads: Sequence[Workload], host: BusyHost) -> tuple[BenchmarkReport | BenchmarkFailure, ...]:
+    """A report or a failure per contestant, in order."""
+    baseline = baseline_of(contestants)
     reports: list[BenchmarkReport | BenchmarkFailure] = []
     for contestant in contestants:
         label = contestant.engine.recipe.label
         if contestant.failure:
-            reports.append(BenchmarkFailure(label=label, reason=contestant.failure, provisional=contestant.may_pass))
+            failure = BenchmarkFailure(label=label, reason=contestant.failure, provisional=contestant.may_pass)
+            reports.append(failure)
             continue
-        compared = None if contestant is baseline or baseline.failure else baseline
-        rows = tuple(_row(contestant, compared, index, workload) for index, workload in enumerate(workloads))
-        reports.append(BenchmarkReport(label=label, rows=rows, notes=_notes(contestant, rows)))
+        compared = None if contestant is baseline else baseline
+        rows = tuple(_row(contestant, compared, index, workload, host) for index, workload in enumerate(workloads))
+        notes = _notes(contestant, rows)
+        stopped = stop_text(contestant)
+        reports.append(BenchmarkReport(label=label, rows=rows, stopped=stopped, notes=notes))
     return tuple(reports)
 
 
-def _row(contestant: Contestant, baseline: Contestant | None, index: int, workload: Workload) -> LatencyRow:
+def baseline_of(contestants: Sequence[Contestant]) -> Contestant | None:
+    """The fastest baseline, of which all others say how many times as fast they are."""
+    ran = [each for each in contestants if each.role is Role.BASELINE and not each.failure]
+    return min(ran, key=lambda each: each.runner().level_s, default=None)
+
+
+def stop_text(contestant: Contestant) -> str:
+    """Why a contestant ran in few processes; empty for one that ran to the end."""
+    stop, count = contestant.stop, len(contestant.processes)
+    if stop is None:
+        return ""
+    processes = "1 process" if count == 1 else f"{count} processes"
+    if stop.reason is StopReason.SHOWN:
+        return f"stopped after {processes}: it cannot win"
+    return f"stopped after {processes}: {stop.times_slower:.2f} times as slow as {stop.best}"
+
+
+def _ratio(contestant: Contestant, baseline: Contestant | None, index: int, host: BusyHost) -> tuple[Interval | None, str]:
+    """How many times as fast as the baseline, or why that is not known."""
+    if baseline is None:
+        return None, ""
+    try:
+        return compare(_end_to_end(baseline, index), _end_to_end(contestant, index)), ""
+    except NotMeasurable as error:
+        if error.obstacle is not Obstacle.TOO_FEW:
+            return None, host.too_busy(error.text)
+        return None, stop_text(contestant) or stop_text(baseline) or host.too_busy(error.text)
+
+
+def _row(
+    contestant: Contestant,
+    baseline: Contestant | None,
+    index: int,
+    workload: Workload,
+    host: BusyHost,
+) -> LatencyRow:
     blocks = contestant.blocks[index]
-    clock: Literal["host", "device"] = "device" if contestant.engine.target.compute_capability else "host"
+    on_gpu = contestant.engine.target.compute_capability is not None
+    device = partial(
+        samples_from_blocks,
+        warmup_s=(),
+        clock="device" if on_gpu else "host",
+        processes=contestant.processes,
+        generations=contestant.generations,
+    )
     end_to_end = _end_to_end(contestant, index)
     median_s = end_to_end.median_s
+    ratio, ratio_missing = _ratio(contestant, baseline, index, host)
+    enqueue = device([block.enqueue_s for block in blocks], clock="host") if on_gpu else None
     return LatencyRow(
         sizes=workload.sizes,
         end_to_end=end_to_end,
-        upload=samples_from_blocks([block.upload_s for block in blocks], (), clock, contestant.processes),
-        compute=samples_from_blocks([block.compute_s for block in blocks], (), clock, contestant.processes),
-        download=samples_from_blocks([block.download_s for block in blocks], (), clock, contestant.processes),
-        latency=samples_from_blocks([block.latency_s for block in blocks], (), clock, contestant.processes),
-        enqueue=samples_from_blocks([block.enqueue_s for block in blocks], (), processes=contestant.processes) if clock == "device" else None,
+        upload=device([block.upload_s for block in blocks]),
+        compute=device([block.compute_s for block in blocks]),
+        download=device([block.download_s for block in blocks]),
+        latency=device([block.latency_s for block in blocks]),
+        enqueue=enqueue,
         totals=_totals(blocks),
         throughput_per_s=workload.rows / median_s,
         flops_per_s=None if workload.flops is None else workload.flops / median_s,
         bytes_per_s=None if workload.moved_bytes is None else workload.moved_bytes / median_s,
-        ratio=ratio_of_medians(_end_to_end(baseline, index), end_to_end) if baseline else None,
+        ratio=ratio,
+        ratio_missing=ratio_missing,
         peak_memory_bytes=max(block.peak_memory_bytes for block in blocks),
     )
 
@@ -149,8 +229,14 @@ def _totals(blocks: Sequence[Block]) -> Totals:
 
 def _end_to_end(contestant: Contestant, index: int) -> Samples:
     blocks = contestant.blocks[index]
-    warmup = [*contestant.warmups[index], *(time for block in blocks for time in block.rewarm_s)]
-    return samples_from_blocks([block.end_to_end_s for block in blocks], warmup, processes=contestant.processes)
+    rewarm = [time for block in blocks for time in block.rewarm_s]
+    return samples_from_blocks(
+        [block.end_to_end_s for block in blocks],
+        [*contestant.warmups[index], *rewarm],
+        processes=contestant.processes,
+        generations=contestant.generations,
+        waiting=contestant.waiting(index),
+    )
 
 
 def _notes(contestant: Contestant, rows: Sequence[LatencyRow]) -> tuple[Note, ...]:

@@ -13,7 +13,7 @@ from pipeline.errors import CrucibleError
 from pipeline.feeding import BatchSpec, Padding
 from pipeline.process import Child
 from pipeline.render import load_report
-from pipeline.report import BenchmarkReport, Report
+from pipeline.report import Report
 from pipeline.store import check_files
 from service.child import VISIBLE, visible
 from service.errors import Conflict, NotFound
@@ -56,7 +56,7 @@ def candidate_of(job_id: str, owner: str | None, override: bool, jobs: JobStore,
 def check_report(report: Report, override: bool) -> None:
     """Conflict unless its engine was accepted; an unproven one, which a contended one is too, only with an override."""
     why = "; ".join(report.reasons) or "the report says no more"
-    if report.verdict == "rejected" or report.winner is None:
+    if not report.has_engine:
         raise Conflict(f"this report's verdict is {report.verdict}, and there is no engine to serve: {why}", "mend the plan and compile again")
     if report.verdict == "unproven" and not override:
         raise Conflict(f"this report's verdict is unproven: {why}", 'mend that, or take it nevertheless with "override": true, which is logged')
@@ -73,7 +73,7 @@ def version_of(candidate: Candidate, model: str, override: bool, batch: BatchSpe
         job=candidate.job,
         created=created,
         verdict=report.verdict,
-        override=override and report.verdict != "accepted",
+        override=override and report.verdict == "unproven",
         before=None,
         label=engine.recipe.label,
         backend=engine.target.backend,
@@ -92,9 +92,9 @@ def version_of(candidate: Candidate, model: str, override: bool, batch: BatchSpe
 
 
 def peak_of(report: Report) -> int:
-    """The most that a process held while it measured the winner; 0: nothing was measured."""
-    measured = (each.benchmark for each in report.candidates if each.label == report.winner)
-    return max((row.peak_memory_bytes for each in measured if isinstance(each, BenchmarkReport) for row in each.rows), default=0)
+    """The most that a process held while it measured the delivered engine; 0: nothing was measured."""
+    measured = report.benchmark_delivered
+    return max((row.peak_memory_bytes for row in measured.rows), default=0) if measured else 0
 
 
 async def prove(engine: Engine, padding: tuple[Padding, ...], device: str) -> BatchSpec:

@@ -135,7 +135,7 @@ def test_calibration_texts_are_whole_batches(gpu: dict[str, ModuleType], tmp_pat
 # -- what is written down ----------------------------------------------------------------------------------------------
 
 
-def report(label: str, device_s: float, blocks: int = 6) -> BenchmarkReport:
+def report(label: str, device_s: float, blocks: int = 8) -> BenchmarkReport:
     samples = samples_from_blocks([(device_s, device_s * 1.01)] * blocks, (), processes=(2,) * (blocks // 2))
     row = LatencyRow(
         sizes={}, end_to_end=samples, upload=samples, compute=samples, download=samples, throughput_per_s=1 / device_s,
@@ -164,8 +164,8 @@ def test_figures_and_ratios_of_a_race(gpu: dict[str, ModuleType], tmp_path: Path
     assert (bound["share_of_peak_flops"], bound["share_of_peak_bytes"]) == pytest.approx((0.2, 1 / 600))
     assert facts.entry_of(outcomes[0])["bound"]["share_of_peak_flops"] is None
     assert entries["ours fp16"]["device_median_ms"] == pytest.approx(0.3015)
-    assert entries["ours fp16"]["device_p99_ms"] is None  # of 12 values
-    assert len(entries["ours fp16"]["device_of_processes_ms"]) == 3
+    assert entries["ours fp16"]["device_p99_ms"] is None  # of 16 values
+    assert len(entries["ours fp16"]["device_of_processes_ms"]) == 4
     assert entries["ours fp16"]["mode"] == "reduce-overhead"
     facts.add_answers(entries, outcomes)
     assert entries["ours fp16"]["cosine"] == pytest.approx(1)

@@ -12,6 +12,7 @@ from onnx import TensorProto, helper
 
 from pipeline.backends import onnxruntime_
 from pipeline.backends.base import run_session
+from pipeline.comparison import MIN_PAIRS
 from pipeline.config import BenchmarkConfig
 from pipeline.core import BuildOptions, Precision, Recipe, Target
 from pipeline.graph import onnx_model
@@ -133,7 +134,7 @@ def test_a_race_of_real_engines_in_children_goes_on_without_one_that_cannot_load
     np.testing.assert_array_equal(ours.loaded.outputs["y"], np.zeros((2, 4)))
     assert ours.loaded.seconds > 0
     figures = gpu["facts"].entry_of(ours)
-    assert figures["processes"] == 3
+    assert figures["processes"] >= MIN_PAIRS
     # Not compared: blocks of both are measured apart, so on a busy host either may be larger.
     assert min(figures["device_median_ms"], figures["wall_median_ms"]) > 0
     assert "upload_median_ms" not in gpu["facts"].entry_of(flow)

@@ -247,7 +247,8 @@ def test_a_real_model_is_compiled_loaded_and_measured_again(tmp_path: Path) -> N
         async with opened_desk(tmp_path / "home", worker=WORKER) as desk:
             web = desk.client
             tiny_model(tmp_path / "tiny.onnx")
-            plan = b"name: tiny\nbenchmark: {duration_s: 0.2}\ncandidates: [{backend: onnxruntime, precision: fp32}]\nsimplify: {enabled: false}"
+            quick = b"benchmark: {duration_s: 0.2, budget_s: 0.01}\n"
+            plan = quick + b"name: tiny\ncandidates: [{backend: onnxruntime, precision: fp32}]\nsimplify: {enabled: false}"
             files = {"model": ("tiny.onnx", (tmp_path / "tiny.onnx").read_bytes()), "plan": ("plan.yaml", plan)}
             compiled = await ended(desk, await web.post("/compile", files=files))
             await told(await web.post("/models/m/promote", json={"report": compiled["id"], "override": True}))
@@ -260,8 +261,9 @@ def test_a_real_model_is_compiled_loaded_and_measured_again(tmp_path: Path) -> N
             assert after.baseline is not None
             assert before.baseline is not None
             assert after.baseline.rows[0].end_to_end.values_s != before.baseline.rows[0].end_to_end.values_s
-            assert (after.benchmarked >= before.benchmarked, after.ratio != before.ratio) == (True, True)
-            assert after.reasons[0] == before.reasons[0]
+            assert after.benchmarked >= before.benchmarked
+            assert after.reasons[0].startswith("not measurable: ")
+            assert after.reasons[1] == before.reasons[1] == "no data: accuracy not proven"
             latency = await told(await web.get(f"/reports/{job['id']}/latency"))
             assert [each["label"] for each in latency["candidates"]] == ["onnxruntime fp32"]
             stages = [(event.data["stage"], event.data["state"]) for event in desk.service.jobs.events(job["id"]) if event.kind == "stage"]

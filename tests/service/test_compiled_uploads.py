@@ -23,7 +23,7 @@ from tests.service.fixtures_app import Desk, opened_desk
 from tests.service.test_benchmark import ended
 
 FP32 = [{"backend": "onnxruntime", "precision": "fp32"}]
-SHORT = {"duration_s": 0.05, "warmup_s": 0.0}
+SHORT = {"duration_s": 0.05, "warmup_s": 0.0, "budget_s": 0.01}  # one process of each: nobody can tell which is faster
 SCRIPT = "<script>alert(1)</script>"
 Parts = dict[str, tuple[str, bytes]]
 
@@ -102,7 +102,7 @@ def test_a_model_with_external_data_is_compiled_out_of_either_archive(tmp_path: 
         ]
         for report, inner in ((first, "unpacked/net/model.onnx"), (second, "unpacked/model.onnx")):
             assert report.plan.model.path == Path(inner)
-            assert (report.verdict, report.winner) == ("accepted", "onnxruntime fp32")
+            assert (report.verdict, report.winner) == ("unproven", "onnxruntime fp32")
             assert top1_of(report) == (1.0, 1.0)
         assert {step.reused for step in first.steps} == {False}
         assert first.source_digest == second.source_digest
@@ -158,7 +158,7 @@ def test_weights_are_compiled_in_their_architecture(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
         parts = {"model": ("w.safetensors", weights), "plan": ("plan.yaml", yaml.safe_dump(plan).encode()), **sets}
         report = await compiled(desk, parts)
-        assert (report.verdict, report.winner, top1_of(report)) == ("accepted", "onnxruntime fp32", (1.0, 1.0))
+        assert (report.verdict, report.winner, top1_of(report)) == ("unproven", "onnxruntime fp32", (1.0, 1.0))
         assert report.plan.model.entrypoint == "service.architectures:mobilenet_v2_of_5"
 
     at_real_desk(tmp_path / "home", story)

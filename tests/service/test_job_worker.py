@@ -188,7 +188,7 @@ def with_figures_of(results: Callable[[Engine], BenchmarkReport | BenchmarkFailu
     def run(function: Callable[..., Any], *arguments: Any, name: str, log: Path | None = None, progress: Progress = silent) -> Any:
         if function is not benchmark:
             return call_in_child(function, *arguments, name=name, log=log, progress=progress)
-        return Benchmarks(created="2026-05-05T00:00:00+00:00", results=tuple(map(results, arguments[0])))
+        return Benchmarks(created="2026-05-05T00:00:00+00:00", results=tuple(results(entry.engine) for entry in arguments[0]))
 
     return run
 
@@ -210,7 +210,7 @@ def uploaded(folders: Folders, identity: str, **changes: Any) -> Job:
     place = folders.uploads(job.id) / "model.onnx"
     tiny_model(place)
     candidate = CandidateConfig(backend="onnxruntime", precision=Precision.FP32)
-    plan = Plan(name="tiny", model=ModelConfig(path=place), candidates=(candidate,), benchmark=BenchmarkConfig(duration_s=0.1))
+    plan = Plan(name="tiny", model=ModelConfig(path=place), candidates=(candidate,), benchmark=BenchmarkConfig(duration_s=0.1, budget_s=0.01))
     folders.save_plan(job.id, plan.model_copy(update=changes))
     return job
 

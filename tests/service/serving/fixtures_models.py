@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.core import Engine
+from pipeline.deliver import load_engine
 from pipeline.errors import ChildDied
 from pipeline.feeding import BatchSpec, Padding, ServingConfig
 from pipeline.report import Report, Verdict
@@ -130,7 +131,10 @@ def ended_job(
     place = folders.report(job.id)
     report: Report = write_out(place, folders.home / "store", engine)
     plan = report.plan.model_copy(update={"serving": serving or ServingConfig()})
-    (place / "report.json").write_text(report.model_copy(update={"verdict": verdict, "plan": plan, "reasons": ("because",)}).model_dump_json())
+    changes = {"verdict": verdict, "plan": plan, "reasons": ("because",)}
+    if verdict == "keep":
+        changes["delivered"] = load_engine(place / "engine")
+    (place / "report.json").write_text(report.model_copy(update=changes).model_dump_json())
     return job.id
 
 

@@ -65,6 +65,15 @@ def test_what_was_not_accepted(tmp_path: Path, verdict: Verdict, override: bool)
     play(story)
 
 
+def test_a_baseline_that_was_kept_is_served_without_an_override(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with shelf(tmp_path) as here:
+            view = await here.deployments.promote(LOCAL, "m", PromoteRequest(report=here.report("keep"), override=True))
+            assert (view.current.verdict, view.current.override) == ("keep", False)
+
+    play(story)
+
+
 def test_there_must_be_a_report_and_a_whole_engine(tmp_path: Path) -> None:
     async def story() -> None:
         async with shelf(tmp_path) as here:
