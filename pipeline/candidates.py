@@ -44,10 +44,10 @@ from pipeline.store import canonical
 FUSED = (Precision.FP16, Precision.BF16, Precision.INT8)  # precisions with one kernel for an attention; of fp8 that is not known
 CALIBRATE = Stage("calibrate", 1, calibrate, ("onnx", "onnxruntime"))
 COVER = Stage("cover", 1, cover, ("onnx", "onnxruntime"))
-CONVERT = Stage("convert", 4, convert, ("onnx", "onnxruntime"))
+CONVERT = Stage("convert", 5, convert, ("onnx", "onnxruntime"))
 QUANTIZERS = {
     "nncf": Stage("convert", 1, quantize_with_nncf, ("onnx", "nncf")),
-    "modelopt": Stage("convert", 2, quantize_with_modelopt, ("nvidia-modelopt", "onnx", "onnxruntime")),
+    "modelopt": Stage("convert", 3, quantize_with_modelopt, ("nvidia-modelopt", "onnx", "onnxruntime")),
     "tensorrt": Stage("calibrate", 1, calibrate_with_tensorrt, ("tensorrt", *BINDINGS, "onnx", "polygraphy")),
 }
 WEIGHT_QUANTIZERS = {

@@ -24,6 +24,7 @@ from pipeline.core import Note, Precision
 from pipeline.errors import UnsupportedError
 from pipeline.graph import DEFAULT_DOMAINS, SMALL_BYTES, bytes_of_tensor, graphs_of, opset_of
 from pipeline.qdq import drop_unread
+from pipeline.recurrent import add_initial_states, is_recurrent
 
 LARGEST_FP16 = 65504.0
 SAFE_FRACTION = 0.25
@@ -137,12 +138,22 @@ def reasons_for_fp32(graph: onnx.GraphProto, bounds: Mapping[str, Bounds]) -> di
 
 def overflow_notes(graph: onnx.GraphProto, reasons: Mapping[str, str]) -> list[Note]:
     """What a user should know of the nodes that `reasons_for_fp32` found."""
+    return fp32_notes(graph, reasons, "fp16 cannot hold their values")
+
+
+def fp32_notes(graph: onnx.GraphProto, reasons: Mapping[str, str], cause: str) -> list[Note]:
+    """Which nodes stay in fp32 for one cause, and the reason of each; no note where there is none."""
     if not reasons:
         return []
     kinds = Counter(node.op_type for node in graph.node if node.name in reasons)
     named = "; ".join(f"'{name}': {why}" for name, why in list(reasons.items())[:NAMED]) + ("; ..." if len(reasons) > NAMED else "")
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    return [Note(stage="convert", text=f"{len(reasons)} nodes stay in fp32 ({counted}), fp16 cannot hold their values: {named}", level="info")]
+    return [Note(stage="convert", text=f"{nodes_text(len(reasons))} in fp32 ({counted}), {cause}: {named}", level="info")]
+
+
+def nodes_text(count: int) -> str:
+    """`1 node stays`, `2 nodes stay`."""
+    return "1 node stays" if count == 1 else f"{count} nodes stay"
 
 
 def _fits(largest: float) -> bool:
@@ -177,7 +188,17 @@ def lower(proto: onnx.ModelProto, precision: Precision, kept: frozenset[str]) ->
     kept |= _from_shapes(proto.graph)
     ports = {node.name: _ports(node, types, precision, opset_of(proto)) for node in proto.graph.node if node.name not in kept}
     ports = _with_quantizers(proto.graph, types, {name: port for name, port in ports.items() if port.inputs or port.outputs})
+    recurrent = _low_recurrent(proto.graph, types, ports, LOW[precision])
     _Rewriter(proto.graph, precision, ports).run()
+    add_initial_states(proto.graph, recurrent, LOW[precision])
+
+
+def _low_recurrent(graph: onnx.GraphProto, types: Mapping[str, int], ports: Mapping[str, _Ports], low: int) -> frozenset[str]:
+    """Names of the recurrent nodes that read a low X, whether it is cast or given so."""
+    recurrent = [node for node in graph.node if is_recurrent(node)]
+    cast = {node.name for node in recurrent if node.name in ports and 0 in ports[node.name].inputs}
+    given = {node.name for node in recurrent if types.get(node.input[0]) == low}
+    return frozenset(cast | given)
 
 
 def _types(proto: onnx.ModelProto) -> dict[str, int]:

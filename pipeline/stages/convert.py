@@ -9,16 +9,29 @@ import numpy as np
 import onnx
 
 from pipeline.activations import Bounds, observe, open_probe
-from pipeline.casts import LEAST_OPSET, NAMED, QDQ_OPSET, SCALES_OPSET, flatten, lower, overflow_notes, raise_opset, reasons_for_fp32
+from pipeline.casts import (
+    LEAST_OPSET,
+    NAMED,
+    QDQ_OPSET,
+    SCALES_OPSET,
+    flatten,
+    fp32_notes,
+    lower,
+    overflow_notes,
+    raise_opset,
+    reasons_for_fp32,
+)
 from pipeline.core import CalibrationTable, Note, OnnxModel, Precision, Progress, Recipe, Tensors, silent
 from pipeline.errors import PlanError, UnsupportedError
 from pipeline.graph import copy_model, kept_nodes, onnx_model, read_proto, with_same_interface, write_proto
 from pipeline.qdq import Scheme, holds_qdq, insert_qdq
 from pipeline.quantization import KERNELS, Kernels, place
+from pipeline.recurrent import parser_reasons
 from pipeline.scales import Scale, scales_by_node
 
 LOW = (Precision.FP16, Precision.BF16)
 QUANTISED = (Precision.INT8, Precision.FP8)
+TENSORRTS = ("tensorrt", "tensorrt_rtx")
 HALF_STEP = 1 / 255  # of the largest value: as far as int8 itself rounds that
 
 
@@ -40,12 +53,16 @@ def convert(
     if recipe.realised_in == "runtime" or not (quantise or low):
         return _unchanged(model, recipe, quantised, out)
     notes: list[Note] = []
-    high = kept
+    reasons: dict[str, str] = {}
     if low is Precision.FP16:
         progress(0.1, "looking for values that fp16 cannot hold")
         reasons = reasons_for_fp32(proto.graph, _bounds(model, table, samples, notes))
         notes += overflow_notes(proto.graph, reasons)
-        high = kept | reasons.keys()
+    if low and recipe.backend in TENSORRTS:
+        untyped = {name: why for name, why in parser_reasons(proto.graph, low).items() if name not in reasons}
+        notes += fp32_notes(proto.graph, untyped, f"TensorRT takes them in {low} no other way")
+        reasons |= untyped
+    high = kept | reasons.keys()
     if quantise:
         progress(0.4, "placing Q/DQ pairs")
         notes += _quantise(proto, recipe, table, kept)

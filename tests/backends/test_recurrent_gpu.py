@@ -1,0 +1,132 @@
+"""GRU, LSTM and RNN in 16 bits on TensorRT: built, close to fp32, and really run in 16 bits where the parser takes them so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline import backends
+from pipeline.backends.base import run_session
+from pipeline.compare import open_reference
+from pipeline.compile import export_plan
+from pipeline.config import plan_from_document
+from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Profile, Recipe, TensorRTOptions, Tensors
+from pipeline.graph import draw_feeds
+from pipeline.precision import mislabelled
+from pipeline.runner import Runner
+from pipeline.stages.convert import convert
+from pipeline.store import Store
+from tests.fixtures_recurrent import PROFILE, Form, feeds_of, forms, write
+
+pytestmark = pytest.mark.gpu
+FEWEST_COSINE = {Precision.FP16: 0.9999, Precision.BF16: 0.999}
+QUICK = TensorRTOptions(optimization_level=1, timing_iterations=1)
+SIZES = ((6, 3), (1, 1), (9, 4))  # time, batch
+
+
+@pytest.fixture(autouse=True)
+def _own_timing_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CRUCIBLE_HOME", str(tmp_path / "home"))
+
+
+def built(model: OnnxModel, precision: Precision, profiles: tuple[Profile, ...], samples: tuple[Tensors, ...], folder: Path) -> Engine:
+    """An engine of the model in this precision, by the conversion of every compile."""
+    (folder / "converted").mkdir()
+    (folder / "built").mkdir()
+    recipe = Recipe(backend="tensorrt", precision=precision)
+    made = convert(model, recipe, None, samples, folder / "converted")
+    options = BuildOptions(profiles=profiles, tensorrt=QUICK)
+    return backends.backend("tensorrt").build(made, recipe, options, folder / "built", lambda fraction, text: None)
+
+
+def smallest_cosine(engine: Engine, model: OnnxModel, batches: list[Tensors]) -> float:
+    """Over all outputs and batches, against ONNX Runtime in fp32."""
+    reference, found = open_reference(model.path), []
+    with closing(backends.load(engine)) as loaded, closing(loaded.session(0)) as session:
+        for feeds in batches:
+            got = run_session(session, feeds)
+            for name, want in reference(feeds).items():
+                a, b = got[name].astype(np.float64).ravel(), want.astype(np.float64).ravel()
+                found.append(float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b))))
+    return min(found)
+
+
+def stays_in_fp32(form: Form, precision: Precision) -> bool:
+    return form.lengths or (form.operator == "GRU" and precision is Precision.BF16)
+
+
+def cases() -> Iterator[tuple[Form, Precision]]:
+    """All forms but most of the reverse ones in fp16, some in bf16: each is a build."""
+    for form in forms():
+        if form.direction != "reverse" or form.lengths or (form.state and form.bias):
+            yield form, Precision.FP16
+        if form.direction == "bidirectional" and form.bias and not form.only_last:
+            yield form, Precision.BF16
+
+
+CASES = [*cases()]
+
+
+@pytest.mark.parametrize(("form", "precision"), CASES, ids=[f"{form}-{precision}" for form, precision in CASES])
+def test_a_recurrent_node_builds_and_answers_as_in_fp32(tmp_path: Path, form: Form, precision: Precision) -> None:
+    model = write(tmp_path / "source", form)
+    profiles = (PROFILE,) if form.dynamic else (Profile(),)
+    engine = built(model, precision, profiles, (feeds_of(form),), tmp_path)
+    sizes = SIZES if form.dynamic else SIZES[:1]
+    batches = [feeds_of(form, time, batch, seed=1) for time, batch in sizes]
+    assert smallest_cosine(engine, model, batches) > FEWEST_COSINE[precision]
+    table = backends.backend("tensorrt").layers(engine, feeds_of(form))
+    assert table is not None
+    if not stays_in_fp32(form, precision):
+        assert mislabelled(precision, table) == "", table.model_dump_json(indent=1)
+
+
+MODULES = """
+import torch
+
+class Recurrent(torch.nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.body = getattr(torch.nn, kind)(16, 32, num_layers=2, batch_first=True, bidirectional=True)
+        self.head = torch.nn.Linear(64, 8)
+
+    def forward(self, x, h0=None, c0=None):
+        given = h0 if c0 is None else (h0, c0)
+        return self.head(self.body(x, given)[0])
+
+def of(kind):
+    torch.manual_seed(0)
+    return Recurrent(kind).eval()
+
+def GRU(): return of("GRU")
+def LSTM(): return of("LSTM")
+def RNN(): return of("RNN")
+"""
+
+
+def torch_plan(folder: Path, kind: str, states: bool, exporter: str) -> Any:
+    (folder / "modules.py").write_text(MODULES)
+    state = {"dtype": "float32", "shape": [4, "batch", 32]}
+    names = (["h0", "c0"] if kind == "LSTM" else ["h0"]) if states else []
+    inputs = [{"name": "x", "dtype": "float32", "shape": ["batch", 10, 16]}, *({"name": name, **state} for name in names)]
+    model = {"entrypoint": f"modules:{kind}", "python_path": str(folder), "weights_from": "random: a test", "inputs": inputs}
+    return plan_from_document({"name": "recurrent", "model": model, "profiles": [{"batch": [1, 4, 8]}], "export": {"exporter": exporter}}, folder)
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("states", [False, True], ids=["plain", "states"])
+@pytest.mark.parametrize("kind", ["GRU", "LSTM", "RNN"])
+def test_torchs_own_modules_run_in_fp16(tmp_path: Path, kind: str, states: bool, exporter: str) -> None:
+    plan = torch_plan(tmp_path, kind, states, exporter)
+    model = export_plan(plan, Runner(Store(tmp_path / "store")))
+    feeds = [draw_feeds(model.inputs, {"batch": batch}, seed=batch) for batch in (1, 4, 8)]
+    engine = built(model, Precision.FP16, plan.profiles, (feeds[1],), tmp_path)
+    assert smallest_cosine(engine, model, feeds) > FEWEST_COSINE[Precision.FP16]
+    table = backends.backend("tensorrt").layers(engine, feeds[1])
+    assert table is not None
+    assert mislabelled(Precision.FP16, table) == "", table.model_dump_json(indent=1)
