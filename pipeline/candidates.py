@@ -144,7 +144,7 @@ def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutpu
         converted = convert_model(job, model, recipe)
         engine = build_engine(job, converted, recipe)
         notes = engine.notes if converted is model else (*converted.notes, *lint_notes(converted, recipe, engine.target), *engine.notes)
-        candidate = candidate.model_copy(update={"engine": engine, "notes": notes})
+        candidate = candidate.model_copy(update={"engine": engine, "kept_fp32": converted.kept_fp32, "notes": notes})
         candidate = with_layers(candidate, prove_engine(job, engine, converted), converted, job.plan.simplify.plain_attention)
         report = check_engine(job, engine, expected, job.data.selection)
         if candidate.state == "mislabelled":  # its answers are told, but it cannot win whatever they are
@@ -263,14 +263,14 @@ def with_layers(candidate: Candidate, table: LayerTable | None, converted: OnnxM
     if table is None:
         return candidate
     recipe = candidate.recipe
-    asked, kept = recipe.precision, recipe.keep_fp32
-    notes = (*candidate.notes, *precision_notes(table, None if recipe.weight_only else asked, kept))
+    asked, kept, forced = recipe.precision, recipe.keep_fp32, converted.kept_fp32
+    notes = (*candidate.notes, *precision_notes(table, None if recipe.weight_only else asked, kept, forced))
     if recipe.backend == "tensorrt" and asked in FUSED:
         fused, places = attention_in_one_kernel(table, attentions(read_proto(converted.path, weights=False).graph))
         advice = "" if plain_attention else ": `simplify: {plain_attention: true}` may bring it there"
         note = Note(stage="prove", text=f"attention is in one kernel in {fused} of {places} places{advice}", level="info")
         notes += (note,) if fused < places else ()
-    wrong = mislabelled(asked, table, kept, recipe.weight_only)
+    wrong = mislabelled(asked, table, kept, recipe.weight_only, forced)
     if wrong and asked is Precision.FP32 and (own := INTEGER_OPERATORS & operator_histogram(converted.path).keys()):
         text = f"fp32 is what the floats of this model run in: it brings 8-bit operators of its own ({', '.join(sorted(own))})"
         notes, wrong = (*notes, Note(stage="prove", text=text, level="info")), ""

@@ -20,7 +20,7 @@ from onnx import TensorProto, numpy_helper
 from onnx.version_converter import ConvertError, convert_version
 
 from pipeline.activations import Bounds
-from pipeline.core import Note, Precision
+from pipeline.core import KeptNode, Note, Precision
 from pipeline.errors import UnsupportedError
 from pipeline.graph import DEFAULT_DOMAINS, SMALL_BYTES, bytes_of_tensor, graphs_of, opset_of
 from pipeline.qdq import drop_unread
@@ -149,6 +149,19 @@ def fp32_notes(graph: onnx.GraphProto, reasons: Mapping[str, str], cause: str) -
     named = "; ".join(f"'{name}': {why}" for name, why in list(reasons.items())[:NAMED]) + ("; ..." if len(reasons) > NAMED else "")
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     return [Note(stage="convert", text=f"{nodes_text(len(reasons))} in fp32 ({counted}), {cause}: {named}", level="info")]
+
+
+def kept_in_fp32(graph: onnx.GraphProto, reasons: Mapping[str, str]) -> tuple[KeptNode, ...]:
+    """The nodes of `reasons` that run in fp32, for the check of the engine and for the report.
+
+    A node that reads a DequantizeLinear is none of them: it may run in 8 bits.
+    """
+    quantised = {name for node in graph.node if node.op_type == "DequantizeLinear" for name in node.output}
+    return tuple(
+        KeptNode(node=node.name, operator=node.op_type, reason=reasons[node.name], unnamed=is_recurrent(node))
+        for node in graph.node
+        if node.name in reasons and quantised.isdisjoint(node.input)
+    )
 
 
 def nodes_text(count: int) -> str:

@@ -322,6 +322,15 @@ class Note(Frozen):
     level: Literal["info", "warning"] = "warning"
 
 
+class KeptNode(Frozen):
+    """A node that the conversion left in fp32, in a graph of lower precision, though the recipe names it nowhere."""
+
+    node: str
+    operator: str
+    reason: str  # in words: "values up to 1e+06 in 'x'"
+    unnamed: bool = False  # its kernels carry no node's name, as in the loop that TensorRT makes of a GRU
+
+
 class OnnxModel(Artifact):
     """An ONNX file with its interface; external data lies beside it."""
 
@@ -330,6 +339,7 @@ class OnnxModel(Artifact):
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     precision: Precision = Precision.FP32
+    kept_fp32: tuple[KeptNode, ...] = ()
     notes: tuple[Note, ...] = ()
     provisional: bool = False  # made as it is because of a failure that may pass: for this run only
 

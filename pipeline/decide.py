@@ -187,7 +187,7 @@ def _why_kept(best: Candidate, baseline: str) -> tuple[str, ...]:
     slower = "is slower" if ratio.high < 1.0 else "is not measurably faster"
     return (
         f"no candidate that kept its accuracy is faster than {baseline}",
-        f"the fastest of them, {best.label}, {slower}: {ratio.value:.2f} times as fast (95 % {ratio.low:.2f} to {ratio.high:.2f})",
+        f"the fastest of them, {best.title}, {slower}: {ratio.value:.2f} times as fast (95 % {ratio.low:.2f} to {ratio.high:.2f})",
         "what you have is delivered as an engine: it needs no proof of accuracy",
     )
 
@@ -221,13 +221,13 @@ def _why_chosen(candidates: Sequence[Candidate], winner: Candidate) -> tuple[str
         better = f"it has the highest cosine, {-cosine:.5f}"
     else:
         better = f"it has the smallest drop on the selection set, {drop:+.4f}"
-    return (f"of {len(others) + 1} candidates whose speeds cannot be told apart {better}; the others: {', '.join(each.label for each in others)}",)
+    return (f"of {len(others) + 1} candidates whose speeds cannot be told apart {better}; the others: {', '.join(each.title for each in others)}",)
 
 
 def _why_none(candidates: Sequence[Candidate]) -> tuple[str, ...]:
     if not candidates:
         return ("no candidate can be built and run on this host",)
-    return tuple(f"{candidate.label}: {candidate.state}: {candidate.reason}" for candidate in candidates)
+    return tuple(f"{candidate.title}: {candidate.state}: {candidate.reason}" for candidate in candidates)
 
 
 def _after_none(candidates: Sequence[Candidate], miss: Candidate | None) -> tuple[str, ...]:

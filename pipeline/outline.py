@@ -65,7 +65,7 @@ def entries(report: Report) -> tuple[Entry, ...]:
     """Candidates and baselines, the fastest at the first shape first, those without figures last."""
     winner = report.winner if report.verdict != "rejected" else None
     found: list[tuple[str, Part, Candidate | None, BenchmarkReport | None]] = [
-        (item.label, "winner" if item.label == winner else "candidate", item, item.benchmark) for item in report.candidates
+        (item.title, "winner" if item.label == winner else "candidate", item, item.benchmark) for item in report.candidates
     ]
     measured = [report.baseline, *report.baselines] if report.baseline else [*report.baselines]
     found += [(item.label, "winner" if item.label == winner else "baseline", None, item) for item in measured if item]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline.core import Note, Precision
+from pipeline.core import KeptNode, Note, Precision
 from pipeline.layers import Layer, LayerTable
 
 MOST_UNKNOWN = 0.1  # of the time; above, a warning names the layers
@@ -69,17 +69,24 @@ def slowest(layers: Iterable[Layer], count: int) -> tuple[Layer, ...]:
 # -- the verdict ------------------------------------------------------------------------------------------------------
 
 
-def mislabelled(precision: Precision, table: LayerTable, kept: tuple[str, ...] = (), weight_only: bool = False) -> str:
+def mislabelled(
+    precision: Precision,
+    table: LayerTable,
+    kept: tuple[str, ...] = (),
+    weight_only: bool = False,
+    forced: Sequence[KeptNode] = (),
+) -> str:
     """Why an engine does not run what it is called by, with the shares and the slowest layers; empty if it does or nothing is known.
 
     fp32 fails with more than 1 % of the heavy layers' time in TF32 or less, tf32, fp16 and bf16 with less than half of it in that very
     precision, int8 and fp8 with less than a tenth: TensorRT may leave layers in 16 bits that are faster there. `kept` are the patterns of
     the nodes that the recipe itself keeps in fp32: they are asked for, so they count neither way (fp32 takes four times as long as fp16).
+    `forced` are the nodes that the conversion left in fp32. Candidate.title counts them, so an engine of nothing else is no false label.
     Of weights alone the products are of floats: what they read decides, and a tenth of the time must go to weights in 4 or 8 bits.
     """
-    judged = _judged(table, kept)
+    judged = _judged(table, kept, forced)
     if not judged and any(layer.heavy for layer in table.layers):
-        return f"called {precision}, but every heavy layer is kept in fp32"
+        return "" if _judged(table, kept) else f"called {precision}, but every heavy layer is kept in fp32"
     if weight_only:
         return _wide_weights(precision, judged)
     shares = _known_shares(precision, judged)
@@ -103,9 +110,15 @@ def _wide_weights(precision: Precision, heavy: tuple[Layer, ...]) -> str:
     return f"called {precision} weight-only, but by time only {share} of its heavy layers read weights in 4 or 8 bits"
 
 
-def precision_notes(table: LayerTable, precision: Precision | None = None, kept: tuple[str, ...] = ()) -> tuple[Note, ...]:
-    """What a reader must know of a table: where the evidence ends, what moving data costs, and that int8 or fp8 is the smaller part."""
-    notes = []
+def precision_notes(
+    table: LayerTable,
+    precision: Precision | None = None,
+    kept: tuple[str, ...] = (),
+    forced: Sequence[KeptNode] = (),
+) -> tuple[Note, ...]:
+    """What a reader must know of a table: where the evidence ends, what moving data costs, what the nodes in fp32 cost, and that int8 or
+    fp8 is the smaller part."""
+    notes = [*_forced_notes(table, precision, kept, forced)]
     if (unknown := time_by_precision(table).get("unknown", 0.0)) > MOST_UNKNOWN:
         layers = [layer for layer in slowest(table.layers, len(table.layers)) if layer.precision == "unknown"]
         names = ", ".join(layer.name for layer in layers[:UNKNOWN_NAMED]) + _and_more(len(layers) - UNKNOWN_NAMED)
@@ -115,20 +128,49 @@ def precision_notes(table: LayerTable, precision: Precision | None = None, kept:
         text = f"{percent_text(found.share)} of the time goes to {found.count} layers that only move or convert data"
         notes.append(Note(stage="prove", text=text, level="info"))
     if precision in (Precision.INT8, Precision.FP8):
-        shares = _known_shares(precision, _judged(table, kept))
+        shares = _known_shares(precision, _judged(table, kept, forced))
         if LEAST_QUANTISED <= shares.get(precision, 0.0) < LEAST_FLOAT:
             notes.append(Note(stage="prove", text=f"{precision} is the smaller part: {_told(precision, shares)}"))
     return tuple(notes)
 
 
-def _judged(table: LayerTable, kept: tuple[str, ...]) -> tuple[Layer, ...]:
-    """The heavy layers, without those that run in fp32 because the recipe says so."""
+def _forced_notes(table: LayerTable, precision: Precision | None, kept: tuple[str, ...], forced: Sequence[KeptNode]) -> Iterable[Note]:
+    """What the nodes that stay in fp32 cost; a warning where nothing heavy is left for the precision of the label."""
+    if not forced or not _seconds(table.layers):
+        return
+    count = "1 node that stays" if len(forced) == 1 else f"{len(forced)} nodes that stay"
+    text = f"{count} in fp32: {percent_text(forced_share(table, forced))} of the time"
+    alone = any(layer.heavy for layer in table.layers) and not _judged(table, kept, forced)
+    if alone:
+        text += f"; every heavy layer is one of them, so no product runs in {precision}"
+    yield Note(stage="prove", text=text, level="warning" if alone else "info")
+
+
+def forced_share(table: LayerTable, forced: Sequence[KeptNode]) -> float:
+    """The share of the time that the nodes take which the conversion left in fp32."""
+    whole = _seconds(table.layers)
+    return _seconds(layer for layer in table.layers if _is_forced(layer, forced)) / whole if whole else 0.0
+
+
+def _judged(table: LayerTable, kept: tuple[str, ...], forced: Sequence[KeptNode] = ()) -> tuple[Layer, ...]:
+    """The heavy layers, without those that run in fp32 because the recipe or the conversion says so."""
 
     def is_kept(layer: Layer) -> bool:
-        full = layer.precision in (Precision.FP32, Precision.TF32)
-        return full and any(fnmatch.fnmatch(node, pattern) for node in layer.nodes for pattern in kept)
+        named = any(fnmatch.fnmatch(node, pattern) for node in layer.nodes for pattern in kept)
+        return (named and _is_full(layer)) or _is_forced(layer, forced)
 
     return tuple(layer for layer in table.layers if layer.heavy and not is_kept(layer))
+
+
+def _is_full(layer: Layer) -> bool:
+    return layer.precision in (Precision.FP32, Precision.TF32)
+
+
+def _is_forced(layer: Layer, forced: Sequence[KeptNode]) -> bool:
+    """Whether a layer runs in fp32 and computes a node that the conversion left so."""
+    if not layer.nodes:
+        return _is_full(layer) and any(each.unnamed for each in forced)
+    return _is_full(layer) and not {each.node for each in forced}.isdisjoint(layer.nodes)
 
 
 def _known_shares(precision: Precision, heavy: tuple[Layer, ...]) -> Mapping[str, float]:

@@ -108,7 +108,7 @@ def markdown(report: Report) -> str:
     lines += _md_list("Why", report.reasons)
     lines += _md_list("Next", report.next_steps)
     if report.nearest_miss:
-        lines += [f"Nearest miss: {_md(report.nearest_miss)}", ""]
+        lines += [f"Nearest miss: {_md(report.title_of(report.nearest_miss))}", ""]
     for section in all_sections(report):
         lines += [f"## {section.title}", ""]
         for paragraph in section.paragraphs:
@@ -185,7 +185,7 @@ def _banner(report: Report) -> Html:
         _bullets("What to do next", report.next_steps),
     ]
     if report.nearest_miss:
-        parts.append(_element("p", f"Nearest miss: {report.nearest_miss}"))
+        parts.append(_element("p", f"Nearest miss: {report.title_of(report.nearest_miss)}"))
     return _element("header", *parts, cls=f"banner {report.verdict}")
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from pipeline.config import Plan
-from pipeline.core import Engine, Frozen, Note, Precision, Recipe
+from pipeline.core import Engine, Frozen, KeptNode, Note, Precision, Recipe
 from pipeline.gpu import Peaks
 from pipeline.layers import LayerTable
 from pipeline.measure import Environment, Interval, Samples
@@ -165,10 +165,17 @@ class Candidate(Frozen):
     state: State  # built: runs on other hosts only; mislabelled: does not run the precision it is called by, however it answers
     reason: str = ""  # why it did not come further
     engine: Engine | None = None
+    kept_fp32: tuple[KeptNode, ...] = ()  # what the conversion left in fp32, beside the nodes that the recipe names
     layers: LayerTable | None = None  # what really ran; None: this backend gives no evidence
     selection: ValidationReport | None = None
     benchmark: BenchmarkReport | None = None
     notes: tuple[Note, ...] = ()  # of calibration, conversion and build
+
+    @property
+    def title(self) -> str:
+        """The label as people read it: `tensorrt fp16, 2 nodes in fp32`. The label itself tells recipes apart."""
+        count = len(self.kept_fp32)
+        return f"{self.label}, {count} {'node' if count == 1 else 'nodes'} in fp32" if count else self.label
 
 
 class NodeHarm(Frozen):
@@ -261,6 +268,10 @@ class Report(Frozen):
     peaks: tuple[Peaks, ...] = ()  # of the devices that were measured, as far as they are known
     gpu_use: GpuUse | None = None  # while the latencies were measured
     benchmarked: str = Field(default="", description="UTC date of the latency figures; older than `created` if reused")
+
+    def title_of(self, label: str) -> str:
+        """The title of the candidate with this label; of anything else the label itself."""
+        return next((each.title for each in self.candidates if each.label == label), label)
 
     @property
     def has_engine(self) -> bool:

@@ -9,7 +9,7 @@ from pipeline.core import Precision
 from pipeline.layers import Layer, LayerTable
 from pipeline.measure import Samples
 from pipeline.outline import Bar, Entry, Section, Table, entries, shapes
-from pipeline.precision import fusions, node_text, percent_text, reformats, slowest, time_by_precision
+from pipeline.precision import forced_share, fusions, node_text, percent_text, reformats, slowest, time_by_precision
 from pipeline.report import AblationRow, LatencyRow, Report, ValidationReport
 from pipeline.speed import LIMITS_HEADER, gpu_lines, limit_cells, peaks_text, ratio_text
 from pipeline.texts import bytes_text, date, interval, number_text, shape_text, time_text
@@ -44,7 +44,7 @@ def headline(report: Report) -> str:
         return "No candidate came through."
     if report.verdict == "keep":
         return _headline_of_kept(report)
-    parts = [report.winner]
+    parts = [report.title_of(report.winner)]
     if report.ratio is not None and report.baseline is not None:
         parts.append(f"runs at {interval(report.ratio, 2)} times the speed of {report.baseline.label}")
     elif report.ratio_missing:
@@ -161,7 +161,8 @@ def _validation(report: Report) -> Section:
     found = report.validation
     if found is None:
         return Section("validation", "Validation")
-    text = [f"{report.winner or 'The winner'} on {found.samples} samples of the {found.role} set, read once. Reference: {report.reference}."]
+    winner = report.title_of(report.winner) if report.winner else "The winner"
+    text = [f"{winner} on {found.samples} samples of the {found.role} set, read once. Reference: {report.reference}."]
     if found.metric is not None:
         metric = found.metric
         judged = "within" if metric.passed else "over"
@@ -254,9 +255,13 @@ def _layers(report: Report) -> Section:
         "else by the types it reads and writes. Reformats are all layers that only move or convert data."
         for sizes in dict.fromkeys(shape_text(table.sizes) for _, table in proven)
     )
-    shares = tuple((str(entry.number), entry.label, *_share_cells(table, names)) for entry, table in proven)
+    kept = any(entry.candidate.kept_fp32 for entry, _ in proven if entry.candidate)
+    shares = tuple(
+        (str(entry.number), entry.label, *_share_cells(table, names), *([_kept_cell(entry, table)] if kept else [])) for entry, table in proven
+    )
     fused = tuple((str(entry.number), entry.label, "; ".join(found)) for entry, table in proven if (found := fusions(table)))
     header = ("#", "engine", *(f">{name}" for name in names), ">reformats", ">not known", ">layers", ">of them reformats")
+    header += (">nodes left in fp32",) if kept else ()
     winner = next((index for index, (entry, _) in enumerate(proven) if entry.part == "winner"), None)
     each = (_layer_table(entry, table) for entry, table in proven if entry.state in ("winner", "mislabelled"))
     return Section("layers", "What really ran", text, tables=(Table(header, shares, winner), Table(("#", "engine", "fusions"), fused), *each))
@@ -266,6 +271,12 @@ def _share_cells(table: LayerTable, names: list[str]) -> tuple[str, ...]:
     shares = time_by_precision(table)
     cells = (percent_text(shares[name]) if name in shares else "-" for name in (*names, "none", "unknown"))
     return (*cells, str(len(table.layers)), str(reformats(table).count))
+
+
+def _kept_cell(entry: Entry, table: LayerTable) -> str:
+    """How many nodes the conversion left in fp32, and the share of the time that they take."""
+    kept = entry.candidate.kept_fp32 if entry.candidate else ()
+    return f"{len(kept)}: {percent_text(forced_share(table, kept))} of the time" if kept else "-"
 
 
 def _layer_table(entry: Entry, table: LayerTable) -> Table:

@@ -14,11 +14,11 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.core import Refusal
+from pipeline.core import KeptNode, Refusal
 from pipeline.decide import level_s
 from pipeline.layers import LayerTable
 from pipeline.measure import Clock, Interval, monotonic
-from pipeline.precision import percent_text, time_by_precision
+from pipeline.precision import forced_share, percent_text, time_by_precision
 from pipeline.report import Ablation, BenchmarkReport, Benchmarks, Candidate, LatencyRow, Report, ValidationReport
 from pipeline.runner import StageEvent
 from pipeline.sections import ablation_outcome
@@ -175,13 +175,13 @@ def print_compiled(console: Console, report: Report, html_file: Path) -> None:
 def verdict_lines(report: Report) -> list[str]:
     """The verdict with its reasons and next steps, for a rich console."""
     style = VERDICT_STYLE[report.verdict]
-    lines = [f"[{style}]{report.verdict.upper()}[/]" + (f"  {report.winner}" if report.winner else "")]
+    lines = [f"[{style}]{report.verdict.upper()}[/]" + (f"  {escape(report.title_of(report.winner))}" if report.winner else "")]
     lines += [f"  {escape(reason)}" for reason in report.reasons]
     best = report.benchmark_delivered
     if best and (bound := best.rows[0].bound):
         lines.append(f"  {escape(bound_text(bound))}")
     if report.nearest_miss and report.nearest_miss != report.winner:
-        lines.append(f"  nearest miss: {report.nearest_miss}")
+        lines.append(f"  nearest miss: {escape(report.title_of(report.nearest_miss))}")
     lines += [f"  rescue of {escape(rescue.label)}: {escape(rescue.conclusion)}" for rescue in report.rescues]
     warnings = dict.fromkeys(note.text for _, note in report.every_note() if note.level == "warning")
     lines += [f"  [yellow]warning:[/] {escape(text)}" for text in warnings]
@@ -191,7 +191,7 @@ def verdict_lines(report: Report) -> list[str]:
 def stopped_lines(report: Report) -> list[str]:
     """Which engines ran in few processes, and why, for a rich console."""
     measured = (report.baseline, *report.baselines, *(each.benchmark for each in report.candidates))
-    return [f"  {escape(each.label)}: {escape(each.stopped)}" for each in measured if each and each.stopped]
+    return [f"  {escape(report.title_of(each.label))}: {escape(each.stopped)}" for each in measured if each and each.stopped]
 
 
 def candidate_table(report: Report) -> Table:
@@ -226,10 +226,14 @@ def ablation_table(found: Ablation) -> Table:
     return table
 
 
-def ran_text(table: LayerTable) -> str:
-    """`int8 43 %, fp16 11 %`: the precisions that take a good part of the time; what moves data is in the report."""
+def ran_text(table: LayerTable, kept: Sequence[KeptNode] = ()) -> str:
+    """`int8 43 %, fp16 11 %`: the precisions that take a good part of the time; what moves data is in the report.
+
+    Where the conversion left nodes in fp32, what they take is told too: `fp16 90 %, nodes in fp32 4.0 %`.
+    """
     shares = [(name, share) for name, share in time_by_precision(table).items() if name != "none" and share >= LEAST_SHARE]
-    return ", ".join(f"{'not known' if name == 'unknown' else name} {percent_text(share)}" for name, share in shares)
+    texts = [f"{'not known' if name == 'unknown' else name} {percent_text(share)}" for name, share in shares]
+    return ", ".join([*texts, *([f"nodes in fp32 {percent_text(forced_share(table, kept))}"] if kept else [])])
 
 
 def _candidate_cells(candidate: Candidate) -> tuple[str, ...]:
@@ -239,9 +243,9 @@ def _candidate_cells(candidate: Candidate) -> tuple[str, ...]:
     row = benchmark.rows[0] if benchmark and benchmark.rows else None
     known = candidate.state in ("measured", "failed accuracy")
     state = candidate.state if known else escape(f"{candidate.state}: {candidate.reason.splitlines()[0][:60]}")
-    ran = (ran_text(candidate.layers),) if candidate.layers else ()
+    ran = (ran_text(candidate.layers, candidate.kept_fp32),) if candidate.layers else ()
     ratio = ratio_text(row, benchmark.stopped if benchmark else "")
-    return escape(candidate.label), state, drop, cosine, median_text(row), ratio, *ran
+    return escape(candidate.title), state, drop, cosine, median_text(row), ratio, *ran
 
 
 def benchmark_table(reports: list[BenchmarkReport]) -> Table:
@@ -271,7 +275,7 @@ def print_limits(console: Console, rows: Sequence[tuple[str, LatencyRow]]) -> No
 def print_latency(console: Console, report: Report) -> None:
     """The latencies of a report: of the baselines and of all candidates that were measured."""
     found = (report.baseline, *report.baselines, *(candidate.benchmark for candidate in report.candidates))
-    measured = [each for each in found if each is not None]
+    measured = [each.model_copy(update={"label": report.title_of(each.label)}) for each in found if each is not None]
     console.print(benchmark_table(measured))
     print_limits(console, [(each.label, row) for each in measured for row in each.rows])
 
@@ -291,7 +295,7 @@ def limits_table(rows: Iterable[tuple[str, LatencyRow]], known: bool = True) -> 
 def first_rows(report: Report) -> list[tuple[str, LatencyRow]]:
     """Every measured engine at the first shape, baselines first."""
     candidates = (candidate.benchmark for candidate in sorted(report.candidates, key=level_s))
-    return [(found.label, found.rows[0]) for found in (report.baseline, *report.baselines, *candidates) if found]
+    return [(report.title_of(found.label), found.rows[0]) for found in (report.baseline, *report.baselines, *candidates) if found]
 
 
 def summary_table(found: Summary) -> Table:

@@ -154,8 +154,10 @@ def write_overflowing_model(path: Path) -> None:
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
 
 
-def overflowing_task(folder: Path, **changes: object) -> Path:
-    """A model that overflows in fp16 on every eighth sample of selection and validation, and on none of calibration; returns the plan's path.
+def overflowing_task(folder: Path, calibrated: bool = False, **changes: object) -> Path:
+    """A model that overflows in fp16 on every eighth sample of selection and validation; returns the plan's path.
+
+    Calibration holds such samples too where `calibrated`, and none else.
 
     The labels are the model's own answers. The plan asks for tensorrt fp16; `changes` replace its top-level keys.
     """
@@ -166,7 +168,7 @@ def overflowing_task(folder: Path, **changes: object) -> Path:
     session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
     for seed, (role, count) in enumerate({"calibration": 200, "selection": 240, "validation": 240}.items()):
         x = np.random.default_rng(seed + 11).normal(0, 1, (count, WIDTH)).astype(np.float32)
-        if role != "calibration":
+        if role != "calibration" or calibrated:
             x[5::8] *= 5
         np.savez(folder / f"{role}.npz", x=x, labels=session.run(None, {"x": x})[0].argmax(axis=1))
     plan: dict[str, object] = {

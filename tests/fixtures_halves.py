@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 from onnx.reference import ReferenceEvaluator
 
 from pipeline.backends.base import Loaded, Session, no_layers
@@ -13,9 +14,11 @@ from pipeline.backends.checks import HostTimer, engine_digest
 from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Progress, Recipe, Refusal, Target, Tensors, silent
 from pipeline.elimination import Role
 from pipeline.errors import UnsupportedError
+from pipeline.layers import LayerTable
 from pipeline.race import RaceEntry
 from pipeline.report import BenchmarkReport, Benchmarks
 from pipeline.stages.benchmark import benchmark
+from tests.fixtures_layers import layer, table
 from tests.fixtures_report import benchmark as made_up_benchmark
 
 
@@ -67,6 +70,27 @@ class Halves:
     def load(self, engine: Engine, device: str = "") -> Loaded:
         path = self.at_opt.get(engine.profiles[0].dims["batch"].opt, engine.path)
         return HalvesLoaded(engine, ReferenceEvaluator(str(path)), engine.recipe.precision in self.wrong)
+
+
+class TellingHalves(Halves):
+    """Halves that tells what it runs: a layer for each MatMul, in the type that it reads; fp32 takes four times as long as fp16.
+
+    `as_called`: each layer runs what its node reads, else everything runs in fp32, whatever the graph says.
+    """
+
+    def __init__(self, name: str = "halves", as_called: bool = True) -> None:
+        super().__init__(name)
+        self.as_called = as_called
+
+    def layers(self, engine: Engine, feeds: Tensors) -> LayerTable:  # type: ignore[override]  # of Halves it is none
+        graph = onnx.shape_inference.infer_shapes(onnx.load(engine.path)).graph
+        types = {value.name: value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.input)}
+        found = []
+        for node in graph.node:
+            if node.op_type == "MatMul":
+                low = types[node.input[0]] == onnx.TensorProto.FLOAT16 and self.as_called
+                found.append(layer("fp16", 1e-5, nodes=(node.name,)) if low else layer("fp32", 4e-5, nodes=(node.name,)))
+        return table(*found)
 
 
 class HalvesLoaded:

@@ -55,6 +55,7 @@ def test_nodes_that_fp16_would_overflow_stay_in_fp32(tmp_path: Path, source: str
     made = convert(model, FP16, table, samples, tmp_path)
     graph = onnx.load(str(made.path)).graph
     by_name = {node.name: node for node in graph.node}
+    assert [each.node for each in made.kept_fp32] == ["square", "root"]
     assert "'square'" in made.notes[0].text
     assert "'root'" in made.notes[0].text
     assert by_name["square"].output[0] == by_name["root"].input[0] == "c"  # no fp16 between two kept nodes: the value would not survive it

@@ -26,6 +26,7 @@ from pipeline.casts import (
     SAFE_FRACTION,
     SCALES_OPSET,
     flatten,
+    kept_in_fp32,
     lower,
     overflow_notes,
     raise_opset,
@@ -108,7 +109,8 @@ def quantize_with_modelopt(
     made = onnx_model(out, FILE, recipe.precision, (used, *overflow_notes(proto.graph, reasons)))
     if changed := changed_interface(model, made):
         raise ModelError(f"ModelOpt changed the model's interface: {changed}", ANOTHER)
-    return made
+    unnamed = {name: why for name, why in reasons.items() if name not in kept}
+    return made.model_copy(update={"kept_fp32": kept_in_fp32(quantised.graph, unnamed)})
 
 
 def method_of(recipe: Recipe) -> str:

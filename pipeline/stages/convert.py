@@ -16,6 +16,7 @@ from pipeline.casts import (
     SCALES_OPSET,
     flatten,
     fp32_notes,
+    kept_in_fp32,
     lower,
     overflow_notes,
     raise_opset,
@@ -73,7 +74,9 @@ def convert(
         notes += _rounded(exact, scales_by_node(proto.graph), low)
     progress(0.8, "writing")
     write_proto(proto, out / "model.onnx")
-    return with_same_interface(model, onnx_model(out, "model.onnx", recipe.precision, tuple(notes)))
+    unnamed = {name: why for name, why in reasons.items() if name not in kept}
+    made = with_same_interface(model, onnx_model(out, "model.onnx", recipe.precision, tuple(notes)))
+    return made.model_copy(update={"kept_fp32": kept_in_fp32(proto.graph, unnamed)})
 
 
 def _least_opset(low: Precision | None, quantise: bool, quantised: bool) -> int:
