@@ -57,7 +57,7 @@ WEIGHT_QUANTIZERS = {
 BUILD = Stage("build", 2, build)  # its tools are those of the backend
 PROVE = Stage("prove", 3, prove)
 REFERENCE = Stage("reference", 1, run_reference)
-VALIDATE = Stage("validate", 3, validate, ("polygraphy",))
+VALIDATE = Stage("validate", 4, validate, ("polygraphy",))
 RANK = Stage("rank", 2, rank_nodes, ("onnx", "onnxruntime"))
 
 

@@ -3,8 +3,11 @@
 A set is opened once, in one streaming pass that checks every value and digests every sample; it is then small, picklable
 and streams its batches with bounded memory. Batches never cross files, because each file may hold another shape.
 
-    array.ndim == len(spec.shape)       axis 0 holds the samples and becomes the model's batch axis
-    array.ndim == len(spec.shape) + 1   each row is a whole input of a model without batch axis; one sample per batch
+    'x', array.ndim == len(spec.shape)       axis 0 holds the samples and becomes the model's batch axis
+    'x', array.ndim == len(spec.shape) + 1   each row is a whole input of a model without batch axis; one sample per batch
+    '0/x', '1/x', ...                        each array is a whole input, by the number of its sample; shapes may differ
+
+In the last two forms a sample is a whole feed: nothing is joined to a batch.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import difflib
 import hashlib
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,9 +28,12 @@ from numpy.typing import NDArray
 from pipeline.config import DataPaths, GeneratedData
 from pipeline.core import Profile, Tensors, TensorSpec, sizes_from_shapes
 from pipeline.errors import DataError
-from pipeline.npz import Header, Member, read_headers, row_reader
+from pipeline.npz import Header, Member, feed_reader, read_headers, row_reader
 
 LABELS = "labels"
+NUMBERED = re.compile(r"(?P<number>\d{1,9})/(?P<array>.+)", re.ASCII | re.DOTALL)  # an array of one sample: "12/x"
+BATCH_NAMES = ("batch", "batch_size")  # of a symbol that can mean nothing else
+NUMBER_THEM = "number the samples and give each array as the model takes it: '0/{0}', '1/{0}', ... (docs/data.md)"
 _BLOCK_BYTES = 4 << 20  # read per step of the checking pass: large enough for speed, small against any model
 _UNBOUNDED = 2**31 - 1
 
@@ -39,11 +46,12 @@ class Batch:
     labels: NDArray[np.generic] | None
     first: int  # index of the first sample in the set
     samples: int
+    whole: bool = False  # one sample that is a whole feed; `labels` has an axis of 1 in front
 
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """One .npz file of a set."""
+    """One .npz file of a set, with an axis of samples in front of every array."""
 
     path: Path
     members: tuple[Member, ...]
@@ -51,14 +59,47 @@ class FilePart:
     samples: int
     rows: tuple[int, int]  # fewest and most samples of a batch that some profile holds
 
+    @property
+    def whole(self) -> bool:
+        """Whether each sample is a whole feed."""
+        return all(member.whole for member in self.members if member.name != LABELS)
+
+    @property
+    def has_labels(self) -> bool:
+        return any(member.name == LABELS for member in self.members)
+
     def batches(self, size: int) -> Iterator[Batch]:
         first = self.first
         with row_reader(self.path, self.members) as read:
             for count in _cut(self.samples, size, self.rows):
                 arrays = read(count)
                 labels = arrays.pop(LABELS, None)
-                yield Batch(arrays, labels, first, count)
+                yield Batch(arrays, labels, first, count, self.whole)
                 first += count
+
+
+@dataclass(frozen=True, slots=True)
+class FeedsPart:
+    """One .npz file with numbered samples, each a whole feed with shapes of its own."""
+
+    path: Path
+    feeds: tuple[tuple[Member, ...], ...]  # of each sample its inputs in the model's order, labels last
+    inputs: tuple[str, ...]
+    first: int
+    has_labels: bool
+    whole: ClassVar[bool] = True
+
+    @property
+    def samples(self) -> int:
+        return len(self.feeds)
+
+    def batches(self, size: int) -> Iterator[Batch]:
+        """One sample each, whatever the size."""
+        with feed_reader(self.path) as read:
+            for index, members in enumerate(self.feeds):
+                *arrays, last = read(members)
+                feeds = dict(zip(self.inputs, (*arrays, last), strict=False))
+                yield Batch(feeds, last[np.newaxis] if self.has_labels else None, self.first + index, 1, whole=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +119,7 @@ class GeneratedPart:
         for count in _cut(self.samples, size, self.rows):
             rows = [_random_sample(self, index) for index in range(first, first + count)]
             feeds = rows[0] if self.whole else {spec.name: np.stack([row[spec.name] for row in rows]) for spec in self.specs}
-            yield Batch(feeds, None, first, count)
+            yield Batch(feeds, None, first, count, self.whole)
             first += count
 
 
@@ -93,7 +134,12 @@ class SampleSet:
     specs: tuple[TensorSpec, ...]
     sample_digests: tuple[bytes, ...]  # of each sample's inputs; of a generated set one digest, that of its seed
     has_labels: bool
-    parts: tuple[FilePart | GeneratedPart, ...]
+    parts: tuple[FilePart | FeedsPart | GeneratedPart, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether each sample is a whole feed, which cannot be joined with another to a batch."""
+        return all(part.whole for part in self.parts)
 
     def batches(self, size: int) -> Iterator[Batch]:
         """All samples in order, at most `size` per batch, the last one short; more only where every profile asks for more."""
@@ -136,22 +182,56 @@ def open_set(kind: type[S], source: DataPaths, inputs: tuple[TensorSpec, ...], p
         return _generated_set(kind, source, inputs, profiles)
     if not source:
         raise DataError(f"{kind.role}: expected at least one .npz file, got an empty list", "name the files, or leave the key out")
-    parts: list[FilePart] = []
+    parts: list[FilePart | FeedsPart] = []
     for path in source:
-        parts.append(_file_part(path, inputs, profiles, first=sum(part.samples for part in parts)))
-        _check_values(parts[-1], profiles)
-    labelled = [any(member.name == LABELS for member in part.members) for part in parts]
-    if len(set(labelled)) > 1:
-        bare = parts[labelled.index(False)].path
-        raise DataError(f"{kind.role}: '{bare}' has no '{LABELS}', other files of the set have", "give labels in every file or in none")
+        parts.append(_part(path, inputs, profiles, first=sum(part.samples for part in parts)))
+    _check_alike(kind.role, parts)
     content = hashlib.blake2b(repr([spec.model_dump() for spec in inputs]).encode(), digest_size=32)
     digests = []
     for part in parts:
-        content.update(f"{part.samples} {part.members}".encode())
-        for digest, label in _checked_rows(part):
+        content.update(_form_of(part).encode())
+        for digest, label in _checked_rows(part) if isinstance(part, FilePart) else _checked_feeds(part):
             digests.append(digest)
             content.update(digest + label)
-    return kind(content.hexdigest(), len(digests), inputs, tuple(digests), labelled[0], tuple(parts))
+    return kind(content.hexdigest(), len(digests), inputs, tuple(digests), parts[0].has_labels, tuple(parts))
+
+
+def _part(path: Path, inputs: tuple[TensorSpec, ...], profiles: Sequence[Profile], first: int) -> FilePart | FeedsPart:
+    """One file as the names of its arrays say: an axis of samples in front, or numbered samples."""
+    headers = read_headers(path)
+    names = {*(spec.name for spec in inputs), LABELS}  # a name of the model's own may look like a number's
+    numbered = [name for name in headers if name not in names and NUMBERED.fullmatch(name)]
+    if not numbered:
+        part = _file_part(path, headers, inputs, profiles, first)
+        _check_values(part, profiles)
+        return part
+    if plain := [name for name in headers if name not in numbered]:
+        raise DataError(
+            f"'{path}' holds '{plain[0]}' beside '{numbered[0]}': an array of all samples beside one of a single sample",
+            f"give all arrays in one form: {NUMBER_THEM.format(inputs[0].name)}",
+        )
+    return _feeds_part(path, headers, inputs, profiles, first)
+
+
+def _check_alike(role: str, parts: Sequence[FilePart | FeedsPart]) -> None:
+    """DataError where the files of a set differ in what a sample is, or only some have labels."""
+    for part in parts:
+        if part.has_labels != parts[0].has_labels:
+            bare = part if parts[0].has_labels else parts[0]
+            raise DataError(f"{role}: '{bare.path}' has no '{LABELS}', other files of the set have", "give labels in every file or in none")
+        if part.whole != parts[0].whole:
+            rows, whole = (part, parts[0]) if parts[0].whole else (parts[0], part)
+            raise DataError(
+                f"{role}: in '{rows.path}' a sample is a row of the batch, in '{whole.path}' it is a whole feed",
+                "give all files of a set in one form",
+            )
+
+
+def _form_of(part: FilePart | FeedsPart) -> str:
+    """What a set's digest must know of a file beside its values: how many samples, of which dtypes and shapes."""
+    if isinstance(part, FilePart):
+        return f"{part.samples} {part.members}"
+    return f"feeds {[[(member.dtype, member.shape) for member in members] for members in part.feeds]}"
 
 
 def check_disjoint(*sets: SampleSet) -> None:
@@ -198,30 +278,41 @@ def _check_cut(where: str, samples: int, rows: tuple[int, int]) -> None:
     )
 
 
-def _file_part(path: Path, inputs: tuple[TensorSpec, ...], profiles: Sequence[Profile], first: int) -> FilePart:
-    members = _members(path, inputs)
+def _file_part(path: Path, headers: Mapping[str, Header], inputs: tuple[TensorSpec, ...], profiles: Sequence[Profile], first: int) -> FilePart:
+    members = _members(path, headers, inputs)
     samples = members[0].shape[0]
     for member in members:
         if member.shape[0] != samples:
             raise DataError(
                 f"'{path}': '{members[0].name}' holds {samples} samples, '{member.name}' holds {member.shape[0]}",
-                "give every array one row per sample",
+                f"give every array one row per sample; of a model without a batch axis in front, {NUMBER_THEM.format(members[0].name)}",
             )
     if samples == 0:
         raise DataError(f"'{path}' holds no samples", "give at least one row, or leave the file out of the plan")
+    _check_batch_axis(path, members, inputs)
     rows = _rows_allowed(path, [member for member in members if member.name != LABELS], inputs, profiles)
     _check_cut(f"'{path}'", samples, rows)
     return FilePart(path, members, first, samples, rows)
 
 
-def _members(path: Path, inputs: tuple[TensorSpec, ...]) -> tuple[Member, ...]:
+def _check_batch_axis(path: Path, members: Sequence[Member], inputs: tuple[TensorSpec, ...]) -> None:
+    """DataError for rows along the first axis of an input that has its batch on another one: they would be time steps, or layers."""
+    for member, spec in zip(members, inputs, strict=False):
+        batch = next((axis for axis, dim in enumerate(spec.shape) if dim in BATCH_NAMES), 0)
+        if batch and not member.whole:
+            raise DataError(
+                f"'{path}': axis 0 of '{spec.name}' would count samples, but {_shown(spec)} has '{spec.shape[batch]}' on axis {batch}",
+                NUMBER_THEM.format(spec.name),
+            )
+
+
+def _members(path: Path, headers: Mapping[str, Header], inputs: tuple[TensorSpec, ...]) -> tuple[Member, ...]:
     """The arrays of a file in the order of the inputs, labels last; names, dtypes and ranks are checked."""
-    headers = read_headers(path)
     names = [spec.name for spec in inputs]
     missing = [name for name in names if name not in headers]
     unknown = [name for name in headers if name not in (*names, LABELS)]
     if missing or unknown:
-        raise DataError(_name_faults(path, missing, unknown), f"name the arrays {', '.join(names)} and, if there are any, {LABELS}")
+        raise DataError(_name_faults(f"'{path}'", missing, unknown), f"name the arrays {', '.join(names)} and, if there are any, {LABELS}")
     members = [_input_member(path, spec, headers[spec.name]) for spec in inputs]
     if LABELS in headers and LABELS not in names:
         labels = headers[LABELS]
@@ -233,25 +324,30 @@ def _members(path: Path, inputs: tuple[TensorSpec, ...]) -> tuple[Member, ...]:
     return tuple(members)
 
 
-def _name_faults(path: Path, missing: list[str], unknown: list[str]) -> str:
+def _name_faults(where: str, missing: list[str], unknown: list[str]) -> str:
     faults = [f"input '{name}' is missing" for name in missing]
     for name in unknown:
         near = difflib.get_close_matches(name, missing or [LABELS], n=1, cutoff=0.5)
         faults.append(f"array '{name}' is none of the model's inputs" + (f" (did you mean '{near[0]}'?)" if near else ""))
-    return f"'{path}': {'; '.join(faults)}"
+    return f"{where}: {'; '.join(faults)}"
+
+
+def _check_dtype(where: str, spec: TensorSpec, dtype: np.dtype[np.generic]) -> None:
+    if dtype.str != _dtype_str(spec):
+        raise DataError(
+            f"{where}: '{spec.name}' is {dtype.name if dtype.isnative else dtype.str}, the model's input is {spec.dtype}",
+            f"nothing is cast silently: save {spec.name}.astype('{spec.dtype}')",
+        )
 
 
 def _input_member(path: Path, spec: TensorSpec, header: Header) -> Member:
     dtype, shape = header.dtype, header.shape
-    if dtype.str != _dtype_str(spec):
-        raise DataError(
-            f"'{path}': '{spec.name}' is {dtype.name if dtype.isnative else dtype.str}, the model's input is {spec.dtype}",
-            f"nothing is cast silently: save {spec.name}.astype('{spec.dtype}')",
-        )
+    _check_dtype(f"'{path}'", spec, dtype)
     if not shape or len(shape) not in (len(spec.shape), len(spec.shape) + 1):
         raise DataError(
             f"'{path}': '{spec.name}' has shape {shape}, the model's input is {_shown(spec)}",
-            "axis 0 holds the samples: give as many axes as the input has, or one more where the model has no batch axis",
+            "axis 0 holds the samples: give as many axes as the input has, or one more where the model has no batch axis; "
+            f"or {NUMBER_THEM.format(spec.name)}",
         )
     return Member(spec.name, dtype.str, shape, whole=len(shape) == len(spec.shape) + 1)
 
@@ -265,9 +361,7 @@ def _rows_allowed(path: Path, members: list[Member], inputs: tuple[TensorSpec, .
         raise DataError(f"'{path}': in each sample, {sizes}", f"bring every sample to the shape of the model's inputs: {wanted}")
     profile = next((profile for profile in profiles if profile.holds(sizes)), None)
     if profiles and profile is None:
-        got = ", ".join(f"{name} = {size}" for name, size in sizes.items())
-        ranges = "; ".join(", ".join(f"{name} {dim.min} to {dim.max}" for name, dim in profile.dims.items()) for profile in profiles)
-        raise DataError(f"'{path}': {got} lies outside all profiles ({ranges})", "widen a profile in the plan, or cut or pad the samples")
+        raise _outside(f"'{path}'", sizes, profiles)
     fewest, most = 1, _UNBOUNDED
     for member, spec in zip(members, inputs, strict=True):
         low, high = (1, 1) if member.whole else _range_of(spec.shape[0], sizes, profile)
@@ -275,9 +369,15 @@ def _rows_allowed(path: Path, members: list[Member], inputs: tuple[TensorSpec, .
     if fewest > most:
         raise DataError(
             f"'{path}': no batch fits all inputs ({', '.join(_shown(spec) for spec in inputs)})",
-            "add an axis in front of every array: each row is then a whole input",
+            f"add an axis in front of every array: each row is then a whole input; or {NUMBER_THEM.format(members[0].name)}",
         )
     return fewest, most
+
+
+def _outside(where: str, sizes: Mapping[str, int], profiles: Sequence[Profile]) -> DataError:
+    got = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+    ranges = "; ".join(", ".join(f"{name} {dim.min} to {dim.max}" for name, dim in profile.dims.items()) for profile in profiles)
+    return DataError(f"{where}: {got} lies outside all profiles ({ranges})", "widen a profile in the plan, or cut or pad the samples")
 
 
 def _check_values(part: FilePart, profiles: Sequence[Profile]) -> None:
@@ -290,8 +390,12 @@ def _check_values(part: FilePart, profiles: Sequence[Profile]) -> None:
     for row in range(part.samples):
         values = {name: array[row].ravel().tolist() for name, array in arrays.items()}
         if not any(profile.holds({}, values) for profile in profiles):
-            got = ", ".join(f"{name} = {each}" for name, each in values.items())
-            raise DataError(f"'{part.path}': sample {row} has {got}, outside all profiles", "widen `values` in a profile, or leave such samples out")
+            raise _outside_values(f"'{part.path}': sample {row}", values)
+
+
+def _outside_values(where: str, values: Mapping[str, object]) -> DataError:
+    got = ", ".join(f"{name} = {each}" for name, each in values.items())
+    return DataError(f"{where} has {got}, outside all profiles", "widen `values` in a profile, or leave such samples out")
 
 
 def _range_of(dim: int | str, sizes: Mapping[str, int], profile: Profile | None) -> tuple[int, int]:
@@ -355,6 +459,97 @@ def _check_finite(path: Path, name: str, array: NDArray[np.generic], start: int)
         raise DataError(
             f"'{path}': '{name}' has {value} in sample {start + row}", "repair or leave out such samples; no accuracy can be measured on them"
         )
+
+
+# -- numbered samples -------------------------------------------------------------------------------------------------
+
+
+def _feeds_part(path: Path, headers: Mapping[str, Header], inputs: tuple[TensorSpec, ...], profiles: Sequence[Profile], first: int) -> FeedsPart:
+    """A file of numbered samples; names, dtypes and shapes of each are checked."""
+    samples = _by_number(path, headers)
+    has_labels = LABELS in samples[0] and all(spec.name != LABELS for spec in inputs)
+    names = tuple(spec.name for spec in inputs)
+    wanted = (*names, LABELS) if has_labels else names
+    feeds = []
+    for number, found in enumerate(samples):
+        where = f"'{path}', sample {number}"
+        missing, unknown = [name for name in wanted if name not in found], [name for name in found if name not in wanted]
+        if LABELS in missing or LABELS in unknown:
+            with_labels, without = (0, number) if has_labels else (number, 0)
+            raise DataError(f"'{path}': sample {with_labels} has '{LABELS}', sample {without} has none", "give labels to every sample or to none")
+        if missing or unknown:
+            raise DataError(_name_faults(where, missing, unknown), f"give each sample the arrays {', '.join(names)}")
+        feeds.append(_feed(where, found, inputs, has_labels))
+        _check_sizes(where, found, inputs, profiles)
+    part = FeedsPart(path, tuple(feeds), names, first, has_labels)
+    _check_feed_values(part, profiles)
+    return part
+
+
+def _by_number(path: Path, headers: Mapping[str, Header]) -> list[dict[str, tuple[str, Header]]]:
+    """The samples of a file in order: of each its arrays, as name in the file and header. DataError for a gap or a number given twice."""
+    found: dict[int, dict[str, tuple[str, Header]]] = {}
+    for name, header in headers.items():
+        match = NUMBERED.fullmatch(name)
+        assert match is not None
+        arrays = found.setdefault(int(match["number"]), {})
+        if match["array"] in arrays:
+            raise DataError(f"'{path}' holds '{arrays[match['array']][0]}' and '{name}', one array twice", "give each sample one number")
+        arrays[match["array"]] = (name, header)
+    missing = next((number for number in range(len(found)) if number not in found), None)
+    if missing is not None:
+        raise DataError(
+            f"'{path}' holds {len(found)} samples, numbered up to {max(found)}, and none with number {missing}",
+            "count the samples from 0, without a gap",
+        )
+    return [found[number] for number in range(len(found))]
+
+
+def _feed(where: str, found: Mapping[str, tuple[str, Header]], inputs: tuple[TensorSpec, ...], has_labels: bool) -> tuple[Member, ...]:
+    """The arrays of one sample in the order of the inputs, labels last, each as a single row that is whole."""
+    for spec in inputs:
+        _check_dtype(where, spec, found[spec.name][1].dtype)
+    if has_labels and found[LABELS][1].dtype.kind not in "biuf":
+        raise DataError(f"{where}: '{LABELS}' is {found[LABELS][1].dtype}, expected numbers", "save class indices as int64")
+    names = (*(spec.name for spec in inputs), *([LABELS] if has_labels else []))
+    members = (found[name] for name in names)
+    return tuple(Member(name, header.dtype.str, (1, *header.shape), whole=True) for name, header in members)
+
+
+def _check_sizes(where: str, found: Mapping[str, tuple[str, Header]], inputs: tuple[TensorSpec, ...], profiles: Sequence[Profile]) -> None:
+    """DataError for shapes that contradict the inputs, or lie outside all profiles."""
+    sizes = sizes_from_shapes(inputs, {spec.name: found[spec.name][1].shape for spec in inputs})
+    if isinstance(sizes, str):
+        wanted = ", ".join(_shown(spec) for spec in inputs)
+        raise DataError(f"{where}: {sizes}", f"give each array exactly as the model takes it, without an axis of samples: {wanted}")
+    if profiles and not any(profile.holds(sizes) for profile in profiles):
+        raise _outside(where, sizes, profiles)
+
+
+def _check_feed_values(part: FeedsPart, profiles: Sequence[Profile]) -> None:
+    """DataError for a sample that no profile holds by its shapes and by the values that decide a shape."""
+    valued = [index for index, name in enumerate(part.inputs) if any(name in profile.values for profile in profiles)]
+    if not valued:
+        return
+    with feed_reader(part.path) as read:
+        for number, members in enumerate(part.feeds):
+            arrays = read([members[index] for index in valued])
+            values = {part.inputs[index]: array.ravel().tolist() for index, array in zip(valued, arrays, strict=True)}
+            if not any(profile.holds({}, values) for profile in profiles):
+                raise _outside_values(f"'{part.path}': sample {number}", values)
+
+
+def _checked_feeds(part: FeedsPart) -> Iterator[tuple[bytes, bytes]]:
+    """Digest of every sample's inputs, and its label's bytes; DataError at the first NaN or infinity."""
+    for batch in part.batches(1):
+        digest = hashlib.blake2b(digest_size=16)
+        for name, array in batch.feeds.items():
+            _check_finite(part.path, name, array[np.newaxis], batch.first - part.first)
+            digest.update(array.tobytes())
+        labels = batch.labels
+        if labels is not None:
+            _check_finite(part.path, LABELS, labels, batch.first - part.first)
+        yield digest.digest(), b"" if labels is None else labels.tobytes()
 
 
 # -- generated --------------------------------------------------------------------------------------------------------

@@ -23,9 +23,13 @@ Z_95 = 1.959964  # 95 % of a normal distribution lie within
 SNR_LIMIT_DB = 200.0  # identical outputs have no noise; JSON has no infinity, and float32 ends near 150 dB
 
 
-def by_sample(array: Array, samples: int) -> Array:
-    """The array with samples on axis 0, [samples, ...]; one without a sample axis becomes [1, ...]."""
-    return array if array.ndim > 0 and array.shape[0] == samples else array[np.newaxis]
+def by_sample(array: Array, samples: int, whole: bool = False) -> Array:
+    """The array with samples on axis 0, [samples, ...]; one without a sample axis becomes [1, ...].
+
+    `whole`: the array answers one sample that is a whole feed, so its first axis counts something else.
+    """
+    has_axis = array.ndim > 0 and array.shape[0] == samples and not whole
+    return array if has_axis else array[np.newaxis]
 
 
 def rows(array: Array, samples: int) -> Floats:
@@ -73,27 +77,40 @@ def snr_db(signal: float, noise: float) -> float:
 
 
 def topk_hits(outputs: Array, labels: Array, k: int) -> Floats:
-    """1 where the label is among the k highest scores, else 0; NaN where a row holds NaN.
+    """Per sample the share of its labels that are among the k highest scores; NaN where a score is NaN.
 
-    outputs [samples, classes], labels [samples] integers. Ties, frequent in int8 engines, go to the lower class, as in argmax.
-    Raises DataError if these shapes do not hold or a label is no class.
+    outputs [samples, classes], labels [samples] integers; or outputs [samples, ..., classes] with a label for each place before the classes.
+    Ties, frequent in int8 engines, go to the lower class, as in argmax. Raises DataError if these shapes do not hold or a label is no class.
     """
-    _check_labels(outputs, labels)
-    scores = rows(outputs, len(outputs))
-    own = scores[np.arange(len(scores)), labels.astype(np.int64)][:, None]
-    lower_class = np.arange(scores.shape[1]) < labels.astype(np.int64)[:, None]
+    scores = _scores_by_place(outputs, labels)
+    classes = labels.reshape(-1).astype(np.int64)
+    own = scores[np.arange(len(scores)), classes][:, None]
+    lower_class = np.arange(scores.shape[1]) < classes[:, None]
     ahead = (scores > own) | ((scores == own) & lower_class)
-    return np.where(np.isnan(scores).any(axis=1), np.nan, (ahead.sum(axis=1) < k).astype(np.float64))
+    hits = np.where(np.isnan(scores).any(axis=1), np.nan, (ahead.sum(axis=1) < k).astype(np.float64))
+    return np.asarray(hits.reshape(len(outputs), -1).mean(axis=1))
 
 
-def _check_labels(outputs: Array, labels: Array) -> None:
+def _scores_by_place(outputs: Array, labels: Array) -> Floats:
+    """The scores that each label is held against, [labels, classes]; DataError where they do not fit."""
     next_step = "give one integer label per sample, choose another `accuracy.output`, or set `accuracy.metric: cosine`"
-    if outputs.ndim < 2 or outputs.size != outputs.shape[0] * outputs.shape[1]:
-        raise DataError(f"top-k needs an output of shape [samples, classes], got {outputs.shape}", next_step)
-    if labels.shape != outputs.shape[:1] or labels.dtype.kind not in "iu":
+    is_table = outputs.ndim >= 2 and outputs.size == outputs.shape[0] * outputs.shape[1]  # axes of 1 may stand behind
+    per_sample = is_table and labels.shape == outputs.shape[:1]
+    per_place = outputs.ndim >= 2 and labels.shape[:1] == outputs.shape[:1] and _long_axes(labels.shape) == _long_axes(outputs.shape[:-1])
+    if not is_table and not per_place:
+        needed = "top-k needs an output of shape [samples, classes], or [samples, ..., classes] with a label for each place"
+        raise DataError(f"{needed}: got {outputs.shape} with labels of shape {labels.shape}", next_step)
+    if labels.dtype.kind not in "iu" or not (per_sample or per_place):
         raise DataError(f"expected {outputs.shape[0]} integer labels, got {labels.dtype} of shape {labels.shape}", next_step)
-    if labels.size and (labels.min() < 0 or labels.max() >= outputs.shape[1]):
-        raise DataError(f"labels run from {labels.min()} to {labels.max()}, but the output has {outputs.shape[1]} classes", next_step)
+    classes = outputs.shape[1 if per_sample else -1]
+    if labels.size and (labels.min() < 0 or labels.max() >= classes):
+        raise DataError(f"labels run from {labels.min()} to {labels.max()}, but the output has {classes} classes", next_step)
+    return outputs.astype(np.float64).reshape(-1, classes)
+
+
+def _long_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape without its axes of 1."""
+    return tuple(size for size in shape if size != 1)
 
 
 def paired_interval(lost: int, gained: int, samples: int) -> tuple[float, float]:

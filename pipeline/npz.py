@@ -94,6 +94,23 @@ def row_reader(path: Path, members: Sequence[Member]) -> Iterator[Callable[[int]
         yield read
 
 
+@contextmanager
+def feed_reader(path: Path) -> Iterator[Callable[[Sequence[Member]], tuple[NDArray[np.generic], ...]]]:
+    """A function that returns the only row of each of the named arrays: writable, and the caller's own."""
+    with _archive(path) as archive:
+
+        def read(members: Sequence[Member]) -> tuple[NDArray[np.generic], ...]:
+            return tuple(_only_row(archive, member) for member in members)
+
+        yield read
+
+
+def _only_row(archive: zipfile.ZipFile, member: Member) -> NDArray[np.generic]:
+    with archive.open(f"{member.name}.npy") as stream:
+        _skip_header(stream)
+        return _rows(stream, member, 1)
+
+
 def _rows(stream: IO[bytes], member: Member, count: int) -> NDArray[np.generic]:
     buffer = bytearray(stream.read(count * member.row_bytes))
     if len(buffer) < count * member.row_bytes:

@@ -95,16 +95,23 @@ class Drawn:
 
     def add(self, outputs: Array, labels: Array | None) -> None:
         """One batch, [samples, ...]. Labels that do not go with the rows are the metric's to refuse."""
+        labelled = labels if labels is not None and len(labels) == len(outputs) else None
         for row, output in enumerate(outputs):
-            if self.outputs and output.shape != self.outputs[0].shape:
+            label = None if labelled is None else np.asarray(labelled[row])
+            if not self._fits(output, label):
                 continue
             self.seen += 1
             place = self._place(output.nbytes)
             if place is None:
                 continue
             self.outputs[place : place + 1] = [output.copy()]
-            if labels is not None and len(labels) == len(outputs):
-                self.labels[place : place + 1] = [labels[row]]
+            if label is not None:
+                self.labels[place : place + 1] = [label]
+
+    def _fits(self, output: Array, label: Array | None) -> bool:
+        """Whether output and label have the shapes of the first ones."""
+        like = not self.outputs or output.shape == self.outputs[0].shape
+        return like and (label is None or not self.labels or label.shape == self.labels[0].shape)
 
     def _place(self, size: int) -> int | None:
         """Reservoir sampling: the place of the newest row; None: it is left out."""

@@ -30,6 +30,8 @@ def test_rows_are_samples_and_an_output_without_sample_axis_is_one_row() -> None
     assert rows(np.zeros((5,), np.int64), 3).shape == (1, 5)
     assert rows(np.array(7), 3).tolist() == [[7.0]]
     assert by_sample(np.zeros((5,)), 1).shape == (1, 5)
+    assert by_sample(np.zeros((1, 5)), 1).shape == (1, 5)
+    assert by_sample(np.zeros((1, 5)), 1, whole=True).shape == (1, 1, 5)
 
 
 def test_cosine_of_known_angles() -> None:
@@ -77,6 +79,15 @@ def test_topk_counts_ties_for_the_lower_class_as_argmax_does() -> None:
     assert np.array_equal(np.argmax(outputs, axis=1) == [0, 1, 2], topk_hits(outputs, np.array([0, 1, 2]), 1) == 1)
 
 
+def test_topk_of_an_output_with_more_places_is_the_share_that_is_right() -> None:
+    scores = np.eye(4)[[[0, 1, 2], [3, 3, 3]]]  # [samples, time, classes]
+    labels = np.array([[0, 1, 0], [3, 3, 3]])
+    assert topk_hits(scores, labels, 1).tolist() == [pytest.approx(2 / 3), 1]
+    feed = scores[:1, :, np.newaxis]  # a whole feed of [time, batch, classes], its batch 1
+    assert topk_hits(feed, labels[:1], 1).tolist() == topk_hits(feed, labels[:1, :, np.newaxis], 1).tolist() == [pytest.approx(2 / 3)]
+    assert topk_hits(feed[:, :1], np.array([0]), 1).tolist() == [1]  # logits [1, classes] and one label
+
+
 def test_topk_of_a_row_with_nan_is_nan_never_a_hit() -> None:
     outputs = np.array([[math.nan, 0.0], [1.0, 0.0]])
     hits = topk_hits(outputs, np.array([0, 0]), 1)
@@ -87,7 +98,8 @@ def test_topk_of_a_row_with_nan_is_nan_never_a_hit() -> None:
 @pytest.mark.parametrize(
     ("outputs", "labels", "said"),
     [
-        (np.zeros((2, 3, 4)), np.array([0, 1]), "got (2, 3, 4)"),
+        (np.zeros((2, 3, 4)), np.array([0, 1]), "got (2, 3, 4) with labels of shape (2,)"),
+        (np.zeros((2, 3, 4)), np.zeros((2, 4), np.int64), "got (2, 3, 4) with labels of shape (2, 4)"),
         (np.zeros((2, 3)), np.array([0.0, 1.0]), "expected 2 integer labels, got float64"),
         (np.zeros((2, 3)), np.array([0, 1, 2]), "shape (3,)"),
         (np.zeros((2, 3)), np.array([0, 3]), "labels run from 0 to 3, but the output has 3 classes"),

@@ -314,7 +314,7 @@ class _Judge:
             if tally.name in statistics:  # absent: an output without elements, of a shape that depends on the data
                 tally.add(outputs[tally.name], expected[tally.name], item, statistics[tally.name])
         if self.metric is not None:
-            ours, theirs = (by_sample(tensors[self.metric.output], item.samples) for tensors in (outputs, expected))
+            ours, theirs = (by_sample(tensors[self.metric.output], item.samples, item.whole) for tensors in (outputs, expected))
             self.metric.add(ours, item.labels, theirs)
 
     def report(self, role: str, samples: SampleSet, failures: list[str]) -> ValidationReport:

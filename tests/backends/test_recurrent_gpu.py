@@ -34,14 +34,16 @@ def _own_timing_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CRUCIBLE_HOME", str(tmp_path / "home"))
 
 
-def built(model: OnnxModel, precision: Precision, profiles: tuple[Profile, ...], samples: tuple[Tensors, ...], folder: Path) -> Engine:
-    """An engine of the model in this precision, by the conversion of every compile."""
+def built(
+    model: OnnxModel, precision: Precision, profiles: tuple[Profile, ...], samples: tuple[Tensors, ...], folder: Path
+) -> tuple[Engine, OnnxModel]:
+    """An engine of the model in this precision, and the graph that the conversion of every compile makes for it."""
     (folder / "converted").mkdir()
     (folder / "built").mkdir()
     recipe = Recipe(backend="tensorrt", precision=precision)
     made = convert(model, recipe, None, samples, folder / "converted")
     options = BuildOptions(profiles=profiles, tensorrt=QUICK)
-    return backends.backend("tensorrt").build(made, recipe, options, folder / "built", lambda fraction, text: None)
+    return backends.backend("tensorrt").build(made, recipe, options, folder / "built", lambda fraction, text: None), made
 
 
 def smallest_cosine(engine: Engine, model: OnnxModel, batches: list[Tensors]) -> float:
@@ -76,14 +78,14 @@ CASES = [*cases()]
 def test_a_recurrent_node_builds_and_answers_as_in_fp32(tmp_path: Path, form: Form, precision: Precision) -> None:
     model = write(tmp_path / "source", form)
     profiles = (PROFILE,) if form.dynamic else (Profile(),)
-    engine = built(model, precision, profiles, (feeds_of(form),), tmp_path)
+    engine, made = built(model, precision, profiles, (feeds_of(form),), tmp_path)
     sizes = SIZES if form.dynamic else SIZES[:1]
     batches = [feeds_of(form, time, batch, seed=1) for time, batch in sizes]
     assert smallest_cosine(engine, model, batches) > FEWEST_COSINE[precision]
     table = backends.backend("tensorrt").layers(engine, feeds_of(form))
     assert table is not None
-    if not stays_in_fp32(form, precision):
-        assert mislabelled(precision, table) == "", table.model_dump_json(indent=1)
+    assert bool(made.kept_fp32) is stays_in_fp32(form, precision)
+    assert mislabelled(precision, table, forced=made.kept_fp32) == "", table.model_dump_json(indent=1)
 
 
 MODULES = """
@@ -125,8 +127,9 @@ def test_torchs_own_modules_run_in_fp16(tmp_path: Path, kind: str, states: bool,
     plan = torch_plan(tmp_path, kind, states, exporter)
     model = export_plan(plan, Runner(Store(tmp_path / "store")))
     feeds = [draw_feeds(model.inputs, {"batch": batch}, seed=batch) for batch in (1, 4, 8)]
-    engine = built(model, Precision.FP16, plan.profiles, (feeds[1],), tmp_path)
+    engine, made = built(model, Precision.FP16, plan.profiles, (feeds[1],), tmp_path)
     assert smallest_cosine(engine, model, feeds) > FEWEST_COSINE[Precision.FP16]
     table = backends.backend("tensorrt").layers(engine, feeds[1])
     assert table is not None
+    assert made.kept_fp32 == ()
     assert mislabelled(Precision.FP16, table) == "", table.model_dump_json(indent=1)

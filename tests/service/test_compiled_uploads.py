@@ -18,7 +18,8 @@ from pipeline.render import load_report
 from pipeline.report import Report
 from service.routers.reports import PAGE_POLICY
 from service.runner import WORKER
-from tests.fixtures_cli import CLASSES, FEATURES, HIDDEN, write_task
+from tests.fixtures_cli import CLASSES, FEATURES, HIDDEN, crucible, write_task
+from tests.fixtures_lstm import COUNTS, tagger_plan, write_tagger_task
 from tests.service.fixtures_app import Desk, opened_desk
 from tests.service.test_benchmark import ended
 
@@ -106,6 +107,27 @@ def test_a_model_with_external_data_is_compiled_out_of_either_archive(tmp_path: 
             assert top1_of(report) == (1.0, 1.0)
         assert {step.reused for step in first.steps} == {False}
         assert first.source_digest == second.source_digest
+
+    at_real_desk(tmp_path / "home", story)
+
+
+@pytest.mark.slow
+def test_a_model_without_a_batch_axis_in_front_is_judged_on_numbered_samples(tmp_path: Path) -> None:
+    exported = crucible("onnx", write_tagger_task(tmp_path), "--out", tmp_path / "model.onnx", env={"CRUCIBLE_HOME": str(tmp_path / "home")})
+    assert exported.code == 0, exported.err
+    data = {role: (f"{role}.npz", (tmp_path / f"{role}.npz").read_bytes()) for role in COUNTS}
+    plan = yaml.safe_dump(tagger_plan(benchmark=SHORT)).encode()
+    model = ("model.onnx", (tmp_path / "model.onnx").read_bytes())
+
+    async def story(desk: Desk) -> None:
+        report = await compiled(desk, {"model": model, "plan": ("plan.yaml", plan), **data})
+        assert report.verdict in ("accepted", "keep", "unproven"), report.reasons
+        assert {candidate.state for candidate in report.candidates} == {"measured"}
+        for candidate in report.candidates:
+            assert candidate.selection is not None
+            assert candidate.selection.samples == COUNTS["selection"]
+            assert candidate.selection.metric is not None
+            assert candidate.selection.metric.reference == 1.0
 
     at_real_desk(tmp_path / "home", story)
 
