@@ -30,6 +30,7 @@ INTEGER_OPERATORS = frozenset({"MatMulInteger", "ConvInteger", "DynamicQuantizeL
 """Of ONNX's own; a model that holds them computes in 8 bits whatever an engine of it is called."""
 
 MATMULS = frozenset({"MatMul", "Gemm", "MatMulInteger", "QLinearMatMul"})
+PRODUCTS = CONVOLUTIONS | MATMULS | frozenset({"Attention", "Einsum", "GRU", "LSTM", "RNN"})
 SILENT = frozenset({"", "Cast", "QuantizeLinear", "DequantizeLinear", "Identity", "Constant"})  # do not make a fusion worth telling
 SHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})  # nor do these
 
@@ -168,9 +169,15 @@ def _is_full(layer: Layer) -> bool:
 
 def _is_forced(layer: Layer, forced: Sequence[KeptNode]) -> bool:
     """Whether a layer runs in fp32 and computes a node that the conversion left so."""
-    if not layer.nodes:
-        return _is_full(layer) and any(each.unnamed for each in forced)
-    return _is_full(layer) and not {each.node for each in forced}.isdisjoint(layer.nodes)
+    named = not {each.node for each in forced}.isdisjoint(layer.nodes)
+    in_loop = any(each.unnamed for each in forced) and _names_no_product(layer)
+    return _is_full(layer) and (named or in_loop)
+
+
+def _names_no_product(layer: Layer) -> bool:
+    """Whether none of the nodes that a layer names multiplies matrices: its product is that of a node it does not name."""
+    known = all(layer.operators) and len(layer.operators) == len(layer.nodes)
+    return known and PRODUCTS.isdisjoint(layer.operators)
 
 
 def _known_shares(precision: Precision, heavy: tuple[Layer, ...]) -> Mapping[str, float]:

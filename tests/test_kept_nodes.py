@@ -54,6 +54,10 @@ def test_the_kernels_of_a_loop_carry_no_names() -> None:
     inside = table(layer("fp32", 4.0), layer("fp16", nodes=("head",)))
     assert mislabelled(Precision.FP16, inside, forced=[LARGE]) != ""
     assert mislabelled(Precision.FP16, inside, forced=[LOOP]) == ""
+    cast = table(layer("fp32", 4.0, nodes=("x_to_fp32",), operators=("Cast",)), layer("fp16", nodes=("head",)))
+    assert mislabelled(Precision.FP16, cast, forced=[LOOP]) == ""
+    other = table(layer("fp32", 4.0, nodes=("stem",), operators=("MatMul",)), layer("fp16", nodes=("head",)))
+    assert mislabelled(Precision.FP16, other, forced=[LOOP]) != ""
 
 
 # --- a whole compile ---

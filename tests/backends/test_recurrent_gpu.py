@@ -20,6 +20,7 @@ from pipeline.graph import draw_feeds
 from pipeline.precision import mislabelled
 from pipeline.runner import Runner
 from pipeline.stages.convert import convert
+from pipeline.stages.prove import prove
 from pipeline.store import Store
 from tests.fixtures_recurrent import PROFILE, Form, feeds_of, forms, write
 
@@ -82,7 +83,7 @@ def test_a_recurrent_node_builds_and_answers_as_in_fp32(tmp_path: Path, form: Fo
     sizes = SIZES if form.dynamic else SIZES[:1]
     batches = [feeds_of(form, time, batch, seed=1) for time, batch in sizes]
     assert smallest_cosine(engine, model, batches) > FEWEST_COSINE[precision]
-    table = backends.backend("tensorrt").layers(engine, feeds_of(form))
+    table = prove(engine, feeds_of(form), made).table
     assert table is not None
     assert bool(made.kept_fp32) is stays_in_fp32(form, precision)
     assert mislabelled(precision, table, forced=made.kept_fp32) == "", table.model_dump_json(indent=1)
@@ -129,7 +130,7 @@ def test_torchs_own_modules_run_in_fp16(tmp_path: Path, kind: str, states: bool,
     feeds = [draw_feeds(model.inputs, {"batch": batch}, seed=batch) for batch in (1, 4, 8)]
     engine, made = built(model, Precision.FP16, plan.profiles, (feeds[1],), tmp_path)
     assert smallest_cosine(engine, model, feeds) > FEWEST_COSINE[Precision.FP16]
-    table = backends.backend("tensorrt").layers(engine, feeds[1])
+    table = prove(engine, feeds[1], made).table
     assert table is not None
     assert made.kept_fp32 == ()
     assert mislabelled(Precision.FP16, table) == "", table.model_dump_json(indent=1)
