@@ -16,6 +16,7 @@ from pipeline.config import Plan
 from pipeline.core import Engine, Note, OnnxModel
 from pipeline.decide import decide, ratio_missing, ratio_of
 from pipeline.elimination import Role
+from pipeline.deliver import check_if_sealed
 from pipeline.errors import ModelError
 from pipeline.job import Job, batch_rows, open_job
 from pipeline.measure import environment
@@ -44,6 +45,7 @@ def validate_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -
     reference = build_reference(job, export_model(job))
     samples = job.data.validation or job.data.selection
     arguments = (engine, reference_outputs(job, reference, samples), samples, job.plan.accuracy, batch_rows(job))
+    check_if_sealed(engine)  # again: the reference may have taken minutes
     found: ValidationReport = runner.anew("validate", engine.recipe.label, validate, *arguments)
     return found
 
@@ -84,6 +86,7 @@ def _measured(report: Report, plan: Plan, engines: Sequence[Engine], model: Onnx
     entries = [RaceEntry(engine, Role.BASELINE) for engine in engines[:-1]]
     last = Role.CANDIDATE if entries else Role.BASELINE
     entries.append(RaceEntry(engines[-1], last))
+    check_if_sealed(engines[-1])  # again: what came before may have taken minutes
     found: Benchmarks = runner.anew("benchmark", engines[-1].recipe.label, benchmark, entries, model, plan.benchmark)
     for result in found.results:
         if isinstance(result, BenchmarkFailure):

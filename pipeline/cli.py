@@ -103,7 +103,7 @@ def validate(result: ResultArgument, overrides: SetOption, as_json: JsonOption =
     from pipeline.again import validate_again
     from pipeline.render import load_report
 
-    engine, compiled = deliver.load_engine(result), load_report(result)
+    engine, compiled = _delivered(result), load_report(result)
     with _runner(as_json, compiled.plan.name) as runner:
         report = validate_again(compiled, config.override_plan(compiled.plan, overrides), engine, runner)
     if not as_json:
@@ -128,7 +128,7 @@ def bench(
     """
     from pipeline.render import load_report
 
-    engine, compiled = deliver.load_engine(result), load_report(result)
+    engine, compiled = _delivered(result), load_report(result)
     plan = config.override_plan(compiled.plan, overrides)
     if batch:
         _sweep(engine, compiled, plan, _batches(batch), limit_ms, out or (result if result.is_dir() else result.parent), as_json)
@@ -217,7 +217,7 @@ def inspect(
     if target.is_dir():
         if backend:
             raise PlanError("--backend looks at models, and this is a folder", "give the .onnx file")
-        engine = deliver.load_engine(target)
+        engine = deliver.read_engine(target)
         print(engine.model_dump_json(indent=1)) if as_json else console.print("\n".join(engine_lines(engine)), highlight=False)
         return
     if backend is None:
@@ -355,7 +355,8 @@ def export(
     from service.serving.repository import promoted_engine
 
     model = triton.parse_name(triton_name)
-    engine = deliver.load_engine(result) if result else promoted_engine(config.home(), model.name, model.version)
+    home = config.home()
+    engine = _delivered(result) if result else promoted_engine(home, model.name, model.version)
     triton.check_place(engine, model, folder)  # before an engine is loaded
     batch = call_in_child(prove_batch, engine, (), name="batch proof")  # Triton pads nothing
     print(triton.export_triton(engine, batch, model, folder))
@@ -363,6 +364,16 @@ def export(
 
 
 app.add_typer(commands.app)
+
+
+def _delivered(folder: Path) -> Engine:
+    """The engine of a result, whose files are what they were; or said to be unchecked."""
+    engine = deliver.load_engine(folder)
+    if not deliver.has_manifest(engine):
+        text = "note: this engine has no artifact.json, so nobody can say whether its files changed"
+        console = terminal.console(stderr=True)
+        console.print(f"{text}: compile the model again to have one", soft_wrap=True)
+    return engine
 
 
 def _plan(path: Path, overrides: list[str], profiles: list[str]) -> config.Plan:

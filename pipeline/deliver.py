@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
-from pipeline.core import Engine, OnnxModel
-from pipeline.errors import ModelError, PlanError
+from pipeline.core import Engine, OnnxModel, Provenance
+from pipeline.errors import DamagedError, ModelError, PlanError
+from pipeline.exchange import Exchange, exchange_names, locked, replace_folder, standing
+from pipeline.store import MANIFEST, check_manifest, damage, now, write_manifest
 
 ENGINE_FILE = "engine.json"
+LEFTOVER = re.compile(r"[0-9]+(\.old)?")  # after the folder's name: a delivery that was killed
+AGAIN = "compile the model again: what is still in the store is not made again"
 
 
 def check_folder(folder: Path) -> None:
@@ -47,34 +53,118 @@ def deliver_model(model: OnnxModel, file: Path) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def deliver_engine(engine: Engine, folder: Path) -> None:
-    """Put an engine into `folder`, replacing what is there at once."""
-    work = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(work, ignore_errors=True)
-    try:
-        shutil.copytree(engine.root, work)
-        (work / ENGINE_FILE).write_text(engine.model_dump_json(indent=1), encoding="utf-8")
-        if folder.is_dir():  # a file of that name is not ours: the rename below fails and leaves it
-            folder.rename(old := folder.with_name(f".{folder.name}.{os.getpid()}.old"))
-            shutil.rmtree(old)
-        work.rename(folder)
-    except BaseException:
+def deliver_engine(engine: Engine, folder: Path, exchange: Exchange = exchange_names) -> None:
+    """Put an engine into `folder`, in place of what is there. DamagedError if it cannot be copied.
+
+    Whenever this process is killed, `load_engine` finds the old engine or the new one, and the next
+    delivery removes what is left.
+    """
+    work = _work(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with locked(folder.parent) as is_alone:
+        if is_alone:
+            _remove_leftovers(folder)
         shutil.rmtree(work, ignore_errors=True)
-        raise
+        try:
+            shutil.copytree(engine.root, work)
+            (work / ENGINE_FILE).write_text(engine.model_dump_json(indent=1), encoding="utf-8")
+            if not (work / MANIFEST).is_file():  # it does not come from a store
+                seal(work, engine)
+            load_engine(work)  # the copy is what the manifest says, too
+            replace_folder(work, folder, exchange)
+        except BaseException:
+            shutil.rmtree(work, ignore_errors=True)
+            raise
 
 
 def withdraw_engine(folder: Path) -> None:
-    """Remove an engine that an earlier compile delivered, if there is one; anything else there is left alone."""
-    if (folder / ENGINE_FILE).is_file():
-        shutil.rmtree(folder)
+    """Remove an engine that an earlier compile delivered; leave anything else there alone."""
+    if not (standing(folder) / ENGINE_FILE).is_file():
+        return
+    with locked(folder.parent):
+        gone = _work(folder)  # in one step: half an engine would be worse than none
+        shutil.rmtree(gone, ignore_errors=True)
+        standing(folder).rename(gone)
+        shutil.rmtree(gone)
+
+
+def _work(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.{os.getpid()}")
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what deliveries to `folder` left that were killed."""
+    start = f".{folder.name}."
+    for path in folder.parent.glob(f"{glob.escape(start)}*"):
+        if LEFTOVER.fullmatch(path.name.removeprefix(start)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+# -- an engine that was delivered ------------------------------------------------------------------
 
 
 def load_engine(folder: Path) -> Engine:
-    """The engine that `deliver_engine` put there."""
-    file = folder / ENGINE_FILE if (folder / ENGINE_FILE).is_file() else folder / "engine" / ENGINE_FILE
+    """Return the engine that `deliver_engine` put there, after a check of every file.
+
+    DamagedError names a file that is not what it was. Without a manifest, which every delivery
+    writes, only engine.json is read: see `has_manifest`.
+    """
+    engine = read_engine(folder)
+    check_if_sealed(engine)
+    return engine
+
+
+def read_engine(folder: Path) -> Engine:
+    """Return the engine as its engine.json describes it, without a look at any other file."""
+    place = folder if (folder / ENGINE_FILE).is_file() else standing(folder / "engine")
+    file = place / ENGINE_FILE
     if not file.is_file():
-        raise ModelError(f"no engine in '{folder}': expected {ENGINE_FILE}", "give the folder that `crucible compile --out` wrote")
+        advice = "give the folder that `crucible compile --out` wrote"
+        raise ModelError(f"no engine in '{folder}': expected {ENGINE_FILE}", advice)
     try:
-        return Engine.model_validate({**json.loads(file.read_text(encoding="utf-8")), "root": file.parent})
-    except ValueError as error:
-        raise ModelError(f"'{file}' is not an engine of this version: {str(error).partition(chr(10))[0]}", "compile the model again") from error
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return Engine.model_validate({**content, "root": place})
+    except (TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DamagedError(f"'{file}' is not an engine of this version: {reason}", AGAIN) from error
+
+
+def has_manifest(engine: Engine) -> bool:
+    """Return whether the digests of an engine's files lie beside them."""
+    return (engine.root / MANIFEST).is_file()
+
+
+def check_if_sealed(engine: Engine) -> None:
+    """Check an engine as `check_engine` does, where there is a manifest."""
+    if has_manifest(engine):
+        check_engine(engine)
+
+
+def check_engine(engine: Engine) -> None:
+    """Raise DamagedError unless the files of a delivered engine are those of its manifest.
+
+    Nothing may be missing, changed or added, and engine.json must be the engine of the manifest.
+    """
+    try:
+        manifest = check_manifest(engine.root, besides=(ENGINE_FILE,))
+        written = Engine.model_validate({**manifest.value, "root": engine.root})
+        if written.model_dump_json() != engine.model_dump_json():
+            raise ValueError(f"'{ENGINE_FILE}' is not what '{MANIFEST}' says")
+    except (OSError, ValueError) as error:
+        where = f"the engine in '{engine.root}' is damaged"
+        raise DamagedError(f"{where}: {damage(error)}", AGAIN) from error
+
+
+def seal(folder: Path, engine: Engine) -> None:
+    """Write the manifest of an engine's folder, with the sha256 of every file."""
+    about = Provenance(
+        stage="deliver",
+        stage_version=1,
+        inputs=(engine.digest,),
+        options="",
+        tools={},
+        target=engine.target,
+        created=now(),
+        seconds=0,
+    )
+    write_manifest(folder, engine, about, besides=(ENGINE_FILE,))

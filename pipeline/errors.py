@@ -11,7 +11,8 @@
     │   ├── DiskFull           host.disk_full
     │   ├── ChildDied          host.child_died      a child process ended by a signal, or out of time
     │   │   └── ChildKilled                         it was killed, or ran out of memory
-    │   └── StoreError         host.store           the store cannot be used
+    │   ├── StoreError         host.store           the store cannot be used
+    │   └── DamagedError       host.damaged         a file that Crucible wrote has changed since
     └── InternalError          our bug                                         exit code 3
 
 An engine that is slow or wrong is not an exception: it is a verdict in the report (exit code 2).
@@ -86,6 +87,10 @@ class ChildKilled(ChildDied):
 
 class StoreError(HostError):
     code = "host.store"
+
+
+class DamagedError(HostError):
+    code = "host.damaged"
 
 
 class InternalError(CrucibleError):

@@ -23,7 +23,7 @@ import stat
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -39,6 +39,7 @@ A = TypeVar("A", bound=BaseModel)
 MANIFEST = "artifact.json"
 PASSING = ".passing-"  # in the name of a folder whose artifact does not last, after its digest
 LAYOUT = 2  # of this folder; raised when artifacts written before cannot be read any more
+DIGITS = 16  # of a sha256 that a message shows
 LEAST_FREE_BYTES = 65536  # a disk with less is full: libraries that fail to write do not always say why
 
 
@@ -96,7 +97,7 @@ class Store:
                 _mark_used(folder)  # before it is read: what is being used is not old
                 return _read(folder, key, kind)
             except (OSError, ValueError) as error:
-                note = Note(stage="store", text=f"{key.stage} {key.digest[:12]} was damaged and is made again: {_damage(error)}")
+                note = Note(stage="store", text=f"{key.stage} {key.digest[:12]} was damaged and is made again: {damage(error)}")
                 if note not in self.notes:
                     self.notes.append(note)
         return None
@@ -117,7 +118,7 @@ class Store:
                 started = time.perf_counter()
                 value = make(work)
                 provenance = _provenance(key, time.perf_counter() - started)
-                _write_manifest(work, value, provenance)
+                write_manifest(work, value, provenance)
                 final = _folder(self.root, key.stage, key.digest)
                 self._publish(work, final if lasts(value) else self._passing_folder(final))
             except BaseException as error:
@@ -145,7 +146,7 @@ class Store:
             try:
                 _check_key(check_files(folder, other / "artifacts").provenance, folder)
             except (OSError, ValueError) as error:
-                refused.append(f"{stage} {digest[:12]}: {_damage(error)}")
+                refused.append(f"{stage} {digest[:12]}: {damage(error)}")
                 continue
             with self._lock(stage, digest):
                 if not final.exists():
@@ -232,7 +233,7 @@ def check_files(folder: Path, within: Path, besides: tuple[str, ...] = ()) -> Ma
         about = path.lstat()
         if not stat.S_ISDIR(about.st_mode) and (not stat.S_ISREG(about.st_mode) or about.st_nlink > 1):
             raise ValueError(f"'{path.name}' is not a plain file")
-    return _manifest_of(folder, besides)
+    return check_manifest(folder, besides)
 
 
 def _check_key(made: Provenance, folder: Path) -> None:
@@ -258,25 +259,50 @@ def _folder(root: Path, stage: str, digest: str) -> Path:
 
 def _read(folder: Path, key: Key, kind: type[A]) -> Stored[A]:
     """The artifact in `folder`; OSError or ValueError unless everything there is as it was written, and nothing else is."""
-    manifest = _manifest_of(folder)
+    manifest = check_manifest(folder)
     value = kind.model_validate({**manifest.value, "root": folder} if issubclass(kind, Artifact) else manifest.value)
     return Stored(value, manifest.provenance, key.digest, reused=True)
 
 
-def _manifest_of(folder: Path, besides: tuple[str, ...] = ()) -> Manifest:
+def check_manifest(folder: Path, besides: tuple[str, ...] = ()) -> Manifest:
     """The manifest, checked against itself and against all files there but those named `besides`."""
+    if not (folder / MANIFEST).is_file():
+        raise ValueError(f"'{MANIFEST}' is missing")
     manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
-    if manifest.sealed().sha256 != manifest.sha256:
-        raise ValueError(f"'{MANIFEST}' has another digest than when it was written")
-    if added := sorted(_files(folder) - set(manifest.files) - {MANIFEST, *besides}):
-        raise ValueError(f"'{added[0]}' was added")
-    for name, sha256 in manifest.files.items():
-        if _sha256(folder / name) != sha256:
-            raise ValueError(f"'{name}' has another digest than when it was written")
+    sealed = manifest.sealed()
+    if sealed.sha256 != manifest.sha256:
+        raise ValueError(_changed(MANIFEST, manifest.sha256, sealed.sha256))
+    check_digests(folder, manifest.files, (MANIFEST, *besides))
     return manifest
 
 
-def _damage(error: OSError | ValueError) -> str:
+def digests_of(folder: Path, besides: Collection[str] = ()) -> dict[str, str]:
+    """Return the sha256 of every file in `folder` by its path there, but of those `besides`."""
+    names = sorted(_files(folder) - set(besides))
+    return {name: _sha256(folder / name) for name in names}
+
+
+def check_digests(folder: Path, files: Mapping[str, str], besides: Collection[str] = ()) -> None:
+    """Raise ValueError with the first file that is missing, was added or has another sha256.
+
+    `files` maps the path of each expected file to its sha256. Files `besides` are not looked at.
+    """
+    there = _files(folder) - set(besides)
+    if missing := sorted(set(files) - there):
+        raise ValueError(f"'{missing[0]}' is missing")
+    if added := sorted(there - set(files)):
+        raise ValueError(f"'{added[0]}' was added")
+    for name, expected in files.items():
+        if (actual := _sha256(folder / name)) != expected:
+            raise ValueError(_changed(name, expected, actual))
+
+
+def _changed(name: str, expected: str, actual: str) -> str:
+    start = f"'{name}' has another digest than when it was written"
+    return f"{start}: expected sha256 {expected[:DIGITS]}…, got {actual[:DIGITS]}…"
+
+
+def damage(error: OSError | ValueError) -> str:
     """What is wrong with an artifact, in one line."""
     if not isinstance(error, ValidationError):
         return str(error)
@@ -284,9 +310,15 @@ def _damage(error: OSError | ValueError) -> str:
     return " ".join([f"'{MANIFEST}'", *map(str, first["loc"]), first["msg"]])
 
 
-def _write_manifest(folder: Path, value: BaseModel, provenance: Provenance) -> None:
-    files = {name: _sha256(folder / name) for name in sorted(_files(folder))}
-    manifest = Manifest(value=value.model_dump(mode="json"), provenance=provenance, files=files).sealed()
+def write_manifest(
+    folder: Path,
+    value: BaseModel,
+    provenance: Provenance,
+    besides: Collection[str] = (),
+) -> None:
+    """Write what is in `folder`, with the sha256 of every file but those `besides`."""
+    files, content = digests_of(folder, besides), value.model_dump(mode="json")
+    manifest = Manifest(value=content, provenance=provenance, files=files).sealed()
     (folder / MANIFEST).write_text(json.dumps(manifest.model_dump(mode="json"), indent=1), encoding="utf-8")
 
 
@@ -306,9 +338,14 @@ def _provenance(key: Key, seconds: float) -> Provenance:
         options=key.options,
         tools=dict(key.tools or {}),
         target=key.target,
-        created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        created=now(),
         seconds=seconds,
     )
+
+
+def now() -> str:
+    """Return the date and time, for the reader: UTC in ISO 8601."""
+    return dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
 
 
 def _sha256(path: Path) -> str:

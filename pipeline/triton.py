@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.core import Engine, Precision, Profile, TensorSpec
+from pipeline.deliver import check_if_sealed
 from pipeline.errors import PlanError, UnsupportedError
 from pipeline.feeding import BatchSpec
 
@@ -83,6 +84,7 @@ def export_triton(engine: Engine, batch: BatchSpec, model: ModelVersion, folder:
     work = home / f".{model.version}.{os.getpid()}"
     try:
         _copy_files(engine, work)
+        check_if_sealed(engine)  # what was copied is what was proved
         work.joinpath("config.pbtxt").write_text(config, encoding="utf-8")
         work.joinpath("config.pbtxt").replace(home / "config.pbtxt")
         work.rename(place)

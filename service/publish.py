@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 import stat
 from pathlib import Path
 
-from pipeline.deliver import ENGINE_FILE, load_engine
+from pipeline.deliver import ENGINE_FILE, read_engine
 from pipeline.errors import CrucibleError, StoreError
+from pipeline.exchange import Exchange, exchange_names, replace_folder
 from pipeline.history import History
 from pipeline.render import FIGURES, HTML_NAME, JSON_NAME, MARKDOWN_NAME, load_report
 from pipeline.report import Report
@@ -33,8 +33,17 @@ KEY = re.compile(r"[0-9a-f]{64}")
 log = logs.get("service.publish")
 
 
-def publish(out: Path, place: Path, folders: Folders) -> Report:
-    """Verify a report and its engine in `out`, and make it `place`, without paths of this host. StoreError says what does not hold."""
+def publish(
+    out: Path,
+    place: Path,
+    folders: Folders,
+    exchange: Exchange = exchange_names,
+) -> Report:
+    """Verify a report and its engine in `out`, and make it `place`, without paths of this host.
+
+    StoreError says what does not hold. What an attempt left there that ended between this and the
+    database is replaced in one step.
+    """
     try:
         verified(out)
         for name in (JSON_NAME, MARKDOWN_NAME, HTML_NAME):
@@ -46,9 +55,7 @@ def publish(out: Path, place: Path, folders: Folders) -> Report:
     for path in out.rglob("*"):
         sync(path)
     place.parent.mkdir(parents=True, exist_ok=True)
-    if place.exists():  # of an attempt that ended between this rename and the database
-        shutil.rmtree(place)
-    out.rename(place)
+    replace_folder(out, place, exchange)
     sync(place.parent)
     return report
 
@@ -86,7 +93,7 @@ def _check_engine(out: Path, report: Report) -> None:
             raise ValueError("there is an engine although none was delivered")
         return
     manifest = check_files(out / ENGINE, out, besides=(ENGINE_FILE,))
-    delivered = load_engine(out / ENGINE)
+    delivered = read_engine(out / ENGINE)
     if delivered.model_dump() != engine.model_dump() or manifest.value != json.loads(engine.model_dump_json()):
         raise ValueError("its engine is not the one that it names")
 

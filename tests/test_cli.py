@@ -57,7 +57,7 @@ def test_validate_reads_the_engine_that_lies_there(compiled: tuple[Path, Path]) 
         file.write_bytes(b"junk")
     done = crucible("validate", folder / "damaged", env={"CRUCIBLE_HOME": str(home)})
     assert done.code == 1, done.out
-    assert "cannot be opened" in done.err
+    assert "'model.onnx' has another digest than when it was written" in done.err
 
 
 def test_out_that_cannot_be_a_folder_is_said_before_the_work(compiled: tuple[Path, Path], tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_without_from_the_command_takes_what_was_promoted_in_the_home(tmp_path: 
     monkeypatch.setenv("CRUCIBLE_HOME", str(tmp_path / "home"))
     none = crucible_here("export", "--triton", "net/3", "models", cwd=tmp_path)
     assert (none.code, "no version 3 of 'net'" in none.err, "it has no model 'net'" in none.err) == (1, True, True)
-    engine = engine_in(tmp_path, "openvino")
+    engine = engine_in(tmp_path / "built", "openvino")
     deliver_engine(engine, tmp_path / "home" / "models" / "net" / "3" / "engine")
     found = crucible_here("export", "--triton", "net/3", "models", cwd=tmp_path)
     assert (found.code, "this is one of openvino" in found.err) == (1, True)

@@ -57,7 +57,7 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (edit(lambda engine: engine.update(digest="other"), "engine/engine.json"), "its engine is not the one that it names"),
     (edit(lambda manifest: manifest["value"].update(digest="other"), "engine/artifact.json"), "'artifact.json' has another digest"),  # type: ignore[attr-defined]
     (lambda out: (out / "engine" / "model.onnx").write_bytes(b"enginE"), "another digest"),
-    (lambda out: (out / "engine" / "model.onnx").unlink(), "No such file or directory"),
+    (lambda out: (out / "engine" / "model.onnx").unlink(), "'model.onnx' is missing"),
     (lambda out: (out / "engine" / "more").write_bytes(b""), "'more' was added"),
     (lambda out: (out / "engine" / "artifact.json").unlink(), "does not hold"),
     (lambda out: (out / "engine" / "engine.json").write_text("{"), "is not an engine"),
