@@ -15,8 +15,8 @@ from pipeline.compile import build_baselines, build_reference, deliverable_basel
 from pipeline.config import Plan
 from pipeline.core import Engine, Note, OnnxModel
 from pipeline.decide import decide, ratio_missing, ratio_of
-from pipeline.elimination import Role
 from pipeline.deliver import check_if_sealed
+from pipeline.elimination import Role
 from pipeline.errors import ModelError
 from pipeline.job import Job, batch_rows, open_job
 from pipeline.measure import environment

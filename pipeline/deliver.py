@@ -12,7 +12,7 @@ from pathlib import Path
 from pipeline.core import Engine, OnnxModel, Provenance
 from pipeline.errors import DamagedError, ModelError, PlanError
 from pipeline.exchange import Exchange, exchange_names, locked, replace_folder, standing
-from pipeline.store import MANIFEST, check_manifest, damage, now, write_manifest
+from pipeline.store import MANIFEST, check_manifest, damage, now, read_manifest, write_manifest
 
 ENGINE_FILE = "engine.json"
 LEFTOVER = re.compile(r"[0-9]+(\.old)?")  # after the folder's name: a delivery that was killed
@@ -107,15 +107,19 @@ def load_engine(folder: Path) -> Engine:
     """Return the engine that `deliver_engine` put there, after a check of every file.
 
     DamagedError names a file that is not what it was. Without a manifest, which every delivery
-    writes, only engine.json is read: see `has_manifest`.
+    writes, nothing is known against the files: see `has_manifest`.
     """
     engine = read_engine(folder)
     check_if_sealed(engine)
     return engine
 
 
-def read_engine(folder: Path) -> Engine:
-    """Return the engine as its engine.json describes it, without a look at any other file."""
+def read_engine(folder: Path, name: str = "") -> Engine:
+    """Return the engine as its engine.json describes it, which must be as the manifest does.
+
+    No other file is looked at. ModelError if there is none, DamagedError if it is not what it was;
+    `name` is what the message then calls the engine.
+    """
     place = folder if (folder / ENGINE_FILE).is_file() else standing(folder / "engine")
     file = place / ENGINE_FILE
     if not file.is_file():
@@ -123,10 +127,14 @@ def read_engine(folder: Path) -> Engine:
         raise ModelError(f"no engine in '{folder}': expected {ENGINE_FILE}", advice)
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        return Engine.model_validate({**content, "root": place})
+        engine = Engine.model_validate({**content, "root": place})
     except (TypeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        raise DamagedError(f"'{file}' is not an engine of this version: {reason}", AGAIN) from error
+        text = f"'{ENGINE_FILE}' is not an engine of this version: {reason}"
+        raise _damaged(place, text, name) from error
+    if has_manifest(engine):
+        _check_description(engine, name)
+    return engine
 
 
 def has_manifest(engine: Engine) -> bool:
@@ -140,19 +148,30 @@ def check_if_sealed(engine: Engine) -> None:
         check_engine(engine)
 
 
-def check_engine(engine: Engine) -> None:
-    """Raise DamagedError unless the files of a delivered engine are those of its manifest.
+def check_engine(engine: Engine, name: str = "") -> None:
+    """Raise DamagedError unless the files of an engine are those that its manifest lists.
 
-    Nothing may be missing, changed or added, and engine.json must be the engine of the manifest.
+    Nothing may be missing, changed or added. `name` is what the message calls the engine.
     """
     try:
-        manifest = check_manifest(engine.root, besides=(ENGINE_FILE,))
-        written = Engine.model_validate({**manifest.value, "root": engine.root})
-        if written.model_dump_json() != engine.model_dump_json():
-            raise ValueError(f"'{ENGINE_FILE}' is not what '{MANIFEST}' says")
+        check_manifest(engine.root, besides=(ENGINE_FILE,))
     except (OSError, ValueError) as error:
-        where = f"the engine in '{engine.root}' is damaged"
-        raise DamagedError(f"{where}: {damage(error)}", AGAIN) from error
+        raise _damaged(engine.root, damage(error), name) from error
+
+
+def _check_description(engine: Engine, name: str) -> None:
+    try:
+        manifest = read_manifest(engine.root)
+        written = Engine.model_validate({**manifest.value, "root": engine.root})
+    except (OSError, ValueError) as error:
+        raise _damaged(engine.root, damage(error), name) from error
+    if written.model_dump_json() != engine.model_dump_json():
+        raise _damaged(engine.root, f"'{ENGINE_FILE}' is not what '{MANIFEST}' says", name)
+
+
+def _damaged(root: Path, reason: str, name: str) -> DamagedError:
+    what = name or f"the engine in '{root}'"
+    return DamagedError(f"{what} is damaged: {reason}", AGAIN)
 
 
 def seal(folder: Path, engine: Engine) -> None:

@@ -266,20 +266,26 @@ def _read(folder: Path, key: Key, kind: type[A]) -> Stored[A]:
 
 def check_manifest(folder: Path, besides: tuple[str, ...] = ()) -> Manifest:
     """The manifest, checked against itself and against all files there but those named `besides`."""
+    manifest = read_manifest(folder)
+    check_digests(folder, manifest.files, (MANIFEST, *besides))
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest, checked against itself only; ValueError if that does not hold."""
     if not (folder / MANIFEST).is_file():
         raise ValueError(f"'{MANIFEST}' is missing")
     manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
     sealed = manifest.sealed()
     if sealed.sha256 != manifest.sha256:
         raise ValueError(_changed(MANIFEST, manifest.sha256, sealed.sha256))
-    check_digests(folder, manifest.files, (MANIFEST, *besides))
     return manifest
 
 
 def digests_of(folder: Path, besides: Collection[str] = ()) -> dict[str, str]:
     """Return the sha256 of every file in `folder` by its path there, but of those `besides`."""
     names = sorted(_files(folder) - set(besides))
-    return {name: _sha256(folder / name) for name in names}
+    return {name: digest_of(folder / name) for name in names}
 
 
 def check_digests(folder: Path, files: Mapping[str, str], besides: Collection[str] = ()) -> None:
@@ -293,8 +299,13 @@ def check_digests(folder: Path, files: Mapping[str, str], besides: Collection[st
     if added := sorted(there - set(files)):
         raise ValueError(f"'{added[0]}' was added")
     for name, expected in files.items():
-        if (actual := _sha256(folder / name)) != expected:
-            raise ValueError(_changed(name, expected, actual))
+        check_digest(folder, name, expected)
+
+
+def check_digest(folder: Path, name: str, expected: str) -> None:
+    """Raise ValueError unless the file of this name in `folder` has this sha256."""
+    if (actual := digest_of(folder / name)) != expected:
+        raise ValueError(_changed(name, expected, actual))
 
 
 def _changed(name: str, expected: str, actual: str) -> str:
@@ -317,7 +328,7 @@ def write_manifest(
     besides: Collection[str] = (),
 ) -> None:
     """Write what is in `folder`, with the sha256 of every file but those `besides`."""
-    files, content = digests_of(folder, besides), value.model_dump(mode="json")
+    files, content = digests_of(folder, (MANIFEST, *besides)), value.model_dump(mode="json")
     manifest = Manifest(value=content, provenance=provenance, files=files).sealed()
     (folder / MANIFEST).write_text(json.dumps(manifest.model_dump(mode="json"), indent=1), encoding="utf-8")
 
@@ -348,7 +359,8 @@ def now() -> str:
     return dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
 
 
-def _sha256(path: Path) -> str:
+def digest_of(path: Path) -> str:
+    """Return the sha256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from pipeline.errors import CrucibleError, DiskFull, HostError, UserError
+from pipeline.errors import CrucibleError, DamagedError, DiskFull, HostError, UserError
 
 
 class ServiceError(CrucibleError):
@@ -119,6 +119,8 @@ def answer_to(error: BaseException, request_id: str = "") -> Answer:
         return Answer(error.status, _body(error), error.headers)
     if isinstance(error, DiskFull):
         return Answer(StorageFull.status, _body(error))
+    if isinstance(error, DamagedError):  # our files are our fault, and no retry mends them
+        return Answer(ServiceError.status, _body(error))
     if isinstance(error, UserError):
         return Answer(Unprocessable.status, _body(error))
     if isinstance(error, HostError):

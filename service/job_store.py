@@ -95,6 +95,16 @@ class JobStore:
         with self._database.read() as rows:
             return _job(_row(rows, job_id, owner))
 
+    def of_identity(self, owner: str, identity: str) -> Job | None:
+        """The job that an equal request gets for an answer; None if it makes a new one."""
+        with self._database.read() as rows:
+            return self._of_identity(rows, owner, identity)
+
+    def forget_identity(self, job_id: str) -> None:
+        """Let no equal request have this job for an answer any more."""
+        with self._database.write() as rows:
+            rows.execute("UPDATE jobs SET identity = id WHERE id = ?", (job_id,))
+
     def usual_s(self, owner: str, name: str, device: str, measures: bool = False) -> float | None:
         """How long this owner's jobs of this name and kind take on a device: the median of the last few that succeeded; None if none has."""
         query = "SELECT * FROM jobs WHERE owner = ? AND state = 'succeeded' ORDER BY id DESC LIMIT ?"

@@ -128,6 +128,11 @@ class ShapesView(Frozen):
 # -- decisions ---------------------------------------------------------------------------------------------------------
 
 
+def version_name(model: str, version: int) -> str:
+    """What messages call a version of a model."""
+    return f"version {version} of '{model}'"
+
+
 def prunable(versions: Sequence[Version], used: Collection[int], keep: int) -> tuple[int, ...]:
     """Versions that need not be kept: all but the newest `keep`, those in use, and those that a rollback from one in use leads to next."""
     kept = {each.version for each in sorted(versions, key=lambda each: -each.version)[:keep]} | set(used)

@@ -11,19 +11,23 @@ import re
 import stat
 from pathlib import Path
 
-from pipeline.deliver import ENGINE_FILE, read_engine
-from pipeline.errors import CrucibleError, StoreError
+from pipeline.core import Engine
+from pipeline.deliver import ENGINE_FILE, check_engine, read_engine
+from pipeline.errors import CrucibleError, DamagedError, ModelError, StoreError, UserError
 from pipeline.exchange import Exchange, exchange_names, replace_folder
 from pipeline.history import History
 from pipeline.render import FIGURES, HTML_NAME, JSON_NAME, MARKDOWN_NAME, load_report
 from pipeline.report import Report
-from pipeline.store import Store, check_files, sync
+from pipeline.store import Store, check_digest, check_files, digest_of, sync
 from service import logs
 from service.folders import Folders, Work
 from service.scrub import scrub_file
 
 ENGINE = "engine"
 EXPECTED = {JSON_NAME, MARKDOWN_NAME, HTML_NAME, FIGURES, ENGINE}
+DIGESTS = "sha256.json"  # of the three forms; the engine has a manifest of its own
+REPORT_FILES = (JSON_NAME, MARKDOWN_NAME, HTML_NAME)
+SEND_AGAIN = "send the model again: that makes a new job, which takes what is left from the store"
 MOST_REPORT_BYTES = 256 * 2**20  # raw samples make one of 64 candidates and several shapes some tens of MiB
 MOST_HISTORY_BYTES, MOST_TIMES = 2**20, 1000
 TIMING = "timing"  # as pipeline.backends.timing_cache lays it out, which the server does not import
@@ -46,9 +50,10 @@ def publish(
     """
     try:
         verified(out)
-        for name in (JSON_NAME, MARKDOWN_NAME, HTML_NAME):
+        for name in REPORT_FILES:
             scrub_file(out / name, folders)
         report = verified(out)
+        _write_digests(out)
     except (CrucibleError, OSError, LookupError, TypeError, ValueError, RecursionError) as error:
         said = error.message if isinstance(error, CrucibleError) else str(error)
         raise StoreError(f"the job ended with a report that does not hold: {said}", "retry the job; its log tells what it did") from error
@@ -68,7 +73,7 @@ def verified(out: Path) -> Report:
             raise ValueError(f"'{path.name}' is neither a plain file nor a folder")
     if unknown := {path.name for path in out.iterdir()} - EXPECTED:
         raise ValueError(f"there are files that do not belong to it: {', '.join(sorted(unknown))}")
-    missing = [name for name in (JSON_NAME, MARKDOWN_NAME, HTML_NAME) if not (out / name).is_file()]
+    missing = [name for name in REPORT_FILES if not (out / name).is_file()]
     if missing:
         raise ValueError(f"it lacks {', '.join(missing)}")
     if (size := (out / JSON_NAME).stat().st_size) > MOST_REPORT_BYTES:
@@ -96,6 +101,62 @@ def _check_engine(out: Path, report: Report) -> None:
     delivered = read_engine(out / ENGINE)
     if delivered.model_dump() != engine.model_dump() or manifest.value != json.loads(engine.model_dump_json()):
         raise ValueError("its engine is not the one that it names")
+
+
+# -- what was published ----------------------------------------------------------------------------
+
+
+def check_form(folder: Path, name: str) -> None:
+    """Raise DamagedError unless a form of a published report is what was published.
+
+    A report that an earlier version published has no digests: its report.json is read instead.
+    """
+    try:
+        if not (folder / name).is_file():
+            raise ValueError(f"'{name}' is missing")
+        if (folder / DIGESTS).is_file():
+            expected = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))[name]
+            check_digest(folder, name, str(expected))
+        elif name == JSON_NAME:
+            load_report(folder)
+    except UserError as error:
+        raise _damaged_report(folder, f"'{name}' cannot be read") from error
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise _damaged_report(folder, error) from error
+
+
+def published_report(folder: Path) -> Report:
+    """Return a report that `publish` put there; DamagedError if it is not what it was."""
+    check_form(folder, JSON_NAME)
+    try:
+        return load_report(folder)
+    except UserError as error:  # as it was published, by another version
+        raise _damaged_report(folder, f"'{JSON_NAME}' cannot be read") from error
+
+
+def published_engine(folder: Path) -> Engine:
+    """Return the engine of a published report; DamagedError if a file is not what it was."""
+    name = f"the engine of job {folder.name}"
+    try:
+        engine = read_engine(folder / ENGINE, name)
+        check_engine(engine, name)
+    except ModelError as error:
+        raise DamagedError(f"{name} is damaged: '{ENGINE_FILE}' is missing", SEND_AGAIN) from error
+    except DamagedError as error:
+        raise DamagedError(error.message, SEND_AGAIN) from error
+    return engine
+
+
+def _write_digests(out: Path) -> None:
+    digests = {name: digest_of(out / name) for name in REPORT_FILES}
+    (out / DIGESTS).write_text(json.dumps(digests, indent=1), encoding="utf-8")
+
+
+def _damaged_report(folder: Path, reason: object) -> DamagedError:
+    return DamagedError(f"the report of job {folder.name} is damaged: {reason}", SEND_AGAIN)
+
+
+# -- what else a job made --------------------------------------------------------------------------
 
 
 def take_over(work: Work, home: Path) -> None:

@@ -12,14 +12,15 @@ import shutil
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from pipeline.config import Plan, load_plan
-from pipeline.errors import PlanError
+from pipeline.errors import HostError, PlanError
 from pipeline.source import code_digest, source_from_config
-from service import submitted, uploads
+from service import logs, submitted, uploads
 from service.errors import NotFound, TooLarge, Unprocessable
 from service.guard import Caller
 from service.job_store import Once
@@ -27,11 +28,13 @@ from service.jobs import Job, Measures, new_id
 from service.leases import utc_now
 from service.messages import HostIdentity
 from service.models import BenchmarkRequest
+from service.publish import REPORT_FILES, check_form, published_engine, published_report
 from service.schemas import NamedConfig
 from service.service import Service
 from service.settings import Settings
 from service.traces import current_trace
 
+log = logs.get("service.submission")
 GPU_BACKENDS = ("tensorrt", "tensorrt_rtx")
 MOST_KEY = 255  # characters of an Idempotency-Key
 
@@ -111,6 +114,7 @@ async def _submit(service: Service, owner: str, key: str | None, prepare: Prepar
     except BaseException:
         await asyncio.to_thread(shutil.rmtree, folder, True)
         raise
+    await _forget_damaged(service, owner, ready.identity)
     try:
         added, _ = await service.runner.submit(job, Once(key, ready.digest) if key else None)
     except Exception:  # not a cancellation: the runner adds the job nevertheless
@@ -119,6 +123,30 @@ async def _submit(service: Service, owner: str, key: str | None, prepare: Prepar
     if added.id != job_id:
         await asyncio.to_thread(shutil.rmtree, folder, True)
     return added
+
+
+async def _forget_damaged(service: Service, owner: str, identity: str) -> None:
+    """An equal request is not answered with a job whose files are damaged: it makes them again."""
+    while True:
+        same = await service.read(lambda: service.jobs.of_identity(owner, identity))
+        if same is None or same.state != "succeeded":
+            return
+        try:
+            await asyncio.to_thread(_check_job, service, same.id)
+            return
+        except HostError as error:
+            log.error("job.damaged", job=same.id, error=error.message)
+            await service.read(partial(service.jobs.forget_identity, same.id))
+
+
+def _check_job(service: Service, job_id: str) -> None:
+    """HostError unless a job's plan, report and engine are what they were."""
+    service.folders.load_plan(job_id)
+    folder = service.folders.report(job_id)
+    for name in REPORT_FILES:
+        check_form(folder, name)
+    if published_report(folder).has_engine:
+        published_engine(folder)
 
 
 def device_for(plan: Plan, devices: Sequence[str], load: Mapping[str, int]) -> str:

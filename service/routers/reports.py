@@ -12,11 +12,10 @@ import orjson
 from fastapi import APIRouter, Header, Response
 from fastapi.responses import FileResponse, StreamingResponse
 
-from pipeline.render import JSON_NAME, load_report
 from pipeline.report import Report
 from service.errors import NotFound
 from service.guard import Caller
-from service.publish import ENGINE
+from service.publish import ENGINE, check_form, has_engine, published_engine, published_report
 from service.routers.asked import REFUSALS, AskedBy, AskedOf
 from service.schemas import FORMS, AccuracyView, LatencyView, accuracy_of_report, latency_of_report, samples_of_report
 from service.service import Service
@@ -36,6 +35,7 @@ async def get_report(job_id: str, caller: AskedBy, service: AskedOf, accept: Ann
     """The report: `Accept: application/json` (docs/report.schema.json is its schema), `text/markdown` or `text/html`."""
     folder = await _folder(job_id, caller, service)
     form = preferred(accept, tuple(FORMS))
+    await asyncio.to_thread(check_form, folder, FORMS[form])
     return FileResponse(folder / FORMS[form], media_type=form, headers=SAFELY)
 
 
@@ -61,9 +61,11 @@ async def get_samples(job_id: str, caller: AskedBy, service: AskedOf) -> Respons
 @router.get("/engine.tar", response_class=StreamingResponse, responses={200: {"content": {"application/x-tar": {}}, "description": "A tar"}})
 async def get_engine(job_id: str, caller: AskedBy, service: AskedOf) -> StreamingResponse:
     """The winning engine, with its manifest."""
-    engine = await _folder(job_id, caller, service) / ENGINE
-    if not engine.is_dir():
+    folder = await _folder(job_id, caller, service)
+    engine = folder / ENGINE
+    if not engine.is_dir() and not await _part(has_engine, job_id, caller, service):
         raise NotFound(f"job {job_id} found no engine to give", f"GET /reports/{job_id} says why")
+    await asyncio.to_thread(published_engine, folder)
     headers = {**_download(f"{job_id}-engine.tar"), "Content-Length": str(size_of_tar(engine))}
     return StreamingResponse(tar(engine), media_type="application/x-tar", headers=headers)
 
@@ -86,14 +88,14 @@ async def _folder(job_id: str, caller: Caller, service: Service) -> Path:
     """Where the report lies; NotFound if there is none, or if it is not this caller's to see."""
     job = await service.read(lambda: service.jobs.get(job_id, caller.sees))
     folder = service.folders.report(job.id)
-    if job.state != "succeeded" or not (folder / JSON_NAME).is_file():
+    if job.state != "succeeded":
         raise NotFound(f"job {job_id} is {job.state}: there is no report", f"GET /jobs/{job_id} tells how far it is")
     return folder
 
 
 async def _part(view: Callable[[Report], T], job_id: str, caller: Caller, service: Service) -> T:
     folder = await _folder(job_id, caller, service)
-    return await asyncio.to_thread(lambda: view(load_report(folder)))
+    return await asyncio.to_thread(lambda: view(published_report(folder)))
 
 
 def _download(name: str) -> dict[str, str]:

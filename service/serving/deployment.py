@@ -27,6 +27,7 @@ from pipeline.measure import usable_cores
 from service import logs
 from service.errors import ServiceError, TimedOut, TooMany, Unavailable, Unprocessable
 from service.folders import Work
+from service.models import version_name
 from service.serving.batching import Batch, Queue, Rules, Waiting, deadline, drop, offer, put_back, take
 from service.serving.figures import Figures, Tally
 from service.serving.fitting import CAPTURING, Fit, Fitting
@@ -99,6 +100,7 @@ class Deployment:
         captures = engine.target.backend in CAPTURING
         order = partial(
             Order,
+            engine_name=version_name(spec.model, spec.version),
             engine=engine,
             warm=self._fitting.warm_sizes(),
             runs=RUNS_TO_CAPTURE if captures else 1,

@@ -19,9 +19,10 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.errors import CrucibleError
+from pipeline.errors import CrucibleError, DamagedError
 from service import logs
 from service.errors import Conflict, NotFound, TimedOut, Unavailable, Unprocessable
 from service.guard import Caller
@@ -160,6 +161,7 @@ class Deployments:
             if existing is not None and existing.owner != found.owner:
                 raise Conflict(f"the name '{name}' is taken", "choose another name")
             if existing is not None and existing.version().job == found.job:
+                await self._restore(existing, found.engine.root)
                 return
             batch = await self._loader.proof(found.engine, found.report.plan.serving.padding)
             version = version_of(found, name, asked.override, batch, utc_now().isoformat(timespec="milliseconds"))
@@ -171,6 +173,14 @@ class Deployments:
                 log.warning("model.override", model=name, version=version.version, report=found.job, verdict=version.verdict, key=caller.key)
             log.info("model.promoted", model=name, version=version.version, report=found.job, key=caller.key)
             await self._ask(lambda: self._repository.prune(name, self._in_use(name), means.versions_kept))
+
+    async def _restore(self, model: Model, engine: Path) -> None:
+        """Bring a damaged current version back from its job, and load what failed to load."""
+        version = model.version()
+        restored = await self._ask(lambda: self._repository.restore(version, engine))
+        slot = self._slots.get(model.name)
+        if restored and model.options is not None and slot is not None and slot.loaded is None:
+            await self._switch(model.version(model.options.version), model.options, commit=None)
 
     async def _rollback(self, caller: Caller, name: str) -> None:
         async with self._changing[name]:
@@ -224,7 +234,7 @@ class Deployments:
                 return
             except Exception as error:  # the edge of a model: its fault is not the server's
                 log.error("model.not_loaded", model=model.name, version=version.version, error=slot.reason, exc_info=_trace(error))
-                if isinstance(error, TimedOut):
+                if isinstance(error, TimedOut | DamagedError):
                     return
             if wait_s is not None:
                 slot.state = "loading"
@@ -383,6 +393,8 @@ class Deployments:
 
     def _said(self, error: BaseException) -> str:
         said = error.message if isinstance(error, CrucibleError) else "an error inside the service, which its log tells of"
+        if isinstance(error, DamagedError):
+            said = f"{said}; {error.next_step}"
         return scrubbed(said, self._means.folders)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipeline.core import Engine
+from pipeline.errors import DamagedError
 from pipeline.feeding import BatchSpec, Padding
 from service.errors import Unprocessable
 from service.folders import Folders
@@ -51,12 +52,20 @@ class Loader:
         self._numbers = itertools.count(1)
 
     async def load(self, version: Version, spec: DeploymentSpec) -> Loaded:
-        """Ready when this returns; Conflict, before the device is touched, if it does not fit."""
+        """Ready when this returns; Conflict, before the device is touched, if it does not fit.
+
+        DamagedError, with what brings it back, if a file of the engine is not what it was: the
+        worker looks before it loads any.
+        """
         async with self._loading:
             free = await asyncio.to_thread(self._means.free, spec.device)
             check_fit(version, spec.instances, free, spec.device)
             work = self._means.folders.serving / f"{spec.model}-{spec.version}-{next(self._numbers)}"
-            return await Loaded.start(self._means.start, spec, work, self._means.leases)
+            try:
+                return await Loaded.start(self._means.start, spec, work, self._means.leases)
+            except DamagedError as error:
+                advice = await asyncio.to_thread(self._means.repository.remedy, version)
+                raise DamagedError(error.message, advice) from error
 
     def spec(self, version: Version, options: DeploymentOptions) -> DeploymentSpec:
         """What is to be loaded; Unprocessable for a device that the engine does not run on. Reads the disk."""

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.core import Engine, Tensors, dtype_of
+from pipeline.deliver import check_engine
 from pipeline.errors import InternalError, UserError
 from pipeline.faults import crucible_error
 from pipeline.graph import draw_feeds
@@ -66,11 +67,15 @@ class Server:
 
 
 def load(message: Load) -> tuple[Engine, Loaded, list[Session], int]:
-    """The engine in memory with its sessions, warm, and what it holds of the device's memory."""
+    """The engine in memory with its sessions, warm, and what it holds of the device's memory.
+
+    DamagedError before anything is loaded if a file of the engine is not what it was.
+    """
     from pipeline import backends
     from pipeline.backends.base import run_session
 
     engine = Engine.model_validate_json(message.engine.read_bytes())
+    check_engine(engine, message.name)
     before = held_bytes() if os.environ.get(VISIBLE) else 0  # on the CPU the interpreter counts, too: each instance has one
     loaded = backends.load_to_serve(engine)
     sessions = [loaded.session() for _ in range(message.sessions)]

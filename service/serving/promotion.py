@@ -8,19 +8,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from pipeline.core import Engine
-from pipeline.deliver import ENGINE_FILE, load_engine
 from pipeline.errors import CrucibleError
 from pipeline.feeding import BatchSpec, Padding
 from pipeline.process import Child
-from pipeline.render import load_report
 from pipeline.report import Report
-from pipeline.store import check_files
 from service.child import VISIBLE, visible
 from service.errors import Conflict, NotFound
 from service.folders import Folders
 from service.job_store import JobStore
 from service.models import Version
-from service.publish import ENGINE
+from service.publish import published_engine, published_report
 
 PROOF_S = 900.0  # some twenty runs at the largest sizes, after loading
 
@@ -39,18 +36,17 @@ class Candidate:
 
 
 def candidate_of(job_id: str, owner: str | None, override: bool, jobs: JobStore, folders: Folders) -> Candidate:
-    """NotFound without such a report, Conflict if it may not be promoted. Reads every file of the engine."""
+    """NotFound without such a report, Conflict if it may not be promoted.
+
+    DamagedError if the report or a file of its engine is not what it was.
+    """
     job = jobs.get(job_id, owner)
     folder = folders.report(job.id)
-    if job.state != "succeeded" or not folder.is_dir():
+    if job.state != "succeeded":
         raise NotFound(f"job {job_id} is {job.state}: there is no report", f"GET /jobs/{job_id} tells how far it is")
-    report = load_report(folder)
+    report = published_report(folder)
     check_report(report, override)
-    try:
-        check_files(folder / ENGINE, folder, besides=(ENGINE_FILE,))
-    except (OSError, ValueError) as error:
-        raise Conflict(f"the engine of job {job_id} is damaged: {error}", "compile the model again") from error
-    return Candidate(job.id, job.owner, report, load_engine(folder / ENGINE))
+    return Candidate(job.id, job.owner, report, published_engine(folder))
 
 
 def check_report(report: Report, override: bool) -> None:

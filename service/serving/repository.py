@@ -7,26 +7,34 @@ A folder without a row is what a killed promotion left: `sweep` removes it. Rows
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import shutil
 import sqlite3
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from pipeline.core import Engine
-from pipeline.deliver import ENGINE_FILE, load_engine
+from pipeline.deliver import ENGINE_FILE, check_engine, read_engine
+from pipeline.errors import DamagedError, ModelError
+from pipeline.exchange import replace_folder
 from pipeline.render import JSON_NAME
-from pipeline.store import check_files, sync
+from pipeline.store import sync
 from service import logs
 from service.database import Database
 from service.errors import Conflict, NotFound
 from service.folders import Folders
 from service.job_store import DamagedRow
-from service.models import DeploymentOptions, Version, prunable
-from service.publish import ENGINE
+from service.models import DeploymentOptions, Version, prunable, version_name
+from service.publish import ENGINE, check_form, published_engine
+
+TAKE_AGAIN = (
+    "`crucible models {model}` names its job, and `crucible promote {model} JOB` takes the engine "
+    "from there again; if that is gone too, compile the model again"
+)
 
 log = logs.get("service.repository")
 
@@ -70,45 +78,95 @@ class Repository:
             return _model(rows, _row(rows, name, owner))
 
     def engine(self, version: Version) -> Engine:
-        """The engine, with where its files lie."""
-        return load_engine(self.engine_folder(version))
+        """The engine, with where its files lie; whoever loads them checks them first.
+
+        DamagedError, with what brings it back, if it is not there or not as it was described.
+        """
+        try:
+            return read_engine(self.engine_folder(version), _name(version))
+        except ModelError as error:
+            message = f"{_name(version)} is damaged: '{ENGINE_FILE}' is missing"
+            raise DamagedError(message, self.remedy(version)) from error
+        except DamagedError as error:
+            raise DamagedError(error.message, self.remedy(version)) from error
+
+    def remedy(self, version: Version) -> str:
+        """What brings a damaged version back: its job if that has the engine, else a compile."""
+        try:
+            published_engine(self._folders.report(version.job))
+        except DamagedError:
+            return "compile the model again, and promote that: its job has lost the engine too"
+        override = " --override" if version.override else ""
+        command = f"crucible promote {version.model} {version.job}{override}"
+        return f"`{command}` takes the engine from its job again"
+
+    def restore(self, version: Version, engine: Path) -> bool:
+        """Put the engine of a version's job in the place of a damaged one.
+
+        Return whether it was damaged.
+        """
+        try:
+            check_engine(self.engine(version), _name(version))
+            return False
+        except DamagedError as error:
+            reason = error.message
+        with self._staged(engine) as staged:
+            place = self._folders.version(version.model, version.version)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            replace_folder(staged, place)
+            sync(place.parent)
+        log.warning("version.restored", model=version.model, version=version.version, reason=reason)
+        return True
+
+    @contextlib.contextmanager
+    def _staged(self, engine: Path) -> Iterator[Path]:
+        """A checked copy of an engine, on the disk; removed at the end unless it was moved."""
+        staged = self._folders.models / f".{secrets.token_hex(8)}"
+        try:
+            shutil.copytree(engine, staged / ENGINE)
+            check_engine(read_engine(staged / ENGINE))
+            for path in (*staged.rglob("*"), staged):
+                sync(path)
+            yield staged
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
 
     def engine_folder(self, version: Version) -> Path:
         return self._folders.version(version.model, version.version) / ENGINE
 
     def lend(self, version: Version, job_id: str) -> None:
-        """Give a job what it takes to measure a version again, which may be pruned meanwhile; Conflict unless all is there and as it was."""
+        """Give a job what it takes to measure a version again, which may be pruned meanwhile.
+
+        DamagedError unless all is there and as it was.
+        """
         report = self._folders.report(version.job) / JSON_NAME
         try:
-            check_files(self.engine_folder(version), self._folders.version(version.model, version.version), besides=(ENGINE_FILE,))
+            check_engine(self.engine(version), _name(version))
+        except DamagedError as error:
+            raise DamagedError(error.message, self.remedy(version)) from error
+        try:
+            check_form(report.parent, JSON_NAME)
             self._folders.share_upload(version.job, job_id)
             place = self._folders.compiled(job_id)
             shutil.rmtree(place, ignore_errors=True)  # what the version's own job measured, if that was a benchmark
             place.mkdir()
             shutil.copy(report, place)
-        except (FileNotFoundError, ValueError) as error:
-            said = f"version {version.version} of '{version.model}' is damaged: {error}"
-            raise Conflict(said, "compile the model again, and promote that report") from error
+        except (FileNotFoundError, DamagedError) as error:
+            reason = error.message if isinstance(error, DamagedError) else str(error)
+            advice = "compile the model again, and promote that report"
+            raise DamagedError(f"{_name(version)} is damaged: {reason}", advice) from error
         shutil.copytree(self.engine_folder(version), place / ENGINE)
 
     def add(self, version: Version, engine: Path, current: bool) -> Version:
         """Add the next version, whose number replaces the one given; Conflict if the name is another owner's."""
-        staged = self._folders.models / f".{secrets.token_hex(8)}"
-        try:
-            shutil.copytree(engine, staged / ENGINE)
-            for path in (*staged.rglob("*"), staged):
-                sync(path)
-            with self._database.write() as rows:
-                added = _numbered(rows, version)
-                place = self._folders.version(added.model, added.version)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                shutil.rmtree(place, ignore_errors=True)  # of a promotion that was killed before its row was written
-                staged.rename(place)
-                sync(place.parent)
-                _insert(rows, added, current)
-        except BaseException:
-            shutil.rmtree(staged, ignore_errors=True)
-            raise
+        with self._staged(engine) as staged, self._database.write() as rows:
+            added = _numbered(rows, version)
+            place = self._folders.version(added.model, added.version)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(place, ignore_errors=True)  # a promotion was killed before its row
+            staged.rename(place)
+            sync(place.parent)
+            _insert(rows, added, current)
         return added
 
     def set_current(self, name: str, version: int) -> None:
@@ -183,7 +241,17 @@ def promoted_engine(home: Path, model: str, version: int) -> Engine:
         kept = ", ".join(sorted((each.name for each in (folders.models / model).glob("*") if each.name.isdecimal()), key=int))
         there = f"of '{model}' it has {kept}" if kept else f"it has no model '{model}'"
         raise NotFound(f"no version {version} of '{model}' in '{home}'", f"{there}; CRUCIBLE_HOME names another home, --from any engine")
-    return load_engine(folders.version(model, version) / ENGINE)
+    name = version_name(model, version)
+    try:
+        engine = read_engine(folders.version(model, version) / ENGINE, name)
+        check_engine(engine, name)
+    except DamagedError as error:
+        raise DamagedError(error.message, TAKE_AGAIN.format(model=model)) from error
+    return engine
+
+
+def _name(version: Version) -> str:
+    return version_name(version.model, version.version)
 
 
 def _numbered(rows: sqlite3.Connection, version: Version) -> Version:

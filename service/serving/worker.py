@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.core import Engine, dtype_of
-from pipeline.errors import CrucibleError, HostError
+from pipeline.errors import CrucibleError, DamagedError, HostError
 from pipeline.faults import memory_kills
 from service import logs
 from service.child import end_guarded, environment_for, how_it_ended, start_guarded
@@ -63,6 +63,7 @@ class Order:
     """What a worker is to be."""
 
     name: str  # for the log and for its processes' mark
+    engine_name: str  # for messages
     engine: Engine
     warm: tuple[dict[str, int], ...]
     runs: int  # of each size, until it is warm
@@ -113,6 +114,7 @@ class Worker:
         self._kills = memory_kills()
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._broken: asyncio.Future[str] = self._loop.create_future()
+        self._failed: Failed | None = None  # what it said as its last
         self._free = [Slot(number) for number in range(SLOTS)]
         self._sent: dict[int, _Sent] = {}
         self._numbers = itertools.count()
@@ -139,18 +141,28 @@ class Worker:
             raise
         worker = cls(order, process, ours, mark)
         try:
-            worker._send(Load(file, order.warm, order.runs, order.sessions))
+            load = Load(file, order.warm, order.runs, order.engine_name, order.sessions)
+            worker._send(load)
             await asyncio.wait((worker._ready, worker._broken), timeout=order.load_s, return_when=asyncio.FIRST_COMPLETED)
             if not worker._ready.done():
-                is_late = not worker._broken.done()
-                said = f"did not load its engine within {order.load_s:g} s" if is_late else await worker.death()
-                log.error("worker.not_ready", worker=order.name, reason=said, printed=worker.printed())
-                raise (TimedOut if is_late else HostError)(f"the worker of '{order.name}' {said}", "the log of the server holds what it printed")
+                raise await worker._not_ready()
             worker.memory_bytes = worker._ready.result().memory_bytes
         except BaseException:
             await worker.end()
             raise
         return worker
+
+    async def _not_ready(self) -> CrucibleError:
+        """Why it is not ready; what it printed goes to the server's log."""
+        name, load_s = self._order.name, self._order.load_s
+        is_late = not self._broken.done()
+        message = f"did not load its engine within {load_s:g} s" if is_late else await self.death()
+        log.error("worker.not_ready", worker=name, reason=message, printed=self.printed())
+        if self._failed is not None and self._failed.code == DamagedError.code:
+            return DamagedError(self._failed.message, self._failed.next_step)
+        kind = TimedOut if is_late else HostError
+        advice = "the log of the server holds what it printed"
+        return kind(f"the worker of '{name}' {message}", advice)
 
     @property
     def pid(self) -> int:
@@ -247,6 +259,7 @@ class Worker:
     def _take(self, message: FromWorker) -> None:
         match message:
             case Failed():
+                self._failed = message
                 self._break(f"cannot go on: {message.message}" + (f"; {message.next_step}" if message.next_step else ""))
             case Ready():
                 if self._ready.done():

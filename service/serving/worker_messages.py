@@ -45,6 +45,7 @@ class Load:
     engine: Path  # file of an Engine in JSON, with its root
     warm: tuple[dict[str, int], ...]
     runs: int  # of each size
+    name: str  # of the engine, in messages
     sessions: int = 1  # which take turns
     kind: Literal["load"] = "load"
 

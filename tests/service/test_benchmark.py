@@ -192,10 +192,12 @@ def test_what_is_damaged_is_refused_without_naming_places(tmp_path: Path) -> Non
         job = await model(desk, tmp_path)
         for place in (change_engine, change_report, change_plan):
             with damaged(place(desk, job), Path.unlink):
-                answer = await told(await desk.client.post("/models/m/benchmark"), 409)
+                answer = await told(await desk.client.post("/models/m/benchmark"), 500)
             assert ("version 1 of 'm' is damaged" in answer["error"], str(tmp_path) in str(answer)) == (True, False), answer
         with damaged(change_engine(desk, job), lambda file: file.write_bytes(b"other")):
-            assert "another digest" in (await told(await desk.client.post("/models/m/benchmark"), 409))["error"]
+            answer = await told(await desk.client.post("/models/m/benchmark"), 500)
+            assert (answer["code"], "another digest" in answer["error"]) == ("host.damaged", True)
+            assert answer["next"] == f"`crucible promote m {job}` takes the engine from its job again"
         with damaged(change_plan(desk, job), lambda file: file.write_bytes(b"{")):
             await told(await desk.client.post("/models/m/benchmark"), 503)
         assert {path.name for path in desk.service.folders.uploads("x").parent.iterdir()} == {job}
@@ -233,6 +235,7 @@ def test_a_benchmarks_report_may_be_promoted_and_measured_too(tmp_path: Path) ->
         for file in desk.service.folders.compiled(job["id"]).rglob("*"):  # what a real child leaves
             if file.is_file():
                 (place / file.relative_to(desk.service.folders.compiled(job["id"]))).write_bytes(file.read_bytes())
+        (place / "sha256.json").unlink()
         view = await told(await desk.client.post("/models/m/promote", json={"report": job["id"]}))
         assert (view["current"]["version"], view["current"]["job"]) == (2, job["id"])
         again = await measured(desk)

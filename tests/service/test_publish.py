@@ -54,7 +54,7 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (edit(lambda report: report.update(verdict="rejected")), "an engine although none was delivered"),
     (edit(lambda report: report.update(verdict="keep")), "winner is not among its candidates"),
     (edit(lambda report: report.update(winner="onnxruntime fp32")), "its engine is not the one that it names"),
-    (edit(lambda engine: engine.update(digest="other"), "engine/engine.json"), "its engine is not the one that it names"),
+    (edit(lambda engine: engine.update(digest="other"), "engine/engine.json"), "is not what 'artifact.json' says"),
     (edit(lambda manifest: manifest["value"].update(digest="other"), "engine/artifact.json"), "'artifact.json' has another digest"),  # type: ignore[attr-defined]
     (lambda out: (out / "engine" / "model.onnx").write_bytes(b"enginE"), "another digest"),
     (lambda out: (out / "engine" / "model.onnx").unlink(), "'model.onnx' is missing"),

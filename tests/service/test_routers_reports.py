@@ -3,11 +3,15 @@
 import gzip
 import io
 import json
+import shutil
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
+from pipeline.errors import DamagedError
 from pipeline.render import load_report, page
 from service.routers.reports import FORMS, preferred
 from service.tar import size_of_tar, tar
@@ -97,6 +101,7 @@ def test_a_node_named_as_a_script_does_nothing(tmp_path: Path) -> None:
         report = load_report(folder)
         layered = report.model_copy(update={"reasons": (f"node '{evil}' lost accuracy", EVIL), "name": evil})
         (folder / "report.html").write_text(page(layered, lambda plot: "<svg/>"))
+        (folder / "sha256.json").unlink()
         answer = await desk.client.get(f"/reports/{job['id']}", headers={"Accept": "text/html"})
         assert "&lt;script&gt;alert(1)&lt;/script&gt;" in answer.text
         assert "<script" not in answer.text
@@ -121,3 +126,86 @@ def test_a_tar_is_what_tar_reads_with_long_names_and_odd_sizes(tmp_path: Path) -
     with tarfile.open(fileobj=io.BytesIO(whole)) as archive:
         assert {member.name: member.size for member in archive} == {f"engine/{name}": size for name, size in sizes.items()}
     assert whole == b"".join(tar(folder))
+
+
+DAMAGES = [
+    ("report.json", lambda file: file.write_bytes(file.read_bytes()[:-100]), "has another digest"),
+    ("report.json", lambda file: file.unlink(), "'report.json' is missing"),
+    ("sha256.json", lambda file: file.write_text("{"), "is damaged"),
+    ("sha256.json", lambda file: file.write_text("[]"), "is damaged"),
+    ("sha256.json", lambda file: file.write_text("{}"), "is damaged"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "message"), DAMAGES)
+def test_a_damaged_report_is_the_servers_fault(
+    tmp_path: Path,
+    name: str,
+    damage: Callable[[Path], object],
+    message: str,
+) -> None:
+    async def story(desk: Desk) -> None:
+        job = await desk.end_of("succeed")
+        damage(tmp_path / "reports" / job["id"] / name)
+        for part in ("", "/latency", "/accuracy", "/samples"):
+            with capture_logs() as logged:
+                answer = await desk.client.get(f"/reports/{job['id']}{part}")
+            body = answer.json()
+            assert (answer.status_code, body["code"]) == (500, "host.damaged")
+            assert body["error"].startswith(f"the report of job {job['id']} is damaged: ")
+            assert message in body["error"]
+            assert body["next"].startswith("send the model again: that makes a new job")
+            (fault,) = [each for each in logged if each["event"] == "request.fault"]
+            assert isinstance(fault["exc_info"], DamagedError)
+
+    at_desk(tmp_path, story)
+
+
+def test_a_report_of_an_earlier_version_is_shown_and_a_broken_one_is_not(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        job = await desk.end_of("succeed")
+        folder = tmp_path / "reports" / job["id"]
+        (folder / "sha256.json").unlink()
+        for form in FORMS:
+            answer = await desk.client.get(f"/reports/{job['id']}", headers={"Accept": form})
+            assert answer.status_code == 200
+        content = (folder / "report.json").read_bytes()
+        for broken in (content[:-100], b"", b"[]", b'{"schema_version": 99}'):
+            (folder / "report.json").write_bytes(broken)
+            for part in ("", "/latency"):
+                answer = await desk.client.get(f"/reports/{job['id']}{part}")
+                assert (answer.status_code, answer.json()["code"]) == (500, "host.damaged")
+                assert answer.json()["error"].endswith("is damaged: 'report.json' cannot be read")
+
+    at_desk(tmp_path, story)
+
+
+def test_a_damaged_engine_is_not_given(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        job = await desk.end_of("succeed")
+        folder = tmp_path / "reports" / job["id"] / "engine"
+        (folder / "model.onnx").write_bytes(b"enginE")
+        answer = await desk.client.get(f"/reports/{job['id']}/engine.tar")
+        start = f"the engine of job {job['id']} is damaged: 'model.onnx' has another digest"
+        assert (answer.status_code, start in answer.json()["error"]) == (500, True)
+        shutil.rmtree(folder)
+        answer = await desk.client.get(f"/reports/{job['id']}/engine.tar")
+        assert (answer.status_code, "is missing" in answer.json()["error"]) == (500, True)
+
+    at_desk(tmp_path, story)
+
+
+@pytest.mark.parametrize("name", ["report.html", "engine/model.onnx", "plan.json"])
+def test_an_equal_request_makes_a_damaged_report_again(tmp_path: Path, name: str) -> None:
+    async def story(desk: Desk) -> None:
+        first = await desk.end_of("succeed")
+        assert (await desk.compile("succeed")).json()["id"] == first["id"]
+        place = tmp_path / ("uploads" if name == "plan.json" else "reports") / first["id"] / name
+        place.write_bytes(b"other")
+        again = await desk.end_of("succeed")
+        assert (again["id"] != first["id"], again["state"]) == (True, "succeeded")
+        assert (await desk.client.get(f"/reports/{again['id']}")).status_code == 200
+        assert (await desk.compile("succeed")).json()["id"] == again["id"]
+        assert (await desk.client.get(f"/jobs/{first['id']}")).json()["state"] == "succeeded"
+
+    at_desk(tmp_path, story)

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from pipeline import backends
 from pipeline.backends.base import run_session
 from pipeline.core import BuildOptions, DimRange, Engine, Precision, Profile, Recipe, Tensors, silent
+from pipeline.deliver import seal
 from pipeline.feeding import BatchSpec
 from pipeline.graph import onnx_model
 from service.guard import LOCAL
@@ -54,7 +55,10 @@ def engine_of(
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), source / "model.onnx")
     options = BuildOptions(profiles=profiles, threads=1)
     recipe = Recipe(backend=backend, precision=Precision.FP32, realised_in="graph" if backend == "onnxruntime" else "runtime")
-    return backends.backend(backend).build(onnx_model(source, "model.onnx"), recipe, options, out, silent)
+    model = onnx_model(source, "model.onnx")
+    engine = backends.backend(backend).build(model, recipe, options, out, silent)
+    seal(engine.root, engine)
+    return engine
 
 
 def linear(folder: Path, layers: int = 1, width: int = WIDTH, backend: str = "onnxruntime") -> Engine:

@@ -203,10 +203,11 @@ def test_what_was_deployed_is_loaded_again_and_one_that_fails_blocks_no_other(tm
             states = {each.model: each.state for each in here.deployments.served(LOCAL)}
             assert states == {"a": "failed", "b": "ready", "c": "ready"}
             assert [await here.ask("b"), await here.ask("c")] == [2, 1]
-            assert "no engine in '$CRUCIBLE_HOME" in await refused(Unavailable, here.ask("a"))
+            damaged = "version 1 of 'a' is damaged: 'engine.json' is missing; `crucible promote a "
+            assert damaged in await refused(Unavailable, here.ask("a"))
             view = await here.deployments.view(LOCAL, "a")
             assert (view.deployment.state, view.deployment.version) == ("failed", None)
-            assert "no engine" in view.deployment.reason
+            assert damaged in view.deployment.reason
             await here.promote("a")  # a version that works mends it
             assert await here.ask("a") == 2
 

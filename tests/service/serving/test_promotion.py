@@ -9,6 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from pipeline.core import DimRange
+from pipeline.errors import DamagedError
 from pipeline.feeding import InputRecipe, Padding, ServingConfig
 from pipeline.report import Verdict
 from service.errors import Conflict, NotFound
@@ -80,7 +81,7 @@ def test_there_must_be_a_report_and_a_whole_engine(tmp_path: Path) -> None:
             assert "no job 'nobody'" in await refused(NotFound, here, PromoteRequest(report="nobody"))
             job = here.report()
             (here.folders.report(job) / "engine" / "model.onnx").write_bytes(b"torn")
-            assert "is damaged" in await refused(Conflict, here, PromoteRequest(report=job))
+            assert "is damaged" in await refused(DamagedError, here, PromoteRequest(report=job))
             await here.deployments.promote(LOCAL, "mine", PromoteRequest(report=here.report()))
             with pytest.raises(Conflict, match="the name 'mine' is taken"):
                 await here.deployments.promote(LOCAL, "mine", PromoteRequest(report=here.report(owner="other")))

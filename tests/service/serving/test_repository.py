@@ -11,6 +11,7 @@ import pytest
 from pipeline.config import ModelConfig, Plan
 from pipeline.core import Engine, Precision, TensorSpec
 from pipeline.deliver import load_engine
+from pipeline.errors import DamagedError
 from pipeline.render import load_report
 from service.database import MIGRATIONS, Database
 from service.errors import Conflict, NotFound
@@ -264,7 +265,7 @@ def test_a_version_of_which_something_is_missing_is_not_lent(home: Home) -> None
     lent = lendable(home)
     for gone in (home.folders.version("m", 1), home.folders.report(lent.job), home.folders.uploads(lent.job)):
         gone.rename(aside := gone.with_name("aside"))
-        with pytest.raises(Conflict, match="version 1 of 'm' is damaged"):
+        with pytest.raises(DamagedError, match="version 1 of 'm' is damaged"):
             home.repository.lend(lent, "a")
         aside.rename(gone)
         shutil.rmtree(home.folders.uploads("a"), ignore_errors=True)  # as whoever asked does
