@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from typing import Any
 
 from pipeline.core import Frozen, Precision
@@ -64,7 +65,8 @@ def find_gpus(command: str = "nvidia-smi") -> Gpus:
     if not devices:
         return Gpus(reason="nvidia-smi lists no GPU")
     wanted = os.environ.get(VISIBLE)
-    visible = devices if wanted is None else _visible(devices, wanted)
+    places = visible_places([gpu.uuid for gpu in devices], wanted)
+    visible = tuple(devices[place] for place in places)
     hidden = f"no GPU may be used: {VISIBLE}='{wanted}' hides {', '.join(gpu.name for gpu in devices)}"
     return Gpus(devices=visible, reason="" if visible else hidden)
 
@@ -86,16 +88,21 @@ def _number(text: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _visible(devices: tuple[Gpu, ...], wanted: str) -> tuple[Gpu, ...]:
-    """Those that CUDA_VISIBLE_DEVICES names; as for CUDA, the list ends at the first entry that names none.
+def visible_places(uuids: Sequence[str], wanted: str | None) -> tuple[int, ...]:
+    """Return the places of the GPUs that CUDA_VISIBLE_DEVICES names.
 
-    Numbers count as nvidia-smi does. CUDA itself counts the fastest first, unless CUDA_DEVICE_ORDER=PCI_BUS_ID: alike where all are of one kind.
+    As for CUDA, the list ends at the first entry that names none. Numbers count as nvidia-smi does.
+    CUDA itself counts the fastest first, unless CUDA_DEVICE_ORDER=PCI_BUS_ID: alike where all are
+    of one kind. `wanted` is the variable, None if it is not set; a UUID may be cut short.
     """
-    if wanted.startswith("MIG-"):  # a slice of one of them; the list does not say of which
-        return devices
-    chosen: list[Gpu] = []
+    if wanted is None or wanted.startswith("MIG-"):  # a slice; of which GPU the list does not say
+        return tuple(range(len(uuids)))
+    chosen: list[int] = []
     for entry in map(str.strip, wanted.split(",")):
-        named = [gpu for number, gpu in enumerate(devices) if entry == str(number) or (entry.startswith("GPU-") and gpu.uuid.startswith(entry))]
+        if entry.startswith("GPU-"):
+            named = [place for place, uuid in enumerate(uuids) if uuid.startswith(entry)]
+        else:
+            named = [place for place in range(len(uuids)) if entry == str(place)]
         if len(named) != 1:
             break
         chosen += named

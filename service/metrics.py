@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from service.gpus import visible_gpus
 from service.jobs import Job, JobEvent, StageSeen
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -51,7 +52,10 @@ class Metrics:
         self.registry.register(_Jobs(count))
 
     def collect_devices(self, nvml: ModuleType = pynvml) -> None:
-        """Memory and busy share of every NVIDIA GPU, as NVML tells whenever the figures are read; nothing where there is none."""
+        """Memory and busy share of every GPU of this server, whenever the figures are read.
+
+        What NVML does not tell of a GPU is left out.
+        """
         self.registry.register(_Devices(nvml))
 
     def text(self) -> bytes:
@@ -81,20 +85,14 @@ class _Devices(Collector):
         used = GaugeMetricFamily("crucible_device_memory_used_bytes", "Memory in use on a GPU, by anybody", labels=["device"])
         whole = GaugeMetricFamily("crucible_device_memory_bytes", "Memory of a GPU", labels=["device"])
         busy = GaugeMetricFamily("crucible_device_busy_ratio", "Share of the last second in which some kernel ran", labels=["device"])
-        try:
-            self._nvml.nvmlInit()
-        except self._nvml.NVMLError:  # no GPU, no driver
-            return
-        try:
-            for number in range(self._nvml.nvmlDeviceGetCount()):
-                handle = self._nvml.nvmlDeviceGetHandleByIndex(number)
-                memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
-                name = [f"gpu:{number}"]
-                used.add_metric(name, memory.used)
-                whole.add_metric(name, memory.total)
-                busy.add_metric(name, self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
-        finally:
-            self._nvml.nvmlShutdown()
+        with visible_gpus(self._nvml) as gpus:
+            for number, gpu in enumerate(gpus):
+                name, memory, ratio = [f"gpu:{number}"], gpu.memory(), gpu.busy_ratio()
+                if memory is not None:
+                    used.add_metric(name, memory.used)
+                    whole.add_metric(name, memory.total)
+                if ratio is not None:
+                    busy.add_metric(name, ratio)
         yield from (used, whole, busy)
 
     def describe(self) -> Iterable[Metric]:

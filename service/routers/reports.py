@@ -15,7 +15,7 @@ from fastapi.responses import FileResponse, StreamingResponse
 from pipeline.report import Report
 from service.errors import NotFound
 from service.guard import Caller
-from service.publish import ENGINE, check_form, has_engine, published_engine, published_report
+from service.publish import ENGINE, check_form, published_engine, published_report
 from service.routers.asked import REFUSALS, AskedBy, AskedOf
 from service.schemas import FORMS, AccuracyView, LatencyView, accuracy_of_report, latency_of_report, samples_of_report
 from service.service import Service
@@ -63,7 +63,7 @@ async def get_engine(job_id: str, caller: AskedBy, service: AskedOf) -> Streamin
     """The winning engine, with its manifest."""
     folder = await _folder(job_id, caller, service)
     engine = folder / ENGINE
-    if not engine.is_dir() and not await _part(has_engine, job_id, caller, service):
+    if not engine.is_dir() and not await _part(lambda report: report.has_engine, job_id, caller, service):
         raise NotFound(f"job {job_id} found no engine to give", f"GET /reports/{job_id} says why")
     await asyncio.to_thread(published_engine, folder)
     headers = {**_download(f"{job_id}-engine.tar"), "Content-Length": str(size_of_tar(engine))}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import psutil
+import pynvml
 
 from service.errors import Conflict
+from service.gpus import visible_gpus
 from service.models import Version
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -30,8 +33,10 @@ def need_of(version: Version) -> Need:
     return Need(version.size_bytes, "its files alone")
 
 
-def check_fit(version: Version, instances: int, free_bytes: int, device: str) -> None:
-    """Conflict with both numbers."""
+def check_fit(version: Version, instances: int, free_bytes: int | None, device: str) -> None:
+    """Conflict with both numbers; nothing is refused where nobody tells what is free (None)."""
+    if free_bytes is None:
+        return
     need = need_of(version)
     if need.bytes * instances > free_bytes:
         what = f"'{version.model}' with {instances} instance{'s' if instances > 1 else ''}"
@@ -43,9 +48,17 @@ def _mib(count: int) -> str:
     return f"{count / 2**20:.1f} MiB"
 
 
-def free_bytes(device: str, cgroup: Path = CGROUP) -> int:
-    """Free memory of a device: of this machine, or of the container if it may use less; of a GPU as NVML tells."""
-    return _free_on_gpu(int(device.removeprefix("gpu:"))) if device.startswith("gpu:") else _free_here(cgroup)
+def free_bytes(device: str, cgroup: Path = CGROUP, nvml: ModuleType = pynvml) -> int | None:
+    """Return the free memory of a device; None where the driver of a GPU does not tell.
+
+    Of this machine, or of the container if it may use less; of a GPU as NVML tells.
+    """
+    if not device.startswith("gpu:"):
+        return _free_here(cgroup)
+    number = int(device.removeprefix("gpu:"))
+    with visible_gpus(nvml) as gpus:
+        memory = gpus[number].memory() if number < len(gpus) else None
+    return None if memory is None else memory.free
 
 
 def _free_here(cgroup: Path) -> int:
@@ -55,17 +68,3 @@ def _free_here(cgroup: Path) -> int:
     except OSError:  # no limit that could be read
         return free
     return min(free, max(0, int(most) - int(used))) if most.isdigit() else free
-
-
-def _free_on_gpu(number: int) -> int:
-    import pynvml
-
-    from pipeline.gpu import find_gpus
-
-    pynvml.nvmlInit()
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByUUID(find_gpus().devices[number].uuid)
-        free: int = pynvml.nvmlDeviceGetMemoryInfo(handle).free
-        return free
-    finally:
-        pynvml.nvmlShutdown()

@@ -39,7 +39,7 @@ class Means:
     load_s: float  # of an engine, until it is ready
     start: Start
     prove: Prove = prove
-    free: Callable[[str], int] = free_bytes
+    free: Callable[[str], int | None] = free_bytes
     waits_s: tuple[float, ...] = WAITS_S
 
 

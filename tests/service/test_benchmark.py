@@ -197,7 +197,8 @@ def test_what_is_damaged_is_refused_without_naming_places(tmp_path: Path) -> Non
         with damaged(change_engine(desk, job), lambda file: file.write_bytes(b"other")):
             answer = await told(await desk.client.post("/models/m/benchmark"), 500)
             assert (answer["code"], "another digest" in answer["error"]) == ("host.damaged", True)
-            assert answer["next"] == f"`crucible promote m {job}` takes the engine from its job again"
+            command = f"`crucible promote m {job}`"
+            assert answer["next"] == f"{command} takes the engine from its job again"
         with damaged(change_plan(desk, job), lambda file: file.write_bytes(b"{")):
             await told(await desk.client.post("/models/m/benchmark"), 503)
         assert {path.name for path in desk.service.folders.uploads("x").parent.iterdir()} == {job}

@@ -5,10 +5,12 @@ import json
 import subprocess
 import sys
 import textwrap
-from collections.abc import MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+import pytest
 
 from pipeline import candidates, compile
 from pipeline.runner import Stage
@@ -120,9 +122,17 @@ def test_the_known_stages_are_those_of_the_pipeline() -> None:
 
 
 class Nvml(ModuleType):
-    """Two GPUs; counts who has not shut it down."""
+    """Some GPUs; counts who has not shut it down. `lacks`: what GPUs do not support, by number."""
 
     NVMLError, opened = OSError, 0
+
+    def __init__(self, count: int = 2, lacks: Mapping[str, Collection[int]] | None = None) -> None:
+        super().__init__("nvml")
+        self._count, self._lacks = count, lacks or {}
+
+    def _check(self, function: str, number: int) -> None:
+        if number in self._lacks.get(function, ()):
+            raise OSError("Not Supported")
 
     def nvmlInit(self) -> None:  # noqa: N802
         self.opened += 1
@@ -131,20 +141,64 @@ class Nvml(ModuleType):
         self.opened -= 1
 
     def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return 2
+        return self._count
 
     def nvmlDeviceGetHandleByIndex(self, number: int) -> int:  # noqa: N802
+        self._check("handle", number)
         return number
 
+    def nvmlDeviceGetUUID(self, number: int) -> str:  # noqa: N802
+        self._check("uuid", number)
+        return f"GPU-{number}000-abcd"
+
     def nvmlDeviceGetMemoryInfo(self, number: int) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(used=1000 + number, total=8000)
+        self._check("memory", number)
+        return SimpleNamespace(used=1000 + number, free=7000 - number, total=8000)
 
     def nvmlDeviceGetUtilizationRates(self, number: int) -> SimpleNamespace:  # noqa: N802
+        self._check("busy", number)
         return SimpleNamespace(gpu=25 * number)
 
 
+@pytest.fixture(autouse=True)
+def all_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def used_bytes(nvml: Nvml) -> dict[str, float]:
+    """Memory in use by device, as /metrics tells it."""
+    metrics = Metrics()
+    metrics.collect_devices(nvml)
+    text, name = metrics.text().decode(), "crucible_device_memory_used"
+    lines = [line for line in text.splitlines() if line.startswith(name)]
+    assert nvml.opened == 0
+    return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
+
+
+def test_gpus_are_numbered_as_everywhere_in_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpu:0 is the first that CUDA_VISIBLE_DEVICES leaves; GPUs of others raise no alert."""
+    assert used_bytes(Nvml(4)) == {f"gpu:{n}": 1000.0 + n for n in range(4)}
+    for visible in ("3,1", "GPU-3,GPU-1000-abcd"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert used_bytes(Nvml(4)) == {"gpu:0": 1003.0, "gpu:1": 1001.0}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert used_bytes(Nvml(4)) == {}
+
+
+def test_what_nvml_does_not_tell_of_a_gpu_is_left_out() -> None:
+    metrics = Metrics()
+    metrics.collect_devices(Nvml(3, lacks={"memory": {0}, "busy": {1}, "uuid": {0, 1, 2}}))
+    text = metrics.text().decode()
+    lines = [line for line in text.splitlines() if line.startswith("crucible_device_")]
+    memory = [line.split()[0] for line in lines if "_memory_bytes" in line]
+    busy = [line.split()[0] for line in lines if "_busy_ratio" in line]
+    assert memory == [f'crucible_device_memory_bytes{{device="gpu:{n}"}}' for n in (1, 2)]
+    assert busy == [f'crucible_device_busy_ratio{{device="gpu:{n}"}}' for n in (0, 2)]
+    assert used_bytes(Nvml(3, lacks={"handle": {1}})) == {"gpu:0": 1000.0, "gpu:2": 1002.0}
+
+
 def test_memory_and_busy_share_of_each_gpu_are_told() -> None:
-    metrics, nvml = Metrics(), Nvml("nvml")
+    metrics, nvml = Metrics(), Nvml()
     metrics.collect_devices(nvml)
     text = metrics.text().decode()
     for number in range(2):

@@ -9,6 +9,7 @@ from service.errors import Conflict
 from service.models import Version
 from service.serving.fit import Need, check_fit, free_bytes, need_of
 from tests.service.serving.test_repository import version
+from tests.service.test_observe import Nvml
 
 
 def known(memory: int | None, peak: int, size: int) -> Version:
@@ -48,3 +49,17 @@ def test_a_container_has_what_its_limit_leaves(tmp_path: Path, most: str, used: 
 
 def test_a_machine_without_a_limit(tmp_path: Path) -> None:
     assert 0 < free_bytes("cpu", tmp_path) <= psutil.virtual_memory().total
+
+
+def test_a_gpu_has_what_nvml_says_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
+    assert free_bytes("gpu:0", tmp_path, Nvml(3)) == 7000 - 2
+    assert free_bytes("gpu:1", tmp_path, Nvml(3)) == 7000 - 1
+
+
+def test_where_nobody_tells_what_is_free_nothing_is_refused(tmp_path: Path) -> None:
+    """On GPUs that share the machine's memory NVML does not tell; a load used to end with 500."""
+    nvml = Nvml(2, lacks={"memory": {0}, "handle": {1}})
+    assert [free_bytes(f"gpu:{n}", tmp_path, nvml) for n in range(3)] == [None] * 3
+    assert nvml.opened == 0
+    check_fit(known(None, 0, 2**40), 2, None, "gpu:0")

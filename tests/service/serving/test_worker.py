@@ -117,7 +117,18 @@ def test_a_worker_that_never_keeps_to_the_protocol_is_given_up(tmp_path: Path, e
 
 def test_a_worker_that_hangs_is_stopped(tmp_path: Path, engine: Engine) -> None:
     async def story() -> None:
-        order = Order(f"{MODEL}-hangs", "it", engine, (), 1, "cpu", Work(tmp_path / "work"), load_s=60, stuck_s=0.2, command=double("hang"))
+        order = Order(
+            name=f"{MODEL}-hangs",
+            engine_name="it",
+            engine=engine,
+            warm=(),
+            runs=1,
+            device="cpu",
+            work=Work(tmp_path / "work"),
+            load_s=60,
+            stuck_s=0.2,
+            command=double("hang"),
+        )
         worker = await Worker.start(order)
         found: list[object] = []
         worker.run(Task(((1, 8),), 32, lambda targets: np.copyto(targets[0], EVIL), found.append))

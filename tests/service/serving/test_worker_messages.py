@@ -36,7 +36,12 @@ def test_what_a_worker_says_comes_whole(message: FromWorker) -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [Load(Path("/e/engine.json"), ({"batch": 1}, {}), 3, "it"), Run(0, 1, (Placed((1, 3), 0),), ("inputs", "outputs")), Run(9, 0, ())]
+    "message",
+    [
+        Load(Path("/e/engine.json"), ({"batch": 1}, {}), 3, "it"),
+        Run(0, 1, (Placed((1, 3), 0),), ("inputs", "outputs")),
+        Run(9, 0, ()),
+    ],
 )
 def test_what_the_server_says_comes_whole(message: FromServer) -> None:
     assert from_server(packet_of(message)) == message
