@@ -15,7 +15,7 @@ from pipeline.report import State as CandidateState
 from service.jobs import Failure, Job, Measures, Progress, State
 
 FORMS = {"application/json": JSON_NAME, "text/markdown": MARKDOWN_NAME, "text/html": HTML_NAME}  # of reports, by what Accept asks for
-EXAMPLE_ID = "01931f3a5b2c07d1e9a44c6f21"
+EXAMPLE_ID = "01931f3a5b2c07d1e9a44c6f2"
 
 
 def _example(**values: Any) -> ConfigDict:
