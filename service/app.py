@@ -58,8 +58,8 @@ def create_app(
         if traces is not None:
             await asyncio.to_thread(traces.shutdown)  # sends what is left
 
-    def verify(key: str) -> Key:
-        found: Key = app.state.service.keys.verify(key)
+    async def verify(key: str) -> Key:
+        found: Key = await app.state.service.verify(key)
         return found
 
     async def answer(request: Request, error: Exception) -> Response:

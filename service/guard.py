@@ -55,14 +55,18 @@ LOCAL = Caller("local", SCOPES)
 NOBODY = Caller("", ())
 
 
-def caller_from(authorization: str, settings: Settings, verify: Callable[[str], Key]) -> Caller:
+Verify = Callable[[str], Awaitable[Key]]
+"""The key of a text; Unauthorized if it does not work."""
+
+
+async def caller_from(authorization: str, settings: Settings, verify: Verify) -> Caller:
     """Who asks; Unauthorized without a key that works, where one is needed."""
     if not settings.needs_keys:
         return LOCAL
     kind, _, text = authorization.partition(" ")
     if kind.lower() != "bearer" or not text:
         raise Unauthorized("this service needs a key", NEXT)
-    key = verify(text.strip())
+    key = await verify(text.strip())
     return Caller(key.owner, key.scopes, key.prefix)
 
 
@@ -74,7 +78,7 @@ def request_id_from(given: str) -> str:
 class Guard:
     """Lets a request through to `application` with its Caller and request id in the scope's state, or answers it."""
 
-    def __init__(self, app: Application, settings: Settings, verify: Callable[[str], Key]) -> None:
+    def __init__(self, app: Application, settings: Settings, verify: Verify) -> None:
         self._application, self._settings, self._verify, self._hosts = app, settings, verify, settings.hosts
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -83,22 +87,23 @@ class Guard:
             return
         headers = _headers(scope["headers"])
         request_id = request_id_from(headers.get("x-request-id", ""))
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id  # for the log, also of what is refused
         try:
-            caller = self._check(scope["method"], scope["path"], headers)
+            state["caller"] = await self._check(scope["method"], scope["path"], headers)
         except ServiceError as error:
             await send_answer(send, answer_to(error), request_id)
             return
-        scope.setdefault("state", {}).update(caller=caller, request_id=request_id)
         body = _Counted(receive, send, self._limit(scope["path"]), request_id)
         body.whole = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
         await self._application(scope, body.receive, body.send)
 
-    def _check(self, method: str, path: str, headers: dict[str, str]) -> Caller:
+    async def _check(self, method: str, path: str, headers: dict[str, str]) -> Caller:
         """Who asks; a ServiceError if the request may not come in."""
         self._check_host(headers.get("host", ""))
         if method not in SAFE:
             self._check_origin(headers)
-        caller = self._caller(path, headers)
+        caller = await self._caller(path, headers)
         length, limit = headers.get("content-length", "0"), self._limit(path)
         if not (length.isascii() and length.isdigit() and len(length) <= MOST_DIGITS) or int(length) > limit:
             raise TooLarge(f"a body of {length[:MOST_DIGITS]} bytes, expected at most {limit}", "send less, or have the service's limit raised")
@@ -120,10 +125,10 @@ class Guard:
                 f"a request from another site ('{origin or 'not named'}') may change nothing here", "send it from a program, or from this site"
             )
 
-    def _caller(self, path: str, headers: dict[str, str]) -> Caller:
+    async def _caller(self, path: str, headers: dict[str, str]) -> Caller:
         if path in PUBLIC:
             return NOBODY
-        return caller_from(headers.get("authorization", ""), self._settings, self._verify)
+        return await caller_from(headers.get("authorization", ""), self._settings, self._verify)
 
     def _limit(self, path: str) -> int:
         if path.endswith(INFER):

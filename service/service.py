@@ -27,7 +27,7 @@ from service.errors import NotFound, Unavailable
 from service.folders import Folders
 from service.guard import LOCAL
 from service.job_store import DamagedRow, JobStore
-from service.keys import Keys
+from service.keys import Key, Keys
 from service.leases import Leases, utc_now
 from service.messages import HostIdentity
 from service.metrics import Metrics
@@ -83,6 +83,7 @@ class Service:
         self.helpers = Helpers()
         self._host: HostIdentity | None = None
         self._reader = ThreadPoolExecutor(1, "crucible-read")
+        self._key_reader = ThreadPoolExecutor(1, "crucible-keys")
         self.unpacking = asyncio.Semaphore(UNPACKING)
         self.stopping = False
         self._tidying: asyncio.Task[None] | None = None
@@ -107,6 +108,16 @@ class Service:
         """Ask the database, in a thread of its own."""
         return await asyncio.get_running_loop().run_in_executor(self._reader, call)
 
+    async def verify(self, text: str) -> Key:
+        """The key of this text; Unauthorized if it does not work.
+
+        The database is asked in a thread of its own: whoever holds it holds up no other request.
+        """
+        if (known := self.keys.known(text)) is not None:
+            return known
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._key_reader, self.keys.verify, text)
+
     async def stop(self, linger_s: float = 0.0) -> None:
         """Take no more jobs, end streams, end children and queue their jobs again. Models answer for `linger_s` more, and then what waits."""
         if self.stopping:
@@ -128,8 +139,9 @@ class Service:
         await self.stop()
         await self.models.close()
         await self.helpers.close()
-        await self.read(self.database.close)
-        self._reader.shutdown()
+        for reader in (self._reader, self._key_reader):
+            await asyncio.get_running_loop().run_in_executor(reader, self.database.close)
+            reader.shutdown()
         self.database.close()
 
     async def _start(self) -> None:

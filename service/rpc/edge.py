@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,15 +84,16 @@ class Edge(grpc.GenericRpcHandler):
     async def _answer(self, path: str, given: Mapping[str, str], requests: AsyncIterable[bytes], context: Context, told: _Told) -> None:
         name = _name(path)
         method = _method(name)
-        told.caller = self._caller(method, given)  # before anything is read
+        told.caller = await self._caller(method, given)  # before anything is read
 
         async def write(answer: Message) -> None:
             data: bytes = answer.SerializeToString()
             told.sent += len(data)
             await context.write(data)
 
-        def again() -> Call:
-            return Call(self._service, self._caller(method, given), _left_s(context))
+        async def again() -> Call:
+            caller = await self._caller(method, given)
+            return Call(self._service, caller, _left_s(context))
 
         async def streamed(request: bytes) -> Message:
             return await self._stream_answer(again, request, told.request_id)
@@ -110,10 +111,11 @@ class Edge(grpc.GenericRpcHandler):
         most = self._service.settings.max_infer_bytes
         raise Unprocessable("the call brought no message that could be read", f"send one of at most {most} bytes")
 
-    def _caller(self, method: Method, given: Mapping[str, str]) -> Caller:
+    async def _caller(self, method: Method, given: Mapping[str, str]) -> Caller:
         if method.may == "anybody":
             return NOBODY
-        caller = caller_from(given.get("authorization", ""), self._service.settings, self._service.keys.verify)
+        authorization = given.get("authorization", "")
+        caller = await caller_from(authorization, self._service.settings, self._service.verify)
         if method.may != "any key":
             caller.require(method.may)
         return caller
@@ -128,14 +130,19 @@ class Edge(grpc.GenericRpcHandler):
         """End its helpers."""
         await self._helpers.close()
 
-    async def _stream_answer(self, call: Callable[[], Call], request: bytes, request_id: str) -> pb.ModelStreamInferResponse:
+    async def _stream_answer(
+        self,
+        call: Callable[[], Awaitable[Call]],
+        request: bytes,
+        request_id: str,
+    ) -> pb.ModelStreamInferResponse:
         """One answer of a stream, which an error does not end, not even that the key was revoked meanwhile.
 
         A parameter says that nothing more will come of this request, as Triton's does.
         """
         try:
             message = await self._read(METHODS[STREAM], request)
-            answer = await infer(call(), message)
+            answer = await infer(await call(), message)
             said = ""
         except Exception as error:  # noqa: BLE001  the edge of a request
             asked = without_tensors(request)

@@ -3,8 +3,10 @@
 import asyncio
 import html
 import json
+import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,17 @@ import pytest
 
 from pipeline.errors import StoreError
 from service.app import create_app
+from service.client import JOB_ID
+from service.database import Database
+from service.jobs import new_id
+from service.keys import Key, Keys
+from service.leases import utc_now
 from service.routers.docs import page
+from service.schemas import EXAMPLE_ID
 from service.settings import Settings
 from service.submitted import parse
 from tests.service.fixtures_app import HOST, URL, Desk, at_desk, known_host, opened_desk
-from tests.service.fixtures_jobs import WORKER
+from tests.service.fixtures_jobs import WITHIN_S, WORKER
 
 HEAVY = "torch torchvision tensorrt tensorrt_rtx onnxruntime openvino nncf modelopt onnxsim polygraphy matplotlib onnx onnx_graphsurgeon onnxscript"
 
@@ -231,3 +239,44 @@ def example_of(schema: dict[str, Any], document: dict[str, Any]) -> Any:
     """The first one of a schema that is named, or may be left out."""
     name = schema.get("anyOf", [schema])[0]["$ref"].rpartition("/")[2]
     return document["components"]["schemas"][name]["examples"][0]
+
+
+def test_every_id_that_the_docs_show_is_one(tmp_path: Path) -> None:
+    shown = json.dumps(create_app(Settings(home=tmp_path)).openapi())
+    ids = set(re.findall(r"\b[0-9a-f]{20,40}\b", shown))
+    assert ids == {EXAMPLE_ID}
+    assert JOB_ID.fullmatch(EXAMPLE_ID)
+    assert len(new_id(utc_now())) == len(EXAMPLE_ID)
+
+
+class Slow(Keys):
+    """A database that somebody else holds until the event is set."""
+
+    def __init__(self, database: Database, release: threading.Event) -> None:
+        super().__init__(database)
+        self._release, self.asked = release, threading.Event()
+
+    def verify(self, text: str) -> Key:
+        self.asked.set()
+        assert self._release.wait(WITHIN_S)
+        return super().verify(text)
+
+
+def test_a_database_that_is_held_holds_up_nobody_who_needs_no_answer_of_it(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        release = threading.Event()
+        known, unknown = desk.key("infer"), desk.key("infer")
+        desk.service.keys = keys = Slow(desk.service.database, release)
+        release.set()
+        assert (await desk.client.get("/models", headers=known)).status_code == 200
+        release.clear()
+        keys.asked.clear()
+        waiting = asyncio.create_task(desk.client.get("/models", headers=unknown))
+        assert await asyncio.to_thread(keys.asked.wait, WITHIN_S)
+        for path, headers in (("/healthz", {}), ("/models", known)):
+            assert (await desk.client.get(path, headers=headers)).status_code == 200
+        assert not waiting.done()
+        release.set()
+        assert (await waiting).status_code == 200
+
+    at_desk(tmp_path, story, keys_required=True)

@@ -10,8 +10,8 @@ import pytest
 
 from service.database import Database
 from service.errors import Forbidden
-from service.guard import LOCAL, Caller, Guard, Receive, Send
-from service.keys import Keys
+from service.guard import LOCAL, Caller, Guard, Receive, Send, Verify
+from service.keys import Key, Keys
 from service.settings import Settings
 
 
@@ -57,6 +57,7 @@ class Exchange:
             self.sent.append(message)
 
         asyncio.run(guard(scope, receive, send))
+        self.state = scope["state"]
         self.status = self.sent[0]["status"]
         self.headers = {name.decode(): value.decode() for name, value in self.sent[0]["headers"]}
         self.body = b"".join(message.get("body", b"") for message in self.sent[1:])
@@ -76,8 +77,15 @@ def inside() -> Inside:
     return Inside()
 
 
+def verifier(keys: Keys) -> Verify:
+    async def verify(text: str) -> Key:
+        return keys.verify(text)
+
+    return verify
+
+
 def open_guard(inside: Inside, keys: Keys, **settings: Any) -> Guard:
-    return Guard(inside, Settings(home=Path("/nowhere"), **settings), keys.verify)
+    return Guard(inside, Settings(home=Path("/nowhere"), **settings), verifier(keys))
 
 
 def test_on_loopback_everyone_is_the_local_user(inside: Inside, keys: Keys) -> None:
@@ -106,6 +114,29 @@ def test_without_a_good_key_nothing_of_the_body_is_read(inside: Inside, keys: Ke
     assert done.headers["www-authenticate"] == "Bearer"
     assert done.headers["connection"] == "close"
     assert "key" in done.error
+
+
+REFUSALS: list[tuple[dict[str, str], int]] = [
+    ({}, 401),
+    ({"host": "evil.example"}, 421),
+    ({"origin": "http://evil.example"}, 403),
+    ({"content_length": "x"}, 413),
+]
+
+
+@pytest.mark.parametrize(("headers", "status"), REFUSALS)
+def test_a_refused_request_has_its_id_in_the_log_too(
+    inside: Inside,
+    keys: Keys,
+    headers: dict[str, str],
+    status: int,
+) -> None:
+    """Which `observe` reads from the state, for the client got the same id."""
+    guard = open_guard(inside, keys, keys_required=status == 401)
+    for given in ({}, {"x_request_id": "mine"}):
+        done = Exchange(guard, "POST", "/compile", **headers, **given)
+        assert (done.status, inside.bodies) == (status, [])
+        assert done.state["request_id"] == done.headers["x-request-id"]
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready"])
@@ -161,7 +192,7 @@ def test_what_is_answered_before_its_body_has_come_closes_the_connection(keys: K
         await send({"type": "http.response.start", "status": 422, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    guard = Guard(hasty, Settings(home=Path("/nowhere")), keys.verify)
+    guard = Guard(hasty, Settings(home=Path("/nowhere")), verifier(keys))
     for reads, headers, closed in (
         (0, {"content_length": "12"}, True),
         (1, {"content_length": "12"}, True),

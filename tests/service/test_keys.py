@@ -1,5 +1,6 @@
 """Keys: shown once, stored as a digest, verified in the same words whatever is wrong."""
 
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from pipeline.errors import PlanError, UserError
 from service.database import Database
 from service.errors import NotFound, Unauthorized
-from service.keys import FORM, REFUSED, Keys
+from service.keys import FORM, KNOWN_FOR_S, MAX_KNOWN, REFUSED, Keys, _Known
 
 
 @pytest.fixture
@@ -23,6 +24,71 @@ def test_a_key_is_verified_by_its_text_which_is_stored_nowhere(keys: Keys, tmp_p
     assert key.owner == f"key:{key.prefix}"
     secret = text.rpartition("_")[2].encode()
     assert not any(secret in file.read_bytes() for file in tmp_path.iterdir())
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_verified_key_is_known_for_a_moment_without_the_database(tmp_path: Path) -> None:
+    clock = Clock()
+    keys = Keys(Database(tmp_path / "crucible.db"), clock)
+    key, text = keys.create("ci", ["infer"])
+    assert keys.known(text) is None
+    keys.verify(text)
+    assert keys.known(text) == key
+    assert keys.known(text[:-1]) is None
+    clock.now_s += KNOWN_FOR_S + 1
+    assert keys.known(text) is None
+    keys.verify(text)
+    assert keys.known(text) == key
+    with pytest.raises(Unauthorized):
+        keys.verify(f"{text[:-1]}!")
+    assert len(keys._known) == 1
+
+
+def test_a_revoked_key_is_known_to_no_process(tmp_path: Path) -> None:
+    """`crucible keys revoke` is another process than the server: two on one database here."""
+    server, command = (Keys(Database(tmp_path / "crucible.db")) for _ in range(2))
+    keys = [server.create(str(number), ["infer"]) for number in range(3)]
+    for revoking, (revoked, text) in zip((command, server), keys[:2], strict=True):
+        for each in keys[keys.index((revoked, text)) :]:
+            server.verify(each[1])
+        revoking.revoke(revoked.prefix)
+        assert server.known(text) is None
+        with pytest.raises(Unauthorized):
+            server.verify(text)
+    assert server.verify(keys[2][1]) == server.known(keys[2][1])
+
+
+def test_what_was_verified_while_it_was_revoked_is_not_known(tmp_path: Path) -> None:
+    class Late(Keys):
+        """The row is read, then the key is revoked, then the answer comes."""
+
+        def _row(self, prefix: str) -> sqlite3.Row | None:
+            row = super()._row(prefix)
+            if row is not None and not row["revoked"]:
+                Keys(database).revoke(prefix)
+            return row
+
+    database = Database(tmp_path / "crucible.db")
+    _, text = Keys(database).create("ci", ["infer"])
+    late = Late(database)
+    late.verify(text)  # it worked when the row was read
+    assert late.known(text) is None
+
+
+def test_so_many_keys_are_known_and_no_more(tmp_path: Path) -> None:
+    keys = Keys(Database(tmp_path / "crucible.db"))
+    texts = [keys.create("k", ["infer"])[1] for _ in range(3)]
+    key = keys.verify(texts[0])
+    keys._known.update({str(number): _Known(key, 0.0, 0) for number in range(MAX_KNOWN)})
+    for text in texts:
+        keys.verify(text)
+    assert len(keys._known) == 3
 
 
 def test_256_bits_make_keys_that_differ(keys: Keys) -> None:
