@@ -22,7 +22,9 @@ ModelState = Literal["unloaded", "loading", "ready", "draining", "failed"]
 class PromoteRequest(Frozen):
     """Which report's engine is to be the model's next version."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"report": "01931f3a5b2c07d1e9a44c6f2"}]})
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"report": "01931f3a5b2c07d1e9a44c6f2"}]},
+    )
 
     report: str = Field(max_length=100, description="The id of the job that made it")
     override: bool = Field(default=False, description="Take it although its verdict is `unproven`; logged. A rejected one is never taken")

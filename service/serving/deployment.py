@@ -21,7 +21,8 @@ from time import monotonic
 from typing import Literal
 
 from pipeline.core import Engine
-from pipeline.errors import CrucibleError, InternalError
+from pipeline.errors import CrucibleError
+from pipeline.faults import crucible_error
 from pipeline.feeding import BatchSpec, InputRecipe
 from pipeline.measure import usable_cores
 from service import logs
@@ -306,7 +307,13 @@ class Deployment:
 
     def _run(self, instance: Instance, batch: Batch) -> None:
         asked = [self._asked[each.number] for each in batch.requests]
-        joined = self._rows.join(batch.requests[0].kind, [Part(each.request.inputs, each.fit) for each in asked], batch.size)
+        try:
+            parts = [Part(each.request.inputs, each.fit) for each in asked]
+            joined = self._rows.join(batch.requests[0].kind, parts, batch.size)
+            output_bytes = self._rows.output_bytes(joined.shapes)
+        except Exception as error:  # noqa: BLE001  the edge of a batch
+            self._fault(batch, error)
+            return
         began = monotonic()
         filled = began
 
@@ -325,7 +332,14 @@ class Deployment:
                     self._fail(each.number, result)
             self._pump_soon()
 
-        instance.run(Task(joined.shapes, self._rows.output_bytes(joined.shapes), fill, then))
+        instance.run(Task(joined.shapes, output_bytes, fill, then))
+
+    def _fault(self, batch: Batch, error: Exception) -> None:
+        """A bug of ours met a batch: its requests fail, and the log has the trace."""
+        spec = self.spec
+        log.error("deployment.fault", model=spec.model, version=spec.version, exc_info=error)
+        for each in batch.requests:
+            self._fail(each.number, crucible_error(error))
 
     def _answer(self, batch: Batch, asked: Sequence[_Asked], joined: Joined, ran: Ran, filling_s: float) -> None:
         """Give each request its own rows, and count."""
@@ -334,10 +348,8 @@ class Deployment:
         wanted = [one.wants if is_there else frozenset[str]() for one, is_there in zip(asked, there, strict=True)]
         try:
             outputs = self._rows.cut(joined, ran.outputs, wanted)
-        except InternalError as error:
-            log.error("deployment.fault", model=self.spec.model, version=self.spec.version, error=error.message)
-            for each in batch.requests:
-                self._fail(each.number, error)
+        except Exception as error:  # noqa: BLE001  the edge of a batch
+            self._fault(batch, error)
             return
         now = monotonic()
         values = sum(math.prod(shape) for shape in joined.shapes)

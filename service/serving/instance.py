@@ -113,5 +113,7 @@ class Instance:
             await asyncio.sleep(pause)
             try:
                 worker = await self._started()
-            except CrucibleError as error:
-                worker, self.reason = None, error.message
+            except Exception as error:  # the edge of an instance: any fault counts as a crash
+                if not isinstance(error, CrucibleError):
+                    log.error("worker.not_started", worker=self._order.name, exc_info=error)
+                worker, self.reason = None, crucible_error(error).message

@@ -86,6 +86,8 @@ class Rows:
                 np.copyto(target, arrays[0])
             elif axis is not None:
                 self._write(spec, arrays, joined, target, axis)
+            else:
+                self._write_shared(spec, arrays[0], target)
 
     def cut(self, joined: Joined, outputs: Sequence[Array], wanted: Sequence[frozenset[str] | None]) -> list[dict[str, Array]]:
         """Each request's own arrays of the outputs that it wants (None: all; empty: none). InternalError for an output without its rows."""
@@ -112,6 +114,22 @@ class Rows:
             at += part.fit.rows
         if at < joined.size:
             target[(*(slice(None),) * axis, slice(at, None))] = 0
+
+    def _write_shared(self, spec: TensorSpec, array: Array, target: Array) -> None:
+        """Write an input without a batch axis: the same in each request, padded as the others are.
+
+        All of `target` is written, for it holds what an earlier request sent.
+        """
+        padded = {place for place, _ in self._padded[spec.name]}
+        fits = array.ndim == target.ndim
+        for place, (have, room) in enumerate(zip(array.shape, target.shape, strict=False)):
+            fits = fits and (have == room or (place in padded and have < room))
+        if not fits:
+            message = f"input '{spec.name}' has shape {array.shape}, and its place {target.shape}"
+            raise InternalError(message, "deploy the model without batching")
+        for place in padded:
+            target[...] = self._axes.values[spec.name, place]
+        target[tuple(slice(0, size) for size in array.shape)] = array
 
     def _place(self, spec: TensorSpec, fit: Fit, axis: int, at: int) -> tuple[slice, ...]:
         """Where a request's own values lie."""

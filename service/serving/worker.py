@@ -18,7 +18,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from pipeline.core import Engine, dtype_of
 from pipeline.errors import CrucibleError, DamagedError, HostError
-from pipeline.faults import memory_kills
+from pipeline.faults import crucible_error, memory_kills
 from service import logs
 from service.child import end_guarded, environment_for, how_it_ended, start_guarded
 from service.errors import TimedOut, Unavailable, Unprocessable
@@ -40,6 +40,7 @@ from service.serving.worker_messages import (
     Failed,
     FromWorker,
     Load,
+    Part,
     Ready,
     Refused,
     Run,
@@ -186,6 +187,7 @@ class Worker:
     def run(self, task: Task) -> None:
         """Give it a batch; only while it has room."""
         slot = self._free.pop()
+        new: Mapping[Part, Buffer] = {}
         try:
             placed, size = self._layout(task.shapes)
             if size > MOST_BYTES:
@@ -193,9 +195,13 @@ class Worker:
             new = slot.reserve(size, task.output_bytes)
             assert slot.inputs is not None
             task.fill([slot.inputs.array(dtype, each) for dtype, each in zip(self._dtypes, placed, strict=True)])
-        except CrucibleError as error:  # no memory for it, or more than a batch may have
-            self._free.append(slot)
-            task.then(error)
+        except Exception as error:  # the edge of a batch: its fault costs no slot
+            if not isinstance(error, CrucibleError):  # which says: no memory, or too much
+                name = self._order.name
+                log.error("worker.batch_not_written", worker=name, exc_info=error)
+            # New buffers were not sent: with a slot of none, the next batch has others.
+            self._free.append(Slot(slot.number) if new else slot)
+            task.then(crucible_error(error))
             return
         message = Run(next(self._numbers), slot.number, placed, tuple(new))
         stuck = self._loop.call_later(self._order.stuck_s, self._break, "did not answer any more, and was stopped")

@@ -12,8 +12,8 @@ from pipeline.errors import InternalError
 from pipeline.feeding import BatchSpec, Padding
 from service.errors import Unprocessable
 from service.serving.batching import Kind
-from service.serving.fitting import MOST_KNOWN, Fitting
-from service.serving.rows import Part, Rows
+from service.serving.fitting import MOST_KNOWN, Axes, Fitting
+from service.serving.rows import Joined, Part, Rows
 
 
 def spec(name: str, *shape: int | str, dtype: str = "float32") -> TensorSpec:
@@ -190,6 +190,37 @@ def test_where_graphs_are_captured_lengths_are_those_of_the_buckets() -> None:
     captured = TEXT.model_copy(update={"target": Target(backend="tensorrt", version="1", device="d")})
     (ids, _), _ = joined_by(captured, TEXT_SPEC, [tokens(5)], 1)
     assert ids.tolist() == [[5] * 5 + [7] * 3]
+
+
+SHARED = engine(
+    (spec("ids", "batch", "sequence", dtype="int64"), spec("bias", 1, "sequence")),
+    (spec("y", "batch"),),
+    profile(batch=(1, 4, 16), sequence=(2, 8, 100)),
+    backend="tensorrt",
+)
+SHARED_SPEC = BatchSpec(
+    axes={"ids": 0, "bias": None, "y": 0},
+    maximum=8,
+    padding=(Padding(input="ids", axis=1), Padding(input="bias", axis=1, value=-1)),
+    proved=True,
+)
+
+
+def test_an_input_without_rows_is_padded_too() -> None:
+    """It was left as it lay in the slot: with what an earlier request had sent."""
+    request = {"ids": np.full((2, 5), 3), "bias": np.arange(5, dtype=np.float32)[None]}
+    (ids, bias), _ = joined_by(SHARED, SHARED_SPEC, [request], 2)
+    assert ids.tolist() == [[3] * 5 + [0] * 3] * 2
+    assert bias.tolist() == [[0, 1, 2, 3, 4, -1, -1, -1]]
+
+
+def test_an_input_that_does_not_fit_its_place_is_our_fault() -> None:
+    fitting = Fitting(SHARED, SHARED_SPEC)
+    rows = Rows(SHARED.inputs, SHARED.outputs, Axes(SHARED_SPEC.axes, (), {}))
+    request = {"ids": np.full((2, 5), 3), "bias": np.arange(5, dtype=np.float32)[None]}
+    joined = Joined([Part(request, fitting.fit(request))], 2, ((2, 5), (1, 8)), (), 15, False)
+    with pytest.raises(InternalError, match=r"has shape \(1, 5\), and its place \(1, 8\)"):
+        rows.fill(joined, [np.zeros((2, 5), np.int64), np.zeros((1, 8), np.float32)])
 
 
 def test_only_outputs_that_are_asked_for_are_copied() -> None:

@@ -15,13 +15,15 @@ import numpy as np
 import psutil
 import pytest
 from onnx import TensorProto, helper
+from structlog.testing import capture_logs
 
 from pipeline.core import Engine
-from pipeline.errors import HostError
+from pipeline.errors import HostError, InternalError
 from service.errors import TimedOut, Unavailable, Unprocessable
 from service.folders import Work
-from service.serving.instance import LONGEST_PAUSE_S, MOST_CRASHES, pause_after
-from service.serving.worker import Order, Task, Worker
+from service.serving.instance import LONGEST_PAUSE_S, MOST_CRASHES, Instance, pause_after
+from service.serving.rows import Rows
+from service.serving.worker import SLOTS, Order, Ran, Task, Worker
 from tests.service.serving.fixtures_engines import MODEL, Bench, asking, deployed, direct, engine_of, linear, looked_up, marked, play, processes_of
 
 DOUBLE = str(Path(__file__).with_name("engine_double.py"))
@@ -115,20 +117,135 @@ def test_a_worker_that_never_keeps_to_the_protocol_is_given_up(tmp_path: Path, e
     play(story)
 
 
+def order_of(work: Work, engine: Engine, behaviour: str, stuck_s: float = 60.0) -> Order:
+    return Order(
+        name=f"{MODEL}-{behaviour}",
+        engine_name="it",
+        engine=engine,
+        warm=(),
+        runs=1,
+        device="cpu",
+        work=work,
+        load_s=60,
+        stuck_s=stuck_s,
+        command=double(behaviour),
+    )
+
+
+def test_a_task_that_cannot_be_written_costs_no_slot(tmp_path: Path, engine: Engine) -> None:
+    """Two such batches, whatever was raised, used to leave the worker without a slot for ever."""
+
+    def broken(targets: Sequence[Any]) -> None:
+        raise ValueError("could not broadcast input array")
+
+    def written(targets: Sequence[Any]) -> None:
+        np.copyto(targets[0], marked(1))
+
+    async def story() -> None:
+        worker = await Worker.start(order_of(Work(tmp_path / "work"), engine, "echo"))
+        try:
+            failed: list[object] = []
+            for _ in range(2 * SLOTS):
+                worker.run(Task(((1, 8),), 32, broken, failed.append))
+            assert [type(each) for each in failed] == [InternalError] * 2 * SLOTS
+            assert (worker.has_room, worker.load) == (True, 0)
+            answered: list[object] = []
+            for _ in range(2 * SLOTS):
+                await until(lambda: worker.has_room)
+                worker.run(Task(((1, 8),), 32, written, answered.append))
+            await until(lambda: len(answered) == 2 * SLOTS)
+            assert {type(each) for each in answered} == {Ran}
+        finally:
+            await worker.end()
+
+    play(story)
+
+
+class Faulty(Rows):
+    """Rows with a bug: `fault` says in which step."""
+
+    def __init__(self, rows: Rows, fault: str) -> None:
+        self._rows, self._fault = rows, fault
+
+    def join(self, *arguments: Any) -> Any:
+        return self._do("join", *arguments)
+
+    def fill(self, *arguments: Any) -> Any:
+        return self._do("fill", *arguments)
+
+    def cut(self, *arguments: Any) -> Any:
+        return self._do("cut", *arguments)
+
+    def output_bytes(self, shapes: Any) -> int:
+        return int(self._do("output_bytes", shapes))
+
+    def _do(self, step: str, *arguments: Any) -> Any:
+        if step == self._fault:
+            raise ValueError(f"a bug in {step}")
+        return getattr(self._rows, step)(*arguments)
+
+
+@pytest.mark.parametrize("fault", ["join", "output_bytes", "fill", "cut"])
+def test_a_bug_of_ours_is_answered_at_once_and_the_model_goes_on(
+    tmp_path: Path,
+    engine: Engine,
+    fault: str,
+) -> None:
+    async def story() -> None:
+        async with deployed(tmp_path, engine, worker=double("echo")) as bench:
+            rows = bench.deployment._rows
+            bench.deployment._rows = Faulty(rows, fault)
+            with capture_logs() as logged:
+                for _ in range(2 * SLOTS):
+                    with pytest.raises(InternalError, match=f"ValueError: a bug in {fault}"):
+                        await bench.ask(marked(1))
+            assert sum(each["log_level"] == "error" for each in logged) == 2 * SLOTS
+            assert all(isinstance(each["exc_info"], ValueError) for each in logged)
+            bench.deployment._rows = rows
+            assert (await bench.ask(marked(2))).outputs["y"].tolist() == marked(2).tolist()
+            assert state(bench) == "ready"
+
+    play(story)
+
+
+class Crumbling(Work):
+    """A folder that cannot be prepared a second time, for a reason that nobody thought of."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        object.__setattr__(self, "prepared", 0)
+
+    def prepare(self) -> None:
+        object.__setattr__(self, "prepared", self.prepared + 1)
+        if self.prepared > 1:
+            raise RuntimeError("nobody thought of this")
+        super().prepare()
+
+
+def test_an_instance_that_cannot_be_started_again_says_so(tmp_path: Path, engine: Engine) -> None:
+    """It was `starting` for ever, and nothing was logged."""
+
+    async def story() -> None:
+        changes: list[str] = []
+        order = order_of(Crumbling(tmp_path / "work"), engine, "echo")
+        instance = Instance(order, lambda: changes.append(instance.state))
+        await instance.start()
+        with capture_logs() as logged:
+            assert instance._worker is not None
+            instance._worker._break("was broken by a test")
+            await until(lambda: instance.state == "failed")
+        assert "nobody thought of this" in instance.reason
+        assert changes[-1] == "failed"
+        faults = [each for each in logged if isinstance(each.get("exc_info"), RuntimeError)]
+        assert len(faults) == MOST_CRASHES - 1
+        await instance.close()
+
+    play(story)
+
+
 def test_a_worker_that_hangs_is_stopped(tmp_path: Path, engine: Engine) -> None:
     async def story() -> None:
-        order = Order(
-            name=f"{MODEL}-hangs",
-            engine_name="it",
-            engine=engine,
-            warm=(),
-            runs=1,
-            device="cpu",
-            work=Work(tmp_path / "work"),
-            load_s=60,
-            stuck_s=0.2,
-            command=double("hang"),
-        )
+        order = order_of(Work(tmp_path / "work"), engine, "hang", stuck_s=0.2)
         worker = await Worker.start(order)
         found: list[object] = []
         worker.run(Task(((1, 8),), 32, lambda targets: np.copyto(targets[0], EVIL), found.append))
@@ -136,7 +253,7 @@ def test_a_worker_that_hangs_is_stopped(tmp_path: Path, engine: Engine) -> None:
         await worker.end()
         assert [type(each) for each in found] == [Unavailable]
         assert not worker.has_room
-        assert processes_of(f"serve-{MODEL}-hangs") == []
+        assert processes_of(f"serve-{MODEL}-hang") == []
 
     play(story)
 
