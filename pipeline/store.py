@@ -32,7 +32,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.core import Artifact, Frozen, Note, Provenance, Target
-from pipeline.errors import DiskFull, StoreError
+from pipeline.errors import ChildDied, CrucibleError, DiskFull, InternalError, StoreError
 from pipeline.faults import DISK_FAULTS, MORE_DISK, first_line
 
 A = TypeVar("A", bound=BaseModel)
@@ -122,9 +122,9 @@ class Store:
                 final = _folder(self.root, key.stage, key.digest)
                 self._publish(work, final if lasts(value) else self._passing_folder(final))
             except BaseException as error:
-                full = isinstance(error, Exception) and shutil.disk_usage(self.root).free < LEAST_FREE_BYTES
+                full = _may_be_disk(error) and shutil.disk_usage(self.root).free < LEAST_FREE_BYTES
                 shutil.rmtree(work, ignore_errors=True)
-                if full and not isinstance(error, DiskFull):
+                if full:
                     raise DiskFull(f"the disk of the store '{self.root}' is full: {first_line(error)}", MORE_DISK) from error
                 raise
         published = self.find(key, kind)
@@ -339,6 +339,17 @@ def _files(folder: Path) -> set[str]:
 
 def _damaged(work: Path) -> Path:
     return work.with_name(f"{work.name}.damaged")
+
+
+def _may_be_disk(error: BaseException) -> bool:
+    """Return whether a full disk explains an error that does not say why it came.
+
+    So a child's death, and what a library raised. A plan's fault, or a library that is missing,
+    stays what it is.
+    """
+    if isinstance(error, CrucibleError):
+        return isinstance(error, InternalError | ChildDied | StoreError)
+    return isinstance(error, Exception)
 
 
 def _provenance(key: Key, seconds: float) -> Provenance:

@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from pipeline.core import Artifact, Frozen, Target
-from pipeline.errors import DiskFull, StoreError
+from pipeline.errors import (
+    BackendUnavailable,
+    ChildDied,
+    DamagedError,
+    DiskFull,
+    InternalError,
+    PlanError,
+    StoreError,
+)
 from pipeline.store import Key, Store, canonical
 from tests.fixtures_robust import needs_root, small_disk
 
@@ -198,6 +206,44 @@ def test_a_library_that_cannot_say_why_it_failed_to_write_met_a_full_disk(tmp_pa
         with pytest.raises(DiskFull, match="RuntimeError: unexpected pos"):
             Store(tmp_path / "home").get(KEY, Text, fill)
         assert Store(tmp_path / "home").get(KEY, Text, make).reused is False
+
+
+REFUSALS = [
+    PlanError("no candidate is left", "name another"),
+    BackendUnavailable("`tensorrt` is not installed", "install it"),
+    DamagedError("the engine is damaged", "compile again"),
+    KeyboardInterrupt(),
+]
+
+
+@needs_root
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_a_refusal_stays_what_it_is_on_a_full_disk(tmp_path: Path, refusal: BaseException) -> None:
+    """A plan's own fault was called a full disk."""
+
+    def fill(folder: Path) -> Text:
+        with (folder / "file").open("wb") as file, contextlib.suppress(OSError):
+            file.write(bytes(1 << 20))
+        raise refusal
+
+    with small_disk(tmp_path / "home", "size=256k"), pytest.raises(type(refusal)) as caught:
+        Store(tmp_path / "home").get(KEY, Text, fill)
+    assert caught.value is refusal
+
+
+FAULTS = [InternalError("RuntimeError: unexpected pos"), ChildDied("ended by signal 6", "try again")]
+
+
+@needs_root
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_a_full_disk_explains_is_one(tmp_path: Path, fault: Exception) -> None:
+    def fill(folder: Path) -> Text:
+        with (folder / "file").open("wb") as file, contextlib.suppress(OSError):
+            file.write(bytes(1 << 20))
+        raise fault
+
+    with small_disk(tmp_path / "home", "size=256k"), pytest.raises(DiskFull):
+        Store(tmp_path / "home").get(KEY, Text, fill)
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
