@@ -3,13 +3,27 @@
 import shutil
 import subprocess
 import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.fixtures_cli import crucible, environment, write_task
 
 ROOT = Path(__file__).parents[1]
+
+
+def test_every_library_of_the_base_install_has_a_lower_bound() -> None:
+    """Beside an older one, `pip install` changed nothing, and the first import failed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    bounds = {each.name: each.specifier for each in map(Requirement, project["dependencies"])}
+    without = {name for name, bound in bounds.items() if not any(one.operator == ">=" for one in bound)}
+    assert without == {"opentelemetry-api"}  # fastapi has the bound
+    too_old = {"fastapi": "0.142.0", "typer": "0.27.0", "httptools": "0.7.1", "onnx": "1.18.0"}
+    assert not [name for name, version in too_old.items() if version in bounds[name]]
+    assert all(metadata.version(name) in bound for name, bound in bounds.items())
 
 
 @pytest.fixture(scope="module")
