@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from itertools import chain
 
 from pipeline.candidates import reference_outputs
-from pipeline.compile import build_baselines, build_reference, deliverable_baseline, delivered_engine, export_model
+from pipeline.compile import (
+    build_baselines,
+    build_reference,
+    deliverable_baseline,
+    delivered_engine,
+    export_model,
+)
 from pipeline.config import Plan
 from pipeline.core import Engine, Note, OnnxModel
 from pipeline.decide import decide, ratio_missing, ratio_of
@@ -22,6 +28,7 @@ from pipeline.job import Job, batch_rows, open_job
 from pipeline.measure import environment
 from pipeline.peaks import with_limits
 from pipeline.race import RaceEntry
+from pipeline.recipes import deliverable_recipe
 from pipeline.report import Ablation, BenchmarkFailure, BenchmarkReport, Benchmarks, Report, Step, ValidationReport
 from pipeline.runner import Runner
 from pipeline.stages.benchmark import benchmark, check_sizes
@@ -63,10 +70,27 @@ def benchmark_again(report: Report, plan: Plan, engine: Engine, runner: Runner) 
     """A delivered engine and its baselines in one interleaved run; never reused."""
     job = reopen_job(report, plan, runner)
     exported = export_model(job)
-    baselines = build_baselines(job, exported)
-    others = [each for each in baselines if each.digest != engine.digest]  # with `keep` the engine is one of them
+    baselines = _fit_baselines(report, build_baselines(job, exported))
+    others = [each for each in baselines if each.digest != engine.digest]  # with `keep` the engine may be one of them
     found = _measured(report, plan, [*others, engine], exported, runner)
-    return Remeasured(engine, found, deliverable_baseline(found.baseline, baselines))
+    fastest = next((each for each in baselines if each.recipe.label == found.baseline), None)
+    kept = None
+    if fastest is not None and _is_slower_or_equal(found.results[-1]):
+        same = deliverable_recipe(fastest.recipe) == engine.recipe
+        kept = engine if same else deliverable_baseline(job, exported, fastest)
+    return Remeasured(engine, found, kept)
+
+
+def _fit_baselines(report: Report, baselines: Sequence[Engine]) -> Sequence[Engine]:
+    """The baselines that kept the accuracy when the plan was compiled, as far as they are known."""
+    known = {each.label for each in (report.baseline, *report.baselines) if each}
+    return [each for each in baselines if each.recipe.label in known] or baselines
+
+
+def _is_slower_or_equal(last: BenchmarkReport | BenchmarkFailure) -> bool:
+    """Whether the engine was compared with the baselines and is not measurably faster."""
+    ratio = last.rows[0].ratio if isinstance(last, BenchmarkReport) else None
+    return ratio is not None and ratio.low <= 1.0
 
 
 def sweep_again(report: Report, plan: Plan, engine: Engine, runner: Runner, batches: Sequence[int], limit_s: float | None) -> Sweep:

@@ -11,6 +11,7 @@ from pipeline.ablation import Ablated, base_of, reversals
 from pipeline.attention import attentions
 from pipeline.backends.base import no_layers
 from pipeline.backends.cuda import CudaError, OutOfDeviceMemory
+from pipeline.backends.onnxruntime_ import gpu_providers, provider_target
 from pipeline.backends.openvino_nncf import compress_with_nncf, quantize_with_nncf
 from pipeline.backends.ort_weights import compress_with_onnxruntime
 from pipeline.backends.torch_qat import quantises
@@ -28,7 +29,14 @@ from pipeline.job import FEEDS_FOR_CHECKS, Job, batch_rows, options_of
 from pipeline.layers import LayerTable
 from pipeline.lint import finding_notes, lint, saturation_notes
 from pipeline.precision import INTEGER_OPERATORS, attention_in_one_kernel, mislabelled, precision_notes
-from pipeline.recipes import default_candidates, distinct, missing_backend_note, recipes_from_candidate, weight_bits
+from pipeline.recipes import (
+    baseline_recipes,
+    default_candidates,
+    distinct,
+    missing_backend_note,
+    recipes_from_candidate,
+    weight_bits,
+)
 from pipeline.report import Candidate, NodeRanking, Rescue, State, ValidationReport
 from pipeline.rescue import Attempt, Skipped, Tried, ends, in_bf16, in_fp32, keeping, story, to_rescue, with_nodes_kept, with_opt_moved
 from pipeline.runner import Stage
@@ -41,6 +49,7 @@ from pipeline.stages.rank import rank_nodes
 from pipeline.stages.validate import ReferenceOutputs, run_reference, validate
 from pipeline.store import canonical
 
+GPU_BACKENDS = ("tensorrt", "torch")  # tried on a GPU where the plan names no candidates
 FUSED = (Precision.FP16, Precision.BF16, Precision.INT8)  # precisions with one kernel for an attention; of fp8 that is not known
 CALIBRATE = Stage("calibrate", 1, calibrate, ("onnx", "onnxruntime"))
 COVER = Stage("cover", 1, cover, ("onnx", "onnxruntime"))
@@ -75,6 +84,9 @@ def check_candidates(job: Job) -> None:
 
     int8 needs calibration data, unless a PyTorch model brings scales of its own: where that decides, the model is run once to see.
     """
+    if job.source.kind != "onnx":
+        here = backends.backend("pytorch").probe()
+        baseline_recipes(job.plan.benchmark.baselines, here, castable=job.source.kind != "pt2")
     try:
         recipes_of(job)
     except PlanError:
@@ -93,7 +105,10 @@ def recipes_of(job: Job, exported: bool = True) -> tuple[tuple[Recipe, ...], tup
     calibrated = job.data.calibration is not None or not (exported or job.source.kind == "onnx")
     named = {candidate.backend for candidate in job.plan.candidates}
     targets, notes = {}, []
-    for name in named or (("tensorrt",) if find_gpus().devices else ()) + ("onnxruntime", "openvino"):
+    on_gpu = bool(find_gpus().devices)
+    for name in named or (*(GPU_BACKENDS if on_gpu else ()), "onnxruntime", "openvino"):
+        if name == "torch" and not named and job.source.kind == "onnx":
+            continue
         try:
             targets[name] = backends.backend(name).probe()
         except BackendUnavailable as error:
@@ -102,7 +117,12 @@ def recipes_of(job: Job, exported: bool = True) -> tuple[tuple[Recipe, ...], tup
             notes.append(missing_backend_note(name, error.message))
     if not calibrated and not named and not job.given:
         notes.append(Note(stage="candidates", text="int8 is left out: the plan has no calibration data", level="info"))
-    candidates = job.plan.candidates or default_candidates(targets, calibrated, job.given)
+    candidates = job.plan.candidates or default_candidates(
+        targets,
+        calibrated,
+        job.given,
+        gpu_providers() if on_gpu else (),
+    )
     found = (recipes_from_candidate(each, targets[each.backend], job.plan, calibrated, job.given) for each in candidates)
     recipes = distinct(chain.from_iterable(found))
     check_any(recipes, targets)
@@ -338,13 +358,35 @@ def ranges_misfit(job: Job, model: OnnxModel, recipe: Recipe) -> str:
 
 
 def build_engine(job: Job, model: OnnxModel, recipe: Recipe) -> Engine:
-    """The engine of a converted graph."""
+    """The engine of a converted graph; of torch that of the source, whose export the graph is."""
     backend = backends.backend(recipe.backend)
     stage = replace(BUILD, tools=backend.DISTRIBUTIONS)
     allowed = job.build_options(recipe.backend)
-    options = options_of(recipe, allowed)
-    inputs, arguments = (model.digest, *job.plugin_digests(recipe.backend)), (model, recipe, allowed)
-    return job.runner.stage(stage, Engine, *arguments, inputs=inputs, options=options, subject=recipe.label, target=backend.probe())
+    options = options_of(
+        recipe,
+        allowed.model_copy(update={"source": None}),
+    )  # its digest says all but where its files lie
+    source = (allowed.source.digest,) if allowed.source else ()
+    inputs, arguments = (
+        (
+            model.digest,
+            *job.plugin_digests(
+                recipe.backend,
+            ),
+            *source,
+        ),
+        (model, recipe, allowed),
+    )
+    target = backend.probe() if recipe.provider == "cpu" else provider_target()
+    return job.runner.stage(
+        stage,
+        Engine,
+        *arguments,
+        inputs=inputs,
+        options=options,
+        subject=recipe.label,
+        target=target,
+    )
 
 
 def check_engine(job: Job, engine: Engine, expected: ReferenceOutputs, samples: SampleSet) -> ValidationReport:

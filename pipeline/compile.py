@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from pipeline import graph
+from pipeline import backends, graph
 from pipeline.ablation import ABLATED, ablation_from
 from pipeline.backends import pytorch_
-from pipeline.backends.onnxruntime_ import AS_WRITTEN
+from pipeline.backends.cuda import CudaError, OutOfDeviceMemory
+from pipeline.backends.onnxruntime_ import AS_WRITTEN, gpu_providers
 from pipeline.candidates import Prepared, ablate, build_engine, check_candidates, check_engine, prepare, recipes_of, reference_outputs, rescue
 from pipeline.config import DataConfig, GeneratedData, Plan
-from pipeline.core import Engine, Note, OnnxModel, Precision, Recipe
+from pipeline.core import Engine, Note, OnnxModel, OrtProvider, Precision, Recipe, Target
 from pipeline.decide import Decision, choose, decide, is_slower_or_equal, ratio_missing, ratio_of
 from pipeline.deliver import deliver_engine, withdraw_engine
 from pipeline.elimination import Role
-from pipeline.errors import InternalError
+from pipeline.errors import (
+    BackendUnavailable,
+    ChildDied,
+    InternalError,
+    ModelError,
+    UnsupportedError,
+)
 from pipeline.feeding import check_serving
+from pipeline.gpu import find_gpus
 from pipeline.job import FEEDS_FOR_CHECKS, Job, open_job, options_of
 from pipeline.peaks import with_limits
 from pipeline.race import RaceEntry
+from pipeline.recipes import (
+    AS_GIVEN,
+    baseline_recipes,
+    cpu_recipe_as_given,
+    deliverable_recipe,
+    gpu_recipes_as_given,
+)
 from pipeline.render import write_report
 from pipeline.report import (
     Ablation,
@@ -42,12 +59,25 @@ from pipeline.source import code_digest
 from pipeline.stages.benchmark import benchmark
 from pipeline.stages.export import export
 from pipeline.stages.simplify import simplify
-from pipeline.stages.validate import check_outputs
+from pipeline.stages.validate import ReferenceOutputs, check_outputs
+from pipeline.store import canonical
 
 EXPORT = Stage("export", 2, export, ("torch", "onnx", "onnxscript", "onnxruntime"))
 SIMPLIFY = Stage("simplify", 5, simplify, ("onnx", "onnxsim", "onnx-graphsurgeon", "onnxruntime"), lasts=lambda model: not model.provisional)
-BASELINE = Stage("baseline", 2, pytorch_.build_baseline, pytorch_.DISTRIBUTIONS)
+BASELINE = Stage("baseline", 3, pytorch_.build_baseline, pytorch_.DISTRIBUTIONS)
+COMPILE = Stage("torch.compile", 1, pytorch_.build_baseline, pytorch_.DISTRIBUTIONS)
 BENCHMARK = Stage("benchmark", 4, benchmark, lasts=lambda found: not found.provisional)
+
+EAGER = Recipe(backend="pytorch", precision=Precision.FP32, variant="eager")
+CANNOT_BUILD = (
+    UnsupportedError,
+    BackendUnavailable,
+    ModelError,
+    ChildDied,
+    CudaError,
+    OutOfDeviceMemory,
+)
+"""Why one engine cannot be had, where others may."""
 
 
 def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
@@ -64,8 +94,10 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
     model = simplify_model(job, exported)
     job = replace(job, given=given_precision(graph.read_proto(model.path, weights=False).graph))
     recipes, notes = recipes_of(job)
-    reference, baselines = build_reference(job, exported), build_baselines(job, exported)
+    reference = build_reference(job, exported)
     expected = reference_outputs(job, reference, job.data.selection)
+    checked = check_baselines(job, build_baselines(job, exported), reference, expected)
+    baselines = fit_baselines(checked) or [reference]
     bugs: list[InternalError] = []
     prepared = [prepare(job, model, recipe, expected, bugs) for recipe in recipes]
     if bugs and not any(candidate.engine for candidate in prepared):
@@ -73,8 +105,16 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
     ablated = ablate(job, model, rescue(job, model, prepared, expected, bugs), expected, bugs)
     measured = measure(job, model, baselines, ablated)
     validation = validate_winner(job, reference, choose(measured.candidates))
-    kept = deliverable_baseline(measured.run.baseline, baselines)
-    notes = (*notes, *baseline_notes(baselines, measured.candidates, job.given))
+    kept = kept_baseline(job, exported, measured, baselines)
+    notes = (
+        *notes,
+        *unfit_notes(checked),
+        *baseline_notes(
+            baselines,
+            measured.candidates,
+            job.given,
+        ),
+    )
     return write_up(job, (exported, model), measured, kept, validation, notes, command)
 
 
@@ -116,31 +156,192 @@ def export_plan(plan: Plan, runner: Runner, simplified: bool = True) -> OnnxMode
 
 
 def build_reference(job: Job, exported: OnnxModel) -> Engine:
-    """What all answers are compared with: the first baseline, but of an ONNX file with Q/DQ the arithmetic as written."""
-    if job.source.kind == "onnx" and job.given:
-        return build_engine(job, exported, Recipe(backend="onnxruntime", precision=Precision.FP32, variant=AS_WRITTEN))
-    return build_baselines(job, exported)[0]
+    """What all answers are compared with: PyTorch eager in fp32, or ONNX Runtime on the CPU.
+
+    The Q/DQ of an ONNX file are computed as written.
+    """
+    if job.source.kind != "onnx":
+        return build_baseline(job, exported, EAGER)
+    variant = AS_WRITTEN if job.given else AS_GIVEN
+    return build_engine(
+        job,
+        exported,
+        Recipe(backend="onnxruntime", precision=Precision.FP32, variant=variant),
+    )
 
 
 def build_baselines(job: Job, exported: OnnxModel) -> list[Engine]:
-    """What the user has today: PyTorch, or ONNX Runtime on an ONNX file, which runs its Q/DQ in int8."""
-    if job.source.kind == "onnx" and job.given is Precision.INT8:
-        recipe = Recipe(backend="onnxruntime", precision=Precision.INT8, quantizer="given", variant="as given")
-        return [build_engine(job, exported.model_copy(update={"precision": Precision.INT8}), recipe)]
+    """What the user has today: PyTorch in the plan's ways, or the ONNX file as it is.
+
+    The file runs on the GPU where one can run it, else on the CPU. There is always a first one.
+    What cannot be built is left out, and a note of the first says why.
+    """
     if job.source.kind == "onnx":
-        return [build_engine(job, exported, Recipe(backend="onnxruntime", precision=Precision.FP32, variant="as given"))]
-    target, engines = pytorch_.probe(), []
-    for variant in dict.fromkeys(("eager", *job.plan.benchmark.baselines)):
-        recipe = Recipe(backend="pytorch", precision=Precision.FP32, variant=variant)
-        inputs, options = (job.source.digest, exported.digest), options_of(job.source, recipe, job.build_options("pytorch"))
-        arguments = (job.source, exported, recipe, job.build_options("pytorch"))
-        engines.append(job.runner.stage(BASELINE, Engine, *arguments, inputs=inputs, options=options, subject=recipe.label, target=target))
-    return engines
+        recipes = gpu_recipes_as_given(job.given, *_gpu_tools())
+        found, notes = _buildable(recipes, partial(_build_given, job, exported))
+        found = found or [_build_given(job, exported, cpu_recipe_as_given(job.given))]
+    else:
+        eager = build_baseline(job, exported, EAGER)
+        castable = job.source.kind != "pt2" and not job.given
+        recipes = baseline_recipes(job.plan.benchmark.baselines, eager.target, castable)
+        others, notes = _buildable(recipes[1:], partial(_build_other, job, exported, eager))
+        found = [eager, *others]
+    return [found[0].model_copy(update={"notes": (*found[0].notes, *notes)}), *found[1:]]
 
 
-def deliverable_baseline(label: str, baselines: Sequence[Engine]) -> Engine | None:
-    """What is delivered where no candidate is faster: the fastest baseline, if it is an engine."""
-    return next((each for each in baselines if each.recipe.label == label and each.target.backend != "pytorch"), None)
+def build_baseline(job: Job, exported: OnnxModel, recipe: Recipe) -> Engine:
+    """One way to run the user's module.
+
+    torch.compile is a step of its own: the report shows how long it took.
+    """
+    stage = COMPILE if recipe.variant == "compile" else BASELINE
+    allowed = job.build_options("pytorch")
+    inputs, options = (job.source.digest, exported.digest), options_of(job.source, recipe, allowed)
+    arguments = (job.source, exported, recipe, allowed)
+    return job.runner.stage(
+        stage,
+        Engine,
+        *arguments,
+        inputs=inputs,
+        options=options,
+        subject=recipe.label,
+        target=pytorch_.probe(),
+    )
+
+
+def _build_other(job: Job, exported: OnnxModel, eager: Engine, recipe: Recipe) -> Engine:
+    """A baseline beside eager in fp32, whose files say all that is to be loaded for most others."""
+    if recipe.variant == "compile":
+        return build_baseline(job, exported, recipe)
+    digest = hashlib.sha256(f"{eager.digest} {canonical(recipe)}".encode()).hexdigest()
+    return eager.model_copy(update={"recipe": recipe, "digest": digest, "notes": ()})
+
+
+def _build_given(job: Job, exported: OnnxModel, recipe: Recipe) -> Engine:
+    """An engine of an ONNX file as it is, by the precision of its Q/DQ where it brings any."""
+    quantised = recipe.quantizer == "given"
+    return build_engine(
+        job,
+        exported.model_copy(update={"precision": recipe.precision}) if quantised else exported,
+        recipe,
+    )
+
+
+def _gpu_tools() -> tuple[Target | None, tuple[OrtProvider, ...]]:
+    """TensorRT's target and ONNX Runtime's providers on the GPU of this host, if it has one."""
+    if not find_gpus().devices:
+        return None, ()
+    try:
+        target = backends.backend("tensorrt").probe()
+    except BackendUnavailable:
+        target = None
+    return target, gpu_providers()
+
+
+def _buildable(
+    recipes: Iterable[Recipe],
+    build: Callable[[Recipe], Engine],
+) -> tuple[list[Engine], list[Note]]:
+    """The baselines that can be built, and why others cannot."""
+    found, notes = [], []
+    for recipe in recipes:
+        try:
+            found.append(build(recipe))
+        except CANNOT_BUILD as error:
+            text = f"{recipe.label} is left out: {error.message}"
+            notes.append(Note(stage="baseline", text=text))
+    return found, notes
+
+
+def check_baselines(
+    job: Job,
+    baselines: Sequence[Engine],
+    reference: Engine,
+    expected: ReferenceOutputs,
+) -> tuple[Candidate, ...]:
+    """The baselines as candidates: what each answers on the selection set.
+
+    The reference itself is not checked.
+    One in lower precision counts only if it keeps the accuracy: its state is then `measured`.
+    """
+    return tuple(_checked_baseline(job, engine, reference, expected) for engine in baselines)
+
+
+def _checked_baseline(
+    job: Job,
+    engine: Engine,
+    reference: Engine,
+    expected: ReferenceOutputs,
+) -> Candidate:
+    candidate = Candidate(
+        label=engine.recipe.label,
+        recipe=engine.recipe,
+        state="measured",
+        engine=engine,
+    )
+    if engine.digest == reference.digest:
+        return candidate
+    try:
+        report = check_engine(job, engine, expected, job.data.selection)
+    except CANNOT_BUILD as error:
+        return candidate.model_copy(update={"state": "failed", "reason": error.message})
+    state = "measured" if report.passed else "failed accuracy"
+    return candidate.model_copy(
+        update={"state": state, "selection": report, "reason": "; ".join(report.failures)},
+    )
+
+
+def deliverable_baseline(job: Job, exported: OnnxModel, baseline: Engine) -> Engine | None:
+    """A baseline as an engine that can be served; None where it cannot be had.
+
+    `deliverable_candidate` says why.
+    """
+    return deliverable_candidate(job, exported, baseline).engine
+
+
+def deliverable_candidate(job: Job, exported: OnnxModel, baseline: Engine) -> Candidate:
+    """A baseline as it can be delivered, built but not checked.
+
+    PyTorch's is a program then, any other is the engine that it was.
+    """
+    recipe = deliverable_recipe(baseline.recipe)
+    candidate = Candidate(label=recipe.label, recipe=recipe, state="built")
+    if recipe == baseline.recipe:
+        return candidate.model_copy(update={"engine": baseline})
+    try:
+        engine = build_engine(job, exported, recipe)
+    except CANNOT_BUILD as error:
+        return candidate.model_copy(update={"state": "failed", "reason": error.message})
+    return candidate.model_copy(update={"engine": engine, "notes": engine.notes})
+
+
+def fit_baselines(checked: Iterable[Candidate]) -> list[Engine]:
+    """The baselines that count: those that keep the accuracy."""
+    return [each.engine for each in checked if each.engine and each.state == "measured"]
+
+
+def unfit_notes(checked: Iterable[Candidate]) -> tuple[Note, ...]:
+    """Why other baselines do not count."""
+    unfit = (each for each in checked if each.state != "measured")
+    texts = (f"{each.label} is left out: {each.reason}" for each in unfit)
+    return tuple(Note(stage="baseline", text=text) for text in texts)
+
+
+def kept_baseline(
+    job: Job,
+    exported: OnnxModel,
+    measured: Measured,
+    baselines: Iterable[Engine],
+) -> Candidate | None:
+    """What is delivered where no candidate is faster: the fastest baseline, as it can be served.
+
+    None where a candidate is faster, or nothing was compared.
+    """
+    winner = choose(measured.candidates)
+    if winner is None or not is_slower_or_equal(winner):
+        return None
+    fastest = (each for each in baselines if each.recipe.label == measured.run.baseline)
+    return next((deliverable_candidate(job, exported, each) for each in fastest), None)
 
 
 def measure(job: Job, model: OnnxModel, baselines: list[Engine], prepared: Prepared) -> Measured:
@@ -151,7 +352,15 @@ def measure(job: Job, model: OnnxModel, baselines: list[Engine], prepared: Prepa
     keys = ((entry.engine.recipe.label, entry.engine.digest, entry.role) for entry in entries)
     inputs = (model.digest, *chain.from_iterable(keys))
     options = options_of(job.plan.benchmark, quiet, *job.plan.profiles)
-    found = job.runner.stage(BENCHMARK, Benchmarks, entries, model, job.plan.benchmark, inputs=inputs, options=options)
+    found = job.runner.stage(
+        BENCHMARK,
+        Benchmarks,
+        entries,
+        model,
+        job.plan.benchmark,
+        inputs=inputs,
+        options=options,
+    )
     found = with_limits(found, engines, {candidate.label: candidate.layers for candidate in prepared.candidates}, job.plan.benchmark.threads)
     by_label = {result.label: result for result in found.results}
     candidates = tuple(with_benchmark(candidate, by_label.get(candidate.label)) for candidate in prepared.candidates)
@@ -172,14 +381,24 @@ def entries_of(baselines: Iterable[Engine], prepared: Prepared) -> list[RaceEntr
         if candidate.engine is None or not worth_measuring(candidate):
             continue
         role = Role.CANDIDATE if candidate.state == "measured" else Role.SHOWN
-        entries.append(RaceEntry(candidate.engine, Role.COMPARED if candidate.label in compared else role))
+        entries.append(
+            RaceEntry(candidate.engine, Role.COMPARED if candidate.label in compared else role),
+        )
     return entries
 
 
 def baselines_first(found: Benchmarks, baselines: Iterable[Engine]) -> tuple[BenchmarkReport, ...]:
     """The baselines that were measured, first the one that all ratios refer to."""
     labels = {engine.recipe.label for engine in baselines}
-    reports = [each for each in found.results if isinstance(each, BenchmarkReport) and each.label in labels]
+    reports = [
+        each
+        for each in found.results
+        if isinstance(
+            each,
+            BenchmarkReport,
+        )
+        and each.label in labels
+    ]
     return tuple(sorted(reports, key=lambda report: report.label != found.baseline))
 
 
@@ -198,7 +417,14 @@ def with_benchmark(candidate: Candidate, result: BenchmarkReport | BenchmarkFail
 
 def validate_winner(job: Job, reference: Engine, winner: Candidate | None) -> ValidationReport | None:
     """The validation set, read once: for the reference and the winner. Not read where what the user has is kept."""
-    if winner is None or winner.engine is None or job.data.validation is None or is_slower_or_equal(winner):
+    if (
+        winner is None
+        or winner.engine is None
+        or job.data.validation is None
+        or is_slower_or_equal(
+            winner,
+        )
+    ):
         return None
     expected = reference_outputs(job, reference, job.data.validation)
     return check_engine(job, winner.engine, expected, job.data.validation)
@@ -221,13 +447,22 @@ def write_up(
     job: Job,
     models: Sequence[OnnxModel],
     measured: Measured,
-    kept: Engine | None,
+    kept: Candidate | None,
     validation: ValidationReport | None,
     notes: Iterable[Note],
     command: str,
 ) -> Report:
-    """All of it in one value, with the verdict. `kept`: the baseline as an engine, delivered if nothing is faster."""
-    decision = decide(measured.candidates, choose(measured.candidates), validation, measured.run.baseline)
+    """All of it in one value, with the verdict.
+
+    `kept`: the baseline as it can be delivered, which it is if nothing is faster. A program that was
+    built for that is shown among the candidates, or why there is none.
+    """
+    decision = decide(
+        measured.candidates,
+        choose(measured.candidates),
+        validation,
+        measured.run.baseline,
+    )
     winner = decision.winner
     return Report(
         name=job.plan.name,
@@ -241,13 +476,13 @@ def write_up(
         reference=job.reference_name,
         baseline=measured.baselines[0] if measured.baselines else None,
         baselines=measured.baselines[1:],
-        candidates=measured.candidates,
+        candidates=(*measured.candidates, *_built_to_keep(kept, measured.candidates)),
         rescues=measured.rescues,
         ablation=measured.ablation,
         winner=measured.run.baseline if decision.verdict == "keep" else winner.label if winner else None,
         ratio=ratio_of(winner) if winner else None,
         ratio_missing=ratio_missing(winner) if winner else "",
-        delivered=delivered_engine(decision, kept),
+        delivered=delivered_engine(decision, kept.engine if kept else None),
         validation=validation,
         verdict=decision.verdict,
         reasons=decision.reasons,
@@ -258,6 +493,16 @@ def write_up(
         gpu_use=measured.run.gpu_use,
         benchmarked=measured.run.created,
     )
+
+
+def _built_to_keep(
+    kept: Candidate | None,
+    candidates: Iterable[Candidate],
+) -> tuple[Candidate, ...]:
+    """The program that stands for a baseline, unless it is a candidate already."""
+    known = {each.label for each in candidates}
+    is_program = kept is not None and kept.recipe.backend == "torch"
+    return (kept,) if kept and is_program and kept.label not in known else ()
 
 
 def delivered_engine(decision: Decision, kept: Engine | None) -> Engine | None:

@@ -16,9 +16,28 @@ from typing import Annotated, Any, Literal
 
 import platformdirs
 import yaml
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, PlainSerializer, Tag, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    PlainSerializer,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
-from pipeline.core import DimRange, Frozen, Precision, Profile, TensorSpec
+from pipeline.core import (
+    CompileMode,
+    DimRange,
+    Frozen,
+    OrtProvider,
+    Precision,
+    Profile,
+    ProgramForm,
+    TensorSpec,
+)
 from pipeline.errors import PlanError
 from pipeline.feeding import ServingConfig
 
@@ -184,6 +203,9 @@ class CandidateConfig(Frozen):
     compute_capability: str | None = None
     hardware_compatible: bool = False
     version_compatible: bool = False
+    form: ProgramForm | None = None  # torch: aoti where it is left out
+    mode: CompileMode | None = None  # torch, form compile
+    provider: OrtProvider = "cpu"  # onnxruntime
 
 
 class TensorRTConfig(Frozen):
@@ -223,6 +245,34 @@ class CalibrationConfig(Frozen):
     language_model: bool = False  # `auto` then means min-max
 
 
+BASELINE = re.compile(
+    r"(eager|traced|compile(?: (reduce-overhead|max-autotune))?)(?: (fp32|tf32|fp16|bf16))?",
+)
+"""What a baseline is called: kind, mode of torch.compile, precision."""
+
+
+def _known_baseline(name: str) -> str:
+    if name not in ("default", "best") and not BASELINE.fullmatch(name):
+        kinds = "expected default, best, or eager, traced or compile"
+        rest = "mode (reduce-overhead, max-autotune) and precision (fp32, tf32, fp16, bf16)"
+        raise ValueError(f"{kinds}, with {rest}, as in `compile max-autotune fp16`")
+    return name
+
+
+Baselines = Annotated[
+    tuple[
+        Annotated[
+            str,
+            AfterValidator(
+                _known_baseline,
+            ),
+        ],
+        ...,
+    ],
+    BeforeValidator(_as_tuple),
+]
+
+
 class BenchmarkConfig(Frozen):
     """How long and at which sizes to measure."""
 
@@ -232,7 +282,7 @@ class BenchmarkConfig(Frozen):
     warmup_s: float = Field(default=0.2, ge=0)
     warmup_runs: int = Field(default=10, ge=0)
     threads: int = Field(default=0, ge=0)  # 0 = all cores
-    baselines: tuple[Literal["eager", "traced", "compile"], ...] = ("eager",)
+    baselines: Baselines = ("default",)
 
 
 class Plan(Frozen):

@@ -212,6 +212,19 @@ def _is_later(theirs: str | None, mine: str | None, same_major: bool) -> bool:
     return here >= least and (here[0] == least[0] or not same_major)
 
 
+ProgramForm = Literal["aoti", "exported", "compile"]
+"""How a PyTorch program is delivered.
+
+Compiled by AOTInductor, as torch.export has it, or compiled again at every load.
+"""
+
+CompileMode = Literal["reduce-overhead", "max-autotune"]
+"""A mode of torch.compile besides its default."""
+
+OrtProvider = Literal["cpu", "cuda", "tensorrt"]
+"""An execution provider of ONNX Runtime."""
+
+
 class Placement(Frozen):
     """Where Q/DQ pairs go; each switch is one rule of docs/accuracy.md."""
 
@@ -244,12 +257,25 @@ class Recipe(Frozen):
     compute_capability: str | None = None  # for a backend that builds for a GPU that is not here
     hardware_compatible: bool = False  # TensorRT: runs on every GPU generation from Ampere on
     version_compatible: bool = False  # TensorRT: runs on later versions of the library too
+    form: ProgramForm | None = None  # torch: how the program is kept and run
+    mode: CompileMode | None = None  # of torch.compile, in programs and baselines; None: its own
+    provider: OrtProvider = "cpu"  # onnxruntime: which execution provider comes first
     variant: str = ""  # of the pytorch baselines: eager, traced, compile; of a candidate that a rescue made: what it tries
 
     @property
     def label(self) -> str:
         """Short name for tables, unlike that of any other recipe: `onnxruntime int8 entropy u8s8`."""
-        parts = [self.backend, self.variant, str(self.precision)]
+        provider = self.provider if self.provider != "cpu" else ""
+        parts = [
+            self.backend,
+            provider,
+            self.form or "",
+            self.variant,
+            self.mode or "",
+            str(
+                self.precision,
+            ),
+        ]
         if self.quantizer not in ("crucible", self.backend) and self.variant != "as given":
             parts.append(self.quantizer)
         if self.weight_only:
@@ -381,6 +407,11 @@ class BuildOptions(Frozen):
     profiles: tuple[Profile, ...]
     threads: int = Field(default=0, ge=0)  # 0 = all cores this process may use
     tensorrt: TensorRTOptions = TensorRTOptions()
+    source: ModelSource | None = None  # torch: what it captures its program from
+
+
+CODE_BACKENDS = frozenset({"torch", "pytorch"})
+"""Backends whose engines are code: whoever loads one runs what its files say."""
 
 
 class Engine(Artifact):
@@ -394,6 +425,7 @@ class Engine(Artifact):
     profiles: tuple[Profile, ...]
     threads: int
     size_bytes: int
+    cold_start_s: float | None = None  # if it is compiled at load: from no process to an answer
     notes: tuple[Note, ...] = ()
 
 

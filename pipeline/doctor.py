@@ -167,10 +167,17 @@ def check_backend(name: str, gpus: Gpus) -> BackendCheck:
 def _builds(backend: Backend, name: str, precision: Precision, target: Target) -> bool:
     if name == "pytorch" or precision not in backend.PRECISIONS:
         return precision in backend.PRECISIONS  # pytorch is a baseline, never a candidate, so there is no recipe to check
+    capability = "8.9" if name == "tensorrt_rtx" else None
+    asked = Recipe(
+        backend=name,
+        precision=precision,
+        weight_only=precision is Precision.INT4,
+        compute_capability=capability,
+    )
+    if name == "torch":
+        asked = asked.model_copy(update={"form": "exported"})  # the one form that needs no compiler
     try:
-        capability = "8.9" if name == "tensorrt_rtx" else None
-        weight_only = precision is Precision.INT4
-        backend.check_recipe(Recipe(backend=name, precision=precision, weight_only=weight_only, compute_capability=capability), target)
+        backend.check_recipe(asked, target)
     except UnsupportedError:
         return False
     return True

@@ -62,9 +62,18 @@ class Job:
         return f"{name}, its Q/DQ computed as written" if self.given else name
 
     def build_options(self, backend: str) -> BuildOptions:
-        """What `backend` may use; TensorRT's own options reach TensorRT only, so that they never cause another backend to build again."""
+        """What `backend` may use.
+
+        TensorRT's own options reach TensorRT only, and the source reaches torch only, so that they
+        never cause another backend to build again.
+        """
         if backend != "tensorrt":
-            return BuildOptions(profiles=self.plan.profiles, threads=self.plan.benchmark.threads)
+            source = self.source if backend == "torch" else None
+            return BuildOptions(
+                profiles=self.plan.profiles,
+                threads=self.plan.benchmark.threads,
+                source=source,
+            )
         asked = self.plan.tensorrt
         workspace = asked.workspace_mib * 2**20 if asked.workspace_mib else None
         tensorrt = TensorRTOptions(

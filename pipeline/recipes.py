@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
-from pipeline.config import CandidateConfig, PlacementConfig, Plan
-from pipeline.core import CalibrationMethod, Note, Placement, Precision, Recipe, Target
+from pipeline.config import BASELINE, ONNX_SUFFIXES, CandidateConfig, PlacementConfig, Plan
+from pipeline.core import (
+    CalibrationMethod,
+    CompileMode,
+    Note,
+    OrtProvider,
+    Placement,
+    Precision,
+    Recipe,
+    Target,
+)
 from pipeline.errors import PlanError
 
 VNNI_FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
@@ -25,6 +34,15 @@ MOST_RECIPES = 32
 QUANTIZER_BACKENDS = {"nncf": "openvino", "modelopt": "tensorrt"}
 """Whose engines a foreign quantizer places Q/DQ for."""
 
+FLOATS = (Precision.FP32, Precision.TF32, Precision.FP16, Precision.BF16)
+AMPERE, FROM_AMPERE = (8, 0), (Precision.TF32, Precision.BF16)
+
+PROVIDER_PRECISIONS: Mapping[OrtProvider, tuple[Precision, ...]] = {
+    "cuda": (Precision.FP32, Precision.TF32, Precision.FP16),
+    "tensorrt": (Precision.TF32, Precision.FP16),  # it cannot be told to leave TF32 out
+}
+"""What the GPU's providers of ONNX Runtime run."""
+
 WEIGHT_QUANTIZERS: Mapping[str, Literal["onnxruntime", "nncf"]] = {"onnxruntime": "onnxruntime", "openvino": "nncf"}
 """Per backend that takes weights in 4 or 8 bits beside float activations: who makes them."""
 
@@ -32,16 +50,23 @@ USUAL_BLOCK = 32
 """Weights per scale where the plan does not say: the smallest, which loses least."""
 
 
-def default_candidates(targets: Mapping[str, Target], calibrated: bool, given: Precision | None = None) -> tuple[CandidateConfig, ...]:
+def default_candidates(
+    targets: Mapping[str, Target],
+    calibrated: bool,
+    given: Precision | None = None,
+    providers: Collection[OrtProvider] = (),
+) -> tuple[CandidateConfig, ...]:
     """All that is worth trying on this host: every backend that is here, in every precision that it really runs.
 
     Of a model that brings its own Q/DQ it is `given`, the precision of those, on every backend that has it.
+    `providers` are those of ONNX Runtime that use a GPU.
     """
     if given:
-        able = [name for name in targets if given is Precision.INT8 or name == "tensorrt"]
+        quantised = [name for name in targets if name != "torch"]
+        able = [name for name in quantised if given is Precision.INT8 or name == "tensorrt"]
         return tuple(CandidateConfig(backend=name, precision=given) for name in (["tensorrt"] if "tensorrt" in able else able))
-    if "tensorrt" in targets:
-        return _tensorrt_candidates(targets["tensorrt"], calibrated)
+    if on_gpu := _gpu_candidates(targets, calibrated, providers):
+        return on_gpu
     candidates = []
     for backend in ("onnxruntime", "openvino"):
         if backend not in targets:
@@ -64,15 +89,58 @@ def _int8_candidates(backend: str) -> list[CandidateConfig]:
     ]
 
 
+def _gpu_candidates(
+    targets: Mapping[str, Target],
+    calibrated: bool,
+    providers: Collection[OrtProvider],
+) -> tuple[CandidateConfig, ...]:
+    """What is tried on a GPU; empty where no backend uses one."""
+    candidates = (
+        list(
+            _tensorrt_candidates(targets["tensorrt"], calibrated),
+        )
+        if "tensorrt" in targets
+        else []
+    )
+    torch = targets.get("torch")
+    if torch and torch.compute_capability:
+        candidates += [
+            CandidateConfig(
+                backend="torch",
+                precision=each,
+                form="aoti",
+            )
+            for each in _floats(torch)
+        ]
+    for provider in providers:
+        candidates += [
+            CandidateConfig(
+                backend="onnxruntime",
+                precision=each,
+                provider=provider,
+            )
+            for each in PROVIDER_PRECISIONS[provider]
+        ]
+    return tuple(candidates)
+
+
 def _tensorrt_candidates(target: Target, calibrated: bool) -> tuple[CandidateConfig, ...]:
-    """fp16 and bf16 always, both ways to int8 where there is calibration data; TensorRT 11 and later know no implicit int8."""
-    precisions = [Precision.FP16, *([Precision.BF16] if _generation(target) >= (8, 0) else [])]
+    """All floats, and both ways to int8 where there is calibration data.
+
+    TensorRT 11 and later know no implicit int8.
+    """
+    precisions = _floats(target)
     candidates = [CandidateConfig(backend="tensorrt", precision=precision) for precision in precisions]
     if calibrated:
         candidates.append(CandidateConfig(backend="tensorrt", precision=Precision.INT8, keep_fp32="auto"))
     if calibrated and int(target.version.split(".")[0]) < 11:
         candidates.append(CandidateConfig(backend="tensorrt", precision=Precision.INT8, realised_in="flags"))
     return tuple(candidates)
+
+
+def _floats(target: Target) -> list[Precision]:
+    """The floating-point precisions of a GPU; tf32 and bf16 come with Ampere."""
+    return [each for each in FLOATS if each not in FROM_AMPERE or _generation(target) >= AMPERE]
 
 
 def _generation(target: Target) -> tuple[int, ...]:
@@ -129,6 +197,8 @@ def recipe_from_candidate(candidate: CandidateConfig, target: Target, plan: Plan
     backend, precision = candidate.backend, candidate.precision
     in_flags = candidate.realised_in == "flags"
     _check_for_backend(candidate)
+    _check_program(candidate, plan)
+    _check_provider(candidate)
     if given:
         _check_given(candidate, given)
     _check_kept(candidate)
@@ -136,6 +206,9 @@ def recipe_from_candidate(candidate: CandidateConfig, target: Target, plan: Plan
         backend=backend,
         precision=precision,
         realised_in="flags" if in_flags else realised_in(backend, precision),
+        form=candidate.form or ("aoti" if backend == "torch" else None),
+        mode=candidate.mode,
+        provider=candidate.provider,
         keep_fp32=() if candidate.keep_fp32 == "auto" else candidate.keep_fp32,
         keep_worst=candidate.keep_fp32 == "auto",
         compute_capability=candidate.compute_capability,
@@ -246,6 +319,52 @@ def _check_for_backend(candidate: CandidateConfig) -> None:
         raise PlanError(said, "leave `compute_capability` out, or take tensorrt_rtx")
 
 
+def _check_program(candidate: CandidateConfig, plan: Plan) -> None:
+    """PlanError for a PyTorch program of an ONNX file, or for what only such programs have."""
+    who, path = f"candidate '{candidate.backend} {candidate.precision}'", plan.model.path
+    if candidate.backend != "torch":
+        for key in ("form", "mode"):
+            if getattr(candidate, key):
+                raise PlanError(
+                    f"{who}: only torch has `{key}`",
+                    f"leave `{key}` out, or take torch",
+                )
+        return
+    if path is not None and path.suffix in ONNX_SUFFIXES:
+        said = f"{who}: the model is an ONNX file, which has no PyTorch program"
+        raise PlanError(said, "leave it out, or give the PyTorch model as `entrypoint` or .pt2")
+    unused = CandidateConfig(
+        backend="torch",
+        precision=candidate.precision,
+        form=candidate.form,
+        mode=candidate.mode,
+    )
+    for key in CandidateConfig.model_fields:
+        if getattr(candidate, key) != getattr(unused, key):
+            raise PlanError(
+                f"{who}: `{key}` says nothing of a PyTorch program, which is cast as a whole",
+                f"leave `{key}` out",
+            )
+
+
+def _check_provider(candidate: CandidateConfig) -> None:
+    """PlanError for a provider of another backend, or for a precision that it lacks."""
+    who, provider = f"candidate '{candidate.backend} {candidate.precision}'", candidate.provider
+    if provider == "cpu":
+        return
+    if candidate.backend != "onnxruntime":
+        raise PlanError(
+            f"{who}: only onnxruntime has `provider`",
+            "leave `provider` out, or take onnxruntime",
+        )
+    if candidate.precision not in PROVIDER_PRECISIONS[provider]:
+        known = ", ".join(PROVIDER_PRECISIONS[provider])
+        raise PlanError(
+            f"{who}: the provider {provider} is used in {known}",
+            "take one of these, or the backend tensorrt",
+        )
+
+
 def _check_kept(candidate: CandidateConfig) -> None:
     """PlanError where `keep_fp32: auto` has nothing to choose from."""
     if candidate.keep_fp32 != "auto":
@@ -270,8 +389,8 @@ def distinct(recipes: Iterable[Recipe]) -> tuple[Recipe, ...]:
 
 def realised_in(backend: str, precision: Precision) -> Literal["graph", "runtime"]:
     """Whether a precision is written into the graph, or told to the backend."""
-    told = (backend, precision) in (("openvino", Precision.BF16), ("tensorrt", Precision.TF32))
-    return "runtime" if told else "graph"
+    told = precision is Precision.TF32 or (backend, precision) == ("openvino", Precision.BF16)
+    return "runtime" if told or backend == "torch" else "graph"
 
 
 def resolve_method(method: str, language_model: bool) -> CalibrationMethod:
@@ -295,3 +414,154 @@ def _activation(candidate: CandidateConfig) -> str:
 
 def missing_backend_note(backend: str, reason: str) -> Note:
     return Note(stage="candidates", text=f"{backend} is left out: {reason}", level="info")
+
+
+# -- baselines ---------------------------------------------------------------------------------
+
+AS_GIVEN = "as given"
+"""Variant of a recipe: the user's ONNX file as it is."""
+
+BEST_MODES: tuple[CompileMode | None, ...] = (None, "reduce-overhead", "max-autotune")
+FOR_GPUS = ("reduce-overhead",)  # on a CPU there are no launches to save
+LOW = (Precision.FP16, Precision.BF16)
+
+
+def baseline_recipes(
+    names: Sequence[str],
+    target: Target,
+    castable: bool = True,
+) -> tuple[Recipe, ...]:
+    """What the user of a PyTorch model has today, by the plan's names: eager in fp32 first.
+
+    `castable`: whether the module can be cast to 16 bits. PlanError for what it cannot be.
+    """
+    every = (
+        "eager",
+        *itertools.chain.from_iterable(
+            _named(
+                name,
+                target,
+                castable,
+            )
+            for name in names
+        ),
+    )
+    return tuple(dict.fromkeys(_baseline(name, target, castable) for name in every))
+
+
+def _named(name: str, target: Target, castable: bool) -> tuple[str, ...]:
+    """What `default` and `best` stand for on this device; any other name stands for itself."""
+    if name not in ("default", "best"):
+        return (name,)
+    floats = _floats(target) if target.compute_capability else [Precision.FP32]
+    able = [each for each in floats if castable or each not in LOW]
+    plain = [f"eager {each}" for each in able if each is not Precision.BF16]
+    if name == "default":
+        return tuple(plain)
+    fast = able[1:] or able
+    modes = [mode for mode in BEST_MODES if target.compute_capability or mode not in FOR_GPUS]
+    return (
+        *plain,
+        *(
+            " ".join(
+                ["compile", *([mode] if mode else []), each],
+            )
+            for mode in modes
+            for each in fast
+        ),
+    )
+
+
+def _baseline(name: str, target: Target, castable: bool) -> Recipe:
+    match = BASELINE.fullmatch(name)
+    assert match is not None  # the plan was checked
+    kind, mode, asked = match[1].split()[0], match[2], match[3]
+    precision = Precision(asked or Precision.FP32)
+    if precision is Precision.TF32 and not target.compute_capability:
+        raise PlanError(
+            f"benchmark.baselines: '{name}' needs an NVIDIA GPU, and PyTorch runs on the CPU here",
+            f"leave '{name}' out",
+        )
+    if precision in LOW and not castable:
+        said = f"benchmark.baselines: '{name}': the graph has its own dtypes: it cannot be cast"
+        raise PlanError(
+            said,
+            f"leave '{name}' out, or give a module without quantisation as `entrypoint`",
+        )
+    return Recipe.model_validate(
+        {"backend": "pytorch", "precision": precision, "variant": kind, "mode": mode},
+    )
+
+
+def call_of(baseline: Recipe) -> str:
+    """How the user of a PyTorch model calls a baseline."""
+    casts = {Precision.FP16: "module.half()", Precision.BF16: "module.bfloat16()"}
+    module = casts.get(baseline.precision, "module")
+    mode = f', mode="{baseline.mode}"' if baseline.mode else ""
+    calls = {
+        "eager": f"{module}(...)",
+        "traced": f"torch.jit.optimize_for_inference(torch.jit.trace({module}, ...))",
+        "compile": f"torch.compile({module}{mode})",
+    }
+    tf32 = 'torch.set_float32_matmul_precision("high"); '
+    return (tf32 if baseline.precision is Precision.TF32 else "") + calls[baseline.variant]
+
+
+def cpu_recipe_as_given(given: Precision | None) -> Recipe:
+    """What ONNX Runtime makes of an ONNX file on the CPU; Q/DQ in 8-bit integers run as such."""
+    if given is Precision.INT8:
+        return Recipe(backend="onnxruntime", precision=given, quantizer="given", variant=AS_GIVEN)
+    return Recipe(backend="onnxruntime", precision=Precision.FP32, variant=AS_GIVEN)
+
+
+def gpu_recipes_as_given(
+    given: Precision | None,
+    tensorrt: Target | None,
+    providers: Collection[OrtProvider],
+) -> tuple[Recipe, ...]:
+    """What a GPU makes of an ONNX file as it is: TensorRT's engine, and ONNX Runtime's CUDA.
+
+    TensorRT builds as trtexec does, with TF32, or by the Q/DQ that the file brings.
+    """
+    recipes = []
+    if tensorrt and given:
+        recipes.append(
+            Recipe(backend="tensorrt", precision=given, quantizer="given", variant=AS_GIVEN),
+        )
+    elif tensorrt:
+        precision = Precision.TF32 if Precision.TF32 in _floats(tensorrt) else Precision.FP32
+        recipes.append(
+            Recipe(
+                backend="tensorrt",
+                precision=precision,
+                realised_in=realised_in("tensorrt", precision),
+                variant=AS_GIVEN,
+            ),
+        )
+    if "cuda" in providers and not given:
+        recipes.append(
+            Recipe(
+                backend="onnxruntime",
+                precision=Precision.TF32,
+                realised_in="runtime",
+                provider="cuda",
+                variant=AS_GIVEN,
+            ),
+        )
+    return tuple(recipes)
+
+
+def deliverable_recipe(baseline: Recipe) -> Recipe:
+    """The engine that a baseline is delivered as: of PyTorch's a program, else what it is."""
+    if baseline.backend != "pytorch":
+        return baseline
+    form = "compile" if baseline.variant == "compile" else "exported"
+    return Recipe.model_validate(
+        {
+            "backend": "torch",
+            "precision": baseline.precision,
+            "realised_in": "runtime",
+            "form": form,
+            "mode": baseline.mode,
+        },
+    )

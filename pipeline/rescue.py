@@ -27,7 +27,9 @@ Step = Literal["fp32", "opt", "keep", "bf16"]
 
 NAMED = 3  # nodes that a sentence names one by one
 KEEP = "worst nodes kept in fp32"
-ANY_SHAPE = frozenset({"onnxruntime", "openvino"})  # backends whose engine is the same whatever the opt shape is
+ANY_SHAPE = frozenset(
+    {"onnxruntime", "openvino", "torch"},
+)  # backends whose engine is the same whatever the opt shape is
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,9 @@ def _may_be_rescued(recipe: Recipe) -> bool:
 def _kind(recipe: Recipe, precision: Precision | None = None) -> Recipe:
     """The recipe without what a rescue changes and what chooses 8-bit values: a backend in a precision, for the same GPUs."""
     asked = precision or recipe.precision
-    same = {name: getattr(recipe, name) for name in ("weight_only", "compute_capability", "hardware_compatible", "version_compatible")}
+    how = ("form", "mode", "provider", "weight_only")
+    where = ("compute_capability", "hardware_compatible", "version_compatible")
+    same = {name: getattr(recipe, name) for name in (*how, *where)}
     return Recipe(backend=recipe.backend, precision=asked, realised_in=realised_in(recipe.backend, asked), **same)
 
 

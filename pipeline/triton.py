@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.core import Engine, Precision, Profile, TensorSpec
+from pipeline.core import CODE_BACKENDS, Engine, Precision, Profile, TensorSpec
 from pipeline.deliver import check_if_sealed
 from pipeline.errors import PlanError, UnsupportedError
 from pipeline.feeding import BatchSpec
@@ -62,6 +62,12 @@ def config_text(engine: Engine, batch: BatchSpec, name: str) -> str:
 
 def check_place(engine: Engine, model: ModelVersion, folder: Path) -> Path:
     """The version's folder; UnsupportedError for an engine that Triton is not given here, PlanError if this version is there already."""
+    if engine.target.backend in CODE_BACKENDS:
+        said = "a PyTorch program needs a PyTorch backend of Triton's that takes .pt2 packages"
+        raise UnsupportedError(
+            f"{said}, which nobody has tried here",
+            "serve it by `crucible promote` and `load`, or compile with candidates of tensorrt",
+        )
     if engine.target.backend not in FILES:
         said = f"Triton gets engines of {' and '.join(FILES)}, this is one of {engine.target.backend}"
         raise UnsupportedError(said, "compile with such a candidate")

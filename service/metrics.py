@@ -15,7 +15,21 @@ from service.jobs import Job, JobEvent, StageSeen
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 STAGES = frozenset(
-    ("export", "simplify", "baseline", "reference", "calibrate", "cover", "convert", "build", "prove", "validate", "rank", "benchmark")
+    (
+        "export",
+        "simplify",
+        "baseline",
+        "torch.compile",
+        "reference",
+        "calibrate",
+        "cover",
+        "convert",
+        "build",
+        "prove",
+        "validate",
+        "rank",
+        "benchmark",
+    )
 )
 STAGE_SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from pipeline.config import Plan, load_plan
+from pipeline.config import CandidateConfig, Plan, load_plan
 from pipeline.errors import HostError, PlanError
 from pipeline.source import code_digest, source_from_config
 from service import logs, submitted, uploads
@@ -35,7 +35,7 @@ from service.settings import Settings
 from service.traces import current_trace
 
 log = logs.get("service.submission")
-GPU_BACKENDS = ("tensorrt", "tensorrt_rtx")
+GPU_BACKENDS = ("tensorrt", "tensorrt_rtx", "torch")
 MOST_KEY = 255  # characters of an Idempotency-Key
 
 
@@ -152,9 +152,22 @@ def _check_job(service: Service, job_id: str) -> None:
 def device_for(plan: Plan, devices: Sequence[str], load: Mapping[str, int]) -> str:
     """Whose queue a plan goes to: of the GPU with the fewest jobs, or of the CPU if no candidate could use a GPU."""
     gpus = [device for device in devices if device.startswith("gpu:")]
-    if not gpus or (plan.candidates and not any(candidate.backend in GPU_BACKENDS for candidate in plan.candidates)):
+    if not gpus or (
+        plan.candidates
+        and not any(
+            uses_gpu(
+                candidate,
+            )
+            for candidate in plan.candidates
+        )
+    ):
         return "cpu"
     return min(gpus, key=lambda device: (load.get(device, 0), device))
+
+
+def uses_gpu(candidate: CandidateConfig) -> bool:
+    """Whether a candidate runs on a GPU where there is one."""
+    return candidate.backend in GPU_BACKENDS or candidate.provider != "cpu"
 
 
 def _load(service: Service) -> Counter[str]:

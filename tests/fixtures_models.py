@@ -146,3 +146,36 @@ class OnlyTraceable(nn.Module):
 
 def only_traceable() -> nn.Module:
     return OnlyTraceable()
+
+
+class Recurrent(nn.Module):
+    """x [batch, 12, 16] -> [batch, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(16, 32, batch_first=True)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.cell(x)[0][:, -1])
+        return out
+
+
+class Block(nn.Module):
+    """x [batch, sequence, 32] -> the same shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
+
+
+def recurrent() -> nn.Module:
+    return Recurrent()
+
+
+def block() -> nn.Module:
+    return Block()

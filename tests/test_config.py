@@ -266,3 +266,39 @@ def test_how_a_model_is_served_is_read_from_the_plan() -> None:
         plan_from_document({**MODEL, "serving": {"pading": []}}, Path())
     with pytest.raises(PlanError, match="greater than or equal to 1"):
         plan_from_document({**MODEL, "serving": {"padding": [{"input": "ids", "axis": 0}]}}, Path())
+
+
+@pytest.mark.parametrize(
+    ("written", "names"),
+    [
+        ("best", ("best",)),
+        ("eager", ("eager",)),
+        ([], ()),
+        (
+            [
+                "eager",
+                "traced",
+                "compile",
+            ],
+            ("eager", "traced", "compile"),
+        ),  # as plans had them before
+        (["default", "compile max-autotune bf16"], ("default", "compile max-autotune bf16")),
+    ],
+)
+def test_baselines_are_one_name_or_several(
+    tmp_path: Path,
+    written: object,
+    names: tuple[str, ...],
+) -> None:
+    document = {"model": {"path": "m.onnx"}, "benchmark": {"baselines": written}}
+    plan = plan_from_document(document, tmp_path)
+    assert plan.benchmark.baselines == names
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan
+
+
+@pytest.mark.parametrize("name", ["fast", "eager int8", "traced max-autotune", "compile fp16 best"])
+def test_a_baseline_of_another_name_is_refused_with_an_example(tmp_path: Path, name: str) -> None:
+    document = {"model": {"path": "m.onnx"}, "benchmark": {"baselines": [name]}}
+    with pytest.raises(PlanError, match="as in `compile max-autotune fp16`") as caught:
+        plan_from_document(document, tmp_path)
+    assert name in caught.value.message

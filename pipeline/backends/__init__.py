@@ -16,13 +16,22 @@ BACKENDS: dict[str, str | Backend] = {
     "tensorrt": "tensorrt_",
     "tensorrt_rtx": "tensorrt_rtx_",
     "pytorch": "pytorch_",
+    "torch": "torch_programs",
 }
 """A module of this package, or a stand-in for one. A child runs one backend, and to import all takes a quarter of its start."""
 
 if TYPE_CHECKING:
-    from pipeline.backends import onnxruntime_, openvino_, pytorch_, tensorrt_, tensorrt_rtx_
+    from pipeline.backends import (
+        onnxruntime_,
+        openvino_,
+        pytorch_,
+        tensorrt_,
+        tensorrt_rtx_,
+        torch_programs,
+    )
 
-    _ARE_BACKENDS: tuple[Backend, ...] = (onnxruntime_, openvino_, tensorrt_, tensorrt_rtx_, pytorch_)
+    _RUN_GRAPHS: tuple[Backend, ...] = (onnxruntime_, openvino_, tensorrt_, tensorrt_rtx_)
+    _RUN_PYTORCH: tuple[Backend, ...] = (pytorch_, torch_programs)
 
 
 def backend(name: str) -> Backend:

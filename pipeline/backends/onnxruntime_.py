@@ -1,4 +1,7 @@
-"""ONNX Runtime on the CPU.
+"""ONNX Runtime on the CPU; on a GPU by its providers CUDA and TensorRT where the build has them.
+
+The GPU's providers were not run: there was no such build where this was made. A test runs them on
+a double.
 
 The engine file is the converted ONNX graph itself, with its external data. Saving the optimised graph instead would bake in this CPU's
 blocked layout (NCHWc), which a CPU with wider vectors reads wrongly, to save 50 ms of the 110 ms that loading ResNet-50 takes.
@@ -8,7 +11,8 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,8 +33,24 @@ from pipeline.backends.checks import (
     unreadable,
 )
 from pipeline.backends.nodes import REMEDY, refused_nodes
-from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Progress, Recipe, Refusal, Target, Tensors, TensorSpec, silent
-from pipeline.errors import DataError, ModelError, UnsupportedError
+from pipeline.core import (
+    BuildOptions,
+    Engine,
+    OnnxModel,
+    OrtProvider,
+    Point,
+    Precision,
+    Profile,
+    Progress,
+    Recipe,
+    Refusal,
+    Target,
+    Tensors,
+    TensorSpec,
+    silent,
+)
+from pipeline.errors import BackendUnavailable, DataError, ModelError, UnsupportedError
+from pipeline.gpu import find_gpus
 from pipeline.graph import copy_model, file_size
 from pipeline.layers import LayerTable
 from pipeline.measure import cpu_flags, cpu_name, usable_cores
@@ -40,6 +60,10 @@ if TYPE_CHECKING:
 
 PRECISIONS = frozenset({Precision.FP32, Precision.INT8, Precision.INT4})
 DISTRIBUTIONS: tuple[str, ...] = ("onnxruntime",)
+PLAIN = Recipe(backend="onnxruntime", precision=Precision.FP32)
+Provider = tuple[str, dict[str, str]]
+"""An execution provider by the library's name, with its options."""
+
 AS_WRITTEN = "as written"
 """Variant of a recipe: Q/DQ are computed where they stand, in fp32. The int8 kernels that ONNX Runtime would put in their place can saturate."""
 
@@ -50,6 +74,12 @@ NOT_REALLY = {
     Precision.FP8: "fp8 is a format of NVIDIA GPUs",
 }
 """Why a precision is refused. A test looks the kernels up in the library's registry."""
+
+PROVIDERS: Mapping[OrtProvider, str] = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "tensorrt": "TensorrtExecutionProvider",
+}
 
 SPIN_US = 100
 """How long a thread of an engine that serves waits awake for the next operator.
@@ -67,6 +97,33 @@ def probe() -> Target:
     return Target(backend="onnxruntime", version=version, device=cpu_name(), cpu_flags=cpu_flags())
 
 
+def provider_target() -> Target:
+    """The first GPU of this host, for the providers that use one; BackendUnavailable without."""
+    gpus = find_gpus()
+    if not gpus.devices:
+        raise BackendUnavailable(
+            f"ONNX Runtime's GPU providers need a GPU: {gpus.reason}",
+            "take `provider: cpu`",
+        )
+    first = gpus.devices[0]
+    return probe().model_copy(
+        update={
+            "device": first.name,
+            "cpu_flags": (),
+            "compute_capability": first.compute_capability,
+            "driver": first.driver,
+        }
+    )
+
+
+def gpu_providers() -> tuple[OrtProvider, ...]:
+    """The providers of the installed build that use a GPU. Imports ONNX Runtime."""
+    import onnxruntime
+
+    present = set(onnxruntime.get_available_providers())
+    return tuple(name for name, known in PROVIDERS.items() if name != "cpu" and known in present)
+
+
 def unsupported(model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()) -> tuple[Refusal, ...]:
     """Every node without a kernel, or that its kernel refuses. The whole model is tried first: if it loads, there is none."""
     complaint = _complaint(str(model.path))
@@ -82,9 +139,10 @@ def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, pr
     progress(None, "copying the graph")
     copy_model(model.path, out / model.path.name)
     progress(None, "optimising the graph")
-    if complaint := _complaint(str(out / model.path.name), recipe.precision):
+    providers = providers_of(recipe, model.inputs, options.profiles)
+    if complaint := _complaint(str(out / model.path.name), recipe, providers):
         raise ModelError(f"ONNX Runtime cannot open this model: {complaint}", "list every node with `crucible inspect MODEL --backend onnxruntime`")
-    target = probe()
+    target = _target_of(recipe)
     return Engine(
         root=out,
         file=model.path.name,
@@ -99,8 +157,17 @@ def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, pr
     )
 
 
-def layers(engine: Engine, feeds: Tensors) -> LayerTable:
-    """Every kernel of the engine by ONNX Runtime's own profile, in a session of its own with the same options."""
+def _target_of(recipe: Recipe) -> Target:
+    return probe() if recipe.provider == "cpu" else provider_target()
+
+
+def layers(engine: Engine, feeds: Tensors) -> LayerTable | None:
+    """Every kernel of the engine by ONNX Runtime's own profile; None on a GPU.
+
+    The profiled session is one of its own, with the same options.
+    """
+    if engine.recipe.provider != "cpu":
+        return None
     refuse_foreign(engine, probe())
     with tempfile.TemporaryDirectory(prefix="crucible-profile-") as folder:
         try:
@@ -111,9 +178,13 @@ def layers(engine: Engine, feeds: Tensors) -> LayerTable:
 
 
 def load(engine: Engine, device: str = "", serves: bool = False) -> Loaded:
-    """The engine in memory, on the CPU. BackendUnavailable if it was built for another host. `serves`: see `_open`."""
-    refuse_foreign(engine, probe())
-    refuse_device(engine, device)
+    """The engine in memory. BackendUnavailable if it was built for another host.
+
+    `serves`: see `_open`.
+    """
+    refuse_foreign(engine, _target_of(engine.recipe))
+    if engine.recipe.provider == "cpu":
+        refuse_device(engine, device)
     try:
         return OrtLoaded(engine, _open_engine(engine, serves=serves))
     except _errors() as error:
@@ -192,7 +263,10 @@ class OrtSession:
 
 
 def check_recipe(recipe: Recipe, target: Target) -> None:
-    """UnsupportedError for a precision that ONNX Runtime would only pretend to run on a CPU."""
+    """UnsupportedError for a precision that it would only pretend to run, or an absent provider."""
+    if recipe.provider != "cpu":
+        _check_provider(recipe.provider)
+        return
     if recipe.precision not in PRECISIONS:
         said = f"ONNX Runtime on a CPU would only pretend to run {recipe.precision}: {NOT_REALLY[recipe.precision]}"
         raise UnsupportedError(said, "choose fp32 or int8, or openvino for bf16")
@@ -200,11 +274,67 @@ def check_recipe(recipe: Recipe, target: Target) -> None:
         raise UnsupportedError("ONNX Runtime has int4 for weights only", "add `weight_only`")
 
 
+def _check_provider(provider: OrtProvider) -> None:
+    import onnxruntime
+
+    available = onnxruntime.get_available_providers()
+    if PROVIDERS[provider] not in available:
+        present = ", ".join(available)
+        said = f"this build of ONNX Runtime has no {PROVIDERS[provider]}: it has {present}"
+        raise UnsupportedError(
+            said,
+            "install onnxruntime-gpu in the place of onnxruntime, or take `provider: cpu`",
+        )
+
+
+def providers_of(
+    recipe: Recipe,
+    inputs: tuple[TensorSpec, ...],
+    profiles: tuple[Profile, ...],
+) -> list[Provider]:
+    """The providers in their order, with their options.
+
+    TensorRT gets the shapes of the profiles: it would build again for each new shape otherwise.
+    """
+    if recipe.provider == "cpu":
+        return [(PROVIDERS["cpu"], {})]
+    cuda: Provider = (PROVIDERS["cuda"], {"use_tf32": str(int(recipe.precision is Precision.TF32))})
+    if recipe.provider == "cuda":
+        return [cuda, (PROVIDERS["cpu"], {})]
+    points: tuple[Point, ...] = ("min", "opt", "max")
+    dynamic = [spec for spec in inputs if spec.symbols]
+    shapes = (
+        {
+            f"trt_profile_{point}_shapes": _shapes(
+                dynamic,
+                profiles,
+                point,
+            )
+            for point in points
+        }
+        if dynamic
+        else {}
+    )
+    tensorrt = {"trt_fp16_enable": str(int(recipe.precision is Precision.FP16)), **shapes}
+    return [(PROVIDERS["tensorrt"], tensorrt), cuda, (PROVIDERS["cpu"], {})]
+
+
+def _shapes(inputs: Sequence[TensorSpec], profiles: tuple[Profile, ...], point: Point) -> str:
+    """`x:1x3x224x224,y:1x10`, once for each profile."""
+    found = []
+    for profile in profiles:
+        for spec in inputs:
+            shape = "x".join(map(str, spec.resolve(profile.sizes(point))))
+            found.append(f"{spec.name}:{shape}")
+    return ",".join(found)
+
+
 def _check_precision(model: OnnxModel, recipe: Recipe) -> None:
     check_recipe(recipe, probe())
-    if model.precision != recipe.precision:
+    expected = Precision.FP32 if recipe.precision is Precision.TF32 else recipe.precision
+    if model.precision != expected:
         said = f"ONNX Runtime takes the precision from the graph: the recipe says {recipe.precision}, the graph is {model.precision}"
-        raise UnsupportedError(said, f"convert the graph to {recipe.precision} first")
+        raise UnsupportedError(said, f"convert the graph to {expected} first")
     for spec in (*model.inputs, *model.outputs):
         if spec.dtype == "bfloat16":
             raise UnsupportedError(
@@ -214,43 +344,75 @@ def _check_precision(model: OnnxModel, recipe: Recipe) -> None:
 
 def _open_engine(engine: Engine, profile: Path | None = None, serves: bool = False) -> onnxruntime.InferenceSession:
     recipe = engine.recipe
-    return _open(str(engine.path), engine.threads or usable_cores(), recipe.precision, profile, recipe.variant == AS_WRITTEN, serves)
+    options = OpenOptions(
+        engine.threads or usable_cores(),
+        recipe,
+        providers_of(recipe, engine.inputs, engine.profiles),
+        profile,
+        serves,
+    )
+    return _open(str(engine.path), options)
 
 
-def _open(
-    model: str | bytes,
-    threads: int,
-    precision: Precision = Precision.FP32,
-    profile: Path | None = None,
-    as_written: bool = False,
-    serves: bool = False,
-) -> onnxruntime.InferenceSession:
+@dataclass(frozen=True, slots=True)
+class OpenOptions:
+    """How a session is opened."""
+
+    threads: int
+    recipe: Recipe
+    providers: list[Provider]
+    profile: Path | None = None  # a folder: every run is profiled there
+    serves: bool = False  # shares the CPU with whoever asks
+
+
+def _open(model: str | bytes, options: OpenOptions) -> onnxruntime.InferenceSession:
     """Threads spin between operators, as is the default: 16 small convolutions take 0.31 ms, and 0.51 ms where they sleep (2 cores, AVX512).
 
-    Where more threads want the CPU than there are cores, it is the other way round. What `serves` shares the CPU with whoever asks: its threads
-    spin for SPIN_US, which bridges the gaps between operators, and not at all between runs.
-    With a folder for `profile`, every run is profiled.
+    Where more threads want the CPU than there are cores, it is the other way round. What serves
+    shares the CPU with whoever asks: its threads spin for SPIN_US, which bridges the gaps between
+    operators, and not at all between runs.
+    BackendUnavailable where the library leaves the first provider out. It does so without an error
+    if a library of CUDA's is missing.
     """
     import onnxruntime
 
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
-    options.intra_op_num_threads = threads
-    if serves:
-        options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
-        options.add_session_config_entry("session.force_spinning_stop", "1")
-    options.add_session_config_entry("session.disable_quant_qdq", "1" if as_written else "0")
-    if precision is Precision.INT8:
-        options.add_session_config_entry("optimization.disable_specified_optimizers", ";".join(MAKES_FLOAT))
-    if profile is not None:
-        ort_layers.profile_into(options, profile)
-    options.log_severity_level = 4  # only what is fatal: errors come as exceptions
-    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    given = onnxruntime.SessionOptions()
+    given.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+    given.intra_op_num_threads = options.threads
+    if options.serves:
+        given.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
+        given.add_session_config_entry("session.force_spinning_stop", "1")
+    given.add_session_config_entry(
+        "session.disable_quant_qdq",
+        "1" if options.recipe.variant == AS_WRITTEN else "0",
+    )
+    if options.recipe.precision is Precision.INT8:
+        given.add_session_config_entry(
+            "optimization.disable_specified_optimizers",
+            ";".join(MAKES_FLOAT),
+        )
+    if options.profile is not None:
+        ort_layers.profile_into(given, options.profile)
+    given.log_severity_level = 4  # only what is fatal: errors come as exceptions
+    session = onnxruntime.InferenceSession(model, given, providers=options.providers)
+    wanted, present = options.providers[0][0], session.get_providers()
+    if wanted not in present:
+        instead = ", ".join(present)
+        said = f"ONNX Runtime left {wanted} out, and would run on {instead}: it cannot be loaded"
+        raise BackendUnavailable(
+            said,
+            "install the CUDA, cuDNN or TensorRT that this onnxruntime was built for",
+        )
+    return session
 
 
-def _complaint(model: str | bytes, precision: Precision = Precision.FP32) -> str:
+def _complaint(
+    model: str | bytes,
+    recipe: Recipe = PLAIN,
+    providers: list[Provider] | None = None,
+) -> str:
     try:
-        _open(model, threads=1, precision=precision)
+        _open(model, OpenOptions(1, recipe, providers or providers_of(PLAIN, (), ())))
     except _errors() as error:
         return _sentence(error)
     return ""

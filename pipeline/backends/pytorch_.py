@@ -2,65 +2,73 @@
 
     eager     the module as its user has it, in inference mode
     traced    torch.jit.trace at opt, frozen, optimize_for_inference (folds batch norms, picks oneDNN layouts)
-    compile   torch.compile in its default mode (inductor); compiled at opt while the session opens
+    compile   torch.compile (inductor) in the recipe's mode; it is compiled when it is built, and
+              every process that loads it gets inductor's cache
 
-Always fp32 without TF32 and without bf16 shortcuts: the reference must not be approximate itself. On a host with a GPU that torch can
-use it runs there: a GPU engine against a module on the CPU would flatter the engine.
+The reference is eager in fp32, without TF32 and without bf16 shortcuts: it must not be approximate
+itself. A baseline in another precision is the module cast as a whole, which takes and returns what
+the reference does. On a host with a GPU that torch can use all run there: a GPU engine against a
+module on the CPU would flatter the engine.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import os
-import shutil
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pipeline.backends.base import no_layers
-from pipeline.backends.checks import FeedCheck, HostTimer, closed, engine_digest, refuse_foreign
+from pipeline.backends.checks import closed, engine_digest, refuse_foreign
+from pipeline.backends.torch_compile import (
+    CACHE,
+    compiled,
+    fill_cache,
+    gpu_turn,
+    lack_of_tools,
+    seed_cache,
+)
 from pipeline.backends.torch_cuda import DEVICE, CudaTorchSession, why_not_cuda
 from pipeline.backends.torch_module import (
     CPU_INSTEAD,
     array_from_tensor,
+    call_module,
+    check_castable,
     first_line,
-    leaves_of,
+    in_precision,
     load_module,
     run_module,
-    tensor_from_array,
-    torch_version,
+)
+from pipeline.backends.torch_session import (
+    TorchSession,
+    cpu_target,
+    example_args,
+    host_target,
+    open_session,
 )
 from pipeline.core import (
     BuildOptions,
+    CompileMode,
     Engine,
     ModelSource,
     Note,
     OnnxModel,
     Precision,
-    Profile,
     Progress,
     Recipe,
     Refusal,
     Target,
-    Tensors,
     silent,
 )
-from pipeline.errors import BackendUnavailable, HostError, ModelError, UnsupportedError
-from pipeline.gpu import find_gpus
-from pipeline.graph import draw_feeds
-from pipeline.measure import cpu_name, usable_cores
+from pipeline.errors import BackendUnavailable, ModelError, UnsupportedError
+from pipeline.measure import usable_cores
 from pipeline.source import digest_of_source
 
 if TYPE_CHECKING:
     import torch
 
-PRECISIONS = frozenset({Precision.FP32})
-DISTRIBUTIONS: tuple[str, ...] = ("torch", "safetensors")
+PRECISIONS = frozenset({Precision.FP32, Precision.TF32, Precision.FP16, Precision.BF16})
+DISTRIBUTIONS: tuple[str, ...] = ("torch", "triton", "safetensors")
 layers = no_layers
 VARIANTS = ("eager", "traced", "compile")
 FILE = "source.json"
@@ -68,15 +76,11 @@ FILE = "source.json"
 
 def probe() -> Target:
     """This host as PyTorch should see it, without importing torch: its first GPU, or the CPU where there is none or torch is built without CUDA."""
-    gpus = () if torch_version().endswith("+cpu") else find_gpus().devices
-    if not gpus:
-        return _cpu()
-    first = gpus[0]
-    return Target(backend="pytorch", version=torch_version(), device=first.name, compute_capability=first.compute_capability, driver=first.driver)
+    return host_target("pytorch")
 
 
 def _cpu() -> Target:
-    return Target(backend="pytorch", version=torch_version(), device=cpu_name())
+    return cpu_target("pytorch")
 
 
 def check_recipe(recipe: Recipe, target: Target) -> NoReturn:
@@ -97,14 +101,20 @@ def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, pr
 def build_baseline(source: ModelSource, model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent) -> Engine:
     """Write down what to load; `model` is the source's export, whose interface the engine shares.
 
-    Nothing is loaded here: a traced or compiled module cannot be stored whole, so that happens in the process that runs it.
+    A module is loaded, traced or compiled in the process that runs it. What is to be compiled is
+    compiled here too, for inductor's cache.
     """
-    if recipe.variant not in VARIANTS or recipe.precision is not Precision.FP32:
-        raise UnsupportedError(f"pytorch has no variant '{recipe.variant}' in {recipe.precision}", f"choose {', '.join(VARIANTS)}, in fp32")
+    if recipe.variant not in VARIANTS or recipe.precision not in PRECISIONS:
+        known = ", ".join(VARIANTS)
+        raise UnsupportedError(
+            f"pytorch has no variant '{recipe.variant}' in {recipe.precision}",
+            f"choose {known}, in fp32, tf32, fp16 or bf16",
+        )
+    check_castable(source, recipe.precision)
     target, notes = _usable(probe())
     (out / FILE).write_text(source.model_dump_json(indent=1), encoding="utf-8")
     content = engine_digest(model, recipe, options, target) + source.digest  # other code may export to the same graph, and be slower
-    return Engine(
+    engine = Engine(
         root=out,
         file=FILE,
         digest=hashlib.sha256(content.encode()).hexdigest(),
@@ -117,6 +127,11 @@ def build_baseline(source: ModelSource, model: OnnxModel, recipe: Recipe, option
         size_bytes=sum(path.stat().st_size for path in (source.path, source.weights) if path is not None),
         notes=notes,
     )
+    if recipe.variant == "compile":
+        progress(None, "compiling")
+        with gpu_turn(target.compute_capability is not None, progress):
+            fill_cache(engine, load, ("opt",))
+    return engine
 
 
 def _usable(host: Target) -> tuple[Target, tuple[Note, ...]]:
@@ -142,6 +157,7 @@ def load(engine: Engine, device: str = "") -> TorchLoaded:
     if digest_of_source(source) != source.digest:
         raise ModelError("the model's source or weights have changed since this baseline was built", "compile the plan again")
     torch.set_num_threads(engine.threads or usable_cores())
+    seed_cache(engine.root / CACHE)
     place = DEVICE if on_gpu else "cpu"
     return TorchLoaded(engine, source, load_module(source, place), place)
 
@@ -152,15 +168,38 @@ class TorchLoaded:
     def __init__(self, engine: Engine, source: ModelSource, module: torch.nn.Module, device: str) -> None:
         self._engine, self._source, self._device = engine, source, device
         self._module: Any = module
+        self._is_cast = False
 
     def session(self, profile: int = 0) -> TorchSession | CudaTorchSession:
         """Traces or compiles at this profile's opt, and runs there once, so that what cannot run fails here."""
-        chosen = (self._engine.profiles or (Profile(),))[profile]
-        feeds = draw_feeds(self._engine.inputs, chosen.sizes("opt"), 0, chosen.values_at("opt"))
-        run_module(self._module, self._source, feeds, self._device)  # also tells torch how to flatten a dataclass, before anything is timed
-        args = tuple(tensor_from_array(feeds[spec.name]).to(self._device) for spec in self._engine.inputs)
-        module = _VARIANTS[self._engine.recipe.variant](self._module, args)
-        return CudaTorchSession(self._engine, module) if self._device == DEVICE else TorchSession(self._engine, module)
+        recipe = self._engine.recipe
+        args = example_args(self._engine, profile, self._device)
+        if not self._is_cast:
+            feeds = {
+                spec.name: array_from_tensor(arg)
+                for spec, arg in zip(
+                    self._engine.inputs,
+                    args,
+                    strict=True,
+                )
+            }
+            run_module(
+                self._module,
+                self._source,
+                feeds,
+                self._device,
+            )  # also tells torch how to flatten a dataclass, before anything is timed
+            if recipe.precision is not Precision.FP32:
+                self._module = in_precision(self._module, recipe.precision, self._engine.outputs)
+                call_module(
+                    self._module,
+                    self._source,
+                    feeds,
+                    self._device,
+                )  # whose code may hold tensors that are not cast
+            self._is_cast = True
+        module = _VARIANTS[recipe.variant](self._module, args, recipe.mode)
+        return open_session(self._engine, module, self._device)
 
     def close(self) -> None:
         self._module = closed
@@ -170,11 +209,19 @@ class TorchLoaded:
             torch.cuda.empty_cache()
 
 
-def _eager(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> Any:
+def _eager(
+    module: torch.nn.Module,
+    args: tuple[torch.Tensor, ...],
+    mode: CompileMode | None,
+) -> Any:
     return module
 
 
-def _traced(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> Any:
+def _traced(
+    module: torch.nn.Module,
+    args: tuple[torch.Tensor, ...],
+    mode: CompileMode | None,
+) -> Any:
     import torch
 
     with torch.inference_mode(), warnings.catch_warnings():
@@ -188,71 +235,17 @@ def _traced(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> Any:
     return traced
 
 
-def _compiled(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> Any:
-    import torch
-
-    _check_compiler(on_gpu=any(arg.is_cuda for arg in args))
-    compiled = torch.compile(module)
-    try:
-        with torch.inference_mode():
-            compiled(*args)
-    except torch._inductor.exc.InductorError as error:
-        advice = "install a compiler (gcc, g++) and the headers of this Python, or drop the baseline `compile`"
-        raise HostError(f"torch.compile cannot compile this model here: {first_line(error)}", advice) from error
-    return compiled
-
-
-def _check_compiler(on_gpu: bool) -> None:
-    """HostError without what inductor needs: a C++ compiler for CPU code; Triton, and a C compiler for its launchers, for GPU code."""
-    drop = "or drop the baseline `compile`"
-    if on_gpu and importlib.util.find_spec("triton") is None:
-        raise HostError("torch.compile needs Triton for the GPU, and it is not installed", f"pip install triton, {drop}")
-    usual = ("gcc", "clang") if on_gpu else ("g++",)
-    named = os.environ.get("CC" if on_gpu else "CXX")
-    if not any(shutil.which(compiler) for compiler in ([named] if named else usual)):
-        language = "C" if on_gpu else "C++"
-        raise HostError(f"torch.compile needs a {language} compiler, and there is no '{named or usual[0]}'", f"install {usual[0]}, {drop}")
+def _compiled(
+    module: torch.nn.Module,
+    args: tuple[torch.Tensor, ...],
+    mode: CompileMode | None,
+) -> Any:
+    if lack := lack_of_tools(on_gpu=any(arg.is_cuda for arg in args)):
+        raise BackendUnavailable(
+            f"torch.compile needs {lack.what}",
+            f"{lack.install}, or drop the baseline `compile`",
+        )
+    return compiled(module, args, mode)
 
 
 _VARIANTS = {"eager": _eager, "traced": _traced, "compile": _compiled}
-
-
-class TorchSession:
-    """Runs one module on host tensors."""
-
-    def __init__(self, engine: Engine, module: Any) -> None:
-        self.inputs, self.outputs = engine.inputs, engine.outputs
-        self._check, self._module = FeedCheck(engine.inputs, engine.profiles), module
-        self._names = tuple(spec.name for spec in engine.outputs)
-        self._feeds: Tensors = {}
-        self._args: tuple[torch.Tensor, ...] = ()
-        self._result: object = None
-        self._fetched: dict[str, NDArray[np.generic]] = {}
-
-    def bind(self, feeds: Tensors) -> None:
-        self._check(feeds)
-        self._feeds = feeds
-
-    def upload(self) -> None:
-        self._args = tuple(tensor_from_array(self._feeds[spec.name]) for spec in self.inputs)
-
-    def execute(self) -> None:
-        import torch
-
-        with torch.inference_mode():
-            self._result = self._module(*self._args)
-
-    def download(self) -> None:
-        self._fetched = {name: array_from_tensor(tensor) for name, tensor in zip(self._names, leaves_of(self._result), strict=True)}
-
-    def synchronize(self) -> None:
-        """Nothing to wait for on the CPU."""
-
-    def fetch(self) -> Mapping[str, NDArray[np.generic]]:
-        return self._fetched
-
-    def timer(self) -> HostTimer:
-        return HostTimer()
-
-    def close(self) -> None:
-        self._module, self._feeds, self._args, self._result = closed, {}, (), None

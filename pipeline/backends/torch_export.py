@@ -41,10 +41,17 @@ class Job:
     opset: int
     example: Tensors
     path: Path
+    device: str = "cpu"  # where the module lies
+    flat: bool = False  # the module takes its inputs as *args
 
     @property
     def args(self) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor_from_array(self.example[spec.name]) for spec in self.source.inputs)
+        return tuple(
+            tensor_from_array(
+                self.example[spec.name],
+            ).to(self.device)
+            for spec in self.source.inputs
+        )
 
     @property
     def input_names(self) -> list[str]:
@@ -97,7 +104,7 @@ def dynamo(job: Job) -> tuple[Note, ...]:
     """torch.export, then its translation to ONNX. Apart, since torch.onnx would retry a failed capture with dimensions given up."""
     import torch
 
-    program = load_program(job.source) if job.source.kind == "pt2" else _captured(job)
+    program = load_program(job.source) if job.source.kind == "pt2" else captured(job)
     try:
         with _quiet():
             result = torch.onnx.export(
@@ -131,14 +138,23 @@ def _tidy(result: torch.onnx.ONNXProgram, public: set[str]) -> None:
                 value.name = f"{value.name}_inner"
 
 
-def _captured(job: Job) -> torch.export.ExportedProgram:
+def captured(job: Job) -> torch.export.ExportedProgram:
+    """The module as torch.export has it, its symbolic axes free.
+
+    Refused with one line; ModelError for a branch on data.
+    """
     import torch
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     dynamic = tuple(dict.fromkeys(axes, torch.export.Dim.DYNAMIC) for axes in job.axes)
     try:
         with _quiet(), torch.no_grad():
-            return torch.export.export(job.module, job.args, dynamic_shapes=dynamic, strict=False)
+            return torch.export.export(
+                job.module,
+                job.args,
+                dynamic_shapes=(dynamic,) if job.flat else dynamic,
+                strict=False,
+            )
     except GuardOnDataDependentSymNode as error:
         # No fallback: the TorchScript exporter keeps the branch that the example took, and a few samples cannot prove that right.
         advice = "write it with torch.where, or with torch.cond, which exports both branches"

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from pipeline.backends.checks import installed_version
 from pipeline.backends.cuda import OutOfDeviceMemory
 from pipeline.backends.torch_qat import freeze_fake_quantizers
-from pipeline.core import ModelSource, Tensors
+from pipeline.core import ModelSource, Precision, Tensors, TensorSpec
 from pipeline.distribution import install_command
-from pipeline.errors import ModelError
+from pipeline.errors import ModelError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -39,9 +39,7 @@ def load_module(source: ModelSource, device: str = "cpu") -> torch.nn.Module:
     torch_version()
     import torch
 
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
+    allow_tf32(False)
     torch.manual_seed(source.seed)
     if source.kind == "pt2":
         return _module_of_program(load_program(source), device)
@@ -50,6 +48,72 @@ def load_module(source: ModelSource, device: str = "cpu") -> torch.nn.Module:
         _load_weights(module, source.weights)
     module = freeze_fake_quantizers(module)
     return module if device == "cpu" else _moved(module, device)
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Whether this process may compute products and convolutions of fp32 tensors in TF32."""
+    import torch
+
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
+LOW = {Precision.FP16: "float16", Precision.BF16: "bfloat16"}
+"""Precisions that a module is cast to as a whole, by torch's names of them."""
+
+
+def check_castable(source: ModelSource, precision: Precision) -> None:
+    """UnsupportedError for an exported program in 16 bits: its dtypes are part of its graph."""
+    if precision in LOW and source.kind == "pt2":
+        said = f"the .pt2 has its dtypes in its graph, so it cannot be cast to {precision}"
+        raise UnsupportedError(
+            said,
+            f"give the module as `entrypoint`, or a .pt2 exported in {precision}",
+        )
+
+
+def in_precision(
+    module: torch.nn.Module,
+    precision: Precision,
+    outputs: Sequence[TensorSpec],
+) -> torch.nn.Module:
+    """The module cast to this precision as a whole; inputs and `outputs` keep their dtypes.
+
+    Its outputs come as one flat tuple of tensors. Sets whether this process may use TF32.
+    """
+    import torch
+
+    allow_tf32(precision is Precision.TF32)
+    low = getattr(torch, LOW[precision]) if precision in LOW else None
+    dtypes = [getattr(torch, spec.dtype) for spec in outputs]
+
+    def kept(leaf: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return leaf.to(dtype) if leaf.is_floating_point() and leaf.dtype != dtype else leaf
+
+    class Cast(torch.nn.Module):  # type: ignore[misc]  # torch is not looked into
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module if low is None else module.to(low)
+            self.training = False  # as the module is; an exported program cannot be told so
+
+        def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            given = (
+                args
+                if low is None
+                else [
+                    arg.to(
+                        low,
+                    )
+                    if arg.is_floating_point()
+                    else arg
+                    for arg in args
+                ]
+            )
+            leaves = leaves_of(self.inner(*given))
+            return tuple(kept(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True))
+
+    return Cast()
 
 
 def _module_of_program(program: torch.export.ExportedProgram, device: str) -> torch.nn.Module:

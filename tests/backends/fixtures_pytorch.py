@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 from pipeline.backends import pytorch_
-from pipeline.core import BuildOptions, Engine, ModelSource, OnnxModel, Precision, Profile, Recipe, TensorSpec
+from pipeline.core import (
+    BuildOptions,
+    CompileMode,
+    Engine,
+    ModelSource,
+    OnnxModel,
+    Precision,
+    Profile,
+    Recipe,
+    TensorSpec,
+)
 from pipeline.source import digest_of_source
 
 TESTS = Path(__file__).parents[1]
@@ -34,9 +44,16 @@ def source_of(function: str, *inputs: TensorSpec, outputs: tuple[str, ...] = (),
     return source.model_copy(update={"digest": digest_of_source(source)})
 
 
-def engine_of(source: ModelSource, outputs: tuple[TensorSpec, ...], variant: str, out: Path) -> Engine:
+def engine_of(
+    source: ModelSource,
+    outputs: tuple[TensorSpec, ...],
+    variant: str,
+    out: Path,
+    precision: Precision = Precision.FP32,
+    mode: CompileMode | None = None,
+) -> Engine:
     model = OnnxModel(root=out, file="model.onnx", digest="d", opset=20, inputs=source.inputs, outputs=outputs)
-    recipe = Recipe(backend="pytorch", precision=Precision.FP32, variant=variant)
+    recipe = Recipe(backend="pytorch", precision=precision, variant=variant, mode=mode)
     return pytorch_.build_baseline(source, model, recipe, BuildOptions(profiles=(PROFILE,), threads=1), out)
 
 

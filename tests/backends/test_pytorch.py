@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,17 @@ import torch
 from safetensors.torch import save_file
 
 from pipeline.backends import pytorch_
-from pipeline.backends.torch_module import array_from_tensor, load_module, name_outputs, run_module, tensor_from_array
-from pipeline.core import BuildOptions, ModelSource, OnnxModel, TensorSpec
+from pipeline.backends.torch_compile import CudaHeaders, cuda_headers, lack_of_tools, seed_cache
+from pipeline.backends.torch_module import (
+    allow_tf32,
+    array_from_tensor,
+    in_precision,
+    load_module,
+    name_outputs,
+    run_module,
+    tensor_from_array,
+)
+from pipeline.core import BuildOptions, ModelSource, OnnxModel, Precision, TensorSpec
 from pipeline.errors import BackendUnavailable, DataError, HostError, ModelError, UnsupportedError
 from tests.backends.fixtures_pytorch import (
     CLASSES,
@@ -220,12 +230,130 @@ def test_what_pytorch_cannot_be_is_refused(tmp_path: Path) -> None:
 
 def test_compile_without_a_compiler_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    loaded = pytorch_.load(engine_of(source_of("residual_cnn", IMAGE), (CLASSES,), "compile", tmp_path))
-    with pytest.raises(HostError, match="no 'no-such-compiler'"):
-        loaded.session()
+    with pytest.raises(HostError, match="no 'no-such-compiler'") as caught:
+        engine_of(source_of("residual_cnn", IMAGE), (CLASSES,), "compile", tmp_path)
+    assert caught.value.next_step == "install g++, or drop the baseline `compile`"
 
 
-def test_torch_compile_on_a_gpu_needs_a_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CC", "no-such-compiler")
-    with pytest.raises(HostError, match="C compiler, and there is no 'no-such-compiler'"):
-        pytorch_._check_compiler(on_gpu=True)
+# --- in other precisions ---
+
+
+def test_a_baseline_in_16_bits_is_the_module_cast_with_its_interface_as_it_was(
+    tmp_path: Path,
+) -> None:
+    source = source_of("residual_cnn", IMAGE, outputs=("classes",))
+    engine = engine_of(source, (CLASSES,), "eager", tmp_path, Precision.BF16)
+    assert engine.recipe.label == "pytorch eager bf16"
+    image = np.random.default_rng(0).standard_normal((2, 1, 8, 8)).astype(np.float32)
+    got = run(engine, {"image": image})["classes"]
+    want = run_module(load_module(source), source, {"image": image})["classes"]
+    assert got.dtype == np.float32
+    assert 1e-5 < np.abs(got - want).max() < 0.05  # rounded, and no more
+
+
+def test_several_outputs_keep_their_names_and_dtypes_in_16_bits(tmp_path: Path) -> None:
+    feeds = {"mask": np.ones((3, 5), np.int64), "ids": np.arange(15).reshape(3, 5)}
+    engine = engine_of(
+        source_of("encoder", IDS, MASK),
+        (EMBEDDING, TOKENS),
+        "eager",
+        tmp_path,
+        Precision.BF16,
+    )
+    got = run(engine, feeds)
+    assert [(name, array.shape, array.dtype) for name, array in got.items()] == [
+        ("embedding", (3, 16), np.float32),
+        ("tokens", (3, 5, 16), np.float32),
+    ]
+
+
+def test_an_exported_program_cannot_be_cast(tmp_path: Path) -> None:
+    source = ModelSource(path=tmp_path / "model.pt2", inputs=(IMAGE,))
+    with pytest.raises(UnsupportedError, match="cannot be cast to fp16") as caught:
+        engine_of(source, (CLASSES,), "eager", tmp_path, Precision.FP16)
+    assert "`entrypoint`" in caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("precision", "allowed"),
+    [(Precision.FP32, False), (Precision.TF32, True), (Precision.FP16, False)],
+)
+def test_tf32_is_allowed_where_it_is_asked_for_and_nowhere_else(
+    precision: Precision,
+    allowed: bool,
+) -> None:
+    source = source_of("residual_cnn", IMAGE)
+    try:
+        in_precision(load_module(source), precision, (CLASSES,))
+        flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        assert flags == (allowed, allowed)
+        load_module(source)
+        assert not torch.backends.cuda.matmul.allow_tf32  # the reference's
+    finally:
+        allow_tf32(False)
+
+
+# --- what torch.compile needs ---
+
+
+@pytest.mark.parametrize(
+    ("variable", "on_gpu", "ahead", "language"),
+    [("CC", True, False, "C"), ("CXX", False, False, "C++"), ("CXX", False, True, "C++")],
+)
+def test_the_compiler_that_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    on_gpu: bool,
+    ahead: bool,
+    language: str,
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv(variable, "no-such-compiler")
+    lack = lack_of_tools(on_gpu, ahead)
+    assert lack
+    assert lack.what == f"a {language} compiler, and there is no 'no-such-compiler'"
+
+
+def test_a_package_for_a_gpu_needs_cudas_headers(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    (tmp_path / "include").mkdir()
+    assert CudaHeaders(tmp_path) != cuda_headers()  # it is empty
+    (tmp_path / "include" / "crt").mkdir()
+    for file in ("cuda_runtime.h", "crt/host_config.h"):
+        (tmp_path / "include" / file).touch()
+    assert cuda_headers() == CudaHeaders(tmp_path)
+
+
+def test_the_compilers_are_told_where_headers_are(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", "elsewhere")
+    monkeypatch.setenv("CPATH", "mine")
+    CudaHeaders(tmp_path, tmp_path / "more").use()
+    assert os.environ["CUDA_HOME"] == str(tmp_path)
+    assert os.environ["CPATH"] == f"mine:{tmp_path / 'more'}"
+
+
+def test_the_cache_of_an_engine_is_added_to_that_of_the_process(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = tmp_path / "engine", tmp_path / "process"
+    for folder, names in ((ours, ("ab/one.so", "ab/two.so")), (theirs, ("ab/two.so",))):
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(f"{folder.name} {name}")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(theirs))
+    seed_cache(ours)
+    assert {
+        file.name: file.read_text()
+        for file in theirs.rglob(
+            "*.*",
+        )
+    } == {"one.so": "engine ab/one.so", "two.so": "process ab/two.so"}
+    seed_cache(tmp_path / "nothing")

@@ -11,11 +11,11 @@ import pytest
 
 from pipeline import backends
 from pipeline.backends.base import Loaded
-from pipeline.core import BuildOptions, Engine, Precision, Recipe, TensorRTOptions
+from pipeline.core import CODE_BACKENDS, BuildOptions, Engine, Precision, Recipe, TensorRTOptions
 from tests.conformance.models import CASES, Case
 
 ON_GPU = ("tensorrt", "tensorrt_rtx")
-NAMES = tuple(name for name in backends.BACKENDS if name != "pytorch")  # the baselines run a module, not a graph: tests/backends
+NAMES = tuple(name for name in backends.BACKENDS if name not in CODE_BACKENDS)  # they run graphs
 ON_CPU = tuple(name for name in NAMES if name not in ON_GPU)
 GRAPH_BACKENDS = [pytest.param(name, marks=pytest.mark.gpu) if name in ON_GPU else name for name in NAMES]
 CAPABILITY = {"tensorrt_rtx": "8.9"}  # a backend that builds for a GPU that is not here
