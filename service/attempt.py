@@ -26,7 +26,7 @@ from service.folders import Folders
 from service.jobs import Died, Failure, Job, JobEvent, Progress, StageSeen, StaleEvent, Started, Succeeded
 from service.leases import Leases
 from service.messages import MOST_MESSAGES, BadMessage, Failed, Finished, Granted, Pace, Returned, Returns, Stage, Start, Wants
-from service.publish import publish, take_over
+from service.publish import engine_digest, publish, take_over
 
 PATIENCE_S = 60.0  # how long measuring waits for engines that serve on the device to be gone
 SLOWED_S = 0.005  # a child that tells more than it should is heard slowly, so that the server has time for others
@@ -170,12 +170,13 @@ class Attempt:
         return await asyncio.to_thread(watchdog.sample, child.pid, self._work.root, self._means.limits)
 
     def _publish(self) -> JobEvent:
-        report = publish(self._work.out, self._means.folders.report(self.job.id), self._means.folders)
+        place = self._means.folders.report(self.job.id)
+        report = publish(self._work.out, place, self._means.folders)
         try:
             take_over(self._work, self._means.folders.home)
         except (OSError, CrucibleError) as error:  # costs the next job time, not this one its report
             log.error("store.not_filled", job=self.job.id, error=str(error))
-        return Succeeded(report.verdict, report.winner)
+        return Succeeded(report.verdict, report.winner, engine_digest(place))
 
     async def _conclude(self, ending: JobEvent) -> None:
         """Store how it ended, however long that takes: the server may not forget it."""

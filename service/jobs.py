@@ -67,6 +67,7 @@ class Job(Frozen):
     progress: Progress | None = None
     verdict: Verdict | None = None  # of a job that succeeded: its report exists, also where it says `rejected`
     winner: str | None = None
+    engine: str | None = None  # digest of the engine that it left; None: none, or not known
     failure: Failure | None = None
     pid: int | None = None  # of the child, while there is one; with the time at which that process started, for pids are used again
     pid_started: float | None = None
@@ -107,6 +108,7 @@ class Succeeded:
 
     verdict: Verdict
     winner: str | None
+    engine: str | None = None  # as of a Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,8 @@ def step(job: Job, event: JobEvent, now: dt.datetime) -> Job:
         case CancelAsked(), "running" | "cancelling":
             return job.model_copy(update={"state": "cancelling"})
         case Succeeded(), "running":
-            return _end(job, "succeeded", at).model_copy(update={"verdict": event.verdict, "winner": event.winner})
+            found = {"verdict": event.verdict, "winner": event.winner, "engine": event.engine}
+            return _end(job, "succeeded", at).model_copy(update=found)
         case Died(), "running":
             return _end(job, "failed", at).model_copy(update={"failure": event.failure})
         case Died() | Succeeded() | Requeued(), "cancelling":  # it was to end, and has

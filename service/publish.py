@@ -18,7 +18,15 @@ from pipeline.exchange import Exchange, exchange_names, replace_folder
 from pipeline.history import History
 from pipeline.render import FIGURES, HTML_NAME, JSON_NAME, MARKDOWN_NAME, load_report
 from pipeline.report import Report
-from pipeline.store import Store, check_digest, check_files, digest_of, sync
+from pipeline.store import (
+    MANIFEST,
+    Manifest,
+    Store,
+    check_digest,
+    check_files,
+    digest_of,
+    sync,
+)
 from service import logs
 from service.folders import Folders, Work
 from service.scrub import scrub_file
@@ -63,6 +71,18 @@ def publish(
     replace_folder(out, place, exchange)
     sync(place.parent)
     return report
+
+
+def engine_digest(place: Path) -> str | None:
+    """The digest of a published engine with all its files; None where the report has none."""
+    manifest = place / ENGINE / MANIFEST
+    return (
+        Manifest.model_validate_json(
+            manifest.read_bytes(),
+        ).sha256
+        if manifest.is_file()
+        else None
+    )
 
 
 def verified(out: Path) -> Report:

@@ -31,11 +31,11 @@ from service.folders import Work
 from service.models import version_name
 from service.serving.batching import Batch, Queue, Rules, Waiting, deadline, drop, offer, put_back, take
 from service.serving.figures import Figures, Tally
-from service.serving.fitting import CAPTURING, Fit, Fitting
+from service.serving.fitting import Fit, Fitting, captures
 from service.serving.instance import Instance
 from service.serving.requests import InferAnswer, InferRequest, ModelState, Served, Statistics, Timing
 from service.serving.rows import Array, Joined, Part, Rows
-from service.serving.worker import SLOTS, WORKER, Order, Ran, Task
+from service.serving.worker import SLOTS, Order, Ran, Task, worker_for
 
 RUNS_TO_CAPTURE = 3  # of a shape: plain, captured, launched
 STUCK_TIMEOUTS = 3.0  # a worker that answers a batch later than this many time-outs hangs: nobody waits for it any more
@@ -98,13 +98,12 @@ class Deployment:
         self._timer: asyncio.TimerHandle | None = None
         self._pumping = self._draining = self._closed = False
         self._quiet = asyncio.Event()
-        captures = engine.target.backend in CAPTURING
         order = partial(
             Order,
             engine_name=version_name(spec.model, spec.version),
             engine=engine,
             warm=self._fitting.warm_sizes(),
-            runs=RUNS_TO_CAPTURE if captures else 1,
+            runs=RUNS_TO_CAPTURE if captures(engine) else 1,
             device=spec.device,
             load_s=spec.load_s,
             sessions=SLOTS if spec.overlap else 1,
@@ -118,9 +117,15 @@ class Deployment:
         ]
 
     @classmethod
-    async def start(cls, spec: DeploymentSpec, work: Path, figures: Figures, worker: Sequence[str] = WORKER) -> Deployment:
+    async def start(
+        cls,
+        spec: DeploymentSpec,
+        work: Path,
+        figures: Figures,
+        worker: Sequence[str] = (),
+    ) -> Deployment:
         """Load and warm up, with logs and temporary files below `work`. What keeps a worker from being ready is raised, and leaves nothing behind."""
-        deployment = cls(spec, work, figures, worker)
+        deployment = cls(spec, work, figures, worker or worker_for(spec.engine))
         starting = [asyncio.ensure_future(instance.start()) for instance in deployment._instances]
         try:
             await asyncio.gather(*starting)

@@ -123,6 +123,7 @@ class Deployments:
 
         def lent() -> Version:
             version = self._repository.get(name, caller.sees).version(loaded.version.version if loaded else number)
+            self._loader.engine(version)  # refused here rather than in the job
             self._repository.lend(version, job_id)
             return version
 

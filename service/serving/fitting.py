@@ -20,7 +20,16 @@ from service.errors import Unprocessable
 from service.serving.batching import MOST_CAPTURED, Kind, Sizes, captured_sizes
 
 CAPTURING = frozenset({"tensorrt", "tensorrt_rtx"})
-"""Backends that keep a CUDA graph per shape: only few shapes are run, and all others are padded to them."""
+
+
+def captures(engine: Engine) -> bool:
+    """Whether an engine keeps a CUDA graph per shape.
+
+    Only few shapes are run then, and all others are padded to them.
+    """
+    by_torch = engine.recipe.mode is not None and engine.target.compute_capability is not None
+    return engine.target.backend in CAPTURING or by_torch
+
 
 MOST_KNOWN = 1024  # fits that are remembered
 SEE_METADATA = "GET /models tells what the model takes"
@@ -66,7 +75,7 @@ class Fitting:
         self.axes = Axes.of(engine, batch)
         self.maximum = min(batch.maximum, max_batch or batch.maximum) if self.axes.batch else 1
         self._profiles = engine.profiles or (Profile(),)
-        self._captures = engine.target.backend in CAPTURING
+        self._captures = captures(engine)
         self._names = tuple(spec.name for spec in engine.inputs)
         self._dtypes = {spec.name: dtype_of(spec.dtype) for spec in engine.inputs}
         valued = {name for profile in self._profiles for name in profile.values}

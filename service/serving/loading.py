@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pipeline.core import Engine
+from pipeline.core import CODE_BACKENDS, Engine
 from pipeline.errors import DamagedError
 from pipeline.feeding import BatchSpec, Padding
 from service.errors import Unprocessable
@@ -20,10 +20,11 @@ from service.leases import Leases
 from service.models import DeploymentOptions, Version
 from service.serving.deployment import DeploymentSpec
 from service.serving.fit import check_fit, free_bytes
-from service.serving.promotion import Prove, prove
+from service.serving.promotion import Prove, check_own, prove
 from service.serving.repository import Repository
 from service.serving.slots import Loaded, Start
 
+COLD_STARTS = 3.0  # as long as the build saw one take: other workers may start at the same time
 WAITS_S = (1.0, 5.0)  # before each next try to load what was deployed when the server ended
 
 
@@ -68,14 +69,17 @@ class Loader:
                 raise DamagedError(error.message, advice) from error
 
     def spec(self, version: Version, options: DeploymentOptions) -> DeploymentSpec:
-        """What is to be loaded; Unprocessable for a device that the engine does not run on. Reads the disk."""
-        most = version.most_together
+        """What is to be loaded; Unprocessable for a device that the engine does not run on.
+
+        Conflict for code of others. Reads the disk.
+        """
+        most, engine = version.most_together, self.engine(version)
         return DeploymentSpec(
             model=version.model,
             version=version.version,
             owner=version.owner,
             engine_folder=self._means.repository.engine_folder(version),
-            engine=self._means.repository.engine(version),
+            engine=engine,
             batch=version.batch,
             device=device_for(options.device, version.on_gpu, self._means.leases.devices.names),
             instances=options.instances,
@@ -84,10 +88,18 @@ class Loader:
             max_delay_s=options.max_delay_s,
             queue_limit=options.queue_limit,
             timeout_s=options.timeout_s,
-            load_s=self._means.load_s,
+            load_s=max(self._means.load_s, COLD_STARTS * (engine.cold_start_s or 0)),
             image=version.image,
             labels=version.labels,
         )
+
+    def engine(self, version: Version) -> Engine:
+        """A version's engine; Conflict for code that no job of this server has built."""
+        repository = self._means.repository
+        engine = repository.engine(version)
+        if engine.target.backend in CODE_BACKENDS:
+            check_own(engine, repository.manifest(version), self._means.jobs.get(version.job))
+        return engine
 
     async def proof(self, engine: Engine, padding: tuple[Padding, ...]) -> BatchSpec:
         """Which requests may run together, tried on the device on which it would serve."""

@@ -1,7 +1,8 @@
 """One instance of a deployed engine: `python -m service.serving.model_worker FD` loads it, warms up, and runs what the server sends.
 
-The only module of serving that imports pipeline.backends, and inside functions; torch is not among what it loads. It runs below a guardian
-(service/guardian.py) with an environment made for it (service/child.py), waits for work in one system call, and ends when the server hangs up.
+With torch_worker the only module of serving that imports pipeline.backends, and inside functions;
+it loads no torch. It runs below a guardian (service/guardian.py) with an environment made for it
+(service/child.py), waits for work in one system call, and ends when the server hangs up.
 
 With several sessions, each has a thread: whoever is idle takes the next batch and copies it in, while another one computes.
 """
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import Engine, Tensors, dtype_of
+from pipeline.core import CODE_BACKENDS, Engine, Tensors, dtype_of
 from pipeline.deliver import check_engine
 from pipeline.errors import InternalError, UserError
 from pipeline.faults import crucible_error
@@ -66,18 +67,32 @@ class Server:
         return from_server(packet), descriptors
 
 
-def load(message: Load) -> tuple[Engine, Loaded, list[Session], int]:
+OpenEngine = Callable[[Engine, int], "Loaded"]
+"""Loads an engine that is to have so many sessions."""
+
+
+def open_engine(engine: Engine, sessions: int) -> Loaded:
+    """An engine of a backend that runs graphs; what is code is left to torch_worker."""
+    from pipeline import backends
+
+    if engine.target.backend in CODE_BACKENDS:
+        raise InternalError(
+            f"an engine of {engine.target.backend} is code, and came to a worker that loads none",
+        )
+    return backends.load_to_serve(engine)
+
+
+def load(message: Load, open_engine: OpenEngine) -> tuple[Engine, Loaded, list[Session], int]:
     """The engine in memory with its sessions, warm, and what it holds of the device's memory.
 
     DamagedError before anything is loaded if a file of the engine is not what it was.
     """
-    from pipeline import backends
     from pipeline.backends.base import run_session
 
     engine = Engine.model_validate_json(message.engine.read_bytes())
     check_engine(engine, message.name)
     before = held_bytes() if os.environ.get(VISIBLE) else 0  # on the CPU the interpreter counts, too: each instance has one
-    loaded = backends.load_to_serve(engine)
+    loaded = open_engine(engine, message.sessions)
     sessions = [loaded.session() for _ in range(message.sessions)]
     profiles = engine.profiles
     for sizes in message.warm:
@@ -220,7 +235,7 @@ def until_the_end(server: Server, work: Callable[[], None]) -> NoReturn:
         os._exit(1)  # libraries' threads may hang; all is said
 
 
-def main(descriptor: int) -> NoReturn:
+def main(descriptor: int, open_engine: OpenEngine = open_engine) -> NoReturn:
     """Serve one engine, and end."""
     os.set_inheritable(descriptor, False)
     server = Server(socket.socket(fileno=descriptor))
@@ -229,7 +244,7 @@ def main(descriptor: int) -> NoReturn:
         message, _ = server.receive()
         if not isinstance(message, Load):
             raise InternalError(f"the server began with {message.kind}")
-        engine, _loaded, sessions, held = load(message)  # all to be kept
+        engine, _loaded, sessions, held = load(message, open_engine)  # all to be kept
         server.send(Ready(held))
         computing = threading.Lock() if len(sessions) > 1 else None
         serve([Runner(engine, session, computing) for session in sessions], server)

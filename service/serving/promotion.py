@@ -7,15 +7,17 @@ import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from pipeline.core import Engine
+from pipeline.core import CODE_BACKENDS, Engine
 from pipeline.errors import CrucibleError
 from pipeline.feeding import BatchSpec, Padding
 from pipeline.process import Child
 from pipeline.report import Report
+from pipeline.store import Manifest, read_manifest
 from service.child import VISIBLE, visible
 from service.errors import Conflict, NotFound
 from service.folders import Folders
 from service.job_store import JobStore
+from service.jobs import Job
 from service.models import Version
 from service.publish import published_engine, published_report
 
@@ -46,7 +48,24 @@ def candidate_of(job_id: str, owner: str | None, override: bool, jobs: JobStore,
         raise NotFound(f"job {job_id} is {job.state}: there is no report", f"GET /jobs/{job_id} tells how far it is")
     report = published_report(folder)
     check_report(report, override)
-    return Candidate(job.id, job.owner, report, published_engine(folder))
+    engine = published_engine(folder)
+    check_own(engine, read_manifest(engine.root), job)
+    return Candidate(job.id, job.owner, report, engine)
+
+
+def check_own(engine: Engine, manifest: Manifest, job: Job) -> None:
+    """Conflict for an engine that is code, unless this job of this server has built it.
+
+    The database says so, not the engine's folder.
+    """
+    if engine.target.backend not in CODE_BACKENDS:
+        return
+    if manifest.sha256 != job.engine or manifest.value != engine.model_dump(mode="json"):
+        said = "this engine is a PyTorch program, which runs as code"
+        raise Conflict(
+            f"{said}, and it is not the one that job {job.id} built on this server",
+            "compile the model again on this server, and promote that report",
+        )
 
 
 def check_report(report: Report, override: bool) -> None:

@@ -22,7 +22,7 @@ from pipeline.deliver import ENGINE_FILE, check_engine, read_engine
 from pipeline.errors import DamagedError, ModelError
 from pipeline.exchange import replace_folder
 from pipeline.render import JSON_NAME
-from pipeline.store import sync
+from pipeline.store import Manifest, read_manifest, sync
 from service import logs
 from service.database import Database
 from service.errors import Conflict, NotFound
@@ -130,6 +130,15 @@ class Repository:
             yield staged
         finally:
             shutil.rmtree(staged, ignore_errors=True)
+
+    def manifest(self, version: Version) -> Manifest:
+        """What the engine's files were when they were made; DamagedError unless all are so still."""
+        engine = self.engine(version)
+        try:
+            check_engine(engine, _name(version))
+        except DamagedError as error:
+            raise DamagedError(error.message, self.remedy(version)) from error
+        return read_manifest(engine.root)
 
     def engine_folder(self, version: Version) -> Path:
         return self._folders.version(version.model, version.version) / ENGINE

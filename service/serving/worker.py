@@ -25,7 +25,7 @@ from functools import lru_cache, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import Engine, dtype_of
+from pipeline.core import CODE_BACKENDS, Engine, dtype_of
 from pipeline.errors import CrucibleError, DamagedError, HostError
 from pipeline.faults import crucible_error, memory_kills
 from service import logs
@@ -50,6 +50,7 @@ from service.serving.worker_messages import (
 )
 
 WORKER = (sys.executable, "-m", "service.serving.model_worker")
+TORCH_WORKER = (sys.executable, "-m", "service.serving.torch_worker")
 SLOTS = 2  # one that runs, one that is ready to run
 FILE_BYTES = 1 << 30  # of what a worker writes: its log
 LAYOUTS = 256  # of inputs, that are remembered
@@ -57,6 +58,11 @@ PRINTED_BYTES = 2000  # of a worker's log, for the server's
 
 log = logs.get("service.worker")
 Array = NDArray[np.generic]
+
+
+def worker_for(engine: Engine) -> Sequence[str]:
+    """The command of the worker that loads such engines."""
+    return TORCH_WORKER if engine.target.backend in CODE_BACKENDS else WORKER
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +142,14 @@ class Worker:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         try:
-            process = await start_guarded(order.command, theirs, order.work, FILE_BYTES, environment)
+            file_bytes = FILE_BYTES + order.engine.size_bytes  # torch unpacks a package to load it
+            process = await start_guarded(
+                order.command,
+                theirs,
+                order.work,
+                file_bytes,
+                environment,
+            )
         except BaseException:
             ours.close()
             raise

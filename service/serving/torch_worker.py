@@ -1,0 +1,36 @@
+"""A worker for engines that are PyTorch programs: `python -m service.serving.torch_worker FD`.
+
+It serves as model_worker does, whose loop it runs, but what it loads is code. The server starts it
+only for engines that its own jobs have built (`promotion.check_own`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.core import Engine
+from pipeline.errors import UnsupportedError
+from service.serving.model_worker import main
+
+if TYPE_CHECKING:
+    from pipeline.backends.base import Loaded
+
+
+def open_program(engine: Engine, sessions: int) -> Loaded:
+    """The program in memory. UnsupportedError for CUDA graphs that are to run in two threads."""
+    from pipeline.backends import torch_programs
+
+    if sessions > 1 and engine.recipe.mode and engine.target.compute_capability:
+        mode = engine.recipe.mode
+        said = f"torch.compile keeps the CUDA graphs of {mode} for one thread, `overlap` needs two"
+        raise UnsupportedError(said, "load the model without `overlap`")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), "inductor")))
+    return torch_programs.load(engine)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), open_program)
