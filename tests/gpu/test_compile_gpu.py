@@ -39,16 +39,19 @@ def candidates(compiled: tuple[Report, Path]) -> dict[str, Candidate]:
 
 def expected_labels() -> set[str]:
     """What Crucible tries by itself with calibration data; TensorRT 11 knows no implicit int8."""
-    labels = {"tensorrt fp16", "tensorrt int8 entropy s8s8"}
     target = tensorrt_.probe()
-    labels |= {"tensorrt bf16"} if trt_library.numbers(target.compute_capability or "") >= (8, 0) else set()
+    floats = ["fp32", "fp16"]
+    if trt_library.numbers(target.compute_capability or "") >= (8, 0):
+        floats += ["tf32", "bf16"]
+    labels = {f"{name} {precision}" for name in ("tensorrt", "torch aoti") for precision in floats}
+    labels |= {"tensorrt int8 entropy s8s8"}
     return labels | ({"tensorrt int8 implicit entropy"} if trt_library.numbers(target.version) < (11,) else set())
 
 
-def test_the_digits_end_accepted_with_an_engine_of_tensorrt(compiled: tuple[Report, Path]) -> None:
+def test_the_digits_end_accepted_with_an_engine_of_the_gpu(compiled: tuple[Report, Path]) -> None:
     report, folder = compiled
     assert report.verdict == "accepted", report.reasons
-    assert (report.winner or "").startswith("tensorrt ")
+    assert (report.winner or "").startswith(("tensorrt ", "torch "))
     assert report.validation is not None
     assert report.validation.metric is not None
     assert report.validation.metric.drop <= 0.01
@@ -57,16 +60,21 @@ def test_the_digits_end_accepted_with_an_engine_of_tensorrt(compiled: tuple[Repo
         assert (folder / file).stat().st_size > 1000
 
 
-def test_crucible_tries_16_bits_and_both_ways_to_int8_by_itself(candidates: dict[str, Candidate]) -> None:
+def test_crucible_tries_all_floats_and_both_ways_to_int8_by_itself(candidates: dict[str, Candidate]) -> None:
     assert set(candidates) == expected_labels()
     for label, candidate in candidates.items():
         assert candidate.selection is not None, f"{label}: {candidate.reason}"
         assert candidate.selection.metric is not None
         assert candidate.selection.metric.drop <= 0.01, label
-        if is_left_to_tensorrt(candidate) and candidate.state == "mislabelled":
+        if may_be_mislabelled(candidate) and candidate.state == "mislabelled":
             continue
         assert candidate.state == "measured", f"{label}: {candidate.reason}"
         assert candidate.benchmark is not None
+
+
+def may_be_mislabelled(candidate: Candidate) -> bool:
+    """TF32 is allowed too, not ordered: fp32 kernels may be faster for small layers."""
+    return is_left_to_tensorrt(candidate) or candidate.recipe.precision is Precision.TF32
 
 
 def is_left_to_tensorrt(candidate: Candidate) -> bool:
@@ -76,11 +84,15 @@ def is_left_to_tensorrt(candidate: Candidate) -> bool:
 
 def test_every_engine_shows_what_it_really_runs(candidates: dict[str, Candidate]) -> None:
     for label, candidate in candidates.items():
+        if candidate.recipe.backend == "torch":
+            continue  # no layer table
         assert candidate.layers is not None, label
         shares = time_by_precision(candidate.layers)
         called_so = candidate.state != "mislabelled"
-        assert called_so or is_left_to_tensorrt(candidate), f"{label}: {shares}"
-        assert (shares.get(candidate.recipe.precision, 0.0) > 0) is called_so, f"{label}: {shares}"
+        assert called_so or may_be_mislabelled(candidate), f"{label}: {shares}"
+        runs_so = shares.get(candidate.recipe.precision, 0.0) > 0
+        if candidate.recipe.precision is not Precision.TF32:  # half of the time is what counts there
+            assert runs_so is called_so, f"{label}: {shares}"
         assert shares.get("unknown", 0.0) < 0.1, f"{label}: {shares}"
         if candidate.recipe.precision is Precision.FP16:
             assert shares.get("fp32", 0.0) < 0.5, f"{label}: {shares}"

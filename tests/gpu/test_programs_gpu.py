@@ -1,0 +1,327 @@
+"""PyTorch programs on a real GPU.
+
+Every form in every precision against eager fp32, in the race, in a worker, and in whole compiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.backends import torch_programs
+from pipeline.backends.base import run_session
+from pipeline.backends.torch_module import load_module, run_module
+from pipeline.candidates import reference_outputs
+from pipeline.compile import (
+    build_baselines,
+    build_reference,
+    check_baselines,
+    compile_plan,
+    deliverable_baseline,
+    export_model,
+    publish_report,
+)
+from pipeline.config import BenchmarkConfig, ExportConfig, load_plan
+from pipeline.core import (
+    BuildOptions,
+    CompileMode,
+    Engine,
+    ModelSource,
+    OnnxModel,
+    Precision,
+    Profile,
+    ProgramForm,
+    Progress,
+    Recipe,
+    TensorSpec,
+)
+from pipeline.elimination import Role
+from pipeline.graph import draw_feeds
+from pipeline.job import open_job
+from pipeline.process import call_in_child
+from pipeline.race import RaceEntry
+from pipeline.report import BenchmarkReport, Report
+from pipeline.runner import Runner
+from pipeline.stages.benchmark import benchmark
+from pipeline.stages.export import export
+from pipeline.store import Store
+from tests.backends.fixtures_pytorch import CLASSES, IMAGE, engine_of, source_of
+from tests.fixtures_cli import crucible, write_task
+from tests.service.serving.fixtures_engines import deployed, play
+from tests.test_compile import NETWORK
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]
+
+X = TensorSpec(name="x", dtype="float32", shape=("batch", 12, 16), kind="dynamic")
+TOKENS = X.model_copy(update={"shape": ("batch", "sequence", 32)})
+Y = TensorSpec(name="output_0", dtype="float32", shape=("batch", 4), kind="dynamic")
+MODELS = {
+    "residual_cnn": (IMAGE, CLASSES.model_copy(update={"name": "output_0"})),
+    "recurrent": (X, Y),
+    "block": (TOKENS, Y.model_copy(update={"shape": TOKENS.shape})),
+}
+PROFILE = Profile.model_validate({"dims": {"batch": [1, 4, 16], "sequence": [1, 8, 32]}})
+FLOATS = (Precision.FP32, Precision.TF32, Precision.FP16, Precision.BF16)
+LARGEST_ERROR = {  # of the largest value of the reference
+    Precision.FP32: 1e-4,
+    Precision.TF32: 5e-3,
+    Precision.FP16: 1e-2,
+    Precision.BF16: 5e-2,
+}
+Case = tuple[ProgramForm, Precision, CompileMode | None]
+COMPILED: dict[str, tuple[Case, ...]] = {  # one mode each: compiling takes long
+    "residual_cnn": (("compile", Precision.TF32, None),),
+    "recurrent": (("compile", Precision.FP16, "reduce-overhead"),),
+    "block": (("compile", Precision.BF16, "max-autotune"), ("compile", Precision.FP32, None)),
+}
+
+
+def source_and_model(name: str, out: Path) -> tuple[ModelSource, OnnxModel]:
+    """The source, and what of its export a program needs."""
+    given, returned = MODELS[name]
+    source = source_of(name, given)
+    interface = {"inputs": (given,), "outputs": (returned,)}
+    return source, OnnxModel(root=out, file="model.onnx", digest=name, opset=20, **interface)
+
+
+def build(name: str, case: Case, out: Path, progress: Progress) -> Engine:
+    out.mkdir(parents=True, exist_ok=True)
+    source, model = source_and_model(name, out)
+    form, precision, mode = case
+    asked = {"backend": "torch", "precision": precision, "form": form, "mode": mode}
+    recipe = Recipe.model_validate({**asked, "realised_in": "runtime"})
+    return torch_programs.build(
+        model,
+        recipe,
+        BuildOptions(profiles=(PROFILE,), source=source),
+        out,
+    )
+
+
+def errors(name: str, cases: Sequence[Case], out: Path, progress: Progress) -> list[float]:
+    """Of every case the largest error at min, opt, max and an odd size, of the largest value."""
+    source, _ = source_and_model(name, out)
+    points = [*(PROFILE.sizes(point) for point in ("opt", "min", "max")), PROFILE.odd_sizes()]
+    feeds = [draw_feeds(source.inputs, sizes, seed) for seed, sizes in enumerate(points)]
+    module = load_module(source, "cuda")
+    wanted = [run_module(module, source, each, "cuda")["output_0"] for each in feeds]
+    found = []
+    for number, case in enumerate(cases):
+        engine = build(name, case, out / str(number), progress)
+        assert engine.target.compute_capability
+        loaded = torch_programs.load(engine)
+        session = loaded.session()
+        got = [run_session(session, each)["output_0"] for each in feeds]
+        found.append(max(map(relative_error, got, wanted)))
+        session.close()
+        loaded.close()
+    return found
+
+
+def relative_error(got: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> float:
+    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+    return float(np.abs(got - wanted).max() / np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("form", ["exported", "aoti", "compile"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_form_answers_as_eager_fp32_within_its_precision(
+    tmp_path: Path,
+    name: str,
+    form: ProgramForm,
+) -> None:
+    plain: tuple[Case, ...] = tuple((form, precision, None) for precision in FLOATS)
+    cases = COMPILED[name] if form == "compile" else plain
+    found = call_in_child(errors, name, cases, tmp_path, name=f"{name} {form}")
+    for (_, precision, mode), error in zip(cases, found, strict=True):
+        assert error <= LARGEST_ERROR[precision], f"{name} {form} {mode} {precision}: {error}"
+        if precision in (Precision.FP16, Precision.BF16):
+            assert error > 1e-6, f"{name} {form} {precision} answers exactly: it runs in fp32"
+
+
+def baseline_in_child(
+    source: ModelSource,
+    precision: Precision,
+    variant: str,
+    mode: CompileMode | None,
+    out: Path,
+    progress: Progress,
+) -> Engine:
+    out.mkdir()
+    return engine_of(source, (CLASSES,), variant, out, precision, mode)
+
+
+def test_programs_and_baselines_are_timed_in_one_race(tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    source = source_of("residual_cnn", IMAGE, outputs=("classes",))
+    profiles = (Profile.model_validate({"dims": {"batch": [1, 2, 5], "sequence": [1, 4, 9]}}),)
+    model = call_in_child(
+        export,
+        source,
+        profiles,
+        ExportConfig(),
+        (),
+        tmp_path / "export",
+        name="export",
+    )
+    wanted: list[tuple[str, Precision, CompileMode | None]] = [
+        ("eager", Precision.FP32, None),
+        ("eager", Precision.FP16, None),
+        ("compile", Precision.FP16, "reduce-overhead"),
+    ]
+    engines = []
+    for number, (variant, precision, mode) in enumerate(wanted):
+        place = tmp_path / f"baseline-{number}"
+        arguments = (source, precision, variant, mode, place)
+        engines.append(call_in_child(baseline_in_child, *arguments, name=variant))
+    cases: list[Case] = [
+        ("aoti", Precision.FP16, None),
+        ("exported", Precision.FP16, None),
+        ("compile", Precision.FP16, "reduce-overhead"),
+    ]
+    for number, case in enumerate(cases):
+        place = tmp_path / f"program-{number}"
+        engine = call_in_child(build, "residual_cnn", case, place, name=case[0])
+        named = {"outputs": (CLASSES,), "profiles": profiles}  # as the baselines have them
+        engines.append(engine.model_copy(update=named))
+    roles = [*[Role.BASELINE] * len(wanted), *[Role.CANDIDATE] * len(cases)]
+    entries = list(map(RaceEntry, engines, roles))
+    options = BenchmarkConfig(duration_s=0.3, sizes=({"batch": 2},))
+    found = benchmark(entries, model, options)
+    for engine, result in zip(engines, found.results, strict=True):
+        assert isinstance(result, BenchmarkReport), f"{engine.recipe.label}: {result}"
+        assert 0 < result.rows[0].end_to_end.median_s < math.inf
+
+
+@pytest.mark.parametrize(
+    "case",
+    [("aoti", Precision.FP16, None), ("compile", Precision.FP16, "reduce-overhead")],
+    ids=["aoti", "cuda graphs"],
+)
+def test_a_worker_serves_programs_from_the_gpu(tmp_path: Path, case: Case) -> None:
+    engine = call_in_child(build, "residual_cnn", case, tmp_path / "engine", name=case[0])
+    source, _ = source_and_model("residual_cnn", tmp_path)
+    module = load_module(source)
+    batches = (1, 4, 2, 16, 3, 1)
+    feeds = [draw_feeds((IMAGE,), {"batch": batch}, batch) for batch in batches]
+
+    async def story() -> None:
+        async with deployed(tmp_path, engine, device="gpu:0", load_s=300.0) as bench:
+            for each in feeds:
+                answer = await bench.ask(each["image"])
+                want = run_module(module, source, each)["output_0"]
+                assert relative_error(answer.outputs["output_0"], want) <= LARGEST_ERROR[case[1]]
+
+    play(story)
+
+
+# --- whole compiles of a two-layer perceptron, with what Crucible chooses by itself ---
+
+PYTORCH_CANDIDATES = {f"torch aoti {precision}" for precision in FLOATS}
+MODES, FAST = ("", " reduce-overhead", " max-autotune"), ("tf32", "fp16", "bf16")
+BEST = {f"pytorch compile{mode} {precision}" for mode in MODES for precision in FAST}
+
+
+def perceptron(folder: Path, **benchmark: object) -> Path:
+    inputs = [{"name": "x", "dtype": "float32", "shape": ["batch", 16]}]
+    model = {"entrypoint": "net:build", "weights_from": "random: a test", "inputs": inputs}
+    data = {role: f"{role}.npz" for role in ("selection", "validation")}
+    plan = write_task(
+        folder,
+        model=model,
+        data=data,
+        candidates=[],
+        accuracy={"metric": "cosine", "max_drop": 0.01},
+        benchmark={"duration_s": 0.3, "warmup_s": 0.05, **benchmark},
+        tensorrt={"optimization_level": 1},
+    )
+    (folder / "net.py").write_text(NETWORK)
+    for role in ("selection", "validation"):  # without labels: they are those of another model
+        x = np.random.default_rng(len(role)).normal(0, 1, (220, 16)).astype(np.float32)
+        np.savez(folder / f"{role}.npz", x=x)
+    return plan
+
+
+def compiled(plan: Path) -> Report:
+    runner = Runner(Store(plan.parent / "home"))
+    report = compile_plan(load_plan(plan), runner, "crucible compile plan.yaml")
+    publish_report(report, plan.parent / "out")
+    return report
+
+
+def test_default_candidates_and_the_best_baselines_end_with_a_verdict(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CRUCIBLE_HOME", str(tmp_path / "home"))
+    plan = perceptron(tmp_path, baselines="best")
+    first = compiled(plan)
+    candidates = {each.label: each for each in first.candidates}
+    assert set(candidates) >= PYTORCH_CANDIDATES | {f"tensorrt {precision}" for precision in FLOATS}
+    for label, candidate in candidates.items():
+        told = f"{label}: {candidate.state}: {candidate.reason}"
+        own_choice = candidate.recipe.backend == "tensorrt"  # it may find fp32 kernels faster
+        allowed = {"measured", "mislabelled"} if own_choice else {"measured"}
+        assert candidate.state in allowed, told
+    notes = [note.text for note in first.notes]
+    assert {each.label for each in first.baselines} >= BEST | {"pytorch eager tf32"}, notes
+    steps = {step.subject: step for step in first.steps if step.stage == "torch.compile"}
+    assert set(steps) == BEST
+    assert all(step.seconds > 0 and not step.reused for step in steps.values())
+    assert first.verdict in ("accepted", "keep", "unproven"), first.reasons
+    if first.verdict == "keep":
+        assert first.delivered is not None, candidates
+    again = [step for step in compiled(plan).steps if step.stage == "torch.compile"]
+    assert len(again) == len(BEST)
+    assert all(step.reused for step in again)
+
+
+def test_baselines_of_the_gpu_are_checked_and_delivered(tmp_path: Path) -> None:
+    job = open_job(load_plan(perceptron(tmp_path)), Runner(Store(tmp_path / "home")))
+    exported = export_model(job)
+    baselines, reference = build_baselines(job, exported), build_reference(job, exported)
+    labels = [engine.recipe.label for engine in baselines]
+    assert labels == ["pytorch eager fp32", "pytorch eager tf32", "pytorch eager fp16"]
+    expected = reference_outputs(job, reference, job.data.selection)
+    for candidate in check_baselines(job, baselines, reference, expected):
+        assert candidate.state == "measured", candidate.reason
+    for baseline in baselines:
+        engine = deliverable_baseline(job, exported, baseline)
+        assert engine is not None
+        assert engine.target.compute_capability
+
+
+def test_the_baseline_of_an_onnx_file_runs_on_the_gpu(tmp_path: Path) -> None:
+    plan = write_task(tmp_path, tensorrt={"optimization_level": 1})
+    job = open_job(load_plan(plan), Runner(Store(tmp_path / "home")))
+    exported = export_model(job)
+    first, *_ = build_baselines(job, exported)
+    assert first.recipe.label == "tensorrt as given tf32"
+    reference = build_reference(job, exported)
+    assert reference.target.compute_capability is None
+    expected = reference_outputs(job, reference, job.data.selection)
+    (checked, *_) = check_baselines(job, [first], reference, expected)
+    assert checked.state == "measured", checked.reason
+    assert deliverable_baseline(job, exported, first) == first
+
+
+def test_a_delivered_program_is_validated_and_measured_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CRUCIBLE_HOME", str(tmp_path / "home"))
+    plan = perceptron(tmp_path)
+    only = "candidates=[{backend: torch, precision: fp16}]"
+    done = crucible("compile", plan, "--set", only, "--out", tmp_path / "out")
+    assert done.code == 0, done.err
+    for command in ("validate", "bench"):
+        done = crucible(command, tmp_path / "out")
+        assert done.code == 0, f"{command}: {done.err}"
+    done = crucible("export", "--triton", "net/1", tmp_path / "models", "--from", tmp_path / "out")
+    assert done.code == 1
+    assert "a PyTorch backend of Triton's" in done.err
