@@ -71,7 +71,7 @@ def benchmark_again(report: Report, plan: Plan, engine: Engine, runner: Runner) 
     job = reopen_job(report, plan, runner)
     exported = export_model(job)
     baselines = _fit_baselines(report, build_baselines(job, exported))
-    others = [each for each in baselines if each.digest != engine.digest]  # with `keep` the engine may be one of them
+    others = [each for each in baselines if each.digest != engine.digest]  # it may be one: `keep`
     found = _measured(report, plan, [*others, engine], exported, runner)
     fastest = next((each for each in baselines if each.recipe.label == found.baseline), None)
     kept = None

@@ -454,8 +454,8 @@ def write_up(
 ) -> Report:
     """All of it in one value, with the verdict.
 
-    `kept`: the baseline as it can be delivered, which it is if nothing is faster. A program that was
-    built for that is shown among the candidates, or why there is none.
+    `kept`: the baseline as it can be delivered, which it is if nothing is faster. A program that
+    was built for that is shown among the candidates, or why there is none.
     """
     decision = decide(
         measured.candidates,

@@ -60,7 +60,7 @@ def test_the_digits_end_accepted_with_an_engine_of_the_gpu(compiled: tuple[Repor
         assert (folder / file).stat().st_size > 1000
 
 
-def test_crucible_tries_all_floats_and_both_ways_to_int8_by_itself(candidates: dict[str, Candidate]) -> None:
+def test_crucible_tries_all_floats_and_int8_by_itself(candidates: dict[str, Candidate]) -> None:
     assert set(candidates) == expected_labels()
     for label, candidate in candidates.items():
         assert candidate.selection is not None, f"{label}: {candidate.reason}"
@@ -91,7 +91,7 @@ def test_every_engine_shows_what_it_really_runs(candidates: dict[str, Candidate]
         called_so = candidate.state != "mislabelled"
         assert called_so or may_be_mislabelled(candidate), f"{label}: {shares}"
         runs_so = shares.get(candidate.recipe.precision, 0.0) > 0
-        if candidate.recipe.precision is not Precision.TF32:  # half of the time is what counts there
+        if candidate.recipe.precision is not Precision.TF32:  # there half of the time counts
             assert runs_so is called_so, f"{label}: {shares}"
         assert shares.get("unknown", 0.0) < 0.1, f"{label}: {shares}"
         if candidate.recipe.precision is Precision.FP16:
