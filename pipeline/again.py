@@ -111,7 +111,7 @@ def _measured(report: Report, plan: Plan, engines: Sequence[Engine], model: Onnx
     last = Role.CANDIDATE if entries else Role.BASELINE
     entries.append(RaceEntry(engines[-1], last))
     check_if_sealed(engines[-1])  # again: what came before may have taken minutes
-    found: Benchmarks = runner.anew("benchmark", engines[-1].recipe.label, benchmark, entries, model, plan.benchmark)
+    found: Benchmarks = runner.anew("benchmark", engines[-1].recipe.label, benchmark, entries, model, plan.benchmark, None)
     for result in found.results:
         if isinstance(result, BenchmarkFailure):
             raise ModelError(f"{result.label} cannot be measured: {result.reason}", "see `crucible doctor`")

@@ -56,7 +56,7 @@ from pipeline.report import (
 from pipeline.runner import Runner, Stage
 from pipeline.scales import given_precision
 from pipeline.source import code_digest
-from pipeline.stages.benchmark import benchmark
+from pipeline.stages.benchmark import ENOUGH_RUNS, benchmark
 from pipeline.stages.export import export
 from pipeline.stages.simplify import simplify
 from pipeline.stages.validate import ReferenceOutputs, check_outputs
@@ -66,7 +66,7 @@ EXPORT = Stage("export", 2, export, ("torch", "onnx", "onnxscript", "onnxruntime
 SIMPLIFY = Stage("simplify", 5, simplify, ("onnx", "onnxsim", "onnx-graphsurgeon", "onnxruntime"), lasts=lambda model: not model.provisional)
 BASELINE = Stage("baseline", 3, pytorch_.build_baseline, pytorch_.DISTRIBUTIONS)
 COMPILE = Stage("torch.compile", 1, pytorch_.build_baseline, pytorch_.DISTRIBUTIONS)
-BENCHMARK = Stage("benchmark", 4, benchmark, lasts=lambda found: not found.provisional)
+BENCHMARK = Stage("benchmark", 5, benchmark, lasts=lambda found: not found.provisional)
 
 EAGER = Recipe(backend="pytorch", precision=Precision.FP32, variant="eager")
 CANNOT_BUILD = (
@@ -358,6 +358,7 @@ def measure(job: Job, model: OnnxModel, baselines: list[Engine], prepared: Prepa
         entries,
         model,
         job.plan.benchmark,
+        ENOUGH_RUNS,
         inputs=inputs,
         options=options,
     )

@@ -28,7 +28,7 @@ from pipeline.report import BenchmarkFailure, BenchmarkReport, Benchmarks
 from pipeline.runner import Runner
 from pipeline.scales import QUANTISED_TOLERANCE, given_precision
 from pipeline.source import check_profiles
-from pipeline.stages.benchmark import benchmark
+from pipeline.stages.benchmark import ENOUGH_RUNS, benchmark
 from pipeline.stages.simplify import feeds_of
 
 ALL = "all fixes"
@@ -111,7 +111,7 @@ def measure_fixes(plan: Plan, backend: str, folder: Path, runner: Runner) -> tup
     engines = [_engine(job, model, recipe, what) for what, model in variants.items()]
     roles = [Role.BASELINE, *[Role.COMPARED] * (len(engines) - 1)]
     entries = [RaceEntry(engine, role) for engine, role in zip(engines, roles, strict=True)]
-    measured: Benchmarks = runner.run(benchmark, entries, source, job.plan.benchmark, name="lint", progress=runner.progress("benchmark"))
+    measured: Benchmarks = runner.run(benchmark, entries, source, job.plan.benchmark, ENOUGH_RUNS, name="lint", progress=runner.progress("benchmark"))
     return tuple(_gain(what, result) for what, result in list(zip(variants, measured.results, strict=True))[1:])
 
 

@@ -38,6 +38,7 @@ RESAMPLES = 2000
 DRIFT = 0.05  # medians that differ by more than this share have moved
 TAIL_VALUES = 10  # a percentile needs at least this many values beyond it: p99 needs 1,000, p95 200, p90 100
 FEW_BLOCKS = 6  # below, resampled blocks are too few for quantiles (see `_widened`)
+EARLIEST_END = 0.1  # of a block's time, where enough runs are in it
 GRID = 1000  # points on which a resampled median is looked up: far finer than its error
 NANOSECOND_DIGITS = 9  # of a rounded time; the clock knows no more
 
@@ -143,11 +144,22 @@ def thinned(values: Sequence[float], most: int) -> tuple[float, ...]:
 # -- taking times ------------------------------------------------------------------------------------------------------
 
 
-def measure_block(run: Callable[[], object], clock: Clock = monotonic, min_s: float = 0.5, min_runs: int = 1) -> tuple[float, ...]:
-    """Time `run` again and again, for at least `min_s` and `min_runs`. `run` must have finished its work when it returns."""
+def measure_block(
+    run: Callable[[], object],
+    clock: Clock = monotonic,
+    min_s: float = 0.5,
+    min_runs: int = 1,
+    enough_runs: int | None = None,
+) -> tuple[float, ...]:
+    """Time `run` again and again, for at least `min_s` and `min_runs`. `run` must have finished its work when it returns.
+
+    With `enough_runs` it ends before `min_s` once there are so many, but not before a tenth of `min_s`.
+    """
     times: list[float] = []
     begin = end = clock()
     while len(times) < min_runs or end - begin < min_s:
+        if enough_runs is not None and len(times) >= max(enough_runs, min_runs) and end - begin >= min_s * EARLIEST_END:
+            break
         start = clock()
         run()
         end = clock()

@@ -81,6 +81,7 @@ class Take:
     """Parent to child: run one block."""
 
     seconds: float
+    enough_runs: int | None = None  # a block of very short runs may end earlier
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,7 @@ def race(
     start: Callable[[Engine], Peer],
     progress: Progress = silent,
     clock: Clock = monotonic,
+    enough_runs: int | None = None,
 ) -> list[Contestant]:
     """Run generation after generation until the race is decided, or its time is over.
 
@@ -181,7 +183,7 @@ def race(
     for every contestant that is still in the race.
     """
     contestants = [Contestant(entry.engine, entry.role, [[] for _ in workloads], [[] for _ in workloads]) for entry in entries]
-    run = Race(contestants, workloads, options, start, progress, clock)
+    run = Race(contestants, workloads, options, start, progress, clock, enough_runs)
     while run.goes_on():
         with ExitStack() as stack:
             run.load(stack)
@@ -200,6 +202,7 @@ class Race:
     start: Callable[[Engine], Peer]
     progress: Progress
     clock: Clock = monotonic
+    enough_runs: int | None = None  # of a block
     generation: int = 0
     cores: int = field(default_factory=usable_cores)
     order: random.Random = field(default_factory=lambda: random.Random(0))
@@ -271,7 +274,7 @@ class Race:
             options.warmup_s / USUAL_PROCESSES,
             LONGEST_WARMUP_S / USUAL_PROCESSES,
         )
-        take = Take(options.duration_s / (USUAL_PROCESSES * rounds))
+        take = Take(options.duration_s / (USUAL_PROCESSES * rounds), self.enough_runs)
         racing = self.racing()
         for index, workload in enumerate(self.workloads):
             shape = ", ".join(f"{name} {size}" for name, size in workload.sizes.items()) or "fixed shape"
@@ -337,7 +340,8 @@ def contend(channel: Channel, engine: Engine, workloads: Sequence[Workload]) -> 
                 times = warm_up(partial(run_session, session, workload.feeds), options)
                 channel.send(thinned(times, VALUES_PER_BLOCK))
                 while isinstance(message := channel.receive(), Take):
-                    channel.send(take_block(session, workload.feeds, message.seconds))
+                    block = take_block(session, workload.feeds, message.seconds, enough_runs=message.enough_runs)
+                    channel.send(block)
 
 
 def take_block(
@@ -346,14 +350,15 @@ def take_block(
     seconds: float,
     clock: Clock = monotonic,
     cpu: Callable[[], CpuClock] = cpu_clock,
+    enough_runs: int | None = None,
 ) -> Block:
     """One turn: a short warm-up, whole runs on the host's clock, then the phases of further runs on the session's own timer."""
     run = partial(run_session, session, feeds)
-    rewarm = measure_block(run, clock, seconds * REWARM_SHARE)
+    rewarm = measure_block(run, clock, seconds * REWARM_SHARE, enough_runs=enough_runs)
     before = cpu()
-    end_to_end = measure_block(run, clock, seconds)
+    end_to_end = measure_block(run, clock, seconds, enough_runs=enough_runs)
     waiting = cpu().held_up_since(before, len(end_to_end))
-    phases = _phases(session, feeds, seconds * PHASES_SHARE, clock)
+    phases = _phases(session, feeds, min(seconds, sum(end_to_end)) * PHASES_SHARE, clock)
     return Block(
         runs=len(end_to_end),
         run_s=sum(end_to_end),

@@ -24,16 +24,22 @@ from pipeline.race import VALUES_PER_BLOCK, Block, Contestant, Peer, RaceEntry, 
 from pipeline.report import BenchmarkFailure, BenchmarkReport, Benchmarks, LatencyRow, Totals
 
 
+ENOUGH_RUNS = 500
+"""Runs of a block that tell its median: more of very short ones are a loss of time, where nobody asks for a far percentile."""
+
+
 def benchmark(
     entries: Sequence[RaceEntry],
     model: OnnxModel,
     options: BenchmarkConfig,
+    enough_runs: int | None = ENOUGH_RUNS,
     progress: Progress = silent,
 ) -> Benchmarks:
     """Latency of every engine at every size, interleaved in one race; ratios refer to the fastest baseline.
 
     `model` is the source graph: its FLOPs count for all. An engine that fails is a BenchmarkFailure in
-    its place; the others go on. PlanError if a size lies outside the profiles.
+    its place; the others go on. PlanError if a size lies outside the profiles. A block of so many runs as
+    `enough_runs` may end before its time; None: never.
     """
     engines = [entry.engine for entry in entries]
     workloads = workloads_from_plan(engines, model, options)
@@ -46,7 +52,7 @@ def benchmark(
     gpu = next((gpu.uuid for gpu in find_gpus().devices), "") if on_gpu else ""
     others = other_processes(gpu).pids if gpu else ()
     with watching(gpu) as watch:
-        contestants = race(entries, workloads, options, start, progress)
+        contestants = race(entries, workloads, options, start, progress, enough_runs=enough_runs)
     use = watch.use((*others, *(other_processes(gpu).pids if gpu else ())))
     host = BusyHost(os.getloadavg()[0], usable_cores())
     baseline = baseline_of(contestants)

@@ -79,7 +79,7 @@ def test_two_real_engines_in_children(model: OnnxModel, engine: Engine) -> None:
         seen.append(fraction)
 
     options = SHORT.model_copy(update={"sizes": ({"batch": 1}, {"batch": 8}), "threads": 1})
-    found = benchmark(twins(engine), model, options, progress)
+    found = benchmark(twins(engine), model, options, None, progress)
     assert seen == sorted(seen)
     assert len(found.results) == 2
     for result in found.results:
@@ -104,7 +104,7 @@ def test_a_killed_child_and_one_that_cannot_load_do_not_stop_the_others(model: O
             victims.extend(psutil.Process().children()[-1:])
             victims[0].kill()
 
-    found = benchmark([*twins(engine), RaceEntry(missing, Role.COMPARED)], model, SHORT, kill_one)
+    found = benchmark([*twins(engine), RaceEntry(missing, Role.COMPARED)], model, SHORT, None, kill_one)
     *loaded, unloadable = found.results
     (killed,) = (result for result in loaded if isinstance(result, BenchmarkFailure))
     assert "SIGKILL" in killed.reason
