@@ -6,8 +6,8 @@ one observation, and Student's interval over these observations is the answer.
 
 Student's interval is only as good as its observations. One process that something else on the host
 stalled makes a mean worthless, so a *disturbed* process is not used, and another one is run instead. What
-counts as disturbed is judged by how long the process waited for a CPU, and by how slow it was against
-the other processes of the same engine: neither knows which engine is faster. `benchmarks/synthetic_clock.py`
+counts as disturbed is judged by how slow it was against the other processes of the same engine, more
+strictly if it waited for a CPU: that does not know which engine is faster. `benchmarks/synthetic_clock.py`
 shows what this is worth on hosts of every kind; docs/measurement.md explains it.
 """
 
@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from pipeline.measure import Floats, Interval, Samples, student_quantile
 
 MIN_PAIRS = 4  # undisturbed pairs that an interval needs: the spread of two or three says too little
-MAX_WAITING = 0.1  # share of its time that an undisturbed process may wait for a CPU
+MAX_WAITING = 0.1  # share of its time that a process may wait for a CPU before that is evidence
 MAX_SLOWDOWN = 2.0  # of an undisturbed process against the faster ones of its engine
+MAX_SLOWDOWN_WAITING = 1.1  # the same, of a process that waited for a CPU
 MAX_SPAN = 10.0  # an interval whose ends differ by more says nothing
 WIDENING = 1.06  # of Student's interval, since a race ends once the interval is narrow
 FASTER_SHARE = 4  # a process is compared with the slowest of the fastest quarter of its engine
@@ -66,7 +67,13 @@ class Processes:
     @property
     def disturbed(self) -> NDArray[np.bool_]:
         """Which processes something else on the host slowed, as far as this engine alone can tell."""
-        return np.asarray((self.slowdowns > MAX_SLOWDOWN) | (self.waiting > MAX_WAITING))
+        limits = np.where(self.waited, MAX_SLOWDOWN_WAITING, MAX_SLOWDOWN)
+        return np.asarray(self.slowdowns > limits)
+
+    @property
+    def waited(self) -> NDArray[np.bool_]:
+        """Which processes were kept from a CPU for long."""
+        return np.asarray(self.waiting > MAX_WAITING)
 
     @property
     def level_s(self) -> float:
@@ -119,8 +126,17 @@ class Pairs:
             return disturbed
         slowdowns = self.baseline.slowdowns / self.candidate.slowdowns
         alike = np.abs(np.log(slowdowns)) <= math.log(MAX_SLOWDOWN)
-        waited = (self.baseline.waiting > MAX_WAITING) | (self.candidate.waiting > MAX_WAITING)
-        return np.asarray(disturbed & (waited | ~alike))
+        return np.asarray(disturbed & ~alike)
+
+    @property
+    def has_waited(self) -> NDArray[np.bool_]:
+        """Pairs of which either side was kept from a CPU for long."""
+        return np.asarray(self.baseline.waited | self.candidate.waited)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether most pairs waited for a CPU: then no process shows what an engine takes without."""
+        return 2 * int(self.has_waited.sum()) > self.has_waited.size
 
     def slowest_over_fastest(self) -> float:
         """The largest ratio of two processes of one engine."""
@@ -147,6 +163,8 @@ def compare_processes(baseline: Processes, candidate: Processes) -> Interval:
     pairs = pairs_of(baseline, candidate)
     unusable = pairs.unusable
     used = int((~unusable).sum())
+    if pairs.is_loaded and unusable.size >= MIN_PAIRS:
+        raise NotMeasurable(Obstacle.DISTURBED, _disturbance(pairs))
     if not _enough(unusable):
         if unusable.size >= MIN_PAIRS and 2 * used <= unusable.size:
             raise NotMeasurable(Obstacle.DISTURBED, _disturbance(pairs))
@@ -172,7 +190,8 @@ def _enough(disturbed: NDArray[np.bool_]) -> bool:
 def _disturbance(pairs: Pairs) -> str:
     """What the processes of two engines suffered, in words."""
     slowest = f"the slowest process took {pairs.slowest_over_fastest():.3g} times as long as the fastest"
-    disturbed = int(pairs.disturbed.sum())
-    if not disturbed:
-        return slowest
-    return f"{disturbed} of {pairs.disturbed.size} processes were disturbed, {slowest}"
+    total, disturbed = pairs.disturbed.size, int(pairs.disturbed.sum())
+    if pairs.is_loaded:
+        waited = int(pairs.has_waited.sum())
+        return f"{waited} of {total} processes had to wait for a CPU, {slowest}"
+    return f"{disturbed} of {total} processes were disturbed, {slowest}" if disturbed else slowest

@@ -104,7 +104,7 @@ def _stop_behind(best: Runner, other: Runner) -> Stop | None:
         if slower is not None and slower.low > NEAR:
             return Stop(StopReason.SLOWER, best.label, slower.value)
         return None
-    if pairs.undisturbed and _fastest_s(other) > FAR_BEHIND * _typical_s(best):
+    if not pairs.has_waited.all() and _fastest_s(other) > FAR_BEHIND * _typical_s(best):
         return Stop(StopReason.FAR_BEHIND, best.label, other.level_s / best.level_s)
     return None
 

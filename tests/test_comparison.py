@@ -72,9 +72,17 @@ def test_a_stalled_process_does_not_move_the_ratio() -> None:
     assert pairs_of(stalled, quiet).undisturbed == 5
 
 
-def test_a_process_that_waited_for_a_cpu_does_not_count() -> None:
+def test_a_process_that_waited_for_a_cpu_and_was_slower_does_not_count() -> None:
     waited = processes([1.0, 1.5, 1.0, 1.0, 1.0], waiting=[0.0, 0.4, 0.0, 0.0, 0.0])
     assert compare_processes(waited, processes([1.0] * 5)).value == pytest.approx(1.0)
+    assert waited.disturbed.tolist() == [False, True, False, False, False]
+    assert not processes([1.0, 1.05, 1.0], waiting=[0.0, 0.4, 0.0]).disturbed.any()
+
+
+def test_where_most_waited_for_a_cpu_no_process_shows_what_an_engine_takes() -> None:
+    waited = processes([1.0, 1.0, 1.0, 1.0, 1.0], waiting=[0.0, 0.4, 0.4, 0.4, 0.0])
+    with pytest.raises(NotMeasurable, match="3 of 5 processes had to wait for a CPU"):
+        compare_processes(waited, processes([1.0] * 5))
 
 
 def test_where_most_processes_were_disturbed_the_host_cannot_tell() -> None:

@@ -157,10 +157,22 @@ def test_a_stalled_process_is_repeated_and_does_not_count() -> None:
     assert fast.rows[0].ratio.value == pytest.approx(2.0, rel=0.05)
 
 
-def test_a_process_that_waits_for_a_cpu_is_repeated() -> None:
-    peers, (_, fast) = run_race(Host(), [0.002, 0.001], waits_in={1: frozenset({1, 3})})
+def test_a_process_that_waits_for_a_cpu_and_is_slower_is_repeated() -> None:
+    slower = {1: {2: 1.5, 4: 1.5}}
+    peers, (_, fast) = run_race(Host(), [0.002, 0.001], stalled=slower, waits_in={1: frozenset({2, 4})})
     assert [peer.starts for peer in peers] == [8, 8]
+    assert fast.rows[0].ratio.value == pytest.approx(2.0, rel=0.05)
+
+
+def test_a_process_that_waits_for_a_cpu_and_is_no_slower_counts() -> None:
+    peers, (_, fast) = run_race(Host(), [0.002, 0.001], waits_in={1: frozenset({2, 4})})
+    assert [peer.starts for peer in peers] == [6, 6]
     assert fast.rows[0].ratio is not None
+
+
+def test_where_most_processes_wait_for_a_cpu_nothing_is_told() -> None:
+    _, (_, fast) = run_race(Host(), [0.002, 0.001], waits_in={1: frozenset(range(1, 40, 3)), 0: frozenset(range(2, 40, 3))})
+    assert "processes had to wait for a CPU" in fast.rows[0].ratio_missing
 
 
 def test_where_most_processes_are_disturbed_the_report_says_so_instead_of_a_number() -> None:

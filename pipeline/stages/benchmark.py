@@ -23,7 +23,6 @@ from pipeline.process import Child
 from pipeline.race import VALUES_PER_BLOCK, Block, Contestant, Peer, RaceEntry, Workload, contend, race
 from pipeline.report import BenchmarkFailure, BenchmarkReport, Benchmarks, LatencyRow, Totals
 
-
 ENOUGH_RUNS = 500
 """Runs of a block that tell its median: more of very short ones are a loss of time, where nobody asks for a far percentile."""
 
