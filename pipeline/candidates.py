@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, repeat
 
 from pipeline import backends
 from pipeline.ablation import Ablated, base_of, reversals
@@ -22,13 +23,23 @@ from pipeline.casts import flatten
 from pipeline.config import GeneratedData
 from pipeline.core import CalibrationMethod, CalibrationTable, Engine, Note, OnnxModel, Precision, Profile, Recipe, Target
 from pipeline.data import CalibrationSet, SampleSet
-from pipeline.errors import BackendUnavailable, ChildDied, CrucibleError, InternalError, ModelError, PlanError, UnsupportedError
+from pipeline.errors import (
+    BackendUnavailable,
+    ChildDied,
+    CrucibleError,
+    InternalError,
+    LoadCrashed,
+    ModelError,
+    PlanError,
+    UnsupportedError,
+)
 from pipeline.gpu import find_gpus
 from pipeline.graph import draw_feeds, operator_histogram, read_proto
 from pipeline.job import FEEDS_FOR_CHECKS, Job, batch_rows, options_of
 from pipeline.layers import LayerTable
 from pipeline.lint import finding_notes, lint, saturation_notes
 from pipeline.precision import INTEGER_OPERATORS, attention_in_one_kernel, mislabelled, precision_notes
+from pipeline.process import stop_children
 from pipeline.recipes import (
     baseline_recipes,
     default_candidates,
@@ -50,6 +61,7 @@ from pipeline.stages.validate import ReferenceOutputs, run_reference, validate
 from pipeline.store import canonical
 
 GPU_BACKENDS = ("tensorrt", "torch")  # tried on a GPU where the plan names no candidates
+LARGEST_SIDE_BY_SIDE = 200 * 2**20  # bytes of a model whose candidates are prepared side by side
 FUSED = (Precision.FP16, Precision.BF16, Precision.INT8)  # precisions with one kernel for an attention; of fp8 that is not known
 CALIBRATE = Stage("calibrate", 1, calibrate, ("onnx", "onnxruntime"))
 COVER = Stage("cover", 1, cover, ("onnx", "onnxruntime"))
@@ -161,6 +173,7 @@ def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutpu
     try:
         backend = backends.backend(recipe.backend)
         backend.check_recipe(recipe, backend.probe())  # said before any work
+        check_crashed(job, recipe)
         converted = convert_model(job, model, recipe)
         engine = build_engine(job, converted, recipe)
         notes = engine.notes if converted is model else (*converted.notes, *lint_notes(converted, recipe, engine.target), *engine.notes)
@@ -172,6 +185,9 @@ def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutpu
         misfit = ranges_misfit(job, model, recipe)
     except UnsupportedError as error:
         return stopped(candidate, "refused", error.message)
+    except LoadCrashed as error:
+        job.crashed[recipe.form or ""] = recipe.label
+        return stopped(candidate, "failed", error.message)
     except BackendUnavailable as error:
         return stopped(candidate, "built" if candidate.engine else "refused", error.message)
     except (ModelError, ChildDied, CudaError, OutOfDeviceMemory) as error:
@@ -184,6 +200,53 @@ def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutpu
         candidate = candidate.model_copy(update={"notes": (*candidate.notes, Note(stage="calibrate", text=misfit))})
     causes = (misfit, *report.failures) if misfit and not report.passed else report.failures
     return candidate.model_copy(update={"state": state, "selection": report, "reason": "; ".join(causes)})
+
+
+def check_crashed(job: Job, recipe: Recipe) -> None:
+    """UnsupportedError for a form of program of which another precision crashed on this host: a build takes a minute."""
+    if recipe.form in job.crashed:
+        said = f"not built: {job.crashed[recipe.form]}, made in the same way, crashed on this host"
+        raise UnsupportedError(said, "see what its reason says")
+
+
+def prepare_all(
+    job: Job,
+    model: OnnxModel,
+    recipes: Sequence[Recipe],
+    expected: ReferenceOutputs,
+    bugs: list[InternalError],
+) -> list[Candidate]:
+    """Every candidate, in order; several at a time where that cannot disturb what is measured."""
+    if job.runner.workers == 1 or not may_overlap(model, recipes):
+        return [prepare(job, model, recipe, expected, bugs) for recipe in recipes]
+    branches = [job.runner.branch() for _ in recipes]
+    errors: list[list[InternalError]] = [[] for _ in recipes]
+    jobs = [replace(job, runner=branch) for branch in branches]
+    try:
+        with ThreadPoolExecutor(job.runner.workers) as pool:
+            try:
+                repeated = (repeat(model), recipes, repeat(expected), errors)
+                candidates = list(pool.map(prepare, jobs, *repeated))
+            except BaseException:  # Ctrl-C, or what no candidate survives
+                pool.shutdown(wait=False, cancel_futures=True)
+                stop_children()
+                raise
+    finally:
+        for branch in branches:
+            job.runner.take_over(branch)
+    bugs.extend(chain.from_iterable(errors))
+    return candidates
+
+
+def may_overlap(model: OnnxModel, recipes: Sequence[Recipe]) -> bool:
+    """Whether candidates may be prepared side by side.
+
+    Not on a GPU, where TensorRT and inductor time kernels while they build. Not large models: their
+    stages use all cores by themselves, and memory for each.
+    """
+    on_cpu = all(each.backend in ("onnxruntime", "openvino") for each in recipes)
+    size = sum(file.stat().st_size for file in model.root.rglob("*") if file.is_file())
+    return on_cpu and size <= LARGEST_SIDE_BY_SIDE and not find_gpus().devices
 
 
 def stopped(candidate: Candidate, state: State, reason: str) -> Candidate:

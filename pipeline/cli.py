@@ -27,6 +27,7 @@ from pipeline import config, deliver, distribution, terminal
 from pipeline.core import Engine
 from pipeline.errors import CrucibleError, PlanError
 from pipeline.faults import crucible_error
+from pipeline.measure import usable_cores
 from pipeline.options import JsonOption, OutOption, PlanArgument, PluginOption, ProfileOption, ResultArgument, SetOption
 from pipeline.report import Report, Verdict
 from pipeline.runner import Runner
@@ -35,6 +36,7 @@ from pipeline.texts import profiles_text
 from service import commands
 from service.options import UrlOption
 
+MAX_WORKERS = 4  # candidates that are prepared side by side
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 app = typer.Typer(
@@ -389,7 +391,7 @@ def _runner(quiet: bool, plan: str) -> Iterator[Runner]:
     console = terminal.console(stderr=True)
     with terminal.StageProgress(console, quiet) as progress:
         store = Store(config.home(), on_wait=lambda text: None if quiet else console.print(f"[yellow]{escape(text)}", highlight=False))
-        yield Runner(store, progress, plan=plan)
+        yield Runner(store, progress, plan=plan, workers=min(usable_cores(), MAX_WORKERS))
 
 
 def _command_line() -> str:

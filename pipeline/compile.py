@@ -15,7 +15,7 @@ from pipeline.ablation import ABLATED, ablation_from
 from pipeline.backends import pytorch_
 from pipeline.backends.cuda import CudaError, OutOfDeviceMemory
 from pipeline.backends.onnxruntime_ import AS_WRITTEN, gpu_providers
-from pipeline.candidates import Prepared, ablate, build_engine, check_candidates, check_engine, prepare, recipes_of, reference_outputs, rescue
+from pipeline.candidates import Prepared, ablate, build_engine, check_candidates, check_engine, prepare_all, recipes_of, reference_outputs, rescue
 from pipeline.config import DataConfig, GeneratedData, Plan
 from pipeline.core import Engine, Note, OnnxModel, OrtProvider, Precision, Recipe, Target
 from pipeline.decide import Decision, choose, decide, is_slower_or_equal, ratio_missing, ratio_of
@@ -99,7 +99,7 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
     checked = check_baselines(job, build_baselines(job, exported), reference, expected)
     baselines = fit_baselines(checked) or [reference]
     bugs: list[InternalError] = []
-    prepared = [prepare(job, model, recipe, expected, bugs) for recipe in recipes]
+    prepared = prepare_all(job, model, recipes, expected, bugs)
     if bugs and not any(candidate.engine for candidate in prepared):
         raise bugs[0]
     ablated = ablate(job, model, rescue(job, model, prepared, expected, bugs), expected, bugs)

@@ -10,7 +10,8 @@
     │   ├── BackendUnavailable backend.unavailable  a library or device is missing
     │   ├── DiskFull           host.disk_full
     │   ├── ChildDied          host.child_died      a child process ended by a signal, or out of time
-    │   │   └── ChildKilled                         it was killed, or ran out of memory
+    │   │   ├── ChildKilled                         it was killed, or ran out of memory
+    │   │   └── LoadCrashed                         it died as it loaded an engine that was just built
     │   ├── StoreError         host.store           the store cannot be used
     │   └── DamagedError       host.damaged         a file that Crucible wrote has changed since
     └── InternalError          our bug                                         exit code 3
@@ -83,6 +84,10 @@ class ChildDied(HostError):
 
 class ChildKilled(ChildDied):
     may_pass = True
+
+
+class LoadCrashed(ChildDied):
+    pass
 
 
 class StoreError(HostError):

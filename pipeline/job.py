@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -50,6 +50,7 @@ class Job:
     environment: Environment
     plugins: tuple[str, ...] = ()  # sha256 of each library that the plan names
     given: Precision | None = None  # precision of the Q/DQ that the model brings; of a PyTorch model known after export
+    crashed: dict[str, str] = field(default_factory=dict)  # forms of PyTorch programs that crashed here, and the first label
 
     @property
     def samples(self) -> SampleSet:

@@ -97,6 +97,16 @@ class Channel:
         return self._connection.recv().payload
 
 
+_running: set[Child] = set()
+"""Children of this process that were not stopped yet, whichever thread started them."""
+
+
+def stop_children() -> None:
+    """Stop every child that any thread of this process has started: whoever waits for one gets ChildDied."""
+    for child in tuple(_running):
+        child.end()
+
+
 class Child:
     """A running child process. Use as a context manager: leaving it stops the child."""
 
@@ -128,6 +138,7 @@ class Child:
                 # CUDA counts GPUs as nvidia-smi does, so that the first is the same for both
                 env={**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **(env or {}), "PYTHONPATH": IMPORT_PATH},
             )
+        _running.add(self)
         with contextlib.suppress(BrokenPipeError):  # the child died at once: receive() says why
             ours.send(Start(os.getpid(), name, function.__module__, function.__qualname__, arguments, conversation))
 
@@ -171,16 +182,21 @@ class Child:
                 progress(message.fraction, message.text)
 
     def stop(self, grace_s: float = GRACE_S) -> None:
-        """End the child and all that it started: SIGTERM, a grace period, SIGKILL. Harmless if it has ended."""
+        """End the child and all that it started. Harmless if it has ended."""
+        self.end(grace_s)
+        _running.discard(self)
+        self._connection.close()
+        if self._own_log:
+            self.log.unlink(missing_ok=True)
+
+    def end(self, grace_s: float = GRACE_S) -> None:
+        """End the child and all that it started: SIGTERM, a grace period, SIGKILL. Any thread may."""
         if self._process.poll() is None:
             self._signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace_s)
         self._signal(signal.SIGKILL)  # the group outlives its leader if a grandchild hangs
         self._process.wait()
-        self._connection.close()
-        if self._own_log:
-            self.log.unlink(missing_ok=True)
 
     def __enter__(self) -> Child:
         return self

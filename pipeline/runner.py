@@ -6,7 +6,7 @@ import datetime as dt
 import importlib.metadata
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -65,6 +65,16 @@ class Runner:
     run: Run = call_in_child
     steps: list[Step] = field(default_factory=list)
     plan: str = ""  # its name, by which past times of its stages are preferred
+    workers: int = 1  # stages that may run at the same time, each in a child
+
+    def branch(self) -> Runner:
+        """A runner for one of several threads, with steps of its own."""
+        return replace(self, steps=[])
+
+    def take_over(self, branch: Runner) -> None:
+        """Add the steps of a branch; two branches may have come to one artifact."""
+        known = {step.digest for step in self.steps}
+        self.steps += [step for step in branch.steps if step.digest not in known]
 
     def stage(
         self,

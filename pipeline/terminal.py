@@ -64,9 +64,10 @@ class StageProgress:
             TextColumn("{task.fields[text]}"),
         )
         self._bars = Progress(*columns, console=console, transient=True, refresh_per_second=5)
-        self._task: TaskID | None = None
+        self._tasks: dict[str, TaskID] = {}  # bars of the stages that run, by name
         self._every_s, self._clock = every_s, clock
-        self._running: tuple[float, StageEvent] | None = None  # when it started, and what it said last
+        self._running: dict[str, tuple[float, StageEvent]] = {}  # by name: when it started, and its last event
+        self._lock = threading.RLock()  # stages may run side by side
         self._left = threading.Event()
 
     def __enter__(self) -> StageProgress:
@@ -83,49 +84,60 @@ class StageProgress:
 
     def __call__(self, event: StageEvent) -> None:
         """Take one event of the runner."""
+        with self._lock:
+            self._take(event)
+
+    def _take(self, event: StageEvent) -> None:
         name = _name(event)
         if event.state in ("started", "progress"):
-            self._running = (self._clock() - event.elapsed_s, event)
+            self._running[name] = (self._clock() - event.elapsed_s, event)
         if self._live and event.state in ("started", "progress", "waiting"):
             self._update(name, event)
         if event.state in ("finished", "reused", "failed"):
-            self._running = None
-            self._clear()
+            self._running.pop(name, None)
+            self._clear(name)
             if not self._quiet:
                 self._console.print(_line(name, event), highlight=False)
         elif event.state == "waiting":
             self._console.print(f"[yellow]{escape(event.text)}", highlight=False)
 
     def say_alive(self) -> None:
-        """One line of the stage that runs, if it has run for long."""
-        if self._running is None:
+        """One line of each stage that has run for long."""
+        with self._lock:
+            running = list(self._running.values())
+        for started, event in running:
+            self._say_alive(self._clock() - started, event)
+
+    def _say_alive(self, elapsed_s: float, event: StageEvent) -> None:
+        if elapsed_s < self._every_s:
             return
-        started, event = self._running
-        elapsed_s = self._clock() - started
-        if elapsed_s >= self._every_s:
-            done = "" if event.fraction is None else f"{event.fraction:.0%}"
-            told = ", ".join(part for part in (done, expectation(elapsed_s, event.estimate_s), escape(event.text)) if part)
-            self._console.print(f"  [dim]running[/] {elapsed_s:6.1f} s  {_name(event)}" + (f"  {told}" if told else ""), highlight=False)
+        done = "" if event.fraction is None else f"{event.fraction:.0%}"
+        parts = (done, expectation(elapsed_s, event.estimate_s), escape(event.text))
+        details = ", ".join(part for part in parts if part)
+        line = f"  [dim]running[/] {elapsed_s:6.1f} s  {_name(event)}"
+        self._console.print(f"{line}  {details}" if details else line, highlight=False)
 
     def _live_on(self) -> None:
-        said = 0.0
+        last_s = 0.0
         while not self._left.wait(min(1.0, self._every_s)):
-            now, running = self._clock(), self._running
-            if running and now - max(said, running[0]) >= self._every_s:
-                said = now
+            with self._lock:
+                first_s = min((started for started, _ in self._running.values()), default=None)
+            now_s = self._clock()
+            if first_s is not None and now_s - max(last_s, first_s) >= self._every_s:
+                last_s = now_s
                 self.say_alive()
 
     def _update(self, name: str, event: StageEvent) -> None:
-        if self._task is None or event.state == "started":
-            self._clear()
-            self._task = self._bars.add_task(name, total=None, text="", estimate_s=event.estimate_s)
+        if name not in self._tasks or event.state == "started":
+            self._clear(name)
+            self._tasks[name] = self._bars.add_task(name, total=None, text="", estimate_s=event.estimate_s)
         total = None if event.fraction is None else 1.0
-        self._bars.update(self._task, total=total, completed=event.fraction or 0.0, text=f"[dim]{escape(event.text)}")
+        text = f"[dim]{escape(event.text)}"
+        self._bars.update(self._tasks[name], total=total, completed=event.fraction or 0.0, text=text)
 
-    def _clear(self) -> None:
-        if self._task is not None:
-            self._bars.remove_task(self._task)
-            self._task = None
+    def _clear(self, name: str) -> None:
+        if name in self._tasks:
+            self._bars.remove_task(self._tasks.pop(name))
 
 
 class _Expected(ProgressColumn):

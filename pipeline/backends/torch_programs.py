@@ -64,7 +64,13 @@ from pipeline.core import (
     TensorSpec,
     silent,
 )
-from pipeline.errors import BackendUnavailable, ModelError, UnsupportedError
+from pipeline.errors import (
+    BackendUnavailable,
+    ChildDied,
+    LoadCrashed,
+    ModelError,
+    UnsupportedError,
+)
 from pipeline.graph import draw_feeds
 from pipeline.measure import monotonic, usable_cores
 from pipeline.process import Child
@@ -190,7 +196,9 @@ def build(
         threads=options.threads,
         size_bytes=(out / FILE).stat().st_size,
     )
-    return _compiled_once(engine, progress) if recipe.form == "compile" else engine
+    if recipe.form == "compile":
+        return _compiled_once(engine, progress)
+    return _loaded_once(engine, progress) if recipe.form == "aoti" else engine
 
 
 def _pytorch_source(options: BuildOptions, recipe: Recipe) -> ModelSource:
@@ -308,6 +316,18 @@ def _compiled_once(engine: Engine, progress: Progress) -> Engine:
     text = f"compiled again at every load: {cold}, with what the build has compiled"
     notes = (Note(stage="build", text=text, level="info"),)
     return engine.model_copy(update={"cold_start_s": seconds, "notes": notes})
+
+
+def _loaded_once(engine: Engine, progress: Progress) -> Engine:
+    """The engine with its cold start. LoadCrashed where machine code that was built here crashes here."""
+    progress(None, "loading the package")
+    try:
+        with gpu_turn(engine.target.compute_capability is not None, progress):
+            return engine.model_copy(update={"cold_start_s": cold_start_s(engine)})
+    except ChildDied as error:
+        said = "AOTInductor's package was built here, and the process that loaded it crashed"
+        advice = "take `form: exported` or `form: compile`; see the log of this stage"
+        raise LoadCrashed(f"{said}: {first_line(error)}", advice) from error
 
 
 def cold_start_s(engine: Engine) -> float:
