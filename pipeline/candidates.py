@@ -33,6 +33,7 @@ from pipeline.errors import (
     PlanError,
     UnsupportedError,
 )
+from pipeline.gate import gate_points
 from pipeline.gpu import find_gpus
 from pipeline.graph import draw_feeds, operator_histogram, read_proto
 from pipeline.job import FEEDS_FOR_CHECKS, Job, batch_rows, options_of
@@ -49,7 +50,23 @@ from pipeline.recipes import (
     weight_bits,
 )
 from pipeline.report import Candidate, NodeRanking, Rescue, State, ValidationReport
-from pipeline.rescue import Attempt, Skipped, Tried, ends, in_bf16, in_fp32, keeping, story, to_rescue, with_nodes_kept, with_opt_moved
+from pipeline.rescue import (
+    ANY_SHAPE,
+    Attempt,
+    Skipped,
+    Tried,
+    by_other_methods,
+    ends,
+    in_bf16,
+    in_fp32,
+    keeping,
+    keeps_nodes,
+    nearest,
+    story,
+    to_rescue,
+    with_nodes_kept,
+    with_opt_moved,
+)
 from pipeline.runner import Stage
 from pipeline.source import code_digest
 from pipeline.stages.build import build
@@ -61,7 +78,7 @@ from pipeline.stages.validate import ReferenceOutputs, run_reference, validate
 from pipeline.store import canonical
 
 GPU_BACKENDS = ("tensorrt", "torch")  # tried on a GPU where the plan names no candidates
-LARGEST_SIDE_BY_SIDE = 200 * 2**20  # bytes of a model whose candidates are prepared side by side
+LARGEST_SIDE_BY_SIDE = 50 * 2**20  # bytes of a model whose candidates are prepared side by side
 FUSED = (Precision.FP16, Precision.BF16, Precision.INT8)  # precisions with one kernel for an attention; of fp8 that is not known
 CALIBRATE = Stage("calibrate", 1, calibrate, ("onnx", "onnxruntime"))
 COVER = Stage("cover", 1, cover, ("onnx", "onnxruntime"))
@@ -76,9 +93,9 @@ WEIGHT_QUANTIZERS = {
     "onnxruntime": Stage("convert", 1, compress_with_onnxruntime, ("onnx", "onnxruntime")),
 }
 BUILD = Stage("build", 2, build)  # its tools are those of the backend
-PROVE = Stage("prove", 3, prove)
-REFERENCE = Stage("reference", 1, run_reference)
-VALIDATE = Stage("validate", 4, validate, ("polygraphy",))
+PROVE = Stage("prove", 4, prove)
+REFERENCE = Stage("reference", 2, run_reference)
+VALIDATE = Stage("validate", 5, validate, ("polygraphy",))
 RANK = Stage("rank", 2, rank_nodes, ("onnx", "onnxruntime"))
 
 
@@ -271,7 +288,7 @@ def rescue(job: Job, model: OnnxModel, candidates: Sequence[Candidate], expected
     stories = []
     for failed in to_rescue(candidates) if job.plan.rescue else ():
         history: list[Tried | Skipped] = []
-        for attempt in attempts(job, model, failed, frozenset(known), bugs):
+        for attempt in attempts(job, model, failed, frozenset(known), history, bugs):
             if isinstance(attempt, Skipped):
                 history.append(attempt)
                 continue
@@ -287,15 +304,28 @@ def rescue(job: Job, model: OnnxModel, candidates: Sequence[Candidate], expected
     return Prepared((*candidates, *(made for label, made in known.items() if label not in first)), tuple(stories))
 
 
-def attempts(job: Job, model: OnnxModel, failed: Candidate, known: frozenset[str], bugs: list[InternalError]) -> Iterator[Attempt | Skipped]:
-    """The steps in order; the nodes are ranked only once the first steps have failed. `known`: labels of what was built already."""
+def attempts(
+    job: Job,
+    model: OnnxModel,
+    failed: Candidate,
+    known: frozenset[str],
+    history: Sequence[Tried | Skipped],
+    bugs: list[InternalError],
+) -> Iterator[Attempt | Skipped]:
+    """The steps in order; the nodes are ranked only once the first steps have failed.
+
+    `known`: labels of what was built already. `history`: what came of the steps so far, read as they are asked for.
+    """
     precision = failed.recipe.precision
     in_16_bits = precision is not Precision.INT8
     if in_16_bits or in_fp32(failed).recipe.label in known:
         yield in_fp32(failed)
     if in_16_bits:
         yield from with_opt_moved(failed, job.plan.profiles)
-    yield from with_nodes_kept(failed, rank(job, model, failed, bugs), job.plan.keep_builds)
+    yield from by_other_methods(failed)
+    if keeps_nodes(failed.recipe):
+        best = nearest(failed, history)
+        yield from with_nodes_kept(best, rank(job, model, best, bugs), job.plan.keep_builds)
     if precision is Precision.FP16:
         yield in_bf16(failed)
 
@@ -341,10 +371,32 @@ def same_graph(job: Job, model: OnnxModel, one: Recipe, other: Recipe) -> bool:
         return False
 
 
-def with_layers(candidate: Candidate, table: LayerTable | None, converted: OnnxModel, plain_attention: bool) -> Candidate:
-    """The candidate with what its engine really runs; `mislabelled` if that is not what it is called by. `plain_attention`: the plan's."""
-    if table is None:
-        return candidate
+def with_layers(candidate: Candidate, tables: Sequence[LayerTable], converted: OnnxModel, plain_attention: bool) -> Candidate:
+    """The candidate with what its engine really runs in each profile.
+
+    It is `mislabelled` if that is not what it is called by in one of them. `plain_attention`: the plan's.
+    """
+    for table in tables:
+        found = _with_table(candidate, table, converted, plain_attention)
+        if table.profile:
+            where = f"profile {table.profile + 1}: "
+            notes = tuple(note.model_copy(update={"text": where + note.text}) for note in found.notes[len(candidate.notes) :])
+            reason = where + found.reason if found.reason else ""
+            worse = candidate.state == "mislabelled" or found.state != "mislabelled"
+            found = candidate.model_copy(
+                update={
+                    "other_layers": (*candidate.other_layers, table),
+                    "notes": (*candidate.notes, *notes),
+                    "state": candidate.state if worse else found.state,
+                    "reason": candidate.reason if worse else reason,
+                },
+            )
+        candidate = found
+    return candidate
+
+
+def _with_table(candidate: Candidate, table: LayerTable, converted: OnnxModel, plain_attention: bool) -> Candidate:
+    """The candidate with what its engine really runs in one profile."""
     recipe = candidate.recipe
     asked, kept, forced = recipe.precision, recipe.keep_fp32, converted.kept_fp32
     notes = (*candidate.notes, *precision_notes(table, None if recipe.weight_only else asked, kept, forced))
@@ -361,14 +413,24 @@ def with_layers(candidate: Candidate, table: LayerTable | None, converted: OnnxM
     return candidate.model_copy(update={"layers": table, "notes": notes, "state": state, "reason": wrong})
 
 
-def prove_engine(job: Job, engine: Engine, converted: OnnxModel) -> LayerTable | None:
-    """Which precision every kernel of the engine really runs, timed at the usual size of its first profile."""
-    if backends.backend(engine.target.backend).layers is no_layers:
-        return None
-    profile = engine.profiles[0] if engine.profiles else Profile()
-    arguments = (engine, draw_feeds(engine.inputs, profile.sizes("opt"), 0, profile.values_at("opt")), converted)
-    inputs, options = (engine.digest, converted.digest), options_of(profile)
-    return job.runner.stage(PROVE, Proof, *arguments, inputs=inputs, options=options, subject=engine.recipe.label, target=engine.target).table
+def prove_engine(job: Job, engine: Engine, converted: OnnxModel) -> tuple[LayerTable, ...]:
+    """Which precision every kernel of the engine really runs, timed at the usual size of each profile.
+
+    A backend that makes one engine for all shapes has the same kernels in all: its first profile is proved.
+    """
+    backend = engine.target.backend
+    if backends.backend(backend).layers is no_layers:
+        return ()
+    profiles = engine.profiles[:1] if backend in ANY_SHAPE else engine.profiles
+    found = []
+    for index, profile in enumerate(profiles or (Profile(),)):
+        feeds = draw_feeds(engine.inputs, profile.sizes("opt"), 0, profile.values_at("opt"))
+        inputs, options = (engine.digest, converted.digest), f"{options_of(profile)} {index}"
+        subject = engine.recipe.label if index == 0 else f"{engine.recipe.label}, profile {index + 1}"
+        arguments = (engine, feeds, converted, index)
+        proof = job.runner.stage(PROVE, Proof, *arguments, inputs=inputs, options=options, subject=subject, target=engine.target)
+        found += [proof.table] if proof.table else []
+    return tuple(found)
 
 
 def convert_model(job: Job, model: OnnxModel, recipe: Recipe) -> OnnxModel:
@@ -463,8 +525,11 @@ def check_engine(job: Job, engine: Engine, expected: ReferenceOutputs, samples: 
     return job.runner.stage(VALIDATE, ValidationReport, *arguments, inputs=inputs, options=options, subject=subject)
 
 
-def reference_outputs(job: Job, reference: Engine, samples: SampleSet) -> ReferenceOutputs:
-    """What the reference answers to every sample of a set."""
+def reference_outputs(job: Job, reference: Engine, samples: SampleSet, at_every_size: bool = True) -> ReferenceOutputs:
+    """What the reference answers to every sample of a set, and at the other sizes of every profile."""
     rows = batch_rows(job)
-    inputs, options = (reference.digest, job.source.digest, samples.digest), canonical({"rows": rows})
-    return job.runner.stage(REFERENCE, ReferenceOutputs, reference, samples, rows, inputs=inputs, options=options, subject=samples.role)
+    points = gate_points(samples, job.plan.profiles, rows) if at_every_size else ()
+    inputs = (reference.digest, job.source.digest, samples.digest)
+    options = "\n".join((canonical({"rows": rows}), *map(canonical, points)))
+    arguments = (reference, samples, rows, points)
+    return job.runner.stage(REFERENCE, ReferenceOutputs, *arguments, inputs=inputs, options=options, subject=samples.role)

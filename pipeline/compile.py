@@ -105,7 +105,7 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
     ablated = ablate(job, model, rescue(job, model, prepared, expected, bugs), expected, bugs)
     measured = measure(job, model, baselines, ablated)
     validation = validate_winner(job, reference, choose(measured.candidates))
-    kept = kept_baseline(job, exported, measured, baselines)
+    kept = kept_baseline(job, exported, measured, baselines, expected)
     notes = (
         *notes,
         *unfit_notes(checked),
@@ -291,18 +291,10 @@ def _checked_baseline(
     )
 
 
-def deliverable_baseline(job: Job, exported: OnnxModel, baseline: Engine) -> Engine | None:
-    """A baseline as an engine that can be served; None where it cannot be had.
+def deliverable_candidate(job: Job, exported: OnnxModel, baseline: Engine, expected: ReferenceOutputs) -> Candidate:
+    """A baseline as it can be delivered; without an engine where it cannot be, and then it says why.
 
-    `deliverable_candidate` says why.
-    """
-    return deliverable_candidate(job, exported, baseline).engine
-
-
-def deliverable_candidate(job: Job, exported: OnnxModel, baseline: Engine) -> Candidate:
-    """A baseline as it can be delivered, built but not checked.
-
-    PyTorch's is a program then, any other is the engine that it was.
+    PyTorch's is a program, which must pass the gate too. Any other is the engine that it was.
     """
     recipe = deliverable_recipe(baseline.recipe)
     candidate = Candidate(label=recipe.label, recipe=recipe, state="built")
@@ -310,9 +302,13 @@ def deliverable_candidate(job: Job, exported: OnnxModel, baseline: Engine) -> Ca
         return candidate.model_copy(update={"engine": baseline})
     try:
         engine = build_engine(job, exported, recipe)
+        report = check_engine(job, engine, expected, job.data.selection)
     except CANNOT_BUILD as error:
         return candidate.model_copy(update={"state": "failed", "reason": error.message})
-    return candidate.model_copy(update={"engine": engine, "notes": engine.notes})
+    found = candidate.model_copy(update={"selection": report, "notes": engine.notes})
+    if not report.passed:
+        return found.model_copy(update={"state": "failed accuracy", "reason": "; ".join(report.failures)})
+    return found.model_copy(update={"engine": engine})
 
 
 def fit_baselines(checked: Iterable[Candidate]) -> list[Engine]:
@@ -332,6 +328,7 @@ def kept_baseline(
     exported: OnnxModel,
     measured: Measured,
     baselines: Iterable[Engine],
+    expected: ReferenceOutputs,
 ) -> Candidate | None:
     """What is delivered where no candidate is faster: the fastest baseline, as it can be served.
 
@@ -341,7 +338,7 @@ def kept_baseline(
     if winner is None or not is_slower_or_equal(winner):
         return None
     fastest = (each for each in baselines if each.recipe.label == measured.run.baseline)
-    return next((deliverable_candidate(job, exported, each) for each in fastest), None)
+    return next((deliverable_candidate(job, exported, each, expected) for each in fastest), None)
 
 
 def measure(job: Job, model: OnnxModel, baselines: list[Engine], prepared: Prepared) -> Measured:
@@ -427,7 +424,7 @@ def validate_winner(job: Job, reference: Engine, winner: Candidate | None) -> Va
         )
     ):
         return None
-    expected = reference_outputs(job, reference, job.data.validation)
+    expected = reference_outputs(job, reference, job.data.validation, at_every_size=False)
     return check_engine(job, winner.engine, expected, job.data.validation)
 
 

@@ -253,6 +253,7 @@ class Recipe(Frozen):
     rest: Precision = Precision.FP32  # precision of what is not quantised
     placement: Placement = Placement()
     keep_fp32: tuple[str, ...] = ()  # node names kept in fp32 (fnmatch patterns)
+    try_methods: bool = Field(default=False, exclude=True)  # if it fails, choose ranges by the other methods: what follows it too
     keep_worst: bool = Field(default=False, exclude=True)  # if it fails, keep its worst nodes in fp32: what follows it, no part of what it is
     compute_capability: str | None = None  # for a backend that builds for a GPU that is not here
     hardware_compatible: bool = False  # TensorRT: runs on every GPU generation from Ampere on

@@ -47,6 +47,17 @@ class Batch:
     first: int  # index of the first sample in the set
     samples: int
     whole: bool = False  # one sample that is a whole feed; `labels` has an axis of 1 in front
+    distinct: tuple[int, ...] | None = None  # rows that repeat no other; None: all
+
+    def filled(self, rows: int) -> Batch:
+        """The batch with as many rows, its samples repeated side by side: each part of a batch holds some of them."""
+        if self.whole or self.samples == rows:
+            return self
+        picks = np.arange(rows) * self.samples // rows
+        feeds = {name: array[picks] for name, array in self.feeds.items()}
+        labels = None if self.labels is None else self.labels[picks]
+        distinct = tuple(np.flatnonzero(np.diff(picks, prepend=-1)).tolist())
+        return Batch(feeds, labels, self.first, rows, distinct=distinct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +78,10 @@ class FilePart:
     @property
     def has_labels(self) -> bool:
         return any(member.name == LABELS for member in self.members)
+
+    def sizes(self, inputs: tuple[TensorSpec, ...]) -> tuple[dict[str, int], ...]:
+        """Of every distinct shape of a sample the size of each symbol, besides the one that counts rows."""
+        return (_sample_sizes(self.path, self.members, inputs),)
 
     def batches(self, size: int) -> Iterator[Batch]:
         first = self.first
@@ -93,6 +108,16 @@ class FeedsPart:
     def samples(self) -> int:
         return len(self.feeds)
 
+    def sizes(self, inputs: tuple[TensorSpec, ...]) -> tuple[dict[str, int], ...]:
+        """Of every distinct shape of a sample the size of each symbol."""
+        found = []
+        for members in self.feeds:
+            shapes = {name: member.shape[1:] for name, member in zip(self.inputs, members, strict=False)}
+            sizes = sizes_from_shapes(inputs, shapes)
+            assert not isinstance(sizes, str), "shapes were checked when the set was opened"
+            found += [sizes] if sizes not in found else []
+        return tuple(found)
+
     def batches(self, size: int) -> Iterator[Batch]:
         """One sample each, whatever the size."""
         with feed_reader(self.path) as read:
@@ -113,6 +138,13 @@ class GeneratedPart:
     rows: tuple[int, int]
     whole: bool  # a sample is a whole input
     values: tuple[tuple[str, tuple[int, ...]], ...] = ()  # of inputs whose values decide a shape, each the usual one of its profile
+
+    def sizes(self, inputs: tuple[TensorSpec, ...]) -> tuple[dict[str, int], ...]:
+        """The size of each symbol of a sample, besides the one that counts rows."""
+        cut = inputs if self.whole else _without_rows(inputs)
+        sizes = sizes_from_shapes(cut, {spec.name: spec.resolve({}) for spec in self.specs})
+        assert not isinstance(sizes, str), "the samples were drawn for these inputs"
+        return (sizes,)
 
     def batches(self, size: int) -> Iterator[Batch]:
         first = self.first
@@ -145,6 +177,20 @@ class SampleSet:
         """All samples in order, at most `size` per batch, the last one short; more only where every profile asks for more."""
         for part in self.parts:
             yield from part.batches(size)
+
+    def filled(self, rows: int, parts: Sequence[int], most: int) -> Iterator[Batch]:
+        """The first samples of some parts in batches of exactly `rows`: `most` rows in all, or one batch of each part if that is more.
+
+        A last batch that is too short is filled with its own samples. No rows: batches as small as they may be.
+        """
+        of_each = max(1, most // max(1, rows) // len(parts))
+        for index in parts:
+            part = self.parts[index]
+            if rows and not isinstance(part, FeedsPart):
+                loose = replace(part, rows=(1, _UNBOUNDED))
+                yield from (batch.filled(rows) for batch in itertools.islice(loose.batches(rows), of_each))
+            else:
+                yield from itertools.islice(part.batches(1), of_each)
 
     def first(self, n: int) -> tuple[Tensors, ...]:
         """At most n feeds of the smallest batch, taken from the files in turn, so that each file's shape is among them."""
@@ -354,11 +400,7 @@ def _input_member(path: Path, spec: TensorSpec, header: Header) -> Member:
 
 def _rows_allowed(path: Path, members: list[Member], inputs: tuple[TensorSpec, ...], profiles: Sequence[Profile]) -> tuple[int, int]:
     """Fewest and most samples of a batch, by the first profile that holds the shapes of this file."""
-    cut = [spec if member.whole else spec.model_copy(update={"shape": spec.shape[1:]}) for member, spec in zip(members, inputs, strict=True)]
-    sizes = sizes_from_shapes(tuple(cut), {member.name: member.shape[1:] for member in members})
-    if isinstance(sizes, str):
-        wanted = ", ".join(_shown(spec) for spec in inputs)
-        raise DataError(f"'{path}': in each sample, {sizes}", f"bring every sample to the shape of the model's inputs: {wanted}")
+    sizes = _sample_sizes(path, members, inputs)
     profile = next((profile for profile in profiles if profile.holds(sizes)), None)
     if profiles and profile is None:
         raise _outside(f"'{path}'", sizes, profiles)
@@ -372,6 +414,21 @@ def _rows_allowed(path: Path, members: list[Member], inputs: tuple[TensorSpec, .
             f"add an axis in front of every array: each row is then a whole input; or {NUMBER_THEM.format(members[0].name)}",
         )
     return fewest, most
+
+
+def _sample_sizes(path: Path, members: Sequence[Member], inputs: tuple[TensorSpec, ...]) -> dict[str, int]:
+    """The size of each symbol of a sample of this file, besides the one that counts rows; DataError if they contradict the inputs."""
+    pairs = zip(members, inputs, strict=False)  # labels come last
+    cut = tuple(spec if member.whole else _without_rows((spec,))[0] for member, spec in pairs)
+    sizes = sizes_from_shapes(cut, {member.name: member.shape[1:] for member in members})
+    if isinstance(sizes, str):
+        wanted = ", ".join(_shown(spec) for spec in inputs)
+        raise DataError(f"'{path}': in each sample, {sizes}", f"bring every sample to the shape of the model's inputs: {wanted}")
+    return sizes
+
+
+def _without_rows(inputs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    return tuple(spec.model_copy(update={"shape": spec.shape[1:]}) for spec in inputs)
 
 
 def _outside(where: str, sizes: Mapping[str, int], profiles: Sequence[Profile]) -> DataError:
@@ -562,7 +619,7 @@ def _generated_set(kind: type[S], source: GeneratedData, inputs: tuple[TensorSpe
     shared = {spec.shape[0] if spec.shape else None for spec in inputs}
     symbol = next(iter(shared)) if len(shared) == 1 else None
     batched = isinstance(symbol, str) and not any(symbol in spec.shape[1:] for spec in inputs)
-    specs = tuple(spec.model_copy(update={"shape": spec.shape[1:]}) if batched else spec for spec in inputs)
+    specs = _without_rows(inputs) if batched else inputs
     choices = list(profiles or (Profile(),))[: source.samples]
     parts, first = list[GeneratedPart](), 0
     for index, profile in enumerate(choices):

@@ -264,7 +264,7 @@ def _nearest_miss(candidates: Sequence[Candidate]) -> Candidate | None:
 def _other_ranges(recipe: Recipe) -> list[str]:
     """What may be changed of an int8 or fp8 recipe: what its quantizer does not decide by itself, and what was not tried."""
     steps = []
-    if recipe.method is not None:
+    if recipe.method is not None and not recipe.try_methods:
         steps.append(f"another calibration method: `method: {'percentile' if str(recipe.method) == 'minmax' else 'minmax'}`")
     own = recipe.quantizer == "crucible" and recipe.realised_in == "graph"
     if own and not recipe.keep_worst:

@@ -29,3 +29,4 @@ class LayerTable(Frozen):
     sizes: dict[str, int]
     runs: int  # of which `Layer.seconds` is the median
     layers: tuple[Layer, ...]
+    profile: int = 0  # that ran, counted from 0

@@ -152,7 +152,7 @@ def recipes_from_candidate(
 ) -> tuple[Recipe, ...]:
     """A full recipe for every combination of the methods and switches that a candidate names, each once; PlanError as below."""
     asked = (candidate,) if given else expand(candidate)  # a model's own Q/DQ leave nothing to combine
-    return tuple(dict.fromkeys(recipe_from_candidate(each, target, plan, calibrated, given) for each in asked))
+    return distinct(recipe_from_candidate(each, target, plan, calibrated, given) for each in asked)
 
 
 def expand(candidate: CandidateConfig) -> tuple[CandidateConfig, ...]:
@@ -237,6 +237,7 @@ def recipe_from_candidate(candidate: CandidateConfig, target: Target, plan: Plan
     return base.model_copy(
         update={
             "method": None if not_asked else resolve_method(candidate.method[0], plan.calibration.language_model),
+            "try_methods": not not_asked and candidate.method[0] == "auto",
             "activation": _activation(candidate),
             "weight_bits": candidate.weight_bits or weight_bits(target),
             "quantizer": quantizer,
@@ -379,12 +380,14 @@ def _check_kept(candidate: CandidateConfig) -> None:
 
 
 def distinct(recipes: Iterable[Recipe]) -> tuple[Recipe, ...]:
-    """Each recipe once, in order; its worst nodes are kept if one of those that are alike says so."""
-    keeps: dict[Recipe, bool] = {}
+    """Each recipe once, in order; what follows if it fails is what any of those that are alike says."""
+    follows: dict[Recipe, dict[str, bool]] = {}
     for recipe in recipes:
-        alike = recipe.model_copy(update={"keep_worst": False})
-        keeps[alike] = keeps.get(alike, False) or recipe.keep_worst
-    return tuple(alike.model_copy(update={"keep_worst": kept}) for alike, kept in keeps.items())
+        asked = {name: bool(getattr(recipe, name)) for name in ("try_methods", "keep_worst")}
+        alike = recipe.model_copy(update=dict.fromkeys(asked, False))
+        known = follows.setdefault(alike, asked)
+        follows[alike] = {name: known[name] or value for name, value in asked.items()}
+    return tuple(alike.model_copy(update=asked) for alike, asked in follows.items())
 
 
 def realised_in(backend: str, precision: Precision) -> Literal["graph", "runtime"]:
@@ -394,7 +397,7 @@ def realised_in(backend: str, precision: Precision) -> Literal["graph", "runtime
 
 
 def resolve_method(method: str, language_model: bool) -> CalibrationMethod:
-    """`auto` is min-max for language models, whose outliers carry meaning, else entropy."""
+    """What `auto` tries first: min-max for language models, whose outliers carry meaning, else entropy."""
     if method != "auto":
         return CalibrationMethod(method)
     return CalibrationMethod.MINMAX if language_model else CalibrationMethod.ENTROPY

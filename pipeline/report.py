@@ -47,6 +47,32 @@ class MetricResult(Frozen):
     passed: bool
 
 
+class SizeCheck(Frozen):
+    """What the gate found at one size besides that of the whole set."""
+
+    profile: int  # counted from 0
+    sizes: dict[str, int]  # of all symbols, or of the one that counts rows where samples bring the others
+    inputs: Literal["samples", "generated"]  # generated: no sample has these sizes
+    samples: int  # rows that were compared, those that repeat another not counted; 0: none
+    cosine: float | None = None  # smallest over samples and outputs
+    drop: float | None = None  # of the metric, reference minus candidate
+    failures: tuple[str, ...] = ()
+    not_checked: str = ""  # why nothing could be compared
+
+    def in_words(self, profiles: int) -> str:
+        """The size, for messages, and whether inputs are generated."""
+        return self.where(profiles) + (", generated inputs" if self.inputs == "generated" else "")
+
+    def where(self, profiles: int) -> str:
+        """The size; the profile is named where there are several."""
+        return size_text(self.sizes) + (f", profile {self.profile + 1}" if profiles > 1 else "")
+
+
+def size_text(sizes: dict[str, int]) -> str:
+    """`batch = 8, sequence = 128`."""
+    return ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items()) or "the sizes of the samples"
+
+
 class ValidationReport(Frozen):
     """Whether one engine still gives the right answers on one set."""
 
@@ -55,7 +81,8 @@ class ValidationReport(Frozen):
     samples: int
     outputs: tuple[OutputError, ...]
     metric: MetricResult | None = None  # None: no data, or a score was NaN (then a failure says so)
-    failures: tuple[str, ...] = ()  # missing or renamed outputs, shapes, dtypes, NaN, thresholds, the metric
+    sizes: tuple[SizeCheck, ...] = ()  # other sizes of every profile; empty for the validation set
+    failures: tuple[str, ...] = ()  # missing or renamed outputs, shapes, dtypes, NaN, thresholds, the metric, at any size
     notes: tuple[Note, ...] = ()
 
     @property
@@ -167,6 +194,7 @@ class Candidate(Frozen):
     engine: Engine | None = None
     kept_fp32: tuple[KeptNode, ...] = ()  # what the conversion left in fp32, beside the nodes that the recipe names
     layers: LayerTable | None = None  # what really ran; None: this backend gives no evidence
+    other_layers: tuple[LayerTable, ...] = ()  # of the profiles after the first, where they have kernels of their own
     selection: ValidationReport | None = None
     benchmark: BenchmarkReport | None = None
     notes: tuple[Note, ...] = ()  # of calibration, conversion and build

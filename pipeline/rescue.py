@@ -2,12 +2,13 @@
 
     1  fp32 without TF32: if that fails too, low precision is not the cause, and it ends. For int8 only where there is an fp32 engine anyway
     2  fp16, bf16: the profiles' opt shape moved to min, then to max: a builder that tunes for it chooses other kernels
-    3  the worst nodes kept in fp32, as few as may help, then twice as many each time
-    4  fp16: bf16, the range of fp32 in 16 bits
+    3  int8 with `method: auto`: ranges by entropy, min-max and percentile
+    4  the worst nodes kept in fp32, as few as may help, then twice as many each time; in int8 of the nearest miss
+    5  fp16: bf16, the range of fp32 in 16 bits
     at last the advice
 
 It ends with the first engine that passes. Every step that builds is a recipe like any other, and a candidate in the report.
-fp16 is always rescued; bf16 and int8 where the plan says `keep_fp32: auto`.
+fp16 is always rescued; bf16 and int8 where the plan says `keep_fp32: auto`, int8 also where it says `method: auto`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.core import Point, Precision, Profile, Recipe
+from pipeline.core import CalibrationMethod, Point, Precision, Profile, Recipe
 from pipeline.decide import AFTER_INT8, TRAIN_IN_16_BITS, loss, mend_data
 from pipeline.recipes import realised_in
 from pipeline.report import Candidate, NodeHarm, NodeRanking, Rescue, RescueStep
 from pipeline.stages.rank import NORMALISATIONS
 
-Step = Literal["fp32", "opt", "keep", "bf16"]
+Step = Literal["fp32", "opt", "method", "keep", "bf16"]
 
 NAMED = 3  # nodes that a sentence names one by one
 KEEP = "worst nodes kept in fp32"
@@ -79,7 +80,7 @@ def to_rescue(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 
 def _may_be_rescued(recipe: Recipe) -> bool:
-    return recipe.precision is Precision.FP16 or recipe.keep_worst
+    return recipe.precision is Precision.FP16 or recipe.keep_worst or recipe.try_methods
 
 
 def _kind(recipe: Recipe, precision: Precision | None = None) -> Recipe:
@@ -116,6 +117,25 @@ def _moved(profile: Profile, point: Point) -> Profile:
     return profile.model_copy(update={"dims": dims, "values": values})
 
 
+def by_other_methods(failed: Candidate) -> tuple[Attempt, ...]:
+    """The same engine with ranges chosen in the other ways, where the plan leaves that open."""
+    if not failed.recipe.try_methods:
+        return ()
+    others = (method for method in CalibrationMethod if method is not failed.recipe.method)
+    return tuple(Attempt("method", f"ranges by {method}", failed.recipe.model_copy(update={"method": method})) for method in others)
+
+
+def nearest(failed: Candidate, history: Sequence[Tried | Skipped]) -> Candidate:
+    """Of the candidate and those with other ranges, the one that lost least."""
+    others = (each.candidate for each in history if isinstance(each, Tried) and each.attempt.step == "method")
+    return min([failed, *(each for each in others if each.state == "failed accuracy")], key=loss)
+
+
+def keeps_nodes(recipe: Recipe) -> bool:
+    """Whether nodes of an engine that fails may be kept in fp32: in int8 only where the plan says so."""
+    return recipe.keep_worst or recipe.precision is not Precision.INT8
+
+
 def with_nodes_kept(failed: Candidate, ranking: NodeRanking, builds: int) -> tuple[Attempt | Skipped, ...]:
     """The worst nodes in fp32, as few as may help, then more, in at most `builds` engines."""
     if not ranking.nodes:
@@ -131,7 +151,7 @@ def with_nodes_kept(failed: Candidate, ranking: NodeRanking, builds: int) -> tup
 def keeping(recipe: Recipe, nodes: Sequence[str]) -> Recipe:
     """The recipe with these nodes in fp32 too."""
     kept = (*recipe.keep_fp32, *(glob.escape(name) for name in nodes))  # names are patterns in a recipe
-    return recipe.model_copy(update={"realised_in": "graph", "keep_fp32": kept, "keep_worst": False, "variant": "rescued"})
+    return recipe.model_copy(update={"realised_in": "graph", "keep_fp32": kept, "keep_worst": False, "try_methods": False, "variant": "rescued"})
 
 
 def cuts(nodes: int, overflowing: int, builds: int) -> tuple[int, ...]:
@@ -198,11 +218,14 @@ def _conclusion(failed: Candidate, history: Sequence[Tried]) -> str:
     precision = failed.recipe.precision
     last = history[-1] if history else None
     if last is None or not ends(last):
-        return _in_vain(precision, history)
+        return _in_vain(failed, history)
     if last.attempt.step == "fp32":
         return f"fp32 fails too, so {precision} is not the cause: look at the export and at simplification first"
     if last.attempt.step == "opt":
         return f"the kernels chosen for the plan's opt shape lose the accuracy: with the {last.attempt.words} it is kept; write that into `profiles`"
+    if last.attempt.step == "method":
+        method = last.attempt.recipe.method
+        return f"{failed.recipe.method} chooses ranges that lose the accuracy, and {method} keeps it; as the plan names it: `method: {method}`"
     if last.attempt.step == "keep":
         return _kept(failed, [len(each.attempt.recipe.keep_fp32) for each in history if each.attempt.step == "keep"], last.attempt.recipe)
     return "bf16 keeps the accuracy: the values need its range, or more nodes in fp32 than fp16 is worth"
@@ -218,13 +241,15 @@ def _kept(failed: Candidate, counts: Sequence[int], recipe: Recipe) -> str:
     return f"{words} the accuracy, the others stay {failed.recipe.precision}; as the plan names nodes: `keep_fp32`: {listed}"
 
 
-def _in_vain(precision: Precision, history: Sequence[Tried]) -> str:
+def _in_vain(failed: Candidate, history: Sequence[Tried]) -> str:
     """Nothing passed."""
+    methods = [str(each.attempt.recipe.method) for each in history if each.attempt.step == "method"]
+    ranges = f" with ranges by {', '.join([str(failed.recipe.method), *methods])}" if methods else ""
     kept = [each.attempt for each in history if each.attempt.step == "keep"]
     nodes = len(kept[-1].ranking.nodes) if kept and kept[-1].ranking else 0
     most = min(len(kept[-1].recipe.keep_fp32), nodes) if kept else 0
     more = " (more of them by a larger `keep_builds`)" if most < nodes else ""
     even = f", even with the worst {most} of {nodes} nodes in fp32{more}" if kept else ""
-    if precision is not Precision.INT8:
+    if failed.recipe.precision is not Precision.INT8:
         return f"no engine in 16 bits keeps its accuracy{even}: {TRAIN_IN_16_BITS}"
-    return f"int8 does not keep its accuracy{even}: {'; '.join(AFTER_INT8)}"
+    return f"int8 does not keep its accuracy{ranges}{even}: {'; '.join(AFTER_INT8)}"

@@ -10,7 +10,7 @@ from pipeline.layers import Layer, LayerTable
 from pipeline.measure import Samples
 from pipeline.outline import Bar, Entry, Section, Table, entries, shapes
 from pipeline.precision import forced_share, fusions, node_text, percent_text, reformats, slowest, time_by_precision
-from pipeline.report import AblationRow, LatencyRow, Report, ValidationReport
+from pipeline.report import AblationRow, LatencyRow, Report, SizeCheck, ValidationReport
 from pipeline.speed import LIMITS_HEADER, gpu_lines, limit_cells, peaks_text, ratio_text
 from pipeline.texts import bytes_text, date, interval, number_text, shape_text, time_text
 
@@ -23,6 +23,7 @@ def sections(report: Report) -> tuple[Section, ...]:
     found = (
         Section("command", "Repeat it", code=report.command),
         _candidates(report),
+        _sizes(report),
         _rescues(report),
         _ablation(report),
         _validation(report),
@@ -114,6 +115,32 @@ def _without_ratio(lines: Iterable[Entry]) -> Table:
             why = entry.benchmark.stopped or entry.benchmark.rows[0].ratio_missing
             found += [(str(entry.number), entry.label, why)] if why else []
     return Table(("#", "not compared to the end", "why"), tuple(found))
+
+
+def _sizes(report: Report) -> Section:
+    """What the gate found at other sizes: of the winner at all, of others where they failed."""
+    rows: list[tuple[str, ...]] = []
+    for entry in entries(report):
+        selection = entry.candidate.selection if entry.candidate else None
+        for check in selection.sizes if selection else ():
+            if entry.part == "winner" or check.failures:
+                rows.append((str(entry.number), entry.label, *_size_cells(check, len(report.plan.profiles))))
+    header = ("#", "engine", "size", "inputs", ">samples", ">cosine", ">drop", "outcome")
+    text = "The gate looks at batch 1 and at min, opt and max of every profile, besides the batches of the whole selection set. "
+    text += "Samples are cut or repeated to fill a batch. Inputs of sizes that no sample has are generated."
+    return Section("sizes", "Accuracy at every size", (text,) if rows else (), tables=(Table(header, tuple(rows)),))
+
+
+def _size_cells(check: SizeCheck, profiles: int) -> tuple[str, ...]:
+    outcome = check.not_checked and f"not checked: {check.not_checked}"
+    return (
+        check.where(profiles),
+        check.inputs,
+        str(check.samples),
+        "-" if check.cosine is None else f"{check.cosine:.5f}",
+        "-" if check.drop is None else f"{check.drop:+.4f}",
+        "; ".join(check.failures) or outcome or "passed",
+    )
 
 
 def _rescues(report: Report) -> Section:
@@ -248,7 +275,12 @@ def _limits(report: Report) -> Section:
 
 def _layers(report: Report) -> Section:
     """What the engines that give evidence of it really ran; for the winner, and for engines called by a wrong name, layer by layer."""
-    proven = [(entry, entry.candidate.layers) for entry in entries(report) if entry.candidate and entry.candidate.layers]
+    proven = [
+        (entry, table)
+        for entry in entries(report)
+        if entry.candidate and entry.candidate.layers
+        for table in (entry.candidate.layers, *entry.candidate.other_layers)
+    ]
     names = [name for name in (*Precision, "integer") if any(name in time_by_precision(table) for _, table in proven)]
     text = tuple(
         f"Share of the time per precision at {sizes}, each layer timed by itself. The precision of a layer is known by its kernel's name (tactic), "
@@ -257,14 +289,19 @@ def _layers(report: Report) -> Section:
     )
     kept = any(entry.candidate.kept_fp32 for entry, _ in proven if entry.candidate)
     shares = tuple(
-        (str(entry.number), entry.label, *_share_cells(table, names), *([_kept_cell(entry, table)] if kept else [])) for entry, table in proven
+        (str(entry.number), _label_of(entry, table), *_share_cells(table, names), *([_kept_cell(entry, table)] if kept else []))
+        for entry, table in proven
     )
-    fused = tuple((str(entry.number), entry.label, "; ".join(found)) for entry, table in proven if (found := fusions(table)))
+    fused = tuple((str(entry.number), _label_of(entry, table), "; ".join(found)) for entry, table in proven if (found := fusions(table)))
     header = ("#", "engine", *(f">{name}" for name in names), ">reformats", ">not known", ">layers", ">of them reformats")
     header += (">nodes left in fp32",) if kept else ()
     winner = next((index for index, (entry, _) in enumerate(proven) if entry.part == "winner"), None)
     each = (_layer_table(entry, table) for entry, table in proven if entry.state in ("winner", "mislabelled"))
     return Section("layers", "What really ran", text, tables=(Table(header, shares, winner), Table(("#", "engine", "fusions"), fused), *each))
+
+
+def _label_of(entry: Entry, table: LayerTable) -> str:
+    return f"{entry.label}, profile {table.profile + 1}" if table.profile else entry.label
 
 
 def _share_cells(table: LayerTable, names: list[str]) -> tuple[str, ...]:
@@ -289,7 +326,7 @@ def _layer_table(entry: Entry, table: LayerTable) -> Table:
 
     header = (">time", ">share", "precision", "known by", "ONNX nodes", "kind", "kernel")
     rows = tuple(cells(layer) for layer in slowest(table.layers, SLOWEST_SHOWN))
-    return Table(header, rows, folded=f"The {len(rows)} slowest layers of {entry.label}")
+    return Table(header, rows, folded=f"The {len(rows)} slowest layers of {_label_of(entry, table)}")
 
 
 def _stages(report: Report) -> Section:

@@ -132,6 +132,7 @@ class TaskMetric:
     reference: list[Array] = field(default_factory=list)
     labels: list[Array] = field(default_factory=list)
     drawn: Drawn = field(default_factory=Drawn)
+    certain: bool = False  # a drop fails only if its whole interval is over the limit
 
     def add(self, outputs: Array, labels: Array | None, reference: Array) -> None:
         """One batch, [samples, ...] each."""
@@ -151,10 +152,15 @@ class TaskMetric:
 
         Raises PlanError or DataError for a metric that cannot tell the reference's outputs from the same outputs shuffled across samples.
         """
-        result, failures = self._compared()
+        result, failures = self.compared()
         return result, failures if result is None else [*self._chance(), *failures]
 
-    def _compared(self) -> tuple[MetricResult | None, list[str]]:
+    def compared(self, certain: bool = False) -> tuple[MetricResult | None, list[str]]:
+        """The metric and what is wrong with the drop. `certain`: its whole interval must be over the limit, as of a part of a set.
+
+        Whether the reference scores above chance is not looked at.
+        """
+        self.certain = certain
         if self.function is None:
             return self._judge(_joined(self.reference), _joined(self.candidate))
         candidate, reference = _joined(self.candidate), _joined(self.reference)
@@ -231,7 +237,7 @@ class TaskMetric:
         return _STREAMED[self.name](outputs, labels, reference) if self.function is None else self._call(outputs, labels, reference)
 
     def _verdict(self, reference: float, candidate: float, drop: Interval) -> tuple[MetricResult, list[str]]:
-        passed = drop.value <= self.max_drop + ROUNDING
+        passed = (drop.low if self.certain else drop.value) <= self.max_drop + ROUNDING
         result = MetricResult(
             name=self.name, reference=reference, candidate=candidate, drop=drop.value, interval=drop, max_drop=self.max_drop, passed=passed
         )

@@ -352,6 +352,9 @@ def validation_lines(report: ValidationReport) -> list[str]:
         interval = f"{metric.interval.low:+.4f} to {metric.interval.high:+.4f}"
         lines.append(f"{escape(metric.name)}: {metric.candidate:.4f}, reference {metric.reference:.4f}, drop {metric.drop:+.4f} (95 % {interval})")
     on = f"on {report.samples} {report.role} samples"
+    if report.sizes:
+        profiles = 1 + max(check.profile for check in report.sizes)
+        on += f", and at {len(report.sizes)} other sizes: " + escape("; ".join(check.in_words(profiles) for check in report.sizes))
     return [*lines, f"[bold green]passed[/] {on}" if report.passed else f"[bold red]failed[/] {on}: " + escape("; ".join(report.failures))]
 
 

@@ -82,7 +82,7 @@ class TellingHalves(Halves):
         super().__init__(name)
         self.as_called = as_called
 
-    def layers(self, engine: Engine, feeds: Tensors) -> LayerTable:  # type: ignore[override]  # of Halves it is none
+    def layers(self, engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable:  # type: ignore[override]  # of Halves it is none
         graph = onnx.shape_inference.infer_shapes(onnx.load(engine.path)).graph
         types = {value.name: value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.input)}
         found = []

@@ -16,7 +16,6 @@ from pipeline.compile import (
     build_reference,
     check_baselines,
     compile_plan,
-    deliverable_baseline,
     deliverable_candidate,
     export_model,
     publish_report,
@@ -159,9 +158,13 @@ def test_a_baseline_is_delivered_as_a_program_of_its_precision(tmp_path: Path) -
     pytest.importorskip("torch")
     names = ("traced", "eager bf16") if HAS_BF16 else ("traced",)
     job, exported = opened(pytorch_task(tmp_path, *names))
+    expected = reference_outputs(job, build_reference(job, exported), job.data.selection)
     for baseline in build_baselines(job, exported):
-        engine = deliverable_baseline(job, exported, baseline)
-        assert engine is not None
+        candidate = deliverable_candidate(job, exported, baseline, expected)
+        engine = candidate.engine
+        assert engine is not None, candidate.reason
+        assert candidate.selection is not None
+        assert candidate.selection.sizes
         precision = baseline.recipe.precision
         assert engine.recipe.label == f"torch exported {precision}"
         assert (engine.outputs, engine.target.backend) == (exported.outputs, "torch")
@@ -173,9 +176,9 @@ def test_a_baseline_that_torch_export_refuses_is_not_delivered_and_says_why(tmp_
     forward = "x * float(torch.tensor(2.0).numpy())"
     job, exported = opened(pytorch_task(tmp_path, forward=forward))
     (eager,) = build_baselines(job, exported)
-    assert deliverable_baseline(job, exported, eager) is None
-    candidate = deliverable_candidate(job, exported, eager)
-    assert candidate.state == "failed"
+    expected = reference_outputs(job, build_reference(job, exported), job.data.selection)
+    candidate = deliverable_candidate(job, exported, eager, expected)
+    assert (candidate.state, candidate.engine) == ("failed", None)
     assert "torch.export cannot capture this model" in candidate.reason
 
 
@@ -247,7 +250,8 @@ def test_on_a_cpu_an_onnx_file_is_its_own_baseline_and_can_be_delivered(tmp_path
     (baseline,) = build_baselines(job, exported)
     assert baseline.recipe.label == "onnxruntime as given fp32"
     assert build_reference(job, exported) == baseline
-    assert deliverable_baseline(job, exported, baseline) == baseline
+    expected = reference_outputs(job, baseline, job.data.selection)
+    assert deliverable_candidate(job, exported, baseline, expected).engine == baseline
 
 
 def test_on_a_gpu_its_baseline_is_what_the_gpu_makes_of_it_and_the_cpu_only_the_reference(

@@ -83,6 +83,31 @@ def test_attention_in_several_kernels_is_said_with_what_may_help(
     softmax.name = "/m/encoder/layer.0/attention/self/Softmax"  # as in the tables
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
     candidate = Candidate(label="a", recipe=Recipe(backend=backend, precision=precision), state="built")
-    found = with_layers(candidate, real_table(table), onnx_model(tmp_path, "model.onnx"), plain)
+    found = with_layers(candidate, [real_table(table)], onnx_model(tmp_path, "model.onnx"), plain)
     text = "attention is in one kernel in 0 of 1 places"
     assert [note.text.removeprefix(text) for note in found.notes if note.text.startswith("attention is")] == said
+
+
+def test_an_engine_whose_second_profile_runs_something_else_is_mislabelled(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(written_out().SerializeToString())
+    recipe = Recipe(backend="tensorrt", precision=Precision.FP16)
+    candidate = Candidate(label="a", recipe=recipe, state="built")
+    honest = real_table("resnet_fp16")
+    wrong = real_table("enc_fp32").model_copy(update={"profile": 1})
+    found = with_layers(candidate, [honest, wrong], onnx_model(tmp_path, "model.onnx"), True)
+    assert found.state == "mislabelled"
+    assert found.reason.startswith("profile 2: called fp16, but ")
+    assert (found.layers, found.other_layers) == (honest, (wrong,))
+    alike = honest.model_copy(update={"profile": 1})
+    found = with_layers(candidate, [honest, alike], onnx_model(tmp_path, "model.onnx"), True)
+    assert (found.state, found.reason) == ("built", "")
+
+
+def test_a_second_profile_does_not_hide_that_the_first_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(written_out().SerializeToString())
+    recipe = Recipe(backend="tensorrt", precision=Precision.FP16)
+    candidate = Candidate(label="a", recipe=recipe, state="built")
+    wrong, honest = real_table("enc_fp32"), real_table("resnet_fp16").model_copy(update={"profile": 1})
+    found = with_layers(candidate, [wrong, honest], onnx_model(tmp_path, "model.onnx"), True)
+    assert found.state == "mislabelled"
+    assert found.reason.startswith("called fp16, but ")

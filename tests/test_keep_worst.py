@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from pipeline.backends import BACKENDS
+from pipeline.backends.base import Loaded
 from pipeline.compile import compile_plan
 from pipeline.config import load_plan
-from pipeline.core import Precision, Recipe, Target
+from pipeline.core import CalibrationMethod, Engine, Precision, Recipe, Target
 from pipeline.decide import KEEP_WORST
 from pipeline.errors import UnsupportedError
 from pipeline.render import markdown
@@ -88,6 +89,33 @@ def test_no_more_engines_are_built_than_the_plan_allows(monkeypatch: pytest.Monk
     monkeypatch.setitem(BACKENDS, "halves", Halves(wrong=frozenset({Precision.INT8})))
     report = compiled(tmp_path, "stretched", [int8("halves", keep_fp32="auto")], keep_builds=most)
     assert [len(names) for _, _, names in outcomes(report)] == kept
+
+
+class FitForMinMax(Halves):
+    """A backend whose int8 engines are right with ranges by min-max only."""
+
+    def load(self, engine: Engine, device: str = "") -> Loaded:
+        method = engine.recipe.method
+        self.wrong = frozenset({Precision.INT8} if method is not CalibrationMethod.MINMAX else {})
+        return super().load(engine, device)
+
+
+def test_where_the_method_is_auto_and_the_first_fails_the_others_are_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(BACKENDS, "halves", FitForMinMax())
+    report = compiled(tmp_path, "squaring", [{"backend": "halves", "precision": "int8"}])
+    assert [(each.recipe.method, each.state) for each in report.candidates] == [
+        (CalibrationMethod.ENTROPY, "failed accuracy"),
+        (CalibrationMethod.MINMAX, "measured"),
+    ]
+    assert (report.verdict, report.winner) == ("accepted", report.candidates[1].label)
+    (rescue,) = report.rescues
+    assert [step.step for step in rescue.steps] == ["ranges by minmax"]
+
+
+def test_a_method_that_the_plan_names_is_the_only_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(BACKENDS, "halves", FitForMinMax())
+    report = compiled(tmp_path, "squaring", [int8("halves", method="percentile")])
+    assert [each.state for each in report.candidates] == ["failed accuracy"]
 
 
 class Whole(Halves):

@@ -13,7 +13,21 @@ from pipeline.core import CalibrationMethod, DimRange, Precision, Profile, Recip
 from pipeline.errors import InternalError, UnsupportedError
 from pipeline.metrics import AT_CHANCE, NOT_COVERED
 from pipeline.report import Candidate, NodeHarm, NodeRanking, Report, State
-from pipeline.rescue import Attempt, Skipped, Tried, cuts, ends, in_bf16, in_fp32, story, to_rescue, with_nodes_kept, with_opt_moved
+from pipeline.rescue import (
+    Attempt,
+    Skipped,
+    Tried,
+    by_other_methods,
+    cuts,
+    ends,
+    in_bf16,
+    in_fp32,
+    nearest,
+    story,
+    to_rescue,
+    with_nodes_kept,
+    with_opt_moved,
+)
 from pipeline.runner import Runner
 from pipeline.stages.rank import rank_nodes
 from pipeline.store import Store
@@ -148,6 +162,38 @@ def test_int8_and_bf16_are_rescued_where_the_plan_says_auto() -> None:
     for recipe in (INT8, Recipe(backend="tensorrt", precision=Precision.BF16, keep_worst=True)):
         assert to_rescue([candidate(recipe)]) == (candidate(recipe),)
         assert to_rescue([candidate(recipe.model_copy(update={"keep_worst": False}))]) == ()
+
+
+METHOD = INT8.model_copy(update={"keep_worst": False, "try_methods": True})
+
+
+def test_where_the_method_is_auto_the_other_ways_to_choose_ranges_are_tried() -> None:
+    failed = candidate(METHOD)
+    assert to_rescue([failed]) == (failed,)
+    attempts = by_other_methods(failed)
+    assert [each.words for each in attempts] == ["ranges by minmax", "ranges by percentile"]
+    assert [each.recipe.label for each in attempts] == ["openvino int8 minmax u8s8", "openvino int8 percentile u8s8"]
+    named = candidate(METHOD.model_copy(update={"try_methods": False, "keep_worst": True}))
+    assert by_other_methods(named) == ()
+
+
+def test_nodes_are_kept_of_the_method_that_lost_least() -> None:
+    failed = candidate(METHOD)
+    minmax, percentile = by_other_methods(failed)
+    closer = candidate(minmax.recipe).model_copy(update={"selection": selection(0.02, 0.9)})
+    further = candidate(percentile.recipe).model_copy(update={"selection": selection(0.5, 0.9)})
+    assert nearest(failed, [Tried(minmax, closer), Tried(percentile, further)]) == closer
+    assert nearest(failed, [Tried(percentile, further)]) == failed
+    assert nearest(failed, [Skipped("ranges", "nothing")]) == failed
+
+
+def test_a_method_that_mends_it_is_named_and_in_vain_all_are() -> None:
+    failed = candidate(METHOD)
+    minmax, percentile = by_other_methods(failed)
+    mended = story(failed, [tried(minmax, "measured")])
+    assert mended.conclusion == "entropy chooses ranges that lose the accuracy, and minmax keeps it; as the plan names it: `method: minmax`"
+    vain = story(failed, [tried(minmax, "failed accuracy"), tried(percentile, "failed accuracy")])
+    assert vain.conclusion.startswith("int8 does not keep its accuracy with ranges by entropy, minmax, percentile: ")
 
 
 def test_of_several_int8_engines_of_a_backend_the_nearest_miss_is_rescued_and_none_beside_one_that_passed() -> None:

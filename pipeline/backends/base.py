@@ -58,7 +58,7 @@ class Loaded(Protocol):
     def close(self) -> None: ...
 
 
-def no_layers(engine: Engine, feeds: Tensors) -> LayerTable | None:
+def no_layers(engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable | None:
     """For a backend that does not say yet what its engines run: `layers = no_layers`."""
     return None
 
@@ -84,7 +84,7 @@ class Backend(Protocol):
 
     def build(self, model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress) -> Engine: ...
 
-    def layers(self, engine: Engine, feeds: Tensors) -> LayerTable | None:
+    def layers(self, engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable | None:
         """Every kernel of the engine, its precision and its time on these feeds; None where this backend gives no evidence."""
         ...
 

@@ -161,7 +161,7 @@ def _target_of(recipe: Recipe) -> Target:
     return probe() if recipe.provider == "cpu" else provider_target()
 
 
-def layers(engine: Engine, feeds: Tensors) -> LayerTable | None:
+def layers(engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable | None:
     """Every kernel of the engine by ONNX Runtime's own profile; None on a GPU.
 
     The profiled session is one of its own, with the same options.

@@ -112,7 +112,7 @@ def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, pr
     )
 
 
-def layers(engine: Engine, feeds: Tensors) -> LayerTable:
+def layers(engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable:
     """Every layer of the engine by OpenVINO's own counters, in a model compiled once more with the same options."""
     refuse_foreign(engine, probe())
     ov = _library()

@@ -100,11 +100,11 @@ def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, pr
     )
 
 
-def layers(engine: Engine, feeds: Tensors) -> LayerTable | None:
-    """Every layer that the engine runs, its precision and its time on these feeds."""
+def layers(engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable | None:
+    """Every layer that the engine runs in this profile, its precision and its time on these feeds."""
     loaded = _load(engine, "")
     try:
-        return layer_table(trt_library.import_library(), loaded, feeds)
+        return layer_table(trt_library.import_library(), loaded, feeds, profile)
     finally:
         loaded.close()
 

@@ -77,7 +77,7 @@ INTEGERS = frozenset({"int64", "int32", "bool", "uint8"})
 
 ONNX_LAYER = re.compile(r"\[ONNX Layer: (.*?)\](?=[\x1e\x1f]|\[ONNX Layer: |$)", re.DOTALL)
 UNNAMED = "node_of_"  # the parser's name for a node without one, before the name of its first output
-OTHER_PROFILE = re.compile(r" \[profile [1-9]\d*\]$")
+PROFILE = re.compile(r" \[profile (?P<number>[1-9]\d*)\]$")  # at the end of a layer's name; the first profile has none
 
 
 class TimedSession(TakesInputs, Protocol):
@@ -101,13 +101,13 @@ class Inspected(Protocol):
 # -- the shell: needs a GPU -------------------------------------------------------------------------------------------
 
 
-def layer_table(trt: Any, loaded: Inspected, feeds: Tensors, runs: int = RUNS) -> LayerTable:
-    """Every layer of an engine at the shapes of `feeds`, each with its median time over `runs` plain enqueues of the first profile.
+def layer_table(trt: Any, loaded: Inspected, feeds: Tensors, profile: int = 0, runs: int = RUNS) -> LayerTable:
+    """Every layer of an engine at the shapes of `feeds`, each with its median time over `runs` plain enqueues of one profile.
 
     Plain, for a captured graph reports no layers. With the profiler attached each enqueue waits for its layers: their sum is more than
     the engine's latency, which the benchmark measures without it.
     """
-    session = loaded.session(0)
+    session = loaded.session(profile)
     try:
         sizes = bound_sizes(session, feeds)
         for _ in range(WARMUP_RUNS):
@@ -122,7 +122,9 @@ def layer_table(trt: Any, loaded: Inspected, feeds: Tensors, runs: int = RUNS) -
             session.synchronize()
             for name, seconds in recorder.run.items():
                 times[name].append(seconds)
-        return LayerTable(sizes=sizes, runs=runs, layers=layers_from_inspector(_inspect(trt, loaded.cuda_engine, session.context), times))
+        information = _inspect(trt, loaded.cuda_engine, session.context)
+        layers = layers_from_inspector(information, times, profile)
+        return LayerTable(sizes=sizes, runs=runs, layers=layers, profile=profile)
     finally:
         session.close()
 
@@ -150,18 +152,27 @@ def _inspect(trt: Any, cuda_engine: Any, context: Any) -> str:
 # -- pure -------------------------------------------------------------------------------------------------------------
 
 
-def layers_from_inspector(information: str | Mapping[str, Any], times: Mapping[str, Sequence[float]]) -> tuple[Layer, ...]:
-    """The layers of an engine in the order of running, each with the median of its times.
+def layers_from_inspector(
+    information: str | Mapping[str, Any],
+    times: Mapping[str, Sequence[float]],
+    profile: int = 0,
+) -> tuple[Layer, ...]:
+    """The layers of one profile of an engine in the order of running, each with the median of its times.
 
     `information` is the inspector's JSON; without detailed profiling verbosity it holds names only, and every precision is `unknown`.
     `times` are seconds by layer name. A time of no known layer becomes an `unknown` layer, so that no time is lost.
     """
     document = _document(information) if isinstance(information, str) else information
     layers = [_layer(entry) for entry in document.get("Layers", ())]
-    layers = [layer for layer in layers if layer.name in times or not OTHER_PROFILE.search(layer.name)]
+    layers = [layer for layer in layers if layer.name in times or _profile_of(layer.name) == profile]
     known = {layer.name for layer in layers}
     layers += [Layer(name=name, kind="", precision="unknown", evidence="none") for name in times if name not in known]
     return tuple(layer.model_copy(update={"seconds": median(times[layer.name])}) if times.get(layer.name) else layer for layer in layers)
+
+
+def _profile_of(name: str) -> int:
+    match = PROFILE.search(name)
+    return int(match["number"]) if match else 0
 
 
 def _document(information: str) -> Mapping[str, Any]:

@@ -16,13 +16,19 @@ class Proof(Frozen):
     table: LayerTable | None = None
 
 
-def prove(engine: Engine, feeds: Tensors, model: OnnxModel | None = None, progress: Progress = silent) -> Proof:
-    """The layer table of an engine, timed on `feeds` by plain enqueue, in this process.
+def prove(
+    engine: Engine,
+    feeds: Tensors,
+    model: OnnxModel | None = None,
+    profile: int = 0,
+    progress: Progress = silent,
+) -> Proof:
+    """The layer table of one profile of an engine, timed on `feeds` by plain enqueue, in this process.
 
     `model` is the converted graph that the engine was built from: it gives each node its operator, without which no fusion can be named.
     """
     progress(None, "timing every layer")
-    table = backends.backend(engine.target.backend).layers(engine, feeds)
+    table = backends.backend(engine.target.backend).layers(engine, feeds, profile)
     return Proof(table=with_operators(table, operators_of(model.path)) if table is not None and model is not None else table)
 
 

@@ -2,6 +2,8 @@
 
 The reference runs once, in a process of its own (`run_reference`), and its outputs go to disk: so no candidate ever runs beside
 torch, and both passes hold one batch in memory. A wrong engine is a report with `failures`, never an exception.
+
+All samples run at one batch size. The sizes that `pipeline.gate` names come after that, each with some of them.
 """
 
 from __future__ import annotations
@@ -9,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -21,17 +23,27 @@ from pipeline import backends
 from pipeline.backends.base import Loaded, Session, run_session
 from pipeline.backends.checks import torch_hidden
 from pipeline.config import AccuracyConfig, Thresholds
-from pipeline.core import Artifact, Engine, Note, Progress, Tensors, TensorSpec, silent, sizes_from_shapes
+from pipeline.core import Artifact, Engine, Frozen, Note, Progress, Tensors, TensorSpec, silent, sizes_from_shapes
 from pipeline.data import Batch, GeneratedPart, SampleSet
 from pipeline.errors import DataError, InternalError, PlanError
+from pipeline.faults import first_line
+from pipeline.gate import GatePoint, feeds_at
 from pipeline.metrics import Floats, by_sample, cosine_per_sample, mask_nonfinite, rows, snr_db
-from pipeline.report import OutputError, ValidationReport
+from pipeline.report import MetricResult, OutputError, SizeCheck, ValidationReport, size_text
 from pipeline.task_metric import TaskMetric, open_metric
 
 ENOUGH_SAMPLES = 200  # below, the 95 % interval of a rate near 98 % is wider than plus or minus 2 points
 
 
 Role = Literal["selection", "validation", "generated"]
+
+
+class PointOutputs(Frozen):
+    """What the reference answers at one size of the gate."""
+
+    point: GatePoint
+    files: tuple[str, ...]
+    not_run: str = ""  # why there is no answer
 
 
 class ReferenceOutputs(Artifact):
@@ -43,6 +55,7 @@ class ReferenceOutputs(Artifact):
     samples: int
     outputs: tuple[TensorSpec, ...]
     files: tuple[str, ...]  # one .npz per batch, in order, outputs by position
+    points: tuple[PointOutputs, ...] = ()  # other sizes
 
 
 @dataclass(slots=True)
@@ -54,8 +67,9 @@ class _Sessions:
     stack: contextlib.ExitStack
     opened: dict[int, Session]
 
-    def run(self, feeds: Tensors) -> Tensors:
-        return run_session(self._session(self._profile(feeds)), feeds)
+    def run(self, feeds: Tensors, profile: int | None = None) -> Tensors:
+        """The answers, in this profile or in the first one that holds the feeds."""
+        return run_session(self._session(self._profile(feeds) if profile is None else profile), feeds)
 
     def _profile(self, feeds: Tensors) -> int:
         shapes = {name: array.shape for name, array in feeds.items()}
@@ -78,34 +92,75 @@ def _open(engine: Engine) -> Iterator[_Sessions]:
         yield _Sessions(engine, loaded, stack, {})
 
 
-def run_reference(engine: Engine, samples: SampleSet, batch: int, out: Path, progress: Progress = silent) -> ReferenceOutputs:
-    """Run the reference over a set and store its outputs under `out`, one file per batch."""
-    folder = out / "batches"
-    folder.mkdir()
-    content = hashlib.sha256()
-    files: list[str] = []
+def run_reference(
+    engine: Engine,
+    samples: SampleSet,
+    batch: int,
+    points: tuple[GatePoint, ...],
+    out: Path,
+    progress: Progress = silent,
+) -> ReferenceOutputs:
+    """Run the reference over a set, then at other sizes, and store its outputs under `out`, one file per batch."""
+    (out / "batches").mkdir()
+    answers = _Answers(engine.outputs, out)
     done = 0
     with _open(engine) as sessions:
         for item in samples.batches(batch):
-            outputs = sessions.run(item.feeds)
-            arrays = [_storable(outputs[spec.name]) for spec in engine.outputs]
-            for array in arrays:
-                content.update(f"{array.dtype} {array.shape}".encode() + array.tobytes())
-            files.append(f"batches/{len(files):06d}.npz")
-            with (out / files[-1]).open("wb") as file:
-                np.savez(file, *arrays)
+            answers.add(sessions.run(item.feeds))
             done += item.samples
             progress(done / samples.samples, f"{done} of {samples.samples} samples")
+        files = tuple(answers.files)
+        elsewhere = []
+        for number, point in enumerate(points):
+            progress(number / len(points), f"at {size_text(point.sizes)}")
+            elsewhere.append(_reference_at(point, sessions, samples, answers))
     return ReferenceOutputs(
         root=out,
         file="batches",
-        digest=content.hexdigest(),
+        digest=answers.content.hexdigest(),
         set_digest=samples.digest,
         batch=batch,
         samples=samples.samples,
         outputs=engine.outputs,
-        files=tuple(files),
+        files=files,
+        points=tuple(elsewhere),
     )
+
+
+def _reference_at(point: GatePoint, sessions: _Sessions, samples: SampleSet, answers: _Answers) -> PointOutputs:
+    """Its answers at one size, or why it has none there: a size that the plan allows may be beyond the model."""
+    before = len(answers.files)
+    try:
+        for item in feeds_at(point, samples):
+            answers.add(sessions.run(item.feeds))
+    except Exception as error:  # of the user's code: anything may come
+        if _is_of_host(error):
+            raise
+        return PointOutputs(point=point, files=(), not_run=f"the reference fails there: {first_line(error)}")
+    return PointOutputs(point=point, files=tuple(answers.files[before:]))
+
+
+def _is_of_host(error: Exception) -> bool:
+    """Whether an error is a bug of ours, or of this host, so that it says nothing about the size."""
+    return isinstance(error, InternalError | MemoryError) or getattr(error, "errno", None) is not None
+
+
+@dataclass(slots=True)
+class _Answers:
+    """The files of a reference's outputs, and what their digest is of."""
+
+    outputs: tuple[TensorSpec, ...]
+    out: Path
+    files: list[str] = field(default_factory=list)
+    content: hashlib._Hash = field(default_factory=hashlib.sha256)
+
+    def add(self, outputs: Tensors) -> None:
+        arrays = [_storable(outputs[spec.name]) for spec in self.outputs]
+        for array in arrays:
+            self.content.update(f"{array.dtype} {array.shape}".encode() + array.tobytes())
+        self.files.append(f"batches/{len(self.files):06d}.npz")
+        with (self.out / self.files[-1]).open("wb") as file:
+            np.savez(file, *arrays)
 
 
 def _storable(array: NDArray[np.generic]) -> NDArray[np.generic]:
@@ -117,20 +172,38 @@ def validate(
 ) -> ValidationReport:
     """Compare an engine with the reference, sample by sample. Both must have seen the same set in the same batches.
 
+    An engine that fails on the whole set is not looked at at other sizes.
     Raises PlanError for an output the model lacks, DataError for a metric that the set cannot give.
     """
     if (reference.set_digest, reference.batch) != (samples.digest, batch):
         raise InternalError("the reference outputs are of another set or batch size than the candidate is given")
-    generated = all(isinstance(part, GeneratedPart) for part in samples.parts)
+    generated = is_generated(samples)
     if samples.samples < 2 and not generated:
         raise DataError(f"the {samples.role} set holds one sample, which says nothing about others", f"give {ENOUGH_SAMPLES} or more")
     check_outputs(options, reference.outputs)
-    tallies = tuple(_Tally(spec.name, options.per_output.get(spec.name, options.thresholds)) for spec in reference.outputs)
-    judge = _Judge(tallies, None if generated else open_metric(options, reference.outputs, samples.has_labels))
+    role = "generated" if generated else samples.role
+    judge = _judge(reference, samples, options)
     failures = _interface_failures(engine.outputs, reference.outputs)
-    if not failures:
-        failures = _stream(engine, reference, samples, judge, progress)
-    return judge.report("generated" if generated else samples.role, samples, failures)
+    if failures:
+        return judge.report(role, samples, failures)
+    with _open(engine) as sessions:
+        failures = _stream(sessions, reference, samples, judge, progress)
+        report = judge.report(role, samples, failures)
+        if not report.passed:
+            return report
+        checks = tuple(_at_sizes(sessions, reference, samples, options, progress))
+    return with_sizes(report, checks, len(engine.profiles))
+
+
+def _judge(reference: ReferenceOutputs, samples: SampleSet, options: AccuracyConfig) -> _Judge:
+    """Tallies of every output, and the metric where the set can give one."""
+    tallies = tuple(_Tally(spec.name, options.per_output.get(spec.name, options.thresholds)) for spec in reference.outputs)
+    return _Judge(tallies, None if is_generated(samples) else open_metric(options, reference.outputs, samples.has_labels))
+
+
+def is_generated(samples: SampleSet) -> bool:
+    """Whether no sample of a set is the user's."""
+    return all(isinstance(part, GeneratedPart) for part in samples.parts)
 
 
 def check_outputs(options: AccuracyConfig, outputs: tuple[TensorSpec, ...]) -> None:
@@ -160,19 +233,85 @@ def _interface_failures(candidate: tuple[TensorSpec, ...], reference: tuple[Tens
     return failures
 
 
-def _stream(engine: Engine, reference: ReferenceOutputs, samples: SampleSet, judge: _Judge, progress: Progress) -> list[str]:
+def _stream(sessions: _Sessions, reference: ReferenceOutputs, samples: SampleSet, judge: _Judge, progress: Progress) -> list[str]:
     """Feed the judge batch by batch; stops at the first output of another shape and says so."""
     done = 0
-    with _open(engine) as sessions:
-        for item, file in zip(samples.batches(reference.batch), reference.files, strict=True):
-            outputs = sessions.run(item.feeds)
-            expected = _load(reference, file)
-            if failures := _shape_failures(outputs, expected, item):
-                return failures
-            judge.add(outputs, expected, item)
-            done += item.samples
-            progress(done / samples.samples, f"{done} of {samples.samples} samples")
+    for item, file in zip(samples.batches(reference.batch), reference.files, strict=True):
+        outputs = sessions.run(item.feeds)
+        expected = _load(reference, file)
+        if failures := _shape_failures(outputs, expected, item):
+            return failures
+        judge.add(outputs, expected, item)
+        done += item.samples
+        progress(done / samples.samples, f"{done} of {samples.samples} samples")
     return []
+
+
+# -- other sizes ------------------------------------------------------------------------------------------------------
+
+
+def with_sizes(report: ValidationReport, checks: Sequence[SizeCheck], profiles: int) -> ValidationReport:
+    """The report with what was found at other sizes; an engine that fails at one of them fails."""
+    failures, notes = [], []
+    for check in checks:
+        where = check.in_words(profiles)
+        failures += [f"at {where}: {failure}" for failure in check.failures]
+        if check.not_checked:
+            notes.append(Note(stage="validate", text=f"{report.role}: not checked at {where}: {check.not_checked}"))
+    return report.model_copy(
+        update={
+            "sizes": tuple(checks),
+            "failures": (*report.failures, *failures),
+            "notes": (*report.notes, *notes),
+        },
+    )
+
+
+def _at_sizes(
+    sessions: _Sessions,
+    reference: ReferenceOutputs,
+    samples: SampleSet,
+    options: AccuracyConfig,
+    progress: Progress,
+) -> Iterator[SizeCheck]:
+    """The gate at each other size of the reference's answers."""
+    for number, each in enumerate(reference.points):
+        progress(number / len(reference.points), f"at {size_text(each.point.sizes)}")
+        check = SizeCheck(profile=each.point.profile, sizes=each.point.sizes, inputs=each.point.inputs, samples=0)
+        if is_generated(samples):
+            check = check.model_copy(update={"inputs": "generated"})
+        if each.not_run:
+            yield check.model_copy(update={"not_checked": each.not_run})
+            continue
+        judge = _judge(reference, samples, options)
+        if each.point.inputs == "generated":
+            judge = replace(judge, metric=None)
+        try:
+            compared, failures = _compare_at(each, sessions, reference, samples, judge)
+        except Exception as error:  # of a library, or of the user's code
+            if _is_of_host(error):
+                raise
+            compared, failures = 0, [f"the engine fails there: {first_line(error)}"]
+        yield judge.check(check, compared, samples.samples, failures)
+
+
+def _compare_at(
+    answers: PointOutputs,
+    sessions: _Sessions,
+    reference: ReferenceOutputs,
+    samples: SampleSet,
+    judge: _Judge,
+) -> tuple[int, list[str]]:
+    """How many samples were compared, and outputs of another shape."""
+    compared = 0
+    for item, file in zip(feeds_at(answers.point, samples), answers.files, strict=True):
+        outputs = sessions.run(item.feeds, answers.point.profile)
+        expected = _load(reference, file)
+        if failures := _shape_failures(outputs, expected, item):
+            return compared, failures
+        judge.add(outputs, expected, item)
+        compared += item.samples if item.distinct is None else len(item.distinct)
+    return compared, []
 
 
 def _load(reference: ReferenceOutputs, file: str) -> dict[str, NDArray[np.generic]]:
@@ -314,14 +453,13 @@ class _Judge:
             if tally.name in statistics:  # absent: an output without elements, of a shape that depends on the data
                 tally.add(outputs[tally.name], expected[tally.name], item, statistics[tally.name])
         if self.metric is not None:
-            ours, theirs = (by_sample(tensors[self.metric.output], item.samples, item.whole) for tensors in (outputs, expected))
-            self.metric.add(ours, item.labels, theirs)
+            ours, theirs = (_distinct(by_sample(tensors[self.metric.output], item.samples, item.whole), item) for tensors in (outputs, expected))
+            self.metric.add(ours, None if item.labels is None else _distinct(item.labels, item), theirs)
 
     def report(self, role: str, samples: SampleSet, failures: list[str]) -> ValidationReport:
         """The verdict; figures only if all samples were compared."""
         complete = not failures
-        outputs = tuple(tally.result() for tally in self.tallies) if complete else ()
-        failures = failures + [f"output '{error.output}': {failure}" for error in outputs for failure in error.failures]
+        outputs, failures = self._errors(failures)
         metric, notes = None, []
         if self.metric is not None and complete:
             metric, metric_failures = self.metric.result()
@@ -339,3 +477,35 @@ class _Judge:
             failures=tuple(failures),
             notes=tuple(notes),
         )
+
+    def check(self, check: SizeCheck, compared: int, samples: int, failures: list[str]) -> SizeCheck:
+        """What was found at one size. `samples`: of the whole set, of which `compared` were run.
+
+        Of a part of the set, only a drop whose whole interval is over the limit counts. A metric of
+        the user's own may need the whole set, so of a part it is not asked.
+        """
+        complete = not failures
+        outputs, failures = self._errors(failures)
+        metric: MetricResult | None = None
+        part = compared < samples
+        if self.metric is not None and complete and compared > 1 and not (part and self.metric.function):
+            metric, metric_failures = self.metric.compared(certain=part)
+            failures = failures + metric_failures
+        return check.model_copy(
+            update={
+                "samples": compared,
+                "cosine": min((error.cosine for error in outputs), default=None),
+                "drop": metric.drop if metric else None,
+                "failures": tuple(failures),
+            },
+        )
+
+    def _errors(self, failures: list[str]) -> tuple[tuple[OutputError, ...], list[str]]:
+        """The errors of all outputs, if all were compared, and what is wrong with them."""
+        outputs = () if failures else tuple(tally.result() for tally in self.tallies)
+        return outputs, failures + [f"output '{error.output}': {failure}" for error in outputs for failure in error.failures]
+
+
+def _distinct(array: NDArray[np.generic], item: Batch) -> NDArray[np.generic]:
+    """The rows that repeat no other; an array without rows as it is."""
+    return array[list(item.distinct)] if item.distinct is not None and len(array) == item.samples else array

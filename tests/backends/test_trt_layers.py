@@ -153,6 +153,12 @@ def test_a_time_of_no_known_layer_is_not_lost_and_other_profiles_are_left_out() 
     ]
 
 
+def test_the_layers_of_a_later_profile_are_those_that_name_it() -> None:
+    information = json.dumps({"Layers": ["conv", "conv [profile 1]", "conv [profile 2]", "idle"]})
+    layers = layers_from_inspector(information, {"conv [profile 1]": [0.002]}, profile=1)
+    assert [(layer.name, layer.seconds) for layer in layers] == [("conv [profile 1]", 0.002)]
+
+
 def test_separators_may_come_unescaped_and_what_is_no_json_is_our_bug() -> None:
     layers = layers_from_inspector('{"Layers": [{"Name": "c", "Metadata": "[ONNX Layer: a]\x1e[ONNX Layer: b]"}]}', {})
     assert layers[0].nodes == ("a", "b")
@@ -207,7 +213,7 @@ class Loaded:
         self.execution_context: Any = None
 
     def session(self, profile: int = 0) -> Session:
-        assert profile == 0
+        self._session.calls.append(f"profile {profile}")
         return self._session
 
     def get_engine_information(self, form: str) -> str:
@@ -225,7 +231,7 @@ def test_layers_are_timed_after_a_warm_up_and_repeats_within_a_run_add_up() -> N
     table = layer_table(LIBRARY, Loaded(session), {"x": np.zeros((5, 3), np.float32)}, runs=3)
     assert (table.sizes, table.runs) == ({"batch": 5}, 3)
     assert {layer.name: layer.seconds for layer in table.layers} == pytest.approx({"convolution": 0.004, "gemm": 0.002})
-    assert session.calls[:3] == ["bind", "upload", "enqueue"]
+    assert session.calls[:4] == ["profile 0", "bind", "upload", "enqueue"]
     assert session.calls[-7:] == ["enqueue", "synchronize"] * 3 + ["close"]
     assert session.runs == 3
 
@@ -234,7 +240,14 @@ def test_feeds_of_another_shape_are_named_and_the_session_is_closed() -> None:
     session = Session()
     with pytest.raises(DataError, match="rank 1"):
         layer_table(LIBRARY, Loaded(session), {"x": np.zeros(3, np.float32)})
-    assert session.calls == ["close"]
+    assert session.calls == ["profile 0", "close"]
+
+
+def test_the_profile_that_is_asked_for_is_timed() -> None:
+    session = Session()
+    table = layer_table(LIBRARY, Loaded(session), {"x": np.zeros((5, 3), np.float32)}, profile=1, runs=3)
+    assert (table.profile, session.calls[0]) == (1, "profile 1")
+    assert {layer.name for layer in table.layers} == {"convolution", "gemm"}
 
 
 # -- on a GPU ---------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from pipeline.compile import (
     build_reference,
     check_baselines,
     compile_plan,
-    deliverable_baseline,
+    deliverable_candidate,
     export_model,
     publish_report,
 )
@@ -291,7 +291,7 @@ def test_baselines_of_the_gpu_are_checked_and_delivered(tmp_path: Path) -> None:
     for candidate in check_baselines(job, baselines, reference, expected):
         assert candidate.state == "measured", candidate.reason
     for baseline in baselines:
-        engine = deliverable_baseline(job, exported, baseline)
+        engine = deliverable_candidate(job, exported, baseline, expected).engine
         assert engine is not None
         assert engine.target.compute_capability
 
@@ -307,7 +307,7 @@ def test_the_baseline_of_an_onnx_file_runs_on_the_gpu(tmp_path: Path) -> None:
     expected = reference_outputs(job, reference, job.data.selection)
     (checked, *_) = check_baselines(job, [first], reference, expected)
     assert checked.state == "measured", checked.reason
-    assert deliverable_baseline(job, exported, first) == first
+    assert deliverable_candidate(job, exported, first, expected).engine == first
 
 
 def test_a_delivered_program_is_validated_and_measured_again(

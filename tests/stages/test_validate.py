@@ -193,7 +193,7 @@ def test_both_run_in_children_and_tell_how_far_they_are(bench: Bench) -> None:
     samples, engine, told = bench.samples(x, labels), bench.engine(SAME), []
     out = bench.folder / "expected"
     out.mkdir()
-    reference = call_in_child(run_reference, engine, samples, 8, out, name="reference", progress=lambda part, text: told.append((part, text)))
+    reference = call_in_child(run_reference, engine, samples, 8, (), out, name="reference", progress=lambda part, text: told.append((part, text)))
     assert told[-1] == (1.0, "20 of 20 samples")
     assert [Path(reference.root, file).is_file() for file in reference.files] == [True, True, True]
     report = call_in_child(validate, engine, reference, samples, AccuracyConfig(), 8, name="candidate")
@@ -211,7 +211,7 @@ def test_no_torch_beside_the_candidate(bench: Bench) -> None:
     samples, engine = bench.samples(labelled()[0]), bench.engine(SAME)
     out = bench.folder / "expected"
     out.mkdir()
-    reference = run_reference(engine, samples, 8, out)
+    reference = run_reference(engine, samples, 8, (), out)
     assert call_in_child(validate_and_list_modules, engine, reference, samples, AccuracyConfig(), 8, name="candidate") == (True, False)
 
 
@@ -220,7 +220,7 @@ def test_reference_outputs_of_another_set_or_batch_are_our_bug(bench: Bench) -> 
     samples, engine = bench.samples(x, labels), bench.engine(SAME)
     out = bench.folder / "expected"
     out.mkdir()
-    reference = run_reference(engine, samples, 8, out)
+    reference = run_reference(engine, samples, 8, (), out)
     with pytest.raises(InternalError):
         validate(engine, reference, samples, AccuracyConfig(), 4)
     with pytest.raises(InternalError):
@@ -232,5 +232,5 @@ def test_reference_digests_tell_contents_apart(bench: Bench) -> None:
     for index, engine in enumerate((bench.engine(SAME), bench.engine(SAME), bench.engine((("Neg", ["x"], "logits"),)))):
         out = bench.folder / f"expected{index}"
         out.mkdir()
-        digests.append(run_reference(engine, samples, 8, out).digest)
+        digests.append(run_reference(engine, samples, 8, (), out).digest)
     assert digests[0] == digests[1] != digests[2]
