@@ -78,6 +78,11 @@ from pipeline.stages.validate import ReferenceOutputs, run_reference, validate
 from pipeline.store import canonical
 
 GPU_BACKENDS = ("tensorrt", "torch")  # tried on a GPU where the plan names no candidates
+LEAST_FOR_AOTI = 100 * 2**20  # bytes of a model for which packages of AOTInductor are tried beside TensorRT
+TOO_SMALL_FOR_AOTI = (
+    "AOTInductor is left out: the model is below 100 MiB, and each package takes up to a minute to build. "
+    "To try it, name it in `candidates`: {backend: torch, precision: fp16}"
+)
 LARGEST_SIDE_BY_SIDE = 50 * 2**20  # bytes of a model whose candidates are prepared side by side
 FUSED = (Precision.FP16, Precision.BF16, Precision.INT8)  # precisions with one kernel for an attention; of fp8 that is not known
 CALIBRATE = Stage("calibrate", 1, calibrate, ("onnx", "onnxruntime"))
@@ -126,10 +131,11 @@ def check_candidates(job: Job) -> None:
             raise
 
 
-def recipes_of(job: Job, exported: bool = True) -> tuple[tuple[Recipe, ...], tuple[Note, ...]]:
+def recipes_of(job: Job, exported: bool = True, size: int | None = None) -> tuple[tuple[Recipe, ...], tuple[Note, ...]]:
     """The recipes to try. A backend that the plan names must be here; of the others, those that are.
 
     Before a PyTorch model is exported it may still bring scales of its own, and int8 need no calibration data.
+    `size`: bytes of the exported model. Beside TensorRT a small one is not compiled by AOTInductor, unless the plan names it.
     """
     calibrated = job.data.calibration is not None or not (exported or job.source.kind == "onnx")
     named = {candidate.backend for candidate in job.plan.candidates}
@@ -137,6 +143,9 @@ def recipes_of(job: Job, exported: bool = True) -> tuple[tuple[Recipe, ...], tup
     on_gpu = bool(find_gpus().devices)
     for name in named or (*(GPU_BACKENDS if on_gpu else ()), "onnxruntime", "openvino"):
         if name == "torch" and not named and job.source.kind == "onnx":
+            continue
+        if name == "torch" and not named and "tensorrt" in targets and size is not None and size < LEAST_FOR_AOTI:
+            notes.append(Note(stage="candidates", text=TOO_SMALL_FOR_AOTI, level="info"))
             continue
         try:
             targets[name] = backends.backend(name).probe()

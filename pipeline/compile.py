@@ -93,7 +93,7 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
     check_serving(plan.serving, exported.inputs, exported.outputs)
     model = simplify_model(job, exported)
     job = replace(job, given=given_precision(graph.read_proto(model.path, weights=False).graph))
-    recipes, notes = recipes_of(job)
+    recipes, notes = recipes_of(job, size=graph.file_size(model.path))
     reference = build_reference(job, exported)
     expected = reference_outputs(job, reference, job.data.selection)
     checked = check_baselines(job, build_baselines(job, exported), reference, expected)

@@ -5,7 +5,17 @@ from typing import Any
 
 import pytest
 
-from pipeline.candidates import check_candidates, prepare, recipes_of, release_notes, stopped, with_layers
+from pipeline.backends import BACKENDS
+from pipeline.candidates import (
+    LEAST_FOR_AOTI,
+    TOO_SMALL_FOR_AOTI,
+    check_candidates,
+    prepare,
+    recipes_of,
+    release_notes,
+    stopped,
+    with_layers,
+)
 from pipeline.config import load_plan
 from pipeline.core import Precision, Recipe, Target
 from pipeline.errors import InternalError, UnsupportedError
@@ -14,8 +24,10 @@ from pipeline.job import Job, open_job
 from pipeline.report import Candidate
 from pipeline.runner import Runner
 from pipeline.store import Store
+from tests.backends.onnxruntime_double import pretend_gpu
 from tests.fixtures_attention import written_out
 from tests.fixtures_cli import write_task
+from tests.fixtures_halves import Halves
 from tests.fixtures_layers import real_table
 
 RECIPE = Recipe(backend="tensorrt", precision=Precision.INT8, realised_in="flags")
@@ -111,3 +123,36 @@ def test_a_second_profile_does_not_hide_that_the_first_is_wrong(tmp_path: Path) 
     found = with_layers(candidate, [wrong, honest], onnx_model(tmp_path, "model.onnx"), True)
     assert found.state == "mislabelled"
     assert found.reason.startswith("called fp16, but ")
+
+
+class OnGpu(Halves):
+    """Halves that says it is on a GPU."""
+
+    def probe(self) -> Target:
+        return Target(backend=self.name, version="10.6", device="NVIDIA H200", compute_capability="9.0")
+
+
+@pytest.mark.parametrize(
+    ("size", "tensorrt", "tried"),
+    [(LEAST_FOR_AOTI - 1, True, False), (LEAST_FOR_AOTI, True, True), (10, False, True)],
+    ids=["small", "large", "small, without TensorRT"],
+)
+def test_small_models_are_not_compiled_by_aotinductor_beside_tensorrt(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    tensorrt: bool,
+    tried: bool,
+) -> None:
+    pretend_gpu(tmp_path / "bin", monkeypatch)
+    monkeypatch.setitem(BACKENDS, "torch", OnGpu("torch"))
+    if tensorrt:
+        monkeypatch.setitem(BACKENDS, "tensorrt", OnGpu("tensorrt"))
+    (tmp_path / "net.py").write_text("def build(): ...\n")
+    inputs = [{"name": "x", "dtype": "float32", "shape": ["batch", 16]}]
+    model = {"entrypoint": "net:build", "weights_from": "random: a test", "inputs": inputs}
+    plan = load_plan(write_task(tmp_path, model=model, data={}, candidates=[]))
+    job = open_job(plan, Runner(Store(tmp_path / "home")))
+    recipes, notes = recipes_of(job, size=size)
+    assert any(recipe.form == "aoti" for recipe in recipes) is tried
+    assert (TOO_SMALL_FOR_AOTI in [note.text for note in notes]) is not tried
