@@ -13,6 +13,7 @@ HERE = Path(__file__).resolve().parent
 SCRIPTS = (
     "peak",  # first: the shares of the rows are of these peaks
     "compile_time",
+    "verdicts",
     "resnet50",
     "session_overhead",
     "same_engine",

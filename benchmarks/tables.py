@@ -19,6 +19,7 @@ from gpu_tables import accuracy_section, documents, speed_section
 from image_tables import images_section
 from run_all import SCRIPTS
 from serving_tables import document_of, perf_analyzer_section, serving_gpu_section, serving_section, soak_section
+from verdict_tables import demo_section, verdicts_section
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 ACCURACY_PAGE = ROOT / "docs" / "accuracy.md"
@@ -34,7 +35,8 @@ The figures of `calibration` and `few_bits` are in [accuracy.md](accuracy.md), t
 [measurement.md](measurement.md). Each script runs alone too: `.venv/bin/python benchmarks/NAME.py`.
 
 `make bench` does not run `make soak`, `benchmarks/perf_analyzer.py` and `benchmarks/image_size.py`, nor what needs a GPU:
-`benchmarks/peak.py --gpu`, `benchmarks/serving.py --backend tensorrt`, `make bench-gpu` and `benchmarks/gpu_models.py`.
+`benchmarks/peak.py --gpu`, `benchmarks/serving.py --backend tensorrt`, `make bench-gpu`, `benchmarks/gpu_models.py` and, on a GPU host,
+`benchmarks/verdicts.py`.
 
 This page is written by `benchmarks/tables.py` from the files in `benchmarks/results/`, which hold the environment of each run.
 Figures are medians; ratios come from one interleaved run ([measurement.md](measurement.md) says how).
@@ -89,7 +91,7 @@ def main() -> None:
 
 def pages() -> dict[Path, str]:
     """Every page that holds figures, as it is to be."""
-    readme = _filled(README, {"fastest": fastest_section(document())})
+    readme = _filled(README, {"demo": demo_section(document_of("verdicts")), "fastest": fastest_section(document())})
     own = {ACCURACY_PAGE: accuracy_page(), MEASUREMENT_PAGE: measurement_page(), DEPLOY_PAGE: deploy_page()}
     return {PAGE: page(), **own, README: readme}
 
@@ -103,6 +105,7 @@ def drawings() -> tuple[Drawing, ...]:
 def page() -> str:
     """The whole page."""
     parts = [HEAD.format(scripts=", ".join(f"`{name}`" for name in SCRIPTS))]
+    parts += verdicts_section(document_of("verdicts"), document_of("verdicts_gpu"))
     for name, text in SECTIONS.items():
         result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         command = [f"Repeat it with `.venv/bin/python benchmarks/{COMMANDS.get(name, f'{name}.py')}`.", ""]

@@ -2,7 +2,7 @@
 
     python benchmarks/verdicts.py [NAME ...] [--beside N] [--into FILE]
 
-NAME: an architecture of verdict_models.py, or `digits`, the demo. Weights are random but for digits,
+NAME: an architecture of verdict_models.py, `mlp_onnx`, its first one as an ONNX file, or `digits`, the demo. Weights are random but for digits,
 and so are the inputs: what is looked at is speed and whether 16 and 8 bits keep the answers, by cosine.
 `--beside N` runs N busy loops meanwhile: a row then ends with the true order of the engines, or says
 that the host cannot tell. Rows that are measured again take the place of earlier ones in FILE.
@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime as dt
 import json
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import yaml
 from common import DIGITS, RESULTS, ROOT, Row
 from rich.console import Console
@@ -34,19 +36,27 @@ from pipeline.report import Report
 
 SAMPLES = {"calibration": 64, "selection": 64, "validation": 64}
 DEMO = "digits"
+WIDTH = 125  # of the demo's table, in characters
+BESIDE = 2  # busy loops
 BUSY_LOOP = "while True: pass"
-LIMITS_S = {"mlp": (15.0, 30.0), DEMO: (60.0, 60.0)}  # on the CPU, and on a GPU
+IN_ONNX = "mlp_onnx"
+LIMITS_S = {"mlp": (15.0, 30.0), IN_ONNX: (15.0, 30.0), DEMO: (60.0, 60.0)}  # on the CPU, and on a GPU
 
 
 def main(words: Sequence[str] | None = None) -> None:
     arguments = parser().parse_args(words)
-    names = arguments.names or [*architectures(), DEMO]
     file: Path = arguments.into
-    for name in names:
-        row = measured(name, arguments.beside, arguments.set)
+    runs = [(name, arguments.beside) for name in arguments.names]
+    if not runs:  # make bench
+        runs = [(name, arguments.beside) for name in (*architectures(), DEMO)]
+        runs += [] if arguments.beside else [(name, BESIDE) for name in ("mlp", DEMO)]
+    for name, beside in runs:
+        row = measured(name, beside, arguments.set)
         keep(file, row)
         show([row])
-    show(json.loads(file.read_text())["rows"])
+    document = json.loads(file.read_text())
+    show(list(document["rows"].values()))
+    print(json.dumps({"targets": document["targets"]}))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -62,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
 
 def architectures() -> tuple[str, ...]:
     """Their names, without importing torch."""
-    return ("mlp", "convnet", "gru", "overflowing", "encoder", "resnet18", "mobilenet")
+    return (IN_ONNX, "mlp", "convnet", "gru", "overflowing", "encoder", "resnet18", "mobilenet")
 
 
 def measured(name: str, beside: int, overrides: Sequence[str]) -> Row:
@@ -77,12 +87,21 @@ def measured(name: str, beside: int, overrides: Sequence[str]) -> Row:
             check=False,
             capture_output=True,
             text=True,
-            env={**environment_of_this_process(), "CRUCIBLE_HOME": f"{folder}/home"},
+            env={**environment_of_this_process(), "CRUCIBLE_HOME": f"{folder}/home", "COLUMNS": str(WIDTH)},
         )
         seconds = monotonic() - begin
         if done.returncode not in (0, 2):
             return {"model": name, "beside": beside, "failed": done.stderr.strip()[-600:], **here()}
-        return {**row_of(name, load_report(Path(folder) / "out"), seconds), "beside": beside, "set": list(overrides), **here()}
+        row = row_of(name, load_report(Path(folder) / "out"), seconds)
+        shown = {"output": demo_output(done, folder)} if name == DEMO else {}
+        return {**row, **shown, "beside": beside, "set": list(overrides), **here()}
+
+
+def demo_output(done: subprocess.CompletedProcess[str], folder: str) -> str:
+    """What the demo prints from its table on, with the folder that it has by default."""
+    _, heading, table = done.stderr.partition("digits: candidates")
+    text = "\n".join(line.rstrip() for line in (heading + table + done.stdout).splitlines())
+    return text.replace(f"{folder}/out", "crucible-out/digits")
 
 
 def environment_of_this_process() -> dict[str, str]:
@@ -109,7 +128,7 @@ def plan_of(name: str, folder: Path) -> Path:
     """A plan with default candidates, and data sets of random inputs."""
     from verdict_models import ARCHITECTURES
 
-    model = ARCHITECTURES[name]
+    model = ARCHITECTURES[name.removesuffix("_onnx")]
     for seed, (role, samples) in enumerate(SAMPLES.items()):
         random = np.random.default_rng(seed)
         np.savez(folder / f"{role}.npz", x=random.standard_normal((samples, *model.shape), np.float32))
@@ -126,8 +145,29 @@ def plan_of(name: str, folder: Path) -> Path:
         "accuracy": {"metric": "cosine", "max_drop": 0.01},
         "benchmark": {"sizes": [{"batch": size} for size in model.sizes]},
     }
+    if name == IN_ONNX:
+        onnx.save(two_layers(), folder / "model.onnx")
+        plan["model"] = {"path": "model.onnx", "weights_from": "random: for speed only"}
     (folder / "plan.yaml").write_text(yaml.safe_dump(plan))
     return folder / "plan.yaml"
+
+
+def two_layers() -> onnx.ModelProto:
+    """The model of `mlp`, made without PyTorch: x [batch, 64] -> scores [batch, 10]."""
+    random = np.random.default_rng(0)
+    sizes = {"first": (64, 128), "second": (128, 10)}
+    weights = [
+        onnx.numpy_helper.from_array((random.standard_normal(shape) / np.sqrt(shape[0])).astype(np.float32), layer) for layer, shape in sizes.items()
+    ]
+    nodes = [
+        onnx.helper.make_node("MatMul", ["x", "first"], ["inner"]),
+        onnx.helper.make_node("Relu", ["inner"], ["positive"]),
+        onnx.helper.make_node("MatMul", ["positive", "second"], ["scores"]),
+    ]
+    ends = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", size]) for name, size in (("x", 64), ("scores", 10))]
+    graph = onnx.helper.make_graph(nodes, "two_layers", ends[:1], ends[1:], weights)
+    opset = [onnx.helper.make_opsetid("", 20)]
+    return onnx.helper.make_model(graph, opset_imports=opset, ir_version=10)
 
 
 def row_of(name: str, report: Report, seconds: float) -> dict[str, Any]:
@@ -164,17 +204,46 @@ def row_of(name: str, report: Report, seconds: float) -> dict[str, Any]:
 
 
 def here() -> dict[str, Any]:
-    """Where a row was measured."""
-    return {"environment": environment().model_dump()}
+    """Where and when a row was measured."""
+    created = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+    return {"created": created, "environment": environment().model_dump()}
 
 
 def keep(file: Path, row: Row) -> None:
     """Put a row in the place of an earlier one of the same model, beside as many busy loops."""
-    document = json.loads(file.read_text()) if file.is_file() else {"benchmark": "verdicts", "rows": []}
-    same = (row["model"], row["beside"])
-    others = [each for each in document["rows"] if (each["model"], each["beside"]) != same]
+    document = json.loads(file.read_text()) if file.is_file() else {"rows": {}}
+    loops = f" beside {row['beside']} busy loops" if row["beside"] else ""
+    rows = {**document["rows"], f"{row['model']}{loops}": dict(row)}
+    written = {"benchmark": "verdicts", "rows": rows, "targets": targets(rows)}
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({**document, "rows": [*others, dict(row)]}, indent=1) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+
+
+def targets(rows: Mapping[str, Any]) -> dict[str, bool]:
+    """Which rows end in time, and whether every one has a verdict that its figures bear out."""
+    found = {}
+    for name, row in rows.items():
+        if (limit := limit_of(row)) is not None:
+            found[f"{name}: at most {limit:g} s (got {row.get('seconds', 0):.0f})"] = row.get("seconds", limit + 1) <= limit
+    right = [is_borne_out(row) for row in rows.values()]
+    found[f"every verdict is what its ratio says (got {sum(right)} of {len(right)})"] = all(right)
+    return found
+
+
+def limit_of(row: Row) -> float | None:
+    """Seconds that a compile may take on a quiet host."""
+    limits = LIMITS_S.get(row["model"])
+    return limits[bool(row["environment"]["gpus"])] if limits and not row["beside"] else None
+
+
+def is_borne_out(row: Row) -> bool:
+    """Accepted is certainly faster, keep is not, and where nothing can be told there is a reason in its place."""
+    ratio, verdict = row.get("ratio"), row.get("verdict")
+    if ratio is None:
+        return verdict == "rejected" or (verdict == "unproven" and bool(row["ratio_missing"]))
+    if ratio["high"] > 10 * ratio["low"]:
+        return False
+    return ratio["low"] > 1 if verdict == "accepted" else verdict == "keep" and ratio["low"] <= 1
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -190,8 +259,7 @@ def cells(row: Any) -> tuple[str, ...]:
         return (row["model"], str(row["beside"]), "failed", row["failed"][-80:], "", "", "", "")
     ratio = row["ratio"]
     told = f"{ratio['value']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})" if ratio else row["ratio_missing"]
-    limits = LIMITS_S.get(row["model"])
-    limit = f"{limits[bool(row['environment']['gpus'])]:g}" if limits else ""
+    limit = f"{limits:g}" if (limits := limit_of(row)) is not None else ""
     return (row["model"], str(row["beside"]), row["verdict"], str(row["winner"]), told, str(row["baseline"]), f"{row['seconds']:.0f}", limit)
 
 
