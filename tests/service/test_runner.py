@@ -19,6 +19,7 @@ from service.job_store import JobStore, Once
 from service.jobs import Job, JobEvent, Requeued, StageSeen, Started
 from service.leases import utc_now
 from service.processes import of_jobs
+from service.publish import DIGESTS, REPORT_FILES
 from service.runner import MOST_INTERRUPTIONS
 from tests.service.fixtures_jobs import Bench, new_job, running
 
@@ -40,7 +41,8 @@ def test_a_job_succeeds_and_its_report_is_published(tmp_path: Path) -> None:
         job = await bench.end_of("succeed")
         assert (job.state, job.verdict, job.winner, job.attempt) == ("succeeded", "accepted", "openvino int8 nncf u8s8", 1)
         assert bench.kinds(job) == ["queued", "running", "stage", "stage", "succeeded"]
-        assert {path.name for path in bench.folders.report(job.id).iterdir()} == {"report.json", "report.md", "report.html", "engine"}
+        published = {path.name for path in bench.folders.report(job.id).iterdir()}
+        assert published == {*REPORT_FILES, DIGESTS, "engine"}
         assert "I am succeed" in bench.folders.work(job.id).log.read_text()
 
     trying(tmp_path, story)

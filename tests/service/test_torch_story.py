@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from service.folders import Folders
+from tests.fixtures_cli import ONE_PROCESS
 from tests.service.fixtures_jobs import WITHIN_S
 from tests.service.serving.fixtures_engines import processes_of
 from tests.service.test_server import Server, serving, until
@@ -58,7 +59,7 @@ def write_plan(folder: Path) -> None:
         "profiles": [{"batch": [1, 4, 16]}],
         "candidates": [{"backend": "torch", "precision": "fp32", "form": "aoti"}],
         "simplify": {"enabled": False, "plain_attention": False},
-        "benchmark": {"duration_s": 0.05, "warmup_s": 0.0},
+        "benchmark": ONE_PROCESS,  # no ratio: whichever is faster, the program is chosen
     }
     (folder / "tiny.yaml").write_text(yaml.safe_dump(plan))
 

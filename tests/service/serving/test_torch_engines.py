@@ -6,11 +6,13 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.core import CompileMode, Engine
-from pipeline.errors import InternalError, UnsupportedError
+from pipeline.deliver import read_engine, seal
+from pipeline.errors import DamagedError, InternalError, UnsupportedError
 from service.errors import Conflict
 from service.guard import LOCAL
 from service.jobs import Started, Succeeded
@@ -96,8 +98,28 @@ def test_what_no_job_of_this_server_has_built_is_refused_though_its_files_are_wh
     play(story)
 
 
+def change_description(root: Path, change: dict[str, Any]) -> None:
+    """Say of an engine that it is a PyTorch program, and what else is given."""
+    file = root / "engine.json"
+    description = json.loads(file.read_text())
+    description["target"]["backend"] = "torch"
+    file.write_text(json.dumps({**description, **change}))
+
+
+def reseal(root: Path) -> None:
+    """Write the manifest anew, as it would be if the engine had been delivered like this."""
+    description = json.loads((root / "engine.json").read_text())
+    (root / "artifact.json").unlink()
+    seal(root, Engine.model_validate({**description, "root": root}))
+    assert read_engine(root).target.backend == "torch"
+
+
 def test_an_engine_whose_description_was_changed_is_refused(tmp_path: Path) -> None:
-    """It lies beside the files whose digests are known, and says which backend loads them."""
+    """The description says which backend loads the files: changed alone, it does not fit its manifest.
+
+    Whoever writes the manifest anew as well makes an engine that is whole. The database still knows
+    that no job built it.
+    """
 
     async def story() -> None:
         async with shelf(tmp_path) as here:
@@ -106,11 +128,13 @@ def test_an_engine_whose_description_was_changed_is_refused(tmp_path: Path) -> N
                 (linear(tmp_path / "engines"), {}),
             ):
                 job = own_job(here, engine)
-                file = here.folders.report(job) / "engine" / "engine.json"
-                told = json.loads(file.read_text())
-                told["target"]["backend"] = "torch"
-                file.write_text(json.dumps({**told, **change}))
-                with pytest.raises(Conflict, match="not the one that job"):
+                root = here.folders.report(job) / "engine"
+                change_description(root, change)
+                damaged = f"the engine of job {job} is damaged: 'engine.json' is not what"
+                with pytest.raises(DamagedError, match=damaged):
+                    await promote(here, job)
+                reseal(root)
+                with pytest.raises(Conflict, match=f"not the one that job {job} built"):
                     await promote(here, job)
 
     play(story)
@@ -131,7 +155,7 @@ def test_a_version_whose_files_were_replaced_by_other_whole_ones_is_not_loaded(
             with pytest.raises(Conflict, match="not the one that job"):
                 await here.deployments.lend(LOCAL, "m", None, "a job")
             (place / "model.onnx").write_bytes(b"torn")
-            with pytest.raises(Conflict, match="is damaged"):
+            with pytest.raises(DamagedError, match="version 1 of 'm' is damaged: 'model.onnx'"):
                 await here.deployments.deploy(LOCAL, "m", DeploymentOptions())
 
     play(story)
