@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
@@ -84,6 +84,7 @@ TOO_SMALL_FOR_AOTI = (
     "To try it, name it in `candidates`: {backend: torch, precision: fp16}"
 )
 LARGEST_SIDE_BY_SIDE = 50 * 2**20  # bytes of a model whose candidates are prepared side by side
+POLL_S = 0.1  # between two looks at threads that are to end
 FUSED = (Precision.FP16, Precision.BF16, Precision.INT8)  # precisions with one kernel for an attention; of fp8 that is not known
 CALIBRATE = Stage("calibrate", 1, calibrate, ("onnx", "onnxruntime"))
 COVER = Stage("cover", 1, cover, ("onnx", "onnxruntime"))
@@ -248,20 +249,30 @@ def prepare_all(
     branches = [job.runner.branch() for _ in recipes]
     errors: list[list[InternalError]] = [[] for _ in recipes]
     jobs = [replace(job, runner=branch) for branch in branches]
+    arguments = zip(jobs, repeat(model), recipes, repeat(expected), errors)
     try:
         with ThreadPoolExecutor(job.runner.workers) as pool:
-            try:
-                repeated = (repeat(model), recipes, repeat(expected), errors)
-                candidates = list(pool.map(prepare, jobs, *repeated))
-            except BaseException:  # Ctrl-C, or what no candidate survives
-                pool.shutdown(wait=False, cancel_futures=True)
-                stop_children()
-                raise
+            candidates = results_of([pool.submit(prepare, *each) for each in arguments])
     finally:
         for branch in branches:
             job.runner.take_over(branch)
     bugs.extend(chain.from_iterable(errors))
     return candidates
+
+
+def results_of(futures: Sequence[Future[Candidate]]) -> list[Candidate]:
+    """What threads return, in order; the first error of any of them stops the others."""
+    try:
+        for done in wait(futures, return_when=FIRST_EXCEPTION).done:
+            done.result()
+        return [future.result() for future in futures]
+    except BaseException:  # Ctrl-C, or what no candidate survives
+        for future in futures:
+            future.cancel()
+        while any(not future.done() for future in futures):
+            stop_children()  # again: a thread may have been between two of them
+            wait(futures, POLL_S)
+        raise
 
 
 def may_overlap(model: OnnxModel, recipes: Sequence[Recipe]) -> bool:

@@ -72,9 +72,14 @@ class Runner:
         return replace(self, steps=[])
 
     def take_over(self, branch: Runner) -> None:
-        """Add the steps of a branch; two branches may have come to one artifact."""
-        known = {step.digest for step in self.steps}
-        self.steps += [step for step in branch.steps if step.digest not in known]
+        """Add the steps of a branch. Of two with one artifact, the step that made it counts."""
+        places = {step.digest: place for place, step in enumerate(self.steps)}
+        for step in branch.steps:
+            place = places.get(step.digest)
+            if place is None:
+                self.steps.append(step)
+            elif self.steps[place].reused:
+                self.steps[place] = step
 
     def stage(
         self,

@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -13,7 +15,7 @@ import pytest
 from pipeline import process
 from pipeline.core import Progress
 from pipeline.errors import ChildDied, DataError, DiskFull, InternalError
-from pipeline.process import Channel, Child, call_in_child
+from pipeline.process import Channel, Child, call_in_child, stop_children
 
 
 def double(number: int, progress: Progress) -> int:
@@ -41,6 +43,11 @@ def die(number: int, progress: Progress) -> None:
 
 def hang(progress: Progress) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)
+
+
+def tell_and_hang(progress: Progress) -> None:
+    progress(None, "hangs")
     time.sleep(60)
 
 
@@ -138,6 +145,42 @@ def test_stopping_a_child_stops_what_it_started(tmp_path: Path) -> None:
             time.sleep(0.02)
         assert psutil.pid_exists(int(pid_file.read_text()))
     assert _gone(int(pid_file.read_text()))
+
+
+def test_another_thread_can_end_a_child_that_somebody_waits_for() -> None:
+    """Whoever waits hears of the death; stopping it afterwards is harmless."""
+    hangs = threading.Event()
+    with ThreadPoolExecutor(1) as pool, Child(tell_and_hang, name="ended", conversation=False) as child:
+        waiting = pool.submit(child.result, None, lambda fraction, text: hangs.set() if text else None)
+        assert hangs.wait(60)
+        child.end()
+        with pytest.raises(ChildDied, match="SIGTERM"):
+            waiting.result(60)
+        child.end()
+    assert _gone(child.pid)
+
+
+def test_the_children_of_every_thread_are_stopped_and_whoever_waits_hears_of_it() -> None:
+    count = 3
+    barrier = threading.Barrier(count + 1)
+
+    def wait(number: int) -> None:
+        def progress(fraction: float | None, text: str) -> None:
+            if text:
+                barrier.wait(60)
+
+        call_in_child(tell_and_hang, name=f"child {number}", progress=progress)
+
+    with ThreadPoolExecutor(count) as pool:
+        waiting = [pool.submit(wait, number) for number in range(count)]
+        barrier.wait(60)
+        stop_children()
+        for each in waiting:
+            with pytest.raises(ChildDied, match="SIGTERM"):
+                each.result(60)
+    stop_children()  # there is nobody left
+    living = psutil.Process().children(recursive=True)
+    assert [each for each in living if each.status() != psutil.STATUS_ZOMBIE] == []
 
 
 def test_a_conversation_goes_both_ways() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from pipeline.core import Artifact, Progress, Target
 from pipeline.errors import DataError
+from pipeline.report import Step
 from pipeline.runner import Runner, Stage, StageEvent, installed
 from pipeline.store import Store
 
@@ -102,6 +103,40 @@ def test_a_double_can_run_the_stages(tmp_path: Path) -> None:
 
     assert Runner(Store(tmp_path), run=run).stage(DOUBLE, Number, 21, inputs=("21",)).value == 2  # type: ignore[arg-type]
     assert names == ["double"]
+
+
+def step(digest: str, reused: bool) -> Step:
+    return Step(
+        stage="double",
+        subject="x",
+        seconds=1.0,
+        reused=reused,
+        created="2026-05-05T00:00:00+00:00",
+        digest=digest,
+    )
+
+
+def test_a_branch_has_steps_of_its_own_until_they_are_taken_over(tmp_path: Path) -> None:
+    runner = Runner(Store(tmp_path), plan="tiny", workers=2)
+    runner.stage(DOUBLE, Number, 21, inputs=("21",), subject="before")
+    first, second = runner.branch(), runner.branch()
+    assert (first.steps, first.store, first.plan) == ([], runner.store, "tiny")
+    second.stage(DOUBLE, Number, 22, inputs=("22",), subject="second")
+    first.stage(DOUBLE, Number, 23, inputs=("23",), subject="first")
+    assert [each.subject for each in runner.steps] == ["before"]
+    runner.take_over(first)
+    runner.take_over(second)
+    assert [each.subject for each in runner.steps] == ["before", "first", "second"]
+
+
+def test_of_two_branches_with_one_artifact_the_step_that_made_it_counts(tmp_path: Path) -> None:
+    """The other branch has waited for it, and found it in the store."""
+    runner = Runner(Store(tmp_path))
+    for steps in ([step("a", reused=True), step("b", reused=False)], [step("a", reused=False), step("b", reused=True)]):
+        branch = runner.branch()
+        branch.steps += steps
+        runner.take_over(branch)
+    assert [(each.digest, each.reused) for each in runner.steps] == [("a", False), ("b", False)]
 
 
 def test_the_version_of_a_missing_package_is_absent() -> None:

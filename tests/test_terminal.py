@@ -85,6 +85,33 @@ def test_a_long_stage_says_that_it_is_alive() -> None:
     assert said(console).splitlines()[1:] == ["  done      33.0 s  build tensorrt fp16"]
 
 
+def test_each_of_two_stages_says_that_it_is_alive_and_ends_on_its_own() -> None:
+    """The first one started ends last."""
+    clock, console = Clock(), plain()
+    shown = StageProgress(console, every_s=30, clock=clock)
+    shown(StageEvent("build", "a", "started"))
+    clock.now += 20
+    shown(StageEvent("build", "b", "started"))
+    shown(StageEvent("build", "b", "progress", 0.5, "half way"))
+    clock.now += 15
+    shown.say_alive()
+    assert said(console).splitlines() == ["  running   35.0 s  build a"], "b has not run for long"
+    clock.now += 20
+    shown.say_alive()
+    assert said(console).splitlines()[1:] == [
+        "  running   55.0 s  build a",
+        "  running   35.0 s  build b  50%, half way",
+    ]
+    shown(StageEvent("build", "b", "finished", seconds=40.0))
+    clock.now += 5
+    shown.say_alive()
+    shown(StageEvent("build", "a", "failed", text="no kernel"))
+    clock.now += 100
+    shown.say_alive()
+    assert [line.split()[0] for line in said(console).splitlines()[3:]] == ["done", "running", "failed"]
+    assert said(console).splitlines()[4] == "  running   60.0 s  build a"
+
+
 def test_a_silent_stage_is_shown_alive_too() -> None:
     console = plain()
     with StageProgress(console, every_s=0.02) as shown:
@@ -113,3 +140,29 @@ def test_bars_show_what_is_left() -> None:
         assert "about 68 s left" in said(console)
         shown(StageEvent("build", "x", "finished", seconds=60.0))
     assert "done      60.0 s  build x" in said(console)
+
+
+BUILD_A, BUILD_B = "build [dim]a[/dim]", "build [dim]b[/dim]"
+
+
+def test_each_of_two_stages_has_a_bar_until_it_ends() -> None:
+    console = Console(file=io.StringIO(), width=130, force_terminal=True, color_system=None)
+    with StageProgress(console) as shown:
+        bars = shown._bars
+        shown(StageEvent("build", "a", "started", estimate_s=68.0))
+        shown(StageEvent("build", "b", "started", estimate_s=20.0))
+        shown(StageEvent("build", "b", "progress", 0.25, "timing"))
+        assert [(bar.description, bar.completed) for bar in bars.tasks] == [
+            (BUILD_A, 0.0),
+            (BUILD_B, 0.25),
+        ]
+        shown(StageEvent("build", "a", "progress", 0.5, "timing"))
+        shown(StageEvent("build", "b", "finished", seconds=20.0))
+        assert [(bar.description, bar.completed) for bar in bars.tasks] == [(BUILD_A, 0.5)]
+        shown(StageEvent("build", "b", "started"))
+        shown(StageEvent("build", "a", "finished", seconds=60.0))
+        assert [bar.description for bar in bars.tasks] == [BUILD_B]
+        shown(StageEvent("build", "b", "failed", text="no kernel"))
+        assert bars.tasks == []
+    text = said(console)
+    assert text.index("20.0 s  build b") < text.index("60.0 s  build a") < text.index("failed")
