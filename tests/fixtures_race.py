@@ -144,7 +144,8 @@ class LocalPeer:
         if isinstance(message, WarmUpOptions):
             return warm_up(partial(run_session, self.session, WORKLOAD.feeds), message, host.clock)
         if isinstance(message, Take):
-            return take_block(self.session, WORKLOAD.feeds, message.seconds, host.clock, self.cpu)
+            feeds, enough = WORKLOAD.feeds, message.enough_runs
+            return take_block(self.session, feeds, message.seconds, host.clock, self.cpu, enough)
         return Ready()
 
     def cpu(self) -> CpuClock:
@@ -175,6 +176,7 @@ def run_race(
     stalled: Mapping[int, Mapping[int, float]] | None = None,
     waits_in: Mapping[int, frozenset[int]] | None = None,
     loading_s: float = 0.0,
+    enough_runs: int | None = None,
 ) -> tuple[list[LocalPeer], Any]:
     """A race whose first engine is the baseline unless `roles` say otherwise; `stalled` and `waits_in` are by engine.
 
@@ -207,6 +209,7 @@ def run_race(
         options,
         start,
         clock=lambda: wall_s,
+        enough_runs=enough_runs,
     )
     assert all(peer.stopped for peer in peers)
     return peers, results(contestants, [WORKLOAD], QUIET_HOST)

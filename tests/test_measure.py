@@ -137,6 +137,35 @@ def test_block_lasts_for_time_and_runs() -> None:
     assert measure_block(lambda: host.work(1.0), host.clock, min_s=0, min_runs=0) == ()
 
 
+@pytest.mark.parametrize(
+    ("run_s", "min_runs", "enough_runs", "runs"),
+    [
+        (0.001, 1, None, 1000),
+        (0.001, 1, 500, 500),
+        (0.01, 1, 500, 100),  # time ends it first
+        (0.001, 1, 20, 100),  # not before a tenth of the time
+        (0.001, 800, 500, 800),
+        (0.01, 300, 200, 300),
+    ],
+)
+def test_a_block_may_end_with_enough_runs(
+    run_s: float,
+    min_runs: int,
+    enough_runs: int | None,
+    runs: int,
+) -> None:
+    host = NoisyHost(0, noise=0.0, stalls=0.0)
+    times = measure_block(
+        lambda: host.work(run_s),
+        host.clock,
+        min_s=1.0,
+        min_runs=min_runs,
+        enough_runs=enough_runs,
+    )
+    assert len(times) == pytest.approx(runs, abs=1)  # sums of floats
+    assert set(times) == {run_s}
+
+
 def test_warm_up_goes_on_until_the_median_settles() -> None:
     host = NoisyHost(1, noise=0.001, stalls=0.0)
     calls = 0

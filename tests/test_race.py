@@ -114,6 +114,27 @@ def test_the_times_of_the_plan_are_shared_by_the_usual_processes() -> None:
     assert [message for message in short[0].received if isinstance(message, Take)] == [Take(3.0 / 18)] * 18
 
 
+@pytest.mark.parametrize(
+    ("enough_runs", "fewest", "most"),
+    [(None, 900, 1100), (500, 500, 500), (5, 90, 110), (2000, 900, 1100)],
+    ids=["whole", "enough", "at least a tenth", "never enough"],
+)
+def test_blocks_may_end_once_they_hold_enough_runs(
+    enough_runs: int | None,
+    fewest: int,
+    most: int,
+) -> None:
+    """A block of half a second holds 1,000 runs of this engine; its median is the same."""
+    options = SHORT.model_copy(update={"duration_s": 18.0})
+    host = Host()
+    peers, (_, found) = run_race(host, [0.0005, 0.0005], options=options, enough_runs=enough_runs)
+    blocks = found.rows[0].end_to_end.blocks
+    takes = {each for each in peers[0].received if isinstance(each, Take)}
+    assert takes == {Take(0.5, enough_runs)}
+    assert fewest <= min(blocks) <= max(blocks) <= most
+    assert found.rows[0].end_to_end.median_s == pytest.approx(0.0005, rel=0.1)
+
+
 # -- who gets how many processes ---------------------------------------------------------------------------------------
 
 
