@@ -67,6 +67,7 @@ from pipeline.core import (
 from pipeline.errors import (
     BackendUnavailable,
     ChildDied,
+    ChildKilled,
     LoadCrashed,
     ModelError,
     UnsupportedError,
@@ -324,6 +325,8 @@ def _loaded_once(engine: Engine, progress: Progress) -> Engine:
     try:
         with gpu_turn(engine.target.compute_capability is not None, progress):
             return engine.model_copy(update={"cold_start_s": cold_start_s(engine)})
+    except ChildKilled:  # it says nothing of the package
+        raise
     except ChildDied as error:
         said = "AOTInductor's package was built here, and the process that loaded it crashed"
         advice = "take `form: exported` or `form: compile`; see the log of this stage"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
 import textwrap
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +29,18 @@ from pipeline.core import (
     Recipe,
     Target,
     TensorSpec,
+    silent,
 )
-from pipeline.errors import BackendUnavailable, DataError, ModelError, StoreError, UnsupportedError
+from pipeline.errors import (
+    BackendUnavailable,
+    ChildDied,
+    ChildKilled,
+    DataError,
+    LoadCrashed,
+    ModelError,
+    StoreError,
+    UnsupportedError,
+)
 from pipeline.graph import draw_feeds
 from pipeline.measure import cpu_flags
 from pipeline.process import call_in_child
@@ -411,6 +424,7 @@ def test_a_package_of_machine_code_answers_as_the_module_and_leaves_nothing_behi
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # what stays, by design
     source = source_of("residual_cnn", IMAGE, outputs=("classes",))
     feeds = images(2, 5, 1)
     engine, got = call_in_child(
@@ -423,6 +437,7 @@ def test_a_package_of_machine_code_answers_as_the_module_and_leaves_nothing_behi
         name="aoti",
     )
     assert engine.recipe.label == "torch aoti fp32"
+    assert engine.cold_start_s  # it was loaded once where it was built
     assert_as_the_module(source, feeds, got)
     assert list((tmp_path / "tmp").rglob("*.wrapper.so")) == []  # unpacked, loaded and removed
     assert PACKAGE["cpp.dynamic_threads"]
@@ -437,6 +452,69 @@ def test_a_package_of_machine_code_answers_as_the_module_and_leaves_nothing_behi
     engine.path.write_bytes(b"damaged")
     with pytest.raises(StoreError, match="cannot be opened"):
         call_in_child(answers, engine, feeds, name="damaged")
+
+
+CRASH = """
+#include <csignal>
+__attribute__((constructor)) static void crash() { std::raise(%s); }
+"""
+IN_PACKAGE = "program/data/aotinductor/model/x.wrapper"
+
+
+def package_that_dies(out: Path, number: str) -> Engine:
+    """An AOTInductor package whose machine code ends the process that loads it."""
+    out.mkdir()
+    (out / "crash.cpp").write_text(CRASH % number)
+    compiler = ["g++", "-shared", "-fPIC", "-o", out / "crash.so", out / "crash.cpp"]
+    subprocess.run(compiler, check=True)
+    target = torch_programs.probe()
+    files = {
+        f"{IN_PACKAGE}.so": (out / "crash.so").read_bytes(),
+        f"{IN_PACKAGE}_metadata.json": json.dumps({"AOTI_DEVICE_KEY": "cpu"}).encode(),
+        "program/archive_format": b"pt2",
+        "program/archive_version": b"0",
+        "program/.data/version": b"6",
+        "program/byteorder": b"little",
+    }
+    with zipfile.ZipFile(out / torch_programs.FILE, "w") as package:
+        for name, content in files.items():
+            package.writestr(name, content)
+    return Engine(
+        root=out,
+        file=torch_programs.FILE,
+        digest="d",
+        target=target,
+        recipe=recipe_of("aoti"),
+        inputs=(IMAGE,),
+        outputs=(CLASSES,),
+        profiles=(PROFILE,),
+        threads=1,
+        size_bytes=0,
+    )
+
+
+@COMPILER
+@pytest.mark.parametrize(
+    ("number", "error", "words"),
+    [
+        ("SIGSEGV", LoadCrashed, "the process that loaded it crashed: .*SIGSEGV"),
+        ("SIGKILL", ChildKilled, "SIGKILL"),
+    ],
+)
+def test_a_package_that_crashes_where_it_was_built_is_named_but_not_one_that_was_killed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: str,
+    error: type[ChildDied],
+    words: str,
+) -> None:
+    """A process that is killed has run out of memory: that says nothing of the package."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    engine = package_that_dies(tmp_path / "engine", number)
+    with pytest.raises(error, match=words) as caught:
+        torch_programs._loaded_once(engine, silent)
+    assert type(caught.value) is error
+    assert caught.value.may_pass is (number == "SIGKILL")
 
 
 def cache_hits(engine: Engine, progress: Progress) -> tuple[int, int]:
