@@ -14,13 +14,14 @@ from pipeline.candidates import reference_outputs
 from pipeline.compile import (
     build_baselines,
     build_reference,
+    call_of_fastest,
     deliverable_candidate,
     delivered_engine,
     export_model,
 )
 from pipeline.config import Plan
 from pipeline.core import Engine, Note, OnnxModel
-from pipeline.decide import decide, ratio_missing, ratio_of
+from pipeline.decide import Baseline, decide, ratio_missing, ratio_of
 from pipeline.deliver import check_if_sealed
 from pipeline.elimination import Role
 from pipeline.errors import ModelError
@@ -64,6 +65,7 @@ class Remeasured:
     engine: Engine
     found: Benchmarks
     kept: Engine | None  # the baseline as an engine, delivered if the engine is no faster
+    call: str = ""  # how the user calls the fastest baseline, where that is a PyTorch module
 
 
 def benchmark_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -> Remeasured:
@@ -78,7 +80,7 @@ def benchmark_again(report: Report, plan: Plan, engine: Engine, runner: Runner) 
     if fastest is not None and _is_slower_or_equal(found.results[-1]):
         same = deliverable_recipe(fastest.recipe) == engine.recipe
         kept = engine if same else _deliverable(job, exported, fastest)
-    return Remeasured(engine, found, kept)
+    return Remeasured(engine, found, kept, call_of_fastest(found, baselines))
 
 
 def _deliverable(job: Job, exported: OnnxModel, baseline: Engine) -> Engine | None:
@@ -166,7 +168,8 @@ def with_figures(report: Report, remeasured: Remeasured, steps: Sequence[Step]) 
         return report.model_copy(update={**renewed, "baseline": last, "baselines": others, "delivered": engine})
     winner = winner.model_copy(update={"engine": engine, "benchmark": last})
     baselines = sorted(reports[:-1], key=lambda each: each.label != found.baseline)
-    decision = decide([winner], winner, report.validation, found.baseline)
+    baseline = Baseline(found.baseline, remeasured.call, remeasured.kept is not None)
+    decision = decide([winner], winner, report.validation, baseline)
     verdict = {
         "candidates": tuple(winner if each.label == winner.label else each for each in unmeasured),
         "baseline": baselines[0],

@@ -18,7 +18,7 @@ from pipeline.backends.onnxruntime_ import AS_WRITTEN, gpu_providers
 from pipeline.candidates import Prepared, ablate, build_engine, check_candidates, check_engine, prepare_all, recipes_of, reference_outputs, rescue
 from pipeline.config import DataConfig, GeneratedData, Plan
 from pipeline.core import Engine, Note, OnnxModel, OrtProvider, Precision, Recipe, Target
-from pipeline.decide import Decision, choose, decide, is_slower_or_equal, ratio_missing, ratio_of
+from pipeline.decide import Baseline, Decision, choose, decide, is_slower_or_equal, ratio_missing, ratio_of
 from pipeline.deliver import deliver_engine, withdraw_engine
 from pipeline.elimination import Role
 from pipeline.errors import (
@@ -36,6 +36,7 @@ from pipeline.race import RaceEntry
 from pipeline.recipes import (
     AS_GIVEN,
     baseline_recipes,
+    call_of,
     cpu_recipe_as_given,
     deliverable_recipe,
     gpu_recipes_as_given,
@@ -127,6 +128,7 @@ class Measured:
     ablation: Ablation | None
     baselines: tuple[BenchmarkReport, ...]
     run: Benchmarks
+    call: str = ""  # how the user calls the fastest baseline, where that is a PyTorch module
 
 
 def export_model(job: Job) -> OnnxModel:
@@ -368,7 +370,14 @@ def measure(job: Job, model: OnnxModel, baselines: list[Engine], prepared: Prepa
         ablation=ablation_from(prepared.ablated, candidates) if prepared.ablated else Ablation(label="") if job.plan.ablate else None,
         baselines=baselines_first(found, baselines),
         run=found,
+        call=call_of_fastest(found, baselines),
     )
+
+
+def call_of_fastest(found: Benchmarks, baselines: Iterable[Engine]) -> str:
+    """How the user calls the baseline that ratios refer to; empty unless it is PyTorch's."""
+    recipes = (engine.recipe for engine in baselines if engine.recipe.label == found.baseline)
+    return next((call_of(recipe) for recipe in recipes if recipe.backend == "pytorch"), "")
 
 
 def entries_of(baselines: Iterable[Engine], prepared: Prepared) -> list[RaceEntry]:
@@ -459,7 +468,7 @@ def write_up(
         measured.candidates,
         choose(measured.candidates),
         validation,
-        measured.run.baseline,
+        Baseline(measured.run.baseline, measured.call, kept is not None and kept.engine is not None),
     )
     winner = decision.winner
     return Report(

@@ -44,6 +44,15 @@ class Decision:
     nearest_miss: Candidate | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What the user has today, for the sentences of a verdict."""
+
+    label: str = "the baseline"
+    call: str = ""  # how a PyTorch module is called to be as fast; empty for any other
+    is_delivered: bool = True  # with `keep`, as an engine
+
+
 def first_row(candidate: Candidate) -> LatencyRow | None:
     """The row that decides about speed: the first benchmarked shape."""
     return candidate.benchmark.rows[0] if candidate.benchmark and candidate.benchmark.rows else None
@@ -134,9 +143,9 @@ def decide(
     candidates: Sequence[Candidate],
     winner: Candidate | None,
     validation: ValidationReport | None,
-    baseline: str = "the baseline",
+    baseline: Baseline = Baseline(),
 ) -> Decision:
-    """What may be said of the winner that `choose` found, or of its absence. `baseline`: its label.
+    """What may be said of the winner that `choose` found, or of its absence.
 
     accepted   measurably faster than the baseline, and proven on the validation set
     keep       compared with the baseline, and not measurably faster: what the user has stays
@@ -181,14 +190,21 @@ def _missing_proof(winner: Candidate, validation: ValidationReport | None) -> _M
     return _Missing(tuple(reasons), tuple(steps))
 
 
-def _why_kept(best: Candidate, baseline: str) -> tuple[str, ...]:
+def _why_kept(best: Candidate, baseline: Baseline) -> tuple[str, ...]:
     ratio = ratio_of(best)
     assert ratio is not None
     slower = "is slower" if ratio.high < 1.0 else "is not measurably faster"
+    called = (f"{baseline.label} is the call `{baseline.call}`",) if baseline.call else ()
+    delivered = (
+        "what you have is delivered as an engine: it needs no proof of accuracy"
+        if baseline.is_delivered
+        else "what you have could not be delivered as an engine: go on as you do"
+    )
     return (
-        f"no candidate that kept its accuracy is faster than {baseline}",
+        f"no candidate that kept its accuracy is faster than {baseline.label}",
         f"the fastest of them, {best.title}, {slower}: {ratio.value:.2f} times as fast (95 % {ratio.low:.2f} to {ratio.high:.2f})",
-        "what you have is delivered as an engine: it needs no proof of accuracy",
+        *called,
+        delivered,
     )
 
 

@@ -1,11 +1,21 @@
 """A compile's report with the figures of a new run: nothing in it rests on latencies that are gone."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from pipeline.again import AGAIN, Remeasured, with_figures
+from pipeline.again import AGAIN, Remeasured, benchmark_again, with_figures
+from pipeline.compile import compile_plan
+from pipeline.config import load_plan
 from pipeline.render import all_sections, load_report, write_report
 from pipeline.report import Ablation, AblationRow, Benchmarks, Report, Step
+from pipeline.runner import Runner
+from pipeline.stages.benchmark import ENOUGH_RUNS
+from pipeline.stages.benchmark import benchmark as measure
+from pipeline.store import Store
 from pipeline.terminal import console, print_latency
+from tests.fixtures_cli import write_task
+from tests.fixtures_halves import run_here
 from tests.fixtures_report import benchmark, sample_report
 
 WINNER = "openvino int8 nncf u8s8"
@@ -88,3 +98,20 @@ def test_it_is_written_read_and_printed_as_every_report(tmp_path: Path) -> None:
         print_latency(shown, report)
     assert WINNER in printed.get()
     assert "onnxruntime int8" not in printed.get()
+
+
+def test_a_compile_may_end_blocks_early_and_a_bench_never(tmp_path: Path) -> None:
+    """`bench` prints percentiles far out, which need all runs."""
+    enough: list[int | None] = []
+
+    def run(function: Callable[..., Any], *arguments: Any, **others: Any) -> Any:
+        if function is measure:
+            enough.append(arguments[-1])
+        return run_here(function, *arguments, **others)
+
+    plan = load_plan(write_task(tmp_path, candidates=[{"backend": "onnxruntime", "precision": "fp32"}]))
+    runner = Runner(Store(tmp_path / "home"), run=run)
+    report = compile_plan(plan, runner, "crucible compile plan.yaml")
+    assert report.delivered is not None
+    benchmark_again(report, plan, report.delivered, runner)
+    assert enough == [ENOUGH_RUNS, None]

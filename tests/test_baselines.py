@@ -14,6 +14,7 @@ from pipeline.candidates import check_candidates, reference_outputs
 from pipeline.compile import (
     build_baselines,
     build_reference,
+    call_of_fastest,
     check_baselines,
     compile_plan,
     deliverable_candidate,
@@ -21,7 +22,7 @@ from pipeline.compile import (
     publish_report,
 )
 from pipeline.config import load_plan
-from pipeline.core import Engine, OnnxModel, Precision, Progress, silent
+from pipeline.core import Engine, OnnxModel, Precision, Progress, Recipe, silent
 from pipeline.elimination import Role
 from pipeline.errors import PlanError
 from pipeline.job import Job, open_job
@@ -214,6 +215,7 @@ def test_where_nothing_is_faster_the_users_module_is_delivered_as_a_program(tmp_
     assert (report.verdict, report.winner) == ("keep", "pytorch eager fp32")
     assert report.delivered is not None
     assert report.delivered.recipe.label == "torch exported fp32"
+    assert report.reasons[2] == "pytorch eager fp32 is the call `module(...)`"
     assert [(each.label, each.state) for each in report.candidates] == [
         ("onnxruntime fp32", "measured"),
         ("torch exported fp32", "built"),
@@ -225,10 +227,24 @@ def test_where_it_cannot_be_delivered_the_report_says_why(tmp_path: Path) -> Non
     pytest.importorskip("torch")
     report = kept(pytorch_task(tmp_path, forward="x * float(torch.tensor(2.0).numpy())"))
     assert (report.verdict, report.delivered) == ("keep", None)
+    assert "could not be delivered as an engine" in report.reasons[-1]
     program = report.candidates[-1]
     assert (program.label, program.state) == ("torch exported fp32", "failed")
     assert "torch.export cannot capture this model" in program.reason
     assert not (tmp_path / "out" / "engine").exists()
+
+
+def test_the_call_of_the_fastest_baseline_is_named_and_none_of_an_onnx_file(tmp_path: Path) -> None:
+    """A compile is pretended, as it takes a minute: only the recipe decides how it is called."""
+    given = {"backend": "pytorch", "precision": Precision.FP16, "variant": "compile"}
+    compiled = Recipe.model_validate({**given, "mode": "max-autotune"})
+    job, exported = opened(write_task(tmp_path, simplify={"enabled": False}))
+    (file,) = build_baselines(job, exported)
+    module = file.model_copy(update={"recipe": compiled})
+    call = 'torch.compile(module.half(), mode="max-autotune")'
+    for engine, expected in ((module, call), (file, "")):
+        found = Benchmarks(created="", results=(), baseline=engine.recipe.label)
+        assert call_of_fastest(found, [file, module]) == expected
 
 
 def test_a_baseline_that_loses_the_accuracy_is_neither_measured_nor_delivered(

@@ -15,6 +15,7 @@ from pipeline.decide import (
     SEE_LAYERS,
     SEVEN_BITS,
     TRAIN_IN_16_BITS,
+    Baseline,
     choose,
     contenders,
     decide,
@@ -90,7 +91,7 @@ def test_a_winner_that_holds_on_the_validation_set_is_accepted_with_its_numbers(
 
 def test_a_ratio_whose_interval_holds_one_is_not_called_faster() -> None:
     winner = candidate("a", 1.02).model_copy(update={"benchmark": BenchmarkReport(label="a", rows=(row(1.02, 0.97, 1.06),))})
-    decision = decide([winner], winner, None, "pytorch eager fp32")
+    decision = decide([winner], winner, None, Baseline("pytorch eager fp32"))
     assert decision.verdict == "keep"
     assert decision.winner is winner, "the fastest of those that lost"
     assert decision.reasons[:2] == (
@@ -103,9 +104,23 @@ def test_a_ratio_whose_interval_holds_one_is_not_called_faster() -> None:
 def test_a_winner_that_is_slower_than_the_baseline_is_none() -> None:
     """What an H200 said of small models: ACCEPTED, at 0.66 (0.52 to 0.85) times the speed of the baseline."""
     slower = candidate("a", 0.66).model_copy(update={"benchmark": BenchmarkReport(label="a", rows=(row(0.66, 0.52, 0.85),))})
-    decision = decide([slower], choose([slower]), validation(0.0), "tensorrt as given tf32")
+    decision = decide([slower], choose([slower]), validation(0.0), Baseline("tensorrt as given tf32"))
     assert decision.verdict == "keep"
     assert "a, is slower: 0.66 times as fast (95 % 0.52 to 0.85)" in decision.reasons[1]
+
+
+@pytest.mark.parametrize("is_delivered", [True, False])
+def test_what_is_kept_is_named_as_it_is_called_and_whether_it_is_delivered(
+    is_delivered: bool,
+) -> None:
+    slower = candidate("a", 0.66).model_copy(
+        update={"benchmark": BenchmarkReport(label="a", rows=(row(0.66, 0.52, 0.85),))},
+    )
+    baseline = Baseline("pytorch compile fp16", "torch.compile(module.half())", is_delivered)
+    reasons = decide([slower], slower, None, baseline).reasons
+    assert "pytorch compile fp16 is the call `torch.compile(module.half())`" in reasons
+    assert any("is delivered as an engine" in reason for reason in reasons) is is_delivered
+    assert any("could not be delivered" in reason for reason in reasons) is not is_delivered
 
 
 def test_where_the_host_cannot_tell_the_verdict_is_unproven_with_the_reason() -> None:
