@@ -22,7 +22,7 @@ from pipeline.runner import Runner
 from pipeline.stages.convert import convert
 from pipeline.stages.prove import prove
 from pipeline.store import Store
-from tests.fixtures_recurrent import PROFILE, Form, feeds_of, forms, write
+from tests.fixtures_recurrent import PROFILE, Form, Operator, feeds_of, forms, write
 
 pytestmark = pytest.mark.gpu
 FEWEST_COSINE = {Precision.FP16: 0.9999, Precision.BF16: 0.999}
@@ -64,15 +64,25 @@ def stays_in_fp32(form: Form, precision: Precision) -> bool:
 
 
 def cases() -> Iterator[tuple[Form, Precision]]:
-    """All forms but most of the reverse ones in fp16, some in bf16: each is a build."""
-    for form in forms():
-        if form.direction != "reverse" or form.lengths or (form.state and form.bias):
-            yield form, Precision.FP16
-        if form.direction == "bidirectional" and form.bias and not form.only_last:
-            yield form, Precision.BF16
+    """Each operator with each of its parts once: a case is a build of several seconds.
+
+    tests/test_recurrent.py converts all combinations, which needs no GPU.
+    """
+    operators: tuple[Operator, ...] = ("GRU", "LSTM", "RNN")
+    for operator in operators:
+        yield Form(operator, clip=0.5), Precision.FP16
+        yield Form(operator, dynamic=False), Precision.FP16
+        yield Form(operator, "reverse", state=True, bias=False), Precision.FP16
+        yield Form(operator, "bidirectional", state=True), Precision.FP16
+        yield Form(operator, "bidirectional", only_last=True), Precision.FP16
+        yield Form(operator, "bidirectional", lengths=True), Precision.FP16
+        yield Form(operator, "bidirectional", state=True), Precision.BF16
+    yield Form("GRU", "bidirectional", state=True, linear_before_reset=True), Precision.FP16
+    yield Form("LSTM", "bidirectional", state=True, peepholes=True), Precision.FP16
 
 
 CASES = [*cases()]
+assert {form for form, _ in CASES} <= {*forms()}, "each is converted without a GPU as well"
 
 
 @pytest.mark.parametrize(("form", "precision"), CASES, ids=[f"{form}-{precision}" for form, precision in CASES])
@@ -121,8 +131,11 @@ def torch_plan(folder: Path, kind: str, states: bool, exporter: str) -> Any:
     return plan_from_document({"name": "recurrent", "model": model, "profiles": [{"batch": [1, 4, 8]}], "export": {"exporter": exporter}}, folder)
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize("states", [False, True], ids=["plain", "states"])
+@pytest.mark.parametrize(
+    ("states", "exporter"),
+    [(False, "dynamo"), (True, "torchscript")],
+    ids=["plain dynamo", "states torchscript"],
+)
 @pytest.mark.parametrize("kind", ["GRU", "LSTM", "RNN"])
 def test_torchs_own_modules_run_in_fp16(tmp_path: Path, kind: str, states: bool, exporter: str) -> None:
     plan = torch_plan(tmp_path, kind, states, exporter)

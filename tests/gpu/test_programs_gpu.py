@@ -34,13 +34,14 @@ from pipeline.core import (
     ModelSource,
     OnnxModel,
     Precision,
-    Profile,
     ProgramForm,
     Progress,
     Recipe,
-    TensorSpec,
 )
+from pipeline.deliver import seal
 from pipeline.elimination import Role
+from pipeline.errors import LoadCrashed
+from pipeline.feeding import BatchSpec
 from pipeline.graph import draw_feeds
 from pipeline.job import open_job
 from pipeline.process import call_in_child
@@ -52,20 +53,12 @@ from pipeline.stages.export import export
 from pipeline.store import Store
 from tests.backends.fixtures_pytorch import CLASSES, IMAGE, engine_of, source_of
 from tests.fixtures_cli import crucible, write_task
-from tests.service.serving.fixtures_engines import deployed, play
+from tests.gpu.fixtures_programs import MODELS, profile_of, skipped_if_packages_crash
+from tests.service.serving.fixtures_engines import asking, deployed, play
 from tests.test_compile import NETWORK
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]
 
-X = TensorSpec(name="x", dtype="float32", shape=("batch", 12, 16), kind="dynamic")
-TOKENS = X.model_copy(update={"shape": ("batch", "sequence", 32)})
-Y = TensorSpec(name="output_0", dtype="float32", shape=("batch", 4), kind="dynamic")
-MODELS = {
-    "residual_cnn": (IMAGE, CLASSES.model_copy(update={"name": "output_0"})),
-    "recurrent": (X, Y),
-    "block": (TOKENS, Y.model_copy(update={"shape": TOKENS.shape})),
-}
-PROFILE = Profile.model_validate({"dims": {"batch": [1, 4, 16], "sequence": [1, 8, 32]}})
 FLOATS = (Precision.FP32, Precision.TF32, Precision.FP16, Precision.BF16)
 LARGEST_ERROR = {  # of the largest value of the reference
     Precision.FP32: 1e-4,
@@ -79,6 +72,17 @@ COMPILED: dict[str, tuple[Case, ...]] = {  # one mode each: compiling takes long
     "recurrent": (("compile", Precision.FP16, "reduce-overhead"),),
     "block": (("compile", Precision.BF16, "max-autotune"), ("compile", Precision.FP32, None)),
 }
+
+
+@pytest.fixture(scope="module")
+def package_crash(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Why PyTorch's packages cannot be had on this host; empty where they can."""
+    out = tmp_path_factory.mktemp("package")
+    try:
+        call_in_child(build, "residual_cnn", ("aoti", Precision.FP16, None), out, name="package")
+    except LoadCrashed as error:
+        return error.message
+    return ""
 
 
 def source_and_model(name: str, out: Path) -> tuple[ModelSource, OnnxModel]:
@@ -98,7 +102,7 @@ def build(name: str, case: Case, out: Path, progress: Progress) -> Engine:
     return torch_programs.build(
         model,
         recipe,
-        BuildOptions(profiles=(PROFILE,), source=source),
+        BuildOptions(profiles=(profile_of(name),), source=source),
         out,
     )
 
@@ -106,7 +110,8 @@ def build(name: str, case: Case, out: Path, progress: Progress) -> Engine:
 def errors(name: str, cases: Sequence[Case], out: Path, progress: Progress) -> list[float]:
     """Of every case the largest error at min, opt, max and an odd size, of the largest value."""
     source, _ = source_and_model(name, out)
-    points = [*(PROFILE.sizes(point) for point in ("opt", "min", "max")), PROFILE.odd_sizes()]
+    profile = profile_of(name)
+    points = [*(profile.sizes(point) for point in ("opt", "min", "max")), profile.odd_sizes()]
     feeds = [draw_feeds(source.inputs, sizes, seed) for seed, sizes in enumerate(points)]
     module = load_module(source, "cuda")
     wanted = [run_module(module, source, each, "cuda")["output_0"] for each in feeds]
@@ -137,7 +142,8 @@ def test_every_form_answers_as_eager_fp32_within_its_precision(
 ) -> None:
     plain: tuple[Case, ...] = tuple((form, precision, None) for precision in FLOATS)
     cases = COMPILED[name] if form == "compile" else plain
-    found = call_in_child(errors, name, cases, tmp_path, name=f"{name} {form}")
+    with skipped_if_packages_crash():
+        found = call_in_child(errors, name, cases, tmp_path, name=f"{name} {form}")
     for (_, precision, mode), error in zip(cases, found, strict=True):
         assert error <= LARGEST_ERROR[precision], f"{name} {form} {mode} {precision}: {error}"
         if precision in (Precision.FP16, Precision.BF16):
@@ -156,10 +162,11 @@ def baseline_in_child(
     return engine_of(source, (CLASSES,), variant, out, precision, mode)
 
 
-def test_programs_and_baselines_are_timed_in_one_race(tmp_path: Path) -> None:
+def test_programs_and_baselines_are_timed_in_one_race(tmp_path: Path, package_crash: str) -> None:
+    """Without the package where packages crash: the other forms are timed all the same."""
     (tmp_path / "export").mkdir()
     source = source_of("residual_cnn", IMAGE, outputs=("classes",))
-    profiles = (Profile.model_validate({"dims": {"batch": [1, 2, 5], "sequence": [1, 4, 9]}}),)
+    profiles = (profile_of("residual_cnn"),)
     model = call_in_child(
         export,
         source,
@@ -180,15 +187,15 @@ def test_programs_and_baselines_are_timed_in_one_race(tmp_path: Path) -> None:
         arguments = (source, precision, variant, mode, place)
         engines.append(call_in_child(baseline_in_child, *arguments, name=variant))
     cases: list[Case] = [
-        ("aoti", Precision.FP16, None),
+        *([] if package_crash else [("aoti", Precision.FP16, None)]),
         ("exported", Precision.FP16, None),
         ("compile", Precision.FP16, "reduce-overhead"),
     ]
     for number, case in enumerate(cases):
         place = tmp_path / f"program-{number}"
         engine = call_in_child(build, "residual_cnn", case, place, name=case[0])
-        named = {"outputs": (CLASSES,), "profiles": profiles}  # as the baselines have them
-        engines.append(engine.model_copy(update=named))
+        engines.append(engine.model_copy(update={"outputs": (CLASSES,)}))
+    engines = [engine.model_copy(update={"profiles": profiles}) for engine in engines]
     roles = [*[Role.BASELINE] * len(wanted), *[Role.CANDIDATE] * len(cases)]
     entries = list(map(RaceEntry, engines, roles))
     options = BenchmarkConfig(duration_s=0.3, sizes=({"batch": 2},))
@@ -204,16 +211,19 @@ def test_programs_and_baselines_are_timed_in_one_race(tmp_path: Path) -> None:
     ids=["aoti", "cuda graphs"],
 )
 def test_a_worker_serves_programs_from_the_gpu(tmp_path: Path, case: Case) -> None:
-    engine = call_in_child(build, "residual_cnn", case, tmp_path / "engine", name=case[0])
+    with skipped_if_packages_crash():
+        engine = call_in_child(build, "residual_cnn", case, tmp_path / "engine", name=case[0])
+    seal(engine.root, engine)  # as a delivered engine is
     source, _ = source_and_model("residual_cnn", tmp_path)
     module = load_module(source)
     batches = (1, 4, 2, 16, 3, 1)
     feeds = [draw_feeds((IMAGE,), {"batch": batch}, batch) for batch in batches]
+    by_row = BatchSpec(axes={"image": 0, "output_0": 0}, maximum=16, proved=True)
 
     async def story() -> None:
-        async with deployed(tmp_path, engine, device="gpu:0", load_s=300.0) as bench:
+        async with deployed(tmp_path, engine, by_row, device="gpu:0", load_s=300.0) as bench:
             for each in feeds:
-                answer = await bench.ask(each["image"])
+                answer = await bench.deployment.infer(asking(each))
                 want = run_module(module, source, each)["output_0"]
                 assert relative_error(answer.outputs["output_0"], want) <= LARGEST_ERROR[case[1]]
 
@@ -223,6 +233,7 @@ def test_a_worker_serves_programs_from_the_gpu(tmp_path: Path, case: Case) -> No
 # --- whole compiles of a two-layer perceptron, with what Crucible chooses by itself ---
 
 PYTORCH_CANDIDATES = {f"torch aoti {precision}" for precision in FLOATS}
+CRASHED = {"failed", "refused"}  # the first package, and those that are not built after it
 MODES, FAST = ("", " reduce-overhead", " max-autotune"), ("tf32", "fp16", "bf16")
 BEST = {f"pytorch compile{mode} {precision}" for mode in MODES for precision in FAST}
 
@@ -257,6 +268,7 @@ def compiled(plan: Path) -> Report:
 def test_default_candidates_and_the_best_baselines_end_with_a_verdict(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    package_crash: str,
 ) -> None:
     monkeypatch.setenv("CRUCIBLE_HOME", str(tmp_path / "home"))
     plan = perceptron(tmp_path, baselines="best")
@@ -267,7 +279,8 @@ def test_default_candidates_and_the_best_baselines_end_with_a_verdict(
         told = f"{label}: {candidate.state}: {candidate.reason}"
         own_choice = candidate.recipe.backend == "tensorrt"  # it may find fp32 kernels faster
         allowed = {"measured", "mislabelled"} if own_choice else {"measured"}
-        assert candidate.state in allowed, told
+        crashed = package_crash and candidate.recipe.form == "aoti"
+        assert candidate.state in (CRASHED if crashed else allowed), told
     notes = [note.text for note in first.notes]
     assert {each.label for each in first.baselines} >= BEST | {"pytorch eager tf32"}, notes
     steps = {step.subject: step for step in first.steps if step.stage == "torch.compile"}
@@ -313,12 +326,15 @@ def test_the_baseline_of_an_onnx_file_runs_on_the_gpu(tmp_path: Path) -> None:
 def test_a_delivered_program_is_validated_and_measured_again(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    package_crash: str,
 ) -> None:
     monkeypatch.setenv("CRUCIBLE_HOME", str(tmp_path / "home"))
     plan = perceptron(tmp_path)
-    only = "candidates=[{backend: torch, precision: fp16}]"
+    form = "exported" if package_crash else "aoti"
+    only = f"candidates=[{{backend: torch, precision: fp16, form: {form}}}]"
     done = crucible("compile", plan, "--set", only, "--out", tmp_path / "out")
     assert done.code == 0, done.err
+    assert (tmp_path / "out" / "engine" / "program.pt2").is_file()
     for command in ("validate", "bench"):
         done = crucible(command, tmp_path / "out")
         assert done.code == 0, f"{command}: {done.err}"
