@@ -426,7 +426,7 @@ class Engine(Artifact):
     profiles: tuple[Profile, ...]
     threads: int
     size_bytes: int
-    cold_start_s: float | None = None  # if it is compiled at load: from no process to an answer
+    cold_start_s: float | None = None  # of compiled programs: from no process to an answer
     notes: tuple[Note, ...] = ()
 
 

@@ -69,7 +69,10 @@ def check_own(engine: Engine, manifest: Manifest, job: Job) -> None:
 
 
 def check_report(report: Report, override: bool) -> None:
-    """Conflict unless its engine was accepted; an unproven one, which a contended one is too, only with an override."""
+    """Conflict if there is no engine, or if the verdict is `unproven` and there is no override.
+
+    A report whose figures were taken beside engines that served is `unproven`.
+    """
     why = "; ".join(report.reasons) or "the report says no more"
     if not report.has_engine:
         raise Conflict(f"this report's verdict is {report.verdict}, and there is no engine to serve: {why}", "mend the plan and compile again")
