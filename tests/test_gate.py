@@ -12,13 +12,17 @@ import pytest
 
 from pipeline.backends import BACKENDS, onnxruntime_
 from pipeline.backends.base import Loaded, Session
-from pipeline.config import AccuracyConfig, GeneratedData
+from pipeline.compile import compile_plan
+from pipeline.config import AccuracyConfig, GeneratedData, load_plan
 from pipeline.core import DimRange, Engine, Profile, Tensors, TensorSpec
 from pipeline.data import SampleSet, SelectionSet, open_set
 from pipeline.errors import ModelError
 from pipeline.gate import ROWS_PER_SIZE, GatePoint, feeds_at, gate_points
 from pipeline.report import SizeCheck, ValidationReport
+from pipeline.runner import Runner
 from pipeline.stages.validate import run_reference, validate
+from pipeline.store import Store
+from tests.fixtures_cli import write_task
 from tests.fixtures_validate import LENIENT, SAME, Bench, labelled
 
 X = TensorSpec(name="x", dtype="float32", shape=("batch", 4))
@@ -341,3 +345,26 @@ def test_a_size_at_which_the_reference_fails_is_not_checked_and_the_report_says_
     assert isinstance(check, SizeCheck)
     assert check.not_checked.startswith("the reference fails there: ")
     assert any("not checked at batch = 65" in note.text for note in report.notes)
+
+
+# -- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_every_size_of_two_profiles_is_checked_and_both_are_proved(tmp_path: Path) -> None:
+    plan = write_task(
+        tmp_path,
+        candidates=[{"backend": "tensorrt", "precision": "fp16"}],
+        profiles=[{"batch": [1, 4, 8]}, {"batch": [16, 16, 64]}],
+        benchmark={"duration_s": 0.3, "warmup_s": 0.05, "budget_s": 5},
+    )
+    report = compile_plan(load_plan(plan), Runner(Store(tmp_path / "home")), "crucible compile plan.yaml")
+    (candidate,) = report.candidates
+    assert candidate.selection is not None, candidate.reason
+    checked = [(check.profile, check.sizes["batch"], check.failures) for check in candidate.selection.sizes]
+    assert checked == [(0, 1, ()), (0, 4, ()), (1, 16, ()), (1, 64, ())]
+    assert candidate.layers is not None
+    (second,) = candidate.other_layers
+    assert (second.profile, second.sizes["batch"]) == (1, 16)
+    assert any(layer.seconds for layer in second.layers)
+    assert not {layer.name for layer in second.layers} & {layer.name for layer in candidate.layers.layers}
