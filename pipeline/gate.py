@@ -43,7 +43,7 @@ class GatePoint(Frozen):
 
 
 def gate_points(samples: SampleSet, profiles: Sequence[Profile], batch: int) -> tuple[GatePoint, ...]:
-    """Every size to look at besides `batch` rows of all samples, each in the first profile that holds it."""
+    """Every size to look at besides the run over all samples, which takes `batch` rows in the first profile that holds them."""
     points: list[GatePoint] = []
     for index, profile in enumerate(profiles):
         points += _sample_points(samples, profiles, index, batch)
