@@ -110,6 +110,15 @@ def forget_starts(home: Path) -> None:
     shutil.rmtree(home / "logs", ignore_errors=True)
 
 
+def forget_stage(home: Path, stage: str) -> None:
+    """Let a stage run again, and remove the logs.
+
+    Candidates are prepared side by side: one may have ended a stage before another is disturbed.
+    """
+    forget_starts(home)
+    shutil.rmtree(home / "artifacts" / stage, ignore_errors=True)
+
+
 def wait_for_stage(home: Path, stage: str, process: subprocess.Popen[str]) -> None:
     """Until the log of this stage is there: its child has been started."""
     while not list((home / "logs").glob(f"{stage}-*")):

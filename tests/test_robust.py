@@ -15,7 +15,7 @@ from tests.fixtures_rank import write_broken_task
 from tests.fixtures_robust import (
     assert_same,
     finish,
-    forget_starts,
+    forget_stage,
     start,
     still_running,
     unfinished,
@@ -32,7 +32,7 @@ def kill_in(stage: str, delay_s: float, plan: Path, home: Path, out: Path) -> se
 
     Sooner, where the stage ends sooner: it may be faster now than when its time was taken.
     """
-    forget_starts(home)
+    forget_stage(home, stage)
     process = start(plan, home, out)
     wait_for_stage(home, stage, process)
     end = time.monotonic() + delay_s
@@ -87,7 +87,8 @@ def test_ctrl_c_in_every_stage_ends_with_130_and_leaves_what_was_finished(compil
     plan, home, out = compiled[0] / "plan.yaml", tmp_path / "home", tmp_path / "out"
     before: set[Path] = set()
     for stage in STAGES:
-        forget_starts(home)
+        forget_stage(home, stage)
+        before = {file for file in before if file.exists()}
         process = start(plan, home, out)
         wait_for_stage(home, stage, process)
         process.send_signal(signal.SIGINT)
