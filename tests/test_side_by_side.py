@@ -60,11 +60,15 @@ def _double(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Line:
-    """Stages that run here, but for what `before` does with the name of each before it runs."""
+    """Stages that run here, but for what `before` does with the name of each before it runs.
+
+    One at a time: stages are made for a process of their own, and change what threads share.
+    """
 
     def __init__(self, before: Callable[[Callable[..., Any], str], None]) -> None:
         self.before = before
         self.threads: set[threading.Thread] = set()
+        self.process = threading.Lock()
 
     def __call__(
         self,
@@ -76,7 +80,8 @@ class Line:
     ) -> Any:
         self.threads.add(threading.current_thread())
         self.before(function, name)
-        return run_here(function, *arguments, name=name, log=log, progress=progress)
+        with self.process:
+            return run_here(function, *arguments, name=name, log=log, progress=progress)
 
 
 def prepared(

@@ -144,9 +144,15 @@ def _recorder(trt: Any) -> Any:
 
 
 def _inspect(trt: Any, cuda_engine: Any, context: Any) -> str:
+    """What the inspector says of the engine, in JSON.
+
+    Without a context dynamic shapes, and with them formats, are not known. But TensorRT 10.6 said
+    nothing at all of the context of a second profile: then the engine is asked without one.
+    """
+    form = trt.LayerInformationFormat.JSON
     inspector = cuda_engine.create_engine_inspector()
-    inspector.execution_context = context  # else dynamic shapes, and with them formats, are not known
-    return str(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
+    inspector.execution_context = context
+    return str(inspector.get_engine_information(form) or cuda_engine.create_engine_inspector().get_engine_information(form))
 
 
 # -- pure -------------------------------------------------------------------------------------------------------------
@@ -162,7 +168,7 @@ def layers_from_inspector(
     `information` is the inspector's JSON; without detailed profiling verbosity it holds names only, and every precision is `unknown`.
     `times` are seconds by layer name. A time of no known layer becomes an `unknown` layer, so that no time is lost.
     """
-    document = _document(information) if isinstance(information, str) else information
+    document = _document(information or "{}") if isinstance(information, str) else information
     layers = [_layer(entry) for entry in document.get("Layers", ())]
     layers = [layer for layer in layers if layer.name in times or _profile_of(layer.name) == profile]
     known = {layer.name for layer in layers}

@@ -163,6 +163,7 @@ def test_separators_may_come_unescaped_and_what_is_no_json_is_our_bug() -> None:
     layers = layers_from_inspector('{"Layers": [{"Name": "c", "Metadata": "[ONNX Layer: a]\x1e[ONNX Layer: b]"}]}', {})
     assert layers[0].nodes == ("a", "b")
     assert layers_from_inspector("null", {}) == ()
+    assert layers_from_inspector("", {"conv": [0.1]})[0].precision == "unknown"  # nothing is told of a later profile
     with pytest.raises(InternalError, match="is no JSON"):
         layers_from_inspector("Layers(0): conv", {})
 
@@ -211,13 +212,17 @@ class Loaded:
         self._session = session
         self.cuda_engine = SimpleNamespace(create_engine_inspector=lambda: self)
         self.execution_context: Any = None
+        self.is_silent = False
 
     def session(self, profile: int = 0) -> Session:
         self._session.calls.append(f"profile {profile}")
         return self._session
 
     def get_engine_information(self, form: str) -> str:
-        assert self.execution_context is self._session.context
+        assert self.execution_context is self._session.context or self.is_silent
+        if self.is_silent and self.execution_context is not None:
+            self.execution_context = None  # the next inspector has none
+            return ""
         return (
             json.dumps({"Layers": [{"Name": name, "LayerType": name} for name in ("convolution", "gemm")], "Bindings": []}) if form == "json" else ""
         )
@@ -248,6 +253,15 @@ def test_the_profile_that_is_asked_for_is_timed() -> None:
     table = layer_table(LIBRARY, Loaded(session), {"x": np.zeros((5, 3), np.float32)}, profile=1, runs=3)
     assert (table.profile, session.calls[0]) == (1, "profile 1")
     assert {layer.name for layer in table.layers} == {"convolution", "gemm"}
+
+
+def test_where_nothing_is_said_of_a_context_the_engine_is_asked() -> None:
+    session = Session()
+    loaded = Loaded(session)
+    loaded.is_silent = True
+    table = layer_table(LIBRARY, loaded, {"x": np.zeros((5, 3), np.float32)}, profile=1, runs=3)
+    assert [layer.name for layer in table.layers] == ["convolution", "gemm"]
+    assert loaded.execution_context is None
 
 
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
