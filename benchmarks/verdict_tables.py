@@ -11,10 +11,12 @@ Document = Mapping[str, Any]
 LONGEST = 3  # stages that a row names
 
 ABOUT = """## Verdicts on small and awkward models
-What `crucible compile` says with default candidates, from an empty store: of the demo, of two tiny models (`mlp`, and `mlp_onnx`, the same as a
-file), a GRU, a block that overflows in fp16, and larger ones; weights are random but for the demo's. `accepted` is certainly faster than the
-best of what runs today (the baseline), `keep` means that nothing is, and `unproven` that this host could not tell. Beside two busy loops a row
-ends with the true order, or says why not. Seconds are those of the whole process; the longest stages show where they go."""
+What `crucible compile` says with default candidates, from an empty store: of the demo, and of models in
+`benchmarks/verdict_models.py` with random weights. `mlp` has two layers, and `mlp_onnx` is the same as a
+file. A model that is not in the table was not run yet. `accepted` is certainly faster than the best of
+what runs today (the baseline), `keep` means that nothing is, and `unproven` that this host could not
+tell. Beside two busy loops a row ends with the true order, or says why not. Seconds are those of the
+whole process; the longest stages show where they go."""
 COLUMNS = ("model", "verdict", "engine", "times the baseline (95 %)", "baseline", "s", "longest stages, s")
 GPU = """### On a GPU
 TensorRT beside PyTorch. Repeat it there with `python benchmarks/verdicts.py`."""

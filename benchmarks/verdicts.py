@@ -2,8 +2,9 @@
 
     python benchmarks/verdicts.py [NAME ...] [--beside N] [--into FILE]
 
-NAME: an architecture of verdict_models.py, `mlp_onnx`, its first one as an ONNX file, or `digits`, the demo. Weights are random but for digits,
-and so are the inputs: what is looked at is speed and whether 16 and 8 bits keep the answers, by cosine.
+NAME: an architecture of verdict_models.py, `mlp_onnx`, its first one as an ONNX file, or `digits`,
+the demo. Weights are random but for digits, and so are the inputs: what is looked at is speed, and
+whether 16 and 8 bits keep the answers, by cosine.
 `--beside N` runs N busy loops meanwhile: a row then ends with the true order of the engines, or says
 that the host cannot tell. Rows that are measured again take the place of earlier ones in FILE.
 """

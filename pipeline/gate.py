@@ -1,11 +1,11 @@
 """At which sizes the accuracy gate looks at an engine, and with which inputs. Pure.
 
-An engine may be right at one batch size and wrong at another: a builder chooses other kernels for each
-profile, and kernels have other paths for small batches. So the gate runs, besides the whole selection
-set at one batch size, in every profile:
+An engine may be right at one batch size and wrong at another: a builder chooses other kernels for
+each profile, and kernels have other paths for small batches. So besides the whole selection set at
+one batch size, the gate runs in every profile:
 
     samples     batches of 1, min, opt and max rows, cut from the selection set or filled up from it
-    generated   min, opt and max of the profile where no sample has the other sizes, e.g. its sequence
+    generated   min, opt and max of the profile where no sample has its other sizes (a sequence)
 
 Generated inputs are samples with their axes cut or repeated, so that ids and masks stay such as the
 model knows; where there is no sample they are random.
@@ -25,25 +25,29 @@ from pipeline.core import Frozen, Point, Profile, Tensors, TensorSpec
 from pipeline.data import Batch, GeneratedPart, SampleSet
 from pipeline.graph import draw_feeds
 
-ROWS_PER_SIZE = 256  # of the selection set at each size besides the first: what keeps the cost in bounds
+ROWS_PER_SIZE = 256  # of the selection set, which keeps the cost of each other size in bounds
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
 
 Sizes = dict[str, int]
+Values = dict[str, tuple[int, ...]]
 
 
 class GatePoint(Frozen):
     """One size at which the gate looks, in one profile."""
 
     profile: int  # its index
-    sizes: Sizes  # of all symbols; of samples, which bring the others, only of those that count rows
-    values: dict[str, tuple[int, ...]] = Field(default_factory=dict)  # generated: of inputs whose values decide a shape
+    sizes: Sizes  # of all symbols; samples: only of the one that counts rows, they bring the others
+    values: Values = Field(default_factory=dict)  # generated: of inputs whose values decide a shape
     inputs: Literal["samples", "generated"]
     rows: int = 0  # samples: in each batch; 0: as the set itself cuts them
     parts: tuple[int, ...] = ()  # samples: the files of the set that this profile holds
 
 
 def gate_points(samples: SampleSet, profiles: Sequence[Profile], batch: int) -> tuple[GatePoint, ...]:
-    """Every size to look at besides the run over all samples, which takes `batch` rows in the first profile that holds them."""
+    """Every size to look at besides the run over all samples.
+
+    That one takes `batch` rows in the first profile that holds them.
+    """
     points: list[GatePoint] = []
     for index, profile in enumerate(profiles):
         points += _sample_points(samples, profiles, index, batch)
@@ -61,7 +65,7 @@ def feeds_at(point: GatePoint, samples: SampleSet) -> Iterator[Batch]:
     yield Batch(feeds, None, 0, rows, whole=samples.whole)
 
 
-# -- samples ----------------------------------------------------------------------------------------------------------
+# -- samples -----------------------------------------------------------------------------------------
 
 
 def _sample_points(samples: SampleSet, profiles: Sequence[Profile], index: int, batch: int) -> Iterator[GatePoint]:
@@ -69,7 +73,7 @@ def _sample_points(samples: SampleSet, profiles: Sequence[Profile], index: int, 
     profile, symbol = profiles[index], _row_symbol(samples)
     holders = [_holders(part.sizes(samples.specs), profiles) for part in samples.parts]
     parts = [number for number, held_by in enumerate(holders) if index in held_by]
-    covered = all(holders[number][0] == index for number in parts)  # the run over all samples takes the first one
+    covered = all(holders[number][0] == index for number in parts)  # by the run over all samples
     if not parts:
         return
     if symbol is None:
@@ -89,7 +93,10 @@ def _holders(shapes: Sequence[Sizes], profiles: Sequence[Profile]) -> list[int]:
 
 
 def _row_symbol(samples: SampleSet) -> str | None:
-    """The symbol that counts samples in a batch; None where a sample is a whole feed, or the batch is fixed."""
+    """The symbol that counts samples in a batch.
+
+    None where a sample is a whole feed, or the batch is fixed.
+    """
     first = {spec.shape[0] if spec.shape else None for spec in samples.specs}
     symbol = next(iter(first)) if len(first) == 1 else None
     if samples.whole or not isinstance(symbol, str):
@@ -102,29 +109,27 @@ def _row_counts(profile: Profile, symbol: str) -> tuple[int, ...]:
     if symbol not in profile.dims:
         return ()
     dim = profile.dims[symbol]
-    return tuple(sorted({max(1, rows) for rows in (1, dim.min, dim.opt, dim.max) if dim.min <= rows <= dim.max}))
+    counts = {max(1, rows) for rows in (1, dim.min, dim.opt, dim.max)}
+    return tuple(sorted(rows for rows in counts if dim.min <= rows <= dim.max))
 
 
-# -- generated --------------------------------------------------------------------------------------------------------
+# -- generated ---------------------------------------------------------------------------------------
 
 
 def _generated_points(samples: SampleSet, profile: Profile, index: int) -> Iterator[GatePoint]:
-    """Min, opt and max of a profile, as far as no sample has their sizes."""
+    """Min, opt and max of a profile, and opt in a batch of 1, as far as no sample has their sizes."""
     symbol = _row_symbol(samples)
     known = [sizes for part in samples.parts for sizes in part.sizes(samples.specs)]
-    listed: list[tuple[Sizes, dict[str, tuple[int, ...]]]] = []
-    for name in POINTS:
-        sizes, values = profile.sizes(name), profile.values_at(name)
-        if any(size < 1 for size in sizes.values()) or (sizes, values) in listed:
-            continue
+    places = [(profile.sizes(name), profile.values_at(name)) for name in POINTS]
+    if symbol in profile.dims and profile.dims[symbol].min <= 1:
+        places.append((profile.sizes("opt") | {symbol: 1}, profile.values_at("opt")))
+    listed: list[tuple[Sizes, Values]] = []
+    for sizes, values in places:
         others = {each: size for each, size in sizes.items() if each != symbol}
-        if values or not any(_agrees(others, each) for each in known):
+        is_known = not values and any(_agrees(others, each) for each in known)
+        if min(sizes.values(), default=1) >= 1 and not is_known and (sizes, values) not in listed:
             listed.append((sizes, values))
-    if symbol in profile.dims and listed and profile.dims[symbol].min <= 1:
-        usual = profile.sizes("opt") | {symbol: 1}
-        listed += [(usual, profile.values_at("opt"))] if all(sizes[symbol] > 1 for sizes, _ in listed) else []
-    for sizes, values in listed:
-        yield GatePoint(profile=index, sizes=sizes, values=values, inputs="generated")
+            yield GatePoint(profile=index, sizes=sizes, values=values, inputs="generated")
 
 
 def _agrees(sizes: Sizes, known: Sizes) -> bool:
@@ -133,7 +138,7 @@ def _agrees(sizes: Sizes, known: Sizes) -> bool:
 
 
 def _generated(point: GatePoint, samples: SampleSet) -> Tensors:
-    """Inputs of these sizes: samples with their axes cut or repeated; random ones where there is none."""
+    """Inputs of these sizes: samples with axes cut or repeated, or random ones without samples."""
     if all(isinstance(part, GeneratedPart) for part in samples.parts):
         return draw_feeds(samples.specs, point.sizes, 0, point.values, seen=True)
     batch = next(samples.batches(max(point.sizes.values(), default=1)))

@@ -93,6 +93,13 @@ def test_batch_one_is_looked_at_where_only_generated_inputs_have_the_sizes(tmp_p
     assert (1, "generated", {"batch": 1, "sequence": 32}) in found
 
 
+def test_a_size_that_samples_have_is_not_generated_again(tmp_path: Path) -> None:
+    """Samples have the sequence of min and opt, in batches of 1 too."""
+    only = profile((1, 4, 8), (16, 16, 32))
+    generated = [each for each in looked_at(texts(tmp_path, only), only) if each[1] == "generated"]
+    assert generated == [(0, "generated", {"batch": 8, "sequence": 32})]
+
+
 def test_a_fixed_shape_has_no_other_size(tmp_path: Path) -> None:
     only = profile((BATCH, BATCH, BATCH))
     assert looked_at(rows_of_x(tmp_path, only, samples=16), only) == []
