@@ -119,7 +119,8 @@ def test_an_engine_over_its_budget_is_rejected_with_exit_code_2_and_none_of_an_e
     assert done.code == 2, done.err
     assert done.summary["verdict"] == "rejected"
     assert done.summary["engine"] is None
-    assert "next: another calibration method" in done.out
+    assert "next: the worst layers unquantised" in done.out
+    assert "another calibration method" not in done.out, "`method: auto` has tried the others"
     assert not (tmp_path / "crucible-out" / "tiny" / "engine").exists()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,14 @@ CANDIDATES = (
 def _double(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that run in this process, so that no stage needs a child."""
     monkeypatch.setitem(BACKENDS, "onnxruntime", Halves("onnxruntime"))
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C ends this process, also where a shell has started it in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class Line:
@@ -210,6 +218,7 @@ def interrupt() -> None:
     signal.pthread_kill(main, signal.SIGINT)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("again", [False, True], ids=["in a stage", "between two"])
 @pytest.mark.parametrize(("end", "error"), [(fill_the_disk, DiskFull), (interrupt, KeyboardInterrupt)])
 def test_what_no_candidate_survives_stops_every_child_and_comes_out(
