@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
@@ -33,6 +33,8 @@ from pipeline.report import MetricResult, OutputError, SizeCheck, ValidationRepo
 from pipeline.task_metric import TaskMetric, open_metric
 
 ENOUGH_SAMPLES = 200  # below, the 95 % interval of a rate near 98 % is wider than plus or minus 2 points
+JOINED_SAMPLES = 64  # of small batches that are compared together
+JOINED_VALUES = 1_000_000  # and of all their outputs
 
 
 Role = Literal["selection", "validation", "generated"]
@@ -235,16 +237,90 @@ def _interface_failures(candidate: tuple[TensorSpec, ...], reference: tuple[Tens
 
 def _stream(sessions: _Sessions, reference: ReferenceOutputs, samples: SampleSet, judge: _Judge, progress: Progress) -> list[str]:
     """Feed the judge batch by batch; stops at the first output of another shape and says so."""
-    done = 0
-    for item, file in zip(samples.batches(reference.batch), reference.files, strict=True):
-        outputs = sessions.run(item.feeds)
-        expected = _load(reference, file)
-        if failures := _shape_failures(outputs, expected, item):
-            return failures
-        judge.add(outputs, expected, item)
-        done += item.samples
-        progress(done / samples.samples, f"{done} of {samples.samples} samples")
-    return []
+
+    def answers() -> Iterator[_Answered]:
+        done = 0
+        for item, file in zip(samples.batches(reference.batch), reference.files, strict=True):
+            yield _Answered(sessions.run(item.feeds), _load(reference, file), item)
+            done += item.samples
+            progress(done / samples.samples, f"{done} of {samples.samples} samples")
+
+    return _compare_all(answers(), judge)[1]
+
+
+def _compare_all(answers: Iterable[_Answered], judge: _Judge) -> tuple[int, list[str]]:
+    """How many samples were compared, and outputs of another shape: nothing is compared after those.
+
+    Small batches are compared together, which takes as long as comparing one of them.
+    """
+    compared, together = 0, list[_Answered]()
+    for answered in answers:
+        if failures := answered.shape_failures():
+            return compared, failures
+        if together and not answered.may_join(together):
+            judge.add(*_joined(together))
+            together = []
+        together.append(answered)
+        compared += answered.distinct
+    if together:
+        judge.add(*_joined(together))
+    return compared, []
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """One batch, and what an engine and the reference answer to it."""
+
+    outputs: Tensors
+    expected: Tensors
+    item: Batch
+
+    @property
+    def distinct(self) -> int:
+        """Samples that repeat no other of the batch."""
+        return self.item.samples if self.item.distinct is None else len(self.item.distinct)
+
+    def shape_failures(self) -> list[str]:
+        where = f"samples {self.item.first} to {self.item.first + self.item.samples - 1}"
+        return [
+            f"output '{name}' has shape {self.outputs[name].shape} for {where}, the reference {array.shape}"
+            for name, array in self.expected.items()
+            if self.outputs[name].shape != array.shape
+        ]
+
+    def may_join(self, together: Sequence[_Answered]) -> bool:
+        """Whether it can be compared with batches before it: it follows them, has rows of the same shape, and all are few."""
+        first, last = together[0], together[-1].item
+        rows = sum(each.item.samples for each in (*together, self))
+        values = rows * sum(array.size for array in self.expected.values()) // self.item.samples
+        shapes = [{name: array.shape[1:] for name, array in each.expected.items()} for each in (first, self)]
+        return (
+            first._has_rows()
+            and self._has_rows()
+            and self.item.first == last.first + last.samples
+            and rows <= JOINED_SAMPLES
+            and values <= JOINED_VALUES
+            and shapes[0] == shapes[1]
+        )
+
+    def _has_rows(self) -> bool:
+        """Whether each sample is a row of every output, and none is there twice."""
+        rows = all(array.ndim and len(array) == self.item.samples for array in self.expected.values())
+        return rows and not self.item.whole and self.item.distinct is None
+
+
+def _joined(together: Sequence[_Answered]) -> tuple[Tensors, Tensors, Batch]:
+    """Batches that follow one another as one, without its feeds."""
+    if len(together) == 1:
+        return together[0].outputs, together[0].expected, together[0].item
+    first = together[0]
+    outputs, expected = (
+        {name: np.concatenate([side[name] for side in sides]) for name in first.expected}
+        for sides in ([each.outputs for each in together], [each.expected for each in together])
+    )
+    labels = [each.item.labels for each in together if each.item.labels is not None]
+    item = Batch({}, np.concatenate(labels) if labels else None, first.item.first, sum(each.item.samples for each in together))
+    return outputs, expected, item
 
 
 # -- other sizes ------------------------------------------------------------------------------------------------------
@@ -303,29 +379,14 @@ def _compare_at(
     judge: _Judge,
 ) -> tuple[int, list[str]]:
     """How many samples were compared, and outputs of another shape."""
-    compared = 0
-    for item, file in zip(feeds_at(answers.point, samples), answers.files, strict=True):
-        outputs = sessions.run(item.feeds, answers.point.profile)
-        expected = _load(reference, file)
-        if failures := _shape_failures(outputs, expected, item):
-            return compared, failures
-        judge.add(outputs, expected, item)
-        compared += item.samples if item.distinct is None else len(item.distinct)
-    return compared, []
+    pairs = zip(feeds_at(answers.point, samples), answers.files, strict=True)
+    runs = ((sessions.run(item.feeds, answers.point.profile), _load(reference, file), item) for item, file in pairs)
+    return _compare_all((_Answered(*run) for run in runs), judge)
 
 
 def _load(reference: ReferenceOutputs, file: str) -> dict[str, NDArray[np.generic]]:
     with np.load(reference.root / file, allow_pickle=False) as archive:
         return {spec.name: archive[f"arr_{index}"] for index, spec in enumerate(reference.outputs)}
-
-
-def _shape_failures(outputs: Tensors, expected: Tensors, item: Batch) -> list[str]:
-    where = f"samples {item.first} to {item.first + item.samples - 1}"
-    return [
-        f"output '{name}' has shape {outputs[name].shape} for {where}, the reference {array.shape}"
-        for name, array in expected.items()
-        if outputs[name].shape != array.shape
-    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,10 @@ from pipeline.data import SampleSet
 from pipeline.errors import InternalError
 from pipeline.process import call_in_child
 from pipeline.report import ValidationReport
-from pipeline.stages.validate import ReferenceOutputs, run_reference, validate
+from pipeline.stages.validate import JOINED_SAMPLES, ReferenceOutputs, run_reference, validate
 from tests.fixtures_validate import BOTH, CLASSES, LENIENT, SAME, TWO, Bench, Node, labelled
+
+LOOSE = AccuracyConfig(thresholds=LENIENT, max_drop=1)
 
 # -- tensor errors ----------------------------------------------------------------------------------------------------
 
@@ -52,6 +54,23 @@ def test_errors_are_those_worked_out_by_hand_whatever_the_batch(bench: Bench, ba
     assert error.cosine == pytest.approx(cosines.min())
     assert report.metric is not None
     assert report.metric.candidate == pytest.approx(cosines.mean())
+
+
+@pytest.mark.parametrize("batch", [1, 7, 32, 64])
+def test_small_batches_that_are_compared_together_give_what_one_large_one_gives(bench: Bench, batch: int) -> None:
+    """More rows than are compared at once, and one that is wrong in each part."""
+    x, labels = labelled(2 * JOINED_SAMPLES + 20)
+    for row in (3, JOINED_SAMPLES + 5, 2 * JOINED_SAMPLES + 9):
+        x[row] *= -row
+    samples = bench.samples(x, labels)
+    absolute = bench.engine((("Abs", ["x"], "logits"),))
+    at_once = bench.validate(absolute, samples, LOOSE, batch=len(x))
+    together = bench.validate(absolute, samples, LOOSE, batch=batch)
+    assert together.metric == at_once.metric
+    (small,) = together.outputs
+    assert small.worst_sample == 2 * JOINED_SAMPLES + 9
+    for name in ("max_abs", "mean_abs", "max_rel", "cosine", "snr_db"):
+        assert getattr(small, name) == pytest.approx(getattr(at_once.outputs[0], name)), name
 
 
 def test_each_broken_threshold_is_a_sentence_and_thresholds_can_differ_by_output(bench: Bench) -> None:
