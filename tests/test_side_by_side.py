@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +58,6 @@ CANDIDATES = (
 def _double(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that run in this process, so that no stage needs a child."""
     monkeypatch.setitem(BACKENDS, "onnxruntime", Halves("onnxruntime"))
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """Ctrl-C ends this process, also where a shell has started it in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 class Line:
@@ -213,26 +206,34 @@ def fill_the_disk() -> None:
 
 def interrupt() -> None:
     """Send what Ctrl-C sends; the stage itself goes on."""
-    main = threading.main_thread().ident
-    assert main is not None
-    signal.pthread_kill(main, signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("again", [False, True], ids=["in a stage", "between two"])
-@pytest.mark.parametrize(("end", "error"), [(fill_the_disk, DiskFull), (interrupt, KeyboardInterrupt)])
-def test_what_no_candidate_survives_stops_every_child_and_comes_out(
-    tmp_path: Path,
-    end: Callable[[], None],
-    error: type[BaseException],
-    again: bool,
-) -> None:
-    (first, second, _) = (each.label for each in recipes_of(opened(tmp_path / "labels")[0])[0])
+def test_what_no_candidate_survives_stops_every_child_and_comes_out(tmp_path: Path, again: bool) -> None:
+    assert ended(tmp_path, fill_the_disk, again) == ("DiskFull", 1 + again, 0)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["in a stage", "between two"])
+def test_ctrl_c_stops_every_child_and_comes_out(tmp_path: Path, again: bool) -> None:
+    """In a process of its own: what other tests have loaded into this one may handle signals too."""
+    found = call_in_child(interrupted, tmp_path, again, name="interrupted", deadline_s=2 * WITHIN_S)
+    assert found == ("KeyboardInterrupt", 1 + again, 0)
+
+
+def interrupted(folder: Path, again: bool, progress: Progress) -> tuple[str, int, int]:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    BACKENDS["onnxruntime"] = Halves("onnxruntime")
+    return ended(folder, interrupt, again)
+
+
+def ended(folder: Path, end: Callable[[], None], again: bool) -> tuple[str, int, int]:
+    """What came out, how many children of the first candidate died, and how many still live."""
+    (first, second, _) = (each.label for each in recipes_of(opened(folder / "labels")[0])[0])
     line = Hanging(second, end, again)
-    with pytest.raises(error):
-        prepared(tmp_path / "task", line, workers=2)
-    assert len(line.deaths[first]) == 1 + again
-    assert living_children() == []
+    with pytest.raises((DiskFull, KeyboardInterrupt)) as raised:
+        prepared(folder / "task", line, workers=2)
+    return raised.type.__name__, len(line.deaths[first]), len(living_children())
 
 
 def living_children() -> list[psutil.Process]:
