@@ -59,6 +59,11 @@ class Batch:
         distinct = tuple(np.flatnonzero(np.diff(picks, prepend=-1)).tolist())
         return Batch(feeds, labels, self.first, rows, distinct=distinct)
 
+    @property
+    def distinct_samples(self) -> int:
+        """How many samples repeat no other."""
+        return self.samples if self.distinct is None else len(self.distinct)
+
 
 @dataclass(frozen=True, slots=True)
 class FilePart:

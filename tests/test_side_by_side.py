@@ -210,13 +210,13 @@ def interrupt() -> None:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["in a stage", "between two"])
-def test_what_no_candidate_survives_stops_every_child_and_comes_out(tmp_path: Path, again: bool) -> None:
+def test_a_full_disk_stops_every_child_and_comes_out(tmp_path: Path, again: bool) -> None:
     assert ended(tmp_path, fill_the_disk, again) == ("DiskFull", 1 + again, 0)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["in a stage", "between two"])
 def test_ctrl_c_stops_every_child_and_comes_out(tmp_path: Path, again: bool) -> None:
-    """In a process of its own: what other tests have loaded into this one may handle signals too."""
+    """In a process of its own: libraries that other tests have loaded may handle signals too."""
     found = call_in_child(interrupted, tmp_path, again, name="interrupted", deadline_s=2 * WITHIN_S)
     assert found == ("KeyboardInterrupt", 1 + again, 0)
 

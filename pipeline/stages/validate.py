@@ -34,7 +34,7 @@ from pipeline.task_metric import TaskMetric, open_metric
 
 ENOUGH_SAMPLES = 200  # below, the 95 % interval of a rate near 98 % is wider than plus or minus 2 points
 JOINED_SAMPLES = 64  # of small batches that are compared together
-JOINED_VALUES = 1_000_000  # and of all their outputs
+JOINED_VALUES = 100_000  # and of all outputs of these
 
 
 Role = Literal["selection", "validation", "generated"]
@@ -249,21 +249,24 @@ def _stream(sessions: _Sessions, reference: ReferenceOutputs, samples: SampleSet
 
 
 def _compare_all(answers: Iterable[_Answered], judge: _Judge) -> tuple[int, list[str]]:
-    """How many samples were compared, and outputs of another shape: nothing is compared after those.
+    """How many samples were compared, and outputs of another shape, which end the comparison.
 
-    Small batches are compared together, which takes as long as comparing one of them.
+    Small batches are compared together: that takes as long as comparing one of them.
     """
-    compared, together = 0, list[_Answered]()
+    compared, waiting = 0, None
     for answered in answers:
         if failures := answered.shape_failures():
             return compared, failures
-        if together and not answered.may_join(together):
-            judge.add(*_joined(together))
-            together = []
-        together.append(answered)
-        compared += answered.distinct
-    if together:
-        judge.add(*_joined(together))
+        compared += answered.item.distinct_samples
+        if waiting is None:
+            waiting = answered
+        elif answered.may_join(waiting):
+            waiting = waiting.with_next(answered)
+        else:
+            waiting.judge(judge)
+            waiting = answered
+    if waiting is not None:
+        waiting.judge(judge)
     return compared, []
 
 
@@ -275,52 +278,64 @@ class _Answered:
     expected: Tensors
     item: Batch
 
-    @property
-    def distinct(self) -> int:
-        """Samples that repeat no other of the batch."""
-        return self.item.samples if self.item.distinct is None else len(self.item.distinct)
-
     def shape_failures(self) -> list[str]:
         where = f"samples {self.item.first} to {self.item.first + self.item.samples - 1}"
-        return [
-            f"output '{name}' has shape {self.outputs[name].shape} for {where}, the reference {array.shape}"
-            for name, array in self.expected.items()
-            if self.outputs[name].shape != array.shape
-        ]
+        failures = []
+        for name, array in self.expected.items():
+            shape = self.outputs[name].shape
+            if shape != array.shape:
+                expected = f"the reference {array.shape}"
+                failures.append(f"output '{name}' has shape {shape} for {where}, {expected}")
+        return failures
 
-    def may_join(self, together: Sequence[_Answered]) -> bool:
-        """Whether it can be compared with batches before it: it follows them, has rows of the same shape, and all are few."""
-        first, last = together[0], together[-1].item
-        rows = sum(each.item.samples for each in (*together, self))
-        values = rows * sum(array.size for array in self.expected.values()) // self.item.samples
-        shapes = [{name: array.shape[1:] for name, array in each.expected.items()} for each in (first, self)]
+    def may_join(self, before: _Answered) -> bool:
+        """Whether both are small, and this one goes on where the other ends, row by row."""
         return (
-            first._has_rows()
-            and self._has_rows()
-            and self.item.first == last.first + last.samples
-            and rows <= JOINED_SAMPLES
-            and values <= JOINED_VALUES
-            and shapes[0] == shapes[1]
+            self._has_rows()
+            and before._has_rows()
+            and self._row_shapes() == before._row_shapes()
+            and self.item.first == before.item.first + before.item.samples
+            and self.item.samples + before.item.samples <= JOINED_SAMPLES
+            and self._values() + before._values() <= JOINED_VALUES
         )
+
+    def with_next(self, after: _Answered) -> _Answered:
+        """Both as one batch."""
+        return _Answered(
+            _concatenated(self.outputs, after.outputs),
+            _concatenated(self.expected, after.expected),
+            Batch(
+                feeds={},  # the engine has had them
+                labels=_joined_labels(self.item, after.item),
+                first=self.item.first,
+                samples=self.item.samples + after.item.samples,
+            ),
+        )
+
+    def judge(self, judge: _Judge) -> None:
+        judge.add(self.outputs, self.expected, self.item)
 
     def _has_rows(self) -> bool:
         """Whether each sample is a row of every output, and none is there twice."""
-        rows = all(array.ndim and len(array) == self.item.samples for array in self.expected.values())
-        return rows and not self.item.whole and self.item.distinct is None
+        if self.item.whole or self.item.distinct is not None:
+            return False
+        return all(array.shape[:1] == (self.item.samples,) for array in self.expected.values())
+
+    def _row_shapes(self) -> list[tuple[int, ...]]:
+        return [array.shape[1:] for array in self.expected.values()]
+
+    def _values(self) -> int:
+        return sum(array.size for array in self.expected.values())
 
 
-def _joined(together: Sequence[_Answered]) -> tuple[Tensors, Tensors, Batch]:
-    """Batches that follow one another as one, without its feeds."""
-    if len(together) == 1:
-        return together[0].outputs, together[0].expected, together[0].item
-    first = together[0]
-    outputs, expected = (
-        {name: np.concatenate([side[name] for side in sides]) for name in first.expected}
-        for sides in ([each.outputs for each in together], [each.expected for each in together])
-    )
-    labels = [each.item.labels for each in together if each.item.labels is not None]
-    item = Batch({}, np.concatenate(labels) if labels else None, first.item.first, sum(each.item.samples for each in together))
-    return outputs, expected, item
+def _concatenated(before: Tensors, after: Tensors) -> Tensors:
+    return {name: np.concatenate([array, after[name]]) for name, array in before.items()}
+
+
+def _joined_labels(before: Batch, after: Batch) -> NDArray[np.generic] | None:
+    if before.labels is None or after.labels is None:
+        return None
+    return np.concatenate([before.labels, after.labels])
 
 
 # -- other sizes ------------------------------------------------------------------------------------------------------
@@ -379,9 +394,13 @@ def _compare_at(
     judge: _Judge,
 ) -> tuple[int, list[str]]:
     """How many samples were compared, and outputs of another shape."""
-    pairs = zip(feeds_at(answers.point, samples), answers.files, strict=True)
-    runs = ((sessions.run(item.feeds, answers.point.profile), _load(reference, file), item) for item, file in pairs)
-    return _compare_all((_Answered(*run) for run in runs), judge)
+
+    def answered() -> Iterator[_Answered]:
+        for item, file in zip(feeds_at(answers.point, samples), answers.files, strict=True):
+            outputs = sessions.run(item.feeds, answers.point.profile)
+            yield _Answered(outputs, _load(reference, file), item)
+
+    return _compare_all(answered(), judge)
 
 
 def _load(reference: ReferenceOutputs, file: str) -> dict[str, NDArray[np.generic]]:

@@ -57,7 +57,7 @@ def test_errors_are_those_worked_out_by_hand_whatever_the_batch(bench: Bench, ba
 
 
 @pytest.mark.parametrize("batch", [1, 7, 32, 64])
-def test_small_batches_that_are_compared_together_give_what_one_large_one_gives(bench: Bench, batch: int) -> None:
+def test_small_batches_together_give_what_one_large_one_gives(bench: Bench, batch: int) -> None:
     """More rows than are compared at once, and one that is wrong in each part."""
     x, labels = labelled(2 * JOINED_SAMPLES + 20)
     for row in (3, JOINED_SAMPLES + 5, 2 * JOINED_SAMPLES + 9):
