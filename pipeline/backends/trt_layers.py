@@ -77,7 +77,8 @@ INTEGERS = frozenset({"int64", "int32", "bool", "uint8"})
 
 ONNX_LAYER = re.compile(r"\[ONNX Layer: (.*?)\](?=[\x1e\x1f]|\[ONNX Layer: |$)", re.DOTALL)
 UNNAMED = "node_of_"  # the parser's name for a node without one, before the name of its first output
-PROFILE = re.compile(r" \[profile (?P<number>[1-9]\d*)\]$")  # at the end of a layer's name; the first profile has none
+PROFILE = re.compile(r" \[profile (?P<number>[1-9]\d*)\]")  # in a layer's name; the first profile has none
+MYELIN_GRAPH = re.compile(r"_myl(?P<number>\d+)_\d+$")  # Myelin's layers end in the number of their graph: each profile has graphs of its own
 
 
 class TimedSession(TakesInputs, Protocol):
@@ -170,15 +171,26 @@ def layers_from_inspector(
     """
     document = _document(information or "{}") if isinstance(information, str) else information
     layers = [_layer(entry) for entry in document.get("Layers", ())]
-    layers = [layer for layer in layers if layer.name in times or _profile_of(layer.name) == profile]
+    layers = [layer for layer in layers if _is_of(layer.name, profile, times)]
     known = {layer.name for layer in layers}
     layers += [Layer(name=name, kind="", precision="unknown", evidence="none") for name in times if name not in known]
     return tuple(layer.model_copy(update={"seconds": median(times[layer.name])}) if times.get(layer.name) else layer for layer in layers)
 
 
-def _profile_of(name: str) -> int:
+def _is_of(name: str, profile: int, times: Mapping[str, object]) -> bool:
+    """Whether a layer is one of a profile, of which the layers that took time are known."""
+    if name in times:
+        return True
+    graph = _graph_of(name)
+    if times and graph is not None:  # of a graph that ran, also what took no time
+        return graph in map(_graph_of, times)
     match = PROFILE.search(name)
-    return int(match["number"]) if match else 0
+    return profile == (int(match["number"]) if match else 0)
+
+
+def _graph_of(name: str) -> str | None:
+    match = MYELIN_GRAPH.search(name)
+    return match["number"] if match else None
 
 
 def _document(information: str) -> Mapping[str, Any]:

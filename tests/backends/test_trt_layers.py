@@ -153,6 +153,16 @@ def test_a_time_of_no_known_layer_is_not_lost_and_other_profiles_are_left_out() 
     ]
 
 
+def test_of_two_profiles_each_has_the_graphs_that_ran_in_it() -> None:
+    """Names of TensorRT 10.6: only some of the second profile's layers say so, and not at the end."""
+    first = ["__mye37_0_myl0_0", "__myl_Cas_myl0_1", "hidden_myl0_2"]
+    second = ["__mye37_0_myl1_0", "__myl_Cas_myl1_1", "hidden [profile 1]_myl1_2"]
+    information = json.dumps({"Layers": first + second})
+    for profile, names in enumerate((first, second)):
+        layers = layers_from_inspector(information, {name: [0.001] for name in names[1:]}, profile)
+        assert [(layer.name, layer.seconds) for layer in layers] == [(names[0], None), (names[1], 0.001), (names[2], 0.001)]
+
+
 def test_the_layers_of_a_later_profile_are_those_that_name_it() -> None:
     information = json.dumps({"Layers": ["conv", "conv [profile 1]", "conv [profile 2]", "idle"]})
     layers = layers_from_inspector(information, {"conv [profile 1]": [0.002]}, profile=1)
