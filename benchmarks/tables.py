@@ -29,7 +29,7 @@ README = ROOT / "README.md"
 BEGIN, END = "<!-- {part}: from here on written by benchmarks/tables.py -->\n", "<!-- {part}: written by benchmarks/tables.py up to here -->\n"
 HEAD = """# Benchmarks
 
-`make bench` measures what a CPU can show. It runs these scripts, one after another, in about an hour on 2 cores:
+`make bench` measures what a CPU can show. It runs these scripts, one after another:
 {scripts}.
 The figures of `calibration` and `few_bits` are in [accuracy.md](accuracy.md), those of `synthetic_clock` and `pitfalls` in
 [measurement.md](measurement.md). Each script runs alone too: `.venv/bin/python benchmarks/NAME.py`.

@@ -1,6 +1,7 @@
 """The command line. Each command is a short script over the pipeline; what it prints is in terminal.py.
 
-Progress goes to stderr, results to stdout. Exit codes: 0 accepted or unproven, 2 rejected, 1 user or environment error, 3 our bug, 130 Ctrl-C.
+Progress goes to stderr, results to stdout. Exit codes: 0 accepted, keep or unproven,
+2 rejected, 1 user or environment error, 3 our bug, 130 Ctrl-C.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ FASTER_SHARE = 4  # a process is compared with the slowest of the fastest quarte
 class Obstacle(StrEnum):
     """Why there is no ratio."""
 
+    OUT_OF_TIME = "out of time"
     TOO_FEW = "too few"
     DISTURBED = "disturbed"
     TOO_WIDE = "too wide"
@@ -163,10 +164,14 @@ def compare_processes(baseline: Processes, candidate: Processes) -> Interval:
     pairs = pairs_of(baseline, candidate)
     unusable = pairs.unusable
     used = int((~unusable).sum())
-    if pairs.is_loaded and unusable.size >= MIN_PAIRS:
+    if unusable.size < MIN_PAIRS:
+        processes = "1 process" if unusable.size == 1 else f"{unusable.size} processes"
+        text = f"{processes} of each engine, expected at least {MIN_PAIRS}"
+        raise NotMeasurable(Obstacle.OUT_OF_TIME, text)
+    if pairs.is_loaded:
         raise NotMeasurable(Obstacle.DISTURBED, _disturbance(pairs))
     if not _enough(unusable):
-        if unusable.size >= MIN_PAIRS and 2 * used <= unusable.size:
+        if 2 * used <= unusable.size:
             raise NotMeasurable(Obstacle.DISTURBED, _disturbance(pairs))
         processes = "1 undisturbed process" if used == 1 else f"{used} undisturbed processes"
         text = f"{processes} of each engine, expected at least {MIN_PAIRS}"

@@ -28,7 +28,7 @@ QUANTISE_MORE = "let more of it run in 8 bits: `placement: {last_layer: true}`, 
 MEND_PAIRS = "`crucible lint MODEL --backend {backend} --fix OUT.onnx`: which of its Q/DQ keep it out of 8 bits, mended if exact; compile OUT.onnx"
 SEVEN_BITS = "a CPU with VNNI or AMX; or training with weights that keep to 7 bits (-64 to 63, of twice the scale)"
 
-QUIET_HOUR = "measure again in a quiet hour: `crucible bench DIR`, with the folder of this report"
+MEASURE_AGAIN = "measure again in a quiet hour: `crucible bench DIR --set benchmark.budget_s=120`"
 NO_BASELINE = "the baseline could not be measured"
 OTHER_CANDIDATES = "for a faster engine give other candidates, or other shapes under `benchmark.sizes`"
 
@@ -182,7 +182,7 @@ def _missing_proof(winner: Candidate, validation: ValidationReport | None) -> _M
     reasons, steps = [], []
     if ratio_of(winner) is None:
         reasons.append(f"not measurable: {ratio_missing(winner)}")
-        steps.append(QUIET_HOUR)
+        steps.append(MEASURE_AGAIN)
     if validation is None or validation.role != "validation":
         has_metric = winner.selection is not None and winner.selection.metric is not None
         reasons.append(SELECTION_ONLY if has_metric else NO_DATA)
@@ -195,11 +195,10 @@ def _why_kept(best: Candidate, baseline: Baseline) -> tuple[str, ...]:
     assert ratio is not None
     slower = "is slower" if ratio.high < 1.0 else "is not measurably faster"
     called = (f"{baseline.label} is the call `{baseline.call}`",) if baseline.call else ()
-    delivered = (
-        "what you have is delivered as an engine: it needs no proof of accuracy"
-        if baseline.is_delivered
-        else "what you have could not be delivered as an engine: go on as you do"
-    )
+    if baseline.is_delivered:
+        delivered = "what you have is delivered as an engine"
+    else:
+        delivered = "what you have could not be delivered as an engine: go on as you do"
     return (
         f"no candidate that kept its accuracy is faster than {baseline.label}",
         f"the fastest of them, {best.title}, {slower}: {ratio.value:.2f} times as fast (95 % {ratio.low:.2f} to {ratio.high:.2f})",

@@ -62,7 +62,7 @@ def test_three_processes_are_never_enough(count: int) -> None:
     equal = processes([1.0] * count)
     with pytest.raises(NotMeasurable, match="expected at least 4") as raised:
         compare_processes(equal, equal)
-    assert raised.value.obstacle is Obstacle.TOO_FEW
+    assert raised.value.obstacle is Obstacle.OUT_OF_TIME
 
 
 def test_a_stalled_process_does_not_move_the_ratio() -> None:

@@ -7,11 +7,11 @@ import pytest
 from pipeline.core import CalibrationMethod, Note, Precision, Recipe
 from pipeline.decide import (
     KEEP_WORST,
+    MEASURE_AGAIN,
     MEND_CALIBRATION,
     MEND_LABELS,
     OTHER_CANDIDATES,
     QUANTISE_MORE,
-    QUIET_HOUR,
     SEE_LAYERS,
     SEVEN_BITS,
     TRAIN_IN_16_BITS,
@@ -131,7 +131,7 @@ def test_where_the_host_cannot_tell_the_verdict_is_unproven_with_the_reason() ->
     assert decision.verdict == "unproven"
     assert decision.reasons[0] == f"not measurable: {busy}"
     assert "drop +0.0020" in decision.reasons[1], "its accuracy is proven all the same"
-    assert decision.next_steps == (QUIET_HOUR,)
+    assert decision.next_steps == (MEASURE_AGAIN,)
     assert ratio_missing(winner) == busy
 
 

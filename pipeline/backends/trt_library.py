@@ -86,7 +86,7 @@ WRONG_RELEASES = (
         ("NVIDIA/TensorRT#4813", "NVIDIA/TensorRT#4853"),
     ),
 )
-"""Sources: the issues name 10.11 and 11.1. No release between them, nor 11.2, was reported to be free of the fault."""
+"""Sources: the issues name 10.11 and 11.1. Of which others up to 11.2 it is true is not known."""
 
 VERSION_COMPATIBLE = "version compatibility"
 
@@ -143,7 +143,8 @@ def release_warnings(version: str) -> tuple[str, ...]:
 def _release_warning(version: str, wrong: WrongReleases) -> str:
     releases = f"{_dotted(wrong.first)} to {_dotted(wrong.last)}"
     return (
-        f"TensorRT {version} is one of {releases}, for which {wrong.fault} were reported "
+        f"TensorRT {version} is one of {releases}: "
+        f"of releases in this range {wrong.fault} were reported "
         f"({', '.join(wrong.issues)}); run by us: {RUN_BY_US}; next: pip install '{REQUIREMENT}', "
         "or check the answers at every batch size that you use"
     )

@@ -23,6 +23,7 @@ from pipeline.process import Child
 from pipeline.race import VALUES_PER_BLOCK, Block, Contestant, Peer, RaceEntry, Workload, contend, race
 from pipeline.report import BenchmarkFailure, BenchmarkReport, Benchmarks, LatencyRow, Totals
 
+OUT_OF_TIME = "the time for measuring (`benchmark.budget_s`) was over after {processes}"
 ENOUGH_RUNS = 500
 """Runs of a block that tell its median: more of very short ones are a loss of time, where nobody asks for a far percentile."""
 
@@ -180,9 +181,12 @@ def _ratio(contestant: Contestant, baseline: Contestant | None, index: int, host
     try:
         return compare(_end_to_end(baseline, index), _end_to_end(contestant, index)), ""
     except NotMeasurable as error:
-        if error.obstacle is not Obstacle.TOO_FEW:
-            return None, host.too_busy(error.text)
-        return None, stop_text(contestant) or stop_text(baseline) or host.too_busy(error.text)
+        few = error.obstacle in (Obstacle.OUT_OF_TIME, Obstacle.TOO_FEW)
+        if few and (stopped := stop_text(contestant) or stop_text(baseline)):
+            return None, stopped
+        if error.obstacle is Obstacle.OUT_OF_TIME:
+            return None, OUT_OF_TIME.format(processes=error.text)
+        return None, host.too_busy(error.text)
 
 
 def _row(

@@ -79,7 +79,7 @@ def test_two_versions_among_the_packages_are_named(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("version", ["10.11.0.33", "10.13.3.9.post1", "10.16.1.11", "11.0.0.114", "11.2.1.2"])
 def test_releases_with_reported_wrong_answers_are_warned_of(version: str) -> None:
     (warning,) = trt_library.release_warnings(version)
-    assert warning.startswith(f"TensorRT {version} is one of 10.11 to 11.2, ")
+    assert warning.startswith(f"TensorRT {version} is one of 10.11 to 11.2: ")
     for part in ("NVIDIA/TensorRT#4813", "NVIDIA/TensorRT#4853", "run by us: 10.6;", trt_library.REQUIREMENT):
         assert part in warning
 
