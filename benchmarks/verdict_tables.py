@@ -13,8 +13,8 @@ LONGEST = 3  # stages that a row names
 ABOUT = """## Verdicts on small and awkward models
 What `crucible compile` says with default candidates, from an empty store: of the demo, and of models in
 `benchmarks/verdict_models.py` with random weights. `mlp` has two layers, and `mlp_onnx` is an ONNX
-file of the same sizes, without biases and with other weights. A model that is not in the table was not
-run yet. `accepted` is faster (95 %) than the best of what runs today (the baseline), `keep` means that
+file of the same sizes, without biases and with other weights. A model that is not in a table has no
+row yet. `accepted` is faster (95 %) than the best of what runs today (the baseline), `keep` means that
 nothing is, and `unproven` that this host could not tell. Beside two busy loops a row ends with the true
 order, or says why not. Seconds are those of the whole process. Stages that ran side by side are added
 up, so together they may exceed it."""
