@@ -40,6 +40,7 @@ The figures of `calibration` and `few_bits` are in [accuracy.md](accuracy.md), t
 
 This page is written by `benchmarks/tables.py` from the files in `benchmarks/results/`, which hold the environment of each run.
 Figures are medians; ratios come from one interleaved run ([measurement.md](measurement.md) says how).
+Intervals of before 2026-11-24 are by the estimator of that time, Student's over all processes.
 Other machines give other figures: look at the CPU's flags first.
 """
 SECTIONS = {
