@@ -108,8 +108,10 @@ def level_s(candidate: Candidate) -> float:
 
 def _is_as_fast(candidate: Candidate, fastest: Candidate) -> bool:
     ratio = speed_ratio(fastest, candidate)
+    if ratio is None:  # too few processes, or a busy host: only the medians are known
+        return level_s(candidate) < NEAR * level_s(fastest)
     same_work = _without_ranges(candidate) == _without_ranges(fastest)
-    return ratio is not None and not ratio.excludes(1.0) and (same_work or ratio.value > 1 / NEAR)
+    return not ratio.excludes(1.0) and (same_work or ratio.value > 1 / NEAR)
 
 
 def _without_ranges(candidate: Candidate) -> Recipe:

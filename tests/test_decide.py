@@ -69,11 +69,31 @@ def candidate(backend: str, ratio: float, state: State = "measured", drop: float
     )
 
 
+def in_three_processes(candidate: Candidate) -> Candidate:
+    """The same, measured in too few processes for a ratio."""
+    assert candidate.benchmark is not None
+    (whole,) = candidate.benchmark.rows
+    samples = Samples(values_s=whole.end_to_end.values_s[:3], blocks=(1,) * 3, processes=(1,) * 3)
+    few = whole.model_copy(update={"end_to_end": samples, "ratio": None})
+    report = candidate.benchmark.model_copy(update={"rows": (few,)})
+    return candidate.model_copy(update={"benchmark": report})
+
+
 def test_the_fastest_that_kept_its_accuracy_is_chosen() -> None:
     candidates = [candidate("a", 2.0), candidate("b", 3.0), candidate("c", 9.0, "failed accuracy", 0.5)]
     winner = choose(candidates)
     assert winner is not None
     assert winner.label == "b"
+
+
+def test_where_no_ratio_is_known_the_more_accurate_of_two_near_medians_is_chosen() -> None:
+    """Seen on a GPU: an int8 engine was chosen for 0.2 %, and then failed on the validation set."""
+    near = in_three_processes(candidate("near", 3.0))
+    far = in_three_processes(candidate("far", 2.8))
+    fastest = in_three_processes(candidate("fastest", 3.1, drop=0.005))
+    assert speed_ratio(fastest, near) is None
+    assert choose([near, fastest, far]) is near
+    assert contenders([near, fastest, far]) == (near, fastest)
 
 
 def test_nothing_is_chosen_where_nothing_passed() -> None:
