@@ -14,6 +14,7 @@ from pipeline.candidates import reference_outputs
 from pipeline.compile import (
     build_baselines,
     build_reference,
+    built_to_keep,
     call_of_fastest,
     deliverable_candidate,
     delivered_engine,
@@ -30,7 +31,16 @@ from pipeline.measure import environment
 from pipeline.peaks import with_limits
 from pipeline.race import RaceEntry
 from pipeline.recipes import deliverable_recipe
-from pipeline.report import Ablation, BenchmarkFailure, BenchmarkReport, Benchmarks, Report, Step, ValidationReport
+from pipeline.report import (
+    Ablation,
+    BenchmarkFailure,
+    BenchmarkReport,
+    Benchmarks,
+    Candidate,
+    Report,
+    Step,
+    ValidationReport,
+)
 from pipeline.runner import Runner
 from pipeline.stages.benchmark import benchmark, check_sizes
 from pipeline.stages.validate import validate
@@ -64,7 +74,7 @@ class Remeasured:
 
     engine: Engine
     found: Benchmarks
-    kept: Engine | None  # the baseline as an engine, delivered if the engine is no faster
+    kept: Candidate | None  # if the engine is no faster: the baseline as it is delivered, or why not
     call: str = ""  # how the user calls the fastest baseline, where that is a PyTorch module
 
 
@@ -78,15 +88,17 @@ def benchmark_again(report: Report, plan: Plan, engine: Engine, runner: Runner) 
     fastest = next((each for each in baselines if each.recipe.label == found.baseline), None)
     kept = None
     if fastest is not None and _is_slower_or_equal(found.results[-1]):
-        same = deliverable_recipe(fastest.recipe) == engine.recipe
-        kept = engine if same else _deliverable(job, exported, fastest)
+        kept = _kept(job, exported, fastest, engine)
     return Remeasured(engine, found, kept, call_of_fastest(found, baselines))
 
 
-def _deliverable(job: Job, exported: OnnxModel, baseline: Engine) -> Engine | None:
-    """A baseline as an engine that can be served; None where it cannot be had, or fails the gate."""
+def _kept(job: Job, exported: OnnxModel, baseline: Engine, delivered: Engine) -> Candidate:
+    """A baseline as it can be served, which may be what was delivered already."""
+    recipe = delivered.recipe
+    if deliverable_recipe(baseline.recipe) == recipe:
+        return Candidate(label=recipe.label, recipe=recipe, state="built", engine=delivered)
     expected = reference_outputs(job, build_reference(job, exported), job.data.selection)
-    return deliverable_candidate(job, exported, baseline, expected).engine
+    return deliverable_candidate(job, exported, baseline, expected)
 
 
 def _fit_baselines(report: Report, baselines: Sequence[Engine]) -> Sequence[Engine]:
@@ -168,16 +180,21 @@ def with_figures(report: Report, remeasured: Remeasured, steps: Sequence[Step]) 
         return report.model_copy(update={**renewed, "baseline": last, "baselines": others, "delivered": engine})
     winner = winner.model_copy(update={"engine": engine, "benchmark": last})
     baselines = sorted(reports[:-1], key=lambda each: each.label != found.baseline)
-    baseline = Baseline(found.baseline, remeasured.call, remeasured.kept is not None)
+    kept = remeasured.kept
+    kept_engine = kept.engine if kept else None
+    baseline = Baseline(found.baseline, remeasured.call, kept_engine is not None)
     decision = decide([winner], winner, report.validation, baseline)
     verdict = {
-        "candidates": tuple(winner if each.label == winner.label else each for each in unmeasured),
+        "candidates": (
+            *(winner if each.label == winner.label else each for each in unmeasured),
+            *built_to_keep(kept, unmeasured),
+        ),
         "baseline": baselines[0],
         "baselines": tuple(baselines[1:]),
         "winner": found.baseline if decision.verdict == "keep" else winner.label,
         "ratio": ratio_of(winner),
         "ratio_missing": ratio_missing(winner),
-        "delivered": delivered_engine(decision, remeasured.kept),
+        "delivered": delivered_engine(decision, kept_engine),
         "verdict": decision.verdict,
         "reasons": decision.reasons,
         "next_steps": decision.next_steps,

@@ -483,7 +483,7 @@ def write_up(
         reference=job.reference_name,
         baseline=measured.baselines[0] if measured.baselines else None,
         baselines=measured.baselines[1:],
-        candidates=(*measured.candidates, *_built_to_keep(kept, measured.candidates)),
+        candidates=(*measured.candidates, *built_to_keep(kept, measured.candidates)),
         rescues=measured.rescues,
         ablation=measured.ablation,
         winner=measured.run.baseline if decision.verdict == "keep" else winner.label if winner else None,
@@ -502,7 +502,7 @@ def write_up(
     )
 
 
-def _built_to_keep(
+def built_to_keep(
     kept: Candidate | None,
     candidates: Iterable[Candidate],
 ) -> tuple[Candidate, ...]:

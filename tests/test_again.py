@@ -7,8 +7,9 @@ from typing import Any
 from pipeline.again import AGAIN, Remeasured, benchmark_again, with_figures
 from pipeline.compile import compile_plan
 from pipeline.config import load_plan
+from pipeline.core import Precision, Recipe
 from pipeline.render import all_sections, load_report, write_report
-from pipeline.report import Ablation, AblationRow, Benchmarks, Report, Step
+from pipeline.report import Ablation, AblationRow, Benchmarks, Candidate, Report, Step
 from pipeline.runner import Runner
 from pipeline.stages.benchmark import ENOUGH_RUNS
 from pipeline.stages.benchmark import benchmark as measure
@@ -22,13 +23,13 @@ WINNER = "openvino int8 nncf u8s8"
 RAN = Step(stage="benchmark", subject=WINNER, seconds=3.0, reused=False, created="2026-05-05T00:00:00+00:00", digest="")
 
 
-def renewed(report: Report, median_ms: float = 4.0) -> Report:
+def renewed(report: Report, median_ms: float = 4.0, kept: Candidate | None = None) -> Report:
     """Half as fast as its baseline's 8 ms now, where it was six times as fast before."""
     engine = next(each.engine for each in report.candidates if each.label == WINNER)
     assert engine is not None
     results = (benchmark("pytorch eager fp32", 8.0, None), benchmark("pytorch traced fp32", 9.0, 8.0), benchmark(WINNER, median_ms, 8.0))
     found = Benchmarks(created="2026-05-05T00:00:00+00:00", results=results, baseline="pytorch eager fp32")
-    return with_figures(report, Remeasured(engine, found, kept=None), [RAN])
+    return with_figures(report, Remeasured(engine, found, kept), [RAN])
 
 
 def test_the_winner_and_the_baselines_have_the_new_figures_and_no_other_has_any() -> None:
@@ -54,6 +55,14 @@ def test_the_reasons_speak_of_the_new_figures() -> None:
     assert faster.next_steps == ()
     assert (slower.verdict, slower.winner, slower.delivered) == ("keep", "pytorch eager fp32", None)
     assert slower.reasons[0] == "no candidate that kept its accuracy is faster than pytorch eager fp32"
+
+
+def test_a_baseline_that_cannot_be_delivered_says_why() -> None:
+    recipe = Recipe(backend="torch", precision=Precision.FP32)
+    lost = Candidate(label="torch", recipe=recipe, state="failed", reason="it was not exported")
+    report = renewed(sample_report(), 16.0, lost)
+    assert (report.verdict, report.delivered, report.candidates[-1]) == ("keep", None, lost)
+    assert any("could not be delivered" in reason for reason in report.reasons)
 
 
 def test_a_baseline_that_was_kept_is_measured_again_as_what_it_is() -> None:
