@@ -57,6 +57,7 @@ def _measured(document: Document) -> list[str]:
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     lines += [f"| {' | '.join(_cells(name, row, marks[_environment(row)]))} |" for name, row in rows.items()]
     told = [f"- {'met' if met else '**missed**'}: {target}" for target, met in document["targets"].items()]
+    told += [f"- {name}: {row['note']}" for name, row in rows.items() if row.get("note")]
     return [*lines, "", *told, "", *(f"{marks[host].strip()} {host}".strip() for host in hosts), ""]
 
 

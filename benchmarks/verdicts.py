@@ -53,7 +53,7 @@ def main(words: Sequence[str] | None = None) -> None:
         runs += [] if arguments.beside else [(name, BESIDE) for name in ("mlp", DEMO)]
     for name, beside in runs:
         row = measured(name, beside, arguments.set)
-        keep(file, row)
+        keep(file, {**row, "note": arguments.note} if arguments.note else row)
         show([row])
     document = json.loads(file.read_text())
     show(list(document["rows"].values()))
@@ -65,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     on_gpu = bool(find_gpus().devices)
     options.add_argument("names", nargs="*", choices=[*architectures(), DEMO, []], metavar="NAME")
     options.add_argument("--beside", type=int, default=0, metavar="N", help="busy loops that run meanwhile")
+    options.add_argument("--note", default="", help="what else ran on this host meanwhile")
     options.add_argument("--set", action="append", default=[], metavar="a.b=value", help="as for crucible compile")
     into = RESULTS / ("verdicts_gpu.json" if on_gpu else "verdicts.json")
     options.add_argument("--into", type=Path, default=into, metavar="FILE")

@@ -38,20 +38,26 @@ def candidates(compiled: tuple[Report, Path]) -> dict[str, Candidate]:
 
 
 def expected_labels() -> set[str]:
-    """What Crucible tries by itself with calibration data; TensorRT 11 knows no implicit int8."""
+    """What Crucible tries by itself with calibration data and so small a model: no AOTInductor package.
+
+    TensorRT 11 knows no implicit int8.
+    """
     target = tensorrt_.probe()
     floats = ["fp32", "fp16"]
     if trt_library.numbers(target.compute_capability or "") >= (8, 0):
         floats += ["tf32", "bf16"]
-    labels = {f"{name} {precision}" for name in ("tensorrt", "torch aoti") for precision in floats}
-    labels |= {"tensorrt int8 entropy s8s8"}
+    labels = {*(f"tensorrt {precision}" for precision in floats), "tensorrt int8 entropy s8s8"}
     return labels | ({"tensorrt int8 implicit entropy"} if trt_library.numbers(target.version) < (11,) else set())
 
 
-def test_the_digits_end_accepted_with_an_engine_of_the_gpu(compiled: tuple[Report, Path]) -> None:
+def test_the_digits_end_with_an_accurate_engine_of_the_gpu(compiled: tuple[Report, Path]) -> None:
+    """Whether it is proved faster depends on what else runs on the host."""
     report, folder = compiled
-    assert report.verdict == "accepted", report.reasons
-    assert (report.winner or "").startswith(("tensorrt ", "torch "))
+    if report.ratio is None:
+        assert report.verdict == "unproven", report.reasons
+    else:
+        assert report.verdict == ("accepted" if report.ratio.low > 1 else "keep"), report.reasons
+    assert (report.winner or "").startswith("tensorrt ")
     assert report.validation is not None
     assert report.validation.metric is not None
     assert report.validation.metric.drop <= 0.01
