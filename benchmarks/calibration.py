@@ -21,17 +21,17 @@ from typing import Any, Literal
 import numpy as np
 from common import ROOT, Row, publish
 
-from pipeline.backends import onnxruntime_
-from pipeline.candidates import build_engine, check_engine, convert_model, reference_outputs
-from pipeline.compile import build_baselines, export_model, simplify_model
-from pipeline.config import CandidateConfig, home, load_plan
+from pipeline.backends.onnxruntime import backend as onnxruntime_
+from pipeline.compiler.candidates import build_engine, check_engine, convert_model, reference_outputs
+from pipeline.compiler.compile import build_baselines, export_model, simplify_model
+from pipeline.compiler.context import Job, open_job
 from pipeline.core import CalibrationMethod, OnnxModel, Precision, Progress, silent
-from pipeline.data import CalibrationSet, open_set
-from pipeline.job import Job, open_job
-from pipeline.recipes import recipe_from_candidate
-from pipeline.runner import Runner
+from pipeline.data.samples import CalibrationSet, open_set
+from pipeline.execution.stage_runner import Runner
+from pipeline.execution.store import Store
+from pipeline.plan.recipes import recipe_from_candidate
+from pipeline.plan.schema import CandidateConfig, home, load_plan
 from pipeline.stages.validate import ReferenceOutputs
-from pipeline.store import Store
 
 DRAWS = {"digits": {10: 5, 50: 5, 100: 5, 500: 1}, "minilm": {10: 3, 50: 2, 100: 1, 500: 1}}
 """By plan: samples, and how often they are drawn. 500 are all, or nearly all, that the two sets hold."""

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from common import RESNET50, Row, graph_of, publish, takes_no_arguments
 
-from pipeline.config import CalibrationConfig, GeneratedData
 from pipeline.core import CalibrationMethod
-from pipeline.data import CalibrationSet, open_set
-from pipeline.measure import monotonic, peak_memory_bytes
+from pipeline.data.samples import CalibrationSet, open_set
+from pipeline.measurement.measure import monotonic, peak_memory_bytes
+from pipeline.plan.schema import CalibrationConfig, GeneratedData
 from pipeline.stages.calibrate import calibrate
 
 FEW, MANY = 64, 1024

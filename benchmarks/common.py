@@ -13,13 +13,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.compile import export_model, simplify_model
-from pipeline.config import Plan, home, load_plan
+from pipeline.compiler.compile import export_model, simplify_model
+from pipeline.compiler.context import open_job
 from pipeline.core import OnnxModel
-from pipeline.job import open_job
-from pipeline.measure import environment
-from pipeline.runner import Runner
-from pipeline.store import Store
+from pipeline.execution.stage_runner import Runner
+from pipeline.execution.store import Store
+from pipeline.measurement.measure import environment
+from pipeline.plan.schema import Plan, home, load_plan
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

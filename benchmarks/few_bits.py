@@ -12,15 +12,15 @@ from calibration import here
 from common import ROOT, Row, publish, takes_no_arguments
 
 from pipeline.backends import backend
-from pipeline.candidates import prepare, reference_outputs
-from pipeline.compile import build_reference, export_model, simplify_model
-from pipeline.config import CandidateConfig, home, load_plan
+from pipeline.compiler.candidates import prepare, reference_outputs
+from pipeline.compiler.compile import build_reference, export_model, simplify_model
+from pipeline.compiler.context import open_job
 from pipeline.errors import InternalError
-from pipeline.job import open_job
-from pipeline.recipes import recipe_from_candidate
-from pipeline.report import Candidate
-from pipeline.runner import Runner
-from pipeline.store import Store
+from pipeline.execution.stage_runner import Runner
+from pipeline.execution.store import Store
+from pipeline.plan.recipes import recipe_from_candidate
+from pipeline.plan.schema import CandidateConfig, home, load_plan
+from pipeline.results.report import Candidate
 
 PLAN = ROOT / "configs" / "minilm.yaml"
 CANDIDATES = (

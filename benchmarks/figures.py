@@ -14,7 +14,7 @@ import matplotlib
 from common import ROOT
 from matplotlib.figure import Figure
 
-from pipeline.drawing import GRID, INK, MUTED
+from pipeline.report.drawing import GRID, INK, MUTED
 
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "crucible", "font.size": 9.5, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": MUTED}
 NOTHING_OF_THE_HOST = {"Date": None, "Creator": None, "Format": None, "Type": None}

@@ -14,8 +14,8 @@ from common import RESULTS
 from gpu.choice import choice_from_heading
 from gpu.rows import SURGERY, Row, row_named, setting_of
 
+from pipeline.benchmark.roofline import ITEM_BYTES
 from pipeline.core import Precision, TensorRTOptions
-from pipeline.roofline import ITEM_BYTES
 
 FILE = "gpu_models.json"
 STATES = {True: "reached", False: "**missed**", None: "**not measured**"}

@@ -41,11 +41,11 @@ from gpu.torch_peers import COMPILE_MODES, cache_folder
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.backends import tensorrt_
-from pipeline.config import home
+from pipeline.backends.tensorrt import backend as tensorrt_
 from pipeline.core import Target
 from pipeline.errors import BackendUnavailable, CrucibleError
-from pipeline.measure import environment, monotonic, usable_cores
+from pipeline.measurement.measure import environment, monotonic, usable_cores
+from pipeline.plan.schema import home
 
 NAME = "gpu_models"
 AT_ONCE = 6  # rows prepared side by side: an export takes a few GB, and its share of the cores

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from common import RESULTS, Row, publish
 
+from pipeline.benchmark.cpu_peaks import busy_text, keep_peaks, load_peaks, measure_copy, measure_peaks
 from pipeline.core import Precision
-from pipeline.gpu import Gpu, Peaks, find_gpus, peaks, with_hardware
-from pipeline.measure import usable_cores
-from pipeline.peaks import busy_text, keep_peaks, load_peaks, measure_copy, measure_peaks
+from pipeline.host.gpu import Gpu, Peaks, find_gpus, peaks, with_hardware
+from pipeline.measurement.measure import usable_cores
 
 GPU_SIZES = (4096, 8192)
 GPU_PRECISIONS = (Precision.FP32, Precision.TF32, Precision.FP16, Precision.BF16, Precision.INT8, Precision.FP8)

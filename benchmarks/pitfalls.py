@@ -19,15 +19,15 @@ from common import RESNET50, Row, beside, graph_of, publish, takes_no_arguments
 from pipeline import backends
 from pipeline.backends.base import run_session
 from pipeline.core import BuildOptions, Engine, Precision, Recipe, Tensors
-from pipeline.graph import draw_feeds
-from pipeline.measure import WarmUpOptions, measure_block, ratio_of_medians, samples_from_blocks, usable_cores, warm_up
+from pipeline.measurement.measure import WarmUpOptions, measure_block, ratio_of_medians, samples_from_blocks, usable_cores, warm_up
+from pipeline.onnx_graph.graph import draw_feeds
 
 COMPARISONS, BLOCKS, BLOCK_S = 10, 6, 0.25
 ROUNDS, FEW_RUNS = 20, 10
 HELD_MB = 400
 ONE_AFTER_THE_OTHER, TWO_AT_ONCE, COLD_CACHES = "one after the other", "two at once", "cold caches"
 MEDIANS = (TWO_AT_ONCE, COLD_CACHES)  # mistakes whose figures are medians of times
-CHILD = "import resource; from pipeline.measure import peak_memory_bytes as own; print(resource.getrusage(0).ru_maxrss * 1024, own())"
+CHILD = "import resource; from pipeline.measurement.measure import peak_memory_bytes as own; print(resource.getrusage(0).ru_maxrss * 1024, own())"
 PARENT = f"import subprocess, sys; held = b'1' * {HELD_MB}_000_000; subprocess.run([sys.executable, '-c', {CHILD!r}], check=True)"
 
 Run = Callable[[], object]

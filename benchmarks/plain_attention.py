@@ -14,19 +14,19 @@ from gpu.plans import plan_of
 from gpu.rows import row_named
 
 from pipeline.backends import backend
-from pipeline.candidates import build_engine, convert_model
-from pipeline.comparison import compare
-from pipeline.compile import export_model, simplify_model
-from pipeline.config import BenchmarkConfig, CandidateConfig, Plan, home, load_plan
+from pipeline.benchmark.elimination import Role
+from pipeline.benchmark.interleaved import RaceEntry
+from pipeline.compiler.candidates import build_engine, convert_model
+from pipeline.compiler.compile import export_model, simplify_model
+from pipeline.compiler.context import open_job
 from pipeline.core import Engine, OnnxModel
-from pipeline.elimination import Role
-from pipeline.job import open_job
-from pipeline.race import RaceEntry
-from pipeline.recipes import recipe_from_candidate
-from pipeline.report import BenchmarkReport
-from pipeline.runner import Runner
+from pipeline.execution.stage_runner import Runner
+from pipeline.execution.store import Store
+from pipeline.measurement.comparison import compare
+from pipeline.plan.recipes import recipe_from_candidate
+from pipeline.plan.schema import BenchmarkConfig, CandidateConfig, Plan, home, load_plan
+from pipeline.results.report import BenchmarkReport
 from pipeline.stages.benchmark import benchmark
-from pipeline.store import Store
 
 MINILM = ROOT / "configs" / "minilm.yaml"
 TEXTS = tuple({"batch": batch, "sequence": tokens} for batch, tokens in ((8, 16), (4, 64), (1, 128)))

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 from common import DIGITS, RESNET50, Row, graph_of, publish, takes_no_arguments
 
-from pipeline.backends import onnxruntime_
-from pipeline.config import BenchmarkConfig
+from pipeline.backends.onnxruntime import backend as onnxruntime_
+from pipeline.benchmark.elimination import Role
+from pipeline.benchmark.interleaved import RaceEntry
 from pipeline.core import BuildOptions, Precision, Recipe
-from pipeline.elimination import Role
-from pipeline.race import RaceEntry
-from pipeline.report import BenchmarkReport
+from pipeline.plan.schema import BenchmarkConfig
+from pipeline.results.report import BenchmarkReport
 from pipeline.stages.benchmark import benchmark
 
 REPEATS = {DIGITS: 6, RESNET50: 3}

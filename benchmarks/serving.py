@@ -50,9 +50,9 @@ from serving_.processes import NotStarted
 from serving_.rounds import Load, Start, Turn, crucible_starter, engine_turn, expected_of, peer_starter, tolerance_of, turn
 from serving_.setups import BACKENDS, SETUPS, Setup, ran_on, refuse_other_hosts, setup_from
 
-from pipeline.deliver import load_engine
 from pipeline.errors import BackendUnavailable
-from pipeline.measure import usable_cores
+from pipeline.measurement.measure import usable_cores
+from pipeline.report.bundle import load_engine
 from service.client import Client
 
 BUILD = ROOT / "build" / "serving"

@@ -21,8 +21,8 @@ from common import DIGITS, RESNET50, Row, graph_of, publish, takes_no_arguments
 from pipeline import backends
 from pipeline.backends.base import run_session
 from pipeline.core import BuildOptions, Engine, Precision, Recipe, Tensors
-from pipeline.graph import draw_feeds
-from pipeline.measure import Samples, WarmUpOptions, measure_block, ratio_of_medians, samples_from_blocks, thinned, usable_cores, warm_up
+from pipeline.measurement.measure import Samples, WarmUpOptions, measure_block, ratio_of_medians, samples_from_blocks, thinned, usable_cores, warm_up
+from pipeline.onnx_graph.graph import draw_feeds
 
 ROUNDS, BLOCK_S = 16, 0.5
 MOST_RATIO, MOST_EXTRA_US = 1.03, 20.0

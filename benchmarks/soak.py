@@ -35,7 +35,7 @@ from serving_.processes import descendants
 
 from pipeline import backends
 from pipeline.backends.base import run_session
-from pipeline.deliver import load_engine
+from pipeline.report.bundle import load_engine
 from service.client import Client
 
 CONNECTIONS, MOST_ROWS, INPUTS, SIDE = 16, 16, 16, 16

@@ -25,9 +25,9 @@ import numpy as np
 from common import Row, publish, takes_no_arguments
 from numpy.typing import NDArray
 
-from pipeline.comparison import NotMeasurable, Processes, compare_processes, pairs_of
-from pipeline.elimination import MAX_PAIRS, Role, Runner, is_decided
-from pipeline.measure import Interval, student_quantile
+from pipeline.benchmark.elimination import MAX_PAIRS, Role, Runner, is_decided
+from pipeline.measurement.comparison import NotMeasurable, Processes, compare_processes, pairs_of
+from pipeline.measurement.measure import Interval, student_quantile
 
 Floats = NDArray[np.float64]
 

@@ -23,15 +23,15 @@ from common import RESULTS, ROOT, Row
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.backends import tensorrt_
-from pipeline.config import CandidateConfig, load_plan
+from pipeline.backends.tensorrt import backend as tensorrt_
 from pipeline.core import Target
 from pipeline.errors import BackendUnavailable, UnsupportedError
-from pipeline.measure import environment, monotonic
-from pipeline.precision import reformats, time_by_precision
-from pipeline.recipes import recipe_from_candidate
-from pipeline.render import load_report
-from pipeline.report import BenchmarkReport, Candidate, Report
+from pipeline.measurement.measure import environment, monotonic
+from pipeline.plan.recipes import recipe_from_candidate
+from pipeline.plan.schema import CandidateConfig, load_plan
+from pipeline.report.render import load_report
+from pipeline.results.precision_audit import reformats, time_by_precision
+from pipeline.results.report import BenchmarkReport, Candidate, Report
 
 Option = Mapping[str, str | bool]
 FLOATS: tuple[Option, ...] = tuple({"precision": precision} for precision in ("fp32", "tf32", "fp16", "bf16"))

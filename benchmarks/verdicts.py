@@ -30,10 +30,10 @@ from common import DIGITS, RESULTS, ROOT, Row
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.gpu import find_gpus
-from pipeline.measure import environment, monotonic
-from pipeline.render import load_report
-from pipeline.report import Report
+from pipeline.host.gpu import find_gpus
+from pipeline.measurement.measure import environment, monotonic
+from pipeline.report.render import load_report
+from pipeline.results.report import Report
 
 SAMPLES = {"calibration": 64, "selection": 64, "validation": 64}
 DEMO = "digits"

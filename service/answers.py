@@ -8,7 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from pipeline.errors import DiskFull
-from pipeline.faults import crucible_error
+from pipeline.execution.exit_causes import crucible_error
 from service import logs
 from service.errors import Answer, NotFound, ServiceError, Unprocessable, answer_to
 from service.folders import Folders

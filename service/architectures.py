@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.config import METRICS
 from pipeline.distribution import install_command
+from pipeline.plan.schema import METRICS
 from service.errors import Unprocessable
 
 ARCHITECTURES = ("resnet18", "resnet50", "mobilenet_v2", "mobilenet_v3_large", "efficientnet_b0", "convnext_tiny", "vit_b_16")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.errors import CrucibleError, HostError
-from pipeline.faults import crucible_error
+from pipeline.execution.exit_causes import crucible_error
 from service import logs, watchdog
 from service.child import Child, environment_for
 from service.devices import Lease

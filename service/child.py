@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.errors import HostError
-from pipeline.faults import MemoryKills, how_it_died, memory_kills
-from pipeline.process import IMPORT_PATH
+from pipeline.execution.child_process import IMPORT_PATH
+from pipeline.execution.exit_causes import MemoryKills, how_it_died, memory_kills
 from service import processes
 from service.folders import Work
 from service.jobs import Failure

@@ -30,7 +30,7 @@ from pydantic import ValidationError
 
 from pipeline.core import Frozen, Tensors
 from pipeline.errors import CrucibleError, HostError, PlanError, UserError
-from pipeline.report import Report
+from pipeline.results.report import Report
 from service.jobs import FINAL, State
 from service.keys import FORM
 from service.models import BenchmarkRequest, DeploymentOptions, ModelPage, ModelView, PromoteRequest, ShapesView
@@ -164,7 +164,7 @@ class Client:
 
     def report(self, job_id: str) -> Report:
         """The report of a job that has succeeded."""
-        from pipeline.render import report_from_json
+        from pipeline.report.render import report_from_json
 
         return report_from_json(self._ask("GET", _path("reports", job_id)).content, f"{self.url}/reports/{job_id}", Path())
 
@@ -201,7 +201,7 @@ class Client:
 
     def download(self, job_id: str, folder: Path) -> Report:
         """Fill `folder` as `crucible compile` does: the report in its three forms and, unless the model was rejected, the engine."""
-        from pipeline.deliver import deliver_engine, load_engine, withdraw_engine
+        from pipeline.report.bundle import deliver_engine, load_engine, withdraw_engine
 
         report = self.report(job_id)
         folder.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline import terminal
+from pipeline.cli import terminal
 from service import model_commands
 from service.following import follow
 from service.gc import gc
@@ -118,7 +118,7 @@ def submit(
     Ends with one JSON document: the job.
     """
     from pipeline.errors import PlanError
-    from pipeline.texts import profiles_text
+    from pipeline.formatting import profiles_text
     from service.client import Upload
 
     data = (calibration, selection, validation)
@@ -206,7 +206,7 @@ def download(
     """
     import json
 
-    from pipeline.deliver import check_folder
+    from pipeline.report.bundle import check_folder
     from service.client import place_of
 
     where, job_id = place_of(job, url)
@@ -271,7 +271,7 @@ def print_report(target: str, url: str | None, as_json: bool) -> None:
     """`crucible report`, of a job on a service."""
     from rich.markdown import Markdown
 
-    from pipeline.render import markdown
+    from pipeline.report.render import markdown
     from service.client import place_of
 
     where, job_id = place_of(target, url)

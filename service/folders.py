@@ -19,8 +19,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from pipeline.config import Plan
 from pipeline.errors import StoreError
+from pipeline.plan.schema import Plan
 
 PLAN = "plan.json"
 MOST_LOG_BYTES = 2**20  # of a log that are read, and kept once the job has ended

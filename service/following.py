@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from pipeline import terminal
-from pipeline.runner import StageEvent
+from pipeline.cli import terminal
+from pipeline.execution.stage_runner import StageEvent
 
 if TYPE_CHECKING:
     from service.client import Client, Event, RemoteError

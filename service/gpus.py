@@ -16,7 +16,7 @@ from typing import Any
 
 import pynvml
 
-from pipeline.gpu import VISIBLE, visible_places
+from pipeline.host.gpu import VISIBLE, visible_places
 
 
 @dataclass(frozen=True, slots=True)

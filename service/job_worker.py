@@ -1,6 +1,6 @@
 """A job's child: `python -m service.job_worker FD` compiles a plan, or measures its engine again, and tells the server through the socket FD.
 
-The only module of the service that imports pipeline.compile and pipeline.again, and inside functions. It runs below a guardian
+The only module of the service that imports pipeline.compiler.compile and pipeline.compiler.remeasure, and inside functions. It runs below a guardian
 (service/guardian.py), which has restricted it, with an environment made for it (service/child.py), and writes nothing but its work directory.
 """
 
@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from pipeline import distribution
 from pipeline.core import Note, Progress, silent
 from pipeline.errors import BackendUnavailable, InternalError
-from pipeline.faults import crucible_error
-from pipeline.process import call_in_child
-from pipeline.runner import Run, Runner, Stage, StageEvent, installed
-from pipeline.store import Store
+from pipeline.execution.child_process import call_in_child
+from pipeline.execution.exit_causes import crucible_error
+from pipeline.execution.stage_runner import Run, Runner, Stage, StageEvent, installed
+from pipeline.execution.store import Store
 from service.folders import Work
 from service.messages import (
     LINE_BYTES,
@@ -44,8 +44,8 @@ from service.messages import (
 )
 
 if TYPE_CHECKING:
-    from pipeline.config import Plan
-    from pipeline.report import Report
+    from pipeline.plan.schema import Plan
+    from pipeline.results.report import Report
 
 SEEDED = ("history.jsonl", "timing")  # of the home: copied, for the child adds to them
 CONTENDED = "latency was measured while engines served on the same device: it decides nothing about speed"
@@ -92,8 +92,8 @@ class Server:
 
 def run_job(start: Start, server: Server) -> None:
     """Compile the plan, or measure its engine again, and leave the report in the work's out/."""
-    from pipeline.compile import compile_plan, publish_report
-    from pipeline.config import Plan
+    from pipeline.compiler.compile import compile_plan, publish_report
+    from pipeline.plan.schema import Plan
     from pipeline.stages.benchmark import benchmark
 
     work = Work(start.work)
@@ -110,9 +110,9 @@ def run_job(start: Start, server: Server) -> None:
 
 def measure_again(compiled: Path, plan: Plan, runner: Runner, command: str) -> Report:
     """The report in `compiled` with new latencies of its engine. Nothing makes good that it was chosen by contended ones."""
-    from pipeline.again import report_again
-    from pipeline.deliver import load_engine
-    from pipeline.render import load_report
+    from pipeline.compiler.remeasure import report_again
+    from pipeline.report.bundle import load_engine
+    from pipeline.report.render import load_report
 
     old = load_report(compiled)
     plain = old.model_copy(update={"notes": tuple(note for note in old.notes if note.text not in (CONTENDED, CHOSEN))})
@@ -175,10 +175,10 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
     import hashlib
     import json
 
-    from pipeline import candidates, compile
     from pipeline.backends import BACKENDS, backend
-    from pipeline.gpu import find_gpus
-    from pipeline.measure import environment
+    from pipeline.compiler import candidates, compile
+    from pipeline.host.gpu import find_gpus
+    from pipeline.measurement.measure import environment
 
     targets = {}
     for name in BACKENDS:

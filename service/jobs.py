@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.core import Frozen
-from pipeline.report import Verdict
+from pipeline.results.report import Verdict
 
 State = Literal["queued", "running", "cancelling", "succeeded", "failed", "cancelled"]
 FINAL: frozenset[State] = frozenset({"succeeded", "failed", "cancelled"})

@@ -16,7 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from pipeline.core import Frozen
 from pipeline.errors import CrucibleError
-from pipeline.runner import StageEvent
+from pipeline.execution.stage_runner import StageEvent
 
 LINE_BYTES = 128 * 1024  # the longest message: two texts of LONG_TEXT, of which each character may take six bytes in JSON
 MOST_MESSAGES = 20_000  # of one attempt, besides progress: a compile of 64 candidates sends about 2,000

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline import terminal
+from pipeline.cli import terminal
 from service.following import follow
 from service.options import JsonOption, UrlOption, connect
 
@@ -58,8 +58,8 @@ def load(
     """Load a model on a service, or serve it in another way; it answers when this ends."""
     from pydantic import ValidationError
 
-    from pipeline.config import explain
     from pipeline.errors import PlanError
+    from pipeline.plan.schema import explain
     from service.models import DeploymentOptions
 
     given = {"version": version, "device": device, "instances": instances, "max_batch": max_batch, "queue_limit": queue_limit, "timeout_s": timeout_s}

@@ -9,8 +9,8 @@ from typing import Literal
 from pydantic import ConfigDict, Field
 
 from pipeline.core import DimRange, Frozen, Precision, Profile, TensorSpec
-from pipeline.feeding import BatchSpec, InputRecipe
-from pipeline.report import Verdict
+from pipeline.results.report import Verdict
+from pipeline.serving_inputs import BatchSpec, InputRecipe
 
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}$"
 RESERVED = frozenset({"stats"})

@@ -12,21 +12,13 @@ import stat
 from pathlib import Path
 
 from pipeline.core import Engine
-from pipeline.deliver import ENGINE_FILE, check_engine, read_engine
 from pipeline.errors import CrucibleError, DamagedError, ModelError, StoreError, UserError
-from pipeline.exchange import Exchange, exchange_names, replace_folder
-from pipeline.history import History
-from pipeline.render import FIGURES, HTML_NAME, JSON_NAME, MARKDOWN_NAME, load_report
-from pipeline.report import Report
-from pipeline.store import (
-    MANIFEST,
-    Manifest,
-    Store,
-    check_digest,
-    check_files,
-    digest_of,
-    sync,
-)
+from pipeline.execution.durations import History
+from pipeline.execution.store import MANIFEST, Manifest, Store, check_digest, check_files, digest_of, sync
+from pipeline.host.replace_folder import Exchange, exchange_names, replace_folder
+from pipeline.report.bundle import ENGINE_FILE, check_engine, read_engine
+from pipeline.report.render import FIGURES, HTML_NAME, JSON_NAME, MARKDOWN_NAME, load_report
+from pipeline.results.report import Report
 from service import logs
 from service.folders import Folders, Work
 from service.scrub import scrub_file

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.store import Store
+from pipeline.execution.store import Store
 from service import logs
 from service.errors import NotFound
 from service.folders import Folders

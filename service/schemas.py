@@ -8,10 +8,10 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field
 
 from pipeline.core import Frozen
-from pipeline.measure import Interval, Samples
-from pipeline.render import HTML_NAME, JSON_NAME, MARKDOWN_NAME
-from pipeline.report import BenchmarkReport, Candidate, LatencyRow, Report, ValidationReport, Verdict
-from pipeline.report import State as CandidateState
+from pipeline.measurement.measure import Interval, Samples
+from pipeline.report.render import HTML_NAME, JSON_NAME, MARKDOWN_NAME
+from pipeline.results.report import BenchmarkReport, Candidate, LatencyRow, Report, ValidationReport, Verdict
+from pipeline.results.report import State as CandidateState
 from service.jobs import Failure, Job, Measures, Progress, State
 
 FORMS = {"application/json": JSON_NAME, "text/markdown": MARKDOWN_NAME, "text/html": HTML_NAME}  # of reports, by what Accept asks for

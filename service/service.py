@@ -19,7 +19,7 @@ from typing import TypeVar
 from filelock import FileLock, Timeout
 
 from pipeline.errors import CrucibleError, StoreError
-from pipeline.process import Child
+from pipeline.execution.child_process import Child
 from service import logs
 from service.database import Database
 from service.devices import Devices

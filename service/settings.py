@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from pipeline.config import home
 from pipeline.core import Frozen
 from pipeline.errors import PlanError
+from pipeline.plan.schema import home
 
 PREFIX = "CRUCIBLE_SERVICE_"
 MIB, GIB = 2**20, 2**30

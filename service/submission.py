@@ -17,9 +17,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from pipeline.config import CandidateConfig, Plan, load_plan
 from pipeline.errors import HostError, PlanError
-from pipeline.source import code_digest, source_from_config
+from pipeline.plan.schema import CandidateConfig, Plan, load_plan
+from pipeline.plan.source import code_digest, source_from_config
 from service import logs, submitted, uploads
 from service.errors import NotFound, TooLarge, Unprocessable
 from service.guard import Caller

@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError
 
-from pipeline.config import (
+from pipeline.core import Frozen, TensorSpec
+from pipeline.plan.schema import (
     BenchmarkConfig,
     CalibrationConfig,
     CandidateConfig,
@@ -28,8 +29,7 @@ from pipeline.config import (
     Thresholds,
     explain,
 )
-from pipeline.core import Frozen, TensorSpec
-from pipeline.feeding import ServingConfig
+from pipeline.serving_inputs import ServingConfig
 from service.architectures import check_metric, entrypoint_of
 from service.errors import Unprocessable
 from service.settings import Settings

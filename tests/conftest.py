@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.gpu import find_gpus
+from pipeline.host.gpu import find_gpus
 from tests.fixtures_cli import crucible, write_task
 from tests.fixtures_validate import Bench
 from tests.gpu.plugin import GpuTests

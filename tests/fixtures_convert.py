@@ -9,10 +9,10 @@ import numpy as np
 import onnx
 import onnx.parser
 
-from pipeline.activations import observe, open_probe
-from pipeline.compare import open_reference
 from pipeline.core import CalibrationMethod, CalibrationTable, OnnxModel, Precision, Recipe, TensorRange, Tensors
-from pipeline.graph import onnx_model
+from pipeline.onnx_graph.activations import observe, open_probe
+from pipeline.onnx_graph.compare import open_reference
+from pipeline.onnx_graph.graph import onnx_model
 from pipeline.stages.convert import convert
 
 FP16 = Recipe(backend="tensorrt", precision=Precision.FP16)

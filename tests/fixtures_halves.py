@@ -11,12 +11,12 @@ from onnx.reference import ReferenceEvaluator
 
 from pipeline.backends.base import Loaded, Session, no_layers
 from pipeline.backends.checks import HostTimer, engine_digest
+from pipeline.benchmark.elimination import Role
+from pipeline.benchmark.interleaved import RaceEntry
 from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Progress, Recipe, Refusal, Target, Tensors, silent
-from pipeline.elimination import Role
 from pipeline.errors import UnsupportedError
-from pipeline.layers import LayerTable
-from pipeline.race import RaceEntry
-from pipeline.report import BenchmarkReport, Benchmarks
+from pipeline.results.layer_table import LayerTable
+from pipeline.results.report import BenchmarkReport, Benchmarks
 from pipeline.stages.benchmark import benchmark
 from tests.fixtures_layers import layer, table
 from tests.fixtures_report import benchmark as made_up_benchmark

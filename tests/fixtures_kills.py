@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.core import Engine
-from pipeline.deliver import deliver_engine, load_engine, withdraw_engine
-from pipeline.exchange import Exchange, exchange_names
-from pipeline.render import load_report
-from pipeline.store import Key, Store
+from pipeline.execution.store import Key, Store
+from pipeline.host.replace_folder import Exchange, exchange_names
+from pipeline.report.bundle import deliver_engine, load_engine, withdraw_engine
+from pipeline.report.render import load_report
 from service.folders import Folders
 from service.publish import publish
 from tests.fixtures_report import sample_report

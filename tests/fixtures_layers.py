@@ -12,10 +12,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pipeline.backends.trt_layers import layers_from_inspector
+from pipeline.backends.tensorrt.layers import layers_from_inspector
 from pipeline.core import Precision
-from pipeline.layers import Layer, LayerTable
-from pipeline.stages.prove import with_operators
+from pipeline.results.layer_table import Layer, LayerTable
+from pipeline.stages.inspect_layers import with_operators
 
 CAPTURED = {
     "resnet_fp32": Precision.FP32,

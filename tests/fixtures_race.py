@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from pipeline.backends.base import run_session
-from pipeline.config import BenchmarkConfig
-from pipeline.contention import CpuClock
+from pipeline.benchmark.elimination import Role
+from pipeline.benchmark.interleaved import RaceEntry, Ready, Take, Workload, race, take_block
 from pipeline.core import DimRange, Engine, Precision, Profile, Recipe, Target, Tensors, TensorSpec
-from pipeline.elimination import Role
 from pipeline.errors import ChildDied
-from pipeline.measure import WarmUpOptions, warm_up
-from pipeline.race import RaceEntry, Ready, Take, Workload, race, take_block
+from pipeline.host.contention import CpuClock
+from pipeline.measurement.measure import WarmUpOptions, warm_up
+from pipeline.plan.schema import BenchmarkConfig
 from pipeline.stages.benchmark import BusyHost, results
 
 X = TensorSpec(name="x", dtype="float32", shape=("batch", 4))

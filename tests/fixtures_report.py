@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.config import AccuracyConfig, DataConfig, ModelConfig, Plan
 from pipeline.core import CalibrationMethod, DimRange, Engine, Note, Precision, Profile, Recipe, Target, TensorSpec
-from pipeline.measure import Environment, Interval, Samples
-from pipeline.precision import mislabelled
-from pipeline.report import (
+from pipeline.measurement.measure import Environment, Interval, Samples
+from pipeline.plan.schema import AccuracyConfig, DataConfig, ModelConfig, Plan
+from pipeline.results.precision_audit import mislabelled
+from pipeline.results.report import (
     BenchmarkReport,
     Candidate,
     LatencyRow,

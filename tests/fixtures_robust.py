@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from pipeline.core import CalibrationTable, OnnxModel
-from pipeline.render import load_report
-from pipeline.report import Report
-from pipeline.store import MANIFEST
+from pipeline.execution.store import MANIFEST
+from pipeline.report.render import load_report
+from pipeline.results.report import Report
 from tests.fixtures_cli import Result, environment
 
 TOLERANCE = 1e-6  # of accuracy figures: sums of float32 taken in another order

@@ -12,13 +12,13 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from pipeline.compile import compile_plan
-from pipeline.config import load_plan
+from pipeline.compiler.compile import compile_plan
 from pipeline.core import Engine, OnnxModel, Progress, Recipe, silent
-from pipeline.graph import onnx_model, read_proto, write_proto
-from pipeline.report import Report
-from pipeline.runner import Runner
-from pipeline.store import Store
+from pipeline.execution.stage_runner import Runner
+from pipeline.execution.store import Store
+from pipeline.onnx_graph.graph import onnx_model, read_proto, write_proto
+from pipeline.plan.schema import load_plan
+from pipeline.results.report import Report
 from tests.fixtures_cli import CLASSES, FEATURES, HIDDEN, write_model, write_task
 from tests.fixtures_halves import run_here
 

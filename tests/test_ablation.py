@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.ablation import SWITCHES, Ablated, Reversal, ablation_from, base_of, reversals
+from pipeline.cli.terminal import ablation_table, console
+from pipeline.compiler.ablation import SWITCHES, Ablated, Reversal, ablation_from, base_of, reversals
 from pipeline.core import CalibrationMethod, Placement, Precision, Recipe
-from pipeline.measure import Interval, Samples
-from pipeline.render import load_report, markdown, write_report
-from pipeline.report import Ablation, AblationRow, Candidate, State
-from pipeline.sections import sections
-from pipeline.terminal import ablation_table, console
+from pipeline.measurement.measure import Interval, Samples
+from pipeline.report.render import load_report, markdown, write_report
+from pipeline.report.sections import sections
+from pipeline.results.report import Ablation, AblationRow, Candidate, State
 from tests.fixtures_report import EVIL, benchmark, latency_row, sample_report, selection
 
 INT8 = Recipe(backend="onnxruntime", precision=Precision.INT8, method=CalibrationMethod.ENTROPY)

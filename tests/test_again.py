@@ -4,17 +4,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.again import AGAIN, Remeasured, benchmark_again, with_figures
-from pipeline.compile import compile_plan
-from pipeline.config import load_plan
+from pipeline.cli.terminal import console, print_latency
+from pipeline.compiler.compile import compile_plan
+from pipeline.compiler.remeasure import AGAIN, Remeasured, benchmark_again, with_figures
 from pipeline.core import Precision, Recipe
-from pipeline.render import all_sections, load_report, write_report
-from pipeline.report import Ablation, AblationRow, Benchmarks, Candidate, Report, Step
-from pipeline.runner import Runner
+from pipeline.execution.stage_runner import Runner
+from pipeline.execution.store import Store
+from pipeline.plan.schema import load_plan
+from pipeline.report.render import all_sections, load_report, write_report
+from pipeline.results.report import Ablation, AblationRow, Benchmarks, Candidate, Report, Step
 from pipeline.stages.benchmark import ENOUGH_RUNS
 from pipeline.stages.benchmark import benchmark as measure
-from pipeline.store import Store
-from pipeline.terminal import console, print_latency
 from tests.fixtures_cli import write_task
 from tests.fixtures_halves import run_here
 from tests.fixtures_report import benchmark, sample_report

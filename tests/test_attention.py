@@ -8,8 +8,8 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from pipeline.attention import attentions, plain_attention
-from pipeline.masks import HIDDEN
+from pipeline.onnx_graph.attention import attentions, plain_attention
+from pipeline.onnx_graph.attention_masks import HIDDEN
 from tests.fixtures_attention import LEAST, answer, written_out
 
 PLAIN = ["Add", "MatMul", "MatMul", "Mul", "Softmax", *["Transpose"] * 3]

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from pipeline.backends import BACKENDS
-from pipeline.candidates import check_candidates, reference_outputs
-from pipeline.compile import (
+from pipeline.benchmark.elimination import Role
+from pipeline.compiler.candidates import check_candidates, reference_outputs
+from pipeline.compiler.compile import (
     build_baselines,
     build_reference,
     call_of_fastest,
@@ -21,17 +22,16 @@ from pipeline.compile import (
     export_model,
     publish_report,
 )
-from pipeline.config import load_plan
+from pipeline.compiler.context import Job, open_job
 from pipeline.core import Engine, OnnxModel, Precision, Progress, Recipe, silent
-from pipeline.elimination import Role
 from pipeline.errors import PlanError
-from pipeline.job import Job, open_job
-from pipeline.measure import cpu_flags
-from pipeline.process import call_in_child
-from pipeline.report import BenchmarkReport, Benchmarks, Report
-from pipeline.runner import Run, Runner
+from pipeline.execution.child_process import call_in_child
+from pipeline.execution.stage_runner import Run, Runner
+from pipeline.execution.store import Store
+from pipeline.measurement.measure import cpu_flags
+from pipeline.plan.schema import load_plan
+from pipeline.results.report import BenchmarkReport, Benchmarks, Report
 from pipeline.stages.benchmark import benchmark
-from pipeline.store import Store
 from tests.backends.onnxruntime_double import OnnxRuntimeDouble, pretend_gpu
 from tests.fixtures_cli import write_task
 from tests.fixtures_halves import Halves, run_here

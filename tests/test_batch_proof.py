@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from pipeline.batch_proof import Rows, prove_batch, rows_of_specs
+from pipeline.benchmark.batch_invariance import Rows, prove_batch, rows_of_specs
 from pipeline.core import Engine, Precision, Recipe, TensorSpec
 from pipeline.errors import CrucibleError
-from pipeline.feeding import BatchSpec, Padding
-from pipeline.process import call_in_child
+from pipeline.execution.child_process import call_in_child
+from pipeline.serving_inputs import BatchSpec, Padding
 from tests.conformance.engines import build
 from tests.conformance.models import Case, model, profiles_of
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pipeline.core import CalibrationMethod, Precision, Recipe, Target
-from pipeline.report import Bound, Report
+from pipeline.results.report import Bound, Report
 from tests.fixtures_report import proven_report
 
 ROOT = Path(__file__).parents[1]

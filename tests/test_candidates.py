@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.backends import BACKENDS
-from pipeline.candidates import (
+from pipeline.compiler.candidates import (
     LEAST_FOR_AOTI,
     TOO_SMALL_FOR_AOTI,
     check_candidates,
@@ -16,14 +16,14 @@ from pipeline.candidates import (
     stopped,
     with_layers,
 )
-from pipeline.config import load_plan
+from pipeline.compiler.context import Job, open_job
 from pipeline.core import Precision, Recipe, Target
 from pipeline.errors import InternalError, UnsupportedError
-from pipeline.graph import onnx_model
-from pipeline.job import Job, open_job
-from pipeline.report import Candidate
-from pipeline.runner import Runner
-from pipeline.store import Store
+from pipeline.execution.stage_runner import Runner
+from pipeline.execution.store import Store
+from pipeline.onnx_graph.graph import onnx_model
+from pipeline.plan.schema import load_plan
+from pipeline.results.report import Candidate
 from tests.backends.onnxruntime_double import pretend_gpu
 from tests.fixtures_attention import written_out
 from tests.fixtures_cli import write_task

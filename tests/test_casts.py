@@ -7,8 +7,8 @@ import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
 
-from pipeline.compare import open_reference
 from pipeline.core import Precision, Recipe
+from pipeline.onnx_graph.compare import open_reference
 from pipeline.stages.convert import convert
 from tests.fixtures_convert import ATTENTION, BF16, FP16, RESIDUAL, converted, dtypes, error_of, images, model_from_text, operators, seen_by
 

@@ -12,10 +12,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from pipeline.benchmark.cpu_peaks import load_peaks
 from pipeline.core import Precision
-from pipeline.graph import read_proto
-from pipeline.measure import usable_cores
-from pipeline.peaks import load_peaks
+from pipeline.measurement.measure import usable_cores
+from pipeline.onnx_graph.graph import read_proto
 from tests.fixtures_cli import ONE_PROCESS, crucible, crucible_here, environment, write_model, write_task
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import onnx
 import pytest
 
-from pipeline.compare import compare_graphs, compare_outputs, open_reference
 from pipeline.core import Tensors
 from pipeline.errors import ModelError
+from pipeline.onnx_graph.compare import compare_graphs, compare_outputs, open_reference
 
 
 def save(path: Path, graph: str) -> Path:

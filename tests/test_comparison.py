@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from pipeline.comparison import (
+from pipeline.measurement.comparison import (
     MAX_SPAN,
     WIDENING,
     NotMeasurable,
@@ -21,7 +21,7 @@ from pipeline.comparison import (
     pairs_of,
     processes_from_samples,
 )
-from pipeline.measure import Samples, samples_from_blocks
+from pipeline.measurement.measure import Samples, samples_from_blocks
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TRIALS = 150

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 
 from pipeline.backends import BACKENDS
-from pipeline.candidates import QUANTIZERS, WEIGHT_QUANTIZERS, check_candidates
-from pipeline.compile import compile_plan
-from pipeline.config import load_plan
+from pipeline.compiler.candidates import QUANTIZERS, WEIGHT_QUANTIZERS, check_candidates
+from pipeline.compiler.compile import compile_plan
+from pipeline.compiler.context import open_job
 from pipeline.core import Progress, silent
-from pipeline.data import SampleSet
+from pipeline.data.samples import SampleSet
 from pipeline.errors import CrucibleError, InternalError
-from pipeline.job import open_job
-from pipeline.process import call_in_child
-from pipeline.recipes import WEIGHT_QUANTIZERS as WEIGHTS_BY_BACKEND
-from pipeline.report import Report
-from pipeline.runner import Run, Runner
+from pipeline.execution.child_process import call_in_child
+from pipeline.execution.stage_runner import Run, Runner
+from pipeline.execution.store import Store
+from pipeline.plan.recipes import WEIGHT_QUANTIZERS as WEIGHTS_BY_BACKEND
+from pipeline.plan.schema import load_plan
+from pipeline.results.report import Report
 from pipeline.stages.benchmark import benchmark
-from pipeline.store import Store
 from tests.fixtures_cli import FEATURES, answers, write_task
 from tests.fixtures_halves import Halves, run_here
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from pipeline.config import GeneratedData, Plan, home, load_plan, override_plan, plan_from_document, plan_from_model
 from pipeline.core import TensorSpec
 from pipeline.errors import PlanError
-from pipeline.feeding import check_serving
+from pipeline.plan.schema import GeneratedData, Plan, home, load_plan, override_plan, plan_from_document, plan_from_model
+from pipeline.serving_inputs import check_serving
 
 MODEL = {"model": {"path": "m.onnx"}}
 INT8 = {"backend": "onnxruntime", "precision": "int8"}

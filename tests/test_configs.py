@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import load_plan
-from pipeline.data import CalibrationSet, SampleSet, SelectionSet, ValidationSet, check_disjoint, open_set
-from pipeline.source import source_from_config
+from pipeline.data.samples import CalibrationSet, SampleSet, SelectionSet, ValidationSet, check_disjoint, open_set
+from pipeline.plan.schema import load_plan
+from pipeline.plan.source import source_from_config
 
 ROOT = Path(__file__).parents[1]
 KINDS: tuple[type[SampleSet], ...] = (CalibrationSet, SelectionSet, ValidationSet)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contention import CpuClock, cpu_clock
+from pipeline.host.contention import CpuClock, cpu_clock
 
 
 def proc(root: Path, threads: dict[str, str], stat: str) -> Path:

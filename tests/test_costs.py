@@ -9,8 +9,8 @@ import pytest
 import torch
 import torchvision
 
-from pipeline.costs import node_costs, total
 from pipeline.errors import ModelError
+from pipeline.onnx_graph.flops import node_costs, total
 
 
 def save(folder: Path, graph: str, opset: int = 17) -> Path:

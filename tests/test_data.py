@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pipeline.config import GeneratedData
 from pipeline.core import DimRange, Profile, TensorSpec
-from pipeline.data import CalibrationSet, SampleSet, SelectionSet, ValidationSet, _cut, check_disjoint, open_set
+from pipeline.data.samples import CalibrationSet, SampleSet, SelectionSet, ValidationSet, _cut, check_disjoint, open_set
 from pipeline.errors import DataError
+from pipeline.plan.schema import GeneratedData
 
 IMAGE = TensorSpec(name="image", dtype="float32", shape=("batch", 1, 2, 2))
 IDS = TensorSpec(name="ids", dtype="int64", shape=("batch", "sequence"))

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from pipeline.core import CalibrationMethod, Note, Precision, Recipe
-from pipeline.decide import (
+from pipeline.compiler.decision import (
     KEEP_WORST,
     MEASURE_AGAIN,
     MEND_CALIBRATION,
@@ -23,9 +22,10 @@ from pipeline.decide import (
     ratio_missing,
     speed_ratio,
 )
-from pipeline.lint import SATURATES
-from pipeline.measure import Interval, Samples
-from pipeline.report import BenchmarkReport, Candidate, LatencyRow, MetricResult, OutputError, State, ValidationReport
+from pipeline.core import CalibrationMethod, Note, Precision, Recipe
+from pipeline.measurement.measure import Interval, Samples
+from pipeline.quantization.lint.rules import SATURATES
+from pipeline.results.report import BenchmarkReport, Candidate, LatencyRow, MetricResult, OutputError, State, ValidationReport
 
 ONE = Samples(values_s=(0.001,) * 10)
 BASELINE_S = 0.004

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.core import Engine
-from pipeline.deliver import deliver_engine, has_manifest, load_engine, read_engine
 from pipeline.errors import DamagedError, ModelError
+from pipeline.report.bundle import deliver_engine, has_manifest, load_engine, read_engine
 from tests.fixtures_cli import crucible_here
 from tests.fixtures_kills import engine_of, some_engine
 from tests.service.fixtures_jobs import write_out

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import doctor
+from pipeline.cli import doctor
 from pipeline.core import Precision
-from pipeline.gpu import Gpu, Gpus
+from pipeline.host.gpu import Gpu, Gpus
 
 NO_GPU = Gpus(reason="no NVIDIA driver")
 H200 = Gpu(

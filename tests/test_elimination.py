@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from pipeline import elimination
-from pipeline.comparison import Processes
-from pipeline.elimination import MAX_PAIRS, Role, Runner, Stop, StopReason, is_decided
+from pipeline.benchmark import elimination
+from pipeline.benchmark.elimination import MAX_PAIRS, Role, Runner, Stop, StopReason, is_decided
+from pipeline.measurement.comparison import Processes
 
 
 def runner(label: str, medians_s: Sequence[float], role: Role = Role.CANDIDATE, waiting: Sequence[float] = ()) -> Runner:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.exchange import Exchange, exchange_names, locked, replace_folder, standing
+from pipeline.host.replace_folder import Exchange, exchange_names, locked, replace_folder, standing
 from tests.fixtures_cli import environment
 from tests.fixtures_kills import WORKS
 
@@ -82,7 +82,7 @@ def test_a_reader_finds_the_old_folder_between_two_renames(tmp_path: Path) -> No
 DIES = """
 import os, sys
 from pathlib import Path
-from pipeline.exchange import locked
+from pipeline.host.replace_folder import locked
 with locked(Path(sys.argv[1])):
     os.kill(os.getpid(), 9)
 """

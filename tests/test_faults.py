@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.core import Progress
 from pipeline.errors import ChildDied, CrucibleError, DataError, DiskFull, HostError, InternalError, ModelError, StoreError
-from pipeline.faults import MemoryKills, crucible_error, how_it_died, memory_kills
-from pipeline.process import call_in_child
+from pipeline.execution.child_process import call_in_child
+from pipeline.execution.exit_causes import MemoryKills, crucible_error, how_it_died, memory_kills
 
 NONE, ONE = MemoryKills(0, 0), MemoryKills(1, 1)
 KILLED = "was killed by signal 9 (SIGKILL)"

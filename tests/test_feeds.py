@@ -11,9 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 from pipeline.core import DimRange, Profile, TensorSpec
-from pipeline.data import CalibrationSet, SelectionSet, ValidationSet, check_disjoint, open_set
+from pipeline.data.samples import CalibrationSet, SelectionSet, ValidationSet, check_disjoint, open_set
 from pipeline.errors import DataError
-from pipeline.render import load_report
+from pipeline.report.render import load_report
 from tests.fixtures_cli import crucible
 from tests.fixtures_lstm import tagger_samples, write_tagger_task
 

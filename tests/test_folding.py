@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from pipeline.folding import fold_strides
+from pipeline.onnx_graph.space_to_depth import fold_strides
 
 
 def convolution(shape: list[int | str], weight: tuple[int, ...], **attributes: Any) -> onnx.ModelProto:

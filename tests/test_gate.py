@@ -10,18 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.backends import BACKENDS, onnxruntime_
+from pipeline.accuracy.gate import ROWS_PER_SIZE, GatePoint, feeds_at, gate_points
+from pipeline.backends import BACKENDS
 from pipeline.backends.base import Loaded, Session
-from pipeline.compile import compile_plan
-from pipeline.config import AccuracyConfig, GeneratedData, load_plan
+from pipeline.backends.onnxruntime import backend as onnxruntime_
+from pipeline.compiler.compile import compile_plan
 from pipeline.core import DimRange, Engine, Profile, Tensors, TensorSpec
-from pipeline.data import SampleSet, SelectionSet, open_set
+from pipeline.data.samples import SampleSet, SelectionSet, open_set
 from pipeline.errors import ModelError
-from pipeline.gate import ROWS_PER_SIZE, GatePoint, feeds_at, gate_points
-from pipeline.report import SizeCheck, ValidationReport
-from pipeline.runner import Runner
+from pipeline.execution.stage_runner import Runner
+from pipeline.execution.store import Store
+from pipeline.plan.schema import AccuracyConfig, GeneratedData, load_plan
+from pipeline.results.report import SizeCheck, ValidationReport
 from pipeline.stages.validate import run_reference, validate
-from pipeline.store import Store
 from tests.fixtures_cli import write_task
 from tests.fixtures_validate import LENIENT, SAME, Bench, labelled
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.core import Precision
-from pipeline.gpu import FLOPS_PER_SM_AND_CLOCK, MEMORY_BUS_BITS, SM_COUNT, Gpu, Gpus, find_gpus, peaks, with_hardware
+from pipeline.host.gpu import FLOPS_PER_SM_AND_CLOCK, MEMORY_BUS_BITS, SM_COUNT, Gpu, Gpus, find_gpus, peaks, with_hardware
 
 UUID = "GPU-6d5a129b-187e-efb0-e32e-d25fcfd009f4"
 H200_LINE = f"NVIDIA H200, {UUID}, 9.0, 580.159, 143771, 1980, 3201\n"  # taken on an H200

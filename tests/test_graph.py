@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.core import TensorSpec
 from pipeline.errors import ModelError
-from pipeline.graph import (
+from pipeline.onnx_graph.graph import (
     draw_feeds,
     external_files,
     file_digest,

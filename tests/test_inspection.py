@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.backends import BACKENDS, trt_library
+from pipeline.backends import BACKENDS
+from pipeline.backends.tensorrt import library as trt_library
+from pipeline.cli.inspect import engine_lines, find_unsupported, plugin_libraries, read_model
 from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Profile, Recipe, Refusal, Target, TensorSpec
 from pipeline.errors import PlanError
-from pipeline.inspection import engine_lines, find_unsupported, plugin_libraries, read_model
 from tests.fixtures_cli import crucible, write_model
 
 X = TensorSpec(name="x", dtype="float32", shape=("batch", 4), kind="dynamic")
@@ -90,7 +91,7 @@ def test_a_plugin_library_is_loaded_into_the_parsers_registry(tmp_path: Path, mo
     (tmp_path / "libplugin.so").write_bytes(b"no library")
     monkeypatch.setattr(trt_library, "library", lambda: library)
     backend: Any = WithPlugins()
-    monkeypatch.setattr("pipeline.backends.tensorrt_.probe", backend.probe)
+    monkeypatch.setattr("pipeline.backends.tensorrt.backend.probe", backend.probe)
     with pytest.raises(PlanError, match=r"the plugin library '.*libplugin.so' cannot be loaded: .*(file too short|invalid ELF header)"):
         find_unsupported(read_model(tmp_path / "model.onnx"), "tensorrt", (tmp_path / "libplugin.so",))
 

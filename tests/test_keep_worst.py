@@ -9,15 +9,15 @@ import pytest
 
 from pipeline.backends import BACKENDS
 from pipeline.backends.base import Loaded
-from pipeline.compile import compile_plan
-from pipeline.config import load_plan
+from pipeline.compiler.compile import compile_plan
+from pipeline.compiler.decision import KEEP_WORST
 from pipeline.core import CalibrationMethod, Engine, Precision, Recipe, Target
-from pipeline.decide import KEEP_WORST
 from pipeline.errors import UnsupportedError
-from pipeline.render import markdown
-from pipeline.report import Report
-from pipeline.runner import Runner
-from pipeline.store import Store
+from pipeline.execution.stage_runner import Runner
+from pipeline.execution.store import Store
+from pipeline.plan.schema import load_plan
+from pipeline.report.render import markdown
+from pipeline.results.report import Report
 from tests.fixtures_halves import Halves, run_here
 from tests.fixtures_rank import write_broken_task
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from pipeline.backends import BACKENDS
-from pipeline.compile import compile_plan
-from pipeline.config import load_plan
+from pipeline.cli.terminal import candidate_table, console, verdict_lines
+from pipeline.compiler.compile import compile_plan
 from pipeline.core import KeptNode, Precision
-from pipeline.precision import forced_share, mislabelled, precision_notes
-from pipeline.render import load_report, markdown, page, write_report
-from pipeline.report import Report
-from pipeline.runner import Runner
-from pipeline.store import Store
-from pipeline.terminal import candidate_table, console, verdict_lines
+from pipeline.execution.stage_runner import Runner
+from pipeline.execution.store import Store
+from pipeline.plan.schema import load_plan
+from pipeline.report.render import load_report, markdown, page, write_report
+from pipeline.results.precision_audit import forced_share, mislabelled, precision_notes
+from pipeline.results.report import Report
 from tests.fixtures_cli import overflowing_task
 from tests.fixtures_halves import TellingHalves, run_here
 from tests.fixtures_layers import layer, table

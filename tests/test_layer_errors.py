@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.core import CalibrationMethod
-from pipeline.layer_errors import error_text, plots, section, table
-from pipeline.render import load_report, markdown, write_report
-from pipeline.report import NodeHarm, NodeRanking, Report, RescueStep
-from pipeline.stages.rank import MOST_ERROR
+from pipeline.report.render import load_report, markdown, write_report
+from pipeline.report.sensitivity import error_text, plots, section, table
+from pipeline.results.report import NodeHarm, NodeRanking, Report, RescueStep
+from pipeline.stages.sensitivity import MOST_ERROR
 from tests.fixtures_rank import write_broken_task
 from tests.fixtures_report import EVIL, proven_report
 from tests.stages.test_rank import ONNXRUNTIME, ranked

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.casts import flatten
-from pipeline.lint import EVERYWHERE, RULES, SATURATES, Finding, finding_notes, lint, saturation_notes
+from pipeline.quantization.half_precision import flatten
+from pipeline.quantization.lint.rules import EVERYWHERE, RULES, SATURATES, Finding, finding_notes, lint, saturation_notes
 from tests.fixtures_qat import CONSTANTS, GAINS, INPUT, NORMED, PLAIN, SAME, WEIGHTS, quantised
 
 CONV = f"{INPUT} {WEIGHTS} [conv] c = Conv<{SAME}>(xd, wd)"

@@ -8,18 +8,18 @@ from pathlib import Path
 import onnx
 import pytest
 
-from pipeline.candidates import lint_notes
-from pipeline.compile import compile_plan
-from pipeline.config import load_plan, plan_from_model
+from pipeline.cli.inspect import model_lines, quantised_lines
+from pipeline.cli.lint import ALL, finding_lines, findings_of, fix_model, fixed_lines, gain_lines, measure_fixes
+from pipeline.compiler.candidates import lint_notes
+from pipeline.compiler.compile import compile_plan
 from pipeline.core import CalibrationMethod, Placement, Precision, Profile, Recipe, Target
 from pipeline.errors import ModelError, PlanError
-from pipeline.graph import onnx_model
-from pipeline.inspection import model_lines, quantised_lines
-from pipeline.lint import SATURATES
-from pipeline.linting import ALL, finding_lines, findings_of, fix_model, fixed_lines, gain_lines, measure_fixes
-from pipeline.report import Report
-from pipeline.runner import Runner
-from pipeline.scales import lost_scales
+from pipeline.execution.stage_runner import Runner
+from pipeline.onnx_graph.graph import onnx_model
+from pipeline.plan.schema import load_plan, plan_from_model
+from pipeline.quantization.existing_qdq import lost_scales
+from pipeline.quantization.lint.rules import SATURATES
+from pipeline.results.report import Report
 from pipeline.stages.calibrate import calibrate
 from pipeline.stages.convert import convert
 from tests.fixtures_cli import crucible, write_model, write_task
@@ -69,7 +69,7 @@ def test_each_fix_is_measured_alone_and_all_together(normed: Path, tmp_path: Pat
 
 
 def store(folder: Path):  # type: ignore[no-untyped-def]
-    from pipeline.store import Store
+    from pipeline.execution.store import Store
 
     return Store(folder / "home")
 

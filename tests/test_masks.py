@@ -11,8 +11,8 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from pipeline.attention import plain_attention
-from pipeline.masks import HIDDEN
+from pipeline.onnx_graph.attention import plain_attention
+from pipeline.onnx_graph.attention_masks import HIDDEN
 
 GUARDED = """s{n} = MatMul(q, k)  t{n} = Add(s{n}, {mask})  p{n} = Softmax<axis = -1>(t{n})  l{n} = IsNaN(p{n})
     w{n} = Where(l{n}, zero, p{n})  y{n} = MatMul(w{n}, v)"""

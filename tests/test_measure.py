@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from pipeline.measure import (
+from pipeline.measurement.measure import (
     Samples,
     WarmUpOptions,
     bootstrap,
@@ -202,7 +202,7 @@ def test_peak_memory_is_of_the_process_itself() -> None:
     script = f"""
 import subprocess, sys
 large = b"x" * 400_000_000
-child = "import sys; sys.path[:0] = {sys.path!r}; from pipeline.measure import peak_memory_bytes; print(peak_memory_bytes())"
+child = "import sys; sys.path[:0] = {sys.path!r}; from pipeline.measurement.measure import peak_memory_bytes; print(peak_memory_bytes())"
 print(subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True).stdout)
 """
     printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
@@ -258,7 +258,7 @@ def test_ratio_is_of_the_medians_and_repeatable() -> None:
 
 
 def test_resampled_medians_equal_those_of_built_resamples() -> None:
-    from pipeline.measure import _draws, _medians
+    from pipeline.measurement.measure import _draws, _medians
 
     random = np.random.default_rng(0)
     blocks = [random.normal(10, 1, size) for size in (21, 33, 7, 40, 15)]
@@ -356,6 +356,7 @@ def test_environment_names_the_gpus_their_driver_and_tensorrt_by_any_name(tmp_pa
 
 def test_looking_at_the_host_imports_nothing_heavy() -> None:
     script = (
-        "import sys; from pipeline.measure import environment; environment(); print({'torch', 'onnxruntime', 'openvino', 'onnx'} & set(sys.modules))"
+        "import sys; from pipeline.measurement.measure import environment; environment(); "
+        "print({'torch', 'onnxruntime', 'openvino', 'onnx'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip() == "set()"

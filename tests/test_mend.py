@@ -8,11 +8,11 @@ import numpy as np
 import onnx
 import pytest
 
-from pipeline.casts import flatten
-from pipeline.compare import open_reference
-from pipeline.graph import write_proto
-from pipeline.lint import lint
-from pipeline.mend import FIXES, mend
+from pipeline.onnx_graph.compare import open_reference
+from pipeline.onnx_graph.graph import write_proto
+from pipeline.quantization.half_precision import flatten
+from pipeline.quantization.lint.fixes import FIXES, mend
+from pipeline.quantization.lint.rules import lint
 from tests.fixtures_qat import CONSTANTS, GAINS, NORMED, PLAIN, quantised
 from tests.test_lint import CASES, CONV, SECOND
 

@@ -9,16 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.accuracy.metrics import SNR_LIMIT_DB, by_sample, cosine_per_sample, mask_nonfinite, rows, snr_db, topk_hits
 from pipeline.errors import DataError
-from pipeline.metrics import (
-    SNR_LIMIT_DB,
-    by_sample,
-    cosine_per_sample,
-    mask_nonfinite,
-    rows,
-    snr_db,
-    topk_hits,
-)
 
 
 def floats(*values: float) -> np.ndarray:

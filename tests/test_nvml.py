@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.nvml import CORE_TEMPERATURE, MEMORY_CLOCK, SM_CLOCK, Span, watching
+from pipeline.host.gpu_monitor import CORE_TEMPERATURE, MEMORY_CLOCK, SM_CLOCK, Span, watching
 
 UUID = "GPU-6d5a129b"
 

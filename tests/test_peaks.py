@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.benchmark.cpu_peaks import _product as product
+from pipeline.benchmark.cpu_peaks import busy_text, keep_peaks, load_peaks, measure_copy, peaks_file, peaks_of, with_limits
 from pipeline.core import Precision, Recipe, Target
-from pipeline.gpu import Peaks
-from pipeline.peaks import _product as product
-from pipeline.peaks import busy_text, keep_peaks, load_peaks, measure_copy, peaks_file, peaks_of, with_limits
-from pipeline.report import BenchmarkFailure, BenchmarkReport, Benchmarks
+from pipeline.host.gpu import Peaks
+from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks
 from tests.fixtures_layers import real_table
 from tests.fixtures_report import benchmark, engine
 

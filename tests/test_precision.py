@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.core import Precision
-from pipeline.precision import fusions, mislabelled, node_text, percent_text, precision_notes, reformats, slowest, time_by_precision
+from pipeline.results.precision_audit import fusions, mislabelled, node_text, percent_text, precision_notes, reformats, slowest, time_by_precision
 from tests.fixtures_layers import CAPTURED, layer, real_table, table
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline import process
 from pipeline.core import Progress
 from pipeline.errors import ChildDied, DataError, DiskFull, InternalError
-from pipeline.process import Channel, Child, call_in_child, stop_children
+from pipeline.execution import child_process as process
+from pipeline.execution.child_process import Channel, Child, call_in_child, stop_children
 
 
 def double(number: int, progress: Progress) -> int:
@@ -192,7 +192,7 @@ def test_a_conversation_goes_both_ways() -> None:
 
 
 def test_children_die_with_a_parent_killed_by_sigkill(tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from tests.test_process import hang; from pipeline.process import Child\n"
+    code = "import sys; from pathlib import Path; from tests.test_process import hang; from pipeline.execution.child_process import Child\n"
     code += "child = Child(hang, name='x', conversation=False); print(child.pid, flush=True); child.result()"
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
     assert parent.stdout is not None

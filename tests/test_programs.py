@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.core import Engine, Precision, Recipe, Target
 from pipeline.errors import UnsupportedError
-from pipeline.triton import ModelVersion, check_place
+from pipeline.report.triton import ModelVersion, check_place
 from tests.fixtures_cli import ONE_PROCESS, crucible
 from tests.test_baselines import pytorch_task
 

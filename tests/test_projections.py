@@ -9,7 +9,7 @@ import onnx
 import onnxruntime
 import pytest
 
-from pipeline.attention import plain_attention
+from pipeline.onnx_graph.attention import plain_attention
 from tests.fixtures_attention import HEADS, KEYS, ONLY_TOKENS, SELECT, WIDTH, packed
 
 

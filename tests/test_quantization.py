@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipeline.core import Placement
-from pipeline.quantization import (
+from pipeline.quantization.placement import (
     KERNELS,
     Kernels,
     Sites,

@@ -7,15 +7,15 @@ from contextlib import ExitStack
 import pytest
 
 from pipeline.backends.base import run_session
-from pipeline.compile import BENCHMARK
-from pipeline.config import BenchmarkConfig
-from pipeline.contention import CpuClock
+from pipeline.benchmark.elimination import Role
+from pipeline.benchmark.interleaved import Contestant, NextShape, Race, RaceEntry, Take, race, take_block
+from pipeline.compiler.compile import BENCHMARK
 from pipeline.core import Engine, Target
-from pipeline.elimination import Role
 from pipeline.errors import ChildDied, ChildKilled
-from pipeline.measure import WarmUpOptions
-from pipeline.race import Contestant, NextShape, Race, RaceEntry, Take, race, take_block
-from pipeline.report import BenchmarkFailure, BenchmarkReport, Benchmarks
+from pipeline.host.contention import CpuClock
+from pipeline.measurement.measure import WarmUpOptions
+from pipeline.plan.schema import BenchmarkConfig
+from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks
 from pipeline.stages.benchmark import BusyHost, baseline_of, results
 from tests.fixtures_race import QUIET_HOST, SHORT, WORKLOAD, Host, LocalPeer, TimedSession, engine_named, run_race
 

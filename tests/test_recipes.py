@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import CandidateConfig, PlacementConfig, Plan, plan_from_document
 from pipeline.core import CalibrationMethod, OrtProvider, Placement, Precision, Recipe, Target
 from pipeline.errors import PlanError
-from pipeline.recipes import (
+from pipeline.plan.recipes import (
     MOST_RECIPES,
     baseline_recipes,
     call_of,
@@ -20,6 +19,7 @@ from pipeline.recipes import (
     recipes_from_candidate,
     resolve_method,
 )
+from pipeline.plan.schema import CandidateConfig, PlacementConfig, Plan, plan_from_document
 
 AVX2 = ("avx2",)
 VNNI = ("avx2", "avx512_bf16", "avx512_vnni")

@@ -9,13 +9,13 @@ import onnx
 import pytest
 from onnx import TensorProto
 
-from pipeline.backends import tensorrt_rtx_
-from pipeline.casts import LOW
-from pipeline.compare import open_reference
+from pipeline.backends.tensorrt import rtx as tensorrt_rtx_
 from pipeline.core import BuildOptions, OnnxModel, Precision, Profile, Recipe
-from pipeline.graph import onnx_model
-from pipeline.recurrent import STATES
-from pipeline.shadows import round_16_bits, tensors_of_16_bits
+from pipeline.onnx_graph.compare import open_reference
+from pipeline.onnx_graph.graph import onnx_model
+from pipeline.onnx_graph.recurrent import STATES
+from pipeline.quantization.half_precision import LOW
+from pipeline.quantization.sensitivity_graph import round_16_bits, tensors_of_16_bits
 from pipeline.stages.convert import convert
 from tests.fixtures_recurrent import PROFILE, Form, feeds_of, forms, write
 

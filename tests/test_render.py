@@ -11,18 +11,18 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from pipeline.benchmark.roofline import bound_of, with_bounds
+from pipeline.cli.terminal import candidate_table, console, first_rows, limits_table, print_limits, verdict_lines
 from pipeline.core import Precision
 from pipeline.errors import UserError
-from pipeline.gpu import Peaks
-from pipeline.measure import Interval
-from pipeline.nvml import GpuUse
-from pipeline.outline import entries
-from pipeline.render import load_report, markdown, page, schema, write_report
-from pipeline.report import Report
-from pipeline.roofline import bound_of, with_bounds
-from pipeline.sections import _grouped, sections
-from pipeline.terminal import candidate_table, console, first_rows, limits_table, print_limits, verdict_lines
-from pipeline.texts import bytes_text, date, number_text, time_text
+from pipeline.formatting import bytes_text, date, number_text, time_text
+from pipeline.host.gpu import Peaks
+from pipeline.host.gpu_monitor import GpuUse
+from pipeline.measurement.measure import Interval
+from pipeline.report.outline import entries
+from pipeline.report.render import load_report, markdown, page, schema, write_report
+from pipeline.report.sections import _grouped, sections
+from pipeline.results.report import Report
 from tests.fixtures_report import EVIL, proven_report, sample_report
 
 ROOT = Path(__file__).parent.parent
@@ -98,7 +98,7 @@ def test_figures_are_drawn_again_only_when_they_show_something_else(report: Repo
 def test_the_published_schema_is_in_step_and_a_report_fits_it(report: Report) -> None:
     published = (ROOT / "docs" / "report.schema.json").read_text()
     assert published == schema(), (
-        "write it again: python -c 'from pipeline.render import schema; print(schema(), end=\"\")' > docs/report.schema.json"
+        "write it again: python -c 'from pipeline.report.render import schema; print(schema(), end=\"\")' > docs/report.schema.json"
     )
     jsonschema.validate(json.loads(report.model_dump_json()), json.loads(published))
 

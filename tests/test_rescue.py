@@ -6,14 +6,10 @@ from typing import Any
 
 import pytest
 
+from pipeline.accuracy.metrics import AT_CHANCE, NOT_COVERED
 from pipeline.backends import BACKENDS
-from pipeline.compile import compile_plan
-from pipeline.config import load_plan
-from pipeline.core import CalibrationMethod, DimRange, Precision, Profile, Recipe
-from pipeline.errors import InternalError, UnsupportedError
-from pipeline.metrics import AT_CHANCE, NOT_COVERED
-from pipeline.report import Candidate, NodeHarm, NodeRanking, Report, State
-from pipeline.rescue import (
+from pipeline.compiler.compile import compile_plan
+from pipeline.compiler.fallback import (
     Attempt,
     Skipped,
     Tried,
@@ -28,9 +24,13 @@ from pipeline.rescue import (
     with_nodes_kept,
     with_opt_moved,
 )
-from pipeline.runner import Runner
-from pipeline.stages.rank import rank_nodes
-from pipeline.store import Store
+from pipeline.core import CalibrationMethod, DimRange, Precision, Profile, Recipe
+from pipeline.errors import InternalError, UnsupportedError
+from pipeline.execution.stage_runner import Runner
+from pipeline.execution.store import Store
+from pipeline.plan.schema import load_plan
+from pipeline.results.report import Candidate, NodeHarm, NodeRanking, Report, State
+from pipeline.stages.sensitivity import rank_nodes
 from tests.fixtures_cli import overflowing_task
 from tests.fixtures_halves import Halves, run_here
 from tests.fixtures_report import selection

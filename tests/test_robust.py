@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.render import load_report
-from pipeline.store import MANIFEST
+from pipeline.execution.store import MANIFEST
+from pipeline.report.render import load_report
 from tests.fixtures_rank import write_broken_task
 from tests.fixtures_robust import (
     assert_same,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.render import load_report
+from pipeline.report.render import load_report
 from tests.fixtures_cli import CANDIDATES, crucible, write_task
 from tests.fixtures_robust import assert_same, finish, forget_starts, needs_root, small_disk, small_memory, start, unfinished
 
@@ -129,7 +129,7 @@ WAIT = """
 import sys, time
 from pathlib import Path
 from pipeline.core import Artifact
-from pipeline.store import Key, Store
+from pipeline.execution.store import Key, Store
 
 root = Path(sys.argv[1])
 

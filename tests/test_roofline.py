@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from pipeline.benchmark.roofline import bound_of, with_bounds
 from pipeline.core import Precision
-from pipeline.gpu import Peaks
-from pipeline.measure import Samples
-from pipeline.report import BenchmarkReport, LatencyRow
-from pipeline.roofline import bound_of, with_bounds
+from pipeline.host.gpu import Peaks
+from pipeline.measurement.measure import Samples
+from pipeline.results.report import BenchmarkReport, LatencyRow
 
 PEAKS = Peaks(device="cpu", source="measured", flops_per_s={Precision.FP32: 100e9, Precision.INT8: 400e9}, bytes_per_s=20e9)
 

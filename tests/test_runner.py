@@ -7,9 +7,9 @@ import pytest
 
 from pipeline.core import Artifact, Progress, Target
 from pipeline.errors import DataError
-from pipeline.report import Step
-from pipeline.runner import Runner, Stage, StageEvent, installed
-from pipeline.store import Store
+from pipeline.execution.stage_runner import Runner, Stage, StageEvent, installed
+from pipeline.execution.store import Store
+from pipeline.results.report import Step
 
 
 class Number(Artifact):

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.cli import exit_code
-from pipeline.compile import compile_plan
-from pipeline.config import load_plan
-from pipeline.decide import MEND_CALIBRATION, MEND_LABELS
+from pipeline.cli.commands import exit_code
+from pipeline.cli.terminal import ran_text
+from pipeline.compiler.compile import compile_plan
+from pipeline.compiler.decision import MEND_CALIBRATION, MEND_LABELS
 from pipeline.errors import DataError, PlanError
-from pipeline.render import markdown
-from pipeline.report import Report
-from pipeline.runner import Runner
-from pipeline.store import Store
-from pipeline.terminal import ran_text
+from pipeline.execution.stage_runner import Runner
+from pipeline.execution.store import Store
+from pipeline.plan.schema import load_plan
+from pipeline.report.render import markdown
+from pipeline.results.report import Report
 from tests.fixtures_cli import FEATURES, answers, crucible, write_task
 from tests.fixtures_halves import run_here
 from tests.fixtures_sabotage import (

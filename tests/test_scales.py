@@ -10,9 +10,9 @@ import pytest
 from onnx import numpy_helper
 
 from pipeline.core import Precision
-from pipeline.lint import View
-from pipeline.mend import fold_weight
-from pipeline.scales import QDQ, given_precision, lost_scales, scales_of
+from pipeline.quantization.existing_qdq import QDQ, given_precision, lost_scales, scales_of
+from pipeline.quantization.lint.fixes import fold_weight
+from pipeline.quantization.lint.rules import View
 from tests.fixtures_qat import PLAIN, WEIGHTS, quantised
 
 

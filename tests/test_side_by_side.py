@@ -14,15 +14,9 @@ import psutil
 import pytest
 
 from pipeline.backends import BACKENDS
-from pipeline.candidates import (
-    LARGEST_SIDE_BY_SIDE,
-    may_overlap,
-    prepare_all,
-    recipes_of,
-    reference_outputs,
-)
-from pipeline.compile import build_reference, export_model
-from pipeline.config import load_plan
+from pipeline.compiler.candidates import LARGEST_SIDE_BY_SIDE, may_overlap, prepare_all, recipes_of, reference_outputs
+from pipeline.compiler.compile import build_reference, export_model
+from pipeline.compiler.context import Job, open_job
 from pipeline.core import OnnxModel, Precision, Progress, Recipe, silent
 from pipeline.errors import (
     ChildDied,
@@ -32,14 +26,14 @@ from pipeline.errors import (
     LoadCrashed,
     ModelError,
 )
-from pipeline.graph import onnx_model
-from pipeline.job import Job, open_job
-from pipeline.process import call_in_child
-from pipeline.report import Candidate
-from pipeline.runner import Run, Runner
+from pipeline.execution.child_process import call_in_child
+from pipeline.execution.stage_runner import Run, Runner
+from pipeline.execution.store import Store
+from pipeline.onnx_graph.graph import onnx_model
+from pipeline.plan.schema import load_plan
+from pipeline.results.report import Candidate
 from pipeline.stages.build import build
 from pipeline.stages.validate import ReferenceOutputs
-from pipeline.store import Store
 from tests.backends.onnxruntime_double import pretend_gpu
 from tests.fixtures_cli import write_model, write_task
 from tests.fixtures_halves import Halves, run_here

@@ -10,10 +10,10 @@ from pathlib import Path
 import onnx
 import pytest
 
-from pipeline.config import ModelConfig
 from pipeline.core import Profile, TensorSpec
 from pipeline.errors import ModelError, PlanError
-from pipeline.source import _imported_versions, check_profiles, code_digest, source_from_config
+from pipeline.plan.schema import ModelConfig
+from pipeline.plan.source import _imported_versions, check_profiles, code_digest, source_from_config
 
 IMAGE = TensorSpec(name="image", dtype="float32", shape=("batch", 1, 8, 8))
 IDS = TensorSpec(name="ids", dtype="int64", shape=("batch", "sequence"))
@@ -192,5 +192,5 @@ def test_inputs_may_share_symbols() -> None:
 
 
 def test_neither_torch_nor_onnx_is_loaded_for_an_entrypoint() -> None:
-    script = "import sys, pipeline.source; assert not {'torch', 'onnx', 'onnxruntime'} & set(sys.modules), sorted(sys.modules)"
+    script = "import sys, pipeline.plan.source; assert not {'torch', 'onnx', 'onnxruntime'} & set(sys.modules), sorted(sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pipeline.benchmark.roofline import bound_of
 from pipeline.core import DimRange, Precision, Profile
-from pipeline.gpu import Peaks
-from pipeline.measure import Samples
-from pipeline.nvml import GpuUse, Span
-from pipeline.report import LatencyRow, Totals
-from pipeline.roofline import bound_of
-from pipeline.speed import LIMITS_HEADER, gpu_lines, limit_cells, peaks_text, stats_of, summary_lines, summary_of, summary_rows
+from pipeline.host.gpu import Peaks
+from pipeline.host.gpu_monitor import GpuUse, Span
+from pipeline.measurement.measure import Samples
+from pipeline.report.performance_summary import LIMITS_HEADER, gpu_lines, limit_cells, peaks_text, stats_of, summary_lines, summary_of, summary_rows
+from pipeline.results.report import LatencyRow, Totals
 
 PROFILE = Profile(dims={"batch": DimRange(min=1, opt=8, max=64)})
 PEAKS = Peaks(device="EPYC, 2 threads", source="measured 2026-11-21", flops_per_s={Precision.FP32: 100e9}, bytes_per_s=20e9)

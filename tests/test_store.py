@@ -22,7 +22,7 @@ from pipeline.errors import (
     PlanError,
     StoreError,
 )
-from pipeline.store import Key, Store, canonical
+from pipeline.execution.store import Key, Store, canonical
 from tests.fixtures_robust import needs_root, small_disk
 
 KEY = Key("export", 1, ("abc",), canonical({"b": 1, "a": 2}))

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.benchmark.batch_sweep import Sweep, batch_symbol, conclusion, sweep_of, sweep_sizes, write_sweep
+from pipeline.cli.terminal import console, sweep_table
 from pipeline.core import DimRange, Profile, TensorSpec
 from pipeline.errors import PlanError
-from pipeline.sweep import Sweep, batch_symbol, conclusion, sweep_of, sweep_sizes, write_sweep
-from pipeline.terminal import console, sweep_table
 from tests.fixtures_report import latency_row
 
 MS = {1: 1.0, 2: 1.2, 4: 2.0, 8: 4.5}

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from pipeline.accuracy.metrics import paired_interval
+from pipeline.accuracy.task_metric import MOST_SHUFFLED, Drawn, TaskMetric
 from pipeline.errors import DataError, PlanError
-from pipeline.metrics import paired_interval
-from pipeline.task_metric import MOST_SHUFFLED, Drawn, TaskMetric
 
 
 def test_an_output_without_a_row_per_sample_has_no_interval() -> None:

@@ -6,10 +6,10 @@ import time
 import pytest
 from rich.console import Console
 
-from pipeline.measure import Samples
-from pipeline.report import BenchmarkReport, LatencyRow
-from pipeline.runner import StageEvent
-from pipeline.terminal import StageProgress, benchmark_table, console, expectation
+from pipeline.cli.terminal import StageProgress, benchmark_table, console, expectation
+from pipeline.execution.stage_runner import StageEvent
+from pipeline.measurement.measure import Samples
+from pipeline.results.report import BenchmarkReport, LatencyRow
 
 
 def test_a_percentile_that_too_few_values_do_not_give_is_a_gap() -> None:

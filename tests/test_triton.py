@@ -6,11 +6,11 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelInstanceGroup
 
-from pipeline import triton
 from pipeline.core import DimRange, Engine, Precision, Profile, Recipe, Target, TensorSpec
-from pipeline.deliver import deliver_engine
 from pipeline.errors import PlanError, UnsupportedError
-from pipeline.feeding import BatchSpec
+from pipeline.report import triton
+from pipeline.report.bundle import deliver_engine
+from pipeline.serving_inputs import BatchSpec
 from tests.fixtures_cli import crucible_here
 
 TARGETS = {

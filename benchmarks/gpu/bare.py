@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.backends import tensorrt_, timing_cache, trt_library
+from pipeline.backends import timing_cache
 from pipeline.backends.cuda import EventTimer, Stream, check
-from pipeline.backends.trt_calibrator import CACHE, calibrator_from_cache
+from pipeline.backends.tensorrt import backend as tensorrt_
+from pipeline.backends.tensorrt import library as trt_library
+from pipeline.backends.tensorrt.calibrator import CACHE, calibrator_from_cache
 from pipeline.core import BuildOptions, CalibrationMethod, Engine, OnnxModel, Precision, Progress, Recipe, Tensors, silent
 from pipeline.errors import UnsupportedError
 

@@ -21,16 +21,17 @@ import numpy as np
 from gpu.bare import BareSession
 from gpu.torch_peers import open_peer
 from pipeline import backends
-from pipeline.backends import cuda, trt_library
+from pipeline.backends import cuda
 from pipeline.backends.base import Session, run_session
-from pipeline.backends.trt_session import TrtLoaded
-from pipeline.config import BenchmarkConfig
+from pipeline.backends.tensorrt import library as trt_library
+from pipeline.backends.tensorrt.session import TrtLoaded
+from pipeline.benchmark.elimination import Role
+from pipeline.benchmark.interleaved import REWARM_SHARE, VALUES_PER_BLOCK, Block, Peer, RaceEntry, Take, Workload, race, take_block
 from pipeline.core import Engine, Progress, Tensors, silent
-from pipeline.elimination import Role
-from pipeline.measure import WarmUpOptions, measure_block, monotonic, peak_memory_bytes, thinned, usable_cores, warm_up
-from pipeline.process import Channel, Child
-from pipeline.race import REWARM_SHARE, VALUES_PER_BLOCK, Block, Peer, RaceEntry, Take, Workload, race, take_block
-from pipeline.report import BenchmarkFailure, BenchmarkReport
+from pipeline.execution.child_process import Channel, Child
+from pipeline.measurement.measure import WarmUpOptions, measure_block, monotonic, peak_memory_bytes, thinned, usable_cores, warm_up
+from pipeline.plan.schema import BenchmarkConfig
+from pipeline.results.report import BenchmarkFailure, BenchmarkReport
 from pipeline.stages.benchmark import BusyHost, results
 
 ROUND_S, DEPTHS = 0.2, (4, 64)  # of a flow between two synchronisations, and runs of each session in it: waiting costs a small share of it

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from gpu.contest import Outcome, cosine
-from pipeline.comparison import NotMeasurable, compare
+from pipeline.benchmark.roofline import bound_of
 from pipeline.core import Recipe
-from pipeline.gpu import Peaks, find_gpus, peaks, with_hardware
-from pipeline.layers import LayerTable
-from pipeline.measure import Samples
-from pipeline.precision import fusions, mislabelled, node_text, reformats, slowest, time_by_precision
-from pipeline.report import BenchmarkFailure, LatencyRow
-from pipeline.roofline import bound_of
+from pipeline.host.gpu import Peaks, find_gpus, peaks, with_hardware
+from pipeline.measurement.comparison import NotMeasurable, compare
+from pipeline.measurement.measure import Samples
+from pipeline.results.layer_table import LayerTable
+from pipeline.results.precision_audit import fusions, mislabelled, node_text, reformats, slowest, time_by_precision
+from pipeline.results.report import BenchmarkFailure, LatencyRow
 
 NAMED = 5  # slowest layers
 REFERENCES = ("torch eager fp32", "ours fp32", "torch eager fp16", "torch graph fp16", "ours fp16")

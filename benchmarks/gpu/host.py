@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.gpu import TIMEOUT_S, VISIBLE
+from pipeline.host.gpu import TIMEOUT_S, VISIBLE
 from service.tar import untar
 
 QUERIES = {

@@ -18,19 +18,22 @@ from gpu.host import Watch
 from gpu.plans import feeds_of, graph_of, plan_of
 from gpu.rows import WAYS, Row, targets
 from gpu.torch_peers import COMPILE_MODES, LIMIT_S, look_at, peer_engine
-from pipeline.backends import pytorch_, tensorrt_, timing_cache, trt_library
-from pipeline.candidates import build_engine, convert_model, prove_engine
-from pipeline.config import BenchmarkConfig, CandidateConfig, home
+from pipeline.backends import timing_cache
+from pipeline.backends.pytorch import backend as pytorch_
+from pipeline.backends.tensorrt import backend as tensorrt_
+from pipeline.backends.tensorrt import library as trt_library
+from pipeline.benchmark.interleaved import Workload
+from pipeline.compiler.candidates import build_engine, convert_model, prove_engine
+from pipeline.compiler.context import Job, options_of
 from pipeline.core import Engine, OnnxModel, Profile, Recipe, Tensors
-from pipeline.costs import node_costs, total
 from pipeline.errors import CrucibleError
-from pipeline.job import Job, options_of
-from pipeline.layers import LayerTable
-from pipeline.measure import monotonic
-from pipeline.process import call_in_child
-from pipeline.race import Workload
-from pipeline.recipes import recipe_from_candidate
-from pipeline.runner import Stage
+from pipeline.execution.child_process import call_in_child
+from pipeline.execution.stage_runner import Stage
+from pipeline.measurement.measure import monotonic
+from pipeline.onnx_graph.flops import node_costs, total
+from pipeline.plan.recipes import recipe_from_candidate
+from pipeline.plan.schema import BenchmarkConfig, CandidateConfig, home
+from pipeline.results.layer_table import LayerTable
 
 T = TypeVar("T")
 BARE = Stage("bare", timing_cache.FORMAT, build_bare, tensorrt_.DISTRIBUTIONS)

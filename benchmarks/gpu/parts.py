@@ -13,11 +13,11 @@ from gpu.host import Watch
 from gpu.measure_row import Made, Options, build_facts, make, overrides_of, recipe_of, with_failure, with_profile, workload_of
 from gpu.plans import feeds_of, graph_of, plan_of
 from gpu.rows import H200, Row, image, target
-from pipeline.backends import tensorrt_
-from pipeline.candidates import convert_model
-from pipeline.config import BenchmarkConfig
+from pipeline.backends.tensorrt import backend as tensorrt_
+from pipeline.compiler.candidates import convert_model
+from pipeline.compiler.context import Job
 from pipeline.core import OnnxModel
-from pipeline.job import Job
+from pipeline.plan.schema import BenchmarkConfig
 
 BEST_IMAGES_PER_S = 75_000.0
 STREAMS, OF_SMALL = (1, 2, 3), (1, 2, 4, 8)

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from gpu.rows import Row
-from pipeline.compile import export_model, simplify_model
-from pipeline.config import Plan, home, plan_from_document
+from pipeline.compiler.compile import export_model, simplify_model
+from pipeline.compiler.context import Job, open_job
 from pipeline.core import OnnxModel, Tensors, TensorSpec
-from pipeline.graph import draw_feeds
-from pipeline.job import Job, open_job
-from pipeline.runner import Runner, StageEvent
-from pipeline.store import Store
+from pipeline.execution.stage_runner import Runner, StageEvent
+from pipeline.execution.store import Store
+from pipeline.onnx_graph.graph import draw_feeds
+from pipeline.plan.schema import Plan, home, plan_from_document
 
 HERE = Path(__file__).resolve().parent
 CALIBRATION_ROWS = 16  # random, for speed only

@@ -30,7 +30,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "fp8": {"precision": "fp8"},
 }
 """Candidates by their short names; each is one of the plan's. `surgery`: of the graph with plain attention (`simplify.plain_attention`);
-`folded`: besides, with the first convolution's stride folded into its channels (pipeline/folding.py).
+`folded`: besides, with the first convolution's stride folded into its channels (pipeline/onnx_graph/space_to_depth.py).
 `no residual`: what is added keeps its precision; `no first`: the first layer does, in fp16. `level 5`: built at TensorRT's highest
 optimisation level, which tries more kernels. `flags`: TensorRT chooses the precision of each layer itself, as in `int8 implicit`."""
 

@@ -17,12 +17,13 @@ from gpu.measure_row import Options, recipe_of, with_failure
 from gpu.parts import begun, race_at, wanted
 from gpu.plans import graph_of, plan_of
 from gpu.rows import row_named
-from pipeline.backends import timing_cache, trt_library
-from pipeline.backends.trt_messages import builders_logger_of, logger_of
-from pipeline.candidates import convert_model
-from pipeline.config import home
+from pipeline.backends import timing_cache
+from pipeline.backends.tensorrt import library as trt_library
+from pipeline.backends.tensorrt.messages import builders_logger_of, logger_of
+from pipeline.compiler.candidates import convert_model
+from pipeline.compiler.context import Job
 from pipeline.core import BuildOptions, Engine, OnnxModel, Progress, Recipe, silent
-from pipeline.job import Job
+from pipeline.plan.schema import home
 
 STAGE, REPEATS, PAUSE_S = "tactics", 3, 30.0
 KINDS: Mapping[str, tuple[str, ...]] = {

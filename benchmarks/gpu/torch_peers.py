@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.backends.torch_cuda import DEVICE, CudaTorchSession
-from pipeline.backends.torch_module import load_module, tensor_from_array
+from pipeline.backends.pytorch.cuda import DEVICE, CudaTorchSession
+from pipeline.backends.pytorch.module import load_module, tensor_from_array
 from pipeline.core import Engine, ModelSource, OnnxModel, Precision, Progress, Recipe, Target, Tensors, silent
-from pipeline.measure import monotonic
+from pipeline.measurement.measure import monotonic
 
 FILE = "source.json"
 COMPILE_MODES = ("max-autotune", "reduce-overhead")

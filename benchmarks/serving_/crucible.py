@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from pipeline.process import IMPORT_PATH
+from pipeline.execution.child_process import IMPORT_PATH
 from service.client import Client, Upload
 from service.folders import Folders
 from service.jobs import FINAL

@@ -14,8 +14,8 @@ import numpy as np
 
 from pipeline import backends
 from pipeline.backends.base import run_session
-from pipeline.deliver import load_engine
-from pipeline.measure import WarmUpOptions, measure_block, monotonic, warm_up
+from pipeline.measurement.measure import WarmUpOptions, measure_block, monotonic, warm_up
+from pipeline.report.bundle import load_engine
 
 
 def main(folder: str, side: str, most_rows: str, seconds: str) -> None:

@@ -63,7 +63,7 @@ def setup_from(arguments: argparse.Namespace) -> Setup:
 def refuse_other_hosts(setup: Setup) -> None:
     """BackendUnavailable, which says what is missing and what to do, where this host cannot run the setup's engines."""
     if setup.on_gpu:
-        from pipeline.backends import tensorrt_
+        from pipeline.backends.tensorrt import backend as tensorrt_
 
         tensorrt_.probe()
 

@@ -11,24 +11,22 @@ from pipeline.core import Engine
 from pipeline.errors import PlanError
 
 BACKENDS: dict[str, str | Backend] = {
-    "onnxruntime": "onnxruntime_",
-    "openvino": "openvino_",
-    "tensorrt": "tensorrt_",
-    "tensorrt_rtx": "tensorrt_rtx_",
-    "pytorch": "pytorch_",
-    "torch": "torch_programs",
+    "onnxruntime": "onnxruntime.backend",
+    "openvino": "openvino.backend",
+    "tensorrt": "tensorrt.backend",
+    "tensorrt_rtx": "tensorrt.rtx",
+    "pytorch": "pytorch.backend",
+    "torch": "pytorch.programs",
 }
 """A module of this package, or a stand-in for one. A child runs one backend, and to import all takes a quarter of its start."""
 
 if TYPE_CHECKING:
-    from pipeline.backends import (
-        onnxruntime_,
-        openvino_,
-        pytorch_,
-        tensorrt_,
-        tensorrt_rtx_,
-        torch_programs,
-    )
+    from pipeline.backends.onnxruntime import backend as onnxruntime_
+    from pipeline.backends.openvino import backend as openvino_
+    from pipeline.backends.pytorch import backend as pytorch_
+    from pipeline.backends.pytorch import programs as torch_programs
+    from pipeline.backends.tensorrt import backend as tensorrt_
+    from pipeline.backends.tensorrt import rtx as tensorrt_rtx_
 
     _RUN_GRAPHS: tuple[Backend, ...] = (onnxruntime_, openvino_, tensorrt_, tensorrt_rtx_)
     _RUN_PYTORCH: tuple[Backend, ...] = (pytorch_, torch_programs)
@@ -53,6 +51,6 @@ def load_to_serve(engine: Engine, device: str = "") -> Loaded:
     """As `load`, but threads that wait for work soon sleep: beside the engine, whoever asks and who passes it on want the CPU too."""
     if engine.target.backend != "onnxruntime":
         return load(engine, device)
-    from pipeline.backends import onnxruntime_
+    from pipeline.backends.onnxruntime import backend as onnxruntime_
 
     return onnxruntime_.load(engine, device, serves=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Progress, Recipe, Refusal, Target, Tensors, TensorSpec
-from pipeline.layers import LayerTable
+from pipeline.results.layer_table import LayerTable
 
 
 class Timer(Protocol):

@@ -14,7 +14,7 @@ import numpy as np
 from pipeline.backends.base import Session
 from pipeline.core import BuildOptions, Engine, OnnxModel, Profile, Recipe, Target, Tensors, TensorSpec, dtype_of, sizes_from_shapes
 from pipeline.errors import BackendUnavailable, DataError, InternalError, StoreError, UnsupportedError
-from pipeline.measure import monotonic
+from pipeline.measurement.measure import monotonic
 
 SHOW_INTERFACE = "`crucible inspect` shows what an engine takes"
 

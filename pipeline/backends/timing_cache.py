@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import psutil
 from filelock import FileLock, Timeout
 
-from pipeline.config import home
 from pipeline.core import Frozen, Progress, Target
-from pipeline.gpu import TIMEOUT_S
+from pipeline.host.gpu import TIMEOUT_S
+from pipeline.plan.schema import home
 
 FILE, ABOUT = "cache.bin", "target.json"
 FORMAT = 2  # 1: Python was called while kernels were timed, which made some look slower than others

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from functools import partial
 
 from pipeline.backends.timing_cache import other_processes
-from pipeline.comparison import NotMeasurable, Obstacle, compare
-from pipeline.config import BenchmarkConfig
+from pipeline.benchmark.elimination import Role, StopReason
+from pipeline.benchmark.interleaved import VALUES_PER_BLOCK, Block, Contestant, Peer, RaceEntry, Workload, contend, race
 from pipeline.core import Engine, Note, OnnxModel, Point, Profile, Progress, TensorSpec, silent
-from pipeline.costs import node_costs, total
-from pipeline.elimination import Role, StopReason
 from pipeline.errors import PlanError
-from pipeline.gpu import find_gpus
-from pipeline.graph import draw_feeds
-from pipeline.measure import Interval, Samples, samples_from_blocks, usable_cores
-from pipeline.nvml import watching
-from pipeline.process import Child
-from pipeline.race import VALUES_PER_BLOCK, Block, Contestant, Peer, RaceEntry, Workload, contend, race
-from pipeline.report import BenchmarkFailure, BenchmarkReport, Benchmarks, LatencyRow, Totals
+from pipeline.execution.child_process import Child
+from pipeline.host.gpu import find_gpus
+from pipeline.host.gpu_monitor import watching
+from pipeline.measurement.comparison import NotMeasurable, Obstacle, compare
+from pipeline.measurement.measure import Interval, Samples, samples_from_blocks, usable_cores
+from pipeline.onnx_graph.flops import node_costs, total
+from pipeline.onnx_graph.graph import draw_feeds
+from pipeline.plan.schema import BenchmarkConfig
+from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks, LatencyRow, Totals
 
 OUT_OF_TIME = "the time for measuring (`benchmark.budget_s`) was over after {processes}"
 ENOUGH_RUNS = 500

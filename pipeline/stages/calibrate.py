@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.activations import NOTHING, Bounds, Probe, bounds_of, merge, open_probe, rows_per_run, with_aliases
-from pipeline.config import CalibrationConfig
+from pipeline.accuracy.metrics import NOT_COVERED
 from pipeline.core import CalibrationMethod, CalibrationTable, Frozen, Note, OnnxModel, Progress, TensorRange, silent
-from pipeline.data import Batch, CalibrationSet, SampleSet
+from pipeline.data.samples import Batch, CalibrationSet, SampleSet
 from pipeline.errors import DataError
-from pipeline.metrics import NOT_COVERED
+from pipeline.onnx_graph.activations import NOTHING, Bounds, Probe, bounds_of, merge, open_probe, rows_per_run, with_aliases
+from pipeline.plan.schema import CalibrationConfig
 
 BINS = 1024
 """Over twice the power of two above the largest magnitude, so that a search sees 512 to 1024 of them, for 0.1 to 0.2 s per tensor.

@@ -8,8 +8,13 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from pipeline.activations import Bounds, observe, open_probe
-from pipeline.casts import (
+from pipeline.core import CalibrationTable, Note, OnnxModel, Precision, Progress, Recipe, Tensors, silent
+from pipeline.errors import PlanError, UnsupportedError
+from pipeline.onnx_graph.activations import Bounds, observe, open_probe
+from pipeline.onnx_graph.graph import copy_model, kept_nodes, onnx_model, read_proto, with_same_interface, write_proto
+from pipeline.onnx_graph.recurrent import parser_reasons
+from pipeline.quantization.existing_qdq import Scale, scales_by_node
+from pipeline.quantization.half_precision import (
     LEAST_OPSET,
     NAMED,
     QDQ_OPSET,
@@ -22,13 +27,8 @@ from pipeline.casts import (
     raise_opset,
     reasons_for_fp32,
 )
-from pipeline.core import CalibrationTable, Note, OnnxModel, Precision, Progress, Recipe, Tensors, silent
-from pipeline.errors import PlanError, UnsupportedError
-from pipeline.graph import copy_model, kept_nodes, onnx_model, read_proto, with_same_interface, write_proto
-from pipeline.qdq import Scheme, holds_qdq, insert_qdq
-from pipeline.quantization import KERNELS, Kernels, place
-from pipeline.recurrent import parser_reasons
-from pipeline.scales import Scale, scales_by_node
+from pipeline.quantization.insert_qdq import Scheme, holds_qdq, insert_qdq
+from pipeline.quantization.placement import KERNELS, Kernels, place
 
 LOW = (Precision.FP16, Precision.BF16)
 QUANTISED = (Precision.INT8, Precision.FP8)

@@ -17,15 +17,15 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from pipeline import compare, graph
-from pipeline.backends.torch_export import TRACED, Job, Refused, check_program, dynamo, example_sizes, feeds_at, reason_of, shown, torchscript
-from pipeline.backends.torch_module import load_module, load_program, run_module
-from pipeline.backends.torch_qat import check_ranges, holds_fake_quantizers, scales_run
-from pipeline.config import ExportConfig
+from pipeline.backends.pytorch.export import TRACED, Job, Refused, check_program, dynamo, example_sizes, feeds_at, reason_of, shown, torchscript
+from pipeline.backends.pytorch.module import load_module, load_program, run_module
+from pipeline.backends.pytorch.qat import check_ranges, holds_fake_quantizers, scales_run
 from pipeline.core import ModelSource, Note, OnnxModel, Point, Profile, Progress, Tensors, TensorSpec, dtype_of, silent
 from pipeline.errors import ModelError
-from pipeline.scales import QDQ, QUANTISED_TOLERANCE, given_precision, scales_of
-from pipeline.source import check_profiles
+from pipeline.onnx_graph import compare, graph
+from pipeline.plan.schema import ExportConfig
+from pipeline.plan.source import check_profiles
+from pipeline.quantization.existing_qdq import QDQ, QUANTISED_TOLERANCE, given_precision, scales_of
 
 FILE = "model.onnx"
 TOLERANCE = 1e-4

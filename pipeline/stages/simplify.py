@@ -22,12 +22,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from pipeline.attention import attentions, plain_attention
-from pipeline.compare import compare_graphs
-from pipeline.config import SimplifyConfig
 from pipeline.core import Note, OnnxModel, Point, Profile, Progress, Tensors
 from pipeline.errors import ChildDied, DiskFull, InternalError, ModelError, PlanError
-from pipeline.graph import (
+from pipeline.execution.child_process import call_in_child
+from pipeline.onnx_graph.attention import attentions, plain_attention
+from pipeline.onnx_graph.compare import compare_graphs
+from pipeline.onnx_graph.graph import (
     changed_interface,
     copy_model,
     draw_feeds,
@@ -39,8 +39,8 @@ from pipeline.graph import (
     read_proto,
     write_proto,
 )
-from pipeline.process import call_in_child
-from pipeline.scales import QDQ, QUANTISED_TOLERANCE, given_precision, lost_scales
+from pipeline.plan.schema import SimplifyConfig
+from pipeline.quantization.existing_qdq import QDQ, QUANTISED_TOLERANCE, given_precision, lost_scales
 
 STAGE = "simplify"
 TOLERANCE, HALF_TOLERANCE = 1e-4, 8e-3  # as compare_graphs takes it; the latter is what it allows outputs in fp16

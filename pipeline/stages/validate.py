@@ -3,7 +3,7 @@
 The reference runs once, in a process of its own (`run_reference`), and its outputs go to disk: so no candidate ever runs beside
 torch, and both passes hold one batch in memory. A wrong engine is a report with `failures`, never an exception.
 
-All samples run at one batch size. The sizes that `pipeline.gate` names come after that, each with some of them.
+All samples run at one batch size. The sizes that `pipeline.accuracy.gate` names come after that, each with some of them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline import backends
+from pipeline.accuracy.gate import GatePoint, feeds_at
+from pipeline.accuracy.metrics import Floats, by_sample, cosine_per_sample, mask_nonfinite, rows, snr_db
+from pipeline.accuracy.task_metric import TaskMetric, open_metric
 from pipeline.backends.base import Loaded, Session, run_session
 from pipeline.backends.checks import torch_hidden
-from pipeline.config import AccuracyConfig, Thresholds
 from pipeline.core import Artifact, Engine, Frozen, Note, Progress, Tensors, TensorSpec, silent, sizes_from_shapes
-from pipeline.data import Batch, GeneratedPart, SampleSet
+from pipeline.data.samples import Batch, GeneratedPart, SampleSet
 from pipeline.errors import DataError, InternalError, PlanError
-from pipeline.faults import first_line
-from pipeline.gate import GatePoint, feeds_at
-from pipeline.metrics import Floats, by_sample, cosine_per_sample, mask_nonfinite, rows, snr_db
-from pipeline.report import MetricResult, OutputError, SizeCheck, ValidationReport, size_text
-from pipeline.task_metric import TaskMetric, open_metric
+from pipeline.execution.exit_causes import first_line
+from pipeline.plan.schema import AccuracyConfig, Thresholds
+from pipeline.results.report import MetricResult, OutputError, SizeCheck, ValidationReport, size_text
 
 ENOUGH_SAMPLES = 200  # below, the 95 % interval of a rate near 98 % is wider than plus or minus 2 points
 JOINED_SAMPLES = 64  # of small batches that are compared together

@@ -12,7 +12,7 @@ import orjson
 from fastapi import APIRouter, Header, Response
 from fastapi.responses import FileResponse, StreamingResponse
 
-from pipeline.report import Report
+from pipeline.results.report import Report
 from service.errors import NotFound
 from service.guard import Caller
 from service.publish import ENGINE, check_form, published_engine, published_report

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.core import DimRange, Engine, Profile, Tensors, dtype_of, sizes_from_shapes
-from pipeline.feeding import BatchSpec
+from pipeline.serving_inputs import BatchSpec
 from service.errors import Unprocessable
 from service.serving.batching import MOST_CAPTURED, Kind, Sizes, captured_sizes
 

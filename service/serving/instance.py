@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from pipeline.errors import CrucibleError
-from pipeline.faults import crucible_error
+from pipeline.execution.exit_causes import crucible_error
 from service import logs
 from service.serving.worker import Order, Task, Worker
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pipeline.core import CODE_BACKENDS, Engine
 from pipeline.errors import DamagedError
-from pipeline.feeding import BatchSpec, Padding
+from pipeline.serving_inputs import BatchSpec, Padding
 from service.errors import Unprocessable
 from service.folders import Folders
 from service.job_store import JobStore

@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.core import CODE_BACKENDS, Engine, Tensors, dtype_of
-from pipeline.deliver import check_engine
 from pipeline.errors import InternalError, UserError
-from pipeline.faults import crucible_error
-from pipeline.graph import draw_feeds
+from pipeline.execution.exit_causes import crucible_error
+from pipeline.onnx_graph.graph import draw_feeds
+from pipeline.report.bundle import check_engine
 from service.serving.buffers import Buffer, layout
 from service.serving.worker_messages import (
     PACKET_BYTES,

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from pipeline.core import CODE_BACKENDS, Engine
 from pipeline.errors import CrucibleError
-from pipeline.feeding import BatchSpec, Padding
-from pipeline.process import Child
-from pipeline.report import Report
-from pipeline.store import Manifest, read_manifest
+from pipeline.execution.child_process import Child
+from pipeline.execution.store import Manifest, read_manifest
+from pipeline.results.report import Report
+from pipeline.serving_inputs import BatchSpec, Padding
 from service.child import VISIBLE, visible
 from service.errors import Conflict, NotFound
 from service.folders import Folders
@@ -117,7 +117,7 @@ def peak_of(report: Report) -> int:
 
 async def prove(engine: Engine, padding: tuple[Padding, ...], device: str) -> BatchSpec:
     """The proof, in a child that sees one device; Conflict if the engine does not run there."""
-    from pipeline.batch_proof import prove_batch
+    from pipeline.benchmark.batch_invariance import prove_batch
 
     environment = {VISIBLE: visible(device, os.environ.get(VISIBLE))}
     with Child(prove_batch, engine, padding, name="batch proof", env=environment, conversation=False) as child:  # leaving it ends the child

@@ -18,11 +18,11 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from pipeline.core import Engine
-from pipeline.deliver import ENGINE_FILE, check_engine, read_engine
 from pipeline.errors import DamagedError, ModelError
-from pipeline.exchange import replace_folder
-from pipeline.render import JSON_NAME
-from pipeline.store import Manifest, read_manifest, sync
+from pipeline.execution.store import Manifest, read_manifest, sync
+from pipeline.host.replace_folder import replace_folder
+from pipeline.report.bundle import ENGINE_FILE, check_engine, read_engine
+from pipeline.report.render import JSON_NAME
 from service import logs
 from service.database import Database
 from service.errors import Conflict, NotFound

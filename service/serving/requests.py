@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from pipeline.core import Tensors, TensorSpec
-from pipeline.feeding import BatchSpec, InputRecipe
+from pipeline.serving_inputs import BatchSpec, InputRecipe
 from service.guard import Caller
 
 ModelState = Literal["loading", "ready", "draining", "failed"]

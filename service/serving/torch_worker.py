@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def open_program(engine: Engine, sessions: int) -> Loaded:
     """The program in memory. UnsupportedError for CUDA graphs that are to run in two threads."""
-    from pipeline.backends import torch_programs
+    from pipeline.backends.pytorch import programs as torch_programs
 
     if sessions > 1 and engine.recipe.mode and engine.target.compute_capability:
         mode = engine.recipe.mode

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from pipeline.core import CODE_BACKENDS, Engine, dtype_of
 from pipeline.errors import CrucibleError, DamagedError, HostError
-from pipeline.faults import crucible_error, memory_kills
+from pipeline.execution.exit_causes import crucible_error, memory_kills
 from service import logs
 from service.child import end_guarded, environment_for, how_it_ended, start_guarded
 from service.errors import TimedOut, Unavailable, Unprocessable

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from pipeline.core import Tensors
-from pipeline.feeding import InputRecipe
+from pipeline.serving_inputs import InputRecipe
 from service.errors import ServiceError
 from service.serving.requests import InferAnswer, Timing
 from service.wires.arrays import arrays_from_npz

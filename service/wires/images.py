@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.feeding import InputRecipe
+from pipeline.serving_inputs import InputRecipe
 from service.errors import TooLarge, Unprocessable
 from service.wires.tensors import Array, dtype_of
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from pipeline.process import IMPORT_PATH
+from pipeline.execution.child_process import IMPORT_PATH
 from service import logs
 from service.errors import TooLarge, Unavailable, Unprocessable
 from service.wires.helper import LENGTHS, Parts

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.backends import pytorch_
+from pipeline.backends.pytorch import backend as pytorch_
 from pipeline.core import (
     BuildOptions,
     CompileMode,
@@ -19,7 +19,7 @@ from pipeline.core import (
     Recipe,
     TensorSpec,
 )
-from pipeline.source import digest_of_source
+from pipeline.plan.source import digest_of_source
 
 TESTS = Path(__file__).parents[1]
 IMAGE = TensorSpec(name="image", dtype="float32", shape=("batch", 1, 8, 8), kind="dynamic")

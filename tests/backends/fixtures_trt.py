@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.backends.trt_messages import logger_of
-from pipeline.backends.trt_session import TrtLoaded, load_engine
+from pipeline.backends.tensorrt.messages import logger_of
+from pipeline.backends.tensorrt.session import TrtLoaded, load_engine
 from pipeline.core import Engine, Precision, Profile, Recipe, Target, Tensors, TensorSpec
 from tests.backends.cuda_double import CudaDouble
 from tests.backends.trt_double import Arrays, Program, TensorRTDouble

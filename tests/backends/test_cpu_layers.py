@@ -10,19 +10,21 @@ import onnx
 import pytest
 from onnx import helper
 
-from pipeline.backends import openvino_, openvino_layers, ort_layers
-from pipeline.backends.openvino_layers import RuntimeLayer, layers_from_runtime, medians
-from pipeline.config import CalibrationConfig
+from pipeline.backends.onnxruntime import layers as ort_layers
+from pipeline.backends.openvino import backend as openvino_
+from pipeline.backends.openvino import layers as openvino_layers
+from pipeline.backends.openvino.layers import RuntimeLayer, layers_from_runtime, medians
 from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Profile, Recipe, Tensors
-from pipeline.data import CalibrationSet, open_set
+from pipeline.data.samples import CalibrationSet, open_set
 from pipeline.errors import BackendUnavailable, DataError, StoreError
-from pipeline.graph import onnx_model
-from pipeline.layers import Layer, LayerTable
-from pipeline.precision import fusions, mislabelled
-from pipeline.process import call_in_child
+from pipeline.execution.child_process import call_in_child
+from pipeline.onnx_graph.graph import onnx_model
+from pipeline.plan.schema import CalibrationConfig
+from pipeline.results.layer_table import Layer, LayerTable
+from pipeline.results.precision_audit import fusions, mislabelled
 from pipeline.stages.build import build
 from pipeline.stages.convert import convert
-from pipeline.stages.prove import prove
+from pipeline.stages.inspect_layers import prove
 from tests.conformance.models import model
 from tests.fixtures_convert import ATTENTION, RESIDUAL, model_from_text, seen_by, table_of
 

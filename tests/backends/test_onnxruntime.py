@@ -10,11 +10,11 @@ import pytest
 from onnx import helper
 
 from pipeline import backends
-from pipeline.backends import onnxruntime_
 from pipeline.backends.base import Loaded
+from pipeline.backends.onnxruntime import backend as onnxruntime_
 from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Profile, Recipe
 from pipeline.errors import DataError, UnsupportedError
-from pipeline.graph import onnx_model
+from pipeline.onnx_graph.graph import onnx_model
 from tests.conformance.models import Case, convolution, model, ramp, several
 from tests.fixtures_qat import CONSTANTS, PLAIN, quantised
 

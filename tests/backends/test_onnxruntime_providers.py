@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.backends import onnxruntime_
 from pipeline.backends.base import run_session
+from pipeline.backends.onnxruntime import backend as onnxruntime_
 from pipeline.core import BuildOptions, Engine, OrtProvider, Precision, Recipe
 from pipeline.errors import BackendUnavailable, UnsupportedError
 from tests.backends.onnxruntime_double import OnnxRuntimeDouble, pretend_gpu

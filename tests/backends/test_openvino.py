@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from pipeline.backends import onnxruntime_, openvino_
-from pipeline.backends.amx import tiles_described
-from pipeline.config import CalibrationConfig
+from pipeline.backends.onnxruntime import backend as onnxruntime_
+from pipeline.backends.openvino import backend as openvino_
 from pipeline.core import BuildOptions, Engine, OnnxModel, Placement, Precision, Profile, Recipe, Target, Tensors
-from pipeline.data import CalibrationSet, open_set
+from pipeline.data.samples import CalibrationSet, open_set
 from pipeline.errors import PlanError, UnsupportedError
-from pipeline.graph import onnx_model, read_proto, write_proto
-from pipeline.measure import cpu_flags
-from pipeline.process import call_in_child
+from pipeline.execution.child_process import call_in_child
+from pipeline.host.amx import tiles_described
+from pipeline.measurement.measure import cpu_flags
+from pipeline.onnx_graph.graph import onnx_model, read_proto, write_proto
+from pipeline.plan.schema import CalibrationConfig
 from pipeline.stages.convert import convert
 from tests.backends.test_onnxruntime import made, unsupported_model
 from tests.conformance.models import Case, convolution, dtypes, model, ramp, several

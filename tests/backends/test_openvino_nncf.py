@@ -9,17 +9,17 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from pipeline.backends import openvino_
 from pipeline.backends.base import run_session
-from pipeline.backends.openvino_nncf import compress_with_nncf, quantize_with_nncf
-from pipeline.compare import open_reference
-from pipeline.config import CalibrationConfig
+from pipeline.backends.openvino import backend as openvino_
+from pipeline.backends.openvino.nncf import compress_with_nncf, quantize_with_nncf
 from pipeline.core import BuildOptions, OnnxModel, Precision, Profile, Recipe, Tensors
-from pipeline.data import CalibrationSet, open_set
+from pipeline.data.samples import CalibrationSet, open_set
 from pipeline.errors import UnsupportedError
-from pipeline.graph import onnx_model
-from pipeline.precision import mislabelled
-from pipeline.process import call_in_child
+from pipeline.execution.child_process import call_in_child
+from pipeline.onnx_graph.compare import open_reference
+from pipeline.onnx_graph.graph import onnx_model
+from pipeline.plan.schema import CalibrationConfig
+from pipeline.results.precision_audit import mislabelled
 from tests.fixtures_convert import RESIDUAL, model_from_text, proto_from_text
 
 nncf = pytest.importorskip("nncf")

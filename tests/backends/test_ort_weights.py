@@ -9,15 +9,15 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from pipeline.backends import onnxruntime_
 from pipeline.backends.base import run_session
-from pipeline.backends.ort_weights import compress_with_onnxruntime, split_gemms
-from pipeline.casts import flatten
-from pipeline.compare import open_reference
+from pipeline.backends.onnxruntime import backend as onnxruntime_
+from pipeline.backends.onnxruntime.weight_only import compress_with_onnxruntime, split_gemms
 from pipeline.core import BuildOptions, OnnxModel, Precision, Recipe, Tensors
 from pipeline.errors import PlanError, UnsupportedError
-from pipeline.graph import read_proto
-from pipeline.precision import mislabelled
+from pipeline.onnx_graph.compare import open_reference
+from pipeline.onnx_graph.graph import read_proto
+from pipeline.quantization.half_precision import flatten
+from pipeline.results.precision_audit import mislabelled
 from tests.fixtures_convert import ATTENTION, RESIDUAL, error_of, model_from_text, operators, proto_from_text
 
 INT4 = Recipe(backend="onnxruntime", precision=Precision.INT4, quantizer="onnxruntime", weight_only=True, block_size=32, activation="float")

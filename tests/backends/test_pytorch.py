@@ -13,17 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipeline.backends import pytorch_
-from pipeline.backends.torch_compile import CudaHeaders, cuda_headers, lack_of_tools, seed_cache
-from pipeline.backends.torch_module import (
-    allow_tf32,
-    array_from_tensor,
-    in_precision,
-    load_module,
-    name_outputs,
-    run_module,
-    tensor_from_array,
-)
+from pipeline.backends.pytorch import backend as pytorch_
+from pipeline.backends.pytorch.inductor import CudaHeaders, cuda_headers, lack_of_tools, seed_cache
+from pipeline.backends.pytorch.module import allow_tf32, array_from_tensor, in_precision, load_module, name_outputs, run_module, tensor_from_array
 from pipeline.core import BuildOptions, ModelSource, OnnxModel, Precision, TensorSpec
 from pipeline.errors import BackendUnavailable, DataError, HostError, ModelError, UnsupportedError
 from tests.backends.fixtures_pytorch import (

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.backends import pytorch_
 from pipeline.backends.base import run_session
-from pipeline.backends.torch_cuda import why_not_cuda
-from pipeline.backends.torch_module import load_module, run_module
+from pipeline.backends.pytorch import backend as pytorch_
+from pipeline.backends.pytorch.cuda import why_not_cuda
+from pipeline.backends.pytorch.module import load_module, run_module
 from pipeline.core import Engine, ModelSource, Progress, TensorSpec
 from pipeline.errors import HostError, ModelError
-from pipeline.process import call_in_child
-from pipeline.source import digest_of_source
+from pipeline.execution.child_process import call_in_child
+from pipeline.plan.source import digest_of_source
 from tests.backends.fixtures_pytorch import (
     CLASSES,
     COMPILE,

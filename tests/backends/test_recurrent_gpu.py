@@ -15,16 +15,16 @@ from onnx import numpy_helper
 
 from pipeline import backends
 from pipeline.backends.base import run_session
-from pipeline.compare import open_reference
-from pipeline.compile import export_plan
-from pipeline.config import plan_from_document
+from pipeline.compiler.compile import export_plan
 from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Profile, Recipe, TensorRTOptions, Tensors
-from pipeline.graph import draw_feeds
-from pipeline.precision import mislabelled
-from pipeline.runner import Runner
+from pipeline.execution.stage_runner import Runner
+from pipeline.execution.store import Store
+from pipeline.onnx_graph.compare import open_reference
+from pipeline.onnx_graph.graph import draw_feeds
+from pipeline.plan.schema import plan_from_document
+from pipeline.results.precision_audit import mislabelled
 from pipeline.stages.convert import convert
-from pipeline.stages.prove import prove
-from pipeline.store import Store
+from pipeline.stages.inspect_layers import prove
 from tests.fixtures_recurrent import PROFILE, Form, Operator, feeds_of, forms, write
 
 Array = NDArray[Any]

@@ -33,10 +33,10 @@ print([name for name in {heavy} if name in sys.modules])"""
 def test_a_contestant_imports_its_own_backend_only() -> None:
     code = """
 import sys
-import pipeline.race
+import pipeline.benchmark.interleaved
 from pipeline.backends import backend
 backend("onnxruntime")
-print([name for name in ("openvino_", "pytorch_", "tensorrt_", "tensorrt_rtx_") if f"pipeline.backends.{name}" in sys.modules])"""
+print([name for name in ("openvino.backend", "pytorch.backend", "tensorrt.backend", "tensorrt.rtx") if f"pipeline.backends.{name}" in sys.modules])"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

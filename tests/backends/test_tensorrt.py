@@ -15,9 +15,12 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from pipeline.backends import cuda, tensorrt_, timing_cache, trt_library, trt_parser
+from pipeline.backends import cuda, timing_cache
 from pipeline.backends.base import run_session
 from pipeline.backends.cuda import OutOfDeviceMemory
+from pipeline.backends.tensorrt import backend as tensorrt_
+from pipeline.backends.tensorrt import library as trt_library
+from pipeline.backends.tensorrt import parser as trt_parser
 from pipeline.core import (
     BuildOptions,
     DimRange,
@@ -34,9 +37,9 @@ from pipeline.core import (
     silent,
 )
 from pipeline.errors import BackendUnavailable, ModelError, PlanError, UnsupportedError
-from pipeline.gpu import find_gpus
-from pipeline.graph import onnx_model
-from pipeline.process import call_in_child
+from pipeline.execution.child_process import call_in_child
+from pipeline.host.gpu import find_gpus
+from pipeline.onnx_graph.graph import onnx_model
 
 FLOAT, INT32, INT64 = TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64
 TYPES = {Precision.FP32: FLOAT, Precision.TF32: FLOAT, Precision.FP16: TensorProto.FLOAT16, Precision.BF16: TensorProto.BFLOAT16}

@@ -10,11 +10,12 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from pipeline.backends import tensorrt_rtx_, trt_parser
+from pipeline.backends.tensorrt import parser as trt_parser
+from pipeline.backends.tensorrt import rtx as tensorrt_rtx_
 from pipeline.core import BuildOptions, DimRange, OnnxModel, Precision, Profile, Recipe, Refusal, ValueRange
 from pipeline.errors import BackendUnavailable, PlanError, UnsupportedError
-from pipeline.gpu import Gpu, Gpus
-from pipeline.graph import onnx_model
+from pipeline.host.gpu import Gpu, Gpus
+from pipeline.onnx_graph.graph import onnx_model
 
 FLOAT, INT64, UINT8 = TensorProto.FLOAT, TensorProto.INT64, TensorProto.UINT8
 Value = tuple[str, int, Sequence[int | str]]

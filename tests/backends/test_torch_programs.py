@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.backends import torch_programs
 from pipeline.backends.base import run_session
-from pipeline.backends.torch_module import load_module, run_module
-from pipeline.backends.torch_programs import PACKAGE, capture_sizes, check_recipe
+from pipeline.backends.pytorch import programs as torch_programs
+from pipeline.backends.pytorch.module import load_module, run_module
+from pipeline.backends.pytorch.programs import PACKAGE, capture_sizes, check_recipe
 from pipeline.core import (
     BuildOptions,
     CompileMode,
@@ -41,10 +41,10 @@ from pipeline.errors import (
     StoreError,
     UnsupportedError,
 )
-from pipeline.graph import draw_feeds
-from pipeline.measure import cpu_flags
-from pipeline.process import call_in_child
-from pipeline.source import digest_of_source
+from pipeline.execution.child_process import call_in_child
+from pipeline.measurement.measure import cpu_flags
+from pipeline.onnx_graph.graph import draw_feeds
+from pipeline.plan.source import digest_of_source
 from tests.backends.fixtures_pytorch import (
     CLASSES,
     EMBEDDING,

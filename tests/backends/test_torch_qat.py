@@ -11,15 +11,15 @@ import pytest
 import torch
 from onnx import numpy_helper
 
-from pipeline.backends.torch_export import Job, Refused, torchscript
-from pipeline.backends.torch_module import load_module, run_module
-from pipeline.backends.torch_qat import check_ranges, freeze_fake_quantizers, holds_fake_quantizers, scales_run
-from pipeline.compare import open_reference
-from pipeline.config import ExportConfig, SimplifyConfig
+from pipeline.backends.pytorch.export import Job, Refused, torchscript
+from pipeline.backends.pytorch.module import load_module, run_module
+from pipeline.backends.pytorch.qat import check_ranges, freeze_fake_quantizers, holds_fake_quantizers, scales_run
 from pipeline.core import ModelSource, OnnxModel, Precision, Profile, TensorSpec, silent
 from pipeline.errors import ModelError
-from pipeline.graph import onnx_model, read_proto, write_proto
-from pipeline.scales import QDQ, given_precision, lost_scales, scales_of
+from pipeline.onnx_graph.compare import open_reference
+from pipeline.onnx_graph.graph import onnx_model, read_proto, write_proto
+from pipeline.plan.schema import ExportConfig, SimplifyConfig
+from pipeline.quantization.existing_qdq import QDQ, given_precision, lost_scales, scales_of
 from pipeline.stages.export import export, kept_scales
 from pipeline.stages.simplify import simplify
 from tests.fixtures_qat import digits, prepared, trained

@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from pipeline.backends.cuda import OutOfDeviceMemory
-from pipeline.backends.trt_build import (
+from pipeline.backends.tensorrt.build import (
     CANNOT,
     MOST_WARNINGS,
     add_profiles,
@@ -26,11 +26,11 @@ from pipeline.backends.trt_build import (
     warnings_of,
     with_locations,
 )
-from pipeline.backends.trt_messages import messages_of
-from pipeline.backends.trt_parser import Parsed, parse, sentence
+from pipeline.backends.tensorrt.messages import messages_of
+from pipeline.backends.tensorrt.parser import Parsed, parse, sentence
 from pipeline.core import BuildOptions, DimRange, OnnxModel, Precision, Profile, Recipe, TensorRTOptions, TensorSpec, ValueRange
 from pipeline.errors import BackendUnavailable, CrucibleError, PlanError, UnsupportedError
-from pipeline.graph import onnx_model
+from pipeline.onnx_graph.graph import onnx_model
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 SMALL = Profile(dims={"n": DimRange(min=1, opt=4, max=8)})

@@ -15,13 +15,13 @@ import pytest
 
 from pipeline import backends
 from pipeline.backends.base import run_session
-from pipeline.backends.trt_calibrator import CACHE, Feeder, calibrate_with_tensorrt, calibrator_from_cache, choose, note_on, profiles_of
-from pipeline.compare import open_reference
-from pipeline.config import CalibrationConfig
+from pipeline.backends.tensorrt.calibrator import CACHE, Feeder, calibrate_with_tensorrt, calibrator_from_cache, choose, note_on, profiles_of
 from pipeline.core import BuildOptions, CalibrationMethod, OnnxModel, Precision, Profile, Recipe, TensorSpec, silent
-from pipeline.data import CalibrationSet, open_set
+from pipeline.data.samples import CalibrationSet, open_set
 from pipeline.errors import BackendUnavailable, DataError, UnsupportedError
-from pipeline.gpu import find_gpus
+from pipeline.host.gpu import find_gpus
+from pipeline.onnx_graph.compare import open_reference
+from pipeline.plan.schema import CalibrationConfig
 from tests.backends.cuda_double import CudaDouble
 from tests.fixtures_convert import RESIDUAL, images, model_from_text
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from pipeline import backends
-from pipeline.backends.trt_layers import is_heavy, layer_table, layers_from_inspector, nodes_of, precision_from_tactic, precision_of
+from pipeline.backends.tensorrt.layers import is_heavy, layer_table, layers_from_inspector, nodes_of, precision_from_tactic, precision_of
 from pipeline.core import BuildOptions, DimRange, Precision, Profile, Recipe, Tensors, TensorSpec
 from pipeline.errors import DataError, InternalError
-from pipeline.graph import draw_feeds
-from pipeline.precision import fusions, mislabelled, time_by_precision
-from pipeline.stages.prove import prove
+from pipeline.onnx_graph.graph import draw_feeds
+from pipeline.results.precision_audit import fusions, mislabelled, time_by_precision
+from pipeline.stages.inspect_layers import prove
 from tests.fixtures_convert import ATTENTION, RESIDUAL, model_from_text
 from tests.fixtures_layers import CAPTURED, captured, real_table, seconds_of
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.backends import tensorrt_, trt_library
-from pipeline.backends.trt_library import VERSION_COMPATIBLE, _dotted, check_recipe, faults, features
+from pipeline.backends.tensorrt import backend as tensorrt_
+from pipeline.backends.tensorrt import library as trt_library
+from pipeline.backends.tensorrt.library import VERSION_COMPATIBLE, _dotted, check_recipe, faults, features
+from pipeline.cli.doctor import check_backend
 from pipeline.core import CalibrationMethod, Precision, Recipe
-from pipeline.doctor import check_backend
 from pipeline.errors import BackendUnavailable, UnsupportedError
-from pipeline.gpu import Gpu, Gpus
+from pipeline.host.gpu import Gpu, Gpus
 
 H200 = Gpu(name="NVIDIA H200", compute_capability="9.0", driver="580.95.05", memory_bytes=2**37)
 ROOT = Path(__file__).parents[2]

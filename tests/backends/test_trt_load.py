@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.backends.trt_session import ordinal_of
+from pipeline.backends.tensorrt.session import ordinal_of
 from pipeline.core import Precision, Recipe, TensorSpec
 from pipeline.errors import BackendUnavailable, StoreError, UnsupportedError
 from tests.backends.fixtures_trt import DOUBLE, FLAG, Bench, X, Y

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.backends.trt_messages import builders_logger_of, listening, logger_of, messages_of
+from pipeline.backends.tensorrt.messages import builders_logger_of, listening, logger_of, messages_of
 from pipeline.core import Progress
 from pipeline.errors import ChildDied
-from pipeline.process import call_in_child
+from pipeline.execution.child_process import call_in_child
 
 ROOT = Path(__file__).parents[2]
 TWO_LINES = "could not find any implementation\nfor node a"
@@ -62,7 +62,7 @@ def test_what_is_printed_to_a_pipe_is_heard_and_arrives_there(trt: Any) -> None:
 
 BESIDE = """
 import os, sys, threading, tensorrt_rtx as trt
-from pipeline.backends.trt_messages import *
+from pipeline.backends.tensorrt.messages import *
 os.write(1, b" 50%|####")
 gone = threading.Event()
 def others():

@@ -13,13 +13,13 @@ import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
 
-from pipeline.activations import Bounds
-from pipeline.backends.trt_modelopt import Reader, check_scales, masked, method_of, quantize_with_modelopt
-from pipeline.compare import open_reference
-from pipeline.config import CalibrationConfig
+from pipeline.backends.tensorrt.modelopt import Reader, check_scales, masked, method_of, quantize_with_modelopt
 from pipeline.core import BuildOptions, CalibrationMethod, OnnxModel, Precision, Profile, Recipe, silent
-from pipeline.data import CalibrationSet, open_set
+from pipeline.data.samples import CalibrationSet, open_set
 from pipeline.errors import BackendUnavailable, UnsupportedError
+from pipeline.onnx_graph.activations import Bounds
+from pipeline.onnx_graph.compare import open_reference
+from pipeline.plan.schema import CalibrationConfig
 from tests.fixtures_convert import ATTENTION, RESIDUAL, images, model_from_text, proto_from_text
 
 HERE = importlib.util.find_spec("modelopt") is not None

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from pipeline.backends.base import run_session
-from pipeline.backends.trt_memory import run_error
-from pipeline.backends.trt_messages import MOST_MESSAGES, logger_of, messages_of
-from pipeline.backends.trt_session import GRAPHS, Recent
+from pipeline.backends.tensorrt.memory import run_error
+from pipeline.backends.tensorrt.messages import MOST_MESSAGES, logger_of, messages_of
+from pipeline.backends.tensorrt.session import GRAPHS, Recent
 from pipeline.core import Profile, Tensors, TensorSpec
 from pipeline.errors import DataError, HostError, InternalError, UnsupportedError
 from tests.backends.cuda_double import CudaDouble, Error

@@ -20,7 +20,7 @@ from onnx import helper
 from pipeline import backends
 from pipeline.backends import cuda
 from pipeline.backends.base import run_session
-from pipeline.backends.trt_session import GRAPHS, TrtLoaded, TrtSession
+from pipeline.backends.tensorrt.session import GRAPHS, TrtLoaded, TrtSession
 from pipeline.core import BuildOptions, Engine, Precision, Profile, Recipe, Tensors
 from pipeline.errors import DataError, HostError, StoreError
 from tests.conformance.models import Case, branches, convolution, model, positions, ramp, two_profiles, two_symbols

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from pipeline import process
+from pipeline.execution import child_process as process
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = ("bare", "choice", "contest", "facts", "host", "measure_row", "parts", "plans", "rows", "tactics", "torch_peers", "async_curve", "nets")

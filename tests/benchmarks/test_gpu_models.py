@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.config import plan_from_document
+from pipeline.compiler.context import open_job
 from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Recipe, Target, TensorSpec
-from pipeline.gpu import Peaks, find_gpus
-from pipeline.job import open_job
-from pipeline.layers import Layer, LayerTable
-from pipeline.measure import samples_from_blocks
-from pipeline.report import BenchmarkReport, LatencyRow
-from pipeline.runner import Runner
-from pipeline.store import Store
+from pipeline.execution.stage_runner import Runner
+from pipeline.execution.store import Store
+from pipeline.host.gpu import Peaks, find_gpus
+from pipeline.measurement.measure import samples_from_blocks
+from pipeline.plan.schema import plan_from_document
+from pipeline.results.layer_table import Layer, LayerTable
+from pipeline.results.report import BenchmarkReport, LatencyRow
 
 ROOT = Path(__file__).parents[2]
 H200 = Target(backend="tensorrt", version="10.6.0", device="NVIDIA H200", compute_capability="9.0", driver="580")

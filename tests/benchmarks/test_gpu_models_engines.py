@@ -10,16 +10,16 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from pipeline.backends import onnxruntime_
 from pipeline.backends.base import run_session
-from pipeline.comparison import MIN_PAIRS
-from pipeline.config import BenchmarkConfig
+from pipeline.backends.onnxruntime import backend as onnxruntime_
+from pipeline.benchmark.interleaved import Block, NextShape, Take, Workload
 from pipeline.core import BuildOptions, Precision, Recipe, Target
-from pipeline.graph import onnx_model
-from pipeline.measure import WarmUpOptions, samples_from_blocks
-from pipeline.process import Channel
-from pipeline.race import Block, NextShape, Take, Workload
-from pipeline.report import BenchmarkFailure
+from pipeline.execution.child_process import Channel
+from pipeline.measurement.comparison import MIN_PAIRS
+from pipeline.measurement.measure import WarmUpOptions, samples_from_blocks
+from pipeline.onnx_graph.graph import onnx_model
+from pipeline.plan.schema import BenchmarkConfig
+from pipeline.results.report import BenchmarkFailure
 from tests.backends.fixtures_trt import Bench, doubled, feeds
 
 ROOT = Path(__file__).parents[2]

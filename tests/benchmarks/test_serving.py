@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from pipeline import process
+from pipeline.execution import child_process as process
 from tests.benchmarks.http_double import CLOSE, Answer, answering
 
 ROOT = Path(__file__).parents[2]

@@ -8,10 +8,10 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from pipeline.config import plan_from_document
 from pipeline.core import Precision, Recipe, Target
 from pipeline.errors import BackendUnavailable
-from pipeline.gpu import find_gpus
+from pipeline.host.gpu import find_gpus
+from pipeline.plan.schema import plan_from_document
 from service.models import DeploymentOptions
 
 Bench = dict[str, ModuleType]

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipeline.feeding import BatchSpec
+from pipeline.serving_inputs import BatchSpec
 from service.app import create_app
 from service.metrics import Metrics
 from service.serving.figures import Figures, Tally

@@ -15,9 +15,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from pipeline.backends import cuda
 from pipeline.core import DimRange, OnnxModel, Profile
-from pipeline.gpu import find_gpus
-from pipeline.graph import onnx_model
-from pipeline.process import Channel, Child
+from pipeline.execution.child_process import Channel, Child
+from pipeline.host.gpu import find_gpus
+from pipeline.onnx_graph.graph import onnx_model
 
 MIB = 2**20
 SLACK_BYTES = 64 * MIB  # the driver's own, which comes and goes

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from pipeline import backends
 from pipeline.backends.base import run_session
 from pipeline.core import Engine, Tensors
-from pipeline.deliver import load_engine
-from pipeline.process import call_in_child
+from pipeline.execution.child_process import call_in_child
+from pipeline.report.bundle import load_engine
 from service.client import KINDS, Client, Event, Inference, RemoteError, Upload
 from service.database import Database
 from service.models import DeploymentOptions

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.backends import tensorrt_
+from pipeline.backends.tensorrt import backend as tensorrt_
 from pipeline.errors import BackendUnavailable
-from pipeline.gpu import Gpus
-from pipeline.measure import environment
+from pipeline.host.gpu import Gpus
+from pipeline.measurement.measure import environment
 
 WORST_FIRST = ("error", "failed", "skipped", "passed", "not run")
 LONGEST_REASON = 500

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from pipeline.compile import compile_plan
-from pipeline.config import plan_from_document
-from pipeline.precision import fusions
-from pipeline.report import Report
-from pipeline.runner import Runner
-from pipeline.store import Store
+from pipeline.compiler.compile import compile_plan
+from pipeline.execution.stage_runner import Runner
+from pipeline.execution.store import Store
+from pipeline.plan.schema import plan_from_document
+from pipeline.results.precision_audit import fusions
+from pipeline.results.report import Report
 
 pytestmark = pytest.mark.gpu
 WIDTH, HEADS, LAYERS, TOKENS = 256, 4, 2, 64

@@ -18,15 +18,17 @@ import psutil
 import pytest
 
 from pipeline import backends
-from pipeline.backends import tensorrt_, timing_cache, trt_library
+from pipeline.backends import timing_cache
 from pipeline.backends.base import run_session
-from pipeline.compile import compile_plan
-from pipeline.config import load_plan
+from pipeline.backends.tensorrt import backend as tensorrt_
+from pipeline.backends.tensorrt import library as trt_library
+from pipeline.compiler.compile import compile_plan
 from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Profile, Recipe, TensorRTOptions
-from pipeline.process import Child, call_in_child
-from pipeline.runner import Runner
+from pipeline.execution.child_process import Child, call_in_child
+from pipeline.execution.stage_runner import Runner
+from pipeline.execution.store import Store
+from pipeline.plan.schema import load_plan
 from pipeline.stages.build import build
-from pipeline.store import Store
 from tests.conformance.models import Case, convolution, two_symbols
 from tests.fixtures_cli import FEATURES, Result, answers, crucible, write_task
 from tests.gpu.fixtures_gpu import MIB, SLACK_BYTES, full_gpu, slow_model, used_bytes, wait_for

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.backends import tensorrt_, trt_library
-from pipeline.compile import compile_plan, publish_report
-from pipeline.config import load_plan
+from pipeline.backends.tensorrt import backend as tensorrt_
+from pipeline.backends.tensorrt import library as trt_library
+from pipeline.compiler.compile import compile_plan, publish_report
 from pipeline.core import Precision
-from pipeline.precision import time_by_precision
-from pipeline.report import Candidate, Report
-from pipeline.runner import Runner
-from pipeline.store import Store
+from pipeline.execution.stage_runner import Runner
+from pipeline.execution.store import Store
+from pipeline.plan.schema import load_plan
+from pipeline.results.precision_audit import time_by_precision
+from pipeline.results.report import Candidate, Report
 from tests.fixtures_cli import crucible
 
 pytestmark = pytest.mark.gpu

@@ -41,7 +41,7 @@ def test_of_no_gpu(): pass
 """
 CONFTEST = """
 from pathlib import Path
-from pipeline.gpu import Gpu, Gpus
+from pipeline.host.gpu import Gpu, Gpus
 from tests.gpu.plugin import GpuTests, Obstacle
 
 def pytest_configure(config):

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import yaml
 
-from pipeline.backends import torch_programs
 from pipeline.backends.base import run_session
-from pipeline.backends.torch_module import load_module, run_module
-from pipeline.candidates import reference_outputs
-from pipeline.compile import (
+from pipeline.backends.pytorch import programs as torch_programs
+from pipeline.backends.pytorch.module import load_module, run_module
+from pipeline.benchmark.elimination import Role
+from pipeline.benchmark.interleaved import RaceEntry
+from pipeline.compiler.candidates import reference_outputs
+from pipeline.compiler.compile import (
     build_baselines,
     build_reference,
     check_baselines,
@@ -27,7 +29,7 @@ from pipeline.compile import (
     export_model,
     publish_report,
 )
-from pipeline.config import BenchmarkConfig, ExportConfig, load_plan
+from pipeline.compiler.context import open_job
 from pipeline.core import (
     BuildOptions,
     CompileMode,
@@ -39,19 +41,17 @@ from pipeline.core import (
     Progress,
     Recipe,
 )
-from pipeline.deliver import seal
-from pipeline.elimination import Role
 from pipeline.errors import LoadCrashed
-from pipeline.feeding import BatchSpec
-from pipeline.graph import draw_feeds
-from pipeline.job import open_job
-from pipeline.process import call_in_child
-from pipeline.race import RaceEntry
-from pipeline.report import BenchmarkReport, Report
-from pipeline.runner import Runner
+from pipeline.execution.child_process import call_in_child
+from pipeline.execution.stage_runner import Runner
+from pipeline.execution.store import Store
+from pipeline.onnx_graph.graph import draw_feeds
+from pipeline.plan.schema import BenchmarkConfig, ExportConfig, load_plan
+from pipeline.report.bundle import seal
+from pipeline.results.report import BenchmarkReport, Report
+from pipeline.serving_inputs import BatchSpec
 from pipeline.stages.benchmark import benchmark
 from pipeline.stages.export import export
-from pipeline.store import Store
 from tests.backends.fixtures_pytorch import CLASSES, IMAGE, engine_of, source_of
 from tests.fixtures_cli import crucible, write_task
 from tests.gpu.fixtures_programs import MODELS, profile_of, skipped_if_packages_crash

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from pipeline.core import Precision
-from pipeline.precision import time_by_precision
+from pipeline.results.precision_audit import time_by_precision
 from tests.gpu.fixtures_serving_gpu import RESNET, Site
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ import pytest
 import tritonclient.grpc
 import tritonclient.http
 
-from pipeline.batch_proof import TOLERANCE
+from pipeline.benchmark.batch_invariance import TOLERANCE
 from service.client import RemoteError
 from service.models import DeploymentOptions
 from tests.fixtures_cli import FEATURES

@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from pipeline.config import ModelConfig, Plan
 from pipeline.core import Engine
-from pipeline.deliver import deliver_engine
-from pipeline.render import HTML_NAME, JSON_NAME, MARKDOWN_NAME
-from pipeline.report import Report
-from pipeline.store import Key, Store
+from pipeline.execution.store import Key, Store
+from pipeline.plan.schema import ModelConfig, Plan
+from pipeline.report.bundle import deliver_engine
+from pipeline.report.render import HTML_NAME, JSON_NAME, MARKDOWN_NAME
+from pipeline.results.report import Report
 from service.database import Database
 from service.devices import Devices
 from service.folders import Folders

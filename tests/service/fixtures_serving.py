@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from pipeline.core import Tensors, TensorSpec
-from pipeline.feeding import BatchSpec, InputRecipe
+from pipeline.serving_inputs import BatchSpec, InputRecipe
 from service.errors import NotFound, TimedOut, TooMany, Unavailable, Unprocessable
 from service.guard import Caller
 from service.serving.requests import InferAnswer, InferRequest, ModelState, Served, Statistics, Timing, Total

@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from pipeline.config import ModelConfig, Plan
-from pipeline.deliver import load_engine
-from pipeline.render import load_report
+from pipeline.plan.schema import ModelConfig, Plan
+from pipeline.report.bundle import load_engine
+from pipeline.report.render import load_report
 from service.job_worker import CONTENDED
 from service.runner import WORKER
 from tests.service.fixtures_app import Desk, at_desk, opened_desk

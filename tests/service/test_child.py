@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.process import IMPORT_PATH
+from pipeline.execution.child_process import IMPORT_PATH
 from service.child import environment_for
 from service.folders import MOST_LOG_BYTES, Folders, Work
 from service.processes import alive, kill_all, of_jobs, started_at

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from pipeline.deliver import load_engine
-from pipeline.render import JSON_NAME
-from pipeline.terminal import StageProgress
+from pipeline.cli.terminal import StageProgress
+from pipeline.report.bundle import load_engine
+from pipeline.report.render import JSON_NAME
 from service.client import Client, Event, RemoteError, Upload
 from service.folders import Folders
 from service.following import stage_of

@@ -14,8 +14,8 @@ import pytest
 import yaml
 from numpy.typing import NDArray
 
-from pipeline.render import load_report
-from pipeline.report import Report
+from pipeline.report.render import load_report
+from pipeline.results.report import Report
 from service.routers.reports import PAGE_POLICY
 from service.runner import WORKER
 from tests.fixtures_cli import CLASSES, FEATURES, HIDDEN, crucible, write_task

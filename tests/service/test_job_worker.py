@@ -13,18 +13,18 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from pipeline import candidates
-from pipeline.config import BenchmarkConfig, CandidateConfig, ModelConfig, Plan
+from pipeline.compiler import candidates
 from pipeline.core import Engine, Precision, Progress, silent
 from pipeline.errors import InternalError, ModelError
-from pipeline.history import History
-from pipeline.process import call_in_child
-from pipeline.render import load_report
-from pipeline.report import BenchmarkFailure, BenchmarkReport, Benchmarks, Report
-from pipeline.runner import Run, Runner, StageEvent
-from pipeline.source import source_from_config
+from pipeline.execution.child_process import call_in_child
+from pipeline.execution.durations import History
+from pipeline.execution.stage_runner import Run, Runner, StageEvent
+from pipeline.execution.store import MANIFEST, Store
+from pipeline.plan.schema import BenchmarkConfig, CandidateConfig, ModelConfig, Plan
+from pipeline.plan.source import source_from_config
+from pipeline.report.render import load_report
+from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks, Report
 from pipeline.stages.benchmark import benchmark
-from pipeline.store import MANIFEST, Store
 from service.child import Child, environment_for
 from service.folders import PLAN, Folders, Work
 from service.job_worker import CHOSEN, CONTENDED, Server, doubted, forget_contended, measure_again, measuring, probe_host, seed

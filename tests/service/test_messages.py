@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from pipeline.errors import DataError
-from pipeline.runner import StageEvent
+from pipeline.execution.stage_runner import StageEvent
 from service.messages import (
     LINE_BYTES,
     BadMessage,

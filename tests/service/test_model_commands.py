@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pipeline.config import ModelConfig, Plan
+from pipeline.plan.schema import ModelConfig, Plan
 from service.client import Client, RemoteError
 from service.database import Database
 from service.folders import Folders

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from pipeline import candidates, compile
-from pipeline.runner import Stage
+from pipeline.compiler import candidates, compile
+from pipeline.execution.stage_runner import Stage
 from service.folders import Folders
 from service.guard import Caller
 from service.jobs import Died, Failure, Job, Progress, StageSeen

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import StoreError
-from pipeline.history import History
-from pipeline.store import Store
+from pipeline.execution.durations import History
+from pipeline.execution.store import Store
 from service.folders import Folders, Work
 from service.publish import CACHE, publish, take_over
 from tests.service.fixtures_jobs import write_out

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.core import Artifact
-from pipeline.store import Key, Store
+from pipeline.execution.store import Key, Store
 from service.database import Database
 from service.folders import Folders
 from service.job_store import JobStore

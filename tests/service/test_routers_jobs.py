@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.config import ModelConfig, Plan
 from pipeline.errors import DiskFull
+from pipeline.plan.schema import ModelConfig, Plan
 from service.events import HEARTBEAT, RESTARTING, stream
 from service.submission import device_for
 from tests.service.fixtures_app import Desk, at_desk

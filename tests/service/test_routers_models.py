@@ -17,7 +17,7 @@ import pytest
 from google.protobuf.json_format import MessageToDict
 
 from pipeline.core import Engine
-from pipeline.report import Verdict
+from pipeline.results.report import Verdict
 from service.app import create_app
 from service.errors import NotFound, Unavailable
 from service.guard import LOCAL

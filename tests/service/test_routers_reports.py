@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from pipeline.errors import DamagedError
-from pipeline.render import load_report, page
+from pipeline.report.render import load_report, page
 from service.routers.reports import FORMS, preferred
 from service.tar import size_of_tar, tar
 from tests.fixtures_report import EVIL

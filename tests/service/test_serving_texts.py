@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from pipeline import backends
-from pipeline.batch_proof import TOLERANCE
-from pipeline.compile import export_plan
-from pipeline.config import Plan, load_plan
+from pipeline.benchmark.batch_invariance import TOLERANCE
+from pipeline.compiler.compile import export_plan
 from pipeline.core import BuildOptions, Engine, Precision, Recipe, Tensors, silent
-from pipeline.runner import Runner
-from pipeline.store import Store
+from pipeline.execution.stage_runner import Runner
+from pipeline.execution.store import Store
+from pipeline.plan.schema import Plan, load_plan
 from service.client import KINDS, Client, Inference
 from service.database import Database
 from service.folders import Folders

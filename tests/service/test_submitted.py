@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.backends.torch_module import load_module
-from pipeline.source import source_from_config
+from pipeline.backends.pytorch.module import load_module
+from pipeline.plan.source import source_from_config
 from service.errors import Unprocessable
 from service.settings import Settings
 from service.submitted import SubmittedPlan, identity, parse, plan_from

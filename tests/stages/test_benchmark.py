@@ -9,13 +9,13 @@ import pytest
 from onnx import TensorProto, helper
 
 from pipeline import backends
-from pipeline.comparison import MIN_PAIRS
+from pipeline.benchmark.elimination import Role
+from pipeline.benchmark.interleaved import RaceEntry
 from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Profile, Recipe, TensorSpec, silent
-from pipeline.elimination import Role
 from pipeline.errors import PlanError
-from pipeline.graph import onnx_model
-from pipeline.race import RaceEntry
-from pipeline.report import BenchmarkFailure, BenchmarkReport
+from pipeline.measurement.comparison import MIN_PAIRS
+from pipeline.onnx_graph.graph import onnx_model
+from pipeline.results.report import BenchmarkFailure, BenchmarkReport
 from pipeline.stages.benchmark import benchmark, rows_per_run, values_at, with_threads
 from tests.fixtures_race import PROFILE, SHORT, X, engine_named
 

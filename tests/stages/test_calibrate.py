@@ -9,13 +9,13 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 
-from pipeline import activations
-from pipeline.activations import observe, open_probe, rows_per_run
-from pipeline.compare import open_reference
-from pipeline.config import CalibrationConfig
 from pipeline.core import CalibrationMethod, CalibrationTable, OnnxModel, Tensors
-from pipeline.data import CalibrationSet, open_set
-from pipeline.graph import onnx_model
+from pipeline.data.samples import CalibrationSet, open_set
+from pipeline.onnx_graph import activations
+from pipeline.onnx_graph.activations import observe, open_probe, rows_per_run
+from pipeline.onnx_graph.compare import open_reference
+from pipeline.onnx_graph.graph import onnx_model
+from pipeline.plan.schema import CalibrationConfig
 from pipeline.stages.calibrate import BINS, Tally, bin_counts, calibrate
 from tests.fixtures_convert import RESIDUAL, images, model_from_text, proto_from_text
 

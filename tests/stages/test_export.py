@@ -11,12 +11,12 @@ import onnx
 import pytest
 import torch
 
-from pipeline import compare
-from pipeline.backends.torch_export import example_sizes, feeds_at
-from pipeline.backends.torch_module import load_module, run_module
-from pipeline.config import ExportConfig
+from pipeline.backends.pytorch.export import example_sizes, feeds_at
+from pipeline.backends.pytorch.module import load_module, run_module
 from pipeline.core import ModelSource, OnnxModel, Profile, TensorSpec
 from pipeline.errors import ModelError, PlanError
+from pipeline.onnx_graph import compare
+from pipeline.plan.schema import ExportConfig
 from pipeline.stages.export import export
 
 TESTS = Path(__file__).parents[1]

@@ -8,10 +8,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from pipeline.config import SimplifyConfig
 from pipeline.core import OnnxModel, Profile, Tensors, silent
 from pipeline.errors import ChildKilled, DiskFull
-from pipeline.graph import onnx_model, operator_histogram
+from pipeline.onnx_graph.graph import onnx_model, operator_histogram
+from pipeline.plan.schema import SimplifyConfig
 from pipeline.stages import simplify as stage
 from pipeline.stages.simplify import simplify
 from tests.fixtures_attention import packed, written_out

@@ -9,7 +9,7 @@ import onnx
 
 from pipeline.core import BuildOptions, Precision, Profile, Recipe
 from pipeline.stages.build import build
-from pipeline.stages.prove import operators_of, prove, with_operators
+from pipeline.stages.inspect_layers import operators_of, prove, with_operators
 from tests.fixtures_convert import RESIDUAL, model_from_text
 from tests.fixtures_layers import layer, table
 

@@ -8,15 +8,15 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from pipeline.activations import observe, open_probe
-from pipeline.config import load_plan
 from pipeline.core import Precision, Recipe
-from pipeline.data import SelectionSet, open_set
-from pipeline.graph import onnx_model
-from pipeline.report import NodeRanking
-from pipeline.shadows import lift
+from pipeline.data.samples import SelectionSet, open_set
+from pipeline.onnx_graph.activations import observe, open_probe
+from pipeline.onnx_graph.graph import onnx_model
+from pipeline.plan.schema import load_plan
+from pipeline.quantization.sensitivity_graph import lift
+from pipeline.results.report import NodeRanking
 from pipeline.stages.convert import convert
-from pipeline.stages.rank import MOST_ERROR, overflows, rank_nodes, relative_error
+from pipeline.stages.sensitivity import MOST_ERROR, overflows, rank_nodes, relative_error
 from tests.fixtures_cli import overflowing_task
 from tests.fixtures_convert import BF16, FP16, proto_from_text, table_of
 from tests.fixtures_rank import write_broken_task

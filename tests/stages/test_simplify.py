@@ -10,14 +10,14 @@ import numpy as np
 import onnx
 import pytest
 
-from pipeline.compare import open_reference
-from pipeline.compile import SIMPLIFY
-from pipeline.config import SimplifyConfig
+from pipeline.compiler.compile import SIMPLIFY
 from pipeline.core import DimRange, OnnxModel, Profile, Progress, Tensors, ValueRange, silent
-from pipeline.graph import external_files, onnx_model, operator_histogram, read_proto, write_proto
-from pipeline.runner import Runner
+from pipeline.execution.stage_runner import Runner
+from pipeline.execution.store import Store
+from pipeline.onnx_graph.compare import open_reference
+from pipeline.onnx_graph.graph import external_files, onnx_model, operator_histogram, read_proto, write_proto
+from pipeline.plan.schema import SimplifyConfig
 from pipeline.stages.simplify import simplify
-from pipeline.store import Store
 
 PROFILES = (Profile(dims={"N": DimRange(min=1, opt=4, max=8)}),)
 

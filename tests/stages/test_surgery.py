@@ -9,11 +9,11 @@ import onnx
 import pytest
 
 from pipeline import backends
-from pipeline.compare import open_reference
-from pipeline.config import SimplifyConfig, load_plan
 from pipeline.core import OnnxModel, Profile, Target, silent
 from pipeline.errors import ChildDied, ModelError, PlanError
-from pipeline.graph import onnx_model, operator_histogram
+from pipeline.onnx_graph.compare import open_reference
+from pipeline.onnx_graph.graph import onnx_model, operator_histogram
+from pipeline.plan.schema import SimplifyConfig, load_plan
 from pipeline.stages.simplify import simplify
 
 ROOT = Path(__file__).parents[2]

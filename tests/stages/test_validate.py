@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from onnx import TensorProto
 
-from pipeline.config import AccuracyConfig, Thresholds
 from pipeline.core import Engine, Progress
-from pipeline.data import SampleSet
+from pipeline.data.samples import SampleSet
 from pipeline.errors import InternalError
-from pipeline.process import call_in_child
-from pipeline.report import ValidationReport
+from pipeline.execution.child_process import call_in_child
+from pipeline.plan.schema import AccuracyConfig, Thresholds
+from pipeline.results.report import ValidationReport
 from pipeline.stages.validate import JOINED_SAMPLES, ReferenceOutputs, run_reference, validate
 from tests.fixtures_validate import BOTH, CLASSES, LENIENT, SAME, TWO, Bench, Node, labelled
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.config import AccuracyConfig, GeneratedData
-from pipeline.data import SelectionSet, ValidationSet, open_set
+from pipeline.data.samples import SelectionSet, ValidationSet, open_set
 from pipeline.errors import DataError, PlanError
+from pipeline.plan.schema import AccuracyConfig, GeneratedData
 from tests.fixtures_validate import BOTH, LENIENT, PROFILES, SAME, TWO, Bench, labelled
 
 

@@ -19,9 +19,9 @@ from prometheus_client import CollectorRegistry
 from pipeline import backends
 from pipeline.backends.base import run_session
 from pipeline.core import BuildOptions, DimRange, Engine, Precision, Profile, Recipe, Tensors, silent
-from pipeline.deliver import seal
-from pipeline.feeding import BatchSpec
-from pipeline.graph import onnx_model
+from pipeline.onnx_graph.graph import onnx_model
+from pipeline.report.bundle import seal
+from pipeline.serving_inputs import BatchSpec
 from service.guard import LOCAL
 from service.processes import MARK
 from service.serving.deployment import Deployment, DeploymentSpec

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.core import Engine
-from pipeline.deliver import load_engine
 from pipeline.errors import ChildDied
-from pipeline.feeding import BatchSpec, Padding, ServingConfig
-from pipeline.report import Report, Verdict
+from pipeline.report.bundle import load_engine
+from pipeline.results.report import Report, Verdict
+from pipeline.serving_inputs import BatchSpec, Padding, ServingConfig
 from service.database import Database
 from service.devices import Devices
 from service.errors import TimedOut, Unavailable

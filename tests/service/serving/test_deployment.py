@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 from pipeline.core import DimRange, Engine, Profile
 from pipeline.errors import HostError
-from pipeline.feeding import BatchSpec, Padding
+from pipeline.serving_inputs import BatchSpec, Padding
 from service.errors import TimedOut, TooMany, Unavailable, Unprocessable
 from service.serving.deployment import Deployment
 from tests.service.serving.fixtures_engines import MODEL, PROVED, Bench, asking, deployed, direct, engine_of, linear, marked, play, processes_of

@@ -9,7 +9,7 @@ from hypothesis import strategies as some
 
 from pipeline.core import DimRange, Engine, Precision, Profile, Recipe, Target, TensorSpec, ValueRange
 from pipeline.errors import InternalError
-from pipeline.feeding import BatchSpec, Padding
+from pipeline.serving_inputs import BatchSpec, Padding
 from service.errors import Unprocessable
 from service.serving.batching import Kind
 from service.serving.fitting import MOST_KNOWN, Axes, Fitting

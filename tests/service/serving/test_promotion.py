@@ -10,8 +10,8 @@ from structlog.testing import capture_logs
 
 from pipeline.core import DimRange
 from pipeline.errors import DamagedError
-from pipeline.feeding import InputRecipe, Padding, ServingConfig
-from pipeline.report import Verdict
+from pipeline.results.report import Verdict
+from pipeline.serving_inputs import InputRecipe, Padding, ServingConfig
 from service.errors import Conflict, NotFound
 from service.guard import LOCAL
 from service.models import PromoteRequest, suggested

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import ModelConfig, Plan
 from pipeline.core import Engine, Precision, TensorSpec
-from pipeline.deliver import load_engine
 from pipeline.errors import DamagedError
-from pipeline.render import load_report
+from pipeline.plan.schema import ModelConfig, Plan
+from pipeline.report.bundle import load_engine
+from pipeline.report.render import load_report
 from service.database import MIGRATIONS, Database
 from service.errors import Conflict, NotFound
 from service.folders import Folders

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from pipeline.core import CompileMode, Engine
-from pipeline.deliver import read_engine, seal
 from pipeline.errors import DamagedError, InternalError, UnsupportedError
+from pipeline.report.bundle import read_engine, seal
 from service.errors import Conflict
 from service.guard import LOCAL
 from service.jobs import Started, Succeeded

@@ -1,0 +1,1 @@
+"""Accuracy metrics, and the sizes at which the accuracy gate looks."""

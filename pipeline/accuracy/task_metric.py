@@ -1,0 +1,263 @@
+"""The task metric: one score per sample for reference and candidate, or the user's own function, and the drop between them.
+
+A user's metric is `module:function`, called as `function(outputs, labels, reference)` on the whole set at once:
+
+    outputs    [samples, ...]  of the output the metric reads, from the engine that is scored
+    labels     [samples, ...]  or None where the set has none
+    reference  [samples, ...]  the same output of the reference
+    returns    one score per sample, shape [samples], or one number for the set; higher is better
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.accuracy.metrics import AT_CHANCE, Array, Floats, cosine_per_sample, paired_interval, rows, topk_hits
+from pipeline.core import TensorSpec
+from pipeline.errors import DataError, PlanError
+from pipeline.measurement.measure import Interval, bootstrap, bootstrap_mean
+from pipeline.plan.schema import NEED_LABELS, AccuracyConfig
+from pipeline.results.report import MetricResult
+
+MetricFunction = Callable[[Array, Array | None, Array], object]
+
+RESAMPLES = 200  # of a metric that exists only for a whole set: each calls the user's function twice
+ROUNDING = 1e-9  # 3 of 300 is within a max_drop of 0.01 whatever the last bit says
+SHUFFLES = 39  # the reference must beat each: outputs that have nothing to do with the samples do so in 1 set of 40
+FEWEST_SHUFFLED = 8  # of fewer samples a shuffle may give back the same order
+MOST_SHUFFLED = 1024  # samples; more cost time and change nothing
+SHUFFLED_BYTES = 64 * 2**20
+
+
+def open_metric(options: AccuracyConfig, outputs: tuple[TensorSpec, ...], has_labels: bool) -> TaskMetric:
+    """The metric that the plan asks for. Raises PlanError if there is no such metric, DataError if it needs labels and there are none."""
+    name = options.metric
+    if name == "auto":
+        name = "top1" if has_labels else "cosine"
+    check_labels(options, has_labels)
+    output = options.output or outputs[0].name
+    if name in _STREAMED:
+        return TaskMetric(name, output, options.max_drop)
+    return TaskMetric(name, output, options.max_drop, _load_function(name, options.python_path))
+
+
+def check_labels(options: AccuracyConfig, has_labels: bool) -> None:
+    """DataError if the metric needs labels that the set does not have."""
+    if options.metric in NEED_LABELS and not has_labels:
+        said = f"accuracy.metric is {options.metric}, but the set has no labels"
+        raise DataError(said, "add an array `labels` to each .npz, or set `accuracy.metric: cosine`")
+
+
+def _load_function(name: str, python_path: Path) -> MetricFunction:
+    module, _, function = name.partition(":")
+    sys.path.insert(0, str(python_path))
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        next_step = "correct `accuracy.metric`, or set `accuracy.python_path` to the folder its module lies in"
+        raise PlanError(f"accuracy.metric '{name}' cannot be imported from '{python_path}': {error}", next_step) from error
+    finally:
+        sys.path.remove(str(python_path))
+    if not callable(found):
+        raise PlanError(f"accuracy.metric '{name}' is a {type(found).__name__}, expected a function", "correct `accuracy.metric`")
+    return found  # type: ignore[no-any-return]  # what the user wrote; its value is checked
+
+
+def _top1(outputs: Array, labels: Array | None, reference: Array) -> Floats:
+    return topk_hits(outputs, np.asarray(labels), 1)
+
+
+def _top5(outputs: Array, labels: Array | None, reference: Array) -> Floats:
+    return topk_hits(outputs, np.asarray(labels), 5)
+
+
+def _cosine(outputs: Array, labels: Array | None, reference: Array) -> Floats:
+    return cosine_per_sample(rows(outputs, len(outputs)), rows(reference, len(reference)))
+
+
+_STREAMED: dict[str, Callable[[Array, Array | None, Array], Floats]] = {"top1": _top1, "top5": _top5, "cosine": _cosine}
+
+
+@dataclass(slots=True)
+class Drawn:
+    """The reference's outputs to some samples, drawn evenly from a set of any length, with their labels. All are of the first one's shape."""
+
+    outputs: list[Array] = field(default_factory=list)
+    labels: list[Array] = field(default_factory=list)
+    seen: int = 0
+    random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+
+    def add(self, outputs: Array, labels: Array | None) -> None:
+        """One batch, [samples, ...]. Labels that do not go with the rows are the metric's to refuse."""
+        labelled = labels if labels is not None and len(labels) == len(outputs) else None
+        for row, output in enumerate(outputs):
+            label = None if labelled is None else np.asarray(labelled[row])
+            if not self._fits(output, label):
+                continue
+            self.seen += 1
+            place = self._place(output.nbytes)
+            if place is None:
+                continue
+            self.outputs[place : place + 1] = [output.copy()]
+            if label is not None:
+                self.labels[place : place + 1] = [label]
+
+    def _fits(self, output: Array, label: Array | None) -> bool:
+        """Whether output and label have the shapes of the first ones."""
+        like = not self.outputs or output.shape == self.outputs[0].shape
+        return like and (label is None or not self.labels or label.shape == self.labels[0].shape)
+
+    def _place(self, size: int) -> int | None:
+        """Reservoir sampling: the place of the newest row; None: it is left out."""
+        most = min(MOST_SHUFFLED, max(FEWEST_SHUFFLED, SHUFFLED_BYTES // max(size, 1)))
+        place = self.seen - 1 if self.seen <= most else int(self.random.integers(0, self.seen))
+        return place if place < most else None
+
+
+@dataclass(slots=True)
+class TaskMetric:
+    """Scores gathered over batches. A user's function sees the whole set, so its output is kept; the built-in ones keep scores only."""
+
+    name: str
+    output: str
+    max_drop: float
+    function: MetricFunction | None = None
+    candidate: list[Array] = field(default_factory=list)
+    reference: list[Array] = field(default_factory=list)
+    labels: list[Array] = field(default_factory=list)
+    drawn: Drawn = field(default_factory=Drawn)
+    certain: bool = False  # a drop fails only if its whole interval is over the limit
+
+    def add(self, outputs: Array, labels: Array | None, reference: Array) -> None:
+        """One batch, [samples, ...] each."""
+        self.drawn.add(reference, labels)
+        if self.function is None:
+            score = _STREAMED[self.name]
+            self.candidate.append(score(outputs, labels, reference))
+            self.reference.append(score(reference, labels, reference))
+            return
+        self.candidate.append(outputs)
+        self.reference.append(reference)
+        if labels is not None:
+            self.labels.append(labels)
+
+    def result(self) -> tuple[MetricResult | None, list[str]]:
+        """The metric and what is wrong with it; no metric where a score is NaN, for then the drop is no number.
+
+        Raises PlanError or DataError for a metric that cannot tell the reference's outputs from the same outputs shuffled across samples.
+        """
+        result, failures = self.compared()
+        return result, failures if result is None else [*self._chance(), *failures]
+
+    def compared(self, certain: bool = False) -> tuple[MetricResult | None, list[str]]:
+        """The metric and what is wrong with the drop. `certain`: its whole interval must be over the limit, as of a part of a set.
+
+        Whether the reference scores above chance is not looked at.
+        """
+        self.certain = certain
+        if self.function is None:
+            return self._judge(_joined(self.reference), _joined(self.candidate))
+        candidate, reference = _joined(self.candidate), _joined(self.reference)
+        labels = _joined(self.labels) if self.labels else None
+        ours, theirs = self._call(candidate, labels, reference), self._call(reference, labels, reference)
+        if ours.ndim == 1 and theirs.ndim == 1:
+            return self._judge(theirs, ours)
+
+        def drop(picks: Array) -> float:
+            picked = None if labels is None else labels[picks]
+            scores = (self._call(outputs[picks], picked, reference[picks]) for outputs in (reference, candidate))
+            before, after = (float(score) for score in scores)
+            return before - after
+
+        if not np.isfinite([ours, theirs]).all():
+            return None, [f"metric {self.name} is {ours} where the reference has {theirs}"]
+        return self._verdict(float(theirs), float(ours), bootstrap(drop, len(reference), resamples=RESAMPLES))
+
+    def _call(self, outputs: Array, labels: Array | None, reference: Array) -> Floats:
+        """The user's function, its value checked: shape [samples] or ()."""
+        assert self.function is not None
+        next_step = "the function takes (outputs, labels, reference) and returns one score per sample or one number; docs/accuracy.md"
+        try:
+            found = self.function(outputs, labels, reference)
+            scores = np.asarray(found, dtype=np.float64)
+        except (Exception, SystemExit) as error:
+            raise DataError(f"metric '{self.name}' failed: {type(error).__name__}: {error}", next_step) from error
+        if found is None:  # numpy takes it for NaN
+            raise DataError(f"metric '{self.name}' returned None", next_step)
+        if scores.shape not in ((), (len(outputs),)):
+            raise DataError(f"metric '{self.name}' returned shape {scores.shape} for {len(outputs)} samples", next_step)
+        return scores
+
+    def _judge(self, reference: Array, candidate: Array) -> tuple[MetricResult | None, list[str]]:
+        if candidate.size < 2:
+            said = f"metric {self.name} has {candidate.size} score for the whole set: output '{self.output}' has no row per sample"
+            raise DataError(said, "choose an output whose first axis is the samples with `accuracy.output`")
+        bad = np.flatnonzero(~np.isfinite(candidate.astype(np.float64)))
+        if bad.size:
+            return None, [f"metric {self.name} is not a number on {bad.size} of {candidate.size} samples (first: {bad[0]})"]
+        before, after = reference.astype(np.float64), candidate.astype(np.float64)
+        if not np.isfinite(before).all():
+            said = f"metric {self.name} is not a number on the reference itself: nothing can be judged against it"
+            raise DataError(said, "mend the metric, or the labels")
+        return self._verdict(float(before.mean()), float(after.mean()), _paired_drop(before, after))
+
+    def _chance(self) -> list[str]:
+        """What is wrong if the reference does not score above its own outputs shuffled across samples."""
+        outputs = np.stack(self.drawn.outputs)
+        labels = np.stack(self.drawn.labels) if self.drawn.labels else None
+        if len(outputs) < FEWEST_SHUFFLED:
+            return []
+        random, best, sees = np.random.default_rng(0), -np.inf, False
+        own = self._score(outputs, labels, outputs)
+        for _ in range(SHUFFLES):
+            picks = random.permutation(len(outputs))
+            scores = self._score(outputs[picks], labels, outputs)
+            best = max(best, float(scores.mean()))  # a NaN is no better
+            moved = own[picks] if own.ndim else own
+            sees |= not (np.allclose(scores, moved, equal_nan=True) or np.allclose(scores, own, equal_nan=True))
+        score = float(own.mean())
+        if score > best + ROUNDING:
+            return []
+        figures = f"{self.name} {score:.4f}, and up to {best:.4f} with its outputs shuffled across the samples"
+        if sees and labels is not None:
+            return [f"{AT_CHANCE}: {figures}; a drop from there says nothing"]
+        said = f"metric '{self.name}' cannot tell right answers from wrong ones: the reference scores {figures}"
+        if self.function is not None:
+            raise PlanError(said, "compare each sample's output with its own label or reference, higher is better; docs/accuracy.md")
+        raise DataError(said, "give samples with different answers, or choose another `accuracy.output`")
+
+    def _score(self, outputs: Array, labels: Array | None, reference: Array) -> Floats:
+        """Shape [samples], or () of a metric for the whole set."""
+        return _STREAMED[self.name](outputs, labels, reference) if self.function is None else self._call(outputs, labels, reference)
+
+    def _verdict(self, reference: float, candidate: float, drop: Interval) -> tuple[MetricResult, list[str]]:
+        passed = (drop.low if self.certain else drop.value) <= self.max_drop + ROUNDING
+        result = MetricResult(
+            name=self.name, reference=reference, candidate=candidate, drop=drop.value, interval=drop, max_drop=self.max_drop, passed=passed
+        )
+        between = f"95 % {drop.low:+.4f} to {drop.high:+.4f}"
+        text = f"{self.name} drops by {drop.value:.4f} ({reference:.4f} to {candidate:.4f}; {between}), over max_drop {self.max_drop:g}"
+        return result, [] if passed else [text]
+
+
+def _paired_drop(before: Floats, after: Floats) -> Interval:
+    """The mean difference with its 95 % interval: a sample counts with both its scores. Where all are 0 or 1 the interval is exact arithmetic."""
+    if not np.isin((before, after), (0.0, 1.0)).all():
+        return bootstrap_mean((before - after).tolist())
+    low, high = paired_interval(int((before > after).sum()), int((before < after).sum()), before.size)
+    return Interval(value=float((before - after).mean()), low=low, high=high)
+
+
+def _joined(arrays: list[Array]) -> Array:
+    """All batches as one array, [samples, ...]. DataError where samples differ in shape."""
+    try:
+        return np.concatenate(arrays)
+    except ValueError as error:
+        next_step = "choose an output whose shape is the same for all samples with `accuracy.output`, or set `accuracy.metric: cosine`"
+        raise DataError(f"the metric needs samples of one shape: {error}", next_step) from error

@@ -1,0 +1,1 @@
+"""PyTorch: the user's module, its exports, and programs that can be delivered."""

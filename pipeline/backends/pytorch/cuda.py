@@ -1,0 +1,147 @@
+"""PyTorch on the GPU: whether torch can use it, and a session with pinned host buffers, a stream and events of its own."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.backends.checks import FeedCheck, closed
+from pipeline.backends.pytorch.module import array_from_tensor, first_line, leaves_of, out_of_memory, tensor_from_array
+from pipeline.core import Engine, Tensors
+
+if TYPE_CHECKING:
+    import torch
+
+DEVICE = "cuda"  # the first that CUDA_VISIBLE_DEVICES leaves
+
+
+def why_not_cuda() -> str:
+    """Why this process's torch cannot compute on the GPU, in its own words; "" if it can. Makes a CUDA context.
+
+    HostError where the GPU's memory is taken: that may pass, and falling back to the CPU would only hide it.
+    """
+    import torch
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")  # torch warns of a driver that is too old for it
+        if not torch.cuda.is_available():
+            return next((first_line(item.message) for item in caught if isinstance(item.message, Warning)), "torch.cuda.is_available() is False")
+        try:
+            torch.ones(1, device=DEVICE).sum().item()  # fails where torch was built without code for this generation
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(error) from error
+        except RuntimeError as error:
+            return first_line(error)
+    return ""
+
+
+class CudaTimer:
+    """Two events on the session's stream."""
+
+    def __init__(self, stream: Any) -> None:
+        import torch
+
+        self._stream = stream
+        self._start, self._stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def start(self) -> None:
+        self._start.record(self._stream)
+
+    def stop(self) -> None:
+        self._stop.record(self._stream)
+
+    def elapsed_s(self) -> float:
+        self._stop.synchronize()
+        milliseconds: float = self._start.elapsed_time(self._stop)
+        return milliseconds / 1e3
+
+
+class CudaTorchSession:
+    """Runs one module that lies on the GPU. Buffers are kept between runs of one shape.
+
+    Each step makes the session's stream torch's current one and leaves it so: a `with` block would cost a small module a tenth of its time.
+    """
+
+    def __init__(self, engine: Engine, module: Any) -> None:
+        import torch
+
+        self.inputs, self.outputs = engine.inputs, engine.outputs
+        self._check, self._module = FeedCheck(engine.inputs, engine.profiles), module
+        self._names = tuple(spec.name for spec in engine.outputs)
+        self._stream: Any = torch.cuda.Stream()
+        self._sent: dict[str, torch.Tensor] = {}  # pinned
+        self._args: dict[str, torch.Tensor] = {}  # on the GPU
+        self._received: dict[str, torch.Tensor] = {}  # pinned
+        self._result: object = None
+        torch.cuda.synchronize()  # the weights were copied, and the module compiled, on the default stream
+
+    def bind(self, feeds: Tensors) -> None:
+        import torch
+
+        self._check(feeds)
+        torch.cuda.set_stream(self._stream)
+        self._stream.synchronize()  # an upload that was not waited for would still read the pinned buffers
+        for spec in self.inputs:
+            array = tensor_from_array(feeds[spec.name])
+            if spec.name not in self._sent or self._sent[spec.name].shape != array.shape:
+                self._allocate(spec.name, array)
+            self._sent[spec.name].copy_(array)
+
+    def _allocate(self, name: str, like: torch.Tensor) -> None:
+        import torch
+
+        try:
+            self._args[name] = torch.empty(like.shape, dtype=like.dtype, device=DEVICE)
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(error) from error
+        self._sent[name] = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
+    def upload(self) -> None:
+        import torch
+
+        torch.cuda.set_stream(self._stream)
+        for name, tensor in self._args.items():
+            tensor.copy_(self._sent[name], non_blocking=True)
+
+    def execute(self) -> None:
+        import torch
+
+        torch.cuda.set_stream(self._stream)
+        try:
+            with torch.inference_mode():
+                self._result = self._module(*(self._args[spec.name] for spec in self.inputs))
+        except torch.OutOfMemoryError as error:
+            self._result = None
+            raise out_of_memory(error) from error
+
+    def download(self) -> None:
+        import torch
+
+        torch.cuda.set_stream(self._stream)
+        with torch.inference_mode():
+            for name, tensor in zip(self._names, leaves_of(self._result), strict=True):
+                held = self._received.get(name)
+                if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+                    held = self._received[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                held.copy_(tensor, non_blocking=True)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+    def fetch(self) -> Mapping[str, NDArray[np.generic]]:
+        return {name: array_from_tensor(self._received[name]) for name in self._names}
+
+    def timer(self) -> CudaTimer:
+        return CudaTimer(self._stream)
+
+    def close(self) -> None:
+        import torch
+
+        self._stream.synchronize()
+        torch.cuda.set_stream(torch.cuda.default_stream())
+        self._module, self._result = closed, None
+        self._sent, self._args, self._received = {}, {}, {}

@@ -1,0 +1,255 @@
+"""The two ways from a PyTorch module to an ONNX file. Neither is trusted: `stages.export` checks what they write."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.backends.pytorch.module import load_program, tensor_from_array
+from pipeline.core import ModelSource, Note, Profile, Tensors, TensorSpec
+from pipeline.errors import ModelError
+from pipeline.onnx_graph import graph
+
+if TYPE_CHECKING:
+    import torch
+
+TRACED = "traced, "  # begins the notes that the tracer's warnings become
+TORCHSCRIPT_NEWEST_OPSET = 20
+
+
+class Refused(Exception):
+    """Why one exporter, or what it made, was refused: one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What an exporter needs to know."""
+
+    source: ModelSource
+    module: torch.nn.Module
+    outputs: tuple[str, ...]
+    opset: int
+    example: Tensors
+    path: Path
+    device: str = "cpu"  # where the module lies
+    flat: bool = False  # the module takes its inputs as *args
+
+    @property
+    def args(self) -> tuple[torch.Tensor, ...]:
+        return tuple(
+            tensor_from_array(
+                self.example[spec.name],
+            ).to(self.device)
+            for spec in self.source.inputs
+        )
+
+    @property
+    def input_names(self) -> list[str]:
+        return [spec.name for spec in self.source.inputs]
+
+    @property
+    def axes(self) -> tuple[dict[int, str], ...]:
+        """Per input, the symbol of each symbolic axis."""
+        return tuple({axis: dim for axis, dim in enumerate(spec.shape) if isinstance(dim, str)} for spec in self.source.inputs)
+
+
+# --- shapes and feeds ---
+
+
+def example_sizes(inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]) -> dict[str, int]:
+    """Sizes to trace with: distinct, so that no two dimensions look equal by chance; at least 2, since exporters take 1 to be fixed.
+
+    Better 3, so that `x[1:]` is not of size 1. The profiles' own sizes come first, since a model may not take every size in between.
+    """
+    taken = {dim for spec in inputs for dim in spec.shape if isinstance(dim, int)}
+    sizes: dict[str, int] = {}
+    for symbol in dict.fromkeys(symbol for spec in inputs for symbol in spec.symbols):
+        ranges = [profile.dims[symbol] for profile in profiles]
+        named = sorted({size for dim in ranges for size in (dim.min, dim.opt, dim.max)})
+        wanted = itertools.chain(named, range(named[0], named[-1] + 1), [2], itertools.count(3))
+        sizes[symbol] = next(size for size in wanted if size not in taken and (size > 2 or size == 2 == named[-1]))
+        taken.add(sizes[symbol])
+    return sizes
+
+
+def feeds_at(inputs: tuple[TensorSpec, ...], samples: tuple[Tensors, ...], sizes: Mapping[str, int]) -> Tensors:
+    """The first sample at these sizes; generated where there is none."""
+    if not samples:
+        return graph.draw_feeds(inputs, sizes, seed=0)
+    return {spec.name: _resized(samples[0][spec.name], spec, sizes) for spec in inputs}
+
+
+def _resized(array: NDArray[np.generic], spec: TensorSpec, sizes: Mapping[str, int]) -> NDArray[np.generic]:
+    """Repeat or cut along the symbolic axes: every value stays a real one, so ids and masks stay valid."""
+    for axis, dim in enumerate(spec.shape):
+        if isinstance(dim, str):
+            array = np.take(array, np.arange(sizes[dim]) % array.shape[axis], axis=axis)
+    return array
+
+
+# --- the two exporters ---
+
+
+def dynamo(job: Job) -> tuple[Note, ...]:
+    """torch.export, then its translation to ONNX. Apart, since torch.onnx would retry a failed capture with dimensions given up."""
+    import torch
+
+    program = load_program(job.source) if job.source.kind == "pt2" else captured(job)
+    try:
+        with _quiet():
+            result = torch.onnx.export(
+                program,
+                job.args,
+                dynamo=True,
+                opset_version=job.opset,
+                input_names=job.input_names,
+                output_names=list(job.outputs),
+                dynamic_shapes=job.axes,  # only names the axes, which the program has already
+                verbose=False,
+            )
+    except (torch.onnx.OnnxExporterError, RuntimeError, ValueError, TypeError) as error:
+        raise Refused(reason_of(error)) from error
+    _tidy(result, {*job.input_names, *job.outputs})
+    size = sum(tensor.numel() * tensor.element_size() for tensor in (*job.module.parameters(), *job.module.buffers()))
+    result.save(job.path, external_data=size > graph.EXTERNAL_ABOVE_BYTES)
+    return ()
+
+
+def _tidy(result: torch.onnx.ONNXProgram, public: set[str]) -> None:
+    """Drop the stack traces, which hold the user's paths and make equal graphs differ; rename inner tensors that have an input's or output's name."""
+    inner = result.model.graph
+    for value in inner.initializers.values():
+        value.metadata_props.clear()
+    for node in inner.all_nodes():
+        node.metadata_props.clear()
+        for value in node.outputs:
+            value.metadata_props.clear()
+            if value.name in public and not value.is_graph_output():  # the exporter calls them after operators: "embedding"
+                value.name = f"{value.name}_inner"
+
+
+def captured(job: Job) -> torch.export.ExportedProgram:
+    """The module as torch.export has it, its symbolic axes free.
+
+    Refused with one line; ModelError for a branch on data.
+    """
+    import torch
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    dynamic = tuple(dict.fromkeys(axes, torch.export.Dim.DYNAMIC) for axes in job.axes)
+    try:
+        with _quiet(), torch.no_grad():
+            return torch.export.export(
+                job.module,
+                job.args,
+                dynamic_shapes=(dynamic,) if job.flat else dynamic,
+                strict=False,
+            )
+    except GuardOnDataDependentSymNode as error:
+        # No fallback: the TorchScript exporter keeps the branch that the example took, and a few samples cannot prove that right.
+        advice = "write it with torch.where, or with torch.cond, which exports both branches"
+        raise ModelError(f"data-dependent control flow, which one exported graph cannot follow: {_user_line(error)}", advice) from error
+    except Exception as error:  # runs the user's code under a tracer: anything may come
+        raise Refused(_fixed_dimension(job, error) or reason_of(error)) from error
+
+
+def _fixed_dimension(job: Job, error: Exception) -> str:
+    """Names the symbol that torch.export reports as a constant; example sizes are distinct, so the constant tells which."""
+    constant = re.search(r"specialized it to be a constant \((\d+)\)", str(error))
+    if constant is None:
+        return ""
+    pairs = [
+        (symbol, job.example[spec.name].shape[axis]) for spec, axes in zip(job.source.inputs, job.axes, strict=True) for axis, symbol in axes.items()
+    ]
+    return "; ".join(f"the model's code fixes '{symbol}' at its example's {size}" for symbol, size in dict(pairs).items() if str(size) == constant[1])
+
+
+def torchscript(job: Job) -> tuple[Note, ...]:
+    """torch.jit.trace and its translation; returns what the tracer warned of, since it freezes what it cannot follow."""
+    import torch
+
+    opset = min(job.opset, TORCHSCRIPT_NEWEST_OPSET)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # its fused operators have no ONNX form
+    try:
+        with _quiet() as caught, torch.no_grad():
+            torch.onnx.export(
+                job.module,
+                job.args,
+                job.path,
+                dynamo=False,
+                opset_version=opset,
+                input_names=job.input_names,
+                output_names=list(job.outputs),
+                dynamic_axes=dict(zip(job.input_names, job.axes, strict=True)),
+                verbose=False,
+            )
+    except Exception as error:  # runs the user's code under a tracer: anything may come
+        raise Refused(reason_of(error)) from error
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+    warned = dict.fromkeys(_tracer_warning(item) for item in caught if issubclass(item.category, torch.jit.TracerWarning))
+    return tuple(Note(stage="export", text=text) for text in warned)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[list[warnings.WarningMessage]]:
+    """Keep the exporters' prints and warnings from the user; the warnings are in the list, for those who want them."""
+    with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("always")
+        yield caught
+
+
+def _tracer_warning(item: warnings.WarningMessage) -> str:
+    place, text = f"{Path(item.filename).name}:{item.lineno}", str(item.message).partition(". ")[0]
+    if "Python boolean" in text:
+        text = "a branch on a tensor's value or size; tracing keeps the one that its example took (use torch.where or torch.cond)"
+    return f"{TRACED}{place}: {text}"
+
+
+def reason_of(error: BaseException) -> str:
+    """The line of an exporter's error that says what is wrong: the innermost cause, or the constraint that was violated."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    constraints = [line.removeprefix("- ").partition(". ")[0] for line in lines if line.startswith("- ")]
+    return "; ".join(constraints[:3]) or (lines[0] if lines else type(error).__name__)
+
+
+def _user_line(error: BaseException) -> str:
+    """`model.py:78 in forward: if x.sum() < 0:`, from the innermost frame that torch.export names."""
+    frames = re.findall(r'File "(.+)", line (\d+), in (\w+)\n\s+(.+)', str(error))
+    if not frames:
+        return reason_of(error)
+    file, line, function, text = frames[-1]
+    return f"{Path(file).name}:{line} in {function}: {text.strip()}"
+
+
+def check_program(program: torch.export.ExportedProgram, source: ModelSource) -> None:
+    """ModelError unless a .pt2 takes the plan's inputs, with their dtypes, and leaves free the dimensions that the plan calls symbolic."""
+    names = program.graph_signature.user_inputs
+    values = {node.name: node.meta["val"] for node in program.graph.nodes if node.name in names}
+    taken = [f"{str(values[name].dtype).removeprefix('torch.')}[{', '.join(map(str, values[name].shape))}]" for name in names]
+    advice = f"'{source.path}' takes {'; '.join(taken)}: correct model.inputs, or export it again with these dimensions dynamic"
+    if len(names) != len(source.inputs):
+        raise ModelError(f"the plan names {len(source.inputs)} inputs, the exported program has {len(names)}", advice)
+    for spec, name, have in zip(source.inputs, names, taken, strict=True):
+        pairs = tuple(zip(spec.shape, values[name].shape, strict=False))
+        same = len(pairs) == len(spec.shape) == len(values[name].shape) and all(isinstance(dim, str) != isinstance(size, int) for dim, size in pairs)
+        if not same or not have.startswith(f"{spec.dtype}["):
+            raise ModelError(f"input '{spec.name}' is {shown(spec)} in the plan, {have} in the exported program", advice)
+
+
+def shown(spec: TensorSpec) -> str:
+    """`float32[batch, 3]`."""
+    return f"{spec.dtype}[{', '.join(map(str, spec.shape))}]"

@@ -1,0 +1,424 @@
+"""PyTorch programs that can be delivered: what torch.export captures of the user's module.
+
+Their files need none of the user's code.
+
+    aoti       compiled by AOTInductor into a package of machine code
+    exported   run operator by operator, as it was captured
+    compile    compiled again by torch.compile at every load, in the recipe's mode
+
+An engine of any form is code: whoever loads it runs what its files say. The module is cast to the
+recipe's precision as a whole, and its inputs and outputs keep the dtypes of the reference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.backends.base import no_layers
+from pipeline.backends.checks import closed, refuse_foreign, unreadable
+from pipeline.backends.pytorch.cuda import DEVICE, CudaTorchSession, why_not_cuda
+from pipeline.backends.pytorch.export import Job, Refused, captured
+from pipeline.backends.pytorch.inductor import CACHE, CACHE_DIR, compiled, cuda_headers, explained, fill_cache, gpu_turn, lack_of_tools, seed_cache
+from pipeline.backends.pytorch.module import CPU_INSTEAD, allow_tf32, check_castable, first_line, in_precision, load_module, run_module
+from pipeline.backends.pytorch.session import TorchSession, cpu_target, example_args, host_target, open_session
+from pipeline.core import (
+    BuildOptions,
+    Engine,
+    ModelSource,
+    Note,
+    OnnxModel,
+    Precision,
+    Profile,
+    Progress,
+    Recipe,
+    Refusal,
+    Target,
+    TensorSpec,
+    silent,
+)
+from pipeline.errors import (
+    BackendUnavailable,
+    ChildDied,
+    ChildKilled,
+    LoadCrashed,
+    ModelError,
+    UnsupportedError,
+)
+from pipeline.execution.child_process import Child
+from pipeline.measurement.measure import monotonic, usable_cores
+from pipeline.onnx_graph.graph import draw_feeds
+
+if TYPE_CHECKING:
+    import torch
+
+PRECISIONS = frozenset({Precision.FP32, Precision.TF32, Precision.FP16, Precision.BF16})
+DISTRIBUTIONS: tuple[str, ...] = ("torch", "triton", "safetensors")
+layers = no_layers
+FILE = "program.pt2"
+FORMS = ("aoti", "exported", "compile")
+NATIVE = {Precision.BF16: {"avx512_bf16", "amx_bf16"}, Precision.FP16: {"avx512_fp16", "amx_fp16"}}
+"""CPU flags. Any one computes in that precision; without, PyTorch converts to fp32 and back."""
+
+PACKAGE = {"cpp.dynamic_threads": True}
+"""AOTInductor's options: on the CPU a package takes the threads of the process that loads it."""
+
+EXTRACTED = "/data/aotinductor/"
+"""Part of the path of what torch extracts from a package."""
+
+
+def probe() -> Target:
+    """This host as PyTorch should see it, without importing torch."""
+    host = host_target("torch")
+    return host if host.compute_capability else cpu_target("torch", flags=True)
+
+
+def check_recipe(recipe: Recipe, target: Target) -> None:
+    """UnsupportedError for what PyTorch, or the compilers of this host, lack on `target`."""
+    if recipe.form not in FORMS:
+        raise UnsupportedError(f"torch has no form '{recipe.form}'", f"choose {', '.join(FORMS)}")
+    if recipe.mode and recipe.form != "compile":
+        raise UnsupportedError(
+            f"`mode` is torch.compile's, and this form is {recipe.form}",
+            "leave `mode` out, or take `form: compile`",
+        )
+    if recipe.precision not in PRECISIONS:
+        known = ", ".join(sorted(PRECISIONS))
+        raise UnsupportedError(
+            f"a PyTorch program is not made in {recipe.precision}",
+            f"choose {known}, or tensorrt",
+        )
+    if recipe.keep_fp32:
+        raise UnsupportedError(
+            "a PyTorch program is cast as a whole: no node stays in fp32",
+            "leave `keep_fp32` out, or take tensorrt",
+        )
+    if not target.compute_capability:
+        _check_cpu(recipe, target)
+    _check_tools(recipe, target)
+
+
+def _check_cpu(recipe: Recipe, target: Target) -> None:
+    if recipe.precision is Precision.TF32:
+        raise UnsupportedError("TF32 is a format of NVIDIA GPUs", "choose fp32")
+    needed = NATIVE.get(recipe.precision)
+    if needed and not needed & set(target.cpu_flags):
+        lacking = ", ".join(sorted(needed))
+        said = f"this CPU computes in {recipe.precision} by way of fp32 only: it has none of"
+        raise UnsupportedError(f"{said} {lacking}", "choose fp32")
+
+
+def _check_tools(recipe: Recipe, target: Target) -> None:
+    on_gpu, ahead = target.compute_capability is not None, recipe.form == "aoti"
+    lack = lack_of_tools(on_gpu, ahead) if recipe.form != "exported" else None
+    if lack:
+        who = "AOTInductor" if ahead else "torch.compile"
+        raise UnsupportedError(
+            f"{who} needs {lack.what}",
+            f"{lack.install}, or take `form: exported`",
+        )
+
+
+def unsupported(
+    model: OnnxModel,
+    target: Target,
+    plugins: tuple[Path, ...] = (),
+) -> tuple[Refusal, ...]:
+    """None: it runs the module itself, not the graph."""
+    return ()
+
+
+# -- building ----------------------------------------------------------------------------------
+
+
+def build(
+    model: OnnxModel,
+    recipe: Recipe,
+    options: BuildOptions,
+    out: Path,
+    progress: Progress = silent,
+) -> Engine:
+    """Capture the module of `options.source` and compile it as the recipe says.
+
+    The engine shares the interface of `model`, the source's export. UnsupportedError without a
+    PyTorch source, ModelError where torch.export or a compiler refuses it.
+    """
+    target = probe()
+    check_recipe(recipe, target)
+    source = _pytorch_source(options, recipe)
+    device = _device_of(target)
+    import torch
+
+    torch.set_num_threads(options.threads or usable_cores())
+    progress(None, "capturing the PyTorch model")
+    program = _captured(source, model, recipe, options.profiles, device)
+    progress(None, "writing the program")
+    if recipe.form == "aoti":
+        with gpu_turn(device == DEVICE, progress):
+            _package(program, out, device, progress)
+    else:
+        torch.export.save(program, out / FILE)
+    engine = Engine(
+        root=out,
+        file=FILE,
+        digest=_digest(out / FILE, recipe, target),
+        target=target,
+        recipe=recipe,
+        inputs=model.inputs,
+        outputs=model.outputs,
+        profiles=options.profiles,
+        threads=options.threads,
+        size_bytes=(out / FILE).stat().st_size,
+    )
+    if recipe.form == "compile":
+        return _compiled_once(engine, progress)
+    return _loaded_once(engine, progress) if recipe.form == "aoti" else engine
+
+
+def _pytorch_source(options: BuildOptions, recipe: Recipe) -> ModelSource:
+    source = options.source
+    if source is None or source.kind == "onnx":
+        raise UnsupportedError(
+            "an ONNX file has no PyTorch program to deliver",
+            "take another backend, or give the PyTorch model",
+        )
+    check_castable(source, recipe.precision)
+    return source
+
+
+def _device_of(target: Target) -> str:
+    """Where torch is to compute; BackendUnavailable if it cannot use the GPU of this target."""
+    if not target.compute_capability:
+        return "cpu"
+    if reason := why_not_cuda():
+        raise BackendUnavailable(
+            f"PyTorch cannot use {target.device}: {reason}",
+            f"install a torch for this driver and GPU, or {CPU_INSTEAD}",
+        )
+    return DEVICE
+
+
+def _captured(
+    source: ModelSource,
+    model: OnnxModel,
+    recipe: Recipe,
+    profiles: tuple[Profile, ...],
+    device: str,
+) -> torch.export.ExportedProgram:
+    """The module in the recipe's precision, with free dimensions where the profiles leave any."""
+    sizes = capture_sizes(source.inputs, profiles)
+    values = profiles[0].values_at("opt") if profiles else None
+    example = draw_feeds(source.inputs, sizes, 0, values)
+    module = load_module(source, device)
+    run_module(module, source, example, device)  # torch then knows how to flatten a dataclass
+    cast = in_precision(module, recipe.precision, model.outputs)
+    fixed = tuple(_with_fixed(spec, profiles) for spec in source.inputs)
+    source = source.model_copy(update={"inputs": fixed})
+    try:
+        return captured(Job(source, cast, (), 0, example, Path(), device, flat=True))
+    except Refused as error:
+        said = f"torch.export cannot capture this model: {error}"
+        advice = "change what it names, or leave the candidates of torch out"
+        raise ModelError(said, advice) from error
+
+
+def capture_sizes(inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]) -> dict[str, int]:
+    """Sizes to capture at: the usual ones, since kernels are tuned for them.
+
+    Distinct, so that no two dimensions look equal by chance. At least 3, since torch.export takes
+    0 and 1 to be fixed, and `x[1:]` of 2 is of size 1. Of a dimension that never varies its size.
+    """
+    symbols = list(dict.fromkeys(symbol for spec in inputs for symbol in spec.symbols))
+    fixed = [symbol for symbol in symbols if is_fixed(symbol, profiles)]
+    sizes = {symbol: profiles[0].dims[symbol].max for symbol in fixed}
+    taken = {dim for spec in inputs for dim in spec.shape if isinstance(dim, int)}
+    taken |= set(sizes.values())
+    for symbol in symbols:
+        ranges = [profile.dims[symbol] for profile in profiles]
+        largest = max(dim.max for dim in ranges)
+        usual = [*(dim.opt for dim in ranges), *(dim.max for dim in ranges)]
+        wanted = itertools.chain(usual, range(3, largest), itertools.count(2))
+        least = 3 if largest > 2 else 2
+        free = (size for size in wanted if size >= least and size not in taken)
+        if symbol not in sizes:
+            sizes[symbol] = next(free)
+            taken.add(sizes[symbol])
+    return sizes
+
+
+def is_fixed(symbol: str, profiles: tuple[Profile, ...]) -> bool:
+    """Whether a symbol has one size only in all profiles."""
+    ranges = [profile.dims[symbol] for profile in profiles]
+    return len({size for dim in ranges for size in (dim.min, dim.max)}) == 1
+
+
+def _with_fixed(spec: TensorSpec, profiles: tuple[Profile, ...]) -> TensorSpec:
+    """The input with a number in the place of every symbol that never varies."""
+    fixed = {name: profiles[0].dims[name].max for name in spec.symbols if is_fixed(name, profiles)}
+    shape = tuple(fixed.get(dim, dim) if isinstance(dim, str) else dim for dim in spec.shape)
+    return spec.model_copy(update={"shape": shape})
+
+
+def _package(
+    program: torch.export.ExportedProgram,
+    out: Path,
+    device: str,
+    progress: Progress,
+) -> None:
+    """The program as a package of machine code, in `out`."""
+    import torch._inductor
+
+    progress(None, "compiling ahead of time")
+    if device == DEVICE and (headers := cuda_headers()):
+        headers.use()
+    with explained("AOTInductor cannot compile this model here"), torch.no_grad():
+        torch._inductor.aoti_compile_and_package(
+            program,
+            package_path=str(out / FILE),
+            inductor_configs=PACKAGE if device == "cpu" else None,
+        )
+
+
+def _compiled_once(engine: Engine, progress: Progress) -> Engine:
+    """The engine with inductor's cache of all that its profiles need, and with its cold start."""
+    progress(None, "compiling")
+    with gpu_turn(engine.target.compute_capability is not None, progress):
+        fill_cache(engine, load, ("opt", "max", "min"))
+    progress(None, "measuring the cold start")
+    seconds = cold_start_s(engine)
+    cold = f"{seconds:.1f} s from the start of a process to its first answer"
+    text = f"compiled again at every load: {cold}, with what the build has compiled"
+    notes = (Note(stage="build", text=text, level="info"),)
+    return engine.model_copy(update={"cold_start_s": seconds, "notes": notes})
+
+
+def _loaded_once(engine: Engine, progress: Progress) -> Engine:
+    """The engine with its cold start. LoadCrashed where machine code that was built here crashes here."""
+    progress(None, "loading the package")
+    try:
+        with gpu_turn(engine.target.compute_capability is not None, progress):
+            return engine.model_copy(update={"cold_start_s": cold_start_s(engine)})
+    except ChildKilled:  # it says nothing of the package
+        raise
+    except ChildDied as error:
+        said = "AOTInductor's package was built here, and the process that loaded it crashed"
+        advice = "take `form: exported` or `form: compile`; see the log of this stage"
+        raise LoadCrashed(f"{said}: {first_line(error)}", advice) from error
+
+
+def cold_start_s(engine: Engine) -> float:
+    """How long a new process takes until its first answer, with nothing but the engine's files."""
+    started = monotonic()
+    with tempfile.TemporaryDirectory(prefix="crucible-cold-") as empty:
+        nothing = {CACHE_DIR: empty}
+        with Child(
+            first_answer,
+            engine,
+            name="cold start",
+            env=nothing,
+            conversation=False,
+        ) as child:
+            child.result()
+        return monotonic() - started
+
+
+def first_answer(engine: Engine, progress: Progress = silent) -> None:
+    """Load an engine and run it once at its usual shape, as a worker that begins does."""
+    load(engine).session().close()
+
+
+def _digest(file: Path, recipe: Recipe, target: Target) -> str:
+    with file.open("rb") as stream:
+        content = hashlib.file_digest(stream, "sha256").hexdigest()
+    parts = (content, recipe.model_dump_json(), target.model_dump_json())
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+# -- running -----------------------------------------------------------------------------------
+
+
+def load(engine: Engine, device: str = "") -> ProgramLoaded:
+    """The program in memory. It is code, and it is run. Sets the process's threads and TF32."""
+    refuse_foreign(engine, probe())
+    place = _device_of(engine.target)
+    if device not in ("", place):
+        raise UnsupportedError(
+            f"this engine runs on {engine.target.device}, not on '{device}'",
+            "leave the device out",
+        )
+    import torch
+
+    torch.set_num_threads(engine.threads or usable_cores())
+    allow_tf32(engine.recipe.precision is Precision.TF32)
+    seed_cache(engine.root / CACHE)
+    opened = _package_loaded if engine.recipe.form == "aoti" else _program_loaded
+    return ProgramLoaded(engine, opened(engine), place)
+
+
+def _package_loaded(engine: Engine) -> Any:
+    import torch._inductor
+
+    try:
+        package = torch._inductor.aoti_load_package(str(engine.path))
+    except RuntimeError as error:
+        raise unreadable(engine, first_line(error)) from error
+    _drop_extracted()
+    return package
+
+
+def _drop_extracted() -> None:
+    """Remove the libraries that torch has extracted and opened, which hold the weights.
+
+    A process that is killed, as those of the race are, would leave them in the temporary folder.
+    """
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    opened = {line.split(maxsplit=5)[-1] for line in maps if EXTRACTED in line}
+    for file in opened:
+        if file.endswith(".so"):
+            Path(file).unlink(missing_ok=True)
+
+
+def _program_loaded(engine: Engine) -> Any:
+    import torch
+
+    try:
+        program = torch.export.load(engine.path)
+    except Exception as error:  # a damaged file fails in many ways
+        raise unreadable(engine, first_line(error)) from error
+    module = program.module(check_guards=False)
+    # Without the program's hooks: they check inputs again, in more time than a small model takes.
+    return torch.fx.GraphModule(module, module.graph)
+
+
+class ProgramLoaded:
+    """One program in memory."""
+
+    def __init__(self, engine: Engine, program: Any, device: str) -> None:
+        self._engine, self._device = engine, device
+        self._module: Any = program
+        self._is_compiled = engine.recipe.form != "compile"
+
+    def session(self, profile: int = 0) -> TorchSession | CudaTorchSession:
+        """Compiles where that is to be done, and runs once at this profile's opt.
+
+        What cannot run fails here.
+        """
+        import torch
+
+        args = example_args(self._engine, profile, self._device)
+        if not self._is_compiled:
+            self._module = compiled(self._module, args, self._engine.recipe.mode)
+            self._is_compiled = True
+        with explained("this program cannot run here"), torch.inference_mode():
+            self._module(*args)
+        return open_session(self._engine, self._module, self._device)
+
+    def close(self) -> None:
+        self._module = closed
+        if self._device == DEVICE:
+            import torch
+
+            torch.cuda.empty_cache()

@@ -1,0 +1,101 @@
+"""What the PyTorch baselines and the delivered programs share: this host, and sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.backends.checks import FeedCheck, HostTimer, closed
+from pipeline.backends.pytorch.cuda import DEVICE, CudaTorchSession
+from pipeline.backends.pytorch.module import array_from_tensor, leaves_of, tensor_from_array, torch_version
+from pipeline.core import Engine, Profile, Target, Tensors
+from pipeline.host.amx import tiles_described
+from pipeline.host.gpu import find_gpus
+from pipeline.measurement.measure import cpu_flags, cpu_name
+from pipeline.onnx_graph.graph import draw_feeds
+
+if TYPE_CHECKING:
+    import torch
+
+
+def host_target(backend: str) -> Target:
+    """This host as PyTorch should see it, without importing torch.
+
+    Its first GPU, or the CPU where there is none or torch is built without CUDA.
+    """
+    gpus = () if torch_version().endswith("+cpu") else find_gpus().devices
+    if not gpus:
+        return cpu_target(backend)
+    first = gpus[0]
+    return Target(
+        backend=backend,
+        version=torch_version(),
+        device=first.name,
+        compute_capability=first.compute_capability,
+        driver=first.driver,
+    )
+
+
+def cpu_target(backend: str, flags: bool = False) -> Target:
+    """The CPU of this host; `flags`: with the instruction sets that compiled code depends on."""
+    usable = [each for each in cpu_flags() if not each.startswith("amx") or tiles_described()]
+    found = tuple(usable) if flags else ()
+    return Target(backend=backend, version=torch_version(), device=cpu_name(), cpu_flags=found)
+
+
+def example_args(engine: Engine, profile: int, device: str) -> tuple[torch.Tensor, ...]:
+    """Generated inputs at this profile's opt, in the order of the call, where the module lies."""
+    chosen = (engine.profiles or (Profile(),))[profile]
+    feeds = draw_feeds(engine.inputs, chosen.sizes("opt"), 0, chosen.values_at("opt"))
+    return tuple(tensor_from_array(feeds[spec.name]).to(device) for spec in engine.inputs)
+
+
+def open_session(engine: Engine, module: Any, device: str) -> TorchSession | CudaTorchSession:
+    """A session of a module that lies on this device."""
+    kind = CudaTorchSession if device == DEVICE else TorchSession
+    return kind(engine, module)
+
+
+class TorchSession:
+    """Runs one module on host tensors."""
+
+    def __init__(self, engine: Engine, module: Any) -> None:
+        self.inputs, self.outputs = engine.inputs, engine.outputs
+        self._check, self._module = FeedCheck(engine.inputs, engine.profiles), module
+        self._names = tuple(spec.name for spec in engine.outputs)
+        self._feeds: Tensors = {}
+        self._args: tuple[torch.Tensor, ...] = ()
+        self._result: object = None
+        self._fetched: dict[str, NDArray[np.generic]] = {}
+
+    def bind(self, feeds: Tensors) -> None:
+        self._check(feeds)
+        self._feeds = feeds
+
+    def upload(self) -> None:
+        self._args = tuple(tensor_from_array(self._feeds[spec.name]) for spec in self.inputs)
+
+    def execute(self) -> None:
+        import torch
+
+        with torch.inference_mode():
+            self._result = self._module(*self._args)
+
+    def download(self) -> None:
+        leaves = zip(self._names, leaves_of(self._result), strict=True)
+        self._fetched = {name: array_from_tensor(leaf) for name, leaf in leaves}
+
+    def synchronize(self) -> None:
+        """Nothing to wait for on the CPU."""
+
+    def fetch(self) -> Mapping[str, NDArray[np.generic]]:
+        return self._fetched
+
+    def timer(self) -> HostTimer:
+        return HostTimer()
+
+    def close(self) -> None:
+        self._module, self._feeds, self._args, self._result = closed, {}, (), None

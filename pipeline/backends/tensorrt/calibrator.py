@@ -1,0 +1,260 @@
+"""Ranges for implicit int8 on TensorRT 10: its own calibrators, fed through Polygraphy's, leave a cache beside the fp32 graph.
+
+The cache is text: the library's version and the algorithm, then a scale per tensor, by name only. It fits any network with such names, so it is
+never looked up by itself: the artifact that holds it is keyed by network, samples and algorithm. TensorRT calibrates in fp32 and takes batches
+of one shape: that of the calibration profile, which is made for it (min = opt = max).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.backends import cuda, timing_cache
+from pipeline.backends.checks import torch_hidden
+from pipeline.backends.tensorrt import library as trt_library
+from pipeline.backends.tensorrt.build import configure, serialize, shape_tensors
+from pipeline.backends.tensorrt.parser import Parsed, parse
+from pipeline.core import (
+    BuildOptions,
+    CalibrationMethod,
+    DimRange,
+    Note,
+    OnnxModel,
+    Precision,
+    Profile,
+    Progress,
+    Recipe,
+    TensorSpec,
+    silent,
+    sizes_from_shapes,
+)
+from pipeline.data.samples import Batch, CalibrationSet
+from pipeline.errors import CrucibleError, DataError, UnsupportedError
+from pipeline.onnx_graph.graph import copy_model, onnx_model, read_proto
+from pipeline.plan.schema import CalibrationConfig
+from pipeline.quantization.insert_qdq import holds_qdq
+
+CACHE = "calibration.cache"
+BASES = {CalibrationMethod.ENTROPY: "IInt8EntropyCalibrator2", CalibrationMethod.MINMAX: "IInt8MinMaxCalibrator"}
+"""The others are left out: IInt8LegacyCalibrator (percentiles) and IInt8EntropyCalibrator only carry on what TensorRT 4 did."""
+
+IN_GRAPH = "take int8 written into the graph (`realised_in: graph`)"
+FEWEST_SAMPLES = 100
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+"""Name and shape of every input of a batch."""
+
+
+def base_class(trt: Any, method: CalibrationMethod | None) -> Any:
+    """TensorRT's calibrator for a method; UnsupportedError for a method without one."""
+    if method not in BASES:
+        choices = " or ".join(BASES)
+        raise UnsupportedError(f"TensorRT's own calibrators choose ranges by {choices}, not by {method}", f"take `method: {choices}`, or {IN_GRAPH}")
+    return getattr(trt, BASES[method])
+
+
+def calibrator_from_cache(trt: Any, cache: bytes, method: CalibrationMethod | None) -> Any:
+    """A calibrator that has nothing but its cache: a build with it calibrates nothing, and fails where the cache does not fit."""
+
+    class FromCache(base_class(trt, method)):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+
+        def get_batch_size(self) -> int:
+            return 1
+
+        def get_batch(self, names: list[str]) -> None:
+            return None
+
+        def read_calibration_cache(self) -> bytes:
+            return cache
+
+        def write_calibration_cache(self, cache: object) -> None:
+            pass  # what was read
+
+    return FromCache()
+
+
+def calibrate_with_tensorrt(
+    model: OnnxModel,
+    samples: CalibrationSet,
+    recipe: Recipe,
+    options: CalibrationConfig,
+    allowed: BuildOptions,
+    out: Path,
+    progress: Progress = silent,
+) -> OnnxModel:
+    """The same fp32 graph under `out`, called int8, with TensorRT's calibration cache beside it. Needs the GPU.
+
+    Raises UnsupportedError for a model or a version of TensorRT that it does not calibrate, BackendUnavailable, DataError for an empty set.
+    """
+    gpu, version = trt_library.host()
+    trt_library.check_recipe(version, gpu.compute_capability, recipe)
+    if holds_qdq(read_proto(model.path, weights=False).graph):
+        raise UnsupportedError("the model holds Q/DQ pairs, which TensorRT does not mix with calibrated ranges", IN_GRAPH)
+    progress(0.0, "looking for the shape that most samples have")
+    chosen = choose(samples, options)
+    with torch_hidden(), timing_cache.gpu_lock(gpu.uuid, progress), closing(Feeder(cuda.runtime(), samples, chosen, progress)) as feeder:
+        cache = calibration_cache(trt_library.import_library(), model, recipe, allowed, feeder)
+    copy_model(model.path, out / model.file)
+    (out / CACHE).write_bytes(cache)
+    made = onnx_model(out, model.file, Precision.INT8, (note_on(chosen, samples.samples, recipe.method),))
+    return made.model_copy(update={"digest": hashlib.sha256(made.digest.encode() + cache).hexdigest()})
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The batches to calibrate with: all of one shape."""
+
+    shapes: Shapes
+    rows: int  # samples of a batch
+    batch: int  # what to cut the set by
+    batches: int
+    wanted: int  # samples that the plan asks for
+
+    @property
+    def samples(self) -> int:
+        return self.rows * self.batches
+
+
+def choose(samples: CalibrationSet, options: CalibrationConfig) -> Chosen:
+    """The shape that most samples come in, and as many batches of it as hold the samples that the plan asks for. DataError for an empty set."""
+    wanted = min(options.samples or samples.samples, samples.samples)
+    size = min(options.batch, max(wanted, 1))
+    rows: Counter[Shapes] = Counter()
+    sizes: dict[Shapes, int] = {}
+    for batch in samples.batches(size):
+        shapes = shapes_of(batch)
+        rows[shapes] += batch.samples
+        sizes[shapes] = batch.samples
+    if not rows:
+        raise DataError("the calibration set holds no samples", "give about 500 real samples")
+    best, there = rows.most_common(1)[0]
+    return Chosen(best, sizes[best], size, -(-min(wanted, there) // sizes[best]), wanted)
+
+
+def shapes_of(batch: Batch) -> Shapes:
+    return tuple((name, array.shape) for name, array in batch.feeds.items())
+
+
+def profiles_of(inputs: tuple[TensorSpec, ...], shapes: Shapes) -> tuple[Profile, ...]:
+    """The calibration profile: TensorRT feeds its opt shapes. None where nothing is dynamic."""
+    sizes = sizes_from_shapes(inputs, dict(shapes))
+    if isinstance(sizes, str):
+        raise DataError(sizes, "bring every sample to the shape of the model's inputs")
+    return (Profile(dims={name: DimRange(min=size, opt=size, max=size) for name, size in sizes.items()}),) if sizes else ()
+
+
+def note_on(chosen: Chosen, there: int, method: CalibrationMethod | None) -> Note:
+    """How many of the set's samples were used, and in which shape; a warning where they are few, or under half of what was asked for."""
+    shapes = ", ".join(f"{name} {list(shape)}" for name, shape in chosen.shapes)
+    text = f"TensorRT's {method} calibrator took {chosen.samples} of {there} samples, {chosen.batches} batches of the calibration profile {shapes}"
+    left = chosen.wanted - chosen.samples
+    if left >= chosen.rows:
+        text += "; it takes batches of one shape only: pad all samples to one length to use them all"
+    elif left > 0:
+        text += f"; the other {left} fill no batch of this shape"
+    few = chosen.samples < FEWEST_SAMPLES or 2 * chosen.samples < chosen.wanted
+    return Note(stage="calibrate", text=text, level="warning" if few else "info")
+
+
+class Feeder:
+    """Brings the batches onto the GPU one after the other, and gives their addresses: a data loader for Polygraphy's Calibrator.
+
+    TensorRT calls it from C++ and takes whatever goes wrong here for the end of the data; so it is kept for `check`.
+    """
+
+    def __init__(self, rt: Any, samples: CalibrationSet, chosen: Chosen, progress: Progress) -> None:
+        self.samples, self.chosen, self.progress = samples, chosen, progress
+        self.given = 0  # batches
+        self.failure: CrucibleError | OSError | None = None
+        self._stream = cuda.Stream(rt)
+        self._pinned = cuda.PinnedBuffer(rt)
+        self._buffers = {name: cuda.DeviceBuffer(rt) for name, _ in chosen.shapes}
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        self.given = 0
+        try:
+            for batch in self.samples.batches(self.chosen.batch):
+                if self.given == self.chosen.batches:
+                    return
+                if shapes_of(batch) == self.chosen.shapes:
+                    self.progress(0.9 * self.given / self.chosen.batches, f"calibrating: batch {self.given + 1} of {self.chosen.batches}")
+                    addresses = {name: self._upload(name, array) for name, array in batch.feeds.items()}
+                    self.given += 1
+                    yield addresses
+        except (CrucibleError, OSError) as error:
+            self.failure = error
+
+    def _upload(self, name: str, array: np.ndarray[Any, Any]) -> int:
+        values = array.astype(np.float32) if array.dtype == np.float16 else array  # TensorRT calibrates in fp32
+        self._pinned.reserve(values.nbytes)
+        self._pinned.array(values.shape, values.dtype)[...] = values
+        self._buffers[name].reserve(values.nbytes)
+        if values.nbytes:
+            self._stream.copy([(self._buffers[name].pointer, self._pinned.pointer, values.nbytes, self._stream.to_device)])
+        self._stream.synchronize()
+        return self._buffers[name].pointer
+
+    def check(self) -> None:
+        """Raise what went wrong while TensorRT asked for batches."""
+        if self.failure is not None:
+            raise self.failure
+
+    def close(self) -> None:
+        self._stream.close()
+        for buffer in (self._pinned, *self._buffers.values()):
+            buffer.close()
+
+
+# -- TensorRT ----------------------------------------------------------------------------------------------------------
+
+
+def calibration_cache(trt: Any, model: OnnxModel, recipe: Recipe, allowed: BuildOptions, feeder: Feeder) -> bytes:
+    """Build once, at the lowest level, for the sake of the cache. Raises UnsupportedError, HostError, or what the feeder met."""
+    from polygraphy.backend.trt import Calibrator
+    from polygraphy.logger import G_LOGGER
+
+    parsed = parse(trt, model.path.read_bytes(), model.path, strongly_typed=False, plugins=allowed.tensorrt.plugins)
+    _check_network(parsed)
+    quick = allowed.tensorrt.model_copy(
+        update={"optimization_level": 0, "timing_iterations": 1}
+    )  # the ranges come from an fp32 run, whatever is built afterwards
+    options = allowed.model_copy(update={"profiles": profiles_of(model.inputs, feeder.chosen.shapes), "tensorrt": quick})
+    plain = recipe.model_copy(update={"hardware_compatible": False, "version_compatible": False})
+    with G_LOGGER.verbosity(G_LOGGER.CRITICAL):  # else it prints whole arrays
+        calibrator = Calibrator(feeder, BaseClass=base_class(trt, recipe.method))
+        config = configure(trt, parsed, plain, options, model.inputs)  # sets the calibration profile
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # calibrators end with TensorRT 11, where such a recipe is refused
+            config.int8_calibrator = calibrator
+        try:
+            serialize(trt, parsed, config, silent)
+        finally:
+            feeder.check()
+    if feeder.given < feeder.chosen.batches or not calibrator.cache_contents:
+        said = f"TensorRT took {feeder.given} of {feeder.chosen.batches} calibration batches and wrote no ranges for this model"
+        raise UnsupportedError(said, IN_GRAPH)
+    return bytes(calibrator.cache_contents)
+
+
+def _check_network(parsed: Parsed) -> None:
+    """UnsupportedError for a network that TensorRT cannot take, or cannot calibrate."""
+    if parsed.faults:
+        said = "; ".join(f"{fault.operator} '{fault.node}': {fault.reason}" for fault in parsed.faults)
+        raise UnsupportedError(f"TensorRT cannot take this model: {said}", "list every node with `crucible inspect MODEL --backend tensorrt`")
+    if names := shape_tensors(parsed.network):
+        said = f"the values of input '{names[0]}' decide a shape, and TensorRT's calibrators feed sizes of one profile only"
+        raise UnsupportedError(said, IN_GRAPH)

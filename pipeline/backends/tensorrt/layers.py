@@ -1,0 +1,273 @@
+"""What a TensorRT engine really runs: the engine inspector's layers joined with their times. All that is TensorRT's own about it is here.
+
+How the precision of a layer is known, first what proves most:
+
+1. A layer that only moves or converts data (Reformat, NoOp, a cast between two dtypes) computes in no precision: `none`.
+2. `tactic`: the kernel's name. `sm90_xmma_gemm_f16f16_f16f32_f32` reads two f16, multiplies f16, adds up in f32, writes f32: fp16. The type
+   that is multiplied counts; TF32 shows nowhere else, for its inputs and outputs are FP32. Kernels of one operator only (pooling) name
+   their types in words: FP16, IMMA.
+3. `types`: what the layer reads and writes. A heavy layer (fused attention has no telling name) multiplies in the narrowest type it reads;
+   FP32 may then still be TF32, and the precision audit takes it as proof of neither. Of any other layer the widest type counts: Myelin's
+   kernels that read Half and write Float compute the steps between in Float, and one that reads Int8, adds in Half and writes Int8 is no
+   int8 arithmetic. LayerNorm and Softmax with Half in and Half out count as fp16, though they add up in Float as the ONNX operators ask.
+4. Sizes, indices and masks only: `integer`. Nothing known: `unknown`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, Literal, Protocol
+
+from pipeline.backends.checks import TakesInputs, bound_sizes
+from pipeline.core import Precision, Tensors
+from pipeline.errors import InternalError
+from pipeline.results.layer_table import Layer, LayerTable
+
+RUNS = 20
+WARMUP_RUNS = 5
+
+MOVING = frozenset({"reformat", "noop", "reshape", "cast", "copy", "transpose", "shuffle", "slice", "concatenation", "constant", "wait", "signal"})
+MOVING_STEPS = frozenset({"cas", "res", "tra", "mov", "cop", "sli"})  # Myelin's words for cast, reshape, transpose, move, copy, slice
+HEAVY = re.compile(r"conv(?!ert)|gemm|matrixmultiply|matmul|mha|attention|fprop|fullyconnected", re.IGNORECASE)
+
+_TYPE = r"(?:tf32|bf16|f16|f32|i8|s8|u8|e4m3|e5m2)"
+# xmma: inputs_[multiplied]added_output, f32f32_tf32f32_f32, or without the multiplied type, f16f16_f32_f16; CUTLASS 3: a_b_added_c_d
+SIGNATURE = re.compile(rf"_(?P<read>{_TYPE}){_TYPE}?_(?P<first>{_TYPE})(?P<second>(?:{_TYPE}|i32)?)_(?:{_TYPE}|i32)(?=_|$)")
+MULTIPLIED = {
+    "tf32": Precision.TF32,
+    "bf16": Precision.BF16,
+    "f16": Precision.FP16,
+    "f32": Precision.FP32,
+    "i8": Precision.INT8,
+    "s8": Precision.INT8,
+    "u8": Precision.INT8,
+    "e4m3": Precision.FP8,
+    "e5m2": Precision.FP8,
+}
+# names without such a signature: turing_h1688cudnn_..., ampere_scudnn_..., cutlass_80_tensorop_bf16_s16816gemm_..., sm72_xmma_pooling_IMMA_...
+WORDS = (
+    (re.compile(r"fp8|e4m3|e5m2|qmma"), Precision.FP8),
+    (re.compile(r"tf32"), Precision.TF32),
+    (re.compile(r"int8|imma|i8816|i16832|i8i8|icudnn|igemm"), Precision.INT8),
+    (re.compile(r"bf16"), Precision.BF16),
+    (re.compile(r"fp16|f16|hmma|h884|h1688|h16816|hcudnn|hgemm"), Precision.FP16),
+    (re.compile(r"tensorop_s1688"), Precision.TF32),  # tensor cores multiply no fp32: CUTLASS's s1688 without a type is TF32
+    (re.compile(r"fp32|f32|scudnn|sgemm|ffma"), Precision.FP32),
+)
+HASH = re.compile(r"0x[0-9a-f]+")  # may hold "f16" by chance
+
+# the inspector's words: "Half", "Row major linear FP16 format", "Thirty-two wide channel vectorized row major Int8 format"
+DTYPES = (
+    (re.compile(r"fp8|float8|e4m3|e5m2", re.IGNORECASE), "fp8"),
+    (re.compile(r"bf16|bfloat16", re.IGNORECASE), "bf16"),
+    (re.compile(r"fp16|float16|half", re.IGNORECASE), "fp16"),
+    (re.compile(r"uint8", re.IGNORECASE), "uint8"),
+    (re.compile(r"int8", re.IGNORECASE), "int8"),
+    (re.compile(r"int64", re.IGNORECASE), "int64"),
+    (re.compile(r"int32", re.IGNORECASE), "int32"),
+    (re.compile(r"bool", re.IGNORECASE), "bool"),
+    (re.compile(r"fp32|float", re.IGNORECASE), "fp32"),
+)
+WIDTHS = {"fp8": 1, "int8": 1, "fp16": 2, "bf16": 3, "fp32": 4}  # bf16 after fp16: it has fp32's range
+INTEGERS = frozenset({"int64", "int32", "bool", "uint8"})
+
+ONNX_LAYER = re.compile(r"\[ONNX Layer: (.*?)\](?=[\x1e\x1f]|\[ONNX Layer: |$)", re.DOTALL)
+UNNAMED = "node_of_"  # the parser's name for a node without one, before the name of its first output
+PROFILE = re.compile(r" \[profile (?P<number>[1-9]\d*)\]")  # in a layer's name; the first profile has none
+MYELIN_GRAPH = re.compile(r"_myl(?P<number>\d+)_\d+$")  # Myelin's layers end in the number of their graph: each profile has graphs of its own
+
+
+class TimedSession(TakesInputs, Protocol):
+    """Of a session, what timing its layers needs."""
+
+    @property
+    def context(self) -> Any: ...
+    def enqueue(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Inspected(Protocol):
+    """A loaded engine that can be inspected."""
+
+    @property
+    def cuda_engine(self) -> Any: ...
+    def session(self, profile: int = 0) -> TimedSession: ...
+
+
+# -- the shell: needs a GPU -------------------------------------------------------------------------------------------
+
+
+def layer_table(trt: Any, loaded: Inspected, feeds: Tensors, profile: int = 0, runs: int = RUNS) -> LayerTable:
+    """Every layer of an engine at the shapes of `feeds`, each with its median time over `runs` plain enqueues of one profile.
+
+    Plain, for a captured graph reports no layers. With the profiler attached each enqueue waits for its layers: their sum is more than
+    the engine's latency, which the benchmark measures without it.
+    """
+    session = loaded.session(profile)
+    try:
+        sizes = bound_sizes(session, feeds)
+        for _ in range(WARMUP_RUNS):
+            session.enqueue()
+        session.synchronize()
+        recorder = _recorder(trt)  # lives as long as the context that calls it
+        session.context.profiler = recorder
+        times: dict[str, list[float]] = defaultdict(list)
+        for _ in range(runs):
+            recorder.run.clear()
+            session.enqueue()
+            session.synchronize()
+            for name, seconds in recorder.run.items():
+                times[name].append(seconds)
+        information = _inspect(trt, loaded.cuda_engine, session.context)
+        layers = layers_from_inspector(information, times, profile)
+        return LayerTable(sizes=sizes, runs=runs, layers=layers, profile=profile)
+    finally:
+        session.close()
+
+
+def _recorder(trt: Any) -> Any:
+    """A profiler whose `run` holds the seconds of every layer; one that runs more than once in a run (a loop's body) with its sum."""
+
+    class Recorder(trt.IProfiler):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProfiler.__init__(self)
+            self.run: dict[str, float] = defaultdict(float)
+
+        def report_layer_time(self, layer_name: str, ms: float) -> None:
+            self.run[layer_name] += ms * 1e-3
+
+    return Recorder()
+
+
+def _inspect(trt: Any, cuda_engine: Any, context: Any) -> str:
+    """What the inspector says of the engine, in JSON.
+
+    Without a context dynamic shapes, and with them formats, are not known. But TensorRT 10.6 said
+    nothing at all of the context of a second profile: then the engine is asked without one.
+    """
+    form = trt.LayerInformationFormat.JSON
+    inspector = cuda_engine.create_engine_inspector()
+    inspector.execution_context = context
+    return str(inspector.get_engine_information(form) or cuda_engine.create_engine_inspector().get_engine_information(form))
+
+
+# -- pure -------------------------------------------------------------------------------------------------------------
+
+
+def layers_from_inspector(
+    information: str | Mapping[str, Any],
+    times: Mapping[str, Sequence[float]],
+    profile: int = 0,
+) -> tuple[Layer, ...]:
+    """The layers of one profile of an engine in the order of running, each with the median of its times.
+
+    `information` is the inspector's JSON; without detailed profiling verbosity it holds names only, and every precision is `unknown`.
+    `times` are seconds by layer name. A time of no known layer becomes an `unknown` layer, so that no time is lost.
+    """
+    document = _document(information or "{}") if isinstance(information, str) else information
+    layers = [_layer(entry) for entry in document.get("Layers", ())]
+    layers = [layer for layer in layers if _is_of(layer.name, profile, times)]
+    known = {layer.name for layer in layers}
+    layers += [Layer(name=name, kind="", precision="unknown", evidence="none") for name in times if name not in known]
+    return tuple(layer.model_copy(update={"seconds": median(times[layer.name])}) if times.get(layer.name) else layer for layer in layers)
+
+
+def _is_of(name: str, profile: int, times: Mapping[str, object]) -> bool:
+    """Whether a layer is one of a profile, of which the layers that took time are known."""
+    if name in times:
+        return True
+    graph = _graph_of(name)
+    if times and graph is not None:  # of a graph that ran, also what took no time
+        return graph in map(_graph_of, times)
+    match = PROFILE.search(name)
+    return profile == (int(match["number"]) if match else 0)
+
+
+def _graph_of(name: str) -> str | None:
+    match = MYELIN_GRAPH.search(name)
+    return match["number"] if match else None
+
+
+def _document(information: str) -> Mapping[str, Any]:
+    try:
+        document = json.loads(information, strict=False)  # the separators of Metadata are control characters
+    except ValueError as error:
+        raise InternalError(f"TensorRT's engine information is no JSON: {error}: {information[:200]!r}") from error
+    return document if isinstance(document, dict) else {}
+
+
+def _layer(entry: str | Mapping[str, Any]) -> Layer:
+    if isinstance(entry, str):  # built without detailed verbosity
+        return Layer(name=entry, kind="", precision="unknown", evidence="none")
+    kind, tactic = str(entry.get("LayerType", "")), str(entry.get("TacticName") or "")
+    inputs, outputs = (tuple(_dtype(str(tensor.get("Format/Datatype", ""))) for tensor in entry.get(key, ())) for key in ("Inputs", "Outputs"))
+    heavy = is_heavy(kind, tactic)
+    precision, evidence = precision_of(kind, tactic, inputs, outputs)
+    return Layer(
+        name=str(entry["Name"]),
+        kind=kind,
+        precision=precision,
+        evidence=evidence,
+        heavy=heavy,
+        nodes=nodes_of(str(entry.get("Metadata", ""))),
+        inputs=inputs,
+        outputs=outputs,
+        tactic=tactic,
+    )
+
+
+def precision_of(
+    kind: str, tactic: str, inputs: Sequence[str], outputs: Sequence[str]
+) -> tuple[Precision | Literal["integer", "none", "unknown"], Literal["tactic", "types", "none"]]:
+    """The precision of a layer and its evidence, by the rules above; `inputs` and `outputs` are dtypes as `Layer` has them."""
+    if _only_moves(kind, tactic):
+        return "none", "none"
+    if (named := precision_from_tactic(tactic)) is not None:
+        return named, "tactic"
+    types = [*inputs, *outputs]
+    read = [dtype for dtype in inputs if dtype in WIDTHS]
+    floats = [dtype for dtype in types if dtype in WIDTHS]
+    if is_heavy(kind, tactic) and read:
+        return Precision(min(read, key=WIDTHS.__getitem__)), "types"
+    if floats:
+        return Precision(max(floats, key=WIDTHS.__getitem__)), "types"
+    return ("integer", "types") if INTEGERS.intersection(types) else ("unknown", "none")
+
+
+def precision_from_tactic(tactic: str) -> Precision | None:
+    """The precision that a kernel's name tells, or None: `sm80_xmma_fprop_implicit_gemm_f32f32_tf32f32_f32_nhwc` multiplies TF32."""
+    name = HASH.sub("", tactic.lower())
+    if name.startswith("__myl_"):  # Myelin's own kernels are named after their steps
+        return None
+    if (found := SIGNATURE.search(name)) is not None:
+        multiplied = MULTIPLIED[found["first"] if found["second"] else found["read"]]
+        return Precision.TF32 if multiplied is Precision.FP32 and "tensorop" in name else multiplied
+    return next((precision for word, precision in WORDS if word.search(name)), None)
+
+
+def is_heavy(kind: str, tactic: str) -> bool:
+    """Whether a layer multiplies matrices, by the library's word for it or its kernel's name."""
+    return not _only_moves(kind, tactic) and bool(HEAVY.search(kind) or HEAVY.search(HASH.sub("", tactic)))
+
+
+def _only_moves(kind: str, tactic: str) -> bool:
+    word = kind.lower()
+    if word in MOVING or word.startswith("shape"):  # shape_call, ShapeHostToDevice
+        return True
+    steps = re.findall(r"[A-Z][a-z0-9]*", HASH.sub("", tactic).removeprefix("__myl_")) if tactic.startswith("__myl_") else []
+    return bool(steps) and all(step[:3].lower() in MOVING_STEPS for step in steps)
+
+
+def _dtype(text: str) -> str:
+    """The dtype in the inspector's words for a format; the words themselves if they are new."""
+    return next((name for word, name in DTYPES if word.search(text)), text)
+
+
+def nodes_of(metadata: str) -> tuple[str, ...]:
+    """The ONNX nodes in a layer's metadata; a node without a name goes by that of its first output."""
+    return tuple(name.removeprefix(UNNAMED) for name in dict.fromkeys(ONNX_LAYER.findall(metadata)))

@@ -1,0 +1,186 @@
+"""NVIDIA ModelOpt's quantisation for TensorRT: an ONNX graph in, an ONNX graph with Q/DQ pairs of int8 or fp8 out, which builds like any other.
+
+ModelOpt chooses the ranges and the places on the fp32 graph; the casts to 16 bits are ours, for its own do not look for overflow (int8) and know
+operators, not nodes, to keep in fp32. What reads an attention mask is kept from it: it gives a tensor of 0 and -inf the scale inf (MiniLM, `max`:
+the cosine to the original falls to 0.60). Without samples it would calibrate on random values, so it always gets a reader. It replaces parts
+of onnxruntime for the whole process: this runs in a child.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from pipeline.backends.checks import installed_version
+from pipeline.core import BuildOptions, CalibrationMethod, Note, OnnxModel, Precision, Progress, Recipe, Tensors, silent
+from pipeline.data.samples import CalibrationSet
+from pipeline.distribution import install_command
+from pipeline.errors import BackendUnavailable, ModelError, UnsupportedError
+from pipeline.onnx_graph.activations import Bounds, observe, open_probe, rows_per_run
+from pipeline.onnx_graph.graph import changed_interface, external_files, kept_nodes, onnx_model, read_proto, write_proto
+from pipeline.plan.schema import CalibrationConfig
+from pipeline.quantization.half_precision import (
+    LARGEST_FP16,
+    LEAST_OPSET,
+    QUANTIZERS,
+    SAFE_FRACTION,
+    SCALES_OPSET,
+    flatten,
+    kept_in_fp32,
+    lower,
+    overflow_notes,
+    raise_opset,
+    reasons_for_fp32,
+)
+from pipeline.quantization.insert_qdq import holds_qdq
+
+FILE = "model.onnx"
+INSTALL = install_command("modelopt")
+ANOTHER = "use the quantizer `crucible`"
+METHODS = {CalibrationMethod.ENTROPY: "entropy", CalibrationMethod.MINMAX: "max"}
+
+
+class Reader:
+    """The calibration samples in batches, as ONNX Runtime's calibrators read them, which ModelOpt's are made of."""
+
+    def __init__(self, source: CalibrationSet, size: int, wanted: int, progress: Progress) -> None:
+        self.source, self.size, self.wanted, self.progress = source, size, wanted, progress
+        self.most = 0  # samples read in one pass
+        self.rewind()
+
+    def rewind(self) -> None:
+        self._batches = self._read()
+
+    def get_next(self) -> Tensors | None:
+        return next(self._batches, None)
+
+    def get_first(self) -> Tensors:
+        """A batch to look at shapes by: ModelOpt leaves matrix products of one row alone."""
+        return next(self.source.batches(self.size)).feeds
+
+    def _read(self) -> Iterator[Tensors]:
+        used = 0
+        for batch in self.source.batches(self.size):
+            if used >= self.wanted:
+                return
+            yield batch.feeds
+            used += batch.samples
+            self.most = max(self.most, used)
+            self.progress(0.2 + 0.6 * min(used / self.wanted, 1.0), f"ModelOpt: {used} of {self.wanted} samples")
+
+
+def quantize_with_modelopt(
+    model: OnnxModel,
+    samples: CalibrationSet,
+    recipe: Recipe,
+    options: CalibrationConfig,
+    allowed: BuildOptions,
+    out: Path,
+    progress: Progress = silent,
+) -> OnnxModel:
+    """The int8 or fp8 graph as out/model.onnx, the rest in `recipe.rest`, with the interface of `model`. `recipe.keep_fp32` stays fp32.
+
+    Raises UnsupportedError for what ModelOpt cannot quantise and BackendUnavailable where it is missing.
+    """
+    installed_version("nvidia-modelopt", INSTALL)
+    method = method_of(recipe)
+    proto = flatten(raise_opset(read_proto(model.path), max(SCALES_OPSET, LEAST_OPSET.get(recipe.rest, 0))))
+    if holds_qdq(proto.graph):
+        raise UnsupportedError("the model holds Q/DQ pairs already, which ModelOpt leaves as they are", f"{ANOTHER}, which keeps every scale")
+    kept = kept_nodes(proto.graph, recipe.keep_fp32)
+    wanted = min(options.samples or samples.samples, samples.samples)
+    progress(0.0, "looking for values that 8 and 16 bits cannot hold")
+    seen = _seen(model, samples, options.batch, wanted)  # before ModelOpt changes onnxruntime
+    reasons = reasons_for_fp32(proto.graph, seen) if recipe.rest is Precision.FP16 else {}
+    left = kept | reasons.keys() | masked(proto.graph, seen)
+    reader = Reader(samples, options.batch, wanted, progress)
+    with tempfile.TemporaryDirectory(dir=out) as folder:
+        quantised = _quantised(proto, Path(folder), "fp8" if recipe.precision is Precision.FP8 else "int8", method, left, reader)
+    if recipe.rest in LEAST_OPSET:
+        lower(quantised, recipe.rest, kept | reasons.keys())
+    write_proto(quantised, out / FILE)
+    used = Note(stage="convert", text=f"ModelOpt ({method}) took {reader.most} of {samples.samples} calibration samples", level="info")
+    made = onnx_model(out, FILE, recipe.precision, (used, *overflow_notes(proto.graph, reasons)))
+    if changed := changed_interface(model, made):
+        raise ModelError(f"ModelOpt changed the model's interface: {changed}", ANOTHER)
+    unnamed = {name: why for name, why in reasons.items() if name not in kept}
+    return made.model_copy(update={"kept_fp32": kept_in_fp32(quantised.graph, unnamed)})
+
+
+def method_of(recipe: Recipe) -> str:
+    """ModelOpt's name for the recipe's calibration method; UnsupportedError for one that it lacks."""
+    if recipe.precision is Precision.FP8:
+        return "max"  # ModelOpt makes fp8 of an int8 graph by another scale, which holds for the largest value only
+    if recipe.method not in METHODS:
+        choices = " or ".join(METHODS)
+        raise UnsupportedError(f"ModelOpt chooses ranges by {choices}, not by {recipe.method}", f"take `method: {choices}`, or {ANOTHER}")
+    return METHODS[recipe.method]
+
+
+def _seen(model: OnnxModel, samples: CalibrationSet, batch: int, wanted: int) -> dict[str, Bounds]:
+    """What every activation reaches on the samples that ModelOpt will see."""
+    probe = open_probe(model)
+    first = next(samples.batches(1))
+    size = min(batch, rows_per_run(probe, first.feeds, first.samples))
+    return observe(probe, (each.feeds for each in samples.batches(size) if each.first < wanted))
+
+
+def masked(graph: onnx.GraphProto, seen: Mapping[str, Bounds]) -> frozenset[str]:
+    """The nodes that read infinities, or values so large that they mean "never": no 8-bit scale holds these and the others too."""
+    never = {name for name, each in seen.items() if each.nonfinite or each.largest > SAFE_FRACTION * LARGEST_FP16}
+    return frozenset(node.name for node in graph.node if never.intersection(node.input))
+
+
+def _quantised(proto: onnx.ModelProto, folder: Path, mode: str, method: str, left: frozenset[str], reader: Reader) -> onnx.ModelProto:
+    """The fp32 graph with ModelOpt's Q/DQ pairs, the nodes `left` without; `folder` is for its files."""
+    source, target = folder / "source.onnx", folder / "quantised.onnx"
+    write_proto(proto, source)
+    reader.progress(0.1, "loading ModelOpt")
+    try:
+        from modelopt.onnx.quantization import quantize
+
+        quantize(
+            str(source),
+            quantize_mode=mode,
+            calibration_data_reader=reader,
+            calibration_method=method,
+            calibration_eps=["cpu"],
+            nodes_to_exclude=[f"{re.escape(name)}$" for name in sorted(left)],  # each is a regular expression
+            high_precision_dtype="fp32",
+            use_external_data_format=bool(external_files(source)),
+            output_path=str(target),
+            log_level="ERROR",
+        )
+    except ImportError as error:
+        raise BackendUnavailable(f"ModelOpt is installed and cannot be loaded: {error}", INSTALL) from error
+    except _failures() as error:
+        raise UnsupportedError(f"ModelOpt cannot quantise this model: {type(error).__name__}: {error}", ANOTHER) from error
+    quantised = flatten(read_proto(target))
+    if not holds_qdq(quantised.graph):
+        raise UnsupportedError(f"ModelOpt found nothing to quantise, so {mode} would only be its name", "choose another precision")
+    check_scales(quantised.graph)
+    return quantised
+
+
+def check_scales(graph: onnx.GraphProto) -> None:
+    """UnsupportedError names a tensor whose scale is no positive number."""
+    arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    for node in graph.node:
+        scale = arrays[node.input[1]] if node.op_type in QUANTIZERS else np.ones(1)
+        if not (np.isfinite(scale) & (scale > 0)).all():
+            advice = f"name the nodes that read it in `keep_fp32`, or {ANOTHER}"
+            raise UnsupportedError(f"ModelOpt gave '{node.input[0]}' the scale {scale.max():g}", advice)
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What ModelOpt lets through: neither it nor ONNX Runtime has a base for its exceptions."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    of_onnxruntime = (kind for kind in vars(state).values() if isinstance(kind, type) and issubclass(kind, Exception))
+    return (*of_onnxruntime, AssertionError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)

@@ -1,0 +1,147 @@
+"""TensorRT-RTX: builds an engine for a named GPU generation on a host without any GPU. Running such an engine comes with GPU support.
+
+Networks are strongly typed: every precision is written in the graph, and TF32 is switched off, so that fp32 means fp32.
+No timing cache is ever made: that would need the GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from pipeline.backends.base import Loaded, no_layers
+from pipeline.backends.checks import installed_version
+from pipeline.backends.tensorrt.build import add_profiles, serialize, warnings_of, with_locations
+from pipeline.backends.tensorrt.messages import listening
+from pipeline.backends.tensorrt.parser import Parsed, parse, refusals
+from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Progress, Recipe, Refusal, Target, silent
+from pipeline.distribution import install_command
+from pipeline.errors import BackendUnavailable, UnsupportedError
+from pipeline.host.gpu import Gpus, find_gpus
+
+PRECISIONS = frozenset({Precision.FP32, Precision.FP16, Precision.BF16, Precision.INT8})
+DISTRIBUTIONS: tuple[str, ...] = ("tensorrt-rtx",)
+layers = no_layers
+CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
+MINIMUM_DRIVER = 580  # the first for CUDA 13, which the PyPI package is built with
+FILE = "engine.rtx"
+
+
+def probe() -> Target:
+    """This host as a place to build: a GPU is not needed, so `compute_capability` is None where there is none."""
+    version = _version()
+    gpus = find_gpus().devices
+    if not gpus:
+        return Target(backend="tensorrt_rtx", version=version, device="no GPU: builds for others")
+    first = gpus[0]
+    return Target(backend="tensorrt_rtx", version=version, device=first.name, compute_capability=first.compute_capability, driver=first.driver)
+
+
+def unsupported(model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()) -> tuple[Refusal, ...]:
+    return refusals(_library(), model, plugins)
+
+
+def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent) -> Engine:
+    """Build for `recipe.compute_capability`; the graph must already be in the recipe's precision. One file under `out`."""
+    capability = _capability(recipe)
+    _check_precision(model, recipe)
+    trt = _library()
+    progress(None, f"parsing for compute capability {capability}")
+    parsed = parse(trt, model.path.read_bytes(), model.path)
+    if parsed.faults:
+        said = "; ".join(f"{fault.operator} '{fault.node}': {fault.reason}" for fault in parsed.faults)
+        raise UnsupportedError(f"TensorRT-RTX cannot take this model: {said}", "list every node with `crucible inspect MODEL --backend tensorrt_rtx`")
+    config = _config(trt, parsed, capability)
+    with listening(trt):
+        add_profiles(parsed, config, model.inputs, options.profiles)
+    progress(None, f"building for compute capability {capability}")
+    data = serialize(trt, parsed, config, progress, f"TensorRT-RTX cannot build this model for compute capability {capability}")
+    (out / FILE).write_bytes(data)
+    return Engine(
+        root=out,
+        file=FILE,
+        digest=hashlib.sha256(data).hexdigest(),
+        target=Target(backend="tensorrt_rtx", version=_version(), device=f"GPU of compute capability {capability}", compute_capability=capability),
+        recipe=recipe,
+        inputs=with_locations(model.inputs, parsed),
+        outputs=model.outputs,
+        profiles=options.profiles,
+        threads=options.threads,
+        size_bytes=len(data),
+        notes=warnings_of(trt, model, "TensorRT-RTX"),
+    )
+
+
+def load(engine: Engine, device: str = "") -> Loaded:
+    """Always BackendUnavailable for now, with what the engine needs and what this host has."""
+    raise BackendUnavailable(
+        f"this engine cannot run here: {why_not_run(engine.target.compute_capability, find_gpus())}",
+        "deploy the engine file to a host with such a GPU, or choose a candidate of onnxruntime or openvino here",
+    )
+
+
+def why_not_run(capability: str | None, gpus: Gpus) -> str:
+    """What an engine for this compute capability needs, and what this host has; capability None = any that can be built for."""
+    wanted = (capability,) if capability else CAPABILITIES
+    needs = f"it needs an NVIDIA GPU of compute capability {', '.join(wanted)} with driver {MINIMUM_DRIVER} or later"
+    if not gpus.devices:
+        return f"{needs}, this host has none: {gpus.reason}"
+    has = ", ".join(f"{gpu.name} (compute capability {gpu.compute_capability}, driver {gpu.driver})" for gpu in gpus.devices)
+    fits = any(gpu.compute_capability in wanted and int(gpu.driver.split(".")[0]) >= MINIMUM_DRIVER for gpu in gpus.devices)
+    return f"{needs}, this host has {has}" + (", but this version of Crucible cannot run TensorRT-RTX engines yet" if fits else "")
+
+
+def _version() -> str:
+    return installed_version("tensorrt-rtx", install_command("rtx"))
+
+
+def _library() -> Any:
+    _version()
+    try:
+        import tensorrt_rtx
+    except (ImportError, OSError) as error:
+        raise BackendUnavailable(f"the library `tensorrt_rtx` cannot be loaded: {error}", "pip install --force-reinstall tensorrt-rtx") from error
+    return tensorrt_rtx
+
+
+def _capability(recipe: Recipe) -> str:
+    choices = ", ".join(CAPABILITIES)
+    named = recipe.compute_capability
+    if named is None:
+        raise UnsupportedError(
+            "TensorRT-RTX builds for a GPU that need not be here, and the candidate names none",
+            f"add `compute_capability:` to the candidate, one of {choices} (8.9 is an RTX 40 card)",
+        )
+    if named not in CAPABILITIES:
+        why = "; sm_90 (H100, H200) is not an RTX GPU" if "90" in named.replace(".", "") else ""
+        raise UnsupportedError(
+            f"TensorRT-RTX does not build for compute capability '{named}'{why}; expected one of {choices}",
+            "name one of these, or use the backend tensorrt for data-centre GPUs",
+        )
+    return named
+
+
+def check_recipe(recipe: Recipe, target: Target) -> None:
+    """UnsupportedError for a precision or a GPU generation that TensorRT-RTX does not build for."""
+    _capability(recipe)
+    if recipe.precision not in PRECISIONS:
+        choices = ", ".join(sorted(PRECISIONS))
+        raise UnsupportedError(f"TensorRT-RTX is built here in {choices}, not in {recipe.precision}", f"choose one of {choices}")
+
+
+def _check_precision(model: OnnxModel, recipe: Recipe) -> None:
+    check_recipe(recipe, probe())
+    if model.precision != recipe.precision:
+        raise UnsupportedError(
+            f"TensorRT-RTX takes the precision from the graph: the recipe says {recipe.precision}, the graph is {model.precision}",
+            f"convert the graph to {recipe.precision} first",
+        )
+
+
+def _config(trt: Any, parsed: Parsed, capability: str) -> Any:
+    config = parsed.builder.create_builder_config()
+    config.clear_flag(trt.BuilderFlag.TF32)
+    config.num_compute_capabilities = 1
+    config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{capability.replace('.', '')}"), 0)
+    return config

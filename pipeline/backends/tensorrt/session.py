@@ -1,0 +1,397 @@
+"""Runs TensorRT engines: weights once per engine, a stream and memory per session, a CUDA graph per shape.
+
+    bind          host arrays to page-locked memory; arrays on the GPU are kept until they are copied
+    upload        to the device, to addresses that stay the same, since graphs are captured on them
+    execute       first run of a shape: plain; second: on a context of its own, which is then captured; from the third on: one launch
+    download      to page-locked memory
+    synchronize
+    fetch         arrays of the caller's own
+
+A graph belongs to one context and one shape. Sessions share nothing but the weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.backends import cuda
+from pipeline.backends.checks import FeedCheck, closed, nothing_to_fetch, unreadable
+from pipeline.backends.cuda import Copy, CudaError, DeviceArray, EventTimer, Graph, Stream
+from pipeline.backends.tensorrt.memory import Memory, Opened, Shape, run_error, tensors_of
+from pipeline.backends.tensorrt.messages import messages_of
+from pipeline.backends.tensorrt.parser import load_plugins
+from pipeline.core import Engine, Tensors, TensorSpec, sizes_from_shapes
+from pipeline.errors import BackendUnavailable, DataError, HostError, InternalError, PlanError, UnsupportedError
+
+ALLOW_HOST_CODE = "CRUCIBLE_ALLOW_HOST_CODE"
+GRAPHS = 8  # shapes kept: each captured one holds a context, whose own memory is small but not nothing
+PLUGINS = "plugins"  # beside the engine file
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+Results = Sequence[tuple[str, NDArray[Any]]]
+"""Outputs by name, in page-locked memory."""
+
+
+def load_engine(trt: Any, engine: Engine, logger: Any, device: str = "", rt: Any = None) -> TrtLoaded:
+    """The engine on a GPU: "" is cuda:0. StoreError for a file that TensorRT cannot read, OutOfDeviceMemory where the weights do not fit."""
+    _refuse_host_code(engine)
+    ordinal = ordinal_of(device)
+    rt = rt or cuda.runtime()
+    cuda.use_device(rt, ordinal)
+    messages_of(trt).clear()
+    trt.init_libnvinfer_plugins(logger, "")  # those that come with TensorRT
+    runtime = trt.Runtime(logger)
+    runtime.engine_host_code_allowed = engine.recipe.version_compatible
+    try:
+        load_plugins(trt, runtime.get_plugin_registry(), sorted((engine.root / PLUGINS).glob("*.so")))
+        data = engine.path.read_bytes()
+        cuda_engine = runtime.deserialize_cuda_engine(data)
+    except (OSError, PlanError) as error:
+        raise unreadable(engine, error.message if isinstance(error, PlanError) else str(error)) from error
+    if cuda_engine is None:
+        fault = run_error(rt, messages_of(trt), "says")
+        raise unreadable(engine, fault.message) if isinstance(fault, CudaError) else fault
+    opened = Opened(trt, rt, engine, cuda_engine, ordinal)
+    tensors_of(opened)
+    if hashlib.sha256(data).hexdigest() != engine.digest:  # one changed byte in the weights loads without a word, and answers wrongly
+        raise unreadable(engine, "its sha256 is not that of the engine that was built")
+    return TrtLoaded(opened)
+
+
+def _refuse_host_code(engine: Engine) -> None:
+    """BackendUnavailable for a version-compatible engine, unless the user trusts its file."""
+    if engine.recipe.version_compatible and os.environ.get(ALLOW_HOST_CODE) != "1":
+        said = f"the engine '{engine.path}' is version-compatible: it brings its own TensorRT runtime, and loading it runs code of that file"
+        raise BackendUnavailable(said, f"set {ALLOW_HOST_CODE}=1 if you trust where the file comes from")
+
+
+def ordinal_of(device: str) -> int:
+    """The number in "cuda:1"; "" is the first GPU. UnsupportedError for any other name."""
+    if not (found := re.fullmatch(r"(cuda:(\d+))?", device)):
+        raise UnsupportedError(f"tensorrt runs on an NVIDIA GPU, not on '{device}'", "leave the device out, or name it as cuda:0, cuda:1, ...")
+    return int(found[2] or 0)
+
+
+class TrtLoaded:
+    """One engine on the GPU, weights once."""
+
+    def __init__(self, opened: Opened) -> None:
+        self._opened: Opened | None = opened
+        self._sessions: list[TrtSession] = []
+
+    @property
+    def cuda_engine(self) -> Any:
+        """The trt.ICudaEngine."""
+        return (self._opened or closed()).cuda_engine
+
+    def session(self, profile: int = 0, graphs: bool = True) -> TrtSession:
+        """A session that prefers a profile and takes the shapes of all. OutOfDeviceMemory leaves nothing behind."""
+        opened = self._opened or closed()
+        count = max(1, len(opened.engine.profiles))
+        if not 0 <= profile < count:
+            raise UnsupportedError(f"expected a profile from 0 to {count - 1}, got {profile}", "`crucible inspect` shows an engine's profiles")
+        cuda.use_device(opened.rt, opened.ordinal)
+        session = TrtSession(opened, profile, graphs)
+        with opened.lock:
+            self._sessions = [*(each for each in self._sessions if each.is_open), session]
+        return session
+
+    def close(self) -> None:
+        """Closes the sessions that are still open, then frees the weights."""
+        for session in self._sessions:
+            session.close()
+        self._sessions, self._opened = [], None
+
+
+class Recent(Generic[Key, Value]):
+    """The values used last, at most `limit`; what falls out is evicted."""
+
+    def __init__(self, limit: int, evict: Callable[[Value], None]) -> None:
+        self._limit, self._evict = limit, evict
+        self._values: OrderedDict[Key, Value] = OrderedDict()
+
+    def get(self, key: Key) -> Value | None:
+        if key in self._values:
+            self._values.move_to_end(key)
+        return self._values.get(key)
+
+    def put(self, key: Key, value: Value) -> None:
+        self._values[key] = value
+        if len(self._values) > self._limit:
+            self._evict(self._values.popitem(last=False)[1])
+
+    def values(self) -> Sequence[Value]:
+        return tuple(self._values.values())
+
+    def clear(self) -> None:
+        while self._values:
+            self._evict(self._values.popitem()[1])
+
+
+@dataclass(slots=True)
+class Bound:
+    """All that is worked out once per shape."""
+
+    key: tuple[object, ...]
+    profile: int
+    shapes: Mapping[str, Shape]  # by input name
+    values: Mapping[str, NDArray[Any]]  # of inputs that TensorRT reads on the CPU
+    outputs: Sequence[Shape]  # -1 where only a run can tell
+    targets: Sequence[tuple[str, NDArray[Any]]] = ()  # page-locked arrays to copy feeds to
+    uploads: Sequence[Copy] = ()
+    downloads: Sequence[Copy] = ()
+    results: Results = ()
+    has_run: bool = False
+    context: Any = None  # of the graph
+    graph: Graph | None = None
+
+    def close(self) -> None:
+        if self.graph:
+            self.graph.close()
+        self.graph = self.context = None
+
+
+class TrtSession:
+    """One stream with its memory. `graphs=False`: every run is a plain one."""
+
+    def __init__(self, opened: Opened, profile: int, graphs: bool) -> None:
+        self.inputs: tuple[TensorSpec, ...] = opened.engine.inputs
+        self.outputs: tuple[TensorSpec, ...] = opened.engine.outputs
+        self._opened: Opened | None = opened
+        self._preferred, self._capturing, self._refusal = profile, graphs, ""
+        self._check = FeedCheck(opened.engine.inputs, opened.engine.profiles)
+        self._names = tuple(spec.name for spec in opened.engine.inputs)
+        self._known: Recent[tuple[object, ...], Bound] = Recent(GRAPHS, Bound.close)
+        self._bound: Bound | None = None
+        self._placed: Bound | None = None  # whose shapes and values the plain context has
+        self._uploads: Sequence[Copy] = ()
+        self._results: Results = ()
+        self._on_gpu: Mapping[str, DeviceArray] = {}
+        self._in_flight = self._executed = self._downloaded = False
+        self._stream = Stream(opened.rt)
+        try:
+            self._memory = Memory(opened, self._stream)
+        except BaseException:
+            self._stream.close()
+            raise
+
+    # -- one run ---------------------------------------------------------------------------------------------------
+
+    def bind(self, feeds: Tensors) -> None:
+        """Host arrays are copied at once. Arrays on the GPU (DLPack) are read by each `upload`, after what their own stream did so far."""
+        opened = self._opened or closed()
+        if self._in_flight:
+            self.synchronize()  # the page-locked memory is in use
+        opened.rt.cudaSetDevice(opened.ordinal)  # of this thread: a new thread starts on GPU 0
+        on_gpu = self._device_arrays(feeds, opened.ordinal)
+        arrays = {**feeds, **{name: array.like for name, array in on_gpu.items()}} if on_gpu else feeds
+        self._check(arrays)
+        bound = self._find(opened, arrays)
+        if on_gpu:
+            self._uploads = self._mixed_uploads(bound, arrays, on_gpu)
+        else:
+            for name, target in bound.targets:
+                np.copyto(target, arrays[name])
+            self._uploads = bound.uploads
+        self._on_gpu = on_gpu
+        self._executed = self._downloaded = False
+
+    def upload(self) -> None:
+        self._require_bound()
+        self._in_flight = True
+        self._stream.copy(self._uploads)
+
+    def execute(self) -> None:
+        """OutOfDeviceMemory, or CudaError in TensorRT's words; NaN in an output is no error."""
+        bound = self._require_bound()
+        self._in_flight = True
+        if bound.graph is not None:
+            bound.graph.launch()
+        elif bound.has_run and self._capturing and not self.graph_refusal:
+            self._run_and_capture(bound)
+        else:
+            self._memory.enqueue(self._plain_context(bound))
+            bound.has_run = True
+        self._executed = True
+
+    def enqueue(self) -> None:
+        """A plain run, whatever is captured: what a profiler of layers needs."""
+        bound = self._require_bound()
+        self._in_flight = True
+        self._memory.enqueue(self._plain_context(bound))
+        self._executed = True
+
+    def download(self) -> None:
+        bound = self._require_bound()
+        if not self._executed:
+            nothing_to_fetch()
+        self._in_flight = self._downloaded = True
+        self._results, downloads = bound.results, bound.downloads
+        if self._memory.sized_by_values:
+            self._results, downloads = self._downloads(self._memory.measured(bound.outputs))
+        self._stream.copy(downloads)
+
+    def synchronize(self) -> None:
+        self._require_open()
+        self._stream.synchronize()
+        self._in_flight = False
+
+    def fetch(self) -> Tensors:
+        self._require_open()
+        if not self._downloaded:
+            nothing_to_fetch()
+        if self._in_flight:
+            self.synchronize()
+        return {name: array.copy() for name, array in self._results}
+
+    def timer(self) -> EventTimer:
+        """Device events on this session's stream."""
+        self._require_open()
+        return EventTimer(self._stream)
+
+    @property
+    def context(self) -> Any:
+        """The trt.IExecutionContext of plain runs, with the shapes of the last bind."""
+        return self._plain_context(self._require_bound())
+
+    @property
+    def graphs(self) -> int:
+        """How many shapes are captured now."""
+        return sum(bound.graph is not None for bound in self._known.values())
+
+    @property
+    def graph_refusal(self) -> str:
+        """Why this engine cannot be captured and runs plain; "" while nothing is known against it."""
+        return self._refusal or self._memory.graph_refusal
+
+    @property
+    def is_open(self) -> bool:
+        return self._opened is not None
+
+    def close(self) -> None:
+        if self._opened is None:
+            return
+        self._opened = self._bound = self._placed = None
+        with contextlib.suppress(HostError):  # of a run that nobody waited for
+            self._stream.synchronize()
+        self._uploads, self._results, self._on_gpu = (), (), {}
+        self._known.clear()  # graphs before their contexts, contexts before the memory they point to
+        self._memory.close()
+        self._stream.close()
+
+    # -- what is bound ---------------------------------------------------------------------------------------------
+
+    def _require_open(self) -> None:
+        if self._opened is None:
+            closed()
+
+    def _require_bound(self) -> Bound:
+        if self._bound is None:
+            self._require_open()
+            raise InternalError("nothing is bound to this session", "call bind before the other steps of a run")
+        return self._bound
+
+    def _device_arrays(self, feeds: Tensors, ordinal: int) -> dict[str, DeviceArray]:
+        found: dict[str, DeviceArray] = {}
+        for name, value in feeds.items():
+            if type(value) is not np.ndarray and (array := cuda.device_array(name, value, self._stream, ordinal)):
+                found[name] = array
+        for each in self._memory.host_inputs:
+            if each.name in found:
+                raise DataError(f"input '{each.name}' lies on the GPU, and TensorRT reads its values on the CPU", "give it as a numpy array")
+        return found
+
+    def _find(self, opened: Opened, arrays: Tensors) -> Bound:
+        key: tuple[object, ...] = tuple([arrays[name].shape for name in self._names])
+        if self._memory.host_inputs:
+            key += tuple(arrays[each.name].tobytes() for each in self._memory.host_inputs)
+        if self._bound is None or self._bound.key != key:
+            self._bound = self._known.get(key) or self._add(opened, key, arrays)
+        return self._bound
+
+    def _add(self, opened: Opened, key: tuple[object, ...], arrays: Tensors) -> Bound:
+        """Work out a shape that is new, or was forgotten."""
+        memory = self._memory
+        shapes = {name: arrays[name].shape for name in self._names}
+        values = {each.name: arrays[each.name].copy() for each in memory.host_inputs}
+        profile = self._profile_of(opened.engine, shapes, values)
+        self._bound = self._placed = None  # whatever fails from here on, the last run is gone
+        self._executed = self._downloaded = False
+        outputs = memory.place(memory.contexts[profile], shapes, values)
+        if memory.is_short_of(outputs):
+            self._known.clear()
+            memory.grow(outputs)
+        bound = Bound(key, profile, shapes, values, outputs)
+        bound.targets = tuple((slot.name, slot.host.array(shapes[slot.name], slot.dtype)) for slot in memory.inputs)
+        sizes = [(slot, slot.bytes_of(shapes[slot.name])) for slot in memory.inputs]
+        bound.uploads = tuple((slot.device.pointer, slot.host.pointer, size, self._stream.to_device) for slot, size in sizes if size)
+        if not memory.sized_by_values:
+            bound.results, bound.downloads = self._downloads(outputs)
+        self._known.put(key, bound)
+        self._placed = bound
+        return bound
+
+    def _profile_of(self, engine: Engine, shapes: Mapping[str, Shape], values: Mapping[str, NDArray[Any]]) -> int:
+        """The preferred profile if it holds the shapes, else the first that does."""
+        sizes, count = sizes_from_shapes(engine.inputs, shapes), len(self._memory.contexts)
+        if count == 1 or isinstance(sizes, str):
+            return 0
+        numbers = {name: array.ravel().tolist() for name, array in values.items()}
+        order = sorted(range(count), key=lambda index: index != self._preferred)
+        return next(index for index in order if engine.profiles[index].holds(sizes, numbers))  # FeedCheck has found one
+
+    def _mixed_uploads(self, bound: Bound, arrays: Tensors, on_gpu: Mapping[str, DeviceArray]) -> Sequence[Copy]:
+        uploads = []
+        for slot, (name, target) in zip(self._memory.inputs, bound.targets, strict=True):
+            if name in on_gpu:
+                uploads.append((slot.device.pointer, on_gpu[name].pointer, target.nbytes, self._stream.on_device))
+            else:
+                np.copyto(target, arrays[name])
+                uploads.append((slot.device.pointer, slot.host.pointer, target.nbytes, self._stream.to_device))
+        return [copy for copy in uploads if copy[2]]
+
+    def _downloads(self, shapes: Sequence[Shape]) -> tuple[Results, Sequence[Copy]]:
+        """Page-locked arrays for outputs of these shapes, and the copies to them."""
+        slots = list(zip(self._memory.outputs, shapes, strict=True))
+        results = tuple((slot.name, slot.host.array(shape, slot.dtype)) for slot, shape in slots)
+        sizes = [(slot, slot.bytes_of(shape)) for slot, shape in slots]
+        return results, tuple((slot.host.pointer, slot.device.pointer, size, self._stream.to_host) for slot, size in sizes if size)
+
+    # -- plain runs and graphs -------------------------------------------------------------------------------------
+
+    def _plain_context(self, bound: Bound) -> Any:
+        context = self._memory.contexts[bound.profile]
+        if self._placed is not bound:
+            self._placed = None
+            self._memory.place(context, bound.shapes, bound.values)
+            self._placed = bound
+        return context
+
+    def _run_and_capture(self, bound: Bound) -> None:
+        """A run on a context of its own, which TensorRT prepares in it, and after it the same captured. What fails is said and runs plain."""
+        memory = self._memory
+        try:
+            context = memory.new_context(bound.profile)
+            memory.place(context, bound.shapes, bound.values)
+        except HostError as error:  # no memory for one more
+            self._refusal = error.message
+            memory.enqueue(self._plain_context(bound))
+            return
+        memory.enqueue(context)
+        try:
+            bound.graph = cuda.capture(self._stream, partial(memory.enqueue, context))
+        except HostError as error:
+            self._refusal = error.message
+        else:
+            bound.context = context

@@ -1,0 +1,1 @@
+"""Measuring engines: interleaved processes, elimination, batch sweeps, peaks and rooflines."""

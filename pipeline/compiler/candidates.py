@@ -1,0 +1,548 @@
+"""One recipe's way through the line: quantise or cast, build, prove the precision, check the answers; and the rescue of one that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+
+from pipeline import backends
+from pipeline.accuracy.gate import gate_points
+from pipeline.backends.base import no_layers
+from pipeline.backends.cuda import CudaError, OutOfDeviceMemory
+from pipeline.backends.onnxruntime.backend import gpu_providers, provider_target
+from pipeline.backends.onnxruntime.weight_only import compress_with_onnxruntime
+from pipeline.backends.openvino.nncf import compress_with_nncf, quantize_with_nncf
+from pipeline.backends.pytorch.qat import quantises
+from pipeline.backends.tensorrt.calibrator import calibrate_with_tensorrt
+from pipeline.backends.tensorrt.library import BINDINGS, release_warnings
+from pipeline.backends.tensorrt.modelopt import quantize_with_modelopt
+from pipeline.compiler.ablation import Ablated, base_of, reversals
+from pipeline.compiler.context import FEEDS_FOR_CHECKS, Job, batch_rows, options_of
+from pipeline.compiler.fallback import (
+    ANY_SHAPE,
+    Attempt,
+    Skipped,
+    Tried,
+    by_other_methods,
+    ends,
+    in_bf16,
+    in_fp32,
+    keeping,
+    keeps_nodes,
+    nearest,
+    story,
+    to_rescue,
+    with_nodes_kept,
+    with_opt_moved,
+)
+from pipeline.core import CalibrationMethod, CalibrationTable, Engine, Note, OnnxModel, Precision, Profile, Recipe, Target
+from pipeline.data.samples import CalibrationSet, SampleSet
+from pipeline.errors import (
+    BackendUnavailable,
+    ChildDied,
+    CrucibleError,
+    InternalError,
+    LoadCrashed,
+    ModelError,
+    PlanError,
+    UnsupportedError,
+)
+from pipeline.execution.child_process import stop_children
+from pipeline.execution.stage_runner import Stage
+from pipeline.execution.store import canonical
+from pipeline.host.gpu import find_gpus
+from pipeline.onnx_graph.attention import attentions
+from pipeline.onnx_graph.graph import draw_feeds, operator_histogram, read_proto
+from pipeline.plan.recipes import baseline_recipes, default_candidates, distinct, missing_backend_note, recipes_from_candidate, weight_bits
+from pipeline.plan.schema import GeneratedData
+from pipeline.plan.source import code_digest
+from pipeline.quantization.half_precision import flatten
+from pipeline.quantization.lint.rules import finding_notes, lint, saturation_notes
+from pipeline.results.layer_table import LayerTable
+from pipeline.results.precision_audit import INTEGER_OPERATORS, attention_in_one_kernel, mislabelled, precision_notes
+from pipeline.results.report import Candidate, NodeRanking, Rescue, State, ValidationReport
+from pipeline.stages.build import build
+from pipeline.stages.calibrate import Coverage, calibrate, cover
+from pipeline.stages.convert import convert
+from pipeline.stages.inspect_layers import Proof, prove
+from pipeline.stages.sensitivity import rank_nodes
+from pipeline.stages.validate import ReferenceOutputs, run_reference, validate
+
+GPU_BACKENDS = ("tensorrt", "torch")  # tried on a GPU where the plan names no candidates
+LEAST_FOR_AOTI = 100 * 2**20  # bytes of a model for which packages of AOTInductor are tried beside TensorRT
+TOO_SMALL_FOR_AOTI = (
+    "AOTInductor is left out: the model is below 100 MiB, and each package takes up to a minute to build. "
+    "To try it, name it in `candidates`: {backend: torch, precision: fp16}"
+)
+LARGEST_SIDE_BY_SIDE = 50 * 2**20  # bytes of a model whose candidates are prepared side by side
+POLL_S = 0.1  # between two looks at threads that are to end
+FUSED = (Precision.FP16, Precision.BF16, Precision.INT8)  # precisions with one kernel for an attention; of fp8 that is not known
+CALIBRATE = Stage("calibrate", 1, calibrate, ("onnx", "onnxruntime"))
+COVER = Stage("cover", 1, cover, ("onnx", "onnxruntime"))
+CONVERT = Stage("convert", 5, convert, ("onnx", "onnxruntime"))
+QUANTIZERS = {
+    "nncf": Stage("convert", 1, quantize_with_nncf, ("onnx", "nncf")),
+    "modelopt": Stage("convert", 3, quantize_with_modelopt, ("nvidia-modelopt", "onnx", "onnxruntime")),
+    "tensorrt": Stage("calibrate", 1, calibrate_with_tensorrt, ("tensorrt", *BINDINGS, "onnx", "polygraphy")),
+}
+WEIGHT_QUANTIZERS = {
+    "nncf": Stage("convert", 1, compress_with_nncf, ("onnx", "nncf")),
+    "onnxruntime": Stage("convert", 1, compress_with_onnxruntime, ("onnx", "onnxruntime")),
+}
+BUILD = Stage("build", 2, build)  # its tools are those of the backend
+PROVE = Stage("prove", 4, prove)
+REFERENCE = Stage("reference", 2, run_reference)
+VALIDATE = Stage("validate", 5, validate, ("polygraphy",))
+RANK = Stage("rank", 2, rank_nodes, ("onnx", "onnxruntime"))
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Every candidate as far as it came, and how those that failed were rescued."""
+
+    candidates: tuple[Candidate, ...]
+    rescues: tuple[Rescue, ...] = ()
+    ablated: Ablated | None = None
+
+
+def check_candidates(job: Job) -> None:
+    """Say what is wrong with the plan's candidates before anything is exported.
+
+    int8 needs calibration data, unless a PyTorch model brings scales of its own: where that decides, the model is run once to see.
+    """
+    if job.source.kind != "onnx":
+        here = backends.backend("pytorch").probe()
+        baseline_recipes(job.plan.benchmark.baselines, here, castable=job.source.kind != "pt2")
+    try:
+        recipes_of(job)
+    except PlanError:
+        if job.data.calibration is not None or job.source.kind == "onnx":
+            raise
+        recipes_of(job, exported=False)  # what else is wrong needs no model to be loaded
+        if not job.runner.run(quantises, job.source, *job.samples.first(1), name="does the model quantise?"):
+            raise
+
+
+def recipes_of(job: Job, exported: bool = True, size: int | None = None) -> tuple[tuple[Recipe, ...], tuple[Note, ...]]:
+    """The recipes to try. A backend that the plan names must be here; of the others, those that are.
+
+    Before a PyTorch model is exported it may still bring scales of its own, and int8 need no calibration data.
+    `size`: bytes of the exported model. Beside TensorRT a small one is not compiled by AOTInductor, unless the plan names it.
+    """
+    calibrated = job.data.calibration is not None or not (exported or job.source.kind == "onnx")
+    named = {candidate.backend for candidate in job.plan.candidates}
+    targets, notes = {}, []
+    on_gpu = bool(find_gpus().devices)
+    for name in named or (*(GPU_BACKENDS if on_gpu else ()), "onnxruntime", "openvino"):
+        if name == "torch" and not named and job.source.kind == "onnx":
+            continue
+        if name == "torch" and not named and "tensorrt" in targets and size is not None and size < LEAST_FOR_AOTI:
+            notes.append(Note(stage="candidates", text=TOO_SMALL_FOR_AOTI, level="info"))
+            continue
+        try:
+            targets[name] = backends.backend(name).probe()
+        except BackendUnavailable as error:
+            if named:
+                raise
+            notes.append(missing_backend_note(name, error.message))
+    if not calibrated and not named and not job.given:
+        notes.append(Note(stage="candidates", text="int8 is left out: the plan has no calibration data", level="info"))
+    candidates = job.plan.candidates or default_candidates(
+        targets,
+        calibrated,
+        job.given,
+        gpu_providers() if on_gpu else (),
+    )
+    found = (recipes_from_candidate(each, targets[each.backend], job.plan, calibrated, job.given) for each in candidates)
+    recipes = distinct(chain.from_iterable(found))
+    check_any(recipes, targets)
+    return recipes, (*notes, *release_notes(targets), *unused_notes(job))
+
+
+def release_notes(targets: Mapping[str, Target]) -> tuple[Note, ...]:
+    """What was reported of the installed TensorRT's answers. Not kept with engines: an old one would lack a new report."""
+    version = targets["tensorrt"].version if "tensorrt" in targets else ""
+    return tuple(Note(stage="build", text=text) for text in release_warnings(version))
+
+
+def check_any(recipes: Sequence[Recipe], targets: Mapping[str, Target]) -> None:
+    """UnsupportedError where no recipe can be had on this host; where some can, `prepare` reports the others as refused."""
+    refused = []
+    for recipe in recipes:
+        try:
+            backends.backend(recipe.backend).check_recipe(recipe, targets[recipe.backend])
+        except UnsupportedError as error:
+            refused.append(error)
+    if recipes and len(refused) == len(recipes):
+        raise refused[0]
+
+
+def unused_notes(job: Job) -> tuple[Note, ...]:
+    """What the plan asks for in vain, since the model brings its own scales."""
+    if job.given is None:
+        return ()
+    unused = {"calibration data is not needed": job.data.calibration is not None, "`ablate` has no switches to reverse": job.plan.ablate}
+    return tuple(Note(stage="calibrate", text=f"{text}: the model brings its own Q/DQ", level="info") for text, told in unused.items() if told)
+
+
+def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutputs, bugs: list[InternalError]) -> Candidate:
+    """Convert, build and check one candidate, as far as it comes. What stops it is part of the report; a bug of ours is added to `bugs` too."""
+    candidate = Candidate(label=recipe.label, recipe=recipe, state="failed")
+    try:
+        backend = backends.backend(recipe.backend)
+        backend.check_recipe(recipe, backend.probe())  # said before any work
+        check_crashed(job, recipe)
+        converted = convert_model(job, model, recipe)
+        engine = build_engine(job, converted, recipe)
+        notes = engine.notes if converted is model else (*converted.notes, *lint_notes(converted, recipe, engine.target), *engine.notes)
+        candidate = candidate.model_copy(update={"engine": engine, "kept_fp32": converted.kept_fp32, "notes": notes})
+        candidate = with_layers(candidate, prove_engine(job, engine, converted), converted, job.plan.simplify.plain_attention)
+        report = check_engine(job, engine, expected, job.data.selection)
+        if candidate.state == "mislabelled":  # its answers are told, but it cannot win whatever they are
+            return candidate.model_copy(update={"selection": report})
+        misfit = ranges_misfit(job, model, recipe)
+    except UnsupportedError as error:
+        return stopped(candidate, "refused", error.message)
+    except LoadCrashed as error:
+        job.crashed[recipe.form or ""] = recipe.label
+        return stopped(candidate, "failed", error.message)
+    except BackendUnavailable as error:
+        return stopped(candidate, "built" if candidate.engine else "refused", error.message)
+    except (ModelError, ChildDied, CudaError, OutOfDeviceMemory) as error:
+        return stopped(candidate, "failed", error.message)
+    except InternalError as error:  # the others may still be right
+        bugs.append(error)
+        return stopped(candidate, "failed", f"a bug in Crucible, please report it: {error.message}")
+    state = "measured" if report.passed else "failed accuracy"
+    if misfit and report.passed:  # the answers are right all the same
+        candidate = candidate.model_copy(update={"notes": (*candidate.notes, Note(stage="calibrate", text=misfit))})
+    causes = (misfit, *report.failures) if misfit and not report.passed else report.failures
+    return candidate.model_copy(update={"state": state, "selection": report, "reason": "; ".join(causes)})
+
+
+def check_crashed(job: Job, recipe: Recipe) -> None:
+    """UnsupportedError for a form of program of which another precision crashed on this host: a build takes a minute."""
+    if recipe.form in job.crashed:
+        said = f"not built: {job.crashed[recipe.form]}, made in the same way, crashed on this host"
+        raise UnsupportedError(said, "see what its reason says")
+
+
+def prepare_all(
+    job: Job,
+    model: OnnxModel,
+    recipes: Sequence[Recipe],
+    expected: ReferenceOutputs,
+    bugs: list[InternalError],
+) -> list[Candidate]:
+    """Every candidate, in order; several at a time where that cannot disturb what is measured."""
+    if job.runner.workers == 1 or not may_overlap(model, recipes):
+        return [prepare(job, model, recipe, expected, bugs) for recipe in recipes]
+    branches = [job.runner.branch() for _ in recipes]
+    errors: list[list[InternalError]] = [[] for _ in recipes]
+    jobs = [replace(job, runner=branch) for branch in branches]
+    arguments = zip(jobs, repeat(model), recipes, repeat(expected), errors)
+    try:
+        with ThreadPoolExecutor(job.runner.workers) as pool:
+            candidates = results_of([pool.submit(prepare, *each) for each in arguments])
+    finally:
+        for branch in branches:
+            job.runner.take_over(branch)
+    bugs.extend(chain.from_iterable(errors))
+    return candidates
+
+
+def results_of(futures: Sequence[Future[Candidate]]) -> list[Candidate]:
+    """What threads return, in order; the first error of any of them stops the others."""
+    try:
+        for done in wait(futures, return_when=FIRST_EXCEPTION).done:
+            done.result()
+        return [future.result() for future in futures]
+    except BaseException:  # Ctrl-C, or what no candidate survives
+        for future in futures:
+            future.cancel()
+        while any(not future.done() for future in futures):
+            stop_children()  # again: a thread may have been between two of them
+            wait(futures, POLL_S)
+        raise
+
+
+def may_overlap(model: OnnxModel, recipes: Sequence[Recipe]) -> bool:
+    """Whether candidates may be prepared side by side.
+
+    Not on a GPU, where TensorRT and inductor time kernels while they build. Not large models: their
+    stages use all cores by themselves, and memory for each.
+    """
+    on_cpu = all(each.backend in ("onnxruntime", "openvino") for each in recipes)
+    size = sum(file.stat().st_size for file in model.root.rglob("*") if file.is_file())
+    return on_cpu and size <= LARGEST_SIDE_BY_SIDE and not find_gpus().devices
+
+
+def stopped(candidate: Candidate, state: State, reason: str) -> Candidate:
+    """A candidate that comes no further; one that is mislabelled stays so."""
+    if candidate.state == "mislabelled":
+        return candidate.model_copy(update={"reason": f"{candidate.reason}; its answers were not checked: {reason}"})
+    return candidate.model_copy(update={"state": state, "reason": reason})
+
+
+def lint_notes(converted: OnnxModel, recipe: Recipe, target: Target) -> tuple[Note, ...]:
+    """What the model's own Q/DQ cost on this backend and host; nothing of pairs that were placed here."""
+    if recipe.quantizer != "given":
+        return ()
+    flat = flatten(read_proto(converted.path)).graph
+    saturated = saturation_notes(flat) if weight_bits(target) < 8 else ()
+    return (*saturated, *finding_notes(lint(flat, recipe.backend), recipe.backend))
+
+
+def rescue(job: Job, model: OnnxModel, candidates: Sequence[Candidate], expected: ReferenceOutputs, bugs: list[InternalError]) -> Prepared:
+    """The candidates, and those that a rescue makes of the ones that failed. Which steps it has: pipeline.compiler.fallback."""
+    known = {candidate.label: candidate for candidate in candidates}
+    stories = []
+    for failed in to_rescue(candidates) if job.plan.rescue else ():
+        history: list[Tried | Skipped] = []
+        for attempt in attempts(job, model, failed, frozenset(known), history, bugs):
+            if isinstance(attempt, Skipped):
+                history.append(attempt)
+                continue
+            label = attempt.recipe.label
+            if label not in known:  # the plan may have it, or an earlier rescue
+                tuned = job.plan.model_copy(update={"profiles": attempt.profiles or job.plan.profiles})
+                known[label] = prepare(replace(job, plan=tuned), model, attempt.recipe, expected, bugs)
+            history.append(tried := Tried(attempt, known[label]))
+            if ends(tried):
+                break
+        stories.append(story(failed, history))
+    first = {candidate.label for candidate in candidates}
+    return Prepared((*candidates, *(made for label, made in known.items() if label not in first)), tuple(stories))
+
+
+def attempts(
+    job: Job,
+    model: OnnxModel,
+    failed: Candidate,
+    known: frozenset[str],
+    history: Sequence[Tried | Skipped],
+    bugs: list[InternalError],
+) -> Iterator[Attempt | Skipped]:
+    """The steps in order; the nodes are ranked only once the first steps have failed.
+
+    `known`: labels of what was built already. `history`: what came of the steps so far, read as they are asked for.
+    """
+    precision = failed.recipe.precision
+    in_16_bits = precision is not Precision.INT8
+    if in_16_bits or in_fp32(failed).recipe.label in known:
+        yield in_fp32(failed)
+    if in_16_bits:
+        yield from with_opt_moved(failed, job.plan.profiles)
+    yield from by_other_methods(failed)
+    if keeps_nodes(failed.recipe):
+        best = nearest(failed, history)
+        yield from with_nodes_kept(best, rank(job, model, best, bugs), job.plan.keep_builds)
+    if precision is Precision.FP16:
+        yield in_bf16(failed)
+
+
+def rank(job: Job, model: OnnxModel, failed: Candidate, bugs: list[InternalError]) -> NodeRanking:
+    """What low precision does to each node on the selection set, its worst samples included; or why that cannot be said, or helps nobody."""
+    worst = tuple(sorted({output.worst_sample for output in failed.selection.outputs})) if failed.selection else ()
+    samples = job.data.selection
+    backend = backends.backend(failed.recipe.backend)
+    try:
+        backend.check_recipe(keeping(failed.recipe, ["*"]), backend.probe())  # whether it can keep any
+        low = convert_model(job, model, failed.recipe.model_copy(update={"realised_in": "graph", "rest": Precision.FP32}))  # one loss at a time
+        inputs, options = (model.digest, low.digest, samples.digest), canonical({"worst": worst})
+        return job.runner.stage(RANK, NodeRanking, model, low, samples, worst, inputs=inputs, options=options, subject=failed.label)
+    except (UnsupportedError, BackendUnavailable, ModelError, ChildDied) as error:
+        return NodeRanking(failure=error.message)
+    except InternalError as error:  # the next steps may still help
+        bugs.append(error)
+        return NodeRanking(failure=f"a bug in Crucible, please report it: {error.message}")
+
+
+def ablate(job: Job, model: OnnxModel, prepared: Prepared, expected: ReferenceOutputs, bugs: list[InternalError]) -> Prepared:
+    """The candidates, and those with one switch of the best int8 candidate reversed. Nothing is built where a switch leaves the graph as it is."""
+    base = base_of(prepared.candidates) if job.plan.ablate else None
+    if base is None:
+        return prepared
+    known = {candidate.label: candidate for candidate in prepared.candidates}
+    tried = []
+    for reversal in reversals(base.recipe):
+        label = reversal.recipe.label
+        changes = label in known or not same_graph(job, model, base.recipe, reversal.recipe)
+        if changes and label not in known:
+            known[label] = prepare(job, model, reversal.recipe, expected, bugs)
+        tried.append(replace(reversal, changes=changes))
+    return replace(prepared, candidates=tuple(known.values()), ablated=Ablated(base, tuple(tried)))
+
+
+def same_graph(job: Job, model: OnnxModel, one: Recipe, other: Recipe) -> bool:
+    """Whether two recipes are converted to one and the same graph. False where one cannot be converted: `prepare` says why."""
+    try:
+        return convert_model(job, model, one).digest == convert_model(job, model, other).digest
+    except CrucibleError:
+        return False
+
+
+def with_layers(candidate: Candidate, tables: Sequence[LayerTable], converted: OnnxModel, plain_attention: bool) -> Candidate:
+    """The candidate with what its engine really runs in each profile.
+
+    It is `mislabelled` if that is not what it is called by in one of them. `plain_attention`: the plan's.
+    """
+    for table in tables:
+        found = _with_table(candidate, table, converted, plain_attention)
+        if table.profile:
+            where = f"profile {table.profile + 1}: "
+            notes = tuple(note.model_copy(update={"text": where + note.text}) for note in found.notes[len(candidate.notes) :])
+            reason = where + found.reason if found.reason else ""
+            worse = candidate.state == "mislabelled" or found.state != "mislabelled"
+            found = candidate.model_copy(
+                update={
+                    "other_layers": (*candidate.other_layers, table),
+                    "notes": (*candidate.notes, *notes),
+                    "state": candidate.state if worse else found.state,
+                    "reason": candidate.reason if worse else reason,
+                },
+            )
+        candidate = found
+    return candidate
+
+
+def _with_table(candidate: Candidate, table: LayerTable, converted: OnnxModel, plain_attention: bool) -> Candidate:
+    """The candidate with what its engine really runs in one profile."""
+    recipe = candidate.recipe
+    asked, kept, forced = recipe.precision, recipe.keep_fp32, converted.kept_fp32
+    notes = (*candidate.notes, *precision_notes(table, None if recipe.weight_only else asked, kept, forced))
+    if recipe.backend == "tensorrt" and asked in FUSED:
+        fused, places = attention_in_one_kernel(table, attentions(read_proto(converted.path, weights=False).graph))
+        advice = "" if plain_attention else ": `simplify: {plain_attention: true}` may bring it there"
+        note = Note(stage="prove", text=f"attention is in one kernel in {fused} of {places} places{advice}", level="info")
+        notes += (note,) if fused < places else ()
+    wrong = mislabelled(asked, table, kept, recipe.weight_only, forced)
+    if wrong and asked is Precision.FP32 and (own := INTEGER_OPERATORS & operator_histogram(converted.path).keys()):
+        text = f"fp32 is what the floats of this model run in: it brings 8-bit operators of its own ({', '.join(sorted(own))})"
+        notes, wrong = (*notes, Note(stage="prove", text=text, level="info")), ""
+    state = "mislabelled" if wrong else candidate.state
+    return candidate.model_copy(update={"layers": table, "notes": notes, "state": state, "reason": wrong})
+
+
+def prove_engine(job: Job, engine: Engine, converted: OnnxModel) -> tuple[LayerTable, ...]:
+    """Which precision every kernel of the engine really runs, timed at the usual size of each profile.
+
+    A backend that makes one engine for all shapes has the same kernels in all: its first profile is proved.
+    """
+    backend = engine.target.backend
+    if backends.backend(backend).layers is no_layers:
+        return ()
+    profiles = engine.profiles[:1] if backend in ANY_SHAPE else engine.profiles
+    found = []
+    for index, profile in enumerate(profiles or (Profile(),)):
+        feeds = draw_feeds(engine.inputs, profile.sizes("opt"), 0, profile.values_at("opt"))
+        inputs, options = (engine.digest, converted.digest), f"{options_of(profile)} {index}"
+        subject = engine.recipe.label if index == 0 else f"{engine.recipe.label}, profile {index + 1}"
+        arguments = (engine, feeds, converted, index)
+        proof = job.runner.stage(PROVE, Proof, *arguments, inputs=inputs, options=options, subject=subject, target=engine.target)
+        found += [proof.table] if proof.table else []
+    return tuple(found)
+
+
+def convert_model(job: Job, model: OnnxModel, recipe: Recipe) -> OnnxModel:
+    """The graph that this recipe asks for."""
+    if recipe.weight_only:  # needs no data
+        stage = WEIGHT_QUANTIZERS[recipe.quantizer]
+        return job.runner.stage(stage, OnnxModel, model, recipe, inputs=(model.digest,), options=options_of(recipe), subject=recipe.label)
+    quantizer = "tensorrt" if recipe.realised_in == "flags" and recipe.precision is Precision.INT8 else recipe.quantizer
+    if quantizer in QUANTIZERS and job.data.calibration is not None:
+        return quantize_by(QUANTIZERS[quantizer], job, model, recipe, job.data.calibration)
+    if recipe.precision is Precision.FP32 or recipe.realised_in != "graph":
+        return model
+    table = calibration_table(job, model, recipe)
+    samples = job.samples.first(FEEDS_FOR_CHECKS)
+    inputs = (model.digest, job.samples.digest, table.root.name if table else "")
+    arguments = (model, recipe, table, samples)
+    converted = job.runner.stage(CONVERT, OnnxModel, *arguments, inputs=inputs, options=options_of(recipe), subject=recipe.label)
+    return converted.model_copy(update={"notes": (*table.notes, *converted.notes)}) if table else converted
+
+
+def quantize_by(stage: Stage, job: Job, model: OnnxModel, recipe: Recipe, calibration: CalibrationSet) -> OnnxModel:
+    """A library that chooses ranges and placement by itself stands in the place of calibrate and convert."""
+    options = job.build_options(recipe.backend)
+    digests = job.plugin_digests(recipe.backend)
+    inputs, described = (model.digest, calibration.digest, *digests), options_of(recipe, job.plan.calibration, options)
+    arguments = (model, calibration, recipe, job.plan.calibration, options)
+    target = backends.backend(recipe.backend).probe()
+    return job.runner.stage(stage, OnnxModel, *arguments, inputs=inputs, options=described, subject=recipe.label, target=target)
+
+
+def calibration_table(job: Job, model: OnnxModel, recipe: Recipe) -> CalibrationTable | None:
+    """The ranges that a recipe needs: int8 its method's, 16-bit floats the largest values. None where there is no data, or the model has its own."""
+    if job.data.calibration is None or recipe.quantizer == "given":
+        return None
+    method = recipe.method or CalibrationMethod.MINMAX
+    inputs, options = (model.digest, job.data.calibration.digest), canonical({"method": method, **job.plan.calibration.model_dump()})
+    arguments = (model, job.data.calibration, method, job.plan.calibration)
+    return job.runner.stage(CALIBRATE, CalibrationTable, *arguments, inputs=inputs, options=options, subject=str(method))
+
+
+def ranges_misfit(job: Job, model: OnnxModel, recipe: Recipe) -> str:
+    """Why the calibration set says nothing about the selection set; empty where it does, or where nobody can tell."""
+    ranged = recipe.precision is Precision.INT8 and not recipe.weight_only
+    table = calibration_table(job, model, recipe) if ranged else None
+    samples = job.data.selection
+    if table is None or job.plan.data.selection is None or isinstance(job.plan.data.selection, GeneratedData):
+        return ""
+    inputs = (model.digest, table.root.name, samples.digest)
+    return job.runner.stage(COVER, Coverage, model, table, samples, inputs=inputs, subject=str(table.method)).failure
+
+
+def build_engine(job: Job, model: OnnxModel, recipe: Recipe) -> Engine:
+    """The engine of a converted graph; of torch that of the source, whose export the graph is."""
+    backend = backends.backend(recipe.backend)
+    stage = replace(BUILD, tools=backend.DISTRIBUTIONS)
+    allowed = job.build_options(recipe.backend)
+    options = options_of(
+        recipe,
+        allowed.model_copy(update={"source": None}),
+    )  # its digest says all but where its files lie
+    source = (allowed.source.digest,) if allowed.source else ()
+    inputs, arguments = (
+        (
+            model.digest,
+            *job.plugin_digests(
+                recipe.backend,
+            ),
+            *source,
+        ),
+        (model, recipe, allowed),
+    )
+    target = backend.probe() if recipe.provider == "cpu" else provider_target()
+    return job.runner.stage(
+        stage,
+        Engine,
+        *arguments,
+        inputs=inputs,
+        options=options,
+        subject=recipe.label,
+        target=target,
+    )
+
+
+def check_engine(job: Job, engine: Engine, expected: ReferenceOutputs, samples: SampleSet) -> ValidationReport:
+    """One engine against the reference on one set."""
+    rows = batch_rows(job)
+    accuracy = job.plan.accuracy
+    metric = code_digest(accuracy.metric, accuracy.python_path, "accuracy.metric") if ":" in accuracy.metric else ""
+    inputs, options = (engine.digest, expected.digest, samples.digest, metric), options_of(accuracy, engine.recipe)
+    arguments = (engine, expected, samples, accuracy, rows)
+    subject = f"{engine.recipe.label} on {samples.role}"
+    return job.runner.stage(VALIDATE, ValidationReport, *arguments, inputs=inputs, options=options, subject=subject)
+
+
+def reference_outputs(job: Job, reference: Engine, samples: SampleSet, at_every_size: bool = True) -> ReferenceOutputs:
+    """What the reference answers to every sample of a set, and at the other sizes of every profile."""
+    rows = batch_rows(job)
+    points = gate_points(samples, job.plan.profiles, rows) if at_every_size else ()
+    inputs = (reference.digest, job.source.digest, samples.digest)
+    options = "\n".join((canonical({"rows": rows}), *map(canonical, points)))
+    arguments = (reference, samples, rows, points)
+    return job.runner.stage(REFERENCE, ReferenceOutputs, *arguments, inputs=inputs, options=options, subject=samples.role)

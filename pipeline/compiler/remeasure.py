@@ -1,0 +1,197 @@
+"""A delivered engine, checked or measured again: `crucible validate`, `crucible bench` and the service's benchmark.
+
+Never answered from the store.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from pipeline.benchmark.batch_sweep import Sweep, batch_symbol, sweep_of, sweep_sizes
+from pipeline.benchmark.cpu_peaks import with_limits
+from pipeline.benchmark.elimination import Role
+from pipeline.benchmark.interleaved import RaceEntry
+from pipeline.compiler.candidates import reference_outputs
+from pipeline.compiler.compile import (
+    build_baselines,
+    build_reference,
+    built_to_keep,
+    call_of_fastest,
+    deliverable_candidate,
+    delivered_engine,
+    export_model,
+)
+from pipeline.compiler.context import Job, batch_rows, open_job
+from pipeline.compiler.decision import Baseline, decide, ratio_missing, ratio_of
+from pipeline.core import Engine, Note, OnnxModel
+from pipeline.errors import ModelError
+from pipeline.execution.stage_runner import Runner
+from pipeline.measurement.measure import environment
+from pipeline.plan.recipes import deliverable_recipe
+from pipeline.plan.schema import Plan
+from pipeline.report.bundle import check_if_sealed
+from pipeline.results.report import Ablation, BenchmarkFailure, BenchmarkReport, Benchmarks, Candidate, Report, Step, ValidationReport
+from pipeline.stages.benchmark import benchmark, check_sizes
+from pipeline.stages.validate import validate
+
+AGAIN = "the latencies are those of a new run of the baselines and the engine; no other candidate was measured beside them"
+
+
+def reopen_job(report: Report, plan: Plan, runner: Runner) -> Job:
+    """The job of a delivered engine, for its plan with overrides; ModelError if the source is no longer what the engine was made from."""
+    job = open_job(plan, runner)
+    if job.source.digest != report.source_digest:
+        raise ModelError("the model's source or weights have changed since this engine was compiled", "compile the plan again")
+    return job
+
+
+def validate_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -> ValidationReport:
+    """A delivered engine on its plan's validation set, or on the selection set where there is no other; never reused: its files may have changed."""
+    job = reopen_job(report, plan, runner)
+    reference = build_reference(job, export_model(job))
+    samples = job.data.validation or job.data.selection
+    arguments = (engine, reference_outputs(job, reference, samples), samples, job.plan.accuracy, batch_rows(job))
+    check_if_sealed(engine)  # again: the reference may have taken minutes
+    found: ValidationReport = runner.anew("validate", engine.recipe.label, validate, *arguments)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Remeasured:
+    """New latencies of a delivered engine, which is the last, beside its baselines."""
+
+    engine: Engine
+    found: Benchmarks
+    kept: Candidate | None  # if the engine is no faster: the baseline as it is delivered, or why not
+    call: str = ""  # how the user calls the fastest baseline, where that is a PyTorch module
+
+
+def benchmark_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -> Remeasured:
+    """A delivered engine and its baselines in one interleaved run; never reused."""
+    job = reopen_job(report, plan, runner)
+    exported = export_model(job)
+    baselines = _fit_baselines(report, build_baselines(job, exported))
+    others = [each for each in baselines if each.digest != engine.digest]  # it may be one: `keep`
+    found = _measured(report, plan, [*others, engine], exported, runner)
+    fastest = next((each for each in baselines if each.recipe.label == found.baseline), None)
+    kept = None
+    if fastest is not None and _is_slower_or_equal(found.results[-1]):
+        kept = _kept(job, exported, fastest, engine)
+    return Remeasured(engine, found, kept, call_of_fastest(found, baselines))
+
+
+def _kept(job: Job, exported: OnnxModel, baseline: Engine, delivered: Engine) -> Candidate:
+    """A baseline as it can be served, which may be what was delivered already."""
+    recipe = delivered.recipe
+    if deliverable_recipe(baseline.recipe) == recipe:
+        return Candidate(label=recipe.label, recipe=recipe, state="built", engine=delivered)
+    expected = reference_outputs(job, build_reference(job, exported), job.data.selection)
+    return deliverable_candidate(job, exported, baseline, expected)
+
+
+def _fit_baselines(report: Report, baselines: Sequence[Engine]) -> Sequence[Engine]:
+    """The baselines that kept the accuracy when the plan was compiled, as far as they are known."""
+    known = {each.label for each in (report.baseline, *report.baselines) if each}
+    return [each for each in baselines if each.recipe.label in known] or baselines
+
+
+def _is_slower_or_equal(last: BenchmarkReport | BenchmarkFailure) -> bool:
+    """Whether the engine was compared with the baselines and is not measurably faster."""
+    ratio = last.rows[0].ratio if isinstance(last, BenchmarkReport) else None
+    return ratio is not None and ratio.low <= 1.0
+
+
+def sweep_again(report: Report, plan: Plan, engine: Engine, runner: Runner, batches: Sequence[int], limit_s: float | None) -> Sweep:
+    """A delivered engine alone, at every batch. PlanError for a batch outside its profiles, or a model without one."""
+    symbol = batch_symbol(engine.inputs)
+    sizes = sweep_sizes(symbol, engine.profiles, batches)
+    check_sizes(sizes, engine.inputs, engine.profiles)
+    job = reopen_job(report, plan, runner)
+    asked = plan.model_copy(update={"benchmark": plan.benchmark.model_copy(update={"sizes": sizes})})
+    (found,) = _measured(report, asked, [engine], export_model(job), runner).results
+    assert isinstance(found, BenchmarkReport)
+    return sweep_of(found.label, symbol, found.rows, limit_s)
+
+
+def _measured(report: Report, plan: Plan, engines: Sequence[Engine], model: OnnxModel, runner: Runner) -> Benchmarks:
+    """ModelError if one of them cannot be measured."""
+    entries = [RaceEntry(engine, Role.BASELINE) for engine in engines[:-1]]
+    last = Role.CANDIDATE if entries else Role.BASELINE
+    entries.append(RaceEntry(engines[-1], last))
+    check_if_sealed(engines[-1])  # again: what came before may have taken minutes
+    found: Benchmarks = runner.anew("benchmark", engines[-1].recipe.label, benchmark, entries, model, plan.benchmark, None)
+    for result in found.results:
+        if isinstance(result, BenchmarkFailure):
+            raise ModelError(f"{result.label} cannot be measured: {result.reason}", "see `crucible doctor`")
+    return with_limits(found, engines, {each.label: each.layers for each in report.candidates}, plan.benchmark.threads)
+
+
+# -- a report with the new figures -------------------------------------------------------------------------------------
+
+
+def report_again(report: Report, plan: Plan, engine: Engine, runner: Runner, command: str) -> Report:
+    """The report of an engine's compile, but with the latencies of a new run of the engine and its baselines."""
+    return renewed_report(report, benchmark_again(report, plan, engine, runner), runner.steps, command)
+
+
+def renewed_report(report: Report, remeasured: Remeasured, steps: Sequence[Step], command: str) -> Report:
+    """The report with the new latencies, dated now. `command` made it; `steps` were run for it."""
+    renewed = with_figures(report, remeasured, steps)
+    here = {"command": command, "environment": environment(), "created": dt.datetime.now(dt.UTC).isoformat(timespec="seconds")}
+    return renewed.model_copy(update=here)
+
+
+def with_figures(report: Report, remeasured: Remeasured, steps: Sequence[Step]) -> Report:
+    """The report with these figures in the place of all that it had.
+
+    Accuracy stays as the compile found it; what rests on latencies that are gone is said anew, or left
+    out. `steps` were run for the figures.
+    """
+    found, engine = remeasured.found, remeasured.engine
+    reports = [result for result in found.results if isinstance(result, BenchmarkReport)]
+    last = reports[-1]
+    made = {step.digest for step in steps}
+    earlier = (step.model_copy(update={"reused": True}) for step in report.steps if step.stage != "benchmark" and step.digest not in made)
+    unmeasured = tuple(each.model_copy(update={"benchmark": None}) for each in report.candidates)
+    renewed = {
+        "candidates": unmeasured,
+        "ablation": _without_ratios(report.ablation) if report.ablation else None,
+        "steps": tuple(chain(earlier, steps)),
+        "notes": (*(note for note in report.notes if note.text != AGAIN), Note(stage="benchmark", text=AGAIN, level="info")),
+        "peaks": found.peaks,
+        "gpu_use": found.gpu_use,
+        "benchmarked": found.created,
+    }
+    winner = next((each for each in report.candidates if each.label == last.label), None)
+    if winner is None:  # the engine is the baseline that was kept
+        others = tuple(each for each in reports if each is not last)
+        return report.model_copy(update={**renewed, "baseline": last, "baselines": others, "delivered": engine})
+    winner = winner.model_copy(update={"engine": engine, "benchmark": last})
+    baselines = sorted(reports[:-1], key=lambda each: each.label != found.baseline)
+    kept = remeasured.kept
+    kept_engine = kept.engine if kept else None
+    baseline = Baseline(found.baseline, remeasured.call, kept_engine is not None)
+    decision = decide([winner], winner, report.validation, baseline)
+    verdict = {
+        "candidates": (
+            *(winner if each.label == winner.label else each for each in unmeasured),
+            *built_to_keep(kept, unmeasured),
+        ),
+        "baseline": baselines[0],
+        "baselines": tuple(baselines[1:]),
+        "winner": found.baseline if decision.verdict == "keep" else winner.label,
+        "ratio": ratio_of(winner),
+        "ratio_missing": ratio_missing(winner),
+        "delivered": delivered_engine(decision, kept_engine),
+        "verdict": decision.verdict,
+        "reasons": decision.reasons,
+        "next_steps": decision.next_steps,
+    }
+    return report.model_copy(update={**renewed, **verdict})
+
+
+def _without_ratios(ablation: Ablation) -> Ablation:
+    return ablation.model_copy(update={"rows": tuple(row.model_copy(update={"ratio": None}) for row in ablation.rows)})

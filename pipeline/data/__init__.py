@@ -1,0 +1,1 @@
+"""Calibration, selection and validation samples."""

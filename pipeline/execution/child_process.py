@@ -1,0 +1,309 @@
+"""Child processes for stages and measurements: typed messages, deadline, terminate -> grace -> kill.
+
+    value = call_in_child(function, argument, name="export", log=path)     one call, one answer
+    child = Child(function, argument, name="bench")                        a conversation: child.send, child.receive
+
+Each child is a fresh interpreter in a session of its own, so that a crash, a memory blow-up, or a library's global
+state stays there, and so that stopping it stops all that it started. It dies with its parent, even by SIGKILL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pipeline.core import Progress, silent
+from pipeline.errors import ChildDied, ChildKilled, CrucibleError, InternalError
+from pipeline.execution.exit_causes import MORE_MEMORY, crucible_error, how_it_died, memory_kills
+
+T = TypeVar("T")
+GRACE_S = 3.0
+ALIVE_S = 2.0  # a library may be silent for minutes; whoever shows how long a stage has run hears of it that often
+FEWER_COLLECTIONS = (50_000, 20, 20)  # the garbage collector takes a tenth of the time that importing torch or NNCF needs
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# Where children look for modules: sys.path as this process began. A user's folder put in front since may hold a `pipeline` of its own.
+IMPORT_PATH = os.pathsep.join(filter(None, sys.path))
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Parent to child, once: what to run."""
+
+    parent: int
+    name: str  # of the child, for its errors
+    module: str
+    function: str
+    arguments: tuple[object, ...]
+    conversation: bool  # the function gets a Channel first; otherwise a Progress last
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Child to parent: progress of the call."""
+
+    fraction: float | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Child to parent, last: the function's value."""
+
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Child to parent, last: the function raised."""
+
+    error: CrucibleError
+    trace: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Either way, in a conversation."""
+
+    payload: object
+
+
+class Channel:
+    """The child's end of a conversation."""
+
+    def __init__(self, connection: Connection[Any, Any]) -> None:
+        self._connection = connection
+
+    def send(self, payload: object) -> None:
+        self._connection.send(Message(payload))
+
+    def receive(self) -> Any:
+        """The parent's next message; sleeps until it comes. EOFError once the parent has hung up."""
+        return self._connection.recv().payload
+
+
+_running: set[Child] = set()
+"""Children of this process that were not stopped yet, whichever thread started them."""
+
+
+def stop_children() -> None:
+    """Stop every child that any thread of this process has started: whoever waits for one gets ChildDied."""
+    for child in tuple(_running):
+        child.end()
+
+
+class Child:
+    """A running child process. Use as a context manager: leaving it stops the child."""
+
+    def __init__(
+        self,
+        function: Callable[..., object],
+        *arguments: object,
+        name: str,
+        log: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        conversation: bool = True,
+    ) -> None:
+        self.name = name
+        self._own_log = log is None
+        self.log = log or _temporary_log()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._kills = memory_kills()
+        ours, theirs = Pipe()
+        self._connection = ours
+        with self.log.open("ab") as sink, theirs:
+            self._log_start = sink.tell()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "pipeline.execution.child_process", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                # CUDA counts GPUs as nvidia-smi does, so that the first is the same for both
+                env={**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **(env or {}), "PYTHONPATH": IMPORT_PATH},
+            )
+        _running.add(self)
+        with contextlib.suppress(BrokenPipeError):  # the child died at once: receive() says why
+            ours.send(Start(os.getpid(), name, function.__module__, function.__qualname__, arguments, conversation))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, payload: object) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the next receive() says how it died
+            self._connection.send(Message(payload))
+
+    def answered(self, timeout_s: float) -> bool:
+        """Whether the child sends something, or ends, within this time: `receive` then waits no more."""
+        return self._connection.poll(timeout_s)
+
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """The child's next message. Raises what the child raised, ChildDied if it is gone, TimeoutError if nothing comes."""
+        message = self._next(timeout_s)
+        if isinstance(message, Message):
+            return message.payload
+        raise InternalError(f"child '{self.name}' ended its conversation with {type(message).__name__}")
+
+    def result(self, deadline_s: float | None = None, progress: Progress = silent) -> Any:
+        """Wait for the function's value, handing its progress on: the last one again every ALIVE_S in which nothing comes."""
+        end = math.inf if deadline_s is None else time.monotonic() + deadline_s
+        last = Report(None, "")
+        while True:
+            left_s = max(0.0, end - time.monotonic())
+            try:
+                message = self._next(min(left_s, ALIVE_S))
+            except TimeoutError:
+                if left_s > ALIVE_S:
+                    progress(last.fraction, last.text)
+                    continue
+                self.stop()
+                raise ChildDied(f"{self.name} took longer than {deadline_s:g} s and was stopped", "raise its time limit in the plan") from None
+            if isinstance(message, Done):
+                return message.value
+            if isinstance(message, Report):
+                last = message
+                progress(message.fraction, message.text)
+
+    def stop(self, grace_s: float = GRACE_S) -> None:
+        """End the child and all that it started. Harmless if it has ended."""
+        self.end(grace_s)
+        _running.discard(self)
+        self._connection.close()
+        if self._own_log:
+            self.log.unlink(missing_ok=True)
+
+    def end(self, grace_s: float = GRACE_S) -> None:
+        """End the child and all that it started: SIGTERM, a grace period, SIGKILL. Any thread may."""
+        if self._process.poll() is None:
+            self._signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace_s)
+        self._signal(signal.SIGKILL)  # the group outlives its leader if a grandchild hangs
+        self._process.wait()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def _next(self, timeout_s: float | None) -> object:
+        try:
+            if not self._connection.poll(timeout_s):
+                raise TimeoutError(f"no message from '{self.name}' within {timeout_s} s")
+            message = self._connection.recv()
+        except (EOFError, ConnectionResetError, pickle.UnpicklingError) as error:
+            raise self._death() from error
+        if isinstance(message, Failed):
+            if isinstance(message.error, InternalError):
+                message.error.add_note(message.trace)
+            raise message.error
+        return message
+
+    def _death(self) -> ChildDied:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE_S)
+        printed, where = self.log_tail(), "" if self._own_log else f", or read {self.log}"
+        how, advice = how_it_died(self._process.poll(), self._kills, memory_kills(), printed)
+        killed = advice == MORE_MEMORY or self._process.poll() == -signal.SIGKILL
+        return (ChildKilled if killed else ChildDied)(f"the child process for '{self.name}' {how}\n{printed}".rstrip(), f"{advice}{where}")
+
+    def log_tail(self, lines: int = 12) -> str:
+        """The last lines that the child printed; the log may hold those of an earlier run too."""
+        text = self.log.read_bytes()[self._log_start :].decode("utf-8", errors="replace") if self.log.exists() else ""
+        return "\n".join(f"    {line}" for line in text.splitlines()[-lines:])
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+
+def call_in_child(
+    function: Callable[..., T],
+    *arguments: object,
+    name: str,
+    log: Path | None = None,
+    deadline_s: float | None = None,
+    progress: Progress = silent,
+) -> T:
+    """Run `function(*arguments, progress)` in a process of its own and return its value.
+
+    The function must be importable by name, its arguments and value picklable. Its CrucibleErrors are raised here;
+    any other exception is an InternalError. What it prints goes to `log`.
+    """
+    with Child(function, *arguments, name=name, log=log, conversation=False) as child:
+        value: T = child.result(deadline_s, progress)
+        return value
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to SIGKILL this process when its parent ends (Linux; prctl(2))."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before we asked
+        os._exit(1)
+
+
+def _temporary_log() -> Path:
+    handle, name = tempfile.mkstemp(prefix="crucible-", suffix=".log")
+    os.close(handle)
+    return Path(name)
+
+
+def _resolve(module: str, qualname: str) -> Callable[..., object]:
+    value: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        value = getattr(value, part)
+    return value  # type: ignore[no-any-return]
+
+
+def _main(descriptor: int) -> None:
+    gc.set_threshold(*FEWER_COLLECTIONS)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    os.set_inheritable(descriptor, False)
+    connection: Connection[Any, Any] = Connection(descriptor)
+    name = ""
+    try:
+        start: Start = connection.recv()
+        name = start.name
+        die_with_parent(start.parent)
+        function = _resolve(start.module, start.function)
+        if start.conversation:
+            value = function(Channel(connection), *start.arguments)
+        else:
+            value = function(*start.arguments, lambda fraction, text: connection.send(Report(fraction, text)))
+        answer: object = Done(value)
+    except Exception as error:  # noqa: BLE001  the edge of a process: everything must reach the parent
+        answer = Failed(crucible_error(error, name), traceback.format_exc())
+    with contextlib.suppress(OSError):  # the log may lie on a full disk
+        if isinstance(answer, Failed):
+            print(answer.trace, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    connection.send(answer)
+    connection.close()
+    os._exit(0)  # libraries' atexit handlers and threads may hang; all is said and flushed
+
+
+if __name__ == "__main__":
+    # Run the importable module's code, not this __main__ copy: messages are pickled by module name.
+    from pipeline.execution import child_process as process
+
+    process._main(int(sys.argv[1]))

@@ -1,0 +1,176 @@
+"""Runs one stage: look in the store, else a child process; keeps the list of steps and tells what happens."""
+
+from __future__ import annotations
+
+import datetime as dt
+import importlib.metadata
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+from pydantic import BaseModel
+
+from pipeline.core import Progress, Target, silent
+from pipeline.execution.child_process import call_in_child
+from pipeline.execution.durations import History
+from pipeline.execution.store import Key, Store
+from pipeline.measurement.measure import monotonic
+from pipeline.results.report import Step
+
+A = TypeVar("A", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class StageEvent:
+    """What the terminal, and later the service, shows of a stage."""
+
+    stage: str
+    subject: str  # a candidate's label, or empty
+    state: Literal["started", "progress", "finished", "reused", "waiting", "failed"]
+    fraction: float | None = None
+    text: str = ""
+    seconds: float = 0.0  # of a finished stage
+    elapsed_s: float = 0.0  # since it started
+    estimate_s: float | None = None  # how long it usually takes; None: it never ran on this host
+
+
+Emit = Callable[[StageEvent], None]
+
+
+class Run(Protocol):
+    """How a stage's function is run; a double can stand in to plant a fault or to count reads."""
+
+    def __call__(self, function: Callable[..., Any], *arguments: object, name: str, log: Path | None = None, progress: Progress = silent) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage as the runner needs to know it: raise `version` when its code changes what it makes."""
+
+    name: str
+    version: int
+    function: Callable[..., Any]
+    tools: tuple[str, ...] = ()  # distributions whose versions are part of the key
+    lasts: Callable[[Any], bool] = lambda value: True  # False of a value that a failure spoiled which may pass: the next run makes it anew
+
+
+@dataclass(slots=True)
+class Runner:
+    """The one place where stages meet store, children and events."""
+
+    store: Store
+    emit: Emit = lambda event: None
+    run: Run = call_in_child
+    steps: list[Step] = field(default_factory=list)
+    plan: str = ""  # its name, by which past times of its stages are preferred
+    workers: int = 1  # stages that may run at the same time, each in a child
+
+    def branch(self) -> Runner:
+        """A runner for one of several threads, with steps of its own."""
+        return replace(self, steps=[])
+
+    def take_over(self, branch: Runner) -> None:
+        """Add the steps of a branch. Of two with one artifact, the step that made it counts."""
+        places = {step.digest: place for place, step in enumerate(self.steps)}
+        for step in branch.steps:
+            place = places.get(step.digest)
+            if place is None:
+                self.steps.append(step)
+            elif self.steps[place].reused:
+                self.steps[place] = step
+
+    def stage(
+        self,
+        stage: Stage,
+        kind: type[A],
+        *arguments: object,
+        inputs: tuple[str, ...],
+        options: str = "",
+        subject: str = "",
+        target: Target | None = None,
+    ) -> A:
+        """The stage's artifact: from the store, or made by `stage.function(*arguments[, out], progress)` in a child."""
+        key = Key(stage.name, stage.version, inputs, options, {tool: installed(tool) for tool in stage.tools}, target)
+        log = self.store.root / "logs" / f"{stage.name}-{key.digest[:12]}.log"
+
+        def tell(state: Any, **details: Any) -> None:
+            self.emit(StageEvent(stage.name, subject, state, **details))
+
+        def make(out: Path) -> A:
+            estimate_s = self.history.estimate(stage.name, subject, self.plan)
+            tell("started", estimate_s=estimate_s)
+            places = (out,) if "out" in inspect.signature(stage.function).parameters else ()
+            progress = self._progress(stage.name, subject, estimate_s)
+            value: A = self.run(stage.function, *arguments, *places, name=subject or stage.name, log=log, progress=progress)
+            return value
+
+        try:
+            stored = self.store.get(key, kind, make, stage.lasts)
+        except BaseException as error:
+            tell("failed", text=_first_line(error))
+            raise
+        if any(step.digest == stored.digest for step in self.steps):
+            return stored.value
+        step = Step(
+            stage=stage.name,
+            subject=subject,
+            seconds=stored.provenance.seconds,
+            reused=stored.reused,
+            created=stored.provenance.created,
+            digest=stored.digest,
+        )
+        self.steps.append(step)
+        if not stored.reused:
+            self.history.add(stage.name, subject, step.seconds, self.plan, target.device if target else "")
+        tell("reused" if stored.reused else "finished", seconds=step.seconds)
+        return stored.value
+
+    def anew(self, stage: str, subject: str, function: Callable[..., Any], *arguments: object) -> Any:
+        """What `function(*arguments, progress)` gives in a child: never from the store, and not kept there, but told of as a stage."""
+
+        def tell(state: Any, **details: Any) -> None:
+            self.emit(StageEvent(stage, subject, state, **details))
+
+        tell("started", estimate_s=self.history.estimate(stage, subject, self.plan))
+        begin, created = monotonic(), dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+        try:
+            value = self.run(function, *arguments, name=stage, progress=self.progress(stage, subject))
+        except BaseException as error:
+            tell("failed", text=_first_line(error))
+            raise
+        step = Step(stage=stage, subject=subject, seconds=monotonic() - begin, reused=False, created=created, digest="")
+        self.steps.append(step)
+        self.history.add(stage, subject, step.seconds, self.plan)
+        tell("finished", seconds=step.seconds)
+        return value
+
+    @property
+    def history(self) -> History:
+        """Past times of this store's stages."""
+        return History(self.store.root)
+
+    def progress(self, stage: str, subject: str = "") -> Progress:
+        """A Progress that becomes events of this stage."""
+        return self._progress(stage, subject, self.history.estimate(stage, subject, self.plan))
+
+    def _progress(self, stage: str, subject: str, estimate_s: float | None) -> Progress:
+        begin = monotonic()
+
+        def progress(fraction: float | None, text: str) -> None:
+            self.emit(StageEvent(stage, subject, "progress", fraction, text, elapsed_s=monotonic() - begin, estimate_s=estimate_s))
+
+        return progress
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0] if isinstance(error, Exception) else "interrupted"
+
+
+def installed(distribution: str) -> str:
+    """The version of a package, or `absent`."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"

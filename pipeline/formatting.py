@@ -1,0 +1,64 @@
+"""Numbers as people read them: times, sizes, rates, intervals, shapes and dates; and ranges as they write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pipeline.errors import PlanError
+from pipeline.measurement.measure import Interval
+
+
+def time_text(seconds: float) -> str:
+    """Three digits and the unit: 412 us, 5.21 ms, 12.3 s."""
+    if seconds >= 120:
+        return f"{seconds / 60:.1f} min"
+    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= scale * 0.9995:
+            return f"{_three_digits(seconds / scale)} {unit}"
+    return f"{_three_digits(seconds * 1e6)} us"
+
+
+def bytes_text(count: int) -> str:
+    """Decimal units: 512 B, 2.1 MB."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5 or unit == "GB":
+            return f"{count} B" if unit == "B" else f"{_three_digits(size)} {unit}"
+        size /= 1000
+    raise AssertionError("unreachable")
+
+
+def number_text(value: float) -> str:
+    """Three digits, thousands marked."""
+    return f"{value:,.0f}" if value >= 100 else _three_digits(value)
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def interval(value: Interval, digits: int) -> str:
+    """An estimate with its 95 % interval: 2.31 [2.25, 2.38]."""
+    return f"{value.value:.{digits}f} [{value.low:.{digits}f}, {value.high:.{digits}f}]"
+
+
+def shape_text(sizes: dict[str, int]) -> str:
+    """`batch 8, sequence 128`."""
+    return ", ".join(f"{name} {size}" for name, size in sizes.items()) or "its fixed shape"
+
+
+def date(iso: str) -> str:
+    """2026-01-31 12:00 UTC, from ISO 8601."""
+    return f"{iso[:10]} {iso[11:16]} UTC" if len(iso) >= 16 else iso
+
+
+def profiles_text(ranges: Iterable[str]) -> str:
+    """`batch=1:8:64`, as people write it on the command line, as a plan's `profiles`. PlanError says what was expected."""
+    entries = []
+    for text in ranges:
+        name, equals, sizes = text.partition("=")
+        numbers = sizes.split(":")
+        if not equals or len(numbers) not in (1, 3) or not all(number.isdigit() for number in numbers):
+            raise PlanError(f"expected --profile DIM=MIN:OPT:MAX, got '{text}'", "for example --profile batch=1:8:64")
+        entries.append(f"{name}: [{', '.join(numbers if len(numbers) == 3 else numbers * 3)}]")
+    return f"[{{{', '.join(entries)}}}]"

@@ -1,0 +1,1 @@
+"""The machine: CPU flags, GPUs, contention, and what the operating system offers."""

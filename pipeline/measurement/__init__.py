@@ -1,0 +1,1 @@
+"""Clocks, statistics of latencies, and how two engines compare."""

@@ -1,0 +1,1 @@
+"""ONNX graphs: read, compare, count, and rewrite without changing the answers."""

@@ -1,0 +1,107 @@
+"""Attention as fused kernels know it: one transposition of the keys, one scale after their product, a mask of one row, Softmax, product.
+
+Exporters write scaled_dot_product_attention out with the root of the scale on both sides, the keys through three dimensions, a Where against rows
+without any token (NaN), and a mask that fp16 cannot hold or that is written out for every query: 8 MB at 2,048 tokens, which each head would read
+again. Without the Where the same numbers come, as masks.py writes the mask; only with one that adds the smallest finite number does a row without
+any token answer otherwise: the mean of all values before, attention to all of them after.
+TensorRT 10.6 then runs an encoder's attention in one kernel where it took several, or not at all: docs/tensorrt.md says how much that is worth.
+First of all queries, keys and values get products of their own, where one gave all three (projections.py).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import onnx
+
+from pipeline.onnx_graph.attention_masks import Masks
+from pipeline.onnx_graph.graphsurgeon import OURS, chain, exported, maker, number_of
+from pipeline.onnx_graph.split_qkv import Unpacking
+
+SCORED = ((), ("Mul",), ("Add",), ("Add", "Mul"))  # from Softmax back to the product: a mask, a scale
+BETWEEN = frozenset({"Where", "Cast", "Identity", "Dropout", "QuantizeLinear", "DequantizeLinear"})  # Softmax and the product with the values
+
+
+def attentions(graph: onnx.GraphProto) -> tuple[str, ...]:
+    """The names of the Softmax nodes whose answer is multiplied by a matrix next: not of a classifier's last one."""
+    readers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
+    for node in graph.node:
+        for name in node.input:
+            readers[name].append(node)
+    found = []
+    for softmax in (node for node in graph.node if node.op_type == "Softmax"):
+        after = list(readers[softmax.output[0]])
+        for node in after:  # grows
+            after += readers[node.output[0]] if node.op_type in BETWEEN else []
+        found += [softmax.name] if any(node.op_type == "MatMul" for node in after) else []
+    return tuple(found)
+
+
+def plain_attention(model: onnx.ModelProto, masks: bool = True) -> onnx.ModelProto | None:
+    """The model with every written-out attention in its plain form; None where none is written out. What does not look like it stays as it is.
+
+    Without new `masks` no number that hides is changed and no guard against NaN is left out.
+    """
+    import onnx_graphsurgeon as gs
+
+    graph = gs.import_onnx(model)
+    before = _wiring(graph)
+    Unpacking(graph).run()
+    written = Masks(graph, hide=masks)
+    for softmax in [node for node in graph.nodes if node.op == "Softmax"]:
+        made = next(filter(None, (chain(softmax.inputs[0], *between, "MatMul") for between in SCORED)), [])
+        if not made or any(node.op == "Mul" and number_of(node.inputs[1]) is None for node in made):
+            continue
+        scaled_after(graph, made[-1])
+        transposed_once(made[-1])
+        written.write(softmax, made[-1], made[0] if made[0].op == "Add" else None)
+    if _wiring(graph) == before:
+        return None
+    return exported(graph, model)
+
+
+def _wiring(graph: Any) -> list[tuple[str, list[str], list[str]]]:
+    return [(node.op, [tensor.name for tensor in node.inputs], [tensor.name for tensor in node.outputs]) for node in graph.nodes]
+
+
+def scaled_after(graph: Any, scores: Any) -> None:
+    """(a * s) @ (b * t): (a @ b) * (s * t). In the floats of a fused kernel nothing overflows by that; elsewhere fp16 may."""
+    import onnx_graphsurgeon as gs
+
+    factors = [factor for tensor in scores.inputs if (factor := _factor(tensor))]
+    if len(factors) < len(scores.inputs):
+        return
+    numbers = [number for _, number in factors]
+    scale = np.asarray(np.prod(numbers, dtype=np.float64), numbers[0].dtype)
+    scores.inputs = [before for before, _ in factors]
+    (product,) = scores.outputs
+    plain = gs.Variable(f"{OURS}{product.name}/plain", dtype=product.dtype, shape=product.shape)
+    scores.outputs = [plain]
+    constant = gs.Constant(f"{OURS}{product.name}/scale", scale)
+    graph.nodes.append(gs.Node("Mul", f"{OURS}{product.name}/scaled", inputs=[plain, constant], outputs=[product]))
+
+
+def _factor(tensor: Any) -> tuple[Any, np.ndarray] | None:
+    """What a tensor is before it is multiplied by one number, and the number."""
+    import onnx_graphsurgeon as gs
+
+    node = maker(tensor)
+    if node is None or node.op != "Mul":
+        return None
+    for one, other in (node.inputs, node.inputs[::-1]):
+        number = number_of(other)
+        if number is not None and not isinstance(one, gs.Constant):
+            return one, number
+    return None
+
+
+def transposed_once(scores: Any) -> None:
+    """Keys [b, t, h, d] -> [b, h, t, d] -> [b * h, t, d] -> [b * h, d, t] -> [b, h, d, t]: at once."""
+    found = chain(scores.inputs[1], "Reshape", "Transpose", "Reshape", "Transpose")
+    if [node.attrs.get("perm") for node in found[1::2]] != [[0, 2, 1], [0, 2, 1, 3]]:
+        return
+    last, first = found[0], found[-1]
+    last.op, last.attrs = "Transpose", {"perm": [0, 2, 3, 1]}
+    last.inputs = [first.inputs[0]]

@@ -1,0 +1,285 @@
+"""FLOPs and bytes of every node at given sizes: what a measured latency is compared with.
+
+Convention: 1 multiply-accumulate = 2 FLOPs. Matrix products and convolutions are counted exactly; pooling, normalisation and activations roughly,
+by a fixed number of operations per element; moving data (Transpose, Gather, Concat, Cast) is 0 FLOPs, and views (Reshape) are 0 bytes too.
+Bytes are those of a node's own inputs and outputs, as if nothing were fused or cached.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.reference
+from numpy.typing import NDArray
+from onnx import inliner, numpy_helper
+from onnx.external_data_helper import uses_external_data as is_external
+
+from pipeline.errors import ModelError
+from pipeline.onnx_graph.graph import DEFAULT_DOMAINS, operator_of, read_proto, type_name
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCost:
+    """One node of the main graph at concrete sizes."""
+
+    node: str
+    operator: str
+    flops: float | None  # None: a shape it needs is not known before running
+    bytes_read: int | None
+    bytes_written: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    shape: Shape
+    item_bytes: float
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def node_costs(path: Path, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
+    """Cost of every node of the main graph, in its order; If, Loop and Scan count as one node of unknown FLOPs.
+
+    ModelError names a symbol that has no size.
+    """
+    proto = inliner.inline_local_functions(_bound(read_proto(path, weights=False), sizes))
+    known = _known(proto)
+    return tuple(_cost(node, known) for node in proto.graph.node)
+
+
+def total(amounts: Iterable[float | None]) -> float | None:
+    """The sum; None if one of them is unknown."""
+    whole = 0.0
+    for amount in amounts:
+        if amount is None:
+            return None
+        whole += amount
+    return whole
+
+
+def _bound(proto: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.ModelProto:
+    """Put sizes in the place of the inputs' symbols, and forget every other shape: inference then finds them anew."""
+    constants = {tensor.name for tensor in proto.graph.initializer}
+    for value in (v for v in proto.graph.input if v.name not in constants):
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            if dim.HasField("dim_value") and dim.dim_value >= 0:
+                continue
+            symbol = dim.dim_param or f"{value.name}_{axis}"
+            if symbol not in sizes:
+                raise ModelError(f"input '{value.name}' has dimension '{symbol}', which has no size", f"give a size for '{symbol}'")
+            dim.dim_value = sizes[symbol]
+    proto.graph.ClearField("value_info")
+    for value in proto.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    return proto
+
+
+def _known(proto: onnx.ModelProto) -> dict[str, _Tensor]:
+    """Every tensor whose shape can be known: inference, then the sizes that the graph computes from what was inferred, and again.
+
+    onnx's own propagation of sizes stops at Div, Slice and others, which exporters put between a Shape and a Reshape.
+    """
+    for tensor in proto.graph.initializer:
+        if math.prod(tensor.dims) > MOST_SIZES:
+            tensor.ClearField("raw_data")  # each round of inference would copy the weights
+    folded = onnx.ModelProto()
+    folded.CopyFrom(proto)
+    while True:
+        known = _inferred(folded)
+        if all(name in known for node in folded.graph.node for name in node.output if name) or not _fold_sizes(folded, known):
+            return known
+
+
+def _fold_sizes(proto: onnx.ModelProto, known: Mapping[str, _Tensor]) -> bool:
+    """Put constants in the place of nodes that compute sizes from known shapes and constants; whether there were any."""
+    values = {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer if math.prod(t.dims) <= MOST_SIZES and not is_external(t)}
+    opset = {entry.domain: entry.version for entry in proto.opset_import}
+    found = False
+    for node in proto.graph.node:
+        value = _size_of(node, known, values, opset)
+        if value is not None and value.size <= MOST_SIZES:
+            values[node.output[0]] = value
+            found |= node.op_type != "Constant"
+            node.CopyFrom(onnx.helper.make_node("Constant", [], [node.output[0]], node.name, value=numpy_helper.from_array(value)))
+    return found
+
+
+def _size_of(
+    node: onnx.NodeProto, known: Mapping[str, _Tensor], values: Mapping[str, NDArray[np.generic]], opset: dict[str, int]
+) -> NDArray[np.generic] | None:
+    """What a node computes, if it computes sizes and all it needs is known."""
+    if node.op_type == "Shape" and node.input[0] in known:
+        bounds = {attribute.name: attribute.i for attribute in node.attribute}
+        return np.array(known[node.input[0]].shape[bounds.get("start", 0) : bounds.get("end")], np.int64)
+    if node.op_type not in SIZE_OPERATORS or len(node.output) != 1 or not all(name in values for name in node.input if name):
+        return None
+    try:
+        (value,) = onnx.reference.ReferenceEvaluator(node, opsets=opset).run(None, {name: values[name] for name in node.input if name})
+    except (IndexError, RuntimeError, TypeError, ValueError):  # a graph that is wrong there: its shapes stay unknown
+        return None
+    return np.asarray(value)
+
+
+def _inferred(proto: onnx.ModelProto) -> dict[str, _Tensor]:
+    """Every tensor whose shape is known."""
+    try:
+        graph = onnx.shape_inference.infer_shapes(proto, data_prop=True).graph
+    except onnx.shape_inference.InferenceError:  # contradictory shapes: what the file says is all that is known
+        graph = proto.graph
+    known = {t.name: _Tensor(tuple(t.dims), _item_bytes(t.data_type)) for t in graph.initializer}
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        kind = value.type.tensor_type
+        if value.type.HasField("tensor_type") and kind.HasField("shape") and all(dim.HasField("dim_value") for dim in kind.shape.dim):
+            known.setdefault(value.name, _Tensor(tuple(dim.dim_value for dim in kind.shape.dim), _item_bytes(kind.elem_type)))
+    return known
+
+
+def _item_bytes(elem_type: int) -> float:
+    name = type_name(elem_type)
+    if name in ("string", "undefined"):
+        return 0.0
+    return 0.5 if name.endswith("int4") or name.startswith("float4") else float(onnx.helper.tensor_dtype_to_np_dtype(elem_type).itemsize)
+
+
+def _cost(node: onnx.NodeProto, known: Mapping[str, _Tensor]) -> NodeCost:
+    operator = operator_of(node)
+    reads = [known.get(name) for name in node.input if name]
+    writes = [known.get(name) for name in node.output if name]
+    if operator in VIEWS:
+        return NodeCost(node.name, operator, 0.0, 0, 0)
+    return NodeCost(node.name, operator, _flops(node, operator, known), _bytes(reads), _bytes(writes))
+
+
+def _bytes(tensors: list[_Tensor | None]) -> int | None:
+    if any(tensor is None for tensor in tensors):
+        return None
+    return math.ceil(sum(tensor.size * tensor.item_bytes for tensor in tensors if tensor is not None))
+
+
+def _flops(node: onnx.NodeProto, operator: str, known: Mapping[str, _Tensor]) -> float | None:
+    if operator in MOVERS:
+        return 0.0
+    if node.domain not in DEFAULT_DOMAINS or any(attribute.type == onnx.AttributeProto.GRAPH for attribute in node.attribute):
+        return None  # we do not know what it does; what runs depends on values
+    if any(name not in known for name in (*node.input, node.output[0]) if name):
+        return None
+    rule = RULES.get(operator, _per_element)
+    return rule(node, [known[name].shape if name else () for name in node.input], known[node.output[0]].shape)
+
+
+Rule = Callable[[onnx.NodeProto, list[Shape], Shape], float | None]
+"""FLOPs from a node, its inputs' shapes and its first output's shape."""
+
+
+def _conv(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float:
+    return 2.0 * math.prod(output) * math.prod(inputs[1][1:])  # weight [out, in / groups, *kernel]
+
+
+def _quantized_conv(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float:
+    return 2.0 * math.prod(output) * math.prod(inputs[3][1:])  # inputs: x, scale, zero point, weight
+
+
+def _conv_transpose(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float:
+    return 2.0 * math.prod(inputs[0]) * math.prod(inputs[1][1:])  # weight [in, out / groups, *kernel]
+
+
+def _matmul(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float:
+    return 2.0 * math.prod(output) * inputs[0][-1]
+
+
+def _gemm(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float:
+    transposed = any(attribute.name == "transA" and attribute.i for attribute in node.attribute)
+    return 2.0 * math.prod(output) * inputs[0][0 if transposed else -1]
+
+
+def _einsum(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float | None:
+    equation = next(attribute.s.decode() for attribute in node.attribute if attribute.name == "equation").replace(" ", "")
+    terms = equation.split("->")[0].split(",")
+    if "." in equation or any(len(term) != len(shape) for term, shape in zip(terms, inputs, strict=True)):
+        return None
+    sizes = {label: size for term, shape in zip(terms, inputs, strict=True) for label, size in zip(term, shape, strict=True)}
+    return 2.0 * math.prod(sizes.values())
+
+
+def _attention(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float | None:
+    if len(inputs) > 4 and inputs[4]:
+        return None  # keys of the past, whose number the node's inputs do not show in one place
+    heads = next((attribute.i for attribute in node.attribute if attribute.name == "q_num_heads"), inputs[0][1])
+    queries, keys, width = inputs[0][-2], inputs[1][-2], math.prod(inputs[0]) / inputs[0][0] / inputs[0][-2]  # width of all heads together
+    products = 2.0 * queries * keys * (width + math.prod(output) / output[0] / output[-2])
+    return inputs[0][0] * (products + SOFTMAX_FLOPS * heads * queries * keys)
+
+
+def _recurrent(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float:
+    steps = inputs[0][0] * inputs[0][1]  # x [time, batch, in], W [directions, gates, in]; R has the same gates and width gates / (gates per cell)
+    directions, gates, width = inputs[1]
+    hidden = gates // GATES[node.op_type]
+    return 2.0 * steps * directions * gates * (width + hidden)
+
+
+def _window(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float:
+    kernel = next(attribute.ints for attribute in node.attribute if attribute.name == "kernel_shape")
+    return float(math.prod(output) * math.prod(kernel))
+
+
+def _per_input(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float:
+    return float(math.prod(inputs[0]))
+
+
+def _per_element(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float:
+    return float(PER_ELEMENT.get(node.op_type, 1) * math.prod(output))
+
+
+SOFTMAX_FLOPS = 5
+MOST_SIZES = 64  # elements of a tensor that can hold sizes
+SIZE_OPERATORS = frozenset(
+    """Add Cast Concat Constant ConstantOfShape Div Equal Expand Gather Identity Max Min Mod Mul Neg Range ReduceProd Reshape Slice Squeeze Sub
+    Unsqueeze Where""".split()  # noqa: SIM905
+)
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+PER_ELEMENT = {  # operations per output element where it is not 1; rough
+    "BatchNormalization": 2,
+    "Gelu": 8,
+    "GroupNormalization": 8,
+    "HardSwish": 3,
+    "InstanceNormalization": 8,
+    "LayerNormalization": 8,
+    "LogSoftmax": SOFTMAX_FLOPS,
+    "RMSNormalization": 5,
+    "Sigmoid": 4,
+    "Softmax": SOFTMAX_FLOPS,
+    "Swish": 5,
+    "Tanh": 4,
+}
+VIEWS = frozenset("Constant Flatten Identity Reshape Shape Size Squeeze Unsqueeze Dropout".split())  # noqa: SIM905
+MOVERS = frozenset(
+    """Cast CastLike Compress Concat ConstantOfShape DepthToSpace EyeLike Expand Gather GatherElements GatherND NonZero OneHot Pad Range
+    ScatterElements ScatterND Slice SpaceToDepth Split Tile Transpose Trilu Unique Where""".split()  # noqa: SIM905
+)
+RULES: dict[str, Rule] = {
+    "Attention": _attention,
+    "Conv": _conv,
+    "ConvInteger": _conv,
+    "ConvTranspose": _conv_transpose,
+    "Einsum": _einsum,
+    "Gemm": _gemm,
+    "MatMul": _matmul,
+    "MatMulInteger": _matmul,
+    "QLinearConv": _quantized_conv,
+    "QLinearMatMul": _matmul,
+    "AveragePool": _window,
+    "LpPool": _window,
+    "MaxPool": _window,
+    **dict.fromkeys(GATES, _recurrent),
+    **dict.fromkeys(("GlobalAveragePool", "GlobalMaxPool", "ArgMax", "ArgMin", "TopK", "CumSum"), _per_input),
+    **dict.fromkeys((f"Reduce{kind}" for kind in ("Sum", "Mean", "Max", "Min", "Prod", "L1", "L2", "SumSquare", "LogSum", "LogSumExp")), _per_input),
+}

@@ -1,0 +1,1 @@
+"""What to compile: the plan's schema, the recipes that follow from it, the model's source."""

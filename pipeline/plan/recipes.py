@@ -1,0 +1,570 @@
+"""From the plan's candidates, or from what this host can run, to recipes. Pure: no files, no libraries."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Literal
+
+from pipeline.core import (
+    CalibrationMethod,
+    CompileMode,
+    Note,
+    OrtProvider,
+    Placement,
+    Precision,
+    Recipe,
+    Target,
+)
+from pipeline.errors import PlanError
+from pipeline.plan.schema import BASELINE, ONNX_SUFFIXES, CandidateConfig, PlacementConfig, Plan
+
+VNNI_FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
+"""Any of these multiplies 8-bit numbers without saturating at 16 bits in between."""
+
+BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
+
+FOR_TENSORRT = ("hardware_compatible", "version_compatible")
+"""Keys of a candidate that say where an engine of TensorRT may run."""
+
+MOST_RECIPES = 32
+"""That one candidate may stand for: each is built, checked and measured for some seconds."""
+
+QUANTIZER_BACKENDS = {"nncf": "openvino", "modelopt": "tensorrt"}
+"""Whose engines a foreign quantizer places Q/DQ for."""
+
+FLOATS = (Precision.FP32, Precision.TF32, Precision.FP16, Precision.BF16)
+AMPERE, FROM_AMPERE = (8, 0), (Precision.TF32, Precision.BF16)
+
+PROVIDER_PRECISIONS: Mapping[OrtProvider, tuple[Precision, ...]] = {
+    "cuda": (Precision.FP32, Precision.TF32, Precision.FP16),
+    "tensorrt": (Precision.TF32, Precision.FP16),  # it cannot be told to leave TF32 out
+}
+"""What the GPU's providers of ONNX Runtime run."""
+
+WEIGHT_QUANTIZERS: Mapping[str, Literal["onnxruntime", "nncf"]] = {"onnxruntime": "onnxruntime", "openvino": "nncf"}
+"""Per backend that takes weights in 4 or 8 bits beside float activations: who makes them."""
+
+USUAL_BLOCK = 32
+"""Weights per scale where the plan does not say: the smallest, which loses least."""
+
+
+def default_candidates(
+    targets: Mapping[str, Target],
+    calibrated: bool,
+    given: Precision | None = None,
+    providers: Collection[OrtProvider] = (),
+) -> tuple[CandidateConfig, ...]:
+    """All that is worth trying on this host: every backend that is here, in every precision that it really runs.
+
+    Of a model that brings its own Q/DQ it is `given`, the precision of those, on every backend that has it.
+    `providers` are those of ONNX Runtime that use a GPU.
+    """
+    if given:
+        quantised = [name for name in targets if name != "torch"]
+        able = [name for name in quantised if given is Precision.INT8 or name == "tensorrt"]
+        return tuple(CandidateConfig(backend=name, precision=given) for name in (["tensorrt"] if "tensorrt" in able else able))
+    if on_gpu := _gpu_candidates(targets, calibrated, providers):
+        return on_gpu
+    candidates = []
+    for backend in ("onnxruntime", "openvino"):
+        if backend not in targets:
+            continue
+        candidates.append(CandidateConfig(backend=backend, precision=Precision.FP32))
+        if backend == "openvino" and BF16_FLAGS & set(targets[backend].cpu_flags):
+            candidates.append(CandidateConfig(backend=backend, precision=Precision.BF16))
+        if calibrated:
+            candidates += _int8_candidates(backend)
+    return tuple(candidates)
+
+
+def _int8_candidates(backend: str) -> list[CandidateConfig]:
+    if backend == "onnxruntime":
+        return [CandidateConfig(backend=backend, precision=Precision.INT8, keep_fp32="auto")]
+    return [
+        CandidateConfig(backend=backend, precision=Precision.INT8, activation="uint8", keep_fp32="auto"),
+        CandidateConfig(backend=backend, precision=Precision.INT8, activation="int8", keep_fp32="auto"),
+        CandidateConfig(backend=backend, precision=Precision.INT8, quantizer="nncf"),
+    ]
+
+
+def _gpu_candidates(
+    targets: Mapping[str, Target],
+    calibrated: bool,
+    providers: Collection[OrtProvider],
+) -> tuple[CandidateConfig, ...]:
+    """What is tried on a GPU; empty where no backend uses one."""
+    candidates = (
+        list(
+            _tensorrt_candidates(targets["tensorrt"], calibrated),
+        )
+        if "tensorrt" in targets
+        else []
+    )
+    torch = targets.get("torch")
+    if torch and torch.compute_capability:
+        candidates += [
+            CandidateConfig(
+                backend="torch",
+                precision=each,
+                form="aoti",
+            )
+            for each in _floats(torch)
+        ]
+    for provider in providers:
+        candidates += [
+            CandidateConfig(
+                backend="onnxruntime",
+                precision=each,
+                provider=provider,
+            )
+            for each in PROVIDER_PRECISIONS[provider]
+        ]
+    return tuple(candidates)
+
+
+def _tensorrt_candidates(target: Target, calibrated: bool) -> tuple[CandidateConfig, ...]:
+    """All floats, and both ways to int8 where there is calibration data.
+
+    TensorRT 11 and later know no implicit int8.
+    """
+    precisions = _floats(target)
+    candidates = [CandidateConfig(backend="tensorrt", precision=precision) for precision in precisions]
+    if calibrated:
+        candidates.append(CandidateConfig(backend="tensorrt", precision=Precision.INT8, keep_fp32="auto"))
+    if calibrated and int(target.version.split(".")[0]) < 11:
+        candidates.append(CandidateConfig(backend="tensorrt", precision=Precision.INT8, realised_in="flags"))
+    return tuple(candidates)
+
+
+def _floats(target: Target) -> list[Precision]:
+    """The floating-point precisions of a GPU; tf32 and bf16 come with Ampere."""
+    return [each for each in FLOATS if each not in FROM_AMPERE or _generation(target) >= AMPERE]
+
+
+def _generation(target: Target) -> tuple[int, ...]:
+    return tuple(int(part) for part in (target.compute_capability or "0.0").split("."))
+
+
+def recipes_from_candidate(
+    candidate: CandidateConfig, target: Target, plan: Plan, calibrated: bool, given: Precision | None = None
+) -> tuple[Recipe, ...]:
+    """A full recipe for every combination of the methods and switches that a candidate names, each once; PlanError as below."""
+    asked = (candidate,) if given else expand(candidate)  # a model's own Q/DQ leave nothing to combine
+    return distinct(recipe_from_candidate(each, target, plan, calibrated, given) for each in asked)
+
+
+def expand(candidate: CandidateConfig) -> tuple[CandidateConfig, ...]:
+    """The candidates that one stands for: the methods in the order of the plan, under each all combinations of the switches.
+
+    PlanError where a choice would change nothing, or where there are too many.
+    """
+    methods = tuple(dict.fromkeys(candidate.method))
+    switches = {name: tuple(dict.fromkeys(values)) for name, values in candidate.placement}
+    _check_choices(candidate, len(methods) > 1, [name for name, values in switches.items() if len(values) > 1])
+    count = len(methods) * math.prod(map(len, switches.values()))
+    if count > MOST_RECIPES:
+        said = f"candidate '{candidate.backend} {candidate.precision}' stands for {count} engines, expected at most {MOST_RECIPES}"
+        raise PlanError(said, "name fewer methods, or fewer switches of `placement` with both values: each engine is built, checked and measured")
+    placements = [dict(zip(switches, values, strict=True)) for values in itertools.product(*switches.values())]
+    return tuple(
+        candidate.model_copy(update={"method": (method,), "placement": PlacementConfig.model_validate(placement)})
+        for method in methods
+        for placement in placements
+    )
+
+
+def _check_choices(candidate: CandidateConfig, methods: bool, switches: Sequence[str]) -> None:
+    """PlanError for a list of methods or values where all would give the same engine."""
+    precision, quantizer = candidate.precision, candidate.quantizer
+    in_flags = candidate.realised_in == "flags"
+    by_itself = f"the quantizer `{quantizer}`" if quantizer != "crucible" else "TensorRT's own calibrator (`realised_in: flags`)" if in_flags else ""
+    why = "" if precision is Precision.INT8 else f"{precision} has none"
+    no_method = why or (f"{by_itself} chooses ranges by itself" if quantizer == "nncf" else "")
+    no_switch = why or (f"{by_itself} places Q/DQ by itself" if by_itself else "")
+    for asked, key, reason in ((methods, "method", no_method), (bool(switches), f"placement.{', '.join(switches)}", no_switch)):
+        if asked and reason:
+            raise PlanError(f"candidate '{candidate.backend} {precision}': a list under `{key}` changes nothing: {reason}", "give one value, or none")
+
+
+def recipe_from_candidate(candidate: CandidateConfig, target: Target, plan: Plan, calibrated: bool, given: Precision | None = None) -> Recipe:
+    """The full recipe for this host, with the first of methods and switches where several are named.
+
+    PlanError if int8 is asked for without calibration data, or something that only another backend has.
+    `given` is the precision of the Q/DQ that the model brings; PlanError for a candidate that would be called by another.
+    """
+    backend, precision = candidate.backend, candidate.precision
+    in_flags = candidate.realised_in == "flags"
+    _check_for_backend(candidate)
+    _check_program(candidate, plan)
+    _check_provider(candidate)
+    if given:
+        _check_given(candidate, given)
+    _check_kept(candidate)
+    base = Recipe(
+        backend=backend,
+        precision=precision,
+        realised_in="flags" if in_flags else realised_in(backend, precision),
+        form=candidate.form or ("aoti" if backend == "torch" else None),
+        mode=candidate.mode,
+        provider=candidate.provider,
+        keep_fp32=() if candidate.keep_fp32 == "auto" else candidate.keep_fp32,
+        keep_worst=candidate.keep_fp32 == "auto",
+        compute_capability=candidate.compute_capability,
+        hardware_compatible=candidate.hardware_compatible,
+        version_compatible=candidate.version_compatible,
+    )
+    if given:
+        return base.model_copy(update={"quantizer": "given", "rest": _rest(backend)})
+    if candidate.weight_only or precision is Precision.INT4:
+        return _weight_only(base, candidate)
+    if candidate.smooth_quant is not None and (precision, candidate.quantizer) != (Precision.INT8, "nncf"):
+        said = f"candidate '{backend} {precision}': only NNCF in int8 has `smooth_quant`"
+        raise PlanError(said, "leave it out, or take openvino in int8 with `quantizer: nncf`")
+    if precision not in (Precision.INT8, Precision.FP8):
+        return base
+    if not calibrated:
+        raise PlanError(
+            f"candidate '{backend} {precision}' needs calibration data, the plan has none",
+            f"give data.calibration, or leave {precision} out of `candidates`",
+        )
+    quantizer = "modelopt" if precision is Precision.FP8 and candidate.quantizer == "crucible" else candidate.quantizer
+    if quantizer != "crucible" and backend != QUANTIZER_BACKENDS[quantizer]:
+        only = QUANTIZER_BACKENDS[quantizer]
+        raise PlanError(f"candidate '{backend} {precision}': the quantizer `{quantizer}` is for {only} only", f"leave it out, or take {only}")
+    not_asked = quantizer == "nncf" or precision is Precision.FP8  # they choose ranges by themselves
+    return base.model_copy(
+        update={
+            "method": None if not_asked else resolve_method(candidate.method[0], plan.calibration.language_model),
+            "try_methods": not not_asked and candidate.method[0] == "auto",
+            "activation": _activation(candidate),
+            "weight_bits": candidate.weight_bits or weight_bits(target),
+            "quantizer": quantizer,
+            "smooth_quant": candidate.smooth_quant,
+            "placement": Placement.model_validate({name: values[0] for name, values in candidate.placement}),
+            "rest": _rest(backend),
+        }
+    )
+
+
+def _weight_only(base: Recipe, candidate: CandidateConfig) -> Recipe:
+    """The recipe of few bits in the weights alone, which needs no data; PlanError for a backend without, or for a key that says nothing here."""
+    asked = f"candidate '{base.backend} {base.precision}', weights only"
+    if base.precision not in (Precision.INT4, Precision.INT8):
+        raise PlanError(f"{asked}: weights alone have 4 or 8 bits, not {base.precision}", "take int4 or int8, or leave `weight_only` out")
+    if base.backend not in WEIGHT_QUANTIZERS:
+        raise PlanError(
+            f"{asked}: not made for {base.backend}, only for {' and '.join(WEIGHT_QUANTIZERS)}", "take one of these, or another precision"
+        )
+    quantizer = WEIGHT_QUANTIZERS[base.backend]
+    allowed = {"quantizer": ("crucible", quantizer), "activation": ("auto", "int8") if base.backend == "onnxruntime" else ("auto",)}
+    for key in ("method", "activation", "weight_bits", "quantizer", "placement", "smooth_quant", "realised_in"):
+        value = getattr(candidate, key)
+        if value not in allowed.get(key, (CandidateConfig.model_fields[key].default,)):
+            said = value if isinstance(value, str | int) else ", ".join(map(str, value)) if isinstance(value, tuple) else "..."
+            raise PlanError(f"{asked}: `{key}: {said}` says nothing here", f"leave `{key}` out; docs/accuracy.md tells what weights alone have")
+    if candidate.block_size and (base.backend, base.precision) == ("openvino", Precision.INT8):
+        raise PlanError(f"{asked}: NNCF gives 8-bit weights one scale per output channel, no blocks", "leave `block_size` out, or take int4")
+    in_blocks = base.backend == "onnxruntime" or base.precision is Precision.INT4
+    return base.model_copy(
+        update={
+            "weight_only": True,
+            "block_size": candidate.block_size or (USUAL_BLOCK if in_blocks else 0),
+            "quantizer": quantizer,
+            "activation": "int8" if candidate.activation == "int8" else "float",
+        }
+    )
+
+
+def _rest(backend: str) -> Precision:
+    """What is not quantised: TensorRT strongly typed is slower than fp16 where the rest is fp32."""
+    return Precision.FP16 if backend.startswith("tensorrt") else Precision.FP32
+
+
+def _check_given(candidate: CandidateConfig, given: Precision) -> None:
+    """PlanError for a candidate of a model with its own Q/DQ that asks for another precision, or for what Q/DQ decide already."""
+    who = f"candidate '{candidate.backend} {candidate.precision}'"
+    if candidate.precision is not given:
+        said = f"{who}: the model brings its own Q/DQ, so it would run {given} under the name of {candidate.precision}"
+        raise PlanError(said, f"ask for `precision: {given}`, or give the model without Q/DQ")
+    unused = CandidateConfig(backend=candidate.backend, precision=given)
+    decided = ["method", "activation", "weight_bits", "realised_in", "quantizer", "placement", "weight_only", "block_size", "smooth_quant"]
+    decided += [] if candidate.backend.startswith("tensorrt") and candidate.keep_fp32 != "auto" else ["keep_fp32"]
+    if asked := [key for key in decided if getattr(candidate, key) != getattr(unused, key)]:
+        raise PlanError(f"{who}: the model brings its own Q/DQ, which decide `{asked[0]}`", f"leave `{asked[0]}` out, or give the model without Q/DQ")
+
+
+def _check_for_backend(candidate: CandidateConfig) -> None:
+    """PlanError for what the backend of a candidate would ignore, though its label would claim it."""
+    backend, precision = candidate.backend, candidate.precision
+    if candidate.block_size and not candidate.weight_only and precision is not Precision.INT4:
+        raise PlanError(f"candidate '{backend} {precision}': only weights alone come in blocks", "leave `block_size` out, or add `weight_only: true`")
+    by_itself = "the quantizer `nncf`" if candidate.quantizer == "nncf" else "ModelOpt's fp8" if precision is Precision.FP8 else ""
+    if by_itself and candidate.method != ("auto",):
+        raise PlanError(f"candidate '{backend} {precision}': {by_itself} chooses ranges by itself", "leave `method` out")
+    if by_itself and candidate.placement != PlacementConfig():
+        raise PlanError(f"candidate '{backend} {precision}': {by_itself} places Q/DQ by itself", "leave `placement` out")
+    if precision is Precision.FP8 and candidate.activation != "auto":
+        raise PlanError(f"candidate '{backend} {precision}': fp8 has one form of activations", "leave `activation` out")
+    if backend == "tensorrt":
+        return
+    foreign = {key: key for key in FOR_TENSORRT if getattr(candidate, key)}
+    foreign |= {"realised_in": "realised_in: flags"} if candidate.realised_in == "flags" else {}
+    for key, asked in foreign.items():
+        raise PlanError(f"candidate '{backend} {precision}': only TensorRT has `{asked}`", f"leave `{key}` out, or take tensorrt")
+    if precision is Precision.FP8:
+        raise PlanError(f"candidate '{backend} {precision}': only TensorRT has fp8", "take int8, or tensorrt")
+    if candidate.compute_capability and backend != "tensorrt_rtx":
+        said = f"candidate '{backend} {precision}': `compute_capability` names a GPU, and {backend} builds for this CPU"
+        raise PlanError(said, "leave `compute_capability` out, or take tensorrt_rtx")
+
+
+def _check_program(candidate: CandidateConfig, plan: Plan) -> None:
+    """PlanError for a PyTorch program of an ONNX file, or for what only such programs have."""
+    who, path = f"candidate '{candidate.backend} {candidate.precision}'", plan.model.path
+    if candidate.backend != "torch":
+        for key in ("form", "mode"):
+            if getattr(candidate, key):
+                raise PlanError(
+                    f"{who}: only torch has `{key}`",
+                    f"leave `{key}` out, or take torch",
+                )
+        return
+    if path is not None and path.suffix in ONNX_SUFFIXES:
+        said = f"{who}: the model is an ONNX file, which has no PyTorch program"
+        raise PlanError(said, "leave it out, or give the PyTorch model as `entrypoint` or .pt2")
+    unused = CandidateConfig(
+        backend="torch",
+        precision=candidate.precision,
+        form=candidate.form,
+        mode=candidate.mode,
+    )
+    for key in CandidateConfig.model_fields:
+        if getattr(candidate, key) != getattr(unused, key):
+            raise PlanError(
+                f"{who}: `{key}` says nothing of a PyTorch program, which is cast as a whole",
+                f"leave `{key}` out",
+            )
+
+
+def _check_provider(candidate: CandidateConfig) -> None:
+    """PlanError for a provider of another backend, or for a precision that it lacks."""
+    who, provider = f"candidate '{candidate.backend} {candidate.precision}'", candidate.provider
+    if provider == "cpu":
+        return
+    if candidate.backend != "onnxruntime":
+        raise PlanError(
+            f"{who}: only onnxruntime has `provider`",
+            "leave `provider` out, or take onnxruntime",
+        )
+    if candidate.precision not in PROVIDER_PRECISIONS[provider]:
+        known = ", ".join(PROVIDER_PRECISIONS[provider])
+        raise PlanError(
+            f"{who}: the provider {provider} is used in {known}",
+            "take one of these, or the backend tensorrt",
+        )
+
+
+def _check_kept(candidate: CandidateConfig) -> None:
+    """PlanError where `keep_fp32: auto` has nothing to choose from."""
+    if candidate.keep_fp32 != "auto":
+        return
+    name = f"candidate '{candidate.backend} {candidate.precision}'"
+    if candidate.precision in (Precision.FP32, Precision.TF32):
+        raise PlanError(f"{name}: `keep_fp32: auto` is for fp16, bf16 and int8", "leave `keep_fp32` out")
+    others = candidate.quantizer != "crucible" or candidate.precision in (Precision.FP8, Precision.INT4) or candidate.weight_only
+    if others or (candidate.precision is Precision.INT8 and candidate.realised_in == "flags"):
+        said = f"{name}: `keep_fp32: auto` looks at Crucible's own Q/DQ pairs, and here another library places them"
+        raise PlanError(said, "name the nodes in `keep_fp32`, or take `quantizer: crucible` and `realised_in: graph`")
+
+
+def distinct(recipes: Iterable[Recipe]) -> tuple[Recipe, ...]:
+    """Each recipe once, in order; what follows if it fails is what any of those that are alike says."""
+    follows: dict[Recipe, dict[str, bool]] = {}
+    for recipe in recipes:
+        asked = {name: bool(getattr(recipe, name)) for name in ("try_methods", "keep_worst")}
+        alike = recipe.model_copy(update=dict.fromkeys(asked, False))
+        known = follows.setdefault(alike, asked)
+        follows[alike] = {name: known[name] or value for name, value in asked.items()}
+    return tuple(alike.model_copy(update=asked) for alike, asked in follows.items())
+
+
+def realised_in(backend: str, precision: Precision) -> Literal["graph", "runtime"]:
+    """Whether a precision is written into the graph, or told to the backend."""
+    told = precision is Precision.TF32 or (backend, precision) == ("openvino", Precision.BF16)
+    return "runtime" if told or backend == "torch" else "graph"
+
+
+def resolve_method(method: str, language_model: bool) -> CalibrationMethod:
+    """What `auto` tries first: min-max for language models, whose outliers carry meaning, else entropy."""
+    if method != "auto":
+        return CalibrationMethod(method)
+    return CalibrationMethod.MINMAX if language_model else CalibrationMethod.ENTROPY
+
+
+def weight_bits(target: Target) -> int:
+    """7 on an x86 CPU whose 8-bit dot product adds pairs in 16 bits and can saturate there, else 8."""
+    on_cpu = target.compute_capability is None and bool(target.cpu_flags)
+    return 7 if on_cpu and not VNNI_FLAGS & set(target.cpu_flags) else 8
+
+
+def _activation(candidate: CandidateConfig) -> str:
+    if candidate.activation != "auto":
+        return candidate.activation
+    return "int8" if candidate.backend.startswith("tensorrt") else "uint8"
+
+
+def missing_backend_note(backend: str, reason: str) -> Note:
+    return Note(stage="candidates", text=f"{backend} is left out: {reason}", level="info")
+
+
+# -- baselines ---------------------------------------------------------------------------------
+
+AS_GIVEN = "as given"
+"""Variant of a recipe: the user's ONNX file as it is."""
+
+BEST_MODES: tuple[CompileMode | None, ...] = (None, "reduce-overhead", "max-autotune")
+FOR_GPUS = ("reduce-overhead",)  # on a CPU there are no launches to save
+LOW = (Precision.FP16, Precision.BF16)
+
+
+def baseline_recipes(
+    names: Sequence[str],
+    target: Target,
+    castable: bool = True,
+) -> tuple[Recipe, ...]:
+    """What the user of a PyTorch model has today, by the plan's names: eager in fp32 first.
+
+    `castable`: whether the module can be cast to 16 bits. PlanError for what it cannot be.
+    """
+    every = (
+        "eager",
+        *itertools.chain.from_iterable(
+            _named(
+                name,
+                target,
+                castable,
+            )
+            for name in names
+        ),
+    )
+    return tuple(dict.fromkeys(_baseline(name, target, castable) for name in every))
+
+
+def _named(name: str, target: Target, castable: bool) -> tuple[str, ...]:
+    """What `default` and `best` stand for on this device; any other name stands for itself."""
+    if name not in ("default", "best"):
+        return (name,)
+    floats = _floats(target) if target.compute_capability else [Precision.FP32]
+    able = [each for each in floats if castable or each not in LOW]
+    plain = [f"eager {each}" for each in able if each is not Precision.BF16]
+    if name == "default":
+        return tuple(plain)
+    fast = able[1:] or able
+    modes = [mode for mode in BEST_MODES if target.compute_capability or mode not in FOR_GPUS]
+    return (
+        *plain,
+        *(
+            " ".join(
+                ["compile", *([mode] if mode else []), each],
+            )
+            for mode in modes
+            for each in fast
+        ),
+    )
+
+
+def _baseline(name: str, target: Target, castable: bool) -> Recipe:
+    match = BASELINE.fullmatch(name)
+    assert match is not None  # the plan was checked
+    kind, mode, asked = match[1].split()[0], match[2], match[3]
+    precision = Precision(asked or Precision.FP32)
+    if precision is Precision.TF32 and not target.compute_capability:
+        raise PlanError(
+            f"benchmark.baselines: '{name}' needs an NVIDIA GPU, and PyTorch runs on the CPU here",
+            f"leave '{name}' out",
+        )
+    if precision in LOW and not castable:
+        said = f"benchmark.baselines: '{name}': the graph has its own dtypes: it cannot be cast"
+        raise PlanError(
+            said,
+            f"leave '{name}' out, or give a module without quantisation as `entrypoint`",
+        )
+    return Recipe.model_validate(
+        {"backend": "pytorch", "precision": precision, "variant": kind, "mode": mode},
+    )
+
+
+def call_of(baseline: Recipe) -> str:
+    """How the user of a PyTorch model calls a baseline."""
+    casts = {Precision.FP16: "module.half()", Precision.BF16: "module.bfloat16()"}
+    module = casts.get(baseline.precision, "module")
+    mode = f', mode="{baseline.mode}"' if baseline.mode else ""
+    calls = {
+        "eager": f"{module}(...)",
+        "traced": f"torch.jit.optimize_for_inference(torch.jit.trace({module}, ...))",
+        "compile": f"torch.compile({module}{mode})",
+    }
+    tf32 = 'torch.set_float32_matmul_precision("high"); '
+    return (tf32 if baseline.precision is Precision.TF32 else "") + calls[baseline.variant]
+
+
+def cpu_recipe_as_given(given: Precision | None) -> Recipe:
+    """What ONNX Runtime makes of an ONNX file on the CPU; Q/DQ in 8-bit integers run as such."""
+    if given is Precision.INT8:
+        return Recipe(backend="onnxruntime", precision=given, quantizer="given", variant=AS_GIVEN)
+    return Recipe(backend="onnxruntime", precision=Precision.FP32, variant=AS_GIVEN)
+
+
+def gpu_recipes_as_given(
+    given: Precision | None,
+    tensorrt: Target | None,
+    providers: Collection[OrtProvider],
+) -> tuple[Recipe, ...]:
+    """What a GPU makes of an ONNX file as it is: TensorRT's engine, and ONNX Runtime's CUDA.
+
+    TensorRT builds as trtexec does, with TF32, or by the Q/DQ that the file brings.
+    """
+    recipes = []
+    if tensorrt and given:
+        recipes.append(
+            Recipe(backend="tensorrt", precision=given, quantizer="given", variant=AS_GIVEN),
+        )
+    elif tensorrt:
+        precision = Precision.TF32 if Precision.TF32 in _floats(tensorrt) else Precision.FP32
+        recipes.append(
+            Recipe(
+                backend="tensorrt",
+                precision=precision,
+                realised_in=realised_in("tensorrt", precision),
+                variant=AS_GIVEN,
+            ),
+        )
+    if "cuda" in providers and not given:
+        recipes.append(
+            Recipe(
+                backend="onnxruntime",
+                precision=Precision.TF32,
+                realised_in="runtime",
+                provider="cuda",
+                variant=AS_GIVEN,
+            ),
+        )
+    return tuple(recipes)
+
+
+def deliverable_recipe(baseline: Recipe) -> Recipe:
+    """The engine that a baseline is delivered as: of PyTorch's a program, else what it is."""
+    if baseline.backend != "pytorch":
+        return baseline
+    form = "compile" if baseline.variant == "compile" else "exported"
+    return Recipe.model_validate(
+        {
+            "backend": "torch",
+            "precision": baseline.precision,
+            "realised_in": "runtime",
+            "form": form,
+            "mode": baseline.mode,
+        },
+    )

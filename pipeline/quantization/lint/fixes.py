@@ -1,0 +1,251 @@
+"""Rewrites of a quantised graph that leave its arithmetic as it is: what `crucible lint --fix` does. Every grid stays as it was trained.
+
+Why each is exact: an int8 value q and the uint8 value q + 128 are the same number; rounding to a grid that holds zero commutes with Relu and
+with what moves values; what lies on a grid is not moved by rounding to the same grid. A batch norm whose factor cancels is left as a bias, equal
+but for the last bits of fp32. `pipeline.cli.lint` runs the graph before and after.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from pipeline.quantization.existing_qdq import QDQ
+from pipeline.quantization.insert_qdq import drop_unread
+from pipeline.quantization.lint.qdq_view import (
+    Pair,
+    View,
+    can_pass,
+    can_precede,
+    equal_quantizers,
+    folded_bias,
+    moved_pair,
+    norms_behind,
+    only_pairs,
+    relus_in_floats,
+    repeated,
+)
+from pipeline.quantization.lint.rules import TENSORRT
+
+
+def mend(proto: onnx.ModelProto, backend: str, rules: Collection[str] = ()) -> Counter[str]:
+    """Apply every fix for `backend` (of these rules only, if any are named), in place, until none has anything left to do.
+
+    Returns how often each was applied. Node names must be unique.
+    """
+    done: Counter[str] = Counter()
+    for rule, (fix, backends) in FIXES.items():
+        while backend in backends and (not rules or rule in rules) and fix(View(proto.graph)):
+            done[rule] += 1
+    drop_unread(proto.graph)
+    del proto.graph.value_info[:]  # types that were true before
+    return done
+
+
+def fold_norm(view: View) -> bool:
+    """A batch norm behind a quantised convolution becomes its bias, where the norm's factor only undoes that of a division before it."""
+    for node in view.weighted():
+        bias = folded_bias(view, node)
+        if bias is not None:
+            chain = norms_behind(view, node)
+            name = _fresh(view, f"{node.name}_bias")
+            view.graph.initializer.append(numpy_helper.from_array(bias.astype(np.float32), name))
+            del node.input[2:]
+            node.input.append(name)
+            node.output[0] = chain[-1].output[0]
+            _remove(view, chain)
+            return True
+    return False
+
+
+def fold_weight(view: View) -> bool:
+    """The Q of a constant weight is computed now, as ONNX defines it."""
+    for dq in view.weights.values():
+        q = view.makers.get(dq.input[0])
+        scale = view.scale(q) if q is not None else None
+        if q is None or scale is None or q.input[0] not in view.constants or view.dtype(q) not in ("int8", "uint8"):
+            continue
+        values = numpy_helper.to_array(view.constants[q.input[0]]).astype(np.float32)
+        axis = next((int(each.i) for each in q.attribute if each.name == "axis"), 1)
+        shape = [-1 if place == axis % values.ndim else 1 for place in range(values.ndim)] if scale.size > 1 else []
+        rounded = np.rint(values / scale.astype(np.float32).reshape(shape)) + view.zero(q).reshape(shape if view.zero(q).size > 1 else [])
+        limits = np.iinfo(view.dtype(q))
+        view.graph.initializer.append(numpy_helper.from_array(np.clip(rounded, limits.min, limits.max).astype(view.dtype(q)), q.output[0]))
+        _remove(view, [q])
+        return True
+    return False
+
+
+def fold_bias(view: View) -> bool:
+    """A quantised bias becomes the floats that it stands for."""
+    for node in view.weighted():
+        dq = view.weights.get(node.input[2]) if len(node.input) > 2 else None
+        weight, scale = (None, None) if dq is None else (view.constants.get(dq.input[0]), view.scale(dq))
+        if weight is None or scale is None:
+            continue
+        name = _fresh(view, f"{node.name}_bias")
+        integers = numpy_helper.to_array(weight).astype(np.float32)
+        view.graph.initializer.append(numpy_helper.from_array(np.asarray(integers * scale.astype(np.float32), np.float32), name))
+        node.input[2] = name
+        assert dq is not None
+        if len(view.readers[dq.output[0]]) == 1:
+            _remove(view, [dq])
+        return True
+    return False
+
+
+def to_signed(view: View) -> bool:
+    """uint8 with zero point 128 becomes int8 with zero point 0, for all Q and DQ at once, since they share tensors."""
+    mine = [node for node in view.graph.node if node.op_type in QDQ and view.dtype(node) == "uint8" and (view.zero(node) == 128).all()]
+    mine = [node for node in mine if len(node.input) > 2 and _whole(view, node)]
+    if not mine:
+        return False
+    for node in mine:
+        zero = _fresh(view, f"{node.name}_zero")
+        view.graph.initializer.append(numpy_helper.from_array(np.zeros(view.zero(node).shape, np.int8), zero))
+        weight = view.constants.get(node.input[0]) if node.op_type == QDQ[1] else None
+        if weight is not None:
+            name = _fresh(view, f"{node.input[0]}_signed")
+            view.graph.initializer.append(numpy_helper.from_array((numpy_helper.to_array(weight).astype(np.int16) - 128).astype(np.int8), name))
+            node.input[0] = name
+        node.input[2] = zero
+    return True
+
+
+def to_unsigned(view: View) -> bool:
+    """Where several operators read one, int8 activations become uint8 with 128 added to the zero point, all at once; weights stay int8."""
+    mine = [pair for pair in view.pairs.values() if view.dtype(pair.q) == "int8" == view.dtype(pair.dq) and only_pairs(view, pair)]
+    if not any(len(view.readers[pair.dq.output[0]]) > 1 for pair in mine):
+        return False
+    for node in {id(node): node for pair in mine for node in (pair.q, pair.dq)}.values():
+        name = _fresh(view, f"{node.name}_zero")
+        view.graph.initializer.append(numpy_helper.from_array((view.zero(node) + 128).astype(np.uint8), name))
+        del node.input[2:]
+        node.input.append(name)
+    return bool(mine)
+
+
+def _whole(view: View, node: onnx.NodeProto) -> bool:
+    """Whether all that share the integers of this Q or DQ are Q and DQ of the same kind."""
+    name = node.output[0] if node.op_type == QDQ[0] else node.input[0]
+    around = [*view.readers[name], *([view.makers[name]] if name in view.makers else [])]
+    alike = all(each.op_type in QDQ and view.dtype(each) == "uint8" and (view.zero(each) == 128).all() for each in around)
+    return alike and name not in view.outputs and (name in view.constants or name in view.makers)
+
+
+def pass_relu(view: View) -> bool:
+    """A pair between an operator and its Relu moves behind the Relu."""
+    for node in view.weighted():
+        for pair in view.pairs_on(node.output[0]):
+            relu = next(iter(view.readers[pair.dq.output[0]]), None)
+            if relu is None or not can_pass(view, pair, relu):
+                continue
+            relu.input[0], result = node.output[0], relu.output[0]
+            relu.output[0] = pair.q.input[0] = _fresh(view, f"{result}_float")
+            pair.dq.output[0] = result
+            _in_order(view, [relu, pair.q, pair.dq])
+            return True
+    return False
+
+
+def drop_repeated(view: View) -> bool:
+    """A pair that changes nothing goes."""
+    for name, pair in view.pairs.items():
+        if repeated(view, pair) is not None and name not in view.outputs:
+            for node in view.readers[name]:
+                node.input[:] = [pair.q.input[0] if each == name else each for each in node.input]
+            _remove(view, [pair.dq, *([pair.q] if len(view.readers[pair.q.output[0]]) == 1 else [])])
+            return True
+    return False
+
+
+def share_q(view: View) -> bool:
+    """One Q for all that quantise a tensor alike."""
+    for first, *others in equal_quantizers(view):
+        for other in others:
+            for node in view.readers[other.output[0]]:
+                node.input[:] = [first.output[0] if each == other.output[0] else each for each in node.input]
+        if not any(view.outputs.intersection(other.output) for other in others):
+            _remove(view, others)
+            return True
+    return False
+
+
+def repeat_before(view: View) -> bool:
+    """The pair behind a Relu is written before it too, so that the convolution gives 8 bits and the Relu alone runs in floats."""
+    for _, relu, pair in relus_in_floats(view):
+        if can_precede(view, relu, pair):
+            _add_pair(view, relu, 0, pair)
+            return True
+    return False
+
+
+def repeat_behind(view: View) -> bool:
+    """The pair before what moves values is written behind it too, where a quantised operator reads the moved values."""
+    for node in view.weighted():
+        for index, name in enumerate(node.input[:2]):
+            pair = moved_pair(view, name) if name not in view.pairs and any(each in view.weights for each in node.input[:2]) else None
+            if pair is not None:
+                _add_pair(view, node, index, pair)
+                return True
+    return False
+
+
+FIXES: dict[str, tuple[Callable[[View], bool], tuple[str, ...]]] = {
+    "weight-in-floats": (fold_weight, ("onnxruntime", "openvino", *TENSORRT)),
+    "norm-after": (fold_norm, ("onnxruntime", "openvino", *TENSORRT)),
+    "between-fused": (pass_relu, ("openvino", *TENSORRT)),
+    "signed-relu": (repeat_before, ("onnxruntime",)),
+    "signed-shared": (to_unsigned, ("onnxruntime",)),
+    "zero-point": (to_signed, TENSORRT),
+    "quantised-bias": (fold_bias, TENSORRT),
+    "split-q": (share_q, ("onnxruntime", "openvino", *TENSORRT)),
+    "pair-before-mover": (repeat_behind, ("onnxruntime",)),
+    "duplicate-pair": (drop_repeated, ("openvino", *TENSORRT)),
+}
+"""Each fix, by the rule that it mends, and the backends that gain by it, in the order in which they are applied."""
+
+
+def _fresh(view: View, name: str) -> str:
+    taken = {each for node in view.graph.node for each in (*node.input, *node.output, node.name)} | {tensor.name for tensor in view.graph.initializer}
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _add_pair(view: View, node: onnx.NodeProto, index: int, pair: Pair) -> None:
+    """An input of a node quantised as by `pair`."""
+    name, parameters = node.input[index], list(pair.q.input[1:])
+    quantised, dequantised = _fresh(view, f"{name}_q"), _fresh(view, f"{name}_dq")
+    node.input[index] = dequantised
+    place = [each.name for each in view.graph.node].index(node.name)
+    view.graph.node.insert(place, onnx.helper.make_node(QDQ[1], [quantised, *parameters], [dequantised], name=dequantised))
+    view.graph.node.insert(place, onnx.helper.make_node(QDQ[0], [name, *parameters], [quantised], name=quantised))
+
+
+def _remove(view: View, nodes: list[onnx.NodeProto]) -> None:
+    names = {node.name for node in nodes}
+    stay = [node for node in view.graph.node if node.name not in names]
+    del view.graph.node[:]
+    view.graph.node.extend(stay)
+
+
+def _in_order(view: View, nodes: list[onnx.NodeProto]) -> None:
+    """Put these nodes, in this order, where the last of them stood."""
+    names = [node.name for node in nodes]
+    copies = [onnx.NodeProto() for _ in nodes]
+    for copy, node in zip(copies, nodes, strict=True):
+        copy.CopyFrom(node)
+    last = max(place for place, node in enumerate(view.graph.node) if node.name in names)
+    ordered = [node for place, node in enumerate(view.graph.node) if node.name not in names or place == last]
+    place = next(place for place, node in enumerate(ordered) if node.name in names)
+    ordered[place : place + 1] = copies
+    whole = [onnx.NodeProto() for _ in ordered]
+    for copy, node in zip(whole, ordered, strict=True):
+        copy.CopyFrom(node)
+    del view.graph.node[:]
+    view.graph.node.extend(whole)

@@ -1,0 +1,243 @@
+"""A graph read through its own Q/DQ pairs: which node reads what in 8 bits, and what it would read without the pairs. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from pipeline.onnx_graph.graph import type_name
+from pipeline.quantization.existing_qdq import QDQ, Scale, constants_of, is_constant, quantised_type
+from pipeline.quantization.placement import FUSED_AFTER, SAME_SCALE, WEIGHTED, Wiring
+
+CANCELS = 1e-5  # how far from 1 a factor may be that is 1 but for rounding
+NORMS = frozenset({"Div", "Mul", "Add", "Sub", "BatchNormalization"})
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Quantise and dequantise, of an activation."""
+
+    q: onnx.NodeProto
+    dq: onnx.NodeProto
+
+
+class View:
+    """A quantised graph: its pairs, its quantised weights, and how it is wired without them. Node names must be unique."""
+
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self.graph = graph
+        self.constants = constants_of(graph)
+        self.makers = {name: node for node in graph.node for name in node.output}
+        self.outputs = {value.name for value in graph.output}
+        self.readers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
+        for node in graph.node:
+            for name in node.input:
+                self.readers[name].append(node)
+        self.pairs: dict[str, Pair] = {}  # by the output of the DQ
+        self.weights: dict[str, onnx.NodeProto] = {}  # DQ of a constant, by its output
+        for node in graph.node:
+            if node.op_type == QDQ[1]:
+                self._enter(node)
+        self.floats = Wiring(self._without_pairs())
+
+    def _enter(self, dq: onnx.NodeProto) -> None:
+        q = self.makers.get(dq.input[0])
+        if is_constant(dq.input[0], self.graph, self.constants):
+            self.weights[dq.output[0]] = dq
+        elif q is not None and q.op_type == QDQ[0]:
+            self.pairs[dq.output[0]] = Pair(q, dq)
+
+    def _without_pairs(self) -> onnx.GraphProto:
+        """The graph as it was before quantisation, without the values of its constants."""
+        bare = onnx.GraphProto(input=self.graph.input, output=self.graph.output)
+        bare.initializer.extend(onnx.TensorProto(name=name, dims=tensor.dims) for name, tensor in self.constants.items())
+        bare.initializer.extend(onnx.TensorProto(name=name, dims=self.dims(dq)) for name, dq in self.weights.items())
+        hidden = {node.name for pair in self.pairs.values() for node in (pair.q, pair.dq)} | {dq.name for dq in self.weights.values()}
+        for node in self.graph.node:
+            if node.name not in hidden and node.op_type != "Constant":
+                copy = bare.node.add()
+                copy.CopyFrom(node)
+                copy.input[:] = [self.before(name) for name in node.input]
+        return bare
+
+    def before(self, name: str) -> str:
+        """The tensor that was quantised, where `name` is what a pair makes of it."""
+        while name in self.pairs:
+            name = self.pairs[name].q.input[0]
+        return name
+
+    def dims(self, dq: onnx.NodeProto) -> tuple[int, ...]:
+        """Shape of a quantised weight; of one that is computed, by the scale: rank 2 says that it is a weight."""
+        weight = self.weight(dq)
+        return tuple(weight.dims) if weight is not None else (1, 1)
+
+    def weight(self, dq: onnx.NodeProto) -> onnx.TensorProto | None:
+        """The constant behind a weight's DQ, and its Q where it has one; None if it is computed."""
+        maker = self.makers.get(dq.input[0])
+        name = maker.input[0] if maker is not None and maker.op_type == QDQ[0] else dq.input[0]
+        return self.constants.get(name)
+
+    def value(self, name: str) -> Scale:
+        """A constant."""
+        return np.asarray(numpy_helper.to_array(self.constants[name]), np.float64)
+
+    def scale(self, node: onnx.NodeProto) -> Scale | None:
+        """The scale of a Q or DQ; None if it is computed."""
+        tensor = self.constants.get(node.input[1])
+        return None if tensor is None else np.asarray(numpy_helper.to_array(tensor), np.float64)
+
+    def zero(self, node: onnx.NodeProto) -> Scale:
+        tensor = self.constants.get(node.input[2]) if len(node.input) > 2 else None
+        return np.zeros(()) if tensor is None else np.asarray(numpy_helper.to_array(tensor), np.float64)
+
+    def dtype(self, node: onnx.NodeProto) -> str:
+        return type_name(quantised_type(node, self.constants))
+
+    def same(self, one: onnx.NodeProto, other: onnx.NodeProto) -> bool:
+        """Whether two Q or DQ quantise alike."""
+        scales = self.scale(one), self.scale(other)
+        known = scales[0] is not None and scales[1] is not None and np.array_equal(scales[0], scales[1])
+        return known and np.array_equal(self.zero(one), self.zero(other)) and self.dtype(one) == self.dtype(other)
+
+    def weighted(self) -> Iterator[onnx.NodeProto]:
+        """Conv, Gemm and MatMul of the graph with its pairs, in order."""
+        yield from (node for node in self.graph.node if node.op_type in WEIGHTED)
+
+    def quantised(self, node: onnx.NodeProto) -> bool:
+        """Whether the data and the weight of a weighted operator are."""
+        return all(name in self.pairs or name in self.weights for name in node.input[:2])
+
+    def pairs_on(self, name: str) -> list[Pair]:
+        """The pairs that read this tensor."""
+        return [pair for pair in self.pairs.values() if pair.q.input[0] == name]
+
+
+# --- patterns ---
+
+
+def can_pass(view: View, pair: Pair, follower: onnx.NodeProto) -> bool:
+    """Whether a pair can stand behind `follower` as well: it is the only one to read the pair, and the pair alone reads what it quantises.
+
+    A Relu, like what moves values, commutes with rounding to a grid that holds zero.
+    """
+    alone = (
+        view.readers[pair.q.input[0]] == [pair.q] and view.readers[pair.q.output[0]] == [pair.dq] and view.readers[pair.dq.output[0]] == [follower]
+    )
+    scale = view.scale(pair.q)
+    return follower.op_type == "Relu" and alone and scale is not None and scale.size == 1 and not view.outputs.intersection(pair.dq.output)
+
+
+def relus_in_floats(view: View) -> Iterator[tuple[onnx.NodeProto, onnx.NodeProto, Pair]]:
+    """Quantised convolutions with a Relu or Clip before a pair whose lowest integer is not zero (seen in ONNX Runtime 1.31: no int8 kernel)."""
+    for node in view.weighted():
+        readers = view.readers[node.output[0]]
+        relu = readers[0] if len(readers) == 1 and readers[0].op_type in FUSED_AFTER and node.output[0] not in view.outputs else None
+        pairs = view.pairs_on(relu.output[0]) if relu is not None and node.op_type == "Conv" and view.quantised(node) else []
+        scale = view.scale(pairs[0].q) if pairs else None
+        lowest = -128 if pairs and view.dtype(pairs[0].q) == "int8" else 0
+        if relu is not None and scale is not None and scale.size == 1 and (view.zero(pairs[0].q) != lowest).any():
+            yield node, relu, pairs[0]
+
+
+def can_precede(view: View, relu: onnx.NodeProto, pair: Pair) -> bool:
+    """Whether a pair behind a Relu can stand before it as well: nothing else may read what the Relu makes, which would become coarser."""
+    return relu.op_type == "Relu" and view.readers[relu.output[0]] == [pair.q] and not view.outputs.intersection(relu.output)
+
+
+def only_pairs(view: View, pair: Pair) -> bool:
+    """Whether nothing but DQs reads the integers of a pair."""
+    name = pair.q.output[0]
+    return name not in view.outputs and all(node.op_type == QDQ[1] for node in view.readers[name])
+
+
+def norms_behind(view: View, node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    """Arithmetic with constants on the result of an operator, up to the first that is none."""
+    chain: list[onnx.NodeProto] = []
+    name = node.output[0]
+    while len(view.readers[name]) == 1 and name not in view.outputs:
+        reader = view.readers[name][0]
+        others = [each for each in reader.input if each != name]
+        if reader.op_type not in NORMS or not all(each in view.constants for each in others) or reader.input[0] != name:
+            break
+        chain.append(reader)
+        name = reader.output[0]
+    return chain
+
+
+def folded_bias(view: View, node: onnx.NodeProto) -> Scale | None:
+    """The bias of a quantised convolution with the batch norm behind it folded in; None if there is no norm, or it changes the weights too."""
+    chain = norms_behind(view, node)
+    given = node.input[2] if len(node.input) > 2 else ""
+    known = not given or given in view.constants
+    if node.op_type != "Conv" or not known or not view.quantised(node) or not any(each.op_type == "BatchNormalization" for each in chain):
+        return None
+    channels = view.dims(view.weights[node.input[1]])[0]
+    line = _as_line(view, chain, view.value(given) if given else np.zeros(channels))
+    return line[1] if line is not None and np.allclose(line[0], 1.0, rtol=0, atol=CANCELS) else None
+
+
+def _as_line(view: View, chain: list[onnx.NodeProto], bias: Scale) -> tuple[Scale, Scale] | None:
+    """Factor and summand per channel of all that the chain does to a result; None if something of it is not per channel."""
+    factor, summand = np.ones(bias.shape), bias.copy()
+    for node in chain:
+        values = [view.value(name) for name in node.input[1:]]
+        if node.op_type == "BatchNormalization":
+            gamma, beta, mean, variance = values
+            epsilon = next((attribute.f for attribute in node.attribute if attribute.name == "epsilon"), 1e-5)
+            gain = gamma / np.sqrt(variance + epsilon)
+            factor, summand = factor * gain, (summand - mean) * gain + beta
+            continue
+        if values[0].size > 1 and values[0].shape[-3:] != (bias.size, 1, 1):
+            return None
+        value = values[0].reshape(-1)
+        if node.op_type in ("Mul", "Div"):
+            value = value if node.op_type == "Mul" else 1 / value
+            factor, summand = factor * value, summand * value
+        else:
+            summand = summand + (value if node.op_type == "Add" else -value)
+    return factor, summand
+
+
+def repeated(view: View, pair: Pair) -> Pair | None:
+    """The pair whose values this one quantises again alike, directly or behind what moves values."""
+    for name in (pair.q.input[0], _moved(view, pair.q.input[0])):
+        before = view.pairs.get(name)
+        if before is not None and view.same(before.dq, pair.q):
+            return before
+    return None
+
+
+def _moved(view: View, name: str) -> str:
+    """The tensor whose values were moved, maybe several times, to make this one; empty if none were."""
+    moved = ""
+    while (maker := view.makers.get(moved or name)) is not None and maker.op_type in SAME_SCALE:
+        moved = maker.input[0]
+    return moved
+
+
+def moved_pair(view: View, name: str) -> Pair | None:
+    """The pair of one scale whose values were moved to make this tensor."""
+    pair = view.pairs.get(_moved(view, name))
+    scale = None if pair is None else view.scale(pair.dq)
+    return pair if scale is not None and scale.size == 1 else None
+
+
+def around_movers(view: View) -> Iterator[tuple[onnx.NodeProto, Pair, Pair]]:
+    """What moves values, with the pairs before and behind it."""
+    for node in view.graph.node:
+        if node.op_type in SAME_SCALE and node.input[0] in view.pairs:
+            yield from ((node, view.pairs[node.input[0]], pair) for pair in view.pairs_on(node.output[0]))
+
+
+def equal_quantizers(view: View) -> Iterator[list[onnx.NodeProto]]:
+    """Groups of Q that read one tensor and quantise alike."""
+    for name in list(view.readers):
+        quantizers = [node for node in view.readers[name] if node.op_type == QDQ[0] and node.input[0] == name]
+        twins = [node for node in quantizers if view.same(node, quantizers[0])]
+        if len(twins) > 1 and name not in view.constants:
+            yield twins

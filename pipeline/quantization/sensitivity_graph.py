@@ -1,0 +1,162 @@
+"""Two graphs that show what low precision does to a model, both computed in fp32, so that any CPU can run them.
+
+The lossy graph is the low one with every 16-bit tensor as an fp32 tensor that is rounded to 16 bits where it is made (Q/DQ pairs round already):
+what its tensors differ by from the model's has accumulated from the start. The other graph is the model itself; beside each node that runs low
+stands its shadow: the node of the lossy graph, with its own weights, on the model's exact values rounded as the node would read them. What a
+shadow differs by is that node's own loss, and not what the nodes before it have lost.
+
+Running the low graph as it is would not tell: ONNX Runtime computes most 16-bit nodes on a CPU in fp32, and drops Casts between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from onnx import TensorProto, numpy_helper
+
+from pipeline.onnx_graph.graph import opset_of
+from pipeline.quantization.half_precision import QUANTIZERS, flatten, raise_opset
+from pipeline.quantization.placement import SAME_SCALE
+
+FLOAT = TensorProto.FLOAT
+SIXTEEN_BITS = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
+ONLY_SHAPES = frozenset({"Shape", "Size"})
+
+
+@dataclass(frozen=True, slots=True)
+class Shadow:
+    """A node that runs low, and the tensors that tell about it: in the model, in the lossy graph, and beside the model."""
+
+    node: str
+    operator: str
+    tensors: tuple[str, ...]  # what it reads and writes, in the model
+    outputs: tuple[tuple[str, str, str], ...]  # each in the model, beside it, and in the lossy graph
+
+
+def source_as_converted(source: onnx.ModelProto, low: onnx.ModelProto) -> onnx.ModelProto:
+    """The fp32 model with the opset and the node names that it had when `low` was made of it; what is 16 bits in it, lifted to fp32."""
+    exact = flatten(raise_opset(source, opset_of(low)))
+    lift(exact)
+    return exact
+
+
+def add_shadows(exact: onnx.ModelProto, low: onnx.ModelProto, halves: Mapping[str, int]) -> tuple[Shadow, ...]:
+    """Make `low` the lossy graph and give `exact` the shadows of its low nodes, both in place. `halves`: the 16-bit tensors of `low`.
+
+    An 8-bit node that only moves bytes has no shadow: it loses what was lost before it.
+    """
+    quantised = {name for node in low.graph.node if node.op_type == "DequantizeLinear" for name in node.output}
+    names = {node.name for node in low.graph.node if _is_low(node, quantised, halves)}
+    round_16_bits(low, halves)
+    makers = {node.name: node for node in exact.graph.node}
+    drawer = _Drawer(exact.graph, low.graph)
+    shadows = []
+    for node in low.graph.node:
+        if node.name in names and node.name in makers:
+            drawer.draw(node)
+            real = makers[node.name]
+            outputs = tuple((ours, _beside(theirs), theirs) for ours, theirs in zip(real.output, node.output, strict=True) if ours)
+            shadows.append(Shadow(node.name, node.op_type, tuple(filter(None, (*real.input, *real.output))), outputs))
+    drawer.finish()
+    return tuple(shadows)
+
+
+def tensors_of_16_bits(proto: onnx.ModelProto) -> dict[str, int]:
+    """Names and types of all fp16 and bf16 tensors of the top level. Values of weights are not looked at."""
+    inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True).graph
+    types = {value.name: value.type.tensor_type.elem_type for value in (*inferred.value_info, *inferred.input, *inferred.output)}
+    types |= {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
+    return {name: kind for name, kind in types.items() if kind in SIXTEEN_BITS}
+
+
+def _is_low(node: onnx.NodeProto, quantised: set[str], halves: Mapping[str, int]) -> bool:
+    if node.op_type in QUANTIZERS | ONLY_SHAPES | {"Cast"}:
+        return False
+    reads_8_bits = not quantised.isdisjoint(node.input) and node.op_type not in SAME_SCALE
+    return reads_8_bits or any(name in halves for name in (*node.input, *node.output))
+
+
+def lift(proto: onnx.ModelProto) -> None:
+    """Make the 16-bit tensors of a graph fp32, in place; weights keep their rounded values."""
+    graph = proto.graph
+    for tensor in graph.initializer:
+        if tensor.data_type in SIXTEEN_BITS:
+            tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name))
+    for node in graph.node:
+        for attribute in node.attribute if node.op_type == "Cast" else ():
+            if attribute.name == "to" and attribute.i in SIXTEEN_BITS:  # `saturate` may stand before it
+                attribute.i = FLOAT
+    for value in (*graph.input, *graph.output):
+        if value.type.tensor_type.elem_type in SIXTEEN_BITS:
+            value.type.tensor_type.elem_type = FLOAT
+    del graph.value_info[:]
+
+
+def round_16_bits(proto: onnx.ModelProto, halves: Mapping[str, int]) -> None:
+    """Lift a graph, and round each of the tensors `halves` to its 16 bits where a node makes it, in place."""
+    lift(proto)
+    nodes = []
+    for node in proto.graph.node:
+        made = [name for name in node.output if name in halves]
+        node.output[:] = [f"{name}/unrounded" if name in halves else name for name in node.output]
+        nodes.append(node)
+        for name in made:
+            nodes.append(_cast(f"{name}/unrounded", f"{name}/16_bits", halves[name]))
+            nodes.append(_cast(f"{name}/16_bits", name, FLOAT))
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+
+
+def _cast(source: str, target: str, kind: int) -> onnx.NodeProto:
+    return onnx.helper.make_node("Cast", [source], [target], name=f"{target}/cast", to=kind)
+
+
+def _beside(name: str) -> str:
+    return f"{name}/beside"
+
+
+class _Drawer:
+    """Copies nodes of the lossy graph to beside the exact one, with all that rounds between them and the exact values."""
+
+    def __init__(self, exact: onnx.GraphProto, lossy: onnx.GraphProto) -> None:
+        self.exact = exact
+        self.real = {node.name: node for node in exact.node}
+        self.makers = {name: (node, index) for node in lossy.node for index, name in enumerate(node.output)}
+        self.constants = {tensor.name: tensor for tensor in lossy.initializer}
+        self.drawn: dict[str, str] = {"": ""}
+        self.nodes: list[onnx.NodeProto] = []
+
+    def draw(self, node: onnx.NodeProto) -> None:
+        """The node on what it would read, its outputs under other names."""
+        copy = onnx.NodeProto()
+        copy.CopyFrom(node)
+        copy.name = _beside(node.name)
+        copy.input[:] = [self.source_of(name) for name in node.input]
+        copy.output[:] = [_beside(name) if name else "" for name in node.output]
+        self.nodes.append(copy)
+
+    def source_of(self, name: str) -> str:
+        """The tensor beside the model that holds the exact values as `name` of the lossy graph would hold them; drawn once."""
+        if name not in self.drawn:
+            self.drawn[name] = self._source_of(name)
+        return self.drawn[name]
+
+    def _source_of(self, name: str) -> str:
+        if name in self.constants:
+            copy = self.exact.initializer.add()
+            copy.CopyFrom(self.constants[name])
+            copy.name = _beside(name)
+            return _beside(name)
+        if name not in self.makers:  # an input of the model
+            return name
+        node, index = self.makers[name]
+        if node.name in self.real:
+            return str(self.real[node.name].output[index])
+        self.draw(node)
+        return _beside(name)
+
+    def finish(self) -> None:
+        self.exact.node.extend(self.nodes)

@@ -1,0 +1,1 @@
+"""What a user gets: Markdown, HTML, figures, and the delivered folder."""

@@ -1,0 +1,204 @@
+"""Measured rows in words and figures: what binds each, and the summary that `crucible bench` prints, after the manner of trtexec. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from pipeline.core import Frozen, Profile
+from pipeline.formatting import number_text, shape_text, time_text
+from pipeline.host.gpu import Peaks
+from pipeline.host.gpu_monitor import GpuUse, Span
+from pipeline.measurement.measure import Samples
+from pipeline.results.precision_audit import percent_text
+from pipeline.results.report import Bound, LatencyRow
+
+TAILS = (50, 90, 95, 99)
+LEAST_WARMUP_S, LEAST_S = 0.2, 3.0
+MOST_VARIATION = 0.01  # of the compute times: standard deviation over mean, as trtexec warns
+ENQUEUE_SHARE = 0.8  # of the compute time, which on an idle stream never is shorter than the enqueue: the GPU waits for the host
+IDENTITY_SHARE, IDENTITY_S = 0.02, 10e-6  # latency may differ from the sum of its phases by either: reading a clock between them takes time too
+
+LIMITS_HEADER = (">GFLOP/s", ">GB/s", ">of peak arithmetic", ">of peak memory", "bound by", "why", "next")
+
+
+def ratio_text(row: LatencyRow | None, stopped: str = "") -> str:
+    """`9.28 (8.9 to 9.7)`; else, in two words, why there is none. `stopped`: why the engine ran in few processes."""
+    if row is None:
+        return ""
+    if row.ratio:
+        return f"{row.ratio.value:.2f} ({row.ratio.low:.2f} to {row.ratio.high:.2f})"
+    if stopped:
+        return "stopped early"
+    return "not measurable" if row.ratio_missing else ""
+
+
+# -- what binds a row ---------------------------------------------------------------------------------------------------
+
+
+def limit_cells(row: LatencyRow) -> tuple[str, ...]:
+    """One row under LIMITS_HEADER."""
+    flops, rate = _rates(row)
+    bound = row.bound
+    if bound is None:
+        return flops, rate, "-", "-", "-", "-", "-"
+    arithmetic = f"{_share(bound.share_of_peak_flops)} ({bound.precision})" if bound.share_of_peak_flops else "-"
+    return flops, rate, arithmetic, _share(bound.share_of_peak_bytes), bound.kind, bound.why, bound.next_step
+
+
+def bound_text(bound: Bound) -> str:
+    """`bound by compute: computing takes ...; next: ...`."""
+    told = "what binds it is unknown" if bound.kind == "unknown" else f"bound by {bound.kind}"
+    return f"{told}: {bound.why}; next: {bound.next_step}"
+
+
+def peaks_text(peaks: Peaks) -> str:
+    """`AMD EPYC, 2 threads: fp32 92.1, int8 264 GFLOP/s; memory 21.3 GB/s (measured 2026-01-31)`."""
+    rates = ", ".join(f"{precision} {number_text(rate / 1e9)}" for precision, rate in peaks.flops_per_s.items())
+    memory = f"memory {number_text(peaks.bytes_per_s / 1e9)} GB/s" if peaks.bytes_per_s else "memory not known"
+    return f"{peaks.device}: {f'{rates} GFLOP/s' if rates else 'arithmetic not known'}; {memory} ({peaks.source})"
+
+
+def _rates(row: LatencyRow) -> tuple[str, str]:
+    flops, moved = (number_text(rate / 1e9) if rate else "-" for rate in (row.flops_per_s, row.bytes_per_s))
+    return flops, moved
+
+
+def _share(share: float | None) -> str:
+    return percent_text(share) if share else "-"
+
+
+# -- the summary --------------------------------------------------------------------------------------------------------
+
+
+class Stats(Frozen):
+    """One region over all its values, s; a percentile is None where there are too few."""
+
+    min: float
+    max: float
+    mean: float
+    median: float
+    p90: float | None
+    p95: float | None
+    p99: float | None
+
+
+class Summary(Frozen):
+    """One engine at one shape, as trtexec sums it up."""
+
+    label: str
+    sizes: dict[str, int]
+    queries: int
+    walltime_s: float  # of these queries, host clock
+    queries_per_s: float
+    samples_per_s: float  # rows of the batch, at the median
+    latency: Stats  # upload + compute + download, on the session's timer
+    end_to_end: Stats  # bind to fetch, host clock
+    enqueue: Stats | None  # None on a CPU, where the call returns when the work is done
+    upload: Stats
+    compute: Stats
+    download: Stats
+    timed_queries: int  # further ones, whose phases were timed
+    compute_s: float  # of these, all together
+    warmup_runs: int
+    warmup_s: float
+    identity_off_s: float  # mean latency less the sum of the means of its phases
+    warnings: tuple[str, ...]
+
+
+def summary_of(label: str, row: LatencyRow, profiles: Sequence[Profile]) -> Summary:
+    """The summary of a row that was just measured; ValueError for one of an older report, which lacks the sums."""
+    if row.totals is None or row.latency is None:
+        raise ValueError(f"the row of {label} has no sums: it is of an older report")
+    off_s = float(np.mean(row.latency.values_s)) - sum(float(np.mean(part.values_s)) for part in (row.upload, row.compute, row.download))
+    return Summary(
+        label=label,
+        sizes=row.sizes,
+        queries=row.totals.queries,
+        walltime_s=row.totals.walltime_s,
+        queries_per_s=row.totals.queries / row.totals.walltime_s,
+        samples_per_s=row.throughput_per_s,
+        latency=stats_of(row.latency),
+        end_to_end=stats_of(row.end_to_end),
+        enqueue=stats_of(row.enqueue) if row.enqueue else None,
+        upload=stats_of(row.upload),
+        compute=stats_of(row.compute),
+        download=stats_of(row.download),
+        timed_queries=row.totals.timed_queries,
+        compute_s=row.totals.compute_s,
+        warmup_runs=len(row.end_to_end.warmup_s),
+        warmup_s=sum(row.end_to_end.warmup_s),
+        identity_off_s=off_s,
+        warnings=tuple(_warnings(row, row.totals.walltime_s, off_s, profiles)),
+    )
+
+
+def stats_of(samples: Samples) -> Stats:
+    """Of the values that were kept (of a fast model every k-th)."""
+    values = np.asarray(samples.values_s)
+    median, p90, p95, p99 = (samples.percentile_or_absent(percent) for percent in TAILS)
+    return Stats(min=float(values.min()), max=float(values.max()), mean=float(values.mean()), median=median or 0.0, p90=p90, p95=p95, p99=p99)
+
+
+def _warnings(row: LatencyRow, walltime_s: float, off_s: float, profiles: Sequence[Profile]) -> Iterator[str]:
+    on_gpu, compute = row.compute.clock == "device", np.asarray(row.compute.values_s)
+    if sum(row.end_to_end.warmup_s) < LEAST_WARMUP_S or walltime_s < LEAST_S:
+        shortest = f"at least {LEAST_WARMUP_S:g} s and {LEAST_S:g} s"
+        yield f"warmed up and measured for {sum(row.end_to_end.warmup_s):.2f} s and {walltime_s:.2f} s, expected {shortest}: a longer run says more"
+    if not _adds_up(row, off_s):
+        yield f"upload, compute and download do not add up to the latency: {time_text(abs(off_s))} off; something else ran between them"
+    variation = float(compute.std() / compute.mean()) if compute.mean() else 0.0
+    if variation > MOST_VARIATION:
+        advice = (
+            "lock the clocks (nvidia-smi -lgc) and wait by spinning" if on_gpu else "leave the host to this run, and set the governor to performance"
+        )
+        yield f"the compute times vary by {100 * variation:.1f} % (standard deviation), over {100 * MOST_VARIATION:g} %: {advice}"
+    if row.enqueue and row.enqueue.median_s > ENQUEUE_SHARE * row.compute.median_s:
+        enqueue, computing = time_text(row.enqueue.median_s), time_text(row.compute.median_s)
+        yield f"enqueueing takes {enqueue}, computing {computing}: the GPU waits for the host; use a CUDA graph"
+    copies_s = row.upload.median_s + row.download.median_s
+    if copies_s > row.compute.median_s:
+        yield f"copies dominate ({time_text(copies_s)}): keep inputs on the device, or give the model a narrower input type"
+    if profiles and row.sizes not in [profile.sizes("opt") for profile in profiles]:
+        usual = "; ".join(shape_text(profile.sizes("opt")) for profile in profiles)
+        yield f"{shape_text(row.sizes)} is not what the engine was tuned for ({usual}): give it a profile with this opt"
+
+
+def _adds_up(row: LatencyRow, off_s: float) -> bool:
+    return row.latency is None or abs(off_s) <= max(IDENTITY_S, IDENTITY_SHARE * float(np.mean(row.latency.values_s)))
+
+
+def summary_rows(found: Summary) -> tuple[tuple[str, ...], ...]:
+    """Name, then min, max, mean, median, p90, p95, p99 of every region."""
+    regions = {"latency": found.latency, "end to end, host": found.end_to_end, "enqueue": found.enqueue}
+    regions |= {"upload (H2D)": found.upload, "compute": found.compute, "download (D2H)": found.download}
+    return tuple((name, *("-" if value is None else time_text(value) for _, value in stats)) for name, stats in regions.items() if stats)
+
+
+def summary_lines(found: Summary) -> tuple[str, ...]:
+    """All that stands beside the table of times."""
+    phases = " + ".join(time_text(part.mean) for part in (found.upload, found.compute, found.download))
+    kept = f"off by {time_text(abs(found.identity_off_s))}, allowed {100 * IDENTITY_SHARE:g} % or {time_text(IDENTITY_S)}"
+    return (
+        f"throughput: {number_text(found.queries_per_s)} queries/s ({found.queries:,} in {found.walltime_s:.3f} s of host walltime); "
+        f"{number_text(found.samples_per_s)} samples/s at the median",
+        f"compute: {found.compute_s:.3f} s in {found.timed_queries:,} further queries, whose phases were timed",
+        f"mean latency {time_text(found.latency.mean)} = upload + compute + download = {phases} ({kept})",
+        f"warm-up: {found.warmup_runs:,} queries, {found.warmup_s:.2f} s",
+    )
+
+
+def gpu_lines(use: GpuUse | None) -> tuple[str, ...]:
+    """What the GPU did meanwhile; nothing without one."""
+    if use is None:
+        return ()
+    told = {"SM clock": (use.sm_clock_mhz, "MHz"), "memory clock": (use.memory_clock_mhz, "MHz"), "power": (use.power_w, "W")}
+    told |= {"temperature": (use.temperature_c, "C"), "busy": (use.busy_percent, "% (a kernel ran; not how full the GPU was)")}
+    known = [f"{name} {_span_text(span)} {unit}" for name, (span, unit) in told.items() if span]
+    others = ", ".join(map(str, use.other_processes)) or "none"
+    return (f"GPU, seen {use.samples} times: {', '.join(known) or 'nothing told'}", f"other processes on the GPU: {others}")
+
+
+def _span_text(span: Span) -> str:
+    return f"{span.median:.0f} ({span.least:.0f} to {span.most:.0f})" if span.least != span.most else f"{span.median:.0f}"

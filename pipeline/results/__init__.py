@@ -1,0 +1,1 @@
+"""What a compile found, as data: the report, layer tables and the precision audit."""
