@@ -36,9 +36,9 @@ check: $(VENV)/.ready
 	$(BIN)/lint-imports
 	$(BIN)/python tests/size_table.py
 
-# The messages of gRPC, from the published definitions in service/rpc/protos.
+# The messages of gRPC, from the published definitions in service/grpc/protos.
 protos: $(VENV)/.ready
-	$(BIN)/python -m service.rpc.generate
+	$(BIN)/python -m service.grpc.generate
 
 test-gpu: $(if $(WHEELS),gpu-site,$(VENV)/.ready-gpu)
 	$(GPU_PYTHON) -m pytest -m gpu $(TESTS) --ignore tests/service --ignore tests/docker --gpu-results=$(GPU_RESULTS)  # not collected: no GPU test is there, and they need more packages

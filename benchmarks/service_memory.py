@@ -22,8 +22,8 @@ from common import Row, publish, takes_no_arguments
 from onnx import TensorProto, helper, numpy_helper
 
 from service.client import Client, Upload
-from service.jobs import FINAL
-from service.processes import of_jobs
+from service.jobs.state import FINAL
+from service.sandbox.process_tree import of_jobs
 
 WIDTHS = (256, 2048)  # of the two models: 1.6 MB and 101 MB
 LAYERS = 6

@@ -113,7 +113,7 @@ class Watch:
     workers: list[psutil.Process] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.workers = [each for each in descendants(self.server) if "service.serving.model_worker" in each.cmdline()]
+        self.workers = [each for each in descendants(self.server) if "service.serving.worker" in each.cmdline()]
 
     def now(self) -> Held:
         """NoSuchProcess if one of them is gone."""

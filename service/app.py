@@ -17,20 +17,20 @@ from starlette.types import Scope
 
 from pipeline import distribution
 from pipeline.errors import CrucibleError
-from service.answers import answer_error
+from service.context import Probe, opened, probe
 from service.errors import MethodNotAllowed
-from service.folders import Folders
-from service.guard import Guard
-from service.keys import Key
-from service.metrics import Metrics
-from service.observe import Observed
-from service.routers import docs, health, infer, jobs, models, oip, reports
-from service.routers.fast import FastInference
-from service.runner import WORKER
-from service.service import Probe, opened, probe
-from service.serving.requests import Serving
+from service.http.access_log import Observed
+from service.http.error_responses import answer_error
+from service.http.guard import Guard
+from service.http.routers import docs, health, infer, jobs, models, oip, reports
+from service.http.routers.fast import FastInference
+from service.inference import Serving
+from service.jobs.queue import WORKER
+from service.jobs.traces import JobSpans, provider_from, telemetry_of
+from service.observability.prometheus import Metrics
 from service.settings import Settings
-from service.traces import JobSpans, provider_from, telemetry_of
+from service.storage.keys import Key
+from service.storage.layout import Folders
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

@@ -31,11 +31,11 @@ from pydantic import ValidationError
 from pipeline.core import Frozen, Tensors
 from pipeline.errors import CrucibleError, HostError, PlanError, UserError
 from pipeline.results.report import Report
-from service.jobs import FINAL, State
-from service.keys import FORM
-from service.models import BenchmarkRequest, DeploymentOptions, ModelPage, ModelView, PromoteRequest, ShapesView
-from service.schemas import FORMS, JobPage, JobView, Refusal
-from service.tar import untar
+from service.http.schemas import FORMS, JobPage, JobView, Refusal
+from service.jobs.state import FINAL, State
+from service.registry.models import BenchmarkRequest, DeploymentOptions, ModelPage, ModelView, PromoteRequest, ShapesView
+from service.storage.keys import FORM
+from service.submission.tar import untar
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 30.0

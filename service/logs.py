@@ -15,8 +15,8 @@ from typing import Any
 
 import structlog
 
-from service.keys import FORM
 from service.settings import Settings
+from service.storage.keys import FORM
 
 bind, unbind, get = structlog.contextvars.bind_contextvars, structlog.contextvars.unbind_contextvars, structlog.get_logger
 HIDDEN = "cru_***"

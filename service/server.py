@@ -22,11 +22,11 @@ from fastapi import FastAPI
 from pipeline.errors import HostError
 from service import logs
 from service.app import create_app
-from service.connection import protocol
-from service.rpc.server import rpc_server
-from service.runner import WORKER
-from service.service import HTTP_S, Probe, Service, probe
-from service.serving.requests import Serving
+from service.context import HTTP_S, Probe, Service, probe
+from service.grpc.server import rpc_server
+from service.http.protocol import protocol
+from service.inference import Serving
+from service.jobs.queue import WORKER
 from service.settings import MIB, Settings
 from service.tls import Tls, tls_from
 
@@ -66,7 +66,7 @@ async def _serve(app: FastAPI, listener: socket.socket, tls: Tls | None) -> None
         ws="none",
         lifespan="off",  # it is begun below, where its errors reach whoever started the server
         log_config=None,
-        access_log=False,  # service.observe writes a line per request
+        access_log=False,  # service.http.access_log writes a line per request
         server_header=False,
         proxy_headers=False,
         timeout_graceful_shutdown=math.ceil(HTTP_S),

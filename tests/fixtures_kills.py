@@ -25,8 +25,8 @@ from pipeline.execution.store import Key, Store
 from pipeline.host.replace_folder import Exchange, exchange_names
 from pipeline.report.bundle import deliver_engine, load_engine, withdraw_engine
 from pipeline.report.render import load_report
-from service.folders import Folders
-from service.publish import publish
+from service.jobs.publish import publish
+from service.storage.layout import Folders
 from tests.fixtures_report import sample_report
 from tests.service.fixtures_jobs import write_out
 

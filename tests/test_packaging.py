@@ -82,7 +82,7 @@ def test_what_is_installed_says_that_it_is_typed(base_python: str, tmp_path: Pat
         env=environment({"PYTHONPATH": ""}),
         check=False,
     )
-    assert "-> service.schemas.JobView" in checked.stdout, checked.stdout
+    assert "-> service.http.schemas.JobView" in checked.stdout, checked.stdout
 
 
 def test_a_command_that_needs_no_heavy_library_loads_none() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.host.gpu import TIMEOUT_S, VISIBLE
-from service.tar import untar
+from service.submission.tar import untar
 
 QUERIES = {
     "sm_clock_mhz": "clocks.sm",

@@ -16,9 +16,9 @@ import psutil
 
 from pipeline.execution.child_process import IMPORT_PATH
 from service.client import Client, Upload
-from service.folders import Folders
-from service.jobs import FINAL
-from service.models import DeploymentOptions
+from service.jobs.state import FINAL
+from service.registry.models import DeploymentOptions
+from service.storage.layout import Folders
 from serving_.peers_list import HERE
 from serving_.processes import clean_environment, free_port, running, wait_until
 

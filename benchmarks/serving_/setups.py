@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from pipeline.core import Engine
-from service.models import DeploymentOptions
+from service.registry.models import DeploymentOptions
 
 Backend = Literal["onnxruntime", "tensorrt"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)

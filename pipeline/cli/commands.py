@@ -37,8 +37,8 @@ from pipeline.measurement.measure import usable_cores
 from pipeline.plan import schema as config
 from pipeline.report import bundle as deliver
 from pipeline.results.report import Report, Verdict
-from service import commands
-from service.options import UrlOption
+from service.cli import main as commands
+from service.cli.options import UrlOption
 
 MAX_WORKERS = 4  # candidates that are prepared side by side
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -358,7 +358,7 @@ def export(
     from pipeline.benchmark.batch_invariance import prove_batch
     from pipeline.execution.child_process import call_in_child
     from pipeline.report import triton
-    from service.serving.repository import promoted_engine
+    from service.registry.repository import promoted_engine
 
     model = triton.parse_name(triton_name)
     home = config.home()

@@ -27,15 +27,15 @@ from pipeline.measurement.measure import usable_cores
 from pipeline.serving_inputs import BatchSpec, InputRecipe
 from service import logs
 from service.errors import ServiceError, TimedOut, TooMany, Unavailable, Unprocessable
-from service.folders import Work
-from service.models import version_name
+from service.inference import InferAnswer, InferRequest, ModelState, Served, Statistics, Timing
+from service.registry.models import version_name
+from service.serving.batch_assembly import Array, Joined, Part, Rows
 from service.serving.batching import Batch, Queue, Rules, Waiting, deadline, drop, offer, put_back, take
-from service.serving.figures import Figures, Tally
-from service.serving.fitting import Fit, Fitting, captures
-from service.serving.instance import Instance
-from service.serving.requests import InferAnswer, InferRequest, ModelState, Served, Statistics, Timing
-from service.serving.rows import Array, Joined, Part, Rows
-from service.serving.worker import SLOTS, Order, Ran, Task, worker_for
+from service.serving.replica import Instance
+from service.serving.request_shapes import Fit, Fitting, captures
+from service.serving.stats import Figures, Tally
+from service.serving.worker_client import SLOTS, Order, Ran, Task, worker_for
+from service.storage.layout import Work
 
 RUNS_TO_CAPTURE = 3  # of a shape: plain, captured, launched
 STUCK_TIMEOUTS = 3.0  # a worker that answers a batch later than this many time-outs hangs: nobody waits for it any more

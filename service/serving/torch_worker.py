@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.core import Engine
 from pipeline.errors import UnsupportedError
-from service.serving.model_worker import main
+from service.serving.worker import main
 
 if TYPE_CHECKING:
     from pipeline.backends.base import Loaded

@@ -16,8 +16,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from pipeline.errors import CrucibleError
-from service.messages import LONG_TEXT, Seconds
-from service.messages import BadMessage as BadMessage
+from service.jobs.messages import LONG_TEXT, Seconds
+from service.jobs.messages import BadMessage as BadMessage
 
 PACKET_BYTES = 128 * 1024  # the longest: 1,000 tensors of a Run, or two texts of LONG_TEXT
 MOST_DIMS = 64

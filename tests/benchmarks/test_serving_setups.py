@@ -12,7 +12,7 @@ from pipeline.core import Precision, Recipe, Target
 from pipeline.errors import BackendUnavailable
 from pipeline.host.gpu import find_gpus
 from pipeline.plan.schema import plan_from_document
-from service.models import DeploymentOptions
+from service.registry.models import DeploymentOptions
 
 Bench = dict[str, ModuleType]
 

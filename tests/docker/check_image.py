@@ -20,7 +20,7 @@ import tritonclient.http
 from numpy.typing import NDArray
 
 from service.client import Client, Upload
-from service.processes import of_jobs
+from service.sandbox.process_tree import of_jobs
 from tests.docker.fixtures_image import ROOT, SERVE, WITHIN_S, Container, Image, images, lacking, running, until
 from tests.fixtures_cli import FEATURES, answers, environment, write_task
 from tests.service.test_docs import SHELL, URL, commands
@@ -148,7 +148,7 @@ def test_the_lines_of_the_readme_lead_to_answers(container: Container, client: C
 
 def children(job_id: str) -> list[psutil.Process]:
     """Processes of a job that run its work: not the guardian above them, which would end the others by itself."""
-    return [process for process in of_jobs([job_id]) if runs(process, "service.job_worker")]
+    return [process for process in of_jobs([job_id]) if runs(process, "service.jobs.worker")]
 
 
 def runs(process: psutil.Process, module: str) -> bool:
@@ -179,7 +179,7 @@ def model(container: Container, key: Path, place: Path) -> str:
 
 def workers(container: Container) -> list[psutil.Process]:
     """Processes that hold an engine: not their guardians."""
-    return [each for each in container.init.children(recursive=True) if runs(each, "service.serving.model_worker")]
+    return [each for each in container.init.children(recursive=True) if runs(each, "service.serving.worker")]
 
 
 def npy(array: NDArray[np.float32]) -> bytes:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import StoreError
-from service.database import MIGRATIONS, Database
+from service.storage.database import MIGRATIONS, Database
 from tests.fixtures_cli import environment, write_task
 from tests.service.test_docs import SHELL, URL, commands, served
 

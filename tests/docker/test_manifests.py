@@ -14,10 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.serving_inputs import BatchSpec
 from service.app import create_app
-from service.metrics import Metrics
-from service.serving.figures import Figures, Tally
-from service.serving.metrics import Models
-from service.serving.requests import Served, Timing
+from service.inference import Served, Timing
+from service.observability.deployed_models import Models
+from service.observability.prometheus import Metrics
+from service.serving.stats import Figures, Tally
 from service.settings import Settings, settings_from
 
 ROOT = Path(__file__).parents[2]

@@ -29,8 +29,8 @@ from pipeline.core import Engine, Tensors
 from pipeline.execution.child_process import call_in_child
 from pipeline.report.bundle import load_engine
 from service.client import KINDS, Client, Event, Inference, RemoteError, Upload
-from service.database import Database
-from service.models import DeploymentOptions
+from service.registry.models import DeploymentOptions
+from service.storage.database import Database
 from tests.fixtures_cli import write_model
 from tests.service.test_docs import served
 
@@ -138,7 +138,7 @@ class Site:
         newest = ready[-1]["worker"].rpartition("-")[0]  # the name ends with the instance's number
         guardians = {each["worker"]: psutil.Process(each["pid"]) for each in ready if each["worker"].rpartition("-")[0] == newest}
         family = [child for guardian in guardians.values() for child in guardian.children(recursive=True)]
-        return [each for each in family if "service.serving.model_worker" in each.cmdline()]
+        return [each for each in family if "service.serving.worker" in each.cmdline()]
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import httpx
 from fastapi import FastAPI
 
 from service.app import create_app
-from service.messages import HostIdentity
-from service.service import Service
+from service.context import Service
+from service.jobs.messages import HostIdentity
 from service.settings import Settings
 from tests.service.fixtures_jobs import WITHIN_S, WORKER, write_out
 

@@ -16,15 +16,15 @@ from pipeline.plan.schema import ModelConfig, Plan
 from pipeline.report.bundle import deliver_engine
 from pipeline.report.render import HTML_NAME, JSON_NAME, MARKDOWN_NAME
 from pipeline.results.report import Report
-from service.database import Database
-from service.devices import Devices
-from service.folders import Folders
-from service.job_store import JobStore
-from service.jobs import Job, new_id
-from service.leases import Clock, Leases, utc_now
-from service.processes import of_jobs
-from service.runner import JobRunner
+from service.devices.leases import Clock, Leases, utc_now
+from service.devices.policy import Devices
+from service.jobs.queue import JobRunner
+from service.jobs.state import Job, new_id
+from service.jobs.store import JobStore
+from service.sandbox.process_tree import of_jobs
 from service.settings import Settings
+from service.storage.database import Database
+from service.storage.layout import Folders
 from tests.fixtures_report import sample_report
 
 WORKER = (sys.executable, str(Path(__file__).with_name("worker_double.py")))

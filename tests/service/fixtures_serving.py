@@ -21,9 +21,9 @@ import numpy as np
 
 from pipeline.core import Tensors, TensorSpec
 from pipeline.serving_inputs import BatchSpec, InputRecipe
+from service.auth import Caller
 from service.errors import NotFound, TimedOut, TooMany, Unavailable, Unprocessable
-from service.guard import Caller
-from service.serving.requests import InferAnswer, InferRequest, ModelState, Served, Statistics, Timing, Total
+from service.inference import InferAnswer, InferRequest, ModelState, Served, Statistics, Timing, Total
 from tests.service.test_server import Server, serving
 
 DTYPES = ("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "bfloat16")

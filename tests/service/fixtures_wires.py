@@ -16,11 +16,11 @@ import numpy as np
 import orjson
 from numpy.typing import ArrayLike, NDArray
 
-from service.database import Database
-from service.keys import Keys
-from service.rpc import grpc_service_pb2 as pb
-from service.rpc.pool import SERVICE
-from service.wires.tensors import DATATYPES
+from service.codecs.tensors import DATATYPES
+from service.grpc import grpc_service_pb2 as pb
+from service.grpc.descriptors import SERVICE
+from service.storage.database import Database
+from service.storage.keys import Keys
 from tests.service.fixtures_jobs import WITHIN_S
 from tests.service.test_server import Server
 

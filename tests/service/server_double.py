@@ -9,12 +9,12 @@ from pathlib import Path
 
 import uvloop
 
-from service.database import Database
-from service.devices import Devices
-from service.job_store import JobStore
-from service.leases import Leases
-from service.runner import JobRunner
+from service.devices.leases import Leases
+from service.devices.policy import Devices
+from service.jobs.queue import JobRunner
+from service.jobs.store import JobStore
 from service.settings import Settings
+from service.storage.database import Database
 from tests.service.fixtures_jobs import WORKER, new_job
 
 

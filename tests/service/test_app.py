@@ -17,14 +17,14 @@ import pytest
 from pipeline.errors import StoreError
 from service.app import create_app
 from service.client import JOB_ID
-from service.database import Database
-from service.jobs import new_id
-from service.keys import Key, Keys
-from service.leases import utc_now
-from service.routers.docs import page
-from service.schemas import EXAMPLE_ID
+from service.devices.leases import utc_now
+from service.http.routers.docs import page
+from service.http.schemas import EXAMPLE_ID
+from service.jobs.state import new_id
 from service.settings import Settings
-from service.submitted import parse
+from service.storage.database import Database
+from service.storage.keys import Key, Keys
+from service.submission.plan import parse
 from tests.service.fixtures_app import HOST, URL, Desk, at_desk, known_host, opened_desk
 from tests.service.fixtures_jobs import WITHIN_S, WORKER
 

@@ -16,8 +16,8 @@ import pytest
 from pipeline.plan.schema import ModelConfig, Plan
 from pipeline.report.bundle import load_engine
 from pipeline.report.render import load_report
-from service.job_worker import CONTENDED
-from service.runner import WORKER
+from service.jobs.queue import WORKER
+from service.jobs.worker import CONTENDED
 from tests.service.fixtures_app import Desk, at_desk, opened_desk
 from tests.service.serving.fixtures_engines import linear
 from tests.service.serving.fixtures_models import ended_job

@@ -19,8 +19,8 @@ import pytest
 import trustme
 import uvicorn
 
-from service import connection
-from service.guard import Message, Receive, Send
+from service.http import protocol as connection
+from service.http.guard import Message, Receive, Send
 
 WITHIN_S = 60.0
 MB = 10**6

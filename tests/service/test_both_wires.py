@@ -12,9 +12,9 @@ import httpx
 import numpy as np
 import pytest
 
-from service.database import Database
-from service.keys import Keys
-from service.rpc import grpc_service_pb2 as pb
+from service.grpc import grpc_service_pb2 as pb
+from service.storage.database import Database
+from service.storage.keys import Keys
 from tests.service.fixtures_jobs import WITHIN_S
 from tests.service.fixtures_serving import serving_models
 from tests.service.fixtures_wires import UNLIMITED, WIRES, Asked, Request, ask, key_of, message_of, metadata_of, method_of

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from pipeline.execution.child_process import IMPORT_PATH
-from service.child import environment_for
-from service.folders import MOST_LOG_BYTES, Folders, Work
-from service.processes import alive, kill_all, of_jobs, started_at
+from service.jobs.worker_client import environment_for
+from service.sandbox.process_tree import alive, kill_all, of_jobs, started_at
+from service.storage.layout import MOST_LOG_BYTES, Folders, Work
 
 SERVER = {
     "PATH": "/bin",
@@ -56,7 +56,7 @@ def test_a_child_sees_its_device_only(device: str, server: str | None, seen: str
 
 
 def guarded(code: str, parent: int | None = None, file_bytes: int = 10**6) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "service.guardian", str(parent or os.getpid()), str(file_bytes), sys.executable, "-c", code]
+    command = [sys.executable, "-m", "service.sandbox.guardian", str(parent or os.getpid()), str(file_bytes), sys.executable, "-c", code]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ, "CRUCIBLE_JOB": "guarded"})
 
 
@@ -105,7 +105,7 @@ def test_a_guardian_whose_server_is_gone_starts_nothing() -> None:
 
 
 def test_a_command_that_is_not_there_is_an_exit_code() -> None:
-    command = [sys.executable, "-m", "service.guardian", str(os.getpid()), "1000000", "/no/such/program"]
+    command = [sys.executable, "-m", "service.sandbox.guardian", str(os.getpid()), "1000000", "/no/such/program"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 127
     assert "cannot run '/no/such/program'" in done.stderr

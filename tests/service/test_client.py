@@ -9,8 +9,8 @@ import pytest
 
 from pipeline.errors import PlanError, UserError
 from service.client import PATIENCE_S, Client, Event, RemoteError, Unreachable, Upload, events_of_stream, is_remote, place_of, refusal_of, wait_times
-from service.database import Database
-from service.keys import Keys
+from service.storage.database import Database
+from service.storage.keys import Keys
 from tests.service.fixtures_jobs import WITHIN_S
 from tests.service.test_server import serving, until
 

@@ -13,9 +13,9 @@ from rich.console import Console
 from pipeline.cli.terminal import StageProgress
 from pipeline.report.bundle import load_engine
 from pipeline.report.render import JSON_NAME
+from service.cli.progress import stage_of
 from service.client import Client, Event, RemoteError, Upload
-from service.folders import Folders
-from service.following import stage_of
+from service.storage.layout import Folders
 from tests.fixtures_cli import Result, crucible
 from tests.service.fixtures_jobs import write_out
 from tests.service.fixtures_serving import serving_models

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from pipeline.report.render import load_report
 from pipeline.results.report import Report
-from service.routers.reports import PAGE_POLICY
-from service.runner import WORKER
+from service.http.routers.reports import PAGE_POLICY
+from service.jobs.queue import WORKER
 from tests.fixtures_cli import CLASSES, FEATURES, HIDDEN, crucible, write_task
 from tests.fixtures_lstm import COUNTS, tagger_plan, write_tagger_task
 from tests.service.fixtures_app import Desk, opened_desk

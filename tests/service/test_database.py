@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import DiskFull, StoreError
-from service.database import MIGRATIONS, Database
+from service.storage.database import MIGRATIONS, Database
 
 KEY = "INSERT INTO keys (prefix, sha256, name, owner, scopes, created) VALUES (?, 'x', 'n', 'o', '', 'now')"
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from service.devices import Devices, Lease, Use
+from service.devices.policy import Devices, Lease, Use
 
 NOW = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 HERE = Devices(("cpu", "gpu:0", "gpu:1"))

@@ -21,9 +21,9 @@ import pytest
 from onnx import TensorProto, helper
 
 from service.client import events_of_stream
-from service.folders import Folders
-from service.processes import of_jobs
-from service.runner import WORKER
+from service.jobs.queue import WORKER
+from service.sandbox.process_tree import of_jobs
+from service.storage.layout import Folders
 from tests.service.fixtures_app import parts
 from tests.service.fixtures_jobs import WITHIN_S, running
 from tests.service.test_docs import served

@@ -8,11 +8,12 @@ from typing import Any
 import orjson
 import pytest
 
-from service.database import Database
+from service.auth import LOCAL, Caller, Verify
 from service.errors import Forbidden
-from service.guard import LOCAL, Caller, Guard, Receive, Send, Verify
-from service.keys import Key, Keys
+from service.http.guard import Guard, Receive, Send
 from service.settings import Settings
+from service.storage.database import Database
+from service.storage.keys import Key, Keys
 
 
 class Inside:

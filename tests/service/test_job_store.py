@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import DiskFull
-from service.database import Database
 from service.errors import Conflict, NotFound, TooMany
-from service.job_store import DamagedRow, JobStore, Once
-from service.jobs import CancelAsked, Died, Failure, Job, JobEvent, Measures, Progress, Requeued, StageSeen, StaleEvent, Started, Succeeded
+from service.jobs.state import CancelAsked, Died, Failure, Job, JobEvent, Measures, Progress, Requeued, StageSeen, StaleEvent, Started, Succeeded
+from service.jobs.store import DamagedRow, JobStore, Once
+from service.storage.database import Database
 
 NOW = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
 DIED = Died(Failure(code="job.memory", message="too much", next_step="less"))

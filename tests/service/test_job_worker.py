@@ -25,13 +25,13 @@ from pipeline.plan.source import source_from_config
 from pipeline.report.render import load_report
 from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks, Report
 from pipeline.stages.benchmark import benchmark
-from service.child import Child, environment_for
-from service.folders import PLAN, Folders, Work
-from service.job_worker import CHOSEN, CONTENDED, Server, doubted, forget_contended, measure_again, measuring, probe_host, seed
-from service.jobs import Job
-from service.messages import Finished, FromChild, Granted, HostIdentity, Returned, Returns, Stage, Start, Wants, from_child, line_of
-from service.publish import take_over
-from service.runner import WORKER
+from service.jobs.messages import Finished, FromChild, Granted, HostIdentity, Returned, Returns, Stage, Start, Wants, from_child, line_of
+from service.jobs.publish import take_over
+from service.jobs.queue import WORKER
+from service.jobs.state import Job
+from service.jobs.worker import CHOSEN, CONTENDED, Server, doubted, forget_contended, measure_again, measuring, probe_host, seed
+from service.jobs.worker_client import Child, environment_for
+from service.storage.layout import PLAN, Folders, Work
 from tests.fixtures_report import benchmark as figures
 from tests.fixtures_report import sample_report
 from tests.service.fixtures_jobs import Bench, new_job, running, write_out

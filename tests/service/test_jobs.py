@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from service.jobs import (
+from service.jobs.state import (
     FINAL,
     CancelAsked,
     Died,

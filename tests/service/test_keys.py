@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import PlanError, UserError
-from service.database import Database
 from service.errors import NotFound, Unauthorized
-from service.keys import FORM, KNOWN_FOR_S, MAX_KNOWN, REFUSED, Keys, _Known
+from service.storage.database import Database
+from service.storage.keys import FORM, KNOWN_FOR_S, MAX_KNOWN, REFUSED, Keys, _Known
 
 
 @pytest.fixture

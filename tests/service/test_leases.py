@@ -3,8 +3,8 @@
 import asyncio
 import datetime as dt
 
-from service.devices import Devices, Lease
-from service.leases import Leases
+from service.devices.leases import Leases
+from service.devices.policy import Devices, Lease
 
 BUILD, MEASURE = Lease("cpu", "build", "a"), Lease("cpu", "measure", "b")
 

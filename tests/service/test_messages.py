@@ -8,7 +8,7 @@ from hypothesis import strategies as some
 
 from pipeline.errors import DataError
 from pipeline.execution.stage_runner import StageEvent
-from service.messages import (
+from service.jobs.messages import (
     LINE_BYTES,
     BadMessage,
     Failed,

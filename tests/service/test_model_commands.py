@@ -10,10 +10,10 @@ import pytest
 
 from pipeline.plan.schema import ModelConfig, Plan
 from service.client import Client, RemoteError
-from service.database import Database
-from service.folders import Folders
-from service.job_store import JobStore
-from service.models import DeploymentOptions
+from service.jobs.store import JobStore
+from service.registry.models import DeploymentOptions
+from service.storage.database import Database
+from service.storage.layout import Folders
 from tests.fixtures_cli import Result, crucible
 from tests.service.serving.fixtures_engines import linear, processes_of
 from tests.service.serving.fixtures_models import ended_job

@@ -14,11 +14,11 @@ import pytest
 
 from pipeline.compiler import candidates, compile
 from pipeline.execution.stage_runner import Stage
-from service.folders import Folders
-from service.guard import Caller
-from service.jobs import Died, Failure, Job, Progress, StageSeen
-from service.metrics import STAGES, Metrics
-from service.observe import Observed
+from service.auth import Caller
+from service.http.access_log import Observed
+from service.jobs.state import Died, Failure, Job, Progress, StageSeen
+from service.observability.prometheus import STAGES, Metrics
+from service.storage.layout import Folders
 
 KEY = f"cru_0123456789_{'A' * 43}"
 

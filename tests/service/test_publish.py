@@ -11,8 +11,8 @@ import pytest
 from pipeline.errors import StoreError
 from pipeline.execution.durations import History
 from pipeline.execution.store import Store
-from service.folders import Folders, Work
-from service.publish import CACHE, publish, take_over
+from service.jobs.publish import CACHE, publish, take_over
+from service.storage.layout import Folders, Work
 from tests.service.fixtures_jobs import write_out
 from tests.test_store import KEY, Text, make, never
 

@@ -14,11 +14,11 @@ import httpx
 import psutil
 import pytest
 
-from service.database import Database
-from service.folders import Folders
-from service.job_store import JobStore
-from service.jobs import FINAL, Job
-from service.processes import of_jobs
+from service.jobs.state import FINAL, Job
+from service.jobs.store import JobStore
+from service.sandbox.process_tree import of_jobs
+from service.storage.database import Database
+from service.storage.layout import Folders
 from tests.service.fixtures_app import parts
 from tests.service.fixtures_jobs import WITHIN_S, write_out
 from tests.service.test_server import serving, until

@@ -12,13 +12,13 @@ import pytest
 
 from pipeline.core import Artifact
 from pipeline.execution.store import Key, Store
-from service.database import Database
-from service.folders import Folders
-from service.job_store import JobStore
-from service.jobs import CancelAsked, Job
-from service.retention import Collected, Contents, Doomed, Item, collect, doomed
-from service.serving.repository import Repository
+from service.jobs.retention import Collected, Contents, Doomed, Item, collect, doomed
+from service.jobs.state import CancelAsked, Job
+from service.jobs.store import JobStore
+from service.registry.repository import Repository
 from service.settings import Settings
+from service.storage.database import Database
+from service.storage.layout import Folders
 from tests.service.fixtures_app import Desk, at_desk
 from tests.service.fixtures_jobs import new_job
 from tests.service.serving.fixtures_models import shelf

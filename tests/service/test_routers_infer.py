@@ -191,7 +191,7 @@ def test_a_helper_that_dies_is_replaced(tmp_path: Path) -> None:
 
     async def story(desk: Desk, _: DoubleServing) -> None:
         assert (await send(desk, "same_float32", npz(x=X), NPZ)).status_code == 200
-        (helper,) = [child for child in psutil.Process().children() if "service.wires.helper" in child.cmdline()]
+        (helper,) = [child for child in psutil.Process().children() if "service.offload.worker" in child.cmdline()]
         helper.suspend()
         waiting = asyncio.create_task(send(desk, "same_float32", npz(x=X), NPZ))
         while desk.service.helpers._idle:  # until the request has taken it
@@ -278,8 +278,8 @@ def test_a_request_whose_client_has_gone_is_dropped(tmp_path: Path) -> None:
 
 
 def test_the_double_counts_what_it_drops() -> None:
-    from service.guard import LOCAL
-    from service.serving.requests import InferRequest
+    from service.auth import LOCAL
+    from service.inference import InferRequest
 
     async def told() -> None:
         double = DoubleServing()

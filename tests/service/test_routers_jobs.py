@@ -10,8 +10,8 @@ import pytest
 
 from pipeline.errors import DiskFull
 from pipeline.plan.schema import ModelConfig, Plan
-from service.events import HEARTBEAT, RESTARTING, stream
-from service.submission import device_for
+from service.http.sse import HEARTBEAT, RESTARTING, stream
+from service.submission.submit import device_for
 from tests.service.fixtures_app import Desk, at_desk
 from tests.service.fixtures_jobs import new_job
 

@@ -19,12 +19,12 @@ from google.protobuf.json_format import MessageToDict
 from pipeline.core import Engine
 from pipeline.results.report import Verdict
 from service.app import create_app
+from service.auth import LOCAL
 from service.errors import NotFound, Unavailable
-from service.guard import LOCAL
-from service.models import RESERVED, DeploymentOptions, PromoteRequest
-from service.rpc.grpc_service_pb2 import ModelConfigRequest
-from service.rpc.methods import Call, model_config
-from service.serving.requests import InferRequest
+from service.grpc.grpc_service_pb2 import ModelConfigRequest
+from service.grpc.methods import Call, model_config
+from service.inference import InferRequest
+from service.registry.models import RESERVED, DeploymentOptions, PromoteRequest
 from service.settings import Settings
 from tests.service.fixtures_app import URL, Desk, at_desk, known_host
 from tests.service.fixtures_jobs import WORKER

@@ -13,8 +13,8 @@ from structlog.testing import capture_logs
 
 from pipeline.errors import DamagedError
 from pipeline.report.render import load_report, page
-from service.routers.reports import FORMS, preferred
-from service.tar import size_of_tar, tar
+from service.http.routers.reports import FORMS, preferred
+from service.submission.tar import size_of_tar, tar
 from tests.fixtures_report import EVIL
 from tests.service.fixtures_app import Desk, at_desk
 

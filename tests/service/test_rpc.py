@@ -17,12 +17,12 @@ from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
 
 from pipeline.errors import HostError, UserError
 from service.errors import Answer, ServiceError, TooMany, Unauthorized, answer_to
-from service.rpc import generate, health_pb2
-from service.rpc import grpc_service_pb2 as pb
-from service.rpc.methods import METHODS
-from service.rpc.pool import HEALTH, SERVICE
-from service.rpc.server import RpcServer, rpc_server
-from service.rpc.statuses import STATUSES, details_of, metadata_of, status_of
+from service.grpc import generate, health_pb2
+from service.grpc import grpc_service_pb2 as pb
+from service.grpc.descriptors import HEALTH, SERVICE
+from service.grpc.methods import METHODS
+from service.grpc.server import RpcServer, rpc_server
+from service.grpc.statuses import STATUSES, details_of, metadata_of, status_of
 from service.settings import Settings
 from service.tls import tls_from
 from tests.service.fixtures_app import Desk, at_desk
@@ -156,7 +156,7 @@ def test_long_lists_of_numbers_are_read_by_a_helper_and_nobody_waits_for_them(tm
                 told = pb.ModelStreamInferResponse.FromString(await stream.read())
                 assert "shape [2, 20000] has 40000 values, got 20000" in told.error_message
                 assert told.infer_response.id == "eight"
-                (helper,) = [child for child in psutil.Process().children() if "service.rpc.helper" in child.cmdline()]
+                (helper,) = [child for child in psutil.Process().children() if "service.grpc.offload_worker" in child.cmdline()]
                 helper.suspend()
                 waiting = asyncio.ensure_future(infer(long).code())
                 for _ in range(3):
@@ -165,7 +165,7 @@ def test_long_lists_of_numbers_are_read_by_a_helper_and_nobody_waits_for_them(tm
                 helper.kill()
                 assert await waiting is grpc.StatusCode.UNAVAILABLE
                 assert len(await infer(long)) > values.nbytes
-        assert not [child for child in psutil.Process().children() if "service.rpc.helper" in child.cmdline()]
+        assert not [child for child in psutil.Process().children() if "service.grpc.offload_worker" in child.cmdline()]
 
     at_desk(tmp_path, story, port=0)
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from service.errors import Unavailable
-from service.rpc.stream import MOST, answer_each
+from service.grpc.stream import MOST, answer_each
 
 
 class Story:

@@ -4,14 +4,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from service.auth import LOCAL
+from service.codecs.tensors import DATATYPES
 from service.errors import Unprocessable
-from service.guard import LOCAL
-from service.rpc import grpc_service_pb2 as pb
-from service.rpc.fields import MOST_FIELDS, typed_bytes, without_tensors
-from service.rpc.helper import raw_form
-from service.rpc.tensors import CONTENTS, message_from, request_from, version_from
-from service.serving.requests import InferAnswer, Timing
-from service.wires.tensors import DATATYPES
+from service.grpc import grpc_service_pb2 as pb
+from service.grpc.codec import CONTENTS, message_from, request_from, version_from
+from service.grpc.offload_worker import raw_form
+from service.grpc.wire_scan import MOST_FIELDS, typed_bytes, without_tensors
+from service.inference import InferAnswer, Timing
 from tests.service.fixtures_serving import some_arrays
 
 Input = pb.ModelInferRequest.InferInputTensor

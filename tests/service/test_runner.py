@@ -10,17 +10,17 @@ import psutil
 import pytest
 
 from pipeline.errors import DiskFull
-from service.attempt import PATIENCE_S
-from service.database import Database
-from service.devices import Lease
+from service.devices.leases import utc_now
+from service.devices.policy import Lease
 from service.errors import Conflict, NotFound, TooMany, Unavailable
-from service.folders import Folders
-from service.job_store import JobStore, Once
-from service.jobs import Job, JobEvent, Requeued, StageSeen, Started
-from service.leases import utc_now
-from service.processes import of_jobs
-from service.publish import DIGESTS, REPORT_FILES
-from service.runner import MOST_INTERRUPTIONS
+from service.jobs.attempt import PATIENCE_S
+from service.jobs.publish import DIGESTS, REPORT_FILES
+from service.jobs.queue import MOST_INTERRUPTIONS
+from service.jobs.state import Job, JobEvent, Requeued, StageSeen, Started
+from service.jobs.store import JobStore, Once
+from service.sandbox.process_tree import of_jobs
+from service.storage.database import Database
+from service.storage.layout import Folders
 from tests.service.fixtures_jobs import Bench, new_job, running
 
 

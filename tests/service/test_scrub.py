@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from service.folders import Folders
-from service.jobs import CancelAsked, Died, Failure, Progress, StageSeen
-from service.scrub import scrub_file, scrubbed, scrubbed_event
+from service.jobs.redact import scrub_file, scrubbed, scrubbed_event
+from service.jobs.state import CancelAsked, Died, Failure, Progress, StageSeen
+from service.storage.layout import Folders
 
 FOLDERS = Folders(Path("/srv/a&b/home"))
 JOB = "01931f3a5b2c07d1e9a44c6f21"

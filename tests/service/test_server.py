@@ -19,11 +19,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.database import Database
-from service.jobs import FINAL
-from service.keys import Keys
-from service.processes import of_jobs
-from service.runner import RESTARTED
+from service.jobs.queue import RESTARTED
+from service.jobs.state import FINAL
+from service.sandbox.process_tree import of_jobs
+from service.storage.database import Database
+from service.storage.keys import Keys
 from tests.service.fixtures_app import parts
 from tests.service.fixtures_jobs import WITHIN_S, write_out
 from tests.service.test_job_worker import tiny_model

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from pipeline.core import Engine
-from service.database import Database
-from service.folders import Folders
-from service.job_store import JobStore
+from service.jobs.store import JobStore
+from service.storage.database import Database
+from service.storage.layout import Folders
 from tests.service.fixtures_jobs import WITHIN_S
 from tests.service.fixtures_wires import WIRES, Request, ask, key_of
 from tests.service.serving.fixtures_engines import WIDTH, direct, engine_of, linear, marked, processes_of

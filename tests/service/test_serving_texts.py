@@ -21,10 +21,10 @@ from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.plan.schema import Plan, load_plan
 from service.client import KINDS, Client, Inference
-from service.database import Database
-from service.folders import Folders
-from service.job_store import JobStore
-from service.models import DeploymentOptions
+from service.jobs.store import JobStore
+from service.registry.models import DeploymentOptions
+from service.storage.database import Database
+from service.storage.layout import Folders
 from tests.service.serving.fixtures_engines import Array, direct
 from tests.service.serving.fixtures_models import ended_job
 from tests.service.test_server import serving

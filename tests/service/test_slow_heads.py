@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from service import connection
+from service.http import protocol as connection
 
 WITHIN_S = 60.0
 PATIENCE_S = 2.0

@@ -11,8 +11,8 @@ from pipeline.backends.pytorch.module import load_module
 from pipeline.plan.source import source_from_config
 from service.errors import Unprocessable
 from service.settings import Settings
-from service.submitted import SubmittedPlan, identity, parse, plan_from
-from service.uploads import Part
+from service.submission.plan import SubmittedPlan, identity, parse, plan_from
+from service.submission.uploads import Part
 
 KEYS = "name architecture classes inputs outputs profiles data accuracy candidates rescue export simplify calibration tensorrt benchmark serving"
 

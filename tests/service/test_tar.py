@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import HostError
-from service.tar import size_of_tar, tar, untar
+from service.submission.tar import size_of_tar, tar, untar
 
 
 def test_a_folder_comes_out_as_it_went_in(tmp_path: Path) -> None:

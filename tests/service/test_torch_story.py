@@ -16,7 +16,7 @@ import psutil
 import pytest
 import yaml
 
-from service.folders import Folders
+from service.storage.layout import Folders
 from tests.fixtures_cli import ONE_PROCESS
 from tests.service.fixtures_jobs import WITHIN_S
 from tests.service.serving.fixtures_engines import processes_of

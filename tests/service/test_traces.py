@@ -11,8 +11,8 @@ import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from service.jobs.traces import provider_from, telemetry_of, tracing_to
 from service.settings import Settings
-from service.traces import provider_from, telemetry_of, tracing_to
 from tests.service.fixtures_app import opened_desk
 
 

@@ -16,7 +16,7 @@ import tritonclient.grpc.aio as triton_aio
 from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
-from service.wires.tensors import DATATYPES, datatype_of
+from service.codecs.tensors import DATATYPES, datatype_of
 from tests.service.fixtures_jobs import WITHIN_S
 from tests.service.fixtures_serving import DTYPES, serving_models, some_arrays
 from tests.service.fixtures_wires import key_of
@@ -251,7 +251,7 @@ def test_the_asyncio_client(server: Server) -> None:
     asyncio.run(told())
 
 
-@pytest.mark.parametrize("first", ["tritonclient.grpc", "service.rpc.server"])
+@pytest.mark.parametrize("first", ["tritonclient.grpc", "service.grpc.server"])
 def test_the_client_and_the_server_live_in_one_process(first: str) -> None:
     """Both have messages of the same names. In a process of its own, so that the order of the imports is this."""
     program = f"""
@@ -260,7 +260,7 @@ def test_the_client_and_the_server_live_in_one_process(first: str) -> None:
     from pathlib import Path
     import numpy as np
     import tritonclient.grpc, tritonclient.grpc.aio
-    from service.rpc.server import rpc_server
+    from service.grpc.server import rpc_server
     from tests.service.fixtures_app import opened_desk
     from tests.service.fixtures_serving import DoubleServing
 

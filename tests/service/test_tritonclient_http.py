@@ -15,9 +15,9 @@ import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from service.database import Database
-from service.keys import Keys
-from service.wires.tensors import datatype_of
+from service.codecs.tensors import datatype_of
+from service.storage.database import Database
+from service.storage.keys import Keys
 from tests.service.fixtures_jobs import WITHIN_S
 from tests.service.fixtures_serving import DTYPES, MODELS, UNLOADED, serving_models, some_arrays
 from tests.service.test_server import Server, serving

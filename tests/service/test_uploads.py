@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from service.errors import TooLarge, Unprocessable
-from service.uploads import Limits, Part, receive, unpack
+from service.submission.uploads import Limits, Part, receive, unpack
 
 LIMITS = Limits(upload_bytes=100_000, plan_bytes=1000, unpacked_bytes=200_000)
 TYPE = "multipart/form-data; boundary=XX"

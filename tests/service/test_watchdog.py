@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from service.jobs.limits import GIB, Limits, Sample, disk_use, limits_from, machine_memory, sample, verdict
 from service.settings import Settings
-from service.watchdog import GIB, Limits, Sample, disk_use, limits_from, machine_memory, sample, verdict
 
 LIMITS = Limits(4 * GIB, 2 * GIB)
 

@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from pipeline.core import TensorSpec
+from service.codecs.content_encoding import encoding_asked, packed, unpacked
+from service.codecs.native_json import encode_json, parse_json
+from service.codecs.npy import array_from_npy, arrays_from_npz, npy_from_array, npz_from_arrays
+from service.codecs.oip import OipRequest, binary_form, encode_answer, parse_request
+from service.codecs.tensors import array_from, bytes_of, dtype_of
 from service.errors import TooLarge, Unprocessable
-from service.serving.requests import InferAnswer, Timing
-from service.wires.arrays import array_from_npy, arrays_from_npz, npy_from_array, npz_from_arrays
-from service.wires.encodings import encoding_asked, packed, unpacked
-from service.wires.oip import OipRequest, binary_form, encode_answer, parse_request
-from service.wires.plain import encode_json, parse_json
-from service.wires.tensors import array_from, bytes_of, dtype_of
+from service.inference import InferAnswer, Timing
 from tests.service.fixtures_serving import DTYPES, some_arrays
 
 Array = np.ndarray[Any, Any]

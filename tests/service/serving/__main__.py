@@ -6,7 +6,7 @@
 import os
 import sys
 
-from service import runner
+from service.jobs import queue as runner
 from service.server import serve
 from service.settings import settings_from
 from tests.service.fixtures_app import known_host

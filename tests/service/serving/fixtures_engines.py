@@ -22,11 +22,11 @@ from pipeline.core import BuildOptions, DimRange, Engine, Precision, Profile, Re
 from pipeline.onnx_graph.graph import onnx_model
 from pipeline.report.bundle import seal
 from pipeline.serving_inputs import BatchSpec
-from service.guard import LOCAL
-from service.processes import MARK
+from service.auth import LOCAL
+from service.inference import InferAnswer, InferRequest
+from service.sandbox.process_tree import MARK
 from service.serving.deployment import Deployment, DeploymentSpec
-from service.serving.figures import Figures
-from service.serving.requests import InferAnswer, InferRequest
+from service.serving.stats import Figures
 
 Array = NDArray[Any]
 Shape = Sequence[str | int]

@@ -15,20 +15,20 @@ from pipeline.errors import ChildDied
 from pipeline.report.bundle import load_engine
 from pipeline.results.report import Report, Verdict
 from pipeline.serving_inputs import BatchSpec, Padding, ServingConfig
-from service.database import Database
-from service.devices import Devices
+from service.auth import LOCAL, Caller
+from service.devices.leases import Leases, utc_now
+from service.devices.policy import Devices
 from service.errors import TimedOut, Unavailable
-from service.folders import Folders
-from service.guard import LOCAL, Caller
-from service.job_store import JobStore
-from service.jobs import Started, Succeeded
-from service.leases import Leases, utc_now
-from service.models import PromoteRequest
+from service.inference import InferAnswer, InferRequest, Served, Statistics, Timing, Total
+from service.jobs.state import Started, Succeeded
+from service.jobs.store import JobStore
+from service.registry.models import PromoteRequest
+from service.registry.repository import Repository
 from service.serving.deployment import DeploymentSpec
-from service.serving.deployments import Deployments
-from service.serving.loading import Means
-from service.serving.repository import Repository
-from service.serving.requests import InferAnswer, InferRequest, Served, Statistics, Timing, Total
+from service.serving.loader import Means
+from service.serving.manager import Deployments
+from service.storage.database import Database
+from service.storage.layout import Folders
 from tests.service.fixtures_jobs import new_job, write_out
 
 MIB = 2**20

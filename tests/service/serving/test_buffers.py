@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from pipeline.errors import HostError
-from service.serving.buffers import ALIGNMENT, LEAST_BYTES, Buffer, Slot, layout
+from service.serving.shared_memory import ALIGNMENT, LEAST_BYTES, Buffer, Slot, layout
 from service.serving.worker_messages import BadMessage, Placed
 
 FLOAT = np.dtype(np.float32)

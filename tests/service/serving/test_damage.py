@@ -16,14 +16,14 @@ from prometheus_client import CollectorRegistry
 
 from pipeline.core import Engine
 from pipeline.errors import CrucibleError, DamagedError
+from service.auth import LOCAL
 from service.errors import Unavailable
-from service.guard import LOCAL
-from service.models import DeploymentOptions, PromoteRequest
+from service.inference import InferRequest
+from service.registry.models import DeploymentOptions, PromoteRequest
+from service.registry.repository import promoted_engine
 from service.serving.deployment import Deployment
-from service.serving.deployments import Deployments
-from service.serving.figures import Figures
-from service.serving.repository import promoted_engine
-from service.serving.requests import InferRequest
+from service.serving.manager import Deployments
+from service.serving.stats import Figures
 from tests.fixtures_cli import crucible_here
 from tests.service.serving.fixtures_engines import deployed, linear, marked, play
 from tests.service.serving.fixtures_models import Host, Shelf, ended_job

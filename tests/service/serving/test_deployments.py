@@ -10,12 +10,12 @@ import pytest
 
 from pipeline.core import DimRange
 from pipeline.errors import ChildDied, CrucibleError
-from service.devices import Lease
+from service.auth import LOCAL, Caller
+from service.devices.policy import Lease
 from service.errors import Conflict, Forbidden, NotFound, Unavailable, Unprocessable
-from service.guard import LOCAL, Caller
-from service.models import DeploymentOptions, ModelView
-from service.serving.loading import device_for
-from service.serving.requests import InferRequest
+from service.inference import InferRequest
+from service.registry.models import DeploymentOptions, ModelView
+from service.serving.loader import device_for
 from tests.service.serving.fixtures_engines import play
 from tests.service.serving.fixtures_models import ALONE, MIB, Host, Shelf, shelf
 

@@ -6,8 +6,8 @@ import psutil
 import pytest
 
 from service.errors import Conflict
-from service.models import Version
-from service.serving.fit import Need, check_fit, free_bytes, need_of
+from service.registry.models import Version
+from service.serving.memory_check import Need, check_fit, free_bytes, need_of
 from tests.service.serving.test_repository import version
 from tests.service.test_observe import Nvml
 

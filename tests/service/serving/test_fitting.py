@@ -11,9 +11,9 @@ from pipeline.core import DimRange, Engine, Precision, Profile, Recipe, Target, 
 from pipeline.errors import InternalError
 from pipeline.serving_inputs import BatchSpec, Padding
 from service.errors import Unprocessable
+from service.serving.batch_assembly import Joined, Part, Rows
 from service.serving.batching import Kind
-from service.serving.fitting import MOST_KNOWN, Axes, Fitting
-from service.serving.rows import Joined, Part, Rows
+from service.serving.request_shapes import MOST_KNOWN, Axes, Fitting
 
 
 def spec(name: str, *shape: int | str, dtype: str = "float32") -> TensorSpec:

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from pipeline.core import Engine, Tensors
-from service.serving.buffers import Slot, layout
-from service.serving.model_worker import Place, Runner, Server, run_all
+from service.serving.shared_memory import Slot, layout
+from service.serving.worker import Place, Runner, Server, run_all
 from service.serving.worker_messages import PACKET_BYTES, Done, Run, from_worker, packet_of
 from tests.service.serving.fixtures_engines import linear, marked
 
@@ -158,7 +158,7 @@ def received(end: socket.socket) -> Done:
 def test_a_fault_in_any_thread_ends_the_process_although_its_log_is_full(thread: str, fault: str) -> None:
     program = f"""
     import socket, threading, time
-    from service.serving.model_worker import Server, until_the_end
+    from service.serving.worker import Server, until_the_end
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     def fail():
         raise {fault}

@@ -12,10 +12,10 @@ from pipeline.core import DimRange
 from pipeline.errors import DamagedError
 from pipeline.results.report import Verdict
 from pipeline.serving_inputs import InputRecipe, Padding, ServingConfig
+from service.auth import LOCAL
 from service.errors import Conflict, NotFound
-from service.guard import LOCAL
-from service.models import PromoteRequest, suggested
-from service.serving.promotion import prove
+from service.registry.models import PromoteRequest, suggested
+from service.registry.promotion import prove
 from tests.service.serving.fixtures_engines import linear, play
 from tests.service.serving.fixtures_models import Shelf, shelf
 from tests.service.serving.test_repository import version

@@ -13,12 +13,12 @@ from pipeline.errors import DamagedError
 from pipeline.plan.schema import ModelConfig, Plan
 from pipeline.report.bundle import load_engine
 from pipeline.report.render import load_report
-from service.database import MIGRATIONS, Database
 from service.errors import Conflict, NotFound
-from service.folders import Folders
-from service.job_store import DamagedRow
-from service.models import DeploymentOptions, Version, prunable
-from service.serving.repository import Repository, promoted_engine
+from service.jobs.store import DamagedRow
+from service.registry.models import DeploymentOptions, Version, prunable
+from service.registry.repository import Repository, promoted_engine
+from service.storage.database import MIGRATIONS, Database
+from service.storage.layout import Folders
 from tests.service.fixtures_jobs import write_out
 from tests.service.serving.fixtures_models import PROVED
 

@@ -13,17 +13,17 @@ import pytest
 from pipeline.core import CompileMode, Engine
 from pipeline.errors import DamagedError, InternalError, UnsupportedError
 from pipeline.report.bundle import read_engine, seal
+from service.auth import LOCAL
+from service.devices.leases import utc_now
 from service.errors import Conflict
-from service.guard import LOCAL
-from service.jobs import Started, Succeeded
-from service.leases import utc_now
-from service.models import DeploymentOptions, PromoteRequest
-from service.publish import engine_digest
-from service.serving.fitting import captures
-from service.serving.loading import COLD_STARTS
-from service.serving.model_worker import open_engine
+from service.jobs.publish import engine_digest
+from service.jobs.state import Started, Succeeded
+from service.registry.models import DeploymentOptions, PromoteRequest
+from service.serving.loader import COLD_STARTS
+from service.serving.request_shapes import captures
 from service.serving.torch_worker import open_program
-from service.serving.worker import worker_for
+from service.serving.worker import open_engine
+from service.serving.worker_client import worker_for
 from tests.service.fixtures_jobs import new_job, write_out
 from tests.service.serving.fixtures_engines import linear, play
 from tests.service.serving.fixtures_models import Shelf, shelf
@@ -63,7 +63,7 @@ async def promote(here: Shelf, job: str) -> int:
 def test_a_program_has_a_worker_of_its_own_which_no_other_engine_gets(tmp_path: Path) -> None:
     ours, other = program(tmp_path), linear(tmp_path)
     assert worker_for(ours) == (sys.executable, "-m", "service.serving.torch_worker")
-    assert worker_for(other) == (sys.executable, "-m", "service.serving.model_worker")
+    assert worker_for(other) == (sys.executable, "-m", "service.serving.worker")
     with pytest.raises(InternalError, match="is code, and came to a worker that loads none"):
         open_engine(ours, 1)
     assert open_engine(other, 1).session() is not None

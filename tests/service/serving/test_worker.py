@@ -20,10 +20,10 @@ from structlog.testing import capture_logs
 from pipeline.core import Engine
 from pipeline.errors import HostError, InternalError
 from service.errors import TimedOut, Unavailable, Unprocessable
-from service.folders import Work
-from service.serving.instance import LONGEST_PAUSE_S, MOST_CRASHES, Instance, pause_after
-from service.serving.rows import Rows
-from service.serving.worker import SLOTS, Order, Ran, Task, Worker
+from service.serving.batch_assembly import Rows
+from service.serving.replica import LONGEST_PAUSE_S, MOST_CRASHES, Instance, pause_after
+from service.serving.worker_client import SLOTS, Order, Ran, Task, Worker
+from service.storage.layout import Work
 from tests.service.serving.fixtures_engines import MODEL, Bench, asking, deployed, direct, engine_of, linear, looked_up, marked, play, processes_of
 
 DOUBLE = str(Path(__file__).with_name("engine_double.py"))

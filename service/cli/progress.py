@@ -1,0 +1,63 @@
+"""What `crucible wait` and its like show of a job: its stages as they come, then what came of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+import typer
+
+from pipeline.cli import terminal
+from pipeline.execution.stage_runner import StageEvent
+
+if TYPE_CHECKING:
+    from service.client import Client, Event, RemoteError
+    from service.http.schemas import JobView
+
+
+def follow(client: Client, job_id: str, as_json: bool) -> NoReturn:
+    """Show a job's events to its end, then what came of it; leaves with the exit code."""
+    errors = terminal.console(stderr=True)
+    with terminal.StageProgress(errors, quiet=as_json) as progress:
+        for event in client.events(job_id):
+            if event.kind == "stage":
+                progress(stage_of(event))
+            elif not as_json:
+                why = event.data.get("why")
+                errors.print(f"{event.kind}: {why}" if why else event.kind, highlight=False, markup=False)
+    job = client.job(job_id)
+    if job.state == "succeeded" and not as_json:
+        _print_verdict(client, job)
+    print(job.model_dump_json())
+    if job.state != "succeeded":
+        raise _why(job)
+    raise typer.Exit(2 if job.verdict == "rejected" else 0)
+
+
+def stage_of(event: Event) -> StageEvent:
+    """What the terminal shows of an event; the stage's name comes from a job, and is no markup."""
+    from dataclasses import fields
+
+    from rich.markup import escape
+
+    known = {field.name for field in fields(StageEvent)}
+    told = {name: value for name, value in event.data.items() if name in known}
+    return StageEvent(**{**told, "stage": escape(told["stage"])})
+
+
+def _print_verdict(client: Client, job: JobView) -> None:
+    console, report = terminal.console(), client.report(job.id)
+    if job.measures is None:
+        console.print(terminal.candidate_table(report))
+    else:
+        terminal.print_latency(console, report)
+    for line in terminal.verdict_lines(report):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"report: {client.url}{job.links.report}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _why(job: JobView) -> RemoteError:
+    from service.client import RemoteError
+
+    if job.failure is None:
+        return RemoteError(f"job {job.id} was cancelled", "ask for it again if that was not meant", "job.cancelled")
+    return RemoteError(job.failure.message, job.failure.next_step, job.failure.code)

@@ -1,0 +1,1 @@
+"""Which devices this host has, and who may use which when."""

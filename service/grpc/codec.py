@@ -1,0 +1,154 @@
+"""Requests and answers as the protocol's messages. Raw inputs are views of the bytes that came, not to be written to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TypeVar
+
+import numpy as np
+from google.protobuf.message import DecodeError, Message
+
+from service.auth import Caller
+from service.codecs.oip import REFUSED, timing_parameters
+from service.codecs.tensors import Array, array_from, datatype_of, dtype_of, dtype_of_datatype, shape_from
+from service.errors import Unprocessable
+from service.grpc.grpc_service_pb2 import InferParameter, InferTensorContents, ModelInferRequest, ModelInferResponse
+from service.inference import InferAnswer, InferRequest
+
+_Kind = type[np.generic]
+Sent = TypeVar("Sent", bound=Message)
+CONTENTS: Mapping[str, tuple[str, _Kind]] = {
+    "BOOL": ("bool_contents", np.bool_),
+    **dict.fromkeys(("INT8", "INT16", "INT32"), ("int_contents", np.int32)),
+    "INT64": ("int64_contents", np.int64),
+    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), ("uint_contents", np.uint32)),
+    "UINT64": ("uint64_contents", np.uint64),
+    "FP32": ("fp32_contents", np.float32),
+    "FP64": ("fp64_contents", np.float64),
+}
+"""The field of InferTensorContents that holds each datatype, and what it holds. FP16 and BF16 have none: they come as raw bytes only."""
+
+_Input = ModelInferRequest.InferInputTensor
+_Parameters = Mapping[str, InferParameter]
+
+
+def request_from(message: ModelInferRequest, caller: Caller, deadline_s: float | None) -> InferRequest:
+    """What is asked; `deadline_s` is the time that the client's deadline leaves. Unprocessable names what is at fault."""
+    _check_parameters(message.parameters, "the request")
+    for output in message.outputs:
+        _check_parameters(output.parameters, output.name)
+    times = [time for time in (deadline_s, _timeout_s(message.parameters)) if time is not None]
+    return InferRequest(
+        caller=caller,
+        model=message.model_name or None,
+        inputs=inputs_from(message),
+        version=version_from(message.model_version),
+        outputs=tuple(output.name for output in message.outputs),
+        timeout_s=min(times, default=None),
+        id=message.id,
+    )
+
+
+def parsed(kind: type[Sent], data: bytes) -> Sent:
+    """Bytes as this message; Unprocessable if they are none."""
+    try:
+        found: Sent = kind.FromString(data)
+    except DecodeError as error:
+        raise Unprocessable(f"this is no {kind.DESCRIPTOR.full_name}: {error}", "send what the protocol defines") from None
+    return found
+
+
+def message_from(answer: InferAnswer) -> ModelInferResponse:
+    """The answer, with its outputs as raw bytes and its times as parameters."""
+    return ModelInferResponse(
+        model_name=answer.model,
+        model_version=str(answer.version),
+        id=answer.id,
+        parameters={name: _parameter(value) for name, value in timing_parameters(answer).items()},
+        outputs=[
+            ModelInferResponse.InferOutputTensor(name=name, datatype=datatype_of(array.dtype.name), shape=array.shape)
+            for name, array in answer.outputs.items()
+        ],
+        raw_output_contents=[array.tobytes() for array in answer.outputs.values()],
+    )
+
+
+def version_from(text: str) -> int | None:
+    """A version as clients write it; None: the current one."""
+    if text and not (text.isascii() and text.isdecimal() and len(text) < 16 and int(text) > 0):
+        raise Unprocessable(f"expected a version to be a whole number from 1, got '{text[:40]}'", "leave it out for the current one")
+    return int(text) if text else None
+
+
+def inputs_from(message: ModelInferRequest) -> dict[str, Array]:
+    """The tensors of a request, by name."""
+    inputs, raw = message.inputs, message.raw_input_contents
+    if raw and len(raw) != len(inputs):
+        raise Unprocessable(f"expected raw_input_contents of all {len(inputs)} inputs, got {len(raw)}", "send one for each input, in their order")
+    found: dict[str, Array] = {}
+    for number, each in enumerate(inputs):
+        _check_parameters(each.parameters, each.name)
+        if each.name in found:
+            raise Unprocessable(f"input '{each.name}' comes twice", "send each input once")
+        found[each.name] = _array_from_raw(each, raw[number]) if raw else _array_from_contents(each)
+    return found
+
+
+def _array_from_raw(tensor: _Input, buffer: bytes) -> Array:
+    if _filled(tensor.contents):
+        raise Unprocessable(f"input '{tensor.name}' comes in `contents` and in raw_input_contents", "send it in one of them")
+    dtype = dtype_of_datatype(tensor.name, tensor.datatype)
+    return array_from(tensor.name, dtype, shape_from(tensor.name, tuple(tensor.shape)), buffer)
+
+
+def _array_from_contents(tensor: _Input) -> Array:
+    name, dtype, shape = tensor.name, dtype_of_datatype(tensor.name, tensor.datatype), shape_from(tensor.name, tuple(tensor.shape))
+    if tensor.datatype not in CONTENTS:
+        raise Unprocessable(f"input '{name}': `contents` has no field for {tensor.datatype}", "send it in raw_input_contents")
+    field, kind = CONTENTS[tensor.datatype]
+    if wrong := [other for other in _filled(tensor.contents) if other != field]:
+        raise Unprocessable(f"input '{name}' is {tensor.datatype}: expected its values in {field}, got some in {', '.join(wrong)}", f"use {field}")
+    values = getattr(tensor.contents, field)
+    if len(values) != math.prod(shape):
+        raise Unprocessable(f"input '{name}': shape {list(shape)} has {math.prod(shape)} values, got {len(values)}", "send exactly as many")
+    sent = np.array(values, kind)
+    array: Array = sent.astype(dtype_of(name, dtype), copy=False)  # narrow integers travel as 32 bits
+    if array.dtype != sent.dtype and (array != sent).any():
+        raise Unprocessable(f"input '{name}' is {tensor.datatype}: a value is out of its range", "send values that fit")
+    return array.reshape(shape)
+
+
+def _filled(contents: InferTensorContents) -> list[str]:
+    return [field.name for field, _ in contents.ListFields()]
+
+
+def _check_parameters(parameters: _Parameters, where: str) -> None:
+    """Unprocessable where a parameter would change what is computed, and this server does not know it."""
+    if refused := [name for name in REFUSED if name in parameters and _value(parameters[name])]:
+        raise Unprocessable(f"{where}: this server has no `{refused[0]}`", "ServerMetadata lists the extensions that it has")
+
+
+def _timeout_s(parameters: _Parameters) -> float | None:
+    """`timeout` is in microseconds; 0 stands for none."""
+    value = _value(parameters["timeout"]) if "timeout" in parameters else None
+    if value is None:
+        return None
+    if type(value) is not int or value < 0:
+        raise Unprocessable(f"expected `timeout` to be a number of microseconds, got {value!r:.40}", "leave it out for the model's own")
+    return value / 1e6 or None
+
+
+def _value(parameter: InferParameter) -> object:
+    chosen = parameter.WhichOneof("parameter_choice")
+    return getattr(parameter, chosen) if chosen else None
+
+
+def _parameter(value: float | int | str) -> InferParameter:
+    match value:
+        case str():
+            return InferParameter(string_param=value)
+        case int():
+            return InferParameter(int64_param=value)
+        case _:
+            return InferParameter(double_param=value)

@@ -1,0 +1,30 @@
+"""`python -m service.grpc.generate`: what the service knows of its messages, made anew from protos/*.proto. Needs grpcio-tools (extra `dev`).
+
+descriptors.binpb         the messages themselves, read by service/grpc/descriptors.py
+*_pb2.pyi                 their types, for mypy
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+
+def generate(out: Path) -> None:
+    """Write the files to a folder. RuntimeError if the compiler refuses."""
+    from grpc_tools import protoc
+
+    protos = FOLDER / "protos"
+    names = sorted(file.name for file in protos.glob("*.proto"))
+    given = [f"--proto_path={protos}", f"--pyi_out={out}", f"--descriptor_set_out={out / 'descriptors.binpb'}", *names]
+    if protoc.main(["protoc", *given]):
+        raise RuntimeError("protoc has refused the definitions; it says why above")
+    for stub in out.glob("*_pb2.pyi"):  # protoc writes imports as if the files lay at the top
+        stub.write_text(stub.read_text(encoding="utf-8").replace("import model_config_pb2 as", "from service.grpc import model_config_pb2 as"))
+
+
+if __name__ == "__main__":
+    generate(FOLDER)
+    sys.exit()

@@ -1,0 +1,5 @@
+"""Messages of protos/health.proto; the .pyi beside this file names them."""
+
+from service.grpc.descriptors import names_of
+
+globals().update(names_of("health.proto"))

@@ -1,0 +1,69 @@
+"""The outermost layer: one log line and one set of figures per request, whoever answered it, and an answer to what nobody has caught."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import MutableMapping
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+
+from service import logs
+from service.http.error_responses import answer_error
+from service.http.guard import Application, Message, Receive, Send, send_answer
+from service.observability.prometheus import Metrics
+from service.storage.layout import Folders
+
+log = logs.get("service.requests")
+
+NO_ROUTE = "none"  # refused before it was routed, or no such route: a label per unknown path would let strangers fill the memory
+
+
+class Observed:
+    """`application`, watched."""
+
+    def __init__(self, app: Application, metrics: Metrics, folders: Folders) -> None:
+        self._application, self._metrics, self._folders = app, metrics, folders
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._application(scope, receive, send)
+            return
+        begin, status, sent = time.perf_counter(), 0, 0
+
+        async def watched(message: Message) -> None:
+            nonlocal status, sent
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            sent += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self._application(scope, receive, watched)
+        except ClientDisconnect:
+            pass
+        except Exception as error:  # noqa: BLE001  the edge of a request: its fault is not that of the others
+            request_id = scope.get("state", {}).get("request_id", "")
+            answer = answer_error(error, request_id, self._folders)
+            if not status:  # else the connection is cut, which tells the client that the answer is not whole
+                await send_answer(watched, answer, request_id)
+        finally:
+            self._tell(scope, status, sent, time.perf_counter() - begin)
+
+    def _tell(self, scope: MutableMapping[str, Any], status: int, sent: int, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", NO_ROUTE)
+        method = scope["method"] if route != NO_ROUTE else NO_ROUTE
+        self._metrics.requests.labels(method, route, str(status)).inc()
+        self._metrics.request_seconds.labels(method, route).observe(seconds)
+        state = scope.get("state", {})
+        caller = state.get("caller")
+        log.info(
+            "request",
+            method=scope["method"],
+            path=scope["path"],
+            status=status or "client gone",
+            seconds=round(seconds, 4),
+            bytes=sent,
+            request=state.get("request_id"),
+            key=caller.key if caller else None,
+        )

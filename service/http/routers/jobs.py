@@ -1,0 +1,142 @@
+"""Jobs: sent, listed, followed, cancelled, tried again."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi.responses import PlainTextResponse, StreamingResponse
+
+from service.devices.leases import utc_now
+from service.http.routers.dependencies import REFUSALS, AskedBy, AskedOf
+from service.http.schemas import JobPage, JobView, view_of_job
+from service.http.sse import stream
+from service.jobs.redact import scrubbed
+from service.jobs.state import Job, State
+from service.storage.layout import MOST_LOG_BYTES
+from service.submission.plan import NamedConfig, SubmittedPlan
+from service.submission.submit import submit
+from service.submission.uploads import PARTS
+
+router = APIRouter(tags=["jobs"], responses=REFUSALS)
+LARGEST_SEQ = 2**63 - 1  # of SQLite
+
+_PART = {"type": "string", "format": "binary"}
+_UPLOAD = {"type": "object", "required": ["model"], "properties": dict.fromkeys(PARTS, _PART)}
+_EXAMPLE = {
+    "model": "(content of resnet50.onnx)",
+    "plan": "{name: resnet50, profiles: [{batch: [1, 8, 64]}], accuracy: {metric: top1, max_drop: 0.01}}",
+    **{role: f"(content of {role}.npz)" for role in PARTS[2:]},
+}
+COMPILE_BODY: dict[str, Any] = {
+    "description": "A model with its plan and data; or the name of one of the server's own plans",
+    "required": True,
+    "content": {
+        "multipart/form-data": {"schema": _UPLOAD, "example": _EXAMPLE},
+        "application/json": {"schema": NamedConfig.model_json_schema(), "example": {"config": "digits"}},
+    },
+}
+_JSON = {"type": "string", "contentMediaType": "application/json"}
+_TEXT = {"type": "string"}
+EVENT = {"type": "object", "required": ["data"], "properties": {"id": _TEXT, "event": _TEXT, "data": _JSON, "retry": {"type": "integer"}}}
+PLAN_NOTE = f"The part `plan` is YAML or JSON with any of the keys {', '.join(SubmittedPlan.model_fields)}."
+
+
+@router.post(
+    "/compile",
+    status_code=202,
+    response_model=JobView,
+    responses={200: {"model": JobView, "description": "An equal request was made before: its job, which has ended"}},
+    openapi_extra={"requestBody": COMPILE_BODY},
+    description=f"Compile a model. An equal request of the same owner gets the same job, unless that failed or was cancelled. {PLAN_NOTE}",
+)
+async def compile_model(
+    request: Request, response: Response, caller: AskedBy, service: AskedOf, idempotency_key: Annotated[str | None, Header()] = None
+) -> JobView:
+    caller.require("compile")
+    job = await submit(service, caller.owner, request.headers.get("content-type", ""), request.stream(), idempotency_key)
+    return accepted(job, response)
+
+
+@router.get("/jobs")
+async def list_jobs(
+    caller: AskedBy,
+    service: AskedOf,
+    state: State | None = None,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+    after: Annotated[str | None, Query(max_length=100, description="`next` of the page before")] = None,
+) -> JobPage:
+    """Jobs, newest first."""
+    page = await service.read(lambda: service.jobs.list(caller.sees, state, limit, after))
+    now = utc_now()
+    return JobPage(jobs=tuple(view_of_job(job, now) for job in page.jobs), next=page.after)
+
+
+@router.get("/jobs/{job_id}")
+async def get_job(job_id: str, caller: AskedBy, service: AskedOf) -> JobView:
+    """How far a job is."""
+    return view_of_job(await service.read(lambda: service.jobs.get(job_id, caller.sees)), utc_now())
+
+
+@router.get(
+    "/jobs/{job_id}/events",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"text/event-stream": {"itemSchema": EVENT}}, "description": "Server-sent events"}},
+)
+async def follow_job(
+    job_id: str,
+    caller: AskedBy,
+    service: AskedOf,
+    last_event_id: Annotated[int | None, Header(ge=0, le=LARGEST_SEQ)] = None,
+    after: Annotated[int, Query(ge=0, le=LARGEST_SEQ, description="Leave out events up to this number; as the header Last-Event-ID does")] = 0,
+) -> StreamingResponse:
+    """What happens to a job, from its beginning to its end: `stage` events, and one for each state that it comes to."""
+    await service.read(lambda: service.jobs.get(job_id, caller.sees))
+    events = stream(service, job_id, after if last_event_id is None else last_event_id)
+    return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+
+@router.get("/jobs/{job_id}/log", response_class=PlainTextResponse)
+async def tail_log(
+    job_id: str,
+    caller: AskedBy,
+    service: AskedOf,
+    bytes_: Annotated[int, Query(alias="bytes", ge=1, le=MOST_LOG_BYTES, description="How much of its end")] = 65536,
+) -> PlainTextResponse:
+    """The end of what the job's processes printed."""
+    await service.read(lambda: service.jobs.get(job_id, caller.sees))
+    text = await asyncio.to_thread(lambda: scrubbed(_tail(service.folders.work(job_id).log, bytes_), service.folders))
+    return PlainTextResponse(text, headers={"X-Content-Type-Options": "nosniff"})
+
+
+@router.delete("/jobs/{job_id}", status_code=202)
+async def cancel_job(job_id: str, caller: AskedBy, service: AskedOf) -> JobView:
+    """Cancel a job: all its processes are gone within 5 s. Refused if it has ended."""
+    caller.require("compile")
+    return view_of_job(await service.runner.cancel(job_id, caller.sees), utc_now())
+
+
+@router.post("/jobs/{job_id}/retry", status_code=202, response_model=JobView)
+async def retry_job(job_id: str, response: Response, caller: AskedBy, service: AskedOf) -> JobView:
+    """Try a job again that failed or was cancelled: a new job, which goes on from what the old one stored."""
+    caller.require("compile")
+    service.host()  # or Unavailable
+    return accepted(await service.runner.retry(job_id, caller.sees), response)
+
+
+def accepted(job: Job, response: Response) -> JobView:
+    """The answer to who asked for a job, with where to follow it."""
+    response.headers["Location"] = f"/jobs/{job.id}"
+    response.status_code = 200 if job.is_final else 202
+    return view_of_job(job, utc_now())
+
+
+def _tail(file: Path, most: int) -> str:
+    try:
+        with file.open("rb") as stream:
+            stream.seek(max(0, file.stat().st_size - most))
+            return stream.read(most).decode("utf-8", "replace")
+    except FileNotFoundError:  # it has not started
+        return ""

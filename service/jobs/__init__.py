@@ -1,0 +1,1 @@
+"""Jobs: their states, their store, and the child processes that run them."""

@@ -1,0 +1,106 @@
+"""Whether a job takes more memory or disk than it may. `verdict` is pure; `sample` looks.
+
+Memory is what all processes of the job hold: resident pages, which is cheap to ask; pages that several share count once (PSS) only when
+the sum is over the limit, since asking for that stops the process for a moment, which may be measuring.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from service.jobs.state import Failure
+from service.settings import Settings
+
+EVERY_S = 0.5
+SHARE = 0.8  # of the machine's memory, where the settings name no limit
+GIB = 2**30
+CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a job and all its processes may take together."""
+
+    memory_bytes: int
+    disk_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What they take now."""
+
+    memory_bytes: int
+    disk_bytes: int
+
+
+def verdict(sample: Sample, limits: Limits) -> Failure | None:
+    """Why the job must end; None if it need not."""
+    checks = (
+        ("memory", sample.memory_bytes, limits.memory_bytes, "send a smaller model, smaller profiles, or a smaller calibration.batch"),
+        ("disk", sample.disk_bytes, limits.disk_bytes, "send a smaller model or fewer candidates"),
+    )
+    for what, used, allowed, advice in checks:
+        if used > allowed:
+            said = f"the job used {used / GIB:.2f} GiB of {what}, more than the {allowed / GIB:.2f} GiB it may, and was stopped"
+            return Failure(code=f"job.{what}", message=said, next_step=f"{advice}; or raise the service's setting job_{what}_bytes")
+    return None
+
+
+def limits_from(settings: Settings, machine_bytes: int) -> Limits:
+    """The limits of each job."""
+    return Limits(settings.job_memory_bytes or int(SHARE * machine_bytes), settings.job_disk_bytes)
+
+
+def machine_memory(cgroup: Path = CGROUP) -> int:
+    """Memory of this machine, or of the container if it may use less."""
+    total = psutil.virtual_memory().total
+    try:
+        text = cgroup.read_text(encoding="ascii").strip()
+    except OSError:
+        return total
+    return min(total, int(text)) if text.isdigit() else total
+
+
+def sample(pid: int, work: Path, limits: Limits) -> Sample:
+    """What the process, all that descends from it, and its work directory take now."""
+    try:
+        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        processes = []
+    resident = sum(_resident(process) for process in processes)
+    memory = resident if resident <= limits.memory_bytes else sum(_proportional(process) for process in processes)
+    return Sample(memory, disk_use(work))
+
+
+def _resident(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.Error:
+        return 0
+
+
+def _proportional(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_full_info().pss)
+    except psutil.Error:
+        return 0
+
+
+def disk_use(folder: Path) -> int:
+    """Bytes that the files below a folder take on the disk. Follows no links; what vanishes meanwhile counts for nothing."""
+    total, folders = 0, [str(folder)]
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                    else:
+                        total += entry.stat(follow_symlinks=False).st_blocks * 512
+        except OSError:
+            continue
+    return total

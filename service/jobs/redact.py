@@ -1,0 +1,41 @@
+"""What clients are told names no place of this host: a job's own files by their names alone, others as below CRUCIBLE_HOME."""
+
+from __future__ import annotations
+
+import html
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from service.jobs.state import Died, Failure, JobEvent, StageSeen
+from service.storage.layout import Folders
+
+HOME = "$CRUCIBLE_HOME"
+
+
+def scrubbed(text: str, folders: Folders) -> str:
+    """A text without the home's path: `<home>/uploads/<job>/model.onnx` is `model.onnx`."""
+    places = {str(folders.home), str(folders.home.resolve())}  # a job may have followed links
+    for home in sorted(places | set(map(html.escape, places))):
+        text = re.sub(rf"{re.escape(home)}/(?:uploads|jobs|reports)/[0-9a-f]+/", "", text)
+        text = re.sub(rf"{re.escape(home)}(?![\w.-])", lambda _: HOME, text)
+    return text
+
+
+def scrubbed_event(event: JobEvent, folders: Folders) -> JobEvent:
+    """An event as it is stored: its texts reach clients."""
+    match event:
+        case Died(failure):
+            texts = {"message": scrubbed(failure.message, folders), "next_step": scrubbed(failure.next_step, folders)}
+            return Died(Failure(code=failure.code, **texts))
+        case StageSeen(progress=progress):
+            texts = {"text": scrubbed(progress.text, folders), "subject": scrubbed(progress.subject, folders)}
+            return replace(event, progress=progress.model_copy(update=texts))
+    return event
+
+
+def scrub_file(file: Path, folders: Folders) -> None:
+    """Rewrite a text file without the home's path."""
+    text = file.read_text(encoding="utf-8")
+    if (clean := scrubbed(text, folders)) != text:
+        file.write_text(clean, encoding="utf-8")

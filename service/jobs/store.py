@@ -1,0 +1,252 @@
+"""Jobs in the database: each change is one transaction, which writes the event and the job after it, so that neither is without the other.
+
+    job, is_new = store.add(job, now, once)      the job, or the one that an equal request already made
+    job, seq = store.append(job.id, event, now)  what happened, and the job after it
+    store.events(job.id, after=seq)              for clients; `seq` rises over all jobs and is never used twice
+
+Events carry a kind and data for clients: "stage", or the state which the job came to. What a row's JSON no longer tells is logged by
+the job's id and left out; it does not keep the others from being served.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import sqlite3
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from pydantic import ValidationError
+
+from service import logs
+from service.errors import Conflict, NotFound, ServiceError, TooMany
+from service.jobs.state import FINAL, CancelAsked, Died, Job, JobEvent, Requeued, StageSeen, StaleEvent, Started, State, Succeeded, step
+from service.storage.database import Database
+
+ONCE_FOR = dt.timedelta(hours=24)  # how long an Idempotency-Key is remembered
+REUSED: tuple[State, ...] = ("queued", "running", "succeeded")  # others have come to nothing: an equal request makes a new job
+
+LOOKED_AT, COUNTED = 200, 5  # jobs, for an estimate
+
+log = logs.get("service.job_store")
+
+
+class DamagedRow(ServiceError):
+    """What the database says of a job cannot be read."""
+
+    code = "service.damaged_row"
+
+
+@dataclass(frozen=True, slots=True)
+class Once:
+    """An Idempotency-Key, and the digest of the request that came with it."""
+
+    key: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEvent:
+    """One event as clients see it."""
+
+    seq: int
+    at: str  # UTC
+    kind: str  # "stage", or a State
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Some jobs, newest first."""
+
+    jobs: tuple[Job, ...]
+    after: str | None  # give it to `list` for the next page; None: this was the last
+
+
+class JobStore:
+    """All jobs of one home. Safe for threads."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add(self, job: Job, now: dt.datetime, once: Once | None = None, most_queued: int | None = None) -> tuple[Job, bool]:
+        """Add a queued job: it and True, or False and the job that an equal request made before.
+
+        Conflict if the Idempotency-Key came with another request within 24 h; TooMany if the owner has `most_queued` jobs waiting.
+        """
+        with self._database.write() as rows:
+            known = self._of_key(rows, job.owner, once, now) or self._of_identity(rows, job.owner, job.identity)
+            if known is None:
+                queued = rows.execute("SELECT count(*) FROM jobs WHERE owner = ? AND state = 'queued'", (job.owner,)).fetchone()[0]
+                if most_queued is not None and queued >= most_queued:
+                    raise TooMany(f"{queued} of your jobs are waiting, at most {most_queued} may", "wait for some, or cancel them", 60)
+                values = (job.id, job.owner, job.identity, job.state, job.created, job.model_dump_json())
+                rows.execute("INSERT INTO jobs (id, owner, identity, state, created, job) VALUES (?, ?, ?, ?, ?, ?)", values)
+                _insert_event(rows, job.id, job.created, "queued", {})
+            chosen = known or job
+            if once is not None:
+                rows.execute("INSERT OR IGNORE INTO requests VALUES (?, ?, ?, ?, ?)", (job.owner, once.key, once.digest, chosen.id, _text(now)))
+        return chosen, known is None
+
+    def get(self, job_id: str, owner: str | None = None) -> Job:
+        """The job; NotFound if there is none, or if it is another owner's. None: of any owner."""
+        with self._database.read() as rows:
+            return _job(_row(rows, job_id, owner))
+
+    def of_identity(self, owner: str, identity: str) -> Job | None:
+        """The job that an equal request gets for an answer; None if it makes a new one."""
+        with self._database.read() as rows:
+            return self._of_identity(rows, owner, identity)
+
+    def forget_identity(self, job_id: str) -> None:
+        """Let no equal request have this job for an answer any more."""
+        with self._database.write() as rows:
+            rows.execute("UPDATE jobs SET identity = id WHERE id = ?", (job_id,))
+
+    def usual_s(self, owner: str, name: str, device: str, measures: bool = False) -> float | None:
+        """How long this owner's jobs of this name and kind take on a device: the median of the last few that succeeded; None if none has."""
+        query = "SELECT * FROM jobs WHERE owner = ? AND state = 'succeeded' ORDER BY id DESC LIMIT ?"
+        with self._database.read() as rows:
+            found = rows.execute(query, (owner, LOOKED_AT)).fetchall()
+        wanted = (name, device, measures, 1)
+        alike = [job.took_s for job in _readable(found) if (job.name, job.device, job.measures is not None, job.attempt) == wanted]
+        return median(alike[:COUNTED]) if alike else None
+
+    def list(self, owner: str | None = None, state: State | None = None, limit: int = 50, after: str | None = None) -> Page:
+        """Jobs, newest first; None stands for all owners and all states."""
+        wanted = "(?1 IS NULL OR owner = ?1) AND (?2 IS NULL OR state = ?2) AND (?3 IS NULL OR id < ?3)"
+        query = f"SELECT * FROM jobs WHERE {wanted} ORDER BY id DESC LIMIT ?4"
+        with self._database.read() as rows:
+            found = rows.execute(query, (owner, state, after, limit + 1)).fetchall()
+        return Page(tuple(_readable(found[:limit])), found[limit - 1]["id"] if len(found) > limit else None)
+
+    def append(self, job_id: str, event: JobEvent, now: dt.datetime) -> tuple[Job, int]:
+        """Store what happened, and the job after it: both or none. StaleEvent if the job cannot take the event."""
+        with self._database.write() as rows:
+            before = _job(_row(rows, job_id, None))
+            job = step(before, event, now)
+            rows.execute("UPDATE jobs SET state = ?, job = ? WHERE id = ?", (job.state, job.model_dump_json(), job_id))
+            kind, data = told(event, job)
+            return job, _insert_event(rows, job_id, _text(now), kind, data)
+
+    def events(self, job_id: str, after: int = 0, limit: int = 1000) -> tuple[StoredEvent, ...]:
+        """Events of a job with a number over `after`, in order."""
+        with self._database.read() as rows:
+            found = rows.execute("SELECT * FROM events WHERE job_id = ? AND seq > ? ORDER BY seq LIMIT ?", (job_id, after, limit)).fetchall()
+        return tuple(_events(found))
+
+    def unfinished(self) -> tuple[Job, ...]:
+        """All jobs that have not ended, oldest first."""
+        with self._database.read() as rows:
+            found = rows.execute(f"SELECT * FROM jobs WHERE state NOT IN {_marks(FINAL)} ORDER BY id", sorted(FINAL)).fetchall()
+        return tuple(_readable(found))
+
+    def counts(self) -> dict[str, int]:
+        """How many jobs are in each state."""
+        with self._database.read() as rows:
+            return dict(rows.execute("SELECT state, count(*) FROM jobs GROUP BY state").fetchall())
+
+    def ended(self) -> tuple[Job, ...]:
+        """All jobs that have ended, oldest first."""
+        with self._database.read() as rows:
+            found = rows.execute(f"SELECT * FROM jobs WHERE state IN {_marks(FINAL)} ORDER BY id", sorted(FINAL)).fetchall()
+        return tuple(_readable(found))
+
+    def ids(self) -> frozenset[str]:
+        """Ids of all jobs, of those too whose rows are damaged."""
+        with self._database.read() as rows:
+            return frozenset(row["id"] for row in rows.execute("SELECT id FROM jobs"))
+
+    def remove(self, job_id: str) -> None:
+        """Forget a job that has ended, with its events; Conflict if it has not."""
+        with self._database.write() as rows:
+            if _row(rows, job_id, None)["state"] not in FINAL:
+                raise Conflict(f"job {job_id} has not ended", "cancel it first")
+            rows.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
+
+    def close(self) -> None:
+        """Close the calling thread's connection."""
+        self._database.close()
+
+    def _of_key(self, rows: sqlite3.Connection, owner: str, once: Once | None, now: dt.datetime) -> Job | None:
+        """The job of an earlier request with the same Idempotency-Key; those of yesterday are forgotten."""
+        rows.execute("DELETE FROM requests WHERE created <= ?", (_text(now - ONCE_FOR),))
+        if once is None:
+            return None
+        row = rows.execute("SELECT * FROM requests WHERE owner = ? AND idempotency_key = ?", (owner, once.key)).fetchone()
+        if row is None:
+            return None
+        if row["digest"] != once.digest:
+            raise Conflict(f"the Idempotency-Key '{once.key}' came with another request before", "use a new key for a new request")
+        return _job(_row(rows, row["job_id"], owner))
+
+    def _of_identity(self, rows: sqlite3.Connection, owner: str, identity: str) -> Job | None:
+        query = f"SELECT * FROM jobs WHERE owner = ? AND identity = ? AND state IN {_marks(REUSED)} ORDER BY id DESC"
+        return next(iter(_readable(rows.execute(query, (owner, identity, *REUSED)).fetchall())), None)
+
+
+def told(event: JobEvent, job: Job) -> tuple[str, dict[str, Any]]:
+    """An event's kind and data for clients, from what happened and the job after it. No pids: they are nobody's business."""
+    match event:
+        case StageSeen():
+            return "stage", {**event.progress.model_dump(), "state": event.state, "seconds": event.seconds}
+        case Started():
+            return job.state, {"attempt": job.attempt}
+        case Requeued() if job.state == "queued":
+            return job.state, {"why": event.why}
+        case Died() if job.state == "failed":
+            return job.state, event.failure.model_dump()
+        case Succeeded() if job.state == "succeeded":
+            return job.state, {"verdict": event.verdict, "winner": event.winner}
+        case CancelAsked() | Requeued() | Died() | Succeeded():
+            return job.state, {}
+    raise StaleEvent(f"job {job.id}: {event}")
+
+
+def _row(rows: sqlite3.Connection, job_id: str, owner: str | None) -> sqlite3.Row:
+    row: sqlite3.Row | None = rows.execute("SELECT * FROM jobs WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)", (job_id, owner)).fetchone()
+    if row is None:
+        raise NotFound(f"no job '{job_id}'", "GET /jobs lists yours")
+    return row
+
+
+def _job(row: sqlite3.Row) -> Job:
+    """DamagedRow names the job."""
+    try:
+        job = Job.model_validate_json(row["job"])
+    except ValidationError as error:
+        raise DamagedRow(f"the row of job {row['id']} in the database is damaged: {error}", "send the model again") from error
+    if (job.id, job.state) != (row["id"], row["state"]):
+        raise DamagedRow(f"the row of job {row['id']} in the database contradicts itself", "send the model again")
+    return job
+
+
+def _readable(found: Iterable[sqlite3.Row]) -> Iterable[Job]:
+    for row in found:
+        try:
+            yield _job(row)
+        except DamagedRow as error:
+            log.error("job.damaged", job=row["id"], error=error.message)
+
+
+def _events(found: Iterable[sqlite3.Row]) -> Iterable[StoredEvent]:
+    for row in found:
+        try:
+            yield StoredEvent(row["seq"], row["at"], row["kind"], json.loads(row["data"]))
+        except ValueError as error:
+            log.error("event.damaged", job=row["job_id"], seq=row["seq"], error=str(error))
+
+
+def _insert_event(rows: sqlite3.Connection, job_id: str, at: str, kind: str, data: dict[str, Any]) -> int:
+    done = rows.execute("INSERT INTO events (job_id, at, kind, data) VALUES (?, ?, ?, ?)", (job_id, at, kind, json.dumps(data)))
+    return int(done.lastrowid or 0)
+
+
+def _marks(values: Iterable[object]) -> str:
+    return f"({', '.join('?' for _ in values)})"
+
+
+def _text(moment: dt.datetime) -> str:
+    return moment.astimezone(dt.UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,222 @@
+"""A job's child: `python -m service.jobs.worker FD` compiles a plan, or measures its engine again, and tells the server through the socket FD.
+
+The only module of the service that imports pipeline.compiler, and inside functions. It runs below a guardian
+(service/sandbox/guardian.py), which has restricted it, with an environment made for it (worker_client.py), and writes nothing but
+its work directory.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from io import BufferedRWPair
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline import distribution
+from pipeline.core import Note, Progress, silent
+from pipeline.errors import BackendUnavailable, InternalError
+from pipeline.execution.child_process import call_in_child
+from pipeline.execution.exit_causes import crucible_error
+from pipeline.execution.stage_runner import Run, Runner, Stage, StageEvent, installed
+from pipeline.execution.store import Store
+from service.jobs.messages import (
+    LINE_BYTES,
+    Finished,
+    FromChild,
+    FromServer,
+    Granted,
+    HostIdentity,
+    Pace,
+    Returned,
+    Returns,
+    Start,
+    Wants,
+    failed_from_error,
+    from_server,
+    line_of,
+    stage_from_event,
+)
+from service.storage.layout import Work
+
+if TYPE_CHECKING:
+    from pipeline.plan.schema import Plan
+    from pipeline.results.report import Report
+
+SEEDED = ("history.jsonl", "timing")  # of the home: copied, for the child adds to them
+CONTENDED = "latency was measured while engines served on the same device: it decides nothing about speed"
+CHOSEN = "this candidate was chosen by latencies that were measured while engines served on the same device: another may be faster"
+
+
+class Server:
+    """The server, as the child sees it."""
+
+    def __init__(self, stream: BufferedRWPair) -> None:
+        self._stream = stream
+        self._pace = Pace()
+
+    def send(self, message: FromChild) -> None:
+        self._stream.write(line_of(message))
+        self._stream.flush()
+
+    def receive(self) -> FromServer:
+        """Waits; EOFError if the server is gone."""
+        return from_server(self._stream.readline(LINE_BYTES))
+
+    def emit(self, event: StageEvent) -> None:
+        """Tell of a stage, but of its progress not too often."""
+        message = stage_from_event(event)
+        if self._pace.lets(message, time.monotonic()):
+            self.send(message)
+
+    def lease(self) -> Granted:
+        """Wait until the device is ours to measure on."""
+        self.send(Wants())
+        answer = self.receive()
+        if not isinstance(answer, Granted):
+            raise InternalError(f"asked to measure, and the server answered {answer.kind}")
+        return answer
+
+    def give_back(self) -> Returned:
+        """The device is free for others."""
+        self.send(Returns())
+        answer = self.receive()
+        if not isinstance(answer, Returned):
+            raise InternalError(f"gave the device back, and the server answered {answer.kind}")
+        return answer
+
+
+def run_job(start: Start, server: Server) -> None:
+    """Compile the plan, or measure its engine again, and leave the report in the work's out/."""
+    from pipeline.compiler.compile import compile_plan, publish_report
+    from pipeline.plan.schema import Plan
+    from pipeline.stages.benchmark import benchmark
+
+    work = Work(start.work)
+    seed(start.shared, work.home)
+    forget_contended(work.home)
+    plan = Plan.model_validate_json(start.plan.read_bytes())
+    store = Store(work.home, on_wait=lambda text: server.emit(StageEvent("store", "", "waiting", text=text)), shared=start.shared)
+    runner = Runner(store, server.emit, measuring(benchmark, server, _mark(work.home)), plan=plan.name)
+    command, compiled = start.command, start.compiled
+    report = compile_plan(plan, runner, command) if compiled is None else measure_again(compiled, plan, runner, command)
+    publish_report(doubted(report, CONTENDED) if _mark(work.home).exists() else report, work.out)
+    forget_contended(work.home)
+
+
+def measure_again(compiled: Path, plan: Plan, runner: Runner, command: str) -> Report:
+    """The report in `compiled` with new latencies of its engine. Nothing makes good that it was chosen by contended ones."""
+    from pipeline.compiler.remeasure import report_again
+    from pipeline.report.bundle import load_engine
+    from pipeline.report.render import load_report
+
+    old = load_report(compiled)
+    plain = old.model_copy(update={"notes": tuple(note for note in old.notes if note.text not in (CONTENDED, CHOSEN))})
+    report = report_again(plain, plan, load_engine(compiled), runner, command)
+    return doubted(report, CHOSEN) if {CONTENDED, CHOSEN} & set(old.reasons) else report
+
+
+def measuring(benchmark: Callable[..., object], server: Server, mark: Path) -> Run:
+    """Runs stages in children as ever, but asks for the device before `benchmark`; leaves a mark if engines served there."""
+
+    def run(function: Callable[..., Any], *arguments: object, name: str, log: Path | None = None, progress: Progress = silent) -> Any:
+        if function is not benchmark:
+            return call_in_child(function, *arguments, name=name, log=log, progress=progress)
+        if server.lease().contended:
+            mark.touch()
+        try:
+            return call_in_child(function, *arguments, name=name, log=log, progress=progress)
+        finally:
+            if server.give_back().contended:
+                mark.touch()
+
+    return run
+
+
+def doubted(report: Report, why: str) -> Report:
+    """The report of figures that decide nothing about speed: it accepts nothing."""
+    verdict = "unproven" if report.verdict in ("accepted", "keep") else report.verdict
+    notes = (*report.notes, Note(stage="benchmark", text=why))
+    return report.model_copy(update={"verdict": verdict, "reasons": (*report.reasons, why), "notes": notes})
+
+
+def forget_contended(home: Path) -> None:
+    """Drop figures that were measured beside engines that served, so that no later run takes them for good."""
+    if _mark(home).exists():
+        shutil.rmtree(home / "artifacts" / "benchmark", ignore_errors=True)
+        _mark(home).unlink()
+
+
+def _mark(home: Path) -> Path:
+    return home / "contended"
+
+
+def seed(shared: Path, home: Path) -> None:
+    """Begin with the home's history and timing caches; what an earlier attempt left is newer."""
+    for name in SEEDED:
+        source, target = shared / name, home / name
+        if target.exists() or not source.exists():
+            continue
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("lock", ".*"))
+        else:
+            shutil.copy(source, target)
+
+
+# -- what decides the result besides the request -----------------------------------------------------------------------
+
+
+def probe_host(progress: Progress = silent) -> HostIdentity:
+    """Devices, targets and tools of this host. To be called through `call_in_child`: it imports every backend that is here."""
+    import hashlib
+    import json
+
+    from pipeline.backends import BACKENDS, backend
+    from pipeline.compiler import candidates, compile
+    from pipeline.host.gpu import find_gpus
+    from pipeline.measurement.measure import environment
+
+    targets = {}
+    for name in BACKENDS:
+        try:
+            targets[name] = backend(name).probe().model_dump(mode="json")
+        except BackendUnavailable as error:
+            targets[name] = {"absent": error.message}
+    stages = [value for module in (compile, candidates) for value in vars(module).values() if isinstance(value, Stage)]
+    stages += [*candidates.QUANTIZERS.values(), *candidates.WEIGHT_QUANTIZERS.values()]
+    versions = sorted({(stage.name, stage.function.__qualname__, stage.version) for stage in stages})
+    tools = {tool: installed(tool) for stage in stages for tool in stage.tools} | {"crucible": distribution.version()}
+    devices = {"cpu": environment().cpu, **{f"gpu:{number}": gpu.name for number, gpu in enumerate(find_gpus().devices)}}
+    facts = json.dumps([devices, targets, versions, tools], sort_keys=True)
+    return HostIdentity(devices=devices, digest=hashlib.sha256(facts.encode()).hexdigest())
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+
+def main(descriptor: int) -> None:
+    """Do what the server says, and end; never returns."""
+    os.set_inheritable(descriptor, False)
+    server = Server(socket.socket(fileno=descriptor).makefile("rwb"))
+    answer: FromChild = Finished()
+    try:
+        start = server.receive()
+        if not isinstance(start, Start):
+            raise InternalError(f"the server began with {start.kind}")
+        run_job(start, server)
+    except Exception as error:  # noqa: BLE001  the edge of a process: everything must reach the server
+        traceback.print_exc()  # to the job's log
+        answer = failed_from_error(crucible_error(error))
+    server.send(answer)
+    os._exit(0)  # libraries' threads may hang; all is said
+
+
+if __name__ == "__main__":
+    from service.jobs import worker as job_worker  # the importable module, not this copy: stages are found by module name
+
+    job_worker.main(int(sys.argv[1]))

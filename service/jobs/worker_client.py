@@ -1,0 +1,145 @@
+"""One job's child as the server sees it: started with nothing of the server's environment but what it needs, spoken to, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline.errors import HostError
+from pipeline.execution.child_process import IMPORT_PATH
+from pipeline.execution.exit_causes import MemoryKills, how_it_died, memory_kills
+from service.jobs.messages import LINE_BYTES, BadMessage, FromChild, FromServer, from_child, line_of
+from service.jobs.state import Failure
+from service.sandbox import process_tree as processes
+from service.storage.layout import Work
+
+GRACE_S = 2.0  # for the guardian to kill what there is; then the server does
+KEPT = ("PATH", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+KEPT_BEGINNINGS = ("LC_", "NVIDIA_")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def environment_for(job_id: str, device: str, work: Work, server: Mapping[str, str]) -> dict[str, str]:
+    """All that a child's environment holds: an allow-list of the server's, places inside its work directory, its one device, and its mark."""
+    kept = {name: value for name, value in server.items() if name in KEPT or name.startswith(KEPT_BEGINNINGS)}
+    places = {"HOME": work.home, "TMPDIR": work.temporary, "CRUCIBLE_HOME": work.home, "XDG_CACHE_HOME": work.home / "cache"}
+    return {
+        **kept,
+        **{name: str(place.absolute()) for name, place in places.items()},
+        "PYTHONPATH": IMPORT_PATH,
+        "PYTHONSAFEPATH": "1",  # no module is imported from the folder that it writes
+        "PYTHONUNBUFFERED": "1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        VISIBLE: visible(device, server.get(VISIBLE)),
+        processes.MARK: job_id,
+    }
+
+
+def visible(device: str, server: str | None) -> str:
+    """What CUDA may see: nothing for the CPU; `gpu:1` is the second of those that the server sees."""
+    if not device.startswith("gpu:"):
+        return ""
+    number = int(device.removeprefix("gpu:"))
+    return str(number) if server is None else server.split(",")[number].strip()
+
+
+async def start_guarded(
+    command: Sequence[str], end: socket.socket, work: Work, file_bytes: int, environment: Mapping[str, str]
+) -> asyncio.subprocess.Process:
+    """Start `command` with the number of its `end` of a socket as last argument, below a guardian, in a session of its own. Closes `end`."""
+    guardian = (sys.executable, "-m", "service.sandbox.guardian", str(os.getpid()), str(file_bytes))
+    try:
+        with end, work.log.open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                *guardian,
+                *command,
+                str(end.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[end.fileno()],
+                start_new_session=True,
+                cwd=work.root,
+                env=dict(environment),
+            )
+    except OSError as error:
+        raise HostError(f"cannot start a child process: {error}", "free memory or processes, and try again") from error
+
+
+async def how_it_ended(process: asyncio.subprocess.Process, before: MemoryKills) -> str:
+    """How a guarded process died, in words, once it has hung up."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), GRACE_S)
+    code = process.returncode
+    return "hung up before it answered" if code is None else how_it_died(code, before, memory_kills(), "")[0]
+
+
+async def end_guarded(process: asyncio.subprocess.Process, mark: str) -> None:
+    """End a guarded process and all that it started, wherever that has gone: what carries this mark."""
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), GRACE_S)
+    await asyncio.to_thread(processes.kill_all, lambda: processes.of_jobs([mark]))
+    await process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A running child. Whoever starts it must `end` it."""
+
+    job_id: str
+    pid: int
+    started: float  # when, in seconds since 1970
+    _process: asyncio.subprocess.Process
+    _reader: asyncio.StreamReader
+    _writer: asyncio.StreamWriter
+    _kills: MemoryKills
+
+    @classmethod
+    async def start(cls, command: Sequence[str], job_id: str, work: Work, file_bytes: int, environment: Mapping[str, str]) -> Child:
+        """Start `command` as `start_guarded` does."""
+        before = memory_kills()
+        ours, theirs = socket.socketpair()
+        try:
+            process = await start_guarded(command, theirs, work, file_bytes, environment)
+            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=LINE_BYTES)
+        except BaseException:
+            ours.close()
+            raise
+        return cls(job_id, process.pid, processes.started_at(process.pid), process, reader, writer, before)
+
+    async def send(self, message: FromServer) -> None:
+        """Harmless if the child is gone: `receive` tells."""
+        with contextlib.suppress(ConnectionError):
+            self._writer.write(line_of(message))
+            await self._writer.drain()
+
+    async def receive(self) -> FromChild:
+        """The next message; EOFError if the child is gone, BadMessage if it does not keep to the protocol."""
+        try:
+            line = await self._reader.readline()
+        except ValueError as error:  # no end within the limit
+            raise BadMessage(f"a message of more than {LINE_BYTES} bytes") from error
+        except ConnectionError as error:
+            raise EOFError(str(error)) from error
+        if not line.endswith(b"\n"):
+            raise EOFError("the child has hung up")
+        return from_child(line)
+
+    async def death(self) -> Failure:
+        """How it ended, once it has hung up without an answer."""
+        how = await how_it_ended(self._process, self._kills)
+        return Failure(code="host.child_died", message=f"the job's process {how}", next_step="retry the job; its log tells how far it came")
+
+    async def end(self) -> None:
+        """End it and all that it started, wherever that has gone."""
+        await end_guarded(self._process, self.job_id)
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()

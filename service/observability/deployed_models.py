@@ -1,0 +1,30 @@
+"""What Prometheus reads of deployed models, besides what they count themselves (figures.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from service.inference import Served
+
+
+class Models(Collector):
+    """Asked whenever the figures are read."""
+
+    def __init__(self, served: Callable[[], Iterable[Served]]) -> None:
+        self._served = served
+
+    def collect(self) -> Iterable[Metric]:
+        labels = ("model", "version", "device")
+        state = GaugeMetricFamily("crucible_model_state", "Deployed models: 1 for the state they are in", labels=(*labels, "state"))
+        instances = GaugeMetricFamily("crucible_model_instances", "Processes that serve a model", labels=labels)
+        for each in self._served():
+            values = [each.model, str(each.version), each.device]
+            state.add_metric([*values, each.state], 1)
+            instances.add_metric(values, each.instances)
+        yield from (state, instances)
+
+    def describe(self) -> Iterable[Metric]:
+        return ()

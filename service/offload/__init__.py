@@ -1,0 +1,1 @@
+"""Helper processes for work that would block the event loop."""

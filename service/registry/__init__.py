@@ -1,0 +1,1 @@
+"""Promoted models: versions, which one is current, and how each is served."""

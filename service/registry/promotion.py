@@ -1,0 +1,128 @@
+"""From a report to a version of a model: whether it may be served, and the proof of its batches, taken in a child."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from pipeline.core import CODE_BACKENDS, Engine
+from pipeline.errors import CrucibleError
+from pipeline.execution.child_process import Child
+from pipeline.execution.store import Manifest, read_manifest
+from pipeline.results.report import Report
+from pipeline.serving_inputs import BatchSpec, Padding
+from service.errors import Conflict, NotFound
+from service.jobs.publish import published_engine, published_report
+from service.jobs.state import Job
+from service.jobs.store import JobStore
+from service.jobs.worker_client import VISIBLE, visible
+from service.registry.models import Version
+from service.storage.layout import Folders
+
+PROOF_S = 900.0  # some twenty runs at the largest sizes, after loading
+
+Prove = Callable[[Engine, tuple[Padding, ...], str], Awaitable[BatchSpec]]
+"""The proof of an engine's batches on a device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A report that may be promoted, and its engine, whose files are what they were."""
+
+    job: str
+    owner: str
+    report: Report
+    engine: Engine
+
+
+def candidate_of(job_id: str, owner: str | None, override: bool, jobs: JobStore, folders: Folders) -> Candidate:
+    """NotFound without such a report, Conflict if it may not be promoted.
+
+    DamagedError if the report or a file of its engine is not what it was.
+    """
+    job = jobs.get(job_id, owner)
+    folder = folders.report(job.id)
+    if job.state != "succeeded":
+        raise NotFound(f"job {job_id} is {job.state}: there is no report", f"GET /jobs/{job_id} tells how far it is")
+    report = published_report(folder)
+    check_report(report, override)
+    engine = published_engine(folder)
+    check_own(engine, read_manifest(engine.root), job)
+    return Candidate(job.id, job.owner, report, engine)
+
+
+def check_own(engine: Engine, manifest: Manifest, job: Job) -> None:
+    """Conflict for an engine that is code, unless this job of this server has built it.
+
+    The database says so, not the engine's folder.
+    """
+    if engine.target.backend not in CODE_BACKENDS:
+        return
+    if manifest.sha256 != job.engine or manifest.value != engine.model_dump(mode="json"):
+        said = "this engine is a PyTorch program, which runs as code"
+        raise Conflict(
+            f"{said}, and it is not the one that job {job.id} built on this server",
+            "compile the model again on this server, and promote that report",
+        )
+
+
+def check_report(report: Report, override: bool) -> None:
+    """Conflict if there is no engine, or if the verdict is `unproven` and there is no override.
+
+    A report whose figures were taken beside engines that served is `unproven`.
+    """
+    why = "; ".join(report.reasons) or "the report says no more"
+    if not report.has_engine:
+        raise Conflict(f"this report's verdict is {report.verdict}, and there is no engine to serve: {why}", "mend the plan and compile again")
+    if report.verdict == "unproven" and not override:
+        raise Conflict(f"this report's verdict is unproven: {why}", 'mend that, or take it nevertheless with "override": true, which is logged')
+
+
+def version_of(candidate: Candidate, model: str, override: bool, batch: BatchSpec, created: str) -> Version:
+    """The version that a report becomes, without its number."""
+    report, engine = candidate.report, candidate.engine
+    on_gpu = engine.target.compute_capability is not None
+    return Version(
+        model=model,
+        version=1,
+        owner=candidate.owner,
+        job=candidate.job,
+        created=created,
+        verdict=report.verdict,
+        override=override and report.verdict == "unproven",
+        before=None,
+        label=engine.recipe.label,
+        backend=engine.target.backend,
+        precision=engine.recipe.precision,
+        target=engine.target.device,
+        on_gpu=on_gpu,
+        size_bytes=engine.size_bytes,
+        peak_bytes=0 if on_gpu else peak_of(report),
+        inputs=engine.inputs,
+        outputs=engine.outputs,
+        profiles=engine.profiles,
+        batch=batch,
+        image=report.plan.serving.image,
+        labels=report.plan.serving.labels,
+    )
+
+
+def peak_of(report: Report) -> int:
+    """The most that a process held while it measured the delivered engine; 0: nothing was measured."""
+    measured = report.benchmark_delivered
+    return max((row.peak_memory_bytes for row in measured.rows), default=0) if measured else 0
+
+
+async def prove(engine: Engine, padding: tuple[Padding, ...], device: str) -> BatchSpec:
+    """The proof, in a child that sees one device; Conflict if the engine does not run there."""
+    from pipeline.benchmark.batch_invariance import prove_batch
+
+    environment = {VISIBLE: visible(device, os.environ.get(VISIBLE))}
+    with Child(prove_batch, engine, padding, name="batch proof", env=environment, conversation=False) as child:  # leaving it ends the child
+        try:
+            found: BatchSpec = await asyncio.to_thread(child.result, PROOF_S)
+        except CrucibleError as error:
+            raise Conflict(f"the engine does not run here: {error.message}", error.next_step) from error
+    return found

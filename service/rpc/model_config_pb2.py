@@ -1,5 +1,0 @@
-"""Messages of protos/model_config.proto; the .pyi beside this file names them."""
-
-from service.rpc.pool import names_of
-
-globals().update(names_of("model_config.proto"))

@@ -1,0 +1,1 @@
+"""Processes that run strangers' models: restricted, watched, and ended together."""

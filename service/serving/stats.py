@@ -1,0 +1,141 @@
+"""What is counted of deployments: for Prometheus, of all of them, and the statistics of one since it was loaded.
+
+docs/service.md lists the metrics. A request that ran is `executed`, also if its client had gone by then; one whose client went before is `dropped`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from service.inference import Statistics, Timing, Total
+
+State = Literal["executed", "dropped", "timed_out", "refused", "failed"]
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+STAGE_SECONDS = (0.0001, 0.00025, 0.0005, *SECONDS)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+STATES: tuple[State, ...] = ("executed", "dropped", "timed_out", "refused", "failed")
+STAGES = ("queue", "copy_in", "compute", "copy_out")
+LABELS = ("model", "version")
+
+
+class Figures:
+    """The metrics of all deployments of one server."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter("crucible_inference_requests_total", "Requests, by what became of them", (*LABELS, "state"), registry=registry)
+        self.stages = Histogram(
+            "crucible_inference_stage_seconds",
+            "Time of each answered request in the queue, and of each batch after it",
+            (*LABELS, "stage"),
+            buckets=STAGE_SECONDS,
+            registry=registry,
+        )
+        self.rows = Histogram("crucible_inference_batch_rows", "Rows that ran together", LABELS, buckets=ROWS, registry=registry)
+        self.padding = Gauge("crucible_inference_padding_ratio", "Share of all input values so far that was padding", LABELS, registry=registry)
+        self.waiting = Gauge("crucible_inference_queue", "Requests that wait now", LABELS, registry=registry)
+        self.newest: dict[tuple[str, str], Tally] = {}  # a version that is loaded anew has two for a moment
+
+
+class Tally:
+    """The figures of one deployed version."""
+
+    def __init__(self, figures: Figures, model: str, version: int, waiting: Callable[[], int]) -> None:
+        self._model, self._version, self._figures = model, version, figures
+        labels = (model, str(version))
+        self._requests = {state: figures.requests.labels(*labels, state) for state in STATES}
+        self._stages = tuple(figures.stages.labels(*labels, stage) for stage in STAGES)
+        self._rows, self._waiting = figures.rows.labels(*labels), waiting
+        self._succeeded, self._failed = _Sum(), _Sum()
+        self._sums = tuple(_Sum() for _ in STAGES)
+        self._batches: dict[int, _Sum] = {}
+        self._dropped = self._values = self._padded = self._last_ms = 0
+
+    def show(self) -> None:
+        """It is ready: what waits and is padded is told of it from now on, and no longer of the same version as it was loaded before."""
+        labels = (self._model, str(self._version))
+        self._figures.waiting.labels(*labels).set_function(self._waiting)
+        self._figures.padding.labels(*labels).set(0)
+        self._figures.newest[labels] = self
+
+    def ran(self, requests: int, timing: Timing, values: int, padded: int) -> None:
+        """A batch was run, with so many values in its inputs, of which so many were padding."""
+        self._requests["executed"].inc(requests)
+        self._rows.observe(timing.batch_size)
+        for histogram, each in zip(self._stages[1:], (timing.copy_in_s, timing.compute_s, timing.copy_out_s), strict=True):
+            histogram.observe(each)
+        self._batches.setdefault(timing.batch_size, _Sum()).add(timing.compute_s)
+        self._values += values
+        self._padded += padded
+        if self._values:
+            self._figures.padding.labels(self._model, str(self._version)).set(self._padded / self._values)
+
+    def answered(self, timing: Timing, total_s: float) -> None:
+        """A request got its answer."""
+        self._succeeded.add(total_s)
+        self._last_ms = time.time_ns() // 1_000_000
+        self._stages[0].observe(timing.queue_s)
+        for total, each in zip(self._sums, (timing.queue_s, timing.copy_in_s, timing.compute_s, timing.copy_out_s), strict=True):
+            total.add(each)
+
+    def dropped(self) -> None:
+        """A client went before its request ran."""
+        self._requests["dropped"].inc()
+        self._dropped += 1
+
+    def failed(self, state: Literal["timed_out", "refused", "failed"], total_s: float) -> None:
+        """A request got an error."""
+        self._requests[state].inc()
+        self._failed.add(total_s)
+        self._last_ms = time.time_ns() // 1_000_000
+
+    @property
+    def seconds_per_batch(self) -> float:
+        """Of the device, so far."""
+        batches = sum(each.count for each in self._batches.values())
+        return sum(each.seconds for each in self._batches.values()) / batches if batches else 0.0
+
+    def statistics(self) -> Statistics:
+        queue, copy_in, compute, copy_out = (each.total() for each in self._sums)
+        return Statistics(
+            model=self._model,
+            version=self._version,
+            succeeded=self._succeeded.total(),
+            failed=self._failed.total(),
+            queue=queue,
+            copy_in=copy_in,
+            compute=compute,
+            copy_out=copy_out,
+            executions=sum(each.count for each in self._batches.values()),
+            rows=sum(rows * each.count for rows, each in self._batches.items()),
+            dropped=self._dropped,
+            batches={rows: each.total() for rows, each in sorted(self._batches.items())},
+            last_request_ms=self._last_ms,
+        )
+
+    def close(self) -> None:
+        """Of what is gone there is nothing to see now; what was counted stays counted."""
+        labels = (self._model, str(self._version))
+        if self._figures.newest.get(labels) is self:
+            del self._figures.newest[labels]
+            for gauge in (self._figures.waiting, self._figures.padding):
+                gauge.remove(*labels)
+
+
+class _Sum:
+    """A Total that grows."""
+
+    __slots__ = ("count", "seconds")
+
+    def __init__(self) -> None:
+        self.count, self.seconds = 0, 0.0
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.seconds += seconds
+
+    def total(self) -> Total:
+        return Total(self.count, self.seconds)
