@@ -17,7 +17,7 @@ import yaml
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from pipeline.cli.commands import main
+from service.cli.main import main
 
 FEATURES, HIDDEN, CLASSES = 16, 64, 4
 CANDIDATES = [{"backend": "onnxruntime", "precision": "fp32"}, {"backend": "onnxruntime", "precision": "int8", "method": "minmax"}]

@@ -1,5 +1,5 @@
-"""`python -m pipeline.cli`."""
+"""`python -m pipeline.cli`: the same as `crucible`."""
 
-from pipeline.cli.commands import main
+from service.cli.main import main
 
 main()

@@ -1,35 +1,26 @@
-"""The command line. Each command is a short script over the pipeline; what it prints is in terminal.py.
+"""The pipeline's commands. Each is a short script over the pipeline; terminal.py prints the results.
 
-Progress goes to stderr, results to stdout. Exit codes: 0 accepted, keep or unproven,
-2 rejected, 1 user or environment error, 3 our bug, 130 Ctrl-C.
+Progress goes to stderr, results to stdout.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
 import json
-import os
-import platform
 import shlex
-import signal
 import sys
 import tempfile
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.markup import escape
-from typer.exceptions import TyperException
 
-from pipeline import distribution
 from pipeline.cli import terminal
 from pipeline.cli.options import JsonOption, OutOption, PlanArgument, PluginOption, ProfileOption, ResultArgument, SetOption
 from pipeline.core import Engine
-from pipeline.errors import CrucibleError, PlanError
-from pipeline.execution.exit_causes import crucible_error
+from pipeline.errors import PlanError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.formatting import profiles_text
@@ -37,36 +28,10 @@ from pipeline.measurement.measure import usable_cores
 from pipeline.plan import schema as config
 from pipeline.report import bundle as deliver
 from pipeline.results.report import Report, Verdict
-from service.cli import main as commands
-from service.cli.options import UrlOption
 
 MAX_WORKERS = 4  # candidates that are prepared side by side
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
-app = typer.Typer(
-    name="crucible",
-    help="The fastest engine that still gives the right answers on your data, with the evidence.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(distribution.version_line())
-        raise typer.Exit
-
-
-VersionOption = Annotated[
-    bool,
-    typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end."),
-]
-
-
-@app.callback()
-def options(version: VersionOption = False) -> None:
-    """Take the options that belong to no command."""
+app = typer.Typer()
 
 
 @app.command(name="compile")
@@ -81,7 +46,7 @@ def compile_(plan: PlanArgument, overrides: SetOption, profiles: ProfileOption, 
     folder = out or Path("crucible-out") / (parsed.name or "model")
     deliver.check_folder(folder)
     with _runner(as_json, parsed.name) as runner:
-        report = compile_plan(parsed, runner, _command_line())
+        report = compile_plan(parsed, runner, command_line())
         files = publish_report(report, folder)
     if not as_json:
         terminal.print_compiled(terminal.console(), report, files.html_file)
@@ -109,7 +74,7 @@ def validate(result: ResultArgument, overrides: SetOption, as_json: JsonOption =
     from pipeline.compiler.remeasure import validate_again
     from pipeline.report.render import load_report
 
-    engine, compiled = _delivered(result), load_report(result)
+    engine, compiled = delivered_engine(result), load_report(result)
     with _runner(as_json, compiled.plan.name) as runner:
         report = validate_again(compiled, config.override_plan(compiled.plan, overrides), engine, runner)
     if not as_json:
@@ -134,7 +99,7 @@ def bench(
     """
     from pipeline.report.render import load_report
 
-    engine, compiled = _delivered(result), load_report(result)
+    engine, compiled = delivered_engine(result), load_report(result)
     plan = config.override_plan(compiled.plan, overrides)
     if batch:
         _sweep(engine, compiled, plan, _batches(batch), limit_ms, out or (result if result.is_dir() else result.parent), as_json)
@@ -153,7 +118,7 @@ def _bench(engine: Engine, compiled: Report, plan: config.Plan, folder: Path, as
 
     with _runner(as_json, plan.name) as runner:
         remeasured = benchmark_again(compiled, plan, engine, runner)
-        renewed = renewed_report(compiled, remeasured, runner.steps, _command_line()) if completes else None
+        renewed = renewed_report(compiled, remeasured, runner.steps, command_line()) if completes else None
     found = remeasured.found
     measured = [result for result in found.results if isinstance(result, BenchmarkReport)]
     summaries = [summary_of(measured[-1].label, row, engine.profiles) for row in measured[-1].rows]
@@ -314,65 +279,7 @@ def doctor(
         terminal.console().print("\n".join(lines(found)), highlight=False, soft_wrap=True, markup=False)
 
 
-@app.command()
-def report(
-    result: Annotated[
-        str, typer.Argument(metavar="DIR|JOB", help="A folder that `crucible compile` wrote; or a job of a service, by id or address.")
-    ],
-    url: UrlOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Print the report of a compile. That of a folder is also written again, as Markdown and HTML, from its report.json."""
-    from rich.markdown import Markdown
-
-    from pipeline.report.render import load_report, markdown, write_report
-    from service.client import is_remote
-
-    folder = Path(result)
-    if not folder.exists() and is_remote(result):
-        commands.print_report(result, url, as_json)
-        return
-    loaded = load_report(folder)
-    files = write_report(loaded, folder if folder.is_dir() else folder.parent)
-    if as_json:
-        print(loaded.model_dump_json())
-        return
-    console = terminal.console()
-    console.print(Markdown(markdown(loaded)))
-    console.print(f"report: {files.html_file}", highlight=False, soft_wrap=True, markup=False)
-
-
-@app.command()
-def export(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Triton's model repository; what else is in it stays.")],
-    triton_name: Annotated[str, typer.Option("--triton", metavar="NAME/VERSION", help="What Triton is to call it.")],
-    result: Annotated[
-        Path | None, typer.Option("--from", metavar="RESULT", help="A folder that `crucible compile` wrote; the promoted version, if left out.")
-    ] = None,
-) -> None:
-    """Write an engine as a model of Triton Inference Server: model.plan or model.onnx, and config.pbtxt.
-
-    It is version VERSION of the model NAME that was promoted in the home ($CRUCIBLE_HOME) of a service, which may run; or what --from names.
-    The engine is run here, to prove which requests may run together.
-    """
-    from pipeline.benchmark.batch_invariance import prove_batch
-    from pipeline.execution.child_process import call_in_child
-    from pipeline.report import triton
-    from service.registry.repository import promoted_engine
-
-    model = triton.parse_name(triton_name)
-    home = config.home()
-    engine = _delivered(result) if result else promoted_engine(home, model.name, model.version)
-    triton.check_place(engine, model, folder)  # before an engine is loaded
-    batch = call_in_child(prove_batch, engine, (), name="batch proof")  # Triton pads nothing
-    print(triton.export_triton(engine, batch, model, folder))
-    terminal.console(stderr=True).print("\n".join(triton.remarks(engine, batch)), highlight=False, soft_wrap=True, markup=False)
-
-
-app.add_typer(commands.app)
-
-
-def _delivered(folder: Path) -> Engine:
+def delivered_engine(folder: Path) -> Engine:
     """The engine of a result, whose files are what they were; or said to be unchecked."""
     engine = deliver.load_engine(folder)
     if not deliver.has_manifest(engine):
@@ -398,54 +305,6 @@ def _runner(quiet: bool, plan: str) -> Iterator[Runner]:
         yield Runner(store, progress, plan=plan, workers=min(usable_cores(), MAX_WORKERS))
 
 
-def _command_line() -> str:
+def command_line() -> str:
+    """The command as it was given, for reports."""
     return shlex.join(["crucible", *sys.argv[1:]])
-
-
-def main() -> NoReturn:
-    """Entry point of the `crucible` command."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # so that children are stopped and folders removed
-    try:
-        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
-    except CrucibleError as error:
-        code = _fail(error)
-    except typer.Exit as finished:
-        code = finished.exit_code
-    except TyperException as error:
-        code = _fail(PlanError(error.format_message(), "see `crucible --help`, or `crucible COMMAND --help`"))
-    except (KeyboardInterrupt, typer.Abort):
-        code = INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has gone: nothing more to say to it
-        code = 0
-    except Exception as error:  # noqa: BLE001  the edge of the process
-        code = _fail(crucible_error(error))
-    if code == INTERRUPTED:  # typer turns Ctrl-C into this exit code by itself
-        print("interrupted; what was finished is kept, run the same command to go on", file=sys.stderr)
-    sys.exit(code or 0)
-
-
-def _fail(error: CrucibleError) -> int:
-    console = terminal.console(stderr=True)
-    console.print(f"[bold red]error[/] [dim]{error.code}[/] {escape(error.message)}", highlight=False, soft_wrap=True)
-    if error.next_step:
-        console.print(f"[bold]next[/] {escape(error.next_step)}", highlight=False, soft_wrap=True)
-    if error.exit_code == 3:
-        console.print(f"This is a bug in Crucible. Please report it with {_write_log(error)}", highlight=False, soft_wrap=True)
-    return error.exit_code
-
-
-def _write_log(error: CrucibleError) -> str:
-    folder = config.home() / "logs"
-    file = folder / f"bug-{dt.datetime.now(dt.UTC):%Y%m%d-%H%M%S}.log"
-    text = "".join([f"{_command_line()}\n{platform.platform()} Python {platform.python_version()}\n", *traceback.format_exception(error)])
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-    except OSError:
-        return f"this text:\n{text}"
-    return str(file)
-
-
-if __name__ == "__main__":
-    main()
