@@ -12,7 +12,7 @@ endif
 
 # test-gpu and bench-gpu on a host without network: WHEELS=DIR, a folder that tests/gpu/fetch_wheels.sh filled elsewhere. PYTHON's own packages
 # are used, and what it lacks comes from there. Without WHEELS: the environment of `make test`, on a GPU host with TensorRT.
-# TESTS="tests/backends": a part of test-gpu. Parts may run side by side, each with a GPU (CUDA_VISIBLE_DEVICES) and GPU_RESULTS of its own.
+# TESTS="tests/pipeline/backends": a part of test-gpu. Parts may run side by side, each with a GPU (CUDA_VISIBLE_DEVICES) and GPU_RESULTS of its own.
 WHEELS ?=
 TESTS ?=
 PARTS ?=
@@ -34,7 +34,7 @@ check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python tests/size_table.py
+	$(BIN)/python tests/tools/size_table.py
 
 # The messages of gRPC, from the published definitions in service/grpc/protos.
 protos: $(VENV)/.ready

@@ -47,7 +47,7 @@ def targets_of(rows: Sequence[Mapping[str, float]]) -> dict[str, bool]:
 def served(home: str) -> Iterator[str]:
     """A server with the double's models; its host and port."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.service.serving_models", home], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-m", "tests.service.builders.serving_models", home], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     with process:
         try:

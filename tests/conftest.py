@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.host.gpu import find_gpus
-from tests.fixtures_cli import crucible, write_task
-from tests.fixtures_validate import Bench
+from tests.builders.cli import crucible, write_task
+from tests.builders.validate import Bench
 from tests.gpu.plugin import GpuTests
 
 

@@ -20,7 +20,7 @@ from pipeline.measurement.measure import WarmUpOptions, samples_from_blocks
 from pipeline.onnx_graph.graph import onnx_model
 from pipeline.plan.schema import BenchmarkConfig
 from pipeline.results.report import BenchmarkFailure
-from tests.backends.fixtures_trt import Bench, doubled, feeds
+from tests.pipeline.backends.tensorrt.builders import Bench, doubled, feeds
 
 ROOT = Path(__file__).parents[2]
 H200 = Target(backend="tensorrt", version="10.6.0", device="NVIDIA H200", compute_capability="9.0", driver="580")

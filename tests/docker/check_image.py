@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from service.client import Client, Upload
 from service.sandbox.process_tree import of_jobs
+from tests.builders.cli import FEATURES, answers, environment, write_task
 from tests.docker.fixtures_image import ROOT, SERVE, WITHIN_S, Container, Image, images, lacking, running, until
-from tests.fixtures_cli import FEATURES, answers, environment, write_task
-from tests.service.test_docs import SHELL, URL, commands
+from tests.service.integration.test_docs import SHELL, URL, commands
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=f"the image is not tested here: {lacking()}")
 HOME = "/var/lib/crucible"

@@ -9,8 +9,8 @@ import pytest
 
 from pipeline.errors import StoreError
 from service.storage.database import MIGRATIONS, Database
-from tests.fixtures_cli import environment, write_task
-from tests.service.test_docs import SHELL, URL, commands, served
+from tests.builders.cli import environment, write_task
+from tests.service.integration.test_docs import SHELL, URL, commands, served
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "deploy.md").read_text()

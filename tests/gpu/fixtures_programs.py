@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.core import Profile, TensorSpec
 from pipeline.errors import LoadCrashed
-from tests.backends.fixtures_pytorch import CLASSES, IMAGE
+from tests.pipeline.backends.pytorch.builders import CLASSES, IMAGE
 
 X = TensorSpec(name="x", dtype="float32", shape=("batch", 12, 16), kind="dynamic")
 TOKENS = X.model_copy(update={"shape": ("batch", "sequence", 32)})

@@ -31,8 +31,8 @@ from pipeline.report.bundle import load_engine
 from service.client import KINDS, Client, Event, Inference, RemoteError, Upload
 from service.registry.models import DeploymentOptions
 from service.storage.database import Database
-from tests.fixtures_cli import write_model
-from tests.service.test_docs import served
+from tests.builders.cli import write_model
+from tests.service.integration.test_docs import served
 
 Array = NDArray[Any]
 RESNET, SMALL = "resnet50", "small"

@@ -1,6 +1,6 @@
 """What goes wrong on a real GPU, in real processes: it is said, nothing is left behind, and the next request works.
 
-Out of memory within one process, damaged and foreign engine files: tests/backends/test_tensorrt.py and test_trt_session_gpu.py.
+Out of memory within one process, damaged and foreign engine files: tests/pipeline/backends/tensorrt/test_backend.py and test_trt_session_gpu.py.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.plan.schema import load_plan
 from pipeline.stages.build import build
-from tests.conformance.models import Case, convolution, two_symbols
-from tests.fixtures_cli import FEATURES, Result, answers, crucible, write_task
+from tests.builders.cli import FEATURES, Result, answers, crucible, write_task
 from tests.gpu.fixtures_gpu import MIB, SLACK_BYTES, full_gpu, slow_model, used_bytes, wait_for
+from tests.pipeline.conformance.models import Case, convolution, two_symbols
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]

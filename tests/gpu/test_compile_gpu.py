@@ -15,7 +15,7 @@ from pipeline.execution.store import Store
 from pipeline.plan.schema import load_plan
 from pipeline.results.precision_audit import time_by_precision
 from pipeline.results.report import Candidate, Report
-from tests.fixtures_cli import crucible
+from tests.builders.cli import crucible
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]

@@ -52,11 +52,11 @@ from pipeline.results.report import BenchmarkReport, Report
 from pipeline.serving_inputs import BatchSpec
 from pipeline.stages.benchmark import benchmark
 from pipeline.stages.export import export
-from tests.backends.fixtures_pytorch import CLASSES, IMAGE, engine_of, source_of
-from tests.fixtures_cli import crucible, write_task
+from tests.builders.cli import crucible, write_task
 from tests.gpu.fixtures_programs import MODELS, profile_of, skipped_if_packages_crash
-from tests.service.serving.fixtures_engines import asking, deployed, play
-from tests.test_compile import NETWORK
+from tests.pipeline.backends.pytorch.builders import CLASSES, IMAGE, engine_of, source_of
+from tests.pipeline.compiler.test_compile import NETWORK
+from tests.service.serving.engines import asking, deployed, play
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]
 

@@ -17,7 +17,7 @@ import tritonclient.http
 from pipeline.benchmark.batch_invariance import TOLERANCE
 from service.client import RemoteError
 from service.registry.models import DeploymentOptions
-from tests.fixtures_cli import FEATURES
+from tests.builders.cli import FEATURES
 from tests.gpu.fixtures_gpu import MIB, SLACK_BYTES, full_gpu, used_bytes, wait_for
 from tests.gpu.fixtures_serving_gpu import RESNET, ROWS, SMALL, Array, Site, Told, ask, ask_all, assert_agree, images, only_output, padding_ratio
 

@@ -25,8 +25,8 @@ from service.settings import Settings
 from service.storage.database import Database
 from service.storage.keys import Key, Keys
 from service.submission.plan import parse
-from tests.service.fixtures_app import HOST, URL, Desk, at_desk, known_host, opened_desk
-from tests.service.fixtures_jobs import WITHIN_S, WORKER
+from tests.service.builders.app import HOST, URL, Desk, at_desk, known_host, opened_desk
+from tests.service.builders.jobs import WITHIN_S, WORKER
 
 HEAVY = "torch torchvision tensorrt tensorrt_rtx onnxruntime openvino nncf modelopt onnxsim polygraphy matplotlib onnx onnx_graphsurgeon onnxscript"
 

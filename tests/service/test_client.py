@@ -11,8 +11,8 @@ from pipeline.errors import PlanError, UserError
 from service.client import PATIENCE_S, Client, Event, RemoteError, Unreachable, Upload, events_of_stream, is_remote, place_of, refusal_of, wait_times
 from service.storage.database import Database
 from service.storage.keys import Keys
-from tests.service.fixtures_jobs import WITHIN_S
-from tests.service.test_server import serving, until
+from tests.service.builders.jobs import WITHIN_S
+from tests.service.integration.test_server import serving, until
 
 STREAM = ': heartbeat\n\nid: 1\nevent: queued\ndata: {"at": "x"}\n\nid: 7\nevent: stage\ndata: {"text": "a\u2028b: c"}\n\n'.encode()
 JOB = "01931f3a5b2c07d1e9a44c6f2"

@@ -9,8 +9,8 @@ import sys
 from service.jobs import queue as runner
 from service.server import serve
 from service.settings import settings_from
-from tests.service.fixtures_app import known_host
-from tests.service.fixtures_jobs import WORKER
+from tests.service.builders.app import known_host
+from tests.service.builders.jobs import WORKER
 
 if __name__ == "__main__":
     home, *given = sys.argv[1:]

@@ -24,9 +24,9 @@ from service.registry.repository import promoted_engine
 from service.serving.deployment import Deployment
 from service.serving.manager import Deployments
 from service.serving.stats import Figures
-from tests.fixtures_cli import crucible_here
-from tests.service.serving.fixtures_engines import deployed, linear, marked, play
-from tests.service.serving.fixtures_models import Host, Shelf, ended_job
+from tests.builders.cli import crucible_here
+from tests.service.serving.engines import deployed, linear, marked, play
+from tests.service.serving.models import Host, Shelf, ended_job
 
 FOLLOW = DeploymentOptions()
 MEMORY = 2**40  # free bytes: the sample report's figures are not this engine's

@@ -15,7 +15,7 @@ from pipeline.errors import HostError
 from pipeline.serving_inputs import BatchSpec, Padding
 from service.errors import TimedOut, TooMany, Unavailable, Unprocessable
 from service.serving.deployment import Deployment
-from tests.service.serving.fixtures_engines import MODEL, PROVED, Bench, asking, deployed, direct, engine_of, linear, marked, play, processes_of
+from tests.service.serving.engines import MODEL, PROVED, Bench, asking, deployed, direct, engine_of, linear, marked, play, processes_of
 
 SLOW = (sys.executable, str(Path(__file__).with_name("engine_double.py")), "slow-0.05")
 

@@ -24,9 +24,9 @@ from service.serving.request_shapes import captures
 from service.serving.torch_worker import open_program
 from service.serving.worker import open_engine
 from service.serving.worker_client import worker_for
-from tests.service.fixtures_jobs import new_job, write_out
-from tests.service.serving.fixtures_engines import linear, play
-from tests.service.serving.fixtures_models import Shelf, shelf
+from tests.service.builders.jobs import new_job, write_out
+from tests.service.serving.engines import linear, play
+from tests.service.serving.models import Shelf, shelf
 
 
 def program(folder: Path, mode: CompileMode | None = None, on_gpu: bool = False) -> Engine:

@@ -1,37 +1,93 @@
-"""Workers that crash, hang and lie: what it costs, and what is left."""
+"""The worker's side of an instance, in this process: several sessions that take turns."""
 
-import asyncio
-import os
-import signal
+import socket
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
-from itertools import pairwise
+import textwrap
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
-from onnx import TensorProto, helper
-from structlog.testing import capture_logs
 
-from pipeline.core import Engine
-from pipeline.errors import HostError, InternalError
-from service.errors import TimedOut, Unavailable, Unprocessable
-from service.serving.batch_assembly import Rows
-from service.serving.replica import LONGEST_PAUSE_S, MOST_CRASHES, Instance, pause_after
-from service.serving.worker_client import SLOTS, Order, Ran, Task, Worker
-from service.storage.layout import Work
-from tests.service.serving.fixtures_engines import MODEL, Bench, asking, deployed, direct, engine_of, linear, looked_up, marked, play, processes_of
+from pipeline.core import Engine, Tensors
+from service.serving.shared_memory import Slot, layout
+from service.serving.worker import Place, Runner, Server, run_all
+from service.serving.worker_messages import PACKET_BYTES, Done, Run, from_worker, packet_of
+from tests.service.serving.engines import linear, marked
 
-DOUBLE = str(Path(__file__).with_name("engine_double.py"))
-EVIL = np.full((1, 8), 666, np.float32)
+WAIT_S = 20.0
+BATCHES = 12
 
 
-def double(behaviour: str) -> tuple[str, ...]:
-    return (sys.executable, DOUBLE, behaviour)
+class Timer:
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def elapsed_s(self) -> float:
+        return 0.5
+
+
+class Turns:
+    """What sessions know of each other: none ends its work before another has the next batch's inputs."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._bound = self._computed = self._computing = self.most = self.in_vain = 0
+        self._is_last = False
+
+    def last(self) -> None:
+        with self._changed:
+            self._is_last = True
+            self._changed.notify_all()
+
+    def bound(self) -> None:
+        with self._changed:
+            self._bound += 1
+            self._changed.notify_all()
+
+    def begun(self) -> None:
+        with self._changed:
+            self._computing += 1
+            self.most = max(self.most, self._computing)
+
+    def ended(self) -> None:
+        with self._changed:
+            self.in_vain += not self._changed.wait_for(lambda: self._is_last or self._bound > self._computed + 1, WAIT_S)
+            self._computed += 1
+            self._computing -= 1
+
+
+class Session:
+    """y = x, computed when `synchronize` returns, as on a GPU."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns, self._computes = turns, False
+        self._x: Any = None
+
+    def bind(self, feeds: Tensors) -> None:
+        self._x = feeds["x"].copy()
+        self._turns.bound()
+
+    def upload(self) -> None: ...
+    def download(self) -> None: ...
+
+    def execute(self) -> None:
+        self._turns.begun()
+        self._computes = True
+
+    def synchronize(self) -> None:
+        if self._computes:
+            self._turns.ended()
+            self._computes = False
+
+    def fetch(self) -> Tensors:
+        return {"y": self._x}
+
+    def timer(self) -> Timer:
+        return Timer()
 
 
 @pytest.fixture(scope="module")
@@ -39,358 +95,80 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return linear(tmp_path_factory.mktemp("engine"))
 
 
-async def until(reached: Any, within_s: float = 60.0) -> None:
-    end = time.monotonic() + within_s
-    while not reached():
-        assert time.monotonic() < end
-        await asyncio.sleep(0.01)
-
-
-def state(bench: Bench) -> str:
-    return bench.deployment.served().state
-
-
-def test_pauses_double_and_end() -> None:
-    pauses = [pause_after(crashes) for crashes in range(1, MOST_CRASHES + 1)]
-    assert pauses[-1] is None
-    assert all(later == 2 * earlier for earlier, later in pairwise(pauses[:-1]))  # type: ignore[operator]
-    assert max(pauses[:-1]) <= LONGEST_PAUSE_S  # type: ignore[type-var]
-
-
-@pytest.mark.parametrize(("behaviour", "said"), [("unloadable", "its files are damaged"), ("stillborn", "ended with exit code 3|code 3")])
-def test_a_worker_that_does_not_load_is_an_error_and_leaves_nothing(tmp_path: Path, engine: Engine, behaviour: str, said: str) -> None:
-    async def story() -> None:
-        with pytest.raises(HostError, match=said):
-            async with deployed(tmp_path, engine, worker=double(behaviour), instances=2):
-                pass
-        assert processes_of(f"serve-{MODEL}-") == []
-        assert list(tmp_path.iterdir()) == []
-
-    play(story)
-
-
-def test_a_worker_that_hangs_while_it_loads_has_its_time_and_no_more(tmp_path: Path, engine: Engine) -> None:
-    async def story() -> None:
-        with pytest.raises(TimedOut, match=r"did not load its engine within 0.5 s"):
-            async with deployed(tmp_path, engine, worker=double("mute"), load_s=0.5):
-                pass
-        assert processes_of(f"serve-{MODEL}-") == []
-        assert list(tmp_path.iterdir()) == []
-
-    play(story)
-
-
-def test_loading_can_be_given_up(tmp_path: Path, engine: Engine) -> None:
-    async def story() -> None:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1), deployed(tmp_path, engine, worker=double("mute")):
-                pass
-        assert processes_of(f"serve-{MODEL}-") == []
-
-    play(story)
-
-
-@pytest.mark.parametrize("behaviour", ["segfault", "outside", "huge", "rank", "greedy"])
-def test_a_worker_that_crashes_or_lies_costs_its_requests_only(tmp_path: Path, engine: Engine, behaviour: str) -> None:
-    async def story() -> None:
-        async with deployed(tmp_path, engine, worker=double(behaviour)) as bench, deployed(tmp_path, engine, model="other") as other:
-            with pytest.raises(Unavailable, match="lost") as caught:
-                await bench.ask(EVIL)
-            assert int(caught.value.headers["Retry-After"]) >= 1
-            assert np.allclose(np.linalg.norm((await other.ask(marked(1))).outputs["y"]), np.linalg.norm(marked(1)))
-            await until(lambda: state(bench) == "ready")
-            assert (await bench.ask(marked(2))).outputs["y"].tolist() == marked(2).tolist()
-            assert bench.deployment.statistics().failed.count == 1
-
-    play(story)
-
-
-@pytest.mark.parametrize("behaviour", ["rubbish", "twice", "unasked"])
-def test_a_worker_that_never_keeps_to_the_protocol_is_given_up(tmp_path: Path, engine: Engine, behaviour: str) -> None:
-    async def story() -> None:
-        async with deployed(tmp_path, engine, worker=double(behaviour)) as bench:
-            await until(lambda: state(bench) == "failed")
-            assert "protocol" in bench.deployment.served().reason
-            with pytest.raises(Unavailable, match=f"'{MODEL}' is failed: its worker does not keep to the protocol"):
-                await bench.ask(marked(1))
-
-    play(story)
-
-
-def order_of(work: Work, engine: Engine, behaviour: str, stuck_s: float = 60.0) -> Order:
-    return Order(
-        name=f"{MODEL}-{behaviour}",
-        engine_name="it",
-        engine=engine,
-        warm=(),
-        runs=1,
-        device="cpu",
-        work=work,
-        load_s=60,
-        stuck_s=stuck_s,
-        command=double(behaviour),
-    )
-
-
-def test_a_task_that_cannot_be_written_costs_no_slot(tmp_path: Path, engine: Engine) -> None:
-    """Two such batches, whatever was raised, used to leave the worker without a slot for ever."""
-
-    def broken(targets: Sequence[Any]) -> None:
-        raise ValueError("could not broadcast input array")
-
-    def written(targets: Sequence[Any]) -> None:
-        np.copyto(targets[0], marked(1))
-
-    async def story() -> None:
-        worker = await Worker.start(order_of(Work(tmp_path / "work"), engine, "echo"))
-        try:
-            failed: list[object] = []
-            for _ in range(2 * SLOTS):
-                worker.run(Task(((1, 8),), 32, broken, failed.append))
-            assert [type(each) for each in failed] == [InternalError] * 2 * SLOTS
-            assert (worker.has_room, worker.load) == (True, 0)
-            answered: list[object] = []
-            for _ in range(2 * SLOTS):
-                await until(lambda: worker.has_room)
-                worker.run(Task(((1, 8),), 32, written, answered.append))
-            await until(lambda: len(answered) == 2 * SLOTS)
-            assert {type(each) for each in answered} == {Ran}
-        finally:
-            await worker.end()
-
-    play(story)
-
-
-class Faulty(Rows):
-    """Rows with a bug: `fault` says in which step."""
-
-    def __init__(self, rows: Rows, fault: str) -> None:
-        self._rows, self._fault = rows, fault
-
-    def join(self, *arguments: Any) -> Any:
-        return self._do("join", *arguments)
-
-    def fill(self, *arguments: Any) -> Any:
-        return self._do("fill", *arguments)
-
-    def cut(self, *arguments: Any) -> Any:
-        return self._do("cut", *arguments)
-
-    def output_bytes(self, shapes: Any) -> int:
-        return int(self._do("output_bytes", shapes))
-
-    def _do(self, step: str, *arguments: Any) -> Any:
-        if step == self._fault:
-            raise ValueError(f"a bug in {step}")
-        return getattr(self._rows, step)(*arguments)
-
-
-@pytest.mark.parametrize("fault", ["join", "output_bytes", "fill", "cut"])
-def test_a_bug_of_ours_is_answered_at_once_and_the_model_goes_on(
-    tmp_path: Path,
-    engine: Engine,
-    fault: str,
-) -> None:
-    async def story() -> None:
-        async with deployed(tmp_path, engine, worker=double("echo")) as bench:
-            rows = bench.deployment._rows
-            bench.deployment._rows = Faulty(rows, fault)
-            with capture_logs() as logged:
-                for _ in range(2 * SLOTS):
-                    with pytest.raises(InternalError, match=f"ValueError: a bug in {fault}"):
-                        await bench.ask(marked(1))
-            assert sum(each["log_level"] == "error" for each in logged) == 2 * SLOTS
-            assert all(isinstance(each["exc_info"], ValueError) for each in logged)
-            bench.deployment._rows = rows
-            assert (await bench.ask(marked(2))).outputs["y"].tolist() == marked(2).tolist()
-            assert state(bench) == "ready"
-
-    play(story)
-
-
-class Crumbling(Work):
-    """A folder that cannot be prepared a second time, for a reason that nobody thought of."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        object.__setattr__(self, "prepared", 0)
-
-    def prepare(self) -> None:
-        object.__setattr__(self, "prepared", self.prepared + 1)
-        if self.prepared > 1:
-            raise RuntimeError("nobody thought of this")
-        super().prepare()
-
-
-def test_an_instance_that_cannot_be_started_again_says_so(tmp_path: Path, engine: Engine) -> None:
-    """It was `starting` for ever, and nothing was logged."""
-
-    async def story() -> None:
-        changes: list[str] = []
-        order = order_of(Crumbling(tmp_path / "work"), engine, "echo")
-        instance = Instance(order, lambda: changes.append(instance.state))
-        await instance.start()
-        with capture_logs() as logged:
-            assert instance._worker is not None
-            instance._worker._break("was broken by a test")
-            await until(lambda: instance.state == "failed")
-        assert "nobody thought of this" in instance.reason
-        assert changes[-1] == "failed"
-        faults = [each for each in logged if isinstance(each.get("exc_info"), RuntimeError)]
-        assert len(faults) == MOST_CRASHES - 1
-        await instance.close()
-
-    play(story)
-
-
-def test_a_worker_that_hangs_is_stopped(tmp_path: Path, engine: Engine) -> None:
-    async def story() -> None:
-        order = order_of(Work(tmp_path / "work"), engine, "hang", stuck_s=0.2)
-        worker = await Worker.start(order)
-        found: list[object] = []
-        worker.run(Task(((1, 8),), 32, lambda targets: np.copyto(targets[0], EVIL), found.append))
-        assert "did not answer any more" in await worker.broken()
-        await worker.end()
-        assert [type(each) for each in found] == [Unavailable]
-        assert not worker.has_room
-        assert processes_of(f"serve-{MODEL}-hang") == []
-
-    play(story)
-
-
-def test_an_output_without_its_rows_is_our_fault_and_not_the_workers_end(tmp_path: Path, engine: Engine) -> None:
-    async def story() -> None:
-        async with deployed(tmp_path, engine, worker=double("rows")) as bench:
-            answers = await asyncio.gather(bench.ask(EVIL), bench.ask(marked(1)), return_exceptions=True)
-            assert [type(each).__name__ for each in answers] == ["InternalError", "InternalError"]
-
-    play(story)
-
-
-def workers_of(bench: Bench) -> list[psutil.Process]:
-    return [each for pid in bench.deployment.pids for each in psutil.Process(pid).children()]
-
-
-def test_killed_in_mid_request_it_is_started_again_and_another_instance_goes_on(tmp_path: Path, engine: Engine) -> None:
-    async def story() -> None:
-        async with deployed(tmp_path, engine, worker=double("slow-1"), instances=2, max_batch=1) as bench:
-            asked = [asyncio.ensure_future(bench.ask(marked(n))) for n in range(6)]
-            await asyncio.sleep(0.1)
-            workers_of(bench)[0].kill()
-            answers = await asyncio.gather(*asked, return_exceptions=True)
-            lost = [each for each in answers if isinstance(each, Exception)]
-            assert 1 <= len(lost) <= 2  # what ran, and what was ready to run
-            assert all(isinstance(each, Unavailable) for each in lost)
-            for number, each in enumerate(answers):
-                assert isinstance(each, Exception) or each.outputs["y"].tolist() == marked(number).tolist()
-            await until(lambda: len(bench.deployment.pids) == 2)
-
-    play(story)
-
-
-# -- real workers ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
-def test_the_worker_has_no_torch_and_few_privileges_and_sleeps_when_idle(tmp_path: Path, backend: str) -> None:
-    engine = linear(tmp_path, layers=8, width=256, backend=backend).model_copy(update={"threads": 2})
-
-    async def story() -> None:
-        async with deployed(tmp_path, engine) as bench:
-            (worker,) = workers_of(bench)
-            for number in range(20):
-                answer = await bench.ask(marked(number, width=256))
-                assert np.array_equal(answer.outputs["y"], direct(engine, {"x": marked(number, width=256)})["y"])
-            before = sum(worker.cpu_times()[:2])
-            await asyncio.sleep(1.0)
-            assert sum(worker.cpu_times()[:2]) - before < 0.1
-            maps = Path(f"/proc/{worker.pid}/maps").read_text()
-            assert backend in maps
-            assert "libtorch" not in maps
-            assert "NoNewPrivs:\t1" in Path(f"/proc/{worker.pid}/status").read_text()
-            assert bench.deployment.memory_bytes > 0
-
-    play(story)
-
-
-def test_inputs_that_an_engine_refuses_cost_nobody_else_in_their_batch(tmp_path: Path) -> None:
-    engine = looked_up(tmp_path)
-
-    async def story() -> None:
-        async with deployed(tmp_path, engine) as bench:
-            asked = [bench.deployment.infer(asking({"x": np.array([number])})) for number in (3, 99, 5)]
-            good, bad, also_good = await asyncio.gather(*asked, return_exceptions=True)
-            assert isinstance(bad, Unprocessable)
-            assert "indices element out of data bounds" in bad.message
-            assert not isinstance(good, BaseException)
-            assert not isinstance(also_good, BaseException)
-            assert (good.outputs["y"].tolist(), also_good.outputs["y"].tolist()) == ([3.0], [5.0])
-            assert (await bench.deployment.infer(asking({"x": np.array([7, 8])}))).outputs["y"].tolist() == [7.0, 8.0]
-
-    play(story)
-
-
-SERVES = """
-import asyncio, sys
-from pathlib import Path
-from pipeline.core import Engine
-from tests.service.serving.fixtures_engines import deployed, marked
-async def main(folder, engine):
-    async with deployed(folder, engine, model=sys.argv[2]) as bench:
-        array = marked(1)
-        assert (await bench.ask(array)).outputs["y"].shape == array.shape
-        print("ready", flush=True)
-        while True:
-            await asyncio.gather(*(bench.ask(array) for _ in range(8)))
-folder = Path(sys.argv[1])
-asyncio.run(main(folder, Engine.model_validate_json((folder / "engine.json").read_text())))
-"""
-
-
-def serving(folder: Path, engine: Engine, model: str, code: str = SERVES, before: Sequence[str] = ()) -> "subprocess.Popen[str]":
-    """A server of its own."""
-    (folder / "engine.json").write_text(engine.model_dump_json()[:-1] + f', "root": "{engine.root}"}}')
-    command = (*before, sys.executable, "-c", code, str(folder), model)
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-
-def memfds(pids: Sequence[int] | None = None) -> set[int]:
-    """Inodes of the shared memory that these processes have open; None: all processes."""
-    found = set()
-    for each in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            if (pids is None or int(each.parts[2]) in pids) and "memfd:crucible" in str(each.readlink()):
-                found.add(each.stat().st_ino)
-        except OSError:
-            continue
-    return found
-
-
-def test_nothing_is_left_of_a_server_that_was_killed_in_mid_request(tmp_path: Path, engine: Engine) -> None:
-    model = f"killed-{os.getpid()}"
-    shared = set(Path("/dev/shm").iterdir())
-    with serving(tmp_path, engine, model) as server:
-        assert server.stdout is not None
-        assert any(line == "ready\n" for line in server.stdout)
-        ours, theirs = memfds([server.pid]), memfds(processes_of(f"serve-{model}-"))
-        assert ours
-        assert ours == theirs
-        assert not {each for each in set(Path("/dev/shm").iterdir()) - shared if "crucible" in each.name}
-        server.send_signal(signal.SIGKILL)
-        server.wait()
-    end = time.monotonic() + 60
-    while processes_of(f"serve-{model}-") or memfds() & ours:
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def test_a_small_dev_shm_is_enough(tmp_path: Path) -> None:
-    """1 MB, and batches of 16 MB."""
-    shape = (TensorProto.FLOAT, ["batch", 1 << 18])
-    wide = engine_of(tmp_path, [helper.make_node("Neg", ["x"], ["y"])], {"x": shape}, {"y": shape})
-    inside = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh")
-    if subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("cannot mount a small /dev/shm")
-    code = SERVES.replace("marked(1)", "__import__('numpy').ones((16, 1 << 18), 'f4')").replace("while True:", "for _ in range(3):")
-    with serving(tmp_path, wide, f"small-{os.getpid()}", code, inside) as server:
-        assert server.wait(120) == 0
+@pytest.fixture
+def ends() -> Iterator[Sequence[socket.socket]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with closing(ours), closing(theirs):
+        ours.settimeout(WAIT_S)
+        yield ours, theirs
+
+
+def test_while_one_session_computes_the_other_takes_its_batch_in(engine: Engine, ends: Sequence[socket.socket]) -> None:
+    ours, theirs = ends
+    turns, computing, receiving = Turns(), threading.Lock(), threading.Lock()
+    places: dict[int, Place] = {}
+
+    def work(runner: Runner) -> None:
+        with pytest.raises(EOFError):
+            run_all(runner, Server(theirs), places, receiving)
+
+    threads = [threading.Thread(target=work, args=(Runner(engine, Session(turns), computing),)) for _ in range(2)]  # type: ignore[arg-type]
+    for thread in threads:
+        thread.start()
+    slots, answers = [Slot(0), Slot(1)], {}
+    send_batch(ours, slots, 0)
+    for number in range(1, BATCHES + 1):
+        if number < BATCHES:
+            send_batch(ours, slots, number)
+        else:
+            turns.last()
+        done = received(ours)
+        outputs = slots[done.number % 2].outputs
+        assert outputs is not None
+        answers[done.number] = outputs.array(np.dtype(np.float32), done.outputs[0]).tolist()
+    ours.shutdown(socket.SHUT_WR)
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert turns.most == 1
+    assert turns.in_vain == 0
+    assert answers == {number: marked(number).tolist() for number in range(BATCHES)}
+
+
+def send_batch(end: socket.socket, slots: Sequence[Slot], number: int) -> None:
+    slot, x = slots[number % 2], marked(number)
+    placed, size = layout([x.shape], [x.dtype])
+    new = slot.reserve(size, size)
+    assert slot.inputs is not None
+    slot.inputs.array(x.dtype, placed[0])[...] = x
+    message = Run(number, slot.number, placed, tuple(new))
+    socket.send_fds(end, [packet_of(message)], [buffer.descriptor for buffer in new.values()])
+    for buffer in new.values():
+        buffer.give_descriptor()
+
+
+def received(end: socket.socket) -> Done:
+    message = from_worker(end.recv(PACKET_BYTES))
+    assert isinstance(message, Done)
+    return message
+
+
+@pytest.mark.parametrize("thread", ["the first", "another"])
+@pytest.mark.parametrize("fault", ["RuntimeError('lost')", "SystemExit(0)"])
+def test_a_fault_in_any_thread_ends_the_process_although_its_log_is_full(thread: str, fault: str) -> None:
+    program = f"""
+    import socket, threading, time
+    from service.serving.worker import Server, until_the_end
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def fail():
+        raise {fault}
+    def rest():
+        time.sleep(600)
+    first, other = (fail, rest) if {thread!r} == "the first" else (rest, fail)
+    threading.Thread(target=until_the_end, args=(Server(theirs), other)).start()
+    until_the_end(Server(theirs), first)
+    """
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-c", textwrap.dedent(program)]
+        done = subprocess.run(command, stderr=full, timeout=300, check=False)
+    assert done.returncode == 1

@@ -1,0 +1,380 @@
+"""Sessions of TensorRT on doubles of CUDA and TensorRT; test_trt_session_gpu.py asks the same of a GPU."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.backends.base import run_session
+from pipeline.backends.tensorrt.memory import run_error
+from pipeline.backends.tensorrt.messages import MOST_MESSAGES, logger_of, messages_of
+from pipeline.backends.tensorrt.session import GRAPHS, Recent
+from pipeline.core import Profile, Tensors, TensorSpec
+from pipeline.errors import DataError, HostError, InternalError, UnsupportedError
+from tests.pipeline.backends.cuda_double import CudaDouble, Error
+from tests.pipeline.backends.tensorrt.builders import DOUBLE, POSITIONS, WHERE, Bench, X, Y, doubled, feeds
+from tests.pipeline.backends.tensorrt.trt_double import Arrays, Program
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def check_runs(session: object, *batches: Tensors) -> None:
+    for batch in batches:
+        np.testing.assert_array_equal(run_session(session, batch)["y"], doubled(dict(batch))["y"])  # type: ignore[arg-type]
+
+
+def test_runs_and_captures_a_shape_at_its_second_run(bench: Bench) -> None:
+    with closing(bench.load(bench.engine())) as loaded, closing(loaded.session()) as session:
+        captured = []
+        for start in range(4):
+            check_runs(session, feeds(3, start))
+            captured.append((session.graphs, bench.cuda.launches))
+    assert captured == [(0, 0), (1, 0), (1, 1), (1, 2)]  # plain, captured, launched, launched
+    assert session.graph_refusal == ""
+
+
+def test_shapes_are_replayed_after_eviction(bench: Bench) -> None:
+    with closing(bench.load(bench.engine())) as loaded, closing(loaded.session()) as session:
+        for _ in range(3):
+            for rows in range(1, GRAPHS + 4):
+                check_runs(session, *[feeds(rows, start) for start in (1, 5, 7)])
+                assert session.graphs <= GRAPHS
+        assert bench.trt.contexts == GRAPHS + 1 == len(bench.cuda.graphs) + 1
+
+
+def test_two_replays_with_different_inputs_share_no_output(bench: Bench) -> None:
+    with closing(bench.load(bench.engine())) as loaded, closing(loaded.session()) as session:
+        outputs = [run_session(session, feeds(2, start))["y"] for start in range(5)]
+    for start, output in enumerate(outputs):
+        np.testing.assert_array_equal(output, doubled(dict(feeds(2, start)))["y"])
+        assert output.flags.owndata
+
+
+def test_what_is_bound_next_does_not_reach_a_run_in_flight(bench: Bench) -> None:
+    with closing(bench.load(bench.engine())) as loaded, closing(loaded.session()) as session:
+        check_runs(session, feeds(2))
+        session.bind(feeds(2, 10))
+        session.upload()
+        session.execute()
+        session.download()
+        session.bind(feeds(2, 20))  # waits
+        with pytest.raises(InternalError, match="nothing to fetch"):
+            session.fetch()
+        session.upload()
+        session.execute()
+        session.download()
+        np.testing.assert_array_equal(session.fetch()["y"], doubled(dict(feeds(2, 20)))["y"])  # waits too
+
+
+def test_repeats_a_step_without_a_new_bind(bench: Bench) -> None:
+    with closing(bench.load(bench.engine())) as loaded, closing(loaded.session()) as session:
+        session.bind(feeds(2, 1))
+        session.upload()
+        for _ in range(4):
+            session.execute()
+        session.enqueue()
+        session.download()
+        session.synchronize()
+        np.testing.assert_array_equal(session.fetch()["y"], doubled(dict(feeds(2, 1)))["y"])
+        assert session.graphs == 1
+
+
+def test_no_graphs_if_none_are_wanted(bench: Bench) -> None:
+    with closing(bench.load(bench.engine())) as loaded, closing(loaded.session(graphs=False)) as session:
+        check_runs(session, feeds(1), feeds(1, 2), feeds(1, 3))
+        assert (session.graphs, session.graph_refusal, bench.cuda.launches) == (0, "", 0)
+        assert session.context.shapes["x"] == (1, 2)
+
+
+def test_an_engine_that_cannot_be_captured_says_why_and_runs_plain(bench: Bench) -> None:
+    refusing = Program(**{**vars(DOUBLE), "capture_error": "operation not permitted when stream is capturing"})
+    with closing(bench.load(bench.engine(refusing))) as loaded, closing(loaded.session()) as session:
+        check_runs(session, *[feeds(rows, 3) for rows in (1, 1, 1, 2, 2)])
+        assert session.graph_refusal == "TensorRT cannot run the engine: operation not permitted when stream is capturing"
+        assert (session.graphs, bench.trt.contexts) == (0, 1)
+
+
+def test_an_empty_batch(bench: Bench) -> None:
+    with closing(bench.load(bench.engine())) as loaded, closing(loaded.session()) as session:
+        check_runs(session, feeds(2), feeds(0), feeds(0), feeds(0), feeds(2))
+        assert run_session(session, feeds(0))["y"].shape == (0, 2)
+
+
+# -- profiles, values --------------------------------------------------------------------------------------------------
+
+
+def test_each_shape_runs_in_a_profile_that_holds_it(bench: Bench) -> None:
+    profiles = tuple(Profile(dims={"n": dims}) for dims in ([1, 2, 4], [4, 8, 64]))
+    program = Program(**{**vars(DOUBLE), "profiles": 2})
+    with closing(bench.load(bench.engine(program, profiles=profiles))) as loaded:
+        for preferred, taken in ((0, {1: 0, 4: 0, 64: 1}), (1, {1: 0, 4: 1, 64: 1})):
+            with closing(loaded.session(preferred)) as session:
+                for rows, profile in taken.items():
+                    check_runs(session, feeds(rows), feeds(rows, 1), feeds(rows, 2))
+                    assert session.context.profile == profile
+                with pytest.raises(DataError, match=r"n from 1 to 4.*or.*n from 4 to 64"):
+                    session.bind(feeds(65))
+        with pytest.raises(UnsupportedError, match="expected a profile from 0 to 1, got 2"):
+            loaded.session(2)
+
+
+def test_values_that_decide_a_shape_are_read_on_the_cpu(bench: Bench) -> None:
+    count = TensorSpec(name="k", dtype="int64", shape=(1,))
+    tiled = Program(
+        inputs={"x": ("FLOAT", (2,)), "k": ("INT64", (1,))},
+        outputs={"y": "FLOAT"},
+        run=lambda arrays: {"y": np.tile(arrays["x"], (int(arrays["k"][0]), 1))},
+        shapes=lambda shapes, host: {"y": (int(host["k"][0]), 2)},
+        host_inputs=("k",),
+    )
+    profile = Profile(values={"k": [[1], [2], [5]]})
+    x, y = X.model_copy(update={"shape": (2,)}), Y.model_copy(update={"kind": "data-dependent"})
+    with closing(bench.load(bench.engine(tiled, (x, count), (y,), (profile,)))) as loaded, closing(loaded.session()) as session:
+        for rows in (1, 5, 5, 2, 1):
+            got = run_session(session, {"x": np.ones(2, np.float32), "k": np.array([rows])})["y"]
+            np.testing.assert_array_equal(got, np.ones((rows, 2)))
+        assert "'k' on the CPU" in session.graph_refusal
+        with pytest.raises(DataError, match=r"k"):
+            session.bind({"x": np.ones(2, np.float32), "k": np.array([6])})
+
+
+def test_values_and_shapes_that_do_not_fit_together_are_refused_in_tensorrts_words(bench: Bench) -> None:
+    """As the largest of the profile do here: then memory grows when it is needed."""
+
+    def reshaped(shapes: Mapping[str, tuple[int, ...]], host: Arrays) -> Mapping[str, tuple[int, ...]]:
+        if shapes["x"][0] * 2 != host["k"][0]:
+            raise ValueError("reshape changes volume")
+        return {"y": (int(host["k"][0]),)}
+
+    program = Program(
+        inputs={"x": ("FLOAT", (-1, 2)), "k": ("INT64", (1,))},
+        outputs={"y": "FLOAT"},
+        run=lambda arrays: {"y": arrays["x"].reshape(-1)},
+        shapes=reshaped,
+        host_inputs=("k",),
+    )
+    k, profile = TensorSpec(name="k", dtype="int64", shape=(1,)), Profile(dims={"n": [1, 50, 100]}, values={"k": [2, 100, 300]})
+    y = Y.model_copy(update={"shape": ("m",)})
+    with closing(bench.load(bench.engine(program, (X, k), (y,), (profile,)))) as loaded, closing(loaded.session()) as session:
+        for rows in (1, 100, 2):
+            got = run_session(session, {"x": np.full((rows, 2), rows, np.float32), "k": np.array([rows * 2])})["y"]
+            np.testing.assert_array_equal(got, np.full(rows * 2, rows))
+            with pytest.raises(DataError, match=r"TensorRT refuses x \(3, 2\), k \(1,\): reshape changes volume\n"):
+                session.bind({"x": np.zeros((3, 2), np.float32), "k": np.array([7])})
+            with pytest.raises(InternalError, match="nothing is bound"):
+                session.execute()
+            with pytest.raises(InternalError, match="nothing to fetch"):
+                session.fetch()
+
+
+def test_a_shape_that_tensorrt_refuses(bench: Bench) -> None:
+    program = Program(**{**vars(DOUBLE), "shape_error": "IExecutionContext::setInputShape: Error Code 3: API Usage Error (no such shape)"})
+    with closing(bench.load(bench.engine(program))) as loaded, closing(loaded.session()) as session:
+        with pytest.raises(DataError, match=r"TensorRT refuses x \(13, 2\), flag \(\): no such shape"):
+            session.bind(feeds(13))
+        check_runs(session, feeds(3))
+
+
+def test_an_output_on_the_cpu_is_refused(bench: Bench) -> None:
+    with (
+        closing(bench.load(bench.engine(Program(**{**vars(DOUBLE), "host_outputs": ("y",)})))) as loaded,
+        pytest.raises(UnsupportedError, match="'y' is made on the CPU"),
+    ):
+        loaded.session()
+    assert bench.cuda.streams == {}
+
+
+def test_outputs_sized_by_values_run_plain(bench: Bench) -> None:
+    with closing(bench.load(bench.engine(POSITIONS, (X,), (WHERE,)))) as loaded, closing(loaded.session()) as session:
+        assert "'where' depends on values" in session.graph_refusal
+        for rows in (1, 16, 0, 2, 2):
+            x = np.ones((rows, 2), np.float32)
+            np.testing.assert_array_equal(run_session(session, {"x": x})["where"], np.stack(np.nonzero(x)))
+        assert run_session(session, {"x": np.zeros((3, 2), np.float32)})["where"].shape == (2, 0)
+
+
+def test_an_output_larger_than_at_the_largest_shape_makes_memory_grow(bench: Bench) -> None:
+    shrinking = Program(
+        inputs={"x": ("FLOAT", (-1, 2))},
+        outputs={"y": "FLOAT"},
+        run=lambda arrays: {"y": np.full((2000 - 100 * len(arrays["x"]), 2), arrays["x"].sum(), np.float32)},
+        shapes=lambda shapes, host: {"y": (2000 - 100 * shapes["x"][0], 2)},
+    )
+    with closing(bench.load(bench.engine(shrinking, (X,)))) as loaded, closing(loaded.session()) as session:
+        for rows in (16, 16, 16, 1, 1, 1, 16, 16, 16):
+            x = np.full((rows, 2), rows, np.float32)
+            np.testing.assert_array_equal(run_session(session, {"x": x})["y"], np.full((2000 - 100 * rows, 2), 2 * rows * rows))
+        assert session.graphs == 2
+
+
+def test_an_input_that_is_an_output_too_is_found_under_its_other_name(bench: Bench) -> None:
+    through = Program(
+        inputs={"__x": ("FLOAT", (-1, 2))},
+        outputs={"y": "FLOAT", "x": "FLOAT"},
+        run=lambda arrays: {"y": -arrays["__x"], "x": arrays["__x"]},
+        shapes=lambda shapes, host: {"y": shapes["__x"], "x": shapes["__x"]},
+    )
+    unused = TensorSpec(name="unused", dtype="float32", shape=(1,))
+    engine = bench.engine(through, (X, unused), (Y, X))
+    with closing(bench.load(engine)) as loaded, closing(loaded.session()) as session:
+        got = run_session(session, {"x": np.ones((3, 2), np.float32), "unused": np.zeros(1, np.float32)})
+    np.testing.assert_array_equal(got["x"], -got["y"])
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_two_sessions_hold_one_copy_of_the_weights(bench: Bench) -> None:
+    program = Program(**{**vars(DOUBLE), "weights_bytes": 64 << 20})
+    with closing(bench.load(bench.engine(program))) as loaded, closing(loaded.session()) as one:
+        with_one = bench.cuda.used
+        with closing(loaded.session()) as other:
+            assert bench.cuda.used - with_one < program.weights_bytes // 16
+            check_runs(one, feeds(2), feeds(2, 1))
+            check_runs(other, feeds(3), feeds(3, 1))
+
+
+def test_everything_is_given_back_at_close(bench: Bench) -> None:
+    engine = bench.engine()
+    for _ in range(50):
+        loaded = bench.load(engine)
+        session = loaded.session()
+        check_runs(session, *[feeds(rows) for rows in (1, 1, 1, 2, 2)])
+        timer = session.timer()
+        timer.start()
+        timer.stop()
+        session.close()
+        loaded.close()
+        timer.close()
+    assert (bench.cuda.used, bench.cuda.pinned, bench.cuda.streams, bench.cuda.events, bench.cuda.graphs) == (0, {}, {}, [], [])
+
+
+def test_closing_the_engine_closes_its_sessions(bench: Bench) -> None:
+    loaded = bench.load(bench.engine())
+    closed_before, still_open = loaded.session(), loaded.session()
+    closed_before.close()
+    check_runs(still_open, feeds(2), feeds(2))
+    loaded.close()
+    loaded.close()  # harmless
+    assert bench.cuda.used == 0
+    uses: list[Callable[[], object]] = [
+        loaded.session,
+        lambda: loaded.cuda_engine,
+        lambda: still_open.bind(feeds(2)),
+        lambda: still_open.context,
+        *[getattr(still_open, step) for step in ("upload", "execute", "enqueue", "download", "synchronize", "fetch", "timer")],
+    ]
+    for use in uses:
+        with pytest.raises(InternalError, match="closed"):
+            use()
+
+
+def test_what_is_dropped_without_close_is_freed_with_it(bench: Bench) -> None:
+    loaded = bench.load(bench.engine())
+    dropped = weakref.ref(loaded)
+    check_runs(loaded.session(), feeds(2), feeds(2))
+    del loaded
+    gc.collect()
+    assert dropped() is None
+    assert bench.cuda.used == 0
+
+
+def test_out_of_memory_is_an_error_of_its_own_kind_and_the_next_request_works(bench: Bench) -> None:
+    engine = bench.engine()
+    with closing(bench.load(engine)) as loaded, closing(loaded.session()) as session:
+        check_runs(session, feeds(2))
+        _, filler = bench.cuda.cudaMalloc(bench.cuda.total - bench.cuda.used - 1000)
+        for request in (loaded.session, lambda: bench.load(engine)):
+            streams = len(bench.cuda.streams)
+            with pytest.raises(HostError, match=r"the GPU is out of memory: wanted .*, 0\.0 MiB of 256\.0 MiB are free") as caught:
+                request()
+            assert caught.value.code == "host.out_of_device_memory"
+            assert caught.value.next_step
+            assert len(bench.cuda.streams) == streams
+        check_runs(session, feeds(2), feeds(2))  # no memory for the context of a graph: runs plain
+        assert "out of memory" in session.graph_refusal
+        bench.cuda.cudaFree(filler)
+        with closing(loaded.session()) as another:
+            check_runs(another, feeds(2), feeds(2), feeds(2))
+            assert another.graphs == 1
+
+
+def test_out_of_memory_for_an_output_sized_by_values(bench: Bench) -> None:
+    profile = Profile(dims={"n": [0, 2, 1 << 20]})
+    with closing(bench.load(bench.engine(POSITIONS, (X,), (WHERE,), (profile,)))) as loaded, closing(loaded.session()) as session:
+        run_session(session, {"x": np.ones((2, 2), np.float32)})
+        _, filler = bench.cuda.cudaMalloc(bench.cuda.total - bench.cuda.used - 10_000)
+        with pytest.raises(HostError, match=r"out of memory: wanted 1\.0 MiB"):
+            run_session(session, {"x": np.ones((1 << 15, 2), np.float32)})
+        assert messages_of(bench.trt) == []  # TensorRT's own of the same would be told with the next error
+        np.testing.assert_array_equal(run_session(session, {"x": np.ones((1, 2), np.float32)})["where"], [[0, 0], [0, 1]])
+        bench.cuda.cudaFree(filler)
+        assert run_session(session, {"x": np.ones((1 << 15, 2), np.float32)})["where"].shape == (2, 1 << 16)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_tensorrt_refuses(bench: Bench) -> None:
+    broken = Program(**{**vars(DOUBLE), "run_error": "IExecutionContext::enqueueV3: Error Code 7: Internal Error (the tactic is missing)"})
+    with closing(bench.load(bench.engine(broken))) as loaded, closing(loaded.session()) as session:
+        session.bind(feeds(2))
+        with pytest.raises(HostError, match="TensorRT cannot run the engine: the tactic is missing\n"):
+            session.execute()
+        with pytest.raises(InternalError, match="nothing to fetch"):
+            session.download()
+
+
+def test_an_error_of_a_kernel_is_raised_where_it_is_awaited(bench: Bench) -> None:
+    with closing(bench.load(bench.engine())) as loaded, closing(loaded.session()) as session:
+        bench.cuda.fault = Error.cudaErrorIllegalAddress
+        with pytest.raises(HostError, match="cudaErrorIllegalAddress") as caught:
+            run_session(session, feeds(2))
+        assert "start it again" in caught.value.next_step
+    assert not bench.cuda.device  # closing works all the same
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("IExecutionContext::enqueueV3: Error Code 1: Cuda Runtime (out of memory)", "host.out_of_device_memory", "256.0 MiB of 256.0 MiB are free"),
+        ("x: Error Code 2: OutOfMemory (Requested size was 3221225472 bytes.)", "host.out_of_device_memory", "wanted 3.00 GiB"),
+        ("x::y: Error Code 1: Cuda Runtime (invalid resource handle)", "host.cuda", "TensorRT fails: an older error; invalid resource handle"),
+    ],
+)
+def test_errors_of_tensorrt_by_their_words(text: str, code: str, said: str) -> None:
+    messages = [("ERROR", "an older error"), ("ERROR", text), ("WARNING", "a warning")]
+    error = run_error(CudaDouble(), messages, "fails")
+    assert error.code == code
+    assert said in error.message
+    assert messages == []
+    assert "does not say why" in run_error(CudaDouble(), messages, "fails").message
+
+
+def test_a_library_that_warns_in_every_run_fills_no_memory(bench: Bench) -> None:
+    bench.engine()
+    for number in range(MOST_MESSAGES + 10):
+        logger_of(bench.trt).log(bench.trt.ILogger.WARNING, str(number))
+    texts = [text for _, text in messages_of(bench.trt)]
+    assert texts == [str(number) for number in range(10, MOST_MESSAGES + 10)]
+
+
+def test_recent_values_are_kept_and_the_others_evicted() -> None:
+    evicted: list[str] = []
+    recent: Recent[str, str] = Recent(2, evicted.append)
+    for key in "ab":
+        recent.put(key, key.upper())
+    assert recent.get("a") == "A"  # now b is the oldest
+    recent.put("c", "C")
+    assert (recent.get("b"), evicted, recent.values()) == (None, ["B"], ("A", "C"))
+    recent.clear()
+    assert (evicted, recent.values()) == (["B", "C", "A"], ())

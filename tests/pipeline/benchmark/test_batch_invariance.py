@@ -1,0 +1,181 @@
+"""Rows run together only where the engine itself gave each row the same answer in all company."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+from pipeline.benchmark.batch_invariance import Rows, prove_batch, rows_of_specs
+from pipeline.core import Engine, Precision, Recipe, TensorSpec
+from pipeline.errors import CrucibleError
+from pipeline.execution.child_process import call_in_child
+from pipeline.serving_inputs import BatchSpec, Padding
+from tests.pipeline.conformance.engines import build
+from tests.pipeline.conformance.models import Case, model, profiles_of
+
+BATCH = {"batch": [1, 4, 8]}
+WEIGHTS = np.random.default_rng(0).standard_normal((6, 5)).astype(np.float32)
+BACKENDS = pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+
+
+def spec(name: str, *shape: int | str) -> TensorSpec:
+    return TensorSpec(name=name, dtype="float32", shape=shape)
+
+
+def proved(case: Case, folder: Path, padding: tuple[Padding, ...] = (), backend: str = "onnxruntime") -> BatchSpec:
+    return prove_batch(build(backend, case, folder / "engine"), padding)
+
+
+def linear(inputs: tuple[int | str, ...], outputs: tuple[int | str, ...], **sizes: list[int]) -> Case:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"]), helper.make_node("Relu", ["y"], ["z"])]
+    proto = model(nodes, [("x", "float32", inputs)], [("z", "float32", outputs)], {"w": WEIGHTS})
+    return Case("linear", proto, profiles_of(sizes or BATCH), ())
+
+
+@BACKENDS
+def test_rows_of_a_plain_model_run_together(tmp_path: Path, backend: str) -> None:
+    found = proved(linear(("batch", 6), ("batch", 5)), tmp_path, backend=backend)
+    assert (found.axes, found.maximum, found.proved, found.reason) == ({"x": 0, "z": 0}, 8, True, "")
+    assert found.largest_error is not None
+    assert found.largest_error < 1e-5
+
+
+def test_it_runs_in_a_child(tmp_path: Path) -> None:
+    engine = build("onnxruntime", linear(("batch", 6), ("batch", 5)), tmp_path / "engine")
+    assert call_in_child(prove_batch, engine, (), name="batch proof") == prove_batch(engine, ())
+    engine.path.write_bytes(b"torn")
+    with pytest.raises(CrucibleError):
+        call_in_child(prove_batch, engine, (), name="batch proof")
+
+
+def test_rows_may_lie_along_axis_1(tmp_path: Path) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"]), helper.make_node("CumSum", ["y", "first"], ["z"])]  # over time: only `batch` counts rows
+    constants = {"w": WEIGHTS, "first": np.array(0)}
+    proto = model(nodes, [("x", "float32", ("time", "batch", 6))], [("z", "float32", ("time", "batch", 5))], constants)
+    found = proved(Case("time first", proto, profiles_of({"time": [1, 4, 6], **BATCH}), ()), tmp_path)
+    assert (found.axes, found.maximum, found.proved) == ({"x": 1, "z": 1}, 8, True)
+
+
+def test_a_scalar_is_shared_by_all_rows(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Mul", ["x", "scale"], ["y"])]
+    proto = model(nodes, [("x", "float32", ("batch", 3)), ("scale", "float32", ())], [("y", "float32", ("batch", 3))])
+    found = proved(Case("scalar", proto, profiles_of(BATCH), ()), tmp_path)
+    assert (found.axes, found.proved) == ({"x": 0, "scale": None, "y": 0}, True)
+
+
+@pytest.mark.parametrize(("of", "agrees"), [("constant", True), ("x", False)])
+def test_an_output_without_rows_must_not_depend_on_them(tmp_path: Path, of: str, agrees: bool) -> None:
+    nodes = [helper.make_node("Relu", ["x"], ["y"]), helper.make_node("ReduceMean", [of], ["mean"], keepdims=0)]
+    outputs = [("y", "float32", ("batch", 3)), ("mean", "float32", ())]
+    proto = model(nodes, [("x", "float32", ("batch", 3))], outputs, {"constant": WEIGHTS})
+    found = proved(Case("mean", proto, profiles_of(BATCH), ()), tmp_path)
+    assert (found.axes["mean"], found.proved) == (None, agrees)
+    assert agrees or "differ in output 'mean'" in found.reason
+
+
+def test_a_model_whose_outputs_have_no_rows_is_not_batched(tmp_path: Path) -> None:
+    proto = model([helper.make_node("ReduceMean", ["x"], ["mean"], keepdims=0)], [("x", "float32", ("batch", 3))], [("mean", "float32", ())])
+    found = proved(Case("mean only", proto, profiles_of(BATCH), ()), tmp_path)
+    assert found == BatchSpec(axes={"x": None, "mean": None}, reason="inputs and outputs share no symbolic axis that could count rows")
+
+
+def test_a_scale_taken_over_the_batch_is_found(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "scale", "zero"]),
+        helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["rounded"]),
+        helper.make_node("MatMul", ["rounded", "w"], ["z"]),
+    ]
+    proto = model(nodes, [("x", "float32", ("batch", 6))], [("z", "float32", ("batch", 5))], {"w": WEIGHTS})
+    found = proved(Case("dynamic", proto, profiles_of(BATCH), ()), tmp_path)
+    assert not found.proved
+    assert found.maximum == 1
+    assert "rows influence each other" in found.reason
+    engine = build("onnxruntime", Case("dynamic", proto, profiles_of(BATCH), ()), tmp_path / "as int8")
+    recipe = engine.recipe.model_copy(update={"precision": Precision.INT8})  # whose tolerance is the widest
+    assert not prove_batch(engine.model_copy(update={"recipe": recipe}), ()).proved
+
+
+def test_an_output_that_is_no_number_proves_nothing(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Mul", ["x", "zero"], ["nothing"]), helper.make_node("Div", ["nothing", "nothing"], ["y"])]
+    proto = model(nodes, [("x", "float32", ("batch", 3))], [("y", "float32", ("batch", 3))], {"zero": np.array(0, np.float32)})
+    found = proved(Case("nan", proto, profiles_of(BATCH), ()), tmp_path)
+    assert (found.proved, "no finite value" in found.reason) == (False, True)
+
+
+@pytest.mark.parametrize(("range_", "said"), [([1, 1, 1], "one row only"), ([4, 4, 4], "")])
+def test_a_profile_of_one_size(tmp_path: Path, range_: list[int], said: str) -> None:
+    found = proved(linear(("batch", 6), ("batch", 5), batch=range_), tmp_path)
+    assert (found.proved, found.maximum) == (not said, range_[2])
+    assert said in found.reason
+
+
+def test_symbols_that_lead_are_tried_first() -> None:
+    inputs = (spec("ids", "batch", "length"), spec("mask", "batch", "length"))
+    found = rows_of_specs(inputs, (spec("state", "batch", "length", 8), spec("pooled", "batch", 8)))
+    assert found[0] == Rows("batch", {"ids": 0, "mask": 0, "state": 0, "pooled": 0})
+    assert found[1].axes == {"ids": 1, "mask": 1, "state": 1, "pooled": None}
+    assert rows_of_specs((spec("x", "n", "n"),), (spec("y", "n"),)) == ()
+    assert rows_of_specs((spec("x", 8, 3),), (spec("y", 8),)) == ()
+
+
+# -- padding of other axes ---------------------------------------------------------------------------------------------
+
+IDS, MASK = Padding(input="ids", axis=1), Padding(input="mask", axis=1)
+
+
+def encoder(masked: bool) -> Case:
+    """Like a sentence encoder: what is looked up, mixed along the length, and its mean over what the mask leaves."""
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["words"]),
+        helper.make_node("Cast", ["mask"], ["weights"], to=TensorProto.FLOAT),
+        helper.make_node("Unsqueeze", ["weights", "last"], ["columns"]),
+        helper.make_node("Mul", ["words", "columns" if masked else "one"], ["kept"]),
+        helper.make_node("ReduceSum", ["kept", "second"], ["sum"], keepdims=0),
+        helper.make_node("ReduceSum", ["columns", "second"], ["count"], keepdims=0),
+        helper.make_node("Div", ["sum", "count"], ["pooled"]),
+    ]
+    constants = {"table": WEIGHTS, "last": np.array([2]), "second": np.array([1]), "one": np.array(1, np.float32)}
+    inputs = [("ids", "int64", ("batch", "length")), ("mask", "int64", ("batch", "length"))]
+    outputs = [("pooled", "float32", ("batch", 5)), ("words", "float32", ("batch", "length", 5))]
+    return Case("encoder", model(nodes, inputs, outputs, constants), profiles_of({**BATCH, "length": [1, 8, 16]}), ())
+
+
+@BACKENDS
+def test_mixed_lengths_are_padded_where_a_mask_hides_what_is_added(tmp_path: Path, backend: str) -> None:
+    found = proved(encoder(masked=True), tmp_path, (IDS, MASK), backend)
+    assert (found.proved, found.padding, found.reason) == (True, (IDS, MASK), "")
+
+
+@pytest.mark.parametrize(
+    ("masked", "padding", "said"),
+    [
+        (False, (IDS, MASK), "padding is off: row 0 alone with 'length' = 1 and padded to 16 differ in output 'pooled'"),
+        (True, (IDS,), "padding is off: axis 1 of 'mask' has the size of axis 1 of 'ids', and no padding is declared for it"),
+        (True, (IDS, MASK.model_copy(update={"value": 1})), "differ in output 'pooled'"),
+    ],
+)
+def test_padding_that_shows_in_the_answer_is_refused_and_rows_still_run_together(
+    tmp_path: Path, masked: bool, padding: tuple[Padding, ...], said: str
+) -> None:
+    found = proved(encoder(masked), tmp_path, padding)
+    assert (found.proved, found.maximum, found.padding) == (True, 8, ())
+    assert said in found.reason
+
+
+def test_an_axis_that_is_always_the_same_is_not_padded(tmp_path: Path) -> None:
+    found = proved(linear(("batch", 6), ("batch", 5)), tmp_path, (Padding(input="x", axis=1),))
+    assert found.reason == "padding is off: axis 1 of 'x' is always 6"
+
+
+def test_no_padding_where_rows_do_not_run_together(tmp_path: Path) -> None:
+    case = linear(("batch", 6), ("batch", 5), batch=[1, 1, 1])
+    assert proved(case, tmp_path, (Padding(input="x", axis=1),)).padding == ()
+
+
+def test_every_precision_has_a_tolerance(tmp_path: Path) -> None:
+    engine: Engine = build("onnxruntime", linear(("batch", 6), ("batch", 5)), tmp_path / "engine")
+    for precision in Precision:
+        assert prove_batch(engine.model_copy(update={"recipe": Recipe(backend="onnxruntime", precision=precision)}), ()).proved

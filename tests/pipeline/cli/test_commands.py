@@ -1,0 +1,363 @@
+"""The command as a user meets it: the good way, every bad input, and what the exit code says."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from pipeline.benchmark.cpu_peaks import load_peaks
+from pipeline.core import Precision
+from pipeline.measurement.measure import usable_cores
+from pipeline.onnx_graph.graph import read_proto
+from tests.builders.cli import ONE_PROCESS, crucible, crucible_here, environment, write_model, write_task
+
+
+def test_compile_ends_with_table_verdict_report_and_json(compiled: tuple[Path, Path]) -> None:
+    folder, home = compiled
+    done = crucible("compile", folder / "plan.yaml", "--out", folder / "again", env={"CRUCIBLE_HOME": str(home)})
+    assert done.code == 0
+    assert "onnxruntime int8 minmax" in done.out
+    assert "UNPROVEN" in done.out
+    assert (done.summary["verdict"], done.summary["ratio"]) == ("unproven", None)
+    assert "`benchmark.budget_s`) was over after" in str(done.summary["ratio_missing"])
+    for file in done.summary["reports"].values():  # type: ignore[attr-defined]
+        assert Path(file).is_file()
+    assert (Path(str(done.summary["engine"])) / "engine.json").is_file()
+    assert "reused" in done.err
+    assert "done" not in done.err  # nothing was made again
+
+
+def test_json_alone_goes_to_stdout_with_json(compiled: tuple[Path, Path]) -> None:
+    folder, home = compiled
+    done = crucible("compile", folder / "plan.yaml", "--json", "--out", folder / "again", env={"CRUCIBLE_HOME": str(home)})
+    assert json.loads(done.out)["verdict"] == "unproven"
+    assert done.err == ""
+
+
+@pytest.mark.parametrize("command", [("validate",), ("validate", "--set", "data.validation=selection.npz", "--set", "data.selection=null")])
+def test_validate_checks_the_delivered_engine_again(compiled: tuple[Path, Path], command: tuple[str, ...]) -> None:
+    folder, home = compiled
+    done = crucible(*command, folder / "out", cwd=folder, env={"CRUCIBLE_HOME": str(home)})
+    assert done.code == 0, done.err
+    assert "passed" in done.out
+    assert done.summary["samples"] == 220
+
+
+def test_validate_reads_the_engine_that_lies_there(compiled: tuple[Path, Path]) -> None:
+    folder, home = compiled
+    shutil.copytree(folder / "out", folder / "damaged")
+    for file in (folder / "damaged" / "engine").glob("model.*"):
+        file.write_bytes(b"junk")
+    done = crucible("validate", folder / "damaged", env={"CRUCIBLE_HOME": str(home)})
+    assert done.code == 1, done.out
+    assert "'model.onnx' has another digest than when it was written" in done.err
+
+
+def test_out_that_cannot_be_a_folder_is_said_before_the_work(compiled: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, _ = compiled
+    (tmp_path / "file").write_text("mine")
+    done = crucible("compile", folder / "plan.yaml", "--out", tmp_path / "file" / "sub", env={"CRUCIBLE_HOME": str(tmp_path / "home")})
+    assert done.code == 1
+    assert "is a file" in done.err
+    assert not (tmp_path / "home").exists()
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_reader_that_leaves_is_no_error(compiled: tuple[Path, Path]) -> None:
+    folder, _ = compiled
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "pipeline.cli", "report", str(folder / "out")]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=environment(), check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_model_without_inputs_is_refused(tmp_path: Path) -> None:
+    value = helper.make_node("Constant", [], ["c"], value_floats=[1.0])
+    graph = helper.make_graph([value], "g", [], [helper.make_tensor_value_info("c", TensorProto.FLOAT, [1])])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "constant.onnx")
+    done = crucible("compile", tmp_path / "constant.onnx", cwd=tmp_path)
+    assert done.code == 1, done.err
+    assert "has no inputs" in done.err
+
+
+def test_inspect_names_nodes_of_an_operator_set_that_the_file_does_not_declare(tmp_path: Path) -> None:
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in ("x", "y")]
+    graph = helper.make_graph([helper.make_node("Frobnicate", ["x"], ["y"], domain="my.own", name="odd")], "g", ends[:1], ends[1:])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "own.onnx")
+    done = crucible("inspect", tmp_path / "own.onnx", "--backend", "onnxruntime")
+    assert done.code == 1, done.err
+    assert "my.own::Frobnicate" in done.out
+
+
+def test_an_engine_whose_source_has_changed_is_not_judged_by_the_new_one(compiled: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, home = compiled
+    proto = onnx.load(folder / "model.onnx")
+    proto.graph.doc_string = "another file"
+    onnx.save(proto, tmp_path / "model.onnx")
+    for command in ("validate", "bench"):
+        done = crucible(command, folder / "out", "--set", f"model.path={tmp_path / 'model.onnx'}", env={"CRUCIBLE_HOME": str(home)})
+        assert done.code == 1, done.out + done.err
+        assert "have changed since this engine was compiled" in done.err
+
+
+def test_an_engine_over_its_budget_is_rejected_with_exit_code_2_and_none_of_an_earlier_compile_stays(
+    compiled: tuple[Path, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(compiled[0] / "out", tmp_path / "crucible-out" / "tiny")
+    candidates = [{"backend": "onnxruntime", "precision": "int8", "placement": {"last_layer": True}}]
+    plan = write_task(tmp_path, candidates=candidates, accuracy={"metric": "top1", "max_drop": 0.0, "thresholds": {"max_abs": 1e-6}})
+    done = crucible("compile", plan, cwd=tmp_path, env={"CRUCIBLE_HOME": str(compiled[1])})
+    assert done.code == 2, done.err
+    assert done.summary["verdict"] == "rejected"
+    assert done.summary["engine"] is None
+    assert "next: the worst layers unquantised" in done.out
+    assert "another calibration method" not in done.out, "`method: auto` has tried the others"
+    assert not (tmp_path / "crucible-out" / "tiny" / "engine").exists()
+
+
+def test_bench_measures_again(compiled: tuple[Path, Path]) -> None:
+    folder, home = compiled
+    done = crucible("bench", folder / "out", "--set", "benchmark.duration_s=0.2", env={"CRUCIBLE_HOME": str(home)})
+    assert done.code == 0, done.err
+    assert "times baseline" in done.out
+    assert len(done.summary["engines"]) == 2  # type: ignore[arg-type]
+    assert "end to end, host" in done.out
+    assert "mean latency" in done.out
+    assert "crucible doctor --measure" in done.out, "no peaks were measured here"
+    assert "expected at least 0.2 s and 3 s" in done.out
+    (summary,) = done.summary["summary"]  # type: ignore[misc]
+    assert summary["queries"] > 0
+
+
+def test_bench_sweeps_over_the_batch(compiled: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, home = compiled
+    arguments = ("bench", folder / "out", "--batch", "1,16,4", "--limit-ms", "1000", "--out", tmp_path / "sweep")
+    done = crucible(*arguments, "--set", "benchmark.duration_s=0.2", env={"CRUCIBLE_HOME": str(home)})
+    assert done.code == 0, done.err
+    assert [point["batch"] for point in done.summary["points"]] == [1, 4, 16]  # type: ignore[attr-defined]
+    assert done.summary["best"] in (1, 4, 16)
+    assert "best batch with" in done.out
+    assert (tmp_path / "sweep" / "sweep.svg").read_text().startswith("<svg")
+    assert json.loads((tmp_path / "sweep" / "sweep.json").read_text()) == done.summary
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--batch", "1,x"), "expected --batch as numbers from 1 on, got '1,x'"),
+        (("--batch", "0"), "expected --batch as numbers from 1 on"),
+        (("--batch", "17"), "expected batch 1 to 16"),
+        (("--limit-ms", "5"), "belong to a sweep"),
+    ],
+)
+def test_a_bad_sweep_is_refused(compiled: tuple[Path, Path], options: tuple[str, ...], said: str) -> None:
+    folder, home = compiled
+    done = crucible("bench", folder / "out", *options, env={"CRUCIBLE_HOME": str(home)})
+    assert done.code == 1, done.out
+    assert said in done.err
+
+
+def test_bench_completes_a_report_that_lacks_a_ratio_if_the_host_can_tell_now(compiled: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, home = compiled
+    shutil.copytree(folder / "out", tmp_path / "out")
+    file = tmp_path / "out" / "report.json"
+    report = json.loads(file.read_text())
+    assert (report["verdict"], report["ratio"]) == ("unproven", None)
+    report["plan"]["benchmark"]["budget_s"] = 60
+    file.write_text(json.dumps(report))
+    done = crucible("bench", tmp_path / "out", cwd=tmp_path, env={"CRUCIBLE_HOME": str(home)})
+    assert done.code == 0, done.err
+    after = json.loads(file.read_text())
+    if "verdict" in done.summary:
+        assert after["verdict"] == done.summary["verdict"] in ("accepted", "keep")
+        assert after["ratio"] == done.summary["ratio"] is not None
+        assert after["delivered"] is not None
+        assert "it is completed" in done.out
+    else:  # the host is busy
+        assert after == report
+
+
+def test_report_prints_and_writes_again(compiled: tuple[Path, Path]) -> None:
+    folder, _ = compiled
+    html = folder / "out" / "report.html"
+    html.unlink()
+    done = crucible("report", folder / "out")
+    assert done.code == 0, done.err
+    assert "unproven" in done.out.lower()
+    assert html.is_file()
+
+
+def test_inspect_shows_a_model_and_an_engine(compiled: tuple[Path, Path]) -> None:
+    folder, _ = compiled
+    model = crucible("inspect", folder / "model.onnx")
+    assert "input x: float32 [batch, 16]" in model.out
+    assert "MatMul 2" in model.out
+    engine = crucible("inspect", folder / "out")
+    assert "profile 0: batch 1..4..16" in engine.out
+    assert crucible("inspect", folder / "model.onnx", "--backend", "onnxruntime").code == 0
+
+
+def test_export_writes_the_graph_that_candidates_are_made_from(tmp_path: Path) -> None:
+    plan = write_task(tmp_path)
+    done = crucible("onnx", plan, "--out", tmp_path / "new" / "made.onnx", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "MatMul 2" in done.out
+    assert "nodes became" in done.out
+    assert done.summary["model"] == str(tmp_path / "new" / "made.onnx")
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["made.onnx"]
+    plain = crucible("onnx", plan, "--out", tmp_path / "plain.onnx", "--no-simplify", "--json", cwd=tmp_path)
+    assert json.loads(plain.out)["notes"] == []
+    assert read_proto(tmp_path / "plain.onnx") == read_proto(tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize(("out", "words"), [("made.pt2", "ends in .onnx"), ("model.onnx", "would overwrite"), ("plan.yaml/x.onnx", "is a file")])
+def test_export_refuses_a_file_that_it_must_not_write(tmp_path: Path, out: str, words: str) -> None:
+    plan = write_task(tmp_path)
+    before = (tmp_path / "model.onnx").read_bytes()
+    done = crucible_here("onnx", plan, "--out", tmp_path / out, cwd=tmp_path)
+    assert done.code == 1, done.out
+    assert words in done.err
+    assert (tmp_path / "model.onnx").read_bytes() == before
+
+
+def test_doctor_names_what_is_here_and_what_to_install() -> None:
+    done = crucible("doctor")
+    assert done.code == 0, done.err
+    assert "onnxruntime" in done.out
+    assert json.loads(crucible("doctor", "--json").out)
+
+
+@pytest.mark.slow
+def test_doctor_measures_the_peaks_of_this_cpu_once() -> None:
+    assert "CPU peak" in crucible("doctor", "--measure", "--threads", "1").out
+    kept = json.loads(crucible("doctor", "--json").out)["cpu_peaks"]
+    assert (kept is None) == (usable_cores() > 1), "they are of one thread"
+    found = load_peaks(1)
+    assert found is not None
+    assert found.flops_per_s[Precision.FP32] > 1e8
+    assert Precision.INT8 in found.flops_per_s
+
+
+def test_an_onnx_file_alone_compiles_to_unproven(tmp_path: Path) -> None:
+    write_model(tmp_path / "model.onnx")
+    settings = [f"--set=benchmark.{key}={value}" for key, value in ONE_PROCESS.items()] + [
+        "--set",
+        "candidates=[{backend: onnxruntime, precision: fp32}]",
+    ]
+    done = crucible("compile", tmp_path / "model.onnx", "--profile", "batch=1:2:8", *settings, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert done.summary["verdict"] == "unproven"
+    assert "no data: accuracy not proven" in done.out
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"acuracy": {}}, "did you mean 'accuracy'"),
+        ({"model": {"path": "gone.onnx"}}, "gone.onnx"),
+        ({"profiles": [{"batch": [8, 4, 16]}]}, "min <= opt <= max"),
+        ({"profiles": []}, "'batch'"),
+        ({"profiles": [{"bathc": [1, 4, 16]}]}, "batch"),
+        ({"data": {"calibration": "gone.npz"}}, "gone.npz"),
+        ({"data": {"calibration": "selection.npz", "selection": "selection.npz"}}, "share 220 samples"),
+        ({"data": {"selection": "model.onnx"}}, "npz"),
+        ({"candidates": [{"backend": "onnxruntime", "precision": "fp16"}]}, "fp16"),
+        ({"candidates": [{"backend": "onnxrutnime", "precision": "fp32"}]}, "onnxruntime"),
+        ({"candidates": [{"backend": "tensorrt", "precision": "fp16"}]}, ".[tensorrt]"),
+        ({"candidates": [{"backend": "onnxruntime", "precision": "int8"}], "data": {}}, "needs calibration data"),
+        ({"accuracy": {"metric": "top9"}}, "top9"),
+        ({"benchmark": {"sizes": [{"batch": 99}]}}, "batch"),
+        ({"data": {"selection": []}, "candidates": [{"backend": "onnxruntime", "precision": "fp32"}]}, "got an empty list"),
+        ({"model": {"path": "model.onnx", "inputs": [{"name": "x", "dtype": "int8", "shape": ["batch", 16]}]}}, "the file has x float32 [batch, 16]"),
+        ({"model": {"path": "model.onnx", "outputs": ["logits"]}}, "the file has y"),
+        ({"accuracy": {"metric": "no_such_module:f"}}, "accuracy.metric: no module 'no_such_module'"),
+        ({"simplify": {"surgery": "no_such_module:f"}}, "simplify.surgery: no module 'no_such_module'"),
+    ],
+)
+def test_a_bad_plan_ends_with_exit_code_1_and_a_next_step(tmp_path: Path, change: dict[str, object], words: str) -> None:
+    done = crucible_here("compile", write_task(tmp_path, **change), cwd=tmp_path)
+    assert done.code == 1, done.out + done.err
+    assert words in done.err
+    assert "next" in done.err
+    assert "Traceback" not in done.err
+    assert not (tmp_path / "crucible-out").exists()
+
+
+def test_bad_data_is_refused(tmp_path: Path) -> None:
+    plan = write_task(tmp_path)
+    with np.load(tmp_path / "selection.npz") as good:
+        x, labels = good["x"], good["labels"]
+    for arrays, words in [
+        ({"x": np.where(np.arange(x.size).reshape(x.shape) == 37, np.nan, x).astype(np.float32), "labels": labels}, "nan"),
+        ({"x": x.astype(np.float64), "labels": labels}, "float64"),
+        ({"x": x[:, :5], "labels": labels}, "shape"),
+        ({"x": x[:0], "labels": labels[:0]}, "no samples"),
+        ({"X": x, "labels": labels}, "'x'"),
+        ({"x": x, "labels": labels[:-1]}, "labels"),
+    ]:
+        np.savez(tmp_path / "selection.npz", **arrays)  # type: ignore[arg-type]
+        done = crucible_here("compile", plan, cwd=tmp_path)
+        assert done.code == 1, done.out + done.err
+        assert words.lower() in done.err.lower()
+
+
+def test_a_corrupt_model_is_refused(tmp_path: Path) -> None:
+    plan = write_task(tmp_path)
+    whole = (tmp_path / "model.onnx").read_bytes()
+    for content in (b"", b"rubbish", whole[: len(whole) // 2]):
+        (tmp_path / "model.onnx").write_bytes(content)
+        done = crucible_here("compile", plan, cwd=tmp_path)
+        assert done.code == 1, done.out + done.err
+        assert "model.onnx" in done.err
+
+
+def test_external_data_outside_the_models_folder_is_refused(tmp_path: Path) -> None:
+    plan = write_task(tmp_path / "inner")
+    proto = onnx.load(tmp_path / "inner" / "model.onnx")
+    (tmp_path / "secret").write_bytes(bytes(100_000))
+    tensor = proto.graph.initializer[0]
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="../secret")
+    (tmp_path / "inner" / "model.onnx").write_bytes(proto.SerializeToString())
+    done = crucible_here("compile", plan, cwd=tmp_path)
+    assert done.code == 1
+    assert "../secret" in done.err
+
+
+def test_unsupported_tensor_kinds_are_named(tmp_path: Path) -> None:
+    node = helper.make_node("Identity", ["words"], ["same"], name="copy")
+    ends = [helper.make_tensor_value_info(name, TensorProto.STRING, [2]) for name in ("words", "same")]
+    onnx.save(helper.make_model(helper.make_graph([node], "g", ends[:1], ends[1:])), tmp_path / "words.onnx")
+    done = crucible_here("compile", tmp_path / "words.onnx", cwd=tmp_path)
+    assert done.code == 1
+    assert "words" in done.err
+    assert "string" in done.err
+
+
+@pytest.mark.parametrize("arguments", [(), ("compile",), ("compile", "--nope"), ("nope",), ("compile", "gone.yaml"), ("report", "."), ("bench", ".")])
+def test_usage_errors_end_with_exit_code_1(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    done = crucible_here(*arguments, cwd=tmp_path)
+    assert done.code == (0 if not arguments else 1)
+    assert "Traceback" not in done.err
+
+
+def test_help_names_every_command() -> None:
+    text = crucible("--help").out
+    for command in ("compile", "validate", "bench", "inspect", "onnx", "export", "lint", "doctor", "report"):
+        assert command in text
+
+
+def test_help_shows_defaults_as_people_write_them() -> None:
+    text = " ".join(crucible("compile", "--help").out.replace("│", " ").split())
+    assert "crucible-out/NAME if left out" in text
+    assert "<class" not in text

@@ -1,0 +1,311 @@
+"""What a user has today, as engines that are measured, and as engines that can be delivered."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.backends import BACKENDS
+from pipeline.benchmark.elimination import Role
+from pipeline.compiler.candidates import check_candidates, reference_outputs
+from pipeline.compiler.compile import (
+    build_baselines,
+    build_reference,
+    call_of_fastest,
+    check_baselines,
+    compile_plan,
+    deliverable_candidate,
+    export_model,
+    publish_report,
+)
+from pipeline.compiler.context import Job, open_job
+from pipeline.core import Engine, OnnxModel, Precision, Progress, Recipe, silent
+from pipeline.errors import PlanError
+from pipeline.execution.child_process import call_in_child
+from pipeline.execution.stage_runner import Run, Runner
+from pipeline.execution.store import Store
+from pipeline.measurement.measure import cpu_flags
+from pipeline.plan.schema import load_plan
+from pipeline.results.report import BenchmarkReport, Benchmarks, Report
+from pipeline.stages.benchmark import benchmark
+from tests.builders.cli import write_task
+from tests.builders.halves import Halves, run_here
+from tests.builders.report import benchmark as made_up
+from tests.pipeline.backends.onnxruntime.onnxruntime_double import OnnxRuntimeDouble, pretend_gpu
+from tests.pipeline.compiler.test_compile import NETWORK, run_untimed
+
+HAS_BF16 = bool({"avx512_bf16", "amx_bf16"} & set(cpu_flags()))
+INPUTS = [{"name": "x", "dtype": "float32", "shape": ["batch", 16]}]
+MODEL = {"weights_from": "random: a test", "inputs": INPUTS}
+FP32 = [{"backend": "onnxruntime", "precision": "fp32"}]
+
+
+def opened(plan: Path, run: Run = run_here) -> tuple[Job, OnnxModel]:
+    job = open_job(load_plan(plan), Runner(Store(plan.parent / "home"), run=run))
+    return job, export_model(job)
+
+
+def pytorch_task(folder: Path, *baselines: str, forward: str = "x") -> Path:
+    """A plan of a small module, in a file of its own name: Python imports each name once."""
+    name = f"net_{abs(hash(folder))}"
+    plan = write_task(
+        folder,
+        model={**MODEL, "entrypoint": f"{name}:build"},
+        data={},
+        candidates=FP32,
+        benchmark={"duration_s": 0.3, "warmup_s": 0.05, "baselines": [*baselines]},
+    )
+    text = NETWORK.replace("self.first(x)", f"self.first({forward})")
+    (folder / f"{name}.py").write_text(text)
+    return plan
+
+
+def labels(engines: list[Engine]) -> list[str]:
+    return [engine.recipe.label for engine in engines]
+
+
+# --- of a PyTorch model ---
+
+
+def test_every_baseline_that_the_plan_names_is_built_and_the_first_is_the_reference(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("torch")
+    job, exported = opened(pytorch_task(tmp_path, "traced", "eager bf16"))
+    engines = build_baselines(job, exported)
+    assert labels(engines) == ["pytorch eager fp32", "pytorch traced fp32", "pytorch eager bf16"]
+    assert engines[0].digest == build_reference(job, exported).digest
+
+
+def test_a_baseline_that_this_host_cannot_have_is_refused_before_the_export(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    plan = pytorch_task(tmp_path, "eager tf32")
+    job = open_job(load_plan(plan), Runner(Store(tmp_path / "home"), run=run_here))
+    with pytest.raises(PlanError, match="'eager tf32' needs an NVIDIA GPU"):
+        check_candidates(job)
+
+
+def test_what_cannot_be_built_is_left_out_with_a_note(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    job, exported = opened(pytorch_task(tmp_path, "compile"))
+    (engine,) = build_baselines(job, exported)
+    (note,) = engine.notes
+    assert note.text.startswith(
+        "pytorch compile fp32 is left out: torch.compile needs a C++ compiler",
+    )
+
+
+def test_a_baseline_in_lower_precision_counts_only_if_it_keeps_the_accuracy(tmp_path: Path) -> None:
+    """The second layer subtracts nearly equal numbers: bf16 leaves nothing of the answer."""
+    pytest.importorskip("torch")
+    forward = "(x + 1000.0) - 1000.0"
+    job, exported = opened(
+        pytorch_task(tmp_path, "traced", "eager bf16", forward=forward),
+        call_in_child,
+    )
+    engines, reference = build_baselines(job, exported), build_reference(job, exported)
+    expected = reference_outputs(job, reference, job.data.selection)
+    eager, traced, low = check_baselines(job, engines, reference, expected)
+    assert (eager.state, eager.selection) == (
+        "measured",
+        None,
+    )  # it is what the others are held against
+    assert traced.state == "measured"
+    assert traced.selection is not None
+    assert traced.selection.passed
+    assert low.state == "failed accuracy"
+    assert "cosine" in low.reason
+    assert low.engine is not None
+
+
+def test_a_baseline_that_fails_when_it_runs_says_why(tmp_path: Path) -> None:
+    """A constant of the code stays fp32 where the module is cast."""
+    pytest.importorskip("torch")
+    forward = "torch.nn.functional.linear(x, torch.eye(16))"
+    job, exported = opened(pytorch_task(tmp_path, "eager bf16", forward=forward))
+    engines, reference = build_baselines(job, exported), build_reference(job, exported)
+    expected = reference_outputs(job, reference, job.data.selection)
+    _, low = check_baselines(job, engines, reference, expected)
+    assert low.state == "failed"
+    assert "dtype" in low.reason
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+def test_compiling_is_a_step_of_its_own_that_is_not_done_twice(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    plan = pytorch_task(tmp_path, "compile")
+
+    def steps() -> list[tuple[str, bool]]:
+        runner = Runner(Store(tmp_path / "home"), run=run_untimed)
+        report = compile_plan(load_plan(plan), runner, "crucible compile plan.yaml")
+        assert [each.label for each in report.baselines] == ["pytorch compile fp32"]
+        found = [step for step in report.steps if step.stage == "torch.compile"]
+        return [(step.subject, step.reused) for step in found]
+
+    assert steps() == [("pytorch compile fp32", False)]
+    assert steps() == [("pytorch compile fp32", True)]
+
+
+def test_a_baseline_is_delivered_as_a_program_of_its_precision(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    names = ("traced", "eager bf16") if HAS_BF16 else ("traced",)
+    job, exported = opened(pytorch_task(tmp_path, *names))
+    expected = reference_outputs(job, build_reference(job, exported), job.data.selection)
+    for baseline in build_baselines(job, exported):
+        candidate = deliverable_candidate(job, exported, baseline, expected)
+        engine = candidate.engine
+        assert engine is not None, candidate.reason
+        assert candidate.selection is not None
+        assert candidate.selection.sizes
+        precision = baseline.recipe.precision
+        assert engine.recipe.label == f"torch exported {precision}"
+        assert (engine.outputs, engine.target.backend) == (exported.outputs, "torch")
+
+
+def test_a_baseline_that_torch_export_refuses_is_not_delivered_and_says_why(tmp_path: Path) -> None:
+    """TorchScript's exporter follows it, torch.export does not."""
+    pytest.importorskip("torch")
+    forward = "x * float(torch.tensor(2.0).numpy())"
+    job, exported = opened(pytorch_task(tmp_path, forward=forward))
+    (eager,) = build_baselines(job, exported)
+    expected = reference_outputs(job, build_reference(job, exported), job.data.selection)
+    candidate = deliverable_candidate(job, exported, eager, expected)
+    assert (candidate.state, candidate.engine) == ("failed", None)
+    assert "torch.export cannot capture this model" in candidate.reason
+
+
+def kept(plan: Path) -> Report:
+    """A compile whose only candidate is slower than what the user has; latencies are made up."""
+
+    def run(
+        function: Callable[..., Any],
+        *arguments: Any,
+        name: str,
+        log: Path | None = None,
+        progress: Progress = silent,
+    ) -> Any:
+        if function is not benchmark:
+            return run_here(function, *arguments, name=name, log=log, progress=progress)
+        results = tuple(slower(entry.engine.recipe.label, entry.role) for entry in arguments[0])
+        first = arguments[0][0].engine.recipe.label
+        return Benchmarks(created="2026-03-02T10:11:00+00:00", results=results, baseline=first)
+
+    runner = Runner(Store(plan.parent / "home"), run=run)
+    report = compile_plan(load_plan(plan), runner, "crucible compile plan.yaml")
+    publish_report(report, plan.parent / "out")
+    return report
+
+
+def slower(label: str, role: Role) -> BenchmarkReport:
+    return made_up(label, 4.0, None) if role is Role.BASELINE else made_up(label, 8.0, 4.0)
+
+
+def test_where_nothing_is_faster_the_users_module_is_delivered_as_a_program(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    report = kept(pytorch_task(tmp_path))
+    assert (report.verdict, report.winner) == ("keep", "pytorch eager fp32")
+    assert report.delivered is not None
+    assert report.delivered.recipe.label == "torch exported fp32"
+    assert report.reasons[2] == "pytorch eager fp32 is the call `module(...)`"
+    assert [(each.label, each.state) for each in report.candidates] == [
+        ("onnxruntime fp32", "measured"),
+        ("torch exported fp32", "built"),
+    ]
+    assert (tmp_path / "out" / "engine" / "program.pt2").is_file()
+
+
+def test_where_it_cannot_be_delivered_the_report_says_why(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    report = kept(pytorch_task(tmp_path, forward="x * float(torch.tensor(2.0).numpy())"))
+    assert (report.verdict, report.delivered) == ("keep", None)
+    assert "could not be delivered as an engine" in report.reasons[-1]
+    program = report.candidates[-1]
+    assert (program.label, program.state) == ("torch exported fp32", "failed")
+    assert "torch.export cannot capture this model" in program.reason
+    assert not (tmp_path / "out" / "engine").exists()
+
+
+def test_the_call_of_the_fastest_baseline_is_named_and_none_of_an_onnx_file(tmp_path: Path) -> None:
+    """A compile is pretended, as it takes a minute: only the recipe decides how it is called."""
+    given = {"backend": "pytorch", "precision": Precision.FP16, "variant": "compile"}
+    compiled = Recipe.model_validate({**given, "mode": "max-autotune"})
+    job, exported = opened(write_task(tmp_path, simplify={"enabled": False}))
+    (file,) = build_baselines(job, exported)
+    module = file.model_copy(update={"recipe": compiled})
+    call = 'torch.compile(module.half(), mode="max-autotune")'
+    for engine, expected in ((module, call), (file, "")):
+        found = Benchmarks(created="", results=(), baseline=engine.recipe.label)
+        assert call_of_fastest(found, [file, module]) == expected
+
+
+def test_a_baseline_that_loses_the_accuracy_is_neither_measured_nor_delivered(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("torch")
+    plan = pytorch_task(tmp_path, "eager bf16", forward="(x + 1000.0) - 1000.0")
+    report = kept(plan)
+    assert report.baselines == ()
+    (note,) = [note.text for note in report.notes if note.stage == "baseline"]
+    assert note.startswith("pytorch eager bf16 is left out: output 'output_0': smallest cosine")
+
+
+# --- of an ONNX file ---
+
+
+def test_on_a_cpu_an_onnx_file_is_its_own_baseline_and_can_be_delivered(tmp_path: Path) -> None:
+    job, exported = opened(write_task(tmp_path, simplify={"enabled": False}))
+    (baseline,) = build_baselines(job, exported)
+    assert baseline.recipe.label == "onnxruntime as given fp32"
+    assert build_reference(job, exported) == baseline
+    expected = reference_outputs(job, baseline, job.data.selection)
+    assert deliverable_candidate(job, exported, baseline, expected).engine == baseline
+
+
+def test_on_a_gpu_its_baseline_is_what_the_gpu_makes_of_it_and_the_cpu_only_the_reference(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend_gpu(tmp_path / "bin", monkeypatch)
+    OnnxRuntimeDouble("CUDAExecutionProvider").install(monkeypatch)
+    monkeypatch.setitem(BACKENDS, "tensorrt", Halves("tensorrt"))
+    job, exported = opened(write_task(tmp_path))
+    baselines, reference = build_baselines(job, exported), build_reference(job, exported)
+    assert labels(baselines) == ["tensorrt as given fp32", "onnxruntime cuda as given tf32"]
+    assert reference.recipe.label == "onnxruntime as given fp32"
+    checked = check_baselines(
+        job,
+        baselines,
+        reference,
+        reference_outputs(job, reference, job.data.selection),
+    )
+    assert [(each.state, each.selection is not None) for each in checked] == [
+        ("measured", True),
+    ] * 2
+
+
+def test_where_the_gpu_can_make_nothing_of_it_the_cpu_is_the_baseline_after_all(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend_gpu(tmp_path / "bin", monkeypatch)
+    OnnxRuntimeDouble().install(monkeypatch)
+    monkeypatch.setitem(
+        BACKENDS,
+        "tensorrt",
+        Halves("tensorrt", refused=frozenset({Precision.FP32})),
+    )
+    job, exported = opened(write_task(tmp_path))
+    (baseline,) = build_baselines(job, exported)
+    assert baseline.recipe.label == "onnxruntime as given fp32"
+    assert [note.text for note in baseline.notes] == [
+        "tensorrt as given fp32 is left out: no fp32 here",
+    ]

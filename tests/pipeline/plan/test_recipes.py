@@ -1,0 +1,660 @@
+"""Which candidates a host gets, and what each becomes."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeline.core import CalibrationMethod, OrtProvider, Placement, Precision, Recipe, Target
+from pipeline.errors import PlanError
+from pipeline.plan.recipes import (
+    MOST_RECIPES,
+    baseline_recipes,
+    call_of,
+    default_candidates,
+    deliverable_recipe,
+    distinct,
+    gpu_recipes_as_given,
+    recipe_from_candidate,
+    recipes_from_candidate,
+    resolve_method,
+)
+from pipeline.plan.schema import CandidateConfig, PlacementConfig, Plan, plan_from_document
+
+AVX2 = ("avx2",)
+VNNI = ("avx2", "avx512_bf16", "avx512_vnni")
+
+
+def target(backend: str, flags: tuple[str, ...]) -> Target:
+    return Target(backend=backend, version="1", device="cpu", cpu_flags=flags)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    return plan_from_document({"model": {"path": "m.onnx"}}, tmp_path)
+
+
+def labels(flags: tuple[str, ...], plan: Plan, calibrated: bool = True) -> list[str]:
+    targets = {name: target(name, flags) for name in ("onnxruntime", "openvino")}
+    return [recipe_from_candidate(c, targets[c.backend], plan, calibrated).label for c in default_candidates(targets, calibrated)]
+
+
+def test_a_host_with_vnni_and_bf16_tries_all_of_it(plan: Plan) -> None:
+    assert labels(VNNI, plan) == [
+        "onnxruntime fp32",
+        "onnxruntime int8 entropy u8s8",
+        "openvino fp32",
+        "openvino bf16",
+        "openvino int8 entropy u8s8",
+        "openvino int8 entropy s8s8",
+        "openvino int8 nncf u8s8",
+    ]
+
+
+def test_without_vnni_weights_have_seven_bits_and_bf16_is_not_tried(plan: Plan) -> None:
+    assert "onnxruntime int8 entropy u8s7" in labels(AVX2, plan)
+    assert not any("bf16" in label for label in labels(AVX2, plan))
+
+
+def test_without_calibration_data_there_is_no_int8(plan: Plan) -> None:
+    assert labels(VNNI, plan, calibrated=False) == ["onnxruntime fp32", "openvino fp32", "openvino bf16"]
+
+
+def test_int8_named_without_calibration_data_is_an_error(plan: Plan) -> None:
+    with pytest.raises(PlanError, match="needs calibration data"):
+        recipe_from_candidate(CandidateConfig(backend="onnxruntime", precision=Precision.INT8), target("onnxruntime", VNNI), plan, False)
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked", "words"),
+    [
+        ("onnxruntime", {"precision": "fp32", "hardware_compatible": True}, "only TensorRT has `hardware_compatible`"),
+        ("tensorrt_rtx", {"precision": "fp16", "version_compatible": True}, "only TensorRT has `version_compatible`"),
+        ("openvino", {"precision": "fp8"}, "only TensorRT has fp8"),
+        ("openvino", {"precision": "fp32", "compute_capability": "8.9"}, "`compute_capability` names a GPU"),
+        ("tensorrt", {"precision": "fp8", "quantizer": "nncf"}, "`nncf` is for openvino only"),
+    ],
+)
+def test_what_a_backend_would_ignore_is_refused(plan: Plan, backend: str, asked: dict[str, object], words: str) -> None:
+    candidate = CandidateConfig.model_validate({"backend": backend, **asked})
+    with pytest.raises(PlanError, match=words):
+        recipe_from_candidate(candidate, target(backend, VNNI), plan, True)
+
+
+def test_nncf_is_for_openvino_only(plan: Plan) -> None:
+    with pytest.raises(PlanError, match="for openvino only"):
+        recipe_from_candidate(
+            CandidateConfig(backend="onnxruntime", precision=Precision.INT8, quantizer="nncf"), target("onnxruntime", VNNI), plan, True
+        )
+
+
+def gpu(version: str = "10.6.0", generation: str = "9.0") -> Target:
+    return Target(backend="tensorrt", version=version, device="gpu", compute_capability=generation)
+
+
+def tensorrt_recipe(plan: Plan, precision: Precision, calibrated: bool = True, **asked: object) -> Recipe:
+    named = CandidateConfig.model_validate({"backend": "tensorrt", "precision": precision, **asked})
+    return recipe_from_candidate(named, gpu(), plan, calibrated)
+
+
+def test_tensorrt_gets_signed_activations_and_a_16_bit_rest(plan: Plan) -> None:
+    recipe = tensorrt_recipe(plan, Precision.INT8)
+    assert (recipe.activation, recipe.rest, recipe.weight_bits) == ("int8", Precision.FP16, 8)
+
+
+FLOATS = ["tensorrt fp32", "tensorrt tf32", "tensorrt fp16", "tensorrt bf16"]
+
+
+@pytest.mark.parametrize(
+    ("target", "calibrated", "expected"),
+    [
+        (gpu(), True, [*FLOATS, "tensorrt int8 entropy s8s8", "tensorrt int8 implicit entropy"]),
+        (gpu(), False, FLOATS),
+        (gpu(generation="8.0"), False, FLOATS),
+        (
+            gpu(
+                generation="7.5",
+            ),
+            True,
+            [
+                "tensorrt fp32",
+                "tensorrt fp16",
+                "tensorrt int8 entropy s8s8",
+                "tensorrt int8 implicit entropy",
+            ],
+        ),
+        (gpu(version="11.0.0.1"), True, [*FLOATS, "tensorrt int8 entropy s8s8"]),
+    ],
+)
+def test_a_gpu_host_tries_what_its_generation_and_its_tensorrt_have(plan: Plan, target: Target, calibrated: bool, expected: list[str]) -> None:
+    targets = {"tensorrt": target, "onnxruntime": Target(backend="onnxruntime", version="1", device="cpu", cpu_flags=VNNI)}
+    candidates = default_candidates(targets, calibrated)
+    assert [recipe_from_candidate(each, targets[each.backend], plan, calibrated).label for each in candidates] == expected
+
+
+def test_tf32_is_told_to_the_builder_and_not_written_into_the_graph(plan: Plan) -> None:
+    assert tensorrt_recipe(plan, Precision.TF32).realised_in == "runtime"
+    assert tensorrt_recipe(plan, Precision.FP16).realised_in == "graph"
+
+
+@pytest.mark.parametrize(("precision", "label"), [(Precision.FP16, "tensorrt fp16 flags"), (Precision.INT8, "tensorrt int8 implicit minmax")])
+def test_a_weakly_typed_engine_is_another_candidate_than_a_strongly_typed_one(plan: Plan, precision: Precision, label: str) -> None:
+    by_flags = tensorrt_recipe(plan, precision, realised_in="flags", method="minmax")
+    assert by_flags.realised_in == "flags"
+    assert by_flags.label == label
+    assert tensorrt_recipe(plan, precision, method="minmax").label != label
+
+
+def test_flags_are_for_tensorrt_only(plan: Plan) -> None:
+    candidate = CandidateConfig(backend="openvino", precision=Precision.FP16, realised_in="flags")
+    with pytest.raises(PlanError, match="only TensorRT has `realised_in: flags`"):
+        recipe_from_candidate(candidate, target("openvino", VNNI), plan, True)
+
+
+def test_fp8_is_modelopts_and_needs_calibration_data(plan: Plan) -> None:
+    recipe = tensorrt_recipe(plan, Precision.FP8)
+    assert (recipe.quantizer, recipe.rest) == ("modelopt", Precision.FP16)
+    with pytest.raises(PlanError, match="needs calibration data"):
+        tensorrt_recipe(plan, Precision.FP8, calibrated=False)
+
+
+def test_modelopt_places_qdq_for_tensorrt_only(plan: Plan) -> None:
+    assert tensorrt_recipe(plan, Precision.INT8, quantizer="modelopt").label == "tensorrt int8 modelopt entropy s8s8"
+    candidate = CandidateConfig(backend="openvino", precision=Precision.INT8, quantizer="modelopt")
+    with pytest.raises(PlanError, match="`modelopt` is for tensorrt only"):
+        recipe_from_candidate(candidate, target("openvino", VNNI), plan, True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "language_model", "method"),
+    [("auto", True, CalibrationMethod.MINMAX), ("auto", False, CalibrationMethod.ENTROPY), ("percentile", True, CalibrationMethod.PERCENTILE)],
+)
+def test_auto_is_minmax_for_language_models_else_entropy(asked: str, language_model: bool, method: CalibrationMethod) -> None:
+    assert resolve_method(asked, language_model) is method
+
+
+# --- nodes kept in fp32 ---
+
+
+def test_auto_is_no_name_of_a_node_and_leaves_the_recipe_what_it_is(plan: Plan) -> None:
+    auto, plain = (tensorrt_recipe(plan, Precision.FP16, keep_fp32=kept) for kept in ("auto", ()))
+    assert (auto.keep_worst, auto.keep_fp32) == (True, ())
+    assert auto.label == plain.label
+    assert auto.model_dump() == plain.model_dump()  # so that the same engine comes from the store
+
+
+@pytest.mark.parametrize("targets", [{"onnxruntime": target("onnxruntime", VNNI), "openvino": target("openvino", VNNI)}, {"tensorrt": gpu()}])
+def test_without_candidates_in_the_plan_int8_by_our_own_rules_keeps_its_worst_nodes(plan: Plan, targets: dict[str, Target]) -> None:
+    recipes = [recipe_from_candidate(each, targets[each.backend], plan, True) for each in default_candidates(targets, True)]
+    own = [each.precision is Precision.INT8 and each.quantizer == "crucible" and each.realised_in == "graph" for each in recipes]
+    assert [each.keep_worst for each in recipes] == own
+    assert any(own)
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked", "words"),
+    [
+        ("openvino", {"precision": "int8", "quantizer": "nncf"}, "another library places them"),
+        ("tensorrt", {"precision": "int8", "quantizer": "modelopt"}, "another library places them"),
+        ("tensorrt", {"precision": "fp8"}, "another library places them"),
+        ("tensorrt", {"precision": "int8", "realised_in": "flags"}, "another library places them"),
+        ("onnxruntime", {"precision": "int8", "weight_only": True}, "another library places them"),
+        ("openvino", {"precision": "int4"}, "another library places them"),
+        ("tensorrt", {"precision": "tf32"}, "is for fp16, bf16 and int8"),
+        ("onnxruntime", {"precision": "fp32"}, "is for fp16, bf16 and int8"),
+    ],
+)
+def test_auto_where_there_is_nothing_to_choose_from_is_refused(plan: Plan, backend: str, asked: dict[str, object], words: str) -> None:
+    candidate = CandidateConfig.model_validate({"backend": backend, "keep_fp32": "auto", **asked})
+    with pytest.raises(PlanError, match=words) as caught:
+        recipe_from_candidate(candidate, gpu() if backend == "tensorrt" else target(backend, VNNI), plan, True)
+    assert "keep_fp32" in caught.value.next_step
+
+
+def test_the_same_recipe_twice_is_one_candidate_that_keeps_its_worst_nodes_if_either_says_so(plan: Plan) -> None:
+    plain, auto, other = (tensorrt_recipe(plan, precision, keep_fp32=kept) for precision, kept in (("fp16", ()), ("fp16", "auto"), ("bf16", ())))
+    assert distinct([plain, other, auto]) == (auto, other)
+
+
+# -- one candidate that stands for several -----------------------------------------------------------------------------
+
+
+def recipes(plan: Plan, **asked: object) -> list[str]:
+    candidate = CandidateConfig.model_validate({"backend": "onnxruntime", "precision": "int8", **asked})
+    return [recipe.label for recipe in recipes_from_candidate(candidate, target(candidate.backend, VNNI), plan, True)]
+
+
+def test_lists_of_methods_and_switches_stand_for_all_combinations_in_order(plan: Plan) -> None:
+    assert recipes(plan, method=["minmax", "entropy"], placement={"last_layer": [False, True]}) == [
+        "onnxruntime int8 minmax u8s8",
+        "onnxruntime int8 minmax u8s8 +last_layer",
+        "onnxruntime int8 entropy u8s8",
+        "onnxruntime int8 entropy u8s8 +last_layer",
+    ]
+
+
+def test_scalars_and_lists_of_one_stand_for_one_recipe(plan: Plan) -> None:
+    assert recipes(plan) == recipes(plan, method=["entropy"], placement={"conv": [True]}) == ["onnxruntime int8 entropy u8s8"]
+    assert recipes(plan, precision="fp32", method="entropy") == ["onnxruntime fp32"]
+
+
+def test_what_comes_to_the_same_is_tried_once(plan: Plan) -> None:
+    assert recipes(plan, method=["auto", "entropy", "entropy"], placement={"conv": [True, True]}) == ["onnxruntime int8 entropy u8s8"]
+
+
+def test_a_candidate_that_stands_for_too_many_is_refused_with_the_count(plan: Plan) -> None:
+    both = [False, True]
+    switches = dict.fromkeys(("last_layer", "residual_add", "per_channel", "conv"), both)
+    assert len(recipes(plan, method=["entropy", "minmax"], placement=switches)) == MOST_RECIPES
+    with pytest.raises(PlanError, match="stands for 48 engines, expected at most 32"):
+        recipes(plan, method=["entropy", "minmax", "percentile"], placement=switches)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"precision": "fp32", "method": ["entropy", "minmax"]}, "'onnxruntime fp32': a list under `method` changes nothing: fp32 has none"),
+        ({"precision": "fp32", "placement": {"conv": [True, False]}}, "a list under `placement.conv` changes nothing: fp32 has none"),
+        ({"backend": "openvino", "quantizer": "nncf", "method": ["entropy", "minmax"]}, "the quantizer `nncf` chooses ranges by itself"),
+        ({"backend": "openvino", "quantizer": "nncf", "placement": {"last_layer": [True, False]}}, "the quantizer `nncf` places Q/DQ by itself"),
+        ({"backend": "tensorrt", "quantizer": "modelopt", "placement": {"last_layer": [True, False]}}, "the quantizer `modelopt` places Q/DQ"),
+        ({"backend": "tensorrt", "quantizer": "modelopt", "placement": {"first_layer": [True, False]}}, "the quantizer `modelopt` places Q/DQ"),
+        ({"backend": "tensorrt", "realised_in": "flags", "placement": {"last_layer": [True, False]}}, "TensorRT's own calibrator"),
+    ],
+)
+def test_a_list_that_changes_nothing_is_refused_by_name(plan: Plan, asked: dict[str, object], words: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        recipes(plan, **asked)
+    assert words in caught.value.message
+
+
+def test_quantizers_that_take_a_method_take_a_list_of_them(plan: Plan) -> None:
+    labels = recipes(plan, backend="tensorrt", quantizer="modelopt", method=["entropy", "minmax"])
+    assert labels == ["tensorrt int8 modelopt entropy s8s8", "tensorrt int8 modelopt minmax s8s8"]
+    labels = recipes(plan, backend="tensorrt", realised_in="flags", method=["entropy", "minmax"])
+    assert labels == ["tensorrt int8 implicit entropy", "tensorrt int8 implicit minmax"]
+
+
+def test_the_switches_of_the_plan_are_those_of_a_recipe_with_the_same_defaults() -> None:
+    assert dict(PlacementConfig()) == {name: (on,) for name, on in Placement()}
+
+
+# --- weights alone, and SmoothQuant ---
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked", "label"),
+    [
+        ("onnxruntime", {"precision": "int4"}, "onnxruntime int4 weight-only b32"),
+        ("onnxruntime", {"precision": "int4", "block_size": 128, "keep_fp32": ["head"]}, "onnxruntime int4 weight-only b128 keep head"),
+        ("onnxruntime", {"precision": "int8", "weight_only": True}, "onnxruntime int8 weight-only b32"),
+        ("onnxruntime", {"precision": "int8", "weight_only": True, "activation": "int8"}, "onnxruntime int8 weight-only b32 a8"),
+        ("openvino", {"precision": "int4", "block_size": 64}, "openvino int4 nncf weight-only b64"),
+        ("openvino", {"precision": "int8", "weight_only": True, "quantizer": "nncf"}, "openvino int8 nncf weight-only"),
+        ("openvino", {"precision": "int8", "quantizer": "nncf"}, "openvino int8 nncf u8s8"),
+        ("openvino", {"precision": "int8", "quantizer": "nncf", "smooth_quant": True}, "openvino int8 nncf u8s8 +smooth_quant"),
+        ("openvino", {"precision": "int8", "quantizer": "nncf", "smooth_quant": False}, "openvino int8 nncf u8s8 -smooth_quant"),
+    ],
+)
+def test_each_switch_shows_in_the_label(plan: Plan, backend: str, asked: dict[str, object], label: str) -> None:
+    assert recipe_from_candidate(CandidateConfig.model_validate({"backend": backend, **asked}), target(backend, VNNI), plan, True).label == label
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+def test_weights_alone_need_no_calibration_data(plan: Plan, backend: str) -> None:
+    recipe = recipe_from_candidate(CandidateConfig(backend=backend, precision=Precision.INT4), target(backend, VNNI), plan, False)
+    assert (recipe.weight_only, recipe.activation, recipe.method) == (True, "float", None)
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked", "words"),
+    [
+        ("tensorrt", {"precision": "int4"}, "not made for tensorrt, only for onnxruntime and openvino"),
+        ("tensorrt_rtx", {"precision": "int8", "weight_only": True}, "not made for tensorrt_rtx"),
+        ("onnxruntime", {"precision": "fp32", "weight_only": True}, "4 or 8 bits, not fp32"),
+        ("onnxruntime", {"precision": "int4", "method": "minmax"}, "`method: minmax` says nothing here"),
+        ("onnxruntime", {"precision": "int4", "activation": "uint8"}, "`activation: uint8` says nothing here"),
+        ("openvino", {"precision": "int4", "activation": "int8"}, "`activation: int8` says nothing here"),
+        ("openvino", {"precision": "int4", "weight_bits": 7}, "`weight_bits: 7` says nothing here"),
+        ("openvino", {"precision": "int4", "quantizer": "modelopt"}, "`quantizer: modelopt` says nothing here"),
+        ("onnxruntime", {"precision": "int4", "placement": {"last_layer": True}}, "`placement: ...` says nothing here"),
+        ("onnxruntime", {"precision": "int4", "placement": {"first_layer": False}}, "`placement: ...` says nothing here"),
+        ("openvino", {"precision": "int4", "smooth_quant": True}, "`smooth_quant: True` says nothing here"),
+        ("openvino", {"precision": "int8", "weight_only": True, "block_size": 64}, "one scale per output channel, no blocks"),
+        ("onnxruntime", {"precision": "int8", "block_size": 64}, "only weights alone come in blocks"),
+        ("openvino", {"precision": "int8", "smooth_quant": True}, "only NNCF in int8 has `smooth_quant`"),
+        ("openvino", {"precision": "fp32", "quantizer": "nncf", "smooth_quant": False}, "only NNCF in int8 has `smooth_quant`"),
+    ],
+)
+def test_what_weights_alone_would_ignore_is_refused(plan: Plan, backend: str, asked: dict[str, object], words: str) -> None:
+    candidate = CandidateConfig.model_validate({"backend": backend, **asked})
+    with pytest.raises(PlanError, match=words):
+        recipe_from_candidate(candidate, target(backend, VNNI), plan, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "names", "expected"),
+    [
+        (Precision.INT8, ("onnxruntime", "openvino"), ["onnxruntime int8 given", "openvino int8 given"]),
+        (Precision.INT8, ("tensorrt", "onnxruntime"), ["tensorrt int8 given"]),
+        (Precision.FP8, ("tensorrt", "onnxruntime"), ["tensorrt fp8 given"]),
+        (Precision.FP8, ("onnxruntime", "openvino"), []),
+    ],
+)
+def test_a_model_with_its_own_scales_is_tried_on_every_backend(plan: Plan, given: Precision, names: tuple[str, ...], expected: list[str]) -> None:
+    targets = {name: gpu() if name == "tensorrt" else target(name, VNNI) for name in names}
+    candidates = default_candidates(targets, False, given)
+    recipes = [recipe_from_candidate(each, targets[each.backend], plan, False, given) for each in candidates]
+    assert [recipe.label for recipe in recipes] == expected
+    assert {recipe.rest for recipe in recipes} == ({Precision.FP16 if "tensorrt" in names else Precision.FP32} if recipes else set())
+
+
+def given_recipes(plan: Plan, **asked: object) -> tuple[Recipe, ...]:
+    candidate = CandidateConfig.model_validate({"backend": "tensorrt", "precision": "int8", **asked})
+    at = gpu() if candidate.backend == "tensorrt" else target(candidate.backend, VNNI)
+    return recipes_from_candidate(candidate, at, plan, True, Precision.INT8)
+
+
+def test_what_the_pairs_of_a_model_leave_open_may_be_asked_for(plan: Plan) -> None:
+    (recipe,) = given_recipes(plan, keep_fp32=("head",), hardware_compatible=True)
+    assert (recipe.quantizer, recipe.keep_fp32, recipe.hardware_compatible) == ("given", ("head",), True)
+
+
+@pytest.mark.parametrize(
+    ("key", "asked"),
+    [
+        ("method", {"method": "minmax"}),
+        ("method", {"method": ["auto", "minmax"]}),
+        ("activation", {"activation": "uint8"}),
+        ("weight_bits", {"weight_bits": 7}),
+        ("realised_in", {"realised_in": "flags"}),
+        ("quantizer", {"quantizer": "modelopt", "keep_fp32": "auto"}),
+        ("placement", {"placement": {"last_layer": [False, True]}}),
+        ("placement", {"placement": {switch: [True, False] for switch in PlacementConfig.model_fields}}),
+        ("weight_only", {"weight_only": True, "backend": "onnxruntime"}),
+        ("smooth_quant", {"smooth_quant": True, "backend": "openvino"}),
+        ("keep_fp32", {"keep_fp32": "auto"}),
+        ("keep_fp32", {"keep_fp32": "auto", "backend": "onnxruntime"}),
+        ("keep_fp32", {"keep_fp32": ["head"], "backend": "onnxruntime"}),
+    ],
+)
+def test_what_the_pairs_of_a_model_have_decided_is_refused_by_name(plan: Plan, key: str, asked: dict[str, object]) -> None:
+    with pytest.raises(PlanError, match=f"brings its own Q/DQ, which decide `{key}`") as caught:
+        given_recipes(plan, **asked)
+    assert caught.value.next_step.startswith(f"leave `{key}` out")
+
+
+@pytest.mark.parametrize("asked", [{"precision": "fp16"}, {"precision": "fp16", "keep_fp32": "auto"}, {"precision": "int4", "backend": "openvino"}])
+def test_a_precision_that_is_not_that_of_the_pairs_is_refused(plan: Plan, asked: dict[str, object]) -> None:
+    with pytest.raises(PlanError, match=f"it would run int8 under the name of {asked['precision']}"):
+        given_recipes(plan, **asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"backend": "openvino", "precision": "int8", "quantizer": "nncf", "placement": {"last_layer": True}}, "places Q/DQ by itself"),
+        ({"backend": "openvino", "precision": "int8", "quantizer": "nncf", "placement": {"first_layer": False}}, "places Q/DQ by itself"),
+        ({"backend": "tensorrt", "precision": "fp8", "placement": {"first_layer": False}}, "ModelOpt's fp8 places Q/DQ by itself"),
+        ({"backend": "openvino", "precision": "int8", "quantizer": "nncf", "method": "minmax"}, "chooses ranges by itself"),
+        ({"backend": "tensorrt", "precision": "fp8", "method": "minmax"}, "chooses ranges by itself"),
+        ({"backend": "tensorrt", "precision": "fp8", "activation": "uint8"}, "one form of activations"),
+        ({"backend": "tensorrt", "precision": "int8", "block_size": 64}, "only weights alone come in blocks"),
+    ],
+)
+def test_what_a_label_would_claim_and_an_engine_ignore_is_refused(plan: Plan, asked: dict[str, object], words: str) -> None:
+    candidate = CandidateConfig.model_validate(asked)
+    with pytest.raises(PlanError, match=words):
+        recipe_from_candidate(candidate, gpu() if candidate.backend == "tensorrt" else target("openvino", VNNI), plan, True)
+
+
+# --- PyTorch programs, providers of ONNX Runtime, and the documented defaults ---
+
+PYTORCH = {
+    "model": {
+        "entrypoint": "m:f",
+        "weights_from": "nowhere",
+        "inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 3]}],
+    },
+}
+ON_GPU = Target(backend="torch", version="2", device="gpu", compute_capability="9.0")
+ON_CPU = Target(backend="torch", version="2", device="cpu", cpu_flags=VNNI)
+
+
+def torch_recipe(**asked: object) -> Recipe:
+    candidate = CandidateConfig.model_validate({"backend": "torch", "precision": "fp16", **asked})
+    return recipe_from_candidate(
+        candidate,
+        ON_GPU,
+        plan_from_document(dict(PYTORCH), Path.cwd(), "p"),
+        True,
+    )
+
+
+def default_labels(plan: Plan, on_gpu: bool, providers: tuple[OrtProvider, ...] = ()) -> list[str]:
+    targets = {name: target(name, VNNI) for name in ("onnxruntime", "openvino")}
+    if on_gpu:
+        targets |= {"tensorrt": gpu(), "torch": ON_GPU}
+    found = default_candidates(targets, True, providers=providers)
+    return [recipe_from_candidate(each, targets[each.backend], plan, True).label for each in found]
+
+
+def test_the_documentation_lists_exactly_the_default_candidates() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "plan.md").read_text()
+    rows = re.findall(r"^\| (CPU|GPU) \| (.+?) \|", text, re.MULTILINE)
+    listed = {
+        place: [
+            label
+            for where, cell in rows
+            if where == place
+            for label in re.findall(
+                r"`(.+?)`",
+                cell,
+            )
+        ]
+        for place in ("CPU", "GPU")
+    }
+    plan = plan_from_document(dict(PYTORCH), Path.cwd(), "p")
+    assert sorted(listed["CPU"]) == sorted(default_labels(plan, on_gpu=False))
+    assert sorted(listed["GPU"]) == sorted(
+        default_labels(plan, on_gpu=True, providers=("cuda", "tensorrt")),
+    )
+
+
+def test_on_a_gpu_without_tensorrt_pytorch_is_tried_alone_and_on_none_the_cpu(plan: Plan) -> None:
+    cpu = target("onnxruntime", VNNI)
+    alone = default_candidates({"onnxruntime": cpu, "torch": ON_GPU}, False)
+    assert [(each.backend, each.form, str(each.precision)) for each in alone] == [
+        ("torch", "aoti", precision) for precision in ("fp32", "tf32", "fp16", "bf16")
+    ]
+    for torch in (ON_CPU, None):  # a PyTorch without CUDA, or none
+        targets = {"onnxruntime": cpu, **({"torch": torch} if torch else {})}
+        assert [each.backend for each in default_candidates(targets, False)] == ["onnxruntime"]
+
+
+def test_a_program_is_called_by_its_form_and_mode() -> None:
+    assert torch_recipe().label == "torch aoti fp16"
+    assert torch_recipe(form="exported", precision="fp32").label == "torch exported fp32"
+    tuned = torch_recipe(form="compile", mode="max-autotune", precision="bf16")
+    assert tuned.label == "torch compile max-autotune bf16"
+    assert tuned.realised_in == "runtime"  # the graph stays as it is
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"keep_fp32": ["conv"]}, "`keep_fp32` says nothing of a PyTorch program"),
+        ({"quantizer": "nncf", "precision": "int8"}, "`quantizer` says nothing"),
+        ({"placement": {"last_layer": True}}, "`placement` says nothing"),
+        ({"provider": "cuda"}, "`provider` says nothing"),
+    ],
+)
+def test_what_says_nothing_of_a_program_is_refused(asked: dict[str, object], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        torch_recipe(**asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"backend": "torch", "precision": "fp32"}, "an ONNX file, which has no PyTorch program"),
+        ({"backend": "onnxruntime", "precision": "fp32", "form": "aoti"}, "only torch has `form`"),
+        (
+            {
+                "backend": "tensorrt",
+                "precision": "fp32",
+                "mode": "max-autotune",
+            },
+            "only torch has `mode`",
+        ),
+        (
+            {
+                "backend": "openvino",
+                "precision": "fp32",
+                "provider": "cuda",
+            },
+            "only onnxruntime has `provider`",
+        ),
+        (
+            {
+                "backend": "onnxruntime",
+                "precision": "int8",
+                "provider": "cuda",
+            },
+            "the provider cuda is used in fp32, tf32, fp16",
+        ),
+        (
+            {
+                "backend": "onnxruntime",
+                "precision": "fp32",
+                "provider": "tensorrt",
+            },
+            "the provider tensorrt is used in tf32, fp16",
+        ),
+    ],
+)
+def test_a_program_of_an_onnx_file_and_keys_of_other_backends_are_refused(
+    plan: Plan,
+    asked: dict[str, object],
+    words: str,
+) -> None:
+    candidate = CandidateConfig.model_validate(asked)
+    with pytest.raises(PlanError, match=words):
+        recipe_from_candidate(candidate, target(candidate.backend, VNNI), plan, True)
+
+
+def test_a_provider_is_part_of_the_name_and_tf32_is_told_to_it(plan: Plan) -> None:
+    candidate = CandidateConfig(backend="onnxruntime", precision=Precision.TF32, provider="cuda")
+    recipe = recipe_from_candidate(candidate, target("onnxruntime", VNNI), plan, True)
+    assert (recipe.label, recipe.realised_in) == ("onnxruntime cuda tf32", "runtime")
+
+
+# --- baselines ---
+
+
+@pytest.mark.parametrize(
+    ("names", "target", "expected"),
+    [
+        ((), ON_CPU, ["eager fp32"]),
+        (("default",), ON_CPU, ["eager fp32"]),
+        (("best",), ON_CPU, ["eager fp32", "compile fp32", "compile max-autotune fp32"]),
+        (("default",), ON_GPU, ["eager fp32", "eager tf32", "eager fp16"]),
+        (("eager", "traced", "compile"), ON_GPU, ["eager fp32", "traced fp32", "compile fp32"]),
+        (
+            ("compile max-autotune fp16", "eager fp32", "eager bf16"),
+            ON_GPU,
+            [
+                "eager fp32",
+                "compile max-autotune fp16",
+                "eager bf16",
+            ],
+        ),
+    ],
+)
+def test_baselines_by_name(names: tuple[str, ...], target: Target, expected: list[str]) -> None:
+    assert [
+        recipe.label
+        for recipe in baseline_recipes(
+            names,
+            target,
+        )
+    ] == [f"pytorch {name}" for name in expected]
+
+
+def test_the_best_baselines_of_a_gpu_are_every_mode_in_every_fast_precision() -> None:
+    found = [
+        recipe.label.removeprefix("pytorch ")
+        for recipe in baseline_recipes(
+            ("best",),
+            ON_GPU,
+        )
+    ]
+    modes = ("compile", "compile reduce-overhead", "compile max-autotune")
+    compiled = [f"{mode} {precision}" for mode in modes for precision in ("tf32", "fp16", "bf16")]
+    assert found == ["eager fp32", "eager tf32", "eager fp16", *compiled]
+
+
+def test_a_program_that_cannot_be_cast_has_no_baseline_in_16_bits() -> None:
+    found = [recipe.label for recipe in baseline_recipes(("best",), ON_GPU, castable=False)]
+    assert [label for label in found if label.endswith(("fp16", "bf16"))] == []
+    with pytest.raises(PlanError, match="cannot be cast"):
+        baseline_recipes(("eager fp16",), ON_GPU, castable=False)
+    with pytest.raises(PlanError, match="needs an NVIDIA GPU"):
+        baseline_recipes(("eager tf32",), ON_CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("eager", "module(...)"),
+        ("compile max-autotune fp16", 'torch.compile(module.half(), mode="max-autotune")'),
+        ("compile tf32", 'torch.set_float32_matmul_precision("high"); torch.compile(module)'),
+        ("traced", "torch.jit.optimize_for_inference(torch.jit.trace(module, ...))"),
+    ],
+)
+def test_a_baseline_is_named_by_its_call(name: str, call: str) -> None:
+    assert call_of(baseline_recipes((name,), ON_GPU)[-1]) == call
+
+
+@pytest.mark.parametrize(
+    ("name", "delivered"),
+    [
+        ("eager fp16", "torch exported fp16"),
+        ("traced", "torch exported fp32"),
+        ("compile", "torch compile fp32"),
+        ("compile max-autotune bf16", "torch compile max-autotune bf16"),
+    ],
+)
+def test_a_baseline_of_pytorch_is_delivered_as_a_program(name: str, delivered: str) -> None:
+    assert deliverable_recipe(baseline_recipes((name,), ON_GPU)[-1]).label == delivered
+
+
+@pytest.mark.parametrize(
+    ("given", "tensorrt", "providers", "expected"),
+    [
+        (
+            None,
+            gpu(),
+            ("cuda", "tensorrt"),
+            [
+                "tensorrt as given tf32",
+                "onnxruntime cuda as given tf32",
+            ],
+        ),
+        (None, gpu(generation="7.5"), (), ["tensorrt as given fp32"]),
+        (Precision.INT8, gpu(), ("cuda",), ["tensorrt as given int8"]),
+        (None, None, ("cuda",), ["onnxruntime cuda as given tf32"]),
+        (None, None, (), []),
+    ],
+)
+def test_on_a_gpu_the_baseline_of_an_onnx_file_is_what_the_gpu_makes_of_it(
+    given: Precision | None,
+    tensorrt: Target | None,
+    providers: tuple[OrtProvider, ...],
+    expected: list[str],
+) -> None:
+    recipes = gpu_recipes_as_given(given, tensorrt, providers)
+    assert [recipe.label for recipe in recipes] == expected
+    assert [deliverable_recipe(recipe) for recipe in recipes] == list(
+        recipes,
+    )  # they are engines already

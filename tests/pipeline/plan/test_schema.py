@@ -1,0 +1,304 @@
+"""The plan: what is read, what is refused, and how a refusal reads."""
+
+import re
+import typing
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from pipeline.core import TensorSpec
+from pipeline.errors import PlanError
+from pipeline.plan.schema import GeneratedData, Plan, home, load_plan, override_plan, plan_from_document, plan_from_model
+from pipeline.serving_inputs import check_serving
+
+MODEL = {"model": {"path": "m.onnx"}}
+INT8 = {"backend": "onnxruntime", "precision": "int8"}
+
+
+def test_paths_are_taken_from_the_folder_of_the_plan(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("model: {path: sub/m.onnx}\ndata: {calibration: a.npz, selection: [b.npz, c.npz]}\n")
+    plan = load_plan(tmp_path / "plan.yaml")
+    assert plan.name == "plan"
+    assert plan.model.path == tmp_path / "sub" / "m.onnx"
+    assert plan.data.calibration == (tmp_path / "a.npz",)
+    assert plan.data.selection == (tmp_path / "b.npz", tmp_path / "c.npz")
+
+
+def test_an_onnx_file_alone_is_a_plan(tmp_path: Path) -> None:
+    plan = plan_from_model(tmp_path / "my model.onnx", ["accuracy.max_drop=0.5"])
+    assert (plan.name, plan.accuracy.max_drop) == ("my-model", 0.5)
+    assert plan_from_model(tmp_path / ".modèle.onnx").name == "mod-le"
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({**MODEL, "acuracy": {}}, "unknown key 'acuracy': did you mean 'accuracy'"),
+        ({"model": {"path": "m.onnx", "wieghts": 1}}, "did you mean 'weights'"),
+        ({**MODEL, "candidates": [{"backend": "onnxruntime", "precision": "fp32", "methud": "auto"}]}, "did you mean 'method'"),
+        ({**MODEL, "accuracy": {"thresholds": {"max_absolute": 1}}}, "did you mean 'max_abs'"),
+        ({**MODEL, "xyz": 1}, "expected one of"),
+        ({**MODEL, "profiles": [{"batch": [4, 2, 1]}]}, "expected min <= opt <= max, got min 4, opt 2, max 1"),
+        ({**MODEL, "accuracy": {"max_drop": -1}}, "greater than or equal to 0 (got -1)"),
+        ({**MODEL, "candidates": [{"backend": "onnxruntime", "precision": "fp13"}]}, "'fp32'"),
+        ({**MODEL, "candidates": [{**INT8, "keep_fp32": "fc"}]}, "candidates.0.keep_fp32: Input should be 'auto' (got 'fc')"),
+        ({**MODEL, "candidates": [{**INT8, "keep_fp32": [1]}]}, "candidates.0.keep_fp32.0: Input should be a valid string (got 1)"),
+        ({**MODEL, "candidates": [{**INT8, "keep_fp32": None}]}, "candidates.0.keep_fp32: Input should be a list"),
+        ({**MODEL, "keep_builds": 0}, "keep_builds: Input should be greater than or equal to 1 (got 0)"),
+        ({**MODEL, "candidates": [{"backend": "onnxruntime", "precision": "int8", "method": ["entropy", "magic"]}]}, "candidates.0.method.1: Input"),
+        (
+            {**MODEL, "candidates": [{"backend": "onnxruntime", "precision": "int8", "method": []}]},
+            "candidates.0.method: Tuple should have at least 1",
+        ),
+        (
+            {**MODEL, "candidates": [{"backend": "onnxruntime", "precision": "int8", "placement": {"last_layer": [True, "perhaps"]}}]},
+            "candidates.0.placement.last_layer.1: Input should be a valid boolean",
+        ),
+        ({**MODEL, "candidates": [{"backend": "onnxruntime", "precision": "int8", "placement": {"last_later": True}}]}, "did you mean 'last_layer'"),
+        ({"model": {}}, "exactly one of `path` and `entrypoint`"),
+        ({"model": {"path": "m.onnx", "entrypoint": "a:b"}}, "exactly one of `path` and `entrypoint`"),
+        ({"model": {"entrypoint": "a"}}, "module:function"),
+        ({"model": {"entrypoint": "a:b", "inputs": [{"name": "x", "dtype": "float32", "shape": [1]}]}}, "weights_from"),
+        ({"model": {"entrypoint": "a:b", "weights": "w"}}, "`inputs` is needed"),
+        ({"model": {"path": "m.tflite"}}, ".onnx or .pt2"),
+        ({**MODEL, "data": {"calibration": {"generate": "random", "samples": 5}}}, "data.calibration.because: Field required"),
+        ({**MODEL, "data": {"calibration": [1]}}, "data.calibration.0: Input is not a valid path (got 1)"),
+        ({**MODEL, "simplify": {"surgery": ":run"}}, "simplify: expected surgery `module:function`, got ':run'"),
+        ({**MODEL, "simplify": {"surgery": "fix:"}}, "simplify: expected surgery `module:function`, got 'fix:'"),
+        ({**MODEL, "profiles": {"batch": [1, 2, 4]}}, "profiles: Input should be a list"),
+        ({**MODEL, "profiles": [{"batch": [1, 2]}]}, "profiles.0.batch: expected [min, opt, max], got [1, 2]"),
+        ({**MODEL, "profiles": [{"batch": [0, 0, 0]}]}, "profiles.0.batch.opt: Input should be greater than or equal to 1"),
+        ({**MODEL, "name": ".."}, "name: String should match pattern"),
+        ({**MODEL, "accuracy": {"metric": "top9"}}, "expected metric auto, top1, top5, cosine or module:function, got 'top9'"),
+        ([1, 2], "expected a plan of `key: value` lines, got list"),
+        ("text", "got str"),
+    ],
+)
+def test_a_bad_plan_is_refused_with_a_sentence(tmp_path: Path, document: object, words: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_from_document(document, tmp_path)
+    assert words in caught.value.message
+    assert caught.value.next_step
+
+
+def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_from_document({**MODEL, "nmae": "x", "accuracy": {"max_drop": "much"}}, tmp_path)
+    assert "nmae" in caught.value.message
+    assert "accuracy.max_drop" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("a: [1", "not valid YAML"), ("name: a\nname: b", "key 'name' stands twice"), ("\x00", "not valid YAML"), ("", "got NoneType")],
+)
+def test_a_file_that_is_no_plan(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "plan.yaml").write_text(text)
+    with pytest.raises(PlanError, match=words):
+        load_plan(tmp_path / "plan.yaml")
+
+
+def test_a_missing_plan_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"no plan at .*gone\.yaml"):
+        load_plan(tmp_path / "gone.yaml")
+
+
+def test_overrides_reach_into_mappings_and_lists(tmp_path: Path) -> None:
+    document = {**MODEL, "profiles": [{"batch": [1, 2, 4]}]}
+    plan = plan_from_document(
+        document, tmp_path, overrides=["profiles.0.batch=[1, 1, 8]", "data.calibration={generate: random, samples: 3, because: test}"]
+    )
+    assert plan.profiles[0].dims["batch"].max == 8
+    assert isinstance(plan.data.calibration, GeneratedData)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("novalue", "a.b=value"), ("=1", "a.b=value"), ("a=[", "not a YAML value"), ("model.path.x=1", "plain value"), ("profiles.7.b=1", "index")],
+)
+def test_a_bad_override_is_refused(tmp_path: Path, override: str, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        plan_from_document({**MODEL, "profiles": []}, tmp_path, overrides=[override])
+
+
+def test_a_stored_plan_can_be_overridden(tmp_path: Path) -> None:
+    plan = plan_from_document({**MODEL, "profiles": [{"batch": [1, 2, 4]}]}, tmp_path)
+    again = override_plan(plan, ["benchmark.duration_s=9"])
+    assert again.benchmark.duration_s == 9
+    assert again.model == plan.model
+
+
+def test_nodes_to_keep_are_named_or_left_to_the_compile(tmp_path: Path) -> None:
+    plan = plan_from_document({**MODEL, "candidates": [{**INT8, "keep_fp32": "auto"}, {**INT8, "keep_fp32": ["fc", "norm*"]}]}, tmp_path)
+    assert [each.keep_fp32 for each in plan.candidates] == ["auto", ("fc", "norm*")]
+    assert override_plan(plan, []).candidates == plan.candidates
+    assert override_plan(plan, ["candidates.1.keep_fp32=auto"]).candidates[1].keep_fp32 == "auto"
+
+
+def test_crucible_home_moves_the_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CRUCIBLE_HOME", str(tmp_path))
+    assert home() == tmp_path
+
+
+def keys_of(model: type[BaseModel], prefix: str = "") -> list[str]:
+    return [f"{prefix}{name}" for name in model.model_fields]
+
+
+def test_every_key_of_the_plan_is_documented() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "plan.md").read_text()
+    sections = [(name, key) for name, field in Plan.model_fields.items() for key in _keys_below(field.annotation)]
+    missing = [f"{name}.{key}" for name, key in sections if f"`{key}`" not in text]
+    missing += [name for name in Plan.model_fields if f"`{name}`" not in text]
+    assert missing == []
+    assert {("tensorrt", "plugins"), ("candidates", "realised_in"), ("simplify", "surgery"), ("profiles", "values")} <= set(sections)
+
+
+def _keys_below(annotation: object) -> list[str]:
+    """The keys of a section, or of each entry of a list. `dims` is how profiles are stored, not how they are written."""
+    models = [argument for argument in (annotation, *typing.get_args(annotation)) if isinstance(argument, type) and issubclass(argument, BaseModel)]
+    return [key for model in models for key in keys_of(model) if key != "dims"]
+
+
+def test_a_binary_file_is_no_plan_and_the_next_step_says_where_it_belongs(tmp_path: Path) -> None:
+    (tmp_path / "model.pt2").write_bytes(b"PK\x03\x04\xff\xfe")
+    with pytest.raises(PlanError, match="not a text file") as caught:
+        load_plan(tmp_path / "model.pt2")
+    assert "model: {path" in caught.value.next_step
+
+
+def test_a_profile_is_overridden_as_it_is_written(tmp_path: Path) -> None:
+    plan = plan_from_document({**MODEL, "profiles": [{"batch": [1, 2, 4], "values": {"k": [1, 5, 10]}}]}, tmp_path)
+    assert override_plan(plan, []) == plan
+    assert override_plan(plan, ["profiles.0.batch=[1, 2, 8]"]).profiles[0].dims["batch"].max == 8
+    assert override_plan(plan, ["profiles.0.values.k=[1, 5, 20]"]).profiles[0].values["k"].max == (20,)
+
+
+# --- values that decide shapes, surgery, plugins ---
+
+
+def test_values_are_written_one_by_one_or_as_lists(tmp_path: Path) -> None:
+    document = {**MODEL, "profiles": [{"batch": [1, 8, 64], "values": {"k": [[1], [5], [10]], "n": [1, 5, 10], "shape": [[1, 3], [8, 3], [64, 3]]}}]}
+    (profile,) = plan_from_document(document, tmp_path).profiles
+    assert profile.values["k"] == profile.values["n"]
+    assert profile.values_at("opt") == {"k": (5,), "n": (5,), "shape": (8, 3)}
+
+
+def test_a_dimension_may_be_called_values(tmp_path: Path) -> None:
+    plan = plan_from_document({**MODEL, "profiles": [{"values": [1, 2, 4]}, {"values": {"min": 1, "opt": 2, "max": 3}}]}, tmp_path)
+    assert [profile.dims["values"].max for profile in plan.profiles] == [4, 3]
+    assert override_plan(plan, []) == plan
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"k": [1, 2]}, "profiles.0.values.k: expected [min, opt, max], got [1, 2]"),
+        ({"k": [3, 2, 5]}, "expected min <= opt <= max, got min (3,), opt (2,), max (5,)"),
+        ({"k": [[1, 1], [2, 2], [3]]}, "got min (1, 1), opt (2, 2), max (3,)"),
+        ({"k": ["a", 2, 3]}, "profiles.0.values.k.min"),
+    ],
+)
+def test_a_bad_range_of_values_is_refused(tmp_path: Path, values: object, words: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_from_document({**MODEL, "profiles": [{"values": values}]}, tmp_path)
+    assert words in caught.value.message
+
+
+def test_plugins_are_found_from_the_folder_of_the_plan_and_must_be_there(tmp_path: Path) -> None:
+    document = {**MODEL, "tensorrt": {"plugins": ["lib/mine.so"]}}
+    with pytest.raises(PlanError, match=re.escape(f"tensorrt.plugins: no file at '{tmp_path / 'lib' / 'mine.so'}'")):
+        plan_from_document(document, tmp_path)
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "mine.so").touch()
+    assert plan_from_document(document, tmp_path).tensorrt.plugins == (tmp_path / "lib" / "mine.so",)
+
+
+def test_the_module_of_a_surgery_is_found_from_the_folder_of_the_plan(tmp_path: Path) -> None:
+    plan = plan_from_document({**MODEL, "simplify": {"surgery": "fix:run", "python_path": "sub"}}, tmp_path)
+    assert plan.simplify.python_path == tmp_path / "sub"
+    assert plan_from_document(dict(MODEL), tmp_path).simplify.python_path == Path()  # so that a plan may move without simplifying again
+    with pytest.raises(PlanError, match="expected surgery `module:function`, got 'fix'"):
+        plan_from_document({**MODEL, "simplify": {"surgery": "fix"}}, tmp_path)
+
+
+def test_choices_of_a_candidate_are_kept_as_they_were_written(tmp_path: Path) -> None:
+    named = {"backend": "onnxruntime", "precision": "int8"}
+    choices = [
+        {**named, "method": "minmax", "placement": {"last_layer": True}},
+        {**named, "method": ["auto", "minmax"], "placement": {"conv": [True, False]}},
+    ]
+    plan = plan_from_document({**MODEL, "candidates": choices}, tmp_path)
+    assert [(each.method, each.placement.last_layer, each.placement.conv) for each in plan.candidates] == [
+        (("minmax",), (True,), (True,)),
+        (("auto", "minmax"), (False,), (True, False)),
+    ]
+    assert plan.model_dump(mode="json", exclude_defaults=True)["candidates"] == choices
+    assert override_plan(plan, []) == plan
+    assert override_plan(plan, ["candidates.1.method=entropy"]).candidates[1].method == ("entropy",)
+
+
+INPUTS = (TensorSpec(name="ids", dtype="int64", shape=("n", "length")),)
+OUTPUTS = (TensorSpec(name="y", dtype="float32", shape=("n", 2)),)
+
+
+@pytest.mark.parametrize(
+    ("serving", "said"),
+    [
+        ({"padding": [{"input": "id", "axis": 1}]}, "serving.padding names 'id', which is no input; the model has ids"),
+        ({"padding": [{"input": "ids", "axis": 2}]}, "'ids' has 2 axes, there is no axis 2"),
+        ({"image": {"input": "picture", "size": [8, 8]}}, "serving.image names 'picture'"),
+        ({"labels": {"z": ["cat"]}}, "serving.labels names 'z', which is no output; the model has y"),
+    ],
+)
+def test_how_a_model_is_served_names_what_it_has(serving: dict[str, object], said: str) -> None:
+    plan = plan_from_document({**MODEL, "serving": serving}, Path())
+    with pytest.raises(PlanError, match=re.escape(said)):
+        check_serving(plan.serving, INPUTS, OUTPUTS)
+
+
+def test_how_a_model_is_served_is_read_from_the_plan() -> None:
+    serving = {"padding": [{"input": "ids", "axis": 1, "value": 7}], "labels": {"y": ["cat", "dog"]}}
+    plan = plan_from_document({**MODEL, "serving": serving}, Path())
+    check_serving(plan.serving, INPUTS, OUTPUTS)
+    assert (plan.serving.padding[0].value, plan.serving.labels) == (7, {"y": ("cat", "dog")})
+    with pytest.raises(PlanError, match="did you mean 'padding'"):
+        plan_from_document({**MODEL, "serving": {"pading": []}}, Path())
+    with pytest.raises(PlanError, match="greater than or equal to 1"):
+        plan_from_document({**MODEL, "serving": {"padding": [{"input": "ids", "axis": 0}]}}, Path())
+
+
+@pytest.mark.parametrize(
+    ("written", "names"),
+    [
+        ("best", ("best",)),
+        ("eager", ("eager",)),
+        ([], ()),
+        (
+            [
+                "eager",
+                "traced",
+                "compile",
+            ],
+            ("eager", "traced", "compile"),
+        ),  # as plans had them before
+        (["default", "compile max-autotune bf16"], ("default", "compile max-autotune bf16")),
+    ],
+)
+def test_baselines_are_one_name_or_several(
+    tmp_path: Path,
+    written: object,
+    names: tuple[str, ...],
+) -> None:
+    document = {"model": {"path": "m.onnx"}, "benchmark": {"baselines": written}}
+    plan = plan_from_document(document, tmp_path)
+    assert plan.benchmark.baselines == names
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan
+
+
+@pytest.mark.parametrize("name", ["fast", "eager int8", "traced max-autotune", "compile fp16 best"])
+def test_a_baseline_of_another_name_is_refused_with_an_example(tmp_path: Path, name: str) -> None:
+    document = {"model": {"path": "m.onnx"}, "benchmark": {"baselines": [name]}}
+    with pytest.raises(PlanError, match="as in `compile max-autotune fp16`") as caught:
+        plan_from_document(document, tmp_path)
+    assert name in caught.value.message

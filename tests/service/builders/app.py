@@ -1,0 +1,83 @@
+"""The application without a network: a client on a home of its own, with the double for the job worker."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from service.app import create_app
+from service.context import Service
+from service.jobs.messages import HostIdentity
+from service.settings import Settings
+from tests.service.builders.jobs import WITHIN_S, WORKER, write_out
+
+URL = "http://localhost:8000"
+HOST = HostIdentity(devices={"cpu": "a CPU"}, digest="h")
+
+
+async def known_host() -> HostIdentity:
+    return HOST
+
+
+def parts(name: str, model: bytes = b"onnx", **more: bytes) -> dict[str, tuple[str, bytes]]:
+    """An upload for the double, which does what the job's name says."""
+    return {
+        "model": ("model.onnx", model),
+        "plan": ("plan.yaml", f"name: {name}".encode()),
+        **{role: (f"{role}.npz", data) for role, data in more.items()},
+    }
+
+
+class Desk:
+    """A client, and what stands behind the application."""
+
+    def __init__(self, app: FastAPI, client: httpx.AsyncClient) -> None:
+        self.app, self.client = app, client
+        self.service: Service = app.state.service
+
+    async def compile(self, name: str, headers: dict[str, str] | None = None, model: bytes = b"onnx") -> httpx.Response:
+        return await self.client.post("/compile", files=parts(name, model), headers=headers)
+
+    async def until(self, job_id: str, *states: str) -> dict[str, Any]:
+        end = time.monotonic() + WITHIN_S
+        while (job := (await self.client.get(f"/jobs/{job_id}")).json())["state"] not in states:
+            assert time.monotonic() < end, job
+            await asyncio.sleep(0.02)
+        found: dict[str, Any] = job
+        return found
+
+    async def end_of(self, name: str) -> dict[str, Any]:
+        answer = await self.compile(name)
+        assert answer.status_code == 202, answer.text
+        return await self.until(answer.json()["id"], "succeeded", "failed", "cancelled")
+
+    def key(self, *scopes: str) -> dict[str, str]:
+        """A new key's header."""
+        return {"Authorization": f"Bearer {self.service.keys.create('test', scopes)[1]}"}
+
+
+@asynccontextmanager
+async def opened_desk(home: Path, traces: Any = None, worker: Sequence[str] = WORKER, **settings: Any) -> AsyncIterator[Desk]:
+    if not (home / "template").exists():
+        write_out(home / "template", home / "template-store")
+    app = create_app(Settings(home=home, **settings), worker, known_host, traces=traces)
+    transport = httpx.ASGITransport(app)
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url=URL, timeout=WITHIN_S) as client:
+        desk = Desk(app, client)
+        await desk.service.started
+        yield desk
+
+
+def at_desk(home: Path, story: Callable[[Desk], Awaitable[None]], **settings: Any) -> None:
+    async def told() -> None:
+        async with opened_desk(home, **settings) as desk:
+            await story(desk)
+
+    asyncio.run(told())

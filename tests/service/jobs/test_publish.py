@@ -1,0 +1,126 @@
+"""What a child leaves behind is published only if it is what it says it is."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import StoreError
+from pipeline.execution.durations import History
+from pipeline.execution.store import Store
+from service.jobs.publish import CACHE, publish, take_over
+from service.storage.layout import Folders, Work
+from tests.pipeline.execution.test_store import KEY, Text, make, never
+from tests.service.builders.jobs import write_out
+
+
+def edit(change: Callable[[dict[str, object]], None], name: str = "report.json") -> Callable[[Path], None]:
+    def damage(out: Path) -> None:
+        document = json.loads((out / name).read_text())
+        change(document)
+        (out / name).write_text(json.dumps(document))
+
+    return damage
+
+
+def replace_by_link(out: Path) -> None:
+    (out / "report.md").unlink()
+    (out / "report.md").symlink_to("/etc/passwd")
+
+
+def link_hard(out: Path) -> None:
+    (out.parent / "secret").write_text("secret")
+    (out / "report.md").unlink()
+    os.link(out.parent / "secret", out / "report.md")
+
+
+def move_engine(out: Path) -> None:
+    (out / "engine").rename(out.parent / "engine")
+    (out / "engine").symlink_to(out.parent / "engine")
+
+
+DAMAGES: list[tuple[Callable[[Path], None], str]] = [
+    (lambda out: (out / "report.json").unlink(), "lacks report.json"),
+    (lambda out: (out / "report.html").unlink(), "lacks report.html"),
+    (lambda out: (out / "report.json").write_text("[" * 100_000), "does not hold"),
+    (lambda out: (out / "report.json").write_text('{"schema_version": 1}'), "does not fit the schema"),
+    (edit(lambda report: report.update(schema_version=99)), "schema version 99"),
+    (edit(lambda report: report.update(extra=1)), "does not fit the schema"),
+    (edit(lambda report: report.update(winner="nobody")), "winner is not among its candidates"),
+    (edit(lambda report: report.update(winner=None)), "it is accepted without a winner"),
+    (edit(lambda report: report.update(verdict="rejected")), "an engine although none was delivered"),
+    (edit(lambda report: report.update(verdict="keep")), "winner is not among its candidates"),
+    (edit(lambda report: report.update(winner="onnxruntime fp32")), "its engine is not the one that it names"),
+    (edit(lambda engine: engine.update(digest="other"), "engine/engine.json"), "is not what 'artifact.json' says"),
+    (edit(lambda manifest: manifest["value"].update(digest="other"), "engine/artifact.json"), "'artifact.json' has another digest"),  # type: ignore[attr-defined]
+    (lambda out: (out / "engine" / "model.onnx").write_bytes(b"enginE"), "another digest"),
+    (lambda out: (out / "engine" / "model.onnx").unlink(), "'model.onnx' is missing"),
+    (lambda out: (out / "engine" / "more").write_bytes(b""), "'more' was added"),
+    (lambda out: (out / "engine" / "artifact.json").unlink(), "does not hold"),
+    (lambda out: (out / "engine" / "engine.json").write_text("{"), "is not an engine"),
+    (lambda out: (out / "index.html").write_text(""), "do not belong to it: index.html"),
+    (lambda out: os.mkfifo(out / "report.pipe"), "neither a plain file nor a folder"),
+    (replace_by_link, "neither a plain file nor a folder"),
+    (link_hard, "neither a plain file nor a folder"),
+    (move_engine, "neither a plain file nor a folder"),
+]
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGES)
+def test_what_does_not_hold_is_not_published(tmp_path: Path, damage: Callable[[Path], None], said: str) -> None:
+    out, place = tmp_path / "work" / "out", tmp_path / "reports" / "1"
+    write_out(out, tmp_path / "store")
+    damage(out)
+    with pytest.raises(StoreError, match="a report that does not hold") as caught:
+        publish(out, place, Folders(tmp_path))
+    assert said in caught.value.message
+    assert not place.exists()
+
+
+def test_nothing_at_all_is_not_published(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="does not hold"):
+        publish(tmp_path / "out", tmp_path / "place", Folders(tmp_path))
+
+
+def test_a_whole_report_is_published_in_the_place_of_an_earlier_attempts(tmp_path: Path) -> None:
+    out, place = tmp_path / "work" / "out", tmp_path / "reports" / "1"
+    place.mkdir(parents=True)
+    (place / "old").touch()
+    written = write_out(out, tmp_path / "store")
+    report = publish(out, place, Folders(tmp_path))
+    assert (report.winner, report.verdict) == (written.winner, "accepted")
+    assert (place / "engine" / "model.onnx").read_bytes() == b"engine"
+    assert not (place / "old").exists()
+    assert not out.exists()
+
+
+def test_what_a_job_made_is_there_for_the_next(tmp_path: Path) -> None:
+    home, work = tmp_path / "home", Work(tmp_path / "home" / "jobs" / "1")
+    work.home.mkdir(parents=True)
+    History(home).add("build", "known", 1.0)
+    (work.home / "history.jsonl").write_bytes((home / "history.jsonl").read_bytes())
+    History(work.home).add("build", "new", 2.0, "plan", "cpu")
+    Store(work.home).get(KEY, Text, make)
+    take_over(work, home)
+    assert Store(home).get(KEY, Text, never).value.path.read_text() == "hello"
+    assert [(entry.subject, entry.seconds) for entry in History(home).entries()] == [("known", 1.0), ("new", 2.0)]
+    assert Store(work.home).find(KEY, Text) is None
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_timing_cache_is_taken_if_it_is_whole(tmp_path: Path, whole: bool) -> None:
+    home, work, key = tmp_path / "home", Work(tmp_path / "home" / "jobs" / "1"), "ab" * 32
+    for root, data in ((home, b"old"), (work.home, b"new")):
+        folder = root / "timing" / key
+        folder.mkdir(parents=True)
+        (folder / CACHE).write_bytes(data)
+        (folder / "target.json").write_text(json.dumps({"sha256": hashlib.sha256(data).hexdigest()}))
+    if not whole:
+        (work.home / "timing" / key / CACHE).write_bytes(b"torn")
+    (work.home / "timing" / "..evil").mkdir()
+    take_over(work, home)
+    assert (home / "timing" / key / CACHE).read_bytes() == (b"new" if whole else b"old")
+    assert [path.name for path in (home / "timing").iterdir()] == [key]

@@ -1,0 +1,181 @@
+"""A home with jobs that have ended, and deployments of their engines by a double that answers at once with its version."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.core import Engine
+from pipeline.errors import ChildDied
+from pipeline.report.bundle import load_engine
+from pipeline.results.report import Report, Verdict
+from pipeline.serving_inputs import BatchSpec, Padding, ServingConfig
+from service.auth import LOCAL, Caller
+from service.devices.leases import Leases, utc_now
+from service.devices.policy import Devices
+from service.errors import TimedOut, Unavailable
+from service.inference import InferAnswer, InferRequest, Served, Statistics, Timing, Total
+from service.jobs.state import Started, Succeeded
+from service.jobs.store import JobStore
+from service.registry.models import PromoteRequest
+from service.registry.repository import Repository
+from service.serving.deployment import DeploymentSpec
+from service.serving.loader import Means
+from service.serving.manager import Deployments
+from service.storage.database import Database
+from service.storage.layout import Folders
+from tests.service.builders.jobs import new_job, write_out
+
+MIB = 2**20
+PROVED = BatchSpec(axes={"x": 0, "y": 0}, maximum=8, proved=True, largest_error=0.0)
+ALONE = BatchSpec(axes={"x": 0, "y": 0}, reason="rows influence each other")
+SHAPES = Counter({(("batch", 2),): 5, (("batch", 1),): 2})
+
+
+class Double:
+    """A running version that answers after a moment."""
+
+    def __init__(self, spec: DeploymentSpec) -> None:
+        self.spec = spec
+        self.answering, self.answered = 0, 0
+        self.drained = self.closed = False
+
+    async def infer(self, request: InferRequest) -> InferAnswer:
+        if self.drained or self.closed:
+            raise Unavailable(f"version {self.spec.version} was asked when it was gone")
+        self.answering += 1
+        try:
+            await asyncio.sleep(0.001)
+            assert not self.closed
+            self.answered += 1
+            outputs = {"y": np.full(1, self.spec.version)}
+            return InferAnswer(self.spec.model, self.spec.version, self.spec.device, outputs, Timing(0, 0, 0.001, 0, 1), request.id)
+        finally:
+            self.answering -= 1
+
+    def served(self) -> Served:
+        spec = self.spec
+        return Served(spec.model, spec.version, spec.owner, spec.device, "double", (), (), spec.batch, "ready", instances=spec.instances)
+
+    def statistics(self) -> Statistics:
+        done = Total(self.answered, 0.0)
+        return Statistics(self.spec.model, self.spec.version, done, Total(), done, done, done, done, self.answered, self.answered, 0)
+
+    def shapes(self) -> Mapping[tuple[tuple[str, int], ...], int]:
+        return SHAPES
+
+    @property
+    def memory_bytes(self) -> int:
+        return 7 * MIB
+
+    async def drain(self) -> None:
+        self.drained = True
+        while self.answering:
+            await asyncio.sleep(0.001)
+
+    async def close(self) -> None:
+        assert self.drained
+        self.closed = True
+
+
+class Host:
+    """What the deployments meet: it may be short of memory, or break versions."""
+
+    def __init__(self) -> None:
+        self.free_bytes = 4096 * MIB
+        self.broken: Counter[int] = Counter()  # by version: how many starts fail
+        self.hanging: set[str] = set()  # models whose engine is not ready in time
+        self.tried: Counter[str] = Counter()
+        self.started: list[Double] = []
+        self.batch = PROVED
+        self.proofs: list[tuple[tuple[Padding, ...], str]] = []
+
+    async def start(self, spec: DeploymentSpec, work: Path) -> Double:
+        self.tried[spec.model] += 1
+        await asyncio.sleep(0.001)
+        if spec.model in self.hanging:
+            raise TimedOut("it did not load its engine in time")
+        if self.broken[spec.version] > 0:
+            self.broken[spec.version] -= 1
+            raise ChildDied(f"the worker of version {spec.version} died")
+        self.started.append(Double(spec))
+        return self.started[-1]
+
+    async def prove(self, engine: Engine, padding: tuple[Padding, ...], device: str) -> BatchSpec:
+        self.proofs.append((padding, device))
+        return self.batch
+
+    @property
+    def alive(self) -> list[int]:
+        return [each.spec.version for each in self.started if not each.closed]
+
+
+def ended_job(
+    folders: Folders,
+    jobs: JobStore,
+    verdict: Verdict = "accepted",
+    owner: str = "local",
+    serving: ServingConfig | None = None,
+    engine: Engine | None = None,
+) -> str:
+    """The id of a job that has ended with a report, and with this engine if one is given."""
+    job = new_job(folders, "m").model_copy(update={"owner": owner})
+    jobs.add(job, utc_now())
+    jobs.append(job.id, Started(1, 1.0), utc_now())
+    jobs.append(job.id, Succeeded(verdict, "w"), utc_now())
+    place = folders.report(job.id)
+    report: Report = write_out(place, folders.home / "store", engine)
+    plan = report.plan.model_copy(update={"serving": serving or ServingConfig()})
+    changes = {"verdict": verdict, "plan": plan, "reasons": ("because",)}
+    if verdict == "keep":
+        changes["delivered"] = load_engine(place / "engine")
+    (place / "report.json").write_text(report.model_copy(update=changes).model_dump_json())
+    return job.id
+
+
+class Shelf:
+    """A home, and the deployments on it."""
+
+    def __init__(self, home: Path, host: Host, devices: Sequence[str] = ("cpu",), kept: int = 5) -> None:
+        self.home, self.host, self.folders = home, host, Folders(home)
+        self.database = Database(home / "crucible.db")
+        self.repository, self.jobs = Repository(self.database, self.folders), JobStore(self.database)
+        self.leases = Leases(Devices(tuple(devices)))
+        means = Means(
+            self.repository, self.jobs, self.folders, self.leases, kept, 60.0, host.start, host.prove, lambda device: host.free_bytes, (0.01, 0.01)
+        )
+        self.deployments = Deployments(means)
+
+    def report(self, verdict: Verdict = "accepted", owner: str = "local", serving: ServingConfig | None = None) -> str:
+        """The id of a job that has ended with a report."""
+        return ended_job(self.folders, self.jobs, verdict, owner, serving)
+
+    async def promote(self, name: str = "m", caller: Caller = LOCAL, override: bool = False, verdict: Verdict = "accepted") -> int:
+        """A new report, promoted: the current version."""
+        asked = PromoteRequest(report=self.report(verdict), override=override)
+        return (await self.deployments.promote(caller, name, asked)).current.version
+
+    async def ask(self, name: str | None = "m", caller: Caller = LOCAL, version: int | None = None) -> int:
+        """The version that answers."""
+        return (await self.deployments.infer(InferRequest(caller, name, {}, version))).version
+
+
+@asynccontextmanager
+async def shelf(home: Path, host: Host | None = None, devices: Sequence[str] = ("cpu",), kept: int = 5) -> AsyncIterator[Shelf]:
+    """Started; stopped at the end, and then nothing is loaded and no lease is held."""
+    opened = Shelf(home, host or Host(), devices, kept)
+    await opened.deployments.start()
+    try:
+        yield opened
+    finally:
+        await opened.deployments.stop(5.0)
+        await opened.deployments.close()
+        opened.database.close()
+        opened.leases.close()
+        assert opened.host.alive == []
+        assert opened.leases.devices.held == ()

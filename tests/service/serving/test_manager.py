@@ -1,0 +1,394 @@
+"""Deployments under load and over restarts: no request is lost, nothing changes halfway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from pipeline.core import DimRange
+from pipeline.errors import ChildDied, CrucibleError
+from service.auth import LOCAL, Caller
+from service.devices.policy import Lease
+from service.errors import Conflict, Forbidden, NotFound, Unavailable, Unprocessable
+from service.inference import InferRequest
+from service.registry.models import DeploymentOptions, ModelView
+from service.serving.loader import device_for
+from tests.service.serving.engines import play
+from tests.service.serving.models import ALONE, MIB, Host, Shelf, shelf
+
+OTHER, STRANGER = Caller("other", ("admin",)), Caller("stranger", ("infer",))
+FOLLOW = DeploymentOptions()
+
+
+async def refused(of: type[CrucibleError], call: object) -> str:
+    with pytest.raises(of) as caught:
+        await call  # type: ignore[misc]
+    return caught.value.message
+
+
+def test_thousands_of_requests_over_every_change_and_none_is_lost(tmp_path: Path) -> None:
+    answered: Counter[int] = Counter()
+
+    async def client(here: Shelf, until: asyncio.Event) -> None:
+        while not until.is_set():
+            try:
+                answered[await here.ask()] += 1
+            except (NotFound, Unavailable) as error:  # while it is unloaded
+                assert error.message in ("no model 'm' is deployed", "model 'm' is loading")  # noqa: PT017
+                answered[0] += 1
+                await asyncio.sleep(0)
+
+    async def story() -> None:
+        async with shelf(tmp_path) as here:
+            assert await here.promote() == 1
+            await here.deployments.deploy(LOCAL, "m", FOLLOW)
+            done = asyncio.Event()
+            clients = [asyncio.create_task(client(here, done)) for _ in range(16)]
+            try:
+                for _ in range(3):
+                    await here.promote()
+                    await asyncio.sleep(0.05)
+                    await here.deployments.rollback(LOCAL, "m")
+                    await asyncio.sleep(0.05)
+                    await here.deployments.deploy(LOCAL, "m", DeploymentOptions(instances=2))
+                    await here.deployments.unload(LOCAL, "m")
+                    await asyncio.sleep(0.01)
+                    await here.deployments.load(LOCAL, "m")
+                while sum(answered.values()) < 5000 and not any(each.done() for each in clients):
+                    await asyncio.sleep(0.01)
+            finally:
+                done.set()
+                await asyncio.gather(*clients)  # raises what any client got besides an answer or NotFound
+            assert set(answered) >= {0, 1, 2, 3, 4}
+            assert sum(each.answered for each in here.host.started) == sum(answered.values()) - answered[0]
+            assert here.host.alive == [1]
+
+    play(story)
+
+
+def test_a_request_names_a_version_or_none_and_one_model_needs_no_name(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with shelf(tmp_path) as here:
+            assert await refused(NotFound, here.ask(None)) == "no model is deployed"
+            await here.promote("a")
+            await here.deployments.deploy(LOCAL, "a", FOLLOW)
+            assert [await here.ask(None), await here.ask("a"), await here.ask("a", version=1)] == [1, 1, 1]
+            assert await refused(NotFound, here.ask("a", version=2)) == "version 2 of 'a' is not deployed, 1 is"
+            await here.promote("b")
+            await here.deployments.deploy(LOCAL, "b", FOLLOW)
+            assert await refused(Unprocessable, here.ask(None)) == "several models are deployed: a, b"
+            assert [each.model for each in here.deployments.served(LOCAL)] == ["a", "b"]
+            assert [each.model for each in here.deployments.statistics(LOCAL)] == ["a", "b"]
+
+    play(story)
+
+
+def test_another_owners_models_are_not_there(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with shelf(tmp_path) as here:
+            await here.promote()
+            await here.deployments.deploy(LOCAL, "m", FOLLOW)
+            assert await here.ask(caller=OTHER) == 1  # an admin sees all
+            assert "'m'" in await refused(NotFound, here.ask(caller=STRANGER))
+            assert await refused(NotFound, here.ask(None, caller=STRANGER)) == "no model is deployed"
+            assert await refused(NotFound, here.deployments.view(STRANGER, "m")) == "no model 'm'"
+            assert (here.deployments.served(STRANGER), (await here.deployments.views(STRANGER)).models) == ((), ())
+            with pytest.raises(NotFound):
+                here.deployments.shapes(STRANGER, "m")
+            for call in (
+                here.deployments.deploy(STRANGER, "m", FOLLOW),
+                here.deployments.unload(STRANGER, "m"),
+                here.deployments.rollback(STRANGER, "m"),
+                here.promote(caller=STRANGER),
+                here.ask(caller=Caller("local", ("compile",))),
+            ):
+                await refused(Forbidden, call)
+
+    play(story)
+
+
+def test_a_load_that_does_not_fit_is_refused_with_both_numbers_and_the_device_is_not_touched(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with shelf(tmp_path) as here:
+            await here.promote()
+            peak = (await here.deployments.view(LOCAL, "m")).current.peak_bytes
+            assert peak == 3.1e8  # the report says so
+            here.host.free_bytes = 2 * peak
+            said = await refused(Conflict, here.deployments.deploy(LOCAL, "m", DeploymentOptions(instances=3)))
+            assert said == "'m' with 3 instances needs at least 886.9 MiB (as in its benchmark), 591.3 MiB of cpu are free"
+            assert (here.host.started, here.leases.devices.held) == ([], ())
+            assert (await here.deployments.view(LOCAL, "m")).deployment.state == "unloaded"
+            await here.deployments.deploy(LOCAL, "m", DeploymentOptions(overlap=True))  # twice what an instance needs
+            assert here.host.started[-1].spec.overlap
+            assert (await here.deployments.view(LOCAL, "m")).current.memory_bytes is None
+            await here.deployments.deploy(LOCAL, "m", DeploymentOptions(instances=2))
+            assert (await here.ask(), (await here.deployments.view(LOCAL, "m")).current.memory_bytes) == (1, 7 * MIB // 2)
+            here.host.free_bytes = 10 * MIB  # now it is known better
+            said = await refused(Conflict, here.deployments.deploy(LOCAL, "m", DeploymentOptions(instances=3)))
+            assert said == "'m' with 3 instances needs at least 10.5 MiB (as when it was loaded before), 10.0 MiB of cpu are free"
+            assert await here.ask() == 1
+
+    play(story)
+
+
+def test_what_fails_leaves_all_as_it_was(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with shelf(tmp_path) as here:
+            await here.promote()
+            here.host.broken[1] = 1
+            assert await refused(ChildDied, here.deployments.deploy(LOCAL, "m", FOLLOW)) == "the worker of version 1 died"
+            assert (await here.deployments.view(LOCAL, "m")).deployment.state == "unloaded"
+            await here.deployments.deploy(LOCAL, "m", FOLLOW)
+            here.host.broken[2] = 1
+            await refused(ChildDied, here.promote())
+            view = await here.deployments.view(LOCAL, "m")
+            assert (view.current.version, [each.version for each in view.versions], view.deployment.version) == (1, [1], 1)
+            assert not here.folders.version("m", 2).exists()
+            assert await here.ask() == 1
+            assert await here.promote() == 3  # a number is never given twice
+            assert (await here.ask(), here.host.alive) == (3, [3])
+
+    play(story)
+
+
+def test_a_pinned_deployment_stays_on_its_version(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with shelf(tmp_path, kept=1) as here:
+            await here.promote()
+            await here.deployments.deploy(LOCAL, "m", DeploymentOptions(version=1))
+            for _ in range(3):
+                await here.promote()
+            view = await here.deployments.view(LOCAL, "m")
+            assert (view.current.version, view.deployment.version, await here.ask()) == (4, 1, 1)
+            assert [each.version for each in view.versions] == [4, 3, 1]  # current, what a rollback leads to, and what answers
+            assert await refused(NotFound, here.deployments.deploy(LOCAL, "m", DeploymentOptions(version=2))) == "model 'm' has no version 2"
+            await here.deployments.deploy(LOCAL, "m", FOLLOW)
+            assert await here.ask() == 4
+
+    play(story)
+
+
+def test_more_rows_than_were_proved_are_refused(tmp_path: Path) -> None:
+    async def story() -> None:
+        host = Host()
+        async with shelf(tmp_path, host) as here:
+            await here.promote()
+            said = await refused(Unprocessable, here.deployments.deploy(LOCAL, "m", DeploymentOptions(max_batch=9)))
+            assert "max_batch is 9, version 1 of 'm' takes at most 8" in said
+            await here.deployments.deploy(LOCAL, "m", DeploymentOptions(max_batch=4))
+            host.batch = ALONE
+            await here.promote()
+            assert [each.spec.max_batch for each in host.started] == [4, 1]
+            said = await refused(Unprocessable, here.deployments.deploy(LOCAL, "m", DeploymentOptions(max_batch=2)))
+            assert said.endswith("at most 1: rows influence each other")
+
+    play(story)
+
+
+def test_what_was_deployed_is_loaded_again_and_one_that_fails_blocks_no_other(tmp_path: Path) -> None:
+    async def before() -> None:
+        async with shelf(tmp_path) as here:
+            for name in ("a", "b", "c", "gone"):
+                await here.promote(name)
+                await here.deployments.deploy(LOCAL, name, DeploymentOptions(instances=2))
+            await here.promote("b")
+            await here.deployments.unload(LOCAL, "gone")
+            (here.repository.engine_folder((await here.deployments.view(LOCAL, "a")).current) / "engine.json").unlink()
+
+    async def after() -> None:
+        async with shelf(tmp_path) as here:
+            states = {each.model: each.state for each in here.deployments.served(LOCAL)}
+            assert states == {"a": "failed", "b": "ready", "c": "ready"}
+            assert [await here.ask("b"), await here.ask("c")] == [2, 1]
+            damaged = "version 1 of 'a' is damaged: 'engine.json' is missing; `crucible promote a "
+            assert damaged in await refused(Unavailable, here.ask("a"))
+            view = await here.deployments.view(LOCAL, "a")
+            assert (view.deployment.state, view.deployment.version) == ("failed", None)
+            assert damaged in view.deployment.reason
+            await here.promote("a")  # a version that works mends it
+            assert await here.ask("a") == 2
+
+    play(before)
+    play(after)
+
+
+@pytest.mark.parametrize(("failures", "state"), [(2, "ready"), (3, "failed")])
+def test_a_model_that_crashes_at_the_start_is_tried_three_times(tmp_path: Path, failures: int, state: str) -> None:
+    async def before() -> None:
+        async with shelf(tmp_path) as here:
+            await here.promote()
+            await here.deployments.deploy(LOCAL, "m", FOLLOW)
+
+    async def after() -> None:
+        host = Host()
+        host.broken[1] = failures
+        async with shelf(tmp_path, host) as here:
+            (told,) = here.deployments.served(LOCAL)
+            assert told.state == state
+            if state == "failed":
+                assert told.reason == "the worker of version 1 died"
+                await refused(Unavailable, here.ask())
+                host.broken[1] = 1
+                await refused(ChildDied, here.deployments.load(LOCAL, "m"))
+                assert here.deployments.served(LOCAL)[0].state == "failed"
+                await here.deployments.load(LOCAL, "m")
+            assert await here.ask() == 1
+
+    play(before)
+    play(after)
+
+
+def test_an_engine_that_hangs_at_the_start_is_tried_once_and_the_rest_is_loaded(tmp_path: Path) -> None:
+    async def before() -> None:
+        async with shelf(tmp_path) as here:
+            for name in ("a", "b"):
+                await here.promote(name)
+                await here.deployments.deploy(LOCAL, name, FOLLOW)
+
+    async def after() -> None:
+        host = Host()
+        host.hanging = {"a"}
+        early = Shelf(tmp_path, host)
+        starting = asyncio.create_task(early.deployments.start())
+        while not host.tried:
+            await asyncio.sleep(0)
+        assert early.deployments.starting() == (2, 2)
+        await starting
+        states = {each.model: (each.state, each.reason) for each in early.deployments.served(LOCAL)}
+        assert states == {"a": ("failed", "it did not load its engine in time"), "b": ("ready", "")}
+        assert (host.tried["a"], await early.ask("b"), early.deployments.starting()) == (1, 1, (0, 2))
+        await early.deployments.stop(5.0)
+        await early.deployments.close()
+        early.database.close()
+
+    play(before)
+    play(after)
+
+
+def test_before_the_start_and_after_the_end_nothing_is_changed_and_nothing_is_said_to_be_missing(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with shelf(tmp_path) as here:
+            await here.promote()
+            early = Shelf(tmp_path, Host())
+            for deployments, word in ((early.deployments, "starting"), (here.deployments, "stopping")):
+                if word == "stopping":
+                    await deployments.stop(5.0)
+                for call in (deployments.load(LOCAL, "m"), deployments.unload(LOCAL, "m"), deployments.infer(InferRequest(LOCAL, "m", {}))):
+                    assert await refused(Unavailable, call) == f"the server is {word}"
+            await early.deployments.close()
+            early.database.close()
+            assert (early.host.started, here.host.started) == ([], [])
+
+    play(story)
+
+
+def test_changes_of_one_model_wait_for_each_other(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with shelf(tmp_path) as here:
+            await here.promote()
+            changes = [here.deployments.deploy(LOCAL, "m", DeploymentOptions(instances=n + 1)) for n in range(4)]
+            await asyncio.gather(*changes, here.promote())
+            assert (await here.ask(), here.host.alive) == (2, [2])
+            assert await refused(NotFound, here.deployments.unload(LOCAL, "n")) == "no model 'n' is deployed"
+
+    play(story)
+
+
+def test_a_request_that_goes_away_does_not_stop_the_change_it_asked_for(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with shelf(tmp_path) as here:
+            await here.promote()
+            asked = asyncio.create_task(here.deployments.deploy(LOCAL, "m", FOLLOW))
+            await asyncio.sleep(0)
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+            while not here.host.started:
+                await asyncio.sleep(0.01)
+            while here.deployments.find(LOCAL, "m").state != "ready":
+                await asyncio.sleep(0.01)
+            assert await here.ask() == 1
+
+    play(story)
+
+
+def test_a_server_that_stops_ends_changes_and_what_is_stored_holds(tmp_path: Path) -> None:
+    async def before() -> None:
+        async with shelf(tmp_path) as here:
+            await here.promote()
+            await here.deployments.deploy(LOCAL, "m", FOLLOW)
+            promoting: asyncio.Task[int] = asyncio.create_task(here.promote())
+            while len(here.host.proofs) < 2:
+                await asyncio.sleep(0)
+            await here.deployments.stop(5.0)
+            (error,) = await asyncio.gather(promoting, return_exceptions=True)
+            assert isinstance(error, Unavailable)
+            for model in ("m", None):  # not "no such model": it is there again when the server is
+                assert await refused(Unavailable, here.ask(model)) == "the server is stopping"
+
+    async def after() -> None:
+        async with shelf(tmp_path) as here:
+            view = await here.deployments.view(LOCAL, "m")
+            assert view.deployment.version == view.current.version
+            assert await here.ask() == view.current.version
+
+    play(before)
+    play(after)
+
+
+def test_a_lease_is_held_while_there_are_requests_and_measuring_gets_its_turn(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with shelf(tmp_path) as here:
+            await here.promote()
+            await here.deployments.deploy(LOCAL, "m", FOLLOW)
+            assert [each.use for each in here.leases.devices.held] == ["serve"]
+            measured = await here.leases.ask(Lease("cpu", "measure", "job"), patience_s=60)  # until it is quiet
+            assert not measured.contended
+            await here.ask()
+            found = here.leases.measured("job", "cpu")
+            assert found is not None
+            assert found.contended
+
+    play(story)
+
+
+def test_shapes_and_memory_are_told(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with shelf(tmp_path) as here:
+            await here.promote()
+            with pytest.raises(NotFound):
+                here.deployments.shapes(LOCAL, "m")
+            view: ModelView = await here.deployments.deploy(LOCAL, "m", DeploymentOptions(queue_limit=7))
+            assert (view.deployment.memory_bytes, view.deployment.device) == (7 * MIB, "cpu")
+            assert view.deployment.options is not None
+            assert view.deployment.options.queue_limit == 7
+            seen = here.deployments.shapes(LOCAL, "m")
+            assert [(each.sizes, each.requests) for each in seen.shapes] == [({"batch": 2}, 5), ({"batch": 1}, 2)]
+            assert seen.profiles == ({"batch": DimRange(min=1, opt=2, max=2)},)
+            await here.deployments.unload(LOCAL, "m")
+            after = (await here.deployments.view(LOCAL, "m")).deployment
+            assert (after.state, after.version, after.memory_bytes) == ("unloaded", None, None)
+            await here.deployments.load(LOCAL, "m")
+            assert here.host.started[-1].spec.queue_limit == 7  # as it was deployed last
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    ("asked", "on_gpu", "found"),
+    [(None, False, "cpu"), (None, True, "gpu:0"), ("gpu:1", True, "gpu:1"), ("cpu", True, ""), ("gpu:0", False, ""), ("gpu:7", True, "")],
+)
+def test_an_engine_runs_on_its_own_kind_of_device(asked: str | None, on_gpu: bool, found: str) -> None:
+    devices = ("cpu", "gpu:0", "gpu:1")
+    if found:
+        assert device_for(asked, on_gpu, devices) == found
+        return
+    with pytest.raises(Unprocessable, match=f"device '{asked}' is not one that this engine runs on; here are: {'gpu:0, gpu:1' if on_gpu else 'cpu'}"):
+        device_for(asked, on_gpu, devices)
+
+
+def test_a_host_without_a_gpu_says_so() -> None:
+    with pytest.raises(Unprocessable, match="a device for an engine for a GPU is not one that this engine runs on; here are: none"):
+        device_for(None, on_gpu=True, names=("cpu",))

@@ -1,0 +1,65 @@
+"""A load is weighed against the memory that is free."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from service.errors import Conflict
+from service.registry.models import Version
+from service.serving.memory_check import Need, check_fit, free_bytes, need_of
+from tests.service.http.test_access_log import Nvml
+from tests.service.registry.test_repository import version
+
+
+def known(memory: int | None, peak: int, size: int) -> Version:
+    return version().model_copy(update={"memory_bytes": memory, "peak_bytes": peak, "size_bytes": size})
+
+
+@pytest.mark.parametrize(
+    ("memory", "peak", "size", "needed", "how"),
+    [
+        (5, 9, 2, 5, "as when it was loaded before"),
+        (1, 9, 2, 2, "as when it was loaded before"),  # what the device said cannot be all
+        (0, 9, 2, 9, "as in its benchmark"),  # the device could not be asked
+        (None, 9, 2, 9, "as in its benchmark"),
+        (None, 0, 2, 2, "its files alone"),
+    ],
+)
+def test_what_is_known_best_counts(memory: int | None, peak: int, size: int, needed: int, how: str) -> None:
+    assert need_of(known(memory, peak, size)) == Need(needed, how)
+
+
+def test_both_numbers_are_told() -> None:
+    fits = known(None, 0, 2**20)
+    check_fit(fits, 2, 2 * 2**20, "cpu")
+    with pytest.raises(Conflict, match=r"^'m' with 2 instances needs at least 2\.0 MiB \(its files alone\), 1\.5 MiB of gpu:0 are free"):
+        check_fit(fits, 2, 3 * 2**19, "gpu:0")
+    with pytest.raises(Conflict, match=r"^'m' with 1 instance needs at least 1\.0 MiB"):
+        check_fit(fits, 1, 2**20 - 1, "cpu")
+
+
+@pytest.mark.parametrize(("most", "used", "free"), [("1000", "400", 600), ("1000", "2000", 0), ("max", "5", None)])
+def test_a_container_has_what_its_limit_leaves(tmp_path: Path, most: str, used: str, free: int | None) -> None:
+    (tmp_path / "memory.max").write_text(f"{most}\n")
+    (tmp_path / "memory.current").write_text(f"{used}\n")
+    found = free_bytes("cpu", tmp_path)
+    assert found == free if free is not None else 0 < found <= psutil.virtual_memory().total
+
+
+def test_a_machine_without_a_limit(tmp_path: Path) -> None:
+    assert 0 < free_bytes("cpu", tmp_path) <= psutil.virtual_memory().total
+
+
+def test_a_gpu_has_what_nvml_says_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
+    assert free_bytes("gpu:0", tmp_path, Nvml(3)) == 7000 - 2
+    assert free_bytes("gpu:1", tmp_path, Nvml(3)) == 7000 - 1
+
+
+def test_where_nobody_tells_what_is_free_nothing_is_refused(tmp_path: Path) -> None:
+    """On GPUs that share the machine's memory NVML does not tell; a load used to end with 500."""
+    nvml = Nvml(2, lacks={"memory": {0}, "handle": {1}})
+    assert [free_bytes(f"gpu:{n}", tmp_path, nvml) for n in range(3)] == [None] * 3
+    assert nvml.opened == 0
+    check_fit(known(None, 0, 2**40), 2, None, "gpu:0")
