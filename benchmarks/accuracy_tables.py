@@ -13,8 +13,16 @@ from matplotlib.figure import Figure
 
 from pipeline.core import CalibrationMethod
 
-COLOURS = {CalibrationMethod.ENTROPY: "#2f6fb5", CalibrationMethod.MINMAX: "#0b7a4b", CalibrationMethod.PERCENTILE: "#b8860b"}
-MARKERS = {CalibrationMethod.ENTROPY: "o", CalibrationMethod.MINMAX: "s", CalibrationMethod.PERCENTILE: "^"}
+COLOURS = {
+    CalibrationMethod.ENTROPY: "#2f6fb5",
+    CalibrationMethod.MINMAX: "#0b7a4b",
+    CalibrationMethod.PERCENTILE: "#b8860b",
+}
+MARKERS = {
+    CalibrationMethod.ENTROPY: "o",
+    CalibrationMethod.MINMAX: "s",
+    CalibrationMethod.PERCENTILE: "^",
+}
 FLOATS = ("fp32", "tf32", "bf16", "fp16")
 
 Document = Mapping[str, Any]
@@ -56,7 +64,9 @@ def _by_samples(rows: Sequence[Row]) -> list[str]:
         mine = [row for row in rows if (row["model"], row["method"]) == (model, method)]
         worst = max(row["drop"] for row in mine)
         passed = f"{sum(row['passed'] for row in mine)} of {len(mine)}"
-        figures = [_spread([_lost(row) for row in mine if row["samples"] == count]) for count in counts]
+        figures = [
+            _spread([_lost(row) for row in mine if row["samples"] == count]) for count in counts
+        ]
         cells.append([model, method, *figures, f"{worst:+.4f} {mine[0]['metric']}", passed])
     return _table(head, cells)
 
@@ -65,11 +75,23 @@ def _by_bits(rows: Sequence[Row]) -> list[str]:
     most = [row for row in rows if row["samples"] == max(each["samples"] for each in rows)]
     found = {(row["model"], row["method"], row["weight_bits"]): row for row in most}
     bits = sorted({row["weight_bits"] for row in most})
-    head = ["model", "method", *(text for each in bits for text in (f"{each} bits: 1 - cosine", "drop", "passed"))]
+    head = [
+        "model",
+        "method",
+        *(text for each in bits for text in (f"{each} bits: 1 - cosine", "drop", "passed")),
+    ]
     cells = []
     for model, method in dict.fromkeys((row["model"], row["method"]) for row in most):
         mine = [found[model, method, each] for each in bits]
-        figures = [text for row in mine for text in (f"{_lost(row):.2g}", f"{row['drop']:+.4f}", "yes" if row["passed"] else "no")]
+        figures = [
+            text
+            for row in mine
+            for text in (
+                f"{_lost(row):.2g}",
+                f"{row['drop']:+.4f}",
+                "yes" if row["passed"] else "no",
+            )
+        ]
         cells.append([model, method, *figures])
     return _table(head, cells)
 
@@ -79,7 +101,9 @@ def _lost(row: Row) -> float:
 
 
 def _spread(values: Sequence[float]) -> str:
-    return f"{np.mean(values):.2g}" + (f" ({min(values):.2g} to {max(values):.2g})" if len(values) > 1 else "")
+    return f"{np.mean(values):.2g}" + (
+        f" ({min(values):.2g} to {max(values):.2g})" if len(values) > 1 else ""
+    )
 
 
 # -- the figure --------------------------------------------------------------------------------------------------------
@@ -103,13 +127,27 @@ def _panel(axes: Any, rows: Sequence[Row], title: str) -> None:
     for method in CalibrationMethod:
         points = [(row["samples"], _lost(row)) for row in rows if row["method"] == method]
         means = [np.mean([lost for count, lost in points if count == each]) for each in counts]
-        axes.plot(counts, means, color=COLOURS[method], linewidth=1.2, marker=MARKERS[method], markersize=5, label=str(method))
+        axes.plot(
+            counts,
+            means,
+            color=COLOURS[method],
+            linewidth=1.2,
+            marker=MARKERS[method],
+            markersize=5,
+            label=str(method),
+        )
         axes.plot(*zip(*points, strict=True), ".", color=COLOURS[method], alpha=0.4, markersize=5)
     limit = rows[0]["max_drop"]
     if rows[0]["metric"] == "cosine":  # else the limit is on another metric
         axes.axhline(limit, color="#b42318", linestyle="--", linewidth=1)
         axes.text(counts[0], limit, " the plan's limit", color="#b42318", va="bottom")
-    axes.set(xscale="log", yscale="log", title=title, xlabel="calibration samples", ylabel="1 - mean cosine (lower is better)")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        title=title,
+        xlabel="calibration samples",
+        ylabel="1 - mean cosine (lower is better)",
+    )
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.minorticks_off()
 
@@ -141,9 +179,27 @@ def int8_section(documents: Mapping[str, Document]) -> list[str]:
         if "int8" in time.engine.split() and floats:
             best = min(floats, key=lambda each: each.ms)
             pairs.append((best.ms / time.ms, time, best))
-    head = ["model", "host", "at", "int8 engine", "ms", "fastest float engine of the backend", "ms", "int8 is x times as fast"]
+    head = [
+        "model",
+        "host",
+        "at",
+        "int8 engine",
+        "ms",
+        "fastest float engine of the backend",
+        "ms",
+        "int8 is x times as fast",
+    ]
     cells = [
-        [time.model, time.host, time.at, time.engine, f"{time.ms:.3g}", best.engine, f"{best.ms:.3g}", f"{ratio:.2f}"]
+        [
+            time.model,
+            time.host,
+            time.at,
+            time.engine,
+            f"{time.ms:.3g}",
+            best.engine,
+            f"{best.ms:.3g}",
+            f"{ratio:.2f}",
+        ]
         for ratio, time, best in sorted(pairs)
     ]
     return _table(head, cells) if cells else []
@@ -155,7 +211,14 @@ def int8_section(documents: Mapping[str, Document]) -> list[str]:
 def few_bits_section(document: Document) -> list[str]:
     """Size and accuracy of each engine, as lines."""
     head = ["engine", "MB", "cosine", "drop (95 %)", "smallest cosine", "within the plan's limits"]
-    cells = [[row["engine"], *_figures(row), "yes" if row["passed"] else f"no: {row['reason']}".replace("|", "\\|")] for row in document["rows"]]
+    cells = [
+        [
+            row["engine"],
+            *_figures(row),
+            "yes" if row["passed"] else f"no: {row['reason']}".replace("|", "\\|"),
+        ]
+        for row in document["rows"]
+    ]
     return [*_table(head, cells), "", _host(document, ("onnxruntime", "openvino", "nncf"))]
 
 
@@ -163,7 +226,12 @@ def _figures(row: Row) -> list[str]:
     size = "-" if row["size_mb"] is None else f"{row['size_mb']:.1f}"
     if row["cosine"] is None:
         return [size, "-", "-", "-"]
-    return [size, f"{row['cosine']:.4f}", f"{row['drop']:+.4f} ({row['drop_low']:+.4f} to {row['drop_high']:+.4f})", f"{row['smallest_cosine']:.4f}"]
+    return [
+        size,
+        f"{row['cosine']:.4f}",
+        f"{row['drop']:+.4f} ({row['drop_low']:+.4f} to {row['drop_high']:+.4f})",
+        f"{row['smallest_cosine']:.4f}",
+    ]
 
 
 def _times(name: str, document: Document) -> list[Time]:
@@ -174,10 +242,27 @@ def _times(name: str, document: Document) -> list[Time]:
     if "parts" in document:
         rows = {row["candidate"]: row for row in document["rows"] if row.get("latency")}.values()
         hosts = {part: str(made["target"]["device"]) for part, made in document["parts"].items()}
-        return [Time(model, hosts[row["part"]], _words(at["sizes"]), row["candidate"], at["end_to_end_ms"]) for row in rows for at in row["latency"]]
+        return [
+            Time(
+                model,
+                hosts[row["part"]],
+                _words(at["sizes"]),
+                row["candidate"],
+                at["end_to_end_ms"],
+            )
+            for row in rows
+            for at in row["latency"]
+        ]
     host = f"{document['environment']['cpu']}, {document['environment']['cores']} cores"
     return [
-        Time(model, host, row["sizes"].strip("{}").replace("'", "").replace(":", ""), row["engine"], row["median_ms"]) for row in document["rows"]
+        Time(
+            model,
+            host,
+            row["sizes"].strip("{}").replace("'", "").replace(":", ""),
+            row["engine"],
+            row["median_ms"],
+        )
+        for row in document["rows"]
     ]
 
 
@@ -186,7 +271,13 @@ def _gpu_models_times(document: Document) -> Iterator[Time]:
     for model, row in document["rows"].items():
         for engine, entry in row.get("entries", {}).items() if row.get("batch") else ():
             if "wall_median_ms" in entry and not engine.startswith(("bare ", "loop ")):
-                yield Time(model, str(row["target"]["device"]), f"batch {row['batch']}", engine, entry["wall_median_ms"])
+                yield Time(
+                    model,
+                    str(row["target"]["device"]),
+                    f"batch {row['batch']}",
+                    engine,
+                    entry["wall_median_ms"],
+                )
 
 
 def _words(sizes: Mapping[str, int]) -> str:
@@ -194,7 +285,11 @@ def _words(sizes: Mapping[str, int]) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(row)} |" for row in rows)]
+    return [
+        f"| {' | '.join(head)} |",
+        f"|{'---|' * len(head)}",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
 
 
 def _host(document: Document, names: Sequence[str]) -> str:

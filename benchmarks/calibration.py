@@ -22,7 +22,12 @@ import numpy as np
 from common import ROOT, Row, publish
 
 from pipeline.backends.onnxruntime import backend as onnxruntime_
-from pipeline.compiler.candidates import build_engine, check_engine, convert_model, reference_outputs
+from pipeline.compiler.candidates import (
+    build_engine,
+    check_engine,
+    convert_model,
+    reference_outputs,
+)
 from pipeline.compiler.compile import build_baselines, export_model, simplify_model
 from pipeline.compiler.context import Job, open_job
 from pipeline.core import CalibrationMethod, OnnxModel, Precision, Progress, silent
@@ -60,18 +65,34 @@ def measure(plan: str) -> list[Row]:
     model = simplify_model(job, exported)
     expected = reference_outputs(job, build_baselines(job, exported)[0], job.data.selection)
     rows: list[Row] = []
-    for samples, seed in ((samples, seed) for samples, draws in DRAWS[plan].items() for seed in range(draws)):
+    for samples, seed in (
+        (samples, seed) for samples, draws in DRAWS[plan].items() for seed in range(draws)
+    ):
         drawn = with_drawn_samples(job, samples, seed)
         for candidate in candidates(BITS if samples == MOST else (None,)):
-            rows.append({"model": job.plan.name, "samples": samples, "draw": seed, **accuracy(drawn, model, candidate, expected)})
+            rows.append(
+                {
+                    "model": job.plan.name,
+                    "samples": samples,
+                    "draw": seed,
+                    **accuracy(drawn, model, candidate, expected),
+                }
+            )
             print(rows[-1], file=sys.stderr, flush=True)
     return rows
 
 
 def candidates(bits: Sequence[Literal[7, 8] | None]) -> list[CandidateConfig]:
     """int8 by every method, with each of these weight bits; None is what suits this CPU."""
-    choices = [{"method": method, "weight_bits": each} for method in CalibrationMethod for each in bits]
-    return [CandidateConfig.model_validate({"backend": "onnxruntime", "precision": Precision.INT8, **choice}) for choice in choices]
+    choices = [
+        {"method": method, "weight_bits": each} for method in CalibrationMethod for each in bits
+    ]
+    return [
+        CandidateConfig.model_validate(
+            {"backend": "onnxruntime", "precision": Precision.INT8, **choice}
+        )
+        for choice in choices
+    ]
 
 
 def with_drawn_samples(job: Job, samples: int, seed: int) -> Job:
@@ -81,7 +102,11 @@ def with_drawn_samples(job: Job, samples: int, seed: int) -> Job:
     source = job.plan.data.calibration
     assert isinstance(source, tuple)
     files = {path: dict(np.load(path)) for path in source}
-    places = [(path, row) for path, arrays in files.items() for row in range(len(next(iter(arrays.values()))))]
+    places = [
+        (path, row)
+        for path, arrays in files.items()
+        for row in range(len(next(iter(arrays.values()))))
+    ]
     chosen = sorted(np.random.default_rng(seed).permutation(len(places))[:samples])
     taken = []
     for path, arrays in files.items():
@@ -89,23 +114,44 @@ def with_drawn_samples(job: Job, samples: int, seed: int) -> Job:
         if rows:
             taken.append(folder / path.name)
             np.savez(taken[-1], **{name: array[rows] for name, array in arrays.items()})
-    calibration = open_set(CalibrationSet, tuple(taken), job.data.selection.specs, job.plan.profiles)
+    calibration = open_set(
+        CalibrationSet, tuple(taken), job.data.selection.specs, job.plan.profiles
+    )
     assert calibration.samples == samples
-    return replace(job, runner=Runner(Store(WORK / job.plan.name / "store"), run=here), data=replace(job.data, calibration=calibration))
+    return replace(
+        job,
+        runner=Runner(Store(WORK / job.plan.name / "store"), run=here),
+        data=replace(job.data, calibration=calibration),
+    )
 
 
-def here(function: Callable[..., Any], *arguments: Any, name: str, log: Path | None = None, progress: Progress = silent) -> Any:
+def here(
+    function: Callable[..., Any],
+    *arguments: Any,
+    name: str,
+    log: Path | None = None,
+    progress: Progress = silent,
+) -> Any:
     """A stage in this process: a child for each of some 300 stages would spend most of its time on imports."""
     return function(*arguments, progress)
 
 
-def accuracy(job: Job, model: OnnxModel, candidate: CandidateConfig, expected: ReferenceOutputs) -> Row:
+def accuracy(
+    job: Job, model: OnnxModel, candidate: CandidateConfig, expected: ReferenceOutputs
+) -> Row:
     """What the int8 engine loses on the selection set: of the plan's own metric, and of the mean cosine to the reference."""
     recipe = recipe_from_candidate(candidate, onnxruntime_.probe(), job.plan, calibrated=True)
     engine = build_engine(job, convert_model(job, model, recipe), recipe)
     report = check_engine(job, engine, expected, job.data.selection)
-    by_cosine = replace(job, plan=job.plan.model_copy(update={"accuracy": job.plan.accuracy.model_copy(update={"metric": "cosine"})}))
-    cosine = check_engine(by_cosine, engine, expected, job.data.selection).metric  # from the store where it is the plan's own metric
+    by_cosine = replace(
+        job,
+        plan=job.plan.model_copy(
+            update={"accuracy": job.plan.accuracy.model_copy(update={"metric": "cosine"})}
+        ),
+    )
+    cosine = check_engine(
+        by_cosine, engine, expected, job.data.selection
+    ).metric  # from the store where it is the plan's own metric
     assert report.metric is not None
     assert cosine is not None
     return {
@@ -126,10 +172,16 @@ def targets(rows: Sequence[Row]) -> dict[str, bool]:
     found = {}
     for plan in dict.fromkeys(str(row["model"]) for row in rows):
         for method in CalibrationMethod:
-            same = [row for row in rows if (row["model"], row["method"], row["weight_bits"]) == (plan, str(method), usual)]
+            same = [
+                row
+                for row in rows
+                if (row["model"], row["method"], row["weight_bits"]) == (plan, str(method), usual)
+            ]
             enough = [row for row in same if int(row["samples"] or 0) >= ENOUGH]
             held = sum(bool(row["passed"]) for row in enough)
-            found[f"{plan}, {method}: passes with {ENOUGH} samples or more ({held} of {len(enough)} draws)"] = held == len(enough) > 0
+            found[
+                f"{plan}, {method}: passes with {ENOUGH} samples or more ({held} of {len(enough)} draws)"
+            ] = held == len(enough) > 0
     return found
 
 

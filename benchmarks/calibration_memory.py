@@ -39,7 +39,9 @@ def main() -> None:
                 f"seconds_{MANY}": many[1],
             }
         )
-        targets[f"{method}: {MANY} samples take at most {MOST_GROWTH}x the memory of {FEW} (got {growth:.3f}x)"] = growth <= MOST_GROWTH
+        targets[
+            f"{method}: {MANY} samples take at most {MOST_GROWTH}x the memory of {FEW} (got {growth:.3f}x)"
+        ] = growth <= MOST_GROWTH
     publish("calibration_memory", rows, targets)
 
 
@@ -53,7 +55,9 @@ def measure(method: CalibrationMethod, samples: int) -> tuple[int, float]:
 def calibrate_once(method: CalibrationMethod, samples: int) -> None:
     """Calibrate, and print peak bytes and seconds."""
     plan, model = graph_of(RESNET50)
-    generated = GeneratedData(generate="random", samples=samples, because="memory is measured, not accuracy")
+    generated = GeneratedData(
+        generate="random", samples=samples, because="memory is measured, not accuracy"
+    )
     data = open_set(CalibrationSet, generated, model.inputs, plan.profiles)
     with tempfile.TemporaryDirectory() as folder:
         start = monotonic()

@@ -32,7 +32,9 @@ Row = Mapping[str, Cell]
 
 def takes_no_arguments(says: str | None) -> None:
     """`--help` says what the script measures; anything else on the command line is an error, and nothing is measured."""
-    argparse.ArgumentParser(description=says, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=says, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
 
 
 def graph_of(plan_path: Path) -> tuple[Plan, OnnxModel]:

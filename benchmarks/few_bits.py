@@ -46,12 +46,18 @@ def main() -> None:
     expected = reference_outputs(job, build_reference(job, exported), job.data.selection)
     rows, bugs = [], list[InternalError]()
     for candidate in (CandidateConfig.model_validate(each) for each in CANDIDATES):
-        recipe = recipe_from_candidate(candidate, backend(candidate.backend).probe(), job.plan, calibrated=True)
+        recipe = recipe_from_candidate(
+            candidate, backend(candidate.backend).probe(), job.plan, calibrated=True
+        )
         rows.append(row_of(prepare(job, model, recipe, expected, bugs)))
         print(rows[-1], flush=True)
     if bugs:
         raise bugs[0]
-    publish("few_bits", rows, {f"{row['engine']}: built, proved and checked": row["drop"] is not None for row in rows})
+    publish(
+        "few_bits",
+        rows,
+        {f"{row['engine']}: built, proved and checked": row["drop"] is not None for row in rows},
+    )
 
 
 def row_of(made: Candidate) -> Row:
@@ -64,7 +70,9 @@ def row_of(made: Candidate) -> Row:
         "drop": metric.drop if metric else None,
         "drop_low": metric.interval.low if metric else None,
         "drop_high": metric.interval.high if metric else None,
-        "smallest_cosine": min(output.cosine for output in made.selection.outputs) if made.selection else None,
+        "smallest_cosine": min(output.cosine for output in made.selection.outputs)
+        if made.selection
+        else None,
         "passed": made.state == "measured",
         "reason": made.reason,
     }

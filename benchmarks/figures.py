@@ -16,7 +16,14 @@ from matplotlib.figure import Figure
 
 from pipeline.report.drawing import GRID, INK, MUTED
 
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "crucible", "font.size": 9.5, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": MUTED}
+STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "crucible",
+    "font.size": 9.5,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": MUTED,
+}
 NOTHING_OF_THE_HOST = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
@@ -35,7 +42,9 @@ class Drawing:
         return file.is_file() and file.read_text(encoding="utf-8").startswith(self._mark())
 
     def write(self, folder: Path = ROOT / "docs") -> Path:
-        with matplotlib.rc_context({**STYLE, "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True}):
+        with matplotlib.rc_context(
+            {**STYLE, "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True}
+        ):
             figure = Figure(figsize=self.size, layout="constrained")
             self.draw(figure, self.values)
             buffer = io.StringIO()

@@ -21,8 +21,15 @@ FILE = "gpu_models.json"
 STATES = {True: "reached", False: "**missed**", None: "**not measured**"}
 NAMED = 3  # slowest layers
 CURVE = "async_curve"
-ENGINES = ("ours", "bare", "torch")  # first words of what is drawn; a loop on our own engine is the same bar again
-FLEXIBILITY, AT = "flexibility_", " at "  # begins such a row's name; stands between engine and shape in its entries
+ENGINES = (
+    "ours",
+    "bare",
+    "torch",
+)  # first words of what is drawn; a loop on our own engine is the same bar again
+FLEXIBILITY, AT = (
+    "flexibility_",
+    " at ",
+)  # begins such a row's name; stands between engine and shape in its entries
 
 RECORDED = "recorded with the row"
 PACKAGES = ("torch", "onnxruntime", "nvidia-modelopt")
@@ -37,7 +44,9 @@ Entry = Mapping[str, Any]
 def document(folder: Path = RESULTS) -> Mapping[str, Any]:
     """The results; empty where there are none."""
     file = folder / FILE
-    found: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    found: Mapping[str, Any] = (
+        json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    )
     return found
 
 
@@ -65,14 +74,26 @@ def models_section(found: Mapping[str, Any]) -> list[str]:
         "",
         *comparison_lines(found),
         "",
-        *(f"![End-to-end and GPU time of every engine of {', '.join(rows)}]({picture})" for picture, rows in times_by_picture(found).items()),
+        *(
+            f"![End-to-end and GPU time of every engine of {', '.join(rows)}]({picture})"
+            for picture, rows in times_by_picture(found).items()
+        ),
     ]
     at_once = rows_at_once(found)
     for name, row in found["rows"].items():
         if name != CURVE:  # docs/measurement.md has it
-            made = next((made for beginning, made in TABLES.items() if name.startswith(beginning)), _row)
+            made = next(
+                (made for beginning, made in TABLES.items() if name.startswith(beginning)), _row
+            )
             body = [f"**failed**: {_cell(row['failed'])}"] if "failed" in row else made(row)
-            lines += ["", f"### `{name}`", "", *_command(name, row), *body, *_about(row, at_once.get(name, ()))]
+            lines += [
+                "",
+                f"### `{name}`",
+                "",
+                *_command(name, row),
+                *body,
+                *_about(row, at_once.get(name, ())),
+            ]
     return [*lines, ""]
 
 
@@ -87,14 +108,21 @@ def rows_at_once(found: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Of each row the others that were measured during its time: where they share a host, they share its CPU."""
     spans = {name: _span(row) for name, row in found.get("rows", {}).items() if "seconds" in row}
     return {
-        name: tuple(other for other, (first, last) in spans.items() if other != name and first < end and begin < last)
+        name: tuple(
+            other
+            for other, (first, last) in spans.items()
+            if other != name and first < end and begin < last
+        )
         for name, (begin, end) in spans.items()
     }
 
 
 def _span(row: Mapping[str, Any]) -> tuple[dt.datetime, dt.datetime]:
     """When the row began and ended. Older results of a whole row are dated by their end, and all else by its beginning."""
-    lasted, created = dt.timedelta(seconds=row["seconds"]), dt.datetime.fromisoformat(row["created"])
+    lasted, created = (
+        dt.timedelta(seconds=row["seconds"]),
+        dt.datetime.fromisoformat(row["created"]),
+    )
     if "began" in row:
         created = dt.datetime.fromisoformat(row["began"])
     elif "measured_s" in row:
@@ -107,14 +135,22 @@ def times_by_picture(found: Mapping[str, Any]) -> dict[str, dict[str, dict[str, 
     models: dict[str, dict[str, dict[str, list[float]]]] = {}
     for name, row in found.get("rows", {}).items():
         entries = row.get("entries", {}) if name != CURVE and "inputs" in row else {}
-        times = {engine: _both(entry) for engine, entry in entries.items() if "device_median_ms" in entry and engine.split()[0] in ENGINES}
+        times = {
+            engine: _both(entry)
+            for engine, entry in entries.items()
+            if "device_median_ms" in entry and engine.split()[0] in ENGINES
+        }
         if times:
-            models.setdefault(f"gpu_{name.partition('_')[0]}.svg", {})[name] = dict(sorted(times.items(), key=lambda item: item[1]))
+            models.setdefault(f"gpu_{name.partition('_')[0]}.svg", {})[name] = dict(
+                sorted(times.items(), key=lambda item: item[1])
+            )
     for name, row in found.get("rows", {}).items():
         for shape, engines in _by_shape(row).items() if name.startswith(FLEXIBILITY) else ():
             if len(engines) > 1:
                 of = f"{name.removeprefix(FLEXIBILITY)}{AT}{shape}"
-                models.setdefault("gpu_flexibility.svg", {})[of] = {engine: _both(entry) for engine, entry in engines.items()}
+                models.setdefault("gpu_flexibility.svg", {})[of] = {
+                    engine: _both(entry) for engine, entry in engines.items()
+                }
     return models
 
 
@@ -182,24 +218,64 @@ def comparison_lines(found: Mapping[str, Any]) -> list[str]:
     rows = comparisons(found)
     if not rows:
         return []
-    head = ["model and shape", "PyTorch's best", "ours in fp16", "times as fast", "our fastest", "times as fast", "each kernel timed", "cores"]
+    head = [
+        "model and shape",
+        "PyTorch's best",
+        "ours in fp16",
+        "times as fast",
+        "our fastest",
+        "times as fast",
+        "each kernel timed",
+        "cores",
+    ]
     lines = ["Median ms, end to end / on the GPU alone:", "", _line(head), "|" + "---|" * len(head)]
     for each in rows:
         half, best = each.fp16, each.usual[0]
-        cells = [each.row.title, each.torch.named, str(half or "-"), each.torch.pace_of(half) if half else "-"]
-        lines.append(_line([*cells, best.named, each.torch.pace_of(best), timings_text(each.overrides), str(each.cores or "not recorded")]))
+        cells = [
+            each.row.title,
+            each.torch.named,
+            str(half or "-"),
+            each.torch.pace_of(half) if half else "-",
+        ]
+        lines.append(
+            _line(
+                [
+                    *cells,
+                    best.named,
+                    each.torch.pace_of(best),
+                    timings_text(each.overrides),
+                    str(each.cores or "not recorded"),
+                ]
+            )
+        )
     return [*lines, *_special_lines(rows), "", *_remarks(found, rows)]
 
 
 def _special_lines(rows: Sequence[Comparison]) -> list[str]:
     """What is faster end to end by a setting that is not the default."""
     lines = [
-        _line([each.row.title, each.gain.named, each.torch.pace_of(each.gain), setting_of(each.gain.way, _ways(each))]) for each in rows if each.gain
+        _line(
+            [
+                each.row.title,
+                each.gain.named,
+                each.torch.pace_of(each.gain),
+                setting_of(each.gain.way, _ways(each)),
+            ]
+        )
+        for each in rows
+        if each.gain
     ]
     if not lines:
         return []
     head = ["model and shape", "ours", "times as fast as PyTorch's best", "the setting"]
-    return ["", "Faster end to end with a setting that is not the default:", "", _line(head), "|" + "---|" * len(head), *lines]
+    return [
+        "",
+        "Faster end to end with a setting that is not the default:",
+        "",
+        _line(head),
+        "|" + "---|" * len(head),
+        *lines,
+    ]
 
 
 def _ways(comparison: Comparison) -> list[str]:
@@ -239,14 +315,20 @@ def comparisons(found: Mapping[str, Any]) -> list[Comparison]:
     best: dict[str, Comparison] = {}
     for heading, row in found.get("rows", {}).items():
         made = _comparison(heading, row)
-        if made and (made.row.name not in best or len(made.overrides) < len(best[made.row.name].overrides)):
+        if made and (
+            made.row.name not in best or len(made.overrides) < len(best[made.row.name].overrides)
+        ):
             best[made.row.name] = made
     return list(best.values())
 
 
 def _comparison(heading: str, row: Mapping[str, Any]) -> Comparison | None:
     """None where PyTorch was not measured in fp16, or where ours was not: fp32 beside fp16 would flatter us."""
-    named, torch, ours = row_named(choice_from_heading(heading).name), _timed(row, "torch "), _timed(row, "ours ")
+    named, torch, ours = (
+        row_named(choice_from_heading(heading).name),
+        _timed(row, "torch "),
+        _timed(row, "ours "),
+    )
     ways = [each.way for each in ours]
     usual = tuple(each for each in ours if not setting_of(each.way, ways))
     if named is None or not usual or not any("fp16" in each.way for each in torch):
@@ -261,8 +343,15 @@ def _comparison(heading: str, row: Mapping[str, Any]) -> Comparison | None:
 def _timed(row: Mapping[str, Any], prefix: str) -> list[Timed]:
     """The measured engines whose names begin so, the fastest end to end first."""
     entries = row.get("entries", {})
-    measured = {name.removeprefix(prefix): entry for name, entry in entries.items() if name.startswith(prefix) and "wall_median_ms" in entry}
-    timed = [Timed(way, entry["wall_median_ms"], entry["device_median_ms"], entry.get("mode", "")) for way, entry in measured.items()]
+    measured = {
+        name.removeprefix(prefix): entry
+        for name, entry in entries.items()
+        if name.startswith(prefix) and "wall_median_ms" in entry
+    }
+    timed = [
+        Timed(way, entry["wall_median_ms"], entry["device_median_ms"], entry.get("mode", ""))
+        for way, entry in measured.items()
+    ]
     return sorted(timed, key=lambda each: each.wall_ms)
 
 
@@ -277,7 +366,9 @@ def settings_text(overrides: Iterable[str]) -> list[str]:
     told = []
     for each in overrides:
         if each.startswith(TIMINGS) and each not in DEFAULTS:
-            told.append(f"each kernel timed {each.removeprefix(TIMINGS)} times, not {USUAL_TIMINGS} as by default")
+            told.append(
+                f"each kernel timed {each.removeprefix(TIMINGS)} times, not {USUAL_TIMINGS} as by default"
+            )
         elif each.startswith(EXPORTER):
             told.append(f"exported by `{each.removeprefix(EXPORTER)}`, which is not the default")
         elif each not in DEFAULTS:
@@ -295,7 +386,9 @@ def curve_section(found: Mapping[str, Any]) -> list[str]:
         return []
     at, waits = row["entries"]["curve"], row["entries"]["per_call_ms_ending_with"]
     least = min(at, key=lambda each: each["unsynchronised_ms"])
-    ended = ", ".join(f"{text} {value:.3f} ms" for text, value in waits.items() if text != "nothing")
+    ended = ", ".join(
+        f"{text} {value:.3f} ms" for text, value in waits.items() if text != "nothing"
+    )
     return [
         "![Time per call with and without synchronisation against the number of calls](launch_queue.svg)",
         "",
@@ -309,8 +402,18 @@ def curve_section(found: Mapping[str, Any]) -> list[str]:
 
 def _row(row: Mapping[str, Any]) -> list[str]:
     entries: Mapping[str, Entry] = row["entries"]
-    over = {ratio["over"]: ratio for ratio in row.get("ratios", ()) if ratio["under"].startswith("bare")}
-    head = ["engine", "end to end ms", "GPU ms (p99)", "rows/s", "TFLOP/s", "GB/s", "GPU time over bare (95 %)"]
+    over = {
+        ratio["over"]: ratio for ratio in row.get("ratios", ()) if ratio["under"].startswith("bare")
+    }
+    head = [
+        "engine",
+        "end to end ms",
+        "GPU ms (p99)",
+        "rows/s",
+        "TFLOP/s",
+        "GB/s",
+        "GPU time over bare (95 %)",
+    ]
     head += ["cosine", "build s", "time by precision"]
     lines = [_line(head), "|" + "---|" * len(head)]
     lines += [_line([name, *_figures(entry, over.get(name))]) for name, entry in entries.items()]
@@ -327,20 +430,51 @@ def _flow(row: Mapping[str, Any]) -> list[str]:
         run_ms, _, per_s, flops, moved, _, _, built, ran = _figures(entry, None)
         lines.append(_line([name, run_ms, per_s, flops, moved, built, ran]))
     lines += ["", *(_target(goal) for goal in row["targets"])]
-    return lines + [line for name, entry in row["entries"].items() for line in _held_back(name, entry)]
+    return lines + [
+        line for name, entry in row["entries"].items() for line in _held_back(name, entry)
+    ]
 
 
 def _flexible(row: Mapping[str, Any]) -> list[str]:
     """What a range of shapes, a level of optimisation, a workspace costs: beside the engine of this one shape where that was built too."""
-    head = ["shape", "engine", "end to end ms", "GPU ms (p99)", "GPU time over fixed", "build s", "engine MB", "activations MB"]
+    head = [
+        "shape",
+        "engine",
+        "end to end ms",
+        "GPU ms (p99)",
+        "GPU time over fixed",
+        "build s",
+        "engine MB",
+        "activations MB",
+    ]
     lines, built = [_line(head), "|" + "---|" * len(head)], row["entries"]
     for shape, engines in _by_shape(row).items():
-        fixed = next((entry["device_median_ms"] for name, entry in engines.items() if name.startswith("fixed") and "," not in name), None)
+        fixed = next(
+            (
+                entry["device_median_ms"]
+                for name, entry in engines.items()
+                if name.startswith("fixed") and "," not in name
+            ),
+            None,
+        )
         for name, entry in engines.items():
-            times = [_ms(entry.get("wall_median_ms")), _device(entry), _number(entry["device_median_ms"] / fixed if fixed else None, ".3f")]
-            sizes = [_number(size / 1e6 if size else None, ".1f") for size in (built[name].get("engine_bytes"), entry.get("activation_bytes"))]
-            lines.append(_line([shape, name, *times, _number(built[name].get("build_s"), ".1f"), *sizes]))
-    failed = [f"- **failed**: {name}: {_cell(entry['failed'])}" for name, entry in built.items() if "failed" in entry]
+            times = [
+                _ms(entry.get("wall_median_ms")),
+                _device(entry),
+                _number(entry["device_median_ms"] / fixed if fixed else None, ".3f"),
+            ]
+            sizes = [
+                _number(size / 1e6 if size else None, ".1f")
+                for size in (built[name].get("engine_bytes"), entry.get("activation_bytes"))
+            ]
+            lines.append(
+                _line([shape, name, *times, _number(built[name].get("build_s"), ".1f"), *sizes])
+            )
+    failed = [
+        f"- **failed**: {name}: {_cell(entry['failed'])}"
+        for name, entry in built.items()
+        if "failed" in entry
+    ]
     return [*lines, *(["", *failed] if failed else [])]
 
 
@@ -354,7 +488,9 @@ def _by_shape(row: Mapping[str, Any]) -> dict[str, dict[str, Entry]]:
     for name, entry in row.get("entries", {}).items():
         engine, at, label = name.partition(AT)
         if at and "device_median_ms" in entry:
-            shapes = dict.fromkeys(shape.replace(", ", "x") for shape in re.findall(r"\[([^\]]*)\]", label))
+            shapes = dict.fromkeys(
+                shape.replace(", ", "x") for shape in re.findall(r"\[([^\]]*)\]", label)
+            )
             found.setdefault(" and ".join(shapes), {})[engine] = entry
     return found
 
@@ -362,7 +498,10 @@ def _by_shape(row: Mapping[str, Any]) -> dict[str, dict[str, Entry]]:
 def _figures(entry: Entry, ratio: Mapping[str, Any] | None) -> list[str]:
     if "failed" in entry:
         return [_cell(f"failed: {entry['failed']}"), *["-"] * 8]
-    shares = ", ".join(f"{name} {share:.0%}" for name, share in ((entry.get("layers") or {}).get("time_share") or {}).items())
+    shares = ", ".join(
+        f"{name} {share:.0%}"
+        for name, share in ((entry.get("layers") or {}).get("time_share") or {}).items()
+    )
     return [
         _ms(entry.get("wall_median_ms")),
         _device(entry) if "device_median_ms" in entry else "-",
@@ -387,31 +526,60 @@ def _rates(entry: Entry) -> list[str]:
     bytes_per_s = entry.get("bytes_per_s")
     rates = (
         (entry.get("flops_per_s"), 1e12, bound.get("share_of_peak_flops")),
-        (bytes_per_s * width if bytes_per_s and bound else None, 1e9, bound.get("share_of_peak_bytes")),
+        (
+            bytes_per_s * width if bytes_per_s and bound else None,
+            1e9,
+            bound.get("share_of_peak_bytes"),
+        ),
     )
-    return ["-" if rate is None else f"{rate / unit:,.1f}" + (f" ({share:.0%})" if share else "") for rate, unit, share in rates]
+    return [
+        "-" if rate is None else f"{rate / unit:,.1f}" + (f" ({share:.0%})" if share else "")
+        for rate, unit, share in rates
+    ]
 
 
 def _target(goal: Mapping[str, Any]) -> str:
-    value = "-" if goal["value"] is None else f"{goal['value']:,.3f}" if goal["value"] < 1000 else f"{goal['value']:,.0f}"
+    value = (
+        "-"
+        if goal["value"] is None
+        else f"{goal['value']:,.3f}"
+        if goal["value"] < 1000
+        else f"{goal['value']:,.0f}"
+    )
     return f"- {STATES[goal['reached']]}: {goal['text']}: {value}, {goal['direction']} {goal['limit']:,.4g}"
 
 
 def _held_back(name: str, entry: Entry) -> list[str]:
     """One line per engine of ours: attention, what only moves data, the slowest layers; and what PyTorch's attention ran."""
     bound = entry.get("bound") or {}
-    lines = [f"- `{name}` is bound by {bound['kind']}: {_cell(bound['why'])}"] if name.startswith("ours") and bound else []
+    lines = (
+        [f"- `{name}` is bound by {bound['kind']}: {_cell(bound['why'])}"]
+        if name.startswith("ours") and bound
+        else []
+    )
     if layers := entry.get("layers"):
-        slowest = ", ".join(f"{layer['nodes']} {layer['precision']} {layer['share']:.0%}" for layer in layers["slowest"][:NAMED])
+        slowest = ", ".join(
+            f"{layer['nodes']} {layer['precision']} {layer['share']:.0%}"
+            for layer in layers["slowest"][:NAMED]
+        )
         fused = [text for text in layers["fusions"] if text.startswith("attention")]
-        said = [*fused, f"{layers['moving_layers']} of {layers['count']} layers only move data ({layers['moving_share']:.0%} of the time)"]
+        said = [
+            *fused,
+            f"{layers['moving_layers']} of {layers['count']} layers only move data ({layers['moving_share']:.0%} of the time)",
+        ]
         wrong = [f"**{layers['mislabelled']}**"] if layers["mislabelled"] else []
         lines.append(f"- `{name}`: {'; '.join([*wrong, *said])}; slowest: {_cell(slowest)}")
     if entry.get("sdpa_operators"):
-        lines.append(f"- `{name}`: attention by `{', '.join(entry['sdpa_operators'])}`, kernels: {_cell(', '.join(entry['attention_kernels']))}")
+        lines.append(
+            f"- `{name}`: attention by `{', '.join(entry['sdpa_operators'])}`, kernels: {_cell(', '.join(entry['attention_kernels']))}"
+        )
     if "recompilations" in entry:
-        before = f" ({_cell(entry['mode_before'])} in max-autotune)" if "mode_before" in entry else ""
-        lines.append(f"- `{name}`: {entry['mode']}{before}, {entry['compile_s']:.0f} s, {entry['recompilations']} recompilations")
+        before = (
+            f" ({_cell(entry['mode_before'])} in max-autotune)" if "mode_before" in entry else ""
+        )
+        lines.append(
+            f"- `{name}`: {entry['mode']}{before}, {entry['compile_s']:.0f} s, {entry['recompilations']} recompilations"
+        )
     return lines
 
 
@@ -420,9 +588,19 @@ def _about(row: Mapping[str, Any], at_once: Sequence[str]) -> Iterable[str]:
     gpu = row.get("gpu") or {}
     states = [f"{name.replace('_', ' ')} {values['median']:g}" for name, values in gpu.items()]
     note = ["", f"**Note**: {row['note']}"] if row.get("note") else []
-    said = [*settings_text(row.get("overrides") or ()), *states, f"{row['seconds']:.0f} s" if "seconds" in row else ""]
-    beside = [f"at the same time as {_listed([f'`{name}`' for name in at_once])}"] if at_once else []
-    return [*note, "", f"{'; '.join(filter(None, [row['created'][:10], *said, *beside]))}. {place_of(row)}."]
+    said = [
+        *settings_text(row.get("overrides") or ()),
+        *states,
+        f"{row['seconds']:.0f} s" if "seconds" in row else "",
+    ]
+    beside = (
+        [f"at the same time as {_listed([f'`{name}`' for name in at_once])}"] if at_once else []
+    )
+    return [
+        *note,
+        "",
+        f"{'; '.join(filter(None, [row['created'][:10], *said, *beside]))}. {place_of(row)}.",
+    ]
 
 
 def place_of(row: Mapping[str, Any]) -> str:
@@ -449,12 +627,17 @@ def _software_text(host: Mapping[str, Any]) -> str:
 def _common_place(found: Mapping[str, Any]) -> str:
     """The environments of all rows without their cores, which stand in the table."""
     rows = [row for row in found["rows"].values() if "cpu" in (row.get("environment") or {})]
-    places = (f"{_gpu_text(row)}; {row['environment']['cpu']}, {_software_text(row['environment'])}" for row in rows)
+    places = (
+        f"{_gpu_text(row)}; {row['environment']['cpu']}, {_software_text(row['environment'])}"
+        for row in rows
+    )
     return " or ".join(dict.fromkeys(places))
 
 
 def _devices(found: Mapping[str, Any]) -> str:
-    names = dict.fromkeys(str(row["target"]["device"]).removeprefix("NVIDIA ") for row in found["rows"].values())
+    names = dict.fromkeys(
+        str(row["target"]["device"]).removeprefix("NVIDIA ") for row in found["rows"].values()
+    )
     return " and ".join(names)
 
 

@@ -53,7 +53,10 @@ AT_ONCE = 6  # rows prepared side by side: an export takes a few GB, and its sha
 Part = Callable[[Options], dict[str, Any]]
 PARTS: Mapping[str, tuple[Part, float]] = {
     **{row.name: (partial(measure_row, row), row.minutes) for row in ROWS},
-    **{f"resnet50_throughput_b{batch}": (partial(throughput, batch=batch), 12) for batch in (256, 512, 1024, 2048, 128, 64)},
+    **{
+        f"resnet50_throughput_b{batch}": (partial(throughput, batch=batch), 12)
+        for batch in (256, 512, 1024, 2048, 128, 64)
+    },
     "resnet50_throughput_uint8_b256": (partial(throughput, batch=256, pixels="uint8"), 12),
     "resnet50_throughput_b256_level5": (partial(throughput, batch=256, level=5), 15),
     "async_curve": (lambda options: async_curve(), 1),
@@ -72,10 +75,18 @@ PREPARED: Mapping[str, Part] = {
 def main() -> None:
     arguments = parse_arguments()
     if arguments.list:
-        print("\n".join(f"{name:32} about {minutes:g} min with cold caches" for name, (_, minutes) in PARTS.items()))
+        print(
+            "\n".join(
+                f"{name:32} about {minutes:g} min with cold caches"
+                for name, (_, minutes) in PARTS.items()
+            )
+        )
         return
     choices = arguments.rows or [Choice(name) for name in PARTS]
-    chosen = {name: getattr(arguments, name) for name in ("seconds", "ways", "peers", "bare", "only", "modes", "build_only")}
+    chosen = {
+        name: getattr(arguments, name)
+        for name in ("seconds", "ways", "peers", "bare", "only", "modes", "build_only")
+    }
     options = Options(overrides=tuple(arguments.set), **chosen)
     try:
         target = tensorrt_.probe()
@@ -83,19 +94,30 @@ def main() -> None:
         sys.exit(str(error))
     cache_folder(home())
     if arguments.keep:
-        print(f"restored: {', '.join(restore(home(), arguments.keep)) or 'nothing'}", file=sys.stderr)
+        print(
+            f"restored: {', '.join(restore(home(), arguments.keep)) or 'nothing'}", file=sys.stderr
+        )
     if arguments.prepare:
         sys.exit(prepare(choices, options))
     document: dict[str, Any] = {"rows": {}}
     if arguments.build_only:
-        sys.exit(build([choice for choice in choices if row_named(choice.name)], options, arguments.keep))
+        sys.exit(
+            build([choice for choice in choices if row_named(choice.name)], options, arguments.keep)
+        )
     headings = []
     for choice in choices:
         print(f"== {choice.heading}", flush=True)
         mine = options_for(choice, options)
-        found = guarded(PARTS[choice.name][0], mine) | ({"note": arguments.note} if arguments.note else {})
+        found = guarded(PARTS[choice.name][0], mine) | (
+            {"note": arguments.note} if arguments.note else {}
+        )
         headings.append(key_of(choice.name, mine))
-        document = add_row(arguments.into / f"{NAME}.json", headings[-1], found | {"command": command_of(choice.name, mine)}, target)
+        document = add_row(
+            arguments.into / f"{NAME}.json",
+            headings[-1],
+            found | {"command": command_of(choice.name, mine)},
+            target,
+        )
         Console(width=170).print(table(choice.name, found))
         if arguments.keep:
             print(f"kept: {store(home(), arguments.keep)}", file=sys.stderr, flush=True)
@@ -106,19 +128,61 @@ def main() -> None:
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("rows", nargs="*", type=_row, metavar="ROW", help="or ROW: WAY, WAY [default: all]; --list prints them")
-    parser.add_argument("--into", type=Path, default=RESULTS, metavar="DIR", help="where the results go")
+    parser.add_argument(
+        "rows",
+        nargs="*",
+        type=_row,
+        metavar="ROW",
+        help="or ROW: WAY, WAY [default: all]; --list prints them",
+    )
+    parser.add_argument(
+        "--into", type=Path, default=RESULTS, metavar="DIR", help="where the results go"
+    )
     parser.add_argument("--seconds", type=float, default=1.5, help="of measuring, per engine")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where timing cache and Inductor's cache come from and go to")
-    parser.add_argument("--ways", type=_ways, default=(), metavar="WAY,WAY", help=f"of ours, instead of all of the row: {', '.join(WAYS)}")
-    parser.add_argument("--only", type=words_of, default=(), metavar="WORD,WORD", help="of a part, only the variants whose names hold a word")
-    parser.add_argument("--modes", type=_modes, default=COMPILE_MODES, metavar="MODE,MODE", help="of torch.compile: the first that ends in time")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the plan")
-    parser.add_argument("--note", default="", metavar="TEXT", help="what a reader of these rows must know")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="FOLDER",
+        help="where timing cache and Inductor's cache come from and go to",
+    )
+    parser.add_argument(
+        "--ways",
+        type=_ways,
+        default=(),
+        metavar="WAY,WAY",
+        help=f"of ours, instead of all of the row: {', '.join(WAYS)}",
+    )
+    parser.add_argument(
+        "--only",
+        type=words_of,
+        default=(),
+        metavar="WORD,WORD",
+        help="of a part, only the variants whose names hold a word",
+    )
+    parser.add_argument(
+        "--modes",
+        type=_modes,
+        default=COMPILE_MODES,
+        metavar="MODE,MODE",
+        help="of torch.compile: the first that ends in time",
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the plan"
+    )
+    parser.add_argument(
+        "--note", default="", metavar="TEXT", help="what a reader of these rows must know"
+    )
     parser.add_argument("--no-bare", dest="bare", action="store_false", help="without bare builds")
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="without PyTorch")
-    parser.add_argument("--prepare", action="store_true", help="only export, simplify and convert the rows")
-    parser.add_argument("--build", dest="build_only", action="store_true", help="only build and compile the rows, for the store and the caches")
+    parser.add_argument(
+        "--prepare", action="store_true", help="only export, simplify and convert the rows"
+    )
+    parser.add_argument(
+        "--build",
+        dest="build_only",
+        action="store_true",
+        help="only build and compile the rows, for the store and the caches",
+    )
     parser.add_argument("--list", action="store_true", help="print rows and parts, and end")
     return parser.parse_args(words)
 
@@ -142,7 +206,9 @@ def _ways(text: str) -> tuple[str, ...]:
 def _modes(text: str) -> tuple[str, ...]:
     modes = words_of(text)
     if unknown := [mode for mode in modes if mode not in COMPILE_MODES]:
-        raise argparse.ArgumentTypeError(f"no mode '{unknown[0]}'; expected {', '.join(COMPILE_MODES)}")
+        raise argparse.ArgumentTypeError(
+            f"no mode '{unknown[0]}'; expected {', '.join(COMPILE_MODES)}"
+        )
     return modes or COMPILE_MODES
 
 
@@ -155,10 +221,16 @@ def options_for(choice: Choice, options: Options) -> Options:
 
 def prepare(choices: list[Choice], options: Options) -> int:
     """Graphs of the rows, in this order, several at once; how many failed."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // AT_ONCE)))  # for the children: each would take all cores
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", str(max(1, usable_cores() // AT_ONCE))
+    )  # for the children: each would take all cores
     wanted = [choice for choice in choices if choice.name in PREPARED]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        done = list(pool.map(lambda choice: guarded(PREPARED[choice.name], options_for(choice, options)), wanted))
+        done = list(
+            pool.map(
+                lambda choice: guarded(PREPARED[choice.name], options_for(choice, options)), wanted
+            )
+        )
     for choice, found in zip(wanted, done, strict=True):
         print(f"{choice.heading}: {found.get('failed') or 'prepared'} ({found['seconds']:.0f} s)")
     return sum("failed" in found for found in done)
@@ -169,8 +241,15 @@ def build(choices: list[Choice], options: Options, keep: Path | None) -> int:
     failed = 0
     for choice in choices:
         found = guarded(PARTS[choice.name][0], options_for(choice, options))
-        failures = {engine: entry["failed"] for engine, entry in found.get("entries", {}).items() if "failed" in entry}
-        print(f"{choice.heading}: {found.get('failed') or 'built'} ({found['seconds']:.0f} s) {failures or ''}", flush=True)
+        failures = {
+            engine: entry["failed"]
+            for engine, entry in found.get("entries", {}).items()
+            if "failed" in entry
+        }
+        print(
+            f"{choice.heading}: {found.get('failed') or 'built'} ({found['seconds']:.0f} s) {failures or ''}",
+            flush=True,
+        )
         failed += "failed" in found
         if keep:
             print(f"kept: {store(home(), keep)}", file=sys.stderr, flush=True)
@@ -215,13 +294,22 @@ def command_of(name: str, options: Options) -> str:
 def add_row(file: Path, name: str, row: Mapping[str, Any], target: Target) -> dict[str, Any]:
     """Write the document with this row in the place of an earlier run of it. The environment is the row's: others were measured elsewhere."""
     old = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.is_file() else {}
-    here = {"target": target.model_dump(mode="json"), "environment": environment().model_dump(mode="json")}
+    here = {
+        "target": target.model_dump(mode="json"),
+        "environment": environment().model_dump(mode="json"),
+    }
     rows = {**old, name: {**row, **here}}
     document = {
         "benchmark": NAME,
         "created": row["created"],
-        "rows": {each: rows[each] for part in PARTS for each in rows if each.partition(":")[0] == part},
-        "targets": {f"{each}: {goal['text']}": bool(goal["reached"]) for each in rows for goal in rows[each].get("targets", ())},
+        "rows": {
+            each: rows[each] for part in PARTS for each in rows if each.partition(":")[0] == part
+        },
+        "targets": {
+            f"{each}: {goal['text']}": bool(goal["reached"])
+            for each in rows
+            for goal in rows[each].get("targets", ())
+        },
     }
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -232,7 +320,10 @@ def summary(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row on one line."""
     if "failed" in row:
         return {"failed": row["failed"]}
-    return {goal["text"]: [goal["value"], goal["limit"], goal["reached"]] for goal in row.get("targets", ())}
+    return {
+        goal["text"]: [goal["value"], goal["limit"], goal["reached"]]
+        for goal in row.get("targets", ())
+    }
 
 
 SHOWN = (("device_median_ms", ".4f"), ("wall_median_ms", ".4f"), ("throughput_per_s", ",.0f"))
@@ -240,17 +331,36 @@ SHOWN = (("device_median_ms", ".4f"), ("wall_median_ms", ".4f"), ("throughput_pe
 
 def table(name: str, row: Mapping[str, Any]) -> Table:
     """One row, for the eye."""
-    shown = Table("engine", "GPU ms", "wall ms", "rows/s", "cosine", "build s", "time by precision", title=f"{name} {row.get('failed', '')}")
+    shown = Table(
+        "engine",
+        "GPU ms",
+        "wall ms",
+        "rows/s",
+        "cosine",
+        "build s",
+        "time by precision",
+        title=f"{name} {row.get('failed', '')}",
+    )
     for engine, entry in row.get("entries", {}).items():
         if not isinstance(entry, Mapping):
             continue
         cells = [_number(entry.get(key), form) for key, form in SHOWN]
-        shares = ", ".join(f"{name} {share:.0%}" for name, share in ((entry.get("layers") or {}).get("time_share") or {}).items())
+        shares = ", ".join(
+            f"{name} {share:.0%}"
+            for name, share in ((entry.get("layers") or {}).get("time_share") or {}).items()
+        )
         more = [_number(entry.get("cosine"), ".4f"), _number(entry.get("build_s"), ".1f")]
-        shown.add_row(engine, *cells, *more, shares or str(entry.get("failed", entry.get("mode", "")))[:70])
+        shown.add_row(
+            engine, *cells, *more, shares or str(entry.get("failed", entry.get("mode", "")))[:70]
+        )
     for goal in row.get("targets", ()):
         state = {True: "reached", False: "MISSED", None: "not measured"}[goal["reached"]]
-        shown.add_row(f"{state}: {goal['text']}", _number(goal["value"], ".3f"), goal["direction"], f"{goal['limit']:g}")
+        shown.add_row(
+            f"{state}: {goal['text']}",
+            _number(goal["value"], ".3f"),
+            goal["direction"],
+            f"{goal['limit']:g}",
+        )
     return shown
 
 

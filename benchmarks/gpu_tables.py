@@ -26,7 +26,11 @@ Row = Mapping[str, Any]
 def documents(folder: Path = RESULTS) -> dict[str, Document]:
     """The results by model, in the order of MODELS."""
     files = {model: folder / f"tensorrt_{model}.json" for model in MODELS}
-    return {model: json.loads(file.read_text(encoding="utf-8")) for model, file in files.items() if file.is_file()}
+    return {
+        model: json.loads(file.read_text(encoding="utf-8"))
+        for model, file in files.items()
+        if file.is_file()
+    }
 
 
 # -- docs/benchmarks.md ------------------------------------------------------------------------------------------------
@@ -41,8 +45,15 @@ def speed_section(found: Mapping[str, Document], tests: Path = TESTS) -> list[st
         lines += [f"### {MODELS[model]}", "", *_speed_tables(document)]
         if CHOICE in document["parts"]:
             lines += [*_choice(document), ""]
-        lines += [f"- {'met' if met else '**missed**'}: {target}" for target, met in document["targets"].items()]
-        lines += [f"- **failed**: part `{name}`: {part['failed']}" for name, part in document["parts"].items() if "failed" in part]
+        lines += [
+            f"- {'met' if met else '**missed**'}: {target}"
+            for target, met in document["targets"].items()
+        ]
+        lines += [
+            f"- **failed**: part `{name}`: {part['failed']}"
+            for name, part in document["parts"].items()
+            if "failed" in part
+        ]
         lines += [""]
     return lines
 
@@ -50,12 +61,21 @@ def speed_section(found: Mapping[str, Document], tests: Path = TESTS) -> list[st
 def _speed_tables(document: Document) -> list[str]:
     """The candidates that were timed, then those that were only built and checked, each with how and where."""
     timed = [row for row in document["rows"] if row.get("latency")]
-    untimed = [row for row in document["rows"] if not row.get("latency") and row["state"] != "baseline"]
+    untimed = [
+        row for row in document["rows"] if not row.get("latency") and row["state"] != "baseline"
+    ]
     lines = [*_speed_table(_once(timed)), "", *_places(document, timed), ""] if timed else []
     if untimed:
         shared = any(document["parts"].get(row["part"], {}).get("shared") for row in untimed)
         why = ": other work ran on that GPU meanwhile" if shared else ""
-        lines += [f"Built and checked, and no times kept{why}.", "", *_built_table(_once(untimed)), "", *_places(document, untimed), ""]
+        lines += [
+            f"Built and checked, and no times kept{why}.",
+            "",
+            *_built_table(_once(untimed)),
+            "",
+            *_places(document, untimed),
+            "",
+        ]
     return lines
 
 
@@ -65,14 +85,19 @@ def _places(document: Document, rows: Iterable[Row]) -> list[str]:
     for name in dict.fromkeys(row["part"] for row in rows):
         part = document["parts"][name]
         if "target" in part:
-            commands.setdefault(f"{_settings(part)}: {_host(part)}", []).append(_command(document, name))
+            commands.setdefault(f"{_settings(part)}: {_host(part)}", []).append(
+                _command(document, name)
+            )
     return [f"- `{'`, `'.join(names)}`{place}" for place, names in commands.items()]
 
 
 def _command(document: Document, name: str) -> str:
     """The command that repeats a part."""
     part, model = document["parts"][name], document["benchmark"].removeprefix("tensorrt_")
-    seconds = next((each.partition("=")[2] for each in part.get("overrides", ()) if each.startswith(DURATION)), "")
+    seconds = next(
+        (each.partition("=")[2] for each in part.get("overrides", ()) if each.startswith(DURATION)),
+        "",
+    )
     words = [f"{model}/{name}"]
     words += ["--seconds", seconds] if seconds else []
     words += ["--shared"] if part.get("shared") else []
@@ -81,7 +106,9 @@ def _command(document: Document, name: str) -> str:
 
 def _settings(part: Document) -> str:
     """How engines were built that are not the plan's own."""
-    changed = [each for each in part.get("overrides", ()) if each.startswith(("tensorrt.", "profiles="))]
+    changed = [
+        each for each in part.get("overrides", ()) if each.startswith(("tensorrt.", "profiles="))
+    ]
     return f" with `{'`, `'.join(changed)}`" if changed else ""
 
 
@@ -93,7 +120,12 @@ def _about(tests: Path) -> list[str]:
         "Build times are those of one run, in this order, with one timing cache: what an earlier engine has timed, a later one need not.",
         "`time by precision` is the share of an engine's time that it really ran in each; layers that only move or convert data count as `none`.",
     ]
-    return [*lines, *_tests([json.loads(file.read_text(encoding="utf-8")) for file in sorted(tests.glob("*.json"))])]
+    return [
+        *lines,
+        *_tests(
+            [json.loads(file.read_text(encoding="utf-8")) for file in sorted(tests.glob("*.json"))]
+        ),
+    ]
 
 
 def _tests(parts: list[Document]) -> list[str]:
@@ -102,11 +134,17 @@ def _tests(parts: list[Document]) -> list[str]:
         return []
     runs = outcomes_by_test(parts)
     last = {test: last_of(outcomes) for test, outcomes in runs.items()}
-    counts = ", ".join(f"{count} {outcome}" for outcome, count in Counter(last.values()).most_common())
+    counts = ", ".join(
+        f"{count} {outcome}" for outcome, count in Counter(last.values()).most_common()
+    )
     mended = sum("failed" in outcomes and last[test] == "passed" for test, outcomes in runs.items())
     first = parts[0]
     again = f" {mended} of those that passed had failed in an earlier part." if mended else ""
-    failed = "".join(f" Failed: `{test.partition('::')[2]}`." for test, outcome in last.items() if outcome in ("failed", "error"))
+    failed = "".join(
+        f" Failed: `{test.partition('::')[2]}`."
+        for test, outcome in last.items()
+        if outcome in ("failed", "error")
+    )
     return [
         "",
         f"`make test-gpu` on {first['gpus'][0]['name']} with TensorRT {first['tensorrt']}{_in_parts(parts)}: {counts} "
@@ -118,7 +156,9 @@ def _in_parts(parts: list[Document]) -> str:
     """How many parts, and of which revisions of the code."""
     if len(parts) == 1:
         return ""
-    revisions = Counter(part.get("revision", "")[:7] for part in sorted(parts, key=lambda part: part["created"]))
+    revisions = Counter(
+        part.get("revision", "")[:7] for part in sorted(parts, key=lambda part: part["created"])
+    )
     told = ", ".join(f"{count} at {revision}" for revision, count in revisions.items() if revision)
     return f" in {len(parts)} parts" + (f" ({told})" if told else "")
 
@@ -162,36 +202,66 @@ def _speed_table(rows: list[Row]) -> list[str]:
         "engine MB",
         "time by precision",
     ]
-    return _table(head, [[row["candidate"], row["state"], *_times(row, len(sizes)), *_engine(row)] for row in rows])
+    return _table(
+        head,
+        [[row["candidate"], row["state"], *_times(row, len(sizes)), *_engine(row)] for row in rows],
+    )
 
 
 def _times(row: Row, sizes: int) -> list[str]:
     cells = []
     for at in row.get("latency", ()):
         steady = "" if at["stable"] else " ~"
-        cells += [f"{_ms(at['end_to_end_ms'])} / {_ms(at['compute_ms'])}{steady}", _interval(at["ratio"], at["ratio_low"], at["ratio_high"], ".2f")]
+        cells += [
+            f"{_ms(at['end_to_end_ms'])} / {_ms(at['compute_ms'])}{steady}",
+            _interval(at["ratio"], at["ratio_low"], at["ratio_high"], ".2f"),
+        ]
     return cells or ["-"] * (2 * sizes)
 
 
 def _engine(row: Row) -> list[str]:
     seconds, size, shares = row.get("build_s"), row.get("engine_bytes"), row.get("time_share")
-    moving = f"; {row['moving_layers']} of {row['layers']} layers move data" if row.get("moving_layers") else ""
-    ran = ", ".join(f"{name} {share:.0%}" for name, share in shares.items()) + moving if shares else ""
+    moving = (
+        f"; {row['moving_layers']} of {row['layers']} layers move data"
+        if row.get("moving_layers")
+        else ""
+    )
+    ran = (
+        ", ".join(f"{name} {share:.0%}" for name, share in shares.items()) + moving
+        if shares
+        else ""
+    )
     said = "; ".join(filter(None, (ran, row.get("reason", ""))))
-    return ["-" if seconds is None else f"{seconds:.1f}", "-" if size is None else f"{size / 1e6:.1f}", _cell(said) or "-"]
+    return [
+        "-" if seconds is None else f"{seconds:.1f}",
+        "-" if size is None else f"{size / 1e6:.1f}",
+        _cell(said) or "-",
+    ]
 
 
 def _built_table(rows: list[Row]) -> list[str]:
     """As the speed table, without times."""
-    return _table(["candidate", "state", "engine MB", "time by precision"], [[row["candidate"], row["state"], *_engine(row)[1:]] for row in rows])
+    return _table(
+        ["candidate", "state", "engine MB", "time by precision"],
+        [[row["candidate"], row["state"], *_engine(row)[1:]] for row in rows],
+    )
 
 
 def _choice(document: Document) -> list[str]:
     """What the plan as it is came to."""
-    part, rows = document["parts"][CHOICE], [row for row in document["rows"] if row["part"] == CHOICE]
-    tried = ", ".join(f"{row['candidate']} ({row['state']})" for row in rows if row["state"] != "baseline")
-    ended = f"chose **{part['winner']}** ({part['verdict']})" if part.get("winner") else "chose none"
-    return [f"Left to itself (the plan names no candidates), Crucible tried {tried or 'nothing'} and {ended}."]
+    part, rows = (
+        document["parts"][CHOICE],
+        [row for row in document["rows"] if row["part"] == CHOICE],
+    )
+    tried = ", ".join(
+        f"{row['candidate']} ({row['state']})" for row in rows if row["state"] != "baseline"
+    )
+    ended = (
+        f"chose **{part['winner']}** ({part['verdict']})" if part.get("winner") else "chose none"
+    )
+    return [
+        f"Left to itself (the plan names no candidates), Crucible tried {tried or 'nothing'} and {ended}."
+    ]
 
 
 # -- docs/accuracy.md --------------------------------------------------------------------------------------------------
@@ -199,8 +269,13 @@ def _choice(document: Document) -> list[str]:
 
 def accuracy_section(found: Mapping[str, Document]) -> list[str]:
     """Metric and drop of every candidate on the GPU, as lines; none where there are no results with a metric."""
-    judged = {model: _once(row for row in document["rows"] if row["state"] != "baseline") for model, document in found.items()}
-    judged = {model: rows for model, rows in judged.items() if any(row.get("metric") for row in rows)}
+    judged = {
+        model: _once(row for row in document["rows"] if row["state"] != "baseline")
+        for model, document in found.items()
+    }
+    judged = {
+        model: rows for model, rows in judged.items() if any(row.get("metric") for row in rows)
+    }
     if not judged:
         return []
     lines = [
@@ -211,8 +286,15 @@ def accuracy_section(found: Mapping[str, Document]) -> list[str]:
     for model, rows in judged.items():
         document = found[model]
         limit = next(row for row in rows if row.get("metric"))
-        lines += ["", f"{MODELS[model]}: {limit['metric']} of the reference {limit['reference']:.4f}, on {limit['samples']} samples.", ""]
-        lines += _table(["candidate", limit["metric"], "drop (95 %)", "smallest cosine", "state"], [_judged(row) for row in rows])
+        lines += [
+            "",
+            f"{MODELS[model]}: {limit['metric']} of the reference {limit['reference']:.4f}, on {limit['samples']} samples.",
+            "",
+        ]
+        lines += _table(
+            ["candidate", limit["metric"], "drop (95 %)", "smallest cosine", "state"],
+            [_judged(row) for row in rows],
+        )
         lines += ["", *_places(document, rows)]
     return lines
 
@@ -221,14 +303,24 @@ def _judged(row: Row) -> list[str]:
     if row.get("metric") is None:
         return [row["candidate"], "-", "-", "-", _cell(f"{row['state']}: {row.get('reason', '')}")]
     drop = _interval(row["drop"], row["drop_low"], row["drop_high"], "+.4f")
-    return [row["candidate"], f"{row['score']:.4f}", drop, f"{row['cosine']:.5f}", _cell(": ".join(filter(None, (row["state"], row["reason"]))))]
+    return [
+        row["candidate"],
+        f"{row['score']:.4f}",
+        drop,
+        f"{row['cosine']:.5f}",
+        _cell(": ".join(filter(None, (row["state"], row["reason"])))),
+    ]
 
 
 # -- cells -------------------------------------------------------------------------------------------------------------
 
 
 def _table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
-    return [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(row)} |" for row in rows)]
+    return [
+        f"| {' | '.join(head)} |",
+        f"|{'---|' * len(head)}",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
 
 
 def _cell(text: str) -> str:
@@ -240,7 +332,11 @@ def _ms(value: float) -> str:
 
 
 def _interval(value: float | None, low: float | None, high: float | None, form: str) -> str:
-    return "-" if value is None or low is None or high is None else f"{value:{form}} ({low:{form}} to {high:{form}})"
+    return (
+        "-"
+        if value is None or low is None or high is None
+        else f"{value:{form}} ({low:{form}} to {high:{form}})"
+    )
 
 
 def _words(sizes: Mapping[str, int]) -> str:
@@ -254,7 +350,11 @@ def _gpu(document: Document) -> str:
 
 def _host(part: Document) -> str:
     host, target = part["environment"], part["target"]
-    packages = ", ".join(f"{name} {host['packages'][name]}" for name in ("torch", "onnxruntime", "nvidia-modelopt") if name in host["packages"])
+    packages = ", ".join(
+        f"{name} {host['packages'][name]}"
+        for name in ("torch", "onnxruntime", "nvidia-modelopt")
+        if name in host["packages"]
+    )
     return (
         f"{part['created'][:10]}, {target['device']}, driver {target['driver']}, TensorRT {target['version']}; "
         f"{host['cpu']}, {host['cores']} cores, Python {host['python']}, {packages}."

@@ -26,7 +26,17 @@ from benchmarks.serving_.models import image as picture
 from benchmarks.serving_.models import write_small
 from benchmarks.serving_.peers_list import PEERS
 from service.client import Client, Upload
-from tests.docker.fixtures_image import FULL, SERVE, Container, Image, Images, Recipe, images, lacking, running
+from tests.docker.fixtures_image import (
+    FULL,
+    SERVE,
+    Container,
+    Image,
+    Images,
+    Recipe,
+    images,
+    lacking,
+    running,
+)
 
 STARTS = 5
 START_PERIOD_S = 60.0  # of the images' HEALTHCHECK
@@ -58,8 +68,17 @@ def measured(kept: Images, folder: Path) -> Iterator[Row]:
     key = folder / "admin.key"
     key.write_text(f"cru_{secrets.token_hex(5)}_{secrets.token_urlsafe(32)}\n", encoding="utf-8")
     key.chmod(0o644)
-    yield row("base: Debian with Python", None, kept.size_bytes("localhost/base"), kept.compressed_bytes("localhost/base"))
-    for name, recipe in (("Crucible, serve", SERVE), (f"LitServe {PEER.version}", LITSERVE), ("Crucible, full", FULL)):
+    yield row(
+        "base: Debian with Python",
+        None,
+        kept.size_bytes("localhost/base"),
+        kept.compressed_bytes("localhost/base"),
+    )
+    for name, recipe in (
+        ("Crucible, serve", SERVE),
+        (f"LitServe {PEER.version}", LITSERVE),
+        ("Crucible, full", FULL),
+    ):
         built = kept.build(recipe, recipe.target or "litserve")
         sizes = built.size_bytes, kept.compressed_bytes(built.name)
         home = folder / built.name.replace("/", "-")
@@ -72,13 +91,24 @@ def measured(kept: Images, folder: Path) -> Iterator[Row]:
             with running(built, home, key, folder / "view") as container:
                 deploy(container, key, model)
                 stop(container)
-            yield row(name, "one model", *sizes, starts(built, home, key, lambda container: asked(container, key)))
+            yield row(
+                name,
+                "one model",
+                *sizes,
+                starts(built, home, key, lambda container: asked(container, key)),
+            )
         if unused := bytes_of(built, GPU_FILES):
             yield row(f"{name}: what in it is for GPUs", None, unused, None)
         kept.remove(built)
 
 
-def row(image: str, serves: str | None, unpacked: int, compressed: int | None, found: Sequence[tuple[float, float]] = ()) -> Row:
+def row(
+    image: str,
+    serves: str | None,
+    unpacked: int,
+    compressed: int | None,
+    found: Sequence[tuple[float, float]] = (),
+) -> Row:
     seconds, memory = [each[0] for each in found], [each[1] for each in found]
     return {
         "image": image,
@@ -93,7 +123,9 @@ def row(image: str, serves: str | None, unpacked: int, compressed: int | None, f
     }
 
 
-def starts(image: Image, home: Path, key: Path, ask: Callable[[Container], None]) -> list[tuple[float, float]]:
+def starts(
+    image: Image, home: Path, key: Path, ask: Callable[[Container], None]
+) -> list[tuple[float, float]]:
     """Seconds until ready and MB held then, of each start but the first, which fills the page cache."""
     found = []
     for _ in range(STARTS + 1):
@@ -142,7 +174,12 @@ def asked_litserve(container: Container) -> None:
 
 def bytes_of(image: Image, patterns: Sequence[str]) -> int:
     site = next(image.root.glob("opt/*/lib/python3*/site-packages"))
-    found = {file for pattern in patterns for each in site.glob(pattern) for file in (each, *each.rglob("*"))}
+    found = {
+        file
+        for pattern in patterns
+        for each in site.glob(pattern)
+        for file in (each, *each.rglob("*"))
+    }
     return sum(file.stat().st_size for file in found if file.is_file() and not file.is_symlink())
 
 

@@ -16,13 +16,25 @@ def images_section(document: Mapping[str, Any] | None) -> list[str]:
     if document is None:
         return []
     rows = [
-        (row["image"], row["serves"] or "", *map(_megabytes, (row["unpacked_mb"], row["compressed_mb"])), _start(row), _megabytes(row["memory_mb"]))
+        (
+            row["image"],
+            row["serves"] or "",
+            *map(_megabytes, (row["unpacked_mb"], row["compressed_mb"])),
+            _start(row),
+            _megabytes(row["memory_mb"]),
+        )
         for row in document["rows"]
     ]
     table = ["| " + " | ".join(row) + " |" for row in (HEAD, ("---",) * len(HEAD), *rows)]
     host = document["environment"]
     told = f"{document['created'][:10]}, {host['cpu']}, {host['cores']} cores, a load of {host['load_1min']:.1f} at the end."
-    return [*TEXT.format(starts=max(row["starts"] for row in document["rows"])).splitlines(), "", *table, "", told]
+    return [
+        *TEXT.format(starts=max(row["starts"] for row in document["rows"])).splitlines(),
+        "",
+        *table,
+        "",
+        told,
+    ]
 
 
 def _megabytes(value: float | None) -> str:
@@ -30,4 +42,8 @@ def _megabytes(value: float | None) -> str:
 
 
 def _start(row: Mapping[str, Any]) -> str:
-    return "" if row["start_s"] is None else f"{row['start_s']:.2f} s ({row['least_s']:.2f} to {row['most_s']:.2f})"
+    return (
+        ""
+        if row["start_s"] is None
+        else f"{row['start_s']:.2f} s ({row['least_s']:.2f} to {row['most_s']:.2f})"
+    )

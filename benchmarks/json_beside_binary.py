@@ -33,21 +33,33 @@ def main() -> None:
             beside = result(client(place, "binary", SECONDS))
             sent = sum(len(result(each)) for each in others)
             rows.append(
-                {"round": number, **figures("alone", alone), **figures("beside JSON", beside), "JSON requests/s": round(sent / (SECONDS + 2), 1)}
+                {
+                    "round": number,
+                    **figures("alone", alone),
+                    **figures("beside JSON", beside),
+                    "JSON requests/s": round(sent / (SECONDS + 2), 1),
+                }
             )
     publish("json_beside_binary", rows, targets_of(rows))
 
 
 def targets_of(rows: Sequence[Mapping[str, float]]) -> dict[str, bool]:
     rise = statistics.median(row["p99 beside JSON ms"] - row["p99 alone ms"] for row in rows)
-    return {f"p99 rises by at most {MOST_RISE_MS:g} ms (got {rise:.2f} ms in the median round)": rise <= MOST_RISE_MS}
+    return {
+        f"p99 rises by at most {MOST_RISE_MS:g} ms (got {rise:.2f} ms in the median round)": rise
+        <= MOST_RISE_MS
+    }
 
 
 @contextmanager
 def served(home: str) -> Iterator[str]:
     """A server with the double's models; its host and port."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.service.builders.serving_models", home], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-m", "tests.service.builders.serving_models", home],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     with process:
         try:
@@ -58,7 +70,11 @@ def served(home: str) -> Iterator[str]:
 
 
 def client(place: str, kind: str, seconds: float) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, __file__, "--client", place, kind, str(seconds)], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, __file__, "--client", place, kind, str(seconds)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 def result(process: subprocess.Popen[str]) -> list[float]:
@@ -69,7 +85,10 @@ def result(process: subprocess.Popen[str]) -> list[float]:
 
 
 def figures(name: str, times: list[float]) -> dict[str, float]:
-    return {f"p50 {name} ms": round(float(np.median(times)) * 1e3, 3), f"p99 {name} ms": round(float(np.percentile(times, 99)) * 1e3, 3)}
+    return {
+        f"p50 {name} ms": round(float(np.median(times)) * 1e3, 3),
+        f"p99 {name} ms": round(float(np.percentile(times, 99)) * 1e3, 3),
+    }
 
 
 def ask(place: str, kind: str, seconds: float) -> list[float]:
@@ -84,7 +103,12 @@ def ask(place: str, kind: str, seconds: float) -> list[float]:
 
 
 def binary(connection: http.client.HTTPConnection) -> Callable[[], None]:
-    item = {"name": "x", "shape": [1, 256], "datatype": "FP32", "parameters": {"binary_data_size": 1024}}
+    item = {
+        "name": "x",
+        "shape": [1, 256],
+        "datatype": "FP32",
+        "parameters": {"binary_data_size": 1024},
+    }
     header = orjson.dumps({"inputs": [item], "parameters": {"binary_data_output": True}})
     headers = {"Inference-Header-Content-Length": str(len(header))}
     return lambda: _sent(connection, "/v2/models/same_float32/infer", header + bytes(1024), headers)
@@ -93,10 +117,14 @@ def binary(connection: http.client.HTTPConnection) -> Callable[[], None]:
 def long_json(connection: http.client.HTTPConnection) -> Callable[[], None]:
     values = np.random.default_rng(0).standard_normal((1, 3, 224, 224), np.float32)
     body = orjson.dumps({"inputs": {"x": values}}, option=orjson.OPT_SERIALIZE_NUMPY)
-    return lambda: _sent(connection, "/models/wide/infer", body, {"Content-Type": "application/json"})
+    return lambda: _sent(
+        connection, "/models/wide/infer", body, {"Content-Type": "application/json"}
+    )
 
 
-def _sent(connection: http.client.HTTPConnection, path: str, body: bytes, headers: dict[str, str]) -> None:
+def _sent(
+    connection: http.client.HTTPConnection, path: str, body: bytes, headers: dict[str, str]
+) -> None:
     connection.request("POST", path, body, headers)
     answer = connection.getresponse()
     said = answer.read()

@@ -38,7 +38,14 @@ MODES: Mapping[str, tuple[str, ...]] = {
     "gRPC, stream": ("-i", "grpc", "--streaming", "--concurrency-range", "8"),
 }
 """What perf_analyzer is asked for. As JSON it gets zeros: it fills random tensors with every pattern of bits, and writes NaN, which JSON has not."""
-SETTINGS = ("--measurement-interval", "3000", "--stability-percentage", "50", "--shape", f"{INPUT}:3,{SIDE},{SIDE}")
+SETTINGS = (
+    "--measurement-interval",
+    "3000",
+    "--stability-percentage",
+    "50",
+    "--shape",
+    f"{INPUT}:3,{SIDE},{SIDE}",
+)
 MODE_S = 180.0
 COLUMNS = {
     "rows/s": "Inferences/Second",
@@ -65,17 +72,37 @@ def main() -> None:
 def version_of(command: Sequence[str]) -> str:
     """What it calls itself; ends with a sentence where it does not start."""
     try:
-        done = subprocess.run([*command, "--version"], check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        done = subprocess.run(
+            [*command, "--version"],
+            check=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
     except (OSError, subprocess.CalledProcessError) as error:
-        said = f": {error.stdout.strip()}" if isinstance(error, subprocess.CalledProcessError) else ""
-        sys.exit(f"'{command[0]}' does not start: {error}{said}\n  next: pip install perf-analyzer, or see --help for a host with an older glibc")
+        said = (
+            f": {error.stdout.strip()}" if isinstance(error, subprocess.CalledProcessError) else ""
+        )
+        sys.exit(
+            f"'{command[0]}' does not start: {error}{said}\n  next: pip install perf-analyzer, or see --help for a host with an older glibc"
+        )
     return done.stdout.strip()
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--into", type=Path, default=RESULTS, metavar="DIR", help="where the result goes")
-    parser.add_argument("--command", nargs=argparse.REMAINDER, default=["perf_analyzer"], metavar="WORD", help="that starts it; comes last")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--into", type=Path, default=RESULTS, metavar="DIR", help="where the result goes"
+    )
+    parser.add_argument(
+        "--command",
+        nargs=argparse.REMAINDER,
+        default=["perf_analyzer"],
+        metavar="WORD",
+        help="that starts it; comes last",
+    )
     return parser.parse_args(words)
 
 
@@ -83,23 +110,52 @@ def measured(command: Sequence[str], name: str, served: Served, out: Path) -> di
     """One run of perf_analyzer: its figures, or what it said where it gave none."""
     out.unlink(missing_ok=True)
     port = grpc_port(served) if "grpc" in MODES[name] else served.port
-    words = [*command, "-m", MODEL, "-u", f"127.0.0.1:{port}", *MODES[name], *SETTINGS, "-f", str(out)]
-    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=MODE_S, check=False)
+    words = [
+        *command,
+        "-m",
+        MODEL,
+        "-u",
+        f"127.0.0.1:{port}",
+        *MODES[name],
+        *SETTINGS,
+        "-f",
+        str(out),
+    ]
+    done = subprocess.run(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=MODE_S,
+        check=False,
+    )
     print(f"{name}: exit code {done.returncode}", file=sys.stderr, flush=True)
     said = "" if done.returncode == 0 else " ".join(done.stdout.split())[-300:]
     found = next(csv.DictReader(out.read_text().splitlines()), None) if out.is_file() else None
-    return {"mode": name, **{ours: float(found[theirs]) if found else None for ours, theirs in COLUMNS.items()}, "note": said}
+    return {
+        "mode": name,
+        **{ours: float(found[theirs]) if found else None for ours, theirs in COLUMNS.items()},
+        "note": said,
+    }
 
 
 def grpc_port(served: Served) -> int:
     """The other port that the server listens on."""
-    listening = {each.laddr.port for each in served.process.net_connections() if each.status == psutil.CONN_LISTEN}
+    listening = {
+        each.laddr.port
+        for each in served.process.net_connections()
+        if each.status == psutil.CONN_LISTEN
+    }
     return next(port for port in listening if port != served.port)
 
 
 def targets_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
     """Every mode ran to its end, with figures."""
-    return {f"{row['mode']}: perf_analyzer ended without an error": not row["note"] and bool(row["rows/s"]) for row in rows}
+    return {
+        f"{row['mode']}: perf_analyzer ended without an error": not row["note"]
+        and bool(row["rows/s"])
+        for row in rows
+    }
 
 
 if __name__ == "__main__":

@@ -19,7 +19,14 @@ from common import RESNET50, Row, beside, graph_of, publish, takes_no_arguments
 from pipeline import backends
 from pipeline.backends.base import run_session
 from pipeline.core import BuildOptions, Engine, Precision, Recipe, Tensors
-from pipeline.measurement.measure import WarmUpOptions, measure_block, ratio_of_medians, samples_from_blocks, usable_cores, warm_up
+from pipeline.measurement.measure import (
+    WarmUpOptions,
+    measure_block,
+    ratio_of_medians,
+    samples_from_blocks,
+    usable_cores,
+    warm_up,
+)
 from pipeline.onnx_graph.graph import draw_feeds
 
 COMPARISONS, BLOCKS, BLOCK_S = 10, 6, 0.25
@@ -36,7 +43,12 @@ Run = Callable[[], object]
 def main() -> None:
     with ExitStack() as stack:
         first, second, other = load(stack)
-        rows = [one_after_the_other(first, second), two_at_once(first, other), cold_caches(first, other), peak_of_a_child()]
+        rows = [
+            one_after_the_other(first, second),
+            two_at_once(first, other),
+            cold_caches(first, other),
+            peak_of_a_child(),
+        ]
     publish("pitfalls", rows, targets_of(rows))
 
 
@@ -45,10 +57,14 @@ def targets_of(rows: Sequence[Row]) -> dict[str, bool]:
 
     Medians of times have to differ by more than one engine differs from itself on this host, else noise would do.
     """
-    figures = {str(row["mistake"]): (float(row["careless"] or 0), float(row["careful"] or 0)) for row in rows}
+    figures = {
+        str(row["mistake"]): (float(row["careless"] or 0), float(row["careful"] or 0))
+        for row in rows
+    }
     noise = 1 + figures[ONE_AFTER_THE_OTHER][1] / 100
     return {
-        f"{mistake}: seen on this host": careless > careful * (noise if mistake in MEDIANS else 1) for mistake, (careless, careful) in figures.items()
+        f"{mistake}: seen on this host": careless > careful * (noise if mistake in MEDIANS else 1)
+        for mistake, (careless, careful) in figures.items()
     }
 
 
@@ -60,8 +76,12 @@ def load(stack: ExitStack) -> list[Run]:
     engines = {}
     for name in ("onnxruntime", "openvino"):
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        engines[name] = backends.backend(name).build(model, Recipe(backend=name, precision=Precision.FP32), options, folder, lambda *_: None)
-    runs = [runner(stack, engines[name], feeds) for name in ("onnxruntime", "onnxruntime", "openvino")]
+        engines[name] = backends.backend(name).build(
+            model, Recipe(backend=name, precision=Precision.FP32), options, folder, lambda *_: None
+        )
+    runs = [
+        runner(stack, engines[name], feeds) for name in ("onnxruntime", "onnxruntime", "openvino")
+    ]
     for run in runs:
         warm_up(run, WarmUpOptions())
     return runs
@@ -78,7 +98,9 @@ def one_after_the_other(first: Run, second: Run) -> Row:
     for _ in range(COMPARISONS):
         whole = [measure_block(run, min_s=BLOCKS * BLOCK_S) for run in (first, second)]
         far["careless"].append(abs(float(np.median(whole[0]) / np.median(whole[1])) - 1))
-        rounds = [[measure_block(run, min_s=BLOCK_S) for run in (first, second)] for _ in range(BLOCKS)]
+        rounds = [
+            [measure_block(run, min_s=BLOCK_S) for run in (first, second)] for _ in range(BLOCKS)
+        ]
         taken = [samples_from_blocks([each[side] for each in rounds], ()) for side in (0, 1)]
         far["careful"].append(abs(ratio_of_medians(taken[0], taken[1]).value - 1))
     what = f"an engine against itself: how far the ratio lies from 1, the worst of {COMPARISONS}, %"
@@ -94,7 +116,12 @@ def two_at_once(run: Run, other: Run) -> Row:
         with beside(other):  # libraries leave the interpreter to others while they compute
             together += measure_block(run, min_s=BLOCK_S)
     what = "a run while another engine runs, and while that one waits: medians, ms"
-    return {"mistake": TWO_AT_ONCE, "figure": what, "careless": 1e3 * float(np.median(together)), "careful": 1e3 * float(np.median(alone))}
+    return {
+        "mistake": TWO_AT_ONCE,
+        "figure": what,
+        "careless": 1e3 * float(np.median(together)),
+        "careful": 1e3 * float(np.median(alone)),
+    }
 
 
 def cold_caches(run: Run, other: Run) -> Row:
@@ -105,16 +132,30 @@ def cold_caches(run: Run, other: Run) -> Row:
         first, *behind = measure_block(run, min_s=0, min_runs=FEW_RUNS)
         firsts.append(first)
         later += behind
-    what = f"the first run after another engine's block, and the {FEW_RUNS - 1} behind it: medians, ms"
-    return {"mistake": COLD_CACHES, "figure": what, "careless": 1e3 * float(np.median(firsts)), "careful": 1e3 * float(np.median(later))}
+    what = (
+        f"the first run after another engine's block, and the {FEW_RUNS - 1} behind it: medians, ms"
+    )
+    return {
+        "mistake": COLD_CACHES,
+        "figure": what,
+        "careless": 1e3 * float(np.median(firsts)),
+        "careful": 1e3 * float(np.median(later)),
+    }
 
 
 def peak_of_a_child() -> Row:
     """What a small process says of its peak, started by one that holds much memory: ru_maxrss, and VmHWM."""
-    printed = subprocess.run([sys.executable, "-c", PARENT], check=True, stdout=subprocess.PIPE, text=True).stdout.split()
+    printed = subprocess.run(
+        [sys.executable, "-c", PARENT], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout.split()
     inherited, own = (float(text) / 1e6 for text in printed)
     what = f"peak of a Python that only imports numpy, started by one that holds {HELD_MB} MB: ru_maxrss, and VmHWM, MB"
-    return {"mistake": "peak memory of a child", "figure": what, "careless": inherited, "careful": own}
+    return {
+        "mistake": "peak memory of a child",
+        "figure": what,
+        "careless": inherited,
+        "careful": own,
+    }
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ from pipeline.results.report import BenchmarkReport
 from pipeline.stages.benchmark import benchmark
 
 MINILM = ROOT / "configs" / "minilm.yaml"
-TEXTS = tuple({"batch": batch, "sequence": tokens} for batch, tokens in ((8, 16), (4, 64), (1, 128)))
+TEXTS = tuple(
+    {"batch": batch, "sequence": tokens} for batch, tokens in ((8, 16), (4, 64), (1, 128))
+)
 SIZES: Mapping[str, tuple[dict[str, int], ...]] = {
     "minilm": TEXTS,
     "minilm torchscript": TEXTS,
@@ -39,8 +41,17 @@ SIZES: Mapping[str, tuple[dict[str, int], ...]] = {
     "swin_b8": ({},),
 }
 """By model, and its exporter where that is not torch.export. Rows of gpu/rows.py have one shape each."""
-SHAPES = {"encoder_b1": "1x128", "encoder_512": "1x512", "vit_b1": "1x3x224x224", "swin_b8": "8x3x224x224"}
-CANDIDATES = tuple({"backend": name, "precision": precision} for name in ("onnxruntime", "openvino") for precision in ("fp32", "int8"))
+SHAPES = {
+    "encoder_b1": "1x128",
+    "encoder_512": "1x512",
+    "vit_b1": "1x3x224x224",
+    "swin_b8": "8x3x224x224",
+}
+CANDIDATES = tuple(
+    {"backend": name, "precision": precision}
+    for name in ("onnxruntime", "openvino")
+    for precision in ("fp32", "int8")
+)
 BUDGET_S = 300.0  # of one shape: eight engines, and all of them are compared
 LEAST = 0.95  # of the speed as exported, by the lower end of the interval
 PLAIN, AS_EXPORTED = "simplify.plain_attention=true", "simplify.plain_attention=false"
@@ -53,7 +64,9 @@ def main() -> None:
         model, engines = engines_of(plan(name, AS_EXPORTED))
         plain, others = engines_of(plan(name, PLAIN))
         if plain.digest == model.digest:
-            raise SystemExit(f"{name}: attention was not written plainly: {[note.text for note in plain.notes]}")
+            raise SystemExit(
+                f"{name}: attention was not written plainly: {[note.text for note in plain.notes]}"
+            )
         engines += others
         for sizes in choices:
             entries = [RaceEntry(engine, Role.COMPARED) for engine in engines]
@@ -61,7 +74,11 @@ def main() -> None:
             rows += rows_of(name, sizes, benchmark(entries, model, options).results)
             print(*rows[-len(CANDIDATES) :], sep="\n", flush=True)
     least = min(float(row["low"] or 0) for row in rows)
-    publish("plain_attention", rows, {f"the lower end of no interval below {LEAST:g} (got {least:.3f})": least >= LEAST})
+    publish(
+        "plain_attention",
+        rows,
+        {f"the lower end of no interval below {LEAST:g} (got {least:.3f})": least >= LEAST},
+    )
 
 
 def plan(name: str, override: str) -> Plan:
@@ -76,7 +93,9 @@ def engines_of(of: Plan) -> tuple[OnnxModel, list[Engine]]:
     job = open_job(of, Runner(Store(home())))
     model, engines = simplify_model(job, export_model(job)), []
     for candidate in map(CandidateConfig.model_validate, CANDIDATES):
-        recipe = recipe_from_candidate(candidate, backend(candidate.backend).probe(), of, calibrated=True)
+        recipe = recipe_from_candidate(
+            candidate, backend(candidate.backend).probe(), of, calibrated=True
+        )
         engines.append(build_engine(job, convert_model(job, model, recipe), recipe))
     return model, engines
 
@@ -85,14 +104,24 @@ def rows_of(name: str, sizes: Mapping[str, int], results: Sequence[object]) -> l
     """The first half of the race is of the graph as exported, the second of the plain one, in the same order."""
     times = [result.rows[0].end_to_end for result in results if isinstance(result, BenchmarkReport)]
     if len(times) < len(results):
-        raise SystemExit(f"{name}: {[result for result in results if not isinstance(result, BenchmarkReport)]}")
+        raise SystemExit(
+            f"{name}: {[result for result in results if not isinstance(result, BenchmarkReport)]}"
+        )
     found: list[Row] = []
     for candidate, before, after in zip(CANDIDATES, times, times[len(CANDIDATES) :], strict=False):
         ratio = compare(before, after)
         shape = SHAPES.get(name) or "x".join(map(str, sizes.values()))
         medians = {"as_exported_ms": 1e3 * before.median_s, "plain_ms": 1e3 * after.median_s}
         times_as_fast = {"ratio": ratio.value, "low": ratio.low, "high": ratio.high}
-        found.append({"model": name.partition("_")[0], "shape": shape, "engine": " ".join(candidate.values()), **medians, **times_as_fast})
+        found.append(
+            {
+                "model": name.partition("_")[0],
+                "shape": shape,
+                "engine": " ".join(candidate.values()),
+                **medians,
+                **times_as_fast,
+            }
+        )
     return found
 
 

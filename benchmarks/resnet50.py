@@ -23,7 +23,16 @@ RATIO_WITH_VNNI, RATIO_WITHOUT = 5.0, 3.3  # what was reached by hand on two hos
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pipeline.cli", "compile", str(RESNET50), "--out", folder, "--json"]
+        command = [
+            sys.executable,
+            "-m",
+            "pipeline.cli",
+            "compile",
+            str(RESNET50),
+            "--out",
+            folder,
+            "--json",
+        ]
         code = subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
         if code not in (0, 2):  # 2: rejected, which is an answer too
             sys.exit(code)
@@ -31,12 +40,23 @@ def main() -> None:
     rows = rows_from_report(report)
     wanted = RATIO_WITH_VNNI if VNNI_FLAGS & set(cpu_flags()) else RATIO_WITHOUT
     best = max((float(row["ratio"] or 0) for row in rows), default=0.0)
-    publish("resnet50", rows, {f"best candidate at least {wanted}x torch eager at batch 1 (got {best:.2f}x)": best >= wanted})
+    publish(
+        "resnet50",
+        rows,
+        {
+            f"best candidate at least {wanted}x torch eager at batch 1 (got {best:.2f}x)": best
+            >= wanted
+        },
+    )
 
 
 def rows_from_report(report: Report) -> list[Row]:
     """One row per engine, at the plan's first size."""
-    measured = [report.baseline, *report.baselines, *(candidate.benchmark for candidate in report.candidates)]
+    measured = [
+        report.baseline,
+        *report.baselines,
+        *(candidate.benchmark for candidate in report.candidates),
+    ]
     return [row_of(benchmark) for benchmark in measured if benchmark is not None]
 
 

@@ -33,10 +33,17 @@ def main() -> None:
     results = {}
     for name in SCRIPTS:
         print(f"== {name}", flush=True)
-        done = subprocess.run([sys.executable, str(HERE / f"{name}.py")], stdout=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, str(HERE / f"{name}.py")],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
         *shown, last = done.stdout.splitlines() or [""]
         print("\n".join(shown), flush=True)
-        results[name] = json.loads(last) if done.returncode == 0 else {"failed": f"exit code {done.returncode}"}
+        results[name] = (
+            json.loads(last) if done.returncode == 0 else {"failed": f"exit code {done.returncode}"}
+        )
     print(json.dumps(results))
     sys.exit(any("failed" in result for result in results.values()))
 

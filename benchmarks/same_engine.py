@@ -29,16 +29,27 @@ def main() -> None:
         plan, model = graph_of(plan_path)
         with tempfile.TemporaryDirectory() as folder:
             recipe = Recipe(backend="onnxruntime", precision=Precision.FP32)
-            engine = onnxruntime_.build(model, recipe, BuildOptions(profiles=plan.profiles), Path(folder))
+            engine = onnxruntime_.build(
+                model, recipe, BuildOptions(profiles=plan.profiles), Path(folder)
+            )
             for number in range(repeats):
                 twins = [RaceEntry(engine, Role.BASELINE), RaceEntry(engine, Role.COMPARED)]
-                first, second = benchmark(twins, model, BenchmarkConfig(sizes=({"batch": 1},))).results
+                first, second = benchmark(
+                    twins, model, BenchmarkConfig(sizes=({"batch": 1},))
+                ).results
                 assert isinstance(first, BenchmarkReport), first
                 assert isinstance(second, BenchmarkReport), second
                 rows.append({"model": plan.name, "run": number + 1, **compared(first, second)})
                 print(rows[-1], flush=True)
     held = sum(bool(row["holds_1"]) for row in rows)
-    publish("same_engine", rows, {f"at least {len(rows) - MAY_MISS} of {len(rows)} intervals hold 1 (got {held})": held >= len(rows) - MAY_MISS})
+    publish(
+        "same_engine",
+        rows,
+        {
+            f"at least {len(rows) - MAY_MISS} of {len(rows)} intervals hold 1 (got {held})": held
+            >= len(rows) - MAY_MISS
+        },
+    )
 
 
 def compared(first: BenchmarkReport, second: BenchmarkReport) -> Row:

@@ -35,7 +35,9 @@ PLAN = "profiles: [{batch: [1, 8, 16]}]\nbenchmark: {duration_s: 0.3}\n"
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pipeline.cli", "serve", "--port", "0", "--home", folder]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as server:
             try:
                 rows = measure(server, Path(folder))
             finally:
@@ -54,7 +56,14 @@ def measure(server: subprocess.Popen[str], folder: Path) -> list[Row]:
     with Client(url) as client:
         while not ready(url):
             time.sleep(LOOK_S)
-        rows: list[Row] = [{"what": "server at rest", "model_mb": None, "memory_mb": memory_mb([process]), "threads": process.num_threads()}]
+        rows: list[Row] = [
+            {
+                "what": "server at rest",
+                "model_mb": None,
+                "memory_mb": memory_mb([process]),
+                "threads": process.num_threads(),
+            }
+        ]
         for width in WIDTHS:
             model = folder / f"mlp{width}.onnx"
             write_mlp(model, width)
@@ -63,8 +72,22 @@ def measure(server: subprocess.Popen[str], folder: Path) -> list[Row]:
                 peak_mb = max(peak_mb, memory_mb(of_jobs([job.id])))
                 time.sleep(LOOK_S)
             assert state == "succeeded", client.job(job.id)
-            rows.append({"what": "all processes of a job, peak", "model_mb": model.stat().st_size / 1e6, "memory_mb": peak_mb, "threads": None})
-        rows.append({"what": "server afterwards", "model_mb": None, "memory_mb": memory_mb([process]), "threads": process.num_threads()})
+            rows.append(
+                {
+                    "what": "all processes of a job, peak",
+                    "model_mb": model.stat().st_size / 1e6,
+                    "memory_mb": peak_mb,
+                    "threads": None,
+                }
+            )
+        rows.append(
+            {
+                "what": "server afterwards",
+                "model_mb": None,
+                "memory_mb": memory_mb([process]),
+                "threads": process.num_threads(),
+            }
+        )
     return rows
 
 
@@ -85,14 +108,27 @@ def memory_mb(processes: Iterable[psutil.Process]) -> float:
 def write_mlp(path: Path, width: int) -> None:
     """Square layers with Relu between them."""
     random = np.random.default_rng(0)
-    weights = [numpy_helper.from_array(random.normal(0, width**-0.5, (width, width)).astype(np.float32), f"w{layer}") for layer in range(LAYERS)]
+    weights = [
+        numpy_helper.from_array(
+            random.normal(0, width**-0.5, (width, width)).astype(np.float32), f"w{layer}"
+        )
+        for layer in range(LAYERS)
+    ]
     nodes, last = [], "x"
     for layer in range(LAYERS):
-        nodes += [helper.make_node("MatMul", [last, f"w{layer}"], [f"h{layer}"]), helper.make_node("Relu", [f"h{layer}"], [f"r{layer}"])]
+        nodes += [
+            helper.make_node("MatMul", [last, f"w{layer}"], [f"h{layer}"]),
+            helper.make_node("Relu", [f"h{layer}"], [f"r{layer}"]),
+        ]
         last = f"r{layer}"
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", width]) for name in ("x", last))
+    x, y = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", width])
+        for name in ("x", last)
+    )
     graph = helper.make_graph(nodes, "mlp", [x], [y], weights)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path
+    )
 
 
 if __name__ == "__main__":

@@ -47,7 +47,17 @@ from serving_.models import image, write_cnn, write_echo
 from serving_.peers.shapes import ECHO, MOST_ROWS
 from serving_.peers_list import FASTAPI, PEERS, installed
 from serving_.processes import NotStarted
-from serving_.rounds import Load, Start, Turn, crucible_starter, engine_turn, expected_of, peer_starter, tolerance_of, turn
+from serving_.rounds import (
+    Load,
+    Start,
+    Turn,
+    crucible_starter,
+    engine_turn,
+    expected_of,
+    peer_starter,
+    tolerance_of,
+    turn,
+)
 from serving_.setups import BACKENDS, SETUPS, Setup, ran_on, refuse_other_hosts, setup_from
 
 from pipeline.errors import BackendUnavailable
@@ -78,11 +88,15 @@ def main() -> None:
         if CRUCIBLE in arguments.only:
             homes = {load.name: folder / load.name for load in loads}
             starters[CRUCIBLE] = crucible_starter(homes)
-            engine = [prepared_home(homes[load.name], model_of(load, folder), setup) for load in loads][-1]
+            engine = [
+                prepared_home(homes[load.name], model_of(load, folder), setup) for load in loads
+            ][-1]
         ran = ran_on(load_engine(engine)) if engine else None
         turns, engines = take_turns(starters, loads, engine, arguments, folder, why)
     rows = placed(rows_from(turns, why, engines, arguments.only), loads, ran)
-    targets = targets_of(rows, Wanted.on(usable_cores())) | (engine_target(rows, setup.most_per_s) if setup.most_per_s else {})
+    targets = targets_of(rows, Wanted.on(usable_cores())) | (
+        engine_target(rows, setup.most_per_s) if setup.most_per_s else {}
+    )
     run = {"rounds": arguments.rounds, "seconds": arguments.seconds, **setup.described()}
     publish(setup.document, rows, targets, arguments.into, run)
 
@@ -90,21 +104,57 @@ def main() -> None:
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each measured stretch; two to a turn; a p99 needs 1,000 answers in all rounds")
-    parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)} [default: all, and for tensorrt {CRUCIBLE}]")
-    parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0], help="of the CNN's engine; what follows is chosen for it if left out")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=6.0,
+        help="of each measured stretch; two to a turn; a p99 needs 1,000 answers in all rounds",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=NAMES,
+        metavar="NAME",
+        help=f"of {', '.join(NAMES)} [default: all, and for tensorrt {CRUCIBLE}]",
+    )
+    parser.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        default=BACKENDS[0],
+        help="of the CNN's engine; what follows is chosen for it if left out",
+    )
     parser.add_argument("--cnn", help="a CNN of torchvision")
     parser.add_argument("--side", type=int, help="of its images")
-    parser.add_argument("--enlarged", type=int, metavar="TIMES", help="by which the network first enlarges the image")
+    parser.add_argument(
+        "--enlarged",
+        type=int,
+        metavar="TIMES",
+        help="by which the network first enlarges the image",
+    )
     parser.add_argument("--max-batch", type=int, metavar="ROWS", help="that Crucible runs together")
-    parser.add_argument("--max-delay", type=float, dest="max_delay_s", metavar="SECONDS", help="for which Crucible holds a batch open")
-    parser.add_argument("--overlap", action="store_true", default=None, help="Crucible copies a batch while another one computes")
-    parser.add_argument("--into", type=Path, default=RESULTS, metavar="DIR", help="where the result goes")
+    parser.add_argument(
+        "--max-delay",
+        type=float,
+        dest="max_delay_s",
+        metavar="SECONDS",
+        help="for which Crucible holds a batch open",
+    )
+    parser.add_argument(
+        "--overlap",
+        action="store_true",
+        default=None,
+        help="Crucible copies a batch while another one computes",
+    )
+    parser.add_argument(
+        "--into", type=Path, default=RESULTS, metavar="DIR", help="where the result goes"
+    )
     arguments = parser.parse_args(words)
     on_gpu = SETUPS[arguments.backend].on_gpu
     arguments.only = arguments.only or ([CRUCIBLE] if on_gpu else list(NAMES))
     if on_gpu and (peers := [name for name in arguments.only if name != CRUCIBLE]):
-        parser.error(f"--backend {arguments.backend} takes --only {CRUCIBLE}, got {', '.join(peers)}: the peers run on the CPU; leave --only out")
+        parser.error(
+            f"--backend {arguments.backend} takes --only {CRUCIBLE}, got {', '.join(peers)}: the peers run on the CPU; leave --only out"
+        )
     return arguments
 
 
@@ -113,7 +163,11 @@ def loads_of(setup: Setup, folder: Path) -> list[Load]:
     file = write_cnn(folder / "cnn.onnx", setup.cnn, setup.side, setup.enlarged)
     expected = expected_of(file, setup.side)
     cnn = Load(CNN, str(file), setup.side, expected, tolerance_of(expected))
-    return [cnn] if setup.on_gpu else [Load(WIRE, ECHO, WIRE_SIDE, image(WIRE_SIDE).tobytes(), 0.0), cnn]
+    return (
+        [cnn]
+        if setup.on_gpu
+        else [Load(WIRE, ECHO, WIRE_SIDE, image(WIRE_SIDE).tobytes(), 0.0), cnn]
+    )
 
 
 def model_of(load: Load, folder: Path) -> Path:
@@ -140,11 +194,19 @@ def prepared_home(home: Path, model: Path, setup: Setup) -> Path:
     """A home in which this model is deployed; its engine's folder."""
     say(f"Crucible compiles {model.name}")
     with serving(home) as served, Client(served.url) as client:
-        return engine_folder(home, deploy(client, model, plan_of(model.stem, MOST_ROWS, setup.backend), setup.options))
+        return engine_folder(
+            home,
+            deploy(client, model, plan_of(model.stem, MOST_ROWS, setup.backend), setup.options),
+        )
 
 
 def take_turns(
-    starters: dict[str, Start], loads: Sequence[Load], engine: Path | None, arguments: argparse.Namespace, folder: Path, why: dict[str, str]
+    starters: dict[str, Start],
+    loads: Sequence[Load],
+    engine: Path | None,
+    arguments: argparse.Namespace,
+    folder: Path,
+    why: dict[str, str],
 ) -> tuple[Turns, list[dict[str, Any]]]:
     """Round by round, everybody once, in random order: turns of servers, and those of the engine without one.
 
@@ -153,7 +215,10 @@ def take_turns(
     turns: Turns = defaultdict(list)
     engines: list[dict[str, Any]] = []
     order = random.Random(0)
-    everybody = [*((name, load) for name in starters for load in loads), *([(DIRECT, loads[-1])] if engine else [])]
+    everybody = [
+        *((name, load) for name in starters for load in loads),
+        *([(DIRECT, loads[-1])] if engine else []),
+    ]
     for number in range(arguments.rounds):
         for name, load in order.sample(everybody, len(everybody)):
             if name in why:
@@ -164,7 +229,9 @@ def take_turns(
                 say(f"{said}: rows/s by batch {engines[-1]['per_s']}")
                 continue
             try:
-                turns[load.name, name].append(taken := turn(starters[name], load, arguments.seconds, folder))
+                turns[load.name, name].append(
+                    taken := turn(starters[name], load, arguments.seconds, folder)
+                )
                 say(f"{said}: {taken.per_s:,.0f} requests/s {'; '.join(taken.faults)}")
             except (NotStarted, subprocess.CalledProcessError) as error:
                 why[name] = f"{load.name}: {error}"
@@ -172,9 +239,13 @@ def take_turns(
     return turns, engines
 
 
-def rows_from(turns: Turns, why: dict[str, str], engines: Sequence[dict[str, Any]], names: Sequence[str]) -> list[Row]:
+def rows_from(
+    turns: Turns, why: dict[str, str], engines: Sequence[dict[str, Any]], names: Sequence[str]
+) -> list[Row]:
     """All rows: those of the wire held against FastAPI, those of the CNN against the engine."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]  # it need not be installed
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]  # it need not be installed
     versions = {peer.name: peer.version for peer in PEERS} | {CRUCIBLE: project["version"]}
     bases = {WIRE: turns_base(turns.get((WIRE, FASTAPI), [])), CNN: engine_base(engines)}
     rows: list[Row] = []
@@ -183,7 +254,9 @@ def rows_from(turns: Turns, why: dict[str, str], engines: Sequence[dict[str, Any
         for name in (name for name in NAMES if name in names):
             taken = turns.get((load, name))
             if taken is None or name in why:
-                rows.append(missing_row(load, name, versions[name], why.get(name, "it had no turn")))
+                rows.append(
+                    missing_row(load, name, versions[name], why.get(name, "it had no turn"))
+                )
             else:
                 rows.append(row_of(load, name, versions[name], taken, bases[load]))
     return rows
@@ -193,7 +266,11 @@ def placed(rows: Sequence[Row], loads: Sequence[Load], ran: str | None) -> list[
     """The rows of these loads; those of Crucible and of its engine say where the CNN ran."""
     asked = {load.name for load in loads}
     ours = {(CNN, CRUCIBLE), (CNN, DIRECT)}
-    return [row | {"ran_on": ran if (row["load"], row["server"]) in ours else None} for row in rows if row["load"] in asked]
+    return [
+        row | {"ran_on": ran if (row["load"], row["server"]) in ours else None}
+        for row in rows
+        if row["load"] in asked
+    ]
 
 
 def say(text: str) -> None:

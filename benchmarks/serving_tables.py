@@ -27,7 +27,18 @@ A model that does almost nothing: [1, 3, 224, 224] float32, 602 KB, and the same
 One ONNX file in ONNX Runtime fp32 with all cores. Ratios are those to Crucible's engine in a direct Session: at batch 1, and at its best batch.
 What server and client take of the cores the engine lacks. The servers of PyTriton and mosec are written in C++ and Rust, the others in Python.""",
 }
-COLUMNS = ("server", "p50 ms", "ratio", "p99 ms", "requests/s", "ratio", "CPU ms: client", "API", "worker", "API full at")
+COLUMNS = (
+    "server",
+    "p50 ms",
+    "ratio",
+    "p99 ms",
+    "requests/s",
+    "ratio",
+    "CPU ms: client",
+    "API",
+    "worker",
+    "API full at",
+)
 GPU = """## Serving from a GPU
 `benchmarks/serving.py --backend tensorrt`: the engine runs on the GPU and leaves the cores of the host to server and client. The columns are
 those above; nothing but Crucible's engine in a direct Session is there to be compared with. The engine is slow on purpose: the targets
@@ -49,7 +60,15 @@ def serving_section(document: Document | None) -> list[str]:
     for load, head in HEADS.items():
         rows = [row for row in document["rows"] if row["load"] == load]
         lines += [head, "", *_table(rows), "", *_stages(rows)]
-    return [*lines, *_told(document["rows"]), "", *_targets(document), "", f"{_environment(document)}{_run(document)}", ""]
+    return [
+        *lines,
+        *_told(document["rows"]),
+        "",
+        *_targets(document),
+        "",
+        f"{_environment(document)}{_run(document)}",
+        "",
+    ]
 
 
 def serving_gpu_section(*documents: Document | None) -> list[str]:
@@ -68,7 +87,11 @@ def soak_section(document: Document | None) -> list[str]:
     if document is None:
         return []
     (row,) = document["rows"]
-    lines = ["| what | |", "|---|---|", *(f"| {name} | {text_of(value)} |" for name, value in row.items())]
+    lines = [
+        "| what | |",
+        "|---|---|",
+        *(f"| {name} | {text_of(value)} |" for name, value in row.items()),
+    ]
     return [SOAK, "", *lines, "", *_targets(document), "", _environment(document), ""]
 
 
@@ -76,9 +99,22 @@ def perf_analyzer_section(document: Document | None) -> list[str]:
     if document is None:
         return []
     rows = document["rows"]
-    lines = [f"| {' | '.join(rows[0])} |", f"|{'---|' * len(rows[0])}", *(f"| {' | '.join(map(text_of, row.values()))} |" for row in rows)]
+    lines = [
+        f"| {' | '.join(rows[0])} |",
+        f"|{'---|' * len(rows[0])}",
+        *(f"| {' | '.join(map(text_of, row.values()))} |" for row in rows),
+    ]
     ran = f"{sum(document['targets'].values())} of {len(rows)} runs ended without an error."
-    return [PERF_ANALYZER, "", *lines, "", ran, "", f"{_environment(document)} {document['run']['perf_analyzer']}.", ""]
+    return [
+        PERF_ANALYZER,
+        "",
+        *lines,
+        "",
+        ran,
+        "",
+        f"{_environment(document)} {document['run']['perf_analyzer']}.",
+        "",
+    ]
 
 
 def document_of(name: str, results: Path = RESULTS) -> Document | None:
@@ -90,16 +126,31 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     for row in rows:
         server = f"{row['server']} {row['version']}{': ' + row['note'].replace('|', '/') if row['note'] else ''}"
-        rate = f"{text_of(row['per_s'])} ({text_of(row['per_s_low'])} to {text_of(row['per_s_high'])})"
+        rate = (
+            f"{text_of(row['per_s'])} ({text_of(row['per_s_low'])} to {text_of(row['per_s_high'])})"
+        )
         cells = [row["p50_ms"], row["p50_ratio"], row["p99_ms"], rate, row["per_s_ratio"]]
-        cells += [row["client_cpu_ms"], row["api_cpu_ms"], row["worker_cpu_ms"], row["api_full_at_per_s"]]
+        cells += [
+            row["client_cpu_ms"],
+            row["api_cpu_ms"],
+            row["worker_cpu_ms"],
+            row["api_full_at_per_s"],
+        ]
         lines.append(f"| {server} | {' | '.join(text_of(cell) for cell in cells)} |")
     return lines
 
 
 def _stages(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Where Crucible's time went on one connection; nothing for a result from before that was kept."""
-    ours = next((row for row in rows if row["server"] == CRUCIBLE and None not in [row.get(f"{stage}_ms") for stage in STAGES]), None)
+    ours = next(
+        (
+            row
+            for row in rows
+            if row["server"] == CRUCIBLE
+            and None not in [row.get(f"{stage}_ms") for stage in STAGES]
+        ),
+        None,
+    )
     if ours is None:
         return []
     told = ", ".join(f"{stage.replace('_', ' ')} {ours[f'{stage}_ms']:.3f}" for stage in STAGES)
@@ -114,7 +165,9 @@ def _stages(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _tail(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The server's p99 beside the engine's median: the engine's own p99 is that of few runs, which one disturbance moves."""
-    ours, engine = (next((row for row in rows if row["server"] == server), {}) for server in (CRUCIBLE, DIRECT))
+    ours, engine = (
+        next((row for row in rows if row["server"] == server), {}) for server in (CRUCIBLE, DIRECT)
+    )
     if not ours.get("p99_ms") or not engine.get("p50_ms"):
         return []
     over = ours["p99_ms"] - engine["p50_ms"]
@@ -128,7 +181,9 @@ def _told(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ours, mosec = wire.get(CRUCIBLE), wire.get("mosec")
     lines = []
     if ours and ours["api_full_at_per_s"]:
-        lines.append(f"One API process of Crucible is full at {text_of(ours['api_full_at_per_s'])} requests/s of 602 KB.")
+        lines.append(
+            f"One API process of Crucible is full at {text_of(ours['api_full_at_per_s'])} requests/s of 602 KB."
+        )
     if ours and mosec and ours["per_s_ratio"] and mosec["per_s_ratio"]:
         said = f"{mosec['per_s_ratio']:.2f}x {FASTAPI}'s requests/s, Crucible {ours['per_s_ratio']:.2f}x"
         lines.append(f"mosec, whose server is written in Rust, reaches {said}.")
@@ -138,8 +193,12 @@ def _told(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def _run(document: Document) -> str:
     """The version that the engine's rows ran in, and how long everybody ran; a result from before that was kept says less."""
     packages, run = document["environment"]["packages"], document.get("run")
-    lasted = f" {run['rounds']} rounds, {run['seconds']:g} s of each measured stretch." if run else ""
-    return f" onnxruntime {packages['onnxruntime']} in the rows of the engine and of Crucible.{lasted}"
+    lasted = (
+        f" {run['rounds']} rounds, {run['seconds']:g} s of each measured stretch." if run else ""
+    )
+    return (
+        f" onnxruntime {packages['onnxruntime']} in the rows of the engine and of Crucible.{lasted}"
+    )
 
 
 def _run_on_gpu(document: Document) -> str:
@@ -152,7 +211,10 @@ def _run_on_gpu(document: Document) -> str:
 
 
 def _targets(document: Document) -> list[str]:
-    return [f"- {'met' if met else '**missed**'}: {target}" for target, met in document["targets"].items()]
+    return [
+        f"- {'met' if met else '**missed**'}: {target}"
+        for target, met in document["targets"].items()
+    ]
 
 
 def _environment(document: Document) -> str:

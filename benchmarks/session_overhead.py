@@ -21,7 +21,16 @@ from common import DIGITS, RESNET50, Row, graph_of, publish, takes_no_arguments
 from pipeline import backends
 from pipeline.backends.base import run_session
 from pipeline.core import BuildOptions, Engine, Precision, Recipe, Tensors
-from pipeline.measurement.measure import Samples, WarmUpOptions, measure_block, ratio_of_medians, samples_from_blocks, thinned, usable_cores, warm_up
+from pipeline.measurement.measure import (
+    Samples,
+    WarmUpOptions,
+    measure_block,
+    ratio_of_medians,
+    samples_from_blocks,
+    thinned,
+    usable_cores,
+    warm_up,
+)
 from pipeline.onnx_graph.graph import draw_feeds
 
 ROUNDS, BLOCK_S = 16, 0.5
@@ -29,21 +38,33 @@ MOST_RATIO, MOST_EXTRA_US = 1.03, 20.0
 
 
 def main() -> None:
-    rows = [measure(backend, plan) for plan in (RESNET50, DIGITS) for backend in ("onnxruntime", "openvino")]
+    rows = [
+        measure(backend, plan)
+        for plan in (RESNET50, DIGITS)
+        for backend in ("onnxruntime", "openvino")
+    ]
     targets = {}
     for row in rows:
         name = f"{row['backend']} on {row['model']}"
         if row["model"] == RESNET50.stem:
-            targets[f"{name}: at most {MOST_RATIO}x (got {row['ratio']:.4f}x)"] = float(row["ratio"] or 0) <= MOST_RATIO
+            targets[f"{name}: at most {MOST_RATIO}x (got {row['ratio']:.4f}x)"] = (
+                float(row["ratio"] or 0) <= MOST_RATIO
+            )
         else:
-            targets[f"{name}: at most {MOST_EXTRA_US:g} us more (got {row['extra_us']:.2f} us)"] = float(row["extra_us"] or 0) <= MOST_EXTRA_US
+            targets[f"{name}: at most {MOST_EXTRA_US:g} us more (got {row['extra_us']:.2f} us)"] = (
+                float(row["extra_us"] or 0) <= MOST_EXTRA_US
+            )
     publish("session_overhead", rows, targets)
 
 
 def measure(backend: str, plan: Path) -> Row:
     """One backend and model, in a process of its own."""
     command = [sys.executable, __file__, "--one", backend, str(plan)]
-    row: Row = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+    row: Row = json.loads(
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[
+            -1
+        ]
+    )
     return row
 
 
@@ -54,10 +75,19 @@ def compare(backend: str, plan_path: Path) -> Row:
     feeds = draw_feeds(model.inputs, plan.profiles[0].sizes("min"), seed=0)  # batch 1
     with tempfile.TemporaryDirectory() as folder:
         recipe = Recipe(backend=backend, precision=Precision.FP32)
-        engine = backends.backend(backend).build(model, recipe, BuildOptions(profiles=plan.profiles, threads=threads), Path(folder), lambda *_: None)
+        engine = backends.backend(backend).build(
+            model,
+            recipe,
+            BuildOptions(profiles=plan.profiles, threads=threads),
+            Path(folder),
+            lambda *_: None,
+        )
         assert isinstance(engine, Engine)
         with closing(backends.load(engine)) as loaded, closing(loaded.session()) as session:
-            contestants = (partial(run_session, session, feeds), DIRECT[backend](model.path, threads, feeds))
+            contestants = (
+                partial(run_session, session, feeds),
+                DIRECT[backend](model.path, threads, feeds),
+            )
             ours, direct = race(contestants)
     ratio = ratio_of_medians(ours, direct)
     return {
@@ -98,7 +128,11 @@ def direct_openvino(model: Path, threads: int, feeds: Tensors) -> Callable[[], N
     """The call as OpenVINO's documentation shows it, in true fp32 as ours is."""
     import openvino
 
-    config = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"}
+    config = {
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_NUM_THREADS": threads,
+        "INFERENCE_PRECISION_HINT": "f32",
+    }
     compiled = openvino.Core().compile_model(str(model), "CPU", config)
     return lambda: compiled(feeds)
 

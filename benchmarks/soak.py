@@ -44,7 +44,9 @@ MOST_GROWTH, LEAST_MEAN_BATCH, TOLERANCE = 0.05, 2.0, 1e-5
 NUMBER = "{:012d}"  # of a request: always as long
 HEAD_LENGTH = b"inference-header-content-length:"
 
-Answers = Mapping[tuple[int, int], frozenset[bytes]]  # by input and rows: what a direct Session gives, at each place of the batch
+Answers = Mapping[
+    tuple[int, int], frozenset[bytes]
+]  # by input and rows: what a direct Session gives, at each place of the batch
 
 
 def main() -> None:
@@ -53,13 +55,25 @@ def main() -> None:
         folder = Path(text)
         home = folder / "home"
         with serving(home) as served, Client(served.url) as client:
-            job = deploy(client, write_small(folder / "model.onnx", seed=0), plan_of("soak", MOST_ROWS))
-            soak = Soak(served.port, direct_answers(engine_folder(home, job)), arguments.minutes * 60, arguments.requests)
+            job = deploy(
+                client, write_small(folder / "model.onnx", seed=0), plan_of("soak", MOST_ROWS)
+            )
+            soak = Soak(
+                served.port,
+                direct_answers(engine_folder(home, job)),
+                arguments.minutes * 60,
+                arguments.requests,
+            )
             soak.watch = Watch(served.process)
             jobs: Counter[str] = Counter()
             with compiling(served.url, folder, jobs):
                 drive(served.port, CONNECTIONS, soak)
-    publish("soak", [row_of(soak, jobs)], targets_of(soak, jobs, arguments.minutes, arguments.requests), arguments.into)
+    publish(
+        "soak",
+        [row_of(soak, jobs)],
+        targets_of(soak, jobs, arguments.minutes, arguments.requests),
+        arguments.into,
+    )
     if soak.faults:
         sys.exit("\n".join(soak.faults[:10]))
 
@@ -68,7 +82,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--requests", type=int, default=100_000)
-    parser.add_argument("--into", type=Path, default=RESULTS, metavar="DIR", help="where the result goes")
+    parser.add_argument(
+        "--into", type=Path, default=RESULTS, metavar="DIR", help="where the result goes"
+    )
     return parser.parse_args()
 
 
@@ -113,12 +129,18 @@ class Watch:
     workers: list[psutil.Process] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.workers = [each for each in descendants(self.server) if "service.serving.worker" in each.cmdline()]
+        self.workers = [
+            each for each in descendants(self.server) if "service.serving.worker" in each.cmdline()
+        ]
 
     def now(self) -> Held:
         """NoSuchProcess if one of them is gone."""
         descriptors = sum(each.num_fds() for each in (self.server, *self.workers))
-        return Held(self.server.memory_info().rss, sum(each.memory_info().rss for each in self.workers), descriptors)
+        return Held(
+            self.server.memory_info().rss,
+            sum(each.memory_info().rss for each in self.workers),
+            descriptors,
+        )
 
 
 @dataclass(slots=True)
@@ -143,16 +165,22 @@ class Soak:
     bodies: list[tuple[bytes, dict[str, str]]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.bodies = [oip_body(image(SIDE, seed), request_id=NUMBER.format(0)) for seed in range(INPUTS)]
+        self.bodies = [
+            oip_body(image(SIDE, seed), request_id=NUMBER.format(0)) for seed in range(INPUTS)
+        ]
 
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self.begun
 
     def next(self) -> tuple[int, bytes] | None:
-        if (self.elapsed_s >= self.seconds and self.asked >= self.requests) or len(self.faults) > 100:
+        if (self.elapsed_s >= self.seconds and self.asked >= self.requests) or len(
+            self.faults
+        ) > 100:
             if self.end is None and self.watch is not None:
-                self.end = self.watch.now()  # the connections are still open, as they were at `settled`
+                self.end = (
+                    self.watch.now()
+                )  # the connections are still open, as they were at `settled`
             return None
         self.asked += 1
         body, headers = self.bodies[self.asked % INPUTS]
@@ -173,17 +201,26 @@ class Soak:
         if values in right:
             self.identical += 1
             return
-        difference = min(float(np.abs(np.frombuffer(values, np.float32) - np.frombuffer(each, np.float32)).max()) for each in right)
+        difference = min(
+            float(np.abs(np.frombuffer(values, np.float32) - np.frombuffer(each, np.float32)).max())
+            for each in right
+        )
         self.largest = max(self.largest, difference)
         if rows == 1 or not difference <= TOLERANCE:
-            raise ValueError(f"request {number}, {rows} rows: {difference:g} from what a direct Session gives")
+            raise ValueError(
+                f"request {number}, {rows} rows: {difference:g} from what a direct Session gives"
+            )
 
-    def answered(self, number: int, status: int, head: bytes, body: memoryview, seconds: float) -> None:
+    def answered(
+        self, number: int, status: int, head: bytes, body: memoryview, seconds: float
+    ) -> None:
         self.got += 1
         self.latencies_s.append(seconds)
         try:
             if status != 200:
-                raise ValueError(f"request {number}: {status} {bytes(body[:200]).decode(errors='replace')}")
+                raise ValueError(
+                    f"request {number}: {status} {bytes(body[:200]).decode(errors='replace')}"
+                )
             self.check(number, head, body)
         except (ValueError, KeyError) as error:
             self.faults.append(str(error))
@@ -209,7 +246,14 @@ def compiling(url: str, folder: Path, ended: Counter[str]) -> Iterator[None]:
 
         def one() -> None:
             name = f"beside{(seed := next(seeds))}"
-            ended[finished(client, submitted(client, write_small(folder / f"{name}.onnx", seed), plan_of(name, MOST_ROWS)))] += 1
+            ended[
+                finished(
+                    client,
+                    submitted(
+                        client, write_small(folder / f"{name}.onnx", seed), plan_of(name, MOST_ROWS)
+                    ),
+                )
+            ] += 1
 
         with beside(one):
             yield
@@ -229,7 +273,11 @@ def growth(now: int, settled: int) -> float:
 
 
 def row_of(soak: Soak, jobs: Mapping[str, int]) -> Row:
-    settled, end, cuts = soak.settled or NOTHING, soak.end or NOTHING, statistics.quantiles(soak.latencies_s, n=100)
+    settled, end, cuts = (
+        soak.settled or NOTHING,
+        soak.end or NOTHING,
+        statistics.quantiles(soak.latencies_s, n=100),
+    )
     return {
         "requests": soak.got,
         "minutes": soak.elapsed_s / 60,
@@ -249,19 +297,24 @@ def row_of(soak: Soak, jobs: Mapping[str, int]) -> Row:
     }
 
 
-def targets_of(soak: Soak, jobs: Mapping[str, int], minutes: float, requests: int) -> dict[str, bool]:
+def targets_of(
+    soak: Soak, jobs: Mapping[str, int], minutes: float, requests: int
+) -> dict[str, bool]:
     settled, end, batch = soak.settled or NOTHING, soak.end or NOTHING, mean_batch(soak.rows)
     alone, lost = soak.rows.get(1, 0), soak.asked - soak.got
     targets = {
         f"{minutes:g} minutes and {requests:,} requests (got {soak.elapsed_s / 60:.1f} and {soak.got:,})": (
             soak.elapsed_s >= minutes * 60 and soak.got >= requests
         ),
-        f"no error, none lost: each request has its own answer (got {len(soak.faults)} faults, {lost} lost)": not soak.faults and lost == 0,
+        f"no error, none lost: each request has its own answer (got {len(soak.faults)} faults, {lost} lost)": not soak.faults
+        and lost == 0,
         f"as in a direct Session: bit for bit where a request ran alone ({alone:,}), else within {TOLERANCE:g} (got {soak.largest:.3g})": (
             soak.largest <= TOLERANCE and not soak.faults
         ),
-        f"more than {LEAST_MEAN_BATCH:g} rows run together in the mean (got {batch:.2f})": batch > LEAST_MEAN_BATCH,
-        f"jobs compiled beside it, none failed ({_told(jobs)})": jobs.get("succeeded", 0) > 0 and not jobs.get("failed", 0),
+        f"more than {LEAST_MEAN_BATCH:g} rows run together in the mean (got {batch:.2f})": batch
+        > LEAST_MEAN_BATCH,
+        f"jobs compiled beside it, none failed ({_told(jobs)})": jobs.get("succeeded", 0) > 0
+        and not jobs.get("failed", 0),
     }
     for name, now, before in (
         ("the server's memory", end.server_bytes, settled.server_bytes),
@@ -269,7 +322,9 @@ def targets_of(soak: Soak, jobs: Mapping[str, int], minutes: float, requests: in
         ("descriptors", end.descriptors, settled.descriptors),
     ):
         grown = growth(now, before)
-        targets[f"{name}: at most {MOST_GROWTH:.0%} more than after {soak.settled_after:,} requests (got {grown:+.1%})"] = grown <= MOST_GROWTH
+        targets[
+            f"{name}: at most {MOST_GROWTH:.0%} more than after {soak.settled_after:,} requests (got {grown:+.1%})"
+        ] = grown <= MOST_GROWTH
     return targets
 
 

@@ -34,7 +34,10 @@ Floats = NDArray[np.float64]
 TRIALS = 2000
 SPREADS = (0.005, 0.015, 0.05, 0.15)  # std of what distinguishes processes that run one file
 PROCESSES = (4, 6, 8, 12, 16)
-BLOCK, GENERATION = 0.004, 0.01  # std of the noise of a process, and of a level that both engines share
+BLOCK, GENERATION = (
+    0.004,
+    0.01,
+)  # std of the noise of a process, and of a level that both engines share
 QUIET_WAITING = 0.03  # the largest share of its time that an undisturbed process waits for a CPU
 SEEN = 0.5  # share of the stalls that the kernel's counts show; the hypervisor hides the others
 RATIOS = (1.0, 1.05, 1.2, 9.0)
@@ -74,7 +77,11 @@ def stalls(share: float | None, engines: Sequence[int], factor: float) -> Distur
     """Some processes take `factor` times as long; `share` None: exactly one of those wanted."""
 
     def disturb(random: np.random.Generator, wanted: int, most: int) -> tuple[Floats, Floats]:
-        hit = np.arange(most) == random.integers(wanted) if share is None else random.random(most) < share
+        hit = (
+            np.arange(most) == random.integers(wanted)
+            if share is None
+            else random.random(most) < share
+        )
         slowed, waiting = np.zeros((2, most)), np.zeros((2, most))
         seen = hit & (random.random(most) < SEEN)
         for engine in engines:
@@ -166,7 +173,9 @@ def generator(*key: object) -> np.random.Generator:
     return np.random.default_rng(zlib.crc32(repr(key).encode()))
 
 
-def draw(random: np.random.Generator, disturb: Disturb, spread: float, wanted: int, most: int) -> Host:
+def draw(
+    random: np.random.Generator, disturb: Disturb, spread: float, wanted: int, most: int
+) -> Host:
     shared = random.normal(0, GENERATION, most)
     quiet = shared + random.normal(0, spread, (2, most)) + random.normal(0, BLOCK, (2, most))
     slowed, added = disturb(random, wanted, most)
@@ -214,7 +223,9 @@ def cell(kind: str, spread: float, processes: int, trials: int = TRIALS) -> Cell
         not_measurable=1 - len(intervals) / trials,
         coverage=held / len(intervals) if intervals else None,
         moved=float(np.quantile(moves, 0.99)) if moves else None,
-        width=float(np.median([each.high / each.low - 1 for each in intervals])) if intervals else None,
+        width=float(np.median([each.high / each.low - 1 for each in intervals]))
+        if intervals
+        else None,
     )
 
 
@@ -245,7 +256,10 @@ def ended(ratio: float, spread: float, trials: int = TRIALS) -> Ended:
 def is_over(host: Host, generations: int) -> bool:
     """Whether a race between a baseline and a candidate is decided after so many generations."""
     ours, theirs = host.processes(0, generations), host.processes(1, generations)
-    runners = [Runner("0", Role.BASELINE, ours, 0.0, 0.0), Runner("1", Role.CANDIDATE, theirs, 0.0, 0.0)]
+    runners = [
+        Runner("0", Role.BASELINE, ours, 0.0, 0.0),
+        Runner("1", Role.CANDIDATE, theirs, 0.0, 0.0),
+    ]
     return generations == MAX_PAIRS or is_decided(runners)
 
 
@@ -282,16 +296,22 @@ def demands(cells: Sequence[Cell], races: Mapping[tuple[float, float], Ended]) -
     quiet = [each for each in cells if each.kind in UNDISTURBED]
     wide = [each.width / student_width(each.spread, each.processes) for each in quiet if each.width]
     return {
-        "reported intervals cover 93 to 99 % in every cell": all(0.93 <= (each.coverage or 0) <= 0.99 for each in reported),
+        "reported intervals cover 93 to 99 % in every cell": all(
+            0.93 <= (each.coverage or 0) <= 0.99 for each in reported
+        ),
         "undisturbed hosts: a ratio in 99 % of the races of at least 6 processes": all(
             each.not_measurable <= 0.01 for each in quiet if each.processes >= 6
         ),
-        "undisturbed hosts: intervals cover 93 to 97 %": all(0.93 <= (each.coverage or 0) <= 0.97 for each in quiet),
+        "undisturbed hosts: intervals cover 93 to 97 %": all(
+            0.93 <= (each.coverage or 0) <= 0.97 for each in quiet
+        ),
         "undisturbed hosts: intervals are at most 1.3 times as wide as Student's": max(wide) <= 1.3,
         "with fewer than half of the pairs disturbed, the centre moves by at most 2 standard errors in 99 % of the races reported": all(
             (each.moved or 0) <= 2 for each in reported
         ),
-        "races that end by themselves: intervals cover 93 to 97 %": all(0.93 <= each.coverage <= 0.97 for each in races.values()),
+        "races that end by themselves: intervals cover 93 to 97 %": all(
+            0.93 <= each.coverage <= 0.97 for each in races.values()
+        ),
     }
 
 
@@ -308,7 +328,9 @@ def median_of_std(count: int) -> float:
 
 
 def main() -> None:
-    cells = [cell(kind, spread, count) for kind in kinds() for spread in SPREADS for count in PROCESSES]
+    cells = [
+        cell(kind, spread, count) for kind in kinds() for spread in SPREADS for count in PROCESSES
+    ]
     races = {(ratio, spread): ended(ratio, spread) for ratio in RATIOS for spread in SPREADS}
     rows = [summary(kind, [each for each in cells if each.kind == kind]) for kind in kinds()]
     details: dict[str, Sequence[Row]] = {

@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accuracy_tables import calibration_drawing, calibration_section, few_bits_section, int8_section, result
+from accuracy_tables import (
+    calibration_drawing,
+    calibration_section,
+    few_bits_section,
+    int8_section,
+    result,
+)
 from common import RESULTS, ROOT, takes_no_arguments, text_of
 from figures import Drawing
 from gpu_drawings import curve_drawing, models_drawings
@@ -18,7 +24,13 @@ from gpu_model_tables import curve_section, document, fastest_section, models_se
 from gpu_tables import accuracy_section, documents, speed_section
 from image_tables import images_section
 from run_all import SCRIPTS
-from serving_tables import document_of, perf_analyzer_section, serving_gpu_section, serving_section, soak_section
+from serving_tables import (
+    document_of,
+    perf_analyzer_section,
+    serving_gpu_section,
+    serving_section,
+    soak_section,
+)
 from verdict_tables import demo_section, verdicts_section
 
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -26,7 +38,10 @@ ACCURACY_PAGE = ROOT / "docs" / "accuracy.md"
 MEASUREMENT_PAGE = ROOT / "docs" / "measurement.md"
 DEPLOY_PAGE = ROOT / "docs" / "deploy.md"
 README = ROOT / "README.md"
-BEGIN, END = "<!-- {part}: from here on written by benchmarks/tables.py -->\n", "<!-- {part}: written by benchmarks/tables.py up to here -->\n"
+BEGIN, END = (
+    "<!-- {part}: from here on written by benchmarks/tables.py -->\n",
+    "<!-- {part}: written by benchmarks/tables.py up to here -->\n",
+)
 HEAD = """# Benchmarks
 
 `make bench` measures what a CPU can show. It runs these scripts, one after another:
@@ -92,8 +107,15 @@ def main() -> None:
 
 def pages() -> dict[Path, str]:
     """Every page that holds figures, as it is to be."""
-    readme = _filled(README, {"demo": demo_section(document_of("verdicts")), "fastest": fastest_section(document())})
-    own = {ACCURACY_PAGE: accuracy_page(), MEASUREMENT_PAGE: measurement_page(), DEPLOY_PAGE: deploy_page()}
+    readme = _filled(
+        README,
+        {"demo": demo_section(document_of("verdicts")), "fastest": fastest_section(document())},
+    )
+    own = {
+        ACCURACY_PAGE: accuracy_page(),
+        MEASUREMENT_PAGE: measurement_page(),
+        DEPLOY_PAGE: deploy_page(),
+    }
     return {PAGE: page(), **own, README: readme}
 
 
@@ -109,8 +131,20 @@ def page() -> str:
     parts += verdicts_section(document_of("verdicts"), document_of("verdicts_gpu"))
     for name, text in SECTIONS.items():
         result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-        command = [f"Repeat it with `.venv/bin/python benchmarks/{COMMANDS.get(name, f'{name}.py')}`.", ""]
-        parts += [text, *command, *_table(result["rows"]), "", *_targets(result["targets"]), "", _environment(result), ""]
+        command = [
+            f"Repeat it with `.venv/bin/python benchmarks/{COMMANDS.get(name, f'{name}.py')}`.",
+            "",
+        ]
+        parts += [
+            text,
+            *command,
+            *_table(result["rows"]),
+            "",
+            *_targets(result["targets"]),
+            "",
+            _environment(result),
+            "",
+        ]
     parts += (
         serving_section(document_of("serving"))
         + serving_gpu_section(*map(document_of, ("serving_gpu", "serving_gpu_overlap")))
@@ -122,7 +156,11 @@ def page() -> str:
 
 def accuracy_page() -> str:
     gpu = documents()
-    timed = {"resnet50": result("resnet50"), "gpu_models": document(), **{f"tensorrt_{model}": each for model, each in gpu.items()}}
+    timed = {
+        "resnet50": result("resnet50"),
+        "gpu_models": document(),
+        **{f"tensorrt_{model}": each for model, each in gpu.items()},
+    }
     parts = {
         "calibration": calibration_section(result("calibration")),
         "int8": int8_section({name: each for name, each in timed.items() if each}),
@@ -143,7 +181,14 @@ def measurement_page() -> str:
         "same engine": same_engine_lines(result("same_engine")),
         "synthetic clock": [*_table(clock["rows"]), "", *_targets(clock["targets"])],
         "races": _table(clock["races"]),
-        "pitfalls": [*_table(careless["rows"]), "", *_targets(careless["targets"]), "", _environment(careless), _load(careless)],
+        "pitfalls": [
+            *_table(careless["rows"]),
+            "",
+            *_targets(careless["targets"]),
+            "",
+            _environment(careless),
+            _load(careless),
+        ],
         "launch queue": curve_section(document()),
     }
     return _filled(MEASUREMENT_PAGE, parts)
@@ -155,7 +200,10 @@ def same_engine_lines(document: Mapping[str, Any]) -> list[str]:
     told = []
     for model in dict.fromkeys(row["model"] for row in rows):
         mine = [row for row in rows if row["model"] == model]
-        apart, wide = [row["processes_differ_%"] for row in mine], [100 * (row["high"] - row["low"]) for row in mine]
+        apart, wide = (
+            [row["processes_differ_%"] for row in mine],
+            [100 * (row["high"] - row["low"]) for row in mine],
+        )
         told.append(
             f"on {model} by {min(apart):.2g} to {max(apart):.2g} % (standard deviation), with intervals {min(wide):.2g} to {max(wide):.2g} % wide"
         )
@@ -177,7 +225,13 @@ def _filled(page: Path, parts: Mapping[str, list[str]]) -> str:
     for part, lines in parts.items():
         begin, end = BEGIN.format(part=part), END.format(part=part)
         before, _, rest = text.partition(begin)
-        text = before + begin + "".join(f"{line}\n" for line in ["", *lines, ""] * bool(lines)) + end + rest.partition(end)[2]
+        text = (
+            before
+            + begin
+            + "".join(f"{line}\n" for line in ["", *lines, ""] * bool(lines))
+            + end
+            + rest.partition(end)[2]
+        )
     return text
 
 
@@ -192,10 +246,12 @@ def _targets(targets: Mapping[str, bool]) -> list[str]:
 
 def _environment(result: Mapping[str, Any]) -> str:
     host = result["environment"]
-    packages = ", ".join(f"{name} {version}" for name, version in host["packages"].items() if name in ("torch", "onnxruntime", "openvino", "nncf"))
-    return (
-        f"{result['created'][:10]}, {host['cpu']}, {host['cores']} cores, flags {' '.join(host['cpu_flags'])}; Python {host['python']}, {packages}."
+    packages = ", ".join(
+        f"{name} {version}"
+        for name, version in host["packages"].items()
+        if name in ("torch", "onnxruntime", "openvino", "nncf")
     )
+    return f"{result['created'][:10]}, {host['cpu']}, {host['cores']} cores, flags {' '.join(host['cpu_flags'])}; Python {host['python']}, {packages}."
 
 
 if __name__ == "__main__":

@@ -41,7 +41,11 @@ WIDTH = 125  # of the demo's table, in characters
 BESIDE = 2  # busy loops
 BUSY_LOOP = "while True: pass"
 IN_ONNX = "mlp_onnx"
-LIMITS_S = {"mlp": (15.0, 30.0), IN_ONNX: (15.0, 30.0), DEMO: (60.0, 60.0)}  # on the CPU, and on a GPU
+LIMITS_S = {
+    "mlp": (15.0, 30.0),
+    IN_ONNX: (15.0, 30.0),
+    DEMO: (60.0, 60.0),
+}  # on the CPU, and on a GPU
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -61,12 +65,18 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     on_gpu = bool(find_gpus().devices)
     options.add_argument("names", nargs="*", choices=[*architectures(), DEMO, []], metavar="NAME")
-    options.add_argument("--beside", type=int, default=0, metavar="N", help="busy loops that run meanwhile")
+    options.add_argument(
+        "--beside", type=int, default=0, metavar="N", help="busy loops that run meanwhile"
+    )
     options.add_argument("--note", default="", help="what else ran on this host meanwhile")
-    options.add_argument("--set", action="append", default=[], metavar="a.b=value", help="as for crucible compile")
+    options.add_argument(
+        "--set", action="append", default=[], metavar="a.b=value", help="as for crucible compile"
+    )
     into = RESULTS / ("verdicts_gpu.json" if on_gpu else "verdicts.json")
     options.add_argument("--into", type=Path, default=into, metavar="FILE")
     return options
@@ -81,7 +91,15 @@ def measured(name: str, beside: int, overrides: Sequence[str]) -> Row:
     """One compile with an empty store, the whole process timed."""
     with tempfile.TemporaryDirectory() as folder, busy_loops(beside):
         plan = DIGITS if name == DEMO else plan_of(name, Path(folder))
-        command = [sys.executable, "-m", "pipeline.cli", "compile", str(plan), "--out", f"{folder}/out"]
+        command = [
+            sys.executable,
+            "-m",
+            "pipeline.cli",
+            "compile",
+            str(plan),
+            "--out",
+            f"{folder}/out",
+        ]
         command += [] if name == DEMO else ["--json"]  # what the demo prints is shown
         command += [word for override in overrides for word in ("--set", override)]
         begin = monotonic()
@@ -90,7 +108,11 @@ def measured(name: str, beside: int, overrides: Sequence[str]) -> Row:
             check=False,
             capture_output=True,
             text=True,
-            env={**environment_of_this_process(), "CRUCIBLE_HOME": f"{folder}/home", "COLUMNS": str(WIDTH)},
+            env={
+                **environment_of_this_process(),
+                "CRUCIBLE_HOME": f"{folder}/home",
+                "COLUMNS": str(WIDTH),
+            },
         )
         seconds = monotonic() - begin
         if done.returncode not in (0, 2):
@@ -134,7 +156,9 @@ def plan_of(name: str, folder: Path) -> Path:
     model = ARCHITECTURES[name.removesuffix("_onnx")]
     for seed, (role, samples) in enumerate(SAMPLES.items()):
         random = np.random.default_rng(seed)
-        np.savez(folder / f"{role}.npz", x=random.standard_normal((samples, *model.shape), np.float32))
+        np.savez(
+            folder / f"{role}.npz", x=random.standard_normal((samples, *model.shape), np.float32)
+        )
     plan: dict[str, Any] = {
         "name": name,
         "model": {
@@ -160,14 +184,20 @@ def two_layers() -> onnx.ModelProto:
     random = np.random.default_rng(0)
     sizes = {"first": (64, 128), "second": (128, 10)}
     weights = [
-        onnx.numpy_helper.from_array((random.standard_normal(shape) / np.sqrt(shape[0])).astype(np.float32), layer) for layer, shape in sizes.items()
+        onnx.numpy_helper.from_array(
+            (random.standard_normal(shape) / np.sqrt(shape[0])).astype(np.float32), layer
+        )
+        for layer, shape in sizes.items()
     ]
     nodes = [
         onnx.helper.make_node("MatMul", ["x", "first"], ["inner"]),
         onnx.helper.make_node("Relu", ["inner"], ["positive"]),
         onnx.helper.make_node("MatMul", ["positive", "second"], ["scores"]),
     ]
-    ends = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", size]) for name, size in (("x", 64), ("scores", 10))]
+    ends = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", size])
+        for name, size in (("x", 64), ("scores", 10))
+    ]
     graph = onnx.helper.make_graph(nodes, "two_layers", ends[:1], ends[1:], weights)
     opset = [onnx.helper.make_opsetid("", 20)]
     return onnx.helper.make_model(graph, opset_imports=opset, ir_version=10)
@@ -201,7 +231,11 @@ def row_of(name: str, report: Report, seconds: float) -> dict[str, Any]:
             }
             for label, row, stopped in first
         ],
-        "not_measured": {each.label: f"{each.state}: {each.reason}" for each in report.candidates if not each.benchmark},
+        "not_measured": {
+            each.label: f"{each.state}: {each.reason}"
+            for each in report.candidates
+            if not each.benchmark
+        },
         "reasons": list(report.reasons),
     }
 
@@ -227,7 +261,9 @@ def targets(rows: Mapping[str, Any]) -> dict[str, bool]:
     found = {}
     for name, row in rows.items():
         if (limit := limit_of(row)) is not None:
-            found[f"{name}: at most {limit:g} s (got {row.get('seconds', 0):.0f})"] = row.get("seconds", limit + 1) <= limit
+            found[f"{name}: at most {limit:g} s (got {row.get('seconds', 0):.0f})"] = (
+                row.get("seconds", limit + 1) <= limit
+            )
     right = [is_borne_out(row) for row in rows.values()]
     found[f"every verdict is what its ratio says (got {sum(right)} of {len(right)})"] = all(right)
     return found
@@ -250,7 +286,18 @@ def is_borne_out(row: Row) -> bool:
 
 
 def show(rows: Sequence[Row]) -> None:
-    table = Table(*("model", "busy loops", "verdict", "winner", "times baseline (95 %)", "baseline", "s", "limit s"))
+    table = Table(
+        *(
+            "model",
+            "busy loops",
+            "verdict",
+            "winner",
+            "times baseline (95 %)",
+            "baseline",
+            "s",
+            "limit s",
+        )
+    )
     for row in rows:
         table.add_row(*cells(row))
     Console(width=170).print(table)
@@ -261,9 +308,22 @@ def cells(row: Any) -> tuple[str, ...]:
     if "failed" in row:
         return (row["model"], str(row["beside"]), "failed", row["failed"][-80:], "", "", "", "")
     ratio = row["ratio"]
-    told = f"{ratio['value']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})" if ratio else row["ratio_missing"]
+    told = (
+        f"{ratio['value']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+        if ratio
+        else row["ratio_missing"]
+    )
     limit = f"{limits:g}" if (limits := limit_of(row)) is not None else ""
-    return (row["model"], str(row["beside"]), row["verdict"], str(row["winner"]), told, str(row["baseline"]), f"{row['seconds']:.0f}", limit)
+    return (
+        row["model"],
+        str(row["beside"]),
+        row["verdict"],
+        str(row["winner"]),
+        told,
+        str(row["baseline"]),
+        f"{row['seconds']:.0f}",
+        limit,
+    )
 
 
 if __name__ == "__main__":

@@ -65,8 +65,12 @@ class TensorSpec(Frozen):
     name: str
     dtype: str  # numpy's name ("float32", "int64", "bool"), or "bfloat16"
     shape: tuple[Dim, ...]  # str = symbolic, () = scalar
-    location: Literal["device", "host"] = "device"  # host = a shape tensor, read by the builder on the CPU
-    kind: Literal["static", "dynamic", "data-dependent"] = "static"  # data-dependent: known only after running (NonZero)
+    location: Literal["device", "host"] = (
+        "device"  # host = a shape tensor, read by the builder on the CPU
+    )
+    kind: Literal["static", "dynamic", "data-dependent"] = (
+        "static"  # data-dependent: known only after running (NonZero)
+    )
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -87,13 +91,23 @@ class _Range(Frozen):
         triple = [value] * 3 if isinstance(value, int) else value
         if isinstance(triple, list | tuple) and len(triple) != 3:
             raise ValueError(f"expected [min, opt, max], got {list(triple)}")
-        return dict(zip(("min", "opt", "max"), triple, strict=True)) if isinstance(triple, list | tuple) else triple
+        return (
+            dict(zip(("min", "opt", "max"), triple, strict=True))
+            if isinstance(triple, list | tuple)
+            else triple
+        )
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         low, usual, high = (np.atleast_1d(value) for _, value in self)
-        if not (low.shape == usual.shape == high.shape and (low <= usual).all() and (usual <= high).all()):
-            raise ValueError(f"expected min <= opt <= max, got {', '.join(f'{point} {value}' for point, value in self)}")
+        if not (
+            low.shape == usual.shape == high.shape
+            and (low <= usual).all()
+            and (usual <= high).all()
+        ):
+            raise ValueError(
+                f"expected min <= opt <= max, got {', '.join(f'{point} {value}' for point, value in self)}"
+            )
         return self
 
 
@@ -111,7 +125,9 @@ def dtype_of(name: str) -> np.dtype[np.generic]:
 
 
 Point = Literal["min", "opt", "max"]
-Values = Annotated[tuple[int, ...], BeforeValidator(lambda value: (value,) if isinstance(value, int) else value)]
+Values = Annotated[
+    tuple[int, ...], BeforeValidator(lambda value: (value,) if isinstance(value, int) else value)
+]
 
 
 class ValueRange(_Range):
@@ -123,14 +139,19 @@ class ValueRange(_Range):
 
     def holds(self, values: Sequence[int]) -> bool:
         """Whether there are as many values as here, each within its range."""
-        return len(values) == len(self.min) and all(low <= value <= high for low, value, high in zip(self.min, values, self.max, strict=True))
+        return len(values) == len(self.min) and all(
+            low <= value <= high
+            for low, value, high in zip(self.min, values, self.max, strict=True)
+        )
 
 
 class Profile(Frozen):
     """A range of shapes an engine accepts: one DimRange per symbol. Inputs that share a symbol always agree."""
 
     dims: dict[str, DimRange] = Field(default_factory=dict)
-    values: dict[str, ValueRange] = Field(default_factory=dict)  # by input name, for inputs whose values decide a shape
+    values: dict[str, ValueRange] = Field(
+        default_factory=dict
+    )  # by input name, for inputs whose values decide a shape
 
     def sizes(self, point: Point) -> dict[str, int]:
         """Size of every symbol at min, opt or max."""
@@ -146,17 +167,34 @@ class Profile(Frozen):
 
     def odd_values(self) -> dict[str, tuple[int, ...]]:
         """Values chosen as the odd sizes are: a value with the range of a symbol is as large as that symbol."""
-        return {name: tuple(map(_odd_size, each.min, each.opt, each.max)) for name, each in self.values.items()}
+        return {
+            name: tuple(map(_odd_size, each.min, each.opt, each.max))
+            for name, each in self.values.items()
+        }
 
-    def holds(self, sizes: Mapping[str, int], values: Mapping[str, Sequence[int]] | None = None) -> bool:
+    def holds(
+        self, sizes: Mapping[str, int], values: Mapping[str, Sequence[int]] | None = None
+    ) -> bool:
         """Whether every symbol of this profile, and every value where values are given, lies within its range."""
-        fits = values is None or all(each.holds(values[name]) for name, each in self.values.items() if name in values)
-        return fits and all(dim.min <= sizes.get(name, dim.opt) <= dim.max for name, dim in self.dims.items())
+        fits = values is None or all(
+            each.holds(values[name]) for name, each in self.values.items() if name in values
+        )
+        return fits and all(
+            dim.min <= sizes.get(name, dim.opt) <= dim.max for name, dim in self.dims.items()
+        )
 
     def in_words(self) -> str:
         """Every range, for messages."""
-        values = [f"{name} from {list(each.min)} to {list(each.max)}" for name, each in self.values.items()]
-        return ", ".join([*(f"{symbol} from {dim.min} to {dim.max}" for symbol, dim in self.dims.items()), *values])
+        values = [
+            f"{name} from {list(each.min)} to {list(each.max)}"
+            for name, each in self.values.items()
+        ]
+        return ", ".join(
+            [
+                *(f"{symbol} from {dim.min} to {dim.max}" for symbol, dim in self.dims.items()),
+                *values,
+            ]
+        )
 
 
 def _odd_size(low: int, usual: int, high: int) -> int:
@@ -165,7 +203,9 @@ def _odd_size(low: int, usual: int, high: int) -> int:
     return candidates[len(candidates) // 2]
 
 
-def sizes_from_shapes(specs: tuple[TensorSpec, ...], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int] | str:
+def sizes_from_shapes(
+    specs: tuple[TensorSpec, ...], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, int] | str:
     """The size of every symbol, read off concrete shapes; a sentence instead if they contradict the specs."""
     sizes: dict[str, int] = {}
     for spec in specs:
@@ -176,7 +216,9 @@ def sizes_from_shapes(specs: tuple[TensorSpec, ...], shapes: Mapping[str, tuple[
             if isinstance(dim, int) and dim != size:
                 return f"input '{spec.name}' has shape {shape}, expected {spec.shape}"
             if isinstance(dim, str) and sizes.setdefault(dim, size) != size:
-                return f"input '{spec.name}' gives '{dim}' = {size}, another input gives {sizes[dim]}"
+                return (
+                    f"input '{spec.name}' gives '{dim}' = {size}, another input gives {sizes[dim]}"
+                )
     return sizes
 
 
@@ -187,7 +229,9 @@ class Target(Frozen):
     version: str  # of the backend's library
     device: str  # CPU model or GPU name
     cpu_flags: tuple[str, ...] = ()  # the instruction sets that change generated code, sorted
-    compute_capability: str | None = None  # "8.9"; "8.0+" of an engine for 8.0 or later; None on CPU
+    compute_capability: str | None = (
+        None  # "8.9"; "8.0+" of an engine for 8.0 or later; None on CPU
+    )
     driver: str | None = None
 
     def accepts(self, host: Target) -> tuple[str, ...]:
@@ -197,10 +241,14 @@ class Target(Frozen):
             mine, theirs = getattr(self, field), getattr(host, field)
             if mine != theirs and not _is_later(theirs, mine, same_major=field == "version"):
                 needs = f"{mine[:-1]} or later" if mine and mine.endswith("+") else mine
-                reasons.append(f"engine needs {field.replace('_', ' ')} {needs}, this host has {theirs or 'none'}")
+                reasons.append(
+                    f"engine needs {field.replace('_', ' ')} {needs}, this host has {theirs or 'none'}"
+                )
         missing = sorted(set(self.cpu_flags) - set(host.cpu_flags))
         if missing:
-            reasons.append(f"engine was built for CPU flags {', '.join(missing)}, which this host lacks")
+            reasons.append(
+                f"engine was built for CPU flags {', '.join(missing)}, which this host lacks"
+            )
         return tuple(reasons)
 
 
@@ -208,7 +256,9 @@ def _is_later(theirs: str | None, mine: str | None, same_major: bool) -> bool:
     """Whether `theirs` is what `mine`, such as "8.0+", stands for; by numbers: 12.0 is later than 8.9."""
     if not (mine and theirs and mine.endswith("+")):
         return False
-    here, least = ([int(part) for part in version.removesuffix("+").split(".")] for version in (theirs, mine))
+    here, least = (
+        [int(part) for part in version.removesuffix("+").split(".")] for version in (theirs, mine)
+    )
     return here >= least and (here[0] == least[0] or not same_major)
 
 
@@ -231,7 +281,9 @@ class Placement(Frozen):
     conv: bool = True
     matmul_weight: bool = True  # Gemm, and MatMul with a weight on one side
     matmul_activations: bool = False  # MatMul of two activations (attention scores)
-    residual_add: bool = True  # an Add of two activations: both inputs; for TensorRT the residual only
+    residual_add: bool = (
+        True  # an Add of two activations: both inputs; for TensorRT the residual only
+    )
     first_layer: bool = True  # what reads the model's inputs
     last_layer: bool = False  # the classifier
     per_channel: bool = True  # weights; activations are always per tensor
@@ -242,19 +294,31 @@ class Recipe(Frozen):
 
     backend: str
     precision: Precision
-    realised_in: Literal["graph", "runtime", "flags"] = "graph"  # runtime: the backend is told; flags: TensorRT chooses (int8: implicit)
+    realised_in: Literal["graph", "runtime", "flags"] = (
+        "graph"  # runtime: the backend is told; flags: TensorRT chooses (int8: implicit)
+    )
     method: CalibrationMethod | None = None  # int8 only
-    activation: Literal["int8", "uint8", "float"] = "int8"  # int8: zero point 0; uint8: asymmetric; float: as they are, weight_only
+    activation: Literal["int8", "uint8", "float"] = (
+        "int8"  # int8: zero point 0; uint8: asymmetric; float: as they are, weight_only
+    )
     weight_bits: Literal[7, 8] = 8  # 7 where 8-bit dot products can saturate (x86 without VNNI)
-    quantizer: Literal["crucible", "nncf", "modelopt", "onnxruntime", "given"] = "crucible"  # given: the model brings its own Q/DQ
+    quantizer: Literal["crucible", "nncf", "modelopt", "onnxruntime", "given"] = (
+        "crucible"  # given: the model brings its own Q/DQ
+    )
     weight_only: bool = False  # int4 and int8: only weights have few bits; the products are of floats unless `activation` says int8
     block_size: int = 0  # weight_only: weights that share a scale; 0: all of one output channel
-    smooth_quant: bool | None = None  # NNCF, int8: outliers of activations moved into the weights; None: where NNCF sees a transformer
+    smooth_quant: bool | None = (
+        None  # NNCF, int8: outliers of activations moved into the weights; None: where NNCF sees a transformer
+    )
     rest: Precision = Precision.FP32  # precision of what is not quantised
     placement: Placement = Placement()
     keep_fp32: tuple[str, ...] = ()  # node names kept in fp32 (fnmatch patterns)
-    try_methods: bool = Field(default=False, exclude=True)  # if it fails, choose ranges by the other methods: what follows it too
-    keep_worst: bool = Field(default=False, exclude=True)  # if it fails, keep its worst nodes in fp32: what follows it, no part of what it is
+    try_methods: bool = Field(
+        default=False, exclude=True
+    )  # if it fails, choose ranges by the other methods: what follows it too
+    keep_worst: bool = Field(
+        default=False, exclude=True
+    )  # if it fails, keep its worst nodes in fp32: what follows it, no part of what it is
     compute_capability: str | None = None  # for a backend that builds for a GPU that is not here
     hardware_compatible: bool = False  # TensorRT: runs on every GPU generation from Ampere on
     version_compatible: bool = False  # TensorRT: runs on later versions of the library too
@@ -280,21 +344,38 @@ class Recipe(Frozen):
         if self.quantizer not in ("crucible", self.backend) and self.variant != "as given":
             parts.append(self.quantizer)
         if self.weight_only:
-            parts += ["weight-only", f"b{self.block_size}" if self.block_size else "", "a8" if self.activation == "int8" else ""]
+            parts += [
+                "weight-only",
+                f"b{self.block_size}" if self.block_size else "",
+                "a8" if self.activation == "int8" else "",
+            ]
         elif self.realised_in == "flags":
-            parts += ["implicit", str(self.method)] if self.precision is Precision.INT8 else ["flags"]
+            parts += (
+                ["implicit", str(self.method)] if self.precision is Precision.INT8 else ["flags"]
+            )
         elif self.precision is Precision.INT8 and self.quantizer != "given":
-            parts += [str(self.method or ""), f"{'u' if self.activation == 'uint8' else 's'}8s{self.weight_bits}"]
+            parts += [
+                str(self.method or ""),
+                f"{'u' if self.activation == 'uint8' else 's'}8s{self.weight_bits}",
+            ]
             usual = Placement()
-            parts += [f"{'+' if on else '-'}{rule}" for rule, on in self.placement if on != getattr(usual, rule)]
+            parts += [
+                f"{'+' if on else '-'}{rule}"
+                for rule, on in self.placement
+                if on != getattr(usual, rule)
+            ]
         if self.smooth_quant is not None:
             parts.append(f"{'+' if self.smooth_quant else '-'}smooth_quant")
         if kept := self.keep_fp32:  # a digest tells one long list from another
             digest = hashlib.sha256("\n".join(kept).encode()).hexdigest()
-            parts.append(f"keep {','.join(kept) if len(kept) <= 2 else f'{kept[0]} and {len(kept) - 1} more ({digest[:6]})'}")
+            parts.append(
+                f"keep {','.join(kept) if len(kept) <= 2 else f'{kept[0]} and {len(kept) - 1} more ({digest[:6]})'}"
+            )
         if self.compute_capability:
             parts.append(f"sm_{self.compute_capability.replace('.', '')}")
-        parts += [name for name in ("hardware_compatible", "version_compatible") if getattr(self, name)]
+        parts += [
+            name for name in ("hardware_compatible", "version_compatible") if getattr(self, name)
+        ]
         return " ".join(part for part in parts if part)
 
 
@@ -317,9 +398,13 @@ class ModelSource(Frozen):
     path: Path | None = None  # .onnx or .pt2
     entrypoint: str | None = None  # module:function, returns an nn.Module
     python_path: Path | None = None  # folder the module is imported from
-    weights: Path | None = None  # .safetensors; None = the weights the entrypoint returns (the plan must say so in words)
+    weights: Path | None = (
+        None  # .safetensors; None = the weights the entrypoint returns (the plan must say so in words)
+    )
     inputs: tuple[TensorSpec, ...] = ()  # empty for .onnx: read from the graph
-    outputs: tuple[str, ...] = ()  # names for the outputs; empty: the keys of a dict or dataclass, else output_0, output_1, ...
+    outputs: tuple[
+        str, ...
+    ] = ()  # names for the outputs; empty: the keys of a dict or dataclass, else output_0, output_1, ...
     seed: int = 0
     digest: str = ""  # of all content: file, weights, source text of the entrypoint's package
 
@@ -355,7 +440,9 @@ class KeptNode(Frozen):
     node: str
     operator: str
     reason: str  # in words: "values up to 1e+06 in 'x'"
-    unnamed: bool = False  # its kernels carry no node's name, as in the loop that TensorRT makes of a GRU
+    unnamed: bool = (
+        False  # its kernels carry no node's name, as in the loop that TensorRT makes of a GRU
+    )
 
 
 class OnnxModel(Artifact):
@@ -378,7 +465,9 @@ class TensorRange(Frozen):
     maximum: float
     low: float  # the range the method chose; equals minimum and maximum for min-max
     high: float
-    histogram: tuple[int, ...] = ()  # counts in equal bins over [-l, l), l a power of two; of large tensors a part of the values
+    histogram: tuple[
+        int, ...
+    ] = ()  # counts in equal bins over [-l, l), l a power of two; of large tensors a part of the values
     count: int = 0  # values seen
     nonfinite: int = 0
 
@@ -398,7 +487,9 @@ class TensorRTOptions(Frozen):
 
     workspace_bytes: int | None = Field(default=None, gt=0)  # None = all of the GPU's memory
     optimization_level: int = Field(default=3, ge=0, le=5)  # TensorRT's own default is 3
-    timing_iterations: int = Field(default=8, ge=1, le=100)  # as trtexec; TensorRT's own default is 1
+    timing_iterations: int = Field(
+        default=8, ge=1, le=100
+    )  # as trtexec; TensorRT's own default is 1
     plugins: tuple[Path, ...] = ()  # libraries with plugins that the model's operators need
 
 

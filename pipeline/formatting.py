@@ -34,7 +34,9 @@ def number_text(value: float) -> str:
 
 
 def _three_digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    return (
+        f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    )
 
 
 def interval(value: Interval, digits: int) -> str:
@@ -58,7 +60,14 @@ def profiles_text(ranges: Iterable[str]) -> str:
     for text in ranges:
         name, equals, sizes = text.partition("=")
         numbers = sizes.split(":")
-        if not equals or len(numbers) not in (1, 3) or not all(number.isdigit() for number in numbers):
-            raise PlanError(f"expected --profile DIM=MIN:OPT:MAX, got '{text}'", "for example --profile batch=1:8:64")
+        if (
+            not equals
+            or len(numbers) not in (1, 3)
+            or not all(number.isdigit() for number in numbers)
+        ):
+            raise PlanError(
+                f"expected --profile DIM=MIN:OPT:MAX, got '{text}'",
+                "for example --profile batch=1:8:64",
+            )
         entries.append(f"{name}: [{', '.join(numbers if len(numbers) == 3 else numbers * 3)}]")
     return f"[{{{', '.join(entries)}}}]"

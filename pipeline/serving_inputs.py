@@ -25,12 +25,16 @@ class Padding(Frozen):
 class BatchSpec(Frozen):
     """Whether and how requests may be answered together."""
 
-    axes: Mapping[str, int | None]  # of each input and output by name; None: not batched, the same for all rows of a batch
+    axes: Mapping[
+        str, int | None
+    ]  # of each input and output by name; None: not batched, the same for all rows of a batch
     maximum: int = Field(default=1, ge=1)  # rows of a batch, as the profiles allow
     padding: tuple[Padding, ...] = ()
     proved: bool = False  # row i of a full batch, of a padded batch and alone were seen to agree
     reason: str = ""  # why it is not proved: then every request runs alone
-    largest_error: float | None = None  # seen in the proof, relative to the largest value of an output
+    largest_error: float | None = (
+        None  # seen in the proof, relative to the largest value of an output
+    )
 
 
 class InputRecipe(Frozen):
@@ -54,17 +58,27 @@ class ServingConfig(Frozen):
     labels: dict[str, tuple[str, ...]] = Field(default_factory=dict)  # of outputs, by class index
 
 
-def check_serving(serving: ServingConfig, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> None:
+def check_serving(
+    serving: ServingConfig, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]
+) -> None:
     """PlanError for an input, an axis or an output that the model lacks."""
     rank = {spec.name: len(spec.shape) for spec in inputs}
-    asked = [("padding", each.input) for each in serving.padding] + ([("image", serving.image.input)] if serving.image else [])
+    asked = [("padding", each.input) for each in serving.padding] + (
+        [("image", serving.image.input)] if serving.image else []
+    )
     for key, name in asked:
         if name not in rank:
-            raise PlanError(f"serving.{key} names '{name}', which is no input; the model has {', '.join(rank)}", "name one of these")
+            raise PlanError(
+                f"serving.{key} names '{name}', which is no input; the model has {', '.join(rank)}",
+                "name one of these",
+            )
     for each in serving.padding:
         if each.axis >= rank[each.input]:
             said = f"serving.padding: '{each.input}' has {rank[each.input]} axes, there is no axis {each.axis}"
             raise PlanError(said, "axes are counted from 0")
     known = [spec.name for spec in outputs]
     if unknown := [name for name in serving.labels if name not in known]:
-        raise PlanError(f"serving.labels names '{unknown[0]}', which is no output; the model has {', '.join(known)}", "name one of these")
+        raise PlanError(
+            f"serving.labels names '{unknown[0]}', which is no output; the model has {', '.join(known)}",
+            "name one of these",
+        )

@@ -35,12 +35,24 @@ from service.storage.layout import Folders
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-ROUTERS = (oip.router, infer.router, jobs.router, reports.router, models.router, health.router, docs.router)
+ROUTERS = (
+    oip.router,
+    infer.router,
+    jobs.router,
+    reports.router,
+    models.router,
+    health.router,
+    docs.router,
+)
 ABOUT = "Send a trained model, follow its compilation, read what was measured and proved, and take the engine."
 
 
 def create_app(
-    settings: Settings, worker: Sequence[str] = WORKER, probe: Probe = probe, serving: Serving | None = None, traces: TracerProvider | None = None
+    settings: Settings,
+    worker: Sequence[str] = WORKER,
+    probe: Probe = probe,
+    serving: Serving | None = None,
+    traces: TracerProvider | None = None,
 ) -> FastAPI:
     """The service on `settings.home`, as an ASGI application. Nothing is opened before its lifespan begins.
 
@@ -68,8 +80,15 @@ def create_app(
 
     async def answer_method(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        allowed = ", ".join(sorted(methods_at(request.scope) | set((error.headers or {})["Allow"].split(", "))))
-        return await answer(request, MethodNotAllowed(f"this path takes {allowed}", "GET /docs lists what there is", {"Allow": allowed}))
+        allowed = ", ".join(
+            sorted(methods_at(request.scope) | set((error.headers or {})["Allow"].split(", ")))
+        )
+        return await answer(
+            request,
+            MethodNotAllowed(
+                f"this path takes {allowed}", "GET /docs lists what there is", {"Allow": allowed}
+            ),
+        )
 
     app = FastAPI(
         title="Crucible",
@@ -83,9 +102,16 @@ def create_app(
         middleware=[
             Middleware(Observed, metrics=metrics, folders=folders),
             Middleware(Guard, settings=settings, verify=verify),
-            *([Middleware(FastInference, answer=answer)] if traces is None else []),  # FastAPI makes the spans
+            *(
+                [Middleware(FastInference, answer=answer)] if traces is None else []
+            ),  # FastAPI makes the spans
         ],
-        exception_handlers={HTTPException: answer, RequestValidationError: answer, CrucibleError: answer, 405: answer_method},
+        exception_handlers={
+            HTTPException: answer,
+            RequestValidationError: answer,
+            CrucibleError: answer,
+            405: answer_method,
+        },
     )
     for router in ROUTERS:
         app.include_router(router)
@@ -94,5 +120,12 @@ def create_app(
 
 def methods_at(scope: Scope) -> set[str]:
     """All methods that a path takes; of a refused one the framework names those of the first route only."""
-    fitting = [route for router in ROUTERS for route in router.routes if route.matches(scope)[0] is not Match.NONE]
-    return {method for route in fitting if isinstance(route, APIRoute) for method in route.methods or ()}
+    fitting = [
+        route
+        for router in ROUTERS
+        for route in router.routes
+        if route.matches(scope)[0] is not Match.NONE
+    ]
+    return {
+        method for route in fitting if isinstance(route, APIRoute) for method in route.methods or ()
+    }

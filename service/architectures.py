@@ -12,7 +12,15 @@ from pipeline.distribution import install_command
 from pipeline.plan.schema import METRICS
 from service.errors import Unprocessable
 
-ARCHITECTURES = ("resnet18", "resnet50", "mobilenet_v2", "mobilenet_v3_large", "efficientnet_b0", "convnext_tiny", "vit_b_16")
+ARCHITECTURES = (
+    "resnet18",
+    "resnet50",
+    "mobilenet_v2",
+    "mobilenet_v3_large",
+    "efficientnet_b0",
+    "convnext_tiny",
+    "vit_b_16",
+)
 """Functions of torchvision.models; the service can load weights for these."""
 
 MOST_CLASSES = 1_000_000
@@ -24,10 +32,20 @@ def entrypoint_of(name: str, classes: int) -> str:
     if name not in ARCHITECTURES:
         near = difflib.get_close_matches(name, ARCHITECTURES, n=1)
         known = ", ".join(ARCHITECTURES)
-        raise Unprocessable(f"no architecture '{name}'", f"did you mean {near[0]}? known: {known}" if near else f"known: {known}; or send ONNX")
+        raise Unprocessable(
+            f"no architecture '{name}'",
+            f"did you mean {near[0]}? known: {known}" if near else f"known: {known}; or send ONNX",
+        )
     if not 0 < classes <= MOST_CLASSES:
-        raise Unprocessable(f"classes: {classes}, expected 1 to {MOST_CLASSES}", "give the number of outputs that the weights were trained with")
-    if missing := [package for package in ("torch", "torchvision", "safetensors") if importlib.util.find_spec(package) is None]:
+        raise Unprocessable(
+            f"classes: {classes}, expected 1 to {MOST_CLASSES}",
+            "give the number of outputs that the weights were trained with",
+        )
+    if missing := [
+        package
+        for package in ("torch", "torchvision", "safetensors")
+        if importlib.util.find_spec(package) is None
+    ]:
         lack = f"architectures need {', '.join(missing)}, which this service was installed without"
         command = install_command("torch")
         raise Unprocessable(lack, f"send ONNX, or install the extra on the server: {command}")
@@ -37,7 +55,10 @@ def entrypoint_of(name: str, classes: int) -> str:
 def check_metric(metric: str) -> None:
     """Unprocessable unless the metric is one that Crucible brings."""
     if metric not in ("auto", *METRICS):
-        raise Unprocessable(f"no metric '{metric}'", f"known: auto, {', '.join(METRICS)}; metrics of your own run where you run `crucible compile`")
+        raise Unprocessable(
+            f"no metric '{metric}'",
+            f"known: auto, {', '.join(METRICS)}; metrics of your own run where you run `crucible compile`",
+        )
 
 
 def __getattr__(function: str) -> Callable[[], Any]:

@@ -26,7 +26,10 @@ class Caller:
     def require(self, scope: Scope) -> None:
         """Forbidden without this scope; admin includes the others."""
         if scope not in self.scopes and "admin" not in self.scopes:
-            raise Forbidden(f"this key has no scope '{scope}', it has {', '.join(self.scopes) or 'none'}", f"use a key made with `--scope {scope}`")
+            raise Forbidden(
+                f"this key has no scope '{scope}', it has {', '.join(self.scopes) or 'none'}",
+                f"use a key made with `--scope {scope}`",
+            )
 
 
 LOCAL = Caller("local", SCOPES)

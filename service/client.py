@@ -33,7 +33,14 @@ from pipeline.errors import CrucibleError, HostError, PlanError, UserError
 from pipeline.results.report import Report
 from service.http.schemas import FORMS, JobPage, JobView, Refusal
 from service.jobs.state import FINAL, State
-from service.registry.models import BenchmarkRequest, DeploymentOptions, ModelPage, ModelView, PromoteRequest, ShapesView
+from service.registry.models import (
+    BenchmarkRequest,
+    DeploymentOptions,
+    ModelPage,
+    ModelView,
+    PromoteRequest,
+    ShapesView,
+)
 from service.storage.keys import FORM
 from service.submission.tar import untar
 
@@ -67,7 +74,9 @@ class RemoteError(CrucibleError):
 
     exit_code = 1
 
-    def __init__(self, message: str, next_step: str = "", code: str = "service", status: int = 0) -> None:
+    def __init__(
+        self, message: str, next_step: str = "", code: str = "service", status: int = 0
+    ) -> None:
         super().__init__(message, next_step)
         self.code, self.status = code, status
 
@@ -88,9 +97,14 @@ class Upload:
 
     def parts(self, opened: contextlib.ExitStack) -> dict[str, tuple[str, IO[bytes] | str]]:
         """What there is, by the name of its part: its file's name and content."""
-        named = {name: getattr(self, name) for name in ("model", "plan", "calibration", "selection", "validation")}
+        named = {
+            name: getattr(self, name)
+            for name in ("model", "plan", "calibration", "selection", "validation")
+        }
         return {
-            name: ("plan.yaml", part) if isinstance(part, str) else (part.name, opened.enter_context(_open(part)))
+            name: ("plan.yaml", part)
+            if isinstance(part, str)
+            else (part.name, opened.enter_context(_open(part)))
             for name, part in named.items()
             if part is not None
         }
@@ -123,37 +137,58 @@ class Client:
     def __init__(self, url: str = DEFAULT_URL, key: str | None = None) -> None:
         self.url = url.rstrip("/")
         if not re.match(r"https?://[^/\s]", self.url):
-            raise PlanError(f"expected the address of a service, got '{url}'", f"for example {DEFAULT_URL}")
+            raise PlanError(
+                f"expected the address of a service, got '{url}'", f"for example {DEFAULT_URL}"
+            )
         if key is not None and not FORM.fullmatch(key.strip()):
-            raise UserError("what was given as the key is no Crucible key", "give the whole text that `crucible keys create` printed")
+            raise UserError(
+                "what was given as the key is no Crucible key",
+                "give the whole text that `crucible keys create` printed",
+            )
         headers = {"Authorization": f"Bearer {key.strip()}"} if key is not None else {}
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S)
 
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._http.close()
 
     def submit(self, upload: Upload, idempotency_key: str | None = None) -> JobView:
         """Send a model, streamed from the disk; the job, which may be that of an equal request before."""
         with contextlib.ExitStack() as opened:
             timeout, headers = httpx.Timeout(TIMEOUT_S, read=ANSWER_S), _once(idempotency_key)
-            request = self._http.build_request("POST", "/compile", files=upload.parts(opened), headers=headers, timeout=timeout)
+            request = self._http.build_request(
+                "POST", "/compile", files=upload.parts(opened), headers=headers, timeout=timeout
+            )
             return self._parsed(JobView, self._send(request))
 
     def submit_config(self, name: str, idempotency_key: str | None = None) -> JobView:
         """Compile one of the server's own plans."""
-        request = self._http.build_request("POST", "/compile", json={"config": name}, headers=_once(idempotency_key))
+        request = self._http.build_request(
+            "POST", "/compile", json={"config": name}, headers=_once(idempotency_key)
+        )
         return self._parsed(JobView, self._send(request))
 
     def job(self, job_id: str) -> JobView:
         return self._parsed(JobView, self._ask("GET", _path("jobs", job_id)))
 
-    def jobs(self, state: State | None = None, limit: int = 50, after: str | None = None) -> JobPage:
+    def jobs(
+        self, state: State | None = None, limit: int = 50, after: str | None = None
+    ) -> JobPage:
         """Jobs, newest first; `next` of a page is the `after` of the one that follows."""
         given = {"state": state, "limit": limit, "after": after}
-        return self._parsed(JobPage, self._ask("GET", "/jobs", {name: value for name, value in given.items() if value is not None}))
+        return self._parsed(
+            JobPage,
+            self._ask(
+                "GET", "/jobs", {name: value for name, value in given.items() if value is not None}
+            ),
+        )
 
     def cancel(self, job_id: str) -> JobView:
         return self._parsed(JobView, self._ask("DELETE", _path("jobs", job_id)))
@@ -166,7 +201,11 @@ class Client:
         """The report of a job that has succeeded."""
         from pipeline.report.render import report_from_json
 
-        return report_from_json(self._ask("GET", _path("reports", job_id)).content, f"{self.url}/reports/{job_id}", Path())
+        return report_from_json(
+            self._ask("GET", _path("reports", job_id)).content,
+            f"{self.url}/reports/{job_id}",
+            Path(),
+        )
 
     def models(self) -> ModelPage:
         return self._parsed(ModelPage, self._ask("GET", "/models"))
@@ -180,24 +219,42 @@ class Client:
 
     def promote(self, name: str, report: str, override: bool = False) -> ModelView:
         """Make a report's engine the model's current version; where the model is deployed, that answers when this returns."""
-        return self._changed("POST", _path("models", name, "promote"), PromoteRequest(report=report, override=override))
+        return self._changed(
+            "POST",
+            _path("models", name, "promote"),
+            PromoteRequest(report=report, override=override),
+        )
 
     def rollback(self, name: str) -> ModelView:
         return self._changed("POST", _path("models", name, "rollback"), None)
 
-    def benchmark(self, name: str, version: int | None = None, idempotency_key: str | None = None) -> JobView:
+    def benchmark(
+        self, name: str, version: int | None = None, idempotency_key: str | None = None
+    ) -> JobView:
         """A job that measures a model's engine again: this version's, or what is loaded, or the current one's."""
         asked = BenchmarkRequest(version=version).model_dump(mode="json")
-        request = self._http.build_request("POST", _path("models", name, "benchmark"), json=asked, headers=_once(idempotency_key), timeout=_patient())
+        request = self._http.build_request(
+            "POST",
+            _path("models", name, "benchmark"),
+            json=asked,
+            headers=_once(idempotency_key),
+            timeout=_patient(),
+        )
         return self._parsed(JobView, self._send(request))
 
     def load(self, name: str, options: DeploymentOptions | None = None) -> ModelView:
         """Ready when this returns."""
-        return self._changed("PUT", _path("models", name, "deployment"), options or DeploymentOptions())
+        return self._changed(
+            "PUT", _path("models", name, "deployment"), options or DeploymentOptions()
+        )
 
     def unload(self, name: str) -> None:
         """All that waited is answered when this returns."""
-        self._send(self._http.build_request("DELETE", _path("models", name, "deployment"), timeout=_patient()))
+        self._send(
+            self._http.build_request(
+                "DELETE", _path("models", name, "deployment"), timeout=_patient()
+            )
+        )
 
     def download(self, job_id: str, folder: Path) -> Report:
         """Fill `folder` as `crucible compile` does: the report in its three forms and, unless the model was rejected, the engine."""
@@ -206,41 +263,79 @@ class Client:
         report = self.report(job_id)
         folder.mkdir(parents=True, exist_ok=True)
         for form, name in FORMS.items():
-            request = self._http.build_request("GET", _path("reports", job_id), headers={"Accept": form})
+            request = self._http.build_request(
+                "GET", _path("reports", job_id), headers={"Accept": form}
+            )
             (folder / name).write_bytes(self._send(request).content)
         if not report.has_engine:
             withdraw_engine(folder / "engine")
             return report
         with tempfile.TemporaryDirectory(dir=folder) as work:
             packed = Path(work) / "engine.tar"
-            with packed.open("wb") as file, self._streamed(self._http.build_request("GET", _path("reports", job_id, "engine.tar"))) as chunks:
+            with (
+                packed.open("wb") as file,
+                self._streamed(
+                    self._http.build_request("GET", _path("reports", job_id, "engine.tar"))
+                ) as chunks,
+            ):
                 file.writelines(chunks)
             with tarfile.open(packed) as archive:
                 untar(archive, Path(work))
             deliver_engine(load_engine(Path(work) / "engine"), folder / "engine")
         return report
 
-    def infer(self, body: bytes, kind: str, model: str | None = None, outputs: Sequence[str] = (), timeout_s: float | None = None) -> Inference:
+    def infer(
+        self,
+        body: bytes,
+        kind: str,
+        model: str | None = None,
+        outputs: Sequence[str] = (),
+        timeout_s: float | None = None,
+    ) -> Inference:
         """An answer to a body of this Content-Type, such as a .npy file's; the model may be left out where one is deployed."""
         answer = self.infer_as("application/x-npz", body, kind, model, outputs, timeout_s)
         with np.load(io.BytesIO(answer.content), allow_pickle=False) as arrays:
             tensors = dict(arrays)
         about = answer.headers
         times = re.findall(r"(\w+);dur=([\d.]+)", about["Server-Timing"])
-        whole = int(about["Crucible-Version"]), about["Crucible-Device"], int(about["Crucible-Batch-Size"])
-        return Inference(unquote(about["Crucible-Model"]), *whole, tensors, {name: float(time) for name, time in times})
+        whole = (
+            int(about["Crucible-Version"]),
+            about["Crucible-Device"],
+            int(about["Crucible-Batch-Size"]),
+        )
+        return Inference(
+            unquote(about["Crucible-Model"]),
+            *whole,
+            tensors,
+            {name: float(time) for name, time in times},
+        )
 
     def infer_as(
-        self, accept: str, body: bytes, kind: str, model: str | None = None, outputs: Sequence[str] = (), timeout_s: float | None = None
+        self,
+        accept: str,
+        body: bytes,
+        kind: str,
+        model: str | None = None,
+        outputs: Sequence[str] = (),
+        timeout_s: float | None = None,
     ) -> httpx.Response:
         """The same in any form that the service gives."""
-        query: dict[str, str | float] = {**({"outputs": ",".join(outputs)} if outputs else {}), **({"timeout_s": timeout_s} if timeout_s else {})}
+        query: dict[str, str | float] = {
+            **({"outputs": ",".join(outputs)} if outputs else {}),
+            **({"timeout_s": timeout_s} if timeout_s else {}),
+        }
         path = "/infer" if model is None else _path("models", model, "infer")
         headers = {"Content-Type": kind, "Accept": accept}
         timeout = httpx.Timeout(TIMEOUT_S, read=timeout_s + TIMEOUT_S if timeout_s else ANSWER_S)
-        return self._send(self._http.build_request("POST", path, params=query, content=body, headers=headers, timeout=timeout))
+        return self._send(
+            self._http.build_request(
+                "POST", path, params=query, content=body, headers=headers, timeout=timeout
+            )
+        )
 
-    def events(self, job_id: str, after: int = 0, patience_s: float = PATIENCE_S) -> Iterator[Event]:
+    def events(
+        self, job_id: str, after: int = 0, patience_s: float = PATIENCE_S
+    ) -> Iterator[Event]:
         """What happens to a job, to its end: each event once, also if the server is restarted meanwhile.
 
         Unreachable if it cannot be reached at first, or is away for longer than `patience_s` later.
@@ -249,7 +344,10 @@ class Client:
         while True:
             try:
                 request = self._http.build_request(
-                    "GET", _path("jobs", job_id, "events"), headers={"Last-Event-ID": str(after)}, timeout=httpx.Timeout(TIMEOUT_S, read=SILENT_S)
+                    "GET",
+                    _path("jobs", job_id, "events"),
+                    headers={"Last-Event-ID": str(after)},
+                    timeout=httpx.Timeout(TIMEOUT_S, read=SILENT_S),
                 )
                 with self._streamed(request) as chunks:
                     known = True
@@ -262,7 +360,10 @@ class Client:
                 if not known or (isinstance(error, RemoteError) and error.status not in TRY_AGAIN):
                     raise
             if (wait_s := next(waits, None)) is None:
-                raise Unreachable(f"{self.url} has been away for {patience_s:.0f} s", "the job goes on when the service does: ask again later")
+                raise Unreachable(
+                    f"{self.url} has been away for {patience_s:.0f} s",
+                    "the job goes on when the service does: ask again later",
+                )
             time.sleep(wait_s)
 
     # -- how it asks ---------------------------------------------------------------------------------------------------
@@ -279,9 +380,14 @@ class Client:
 
     def _changed(self, method: str, path: str, body: Frozen | None) -> ModelView:
         json_body = None if body is None else body.model_dump(mode="json")
-        return self._parsed(ModelView, self._send(self._http.build_request(method, path, json=json_body, timeout=_patient())))
+        return self._parsed(
+            ModelView,
+            self._send(self._http.build_request(method, path, json=json_body, timeout=_patient())),
+        )
 
-    def _ask(self, method: str, path: str, query: Mapping[str, Any] | None = None) -> httpx.Response:
+    def _ask(
+        self, method: str, path: str, query: Mapping[str, Any] | None = None
+    ) -> httpx.Response:
         return self._send(self._http.build_request(method, path, params=query))
 
     def _send(self, request: httpx.Request, stream: bool = False) -> httpx.Response:
@@ -301,12 +407,15 @@ class Client:
             return kind.model_validate_json(answer.content)
         except ValidationError as error:
             raise RemoteError(
-                f"{self.url} answers, but not as this version of Crucible does", "check the address and the server's version"
+                f"{self.url} answers, but not as this version of Crucible does",
+                "check the address and the server's version",
             ) from error
 
     def _unreachable(self, error: httpx.TransportError) -> Unreachable:
         said = f"no answer from {self.url}: {error or type(error).__name__}"
-        return Unreachable(said, "start it with `crucible serve`, or name another with --url or CRUCIBLE_URL")
+        return Unreachable(
+            said, "start it with `crucible serve`, or name another with --url or CRUCIBLE_URL"
+        )
 
 
 def place_of(text: str, url: str | None) -> tuple[str | None, str]:
@@ -314,7 +423,10 @@ def place_of(text: str, url: str | None) -> tuple[str | None, str]:
     if match := WHERE.fullmatch(text):
         return match[1], match[2]
     if not re.fullmatch(r"\w+", text):
-        raise PlanError(f"'{text}' is neither a job's id nor an address of a job or a report", f"for example {DEFAULT_URL}/reports/ID")
+        raise PlanError(
+            f"'{text}' is neither a job's id nor an address of a job or a report",
+            f"for example {DEFAULT_URL}/reports/ID",
+        )
     return url, text
 
 
@@ -338,7 +450,11 @@ def events_of_stream(chunks: Iterable[bytes]) -> Iterator[Event]:
     for chunk in chunks:
         *blocks, rest = (rest + chunk).split(b"\n\n")
         for block in blocks:
-            fields = dict(line.split(": ", 1) for line in block.decode().split("\n") if not line.startswith(":"))
+            fields = dict(
+                line.split(": ", 1)
+                for line in block.decode().split("\n")
+                if not line.startswith(":")
+            )
             if "id" in fields:
                 yield Event(int(fields["id"]), fields["event"], json.loads(fields["data"]))
 
@@ -348,7 +464,11 @@ def refusal_of(status: int, body: bytes, url: str) -> RemoteError:
     try:
         said = Refusal.model_validate_json(body)
     except ValidationError:
-        return RemoteError(f"{url} answered with HTTP status {status}", "check that this is the address of a Crucible service", status=status)
+        return RemoteError(
+            f"{url} answered with HTTP status {status}",
+            "check that this is the address of a Crucible service",
+            status=status,
+        )
     return RemoteError(said.error, said.next, said.code, status)
 
 
@@ -356,7 +476,9 @@ def _open(path: Path) -> IO[bytes]:
     try:
         return path.open("rb")
     except OSError as error:
-        raise UserError(f"cannot read '{path}': {error.strerror}", "check the path and its permissions") from error
+        raise UserError(
+            f"cannot read '{path}': {error.strerror}", "check the path and its permissions"
+        ) from error
 
 
 def _once(idempotency_key: str | None) -> dict[str, str]:

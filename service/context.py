@@ -57,7 +57,9 @@ async def probe() -> HostIdentity:
     """Devices and tools of this host, asked in a child: the server itself loads no backend."""
     from service.jobs.worker import probe_host
 
-    with Child(probe_host, name="probe", conversation=False) as child:  # leaving it, also by cancellation, ends the child
+    with Child(
+        probe_host, name="probe", conversation=False
+    ) as child:  # leaving it, also by cancellation, ends the child
         found: HostIdentity = await asyncio.to_thread(child.result, PROBE_S)
     return found
 
@@ -67,7 +69,14 @@ class Service:
 
     serving: Serving  # what wires ask: `models`, or what a test gives
 
-    def __init__(self, settings: Settings, metrics: Metrics, worker: Sequence[str], probe: Probe, spans: JobSpans) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        worker: Sequence[str],
+        probe: Probe,
+        spans: JobSpans,
+    ) -> None:
         self.settings, self.metrics, self._probe = settings, metrics, probe
         self.folders = Folders(settings.home)
         self.database = Database(settings.database)
@@ -77,9 +86,19 @@ class Service:
         self._leases = Leases(Devices(()))
         self.repository = Repository(self.database, self.folders)
         load = partial(Deployment.start, figures=Figures(metrics.registry))
-        means = Means(self.repository, self.jobs, self.folders, self._leases, settings.versions_kept, settings.load_timeout_s, load)
+        means = Means(
+            self.repository,
+            self.jobs,
+            self.folders,
+            self._leases,
+            settings.versions_kept,
+            settings.load_timeout_s,
+            load,
+        )
         self.models = self.serving = Deployments(means)
-        self.runner = JobRunner(settings, self.jobs, self._leases, worker, (metrics.observe_job, spans.observe))
+        self.runner = JobRunner(
+            settings, self.jobs, self._leases, worker, (metrics.observe_job, spans.observe)
+        )
         self.helpers = Helpers()
         self._host: HostIdentity | None = None
         self._reader = ThreadPoolExecutor(1, "crucible-read")
@@ -94,7 +113,9 @@ class Service:
         if self.stopping:
             raise Unavailable("the server is stopping", "try again in a moment")
         if self._host is None:
-            raise Unavailable(f"the server is starting: {self._waits_for()}", "try again in a moment")
+            raise Unavailable(
+                f"the server is starting: {self._waits_for()}", "try again in a moment"
+            )
         return self._host
 
     def _waits_for(self) -> str:
@@ -102,7 +123,11 @@ class Service:
         if not self._leases.devices.names:
             return "it asks its host for devices and tools"
         loading, models = self.models.starting()
-        return f"{loading} of {models} deployed models are being loaded, GET /models tells which" if loading else "it takes up its jobs"
+        return (
+            f"{loading} of {models} deployed models are being loaded, GET /models tells which"
+            if loading
+            else "it takes up its jobs"
+        )
 
     async def read(self, call: Callable[[], T]) -> T:
         """Ask the database, in a thread of its own."""
@@ -184,14 +209,19 @@ class Service:
 
 
 @asynccontextmanager
-async def opened(settings: Settings, metrics: Metrics, worker: Sequence[str], probe: Probe, spans: JobSpans) -> AsyncIterator[Service]:
+async def opened(
+    settings: Settings, metrics: Metrics, worker: Sequence[str], probe: Probe, spans: JobSpans
+) -> AsyncIterator[Service]:
     """A service on its home; StoreError if another server has it."""
     settings.home.mkdir(parents=True, exist_ok=True)
     lock = FileLock(settings.home / "server.lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise StoreError(f"another server uses '{settings.home}'", "stop that one, or give this one a home of its own with --home") from None
+        raise StoreError(
+            f"another server uses '{settings.home}'",
+            "stop that one, or give this one a home of its own with --home",
+        ) from None
     try:
         service = Service(settings, metrics, worker, probe, spans)
         metrics.collect_jobs(service.jobs.counts)

@@ -27,7 +27,9 @@ class ServiceError(CrucibleError):
     status = 500
     exit_code = 1  # of `crucible keys`
 
-    def __init__(self, message: str, next_step: str = "", headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, message: str, next_step: str = "", headers: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(message, next_step)
         self.headers = dict(headers or {})
 
@@ -126,8 +128,19 @@ def answer_to(error: BaseException, request_id: str = "") -> Answer:
     if isinstance(error, HostError):
         return Answer(Unavailable.status, _body(error), {"Retry-After": "30"})
     said = f"an error inside the service{f', logged as request {request_id}' if request_id else ''}"
-    return Answer(500, {"error": said, "code": "internal", "next": "give the request id to whoever runs this service"})
+    return Answer(
+        500,
+        {
+            "error": said,
+            "code": "internal",
+            "next": "give the request id to whoever runs this service",
+        },
+    )
 
 
 def _body(error: CrucibleError) -> dict[str, str]:
-    return {"error": error.message, "code": error.code, **({"next": error.next_step} if error.next_step else {})}
+    return {
+        "error": error.message,
+        "code": error.code,
+        **({"next": error.next_step} if error.next_step else {}),
+    }

@@ -71,7 +71,9 @@ class Served:
     max_batch: int = 1  # rows that run together, as it is deployed
     instances: int = 1
     image: InputRecipe | None = None
-    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of outputs, by class index
+    labels: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # of outputs, by class index
 
 
 @dataclass(frozen=True, slots=True)

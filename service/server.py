@@ -32,7 +32,10 @@ from service.tls import Tls, tls_from
 
 BACKLOG = 2048
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-KEPT_BYTES, MAPPED_BYTES = 64 * MIB, 32 * MIB  # free memory that is kept; blocks that are given back at once, at the most that glibc takes
+KEPT_BYTES, MAPPED_BYTES = (
+    64 * MIB,
+    32 * MIB,
+)  # free memory that is kept; blocks that are given back at once, at the most that glibc takes
 LINGER_S = 2.0  # so long /readyz says 503 and models still answer: a load balancer asks every second or so, and sends requests until then
 
 
@@ -44,19 +47,29 @@ class _Server(uvicorn.Server):
         yield
 
 
-def serve(settings: Settings, worker: Sequence[str] = WORKER, probe: Probe = probe, serving: Serving | None = None) -> None:
+def serve(
+    settings: Settings,
+    worker: Sequence[str] = WORKER,
+    probe: Probe = probe,
+    serving: Serving | None = None,
+) -> None:
     """Serve until SIGTERM or Ctrl-C. HostError if the address or the home is taken."""
     logs.configure(settings)
     keep_memory()
     tls = tls_from(settings)
-    with _listening(settings.host, settings.port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with (
+        _listening(settings.host, settings.port) as listener,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
         runner.run(_serve(create_app(settings, worker, probe, serving), listener, tls))
 
 
 def keep_memory() -> bool:
     """Keep what large bodies leave free: glibc would give it back after each, and fetch it again, 150 page faults for 602 KB. False without glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and bool(mallopt(M_TRIM_THRESHOLD, KEPT_BYTES) and mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES))
+    return mallopt is not None and bool(
+        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES) and mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
+    )
 
 
 async def _serve(app: FastAPI, listener: socket.socket, tls: Tls | None) -> None:
@@ -95,7 +108,9 @@ async def _asked_to_end(service: Service, serving: asyncio.Task[None]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.set)
     serving.add_done_callback(lambda _: asked.set())
-    service.started.add_done_callback(lambda task: asked.set() if task.cancelled() or task.exception() else None)
+    service.started.add_done_callback(
+        lambda task: asked.set() if task.cancelled() or task.exception() else None
+    )
     await asked.wait()
 
 
@@ -105,12 +120,17 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
     name = host.strip("[]")
     with contextlib.ExitStack() as kept:
         try:
-            found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            found = socket.getaddrinfo(
+                name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
             listener = kept.enter_context(socket.socket(found[0], socket.SOCK_STREAM))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(found[4])
         except OSError as error:
-            raise HostError(f"cannot listen on {host}, port {port}: {error.strerror}", "give another --host or --port") from error
+            raise HostError(
+                f"cannot listen on {host}, port {port}: {error.strerror}",
+                "give another --host or --port",
+            ) from error
         yield listener
 
 

@@ -33,28 +33,40 @@ class Settings(Frozen):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)  # 0: any that is free
     grpc: bool = True
-    grpc_port: int | None = Field(default=None, ge=0, le=65535)  # None: the one after `port`; 0: any that is free
+    grpc_port: int | None = Field(
+        default=None, ge=0, le=65535
+    )  # None: the one after `port`; 0: any that is free
     tls_certificate: Path | None = None  # PEM, with its chain; for HTTP and gRPC
     tls_key: Path | None = None
-    allowed_hosts: tuple[str, ...] = ()  # names under which clients reach the service, besides `host` and those of loopback
+    allowed_hosts: tuple[
+        str, ...
+    ] = ()  # names under which clients reach the service, besides `host` and those of loopback
     keys_required: bool | None = None  # None: unless bound to loopback
     admin_key_file: Path | None = None  # holds the first admin key, for containers
     configs: Path | None = None  # folder of plans that clients may name
-    allow_code: bool = False  # .pt2, which runs code of whoever sent it; TorchScript and pickle are never taken
+    allow_code: bool = (
+        False  # .pt2, which runs code of whoever sent it; TorchScript and pickle are never taken
+    )
 
     max_upload_bytes: int = Field(default=4 * GIB, gt=0)  # of one request's files together
     max_unpacked_bytes: int = Field(default=8 * GIB, gt=0)  # of an archive's members together
     max_plan_bytes: int = Field(default=256 * 1024, gt=0)
-    max_infer_bytes: int = Field(default=256 * MIB, gt=0)  # of one inference request, as it comes and unpacked
+    max_infer_bytes: int = Field(
+        default=256 * MIB, gt=0
+    )  # of one inference request, as it comes and unpacked
     max_body_bytes: int = Field(default=MIB, gt=0)  # of all other requests
     max_queued: int = Field(default=1000, gt=0)  # jobs of one owner that wait
 
-    job_memory_bytes: int | None = Field(default=None, gt=0)  # of a job and all its processes; None: 80 % of the machine's
+    job_memory_bytes: int | None = Field(
+        default=None, gt=0
+    )  # of a job and all its processes; None: 80 % of the machine's
     job_disk_bytes: int = Field(default=50 * GIB, gt=0)  # of a job's work directory
     job_timeout_s: float = Field(default=6 * 3600, gt=0)
     shutdown_s: float = Field(default=20, gt=0)  # from SIGTERM until what still runs is stopped
     retention_days: float = Field(default=30, gt=0)  # of finished jobs with their files
-    load_timeout_s: float = Field(default=180, gt=0)  # of an engine, until it has run once and is ready
+    load_timeout_s: float = Field(
+        default=180, gt=0
+    )  # of an engine, until it has run once and is ready
     versions_kept: int = Field(default=5, ge=1)  # of each model, besides those in use
 
     log_format: Literal["json", "text"] = "json"
@@ -81,7 +93,11 @@ class Settings(Frozen):
     @property
     def hosts(self) -> frozenset[str]:
         """Every name that a Host header may have, without the port."""
-        own = () if self.host in ("0.0.0.0", "::") else (f"[{self.host}]" if ":" in self.host else self.host,)
+        own = (
+            ()
+            if self.host in ("0.0.0.0", "::")
+            else (f"[{self.host}]" if ":" in self.host else self.host,)
+        )
         return frozenset(name.lower() for name in (*LOOPBACK_NAMES, *own, *self.allowed_hosts))
 
     @property
@@ -109,18 +125,30 @@ def settings_from(environ: Mapping[str, str], **given: object) -> Settings:
         field = variable.removeprefix(PREFIX).lower()
         if field not in known:
             near = difflib.get_close_matches(field, known, n=1)
-            raise PlanError(f"no setting {variable}", f"did you mean {PREFIX}{near[0].upper()}?" if near else "docs/service.md lists the settings")
+            raise PlanError(
+                f"no setting {variable}",
+                f"did you mean {PREFIX}{near[0].upper()}?"
+                if near
+                else "docs/service.md lists the settings",
+            )
         values[field] = _value(variable, environ[variable])
     values |= {name: value for name, value in given.items() if value is not None}
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
-        raise PlanError(f"the service cannot start with these settings: {faults}", "docs/service.md lists the settings") from error
+        faults = "; ".join(
+            f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()
+        )
+        raise PlanError(
+            f"the service cannot start with these settings: {faults}",
+            "docs/service.md lists the settings",
+        ) from error
 
 
 def _value(variable: str, text: str) -> object:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise PlanError(f"{variable} is not a YAML value: {error}", "quote it, or write a list as [a, b]") from error
+        raise PlanError(
+            f"{variable} is not a YAML value: {error}", "quote it, or write a list as [a, b]"
+        ) from error

@@ -30,4 +30,6 @@ def tls_from(settings: Settings) -> Tls | None:
         return Tls(certificate, key, certificate.read_bytes(), key.read_bytes())
     except OSError as error:  # ssl.SSLError is one
         said = f"cannot serve TLS with the certificate '{certificate}' and the key '{key}': {error}"
-        raise UserError(said, "give PEM files that belong together; the key without a passphrase") from error
+        raise UserError(
+            said, "give PEM files that belong together; the key without a passphrase"
+        ) from error

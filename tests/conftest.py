@@ -21,7 +21,9 @@ def session_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def own_home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def own_home(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
     """CRUCIBLE_HOME in a temporary folder, for this process and its children."""
     folder = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("CRUCIBLE_HOME", str(folder))
@@ -32,7 +34,9 @@ def own_home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """One finished compile of the tiny task, which tests only read: (its folder, its home). Report and engine are in `out`."""
     folder, home = tmp_path_factory.mktemp("task"), tmp_path_factory.mktemp("store")
-    done = crucible("compile", write_task(folder), "--out", folder / "out", env={"CRUCIBLE_HOME": str(home)})
+    done = crucible(
+        "compile", write_task(folder), "--out", folder / "out", env={"CRUCIBLE_HOME": str(home)}
+    )
     assert done.code == 0, done.err
     return folder, home
 
@@ -45,8 +49,12 @@ def bench(tmp_path: Path) -> Bench:
 def pytest_addoption(parser: pytest.Parser) -> None:
     file = os.environ.get("CRUCIBLE_GPU_RESULTS")
     says = "write how each GPU test ended, with the environment, as JSON [default: $CRUCIBLE_GPU_RESULTS]"
-    parser.addoption("--gpu-results", type=Path, default=Path(file) if file else None, metavar="FILE", help=says)
+    parser.addoption(
+        "--gpu-results", type=Path, default=Path(file) if file else None, metavar="FILE", help=says
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(GpuTests(find_gpus(), config.getoption("--gpu-results")), "gpu-tests")
+    config.pluginmanager.register(
+        GpuTests(find_gpus(), config.getoption("--gpu-results")), "gpu-tests"
+    )

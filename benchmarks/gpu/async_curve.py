@@ -24,7 +24,14 @@ def async_curve() -> dict[str, Any]:
     """ResNet-18 in PyTorch eager, fp32, on one large image, in a child of its own."""
     created = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
     found: dict[str, Any] = call_in_child(measure, name="async_curve")
-    return {"created": created, "model": "resnet18", "shape": list(SHAPE), **found, "targets": [], "gpu": gpu_state()}
+    return {
+        "created": created,
+        "model": "resnet18",
+        "shape": list(SHAPE),
+        **found,
+        "targets": [],
+        "gpu": gpu_state(),
+    }
 
 
 def measure(progress: Progress = silent) -> dict[str, Any]:
@@ -41,12 +48,23 @@ def measure(progress: Progress = silent) -> dict[str, Any]:
         torch.cuda.synchronize()
         curve = [point(lambda: net(image), torch.cuda.synchronize, calls) for calls in CALLS]
         truth = min(each["synchronised_ms"] for each in curve)
-        ends = {"nothing": lambda out: None, ".item() of the sum": lambda out: out.sum().item(), ".cpu()": lambda out: out.cpu()}
-        waits = {name: waiting_ms(net, image, end, torch.cuda.synchronize) for name, end in ends.items()}
-    return {"entries": {"curve": curve, "truth_ms": truth, "per_call_ms_ending_with": waits}, "events_ms": events_ms(net, image)}
+        ends = {
+            "nothing": lambda out: None,
+            ".item() of the sum": lambda out: out.sum().item(),
+            ".cpu()": lambda out: out.cpu(),
+        }
+        waits = {
+            name: waiting_ms(net, image, end, torch.cuda.synchronize) for name, end in ends.items()
+        }
+    return {
+        "entries": {"curve": curve, "truth_ms": truth, "per_call_ms_ending_with": waits},
+        "events_ms": events_ms(net, image),
+    }
 
 
-def point(run: Any, synchronize: Any, calls: int, clock: Callable[[], float] = monotonic) -> dict[str, Any]:
+def point(
+    run: Any, synchronize: Any, calls: int, clock: Callable[[], float] = monotonic
+) -> dict[str, Any]:
     """The median over REPEATS of (time until the last call returned) and (until its work was done), per call."""
     queued, done = [], []
     for _ in range(REPEATS):
@@ -58,7 +76,11 @@ def point(run: Any, synchronize: Any, calls: int, clock: Callable[[], float] = m
         synchronize()
         done.append(clock() - begin)
     middle = REPEATS // 2
-    return {"calls": calls, "unsynchronised_ms": sorted(queued)[middle] / calls * 1e3, "synchronised_ms": sorted(done)[middle] / calls * 1e3}
+    return {
+        "calls": calls,
+        "unsynchronised_ms": sorted(queued)[middle] / calls * 1e3,
+        "synchronised_ms": sorted(done)[middle] / calls * 1e3,
+    }
 
 
 def waiting_ms(net: Any, image: Any, end: Any, synchronize: Any, calls: int = 50) -> float:

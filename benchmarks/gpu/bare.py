@@ -19,23 +19,40 @@ from pipeline.backends.cuda import EventTimer, Stream, check
 from pipeline.backends.tensorrt import backend as tensorrt_
 from pipeline.backends.tensorrt import library as trt_library
 from pipeline.backends.tensorrt.calibrator import CACHE, calibrator_from_cache
-from pipeline.core import BuildOptions, CalibrationMethod, Engine, OnnxModel, Precision, Progress, Recipe, Tensors, silent
+from pipeline.core import (
+    BuildOptions,
+    CalibrationMethod,
+    Engine,
+    OnnxModel,
+    Precision,
+    Progress,
+    Recipe,
+    Tensors,
+    silent,
+)
 from pipeline.errors import UnsupportedError
 
 FILE = "engine.plan"
 LOOP, BUILD = "bare loop", "bare"
 
 
-def build_bare(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent) -> Engine:
+def build_bare(
+    model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
+) -> Engine:
     """The engine of a converted graph by the plain API. A stage of its own, with what ours gets."""
     gpu, _ = trt_library.host()
-    trt, timed = trt_library.library(), timing_cache.Timed(tensorrt_.probe(), options.tensorrt.timing_iterations)
+    trt, timed = (
+        trt_library.library(),
+        timing_cache.Timed(tensorrt_.probe(), options.tensorrt.timing_iterations),
+    )
     with timing_cache.gpu_lock(gpu.uuid, progress):
         plan = serialized(trt, model, recipe, options, timing_cache.read(timed))
     return written(plan, model, recipe.model_copy(update={"variant": BUILD}), options, out)
 
 
-def written(plan: bytes, model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path) -> Engine:
+def written(
+    plan: bytes, model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path
+) -> Engine:
     """A serialized engine as the artifact of a stage."""
     (out / FILE).write_bytes(plan)
     return Engine(
@@ -65,11 +82,15 @@ def serialized(
     logger = logger or trt.Logger(trt.Logger.ERROR)
     builder = trt.Builder(logger)
     weak = recipe.realised_in == "flags"
-    network = builder.create_network(0 if weak else 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    network = builder.create_network(
+        0 if weak else 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    )
     parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(model.path)):
         said = "; ".join(str(parser.get_error(index)) for index in range(parser.num_errors))
-        raise UnsupportedError(f"TensorRT cannot parse '{model.path}': {said}", "see what our own build says")
+        raise UnsupportedError(
+            f"TensorRT cannot parse '{model.path}': {said}", "see what our own build says"
+        )
     config = builder.create_builder_config()
     config.builder_optimization_level = options.tensorrt.optimization_level
     config.avg_timing_iterations = options.tensorrt.timing_iterations
@@ -82,13 +103,17 @@ def serialized(
         config.set_flag(trt.BuilderFlag.FP16)
     if weak and recipe.precision is Precision.INT8:
         config.set_flag(trt.BuilderFlag.INT8)
-        calibrator = calibrator_from_cache(trt, (model.root / CACHE).read_bytes(), recipe.method or CalibrationMethod.ENTROPY)
+        calibrator = calibrator_from_cache(
+            trt, (model.root / CACHE).read_bytes(), recipe.method or CalibrationMethod.ENTROPY
+        )
         config.int8_calibrator = calibrator
     for ours in options.profiles if any(spec.symbols for spec in model.inputs) else ():
         profile = builder.create_optimization_profile()
         for spec in model.inputs:
             if spec.symbols:
-                profile.set_shape(spec.name, *(spec.resolve(ours.sizes(point)) for point in ("min", "opt", "max")))
+                profile.set_shape(
+                    spec.name, *(spec.resolve(ours.sizes(point)) for point in ("min", "opt", "max"))
+                )
         config.add_optimization_profile(profile)
         if weak and recipe.precision is Precision.INT8:
             config.set_calibration_profile(profile)
@@ -96,7 +121,9 @@ def serialized(
     change(config)
     plan = builder.build_serialized_network(network, config)
     if plan is None:
-        raise UnsupportedError("TensorRT built nothing, and its own log says why", "see what our own build says")
+        raise UnsupportedError(
+            "TensorRT built nothing, and its own log says why", "see what our own build says"
+        )
     return bytes(plan)
 
 
@@ -112,7 +139,9 @@ class BareSession:
         self._context = self._engine.create_execution_context()
         self._stream = Stream(rt)
         self._raw = self._stream.raw
-        names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
+        names = [
+            self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)
+        ]
         taken = [name for name in names if self._engine.get_tensor_mode(name).name == "INPUT"]
         for name in taken:
             self._context.set_input_shape(name, feeds[name].shape)
@@ -120,30 +149,56 @@ class BareSession:
         self._host: dict[str, np.ndarray[Any, Any]] = {}
         self._pinned: list[int] = []
         if missing := self._context.infer_shapes():
-            raise UnsupportedError(f"the engine wants shapes of {', '.join(missing)}", "a bare loop has none but those of the feeds")
+            raise UnsupportedError(
+                f"the engine wants shapes of {', '.join(missing)}",
+                "a bare loop has none but those of the feeds",
+            )
         for name in names:
-            shape = feeds[name].shape if name in taken else tuple(self._context.get_tensor_shape(name))
+            shape = (
+                feeds[name].shape if name in taken else tuple(self._context.get_tensor_shape(name))
+            )
             self._place(name, shape, np.dtype(trt.nptype(self._engine.get_tensor_dtype(name))))
         self._feeds = {name: self._host[name] for name in taken}
         self._results = {name: self._host[name] for name in names if name not in taken}
         kind = rt.cudaMemcpyKind
-        self._up = [(self._device[name], array.ctypes.data, array.nbytes, kind.cudaMemcpyHostToDevice) for name, array in self._feeds.items()]
-        self._down = [(array.ctypes.data, self._device[name], array.nbytes, kind.cudaMemcpyDeviceToHost) for name, array in self._results.items()]
+        self._up = [
+            (self._device[name], array.ctypes.data, array.nbytes, kind.cudaMemcpyHostToDevice)
+            for name, array in self._feeds.items()
+        ]
+        self._down = [
+            (array.ctypes.data, self._device[name], array.nbytes, kind.cudaMemcpyDeviceToHost)
+            for name, array in self._results.items()
+        ]
         self._graph = self._captured()
 
     def _place(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        pinned, self._device[name] = check(self._rt, self._rt.cudaMallocHost(size)), check(self._rt, self._rt.cudaMalloc(size))
+        pinned, self._device[name] = (
+            check(self._rt, self._rt.cudaMallocHost(size)),
+            check(self._rt, self._rt.cudaMalloc(size)),
+        )
         self._pinned.append(pinned)
-        self._host[name] = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(pinned)).view(dtype).reshape(shape)
+        self._host[name] = (
+            np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(pinned))
+            .view(dtype)
+            .reshape(shape)
+        )
         self._context.set_tensor_address(name, self._device[name])
 
     def _captured(self) -> Any:
         rt, raw = self._rt, self._raw
         if not self._context.execute_async_v3(self._stream.pointer):
-            raise UnsupportedError("TensorRT cannot run the engine in a bare loop, and its own log says why", "see what our own session says")
+            raise UnsupportedError(
+                "TensorRT cannot run the engine in a bare loop, and its own log says why",
+                "see what our own session says",
+            )
         check(rt, rt.cudaStreamSynchronize(raw))
-        check(rt, rt.cudaStreamBeginCapture(raw, rt.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal))
+        check(
+            rt,
+            rt.cudaStreamBeginCapture(
+                raw, rt.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+            ),
+        )
         self._context.execute_async_v3(self._stream.pointer)
         return check(rt, rt.cudaGraphInstantiate(check(rt, rt.cudaStreamEndCapture(raw)), 0))
 

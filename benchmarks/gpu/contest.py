@@ -26,15 +26,36 @@ from pipeline.backends.base import Session, run_session
 from pipeline.backends.tensorrt import library as trt_library
 from pipeline.backends.tensorrt.session import TrtLoaded
 from pipeline.benchmark.elimination import Role
-from pipeline.benchmark.interleaved import REWARM_SHARE, VALUES_PER_BLOCK, Block, Peer, RaceEntry, Take, Workload, race, take_block
+from pipeline.benchmark.interleaved import (
+    REWARM_SHARE,
+    VALUES_PER_BLOCK,
+    Block,
+    Peer,
+    RaceEntry,
+    Take,
+    Workload,
+    race,
+    take_block,
+)
 from pipeline.core import Engine, Progress, Tensors, silent
 from pipeline.execution.child_process import Channel, Child
-from pipeline.measurement.measure import WarmUpOptions, measure_block, monotonic, peak_memory_bytes, thinned, usable_cores, warm_up
+from pipeline.measurement.measure import (
+    WarmUpOptions,
+    measure_block,
+    monotonic,
+    peak_memory_bytes,
+    thinned,
+    usable_cores,
+    warm_up,
+)
 from pipeline.plan.schema import BenchmarkConfig
 from pipeline.results.report import BenchmarkFailure, BenchmarkReport
 from pipeline.stages.benchmark import BusyHost, results
 
-ROUND_S, DEPTHS = 0.2, (4, 64)  # of a flow between two synchronisations, and runs of each session in it: waiting costs a small share of it
+ROUND_S, DEPTHS = (
+    0.2,
+    (4, 64),
+)  # of a flow between two synchronisations, and runs of each session in it: waiting costs a small share of it
 
 NOT_TOLD_APART = (1e-9,)  # seconds of a phase of a flow; not 0, which has no ratio
 
@@ -92,7 +113,12 @@ class Listening:
         self.peer.stop()
 
 
-def contest(entrants: Sequence[Entrant], workload: Workload, options: BenchmarkConfig, progress: Progress = silent) -> list[Outcome]:
+def contest(
+    entrants: Sequence[Entrant],
+    workload: Workload,
+    options: BenchmarkConfig,
+    progress: Progress = silent,
+) -> list[Outcome]:
     """All entrants at one shape, interleaved, each in processes of its own."""
     engines = [_called(entrant) for entrant in entrants]
     loaded: dict[str, Loaded] = {}
@@ -106,12 +132,17 @@ def contest(entrants: Sequence[Entrant], workload: Workload, options: BenchmarkC
     entries = [RaceEntry(engine, Role.COMPARED) for engine in engines]
     host = BusyHost(os.getloadavg()[0], usable_cores())
     found = results(race(entries, (workload,), options, start, progress), (workload,), host)
-    return [Outcome(entrant, result, loaded.get(entrant.name)) for entrant, result in zip(entrants, found, strict=True)]
+    return [
+        Outcome(entrant, result, loaded.get(entrant.name))
+        for entrant, result in zip(entrants, found, strict=True)
+    ]
 
 
 def _called(entrant: Entrant) -> Engine:
     """The engine under the entrant's name, which progress and failures show."""
-    return entrant.engine.model_copy(update={"recipe": entrant.engine.recipe.model_copy(update={"variant": entrant.name})})
+    return entrant.engine.model_copy(
+        update={"recipe": entrant.engine.recipe.model_copy(update={"variant": entrant.name})}
+    )
 
 
 # -- in the child ------------------------------------------------------------------------------------------------------
@@ -149,7 +180,10 @@ class Single:
     def take(self, seconds: float) -> Block:
         """As the pipeline takes it, with as much time for the GPU's work as for whole runs: it is what the targets are about."""
         block = take_block(self.session, self.feeds, seconds)
-        return replace(block, compute_s=thinned(device_times(self.session, self.feeds, seconds), VALUES_PER_BLOCK))
+        return replace(
+            block,
+            compute_s=thinned(device_times(self.session, self.feeds, seconds), VALUES_PER_BLOCK),
+        )
 
 
 def device_times(session: Session, feeds: Tensors, seconds: float) -> list[float]:
@@ -233,7 +267,9 @@ def opened(entrant: Entrant, feeds: Tensors) -> Iterator[tuple[Single | Flow, di
     with ExitStack() as stack:
         if entrant.way == "bare":
             trt = trt_library.library()
-            session: Session = stack.enter_context(closing(BareSession(trt, cuda.runtime(), entrant.engine.path.read_bytes(), feeds)))
+            session: Session = stack.enter_context(
+                closing(BareSession(trt, cuda.runtime(), entrant.engine.path.read_bytes(), feeds))
+            )
             yield Single(session, feeds), {}
         elif entrant.way == "torch":
             peer, facts = open_peer(entrant.engine, feeds, entrant.mode)
@@ -241,9 +277,20 @@ def opened(entrant: Entrant, feeds: Tensors) -> Iterator[tuple[Single | Flow, di
             yield Single(peer, feeds), facts
         else:
             loaded = stack.enter_context(closing(backends.load(entrant.engine)))
-            sessions = [stack.enter_context(closing(loaded.session(0))) for _ in range(entrant.sessions)]
-            facts = {"activation_bytes": int(loaded.cuda_engine.device_memory_size_v2)} if isinstance(loaded, TrtLoaded) else {}
-            yield Flow(sessions, feeds, entrant.upload) if entrant.way == "flow" else Single(sessions[0], feeds), facts
+            sessions = [
+                stack.enter_context(closing(loaded.session(0))) for _ in range(entrant.sessions)
+            ]
+            facts = (
+                {"activation_bytes": int(loaded.cuda_engine.device_memory_size_v2)}
+                if isinstance(loaded, TrtLoaded)
+                else {}
+            )
+            yield (
+                Flow(sessions, feeds, entrant.upload)
+                if entrant.way == "flow"
+                else Single(sessions[0], feeds),
+                facts,
+            )
 
 
 # -- what it says ------------------------------------------------------------------------------------------------------

@@ -14,7 +14,14 @@ from pipeline.host.gpu import Peaks, find_gpus, peaks, with_hardware
 from pipeline.measurement.comparison import NotMeasurable, compare
 from pipeline.measurement.measure import Samples
 from pipeline.results.layer_table import LayerTable
-from pipeline.results.precision_audit import fusions, mislabelled, node_text, reformats, slowest, time_by_precision
+from pipeline.results.precision_audit import (
+    fusions,
+    mislabelled,
+    node_text,
+    reformats,
+    slowest,
+    time_by_precision,
+)
 from pipeline.results.report import BenchmarkFailure, LatencyRow
 
 NAMED = 5  # slowest layers
@@ -43,14 +50,19 @@ def entry_of(outcome: Outcome, known: Peaks | None = None) -> dict[str, Any]:
         "throughput_per_s": row.throughput_per_s,
         "flops_per_s": row.flops_per_s,
         "bytes_per_s": row.bytes_per_s,
-        "bound": bound_of(row, outcome.entrant.engine.recipe.precision, known).model_dump(mode="json"),
+        "bound": bound_of(row, outcome.entrant.engine.recipe.precision, known).model_dump(
+            mode="json"
+        ),
         "processes": len(row.end_to_end.processes),
         "stable": row.end_to_end.stable and row.compute.stable,
     }
 
 
 def phases(row: LatencyRow) -> dict[str, Any]:
-    return {"upload_median_ms": row.upload.median_s * 1e3, "download_median_ms": row.download.median_s * 1e3}
+    return {
+        "upload_median_ms": row.upload.median_s * 1e3,
+        "download_median_ms": row.download.median_s * 1e3,
+    }
 
 
 def figures(name: str, samples: Samples) -> dict[str, Any]:
@@ -61,13 +73,17 @@ def figures(name: str, samples: Samples) -> dict[str, Any]:
         f"{name}_min_ms": min(samples.values_s) * 1e3,
         f"{name}_p99_ms": None if p99 is None else p99 * 1e3,
         f"{name}_runs": len(samples.values_s),
-        f"{name}_of_processes_ms": [round(float(value) * 1e3, 6) for value in samples.process_medians_s()],
+        f"{name}_of_processes_ms": [
+            round(float(value) * 1e3, 6) for value in samples.process_medians_s()
+        ],
     }
 
 
 def add_answers(entries: dict[str, dict[str, Any]], outcomes: Sequence[Outcome]) -> None:
     """The cosine of each engine's answer to the widest: PyTorch or ours in fp32, else PyTorch in fp16."""
-    answers = {outcome.entrant.name: outcome.loaded.outputs for outcome in outcomes if outcome.loaded}
+    answers = {
+        outcome.entrant.name: outcome.loaded.outputs for outcome in outcomes if outcome.loaded
+    }
     chosen = next((name for name in REFERENCES if name in answers), None)
     for name, found in answers.items():
         if chosen and name != chosen:
@@ -101,14 +117,23 @@ def layer_facts(table: LayerTable, recipe: Recipe) -> dict[str, Any]:
 
 def ratios(outcomes: Sequence[Outcome], ways: Sequence[str]) -> list[dict[str, Any]]:
     """Each of ours over its bare twin and its loop, and each of PyTorch's over our fastest: of the GPU's time and of whole runs."""
-    rows = {outcome.entrant.name: outcome.result.rows[0] for outcome in outcomes if not isinstance(outcome.result, BenchmarkFailure)}
+    rows = {
+        outcome.entrant.name: outcome.result.rows[0]
+        for outcome in outcomes
+        if not isinstance(outcome.result, BenchmarkFailure)
+    }
     pairs = [(f"ours {way}", f"{other} {way}") for way in ways for other in ("bare", "loop")]
     ours = [name for name in rows if name.startswith("ours")]
     if ours:
         best = min(ours, key=lambda name: rows[name].compute.median_s)
         pairs += [(name, best) for name in rows if name.startswith("torch")]
     return [
-        {"over": left, "under": right, "device": _interval(rows[left].compute, rows[right].compute), "wall": _wall(rows[left], rows[right])}
+        {
+            "over": left,
+            "under": right,
+            "device": _interval(rows[left].compute, rows[right].compute),
+            "wall": _wall(rows[left], rows[right]),
+        }
         for left, right in pairs
         if left in rows and right in rows
     ]

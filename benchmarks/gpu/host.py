@@ -33,7 +33,13 @@ PART_BYTES = 15 * 2**20  # of one file: larger ones do not come back from every 
 def gpu_state(command: str = "nvidia-smi") -> dict[str, float]:
     """Clocks, power and temperature now of the first GPU that CUDA may use; without what nvidia-smi does not tell."""
     first = os.environ.get(VISIBLE, "").partition(",")[0] or "0"
-    query = [command, "-i", first, f"--query-gpu={','.join(QUERIES.values())}", "--format=csv,noheader,nounits"]
+    query = [
+        command,
+        "-i",
+        first,
+        f"--query-gpu={','.join(QUERIES.values())}",
+        "--format=csv,noheader,nounits",
+    ]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -46,7 +52,11 @@ def state_from_line(line: str) -> dict[str, float]:
     cells = [cell.strip() for cell in line.split(",")]
     if len(cells) != len(QUERIES):
         return {}
-    return {name: float(cell) for name, cell in zip(QUERIES, cells, strict=True) if cell.replace(".", "", 1).isdigit()}
+    return {
+        name: float(cell)
+        for name, cell in zip(QUERIES, cells, strict=True)
+        if cell.replace(".", "", 1).isdigit()
+    }
 
 
 @dataclass(slots=True)
@@ -61,7 +71,9 @@ class Watch:
             self.states.append(gpu_state())
         self.turns += 1
         if self.turns % 20 == 1:
-            print(f"   {0 if fraction is None else fraction:4.0%} {text}", file=sys.stderr, flush=True)
+            print(
+                f"   {0 if fraction is None else fraction:4.0%} {text}", file=sys.stderr, flush=True
+            )
 
     def summary(self) -> dict[str, dict[str, float]]:
         return summary_of(self.states)
@@ -72,7 +84,11 @@ def summary_of(states: Sequence[dict[str, float]]) -> dict[str, dict[str, float]
     found: dict[str, dict[str, float]] = {}
     for name in QUERIES:
         if values := [state[name] for state in states if name in state]:
-            found[name] = {"min": min(values), "median": float(np.median(values)), "max": max(values)}
+            found[name] = {
+                "min": min(values),
+                "median": float(np.median(values)),
+                "max": max(values),
+            }
     return found
 
 
@@ -85,7 +101,9 @@ def restore(home: Path, keep: Path) -> list[str]:
     for name in KEPT:
         parts = sorted(keep.glob(f"{name}.tar.gz.*"))
         if parts and not (home / name).exists():
-            with tarfile.open(fileobj=io.BytesIO(b"".join(part.read_bytes() for part in parts))) as packed:
+            with tarfile.open(
+                fileobj=io.BytesIO(b"".join(part.read_bytes() for part in parts))
+            ) as packed:
                 untar(packed, home)
             restored.append(name)
     return restored
@@ -102,7 +120,11 @@ def store(home: Path, keep: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any
         with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=6) as archive:
             archive.add(home / name, arcname=name)
         content = packed.getvalue()
-        found[name] = len(content) if len(content) <= most_bytes else f"{len(content) / 2**20:.0f} MiB: too large to be kept"
+        found[name] = (
+            len(content)
+            if len(content) <= most_bytes
+            else f"{len(content) / 2**20:.0f} MiB: too large to be kept"
+        )
         if len(content) <= most_bytes:
             for old in keep.glob(f"{name}.tar.gz.*"):
                 old.unlink()

@@ -101,17 +101,39 @@ def build_twin(job: Job, converted: OnnxModel, recipe: Recipe) -> Engine:
     """The same graph by the plain API, kept in the store as ours is."""
     options = job.build_options("tensorrt")
     arguments, described = (converted, recipe, options), options_of(recipe, options)
-    return job.runner.stage(BARE, Engine, *arguments, inputs=(converted.digest,), options=described, subject=recipe.label, target=tensorrt_.probe())
+    return job.runner.stage(
+        BARE,
+        Engine,
+        *arguments,
+        inputs=(converted.digest,),
+        options=described,
+        subject=recipe.label,
+        target=tensorrt_.probe(),
+    )
 
 
-def make_way(row: Row, job: Job, model: OnnxModel, options: Options, way: str, entries: dict[str, dict[str, Any]]) -> Made:
+def make_way(
+    row: Row,
+    job: Job,
+    model: OnnxModel,
+    options: Options,
+    way: str,
+    entries: dict[str, dict[str, Any]],
+) -> Made:
     """One of ours: of the row's graph, of the graph after surgery, or built with more kernels tried."""
     if more := overrides_of(way):
         other, model = graph_of(plan_of(row, (*options.overrides, *more)))
         job.runner.steps.extend(other.runner.steps)
         job = replace(other, runner=job.runner)
     made = make(job, model, way)
-    return replace(made, bare=with_failure(entries, f"bare {way}", build_twin, job, made.converted, made.recipe)) if options.bare else made
+    return (
+        replace(
+            made,
+            bare=with_failure(entries, f"bare {way}", build_twin, job, made.converted, made.recipe),
+        )
+        if options.bare
+        else made
+    )
 
 
 def overrides_of(way: str) -> tuple[str, ...]:
@@ -133,7 +155,9 @@ def prepare_row(row: Row, options: Options) -> dict[str, Any]:
     ways = options.ways or row.ways
     for way in ways:
         more = overrides_of(way)
-        its_job, its_model = graph_of(plan_of(row, (*options.overrides, *more))) if more else (job, model)
+        its_job, its_model = (
+            graph_of(plan_of(row, (*options.overrides, *more))) if more else (job, model)
+        )
         recipe = recipe_of(its_job, way)
         if recipe.realised_in != "flags":
             convert_model(its_job, its_model, recipe)
@@ -155,9 +179,17 @@ def measure_row(row: Row, options: Options) -> dict[str, Any]:
         return {"built": [entrant.name for entrant in entrants], "entries": entries}
     foreign = timing_cache.other_processes(trt_library.host()[0].uuid)
     watch = Watch()
-    outcomes = contest(entrants, workload_of(model, {}, feeds, row.batch), BenchmarkConfig(duration_s=options.seconds), watch)
+    outcomes = contest(
+        entrants,
+        workload_of(model, {}, feeds, row.batch),
+        BenchmarkConfig(duration_s=options.seconds),
+        watch,
+    )
     known = device_peaks()
-    entries |= {outcome.entrant.name: entries.get(outcome.entrant.name, {}) | entry_of(outcome, known) for outcome in outcomes}
+    entries |= {
+        outcome.entrant.name: entries.get(outcome.entrant.name, {}) | entry_of(outcome, known)
+        for outcome in outcomes
+    }
     add_answers(entries, outcomes)
     for each in made:
         entries[f"ours {each.way}"] |= build_facts(job, each)
@@ -177,16 +209,26 @@ def measure_row(row: Row, options: Options) -> dict[str, Any]:
     }
 
 
-def engines_of(row: Row, job: Job, model: OnnxModel, options: Options, entries: dict[str, dict[str, Any]]) -> list[Made]:
+def engines_of(
+    row: Row, job: Job, model: OnnxModel, options: Options, entries: dict[str, dict[str, Any]]
+) -> list[Made]:
     """Ours in every way that can be built, each with its bare twin."""
     found = []
     for way in row.ways:
-        made = with_failure(entries, f"ours {way}", make_way, row, job, model, options, way, entries)
+        made = with_failure(
+            entries, f"ours {way}", make_way, row, job, model, options, way, entries
+        )
         found += [made] if made else []
     return found
 
 
-def with_failure(entries: dict[str, dict[str, Any]], name: str, function: Callable[..., T], *arguments: Any, **named: Any) -> T | None:
+def with_failure(
+    entries: dict[str, dict[str, Any]],
+    name: str,
+    function: Callable[..., T],
+    *arguments: Any,
+    **named: Any,
+) -> T | None:
     """What the function gives; None, with its reason written down, where it fails."""
     try:
         return function(*arguments, **named)
@@ -207,16 +249,30 @@ def entrants_of(made: Sequence[Made]) -> list[Entrant]:
         if each.bare:
             entrants.append(Entrant(f"bare {each.way}", each.bare, "bare"))
         if number == 0:
-            loop = each.engine.model_copy(update={"recipe": each.recipe.model_copy(update={"variant": LOOP})})
+            loop = each.engine.model_copy(
+                update={"recipe": each.recipe.model_copy(update={"variant": LOOP})}
+            )
             entrants.append(Entrant(f"loop {each.way}", loop, "bare"))
     return entrants
 
 
-def peers_of(row: Row, job: Job, model: OnnxModel, feeds: Tensors, options: Options, entries: dict[str, dict[str, Any]]) -> list[Entrant]:
+def peers_of(
+    row: Row,
+    job: Job,
+    model: OnnxModel,
+    feeds: Tensors,
+    options: Options,
+    entries: dict[str, dict[str, Any]],
+) -> list[Entrant]:
     """PyTorch's entrants; those of LOOKED_AT are first run once in a child of their own, which fills Inductor's cache too."""
     entrants = []
     for peer in row.peers:
-        name, engine = f"torch {peer}", peer_engine(job.source, model, peer, pytorch_.probe(), home() / "gpu_models" / row.name)
+        name, engine = (
+            f"torch {peer}",
+            peer_engine(
+                job.source, model, peer, pytorch_.probe(), home() / "gpu_models" / row.name
+            ),
+        )
         if peer not in LOOKED_AT:
             entrants.append(Entrant(name, engine, "torch"))
             continue
@@ -233,10 +289,14 @@ def peers_of(row: Row, job: Job, model: OnnxModel, feeds: Tensors, options: Opti
 def looked_at(engine: Engine, feeds: Tensors, mode: str) -> dict[str, Any]:
     """What `look_at` found, from an earlier command if there was one: compiling again would only find its own cache."""
     target = engine.target
-    key = hashlib.sha256(f"{engine.digest} {target.version} {target.device} {mode}".encode()).hexdigest()[:12]
+    key = hashlib.sha256(
+        f"{engine.digest} {target.version} {target.device} {mode}".encode()
+    ).hexdigest()[:12]
     file = engine.root / f"looked_at_{key}.json"
     if not file.is_file():
-        found = call_in_child(look_at, engine, feeds, mode, name=engine.recipe.label, deadline_s=LIMIT_S)
+        found = call_in_child(
+            look_at, engine, feeds, mode, name=engine.recipe.label, deadline_s=LIMIT_S
+        )
         file.write_text(json.dumps(found), encoding="utf-8")
     facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return facts

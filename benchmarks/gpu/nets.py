@@ -92,7 +92,9 @@ class Encoder(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """[batch, sequence] int64, both -> [batch, sequence, 768]."""
-        if attention_mask is None:  # not through BertModel: while it is traced or captured it makes a mask of ones, and PyTorch's attention is slower
+        if (
+            attention_mask is None
+        ):  # not through BertModel: while it is traced or captured it makes a mask of ones, and PyTorch's attention is slower
             return self.bert.encoder(self.bert.embeddings(input_ids=input_ids)).last_hidden_state
         return self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
 

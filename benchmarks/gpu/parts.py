@@ -10,7 +10,17 @@ from typing import Any
 from gpu.contest import Entrant, Outcome, contest
 from gpu.facts import device_peaks, entry_of
 from gpu.host import Watch
-from gpu.measure_row import Made, Options, build_facts, make, overrides_of, recipe_of, with_failure, with_profile, workload_of
+from gpu.measure_row import (
+    Made,
+    Options,
+    build_facts,
+    make,
+    overrides_of,
+    recipe_of,
+    with_failure,
+    with_profile,
+    workload_of,
+)
 from gpu.plans import feeds_of, graph_of, plan_of
 from gpu.rows import H200, Row, image, target
 from pipeline.backends.tensorrt import backend as tensorrt_
@@ -23,7 +33,9 @@ BEST_IMAGES_PER_S = 75_000.0
 STREAMS, OF_SMALL = (1, 2, 3), (1, 2, 4, 8)
 """Of batches from LARGE on, where a fourth brought nothing, and of smaller ones, which fill the GPU less."""
 LARGE = 256
-GRAPH_PROFILE = {"batch": [1, 2, 8]}  # at which the graph is checked; engines are built for one batch each
+GRAPH_PROFILE = {
+    "batch": [1, 2, 8]
+}  # at which the graph is checked; engines are built for one batch each
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +62,27 @@ def wanted(name: str, only: Sequence[str]) -> bool:
 # -- throughput --------------------------------------------------------------------------------------------------------
 
 
-PLACEMENTS = ("int8", "int8 modelopt", "int8 implicit")  # folded, and without the first layer, were slower: docs/benchmarks.md
+PLACEMENTS = (
+    "int8",
+    "int8 modelopt",
+    "int8 implicit",
+)  # folded, and without the first layer, were slower: docs/benchmarks.md
 
 
-def throughput(options: Options, batch: int, level: int = 3, pixels: str = "float32") -> dict[str, Any]:
+def throughput(
+    options: Options, batch: int, level: int = 3, pixels: str = "float32"
+) -> dict[str, Any]:
     """ResNet-50 in int8, input on the device: one race of all placements of Q/DQ, each on one stream and on several."""
     (document, entries, watch), known = begun(options), device_peaks()
     name = "resnet50" if pixels == "float32" else f"resnet50_{pixels}"
-    row = Row(f"{name}_any_batch", name, {"image": ("batch", 3, 224, 224)}, (), 0, dtypes={"image": pixels})
+    row = Row(
+        f"{name}_any_batch",
+        name,
+        {"image": ("batch", 3, 224, 224)},
+        (),
+        0,
+        dtypes={"image": pixels},
+    )
     streams = STREAMS if batch >= LARGE else OF_SMALL
     entrants: list[Entrant] = []
     models: list[OnnxModel] = []
@@ -66,16 +91,35 @@ def throughput(options: Options, batch: int, level: int = 3, pixels: str = "floa
         if placed := with_failure(entries, label, _placed, row, options, way, batch, level):
             built, made, model = placed
             entries[label] = build_facts(built, made)
-            entrants += [Entrant(f"{label}, {count} stream{'s' * (count > 1)}", made.engine, "flow", count) for count in streams]
+            entrants += [
+                Entrant(f"{label}, {count} stream{'s' * (count > 1)}", made.engine, "flow", count)
+                for count in streams
+            ]
             models.append(model)
-    outcomes = race_at(models[0], {"batch": batch}, batch, entrants, options, watch) if entrants else []
+    outcomes = (
+        race_at(models[0], {"batch": batch}, batch, entrants, options, watch) if entrants else []
+    )
     entries |= {outcome.entrant.name: entry_of(outcome, known) for outcome in outcomes}
     best = best_throughput(entries)
-    goals = [target("images per second, input on the device", best[1], "at least", BEST_IMAGES_PER_S)] if H200 in tensorrt_.probe().device else []
-    return {**document, "batch": batch, "input": pixels, "entries": entries, "best": best[0], "targets": goals, "gpu": watch.summary()}
+    goals = (
+        [target("images per second, input on the device", best[1], "at least", BEST_IMAGES_PER_S)]
+        if H200 in tensorrt_.probe().device
+        else []
+    )
+    return {
+        **document,
+        "batch": batch,
+        "input": pixels,
+        "entries": entries,
+        "best": best[0],
+        "targets": goals,
+        "gpu": watch.summary(),
+    }
 
 
-def _placed(row: Row, options: Options, way: str, batch: int, level: int) -> tuple[Job, Made, OnnxModel]:
+def _placed(
+    row: Row, options: Options, way: str, batch: int, level: int
+) -> tuple[Job, Made, OnnxModel]:
     """The engine of one placement for one batch, from the graph of any batch."""
     job, model = graph_of(plan_of(row, (*options.overrides, *overrides_of(way)), [GRAPH_PROFILE]))
     built = with_profile(_at_level(job, level), {"batch": batch})
@@ -83,15 +127,31 @@ def _placed(row: Row, options: Options, way: str, batch: int, level: int) -> tup
 
 
 def _at_level(job: Job, level: int) -> Job:
-    return replace(job, plan=job.plan.model_copy(update={"tensorrt": job.plan.tensorrt.model_copy(update={"optimization_level": level})}))
+    return replace(
+        job,
+        plan=job.plan.model_copy(
+            update={"tensorrt": job.plan.tensorrt.model_copy(update={"optimization_level": level})}
+        ),
+    )
 
 
 def best_throughput(entries: Mapping[str, Mapping[str, Any]]) -> tuple[str | None, float | None]:
-    rates = {name: entry["throughput_per_s"] for name, entry in entries.items() if entry.get("throughput_per_s")}
+    rates = {
+        name: entry["throughput_per_s"]
+        for name, entry in entries.items()
+        if entry.get("throughput_per_s")
+    }
     return max(rates.items(), key=lambda item: item[1], default=(None, None))
 
 
-def race_at(model: OnnxModel, sizes: dict[str, int], rows: int, entrants: Sequence[Entrant], options: Options, watch: Watch) -> list[Outcome]:
+def race_at(
+    model: OnnxModel,
+    sizes: dict[str, int],
+    rows: int,
+    entrants: Sequence[Entrant],
+    options: Options,
+    watch: Watch,
+) -> list[Outcome]:
     workload = workload_of(model, sizes, feeds_of(model.inputs, sizes), rows)
     return contest(entrants, workload, BenchmarkConfig(duration_s=options.seconds), watch)
 
@@ -99,22 +159,41 @@ def race_at(model: OnnxModel, sizes: dict[str, int], rows: int, entrants: Sequen
 # -- overlap -----------------------------------------------------------------------------------------------------------
 
 OVERLAP_BATCH = 64
-BUFFERS = {"resident": (1, False), "copied, one set of buffers": (1, True), "copied, two sets": (2, True), "resident, two sets": (2, False)}
+BUFFERS = {
+    "resident": (1, False),
+    "copied, one set of buffers": (1, True),
+    "copied, two sets": (2, True),
+    "resident, two sets": (2, False),
+}
 
 
 def overlap(options: Options) -> dict[str, Any]:
     """ResNet-50 fp16: throughput with the input on the device and with its copy, which two sets of buffers hide; fp32 and uint8 input."""
     (document, entries, watch), known = begun(options), device_peaks()
-    for name, model_name, dtype in (("fp32", "resnet50", "float32"), ("uint8", "resnet50_uint8", "uint8")):
-        row = Row(f"overlap_{name}", model_name, image(OVERLAP_BATCH), (), 0, dtypes={"image": dtype})
+    for name, model_name, dtype in (
+        ("fp32", "resnet50", "float32"),
+        ("uint8", "resnet50_uint8", "uint8"),
+    ):
+        row = Row(
+            f"overlap_{name}", model_name, image(OVERLAP_BATCH), (), 0, dtypes={"image": dtype}
+        )
         job, model = graph_of(plan_of(row, options.overrides))
         made = with_failure(entries, f"{name} input", make, job, model, "fp16")
         if made is None:
             continue
-        entrants = [Entrant(f"{name} input, {text}", made.engine, "flow", count, upload) for text, (count, upload) in BUFFERS.items()]
+        entrants = [
+            Entrant(f"{name} input, {text}", made.engine, "flow", count, upload)
+            for text, (count, upload) in BUFFERS.items()
+        ]
         outcomes = race_at(model, {}, OVERLAP_BATCH, entrants, options, watch)
         entries |= {outcome.entrant.name: entry_of(outcome, known) for outcome in outcomes}
-    return {**document, "batch": OVERLAP_BATCH, "entries": entries, "targets": [], "gpu": watch.summary()}
+    return {
+        **document,
+        "batch": OVERLAP_BATCH,
+        "entries": entries,
+        "targets": [],
+        "gpu": watch.summary(),
+    }
 
 
 # -- flexibility -------------------------------------------------------------------------------------------------------
@@ -169,7 +248,9 @@ def flexibility(model_name: str, options: Options) -> dict[str, Any]:
         entrants = [Entrant(built[index][0].name, built[index][3].engine) for index in sizes]
         first = next(iter(sizes))
         label = ", ".join(f"{name} {list(shape)}" for name, shape in shapes)
-        for outcome in race_at(built[first][2], sizes[first], shapes[0][1][0], entrants, options, watch):
+        for outcome in race_at(
+            built[first][2], sizes[first], shapes[0][1][0], entrants, options, watch
+        ):
             entries[f"{outcome.entrant.name} at {label}"] = entry_of(outcome, known)
     for variant, job, _, each in built:
         entries[variant.name] = build_facts(job, each)
@@ -178,14 +259,18 @@ def flexibility(model_name: str, options: Options) -> dict[str, Any]:
 
 def prepare_flexibility(model_name: str, options: Options) -> dict[str, Any]:
     """The graphs of all variants."""
-    variants = [variant for variant in FLEXIBILITY[model_name] if wanted(variant.name, options.only)]
+    variants = [
+        variant for variant in FLEXIBILITY[model_name] if wanted(variant.name, options.only)
+    ]
     for variant in variants:
         job, model = _graph(model_name, variant, options)
         convert_model(job, model, recipe_of(job, variant.way))
     return {"prepared": [variant.name for variant in variants]}
 
 
-def _built(model_name: str, variant: Variant, options: Options) -> tuple[Variant, Job, OnnxModel, Made]:
+def _built(
+    model_name: str, variant: Variant, options: Options
+) -> tuple[Variant, Job, OnnxModel, Made]:
     job, model = _graph(model_name, variant, options)
     return variant, job, model, make(job, model, variant.way)
 
@@ -193,7 +278,14 @@ def _built(model_name: str, variant: Variant, options: Options) -> tuple[Variant
 def _graph(model_name: str, variant: Variant, options: Options) -> tuple[Job, OnnxModel]:
     profiles = [variant.profile] if variant.profile else []
     name = f"flexible_{model_name}_{'_'.join(variant.profile) or 'fixed'}"
-    row = Row(name, model_name, variant.inputs, (), 0, output="logits" if "image" in variant.inputs else "hidden")
+    row = Row(
+        name,
+        model_name,
+        variant.inputs,
+        (),
+        0,
+        output="logits" if "image" in variant.inputs else "hidden",
+    )
     sizes = {symbol: triple[1] for symbol, triple in variant.profile.items()}
     return graph_of(plan_of(row, (*options.overrides, *variant.overrides), profiles, sizes))
 
@@ -201,7 +293,9 @@ def _graph(model_name: str, variant: Variant, options: Options) -> tuple[Job, On
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def by_shapes(built: Sequence[tuple[Variant, OnnxModel]]) -> dict[Shapes, list[tuple[int, dict[str, int]]]]:
+def by_shapes(
+    built: Sequence[tuple[Variant, OnnxModel]],
+) -> dict[Shapes, list[tuple[int, dict[str, int]]]]:
     """Concrete shapes of the inputs -> which engines are measured there, each with its sizes. Pure."""
     found: dict[Shapes, list[tuple[int, dict[str, int]]]] = {}
     for index, (variant, model) in enumerate(built):

@@ -28,14 +28,22 @@ BECAUSE = "for speed only: the ranges of int8 change no latency"
 def document_of(row: Row, data: Path, profiles: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """The plan of a row, as a user would write it."""
     text = any(row.dtype(name) == "int64" for name in row.inputs)
-    generated = {"generate": "random", "samples": 2 if row.batch > 1 else CALIBRATION_ROWS, "because": BECAUSE, "seed": 2}
+    generated = {
+        "generate": "random",
+        "samples": 2 if row.batch > 1 else CALIBRATION_ROWS,
+        "because": BECAUSE,
+        "seed": 2,
+    }
     return {
         "name": row.name,
         "model": {
             "entrypoint": f"nets:{row.model}",
             "python_path": str(HERE),
             "weights_from": "random: speed does not depend on the values",
-            "inputs": [{"name": name, "dtype": row.dtype(name), "shape": list(shape)} for name, shape in row.inputs.items()],
+            "inputs": [
+                {"name": name, "dtype": row.dtype(name), "shape": list(shape)}
+                for name, shape in row.inputs.items()
+            ],
             "outputs": [row.output],
         },
         "profiles": list(profiles),
@@ -60,14 +68,21 @@ def text_feeds(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Tensors:
 def feeds_of(inputs: Sequence[TensorSpec], sizes: Mapping[str, int], seed: int = 0) -> Tensors:
     """What every engine of a race is fed."""
     shapes = {spec.name: spec.resolve(sizes) for spec in inputs}
-    return text_feeds(shapes, seed) if "input_ids" in shapes else draw_feeds(tuple(inputs), sizes, seed)
+    return (
+        text_feeds(shapes, seed)
+        if "input_ids" in shapes
+        else draw_feeds(tuple(inputs), sizes, seed)
+    )
 
 
 def calibration_file(row: Row, folder: Path, sizes: Mapping[str, int]) -> Path:
     """Padded texts, a few batches of them."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{row.name}.npz"
-    shapes = {name: tuple(sizes[dim] if isinstance(dim, str) else dim for dim in shape) for name, shape in row.inputs.items()}
+    shapes = {
+        name: tuple(sizes[dim] if isinstance(dim, str) else dim for dim in shape)
+        for name, shape in row.inputs.items()
+    }
     rows, tokens = next(iter(shapes.values()))
     batches = max(2, min(CALIBRATION_ROWS // rows, CALIBRATION_TOKENS // (rows * tokens)))
     arrays = [text_feeds(shapes, seed) for seed in range(1, batches + 1)]
@@ -75,16 +90,27 @@ def calibration_file(row: Row, folder: Path, sizes: Mapping[str, int]) -> Path:
     return file
 
 
-def plan_of(row: Row, overrides: Iterable[str] = (), profiles: Sequence[Mapping[str, Any]] = (), sizes: Mapping[str, int] | None = None) -> Plan:
+def plan_of(
+    row: Row,
+    overrides: Iterable[str] = (),
+    profiles: Sequence[Mapping[str, Any]] = (),
+    sizes: Mapping[str, int] | None = None,
+) -> Plan:
     folder = home() / "gpu_models"
     data = calibration_file(row, folder, sizes or {}) if "input_ids" in row.inputs else folder
-    return plan_from_document(document_of(row, data, profiles), base=HERE, name=row.name, overrides=overrides)
+    return plan_from_document(
+        document_of(row, data, profiles), base=HERE, name=row.name, overrides=overrides
+    )
 
 
 def tell(event: StageEvent) -> None:
     if event.state in ("started", "finished", "reused", "failed"):
         took = f" {event.seconds:.1f} s" if event.state == "finished" else ""
-        print(f"   {event.stage} {event.subject} {event.state}{took} {event.text}", file=sys.stderr, flush=True)
+        print(
+            f"   {event.stage} {event.subject} {event.state}{took} {event.text}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def graph_of(plan: Plan) -> tuple[Job, OnnxModel]:

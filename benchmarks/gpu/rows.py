@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 H200 = "H200"  # the GPU that the probe's figures and the limits in milliseconds or images are of
-BARE, PROBE, SESSION = 1.03, 1.05, 1.02  # the most that ours may take of a bare build, of the probe's time, of a bare loop on our own engine
+BARE, PROBE, SESSION = (
+    1.03,
+    1.05,
+    1.02,
+)  # the most that ours may take of a bare build, of the probe's time, of a bare loop on our own engine
 EXTRA_US = 25.0  # the most that a whole run may take longer than on a bare loop, where it is short
 SHORT_MS = 2.0  # of the GPU's work: below, EXTRA_US counts, above, SESSION
 
@@ -89,8 +93,12 @@ class Row:
     probe: Mapping[str, float] = field(default_factory=dict)
     goals: tuple[Goal, ...] = ()
     output: str = "logits"
-    dtypes: Mapping[str, str] = field(default_factory=dict)  # of inputs that are not what their name says
-    gain: tuple[str, str, float] | None = None  # (slow, fast, least): two peers whose ratio is compared with a published one
+    dtypes: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of inputs that are not what their name says
+    gain: tuple[str, str, float] | None = (
+        None  # (slow, fast, least): two peers whose ratio is compared with a published one
+    )
 
     @property
     def title(self) -> str:
@@ -124,19 +132,42 @@ def _faster(limit: float, *theirs: str, ours: tuple[str, ...] = ("fp16",)) -> Go
     return Goal(ours, theirs, "at least", limit)
 
 
-ANY = ("fp16", "fp16 surgery", "fp16 folded", "int8", "int8 surgery", "int8 folded", "int8 modelopt", "fp8")
+ANY = (
+    "fp16",
+    "fp16 surgery",
+    "fp16 folded",
+    "int8",
+    "int8 surgery",
+    "int8 folded",
+    "int8 modelopt",
+    "fp8",
+)
 TORCH_BEST = ("eager fp16", "graph fp16", "compile fp16")
-FLASH = ("flash fp16",)  # SDPA forced to flash attention in a CUDA graph; it takes no mask, so where the row has one it does less than ours
+FLASH = (
+    "flash fp16",
+)  # SDPA forced to flash attention in a CUDA graph; it takes no mask, so where the row has one it does less than ours
 
 
-def _encoder(name: str, batch: int, tokens: int, masked: bool, ways: tuple[str, ...], minutes: float, **more: Any) -> Row:
-    return Row(name, "encoder", _text(batch, tokens, masked), ways, minutes, output="hidden", **more)
+def _encoder(
+    name: str,
+    batch: int,
+    tokens: int,
+    masked: bool,
+    ways: tuple[str, ...],
+    minutes: float,
+    **more: Any,
+) -> Row:
+    return Row(
+        name, "encoder", _text(batch, tokens, masked), ways, minutes, output="hidden", **more
+    )
 
 
 PLAIN = ("fp16", "fp16 surgery")
 MASKED = (*PLAIN, "int8 surgery")
 VIT = ("fp16", "fp16 surgery", "fp16 folded", "int8", "int8 surgery", "int8 folded", "fp8")
-LONG = (Goal(PLAIN, (*TORCH_BEST, *FLASH), "at least", 1.0),)  # PyTorch's own choice is a flash kernel too; each row says which
+LONG = (
+    Goal(PLAIN, (*TORCH_BEST, *FLASH), "at least", 1.0),
+)  # PyTorch's own choice is a flash kernel too; each row says which
 LONG_PEERS = (*FP16_PEERS, *FLASH)
 
 ROWS: tuple[Row, ...] = (
@@ -192,7 +223,11 @@ def setting_of(way: str, ways: Iterable[str]) -> str:
     """
     if setting := next((text for ending, text in SETTINGS.items() if way.endswith(ending)), ""):
         return setting
-    return AS_EXPORTED if any(each.endswith(SURGERY) for each in ways) and not way.endswith(SURGERY) else ""
+    return (
+        AS_EXPORTED
+        if any(each.endswith(SURGERY) for each in ways) and not way.endswith(SURGERY)
+        else ""
+    )
 
 
 # -- what was reached --------------------------------------------------------------------------------------------------
@@ -212,9 +247,18 @@ def targets(row: Row, entries: Entries, gpu: str) -> list[dict[str, Any]]:
     found = []
     for way in row.ways:
         ours, bare = device_ms(entries, f"ours {way}"), device_ms(entries, f"bare {way}")
-        found.append(target(f"{way}: GPU time over that of a bare build", _over(ours, bare), "at most", BARE))
+        found.append(
+            target(f"{way}: GPU time over that of a bare build", _over(ours, bare), "at most", BARE)
+        )
         if (probed := row.probe.get(way)) and H200 in gpu:
-            found.append(target(f"{way}: GPU time over the probe's {probed:g} ms", _over(ours, probed), "at most", PROBE))
+            found.append(
+                target(
+                    f"{way}: GPU time over the probe's {probed:g} ms",
+                    _over(ours, probed),
+                    "at most",
+                    PROBE,
+                )
+            )
     found += _session_targets(row, entries)
     found += [_goal(goal, entries) for goal in row.goals]
     if row.gain:
@@ -226,15 +270,35 @@ def targets(row: Row, entries: Entries, gpu: str) -> list[dict[str, Any]]:
 
 def _session_targets(row: Row, entries: Entries) -> list[dict[str, Any]]:
     """Our session against a bare loop on the same engine file, of the one way that has such a loop."""
-    way = next((name.removeprefix("loop ") for name in entries if name.startswith("loop ")), row.ways[0])
+    way = next(
+        (name.removeprefix("loop ") for name in entries if name.startswith("loop ")), row.ways[0]
+    )
     ours, loop = entries.get(f"ours {way}", {}), entries.get(f"loop {way}", {})
     mine, theirs = device_ms(entries, f"ours {way}"), device_ms(entries, f"loop {way}")
-    found = [target(f"{way}: GPU time over that of a bare loop on the same engine", _over(mine, theirs), "at most", SESSION)]
+    found = [
+        target(
+            f"{way}: GPU time over that of a bare loop on the same engine",
+            _over(mine, theirs),
+            "at most",
+            SESSION,
+        )
+    ]
     walls = ours.get("wall_median_ms"), loop.get("wall_median_ms")
     if mine is not None and mine >= SHORT_MS:
-        return [*found, target(f"{way}: bind to fetch over that of the bare loop", _over(*walls), "at most", SESSION)]
+        return [
+            *found,
+            target(
+                f"{way}: bind to fetch over that of the bare loop",
+                _over(*walls),
+                "at most",
+                SESSION,
+            ),
+        ]
     extra = None if None in walls else (walls[0] - walls[1]) * 1e3  # type: ignore[operator]
-    return [*found, target(f"{way}: us more from bind to fetch than the bare loop", extra, "at most", EXTRA_US)]
+    return [
+        *found,
+        target(f"{way}: us more from bind to fetch than the bare loop", extra, "at most", EXTRA_US),
+    ]
 
 
 def _goal(goal: Goal, entries: Entries) -> dict[str, Any]:
@@ -242,7 +306,12 @@ def _goal(goal: Goal, entries: Entries) -> dict[str, Any]:
     theirs = _fastest(entries, _full(goal.theirs))
     pair = (theirs, ours) if goal.direction == "at least" else (ours, theirs)
     value = _over(*(device_ms(entries, name) if name else None for name in pair))
-    return target(" over ".join(name or "nothing measured" for name in pair), value, goal.direction, goal.limit)
+    return target(
+        " over ".join(name or "nothing measured" for name in pair),
+        value,
+        goal.direction,
+        goal.limit,
+    )
 
 
 def _full(names: tuple[str, ...]) -> list[str]:
@@ -260,5 +329,13 @@ def _over(value: float | None, other: float | None) -> float | None:
 
 
 def target(text: str, value: float | None, direction: Direction, limit: float) -> dict[str, Any]:
-    reached = None if value is None else value <= limit if direction == "at most" else value >= limit
-    return {"text": text, "value": value, "direction": direction, "limit": limit, "reached": reached}
+    reached = (
+        None if value is None else value <= limit if direction == "at most" else value >= limit
+    )
+    return {
+        "text": text,
+        "value": value,
+        "direction": direction,
+        "limit": limit,
+        "reached": reached,
+    }

@@ -52,11 +52,29 @@ def tactics(options: Options) -> dict[str, Any]:
     for number in range(1, REPEATS + 1):
         for kind in (kind for kind in KINDS if wanted(kind, options.only)):
             name = f"{kind} {number}"
-            engine = with_failure(entries, name, _built, job, converted, recipe.model_copy(update={"variant": name}))
-            entrants += [Entrant(name, engine.model_copy(update={"recipe": recipe.model_copy(update={"variant": LOOP})}), "bare")] if engine else []
-    seconds = {step.subject: round(step.seconds, 1) for step in job.runner.steps if step.stage == STAGE}
+            engine = with_failure(
+                entries, name, _built, job, converted, recipe.model_copy(update={"variant": name})
+            )
+            entrants += (
+                [
+                    Entrant(
+                        name,
+                        engine.model_copy(
+                            update={"recipe": recipe.model_copy(update={"variant": LOOP})}
+                        ),
+                        "bare",
+                    )
+                ]
+                if engine
+                else []
+            )
+    seconds = {
+        step.subject: round(step.seconds, 1) for step in job.runner.steps if step.stage == STAGE
+    }
     for outcome in race_at(model, {}, 1, entrants, options, watch) if entrants else []:
-        entries[outcome.entrant.name] = entry_of(outcome, known) | {"build_s": seconds.get(outcome.entrant.name)}
+        entries[outcome.entrant.name] = entry_of(outcome, known) | {
+            "build_s": seconds.get(outcome.entrant.name)
+        }
     return {**document, "batch": 1, "entries": entries, "targets": [], "gpu": watch.summary()}
 
 
@@ -64,16 +82,26 @@ def _built(job: Job, converted: OnnxModel, recipe: Recipe) -> Engine:
     """Never from the store: the same build again is what is looked at."""
     out = home() / "gpu_models" / "tactics" / recipe.variant
     out.mkdir(parents=True, exist_ok=True)
-    engine: Engine = job.runner.anew(STAGE, recipe.variant, build_kind, converted, recipe, job.build_options("tensorrt"), out)
+    engine: Engine = job.runner.anew(
+        STAGE, recipe.variant, build_kind, converted, recipe, job.build_options("tensorrt"), out
+    )
     return engine
 
 
-def build_kind(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent) -> Engine:
+def build_kind(
+    model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
+) -> Engine:
     """The engine of a converted graph from an empty timing cache, in the way that its recipe's variant names."""
     gpu, _ = trt_library.host()
     trt, kind = trt_library.library(), KINDS[recipe.variant.rpartition(" ")[0]]
     watching = _monitor(trt)
-    logger = logger_of(trt) if "listened to" in kind else builders_logger_of(trt) if "in C++" in kind else None
+    logger = (
+        logger_of(trt)
+        if "listened to" in kind
+        else builders_logger_of(trt)
+        if "in C++" in kind
+        else None
+    )
 
     def change(config: Any) -> None:
         if "once" in kind:

@@ -14,7 +14,17 @@ from typing import Any
 
 from pipeline.backends.pytorch.cuda import DEVICE, CudaTorchSession
 from pipeline.backends.pytorch.module import load_module, tensor_from_array
-from pipeline.core import Engine, ModelSource, OnnxModel, Precision, Progress, Recipe, Target, Tensors, silent
+from pipeline.core import (
+    Engine,
+    ModelSource,
+    OnnxModel,
+    Precision,
+    Progress,
+    Recipe,
+    Target,
+    Tensors,
+    silent,
+)
 from pipeline.measurement.measure import monotonic
 
 FILE = "source.json"
@@ -25,7 +35,9 @@ SLOWEST = 5
 RUNS = 20
 
 
-def peer_engine(source: ModelSource, model: OnnxModel, name: str, target: Target, out: Path) -> Engine:
+def peer_engine(
+    source: ModelSource, model: OnnxModel, name: str, target: Target, out: Path
+) -> Engine:
     """What a child needs to load the peer called `name`."""
     kind, precision = name.split()
     folder = out / name.replace(" ", "_")
@@ -33,7 +45,16 @@ def peer_engine(source: ModelSource, model: OnnxModel, name: str, target: Target
     (folder / FILE).write_text(source.model_dump_json(), encoding="utf-8")
     recipe = Recipe(backend="pytorch", precision=Precision(precision), variant=kind)
     interface = {"inputs": model.inputs, "outputs": model.outputs, "profiles": ()}
-    return Engine(root=folder, file=FILE, digest=source.digest, target=target, recipe=recipe, threads=0, size_bytes=0, **interface)
+    return Engine(
+        root=folder,
+        file=FILE,
+        digest=source.digest,
+        target=target,
+        recipe=recipe,
+        threads=0,
+        size_bytes=0,
+        **interface,
+    )
 
 
 def open_peer(engine: Engine, feeds: Tensors, mode: str) -> tuple[CudaTorchSession, dict[str, Any]]:
@@ -59,7 +80,9 @@ def cast_module(module: Any, precision: Precision) -> Any:
             self.inner = module.to(low)
 
         def forward(self, *args: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.inner(*(arg.to(low) if arg.is_floating_point() else arg for arg in args))
+            result: torch.Tensor = self.inner(
+                *(arg.to(low) if arg.is_floating_point() else arg for arg in args)
+            )
             return result.float()
 
     return Cast().eval()
@@ -76,7 +99,9 @@ def _traced(module: Any, args: tuple[Any, ...], mode: str) -> Any:
     import torch
 
     with torch.inference_mode():
-        return torch.jit.optimize_for_inference(torch.jit.freeze(torch.jit.trace(module, args, check_trace=False)))
+        return torch.jit.optimize_for_inference(
+            torch.jit.freeze(torch.jit.trace(module, args, check_trace=False))
+        )
 
 
 class Graphed:
@@ -167,7 +192,9 @@ def cache_folder(home: Path) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home / "inductor"))
 
 
-def look_at(engine: Engine, feeds: Tensors, mode: str, progress: Progress = silent) -> dict[str, Any]:
+def look_at(
+    engine: Engine, feeds: Tensors, mode: str, progress: Progress = silent
+) -> dict[str, Any]:
     """In a child of its own, before the race: compile time and recompilations of torch.compile, and the kernels that a peer really runs.
 
     What is compiled here lies in Inductor's cache when the race loads it. The profiler's traces stay out of the race.
@@ -184,8 +211,16 @@ def look_at(engine: Engine, feeds: Tensors, mode: str, progress: Progress = sile
         session.execute()
         session.synchronize()
     if engine.recipe.variant == "compile":
-        recompiled, breaks = counters["stats"]["unique_graphs"] - graphs, sum(counters["graph_break"].values())
-        facts |= {"compile_s": round(seconds, 1), "graphs": graphs, "recompilations": recompiled, "graph_breaks": breaks}
+        recompiled, breaks = (
+            counters["stats"]["unique_graphs"] - graphs,
+            sum(counters["graph_break"].values()),
+        )
+        facts |= {
+            "compile_s": round(seconds, 1),
+            "graphs": graphs,
+            "recompilations": recompiled,
+            "graph_breaks": breaks,
+        }
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
@@ -203,9 +238,20 @@ def _device_us(event: Any) -> float:
 def kernels(events: list[tuple[str, float, int]]) -> dict[str, Any]:
     """Which operator took over scaled_dot_product_attention, and by which kernels; and the slowest kernels. Pure: (name, us, count) each."""
     chosen = [name for name, _, _ in events if name.startswith("aten::_scaled_dot_product")]
-    on_gpu = sorted(((name, us, count) for name, us, count in events if us > 0 and not name.startswith("aten::")), key=lambda event: -event[1])
+    on_gpu = sorted(
+        (
+            (name, us, count)
+            for name, us, count in events
+            if us > 0 and not name.startswith("aten::")
+        ),
+        key=lambda event: -event[1],
+    )
     return {
         "sdpa_operators": chosen,
-        "attention_kernels": [f"{count} x {name[:120]}" for name, _, count in on_gpu if ATTENTION.search(name)][:SLOWEST],
-        "slowest_kernels": [f"{us:.0f} us in {count} x {name[:120]}" for name, us, count in on_gpu[:SLOWEST]],
+        "attention_kernels": [
+            f"{count} x {name[:120]}" for name, _, count in on_gpu if ATTENTION.search(name)
+        ][:SLOWEST],
+        "slowest_kernels": [
+            f"{us:.0f} us in {count} x {name[:120]}" for name, us, count in on_gpu[:SLOWEST]
+        ],
     }

@@ -22,7 +22,12 @@ from typing import Protocol
 
 import numpy as np
 
-HEAD_END, LENGTH, TIMING, BATCH = b"\r\n\r\n", b"\r\ncontent-length:", b"\r\nserver-timing:", b"\r\ncrucible-batch-size:"
+HEAD_END, LENGTH, TIMING, BATCH = (
+    b"\r\n\r\n",
+    b"\r\ncontent-length:",
+    b"\r\nserver-timing:",
+    b"\r\ncrucible-batch-size:",
+)
 FIRST_BUFFER, SILENT_S = 2**20, 60.0
 COMPARED = 64
 """Bytes at the end of every answer that are compared: comparing all of them would make the client the bottleneck. The last answer of each
@@ -36,7 +41,9 @@ class Traffic(Protocol):
         """The next request with a number of its own; None: no more."""
         ...
 
-    def answered(self, number: int, status: int, head: bytes, body: memoryview, seconds: float) -> None: ...
+    def answered(
+        self, number: int, status: int, head: bytes, body: memoryview, seconds: float
+    ) -> None: ...
 
     def lost(self, number: int, why: str) -> None:
         """No answer came to this one."""
@@ -108,7 +115,9 @@ class Connection:
         where = lowered.find(LENGTH)
         if where < 0:
             raise Fault("an answer without Content-Length")
-        self.end = self.head + int(lowered[where + len(LENGTH) : lowered.index(b"\r\n", where + len(LENGTH))])
+        self.end = self.head + int(
+            lowered[where + len(LENGTH) : lowered.index(b"\r\n", where + len(LENGTH))]
+        )
         if self.end > len(self.buffer):
             self.buffer.extend(bytes(self.end - len(self.buffer)))
 
@@ -145,7 +154,11 @@ def _ask(selector: selectors.BaseSelector, connection: Connection, traffic: Traf
         connection.begin(*asked)
         assert connection.sock is not None
         try:
-            wanted = selectors.EVENT_READ if connection.send() else selectors.EVENT_READ | selectors.EVENT_WRITE
+            wanted = (
+                selectors.EVENT_READ
+                if connection.send()
+                else selectors.EVENT_READ | selectors.EVENT_WRITE
+            )
         except OSError as error:
             _lose(selector, connection, traffic, error, known)
             continue
@@ -157,7 +170,9 @@ def _ask(selector: selectors.BaseSelector, connection: Connection, traffic: Traf
     return False
 
 
-def _go_on(selector: selectors.BaseSelector, connection: Connection, events: int, traffic: Traffic) -> bool:
+def _go_on(
+    selector: selectors.BaseSelector, connection: Connection, events: int, traffic: Traffic
+) -> bool:
     """Send and receive what is possible, and ask again after an answer; False if there is nothing more to ask."""
     assert connection.sock is not None
     try:
@@ -167,13 +182,25 @@ def _go_on(selector: selectors.BaseSelector, connection: Connection, events: int
             return True
         seconds = time.perf_counter() - connection.begun
         whole = memoryview(connection.buffer)
-        traffic.answered(connection.number, connection.status, bytes(whole[: connection.head]), whole[connection.head : connection.end], seconds)
+        traffic.answered(
+            connection.number,
+            connection.status,
+            bytes(whole[: connection.head]),
+            whole[connection.head : connection.end],
+            seconds,
+        )
     except (OSError, Fault) as error:
         _lose(selector, connection, traffic, error, registered=True)
     return _ask(selector, connection, traffic)
 
 
-def _lose(selector: selectors.BaseSelector, connection: Connection, traffic: Traffic, error: Exception, registered: bool) -> None:
+def _lose(
+    selector: selectors.BaseSelector,
+    connection: Connection,
+    traffic: Traffic,
+    error: Exception,
+    registered: bool,
+) -> None:
     if registered and connection.sock is not None:
         selector.unregister(connection.sock)
     connection.close()
@@ -202,11 +229,15 @@ class Steady:
         self.asked += 1
         return self.asked, self.request
 
-    def answered(self, number: int, status: int, head: bytes, body: memoryview, seconds: float) -> None:
+    def answered(
+        self, number: int, status: int, head: bytes, body: memoryview, seconds: float
+    ) -> None:
         last = self.expected if time.perf_counter() >= self.until else self.expected[-COMPARED:]
         if status != 200:
             self.faults.append(f"{status}: {bytes(body[:300]).decode(errors='replace')}")
-        elif len(body) < len(self.expected) or not equal(bytes(body[len(body) - len(last) :]), last, self.tolerance):
+        elif len(body) < len(self.expected) or not equal(
+            bytes(body[len(body) - len(last) :]), last, self.tolerance
+        ):
             self.faults.append(f"another answer than expected, of {len(body)} bytes")
         else:
             self.latencies_s.append(seconds)
@@ -221,16 +252,35 @@ class Steady:
 def equal(found: bytes, expected: bytes, tolerance: float) -> bool:
     if tolerance == 0:
         return found == expected
-    return bool(np.allclose(np.frombuffer(found, np.float32), np.frombuffer(expected, np.float32), rtol=0, atol=tolerance))
+    return bool(
+        np.allclose(
+            np.frombuffer(found, np.float32),
+            np.frombuffer(expected, np.float32),
+            rtol=0,
+            atol=tolerance,
+        )
+    )
 
 
-def main(request: str, expected: str, tolerance: str, port: str, connections: str, seconds: str) -> None:
+def main(
+    request: str, expected: str, tolerance: str, port: str, connections: str, seconds: str
+) -> None:
     start, cpu = time.perf_counter(), time.process_time()
-    traffic = Steady(Path(request).read_bytes(), Path(expected).read_bytes(), float(tolerance), start + float(seconds))
+    traffic = Steady(
+        Path(request).read_bytes(),
+        Path(expected).read_bytes(),
+        float(tolerance),
+        start + float(seconds),
+    )
     drive(int(port), int(connections), traffic)
-    measured: dict[str, object] = {"wall_s": time.perf_counter() - start, "cpu_s": time.process_time() - cpu}
+    measured: dict[str, object] = {
+        "wall_s": time.perf_counter() - start,
+        "cpu_s": time.process_time() - cpu,
+    }
     measured |= {"latencies_s": traffic.latencies_s, "stages_ms": stages_ms(traffic.heads)}
-    print(json.dumps(measured | {"faults": len(traffic.faults), "first_faults": traffic.faults[:3]}))
+    print(
+        json.dumps(measured | {"faults": len(traffic.faults), "first_faults": traffic.faults[:3]})
+    )
 
 
 def stages_ms(heads: Sequence[bytes]) -> dict[str, float]:
@@ -257,7 +307,13 @@ def ask_once(port: int, request: bytes) -> tuple[int, bytes, bytes]:
         connection.sock.setblocking(True)
         connection.send()
         connection.receive()
-        found.append((connection.status, bytes(connection.buffer[: connection.head]), bytes(connection.buffer[connection.head : connection.end])))
+        found.append(
+            (
+                connection.status,
+                bytes(connection.buffer[: connection.head]),
+                bytes(connection.buffer[connection.head : connection.end]),
+            )
+        )
     finally:
         connection.close()
     return found[0]
@@ -265,7 +321,12 @@ def ask_once(port: int, request: bytes) -> tuple[int, bytes, bytes]:
 
 def http_request(port: int, path: str, body: bytes, headers: dict[str, str] | None = None) -> bytes:
     """The bytes of a POST."""
-    given = {"Host": f"127.0.0.1:{port}", "Content-Type": "application/octet-stream", **(headers or {}), "Content-Length": str(len(body))}
+    given = {
+        "Host": f"127.0.0.1:{port}",
+        "Content-Type": "application/octet-stream",
+        **(headers or {}),
+        "Content-Length": str(len(body)),
+    }
     lines = "".join(f"{name}: {value}\r\n" for name, value in given.items())
     return f"POST {path} HTTP/1.1\r\n{lines}\r\n".encode() + body
 

@@ -50,7 +50,9 @@ def serving(home: Path) -> Iterator[Served]:
     """A server on this home that is ready, with all that was deployed in it."""
     port, log = free_port(), home.with_suffix(".log")
     command = [sys.executable, "-m", "pipeline.cli", "serve", "--home", home, "--port", str(port)]
-    with running(command, log, {**own_environment(), "CRUCIBLE_SERVICE_GRPC_PORT": "0"}) as process:  # any: the next after `port` may be taken
+    with running(
+        command, log, {**own_environment(), "CRUCIBLE_SERVICE_GRPC_PORT": "0"}
+    ) as process:  # any: the next after `port` may be taken
         wait_until(lambda: is_ready(port), process, log)
         yield Served(process, port, log)
 
@@ -62,12 +64,19 @@ def is_ready(port: int) -> bool:
         return False
 
 
-def deploy(client: Client, model: Path, plan: Mapping[str, object], options: DeploymentOptions | None = None) -> str:
+def deploy(
+    client: Client,
+    model: Path,
+    plan: Mapping[str, object],
+    options: DeploymentOptions | None = None,
+) -> str:
     """Compile a model, promote it and load it; the job's id."""
     job = submitted(client, model, plan)
     state = finished(client, job)
     if state != "succeeded":
-        raise RuntimeError(f"the job that compiles {model.name} is {state}: {client.job(job).failure}")
+        raise RuntimeError(
+            f"the job that compiles {model.name} is {state}: {client.job(job).failure}"
+        )
     client.promote(MODEL, job, override=True)  # without data nothing is proved
     client.load(MODEL, options)
     return job
@@ -96,7 +105,9 @@ def plan_of(name: str, most_rows: int, backend: str = "onnxruntime") -> dict[str
         "name": name,
         "profiles": [{"batch": [1, most_rows // 2, most_rows]}],
         "candidates": [{"backend": backend, "precision": "fp32"}],
-        **({"tensorrt": {"optimization_level": 1}} if backend == "tensorrt" else {}),  # builds sooner; server and Session run the same engine
+        **(
+            {"tensorrt": {"optimization_level": 1}} if backend == "tensorrt" else {}
+        ),  # builds sooner; server and Session run the same engine
         "benchmark": {"sizes": [{"batch": 1}], "duration_s": 0.5},
     }
 

@@ -31,7 +31,10 @@ def main(folder: str, side: str, most_rows: str, seconds: str) -> None:
 
         start = monotonic()
         single = measured(1, float(seconds))
-        per_s = {rows: rows / float(np.median(measured(rows, float(seconds) / len(sizes)))) for rows in sizes}
+        per_s = {
+            rows: rows / float(np.median(measured(rows, float(seconds) / len(sizes))))
+            for rows in sizes
+        }
     print(json.dumps({"latencies_s": single, "per_s": per_s, "wall_s": monotonic() - start}))
 
 

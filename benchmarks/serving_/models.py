@@ -27,14 +27,24 @@ def write_cnn(path: Path, name: str, side: int, enlarged: int = 1) -> Path:
     torch.manual_seed(0)
     model = getattr(torchvision.models, name)()
     for module in model.modules():
-        if hasattr(module, "bn3"):  # deep ones: with random weights their activations grow from block to block, and errors with them
+        if hasattr(
+            module, "bn3"
+        ):  # deep ones: with random weights their activations grow from block to block, and errors with them
             torch.nn.init.constant_(module.bn3.weight, 0.2)
     if enlarged > 1:
-        model = torch.nn.Sequential(torch.nn.Upsample(scale_factor=enlarged), model)  # the nearest pixel
+        model = torch.nn.Sequential(
+            torch.nn.Upsample(scale_factor=enlarged), model
+        )  # the nearest pixel
     model.eval()
     batch = torch.export.Dim("batch", min=1, max=1024)
     program = torch.onnx.export(
-        model, (torch.zeros(2, 3, side, side),), dynamic_shapes=({0: batch},), input_names=[INPUT], output_names=[OUTPUT], dynamo=True, verbose=False
+        model,
+        (torch.zeros(2, 3, side, side),),
+        dynamic_shapes=({0: batch},),
+        input_names=[INPUT],
+        output_names=[OUTPUT],
+        dynamo=True,
+        verbose=False,
     )
     assert program is not None
     program.save(str(path), external_data=False)
@@ -59,7 +69,11 @@ def write_small(path: Path, seed: int, side: int = 16) -> Path:
         helper.make_node("Gemm", ["f", "w3"], [OUTPUT], transB=1),
     ]
     return _write(
-        path, nodes, ["batch", 3, side, side], ["batch", 10], [weights("w1", 32, 3, 3, 3), weights("w2", 32, 32, 3, 3), weights("w3", 10, 32)]
+        path,
+        nodes,
+        ["batch", 3, side, side],
+        ["batch", 10],
+        [weights("w1", 32, 3, 3, 3), weights("w2", 32, 32, 3, 3), weights("w3", 10, 32)],
     )
 
 
@@ -68,16 +82,36 @@ def image(side: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).random((1, 3, side, side), np.float32)
 
 
-def oip_body(array: np.ndarray, name: str = INPUT, request_id: str = "") -> tuple[bytes, dict[str, str]]:
+def oip_body(
+    array: np.ndarray, name: str = INPUT, request_id: str = ""
+) -> tuple[bytes, dict[str, str]]:
     """A request of the Open Inference Protocol with binary tensors, both ways: body and headers."""
-    tensor = {"name": name, "shape": array.shape, "datatype": "FP32", "parameters": {"binary_data_size": array.nbytes}}
-    document = {**({"id": request_id} if request_id else {}), "inputs": [tensor], "parameters": {"binary_data_output": True}}
+    tensor = {
+        "name": name,
+        "shape": array.shape,
+        "datatype": "FP32",
+        "parameters": {"binary_data_size": array.nbytes},
+    }
+    document = {
+        **({"id": request_id} if request_id else {}),
+        "inputs": [tensor],
+        "parameters": {"binary_data_output": True},
+    }
     head = json.dumps(document).encode()
     return head + array.tobytes(), {"Inference-Header-Content-Length": str(len(head))}
 
 
-def _write(path: Path, nodes: list[onnx.NodeProto], given: list[str | int], taken: list[str | int], weights: list[onnx.TensorProto]) -> Path:
-    inputs, outputs = ([helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)] for name, shape in ((INPUT, given), (OUTPUT, taken)))
+def _write(
+    path: Path,
+    nodes: list[onnx.NodeProto],
+    given: list[str | int],
+    taken: list[str | int],
+    weights: list[onnx.TensorProto],
+) -> Path:
+    inputs, outputs = (
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)]
+        for name, shape in ((INPUT, given), (OUTPUT, taken))
+    )
     graph = helper.make_graph(nodes, "model", inputs, outputs, weights)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=9)
     onnx.checker.check_model(model)

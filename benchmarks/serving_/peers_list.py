@@ -29,9 +29,17 @@ class Peer:
 
 
 FASTAPI = "FastAPI"
-RAY = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "90"}
+RAY = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_raylet_start_wait_time_s": "90",
+}
 PEERS = (
-    Peer(FASTAPI, "fastapi_.py", ("fastapi==0.165.0", "uvicorn==0.54.0", "uvloop==0.23.0", "httptools==0.9.0", *COMMON)),
+    Peer(
+        FASTAPI,
+        "fastapi_.py",
+        ("fastapi==0.165.0", "uvicorn==0.54.0", "uvloop==0.23.0", "httptools==0.9.0", *COMMON),
+    ),
     Peer("LitServe", "litserve_.py", ("litserve==0.2.19", *COMMON)),
     Peer("BentoML", "bentoml_.py", ("bentoml==1.4.39", *COMMON)),
     Peer("Ray Serve", "ray_.py", ("ray[serve]==2.60.0", *COMMON), environ=RAY),
@@ -51,13 +59,17 @@ def installed(peer: Peer, folder: Path) -> Path:
     """The peer's own Python, made if it is not there; CalledProcessError with what uv says if that fails."""
     uv = shutil.which("uv")
     if uv is None:
-        raise FileNotFoundError("uv, which makes the environments of the peers, is not on the PATH: https://docs.astral.sh/uv")
+        raise FileNotFoundError(
+            "uv, which makes the environments of the peers, is not on the PATH: https://docs.astral.sh/uv"
+        )
     root = folder / peer.script.removesuffix("_.py")
     python, done = root / "bin" / "python", root / "installed"
     wanted = "\n".join(peer.packages)
     if not done.is_file() or done.read_text(encoding="utf-8") != wanted:
         _quietly([uv, "venv", "--clear", "--python", peer.python, str(root)])
-        _quietly([uv, "pip", "install", "--compile-bytecode", "--python", str(python), *peer.packages])
+        _quietly(
+            [uv, "pip", "install", "--compile-bytecode", "--python", str(python), *peer.packages]
+        )
         done.write_text(wanted, encoding="utf-8")
     return python
 

@@ -39,11 +39,20 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running(command: Sequence[str | Path], log: Path, environ: Mapping[str, str], cwd: Path | None = None) -> Iterator[psutil.Process]:
+def running(
+    command: Sequence[str | Path], log: Path, environ: Mapping[str, str], cwd: Path | None = None
+) -> Iterator[psutil.Process]:
     """A process and its descendants, all gone afterwards. They are looked for before it is asked to end: later they may have another parent."""
     words = [str(word) for word in command]
     with log.open("wb") as said:
-        started = subprocess.Popen(words, env=environ, cwd=cwd, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+        started = subprocess.Popen(
+            words,
+            env=environ,
+            cwd=cwd,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     process = psutil.Process(started.pid)
     try:
         yield process
@@ -66,7 +75,9 @@ def descendants(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def wait_until(answers: Callable[[], bool], process: psutil.Process, log: Path, patience_s: float = START_S) -> None:
+def wait_until(
+    answers: Callable[[], bool], process: psutil.Process, log: Path, patience_s: float = START_S
+) -> None:
     """Call `answers` until it is true. NotStarted if the process ends before, or patience does."""
     until = time.monotonic() + patience_s
     while not answers():
@@ -87,7 +98,10 @@ def cpu_of(process: psutil.Process, port: int) -> Cpu:
     for each in (process, *descendants(process)):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             times = each.cpu_times()
-            listens = any(found.status == psutil.CONN_LISTEN and found.laddr.port == port for found in each.net_connections("tcp"))
+            listens = any(
+                found.status == psutil.CONN_LISTEN and found.laddr.port == port
+                for found in each.net_connections("tcp")
+            )
             if listens:
                 api_s += times.user + times.system
             else:
@@ -97,7 +111,11 @@ def cpu_of(process: psutil.Process, port: int) -> Cpu:
 
 def clean_environment(first_on_path: Path | None = None, **more: str) -> dict[str, str]:
     """This process's environment without what would lead to this project's packages."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    }
     if first_on_path is not None:
         kept["PATH"] = f"{first_on_path}{os.pathsep}{kept.get('PATH', '')}"
     return {**kept, **more}

@@ -18,7 +18,15 @@ from serving_.client import Fault, ask_once, http_request
 from serving_.crucible import MODEL, serving
 from serving_.models import image, oip_body
 from serving_.peers_list import HERE, Peer
-from serving_.processes import Cpu, NotStarted, clean_environment, cpu_of, free_port, running, wait_until
+from serving_.processes import (
+    Cpu,
+    NotStarted,
+    clean_environment,
+    cpu_of,
+    free_port,
+    running,
+    wait_until,
+)
 
 MANY, WARM_UP_S = 16, 1.0
 TOLERANCE = 5e-3  # of the largest value that is expected: kernels of other devices add up in other orders, and a wrong answer is further off
@@ -74,7 +82,9 @@ def peer_starter(peer: Peer, python: Path) -> Start:
     def start(load: Load, folder: Path) -> Iterator[Up]:
         port, log = free_port(), folder / f"{peer.script}.log"
         environ = clean_environment(python.parent, **peer.environ)
-        with running([python, HERE / "peers" / peer.script, load.model, str(port)], log, environ, cwd=folder) as process:
+        with running(
+            [python, HERE / "peers" / peer.script, load.model, str(port)], log, environ, cwd=folder
+        ) as process:
             up = Up(process, port, peer.path, peer.oip)
             wait_until(lambda: answers(up, load), process, log)
             yield up
@@ -110,8 +120,20 @@ def turn(start: Start, load: Load, seconds: float, folder: Path) -> Turn:
         expected.write_bytes(load.expected)
 
         def asked(connections: int, for_s: float) -> dict[str, Any]:
-            words = [str(request), str(expected), str(load.tolerance), str(up.port), str(connections), str(for_s)]
-            done = subprocess.run([sys.executable, str(HERE / "client.py"), *words], check=True, stdout=subprocess.PIPE, text=True)
+            words = [
+                str(request),
+                str(expected),
+                str(load.tolerance),
+                str(up.port),
+                str(connections),
+                str(for_s),
+            ]
+            done = subprocess.run(
+                [sys.executable, str(HERE / "client.py"), *words],
+                check=True,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
             return dict(json.loads(done.stdout))
 
         asked(MANY, WARM_UP_S)
@@ -125,12 +147,21 @@ def turn(start: Start, load: Load, seconds: float, folder: Path) -> Turn:
         raise NotStarted(f"no right answer: {'; '.join(faults)}")
     share = many["cpu_s"] / many["wall_s"]
     latencies_s, stages = tuple(single["latencies_s"]), (single["stages_ms"], many["stages_ms"])
-    return Turn(latencies_s, *stages, answered / many["wall_s"], answered, many["cpu_s"], share, cpu, faults)
+    return Turn(
+        latencies_s, *stages, answered / many["wall_s"], answered, many["cpu_s"], share, cpu, faults
+    )
 
 
 def engine_turn(engine: Path, side: int, most_rows: int, seconds: float) -> dict[str, Any]:
     """The engine in a direct Session: latencies of single rows, and rows per second by batch."""
-    command = [sys.executable, str(HERE / "engine.py"), str(engine), str(side), str(most_rows), str(seconds)]
+    command = [
+        sys.executable,
+        str(HERE / "engine.py"),
+        str(engine),
+        str(side),
+        str(most_rows),
+        str(seconds),
+    ]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
@@ -149,4 +180,16 @@ def tolerance_of(expected: bytes) -> float:
     return float(TOLERANCE * np.abs(np.frombuffer(expected, np.float32)).max())
 
 
-__all__ = ["Load", "NotStarted", "Start", "Turn", "Up", "crucible_starter", "engine_turn", "expected_of", "peer_starter", "tolerance_of", "turn"]
+__all__ = [
+    "Load",
+    "NotStarted",
+    "Start",
+    "Turn",
+    "Up",
+    "crucible_starter",
+    "engine_turn",
+    "expected_of",
+    "peer_starter",
+    "tolerance_of",
+    "turn",
+]

@@ -26,7 +26,9 @@ class Setup:
     side: int  # of the image that is sent
     enlarged: int  # times, inside the network
     options: DeploymentOptions
-    most_per_s: float | None = None  # rows that the engine alone may reach for the targets to be about it; None: any
+    most_per_s: float | None = (
+        None  # rows that the engine alone may reach for the targets to be about it; None: any
+    )
 
     @property
     def on_gpu(self) -> bool:
@@ -36,12 +38,28 @@ class Setup:
     def described(self) -> dict[str, str | float | int | None]:
         """For the document of a result."""
         options = self.options.model_dump(include=set(OPTIONS))
-        return {"backend": self.backend, "cnn": self.cnn, "side": self.side, "enlarged": self.enlarged, **options}
+        return {
+            "backend": self.backend,
+            "cnn": self.cnn,
+            "side": self.side,
+            "enlarged": self.enlarged,
+            **options,
+        }
 
 
 SETUPS: Mapping[Backend, Setup] = {
-    "onnxruntime": Setup("onnxruntime", "serving", "resnet18", 128, 1, DeploymentOptions()),  # 5 to 10 ms on 2 cores with AVX2
-    "tensorrt": Setup("tensorrt", "serving_gpu", "resnet50", 128, 7, DeploymentOptions(max_batch=8, max_delay_s=0.05), most_per_s=500.0),
+    "onnxruntime": Setup(
+        "onnxruntime", "serving", "resnet18", 128, 1, DeploymentOptions()
+    ),  # 5 to 10 ms on 2 cores with AVX2
+    "tensorrt": Setup(
+        "tensorrt",
+        "serving_gpu",
+        "resnet50",
+        128,
+        7,
+        DeploymentOptions(max_batch=8, max_delay_s=0.05),
+        most_per_s=500.0,
+    ),
 }
 """On the GPU the image is enlarged to 896: 131 GFLOP for 196 KB, so that it is not the copying that is measured. As much as 16 images of 224,
 of which an H200 takes 5,150/s at batch 64 (12.4 ms): 320 rows/s, and one row fills the GPU, so that batch 8 is as good as 16.
@@ -56,8 +74,15 @@ def setup_from(arguments: argparse.Namespace) -> Setup:
     options = {name: getattr(arguments, name) for name in OPTIONS}
     given = {name: value for name, value in options.items() if value is not None}
     chosen = DeploymentOptions.model_validate(setup.options.model_dump() | given)
-    document = f"{setup.document}_overlap" if chosen.overlap else setup.document  # beside the run without, not in its place
-    return replace(setup, **{name: value for name, value in load.items() if value is not None}, options=chosen, document=document)
+    document = (
+        f"{setup.document}_overlap" if chosen.overlap else setup.document
+    )  # beside the run without, not in its place
+    return replace(
+        setup,
+        **{name: value for name, value in load.items() if value is not None},
+        options=chosen,
+        document=document,
+    )
 
 
 def refuse_other_hosts(setup: Setup) -> None:

@@ -21,12 +21,16 @@ SEED = 0
 
 def main() -> None:
     digits = load_digits()
-    images = (digits.images / 16).astype(np.float32)[:, None]  # grey 0 to 16 -> [N, 1, 8, 8] in 0 to 1
+    images = (digits.images / 16).astype(np.float32)[
+        :, None
+    ]  # grey 0 to 16 -> [N, 1, 8, 8] in 0 to 1
     labels = digits.target.astype(np.int64)
     rest = np.arange(len(images))
     sets: dict[str, np.ndarray] = {}
     for name, size in SIZES.items():  # stratified: each digit as often as in the whole
-        rest, taken = train_test_split(rest, test_size=size, stratify=labels[rest], random_state=SEED)
+        rest, taken = train_test_split(
+            rest, test_size=size, stratify=labels[rest], random_state=SEED
+        )
         sets[name] = np.sort(taken)
     sets["train"] = np.sort(rest)
     for name, indices in sets.items():
@@ -38,7 +42,10 @@ def main() -> None:
         "made": f"make_data.py with scikit-learn {sklearn.__version__}: stratified split, seed {SEED}; divided by 16; no image is in two sets",
         "inputs": {"image": "float32 [N, 1, 8, 8], 0 to 1", "labels": "int64 [N], the digit"},
         "files": {
-            f"{name}.npz": {"samples": len(indices), "sha256": hashlib.sha256((HERE / f"{name}.npz").read_bytes()).hexdigest()}
+            f"{name}.npz": {
+                "samples": len(indices),
+                "sha256": hashlib.sha256((HERE / f"{name}.npz").read_bytes()).hexdigest(),
+            }
             for name, indices in sets.items()
         },
     }

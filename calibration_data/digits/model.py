@@ -18,7 +18,13 @@ class Block(nn.Module):
             nn.BatchNorm2d(channels),
         )
         same = channels_in == channels and stride == 1
-        self.shortcut = nn.Identity() if same else nn.Sequential(nn.Conv2d(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels))
+        self.shortcut = (
+            nn.Identity()
+            if same
+            else nn.Sequential(
+                nn.Conv2d(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
+            )
+        )
         self.relu = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:

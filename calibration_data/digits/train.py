@@ -41,7 +41,9 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=steps)
     for epoch in range(EPOCHS):
         for rows in torch.randperm(len(images)).split(BATCH):
-            loss = torch.nn.functional.cross_entropy(model(shifted(images[rows])), labels[rows], label_smoothing=0.05)
+            loss = torch.nn.functional.cross_entropy(
+                model(shifted(images[rows])), labels[rows], label_smoothing=0.05
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -53,7 +55,9 @@ def main() -> None:
     for name in ("calibration", "selection", "validation"):
         images, labels = load(name)
         with torch.inference_mode():
-            print(f"{name}: top-1 {(model(images).argmax(1) == labels).float().mean().item():.4f} of {len(labels)}")
+            print(
+                f"{name}: top-1 {(model(images).argmax(1) == labels).float().mean().item():.4f} of {len(labels)}"
+            )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,11 @@ class Ink(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         lines = torch.arange(float(SIZE))
-        self.register_buffer("places", torch.stack([lines.repeat_interleave(SIZE), lines.repeat(SIZE)], dim=1), persistent=False)  # [64, 2]
+        self.register_buffer(
+            "places",
+            torch.stack([lines.repeat_interleave(SIZE), lines.repeat(SIZE)], dim=1),
+            persistent=False,
+        )  # [64, 2]
 
     def forward(self, image: Tensor) -> Tensor:
         grey = image.clamp(min=0).flatten(1)  # [batch, 64]

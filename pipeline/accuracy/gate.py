@@ -43,7 +43,9 @@ class GatePoint(Frozen):
     parts: tuple[int, ...] = ()  # samples: the files of the set that this profile holds
 
 
-def gate_points(samples: SampleSet, profiles: Sequence[Profile], batch: int) -> tuple[GatePoint, ...]:
+def gate_points(
+    samples: SampleSet, profiles: Sequence[Profile], batch: int
+) -> tuple[GatePoint, ...]:
     """Every size to look at besides the run over all samples.
 
     That one takes `batch` rows in the first profile that holds them.
@@ -68,7 +70,9 @@ def feeds_at(point: GatePoint, samples: SampleSet) -> Iterator[Batch]:
 # -- samples -----------------------------------------------------------------------------------------
 
 
-def _sample_points(samples: SampleSet, profiles: Sequence[Profile], index: int, batch: int) -> Iterator[GatePoint]:
+def _sample_points(
+    samples: SampleSet, profiles: Sequence[Profile], index: int, batch: int
+) -> Iterator[GatePoint]:
     """Batches of 1, min, opt and max rows of what this profile holds."""
     profile, symbol = profiles[index], _row_symbol(samples)
     holders = [_holders(part.sizes(samples.specs), profiles) for part in samples.parts]
@@ -84,12 +88,22 @@ def _sample_points(samples: SampleSet, profiles: Sequence[Profile], index: int, 
         if not (covered and rows == batch):
             most = max(1, ROWS_PER_SIZE // rows)
             chosen = parts[:: math.ceil(len(parts) / most)]
-            yield GatePoint(profile=index, sizes={symbol: rows}, inputs="samples", rows=rows, parts=tuple(chosen))
+            yield GatePoint(
+                profile=index,
+                sizes={symbol: rows},
+                inputs="samples",
+                rows=rows,
+                parts=tuple(chosen),
+            )
 
 
 def _holders(shapes: Sequence[Sizes], profiles: Sequence[Profile]) -> list[int]:
     """The profiles that hold all shapes of a file."""
-    return [index for index, profile in enumerate(profiles) if all(profile.holds(sizes) for sizes in shapes)]
+    return [
+        index
+        for index, profile in enumerate(profiles)
+        if all(profile.holds(sizes) for sizes in shapes)
+    ]
 
 
 def _row_symbol(samples: SampleSet) -> str | None:

@@ -20,7 +20,9 @@ NOT_COVERED = "the calibration set's ranges do not fit the selection set"
 """Openings of two reasons that lie in the data and not in the engine: `decide` gives other advice for them."""
 
 Z_95 = 1.959964  # 95 % of a normal distribution lie within
-SNR_LIMIT_DB = 200.0  # identical outputs have no noise; JSON has no infinity, and float32 ends near 150 dB
+SNR_LIMIT_DB = (
+    200.0  # identical outputs have no noise; JSON has no infinity, and float32 ends near 150 dB
+)
 
 
 def by_sample(array: Array, samples: int, whole: bool = False) -> Array:
@@ -87,24 +89,40 @@ def topk_hits(outputs: Array, labels: Array, k: int) -> Floats:
     own = scores[np.arange(len(scores)), classes][:, None]
     lower_class = np.arange(scores.shape[1]) < classes[:, None]
     ahead = (scores > own) | ((scores == own) & lower_class)
-    hits = np.where(np.isnan(scores).any(axis=1), np.nan, (ahead.sum(axis=1) < k).astype(np.float64))
+    hits = np.where(
+        np.isnan(scores).any(axis=1), np.nan, (ahead.sum(axis=1) < k).astype(np.float64)
+    )
     return np.asarray(hits.reshape(len(outputs), -1).mean(axis=1))
 
 
 def _scores_by_place(outputs: Array, labels: Array) -> Floats:
     """The scores that each label is held against, [labels, classes]; DataError where they do not fit."""
     next_step = "give one integer label per sample, choose another `accuracy.output`, or set `accuracy.metric: cosine`"
-    is_table = outputs.ndim >= 2 and outputs.size == outputs.shape[0] * outputs.shape[1]  # axes of 1 may stand behind
+    is_table = (
+        outputs.ndim >= 2 and outputs.size == outputs.shape[0] * outputs.shape[1]
+    )  # axes of 1 may stand behind
     per_sample = is_table and labels.shape == outputs.shape[:1]
-    per_place = outputs.ndim >= 2 and labels.shape[:1] == outputs.shape[:1] and _long_axes(labels.shape) == _long_axes(outputs.shape[:-1])
+    per_place = (
+        outputs.ndim >= 2
+        and labels.shape[:1] == outputs.shape[:1]
+        and _long_axes(labels.shape) == _long_axes(outputs.shape[:-1])
+    )
     if not is_table and not per_place:
         needed = "top-k needs an output of shape [samples, classes], or [samples, ..., classes] with a label for each place"
-        raise DataError(f"{needed}: got {outputs.shape} with labels of shape {labels.shape}", next_step)
+        raise DataError(
+            f"{needed}: got {outputs.shape} with labels of shape {labels.shape}", next_step
+        )
     if labels.dtype.kind not in "iu" or not (per_sample or per_place):
-        raise DataError(f"expected {outputs.shape[0]} integer labels, got {labels.dtype} of shape {labels.shape}", next_step)
+        raise DataError(
+            f"expected {outputs.shape[0]} integer labels, got {labels.dtype} of shape {labels.shape}",
+            next_step,
+        )
     classes = outputs.shape[1 if per_sample else -1]
     if labels.size and (labels.min() < 0 or labels.max() >= classes):
-        raise DataError(f"labels run from {labels.min()} to {labels.max()}, but the output has {classes} classes", next_step)
+        raise DataError(
+            f"labels run from {labels.min()} to {labels.max()}, but the output has {classes} classes",
+            next_step,
+        )
     return outputs.astype(np.float64).reshape(-1, classes)
 
 
@@ -136,8 +154,14 @@ def _largest_drop(lost: int, gained: int, samples: int) -> float:
 
 def _standard_errors(lost: int, gained: int, samples: int, drop: float) -> float:
     """How far the drop seen lies from `drop`, over the standard error that holds if `drop` is the truth."""
-    a, b, c = 2 * samples, (2 * samples - lost + gained) * drop - lost - gained, -gained * drop * (1 - drop)
-    gains = (math.sqrt(b * b - 4 * a * c) - b) / (2 * a)  # the likeliest rate of gained samples under `drop`
+    a, b, c = (
+        2 * samples,
+        (2 * samples - lost + gained) * drop - lost - gained,
+        -gained * drop * (1 - drop),
+    )
+    gains = (math.sqrt(b * b - 4 * a * c) - b) / (
+        2 * a
+    )  # the likeliest rate of gained samples under `drop`
     variance = samples * (2 * gains + drop * (1 - drop))
     far = lost - gained - samples * drop
     return far / math.sqrt(variance) if variance > 0 else math.copysign(math.inf, far)

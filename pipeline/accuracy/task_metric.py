@@ -18,7 +18,15 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.accuracy.metrics import AT_CHANCE, Array, Floats, cosine_per_sample, paired_interval, rows, topk_hits
+from pipeline.accuracy.metrics import (
+    AT_CHANCE,
+    Array,
+    Floats,
+    cosine_per_sample,
+    paired_interval,
+    rows,
+    topk_hits,
+)
 from pipeline.core import TensorSpec
 from pipeline.errors import DataError, PlanError
 from pipeline.measurement.measure import Interval, bootstrap, bootstrap_mean
@@ -27,7 +35,9 @@ from pipeline.results.report import MetricResult
 
 MetricFunction = Callable[[Array, Array | None, Array], object]
 
-RESAMPLES = 200  # of a metric that exists only for a whole set: each calls the user's function twice
+RESAMPLES = (
+    200  # of a metric that exists only for a whole set: each calls the user's function twice
+)
 ROUNDING = 1e-9  # 3 of 300 is within a max_drop of 0.01 whatever the last bit says
 SHUFFLES = 39  # the reference must beat each: outputs that have nothing to do with the samples do so in 1 set of 40
 FEWEST_SHUFFLED = 8  # of fewer samples a shuffle may give back the same order
@@ -35,7 +45,9 @@ MOST_SHUFFLED = 1024  # samples; more cost time and change nothing
 SHUFFLED_BYTES = 64 * 2**20
 
 
-def open_metric(options: AccuracyConfig, outputs: tuple[TensorSpec, ...], has_labels: bool) -> TaskMetric:
+def open_metric(
+    options: AccuracyConfig, outputs: tuple[TensorSpec, ...], has_labels: bool
+) -> TaskMetric:
     """The metric that the plan asks for. Raises PlanError if there is no such metric, DataError if it needs labels and there are none."""
     name = options.metric
     if name == "auto":
@@ -51,7 +63,9 @@ def check_labels(options: AccuracyConfig, has_labels: bool) -> None:
     """DataError if the metric needs labels that the set does not have."""
     if options.metric in NEED_LABELS and not has_labels:
         said = f"accuracy.metric is {options.metric}, but the set has no labels"
-        raise DataError(said, "add an array `labels` to each .npz, or set `accuracy.metric: cosine`")
+        raise DataError(
+            said, "add an array `labels` to each .npz, or set `accuracy.metric: cosine`"
+        )
 
 
 def _load_function(name: str, python_path: Path) -> MetricFunction:
@@ -61,11 +75,16 @@ def _load_function(name: str, python_path: Path) -> MetricFunction:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         next_step = "correct `accuracy.metric`, or set `accuracy.python_path` to the folder its module lies in"
-        raise PlanError(f"accuracy.metric '{name}' cannot be imported from '{python_path}': {error}", next_step) from error
+        raise PlanError(
+            f"accuracy.metric '{name}' cannot be imported from '{python_path}': {error}", next_step
+        ) from error
     finally:
         sys.path.remove(str(python_path))
     if not callable(found):
-        raise PlanError(f"accuracy.metric '{name}' is a {type(found).__name__}, expected a function", "correct `accuracy.metric`")
+        raise PlanError(
+            f"accuracy.metric '{name}' is a {type(found).__name__}, expected a function",
+            "correct `accuracy.metric`",
+        )
     return found  # type: ignore[no-any-return]  # what the user wrote; its value is checked
 
 
@@ -81,7 +100,11 @@ def _cosine(outputs: Array, labels: Array | None, reference: Array) -> Floats:
     return cosine_per_sample(rows(outputs, len(outputs)), rows(reference, len(reference)))
 
 
-_STREAMED: dict[str, Callable[[Array, Array | None, Array], Floats]] = {"top1": _top1, "top5": _top5, "cosine": _cosine}
+_STREAMED: dict[str, Callable[[Array, Array | None, Array], Floats]] = {
+    "top1": _top1,
+    "top5": _top5,
+    "cosine": _cosine,
+}
 
 
 @dataclass(slots=True)
@@ -165,19 +188,27 @@ class TaskMetric:
             return self._judge(_joined(self.reference), _joined(self.candidate))
         candidate, reference = _joined(self.candidate), _joined(self.reference)
         labels = _joined(self.labels) if self.labels else None
-        ours, theirs = self._call(candidate, labels, reference), self._call(reference, labels, reference)
+        ours, theirs = (
+            self._call(candidate, labels, reference),
+            self._call(reference, labels, reference),
+        )
         if ours.ndim == 1 and theirs.ndim == 1:
             return self._judge(theirs, ours)
 
         def drop(picks: Array) -> float:
             picked = None if labels is None else labels[picks]
-            scores = (self._call(outputs[picks], picked, reference[picks]) for outputs in (reference, candidate))
+            scores = (
+                self._call(outputs[picks], picked, reference[picks])
+                for outputs in (reference, candidate)
+            )
             before, after = (float(score) for score in scores)
             return before - after
 
         if not np.isfinite([ours, theirs]).all():
             return None, [f"metric {self.name} is {ours} where the reference has {theirs}"]
-        return self._verdict(float(theirs), float(ours), bootstrap(drop, len(reference), resamples=RESAMPLES))
+        return self._verdict(
+            float(theirs), float(ours), bootstrap(drop, len(reference), resamples=RESAMPLES)
+        )
 
     def _call(self, outputs: Array, labels: Array | None, reference: Array) -> Floats:
         """The user's function, its value checked: shape [samples] or ()."""
@@ -187,20 +218,29 @@ class TaskMetric:
             found = self.function(outputs, labels, reference)
             scores = np.asarray(found, dtype=np.float64)
         except (Exception, SystemExit) as error:
-            raise DataError(f"metric '{self.name}' failed: {type(error).__name__}: {error}", next_step) from error
+            raise DataError(
+                f"metric '{self.name}' failed: {type(error).__name__}: {error}", next_step
+            ) from error
         if found is None:  # numpy takes it for NaN
             raise DataError(f"metric '{self.name}' returned None", next_step)
         if scores.shape not in ((), (len(outputs),)):
-            raise DataError(f"metric '{self.name}' returned shape {scores.shape} for {len(outputs)} samples", next_step)
+            raise DataError(
+                f"metric '{self.name}' returned shape {scores.shape} for {len(outputs)} samples",
+                next_step,
+            )
         return scores
 
     def _judge(self, reference: Array, candidate: Array) -> tuple[MetricResult | None, list[str]]:
         if candidate.size < 2:
             said = f"metric {self.name} has {candidate.size} score for the whole set: output '{self.output}' has no row per sample"
-            raise DataError(said, "choose an output whose first axis is the samples with `accuracy.output`")
+            raise DataError(
+                said, "choose an output whose first axis is the samples with `accuracy.output`"
+            )
         bad = np.flatnonzero(~np.isfinite(candidate.astype(np.float64)))
         if bad.size:
-            return None, [f"metric {self.name} is not a number on {bad.size} of {candidate.size} samples (first: {bad[0]})"]
+            return None, [
+                f"metric {self.name} is not a number on {bad.size} of {candidate.size} samples (first: {bad[0]})"
+            ]
         before, after = reference.astype(np.float64), candidate.astype(np.float64)
         if not np.isfinite(before).all():
             said = f"metric {self.name} is not a number on the reference itself: nothing can be judged against it"
@@ -220,7 +260,10 @@ class TaskMetric:
             scores = self._score(outputs[picks], labels, outputs)
             best = max(best, float(scores.mean()))  # a NaN is no better
             moved = own[picks] if own.ndim else own
-            sees |= not (np.allclose(scores, moved, equal_nan=True) or np.allclose(scores, own, equal_nan=True))
+            sees |= not (
+                np.allclose(scores, moved, equal_nan=True)
+                or np.allclose(scores, own, equal_nan=True)
+            )
         score = float(own.mean())
         if score > best + ROUNDING:
             return []
@@ -229,17 +272,34 @@ class TaskMetric:
             return [f"{AT_CHANCE}: {figures}; a drop from there says nothing"]
         said = f"metric '{self.name}' cannot tell right answers from wrong ones: the reference scores {figures}"
         if self.function is not None:
-            raise PlanError(said, "compare each sample's output with its own label or reference, higher is better; docs/accuracy.md")
-        raise DataError(said, "give samples with different answers, or choose another `accuracy.output`")
+            raise PlanError(
+                said,
+                "compare each sample's output with its own label or reference, higher is better; docs/accuracy.md",
+            )
+        raise DataError(
+            said, "give samples with different answers, or choose another `accuracy.output`"
+        )
 
     def _score(self, outputs: Array, labels: Array | None, reference: Array) -> Floats:
         """Shape [samples], or () of a metric for the whole set."""
-        return _STREAMED[self.name](outputs, labels, reference) if self.function is None else self._call(outputs, labels, reference)
+        return (
+            _STREAMED[self.name](outputs, labels, reference)
+            if self.function is None
+            else self._call(outputs, labels, reference)
+        )
 
-    def _verdict(self, reference: float, candidate: float, drop: Interval) -> tuple[MetricResult, list[str]]:
+    def _verdict(
+        self, reference: float, candidate: float, drop: Interval
+    ) -> tuple[MetricResult, list[str]]:
         passed = (drop.low if self.certain else drop.value) <= self.max_drop + ROUNDING
         result = MetricResult(
-            name=self.name, reference=reference, candidate=candidate, drop=drop.value, interval=drop, max_drop=self.max_drop, passed=passed
+            name=self.name,
+            reference=reference,
+            candidate=candidate,
+            drop=drop.value,
+            interval=drop,
+            max_drop=self.max_drop,
+            passed=passed,
         )
         between = f"95 % {drop.low:+.4f} to {drop.high:+.4f}"
         text = f"{self.name} drops by {drop.value:.4f} ({reference:.4f} to {candidate:.4f}; {between}), over max_drop {self.max_drop:g}"
@@ -250,7 +310,9 @@ def _paired_drop(before: Floats, after: Floats) -> Interval:
     """The mean difference with its 95 % interval: a sample counts with both its scores. Where all are 0 or 1 the interval is exact arithmetic."""
     if not np.isin((before, after), (0.0, 1.0)).all():
         return bootstrap_mean((before - after).tolist())
-    low, high = paired_interval(int((before > after).sum()), int((before < after).sum()), before.size)
+    low, high = paired_interval(
+        int((before > after).sum()), int((before < after).sum()), before.size
+    )
     return Interval(value=float((before - after).mean()), low=low, high=high)
 
 

@@ -5,7 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Progress, Recipe, Refusal, Target, Tensors, TensorSpec
+from pipeline.core import (
+    BuildOptions,
+    Engine,
+    OnnxModel,
+    Precision,
+    Progress,
+    Recipe,
+    Refusal,
+    Target,
+    Tensors,
+    TensorSpec,
+)
 from pipeline.results.layer_table import LayerTable
 
 
@@ -78,11 +89,15 @@ class Backend(Protocol):
         """Raise UnsupportedError for what this backend lacks, or would only pretend to run, on `target`; known before anything is built."""
         ...
 
-    def unsupported(self, model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()) -> tuple[Refusal, ...]:
+    def unsupported(
+        self, model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()
+    ) -> tuple[Refusal, ...]:
         """Every node this backend cannot run, found before any build; `plugins` are libraries with TensorRT plugins."""
         ...
 
-    def build(self, model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress) -> Engine: ...
+    def build(
+        self, model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress
+    ) -> Engine: ...
 
     def layers(self, engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable | None:
         """Every kernel of the engine, its precision and its time on these feeds; None where this backend gives no evidence."""

@@ -12,8 +12,25 @@ from typing import NoReturn, Protocol
 import numpy as np
 
 from pipeline.backends.base import Session
-from pipeline.core import BuildOptions, Engine, OnnxModel, Profile, Recipe, Target, Tensors, TensorSpec, dtype_of, sizes_from_shapes
-from pipeline.errors import BackendUnavailable, DataError, InternalError, StoreError, UnsupportedError
+from pipeline.core import (
+    BuildOptions,
+    Engine,
+    OnnxModel,
+    Profile,
+    Recipe,
+    Target,
+    Tensors,
+    TensorSpec,
+    dtype_of,
+    sizes_from_shapes,
+)
+from pipeline.errors import (
+    BackendUnavailable,
+    DataError,
+    InternalError,
+    StoreError,
+    UnsupportedError,
+)
 from pipeline.measurement.measure import monotonic
 
 SHOW_INTERFACE = "`crucible inspect` shows what an engine takes"
@@ -24,7 +41,9 @@ def installed_version(distribution: str, install: str) -> str:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        raise BackendUnavailable(f"the package `{distribution}` is not installed", install) from None
+        raise BackendUnavailable(
+            f"the package `{distribution}` is not installed", install
+        ) from None
 
 
 def refuse_foreign(engine: Engine, host: Target) -> None:
@@ -32,28 +51,43 @@ def refuse_foreign(engine: Engine, host: Target) -> None:
     if reasons := engine.target.accepts(host):
         built, here = (f"{t.backend} {t.version} on {t.device}" for t in (engine.target, host))
         said = f"this engine was built for {built} and cannot run on {here}: {'; '.join(reasons)}"
-        raise BackendUnavailable(said, "compile the model again on this host, or load the engine where it was built")
+        raise BackendUnavailable(
+            said, "compile the model again on this host, or load the engine where it was built"
+        )
 
 
 def refuse_device(engine: Engine, device: str) -> None:
     """UnsupportedError unless the device is the CPU."""
     if device not in ("", "cpu"):
-        raise UnsupportedError(f"{engine.target.backend} runs on the CPU, not on '{device}'", "leave the device out")
+        raise UnsupportedError(
+            f"{engine.target.backend} runs on the CPU, not on '{device}'", "leave the device out"
+        )
 
 
 def unreadable(engine: Engine, reason: str) -> StoreError:
     """The error for an engine whose files the library cannot open."""
-    return StoreError(f"the engine '{engine.path}' cannot be opened: {reason}", "its files are damaged: compile the model again")
+    return StoreError(
+        f"the engine '{engine.path}' cannot be opened: {reason}",
+        "its files are damaged: compile the model again",
+    )
 
 
 def nothing_to_fetch() -> NoReturn:
     """A fetch before its run."""
-    raise InternalError("nothing to fetch: this session has not run since bind", "call bind, upload, execute, download, synchronize, then fetch")
+    raise InternalError(
+        "nothing to fetch: this session has not run since bind",
+        "call bind, upload, execute, download, synchronize, then fetch",
+    )
 
 
 def engine_digest(model: OnnxModel, recipe: Recipe, options: BuildOptions, target: Target) -> str:
     """Names the content of an engine by all that goes into it, where the same input always gives the same engine."""
-    parts = (model.digest, recipe.model_dump_json(), options.model_dump_json(), target.model_dump_json())
+    parts = (
+        model.digest,
+        recipe.model_dump_json(),
+        options.model_dump_json(),
+        target.model_dump_json(),
+    )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -63,12 +97,19 @@ class FeedCheck:
     def __init__(self, inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]) -> None:
         self._inputs, self._profiles = inputs, profiles
         self._dtypes = {spec.name: dtype_of(spec.dtype) for spec in inputs}
-        self._valued = tuple(dict.fromkeys(name for profile in profiles for name in profile.values if name in self._dtypes))
+        self._valued = tuple(
+            dict.fromkeys(
+                name for profile in profiles for name in profile.values if name in self._dtypes
+            )
+        )
         self._accepted: Sequence[object] = ()
 
     def __call__(self, feeds: Tensors) -> None:
         """DataError, with what was expected and what came, unless names, dtypes, shapes and values fit the specs and one profile."""
-        seen: list[object] = [(name, type(array), getattr(array, "dtype", None), getattr(array, "shape", None)) for name, array in feeds.items()]
+        seen: list[object] = [
+            (name, type(array), getattr(array, "dtype", None), getattr(array, "shape", None))
+            for name, array in feeds.items()
+        ]
         if self._valued:  # a few numbers, each of which may decide a shape
             seen += [getattr(feeds.get(name), "tobytes", bytes)() for name in self._valued]
         if seen != self._accepted or not seen:
@@ -77,13 +118,21 @@ class FeedCheck:
 
     def _check(self, feeds: Tensors) -> None:
         if set(feeds) != set(self._dtypes):
-            raise DataError(f"expected inputs {_listed(self._dtypes)}, got {_listed(feeds)}", SHOW_INTERFACE)
+            raise DataError(
+                f"expected inputs {_listed(self._dtypes)}, got {_listed(feeds)}", SHOW_INTERFACE
+            )
         for name, dtype in self._dtypes.items():
             array = feeds[name]
             if not isinstance(array, np.ndarray):
-                raise DataError(f"input '{name}' is a {type(array).__name__}, expected a numpy array", "convert it with numpy.asarray")
+                raise DataError(
+                    f"input '{name}' is a {type(array).__name__}, expected a numpy array",
+                    "convert it with numpy.asarray",
+                )
             if array.dtype != dtype:
-                raise DataError(f"input '{name}' has dtype {array.dtype}, expected {dtype}", f"convert it with .astype('{dtype}')")
+                raise DataError(
+                    f"input '{name}' has dtype {array.dtype}, expected {dtype}",
+                    f"convert it with .astype('{dtype}')",
+                )
         sizes = sizes_from_shapes(self._inputs, {name: feeds[name].shape for name in self._dtypes})
         if isinstance(sizes, str):
             raise DataError(sizes, SHOW_INTERFACE)
@@ -91,7 +140,10 @@ class FeedCheck:
         if self._profiles and not any(profile.holds(sizes, values) for profile in self._profiles):
             got = ", ".join(f"{name} = {each}" for name, each in (*sizes.items(), *values.items()))
             said = f"no profile of this engine holds {got}; it was built for {'; or '.join(map(Profile.in_words, self._profiles))}"
-            raise DataError(said, "give shapes and values inside one profile, or compile again with a profile that holds them")
+            raise DataError(
+                said,
+                "give shapes and values inside one profile, or compile again with a profile that holds them",
+            )
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -122,7 +174,9 @@ class HostTimer:
 LAYER_WARMUP_RUNS = 2
 LAYER_RUNS = 10
 LEAST_LAYER_RUNS = 3
-MOST_LAYER_SECONDS = 2.0  # of runs, once there are the least: a large model is timed well enough by few
+MOST_LAYER_SECONDS = (
+    2.0  # of runs, once there are the least: a large model is timed well enough by few
+)
 
 
 class TakesInputs(Protocol):
@@ -136,7 +190,9 @@ class TakesInputs(Protocol):
 
 def bound_sizes(session: TakesInputs, feeds: Tensors) -> dict[str, int]:
     """The sizes of the feeds, which are in their places; DataError unless they fit the session."""
-    sizes = sizes_from_shapes(session.inputs, {spec.name: feeds[spec.name].shape for spec in session.inputs})
+    sizes = sizes_from_shapes(
+        session.inputs, {spec.name: feeds[spec.name].shape for spec in session.inputs}
+    )
     if isinstance(sizes, str):
         raise DataError(f"cannot time the layers: {sizes}", "give feeds of the engine's own shapes")
     session.bind(feeds)
@@ -150,7 +206,9 @@ def run_for_layers(session: Session, ran: Callable[[], None] = lambda: None) -> 
         session.execute()
         ran()
     started, runs = monotonic(), 0
-    while runs < LEAST_LAYER_RUNS or (runs < LAYER_RUNS and monotonic() - started < MOST_LAYER_SECONDS):
+    while runs < LEAST_LAYER_RUNS or (
+        runs < LAYER_RUNS and monotonic() - started < MOST_LAYER_SECONDS
+    ):
         session.execute()
         ran()
         runs += 1

@@ -21,11 +21,19 @@ from numpy.typing import NDArray
 
 from pipeline.backends.checks import closed
 from pipeline.distribution import install_command
-from pipeline.errors import BackendUnavailable, CrucibleError, DataError, HostError, UnsupportedError
+from pipeline.errors import (
+    BackendUnavailable,
+    CrucibleError,
+    DataError,
+    HostError,
+    UnsupportedError,
+)
 
 INSTALL = install_command("tensorrt")
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
-STICKY = range(700, 720)  # cudaErrorIllegalAddress to cudaErrorLaunchFailure and their like: every later call in the process fails too
+STICKY = range(
+    700, 720
+)  # cudaErrorIllegalAddress to cudaErrorLaunchFailure and their like: every later call in the process fails too
 LEAST_BYTES = 256  # an empty tensor has an address too
 ON_THE_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged of dlpack.h
 
@@ -52,7 +60,9 @@ def _imported(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except (ImportError, OSError) as error:
-        raise BackendUnavailable(f"`{module}` of cuda-python cannot be imported: {error}", INSTALL) from error
+        raise BackendUnavailable(
+            f"`{module}` of cuda-python cannot be imported: {error}", INSTALL
+        ) from error
 
 
 def check(rt: Any, result: tuple[Any, ...]) -> Any:
@@ -99,7 +109,10 @@ def use_device(rt: Any, ordinal: int) -> None:
     """Make a GPU the current one of this thread; UnsupportedError if this host has no such GPU."""
     count = check(rt, rt.cudaGetDeviceCount())
     if ordinal >= count:
-        raise UnsupportedError(f"there is no device 'cuda:{ordinal}': this host has {count} GPU{'s' * (count != 1)}", "name one from cuda:0 on")
+        raise UnsupportedError(
+            f"there is no device 'cuda:{ordinal}': this host has {count} GPU{'s' * (count != 1)}",
+            "name one from cuda:0 on",
+        )
     check(rt, rt.cudaSetDevice(ordinal))
 
 
@@ -159,7 +172,9 @@ class Event:
     def seconds_since(self, start: Event) -> float:
         """Waits for this event; CUDA resolves about half a microsecond."""
         check(self._rt, self._rt.cudaEventSynchronize(self.raw))
-        return float(check(self._rt, self._rt.cudaEventElapsedTime(start.raw, self.raw))) / 1000  # CUDA answers in milliseconds
+        return (
+            float(check(self._rt, self._rt.cudaEventElapsedTime(start.raw, self.raw))) / 1000
+        )  # CUDA answers in milliseconds
 
 
 class EventTimer:
@@ -186,7 +201,9 @@ class EventTimer:
 class _Buffer:
     """Memory that may grow: `pointer` and `size` in bytes, both 0 while there is none."""
 
-    def __init__(self, allocate: Callable[[int], int], free: Callable[[int], object], size: int | None) -> None:
+    def __init__(
+        self, allocate: Callable[[int], int], free: Callable[[int], object], size: int | None
+    ) -> None:
         self._allocate, self._free = allocate, free
         self._release: Callable[[], object] = lambda: None
         self.pointer = self.size = 0
@@ -241,7 +258,10 @@ def _pinned_memory(rt: Any, size: int) -> int:
     error, pointer = rt.cudaMallocHost(size)
     if int(error) == OUT_OF_MEMORY:
         rt.cudaGetLastError()
-        raise HostError(f"this host cannot lock {_shown(size)} of its memory for copies to the GPU", "free memory, or compile for smaller shapes")
+        raise HostError(
+            f"this host cannot lock {_shown(size)} of its memory for copies to the GPU",
+            "free memory, or compile for smaller shapes",
+        )
     return int(check(rt, (error, pointer)))
 
 
@@ -262,7 +282,12 @@ class Graph:
 def capture(stream: Stream, enqueue: Callable[[], None]) -> Graph:
     """What `enqueue` puts on the stream, as a graph; nothing of it runs. Whatever it raises comes out, and the stream works as before."""
     rt = stream.rt
-    check(rt, rt.cudaStreamBeginCapture(stream.raw, rt.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal))
+    check(
+        rt,
+        rt.cudaStreamBeginCapture(
+            stream.raw, rt.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        ),
+    )
     try:
         enqueue()
     except BaseException:
@@ -289,7 +314,9 @@ class DeviceArray:
     """An array of another library that lies on the GPU, contiguous, ready for work of the stream it was made for."""
 
     pointer: int
-    like: NDArray[Any]  # of its dtype and shape, with one element of memory: what the checks of host arrays look at
+    like: NDArray[
+        Any
+    ]  # of its dtype and shape, with one element of memory: what the checks of host arrays look at
     owner: object  # keeps the memory alive
 
 
@@ -298,16 +325,30 @@ def device_array(name: str, value: object, stream: Stream, ordinal: int) -> Devi
     try:
         if not _is_on_gpu(value):
             return None
-        view = _imported("cuda.core.utils").StridedMemoryView.from_any_interface(value, stream_ptr=stream.pointer)
+        view = _imported("cuda.core.utils").StridedMemoryView.from_any_interface(
+            value, stream_ptr=stream.pointer
+        )
         dtype, shape = view.dtype, tuple(view.shape)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise DataError(f"input '{name}' is a {type(value).__name__} that cannot be shared: {error}", "give a plain, detached tensor") from error
+        raise DataError(
+            f"input '{name}' is a {type(value).__name__} that cannot be shared: {error}",
+            "give a plain, detached tensor",
+        ) from error
     if dtype is None:
-        raise DataError(f"input '{name}' has a dtype that numpy does not know", "convert it to the dtype that `crucible inspect` shows")
+        raise DataError(
+            f"input '{name}' has a dtype that numpy does not know",
+            "convert it to the dtype that `crucible inspect` shows",
+        )
     if view.device_id != ordinal:
-        raise DataError(f"input '{name}' lies on cuda:{view.device_id}, expected cuda:{ordinal}", f"move it to cuda:{ordinal}")
+        raise DataError(
+            f"input '{name}' lies on cuda:{view.device_id}, expected cuda:{ordinal}",
+            f"move it to cuda:{ordinal}",
+        )
     if not is_contiguous(shape, view.strides):
-        raise DataError(f"input '{name}' {shape} has strides {view.strides}, expected a contiguous array", "call .contiguous() on it, or the like")
+        raise DataError(
+            f"input '{name}' {shape} has strides {view.strides}, expected a contiguous array",
+            "call .contiguous() on it, or the like",
+        )
     return DeviceArray(int(view.ptr), np.broadcast_to(np.zeros((), dtype), shape), view)
 
 

@@ -13,7 +13,14 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, Valu
 from onnx.inliner import inline_local_functions
 
 from pipeline.core import OnnxModel, Refusal
-from pipeline.onnx_graph.graph import DEFAULT_DOMAINS, SMALL_BYTES, bytes_of_tensor, graphs_of, operator_of, read_proto
+from pipeline.onnx_graph.graph import (
+    DEFAULT_DOMAINS,
+    SMALL_BYTES,
+    bytes_of_tensor,
+    graphs_of,
+    operator_of,
+    read_proto,
+)
 
 TryModel = Callable[[bytes], str]
 """Offers a serialised model to a library: its complaint, or an empty string."""
@@ -26,9 +33,17 @@ REMEDY = "express the node in operators that the backend has (`simplify.surgery`
 
 def refused_nodes(model: OnnxModel, try_model: TryModel) -> tuple[Refusal, ...]:
     """The nodes, those of subgraphs and local functions too, that `try_model` refuses."""
-    proto, skeleton = _inlined(read_proto(model.path)), _inlined(read_proto(model.path, weights=False))
+    proto, skeleton = (
+        _inlined(read_proto(model.path)),
+        _inlined(read_proto(model.path, weights=False)),
+    )
     types = _types(skeleton)
-    constants = {t.name: t for graph in graphs_of(proto.graph) for t in graph.initializer if bytes_of_tensor(t) <= SMALL_BYTES}
+    constants = {
+        t.name: t
+        for graph in graphs_of(proto.graph)
+        for t in graph.initializer
+        if bytes_of_tensor(t) <= SMALL_BYTES
+    }
     answers: dict[bytes, str] = {}
     refusals = []
     for index, node in _plain_nodes(proto):
@@ -39,7 +54,13 @@ def refused_nodes(model: OnnxModel, try_model: TryModel) -> tuple[Refusal, ...]:
         reason = answers[key]
         if reason and (not guessed or any(text in reason for text in UNKNOWN_OPERATOR)):
             refusals.append(
-                Refusal(node=node.name or f"#{index}", operator=operator_of(node), opset=_opset(proto, node), reason=reason, remedy=REMEDY)
+                Refusal(
+                    node=node.name or f"#{index}",
+                    operator=operator_of(node),
+                    opset=_opset(proto, node),
+                    reason=reason,
+                    remedy=REMEDY,
+                )
             )
     return tuple(refusals)
 
@@ -60,17 +81,30 @@ def _types(proto: ModelProto) -> dict[str, TypeProto]:
     """The type of every tensor as far as shape inference finds it; what comes after an unknown operator is missing."""
     try:
         inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
-    except onnx.shape_inference.InferenceError:  # an operator set that the file does not declare, or shapes that contradict each other
+    except (
+        onnx.shape_inference.InferenceError
+    ):  # an operator set that the file does not declare, or shapes that contradict each other
         inferred = proto
-    values = (value for graph in graphs_of(inferred.graph) for value in (*graph.input, *graph.value_info, *graph.output))
+    values = (
+        value
+        for graph in graphs_of(inferred.graph)
+        for value in (*graph.input, *graph.value_info, *graph.output)
+    )
     types = {value.name: value.type for value in values if value.type.WhichOneof("value")}
     for graph in graphs_of(proto.graph):
         for tensor in graph.initializer:
-            types[tensor.name] = onnx.helper.make_tensor_type_proto(tensor.data_type, tuple(tensor.dims))
+            types[tensor.name] = onnx.helper.make_tensor_type_proto(
+                tensor.data_type, tuple(tensor.dims)
+            )
     return types
 
 
-def _model_of(node: NodeProto, proto: ModelProto, types: Mapping[str, TypeProto], constants: Mapping[str, TensorProto]) -> tuple[ModelProto, bool]:
+def _model_of(
+    node: NodeProto,
+    proto: ModelProto,
+    types: Mapping[str, TypeProto],
+    constants: Mapping[str, TensorProto],
+) -> tuple[ModelProto, bool]:
     """A model of this node alone, with names of its own so that equal nodes give equal models; and whether a type was guessed."""
     alone = NodeProto()
     alone.CopyFrom(node)
@@ -93,9 +127,15 @@ def _model_of(node: NodeProto, proto: ModelProto, types: Mapping[str, TypeProto]
         if name:
             graph.output.append(ValueInfoProto(name=inner))
     graph.node.append(alone)
-    return ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import, graph=graph), guessed
+    return ModelProto(
+        ir_version=proto.ir_version, opset_import=proto.opset_import, graph=graph
+    ), guessed
 
 
 def _opset(proto: ModelProto, node: NodeProto) -> int:
-    same = [entry.version for entry in proto.opset_import if entry.domain == node.domain or {entry.domain, node.domain} <= set(DEFAULT_DOMAINS)]
+    same = [
+        entry.version
+        for entry in proto.opset_import
+        if entry.domain == node.domain or {entry.domain, node.domain} <= set(DEFAULT_DOMAINS)
+    ]
     return int(max(same, default=0))

@@ -31,12 +31,17 @@ from pipeline.plan.schema import home
 
 FILE, ABOUT = "cache.bin", "target.json"
 FORMAT = 2  # 1: Python was called while kernels were timed, which made some look slower than others
-UNREADABLE = "the timing cache at '{}' was damaged and is made anew: this build took as long as the first"
+UNREADABLE = (
+    "the timing cache at '{}' was damaged and is made anew: this build took as long as the first"
+)
 SHARED = "timing cache not filled: another process used the GPU (process {})"
 HIDDEN = "; one that is not seen from here may be this build itself, in a container that gets the host's numbers (docker: --pid=host)"
 UNKNOWN = "timing cache not filled: it is not known whether another process used the GPU: {}"
 BUSY = "timing cache not filled: other work took {:.0%} of the CPUs and left {:.0%} idle, so kernels may be timed and chosen badly"
-MOST_OTHERS, LEAST_IDLE = 0.25, 0.1  # a build's own threads may take every CPU: that alone is no reason
+MOST_OTHERS, LEAST_IDLE = (
+    0.25,
+    0.1,
+)  # a build's own threads may take every CPU: that alone is no reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +120,10 @@ def read(timed: Timed) -> bytes:
     """This cache; empty where there is none, or none that is whole."""
     place = folder(timed)
     try:
-        data, about = (place / FILE).read_bytes(), json.loads((place / ABOUT).read_text(encoding="utf-8"))
+        data, about = (
+            (place / FILE).read_bytes(),
+            json.loads((place / ABOUT).read_text(encoding="utf-8")),
+        )
     except (FileNotFoundError, ValueError):
         return b""
     whole = isinstance(about, dict) and about.get("sha256") == hashlib.sha256(data).hexdigest()
@@ -148,9 +156,15 @@ def _publish(path: Path, data: bytes) -> None:
 def attach(config: Any, timed: Timed, gpu: str = "") -> Attached:
     """Give a builder's config this cache, or an empty one; notes tell of one that cannot be read."""
     data = read(timed)
-    notes = [UNREADABLE.format(folder(timed) / FILE)] if not data and (folder(timed) / FILE).exists() else []
+    notes = (
+        [UNREADABLE.format(folder(timed) / FILE)]
+        if not data and (folder(timed) / FILE).exists()
+        else []
+    )
     cache = config.create_timing_cache(data)
-    if cache is None or not config.set_timing_cache(cache, False):  # False: of another device or version it is refused
+    if cache is None or not config.set_timing_cache(
+        cache, False
+    ):  # False: of another device or version it is refused
         notes = [UNREADABLE.format(folder(timed) / FILE)]
         cache = config.create_timing_cache(b"")
         config.set_timing_cache(cache, False)
@@ -214,7 +228,9 @@ def other_processes(gpu: str = "", command: str = "nvidia-smi") -> Others:
     except (OSError, subprocess.TimeoutExpired) as error:
         return Others(unknown=f"nvidia-smi gave no answer: {error}")
     if done.returncode:
-        return Others(unknown=f"nvidia-smi failed with exit code {done.returncode}: {(done.stderr or done.stdout).strip()}")
+        return Others(
+            unknown=f"nvidia-smi failed with exit code {done.returncode}: {(done.stderr or done.stdout).strip()}"
+        )
     rows = [line.partition(",") for line in done.stdout.splitlines() if line.strip()]
     listed = {pid.strip() for uuid, _, pid in rows if gpu in ("", uuid.strip())}
     if strange := sorted(pid for pid in listed if not pid.isdigit()):
@@ -225,11 +241,21 @@ def other_processes(gpu: str = "", command: str = "nvidia-smi") -> Others:
 def cpu_time() -> CpuTime:
     """Until now. Of a quota (docker --cpus) the kernel's figures know nothing."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    cpus = [each for number, each in enumerate(psutil.cpu_times(percpu=True)) if allowed is None or number in allowed]
-    counted_twice = sum(getattr(each, name, 0.0) for each in cpus for name in ("guest", "guest_nice"))  # in user and nice too
+    cpus = [
+        each
+        for number, each in enumerate(psutil.cpu_times(percpu=True))
+        if allowed is None or number in allowed
+    ]
+    counted_twice = sum(
+        getattr(each, name, 0.0) for each in cpus for name in ("guest", "guest_nice")
+    )  # in user and nice too
     idle = sum(each.idle + getattr(each, "iowait", 0.0) for each in cpus)
     own = psutil.Process().cpu_times()
-    return CpuTime(sum(map(sum, cpus)) - counted_twice, idle, own.user + own.system + own.children_user + own.children_system)
+    return CpuTime(
+        sum(map(sum, cpus)) - counted_twice,
+        idle,
+        own.user + own.system + own.children_user + own.children_system,
+    )
 
 
 def _family() -> set[int]:

@@ -67,12 +67,17 @@ def rows_of_specs(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -
     return tuple(sorted(found, key=lambda rows: -sum(axis == 0 for axis in rows.axes.values())))
 
 
-def prove_batch(engine: Engine, padding: tuple[Padding, ...], progress: Progress = silent) -> BatchSpec:
+def prove_batch(
+    engine: Engine, padding: tuple[Padding, ...], progress: Progress = silent
+) -> BatchSpec:
     """Load the engine and try. To be called in a child; raises what loading and running raise."""
     found = rows_of_specs(engine.inputs, engine.outputs)
     if not found:
         names = [spec.name for spec in (*engine.inputs, *engine.outputs)]
-        return BatchSpec(axes=dict.fromkeys(names), reason="inputs and outputs share no symbolic axis that could count rows")
+        return BatchSpec(
+            axes=dict.fromkeys(names),
+            reason="inputs and outputs share no symbolic axis that could count rows",
+        )
     with contextlib.closing(backends.load(engine)) as loaded:
         refuted = []
         for number, rows in enumerate(found):
@@ -86,7 +91,10 @@ def prove_batch(engine: Engine, padding: tuple[Padding, ...], progress: Progress
 
 def _proved(engine: Engine, loaded: Loaded, rows: Rows, padding: tuple[Padding, ...]) -> BatchSpec:
     """What can be said of one symbol."""
-    trial, maximum = _Trial(engine, rows), max(profile.dims[rows.symbol].max for profile in engine.profiles)
+    trial, maximum = (
+        _Trial(engine, rows),
+        max(profile.dims[rows.symbol].max for profile in engine.profiles),
+    )
     try:
         _at_every_profile(engine, loaded, trial.check_rows)
     except _Refuted as error:
@@ -96,13 +104,24 @@ def _proved(engine: Engine, loaded: Loaded, rows: Rows, padding: tuple[Padding, 
     reason = ""
     try:
         trial.check_declared(padding)
-        _at_every_profile(engine, loaded, lambda session, profile: trial.check_padding(session, profile, padding))
+        _at_every_profile(
+            engine, loaded, lambda session, profile: trial.check_padding(session, profile, padding)
+        )
     except _Refuted as error:
         padding, reason = (), f"padding is off: {error}"
-    return BatchSpec(axes=rows.axes, maximum=maximum, padding=padding, proved=True, reason=reason, largest_error=trial.largest_error)
+    return BatchSpec(
+        axes=rows.axes,
+        maximum=maximum,
+        padding=padding,
+        proved=True,
+        reason=reason,
+        largest_error=trial.largest_error,
+    )
 
 
-def _at_every_profile(engine: Engine, loaded: Loaded, check: Callable[[Session, Profile], None]) -> None:
+def _at_every_profile(
+    engine: Engine, loaded: Loaded, check: Callable[[Session, Profile], None]
+) -> None:
     for index, profile in enumerate(engine.profiles):
         with contextlib.closing(loaded.session(index)) as session:
             check(session, profile)
@@ -138,14 +157,31 @@ class _Trial:
         whole = self._run(session, feeds, most)
         largest = {name: _largest(name, array) for name, array in whole.items()}
         padded = self._run(session, self._filled(feeds, kept, most), most)
-        loud = self._run(session, self._loud(feeds, _feeds(self.engine.inputs, profile, self.rows, most, seed=1), kept), most)
+        loud = self._run(
+            session,
+            self._loud(feeds, _feeds(self.engine.inputs, profile, self.rows, most, seed=1), kept),
+            most,
+        )
         for row in range(kept):
-            self._agree(f"row {row} in a full batch of {most} and in one that is half padding", whole, padded, row, row, largest)
-            self._agree(f"row {row} beside usual and beside large rows", whole, loud, row, row, largest)
+            self._agree(
+                f"row {row} in a full batch of {most} and in one that is half padding",
+                whole,
+                padded,
+                row,
+                row,
+                largest,
+            )
+            self._agree(
+                f"row {row} beside usual and beside large rows", whole, loud, row, row, largest
+            )
         if least < most:
             for row in sorted({0, kept, most - 1}):
-                alone = self._run(session, self._filled(self._cut(feeds, row, row + 1), 1, least), least)
-                self._agree(f"row {row} in a full batch of {most} and alone", whole, alone, row, 0, largest)
+                alone = self._run(
+                    session, self._filled(self._cut(feeds, row, row + 1), 1, least), least
+                )
+                self._agree(
+                    f"row {row} in a full batch of {most} and alone", whole, alone, row, 0, largest
+                )
 
     def check_declared(self, padding: Sequence[Padding]) -> None:
         """_Refuted if what the plan declares is not enough to pad."""
@@ -154,11 +190,19 @@ class _Trial:
         for name, axis in declared:
             dim = specs[name].shape[axis]
             if not isinstance(dim, str) or dim == self.rows.symbol:
-                raise _Refuted(f"axis {axis} of '{name}' is {f'always {dim}' if isinstance(dim, int) else 'the one that counts rows'}")
+                raise _Refuted(
+                    f"axis {axis} of '{name}' is {f'always {dim}' if isinstance(dim, int) else 'the one that counts rows'}"
+                )
             for other in self.engine.inputs:
-                left = [at for at, size in enumerate(other.shape) if size == dim and (other.name, at) not in declared]
+                left = [
+                    at
+                    for at, size in enumerate(other.shape)
+                    if size == dim and (other.name, at) not in declared
+                ]
                 if left:
-                    raise _Refuted(f"axis {left[0]} of '{other.name}' has the size of axis {axis} of '{name}', and no padding is declared for it")
+                    raise _Refuted(
+                        f"axis {left[0]} of '{other.name}' has the size of axis {axis} of '{name}', and no padding is declared for it"
+                    )
 
     def check_padding(self, session: Session, profile: Profile, padding: Sequence[Padding]) -> None:
         """Rows of unequal size together, and each alone in its own; _Refuted if they differ."""
@@ -167,10 +211,19 @@ class _Trial:
             dim, count = profile.dims[symbol], profile.dims[self.rows.symbol]
             least, most = max(1, count.min), max(count.min, min(MOST_ROWS_PADDED, count.max))
             if dim.min < dim.max:
-                sizes = [int(size) for size in np.linspace(max(1, dim.min), dim.max, most + 1)[:most]]
-                alone = [_feeds(specs.values(), profile, self.rows, least, seed=row, sizes={symbol: size}) for row, size in enumerate(sizes)]
+                sizes = [
+                    int(size) for size in np.linspace(max(1, dim.min), dim.max, most + 1)[:most]
+                ]
+                alone = [
+                    _feeds(
+                        specs.values(), profile, self.rows, least, seed=row, sizes={symbol: size}
+                    )
+                    for row, size in enumerate(sizes)
+                ]
                 first = [self._cut(feeds, 0, 1) for feeds in alone]
-                together = self._joined([_extended(feeds, specs, symbol, dim.max, padding) for feeds in first])
+                together = self._joined(
+                    [_extended(feeds, specs, symbol, dim.max, padding) for feeds in first]
+                )
                 got = self._run(session, together, most)
                 for row, size in enumerate(sizes):
                     what = f"row {row} alone with '{symbol}' = {size} and padded to {dim.max}"
@@ -183,15 +236,31 @@ class _Trial:
         for name, array in outputs.items():
             axis = self.rows.axes[name]
             if axis is not None and array.shape[axis] != rows:
-                raise _Refuted(f"output '{name}' has {array.shape[axis]} rows for a batch of {rows}")
+                raise _Refuted(
+                    f"output '{name}' has {array.shape[axis]} rows for a batch of {rows}"
+                )
         return outputs
 
-    def _agree(self, what: str, left: Tensors, right: Tensors, row: int, other: int, largest: Mapping[str, float]) -> None:
+    def _agree(
+        self,
+        what: str,
+        left: Tensors,
+        right: Tensors,
+        row: int,
+        other: int,
+        largest: Mapping[str, float],
+    ) -> None:
         for name, array in left.items():
             axis = self.rows.axes[name]
-            ours, theirs = (array, right[name]) if axis is None else (np.take(array, row, axis), np.take(right[name], other, axis))
+            ours, theirs = (
+                (array, right[name])
+                if axis is None
+                else (np.take(array, row, axis), np.take(right[name], other, axis))
+            )
             if ours.shape != theirs.shape:
-                raise _Refuted(f"{what} give output '{name}' of shapes {ours.shape} and {theirs.shape}")
+                raise _Refuted(
+                    f"{what} give output '{name}' of shapes {ours.shape} and {theirs.shape}"
+                )
             error = _error(ours, theirs, largest[name])
             if not error <= self.tolerance:
                 said = f"{what} differ in output '{name}' by {error:.2g} of its largest value, at most {self.tolerance:g} is allowed"
@@ -202,7 +271,10 @@ class _Trial:
 
     def _cut(self, feeds: Tensors, start: int, end: int | None) -> Feeds:
         cut = slice(start, end)
-        return {name: array if (axis := self.rows.axes[name]) is None else _along(array, axis, cut) for name, array in feeds.items()}
+        return {
+            name: array if (axis := self.rows.axes[name]) is None else _along(array, axis, cut)
+            for name, array in feeds.items()
+        }
 
     def _filled(self, feeds: Tensors, kept: int, rows: int) -> Feeds:
         """The first rows, and zeros up to `rows`."""
@@ -212,29 +284,50 @@ class _Trial:
     def _loud(self, feeds: Tensors, others: Tensors, kept: int) -> Feeds:
         """The first rows, and behind them others, with large floats."""
         rest = self._cut(others, kept, None)
-        large = {name: np.multiply(array, LOUD, dtype=array.dtype) if _is_float(array) else array for name, array in rest.items()}
+        large = {
+            name: np.multiply(array, LOUD, dtype=array.dtype) if _is_float(array) else array
+            for name, array in rest.items()
+        }
         return self._joined([self._cut(feeds, 0, kept), large])
 
     def _joined(self, parts: Sequence[Tensors]) -> Feeds:
         """Row beside row; what has no rows is the first one's."""
         axes = self.rows.axes
         return {
-            name: np.array(array if (axis := axes[name]) is None else np.concatenate([part[name] for part in parts], axis), order="C")
+            name: np.array(
+                array
+                if (axis := axes[name]) is None
+                else np.concatenate([part[name] for part in parts], axis),
+                order="C",
+            )
             for name, array in parts[0].items()
         }
 
     def _shortened(self, outputs: Tensors, symbol: str, size: int) -> Feeds:
         """Outputs without what padding has added."""
         axes = {spec.name: _axis(spec, symbol) for spec in self.engine.outputs}
-        return {name: array if (axis := axes[name]) is None else _along(array, axis, slice(0, size)) for name, array in outputs.items()}
+        return {
+            name: array if (axis := axes[name]) is None else _along(array, axis, slice(0, size))
+            for name, array in outputs.items()
+        }
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 
-def _feeds(specs: Iterable[TensorSpec], profile: Profile, rows: Rows, count: int, seed: int = 0, sizes: Mapping[str, int] | None = None) -> Feeds:
+def _feeds(
+    specs: Iterable[TensorSpec],
+    profile: Profile,
+    rows: Rows,
+    count: int,
+    seed: int = 0,
+    sizes: Mapping[str, int] | None = None,
+) -> Feeds:
     """Generated rows; inputs without rows are the same whatever the seed."""
-    chosen, values = profile.sizes("opt") | {rows.symbol: count} | dict(sizes or {}), profile.values_at("opt")
+    chosen, values = (
+        profile.sizes("opt") | {rows.symbol: count} | dict(sizes or {}),
+        profile.values_at("opt"),
+    )
     feeds = {}
     for number, spec in enumerate(specs):
         own = number + 1000 * seed if rows.axes[spec.name] is not None else number
@@ -242,14 +335,25 @@ def _feeds(specs: Iterable[TensorSpec], profile: Profile, rows: Rows, count: int
     return feeds
 
 
-def _extended(feeds: Tensors, specs: Mapping[str, TensorSpec], symbol: str, size: int, padding: Sequence[Padding]) -> Feeds:
+def _extended(
+    feeds: Tensors,
+    specs: Mapping[str, TensorSpec],
+    symbol: str,
+    size: int,
+    padding: Sequence[Padding],
+) -> Feeds:
     """Filled up to `size` along every axis of this symbol."""
     extended = dict(feeds)
     for each in padding:
         if specs[each.input].shape[each.axis] == symbol:
             array = extended[each.input]
-            added = [(0, size - array.shape[each.axis] if axis == each.axis else 0) for axis in range(array.ndim)]
-            extended[each.input] = np.pad(array, added, constant_values=np.asarray(each.value).astype(array.dtype))
+            added = [
+                (0, size - array.shape[each.axis] if axis == each.axis else 0)
+                for axis in range(array.ndim)
+            ]
+            extended[each.input] = np.pad(
+                array, added, constant_values=np.asarray(each.value).astype(array.dtype)
+            )
     return extended
 
 
@@ -269,7 +373,9 @@ def _largest(name: str, array: Array) -> float:
     values = np.abs(array.astype(np.float64))
     finite = np.isfinite(values)
     if array.size and not finite.any():
-        raise _Refuted(f"output '{name}' has no finite value for generated samples, so nothing can be compared")
+        raise _Refuted(
+            f"output '{name}' has no finite value for generated samples, so nothing can be compared"
+        )
     return float(np.max(values, where=finite, initial=0.0))
 
 

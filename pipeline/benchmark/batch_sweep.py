@@ -44,14 +44,21 @@ class Sweep(Frozen):
 
 def batch_symbol(inputs: Sequence[TensorSpec]) -> str:
     """The symbolic first dimension of the first input that has one; PlanError if none has."""
-    found = next((spec.shape[0] for spec in inputs if spec.shape and isinstance(spec.shape[0], str)), None)
+    found = next(
+        (spec.shape[0] for spec in inputs if spec.shape and isinstance(spec.shape[0], str)), None
+    )
     if found is None:
         shapes = ", ".join(f"{spec.name} {list(spec.shape)}" for spec in inputs)
-        raise PlanError(f"expected an input whose first dimension is symbolic, got {shapes}", "compile the model with a batch dimension first")
+        raise PlanError(
+            f"expected an input whose first dimension is symbolic, got {shapes}",
+            "compile the model with a batch dimension first",
+        )
     return found
 
 
-def sweep_sizes(symbol: str, profiles: Sequence[Profile], batches: Sequence[int]) -> tuple[dict[str, int], ...]:
+def sweep_sizes(
+    symbol: str, profiles: Sequence[Profile], batches: Sequence[int]
+) -> tuple[dict[str, int], ...]:
     """The sizes to measure: each batch once, ascending, with the usual sizes of the other symbols. The benchmark checks them against the profiles."""
     usual = profiles[0].sizes("opt") if profiles else {}
     return tuple({**usual, symbol: batch} for batch in sorted(set(batches)))
@@ -59,7 +66,11 @@ def sweep_sizes(symbol: str, profiles: Sequence[Profile], batches: Sequence[int]
 
 def sweep_of(label: str, symbol: str, rows: Sequence[LatencyRow], limit_s: float | None) -> Sweep:
     """The sweep that these rows make, best batch and all."""
-    percentile = next(tail for tail in TAILS if all(row.end_to_end.percentile_or_absent(tail) is not None for row in rows))
+    percentile = next(
+        tail
+        for tail in TAILS
+        if all(row.end_to_end.percentile_or_absent(tail) is not None for row in rows)
+    )
     points = tuple(
         SweepPoint(
             batch=row.sizes[symbol],
@@ -86,7 +97,10 @@ def sweep_of(label: str, symbol: str, rows: Sequence[LatencyRow], limit_s: float
 
 def conclusion(sweep: Sweep) -> str:
     """The choice in one sentence."""
-    tail, limit = tail_name(sweep), "" if sweep.limit_s is None else f" within {sweep.limit_s * 1e3:g} ms"
+    tail, limit = (
+        tail_name(sweep),
+        "" if sweep.limit_s is None else f" within {sweep.limit_s * 1e3:g} ms",
+    )
     point = next((point for point in sweep.points if point.batch == sweep.best), None)
     if point is None:
         least = min(sweep.points, key=lambda each: each.tail_s)
@@ -114,16 +128,39 @@ def _draw(sweep: Sweep) -> Figure:
     figure = Figure(figsize=(WIDTH_INCHES, 4.2), layout="constrained")
     axes = figure.subplots()
     points = [(point.tail_s * 1e3, point.samples_per_s, point.batch) for point in sweep.points]
-    axes.plot([x for x, _, _ in points], [y for _, y, _ in points], "o-", color=COLOURS["candidate"], linewidth=1.2)
+    axes.plot(
+        [x for x, _, _ in points],
+        [y for _, y, _ in points],
+        "o-",
+        color=COLOURS["candidate"],
+        linewidth=1.2,
+    )
     for x, y, batch in points:
-        axes.annotate(str(batch), (x, y), textcoords="offset points", xytext=(6, -12), fontweight="bold")
+        axes.annotate(
+            str(batch), (x, y), textcoords="offset points", xytext=(6, -12), fontweight="bold"
+        )
     if sweep.limit_s is not None:
-        axes.axvline(sweep.limit_s * 1e3, color=COLOURS["failed accuracy"], linestyle="--", linewidth=1, label=f"limit, {sweep.limit_s * 1e3:g} ms")
+        axes.axvline(
+            sweep.limit_s * 1e3,
+            color=COLOURS["failed accuracy"],
+            linestyle="--",
+            linewidth=1,
+            label=f"limit, {sweep.limit_s * 1e3:g} ms",
+        )
     best = [(x, y) for x, y, batch in points if batch == sweep.best]
-    axes.plot([x for x, _ in best], [y for _, y in best], "*", color=COLOURS["winner"], markersize=17, label="best")
+    axes.plot(
+        [x for x, _ in best],
+        [y for _, y in best],
+        "*",
+        color=COLOURS["winner"],
+        markersize=17,
+        label="best",
+    )
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel(f"{tail_name(sweep)} latency end to end, ms; numbers are the size of {sweep.symbol}")
+    axes.set_xlabel(
+        f"{tail_name(sweep)} latency end to end, ms; numbers are the size of {sweep.symbol}"
+    )
     axes.set_ylabel("samples per second")
     axes.set_title(f"{sweep.label}: throughput against latency", loc="left")
     if best or sweep.limit_s is not None:

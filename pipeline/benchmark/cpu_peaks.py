@@ -40,7 +40,9 @@ SIZES = (512, 1024, 2048)  # of square products; which one is best depends on th
 SECONDS = 0.5  # per product
 COPY_BYTES = 256 * 2**20  # far more than any cache holds
 LEAST_RUNS = 5
-BUSY_SHARE = 0.5  # of the cores: with more load from others before the start, what is measured is no peak
+BUSY_SHARE = (
+    0.5  # of the cores: with more load from others before the start, what is measured is no peak
+)
 
 
 class Product(Frozen):
@@ -56,26 +58,47 @@ def peaks_of(target: Target, threads: int) -> Peaks | None:
     """Of the device an engine runs on: a GPU's from the table of known rates, a CPU's if they were measured with so many threads (0: all)."""
     if target.compute_capability is None:
         return load_peaks(threads)
-    found = next((gpu for gpu in with_hardware(find_gpus()).devices if gpu.name == target.device), None)
+    found = next(
+        (gpu for gpu in with_hardware(find_gpus()).devices if gpu.name == target.device), None
+    )
     known = peaks(found) if found else None
     return known if known and known.flops_per_s else None
 
 
-def with_limits(found: Benchmarks, engines: Sequence[Engine], layers: Mapping[str, LayerTable | None], threads: int) -> Benchmarks:
+def with_limits(
+    found: Benchmarks,
+    engines: Sequence[Engine],
+    layers: Mapping[str, LayerTable | None],
+    threads: int,
+) -> Benchmarks:
     """The same figures with the peaks of their devices, and with what binds each row. `layers` tell, by label, what an engine really runs.
 
     No part of the stage that measures: figures of an earlier run are seen against peaks that were measured since.
     """
-    peaks_by_device = {device: peaks_of(target, threads) for device, target in {each.target.device: each.target for each in engines}.items()}
+    peaks_by_device = {
+        device: peaks_of(target, threads)
+        for device, target in {each.target.device: each.target for each in engines}.items()
+    }
 
-    def bounded(result: BenchmarkReport | BenchmarkFailure, engine: Engine) -> BenchmarkReport | BenchmarkFailure:
+    def bounded(
+        result: BenchmarkReport | BenchmarkFailure, engine: Engine
+    ) -> BenchmarkReport | BenchmarkFailure:
         if isinstance(result, BenchmarkFailure):
             return result
         called = engine.recipe.rest if engine.recipe.weight_only else engine.recipe.precision
-        return with_bounds(result, ran_in(called, layers.get(result.label)), peaks_by_device[engine.target.device])
+        return with_bounds(
+            result, ran_in(called, layers.get(result.label)), peaks_by_device[engine.target.device]
+        )
 
-    results = tuple(bounded(result, engine) for result, engine in zip(found.results, engines, strict=True))
-    return found.model_copy(update={"results": results, "peaks": tuple(each for each in peaks_by_device.values() if each)})
+    results = tuple(
+        bounded(result, engine) for result, engine in zip(found.results, engines, strict=True)
+    )
+    return found.model_copy(
+        update={
+            "results": results,
+            "peaks": tuple(each for each in peaks_by_device.values() if each),
+        }
+    )
 
 
 # -- kept ---------------------------------------------------------------------------------------------------------------
@@ -128,7 +151,9 @@ def busy_text(load: float, cores: int) -> str:
     return f" on a busy host, load {load:.1f}: too low" if load > BUSY_SHARE * cores else ""
 
 
-def measure_products(threads: int, seconds: float = SECONDS, progress: Progress = silent) -> Iterator[Product]:
+def measure_products(
+    threads: int, seconds: float = SECONDS, progress: Progress = silent
+) -> Iterator[Product]:
     """Every library in every precision that it really runs here, at every size."""
     for name in LIBRARIES:
         try:
@@ -136,7 +161,11 @@ def measure_products(threads: int, seconds: float = SECONDS, progress: Progress 
         except BackendUnavailable:
             continue
         for precision in PRECISIONS:
-            recipe = Recipe(backend=name, precision=precision, realised_in="graph" if precision in (Precision.FP32, Precision.INT8) else "runtime")
+            recipe = Recipe(
+                backend=name,
+                precision=precision,
+                realised_in="graph" if precision in (Precision.FP32, Precision.INT8) else "runtime",
+            )
             try:
                 backends.backend(name).check_recipe(recipe, target)
             except UnsupportedError:
@@ -154,20 +183,44 @@ def _product(recipe: Recipe, size: int, threads: int, seconds: float) -> Product
             run = partial(run_session, session, feeds)
             measure_block(run, min_s=seconds / 5)
             best_s = min(measure_block(run, min_s=seconds, min_runs=LEAST_RUNS))
-    return Product(backend=recipe.backend, precision=recipe.precision, size=size, flops_per_s=2 * size**3 / best_s)
+    return Product(
+        backend=recipe.backend,
+        precision=recipe.precision,
+        size=size,
+        flops_per_s=2 * size**3 / best_s,
+    )
 
 
 def _engine(recipe: Recipe, size: int, threads: int, folder: Path) -> Engine:
     """y = x @ w, [size, size] each; for int8 both sides go through Q/DQ, which every library fuses into the product."""
     weights = np.random.default_rng(1).normal(0, 1, (size, size)).astype(np.float32)
     quantised = recipe.precision is Precision.INT8
-    nodes, constants = _quantised(weights) if quantised else ([helper.make_node("MatMul", ["x", "w"], ["y"])], {"w": weights})
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [size, size]) for name in ("x", "y")]
-    graph = helper.make_graph(nodes, "product", ends[:1], ends[1:], [numpy_helper.from_array(value, name) for name, value in constants.items()])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), folder / "product.onnx")
-    model = onnx_model(folder, "product.onnx").model_copy(update={"precision": recipe.precision if quantised else Precision.FP32})
+    nodes, constants = (
+        _quantised(weights)
+        if quantised
+        else ([helper.make_node("MatMul", ["x", "w"], ["y"])], {"w": weights})
+    )
+    ends = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, [size, size]) for name in ("x", "y")
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "product",
+        ends[:1],
+        ends[1:],
+        [numpy_helper.from_array(value, name) for name, value in constants.items()],
+    )
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10),
+        folder / "product.onnx",
+    )
+    model = onnx_model(folder, "product.onnx").model_copy(
+        update={"precision": recipe.precision if quantised else Precision.FP32}
+    )
     (folder / "engine").mkdir()
-    return backends.backend(recipe.backend).build(model, recipe, BuildOptions(profiles=(), threads=threads), folder / "engine", silent)
+    return backends.backend(recipe.backend).build(
+        model, recipe, BuildOptions(profiles=(), threads=threads), folder / "engine", silent
+    )
 
 
 def _quantised(
@@ -196,5 +249,11 @@ def measure_copy(threads: int, seconds: float = SECONDS, size: int = COPY_BYTES)
     source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
     parts = list(zip(np.array_split(target, threads), np.array_split(source, threads), strict=True))
     with ThreadPoolExecutor(threads) as pool:
-        best_s = min(measure_block(lambda: list(pool.map(lambda part: np.copyto(*part), parts)), min_s=seconds, min_runs=LEAST_RUNS))
+        best_s = min(
+            measure_block(
+                lambda: list(pool.map(lambda part: np.copyto(*part), parts)),
+                min_s=seconds,
+                min_runs=LEAST_RUNS,
+            )
+        )
     return 2 * size / best_s

@@ -13,14 +13,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pipeline.measurement.comparison import MAX_WAITING, MIN_PAIRS, NotMeasurable, Processes, compare_processes, pairs_of
+from pipeline.measurement.comparison import (
+    MAX_WAITING,
+    MIN_PAIRS,
+    NotMeasurable,
+    Processes,
+    compare_processes,
+    pairs_of,
+)
 from pipeline.measurement.measure import Interval
 
 FAR_BEHIND = 1.5  # times as slow as the best: one process is enough to stop there
 NEAR = 1.05  # an engine that is certainly slower by more than this cannot win
 MIN_NARROW_PAIRS = 6  # before an interval may end a race: the width of one over fewer is luck
 MAX_PAIRS = 16  # of an engine; more hardly narrow an interval
-NARROW = math.log(1.05)  # half the width, in logarithms, of an interval that is narrow for any ratio
+NARROW = math.log(
+    1.05
+)  # half the width, in logarithms, of an interval that is narrow for any ratio
 NARROW_FAR = math.log(1.15)  # and the widest that is narrow, where the ratio is far from 1
 SHARE_OF_DISTANCE = 1 / 3  # between the two: half the width against the distance from 1
 

@@ -52,7 +52,9 @@ BLOCK_S = 0.5  # the longest block: long enough that what the last child left in
 BLOCKS_PER_PROCESS = 3  # at least: so that one stalled block does not decide what a process showed
 USUAL_PROCESSES = 6  # that share the time to measure and to warm up which the plan gives an engine
 MAX_GENERATIONS = 2 * MAX_PAIRS  # disturbed ones are repeated, but not for ever
-LONGEST_WARMUP_S = 3.0  # the longest that the usual processes of an engine together may warm up at one shape
+LONGEST_WARMUP_S = (
+    3.0  # the longest that the usual processes of an engine together may warm up at one shape
+)
 REWARM_SHARE = 0.1  # of a block, before it: the caches hold the data of whoever ran last
 PHASES_SHARE = 0.2  # of a block, after it: upload, compute and download apart
 VALUES_PER_BLOCK = 2000  # of a fast model every k-th time is kept, so that a report stays readable
@@ -99,9 +101,13 @@ class Block:
     timed_compute_s: float
     rewarm_s: tuple[float, ...]
     end_to_end_s: tuple[float, ...]
-    latency_s: tuple[float, ...]  # from the start of the upload to the end of the download, on the session's timer
+    latency_s: tuple[
+        float, ...
+    ]  # from the start of the upload to the end of the download, on the session's timer
     upload_s: tuple[float, ...]
-    enqueue_s: tuple[float, ...]  # of `execute` on the host's clock: on a GPU it returns before the work is done
+    enqueue_s: tuple[
+        float, ...
+    ]  # of `execute` on the host's clock: on a GPU it returns before the work is done
     compute_s: tuple[float, ...]
     download_s: tuple[float, ...]
     peak_memory_bytes: int
@@ -112,7 +118,9 @@ class Peer(Protocol):
     """The parent's end of a conversation with one child: process.Child, or a double."""
 
     def send(self, payload: object) -> None: ...
-    def answered(self, timeout_s: float) -> bool: ...  # whether `receive` would return, or raise, at once
+    def answered(
+        self, timeout_s: float
+    ) -> bool: ...  # whether `receive` would return, or raise, at once
     def receive(self, timeout_s: float | None = None) -> Any: ...
     def stop(self) -> None: ...
 
@@ -138,7 +146,9 @@ class Contestant:
     may_pass: bool = False  # of the failure
     started_s: float = 0.0  # when its last child was started, and how long that took to load
     loading_s: float = 0.0
-    processes: list[int] = field(default_factory=list)  # blocks that each child gave, at every workload
+    processes: list[int] = field(
+        default_factory=list
+    )  # blocks that each child gave, at every workload
     generations: list[int] = field(default_factory=list)  # in which each child ran
     stop: Stop | None = None  # why it gets no further child
 
@@ -159,8 +169,12 @@ class Contestant:
         block_medians_s = [float(np.median(block)) for block in blocks]
         ends = np.cumsum(self.processes)
         starts = ends - self.processes
-        medians_s = [float(np.median(np.concatenate(blocks[a:b]))) for a, b in zip(starts, ends, strict=True)]
-        processes = Processes(np.asarray(self.generations), np.asarray(medians_s), np.asarray(self.waiting(0)))
+        medians_s = [
+            float(np.median(np.concatenate(blocks[a:b]))) for a, b in zip(starts, ends, strict=True)
+        ]
+        processes = Processes(
+            np.asarray(self.generations), np.asarray(medians_s), np.asarray(self.waiting(0))
+        )
         label = self.engine.recipe.label
         return Runner(label, self.role, processes, min(block_medians_s), max(block_medians_s))
 
@@ -182,7 +196,10 @@ def race(
     A contestant that fails leaves the race; its place in the list stays. Each generation has a child
     for every contestant that is still in the race.
     """
-    contestants = [Contestant(entry.engine, entry.role, [[] for _ in workloads], [[] for _ in workloads]) for entry in entries]
+    contestants = [
+        Contestant(entry.engine, entry.role, [[] for _ in workloads], [[] for _ in workloads])
+        for entry in entries
+    ]
     run = Race(contestants, workloads, options, start, progress, clock, enough_runs)
     while run.goes_on():
         with ExitStack() as stack:
@@ -277,7 +294,10 @@ class Race:
         take = Take(options.duration_s / (USUAL_PROCESSES * rounds), self.enough_runs)
         racing = self.racing()
         for index, workload in enumerate(self.workloads):
-            shape = ", ".join(f"{name} {size}" for name, size in workload.sizes.items()) or "fixed shape"
+            shape = (
+                ", ".join(f"{name} {size}" for name, size in workload.sizes.items())
+                or "fixed shape"
+            )
             for contestant in self._in_random_order():
                 contestant.warmups[index] += self._turn(contestant, f"warm up, {shape}", warm) or ()
             for _ in range(rounds):
@@ -306,7 +326,11 @@ class Race:
 def _first_to_answer(contestants: Sequence[Contestant]) -> Contestant:
     """Of those that are loading, one that has loaded or has left the race; the first if none does within PATIENCE_S."""
     end = monotonic() + PATIENCE_S
-    asked = (each for each in cycle(contestants) if each.failure or each.peer is None or each.peer.answered(POLL_S) or monotonic() > end)
+    asked = (
+        each
+        for each in cycle(contestants)
+        if each.failure or each.peer is None or each.peer.answered(POLL_S) or monotonic() > end
+    )
     return next(asked)
 
 
@@ -335,12 +359,21 @@ def contend(channel: Channel, engine: Engine, workloads: Sequence[Workload]) -> 
         channel.send(Ready())
         for workload in workloads:
             options: WarmUpOptions = channel.receive()
-            profile = next((index for index, profile in enumerate(engine.profiles) if profile.holds(workload.sizes)), 0)
+            profile = next(
+                (
+                    index
+                    for index, profile in enumerate(engine.profiles)
+                    if profile.holds(workload.sizes)
+                ),
+                0,
+            )
             with closing(loaded.session(profile)) as session:
                 times = warm_up(partial(run_session, session, workload.feeds), options)
                 channel.send(thinned(times, VALUES_PER_BLOCK))
                 while isinstance(message := channel.receive(), Take):
-                    block = take_block(session, workload.feeds, message.seconds, enough_runs=message.enough_runs)
+                    block = take_block(
+                        session, workload.feeds, message.seconds, enough_runs=message.enough_runs
+                    )
                     channel.send(block)
 
 
@@ -405,7 +438,11 @@ def _phases(session: Session, feeds: Tensors, seconds: float, clock: Clock) -> _
         whole.stop()
         session.synchronize()
         session.fetch()
-        for timer, values in zip((whole, *timers), (times.latency_s, times.upload_s, times.compute_s, times.download_s), strict=True):
+        for timer, values in zip(
+            (whole, *timers),
+            (times.latency_s, times.upload_s, times.compute_s, times.download_s),
+            strict=True,
+        ):
             values.append(timer.elapsed_s())
 
     measure_block(run, clock, seconds)

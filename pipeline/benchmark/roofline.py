@@ -16,16 +16,38 @@ DOMINANT = 0.5  # share of a time at which its part is what binds
 ABOVE_PEAK = 1.1  # times the peak: more than the noise of measuring one
 FAR = 4.0  # times both limits: neither arithmetic nor memory explains the time
 TINY_S = 200e-6  # work that would be done this fast: starting kernels and handing work to threads takes as long
-ITEM_BYTES = {Precision.FP32: 4, Precision.TF32: 4, Precision.FP16: 2, Precision.BF16: 2, Precision.INT8: 1, Precision.FP8: 1, Precision.INT4: 0.5}
+ITEM_BYTES = {
+    Precision.FP32: 4,
+    Precision.TF32: 4,
+    Precision.FP16: 2,
+    Precision.BF16: 2,
+    Precision.INT8: 1,
+    Precision.FP8: 1,
+    Precision.INT4: 0.5,
+}
 MEASURE_CPU = "measure them once: `crucible doctor --measure`, with --threads where the plan sets benchmark.threads"
 MEASURE_GPU = "compare by hand with what `python benchmarks/peak.py --gpu` measures on it"
-NARROWER = {Precision.FP32: "fp16 or int8", Precision.TF32: "fp16 or int8", Precision.FP16: "int8 or fp8", Precision.BF16: "int8 or fp8"}
-NARROWER_ON_CPU = {Precision.FP32: "int8", Precision.TF32: "int8", Precision.FP16: "int8", Precision.BF16: "int8"}
+NARROWER = {
+    Precision.FP32: "fp16 or int8",
+    Precision.TF32: "fp16 or int8",
+    Precision.FP16: "int8 or fp8",
+    Precision.BF16: "int8 or fp8",
+}
+NARROWER_ON_CPU = {
+    Precision.FP32: "int8",
+    Precision.TF32: "int8",
+    Precision.FP16: "int8",
+    Precision.BF16: "int8",
+}
 
 
-def with_bounds(report: BenchmarkReport, precision: Precision, peaks: Peaks | None) -> BenchmarkReport:
+def with_bounds(
+    report: BenchmarkReport, precision: Precision, peaks: Peaks | None
+) -> BenchmarkReport:
     """The report with what binds each of its rows; `precision` is what the heavy layers ran in, `peaks` those of its device."""
-    rows = tuple(row.model_copy(update={"bound": bound_of(row, precision, peaks)}) for row in report.rows)
+    rows = tuple(
+        row.model_copy(update={"bound": bound_of(row, precision, peaks)}) for row in report.rows
+    )
     return report.model_copy(update={"rows": rows})
 
 
@@ -33,13 +55,19 @@ def bound_of(row: LatencyRow, precision: Precision, peaks: Peaks | None) -> Boun
     """What binds one row. Copies and the host's own part need no peak to be told; the rest is unknown without one."""
     kind, why, next_step = _moving(row) or _computing(row, precision, peaks)
     width = ITEM_BYTES[precision] / ITEM_BYTES[Precision.FP32]
-    flops_peak, bytes_peak = (peaks.flops_per_s.get(precision), peaks.bytes_per_s) if peaks else (None, None)
+    flops_peak, bytes_peak = (
+        (peaks.flops_per_s.get(precision), peaks.bytes_per_s) if peaks else (None, None)
+    )
     return Bound.model_validate(
         {
             "kind": kind,
             "precision": precision,
-            "share_of_peak_flops": row.flops_per_s / flops_peak if row.flops_per_s and flops_peak else None,
-            "share_of_peak_bytes": row.bytes_per_s * width / bytes_peak if row.bytes_per_s and bytes_peak else None,
+            "share_of_peak_flops": row.flops_per_s / flops_peak
+            if row.flops_per_s and flops_peak
+            else None,
+            "share_of_peak_bytes": row.bytes_per_s * width / bytes_peak
+            if row.bytes_per_s and bytes_peak
+            else None,
             "why": why,
             "next_step": next_step,
         }
@@ -52,43 +80,95 @@ def _moving(row: LatencyRow) -> tuple[str, str, str] | None:
     copies_s, compute_s = row.upload.median_s + row.download.median_s, row.compute.median_s
     if copies_s > DOMINANT * (copies_s + compute_s):
         why = f"copying to and from the device takes {time_text(copies_s)}, computing {time_text(compute_s)}"
-        return "copies", why, "keep inputs on the device (DLPack), or give the model a narrower input type such as uint8"
+        return (
+            "copies",
+            why,
+            "keep inputs on the device (DLPack), or give the model a narrower input type such as uint8",
+        )
     host_s = whole_s - copies_s - compute_s
     if host_s > DOMINANT * whole_s:
         why = f"binding and fetching on the host take {time_text(host_s)} of {time_text(whole_s)}"
-        return "overhead", why, "send more rows per call: `crucible bench DIR --batch 1,2,4,8` shows the gain"
+        return (
+            "overhead",
+            why,
+            "send more rows per call: `crucible bench DIR --batch 1,2,4,8` shows the gain",
+        )
     return None
 
 
 def _computing(row: LatencyRow, precision: Precision, peaks: Peaks | None) -> tuple[str, str, str]:
-    on_gpu, compute_s, whole_s = row.compute.clock == "device", row.compute.median_s, row.end_to_end.median_s
+    on_gpu, compute_s, whole_s = (
+        row.compute.clock == "device",
+        row.compute.median_s,
+        row.end_to_end.median_s,
+    )
     if row.flops_per_s is None or row.bytes_per_s is None:
-        return "unknown", "the graph's FLOPs or bytes are not known before it runs", "look at the slowest layers: `What really ran` in the report"
+        return (
+            "unknown",
+            "the graph's FLOPs or bytes are not known before it runs",
+            "look at the slowest layers: `What really ran` in the report",
+        )
     if peaks is None or not peaks.bytes_per_s:
-        return "unknown", "this device's peaks are not known", MEASURE_GPU if on_gpu else MEASURE_CPU
+        return (
+            "unknown",
+            "this device's peaks are not known",
+            MEASURE_GPU if on_gpu else MEASURE_CPU,
+        )
     if precision not in peaks.flops_per_s:
-        return "unknown", f"the {precision} peak of this device is not known", MEASURE_GPU if on_gpu else MEASURE_CPU
+        return (
+            "unknown",
+            f"the {precision} peak of this device is not known",
+            MEASURE_GPU if on_gpu else MEASURE_CPU,
+        )
     arithmetic_s = row.flops_per_s * whole_s / peaks.flops_per_s[precision]
-    memory_s = row.bytes_per_s * whole_s * ITEM_BYTES[precision] / ITEM_BYTES[Precision.FP32] / peaks.bytes_per_s
+    memory_s = (
+        row.bytes_per_s
+        * whole_s
+        * ITEM_BYTES[precision]
+        / ITEM_BYTES[Precision.FP32]
+        / peaks.bytes_per_s
+    )
     limits = f"its arithmetic {time_text(arithmetic_s)} ({precision}), its data {time_text(memory_s)} if nothing is fused"
     why = f"computing takes {time_text(compute_s)}; at the device's peak {limits}"
     nearest_s = max(arithmetic_s, memory_s)
     if arithmetic_s > ABOVE_PEAK * compute_s:
         told = f"{why}: no device is faster than its peak, so the peak was measured on a busy host, or kernels save multiplications (Winograd)"
-        return "unknown", told, "look at the slowest layers" if on_gpu else "measure the peaks again on a quiet host: `crucible doctor --measure`"
+        return (
+            "unknown",
+            told,
+            "look at the slowest layers"
+            if on_gpu
+            else "measure the peaks again on a quiet host: `crucible doctor --measure`",
+        )
     if arithmetic_s >= DOMINANT * compute_s:
         return "compute", why, _less_arithmetic(precision, on_gpu)
     if compute_s > FAR * nearest_s:
-        times = f": {number_text(compute_s / nearest_s)} times the nearer of the two" if nearest_s else ""
+        times = (
+            f": {number_text(compute_s / nearest_s)} times the nearer of the two"
+            if nearest_s
+            else ""
+        )
         return "overhead", why + times, _less_overhead(nearest_s, on_gpu)
     if memory_s > arithmetic_s:
-        return "bandwidth", why, f"move less: {_narrower(precision, on_gpu)}a larger batch, which reads the weights once for all rows"
-    return "compute", why, "look at the slowest layers (`What really ran` in the report): their kernels reach less than half of the peak"
+        return (
+            "bandwidth",
+            why,
+            f"move less: {_narrower(precision, on_gpu)}a larger batch, which reads the weights once for all rows",
+        )
+    return (
+        "compute",
+        why,
+        "look at the slowest layers (`What really ran` in the report): their kernels reach less than half of the peak",
+    )
 
 
 def _less_arithmetic(precision: Precision, on_gpu: bool) -> str:
     narrower = _narrower(precision, on_gpu)
-    return f"{narrower}a smaller model" if narrower else "a smaller model: this precision is the narrowest, and over half of its peak is reached"
+    return (
+        f"{narrower}a smaller model"
+        if narrower
+        else "a smaller model: this precision is the narrowest, and over half of its peak is reached"
+    )
 
 
 def _narrower(precision: Precision, on_gpu: bool) -> str:
@@ -100,5 +180,7 @@ def _less_overhead(nearest_s: float, on_gpu: bool) -> str:
     if nearest_s > TINY_S:
         return "look at the slowest layers (`What really ran` in the report): no kernel should be this far from both limits"
     if on_gpu:
-        return "give it more work at once: a larger batch, and a CUDA graph where the engine has none"
+        return (
+            "give it more work at once: a larger batch, and a CUDA graph where the engine has none"
+        )
     return "give it more work at once, a larger batch; or fewer threads (benchmark.threads), which then wait less for each other"

@@ -23,7 +23,10 @@ from pipeline.plan.recipes import BF16_FLAGS, VNNI_FLAGS
 from pipeline.report.performance_summary import peaks_text
 
 LOW_DISK_BYTES = 5 * 2**30  # a ResNet-50 compile with its candidates leaves about 1 GB
-TYPICAL_TENSORRT = ("10.10", "11.4")  # what the GPU's generation allows is told of these where none is installed
+TYPICAL_TENSORRT = (
+    "10.10",
+    "11.4",
+)  # what the GPU's generation allows is told of these where none is installed
 NO_LEAN = "version compatibility needs the lean runtime (pip install tensorrt-lean)"
 
 
@@ -52,7 +55,9 @@ class GpuCheck(Frozen):
 
     gpu: Gpu
     peaks: Peaks
-    tensorrt: tuple[FeatureTable, ...]  # of the installed version, else of typical ones, by the GPU's generation only
+    tensorrt: tuple[
+        FeatureTable, ...
+    ]  # of the installed version, else of typical ones, by the GPU's generation only
 
 
 class CpuCheck(Frozen):
@@ -81,7 +86,11 @@ class Doctor(Frozen):
 
 def examine(store: Path) -> Doctor:
     """Look at this host, and at the disk of the store; loads no heavy library, makes no CUDA context and writes nothing."""
-    host, gpus, onnxruntimes = environment(), with_hardware(find_gpus()), onnxruntime_distributions()
+    host, gpus, onnxruntimes = (
+        environment(),
+        with_hardware(find_gpus()),
+        onnxruntime_distributions(),
+    )
     free = free_bytes(store)
     return Doctor(
         environment=host,
@@ -106,7 +115,12 @@ def lines(found: Doctor) -> tuple[str, ...]:
         ("CPU flags", " ".join(host.cpu_flags) or "none that matter"),
         ("int8 on the CPU", found.cpu.int8),
         ("bf16 on the CPU", found.cpu.bf16),
-        ("CPU peak", peaks_text(found.cpu_peaks) if found.cpu_peaks else "not measured: crucible doctor --measure"),
+        (
+            "CPU peak",
+            peaks_text(found.cpu_peaks)
+            if found.cpu_peaks
+            else "not measured: crucible doctor --measure",
+        ),
         *((("AMX", found.cpu.amx),) if found.cpu.amx else ()),
         *(_gpu_lines(found.gpus) if found.gpus else [("GPU", f"none: {found.no_gpu}")]),
         ("system", f"{host.os}, Python {host.python}"),
@@ -126,20 +140,37 @@ def _gpu_lines(checks: tuple[GpuCheck, ...]) -> Iterable[tuple[str, str]]:
         same = [check for check in checks if (check.gpu.name, check.gpu.compute_capability) == kind]
         check, gpu, times = same[0], same[0].gpu, f"{len(same)} x " if len(same) > 1 else ""
         memory = f", {gpu.memory_bytes / 2**30:.1f} GiB" if gpu.memory_bytes else ""
-        yield "GPU", f"{times}{gpu.name} (compute capability {gpu.compute_capability}, driver {gpu.driver}{memory})"
+        yield (
+            "GPU",
+            f"{times}{gpu.name} (compute capability {gpu.compute_capability}, driver {gpu.driver}{memory})",
+        )
         yield "", f"peak: {_peak_text(gpu, check.peaks)}"
         for table in check.tensorrt:
             able = ", ".join(feature.name for feature in table.features if feature.available)
-            yield "", f"TensorRT {table.version}{'' if table.installed else ', if it were installed'}: {able or 'nothing'}"
-            for reason in dict.fromkeys(feature.why_not for feature in table.features if not feature.available):
+            yield (
+                "",
+                f"TensorRT {table.version}{'' if table.installed else ', if it were installed'}: {able or 'nothing'}",
+            )
+            for reason in dict.fromkeys(
+                feature.why_not for feature in table.features if not feature.available
+            ):
                 yield "", f"  not: {reason}"
 
 
 def _peak_text(gpu: Gpu, peak: Peaks) -> str:
     """`fp32 66.9, fp16 1070 TFLOP/s, dense, at 1980 MHz; memory 4813 GB/s`."""
-    rates = ", ".join(f"{precision} {rate / 1e12:.{1 if rate < 1e14 else 0}f}" for precision, rate in peak.flops_per_s.items())
-    arithmetic = f"{rates} TFLOP/s, dense, at {gpu.sm_clock_mhz} MHz" if rates else "arithmetic not known for this GPU"
-    return f"{arithmetic}; memory " + (f"{peak.bytes_per_s / 1e9:.0f} GB/s" if peak.bytes_per_s else "not known")
+    rates = ", ".join(
+        f"{precision} {rate / 1e12:.{1 if rate < 1e14 else 0}f}"
+        for precision, rate in peak.flops_per_s.items()
+    )
+    arithmetic = (
+        f"{rates} TFLOP/s, dense, at {gpu.sm_clock_mhz} MHz"
+        if rates
+        else "arithmetic not known for this GPU"
+    )
+    return f"{arithmetic}; memory " + (
+        f"{peak.bytes_per_s / 1e9:.0f} GB/s" if peak.bytes_per_s else "not known"
+    )
 
 
 def _backend_lines(check: BackendCheck) -> Iterable[tuple[str, str]]:
@@ -147,7 +178,11 @@ def _backend_lines(check: BackendCheck) -> Iterable[tuple[str, str]]:
         yield check.name, f"not available: {check.reason}"
         yield "", f"-> {check.install}"
         return
-    runs = f"runs here{f', on {check.gpu}' if check.gpu else ''}" if check.runs else f"does not run here: {check.reason}"
+    runs = (
+        f"runs here{f', on {check.gpu}' if check.gpu else ''}"
+        if check.runs
+        else f"does not run here: {check.reason}"
+    )
     yield check.name, f"{check.version}: builds {', '.join(check.builds)}; {runs}"
 
 
@@ -159,14 +194,20 @@ def check_backend(name: str, gpus: Gpus) -> BackendCheck:
     except BackendUnavailable as error:
         return BackendCheck(name=name, reason=error.message, install=error.next_step)
     reason = why_not_run(None, gpus) if name == "tensorrt_rtx" else ""
-    builds = tuple(precision for precision in Precision if _builds(backend, name, precision, target))
+    builds = tuple(
+        precision for precision in Precision if _builds(backend, name, precision, target)
+    )
     gpu = target.device if target.compute_capability else ""
-    return BackendCheck(name=name, version=target.version, builds=builds, runs=not reason, gpu=gpu, reason=reason)
+    return BackendCheck(
+        name=name, version=target.version, builds=builds, runs=not reason, gpu=gpu, reason=reason
+    )
 
 
 def _builds(backend: Backend, name: str, precision: Precision, target: Target) -> bool:
     if name == "pytorch" or precision not in backend.PRECISIONS:
-        return precision in backend.PRECISIONS  # pytorch is a baseline, never a candidate, so there is no recipe to check
+        return (
+            precision in backend.PRECISIONS
+        )  # pytorch is a baseline, never a candidate, so there is no recipe to check
     capability = "8.9" if name == "tensorrt_rtx" else None
     asked = Recipe(
         backend=name,
@@ -186,7 +227,12 @@ def _builds(backend: Backend, name: str, precision: Precision, target: Target) -
 def check_gpus(gpus: Gpus) -> tuple[GpuCheck, ...]:
     """Every GPU with its peaks and the table of what TensorRT can do on it; needs no TensorRT."""
     installed = installed_tensorrt()
-    return tuple(GpuCheck(gpu=gpu, peaks=peaks(gpu), tensorrt=feature_tables(gpu.compute_capability, installed)) for gpu in gpus.devices)
+    return tuple(
+        GpuCheck(
+            gpu=gpu, peaks=peaks(gpu), tensorrt=feature_tables(gpu.compute_capability, installed)
+        )
+        for gpu in gpus.devices
+    )
 
 
 def installed_tensorrt() -> str:
@@ -200,16 +246,31 @@ def installed_tensorrt() -> str:
 def feature_tables(capability: str, installed: str) -> tuple[FeatureTable, ...]:
     """What the installed TensorRT can do on this generation, or what typical versions could where none is installed ("")."""
     if installed:
-        return (FeatureTable(version=installed, installed=True, features=trt_library.features(installed, capability)),)
+        return (
+            FeatureTable(
+                version=installed,
+                installed=True,
+                features=trt_library.features(installed, capability),
+            ),
+        )
     return tuple(
-        FeatureTable(version=version, installed=False, features=trt_library.features(version, capability, NO_LEAN)) for version in TYPICAL_TENSORRT
+        FeatureTable(
+            version=version,
+            installed=False,
+            features=trt_library.features(version, capability, NO_LEAN),
+        )
+        for version in TYPICAL_TENSORRT
     )
 
 
 def check_cpu(flags: Iterable[str], tiles: bool = True) -> CpuCheck:
     """What int8 and bf16 run on, from the CPU's flags; `tiles`: whether CPUID describes AMX's tiles."""
     present = set(flags)
-    hidden = "the flags show it, but this (virtual) machine hides its tiles: OpenVINO runs without it" if "amx_tile" in present and not tiles else ""
+    hidden = (
+        "the flags show it, but this (virtual) machine hides its tiles: OpenVINO runs without it"
+        if "amx_tile" in present and not tiles
+        else ""
+    )
     if vnni := sorted(VNNI_FLAGS & present):
         int8 = f"native ({', '.join(vnni)}): 8-bit weights"
     elif "avx2" in present:
@@ -217,7 +278,13 @@ def check_cpu(flags: Iterable[str], tiles: bool = True) -> CpuCheck:
     else:
         int8 = "no dot-product instructions known: int8 may be slower than fp32"
     native = sorted(BF16_FLAGS & present)
-    return CpuCheck(int8=int8, bf16=f"native ({', '.join(native)})" if native else "emulated: slower than fp32, not tried by default", amx=hidden)
+    return CpuCheck(
+        int8=int8,
+        bf16=f"native ({', '.join(native)})"
+        if native
+        else "emulated: slower than fp32, not tried by default",
+        amx=hidden,
+    )
 
 
 def onnxruntime_distributions() -> tuple[str, ...]:
@@ -239,5 +306,7 @@ def find_problems(onnxruntimes: tuple[str, ...], store: Path, free: int) -> Iter
 
 def free_bytes(folder: Path) -> int:
     """Free space where `folder` is, or would be made."""
-    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    existing = next(
+        parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists()
+    )
     return shutil.disk_usage(existing).free

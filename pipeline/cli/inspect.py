@@ -32,14 +32,19 @@ def refusals_of(path: Path, backend: str, plugins: Sequence[Path] = ()) -> tuple
 def plugin_libraries(plugins: Sequence[Path], backend: str | None) -> tuple[Path, ...]:
     """The plugin libraries by their full paths: a bare name would be looked for elsewhere. PlanError for a backend without, or for a missing file."""
     if plugins and backend != "tensorrt":
-        raise PlanError("only TensorRT loads plugin libraries", "leave --plugin out, or add `--backend tensorrt`")
+        raise PlanError(
+            "only TensorRT loads plugin libraries",
+            "leave --plugin out, or add `--backend tensorrt`",
+        )
     for plugin in plugins:
         if not plugin.is_file():
             raise PlanError(f"--plugin: no file at '{plugin}'", "correct the path")
     return tuple(plugin.resolve() for plugin in plugins)
 
 
-def find_unsupported(model: OnnxModel, backend: str, plugins: tuple[Path, ...] = (), progress: Progress = silent) -> tuple[Refusal, ...]:
+def find_unsupported(
+    model: OnnxModel, backend: str, plugins: tuple[Path, ...] = (), progress: Progress = silent
+) -> tuple[Refusal, ...]:
     """The backend's own list of refusals."""
     module = backends.backend(backend)
     return module.unsupported(model, module.probe(), plugins)
@@ -66,7 +71,10 @@ def quantised_lines(path: Path, backend: str | None = None) -> list[str]:
     if given is None or backend not in (None, *EVERYWHERE):
         return []
     pairs = len(scales_of(proto.graph).get((QDQ[1], "", b"", b""), ()))
-    told = [f"quantised to {given}: {pairs} DequantizeLinear, calibration is not needed", *finding_lines(findings_of(path, backend))]
+    told = [
+        f"quantised to {given}: {pairs} DequantizeLinear, calibration is not needed",
+        *finding_lines(findings_of(path, backend)),
+    ]
     return [escape(line) for line in told]
 
 
@@ -78,7 +86,10 @@ def engine_lines(engine: Engine) -> list[str]:
         f"built for: {target.backend} {target.version} on {target.device} {_generation(target)}",
         *_spec_lines("input", engine.inputs),
         *_spec_lines("output", engine.outputs),
-        *(f"profile {number}: {_ranges(profile)}" for number, profile in enumerate(engine.profiles)),
+        *(
+            f"profile {number}: {_ranges(profile)}"
+            for number, profile in enumerate(engine.profiles)
+        ),
         *(f"note: {escape(note.text)}" for note in engine.notes),
     ]
 
@@ -94,9 +105,17 @@ def _generation(target: Target) -> str:
 def _ranges(profile: Profile) -> str:
     """`batch 1..8..64`; and the values of an input that decides a shape, `k [1]..[5]..[10]`."""
     sizes = [f"{name} {dim.min}..{dim.opt}..{dim.max}" for name, dim in profile.dims.items()]
-    values = [f"{name} {list(each.min)}..{list(each.opt)}..{list(each.max)}" for name, each in profile.values.items()]
+    values = [
+        f"{name} {list(each.min)}..{list(each.opt)}..{list(each.max)}"
+        for name, each in profile.values.items()
+    ]
     return escape(", ".join([*sizes, *values]))
 
 
 def _spec_lines(role: str, specs: tuple[TensorSpec, ...]) -> list[str]:
-    return [escape(f"{role} {spec.name}: {spec.dtype} [{', '.join(str(dim) for dim in spec.shape)}] {spec.kind}") for spec in specs]
+    return [
+        escape(
+            f"{role} {spec.name}: {spec.dtype} [{', '.join(str(dim) for dim in spec.shape)}] {spec.kind}"
+        )
+        for spec in specs
+    ]

@@ -58,14 +58,18 @@ def read_named(path: Path) -> onnx.ModelProto:
     proto = flatten(graph.read_proto(path))
     if given_precision(proto.graph) is None:
         said = f"'{path}' quantises no activation: lint looks at models that hold QuantizeLinear and DequantizeLinear already"
-        raise ModelError(said, "to quantise a plain model, give `crucible compile` calibration data")
+        raise ModelError(
+            said, "to quantise a plain model, give `crucible compile` calibration data"
+        )
     return proto
 
 
 def findings_of(path: Path, backend: str | None) -> dict[str, tuple[Finding, ...]]:
     """Findings per backend; for all that have rules if none is named."""
     if backend is not None and backend not in EVERYWHERE:
-        raise PlanError(f"no rules for the backend '{backend}'", f"expected one of {', '.join(EVERYWHERE)}")
+        raise PlanError(
+            f"no rules for the backend '{backend}'", f"expected one of {', '.join(EVERYWHERE)}"
+        )
     proto = read_named(path)
     return {name: lint(proto.graph, name) for name in ([backend] if backend else EVERYWHERE)}
 
@@ -82,7 +86,9 @@ def fix_model(path: Path, out: Path, backend: str, profiles: tuple[Profile, ...]
     difference = largest_difference(model, out, complete)
     if difference > QUANTISED_TOLERANCE:
         out.unlink()
-        raise InternalError(f"the mended model's answers differ by {difference:.3g} of the largest magnitude after {dict(applied)}")
+        raise InternalError(
+            f"the mended model's answers differ by {difference:.3g} of the largest magnitude after {dict(applied)}"
+        )
     return Fixed(out, applied, difference)
 
 
@@ -112,8 +118,19 @@ def measure_fixes(plan: Plan, backend: str, folder: Path, runner: Runner) -> tup
     engines = [_engine(job, model, recipe, what) for what, model in variants.items()]
     roles = [Role.BASELINE, *[Role.COMPARED] * (len(engines) - 1)]
     entries = [RaceEntry(engine, role) for engine, role in zip(engines, roles, strict=True)]
-    measured: Benchmarks = runner.run(benchmark, entries, source, job.plan.benchmark, ENOUGH_RUNS, name="lint", progress=runner.progress("benchmark"))
-    return tuple(_gain(what, result) for what, result in list(zip(variants, measured.results, strict=True))[1:])
+    measured: Benchmarks = runner.run(
+        benchmark,
+        entries,
+        source,
+        job.plan.benchmark,
+        ENOUGH_RUNS,
+        name="lint",
+        progress=runner.progress("benchmark"),
+    )
+    return tuple(
+        _gain(what, result)
+        for what, result in list(zip(variants, measured.results, strict=True))[1:]
+    )
 
 
 def _mended(path: Path, backend: str, folder: Path) -> Iterable[tuple[str, OnnxModel]]:
@@ -128,7 +145,9 @@ def _mended(path: Path, backend: str, folder: Path) -> Iterable[tuple[str, OnnxM
 
 
 def _engine(job: Job, model: OnnxModel, recipe: Recipe, what: str) -> Engine:
-    return build_engine(job, convert_model(job, model, recipe), recipe.model_copy(update={"variant": what}))
+    return build_engine(
+        job, convert_model(job, model, recipe), recipe.model_copy(update={"variant": what})
+    )
 
 
 def _gain(what: str, result: BenchmarkReport | BenchmarkFailure) -> Gain:
@@ -150,15 +169,23 @@ def finding_lines(findings: dict[str, tuple[Finding, ...]]) -> list[str]:
     for finding, names in about.items():
         where = f" at {', '.join(finding.nodes)}" if finding.nodes else ""
         fix = "; --fix mends it" if finding.fixable else ""
-        lines.append(f"{finding.rule} [{', '.join(names)}]{where}: {finding.why}: {finding.cost}{fix}")
+        lines.append(
+            f"{finding.rule} [{', '.join(names)}]{where}: {finding.why}: {finding.cost}{fix}"
+        )
     return lines or [f"no findings for {', '.join(findings)}"]
 
 
 def fixed_lines(fixed: Fixed) -> list[str]:
     """What was mended, and how the answers compare."""
     if not fixed.applied:
-        return [f"nothing can be mended without changing the arithmetic; '{fixed.path}' is the model as it was"]
-    same = "equal bit by bit" if fixed.difference == 0 else f"equal to {fixed.difference:.1e} of their largest magnitude"
+        return [
+            f"nothing can be mended without changing the arithmetic; '{fixed.path}' is the model as it was"
+        ]
+    same = (
+        "equal bit by bit"
+        if fixed.difference == 0
+        else f"equal to {fixed.difference:.1e} of their largest magnitude"
+    )
     counts = ", ".join(f"{rule} {count}" for rule, count in fixed.applied.items())
     return [f"mended: {counts}; before and after, ONNX Runtime's answers are {same}: {fixed.path}"]
 
@@ -167,8 +194,18 @@ def gain_lines(gains: tuple[Gain, ...], findings: tuple[Finding, ...]) -> list[s
     """What mending gains, and which findings cannot be measured."""
     lines = []
     for gain in gains:
-        interval = f"{gain.ratio.value:.3f} times as fast (95 % {gain.ratio.low:.3f} to {gain.ratio.high:.3f})" if gain.ratio else gain.failure
+        interval = (
+            f"{gain.ratio.value:.3f} times as fast (95 % {gain.ratio.low:.3f} to {gain.ratio.high:.3f})"
+            if gain.ratio
+            else gain.failure
+        )
         lines.append(f"measured, {gain.what}: {interval}")
     rest = dict.fromkeys(finding.rule for finding in findings if not finding.fixable)
-    lines += [f"not measured: {', '.join(rest)}: mending them changes the arithmetic, so there is no model to compare with"] if rest else []
+    lines += (
+        [
+            f"not measured: {', '.join(rest)}: mending them changes the arithmetic, so there is no model to compare with"
+        ]
+        if rest
+        else []
+    )
     return lines

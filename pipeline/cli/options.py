@@ -7,12 +7,24 @@ from typing import Annotated
 
 import typer
 
-PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN|MODEL.onnx", help="A YAML plan, or an ONNX model to compile with all defaults.")]
-ResultArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A folder that `crucible compile` wrote.")]
+PlanArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="PLAN|MODEL.onnx",
+        help="A YAML plan, or an ONNX model to compile with all defaults.",
+    ),
+]
+ResultArgument = Annotated[
+    Path, typer.Argument(metavar="DIR", help="A folder that `crucible compile` wrote.")
+]
 SetOption = Annotated[
     list[str],
     typer.Option(
-        "--set", metavar="A.B=VALUE", help="Override one key of the plan; the value is YAML. Repeatable.", default_factory=list, show_default=False
+        "--set",
+        metavar="A.B=VALUE",
+        help="Override one key of the plan; the value is YAML. Repeatable.",
+        default_factory=list,
+        show_default=False,
     ),
 ]
 ProfileOption = Annotated[
@@ -35,5 +47,12 @@ PluginOption = Annotated[
         show_default=False,
     ),
 ]
-OutOption = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where reports and engine go; crucible-out/NAME if left out.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print only the JSON document on stdout, and no progress.")]
+OutOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", metavar="DIR", help="Where reports and engine go; crucible-out/NAME if left out."
+    ),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print only the JSON document on stdout, and no progress.")
+]

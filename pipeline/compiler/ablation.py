@@ -44,27 +44,46 @@ def base_of(candidates: Sequence[Candidate]) -> Candidate | None:
 
     Speed does not count: the switches are tried before anything is measured, so that all is measured in one run.
     """
-    placed = [each for each in candidates if each.selection and each.state != "mislabelled" and _is_placed(each.recipe)]
+    placed = [
+        each
+        for each in candidates
+        if each.selection and each.state != "mislabelled" and _is_placed(each.recipe)
+    ]
     passed = [each for each in placed if each.state == "measured"]
     return min(passed or placed, key=loss, default=None)
 
 
 def _is_placed(recipe: Recipe) -> bool:
-    return recipe.precision is Precision.INT8 and recipe.quantizer == "crucible" and recipe.realised_in == "graph"
+    return (
+        recipe.precision is Precision.INT8
+        and recipe.quantizer == "crucible"
+        and recipe.realised_in == "graph"
+    )
 
 
 def reversals(recipe: Recipe) -> tuple[Reversal, ...]:
     """One recipe per switch."""
-    turned = {name: recipe.placement.model_copy(update={name: not getattr(recipe.placement, name)}) for name in SWITCHES}
-    variant = ABLATED if recipe.variant else ""  # of a rescued one: no attempt of that rescue, so it is measured whatever it loses
-    return tuple(Reversal(name, recipe.model_copy(update={"placement": placement, "variant": variant})) for name, placement in turned.items())
+    turned = {
+        name: recipe.placement.model_copy(update={name: not getattr(recipe.placement, name)})
+        for name in SWITCHES
+    }
+    variant = (
+        ABLATED if recipe.variant else ""
+    )  # of a rescued one: no attempt of that rescue, so it is measured whatever it loses
+    return tuple(
+        Reversal(name, recipe.model_copy(update={"placement": placement, "variant": variant}))
+        for name, placement in turned.items()
+    )
 
 
 def ablation_from(ablated: Ablated, candidates: Sequence[Candidate]) -> Ablation:
     """Each switch with what reversing it did, from the candidates as they were measured."""
     by_label = {each.label: each for each in candidates}
     base = by_label[ablated.base.label]
-    return Ablation(label=base.label, rows=tuple(_row(base, reversal, by_label) for reversal in ablated.reversals))
+    return Ablation(
+        label=base.label,
+        rows=tuple(_row(base, reversal, by_label) for reversal in ablated.reversals),
+    )
 
 
 def _row(base: Candidate, reversal: Reversal, by_label: dict[str, Candidate]) -> AblationRow:
@@ -73,7 +92,10 @@ def _row(base: Candidate, reversal: Reversal, by_label: dict[str, Candidate]) ->
     if not reversal.changes:
         return row
     made = by_label[reversal.recipe.label]
-    drops, cosines = [_drop(each) for each in (base, made)], [_cosine(each) for each in (base, made)]
+    drops, cosines = (
+        [_drop(each) for each in (base, made)],
+        [_cosine(each) for each in (base, made)],
+    )
     return row.model_copy(
         update={
             "label": made.label,
@@ -89,11 +111,19 @@ def _row(base: Candidate, reversal: Reversal, by_label: dict[str, Candidate]) ->
 
 
 def _drop(candidate: Candidate) -> float | None:
-    return candidate.selection.metric.drop if candidate.selection and candidate.selection.metric else None
+    return (
+        candidate.selection.metric.drop
+        if candidate.selection and candidate.selection.metric
+        else None
+    )
 
 
 def _cosine(candidate: Candidate) -> float | None:
-    return min((output.cosine for output in candidate.selection.outputs), default=None) if candidate.selection else None
+    return (
+        min((output.cosine for output in candidate.selection.outputs), default=None)
+        if candidate.selection
+        else None
+    )
 
 
 def _change(before: float | None, after: float | None) -> float | None:

@@ -37,7 +37,17 @@ from pipeline.compiler.fallback import (
     with_nodes_kept,
     with_opt_moved,
 )
-from pipeline.core import CalibrationMethod, CalibrationTable, Engine, Note, OnnxModel, Precision, Profile, Recipe, Target
+from pipeline.core import (
+    CalibrationMethod,
+    CalibrationTable,
+    Engine,
+    Note,
+    OnnxModel,
+    Precision,
+    Profile,
+    Recipe,
+    Target,
+)
 from pipeline.data.samples import CalibrationSet, SampleSet
 from pipeline.errors import (
     BackendUnavailable,
@@ -55,13 +65,25 @@ from pipeline.execution.store import canonical
 from pipeline.host.gpu import find_gpus
 from pipeline.onnx_graph.attention import attentions
 from pipeline.onnx_graph.graph import draw_feeds, operator_histogram, read_proto
-from pipeline.plan.recipes import baseline_recipes, default_candidates, distinct, missing_backend_note, recipes_from_candidate, weight_bits
+from pipeline.plan.recipes import (
+    baseline_recipes,
+    default_candidates,
+    distinct,
+    missing_backend_note,
+    recipes_from_candidate,
+    weight_bits,
+)
 from pipeline.plan.schema import GeneratedData
 from pipeline.plan.source import code_digest
 from pipeline.quantization.half_precision import flatten
 from pipeline.quantization.lint.rules import finding_notes, lint, saturation_notes
 from pipeline.results.layer_table import LayerTable
-from pipeline.results.precision_audit import INTEGER_OPERATORS, attention_in_one_kernel, mislabelled, precision_notes
+from pipeline.results.precision_audit import (
+    INTEGER_OPERATORS,
+    attention_in_one_kernel,
+    mislabelled,
+    precision_notes,
+)
 from pipeline.results.report import Candidate, NodeRanking, Rescue, State, ValidationReport
 from pipeline.stages.build import build
 from pipeline.stages.calibrate import Coverage, calibrate, cover
@@ -71,21 +93,31 @@ from pipeline.stages.sensitivity import rank_nodes
 from pipeline.stages.validate import ReferenceOutputs, run_reference, validate
 
 GPU_BACKENDS = ("tensorrt", "torch")  # tried on a GPU where the plan names no candidates
-LEAST_FOR_AOTI = 100 * 2**20  # bytes of a model for which packages of AOTInductor are tried beside TensorRT
+LEAST_FOR_AOTI = (
+    100 * 2**20
+)  # bytes of a model for which packages of AOTInductor are tried beside TensorRT
 TOO_SMALL_FOR_AOTI = (
     "AOTInductor is left out: the model is below 100 MiB, and each package takes up to a minute to build. "
     "To try it, name it in `candidates`: {backend: torch, precision: fp16}"
 )
 LARGEST_SIDE_BY_SIDE = 50 * 2**20  # bytes of a model whose candidates are prepared side by side
 POLL_S = 0.1  # between two looks at threads that are to end
-FUSED = (Precision.FP16, Precision.BF16, Precision.INT8)  # precisions with one kernel for an attention; of fp8 that is not known
+FUSED = (
+    Precision.FP16,
+    Precision.BF16,
+    Precision.INT8,
+)  # precisions with one kernel for an attention; of fp8 that is not known
 CALIBRATE = Stage("calibrate", 1, calibrate, ("onnx", "onnxruntime"))
 COVER = Stage("cover", 1, cover, ("onnx", "onnxruntime"))
 CONVERT = Stage("convert", 5, convert, ("onnx", "onnxruntime"))
 QUANTIZERS = {
     "nncf": Stage("convert", 1, quantize_with_nncf, ("onnx", "nncf")),
-    "modelopt": Stage("convert", 3, quantize_with_modelopt, ("nvidia-modelopt", "onnx", "onnxruntime")),
-    "tensorrt": Stage("calibrate", 1, calibrate_with_tensorrt, ("tensorrt", *BINDINGS, "onnx", "polygraphy")),
+    "modelopt": Stage(
+        "convert", 3, quantize_with_modelopt, ("nvidia-modelopt", "onnx", "onnxruntime")
+    ),
+    "tensorrt": Stage(
+        "calibrate", 1, calibrate_with_tensorrt, ("tensorrt", *BINDINGS, "onnx", "polygraphy")
+    ),
 }
 WEIGHT_QUANTIZERS = {
     "nncf": Stage("convert", 1, compress_with_nncf, ("onnx", "nncf")),
@@ -121,11 +153,15 @@ def check_candidates(job: Job) -> None:
         if job.data.calibration is not None or job.source.kind == "onnx":
             raise
         recipes_of(job, exported=False)  # what else is wrong needs no model to be loaded
-        if not job.runner.run(quantises, job.source, *job.samples.first(1), name="does the model quantise?"):
+        if not job.runner.run(
+            quantises, job.source, *job.samples.first(1), name="does the model quantise?"
+        ):
             raise
 
 
-def recipes_of(job: Job, exported: bool = True, size: int | None = None) -> tuple[tuple[Recipe, ...], tuple[Note, ...]]:
+def recipes_of(
+    job: Job, exported: bool = True, size: int | None = None
+) -> tuple[tuple[Recipe, ...], tuple[Note, ...]]:
     """The recipes to try. A backend that the plan names must be here; of the others, those that are.
 
     Before a PyTorch model is exported it may still bring scales of its own, and int8 need no calibration data.
@@ -138,7 +174,13 @@ def recipes_of(job: Job, exported: bool = True, size: int | None = None) -> tupl
     for name in named or (*(GPU_BACKENDS if on_gpu else ()), "onnxruntime", "openvino"):
         if name == "torch" and not named and job.source.kind == "onnx":
             continue
-        if name == "torch" and not named and "tensorrt" in targets and size is not None and size < LEAST_FOR_AOTI:
+        if (
+            name == "torch"
+            and not named
+            and "tensorrt" in targets
+            and size is not None
+            and size < LEAST_FOR_AOTI
+        ):
             notes.append(Note(stage="candidates", text=TOO_SMALL_FOR_AOTI, level="info"))
             continue
         try:
@@ -148,14 +190,23 @@ def recipes_of(job: Job, exported: bool = True, size: int | None = None) -> tupl
                 raise
             notes.append(missing_backend_note(name, error.message))
     if not calibrated and not named and not job.given:
-        notes.append(Note(stage="candidates", text="int8 is left out: the plan has no calibration data", level="info"))
+        notes.append(
+            Note(
+                stage="candidates",
+                text="int8 is left out: the plan has no calibration data",
+                level="info",
+            )
+        )
     candidates = job.plan.candidates or default_candidates(
         targets,
         calibrated,
         job.given,
         gpu_providers() if on_gpu else (),
     )
-    found = (recipes_from_candidate(each, targets[each.backend], job.plan, calibrated, job.given) for each in candidates)
+    found = (
+        recipes_from_candidate(each, targets[each.backend], job.plan, calibrated, job.given)
+        for each in candidates
+    )
     recipes = distinct(chain.from_iterable(found))
     check_any(recipes, targets)
     return recipes, (*notes, *release_notes(targets), *unused_notes(job))
@@ -183,11 +234,24 @@ def unused_notes(job: Job) -> tuple[Note, ...]:
     """What the plan asks for in vain, since the model brings its own scales."""
     if job.given is None:
         return ()
-    unused = {"calibration data is not needed": job.data.calibration is not None, "`ablate` has no switches to reverse": job.plan.ablate}
-    return tuple(Note(stage="calibrate", text=f"{text}: the model brings its own Q/DQ", level="info") for text, told in unused.items() if told)
+    unused = {
+        "calibration data is not needed": job.data.calibration is not None,
+        "`ablate` has no switches to reverse": job.plan.ablate,
+    }
+    return tuple(
+        Note(stage="calibrate", text=f"{text}: the model brings its own Q/DQ", level="info")
+        for text, told in unused.items()
+        if told
+    )
 
 
-def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutputs, bugs: list[InternalError]) -> Candidate:
+def prepare(
+    job: Job,
+    model: OnnxModel,
+    recipe: Recipe,
+    expected: ReferenceOutputs,
+    bugs: list[InternalError],
+) -> Candidate:
     """Convert, build and check one candidate, as far as it comes. What stops it is part of the report; a bug of ours is added to `bugs` too."""
     candidate = Candidate(label=recipe.label, recipe=recipe, state="failed")
     try:
@@ -196,11 +260,24 @@ def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutpu
         check_crashed(job, recipe)
         converted = convert_model(job, model, recipe)
         engine = build_engine(job, converted, recipe)
-        notes = engine.notes if converted is model else (*converted.notes, *lint_notes(converted, recipe, engine.target), *engine.notes)
-        candidate = candidate.model_copy(update={"engine": engine, "kept_fp32": converted.kept_fp32, "notes": notes})
-        candidate = with_layers(candidate, prove_engine(job, engine, converted), converted, job.plan.simplify.plain_attention)
+        notes = (
+            engine.notes
+            if converted is model
+            else (*converted.notes, *lint_notes(converted, recipe, engine.target), *engine.notes)
+        )
+        candidate = candidate.model_copy(
+            update={"engine": engine, "kept_fp32": converted.kept_fp32, "notes": notes}
+        )
+        candidate = with_layers(
+            candidate,
+            prove_engine(job, engine, converted),
+            converted,
+            job.plan.simplify.plain_attention,
+        )
         report = check_engine(job, engine, expected, job.data.selection)
-        if candidate.state == "mislabelled":  # its answers are told, but it cannot win whatever they are
+        if (
+            candidate.state == "mislabelled"
+        ):  # its answers are told, but it cannot win whatever they are
             return candidate.model_copy(update={"selection": report})
         misfit = ranges_misfit(job, model, recipe)
     except UnsupportedError as error:
@@ -217,9 +294,13 @@ def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutpu
         return stopped(candidate, "failed", f"a bug in Crucible, please report it: {error.message}")
     state = "measured" if report.passed else "failed accuracy"
     if misfit and report.passed:  # the answers are right all the same
-        candidate = candidate.model_copy(update={"notes": (*candidate.notes, Note(stage="calibrate", text=misfit))})
+        candidate = candidate.model_copy(
+            update={"notes": (*candidate.notes, Note(stage="calibrate", text=misfit))}
+        )
     causes = (misfit, *report.failures) if misfit and not report.passed else report.failures
-    return candidate.model_copy(update={"state": state, "selection": report, "reason": "; ".join(causes)})
+    return candidate.model_copy(
+        update={"state": state, "selection": report, "reason": "; ".join(causes)}
+    )
 
 
 def check_crashed(job: Job, recipe: Recipe) -> None:
@@ -282,7 +363,9 @@ def may_overlap(model: OnnxModel, recipes: Sequence[Recipe]) -> bool:
 def stopped(candidate: Candidate, state: State, reason: str) -> Candidate:
     """A candidate that comes no further; one that is mislabelled stays so."""
     if candidate.state == "mislabelled":
-        return candidate.model_copy(update={"reason": f"{candidate.reason}; its answers were not checked: {reason}"})
+        return candidate.model_copy(
+            update={"reason": f"{candidate.reason}; its answers were not checked: {reason}"}
+        )
     return candidate.model_copy(update={"state": state, "reason": reason})
 
 
@@ -295,7 +378,13 @@ def lint_notes(converted: OnnxModel, recipe: Recipe, target: Target) -> tuple[No
     return (*saturated, *finding_notes(lint(flat, recipe.backend), recipe.backend))
 
 
-def rescue(job: Job, model: OnnxModel, candidates: Sequence[Candidate], expected: ReferenceOutputs, bugs: list[InternalError]) -> Prepared:
+def rescue(
+    job: Job,
+    model: OnnxModel,
+    candidates: Sequence[Candidate],
+    expected: ReferenceOutputs,
+    bugs: list[InternalError],
+) -> Prepared:
     """The candidates, and those that a rescue makes of the ones that failed. Which steps it has: pipeline.compiler.fallback."""
     known = {candidate.label: candidate for candidate in candidates}
     stories = []
@@ -307,14 +396,21 @@ def rescue(job: Job, model: OnnxModel, candidates: Sequence[Candidate], expected
                 continue
             label = attempt.recipe.label
             if label not in known:  # the plan may have it, or an earlier rescue
-                tuned = job.plan.model_copy(update={"profiles": attempt.profiles or job.plan.profiles})
-                known[label] = prepare(replace(job, plan=tuned), model, attempt.recipe, expected, bugs)
+                tuned = job.plan.model_copy(
+                    update={"profiles": attempt.profiles or job.plan.profiles}
+                )
+                known[label] = prepare(
+                    replace(job, plan=tuned), model, attempt.recipe, expected, bugs
+                )
             history.append(tried := Tried(attempt, known[label]))
             if ends(tried):
                 break
         stories.append(story(failed, history))
     first = {candidate.label for candidate in candidates}
-    return Prepared((*candidates, *(made for label, made in known.items() if label not in first)), tuple(stories))
+    return Prepared(
+        (*candidates, *(made for label, made in known.items() if label not in first)),
+        tuple(stories),
+    )
 
 
 def attempts(
@@ -345,14 +441,34 @@ def attempts(
 
 def rank(job: Job, model: OnnxModel, failed: Candidate, bugs: list[InternalError]) -> NodeRanking:
     """What low precision does to each node on the selection set, its worst samples included; or why that cannot be said, or helps nobody."""
-    worst = tuple(sorted({output.worst_sample for output in failed.selection.outputs})) if failed.selection else ()
+    worst = (
+        tuple(sorted({output.worst_sample for output in failed.selection.outputs}))
+        if failed.selection
+        else ()
+    )
     samples = job.data.selection
     backend = backends.backend(failed.recipe.backend)
     try:
-        backend.check_recipe(keeping(failed.recipe, ["*"]), backend.probe())  # whether it can keep any
-        low = convert_model(job, model, failed.recipe.model_copy(update={"realised_in": "graph", "rest": Precision.FP32}))  # one loss at a time
+        backend.check_recipe(
+            keeping(failed.recipe, ["*"]), backend.probe()
+        )  # whether it can keep any
+        low = convert_model(
+            job,
+            model,
+            failed.recipe.model_copy(update={"realised_in": "graph", "rest": Precision.FP32}),
+        )  # one loss at a time
         inputs, options = (model.digest, low.digest, samples.digest), canonical({"worst": worst})
-        return job.runner.stage(RANK, NodeRanking, model, low, samples, worst, inputs=inputs, options=options, subject=failed.label)
+        return job.runner.stage(
+            RANK,
+            NodeRanking,
+            model,
+            low,
+            samples,
+            worst,
+            inputs=inputs,
+            options=options,
+            subject=failed.label,
+        )
     except (UnsupportedError, BackendUnavailable, ModelError, ChildDied) as error:
         return NodeRanking(failure=error.message)
     except InternalError as error:  # the next steps may still help
@@ -360,7 +476,13 @@ def rank(job: Job, model: OnnxModel, failed: Candidate, bugs: list[InternalError
         return NodeRanking(failure=f"a bug in Crucible, please report it: {error.message}")
 
 
-def ablate(job: Job, model: OnnxModel, prepared: Prepared, expected: ReferenceOutputs, bugs: list[InternalError]) -> Prepared:
+def ablate(
+    job: Job,
+    model: OnnxModel,
+    prepared: Prepared,
+    expected: ReferenceOutputs,
+    bugs: list[InternalError],
+) -> Prepared:
     """The candidates, and those with one switch of the best int8 candidate reversed. Nothing is built where a switch leaves the graph as it is."""
     base = base_of(prepared.candidates) if job.plan.ablate else None
     if base is None:
@@ -384,7 +506,9 @@ def same_graph(job: Job, model: OnnxModel, one: Recipe, other: Recipe) -> bool:
         return False
 
 
-def with_layers(candidate: Candidate, tables: Sequence[LayerTable], converted: OnnxModel, plain_attention: bool) -> Candidate:
+def with_layers(
+    candidate: Candidate, tables: Sequence[LayerTable], converted: OnnxModel, plain_attention: bool
+) -> Candidate:
     """The candidate with what its engine really runs in each profile.
 
     It is `mislabelled` if that is not what it is called by in one of them. `plain_attention`: the plan's.
@@ -393,7 +517,10 @@ def with_layers(candidate: Candidate, tables: Sequence[LayerTable], converted: O
         found = _with_table(candidate, table, converted, plain_attention)
         if table.profile:
             where = f"profile {table.profile + 1}: "
-            notes = tuple(note.model_copy(update={"text": where + note.text}) for note in found.notes[len(candidate.notes) :])
+            notes = tuple(
+                note.model_copy(update={"text": where + note.text})
+                for note in found.notes[len(candidate.notes) :]
+            )
             reason = where + found.reason if found.reason else ""
             worse = candidate.state == "mislabelled" or found.state != "mislabelled"
             found = candidate.model_copy(
@@ -408,22 +535,41 @@ def with_layers(candidate: Candidate, tables: Sequence[LayerTable], converted: O
     return candidate
 
 
-def _with_table(candidate: Candidate, table: LayerTable, converted: OnnxModel, plain_attention: bool) -> Candidate:
+def _with_table(
+    candidate: Candidate, table: LayerTable, converted: OnnxModel, plain_attention: bool
+) -> Candidate:
     """The candidate with what its engine really runs in one profile."""
     recipe = candidate.recipe
     asked, kept, forced = recipe.precision, recipe.keep_fp32, converted.kept_fp32
-    notes = (*candidate.notes, *precision_notes(table, None if recipe.weight_only else asked, kept, forced))
+    notes = (
+        *candidate.notes,
+        *precision_notes(table, None if recipe.weight_only else asked, kept, forced),
+    )
     if recipe.backend == "tensorrt" and asked in FUSED:
-        fused, places = attention_in_one_kernel(table, attentions(read_proto(converted.path, weights=False).graph))
-        advice = "" if plain_attention else ": `simplify: {plain_attention: true}` may bring it there"
-        note = Note(stage="prove", text=f"attention is in one kernel in {fused} of {places} places{advice}", level="info")
+        fused, places = attention_in_one_kernel(
+            table, attentions(read_proto(converted.path, weights=False).graph)
+        )
+        advice = (
+            "" if plain_attention else ": `simplify: {plain_attention: true}` may bring it there"
+        )
+        note = Note(
+            stage="prove",
+            text=f"attention is in one kernel in {fused} of {places} places{advice}",
+            level="info",
+        )
         notes += (note,) if fused < places else ()
     wrong = mislabelled(asked, table, kept, recipe.weight_only, forced)
-    if wrong and asked is Precision.FP32 and (own := INTEGER_OPERATORS & operator_histogram(converted.path).keys()):
+    if (
+        wrong
+        and asked is Precision.FP32
+        and (own := INTEGER_OPERATORS & operator_histogram(converted.path).keys())
+    ):
         text = f"fp32 is what the floats of this model run in: it brings 8-bit operators of its own ({', '.join(sorted(own))})"
         notes, wrong = (*notes, Note(stage="prove", text=text, level="info")), ""
     state = "mislabelled" if wrong else candidate.state
-    return candidate.model_copy(update={"layers": table, "notes": notes, "state": state, "reason": wrong})
+    return candidate.model_copy(
+        update={"layers": table, "notes": notes, "state": state, "reason": wrong}
+    )
 
 
 def prove_engine(job: Job, engine: Engine, converted: OnnxModel) -> tuple[LayerTable, ...]:
@@ -439,9 +585,19 @@ def prove_engine(job: Job, engine: Engine, converted: OnnxModel) -> tuple[LayerT
     for index, profile in enumerate(profiles or (Profile(),)):
         feeds = draw_feeds(engine.inputs, profile.sizes("opt"), 0, profile.values_at("opt"))
         inputs, options = (engine.digest, converted.digest), f"{options_of(profile)} {index}"
-        subject = engine.recipe.label if index == 0 else f"{engine.recipe.label}, profile {index + 1}"
+        subject = (
+            engine.recipe.label if index == 0 else f"{engine.recipe.label}, profile {index + 1}"
+        )
         arguments = (engine, feeds, converted, index)
-        proof = job.runner.stage(PROVE, Proof, *arguments, inputs=inputs, options=options, subject=subject, target=engine.target)
+        proof = job.runner.stage(
+            PROVE,
+            Proof,
+            *arguments,
+            inputs=inputs,
+            options=options,
+            subject=subject,
+            target=engine.target,
+        )
         found += [proof.table] if proof.table else []
     return tuple(found)
 
@@ -450,8 +606,20 @@ def convert_model(job: Job, model: OnnxModel, recipe: Recipe) -> OnnxModel:
     """The graph that this recipe asks for."""
     if recipe.weight_only:  # needs no data
         stage = WEIGHT_QUANTIZERS[recipe.quantizer]
-        return job.runner.stage(stage, OnnxModel, model, recipe, inputs=(model.digest,), options=options_of(recipe), subject=recipe.label)
-    quantizer = "tensorrt" if recipe.realised_in == "flags" and recipe.precision is Precision.INT8 else recipe.quantizer
+        return job.runner.stage(
+            stage,
+            OnnxModel,
+            model,
+            recipe,
+            inputs=(model.digest,),
+            options=options_of(recipe),
+            subject=recipe.label,
+        )
+    quantizer = (
+        "tensorrt"
+        if recipe.realised_in == "flags" and recipe.precision is Precision.INT8
+        else recipe.quantizer
+    )
     if quantizer in QUANTIZERS and job.data.calibration is not None:
         return quantize_by(QUANTIZERS[quantizer], job, model, recipe, job.data.calibration)
     if recipe.precision is Precision.FP32 or recipe.realised_in != "graph":
@@ -460,18 +628,42 @@ def convert_model(job: Job, model: OnnxModel, recipe: Recipe) -> OnnxModel:
     samples = job.samples.first(FEEDS_FOR_CHECKS)
     inputs = (model.digest, job.samples.digest, table.root.name if table else "")
     arguments = (model, recipe, table, samples)
-    converted = job.runner.stage(CONVERT, OnnxModel, *arguments, inputs=inputs, options=options_of(recipe), subject=recipe.label)
-    return converted.model_copy(update={"notes": (*table.notes, *converted.notes)}) if table else converted
+    converted = job.runner.stage(
+        CONVERT,
+        OnnxModel,
+        *arguments,
+        inputs=inputs,
+        options=options_of(recipe),
+        subject=recipe.label,
+    )
+    return (
+        converted.model_copy(update={"notes": (*table.notes, *converted.notes)})
+        if table
+        else converted
+    )
 
 
-def quantize_by(stage: Stage, job: Job, model: OnnxModel, recipe: Recipe, calibration: CalibrationSet) -> OnnxModel:
+def quantize_by(
+    stage: Stage, job: Job, model: OnnxModel, recipe: Recipe, calibration: CalibrationSet
+) -> OnnxModel:
     """A library that chooses ranges and placement by itself stands in the place of calibrate and convert."""
     options = job.build_options(recipe.backend)
     digests = job.plugin_digests(recipe.backend)
-    inputs, described = (model.digest, calibration.digest, *digests), options_of(recipe, job.plan.calibration, options)
+    inputs, described = (
+        (model.digest, calibration.digest, *digests),
+        options_of(recipe, job.plan.calibration, options),
+    )
     arguments = (model, calibration, recipe, job.plan.calibration, options)
     target = backends.backend(recipe.backend).probe()
-    return job.runner.stage(stage, OnnxModel, *arguments, inputs=inputs, options=described, subject=recipe.label, target=target)
+    return job.runner.stage(
+        stage,
+        OnnxModel,
+        *arguments,
+        inputs=inputs,
+        options=described,
+        subject=recipe.label,
+        target=target,
+    )
 
 
 def calibration_table(job: Job, model: OnnxModel, recipe: Recipe) -> CalibrationTable | None:
@@ -479,9 +671,14 @@ def calibration_table(job: Job, model: OnnxModel, recipe: Recipe) -> Calibration
     if job.data.calibration is None or recipe.quantizer == "given":
         return None
     method = recipe.method or CalibrationMethod.MINMAX
-    inputs, options = (model.digest, job.data.calibration.digest), canonical({"method": method, **job.plan.calibration.model_dump()})
+    inputs, options = (
+        (model.digest, job.data.calibration.digest),
+        canonical({"method": method, **job.plan.calibration.model_dump()}),
+    )
     arguments = (model, job.data.calibration, method, job.plan.calibration)
-    return job.runner.stage(CALIBRATE, CalibrationTable, *arguments, inputs=inputs, options=options, subject=str(method))
+    return job.runner.stage(
+        CALIBRATE, CalibrationTable, *arguments, inputs=inputs, options=options, subject=str(method)
+    )
 
 
 def ranges_misfit(job: Job, model: OnnxModel, recipe: Recipe) -> str:
@@ -489,10 +686,16 @@ def ranges_misfit(job: Job, model: OnnxModel, recipe: Recipe) -> str:
     ranged = recipe.precision is Precision.INT8 and not recipe.weight_only
     table = calibration_table(job, model, recipe) if ranged else None
     samples = job.data.selection
-    if table is None or job.plan.data.selection is None or isinstance(job.plan.data.selection, GeneratedData):
+    if (
+        table is None
+        or job.plan.data.selection is None
+        or isinstance(job.plan.data.selection, GeneratedData)
+    ):
         return ""
     inputs = (model.digest, table.root.name, samples.digest)
-    return job.runner.stage(COVER, Coverage, model, table, samples, inputs=inputs, subject=str(table.method)).failure
+    return job.runner.stage(
+        COVER, Coverage, model, table, samples, inputs=inputs, subject=str(table.method)
+    ).failure
 
 
 def build_engine(job: Job, model: OnnxModel, recipe: Recipe) -> Engine:
@@ -527,22 +730,42 @@ def build_engine(job: Job, model: OnnxModel, recipe: Recipe) -> Engine:
     )
 
 
-def check_engine(job: Job, engine: Engine, expected: ReferenceOutputs, samples: SampleSet) -> ValidationReport:
+def check_engine(
+    job: Job, engine: Engine, expected: ReferenceOutputs, samples: SampleSet
+) -> ValidationReport:
     """One engine against the reference on one set."""
     rows = batch_rows(job)
     accuracy = job.plan.accuracy
-    metric = code_digest(accuracy.metric, accuracy.python_path, "accuracy.metric") if ":" in accuracy.metric else ""
-    inputs, options = (engine.digest, expected.digest, samples.digest, metric), options_of(accuracy, engine.recipe)
+    metric = (
+        code_digest(accuracy.metric, accuracy.python_path, "accuracy.metric")
+        if ":" in accuracy.metric
+        else ""
+    )
+    inputs, options = (
+        (engine.digest, expected.digest, samples.digest, metric),
+        options_of(accuracy, engine.recipe),
+    )
     arguments = (engine, expected, samples, accuracy, rows)
     subject = f"{engine.recipe.label} on {samples.role}"
-    return job.runner.stage(VALIDATE, ValidationReport, *arguments, inputs=inputs, options=options, subject=subject)
+    return job.runner.stage(
+        VALIDATE, ValidationReport, *arguments, inputs=inputs, options=options, subject=subject
+    )
 
 
-def reference_outputs(job: Job, reference: Engine, samples: SampleSet, at_every_size: bool = True) -> ReferenceOutputs:
+def reference_outputs(
+    job: Job, reference: Engine, samples: SampleSet, at_every_size: bool = True
+) -> ReferenceOutputs:
     """What the reference answers to every sample of a set, and at the other sizes of every profile."""
     rows = batch_rows(job)
     points = gate_points(samples, job.plan.profiles, rows) if at_every_size else ()
     inputs = (reference.digest, job.source.digest, samples.digest)
     options = "\n".join((canonical({"rows": rows}), *map(canonical, points)))
     arguments = (reference, samples, rows, points)
-    return job.runner.stage(REFERENCE, ReferenceOutputs, *arguments, inputs=inputs, options=options, subject=samples.role)
+    return job.runner.stage(
+        REFERENCE,
+        ReferenceOutputs,
+        *arguments,
+        inputs=inputs,
+        options=options,
+        subject=samples.role,
+    )

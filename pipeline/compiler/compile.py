@@ -30,7 +30,15 @@ from pipeline.compiler.candidates import (
     rescue,
 )
 from pipeline.compiler.context import FEEDS_FOR_CHECKS, Job, open_job, options_of
-from pipeline.compiler.decision import Baseline, Decision, choose, decide, is_slower_or_equal, ratio_missing, ratio_of
+from pipeline.compiler.decision import (
+    Baseline,
+    Decision,
+    choose,
+    decide,
+    is_slower_or_equal,
+    ratio_missing,
+    ratio_of,
+)
 from pipeline.core import Engine, Note, OnnxModel, OrtProvider, Precision, Recipe, Target
 from pipeline.errors import (
     BackendUnavailable,
@@ -43,7 +51,14 @@ from pipeline.execution.stage_runner import Runner, Stage
 from pipeline.execution.store import canonical
 from pipeline.host.gpu import find_gpus
 from pipeline.onnx_graph import graph
-from pipeline.plan.recipes import AS_GIVEN, baseline_recipes, call_of, cpu_recipe_as_given, deliverable_recipe, gpu_recipes_as_given
+from pipeline.plan.recipes import (
+    AS_GIVEN,
+    baseline_recipes,
+    call_of,
+    cpu_recipe_as_given,
+    deliverable_recipe,
+    gpu_recipes_as_given,
+)
 from pipeline.plan.schema import DataConfig, GeneratedData, Plan
 from pipeline.plan.source import code_digest
 from pipeline.quantization.existing_qdq import given_precision
@@ -68,7 +83,13 @@ from pipeline.stages.simplify import simplify
 from pipeline.stages.validate import ReferenceOutputs, check_outputs
 
 EXPORT = Stage("export", 2, export, ("torch", "onnx", "onnxscript", "onnxruntime"))
-SIMPLIFY = Stage("simplify", 5, simplify, ("onnx", "onnxsim", "onnx-graphsurgeon", "onnxruntime"), lasts=lambda model: not model.provisional)
+SIMPLIFY = Stage(
+    "simplify",
+    5,
+    simplify,
+    ("onnx", "onnxsim", "onnx-graphsurgeon", "onnxruntime"),
+    lasts=lambda model: not model.provisional,
+)
 BASELINE = Stage("baseline", 3, pytorch_.build_baseline, pytorch_.DISTRIBUTIONS)
 COMPILE = Stage("torch.compile", 1, pytorch_.build_baseline, pytorch_.DISTRIBUTIONS)
 BENCHMARK = Stage("benchmark", 5, benchmark, lasts=lambda found: not found.provisional)
@@ -138,9 +159,23 @@ class Measured:
 def export_model(job: Job) -> OnnxModel:
     """The source as ONNX, checked against the source."""
     samples = job.samples.first(FEEDS_FOR_CHECKS)
-    model = job.plan.model.model_copy(update={"path": None, "weights": None, "python_path": Path()})  # what lies there is in the source's digest
-    inputs, options = (job.source.digest, job.samples.digest), options_of(job.plan.export, model, *job.plan.profiles)
-    return job.runner.stage(EXPORT, OnnxModel, job.source, job.plan.profiles, job.plan.export, samples, inputs=inputs, options=options)
+    model = job.plan.model.model_copy(
+        update={"path": None, "weights": None, "python_path": Path()}
+    )  # what lies there is in the source's digest
+    inputs, options = (
+        (job.source.digest, job.samples.digest),
+        options_of(job.plan.export, model, *job.plan.profiles),
+    )
+    return job.runner.stage(
+        EXPORT,
+        OnnxModel,
+        job.source,
+        job.plan.profiles,
+        job.plan.export,
+        samples,
+        inputs=inputs,
+        options=options,
+    )
 
 
 def simplify_model(job: Job, exported: OnnxModel) -> OnnxModel:
@@ -149,9 +184,25 @@ def simplify_model(job: Job, exported: OnnxModel) -> OnnxModel:
     if not (asked.enabled or asked.surgery or asked.plain_attention):
         return exported
     samples = job.samples.first(FEEDS_FOR_CHECKS)
-    surgery = (code_digest(asked.surgery, asked.python_path, "simplify.surgery"),) if asked.surgery else ()
-    inputs, options = (exported.digest, job.samples.digest, *surgery), options_of(asked, *job.plan.profiles)
-    return job.runner.stage(SIMPLIFY, OnnxModel, exported, job.plan.profiles, job.plan.simplify, samples, inputs=inputs, options=options)
+    surgery = (
+        (code_digest(asked.surgery, asked.python_path, "simplify.surgery"),)
+        if asked.surgery
+        else ()
+    )
+    inputs, options = (
+        (exported.digest, job.samples.digest, *surgery),
+        options_of(asked, *job.plan.profiles),
+    )
+    return job.runner.stage(
+        SIMPLIFY,
+        OnnxModel,
+        exported,
+        job.plan.profiles,
+        job.plan.simplify,
+        samples,
+        inputs=inputs,
+        options=options,
+    )
 
 
 def export_plan(plan: Plan, runner: Runner, simplified: bool = True) -> OnnxModel:
@@ -297,7 +348,9 @@ def _checked_baseline(
     )
 
 
-def deliverable_candidate(job: Job, exported: OnnxModel, baseline: Engine, expected: ReferenceOutputs) -> Candidate:
+def deliverable_candidate(
+    job: Job, exported: OnnxModel, baseline: Engine, expected: ReferenceOutputs
+) -> Candidate:
     """A baseline as it can be delivered; without an engine where it cannot be, and then it says why.
 
     PyTorch's is a program, which must pass the gate too. Any other is the engine that it was.
@@ -313,7 +366,9 @@ def deliverable_candidate(job: Job, exported: OnnxModel, baseline: Engine, expec
         return candidate.model_copy(update={"state": "failed", "reason": error.message})
     found = candidate.model_copy(update={"selection": report, "notes": engine.notes})
     if not report.passed:
-        return found.model_copy(update={"state": "failed accuracy", "reason": "; ".join(report.failures)})
+        return found.model_copy(
+            update={"state": "failed accuracy", "reason": "; ".join(report.failures)}
+        )
     return found.model_copy(update={"engine": engine})
 
 
@@ -351,7 +406,9 @@ def measure(job: Job, model: OnnxModel, baselines: list[Engine], prepared: Prepa
     """Latency of all that ran, interleaved with the baselines; a candidate that cannot be measured says why."""
     entries = entries_of(baselines, prepared)
     engines = [entry.engine for entry in entries]
-    quiet = job.environment.model_copy(update={"load_1min": 0.0})  # the load of the moment does not make another host
+    quiet = job.environment.model_copy(
+        update={"load_1min": 0.0}
+    )  # the load of the moment does not make another host
     keys = ((entry.engine.recipe.label, entry.engine.digest, entry.role) for entry in entries)
     inputs = (model.digest, *chain.from_iterable(keys))
     options = options_of(job.plan.benchmark, quiet, *job.plan.profiles)
@@ -365,13 +422,25 @@ def measure(job: Job, model: OnnxModel, baselines: list[Engine], prepared: Prepa
         inputs=inputs,
         options=options,
     )
-    found = with_limits(found, engines, {candidate.label: candidate.layers for candidate in prepared.candidates}, job.plan.benchmark.threads)
+    found = with_limits(
+        found,
+        engines,
+        {candidate.label: candidate.layers for candidate in prepared.candidates},
+        job.plan.benchmark.threads,
+    )
     by_label = {result.label: result for result in found.results}
-    candidates = tuple(with_benchmark(candidate, by_label.get(candidate.label)) for candidate in prepared.candidates)
+    candidates = tuple(
+        with_benchmark(candidate, by_label.get(candidate.label))
+        for candidate in prepared.candidates
+    )
     return Measured(
         candidates=candidates,
         rescues=prepared.rescues,
-        ablation=ablation_from(prepared.ablated, candidates) if prepared.ablated else Ablation(label="") if job.plan.ablate else None,
+        ablation=ablation_from(prepared.ablated, candidates)
+        if prepared.ablated
+        else Ablation(label="")
+        if job.plan.ablate
+        else None,
         baselines=baselines_first(found, baselines),
         run=found,
         call=call_of_fastest(found, baselines),
@@ -419,14 +488,20 @@ def worth_measuring(candidate: Candidate) -> bool:
     return gave and (candidate.state == "measured" or candidate.recipe.variant in ("", ABLATED))
 
 
-def with_benchmark(candidate: Candidate, result: BenchmarkReport | BenchmarkFailure | None) -> Candidate:
+def with_benchmark(
+    candidate: Candidate, result: BenchmarkReport | BenchmarkFailure | None
+) -> Candidate:
     """The candidate with what the benchmark found."""
     if isinstance(result, BenchmarkFailure):
-        return candidate.model_copy(update={"state": "failed", "reason": f"benchmark: {result.reason}"})
+        return candidate.model_copy(
+            update={"state": "failed", "reason": f"benchmark: {result.reason}"}
+        )
     return candidate.model_copy(update={"benchmark": result})
 
 
-def validate_winner(job: Job, reference: Engine, winner: Candidate | None) -> ValidationReport | None:
+def validate_winner(
+    job: Job, reference: Engine, winner: Candidate | None
+) -> ValidationReport | None:
     """The validation set, read once: for the reference and the winner. Not read where what the user has is kept."""
     if (
         winner is None
@@ -441,11 +516,19 @@ def validate_winner(job: Job, reference: Engine, winner: Candidate | None) -> Va
     return check_engine(job, winner.engine, expected, job.data.validation)
 
 
-def baseline_notes(baselines: Sequence[Engine], candidates: Iterable[Candidate], given: Precision | None = None) -> tuple[Note, ...]:
+def baseline_notes(
+    baselines: Sequence[Engine], candidates: Iterable[Candidate], given: Precision | None = None
+) -> tuple[Note, ...]:
     """What the baselines say of themselves; where GPU meets CPU, that the ratio compares hardware too; and what fake quantisers cost PyTorch."""
     first = baselines[0].target
     on_gpu = first.compute_capability is not None
-    others = [each.label for each in candidates if each.engine and each.benchmark and (each.engine.target.compute_capability is not None) != on_gpu]
+    others = [
+        each.label
+        for each in candidates
+        if each.engine
+        and each.benchmark
+        and (each.engine.target.compute_capability is not None) != on_gpu
+    ]
     text = f"the baseline runs on {first.device}, other hardware than {', '.join(others)}: their ratio compares hardware too"
     own = dict.fromkeys(note for engine in baselines for note in engine.notes)
     faked = "the baseline computes the model's fake quantisers too, which the model as it was before that training does not have: it would be faster"
@@ -472,7 +555,9 @@ def write_up(
         measured.candidates,
         choose(measured.candidates),
         validation,
-        Baseline(measured.run.baseline, measured.call, kept is not None and kept.engine is not None),
+        Baseline(
+            measured.run.baseline, measured.call, kept is not None and kept.engine is not None
+        ),
     )
     winner = decision.winner
     return Report(
@@ -490,7 +575,11 @@ def write_up(
         candidates=(*measured.candidates, *built_to_keep(kept, measured.candidates)),
         rescues=measured.rescues,
         ablation=measured.ablation,
-        winner=measured.run.baseline if decision.verdict == "keep" else winner.label if winner else None,
+        winner=measured.run.baseline
+        if decision.verdict == "keep"
+        else winner.label
+        if winner
+        else None,
         ratio=ratio_of(winner) if winner else None,
         ratio_missing=ratio_missing(winner) if winner else "",
         delivered=delivered_engine(decision, kept.engine if kept else None),
@@ -499,7 +588,12 @@ def write_up(
         reasons=decision.reasons,
         next_steps=decision.next_steps,
         nearest_miss=decision.nearest_miss.label if decision.nearest_miss else None,
-        notes=(*notes, *data_notes(job.plan), *chain.from_iterable(model.notes for model in models), *job.runner.store.notes),
+        notes=(
+            *notes,
+            *data_notes(job.plan),
+            *chain.from_iterable(model.notes for model in models),
+            *job.runner.store.notes,
+        ),
         peaks=measured.run.peaks,
         gpu_use=measured.run.gpu_use,
         benchmarked=measured.run.created,
@@ -537,14 +631,22 @@ def publish_report(report: Report, folder: Path) -> ReportFiles:
 def operator_tables(models: Sequence[OnnxModel]) -> tuple[OperatorTable, ...]:
     """What the graph held after export, and after simplification."""
     return tuple(
-        OperatorTable(stage=stage, operators=graph.operator_histogram(model.path), size_bytes=graph.file_size(model.path))
+        OperatorTable(
+            stage=stage,
+            operators=graph.operator_histogram(model.path),
+            size_bytes=graph.file_size(model.path),
+        )
         for stage, model in zip(("export", "simplify"), models, strict=True)
     )
 
 
 def data_notes(plan: Plan) -> list[Note]:
     """What the reader must know of weights and data that are not real."""
-    notes = [Note(stage="model", text=f"weights: {plan.model.weights_from}", level="info")] if plan.model.weights_from else []
+    notes = (
+        [Note(stage="model", text=f"weights: {plan.model.weights_from}", level="info")]
+        if plan.model.weights_from
+        else []
+    )
     if plan.model.path and plan.model.path.suffix == ".pt2":
         text = "the baseline runs the exported program of the .pt2, which on small models is slower than the module it was made from"
         notes.append(Note(stage="benchmark", text=text))

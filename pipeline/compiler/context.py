@@ -14,7 +14,14 @@ from pydantic import BaseModel
 
 from pipeline.accuracy.task_metric import check_labels
 from pipeline.core import BuildOptions, ModelSource, Precision, TensorRTOptions, TensorSpec
-from pipeline.data.samples import CalibrationSet, SampleSet, SelectionSet, ValidationSet, check_disjoint, open_set
+from pipeline.data.samples import (
+    CalibrationSet,
+    SampleSet,
+    SelectionSet,
+    ValidationSet,
+    check_disjoint,
+    open_set,
+)
 from pipeline.errors import ModelError, PlanError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import canonical
@@ -27,7 +34,9 @@ from pipeline.stages.benchmark import check_sizes
 
 GENERATED_SAMPLES = 32  # random inputs on which tensor errors are taken where there is no data
 FEEDS_FOR_CHECKS = 4  # real samples on which export and simplify are checked
-MOST_ROWS = 32  # samples per batch while checking accuracy: enough for speed, little enough for memory
+MOST_ROWS = (
+    32  # samples per batch while checking accuracy: enough for speed, little enough for memory
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +58,12 @@ class Job:
     data: Data
     environment: Environment
     plugins: tuple[str, ...] = ()  # sha256 of each library that the plan names
-    given: Precision | None = None  # precision of the Q/DQ that the model brings; of a PyTorch model known after export
-    crashed: dict[str, str] = field(default_factory=dict)  # forms of PyTorch programs that crashed here, and the first label
+    given: Precision | None = (
+        None  # precision of the Q/DQ that the model brings; of a PyTorch model known after export
+    )
+    crashed: dict[str, str] = field(
+        default_factory=dict
+    )  # forms of PyTorch programs that crashed here, and the first label
 
     @property
     def samples(self) -> SampleSet:
@@ -59,7 +72,11 @@ class Job:
 
     @property
     def reference_name(self) -> str:
-        name = "ONNX Runtime fp32, the file as given" if self.source.kind == "onnx" else "PyTorch eager fp32, without TF32"
+        name = (
+            "ONNX Runtime fp32, the file as given"
+            if self.source.kind == "onnx"
+            else "PyTorch eager fp32, without TF32"
+        )
         return f"{name}, its Q/DQ computed as written" if self.given else name
 
     def build_options(self, backend: str) -> BuildOptions:
@@ -78,7 +95,10 @@ class Job:
         asked = self.plan.tensorrt
         workspace = asked.workspace_mib * 2**20 if asked.workspace_mib else None
         tensorrt = TensorRTOptions(
-            workspace_bytes=workspace, optimization_level=asked.optimization_level, timing_iterations=asked.timing_iterations, plugins=asked.plugins
+            workspace_bytes=workspace,
+            optimization_level=asked.optimization_level,
+            timing_iterations=asked.timing_iterations,
+            plugins=asked.plugins,
         )
         return BuildOptions(profiles=self.plan.profiles, tensorrt=tensorrt)
 
@@ -94,8 +114,20 @@ def open_job(plan: Plan, runner: Runner) -> Job:
     complete = plan.model_copy(update={"profiles": check_profiles(inputs, plan.profiles)})
     check_sizes(plan.benchmark.sizes, inputs, complete.profiles)
     check_code(plan)
-    given = given_precision(graph.read_proto(source.path, weights=False).graph) if source.kind == "onnx" and source.path else None
-    return Job(complete, runner, source, open_data(complete, inputs), environment(), digests_of(complete.tensorrt.plugins), given)
+    given = (
+        given_precision(graph.read_proto(source.path, weights=False).graph)
+        if source.kind == "onnx" and source.path
+        else None
+    )
+    return Job(
+        complete,
+        runner,
+        source,
+        open_data(complete, inputs),
+        environment(),
+        digests_of(complete.tensorrt.plugins),
+        given,
+    )
 
 
 def check_code(plan: Plan) -> None:
@@ -111,25 +143,48 @@ def input_specs(source: ModelSource) -> tuple[TensorSpec, ...]:
     if source.kind != "onnx" or source.path is None:
         return source.inputs
     model = graph.onnx_model(source.path.parent, source.path.name)
-    asked, has = ([f"{spec.name} {spec.dtype} [{', '.join(map(str, spec.shape))}]" for spec in specs] for specs in (source.inputs, model.inputs))
+    asked, has = (
+        [f"{spec.name} {spec.dtype} [{', '.join(map(str, spec.shape))}]" for spec in specs]
+        for specs in (source.inputs, model.inputs)
+    )
     names = [spec.name for spec in model.outputs]
     for key, plans, files in (("inputs", asked, has), ("outputs", list(source.outputs), names)):
         if plans and plans != files:
             said = f"model.{key}: the plan says {', '.join(plans)}, the file has {', '.join(files)}"
             raise PlanError(said, f"leave model.{key} out: an .onnx file is taken as it is")
     if not model.inputs:
-        raise ModelError(f"'{source.path}' has no inputs: its answer is a constant", "give a model that takes at least one input")
+        raise ModelError(
+            f"'{source.path}' has no inputs: its answer is a constant",
+            "give a model that takes at least one input",
+        )
     return model.inputs
 
 
 def open_data(plan: Plan, inputs: tuple[TensorSpec, ...]) -> Data:
     """Open and check the sets that the plan names; sets that overlap are an error."""
-    nothing = GeneratedData(generate="random", samples=GENERATED_SAMPLES, because="the plan names no selection data", seed=plan.model.seed + 1)
+    nothing = GeneratedData(
+        generate="random",
+        samples=GENERATED_SAMPLES,
+        because="the plan names no selection data",
+        seed=plan.model.seed + 1,
+    )
     named = plan.data
-    calibration = open_set(CalibrationSet, named.calibration, inputs, plan.profiles) if named.calibration is not None else None
-    selection = open_set(SelectionSet, nothing if named.selection is None else named.selection, inputs, plan.profiles)
-    validation = open_set(ValidationSet, named.validation, inputs, plan.profiles) if named.validation is not None else None
-    check_disjoint(*(opened for opened in (calibration, selection, validation) if opened is not None))
+    calibration = (
+        open_set(CalibrationSet, named.calibration, inputs, plan.profiles)
+        if named.calibration is not None
+        else None
+    )
+    selection = open_set(
+        SelectionSet, nothing if named.selection is None else named.selection, inputs, plan.profiles
+    )
+    validation = (
+        open_set(ValidationSet, named.validation, inputs, plan.profiles)
+        if named.validation is not None
+        else None
+    )
+    check_disjoint(
+        *(opened for opened in (calibration, selection, validation) if opened is not None)
+    )
     for judged, given in ((selection, named.selection), (validation, named.validation)):
         if judged is not None and isinstance(given, tuple):
             check_labels(plan.accuracy, judged.has_labels)
@@ -153,7 +208,10 @@ def digests_of(files: Sequence[Path]) -> tuple[str, ...]:
             with path.open("rb") as file:
                 digests.append(hashlib.file_digest(file, "sha256").hexdigest())
         except OSError as error:
-            raise PlanError(f"tensorrt.plugins: cannot read '{path}': {error.strerror}", "give the path of a shared library") from error
+            raise PlanError(
+                f"tensorrt.plugins: cannot read '{path}': {error.strerror}",
+                "give the path of a shared library",
+            ) from error
     return tuple(digests)
 
 

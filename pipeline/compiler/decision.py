@@ -17,11 +17,16 @@ from pipeline.results.report import Candidate, LatencyRow, ValidationReport, Ver
 SMALLEST_BLOCK = 32  # of weights that share a scale
 NO_DATA = "no data: accuracy not proven"
 SELECTION_ONLY = "no validation set: accuracy seen on the selection set only"
-TRAIN_IN_16_BITS = "train or fine-tune the model in fp16 or bf16 (mixed precision), then export it again"
+TRAIN_IN_16_BITS = (
+    "train or fine-tune the model in fp16 or bf16 (mixed precision), then export it again"
+)
 MEND_LABELS = "check that the labels belong to these samples, row by row, and that the weights are trained: no engine can be judged against chance"
 MEND_CALIBRATION = "calibrate on samples of the same kind as those of the selection set, prepared in the same way (scale, mean, colour order, tokens)"
 KEEP_WORST = "the worst layers unquantised: `keep_fp32: auto`"
-AFTER_INT8 = ("bf16 or fp16 instead of int8", "quantisation-aware training, then compile the Q/DQ model")
+AFTER_INT8 = (
+    "bf16 or fp16 instead of int8",
+    "quantisation-aware training, then compile the Q/DQ model",
+)
 FIND_LAYERS = "see the table of what really ran: it names the layers in another precision"
 SEE_LAYERS = f"{FIND_LAYERS}; call the candidate by that precision, or leave it out"
 QUANTISE_MORE = "let more of it run in 8 bits: `placement: {last_layer: true}`, fewer nodes in `keep_fp32`, and on onnxruntime `activation: uint8`"
@@ -30,7 +35,9 @@ SEVEN_BITS = "a CPU with VNNI or AMX; or training with weights that keep to 7 bi
 
 MEASURE_AGAIN = "measure again in a quiet hour: `crucible bench DIR --set benchmark.budget_s=120`"
 NO_BASELINE = "the baseline could not be measured"
-OTHER_CANDIDATES = "for a faster engine give other candidates, or other shapes under `benchmark.sizes`"
+OTHER_CANDIDATES = (
+    "for a faster engine give other candidates, or other shapes under `benchmark.sizes`"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +45,9 @@ class Decision:
     """The verdict with its reasons, and what to try next."""
 
     verdict: Verdict
-    winner: Candidate | None  # with `keep` the fastest accurate candidate, which lost to the baseline
+    winner: (
+        Candidate | None
+    )  # with `keep` the fastest accurate candidate, which lost to the baseline
     reasons: tuple[str, ...]
     next_steps: tuple[str, ...] = ()
     nearest_miss: Candidate | None = None
@@ -97,7 +106,11 @@ def contenders(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     accurate = [candidate for candidate in candidates if candidate.state == "measured"]
     fit = [candidate for candidate in accurate if is_faster(candidate)] or accurate
     fastest = min(fit, key=level_s, default=None)
-    return tuple(candidate for candidate in fit if fastest and (candidate is fastest or _is_as_fast(candidate, fastest)))
+    return tuple(
+        candidate
+        for candidate in fit
+        if fastest and (candidate is fastest or _is_as_fast(candidate, fastest))
+    )
 
 
 def level_s(candidate: Candidate) -> float:
@@ -138,7 +151,11 @@ def loss(candidate: Candidate) -> tuple[float, float]:
     """What is lost on the selection set, the smaller the better: the drop of the metric, then what the smallest cosine lacks."""
     report = candidate.selection
     drop = report.metric.drop if report and report.metric else 0.0
-    return (math.inf, 1.0) if report is None else (drop, -min((output.cosine for output in report.outputs), default=-1.0))
+    return (
+        (math.inf, 1.0)
+        if report is None
+        else (drop, -min((output.cosine for output in report.outputs), default=-1.0))
+    )
 
 
 def decide(
@@ -156,14 +173,22 @@ def decide(
     """
     if winner is None:
         miss = _nearest_miss(candidates)
-        return Decision("rejected", None, _why_none(candidates), _after_none(candidates, miss), miss)
+        return Decision(
+            "rejected", None, _why_none(candidates), _after_none(candidates, miss), miss
+        )
     if is_slower_or_equal(winner):
         return Decision("keep", winner, _why_kept(winner, baseline), (OTHER_CANDIDATES,))
     if validation is not None and not validation.passed:
         reasons = tuple(f"validation: {failure}" for failure in validation.failures)
-        return Decision("rejected", winner, reasons, (*mend_data(reasons), *next_steps(winner)), winner)
+        return Decision(
+            "rejected", winner, reasons, (*mend_data(reasons), *next_steps(winner)), winner
+        )
     missing = _missing_proof(winner, validation)
-    reasons = (*_why_right(winner, validation), *_why_fast(winner), *_why_chosen(candidates, winner))
+    reasons = (
+        *_why_right(winner, validation),
+        *_why_fast(winner),
+        *_why_chosen(candidates, winner),
+    )
     if missing:
         return Decision("unproven", winner, (*missing.reasons, *reasons), missing.next_steps)
     return Decision("accepted", winner, reasons)
@@ -223,7 +248,9 @@ def _why_fast(winner: Candidate) -> tuple[str, ...]:
     ratio = ratio_of(winner)
     if ratio is None:
         return ()
-    return (f"{ratio.value:.2f} times as fast as the baseline (95 % {ratio.low:.2f} to {ratio.high:.2f})",)
+    return (
+        f"{ratio.value:.2f} times as fast as the baseline (95 % {ratio.low:.2f} to {ratio.high:.2f})",
+    )
 
 
 def _why_chosen(candidates: Sequence[Candidate], winner: Candidate) -> tuple[str, ...]:
@@ -238,23 +265,32 @@ def _why_chosen(candidates: Sequence[Candidate], winner: Candidate) -> tuple[str
         better = f"it has the highest cosine, {-cosine:.5f}"
     else:
         better = f"it has the smallest drop on the selection set, {drop:+.4f}"
-    return (f"of {len(others) + 1} candidates whose speeds cannot be told apart {better}; the others: {', '.join(each.title for each in others)}",)
+    return (
+        f"of {len(others) + 1} candidates whose speeds cannot be told apart {better}; the others: {', '.join(each.title for each in others)}",
+    )
 
 
 def _why_none(candidates: Sequence[Candidate]) -> tuple[str, ...]:
     if not candidates:
         return ("no candidate can be built and run on this host",)
-    return tuple(f"{candidate.title}: {candidate.state}: {candidate.reason}" for candidate in candidates)
+    return tuple(
+        f"{candidate.title}: {candidate.state}: {candidate.reason}" for candidate in candidates
+    )
 
 
 def _after_none(candidates: Sequence[Candidate], miss: Candidate | None) -> tuple[str, ...]:
     """What to try where nothing is left: a mislabelled engine is no near miss, its layers tell more."""
     if wrong := [candidate for candidate in candidates if candidate.state == "mislabelled"]:
-        return (*_after_mislabelled([candidate.recipe for candidate in wrong]), *(next_steps(miss) if miss else ()))
+        return (
+            *_after_mislabelled([candidate.recipe for candidate in wrong]),
+            *(next_steps(miss) if miss else ()),
+        )
     mend = mend_data([candidate.reason for candidate in candidates])
     if MEND_LABELS in mend:  # no engine is at fault
         return mend
-    rescued = any(candidate.recipe.variant for candidate in candidates)  # all else was tried already
+    rescued = any(
+        candidate.recipe.variant for candidate in candidates
+    )  # all else was tried already
     in_16_bits = miss is not None and miss.recipe.precision in (Precision.FP16, Precision.BF16)
     steps = (TRAIN_IN_16_BITS,) if rescued and in_16_bits else next_steps(miss)
     return (*mend, *(step for step in steps if not (rescued and step == KEEP_WORST)))
@@ -264,25 +300,40 @@ def _after_mislabelled(wrong: Sequence[Recipe]) -> tuple[str, ...]:
     """What to do about engines that do not run what they are called by. A model's own Q/DQ leave no other name and no placement to choose."""
     if given := dict.fromkeys(recipe.backend for recipe in wrong if recipe.quantizer == "given"):
         return (FIND_LAYERS, *(MEND_PAIRS.format(backend=backend) for backend in given))
-    return (SEE_LAYERS, *((QUANTISE_MORE,) if any(recipe.precision is Precision.INT8 for recipe in wrong) else ()))
+    return (
+        SEE_LAYERS,
+        *((QUANTISE_MORE,) if any(recipe.precision is Precision.INT8 for recipe in wrong) else ()),
+    )
 
 
 def mend_data(reasons: Sequence[str]) -> tuple[str, ...]:
     """What to do about the data, where a reason lies there: labels or calibration samples that do not belong to the rest."""
     faults = {AT_CHANCE: MEND_LABELS, NOT_COVERED: MEND_CALIBRATION}
-    return tuple(advice for fault, advice in faults.items() if any(fault in reason for reason in reasons))
+    return tuple(
+        advice for fault, advice in faults.items() if any(fault in reason for reason in reasons)
+    )
 
 
 def _nearest_miss(candidates: Sequence[Candidate]) -> Candidate | None:
     """Of those that failed their accuracy, the one that lost least."""
-    return min((candidate for candidate in candidates if candidate.state == "failed accuracy" and candidate.selection), key=loss, default=None)
+    return min(
+        (
+            candidate
+            for candidate in candidates
+            if candidate.state == "failed accuracy" and candidate.selection
+        ),
+        key=loss,
+        default=None,
+    )
 
 
 def _other_ranges(recipe: Recipe) -> list[str]:
     """What may be changed of an int8 or fp8 recipe: what its quantizer does not decide by itself, and what was not tried."""
     steps = []
     if recipe.method is not None and not recipe.try_methods:
-        steps.append(f"another calibration method: `method: {'percentile' if str(recipe.method) == 'minmax' else 'minmax'}`")
+        steps.append(
+            f"another calibration method: `method: {'percentile' if str(recipe.method) == 'minmax' else 'minmax'}`"
+        )
     own = recipe.quantizer == "crucible" and recipe.realised_in == "graph"
     if own and not recipe.keep_worst:
         steps.append(KEEP_WORST)
@@ -294,7 +345,9 @@ def _other_ranges(recipe: Recipe) -> list[str]:
 def next_steps(miss: Candidate | None) -> tuple[str, ...]:
     """What experience says to try after this failure, cheapest first."""
     if miss is None:
-        return ("run `crucible doctor` to see what this host can build, and `crucible inspect MODEL --backend B` for unsupported nodes",)
+        return (
+            "run `crucible doctor` to see what this host can build, and `crucible inspect MODEL --backend B` for unsupported nodes",
+        )
     recipe = miss.recipe
     if recipe.quantizer == "given":
         saturates = any(SATURATES in note.text for note in miss.notes)
@@ -304,11 +357,25 @@ def next_steps(miss: Candidate | None) -> tuple[str, ...]:
             "more training with Q/DQ",
         )
     if recipe.weight_only:
-        smaller = (f"smaller blocks: `block_size: {recipe.block_size // 2}`",) if recipe.block_size > SMALLEST_BLOCK else ()
-        wider = ("8 bits instead of 4: `precision: int8, weight_only: true`",) if recipe.precision is Precision.INT4 else ()
+        smaller = (
+            (f"smaller blocks: `block_size: {recipe.block_size // 2}`",)
+            if recipe.block_size > SMALLEST_BLOCK
+            else ()
+        )
+        wider = (
+            ("8 bits instead of 4: `precision: int8, weight_only: true`",)
+            if recipe.precision is Precision.INT4
+            else ()
+        )
         return (*smaller, "the worst or the last layer as it is: `keep_fp32: [NODE]`", *wider)
     if recipe.precision in (Precision.INT8, Precision.FP8):
         return (*_other_ranges(recipe), *AFTER_INT8)
     if recipe.precision in (Precision.FP16, Precision.BF16):
-        return ("the overflowing nodes in fp32: `keep_fp32: [NODE]`", "bf16 instead of fp16, or fp32", TRAIN_IN_16_BITS)
-    return ("check the export: compare `crucible inspect` before and after simplification, or set `simplify.enabled: false`",)
+        return (
+            "the overflowing nodes in fp32: `keep_fp32: [NODE]`",
+            "bf16 instead of fp16, or fp32",
+            TRAIN_IN_16_BITS,
+        )
+    return (
+        "check the export: compare `crucible inspect` before and after simplification, or set `simplify.enabled: false`",
+    )

@@ -73,9 +73,17 @@ def to_rescue(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
         by_kind.setdefault(_kind(each.recipe), []).append(each)
     found = []
     for alike in by_kind.values():
-        failed = [each for each in alike if each.state == "failed accuracy" and _may_be_rescued(each.recipe) and not mend_data([each.reason])]
+        failed = [
+            each
+            for each in alike
+            if each.state == "failed accuracy"
+            and _may_be_rescued(each.recipe)
+            and not mend_data([each.reason])
+        ]
         if failed and not any(each.state == "measured" for each in alike):
-            found.append(min(failed, key=loss) if failed[0].recipe.precision is Precision.INT8 else failed[0])
+            found.append(
+                min(failed, key=loss) if failed[0].recipe.precision is Precision.INT8 else failed[0]
+            )
     return tuple(found)
 
 
@@ -89,7 +97,12 @@ def _kind(recipe: Recipe, precision: Precision | None = None) -> Recipe:
     how = ("form", "mode", "provider", "weight_only")
     where = ("compute_capability", "hardware_compatible", "version_compatible")
     same = {name: getattr(recipe, name) for name in (*how, *where)}
-    return Recipe(backend=recipe.backend, precision=asked, realised_in=realised_in(recipe.backend, asked), **same)
+    return Recipe(
+        backend=recipe.backend,
+        precision=asked,
+        realised_in=realised_in(recipe.backend, asked),
+        **same,
+    )
 
 
 def in_fp32(failed: Candidate) -> Attempt:
@@ -97,23 +110,43 @@ def in_fp32(failed: Candidate) -> Attempt:
     return Attempt("fp32", "fp32 without TF32", _kind(failed.recipe, Precision.FP32))
 
 
-def with_opt_moved(failed: Candidate, profiles: tuple[Profile, ...]) -> tuple[Attempt | Skipped, ...]:
+def with_opt_moved(
+    failed: Candidate, profiles: tuple[Profile, ...]
+) -> tuple[Attempt | Skipped, ...]:
     """The same recipe, tuned for other shapes."""
     if failed.recipe.backend in ANY_SHAPE:
-        return (Skipped("opt shape moved", f"{failed.recipe.backend} makes one engine for all shapes"),)
+        return (
+            Skipped("opt shape moved", f"{failed.recipe.backend} makes one engine for all shapes"),
+        )
     points: tuple[Point, ...] = ("min", "max")
-    moves = [(point, moved) for point in points if (moved := tuple(_moved(profile, point) for profile in profiles)) != profiles]
+    moves = [
+        (point, moved)
+        for point in points
+        if (moved := tuple(_moved(profile, point) for profile in profiles)) != profiles
+    ]
     if not moves:
         return (Skipped("opt shape moved", "nothing to move: all shapes are fixed"),)
     return tuple(
-        Attempt("opt", f"opt shape moved to {point}", failed.recipe.model_copy(update={"variant": f"opt-{point}"}), moved) for point, moved in moves
+        Attempt(
+            "opt",
+            f"opt shape moved to {point}",
+            failed.recipe.model_copy(update={"variant": f"opt-{point}"}),
+            moved,
+        )
+        for point, moved in moves
     )
 
 
 def _moved(profile: Profile, point: Point) -> Profile:
     """The profile with its opt at min or max; an empty dimension is tuned for 1."""
-    dims = {name: each.model_copy(update={"opt": max(1, getattr(each, point))}) for name, each in profile.dims.items()}
-    values = {name: each.model_copy(update={"opt": getattr(each, point)}) for name, each in profile.values.items()}
+    dims = {
+        name: each.model_copy(update={"opt": max(1, getattr(each, point))})
+        for name, each in profile.dims.items()
+    }
+    values = {
+        name: each.model_copy(update={"opt": getattr(each, point)})
+        for name, each in profile.values.items()
+    }
     return profile.model_copy(update={"dims": dims, "values": values})
 
 
@@ -122,12 +155,21 @@ def by_other_methods(failed: Candidate) -> tuple[Attempt, ...]:
     if not failed.recipe.try_methods:
         return ()
     others = (method for method in CalibrationMethod if method is not failed.recipe.method)
-    return tuple(Attempt("method", f"ranges by {method}", failed.recipe.model_copy(update={"method": method})) for method in others)
+    return tuple(
+        Attempt(
+            "method", f"ranges by {method}", failed.recipe.model_copy(update={"method": method})
+        )
+        for method in others
+    )
 
 
 def nearest(failed: Candidate, history: Sequence[Tried | Skipped]) -> Candidate:
     """Of the candidate and those with other ranges, the one that lost least."""
-    others = (each.candidate for each in history if isinstance(each, Tried) and each.attempt.step == "method")
+    others = (
+        each.candidate
+        for each in history
+        if isinstance(each, Tried) and each.attempt.step == "method"
+    )
     return min([failed, *(each for each in others if each.state == "failed accuracy")], key=loss)
 
 
@@ -136,22 +178,40 @@ def keeps_nodes(recipe: Recipe) -> bool:
     return recipe.keep_worst or recipe.precision is not Precision.INT8
 
 
-def with_nodes_kept(failed: Candidate, ranking: NodeRanking, builds: int) -> tuple[Attempt | Skipped, ...]:
+def with_nodes_kept(
+    failed: Candidate, ranking: NodeRanking, builds: int
+) -> tuple[Attempt | Skipped, ...]:
     """The worst nodes in fp32, as few as may help, then more, in at most `builds` engines."""
     if not ranking.nodes:
-        why = ranking.failure or f"none overflows, loses precision by itself or is delicate, on {ranking.samples} samples"
+        why = (
+            ranking.failure
+            or f"none overflows, loses precision by itself or is delicate, on {ranking.samples} samples"
+        )
         return (Skipped(KEEP, why),)
     attempts = []
     for count in cuts(len(ranking.nodes), sum(harm.overflows for harm in ranking.nodes), builds):
         recipe = keeping(failed.recipe, [harm.node for harm in ranking.nodes[:count]])
-        attempts.append(Attempt("keep", f"{_nodes(ranking, count)} kept in fp32", recipe, ranking=ranking))
+        attempts.append(
+            Attempt("keep", f"{_nodes(ranking, count)} kept in fp32", recipe, ranking=ranking)
+        )
     return tuple(attempts)
 
 
 def keeping(recipe: Recipe, nodes: Sequence[str]) -> Recipe:
     """The recipe with these nodes in fp32 too."""
-    kept = (*recipe.keep_fp32, *(glob.escape(name) for name in nodes))  # names are patterns in a recipe
-    return recipe.model_copy(update={"realised_in": "graph", "keep_fp32": kept, "keep_worst": False, "try_methods": False, "variant": "rescued"})
+    kept = (
+        *recipe.keep_fp32,
+        *(glob.escape(name) for name in nodes),
+    )  # names are patterns in a recipe
+    return recipe.model_copy(
+        update={
+            "realised_in": "graph",
+            "keep_fp32": kept,
+            "keep_worst": False,
+            "try_methods": False,
+            "variant": "rescued",
+        }
+    )
 
 
 def cuts(nodes: int, overflowing: int, builds: int) -> tuple[int, ...]:
@@ -162,11 +222,19 @@ def cuts(nodes: int, overflowing: int, builds: int) -> tuple[int, ...]:
     counts = [max(overflowing, 1)]
     while counts[-1] < nodes:
         counts.append(min(2 * counts[-1], nodes))
-    return tuple(counts if len(counts) <= builds else [*counts[: builds - 1], nodes] if builds > 1 else counts[:1])
+    return tuple(
+        counts
+        if len(counts) <= builds
+        else [*counts[: builds - 1], nodes]
+        if builds > 1
+        else counts[:1]
+    )
 
 
 def _nodes(ranking: NodeRanking, count: int) -> str:
-    told = ", ".join(f"'{harm.node}' ({_harm_text(harm)})" for harm in ranking.nodes[: min(count, NAMED)])
+    told = ", ".join(
+        f"'{harm.node}' ({_harm_text(harm)})" for harm in ranking.nodes[: min(count, NAMED)]
+    )
     return f"{count} {'node' if count == 1 else 'nodes'} of {len(ranking.nodes)}, {told}{', ...' if count > NAMED else ''},"
 
 
@@ -194,14 +262,20 @@ def ends(tried: Tried) -> bool:
 def story(failed: Candidate, history: Sequence[Tried | Skipped]) -> Rescue:
     """All steps in words, and what follows from them."""
     steps = tuple(
-        RescueStep(step=each.attempt.words, label=each.candidate.label, outcome=_outcome(each, failed.recipe.precision))
+        RescueStep(
+            step=each.attempt.words,
+            label=each.candidate.label,
+            outcome=_outcome(each, failed.recipe.precision),
+        )
         if isinstance(each, Tried)
         else RescueStep(step=each.words, label="", outcome=each.why)
         for each in history
     )
     attempted = [each for each in history if isinstance(each, Tried)]
     ranking = next((each.attempt.ranking for each in attempted if each.attempt.ranking), None)
-    return Rescue(label=failed.label, steps=steps, ranking=ranking, conclusion=_conclusion(failed, attempted))
+    return Rescue(
+        label=failed.label, steps=steps, ranking=ranking, conclusion=_conclusion(failed, attempted)
+    )
 
 
 def _outcome(tried: Tried, cause: Precision) -> str:
@@ -227,7 +301,11 @@ def _conclusion(failed: Candidate, history: Sequence[Tried]) -> str:
         method = last.attempt.recipe.method
         return f"{failed.recipe.method} chooses ranges that lose the accuracy, and {method} keeps it; as the plan names it: `method: {method}`"
     if last.attempt.step == "keep":
-        return _kept(failed, [len(each.attempt.recipe.keep_fp32) for each in history if each.attempt.step == "keep"], last.attempt.recipe)
+        return _kept(
+            failed,
+            [len(each.attempt.recipe.keep_fp32) for each in history if each.attempt.step == "keep"],
+            last.attempt.recipe,
+        )
     return "bf16 keeps the accuracy: the values need its range, or more nodes in fp32 than fp16 is worth"
 
 
@@ -236,7 +314,11 @@ def _kept(failed: Candidate, counts: Sequence[int], recipe: Recipe) -> str:
     kept = recipe.keep_fp32
     listed = f"{list(kept)}" if len(kept) <= NAMED else "the list of this recipe in report.json"
     before = (len(failed.recipe.keep_fp32), *counts)[-2]
-    fewer = f" ({before} were not enough, and nothing between was tried)" if len(kept) - before > 1 else ""
+    fewer = (
+        f" ({before} were not enough, and nothing between was tried)"
+        if len(kept) - before > 1
+        else ""
+    )
     words = "1 node in fp32 keeps" if len(kept) == 1 else f"{len(kept)} nodes in fp32{fewer} keep"
     return f"{words} the accuracy, the others stay {failed.recipe.precision}; as the plan names nodes: `keep_fp32`: {listed}"
 
@@ -244,7 +326,9 @@ def _kept(failed: Candidate, counts: Sequence[int], recipe: Recipe) -> str:
 def _in_vain(failed: Candidate, history: Sequence[Tried]) -> str:
     """Nothing passed."""
     methods = [str(each.attempt.recipe.method) for each in history if each.attempt.step == "method"]
-    ranges = f" with ranges by {', '.join([str(failed.recipe.method), *methods])}" if methods else ""
+    ranges = (
+        f" with ranges by {', '.join([str(failed.recipe.method), *methods])}" if methods else ""
+    )
     kept = [each.attempt for each in history if each.attempt.step == "keep"]
     nodes = len(kept[-1].ranking.nodes) if kept and kept[-1].ranking else 0
     most = min(len(kept[-1].recipe.keep_fp32), nodes) if kept else 0

@@ -33,7 +33,16 @@ from pipeline.measurement.measure import environment
 from pipeline.plan.recipes import deliverable_recipe
 from pipeline.plan.schema import Plan
 from pipeline.report.bundle import check_if_sealed
-from pipeline.results.report import Ablation, BenchmarkFailure, BenchmarkReport, Benchmarks, Candidate, Report, Step, ValidationReport
+from pipeline.results.report import (
+    Ablation,
+    BenchmarkFailure,
+    BenchmarkReport,
+    Benchmarks,
+    Candidate,
+    Report,
+    Step,
+    ValidationReport,
+)
 from pipeline.stages.benchmark import benchmark, check_sizes
 from pipeline.stages.validate import validate
 
@@ -44,7 +53,10 @@ def reopen_job(report: Report, plan: Plan, runner: Runner) -> Job:
     """The job of a delivered engine, for its plan with overrides; ModelError if the source is no longer what the engine was made from."""
     job = open_job(plan, runner)
     if job.source.digest != report.source_digest:
-        raise ModelError("the model's source or weights have changed since this engine was compiled", "compile the plan again")
+        raise ModelError(
+            "the model's source or weights have changed since this engine was compiled",
+            "compile the plan again",
+        )
     return job
 
 
@@ -53,7 +65,13 @@ def validate_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -
     job = reopen_job(report, plan, runner)
     reference = build_reference(job, export_model(job))
     samples = job.data.validation or job.data.selection
-    arguments = (engine, reference_outputs(job, reference, samples), samples, job.plan.accuracy, batch_rows(job))
+    arguments = (
+        engine,
+        reference_outputs(job, reference, samples),
+        samples,
+        job.plan.accuracy,
+        batch_rows(job),
+    )
     check_if_sealed(engine)  # again: the reference may have taken minutes
     found: ValidationReport = runner.anew("validate", engine.recipe.label, validate, *arguments)
     return found
@@ -65,7 +83,9 @@ class Remeasured:
 
     engine: Engine
     found: Benchmarks
-    kept: Candidate | None  # if the engine is no faster: the baseline as it is delivered, or why not
+    kept: (
+        Candidate | None
+    )  # if the engine is no faster: the baseline as it is delivered, or why not
     call: str = ""  # how the user calls the fastest baseline, where that is a PyTorch module
 
 
@@ -104,43 +124,73 @@ def _is_slower_or_equal(last: BenchmarkReport | BenchmarkFailure) -> bool:
     return ratio is not None and ratio.low <= 1.0
 
 
-def sweep_again(report: Report, plan: Plan, engine: Engine, runner: Runner, batches: Sequence[int], limit_s: float | None) -> Sweep:
+def sweep_again(
+    report: Report,
+    plan: Plan,
+    engine: Engine,
+    runner: Runner,
+    batches: Sequence[int],
+    limit_s: float | None,
+) -> Sweep:
     """A delivered engine alone, at every batch. PlanError for a batch outside its profiles, or a model without one."""
     symbol = batch_symbol(engine.inputs)
     sizes = sweep_sizes(symbol, engine.profiles, batches)
     check_sizes(sizes, engine.inputs, engine.profiles)
     job = reopen_job(report, plan, runner)
-    asked = plan.model_copy(update={"benchmark": plan.benchmark.model_copy(update={"sizes": sizes})})
+    asked = plan.model_copy(
+        update={"benchmark": plan.benchmark.model_copy(update={"sizes": sizes})}
+    )
     (found,) = _measured(report, asked, [engine], export_model(job), runner).results
     assert isinstance(found, BenchmarkReport)
     return sweep_of(found.label, symbol, found.rows, limit_s)
 
 
-def _measured(report: Report, plan: Plan, engines: Sequence[Engine], model: OnnxModel, runner: Runner) -> Benchmarks:
+def _measured(
+    report: Report, plan: Plan, engines: Sequence[Engine], model: OnnxModel, runner: Runner
+) -> Benchmarks:
     """ModelError if one of them cannot be measured."""
     entries = [RaceEntry(engine, Role.BASELINE) for engine in engines[:-1]]
     last = Role.CANDIDATE if entries else Role.BASELINE
     entries.append(RaceEntry(engines[-1], last))
     check_if_sealed(engines[-1])  # again: what came before may have taken minutes
-    found: Benchmarks = runner.anew("benchmark", engines[-1].recipe.label, benchmark, entries, model, plan.benchmark, None)
+    found: Benchmarks = runner.anew(
+        "benchmark", engines[-1].recipe.label, benchmark, entries, model, plan.benchmark, None
+    )
     for result in found.results:
         if isinstance(result, BenchmarkFailure):
-            raise ModelError(f"{result.label} cannot be measured: {result.reason}", "see `crucible doctor`")
-    return with_limits(found, engines, {each.label: each.layers for each in report.candidates}, plan.benchmark.threads)
+            raise ModelError(
+                f"{result.label} cannot be measured: {result.reason}", "see `crucible doctor`"
+            )
+    return with_limits(
+        found,
+        engines,
+        {each.label: each.layers for each in report.candidates},
+        plan.benchmark.threads,
+    )
 
 
 # -- a report with the new figures -------------------------------------------------------------------------------------
 
 
-def report_again(report: Report, plan: Plan, engine: Engine, runner: Runner, command: str) -> Report:
+def report_again(
+    report: Report, plan: Plan, engine: Engine, runner: Runner, command: str
+) -> Report:
     """The report of an engine's compile, but with the latencies of a new run of the engine and its baselines."""
-    return renewed_report(report, benchmark_again(report, plan, engine, runner), runner.steps, command)
+    return renewed_report(
+        report, benchmark_again(report, plan, engine, runner), runner.steps, command
+    )
 
 
-def renewed_report(report: Report, remeasured: Remeasured, steps: Sequence[Step], command: str) -> Report:
+def renewed_report(
+    report: Report, remeasured: Remeasured, steps: Sequence[Step], command: str
+) -> Report:
     """The report with the new latencies, dated now. `command` made it; `steps` were run for it."""
     renewed = with_figures(report, remeasured, steps)
-    here = {"command": command, "environment": environment(), "created": dt.datetime.now(dt.UTC).isoformat(timespec="seconds")}
+    here = {
+        "command": command,
+        "environment": environment(),
+        "created": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+    }
     return renewed.model_copy(update=here)
 
 
@@ -154,13 +204,20 @@ def with_figures(report: Report, remeasured: Remeasured, steps: Sequence[Step]) 
     reports = [result for result in found.results if isinstance(result, BenchmarkReport)]
     last = reports[-1]
     made = {step.digest for step in steps}
-    earlier = (step.model_copy(update={"reused": True}) for step in report.steps if step.stage != "benchmark" and step.digest not in made)
+    earlier = (
+        step.model_copy(update={"reused": True})
+        for step in report.steps
+        if step.stage != "benchmark" and step.digest not in made
+    )
     unmeasured = tuple(each.model_copy(update={"benchmark": None}) for each in report.candidates)
     renewed = {
         "candidates": unmeasured,
         "ablation": _without_ratios(report.ablation) if report.ablation else None,
         "steps": tuple(chain(earlier, steps)),
-        "notes": (*(note for note in report.notes if note.text != AGAIN), Note(stage="benchmark", text=AGAIN, level="info")),
+        "notes": (
+            *(note for note in report.notes if note.text != AGAIN),
+            Note(stage="benchmark", text=AGAIN, level="info"),
+        ),
         "peaks": found.peaks,
         "gpu_use": found.gpu_use,
         "benchmarked": found.created,
@@ -168,7 +225,9 @@ def with_figures(report: Report, remeasured: Remeasured, steps: Sequence[Step]) 
     winner = next((each for each in report.candidates if each.label == last.label), None)
     if winner is None:  # the engine is the baseline that was kept
         others = tuple(each for each in reports if each is not last)
-        return report.model_copy(update={**renewed, "baseline": last, "baselines": others, "delivered": engine})
+        return report.model_copy(
+            update={**renewed, "baseline": last, "baselines": others, "delivered": engine}
+        )
     winner = winner.model_copy(update={"engine": engine, "benchmark": last})
     baselines = sorted(reports[:-1], key=lambda each: each.label != found.baseline)
     kept = remeasured.kept
@@ -194,4 +253,6 @@ def with_figures(report: Report, remeasured: Remeasured, steps: Sequence[Step]) 
 
 
 def _without_ratios(ablation: Ablation) -> Ablation:
-    return ablation.model_copy(update={"rows": tuple(row.model_copy(update={"ratio": None}) for row in ablation.rows)})
+    return ablation.model_copy(
+        update={"rows": tuple(row.model_copy(update={"ratio": None}) for row in ablation.rows)}
+    )

@@ -42,9 +42,14 @@ class Header:
 def read_headers(path: Path) -> dict[str, Header]:
     """dtype and shape of every array of a file; DataError for a missing file, or one that numpy.savez did not write."""
     if not path.is_file():
-        raise DataError(f"no data file at '{path}'", "paths in a plan are relative to the plan's own folder")
+        raise DataError(
+            f"no data file at '{path}'", "paths in a plan are relative to the plan's own folder"
+        )
     with _archive(path) as archive:
-        return {info.filename.removesuffix(".npy"): _header(path, archive, info.filename) for info in archive.infolist()}
+        return {
+            info.filename.removesuffix(".npy"): _header(path, archive, info.filename)
+            for info in archive.infolist()
+        }
 
 
 @contextmanager
@@ -53,8 +58,17 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(path) as archive:
             yield archive
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as error:  # RuntimeError: encrypted, or an unknown compression
-        raise DataError(f"'{path}' is not a readable .npz file: {error}", "write it with numpy.savez(path, input_name=array)") from error
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        OSError,
+        RuntimeError,
+    ) as error:  # RuntimeError: encrypted, or an unknown compression
+        raise DataError(
+            f"'{path}' is not a readable .npz file: {error}",
+            "write it with numpy.savez(path, input_name=array)",
+        ) from error
 
 
 def _header(path: Path, archive: zipfile.ZipFile, filename: str) -> Header:
@@ -62,11 +76,20 @@ def _header(path: Path, archive: zipfile.ZipFile, filename: str) -> Header:
         try:
             shape, fortran_order, dtype = _skip_header(stream)
         except ValueError as error:
-            raise DataError(f"'{path}': '{filename}' is not a numpy array: {error}", "write the file with numpy.savez") from error
+            raise DataError(
+                f"'{path}': '{filename}' is not a numpy array: {error}",
+                "write the file with numpy.savez",
+            ) from error
     if dtype.hasobject:
-        raise DataError(f"'{path}': '{filename}' holds pickled Python objects, which are never loaded", "save plain numeric arrays")
+        raise DataError(
+            f"'{path}': '{filename}' holds pickled Python objects, which are never loaded",
+            "save plain numeric arrays",
+        )
     if fortran_order and len(shape) > 1:
-        raise DataError(f"'{path}': '{filename}' is stored by columns, so that its rows cannot be streamed", "save np.ascontiguousarray(array)")
+        raise DataError(
+            f"'{path}': '{filename}' is stored by columns, so that its rows cannot be streamed",
+            "save np.ascontiguousarray(array)",
+        )
     return Header(dtype, shape)
 
 
@@ -81,7 +104,9 @@ def _skip_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[np.
 
 
 @contextmanager
-def row_reader(path: Path, members: Sequence[Member]) -> Iterator[Callable[[int], dict[str, NDArray[np.generic]]]]:
+def row_reader(
+    path: Path, members: Sequence[Member]
+) -> Iterator[Callable[[int], dict[str, NDArray[np.generic]]]]:
     """A function that returns the next `count` rows of every array: writable, and the caller's own."""
     with _archive(path) as archive, ExitStack() as stack:
         streams = [stack.enter_context(archive.open(f"{member.name}.npy")) for member in members]
@@ -89,13 +114,18 @@ def row_reader(path: Path, members: Sequence[Member]) -> Iterator[Callable[[int]
             _skip_header(stream)
 
         def read(count: int) -> dict[str, NDArray[np.generic]]:
-            return {member.name: _rows(stream, member, count) for member, stream in zip(members, streams, strict=True)}
+            return {
+                member.name: _rows(stream, member, count)
+                for member, stream in zip(members, streams, strict=True)
+            }
 
         yield read
 
 
 @contextmanager
-def feed_reader(path: Path) -> Iterator[Callable[[Sequence[Member]], tuple[NDArray[np.generic], ...]]]:
+def feed_reader(
+    path: Path,
+) -> Iterator[Callable[[Sequence[Member]], tuple[NDArray[np.generic], ...]]]:
     """A function that returns the only row of each of the named arrays: writable, and the caller's own."""
     with _archive(path) as archive:
 
@@ -115,4 +145,8 @@ def _rows(stream: IO[bytes], member: Member, count: int) -> NDArray[np.generic]:
     buffer = bytearray(stream.read(count * member.row_bytes))
     if len(buffer) < count * member.row_bytes:
         raise EOFError(f"'{member.name}' ends before its last row")
-    return np.ndarray(member.shape[1:] if member.whole else (count, *member.shape[1:]), np.dtype(member.dtype), buffer)
+    return np.ndarray(
+        member.shape[1:] if member.whole else (count, *member.shape[1:]),
+        np.dtype(member.dtype),
+        buffer,
+    )

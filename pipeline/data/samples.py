@@ -31,10 +31,14 @@ from pipeline.errors import DataError
 from pipeline.plan.schema import DataPaths, GeneratedData
 
 LABELS = "labels"
-NUMBERED = re.compile(r"(?P<number>\d{1,9})/(?P<array>.+)", re.ASCII | re.DOTALL)  # an array of one sample: "12/x"
+NUMBERED = re.compile(
+    r"(?P<number>\d{1,9})/(?P<array>.+)", re.ASCII | re.DOTALL
+)  # an array of one sample: "12/x"
 BATCH_NAMES = ("batch", "batch_size")  # of a symbol that can mean nothing else
 NUMBER_THEM = "number the samples and give each array as the model takes it: '0/{0}', '1/{0}', ... (docs/data.md)"
-_BLOCK_BYTES = 4 << 20  # read per step of the checking pass: large enough for speed, small against any model
+_BLOCK_BYTES = (
+    4 << 20
+)  # read per step of the checking pass: large enough for speed, small against any model
 _UNBOUNDED = 2**31 - 1
 
 
@@ -103,7 +107,9 @@ class FeedsPart:
     """One .npz file with numbered samples, each a whole feed with shapes of its own."""
 
     path: Path
-    feeds: tuple[tuple[Member, ...], ...]  # of each sample its inputs in the model's order, labels last
+    feeds: tuple[
+        tuple[Member, ...], ...
+    ]  # of each sample its inputs in the model's order, labels last
     inputs: tuple[str, ...]
     first: int
     has_labels: bool
@@ -117,7 +123,9 @@ class FeedsPart:
         """Of every distinct shape of a sample the size of each symbol."""
         found = []
         for members in self.feeds:
-            shapes = {name: member.shape[1:] for name, member in zip(self.inputs, members, strict=False)}
+            shapes = {
+                name: member.shape[1:] for name, member in zip(self.inputs, members, strict=False)
+            }
             sizes = sizes_from_shapes(inputs, shapes)
             assert not isinstance(sizes, str), "shapes were checked when the set was opened"
             found += [sizes] if sizes not in found else []
@@ -129,7 +137,13 @@ class FeedsPart:
             for index, members in enumerate(self.feeds):
                 *arrays, last = read(members)
                 feeds = dict(zip(self.inputs, (*arrays, last), strict=False))
-                yield Batch(feeds, last[np.newaxis] if self.has_labels else None, self.first + index, 1, whole=True)
+                yield Batch(
+                    feeds,
+                    last[np.newaxis] if self.has_labels else None,
+                    self.first + index,
+                    1,
+                    whole=True,
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +156,9 @@ class GeneratedPart:
     samples: int
     rows: tuple[int, int]
     whole: bool  # a sample is a whole input
-    values: tuple[tuple[str, tuple[int, ...]], ...] = ()  # of inputs whose values decide a shape, each the usual one of its profile
+    values: tuple[
+        tuple[str, tuple[int, ...]], ...
+    ] = ()  # of inputs whose values decide a shape, each the usual one of its profile
 
     def sizes(self, inputs: tuple[TensorSpec, ...]) -> tuple[dict[str, int], ...]:
         """The size of each symbol of a sample, besides the one that counts rows."""
@@ -155,7 +171,11 @@ class GeneratedPart:
         first = self.first
         for count in _cut(self.samples, size, self.rows):
             rows = [_random_sample(self, index) for index in range(first, first + count)]
-            feeds = rows[0] if self.whole else {spec.name: np.stack([row[spec.name] for row in rows]) for spec in self.specs}
+            feeds = (
+                rows[0]
+                if self.whole
+                else {spec.name: np.stack([row[spec.name] for row in rows]) for spec in self.specs}
+            )
             yield Batch(feeds, None, first, count, self.whole)
             first += count
 
@@ -169,7 +189,9 @@ class SampleSet:
     digest: str  # of all inputs and labels, in order
     samples: int
     specs: tuple[TensorSpec, ...]
-    sample_digests: tuple[bytes, ...]  # of each sample's inputs; of a generated set one digest, that of its seed
+    sample_digests: tuple[
+        bytes, ...
+    ]  # of each sample's inputs; of a generated set one digest, that of its seed
     has_labels: bool
     parts: tuple[FilePart | FeedsPart | GeneratedPart, ...]
 
@@ -193,14 +215,22 @@ class SampleSet:
             part = self.parts[index]
             if rows and not isinstance(part, FeedsPart):
                 loose = replace(part, rows=(1, _UNBOUNDED))
-                yield from (batch.filled(rows) for batch in itertools.islice(loose.batches(rows), of_each))
+                yield from (
+                    batch.filled(rows) for batch in itertools.islice(loose.batches(rows), of_each)
+                )
             else:
                 yield from itertools.islice(part.batches(1), of_each)
 
     def first(self, n: int) -> tuple[Tensors, ...]:
         """At most n feeds of the smallest batch, taken from the files in turn, so that each file's shape is among them."""
-        turns = itertools.zip_longest(*(itertools.islice(part.batches(1), n) for part in self.parts))
-        return tuple(itertools.islice((batch.feeds for turn in turns for batch in turn if batch is not None), n))
+        turns = itertools.zip_longest(
+            *(itertools.islice(part.batches(1), n) for part in self.parts)
+        )
+        return tuple(
+            itertools.islice(
+                (batch.feeds for turn in turns for batch in turn if batch is not None), n
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,12 +257,20 @@ class ValidationSet(SampleSet):
 S = TypeVar("S", bound=SampleSet)
 
 
-def open_set(kind: type[S], source: DataPaths, inputs: tuple[TensorSpec, ...], profiles: Sequence[Profile] = ()) -> S:
+def open_set(
+    kind: type[S],
+    source: DataPaths,
+    inputs: tuple[TensorSpec, ...],
+    profiles: Sequence[Profile] = (),
+) -> S:
     """Check all of a set and digest it, in one pass of bounded memory. Raises DataError."""
     if isinstance(source, GeneratedData):
         return _generated_set(kind, source, inputs, profiles)
     if not source:
-        raise DataError(f"{kind.role}: expected at least one .npz file, got an empty list", "name the files, or leave the key out")
+        raise DataError(
+            f"{kind.role}: expected at least one .npz file, got an empty list",
+            "name the files, or leave the key out",
+        )
     parts: list[FilePart | FeedsPart] = []
     for path in source:
         parts.append(_part(path, inputs, profiles, first=sum(part.samples for part in parts)))
@@ -241,16 +279,25 @@ def open_set(kind: type[S], source: DataPaths, inputs: tuple[TensorSpec, ...], p
     digests = []
     for part in parts:
         content.update(_form_of(part).encode())
-        for digest, label in _checked_rows(part) if isinstance(part, FilePart) else _checked_feeds(part):
+        for digest, label in (
+            _checked_rows(part) if isinstance(part, FilePart) else _checked_feeds(part)
+        ):
             digests.append(digest)
             content.update(digest + label)
-    return kind(content.hexdigest(), len(digests), inputs, tuple(digests), parts[0].has_labels, tuple(parts))
+    return kind(
+        content.hexdigest(), len(digests), inputs, tuple(digests), parts[0].has_labels, tuple(parts)
+    )
 
 
-def _part(path: Path, inputs: tuple[TensorSpec, ...], profiles: Sequence[Profile], first: int) -> FilePart | FeedsPart:
+def _part(
+    path: Path, inputs: tuple[TensorSpec, ...], profiles: Sequence[Profile], first: int
+) -> FilePart | FeedsPart:
     """One file as the names of its arrays say: an axis of samples in front, or numbered samples."""
     headers = read_headers(path)
-    names = {*(spec.name for spec in inputs), LABELS}  # a name of the model's own may look like a number's
+    names = {
+        *(spec.name for spec in inputs),
+        LABELS,
+    }  # a name of the model's own may look like a number's
     numbered = [name for name in headers if name not in names and NUMBERED.fullmatch(name)]
     if not numbered:
         part = _file_part(path, headers, inputs, profiles, first)
@@ -269,7 +316,10 @@ def _check_alike(role: str, parts: Sequence[FilePart | FeedsPart]) -> None:
     for part in parts:
         if part.has_labels != parts[0].has_labels:
             bare = part if parts[0].has_labels else parts[0]
-            raise DataError(f"{role}: '{bare.path}' has no '{LABELS}', other files of the set have", "give labels in every file or in none")
+            raise DataError(
+                f"{role}: '{bare.path}' has no '{LABELS}', other files of the set have",
+                "give labels in every file or in none",
+            )
         if part.whole != parts[0].whole:
             rows, whole = (part, parts[0]) if parts[0].whole else (parts[0], part)
             raise DataError(
@@ -282,14 +332,20 @@ def _form_of(part: FilePart | FeedsPart) -> str:
     """What a set's digest must know of a file beside its values: how many samples, of which dtypes and shapes."""
     if isinstance(part, FilePart):
         return f"{part.samples} {part.members}"
-    return f"feeds {[[(member.dtype, member.shape) for member in members] for members in part.feeds]}"
+    return (
+        f"feeds {[[(member.dtype, member.shape) for member in members] for members in part.feeds]}"
+    )
 
 
 def check_disjoint(*sets: SampleSet) -> None:
     """Raise DataError if two sets share samples, whatever their files are called."""
     for left, right in itertools.combinations(sets, 2):
         known = {digest: index for index, digest in enumerate(left.sample_digests)}
-        shared = [(known[digest], index) for index, digest in enumerate(right.sample_digests) if digest in known]
+        shared = [
+            (known[digest], index)
+            for index, digest in enumerate(right.sample_digests)
+            if digest in known
+        ]
         if not shared:
             continue
         if isinstance(right.parts[0], GeneratedPart):
@@ -310,7 +366,9 @@ def _cut(samples: int, size: int, rows: tuple[int, int]) -> Iterator[int]:
     fewest, most = rows
     size = min(max(size, fewest), most)
     batches = min(math.ceil(samples / size), samples // fewest)
-    size = max(size, math.ceil(samples / batches))  # above what was asked only where the last batch would be too short
+    size = max(
+        size, math.ceil(samples / batches)
+    )  # above what was asked only where the last batch would be too short
     for after in reversed(range(batches)):
         count = min(size, samples - after * fewest)
         samples -= count
@@ -322,14 +380,23 @@ def _check_cut(where: str, samples: int, rows: tuple[int, int]) -> None:
     if math.ceil(samples / most) <= samples // fewest:
         return
     if fewest == most:
-        raise DataError(f"{where} holds {samples} samples, which is no multiple of the batch of {fewest}", f"give a multiple of {fewest} samples")
+        raise DataError(
+            f"{where} holds {samples} samples, which is no multiple of the batch of {fewest}",
+            f"give a multiple of {fewest} samples",
+        )
     raise DataError(
         f"{where} holds {samples} samples, which cannot be cut into batches of {fewest} to {most}",
         "give more samples, or lower the smallest batch of the profile",
     )
 
 
-def _file_part(path: Path, headers: Mapping[str, Header], inputs: tuple[TensorSpec, ...], profiles: Sequence[Profile], first: int) -> FilePart:
+def _file_part(
+    path: Path,
+    headers: Mapping[str, Header],
+    inputs: tuple[TensorSpec, ...],
+    profiles: Sequence[Profile],
+    first: int,
+) -> FilePart:
     members = _members(path, headers, inputs)
     samples = members[0].shape[0]
     for member in members:
@@ -339,14 +406,20 @@ def _file_part(path: Path, headers: Mapping[str, Header], inputs: tuple[TensorSp
                 f"give every array one row per sample; of a model without a batch axis in front, {NUMBER_THEM.format(members[0].name)}",
             )
     if samples == 0:
-        raise DataError(f"'{path}' holds no samples", "give at least one row, or leave the file out of the plan")
+        raise DataError(
+            f"'{path}' holds no samples", "give at least one row, or leave the file out of the plan"
+        )
     _check_batch_axis(path, members, inputs)
-    rows = _rows_allowed(path, [member for member in members if member.name != LABELS], inputs, profiles)
+    rows = _rows_allowed(
+        path, [member for member in members if member.name != LABELS], inputs, profiles
+    )
     _check_cut(f"'{path}'", samples, rows)
     return FilePart(path, members, first, samples, rows)
 
 
-def _check_batch_axis(path: Path, members: Sequence[Member], inputs: tuple[TensorSpec, ...]) -> None:
+def _check_batch_axis(
+    path: Path, members: Sequence[Member], inputs: tuple[TensorSpec, ...]
+) -> None:
     """DataError for rows along the first axis of an input that has its batch on another one: they would be time steps, or layers."""
     for member, spec in zip(members, inputs, strict=False):
         batch = next((axis for axis, dim in enumerate(spec.shape) if dim in BATCH_NAMES), 0)
@@ -357,19 +430,25 @@ def _check_batch_axis(path: Path, members: Sequence[Member], inputs: tuple[Tenso
             )
 
 
-def _members(path: Path, headers: Mapping[str, Header], inputs: tuple[TensorSpec, ...]) -> tuple[Member, ...]:
+def _members(
+    path: Path, headers: Mapping[str, Header], inputs: tuple[TensorSpec, ...]
+) -> tuple[Member, ...]:
     """The arrays of a file in the order of the inputs, labels last; names, dtypes and ranks are checked."""
     names = [spec.name for spec in inputs]
     missing = [name for name in names if name not in headers]
     unknown = [name for name in headers if name not in (*names, LABELS)]
     if missing or unknown:
-        raise DataError(_name_faults(f"'{path}'", missing, unknown), f"name the arrays {', '.join(names)} and, if there are any, {LABELS}")
+        raise DataError(
+            _name_faults(f"'{path}'", missing, unknown),
+            f"name the arrays {', '.join(names)} and, if there are any, {LABELS}",
+        )
     members = [_input_member(path, spec, headers[spec.name]) for spec in inputs]
     if LABELS in headers and LABELS not in names:
         labels = headers[LABELS]
         if labels.dtype.kind not in "biuf" or not labels.shape:
             raise DataError(
-                f"'{path}': '{LABELS}' is {labels.dtype} {labels.shape}, expected one number per sample", "save class indices as int64 [samples]"
+                f"'{path}': '{LABELS}' is {labels.dtype} {labels.shape}, expected one number per sample",
+                "save class indices as int64 [samples]",
             )
         members.append(Member(LABELS, labels.dtype.str, labels.shape))
     return tuple(members)
@@ -379,7 +458,10 @@ def _name_faults(where: str, missing: list[str], unknown: list[str]) -> str:
     faults = [f"input '{name}' is missing" for name in missing]
     for name in unknown:
         near = difflib.get_close_matches(name, missing or [LABELS], n=1, cutoff=0.5)
-        faults.append(f"array '{name}' is none of the model's inputs" + (f" (did you mean '{near[0]}'?)" if near else ""))
+        faults.append(
+            f"array '{name}' is none of the model's inputs"
+            + (f" (did you mean '{near[0]}'?)" if near else "")
+        )
     return f"{where}: {'; '.join(faults)}"
 
 
@@ -403,7 +485,9 @@ def _input_member(path: Path, spec: TensorSpec, header: Header) -> Member:
     return Member(spec.name, dtype.str, shape, whole=len(shape) == len(spec.shape) + 1)
 
 
-def _rows_allowed(path: Path, members: list[Member], inputs: tuple[TensorSpec, ...], profiles: Sequence[Profile]) -> tuple[int, int]:
+def _rows_allowed(
+    path: Path, members: list[Member], inputs: tuple[TensorSpec, ...], profiles: Sequence[Profile]
+) -> tuple[int, int]:
     """Fewest and most samples of a batch, by the first profile that holds the shapes of this file."""
     sizes = _sample_sizes(path, members, inputs)
     profile = next((profile for profile in profiles if profile.holds(sizes)), None)
@@ -421,14 +505,19 @@ def _rows_allowed(path: Path, members: list[Member], inputs: tuple[TensorSpec, .
     return fewest, most
 
 
-def _sample_sizes(path: Path, members: Sequence[Member], inputs: tuple[TensorSpec, ...]) -> dict[str, int]:
+def _sample_sizes(
+    path: Path, members: Sequence[Member], inputs: tuple[TensorSpec, ...]
+) -> dict[str, int]:
     """The size of each symbol of a sample of this file, besides the one that counts rows; DataError if they contradict the inputs."""
     pairs = zip(members, inputs, strict=False)  # labels come last
     cut = tuple(spec if member.whole else _without_rows((spec,))[0] for member, spec in pairs)
     sizes = sizes_from_shapes(cut, {member.name: member.shape[1:] for member in members})
     if isinstance(sizes, str):
         wanted = ", ".join(_shown(spec) for spec in inputs)
-        raise DataError(f"'{path}': in each sample, {sizes}", f"bring every sample to the shape of the model's inputs: {wanted}")
+        raise DataError(
+            f"'{path}': in each sample, {sizes}",
+            f"bring every sample to the shape of the model's inputs: {wanted}",
+        )
     return sizes
 
 
@@ -438,13 +527,23 @@ def _without_rows(inputs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
 
 def _outside(where: str, sizes: Mapping[str, int], profiles: Sequence[Profile]) -> DataError:
     got = ", ".join(f"{name} = {size}" for name, size in sizes.items())
-    ranges = "; ".join(", ".join(f"{name} {dim.min} to {dim.max}" for name, dim in profile.dims.items()) for profile in profiles)
-    return DataError(f"{where}: {got} lies outside all profiles ({ranges})", "widen a profile in the plan, or cut or pad the samples")
+    ranges = "; ".join(
+        ", ".join(f"{name} {dim.min} to {dim.max}" for name, dim in profile.dims.items())
+        for profile in profiles
+    )
+    return DataError(
+        f"{where}: {got} lies outside all profiles ({ranges})",
+        "widen a profile in the plan, or cut or pad the samples",
+    )
 
 
 def _check_values(part: FilePart, profiles: Sequence[Profile]) -> None:
     """DataError for a sample whose values, of inputs that decide a shape, lie outside all profiles."""
-    named = [replace(member, whole=False) for member in part.members if any(member.name in profile.values for profile in profiles)]
+    named = [
+        replace(member, whole=False)
+        for member in part.members
+        if any(member.name in profile.values for profile in profiles)
+    ]
     if not named:
         return
     with row_reader(part.path, named) as read:
@@ -457,7 +556,10 @@ def _check_values(part: FilePart, profiles: Sequence[Profile]) -> None:
 
 def _outside_values(where: str, values: Mapping[str, object]) -> DataError:
     got = ", ".join(f"{name} = {each}" for name, each in values.items())
-    return DataError(f"{where} has {got}, outside all profiles", "widen `values` in a profile, or leave such samples out")
+    return DataError(
+        f"{where} has {got}, outside all profiles",
+        "widen `values` in a profile, or leave such samples out",
+    )
 
 
 def _range_of(dim: int | str, sizes: Mapping[str, int], profile: Profile | None) -> tuple[int, int]:
@@ -473,7 +575,9 @@ def _range_of(dim: int | str, sizes: Mapping[str, int], profile: Profile | None)
 
 def _dtype_str(spec: TensorSpec) -> str:
     """The spec's dtype in numpy's byte-exact form."""
-    if spec.dtype == "bfloat16":  # numpy knows it once anything has imported ml_dtypes, but .npz files do not
+    if (
+        spec.dtype == "bfloat16"
+    ):  # numpy knows it once anything has imported ml_dtypes, but .npz files do not
         raise DataError(
             f"input '{spec.name}' is {spec.dtype}, which .npz files and generated data cannot hold",
             "give the model a float32 input and cast inside it",
@@ -512,21 +616,30 @@ def _check_finite(path: Path, name: str, array: NDArray[np.generic], start: int)
     if array.dtype.kind != "f":
         return
     with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(array.sum()):  # far quicker than looking at each value; a sum that overflows only costs the look
+        if np.isfinite(
+            array.sum()
+        ):  # far quicker than looking at each value; a sum that overflows only costs the look
             return
     bad = ~np.isfinite(array.reshape(len(array), -1))
     if bad.any():
         row = int(bad.any(axis=1).argmax())
         value = "NaN" if np.isnan(array[row]).any() else "an infinity"
         raise DataError(
-            f"'{path}': '{name}' has {value} in sample {start + row}", "repair or leave out such samples; no accuracy can be measured on them"
+            f"'{path}': '{name}' has {value} in sample {start + row}",
+            "repair or leave out such samples; no accuracy can be measured on them",
         )
 
 
 # -- numbered samples -------------------------------------------------------------------------------------------------
 
 
-def _feeds_part(path: Path, headers: Mapping[str, Header], inputs: tuple[TensorSpec, ...], profiles: Sequence[Profile], first: int) -> FeedsPart:
+def _feeds_part(
+    path: Path,
+    headers: Mapping[str, Header],
+    inputs: tuple[TensorSpec, ...],
+    profiles: Sequence[Profile],
+    first: int,
+) -> FeedsPart:
     """A file of numbered samples; names, dtypes and shapes of each are checked."""
     samples = _by_number(path, headers)
     has_labels = LABELS in samples[0] and all(spec.name != LABELS for spec in inputs)
@@ -535,12 +648,21 @@ def _feeds_part(path: Path, headers: Mapping[str, Header], inputs: tuple[TensorS
     feeds = []
     for number, found in enumerate(samples):
         where = f"'{path}', sample {number}"
-        missing, unknown = [name for name in wanted if name not in found], [name for name in found if name not in wanted]
+        missing, unknown = (
+            [name for name in wanted if name not in found],
+            [name for name in found if name not in wanted],
+        )
         if LABELS in missing or LABELS in unknown:
             with_labels, without = (0, number) if has_labels else (number, 0)
-            raise DataError(f"'{path}': sample {with_labels} has '{LABELS}', sample {without} has none", "give labels to every sample or to none")
+            raise DataError(
+                f"'{path}': sample {with_labels} has '{LABELS}', sample {without} has none",
+                "give labels to every sample or to none",
+            )
         if missing or unknown:
-            raise DataError(_name_faults(where, missing, unknown), f"give each sample the arrays {', '.join(names)}")
+            raise DataError(
+                _name_faults(where, missing, unknown),
+                f"give each sample the arrays {', '.join(names)}",
+            )
         feeds.append(_feed(where, found, inputs, has_labels))
         _check_sizes(where, found, inputs, profiles)
     part = FeedsPart(path, tuple(feeds), names, first, has_labels)
@@ -556,7 +678,10 @@ def _by_number(path: Path, headers: Mapping[str, Header]) -> list[dict[str, tupl
         assert match is not None
         arrays = found.setdefault(int(match["number"]), {})
         if match["array"] in arrays:
-            raise DataError(f"'{path}' holds '{arrays[match['array']][0]}' and '{name}', one array twice", "give each sample one number")
+            raise DataError(
+                f"'{path}' holds '{arrays[match['array']][0]}' and '{name}', one array twice",
+                "give each sample one number",
+            )
         arrays[match["array"]] = (name, header)
     missing = next((number for number in range(len(found)) if number not in found), None)
     if missing is not None:
@@ -567,36 +692,61 @@ def _by_number(path: Path, headers: Mapping[str, Header]) -> list[dict[str, tupl
     return [found[number] for number in range(len(found))]
 
 
-def _feed(where: str, found: Mapping[str, tuple[str, Header]], inputs: tuple[TensorSpec, ...], has_labels: bool) -> tuple[Member, ...]:
+def _feed(
+    where: str,
+    found: Mapping[str, tuple[str, Header]],
+    inputs: tuple[TensorSpec, ...],
+    has_labels: bool,
+) -> tuple[Member, ...]:
     """The arrays of one sample in the order of the inputs, labels last, each as a single row that is whole."""
     for spec in inputs:
         _check_dtype(where, spec, found[spec.name][1].dtype)
     if has_labels and found[LABELS][1].dtype.kind not in "biuf":
-        raise DataError(f"{where}: '{LABELS}' is {found[LABELS][1].dtype}, expected numbers", "save class indices as int64")
+        raise DataError(
+            f"{where}: '{LABELS}' is {found[LABELS][1].dtype}, expected numbers",
+            "save class indices as int64",
+        )
     names = (*(spec.name for spec in inputs), *([LABELS] if has_labels else []))
     members = (found[name] for name in names)
-    return tuple(Member(name, header.dtype.str, (1, *header.shape), whole=True) for name, header in members)
+    return tuple(
+        Member(name, header.dtype.str, (1, *header.shape), whole=True) for name, header in members
+    )
 
 
-def _check_sizes(where: str, found: Mapping[str, tuple[str, Header]], inputs: tuple[TensorSpec, ...], profiles: Sequence[Profile]) -> None:
+def _check_sizes(
+    where: str,
+    found: Mapping[str, tuple[str, Header]],
+    inputs: tuple[TensorSpec, ...],
+    profiles: Sequence[Profile],
+) -> None:
     """DataError for shapes that contradict the inputs, or lie outside all profiles."""
     sizes = sizes_from_shapes(inputs, {spec.name: found[spec.name][1].shape for spec in inputs})
     if isinstance(sizes, str):
         wanted = ", ".join(_shown(spec) for spec in inputs)
-        raise DataError(f"{where}: {sizes}", f"give each array exactly as the model takes it, without an axis of samples: {wanted}")
+        raise DataError(
+            f"{where}: {sizes}",
+            f"give each array exactly as the model takes it, without an axis of samples: {wanted}",
+        )
     if profiles and not any(profile.holds(sizes) for profile in profiles):
         raise _outside(where, sizes, profiles)
 
 
 def _check_feed_values(part: FeedsPart, profiles: Sequence[Profile]) -> None:
     """DataError for a sample that no profile holds by its shapes and by the values that decide a shape."""
-    valued = [index for index, name in enumerate(part.inputs) if any(name in profile.values for profile in profiles)]
+    valued = [
+        index
+        for index, name in enumerate(part.inputs)
+        if any(name in profile.values for profile in profiles)
+    ]
     if not valued:
         return
     with feed_reader(part.path) as read:
         for number, members in enumerate(part.feeds):
             arrays = read([members[index] for index in valued])
-            values = {part.inputs[index]: array.ravel().tolist() for index, array in zip(valued, arrays, strict=True)}
+            values = {
+                part.inputs[index]: array.ravel().tolist()
+                for index, array in zip(valued, arrays, strict=True)
+            }
             if not any(profile.holds({}, values) for profile in profiles):
                 raise _outside_values(f"'{part.path}': sample {number}", values)
 
@@ -617,7 +767,12 @@ def _checked_feeds(part: FeedsPart) -> Iterator[tuple[bytes, bytes]]:
 # -- generated --------------------------------------------------------------------------------------------------------
 
 
-def _generated_set(kind: type[S], source: GeneratedData, inputs: tuple[TensorSpec, ...], profiles: Sequence[Profile]) -> S:
+def _generated_set(
+    kind: type[S],
+    source: GeneratedData,
+    inputs: tuple[TensorSpec, ...],
+    profiles: Sequence[Profile],
+) -> S:
     """Samples at the usual size of every profile in turn, nearly equally many of each."""
     for spec in inputs:
         _dtype_str(spec)
@@ -631,18 +786,39 @@ def _generated_set(kind: type[S], source: GeneratedData, inputs: tuple[TensorSpe
         count = (source.samples - first) // (len(choices) - index)
         rows = _range_of(symbol, {}, profile) if batched and symbol is not None else (1, 1)
         _check_cut(kind.role, count, rows)
-        parts.append(GeneratedPart(_resolved(specs, profile), source.seed, first, count, rows, not batched, tuple(profile.values_at("opt").items())))
+        parts.append(
+            GeneratedPart(
+                _resolved(specs, profile),
+                source.seed,
+                first,
+                count,
+                rows,
+                not batched,
+                tuple(profile.values_at("opt").items()),
+            )
+        )
         first += count
     seed = hashlib.blake2b(f"random 2, seed {source.seed}".encode(), digest_size=16).digest()
-    content = hashlib.blake2b(seed + repr([(part.specs, part.samples, part.whole, *part.values) for part in parts]).encode(), digest_size=32)
-    return kind(content.hexdigest(), source.samples, inputs, (seed,), has_labels=False, parts=tuple(parts))
+    content = hashlib.blake2b(
+        seed
+        + repr([(part.specs, part.samples, part.whole, *part.values) for part in parts]).encode(),
+        digest_size=32,
+    )
+    return kind(
+        content.hexdigest(), source.samples, inputs, (seed,), has_labels=False, parts=tuple(parts)
+    )
 
 
 def _resolved(specs: tuple[TensorSpec, ...], profile: Profile) -> tuple[TensorSpec, ...]:
     try:
-        return tuple(spec.model_copy(update={"shape": spec.resolve(profile.sizes("opt"))}) for spec in specs)
+        return tuple(
+            spec.model_copy(update={"shape": spec.resolve(profile.sizes("opt"))}) for spec in specs
+        )
     except KeyError as error:
-        raise DataError(f"cannot generate samples: no profile gives the size of {error}", "add the symbol to `profiles:`") from None
+        raise DataError(
+            f"cannot generate samples: no profile gives the size of {error}",
+            "add the symbol to `profiles:`",
+        ) from None
 
 
 def _random_sample(part: GeneratedPart, index: int) -> dict[str, NDArray[np.generic]]:
@@ -650,8 +826,14 @@ def _random_sample(part: GeneratedPart, index: int) -> dict[str, NDArray[np.gene
     random, sample = np.random.default_rng([part.seed, index]), dict[str, NDArray[np.generic]]()
     for spec in part.specs:
         dtype, shape = np.dtype(spec.dtype), spec.resolve({})
-        drawn = random.standard_normal(shape) if dtype.kind == "f" else random.integers(0, 256 if dtype == np.uint8 else 2, shape)
+        drawn = (
+            random.standard_normal(shape)
+            if dtype.kind == "f"
+            else random.integers(0, 256 if dtype == np.uint8 else 2, shape)
+        )
         if dtype.kind != "f" and dtype != np.uint8 and shape and shape[-1] > 1:
             drawn[..., 0] = 1
-        sample[spec.name] = np.asarray(dict(part.values).get(spec.name, drawn)).astype(dtype).reshape(shape)
+        sample[spec.name] = (
+            np.asarray(dict(part.values).get(spec.name, drawn)).astype(dtype).reshape(shape)
+        )
     return sample

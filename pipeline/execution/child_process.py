@@ -35,7 +35,11 @@ from pipeline.execution.exit_causes import MORE_MEMORY, crucible_error, how_it_d
 T = TypeVar("T")
 GRACE_S = 3.0
 ALIVE_S = 2.0  # a library may be silent for minutes; whoever shows how long a stage has run hears of it that often
-FEWER_COLLECTIONS = (50_000, 20, 20)  # the garbage collector takes a tenth of the time that importing torch or NNCF needs
+FEWER_COLLECTIONS = (
+    50_000,
+    20,
+    20,
+)  # the garbage collector takes a tenth of the time that importing torch or NNCF needs
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Where children look for modules: sys.path as this process began. A user's folder put in front since may hold a `pipeline` of its own.
 IMPORT_PATH = os.pathsep.join(filter(None, sys.path))
@@ -136,11 +140,25 @@ class Child:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
                 # CUDA counts GPUs as nvidia-smi does, so that the first is the same for both
-                env={**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **(env or {}), "PYTHONPATH": IMPORT_PATH},
+                env={
+                    **os.environ,
+                    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+                    **(env or {}),
+                    "PYTHONPATH": IMPORT_PATH,
+                },
             )
         _running.add(self)
         with contextlib.suppress(BrokenPipeError):  # the child died at once: receive() says why
-            ours.send(Start(os.getpid(), name, function.__module__, function.__qualname__, arguments, conversation))
+            ours.send(
+                Start(
+                    os.getpid(),
+                    name,
+                    function.__module__,
+                    function.__qualname__,
+                    arguments,
+                    conversation,
+                )
+            )
 
     @property
     def pid(self) -> int:
@@ -159,7 +177,9 @@ class Child:
         message = self._next(timeout_s)
         if isinstance(message, Message):
             return message.payload
-        raise InternalError(f"child '{self.name}' ended its conversation with {type(message).__name__}")
+        raise InternalError(
+            f"child '{self.name}' ended its conversation with {type(message).__name__}"
+        )
 
     def result(self, deadline_s: float | None = None, progress: Progress = silent) -> Any:
         """Wait for the function's value, handing its progress on: the last one again every ALIVE_S in which nothing comes."""
@@ -174,7 +194,10 @@ class Child:
                     progress(last.fraction, last.text)
                     continue
                 self.stop()
-                raise ChildDied(f"{self.name} took longer than {deadline_s:g} s and was stopped", "raise its time limit in the plan") from None
+                raise ChildDied(
+                    f"{self.name} took longer than {deadline_s:g} s and was stopped",
+                    "raise its time limit in the plan",
+                ) from None
             if isinstance(message, Done):
                 return message.value
             if isinstance(message, Report):
@@ -223,11 +246,17 @@ class Child:
         printed, where = self.log_tail(), "" if self._own_log else f", or read {self.log}"
         how, advice = how_it_died(self._process.poll(), self._kills, memory_kills(), printed)
         killed = advice == MORE_MEMORY or self._process.poll() == -signal.SIGKILL
-        return (ChildKilled if killed else ChildDied)(f"the child process for '{self.name}' {how}\n{printed}".rstrip(), f"{advice}{where}")
+        return (ChildKilled if killed else ChildDied)(
+            f"the child process for '{self.name}' {how}\n{printed}".rstrip(), f"{advice}{where}"
+        )
 
     def log_tail(self, lines: int = 12) -> str:
         """The last lines that the child printed; the log may hold those of an earlier run too."""
-        text = self.log.read_bytes()[self._log_start :].decode("utf-8", errors="replace") if self.log.exists() else ""
+        text = (
+            self.log.read_bytes()[self._log_start :].decode("utf-8", errors="replace")
+            if self.log.exists()
+            else ""
+        )
         return "\n".join(f"    {line}" for line in text.splitlines()[-lines:])
 
     def _signal(self, number: signal.Signals) -> None:
@@ -288,7 +317,9 @@ def _main(descriptor: int) -> None:
         if start.conversation:
             value = function(Channel(connection), *start.arguments)
         else:
-            value = function(*start.arguments, lambda fraction, text: connection.send(Report(fraction, text)))
+            value = function(
+                *start.arguments, lambda fraction, text: connection.send(Report(fraction, text))
+            )
         answer: object = Done(value)
     except Exception as error:  # noqa: BLE001  the edge of a process: everything must reach the parent
         answer = Failed(crucible_error(error, name), traceback.format_exc())

@@ -52,14 +52,25 @@ class History:
 
     def estimate(self, stage: str, subject: str, plan: str = "") -> float | None:
         """Seconds that this stage usually takes; None if it never ran. Runs of this plan are preferred: other models take other times."""
-        same = [entry for entry in self.entries() if (entry.stage, entry.subject) == (stage, subject)]
+        same = [
+            entry for entry in self.entries() if (entry.stage, entry.subject) == (stage, subject)
+        ]
         ours = [entry for entry in same if entry.plan == plan] or same
         return median(entry.seconds for entry in ours[-COUNTED:]) if ours else None
 
-    def add(self, stage: str, subject: str, seconds: float, plan: str = "", device: str = "") -> None:
+    def add(
+        self, stage: str, subject: str, seconds: float, plan: str = "", device: str = ""
+    ) -> None:
         """Append one entry, in one write."""
         created = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
-        entry = Entry(plan=plan, stage=stage, subject=subject, seconds=round(seconds, 3), created=created, device=device)
+        entry = Entry(
+            plan=plan,
+            stage=stage,
+            subject=subject,
+            seconds=round(seconds, 3),
+            created=created,
+            device=device,
+        )
         with contextlib.suppress(OSError):
             with self._file.open("ab", buffering=0) as file:
                 file.write(f"\n{entry.model_dump_json()}".encode())
@@ -74,7 +85,10 @@ class History:
             if self._file.stat().st_size <= MOST_BYTES:  # another process was first
                 return
             work = self._file.with_suffix(f".{os.getpid()}")
-            work.write_text("".join(f"\n{entry.model_dump_json()}" for entry in entries[len(entries) // 2 :]), encoding="utf-8")
+            work.write_text(
+                "".join(f"\n{entry.model_dump_json()}" for entry in entries[len(entries) // 2 :]),
+                encoding="utf-8",
+            )
             work.replace(self._file)
 
 

@@ -13,13 +13,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.errors import ChildDied, ChildKilled, CrucibleError, DiskFull, HostError, InternalError
+from pipeline.errors import (
+    ChildDied,
+    ChildKilled,
+    CrucibleError,
+    DiskFull,
+    HostError,
+    InternalError,
+)
 
 _PATH_FAULTS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT)
 MORE_DISK = "free some space, or set CRUCIBLE_HOME (the store), TMPDIR and --out to a larger disk"
 MORE_MEMORY = "free memory, raise the limit of this container, or lower calibration.batch or the largest sizes of the profiles"
-_NO_MEMORY = re.compile(r"bad_alloc|\bMemoryError\b|can(no|')t allocate memory|Failed to allocate memory for requested buffer", re.IGNORECASE)
+_NO_MEMORY = re.compile(
+    r"bad_alloc|\bMemoryError\b|can(no|')t allocate memory|Failed to allocate memory for requested buffer",
+    re.IGNORECASE,
+)
 """C++, Python, the C library (torch and OpenVINO pass its words on), ONNX Runtime; a GPU's memory has errors of its own."""
 _NO_SPACE = re.compile(r"no space left on device|disk quota exceeded", re.IGNORECASE)
 
@@ -27,7 +37,12 @@ _NO_SPACE = re.compile(r"no space left on device|disk quota exceeded", re.IGNORE
 def crucible_error(error: BaseException, child: str = "") -> CrucibleError:
     """Our own error for any exception of a child, or of this process: what the host is at fault for is not our bug."""
     said = _said(error)
-    if any(isinstance(each, MemoryError) or getattr(each, "errno", None) == errno.ENOMEM or _NO_MEMORY.search(str(each)) for each in said):
+    if any(
+        isinstance(each, MemoryError)
+        or getattr(each, "errno", None) == errno.ENOMEM
+        or _NO_MEMORY.search(str(each))
+        for each in said
+    ):
         who = f"the child process for '{child}' ran" if child else "this process ran"
         return ChildKilled(f"{who} out of memory: {first_line(error)}", MORE_MEMORY)
     if isinstance(error, OSError) and error.errno in DISK_FAULTS:
@@ -38,7 +53,9 @@ def crucible_error(error: BaseException, child: str = "") -> CrucibleError:
     if isinstance(error, CrucibleError):
         return error
     if isinstance(error, OSError) and error.filename and error.errno in _PATH_FAULTS:
-        return HostError(f"cannot use '{error.filename}': {error.strerror}", "check the path and its permissions")
+        return HostError(
+            f"cannot use '{error.filename}': {error.strerror}", "check the path and its permissions"
+        )
     return InternalError(f"{type(error).__name__}: {error}")
 
 
@@ -84,7 +101,9 @@ def _group_files(proc: Path, groups: Path) -> Iterator[Path]:
 
 
 def _oom_kill(file: Path) -> int | None:
-    return next((int(line.split()[1]) for line in _lines(file) if line.startswith("oom_kill ")), None)
+    return next(
+        (int(line.split()[1]) for line in _lines(file) if line.startswith("oom_kill ")), None
+    )
 
 
 def _lines(file: Path) -> list[str]:
@@ -94,14 +113,23 @@ def _lines(file: Path) -> list[str]:
         return []
 
 
-def how_it_died(code: int | None, before: MemoryKills, after: MemoryKills, printed: str) -> tuple[str, str]:
+def how_it_died(
+    code: int | None, before: MemoryKills, after: MemoryKills, printed: str
+) -> tuple[str, str]:
     """What happened to a child that ended without an answer, and the next step, from its exit code, the kernel's counts and what it printed."""
     if code == -signal.SIGKILL:
         return _how_it_was_killed(before, after)
-    how = f"by signal {-code} ({signal.Signals(-code).name})" if code is not None and code < 0 else f"with exit code {code}"
+    how = (
+        f"by signal {-code} ({signal.Signals(-code).name})"
+        if code is not None and code < 0
+        else f"with exit code {code}"
+    )
     if _NO_MEMORY.search(printed):
         return f"ran out of memory and ended {how}", MORE_MEMORY
-    return f"ended {how} before it answered", "try again with more free memory, or correct your own code if it ran there"
+    return (
+        f"ended {how} before it answered",
+        "try again with more free memory, or correct your own code if it ran there",
+    )
 
 
 def _how_it_was_killed(before: MemoryKills, after: MemoryKills) -> tuple[str, str]:
@@ -109,11 +137,17 @@ def _how_it_was_killed(before: MemoryKills, after: MemoryKills) -> tuple[str, st
     if _grew(before.ours, after.ours):
         return "was killed by the kernel because memory ran out", MORE_MEMORY
     if _grew(before.machine, after.machine):  # it may have been another's
-        return f"{killed}, probably because memory ran out: the kernel killed a process for that at this time", MORE_MEMORY
+        return (
+            f"{killed}, probably because memory ran out: the kernel killed a process for that at this time",
+            MORE_MEMORY,
+        )
     if after == MemoryKills():
         return f"{killed}, probably because memory ran out", MORE_MEMORY
     advice = "run the same command again; if it is killed again, give it more memory, or ask who runs this machine"
-    return f"{killed}, not by the kernel for want of memory: by a person, a scheduler, or a service that guards memory", advice
+    return (
+        f"{killed}, not by the kernel for want of memory: by a person, a scheduler, or a service that guards memory",
+        advice,
+    )
 
 
 def _grew(before: int | None, after: int | None) -> bool:

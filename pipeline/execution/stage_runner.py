@@ -42,7 +42,14 @@ Emit = Callable[[StageEvent], None]
 class Run(Protocol):
     """How a stage's function is run; a double can stand in to plant a fault or to count reads."""
 
-    def __call__(self, function: Callable[..., Any], *arguments: object, name: str, log: Path | None = None, progress: Progress = silent) -> Any: ...
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        *arguments: object,
+        name: str,
+        log: Path | None = None,
+        progress: Progress = silent,
+    ) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +60,9 @@ class Stage:
     version: int
     function: Callable[..., Any]
     tools: tuple[str, ...] = ()  # distributions whose versions are part of the key
-    lasts: Callable[[Any], bool] = lambda value: True  # False of a value that a failure spoiled which may pass: the next run makes it anew
+    lasts: Callable[[Any], bool] = lambda value: (
+        True
+    )  # False of a value that a failure spoiled which may pass: the next run makes it anew
 
 
 @dataclass(slots=True)
@@ -92,7 +101,14 @@ class Runner:
         target: Target | None = None,
     ) -> A:
         """The stage's artifact: from the store, or made by `stage.function(*arguments[, out], progress)` in a child."""
-        key = Key(stage.name, stage.version, inputs, options, {tool: installed(tool) for tool in stage.tools}, target)
+        key = Key(
+            stage.name,
+            stage.version,
+            inputs,
+            options,
+            {tool: installed(tool) for tool in stage.tools},
+            target,
+        )
         log = self.store.root / "logs" / f"{stage.name}-{key.digest[:12]}.log"
 
         def tell(state: Any, **details: Any) -> None:
@@ -103,7 +119,14 @@ class Runner:
             tell("started", estimate_s=estimate_s)
             places = (out,) if "out" in inspect.signature(stage.function).parameters else ()
             progress = self._progress(stage.name, subject, estimate_s)
-            value: A = self.run(stage.function, *arguments, *places, name=subject or stage.name, log=log, progress=progress)
+            value: A = self.run(
+                stage.function,
+                *arguments,
+                *places,
+                name=subject or stage.name,
+                log=log,
+                progress=progress,
+            )
             return value
 
         try:
@@ -123,11 +146,15 @@ class Runner:
         )
         self.steps.append(step)
         if not stored.reused:
-            self.history.add(stage.name, subject, step.seconds, self.plan, target.device if target else "")
+            self.history.add(
+                stage.name, subject, step.seconds, self.plan, target.device if target else ""
+            )
         tell("reused" if stored.reused else "finished", seconds=step.seconds)
         return stored.value
 
-    def anew(self, stage: str, subject: str, function: Callable[..., Any], *arguments: object) -> Any:
+    def anew(
+        self, stage: str, subject: str, function: Callable[..., Any], *arguments: object
+    ) -> Any:
         """What `function(*arguments, progress)` gives in a child: never from the store, and not kept there, but told of as a stage."""
 
         def tell(state: Any, **details: Any) -> None:
@@ -136,11 +163,20 @@ class Runner:
         tell("started", estimate_s=self.history.estimate(stage, subject, self.plan))
         begin, created = monotonic(), dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         try:
-            value = self.run(function, *arguments, name=stage, progress=self.progress(stage, subject))
+            value = self.run(
+                function, *arguments, name=stage, progress=self.progress(stage, subject)
+            )
         except BaseException as error:
             tell("failed", text=_first_line(error))
             raise
-        step = Step(stage=stage, subject=subject, seconds=monotonic() - begin, reused=False, created=created, digest="")
+        step = Step(
+            stage=stage,
+            subject=subject,
+            seconds=monotonic() - begin,
+            reused=False,
+            created=created,
+            digest="",
+        )
         self.steps.append(step)
         self.history.add(stage, subject, step.seconds, self.plan)
         tell("finished", seconds=step.seconds)
@@ -159,7 +195,17 @@ class Runner:
         begin = monotonic()
 
         def progress(fraction: float | None, text: str) -> None:
-            self.emit(StageEvent(stage, subject, "progress", fraction, text, elapsed_s=monotonic() - begin, estimate_s=estimate_s))
+            self.emit(
+                StageEvent(
+                    stage,
+                    subject,
+                    "progress",
+                    fraction,
+                    text,
+                    elapsed_s=monotonic() - begin,
+                    estimate_s=estimate_s,
+                )
+            )
 
         return progress
 

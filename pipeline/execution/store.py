@@ -40,7 +40,9 @@ MANIFEST = "artifact.json"
 PASSING = ".passing-"  # in the name of a folder whose artifact does not last, after its digest
 LAYOUT = 2  # of this folder; raised when artifacts written before cannot be read any more
 DIGITS = 16  # of a sha256 that a message shows
-LEAST_FREE_BYTES = 65536  # a disk with less is full: libraries that fail to write do not always say why
+LEAST_FREE_BYTES = (
+    65536  # a disk with less is full: libraries that fail to write do not always say why
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,15 @@ class Key:
     @property
     def digest(self) -> str:
         target = self.target.model_dump_json() if self.target else ""
-        parts = [LAYOUT, self.stage, self.version, self.inputs, self.options, sorted((self.tools or {}).items()), target]
+        parts = [
+            LAYOUT,
+            self.stage,
+            self.version,
+            self.inputs,
+            self.options,
+            sorted((self.tools or {}).items()),
+            target,
+        ]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -74,7 +84,12 @@ class Stored(Generic[A]):
 class Store:
     """All artifacts of one user. Safe for many processes at once."""
 
-    def __init__(self, root: Path, on_wait: Callable[[str], None] = lambda text: None, shared: Path | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        on_wait: Callable[[str], None] = lambda text: None,
+        shared: Path | None = None,
+    ) -> None:
         self.root, self.shared = root, shared
         self._on_wait = on_wait
         try:
@@ -83,13 +98,22 @@ class Store:
         except OSError as error:
             if error.errno in DISK_FAULTS:  # the caller knows what to say of a full disk
                 raise
-            raise StoreError(f"cannot use '{root}' as the store: {error.strerror}", "set CRUCIBLE_HOME to a folder you can write") from error
+            raise StoreError(
+                f"cannot use '{root}' as the store: {error.strerror}",
+                "set CRUCIBLE_HOME to a folder you can write",
+            ) from error
         self.notes: list[Note] = []
-        self._passing: dict[str, Path] = {}  # artifacts for as long as this store is open, by digest
+        self._passing: dict[
+            str, Path
+        ] = {}  # artifacts for as long as this store is open, by digest
 
     def find(self, key: Key, kind: type[A]) -> Stored[A] | None:
         """The artifact of this key if it is there and intact, else that of the shared store."""
-        kept = (_folder(root, key.stage, key.digest) for root in (self.root, self.shared) if root is not None)
+        kept = (
+            _folder(root, key.stage, key.digest)
+            for root in (self.root, self.shared)
+            if root is not None
+        )
         for folder in (self._passing.get(key.digest), *kept):
             if folder is None or not folder.exists():
                 continue
@@ -97,12 +121,21 @@ class Store:
                 _mark_used(folder)  # before it is read: what is being used is not old
                 return _read(folder, key, kind)
             except (OSError, ValueError) as error:
-                note = Note(stage="store", text=f"{key.stage} {key.digest[:12]} was damaged and is made again: {damage(error)}")
+                note = Note(
+                    stage="store",
+                    text=f"{key.stage} {key.digest[:12]} was damaged and is made again: {damage(error)}",
+                )
                 if note not in self.notes:
                     self.notes.append(note)
         return None
 
-    def get(self, key: Key, kind: type[A], make: Callable[[Path], A], lasts: Callable[[A], bool] = lambda value: True) -> Stored[A]:
+    def get(
+        self,
+        key: Key,
+        kind: type[A],
+        make: Callable[[Path], A],
+        lasts: Callable[[A], bool] = lambda value: True,
+    ) -> Stored[A]:
         """The artifact of this key, made by `make(folder)` unless it is there. Failures are never kept, and values that do not last
         only for as long as this store is open."""
         if (found := self.find(key, kind)) is not None:
@@ -112,7 +145,10 @@ class Store:
                 return found
             work = self.root / "tmp" / key.digest
             try:
-                for left in (work, _damaged(work)):  # by a process that was killed while it held this lock
+                for left in (
+                    work,
+                    _damaged(work),
+                ):  # by a process that was killed while it held this lock
                     shutil.rmtree(left, ignore_errors=True)
                 work.mkdir()
                 started = time.perf_counter()
@@ -125,11 +161,17 @@ class Store:
                 full = _may_be_disk(error) and shutil.disk_usage(self.root).free < LEAST_FREE_BYTES
                 shutil.rmtree(work, ignore_errors=True)
                 if full:
-                    raise DiskFull(f"the disk of the store '{self.root}' is full: {first_line(error)}", MORE_DISK) from error
+                    raise DiskFull(
+                        f"the disk of the store '{self.root}' is full: {first_line(error)}",
+                        MORE_DISK,
+                    ) from error
                 raise
         published = self.find(key, kind)
         if published is None:
-            raise StoreError(f"{key.stage} {key.digest[:12]} was published but cannot be read back", "check the disk of CRUCIBLE_HOME")
+            raise StoreError(
+                f"{key.stage} {key.digest[:12]} was published but cannot be read back",
+                "check the disk of CRUCIBLE_HOME",
+            )
         return Stored(published.value, published.provenance, published.digest, reused=False)
 
     def adopt(self, other: Path) -> tuple[str, ...]:
@@ -163,7 +205,9 @@ class Store:
         """Remove an artifact, unless it is used or made again since `used_s`; whether it was."""
         stage, digest = folder.parts[-2:]
         with self._lock(stage, digest):
-            if not folder.exists() or _last_used(folder) > used_s + 1e-3:  # less is lost between clocks and floats
+            if (
+                not folder.exists() or _last_used(folder) > used_s + 1e-3
+            ):  # less is lost between clocks and floats
                 return False
             gone = self.root / "tmp" / digest
             shutil.rmtree(gone, ignore_errors=True)
@@ -173,7 +217,9 @@ class Store:
 
     def _passing_folder(self, final: Path) -> Path:
         """A place that no other process looks at, removed at the end of this one; of one that was killed it ages like any artifact."""
-        folder = self._passing[final.name] = final.with_name(f"{final.name}{PASSING}{uuid.uuid4().hex}")
+        folder = self._passing[final.name] = final.with_name(
+            f"{final.name}{PASSING}{uuid.uuid4().hex}"
+        )
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         return folder
 
@@ -231,7 +277,9 @@ def check_files(folder: Path, within: Path, besides: tuple[str, ...] = ()) -> Ma
         raise ValueError("a link stands in the place of a folder")
     for path in folder.rglob("*"):
         about = path.lstat()
-        if not stat.S_ISDIR(about.st_mode) and (not stat.S_ISREG(about.st_mode) or about.st_nlink > 1):
+        if not stat.S_ISDIR(about.st_mode) and (
+            not stat.S_ISREG(about.st_mode) or about.st_nlink > 1
+        ):
             raise ValueError(f"'{path.name}' is not a plain file")
     return check_manifest(folder, besides)
 
@@ -250,7 +298,9 @@ def _mark_used(folder: Path) -> None:
 
 def _last_used(folder: Path) -> float:
     manifest = folder / MANIFEST
-    return (manifest if manifest.exists() else folder).stat().st_mtime  # one without is damaged, and as old as that is
+    return (
+        (manifest if manifest.exists() else folder).stat().st_mtime
+    )  # one without is damaged, and as old as that is
 
 
 def _folder(root: Path, stage: str, digest: str) -> Path:
@@ -260,7 +310,9 @@ def _folder(root: Path, stage: str, digest: str) -> Path:
 def _read(folder: Path, key: Key, kind: type[A]) -> Stored[A]:
     """The artifact in `folder`; OSError or ValueError unless everything there is as it was written, and nothing else is."""
     manifest = check_manifest(folder)
-    value = kind.model_validate({**manifest.value, "root": folder} if issubclass(kind, Artifact) else manifest.value)
+    value = kind.model_validate(
+        {**manifest.value, "root": folder} if issubclass(kind, Artifact) else manifest.value
+    )
     return Stored(value, manifest.provenance, key.digest, reused=True)
 
 
@@ -330,7 +382,9 @@ def write_manifest(
     """Write what is in `folder`, with the sha256 of every file but those `besides`."""
     files, content = digests_of(folder, (MANIFEST, *besides)), value.model_dump(mode="json")
     manifest = Manifest(value=content, provenance=provenance, files=files).sealed()
-    (folder / MANIFEST).write_text(json.dumps(manifest.model_dump(mode="json"), indent=1), encoding="utf-8")
+    (folder / MANIFEST).write_text(
+        json.dumps(manifest.model_dump(mode="json"), indent=1), encoding="utf-8"
+    )
 
 
 def _files(folder: Path) -> set[str]:

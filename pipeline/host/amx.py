@@ -19,7 +19,9 @@ def tiles_described() -> bool:
     if platform.machine() not in ("x86_64", "AMD64"):
         return True
     try:
-        return _cpuid(0) >= TILE_LEAF and _cpuid(TILE_LEAF) >= 1  # EAX: the highest leaf; the highest palette
+        return (
+            _cpuid(0) >= TILE_LEAF and _cpuid(TILE_LEAF) >= 1
+        )  # EAX: the highest leaf; the highest palette
     except OSError:  # a system that forbids executable memory
         return True
 
@@ -28,7 +30,9 @@ def _cpuid(leaf: int) -> int:
     """EAX of a CPUID leaf, subleaf 0."""
     # push rbx; mov eax, leaf; xor ecx, ecx; cpuid; pop rbx; ret
     code = b"\x53\xb8" + leaf.to_bytes(4, "little") + b"\x31\xc9\x0f\xa2\x5b\xc3"
-    with mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC) as page:
+    with mmap.mmap(
+        -1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
+    ) as page:
         page.write(code)
         view = ctypes.c_char.from_buffer(page)
         value: int = ctypes.CFUNCTYPE(ctypes.c_uint32)(ctypes.addressof(view))()

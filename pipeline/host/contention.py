@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NANOSECONDS = 1e-9
-TOUCHED_SHARE = 0.25  # of the runs: half of them would move the median by as much as an interruption takes
+TOUCHED_SHARE = (
+    0.25  # of the runs: half of them would move the median by as much as an interruption takes
+)
 STEAL_FIELD = 8  # of the first line of /proc/stat, after its name: user nice system idle iowait irq softirq steal
 
 
@@ -23,7 +25,9 @@ class CpuClock:
     waited_s: float = 0.0  # of all threads of this process, ready to run, while others had the CPU
     machine_ticks: int = 0  # of all CPUs of this machine, busy and idle, in the kernel's ticks
     stolen_ticks: int = 0  # of those, taken by the hypervisor for other machines
-    interruptions: int = 0  # how often a thread of this process lost its CPU although it had work to do
+    interruptions: int = (
+        0  # how often a thread of this process lost its CPU although it had work to do
+    )
 
     def held_up_since(self, before: CpuClock, runs: int) -> float:
         """Share of the time since `before` in which this process was kept from a CPU, if that moved the median.
@@ -31,7 +35,9 @@ class CpuClock:
         0 where fewer than a quarter of the `runs` in that time can have been touched: the median of many
         short runs does not move when a few of them are interrupted, however long.
         """
-        touched = self.interruptions - before.interruptions + self.stolen_ticks - before.stolen_ticks
+        touched = (
+            self.interruptions - before.interruptions + self.stolen_ticks - before.stolen_ticks
+        )
         return self.waiting_since(before) if touched >= TOUCHED_SHARE * runs else 0.0
 
     def waiting_since(self, before: CpuClock) -> float:

@@ -13,7 +13,10 @@ from pipeline.core import Frozen, Precision
 
 QUERY = "name,uuid,compute_cap,driver_version,memory.total,clocks.max.sm,clocks.max.memory"
 TIMEOUT_S = 20.0  # a cold driver without its persistence daemon takes seconds to answer
-SM_COUNT, MEMORY_BUS_BITS = 16, 37  # CUdevice_attribute in cuda.h: MULTIPROCESSOR_COUNT, GLOBAL_MEMORY_BUS_WIDTH
+SM_COUNT, MEMORY_BUS_BITS = (
+    16,
+    37,
+)  # CUdevice_attribute in cuda.h: MULTIPROCESSOR_COUNT, GLOBAL_MEMORY_BUS_WIDTH
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -54,25 +57,37 @@ def find_gpus(command: str = "nvidia-smi") -> Gpus:
         return Gpus(reason=_reason_without_tool())
     try:
         done = subprocess.run(
-            [program, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            [program, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return Gpus(reason=f"nvidia-smi gave no answer: {error}")
     if done.returncode != 0:
         said = " ".join((done.stdout + done.stderr).split())
         return Gpus(reason=f"nvidia-smi failed with exit code {done.returncode}: {said}")
-    devices = tuple(_gpu_from_line(line) for line in done.stdout.splitlines() if line.count(",") == QUERY.count(","))
+    devices = tuple(
+        _gpu_from_line(line)
+        for line in done.stdout.splitlines()
+        if line.count(",") == QUERY.count(",")
+    )
     if not devices:
         return Gpus(reason="nvidia-smi lists no GPU")
     wanted = os.environ.get(VISIBLE)
     places = visible_places([gpu.uuid for gpu in devices], wanted)
     visible = tuple(devices[place] for place in places)
-    hidden = f"no GPU may be used: {VISIBLE}='{wanted}' hides {', '.join(gpu.name for gpu in devices)}"
+    hidden = (
+        f"no GPU may be used: {VISIBLE}='{wanted}' hides {', '.join(gpu.name for gpu in devices)}"
+    )
     return Gpus(devices=visible, reason="" if visible else hidden)
 
 
 def _gpu_from_line(line: str) -> Gpu:
-    name, uuid, capability, driver, mebibytes, sm, memory = (part.strip() for part in line.split(","))
+    name, uuid, capability, driver, mebibytes, sm, memory = (
+        part.strip() for part in line.split(",")
+    )
     return Gpu(
         name=name,
         uuid=uuid,
@@ -126,8 +141,14 @@ def with_hardware(gpus: Gpus, cuda: Any = None) -> Gpus:
     library = cuda or (_libcuda() if gpus.devices else None)
     if library is None or library.cuInit(0) != 0:
         return gpus
-    known = dict(_hardware(library, ordinal) for ordinal in range(_asked(library.cuDeviceGetCount) or 0))
-    return gpus.model_copy(update={"devices": tuple(gpu.model_copy(update=known.get(gpu.uuid, {})) for gpu in gpus.devices)})
+    known = dict(
+        _hardware(library, ordinal) for ordinal in range(_asked(library.cuDeviceGetCount) or 0)
+    )
+    return gpus.model_copy(
+        update={
+            "devices": tuple(gpu.model_copy(update=known.get(gpu.uuid, {})) for gpu in gpus.devices)
+        }
+    )
 
 
 def _hardware(cuda: Any, ordinal: int) -> tuple[str, dict[str, int | None]]:
@@ -135,8 +156,13 @@ def _hardware(cuda: Any, ordinal: int) -> tuple[str, dict[str, int | None]]:
     device = _asked(cuda.cuDeviceGet, ordinal)
     raw = (ctypes.c_ubyte * 16)()
     digits = bytes(raw).hex() if cuda.cuDeviceGetUuid(ctypes.byref(raw), device) == 0 else ""
-    uuid = "GPU-" + "-".join(digits[a:b] for a, b in ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32)))
-    sizes = {name: _asked(cuda.cuDeviceGetAttribute, code, device) for name, code in (("sm_count", SM_COUNT), ("memory_bus_bits", MEMORY_BUS_BITS))}
+    uuid = "GPU-" + "-".join(
+        digits[a:b] for a, b in ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32))
+    )
+    sizes = {
+        name: _asked(cuda.cuDeviceGetAttribute, code, device)
+        for name, code in (("sm_count", SM_COUNT), ("memory_bus_bits", MEMORY_BUS_BITS))
+    }
     return uuid, sizes
 
 
@@ -155,7 +181,13 @@ def _libcuda() -> Any:
 
 # -- what it could reach -----------------------------------------------------------------------------------------------
 
-_RTX = {Precision.FP32: 256, Precision.TF32: 512, Precision.FP16: 1024, Precision.BF16: 1024, Precision.INT8: 2048}
+_RTX = {
+    Precision.FP32: 256,
+    Precision.TF32: 512,
+    Precision.FP16: 1024,
+    Precision.BF16: 1024,
+    Precision.INT8: 2048,
+}
 
 FLOPS_PER_SM_AND_CLOCK: dict[str, dict[Precision, int]] = {
     # Tesla V100 whitepaper (WP-08608): V100 SXM2 has 80 SMs at 1530 MHz, 15.7 TFLOP/s fp32, 125 on tensor cores.
@@ -163,15 +195,35 @@ FLOPS_PER_SM_AND_CLOCK: dict[str, dict[Precision, int]] = {
     # Turing whitepaper (WP-09183): RTX 2080 Ti FE 68 SMs at 1635 MHz, 113.8 TFLOP/s fp16, 227.7 TOP/s int8. T4: 40 SMs, 65 and 130.
     "7.5": {Precision.FP32: 128, Precision.FP16: 1024, Precision.INT8: 2048},
     # A100 whitepaper: 108 SMs at 1410 MHz, 19.5 TFLOP/s fp32, 156 tf32, 312 fp16 and bf16, 624 TOP/s int8.
-    "8.0": {Precision.FP32: 128, Precision.TF32: 1024, Precision.FP16: 2048, Precision.BF16: 2048, Precision.INT8: 4096},
+    "8.0": {
+        Precision.FP32: 128,
+        Precision.TF32: 1024,
+        Precision.FP16: 2048,
+        Precision.BF16: 2048,
+        Precision.INT8: 4096,
+    },
     # GA102 whitepaper: RTX 3090 82 SMs at 1695 MHz, 35.6 TFLOP/s fp32, 142 fp16, 71 bf16, 35.6 tf32, 285 TOP/s int8. A40: 84 SMs, tf32 74.8.
     "8.6": _RTX,
     # Ada whitepaper: RTX 4090 128 SMs at 2520 MHz, 82.6 TFLOP/s fp32, 330 fp16, 165 bf16, 82.6 tf32, 661 int8 and fp8. L4: 58 SMs, fp16 121.
     "8.9": {**_RTX, Precision.FP8: 2048},
     # H100 whitepaper: SXM5 132 SMs, 66.9 TFLOP/s fp32 at 1980 MHz; 495 tf32, 989 fp16, 1979 fp8 and int8 are stated at 1830 MHz.
-    "9.0": {Precision.FP32: 256, Precision.TF32: 2048, Precision.FP16: 4096, Precision.BF16: 4096, Precision.INT8: 8192, Precision.FP8: 8192},
+    "9.0": {
+        Precision.FP32: 256,
+        Precision.TF32: 2048,
+        Precision.FP16: 4096,
+        Precision.BF16: 4096,
+        Precision.INT8: 8192,
+        Precision.FP8: 8192,
+    },
     # HGX B200 data sheet, per GPU (148 SMs): 75 TFLOP/s fp32, dense 1,125 tf32, 2,250 fp16, 4,500 fp8 and int8, at about 1860 MHz.
-    "10.0": {Precision.FP32: 256, Precision.TF32: 4096, Precision.FP16: 8192, Precision.BF16: 8192, Precision.INT8: 16384, Precision.FP8: 16384},
+    "10.0": {
+        Precision.FP32: 256,
+        Precision.TF32: 4096,
+        Precision.FP16: 8192,
+        Precision.BF16: 8192,
+        Precision.INT8: 16384,
+        Precision.FP8: 16384,
+    },
     # RTX Blackwell whitepaper: RTX 5090 170 SMs at 2407 MHz, 104.8 TFLOP/s fp32, 419 fp16, 209.5 bf16, 104.8 tf32, 838 int8 and fp8.
     "12.0": {**_RTX, Precision.FP8: 2048},
 }
@@ -187,8 +239,20 @@ KNOWN = "known: NVIDIA's rates per SM and clock, at the highest clocks"
 def peaks(gpu: Gpu) -> Peaks:
     """At the GPU's highest clocks, which it keeps only as long as power and temperature allow; NVIDIA's data sheets often state lower ones."""
     per_clock = FLOPS_PER_SM_AND_CLOCK.get(gpu.compute_capability, {})
-    halved = {Precision.TF32, Precision.BF16} if "GeForce" in gpu.name and gpu.compute_capability in GEFORCE_HALVED else set()
+    halved = (
+        {Precision.TF32, Precision.BF16}
+        if "GeForce" in gpu.name and gpu.compute_capability in GEFORCE_HALVED
+        else set()
+    )
     cycles_per_s = (gpu.sm_count or 0) * (gpu.sm_clock_mhz or 0) * 1e6  # of all SMs together
-    flops = {precision: each * cycles_per_s / (2 if precision in halved else 1) for precision, each in per_clock.items() if cycles_per_s}
-    memory = 2 * gpu.memory_clock_mhz * 1e6 * gpu.memory_bus_bits / 8 if gpu.memory_clock_mhz and gpu.memory_bus_bits else None  # double data rate
+    flops = {
+        precision: each * cycles_per_s / (2 if precision in halved else 1)
+        for precision, each in per_clock.items()
+        if cycles_per_s
+    }
+    memory = (
+        2 * gpu.memory_clock_mhz * 1e6 * gpu.memory_bus_bits / 8
+        if gpu.memory_clock_mhz and gpu.memory_bus_bits
+        else None
+    )  # double data rate
     return Peaks(device=gpu.name, source=KNOWN, flops_per_s=flops, bytes_per_s=memory)

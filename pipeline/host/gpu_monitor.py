@@ -16,7 +16,11 @@ from typing import Any
 from pipeline.core import Frozen
 
 EVERY_S = 0.25
-SM_CLOCK, MEMORY_CLOCK, CORE_TEMPERATURE = 1, 2, 0  # nvmlClockType_t, nvmlTemperatureSensors_t of nvml.h
+SM_CLOCK, MEMORY_CLOCK, CORE_TEMPERATURE = (
+    1,
+    2,
+    0,
+)  # nvmlClockType_t, nvmlTemperatureSensors_t of nvml.h
 
 
 class Span(Frozen):
@@ -62,8 +66,16 @@ class Watch:
         """All of it in figures; None where there was nothing to ask."""
         if not self.moments:
             return None
-        spans = {name: _span([getattr(moment, name) for moment in self.moments]) for name in Moment.__slots__}
-        return GpuUse(uuid=self.uuid, samples=len(self.moments), other_processes=tuple(sorted(set(others))), **spans)
+        spans = {
+            name: _span([getattr(moment, name) for moment in self.moments])
+            for name in Moment.__slots__
+        }
+        return GpuUse(
+            uuid=self.uuid,
+            samples=len(self.moments),
+            other_processes=tuple(sorted(set(others))),
+            **spans,
+        )
 
 
 @contextlib.contextmanager
@@ -95,7 +107,9 @@ def watching(uuid: str, nvml: Any = None, every_s: float = EVERY_S) -> Iterator[
 
 def _span(values: Sequence[float | None]) -> Span | None:
     known = [value for value in values if value is not None]
-    return Span(least=min(known), median=statistics.median(known), most=max(known)) if known else None
+    return (
+        Span(least=min(known), median=statistics.median(known), most=max(known)) if known else None
+    )
 
 
 class _Utilization(ctypes.Structure):
@@ -104,7 +118,11 @@ class _Utilization(ctypes.Structure):
 
 def _moment(nvml: Any, handle: Any) -> Moment:
     use = _Utilization()
-    busy = float(use.gpu) if nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(use)) == 0 else None
+    busy = (
+        float(use.gpu)
+        if nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(use)) == 0
+        else None
+    )
     milliwatts = _asked(nvml.nvmlDeviceGetPowerUsage, handle)
     return Moment(
         sm_clock_mhz=_asked(nvml.nvmlDeviceGetClockInfo, handle, SM_CLOCK),

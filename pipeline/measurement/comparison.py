@@ -22,7 +22,9 @@ from numpy.typing import NDArray
 
 from pipeline.measurement.measure import Floats, Interval, Samples, student_quantile
 
-MIN_PAIRS = 4  # undisturbed pairs that an interval needs: the spread of two or three says too little
+MIN_PAIRS = (
+    4  # undisturbed pairs that an interval needs: the spread of two or three says too little
+)
 MAX_WAITING = 0.1  # share of its time that a process may wait for a CPU before that is evidence
 MAX_SLOWDOWN = 2.0  # of an undisturbed process against the faster ones of its engine
 MAX_SLOWDOWN_WAITING = 1.1  # the same, of a process that waited for a CPU
@@ -80,7 +82,9 @@ class Processes:
     def level_s(self) -> float:
         """The median of the undisturbed processes, or of all where there are no others."""
         undisturbed = ~self.disturbed
-        return float(np.median(self.medians_s[undisturbed] if undisturbed.any() else self.medians_s))
+        return float(
+            np.median(self.medians_s[undisturbed] if undisturbed.any() else self.medians_s)
+        )
 
     def taken(self, keep: NDArray[np.bool_]) -> Processes:
         """Some of the processes."""
@@ -183,7 +187,9 @@ def compare_processes(baseline: Processes, candidate: Processes) -> Interval:
     half = WIDENING * student_quantile(used - 1) * error
     if 2 * half > math.log(MAX_SPAN):
         raise NotMeasurable(Obstacle.TOO_WIDE, _disturbance(pairs))
-    return Interval(value=math.exp(centre), low=math.exp(centre - half), high=math.exp(centre + half))
+    return Interval(
+        value=math.exp(centre), low=math.exp(centre - half), high=math.exp(centre + half)
+    )
 
 
 def _enough(disturbed: NDArray[np.bool_]) -> bool:
@@ -194,7 +200,9 @@ def _enough(disturbed: NDArray[np.bool_]) -> bool:
 
 def _disturbance(pairs: Pairs) -> str:
     """What the processes of two engines suffered, in words."""
-    slowest = f"the slowest process took {pairs.slowest_over_fastest():.3g} times as long as the fastest"
+    slowest = (
+        f"the slowest process took {pairs.slowest_over_fastest():.3g} times as long as the fastest"
+    )
     total, disturbed = pairs.disturbed.size, int(pairs.disturbed.sum())
     if pairs.is_loaded:
         waited = int(pairs.has_waited.sum())

@@ -36,7 +36,9 @@ monotonic: Clock = time.perf_counter
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 DRIFT = 0.05  # medians that differ by more than this share have moved
-TAIL_VALUES = 10  # a percentile needs at least this many values beyond it: p99 needs 1,000, p95 200, p90 100
+TAIL_VALUES = (
+    10  # a percentile needs at least this many values beyond it: p99 needs 1,000, p95 200, p90 100
+)
 FEW_BLOCKS = 6  # below, resampled blocks are too few for quantiles (see `_widened`)
 EARLIEST_END = 0.1  # of a block's time, where enough runs are in it
 GRID = 1000  # points on which a resampled median is looked up: far finer than its error
@@ -61,9 +63,15 @@ class Samples(Frozen):
 
     values_s: tuple[float, ...]
     blocks: tuple[int, ...] = ()  # how many consecutive values each block holds; empty: one block
-    processes: tuple[int, ...] = ()  # how many consecutive blocks each process gave; empty: one process
-    generations: tuple[int, ...] = ()  # in which generation of a race each process ran; empty: 0, 1, 2, ...
-    waiting: tuple[float, ...] = ()  # share of its time that each process waited for a CPU; empty: not recorded
+    processes: tuple[
+        int, ...
+    ] = ()  # how many consecutive blocks each process gave; empty: one process
+    generations: tuple[
+        int, ...
+    ] = ()  # in which generation of a race each process ran; empty: 0, 1, 2, ...
+    waiting: tuple[
+        float, ...
+    ] = ()  # share of its time that each process waited for a CPU; empty: not recorded
     warmup_s: tuple[float, ...] = ()
     clock: Literal["host", "device"] = "host"
     stable: bool = True  # False: the median still moved between blocks
@@ -71,12 +79,18 @@ class Samples(Frozen):
     @model_validator(mode="after")
     def _blocks_hold_all(self) -> Samples:
         if self.blocks and (min(self.blocks) < 1 or sum(self.blocks) != len(self.values_s)):
-            raise ValueError(f"expected blocks of at least one value, {len(self.values_s)} together, got {self.blocks}")
+            raise ValueError(
+                f"expected blocks of at least one value, {len(self.values_s)} together, got {self.blocks}"
+            )
         if self.processes and (min(self.processes) < 1 or sum(self.processes) != len(self.blocks)):
-            raise ValueError(f"expected processes of at least one block, {len(self.blocks)} together, got {self.processes}")
+            raise ValueError(
+                f"expected processes of at least one block, {len(self.blocks)} together, got {self.processes}"
+            )
         for values in (self.generations, self.waiting):
             if values and len(values) != max(1, len(self.processes)):
-                raise ValueError(f"expected one value for each of {len(self.processes)} processes, got {values}")
+                raise ValueError(
+                    f"expected one value for each of {len(self.processes)} processes, got {values}"
+                )
         return self
 
     @property
@@ -87,12 +101,18 @@ class Samples(Frozen):
         """A percentile; ValueError if there are too few raw values to know it."""
         value = self.percentile_or_absent(percent)
         if value is None:
-            raise ValueError(f"p{percent:g} needs {values_needed(percent)} values, there are {len(self.values_s)}: measure for longer")
+            raise ValueError(
+                f"p{percent:g} needs {values_needed(percent)} values, there are {len(self.values_s)}: measure for longer"
+            )
         return value
 
     def percentile_or_absent(self, percent: float) -> float | None:
         """A percentile for a table; None (a gap in the table) if there are too few raw values to know it."""
-        return float(np.percentile(self.values_s, percent)) if len(self.values_s) >= values_needed(percent) else None
+        return (
+            float(np.percentile(self.values_s, percent))
+            if len(self.values_s) >= values_needed(percent)
+            else None
+        )
 
     def by_block(self) -> tuple[Floats, ...]:
         """The values of each block, in order."""
@@ -110,7 +130,13 @@ class Samples(Frozen):
 def values_needed(percent: float) -> int:
     """How many raw values a percentile needs: ten beyond it, or one for the median."""
     beyond = min(percent, 100 - percent)
-    return 1 if percent == 50 else math.ceil(round(TAIL_VALUES * 100 / beyond, 6)) if beyond > 0 else sys.maxsize
+    return (
+        1
+        if percent == 50
+        else math.ceil(round(TAIL_VALUES * 100 / beyond, 6))
+        if beyond > 0
+        else sys.maxsize
+    )
 
 
 def samples_from_blocks(
@@ -158,7 +184,11 @@ def measure_block(
     times: list[float] = []
     begin = end = clock()
     while len(times) < min_runs or end - begin < min_s:
-        if enough_runs is not None and len(times) >= max(enough_runs, min_runs) and end - begin >= min_s * EARLIEST_END:
+        if (
+            enough_runs is not None
+            and len(times) >= max(enough_runs, min_runs)
+            and end - begin >= min_s * EARLIEST_END
+        ):
             break
         start = clock()
         run()
@@ -176,7 +206,9 @@ class WarmUpOptions:
     max_s: float = 10.0
 
 
-def warm_up(run: Callable[[], object], options: WarmUpOptions, clock: Clock = monotonic) -> tuple[float, ...]:
+def warm_up(
+    run: Callable[[], object], options: WarmUpOptions, clock: Clock = monotonic
+) -> tuple[float, ...]:
     """Run until the medians of the last two quarters agree within 5 %; returns every time, which is shown but counts for nothing."""
     times = list(measure_block(run, clock, options.min_s, options.min_runs))
     while not _settled(times) and sum(times) < options.max_s:
@@ -203,13 +235,17 @@ def peak_memory_bytes() -> int:
         for line in status.read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 # -- intervals ---------------------------------------------------------------------------------------------------------
 
 
-def ratio_of_medians(baseline: Samples, candidate: Samples, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
+def ratio_of_medians(
+    baseline: Samples, candidate: Samples, seed: int = 0, resamples: int = RESAMPLES
+) -> Interval:
     """Median of the baseline over that of the candidate, with a bootstrap over whole blocks: for code that is timed in one process.
 
     It knows nothing of how processes differ; `comparison.compare` does. Equally many blocks on both sides are rounds of one
@@ -217,7 +253,9 @@ def ratio_of_medians(baseline: Samples, candidate: Samples, seed: int = 0, resam
     """
     ours, theirs = baseline.by_block(), candidate.by_block()
     if min(len(ours), len(theirs)) < 2:
-        raise ValueError(f"expected at least 2 blocks on each side, got {len(ours)} and {len(theirs)}: measure for longer")
+        raise ValueError(
+            f"expected at least 2 blocks on each side, got {len(ours)} and {len(theirs)}: measure for longer"
+        )
     random = np.random.default_rng(seed)
     drawn = _draws(random, len(ours), resamples)
     also_drawn = drawn if len(theirs) == len(ours) else _draws(random, len(theirs), resamples)
@@ -233,13 +271,20 @@ def bootstrap_mean(values: Sequence[float], seed: int = 0, resamples: int = RESA
     return bootstrap(lambda drawn: float(array[drawn].mean()), array.size, seed, resamples)
 
 
-def bootstrap(figure: Callable[[NDArray[np.int64]], float], samples: int, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
+def bootstrap(
+    figure: Callable[[NDArray[np.int64]], float],
+    samples: int,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+) -> Interval:
     """A figure of independent samples with its bootstrap 95 % interval: `figure` takes the numbers of those it is to be computed of.
 
     Resamples that have no such figure (NaN: a class that was not drawn) are left out. ValueError with fewer than two samples.
     """
     if samples < 2:
-        raise ValueError(f"expected at least 2 values, got {samples}: one value says nothing about others")
+        raise ValueError(
+            f"expected at least 2 values, got {samples}: one value says nothing about others"
+        )
     random = np.random.default_rng(seed)
     value = figure(np.arange(samples))
     found = np.array([figure(random.integers(0, samples, samples)) for _ in range(resamples)])
@@ -250,7 +295,9 @@ def bootstrap(figure: Callable[[NDArray[np.int64]], float], samples: int, seed: 
 
 def _draws(random: np.random.Generator, blocks: int, resamples: int) -> Floats:
     """How often each block is drawn: [resamples, blocks]."""
-    return random.multinomial(blocks, np.full(blocks, 1 / blocks), size=resamples).astype(np.float64)
+    return random.multinomial(blocks, np.full(blocks, 1 / blocks), size=resamples).astype(
+        np.float64
+    )
 
 
 def _medians(blocks: Sequence[Floats], drawn: Floats) -> Floats:
@@ -263,7 +310,9 @@ def _medians(blocks: Sequence[Floats], drawn: Floats) -> Floats:
     pooled = np.unique(np.concatenate([*ordered, medians]))
     grid = pooled[(pooled >= min(medians)) & (pooled <= max(medians))]
     grid = grid[np.linspace(0, len(grid) - 1, min(GRID, len(grid))).round().astype(int)]
-    below = np.stack([np.searchsorted(block, grid, side="right") for block in ordered]).astype(np.float64)  # [blocks, grid]
+    below = np.stack([np.searchsorted(block, grid, side="right") for block in ordered]).astype(
+        np.float64
+    )  # [blocks, grid]
     half = drawn @ np.array([len(block) for block in ordered]) / 2  # [resamples]
     found: Floats = grid[(drawn @ below >= half[:, None]).argmax(axis=1)]
     return found
@@ -292,7 +341,11 @@ def student_quantile(degrees: int) -> float:
     if degrees <= len(table):
         return table[degrees - 1]
     z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-    first, second, third = z**3 + z, 5 * z**5 + 16 * z**3 + 3 * z, 3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z
+    first, second, third = (
+        z**3 + z,
+        5 * z**5 + 16 * z**3 + 3 * z,
+        3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z,
+    )
     return z + first / (4 * degrees) + second / (96 * degrees**2) + third / (384 * degrees**3)
 
 
@@ -305,9 +358,25 @@ SPEED_FLAGS = frozenset(
 """CPU flags, as Linux spells them, for which the libraries have kernels of their own (x86, then Arm)."""
 
 PACKAGES = (
-    *("numpy", "onnx", "onnxruntime", "onnxsim", "onnxscript", "onnx-graphsurgeon", "polygraphy", "openvino", "nncf"),
+    *(
+        "numpy",
+        "onnx",
+        "onnxruntime",
+        "onnxsim",
+        "onnxscript",
+        "onnx-graphsurgeon",
+        "polygraphy",
+        "openvino",
+        "nncf",
+    ),
     *("torch", "torchvision", "tensorrt-rtx", "nvidia-modelopt", "cuda-bindings"),
-    *("tensorrt", "tensorrt-cu12", "tensorrt-cu12-bindings", "tensorrt-cu13", "tensorrt-cu13-bindings"),  # as it was installed
+    *(
+        "tensorrt",
+        "tensorrt-cu12",
+        "tensorrt-cu12-bindings",
+        "tensorrt-cu13",
+        "tensorrt-cu13-bindings",
+    ),  # as it was installed
 )
 
 
@@ -315,7 +384,9 @@ class Environment(Frozen):
     """The host on which figures were taken; two reports compare only where these agree."""
 
     cpu: str
-    cpu_flags: tuple[str, ...]  # avx2, avx512_vnni, amx_int8, ...: those that change the speed of inference
+    cpu_flags: tuple[
+        str, ...
+    ]  # avx2, avx512_vnni, amx_int8, ...: those that change the speed of inference
     cores: int  # that this process may use
     memory_bytes: int
     os: str
@@ -323,7 +394,9 @@ class Environment(Frozen):
     packages: dict[str, str]
     gpus: tuple[str, ...] = ()  # names of those that may be used
     gpu_driver: str | None = None
-    governor: str | None = None  # of the CPU's clock; None where the host does not tell (virtual machines)
+    governor: str | None = (
+        None  # of the CPU's clock; None where the host does not tell (virtual machines)
+    )
     load_1min: float = 0.0  # of all processes, just before
 
 
@@ -355,21 +428,38 @@ def cpu_name() -> str:
 def cpu_flags() -> tuple[str, ...]:
     """The instruction sets of this CPU that change the speed of inference, sorted; empty where /proc/cpuinfo is missing."""
     info = _cpuinfo()
-    return tuple(sorted(SPEED_FLAGS & set((info.get("flags") or info.get("Features") or "").split())))
+    return tuple(
+        sorted(SPEED_FLAGS & set((info.get("flags") or info.get("Features") or "").split()))
+    )
 
 
 def usable_cores() -> int:
     """How many cores this process may keep busy: its affinity, and the quota of its container."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = _first_line(Path("/sys/fs/cgroup/cpu.max")).partition(" ")  # "150000 100000", or "max 100000"
-    return max(1, min(cores, math.ceil(int(quota) / int(period)))) if quota.isdigit() and period.isdigit() else cores
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    quota, _, period = _first_line(Path("/sys/fs/cgroup/cpu.max")).partition(
+        " "
+    )  # "150000 100000", or "max 100000"
+    return (
+        max(1, min(cores, math.ceil(int(quota) / int(period))))
+        if quota.isdigit() and period.isdigit()
+        else cores
+    )
 
 
 def _cpuinfo() -> dict[str, str]:
     """/proc/cpuinfo of the first CPU."""
     file = Path("/proc/cpuinfo")
-    first = file.read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0] if file.is_file() else ""
-    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+    first = (
+        file.read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0]
+        if file.is_file()
+        else ""
+    )
+    return {
+        key.strip(): value.strip()
+        for key, _, value in (line.partition(":") for line in first.splitlines())
+    }
 
 
 def _installed(package: str) -> str:
@@ -380,4 +470,8 @@ def _installed(package: str) -> str:
 
 
 def _first_line(file: Path) -> str:
-    return file.read_text(encoding="ascii", errors="replace").partition("\n")[0].strip() if file.is_file() else ""
+    return (
+        file.read_text(encoding="ascii", errors="replace").partition("\n")[0].strip()
+        if file.is_file()
+        else ""
+    )

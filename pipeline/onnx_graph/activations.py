@@ -58,7 +58,11 @@ class Probe:
 
     def run(self, feeds: Tensors) -> dict[str, NDArray[np.float32]]:
         """Every float activation of one run, inputs included, aliases left out."""
-        arrays = dict(zip(self.outputs, self.session.run(list(self.outputs), dict(feeds)), strict=True)) if self.outputs else {}
+        arrays = (
+            dict(zip(self.outputs, self.session.run(list(self.outputs), dict(feeds)), strict=True))
+            if self.outputs
+            else {}
+        )
         arrays |= {name: feeds[name] for name in self.inputs}
         return {name: np.asarray(array, np.float32) for name, array in arrays.items()}
 
@@ -72,8 +76,12 @@ def open_probe(model: OnnxModel) -> Probe:
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(model.path.parent.resolve()))
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    options.add_session_config_entry(
+        "session.model_external_initializers_file_folder_path", str(model.path.parent.resolve())
+    )
+    session = onnxruntime.InferenceSession(
+        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
     floats = [value.name for value in session.get_outputs() if value.type in FLOATS]
     inputs = tuple(value.name for value in session.get_inputs() if value.type in FLOATS)
     seen = {*floats, *inputs}
@@ -91,7 +99,9 @@ def _expose(graph: onnx.GraphProto) -> dict[str, str]:
     outputs = {value.name for value in graph.output}
     aliases: dict[str, str] = {}
     for node in graph.node:
-        if node.op_type == "Constant" or (node.input and constant.issuperset(node.input)):  # weights in another form, not activations
+        if node.op_type == "Constant" or (
+            node.input and constant.issuperset(node.input)
+        ):  # weights in another form, not activations
             constant.update(node.output)
             continue
         for name in node.output:

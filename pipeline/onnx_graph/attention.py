@@ -20,8 +20,15 @@ from pipeline.onnx_graph.attention_masks import Masks
 from pipeline.onnx_graph.graphsurgeon import OURS, chain, exported, maker, number_of
 from pipeline.onnx_graph.split_qkv import Unpacking
 
-SCORED = ((), ("Mul",), ("Add",), ("Add", "Mul"))  # from Softmax back to the product: a mask, a scale
-BETWEEN = frozenset({"Where", "Cast", "Identity", "Dropout", "QuantizeLinear", "DequantizeLinear"})  # Softmax and the product with the values
+SCORED = (
+    (),
+    ("Mul",),
+    ("Add",),
+    ("Add", "Mul"),
+)  # from Softmax back to the product: a mask, a scale
+BETWEEN = frozenset(
+    {"Where", "Cast", "Identity", "Dropout", "QuantizeLinear", "DequantizeLinear"}
+)  # Softmax and the product with the values
 
 
 def attentions(graph: onnx.GraphProto) -> tuple[str, ...]:
@@ -51,7 +58,9 @@ def plain_attention(model: onnx.ModelProto, masks: bool = True) -> onnx.ModelPro
     Unpacking(graph).run()
     written = Masks(graph, hide=masks)
     for softmax in [node for node in graph.nodes if node.op == "Softmax"]:
-        made = next(filter(None, (chain(softmax.inputs[0], *between, "MatMul") for between in SCORED)), [])
+        made = next(
+            filter(None, (chain(softmax.inputs[0], *between, "MatMul") for between in SCORED)), []
+        )
         if not made or any(node.op == "Mul" and number_of(node.inputs[1]) is None for node in made):
             continue
         scaled_after(graph, made[-1])
@@ -63,7 +72,10 @@ def plain_attention(model: onnx.ModelProto, masks: bool = True) -> onnx.ModelPro
 
 
 def _wiring(graph: Any) -> list[tuple[str, list[str], list[str]]]:
-    return [(node.op, [tensor.name for tensor in node.inputs], [tensor.name for tensor in node.outputs]) for node in graph.nodes]
+    return [
+        (node.op, [tensor.name for tensor in node.inputs], [tensor.name for tensor in node.outputs])
+        for node in graph.nodes
+    ]
 
 
 def scaled_after(graph: Any, scores: Any) -> None:
@@ -80,7 +92,9 @@ def scaled_after(graph: Any, scores: Any) -> None:
     plain = gs.Variable(f"{OURS}{product.name}/plain", dtype=product.dtype, shape=product.shape)
     scores.outputs = [plain]
     constant = gs.Constant(f"{OURS}{product.name}/scale", scale)
-    graph.nodes.append(gs.Node("Mul", f"{OURS}{product.name}/scaled", inputs=[plain, constant], outputs=[product]))
+    graph.nodes.append(
+        gs.Node("Mul", f"{OURS}{product.name}/scaled", inputs=[plain, constant], outputs=[product])
+    )
 
 
 def _factor(tensor: Any) -> tuple[Any, np.ndarray] | None:

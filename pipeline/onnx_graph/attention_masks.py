@@ -39,7 +39,11 @@ class Masks:
             add.inputs[1] = self._in_reach(add.inputs[1])
         if add is None or is_finite(add.inputs[1]):
             without_guards(softmax, found)
-        elif self._is_between(add, softmax) and self._may_multiply(softmax, found) and (pair := self._finite(add.inputs[1])):
+        elif (
+            self._is_between(add, softmax)
+            and self._may_multiply(softmax, found)
+            and (pair := self._finite(add.inputs[1]))
+        ):
             add.inputs[1], sees = pair
             for product in [reader for guard in found for reader in guard.outputs[0].outputs]:
                 self._multiply(product, sees)
@@ -48,26 +52,42 @@ class Masks:
     def _alike_for_all_queries(self, mask: Any, scores: Any) -> None:
         """Where(And(column, row), two numbers) of a column of nothing but true, expanded or not: Where(row, the same), which the Add repeats."""
         made = chain(mask, "Where", "And") or chain(mask, "Where", "Expand", "And")
-        if not made or id(mask) in self._outputs or any(reader.op not in ("Add", "ReduceMax") for reader in mask.outputs):
+        if (
+            not made
+            or id(mask) in self._outputs
+            or any(reader.op not in ("Add", "ReduceMax") for reader in mask.outputs)
+        ):
             return
         choice, both = made[0], made[-1]
         values = [constant_of(each) for each in choice.inputs[1:]]
-        if any(value is None or value.size > 1 for value in values) or is_larger(mask.shape, scores.shape):
+        if any(value is None or value.size > 1 for value in values) or is_larger(
+            mask.shape, scores.shape
+        ):
             return
         for column, row in (both.inputs, both.inputs[::-1]):
-            if is_true(column) and column.shape is not None and row.shape and len(row.shape) >= len(column.shape):
+            if (
+                is_true(column)
+                and column.shape is not None
+                and row.shape
+                and len(row.shape) >= len(column.shape)
+            ):
                 choice.inputs[0] = row
                 mask.shape = row.shape if mask.shape else None
 
     def _over_keys(self, softmax: Any) -> bool:
         """Whether it goes along the last axis, by which rows see something or nothing here."""
-        axis, shape = softmax.attrs.get("axis", -1 if self.graph.opset >= LAST_BY_DEFAULT else 1), softmax.outputs[0].shape
+        axis, shape = (
+            softmax.attrs.get("axis", -1 if self.graph.opset >= LAST_BY_DEFAULT else 1),
+            softmax.outputs[0].shape,
+        )
         return axis == -1 or bool(shape and axis == len(shape) - 1)
 
     def _is_between(self, add: Any, softmax: Any) -> bool:
         """Whether nothing else reads the masked scores."""
         (masked,) = add.outputs
-        return id(masked) not in self._outputs and all(reader is softmax for reader in masked.outputs)
+        return id(masked) not in self._outputs and all(
+            reader is softmax for reader in masked.outputs
+        )
 
     def _in_reach(self, mask: Any) -> Any:
         """A mask that adds the smallest number of fp32 adds HIDDEN instead: fp16 holds it, so that scores and Softmax need not stay in fp32.
@@ -83,8 +103,15 @@ class Masks:
                     hidden = np.full_like(constant_of(choice.inputs[place]), HIDDEN)
                     choice.inputs[place] = gs.Constant(f"{OURS}{mask.name}/hidden_{place}", hidden)
         values = floats_of(mask)
-        if values is not None and values.size and (values < HIDDEN).any() and (values > HIDDEN / 2).any(-1).all():
-            clipped = gs.Constant(f"{OURS}{mask.name}/hidden", np.maximum(values, values.dtype.type(HIDDEN)))
+        if (
+            values is not None
+            and values.size
+            and (values < HIDDEN).any()
+            and (values > HIDDEN / 2).any(-1).all()
+        ):
+            clipped = gs.Constant(
+                f"{OURS}{mask.name}/hidden", np.maximum(values, values.dtype.type(HIDDEN))
+            )
             return self._clipped.setdefault(mask.name, clipped)
         return mask
 
@@ -103,18 +130,40 @@ class Masks:
             return None
         if mask.name not in self._hidden:
             name, dtype = f"{OURS}{mask.name}", numbers[0].dtype
-            hides, one = gs.Constant(f"{name}/hides", np.asarray(HIDDEN, dtype)), gs.Constant(f"{name}/one", np.asarray(1, dtype))
-            either = [hides if np.isneginf(number) else tensor for number, tensor in zip(numbers, tensors, strict=True)]
-            as_large = seen.shape is not None and mask.shape is not None and len(seen.shape) == len(mask.shape)
-            hidden = self._node("Where", [seen, *either], f"{name}/hidden", dtype, mask.shape if as_large else None)
+            hides, one = (
+                gs.Constant(f"{name}/hides", np.asarray(HIDDEN, dtype)),
+                gs.Constant(f"{name}/one", np.asarray(1, dtype)),
+            )
+            either = [
+                hides if np.isneginf(number) else tensor
+                for number, tensor in zip(numbers, tensors, strict=True)
+            ]
+            as_large = (
+                seen.shape is not None
+                and mask.shape is not None
+                and len(seen.shape) == len(mask.shape)
+            )
+            hidden = self._node(
+                "Where", [seen, *either], f"{name}/hidden", dtype, mask.shape if as_large else None
+            )
             in_opset = {"axes": [-1]} if self.graph.opset < AXES_ARE_INPUTS else {}
             axes = [] if in_opset else [gs.Constant(f"{name}/axes", np.array([-1]))]
-            best = self._node("ReduceMax", [hidden, *axes], f"{name}/best", dtype, keepdims=1, **in_opset)
+            best = self._node(
+                "ReduceMax", [hidden, *axes], f"{name}/best", dtype, keepdims=1, **in_opset
+            )
             blind = self._node("Div", [best, hides], f"{name}/blind", dtype)
             self._hidden[mask.name] = hidden, self._node("Sub", [one, blind], f"{name}/sees", dtype)
         return self._hidden[mask.name]
 
-    def _node(self, operator: str, inputs: list[Any], name: str, dtype: Any, shape: Any = None, **attributes: Any) -> Any:
+    def _node(
+        self,
+        operator: str,
+        inputs: list[Any],
+        name: str,
+        dtype: Any,
+        shape: Any = None,
+        **attributes: Any,
+    ) -> Any:
         import onnx_graphsurgeon as gs
 
         made = gs.Variable(name, dtype=dtype, shape=shape)
@@ -127,12 +176,18 @@ class Masks:
         within = [*softmax.outputs, *(test.outputs[0] for test in tests)]
         guarded = [guard.outputs[0] for guard in found]
         products = [reader for tensor in guarded for reader in tensor.outputs]
-        here, known = {id(node) for node in self.graph.nodes}, {id(node) for node in (*tests, *found)}
+        here, known = (
+            {id(node) for node in self.graph.nodes},
+            {id(node) for node in (*tests, *found)},
+        )
         return (
             bool(found)
             and not any(id(tensor) in self._outputs for tensor in (*within, *guarded))
             and all(id(reader) in known for tensor in within for reader in tensor.outputs)
-            and all(node.op == "MatMul" and id(node) in here and not is_vector(node.inputs[1]) for node in products)
+            and all(
+                node.op == "MatMul" and id(node) in here and not is_vector(node.inputs[1])
+                for node in products
+            )
             and not any(node.inputs[1] is tensor for tensor in guarded for node in products)
         )
 
@@ -154,7 +209,10 @@ def is_larger(mask: Any, scores: Any) -> bool:
     """Whether a mask of one shape is known to repeat scores of the other."""
     if mask is None or scores is None:
         return False
-    return any(of_mask not in (None, 1) and of_scores == 1 for of_mask, of_scores in zip_longest(mask[::-1], scores[::-1], fillvalue=1))
+    return any(
+        of_mask not in (None, 1) and of_scores == 1
+        for of_mask, of_scores in zip_longest(mask[::-1], scores[::-1], fillvalue=1)
+    )
 
 
 def is_finite(mask: Any) -> bool:
@@ -180,15 +238,26 @@ def is_true(tensor: Any) -> bool:
     if positions is None or positions.op != "Range" or least is None:
         return False
     start, step = (constant_of(positions.inputs[place]) for place in (0, 2))
-    return start is not None and step is not None and bool((least <= start).all() and (step > 0).all())
+    return (
+        start is not None and step is not None and bool((least <= start).all() and (step > 0).all())
+    )
 
 
 def guards(softmax: Any) -> list[Any]:
     """Softmax -> IsNaN -> Where(it, 0, Softmax): the Where of each."""
     (answer,) = softmax.outputs
     tests = [node for node in answer.outputs if node.op == "IsNaN"]
-    choices = [node for test in tests for node in test.outputs[0].outputs if node.op == "Where" and node.inputs[2] is answer]
-    return [node for node in choices if (zero := constant_of(node.inputs[1])) is not None and not zero.any()]
+    choices = [
+        node
+        for test in tests
+        for node in test.outputs[0].outputs
+        if node.op == "Where" and node.inputs[2] is answer
+    ]
+    return [
+        node
+        for node in choices
+        if (zero := constant_of(node.inputs[1])) is not None and not zero.any()
+    ]
 
 
 def without_guards(softmax: Any, found: list[Any]) -> None:

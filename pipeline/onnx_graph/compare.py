@@ -30,20 +30,43 @@ def open_reference(path: Path) -> Runner:
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4  # failures come as exceptions
     state = onnxruntime.capi.onnxruntime_pybind11_state
-    load_failures = (state.Fail, state.InvalidGraph, state.InvalidProtobuf, state.NoSuchFile, state.NotImplemented, state.RuntimeException)
-    failures: tuple[type[Exception], ...] = (*load_failures, state.InvalidArgument, state.EPFail, ValueError)
+    load_failures = (
+        state.Fail,
+        state.InvalidGraph,
+        state.InvalidProtobuf,
+        state.NoSuchFile,
+        state.NotImplemented,
+        state.RuntimeException,
+    )
+    failures: tuple[type[Exception], ...] = (
+        *load_failures,
+        state.InvalidArgument,
+        state.EPFail,
+        ValueError,
+    )
     try:
-        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            str(path), options, providers=["CPUExecutionProvider"]
+        )
     except failures as error:
-        raise ModelError(f"ONNX Runtime cannot load '{path}': {error}", "check the model with `crucible inspect`") from error
+        raise ModelError(
+            f"ONNX Runtime cannot load '{path}': {error}", "check the model with `crucible inspect`"
+        ) from error
     names = [output.name for output in session.get_outputs()]
 
     def run(feeds: Tensors) -> dict[str, NDArray[np.generic]]:
         try:
-            results = session.run_with_ort_values(names, {name: ort_value(array) for name, array in feeds.items()})
+            results = session.run_with_ort_values(
+                names, {name: ort_value(array) for name, array in feeds.items()}
+            )
         except failures as error:
-            shapes = ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in feeds.items())
-            raise ModelError(f"ONNX Runtime cannot run '{path}' on {shapes}: {error}", "check the shapes and values of the inputs") from error
+            shapes = ", ".join(
+                f"{name} {array.dtype}{list(array.shape)}" for name, array in feeds.items()
+            )
+            raise ModelError(
+                f"ONNX Runtime cannot run '{path}' on {shapes}: {error}",
+                "check the shapes and values of the inputs",
+            ) from error
         return {name: array_from_ort(value) for name, value in zip(names, results, strict=True)}
 
     return run
@@ -55,7 +78,9 @@ def ort_value(array: NDArray[np.generic]) -> OrtValue:
 
     whole = np.require(array, requirements="C")
     if whole.dtype == ml_dtypes.bfloat16:
-        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(whole.view(np.uint16), onnx.TensorProto.BFLOAT16)
+        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(
+            whole.view(np.uint16), onnx.TensorProto.BFLOAT16
+        )
     return onnxruntime.OrtValue.ortvalue_from_numpy(whole)
 
 
@@ -68,14 +93,19 @@ def array_from_ort(value: OrtValue) -> NDArray[np.generic]:
     return bits.view(ml_dtypes.bfloat16)
 
 
-def compare_graphs(before: Path, after: Path, feeds_list: Iterable[Tensors], tolerance: float = 1e-4) -> str:
+def compare_graphs(
+    before: Path, after: Path, feeds_list: Iterable[Tensors], tolerance: float = 1e-4
+) -> str:
     """Empty if both graphs give the same outputs on all feeds, else a sentence naming the output, the error and the shapes.
 
     `tolerance` bounds the largest difference of a float output, in units of that output's largest magnitude; all else must be equal.
     Feeds that `before` itself cannot run (sizes that do not fit each other) prove nothing and are passed over; ModelError if that is all of them.
     """
     reference = open_reference(before)
-    compared, refusal = 0, ModelError(f"'{before}' was given nothing to be compared on", "give samples or sizes")
+    compared, refusal = (
+        0,
+        ModelError(f"'{before}' was given nothing to be compared on", "give samples or sizes"),
+    )
     try:
         candidate = open_reference(after)
     except ModelError as error:
@@ -127,7 +157,10 @@ def _difference(want: NDArray[np.generic], have: NDArray[np.generic]) -> float:
         return 0.0 if np.array_equal(want, have) else math.inf
     a, b = want.astype(np.float64), have.astype(np.float64)
     finite = np.isfinite(a)
-    if not np.array_equal(a[~finite], b[~finite], equal_nan=True) or not np.isfinite(b[finite]).all():
+    if (
+        not np.array_equal(a[~finite], b[~finite], equal_nan=True)
+        or not np.isfinite(b[finite]).all()
+    ):
         return math.inf
     scale = np.abs(a[finite]).max(initial=0.0)
     return float(np.abs(a[finite] - b[finite]).max(initial=0.0) / (scale or 1.0))

@@ -75,7 +75,10 @@ def _bound(proto: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.ModelProto:
                 continue
             symbol = dim.dim_param or f"{value.name}_{axis}"
             if symbol not in sizes:
-                raise ModelError(f"input '{value.name}' has dimension '{symbol}', which has no size", f"give a size for '{symbol}'")
+                raise ModelError(
+                    f"input '{value.name}' has dimension '{symbol}', which has no size",
+                    f"give a size for '{symbol}'",
+                )
             dim.dim_value = sizes[symbol]
     proto.graph.ClearField("value_info")
     for value in proto.graph.output:
@@ -95,13 +98,19 @@ def _known(proto: onnx.ModelProto) -> dict[str, _Tensor]:
     folded.CopyFrom(proto)
     while True:
         known = _inferred(folded)
-        if all(name in known for node in folded.graph.node for name in node.output if name) or not _fold_sizes(folded, known):
+        if all(
+            name in known for node in folded.graph.node for name in node.output if name
+        ) or not _fold_sizes(folded, known):
             return known
 
 
 def _fold_sizes(proto: onnx.ModelProto, known: Mapping[str, _Tensor]) -> bool:
     """Put constants in the place of nodes that compute sizes from known shapes and constants; whether there were any."""
-    values = {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer if math.prod(t.dims) <= MOST_SIZES and not is_external(t)}
+    values = {
+        t.name: numpy_helper.to_array(t)
+        for t in proto.graph.initializer
+        if math.prod(t.dims) <= MOST_SIZES and not is_external(t)
+    }
     opset = {entry.domain: entry.version for entry in proto.opset_import}
     found = False
     for node in proto.graph.node:
@@ -109,22 +118,46 @@ def _fold_sizes(proto: onnx.ModelProto, known: Mapping[str, _Tensor]) -> bool:
         if value is not None and value.size <= MOST_SIZES:
             values[node.output[0]] = value
             found |= node.op_type != "Constant"
-            node.CopyFrom(onnx.helper.make_node("Constant", [], [node.output[0]], node.name, value=numpy_helper.from_array(value)))
+            node.CopyFrom(
+                onnx.helper.make_node(
+                    "Constant",
+                    [],
+                    [node.output[0]],
+                    node.name,
+                    value=numpy_helper.from_array(value),
+                )
+            )
     return found
 
 
 def _size_of(
-    node: onnx.NodeProto, known: Mapping[str, _Tensor], values: Mapping[str, NDArray[np.generic]], opset: dict[str, int]
+    node: onnx.NodeProto,
+    known: Mapping[str, _Tensor],
+    values: Mapping[str, NDArray[np.generic]],
+    opset: dict[str, int],
 ) -> NDArray[np.generic] | None:
     """What a node computes, if it computes sizes and all it needs is known."""
     if node.op_type == "Shape" and node.input[0] in known:
         bounds = {attribute.name: attribute.i for attribute in node.attribute}
-        return np.array(known[node.input[0]].shape[bounds.get("start", 0) : bounds.get("end")], np.int64)
-    if node.op_type not in SIZE_OPERATORS or len(node.output) != 1 or not all(name in values for name in node.input if name):
+        return np.array(
+            known[node.input[0]].shape[bounds.get("start", 0) : bounds.get("end")], np.int64
+        )
+    if (
+        node.op_type not in SIZE_OPERATORS
+        or len(node.output) != 1
+        or not all(name in values for name in node.input if name)
+    ):
         return None
     try:
-        (value,) = onnx.reference.ReferenceEvaluator(node, opsets=opset).run(None, {name: values[name] for name in node.input if name})
-    except (IndexError, RuntimeError, TypeError, ValueError):  # a graph that is wrong there: its shapes stay unknown
+        (value,) = onnx.reference.ReferenceEvaluator(node, opsets=opset).run(
+            None, {name: values[name] for name in node.input if name}
+        )
+    except (
+        IndexError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):  # a graph that is wrong there: its shapes stay unknown
         return None
     return np.asarray(value)
 
@@ -133,13 +166,24 @@ def _inferred(proto: onnx.ModelProto) -> dict[str, _Tensor]:
     """Every tensor whose shape is known."""
     try:
         graph = onnx.shape_inference.infer_shapes(proto, data_prop=True).graph
-    except onnx.shape_inference.InferenceError:  # contradictory shapes: what the file says is all that is known
+    except (
+        onnx.shape_inference.InferenceError
+    ):  # contradictory shapes: what the file says is all that is known
         graph = proto.graph
     known = {t.name: _Tensor(tuple(t.dims), _item_bytes(t.data_type)) for t in graph.initializer}
     for value in (*graph.input, *graph.value_info, *graph.output):
         kind = value.type.tensor_type
-        if value.type.HasField("tensor_type") and kind.HasField("shape") and all(dim.HasField("dim_value") for dim in kind.shape.dim):
-            known.setdefault(value.name, _Tensor(tuple(dim.dim_value for dim in kind.shape.dim), _item_bytes(kind.elem_type)))
+        if (
+            value.type.HasField("tensor_type")
+            and kind.HasField("shape")
+            and all(dim.HasField("dim_value") for dim in kind.shape.dim)
+        ):
+            known.setdefault(
+                value.name,
+                _Tensor(
+                    tuple(dim.dim_value for dim in kind.shape.dim), _item_bytes(kind.elem_type)
+                ),
+            )
     return known
 
 
@@ -147,7 +191,11 @@ def _item_bytes(elem_type: int) -> float:
     name = type_name(elem_type)
     if name in ("string", "undefined"):
         return 0.0
-    return 0.5 if name.endswith("int4") or name.startswith("float4") else float(onnx.helper.tensor_dtype_to_np_dtype(elem_type).itemsize)
+    return (
+        0.5
+        if name.endswith("int4") or name.startswith("float4")
+        else float(onnx.helper.tensor_dtype_to_np_dtype(elem_type).itemsize)
+    )
 
 
 def _cost(node: onnx.NodeProto, known: Mapping[str, _Tensor]) -> NodeCost:
@@ -156,24 +204,34 @@ def _cost(node: onnx.NodeProto, known: Mapping[str, _Tensor]) -> NodeCost:
     writes = [known.get(name) for name in node.output if name]
     if operator in VIEWS:
         return NodeCost(node.name, operator, 0.0, 0, 0)
-    return NodeCost(node.name, operator, _flops(node, operator, known), _bytes(reads), _bytes(writes))
+    return NodeCost(
+        node.name, operator, _flops(node, operator, known), _bytes(reads), _bytes(writes)
+    )
 
 
 def _bytes(tensors: list[_Tensor | None]) -> int | None:
     if any(tensor is None for tensor in tensors):
         return None
-    return math.ceil(sum(tensor.size * tensor.item_bytes for tensor in tensors if tensor is not None))
+    return math.ceil(
+        sum(tensor.size * tensor.item_bytes for tensor in tensors if tensor is not None)
+    )
 
 
 def _flops(node: onnx.NodeProto, operator: str, known: Mapping[str, _Tensor]) -> float | None:
     if operator in MOVERS:
         return 0.0
-    if node.domain not in DEFAULT_DOMAINS or any(attribute.type == onnx.AttributeProto.GRAPH for attribute in node.attribute):
+    if node.domain not in DEFAULT_DOMAINS or any(
+        attribute.type == onnx.AttributeProto.GRAPH for attribute in node.attribute
+    ):
         return None  # we do not know what it does; what runs depends on values
     if any(name not in known for name in (*node.input, node.output[0]) if name):
         return None
     rule = RULES.get(operator, _per_element)
-    return rule(node, [known[name].shape if name else () for name in node.input], known[node.output[0]].shape)
+    return rule(
+        node,
+        [known[name].shape if name else () for name in node.input],
+        known[node.output[0]].shape,
+    )
 
 
 Rule = Callable[[onnx.NodeProto, list[Shape], Shape], float | None]
@@ -185,11 +243,15 @@ def _conv(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float:
 
 
 def _quantized_conv(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float:
-    return 2.0 * math.prod(output) * math.prod(inputs[3][1:])  # inputs: x, scale, zero point, weight
+    return (
+        2.0 * math.prod(output) * math.prod(inputs[3][1:])
+    )  # inputs: x, scale, zero point, weight
 
 
 def _conv_transpose(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float:
-    return 2.0 * math.prod(inputs[0]) * math.prod(inputs[1][1:])  # weight [in, out / groups, *kernel]
+    return (
+        2.0 * math.prod(inputs[0]) * math.prod(inputs[1][1:])
+    )  # weight [in, out / groups, *kernel]
 
 
 def _matmul(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float:
@@ -202,32 +264,51 @@ def _gemm(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float:
 
 
 def _einsum(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float | None:
-    equation = next(attribute.s.decode() for attribute in node.attribute if attribute.name == "equation").replace(" ", "")
+    equation = next(
+        attribute.s.decode() for attribute in node.attribute if attribute.name == "equation"
+    ).replace(" ", "")
     terms = equation.split("->")[0].split(",")
-    if "." in equation or any(len(term) != len(shape) for term, shape in zip(terms, inputs, strict=True)):
+    if "." in equation or any(
+        len(term) != len(shape) for term, shape in zip(terms, inputs, strict=True)
+    ):
         return None
-    sizes = {label: size for term, shape in zip(terms, inputs, strict=True) for label, size in zip(term, shape, strict=True)}
+    sizes = {
+        label: size
+        for term, shape in zip(terms, inputs, strict=True)
+        for label, size in zip(term, shape, strict=True)
+    }
     return 2.0 * math.prod(sizes.values())
 
 
 def _attention(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float | None:
     if len(inputs) > 4 and inputs[4]:
         return None  # keys of the past, whose number the node's inputs do not show in one place
-    heads = next((attribute.i for attribute in node.attribute if attribute.name == "q_num_heads"), inputs[0][1])
-    queries, keys, width = inputs[0][-2], inputs[1][-2], math.prod(inputs[0]) / inputs[0][0] / inputs[0][-2]  # width of all heads together
+    heads = next(
+        (attribute.i for attribute in node.attribute if attribute.name == "q_num_heads"),
+        inputs[0][1],
+    )
+    queries, keys, width = (
+        inputs[0][-2],
+        inputs[1][-2],
+        math.prod(inputs[0]) / inputs[0][0] / inputs[0][-2],
+    )  # width of all heads together
     products = 2.0 * queries * keys * (width + math.prod(output) / output[0] / output[-2])
     return inputs[0][0] * (products + SOFTMAX_FLOPS * heads * queries * keys)
 
 
 def _recurrent(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float:
-    steps = inputs[0][0] * inputs[0][1]  # x [time, batch, in], W [directions, gates, in]; R has the same gates and width gates / (gates per cell)
+    steps = (
+        inputs[0][0] * inputs[0][1]
+    )  # x [time, batch, in], W [directions, gates, in]; R has the same gates and width gates / (gates per cell)
     directions, gates, width = inputs[1]
     hidden = gates // GATES[node.op_type]
     return 2.0 * steps * directions * gates * (width + hidden)
 
 
 def _window(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float:
-    kernel = next(attribute.ints for attribute in node.attribute if attribute.name == "kernel_shape")
+    kernel = next(
+        attribute.ints for attribute in node.attribute if attribute.name == "kernel_shape"
+    )
     return float(math.prod(output) * math.prod(kernel))
 
 
@@ -280,6 +361,25 @@ RULES: dict[str, Rule] = {
     "LpPool": _window,
     "MaxPool": _window,
     **dict.fromkeys(GATES, _recurrent),
-    **dict.fromkeys(("GlobalAveragePool", "GlobalMaxPool", "ArgMax", "ArgMin", "TopK", "CumSum"), _per_input),
-    **dict.fromkeys((f"Reduce{kind}" for kind in ("Sum", "Mean", "Max", "Min", "Prod", "L1", "L2", "SumSquare", "LogSum", "LogSumExp")), _per_input),
+    **dict.fromkeys(
+        ("GlobalAveragePool", "GlobalMaxPool", "ArgMax", "ArgMin", "TopK", "CumSum"), _per_input
+    ),
+    **dict.fromkeys(
+        (
+            f"Reduce{kind}"
+            for kind in (
+                "Sum",
+                "Mean",
+                "Max",
+                "Min",
+                "Prod",
+                "L1",
+                "L2",
+                "SumSquare",
+                "LogSum",
+                "LogSumExp",
+            )
+        ),
+        _per_input,
+    ),
 }

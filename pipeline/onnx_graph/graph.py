@@ -24,13 +24,31 @@ from pipeline.errors import InternalError, ModelError, PlanError
 
 PROTOBUF_LIMIT_BYTES = 2**31 - 1  # protobuf's own; more must lie in external data
 EXTERNAL_ABOVE_BYTES = 1_500_000_000  # below the limit, with room for the graph itself
-SMALL_BYTES = 65_536  # tensors up to here may hold shapes and axes, so they are read even without weights
+SMALL_BYTES = (
+    65_536  # tensors up to here may hold shapes and axes, so they are read even without weights
+)
 
 INTERFACE_TYPES = frozenset(
-    ["float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"]
+    [
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "bool",
+    ]
 )  # what every backend can bind; the rest is refused by name
 SIZED_BY_VALUES = frozenset({"NonZero", "Unique", "Compress", "NonMaxSuppression"})
-SCATTERS = frozenset({"ScatterND", "ScatterElements", "Scatter"})  # their output has the shape of their first input
+SCATTERS = frozenset(
+    {"ScatterND", "ScatterElements", "Scatter"}
+)  # their output has the shape of their first input
 DEFAULT_DOMAINS = ("", "ai.onnx")
 
 
@@ -45,19 +63,33 @@ def read_proto(path: Path, weights: bool = True) -> onnx.ModelProto:
     if not path.is_file():
         raise ModelError(f"no model at '{path}'", "give the path of an .onnx file")
     if path.stat().st_size > PROTOBUF_LIMIT_BYTES:
-        raise ModelError(f"'{path}' is over 2 GiB, more than protobuf can hold", "save it with its weights as external data")
+        raise ModelError(
+            f"'{path}' is over 2 GiB, more than protobuf can hold",
+            "save it with its weights as external data",
+        )
     try:
         proto = onnx.ModelProto.FromString(path.read_bytes())
     except DecodeError as error:
-        raise ModelError(f"'{path}' is not a whole ONNX file: {error}", "copy or export the model again") from error
+        raise ModelError(
+            f"'{path}' is not a whole ONNX file: {error}", "copy or export the model again"
+        ) from error
     if not proto.graph.output:
-        raise ModelError(f"'{path}' holds no ONNX graph with outputs", "copy or export the model again")
+        raise ModelError(
+            f"'{path}' holds no ONNX graph with outputs", "copy or export the model again"
+        )
     for tensor in tensors_of(proto):
         keep = bytes_of_tensor(tensor) <= SMALL_BYTES or weights
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             _read_external(tensor, path, keep)
         elif not keep:
-            for field in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
+            for field in (
+                "raw_data",
+                "float_data",
+                "int32_data",
+                "int64_data",
+                "double_data",
+                "uint64_data",
+            ):
                 tensor.ClearField(field)
     _check_wiring(proto.graph, path)
     return proto
@@ -81,24 +113,46 @@ def _external_range(tensor: onnx.TensorProto, model: Path) -> tuple[Path, int, i
     location = entries.get("location", "")
     where = f"tensor '{tensor.name}' of '{model}' has external data at '{location}'"
     parts = PurePosixPath(location).parts
-    if not location or location.startswith("/") or ".." in parts or {"\\", "\0"} & set(location) or PureWindowsPath(location).is_absolute():
-        raise ModelError(f"{where}: expected a relative path without '..'", "keep the data in the model's own folder")
+    if (
+        not location
+        or location.startswith("/")
+        or ".." in parts
+        or {"\\", "\0"} & set(location)
+        or PureWindowsPath(location).is_absolute()
+    ):
+        raise ModelError(
+            f"{where}: expected a relative path without '..'",
+            "keep the data in the model's own folder",
+        )
     folder = model.parent.resolve()
     file = (folder / location).resolve()
     if not file.is_relative_to(folder):
-        raise ModelError(f"{where}, a link to outside the model's folder", "put the data itself into the model's own folder")
+        raise ModelError(
+            f"{where}, a link to outside the model's folder",
+            "put the data itself into the model's own folder",
+        )
     if not file.is_file():
-        raise ModelError(f"{where}, which is missing", f"put '{PurePosixPath(location).name}' beside the model")
+        raise ModelError(
+            f"{where}, which is missing", f"put '{PurePosixPath(location).name}' beside the model"
+        )
     size = file.stat().st_size
     try:
         offset = int(entries.get("offset", 0))
         length = int(entries.get("length", size - offset))
     except ValueError as error:
-        raise ModelError(f"{where} with offset or length that is not a number: {error}", "export the model again") from error
+        raise ModelError(
+            f"{where} with offset or length that is not a number: {error}", "export the model again"
+        ) from error
     if offset < 0 or length < 0 or offset + length > size:
-        raise ModelError(f"{where}: expected bytes {offset} to {offset + length}, the file has {size}", "copy or export the model again")
+        raise ModelError(
+            f"{where}: expected bytes {offset} to {offset + length}, the file has {size}",
+            "copy or export the model again",
+        )
     if length != bytes_of_tensor(tensor):
-        raise ModelError(f"{where}: expected {bytes_of_tensor(tensor)} bytes for its shape, got {length}", "export the model again")
+        raise ModelError(
+            f"{where}: expected {bytes_of_tensor(tensor)} bytes for its shape, got {length}",
+            "export the model again",
+        )
     return file, offset, length
 
 
@@ -110,22 +164,37 @@ def _check_wiring(graph: onnx.GraphProto, path: Path) -> None:
     for node in graph.node:
         missing = [name for name in node.input if name not in made]
         if missing:
-            raise ModelError(f"node '{node.name}' ({node.op_type}) of '{path}' reads '{missing[0]}', which nothing before it makes", advice)
+            raise ModelError(
+                f"node '{node.name}' ({node.op_type}) of '{path}' reads '{missing[0]}', which nothing before it makes",
+                advice,
+            )
         made.update(node.output)
     for value in graph.output:
         if value.name not in made:
             raise ModelError(f"output '{value.name}' of '{path}' is made by no node", advice)
 
 
-def write_proto(proto: onnx.ModelProto, path: Path, external_above_bytes: int = EXTERNAL_ABOVE_BYTES) -> None:
+def write_proto(
+    proto: onnx.ModelProto, path: Path, external_above_bytes: int = EXTERNAL_ABOVE_BYTES
+) -> None:
     """Write a model and read it back to check it. Weights of more than 1.5 GB go to `<file>.data` beside it, and leave `proto`."""
     data = path.with_name(path.name + ".data")
     data.unlink(missing_ok=True)  # onnx appends to a file that is there
     if sum(bytes_of_tensor(tensor) for tensor in tensors_of(proto)) > external_above_bytes:
         for tensor in proto.graph.initializer:
-            if not tensor.HasField("raw_data") and tensor.data_type != onnx.TensorProto.STRING:  # only raw data can lie outside
-                tensor.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor), tensor.name))
-        onnx.save_model(proto, str(path), save_as_external_data=True, location=data.name, size_threshold=SMALL_BYTES)
+            if (
+                not tensor.HasField("raw_data") and tensor.data_type != onnx.TensorProto.STRING
+            ):  # only raw data can lie outside
+                tensor.CopyFrom(
+                    onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor), tensor.name)
+                )
+        onnx.save_model(
+            proto,
+            str(path),
+            save_as_external_data=True,
+            location=data.name,
+            size_threshold=SMALL_BYTES,
+        )
     else:
         path.write_bytes(proto.SerializeToString())
     read_proto(path, weights=False)
@@ -134,7 +203,15 @@ def write_proto(proto: onnx.ModelProto, path: Path, external_above_bytes: int = 
 def external_files(path: Path) -> tuple[Path, ...]:
     """The files that hold a model's external data, sorted, each once."""
     proto = onnx.ModelProto.FromString(path.read_bytes())
-    return tuple(sorted({_external_range(t, path)[0] for t in tensors_of(proto) if t.data_location == onnx.TensorProto.EXTERNAL}))
+    return tuple(
+        sorted(
+            {
+                _external_range(t, path)[0]
+                for t in tensors_of(proto)
+                if t.data_location == onnx.TensorProto.EXTERNAL
+            }
+        )
+    )
 
 
 def copy_model(source: Path, target: Path) -> None:
@@ -172,14 +249,26 @@ def graphs_of(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 def _graphs_within(body: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.GraphProto]:
     for node in body.node:
         for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs) if attribute.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS) else ():
+            for inner in (
+                (attribute.g, *attribute.graphs)
+                if attribute.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
+                else ()
+            ):
                 yield from graphs_of(inner)
 
 
 def tensors_of(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     """Every constant of a model: initializers and attributes, dense and sparse, in subgraphs and functions too."""
-    graphs = [*graphs_of(proto.graph), *(graph for function in proto.functions for graph in _graphs_within(function))]
-    attributes = [attribute for body in (*graphs, *proto.functions) for node in body.node for attribute in node.attribute]
+    graphs = [
+        *graphs_of(proto.graph),
+        *(graph for function in proto.functions for graph in _graphs_within(function)),
+    ]
+    attributes = [
+        attribute
+        for body in (*graphs, *proto.functions)
+        for node in body.node
+        for attribute in node.attribute
+    ]
     sparse = [each for graph in graphs for each in graph.sparse_initializer]
     for graph in graphs:
         yield from graph.initializer
@@ -187,7 +276,10 @@ def tensors_of(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
         if attribute.HasField("t"):
             yield attribute.t
         yield from attribute.tensors
-        sparse += [*([attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []), *attribute.sparse_tensors]
+        sparse += [
+            *([attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []),
+            *attribute.sparse_tensors,
+        ]
     for each in sparse:
         yield from (each.values, each.indices)
 
@@ -197,7 +289,13 @@ def bytes_of_tensor(tensor: onnx.TensorProto) -> int:
     name = type_name(tensor.data_type)
     if name in ("string", "undefined"):
         return 0
-    bits = 4 if name.endswith("int4") or name.startswith("float4") else 2 if name.endswith("int2") else 0
+    bits = (
+        4
+        if name.endswith("int4") or name.startswith("float4")
+        else 2
+        if name.endswith("int2")
+        else 0
+    )
     bits = bits or 8 * int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
     return int(math.prod(tensor.dims) * bits + 7) // 8
 
@@ -205,7 +303,10 @@ def bytes_of_tensor(tensor: onnx.TensorProto) -> int:
 def type_name(elem_type: int) -> str:
     """numpy's name of an ONNX element type; those that numpy lacks in lower case ("bfloat16", "string", "float8e5m2")."""
     if elem_type not in onnx.TensorProto.DataType.values():
-        raise ModelError(f"tensor element type {elem_type} is not one that onnx {onnx.__version__} knows", "export the model again")
+        raise ModelError(
+            f"tensor element type {elem_type} is not one that onnx {onnx.__version__} knows",
+            "export the model again",
+        )
     name = str(onnx.TensorProto.DataType.Name(elem_type)).lower()
     return {"float": "float32", "double": "float64"}.get(name, name)
 
@@ -243,8 +344,16 @@ def kept_nodes(graph: onnx.GraphProto, patterns: tuple[str, ...]) -> frozenset[s
 
 def changed_interface(before: OnnxModel, after: OnnxModel) -> str:
     """How names, order, dtypes or dimensions of inputs or outputs changed; empty if they did not."""
-    for role, old, new in (("inputs", before.inputs, after.inputs), ("outputs", before.outputs, after.outputs)):
-        was, became = (", ".join(f"{spec.name} {spec.dtype}[{', '.join(map(str, spec.shape))}]" for spec in specs) for specs in (old, new))
+    for role, old, new in (
+        ("inputs", before.inputs, after.inputs),
+        ("outputs", before.outputs, after.outputs),
+    ):
+        was, became = (
+            ", ".join(
+                f"{spec.name} {spec.dtype}[{', '.join(map(str, spec.shape))}]" for spec in specs
+            )
+            for specs in (old, new)
+        )
         if was != became:
             return f"{role} were {was} and became {became}"
     return ""
@@ -257,27 +366,43 @@ def with_same_interface(source: OnnxModel, made: OnnxModel) -> OnnxModel:
     return made
 
 
-def onnx_model(root: Path, file: str, precision: Precision = Precision.FP32, notes: tuple[Note, ...] = ()) -> OnnxModel:
+def onnx_model(
+    root: Path, file: str, precision: Precision = Precision.FP32, notes: tuple[Note, ...] = ()
+) -> OnnxModel:
     """Describe the model at root/file: digest, opset, specs. ModelError if it cannot be read or its interface cannot be bound to arrays."""
     path = root / file
     proto = read_proto(path, weights=False)
     inputs, outputs = specs_of(proto)
     digest = file_digest(path)
-    return OnnxModel(root=root, file=file, digest=digest, opset=opset_of(proto), inputs=inputs, outputs=outputs, precision=precision, notes=notes)
+    return OnnxModel(
+        root=root,
+        file=file,
+        digest=digest,
+        opset=opset_of(proto),
+        inputs=inputs,
+        outputs=outputs,
+        precision=precision,
+        notes=notes,
+    )
 
 
 def opset_of(proto: onnx.ModelProto) -> int:
     """Version of the default operator set."""
     versions = [entry.version for entry in proto.opset_import if entry.domain in DEFAULT_DOMAINS]
     if not versions:
-        raise ModelError("the model imports no default operator set", "export the model again, with opset 13 or later")
+        raise ModelError(
+            "the model imports no default operator set",
+            "export the model again, with opset 13 or later",
+        )
     return int(max(versions))
 
 
 def specs_of(proto: onnx.ModelProto) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """Inputs and outputs in order. A dynamic dimension without a name is called `<tensor>_<axis>`; initializers are no inputs."""
     constants = {tensor.name for tensor in proto.graph.initializer}
-    inputs = tuple(_spec(value, "input") for value in proto.graph.input if value.name not in constants)
+    inputs = tuple(
+        _spec(value, "input") for value in proto.graph.input if value.name not in constants
+    )
     known = {symbol for spec in inputs for symbol in spec.symbols}
     tainted = _sized_by_values(proto.graph)
     outputs = []
@@ -291,11 +416,17 @@ def specs_of(proto: onnx.ModelProto) -> tuple[tuple[TensorSpec, ...], tuple[Tens
 def _ranked_outputs(proto: onnx.ModelProto) -> Iterable[onnx.ValueInfoProto]:
     """The graph's outputs, their shapes completed by shape inference where the file leaves something open."""
     declared = list(proto.graph.output)
-    if all(not v.type.HasField("tensor_type") or (_is_ranked(v) and all(map(_is_named, v.type.tensor_type.shape.dim))) for v in declared):
+    if all(
+        not v.type.HasField("tensor_type")
+        or (_is_ranked(v) and all(map(_is_named, v.type.tensor_type.shape.dim)))
+        for v in declared
+    ):
         return declared
     try:
         outputs = list(onnx.shape_inference.infer_shapes(proto, data_prop=True).graph.output)
-    except onnx.shape_inference.InferenceError:  # contradictions inside; the declared interface still stands
+    except (
+        onnx.shape_inference.InferenceError
+    ):  # contradictions inside; the declared interface still stands
         return declared
     for dim in (dim for value in outputs for dim in value.type.tensor_type.shape.dim):
         if dim.dim_param.startswith("unk__"):  # shape inference's own name for "unknown"
@@ -315,14 +446,31 @@ def _spec(value: onnx.ValueInfoProto, role: str) -> TensorSpec:
     kind = value.type.WhichOneof("value") or "no type"
     advice = "change the model so that it takes and returns plain numeric tensors"
     if kind != "tensor_type":
-        raise ModelError(f"{role} '{value.name}' is of kind {kind.removesuffix('_type')}, expected a tensor", advice)
+        raise ModelError(
+            f"{role} '{value.name}' is of kind {kind.removesuffix('_type')}, expected a tensor",
+            advice,
+        )
     dtype = type_name(value.type.tensor_type.elem_type)
     if dtype not in INTERFACE_TYPES:
-        raise ModelError(f"{role} '{value.name}' holds {dtype}, expected one of {', '.join(sorted(INTERFACE_TYPES))}", advice)
+        raise ModelError(
+            f"{role} '{value.name}' holds {dtype}, expected one of {', '.join(sorted(INTERFACE_TYPES))}",
+            advice,
+        )
     if not _is_ranked(value):
-        raise ModelError(f"{role} '{value.name}' has no shape, not even a rank", "export the model with the shapes of its inputs and outputs")
-    shape = tuple(_dim(dim, f"{value.name}_{axis}") for axis, dim in enumerate(value.type.tensor_type.shape.dim))
-    return TensorSpec(name=value.name, dtype=dtype, shape=shape, kind="dynamic" if any(isinstance(d, str) for d in shape) else "static")
+        raise ModelError(
+            f"{role} '{value.name}' has no shape, not even a rank",
+            "export the model with the shapes of its inputs and outputs",
+        )
+    shape = tuple(
+        _dim(dim, f"{value.name}_{axis}")
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim)
+    )
+    return TensorSpec(
+        name=value.name,
+        dtype=dtype,
+        shape=shape,
+        kind="dynamic" if any(isinstance(d, str) for d in shape) else "static",
+    )
 
 
 def _dim(dim: onnx.TensorShapeProto.Dimension, unnamed: str) -> Dim:
@@ -336,7 +484,13 @@ def _sized_by_values(graph: onnx.GraphProto) -> set[str]:
     tainted: set[str] = set()
     for node in graph.node:
         read = node.input[:1] if node.op_type in SCATTERS else node.input
-        inner = {deep.op_type for a in node.attribute if a.type == onnx.AttributeProto.GRAPH for g in graphs_of(a.g) for deep in g.node}
+        inner = {
+            deep.op_type
+            for a in node.attribute
+            if a.type == onnx.AttributeProto.GRAPH
+            for g in graphs_of(a.g)
+            for deep in g.node
+        }
         if SIZED_BY_VALUES & {node.op_type, *inner} or tainted & set(read):
             tainted.update(node.output)
     return tainted
@@ -346,7 +500,11 @@ def _sized_by_values(graph: onnx.GraphProto) -> set[str]:
 
 
 def draw_feeds(
-    specs: tuple[TensorSpec, ...], sizes: Mapping[str, int], seed: int, values: Mapping[str, Sequence[int]] | None = None, seen: bool = False
+    specs: tuple[TensorSpec, ...],
+    sizes: Mapping[str, int],
+    seed: int,
+    values: Mapping[str, Sequence[int]] | None = None,
+    seen: bool = False,
 ) -> Tensors:
     """Generated inputs: floats standard normal, bool even odds, (u)int8 their full range, wider integers 0 or 1.
 
@@ -358,14 +516,22 @@ def draw_feeds(
     for array in drawn.values() if seen else ():
         if array.ndim and array.dtype.kind in "iub" and array.dtype.name not in ("int8", "uint8"):
             array[..., :1] = 1
-    fixed = {name: np.array(values[name], array.dtype).reshape(array.shape) for name, array in drawn.items() if values and name in values}
+    fixed = {
+        name: np.array(values[name], array.dtype).reshape(array.shape)
+        for name, array in drawn.items()
+        if values and name in values
+    }
     return drawn | fixed
 
 
-def _draw(random: np.random.Generator, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> NDArray[np.generic]:
+def _draw(
+    random: np.random.Generator, dtype: np.dtype[np.generic], shape: tuple[int, ...]
+) -> NDArray[np.generic]:
     if dtype.name in ("int8", "uint8"):
         limits = np.iinfo(dtype.name)
-        return np.asarray(random.integers(limits.min, limits.max, shape, endpoint=True)).astype(dtype)
+        return np.asarray(random.integers(limits.min, limits.max, shape, endpoint=True)).astype(
+            dtype
+        )
     if dtype.kind in "iub":
         return np.asarray(random.integers(0, 2, shape)).astype(dtype)
     return np.asarray(random.standard_normal(shape)).astype(dtype)

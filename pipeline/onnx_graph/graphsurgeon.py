@@ -8,7 +8,9 @@ import numpy as np
 import onnx
 
 OURS = "plain_attention/"  # begins the names that are put in, so that they meet no others
-SEPARATE = 4  # the first IR version whose initializers need not be inputs, which GraphSurgeon leaves out
+SEPARATE = (
+    4  # the first IR version whose initializers need not be inputs, which GraphSurgeon leaves out
+)
 
 
 def chain(tensor: Any, *operators: str) -> list[Any]:
@@ -37,7 +39,11 @@ def constant(tensor: Any) -> Any:
     import onnx_graphsurgeon as gs
 
     made = maker(tensor)
-    whole = made.attrs["value"] if made is not None and made.op == "Constant" and "value" in made.attrs else tensor
+    whole = (
+        made.attrs["value"]
+        if made is not None and made.op == "Constant" and "value" in made.attrs
+        else tensor
+    )
     return whole if isinstance(whole, gs.Constant) else None
 
 
@@ -50,7 +56,11 @@ def constant_of(tensor: Any) -> np.ndarray | None:
 def floats_of(tensor: Any) -> np.ndarray | None:
     """The array of a constant in fp16 or fp32; None in bf16, which numpy does not know."""
     found = constant(tensor)
-    return np.asarray(found.values) if found is not None and found.dtype in (np.float16, np.float32) else None
+    return (
+        np.asarray(found.values)
+        if found is not None and found.dtype in (np.float16, np.float32)
+        else None
+    )
 
 
 def number_of(tensor: Any) -> np.ndarray | None:

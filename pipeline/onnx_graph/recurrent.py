@@ -100,7 +100,9 @@ class _StateWriter:
 
     def __init__(self, graph: onnx.GraphProto, elem_type: int) -> None:
         self.graph, self.elem_type = graph, elem_type
-        self.taken = {name for node in graph.node for name in (node.name, *node.input, *node.output)}
+        self.taken = {
+            name for node in graph.node for name in (node.name, *node.input, *node.output)
+        }
         self.taken |= {tensor.name for tensor in graph.initializer}
         self.made: dict[_StateShape, str] = {}
 
@@ -122,7 +124,9 @@ class _StateWriter:
         self.made[shape] = state.name
         return source, batch, target, state
 
-    def _node(self, operator: str, inputs: list[str], name: str, **attributes: int) -> onnx.NodeProto:
+    def _node(
+        self, operator: str, inputs: list[str], name: str, **attributes: int
+    ) -> onnx.NodeProto:
         """A node that is called as its only output."""
         unused = self._unused(name)
         return onnx.helper.make_node(operator, inputs, [unused], name=unused, **attributes)

@@ -28,14 +28,31 @@ def fold_strides(model: onnx.ModelProto) -> onnx.ModelProto:
     for node in [node for node in graph.nodes if node.op == "Conv"]:
         if strided := _strided(node):
             weight, stride, pads = strided
-            folded = [folded_axis(size, stride, pad) for size, pad in zip(weight.shape[2:], pads, strict=True)]
+            folded = [
+                folded_axis(size, stride, pad)
+                for size, pad in zip(weight.shape[2:], pads, strict=True)
+            ]
             (image, _, *bias), name = node.inputs, node.outputs[0].name
             blocks = gs.Variable(f"{name}_blocks", dtype=image.dtype)
-            graph.nodes.append(gs.Node("SpaceToDepth", f"{name}_to_depth", {"blocksize": stride}, [image], [blocks]))
-            node.inputs = [blocks, gs.Constant(f"{name}_weight", folded_weight(weight, stride, folded)), *bias]
+            graph.nodes.append(
+                gs.Node(
+                    "SpaceToDepth", f"{name}_to_depth", {"blocksize": stride}, [image], [blocks]
+                )
+            )
+            node.inputs = [
+                blocks,
+                gs.Constant(f"{name}_weight", folded_weight(weight, stride, folded)),
+                *bias,
+            ]
             begins, sizes = [-first for first, _, _ in folded], [size for _, size, _ in folded]
             ends = [size - 1 - begin for begin, size in zip(begins, sizes, strict=True)]
-            node.attrs = {"kernel_shape": sizes, "strides": [1, 1], "pads": [*begins, *ends], "dilations": [1, 1], "group": 1}
+            node.attrs = {
+                "kernel_shape": sizes,
+                "strides": [1, 1],
+                "pads": [*begins, *ends],
+                "dilations": [1, 1],
+                "group": 1,
+            }
     return exported(graph, model)
 
 
@@ -43,13 +60,27 @@ def _strided(node: Any) -> tuple[np.ndarray, int, list[int]] | None:
     """The weight and the stride of a convolution that can be folded, and its paddings at the beginning; None for any other."""
     weight, shape = floats_of(node.inputs[1]), node.inputs[0].shape
     strides, kept = node.attrs.get("strides", [1]), node.attrs.get("auto_pad", "NOTSET") == "NOTSET"
-    plain = kept and node.attrs.get("group", 1) == 1 and set(node.attrs.get("dilations", [1])) == {1}
-    if weight is None or weight.ndim != 4 or weight.shape[1] > FEW or not shape or not plain or len(set(strides)) > 1 or strides[0] == 1:
+    plain = (
+        kept and node.attrs.get("group", 1) == 1 and set(node.attrs.get("dilations", [1])) == {1}
+    )
+    if (
+        weight is None
+        or weight.ndim != 4
+        or weight.shape[1] > FEW
+        or not shape
+        or not plain
+        or len(set(strides)) > 1
+        or strides[0] == 1
+    ):
         return None
     stride, pads = strides[0], list(node.attrs.get("pads", [0] * 4))
     for axis in AXES:
         size, begin, end = shape[axis], pads[axis - 2], pads[axis]
-        if not isinstance(size, int) or size % stride or (size + begin + end - weight.shape[axis]) // stride + 1 != size // stride:
+        if (
+            not isinstance(size, int)
+            or size % stride
+            or (size + begin + end - weight.shape[axis]) // stride + 1 != size // stride
+        ):
             return None
     return weight, stride, pads[:2]
 
@@ -60,11 +91,15 @@ def folded_axis(kernel: int, stride: int, pad: int) -> tuple[int, int, int]:
     return first, last - first + 1, -pad - first * stride
 
 
-def folded_weight(weight: np.ndarray, stride: int, folded: list[tuple[int, int, int]]) -> np.ndarray:
+def folded_weight(
+    weight: np.ndarray, stride: int, folded: list[tuple[int, int, int]]
+) -> np.ndarray:
     """[out, in, k, l] -> [out, stride * stride * in, k / stride, l / stride], in the order of channels of SpaceToDepth."""
     out, channels, *kernel = weight.shape
     whole = np.zeros((out, channels, *(size * stride for _, size, _ in folded)), weight.dtype)
     (_, rows, top), (_, columns, left) = folded
     whole[:, :, top : top + kernel[0], left : left + kernel[1]] = weight
     blocks = whole.reshape(out, channels, rows, stride, columns, stride)
-    return np.ascontiguousarray(blocks.transpose(0, 3, 5, 1, 2, 4).reshape(out, stride * stride * channels, rows, columns))
+    return np.ascontiguousarray(
+        blocks.transpose(0, 3, 5, 1, 2, 4).reshape(out, stride * stride * channels, rows, columns)
+    )

@@ -60,15 +60,25 @@ class Unpacking:
 
     def _take_apart(self, stack: Any) -> None:
         """Let a product of its own give each part that is selected from a stack."""
-        by_rows, linear, parts = permutation(stack) == BY_ROWS, self._linear(stack.inputs[0]), self._parts(stack)
+        by_rows, linear, parts = (
+            permutation(stack) == BY_ROWS,
+            self._linear(stack.inputs[0]),
+            self._parts(stack),
+        )
         if linear is None or not parts:
             return
         shape = _shape(stack.inputs[0], 5)
-        outer, three, inner = (shape[:2], shape[2], shape[3:]) if by_rows else (shape[1:3], shape[3], shape[4:])
+        outer, three, inner = (
+            (shape[:2], shape[2], shape[3:]) if by_rows else (shape[1:3], shape[3], shape[4:])
+        )
         sizes = _product_is(linear.width, *inner)
         if three != len(PARTS) or not sizes:
             return
-        if linear.x.shape is None or len(linear.x.shape) != 3 or not _alike(linear.x.shape[:2], outer):
+        if (
+            linear.x.shape is None
+            or len(linear.x.shape) != 3
+            or not _alike(linear.x.shape[:2], outer)
+        ):
             return  # rows and tokens were grouped anew on the way
         for index, part in parts:
             if by_rows:
@@ -80,7 +90,11 @@ class Unpacking:
         """Where x is [row, token, in], swapped, and `part` only becomes heads: make these of what x was before. Whether they were made."""
         turned: Order = (0, 1, 2)
         nodes = self._followed(part, "Reshape")
-        while nodes and (turns := self._followed(nodes[-1].outputs[0], "Transpose")) and (order := permutation(turns[0])):
+        while (
+            nodes
+            and (turns := self._followed(nodes[-1].outputs[0], "Transpose"))
+            and (order := permutation(turns[0]))
+        ):
             nodes, turned = turns, tuple(turned[axis] for axis in order)
         heads = self._followed(nodes[-1].outputs[0], "Reshape") if nodes else []
         if turned not in HEADS or not heads or permutation(maker(linear.x)) != SWAPPED:
@@ -94,19 +108,42 @@ class Unpacking:
 
     def _answer_by_rows(self, gemm: Any) -> None:
         """[row, head, token, size] -> [token, row, ...] -> [token * row, width] -> Gemm -> [token, row, out] -> [row, token, out]: unswapped."""
-        before, after = chain(gemm.inputs[0], "Reshape", "Transpose"), self._followed(gemm.outputs[0], "Reshape", "Transpose")
-        if not before or not after or (permutation(before[1]), permutation(after[1])) != (ANSWERS, SWAPPED):
+        before, after = (
+            chain(gemm.inputs[0], "Reshape", "Transpose"),
+            self._followed(gemm.outputs[0], "Reshape", "Transpose"),
+        )
+        if (
+            not before
+            or not after
+            or (permutation(before[1]), permutation(after[1])) != (ANSWERS, SWAPPED)
+        ):
             return
         weight, biases = floats_of(gemm.inputs[1]), [bias for bias in gemm.inputs[2:] if bias.name]
-        plain = (gemm.attrs.get("alpha", 1.0), gemm.attrs.get("beta", 1.0), gemm.attrs.get("transA", 0)) == (1.0, 1.0, 0)
+        plain = (
+            gemm.attrs.get("alpha", 1.0),
+            gemm.attrs.get("beta", 1.0),
+            gemm.attrs.get("transA", 0),
+        ) == (1.0, 1.0, 0)
         alone = all(self._is_inner(node.outputs[0]) for node in before)
-        if weight is None or not plain or not alone or any((values := floats_of(bias)) is None or values.ndim > 1 for bias in biases):
+        if (
+            weight is None
+            or not plain
+            or not alone
+            or any((values := floats_of(bias)) is None or values.ndim > 1 for bias in biases)
+        ):
             return
         turned, name = bool(gemm.attrs.get("transB", 0)), gemm.name or gemm.outputs[0].name
         weight = weight.T if turned else weight
         made = self._put("Transpose", f"{name}/rows", [before[1].inputs[0]], perm=[0, 2, 1, 3])
-        made = self._put("Reshape", f"{name}/width", [made, self._constant(f"width/{len(weight)}", np.array([0, 0, len(weight)]))])
-        factors = [made, self._constant(f"weight{'/turned' * turned}/{gemm.inputs[1].name}", weight)]
+        made = self._put(
+            "Reshape",
+            f"{name}/width",
+            [made, self._constant(f"width/{len(weight)}", np.array([0, 0, len(weight)]))],
+        )
+        factors = [
+            made,
+            self._constant(f"weight{'/turned' * turned}/{gemm.inputs[1].name}", weight),
+        ]
         (out,) = after[-1].outputs
         made = self._put("MatMul", name, factors, None if biases else out)
         for bias in biases:
@@ -114,14 +151,19 @@ class Unpacking:
 
     def _third(self, linear: Linear, index: int, x: Any, out: Any = None) -> Any:
         """x @ a third of the weight + the same of the bias."""
-        third, name = slice(index * linear.width, (index + 1) * linear.width), f"{linear.node}/{PARTS[index]}"
+        third, name = (
+            slice(index * linear.width, (index + 1) * linear.width),
+            f"{linear.node}/{PARTS[index]}",
+        )
         factors = [x, self._constant(f"third/{linear.name}/{index}", linear.weight[:, third])]
         if linear.bias is None:
             return self._put("MatMul", name, factors, out)
         bias = self._constant(f"bias/{name}", linear.bias[third])
         return self._put("Add", f"{name}/bias", [self._put("MatMul", name, factors), bias], out)
 
-    def _heads(self, linear: Linear, index: int, x: Any, sizes: Sequence[int], order: Order, out: Any) -> None:
+    def _heads(
+        self, linear: Linear, index: int, x: Any, sizes: Sequence[int], order: Order, out: Any
+    ) -> None:
         """A third of [row, token, in] as [row, token, head, size], transposed."""
         name = f"{linear.node}/{PARTS[index]}"
         shape = self._constant(f"heads/{sizes[0]}x{sizes[1]}", np.array([0, 0, *sizes]))
@@ -130,7 +172,9 @@ class Unpacking:
 
     # -- what is put in ------------------------------------------------------------------------------------------------
 
-    def _put(self, operator: str, name: str, inputs: list[Any], out: Any = None, **attrs: Any) -> Any:
+    def _put(
+        self, operator: str, name: str, inputs: list[Any], out: Any = None, **attrs: Any
+    ) -> Any:
         """The output of a new node: `out`, which another made until now, or a new one."""
         import onnx_graphsurgeon as gs
 
@@ -172,14 +216,27 @@ class Unpacking:
             tensor = view.inputs[0]
         node, bias, read = maker(tensor), None, [tensor]
         if node is not None and node.op == "Add":
-            product, added = node.inputs if constant_of(node.inputs[0]) is None else node.inputs[::-1]
+            product, added = (
+                node.inputs if constant_of(node.inputs[0]) is None else node.inputs[::-1]
+            )
             node, bias, read = maker(product), floats_of(added), [tensor, product]
             if bias is None:
                 return None
-        weight = floats_of(node.inputs[1]) if node is not None and node.op == "MatMul" and all(map(self._is_inner, read)) else None
-        if weight is None or weight.ndim != 2 or weight.shape[1] % len(PARTS) or (bias is not None and bias.shape != weight.shape[1:]):
+        weight = (
+            floats_of(node.inputs[1])
+            if node is not None and node.op == "MatMul" and all(map(self._is_inner, read))
+            else None
+        )
+        if (
+            weight is None
+            or weight.ndim != 2
+            or weight.shape[1] % len(PARTS)
+            or (bias is not None and bias.shape != weight.shape[1:])
+        ):
             return None
-        return Linear(node.inputs[0], node.name or node.outputs[0].name, node.inputs[1].name, weight, bias)
+        return Linear(
+            node.inputs[0], node.name or node.outputs[0].name, node.inputs[1].name, weight, bias
+        )
 
     def _parts(self, stack: Any) -> list[tuple[int, Any]]:
         """What is selected from a stack, with its number; empty if it is read otherwise, too, or one of the parts twice."""
@@ -201,9 +258,18 @@ class Unpacking:
     def _chosen(self, node: Any) -> list[tuple[int, Any]]:
         """What a node takes along the first axis, with its number; empty if it does something else."""
         pieces: list[tuple[int, Any]] = []
-        if node.op == "Split" and node.attrs.get("axis", 0) == 0 and len(node.outputs) == len(PARTS):
+        if (
+            node.op == "Split"
+            and node.attrs.get("axis", 0) == 0
+            and len(node.outputs) == len(PARTS)
+        ):
             pieces = list(enumerate(node.outputs))
-        elif node.op == "Gather" and node.attrs.get("axis", 0) == 0 and (index := constant_of(node.inputs[1])) is not None and index.size == 1:
+        elif (
+            node.op == "Gather"
+            and node.attrs.get("axis", 0) == 0
+            and (index := constant_of(node.inputs[1])) is not None
+            and index.size == 1
+        ):
             pieces = [(int(index.reshape(())) % len(PARTS), node.outputs[0])]
             if index.ndim == 0:
                 return pieces
@@ -229,11 +295,17 @@ def _axes(squeeze: Any) -> Order | None:
 
 def _shape(tensor: Any, rank: int) -> list[int | str | None]:
     """The dimensions of a tensor, from what it is reshaped to where they are not known otherwise; None for one that is not known."""
-    known: list[int | str | None] = list(tensor.shape) if tensor.shape is not None and len(tensor.shape) == rank else [None] * rank
+    known: list[int | str | None] = (
+        list(tensor.shape)
+        if tensor.shape is not None and len(tensor.shape) == rank
+        else [None] * rank
+    )
     made = maker(tensor)
     target = constant_of(made.inputs[1]) if made is not None and made.op == "Reshape" else None
     if target is not None and target.size == rank:
-        known = [int(wanted) if wanted > 0 else dim for dim, wanted in zip(known, target, strict=True)]
+        known = [
+            int(wanted) if wanted > 0 else dim for dim, wanted in zip(known, target, strict=True)
+        ]
     return known
 
 
@@ -245,7 +317,11 @@ def _product_is(width: int, *sizes: int | str | None) -> list[int]:
 
 def _alike(some: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether rows and tokens are the same on both sides: where both are known, and so for one of them at least. Then the other is, too."""
-    pairs = [(one, other) for one, other in zip(some, others, strict=True) if _is_known(one) and _is_known(other)]
+    pairs = [
+        (one, other)
+        for one, other in zip(some, others, strict=True)
+        if _is_known(one) and _is_known(other)
+    ]
     return bool(pairs) and all(one == other for one, other in pairs)
 
 

@@ -43,7 +43,10 @@ PROVIDER_PRECISIONS: Mapping[OrtProvider, tuple[Precision, ...]] = {
 }
 """What the GPU's providers of ONNX Runtime run."""
 
-WEIGHT_QUANTIZERS: Mapping[str, Literal["onnxruntime", "nncf"]] = {"onnxruntime": "onnxruntime", "openvino": "nncf"}
+WEIGHT_QUANTIZERS: Mapping[str, Literal["onnxruntime", "nncf"]] = {
+    "onnxruntime": "onnxruntime",
+    "openvino": "nncf",
+}
 """Per backend that takes weights in 4 or 8 bits beside float activations: who makes them."""
 
 USUAL_BLOCK = 32
@@ -64,7 +67,10 @@ def default_candidates(
     if given:
         quantised = [name for name in targets if name != "torch"]
         able = [name for name in quantised if given is Precision.INT8 or name == "tensorrt"]
-        return tuple(CandidateConfig(backend=name, precision=given) for name in (["tensorrt"] if "tensorrt" in able else able))
+        return tuple(
+            CandidateConfig(backend=name, precision=given)
+            for name in (["tensorrt"] if "tensorrt" in able else able)
+        )
     if on_gpu := _gpu_candidates(targets, calibrated, providers):
         return on_gpu
     candidates = []
@@ -83,8 +89,12 @@ def _int8_candidates(backend: str) -> list[CandidateConfig]:
     if backend == "onnxruntime":
         return [CandidateConfig(backend=backend, precision=Precision.INT8, keep_fp32="auto")]
     return [
-        CandidateConfig(backend=backend, precision=Precision.INT8, activation="uint8", keep_fp32="auto"),
-        CandidateConfig(backend=backend, precision=Precision.INT8, activation="int8", keep_fp32="auto"),
+        CandidateConfig(
+            backend=backend, precision=Precision.INT8, activation="uint8", keep_fp32="auto"
+        ),
+        CandidateConfig(
+            backend=backend, precision=Precision.INT8, activation="int8", keep_fp32="auto"
+        ),
         CandidateConfig(backend=backend, precision=Precision.INT8, quantizer="nncf"),
     ]
 
@@ -130,11 +140,17 @@ def _tensorrt_candidates(target: Target, calibrated: bool) -> tuple[CandidateCon
     TensorRT 11 and later know no implicit int8.
     """
     precisions = _floats(target)
-    candidates = [CandidateConfig(backend="tensorrt", precision=precision) for precision in precisions]
+    candidates = [
+        CandidateConfig(backend="tensorrt", precision=precision) for precision in precisions
+    ]
     if calibrated:
-        candidates.append(CandidateConfig(backend="tensorrt", precision=Precision.INT8, keep_fp32="auto"))
+        candidates.append(
+            CandidateConfig(backend="tensorrt", precision=Precision.INT8, keep_fp32="auto")
+        )
     if calibrated and int(target.version.split(".")[0]) < 11:
-        candidates.append(CandidateConfig(backend="tensorrt", precision=Precision.INT8, realised_in="flags"))
+        candidates.append(
+            CandidateConfig(backend="tensorrt", precision=Precision.INT8, realised_in="flags")
+        )
     return tuple(candidates)
 
 
@@ -148,10 +164,16 @@ def _generation(target: Target) -> tuple[int, ...]:
 
 
 def recipes_from_candidate(
-    candidate: CandidateConfig, target: Target, plan: Plan, calibrated: bool, given: Precision | None = None
+    candidate: CandidateConfig,
+    target: Target,
+    plan: Plan,
+    calibrated: bool,
+    given: Precision | None = None,
 ) -> tuple[Recipe, ...]:
     """A full recipe for every combination of the methods and switches that a candidate names, each once; PlanError as below."""
-    asked = (candidate,) if given else expand(candidate)  # a model's own Q/DQ leave nothing to combine
+    asked = (
+        (candidate,) if given else expand(candidate)
+    )  # a model's own Q/DQ leave nothing to combine
     return distinct(recipe_from_candidate(each, target, plan, calibrated, given) for each in asked)
 
 
@@ -162,14 +184,23 @@ def expand(candidate: CandidateConfig) -> tuple[CandidateConfig, ...]:
     """
     methods = tuple(dict.fromkeys(candidate.method))
     switches = {name: tuple(dict.fromkeys(values)) for name, values in candidate.placement}
-    _check_choices(candidate, len(methods) > 1, [name for name, values in switches.items() if len(values) > 1])
+    _check_choices(
+        candidate, len(methods) > 1, [name for name, values in switches.items() if len(values) > 1]
+    )
     count = len(methods) * math.prod(map(len, switches.values()))
     if count > MOST_RECIPES:
         said = f"candidate '{candidate.backend} {candidate.precision}' stands for {count} engines, expected at most {MOST_RECIPES}"
-        raise PlanError(said, "name fewer methods, or fewer switches of `placement` with both values: each engine is built, checked and measured")
-    placements = [dict(zip(switches, values, strict=True)) for values in itertools.product(*switches.values())]
+        raise PlanError(
+            said,
+            "name fewer methods, or fewer switches of `placement` with both values: each engine is built, checked and measured",
+        )
+    placements = [
+        dict(zip(switches, values, strict=True)) for values in itertools.product(*switches.values())
+    ]
     return tuple(
-        candidate.model_copy(update={"method": (method,), "placement": PlacementConfig.model_validate(placement)})
+        candidate.model_copy(
+            update={"method": (method,), "placement": PlacementConfig.model_validate(placement)}
+        )
         for method in methods
         for placement in placements
     )
@@ -179,16 +210,34 @@ def _check_choices(candidate: CandidateConfig, methods: bool, switches: Sequence
     """PlanError for a list of methods or values where all would give the same engine."""
     precision, quantizer = candidate.precision, candidate.quantizer
     in_flags = candidate.realised_in == "flags"
-    by_itself = f"the quantizer `{quantizer}`" if quantizer != "crucible" else "TensorRT's own calibrator (`realised_in: flags`)" if in_flags else ""
+    by_itself = (
+        f"the quantizer `{quantizer}`"
+        if quantizer != "crucible"
+        else "TensorRT's own calibrator (`realised_in: flags`)"
+        if in_flags
+        else ""
+    )
     why = "" if precision is Precision.INT8 else f"{precision} has none"
     no_method = why or (f"{by_itself} chooses ranges by itself" if quantizer == "nncf" else "")
     no_switch = why or (f"{by_itself} places Q/DQ by itself" if by_itself else "")
-    for asked, key, reason in ((methods, "method", no_method), (bool(switches), f"placement.{', '.join(switches)}", no_switch)):
+    for asked, key, reason in (
+        (methods, "method", no_method),
+        (bool(switches), f"placement.{', '.join(switches)}", no_switch),
+    ):
         if asked and reason:
-            raise PlanError(f"candidate '{candidate.backend} {precision}': a list under `{key}` changes nothing: {reason}", "give one value, or none")
+            raise PlanError(
+                f"candidate '{candidate.backend} {precision}': a list under `{key}` changes nothing: {reason}",
+                "give one value, or none",
+            )
 
 
-def recipe_from_candidate(candidate: CandidateConfig, target: Target, plan: Plan, calibrated: bool, given: Precision | None = None) -> Recipe:
+def recipe_from_candidate(
+    candidate: CandidateConfig,
+    target: Target,
+    plan: Plan,
+    calibrated: bool,
+    given: Precision | None = None,
+) -> Recipe:
     """The full recipe for this host, with the first of methods and switches where several are named.
 
     PlanError if int8 is asked for without calibration data, or something that only another backend has.
@@ -219,7 +268,10 @@ def recipe_from_candidate(candidate: CandidateConfig, target: Target, plan: Plan
         return base.model_copy(update={"quantizer": "given", "rest": _rest(backend)})
     if candidate.weight_only or precision is Precision.INT4:
         return _weight_only(base, candidate)
-    if candidate.smooth_quant is not None and (precision, candidate.quantizer) != (Precision.INT8, "nncf"):
+    if candidate.smooth_quant is not None and (precision, candidate.quantizer) != (
+        Precision.INT8,
+        "nncf",
+    ):
         said = f"candidate '{backend} {precision}': only NNCF in int8 has `smooth_quant`"
         raise PlanError(said, "leave it out, or take openvino in int8 with `quantizer: nncf`")
     if precision not in (Precision.INT8, Precision.FP8):
@@ -229,20 +281,33 @@ def recipe_from_candidate(candidate: CandidateConfig, target: Target, plan: Plan
             f"candidate '{backend} {precision}' needs calibration data, the plan has none",
             f"give data.calibration, or leave {precision} out of `candidates`",
         )
-    quantizer = "modelopt" if precision is Precision.FP8 and candidate.quantizer == "crucible" else candidate.quantizer
+    quantizer = (
+        "modelopt"
+        if precision is Precision.FP8 and candidate.quantizer == "crucible"
+        else candidate.quantizer
+    )
     if quantizer != "crucible" and backend != QUANTIZER_BACKENDS[quantizer]:
         only = QUANTIZER_BACKENDS[quantizer]
-        raise PlanError(f"candidate '{backend} {precision}': the quantizer `{quantizer}` is for {only} only", f"leave it out, or take {only}")
-    not_asked = quantizer == "nncf" or precision is Precision.FP8  # they choose ranges by themselves
+        raise PlanError(
+            f"candidate '{backend} {precision}': the quantizer `{quantizer}` is for {only} only",
+            f"leave it out, or take {only}",
+        )
+    not_asked = (
+        quantizer == "nncf" or precision is Precision.FP8
+    )  # they choose ranges by themselves
     return base.model_copy(
         update={
-            "method": None if not_asked else resolve_method(candidate.method[0], plan.calibration.language_model),
+            "method": None
+            if not_asked
+            else resolve_method(candidate.method[0], plan.calibration.language_model),
             "try_methods": not not_asked and candidate.method[0] == "auto",
             "activation": _activation(candidate),
             "weight_bits": candidate.weight_bits or weight_bits(target),
             "quantizer": quantizer,
             "smooth_quant": candidate.smooth_quant,
-            "placement": Placement.model_validate({name: values[0] for name, values in candidate.placement}),
+            "placement": Placement.model_validate(
+                {name: values[0] for name, values in candidate.placement}
+            ),
             "rest": _rest(backend),
         }
     )
@@ -252,20 +317,47 @@ def _weight_only(base: Recipe, candidate: CandidateConfig) -> Recipe:
     """The recipe of few bits in the weights alone, which needs no data; PlanError for a backend without, or for a key that says nothing here."""
     asked = f"candidate '{base.backend} {base.precision}', weights only"
     if base.precision not in (Precision.INT4, Precision.INT8):
-        raise PlanError(f"{asked}: weights alone have 4 or 8 bits, not {base.precision}", "take int4 or int8, or leave `weight_only` out")
+        raise PlanError(
+            f"{asked}: weights alone have 4 or 8 bits, not {base.precision}",
+            "take int4 or int8, or leave `weight_only` out",
+        )
     if base.backend not in WEIGHT_QUANTIZERS:
         raise PlanError(
-            f"{asked}: not made for {base.backend}, only for {' and '.join(WEIGHT_QUANTIZERS)}", "take one of these, or another precision"
+            f"{asked}: not made for {base.backend}, only for {' and '.join(WEIGHT_QUANTIZERS)}",
+            "take one of these, or another precision",
         )
     quantizer = WEIGHT_QUANTIZERS[base.backend]
-    allowed = {"quantizer": ("crucible", quantizer), "activation": ("auto", "int8") if base.backend == "onnxruntime" else ("auto",)}
-    for key in ("method", "activation", "weight_bits", "quantizer", "placement", "smooth_quant", "realised_in"):
+    allowed = {
+        "quantizer": ("crucible", quantizer),
+        "activation": ("auto", "int8") if base.backend == "onnxruntime" else ("auto",),
+    }
+    for key in (
+        "method",
+        "activation",
+        "weight_bits",
+        "quantizer",
+        "placement",
+        "smooth_quant",
+        "realised_in",
+    ):
         value = getattr(candidate, key)
         if value not in allowed.get(key, (CandidateConfig.model_fields[key].default,)):
-            said = value if isinstance(value, str | int) else ", ".join(map(str, value)) if isinstance(value, tuple) else "..."
-            raise PlanError(f"{asked}: `{key}: {said}` says nothing here", f"leave `{key}` out; docs/accuracy.md tells what weights alone have")
+            said = (
+                value
+                if isinstance(value, str | int)
+                else ", ".join(map(str, value))
+                if isinstance(value, tuple)
+                else "..."
+            )
+            raise PlanError(
+                f"{asked}: `{key}: {said}` says nothing here",
+                f"leave `{key}` out; docs/accuracy.md tells what weights alone have",
+            )
     if candidate.block_size and (base.backend, base.precision) == ("openvino", Precision.INT8):
-        raise PlanError(f"{asked}: NNCF gives 8-bit weights one scale per output channel, no blocks", "leave `block_size` out, or take int4")
+        raise PlanError(
+            f"{asked}: NNCF gives 8-bit weights one scale per output channel, no blocks",
+            "leave `block_size` out, or take int4",
+        )
     in_blocks = base.backend == "onnxruntime" or base.precision is Precision.INT4
     return base.model_copy(
         update={
@@ -289,32 +381,72 @@ def _check_given(candidate: CandidateConfig, given: Precision) -> None:
         said = f"{who}: the model brings its own Q/DQ, so it would run {given} under the name of {candidate.precision}"
         raise PlanError(said, f"ask for `precision: {given}`, or give the model without Q/DQ")
     unused = CandidateConfig(backend=candidate.backend, precision=given)
-    decided = ["method", "activation", "weight_bits", "realised_in", "quantizer", "placement", "weight_only", "block_size", "smooth_quant"]
-    decided += [] if candidate.backend.startswith("tensorrt") and candidate.keep_fp32 != "auto" else ["keep_fp32"]
+    decided = [
+        "method",
+        "activation",
+        "weight_bits",
+        "realised_in",
+        "quantizer",
+        "placement",
+        "weight_only",
+        "block_size",
+        "smooth_quant",
+    ]
+    decided += (
+        []
+        if candidate.backend.startswith("tensorrt") and candidate.keep_fp32 != "auto"
+        else ["keep_fp32"]
+    )
     if asked := [key for key in decided if getattr(candidate, key) != getattr(unused, key)]:
-        raise PlanError(f"{who}: the model brings its own Q/DQ, which decide `{asked[0]}`", f"leave `{asked[0]}` out, or give the model without Q/DQ")
+        raise PlanError(
+            f"{who}: the model brings its own Q/DQ, which decide `{asked[0]}`",
+            f"leave `{asked[0]}` out, or give the model without Q/DQ",
+        )
 
 
 def _check_for_backend(candidate: CandidateConfig) -> None:
     """PlanError for what the backend of a candidate would ignore, though its label would claim it."""
     backend, precision = candidate.backend, candidate.precision
     if candidate.block_size and not candidate.weight_only and precision is not Precision.INT4:
-        raise PlanError(f"candidate '{backend} {precision}': only weights alone come in blocks", "leave `block_size` out, or add `weight_only: true`")
-    by_itself = "the quantizer `nncf`" if candidate.quantizer == "nncf" else "ModelOpt's fp8" if precision is Precision.FP8 else ""
+        raise PlanError(
+            f"candidate '{backend} {precision}': only weights alone come in blocks",
+            "leave `block_size` out, or add `weight_only: true`",
+        )
+    by_itself = (
+        "the quantizer `nncf`"
+        if candidate.quantizer == "nncf"
+        else "ModelOpt's fp8"
+        if precision is Precision.FP8
+        else ""
+    )
     if by_itself and candidate.method != ("auto",):
-        raise PlanError(f"candidate '{backend} {precision}': {by_itself} chooses ranges by itself", "leave `method` out")
+        raise PlanError(
+            f"candidate '{backend} {precision}': {by_itself} chooses ranges by itself",
+            "leave `method` out",
+        )
     if by_itself and candidate.placement != PlacementConfig():
-        raise PlanError(f"candidate '{backend} {precision}': {by_itself} places Q/DQ by itself", "leave `placement` out")
+        raise PlanError(
+            f"candidate '{backend} {precision}': {by_itself} places Q/DQ by itself",
+            "leave `placement` out",
+        )
     if precision is Precision.FP8 and candidate.activation != "auto":
-        raise PlanError(f"candidate '{backend} {precision}': fp8 has one form of activations", "leave `activation` out")
+        raise PlanError(
+            f"candidate '{backend} {precision}': fp8 has one form of activations",
+            "leave `activation` out",
+        )
     if backend == "tensorrt":
         return
     foreign = {key: key for key in FOR_TENSORRT if getattr(candidate, key)}
     foreign |= {"realised_in": "realised_in: flags"} if candidate.realised_in == "flags" else {}
     for key, asked in foreign.items():
-        raise PlanError(f"candidate '{backend} {precision}': only TensorRT has `{asked}`", f"leave `{key}` out, or take tensorrt")
+        raise PlanError(
+            f"candidate '{backend} {precision}': only TensorRT has `{asked}`",
+            f"leave `{key}` out, or take tensorrt",
+        )
     if precision is Precision.FP8:
-        raise PlanError(f"candidate '{backend} {precision}': only TensorRT has fp8", "take int8, or tensorrt")
+        raise PlanError(
+            f"candidate '{backend} {precision}': only TensorRT has fp8", "take int8, or tensorrt"
+        )
     if candidate.compute_capability and backend != "tensorrt_rtx":
         said = f"candidate '{backend} {precision}': `compute_capability` names a GPU, and {backend} builds for this CPU"
         raise PlanError(said, "leave `compute_capability` out, or take tensorrt_rtx")
@@ -372,11 +504,20 @@ def _check_kept(candidate: CandidateConfig) -> None:
         return
     name = f"candidate '{candidate.backend} {candidate.precision}'"
     if candidate.precision in (Precision.FP32, Precision.TF32):
-        raise PlanError(f"{name}: `keep_fp32: auto` is for fp16, bf16 and int8", "leave `keep_fp32` out")
-    others = candidate.quantizer != "crucible" or candidate.precision in (Precision.FP8, Precision.INT4) or candidate.weight_only
+        raise PlanError(
+            f"{name}: `keep_fp32: auto` is for fp16, bf16 and int8", "leave `keep_fp32` out"
+        )
+    others = (
+        candidate.quantizer != "crucible"
+        or candidate.precision in (Precision.FP8, Precision.INT4)
+        or candidate.weight_only
+    )
     if others or (candidate.precision is Precision.INT8 and candidate.realised_in == "flags"):
         said = f"{name}: `keep_fp32: auto` looks at Crucible's own Q/DQ pairs, and here another library places them"
-        raise PlanError(said, "name the nodes in `keep_fp32`, or take `quantizer: crucible` and `realised_in: graph`")
+        raise PlanError(
+            said,
+            "name the nodes in `keep_fp32`, or take `quantizer: crucible` and `realised_in: graph`",
+        )
 
 
 def distinct(recipes: Iterable[Recipe]) -> tuple[Recipe, ...]:

@@ -48,7 +48,10 @@ METRICS, NEED_LABELS = ("top1", "top5", "cosine"), ("top1", "top5")
 def _profiles_by_symbol(value: object) -> object:
     """`[{batch: [1, 8, 64]}]` is how people write a profile; `{dims: ...}` is how it is stored."""
     if isinstance(value, list | tuple):
-        return [_profile_by_symbol(item) if isinstance(item, Mapping) and "dims" not in item else item for item in value]
+        return [
+            _profile_by_symbol(item) if isinstance(item, Mapping) and "dims" not in item else item
+            for item in value
+        ]
     return value
 
 
@@ -57,7 +60,10 @@ def _profile_by_symbol(item: Mapping[str, object]) -> dict[str, object]:
     given = item.get("values")
     if not isinstance(given, Mapping) or set(given) == set(DimRange.model_fields):
         return {"dims": dict(item)}
-    return {"dims": {name: sizes for name, sizes in item.items() if name != "values"}, "values": given}
+    return {
+        "dims": {name: sizes for name, sizes in item.items() if name != "values"},
+        "values": given,
+    }
 
 
 Profiles = Annotated[tuple[Profile, ...], BeforeValidator(_profiles_by_symbol)]
@@ -70,7 +76,9 @@ class ModelConfig(Frozen):
     entrypoint: str | None = None  # module:function returning an nn.Module
     python_path: Path = Path()  # where the module is imported from
     weights: Path | None = None  # .safetensors
-    weights_from: str = ""  # where the weights come from when there is no file, in words; goes into the report
+    weights_from: str = (
+        ""  # where the weights come from when there is no file, in words; goes into the report
+    )
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[str, ...] = ()
     seed: int = 0
@@ -82,11 +90,17 @@ class ModelConfig(Frozen):
         if self.entrypoint is not None and self.entrypoint.count(":") != 1:
             raise ValueError(f"expected entrypoint `module:function`, got '{self.entrypoint}'")
         if self.entrypoint is not None and self.weights is None and not self.weights_from:
-            raise ValueError("entrypoint without `weights`: give a .safetensors file, or say in `weights_from:` where the weights come from")
+            raise ValueError(
+                "entrypoint without `weights`: give a .safetensors file, or say in `weights_from:` where the weights come from"
+            )
         if self.path is not None and self.path.suffix not in (*ONNX_SUFFIXES, ".pt2"):
             raise ValueError(f"expected a .onnx or .pt2 file, got '{self.path}'")
-        if (self.entrypoint is not None or (self.path is not None and self.path.suffix == ".pt2")) and not self.inputs:
-            raise ValueError("`inputs` is needed: name, dtype and shape of each input, in the order of the call")
+        if (
+            self.entrypoint is not None or (self.path is not None and self.path.suffix == ".pt2")
+        ) and not self.inputs:
+            raise ValueError(
+                "`inputs` is needed: name, dtype and shape of each input, in the order of the call"
+            )
         return self
 
 
@@ -111,7 +125,9 @@ def _files_or_generated(value: object) -> str:
     return "(generated)" if isinstance(value, Mapping | GeneratedData) else "(files)"
 
 
-_EitherSource = Annotated[tuple[Path, ...], Tag("(files)")] | Annotated[GeneratedData, Tag("(generated)")]
+_EitherSource = (
+    Annotated[tuple[Path, ...], Tag("(files)")] | Annotated[GeneratedData, Tag("(generated)")]
+)
 DataSource = Annotated[_EitherSource, Discriminator(_files_or_generated), BeforeValidator(_paths)]
 
 
@@ -135,7 +151,9 @@ class Thresholds(Frozen):
 class AccuracyConfig(Frozen):
     """The gate: how good is good enough."""
 
-    metric: str = "auto"  # top1, top5, cosine, module:function, or auto: top1 with labels, else cosine
+    metric: str = (
+        "auto"  # top1, top5, cosine, module:function, or auto: top1 with labels, else cosine
+    )
     output: str | None = None  # the output the metric reads; None = the first
     python_path: Path = Path()  # where the module of a user metric is imported from
     max_drop: float = Field(default=0.01, ge=0)  # in units of the metric, against the reference
@@ -145,7 +163,9 @@ class AccuracyConfig(Frozen):
     @model_validator(mode="after")
     def _known_metric(self) -> AccuracyConfig:
         if self.metric not in ("auto", *METRICS) and self.metric.count(":") != 1:
-            raise ValueError(f"expected metric auto, {', '.join(METRICS)} or module:function, got '{self.metric}'")
+            raise ValueError(
+                f"expected metric auto, {', '.join(METRICS)} or module:function, got '{self.metric}'"
+            )
         return self
 
 
@@ -168,8 +188,14 @@ def _as_written(values: tuple[Any, ...]) -> Any:
 
 
 _Choice = (Field(min_length=1), BeforeValidator(_as_tuple))
-Methods = Annotated[tuple[Method, ...], *_Choice, PlainSerializer(_as_written, return_type=Method | tuple[Method, ...])]
-Switch = Annotated[tuple[bool, ...], *_Choice, PlainSerializer(_as_written, return_type=bool | tuple[bool, ...])]
+Methods = Annotated[
+    tuple[Method, ...],
+    *_Choice,
+    PlainSerializer(_as_written, return_type=Method | tuple[Method, ...]),
+]
+Switch = Annotated[
+    tuple[bool, ...], *_Choice, PlainSerializer(_as_written, return_type=bool | tuple[bool, ...])
+]
 """Written as one value, or as a list of values to try."""
 
 
@@ -193,7 +219,9 @@ class CandidateConfig(Frozen):
     method: Methods = ("auto",)  # int8 only
     activation: Literal["auto", "int8", "uint8"] = "auto"
     weight_bits: Literal[7, 8] | None = None
-    realised_in: Literal["auto", "graph", "flags"] = "auto"  # TensorRT: written into the graph, or by builder flags (int8: implicit)
+    realised_in: Literal["auto", "graph", "flags"] = (
+        "auto"  # TensorRT: written into the graph, or by builder flags (int8: implicit)
+    )
     quantizer: Literal["crucible", "nncf", "modelopt"] = "crucible"
     weight_only: bool = False  # int8 and int4; int4 is nothing else
     block_size: Literal[32, 64, 128] | None = None  # weight_only
@@ -229,11 +257,16 @@ class SimplifyConfig(Frozen):
     timeout_s: float = Field(default=600, gt=0)  # for surgery and for simplification
     surgery: str | None = None  # module:function, takes and returns an onnx.ModelProto
     python_path: Path = Path()  # where the module of the surgery is imported from
-    plain_attention: bool = True  # written as fused kernels know it; rolled back where that changes an answer
+    plain_attention: bool = (
+        True  # written as fused kernels know it; rolled back where that changes an answer
+    )
 
     @model_validator(mode="after")
     def _function(self) -> SimplifyConfig:
-        if self.surgery is not None and [bool(part) for part in self.surgery.split(":")] != [True, True]:
+        if self.surgery is not None and [bool(part) for part in self.surgery.split(":")] != [
+            True,
+            True,
+        ]:
             raise ValueError(f"expected surgery `module:function`, got '{self.surgery}'")
         return self
 
@@ -277,8 +310,12 @@ class BenchmarkConfig(Frozen):
     """How long and at which sizes to measure."""
 
     sizes: tuple[dict[str, int], ...] = ()  # sizes of the symbols; empty: every profile's opt
-    duration_s: float = Field(default=3.0, gt=0)  # of measuring, per candidate and size, shared by six processes
-    budget_s: float = Field(default=60.0, gt=0)  # of the whole benchmark; for the four processes that a ratio needs it may take twice as long
+    duration_s: float = Field(
+        default=3.0, gt=0
+    )  # of measuring, per candidate and size, shared by six processes
+    budget_s: float = Field(
+        default=60.0, gt=0
+    )  # of the whole benchmark; for the four processes that a ratio needs it may take twice as long
     warmup_s: float = Field(default=0.2, ge=0)
     warmup_runs: int = Field(default=10, ge=0)
     threads: int = Field(default=0, ge=0)  # 0 = all cores
@@ -288,7 +325,9 @@ class BenchmarkConfig(Frozen):
 class Plan(Frozen):
     """Everything `crucible compile` needs to know."""
 
-    name: str = Field(default="", pattern=r"^([A-Za-z0-9_-][A-Za-z0-9_.-]*)?$")  # never `..`, which is another folder
+    name: str = Field(
+        default="", pattern=r"^([A-Za-z0-9_-][A-Za-z0-9_.-]*)?$"
+    )  # never `..`, which is another folder
     model: ModelConfig
     profiles: Profiles = ()
     data: DataConfig = DataConfig()
@@ -296,7 +335,9 @@ class Plan(Frozen):
     candidates: tuple[CandidateConfig, ...] = ()  # empty: all that this host can build and run
     ablate: bool = False  # the best int8 candidate again with each switch of its placement reversed
     rescue: bool = True  # fp16, and what says `keep_fp32: auto`, is tried in other ways where it is over the limits, a few builds more
-    keep_builds: int = Field(default=6, ge=1)  # most engines built, per candidate, to find the nodes that must stay in fp32
+    keep_builds: int = Field(
+        default=6, ge=1
+    )  # most engines built, per candidate, to find the nodes that must stay in fp32
     export: ExportConfig = ExportConfig()
     simplify: SimplifyConfig = SimplifyConfig()
     calibration: CalibrationConfig = CalibrationConfig()
@@ -312,27 +353,38 @@ class PlanLoader(yaml.SafeLoader):
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for key in keys:
             if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"key '{key}' stands twice", node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key '{key}' stands twice", node.start_mark
+                )
         return super().construct_mapping(node, deep)
 
 
 def home() -> Path:
     """Where the store lies: $CRUCIBLE_HOME, else the user's data directory."""
-    return Path(os.environ.get("CRUCIBLE_HOME") or platformdirs.user_data_dir("crucible")).expanduser()
+    return Path(
+        os.environ.get("CRUCIBLE_HOME") or platformdirs.user_data_dir("crucible")
+    ).expanduser()
 
 
 def load_plan(path: Path, overrides: Iterable[str] = ()) -> Plan:
     """Read a plan and apply `a.b=value` overrides (values are YAML). Raises PlanError with the line or key at fault."""
     if not path.is_file():
-        raise PlanError(f"no plan at '{path}'", "give the path of a YAML plan or of an .onnx model; configs/ holds examples")
+        raise PlanError(
+            f"no plan at '{path}'",
+            "give the path of a YAML plan or of an .onnx model; configs/ holds examples",
+        )
     try:
         document = yaml.load(path.read_text(encoding="utf-8"), PlanLoader)
     except UnicodeDecodeError as error:
         advice = "write a plan that names it: `model: {path: ...}` takes .onnx and .pt2"
         raise PlanError(f"'{path}' is not a text file, so it is no plan", advice) from error
     except yaml.YAMLError as error:
-        raise PlanError(f"'{path}' is not valid YAML: {error}", "mend the line named above") from error
-    return plan_from_document(document, base=path.resolve().parent, name=path.stem, overrides=overrides)
+        raise PlanError(
+            f"'{path}' is not valid YAML: {error}", "mend the line named above"
+        ) from error
+    return plan_from_document(
+        document, base=path.resolve().parent, name=path.stem, overrides=overrides
+    )
 
 
 def plan_from_model(path: Path, overrides: Iterable[str] = ()) -> Plan:
@@ -341,41 +393,59 @@ def plan_from_model(path: Path, overrides: Iterable[str] = ()) -> Plan:
     return plan_from_document(document, base=Path.cwd(), name=path.stem, overrides=overrides)
 
 
-def plan_from_document(document: object, base: Path, name: str = "", overrides: Iterable[str] = ()) -> Plan:
+def plan_from_document(
+    document: object, base: Path, name: str = "", overrides: Iterable[str] = ()
+) -> Plan:
     """Check a parsed plan; relative paths are taken from `base`."""
     if not isinstance(document, dict):
-        raise PlanError(f"expected a plan of `key: value` lines, got {type(document).__name__}", "see configs/digits.yaml for an example")
+        raise PlanError(
+            f"expected a plan of `key: value` lines, got {type(document).__name__}",
+            "see configs/digits.yaml for an example",
+        )
     for override in overrides:
         _apply_override(document, override)
     document.setdefault("name", re.sub(r"[^A-Za-z0-9_.-]", "-", name).lstrip("."))
     try:
         plan = Plan.model_validate(document)
     except ValidationError as error:
-        raise PlanError(explain(error, Plan), "correct the plan; docs/plan.md lists every key") from error
+        raise PlanError(
+            explain(error, Plan), "correct the plan; docs/plan.md lists every key"
+        ) from error
     return _with_absolute_paths(plan, base)
 
 
 def override_plan(plan: Plan, overrides: Iterable[str]) -> Plan:
     """A checked plan with `a.b=value` overrides applied; relative paths in them are taken from the working folder."""
     document = plan.model_dump(mode="json")
-    document["profiles"] = [{**each["dims"], **({"values": each["values"]} if each["values"] else {})} for each in document["profiles"]]  # as written
+    document["profiles"] = [
+        {**each["dims"], **({"values": each["values"]} if each["values"] else {})}
+        for each in document["profiles"]
+    ]  # as written
     return plan_from_document(document, base=Path.cwd(), overrides=overrides)
 
 
 def _apply_override(document: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise PlanError(f"expected --set a.b=value, got '{override}'", "for example --set accuracy.max_drop=0.02")
+        raise PlanError(
+            f"expected --set a.b=value, got '{override}'",
+            "for example --set accuracy.max_drop=0.02",
+        )
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise PlanError(f"--set {key}: '{text}' is not a YAML value: {error}", "quote it for the shell") from error
+        raise PlanError(
+            f"--set {key}: '{text}' is not a YAML value: {error}", "quote it for the shell"
+        ) from error
     *parents, last = key.split(".")
     node: Any = document
     for part in parents:
         node = _index(node, part, key) if isinstance(node, list) else node.setdefault(part, {})
         if not isinstance(node, dict | list):
-            raise PlanError(f"--set {key}: '{part}' is a plain value", "check the key; docs/plan.md lists every key")
+            raise PlanError(
+                f"--set {key}: '{part}' is a plain value",
+                "check the key; docs/plan.md lists every key",
+            )
     if isinstance(node, list):
         _index(node, last, key)
         node[int(last)] = value
@@ -385,7 +455,9 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
 
 def _index(node: list[Any], part: str, key: str) -> Any:
     if not part.isdigit() or int(part) >= len(node):
-        raise PlanError(f"--set {key}: '{part}' is not an index below {len(node)}", "lists are indexed from 0")
+        raise PlanError(
+            f"--set {key}: '{part}' is not an index below {len(node)}", "lists are indexed from 0"
+        )
     return node[int(part)]
 
 
@@ -394,7 +466,11 @@ def _with_absolute_paths(plan: Plan, base: Path) -> Plan:
         return None if path is None else (base / path.expanduser()).resolve()
 
     def source(value: DataPaths | None) -> DataPaths | None:
-        return tuple((base / p.expanduser()).resolve() for p in value) if isinstance(value, tuple) else value
+        return (
+            tuple((base / p.expanduser()).resolve() for p in value)
+            if isinstance(value, tuple)
+            else value
+        )
 
     model = plan.model.model_copy(
         update={
@@ -403,18 +479,43 @@ def _with_absolute_paths(plan: Plan, base: Path) -> Plan:
             "python_path": absolute(plan.model.python_path),
         }
     )
-    data = DataConfig(**{role: source(getattr(plan.data, role)) for role in DataConfig.model_fields})
+    data = DataConfig(
+        **{role: source(getattr(plan.data, role)) for role in DataConfig.model_fields}
+    )
     accuracy = plan.accuracy.model_copy(update={"python_path": absolute(plan.accuracy.python_path)})
-    simplify = plan.simplify.model_copy(update={"python_path": absolute(plan.simplify.python_path)} if plan.simplify.surgery else {})
+    simplify = plan.simplify.model_copy(
+        update={"python_path": absolute(plan.simplify.python_path)} if plan.simplify.surgery else {}
+    )
     tensorrt = plan.tensorrt.model_copy(update={"plugins": source(plan.tensorrt.plugins)})
     for plugin in tensorrt.plugins:
         if not plugin.is_file():
-            raise PlanError(f"tensorrt.plugins: no file at '{plugin}'", "correct the path; paths in a plan are relative to the plan's own folder")
-    return plan.model_copy(update={"model": model, "data": data, "accuracy": accuracy, "simplify": simplify, "tensorrt": tensorrt})
+            raise PlanError(
+                f"tensorrt.plugins: no file at '{plugin}'",
+                "correct the path; paths in a plan are relative to the plan's own folder",
+            )
+    return plan.model_copy(
+        update={
+            "model": model,
+            "data": data,
+            "accuracy": accuracy,
+            "simplify": simplify,
+            "tensorrt": tensorrt,
+        }
+    )
 
 
-_UNWRITTEN = ("(files)", "(generated)", "(word)", "(names)", "dims")  # parts of a place in the plan that nobody writes
-_IN_WORDS = {"tuple": "list, written [a, b] or with dashes", "dictionary": "mapping of `key: value`", "path for": "valid path"}
+_UNWRITTEN = (
+    "(files)",
+    "(generated)",
+    "(word)",
+    "(names)",
+    "dims",
+)  # parts of a place in the plan that nobody writes
+_IN_WORDS = {
+    "tuple": "list, written [a, b] or with dashes",
+    "dictionary": "mapping of `key: value`",
+    "path for": "valid path",
+}
 
 
 def explain(error: ValidationError, kind: type[BaseModel]) -> str:
@@ -425,10 +526,18 @@ def explain(error: ValidationError, kind: type[BaseModel]) -> str:
         if fault["type"] == "extra_forbidden":
             known = _known_keys(kind, fault["loc"][:-1])
             near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1, cutoff=0.5)
-            hint = f"did you mean '{near[0]}'?" if near else f"expected one of {', '.join(sorted(known))}"
+            hint = (
+                f"did you mean '{near[0]}'?"
+                if near
+                else f"expected one of {', '.join(sorted(known))}"
+            )
             sentences.append(f"unknown key '{where}': {hint}")
         else:
-            message = re.sub(r"valid (tuple|dictionary|path for).*", lambda kind: _IN_WORDS[kind[1]], fault["msg"].removeprefix("Value error, "))
+            message = re.sub(
+                r"valid (tuple|dictionary|path for).*",
+                lambda kind: _IN_WORDS[kind[1]],
+                fault["msg"].removeprefix("Value error, "),
+            )
             shown = "" if isinstance(fault["input"], dict | list) else f" (got {fault['input']!r})"
             sentences.append(f"{where}: {message}{shown}")
     return "; ".join(dict.fromkeys(sentences))
@@ -438,7 +547,11 @@ def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list
     """The keys allowed at this place of the plan, found by walking the models' annotations."""
     current: Any = model
     for part in location:
-        models = list(_models_in(current.model_fields[part].annotation)) if part in current.model_fields else []
+        models = (
+            list(_models_in(current.model_fields[part].annotation))
+            if part in current.model_fields
+            else []
+        )
         current = models[0] if models else current
     return list(current.model_fields)
 

@@ -35,7 +35,10 @@ def source_from_config(config: ModelConfig, profiles: tuple[Profile, ...]) -> Mo
     """
     for key, path in (("path", config.path), ("weights", config.weights)):
         if path is not None and not path.is_file():
-            raise PlanError(f"model.{key}: no file at '{path}'", "correct the path; paths in a plan are relative to the plan's own folder")
+            raise PlanError(
+                f"model.{key}: no file at '{path}'",
+                "correct the path; paths in a plan are relative to the plan's own folder",
+            )
     source = ModelSource(
         path=config.path,
         entrypoint=config.entrypoint,
@@ -54,12 +57,19 @@ def source_from_config(config: ModelConfig, profiles: tuple[Profile, ...]) -> Mo
 
 def _checked_spec(spec: TensorSpec) -> TensorSpec:
     try:
-        known = spec.dtype == "bfloat16" or (np.dtype(spec.dtype).name == spec.dtype and np.dtype(spec.dtype).kind in "fiub")
+        known = spec.dtype == "bfloat16" or (
+            np.dtype(spec.dtype).name == spec.dtype and np.dtype(spec.dtype).kind in "fiub"
+        )
     except TypeError:
         known = False
     if not known:
-        advice = "write one of float32, float16, bfloat16, float64, int8 to int64, uint8 to uint64, bool"
-        raise PlanError(f"model.inputs: input '{spec.name}' has dtype '{spec.dtype}', which is not a numeric dtype by its full name", advice)
+        advice = (
+            "write one of float32, float16, bfloat16, float64, int8 to int64, uint8 to uint64, bool"
+        )
+        raise PlanError(
+            f"model.inputs: input '{spec.name}' has dtype '{spec.dtype}', which is not a numeric dtype by its full name",
+            advice,
+        )
     return spec.model_copy(update={"kind": "dynamic"}) if spec.symbols else spec
 
 
@@ -67,14 +77,18 @@ def _check_unique(key: str, names: Iterable[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise PlanError(f"model.{key}: the name '{name}' appears twice", "give each a name of its own")
+            raise PlanError(
+                f"model.{key}: the name '{name}' appears twice", "give each a name of its own"
+            )
         seen.add(name)
 
 
 # --- profiles ---
 
 
-def check_profiles(inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]) -> tuple[Profile, ...]:
+def check_profiles(
+    inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]
+) -> tuple[Profile, ...]:
     """The profiles to use: those given, or one empty profile for a model of fixed shapes.
 
     PlanError if a symbolic dimension has no range in some profile (it is never taken to be 1), or a profile names an unknown symbol,
@@ -85,14 +99,21 @@ def check_profiles(inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]
         for name in profile.dims:
             if name not in symbols:
                 known = (
-                    f"the symbolic dimensions are {', '.join(symbols)}" if symbols else "remove the profile: all dimensions of the inputs are fixed"
+                    f"the symbolic dimensions are {', '.join(symbols)}"
+                    if symbols
+                    else "remove the profile: all dimensions of the inputs are fixed"
                 )
-                raise PlanError(f"profiles: no input has a dimension '{name}'", _near(name, symbols, known))
+                raise PlanError(
+                    f"profiles: no input has a dimension '{name}'", _near(name, symbols, known)
+                )
         missing = [symbol for symbol in symbols if symbol not in profile.dims]
         if missing:
             spec = next(spec for spec in inputs if missing[0] in spec.symbols)
             where = f"dimension '{missing[0]}' of input '{spec.name}' [{', '.join(map(str, spec.shape))}]"
-            raise PlanError(f"{where} has no range in {'a profile' if profiles else 'the plan, which has no profiles'}", _advice(symbols, profile))
+            raise PlanError(
+                f"{where} has no range in {'a profile' if profiles else 'the plan, which has no profiles'}",
+                _advice(symbols, profile),
+            )
         for name, values in profile.values.items():
             _check_values(inputs, name, values)
     return profiles or (Profile(),)
@@ -103,17 +124,29 @@ def _check_values(inputs: tuple[TensorSpec, ...], name: str, values: ValueRange)
     spec = next((spec for spec in inputs if spec.name == name), None)
     if spec is None:
         names = [spec.name for spec in inputs]
-        raise PlanError(f"profiles.values: the model has no input '{name}'", _near(name, names, f"its inputs are {', '.join(names)}"))
+        raise PlanError(
+            f"profiles.values: the model has no input '{name}'",
+            _near(name, names, f"its inputs are {', '.join(names)}"),
+        )
     shown = f"input '{name}' is {spec.dtype}[{', '.join(map(str, spec.shape))}]"
     if spec.dtype not in ("int32", "int64"):
         said = f"profiles.values: {shown}, and only int32 and int64 values can decide a shape"
-        raise PlanError(said, f"leave `values` of '{name}' out: they are for inputs such as the target of a Reshape or the k of a TopK")
+        raise PlanError(
+            said,
+            f"leave `values` of '{name}' out: they are for inputs such as the target of a Reshape or the k of a TopK",
+        )
     if spec.symbols or len(spec.shape) > 1:
-        raise PlanError(f"profiles.values: {shown}, expected a fixed shape of rank 0 or 1", "fix the number of its values in the model")
+        raise PlanError(
+            f"profiles.values: {shown}, expected a fixed shape of rank 0 or 1",
+            "fix the number of its values in the model",
+        )
     count = math.prod(map(int, spec.shape))
     if len(values.min) != count:
         said = f"profiles.values: {shown}, which has {count} values, and the range gives {len(values.min)}"
-        raise PlanError(said, f"write `values: {{{name}: [min, opt, max]}}`, each of them a list of {count} integers")
+        raise PlanError(
+            said,
+            f"write `values: {{{name}: [min, opt, max]}}`, each of them a list of {count} integers",
+        )
 
 
 def _near(name: str, names: Sequence[str], otherwise: str) -> str:
@@ -124,10 +157,17 @@ def _near(name: str, names: Sequence[str], otherwise: str) -> str:
 def _advice(symbols: tuple[str, ...], profile: Profile) -> str:
     """What to write, as YAML and as an option, with the ranges that are already there."""
     ranges = {symbol: profile.dims.get(symbol) for symbol in symbols}
-    triples = {symbol: (found.min, found.opt, found.max) if found else (1, 8, 64) for symbol, found in ranges.items()}
+    triples = {
+        symbol: (found.min, found.opt, found.max) if found else (1, 8, 64)
+        for symbol, found in ranges.items()
+    }
     plan = ", ".join(f"{symbol}: {list(triple)}" for symbol, triple in triples.items())
-    options = " ".join(f"--profile {symbol}={':'.join(map(str, triple))}" for symbol, triple in triples.items())
-    return f"give min, opt and max, for example `profiles: - {{{plan}}}` in the plan, or `{options}`"
+    options = " ".join(
+        f"--profile {symbol}={':'.join(map(str, triple))}" for symbol, triple in triples.items()
+    )
+    return (
+        f"give min, opt and max, for example `profiles: - {{{plan}}}` in the plan, or `{options}`"
+    )
 
 
 # --- digests ---
@@ -141,7 +181,9 @@ def digest_of_source(source: ModelSource) -> str:
     if source.weights is not None:
         facts["weights"] = _file_digest(source.weights)
     if source.path is not None:
-        facts["file"] = _onnx_digest(source.path) if source.kind == "onnx" else _file_digest(source.path)
+        facts["file"] = (
+            _onnx_digest(source.path) if source.kind == "onnx" else _file_digest(source.path)
+        )
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -151,9 +193,13 @@ def _file_digest(path: Path) -> str:
 
 
 def _onnx_digest(path: Path) -> str:
-    from pipeline.onnx_graph import graph  # imports onnx, which a warm run of an entrypoint does not need
+    from pipeline.onnx_graph import (
+        graph,
+    )  # imports onnx, which a warm run of an entrypoint does not need
 
-    graph.read_proto(path, weights=False)  # a corrupt file, or data outside its folder, ends here with its reason
+    graph.read_proto(
+        path, weights=False
+    )  # a corrupt file, or data outside its folder, ends here with its reason
     return graph.file_digest(path)
 
 
@@ -168,20 +214,35 @@ def code_digest(entrypoint: str, python_path: Path, key: str = "model.entrypoint
     spec = PathFinder.find_spec(top, [str(python_path)]) or _installed_spec(top)
     if spec is None:
         advice = f"set {key.partition('.')[0]}.python_path to the folder that holds {top}.py or {top}/, or install the package"
-        raise PlanError(f"{key}: no module '{module}' in '{python_path}' or among the installed packages", advice)
+        raise PlanError(
+            f"{key}: no module '{module}' in '{python_path}' or among the installed packages",
+            advice,
+        )
     site = [Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib")]
     folders = _folders_of(spec)
     if any(folder.is_relative_to(place) for folder in folders for place in site):
         facts = _installed_version(top)
     else:
-        texts = {str(file.relative_to(folder)): file.read_bytes() for folder in folders for file in sorted(_sources(folder))}
-        facts = {name: hashlib.sha256(text).hexdigest() for name, text in texts.items()} | _imported_versions(texts.values(), top, folders)
+        texts = {
+            str(file.relative_to(folder)): file.read_bytes()
+            for folder in folders
+            for file in sorted(_sources(folder))
+        }
+        facts = {
+            name: hashlib.sha256(text).hexdigest() for name, text in texts.items()
+        } | _imported_versions(texts.values(), top, folders)
     return hashlib.sha256(json.dumps([module, facts], sort_keys=True).encode()).hexdigest()
 
 
-def _imported_versions(texts: Iterable[bytes], top: str, folders: tuple[Path, ...]) -> dict[str, str]:
+def _imported_versions(
+    texts: Iterable[bytes], top: str, folders: tuple[Path, ...]
+) -> dict[str, str]:
     """The version of every installed package that is imported: a model that comes out of torchvision changes with it."""
-    found = {name.decode() for text in texts for name in re.findall(rb"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE)}
+    found = {
+        name.decode()
+        for text in texts
+        for name in re.findall(rb"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE)
+    }
     local = {entry.stem for folder in folders for entry in folder.iterdir()} | {top}
     versions: dict[str, str] = {}
     for name in sorted(found - local - sys.stdlib_module_names):
@@ -206,14 +267,26 @@ def _folders_of(spec: ModuleSpec) -> tuple[Path, ...]:
 def _installed_version(top: str) -> dict[str, str]:
     try:
         return {top: importlib.metadata.version(top)}
-    except importlib.metadata.PackageNotFoundError:  # the distribution has another name than the module
-        return dict(sorted((found.name, found.version) for found in importlib.metadata.distributions() if _provides(found, top)))
+    except (
+        importlib.metadata.PackageNotFoundError
+    ):  # the distribution has another name than the module
+        return dict(
+            sorted(
+                (found.name, found.version)
+                for found in importlib.metadata.distributions()
+                if _provides(found, top)
+            )
+        )
 
 
 def _provides(found: importlib.metadata.Distribution, top: str) -> bool:
     """Whether a distribution brings the module `top`; `packages_distributions()` takes ten times as long, since it parses all that each says."""
     listed = (found.read_text("top_level.txt") or "").split()
-    return top in listed if listed else re.search(rf"^{top}[./]", found.read_text("RECORD") or "", re.MULTILINE) is not None
+    return (
+        top in listed
+        if listed
+        else re.search(rf"^{top}[./]", found.read_text("RECORD") or "", re.MULTILINE) is not None
+    )
 
 
 def _sources(folder: Path) -> Iterator[Path]:
@@ -227,6 +300,11 @@ def _sources(folder: Path) -> Iterator[Path]:
 
 def _may_be_imported(entry: Path) -> bool:
     """A folder Python could import from (namespace packages have no __init__.py): not hidden, no cache, no virtual environment."""
-    if not entry.name.isidentifier() or entry.name == "__pycache__" or entry.is_symlink() or not entry.is_dir():
+    if (
+        not entry.name.isidentifier()
+        or entry.name == "__pycache__"
+        or entry.is_symlink()
+        or not entry.is_dir()
+    ):
         return False
     return os.access(entry, os.R_OK | os.X_OK) and not (entry / "pyvenv.cfg").exists()

@@ -22,7 +22,13 @@ from onnx.version_converter import ConvertError, convert_version
 from pipeline.core import KeptNode, Note, Precision
 from pipeline.errors import UnsupportedError
 from pipeline.onnx_graph.activations import Bounds
-from pipeline.onnx_graph.graph import DEFAULT_DOMAINS, SMALL_BYTES, bytes_of_tensor, graphs_of, opset_of
+from pipeline.onnx_graph.graph import (
+    DEFAULT_DOMAINS,
+    SMALL_BYTES,
+    bytes_of_tensor,
+    graphs_of,
+    opset_of,
+)
 from pipeline.onnx_graph.recurrent import add_initial_states, is_recurrent
 from pipeline.quantization.insert_qdq import drop_unread
 
@@ -50,7 +56,9 @@ SCALES_OPSET = 19
 
 NAMED = 5  # nodes that a note names one by one
 POSITIONS = frozenset({"Range", "CumSum", "RoiAlign", "GridSample", "NonMaxSuppression"})
-SUMS_OF_SQUARES = frozenset({"ReduceSumSquare", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "Det"})
+SUMS_OF_SQUARES = frozenset(
+    {"ReduceSumSquare", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "Det"}
+)
 TYPED_BY_ATTRIBUTE = frozenset({"Cast", "ConstantOfShape", "EyeLike", "Multinomial", "Bernoulli"})
 RANDOM = frozenset({"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"})
 NEEDS_FP32 = POSITIONS | SUMS_OF_SQUARES | TYPED_BY_ATTRIBUTE | RANDOM
@@ -65,9 +73,15 @@ def raise_opset(proto: onnx.ModelProto, least: int) -> onnx.ModelProto:
         return proto
     try:
         return convert_version(proto, least)
-    except (ConvertError, EncodeError, RuntimeError, ValueError) as error:  # EncodeError: over 2 GiB
+    except (
+        ConvertError,
+        EncodeError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # EncodeError: over 2 GiB
         raise UnsupportedError(
-            f"this precision needs opset {least}, the model has {opset_of(proto)} and cannot be raised: {error}", f"export it with opset {least}"
+            f"this precision needs opset {least}, the model has {opset_of(proto)} and cannot be raised: {error}",
+            f"export it with opset {least}",
         ) from error
 
 
@@ -100,9 +114,22 @@ def _constant(node: onnx.NodeProto) -> NDArray[np.generic] | None:
         return None
     attribute = node.attribute[0]
     if attribute.name == "value":
-        return numpy_helper.to_array(attribute.t) if attribute.t.data_type != onnx.TensorProto.STRING else None
-    dtypes = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
-    return np.asarray(onnx.helper.get_attribute_value(attribute), dtypes[attribute.name]) if attribute.name in dtypes else None
+        return (
+            numpy_helper.to_array(attribute.t)
+            if attribute.t.data_type != onnx.TensorProto.STRING
+            else None
+        )
+    dtypes = {
+        "value_float": np.float32,
+        "value_floats": np.float32,
+        "value_int": np.int64,
+        "value_ints": np.int64,
+    }
+    return (
+        np.asarray(onnx.helper.get_attribute_value(attribute), dtypes[attribute.name])
+        if attribute.name in dtypes
+        else None
+    )
 
 
 # --- which nodes stay in fp32 ---
@@ -113,7 +140,11 @@ def reasons_for_fp32(graph: onnx.GraphProto, bounds: Mapping[str, Bounds]) -> di
 
     A bias that fp16 cannot hold breaks nothing where the result, which it is added to, is rounded by more than is lost of it.
     """
-    outside = {name: f"values up to {seen.largest:.3g}" for name, seen in bounds.items() if not _fits(seen.largest)}
+    outside = {
+        name: f"values up to {seen.largest:.3g}"
+        for name, seen in bounds.items()
+        if not _fits(seen.largest)
+    }
     errors: dict[str, float] = {}
     for tensor in graph.initializer:
         if tensor.data_type == TensorProto.FLOAT:
@@ -126,9 +157,17 @@ def reasons_for_fp32(graph: onnx.GraphProto, bounds: Mapping[str, Bounds]) -> di
     for node in graph.node:
         if node.op_type in QUANTIZERS:
             continue
-        rounding = ROUNDING_FP16 * max((bounds[name].largest for name in node.output if name in bounds), default=0.0)
-        beta = next((abs(attribute.f) for attribute in node.attribute if attribute.name == "beta"), 1.0)  # of Gemm: what its bias is multiplied by
-        is_unseen = node.op_type in BIASED and len(node.input) > 2 and errors.get(node.input[2], np.inf) * beta <= rounding
+        rounding = ROUNDING_FP16 * max(
+            (bounds[name].largest for name in node.output if name in bounds), default=0.0
+        )
+        beta = next(
+            (abs(attribute.f) for attribute in node.attribute if attribute.name == "beta"), 1.0
+        )  # of Gemm: what its bias is multiplied by
+        is_unseen = (
+            node.op_type in BIASED
+            and len(node.input) > 2
+            and errors.get(node.input[2], np.inf) * beta <= rounding
+        )
         judged = (*node.input[: 2 if is_unseen else None], *node.output)
         strange = next((name for name in judged if name in outside), None)
         if strange is not None:
@@ -146,9 +185,17 @@ def fp32_notes(graph: onnx.GraphProto, reasons: Mapping[str, str], cause: str) -
     if not reasons:
         return []
     kinds = Counter(node.op_type for node in graph.node if node.name in reasons)
-    named = "; ".join(f"'{name}': {why}" for name, why in list(reasons.items())[:NAMED]) + ("; ..." if len(reasons) > NAMED else "")
+    named = "; ".join(f"'{name}': {why}" for name, why in list(reasons.items())[:NAMED]) + (
+        "; ..." if len(reasons) > NAMED else ""
+    )
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    return [Note(stage="convert", text=f"{nodes_text(len(reasons))} in fp32 ({counted}), {cause}: {named}", level="info")]
+    return [
+        Note(
+            stage="convert",
+            text=f"{nodes_text(len(reasons))} in fp32 ({counted}), {cause}: {named}",
+            level="info",
+        )
+    ]
 
 
 def kept_in_fp32(graph: onnx.GraphProto, reasons: Mapping[str, str]) -> tuple[KeptNode, ...]:
@@ -156,9 +203,16 @@ def kept_in_fp32(graph: onnx.GraphProto, reasons: Mapping[str, str]) -> tuple[Ke
 
     A node that reads a DequantizeLinear is none of them: it may run in 8 bits.
     """
-    quantised = {name for node in graph.node if node.op_type == "DequantizeLinear" for name in node.output}
+    quantised = {
+        name for node in graph.node if node.op_type == "DequantizeLinear" for name in node.output
+    }
     return tuple(
-        KeptNode(node=node.name, operator=node.op_type, reason=reasons[node.name], unnamed=is_recurrent(node))
+        KeptNode(
+            node=node.name,
+            operator=node.op_type,
+            reason=reasons[node.name],
+            unnamed=is_recurrent(node),
+        )
         for node in graph.node
         if node.name in reasons and quantised.isdisjoint(node.input)
     )
@@ -178,7 +232,9 @@ def _from_shapes(graph: onnx.GraphProto) -> set[str]:
     known = {tensor.name for tensor in graph.initializer} | {""}
     found = set()
     for node in graph.node:
-        if node.op_type in ("Shape", "Size") or (node.op_type not in QUANTIZERS and node.input and known.issuperset(node.input)):
+        if node.op_type in ("Shape", "Size") or (
+            node.op_type not in QUANTIZERS and node.input and known.issuperset(node.input)
+        ):
             known.update(node.output)
             found.add(node.name)
     return found
@@ -199,14 +255,24 @@ def lower(proto: onnx.ModelProto, precision: Precision, kept: frozenset[str]) ->
     """Make all nodes but `kept`, and those that have no such kernel, compute in `precision`. In place; node names must be unique."""
     types = _types(proto)
     kept |= _from_shapes(proto.graph)
-    ports = {node.name: _ports(node, types, precision, opset_of(proto)) for node in proto.graph.node if node.name not in kept}
-    ports = _with_quantizers(proto.graph, types, {name: port for name, port in ports.items() if port.inputs or port.outputs})
+    ports = {
+        node.name: _ports(node, types, precision, opset_of(proto))
+        for node in proto.graph.node
+        if node.name not in kept
+    }
+    ports = _with_quantizers(
+        proto.graph,
+        types,
+        {name: port for name, port in ports.items() if port.inputs or port.outputs},
+    )
     recurrent = _low_recurrent(proto.graph, types, ports, LOW[precision])
     _Rewriter(proto.graph, precision, ports).run()
     add_initial_states(proto.graph, recurrent, LOW[precision])
 
 
-def _low_recurrent(graph: onnx.GraphProto, types: Mapping[str, int], ports: Mapping[str, _Ports], low: int) -> frozenset[str]:
+def _low_recurrent(
+    graph: onnx.GraphProto, types: Mapping[str, int], ports: Mapping[str, _Ports], low: int
+) -> frozenset[str]:
     """Names of the recurrent nodes that read a low X, whether it is cast or given so."""
     recurrent = [node for node in graph.node if is_recurrent(node)]
     cast = {node.name for node in recurrent if node.name in ports and 0 in ports[node.name].inputs}
@@ -216,7 +282,9 @@ def _low_recurrent(graph: onnx.GraphProto, types: Mapping[str, int], ports: Mapp
 
 def _types(proto: onnx.ModelProto) -> dict[str, int]:
     """Element type of every tensor of the top level, by ONNX's inference on the graph without its large weights."""
-    thin = onnx.ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import, functions=proto.functions)
+    thin = onnx.ModelProto(
+        ir_version=proto.ir_version, opset_import=proto.opset_import, functions=proto.functions
+    )
     thin.graph.name = proto.graph.name
     thin.graph.node.extend(proto.graph.node)
     thin.graph.input.extend(proto.graph.input)
@@ -225,40 +293,72 @@ def _types(proto: onnx.ModelProto) -> dict[str, int]:
         if bytes_of_tensor(tensor) <= SMALL_BYTES:
             thin.graph.initializer.append(tensor)
         else:
-            thin.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+            thin.graph.input.append(
+                onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+            )
     graph = onnx.shape_inference.infer_shapes(thin, data_prop=True).graph
-    types = {value.name: value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.input, *graph.output)}
+    types = {
+        value.name: value.type.tensor_type.elem_type
+        for value in (*graph.value_info, *graph.input, *graph.output)
+    }
     return types | {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
 
 
-def _ports(node: onnx.NodeProto, types: Mapping[str, int], precision: Precision, opset: int) -> _Ports:
+def _ports(
+    node: onnx.NodeProto, types: Mapping[str, int], precision: Precision, opset: int
+) -> _Ports:
     """What of a node can be low, by the type constraints of its operator; nothing where any type is unknown."""
     nothing = _Ports((), ())
-    special = node.op_type in NEEDS_FP32 | QUANTIZERS or any(a.type in (a.GRAPH, a.GRAPHS) for a in node.attribute)
+    special = node.op_type in NEEDS_FP32 | QUANTIZERS or any(
+        a.type in (a.GRAPH, a.GRAPHS) for a in node.attribute
+    )
     if special or node.domain not in DEFAULT_DOMAINS or not onnx.defs.has(node.op_type, opset, ""):
         return nothing
     if not all(types.get(name) for name in (*node.input, *node.output) if name):
         return nothing
     schema = onnx.defs.get_schema(node.op_type, opset, "")
-    allowed = {constraint.type_param_str: constraint.allowed_type_strs for constraint in schema.type_constraints}
+    allowed = {
+        constraint.type_param_str: constraint.allowed_type_strs
+        for constraint in schema.type_constraints
+    }
     low = f"tensor({'float16' if precision is Precision.FP16 else 'bfloat16'})"
 
-    def movable(names: list[str], formals: list[onnx.defs.OpSchema.FormalParameter]) -> tuple[int, ...]:
-        kinds = [allowed.get(formals[min(i, len(formals) - 1)].type_str, []) for i in range(len(names))]
-        return tuple(i for i, name in enumerate(names) if types.get(name) == TensorProto.FLOAT and low in kinds[i])
+    def movable(
+        names: list[str], formals: list[onnx.defs.OpSchema.FormalParameter]
+    ) -> tuple[int, ...]:
+        kinds = [
+            allowed.get(formals[min(i, len(formals) - 1)].type_str, []) for i in range(len(names))
+        ]
+        return tuple(
+            i
+            for i, name in enumerate(names)
+            if types.get(name) == TensorProto.FLOAT and low in kinds[i]
+        )
 
-    inputs, outputs = movable(list(node.input), list(schema.inputs)), movable(list(node.output), list(schema.outputs))
-    if node.op_type == "LayerNormalization":  # its second and third outputs have the dtype of stash_type
+    inputs, outputs = (
+        movable(list(node.input), list(schema.inputs)),
+        movable(list(node.output), list(schema.outputs)),
+    )
+    if (
+        node.op_type == "LayerNormalization"
+    ):  # its second and third outputs have the dtype of stash_type
         outputs = outputs[:1]
     return _Ports(inputs, outputs)
 
 
-def _with_quantizers(graph: onnx.GraphProto, types: Mapping[str, int], ports: dict[str, _Ports]) -> dict[str, _Ports]:
+def _with_quantizers(
+    graph: onnx.GraphProto, types: Mapping[str, int], ports: dict[str, _Ports]
+) -> dict[str, _Ports]:
     """Q takes the dtype of what makes its input, DQ that of its readers: so no Cast parts them from the operators they belong to.
 
     The Q of a weight takes that of its DQ.
     """
-    low = {node.output[i] for node in graph.node if node.name in ports for i in ports[node.name].outputs}
+    low = {
+        node.output[i]
+        for node in graph.node
+        if node.name in ports
+        for i in ports[node.name].outputs
+    }
     read = {value.name: False for value in graph.output}
     for inner in graphs_of(graph):
         for node in inner.node:
@@ -267,12 +367,20 @@ def _with_quantizers(graph: onnx.GraphProto, types: Mapping[str, int], ports: di
                 read[name] = read.get(name, True) and is_low
     quantizers = {}
     for node in graph.node:
-        if node.op_type == "DequantizeLinear" and read.get(node.output[0], False) and types.get(node.input[1]) == TensorProto.FLOAT:
+        if (
+            node.op_type == "DequantizeLinear"
+            and read.get(node.output[0], False)
+            and types.get(node.input[1]) == TensorProto.FLOAT
+        ):
             quantizers[node.name] = _Ports((1,), (0,))
-    constants = {tensor.name for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT}
+    constants = {
+        tensor.name for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT
+    }
     high = {name for node in graph.node if node.name not in quantizers for name in node.input}
     for node in graph.node:
-        if node.op_type == "QuantizeLinear" and (node.input[0] in low or (node.input[0] in constants and node.output[0] not in high)):
+        if node.op_type == "QuantizeLinear" and (
+            node.input[0] in low or (node.input[0] in constants and node.output[0] not in high)
+        ):
             quantizers[node.name] = _Ports((0, 1), ())
     return ports | quantizers
 
@@ -280,20 +388,41 @@ def _with_quantizers(graph: onnx.GraphProto, types: Mapping[str, int], ports: di
 class _Rewriter:
     """One walk through the nodes in order: renames what is low, and adds a Cast after whatever is needed in both forms."""
 
-    def __init__(self, graph: onnx.GraphProto, precision: Precision, ports: Mapping[str, _Ports]) -> None:
+    def __init__(
+        self, graph: onnx.GraphProto, precision: Precision, ports: Mapping[str, _Ports]
+    ) -> None:
         self.graph, self.precision, self.ports = graph, precision, ports
-        self.taken = {name for inner in graphs_of(graph) for node in inner.node for name in (*node.input, *node.output)}
+        self.taken = {
+            name
+            for inner in graphs_of(graph)
+            for node in inner.node
+            for name in (*node.input, *node.output)
+        }
         self.taken |= {tensor.name for tensor in graph.initializer}
         self.names: dict[str, str] = {}
-        self.made_low = {node.output[i] for node in graph.node if node.name in ports for i in ports[node.name].outputs}
-        self.read_low = {node.input[i] for node in graph.node if node.name in ports for i in ports[node.name].inputs}
+        self.made_low = {
+            node.output[i]
+            for node in graph.node
+            if node.name in ports
+            for i in ports[node.name].outputs
+        }
+        self.read_low = {
+            node.input[i]
+            for node in graph.node
+            if node.name in ports
+            for i in ports[node.name].inputs
+        }
         self.read_high = self._read_high()
 
     def _read_high(self) -> set[str]:
         names = {value.name for inner in graphs_of(self.graph) for value in inner.output}
         for inner in graphs_of(self.graph):
             for node in inner.node:
-                moved = self.ports[node.name].inputs if inner is self.graph and node.name in self.ports else ()
+                moved = (
+                    self.ports[node.name].inputs
+                    if inner is self.graph and node.name in self.ports
+                    else ()
+                )
                 names |= {name for index, name in enumerate(node.input) if index not in moved}
         return names
 
@@ -325,9 +454,21 @@ class _Rewriter:
     def _casts(self, name: str) -> list[onnx.NodeProto]:
         low = self.low_name(name) if name in self.made_low or name in self.read_low else ""
         if name in self.made_low and name in self.read_high:
-            return [onnx.helper.make_node("Cast", [low], [name], name=f"{name}_to_fp32", to=TensorProto.FLOAT)]
+            return [
+                onnx.helper.make_node(
+                    "Cast", [low], [name], name=f"{name}_to_fp32", to=TensorProto.FLOAT
+                )
+            ]
         if name not in self.made_low and name in self.read_low:
-            return [onnx.helper.make_node("Cast", [name], [low], name=f"{name}_to_{self.precision}", to=LOW[self.precision])]
+            return [
+                onnx.helper.make_node(
+                    "Cast",
+                    [name],
+                    [low],
+                    name=f"{name}_to_{self.precision}",
+                    to=LOW[self.precision],
+                )
+            ]
         return []
 
     def _convert_constants(self) -> None:
@@ -339,7 +480,9 @@ class _Rewriter:
                 continue
             values = _narrow(numpy_helper.to_array(tensor), self.precision)
             if tensor.name in scales:  # a scale that becomes 0 would make NaN of all its values
-                values = np.where(values == 0, ml_dtypes.finfo(values.dtype).smallest_subnormal, values)  # type: ignore[no-untyped-call]
+                values = np.where(
+                    values == 0, ml_dtypes.finfo(values.dtype).smallest_subnormal, values
+                )  # type: ignore[no-untyped-call]
             low = numpy_helper.from_array(values, self.low_name(tensor.name))
             if tensor.name in self.read_high:
                 self.graph.initializer.append(low)
@@ -352,7 +495,10 @@ class _Rewriter:
             if value.name in self.made_low:
                 low = self.graph.value_info.add()
                 low.CopyFrom(value)
-                low.name, low.type.tensor_type.elem_type = self.low_name(value.name), LOW[self.precision]
+                low.name, low.type.tensor_type.elem_type = (
+                    self.low_name(value.name),
+                    LOW[self.precision],
+                )
         made = {name for node in self.graph.node for name in node.output}
         stay = [value for value in self.graph.value_info if value.name in made]
         del self.graph.value_info[:]

@@ -19,21 +19,32 @@ MIB = 2**20
 def float_weights(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
     """The fp32 constants of a flat graph, by name; one that is an input too may change with each run."""
     inputs = {value.name for value in graph.input}
-    return {tensor.name: tensor for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT and tensor.name not in inputs}
+    return {
+        tensor.name: tensor
+        for tensor in graph.initializer
+        if tensor.data_type == onnx.TensorProto.FLOAT and tensor.name not in inputs
+    }
 
 
 def linear_layers(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
     """Every MatMul and Gemm of a flat graph with an fp32 weight on one side and no constant on the other, by name."""
     weights = float_weights(graph)
     constants = {tensor.name for tensor in graph.initializer}
-    found = [node for node in graph.node if node.op_type in ("MatMul", "Gemm") and len(constants.intersection(node.input[:2])) == 1]
+    found = [
+        node
+        for node in graph.node
+        if node.op_type in ("MatMul", "Gemm") and len(constants.intersection(node.input[:2])) == 1
+    ]
     return {node.name: node for node in found if weights.keys() & set(node.input[:2])}
 
 
 def check_unquantised(graph: onnx.GraphProto) -> None:
     """UnsupportedError for a graph that holds Q/DQ pairs: its precision is chosen already."""
     if holds_qdq(graph):
-        raise UnsupportedError("the model holds Q/DQ pairs already, so not only its weights have few bits", "leave `weight_only` out")
+        raise UnsupportedError(
+            "the model holds Q/DQ pairs already, so not only its weights have few bits",
+            "leave `weight_only` out",
+        )
 
 
 def check_changed(bits: Mapping[str, int], recipe: Recipe) -> None:
@@ -56,10 +67,25 @@ def weights_note(source: onnx.GraphProto, bits: Mapping[str, int], before: int, 
     """Which layers of `source` were changed: `bits` holds, by node, those of the weights that are now integers. And bytes of all constants."""
     linear = linear_layers(source)
     counts = Counter(bits[name] for name in linear if name in bits)
-    parts = [f"{count} of {len(linear)} linear layers hold their weights in {each} bits" for each, count in sorted(counts.items())]
-    others = Counter((node.op_type, bits[node.name]) for node in source.node if node.name in bits and node.name not in linear)
-    parts += [f"so do {count} {operator}, in {each} bits" for (operator, each), count in sorted(others.items())]
+    parts = [
+        f"{count} of {len(linear)} linear layers hold their weights in {each} bits"
+        for each, count in sorted(counts.items())
+    ]
+    others = Counter(
+        (node.op_type, bits[node.name])
+        for node in source.node
+        if node.name in bits and node.name not in linear
+    )
+    parts += [
+        f"so do {count} {operator}, in {each} bits"
+        for (operator, each), count in sorted(others.items())
+    ]
     if left := [name for name in linear if name not in bits]:
-        parts.append(f"as they were: {', '.join(left[:NAMED])}" + (f" and {len(left) - NAMED} more" if len(left) > NAMED else ""))
-    parts.append(f"all constants together: {before / MIB:.1f} MiB before, {after / MIB:.1f} MiB after")
+        parts.append(
+            f"as they were: {', '.join(left[:NAMED])}"
+            + (f" and {len(left) - NAMED} more" if len(left) > NAMED else "")
+        )
+    parts.append(
+        f"all constants together: {before / MIB:.1f} MiB before, {after / MIB:.1f} MiB after"
+    )
     return Note(stage="convert", text="; ".join(parts), level="info")

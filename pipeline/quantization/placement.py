@@ -41,15 +41,27 @@ class Affine:
     most: int = 127
 
     def quantize(self, values: Array) -> Integers:
-        rounded = np.rint(values.astype(np.float32) / self._along(self.scale, values)) + self._along(self.zero_point, values)  # half to even
-        return np.asarray(np.clip(rounded.astype(np.float64), self.least, self.most).astype(self.zero_point.dtype))
+        rounded = np.rint(
+            values.astype(np.float32) / self._along(self.scale, values)
+        ) + self._along(self.zero_point, values)  # half to even
+        return np.asarray(
+            np.clip(rounded.astype(np.float64), self.least, self.most).astype(self.zero_point.dtype)
+        )
 
     def dequantize(self, values: Integers) -> Scale:
-        return np.asarray((values.astype(np.float32) - self._along(self.zero_point, values)) * self._along(self.scale, values), np.float32)
+        return np.asarray(
+            (values.astype(np.float32) - self._along(self.zero_point, values))
+            * self._along(self.scale, values),
+            np.float32,
+        )
 
     def _along(self, parameter: Array, values: Array) -> Scale:
         """Float32, shaped to meet `values` at the channels."""
-        shape = parameter.shape if self.axis is None else [-1 if dim == self.axis else 1 for dim in range(values.ndim)]
+        shape = (
+            parameter.shape
+            if self.axis is None
+            else [-1 if dim == self.axis else 1 for dim in range(values.ndim)]
+        )
         return parameter.reshape(shape).astype(np.float32)
 
 
@@ -62,10 +74,21 @@ def unsigned_activation(low: float, high: float) -> Affine:
     """Asymmetric uint8 for values in [low, high], widened to hold zero, which padding and Relu need exactly."""
     low, high = min(low, 0.0), max(high, 0.0)
     scale = _scale(np.asarray((high - low) / 255), half=False)
-    return Affine(scale, np.asarray(np.clip(np.rint(-low / scale.astype(np.float64)), 0, 255), np.uint8), least=0, most=255)
+    return Affine(
+        scale,
+        np.asarray(np.clip(np.rint(-low / scale.astype(np.float64)), 0, 255), np.uint8),
+        least=0,
+        most=255,
+    )
 
 
-def weight(values: Array, axis: int | None, bits: int = 8, half: bool = False, floor: NDArray[np.float64] | None = None) -> Affine:
+def weight(
+    values: Array,
+    axis: int | None,
+    bits: int = 8,
+    half: bool = False,
+    floor: NDArray[np.float64] | None = None,
+) -> Affine:
     """Symmetric int8 per channel of `axis` (None: per tensor), no scale below `floor`.
 
     `half` rounds the scales to float16, for a graph that will hold them in it: the weights are then quantised by the scale that is used.
@@ -73,7 +96,10 @@ def weight(values: Array, axis: int | None, bits: int = 8, half: bool = False, f
     most = 2 ** (bits - 1) - 1
     others = None if axis is None else tuple(dim for dim in range(values.ndim) if dim != axis)
     scale = np.abs(values.astype(np.float64)).max(axis=others) / most
-    scale = _scale(scale if floor is None else np.maximum(scale, floor if axis is not None else floor.max()), half)
+    scale = _scale(
+        scale if floor is None else np.maximum(scale, floor if axis is not None else floor.max()),
+        half,
+    )
     return Affine(scale, np.zeros(scale.shape, np.int8), axis, -most - 1, most)
 
 
@@ -85,12 +111,20 @@ def bias_floor(bias: Array, activation: Affine) -> NDArray[np.float64]:
 def bias_of(activation: Affine, weights: Affine) -> Affine:
     """int32 for a bias that is added to the accumulator of activation times weights."""
     scale = np.atleast_1d(np.asarray(activation.scale * weights.scale, np.float32))
-    return Affine(scale, np.zeros(scale.shape, np.int32), 0 if weights.axis is not None else None, -(2**31), 2**31 - 1)
+    return Affine(
+        scale,
+        np.zeros(scale.shape, np.int32),
+        0 if weights.axis is not None else None,
+        -(2**31),
+        2**31 - 1,
+    )
 
 
 def _scale(values: NDArray[np.float64], half: bool) -> Scale:
     """Float32, never zero or infinite; a tensor of zeros gets scale 1 and stays zeros."""
-    smallest = 2.0**-24 if half else float(np.finfo(np.float32).tiny)  # float16 reaches into its denormals
+    smallest = (
+        2.0**-24 if half else float(np.finfo(np.float32).tiny)
+    )  # float16 reaches into its denormals
     safe = np.where(values == 0, 1.0, np.clip(values, smallest, 65504.0 if half else None))
     return np.asarray(safe.astype(np.float16) if half else safe, np.float32)
 
@@ -136,22 +170,62 @@ class Sites:
 
 FUSED_AFTER = frozenset({"Relu", "Clip"})  # computed in the kernel of the operator before them
 WEIGHTED = frozenset({"Conv", "Gemm", "MatMul"})
-RESHAPES = frozenset({"Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Slice"})
-TO_NEXT_LAYER = RESHAPES | {"Relu", "Clip", "BatchNormalization", "MaxPool", "AveragePool", "GlobalAveragePool", "ReduceMean", "Dropout"}
+RESHAPES = frozenset(
+    {"Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Slice"}
+)
+TO_NEXT_LAYER = RESHAPES | {
+    "Relu",
+    "Clip",
+    "BatchNormalization",
+    "MaxPool",
+    "AveragePool",
+    "GlobalAveragePool",
+    "ReduceMean",
+    "Dropout",
+}
 SAME_SCALE = RESHAPES | {"MaxPool"}
 MOVES_BYTES = SAME_SCALE | {"Concat", "AveragePool"}
-INT8_KERNELS = SAME_SCALE | {"GlobalAveragePool", "AveragePool", "Concat", "Mul", "Sigmoid", "LeakyRelu", "Resize"}
+INT8_KERNELS = SAME_SCALE | {
+    "GlobalAveragePool",
+    "AveragePool",
+    "Concat",
+    "Mul",
+    "Sigmoid",
+    "LeakyRelu",
+    "Resize",
+}
 """What ONNX Runtime computes in 8 bits if both sides are quantised; between quantised operators they keep the data in 8 bits."""
 
 EPILOGUE = frozenset({"Add", "BatchNormalization"})
 """With constants on their other inputs: a bias or a norm, part of the kernel of the weighted operator before them."""
 
 SHAPE_ONLY = frozenset({"Shape", "Size"})  # read no values
-MOVES_INPUT = RESHAPES | {"Cast", "Pad", "Resize", "Expand", "Gather", "Split", "SpaceToDepth", "DepthToSpace"}
+MOVES_INPUT = RESHAPES | {
+    "Cast",
+    "Pad",
+    "Resize",
+    "Expand",
+    "Gather",
+    "Split",
+    "SpaceToDepth",
+    "DepthToSpace",
+}
 """The first input in another place, size or dtype. A table that ids are looked up in is a constant, so what it gives is no input of the model."""
 
-SCALES_INPUT = frozenset({"Add", "Sub", "Mul", "Div", "BatchNormalization"})  # with constants: the normalisation of an image
-AFTER_CLASSIFIER = RESHAPES | {"Softmax", "LogSoftmax", "Sigmoid", "Cast", "Add", "Mul", "Resize", "ArgMax", "TopK"}
+SCALES_INPUT = frozenset(
+    {"Add", "Sub", "Mul", "Div", "BatchNormalization"}
+)  # with constants: the normalisation of an image
+AFTER_CLASSIFIER = RESHAPES | {
+    "Softmax",
+    "LogSoftmax",
+    "Sigmoid",
+    "Cast",
+    "Add",
+    "Mul",
+    "Resize",
+    "ArgMax",
+    "TopK",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +239,11 @@ class Kernels:
     """A convolution or matrix product adds a residual of 8 bits inside its own kernel and gives 8 bits: its own result is never quantised."""
 
 
-KERNELS = {"onnxruntime": Kernels(integer_io=True), "tensorrt": Kernels(add_in_conv=True), "tensorrt_rtx": Kernels(add_in_conv=True)}
+KERNELS = {
+    "onnxruntime": Kernels(integer_io=True),
+    "tensorrt": Kernels(add_in_conv=True),
+    "tensorrt_rtx": Kernels(add_in_conv=True),
+}
 
 
 class Wiring:
@@ -211,15 +289,30 @@ class Wiring:
 
     def feeds_weighted(self, node: onnx.NodeProto) -> bool:
         """Whether a weighted operator follows, with nothing but activations, pooling and reshaping in between."""
-        return any(self.is_weighted(n) or (n.op_type in TO_NEXT_LAYER and self.feeds_weighted(n)) for n in self.after(node))
+        return any(
+            self.is_weighted(n) or (n.op_type in TO_NEXT_LAYER and self.feeds_weighted(n))
+            for n in self.after(node)
+        )
 
 
-def place(graph: onnx.GraphProto, rules: Placement, ranged: frozenset[str], kept: frozenset[str], kernels: Kernels) -> Sites:
+def place(
+    graph: onnx.GraphProto,
+    rules: Placement,
+    ranged: frozenset[str],
+    kept: frozenset[str],
+    kernels: Kernels,
+) -> Sites:
     """Where Q/DQ pairs go. `ranged` = float activations with a known range, `kept` = nodes to leave alone."""
     wiring = Wiring(graph)
     kept = kept if rules.first_layer else kept | up_to_first_layer(wiring)
-    wanted = [node for node in wiring.nodes if node.name not in kept and _is_wanted(node, rules, wiring)]
-    unseen = [node for node in wanted if not all(name in ranged for name in node.input[:2] if wiring.is_activation(name))]
+    wanted = [
+        node for node in wiring.nodes if node.name not in kept and _is_wanted(node, rules, wiring)
+    ]
+    unseen = [
+        node
+        for node in wanted
+        if not all(name in ranged for name in node.input[:2] if wiring.is_activation(name))
+    ]
     chosen = [node for node in wanted if node not in unseen]
     names, inner = {node.name for node in chosen}, ranged - wiring.outputs
     sites: list[ActivationSite] = []
@@ -231,7 +324,9 @@ def place(graph: onnx.GraphProto, rules: Placement, ranged: frozenset[str], kept
         more, same_scale = _between(chosen, {site.tensor for site in sites}, wiring, ranged, kept)
         sites += more
     activations = tuple(sorted(set(sites), key=lambda site: (wiring.order[site.node], site.index)))
-    weighted = [node for node in chosen if node.op_type != "Add" and wiring.weight_index(node) is not None]
+    weighted = [
+        node for node in chosen if node.op_type != "Add" and wiring.weight_index(node) is not None
+    ]
     weights = tuple(_weight(node, wiring, rules, kernels.integer_io) for node in weighted)
     return Sites(activations, weights, same_scale, tuple(node.name for node in unseen))
 
@@ -243,12 +338,18 @@ def _is_wanted(node: onnx.NodeProto, rules: Placement, wiring: Wiring) -> bool:
         return rules.residual_add and is_residual_add(node, wiring)
     index = wiring.weight_index(node)
     if index is None:
-        return rules.matmul_activations and node.op_type == "MatMul" and all(map(wiring.is_activation, node.input))
+        return (
+            rules.matmul_activations
+            and node.op_type == "MatMul"
+            and all(map(wiring.is_activation, node.input))
+        )
     if not (rules.conv if node.op_type == "Conv" else rules.matmul_weight):
         return False
     if node.op_type == "Conv" and index != 1:
         return False
-    return wiring.is_activation(node.input[1 - index]) and (rules.last_layer or not is_classifier(node, wiring))
+    return wiring.is_activation(node.input[1 - index]) and (
+        rules.last_layer or not is_classifier(node, wiring)
+    )
 
 
 def is_residual_add(node: onnx.NodeProto, wiring: Wiring) -> bool:
@@ -272,7 +373,9 @@ def up_to_first_layer(wiring: Wiring) -> frozenset[str]:
 def _passes_input(node: onnx.NodeProto, inputs: set[str], wiring: Wiring) -> bool:
     if node.op_type in SCALES_INPUT | {"Concat"}:
         activations = [name for name in node.input if wiring.is_activation(name)]
-        return inputs.issuperset(activations) and (len(activations) == 1 or node.op_type == "Concat")
+        return inputs.issuperset(activations) and (
+            len(activations) == 1 or node.op_type == "Concat"
+        )
     return node.op_type in MOVES_INPUT and node.input[0] in inputs
 
 
@@ -280,16 +383,26 @@ def is_classifier(node: onnx.NodeProto, wiring: Wiring) -> bool:
     """A weighted operator that makes the model's answer: only bias, softmax and reshaping lie between it and an output."""
     if wiring.outputs.intersection(node.output):
         return True
-    return any(_is_answering(after, wiring) and is_classifier(after, wiring) for after in wiring.after(node))
+    return any(
+        _is_answering(after, wiring) and is_classifier(after, wiring)
+        for after in wiring.after(node)
+    )
 
 
 def _is_answering(node: onnx.NodeProto, wiring: Wiring) -> bool:
-    scalar_like = sum(map(wiring.is_activation, node.input)) == 1 or node.op_type not in ("Add", "Mul")
+    scalar_like = sum(map(wiring.is_activation, node.input)) == 1 or node.op_type not in (
+        "Add",
+        "Mul",
+    )
     return node.op_type in AFTER_CLASSIFIER and scalar_like
 
 
 def _inputs(node: onnx.NodeProto, wiring: Wiring) -> list[ActivationSite]:
-    return [ActivationSite(node.name, i, name) for i, name in enumerate(node.input[:2]) if wiring.is_activation(name)]
+    return [
+        ActivationSite(node.name, i, name)
+        for i, name in enumerate(node.input[:2])
+        if wiring.is_activation(name)
+    ]
 
 
 def fused_input(add: onnx.NodeProto, wiring: Wiring) -> tuple[str, str] | None:
@@ -297,11 +410,21 @@ def fused_input(add: onnx.NodeProto, wiring: Wiring) -> tuple[str, str] | None:
 
     Of two such inputs it is the later in the graph.
     """
-    made = {name: maker.name for name in add.input if (maker := wiring.weighted_behind(name)) is not None}
+    made = {
+        name: maker.name
+        for name in add.input
+        if (maker := wiring.weighted_behind(name)) is not None
+    }
     return max(made.items(), key=lambda item: wiring.order[item[1]], default=None)
 
 
-def _residual(add: onnx.NodeProto, chosen: set[str], wiring: Wiring, inner: frozenset[str], kept: frozenset[str]) -> list[ActivationSite]:
+def _residual(
+    add: onnx.NodeProto,
+    chosen: set[str],
+    wiring: Wiring,
+    inner: frozenset[str],
+    kept: frozenset[str],
+) -> list[ActivationSite]:
     """What a residual Add reads in 8 bits, and who reads its sum so, where a weighted operator adds it in its own kernel.
 
     That kernel reads the residual and writes the sum in 8 bits, so a sum that no quantised operator reads is quantised too.
@@ -314,15 +437,25 @@ def _residual(add: onnx.NodeProto, chosen: set[str], wiring: Wiring, inner: froz
         return []
     total = _result(add, wiring, kept)
     readers = [node for node in wiring.readers[total] if node.op_type not in SHAPE_ONLY]
-    able = total in inner and all(node.op_type in TO_NEXT_LAYER | WEIGHTED and node.name not in kept for node in readers)
+    able = total in inner and all(
+        node.op_type in TO_NEXT_LAYER | WEIGHTED and node.name not in kept for node in readers
+    )
     forced = readers if able and not _reaches(total, chosen, wiring) else []
-    sum_sites = [ActivationSite(node.name, index, name) for node in forced for index, name in enumerate(node.input) if name == total]
+    sum_sites = [
+        ActivationSite(node.name, index, name)
+        for node in forced
+        for index, name in enumerate(node.input)
+        if name == total
+    ]
     return [site for site in _inputs(add, wiring) if site.tensor != fused[0]] + sum_sites
 
 
 def _reaches(name: str, chosen: set[str], wiring: Wiring) -> bool:
     """Whether a quantised operator reads this tensor, directly or behind what a Q moves through."""
-    return any(n.name in chosen or (n.op_type in SAME_SCALE and _reaches(n.output[0], chosen, wiring)) for n in wiring.readers[name])
+    return any(
+        n.name in chosen or (n.op_type in SAME_SCALE and _reaches(n.output[0], chosen, wiring))
+        for n in wiring.readers[name]
+    )
 
 
 def _weight(node: onnx.NodeProto, wiring: Wiring, rules: Placement, integer_io: bool) -> WeightSite:
@@ -332,38 +465,71 @@ def _weight(node: onnx.NodeProto, wiring: Wiring, rules: Placement, integer_io: 
     if node.op_type == "Conv":
         axis = 0
     elif node.op_type == "Gemm":
-        transposed = bool(flags["transB" if index else "transA"].i) if ("transB" if index else "transA") in flags else False
+        transposed = (
+            bool(flags["transB" if index else "transA"].i)
+            if ("transB" if index else "transA") in flags
+            else False
+        )
         axis = int(not transposed) if index else int(transposed)
     else:
         axis = len(wiring.constants[node.input[index]]) - (1 if index else 2)
     bias = node.input[2] if len(node.input) > 2 and node.op_type in ("Conv", "Gemm") else ""
-    whole = node.op_type == "Conv" or (index == 1 and ("beta" not in flags or flags["beta"].f == 1.0))
+    whole = node.op_type == "Conv" or (
+        index == 1 and ("beta" not in flags or flags["beta"].f == 1.0)
+    )
     if not (integer_io and whole and len(wiring.constants.get(bias, ())) == 1):
         bias = ""
-    return WeightSite(node.name, index, node.input[index], axis if rules.per_channel else -1, bias, node.input[1 - index] if bias else "")
+    return WeightSite(
+        node.name,
+        index,
+        node.input[index],
+        axis if rules.per_channel else -1,
+        bias,
+        node.input[1 - index] if bias else "",
+    )
 
 
 def _between(
-    chosen: list[onnx.NodeProto], quantised: set[str], wiring: Wiring, ranged: frozenset[str], kept: frozenset[str]
+    chosen: list[onnx.NodeProto],
+    quantised: set[str],
+    wiring: Wiring,
+    ranged: frozenset[str],
+    kept: frozenset[str],
 ) -> tuple[list[ActivationSite], dict[str, str]]:
     """What ONNX Runtime should also read in 8 bits: results of quantised operators, and all between two of them.
 
     A matrix product gives floats as well, but not to a Relu or Clip: with one behind it that no Q follows, it runs in fp32.
     """
     inner = ranged - wiring.outputs
-    giving = [node for node in chosen if node.op_type in ("Conv", "Add") or _relu_after(node, wiring) is not None]
+    giving = [
+        node
+        for node in chosen
+        if node.op_type in ("Conv", "Add") or _relu_after(node, wiring) is not None
+    ]
     results = {_result(node, wiring, kept) for node in giving} & inner
     tensors = quantised | results
     able = [node for node in wiring.nodes if node.op_type in INT8_KERNELS and node.name not in kept]
     for node in able:  # what only moves bytes goes on in 8 bits; in floats, each Concat would dequantise all its inputs again
-        if node.op_type in MOVES_BYTES and tensors.issuperset(_data(node)) and node.output[0] in inner:
+        if (
+            node.op_type in MOVES_BYTES
+            and tensors.issuperset(_data(node))
+            and node.output[0] in inner
+        ):
             tensors.add(node.output[0])
     for node in reversed(able):
         if node.output[0] in tensors and ranged.issuperset(_data(node)):
             tensors.update(_data(node))
-    kernels = {node.name: _data(node) for node in able if tensors.issuperset([*_data(node), node.output[0]])}
-    products = {node.output[0] for node in chosen} & tensors & inner  # a kernel gives 8 bits to all its readers or to none
-    held = results | products | {node.output[0] for node in able if node.name in kernels}  # their float form is never made
+    kernels = {
+        node.name: _data(node)
+        for node in able
+        if tensors.issuperset([*_data(node), node.output[0]])
+    }
+    products = (
+        {node.output[0] for node in chosen} & tensors & inner
+    )  # a kernel gives 8 bits to all its readers or to none
+    held = (
+        results | products | {node.output[0] for node in able if node.name in kernels}
+    )  # their float form is never made
     sites = [
         ActivationSite(node.name, index, name)
         for node in wiring.nodes

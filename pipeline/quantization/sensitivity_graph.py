@@ -33,7 +33,9 @@ class Shadow:
     node: str
     operator: str
     tensors: tuple[str, ...]  # what it reads and writes, in the model
-    outputs: tuple[tuple[str, str, str], ...]  # each in the model, beside it, and in the lossy graph
+    outputs: tuple[
+        tuple[str, str, str], ...
+    ]  # each in the model, beside it, and in the lossy graph
 
 
 def source_as_converted(source: onnx.ModelProto, low: onnx.ModelProto) -> onnx.ModelProto:
@@ -43,12 +45,19 @@ def source_as_converted(source: onnx.ModelProto, low: onnx.ModelProto) -> onnx.M
     return exact
 
 
-def add_shadows(exact: onnx.ModelProto, low: onnx.ModelProto, halves: Mapping[str, int]) -> tuple[Shadow, ...]:
+def add_shadows(
+    exact: onnx.ModelProto, low: onnx.ModelProto, halves: Mapping[str, int]
+) -> tuple[Shadow, ...]:
     """Make `low` the lossy graph and give `exact` the shadows of its low nodes, both in place. `halves`: the 16-bit tensors of `low`.
 
     An 8-bit node that only moves bytes has no shadow: it loses what was lost before it.
     """
-    quantised = {name for node in low.graph.node if node.op_type == "DequantizeLinear" for name in node.output}
+    quantised = {
+        name
+        for node in low.graph.node
+        if node.op_type == "DequantizeLinear"
+        for name in node.output
+    }
     names = {node.name for node in low.graph.node if _is_low(node, quantised, halves)}
     round_16_bits(low, halves)
     makers = {node.name: node for node in exact.graph.node}
@@ -58,8 +67,19 @@ def add_shadows(exact: onnx.ModelProto, low: onnx.ModelProto, halves: Mapping[st
         if node.name in names and node.name in makers:
             drawer.draw(node)
             real = makers[node.name]
-            outputs = tuple((ours, _beside(theirs), theirs) for ours, theirs in zip(real.output, node.output, strict=True) if ours)
-            shadows.append(Shadow(node.name, node.op_type, tuple(filter(None, (*real.input, *real.output))), outputs))
+            outputs = tuple(
+                (ours, _beside(theirs), theirs)
+                for ours, theirs in zip(real.output, node.output, strict=True)
+                if ours
+            )
+            shadows.append(
+                Shadow(
+                    node.name,
+                    node.op_type,
+                    tuple(filter(None, (*real.input, *real.output))),
+                    outputs,
+                )
+            )
     drawer.finish()
     return tuple(shadows)
 
@@ -67,7 +87,10 @@ def add_shadows(exact: onnx.ModelProto, low: onnx.ModelProto, halves: Mapping[st
 def tensors_of_16_bits(proto: onnx.ModelProto) -> dict[str, int]:
     """Names and types of all fp16 and bf16 tensors of the top level. Values of weights are not looked at."""
     inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True).graph
-    types = {value.name: value.type.tensor_type.elem_type for value in (*inferred.value_info, *inferred.input, *inferred.output)}
+    types = {
+        value.name: value.type.tensor_type.elem_type
+        for value in (*inferred.value_info, *inferred.input, *inferred.output)
+    }
     types |= {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
     return {name: kind for name, kind in types.items() if kind in SIXTEEN_BITS}
 
@@ -84,10 +107,16 @@ def lift(proto: onnx.ModelProto) -> None:
     graph = proto.graph
     for tensor in graph.initializer:
         if tensor.data_type in SIXTEEN_BITS:
-            tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name))
+            tensor.CopyFrom(
+                numpy_helper.from_array(
+                    numpy_helper.to_array(tensor).astype(np.float32), tensor.name
+                )
+            )
     for node in graph.node:
         for attribute in node.attribute if node.op_type == "Cast" else ():
-            if attribute.name == "to" and attribute.i in SIXTEEN_BITS:  # `saturate` may stand before it
+            if (
+                attribute.name == "to" and attribute.i in SIXTEEN_BITS
+            ):  # `saturate` may stand before it
                 attribute.i = FLOAT
     for value in (*graph.input, *graph.output):
         if value.type.tensor_type.elem_type in SIXTEEN_BITS:
@@ -124,7 +153,9 @@ class _Drawer:
     def __init__(self, exact: onnx.GraphProto, lossy: onnx.GraphProto) -> None:
         self.exact = exact
         self.real = {node.name: node for node in exact.node}
-        self.makers = {name: (node, index) for node in lossy.node for index, name in enumerate(node.output)}
+        self.makers = {
+            name: (node, index) for node in lossy.node for index, name in enumerate(node.output)
+        }
         self.constants = {tensor.name: tensor for tensor in lossy.initializer}
         self.drawn: dict[str, str] = {"": ""}
         self.nodes: list[onnx.NodeProto] = []

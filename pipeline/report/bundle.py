@@ -11,7 +11,14 @@ from pathlib import Path
 
 from pipeline.core import Engine, OnnxModel, Provenance
 from pipeline.errors import DamagedError, ModelError, PlanError
-from pipeline.execution.store import MANIFEST, check_manifest, damage, now, read_manifest, write_manifest
+from pipeline.execution.store import (
+    MANIFEST,
+    check_manifest,
+    damage,
+    now,
+    read_manifest,
+    write_manifest,
+)
 from pipeline.host.replace_folder import Exchange, exchange_names, locked, replace_folder, standing
 
 ENGINE_FILE = "engine.json"
@@ -26,28 +33,40 @@ def check_folder(folder: Path) -> None:
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         what = "cannot be written" if place.is_dir() else "is a file"
-        raise PlanError(f"cannot write to '{folder}': '{place}' {what}", "name another folder with --out")
+        raise PlanError(
+            f"cannot write to '{folder}': '{place}' {what}", "name another folder with --out"
+        )
 
 
 def check_model_file(file: Path, source: Path | None) -> None:
     """PlanError unless `file` is an .onnx file that can be written, and not the `source` itself."""
     if file.suffix != ".onnx" or file.is_dir():
-        raise PlanError(f"expected --out as a file that ends in .onnx, got '{file}'", "for example --out model.onnx")
+        raise PlanError(
+            f"expected --out as a file that ends in .onnx, got '{file}'",
+            "for example --out model.onnx",
+        )
     if source is not None and file.resolve() == source.resolve():
-        raise PlanError(f"--out would overwrite '{source}', the model of the plan", "name another file")
+        raise PlanError(
+            f"--out would overwrite '{source}', the model of the plan", "name another file"
+        )
     check_folder(file.parent)
 
 
 def deliver_model(model: OnnxModel, file: Path) -> None:
     """Write a model as `file`, its weights beside it where they exceed 1.5 GB; what is there is replaced once all is written."""
-    from pipeline.onnx_graph.graph import read_proto, write_proto  # loads onnx, which the service does without
+    from pipeline.onnx_graph.graph import (
+        read_proto,
+        write_proto,
+    )  # loads onnx, which the service does without
 
     work = file.with_name(f".{file.name}.{os.getpid()}")
     shutil.rmtree(work, ignore_errors=True)
     try:
         work.mkdir(parents=True)
         write_proto(read_proto(model.path), work / file.name)
-        for written in sorted(work.iterdir(), reverse=True):  # the weights come before the graph that names them
+        for written in sorted(
+            work.iterdir(), reverse=True
+        ):  # the weights come before the graph that names them
             written.replace(file.with_name(written.name))
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -35,7 +35,9 @@ class Plot:
 
 def key_of(code: Path, data: NamedTuple) -> str:
     """What a drawing depends on: the values, and the code that draws them, here and in the file `code`."""
-    return hashlib.sha256(Path(__file__).read_bytes() + code.read_bytes() + repr(data).encode()).hexdigest()
+    return hashlib.sha256(
+        Path(__file__).read_bytes() + code.read_bytes() + repr(data).encode()
+    ).hexdigest()
 
 
 def short(text: str, limit: int = 44) -> str:
@@ -80,4 +82,6 @@ def svg(name: str, draw: Callable[[], Figure]) -> str:
         metadata = {"Date": None, "Creator": None, "Format": None, "Type": None}
         draw().savefig(buffer, format="svg", metadata=metadata, transparent=True)
     text = buffer.getvalue()
-    return re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{name.lower()}-", text[text.index("<svg") :])
+    return re.sub(
+        r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{name.lower()}-", text[text.index("<svg") :]
+    )

@@ -22,8 +22,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = {"winner": "#0b7a4b", "baseline": "#6b7280", "candidate": "#2f6fb5", "failed accuracy": "#b42318"}
-MARKERS = {"winner": "*", "baseline": "s", "candidate": "o", "failed accuracy": "X"}  # told apart without colour too
+COLOURS = {
+    "winner": "#0b7a4b",
+    "baseline": "#6b7280",
+    "candidate": "#2f6fb5",
+    "failed accuracy": "#b42318",
+}
+MARKERS = {
+    "winner": "*",
+    "baseline": "s",
+    "candidate": "o",
+    "failed accuracy": "X",
+}  # told apart without colour too
 SHADES = ("#b3bdc9", "#2f6fb5", "#0b7a4b")
 PRECISION_COLOURS = {
     Precision.FP32: "#1f2933",
@@ -45,12 +55,25 @@ OPERATORS_SHOWN = 14
 def plots(report: Report) -> tuple[Plot, ...]:
     """Every figure that this report has values for. Draws nothing yet."""
     lines = entries(report)
-    found = [_pareto(report, lines), *(_latency(lines, sizes) for sizes in shapes(report)), _precisions(lines), _operators(report)]
+    found = [
+        _pareto(report, lines),
+        *(_latency(lines, sizes) for sizes in shapes(report)),
+        _precisions(lines),
+        _operators(report),
+    ]
     return tuple(plot for plot in found if plot is not None)
 
 
-def _plot(section: str, name: str, caption: str, data: NamedTuple, draw: Callable[..., Figure]) -> Plot:
-    return Plot(section, name, caption, key_of(Path(__file__), data), partial(svg, name, partial(draw, data)))
+def _plot(
+    section: str, name: str, caption: str, data: NamedTuple, draw: Callable[..., Figure]
+) -> Plot:
+    return Plot(
+        section,
+        name,
+        caption,
+        key_of(Path(__file__), data),
+        partial(svg, name, partial(draw, data)),
+    )
 
 
 # -- accuracy against latency -----------------------------------------------------------------------------------------
@@ -76,9 +99,15 @@ def _pareto(report: Report, lines: tuple[Entry, ...]) -> Plot | None:
     if not shapes(report):
         return None
     first = shapes(report)[0]
-    metrics = [item.selection.metric for item in report.candidates if item.selection and item.selection.metric]
+    metrics = [
+        item.selection.metric
+        for item in report.candidates
+        if item.selection and item.selection.metric
+    ]
     metric = metrics[0] if metrics else None
-    points = tuple(point for entry in lines if (point := _point(report, entry, first, metric)) is not None)
+    points = tuple(
+        point for entry in lines if (point := _point(report, entry, first, metric)) is not None
+    )
     if len(points) < 2:
         return None
     front = _front(points)
@@ -96,20 +125,34 @@ def _pareto(report: Report, lines: tuple[Entry, ...]) -> Plot | None:
     return _plot("candidates", "pareto", caption, data, _draw_pareto)
 
 
-def _point(report: Report, entry: Entry, sizes: dict[str, int], metric: MetricResult | None) -> _Point | None:
+def _point(
+    report: Report, entry: Entry, sizes: dict[str, int], metric: MetricResult | None
+) -> _Point | None:
     row = entry.row(sizes)
     if row is None:
         return None
     x, kind = row.end_to_end.median_s * 1e3, _kind(entry)
-    if entry.candidate is None:  # the first baseline is the reference itself; further ones are not validated
+    if (
+        entry.candidate is None
+    ):  # the first baseline is the reference itself; further ones are not validated
         is_reference = report.baseline is not None and entry.label == report.baseline.label
-        return _Point(x, metric.reference if metric else 1.0, entry.number, kind, None) if is_reference else None
+        return (
+            _Point(x, metric.reference if metric else 1.0, entry.number, kind, None)
+            if is_reference
+            else None
+        )
     selection = entry.candidate.selection
     if selection is None:
         return None
     if selection.metric is not None:
         drop, reference = selection.metric.interval, selection.metric.reference
-        return _Point(x, selection.metric.candidate, entry.number, kind, (reference - drop.high, reference - drop.low))
+        return _Point(
+            x,
+            selection.metric.candidate,
+            entry.number,
+            kind,
+            (reference - drop.high, reference - drop.low),
+        )
     cosines = [error.cosine for error in selection.outputs]
     return _Point(x, min(cosines), entry.number, kind, None) if cosines and metric is None else None
 
@@ -129,14 +172,41 @@ def _draw_pareto(data: _Pareto) -> Figure:
     if data.limit is not None:
         axes.axhline(data.limit[0], color=red, linestyle="--", linewidth=1)
         text = f"reference minus {data.limit[1]:g}: the limit"
-        axes.text(0.995, data.limit[0], text, transform=axes.get_yaxis_transform(), ha="right", va="bottom", color=red)
-    axes.plot([p.x for p in data.front], [p.y for p in data.front], drawstyle="steps-post", color=MUTED, linewidth=1.2, alpha=0.7, zorder=1)
+        axes.text(
+            0.995,
+            data.limit[0],
+            text,
+            transform=axes.get_yaxis_transform(),
+            ha="right",
+            va="bottom",
+            color=red,
+        )
+    axes.plot(
+        [p.x for p in data.front],
+        [p.y for p in data.front],
+        drawstyle="steps-post",
+        color=MUTED,
+        linewidth=1.2,
+        alpha=0.7,
+        zorder=1,
+    )
     for point in data.points:
         colour = COLOURS[point.kind]
         if point.bar is not None:
-            axes.plot([point.x, point.x], point.bar, color=colour, alpha=0.45, linewidth=1.5, zorder=2)
+            axes.plot(
+                [point.x, point.x], point.bar, color=colour, alpha=0.45, linewidth=1.5, zorder=2
+            )
         size = 190 if point.kind == "winner" else 60
-        axes.scatter([point.x], [point.y], s=size, color=colour, marker=MARKERS[point.kind], zorder=3, edgecolors="white", linewidths=0.8)
+        axes.scatter(
+            [point.x],
+            [point.y],
+            s=size,
+            color=colour,
+            marker=MARKERS[point.kind],
+            zorder=3,
+            edgecolors="white",
+            linewidths=0.8,
+        )
     _number(axes, data.points)
     for kind in COLOURS:
         if any(point.kind == kind for point in data.points):
@@ -155,10 +225,21 @@ def _number(axes: Axes, points: tuple[_Point, ...]) -> None:
     ys = [point.y for point in points]
     crowd: list[_Point] = []
     for point in sorted(points):
-        near = crowd and point.x < 1.08 * crowd[-1].x and abs(point.y - crowd[-1].y) < 0.06 * (max(ys) - min(ys) or 1)
+        near = (
+            crowd
+            and point.x < 1.08 * crowd[-1].x
+            and abs(point.y - crowd[-1].y) < 0.06 * (max(ys) - min(ys) or 1)
+        )
         crowd = [*crowd, point] if near else [point]
         offset = corners[(len(crowd) - 1) % len(corners)]
-        axes.annotate(str(point.number), (point.x, point.y), textcoords="offset points", xytext=offset, fontsize=10, fontweight="bold")
+        axes.annotate(
+            str(point.number),
+            (point.x, point.y),
+            textcoords="offset points",
+            xytext=offset,
+            fontsize=10,
+            fontweight="bold",
+        )
 
 
 # -- latency ----------------------------------------------------------------------------------------------------------
@@ -183,14 +264,23 @@ def _latency(lines: tuple[Entry, ...], sizes: dict[str, int]) -> Plot | None:
             continue
         ms = np.asarray(row.end_to_end.values_s) * 1e3
         quantiles = tuple(np.percentile(ms, [5, 25, 50, 75, 95]).tolist())
-        spreads.append(_Spread(f"{short(entry.label)}  {entry.number}", _kind(entry), quantiles, thinned(ms.round(5).tolist(), DOTS)))
+        spreads.append(
+            _Spread(
+                f"{short(entry.label)}  {entry.number}",
+                _kind(entry),
+                quantiles,
+                thinned(ms.round(5).tolist(), DOTS),
+            )
+        )
     if not spreads:
         return None
     caption = (
         f"Latency at {shape_text(sizes)}. Each dot is one raw value (at most {DOTS} are drawn); the box holds the middle half of all, "
         "its line is the median, the whisker reaches from the 5th to the 95th percentile."
     )
-    name = "latency" + "".join(f"-{re.sub('[^A-Za-z0-9]+', '', symbol)}{size}" for symbol, size in sizes.items())
+    name = "latency" + "".join(
+        f"-{re.sub('[^A-Za-z0-9]+', '', symbol)}{size}" for symbol, size in sizes.items()
+    )
     return _plot("latency", name, caption, _Latency(tuple(spreads)), _draw_latency)
 
 
@@ -199,14 +289,26 @@ def _draw_latency(data: _Latency) -> Figure:
     for place, spread in enumerate(data.spreads):
         colour = COLOURS[spread.kind]
         low, first, middle, third, high = spread.quantiles
-        shifts = (np.arange(len(spread.dots)) * 0.618034) % 1 - 0.5  # golden section: spread evenly, the same every time
-        axes.plot(spread.dots, place + 0.6 * shifts, ".", color=colour, alpha=0.25, markersize=2.5, markeredgewidth=0)
+        shifts = (
+            np.arange(len(spread.dots)) * 0.618034
+        ) % 1 - 0.5  # golden section: spread evenly, the same every time
+        axes.plot(
+            spread.dots,
+            place + 0.6 * shifts,
+            ".",
+            color=colour,
+            alpha=0.25,
+            markersize=2.5,
+            markeredgewidth=0,
+        )
         axes.plot([low, high], [place, place], color=colour, linewidth=1.2)
         axes.barh(place, third - first, left=first, height=0.46, color=colour, alpha=0.6)
         axes.plot([middle, middle], [place - 0.3, place + 0.3], color=INK, linewidth=1.8)
     axes.set_yticks(range(len(data.spreads)), [spread.label for spread in data.spreads])
     axes.invert_yaxis()
-    _milliseconds(axes, [value for spread in data.spreads for value in (*spread.dots, *spread.quantiles)])
+    _milliseconds(
+        axes, [value for spread in data.spreads for value in (*spread.dots, *spread.quantiles)]
+    )
     axes.set_xlabel("latency end to end, ms (lower is better)")
     return figure
 
@@ -228,7 +330,9 @@ def _precisions(lines: tuple[Entry, ...]) -> Plot | None:
     for entry in lines:
         if entry.candidate is not None and entry.candidate.layers is not None:
             shares = time_by_precision(entry.candidate.layers)
-            parts = tuple((str(name), shares[name]) for name in PRECISION_COLOURS if shares.get(name))
+            parts = tuple(
+                (str(name), shares[name]) for name in PRECISION_COLOURS if shares.get(name)
+            )
             bars.append(_Bar(f"{short(entry.label)}  {entry.number}", parts))
     if not bars:
         return None
@@ -241,11 +345,24 @@ def _draw_precisions(data: _Precisions) -> Figure:
     for place, bar in enumerate(data.bars):
         left = 0.0
         for name, share in bar.shares:
-            axes.barh(place, share, left=left, height=0.62, color=PRECISION_COLOURS[name], edgecolor="white", linewidth=0.8)
+            axes.barh(
+                place,
+                share,
+                left=left,
+                height=0.62,
+                color=PRECISION_COLOURS[name],
+                edgecolor="white",
+                linewidth=0.8,
+            )
             if share >= LEAST_NAMED:
                 ink = INK if name in ("none", "integer") else "white"
                 axes.text(
-                    left + share / 2, place, f"{name if name in list(Precision) else ''} {100 * share:.0f} %", ha="center", va="center", color=ink
+                    left + share / 2,
+                    place,
+                    f"{name if name in list(Precision) else ''} {100 * share:.0f} %",
+                    ha="center",
+                    va="center",
+                    color=ink,
                 )
             left += share
     drawn = {name for bar in data.bars for name, _ in bar.shares}
@@ -271,15 +388,27 @@ class _Operators(NamedTuple):
 
 def _operators(report: Report) -> Plot | None:
     tables = report.operators[: len(SHADES)]
-    totals = {name: max(table.operators.get(name, 0) for table in tables) for table in tables for name in table.operators}
+    totals = {
+        name: max(table.operators.get(name, 0) for table in tables)
+        for table in tables
+        for name in table.operators
+    }
     if not totals:
         return None
     names = tuple(sorted(totals, key=lambda name: (-totals[name], name))[:OPERATORS_SHOWN])
     counts = tuple(tuple(table.operators.get(name, 0) for name in names) for table in tables)
     hidden = len(totals) - len(names)
     rest = f" {hidden} rarer operators are in the table only." if hidden else ""
-    data = _Operators(tuple(short(name) for name in names), tuple(table.stage for table in tables), counts)
-    return _plot("operators", "operators", f"Operators in the graph after {' and after '.join(data.stages)}.{rest}", data, _draw_operators)
+    data = _Operators(
+        tuple(short(name) for name in names), tuple(table.stage for table in tables), counts
+    )
+    return _plot(
+        "operators",
+        "operators",
+        f"Operators in the graph after {' and after '.join(data.stages)}.{rest}",
+        data,
+        _draw_operators,
+    )
 
 
 def _draw_operators(data: _Operators) -> Figure:
@@ -289,7 +418,9 @@ def _draw_operators(data: _Operators) -> Figure:
     height = 0.8 / len(data.stages)
     for index, (stage, counts) in enumerate(zip(data.stages, data.counts, strict=True)):
         places = np.arange(len(counts)) + (index - (len(data.stages) - 1) / 2) * height
-        bars = axes.barh(places, counts, height=height * 0.92, color=SHADES[index], label=short(stage))
+        bars = axes.barh(
+            places, counts, height=height * 0.92, color=SHADES[index], label=short(stage)
+        )
         axes.bar_label(bars, padding=3, fontsize=8, color=MUTED)
     axes.set_yticks(range(len(data.names)), data.names)
     axes.invert_yaxis()
@@ -315,6 +446,8 @@ def _milliseconds(axes: Axes, values: list[float]) -> None:
         return
     axes.set_xscale("log")
     few, many = (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
-    axes.xaxis.set_major_locator(LogLocator(base=10, subs=many if max(values) < 20 * min(values) else few))
+    axes.xaxis.set_major_locator(
+        LogLocator(base=10, subs=many if max(values) < 20 * min(values) else few)
+    )
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())

@@ -53,7 +53,9 @@ class Entry:
 
     @property
     def state(self) -> str:
-        return self.part if self.candidate is None or self.part == "winner" else self.candidate.state
+        return (
+            self.part if self.candidate is None or self.part == "winner" else self.candidate.state
+        )
 
     def row(self, sizes: dict[str, int]) -> LatencyRow | None:
         """The latency at one shape, if it was measured."""
@@ -65,15 +67,28 @@ def entries(report: Report) -> tuple[Entry, ...]:
     """Candidates and baselines, the fastest at the first shape first, those without figures last."""
     winner = report.winner if report.verdict != "rejected" else None
     found: list[tuple[str, Part, Candidate | None, BenchmarkReport | None]] = [
-        (item.title, "winner" if item.label == winner else "candidate", item, item.benchmark) for item in report.candidates
+        (item.title, "winner" if item.label == winner else "candidate", item, item.benchmark)
+        for item in report.candidates
     ]
     measured = [report.baseline, *report.baselines] if report.baseline else [*report.baselines]
-    found += [(item.label, "winner" if item.label == winner else "baseline", None, item) for item in measured if item]
-    found.sort(key=lambda item: item[3].rows[0].end_to_end.median_s if item[3] and item[3].rows else math.inf)
+    found += [
+        (item.label, "winner" if item.label == winner else "baseline", None, item)
+        for item in measured
+        if item
+    ]
+    found.sort(
+        key=lambda item: (
+            item[3].rows[0].end_to_end.median_s if item[3] and item[3].rows else math.inf
+        )
+    )
     return tuple(Entry(number, *item) for number, item in enumerate(found, start=1))
 
 
 def shapes(report: Report) -> tuple[dict[str, int], ...]:
     """Every benchmarked shape, in the order of the benchmark."""
     rows = [row for entry in entries(report) if entry.benchmark for row in entry.benchmark.rows]
-    return tuple(row.sizes for index, row in enumerate(rows) if row.sizes not in [other.sizes for other in rows[:index]])
+    return tuple(
+        row.sizes
+        for index, row in enumerate(rows)
+        if row.sizes not in [other.sizes for other in rows[:index]]
+    )

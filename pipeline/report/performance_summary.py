@@ -18,9 +18,20 @@ TAILS = (50, 90, 95, 99)
 LEAST_WARMUP_S, LEAST_S = 0.2, 3.0
 MOST_VARIATION = 0.01  # of the compute times: standard deviation over mean, as trtexec warns
 ENQUEUE_SHARE = 0.8  # of the compute time, which on an idle stream never is shorter than the enqueue: the GPU waits for the host
-IDENTITY_SHARE, IDENTITY_S = 0.02, 10e-6  # latency may differ from the sum of its phases by either: reading a clock between them takes time too
+IDENTITY_SHARE, IDENTITY_S = (
+    0.02,
+    10e-6,
+)  # latency may differ from the sum of its phases by either: reading a clock between them takes time too
 
-LIMITS_HEADER = (">GFLOP/s", ">GB/s", ">of peak arithmetic", ">of peak memory", "bound by", "why", "next")
+LIMITS_HEADER = (
+    ">GFLOP/s",
+    ">GB/s",
+    ">of peak arithmetic",
+    ">of peak memory",
+    "bound by",
+    "why",
+    "next",
+)
 
 
 def ratio_text(row: LatencyRow | None, stopped: str = "") -> str:
@@ -43,8 +54,20 @@ def limit_cells(row: LatencyRow) -> tuple[str, ...]:
     bound = row.bound
     if bound is None:
         return flops, rate, "-", "-", "-", "-", "-"
-    arithmetic = f"{_share(bound.share_of_peak_flops)} ({bound.precision})" if bound.share_of_peak_flops else "-"
-    return flops, rate, arithmetic, _share(bound.share_of_peak_bytes), bound.kind, bound.why, bound.next_step
+    arithmetic = (
+        f"{_share(bound.share_of_peak_flops)} ({bound.precision})"
+        if bound.share_of_peak_flops
+        else "-"
+    )
+    return (
+        flops,
+        rate,
+        arithmetic,
+        _share(bound.share_of_peak_bytes),
+        bound.kind,
+        bound.why,
+        bound.next_step,
+    )
 
 
 def bound_text(bound: Bound) -> str:
@@ -55,13 +78,21 @@ def bound_text(bound: Bound) -> str:
 
 def peaks_text(peaks: Peaks) -> str:
     """`AMD EPYC, 2 threads: fp32 92.1, int8 264 GFLOP/s; memory 21.3 GB/s (measured 2026-01-31)`."""
-    rates = ", ".join(f"{precision} {number_text(rate / 1e9)}" for precision, rate in peaks.flops_per_s.items())
-    memory = f"memory {number_text(peaks.bytes_per_s / 1e9)} GB/s" if peaks.bytes_per_s else "memory not known"
+    rates = ", ".join(
+        f"{precision} {number_text(rate / 1e9)}" for precision, rate in peaks.flops_per_s.items()
+    )
+    memory = (
+        f"memory {number_text(peaks.bytes_per_s / 1e9)} GB/s"
+        if peaks.bytes_per_s
+        else "memory not known"
+    )
     return f"{peaks.device}: {f'{rates} GFLOP/s' if rates else 'arithmetic not known'}; {memory} ({peaks.source})"
 
 
 def _rates(row: LatencyRow) -> tuple[str, str]:
-    flops, moved = (number_text(rate / 1e9) if rate else "-" for rate in (row.flops_per_s, row.bytes_per_s))
+    flops, moved = (
+        number_text(rate / 1e9) if rate else "-" for rate in (row.flops_per_s, row.bytes_per_s)
+    )
     return flops, moved
 
 
@@ -111,7 +142,9 @@ def summary_of(label: str, row: LatencyRow, profiles: Sequence[Profile]) -> Summ
     """The summary of a row that was just measured; ValueError for one of an older report, which lacks the sums."""
     if row.totals is None or row.latency is None:
         raise ValueError(f"the row of {label} has no sums: it is of an older report")
-    off_s = float(np.mean(row.latency.values_s)) - sum(float(np.mean(part.values_s)) for part in (row.upload, row.compute, row.download))
+    off_s = float(np.mean(row.latency.values_s)) - sum(
+        float(np.mean(part.values_s)) for part in (row.upload, row.compute, row.download)
+    )
     return Summary(
         label=label,
         sizes=row.sizes,
@@ -138,10 +171,20 @@ def stats_of(samples: Samples) -> Stats:
     """Of the values that were kept (of a fast model every k-th)."""
     values = np.asarray(samples.values_s)
     median, p90, p95, p99 = (samples.percentile_or_absent(percent) for percent in TAILS)
-    return Stats(min=float(values.min()), max=float(values.max()), mean=float(values.mean()), median=median or 0.0, p90=p90, p95=p95, p99=p99)
+    return Stats(
+        min=float(values.min()),
+        max=float(values.max()),
+        mean=float(values.mean()),
+        median=median or 0.0,
+        p90=p90,
+        p95=p95,
+        p99=p99,
+    )
 
 
-def _warnings(row: LatencyRow, walltime_s: float, off_s: float, profiles: Sequence[Profile]) -> Iterator[str]:
+def _warnings(
+    row: LatencyRow, walltime_s: float, off_s: float, profiles: Sequence[Profile]
+) -> Iterator[str]:
     on_gpu, compute = row.compute.clock == "device", np.asarray(row.compute.values_s)
     if sum(row.end_to_end.warmup_s) < LEAST_WARMUP_S or walltime_s < LEAST_S:
         shortest = f"at least {LEAST_WARMUP_S:g} s and {LEAST_S:g} s"
@@ -151,7 +194,9 @@ def _warnings(row: LatencyRow, walltime_s: float, off_s: float, profiles: Sequen
     variation = float(compute.std() / compute.mean()) if compute.mean() else 0.0
     if variation > MOST_VARIATION:
         advice = (
-            "lock the clocks (nvidia-smi -lgc) and wait by spinning" if on_gpu else "leave the host to this run, and set the governor to performance"
+            "lock the clocks (nvidia-smi -lgc) and wait by spinning"
+            if on_gpu
+            else "leave the host to this run, and set the governor to performance"
         )
         yield f"the compute times vary by {100 * variation:.1f} % (standard deviation), over {100 * MOST_VARIATION:g} %: {advice}"
     if row.enqueue and row.enqueue.median_s > ENQUEUE_SHARE * row.compute.median_s:
@@ -166,19 +211,35 @@ def _warnings(row: LatencyRow, walltime_s: float, off_s: float, profiles: Sequen
 
 
 def _adds_up(row: LatencyRow, off_s: float) -> bool:
-    return row.latency is None or abs(off_s) <= max(IDENTITY_S, IDENTITY_SHARE * float(np.mean(row.latency.values_s)))
+    return row.latency is None or abs(off_s) <= max(
+        IDENTITY_S, IDENTITY_SHARE * float(np.mean(row.latency.values_s))
+    )
 
 
 def summary_rows(found: Summary) -> tuple[tuple[str, ...], ...]:
     """Name, then min, max, mean, median, p90, p95, p99 of every region."""
-    regions = {"latency": found.latency, "end to end, host": found.end_to_end, "enqueue": found.enqueue}
-    regions |= {"upload (H2D)": found.upload, "compute": found.compute, "download (D2H)": found.download}
-    return tuple((name, *("-" if value is None else time_text(value) for _, value in stats)) for name, stats in regions.items() if stats)
+    regions = {
+        "latency": found.latency,
+        "end to end, host": found.end_to_end,
+        "enqueue": found.enqueue,
+    }
+    regions |= {
+        "upload (H2D)": found.upload,
+        "compute": found.compute,
+        "download (D2H)": found.download,
+    }
+    return tuple(
+        (name, *("-" if value is None else time_text(value) for _, value in stats))
+        for name, stats in regions.items()
+        if stats
+    )
 
 
 def summary_lines(found: Summary) -> tuple[str, ...]:
     """All that stands beside the table of times."""
-    phases = " + ".join(time_text(part.mean) for part in (found.upload, found.compute, found.download))
+    phases = " + ".join(
+        time_text(part.mean) for part in (found.upload, found.compute, found.download)
+    )
     kept = f"off by {time_text(abs(found.identity_off_s))}, allowed {100 * IDENTITY_SHARE:g} % or {time_text(IDENTITY_S)}"
     return (
         f"throughput: {number_text(found.queries_per_s)} queries/s ({found.queries:,} in {found.walltime_s:.3f} s of host walltime); "
@@ -193,12 +254,26 @@ def gpu_lines(use: GpuUse | None) -> tuple[str, ...]:
     """What the GPU did meanwhile; nothing without one."""
     if use is None:
         return ()
-    told = {"SM clock": (use.sm_clock_mhz, "MHz"), "memory clock": (use.memory_clock_mhz, "MHz"), "power": (use.power_w, "W")}
-    told |= {"temperature": (use.temperature_c, "C"), "busy": (use.busy_percent, "% (a kernel ran; not how full the GPU was)")}
+    told = {
+        "SM clock": (use.sm_clock_mhz, "MHz"),
+        "memory clock": (use.memory_clock_mhz, "MHz"),
+        "power": (use.power_w, "W"),
+    }
+    told |= {
+        "temperature": (use.temperature_c, "C"),
+        "busy": (use.busy_percent, "% (a kernel ran; not how full the GPU was)"),
+    }
     known = [f"{name} {_span_text(span)} {unit}" for name, (span, unit) in told.items() if span]
     others = ", ".join(map(str, use.other_processes)) or "none"
-    return (f"GPU, seen {use.samples} times: {', '.join(known) or 'nothing told'}", f"other processes on the GPU: {others}")
+    return (
+        f"GPU, seen {use.samples} times: {', '.join(known) or 'nothing told'}",
+        f"other processes on the GPU: {others}",
+    )
 
 
 def _span_text(span: Span) -> str:
-    return f"{span.median:.0f} ({span.least:.0f} to {span.most:.0f})" if span.least != span.most else f"{span.median:.0f}"
+    return (
+        f"{span.median:.0f} ({span.least:.0f} to {span.most:.0f})"
+        if span.least != span.most
+        else f"{span.median:.0f}"
+    )

@@ -35,7 +35,12 @@ FIGURES = "figures"  # each figure as a file of its own too
 def write_report(report: Report, folder: Path) -> ReportFiles:
     """Write the three files, each atomically. The JSON comes last: where it is, the others are complete."""
     (folder / FIGURES).mkdir(parents=True, exist_ok=True)
-    files = ReportFiles(folder=folder, json_file=folder / JSON_NAME, markdown_file=folder / MARKDOWN_NAME, html_file=folder / HTML_NAME)
+    files = ReportFiles(
+        folder=folder,
+        json_file=folder / JSON_NAME,
+        markdown_file=folder / MARKDOWN_NAME,
+        html_file=folder / HTML_NAME,
+    )
     _write(files.html_file, page(report, partial(_drawn, folder / FIGURES)))
     _write(files.markdown_file, markdown(report))
     _write(files.json_file, report.model_dump_json(indent=1))
@@ -46,7 +51,10 @@ def load_report(place: Path) -> Report:
     """The report of a folder, or of its report.json. Raises UserError if there is none or another version wrote it."""
     file = place / JSON_NAME if place.is_dir() else place
     if not file.is_file():
-        raise UserError(f"no report at '{file}'", "give the folder that `crucible compile` named, or the report.json in it")
+        raise UserError(
+            f"no report at '{file}'",
+            "give the folder that `crucible compile` named, or the report.json in it",
+        )
     return report_from_json(file.read_bytes(), str(file), file.parent)
 
 
@@ -56,19 +64,30 @@ def report_from_json(text: bytes, where: str, folder: Path) -> Report:
         document = json.loads(text)
         version = document["schema_version"]
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"'{where}' is not a report: {error}", "give the report.json that `crucible compile` wrote") from error
+        raise UserError(
+            f"'{where}' is not a report: {error}",
+            "give the report.json that `crucible compile` wrote",
+        ) from error
     if version != SCHEMA_VERSION:
-        raise UserError(f"'{where}' has schema version {version}, this Crucible reads {SCHEMA_VERSION}", "compile again with this version")
+        raise UserError(
+            f"'{where}' has schema version {version}, this Crucible reads {SCHEMA_VERSION}",
+            "compile again with this version",
+        )
     candidates = document.get("candidates")
     for candidate in candidates if isinstance(candidates, list) else ():
         if isinstance(candidate, dict) and isinstance(candidate.get("engine"), dict):
-            candidate["engine"]["root"] = str(folder)  # an artifact's folder is no part of its content
+            candidate["engine"]["root"] = str(
+                folder
+            )  # an artifact's folder is no part of its content
     if isinstance(document.get("delivered"), dict):
         document["delivered"]["root"] = str(folder)
     try:
         return Report.model_validate_json(json.dumps(document))
     except ValidationError as error:
-        raise UserError(f"'{where}' does not fit the schema: {error}", "compile again; docs/report.schema.json is the schema") from error
+        raise UserError(
+            f"'{where}' does not fit the schema: {error}",
+            "compile again; docs/report.schema.json is the schema",
+        ) from error
 
 
 def schema() -> str:
@@ -104,7 +123,12 @@ def all_sections(report: Report) -> tuple[Section, ...]:
 
 def markdown(report: Report) -> str:
     """The report as GitHub-flavoured Markdown, without plots."""
-    lines = [f"# {_md(report.name or 'Report')}: {report.verdict}", "", f"**{_md(headline(report))}**", ""]
+    lines = [
+        f"# {_md(report.name or 'Report')}: {report.verdict}",
+        "",
+        f"**{_md(headline(report))}**",
+        "",
+    ]
     lines += _md_list("Why", report.reasons)
     lines += _md_list("Next", report.next_steps)
     if report.nearest_miss:
@@ -123,7 +147,11 @@ def markdown(report: Report) -> str:
 
 
 def _md_list(title: str, items: tuple[str, ...]) -> list[str]:
-    return [*([f"{title}:", ""] if title and items else []), *(f"- {_md(item)}" for item in items), *([""] if items else [])]
+    return [
+        *([f"{title}:", ""] if title and items else []),
+        *(f"- {_md(item)}" for item in items),
+        *([""] if items else []),
+    ]
 
 
 def _md_table(table: Table) -> list[str]:
@@ -133,7 +161,9 @@ def _md_table(table: Table) -> list[str]:
     lines = [[_md(name.removeprefix(">")) for name in table.header], ruler]
     for index, row in enumerate(table.rows):
         cells = [_md(cell) for cell in row]
-        lines.append([f"**{cell}**" if cell and index == table.emphasised else cell for cell in cells])
+        lines.append(
+            [f"**{cell}**" if cell and index == table.emphasised else cell for cell in cells]
+        )
     return ["| " + " | ".join(cells) + " |" for cells in lines]
 
 
@@ -155,7 +185,9 @@ class Html(str):
 def _drawn(folder: Path, plot: Plot) -> str:
     """The figure from its file if that shows the same values, else drawn anew."""
     file, mark = folder / f"{plot.name}.svg", f"<!-- {plot.key} -->\n"
-    if file.is_file() and (text := file.read_text(encoding="utf-8", errors="replace")).startswith(mark):
+    if file.is_file() and (text := file.read_text(encoding="utf-8", errors="replace")).startswith(
+        mark
+    ):
         return text.removeprefix(mark)
     svg = plot.draw()
     _write(file, mark + svg)
@@ -167,12 +199,24 @@ def page(report: Report, svg_of: Callable[[Plot], str] = lambda plot: plot.draw(
     figures: dict[str, list[Html]] = {}
     for plot in (*plots(report), *layer_errors.plots(report)):
         drawing = _element("div", Html(svg_of(plot)), cls="plot", role="img", label=plot.caption)
-        figures.setdefault(plot.section, []).append(_element("figure", drawing, _element("figcaption", plot.caption)))
+        figures.setdefault(plot.section, []).append(
+            _element("figure", drawing, _element("figcaption", plot.caption))
+        )
     found = all_sections(report)
-    body = [_banner(report), _contents(found), *(_section(section, figures.get(section.key, [])) for section in found)]
-    template = Template(resources.files("pipeline.report").joinpath("templates", "report.html").read_text(encoding="utf-8"))
+    body = [
+        _banner(report),
+        _contents(found),
+        *(_section(section, figures.get(section.key, [])) for section in found),
+    ]
+    template = Template(
+        resources.files("pipeline.report")
+        .joinpath("templates", "report.html")
+        .read_text(encoding="utf-8")
+    )
     title = _escape(f"{report.name or 'Report'}: {report.verdict}")
-    footer = _escape(f"Written by Crucible, {date(report.created)}. Raw values: report.json, schema version {report.schema_version}.")
+    footer = _escape(
+        f"Written by Crucible, {date(report.created)}. Raw values: report.json, schema version {report.schema_version}."
+    )
     return template.substitute(title=title, body="\n".join(body), footer=footer)
 
 
@@ -205,14 +249,31 @@ def _section(section: Section, figures: list[Html]) -> Html:
     text = [_element("p", paragraph) for paragraph in section.paragraphs]
     code = [_element("pre", _element("code", section.code))] if section.code else []
     shown = [_table(table) for table in section.tables if table.rows and not table.folded]
-    folded = [_element("details", _element("summary", table.folded), _table(table)) for table in section.tables if table.rows and table.folded]
+    folded = [
+        _element("details", _element("summary", table.folded), _table(table))
+        for table in section.tables
+        if table.rows and table.folded
+    ]
     heading = _element("h2", section.title)
-    return _element("section", heading, *text, _bullets("", section.items), *code, *shown, *figures, *folded, ident=section.key)
+    return _element(
+        "section",
+        heading,
+        *text,
+        _bullets("", section.items),
+        *code,
+        *shown,
+        *figures,
+        *folded,
+        ident=section.key,
+    )
 
 
 def _table(table: Table) -> Html:
     numeric = [name.startswith(">") for name in table.header]
-    head = [_cell("th", name.removeprefix(">"), right) for name, right in zip(table.header, numeric, strict=True)]
+    head = [
+        _cell("th", name.removeprefix(">"), right)
+        for name, right in zip(table.header, numeric, strict=True)
+    ]
     if table.bars:
         head.append(Html('<th class="bar"></th>'))
     body = []
@@ -226,7 +287,11 @@ def _table(table: Table) -> Html:
 
 
 def _bar(bar: Bar) -> Html:
-    parts = [f'<span class="{name}" style="width:{100 * share:.2f}%"></span>' for name, share in (("ran", bar.ran), ("reused", bar.reused)) if share]
+    parts = [
+        f'<span class="{name}" style="width:{100 * share:.2f}%"></span>'
+        for name, share in (("ran", bar.ran), ("reused", bar.reused))
+        if share
+    ]
     return Html(f'<td class="bar"><div>{"".join(parts)}</div></td>')
 
 
@@ -234,7 +299,9 @@ def _cell(name: str, text: str, right: bool) -> Html:
     return _element(name, text, cls="number" if right else "")
 
 
-def _element(name: str, *children: str, cls: str = "", role: str = "", label: str = "", ident: str = "") -> Html:
+def _element(
+    name: str, *children: str, cls: str = "", role: str = "", label: str = "", ident: str = ""
+) -> Html:
     """One element; children that are not Html are escaped, and so are attributes."""
     attributes = {"class": cls, "role": role, "aria-label": label, "id": ident}
     opened = "".join(f' {key}="{_escape(value)}"' for key, value in attributes.items() if value)

@@ -9,9 +9,23 @@ from pipeline.core import Precision
 from pipeline.formatting import bytes_text, date, interval, number_text, shape_text, time_text
 from pipeline.measurement.measure import Samples
 from pipeline.report.outline import Bar, Entry, Section, Table, entries, shapes
-from pipeline.report.performance_summary import LIMITS_HEADER, gpu_lines, limit_cells, peaks_text, ratio_text
+from pipeline.report.performance_summary import (
+    LIMITS_HEADER,
+    gpu_lines,
+    limit_cells,
+    peaks_text,
+    ratio_text,
+)
 from pipeline.results.layer_table import Layer, LayerTable
-from pipeline.results.precision_audit import forced_share, fusions, node_text, percent_text, reformats, slowest, time_by_precision
+from pipeline.results.precision_audit import (
+    forced_share,
+    fusions,
+    node_text,
+    percent_text,
+    reformats,
+    slowest,
+    time_by_precision,
+)
 from pipeline.results.report import AblationRow, LatencyRow, Report, SizeCheck, ValidationReport
 
 SLOWEST_SHOWN = 15
@@ -34,9 +48,20 @@ def sections(report: Report) -> tuple[Section, ...]:
         _operators(report),
         _environment(report),
         _notes(report),
-        Section("plan", "The plan", code=json.dumps(report.plan.model_dump(mode="json", exclude_defaults=True), indent=2)),
+        Section(
+            "plan",
+            "The plan",
+            code=json.dumps(report.plan.model_dump(mode="json", exclude_defaults=True), indent=2),
+        ),
     )
-    return tuple(section for section in found if section.paragraphs or section.items or section.code or any(t.rows for t in section.tables))
+    return tuple(
+        section
+        for section in found
+        if section.paragraphs
+        or section.items
+        or section.code
+        or any(t.rows for t in section.tables)
+    )
 
 
 def headline(report: Report) -> str:
@@ -47,12 +72,16 @@ def headline(report: Report) -> str:
         return _headline_of_kept(report)
     parts = [report.title_of(report.winner)]
     if report.ratio is not None and report.baseline is not None:
-        parts.append(f"runs at {interval(report.ratio, 2)} times the speed of {report.baseline.label}")
+        parts.append(
+            f"runs at {interval(report.ratio, 2)} times the speed of {report.baseline.label}"
+        )
     elif report.ratio_missing:
         parts.append("was chosen, but how fast it is could not be measured")
     if report.validation is not None and report.validation.metric is not None:
         metric = report.validation.metric
-        parts.append(f"with {metric.name} {metric.candidate:.4f} against {metric.reference:.4f} of the reference")
+        parts.append(
+            f"with {metric.name} {metric.candidate:.4f} against {metric.reference:.4f} of the reference"
+        )
     return " ".join(parts) + "."
 
 
@@ -70,15 +99,37 @@ def _headline_of_kept(report: Report) -> str:
 def _candidates(report: Report) -> Section:
     lines = entries(report)
     first = shapes(report)[0] if shapes(report) else {}
-    header = ("#", "engine", "state", ">drop", ">cosine", ">median", ">p90", ">p99", ">speed-up", ">size", ">memory")
+    header = (
+        "#",
+        "engine",
+        "state",
+        ">drop",
+        ">cosine",
+        ">median",
+        ">p90",
+        ">p99",
+        ">speed-up",
+        ">size",
+        ">memory",
+    )
     winner = next((index for index, entry in enumerate(lines) if entry.part == "winner"), None)
     text = []
     if shapes(report):
-        text = [f'Latency end to end at {shape_text(first)}; speed-up against the baseline with its 95 % interval. "-" means not measured.']
-    generated = any(item.selection and item.selection.role == "generated" for item in report.candidates)
+        text = [
+            f'Latency end to end at {shape_text(first)}; speed-up against the baseline with its 95 % interval. "-" means not measured.'
+        ]
+    generated = any(
+        item.selection and item.selection.role == "generated" for item in report.candidates
+    )
     where = "generated inputs, which prove nothing," if generated else "the selection set"
-    text.append(f"Accuracy on {where} against the reference, {report.reference}. The drop is in units of the metric.")
-    reasons = tuple((str(e.number), e.label, e.state, e.candidate.reason) for e in lines if e.candidate and e.candidate.reason)
+    text.append(
+        f"Accuracy on {where} against the reference, {report.reference}. The drop is in units of the metric."
+    )
+    reasons = tuple(
+        (str(e.number), e.label, e.state, e.candidate.reason)
+        for e in lines
+        if e.candidate and e.candidate.reason
+    )
     found = Table(header, tuple(_candidate_row(entry, first) for entry in lines), winner)
     tables = (found, Table(("#", "not chosen", "state", "why"), reasons), _without_ratio(lines))
     return Section("candidates", "Candidates", tuple(text), tables=tables)
@@ -93,7 +144,9 @@ def _candidate_row(entry: Entry, sizes: dict[str, int]) -> tuple[str, ...]:
         entry.label,
         entry.state,
         interval(selection.metric.interval, 4) if selection and selection.metric else "-",
-        f"{min(error.cosine for error in selection.outputs):.5f}" if selection and selection.outputs else "-",
+        f"{min(error.cosine for error in selection.outputs):.5f}"
+        if selection and selection.outputs
+        else "-",
         *(_percentiles(row.end_to_end) if row else ("-", "-", "-")),
         _ratio_cell(entry, row),
         bytes_text(engine.size_bytes) if engine else "-",
@@ -124,11 +177,18 @@ def _sizes(report: Report) -> Section:
         selection = entry.candidate.selection if entry.candidate else None
         for check in selection.sizes if selection else ():
             if entry.part == "winner" or check.failures:
-                rows.append((str(entry.number), entry.label, *_size_cells(check, len(report.plan.profiles))))
+                rows.append(
+                    (str(entry.number), entry.label, *_size_cells(check, len(report.plan.profiles)))
+                )
     header = ("#", "engine", "size", "inputs", ">samples", ">cosine", ">drop", "outcome")
     text = "The gate looks at batch 1 and at min, opt and max of every profile, besides the batches of the whole selection set. "
     text += "Samples are cut or repeated to fill a batch. Inputs of sizes that no sample has are generated."
-    return Section("sizes", "Accuracy at every size", (text,) if rows else (), tables=(Table(header, tuple(rows)),))
+    return Section(
+        "sizes",
+        "Accuracy at every size",
+        (text,) if rows else (),
+        tables=(Table(header, tuple(rows)),),
+    )
 
 
 def _size_cells(check: SizeCheck, profiles: int) -> tuple[str, ...]:
@@ -144,9 +204,15 @@ def _size_cells(check: SizeCheck, profiles: int) -> tuple[str, ...]:
 
 
 def _rescues(report: Report) -> Section:
-    rows = tuple((found.label, step.step, step.label or "-", step.outcome) for found in report.rescues for step in found.steps)
+    rows = tuple(
+        (found.label, step.step, step.label or "-", step.outcome)
+        for found in report.rescues
+        for step in found.steps
+    )
     text = tuple(f"{found.label}: {found.conclusion}" for found in report.rescues)
-    return Section("rescue", "Rescue", text, tables=(Table(("of", "step", "engine", "outcome"), rows),))
+    return Section(
+        "rescue", "Rescue", text, tables=(Table(("of", "step", "engine", "outcome"), rows),)
+    )
 
 
 def _ablation(report: Report) -> Section:
@@ -155,18 +221,44 @@ def _ablation(report: Report) -> Section:
     if found is None:
         return Section("ablation", "Switches reversed")
     if not found.label:
-        return Section("ablation", "Switches reversed", ("No int8 candidate with Q/DQ placed by Crucible gave answers, so no switch was reversed.",))
+        return Section(
+            "ablation",
+            "Switches reversed",
+            (
+                "No int8 candidate with Q/DQ placed by Crucible gave answers, so no switch was reversed.",
+            ),
+        )
     text = (
         f"{found.label} again, each time with one switch of `placement` the other way. Changes are against that candidate, on the selection set: "
         "a drop that changes by more than 0 is worse. Speed-up is its median over the one after, at the first shape, with its 95 % interval: "
         "above 1, reversing the switch makes it faster.",
     )
-    header = ("switch", "from", "to", ">drop", ">change", ">cosine", ">change", ">speed-up", "outcome")
-    return Section("ablation", "Switches reversed", text, tables=(Table(header, tuple(_ablation_row(row) for row in found.rows)),))
+    header = (
+        "switch",
+        "from",
+        "to",
+        ">drop",
+        ">change",
+        ">cosine",
+        ">change",
+        ">speed-up",
+        "outcome",
+    )
+    return Section(
+        "ablation",
+        "Switches reversed",
+        text,
+        tables=(Table(header, tuple(_ablation_row(row) for row in found.rows)),),
+    )
 
 
 def _ablation_row(row: AblationRow) -> tuple[str, ...]:
-    figures = ((row.drop, ".4f"), (row.drop_change, "+.4f"), (row.cosine, ".5f"), (row.cosine_change, "+.5f"))
+    figures = (
+        (row.drop, ".4f"),
+        (row.drop_change, "+.4f"),
+        (row.cosine, ".5f"),
+        (row.cosine_change, "+.5f"),
+    )
     return (
         row.switch,
         "on" if row.before else "off",
@@ -189,7 +281,9 @@ def _validation(report: Report) -> Section:
     if found is None:
         return Section("validation", "Validation")
     winner = report.title_of(report.winner) if report.winner else "The winner"
-    text = [f"{winner} on {found.samples} samples of the {found.role} set, read once. Reference: {report.reference}."]
+    text = [
+        f"{winner} on {found.samples} samples of the {found.role} set, read once. Reference: {report.reference}."
+    ]
     if found.metric is not None:
         metric = found.metric
         judged = "within" if metric.passed else "over"
@@ -197,11 +291,24 @@ def _validation(report: Report) -> Section:
             f"{metric.name}: {metric.reference:.4f} (reference), {metric.candidate:.4f} (engine). "
             f"Drop {interval(metric.interval, 4)}, {judged} the allowed {metric.max_drop:g}."
         )
-    return Section("validation", "Validation", tuple(text), items=found.failures, tables=(_errors(found),))
+    return Section(
+        "validation", "Validation", tuple(text), items=found.failures, tables=(_errors(found),)
+    )
 
 
 def _errors(found: ValidationReport) -> Table:
-    header = ("output", ">max abs", ">mean abs", ">max rel", ">min cosine", ">SNR", ">NaN", ">Inf", ">worst sample", "passed")
+    header = (
+        "output",
+        ">max abs",
+        ">mean abs",
+        ">max rel",
+        ">min cosine",
+        ">SNR",
+        ">NaN",
+        ">Inf",
+        ">worst sample",
+        "passed",
+    )
     rows = tuple(
         (
             error.output,
@@ -222,17 +329,38 @@ def _errors(found: ValidationReport) -> Table:
 
 def _latency(report: Report) -> Section:
     reused = any(step.stage == "benchmark" and step.reused for step in report.steps)
-    kept = ", in an earlier run on this host with the same engines: the figures come from the store" if reused else ""
+    kept = (
+        ", in an earlier run on this host with the same engines: the figures come from the store"
+        if reused
+        else ""
+    )
     text = (
         "Percentiles stand only where enough raw values do: p90 needs 100, p99 needs 1,000. Upload, compute and download are medians. "
         "Drifts: the median still moved between blocks.",
         f"Measured {date(report.benchmarked or report.created)}{kept}.",
     )
-    return Section("latency", "Latency", text, tables=tuple(_latency_table(report, sizes) for sizes in shapes(report)))
+    return Section(
+        "latency",
+        "Latency",
+        text,
+        tables=tuple(_latency_table(report, sizes) for sizes in shapes(report)),
+    )
 
 
 def _latency_table(report: Report, sizes: dict[str, int]) -> Table:
-    columns = ("median", "p90", "p99", "speed-up", "upload", "compute", "download", "per s", "GFLOP/s", "values", "warm-up")
+    columns = (
+        "median",
+        "p90",
+        "p99",
+        "speed-up",
+        "upload",
+        "compute",
+        "download",
+        "per s",
+        "GFLOP/s",
+        "values",
+        "warm-up",
+    )
     header = ("#", f"engine at {shape_text(sizes)}", *(f">{column}" for column in columns))
     pairs = [(entry, row) for entry in entries(report) if (row := entry.row(sizes))]
     winner = next((index for index, (entry, _) in enumerate(pairs) if entry.part == "winner"), None)
@@ -256,7 +384,9 @@ def _latency_table(report: Report, sizes: dict[str, int]) -> Table:
 
 def _limits(report: Report) -> Section:
     """What binds every row, and how far it is from the device's peaks."""
-    if not any(row.bound for entry in entries(report) if entry.benchmark for row in entry.benchmark.rows):
+    if not any(
+        row.bound for entry in entries(report) if entry.benchmark for row in entry.benchmark.rows
+    ):
         return Section("limits", "What binds each row")
     text = (
         "GFLOP/s and GB/s are those of the source graph over the median end to end, each node moving its own bytes. "
@@ -267,7 +397,9 @@ def _limits(report: Report) -> Section:
     tables = []
     for sizes in shapes(report):
         pairs = [(entry, row) for entry in entries(report) if (row := entry.row(sizes))]
-        winner = next((index for index, (entry, _) in enumerate(pairs) if entry.part == "winner"), None)
+        winner = next(
+            (index for index, (entry, _) in enumerate(pairs) if entry.part == "winner"), None
+        )
         rows = tuple((str(entry.number), entry.label, *limit_cells(row)) for entry, row in pairs)
         tables.append(Table(("#", f"engine at {shape_text(sizes)}", *LIMITS_HEADER), rows, winner))
     return Section("limits", "What binds each row", text, tables=tuple(tables))
@@ -281,7 +413,11 @@ def _layers(report: Report) -> Section:
         if entry.candidate and entry.candidate.layers
         for table in (entry.candidate.layers, *entry.candidate.other_layers)
     ]
-    names = [name for name in (*Precision, "integer") if any(name in time_by_precision(table) for _, table in proven)]
+    names = [
+        name
+        for name in (*Precision, "integer")
+        if any(name in time_by_precision(table) for _, table in proven)
+    ]
     text = tuple(
         f"Share of the time per precision at {sizes}, each layer timed by itself. The precision of a layer is known by its kernel's name (tactic), "
         "else by the types it reads and writes. Reformats are all layers that only move or convert data."
@@ -289,15 +425,43 @@ def _layers(report: Report) -> Section:
     )
     kept = any(entry.candidate.kept_fp32 for entry, _ in proven if entry.candidate)
     shares = tuple(
-        (str(entry.number), _label_of(entry, table), *_share_cells(table, names), *([_kept_cell(entry, table)] if kept else []))
+        (
+            str(entry.number),
+            _label_of(entry, table),
+            *_share_cells(table, names),
+            *([_kept_cell(entry, table)] if kept else []),
+        )
         for entry, table in proven
     )
-    fused = tuple((str(entry.number), _label_of(entry, table), "; ".join(found)) for entry, table in proven if (found := fusions(table)))
-    header = ("#", "engine", *(f">{name}" for name in names), ">reformats", ">not known", ">layers", ">of them reformats")
+    fused = tuple(
+        (str(entry.number), _label_of(entry, table), "; ".join(found))
+        for entry, table in proven
+        if (found := fusions(table))
+    )
+    header = (
+        "#",
+        "engine",
+        *(f">{name}" for name in names),
+        ">reformats",
+        ">not known",
+        ">layers",
+        ">of them reformats",
+    )
     header += (">nodes left in fp32",) if kept else ()
-    winner = next((index for index, (entry, _) in enumerate(proven) if entry.part == "winner"), None)
-    each = (_layer_table(entry, table) for entry, table in proven if entry.state in ("winner", "mislabelled"))
-    return Section("layers", "What really ran", text, tables=(Table(header, shares, winner), Table(("#", "engine", "fusions"), fused), *each))
+    winner = next(
+        (index for index, (entry, _) in enumerate(proven) if entry.part == "winner"), None
+    )
+    each = (
+        _layer_table(entry, table)
+        for entry, table in proven
+        if entry.state in ("winner", "mislabelled")
+    )
+    return Section(
+        "layers",
+        "What really ran",
+        text,
+        tables=(Table(header, shares, winner), Table(("#", "engine", "fusions"), fused), *each),
+    )
 
 
 def _label_of(entry: Entry, table: LayerTable) -> str:
@@ -306,7 +470,10 @@ def _label_of(entry: Entry, table: LayerTable) -> str:
 
 def _share_cells(table: LayerTable, names: list[str]) -> tuple[str, ...]:
     shares = time_by_precision(table)
-    cells = (percent_text(shares[name]) if name in shares else "-" for name in (*names, "none", "unknown"))
+    cells = (
+        percent_text(shares[name]) if name in shares else "-"
+        for name in (*names, "none", "unknown")
+    )
     return (*cells, str(len(table.layers)), str(reformats(table).count))
 
 
@@ -322,11 +489,21 @@ def _layer_table(entry: Entry, table: LayerTable) -> Table:
     def cells(layer: Layer) -> tuple[str, ...]:
         seconds = layer.seconds or 0.0
         known = layer.evidence if layer.evidence != "none" else "-"
-        return time_text(seconds), percent_text(seconds / whole), str(layer.precision), known, node_text(layer, NODES_SHOWN), layer.kind, layer.tactic
+        return (
+            time_text(seconds),
+            percent_text(seconds / whole),
+            str(layer.precision),
+            known,
+            node_text(layer, NODES_SHOWN),
+            layer.kind,
+            layer.tactic,
+        )
 
     header = (">time", ">share", "precision", "known by", "ONNX nodes", "kind", "kernel")
     rows = tuple(cells(layer) for layer in slowest(table.layers, SLOWEST_SHOWN))
-    return Table(header, rows, folded=f"The {len(rows)} slowest layers of {_label_of(entry, table)}")
+    return Table(
+        header, rows, folded=f"The {len(rows)} slowest layers of {_label_of(entry, table)}"
+    )
 
 
 def _stages(report: Report) -> Section:
@@ -334,22 +511,43 @@ def _stages(report: Report) -> Section:
     names = tuple(dict.fromkeys(step.stage for step in steps))
     ran = [sum(s.seconds for s in steps if s.stage == name and not s.reused) for name in names]
     kept = [sum(s.seconds for s in steps if s.stage == name and s.reused) for name in names]
-    counts = [(sum(s.stage == name for s in steps), sum(s.stage == name and s.reused for s in steps)) for name in names]
+    counts = [
+        (sum(s.stage == name for s in steps), sum(s.stage == name and s.reused for s in steps))
+        for name in names
+    ]
     longest = max((a + b for a, b in zip(ran, kept, strict=True)), default=0.0) or 1.0
     rows = tuple(
-        (name, str(count), str(reused), time_text(now) if now else "-", time_text(then) if then else "-")
+        (
+            name,
+            str(count),
+            str(reused),
+            time_text(now) if now else "-",
+            time_text(then) if then else "-",
+        )
         for name, (count, reused), now, then in zip(names, counts, ran, kept, strict=True)
     )
     bars = tuple(Bar(now / longest, then / longest) for now, then in zip(ran, kept, strict=True))
     text = f"{time_text(sum(ran))} of work in this run." if any(ran) else "Nothing had to run anew."
     if any(kept):
-        text += (
-            f" {sum(s.reused for s in steps)} of {len(steps)} steps came from the store (hatched); they took {time_text(sum(kept))} when they ran."
+        text += f" {sum(s.reused for s in steps)} of {len(steps)} steps came from the store (hatched); they took {time_text(sum(kept))} when they ran."
+    each = tuple(
+        (
+            s.stage,
+            s.subject,
+            time_text(s.seconds),
+            "reused" if s.reused else "ran",
+            date(s.created),
+            s.digest[:12],
         )
-    each = tuple((s.stage, s.subject, time_text(s.seconds), "reused" if s.reused else "ran", date(s.created), s.digest[:12]) for s in steps)
+        for s in steps
+    )
     tables = (
         Table(("stage", ">steps", ">reused", ">ran now", ">took then"), rows, bars=bars),
-        Table(("stage", "of", ">time", "state", "made", "artifact"), each, folded="Every step, with its date"),
+        Table(
+            ("stage", "of", ">time", "state", "made", "artifact"),
+            each,
+            folded="Every step, with its date",
+        ),
     )
     return Section("stages", "Time per stage", (text,) if rows else (), tables=tables)
 
@@ -365,7 +563,9 @@ def _operators(report: Report) -> Section:
     rows.append(("all nodes", *(str(sum(table.operators.values())) for table in tables)))
     rows.append(("file size", *(bytes_text(table.size_bytes) for table in tables)))
     header = ("operator", *(f">{table.stage}" for table in tables))
-    found = Table(header, tuple(rows) if tables else (), folded="Every operator, and the file sizes")
+    found = Table(
+        header, tuple(rows) if tables else (), folded="Every operator, and the file sizes"
+    )
     return Section("operators", "Operators before and after", tables=(found,))
 
 
@@ -390,7 +590,10 @@ def _environment(report: Report) -> Section:
 
 
 def _notes(report: Report) -> Section:
-    found = ((subject, f"{note.level}, {note.stage}: {note.text}") for subject, note in report.every_note())
+    found = (
+        (subject, f"{note.level}, {note.stage}: {note.text}")
+        for subject, note in report.every_note()
+    )
     return Section("notes", "Notes and warnings", items=_grouped(found))
 
 
@@ -399,7 +602,10 @@ def _grouped(notes: Iterable[tuple[str, str]]) -> tuple[str, ...]:
     subjects: dict[str, list[str]] = {}
     for subject, text in notes:
         subjects.setdefault(text, []).append(subject)
-    return tuple(text + (f" ({', '.join(dict.fromkeys(found))})" if all(found) else "") for text, found in subjects.items())
+    return tuple(
+        text + (f" ({', '.join(dict.fromkeys(found))})" if all(found) else "")
+        for text, found in subjects.items()
+    )
 
 
 def _percentile(samples: Samples, percent: float) -> str:

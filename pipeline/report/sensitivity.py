@@ -31,13 +31,22 @@ def section(report: Report) -> Section:
         "Errors are relative to the norm of what fp32 gives at the same place (signal to noise in dB beside them), in the worst batch. "
         "Own: this node alone is low, on exact inputs. Accumulated: at its output, with every node as low as in the engine.",
     )
-    tables = tuple(table(rescue.label, ranking, _kept(report, rescue)) for rescue, ranking in ranked)
+    tables = tuple(
+        table(rescue.label, ranking, _kept(report, rescue)) for rescue, ranking in ranked
+    )
     return Section(KEY, "Which layers hurt", text if ranked else (), tables=tables)
 
 
 def table(label: str, ranking: NodeRanking, kept: tuple[str, ...] = ()) -> Table:
     """The worst nodes; `kept` are patterns of those that the engine which passed has in fp32."""
-    header = (f"of {len(ranking.nodes)} nodes of {label}", "operator", ">own error", ">accumulated", ">largest value", "kept")
+    header = (
+        f"of {len(ranking.nodes)} nodes of {label}",
+        "operator",
+        ">own error",
+        ">accumulated",
+        ">largest value",
+        "kept",
+    )
     rows = tuple(
         (
             harm.node,
@@ -91,18 +100,28 @@ class _Layers(NamedTuple):
 
 def plots(report: Report) -> tuple[Plot, ...]:
     """One figure per ranking. Draws nothing yet."""
-    return tuple(_plot(number, rescue, ranking, _kept(report, rescue)) for number, (rescue, ranking) in enumerate(_ranked(report), start=1))
+    return tuple(
+        _plot(number, rescue, ranking, _kept(report, rescue))
+        for number, (rescue, ranking) in enumerate(_ranked(report), start=1)
+    )
 
 
 def _plot(number: int, rescue: Rescue, ranking: NodeRanking, kept: tuple[str, ...]) -> Plot:
     shown = ranking.nodes[:NODES_DRAWN]
-    data = _Layers(tuple(_Bars(short(harm.node), harm.error, harm.accumulated, _is_kept(harm, kept)) for harm in shown))
+    data = _Layers(
+        tuple(
+            _Bars(short(harm.node), harm.error, harm.accumulated, _is_kept(harm, kept))
+            for harm in shown
+        )
+    )
     caption = (
         f"The worst {len(shown)} of {len(ranking.nodes)} nodes of {rescue.label}, worst first, on {ranking.samples} samples: "
         "the error that each makes by itself, and the error that has gathered at its output. At 1 nothing of the signal is left."
     )
     name = f"{KEY}-{number}"
-    return Plot(KEY, name, caption, key_of(Path(__file__), data), partial(svg, name, partial(_draw, data)))
+    return Plot(
+        KEY, name, caption, key_of(Path(__file__), data), partial(svg, name, partial(_draw, data))
+    )
 
 
 def _draw(data: _Layers) -> Figure:
@@ -110,8 +129,16 @@ def _draw(data: _Layers) -> Figure:
 
     figure, axes = new_figure(1.1 + 0.3 * len(data.bars))
     for place, bar in enumerate(data.bars):
-        for value, shift, colour in ((bar.own, -0.19, KEPT if bar.kept else OWN), (bar.accumulated, 0.19, ACCUMULATED)):
-            axes.barh(place + shift, min(max(value, SMALLEST_DRAWN), LARGEST_DRAWN), height=0.36, color=colour)
+        for value, shift, colour in (
+            (bar.own, -0.19, KEPT if bar.kept else OWN),
+            (bar.accumulated, 0.19, ACCUMULATED),
+        ):
+            axes.barh(
+                place + shift,
+                min(max(value, SMALLEST_DRAWN), LARGEST_DRAWN),
+                height=0.36,
+                color=colour,
+            )
     axes.axvline(1.0, color=MUTED, linestyle="--", linewidth=1)
     labels = {OWN: "own error", KEPT: "own error, kept in fp32 at last", ACCUMULATED: "accumulated"}
     drawn = {KEPT if bar.kept else OWN for bar in data.bars} | {ACCUMULATED}

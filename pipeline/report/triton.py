@@ -21,12 +21,23 @@ from pipeline.errors import PlanError, UnsupportedError
 from pipeline.report.bundle import check_if_sealed
 from pipeline.serving_inputs import BatchSpec
 
-FILES = {"tensorrt": "model.plan", "onnxruntime": "model.onnx"}  # the name that Triton's backend expects
-TYPES = {"float16": "FP16", "bfloat16": "BF16", "float32": "FP32", "float64": "FP64", "bool": "BOOL"} | {
+FILES = {
+    "tensorrt": "model.plan",
+    "onnxruntime": "model.onnx",
+}  # the name that Triton's backend expects
+TYPES = {
+    "float16": "FP16",
+    "bfloat16": "BF16",
+    "float32": "FP32",
+    "float64": "FP64",
+    "bool": "BOOL",
+} | {
     f"{sign}int{bits}": f"{sign.upper()}INT{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
 }
 OURS = ("engine.json", "artifact.json")  # what else may lie beside the engine
-NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)/([1-9][0-9]*)")  # Triton takes numbers without a leading 0 as versions
+NAME = re.compile(
+    r"([A-Za-z0-9][A-Za-z0-9._-]*)/([1-9][0-9]*)"
+)  # Triton takes numbers without a leading 0 as versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +52,10 @@ def parse_name(text: str) -> ModelVersion:
     """`resnet50/3`; PlanError for anything else."""
     match = NAME.fullmatch(text)
     if match is None:
-        raise PlanError(f"expected NAME/VERSION, a name and a number from 1 on, got '{text}'", "for example --triton resnet50/1")
+        raise PlanError(
+            f"expected NAME/VERSION, a name and a number from 1 on, got '{text}'",
+            "for example --triton resnet50/1",
+        )
     return ModelVersion(match[1], int(match[2]))
 
 
@@ -69,7 +83,9 @@ def check_place(engine: Engine, model: ModelVersion, folder: Path) -> Path:
             "serve it by `crucible promote` and `load`, or compile with candidates of tensorrt",
         )
     if engine.target.backend not in FILES:
-        said = f"Triton gets engines of {' and '.join(FILES)}, this is one of {engine.target.backend}"
+        said = (
+            f"Triton gets engines of {' and '.join(FILES)}, this is one of {engine.target.backend}"
+        )
         raise UnsupportedError(said, "compile with such a candidate")
     place = folder / model.name / str(model.version)
     if place.exists():
@@ -104,14 +120,22 @@ def remarks(engine: Engine, batch: BatchSpec) -> list[str]:
     """What whoever starts Triton must know of this engine."""
     target = engine.target
     if target.backend == "tensorrt":
-        found = [f"Triton must have TensorRT {target.version}, and a GPU of compute capability {target.compute_capability}"]
+        found = [
+            f"Triton must have TensorRT {target.version}, and a GPU of compute capability {target.compute_capability}"
+        ]
     else:
-        found = [f"checked and measured with ONNX Runtime {target.version} on {target.device}; Triton's own may be another"]
+        found = [
+            f"checked and measured with ONNX Runtime {target.version} on {target.device}; Triton's own may be another"
+        ]
     found.append(_batching(engine, batch))
     if target.backend == "onnxruntime" and engine.recipe.precision is Precision.INT8:
-        found.append("Crucible turns off optimisers of ONNX Runtime that would make some 8-bit nodes float again; Triton cannot")
+        found.append(
+            "Crucible turns off optimisers of ONNX Runtime that would make some 8-bit nodes float again; Triton cannot"
+        )
     if any(_plugins(engine)):
-        found.append(f"needs its plugins: LD_PRELOAD={':'.join(str(path) for path in _plugins(engine))}")
+        found.append(
+            f"needs its plugins: LD_PRELOAD={':'.join(str(path) for path in _plugins(engine))}"
+        )
     return found
 
 
@@ -145,7 +169,10 @@ def _check_others(home: Path, config: str) -> None:
 
 def _tensor(kind: str, spec: TensorSpec, batched: bool) -> Iterator[str]:
     if spec.dtype not in TYPES:
-        raise UnsupportedError(f"Triton has no type for {kind} '{spec.name}', which is {spec.dtype}", "cast it inside the model")
+        raise UnsupportedError(
+            f"Triton has no type for {kind} '{spec.name}', which is {spec.dtype}",
+            "cast it inside the model",
+        )
     dims = [dim if isinstance(dim, int) else -1 for dim in spec.shape[1 if batched else 0 :]]
     yield f"{kind} {{"
     yield f"  name: {_quoted(spec.name)}"
@@ -163,9 +190,7 @@ def _batching(engine: Engine, batch: BatchSpec) -> str:
     if most > 1:
         return f"up to {most} rows run together: proved here on this engine, within {batch.largest_error or 0:.2g} of an output's largest value"
     if batch.proved:
-        return (
-            "every request runs alone: Triton's batches need rows along axis 0 of all inputs and outputs, and profiles that hold every number of them"
-        )
+        return "every request runs alone: Triton's batches need rows along axis 0 of all inputs and outputs, and profiles that hold every number of them"
     return f"every request runs alone: {batch.reason}"
 
 
@@ -183,7 +208,9 @@ def _copy_files(engine: Engine, place: Path) -> None:
     """The model under the name that Triton expects; a model in several files is a folder of that name, with a file of that name in it."""
     name = FILES[engine.target.backend]
     place.mkdir()
-    single = engine.target.backend == "tensorrt" or all(path.name in (engine.file, *OURS) for path in engine.root.iterdir())
+    single = engine.target.backend == "tensorrt" or all(
+        path.name in (engine.file, *OURS) for path in engine.root.iterdir()
+    )
     if single:
         shutil.copyfile(engine.path, place / name)
     else:
@@ -198,7 +225,10 @@ def _plugins(engine: Engine) -> list[Path]:
 def _reach(profiles: tuple[Profile, ...], symbol: str) -> int:
     """The most rows up to which every number of rows lies in some profile; 1 if a single row lies in none."""
     reach = 0
-    for dim in sorted((profile.dims[symbol] for profile in profiles if symbol in profile.dims), key=lambda dim: dim.min):
+    for dim in sorted(
+        (profile.dims[symbol] for profile in profiles if symbol in profile.dims),
+        key=lambda dim: dim.min,
+    ):
         reach = max(reach, dim.max) if dim.min <= reach + 1 else reach
     return max(reach, 1)
 

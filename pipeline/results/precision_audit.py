@@ -19,19 +19,25 @@ MOST_MOVING = 0.1  # of the time; above, a note says so
 # of the time of heavy layers whose precision is known:
 MOST_BELOW_FP32 = 0.01  # that an fp32 engine may spend in TF32 or less; TensorRT's fp32 engines measured 0, so this is rounding
 LEAST_FLOAT = 0.5  # that must run in the precision of a tf32, fp16 or bf16 engine; measured 0.99 to 1, nodes kept in fp32 take their part
-FEW_BITS = frozenset({"int8", "uint8", "int4", "uint4", "i4", "u4"})  # what a product reads beside floats if its weights have few bits
+FEW_BITS = frozenset(
+    {"int8", "uint8", "int4", "uint4", "i4", "u4"}
+)  # what a product reads beside floats if its weights have few bits
 NARROW = "MatMulNBits"  # ONNX Runtime's product with such weights; its profile leaves out inputs that a kernel packed for itself
 LEAST_QUANTISED = 0.1  # of an int8 or fp8 engine; below LEAST_FLOAT is a warning. Measured 0.97 to 1; placement may leave much out
 
 SLOWEST_NAMED = 3
 UNKNOWN_NAMED = 5
 CONVOLUTIONS = frozenset({"Conv", "ConvTranspose", "ConvInteger", "QLinearConv"})
-INTEGER_OPERATORS = frozenset({"MatMulInteger", "ConvInteger", "DynamicQuantizeLinear", "QLinearMatMul", "QLinearConv"})
+INTEGER_OPERATORS = frozenset(
+    {"MatMulInteger", "ConvInteger", "DynamicQuantizeLinear", "QLinearMatMul", "QLinearConv"}
+)
 """Of ONNX's own; a model that holds them computes in 8 bits whatever an engine of it is called."""
 
 MATMULS = frozenset({"MatMul", "Gemm", "MatMulInteger", "QLinearMatMul"})
 PRODUCTS = CONVOLUTIONS | MATMULS | frozenset({"Attention", "Einsum", "GRU", "LSTM", "RNN"})
-SILENT = frozenset({"", "Cast", "QuantizeLinear", "DequantizeLinear", "Identity", "Constant"})  # do not make a fusion worth telling
+SILENT = frozenset(
+    {"", "Cast", "QuantizeLinear", "DequantizeLinear", "Identity", "Constant"}
+)  # do not make a fusion worth telling
 SHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})  # nor do these
 
 
@@ -87,7 +93,11 @@ def mislabelled(
     """
     judged = _judged(table, kept, forced)
     if not judged and any(layer.heavy for layer in table.layers):
-        return "" if _judged(table, kept) else f"called {precision}, but every heavy layer is kept in fp32"
+        return (
+            ""
+            if _judged(table, kept)
+            else f"called {precision}, but every heavy layer is kept in fp32"
+        )
     if weight_only:
         return _wide_weights(precision, judged)
     shares = _known_shares(precision, judged)
@@ -97,15 +107,27 @@ def mislabelled(
     if precision is Precision.FP32:
         wrong = 1.0 - share > MOST_BELOW_FP32
     else:
-        wrong = share < (LEAST_QUANTISED if precision in (Precision.INT8, Precision.FP8) else LEAST_FLOAT)
-    return f"called {precision}, but {_told(precision, shares)}; {_named_slowest(judged, table)}" if wrong else ""
+        wrong = share < (
+            LEAST_QUANTISED if precision in (Precision.INT8, Precision.FP8) else LEAST_FLOAT
+        )
+    return (
+        f"called {precision}, but {_told(precision, shares)}; {_named_slowest(judged, table)}"
+        if wrong
+        else ""
+    )
 
 
 def _wide_weights(precision: Precision, heavy: tuple[Layer, ...]) -> str:
     """Why an engine does not hold the weights it is called by; empty if it does, or if of most of the time it is not known."""
     known = [layer for layer in heavy if layer.inputs]
-    narrow = _seconds(layer for layer in known if layer.kind == NARROW or FEW_BITS.intersection(layer.inputs[1:]))
-    if not _seconds(known) or _seconds(known) < 0.5 * _seconds(heavy) or narrow >= LEAST_QUANTISED * _seconds(known):
+    narrow = _seconds(
+        layer for layer in known if layer.kind == NARROW or FEW_BITS.intersection(layer.inputs[1:])
+    )
+    if (
+        not _seconds(known)
+        or _seconds(known) < 0.5 * _seconds(heavy)
+        or narrow >= LEAST_QUANTISED * _seconds(known)
+    ):
         return ""
     share = percent_text(narrow / _seconds(known))
     return f"called {precision} weight-only, but by time only {share} of its heavy layers read weights in 4 or 8 bits"
@@ -121,9 +143,20 @@ def precision_notes(
     fp8 is the smaller part."""
     notes = [*_forced_notes(table, precision, kept, forced)]
     if (unknown := time_by_precision(table).get("unknown", 0.0)) > MOST_UNKNOWN:
-        layers = [layer for layer in slowest(table.layers, len(table.layers)) if layer.precision == "unknown"]
-        names = ", ".join(layer.name for layer in layers[:UNKNOWN_NAMED]) + _and_more(len(layers) - UNKNOWN_NAMED)
-        notes.append(Note(stage="prove", text=f"the precision of {percent_text(unknown)} of the time is not known: {names}"))
+        layers = [
+            layer
+            for layer in slowest(table.layers, len(table.layers))
+            if layer.precision == "unknown"
+        ]
+        names = ", ".join(layer.name for layer in layers[:UNKNOWN_NAMED]) + _and_more(
+            len(layers) - UNKNOWN_NAMED
+        )
+        notes.append(
+            Note(
+                stage="prove",
+                text=f"the precision of {percent_text(unknown)} of the time is not known: {names}",
+            )
+        )
     found = reformats(table)
     if found.share > MOST_MOVING:
         text = f"{percent_text(found.share)} of the time goes to {found.count} layers that only move or convert data"
@@ -131,11 +164,21 @@ def precision_notes(
     if precision in (Precision.INT8, Precision.FP8):
         shares = _known_shares(precision, _judged(table, kept, forced))
         if LEAST_QUANTISED <= shares.get(precision, 0.0) < LEAST_FLOAT:
-            notes.append(Note(stage="prove", text=f"{precision} is the smaller part: {_told(precision, shares)}"))
+            notes.append(
+                Note(
+                    stage="prove",
+                    text=f"{precision} is the smaller part: {_told(precision, shares)}",
+                )
+            )
     return tuple(notes)
 
 
-def _forced_notes(table: LayerTable, precision: Precision | None, kept: tuple[str, ...], forced: Sequence[KeptNode]) -> Iterable[Note]:
+def _forced_notes(
+    table: LayerTable,
+    precision: Precision | None,
+    kept: tuple[str, ...],
+    forced: Sequence[KeptNode],
+) -> Iterable[Note]:
     """What the nodes that stay in fp32 cost; a warning where nothing heavy is left for the precision of the label."""
     if not forced or not _seconds(table.layers):
         return
@@ -150,10 +193,16 @@ def _forced_notes(table: LayerTable, precision: Precision | None, kept: tuple[st
 def forced_share(table: LayerTable, forced: Sequence[KeptNode]) -> float:
     """The share of the time that the nodes take which the conversion left in fp32."""
     whole = _seconds(table.layers)
-    return _seconds(layer for layer in table.layers if _is_forced(layer, forced)) / whole if whole else 0.0
+    return (
+        _seconds(layer for layer in table.layers if _is_forced(layer, forced)) / whole
+        if whole
+        else 0.0
+    )
 
 
-def _judged(table: LayerTable, kept: tuple[str, ...], forced: Sequence[KeptNode] = ()) -> tuple[Layer, ...]:
+def _judged(
+    table: LayerTable, kept: tuple[str, ...], forced: Sequence[KeptNode] = ()
+) -> tuple[Layer, ...]:
     """The heavy layers, without those that run in fp32 because the recipe or the conversion says so."""
 
     def is_kept(layer: Layer) -> bool:
@@ -185,7 +234,12 @@ def _known_shares(precision: Precision, heavy: tuple[Layer, ...]) -> Mapping[str
 
     FP32 inputs and outputs are proof of neither fp32 nor TF32, so for a tf32 engine a layer known by them alone is not known.
     """
-    known = [layer for layer in heavy if isinstance(layer.precision, Precision) and not (precision is Precision.TF32 and _may_be_tf32(layer))]
+    known = [
+        layer
+        for layer in heavy
+        if isinstance(layer.precision, Precision)
+        and not (precision is Precision.TF32 and _may_be_tf32(layer))
+    ]
     return _shares(known) if _seconds(known) >= 0.5 * _seconds(heavy) else {}
 
 
@@ -202,18 +256,27 @@ def _shares(layers: Iterable[Layer]) -> Mapping[str, float]:
     for layer in layers:
         seconds[str(layer.precision)] += layer.seconds or 0.0
     whole = sum(seconds.values())
-    return {name: part / whole for name, part in sorted(seconds.items(), key=lambda item: -item[1])} if whole else {}
+    return (
+        {name: part / whole for name, part in sorted(seconds.items(), key=lambda item: -item[1])}
+        if whole
+        else {}
+    )
 
 
 def _told(precision: Precision, shares: Mapping[str, float]) -> str:
     """What the heavy layers run, the precision asked for first."""
-    others = [f"{percent_text(share)} {name}" for name, share in shares.items() if name != precision]
+    others = [
+        f"{percent_text(share)} {name}" for name, share in shares.items() if name != precision
+    ]
     return f"its heavy layers run {', '.join([f'{percent_text(shares.get(precision, 0.0))} {precision}', *others])} by time"
 
 
 def _named_slowest(judged: tuple[Layer, ...], table: LayerTable) -> str:
     whole = _seconds(table.layers)
-    named = [f"{node_text(layer)} {layer.precision} {percent_text((layer.seconds or 0.0) / whole)}" for layer in slowest(judged, SLOWEST_NAMED)]
+    named = [
+        f"{node_text(layer)} {layer.precision} {percent_text((layer.seconds or 0.0) / whole)}"
+        for layer in slowest(judged, SLOWEST_NAMED)
+    ]
     return f"slowest: {', '.join(named)} of all time"
 
 
@@ -229,7 +292,11 @@ def _and_more(count: int) -> str:
 
 def percent_text(share: float) -> str:
     """`45 %`, with a digit more near 0 and 1."""
-    return f"{100 * share:.0f} %" if 0.1 <= share <= 0.99 or share in (0.0, 1.0) else f"{100 * share:.1f} %"
+    return (
+        f"{100 * share:.0f} %"
+        if 0.1 <= share <= 0.99 or share in (0.0, 1.0)
+        else f"{100 * share:.1f} %"
+    )
 
 
 # -- fusions ----------------------------------------------------------------------------------------------------------
@@ -241,7 +308,10 @@ def fusions(table: LayerTable) -> tuple[str, ...]:
     Empty where the operators of the nodes are not known.
     """
     groups = Counter(text for layer in table.layers if (text := _merged(layer)))
-    each = [f"{text} in one kernel: {count}" for text, count in sorted(groups.items(), key=lambda item: (-item[1], item[0]))]
+    each = [
+        f"{text} in one kernel: {count}"
+        for text, count in sorted(groups.items(), key=lambda item: (-item[1], item[0]))
+    ]
     return (*_attention(table), *_normalisation(table), *each)
 
 
@@ -250,17 +320,32 @@ def _merged(layer: Layer) -> str:
     counts = Counter(operator for operator in layer.operators if operator not in SILENT | SHAPES)
     if not layer.heavy or counts.total() < 2 or _is_attention(layer):
         return ""
-    order = sorted(counts, key=lambda name: (name not in CONVOLUTIONS | MATMULS, name != "BatchNormalization", name != "Add", name))
+    order = sorted(
+        counts,
+        key=lambda name: (
+            name not in CONVOLUTIONS | MATMULS,
+            name != "BatchNormalization",
+            name != "Add",
+            name,
+        ),
+    )
     return " + ".join(f"{counts[name]} {name}" if counts[name] > 1 else name for name in order)
 
 
 def _is_attention(layer: Layer) -> bool:
-    return "Softmax" in layer.operators and sum(operator in MATMULS for operator in layer.operators) >= 2
+    return (
+        "Softmax" in layer.operators
+        and sum(operator in MATMULS for operator in layer.operators) >= 2
+    )
 
 
 def _attention(table: LayerTable) -> tuple[str, ...]:
     fused, places = attention_in_one_kernel(table, _places(table, "Softmax"))
-    return (f"attention (MatMul, Softmax, MatMul) in one kernel: {fused} of {places}",) if places else ()
+    return (
+        (f"attention (MatMul, Softmax, MatMul) in one kernel: {fused} of {places}",)
+        if places
+        else ()
+    )
 
 
 def attention_in_one_kernel(table: LayerTable, softmaxes: Iterable[str]) -> tuple[int, int]:
@@ -269,7 +354,9 @@ def attention_in_one_kernel(table: LayerTable, softmaxes: Iterable[str]) -> tupl
     places = {node: known[node] for node in softmaxes if node in known}
     if sum(operator == "MatMul" for layer in table.layers for operator in layer.operators) < 2:
         return 0, 0
-    return sum(any(_is_attention(layer) for layer in layers) for layers in places.values()), len(places)
+    return sum(any(_is_attention(layer) for layer in layers) for layers in places.values()), len(
+        places
+    )
 
 
 def _normalisation(table: LayerTable) -> tuple[str, ...]:
@@ -278,11 +365,20 @@ def _normalisation(table: LayerTable) -> tuple[str, ...]:
     if places := _places(table, "LayerNormalization"):
         whole = [layers[0] for layers in places.values() if len(layers) == 1]
         added = sum("Add" in layer.operators for layer in whole)
-        found.append(f"LayerNormalization in one kernel: {len(whole)} of {len(places)}" + f", {added} with the Add before it" * bool(added))
+        found.append(
+            f"LayerNormalization in one kernel: {len(whole)} of {len(places)}"
+            + f", {added} with the Add before it" * bool(added)
+        )
     places = _places(table, "Sqrt")
     if places and _places(table, "ReduceMean"):
-        whole = [layers[0] for layers in places.values() if len(layers) == 1 and "ReduceMean" in layers[0].operators]
-        found.append(f"LayerNorm written out (ReduceMean to Sqrt) in one kernel: {len(whole)} of {len(places)}")
+        whole = [
+            layers[0]
+            for layers in places.values()
+            if len(layers) == 1 and "ReduceMean" in layers[0].operators
+        ]
+        found.append(
+            f"LayerNorm written out (ReduceMean to Sqrt) in one kernel: {len(whole)} of {len(places)}"
+        )
     return tuple(found)
 
 

@@ -51,7 +51,9 @@ class SizeCheck(Frozen):
     """What the gate found at one size besides that of the whole set."""
 
     profile: int  # counted from 0
-    sizes: dict[str, int]  # of all symbols, or of the one that counts rows where samples bring the others
+    sizes: dict[
+        str, int
+    ]  # of all symbols, or of the one that counts rows where samples bring the others
     inputs: Literal["samples", "generated"]  # generated: no sample has these sizes
     samples: int  # rows that were compared, those that repeat another not counted; 0: none
     cosine: float | None = None  # smallest over samples and outputs
@@ -70,7 +72,10 @@ class SizeCheck(Frozen):
 
 def size_text(sizes: dict[str, int]) -> str:
     """`batch = 8, sequence = 128`."""
-    return ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items()) or "the sizes of the samples"
+    return (
+        ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())
+        or "the sizes of the samples"
+    )
 
 
 class ValidationReport(Frozen):
@@ -82,7 +87,9 @@ class ValidationReport(Frozen):
     outputs: tuple[OutputError, ...]
     metric: MetricResult | None = None  # None: no data, or a score was NaN (then a failure says so)
     sizes: tuple[SizeCheck, ...] = ()  # other sizes of every profile; empty for the validation set
-    failures: tuple[str, ...] = ()  # missing or renamed outputs, shapes, dtypes, NaN, thresholds, the metric, at any size
+    failures: tuple[
+        str, ...
+    ] = ()  # missing or renamed outputs, shapes, dtypes, NaN, thresholds, the metric, at any size
     notes: tuple[Note, ...] = ()
 
     @property
@@ -95,8 +102,12 @@ class Bound(Frozen):
 
     kind: Literal["compute", "bandwidth", "overhead", "copies", "unknown"]
     precision: Precision  # whose peak is meant: the one that the heavy layers run in
-    share_of_peak_flops: float | None = None  # of the row's FLOP/s; None: the peak, or the graph's FLOPs, are unknown
-    share_of_peak_bytes: float | None = None  # of the bytes of the unfused graph in this precision; over 1: fused, or kept in caches
+    share_of_peak_flops: float | None = (
+        None  # of the row's FLOP/s; None: the peak, or the graph's FLOPs, are unknown
+    )
+    share_of_peak_bytes: float | None = (
+        None  # of the bytes of the unfused graph in this precision; over 1: fused, or kept in caches
+    )
     why: str
     next_step: str
 
@@ -118,13 +129,21 @@ class LatencyRow(Frozen):
     upload: Samples
     compute: Samples
     download: Samples
-    latency: Samples | None = None  # upload to download, in the same runs as these three; None: an older report
-    enqueue: Samples | None = None  # of the call that starts the work, host clock; None on a CPU, where it returns when the work is done
+    latency: Samples | None = (
+        None  # upload to download, in the same runs as these three; None: an older report
+    )
+    enqueue: Samples | None = (
+        None  # of the call that starts the work, host clock; None on a CPU, where it returns when the work is done
+    )
     totals: Totals | None = None
-    throughput_per_s: float  # samples (rows of the batch axis; 1 where there is none) per second, at the median
+    throughput_per_s: (
+        float  # samples (rows of the batch axis; 1 where there is none) per second, at the median
+    )
     flops_per_s: float | None  # None: the graph's FLOPs are unknown
     bytes_per_s: float | None
-    ratio: Interval | None = None  # baseline / this, geometric mean over pairs of processes, 95 % interval; None for the baseline
+    ratio: Interval | None = (
+        None  # baseline / this, geometric mean over pairs of processes, 95 % interval; None for the baseline
+    )
     ratio_missing: str = ""  # why there is no ratio, of a row that is compared
     peak_memory_bytes: int = 0  # of the child process
     bound: Bound | None = None
@@ -159,7 +178,9 @@ class Benchmarks(Frozen):
 
     @property
     def provisional(self) -> bool:
-        return any(isinstance(result, BenchmarkFailure) and result.provisional for result in self.results)
+        return any(
+            isinstance(result, BenchmarkFailure) and result.provisional for result in self.results
+        )
 
 
 class Step(Frozen):
@@ -192,9 +213,13 @@ class Candidate(Frozen):
     state: State  # built: runs on other hosts only; mislabelled: does not run the precision it is called by, however it answers
     reason: str = ""  # why it did not come further
     engine: Engine | None = None
-    kept_fp32: tuple[KeptNode, ...] = ()  # what the conversion left in fp32, beside the nodes that the recipe names
+    kept_fp32: tuple[
+        KeptNode, ...
+    ] = ()  # what the conversion left in fp32, beside the nodes that the recipe names
     layers: LayerTable | None = None  # what really ran; None: this backend gives no evidence
-    other_layers: tuple[LayerTable, ...] = ()  # of the profiles after the first, where they have kernels of their own
+    other_layers: tuple[
+        LayerTable, ...
+    ] = ()  # of the profiles after the first, where they have kernels of their own
     selection: ValidationReport | None = None
     benchmark: BenchmarkReport | None = None
     notes: tuple[Note, ...] = ()  # of calibration, conversion and build
@@ -203,7 +228,11 @@ class Candidate(Frozen):
     def title(self) -> str:
         """The label as people read it: `tensorrt fp16, 2 nodes in fp32`. The label itself tells recipes apart."""
         count = len(self.kept_fp32)
-        return f"{self.label}, {count} {'node' if count == 1 else 'nodes'} in fp32" if count else self.label
+        return (
+            f"{self.label}, {count} {'node' if count == 1 else 'nodes'} in fp32"
+            if count
+            else self.label
+        )
 
 
 class NodeHarm(Frozen):
@@ -255,7 +284,9 @@ class AblationRow(Frozen):
     drop_change: float | None = None  # above 0: reversed, it loses more
     cosine: float | None = None  # the smallest of all outputs
     cosine_change: float | None = None
-    ratio: Interval | None = None  # median before over median after, 95 % interval; above 1: reversed, it is faster
+    ratio: Interval | None = (
+        None  # median before over median after, 95 % interval; above 1: reversed, it is faster
+    )
 
 
 class Ablation(Frozen):
@@ -284,9 +315,13 @@ class Report(Frozen):
     rescues: tuple[Rescue, ...] = ()
     ablation: Ablation | None = None  # None: the plan did not ask for it
     winner: str | None = None  # a candidate's label; with `keep` that of the baseline
-    ratio: Interval | None = None  # of the winner to the baseline, at the first shape; with `keep` of the fastest accurate candidate
+    ratio: Interval | None = (
+        None  # of the winner to the baseline, at the first shape; with `keep` of the fastest accurate candidate
+    )
     ratio_missing: str = ""  # why there is no ratio
-    delivered: Engine | None = None  # the engine that the verdict stands for; None: rejected, not to be had, or an older report
+    delivered: Engine | None = (
+        None  # the engine that the verdict stands for; None: rejected, not to be had, or an older report
+    )
     validation: ValidationReport | None = None  # of the winner, on the validation set
     verdict: Verdict
     reasons: tuple[str, ...] = ()
@@ -295,7 +330,9 @@ class Report(Frozen):
     notes: tuple[Note, ...] = ()
     peaks: tuple[Peaks, ...] = ()  # of the devices that were measured, as far as they are known
     gpu_use: GpuUse | None = None  # while the latencies were measured
-    benchmarked: str = Field(default="", description="UTC date of the latency figures; older than `created` if reused")
+    benchmarked: str = Field(
+        default="", description="UTC date of the latency figures; older than `created` if reused"
+    )
 
     def title_of(self, label: str) -> str:
         """The title of the candidate with this label; of anything else the label itself."""
@@ -321,11 +358,24 @@ class Report(Frozen):
 
     def every_note(self) -> tuple[tuple[str, Note], ...]:
         """All notes, each with the label of its engine, or "" if it is about the whole."""
-        found = [("", note) for note in (*self.notes, *(self.validation.notes if self.validation else ()))]
-        for benchmark in (self.baseline, *self.baselines, *(candidate.benchmark for candidate in self.candidates)):
+        found = [
+            ("", note)
+            for note in (*self.notes, *(self.validation.notes if self.validation else ()))
+        ]
+        for benchmark in (
+            self.baseline,
+            *self.baselines,
+            *(candidate.benchmark for candidate in self.candidates),
+        ):
             found += [(benchmark.label, note) for note in benchmark.notes] if benchmark else []
         for candidate in self.candidates:
-            found += [(candidate.label, note) for note in (*candidate.notes, *(candidate.selection.notes if candidate.selection else ()))]
+            found += [
+                (candidate.label, note)
+                for note in (
+                    *candidate.notes,
+                    *(candidate.selection.notes if candidate.selection else ()),
+                )
+            ]
         return tuple(found)
 
 

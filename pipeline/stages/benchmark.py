@@ -10,7 +10,16 @@ from functools import partial
 
 from pipeline.backends.timing_cache import other_processes
 from pipeline.benchmark.elimination import Role, StopReason
-from pipeline.benchmark.interleaved import VALUES_PER_BLOCK, Block, Contestant, Peer, RaceEntry, Workload, contend, race
+from pipeline.benchmark.interleaved import (
+    VALUES_PER_BLOCK,
+    Block,
+    Contestant,
+    Peer,
+    RaceEntry,
+    Workload,
+    contend,
+    race,
+)
 from pipeline.core import Engine, Note, OnnxModel, Point, Profile, Progress, TensorSpec, silent
 from pipeline.errors import PlanError
 from pipeline.execution.child_process import Child
@@ -21,7 +30,13 @@ from pipeline.measurement.measure import Interval, Samples, samples_from_blocks,
 from pipeline.onnx_graph.flops import node_costs, total
 from pipeline.onnx_graph.graph import draw_feeds
 from pipeline.plan.schema import BenchmarkConfig
-from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks, LatencyRow, Totals
+from pipeline.results.report import (
+    BenchmarkFailure,
+    BenchmarkReport,
+    Benchmarks,
+    LatencyRow,
+    Totals,
+)
 
 OUT_OF_TIME = "the time for measuring (`benchmark.budget_s`) was over after {processes}"
 ENOUGH_RUNS = 500
@@ -85,26 +100,44 @@ def with_threads(engine: Engine, threads: int) -> Engine:
 # -- what to measure ---------------------------------------------------------------------------------------------------
 
 
-def workloads_from_plan(engines: Sequence[Engine], model: OnnxModel, options: BenchmarkConfig) -> tuple[Workload, ...]:
+def workloads_from_plan(
+    engines: Sequence[Engine], model: OnnxModel, options: BenchmarkConfig
+) -> tuple[Workload, ...]:
     """The plan's sizes, or the usual size of every profile; checked against all engines before anything starts."""
     if not engines:
-        raise PlanError("expected at least one engine to measure, got none", "name engines, or candidates in the plan")
-    choices = options.sizes or tuple(profile.sizes("opt") for profile in engines[0].profiles) or ({},)
+        raise PlanError(
+            "expected at least one engine to measure, got none",
+            "name engines, or candidates in the plan",
+        )
+    choices = (
+        options.sizes or tuple(profile.sizes("opt") for profile in engines[0].profiles) or ({},)
+    )
     for engine in engines:
         check_sizes(choices, model.inputs, engine.profiles)
     profiles = engines[0].profiles
-    return tuple(_workload(sizes, values_at(sizes, profiles), model) for index, sizes in enumerate(choices) if sizes not in choices[:index])
+    return tuple(
+        _workload(sizes, values_at(sizes, profiles), model)
+        for index, sizes in enumerate(choices)
+        if sizes not in choices[:index]
+    )
 
 
 def values_at(sizes: dict[str, int], profiles: Sequence[Profile]) -> dict[str, tuple[int, ...]]:
     """Values of the inputs that decide shapes: those of the profile's point with these sizes, else the usual ones."""
     holding = [profile for profile in profiles if profile.holds(sizes)]
     points: tuple[Point, ...] = ("opt", "min", "max")
-    exact = [profile.values_at(point) for profile in holding for point in points if profile.sizes(point) == sizes]
+    exact = [
+        profile.values_at(point)
+        for profile in holding
+        for point in points
+        if profile.sizes(point) == sizes
+    ]
     return next(iter((*exact, *(profile.values_at("opt") for profile in holding))), {})
 
 
-def check_sizes(choices: Iterable[dict[str, int]], inputs: Sequence[TensorSpec], profiles: Sequence[Profile]) -> None:
+def check_sizes(
+    choices: Iterable[dict[str, int]], inputs: Sequence[TensorSpec], profiles: Sequence[Profile]
+) -> None:
     """PlanError unless every choice gives a size to each symbol of the inputs, and no other, inside a profile."""
     symbols = {symbol for spec in inputs for symbol in spec.symbols}
     for sizes in choices:
@@ -114,18 +147,28 @@ def check_sizes(choices: Iterable[dict[str, int]], inputs: Sequence[TensorSpec],
                 "name every symbolic dimension of the inputs, and no other",
             )
         if profiles and not any(profile.holds(sizes) for profile in profiles):
-            allowed = "; ".join(", ".join(f"{name} {dim.min} to {dim.max}" for name, dim in profile.dims.items()) for profile in profiles)
-            raise PlanError(f"benchmark.sizes: expected {allowed}, got {sizes}", "measure inside the profiles, or widen a profile and compile again")
+            allowed = "; ".join(
+                ", ".join(f"{name} {dim.min} to {dim.max}" for name, dim in profile.dims.items())
+                for profile in profiles
+            )
+            raise PlanError(
+                f"benchmark.sizes: expected {allowed}, got {sizes}",
+                "measure inside the profiles, or widen a profile and compile again",
+            )
 
 
-def _workload(sizes: dict[str, int], values: dict[str, tuple[int, ...]], model: OnnxModel) -> Workload:
+def _workload(
+    sizes: dict[str, int], values: dict[str, tuple[int, ...]], model: OnnxModel
+) -> Workload:
     costs = node_costs(model.path, sizes)
     return Workload(
         sizes=sizes,
         feeds=draw_feeds(model.inputs, sizes, 0, values),
         rows=rows_per_run(model.inputs, sizes),
         flops=total(cost.flops for cost in costs),
-        moved_bytes=total(amount for cost in costs for amount in (cost.bytes_read, cost.bytes_written)),
+        moved_bytes=total(
+            amount for cost in costs for amount in (cost.bytes_read, cost.bytes_written)
+        ),
     )
 
 
@@ -139,18 +182,25 @@ def rows_per_run(inputs: Sequence[TensorSpec], sizes: dict[str, int]) -> int:
 # -- what it says ------------------------------------------------------------------------------------------------------
 
 
-def results(contestants: Sequence[Contestant], workloads: Sequence[Workload], host: BusyHost) -> tuple[BenchmarkReport | BenchmarkFailure, ...]:
+def results(
+    contestants: Sequence[Contestant], workloads: Sequence[Workload], host: BusyHost
+) -> tuple[BenchmarkReport | BenchmarkFailure, ...]:
     """A report or a failure per contestant, in order."""
     baseline = baseline_of(contestants)
     reports: list[BenchmarkReport | BenchmarkFailure] = []
     for contestant in contestants:
         label = contestant.engine.recipe.label
         if contestant.failure:
-            failure = BenchmarkFailure(label=label, reason=contestant.failure, provisional=contestant.may_pass)
+            failure = BenchmarkFailure(
+                label=label, reason=contestant.failure, provisional=contestant.may_pass
+            )
             reports.append(failure)
             continue
         compared = None if contestant is baseline else baseline
-        rows = tuple(_row(contestant, compared, index, workload, host) for index, workload in enumerate(workloads))
+        rows = tuple(
+            _row(contestant, compared, index, workload, host)
+            for index, workload in enumerate(workloads)
+        )
         notes = _notes(contestant, rows)
         stopped = stop_text(contestant)
         reports.append(BenchmarkReport(label=label, rows=rows, stopped=stopped, notes=notes))
@@ -174,7 +224,9 @@ def stop_text(contestant: Contestant) -> str:
     return f"stopped after {processes}: {stop.times_slower:.2f} times as slow as {stop.best}"
 
 
-def _ratio(contestant: Contestant, baseline: Contestant | None, index: int, host: BusyHost) -> tuple[Interval | None, str]:
+def _ratio(
+    contestant: Contestant, baseline: Contestant | None, index: int, host: BusyHost
+) -> tuple[Interval | None, str]:
     """How many times as fast as the baseline, or why that is not known."""
     if baseline is None:
         return None, ""

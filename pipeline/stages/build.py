@@ -9,7 +9,9 @@ from pipeline.core import BuildOptions, Engine, OnnxModel, Progress, Recipe, Ref
 from pipeline.errors import UnsupportedError
 
 
-def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent) -> Engine:
+def build(
+    model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
+) -> Engine:
     """The engine of a converted graph. Raises UnsupportedError that lists every node the backend cannot run."""
     backend = backends.backend(recipe.backend)
     progress(None, "looking for unsupported nodes")
@@ -23,4 +25,7 @@ def unsupported_error(backend: str, refusals: tuple[Refusal, ...]) -> Unsupporte
     """One error for all nodes that a backend refuses."""
     lines = [f"  {r.node}: {r.operator} (opset {r.opset}): {r.reason}" for r in refusals]
     remedies = dict.fromkeys(r.remedy for r in refusals)
-    return UnsupportedError(f"{backend} cannot run {len(refusals)} nodes of this model:\n" + "\n".join(lines), "; ".join(remedies))
+    return UnsupportedError(
+        f"{backend} cannot run {len(refusals)} nodes of this model:\n" + "\n".join(lines),
+        "; ".join(remedies),
+    )

@@ -19,10 +19,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.accuracy.metrics import NOT_COVERED
-from pipeline.core import CalibrationMethod, CalibrationTable, Frozen, Note, OnnxModel, Progress, TensorRange, silent
+from pipeline.core import (
+    CalibrationMethod,
+    CalibrationTable,
+    Frozen,
+    Note,
+    OnnxModel,
+    Progress,
+    TensorRange,
+    silent,
+)
 from pipeline.data.samples import Batch, CalibrationSet, SampleSet
 from pipeline.errors import DataError
-from pipeline.onnx_graph.activations import NOTHING, Bounds, Probe, bounds_of, merge, open_probe, rows_per_run, with_aliases
+from pipeline.onnx_graph.activations import (
+    NOTHING,
+    Bounds,
+    Probe,
+    bounds_of,
+    merge,
+    open_probe,
+    rows_per_run,
+    with_aliases,
+)
 from pipeline.plan.schema import CalibrationConfig
 
 BINS = 1024
@@ -46,7 +64,12 @@ Counts = NDArray[np.int64]
 
 
 def calibrate(
-    model: OnnxModel, samples: CalibrationSet, method: CalibrationMethod, options: CalibrationConfig, out: Path, progress: Progress = silent
+    model: OnnxModel,
+    samples: CalibrationSet,
+    method: CalibrationMethod,
+    options: CalibrationConfig,
+    out: Path,
+    progress: Progress = silent,
 ) -> CalibrationTable:
     """Ranges of all float activations, as out/table.json too. `options.samples` is rounded up to whole batches. Raises DataError."""
     progress(0.0, "loading")
@@ -83,7 +106,9 @@ class Tally:
         while self.limit <= bounds.largest:
             self._double()
         flat = values.reshape(-1)
-        flat = flat[:: flat.size // BINNED_PER_RUN | 1]  # odd: does not fall in with the even sizes of rows and channels
+        flat = flat[
+            :: flat.size // BINNED_PER_RUN | 1
+        ]  # odd: does not fall in with the even sizes of rows and channels
         self.counts += bin_counts(flat[np.isfinite(flat)] if bounds.nonfinite else flat, self.limit)
 
     def _double(self) -> None:
@@ -110,11 +135,15 @@ def bin_counts(values: NDArray[np.float32], limit: float) -> Counts:
     return counts
 
 
-def _collect(probe: Probe, samples: CalibrationSet, options: CalibrationConfig, progress: Progress) -> tuple[int, dict[str, Tally]]:
+def _collect(
+    probe: Probe, samples: CalibrationSet, options: CalibrationConfig, progress: Progress
+) -> tuple[int, dict[str, Tally]]:
     """Run the samples; how many were used, and what was seen of each tensor."""
     first = next(iter(samples.batches(1)), None)
     if first is None:
-        raise DataError("the calibration set holds no samples", f"give about {ADVISED_SAMPLES} real samples")
+        raise DataError(
+            "the calibration set holds no samples", f"give about {ADVISED_SAMPLES} real samples"
+        )
     size = min(options.batch, rows_per_run(probe, first.feeds, first.samples))
     wanted = min(options.samples or samples.samples, samples.samples)
     used = 0
@@ -132,7 +161,9 @@ def _collect(probe: Probe, samples: CalibrationSet, options: CalibrationConfig, 
 def _range(tally: Tally, method: CalibrationMethod, percentile: float) -> TensorRange:
     bounds = tally.bounds
     low, high = bounds.minimum, bounds.maximum
-    if method is not CalibrationMethod.MINMAX and bounds.largest >= tally.limit / 2:  # else all count as zero
+    if (
+        method is not CalibrationMethod.MINMAX and bounds.largest >= tally.limit / 2
+    ):  # else all count as zero
         low, high = _search(tally, method, percentile)
     return TensorRange(
         minimum=bounds.minimum,
@@ -150,7 +181,12 @@ def _search(tally: Tally, method: CalibrationMethod, percentile: float) -> tuple
     from onnxruntime.quantization.calibrate import HistogramCollector
 
     collector = HistogramCollector(
-        method=str(method), symmetric=False, num_bins=BINS, num_quantized_bins=LEVELS, percentile=percentile, scenario="same"
+        method=str(method),
+        symmetric=False,
+        num_bins=BINS,
+        num_quantized_bins=LEVELS,
+        percentile=percentile,
+        scenario="same",
     )
     counts, edges = tally.histogram()
     low, high = np.float32(tally.bounds.minimum), np.float32(tally.bounds.maximum)
@@ -163,25 +199,48 @@ def _notes(used: int, bounds: dict[str, Bounds]) -> tuple[Note, ...]:
     notes = []
     if used < FEWEST_SAMPLES:
         notes.append(
-            Note(stage="calibrate", text=f"{used} calibration samples are few: ranges may miss real values; about {ADVISED_SAMPLES} is advised")
+            Note(
+                stage="calibrate",
+                text=f"{used} calibration samples are few: ranges may miss real values; about {ADVISED_SAMPLES} is advised",
+            )
         )
     elif used < ADVISED_SAMPLES:
-        notes.append(Note(stage="calibrate", text=f"{used} calibration samples; about {ADVISED_SAMPLES} is advised", level="info"))
+        notes.append(
+            Note(
+                stage="calibrate",
+                text=f"{used} calibration samples; about {ADVISED_SAMPLES} is advised",
+                level="info",
+            )
+        )
     strange = [name for name, seen in bounds.items() if seen.nonfinite]
     if strange:
         values = sum(bounds[name].nonfinite for name in strange)
-        shown = ", ".join(f"'{name}'" for name in strange[:3]) + (", ..." if len(strange) > 3 else "")
+        shown = ", ".join(f"'{name}'" for name in strange[:3]) + (
+            ", ..." if len(strange) > 3 else ""
+        )
         notes.append(
-            Note(stage="calibrate", text=f"{values} NaN or infinite values in {len(strange)} tensors ({shown}) are left out of their ranges")
+            Note(
+                stage="calibrate",
+                text=f"{values} NaN or infinite values in {len(strange)} tensors ({shown}) are left out of their ranges",
+            )
         )
     return tuple(notes)
 
 
 def _readable(table: CalibrationTable) -> str:
     """JSON with one line per tensor."""
-    head = {"method": table.method, "set_digest": table.set_digest, "samples": table.samples, "notes": [note.text for note in table.notes]}
-    lines = ",\n".join(f"  {json.dumps(name)}: {seen.model_dump_json()}" for name, seen in table.ranges.items())
-    return json.dumps(head, indent=1).removesuffix("\n}") + ',\n "ranges": {\n' + lines + "\n }\n}\n"
+    head = {
+        "method": table.method,
+        "set_digest": table.set_digest,
+        "samples": table.samples,
+        "notes": [note.text for note in table.notes],
+    }
+    lines = ",\n".join(
+        f"  {json.dumps(name)}: {seen.model_dump_json()}" for name, seen in table.ranges.items()
+    )
+    return (
+        json.dumps(head, indent=1).removesuffix("\n}") + ',\n "ranges": {\n' + lines + "\n }\n}\n"
+    )
 
 
 # -- do the ranges hold for other samples? ----------------------------------------------------------------------------
@@ -204,14 +263,20 @@ class Reach:
     def add(self, values: NDArray[np.float32], known: TensorRange) -> None:
         self.bounds = merge(self.bounds, bounds_of(values))
         if self.bounds.minimum < known.minimum or self.bounds.maximum > known.maximum:
-            self.outside += int(np.count_nonzero(np.isfinite(values) & ((values < known.minimum) | (values > known.maximum))))
+            self.outside += int(
+                np.count_nonzero(
+                    np.isfinite(values) & ((values < known.minimum) | (values > known.maximum))
+                )
+            )
 
     @property
     def share_outside(self) -> float:
         return self.outside / max(self.bounds.count - self.bounds.nonfinite, 1)
 
 
-def cover(model: OnnxModel, table: CalibrationTable, samples: SampleSet, progress: Progress = silent) -> Coverage:
+def cover(
+    model: OnnxModel, table: CalibrationTable, samples: SampleSet, progress: Progress = silent
+) -> Coverage:
     """Hold the ranges of a calibration table against what some samples of another set reach."""
     probe = open_probe(model)
     seen: dict[str, Reach] = defaultdict(Reach)
@@ -221,7 +286,9 @@ def cover(model: OnnxModel, table: CalibrationTable, samples: SampleSet, progres
             if name in table.ranges and values.size:
                 seen[name].add(values, table.ranges[name])
         looked += batch.samples
-        progress(min(looked / min(samples.samples, COVER_SAMPLES), 1.0), f"{looked} samples looked at")
+        progress(
+            min(looked / min(samples.samples, COVER_SAMPLES), 1.0), f"{looked} samples looked at"
+        )
     return Coverage(samples=looked, failure=_misfit(table, seen))
 
 
@@ -238,14 +305,22 @@ def _spread(probe: Probe, samples: SampleSet) -> Iterator[Batch]:
 
 def _misfit(table: CalibrationTable, seen: dict[str, Reach]) -> str:
     """The tensor that fits worst, and how many do not fit."""
-    outside = {name: reach.share_outside for name, reach in seen.items() if reach.share_outside > MOST_OUTSIDE}
+    outside = {
+        name: reach.share_outside
+        for name, reach in seen.items()
+        if reach.share_outside > MOST_OUTSIDE
+    }
     if outside:
         name = max(outside, key=lambda name: outside[name])
         known, bounds = table.ranges[name], seen[name].bounds
         here = f"{outside[name]:.0%} of '{name}' lies outside {known.minimum:.4g} to {known.maximum:.4g}, all that calibration saw"
         return f"{NOT_COVERED}: {here} (here {bounds.minimum:.4g} to {bounds.maximum:.4g}); so in {len(outside)} of {len(seen)} tensors"
     ranges = {name: max(abs(table.ranges[name].low), abs(table.ranges[name].high)) for name in seen}
-    reached = {name: seen[name].bounds.largest / most for name, most in ranges.items() if seen[name].bounds.largest < LEAST_REACHED * most}
+    reached = {
+        name: seen[name].bounds.largest / most
+        for name, most in ranges.items()
+        if seen[name].bounds.largest < LEAST_REACHED * most
+    }
     if not reached:
         return ""
     name = min(reached, key=lambda name: reached[name])

@@ -8,10 +8,26 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from pipeline.core import CalibrationTable, Note, OnnxModel, Precision, Progress, Recipe, Tensors, silent
+from pipeline.core import (
+    CalibrationTable,
+    Note,
+    OnnxModel,
+    Precision,
+    Progress,
+    Recipe,
+    Tensors,
+    silent,
+)
 from pipeline.errors import PlanError, UnsupportedError
 from pipeline.onnx_graph.activations import Bounds, observe, open_probe
-from pipeline.onnx_graph.graph import copy_model, kept_nodes, onnx_model, read_proto, with_same_interface, write_proto
+from pipeline.onnx_graph.graph import (
+    copy_model,
+    kept_nodes,
+    onnx_model,
+    read_proto,
+    with_same_interface,
+    write_proto,
+)
 from pipeline.onnx_graph.recurrent import parser_reasons
 from pipeline.quantization.existing_qdq import Scale, scales_by_node
 from pipeline.quantization.half_precision import (
@@ -37,7 +53,12 @@ HALF_STEP = 1 / 255  # of the largest value: as far as int8 itself rounds that
 
 
 def convert(
-    model: OnnxModel, recipe: Recipe, table: CalibrationTable | None, samples: tuple[Tensors, ...], out: Path, progress: Progress = silent
+    model: OnnxModel,
+    recipe: Recipe,
+    table: CalibrationTable | None,
+    samples: tuple[Tensors, ...],
+    out: Path,
+    progress: Progress = silent,
 ) -> OnnxModel:
     """`model` as `recipe` wants it, in folder `out`.
 
@@ -46,8 +67,12 @@ def convert(
     """
     proto = read_proto(model.path)
     quantised = holds_qdq(proto.graph)
-    quantise = recipe.precision is Precision.INT8 and recipe.quantizer == "crucible" and not quantised
-    around = recipe.rest if quantise or (quantised and recipe.quantizer == "given") else None  # what surrounds the pairs
+    quantise = (
+        recipe.precision is Precision.INT8 and recipe.quantizer == "crucible" and not quantised
+    )
+    around = (
+        recipe.rest if quantise or (quantised and recipe.quantizer == "given") else None
+    )  # what surrounds the pairs
     low = next((each for each in (recipe.precision, around) if each in LOW), None)
     proto = flatten(raise_opset(proto, _least_opset(low, quantise, quantised)))
     kept = kept_nodes(proto.graph, recipe.keep_fp32)
@@ -60,7 +85,11 @@ def convert(
         reasons = reasons_for_fp32(proto.graph, _bounds(model, table, samples, notes))
         notes += overflow_notes(proto.graph, reasons)
     if low and recipe.backend in TENSORRTS:
-        untyped = {name: why for name, why in parser_reasons(proto.graph, low).items() if name not in reasons}
+        untyped = {
+            name: why
+            for name, why in parser_reasons(proto.graph, low).items()
+            if name not in reasons
+        }
         notes += fp32_notes(proto.graph, untyped, f"TensorRT takes them in {low} no other way")
         reasons |= untyped
     high = kept | reasons.keys()
@@ -93,13 +122,28 @@ def _unchanged(model: OnnxModel, recipe: Recipe, quantised: bool, out: Path) -> 
     copy_model(model.path, out / model.file)
     if not quantised:
         return onnx_model(out, model.file, model.precision)
-    note = Note(stage="convert", text="the model holds Q/DQ pairs: every scale is kept, nothing is calibrated", level="info")
-    return onnx_model(out, model.file, recipe.precision if recipe.precision in QUANTISED else model.precision, (note,))
+    note = Note(
+        stage="convert",
+        text="the model holds Q/DQ pairs: every scale is kept, nothing is calibrated",
+        level="info",
+    )
+    return onnx_model(
+        out,
+        model.file,
+        recipe.precision if recipe.precision in QUANTISED else model.precision,
+        (note,),
+    )
 
 
-def _rounded(exact: Mapping[str, Scale], rounded: Mapping[str, Scale], low: Precision) -> list[Note]:
+def _rounded(
+    exact: Mapping[str, Scale], rounded: Mapping[str, Scale], low: Precision
+) -> list[Note]:
     """How far the model's own scales moved, where the operators around them are in 16 bits and the scales must be too."""
-    moves = {name: np.abs(rounded[name] - scale).max() / np.abs(scale).max() for name, scale in exact.items() if name in rounded}
+    moves = {
+        name: np.abs(rounded[name] - scale).max() / np.abs(scale).max()
+        for name, scale in exact.items()
+        if name in rounded
+    }
     far = {name: move for name, move in moves.items() if move > 0}
     if not far:
         return []
@@ -108,29 +152,61 @@ def _rounded(exact: Mapping[str, Scale], rounded: Mapping[str, Scale], low: Prec
     return [Note(stage="convert", text=text, level="info" if far[worst] < HALF_STEP else "warning")]
 
 
-def _bounds(model: OnnxModel, table: CalibrationTable | None, samples: tuple[Tensors, ...], notes: list[Note]) -> Mapping[str, Bounds]:
+def _bounds(
+    model: OnnxModel,
+    table: CalibrationTable | None,
+    samples: tuple[Tensors, ...],
+    notes: list[Note],
+) -> Mapping[str, Bounds]:
     """What every activation reaches: from the table, or from runs of real samples."""
     if table is not None:
-        return {name: Bounds(seen.minimum, seen.maximum, seen.count, seen.nonfinite) for name, seen in table.ranges.items()}
+        return {
+            name: Bounds(seen.minimum, seen.maximum, seen.count, seen.nonfinite)
+            for name, seen in table.ranges.items()
+        }
     if not samples:
-        notes.append(Note(stage="convert", text="no data: nobody looked whether activations overflow fp16"))
+        notes.append(
+            Note(stage="convert", text="no data: nobody looked whether activations overflow fp16")
+        )
         return {}
     return observe(open_probe(model), samples)
 
 
-def _quantise(proto: onnx.ModelProto, recipe: Recipe, table: CalibrationTable | None, kept: frozenset[str]) -> list[Note]:
+def _quantise(
+    proto: onnx.ModelProto, recipe: Recipe, table: CalibrationTable | None, kept: frozenset[str]
+) -> list[Note]:
     """Insert Q/DQ in place. UnsupportedError if there is no place for any, or the graph is not fp32."""
     if table is None:
-        raise PlanError("int8 needs ranges of the activations, and there is no calibration table", "give data.calibration in the plan")
+        raise PlanError(
+            "int8 needs ranges of the activations, and there is no calibration table",
+            "give data.calibration in the plan",
+        )
     ranged = frozenset(name for name, seen in table.ranges.items() if seen.count > seen.nonfinite)
-    sites = place(proto.graph, recipe.placement, ranged, kept, KERNELS.get(recipe.backend, Kernels()))
+    sites = place(
+        proto.graph, recipe.placement, ranged, kept, KERNELS.get(recipe.backend, Kernels())
+    )
     if not sites.weights and not sites.activations:
         said = "nothing can be quantised: no operator of this graph falls under the placement rules, so int8 would only be its name"
-        raise UnsupportedError(said, "choose another precision, or switch on more rules, for example `placement: {last_layer: true}`")
+        raise UnsupportedError(
+            said,
+            "choose another precision, or switch on more rules, for example `placement: {last_layer: true}`",
+        )
     weights = {site.tensor for site in sites.weights}
-    if narrow := [tensor.name for tensor in proto.graph.initializer if tensor.name in weights and tensor.data_type != onnx.TensorProto.FLOAT]:
-        raise UnsupportedError(f"int8 is made from an fp32 graph, and the weight '{narrow[0]}' is not fp32", "give the model in fp32")
-    insert_qdq(proto, sites, table.ranges, Scheme(recipe.activation == "uint8", recipe.weight_bits, recipe.rest is Precision.FP16))
+    if narrow := [
+        tensor.name
+        for tensor in proto.graph.initializer
+        if tensor.name in weights and tensor.data_type != onnx.TensorProto.FLOAT
+    ]:
+        raise UnsupportedError(
+            f"int8 is made from an fp32 graph, and the weight '{narrow[0]}' is not fp32",
+            "give the model in fp32",
+        )
+    insert_qdq(
+        proto,
+        sites,
+        table.ranges,
+        Scheme(recipe.activation == "uint8", recipe.weight_bits, recipe.rest is Precision.FP16),
+    )
     notes = []
     if sites.unseen:
         text = f"{len(sites.unseen)} nodes are not quantised, calibration saw no values of their inputs: {', '.join(sites.unseen[:NAMED])}"

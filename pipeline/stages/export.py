@@ -17,10 +17,32 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from pipeline.backends.pytorch.export import TRACED, Job, Refused, check_program, dynamo, example_sizes, feeds_at, reason_of, shown, torchscript
+from pipeline.backends.pytorch.export import (
+    TRACED,
+    Job,
+    Refused,
+    check_program,
+    dynamo,
+    example_sizes,
+    feeds_at,
+    reason_of,
+    shown,
+    torchscript,
+)
 from pipeline.backends.pytorch.module import load_module, load_program, run_module
 from pipeline.backends.pytorch.qat import check_ranges, holds_fake_quantizers, scales_run
-from pipeline.core import ModelSource, Note, OnnxModel, Point, Profile, Progress, Tensors, TensorSpec, dtype_of, silent
+from pipeline.core import (
+    ModelSource,
+    Note,
+    OnnxModel,
+    Point,
+    Profile,
+    Progress,
+    Tensors,
+    TensorSpec,
+    dtype_of,
+    silent,
+)
 from pipeline.errors import ModelError
 from pipeline.onnx_graph import compare, graph
 from pipeline.plan.schema import ExportConfig
@@ -35,7 +57,12 @@ POINTS: tuple[Point, ...] = ("min", "opt", "max")
 
 
 def export(
-    source: ModelSource, profiles: tuple[Profile, ...], options: ExportConfig, samples: tuple[Tensors, ...], out: Path, progress: Progress = silent
+    source: ModelSource,
+    profiles: tuple[Profile, ...],
+    options: ExportConfig,
+    samples: tuple[Tensors, ...],
+    out: Path,
+    progress: Progress = silent,
 ) -> OnnxModel:
     """Write model.onnx under `out`, checked against PyTorch; an .onnx source is checked and adopted as it is.
 
@@ -46,17 +73,34 @@ def export(
         return _adopt(source.path, profiles, out)
     profiles = check_profiles(source.inputs, profiles)
     progress(None, "loading the PyTorch model")
-    example = _real(source.inputs, samples, example_sizes(source.inputs, profiles), profiles[0].values_at("opt"))
+    example = _real(
+        source.inputs, samples, example_sizes(source.inputs, profiles), profiles[0].values_at("opt")
+    )
     job = _prepare(source, example, options, out)
-    notes = () if samples else (Note(stage="export", text="no data: the export is checked on generated inputs only", level="info"),)
+    notes = (
+        ()
+        if samples
+        else (
+            Note(
+                stage="export",
+                text="no data: the export is checked on generated inputs only",
+                level="info",
+            ),
+        )
+    )
     refused: list[str] = []
     for exporter in _exporters(job, options):
         progress(None, f"exporting with the {exporter} exporter")
         try:
             warned = dynamo(job) if exporter == "dynamo" else torchscript(job)
             progress(None, "checking the export against PyTorch")
-            fallback = tuple(Note(stage="export", text=f"fell back to the TorchScript exporter: {reason}") for reason in refused)
-            return _checked(job, _cases(source.inputs, profiles, samples), (*notes, *fallback, *warned))
+            fallback = tuple(
+                Note(stage="export", text=f"fell back to the TorchScript exporter: {reason}")
+                for reason in refused
+            )
+            return _checked(
+                job, _cases(source.inputs, profiles, samples), (*notes, *fallback, *warned)
+            )
         except Refused as error:
             refused.append(f"the {exporter} exporter: {error}")
     advice = "change the operator or the line named above, or export by other means and give the .onnx file"
@@ -70,7 +114,14 @@ def _prepare(source: ModelSource, example: Tensors, options: ExportConfig, out: 
         program = load_program(source)
         check_program(program, source)
         check_ranges(program)
-    return Job(source, module, tuple(run_module(module, source, example)), options.opset, example, out / FILE)
+    return Job(
+        source,
+        module,
+        tuple(run_module(module, source, example)),
+        options.opset,
+        example,
+        out / FILE,
+    )
 
 
 def _exporters(job: Job, options: ExportConfig) -> tuple[str, ...]:
@@ -93,37 +144,65 @@ class _Case:
     feeds: Tensors
     optional: bool = False  # whether the model's answer means anything here is not known, so a difference is only a note
     odd: bool = False
-    valued: bool = False  # a value decides a shape, so that sizes do not tell which dimension is which
+    valued: bool = (
+        False  # a value decides a shape, so that sizes do not tell which dimension is which
+    )
 
     @property
     def where(self) -> str:
         return f"at {', '.join(f'{symbol}={size}' for symbol, size in self.sizes.items()) or 'the fixed shapes'}, on {self.kind}"
 
 
-def _cases(inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...], samples: tuple[Tensors, ...]) -> Iterator[_Case]:
+def _cases(
+    inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...], samples: tuple[Tensors, ...]
+) -> Iterator[_Case]:
     """Every shape once, the samples in turn; floats as they are, zero and sign-flipped.
 
     Zero ids and masks come apart: a mask that hides everything has no defined answer, and kernels differ there.
     """
-    points = [((profile.sizes(point), profile.values_at(point)), False) for profile in profiles for point in POINTS]
+    points = [
+        ((profile.sizes(point), profile.values_at(point)), False)
+        for profile in profiles
+        for point in POINTS
+    ]
     points += [((profile.odd_sizes(), profile.odd_values()), True) for profile in profiles]
-    places = [(place, odd) for index, (place, odd) in enumerate(points) if place not in [earlier for earlier, _ in points[:index]]]
+    places = [
+        (place, odd)
+        for index, (place, odd) in enumerate(points)
+        if place not in [earlier for earlier, _ in points[:index]]
+    ]
     for turn, ((sizes, values), odd) in enumerate(places):
         real = _real(inputs, samples[turn % len(samples) :][:1] if samples else (), sizes, values)
-        zeros = {name: array if name in values else np.zeros_like(array) for name, array in real.items()}
-        floats = {name for name, array in real.items() if dtype_of("bfloat16") == array.dtype or array.dtype.kind == "f"}
+        zeros = {
+            name: array if name in values else np.zeros_like(array) for name, array in real.items()
+        }
+        floats = {
+            name
+            for name, array in real.items()
+            if dtype_of("bfloat16") == array.dtype or array.dtype.kind == "f"
+        }
         case = partial(_Case, sizes, odd=odd, valued=bool(values))
         yield case("samples" if samples else "generated inputs", real)
         if floats:
             yield case("zeros", {**real, **{name: zeros[name] for name in floats}})
-            yield case("sign-flipped inputs", {**real, **{name: np.negative(real[name]) for name in floats}})
+            yield case(
+                "sign-flipped inputs",
+                {**real, **{name: np.negative(real[name]) for name in floats}},
+            )
         if len(floats) < len(real):
             yield case("zeros in every input", zeros, optional=True)
 
 
-def _real(inputs: tuple[TensorSpec, ...], samples: tuple[Tensors, ...], sizes: Mapping[str, int], values: Mapping[str, Sequence[int]]) -> Tensors:
+def _real(
+    inputs: tuple[TensorSpec, ...],
+    samples: tuple[Tensors, ...],
+    sizes: Mapping[str, int],
+    values: Mapping[str, Sequence[int]],
+) -> Tensors:
     """The first sample at these sizes; generated, with these values of inputs that decide a shape, where there is none."""
-    return feeds_at(inputs, samples, sizes) if samples else graph.draw_feeds(inputs, sizes, 0, values)
+    return (
+        feeds_at(inputs, samples, sizes) if samples else graph.draw_feeds(inputs, sizes, 0, values)
+    )
 
 
 def _checked(job: Job, cases: Iterable[_Case], notes: tuple[Note, ...]) -> OnnxModel:
@@ -131,7 +210,12 @@ def _checked(job: Job, cases: Iterable[_Case], notes: tuple[Note, ...]) -> OnnxM
     model = graph.onnx_model(job.path.parent, FILE)
     _check_interface(job, model)
     if model.opset != job.opset:
-        notes += (Note(stage="export", text=f"asked for opset {job.opset}, the exporter wrote opset {model.opset}"),)
+        notes += (
+            Note(
+                stage="export",
+                text=f"asked for opset {job.opset}, the exporter wrote opset {model.opset}",
+            ),
+        )
     hint = "".join([f"; {note.text}" for note in notes if note.text.startswith(TRACED)][:3])
     run = _reference(job.path)
     notes += kept_scales(job)
@@ -144,12 +228,22 @@ def _checked(job: Job, cases: Iterable[_Case], notes: tuple[Note, ...]) -> OnnxM
         except ModelError as error:
             if not (case.odd or case.optional):
                 raise
-            unsure.append(Note(stage="export", text=f"{case.where}, the export could not be checked: {error.message}"))
+            unsure.append(
+                Note(
+                    stage="export",
+                    text=f"{case.where}, the export could not be checked: {error.message}",
+                )
+            )
             continue
         if fault := _fault(run, case, expected, tolerance):
             if not case.optional:
                 raise Refused(fault + hint)
-            unsure.append(Note(stage="export", text=f"{fault}; this is no fault if the model's answer to such inputs has no meaning"))
+            unsure.append(
+                Note(
+                    stage="export",
+                    text=f"{fault}; this is no fault if the model's answer to such inputs has no meaning",
+                )
+            )
         if not case.valued:
             seen.append((case.sizes, {name: array.shape for name, array in expected.items()}))
     return _with_named_outputs(model, seen).model_copy(update={"notes": (*notes, *unsure[:1])})
@@ -161,9 +255,13 @@ def _check_interface(job: Job, model: OnnxModel) -> None:
         if spec.name not in got:
             raise Refused(f"input '{spec.name}' is gone from the graph: the model does not use it")
         if (got[spec.name].dtype, got[spec.name].shape) != (spec.dtype, spec.shape):
-            raise Refused(f"input '{spec.name}' is {shown(spec)} in the plan and came out as {shown(got[spec.name])}")
+            raise Refused(
+                f"input '{spec.name}' is {shown(spec)} in the plan and came out as {shown(got[spec.name])}"
+            )
     if tuple(spec.name for spec in model.outputs) != job.outputs:
-        raise Refused(f"expected the outputs {', '.join(job.outputs)}, got {', '.join(spec.name for spec in model.outputs)}")
+        raise Refused(
+            f"expected the outputs {', '.join(job.outputs)}, got {', '.join(spec.name for spec in model.outputs)}"
+        )
 
 
 def _reference(path: Path) -> compare.Runner:
@@ -179,10 +277,24 @@ def kept_scales(job: Job) -> tuple[Note, ...]:
     if not ran:
         return ()
     found = scales_of(graph.read_proto(job.path).graph)
-    has = Counter({scale: len(tensors) for (operator, _, scale, _), tensors in found.items() if operator == QDQ[1]})
+    has = Counter(
+        {
+            scale: len(tensors)
+            for (operator, _, scale, _), tensors in found.items()
+            if operator == QDQ[1]
+        }
+    )
     if lost := (ran - has).total():
-        raise Refused(f"{lost} of the {ran.total()} scales that the model quantises with are not in the graph")
-    return (Note(stage="export", text=f"the model quantises {ran.total()} tensors, and the graph holds the scale of each", level="info"),)
+        raise Refused(
+            f"{lost} of the {ran.total()} scales that the model quantises with are not in the graph"
+        )
+    return (
+        Note(
+            stage="export",
+            text=f"the model quantises {ran.total()} tensors, and the graph holds the scale of each",
+            level="info",
+        ),
+    )
 
 
 def _is_quantised(path: Path) -> bool:
@@ -203,13 +315,18 @@ def _line(error: ModelError) -> str:
     return re.sub(r"'\S+/model\.onnx'", "the exported model", " ".join(error.message.split()))
 
 
-def _with_named_outputs(model: OnnxModel, seen: list[tuple[Mapping[str, int], dict[str, tuple[int, ...]]]]) -> OnnxModel:
+def _with_named_outputs(
+    model: OnnxModel, seen: list[tuple[Mapping[str, int], dict[str, tuple[int, ...]]]]
+) -> OnnxModel:
     """Name the output dimensions that an exporter left open, by the sizes they had; not where sizes depend on values.
 
     TorchScript writes `Reshapeoutput_0_dim_0` for what is the batch.
     """
     symbols = list(dict.fromkeys(symbol for spec in model.inputs for symbol in spec.symbols))
-    if all(set(spec.symbols) <= set(symbols) for spec in model.outputs) or len({str(sizes) for sizes, _ in seen}) < 2:
+    if (
+        all(set(spec.symbols) <= set(symbols) for spec in model.outputs)
+        or len({str(sizes) for sizes, _ in seen}) < 2
+    ):
         return model
     if graph.SIZED_BY_VALUES & set(graph.operator_histogram(model.path)):
         return model
@@ -217,7 +334,9 @@ def _with_named_outputs(model: OnnxModel, seen: list[tuple[Mapping[str, int], di
     for value in proto.graph.output:
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
             pairs = [(sizes, shapes[value.name][axis]) for sizes, shapes in seen]
-            same = [symbol for symbol in symbols if all(sizes[symbol] == size for sizes, size in pairs)]
+            same = [
+                symbol for symbol in symbols if all(sizes[symbol] == size for sizes, size in pairs)
+            ]
             if dim.dim_param not in ("", *symbols) and len({size for _, size in pairs}) == 1:
                 dim.dim_value = pairs[0][1]
             elif dim.dim_param not in ("", *symbols) and len(same) == 1:
@@ -238,7 +357,9 @@ def _adopt(path: Path, profiles: tuple[Profile, ...], out: Path) -> OnnxModel:
     try:
         onnx.checker.check_model(str(path))
     except onnx.checker.ValidationError as error:
-        raise ModelError(f"'{path}' is not a valid ONNX model: {reason_of(error)}", "export the model again") from error
+        raise ModelError(
+            f"'{path}' is not a valid ONNX model: {reason_of(error)}", "export the model again"
+        ) from error
     check_profiles(graph.specs_of(proto)[0], profiles)
     graph.write_proto(proto, out / FILE)
     return graph.onnx_model(out, FILE)

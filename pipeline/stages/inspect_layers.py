@@ -30,16 +30,29 @@ def prove(
     """
     progress(None, "timing every layer")
     table = backends.backend(engine.target.backend).layers(engine, feeds, profile)
-    return Proof(table=with_operators(table, operators_of(model.path)) if table is not None and model is not None else table)
+    return Proof(
+        table=with_operators(table, operators_of(model.path))
+        if table is not None and model is not None
+        else table
+    )
 
 
 def with_operators(table: LayerTable, operators: Mapping[str, str]) -> LayerTable:
     """The table with the operator of every node of every layer."""
-    layers = (layer.model_copy(update={"operators": tuple(operators.get(node, "") for node in layer.nodes)}) for layer in table.layers)
+    layers = (
+        layer.model_copy(
+            update={"operators": tuple(operators.get(node, "") for node in layer.nodes)}
+        )
+        for layer in table.layers
+    )
     return table.model_copy(update={"layers": tuple(layers)})
 
 
 def operators_of(path: Path) -> dict[str, str]:
     """Operator by node name, subgraphs too; a node without a name goes by its first output."""
-    nodes = (node for inner in graph.graphs_of(graph.read_proto(path, weights=False).graph) for node in inner.node)
+    nodes = (
+        node
+        for inner in graph.graphs_of(graph.read_proto(path, weights=False).graph)
+        for node in inner.node
+    )
     return {node.name or next(iter(node.output), ""): graph.operator_of(node) for node in nodes}

@@ -40,17 +40,39 @@ from pipeline.onnx_graph.graph import (
     write_proto,
 )
 from pipeline.plan.schema import SimplifyConfig
-from pipeline.quantization.existing_qdq import QDQ, QUANTISED_TOLERANCE, given_precision, lost_scales
+from pipeline.quantization.existing_qdq import (
+    QDQ,
+    QUANTISED_TOLERANCE,
+    given_precision,
+    lost_scales,
+)
 
 STAGE = "simplify"
-TOLERANCE, HALF_TOLERANCE = 1e-4, 8e-3  # as compare_graphs takes it; the latter is what it allows outputs in fp16
+TOLERANCE, HALF_TOLERANCE = (
+    1e-4,
+    8e-3,
+)  # as compare_graphs takes it; the latter is what it allows outputs in fp16
 HALF = frozenset({onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
 FILE = "model.onnx"
-OPERATED, ATTENDED, AT_LAST = "operated", "attended", "at last"  # folders of a model around simplification
+OPERATED, ATTENDED, AT_LAST = (
+    "operated",
+    "attended",
+    "at last",
+)  # folders of a model around simplification
 FOLD_LIMIT_BYTES = 2**20  # larger results of Tile, Expand and the like are computed at run time
 GROWTH_LIMIT = 1.1  # file size after / before: folding that costs more is not worth its nodes
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
-RANDOM = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli", "Dropout"})
+RANDOM = frozenset(
+    {
+        "RandomNormal",
+        "RandomUniform",
+        "RandomNormalLike",
+        "RandomUniformLike",
+        "Multinomial",
+        "Bernoulli",
+        "Dropout",
+    }
+)
 
 Simplifier = Callable[[Path, Path, Progress], None]
 """Reads the first path, writes the second. Runs in a child process, so it must be importable by name."""
@@ -62,11 +84,18 @@ def run_onnxsim(source: Path, target: Path, progress: Progress) -> None:
         sys.modules.setdefault(unused, None)  # type: ignore[arg-type]  # onnxsim tries to import both, for 5 s, and simplifies without
     import onnxsim
 
-    skipped = ["fuse_matmul_add_bias_into_gemm_batched"]  # wraps each product of rank 3 in Shape, Concat and two Reshape
+    skipped = [
+        "fuse_matmul_add_bias_into_gemm_batched"
+    ]  # wraps each product of rank 3 in Shape, Concat and two Reshape
     skipped += ["fuse_attention"]  # an operator of ONNX Runtime alone
-    skipped += ["fuse_qkv"]  # one product for queries, keys and values, which projections.py takes apart
+    skipped += [
+        "fuse_qkv"
+    ]  # one product for queries, keys and values, which projections.py takes apart
     if set(QDQ) & set(operator_histogram(source)):
-        skipped += ["eliminate_common_subexpression", "eliminate_duplicate_initializer"]  # both merge equal Q/DQ
+        skipped += [
+            "eliminate_common_subexpression",
+            "eliminate_duplicate_initializer",
+        ]  # both merge equal Q/DQ
     onnxsim.simplify(
         str(source),
         check_n=0,
@@ -94,19 +123,38 @@ def simplify(
     """
     notes: tuple[Note, ...] = ()
     if options.surgery:
-        model = operate(model, profiles, options, options.surgery, samples, out / OPERATED, progress)
+        model = operate(
+            model, profiles, options, options.surgery, samples, out / OPERATED, progress
+        )
         notes += model.notes
-    attend = partial(_with_plain_attention, profiles=profiles, options=options, samples=samples, progress=progress)
+    attend = partial(
+        _with_plain_attention,
+        profiles=profiles,
+        options=options,
+        samples=samples,
+        progress=progress,
+    )
     wanted = options.plain_attention and attentions(read_proto(model.path, weights=False).graph)
     if wanted:
         model = attend(model, out=out / ATTENDED)
         notes += model.notes
-    result = _simplified(model, profiles, options, samples, out, progress, simplifier) if options.enabled else _copy(model, out)
-    if wanted and options.enabled and all(note.level == "info" for note in model.notes):  # what was computed is constant now
+    result = (
+        _simplified(model, profiles, options, samples, out, progress, simplifier)
+        if options.enabled
+        else _copy(model, out)
+    )
+    if (
+        wanted and options.enabled and all(note.level == "info" for note in model.notes)
+    ):  # what was computed is constant now
         result = _taken_over(attend(result, out=out / AT_LAST), result, out)
     for folder in (out / OPERATED, out / ATTENDED, out / AT_LAST):
         shutil.rmtree(folder, ignore_errors=True)
-    return result.model_copy(update={"notes": (*notes, *result.notes), "provisional": result.provisional or model.provisional})
+    return result.model_copy(
+        update={
+            "notes": (*notes, *result.notes),
+            "provisional": result.provisional or model.provisional,
+        }
+    )
 
 
 def _simplified(
@@ -120,16 +168,31 @@ def _simplified(
 ) -> OnnxModel:
     target, may_pass = out / FILE, False
     try:
-        call_in_child(_simplify_file, simplifier, model.path, target, name=STAGE, deadline_s=options.timeout_s, progress=progress)
+        call_in_child(
+            _simplify_file,
+            simplifier,
+            model.path,
+            target,
+            name=STAGE,
+            deadline_s=options.timeout_s,
+            progress=progress,
+        )
         progress(None, "comparing with the input model")
         fault = _lost(model, onnx_model(out, FILE, model.precision))
-        fault = fault or compare_graphs(model.path, target, feeds_of(model, profiles, samples), _tolerance(model))
+        fault = fault or compare_graphs(
+            model.path, target, feeds_of(model, profiles, samples), _tolerance(model)
+        )
     except (ChildDied, InternalError, ModelError) as error:
         fault, may_pass = error.message, error.may_pass
     if fault:
         text = f"rolled back, the graph goes on as it was{', and the next compile tries again' * may_pass}: {fault}"
-        return _copy(model, out, Note(stage=STAGE, text=text)).model_copy(update={"provisional": may_pass})
-    before, after = sum(operator_histogram(model.path).values()), sum(operator_histogram(target).values())
+        return _copy(model, out, Note(stage=STAGE, text=text)).model_copy(
+            update={"provisional": may_pass}
+        )
+    before, after = (
+        sum(operator_histogram(model.path).values()),
+        sum(operator_histogram(target).values()),
+    )
     text = f"{before} nodes became {after}, {file_size(model.path):,} bytes became {file_size(target):,}"
     return onnx_model(out, FILE, model.precision, (Note(stage=STAGE, text=text, level="info"),))
 
@@ -150,11 +213,18 @@ def operate(
     out.mkdir()
     progress(None, f"surgery by {surgery}")
     arguments = (surgery, options.python_path, model.path, out / FILE)
-    call_in_child(_operate_file, *arguments, name="surgery", deadline_s=options.timeout_s, progress=progress)
+    call_in_child(
+        _operate_file, *arguments, name="surgery", deadline_s=options.timeout_s, progress=progress
+    )
     progress(None, "comparing with the model before surgery")
     after = onnx_model(out, FILE, model.precision)
-    if fault := changed_interface(model, after) or compare_graphs(model.path, after.path, feeds_of(model, profiles, samples), _tolerance(model)):
-        raise ModelError(f"surgery by '{surgery}' changed the model: {fault}", "correct the function, or leave `simplify.surgery` out")
+    if fault := changed_interface(model, after) or compare_graphs(
+        model.path, after.path, feeds_of(model, profiles, samples), _tolerance(model)
+    ):
+        raise ModelError(
+            f"surgery by '{surgery}' changed the model: {fault}",
+            "correct the function, or leave `simplify.surgery` out",
+        )
     text = f"surgery by '{surgery}' changed {_changes(model, after) or 'no operator'}, and the model still computes the same"
     return after.model_copy(update={"notes": (Note(stage=STAGE, text=text, level="info"),)})
 
@@ -165,33 +235,50 @@ def _changes(before: OnnxModel, after: OnnxModel) -> str:
     return ", ".join(f"{operator} {count:+d}" for operator, count in nodes.items() if count)
 
 
-def _operate_file(surgery: str, python_path: Path, source: Path, target: Path, progress: Progress) -> None:
+def _operate_file(
+    surgery: str, python_path: Path, source: Path, target: Path, progress: Progress
+) -> None:
     """The child's work: the user's function between reading and writing the model."""
     operation = _load_surgery(surgery, python_path)
     before = read_proto(source)
     try:
         after = operation(before)
     except (Exception, SystemExit) as error:  # the user's code: anything may come
-        raise ModelError(f"surgery '{surgery}' raised {type(error).__name__}: {error}", "run the function on the model by itself") from error
+        raise ModelError(
+            f"surgery '{surgery}' raised {type(error).__name__}: {error}",
+            "run the function on the model by itself",
+        ) from error
     if not isinstance(after, onnx.ModelProto):
-        raise ModelError(f"surgery '{surgery}' returned {type(after).__name__}, expected an onnx.ModelProto", "return the changed model")
+        raise ModelError(
+            f"surgery '{surgery}' returned {type(after).__name__}, expected an onnx.ModelProto",
+            "return the changed model",
+        )
     _restore_names(read_proto(source, weights=False), after)
     try:
         write_proto(after, target)
     except ModelError as error:
-        raise ModelError(f"surgery '{surgery}' left a faulty model: {error.message}", "correct the function") from error
+        raise ModelError(
+            f"surgery '{surgery}' left a faulty model: {error.message}", "correct the function"
+        ) from error
 
 
 def _load_surgery(surgery: str, python_path: Path) -> Callable[[onnx.ModelProto], object]:
     module, _, function = surgery.partition(":")
-    sys.path.insert(0, str(python_path))  # and it stays: the function may import more when it is called
+    sys.path.insert(
+        0, str(python_path)
+    )  # and it stays: the function may import more when it is called
     try:
         found = getattr(importlib.import_module(module), function)
     except (Exception, SystemExit) as error:
         advice = "correct `simplify.surgery` or `simplify.python_path`, or install what the module imports"
-        raise PlanError(f"simplify.surgery '{surgery}' cannot be imported from '{python_path}': {error}", advice) from error
+        raise PlanError(
+            f"simplify.surgery '{surgery}' cannot be imported from '{python_path}': {error}", advice
+        ) from error
     if not callable(found):
-        raise PlanError(f"simplify.surgery '{surgery}' is of type {type(found).__name__}, expected a function", "correct `simplify.surgery`")
+        raise PlanError(
+            f"simplify.surgery '{surgery}' is of type {type(found).__name__}, expected a function",
+            "correct `simplify.surgery`",
+        )
     return found  # type: ignore[no-any-return]  # what the user wrote; its value is checked
 
 
@@ -199,7 +286,12 @@ def _load_surgery(surgery: str, python_path: Path) -> Callable[[onnx.ModelProto]
 
 
 def _with_plain_attention(
-    model: OnnxModel, profiles: tuple[Profile, ...], options: SimplifyConfig, samples: tuple[Tensors, ...], out: Path, progress: Progress
+    model: OnnxModel,
+    profiles: tuple[Profile, ...],
+    options: SimplifyConfig,
+    samples: tuple[Tensors, ...],
+    out: Path,
+    progress: Progress,
 ) -> OnnxModel:
     """The model with attention written plainly, under `out`; where that changes an answer without new masks, or not at all. Its notes say which.
 
@@ -210,12 +302,25 @@ def _with_plain_attention(
         progress(None, "writing attention plainly")
         out.mkdir()
         try:
-            call_in_child(_attend_file, masks, model.path, out / FILE, name="plain attention", deadline_s=options.timeout_s, progress=progress)
+            call_in_child(
+                _attend_file,
+                masks,
+                model.path,
+                out / FILE,
+                name="plain attention",
+                deadline_s=options.timeout_s,
+                progress=progress,
+            )
             if not (out / FILE).is_file():
                 break
             progress(None, "comparing with the model as it was written")
-            after, feeds = onnx_model(out, FILE, model.precision), chain(samples, feeds_of(model, profiles, (), seen=True))
-            difference = _lost(model, after) or compare_graphs(model.path, after.path, feeds, _attended_tolerance(model))
+            after, feeds = (
+                onnx_model(out, FILE, model.precision),
+                chain(samples, feeds_of(model, profiles, (), seen=True)),
+            )
+            difference = _lost(model, after) or compare_graphs(
+                model.path, after.path, feeds, _attended_tolerance(model)
+            )
         except (ChildDied, DiskFull, InternalError, ModelError) as error:
             fault, may_pass = error.message, error.may_pass
             break
@@ -228,7 +333,9 @@ def _with_plain_attention(
         shutil.rmtree(out)
     shutil.rmtree(out, ignore_errors=True)
     text = f"attention stays as it was written{', and the next compile tries again' * may_pass}: {fault}"
-    return model.model_copy(update={"notes": (Note(stage=STAGE, text=text),) if fault else (), "provisional": may_pass})
+    return model.model_copy(
+        update={"notes": (Note(stage=STAGE, text=text),) if fault else (), "provisional": may_pass}
+    )
 
 
 def _taken_over(last: OnnxModel, result: OnnxModel, out: Path) -> OnnxModel:
@@ -237,7 +344,9 @@ def _taken_over(last: OnnxModel, result: OnnxModel, out: Path) -> OnnxModel:
     if not changed and not last.provisional:
         return result
     notes, provisional = (*result.notes, *last.notes), result.provisional or last.provisional
-    return (_copy(last, out) if changed else result).model_copy(update={"notes": notes, "provisional": provisional})
+    return (_copy(last, out) if changed else result).model_copy(
+        update={"notes": notes, "provisional": provisional}
+    )
 
 
 def _attend_file(masks: bool, source: Path, target: Path, progress: Progress) -> None:
@@ -250,7 +359,9 @@ def _attend_file(masks: bool, source: Path, target: Path, progress: Progress) ->
 
 def _attended_tolerance(model: OnnxModel) -> float:
     """Plain attention rounds elsewhere: what comes out in fp32 may have been in 16 bits before."""
-    within = {tensor.data_type for tensor in read_proto(model.path, weights=False).graph.initializer}
+    within = {
+        tensor.data_type for tensor in read_proto(model.path, weights=False).graph.initializer
+    }
     return max(_tolerance(model), HALF_TOLERANCE if within & HALF else 0.0)
 
 
@@ -290,27 +401,48 @@ def _fold_constants(proto: onnx.ModelProto) -> onnx.ModelProto:
 def _spell_out_constants(proto: onnx.ModelProto) -> None:
     """Rewrite `Constant<value_float = 2.0>` as a tensor of its dtype: GraphSurgeon would read a double."""
     bodies = [*graphs_of(proto.graph), *proto.functions]
-    for attribute in (node.attribute[0] for body in bodies for node in body.node if node.op_type == "Constant" and len(node.attribute) == 1):
-        dtype = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}.get(attribute.name)
+    for attribute in (
+        node.attribute[0]
+        for body in bodies
+        for node in body.node
+        if node.op_type == "Constant" and len(node.attribute) == 1
+    ):
+        dtype = {
+            "value_float": np.float32,
+            "value_floats": np.float32,
+            "value_int": np.int64,
+            "value_ints": np.int64,
+        }.get(attribute.name)
         if dtype is not None:
             array = np.asarray(onnx.helper.get_attribute_value(attribute), dtype)
-            attribute.CopyFrom(onnx.helper.make_attribute("value", onnx.numpy_helper.from_array(array)))
+            attribute.CopyFrom(
+                onnx.helper.make_attribute("value", onnx.numpy_helper.from_array(array))
+            )
 
 
 def _restore_names(source: onnx.ModelProto, result: onnx.ModelProto) -> None:
     """Give inputs and outputs the shapes that the source declares, but never hide a dynamic input dimension that became a number."""
     declared = {value.name: value for value in (*source.graph.input, *source.graph.output)}
-    for values, may_be_fixed in ((result.graph.input, False), (result.graph.output, True)):  # an output is judged by its values at many sizes
+    for values, may_be_fixed in (
+        (result.graph.input, False),
+        (result.graph.output, True),
+    ):  # an output is judged by its values at many sizes
         for value in values:
             before = declared.get(value.name)
-            same_type = before is not None and before.type.tensor_type.elem_type == value.type.tensor_type.elem_type
+            same_type = (
+                before is not None
+                and before.type.tensor_type.elem_type == value.type.tensor_type.elem_type
+            )
             if before is not None and same_type and (may_be_fixed or not _is_fixed(before, value)):
                 value.CopyFrom(before)
 
 
 def _is_fixed(before: onnx.ValueInfoProto, after: onnx.ValueInfoProto) -> bool:
     old, new = before.type.tensor_type.shape.dim, after.type.tensor_type.shape.dim
-    return len(old) != len(new) or any(a.HasField("dim_value") and not b.HasField("dim_value") for a, b in zip(new, old, strict=True))
+    return len(old) != len(new) or any(
+        a.HasField("dim_value") and not b.HasField("dim_value")
+        for a, b in zip(new, old, strict=True)
+    )
 
 
 def _lost(before: OnnxModel, after: OnnxModel) -> str:
@@ -319,7 +451,9 @@ def _lost(before: OnnxModel, after: OnnxModel) -> str:
         return changed
     if lost := lost_scales(read_proto(before.path).graph, read_proto(after.path).graph):
         return lost
-    foreign = {op for op in operator_histogram(after.path) if "::" in op} - set(operator_histogram(before.path))
+    foreign = {op for op in operator_histogram(after.path) if "::" in op} - set(
+        operator_histogram(before.path)
+    )
     if foreign:
         return f"operators outside the ONNX standard were put in: {', '.join(sorted(foreign))}"
     was, became = file_size(before.path), file_size(after.path)
@@ -329,15 +463,23 @@ def _lost(before: OnnxModel, after: OnnxModel) -> str:
 
 
 def _tolerance(model: OnnxModel) -> float:
-    return TOLERANCE if given_precision(read_proto(model.path, weights=False).graph) is None else QUANTISED_TOLERANCE
+    return (
+        TOLERANCE
+        if given_precision(read_proto(model.path, weights=False).graph) is None
+        else QUANTISED_TOLERANCE
+    )
 
 
-def feeds_of(model: OnnxModel, profiles: tuple[Profile, ...], samples: Iterable[Tensors], seen: bool = False) -> Iterator[Tensors]:
+def feeds_of(
+    model: OnnxModel, profiles: tuple[Profile, ...], samples: Iterable[Tensors], seen: bool = False
+) -> Iterator[Tensors]:
     """What a changed graph is compared on: the samples, then generated inputs at four sizes of every profile; `seen` as draw_feeds takes it."""
     yield from samples
     for profile in profiles or (Profile(),):
         places = [(profile.sizes(point), profile.values_at(point)) for point in POINTS]
-        for seed, (sizes, values) in enumerate((*places, (profile.odd_sizes(), profile.odd_values()))):
+        for seed, (sizes, values) in enumerate(
+            (*places, (profile.odd_sizes(), profile.odd_values()))
+        ):
             yield draw_feeds(model.inputs, sizes, seed, values, seen)
 
 

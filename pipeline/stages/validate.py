@@ -21,18 +21,43 @@ from numpy.typing import NDArray
 
 from pipeline import backends
 from pipeline.accuracy.gate import GatePoint, feeds_at
-from pipeline.accuracy.metrics import Floats, by_sample, cosine_per_sample, mask_nonfinite, rows, snr_db
+from pipeline.accuracy.metrics import (
+    Floats,
+    by_sample,
+    cosine_per_sample,
+    mask_nonfinite,
+    rows,
+    snr_db,
+)
 from pipeline.accuracy.task_metric import TaskMetric, open_metric
 from pipeline.backends.base import Loaded, Session, run_session
 from pipeline.backends.checks import torch_hidden
-from pipeline.core import Artifact, Engine, Frozen, Note, Progress, Tensors, TensorSpec, silent, sizes_from_shapes
+from pipeline.core import (
+    Artifact,
+    Engine,
+    Frozen,
+    Note,
+    Progress,
+    Tensors,
+    TensorSpec,
+    silent,
+    sizes_from_shapes,
+)
 from pipeline.data.samples import Batch, GeneratedPart, SampleSet
 from pipeline.errors import DataError, InternalError, PlanError
 from pipeline.execution.exit_causes import first_line
 from pipeline.plan.schema import AccuracyConfig, Thresholds
-from pipeline.results.report import MetricResult, OutputError, SizeCheck, ValidationReport, size_text
+from pipeline.results.report import (
+    MetricResult,
+    OutputError,
+    SizeCheck,
+    ValidationReport,
+    size_text,
+)
 
-ENOUGH_SAMPLES = 200  # below, the 95 % interval of a rate near 98 % is wider than plus or minus 2 points
+ENOUGH_SAMPLES = (
+    200  # below, the 95 % interval of a rate near 98 % is wider than plus or minus 2 points
+)
 JOINED_SAMPLES = 64  # of small batches that are compared together
 JOINED_VALUES = 100_000  # and of all outputs of these
 
@@ -71,7 +96,9 @@ class _Sessions:
 
     def run(self, feeds: Tensors, profile: int | None = None) -> Tensors:
         """The answers, in this profile or in the first one that holds the feeds."""
-        return run_session(self._session(self._profile(feeds) if profile is None else profile), feeds)
+        return run_session(
+            self._session(self._profile(feeds) if profile is None else profile), feeds
+        )
 
     def _profile(self, feeds: Tensors) -> int:
         shapes = {name: array.shape for name, array in feeds.items()}
@@ -79,11 +106,15 @@ class _Sessions:
         sizes = sizes_from_shapes(self.engine.inputs, shapes) if known else ""
         if isinstance(sizes, str):
             return 0  # bind says what is wrong
-        return next((index for index, profile in enumerate(self.engine.profiles) if profile.holds(sizes)), 0)
+        return next(
+            (index for index, profile in enumerate(self.engine.profiles) if profile.holds(sizes)), 0
+        )
 
     def _session(self, profile: int) -> Session:
         if profile not in self.opened:
-            self.opened[profile] = self.stack.enter_context(contextlib.closing(self.loaded.session(profile)))
+            self.opened[profile] = self.stack.enter_context(
+                contextlib.closing(self.loaded.session(profile))
+            )
         return self.opened[profile]
 
 
@@ -129,7 +160,9 @@ def run_reference(
     )
 
 
-def _reference_at(point: GatePoint, sessions: _Sessions, samples: SampleSet, answers: _Answers) -> PointOutputs:
+def _reference_at(
+    point: GatePoint, sessions: _Sessions, samples: SampleSet, answers: _Answers
+) -> PointOutputs:
     """Its answers at one size, or why it has none there: a size that the plan allows may be beyond the model."""
     before = len(answers.files)
     try:
@@ -138,13 +171,17 @@ def _reference_at(point: GatePoint, sessions: _Sessions, samples: SampleSet, ans
     except Exception as error:  # of the user's code: anything may come
         if _is_of_host(error):
             raise
-        return PointOutputs(point=point, files=(), not_run=f"the reference fails there: {first_line(error)}")
+        return PointOutputs(
+            point=point, files=(), not_run=f"the reference fails there: {first_line(error)}"
+        )
     return PointOutputs(point=point, files=tuple(answers.files[before:]))
 
 
 def _is_of_host(error: Exception) -> bool:
     """Whether an error is a bug of ours, or of this host, so that it says nothing about the size."""
-    return isinstance(error, InternalError | MemoryError) or getattr(error, "errno", None) is not None
+    return (
+        isinstance(error, InternalError | MemoryError) or getattr(error, "errno", None) is not None
+    )
 
 
 @dataclass(slots=True)
@@ -166,11 +203,18 @@ class _Answers:
 
 
 def _storable(array: NDArray[np.generic]) -> NDArray[np.generic]:
-    return array.astype(np.float32) if array.dtype.kind == "V" else array  # bfloat16: .npz has no name for it
+    return (
+        array.astype(np.float32) if array.dtype.kind == "V" else array
+    )  # bfloat16: .npz has no name for it
 
 
 def validate(
-    engine: Engine, reference: ReferenceOutputs, samples: SampleSet, options: AccuracyConfig, batch: int, progress: Progress = silent
+    engine: Engine,
+    reference: ReferenceOutputs,
+    samples: SampleSet,
+    options: AccuracyConfig,
+    batch: int,
+    progress: Progress = silent,
 ) -> ValidationReport:
     """Compare an engine with the reference, sample by sample. Both must have seen the same set in the same batches.
 
@@ -178,10 +222,15 @@ def validate(
     Raises PlanError for an output the model lacks, DataError for a metric that the set cannot give.
     """
     if (reference.set_digest, reference.batch) != (samples.digest, batch):
-        raise InternalError("the reference outputs are of another set or batch size than the candidate is given")
+        raise InternalError(
+            "the reference outputs are of another set or batch size than the candidate is given"
+        )
     generated = is_generated(samples)
     if samples.samples < 2 and not generated:
-        raise DataError(f"the {samples.role} set holds one sample, which says nothing about others", f"give {ENOUGH_SAMPLES} or more")
+        raise DataError(
+            f"the {samples.role} set holds one sample, which says nothing about others",
+            f"give {ENOUGH_SAMPLES} or more",
+        )
     check_outputs(options, reference.outputs)
     role = "generated" if generated else samples.role
     judge = _judge(reference, samples, options)
@@ -199,8 +248,16 @@ def validate(
 
 def _judge(reference: ReferenceOutputs, samples: SampleSet, options: AccuracyConfig) -> _Judge:
     """Tallies of every output, and the metric where the set can give one."""
-    tallies = tuple(_Tally(spec.name, options.per_output.get(spec.name, options.thresholds)) for spec in reference.outputs)
-    return _Judge(tallies, None if is_generated(samples) else open_metric(options, reference.outputs, samples.has_labels))
+    tallies = tuple(
+        _Tally(spec.name, options.per_output.get(spec.name, options.thresholds))
+        for spec in reference.outputs
+    )
+    return _Judge(
+        tallies,
+        None
+        if is_generated(samples)
+        else open_metric(options, reference.outputs, samples.has_labels),
+    )
 
 
 def is_generated(samples: SampleSet) -> bool:
@@ -216,15 +273,26 @@ def check_outputs(options: AccuracyConfig, outputs: tuple[TensorSpec, ...]) -> N
         asked[options.output] = "accuracy.output"
     for name, key in asked.items():
         if name not in known:
-            raise PlanError(f"{key} names '{name}', which is no output; the model has {', '.join(known)}", "name one of these")
+            raise PlanError(
+                f"{key} names '{name}', which is no output; the model has {', '.join(known)}",
+                "name one of these",
+            )
 
 
-def _interface_failures(candidate: tuple[TensorSpec, ...], reference: tuple[TensorSpec, ...]) -> list[str]:
+def _interface_failures(
+    candidate: tuple[TensorSpec, ...], reference: tuple[TensorSpec, ...]
+) -> list[str]:
     """Missing, extra and moved outputs, and other dtypes."""
     ours, theirs = {spec.name: spec for spec in candidate}, {spec.name: spec for spec in reference}
     has = ", ".join(ours) or "none"
-    failures = [f"output '{name}' is missing; the engine has {has}" for name in theirs if name not in ours]
-    failures += [f"output '{name}' is not an output of the reference, which has {', '.join(theirs)}" for name in ours if name not in theirs]
+    failures = [
+        f"output '{name}' is missing; the engine has {has}" for name in theirs if name not in ours
+    ]
+    failures += [
+        f"output '{name}' is not an output of the reference, which has {', '.join(theirs)}"
+        for name in ours
+        if name not in theirs
+    ]
     failures += [
         f"output '{name}' is {ours[name].dtype}, the reference gives {spec.dtype}"
         for name, spec in theirs.items()
@@ -235,7 +303,13 @@ def _interface_failures(candidate: tuple[TensorSpec, ...], reference: tuple[Tens
     return failures
 
 
-def _stream(sessions: _Sessions, reference: ReferenceOutputs, samples: SampleSet, judge: _Judge, progress: Progress) -> list[str]:
+def _stream(
+    sessions: _Sessions,
+    reference: ReferenceOutputs,
+    samples: SampleSet,
+    judge: _Judge,
+    progress: Progress,
+) -> list[str]:
     """Feed the judge batch by batch; stops at the first output of another shape and says so."""
 
     def answers() -> Iterator[_Answered]:
@@ -341,14 +415,21 @@ def _joined_labels(before: Batch, after: Batch) -> NDArray[np.generic] | None:
 # -- other sizes ------------------------------------------------------------------------------------------------------
 
 
-def with_sizes(report: ValidationReport, checks: Sequence[SizeCheck], profiles: int) -> ValidationReport:
+def with_sizes(
+    report: ValidationReport, checks: Sequence[SizeCheck], profiles: int
+) -> ValidationReport:
     """The report with what was found at other sizes; an engine that fails at one of them fails."""
     failures, notes = [], []
     for check in checks:
         where = check.in_words(profiles)
         failures += [f"at {where}: {failure}" for failure in check.failures]
         if check.not_checked:
-            notes.append(Note(stage="validate", text=f"{report.role}: not checked at {where}: {check.not_checked}"))
+            notes.append(
+                Note(
+                    stage="validate",
+                    text=f"{report.role}: not checked at {where}: {check.not_checked}",
+                )
+            )
     return report.model_copy(
         update={
             "sizes": tuple(checks),
@@ -368,7 +449,9 @@ def _at_sizes(
     """The gate at each other size of the reference's answers."""
     for number, each in enumerate(reference.points):
         progress(number / len(reference.points), f"at {size_text(each.point.sizes)}")
-        check = SizeCheck(profile=each.point.profile, sizes=each.point.sizes, inputs=each.point.inputs, samples=0)
+        check = SizeCheck(
+            profile=each.point.profile, sizes=each.point.sizes, inputs=each.point.inputs, samples=0
+        )
         if is_generated(samples):
             check = check.model_copy(update={"inputs": "generated"})
         if each.not_run:
@@ -417,7 +500,9 @@ class _Statistics:
     max_rel: float
 
 
-def _compare(outputs: Tensors, expected: Tensors, tallies: tuple[_Tally, ...]) -> dict[str, _Statistics]:
+def _compare(
+    outputs: Tensors, expected: Tensors, tallies: tuple[_Tally, ...]
+) -> dict[str, _Statistics]:
     """Polygraphy's comparison of one batch; values that are not finite are counted by the tallies and masked here.
 
     Every setting that has a lenient default is given: the element-wise check would pass on absolute *or* relative error, outputs
@@ -426,13 +511,21 @@ def _compare(outputs: Tensors, expected: Tensors, tallies: tuple[_Tally, ...]) -
     from polygraphy.comparator import Comparator, RunResults, SimpleCompareFunc
     from polygraphy.logger import G_LOGGER
 
-    pairs = {name: mask_nonfinite(outputs[name].astype(np.float64), array.astype(np.float64)) for name, array in expected.items() if array.size}
+    pairs = {
+        name: mask_nonfinite(outputs[name].astype(np.float64), array.astype(np.float64))
+        for name, array in expected.items()
+        if array.size
+    }
     if not pairs:
         return {}
     check = SimpleCompareFunc(
         check_shapes=True,
         check_error_stat="max",
-        atol={tally.name: math.inf if tally.limits.max_abs is None else tally.limits.max_abs for tally in tallies} | {"": math.inf},
+        atol={
+            tally.name: math.inf if tally.limits.max_abs is None else tally.limits.max_abs
+            for tally in tallies
+        }
+        | {"": math.inf},
         rtol=0.0,
         infinities_compare_equal=True,
         find_output_func=lambda name, index, result: [name],
@@ -440,10 +533,17 @@ def _compare(outputs: Tensors, expected: Tensors, tallies: tuple[_Tally, ...]) -
     with torch_hidden(), G_LOGGER.verbosity(G_LOGGER.CRITICAL):
         runs = RunResults()
         runs.add([{name: pair[0] for name, pair in pairs.items()}], runner_name="candidate")
-        runs.add([{name: pair[1] for name, pair in pairs.items()}], runner_name="reference")  # second: relative errors are taken from it
+        runs.add(
+            [{name: pair[1] for name, pair in pairs.items()}], runner_name="reference"
+        )  # second: relative errors are taken from it
         results = Comparator.compare_accuracy(runs, compare_func=check)
     found = results[0]["candidate", "reference"][0]
-    return {name: _Statistics(found[name].max_absdiff, found[name].mean_absdiff, found[name].max_reldiff) for name in pairs}
+    return {
+        name: _Statistics(
+            found[name].max_absdiff, found[name].mean_absdiff, found[name].max_reldiff
+        )
+        for name in pairs
+    }
 
 
 @dataclass(slots=True)
@@ -464,9 +564,19 @@ class _Tally:
     worst_error: float = -1.0
     worst_sample: int = 0
 
-    def add(self, output: NDArray[np.generic], expected: NDArray[np.generic], item: Batch, statistics: _Statistics) -> None:
+    def add(
+        self,
+        output: NDArray[np.generic],
+        expected: NDArray[np.generic],
+        item: Batch,
+        statistics: _Statistics,
+    ) -> None:
         candidate, reference = rows(output, item.samples), rows(expected, item.samples)
-        bad = (~np.isfinite(candidate) & (candidate != reference) & ~(np.isnan(candidate) & np.isnan(reference))).any(axis=1)
+        bad = (
+            ~np.isfinite(candidate)
+            & (candidate != reference)
+            & ~(np.isnan(candidate) & np.isnan(reference))
+        ).any(axis=1)
         candidate, reference, nan, inf = mask_nonfinite(candidate, reference)
         self.nan += nan
         self.inf += inf
@@ -513,11 +623,19 @@ class _Tally:
 
 
 def _over(what: str, got: float, limit: float | None) -> str:
-    return f"{what} {got:.4g} is over the limit {limit:.4g}" if limit is not None and got > limit else ""
+    return (
+        f"{what} {got:.4g} is over the limit {limit:.4g}"
+        if limit is not None and got > limit
+        else ""
+    )
 
 
 def _under(what: str, got: float, limit: float | None) -> str:
-    return f"{what} {got:.4f} is under the limit {limit:.4g}" if limit is not None and got < limit else ""
+    return (
+        f"{what} {got:.4f} is under the limit {limit:.4g}"
+        if limit is not None and got < limit
+        else ""
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -530,11 +648,18 @@ class _Judge:
     def add(self, outputs: Tensors, expected: Tensors, item: Batch) -> None:
         statistics = _compare(outputs, expected, self.tallies)
         for tally in self.tallies:
-            if tally.name in statistics:  # absent: an output without elements, of a shape that depends on the data
+            if (
+                tally.name in statistics
+            ):  # absent: an output without elements, of a shape that depends on the data
                 tally.add(outputs[tally.name], expected[tally.name], item, statistics[tally.name])
         if self.metric is not None:
-            ours, theirs = (_distinct(by_sample(tensors[self.metric.output], item.samples, item.whole), item) for tensors in (outputs, expected))
-            self.metric.add(ours, None if item.labels is None else _distinct(item.labels, item), theirs)
+            ours, theirs = (
+                _distinct(by_sample(tensors[self.metric.output], item.samples, item.whole), item)
+                for tensors in (outputs, expected)
+            )
+            self.metric.add(
+                ours, None if item.labels is None else _distinct(item.labels, item), theirs
+            )
 
     def report(self, role: str, samples: SampleSet, failures: list[str]) -> ValidationReport:
         """The verdict; figures only if all samples were compared."""
@@ -545,7 +670,11 @@ class _Judge:
             metric, metric_failures = self.metric.result()
             failures += metric_failures
             if samples.samples < ENOUGH_SAMPLES:
-                between = f" (95 % {metric.interval.low:+.4f} to {metric.interval.high:+.4f})" if metric else ""
+                between = (
+                    f" (95 % {metric.interval.low:+.4f} to {metric.interval.high:+.4f})"
+                    if metric
+                    else ""
+                )
                 text = f"{role}: {samples.samples} samples leave the drop uncertain{between}; {ENOUGH_SAMPLES} or more narrow its interval"
                 notes.append(Note(stage="validate", text=text))
         return ValidationReport(
@@ -558,7 +687,9 @@ class _Judge:
             notes=tuple(notes),
         )
 
-    def check(self, check: SizeCheck, compared: int, samples: int, failures: list[str]) -> SizeCheck:
+    def check(
+        self, check: SizeCheck, compared: int, samples: int, failures: list[str]
+    ) -> SizeCheck:
         """What was found at one size. `samples`: of the whole set, of which `compared` were run.
 
         Of a part of the set, only a drop whose whole interval is over the limit counts. A metric of
@@ -568,7 +699,12 @@ class _Judge:
         outputs, failures = self._errors(failures)
         metric: MetricResult | None = None
         part = compared < samples
-        if self.metric is not None and complete and compared > 1 and not (part and self.metric.function):
+        if (
+            self.metric is not None
+            and complete
+            and compared > 1
+            and not (part and self.metric.function)
+        ):
             metric, metric_failures = self.metric.compared(certain=part)
             failures = failures + metric_failures
         return check.model_copy(
@@ -583,9 +719,15 @@ class _Judge:
     def _errors(self, failures: list[str]) -> tuple[tuple[OutputError, ...], list[str]]:
         """The errors of all outputs, if all were compared, and what is wrong with them."""
         outputs = () if failures else tuple(tally.result() for tally in self.tallies)
-        return outputs, failures + [f"output '{error.output}': {failure}" for error in outputs for failure in error.failures]
+        return outputs, failures + [
+            f"output '{error.output}': {failure}" for error in outputs for failure in error.failures
+        ]
 
 
 def _distinct(array: NDArray[np.generic], item: Batch) -> NDArray[np.generic]:
     """The rows that repeat no other; an array without rows as it is."""
-    return array[list(item.distinct)] if item.distinct is not None and len(array) == item.samples else array
+    return (
+        array[list(item.distinct)]
+        if item.distinct is not None and len(array) == item.samples
+        else array
+    )

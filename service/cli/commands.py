@@ -21,19 +21,33 @@ if TYPE_CHECKING:
     from service.storage.database import Database
 
 app = typer.Typer()
-keys = typer.Typer(help="Make, list and revoke API keys, in the database of a service on this machine; it may run meanwhile.")
+keys = typer.Typer(
+    help="Make, list and revoke API keys, in the database of a service on this machine; it may run meanwhile."
+)
 app.add_typer(keys, name="keys")
 app.command()(gc)
 app.add_typer(model_commands.app)
 
-WaitOption = Annotated[bool, typer.Option("--wait", help="Follow the job to its end, as `crucible wait` does.")]
+WaitOption = Annotated[
+    bool, typer.Option("--wait", help="Follow the job to its end, as `crucible wait` does.")
+]
 
 
 @app.command()
 def serve(
-    host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 if left out. On others, keys are required.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 8000 if left out, any that is free if 0.")] = None,
-    home: Annotated[Path | None, typer.Option(help="Where models, jobs and reports are kept; $CRUCIBLE_HOME if left out.")] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            help="Address to listen on; 127.0.0.1 if left out. On others, keys are required."
+        ),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port to listen on; 8000 if left out, any that is free if 0.")
+    ] = None,
+    home: Annotated[
+        Path | None,
+        typer.Option(help="Where models, jobs and reports are kept; $CRUCIBLE_HOME if left out."),
+    ] = None,
 ) -> None:
     """Serve: take models over HTTP, compile them as jobs, and give reports and engines. docs/service.md lists all settings."""
     from service.server import serve
@@ -48,15 +62,25 @@ def serve(
 @keys.command()
 def create(
     name: Annotated[str, typer.Option(help="What the key is for; shown by `crucible keys list`.")],
-    scopes: Annotated[list[str], typer.Option("--scope", help="What it may do: compile, infer or admin. Repeatable.")],
-    owner: Annotated[str, typer.Option(help="Keys of one owner share their jobs and reports; the key alone if left out.")] = "",
+    scopes: Annotated[
+        list[str],
+        typer.Option("--scope", help="What it may do: compile, infer or admin. Repeatable."),
+    ],
+    owner: Annotated[
+        str,
+        typer.Option(
+            help="Keys of one owner share their jobs and reports; the key alone if left out."
+        ),
+    ] = "",
     home: HomeOption = None,
 ) -> None:
     """Make a key and print it, this once: the database keeps only its digest."""
     from service.storage.keys import Keys
 
     key, text = Keys(_database(home)).create(name, scopes, owner)
-    told = f"key {key.prefix} ({', '.join(key.scopes)}) of {key.owner}; keep it, it is not shown again"
+    told = (
+        f"key {key.prefix} ({', '.join(key.scopes)}) of {key.owner}; keep it, it is not shown again"
+    )
     terminal.console(stderr=True).print(told, highlight=False, soft_wrap=True, markup=False)
     print(text)
 
@@ -72,12 +96,22 @@ def list_keys(home: HomeOption = None, as_json: JsonOption = False) -> None:
     if as_json:
         print(json.dumps([key.model_dump() for key in found]))
         return
-    rows = [(key.prefix, key.name, key.owner, " ".join(key.scopes), key.created, key.revoked or "") for key in found]
-    terminal.console().print(terminal.plain_table(("prefix", "name", "owner", "scopes", "created", "revoked"), rows))
+    rows = [
+        (key.prefix, key.name, key.owner, " ".join(key.scopes), key.created, key.revoked or "")
+        for key in found
+    ]
+    terminal.console().print(
+        terminal.plain_table(("prefix", "name", "owner", "scopes", "created", "revoked"), rows)
+    )
 
 
 @keys.command()
-def revoke(prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="As `crucible keys list` shows it.")], home: HomeOption = None) -> None:
+def revoke(
+    prefix: Annotated[
+        str, typer.Argument(metavar="PREFIX", help="As `crucible keys list` shows it.")
+    ],
+    home: HomeOption = None,
+) -> None:
     """Let a key work no longer, from the next request on."""
     from service.storage.keys import Keys
 
@@ -98,16 +132,38 @@ def _database(home: Path | None) -> Database:
 @app.command()
 def submit(
     model: Annotated[
-        Path | None, typer.Argument(metavar="MODEL", help="ONNX; .tar, .tar.gz or .zip of ONNX with external data; or .safetensors weights.")
+        Path | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="ONNX; .tar, .tar.gz or .zip of ONNX with external data; or .safetensors weights.",
+        ),
     ] = None,
-    plan: Annotated[Path | None, typer.Option(metavar="PLAN.yaml", help="What to try and to prove; docs/service.md lists its keys.")] = None,
-    calibration: Annotated[Path | None, typer.Option(metavar="NPZ", help="Samples that choose int8 ranges.")] = None,
-    selection: Annotated[Path | None, typer.Option(metavar="NPZ", help="Samples that choose the winner.")] = None,
-    validation: Annotated[Path | None, typer.Option(metavar="NPZ", help="Samples that the winner is proved on.")] = None,
-    config: Annotated[str | None, typer.Option(help="Compile one of the server's own plans, in the place of a model.")] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PLAN.yaml", help="What to try and to prove; docs/service.md lists its keys."
+        ),
+    ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="NPZ", help="Samples that choose int8 ranges.")
+    ] = None,
+    selection: Annotated[
+        Path | None, typer.Option(metavar="NPZ", help="Samples that choose the winner.")
+    ] = None,
+    validation: Annotated[
+        Path | None, typer.Option(metavar="NPZ", help="Samples that the winner is proved on.")
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(help="Compile one of the server's own plans, in the place of a model."),
+    ] = None,
     profiles: Annotated[
         list[str] | None,
-        typer.Option("--profile", metavar="DIM=MIN:OPT:MAX", help="In the place of a plan: range of a dimension that varies. Repeatable."),
+        typer.Option(
+            "--profile",
+            metavar="DIM=MIN:OPT:MAX",
+            help="In the place of a plan: range of a dimension that varies. Repeatable.",
+        ),
     ] = None,
     wait: WaitOption = False,
     url: UrlOption = None,
@@ -123,17 +179,29 @@ def submit(
 
     data = (calibration, selection, validation)
     if (model is None) == (config is None) or (config is not None and any((plan, profiles, *data))):
-        raise PlanError("expected a model, with a plan and data if there are any, or --config NAME alone", "see `crucible submit --help`")
+        raise PlanError(
+            "expected a model, with a plan and data if there are any, or --config NAME alone",
+            "see `crucible submit --help`",
+        )
     if plan and profiles:
-        raise PlanError("--profile stands in the place of a plan, and both are given", "write `profiles` into the plan")
+        raise PlanError(
+            "--profile stands in the place of a plan, and both are given",
+            "write `profiles` into the plan",
+        )
     with connect(url) as client:
         asked = f"profiles: {profiles_text(profiles)}" if profiles else plan
-        job = client.submit(Upload(model, asked, *data)) if model is not None else client.submit_config(config or "")
+        job = (
+            client.submit(Upload(model, asked, *data))
+            if model is not None
+            else client.submit_config(config or "")
+        )
         _sent(client, job, wait, as_json)
 
 
 @app.command()
-def retry(job: JobArgument, wait: WaitOption = False, url: UrlOption = None, as_json: JsonOption = False) -> None:
+def retry(
+    job: JobArgument, wait: WaitOption = False, url: UrlOption = None, as_json: JsonOption = False
+) -> None:
     """Try a job again that failed or was cancelled: a new job, which goes on from what the old one stored.
 
     Ends with one JSON document: the new job.
@@ -149,7 +217,9 @@ def _sent(client: Client, job: JobView, wait: bool, as_json: bool) -> None:
     if wait:
         follow(client, job.id, as_json)
     if not as_json:
-        print(f"job {job.id} is {job.state}; follow it with `crucible wait {client.url}{job.links.job}`")
+        print(
+            f"job {job.id} is {job.state}; follow it with `crucible wait {client.url}{job.links.job}`"
+        )
     print(job.model_dump_json())
 
 
@@ -179,7 +249,12 @@ def cancel(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False)
 
 @app.command()
 def jobs(
-    state: Annotated[str | None, typer.Option(help="Only those that are queued, running, cancelling, succeeded, failed or cancelled.")] = None,
+    state: Annotated[
+        str | None,
+        typer.Option(
+            help="Only those that are queued, running, cancelling, succeeded, failed or cancelled."
+        ),
+    ] = None,
     limit: Annotated[int, typer.Option(help="At most so many, the newest.", min=1, max=200)] = 50,
     url: UrlOption = None,
     as_json: JsonOption = False,
@@ -190,13 +265,24 @@ def jobs(
     if as_json:
         print(page.model_dump_json())
         return
-    terminal.console().print(terminal.plain_table(("job", "name", "what", "state", "stage", "verdict", "winner"), map(_job_row, page.jobs)))
+    terminal.console().print(
+        terminal.plain_table(
+            ("job", "name", "what", "state", "stage", "verdict", "winner"), map(_job_row, page.jobs)
+        )
+    )
 
 
 @app.command()
 def download(
     job: JobArgument,
-    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where reports and engine go; crucible-out/NAME if left out.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="Where reports and engine go; crucible-out/NAME if left out.",
+        ),
+    ] = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -222,15 +308,35 @@ def download(
 
 @app.command()
 def infer(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What to send: .npy, .npz, .json, .jpg, .png, .webp, or .bin with raw bytes.")],
-    model: Annotated[str | None, typer.Option(help="Which model; may be left out where one is deployed.")] = None,
-    outputs: Annotated[list[str] | None, typer.Option("--output", help="Only this output. Repeatable.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE.npz", help="Write the outputs there.")] = None,
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="What to send: .npy, .npz, .json, .jpg, .png, .webp, or .bin with raw bytes.",
+        ),
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="Which model; may be left out where one is deployed.")
+    ] = None,
+    outputs: Annotated[
+        list[str] | None, typer.Option("--output", help="Only this output. Repeatable.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.npz", help="Write the outputs there.")
+    ] = None,
     timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Give up after so long; the model's own limit if left out.", min=0.001)
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Give up after so long; the model's own limit if left out.",
+            min=0.001,
+        ),
     ] = None,
     url: UrlOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the service's whole answer as JSON, and nothing else.")] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print the service's whole answer as JSON, and nothing else."),
+    ] = False,
 ) -> None:
     """Ask a deployed model: prints or writes its outputs, and tells where the time went."""
     import numpy as np
@@ -240,15 +346,27 @@ def infer(
     body, kind = _body_of(file)
     with connect(url) as client:
         if as_json:
-            print(client.infer_as("application/json", body, kind, model, outputs or (), timeout).text)
+            print(
+                client.infer_as("application/json", body, kind, model, outputs or (), timeout).text
+            )
             return
         found = client.infer(body, kind, model, outputs or (), timeout)
     rows = [
-        (name, str(array.dtype), str(list(array.shape)), np.array2string(array, threshold=8, precision=4)) for name, array in found.outputs.items()
+        (
+            name,
+            str(array.dtype),
+            str(list(array.shape)),
+            np.array2string(array, threshold=8, precision=4),
+        )
+        for name, array in found.outputs.items()
     ]
     terminal.console().print(terminal.plain_table(("output", "dtype", "shape", "values"), rows))
-    times = ", ".join(f"{name.replace('_', ' ')} {time:.3f} ms" for name, time in found.times_ms.items())
-    print(f"{found.model} version {found.version} on {found.device}: {times}; batch of {found.batch_size}")
+    times = ", ".join(
+        f"{name.replace('_', ' ')} {time:.3f} ms" for name, time in found.times_ms.items()
+    )
+    print(
+        f"{found.model} version {found.version} on {found.device}: {times}; batch of {found.batch_size}"
+    )
     if out is not None:
         out.write_bytes(npz_from_arrays(found.outputs))
         print(f"outputs: {out}")
@@ -260,11 +378,16 @@ def _body_of(file: Path) -> tuple[bytes, str]:
     from service.client import KINDS
 
     if (kind := KINDS.get(file.suffix.lower())) is None:
-        raise PlanError(f"'{file}': its name does not tell what it holds", f"give a file that ends in {', '.join(KINDS)}")
+        raise PlanError(
+            f"'{file}': its name does not tell what it holds",
+            f"give a file that ends in {', '.join(KINDS)}",
+        )
     try:
         return file.read_bytes(), kind
     except OSError as error:
-        raise UserError(f"cannot read '{file}': {error.strerror}", "check the path and its permissions") from error
+        raise UserError(
+            f"cannot read '{file}': {error.strerror}", "check the path and its permissions"
+        ) from error
 
 
 def print_report(target: str, url: str | None, as_json: bool) -> None:
@@ -285,8 +408,18 @@ def print_report(target: str, url: str | None, as_json: bool) -> None:
 
 
 def _job_row(job: JobView) -> tuple[str, ...]:
-    what = f"benchmark of {job.measures.model} {job.measures.version}" if job.measures else "compile"
-    return (job.id, job.name, what, job.state, job.progress.stage if job.progress else "", job.verdict or "", job.winner or "")
+    what = (
+        f"benchmark of {job.measures.model} {job.measures.version}" if job.measures else "compile"
+    )
+    return (
+        job.id,
+        job.name,
+        what,
+        job.state,
+        job.progress.stage if job.progress else "",
+        job.verdict or "",
+        job.winner or "",
+    )
 
 
 def _state(text: str | None) -> State | None:

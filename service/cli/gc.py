@@ -12,8 +12,12 @@ from pipeline.errors import PlanError
 
 
 def gc(
-    home: Annotated[Path | None, typer.Option(help="Of the service; $CRUCIBLE_HOME if left out.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    home: Annotated[
+        Path | None, typer.Option(help="Of the service; $CRUCIBLE_HOME if left out.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be removed.")
+    ] = False,
 ) -> None:
     """Remove old jobs with their files, uploads that became no job, and artifacts that nothing has used, as CRUCIBLE_SERVICE_RETENTION_DAYS says.
 
@@ -30,13 +34,23 @@ def gc(
 
     settings = settings_from(os.environ, home=home)
     if not settings.home.is_dir():
-        raise PlanError(f"no folder '{settings.home}'", "give the service's home with --home or CRUCIBLE_HOME")
+        raise PlanError(
+            f"no folder '{settings.home}'", "give the service's home with --home or CRUCIBLE_HOME"
+        )
     logs.configure(settings)
     database = Database(settings.database)
     try:
-        done = collect(settings, JobStore(database), utc_now, dry_run, Repository(database, Folders(settings.home)).jobs())
+        done = collect(
+            settings,
+            JobStore(database),
+            utc_now,
+            dry_run,
+            Repository(database, Folders(settings.home)).jobs(),
+        )
     finally:
         database.close()
     said = "would be removed" if dry_run else "removed"
     counts = f"{done.jobs} jobs, {done.folders} folders of no job, {done.artifacts} artifacts"
-    print(f"{said}: {counts}; {done.freed_bytes / 2**20:.1f} MiB, of what is older than {settings.retention_days:g} days")
+    print(
+        f"{said}: {counts}; {done.freed_bytes / 2**20:.1f} MiB, of what is older than {settings.retention_days:g} days"
+    )

@@ -52,7 +52,9 @@ def _print_version(wanted: bool) -> None:
 
 VersionOption = Annotated[
     bool,
-    typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end."),
+    typer.Option(
+        "--version", callback=_print_version, is_eager=True, help="Print the version and end."
+    ),
 ]
 
 
@@ -64,7 +66,11 @@ def options(version: VersionOption = False) -> None:
 @results.command()
 def report(
     result: Annotated[
-        str, typer.Argument(metavar="DIR|JOB", help="A folder that `crucible compile` wrote; or a job of a service, by id or address.")
+        str,
+        typer.Argument(
+            metavar="DIR|JOB",
+            help="A folder that `crucible compile` wrote; or a job of a service, by id or address.",
+        ),
     ],
     url: UrlOption = None,
     as_json: JsonOption = False,
@@ -91,10 +97,20 @@ def report(
 
 @results.command()
 def export(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Triton's model repository; what else is in it stays.")],
-    triton_name: Annotated[str, typer.Option("--triton", metavar="NAME/VERSION", help="What Triton is to call it.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="Triton's model repository; what else is in it stays."),
+    ],
+    triton_name: Annotated[
+        str, typer.Option("--triton", metavar="NAME/VERSION", help="What Triton is to call it.")
+    ],
     result: Annotated[
-        Path | None, typer.Option("--from", metavar="RESULT", help="A folder that `crucible compile` wrote; the promoted version, if left out.")
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="RESULT",
+            help="A folder that `crucible compile` wrote; the promoted version, if left out.",
+        ),
     ] = None,
 ) -> None:
     """Write an engine as a model of Triton Inference Server: model.plan or model.onnx, and config.pbtxt.
@@ -109,16 +125,22 @@ def export(
 
     model = triton.parse_name(triton_name)
     home = config.home()
-    engine = delivered_engine(result) if result else promoted_engine(home, model.name, model.version)
+    engine = (
+        delivered_engine(result) if result else promoted_engine(home, model.name, model.version)
+    )
     triton.check_place(engine, model, folder)  # before an engine is loaded
     batch = call_in_child(prove_batch, engine, (), name="batch proof")  # Triton pads nothing
     print(triton.export_triton(engine, batch, model, folder))
-    terminal.console(stderr=True).print("\n".join(triton.remarks(engine, batch)), highlight=False, soft_wrap=True, markup=False)
+    terminal.console(stderr=True).print(
+        "\n".join(triton.remarks(engine, batch)), highlight=False, soft_wrap=True, markup=False
+    )
 
 
 def main() -> NoReturn:
     """Entry point of the `crucible` command."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # so that children are stopped and folders removed
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(143)
+    )  # so that children are stopped and folders removed
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except CrucibleError as error:
@@ -126,33 +148,52 @@ def main() -> NoReturn:
     except typer.Exit as finished:
         code = finished.exit_code
     except TyperException as error:
-        code = _fail(PlanError(error.format_message(), "see `crucible --help`, or `crucible COMMAND --help`"))
+        code = _fail(
+            PlanError(error.format_message(), "see `crucible --help`, or `crucible COMMAND --help`")
+        )
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has gone: nothing more to say to it
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), 1
+        )  # the reader has gone: nothing more to say to it
         code = 0
     except Exception as error:  # noqa: BLE001  the edge of the process
         code = _fail(crucible_error(error))
     if code == INTERRUPTED:  # typer turns Ctrl-C into this exit code by itself
-        print("interrupted; what was finished is kept, run the same command to go on", file=sys.stderr)
+        print(
+            "interrupted; what was finished is kept, run the same command to go on", file=sys.stderr
+        )
     sys.exit(code or 0)
 
 
 def _fail(error: CrucibleError) -> int:
     console = terminal.console(stderr=True)
-    console.print(f"[bold red]error[/] [dim]{error.code}[/] {escape(error.message)}", highlight=False, soft_wrap=True)
+    console.print(
+        f"[bold red]error[/] [dim]{error.code}[/] {escape(error.message)}",
+        highlight=False,
+        soft_wrap=True,
+    )
     if error.next_step:
         console.print(f"[bold]next[/] {escape(error.next_step)}", highlight=False, soft_wrap=True)
     if error.exit_code == 3:
-        console.print(f"This is a bug in Crucible. Please report it with {_write_log(error)}", highlight=False, soft_wrap=True)
+        console.print(
+            f"This is a bug in Crucible. Please report it with {_write_log(error)}",
+            highlight=False,
+            soft_wrap=True,
+        )
     return error.exit_code
 
 
 def _write_log(error: CrucibleError) -> str:
     folder = config.home() / "logs"
     file = folder / f"bug-{dt.datetime.now(dt.UTC):%Y%m%d-%H%M%S}.log"
-    text = "".join([f"{command_line()}\n{platform.platform()} Python {platform.python_version()}\n", *traceback.format_exception(error)])
+    text = "".join(
+        [
+            f"{command_line()}\n{platform.platform()} Python {platform.python_version()}\n",
+            *traceback.format_exception(error),
+        ]
+    )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")

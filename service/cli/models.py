@@ -21,8 +21,19 @@ ModelArgument = Annotated[str, typer.Argument(metavar="NAME", help="The model's 
 @app.command()
 def promote(
     name: ModelArgument,
-    report: Annotated[str, typer.Argument(metavar="JOB", help="The job whose engine it is to be: its id, or its address.")],
-    override: Annotated[bool, typer.Option("--override", help="Take an unproven one too, which is logged. A rejected one is never taken.")] = False,
+    report: Annotated[
+        str,
+        typer.Argument(
+            metavar="JOB", help="The job whose engine it is to be: its id, or its address."
+        ),
+    ],
+    override: Annotated[
+        bool,
+        typer.Option(
+            "--override",
+            help="Take an unproven one too, which is logged. A rejected one is never taken.",
+        ),
+    ] = False,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -44,14 +55,38 @@ def rollback(name: ModelArgument, url: UrlOption = None, as_json: JsonOption = F
 @app.command()
 def load(
     name: ModelArgument,
-    version: Annotated[int | None, typer.Option(help="Stay on this one; the current one, also after promotions, if left out.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, gpu:0, ...; the first that the engine runs on if left out.")] = None,
-    instances: Annotated[int | None, typer.Option(help="Processes, each with an engine of its own; 1 if left out.")] = None,
-    overlap: Annotated[bool, typer.Option("--overlap", help="Copy a batch while another one computes; takes more memory.")] = False,
-    max_batch: Annotated[int | None, typer.Option(help="Rows that may run together; as many as were proved if left out.")] = None,
-    max_delay_ms: Annotated[float | None, typer.Option(help="How long a request waits for others while all are busy; 2 if left out.")] = None,
-    queue_limit: Annotated[int | None, typer.Option(help="Requests that may wait; 256 if left out.")] = None,
-    timeout_s: Annotated[float | None, typer.Option(help="Of a request, which may bring a shorter one; 30 if left out.")] = None,
+    version: Annotated[
+        int | None,
+        typer.Option(help="Stay on this one; the current one, also after promotions, if left out."),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu, gpu:0, ...; the first that the engine runs on if left out."),
+    ] = None,
+    instances: Annotated[
+        int | None, typer.Option(help="Processes, each with an engine of its own; 1 if left out.")
+    ] = None,
+    overlap: Annotated[
+        bool,
+        typer.Option(
+            "--overlap", help="Copy a batch while another one computes; takes more memory."
+        ),
+    ] = False,
+    max_batch: Annotated[
+        int | None,
+        typer.Option(help="Rows that may run together; as many as were proved if left out."),
+    ] = None,
+    max_delay_ms: Annotated[
+        float | None,
+        typer.Option(help="How long a request waits for others while all are busy; 2 if left out."),
+    ] = None,
+    queue_limit: Annotated[
+        int | None, typer.Option(help="Requests that may wait; 256 if left out.")
+    ] = None,
+    timeout_s: Annotated[
+        float | None,
+        typer.Option(help="Of a request, which may bring a shorter one; 30 if left out."),
+    ] = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -62,10 +97,22 @@ def load(
     from pipeline.plan.schema import explain
     from service.registry.models import DeploymentOptions
 
-    given = {"version": version, "device": device, "instances": instances, "max_batch": max_batch, "queue_limit": queue_limit, "timeout_s": timeout_s}
-    given |= {"max_delay_s": None if max_delay_ms is None else max_delay_ms / 1e3, "overlap": overlap or None}
+    given = {
+        "version": version,
+        "device": device,
+        "instances": instances,
+        "max_batch": max_batch,
+        "queue_limit": queue_limit,
+        "timeout_s": timeout_s,
+    }
+    given |= {
+        "max_delay_s": None if max_delay_ms is None else max_delay_ms / 1e3,
+        "overlap": overlap or None,
+    }
     try:
-        options = DeploymentOptions.model_validate({name: value for name, value in given.items() if value is not None})
+        options = DeploymentOptions.model_validate(
+            {name: value for name, value in given.items() if value is not None}
+        )
     except ValidationError as error:
         raise PlanError(explain(error, DeploymentOptions), "see `crucible load --help`") from error
     with connect(url) as client:
@@ -75,7 +122,12 @@ def load(
 @app.command()
 def benchmark(
     name: ModelArgument,
-    version: Annotated[int | None, typer.Option(min=1, help="This one; the one that is loaded, or else the current one, if left out.")] = None,
+    version: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="This one; the one that is loaded, or else the current one, if left out."
+        ),
+    ] = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -97,7 +149,9 @@ def unload(name: ModelArgument, url: UrlOption = None) -> None:
 
 @app.command()
 def models(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Only this one, with all its versions.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Only this one, with all its versions.")
+    ] = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -110,9 +164,15 @@ def models(
         print(found.model_dump_json())
         return
     if not isinstance(found, ModelPage):
-        heads, rows = ("version", "report", "candidate", "verdict", "together", "created"), [_version_row(found, each) for each in found.versions]
+        heads, rows = (
+            ("version", "report", "candidate", "verdict", "together", "created"),
+            [_version_row(found, each) for each in found.versions],
+        )
     else:
-        heads, rows = ("model", "current", "candidate", "state", "answers", "device"), [_model_row(each) for each in found.models]
+        heads, rows = (
+            ("model", "current", "candidate", "state", "answers", "device"),
+            [_model_row(each) for each in found.models],
+        )
     terminal.console().print(terminal.plain_table(heads, rows))
 
 
@@ -121,21 +181,38 @@ def _print_model(model: ModelView, as_json: bool) -> None:
         print(model.model_dump_json())
         return
     serving = model.deployment
-    how = f"version {serving.version} answers on {serving.device}" if serving.version is not None else f"the model is {serving.state}"
-    print(f"model {model.name}: version {model.current.version} ({model.current.label}) is current, {how}")
+    how = (
+        f"version {serving.version} answers on {serving.device}"
+        if serving.version is not None
+        else f"the model is {serving.state}"
+    )
+    print(
+        f"model {model.name}: version {model.current.version} ({model.current.label}) is current, {how}"
+    )
     if model.current.verdict == "keep":
         print("this serves the model as given: no engine was measurably faster")
     if model.current.batch.reason:
-        print(f"requests run {'together' if model.current.batch.proved else 'alone'}: {model.current.batch.reason}")
+        print(
+            f"requests run {'together' if model.current.batch.proved else 'alone'}: {model.current.batch.reason}"
+        )
 
 
 def _model_row(model: ModelView) -> tuple[str, ...]:
     serving = model.deployment
-    return (model.name, str(model.current.version), model.current.label, serving.state, str(serving.version or ""), serving.device or "")
+    return (
+        model.name,
+        str(model.current.version),
+        model.current.label,
+        serving.state,
+        str(serving.version or ""),
+        serving.device or "",
+    )
 
 
 def _version_row(model: ModelView, version: Version) -> tuple[str, ...]:
     number = f"{version.version}{' (current)' if version.version == model.current.version else ''}"
     verdict = f"{version.verdict}{', taken by override' if version.override else ''}"
-    together = f"up to {version.batch.maximum}" if version.batch.proved else f"no: {version.batch.reason}"
+    together = (
+        f"up to {version.batch.maximum}" if version.batch.proved else f"no: {version.batch.reason}"
+    )
     return (number, version.job, version.label, verdict, together, version.created)

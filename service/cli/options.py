@@ -14,13 +14,20 @@ import typer
 if TYPE_CHECKING:
     from service.client import Client
 
-HomeOption = Annotated[Path | None, typer.Option(help="The service's home; $CRUCIBLE_HOME if left out.")]
+HomeOption = Annotated[
+    Path | None, typer.Option(help="The service's home; $CRUCIBLE_HOME if left out.")
+]
 UrlOption = Annotated[
     str | None,
-    typer.Option(envvar="CRUCIBLE_URL", help="Address of the service; http://127.0.0.1:8000 if left out. A key is read from CRUCIBLE_KEY only."),
+    typer.Option(
+        envvar="CRUCIBLE_URL",
+        help="Address of the service; http://127.0.0.1:8000 if left out. A key is read from CRUCIBLE_KEY only.",
+    ),
 ]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or its address.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print only the JSON document on stdout, and no progress.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print only the JSON document on stdout, and no progress.")
+]
 
 
 def connect(url: str | None) -> Client:

@@ -23,7 +23,9 @@ def follow(client: Client, job_id: str, as_json: bool) -> NoReturn:
                 progress(stage_of(event))
             elif not as_json:
                 why = event.data.get("why")
-                errors.print(f"{event.kind}: {why}" if why else event.kind, highlight=False, markup=False)
+                errors.print(
+                    f"{event.kind}: {why}" if why else event.kind, highlight=False, markup=False
+                )
     job = client.job(job_id)
     if job.state == "succeeded" and not as_json:
         _print_verdict(client, job)
@@ -52,12 +54,16 @@ def _print_verdict(client: Client, job: JobView) -> None:
         terminal.print_latency(console, report)
     for line in terminal.verdict_lines(report):
         console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"report: {client.url}{job.links.report}", highlight=False, soft_wrap=True, markup=False)
+    console.print(
+        f"report: {client.url}{job.links.report}", highlight=False, soft_wrap=True, markup=False
+    )
 
 
 def _why(job: JobView) -> RemoteError:
     from service.client import RemoteError
 
     if job.failure is None:
-        return RemoteError(f"job {job.id} was cancelled", "ask for it again if that was not meant", "job.cancelled")
+        return RemoteError(
+            f"job {job.id} was cancelled", "ask for it again if that was not meant", "job.cancelled"
+        )
     return RemoteError(job.failure.message, job.failure.next_step, job.failure.code)

@@ -23,7 +23,9 @@ def array_from_image(body: bytes, recipe: InputRecipe, dtype: str) -> Array:
     pixels = np.asarray(_resized(_opened(body), recipe), np.float32)  # [height, width, RGB]
     if recipe.colour == "BGR":
         pixels = pixels[:, :, ::-1]
-    values = (pixels * np.float32(recipe.scale) - np.array(recipe.mean, np.float32)) / np.array(recipe.std, np.float32)
+    values = (pixels * np.float32(recipe.scale) - np.array(recipe.mean, np.float32)) / np.array(
+        recipe.std, np.float32
+    )
     kind = dtype_of(recipe.input, dtype)
     if kind.kind in "iu":
         values = np.clip(np.rint(values), np.iinfo(kind.name).min, np.iinfo(kind.name).max)
@@ -39,14 +41,27 @@ def _opened(body: bytes) -> Image:
         with Image.open(io.BytesIO(body), formats=tuple(FORMATS.values())) as image:
             _check_size(image.width, image.height)
             return image.convert("RGB")
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
-        said = "" if isinstance(error, UnidentifiedImageError) else f": {error}"  # which names the stream's address
-        raise Unprocessable(f"the body is no readable image{said}", f"send one of {', '.join(FORMATS)}") from None
+    except (
+        UnidentifiedImageError,
+        Image.DecompressionBombError,
+        OSError,
+        SyntaxError,
+        ValueError,
+    ) as error:
+        said = (
+            "" if isinstance(error, UnidentifiedImageError) else f": {error}"
+        )  # which names the stream's address
+        raise Unprocessable(
+            f"the body is no readable image{said}", f"send one of {', '.join(FORMATS)}"
+        ) from None
 
 
 def _check_size(width: int, height: int) -> None:
     if width * height > MOST_PIXELS:
-        raise TooLarge(f"an image of {width} x {height}, expected at most {MOST_PIXELS} pixels", "make it smaller, or less narrow")
+        raise TooLarge(
+            f"an image of {width} x {height}, expected at most {MOST_PIXELS} pixels",
+            "make it smaller, or less narrow",
+        )
 
 
 def _resized(image: Image, recipe: InputRecipe) -> Image:
@@ -59,5 +74,9 @@ def _resized(image: Image, recipe: InputRecipe) -> Image:
     shorter = min(image.size)
     whole = [max(1, int(recipe.resize * side / shorter)) for side in image.size]
     _check_size(*whole)  # a strip of few pixels grows to many
-    left, top = (round((size - side) / 2) for size, side in zip(whole, (width, height), strict=True))
-    return image.resize((whole[0], whole[1]), Resampling.BILINEAR).crop((left, top, left + width, top + height))
+    left, top = (
+        round((size - side) / 2) for size, side in zip(whole, (width, height), strict=True)
+    )
+    return image.resize((whole[0], whole[1]), Resampling.BILINEAR).crop(
+        (left, top, left + width, top + height)
+    )

@@ -36,10 +36,15 @@ def parse_json(body: bytes | memoryview, dtypes: Mapping[str, str]) -> PlainRequ
     if unknown := sorted(set(document) - set(KEYS)):
         raise Unprocessable(f"no key '{unknown[0]}'", f"expected {', '.join(KEYS)}")
     if not isinstance(inputs, dict):
-        raise Unprocessable("expected `inputs` to be an object with an array per input", f"the inputs are {', '.join(dtypes)}")
+        raise Unprocessable(
+            "expected `inputs` to be an object with an array per input",
+            f"the inputs are {', '.join(dtypes)}",
+        )
     if missing := sorted(set(inputs) - set(dtypes)):
         raise Unprocessable(f"no input '{missing[0]}'", f"the inputs are {', '.join(dtypes)}")
-    arrays = {name: array_from_values(name, dtypes[name], values) for name, values in inputs.items()}
+    arrays = {
+        name: array_from_values(name, dtypes[name], values) for name, values in inputs.items()
+    }
     return PlainRequest(arrays, _names(outputs), timeout_from(timeout_s))
 
 
@@ -50,7 +55,9 @@ def encode_json(answer: InferAnswer) -> bytes:
         "model": answer.model,
         "version": answer.version,
         "device": timing.pop("device"),
-        "outputs": {name: json_of(array, name, flat=False) for name, array in answer.outputs.items()},
+        "outputs": {
+            name: json_of(array, name, flat=False) for name, array in answer.outputs.items()
+        },
         "timing": timing,
     }
     return orjson.dumps(document)
@@ -61,7 +68,10 @@ def timeout_from(value: object) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
-        raise Unprocessable(f"expected `timeout_s` to be a number of seconds, got {value!r:.40}", "leave it out for the model's own")
+        raise Unprocessable(
+            f"expected `timeout_s` to be a number of seconds, got {value!r:.40}",
+            "leave it out for the model's own",
+        )
     return float(value)
 
 
@@ -69,5 +79,7 @@ def _names(value: object) -> tuple[str, ...]:
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise Unprocessable("expected `outputs` to be a list of names", "leave it out for all of them")
+        raise Unprocessable(
+            "expected `outputs` to be a list of names", "leave it out for all of them"
+        )
     return tuple(value)

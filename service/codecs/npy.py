@@ -21,10 +21,29 @@ from service.errors import TooLarge, Unprocessable
 MOST_ARRAYS = 1000
 HEAD_BYTES = 16384  # of a .npy file: numpy refuses headers of more than 10,000 characters
 _BITS_OF_BFLOAT16 = np.dtype("V2")  # what numpy writes for it
-_MALFORMED = (ValueError, TypeError, KeyError, SyntaxError, RecursionError, MemoryError, OverflowError, EOFError, tokenize.TokenError)
+_MALFORMED = (
+    ValueError,
+    TypeError,
+    KeyError,
+    SyntaxError,
+    RecursionError,
+    MemoryError,
+    OverflowError,
+    EOFError,
+    tokenize.TokenError,
+)
 """Of numpy's reader of headers, which parses them as Python."""
 
-_NO_ZIP = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, OSError, RuntimeError, ValueError)  # of Python's reader
+_NO_ZIP = (
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    struct.error,
+    EOFError,
+    OSError,
+    RuntimeError,
+    ValueError,
+)  # of Python's reader
 
 
 def array_from_npy(body: bytes | memoryview, name: str, specs: Iterable[TensorSpec] = ()) -> Array:
@@ -35,7 +54,9 @@ def array_from_npy(body: bytes | memoryview, name: str, specs: Iterable[TensorSp
         read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[version]
         shape, by_columns, dtype = read(stream)
     except _MALFORMED as error:
-        raise Unprocessable(f"'{name}' is not a .npy file: {str(error)[:200]}", "write it with numpy.save") from None
+        raise Unprocessable(
+            f"'{name}' is not a .npy file: {str(error)[:200]}", "write it with numpy.save"
+        ) from None
     kind = _checked(name, dtype)
     check_dtype(specs, name, kind)
     check_sizes(name, shape)
@@ -45,7 +66,11 @@ def array_from_npy(body: bytes | memoryview, name: str, specs: Iterable[TensorSp
         raise Unprocessable(said, "write it with numpy.save")
     flat = np.frombuffer(body, dtype, count, begin) if count else np.empty(0, dtype)
     array = flat.reshape(shape, order="F" if by_columns else "C")
-    return array.view(dtype_of(name, kind)) if kind == "bfloat16" else array.astype(dtype.newbyteorder("="), copy=False)
+    return (
+        array.view(dtype_of(name, kind))
+        if kind == "bfloat16"
+        else array.astype(dtype.newbyteorder("="), copy=False)
+    )
 
 
 def arrays_from_npz(body: bytes, limit: int) -> dict[str, Array]:
@@ -55,10 +80,18 @@ def arrays_from_npz(body: bytes, limit: int) -> dict[str, Array]:
             members = archive.infolist()
             if len(members) > MOST_ARRAYS or sum(member.file_size for member in members) > limit:
                 said = f"a .npz file of {len(members)} arrays that unpacks to more than {limit} bytes, or to more than {MOST_ARRAYS} arrays"
-                raise TooLarge(said, "send less, or have the service's limit `max_infer_bytes` raised")
-            return {name: array_from_npy(_read(archive, member), name) for member in members for name in [member.filename.removesuffix(".npy")]}
+                raise TooLarge(
+                    said, "send less, or have the service's limit `max_infer_bytes` raised"
+                )
+            return {
+                name: array_from_npy(_read(archive, member), name)
+                for member in members
+                for name in [member.filename.removesuffix(".npy")]
+            }
     except _NO_ZIP as error:
-        raise Unprocessable(f"the body is not a .npz file: {error}", "write it with numpy.savez") from None
+        raise Unprocessable(
+            f"the body is not a .npz file: {error}", "write it with numpy.savez"
+        ) from None
 
 
 def npy_from_array(array: Array) -> list[bytes | memoryview]:
@@ -72,7 +105,9 @@ def npy_from_array(array: Array) -> list[bytes | memoryview]:
 def npz_from_arrays(arrays: Tensors) -> bytes:
     """A .npz file, not compressed."""
     stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as archive:  # numpy.savez takes names as arguments, so that none may be `file`
+    with zipfile.ZipFile(
+        stream, "w"
+    ) as archive:  # numpy.savez takes names as arguments, so that none may be `file`
         for name, array in arrays.items():
             archive.writestr(f"{name}.npy", b"".join(npy_from_array(array)))
     return stream.getvalue()
@@ -82,7 +117,9 @@ def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
     with archive.open(member) as stream:
         body = stream.read(member.file_size + 1)
     if len(body) > member.file_size:
-        raise Unprocessable(f"'{member.filename}' is longer than it says", "write the file with numpy.savez")
+        raise Unprocessable(
+            f"'{member.filename}' is longer than it says", "write the file with numpy.savez"
+        )
     return body
 
 
@@ -91,9 +128,15 @@ def _checked(name: str, dtype: np.dtype[np.generic]) -> str:
     if dtype == _BITS_OF_BFLOAT16:
         return "bfloat16"
     if dtype.hasobject:
-        raise Unprocessable(f"'{name}' holds pickled Python objects, which are never loaded", "save plain numeric arrays")
+        raise Unprocessable(
+            f"'{name}' holds pickled Python objects, which are never loaded",
+            "save plain numeric arrays",
+        )
     if dtype.name not in DATATYPES.values():
-        raise Unprocessable(f"'{name}' is {dtype}, which no wire carries", f"dtypes that are carried: {', '.join(DATATYPES.values())}")
+        raise Unprocessable(
+            f"'{name}' is {dtype}, which no wire carries",
+            f"dtypes that are carried: {', '.join(DATATYPES.values())}",
+        )
     return dtype.name
 
 

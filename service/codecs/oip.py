@@ -12,12 +12,28 @@ import orjson
 
 from pipeline.core import Tensors, TensorSpec
 from service.codecs.json_values import array_from_values, json_of, parsed_object
-from service.codecs.tensors import Array, array_from, bytes_of, check_dtype, datatype_of_array, dtype_of_datatype, shape_from, size_of
+from service.codecs.tensors import (
+    Array,
+    array_from,
+    bytes_of,
+    check_dtype,
+    datatype_of_array,
+    dtype_of_datatype,
+    shape_from,
+    size_of,
+)
 from service.errors import Unprocessable
 from service.inference import InferAnswer
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
-REFUSED = ("sequence_id", "sequence_start", "sequence_end", "priority", "shared_memory_region", "classification")
+REFUSED = (
+    "sequence_id",
+    "sequence_start",
+    "sequence_end",
+    "priority",
+    "shared_memory_region",
+    "classification",
+)
 """Parameters that would change what is computed, and that this server does not know. Those that only describe a request are left alone."""
 
 Document = Mapping[str, object]
@@ -38,15 +54,23 @@ class OipRequest:
         return self.binary_of.get(output, self.binary)
 
 
-def parse_request(body: bytes | memoryview, header_length: int | None, specs: Iterable[TensorSpec] = ()) -> OipRequest:
+def parse_request(
+    body: bytes | memoryview, header_length: int | None, specs: Iterable[TensorSpec] = ()
+) -> OipRequest:
     """A request; its tensors are views of the body where they came as bytes. Unprocessable says what is wrong with it."""
     view, document = split(body, header_length)
     parameters = _parameters(document, "the request")
     asked = _items(document, "outputs")
     given = _items(document, "inputs")
     if not given:
-        raise Unprocessable("expected `inputs`, a list of at least one tensor", "see GET /v2/models/NAME")
-    binary_of = {name: binary for name, item in asked.items() if (binary := _flag(_parameters(item, name), "binary_data")) is not None}
+        raise Unprocessable(
+            "expected `inputs`, a list of at least one tensor", "see GET /v2/models/NAME"
+        )
+    binary_of = {
+        name: binary
+        for name, item in asked.items()
+        if (binary := _flag(_parameters(item, name), "binary_data")) is not None
+    }
     return OipRequest(
         _tensors(given, view, tuple(specs)),
         _text(document.get("id", ""), "id"),
@@ -61,9 +85,14 @@ def split(body: bytes | memoryview, header_length: int | None) -> tuple[memoryvi
     """The bytes behind the header, and the header."""
     length = len(body) if header_length is None else header_length
     if not 0 <= length <= len(body):
-        raise Unprocessable(f"{HEADER_LENGTH} is {length}, the body has {len(body)} bytes", "count the JSON header's bytes before compression")
+        raise Unprocessable(
+            f"{HEADER_LENGTH} is {length}, the body has {len(body)} bytes",
+            "count the JSON header's bytes before compression",
+        )
     view = memoryview(body)
-    return view[length:], parsed_object(view[:length], "the request" if header_length is None else "the header before the tensors")
+    return view[length:], parsed_object(
+        view[:length], "the request" if header_length is None else "the header before the tensors"
+    )
 
 
 def encode_answer(answer: InferAnswer, request: OipRequest) -> list[bytes | memoryview]:
@@ -71,7 +100,11 @@ def encode_answer(answer: InferAnswer, request: OipRequest) -> list[bytes | memo
     binary = {name: request.wants_binary(name) for name in answer.outputs}
     outputs = [
         {"name": name, "datatype": datatype_of_array(array), "shape": array.shape}
-        | ({"parameters": {"binary_data_size": array.nbytes}} if binary[name] else {"data": json_of(array, name, flat=True)})
+        | (
+            {"parameters": {"binary_data_size": array.nbytes}}
+            if binary[name]
+            else {"data": json_of(array, name, flat=True)}
+        )
         for name, array in answer.outputs.items()
     ]
     header = {
@@ -81,35 +114,60 @@ def encode_answer(answer: InferAnswer, request: OipRequest) -> list[bytes | memo
         "parameters": timing_parameters(answer),
         "outputs": outputs,
     }
-    return [orjson.dumps(header), *(bytes_of(array) for name, array in answer.outputs.items() if binary[name])]
+    return [
+        orjson.dumps(header),
+        *(bytes_of(array) for name, array in answer.outputs.items() if binary[name]),
+    ]
 
 
 def timing_parameters(answer: InferAnswer) -> dict[str, float | int | str]:
     """Where the time went, in the form of the protocol's parameters."""
     times = answer.timing
-    named = {"queue_ms": times.queue_s, "copy_in_ms": times.copy_in_s, "compute_ms": times.compute_s, "copy_out_ms": times.copy_out_s}
-    return {**{name: round(seconds * 1e3, 4) for name, seconds in named.items()}, "batch_size": times.batch_size, "device": answer.device}
+    named = {
+        "queue_ms": times.queue_s,
+        "copy_in_ms": times.copy_in_s,
+        "compute_ms": times.compute_s,
+        "copy_out_ms": times.copy_out_s,
+    }
+    return {
+        **{name: round(seconds * 1e3, 4) for name, seconds in named.items()},
+        "batch_size": times.batch_size,
+        "device": answer.device,
+    }
 
 
 def binary_form(tensors: Tensors, rest: Document) -> tuple[int, list[bytes | memoryview]]:
     """Any request as one with binary tensors: the header's length, and the parts of the body."""
     inputs = [
-        {"name": name, "datatype": datatype_of_array(array), "shape": array.shape, "parameters": {"binary_data_size": array.nbytes}}
+        {
+            "name": name,
+            "datatype": datatype_of_array(array),
+            "shape": array.shape,
+            "parameters": {"binary_data_size": array.nbytes},
+        }
         for name, array in tensors.items()
     ]
     header = orjson.dumps({**rest, "inputs": inputs})
     return len(header), [header, *map(bytes_of, tensors.values())]
 
 
-def _tensors(given: Mapping[str, Document], view: memoryview, specs: tuple[TensorSpec, ...]) -> dict[str, Array]:
+def _tensors(
+    given: Mapping[str, Document], view: memoryview, specs: tuple[TensorSpec, ...]
+) -> dict[str, Array]:
     tensors, begin = {}, 0
     for name, item in given.items():
-        dtype, shape = dtype_of_datatype(name, item.get("datatype")), shape_from(name, item.get("shape"))
+        dtype, shape = (
+            dtype_of_datatype(name, item.get("datatype")),
+            shape_from(name, item.get("shape")),
+        )
         check_dtype(specs, name, dtype)
         length = _parameters(item, name).get("binary_data_size")
         if length is None:
             if "data" not in item:
-                raise Unprocessable(f"'{name}' has neither `data` nor `binary_data_size`", "send its values, or its bytes behind the header")
+                raise Unprocessable(
+                    f"'{name}' has neither `data` nor `binary_data_size`",
+                    "send its values, or its bytes behind the header",
+                )
             tensors[name] = array_from_values(name, dtype, item["data"], shape)
             continue
         expected = size_of(dtype, shape)
@@ -119,7 +177,10 @@ def _tensors(given: Mapping[str, Document], view: memoryview, specs: tuple[Tenso
         tensors[name] = array_from(name, dtype, shape, view[begin : begin + length])
         begin += length
     if begin != len(view):
-        raise Unprocessable(f"{len(view) - begin} bytes are left behind the last tensor", f"check `binary_data_size` and {HEADER_LENGTH}")
+        raise Unprocessable(
+            f"{len(view) - begin} bytes are left behind the last tensor",
+            f"check `binary_data_size` and {HEADER_LENGTH}",
+        )
     return tensors
 
 
@@ -137,16 +198,23 @@ def _items(document: Document, key: str) -> dict[str, Document]:
 def _parameters(document: Document, where: str) -> Document:
     found = document.get("parameters", {})
     if not isinstance(found, dict):
-        raise Unprocessable(f"{where}: expected `parameters` to be an object", "leave it out where there are none")
+        raise Unprocessable(
+            f"{where}: expected `parameters` to be an object", "leave it out where there are none"
+        )
     if refused := [name for name in REFUSED if found.get(name)]:
-        raise Unprocessable(f"{where}: this server has no `{refused[0]}`", "GET /v2 lists the extensions that it has")
+        raise Unprocessable(
+            f"{where}: this server has no `{refused[0]}`",
+            "GET /v2 lists the extensions that it has",
+        )
     return found
 
 
 def _flag(parameters: Document, name: str) -> bool | None:
     value = parameters.get(name)
     if value is not None and not isinstance(value, bool):
-        raise Unprocessable(f"expected `{name}` to be true or false, got {value!r:.40}", "leave it out for JSON")
+        raise Unprocessable(
+            f"expected `{name}` to be true or false, got {value!r:.40}", "leave it out for JSON"
+        )
     return value
 
 
@@ -156,11 +224,16 @@ def _timeout_s(parameters: Document) -> float | None:
     if value is None:
         return None
     if type(value) is not int or value < 0:
-        raise Unprocessable(f"expected `timeout` to be a number of microseconds, got {value!r:.40}", "leave it out for the model's own")
+        raise Unprocessable(
+            f"expected `timeout` to be a number of microseconds, got {value!r:.40}",
+            "leave it out for the model's own",
+        )
     return value / 1e6 or None
 
 
 def _text(value: object, what: str) -> str:
     if not isinstance(value, str):
-        raise Unprocessable(f"expected `{what}` to be a text, got {value!r:.40}", "see GET /v2/models/NAME")
+        raise Unprocessable(
+            f"expected `{what}` to be a text, got {value!r:.40}", "see GET /v2/models/NAME"
+        )
     return value

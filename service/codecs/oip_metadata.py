@@ -54,7 +54,15 @@ def statistics(found: Iterable[Statistics]) -> Document:
 
 
 def index(found: Iterable[Served]) -> list[Document]:
-    return [{"name": each.model, "version": str(each.version), "state": STATES[each.state], "reason": each.reason} for each in found]
+    return [
+        {
+            "name": each.model,
+            "version": str(each.version),
+            "state": STATES[each.state],
+            "reason": each.reason,
+        }
+        for each in found
+    ]
 
 
 def _tensor(spec: TensorSpec) -> Document:
@@ -62,7 +70,11 @@ def _tensor(spec: TensorSpec) -> Document:
 
 
 def _config_tensor(spec: TensorSpec, first: bool) -> Document:
-    return {"name": spec.name, "data_type": f"TYPE_{datatype_of(spec.dtype)}", "dims": _sizes(spec)[1 if first else 0 :]}
+    return {
+        "name": spec.name,
+        "data_type": f"TYPE_{datatype_of(spec.dtype)}",
+        "dims": _sizes(spec)[1 if first else 0 :],
+    }
 
 
 def _sizes(spec: TensorSpec) -> list[int]:
@@ -77,7 +89,11 @@ def _joined_first(served: Served) -> bool:
 
 def _instances(served: Served) -> Document:
     kind, _, number = served.device.partition(":")
-    return {"kind": "KIND_GPU" if kind == "gpu" else "KIND_CPU", "count": served.instances, "gpus": [int(number)] if number.isdecimal() else []}
+    return {
+        "kind": "KIND_GPU" if kind == "gpu" else "KIND_CPU",
+        "count": served.instances,
+        "gpus": [int(number)] if number.isdecimal() else [],
+    }
 
 
 def _model_statistics(found: Statistics) -> Document:
@@ -95,7 +111,10 @@ def _model_statistics(found: Statistics) -> Document:
             "compute_infer": _total(found.compute),
             "compute_output": _total(found.copy_out),
         },
-        "batch_stats": [{"batch_size": rows, "compute_infer": _total(total)} for rows, total in sorted(found.batches.items())],
+        "batch_stats": [
+            {"batch_size": rows, "compute_infer": _total(total)}
+            for rows, total in sorted(found.batches.items())
+        ],
     }
 
 

@@ -25,7 +25,10 @@ DATATYPES = {
 }
 """The protocol's names of the dtypes that cross a wire: BYTES, which is strings, does not."""
 
-_KINDS = {name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for name in DATATYPES.values()}
+_KINDS = {
+    name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    for name in DATATYPES.values()
+}
 _DATATYPE_OF_KIND = {_KINDS[name]: datatype for datatype, name in DATATYPES.items()}
 _DATATYPE_OF = {name: datatype for datatype, name in DATATYPES.items()}
 _MOST_AXES = 32
@@ -45,17 +48,26 @@ def datatype_of_array(array: Array) -> str:
 def dtype_of(name: str, dtype: str) -> np.dtype[np.generic]:
     """What an input of this dtype is to numpy. Unprocessable for one that no wire carries."""
     if dtype not in _KINDS:
-        raise Unprocessable(f"'{name}' is {dtype}, which no wire carries", f"dtypes that are carried: {', '.join(_KINDS)}")
+        raise Unprocessable(
+            f"'{name}' is {dtype}, which no wire carries",
+            f"dtypes that are carried: {', '.join(_KINDS)}",
+        )
     return _KINDS[dtype]
 
 
 def dtype_of_datatype(name: str, datatype: object) -> str:
     """numpy's name of the protocol's; Unprocessable for strings and what is unknown."""
     if datatype == "BYTES":
-        raise Unprocessable(f"'{name}' is BYTES: engines take no strings", f"send numbers: one of {', '.join(DATATYPES)}")
+        raise Unprocessable(
+            f"'{name}' is BYTES: engines take no strings",
+            f"send numbers: one of {', '.join(DATATYPES)}",
+        )
     found = DATATYPES.get(datatype) if isinstance(datatype, str) else None
     if found is None:
-        raise Unprocessable(f"'{name}': expected `datatype` to be one of {', '.join(DATATYPES)}, got {_short(datatype)}", "see GET /v2/models/NAME")
+        raise Unprocessable(
+            f"'{name}': expected `datatype` to be one of {', '.join(DATATYPES)}, got {_short(datatype)}",
+            "see GET /v2/models/NAME",
+        )
     return found
 
 
@@ -71,7 +83,10 @@ def shape_from(name: str, given: object) -> tuple[int, ...]:
     """A shape as JSON or a file's header has it."""
     sizes: Sequence[Any] = given if isinstance(given, list | tuple) else [None]
     if len(sizes) > _MOST_AXES or not all(type(size) is int and size >= 0 for size in sizes):
-        raise Unprocessable(f"'{name}': expected `shape` to be a list of sizes, at most {_MOST_AXES}, got {_short(given)}", "see GET /v2/models/NAME")
+        raise Unprocessable(
+            f"'{name}': expected `shape` to be a list of sizes, at most {_MOST_AXES}, got {_short(given)}",
+            "see GET /v2/models/NAME",
+        )
     check_sizes(name, sizes)
     return tuple(sizes)
 
@@ -79,7 +94,9 @@ def shape_from(name: str, given: object) -> tuple[int, ...]:
 def check_sizes(name: str, sizes: Sequence[int]) -> None:
     """Unprocessable for a shape that numpy cannot count, which it refuses also where one size is 0."""
     if abs(math.prod(filter(None, sizes))) >= _MOST_VALUES:
-        raise Unprocessable(f"'{name}': no tensor has the shape {_short(list(sizes))}", "see GET /v2/models/NAME")
+        raise Unprocessable(
+            f"'{name}': no tensor has the shape {_short(list(sizes))}", "see GET /v2/models/NAME"
+        )
 
 
 def size_of(dtype: str, shape: Sequence[int]) -> int:
@@ -91,8 +108,15 @@ def array_from(name: str, dtype: str, shape: Sequence[int], buffer: Buffer) -> A
     """A view of bytes that came, little-endian and in row-major order; not to be written to, and not always aligned."""
     expected = size_of(dtype, shape)
     if len(buffer) != expected:
-        raise Unprocessable(f"'{name}': {dtype} {list(shape)} is {expected} bytes, got {len(buffer)}", "send exactly the tensor's bytes")
-    return np.frombuffer(buffer, _KINDS[dtype]).reshape(shape) if expected else np.empty(shape, _KINDS[dtype])
+        raise Unprocessable(
+            f"'{name}': {dtype} {list(shape)} is {expected} bytes, got {len(buffer)}",
+            "send exactly the tensor's bytes",
+        )
+    return (
+        np.frombuffer(buffer, _KINDS[dtype]).reshape(shape)
+        if expected
+        else np.empty(shape, _KINDS[dtype])
+    )
 
 
 def bytes_of(array: Array) -> memoryview:

@@ -44,7 +44,14 @@ class Leases:
 
     def measured(self, holder: str, device: str) -> Lease | None:
         """Give this holder's lease to measure back: as it was in the end."""
-        held = next((lease for lease in self.devices.held if (lease.holder, lease.device, lease.use) == (holder, device, "measure")), None)
+        held = next(
+            (
+                lease
+                for lease in self.devices.held
+                if (lease.holder, lease.device, lease.use) == (holder, device, "measure")
+            ),
+            None,
+        )
         self.give_back(holder, device, "measure")
         return held
 
@@ -68,4 +75,6 @@ class Leases:
         self.close()
         later = self.devices.next_time()
         if later and later > now:
-            self._timer = asyncio.get_running_loop().call_later((later - now).total_seconds(), self._grant)
+            self._timer = asyncio.get_running_loop().call_later(
+                (later - now).total_seconds(), self._grant
+            )

@@ -33,7 +33,9 @@ class Wish:
 
     lease: Lease
     since: dt.datetime
-    patience_s: float  # a lease to measure beside engines that serve: how long it waits for them to be gone
+    patience_s: (
+        float  # a lease to measure beside engines that serve: how long it waits for them to be gone
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,12 @@ class Devices:
         """Give a lease to serve; whoever measures there is contended from now on. KeyError for a device that is not here."""
         if device not in self.names:
             raise KeyError(device)
-        held = (replace(lease, contended=True) if (lease.use, lease.device) == ("measure", device) else lease for lease in self.held)
+        held = (
+            replace(lease, contended=True)
+            if (lease.use, lease.device) == ("measure", device)
+            else lease
+            for lease in self.held
+        )
         return replace(self, held=(*held, Lease(device, "serve", holder)))
 
     def give_back(self, holder: str, device: str, use: Use | None = None) -> Devices:
@@ -78,16 +85,33 @@ class Devices:
             return (lease.holder, lease.device) != (holder, device) or use not in (None, lease.use)
 
         held = tuple(lease for lease in self.held if others(lease))
-        return replace(self, held=held, waiting=tuple(wish for wish in self.waiting if others(wish.lease)))
+        return replace(
+            self, held=held, waiting=tuple(wish for wish in self.waiting if others(wish.lease))
+        )
 
     def next_time(self) -> dt.datetime | None:
         """When `grant` may give something although nothing is given back: the earliest end of somebody's patience."""
-        return min((w.since + dt.timedelta(seconds=w.patience_s) for w in self.waiting if w.lease.use == "measure"), default=None)
+        return min(
+            (
+                w.since + dt.timedelta(seconds=w.patience_s)
+                for w in self.waiting
+                if w.lease.use == "measure"
+            ),
+            default=None,
+        )
 
     def _grantable(self, wish: Wish, now: dt.datetime) -> Lease | None:
-        uses = [lease.use for lease in self.held if lease.device == wish.lease.device and lease.holder != wish.lease.holder]
+        uses = [
+            lease.use
+            for lease in self.held
+            if lease.device == wish.lease.device and lease.holder != wish.lease.holder
+        ]
         if {"build", "measure"} & set(uses):
             return None
         if wish.lease.use == "build" or "serve" not in uses:
             return wish.lease
-        return replace(wish.lease, contended=True) if (now - wish.since).total_seconds() >= wish.patience_s else None
+        return (
+            replace(wish.lease, contended=True)
+            if (now - wish.since).total_seconds() >= wish.patience_s
+            else None
+        )

@@ -11,9 +11,21 @@ from google.protobuf.message import DecodeError, Message
 
 from service.auth import Caller
 from service.codecs.oip import REFUSED, timing_parameters
-from service.codecs.tensors import Array, array_from, datatype_of, dtype_of, dtype_of_datatype, shape_from
+from service.codecs.tensors import (
+    Array,
+    array_from,
+    datatype_of,
+    dtype_of,
+    dtype_of_datatype,
+    shape_from,
+)
 from service.errors import Unprocessable
-from service.grpc.grpc_service_pb2 import InferParameter, InferTensorContents, ModelInferRequest, ModelInferResponse
+from service.grpc.grpc_service_pb2 import (
+    InferParameter,
+    InferTensorContents,
+    ModelInferRequest,
+    ModelInferResponse,
+)
 from service.inference import InferAnswer, InferRequest
 
 _Kind = type[np.generic]
@@ -33,7 +45,9 @@ _Input = ModelInferRequest.InferInputTensor
 _Parameters = Mapping[str, InferParameter]
 
 
-def request_from(message: ModelInferRequest, caller: Caller, deadline_s: float | None) -> InferRequest:
+def request_from(
+    message: ModelInferRequest, caller: Caller, deadline_s: float | None
+) -> InferRequest:
     """What is asked; `deadline_s` is the time that the client's deadline leaves. Unprocessable names what is at fault."""
     _check_parameters(message.parameters, "the request")
     for output in message.outputs:
@@ -55,7 +69,9 @@ def parsed(kind: type[Sent], data: bytes) -> Sent:
     try:
         found: Sent = kind.FromString(data)
     except DecodeError as error:
-        raise Unprocessable(f"this is no {kind.DESCRIPTOR.full_name}: {error}", "send what the protocol defines") from None
+        raise Unprocessable(
+            f"this is no {kind.DESCRIPTOR.full_name}: {error}", "send what the protocol defines"
+        ) from None
     return found
 
 
@@ -67,7 +83,9 @@ def message_from(answer: InferAnswer) -> ModelInferResponse:
         id=answer.id,
         parameters={name: _parameter(value) for name, value in timing_parameters(answer).items()},
         outputs=[
-            ModelInferResponse.InferOutputTensor(name=name, datatype=datatype_of(array.dtype.name), shape=array.shape)
+            ModelInferResponse.InferOutputTensor(
+                name=name, datatype=datatype_of(array.dtype.name), shape=array.shape
+            )
             for name, array in answer.outputs.items()
         ],
         raw_output_contents=[array.tobytes() for array in answer.outputs.values()],
@@ -77,7 +95,10 @@ def message_from(answer: InferAnswer) -> ModelInferResponse:
 def version_from(text: str) -> int | None:
     """A version as clients write it; None: the current one."""
     if text and not (text.isascii() and text.isdecimal() and len(text) < 16 and int(text) > 0):
-        raise Unprocessable(f"expected a version to be a whole number from 1, got '{text[:40]}'", "leave it out for the current one")
+        raise Unprocessable(
+            f"expected a version to be a whole number from 1, got '{text[:40]}'",
+            "leave it out for the current one",
+        )
     return int(text) if text else None
 
 
@@ -85,7 +106,10 @@ def inputs_from(message: ModelInferRequest) -> dict[str, Array]:
     """The tensors of a request, by name."""
     inputs, raw = message.inputs, message.raw_input_contents
     if raw and len(raw) != len(inputs):
-        raise Unprocessable(f"expected raw_input_contents of all {len(inputs)} inputs, got {len(raw)}", "send one for each input, in their order")
+        raise Unprocessable(
+            f"expected raw_input_contents of all {len(inputs)} inputs, got {len(raw)}",
+            "send one for each input, in their order",
+        )
     found: dict[str, Array] = {}
     for number, each in enumerate(inputs):
         _check_parameters(each.parameters, each.name)
@@ -97,25 +121,46 @@ def inputs_from(message: ModelInferRequest) -> dict[str, Array]:
 
 def _array_from_raw(tensor: _Input, buffer: bytes) -> Array:
     if _filled(tensor.contents):
-        raise Unprocessable(f"input '{tensor.name}' comes in `contents` and in raw_input_contents", "send it in one of them")
+        raise Unprocessable(
+            f"input '{tensor.name}' comes in `contents` and in raw_input_contents",
+            "send it in one of them",
+        )
     dtype = dtype_of_datatype(tensor.name, tensor.datatype)
     return array_from(tensor.name, dtype, shape_from(tensor.name, tuple(tensor.shape)), buffer)
 
 
 def _array_from_contents(tensor: _Input) -> Array:
-    name, dtype, shape = tensor.name, dtype_of_datatype(tensor.name, tensor.datatype), shape_from(tensor.name, tuple(tensor.shape))
+    name, dtype, shape = (
+        tensor.name,
+        dtype_of_datatype(tensor.name, tensor.datatype),
+        shape_from(tensor.name, tuple(tensor.shape)),
+    )
     if tensor.datatype not in CONTENTS:
-        raise Unprocessable(f"input '{name}': `contents` has no field for {tensor.datatype}", "send it in raw_input_contents")
+        raise Unprocessable(
+            f"input '{name}': `contents` has no field for {tensor.datatype}",
+            "send it in raw_input_contents",
+        )
     field, kind = CONTENTS[tensor.datatype]
     if wrong := [other for other in _filled(tensor.contents) if other != field]:
-        raise Unprocessable(f"input '{name}' is {tensor.datatype}: expected its values in {field}, got some in {', '.join(wrong)}", f"use {field}")
+        raise Unprocessable(
+            f"input '{name}' is {tensor.datatype}: expected its values in {field}, got some in {', '.join(wrong)}",
+            f"use {field}",
+        )
     values = getattr(tensor.contents, field)
     if len(values) != math.prod(shape):
-        raise Unprocessable(f"input '{name}': shape {list(shape)} has {math.prod(shape)} values, got {len(values)}", "send exactly as many")
+        raise Unprocessable(
+            f"input '{name}': shape {list(shape)} has {math.prod(shape)} values, got {len(values)}",
+            "send exactly as many",
+        )
     sent = np.array(values, kind)
-    array: Array = sent.astype(dtype_of(name, dtype), copy=False)  # narrow integers travel as 32 bits
+    array: Array = sent.astype(
+        dtype_of(name, dtype), copy=False
+    )  # narrow integers travel as 32 bits
     if array.dtype != sent.dtype and (array != sent).any():
-        raise Unprocessable(f"input '{name}' is {tensor.datatype}: a value is out of its range", "send values that fit")
+        raise Unprocessable(
+            f"input '{name}' is {tensor.datatype}: a value is out of its range",
+            "send values that fit",
+        )
     return array.reshape(shape)
 
 
@@ -126,7 +171,10 @@ def _filled(contents: InferTensorContents) -> list[str]:
 def _check_parameters(parameters: _Parameters, where: str) -> None:
     """Unprocessable where a parameter would change what is computed, and this server does not know it."""
     if refused := [name for name in REFUSED if name in parameters and _value(parameters[name])]:
-        raise Unprocessable(f"{where}: this server has no `{refused[0]}`", "ServerMetadata lists the extensions that it has")
+        raise Unprocessable(
+            f"{where}: this server has no `{refused[0]}`",
+            "ServerMetadata lists the extensions that it has",
+        )
 
 
 def _timeout_s(parameters: _Parameters) -> float | None:
@@ -135,7 +183,10 @@ def _timeout_s(parameters: _Parameters) -> float | None:
     if value is None:
         return None
     if type(value) is not int or value < 0:
-        raise Unprocessable(f"expected `timeout` to be a number of microseconds, got {value!r:.40}", "leave it out for the model's own")
+        raise Unprocessable(
+            f"expected `timeout` to be a number of microseconds, got {value!r:.40}",
+            "leave it out for the model's own",
+        )
     return value / 1e6 or None
 
 

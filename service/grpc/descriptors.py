@@ -15,7 +15,9 @@ from google.protobuf.message_factory import GetMessageClass
 
 def _filled() -> DescriptorPool:
     pool = DescriptorPool()
-    for file in FileDescriptorSet.FromString((Path(__file__).parent / "descriptors.binpb").read_bytes()).file:
+    for file in FileDescriptorSet.FromString(
+        (Path(__file__).parent / "descriptors.binpb").read_bytes()
+    ).file:
         pool.AddSerializedFile(file.SerializeToString())
     return pool
 
@@ -28,5 +30,12 @@ HEALTH = POOL.FindServiceByName("grpc.health.v1.Health")
 def names_of(file: str) -> dict[str, object]:
     """What a module of generated code would hold: the file's message classes, and the numbers of its enums' values."""
     found = POOL.FindFileByName(file)
-    numbers = {value.name: value.number for enum in found.enum_types_by_name.values() for value in enum.values}
-    return {**{name: GetMessageClass(message) for name, message in found.message_types_by_name.items()}, **numbers}
+    numbers = {
+        value.name: value.number
+        for enum in found.enum_types_by_name.values()
+        for value in enum.values
+    }
+    return {
+        **{name: GetMessageClass(message) for name, message in found.message_types_by_name.items()},
+        **numbers,
+    }

@@ -38,7 +38,11 @@ from service.offload.pool import HELP_FROM_BYTES, Helpers
 Context = ServicerContext[bytes, bytes]
 _Metadata = Sequence[tuple[str, str | bytes]]
 STREAM, WATCH = "ModelStreamInfer", "Watch"
-NAMES: Mapping[str, str] = {f"/{service.full_name}/{name}": name for service in (SERVICE, HEALTH) for name in service.methods_by_name}
+NAMES: Mapping[str, str] = {
+    f"/{service.full_name}/{name}": name
+    for service in (SERVICE, HEALTH)
+    for name in service.methods_by_name
+}
 
 
 @dataclass(slots=True)
@@ -59,19 +63,29 @@ class Edge(grpc.GenericRpcHandler):
         self._service, self.stopping = service, asyncio.Event()
         self._helpers = Helpers(module="service.grpc.offload_worker")
 
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[bytes, bytes]:
         """gRPC's name for: how is this call handled?"""
         metadata: _Metadata = handler_call_details.invocation_metadata
-        return grpc.stream_stream_rpc_method_handler(functools.partial(self._handle, handler_call_details.method, metadata))
+        return grpc.stream_stream_rpc_method_handler(
+            functools.partial(self._handle, handler_call_details.method, metadata)
+        )
 
-    async def _handle(self, path: str, metadata: _Metadata, requests: AsyncIterable[bytes], context: Context) -> None:
+    async def _handle(
+        self, path: str, metadata: _Metadata, requests: AsyncIterable[bytes], context: Context
+    ) -> None:
         given = {name: value for name, value in metadata if isinstance(value, str)}
         told = _Told(time.perf_counter(), request_id_from(given.get("x-request-id", "")))
         context.set_trailing_metadata((("x-request-id", told.request_id),))
         try:
             await self._answer(path, given, requests, context, told)
         except asyncio.CancelledError:
-            told.status = grpc.StatusCode.DEADLINE_EXCEEDED if _left_s(context) == 0 else grpc.StatusCode.CANCELLED
+            told.status = (
+                grpc.StatusCode.DEADLINE_EXCEEDED
+                if _left_s(context) == 0
+                else grpc.StatusCode.CANCELLED
+            )
             raise
         except Exception as error:  # noqa: BLE001  the edge of a call: its fault is not that of the others
             answer = answer_error(error, told.request_id, self._service.folders)
@@ -82,7 +96,14 @@ class Edge(grpc.GenericRpcHandler):
         finally:
             self._tell(path, told)
 
-    async def _answer(self, path: str, given: Mapping[str, str], requests: AsyncIterable[bytes], context: Context, told: _Told) -> None:
+    async def _answer(
+        self,
+        path: str,
+        given: Mapping[str, str],
+        requests: AsyncIterable[bytes],
+        context: Context,
+        told: _Told,
+    ) -> None:
         name = _name(path)
         method = _method(name)
         told.caller = await self._caller(method, given)  # before anything is read
@@ -107,10 +128,14 @@ class Edge(grpc.GenericRpcHandler):
             if name == WATCH:
                 await watch(self._service, message, write, self.stopping)
             else:
-                await write(await method.does(Call(self._service, told.caller, _left_s(context)), message))
+                await write(
+                    await method.does(Call(self._service, told.caller, _left_s(context)), message)
+                )
             return
         most = self._service.settings.max_infer_bytes
-        raise Unprocessable("the call brought no message that could be read", f"send one of at most {most} bytes")
+        raise Unprocessable(
+            "the call brought no message that could be read", f"send one of at most {most} bytes"
+        )
 
     async def _caller(self, method: Method, given: Mapping[str, str]) -> Caller:
         if method.may == "anybody":
@@ -123,7 +148,11 @@ class Edge(grpc.GenericRpcHandler):
 
     async def _read(self, method: Method, request: bytes) -> Any:
         """The message. Long lists of numbers are read by a helper: they would hold up all others."""
-        if method.takes is pb.ModelInferRequest and len(request) > HELP_FROM_BYTES and typed_bytes(request) > HELP_FROM_BYTES:
+        if (
+            method.takes is pb.ModelInferRequest
+            and len(request) > HELP_FROM_BYTES
+            and typed_bytes(request) > HELP_FROM_BYTES
+        ):
             _, request = await self._helpers.ask(raw_form.__name__, [request])
         return parsed(method.takes, request)
 
@@ -147,7 +176,9 @@ class Edge(grpc.GenericRpcHandler):
             said = ""
         except Exception as error:  # noqa: BLE001  the edge of a request
             asked = without_tensors(request)
-            answer = pb.ModelInferResponse(id=asked.id, model_name=asked.model_name, model_version=asked.model_version)
+            answer = pb.ModelInferResponse(
+                id=asked.id, model_name=asked.model_name, model_version=asked.model_version
+            )
             said = details_of(answer_error(error, request_id, self._service.folders))
         answer.parameters["triton_final_response"].bool_param = True
         return pb.ModelStreamInferResponse(error_message=said, infer_response=answer)
@@ -179,7 +210,10 @@ def _method(name: str) -> Method:
     if name in METHODS:
         return METHODS[name]
     if name in SERVICE.methods_by_name:
-        raise MethodNotAllowed(f"this server has no {name}", "send tensors in the request; what is logged and traced is a setting of the service")
+        raise MethodNotAllowed(
+            f"this server has no {name}",
+            "send tensors in the request; what is logged and traced is a setting of the service",
+        )
     ours = ", ".join(each for each in METHODS if each in SERVICE.methods_by_name)
     raise MethodNotAllowed(f"'{name}' is no method of {SERVICE.full_name}", f"it has {ours}")
 

@@ -18,11 +18,20 @@ def generate(out: Path) -> None:
 
     protos = FOLDER / "protos"
     names = sorted(file.name for file in protos.glob("*.proto"))
-    given = [f"--proto_path={protos}", f"--pyi_out={out}", f"--descriptor_set_out={out / 'descriptors.binpb'}", *names]
+    given = [
+        f"--proto_path={protos}",
+        f"--pyi_out={out}",
+        f"--descriptor_set_out={out / 'descriptors.binpb'}",
+        *names,
+    ]
     if protoc.main(["protoc", *given]):
         raise RuntimeError("protoc has refused the definitions; it says why above")
     for stub in out.glob("*_pb2.pyi"):  # protoc writes imports as if the files lay at the top
-        stub.write_text(stub.read_text(encoding="utf-8").replace("import model_config_pb2 as", "from service.grpc import model_config_pb2 as"))
+        stub.write_text(
+            stub.read_text(encoding="utf-8").replace(
+                "import model_config_pb2 as", "from service.grpc import model_config_pb2 as"
+            )
+        )
 
 
 if __name__ == "__main__":

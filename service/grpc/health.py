@@ -18,12 +18,17 @@ NAMES = ("", SERVICE.full_name)
 def check(service: Service, message: HealthCheckRequest) -> HealthCheckResponse:
     """Whether requests are taken; NotFound for a service that is not here."""
     if message.service not in NAMES:
-        raise NotFound(f"no service '{message.service[:80]}'", f"leave it out, or ask for {SERVICE.full_name}")
+        raise NotFound(
+            f"no service '{message.service[:80]}'", f"leave it out, or ask for {SERVICE.full_name}"
+        )
     return _told(service, message)
 
 
 async def watch(
-    service: Service, message: HealthCheckRequest, write: Callable[[HealthCheckResponse], Awaitable[None]], stopping: asyncio.Event
+    service: Service,
+    message: HealthCheckRequest,
+    write: Callable[[HealthCheckResponse], Awaitable[None]],
+    stopping: asyncio.Event,
 ) -> None:
     """The status now, and whenever it has changed, until the port closes."""
     last = None

@@ -52,7 +52,9 @@ async def server_ready(call: Call, message: pb.ServerReadyRequest) -> Message:
 
 
 async def server_metadata(call: Call, message: pb.ServerMetadataRequest) -> Message:
-    return ParseDict(oip_documents.server_metadata(distribution.version()), pb.ServerMetadataResponse())
+    return ParseDict(
+        oip_documents.server_metadata(distribution.version()), pb.ServerMetadataResponse()
+    )
 
 
 async def model_ready(call: Call, message: pb.ModelReadyRequest) -> Message:
@@ -73,7 +75,9 @@ async def model_metadata(call: Call, message: pb.ModelMetadataRequest) -> Messag
 
 
 async def model_config(call: Call, message: pb.ModelConfigRequest) -> Message:
-    found = call.service.serving.find(call.caller, message.name or None, version_from(message.version))
+    found = call.service.serving.find(
+        call.caller, message.name or None, version_from(message.version)
+    )
     return ParseDict({"config": oip_documents.model_config(found)}, pb.ModelConfigResponse())
 
 
@@ -82,12 +86,20 @@ async def model_statistics(call: Call, message: pb.ModelStatisticsRequest) -> Me
     serving, version = call.service.serving, version_from(message.version)
     if message.name:
         serving.find(call.caller, message.name, version)
-    found = [each for each in serving.statistics(call.caller) if message.name in ("", each.model) and version in (None, each.version)]
+    found = [
+        each
+        for each in serving.statistics(call.caller)
+        if message.name in ("", each.model) and version in (None, each.version)
+    ]
     return ParseDict(oip_documents.statistics(found), pb.ModelStatisticsResponse())
 
 
 async def repository_index(call: Call, message: pb.RepositoryIndexRequest) -> Message:
-    found = [each for each in call.service.serving.served(call.caller) if each.state == "ready" or not message.ready]
+    found = [
+        each
+        for each in call.service.serving.served(call.caller)
+        if each.state == "ready" or not message.ready
+    ]
     return ParseDict({"models": oip_documents.index(found)}, pb.RepositoryIndexResponse())
 
 
@@ -105,7 +117,9 @@ async def unload(call: Call, message: pb.RepositoryModelUnloadRequest) -> Messag
 
 
 async def infer(call: Call, message: pb.ModelInferRequest) -> pb.ModelInferResponse:
-    return message_from(await call.service.serving.infer(request_from(message, call.caller, call.deadline_s)))
+    return message_from(
+        await call.service.serving.infer(request_from(message, call.caller, call.deadline_s))
+    )
 
 
 async def check(call: Call, message: HealthCheckRequest) -> Message:

@@ -24,19 +24,31 @@ class RpcServer:
         self._server = grpc.aio.server(
             handlers=[self._edge],
             options=[
-                ("grpc.max_receive_message_length", min(settings.max_infer_bytes, _MOST_BYTES)),  # after decompression
+                (
+                    "grpc.max_receive_message_length",
+                    min(settings.max_infer_bytes, _MOST_BYTES),
+                ),  # after decompression
                 ("grpc.max_send_message_length", -1),
-                ("grpc.so_reuseport", 0),  # else a second server would share the port, and take half of the calls
+                (
+                    "grpc.so_reuseport",
+                    0,
+                ),  # else a second server would share the port, and take half of the calls
             ],
         )
         host = settings.host.strip("[]")
         name = f"[{host}]" if ":" in host else host
         try:
             address = f"{name}:{settings.rpc_port}"
-            port = self._server.add_secure_port(address, _credentials(tls)) if tls else self._server.add_insecure_port(address)
+            port = (
+                self._server.add_secure_port(address, _credentials(tls))
+                if tls
+                else self._server.add_insecure_port(address)
+            )
         except RuntimeError as error:
             step = "give another CRUCIBLE_SERVICE_GRPC_PORT, or do without gRPC: CRUCIBLE_SERVICE_GRPC=false"
-            raise HostError(f"cannot listen on {host}, port {settings.rpc_port}, for gRPC", step) from error
+            raise HostError(
+                f"cannot listen on {host}, port {settings.rpc_port}, for gRPC", step
+            ) from error
         self.address = f"{name}:{port}"
 
     async def start(self) -> None:

@@ -16,7 +16,12 @@ Answering = Callable[[bytes], Coroutine[None, None, Answer]]
 Writing = Callable[[Answer], Awaitable[None]]
 
 
-async def answer_each(requests: AsyncIterable[bytes], answer: Answering[Answer], write: Writing[Answer], stopping: asyncio.Event) -> None:
+async def answer_each(
+    requests: AsyncIterable[bytes],
+    answer: Answering[Answer],
+    write: Writing[Answer],
+    stopping: asyncio.Event,
+) -> None:
     """Answer until the requests end; once the server stops, those that have come. Unavailable tells the client then why it hears no more.
 
     Cancelling cancels every answer that is not written.

@@ -10,13 +10,17 @@ from service.grpc.grpc_service_pb2 import ModelInferRequest
 
 MOST_FIELDS = 10_000  # that are looked at one by one
 VARINT, LENGTH, FIXED = 0, 2, {1: 8, 5: 4}  # protobuf's wire types, the fixed ones with their bytes
-_NUMBERS = {name: field.number for name, field in ModelInferRequest.DESCRIPTOR.fields_by_name.items()}
+_NUMBERS = {
+    name: field.number for name, field in ModelInferRequest.DESCRIPTOR.fields_by_name.items()
+}
 
 
 def typed_bytes(data: bytes) -> int:
     """How long the inputs are, besides raw bytes; all of it, if that cannot be told."""
     try:
-        return sum(end - begin for number, begin, end in _fields(data) if number == _NUMBERS["inputs"])
+        return sum(
+            end - begin for number, begin, end in _fields(data) if number == _NUMBERS["inputs"]
+        )
     except (IndexError, KeyError):
         return len(data)
 
@@ -26,7 +30,9 @@ def without_tensors(data: bytes) -> ModelInferRequest:
     tensors = {_NUMBERS["inputs"], _NUMBERS["raw_input_contents"]}
     try:
         rest: ModelInferRequest = ModelInferRequest.FromString(
-            b"".join(data[begin:end] for number, begin, end in _fields(data) if number not in tensors)
+            b"".join(
+                data[begin:end] for number, begin, end in _fields(data) if number not in tensors
+            )
         )
     except (IndexError, KeyError, DecodeError):
         return ModelInferRequest()

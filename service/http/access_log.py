@@ -45,12 +45,16 @@ class Observed:
         except Exception as error:  # noqa: BLE001  the edge of a request: its fault is not that of the others
             request_id = scope.get("state", {}).get("request_id", "")
             answer = answer_error(error, request_id, self._folders)
-            if not status:  # else the connection is cut, which tells the client that the answer is not whole
+            if (
+                not status
+            ):  # else the connection is cut, which tells the client that the answer is not whole
                 await send_answer(watched, answer, request_id)
         finally:
             self._tell(scope, status, sent, time.perf_counter() - begin)
 
-    def _tell(self, scope: MutableMapping[str, Any], status: int, sent: int, seconds: float) -> None:
+    def _tell(
+        self, scope: MutableMapping[str, Any], status: int, sent: int, seconds: float
+    ) -> None:
         route = getattr(scope.get("route"), "path", NO_ROUTE)
         method = scope["method"] if route != NO_ROUTE else NO_ROUTE
         self._metrics.requests.labels(method, route, str(status)).inc()

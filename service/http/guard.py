@@ -22,7 +22,9 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
-PUBLIC = frozenset({"/healthz", "/readyz", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready"})  # hold nothing that a key protects
+PUBLIC = frozenset(
+    {"/healthz", "/readyz", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready"}
+)  # hold nothing that a key protects
 UPLOADS = frozenset({"/compile"})
 INFER = "/infer"  # how every path ends that takes tensors
 MOST_DIGITS = 18  # of a Content-Length
@@ -38,7 +40,12 @@ class Guard:
     """Lets a request through to `application` with its Caller and request id in the scope's state, or answers it."""
 
     def __init__(self, app: Application, settings: Settings, verify: Verify) -> None:
-        self._application, self._settings, self._verify, self._hosts = app, settings, verify, settings.hosts
+        self._application, self._settings, self._verify, self._hosts = (
+            app,
+            settings,
+            verify,
+            settings.hosts,
+        )
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -54,7 +61,9 @@ class Guard:
             await send_answer(send, answer_to(error), request_id)
             return
         body = _Counted(receive, send, self._limit(scope["path"]), request_id)
-        body.whole = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+        body.whole = (
+            headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+        )
         await self._application(scope, body.receive, body.send)
 
     async def _check(self, method: str, path: str, headers: dict[str, str]) -> Caller:
@@ -64,14 +73,23 @@ class Guard:
             self._check_origin(headers)
         caller = await self._caller(path, headers)
         length, limit = headers.get("content-length", "0"), self._limit(path)
-        if not (length.isascii() and length.isdigit() and len(length) <= MOST_DIGITS) or int(length) > limit:
-            raise TooLarge(f"a body of {length[:MOST_DIGITS]} bytes, expected at most {limit}", "send less, or have the service's limit raised")
+        if (
+            not (length.isascii() and length.isdigit() and len(length) <= MOST_DIGITS)
+            or int(length) > limit
+        ):
+            raise TooLarge(
+                f"a body of {length[:MOST_DIGITS]} bytes, expected at most {limit}",
+                "send less, or have the service's limit raised",
+            )
         return caller
 
     def _check_host(self, host: str) -> None:
         name = re.sub(r":\d+$", "", host).lower()
         if name not in self._hosts:
-            raise WrongHost(f"this service does not answer to the name '{name}'", "whoever runs it can add the name: CRUCIBLE_SERVICE_ALLOWED_HOSTS")
+            raise WrongHost(
+                f"this service does not answer to the name '{name}'",
+                "whoever runs it can add the name: CRUCIBLE_SERVICE_ALLOWED_HOSTS",
+            )
 
     def _check_origin(self, headers: dict[str, str]) -> None:
         """A page from elsewhere must not act in the name of whoever looks at it, also where no key is needed."""
@@ -81,7 +99,8 @@ class Guard:
         name = urlsplit(origin or "").netloc.rpartition("@")[2]
         if not name or name.lower() != headers.get("host", "").lower():
             raise Forbidden(
-                f"a request from another site ('{origin or 'not named'}') may change nothing here", "send it from a program, or from this site"
+                f"a request from another site ('{origin or 'not named'}') may change nothing here",
+                "send it from a program, or from this site",
             )
 
     async def _caller(self, path: str, headers: dict[str, str]) -> Caller:
@@ -120,12 +139,19 @@ class _Counted:
         if message["type"] == "http.response.start":
             self._started = True
             closing = () if self.whole else ((b"connection", b"close"),)
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self._request_id.encode()), *closing]
+            message["headers"] = [
+                *message.get("headers", ()),
+                (b"x-request-id", self._request_id.encode()),
+                *closing,
+            ]
         await self._send(message)
 
     async def _refuse(self) -> None:
         if not self._started and not self._over:
-            error = TooLarge(f"a body of more than {self._limit} bytes", "send less, or have the service's limit raised")
+            error = TooLarge(
+                f"a body of more than {self._limit} bytes",
+                "send less, or have the service's limit raised",
+            )
             await send_answer(self._send, answer_to(error), self._request_id)
         self._over = True
 
@@ -137,7 +163,15 @@ def _headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
 async def send_answer(send: Send, answer: Answer, request_id: str) -> None:
     """Answer in the place of the application; the connection is closed, so that nothing more of the request is read."""
     body = answer.json
-    fixed = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", "x-request-id": request_id}
-    headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in {**fixed, **answer.headers}.items()]
+    fixed = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "connection": "close",
+        "x-request-id": request_id,
+    }
+    headers = [
+        (name.lower().encode(), value.encode("latin-1"))
+        for name, value in {**fixed, **answer.headers}.items()
+    ]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

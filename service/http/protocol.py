@@ -26,7 +26,9 @@ TENSORS_FROM_BYTES = 65536  # from here on uvicorn would stop reading until a pi
 
 def protocol() -> Any:
     """What makes the connections of one server, as uvicorn's `http` wants it."""
-    piece = memoryview(bytearray(PIECE_BYTES))  # of all of them: it is emptied before the next one reads
+    piece = memoryview(
+        bytearray(PIECE_BYTES)
+    )  # of all of them: it is emptied before the next one reads
     return lambda *arguments, **options: Connection(piece, Http(*arguments, **options))
 
 
@@ -67,8 +69,12 @@ class Http(HttpToolsProtocol):
     """Refuses what is no request in the form of all refusals, and heads without end, in bytes or in time, which uvicorn would wait for and keep."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.rest: memoryview | None = None  # of tensors, where it is to lie; None: what comes is for the parser
-        self._whole: memoryview | None = None  # tensors that are being read, and have not been handed over
+        self.rest: memoryview | None = (
+            None  # of tensors, where it is to lie; None: what comes is for the parser
+        )
+        self._whole: memoryview | None = (
+            None  # tensors that are being read, and have not been handed over
+        )
         self._in_head = self._begun = False
         self._head_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
@@ -82,12 +88,16 @@ class Http(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_deadline()
         if self.cycle is not None:
-            vars(self.cycle).pop("receive", None)  # nobody asked for these tensors: it and its cycle would hold each other
+            vars(self.cycle).pop(
+                "receive", None
+            )  # nobody asked for these tensors: it and its cycle would hold each other
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self._in_head and not self._begun:  # the piece in which it begins may hold the end of another request
+        if (
+            self._in_head and not self._begun
+        ):  # the piece in which it begins may hold the end of another request
             self._head_bytes += len(data)
             if self._head_bytes > MOST_HEAD_BYTES:
                 self._refuse(_too_large())
@@ -104,11 +114,20 @@ class Http(HttpToolsProtocol):
         self._forget_deadline()
         headers = dict(self.headers)
         length = headers.get(b"content-length", b"0")  # a chunked body has none
-        if self.parser.should_upgrade() and (length.strip(b"0") or b"transfer-encoding" in headers):  # the parser takes such a body for a request
-            self._refuse(NoRequest("a request with a body asks for another protocol", "send it as HTTP/1.1 without an Upgrade header"))
+        if self.parser.should_upgrade() and (
+            length.strip(b"0") or b"transfer-encoding" in headers
+        ):  # the parser takes such a body for a request
+            self._refuse(
+                NoRequest(
+                    "a request with a body asks for another protocol",
+                    "send it as HTTP/1.1 without an Upgrade header",
+                )
+            )
             return
         super().on_headers_complete()
-        if self.pipeline or not self.scope["path"].endswith(INFER) or len(length) > MOST_DIGITS:  # what waits goes uvicorn's way
+        if (
+            self.pipeline or not self.scope["path"].endswith(INFER) or len(length) > MOST_DIGITS
+        ):  # what waits goes uvicorn's way
             return
         if int(length) > TENSORS_FROM_BYTES:
             self.flow.pause_reading()  # until the application asks for it: by then Guard has seen how long it is
@@ -117,8 +136,12 @@ class Http(HttpToolsProtocol):
 
     async def _receive_tensors(self, cycle: RequestResponseCycle, length: int) -> Any:
         """ASGI's `receive` of the application: first the whole body, then that the client has gone. May be cancelled, and called again."""
-        vars(cycle).pop("receive", None)  # it has been handed over: kept, it and its cycle would hold each other
-        if self._whole is None and cycle.more_body:  # else all came with the head, or is on its way, or has been taken
+        vars(cycle).pop(
+            "receive", None
+        )  # it has been handed over: kept, it and its cycle would hold each other
+        if (
+            self._whole is None and cycle.more_body
+        ):  # else all came with the head, or is on its way, or has been taken
             self._whole = np.empty(length, np.uint8).data
             self._whole[: len(cycle.body)] = cycle.body
             self.rest = self._whole[len(cycle.body) :]
@@ -136,7 +159,9 @@ class Http(HttpToolsProtocol):
         self.rest = self.rest[count:]
         if not self.rest:
             self.rest = None
-            self.parser = httptools.HttpRequestParser(self)  # the last one waits for a body that it will not see
+            self.parser = httptools.HttpRequestParser(
+                self
+            )  # the last one waits for a body that it will not see
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
             self.on_message_complete()
 
@@ -157,7 +182,12 @@ class Http(HttpToolsProtocol):
         if len(self.url) >= MOST_HEAD_BYTES:
             self._refuse(_too_large())
         else:
-            self._refuse(NoRequest("this is no HTTP/1.1 request", "send one with an HTTP client; bytes that no URL holds are written as %XX"))
+            self._refuse(
+                NoRequest(
+                    "this is no HTTP/1.1 request",
+                    "send one with an HTTP client; bytes that no URL holds are written as %XX",
+                )
+            )
 
     def _refuse(self, error: ServiceError) -> None:
         if self.transport.is_closing():
@@ -169,4 +199,7 @@ class Http(HttpToolsProtocol):
 
 
 def _too_large() -> TooLargeHead:
-    return TooLargeHead(f"path, query and headers of more than {MOST_HEAD_BYTES} bytes", "send them shorter; data belongs into the body")
+    return TooLargeHead(
+        f"path, query and headers of more than {MOST_HEAD_BYTES} bytes",
+        "send them shorter; data belongs into the body",
+    )

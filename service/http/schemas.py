@@ -10,11 +10,22 @@ from pydantic import ConfigDict, Field
 from pipeline.core import Frozen
 from pipeline.measurement.measure import Interval, Samples
 from pipeline.report.render import HTML_NAME, JSON_NAME, MARKDOWN_NAME
-from pipeline.results.report import BenchmarkReport, Candidate, LatencyRow, Report, ValidationReport, Verdict
+from pipeline.results.report import (
+    BenchmarkReport,
+    Candidate,
+    LatencyRow,
+    Report,
+    ValidationReport,
+    Verdict,
+)
 from pipeline.results.report import State as CandidateState
 from service.jobs.state import Failure, Job, Measures, Progress, State
 
-FORMS = {"application/json": JSON_NAME, "text/markdown": MARKDOWN_NAME, "text/html": HTML_NAME}  # of reports, by what Accept asks for
+FORMS = {
+    "application/json": JSON_NAME,
+    "text/markdown": MARKDOWN_NAME,
+    "text/html": HTML_NAME,
+}  # of reports, by what Accept asks for
 EXAMPLE_ID = "01931f3a5b2c07d1e9a44c6f2"
 
 
@@ -25,7 +36,9 @@ def _example(**values: Any) -> ConfigDict:
 class Refusal(Frozen):
     """The body of every answer that is no success."""
 
-    model_config = _example(error="no job '17'", code="service.not_found", next="GET /jobs lists yours")
+    model_config = _example(
+        error="no job '17'", code="service.not_found", next="GET /jobs lists yours"
+    )
 
     error: str = Field(description="What was expected, and what came")
     code: str = Field(description="Stable; for programs")
@@ -57,11 +70,23 @@ class JobView(Frozen):
         attempt=1,
         estimate_s=95.0,
         elapsed_s=42.1,
-        progress={"stage": "build", "subject": "onnxruntime int8", "fraction": 0.4, "text": "", "elapsed_s": 3.2, "estimate_s": 8.0},
+        progress={
+            "stage": "build",
+            "subject": "onnxruntime int8",
+            "fraction": 0.4,
+            "text": "",
+            "elapsed_s": 3.2,
+            "estimate_s": 8.0,
+        },
         verdict=None,
         winner=None,
         failure=None,
-        links={"job": f"/jobs/{EXAMPLE_ID}", "events": f"/jobs/{EXAMPLE_ID}/events", "log": f"/jobs/{EXAMPLE_ID}/log", "report": None},
+        links={
+            "job": f"/jobs/{EXAMPLE_ID}",
+            "events": f"/jobs/{EXAMPLE_ID}/events",
+            "log": f"/jobs/{EXAMPLE_ID}/log",
+            "report": None,
+        },
     )
 
     id: str
@@ -69,14 +94,25 @@ class JobView(Frozen):
     owner: str
     state: State
     device: str
-    measures: Measures | None = Field(default=None, description="Of a benchmark: the model and the version that it measures; null: it compiles")
+    measures: Measures | None = Field(
+        default=None,
+        description="Of a benchmark: the model and the version that it measures; null: it compiles",
+    )
     created: str
     started: str | None
     finished: str | None
-    attempt: int = Field(description="How often it was started: more than once if the server was restarted meanwhile")
-    estimate_s: float | None = Field(description="How long your jobs of this name usually take on this device; null if none has succeeded")
-    elapsed_s: float | None = Field(description="Of the last attempt, until now or its end; null before it")
-    progress: Progress | None = Field(description="The stage that runs; `estimate_s` is how long it usually takes here")
+    attempt: int = Field(
+        description="How often it was started: more than once if the server was restarted meanwhile"
+    )
+    estimate_s: float | None = Field(
+        description="How long your jobs of this name usually take on this device; null if none has succeeded"
+    )
+    elapsed_s: float | None = Field(
+        description="Of the last attempt, until now or its end; null before it"
+    )
+    progress: Progress | None = Field(
+        description="The stage that runs; `estimate_s` is how long it usually takes here"
+    )
     verdict: Verdict | None
     winner: str | None
     failure: Failure | None
@@ -87,7 +123,9 @@ class JobPage(Frozen):
     """Some jobs, newest first."""
 
     jobs: tuple[JobView, ...]
-    next: str | None = Field(description="Give it as `after` for the next page; null: this was the last")
+    next: str | None = Field(
+        description="Give it as `after` for the next page; null: this was the last"
+    )
 
 
 class Health(Frozen):
@@ -97,15 +135,26 @@ class Health(Frozen):
 def view_of_job(job: Job, now: dt.datetime) -> JobView:
     """What of a job is told. Not its child's pid, and not its identity."""
     here = f"/jobs/{job.id}"
-    links = Links(job=here, events=f"{here}/events", log=f"{here}/log", report=f"/reports/{job.id}" if job.state == "succeeded" else None)
+    links = Links(
+        job=here,
+        events=f"{here}/events",
+        log=f"{here}/log",
+        report=f"/reports/{job.id}" if job.state == "succeeded" else None,
+    )
     shared = JobView.model_fields.keys() & Job.model_fields.keys()
-    return JobView(**{name: getattr(job, name) for name in shared}, elapsed_s=_elapsed_s(job, now), links=links)
+    return JobView(
+        **{name: getattr(job, name) for name in shared}, elapsed_s=_elapsed_s(job, now), links=links
+    )
 
 
 def _elapsed_s(job: Job, now: dt.datetime) -> float | None:
     if job.started is None:
         return None
-    return job.took_s if job.finished else round(max(0.0, (now - dt.datetime.fromisoformat(job.started)).total_seconds()), 3)
+    return (
+        job.took_s
+        if job.finished
+        else round(max(0.0, (now - dt.datetime.fromisoformat(job.started)).total_seconds()), 3)
+    )
 
 
 # -- parts of reports --------------------------------------------------------------------------------------------------
@@ -130,7 +179,9 @@ class LatencyAt(Frozen):
     compute: Times
     download: Times
     throughput_per_s: float
-    ratio: Interval | None = Field(description="Baseline / this with its 95 % interval; null for the baseline itself")
+    ratio: Interval | None = Field(
+        description="Baseline / this with its 95 % interval; null for the baseline itself"
+    )
     ratio_missing: str = Field(default="", description="Why there is no ratio")
     peak_memory_bytes: int
 
@@ -175,7 +226,9 @@ class AccuracyView(Frozen):
 
 def latency_of_report(report: Report) -> LatencyView:
     """The speed in a report."""
-    measured = [candidate.benchmark for candidate in report.candidates if candidate.benchmark is not None]
+    measured = [
+        candidate.benchmark for candidate in report.candidates if candidate.benchmark is not None
+    ]
     return LatencyView(
         name=report.name,
         verdict=report.verdict,
@@ -204,15 +257,28 @@ def accuracy_of_report(report: Report) -> AccuracyView:
 
 def samples_of_report(report: Report) -> list[dict[str, Any]]:
     """Every raw value, by engine and shape: for analyses of one's own."""
-    measured = [report.baseline, *report.baselines, *(candidate.benchmark for candidate in report.candidates)]
-    return [benchmark.model_dump(mode="json", include={"label": True, "rows": {"__all__": RAW}}) for benchmark in measured if benchmark is not None]
+    measured = [
+        report.baseline,
+        *report.baselines,
+        *(candidate.benchmark for candidate in report.candidates),
+    ]
+    return [
+        benchmark.model_dump(mode="json", include={"label": True, "rows": {"__all__": RAW}})
+        for benchmark in measured
+        if benchmark is not None
+    ]
 
 
 RAW = {"sizes", "end_to_end", "upload", "compute", "download"}
 
 
 def _accuracy(candidate: Candidate) -> CandidateAccuracy:
-    return CandidateAccuracy(label=candidate.label, state=candidate.state, reason=candidate.reason, selection=candidate.selection)
+    return CandidateAccuracy(
+        label=candidate.label,
+        state=candidate.state,
+        reason=candidate.reason,
+        selection=candidate.selection,
+    )
 
 
 def _engine(benchmark: BenchmarkReport) -> EngineLatency:
@@ -234,5 +300,10 @@ def _latency(row: LatencyRow) -> LatencyAt:
 
 
 def _times(samples: Samples) -> Times:
-    median, p95, p99 = (None if (value := samples.percentile_or_absent(p)) is None else value * 1e3 for p in (50, 95, 99))
-    return Times(count=len(samples.values_s), median_ms=median, p95_ms=p95, p99_ms=p99, stable=samples.stable)
+    median, p95, p99 = (
+        None if (value := samples.percentile_or_absent(p)) is None else value * 1e3
+        for p in (50, 95, 99)
+    )
+    return Times(
+        count=len(samples.values_s), median_ms=median, p95_ms=p95, p99_ms=p99, stable=samples.stable
+    )

@@ -26,11 +26,15 @@ HEARTBEAT = format_sse_event(comment="heartbeat")
 RESTARTING = format_sse_event(event="server-restarting", data_str="{}", retry=2000)
 
 
-async def stream(service: Service, job_id: str, after: int, heartbeat_s: float = HEARTBEAT_S) -> AsyncIterator[bytes]:
+async def stream(
+    service: Service, job_id: str, after: int, heartbeat_s: float = HEARTBEAT_S
+) -> AsyncIterator[bytes]:
     """All events of a job with a number over `after`, those that are there and those to come."""
     with service.metrics.event_streams.track_inprogress():
         while True:
-            changed = service.runner.changed(job_id)  # before reading: what comes between is seen by the next round
+            changed = service.runner.changed(
+                job_id
+            )  # before reading: what comes between is seen by the next round
             try:
                 job, events = await service.read(partial(_look, service.jobs, job_id, after))
             except NotFound:  # removed meanwhile
@@ -57,4 +61,8 @@ def _look(jobs: JobStore, job_id: str, after: int) -> tuple[Job, tuple[StoredEve
 
 
 def _text(event: StoredEvent) -> bytes:
-    return format_sse_event(id=str(event.seq), event=event.kind, data_str=orjson.dumps({"at": event.at, **event.data}).decode())
+    return format_sse_event(
+        id=str(event.seq),
+        event=event.kind,
+        data_str=orjson.dumps({"at": event.at, **event.data}).decode(),
+    )

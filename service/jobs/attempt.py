@@ -23,9 +23,31 @@ from service import logs
 from service.devices.leases import Leases
 from service.devices.policy import Lease
 from service.jobs import limits as watchdog
-from service.jobs.messages import MOST_MESSAGES, BadMessage, Failed, Finished, Granted, Pace, Returned, Returns, Stage, Start, Wants
+from service.jobs.messages import (
+    MOST_MESSAGES,
+    BadMessage,
+    Failed,
+    Finished,
+    Granted,
+    Pace,
+    Returned,
+    Returns,
+    Stage,
+    Start,
+    Wants,
+)
 from service.jobs.publish import engine_digest, publish, take_over
-from service.jobs.state import Died, Failure, Job, JobEvent, Progress, StageSeen, StaleEvent, Started, Succeeded
+from service.jobs.state import (
+    Died,
+    Failure,
+    Job,
+    JobEvent,
+    Progress,
+    StageSeen,
+    StaleEvent,
+    Started,
+    Succeeded,
+)
 from service.jobs.worker_client import Child, environment_for
 from service.storage.layout import Folders
 
@@ -46,7 +68,9 @@ class Means:
     folders: Folders
     leases: Leases
     record: Record
-    worker: Sequence[str]  # the command of the child; gets the number of its end of the socket as last argument
+    worker: Sequence[
+        str
+    ]  # the command of the child; gets the number of its end of the socket as last argument
     limits: watchdog.Limits
     timeout_s: float
 
@@ -85,7 +109,9 @@ class Attempt:
         await asyncio.to_thread(work.prepare)
         plan = await asyncio.to_thread(means.folders.load_plan, self.job.id)
         environment = environment_for(self.job.id, self.job.device, work, os.environ)
-        child = await Child.start(means.worker, self.job.id, work, 2 * means.limits.disk_bytes, environment)  # the watchdog is to be first
+        child = await Child.start(
+            means.worker, self.job.id, work, 2 * means.limits.disk_bytes, environment
+        )  # the watchdog is to be first
         try:
             await means.record(self.job.id, Started(child.pid, child.started))
             log.info("job.started", job=self.job.id, pid=child.pid, device=self.job.device)
@@ -93,15 +119,27 @@ class Attempt:
             ending = await self._first_end(child)
         finally:
             await child.end()
-            await asyncio.to_thread(work.clear_temporary)  # or a job that has filled the disk leaves no space to store how it ended
+            await asyncio.to_thread(
+                work.clear_temporary
+            )  # or a job that has filled the disk leaves no space to store how it ended
         return await asyncio.to_thread(self._publish) if ending is None else ending
 
     def _start(self, name: str) -> Start:
         folders, job = self._means.folders, self.job
         compiled = folders.compiled(job.id) if job.measures else None
-        what = f"version {job.measures.version} of model '{job.measures.model}' measured again, " if job.measures else ""
+        what = (
+            f"version {job.measures.version} of model '{job.measures.model}' measured again, "
+            if job.measures
+            else ""
+        )
         command = f"a request to the service, {what}job {job.id} ('{name}')"
-        return Start(plan=folders.uploads(job.id) / "plan.json", work=self._work.root, shared=folders.home, compiled=compiled, command=command)
+        return Start(
+            plan=folders.uploads(job.id) / "plan.json",
+            work=self._work.root,
+            shared=folders.home,
+            compiled=compiled,
+            command=command,
+        )
 
     async def _got(self, lease: Lease) -> bool:
         """Wait for a lease; False if the attempt is stopped before."""
@@ -114,9 +152,16 @@ class Attempt:
 
     async def _first_end(self, child: Child) -> JobEvent | None:
         """What ends it first; None: the child says that the report is there."""
-        listening, watching = asyncio.ensure_future(self._listen(child)), asyncio.ensure_future(self._watch(child))
+        listening, watching = (
+            asyncio.ensure_future(self._listen(child)),
+            asyncio.ensure_future(self._watch(child)),
+        )
         try:
-            done, _ = await asyncio.wait((self._stop, watching, listening), timeout=self._means.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                (self._stop, watching, listening),
+                timeout=self._means.timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
             if self._stop in done:
                 return self._stop.result()
             if watching in done:
@@ -126,7 +171,13 @@ class Attempt:
         finally:
             await _cancelled(listening, watching)
         said = f"the job took longer than the {self._means.timeout_s:g} s it may, and was stopped"
-        return Died(Failure(code="job.timeout", message=said, next_step="retry it, which goes on from what is stored; or raise job_timeout_s"))
+        return Died(
+            Failure(
+                code="job.timeout",
+                message=said,
+                next_step="retry it, which goes on from what is stored; or raise job_timeout_s",
+            )
+        )
 
     async def _listen(self, child: Child) -> JobEvent | None:
         """Take the child's messages until its last."""
@@ -141,7 +192,9 @@ class Attempt:
                     case Stage():
                         await self._means.record(self.job.id, _seen(message))
                     case Wants():
-                        lease = await self._means.leases.ask(Lease(self.job.device, "measure", self.job.id), PATIENCE_S)
+                        lease = await self._means.leases.ask(
+                            Lease(self.job.device, "measure", self.job.id), PATIENCE_S
+                        )
                         await child.send(Granted(contended=lease.contended))
                     case Returns():
                         if measured := self._means.leases.measured(self.job.id, self.job.device):
@@ -149,7 +202,13 @@ class Attempt:
                     case Finished():
                         return None
                     case Failed():
-                        return Died(Failure(code=message.code, message=message.message, next_step=message.next_step))
+                        return Died(
+                            Failure(
+                                code=message.code,
+                                message=message.message,
+                                next_step=message.next_step,
+                            )
+                        )
                 count += 1
                 if count > MOST_MESSAGES:
                     raise BadMessage(f"more than {MOST_MESSAGES} messages")
@@ -158,7 +217,13 @@ class Attempt:
             return Died(watchdog.verdict(taken, self._means.limits) or await child.death())
         except BadMessage as error:
             said = f"the job's process does not keep to the protocol: {error}"
-            return Died(Failure(code="job.protocol", message=said, next_step="retry the job; its log tells what it did"))
+            return Died(
+                Failure(
+                    code="job.protocol",
+                    message=said,
+                    next_step="retry the job; its log tells what it did",
+                )
+            )
 
     async def _watch(self, child: Child) -> Failure:
         """Look every half second until the job takes too much."""
@@ -168,14 +233,19 @@ class Attempt:
             await asyncio.sleep(watchdog.EVERY_S)
 
     async def _taken(self, child: Child) -> watchdog.Sample:
-        return await asyncio.to_thread(watchdog.sample, child.pid, self._work.root, self._means.limits)
+        return await asyncio.to_thread(
+            watchdog.sample, child.pid, self._work.root, self._means.limits
+        )
 
     def _publish(self) -> JobEvent:
         place = self._means.folders.report(self.job.id)
         report = publish(self._work.out, place, self._means.folders)
         try:
             take_over(self._work, self._means.folders.home)
-        except (OSError, CrucibleError) as error:  # costs the next job time, not this one its report
+        except (
+            OSError,
+            CrucibleError,
+        ) as error:  # costs the next job time, not this one its report
             log.error("store.not_filled", job=self.job.id, error=str(error))
         return Succeeded(report.verdict, report.winner, engine_digest(place))
 
@@ -193,7 +263,12 @@ class Attempt:
             except CrucibleError as error:  # its row is damaged
                 log.error("job.not_stored", job=self.job.id, error=error.message)
                 return
-        log.info("job.ended", job=job.id, state=job.state, failure=job.failure.message if job.failure else None)
+        log.info(
+            "job.ended",
+            job=job.id,
+            state=job.state,
+            failure=job.failure.message if job.failure else None,
+        )
         await asyncio.to_thread(self._tidy, job)
 
     def _tidy(self, job: Job) -> None:

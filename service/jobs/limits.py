@@ -40,13 +40,22 @@ class Sample:
 def verdict(sample: Sample, limits: Limits) -> Failure | None:
     """Why the job must end; None if it need not."""
     checks = (
-        ("memory", sample.memory_bytes, limits.memory_bytes, "send a smaller model, smaller profiles, or a smaller calibration.batch"),
+        (
+            "memory",
+            sample.memory_bytes,
+            limits.memory_bytes,
+            "send a smaller model, smaller profiles, or a smaller calibration.batch",
+        ),
         ("disk", sample.disk_bytes, limits.disk_bytes, "send a smaller model or fewer candidates"),
     )
     for what, used, allowed, advice in checks:
         if used > allowed:
             said = f"the job used {used / GIB:.2f} GiB of {what}, more than the {allowed / GIB:.2f} GiB it may, and was stopped"
-            return Failure(code=f"job.{what}", message=said, next_step=f"{advice}; or raise the service's setting job_{what}_bytes")
+            return Failure(
+                code=f"job.{what}",
+                message=said,
+                next_step=f"{advice}; or raise the service's setting job_{what}_bytes",
+            )
     return None
 
 
@@ -72,7 +81,11 @@ def sample(pid: int, work: Path, limits: Limits) -> Sample:
     except psutil.NoSuchProcess:
         processes = []
     resident = sum(_resident(process) for process in processes)
-    memory = resident if resident <= limits.memory_bytes else sum(_proportional(process) for process in processes)
+    memory = (
+        resident
+        if resident <= limits.memory_bytes
+        else sum(_proportional(process) for process in processes)
+    )
     return Sample(memory, disk_use(work))
 
 

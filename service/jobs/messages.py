@@ -18,8 +18,12 @@ from pipeline.core import Frozen
 from pipeline.errors import CrucibleError
 from pipeline.execution.stage_runner import StageEvent
 
-LINE_BYTES = 128 * 1024  # the longest message: two texts of LONG_TEXT, of which each character may take six bytes in JSON
-MOST_MESSAGES = 20_000  # of one attempt, besides progress: a compile of 64 candidates sends about 2,000
+LINE_BYTES = (
+    128 * 1024
+)  # the longest message: two texts of LONG_TEXT, of which each character may take six bytes in JSON
+MOST_MESSAGES = (
+    20_000  # of one attempt, besides progress: a compile of 64 candidates sends about 2,000
+)
 PROGRESS_EVERY_S = 0.5
 TEXT, LONG_TEXT = 500, 8_000
 LONGEST_S = 1e9
@@ -47,7 +51,9 @@ class Start(Frozen):
     plan: Path
     work: Path
     shared: Path  # the store to read from, besides the work's own
-    compiled: Path | None = None  # the plan's report and engine, to be measured again; None: the plan is compiled
+    compiled: Path | None = (
+        None  # the plan's report and engine, to be measured again; None: the plan is compiled
+    )
     command: str  # for the report: how the compile was asked for
 
 
@@ -111,7 +117,9 @@ class Failed(Frozen):
 FromChild = Stage | Wants | Returns | Finished | Failed
 FromServer = Start | Granted | Returned
 _FROM_CHILD: TypeAdapter[FromChild] = TypeAdapter(Annotated[FromChild, Field(discriminator="kind")])
-_FROM_SERVER: TypeAdapter[FromServer] = TypeAdapter(Annotated[FromServer, Field(discriminator="kind")])
+_FROM_SERVER: TypeAdapter[FromServer] = TypeAdapter(
+    Annotated[FromServer, Field(discriminator="kind")]
+)
 
 
 def line_of(message: FromChild | FromServer) -> bytes:
@@ -152,7 +160,11 @@ def stage_from_event(event: StageEvent) -> Stage:
 
 def failed_from_error(error: CrucibleError) -> Failed:
     """A failure, with what does not fit cut off."""
-    return Failed(code=error.code, message=_cut(error.message, LONG_TEXT), next_step=_cut(error.next_step, LONG_TEXT))
+    return Failed(
+        code=error.code,
+        message=_cut(error.message, LONG_TEXT),
+        next_step=_cut(error.next_step, LONG_TEXT),
+    )
 
 
 def _cut(text: str, most: int) -> str:
@@ -170,7 +182,11 @@ class Pace:
         if stage.state != "progress":
             self._last = None
             return True
-        if self._last and self._last[:2] == (stage.stage, stage.subject) and now_s - self._last[2] < PROGRESS_EVERY_S:
+        if (
+            self._last
+            and self._last[:2] == (stage.stage, stage.subject)
+            and now_s - self._last[2] < PROGRESS_EVERY_S
+        ):
             return False
         self._last = (stage.stage, stage.subject, now_s)
         return True

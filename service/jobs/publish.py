@@ -14,7 +14,15 @@ from pathlib import Path
 from pipeline.core import Engine
 from pipeline.errors import CrucibleError, DamagedError, ModelError, StoreError, UserError
 from pipeline.execution.durations import History
-from pipeline.execution.store import MANIFEST, Manifest, Store, check_digest, check_files, digest_of, sync
+from pipeline.execution.store import (
+    MANIFEST,
+    Manifest,
+    Store,
+    check_digest,
+    check_files,
+    digest_of,
+    sync,
+)
 from pipeline.host.replace_folder import Exchange, exchange_names, replace_folder
 from pipeline.report.bundle import ENGINE_FILE, check_engine, read_engine
 from pipeline.report.render import FIGURES, HTML_NAME, JSON_NAME, MARKDOWN_NAME, load_report
@@ -28,7 +36,9 @@ EXPECTED = {JSON_NAME, MARKDOWN_NAME, HTML_NAME, FIGURES, ENGINE}
 DIGESTS = "sha256.json"  # of the three forms; the engine has a manifest of its own
 REPORT_FILES = (JSON_NAME, MARKDOWN_NAME, HTML_NAME)
 SEND_AGAIN = "send the model again: that makes a new job, which takes what is left from the store"
-MOST_REPORT_BYTES = 256 * 2**20  # raw samples make one of 64 candidates and several shapes some tens of MiB
+MOST_REPORT_BYTES = (
+    256 * 2**20
+)  # raw samples make one of 64 candidates and several shapes some tens of MiB
 MOST_HISTORY_BYTES, MOST_TIMES = 2**20, 1000
 TIMING = "timing"  # as pipeline.backends.timing_cache lays it out, which the server does not import
 CACHE, ABOUT = "cache.bin", "target.json"
@@ -56,7 +66,10 @@ def publish(
         _write_digests(out)
     except (CrucibleError, OSError, LookupError, TypeError, ValueError, RecursionError) as error:
         said = error.message if isinstance(error, CrucibleError) else str(error)
-        raise StoreError(f"the job ended with a report that does not hold: {said}", "retry the job; its log tells what it did") from error
+        raise StoreError(
+            f"the job ended with a report that does not hold: {said}",
+            "retry the job; its log tells what it did",
+        ) from error
     for path in out.rglob("*"):
         sync(path)
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +94,9 @@ def verified(out: Path) -> Report:
     """The report of a folder, if every file there is what it says it is; ValueError and others if not."""
     for path in (out, *out.rglob("*")):
         about = path.lstat()
-        if not (stat.S_ISDIR(about.st_mode) or (stat.S_ISREG(about.st_mode) and about.st_nlink == 1)):
+        if not (
+            stat.S_ISDIR(about.st_mode) or (stat.S_ISREG(about.st_mode) and about.st_nlink == 1)
+        ):
             raise ValueError(f"'{path.name}' is neither a plain file nor a folder")
     if unknown := {path.name for path in out.iterdir()} - EXPECTED:
         raise ValueError(f"there are files that do not belong to it: {', '.join(sorted(unknown))}")
@@ -111,7 +126,9 @@ def _check_engine(out: Path, report: Report) -> None:
         return
     manifest = check_files(out / ENGINE, out, besides=(ENGINE_FILE,))
     delivered = read_engine(out / ENGINE)
-    if delivered.model_dump() != engine.model_dump() or manifest.value != json.loads(engine.model_dump_json()):
+    if delivered.model_dump() != engine.model_dump() or manifest.value != json.loads(
+        engine.model_dump_json()
+    ):
         raise ValueError("its engine is not the one that it names")
 
 
@@ -193,7 +210,11 @@ def _take_times(source: Path, home: Path) -> None:
 def _take_timing(folder: Path, place: Path) -> None:
     """A timing cache that is whole replaces the one that is there, which the child began with. TensorRT refuses that of another device."""
     files = (folder / CACHE, folder / ABOUT)
-    if folder.is_symlink() or not KEY.fullmatch(folder.name) or not all(file.is_file() and not file.is_symlink() for file in files):
+    if (
+        folder.is_symlink()
+        or not KEY.fullmatch(folder.name)
+        or not all(file.is_file() and not file.is_symlink() for file in files)
+    ):
         return
     try:
         about = json.loads(files[1].read_text(encoding="utf-8"))

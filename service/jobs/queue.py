@@ -32,7 +32,18 @@ from service.errors import Conflict, Unavailable
 from service.jobs.attempt import Attempt, Means
 from service.jobs.limits import limits_from, machine_memory
 from service.jobs.redact import scrubbed_event
-from service.jobs.state import CancelAsked, Died, Failure, Job, JobEvent, Requeued, StaleEvent, after_a_crash, new_id, next_of
+from service.jobs.state import (
+    CancelAsked,
+    Died,
+    Failure,
+    Job,
+    JobEvent,
+    Requeued,
+    StaleEvent,
+    after_a_crash,
+    new_id,
+    next_of,
+)
 from service.jobs.store import JobStore, Once
 from service.jobs.traces import current_trace
 from service.sandbox import process_tree as processes
@@ -40,7 +51,9 @@ from service.settings import Settings
 from service.storage.layout import Folders
 
 WORKER = (sys.executable, "-m", "service.jobs.worker")
-MOST_INTERRUPTIONS = 5  # so often a job may run while the server dies; then it is taken for the cause
+MOST_INTERRUPTIONS = (
+    5  # so often a job may run while the server dies; then it is taken for the cause
+)
 STOP_S = 15.0  # for all children to be ended and their jobs to be stored
 CANCELLED = Died(Failure(code="job.cancelled", message="somebody cancelled the job"))
 RESTARTED = Requeued("the server was restarted")
@@ -62,11 +75,19 @@ class JobRunner:
         clock: Clock = utc_now,
         most_interruptions: int = MOST_INTERRUPTIONS,
     ) -> None:
-        self._settings, self._jobs, self._leases, self._observers, self._clock = settings, jobs, leases, observers, clock
+        self._settings, self._jobs, self._leases, self._observers, self._clock = (
+            settings,
+            jobs,
+            leases,
+            observers,
+            clock,
+        )
         self.folders = Folders(settings.home)
         self._most_interruptions = most_interruptions
         limits = limits_from(settings, machine_memory())
-        self._means = Means(self.folders, leases, self._record, worker, limits, settings.job_timeout_s)
+        self._means = Means(
+            self.folders, leases, self._record, worker, limits, settings.job_timeout_s
+        )
         self._queued: dict[str, Job] = {}
         self._attempts: dict[str, Attempt] = {}  # by device
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -79,7 +100,11 @@ class JobRunner:
         unfinished = await self._in_thread(self._jobs.unfinished)
         await asyncio.to_thread(_kill_leftovers, unfinished)
         for job in unfinished:
-            current = job if job.state == "queued" else await self._record(job.id, after_a_crash(job, self._most_interruptions))
+            current = (
+                job
+                if job.state == "queued"
+                else await self._record(job.id, after_a_crash(job, self._most_interruptions))
+            )
             if current.state == "queued":
                 self._queued[current.id] = current
         log.info("runner.started", queued=len(self._queued), devices=self._leases.devices.names)
@@ -96,7 +121,9 @@ class JobRunner:
             self._wake(job_id)
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=grace_s)
-            for task in late:  # the disk is full, or a process does not die: the next start finds them
+            for (
+                task
+            ) in late:  # the disk is full, or a process does not die: the next start finds them
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
         self._leases.close()
@@ -126,7 +153,9 @@ class JobRunner:
 
     async def _submit(self, job: Job, once: Once | None) -> tuple[Job, bool]:
         self._check_open()
-        added, is_new = await self._in_thread(partial(self._jobs.add, job, self._clock(), once, self._settings.max_queued))
+        added, is_new = await self._in_thread(
+            partial(self._jobs.add, job, self._clock(), once, self._settings.max_queued)
+        )
         if is_new:
             self._enqueue(added)
         return added, is_new
@@ -147,7 +176,10 @@ class JobRunner:
         self._check_open()
         old = await self._in_thread(partial(self._jobs.get, job_id, owner))
         if old.state not in ("failed", "cancelled"):
-            raise Conflict(f"job {job_id} is {old.state}", "only a job that failed or was cancelled can be tried again")
+            raise Conflict(
+                f"job {job_id} is {old.state}",
+                "only a job that failed or was cancelled can be tried again",
+            )
         now = self._clock()
         created = now.isoformat(timespec="milliseconds")
         new = Job(
@@ -161,13 +193,20 @@ class JobRunner:
             estimate_s=old.estimate_s,
             trace=current_trace(),
         )
-        added, is_new = await self._in_thread(partial(self._jobs.add, new, now, None, self._settings.max_queued))
+        added, is_new = await self._in_thread(
+            partial(self._jobs.add, new, now, None, self._settings.max_queued)
+        )
         if is_new:
             try:
                 await asyncio.to_thread(self.folders.take_over, old.id, new.id)
             except OSError as error:
                 said = f"the upload of job {old.id} cannot be used again: {error}"
-                return await self._record(new.id, Died(Failure(code="host.store", message=said, next_step="send the model again")))
+                return await self._record(
+                    new.id,
+                    Died(
+                        Failure(code="host.store", message=said, next_step="send the model again")
+                    ),
+                )
             self._enqueue(added)
         return added
 
@@ -194,7 +233,9 @@ class JobRunner:
         for job in [job for job in self._queued.values() if job.device not in devices]:
             del self._queued[job.id]
             said = f"this host has no device '{job.device}': it has {', '.join(devices)}"
-            failure = Failure(code="backend.unavailable", message=said, next_step="send the model again")
+            failure = Failure(
+                code="backend.unavailable", message=said, next_step="send the model again"
+            )
             self._keep(asyncio.create_task(self._record(job.id, Died(failure))))
 
     async def _run(self, device: str, attempt: Attempt) -> None:
@@ -206,7 +247,9 @@ class JobRunner:
 
     async def _record(self, job_id: str, event: JobEvent) -> Job:
         """Store an event, without the places of this host, and wake who waits for it."""
-        job, _ = await self._in_thread(partial(self._jobs.append, job_id, scrubbed_event(event, self.folders), self._clock()))
+        job, _ = await self._in_thread(
+            partial(self._jobs.append, job_id, scrubbed_event(event, self.folders), self._clock())
+        )
         self._wake(job_id)
         for observe in self._observers:
             observe(job, event)
@@ -233,10 +276,17 @@ class JobRunner:
 def _kill_leftovers(unfinished: Sequence[Job]) -> None:
     """Children of an earlier server: by the mark that they carry, and by the pid that was stored."""
     marked = {job.id for job in unfinished}
-    known = [(job.pid, job.pid_started) for job in unfinished if job.pid is not None and job.pid_started is not None]
+    known = [
+        (job.pid, job.pid_started)
+        for job in unfinished
+        if job.pid is not None and job.pid_started is not None
+    ]
 
     def left() -> list[Process]:
-        return [*processes.of_jobs(marked), *(process for pid, started in known for process in processes.alive(pid, started))]
+        return [
+            *processes.of_jobs(marked),
+            *(process for pid, started in known for process in processes.alive(pid, started)),
+        ]
 
     if marked and not processes.kill_all(left):
         log.error("children.left", jobs=sorted(marked))

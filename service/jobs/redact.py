@@ -26,10 +26,16 @@ def scrubbed_event(event: JobEvent, folders: Folders) -> JobEvent:
     """An event as it is stored: its texts reach clients."""
     match event:
         case Died(failure):
-            texts = {"message": scrubbed(failure.message, folders), "next_step": scrubbed(failure.next_step, folders)}
+            texts = {
+                "message": scrubbed(failure.message, folders),
+                "next_step": scrubbed(failure.next_step, folders),
+            }
             return Died(Failure(code=failure.code, **texts))
         case StageSeen(progress=progress):
-            texts = {"text": scrubbed(progress.text, folders), "subject": scrubbed(progress.subject, folders)}
+            texts = {
+                "text": scrubbed(progress.text, folders),
+                "subject": scrubbed(progress.subject, folders),
+            }
             return replace(event, progress=progress.model_copy(update=texts))
     return event
 

@@ -78,10 +78,18 @@ def doomed(contents: Contents, now: dt.datetime, settings: Settings) -> Doomed:
     unused = now - kept_for - dt.timedelta(seconds=settings.job_timeout_s)
 
     def orphans(items: tuple[Item, ...], after: dt.timedelta) -> tuple[Path, ...]:
-        return tuple(item.path for item in items if item.path.name not in contents.known and item.used < now - after)
+        return tuple(
+            item.path
+            for item in items
+            if item.path.name not in contents.known and item.used < now - after
+        )
 
     return Doomed(
-        jobs=tuple(job.id for job in contents.ended if job.id not in contents.promoted and _ended_before(job, now - kept_for)),
+        jobs=tuple(
+            job.id
+            for job in contents.ended
+            if job.id not in contents.promoted and _ended_before(job, now - kept_for)
+        ),
         folders=orphans(contents.uploads, ORPHAN_AFTER) + orphans(contents.others, kept_for),
         artifacts=tuple(item for item in contents.artifacts if item.used < unused),
     )
@@ -96,12 +104,19 @@ def look(home: Path, jobs: JobStore, promoted: frozenset[str]) -> Contents:
     folders = Folders(home)
     uploads = tuple(_items(folders.uploads("any").parent))
     others = (*_items(folders.work("any").root.parent), *_items(folders.report("any").parent))
-    artifacts = tuple(Item(folder, dt.datetime.fromtimestamp(used_s, dt.UTC)) for folder, used_s in Store(home).artifacts())
+    artifacts = tuple(
+        Item(folder, dt.datetime.fromtimestamp(used_s, dt.UTC))
+        for folder, used_s in Store(home).artifacts()
+    )
     return Contents(jobs.ended(), jobs.ids(), uploads, others, artifacts, promoted)
 
 
 def collect(
-    settings: Settings, jobs: JobStore, clock: Callable[[], dt.datetime], dry_run: bool = False, promoted: frozenset[str] = frozenset()
+    settings: Settings,
+    jobs: JobStore,
+    clock: Callable[[], dt.datetime],
+    dry_run: bool = False,
+    promoted: frozenset[str] = frozenset(),
 ) -> Collected:
     """Remove what has served its time, or only say what it is. Each job's row goes before its files: what a kill leaves is of no job."""
     home, folders, store = settings.home, Folders(settings.home), Store(settings.home)
@@ -131,7 +146,11 @@ def _items(parent: Path) -> Iterator[Item]:
     """The folders in a folder, each with the time of the newest change in it."""
     for folder in sorted(parent.glob("*")):
         if folder.is_dir():
-            changes = [_changed_s(Path(place, name)) for place, _, files in os.walk(folder) for name in (".", *files)]
+            changes = [
+                _changed_s(Path(place, name))
+                for place, _, files in os.walk(folder)
+                for name in (".", *files)
+            ]
             yield Item(folder, dt.datetime.fromtimestamp(max(changes, default=0.0), dt.UTC))
 
 

@@ -63,15 +63,23 @@ class Job(Frozen):
     finished: str | None = None
     attempt: int = 0  # how often it was started
     interruptions: int = 0  # how often the server died while it ran
-    estimate_s: float | None = None  # how long the owner's jobs of this name took on this device, when it was sent; None: none has succeeded
+    estimate_s: float | None = (
+        None  # how long the owner's jobs of this name took on this device, when it was sent; None: none has succeeded
+    )
     progress: Progress | None = None
-    verdict: Verdict | None = None  # of a job that succeeded: its report exists, also where it says `rejected`
+    verdict: Verdict | None = (
+        None  # of a job that succeeded: its report exists, also where it says `rejected`
+    )
     winner: str | None = None
     engine: str | None = None  # digest of the engine that it left; None: none, or not known
     failure: Failure | None = None
-    pid: int | None = None  # of the child, while there is one; with the time at which that process started, for pids are used again
+    pid: int | None = (
+        None  # of the child, while there is one; with the time at which that process started, for pids are used again
+    )
     pid_started: float | None = None
-    trace: str | None = None  # the request that made it, as W3C's `traceparent`, where traces are kept
+    trace: str | None = (
+        None  # the request that made it, as W3C's `traceparent`, where traces are kept
+    )
 
     @property
     def is_final(self) -> bool:
@@ -82,7 +90,12 @@ class Job(Frozen):
         """Of the last attempt of a job that has ended; 0 if it never ran."""
         if self.started is None or self.finished is None:
             return 0.0
-        return max(0.0, (dt.datetime.fromisoformat(self.finished) - dt.datetime.fromisoformat(self.started)).total_seconds())
+        return max(
+            0.0,
+            (
+                dt.datetime.fromisoformat(self.finished) - dt.datetime.fromisoformat(self.started)
+            ).total_seconds(),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +161,13 @@ def step(job: Job, event: JobEvent, now: dt.datetime) -> Job:
     at = now.astimezone(dt.UTC).isoformat(timespec="milliseconds")
     match event, job.state:
         case Started(), "queued":
-            begun = {"state": "running", "started": at, "attempt": job.attempt + 1, "pid": event.pid, "pid_started": event.pid_started}
+            begun = {
+                "state": "running",
+                "started": at,
+                "attempt": job.attempt + 1,
+                "pid": event.pid,
+                "pid_started": event.pid_started,
+            }
             return job.model_copy(update=begun)
         case StageSeen(), "running" | "cancelling":
             return job.model_copy(update={"progress": event.progress})
@@ -167,7 +186,15 @@ def step(job: Job, event: JobEvent, now: dt.datetime) -> Job:
             return _end(job, "failed", at).model_copy(update={"failure": event.failure})
         case Requeued(), "running":
             count = job.interruptions + event.interrupted
-            return job.model_copy(update={"state": "queued", "progress": None, "pid": None, "pid_started": None, "interruptions": count})
+            return job.model_copy(
+                update={
+                    "state": "queued",
+                    "progress": None,
+                    "pid": None,
+                    "pid_started": None,
+                    "interruptions": count,
+                }
+            )
     raise StaleEvent(f"job {job.id} is {job.state} and cannot take {type(event).__name__}")
 
 
@@ -180,7 +207,13 @@ def after_a_crash(job: Job, most: int) -> JobEvent:
     if job.interruptions + 1 < most:
         return Requeued("the server died while it ran", interrupted=True)
     said = f"the server died {job.interruptions + 1} times while this job ran"
-    return Died(Failure(code="job.interrupted", message=said, next_step="see the server's log for the cause; then retry the job"))
+    return Died(
+        Failure(
+            code="job.interrupted",
+            message=said,
+            next_step="see the server's log for the cause; then retry the job",
+        )
+    )
 
 
 def next_of(queued: Iterable[Job]) -> Job | None:

@@ -22,11 +22,28 @@ from pydantic import ValidationError
 
 from service import logs
 from service.errors import Conflict, NotFound, ServiceError, TooMany
-from service.jobs.state import FINAL, CancelAsked, Died, Job, JobEvent, Requeued, StageSeen, StaleEvent, Started, State, Succeeded, step
+from service.jobs.state import (
+    FINAL,
+    CancelAsked,
+    Died,
+    Job,
+    JobEvent,
+    Requeued,
+    StageSeen,
+    StaleEvent,
+    Started,
+    State,
+    Succeeded,
+    step,
+)
 from service.storage.database import Database
 
 ONCE_FOR = dt.timedelta(hours=24)  # how long an Idempotency-Key is remembered
-REUSED: tuple[State, ...] = ("queued", "running", "succeeded")  # others have come to nothing: an equal request makes a new job
+REUSED: tuple[State, ...] = (
+    "queued",
+    "running",
+    "succeeded",
+)  # others have come to nothing: an equal request makes a new job
 
 LOOKED_AT, COUNTED = 200, 5  # jobs, for an estimate
 
@@ -71,23 +88,46 @@ class JobStore:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def add(self, job: Job, now: dt.datetime, once: Once | None = None, most_queued: int | None = None) -> tuple[Job, bool]:
+    def add(
+        self, job: Job, now: dt.datetime, once: Once | None = None, most_queued: int | None = None
+    ) -> tuple[Job, bool]:
         """Add a queued job: it and True, or False and the job that an equal request made before.
 
         Conflict if the Idempotency-Key came with another request within 24 h; TooMany if the owner has `most_queued` jobs waiting.
         """
         with self._database.write() as rows:
-            known = self._of_key(rows, job.owner, once, now) or self._of_identity(rows, job.owner, job.identity)
+            known = self._of_key(rows, job.owner, once, now) or self._of_identity(
+                rows, job.owner, job.identity
+            )
             if known is None:
-                queued = rows.execute("SELECT count(*) FROM jobs WHERE owner = ? AND state = 'queued'", (job.owner,)).fetchone()[0]
+                queued = rows.execute(
+                    "SELECT count(*) FROM jobs WHERE owner = ? AND state = 'queued'", (job.owner,)
+                ).fetchone()[0]
                 if most_queued is not None and queued >= most_queued:
-                    raise TooMany(f"{queued} of your jobs are waiting, at most {most_queued} may", "wait for some, or cancel them", 60)
-                values = (job.id, job.owner, job.identity, job.state, job.created, job.model_dump_json())
-                rows.execute("INSERT INTO jobs (id, owner, identity, state, created, job) VALUES (?, ?, ?, ?, ?, ?)", values)
+                    raise TooMany(
+                        f"{queued} of your jobs are waiting, at most {most_queued} may",
+                        "wait for some, or cancel them",
+                        60,
+                    )
+                values = (
+                    job.id,
+                    job.owner,
+                    job.identity,
+                    job.state,
+                    job.created,
+                    job.model_dump_json(),
+                )
+                rows.execute(
+                    "INSERT INTO jobs (id, owner, identity, state, created, job) VALUES (?, ?, ?, ?, ?, ?)",
+                    values,
+                )
                 _insert_event(rows, job.id, job.created, "queued", {})
             chosen = known or job
             if once is not None:
-                rows.execute("INSERT OR IGNORE INTO requests VALUES (?, ?, ?, ?, ?)", (job.owner, once.key, once.digest, chosen.id, _text(now)))
+                rows.execute(
+                    "INSERT OR IGNORE INTO requests VALUES (?, ?, ?, ?, ?)",
+                    (job.owner, once.key, once.digest, chosen.id, _text(now)),
+                )
         return chosen, known is None
 
     def get(self, job_id: str, owner: str | None = None) -> Job:
@@ -107,40 +147,64 @@ class JobStore:
 
     def usual_s(self, owner: str, name: str, device: str, measures: bool = False) -> float | None:
         """How long this owner's jobs of this name and kind take on a device: the median of the last few that succeeded; None if none has."""
-        query = "SELECT * FROM jobs WHERE owner = ? AND state = 'succeeded' ORDER BY id DESC LIMIT ?"
+        query = (
+            "SELECT * FROM jobs WHERE owner = ? AND state = 'succeeded' ORDER BY id DESC LIMIT ?"
+        )
         with self._database.read() as rows:
             found = rows.execute(query, (owner, LOOKED_AT)).fetchall()
         wanted = (name, device, measures, 1)
-        alike = [job.took_s for job in _readable(found) if (job.name, job.device, job.measures is not None, job.attempt) == wanted]
+        alike = [
+            job.took_s
+            for job in _readable(found)
+            if (job.name, job.device, job.measures is not None, job.attempt) == wanted
+        ]
         return median(alike[:COUNTED]) if alike else None
 
-    def list(self, owner: str | None = None, state: State | None = None, limit: int = 50, after: str | None = None) -> Page:
+    def list(
+        self,
+        owner: str | None = None,
+        state: State | None = None,
+        limit: int = 50,
+        after: str | None = None,
+    ) -> Page:
         """Jobs, newest first; None stands for all owners and all states."""
-        wanted = "(?1 IS NULL OR owner = ?1) AND (?2 IS NULL OR state = ?2) AND (?3 IS NULL OR id < ?3)"
+        wanted = (
+            "(?1 IS NULL OR owner = ?1) AND (?2 IS NULL OR state = ?2) AND (?3 IS NULL OR id < ?3)"
+        )
         query = f"SELECT * FROM jobs WHERE {wanted} ORDER BY id DESC LIMIT ?4"
         with self._database.read() as rows:
             found = rows.execute(query, (owner, state, after, limit + 1)).fetchall()
-        return Page(tuple(_readable(found[:limit])), found[limit - 1]["id"] if len(found) > limit else None)
+        return Page(
+            tuple(_readable(found[:limit])), found[limit - 1]["id"] if len(found) > limit else None
+        )
 
     def append(self, job_id: str, event: JobEvent, now: dt.datetime) -> tuple[Job, int]:
         """Store what happened, and the job after it: both or none. StaleEvent if the job cannot take the event."""
         with self._database.write() as rows:
             before = _job(_row(rows, job_id, None))
             job = step(before, event, now)
-            rows.execute("UPDATE jobs SET state = ?, job = ? WHERE id = ?", (job.state, job.model_dump_json(), job_id))
+            rows.execute(
+                "UPDATE jobs SET state = ?, job = ? WHERE id = ?",
+                (job.state, job.model_dump_json(), job_id),
+            )
             kind, data = told(event, job)
             return job, _insert_event(rows, job_id, _text(now), kind, data)
 
     def events(self, job_id: str, after: int = 0, limit: int = 1000) -> tuple[StoredEvent, ...]:
         """Events of a job with a number over `after`, in order."""
         with self._database.read() as rows:
-            found = rows.execute("SELECT * FROM events WHERE job_id = ? AND seq > ? ORDER BY seq LIMIT ?", (job_id, after, limit)).fetchall()
+            found = rows.execute(
+                "SELECT * FROM events WHERE job_id = ? AND seq > ? ORDER BY seq LIMIT ?",
+                (job_id, after, limit),
+            ).fetchall()
         return tuple(_events(found))
 
     def unfinished(self) -> tuple[Job, ...]:
         """All jobs that have not ended, oldest first."""
         with self._database.read() as rows:
-            found = rows.execute(f"SELECT * FROM jobs WHERE state NOT IN {_marks(FINAL)} ORDER BY id", sorted(FINAL)).fetchall()
+            found = rows.execute(
+                f"SELECT * FROM jobs WHERE state NOT IN {_marks(FINAL)} ORDER BY id", sorted(FINAL)
+            ).fetchall()
         return tuple(_readable(found))
 
     def counts(self) -> dict[str, int]:
@@ -151,7 +215,9 @@ class JobStore:
     def ended(self) -> tuple[Job, ...]:
         """All jobs that have ended, oldest first."""
         with self._database.read() as rows:
-            found = rows.execute(f"SELECT * FROM jobs WHERE state IN {_marks(FINAL)} ORDER BY id", sorted(FINAL)).fetchall()
+            found = rows.execute(
+                f"SELECT * FROM jobs WHERE state IN {_marks(FINAL)} ORDER BY id", sorted(FINAL)
+            ).fetchall()
         return tuple(_readable(found))
 
     def ids(self) -> frozenset[str]:
@@ -170,28 +236,41 @@ class JobStore:
         """Close the calling thread's connection."""
         self._database.close()
 
-    def _of_key(self, rows: sqlite3.Connection, owner: str, once: Once | None, now: dt.datetime) -> Job | None:
+    def _of_key(
+        self, rows: sqlite3.Connection, owner: str, once: Once | None, now: dt.datetime
+    ) -> Job | None:
         """The job of an earlier request with the same Idempotency-Key; those of yesterday are forgotten."""
         rows.execute("DELETE FROM requests WHERE created <= ?", (_text(now - ONCE_FOR),))
         if once is None:
             return None
-        row = rows.execute("SELECT * FROM requests WHERE owner = ? AND idempotency_key = ?", (owner, once.key)).fetchone()
+        row = rows.execute(
+            "SELECT * FROM requests WHERE owner = ? AND idempotency_key = ?", (owner, once.key)
+        ).fetchone()
         if row is None:
             return None
         if row["digest"] != once.digest:
-            raise Conflict(f"the Idempotency-Key '{once.key}' came with another request before", "use a new key for a new request")
+            raise Conflict(
+                f"the Idempotency-Key '{once.key}' came with another request before",
+                "use a new key for a new request",
+            )
         return _job(_row(rows, row["job_id"], owner))
 
     def _of_identity(self, rows: sqlite3.Connection, owner: str, identity: str) -> Job | None:
         query = f"SELECT * FROM jobs WHERE owner = ? AND identity = ? AND state IN {_marks(REUSED)} ORDER BY id DESC"
-        return next(iter(_readable(rows.execute(query, (owner, identity, *REUSED)).fetchall())), None)
+        return next(
+            iter(_readable(rows.execute(query, (owner, identity, *REUSED)).fetchall())), None
+        )
 
 
 def told(event: JobEvent, job: Job) -> tuple[str, dict[str, Any]]:
     """An event's kind and data for clients, from what happened and the job after it. No pids: they are nobody's business."""
     match event:
         case StageSeen():
-            return "stage", {**event.progress.model_dump(), "state": event.state, "seconds": event.seconds}
+            return "stage", {
+                **event.progress.model_dump(),
+                "state": event.state,
+                "seconds": event.seconds,
+            }
         case Started():
             return job.state, {"attempt": job.attempt}
         case Requeued() if job.state == "queued":
@@ -206,7 +285,9 @@ def told(event: JobEvent, job: Job) -> tuple[str, dict[str, Any]]:
 
 
 def _row(rows: sqlite3.Connection, job_id: str, owner: str | None) -> sqlite3.Row:
-    row: sqlite3.Row | None = rows.execute("SELECT * FROM jobs WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)", (job_id, owner)).fetchone()
+    row: sqlite3.Row | None = rows.execute(
+        "SELECT * FROM jobs WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)", (job_id, owner)
+    ).fetchone()
     if row is None:
         raise NotFound(f"no job '{job_id}'", "GET /jobs lists yours")
     return row
@@ -217,9 +298,14 @@ def _job(row: sqlite3.Row) -> Job:
     try:
         job = Job.model_validate_json(row["job"])
     except ValidationError as error:
-        raise DamagedRow(f"the row of job {row['id']} in the database is damaged: {error}", "send the model again") from error
+        raise DamagedRow(
+            f"the row of job {row['id']} in the database is damaged: {error}",
+            "send the model again",
+        ) from error
     if (job.id, job.state) != (row["id"], row["state"]):
-        raise DamagedRow(f"the row of job {row['id']} in the database contradicts itself", "send the model again")
+        raise DamagedRow(
+            f"the row of job {row['id']} in the database contradicts itself", "send the model again"
+        )
     return job
 
 
@@ -239,8 +325,13 @@ def _events(found: Iterable[sqlite3.Row]) -> Iterable[StoredEvent]:
             log.error("event.damaged", job=row["job_id"], seq=row["seq"], error=str(error))
 
 
-def _insert_event(rows: sqlite3.Connection, job_id: str, at: str, kind: str, data: dict[str, Any]) -> int:
-    done = rows.execute("INSERT INTO events (job_id, at, kind, data) VALUES (?, ?, ?, ?)", (job_id, at, kind, json.dumps(data)))
+def _insert_event(
+    rows: sqlite3.Connection, job_id: str, at: str, kind: str, data: dict[str, Any]
+) -> int:
+    done = rows.execute(
+        "INSERT INTO events (job_id, at, kind, data) VALUES (?, ?, ?, ?)",
+        (job_id, at, kind, json.dumps(data)),
+    )
     return int(done.lastrowid or 0)
 
 

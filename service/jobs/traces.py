@@ -32,9 +32,13 @@ def provider_from(settings: Settings) -> TracerProvider | None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         said = f"otel_endpoint is set, and traces need a library that is not installed: {error}"
-        raise BackendUnavailable(said, f"{install_command('otel')}, or unset CRUCIBLE_SERVICE_OTEL_ENDPOINT") from error
+        raise BackendUnavailable(
+            said, f"{install_command('otel')}, or unset CRUCIBLE_SERVICE_OTEL_ENDPOINT"
+        ) from error
     address = settings.otel_endpoint.rstrip("/")
-    exporter = OTLPSpanExporter(endpoint=address if address.endswith(PATH) else address + PATH, timeout=SEND_S)
+    exporter = OTLPSpanExporter(
+        endpoint=address if address.endswith(PATH) else address + PATH, timeout=SEND_S
+    )
     return tracing_to(BatchSpanProcessor(exporter))
 
 
@@ -43,14 +47,24 @@ def tracing_to(processor: SpanProcessor) -> TracerProvider:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
 
-    provider = TracerProvider(resource=Resource.create({"service.name": "crucible", "service.version": distribution.version()}))
+    provider = TracerProvider(
+        resource=Resource.create(
+            {"service.name": "crucible", "service.version": distribution.version()}
+        )
+    )
     provider.add_span_processor(processor)
     return provider
 
 
 def telemetry_of(provider: TracerProvider | None) -> TelemetryConfig:
     """FastAPI's settings: traces alone. Figures are Prometheus', and the log is ours, which keeps keys out."""
-    return {"tracer_provider": provider, "tracing": provider is not None, "metrics": False, "logs": False, "auto_configure": False}
+    return {
+        "tracer_provider": provider,
+        "tracing": provider is not None,
+        "metrics": False,
+        "logs": False,
+        "auto_configure": False,
+    }
 
 
 def current_trace() -> str | None:
@@ -71,12 +85,36 @@ class JobSpans:
         now_s = dt.datetime.now(dt.UTC).timestamp()
         if isinstance(event, StageSeen):
             if event.state == "finished":
-                self._tell(job, f"stage {event.progress.stage}", now_s - event.seconds, now_s, subject=event.progress.subject)
+                self._tell(
+                    job,
+                    f"stage {event.progress.stage}",
+                    now_s - event.seconds,
+                    now_s,
+                    subject=event.progress.subject,
+                )
         elif job.is_final:
-            self._tell(job, "job", now_s - job.took_s, now_s, plan=job.name, state=job.state, device=job.device, verdict=job.verdict or "")
+            self._tell(
+                job,
+                "job",
+                now_s - job.took_s,
+                now_s,
+                plan=job.name,
+                state=job.state,
+                device=job.device,
+                verdict=job.verdict or "",
+            )
 
-    def _tell(self, job: Job, span_name: str, start_s: float, end_s: float, **attributes: str) -> None:
-        parent = TraceContextTextMapPropagator().extract({TRACEPARENT: job.trace} if job.trace else {})
-        named = {"crucible.job": job.id, **{f"crucible.{key}": value for key, value in attributes.items() if value}}
-        span = self._tracer.start_span(span_name, parent, attributes=named, start_time=int(start_s * 1e9))
+    def _tell(
+        self, job: Job, span_name: str, start_s: float, end_s: float, **attributes: str
+    ) -> None:
+        parent = TraceContextTextMapPropagator().extract(
+            {TRACEPARENT: job.trace} if job.trace else {}
+        )
+        named = {
+            "crucible.job": job.id,
+            **{f"crucible.{key}": value for key, value in attributes.items() if value},
+        }
+        span = self._tracer.start_span(
+            span_name, parent, attributes=named, start_time=int(start_s * 1e9)
+        )
         span.end(int(end_s * 1e9))

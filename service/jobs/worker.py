@@ -49,7 +49,9 @@ if TYPE_CHECKING:
     from pipeline.results.report import Report
 
 SEEDED = ("history.jsonl", "timing")  # of the home: copied, for the child adds to them
-CONTENDED = "latency was measured while engines served on the same device: it decides nothing about speed"
+CONTENDED = (
+    "latency was measured while engines served on the same device: it decides nothing about speed"
+)
 CHOSEN = "this candidate was chosen by latencies that were measured while engines served on the same device: another may be faster"
 
 
@@ -101,10 +103,20 @@ def run_job(start: Start, server: Server) -> None:
     seed(start.shared, work.home)
     forget_contended(work.home)
     plan = Plan.model_validate_json(start.plan.read_bytes())
-    store = Store(work.home, on_wait=lambda text: server.emit(StageEvent("store", "", "waiting", text=text)), shared=start.shared)
-    runner = Runner(store, server.emit, measuring(benchmark, server, _mark(work.home)), plan=plan.name)
+    store = Store(
+        work.home,
+        on_wait=lambda text: server.emit(StageEvent("store", "", "waiting", text=text)),
+        shared=start.shared,
+    )
+    runner = Runner(
+        store, server.emit, measuring(benchmark, server, _mark(work.home)), plan=plan.name
+    )
     command, compiled = start.command, start.compiled
-    report = compile_plan(plan, runner, command) if compiled is None else measure_again(compiled, plan, runner, command)
+    report = (
+        compile_plan(plan, runner, command)
+        if compiled is None
+        else measure_again(compiled, plan, runner, command)
+    )
     publish_report(doubted(report, CONTENDED) if _mark(work.home).exists() else report, work.out)
     forget_contended(work.home)
 
@@ -116,7 +128,9 @@ def measure_again(compiled: Path, plan: Plan, runner: Runner, command: str) -> R
     from pipeline.report.render import load_report
 
     old = load_report(compiled)
-    plain = old.model_copy(update={"notes": tuple(note for note in old.notes if note.text not in (CONTENDED, CHOSEN))})
+    plain = old.model_copy(
+        update={"notes": tuple(note for note in old.notes if note.text not in (CONTENDED, CHOSEN))}
+    )
     report = report_again(plain, plan, load_engine(compiled), runner, command)
     return doubted(report, CHOSEN) if {CONTENDED, CHOSEN} & set(old.reasons) else report
 
@@ -124,7 +138,13 @@ def measure_again(compiled: Path, plan: Plan, runner: Runner, command: str) -> R
 def measuring(benchmark: Callable[..., object], server: Server, mark: Path) -> Run:
     """Runs stages in children as ever, but asks for the device before `benchmark`; leaves a mark if engines served there."""
 
-    def run(function: Callable[..., Any], *arguments: object, name: str, log: Path | None = None, progress: Progress = silent) -> Any:
+    def run(
+        function: Callable[..., Any],
+        *arguments: object,
+        name: str,
+        log: Path | None = None,
+        progress: Progress = silent,
+    ) -> Any:
         if function is not benchmark:
             return call_in_child(function, *arguments, name=name, log=log, progress=progress)
         if server.lease().contended:
@@ -142,7 +162,9 @@ def doubted(report: Report, why: str) -> Report:
     """The report of figures that decide nothing about speed: it accepts nothing."""
     verdict = "unproven" if report.verdict in ("accepted", "keep") else report.verdict
     notes = (*report.notes, Note(stage="benchmark", text=why))
-    return report.model_copy(update={"verdict": verdict, "reasons": (*report.reasons, why), "notes": notes})
+    return report.model_copy(
+        update={"verdict": verdict, "reasons": (*report.reasons, why), "notes": notes}
+    )
 
 
 def forget_contended(home: Path) -> None:
@@ -187,11 +209,23 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
             targets[name] = backend(name).probe().model_dump(mode="json")
         except BackendUnavailable as error:
             targets[name] = {"absent": error.message}
-    stages = [value for module in (compile, candidates) for value in vars(module).values() if isinstance(value, Stage)]
+    stages = [
+        value
+        for module in (compile, candidates)
+        for value in vars(module).values()
+        if isinstance(value, Stage)
+    ]
     stages += [*candidates.QUANTIZERS.values(), *candidates.WEIGHT_QUANTIZERS.values()]
-    versions = sorted({(stage.name, stage.function.__qualname__, stage.version) for stage in stages})
-    tools = {tool: installed(tool) for stage in stages for tool in stage.tools} | {"crucible": distribution.version()}
-    devices = {"cpu": environment().cpu, **{f"gpu:{number}": gpu.name for number, gpu in enumerate(find_gpus().devices)}}
+    versions = sorted(
+        {(stage.name, stage.function.__qualname__, stage.version) for stage in stages}
+    )
+    tools = {tool: installed(tool) for stage in stages for tool in stage.tools} | {
+        "crucible": distribution.version()
+    }
+    devices = {
+        "cpu": environment().cpu,
+        **{f"gpu:{number}": gpu.name for number, gpu in enumerate(find_gpus().devices)},
+    }
     facts = json.dumps([devices, targets, versions, tools], sort_keys=True)
     return HostIdentity(devices=devices, digest=hashlib.sha256(facts.encode()).hexdigest())
 
@@ -217,6 +251,8 @@ def main(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    from service.jobs import worker as job_worker  # the importable module, not this copy: stages are found by module name
+    from service.jobs import (
+        worker as job_worker,
+    )  # the importable module, not this copy: stages are found by module name
 
     job_worker.main(int(sys.argv[1]))

@@ -19,15 +19,37 @@ from service.sandbox import process_tree as processes
 from service.storage.layout import Work
 
 GRACE_S = 2.0  # for the guardian to kill what there is; then the server does
-KEPT = ("PATH", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+KEPT = (
+    "PATH",
+    "LANG",
+    "LANGUAGE",
+    "TZ",
+    "LD_LIBRARY_PATH",
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+)
 KEPT_BEGINNINGS = ("LC_", "NVIDIA_")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def environment_for(job_id: str, device: str, work: Work, server: Mapping[str, str]) -> dict[str, str]:
+def environment_for(
+    job_id: str, device: str, work: Work, server: Mapping[str, str]
+) -> dict[str, str]:
     """All that a child's environment holds: an allow-list of the server's, places inside its work directory, its one device, and its mark."""
-    kept = {name: value for name, value in server.items() if name in KEPT or name.startswith(KEPT_BEGINNINGS)}
-    places = {"HOME": work.home, "TMPDIR": work.temporary, "CRUCIBLE_HOME": work.home, "XDG_CACHE_HOME": work.home / "cache"}
+    kept = {
+        name: value
+        for name, value in server.items()
+        if name in KEPT or name.startswith(KEPT_BEGINNINGS)
+    }
+    places = {
+        "HOME": work.home,
+        "TMPDIR": work.temporary,
+        "CRUCIBLE_HOME": work.home,
+        "XDG_CACHE_HOME": work.home / "cache",
+    }
     return {
         **kept,
         **{name: str(place.absolute()) for name, place in places.items()},
@@ -49,7 +71,11 @@ def visible(device: str, server: str | None) -> str:
 
 
 async def start_guarded(
-    command: Sequence[str], end: socket.socket, work: Work, file_bytes: int, environment: Mapping[str, str]
+    command: Sequence[str],
+    end: socket.socket,
+    work: Work,
+    file_bytes: int,
+    environment: Mapping[str, str],
 ) -> asyncio.subprocess.Process:
     """Start `command` with the number of its `end` of a socket as last argument, below a guardian, in a session of its own. Closes `end`."""
     guardian = (sys.executable, "-m", "service.sandbox.guardian", str(os.getpid()), str(file_bytes))
@@ -68,7 +94,9 @@ async def start_guarded(
                 env=dict(environment),
             )
     except OSError as error:
-        raise HostError(f"cannot start a child process: {error}", "free memory or processes, and try again") from error
+        raise HostError(
+            f"cannot start a child process: {error}", "free memory or processes, and try again"
+        ) from error
 
 
 async def how_it_ended(process: asyncio.subprocess.Process, before: MemoryKills) -> str:
@@ -76,7 +104,11 @@ async def how_it_ended(process: asyncio.subprocess.Process, before: MemoryKills)
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(process.wait(), GRACE_S)
     code = process.returncode
-    return "hung up before it answered" if code is None else how_it_died(code, before, memory_kills(), "")[0]
+    return (
+        "hung up before it answered"
+        if code is None
+        else how_it_died(code, before, memory_kills(), "")[0]
+    )
 
 
 async def end_guarded(process: asyncio.subprocess.Process, mark: str) -> None:
@@ -102,7 +134,14 @@ class Child:
     _kills: MemoryKills
 
     @classmethod
-    async def start(cls, command: Sequence[str], job_id: str, work: Work, file_bytes: int, environment: Mapping[str, str]) -> Child:
+    async def start(
+        cls,
+        command: Sequence[str],
+        job_id: str,
+        work: Work,
+        file_bytes: int,
+        environment: Mapping[str, str],
+    ) -> Child:
         """Start `command` as `start_guarded` does."""
         before = memory_kills()
         ours, theirs = socket.socketpair()
@@ -112,7 +151,9 @@ class Child:
         except BaseException:
             ours.close()
             raise
-        return cls(job_id, process.pid, processes.started_at(process.pid), process, reader, writer, before)
+        return cls(
+            job_id, process.pid, processes.started_at(process.pid), process, reader, writer, before
+        )
 
     async def send(self, message: FromServer) -> None:
         """Harmless if the child is gone: `receive` tells."""
@@ -135,7 +176,11 @@ class Child:
     async def death(self) -> Failure:
         """How it ended, once it has hung up without an answer."""
         how = await how_it_ended(self._process, self._kills)
-        return Failure(code="host.child_died", message=f"the job's process {how}", next_step="retry the job; its log tells how far it came")
+        return Failure(
+            code="host.child_died",
+            message=f"the job's process {how}",
+            next_step="retry the job; its log tells how far it came",
+        )
 
     async def end(self) -> None:
         """End it and all that it started, wherever that has gone."""

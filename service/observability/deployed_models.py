@@ -18,8 +18,14 @@ class Models(Collector):
 
     def collect(self) -> Iterable[Metric]:
         labels = ("model", "version", "device")
-        state = GaugeMetricFamily("crucible_model_state", "Deployed models: 1 for the state they are in", labels=(*labels, "state"))
-        instances = GaugeMetricFamily("crucible_model_instances", "Processes that serve a model", labels=labels)
+        state = GaugeMetricFamily(
+            "crucible_model_state",
+            "Deployed models: 1 for the state they are in",
+            labels=(*labels, "state"),
+        )
+        instances = GaugeMetricFamily(
+            "crucible_model_instances", "Processes that serve a model", labels=labels
+        )
         for each in self._served():
             values = [each.model, str(each.version), each.device]
             state.add_metric([*values, each.state], 1)

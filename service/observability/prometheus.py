@@ -39,25 +39,56 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter("crucible_http_requests_total", "Requests", ("method", "route", "status"), registry=self.registry)
+        self.requests = Counter(
+            "crucible_http_requests_total",
+            "Requests",
+            ("method", "route", "status"),
+            registry=self.registry,
+        )
         self.request_seconds = Histogram(
-            "crucible_http_request_seconds", "Time to the end of the answer", ("method", "route"), buckets=SECONDS, registry=self.registry
+            "crucible_http_request_seconds",
+            "Time to the end of the answer",
+            ("method", "route"),
+            buckets=SECONDS,
+            registry=self.registry,
         )
-        self.calls = Counter("crucible_grpc_requests_total", "gRPC calls", ("method", "status"), registry=self.registry)
+        self.calls = Counter(
+            "crucible_grpc_requests_total",
+            "gRPC calls",
+            ("method", "status"),
+            registry=self.registry,
+        )
         self.call_seconds = Histogram(
-            "crucible_grpc_request_seconds", "Time to the end of a gRPC call", ("method",), buckets=SECONDS, registry=self.registry
+            "crucible_grpc_request_seconds",
+            "Time to the end of a gRPC call",
+            ("method",),
+            buckets=SECONDS,
+            registry=self.registry,
         )
-        self.jobs_ended = Counter("crucible_jobs_ended_total", "Jobs that ended, by how", ("state",), registry=self.registry)
+        self.jobs_ended = Counter(
+            "crucible_jobs_ended_total",
+            "Jobs that ended, by how",
+            ("state",),
+            registry=self.registry,
+        )
         self.stage_seconds = Histogram(
-            "crucible_stage_seconds", "Time of finished stages of jobs", ("stage",), buckets=STAGE_SECONDS, registry=self.registry
+            "crucible_stage_seconds",
+            "Time of finished stages of jobs",
+            ("stage",),
+            buckets=STAGE_SECONDS,
+            registry=self.registry,
         )
-        self.event_streams = Gauge("crucible_event_streams", "Clients that follow a job's events", registry=self.registry)
+        self.event_streams = Gauge(
+            "crucible_event_streams", "Clients that follow a job's events", registry=self.registry
+        )
 
     def observe_job(self, job: Job, event: JobEvent) -> None:
         """Count what happened to a job. Stages by their known names only: a child's word must not make labels without end."""
         if isinstance(event, StageSeen):
             if event.state == "finished":
-                self.stage_seconds.labels(event.progress.stage if event.progress.stage in STAGES else "other").observe(event.seconds)
+                self.stage_seconds.labels(
+                    event.progress.stage if event.progress.stage in STAGES else "other"
+                ).observe(event.seconds)
         elif job.is_final:
             self.jobs_ended.labels(job.state).inc()
 
@@ -96,9 +127,19 @@ class _Devices(Collector):
         self._nvml = nvml
 
     def collect(self) -> Iterable[Metric]:
-        used = GaugeMetricFamily("crucible_device_memory_used_bytes", "Memory in use on a GPU, by anybody", labels=["device"])
-        whole = GaugeMetricFamily("crucible_device_memory_bytes", "Memory of a GPU", labels=["device"])
-        busy = GaugeMetricFamily("crucible_device_busy_ratio", "Share of the last second in which some kernel ran", labels=["device"])
+        used = GaugeMetricFamily(
+            "crucible_device_memory_used_bytes",
+            "Memory in use on a GPU, by anybody",
+            labels=["device"],
+        )
+        whole = GaugeMetricFamily(
+            "crucible_device_memory_bytes", "Memory of a GPU", labels=["device"]
+        )
+        busy = GaugeMetricFamily(
+            "crucible_device_busy_ratio",
+            "Share of the last second in which some kernel ran",
+            labels=["device"],
+        )
         with visible_gpus(self._nvml) as gpus:
             for number, gpu in enumerate(gpus):
                 name, memory, ratio = [f"gpu:{number}"], gpu.memory(), gpu.busy_ratio()

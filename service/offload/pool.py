@@ -16,7 +16,9 @@ from service.errors import TooLarge, Unavailable, Unprocessable
 from service.offload.worker import LENGTHS, Parts
 
 HELPERS = 2
-HELP_FROM_BYTES = 64 * 1024  # of numbers as text, or one by one: from here on they are read and written outside this process
+HELP_FROM_BYTES = (
+    64 * 1024
+)  # of numbers as text, or one by one: from here on they are read and written outside this process
 WORK_S = 60.0  # more than 256 MiB of JSON take
 READ_BYTES = 2**20
 DIED = (asyncio.IncompleteReadError, ConnectionError, TimeoutError)
@@ -33,7 +35,9 @@ class Helpers:
         self._places, self._module = asyncio.Semaphore(count), module
         self._idle: list[asyncio.subprocess.Process] = []
 
-    async def ask(self, work: str, parts: Iterable[bytes | memoryview], **arguments: object) -> tuple[dict[str, Any], bytes]:
+    async def ask(
+        self, work: str, parts: Iterable[bytes | memoryview], **arguments: object
+    ) -> tuple[dict[str, Any], bytes]:
         """What the helpers' module makes of a body: the head and the body of its answer; its refusals are raised here."""
         async with self._places:
             process = self._taken() or await _started(self._module)
@@ -45,7 +49,10 @@ class Helpers:
                 if not isinstance(error, DIED):
                     raise
                 log.error("helper.died", work=work, error=repr(error))
-                raise Unavailable("the process that read or wrote this body ended", "try again, or use a binary form") from None
+                raise Unavailable(
+                    "the process that read or wrote this body ended",
+                    "try again, or use a binary form",
+                ) from None
             self._idle.append(process)
         if "error" in head:
             raise REFUSALS[head["error"]](head["message"], head["next"])
@@ -69,16 +76,29 @@ async def _started(module: str) -> asyncio.subprocess.Process:
     environment = {**kept, "PYTHONPATH": IMPORT_PATH, "PYTHONSAFEPATH": "1"}
     pipe = asyncio.subprocess.PIPE
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, stdin=pipe, stdout=pipe, limit=READ_BYTES, env=environment, start_new_session=True
+        sys.executable,
+        "-m",
+        module,
+        stdin=pipe,
+        stdout=pipe,
+        limit=READ_BYTES,
+        env=environment,
+        start_new_session=True,
     )
 
 
-async def _exchange(process: asyncio.subprocess.Process, head: Mapping[str, object], parts: Parts) -> tuple[dict[str, Any], bytes]:
+async def _exchange(
+    process: asyncio.subprocess.Process, head: Mapping[str, object], parts: Parts
+) -> tuple[dict[str, Any], bytes]:
     given, taken = process.stdin, process.stdout
     assert given is not None
     assert taken is not None
     text = orjson.dumps(head)
-    for part in (LENGTHS.pack(len(text), sum(map(len, parts))), text, *parts):  # writelines would join them
+    for part in (
+        LENGTHS.pack(len(text), sum(map(len, parts))),
+        text,
+        *parts,
+    ):  # writelines would join them
         given.write(part)
     await given.drain()
     head_length, body_length = LENGTHS.unpack(await taken.readexactly(LENGTHS.size))

@@ -46,8 +46,14 @@ def decode_oip(body: bytes, header_length: int | None) -> tuple[Head, Parts]:
 
 def decode_json(body: bytes, dtypes: dict[str, str]) -> tuple[Head, Parts]:
     asked = parse_json(body, dtypes)
-    timeout = {} if asked.timeout_s is None else {"parameters": {"timeout": max(1, int(asked.timeout_s * 1e6))}}
-    return _decoded(asked.inputs, {**timeout, "outputs": [{"name": name} for name in asked.outputs]})
+    timeout = (
+        {}
+        if asked.timeout_s is None
+        else {"parameters": {"timeout": max(1, int(asked.timeout_s * 1e6))}}
+    )
+    return _decoded(
+        asked.inputs, {**timeout, "outputs": [{"name": name} for name in asked.outputs]}
+    )
 
 
 def decode_npz(body: bytes, limit: int) -> tuple[Head, Parts]:
@@ -59,15 +65,26 @@ def decode_image(body: bytes, recipe: dict[str, object], dtype: str) -> tuple[He
     return _decoded({made.input: array_from_image(body, made, dtype)}, {})
 
 
-def encode(body: bytes, header_length: int, answer: Given, timing: Given, plain: bool, binary: dict[str, bool]) -> tuple[Head, Parts]:
+def encode(
+    body: bytes,
+    header_length: int,
+    answer: Given,
+    timing: Given,
+    plain: bool,
+    binary: dict[str, bool],
+) -> tuple[Head, Parts]:
     """An answer, which came in the form of a request, as JSON."""
     tensors = parse_request(body, header_length).inputs
     whole = InferAnswer(**answer, outputs=tensors, timing=Timing(**timing))
-    parts = [encode_json(whole)] if plain else encode_answer(whole, OipRequest({}, binary_of=binary))
+    parts = (
+        [encode_json(whole)] if plain else encode_answer(whole, OipRequest({}, binary_of=binary))
+    )
     return {"header_length": len(parts[0])}, parts
 
 
-WORK: Mapping[str, Work] = {work.__name__: work for work in (decode_oip, decode_json, decode_npz, decode_image, encode)}
+WORK: Mapping[str, Work] = {
+    work.__name__: work for work in (decode_oip, decode_json, decode_npz, decode_image, encode)
+}
 
 
 def answer_head(answer: InferAnswer) -> dict[str, object]:
@@ -82,7 +99,11 @@ def done(head: Head, body: bytes, works: Mapping[str, Work] = WORK) -> tuple[Hea
     try:
         return works[str(arguments.pop("work"))](body, **arguments)
     except ServiceError as error:
-        return {"error": type(error).__name__, "message": error.message, "next": error.next_step}, []
+        return {
+            "error": type(error).__name__,
+            "message": error.message,
+            "next": error.next_step,
+        }, []
 
 
 def main(given: BinaryIO, taken: BinaryIO, works: Mapping[str, Work] = WORK) -> None:

@@ -27,7 +27,10 @@ class PromoteRequest(Frozen):
     )
 
     report: str = Field(max_length=100, description="The id of the job that made it")
-    override: bool = Field(default=False, description="Take it although its verdict is `unproven`; logged. A rejected one is never taken")
+    override: bool = Field(
+        default=False,
+        description="Take it although its verdict is `unproven`; logged. A rejected one is never taken",
+    )
 
 
 class BenchmarkRequest(Frozen):
@@ -35,7 +38,11 @@ class BenchmarkRequest(Frozen):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"version": 2}]})
 
-    version: int | None = Field(default=None, ge=1, description="Null: the one that is loaded, or the current one where none is")
+    version: int | None = Field(
+        default=None,
+        ge=1,
+        description="Null: the one that is loaded, or the current one where none is",
+    )
 
 
 class DeploymentOptions(Frozen):
@@ -43,14 +50,41 @@ class DeploymentOptions(Frozen):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"instances": 2, "max_batch": 8}]})
 
-    version: int | None = Field(default=None, ge=1, description="Null: the current one, also after a promotion or a rollback")
-    device: str | None = Field(default=None, description="`cpu`, `gpu:0`, ...; null: the first one that the engine runs on")
-    instances: int = Field(default=1, ge=1, le=64, description="Processes, each with an engine of its own")
-    overlap: bool = Field(default=False, description="Copy a batch while another one computes; each instance takes more memory for that")
-    max_batch: int | None = Field(default=None, ge=1, description="Rows that may run together; null: as many as the BatchSpec allows")
-    max_delay_s: float = Field(default=0.002, ge=0, le=10, description="How long a request waits for others while all instances are busy")
-    queue_limit: int = Field(default=256, ge=1, le=100_000, description="Requests that may wait; one more is answered 429")
-    timeout_s: float = Field(default=30.0, gt=0, le=3600, description="Of a request, which may bring a shorter one")
+    version: int | None = Field(
+        default=None,
+        ge=1,
+        description="Null: the current one, also after a promotion or a rollback",
+    )
+    device: str | None = Field(
+        default=None, description="`cpu`, `gpu:0`, ...; null: the first one that the engine runs on"
+    )
+    instances: int = Field(
+        default=1, ge=1, le=64, description="Processes, each with an engine of its own"
+    )
+    overlap: bool = Field(
+        default=False,
+        description="Copy a batch while another one computes; each instance takes more memory for that",
+    )
+    max_batch: int | None = Field(
+        default=None,
+        ge=1,
+        description="Rows that may run together; null: as many as the BatchSpec allows",
+    )
+    max_delay_s: float = Field(
+        default=0.002,
+        ge=0,
+        le=10,
+        description="How long a request waits for others while all instances are busy",
+    )
+    queue_limit: int = Field(
+        default=256,
+        ge=1,
+        le=100_000,
+        description="Requests that may wait; one more is answered 429",
+    )
+    timeout_s: float = Field(
+        default=30.0, gt=0, le=3600, description="Of a request, which may bring a shorter one"
+    )
 
 
 class Version(Frozen):
@@ -63,16 +97,22 @@ class Version(Frozen):
     created: str = Field(description="UTC")
     verdict: Verdict
     override: bool = Field(description="It was taken although its verdict was `unproven`")
-    before: int | None = Field(description="The version that was current before it; a rollback leads there")
+    before: int | None = Field(
+        description="The version that was current before it; a rollback leads there"
+    )
     label: str = Field(description="The candidate that won")
     backend: str
     precision: Precision
     target: str = Field(description="The CPU or GPU that it was built for")
     on_gpu: bool
     size_bytes: int
-    peak_bytes: int = Field(default=0, description="The most that a process held in the benchmark; 0: not known, or on a GPU")
+    peak_bytes: int = Field(
+        default=0,
+        description="The most that a process held in the benchmark; 0: not known, or on a GPU",
+    )
     memory_bytes: int | None = Field(
-        default=None, description="Of the device, held by one instance when it was loaded, the least so far; null: not known"
+        default=None,
+        description="Of the device, held by one instance when it was loaded, the least so far; null: not known",
     )
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -95,7 +135,9 @@ class DeploymentView(Frozen):
     version: int | None = Field(description="The version that answers; null: none does")
     device: str | None
     options: DeploymentOptions | None = Field(description="As they were asked for last")
-    memory_bytes: int | None = Field(default=None, description="Of the device, held by its instances")
+    memory_bytes: int | None = Field(
+        default=None, description="Of the device, held by its instances"
+    )
 
 
 class ModelView(Frozen):
@@ -124,7 +166,9 @@ class ShapesView(Frozen):
 
     version: int
     shapes: tuple[SeenShape, ...] = Field(description="The most frequent first")
-    profiles: tuple[dict[str, DimRange], ...] = Field(description="For `profiles` of a plan; empty while nothing was seen")
+    profiles: tuple[dict[str, DimRange], ...] = Field(
+        description="For `profiles` of a plan; empty while nothing was seen"
+    )
 
 
 # -- decisions ---------------------------------------------------------------------------------------------------------
@@ -137,18 +181,26 @@ def version_name(model: str, version: int) -> str:
 
 def prunable(versions: Sequence[Version], used: Collection[int], keep: int) -> tuple[int, ...]:
     """Versions that need not be kept: all but the newest `keep`, those in use, and those that a rollback from one in use leads to next."""
-    kept = {each.version for each in sorted(versions, key=lambda each: -each.version)[:keep]} | set(used)
+    kept = {each.version for each in sorted(versions, key=lambda each: -each.version)[:keep]} | set(
+        used
+    )
     kept |= {each.before for each in versions if each.version in used and each.before is not None}
     return tuple(sorted(each.version for each in versions if each.version not in kept))
 
 
-def suggested(shapes: Mapping[tuple[tuple[str, int], ...], int], version: Version) -> tuple[dict[str, DimRange], ...]:
+def suggested(
+    shapes: Mapping[tuple[tuple[str, int], ...], int], version: Version
+) -> tuple[dict[str, DimRange], ...]:
     """One profile that holds all sizes seen, the most frequent as opt. What counts rows reaches as far as rows run together."""
     counts: dict[str, Counter[int]] = {}
     for shape, requests in shapes.items():
         for symbol, size in shape:
             counts.setdefault(symbol, Counter())[size] += requests
-    rows = {spec.shape[axis] for spec in version.inputs if (axis := version.batch.axes.get(spec.name)) is not None}
+    rows = {
+        spec.shape[axis]
+        for spec in version.inputs
+        if (axis := version.batch.axes.get(spec.name)) is not None
+    }
     profile = {}
     for symbol, seen in counts.items():
         opt = max(seen, key=lambda size: (seen[size], size))

@@ -37,7 +37,9 @@ class Candidate:
     engine: Engine
 
 
-def candidate_of(job_id: str, owner: str | None, override: bool, jobs: JobStore, folders: Folders) -> Candidate:
+def candidate_of(
+    job_id: str, owner: str | None, override: bool, jobs: JobStore, folders: Folders
+) -> Candidate:
     """NotFound without such a report, Conflict if it may not be promoted.
 
     DamagedError if the report or a file of its engine is not what it was.
@@ -45,7 +47,10 @@ def candidate_of(job_id: str, owner: str | None, override: bool, jobs: JobStore,
     job = jobs.get(job_id, owner)
     folder = folders.report(job.id)
     if job.state != "succeeded":
-        raise NotFound(f"job {job_id} is {job.state}: there is no report", f"GET /jobs/{job_id} tells how far it is")
+        raise NotFound(
+            f"job {job_id} is {job.state}: there is no report",
+            f"GET /jobs/{job_id} tells how far it is",
+        )
     report = published_report(folder)
     check_report(report, override)
     engine = published_engine(folder)
@@ -75,12 +80,20 @@ def check_report(report: Report, override: bool) -> None:
     """
     why = "; ".join(report.reasons) or "the report says no more"
     if not report.has_engine:
-        raise Conflict(f"this report's verdict is {report.verdict}, and there is no engine to serve: {why}", "mend the plan and compile again")
+        raise Conflict(
+            f"this report's verdict is {report.verdict}, and there is no engine to serve: {why}",
+            "mend the plan and compile again",
+        )
     if report.verdict == "unproven" and not override:
-        raise Conflict(f"this report's verdict is unproven: {why}", 'mend that, or take it nevertheless with "override": true, which is logged')
+        raise Conflict(
+            f"this report's verdict is unproven: {why}",
+            'mend that, or take it nevertheless with "override": true, which is logged',
+        )
 
 
-def version_of(candidate: Candidate, model: str, override: bool, batch: BatchSpec, created: str) -> Version:
+def version_of(
+    candidate: Candidate, model: str, override: bool, batch: BatchSpec, created: str
+) -> Version:
     """The version that a report becomes, without its number."""
     report, engine = candidate.report, candidate.engine
     on_gpu = engine.target.compute_capability is not None
@@ -120,9 +133,13 @@ async def prove(engine: Engine, padding: tuple[Padding, ...], device: str) -> Ba
     from pipeline.benchmark.batch_invariance import prove_batch
 
     environment = {VISIBLE: visible(device, os.environ.get(VISIBLE))}
-    with Child(prove_batch, engine, padding, name="batch proof", env=environment, conversation=False) as child:  # leaving it ends the child
+    with Child(
+        prove_batch, engine, padding, name="batch proof", env=environment, conversation=False
+    ) as child:  # leaving it ends the child
         try:
             found: BatchSpec = await asyncio.to_thread(child.result, PROOF_S)
         except CrucibleError as error:
-            raise Conflict(f"the engine does not run here: {error.message}", error.next_step) from error
+            raise Conflict(
+                f"the engine does not run here: {error.message}", error.next_step
+            ) from error
     return found

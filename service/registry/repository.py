@@ -69,7 +69,9 @@ class Repository:
     def list(self, owner: str | None = None) -> tuple[Model, ...]:
         """By name; None: of all owners. What is damaged is logged and left out."""
         with self._database.read() as rows:
-            found = rows.execute("SELECT * FROM models WHERE ?1 IS NULL OR owner = ?1 ORDER BY name", (owner,)).fetchall()
+            found = rows.execute(
+                "SELECT * FROM models WHERE ?1 IS NULL OR owner = ?1 ORDER BY name", (owner,)
+            ).fetchall()
             return tuple(_readable(rows, found))
 
     def get(self, name: str, owner: str | None = None) -> Model:
@@ -157,7 +159,9 @@ class Repository:
             check_form(report.parent, JSON_NAME)
             self._folders.share_upload(version.job, job_id)
             place = self._folders.compiled(job_id)
-            shutil.rmtree(place, ignore_errors=True)  # what the version's own job measured, if that was a benchmark
+            shutil.rmtree(
+                place, ignore_errors=True
+            )  # what the version's own job measured, if that was a benchmark
             place.mkdir()
             shutil.copy(report, place)
         except (FileNotFoundError, DamagedError) as error:
@@ -188,7 +192,10 @@ class Repository:
             if options is None:
                 rows.execute("UPDATE models SET deployed = 0 WHERE name = ?", (name,))
             else:
-                rows.execute("UPDATE models SET deployed = 1, deployment = ? WHERE name = ?", (options.model_dump_json(), name))
+                rows.execute(
+                    "UPDATE models SET deployed = 1, deployment = ? WHERE name = ?",
+                    (options.model_dump_json(), name),
+                )
 
     def set_memory(self, version: Version, memory_bytes: int) -> None:
         """What one instance held when it was loaded; 0: not known. The least counts: on a GPU others may have taken memory at the same time."""
@@ -201,12 +208,21 @@ class Repository:
     def remove(self, name: str, versions: Collection[int]) -> None:
         """Forget versions, but never the current one. A rollback that would have led there leads to the one before."""
         with self._database.write() as rows:
-            current = rows.execute("SELECT current FROM models WHERE name = ?", (name,)).fetchone()["current"]
+            current = rows.execute("SELECT current FROM models WHERE name = ?", (name,)).fetchone()[
+                "current"
+            ]
             gone = sorted(set(versions) - {current})
             for version in gone:
-                before = rows.execute("SELECT before FROM versions WHERE model = ? AND version = ?", (name, version)).fetchone()
-                rows.execute("UPDATE versions SET before = ? WHERE model = ? AND before = ?", (before and before["before"], name, version))
-                rows.execute("DELETE FROM versions WHERE model = ? AND version = ?", (name, version))
+                before = rows.execute(
+                    "SELECT before FROM versions WHERE model = ? AND version = ?", (name, version)
+                ).fetchone()
+                rows.execute(
+                    "UPDATE versions SET before = ? WHERE model = ? AND before = ?",
+                    (before and before["before"], name, version),
+                )
+                rows.execute(
+                    "DELETE FROM versions WHERE model = ? AND version = ?", (name, version)
+                )
         for version in gone:
             shutil.rmtree(self._folders.version(name, version), ignore_errors=True)
             log.info("version.removed", model=name, version=version)
@@ -214,7 +230,11 @@ class Repository:
     def prune(self, name: str, used: Collection[int], keep: int) -> tuple[int, ...]:
         """Remove versions that need not be kept."""
         model = self.get(name)
-        pinned = [model.options.version] if model.deployed and model.options and model.options.version else []
+        pinned = (
+            [model.options.version]
+            if model.deployed and model.options and model.options.version
+            else []
+        )
         old = prunable(model.versions, {model.current, *pinned, *used}, keep)
         if old:
             self.remove(name, old)
@@ -228,9 +248,16 @@ class Repository:
     def sweep(self) -> int:
         """Remove folders of no version: how many there were. Not beside a promotion."""
         with self._database.read() as rows:
-            known = {(row["model"], str(row["version"])) for row in rows.execute("SELECT model, version FROM versions")}
+            known = {
+                (row["model"], str(row["version"]))
+                for row in rows.execute("SELECT model, version FROM versions")
+            }
         staged = [folder for folder in self._folders.models.glob(".*") if folder.is_dir()]
-        orphans = [folder for folder in self._folders.models.glob("[!.]*/*") if (folder.parent.name, folder.name) not in known]
+        orphans = [
+            folder
+            for folder in self._folders.models.glob("[!.]*/*")
+            if (folder.parent.name, folder.name) not in known
+        ]
         for folder in (*staged, *orphans):
             shutil.rmtree(folder, ignore_errors=True)
         return len(staged) + len(orphans)
@@ -247,9 +274,17 @@ def promoted_engine(home: Path, model: str, version: int) -> Engine:
     """
     folders = Folders(home)
     if not (folders.version(model, version) / ENGINE).is_dir():
-        kept = ", ".join(sorted((each.name for each in (folders.models / model).glob("*") if each.name.isdecimal()), key=int))
+        kept = ", ".join(
+            sorted(
+                (each.name for each in (folders.models / model).glob("*") if each.name.isdecimal()),
+                key=int,
+            )
+        )
         there = f"of '{model}' it has {kept}" if kept else f"it has no model '{model}'"
-        raise NotFound(f"no version {version} of '{model}' in '{home}'", f"{there}; CRUCIBLE_HOME names another home, --from any engine")
+        raise NotFound(
+            f"no version {version} of '{model}' in '{home}'",
+            f"{there}; CRUCIBLE_HOME names another home, --from any engine",
+        )
     name = version_name(model, version)
     try:
         engine = read_engine(folders.version(model, version) / ENGINE, name)
@@ -277,18 +312,22 @@ def _insert(rows: sqlite3.Connection, version: Version, current: bool) -> None:
     name, number = version.model, version.version
     values = (name, version.owner, number, number)
     rows.execute(
-        "INSERT INTO models (name, owner, current, latest) VALUES (?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET latest = excluded.latest", values
+        "INSERT INTO models (name, owner, current, latest) VALUES (?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET latest = excluded.latest",
+        values,
     )
     if current:
         rows.execute("UPDATE models SET current = ? WHERE name = ?", (number, name))
     about = version.model_dump_json()
     rows.execute(
-        "INSERT INTO versions (model, version, job_id, before, about) VALUES (?, ?, ?, ?, ?)", (name, number, version.job, version.before, about)
+        "INSERT INTO versions (model, version, job_id, before, about) VALUES (?, ?, ?, ?, ?)",
+        (name, number, version.job, version.before, about),
     )
 
 
 def _row(rows: sqlite3.Connection, name: str, owner: str | None) -> sqlite3.Row:
-    row: sqlite3.Row | None = rows.execute("SELECT * FROM models WHERE name = ?1 AND (?2 IS NULL OR owner = ?2)", (name, owner)).fetchone()
+    row: sqlite3.Row | None = rows.execute(
+        "SELECT * FROM models WHERE name = ?1 AND (?2 IS NULL OR owner = ?2)", (name, owner)
+    ).fetchone()
     if row is None:
         raise NotFound(f"no model '{name}'", "GET /models lists yours")
     return row
@@ -296,19 +335,28 @@ def _row(rows: sqlite3.Connection, name: str, owner: str | None) -> sqlite3.Row:
 
 def _model(rows: sqlite3.Connection, row: sqlite3.Row) -> Model:
     """DamagedRow names the model."""
-    found = rows.execute("SELECT * FROM versions WHERE model = ? ORDER BY version DESC", (row["name"],)).fetchall()
+    found = rows.execute(
+        "SELECT * FROM versions WHERE model = ? ORDER BY version DESC", (row["name"],)
+    ).fetchall()
     try:
         versions = tuple(_version(each) for each in found)
-        options = DeploymentOptions.model_validate_json(row["deployment"]) if row["deployment"] else None
+        options = (
+            DeploymentOptions.model_validate_json(row["deployment"]) if row["deployment"] else None
+        )
     except ValidationError as error:
         raise DamagedRow(
-            f"the rows of model '{row['name']}' in the database are damaged: {error}", "promote its report under another name"
+            f"the rows of model '{row['name']}' in the database are damaged: {error}",
+            "promote its report under another name",
         ) from error
-    return Model(row["name"], row["owner"], row["current"], versions, bool(row["deployed"]), options)
+    return Model(
+        row["name"], row["owner"], row["current"], versions, bool(row["deployed"]), options
+    )
 
 
 def _version(row: sqlite3.Row) -> Version:
-    return Version.model_validate_json(row["about"]).model_copy(update={"before": row["before"], "memory_bytes": row["memory_bytes"]})
+    return Version.model_validate_json(row["about"]).model_copy(
+        update={"before": row["before"], "memory_bytes": row["memory_bytes"]}
+    )
 
 
 def _readable(rows: sqlite3.Connection, found: Iterable[sqlite3.Row]) -> Iterable[Model]:

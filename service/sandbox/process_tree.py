@@ -24,7 +24,10 @@ def alive(pid: int, started: float) -> list[psutil.Process]:
     """The process of this pid if it is the one that started then; else nothing."""
     try:
         process = psutil.Process(pid)
-        same = abs(process.create_time() - started) < SAME_START_S and process.status() != psutil.STATUS_ZOMBIE
+        same = (
+            abs(process.create_time() - started) < SAME_START_S
+            and process.status() != psutil.STATUS_ZOMBIE
+        )
     except psutil.NoSuchProcess:
         return []
     return [process] if same else []

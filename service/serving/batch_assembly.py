@@ -46,50 +46,87 @@ class Joined:
 class Rows:
     """How requests for one engine are joined, and cut apart."""
 
-    def __init__(self, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], axes: Axes) -> None:
+    def __init__(
+        self, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], axes: Axes
+    ) -> None:
         self._inputs, self._outputs, self._axes = inputs, outputs, axes
         self.output_bytes = lru_cache(MOST_KNOWN)(self._output_bytes)  # by the shapes of the inputs
-        self._sizes = [(spec, dtype_of(spec.dtype).itemsize, frozenset(spec.symbols)) for spec in outputs]
+        self._sizes = [
+            (spec, dtype_of(spec.dtype).itemsize, frozenset(spec.symbols)) for spec in outputs
+        ]
         self._padded = {spec.name: _padded_axes(spec, axes) for spec in (*inputs, *outputs)}
 
     def join(self, kind: Kind, parts: Sequence[Part], size: int) -> Joined:
         """What runs: one request as it is, or several with `size` rows, each as long as the longest or as the kind says."""
         if not kind.sizes:
             arrays = [parts[0].inputs[spec.name] for spec in self._inputs]
-            return Joined(parts, size, tuple(array.shape for array in arrays), parts[0].fit.lengths, sum(array.size for array in arrays), True)
-        lengths = kind.lengths or tuple(max(each) for each in zip(*(part.fit.lengths for part in parts), strict=True))
+            return Joined(
+                parts,
+                size,
+                tuple(array.shape for array in arrays),
+                parts[0].fit.lengths,
+                sum(array.size for array in arrays),
+                True,
+            )
+        lengths = kind.lengths or tuple(
+            max(each) for each in zip(*(part.fit.lengths for part in parts), strict=True)
+        )
         shapes, values = [], 0
         for spec in self._inputs:
             shape, axis = list(parts[0].inputs[spec.name].shape), self._axes.batch.get(spec.name)
-            values += parts[0].inputs[spec.name].size if axis is None else sum(part.inputs[spec.name].size for part in parts)
+            values += (
+                parts[0].inputs[spec.name].size
+                if axis is None
+                else sum(part.inputs[spec.name].size for part in parts)
+            )
             if axis is not None:
                 shape[axis] = size
             for place, number in self._padded[spec.name]:
                 shape[place] = lengths[number]
             shapes.append(tuple(shape))
         fit = parts[0].fit
-        return Joined(parts, size, tuple(shapes), lengths, values, len(parts) == 1 and (fit.rows, fit.lengths) == (size, lengths))
+        return Joined(
+            parts,
+            size,
+            tuple(shapes),
+            lengths,
+            values,
+            len(parts) == 1 and (fit.rows, fit.lengths) == (size, lengths),
+        )
 
     def _output_bytes(self, shapes: tuple[Shape, ...]) -> int:
         """Room for the outputs, as far as the sizes of the inputs tell theirs."""
         pairs = zip(self._inputs, shapes, strict=True)
-        sizes = {dim: size for spec, shape in pairs for dim, size in zip(spec.shape, shape, strict=True) if isinstance(dim, str)}
-        known = [(spec, itemsize) for spec, itemsize, symbols in self._sizes if symbols <= sizes.keys()]
-        return sum(ALIGNMENT + math.prod(spec.resolve(sizes)) * itemsize for spec, itemsize in known)
+        sizes = {
+            dim: size
+            for spec, shape in pairs
+            for dim, size in zip(spec.shape, shape, strict=True)
+            if isinstance(dim, str)
+        }
+        known = [
+            (spec, itemsize) for spec, itemsize, symbols in self._sizes if symbols <= sizes.keys()
+        ]
+        return sum(
+            ALIGNMENT + math.prod(spec.resolve(sizes)) * itemsize for spec, itemsize in known
+        )
 
     def fill(self, joined: Joined, targets: Sequence[Array]) -> None:
         """Write all rows; below them zeros, as in the proof that rows do not see each other."""
         for spec, target in zip(self._inputs, targets, strict=True):
             arrays = [part.inputs[spec.name] for part in joined.parts]
             axis = self._axes.batch.get(spec.name)
-            if arrays[0].shape == target.shape:  # nothing to join, or not batched: the same in each request
+            if (
+                arrays[0].shape == target.shape
+            ):  # nothing to join, or not batched: the same in each request
                 np.copyto(target, arrays[0])
             elif axis is not None:
                 self._write(spec, arrays, joined, target, axis)
             else:
                 self._write_shared(spec, arrays[0], target)
 
-    def cut(self, joined: Joined, outputs: Sequence[Array], wanted: Sequence[frozenset[str] | None]) -> list[dict[str, Array]]:
+    def cut(
+        self, joined: Joined, outputs: Sequence[Array], wanted: Sequence[frozenset[str] | None]
+    ) -> list[dict[str, Array]]:
         """Each request's own arrays of the outputs that it wants (None: all; empty: none). InternalError for an output without its rows."""
         found: list[dict[str, Array]] = [{} for _ in joined.parts]
         for spec, array in zip(self._outputs, outputs, strict=True):
@@ -100,11 +137,15 @@ class Rows:
             at = 0
             for part, wants, mine in zip(joined.parts, wanted, found, strict=True):
                 if wants is None or spec.name in wants:
-                    mine[spec.name] = (array if axis is None else array[self._place(spec, part.fit, axis, at)]).copy()
+                    mine[spec.name] = (
+                        array if axis is None else array[self._place(spec, part.fit, axis, at)]
+                    ).copy()
                 at += part.fit.rows
         return found
 
-    def _write(self, spec: TensorSpec, arrays: Sequence[Array], joined: Joined, target: Array, axis: int) -> None:
+    def _write(
+        self, spec: TensorSpec, arrays: Sequence[Array], joined: Joined, target: Array, axis: int
+    ) -> None:
         for place, number in self._padded[spec.name]:
             if any(part.fit.lengths[number] != joined.lengths[number] for part in joined.parts):
                 target[...] = self._axes.values[spec.name, place]
@@ -142,4 +183,8 @@ class Rows:
 
 def _padded_axes(spec: TensorSpec, axes: Axes) -> tuple[tuple[int, int], ...]:
     """Axes of a tensor that are padded, with the number of their symbol."""
-    return tuple((place, axes.padded.index(dim)) for place, dim in enumerate(spec.shape) if dim in axes.padded)
+    return tuple(
+        (place, axes.padded.index(dim))
+        for place, dim in enumerate(spec.shape)
+        if dim in axes.padded
+    )

@@ -37,8 +37,12 @@ class Sizes:
 class Kind:
     """What requests that run together have in common; compared by identity."""
 
-    sizes: tuple[Sizes, ...] = ()  # of the profiles that take these shapes; empty: rows are run as they come, and never with others
-    lengths: tuple[int, ...] = ()  # to which the declared axes are padded; empty: to the longest of a batch
+    sizes: tuple[
+        Sizes, ...
+    ] = ()  # of the profiles that take these shapes; empty: rows are run as they come, and never with others
+    lengths: tuple[
+        int, ...
+    ] = ()  # to which the declared axes are padded; empty: to the longest of a batch
 
     @property
     def most(self) -> int:
@@ -86,7 +90,9 @@ class Batch:
 
 def offer(queue: Queue, waiting: Waiting) -> Queue:
     """With one more request."""
-    return Queue(queue.rules, (*queue.waiting, waiting), queue.profile, queue.calm)  # of every request: `replace` takes three times as long
+    return Queue(
+        queue.rules, (*queue.waiting, waiting), queue.profile, queue.calm
+    )  # of every request: `replace` takes three times as long
 
 
 def drop(queue: Queue, number: int) -> Queue:
@@ -97,7 +103,9 @@ def drop(queue: Queue, number: int) -> Queue:
 
 def put_back(queue: Queue, requests: Iterable[Waiting]) -> Queue:
     """With requests of a batch that failed, each to run alone, before all others."""
-    return replace(queue, waiting=(*(replace(each, alone=True) for each in requests), *queue.waiting))
+    return replace(
+        queue, waiting=(*(replace(each, alone=True) for each in requests), *queue.waiting)
+    )
 
 
 def deadline(queue: Queue) -> float | None:
@@ -150,7 +158,9 @@ def _closed(queue: Queue, requests: list[Waiting]) -> tuple[Queue, Batch]:
     if not kind.sizes:
         return replace(queue, waiting=left), Batch(tuple(requests), rows, rows)
     sizes, calm = _profile_for(kind, rows, queue)
-    return Queue(queue.rules, left, sizes.profile, calm), Batch(tuple(requests), rows, sizes.holding(rows))
+    return Queue(queue.rules, left, sizes.profile, calm), Batch(
+        tuple(requests), rows, sizes.holding(rows)
+    )
 
 
 def _profile_for(kind: Kind, rows: int, queue: Queue) -> tuple[Sizes, int]:

@@ -30,7 +30,17 @@ from service.errors import ServiceError, TimedOut, TooMany, Unavailable, Unproce
 from service.inference import InferAnswer, InferRequest, ModelState, Served, Statistics, Timing
 from service.registry.models import version_name
 from service.serving.batch_assembly import Array, Joined, Part, Rows
-from service.serving.batching import Batch, Queue, Rules, Waiting, deadline, drop, offer, put_back, take
+from service.serving.batching import (
+    Batch,
+    Queue,
+    Rules,
+    Waiting,
+    deadline,
+    drop,
+    offer,
+    put_back,
+    take,
+)
 from service.serving.replica import Instance
 from service.serving.request_shapes import Fit, Fitting, captures
 from service.serving.stats import Figures, Tally
@@ -41,7 +51,9 @@ RUNS_TO_CAPTURE = 3  # of a shape: plain, captured, launched
 STUCK_TIMEOUTS = 3.0  # a worker that answers a batch later than this many time-outs hangs: nobody waits for it any more
 LEAST_STUCK_S = 10.0  # but not before this
 MOST_SHAPES = 1000  # that are told apart
-LOADS = itertools.count(1)  # a version that is loaded anew has two deployments for a moment, whose processes must not be mistaken
+LOADS = itertools.count(
+    1
+)  # a version that is loaded anew has two deployments for a moment, whose processes must not be mistaken
 
 log = logs.get("service.deployment")
 
@@ -60,7 +72,9 @@ class DeploymentSpec:
     instances: int = 1  # workers, each with an engine of its own
     overlap: bool = False  # copy a batch while another one computes
     max_batch: int | None = None  # rows that may run together; None: what `batch` allows
-    max_delay_s: float = 0.002  # how long the first request of a batch waits for others while every worker has work
+    max_delay_s: float = (
+        0.002  # how long the first request of a batch waits for others while every worker has work
+    )
     queue_limit: int = 256  # requests that may wait
     timeout_s: float = 30.0
     load_s: float = 180.0  # until a worker is ready
@@ -82,11 +96,15 @@ class _Asked:
 class Deployment:
     """One loaded version. Lives in one event loop; a request costs no thread and no other task than its own."""
 
-    def __init__(self, spec: DeploymentSpec, work: Path, figures: Figures, worker: Sequence[str]) -> None:
+    def __init__(
+        self, spec: DeploymentSpec, work: Path, figures: Figures, worker: Sequence[str]
+    ) -> None:
         self.spec = spec
         self._loop = asyncio.get_running_loop()
         self._work = work
-        engine = spec.engine.model_copy(update={"root": spec.engine_folder, "threads": _threads(spec)})
+        engine = spec.engine.model_copy(
+            update={"root": spec.engine_folder, "threads": _threads(spec)}
+        )
         self._fitting = Fitting(engine, spec.batch, spec.max_batch)
         self._rows = Rows(engine.inputs, engine.outputs, self._fitting.axes)
         self._outputs = tuple(each.name for each in engine.outputs)
@@ -112,7 +130,12 @@ class Deployment:
         )
         load = next(LOADS)
         self._instances = [
-            Instance(order(f"{spec.model}-{spec.version}-{load}-{number}", work=Work(work / str(number))), self._changed)
+            Instance(
+                order(
+                    f"{spec.model}-{spec.version}-{load}-{number}", work=Work(work / str(number))
+                ),
+                self._changed,
+            )
             for number in range(spec.instances)
         ]
 
@@ -145,13 +168,21 @@ class Deployment:
         wants = self._wanted(request.outputs)
         if len(self._queue.waiting) >= self.spec.queue_limit:
             self._tally.failed("refused", 0.0)
-            raise TooMany(f"{self.spec.queue_limit} requests wait for '{self.spec.model}'", "send it again later", self._retry_after_s())
+            raise TooMany(
+                f"{self.spec.queue_limit} requests wait for '{self.spec.model}'",
+                "send it again later",
+                self._retry_after_s(),
+            )
         number, since = next(self._numbers), monotonic()
         asked = self._asked[number] = _Asked(request, fit, wants, since, self._loop.create_future())
         self._see(fit)
         self._queue = offer(self._queue, Waiting(number, fit.rows, since, fit.kind))
         self._pump_soon()
-        timeout_s = self.spec.timeout_s if request.timeout_s is None else min(request.timeout_s, self.spec.timeout_s)
+        timeout_s = (
+            self.spec.timeout_s
+            if request.timeout_s is None
+            else min(request.timeout_s, self.spec.timeout_s)
+        )
         timer = self._loop.call_later(timeout_s, self._time_out, number, timeout_s)
         try:
             return await asked.answer
@@ -178,7 +209,9 @@ class Deployment:
             batch=spec.batch,
             max_batch=self._fitting.maximum,
             state=state,
-            reason="" if state == "ready" else next((each.reason for each in self._instances if each.reason), ""),
+            reason=""
+            if state == "ready"
+            else next((each.reason for each in self._instances if each.reason), ""),
             instances=spec.instances,
             image=spec.image,
             labels=spec.labels,
@@ -233,14 +266,23 @@ class Deployment:
         if self._draining or not any(instance.state == "ready" for instance in self._instances):
             served = self.served()
             because = f": {served.reason}" if served.reason else ""
-            next_step = "look at its log, and deploy it again" if served.state == "failed" else "send the request again"
-            raise Unavailable(f"'{served.model}' is {served.state}{because}", next_step, 60 if served.state == "failed" else 1)
+            next_step = (
+                "look at its log, and deploy it again"
+                if served.state == "failed"
+                else "send the request again"
+            )
+            raise Unavailable(
+                f"'{served.model}' is {served.state}{because}",
+                next_step,
+                60 if served.state == "failed" else 1,
+            )
 
     def _wanted(self, outputs: tuple[str, ...]) -> frozenset[str] | None:
         unknown = [name for name in outputs if name not in self._outputs]
         if unknown:
             raise Unprocessable(
-                f"no output {', '.join(map(repr, unknown))}; there is {', '.join(map(repr, self._outputs))}", "ask for those, or for none"
+                f"no output {', '.join(map(repr, unknown))}; there is {', '.join(map(repr, self._outputs))}",
+                "ask for those, or for none",
             )
         return frozenset(outputs) or None
 
@@ -269,7 +311,9 @@ class Deployment:
         for each in waiting:
             self._fail(each.number, error)
 
-    def _fail(self, number: int, error: Exception, state: Literal["failed", "timed_out"] = "failed") -> None:
+    def _fail(
+        self, number: int, error: Exception, state: Literal["failed", "timed_out"] = "failed"
+    ) -> None:
         asked = self._asked.get(number)
         if asked is not None and not asked.answer.done():
             self._tally.failed(state, monotonic() - asked.since)
@@ -282,7 +326,11 @@ class Deployment:
         if self._closed:
             return
         if not any(instance.state == "ready" for instance in self._instances):
-            self._fail_waiting(Unavailable(f"the worker of '{self.spec.model}' was lost", "send the request again", 1))
+            self._fail_waiting(
+                Unavailable(
+                    f"the worker of '{self.spec.model}' was lost", "send the request again", 1
+                )
+            )
         self._pump_soon()
 
     def _pump_soon(self) -> None:
@@ -305,10 +353,16 @@ class Deployment:
     def _wake_at(self, when: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_later(max(0.0, when - monotonic()), self._pump, when)  # which may be early by a clock's tick: `when` it is
+        self._timer = self._loop.call_later(
+            max(0.0, when - monotonic()), self._pump, when
+        )  # which may be early by a clock's tick: `when` it is
 
     def _freest(self) -> Instance | None:
-        return min((each for each in self._instances if each.has_room), key=lambda each: each.load, default=None)
+        return min(
+            (each for each in self._instances if each.has_room),
+            key=lambda each: each.load,
+            default=None,
+        )
 
     def _run(self, instance: Instance, batch: Batch) -> None:
         asked = [self._asked[each.number] for each in batch.requests]
@@ -330,8 +384,17 @@ class Deployment:
         def then(result: Ran | CrucibleError) -> None:
             if isinstance(result, Ran):
                 self._answer(batch, asked, joined, result, filled - began)
-            elif isinstance(result, Unprocessable) and len(batch.requests) > 1:  # one is to blame: each is to be judged by its own inputs
-                self._queue = put_back(self._queue, [each for each, one in zip(batch.requests, asked, strict=True) if not one.answer.done()])
+            elif (
+                isinstance(result, Unprocessable) and len(batch.requests) > 1
+            ):  # one is to blame: each is to be judged by its own inputs
+                self._queue = put_back(
+                    self._queue,
+                    [
+                        each
+                        for each, one in zip(batch.requests, asked, strict=True)
+                        if not one.answer.done()
+                    ],
+                )
             else:
                 for each in batch.requests:
                     self._fail(each.number, result)
@@ -346,11 +409,16 @@ class Deployment:
         for each in batch.requests:
             self._fail(each.number, crucible_error(error))
 
-    def _answer(self, batch: Batch, asked: Sequence[_Asked], joined: Joined, ran: Ran, filling_s: float) -> None:
+    def _answer(
+        self, batch: Batch, asked: Sequence[_Asked], joined: Joined, ran: Ran, filling_s: float
+    ) -> None:
         """Give each request its own rows, and count."""
         began = monotonic()
         there = [not one.answer.done() for one in asked]
-        wanted = [one.wants if is_there else frozenset[str]() for one, is_there in zip(asked, there, strict=True)]
+        wanted = [
+            one.wants if is_there else frozenset[str]()
+            for one, is_there in zip(asked, there, strict=True)
+        ]
         try:
             outputs = self._rows.cut(joined, ran.outputs, wanted)
         except Exception as error:  # noqa: BLE001  the edge of a batch
@@ -358,15 +426,32 @@ class Deployment:
             return
         now = monotonic()
         values = sum(math.prod(shape) for shape in joined.shapes)
-        of_batch = Timing(0.0, ran.copy_in_s + filling_s, ran.compute_s, ran.copy_out_s + now - began, batch.rows)
+        of_batch = Timing(
+            0.0, ran.copy_in_s + filling_s, ran.compute_s, ran.copy_out_s + now - began, batch.rows
+        )
         working = of_batch.copy_in_s + of_batch.compute_s + of_batch.copy_out_s
         self._tally.ran(len(asked), of_batch, values, values - joined.values)
         for one, is_there, mine in zip(asked, there, outputs, strict=True):
             if is_there:
                 total = now - one.since
-                timing = Timing(max(0.0, total - working), of_batch.copy_in_s, of_batch.compute_s, of_batch.copy_out_s, batch.rows)
+                timing = Timing(
+                    max(0.0, total - working),
+                    of_batch.copy_in_s,
+                    of_batch.compute_s,
+                    of_batch.copy_out_s,
+                    batch.rows,
+                )
                 self._tally.answered(timing, total)
-                one.answer.set_result(InferAnswer(self.spec.model, self.spec.version, self.spec.device, mine, timing, one.request.id))
+                one.answer.set_result(
+                    InferAnswer(
+                        self.spec.model,
+                        self.spec.version,
+                        self.spec.device,
+                        mine,
+                        timing,
+                        one.request.id,
+                    )
+                )
 
     def _look_quiet(self) -> None:
         if self._draining and not self._asked:

@@ -61,7 +61,9 @@ class Loader:
         async with self._loading:
             free = await asyncio.to_thread(self._means.free, spec.device)
             check_fit(version, spec.instances, free, spec.device)
-            work = self._means.folders.serving / f"{spec.model}-{spec.version}-{next(self._numbers)}"
+            work = (
+                self._means.folders.serving / f"{spec.model}-{spec.version}-{next(self._numbers)}"
+            )
             try:
                 return await Loaded.start(self._means.start, spec, work, self._means.leases)
             except DamagedError as error:
@@ -104,7 +106,9 @@ class Loader:
     async def proof(self, engine: Engine, padding: tuple[Padding, ...]) -> BatchSpec:
         """Which requests may run together, tried on the device on which it would serve."""
         holder = f"proof-{next(self._numbers)}"
-        device = device_for(None, engine.target.compute_capability is not None, self._means.leases.devices.names)
+        device = device_for(
+            None, engine.target.compute_capability is not None, self._means.leases.devices.names
+        )
         self._means.leases.serve(holder, device)
         try:
             return await self._means.prove(engine, padding, device)
@@ -120,5 +124,8 @@ def device_for(asked: str | None, on_gpu: bool, names: Sequence[str]) -> str:
     if asked is None or asked not in fitting:
         kind = "a GPU" if on_gpu else "a CPU"
         said = f"device '{asked}'" if asked else f"a device for an engine for {kind}"
-        raise Unprocessable(f"{said} is not one that this engine runs on; here are: {', '.join(fitting) or 'none'}", f"the engine is one for {kind}")
+        raise Unprocessable(
+            f"{said} is not one that this engine runs on; here are: {', '.join(fitting) or 'none'}",
+            f"the engine is one for {kind}",
+        )
     return asked

@@ -59,7 +59,9 @@ class Deployments:
         self._means, self._repository = means, means.repository
         self._slots: dict[str, Slot] = {}
         self._leaving: dict[str, Slot] = {}  # unloaded, and still answering
-        self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # one change of a model at a time
+        self._changing: defaultdict[str, asyncio.Lock] = defaultdict(
+            asyncio.Lock
+        )  # one change of a model at a time
         self._loader = Loader(means)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = ThreadPoolExecutor(1, "crucible-models")
@@ -78,7 +80,10 @@ class Deployments:
         slot = self._slot(request.caller, request.model, request.version)
         if slot.loaded is None:
             why = f": {slot.reason}" if slot.reason else ""
-            raise Unavailable(f"model '{slot.version.model}' is {slot.state}{why}", "GET /models/NAME tells how it is")
+            raise Unavailable(
+                f"model '{slot.version.model}' is {slot.state}{why}",
+                "GET /models/NAME tells how it is",
+            )
         return await slot.loaded.infer(request)
 
     def statistics(self, caller: Caller) -> tuple[Statistics, ...]:
@@ -106,7 +111,10 @@ class Deployments:
         """Make a report's engine the current version; one that is current already stays so. Conflict if it may not be served."""
         caller.require("admin")
         if name in RESERVED:
-            raise Unprocessable(f"no model can be named '{name}': a path under /v2/models has that name", "choose another name")
+            raise Unprocessable(
+                f"no model can be named '{name}': a path under /v2/models has that name",
+                "choose another name",
+            )
         await self._apart(self._promote(caller, name, asked))
         return await self.view(caller, name)
 
@@ -116,19 +124,31 @@ class Deployments:
         await self._apart(self._rollback(caller, name))
         return await self.view(caller, name)
 
-    async def lend(self, caller: Caller, name: str, number: int | None, job_id: str) -> tuple[Version, str]:
+    async def lend(
+        self, caller: Caller, name: str, number: int | None, job_id: str
+    ) -> tuple[Version, str]:
         """Give a job a version's report and engine: this version, or the one that is loaded, or the current one; with the device to measure on."""
         slot = self._slots.get(name)
-        loaded = slot if slot is not None and slot.loaded is not None and number in (None, slot.version.version) else None
+        loaded = (
+            slot
+            if slot is not None
+            and slot.loaded is not None
+            and number in (None, slot.version.version)
+            else None
+        )
 
         def lent() -> Version:
-            version = self._repository.get(name, caller.sees).version(loaded.version.version if loaded else number)
+            version = self._repository.get(name, caller.sees).version(
+                loaded.version.version if loaded else number
+            )
             self._loader.engine(version)  # refused here rather than in the job
             self._repository.lend(version, job_id)
             return version
 
         version = await self._ask(lent)  # in the thread in which versions are pruned
-        return version, loaded.device if loaded else device_for(None, version.on_gpu, self._means.leases.devices.names)
+        return version, loaded.device if loaded else device_for(
+            None, version.on_gpu, self._means.leases.devices.names
+        )
 
     async def _deploy(self, caller: Caller, name: str, options: DeploymentOptions) -> None:
         async with self._changing[name]:
@@ -137,9 +157,19 @@ class Deployments:
             most = version.most_together
             if options.max_batch is not None and options.max_batch > most:
                 why = version.batch.reason or f"its profiles hold {most}"
-                raise Unprocessable(f"max_batch is {options.max_batch}, version {version.version} of '{name}' takes at most {most}: {why}")
-            await self._switch(version, options, lambda: self._repository.set_deployed(name, options))
-            log.info("model.deployed", model=name, version=version.version, key=caller.key, **options.model_dump(exclude={"version"}))
+                raise Unprocessable(
+                    f"max_batch is {options.max_batch}, version {version.version} of '{name}' takes at most {most}: {why}"
+                )
+            await self._switch(
+                version, options, lambda: self._repository.set_deployed(name, options)
+            )
+            log.info(
+                "model.deployed",
+                model=name,
+                version=version.version,
+                key=caller.key,
+                **options.model_dump(exclude={"version"}),
+            )
 
     async def _unload(self, caller: Caller, name: str) -> None:
         async with self._changing[name]:
@@ -157,23 +187,53 @@ class Deployments:
     async def _promote(self, caller: Caller, name: str, asked: PromoteRequest) -> None:
         async with self._changing[name]:
             means = self._means
-            found = await self._ask(lambda: candidate_of(asked.report, caller.sees, asked.override, means.jobs, means.folders))
-            existing = next((model for model in await self._ask(self._repository.list) if model.name == name), None)
+            found = await self._ask(
+                lambda: candidate_of(
+                    asked.report, caller.sees, asked.override, means.jobs, means.folders
+                )
+            )
+            existing = next(
+                (model for model in await self._ask(self._repository.list) if model.name == name),
+                None,
+            )
             if existing is not None and existing.owner != found.owner:
                 raise Conflict(f"the name '{name}' is taken", "choose another name")
             if existing is not None and existing.version().job == found.job:
                 await self._restore(existing, found.engine.root)
                 return
             batch = await self._loader.proof(found.engine, found.report.plan.serving.padding)
-            version = version_of(found, name, asked.override, batch, utc_now().isoformat(timespec="milliseconds"))
+            version = version_of(
+                found, name, asked.override, batch, utc_now().isoformat(timespec="milliseconds")
+            )
             follows = existing is not None and self._follows(existing)
-            version = await self._ask(lambda: self._repository.add(version, found.engine.root, current=not follows))
+            version = await self._ask(
+                lambda: self._repository.add(version, found.engine.root, current=not follows)
+            )
             if existing is not None and follows:
-                await self._become_current(existing, version, on_failure=lambda: self._repository.remove(name, [version.version]))
+                await self._become_current(
+                    existing,
+                    version,
+                    on_failure=lambda: self._repository.remove(name, [version.version]),
+                )
             if version.override:
-                log.warning("model.override", model=name, version=version.version, report=found.job, verdict=version.verdict, key=caller.key)
-            log.info("model.promoted", model=name, version=version.version, report=found.job, key=caller.key)
-            await self._ask(lambda: self._repository.prune(name, self._in_use(name), means.versions_kept))
+                log.warning(
+                    "model.override",
+                    model=name,
+                    version=version.version,
+                    report=found.job,
+                    verdict=version.verdict,
+                    key=caller.key,
+                )
+            log.info(
+                "model.promoted",
+                model=name,
+                version=version.version,
+                report=found.job,
+                key=caller.key,
+            )
+            await self._ask(
+                lambda: self._repository.prune(name, self._in_use(name), means.versions_kept)
+            )
 
     async def _restore(self, model: Model, engine: Path) -> None:
         """Bring a damaged current version back from its job, and load what failed to load."""
@@ -188,11 +248,16 @@ class Deployments:
             model = await self._ask(lambda: self._repository.get(name, caller.sees))
             before = model.version().before
             if before is None:
-                raise Conflict(f"version {model.current} of '{name}' was the first: there is none to go back to", "promote another report")
+                raise Conflict(
+                    f"version {model.current} of '{name}' was the first: there is none to go back to",
+                    "promote another report",
+                )
             await self._become_current(model, model.version(before), on_failure=lambda: None)
             log.info("model.rolled_back", model=name, version=before, key=caller.key)
 
-    async def _become_current(self, model: Model, version: Version, on_failure: Callable[[], None]) -> None:
+    async def _become_current(
+        self, model: Model, version: Version, on_failure: Callable[[], None]
+    ) -> None:
         """Current, and if the deployment follows, loaded first."""
 
         def commit() -> None:
@@ -211,7 +276,9 @@ class Deployments:
         return model.deployed and model.options is not None and model.options.version is None
 
     def _in_use(self, name: str) -> set[int]:
-        return {slots[name].version.version for slots in (self._slots, self._leaving) if name in slots}
+        return {
+            slots[name].version.version for slots in (self._slots, self._leaving) if name in slots
+        }
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
@@ -219,7 +286,13 @@ class Deployments:
         """Load what was deployed; returns when each model is ready or has failed."""
         await asyncio.to_thread(shutil.rmtree, self._means.folders.serving, True)
         models = await self._ask(self._repository.list)
-        await asyncio.gather(*(self._resume(model, model.options) for model in models if model.deployed and model.options))
+        await asyncio.gather(
+            *(
+                self._resume(model, model.options)
+                for model in models
+                if model.deployed and model.options
+            )
+        )
         resting = asyncio.create_task(self._rest())
         self._tasks.add(resting)
         resting.add_done_callback(self._tasks.discard)
@@ -234,7 +307,13 @@ class Deployments:
                 await self._switch(version, options, commit=None)
                 return
             except Exception as error:  # the edge of a model: its fault is not the server's
-                log.error("model.not_loaded", model=model.name, version=version.version, error=slot.reason, exc_info=_trace(error))
+                log.error(
+                    "model.not_loaded",
+                    model=model.name,
+                    version=version.version,
+                    error=slot.reason,
+                    exc_info=_trace(error),
+                )
                 if isinstance(error, TimedOut | DamagedError):
                     return
             if wait_s is not None:
@@ -245,7 +324,9 @@ class Deployments:
         """How many of the models that are there are still being loaded, and how many there are."""
         return sum(slot.state == "loading" for slot in self._slots.values()), len(self._slots)
 
-    async def _switch(self, version: Version, options: DeploymentOptions, commit: Callable[[], None] | None) -> None:
+    async def _switch(
+        self, version: Version, options: DeploymentOptions, commit: Callable[[], None] | None
+    ) -> None:
         """Load this version, store that, let it answer, and drain the one that did. What was not there before is not there after a failure.
 
         Without `commit` nothing is stored: a full disk keeps nothing from being served again.
@@ -260,7 +341,11 @@ class Deployments:
             try:
                 if commit is not None:
                     if not spec.overlap:  # what an instance needs is that of one session
-                        await self._ask(lambda: self._repository.set_memory(version, loaded.running.memory_bytes // spec.instances))
+                        await self._ask(
+                            lambda: self._repository.set_memory(
+                                version, loaded.running.memory_bytes // spec.instances
+                            )
+                        )
                     await self._surely(commit)
             except BaseException:
                 await loaded.end()
@@ -293,7 +378,10 @@ class Deployments:
         slots = (*self._slots.values(), *self._leaving.values())
         for slot in slots:
             slot.state = "draining"
-        await asyncio.gather(*(slot.loaded.end(grace_s) for slot in slots if slot.loaded is not None), return_exceptions=True)
+        await asyncio.gather(
+            *(slot.loaded.end(grace_s) for slot in slots if slot.loaded is not None),
+            return_exceptions=True,
+        )
         self._slots.clear()
 
     async def close(self) -> None:
@@ -305,7 +393,11 @@ class Deployments:
 
     async def views(self, caller: Caller) -> ModelPage:
         """All models that the caller may see, by name."""
-        return ModelPage(models=tuple(map(self._viewed, await self._ask(lambda: self._repository.list(caller.sees)))))
+        return ModelPage(
+            models=tuple(
+                map(self._viewed, await self._ask(lambda: self._repository.list(caller.sees)))
+            )
+        )
 
     async def view(self, caller: Caller, name: str) -> ModelView:
         return self._viewed(await self._ask(lambda: self._repository.get(name, caller.sees)))
@@ -315,18 +407,28 @@ class Deployments:
         slot = self._slot(caller, name, None)
         seen = slot.loaded.running.shapes() if slot.loaded is not None else {}
         most_first = sorted(seen.items(), key=lambda each: (-each[1], each[0]))
-        shapes = tuple(SeenShape(sizes=dict(sizes), requests=requests) for sizes, requests in most_first)
-        return ShapesView(version=slot.version.version, shapes=shapes, profiles=suggested(seen, slot.version))
+        shapes = tuple(
+            SeenShape(sizes=dict(sizes), requests=requests) for sizes, requests in most_first
+        )
+        return ShapesView(
+            version=slot.version.version, shapes=shapes, profiles=suggested(seen, slot.version)
+        )
 
     def _told(self, slot: Slot) -> Served:
         """Without paths of this host: a worker's last words may name some."""
         told = slot.told()
-        return replace(told, reason=scrubbed(told.reason, self._means.folders)) if told.reason else told
+        return (
+            replace(told, reason=scrubbed(told.reason, self._means.folders))
+            if told.reason
+            else told
+        )
 
     def _viewed(self, model: Model) -> ModelView:
         slot = self._slots.get(model.name) or self._leaving.get(model.name)
         if slot is None:
-            deployment = DeploymentView(state="unloaded", version=None, device=None, options=model.options)
+            deployment = DeploymentView(
+                state="unloaded", version=None, device=None, options=model.options
+            )
         else:
             told, loaded = self._told(slot), slot.loaded
             deployment = DeploymentView(
@@ -337,13 +439,23 @@ class Deployments:
                 options=model.options,
                 memory_bytes=loaded.running.memory_bytes if loaded is not None else None,
             )
-        return ModelView(name=model.name, owner=model.owner, current=model.version(), versions=model.versions, deployment=deployment)
+        return ModelView(
+            name=model.name,
+            owner=model.owner,
+            current=model.version(),
+            versions=model.versions,
+            deployment=deployment,
+        )
 
     # -- how it asks ---------------------------------------------------------------------------------------------------
 
     def _seen(self, caller: Caller) -> dict[str, Slot]:
         """Also from the thread that reads metrics."""
-        return {name: slot for name, slot in tuple(self._slots.items()) if caller.sees in (None, slot.version.owner)}
+        return {
+            name: slot
+            for name, slot in tuple(self._slots.items())
+            if caller.sees in (None, slot.version.owner)
+        }
 
     def _slot(self, caller: Caller, model: str | None, version: int | None) -> Slot:
         if self._closed_because and model not in self._slots:
@@ -352,9 +464,15 @@ class Deployments:
             model = only(tuple(self._seen(caller)))
         slot = self._slots.get(model)
         if slot is None or caller.sees not in (None, slot.version.owner):
-            raise NotFound(f"no model '{model}' is deployed", "GET /models lists yours; PUT /models/NAME/deployment loads one")
+            raise NotFound(
+                f"no model '{model}' is deployed",
+                "GET /models lists yours; PUT /models/NAME/deployment loads one",
+            )
         if version not in (None, slot.version.version):
-            raise NotFound(f"version {version} of '{model}' is not deployed, {slot.version.version} is", "leave the version out for the current one")
+            raise NotFound(
+                f"version {version} of '{model}' is not deployed, {slot.version.version} is",
+                "leave the version out for the current one",
+            )
         return slot
 
     async def _ask(self, call: Callable[[], T]) -> T:
@@ -393,7 +511,11 @@ class Deployments:
         return Unavailable(f"the server is {self._closed_because}", "try again in a moment")
 
     def _said(self, error: BaseException) -> str:
-        said = error.message if isinstance(error, CrucibleError) else "an error inside the service, which its log tells of"
+        said = (
+            error.message
+            if isinstance(error, CrucibleError)
+            else "an error inside the service, which its log tells of"
+        )
         if isinstance(error, DamagedError):
             said = f"{said}; {error.next_step}"
         return scrubbed(said, self._means.folders)
@@ -404,7 +526,10 @@ def only(names: tuple[str, ...]) -> str:
     if not names:
         raise NotFound("no model is deployed", "PUT /models/NAME/deployment loads one")
     if len(names) > 1:
-        raise Unprocessable(f"several models are deployed: {', '.join(sorted(names))}", "name the one that is to answer")
+        raise Unprocessable(
+            f"several models are deployed: {', '.join(sorted(names))}",
+            "name the one that is to answer",
+        )
     return names[0]
 
 

@@ -64,7 +64,10 @@ def free_bytes(device: str, cgroup: Path = CGROUP, nvml: ModuleType = pynvml) ->
 def _free_here(cgroup: Path) -> int:
     free: int = psutil.virtual_memory().available
     try:
-        most, used = ((cgroup / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+        most, used = (
+            (cgroup / name).read_text(encoding="ascii").strip()
+            for name in ("memory.max", "memory.current")
+        )
     except OSError:  # no limit that could be read
         return free
     return min(free, max(0, int(most) - int(used))) if most.isdigit() else free

@@ -26,7 +26,11 @@ log = logs.get("service.instance")
 
 def pause_after(crashes: int) -> float | None:
     """How long to wait before the next start, after so many crashes in a row; None: give up."""
-    return None if crashes >= MOST_CRASHES else min(FIRST_PAUSE_S * 2 ** (crashes - 1), LONGEST_PAUSE_S)
+    return (
+        None
+        if crashes >= MOST_CRASHES
+        else min(FIRST_PAUSE_S * 2 ** (crashes - 1), LONGEST_PAUSE_S)
+    )
 
 
 class Instance:
@@ -49,7 +53,11 @@ class Instance:
     @property
     def state(self) -> InstanceState:
         """`starting` also while nobody has seen to it that the worker is gone."""
-        return "starting" if self._state == "ready" and (self._worker is None or self._worker.is_broken) else self._state
+        return (
+            "starting"
+            if self._state == "ready" and (self._worker is None or self._worker.is_broken)
+            else self._state
+        )
 
     @property
     def load(self) -> int:
@@ -88,7 +96,12 @@ class Instance:
             raise crucible_error(error) from error
         self._worker, self.memory_bytes = worker, worker.memory_bytes
         self._state, self.reason = "ready", ""
-        log.info("worker.ready", worker=self._order.name, pid=worker.pid, memory_bytes=worker.memory_bytes)
+        log.info(
+            "worker.ready",
+            worker=self._order.name,
+            pid=worker.pid,
+            memory_bytes=worker.memory_bytes,
+        )
         self._changed()
         return worker
 
@@ -98,7 +111,12 @@ class Instance:
             if worker is not None:
                 said = await worker.broken()
                 self._state, self.reason = "starting", f"its worker {said}"
-                log.error("worker.died", worker=self._order.name, reason=self.reason, printed=worker.printed())
+                log.error(
+                    "worker.died",
+                    worker=self._order.name,
+                    reason=self.reason,
+                    printed=worker.printed(),
+                )
                 self._changed()
                 await worker.end()
                 self._worker = None
@@ -107,7 +125,12 @@ class Instance:
             pause = pause_after(self._crashes)
             if pause is None:
                 self._state = "failed"
-                log.error("worker.given_up", worker=self._order.name, reason=self.reason, crashes=self._crashes)
+                log.error(
+                    "worker.given_up",
+                    worker=self._order.name,
+                    reason=self.reason,
+                    crashes=self._crashes,
+                )
                 self._changed()
                 return
             await asyncio.sleep(pause)

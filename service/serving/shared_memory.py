@@ -48,7 +48,10 @@ class Buffer:
                 os.close(descriptor)
                 raise
         except OSError as error:
-            raise HostError(f"no shared memory of {size} bytes: {error}", "free memory, or serve with a smaller max_batch") from error
+            raise HostError(
+                f"no shared memory of {size} bytes: {error}",
+                "free memory, or serve with a smaller max_batch",
+            ) from error
 
     @classmethod
     def attach(cls, descriptor: int) -> Buffer:
@@ -74,13 +77,19 @@ class Buffer:
 
     def array(self, dtype: np.dtype[np.generic], placed: Placed) -> NDArray[np.generic]:
         """A tensor in it, in place. BadMessage for what does not lie within."""
-        size = math.prod(placed.shape) * dtype.itemsize  # of Python's own integers: they do not overflow
+        size = (
+            math.prod(placed.shape) * dtype.itemsize
+        )  # of Python's own integers: they do not overflow
         if placed.offset % ALIGNMENT or placed.offset + size > self.size:
-            raise BadMessage(f"a tensor of {size} bytes at {placed.offset}, the buffer has {self.size}")
+            raise BadMessage(
+                f"a tensor of {size} bytes at {placed.offset}, the buffer has {self.size}"
+            )
         if size == 0:
             try:
                 return np.empty(placed.shape, dtype)
-            except ValueError as error:  # numpy counts the other sizes, although there are no values
+            except (
+                ValueError
+            ) as error:  # numpy counts the other sizes, although there are no values
                 raise BadMessage(f"an empty tensor of shape {placed.shape}: {error}") from error
         return np.ndarray(placed.shape, dtype, buffer=self._map, offset=placed.offset)
 
@@ -104,7 +113,9 @@ class Slot:
         return new
 
 
-def layout(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[np.generic]]) -> tuple[tuple[Placed, ...], int]:
+def layout(
+    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[np.generic]]
+) -> tuple[tuple[Placed, ...], int]:
     """Where tensors lie one behind the other, and how many bytes they take."""
     placed, end = [], 0
     for shape, dtype in zip(shapes, dtypes, strict=True):

@@ -26,7 +26,12 @@ class Figures:
     """The metrics of all deployments of one server."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.requests = Counter("crucible_inference_requests_total", "Requests, by what became of them", (*LABELS, "state"), registry=registry)
+        self.requests = Counter(
+            "crucible_inference_requests_total",
+            "Requests, by what became of them",
+            (*LABELS, "state"),
+            registry=registry,
+        )
         self.stages = Histogram(
             "crucible_inference_stage_seconds",
             "Time of each answered request in the queue, and of each batch after it",
@@ -34,16 +39,33 @@ class Figures:
             buckets=STAGE_SECONDS,
             registry=registry,
         )
-        self.rows = Histogram("crucible_inference_batch_rows", "Rows that ran together", LABELS, buckets=ROWS, registry=registry)
-        self.padding = Gauge("crucible_inference_padding_ratio", "Share of all input values so far that was padding", LABELS, registry=registry)
-        self.waiting = Gauge("crucible_inference_queue", "Requests that wait now", LABELS, registry=registry)
-        self.newest: dict[tuple[str, str], Tally] = {}  # a version that is loaded anew has two for a moment
+        self.rows = Histogram(
+            "crucible_inference_batch_rows",
+            "Rows that ran together",
+            LABELS,
+            buckets=ROWS,
+            registry=registry,
+        )
+        self.padding = Gauge(
+            "crucible_inference_padding_ratio",
+            "Share of all input values so far that was padding",
+            LABELS,
+            registry=registry,
+        )
+        self.waiting = Gauge(
+            "crucible_inference_queue", "Requests that wait now", LABELS, registry=registry
+        )
+        self.newest: dict[
+            tuple[str, str], Tally
+        ] = {}  # a version that is loaded anew has two for a moment
 
 
 class Tally:
     """The figures of one deployed version."""
 
-    def __init__(self, figures: Figures, model: str, version: int, waiting: Callable[[], int]) -> None:
+    def __init__(
+        self, figures: Figures, model: str, version: int, waiting: Callable[[], int]
+    ) -> None:
         self._model, self._version, self._figures = model, version, figures
         labels = (model, str(version))
         self._requests = {state: figures.requests.labels(*labels, state) for state in STATES}
@@ -65,20 +87,28 @@ class Tally:
         """A batch was run, with so many values in its inputs, of which so many were padding."""
         self._requests["executed"].inc(requests)
         self._rows.observe(timing.batch_size)
-        for histogram, each in zip(self._stages[1:], (timing.copy_in_s, timing.compute_s, timing.copy_out_s), strict=True):
+        for histogram, each in zip(
+            self._stages[1:], (timing.copy_in_s, timing.compute_s, timing.copy_out_s), strict=True
+        ):
             histogram.observe(each)
         self._batches.setdefault(timing.batch_size, _Sum()).add(timing.compute_s)
         self._values += values
         self._padded += padded
         if self._values:
-            self._figures.padding.labels(self._model, str(self._version)).set(self._padded / self._values)
+            self._figures.padding.labels(self._model, str(self._version)).set(
+                self._padded / self._values
+            )
 
     def answered(self, timing: Timing, total_s: float) -> None:
         """A request got its answer."""
         self._succeeded.add(total_s)
         self._last_ms = time.time_ns() // 1_000_000
         self._stages[0].observe(timing.queue_s)
-        for total, each in zip(self._sums, (timing.queue_s, timing.copy_in_s, timing.compute_s, timing.copy_out_s), strict=True):
+        for total, each in zip(
+            self._sums,
+            (timing.queue_s, timing.copy_in_s, timing.compute_s, timing.copy_out_s),
+            strict=True,
+        ):
             total.add(each)
 
     def dropped(self) -> None:

@@ -63,7 +63,9 @@ class Server:
 
     def receive(self) -> tuple[FromServer, list[int]]:
         """Waits for a message, and the descriptors that come with it; EOFError if the server is gone."""
-        packet, descriptors, _, _ = socket.recv_fds(self._end, PACKET_BYTES, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        packet, descriptors, _, _ = socket.recv_fds(
+            self._end, PACKET_BYTES, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
         return from_server(packet), descriptors
 
 
@@ -91,12 +93,16 @@ def load(message: Load, open_engine: OpenEngine) -> tuple[Engine, Loaded, list[S
 
     engine = Engine.model_validate_json(message.engine.read_bytes())
     check_engine(engine, message.name)
-    before = held_bytes() if os.environ.get(VISIBLE) else 0  # on the CPU the interpreter counts, too: each instance has one
+    before = (
+        held_bytes() if os.environ.get(VISIBLE) else 0
+    )  # on the CPU the interpreter counts, too: each instance has one
     loaded = open_engine(engine, message.sessions)
     sessions = [loaded.session() for _ in range(message.sessions)]
     profiles = engine.profiles
     for sizes in message.warm:
-        values = next((profile.values_at("opt") for profile in profiles if profile.holds(sizes)), None)
+        values = next(
+            (profile.values_at("opt") for profile in profiles if profile.holds(sizes)), None
+        )
         feeds = draw_feeds(engine.inputs, sizes, 0, values)
         for session in sessions:
             for _ in range(message.runs):
@@ -117,7 +123,11 @@ def held_bytes() -> int:
         pynvml.nvmlInit()
         try:
             by_number = visible.isdigit()
-            handle = pynvml.nvmlDeviceGetHandleByIndex(int(visible)) if by_number else pynvml.nvmlDeviceGetHandleByUUID(visible)
+            handle = (
+                pynvml.nvmlDeviceGetHandleByIndex(int(visible))
+                if by_number
+                else pynvml.nvmlDeviceGetHandleByUUID(visible)
+            )
             return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
         finally:
             pynvml.nvmlShutdown()
@@ -141,18 +151,27 @@ class Place:
 class Runner:
     """Runs batches on one session. `computing` is held by the one of several that computes: its time is then its own."""
 
-    def __init__(self, engine: Engine, session: Session, computing: threading.Lock | None = None) -> None:
+    def __init__(
+        self, engine: Engine, session: Session, computing: threading.Lock | None = None
+    ) -> None:
         self._session, self._computing = session, computing
         self._inputs = tuple((spec.name, dtype_of(spec.dtype)) for spec in engine.inputs)
         self._outputs = tuple((spec.name, dtype_of(spec.dtype)) for spec in engine.outputs)
-        self._timers: tuple[Timer, Timer, Timer] = (session.timer(), session.timer(), session.timer())
+        self._timers: tuple[Timer, Timer, Timer] = (
+            session.timer(),
+            session.timer(),
+            session.timer(),
+        )
 
     def run(self, message: Run, place: Place) -> FromWorker:
         """One batch: inputs are read where they lie, outputs copied to where the server reads them."""
         began = perf_counter()
         session, (uploading, computing, downloading) = self._session, self._timers
         assert place.inputs is not None
-        feeds = {name: place.inputs.array(dtype, placed) for (name, dtype), placed in zip(self._inputs, message.inputs, strict=True)}
+        feeds = {
+            name: place.inputs.array(dtype, placed)
+            for (name, dtype), placed in zip(self._inputs, message.inputs, strict=True)
+        }
         session.bind(feeds)
         bound = perf_counter()
         _timed(uploading, session.upload)
@@ -163,7 +182,10 @@ class Runner:
         placed, needed = self._copy_out(session.fetch(), place)
         if needed:
             return Short(message.number, needed)
-        copy_in, copy_out = bound - began + uploading.elapsed_s(), perf_counter() - finished + downloading.elapsed_s()
+        copy_in, copy_out = (
+            bound - began + uploading.elapsed_s(),
+            perf_counter() - finished + downloading.elapsed_s(),
+        )
         return Done(message.number, placed, copy_in, computing.elapsed_s(), copy_out)
 
     def _compute(self, timer: Timer) -> None:
@@ -201,11 +223,15 @@ def serve(runners: Sequence[Runner], server: Server) -> None:
     places: dict[int, Place] = {}
     receiving = threading.Lock()
     for runner in runners[1:]:
-        threading.Thread(target=until_the_end, args=(server, partial(run_all, runner, server, places, receiving))).start()
+        threading.Thread(
+            target=until_the_end, args=(server, partial(run_all, runner, server, places, receiving))
+        ).start()
     run_all(runners[0], server, places, receiving)
 
 
-def run_all(runner: Runner, server: Server, places: dict[int, Place], receiving: threading.Lock) -> None:
+def run_all(
+    runner: Runner, server: Server, places: dict[int, Place], receiving: threading.Lock
+) -> None:
     """Batch by batch. What the inputs are to blame for is told, and costs nothing else."""
     while True:
         with receiving:

@@ -113,7 +113,9 @@ class _Sent:
 class Worker:
     """A running worker. Whoever starts it must `end` it."""
 
-    def __init__(self, order: Order, process: asyncio.subprocess.Process, end: socket.socket, mark: str) -> None:
+    def __init__(
+        self, order: Order, process: asyncio.subprocess.Process, end: socket.socket, mark: str
+    ) -> None:
         self.memory_bytes = 0
         self.has_answered = False  # a batch
         self._order, self._process, self._socket, self._mark = order, process, end, mark
@@ -127,7 +129,9 @@ class Worker:
         self._numbers = itertools.count()
         self._dtypes = tuple(dtype_of(spec.dtype) for spec in order.engine.inputs)
         self._layout = lru_cache(LAYOUTS)(partial(layout, dtypes=self._dtypes))
-        self._outputs = tuple((len(spec.shape), dtype_of(spec.dtype)) for spec in order.engine.outputs)
+        self._outputs = tuple(
+            (len(spec.shape), dtype_of(spec.dtype)) for spec in order.engine.outputs
+        )
         self._loop.add_reader(end.fileno(), self._readable)
 
     @classmethod
@@ -157,7 +161,11 @@ class Worker:
         try:
             load = Load(file, order.warm, order.runs, order.engine_name, order.sessions)
             worker._send(load)
-            await asyncio.wait((worker._ready, worker._broken), timeout=order.load_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                (worker._ready, worker._broken),
+                timeout=order.load_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
             if not worker._ready.done():
                 raise await worker._not_ready()
             worker.memory_bytes = worker._ready.result().memory_bytes
@@ -204,10 +212,17 @@ class Worker:
         try:
             placed, size = self._layout(task.shapes)
             if size > MOST_BYTES:
-                raise Unprocessable(f"inputs of {size} bytes, a batch may have {MOST_BYTES}", "send less")
+                raise Unprocessable(
+                    f"inputs of {size} bytes, a batch may have {MOST_BYTES}", "send less"
+                )
             new = slot.reserve(size, task.output_bytes)
             assert slot.inputs is not None
-            task.fill([slot.inputs.array(dtype, each) for dtype, each in zip(self._dtypes, placed, strict=True)])
+            task.fill(
+                [
+                    slot.inputs.array(dtype, each)
+                    for dtype, each in zip(self._dtypes, placed, strict=True)
+                ]
+            )
         except Exception as error:  # the edge of a batch: its fault costs no slot
             if not isinstance(error, CrucibleError):  # which says: no memory, or too much
                 name = self._order.name
@@ -217,7 +232,9 @@ class Worker:
             task.then(crucible_error(error))
             return
         message = Run(next(self._numbers), slot.number, placed, tuple(new))
-        stuck = self._loop.call_later(self._order.stuck_s, self._break, "did not answer any more, and was stopped")
+        stuck = self._loop.call_later(
+            self._order.stuck_s, self._break, "did not answer any more, and was stopped"
+        )
         self._sent[message.number] = _Sent(task, slot, message, stuck)
         self._send(message, new.values())
 
@@ -253,7 +270,9 @@ class Worker:
 
     def _send(self, message: Load | Run, buffers: Collection[Buffer] = ()) -> None:
         try:
-            socket.send_fds(self._socket, [packet_of(message)], [buffer.descriptor for buffer in buffers])
+            socket.send_fds(
+                self._socket, [packet_of(message)], [buffer.descriptor for buffer in buffers]
+            )
         except OSError as error:  # it has gone, or takes nothing although it has little to do
             self._break("" if isinstance(error, ConnectionError) else f"took no message: {error}")
         for buffer in buffers:
@@ -279,7 +298,10 @@ class Worker:
         match message:
             case Failed():
                 self._failed = message
-                self._break(f"cannot go on: {message.message}" + (f"; {message.next_step}" if message.next_step else ""))
+                self._break(
+                    f"cannot go on: {message.message}"
+                    + (f"; {message.next_step}" if message.next_step else "")
+                )
             case Ready():
                 if self._ready.done():
                     raise BadMessage("ready a second time")
@@ -314,7 +336,9 @@ class Worker:
         """The batch once more, with more room for its outputs; its inputs still lie in the slot."""
         outputs = sent.slot.outputs
         if outputs is None or not outputs.size < output_bytes <= MOST_BYTES:
-            raise BadMessage(f"outputs of {output_bytes} bytes, which the buffer holds, or nobody would")
+            raise BadMessage(
+                f"outputs of {output_bytes} bytes, which the buffer holds, or nobody would"
+            )
         try:
             new = sent.slot.reserve(0, output_bytes)
         except HostError as error:
@@ -345,4 +369,6 @@ class Worker:
         lost, self._sent = self._sent, {}
         for sent in lost.values():
             sent.stuck.cancel()
-            sent.task.then(Unavailable("the worker that ran this request was lost", "send it again", 1))
+            sent.task.then(
+                Unavailable("the worker that ran this request was lost", "send it again", 1)
+            )

@@ -112,13 +112,19 @@ class Failed:
 
 FromWorker = Ready | Done | Short | Refused | Failed
 FromServer = Load | Run
-_FROM_WORKER: TypeAdapter[FromWorker] = TypeAdapter(Annotated[FromWorker, Field(discriminator="kind")])
-_FROM_SERVER: TypeAdapter[FromServer] = TypeAdapter(Annotated[FromServer, Field(discriminator="kind")])
+_FROM_WORKER: TypeAdapter[FromWorker] = TypeAdapter(
+    Annotated[FromWorker, Field(discriminator="kind")]
+)
+_FROM_SERVER: TypeAdapter[FromServer] = TypeAdapter(
+    Annotated[FromServer, Field(discriminator="kind")]
+)
 
 
 def packet_of(message: FromWorker | FromServer) -> bytes:
     """One packet."""
-    adapter: TypeAdapter[FromWorker] | TypeAdapter[FromServer] = _FROM_SERVER if isinstance(message, Load | Run) else _FROM_WORKER
+    adapter: TypeAdapter[FromWorker] | TypeAdapter[FromServer] = (
+        _FROM_SERVER if isinstance(message, Load | Run) else _FROM_WORKER
+    )
     return adapter.dump_json(message)  # type: ignore[arg-type]
 
 
@@ -129,7 +135,9 @@ def from_worker(packet: bytes) -> FromWorker:
     try:
         return _FROM_WORKER.validate_json(packet)
     except ValidationError as error:
-        raise BadMessage(f"not a message: {packet[:100]!r} ({error.error_count()} faults)") from error
+        raise BadMessage(
+            f"not a message: {packet[:100]!r} ({error.error_count()} faults)"
+        ) from error
 
 
 def from_server(packet: bytes) -> FromServer:

@@ -99,7 +99,11 @@ class Database:
     def _open(self) -> sqlite3.Connection:
         rows = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None)
         rows.row_factory = sqlite3.Row
-        for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):  # FULL: what was answered survives a power cut
+        for pragma in (
+            "journal_mode = WAL",
+            "synchronous = FULL",
+            "foreign_keys = ON",
+        ):  # FULL: what was answered survives a power cut
             rows.execute(f"PRAGMA {pragma}")
         return rows
 
@@ -112,7 +116,9 @@ class Database:
             said = f"'{self.path}' is of schema version {version}, this Crucible knows up to {len(migrations)}"
             raise StoreError(said, "start the newer version of Crucible, or give another home")
         for number in range(version, len(migrations)):
-            rows.executescript(f"BEGIN IMMEDIATE;\n{migrations[number]};\nPRAGMA user_version = {number + 1};\nCOMMIT;")
+            rows.executescript(
+                f"BEGIN IMMEDIATE;\n{migrations[number]};\nPRAGMA user_version = {number + 1};\nCOMMIT;"
+            )
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
@@ -126,8 +132,14 @@ class Database:
 
     def _as_ours(self, error: sqlite3.Error) -> DiskFull | StoreError:
         if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
-            return DiskFull(f"the disk is full while writing '{self.path}'", "free some space, or move the service's home to a larger disk")
+            return DiskFull(
+                f"the disk is full while writing '{self.path}'",
+                "free some space, or move the service's home to a larger disk",
+            )
         if isinstance(error, sqlite3.OperationalError):
-            return StoreError(f"cannot use '{self.path}': {error}", "check the disk, its permissions, and that no other server uses this home")
+            return StoreError(
+                f"cannot use '{self.path}': {error}",
+                "check the disk, its permissions, and that no other server uses this home",
+            )
         advice = "restore it from a backup, or move it away: its jobs and keys are then lost, the reports beside it stay"
         return StoreError(f"'{self.path}' is damaged: {error}", advice)

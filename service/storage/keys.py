@@ -73,14 +73,26 @@ class Keys:
         """Enter a key that was made elsewhere, such as the first admin key of a container."""
         match = FORM.fullmatch(text)
         if match is None:
-            raise UserError("this is no Crucible key: expected cru_, 10 hexadecimal digits, _, 43 characters", "make one with `crucible keys create`")
+            raise UserError(
+                "this is no Crucible key: expected cru_, 10 hexadecimal digits, _, 43 characters",
+                "make one with `crucible keys create`",
+            )
         asked = tuple(scope for scope in SCOPES if scope in set(scopes))
         if unknown := sorted(set(scopes) - set(asked)):
             raise PlanError(f"no scope '{unknown[0]}'", f"give some of {', '.join(SCOPES)}")
-        key = Key(prefix=match[1], name=name, owner=owner or f"key:{match[1]}", scopes=asked, created=_now())
+        key = Key(
+            prefix=match[1],
+            name=name,
+            owner=owner or f"key:{match[1]}",
+            scopes=asked,
+            created=_now(),
+        )
         row = (key.prefix, _digest(text), key.name, key.owner, " ".join(key.scopes), key.created)
         with self._database.write() as rows:
-            rows.execute("INSERT INTO keys (prefix, sha256, name, owner, scopes, created) VALUES (?, ?, ?, ?, ?, ?)", row)
+            rows.execute(
+                "INSERT INTO keys (prefix, sha256, name, owner, scopes, created) VALUES (?, ?, ?, ?, ?, ?)",
+                row,
+            )
         return key
 
     def add_from_file(self, file: Path) -> Key | None:
@@ -88,7 +100,10 @@ class Keys:
         try:
             text = file.read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read the admin key from '{file}': {error}", "give a readable file that holds one key") from error
+            raise UserError(
+                f"cannot read the admin key from '{file}': {error}",
+                "give a readable file that holds one key",
+            ) from error
         match = FORM.fullmatch(text)
         if match and self._row(match[1]) is not None:
             return None
@@ -123,12 +138,16 @@ class Keys:
     def revoke(self, prefix: str) -> Key:
         """The key works no longer from now on."""
         with self._database.write() as rows:
-            changed = rows.execute("UPDATE keys SET revoked = ? WHERE prefix = ? AND revoked IS NULL", (_now(), prefix)).rowcount
+            changed = rows.execute(
+                "UPDATE keys SET revoked = ? WHERE prefix = ? AND revoked IS NULL", (_now(), prefix)
+            ).rowcount
         with self._revoked.open("a", encoding="ascii") as file:
             file.write(f"{prefix}\n")
         row = self._row(prefix)
         if row is None or not changed:
-            raise NotFound(f"no key '{prefix}' that works", "`crucible keys list` names them by prefix")
+            raise NotFound(
+                f"no key '{prefix}' that works", "`crucible keys list` names them by prefix"
+            )
         return _key(row)
 
     def _count_revocations(self) -> int:
@@ -140,13 +159,17 @@ class Keys:
 
     def _row(self, prefix: str) -> sqlite3.Row | None:
         with self._database.read() as rows:
-            found: sqlite3.Row | None = rows.execute("SELECT * FROM keys WHERE prefix = ?", (prefix,)).fetchone()
+            found: sqlite3.Row | None = rows.execute(
+                "SELECT * FROM keys WHERE prefix = ?", (prefix,)
+            ).fetchone()
         return found
 
 
 def _key(row: sqlite3.Row) -> Key:
     columns = ("prefix", "name", "owner", "created", "revoked")
-    return Key.model_validate({**{name: row[name] for name in columns}, "scopes": tuple(row["scopes"].split())})
+    return Key.model_validate(
+        {**{name: row[name] for name in columns}, "scopes": tuple(row["scopes"].split())}
+    )
 
 
 def _digest(text: str) -> str:

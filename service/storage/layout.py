@@ -61,7 +61,11 @@ class Work:
 
     def shorten_log(self) -> None:
         """Keep the end of the log, which is all that clients read of it. A link that the job put in its place is left alone."""
-        if self.log.is_file() and not self.log.is_symlink() and self.log.stat().st_size > MOST_LOG_BYTES:
+        if (
+            self.log.is_file()
+            and not self.log.is_symlink()
+            and self.log.stat().st_size > MOST_LOG_BYTES
+        ):
             with self.log.open("r+b") as file:
                 file.seek(-MOST_LOG_BYTES, os.SEEK_END)
                 end = file.read()
@@ -115,11 +119,15 @@ class Folders:
         try:
             return Plan.model_validate_json(file.read_bytes())
         except (OSError, ValidationError) as error:
-            raise StoreError(f"the upload of job {job_id} cannot be read: {error}", "send the model again") from error
+            raise StoreError(
+                f"the upload of job {job_id} cannot be read: {error}", "send the model again"
+            ) from error
 
     def share_upload(self, old: str, new: str) -> None:
         """Give one job's upload to another too: its files are linked, its plan names them where the new one finds them."""
-        shutil.copytree(self.uploads(old), self.uploads(new), copy_function=os.link, dirs_exist_ok=True)
+        shutil.copytree(
+            self.uploads(old), self.uploads(new), copy_function=os.link, dirs_exist_ok=True
+        )
         before, after = (json.dumps(f"{self.uploads(job_id)}/")[1:-1] for job_id in (old, new))
         text = (self.uploads(old) / PLAN).read_text(encoding="utf-8").replace(before, after)
         (self.uploads(new) / PLAN).unlink()  # a link to the old one's

@@ -41,7 +41,10 @@ MOST_ITEMS = 10_000  # scalars, lists and mappings of a plan together
 LONGEST_NAME = 100
 NAME = rf"^([A-Za-z0-9_-][A-Za-z0-9_.-]{{0,{LONGEST_NAME - 1}}})?$"
 SEE = "docs/service.md lists the keys that a submitted plan may have"
-SAFETENSORS, PICKLES = ".safetensors", (".pt", ".pth", ".pt2", ".pkl", ".pickle", ".bin", ".ckpt", ".joblib")
+SAFETENSORS, PICKLES = (
+    ".safetensors",
+    (".pt", ".pth", ".pt2", ".pkl", ".pickle", ".bin", ".ckpt", ".joblib"),
+)
 
 
 class NamedConfig(Frozen):
@@ -112,7 +115,9 @@ def parse(text: bytes) -> SubmittedPlan:
     except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise Unprocessable(f"the plan is neither YAML nor JSON: {error}", SEE) from error
     if not isinstance(document, dict):
-        raise Unprocessable(f"expected a plan of `key: value` lines, got {type(document).__name__}", SEE)
+        raise Unprocessable(
+            f"expected a plan of `key: value` lines, got {type(document).__name__}", SEE
+        )
     try:
         plan = SubmittedPlan.model_validate(document)
     except ValidationError as error:
@@ -127,11 +132,18 @@ def _check_form(text: str) -> None:
     for event in yaml.parse(text, yaml.SafeLoader):
         where = f" (line {event.start_mark.line + 1})" if event.start_mark else ""
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise Unprocessable(f"the plan uses YAML anchors and aliases{where}", "write the value out each time")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            raise Unprocessable(
+                f"the plan uses YAML anchors and aliases{where}", "write the value out each time"
+            )
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+            event, yaml.CollectionEndEvent
+        )
         items += isinstance(event, yaml.NodeEvent)
         if depth > DEEPEST or items > MOST_ITEMS:
-            raise Unprocessable(f"the plan is deeper than {DEEPEST} levels, or has more than {MOST_ITEMS} items{where}", SEE)
+            raise Unprocessable(
+                f"the plan is deeper than {DEEPEST} levels, or has more than {MOST_ITEMS} items{where}",
+                SEE,
+            )
 
 
 # -- what it becomes ---------------------------------------------------------------------------------------------------
@@ -139,7 +151,19 @@ def _check_form(text: str) -> None:
 
 def plan_from(submitted: SubmittedPlan, parts: Mapping[str, Part], settings: Settings) -> Plan:
     """The plan over the uploaded files, which lie where they were received; an archive is unpacked beside them."""
-    document = submitted.model_dump(mode="json", exclude={"architecture", "classes", "inputs", "outputs", "data", "accuracy", "simplify", "tensorrt"})
+    document = submitted.model_dump(
+        mode="json",
+        exclude={
+            "architecture",
+            "classes",
+            "inputs",
+            "outputs",
+            "data",
+            "accuracy",
+            "simplify",
+            "tensorrt",
+        },
+    )
     document |= {
         "name": submitted.name or _name_of(parts["model"].filename),
         "model": _model(submitted, parts["model"], settings),
@@ -170,7 +194,10 @@ def _data(role: str, submitted: SubmittedPlan, parts: Mapping[str, Part]) -> obj
 
 def _model(submitted: SubmittedPlan, part: Part, settings: Settings) -> dict[str, Any]:
     """The plan's `model` section for what was uploaded, by what it is and not only by what it is called."""
-    shape = {"inputs": [spec.model_dump(mode="json") for spec in submitted.inputs], "outputs": list(submitted.outputs)}
+    shape = {
+        "inputs": [spec.model_dump(mode="json") for spec in submitted.inputs],
+        "outputs": list(submitted.outputs),
+    }
     name = part.filename.lower()
     if name.endswith(PICKLES):
         if name.endswith(".pt2") and settings.allow_code:
@@ -179,9 +206,16 @@ def _model(submitted: SubmittedPlan, part: Part, settings: Settings) -> dict[str
         raise Unprocessable(said, "send ONNX, or safetensors weights with `architecture`")
     if submitted.architecture is not None:
         weights = {"weights": str(_named(part, SAFETENSORS))}
-        return {"entrypoint": entrypoint_of(submitted.architecture, submitted.classes), **weights, **shape}
+        return {
+            "entrypoint": entrypoint_of(submitted.architecture, submitted.classes),
+            **weights,
+            **shape,
+        }
     if name.endswith(SAFETENSORS):
-        raise Unprocessable("safetensors are weights without a model", "name its `architecture` in the plan, or send ONNX")
+        raise Unprocessable(
+            "safetensors are weights without a model",
+            "name its `architecture` in the plan, or send ONNX",
+        )
     if not is_archive(name):
         return {"path": str(_named(part, ".onnx")), **shape}
     limits = Limits(settings.max_upload_bytes, settings.max_plan_bytes, settings.max_unpacked_bytes)

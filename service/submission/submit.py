@@ -65,23 +65,33 @@ Prepare = Callable[[str], Awaitable[Prepared]]
 """Fills the upload of the job with this id."""
 
 
-async def submit(service: Service, owner: str, content_type: str, stream: AsyncIterator[bytes], key: str | None) -> Job:
+async def submit(
+    service: Service, owner: str, content_type: str, stream: AsyncIterator[bytes], key: str | None
+) -> Job:
     """Add a job for a request's body, or find the one that an equal request made."""
     host = service.host()
 
     async def prepare(job_id: str) -> Prepared:
         if content_type.partition(";")[0].strip().lower() == "application/json":
-            wanted = await _wanted_config(await _short(stream, service.settings.max_plan_bytes), service.settings, owner, host)
+            wanted = await _wanted_config(
+                await _short(stream, service.settings.max_plan_bytes), service.settings, owner, host
+            )
         else:
-            wanted = await _wanted_upload(stream, content_type, service.folders.uploads(job_id), service, owner, host)
-        device = device_for(wanted.plan, tuple(host.devices), await service.read(lambda: _load(service)))
+            wanted = await _wanted_upload(
+                stream, content_type, service.folders.uploads(job_id), service, owner, host
+            )
+        device = device_for(
+            wanted.plan, tuple(host.devices), await service.read(lambda: _load(service))
+        )
         await asyncio.to_thread(service.folders.save_plan, job_id, wanted.plan)
         return Prepared(wanted.plan.name, device, wanted.identity, wanted.digest)
 
     return await _submit(service, owner, key, prepare)
 
 
-async def submit_benchmark(service: Service, caller: Caller, name: str, asked: BenchmarkRequest, key: str | None) -> Job:
+async def submit_benchmark(
+    service: Service, caller: Caller, name: str, asked: BenchmarkRequest, key: str | None
+) -> Job:
     """Add a job that measures a model's version again: each request another one, for no two runs are the same."""
     service.host()
 
@@ -89,14 +99,19 @@ async def submit_benchmark(service: Service, caller: Caller, name: str, asked: B
         version, device = await service.models.lend(caller, name, asked.version, job_id)
         plan = await asyncio.to_thread(service.folders.load_plan, job_id)
         digest = hashlib.sha256(json.dumps(["benchmark", name, asked.version]).encode()).hexdigest()
-        return Prepared(plan.name, device, job_id, digest, Measures(model=name, version=version.version))
+        return Prepared(
+            plan.name, device, job_id, digest, Measures(model=name, version=version.version)
+        )
 
     return await _submit(service, caller.owner, key, prepare)
 
 
 async def _submit(service: Service, owner: str, key: str | None, prepare: Prepare) -> Job:
     if key is not None and not 0 < len(key) <= MOST_KEY:
-        raise Unprocessable(f"an Idempotency-Key of {len(key)} characters, expected 1 to {MOST_KEY}", "send a UUID, for example")
+        raise Unprocessable(
+            f"an Idempotency-Key of {len(key)} characters, expected 1 to {MOST_KEY}",
+            "send a UUID, for example",
+        )
     now = utc_now()
     job_id = new_id(now)
     folder = service.folders.uploads(job_id)
@@ -110,7 +125,11 @@ async def _submit(service: Service, owner: str, key: str | None, prepare: Prepar
             device=ready.device,
             measures=ready.measures,
             created=now.isoformat(timespec="milliseconds"),
-            estimate_s=await service.read(lambda: service.jobs.usual_s(owner, ready.name, ready.device, ready.measures is not None)),
+            estimate_s=await service.read(
+                lambda: service.jobs.usual_s(
+                    owner, ready.name, ready.device, ready.measures is not None
+                )
+            ),
             trace=current_trace(),
         )
     except BaseException:
@@ -179,18 +198,31 @@ def _load(service: Service) -> Counter[str]:
 # -- an upload ---------------------------------------------------------------------------------------------------------
 
 
-async def _wanted_upload(stream: AsyncIterator[bytes], content_type: str, folder: Path, service: Service, owner: str, host: HostIdentity) -> Wanted:
+async def _wanted_upload(
+    stream: AsyncIterator[bytes],
+    content_type: str,
+    folder: Path,
+    service: Service,
+    owner: str,
+    host: HostIdentity,
+) -> Wanted:
     settings = service.settings
-    limits = uploads.Limits(settings.max_upload_bytes, settings.max_plan_bytes, settings.max_unpacked_bytes)
+    limits = uploads.Limits(
+        settings.max_upload_bytes, settings.max_plan_bytes, settings.max_unpacked_bytes
+    )
     parts = await uploads.receive(stream, content_type, folder, limits)
     async with service.unpacking:
         return await asyncio.to_thread(_wanted_parts, parts, settings, owner, host)
 
 
-def _wanted_parts(parts: Mapping[str, uploads.Part], settings: Settings, owner: str, host: HostIdentity) -> Wanted:
+def _wanted_parts(
+    parts: Mapping[str, uploads.Part], settings: Settings, owner: str, host: HostIdentity
+) -> Wanted:
     asked = submitted.parse(parts["plan"].path.read_bytes() if "plan" in parts else b"")
     plan = submitted.plan_from(asked, parts, settings)
-    return Wanted(plan, *(submitted.identity(asked, parts, owner, digest) for digest in (host.digest, "")))
+    return Wanted(
+        plan, *(submitted.identity(asked, parts, owner, digest) for digest in (host.digest, ""))
+    )
 
 
 # -- a plan of the server's own ----------------------------------------------------------------------------------------
@@ -201,7 +233,10 @@ async def _short(stream: AsyncIterator[bytes], limit: int) -> bytes:
     async for chunk in stream:
         body += chunk
         if len(body) > limit:
-            raise TooLarge(f"a JSON body of more than {limit} bytes", 'send {"config": NAME}, or a model as multipart/form-data')
+            raise TooLarge(
+                f"a JSON body of more than {limit} bytes",
+                'send {"config": NAME}, or a model as multipart/form-data',
+            )
     return body
 
 
@@ -209,18 +244,36 @@ async def _wanted_config(body: bytes, settings: Settings, owner: str, host: Host
     try:
         name = NamedConfig.model_validate_json(body).config
     except ValidationError as error:
-        said = "; ".join(f"{'.'.join(map(str, fault['loc'])) or 'body'}: {fault['msg']}" for fault in error.errors())
-        raise Unprocessable(f'expected {{"config": NAME}}: {said}', "or send a model as multipart/form-data") from error
+        said = "; ".join(
+            f"{'.'.join(map(str, fault['loc'])) or 'body'}: {fault['msg']}"
+            for fault in error.errors()
+        )
+        raise Unprocessable(
+            f'expected {{"config": NAME}}: {said}', "or send a model as multipart/form-data"
+        ) from error
     return await asyncio.to_thread(_named, name, settings, owner, host)
 
 
 def _named(name: str, settings: Settings, owner: str, host: HostIdentity) -> Wanted:
-    known = {file.stem: file for file in sorted(settings.configs.glob("*.yaml"))} if settings.configs else {}
+    known = (
+        {file.stem: file for file in sorted(settings.configs.glob("*.yaml"))}
+        if settings.configs
+        else {}
+    )
     if name not in known:
-        raise NotFound(f"no config '{name}' that may be named here", f"known: {', '.join(known) or 'none'}; or send a model")
+        raise NotFound(
+            f"no config '{name}' that may be named here",
+            f"known: {', '.join(known) or 'none'}; or send a model",
+        )
     plan = load_plan(known[name])
     content = _content_of(plan)
-    return Wanted(plan, *(hashlib.sha256(json.dumps([owner, digest, content]).encode()).hexdigest() for digest in (host.digest, "")))
+    return Wanted(
+        plan,
+        *(
+            hashlib.sha256(json.dumps([owner, digest, content]).encode()).hexdigest()
+            for digest in (host.digest, "")
+        ),
+    )
 
 
 def _content_of(plan: Plan) -> list[str]:
@@ -229,9 +282,13 @@ def _content_of(plan: Plan) -> list[str]:
     for role in (plan.data.calibration, plan.data.selection, plan.data.validation):
         content += [_digest(file) for file in role] if isinstance(role, tuple) else []
     if ":" in plan.accuracy.metric:
-        content.append(code_digest(plan.accuracy.metric, plan.accuracy.python_path, "accuracy.metric"))
+        content.append(
+            code_digest(plan.accuracy.metric, plan.accuracy.python_path, "accuracy.metric")
+        )
     if plan.simplify.surgery is not None:
-        content.append(code_digest(plan.simplify.surgery, plan.simplify.python_path, "simplify.surgery"))
+        content.append(
+            code_digest(plan.simplify.surgery, plan.simplify.python_path, "simplify.surgery")
+        )
     return content
 
 
@@ -240,4 +297,7 @@ def _digest(file: Path) -> str:
         with file.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
-        raise PlanError(f"the plan's data cannot be read: {error}", "whoever runs this service can mend the plan") from error
+        raise PlanError(
+            f"the plan's data cannot be read: {error}",
+            "whoever runs this service can mend the plan",
+        ) from error

@@ -26,20 +26,30 @@ def tar(folder: Path) -> Iterator[bytes]:
 
 
 def size_of_tar(folder: Path) -> int:
-    return sum(len(header) + file.stat().st_size + -file.stat().st_size % BLOCK_BYTES for file, header in _members(folder)) + len(END)
+    return sum(
+        len(header) + file.stat().st_size + -file.stat().st_size % BLOCK_BYTES
+        for file, header in _members(folder)
+    ) + len(END)
 
 
 def untar(archive: tarfile.TarFile, folder: Path) -> None:
     """Its files, below `folder`; HostError for anything else. (Python has a filter for this from 3.11.4 on; Debian 12 has 3.11.2.)"""
     for member in archive:
         place = PurePosixPath(member.name)
-        content = archive.extractfile(member) if member.isreg() and not place.is_absolute() and ".." not in place.parts else None
+        content = (
+            archive.extractfile(member)
+            if member.isreg() and not place.is_absolute() and ".." not in place.parts
+            else None
+        )
         if content is not None:
             (folder / place).parent.mkdir(parents=True, exist_ok=True)
             with content, (folder / place).open("wb") as file:
                 shutil.copyfileobj(content, file)
         elif not member.isdir():
-            raise HostError(f"the archive holds '{member.name}', which is no file below its own folder", "have whoever made it look into it")
+            raise HostError(
+                f"the archive holds '{member.name}', which is no file below its own folder",
+                "have whoever made it look into it",
+            )
 
 
 def _members(folder: Path) -> Iterator[tuple[Path, bytes]]:

@@ -30,13 +30,22 @@ from service.errors import TooLarge, Unprocessable
 PARTS = ("model", "plan", "calibration", "selection", "validation")
 MOST_MEMBERS = 10_000  # of an archive; each costs a file
 MOST_DIRECTORY_BYTES = 4 * 2**20  # of a .zip, which are 400 for each of so many
-MOST_HEADER_BYTES = 64 * 2**10  # of a .tar between two files: names of up to 4096 bytes, and what is read ahead
+MOST_HEADER_BYTES = (
+    64 * 2**10
+)  # of a .tar between two files: names of up to 4096 bytes, and what is read ahead
 DEEPEST = 16  # folders in folders
 CHUNK_BYTES = 2**20
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
 FIELDS = f"send multipart/form-data with `model`, `plan` and, as far as there are any, {', '.join(f'`{name}`' for name in PARTS[2:])}"
 GZIP = b"\x1f\x8b"
-OF_ARCHIVES = (None, errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTDIR)  # all others are our disk's
+OF_ARCHIVES = (
+    None,
+    errno.EEXIST,
+    errno.EINVAL,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+)  # all others are our disk's
 DAMAGED = "the archive is damaged or cut short"
 
 
@@ -63,16 +72,23 @@ class Part:
 # -- multipart ---------------------------------------------------------------------------------------------------------
 
 
-async def receive(stream: AsyncIterator[bytes], content_type: str, folder: Path, limits: Limits) -> dict[str, Part]:
+async def receive(
+    stream: AsyncIterator[bytes], content_type: str, folder: Path, limits: Limits
+) -> dict[str, Part]:
     """Write each part to `folder`, which is made here and removed again if anything goes wrong, a client that hangs up included.
 
     The disk may be slow: it is written in a thread, so that other requests are answered meanwhile.
     """
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data":
-        raise Unprocessable(f"a body of type '{content_type or 'none'}', expected multipart/form-data", FIELDS)
+        raise Unprocessable(
+            f"a body of type '{content_type or 'none'}', expected multipart/form-data", FIELDS
+        )
     if not options.get(b"boundary"):
-        raise Unprocessable("a Content-Type of multipart/form-data without its boundary", "leave the header to what makes the body, as curl -F does")
+        raise Unprocessable(
+            "a Content-Type of multipart/form-data without its boundary",
+            "leave the header to what makes the body, as curl -F does",
+        )
     folder.mkdir(parents=True)
     try:
         with _Receiver(folder, limits) as receiver:
@@ -153,7 +169,10 @@ class _Receiver:
             raise Unprocessable(f"two parts named '{name}'", FIELDS)
         self._name, self._filename = name, options.get(b"filename", b"").decode("utf-8", "replace")
         if name != "plan" and not self._filename:
-            raise Unprocessable(f"the part '{name}' has no file name, expected a file", f"curl sends one with -F {name}=@FILE")
+            raise Unprocessable(
+                f"the part '{name}' has no file name, expected a file",
+                f"curl sends one with -F {name}=@FILE",
+            )
         self._digest, self._size = hashlib.sha256(), 0
         self._file = (self._folder / name).open("wb")
 
@@ -162,9 +181,15 @@ class _Receiver:
         self._size += len(piece)
         self._total += len(piece)
         if self._total > self._limits.upload_bytes:
-            raise TooLarge(f"an upload of more than {self._limits.upload_bytes} bytes", "send less, or have the service's limit raised")
+            raise TooLarge(
+                f"an upload of more than {self._limits.upload_bytes} bytes",
+                "send less, or have the service's limit raised",
+            )
         if self._name == "plan" and self._size > self._limits.plan_bytes:
-            raise Unprocessable(f"a plan of more than {self._limits.plan_bytes} bytes", "a plan is a page of YAML; send data as parts of their own")
+            raise Unprocessable(
+                f"a plan of more than {self._limits.plan_bytes} bytes",
+                "a plan is a page of YAML; send data as parts of their own",
+            )
         assert self._file is not None
         self._digest.update(piece)
         self._file.write(piece)
@@ -173,7 +198,13 @@ class _Receiver:
         assert self._file is not None
         self._file.close()
         self._file = None
-        self._parts[self._name] = Part(self._name, self._folder / self._name, self._digest.hexdigest(), self._size, self._filename)
+        self._parts[self._name] = Part(
+            self._name,
+            self._folder / self._name,
+            self._digest.hexdigest(),
+            self._size,
+            self._filename,
+        )
 
 
 # -- archives ----------------------------------------------------------------------------------------------------------
@@ -195,17 +226,33 @@ def unpack(part: Part, folder: Path, limits: Limits) -> Path:
         left = limits.unpacked_bytes
         for number, (name, stream) in enumerate(opened(part.path)):
             if number >= MOST_MEMBERS:
-                raise Unprocessable(f"an archive of more than {MOST_MEMBERS} files", "send a model with one file of external data")
+                raise Unprocessable(
+                    f"an archive of more than {MOST_MEMBERS} files",
+                    "send a model with one file of external data",
+                )
             if stream is not None:
                 left -= _write(stream, _place(folder, name), left, limits.unpacked_bytes)
-    except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError) as error:
+    except (
+        tarfile.TarError,
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:
         if isinstance(error, OSError) and error.errno not in OF_ARCHIVES:
             raise  # of our disk
-        raise Unprocessable(f"{DAMAGED}: {error}", "pack it again, as .zip, .tar or .tar.gz") from error
+        raise Unprocessable(
+            f"{DAMAGED}: {error}", "pack it again, as .zip, .tar or .tar.gz"
+        ) from error
     models = sorted(folder.rglob("*.onnx"))
     if len(models) != 1:
         named = ", ".join(str(model.relative_to(folder)) for model in models) or "none"
-        raise Unprocessable(f"an archive with {len(models)} .onnx files ({named}), expected one", "pack one model with its external data")
+        raise Unprocessable(
+            f"an archive with {len(models)} .onnx files ({named}), expected one",
+            "pack one model with its external data",
+        )
     return models[0]
 
 
@@ -218,7 +265,10 @@ class _Bounded(io.FileIO):
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > MOST_DIRECTORY_BYTES:
-            raise Unprocessable(f"a .zip whose directory has {size} bytes, expected at most {MOST_DIRECTORY_BYTES}", "pack fewer files")
+            raise Unprocessable(
+                f"a .zip whose directory has {size} bytes, expected at most {MOST_DIRECTORY_BYTES}",
+                "pack fewer files",
+            )
         return super().read(size)
 
 
@@ -227,9 +277,17 @@ def _zip_members(path: Path) -> Members:
         for member in archive.infolist():
             mode = member.external_attr >> 16
             if mode & 0o170000 not in (0, 0o100000, 0o040000):
-                raise Unprocessable(f"'{member.filename}' in the archive is a link or a device", "pack files only")
-            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # the others' windows may be gigabytes
-                raise Unprocessable(f"'{member.filename}' is compressed by a method other than deflate", "pack it again, with `zip`")
+                raise Unprocessable(
+                    f"'{member.filename}' in the archive is a link or a device", "pack files only"
+                )
+            if member.compress_type not in (
+                zipfile.ZIP_STORED,
+                zipfile.ZIP_DEFLATED,
+            ):  # the others' windows may be gigabytes
+                raise Unprocessable(
+                    f"'{member.filename}' is compressed by a method other than deflate",
+                    "pack it again, with `zip`",
+                )
             if member.is_dir():
                 yield member.filename, None
             else:
@@ -248,7 +306,10 @@ class _Metered(io.RawIOBase):
         data = self._stream.read(size)
         self.left -= len(data)
         if self.left < 0:
-            raise Unprocessable(f"a .tar with a header of more than {MOST_HEADER_BYTES} bytes", "pack plain files with short names")
+            raise Unprocessable(
+                f"a .tar with a header of more than {MOST_HEADER_BYTES} bytes",
+                "pack plain files with short names",
+            )
         return data
 
 
@@ -261,7 +322,9 @@ def _tar_members(path: Path) -> Members:
             while (member := archive.next()) is not None:
                 archive.members.clear()  # type: ignore[attr-defined]  # it keeps all that it has seen
                 if not (member.isreg() or member.isdir()):
-                    raise Unprocessable(f"'{member.name}' in the archive is a link or a device", "pack files only")
+                    raise Unprocessable(
+                        f"'{member.name}' in the archive is a link or a device", "pack files only"
+                    )
                 metered.left = math.inf
                 yield member.name, archive.extractfile(member)
                 metered.left = MOST_HEADER_BYTES
@@ -269,9 +332,17 @@ def _tar_members(path: Path) -> Members:
 
 def _place(folder: Path, name: str) -> Path:
     parts = PurePosixPath(name).parts
-    plain = bool(parts) and not name.startswith("/") and not {"\\", "\0"} & set(name) and ".." not in parts
+    plain = (
+        bool(parts)
+        and not name.startswith("/")
+        and not {"\\", "\0"} & set(name)
+        and ".." not in parts
+    )
     if not plain or len(parts) > DEEPEST or any(len(part.encode()) > 255 for part in parts):
-        raise Unprocessable(f"'{name[:200]}' in the archive lies outside of it, or is no plain name", "pack with relative paths")
+        raise Unprocessable(
+            f"'{name[:200]}' in the archive lies outside of it, or is no plain name",
+            "pack with relative paths",
+        )
     return folder.joinpath(*parts)
 
 
@@ -285,7 +356,10 @@ def _write(stream: IO[bytes], place: Path, left: int, limit: int) -> int:
             if not place.parent.is_dir():  # removed, because the client or the server goes
                 raise Unprocessable("the upload was given up", "send it again")
             if written > left:
-                raise TooLarge(f"an archive that unpacks to more than {limit} bytes", "send less, or have the service's limit raised")
+                raise TooLarge(
+                    f"an archive that unpacks to more than {limit} bytes",
+                    "send less, or have the service's limit raised",
+                )
             file.write(chunk)
     return written
 

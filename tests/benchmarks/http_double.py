@@ -19,7 +19,9 @@ def answering(answer: Callable[[str, bytes], Answer]) -> Iterator[int]:
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
-            status, headers, body = answer(self.path, self.rfile.read(int(self.headers["Content-Length"])))
+            status, headers, body = answer(
+                self.path, self.rfile.read(int(self.headers["Content-Length"]))
+            )
             if status == 0:
                 self.close_connection = True
                 return

@@ -18,7 +18,13 @@ from pipeline.results.report import Bound, Report
 from tests.builders.report import proven_report
 
 ROOT = Path(__file__).parents[2]
-H200 = Target(backend="tensorrt", version="10.6.0", device="NVIDIA H200", compute_capability="9.0", driver="580.159.04")
+H200 = Target(
+    backend="tensorrt",
+    version="10.6.0",
+    device="NVIDIA H200",
+    compute_capability="9.0",
+    driver="580.159.04",
+)
 SCRIPTS = (
     "common",
     "figures",
@@ -52,16 +58,25 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
 def h200(scripts: dict[str, ModuleType], tmp_path: Path) -> Path:
     """Results as `tensorrt_compile.py` writes them: two parts of one model, each run a second time."""
     bench, folder = scripts["tensorrt_compile"], tmp_path / "results"
-    refused = [{"candidate": "tensorrt fp8 modelopt", "state": "refused", "reason": "fp8 needs | sm_89"}]
+    refused = [
+        {"candidate": "tensorrt fp8 modelopt", "state": "refused", "reason": "fp8 needs | sm_89"}
+    ]
     for _ in range(2):
         for group, made in (("float", proven_report()), ("other", None)):
             rows = [*bench.rows_from_report(made), *refused] if made else refused
-            part = {"created": "2026-11-21T20:00:00+00:00", "winner": "x", "verdict": "accepted", "rows": rows}
+            part = {
+                "created": "2026-11-21T20:00:00+00:00",
+                "winner": "x",
+                "verdict": "accepted",
+                "rows": rows,
+            }
             bench.add_part(folder / "tensorrt_digits.json", "digits", group, part, H200)
     return folder
 
 
-def test_work_beside_a_measurement_goes_on_and_its_failure_is_told(scripts: dict[str, ModuleType]) -> None:
+def test_work_beside_a_measurement_goes_on_and_its_failure_is_told(
+    scripts: dict[str, ModuleType],
+) -> None:
     beside, done, twice = scripts["common"].beside, list[int](), threading.Event()
 
     def work() -> None:
@@ -96,9 +111,14 @@ def test_every_result_holds_its_environment_and_its_targets() -> None:
     assert results
     for file in results:
         document = json.loads(file.read_text())
-        runs = document.get("parts") or (document["rows"] if isinstance(document["rows"], dict) else {})
+        runs = document.get("parts") or (
+            document["rows"] if isinstance(document["rows"], dict) else {}
+        )
         if runs:  # of several runs in one file each has its own, or says that it was not recorded
-            assert all(run["environment"] or run["environment_source"] == "not recorded" for run in runs.values()), file
+            assert all(
+                run["environment"] or run["environment_source"] == "not recorded"
+                for run in runs.values()
+            ), file
         else:
             assert document["environment"]["cpu_flags"], file
         assert document["rows"], file
@@ -106,9 +126,16 @@ def test_every_result_holds_its_environment_and_its_targets() -> None:
 
 
 def test_make_bench_runs_what_the_pages_show(scripts: dict[str, ModuleType]) -> None:
-    run, shown = set(scripts["run_all"].SCRIPTS), {name for name in scripts["tables"].SECTIONS if not name.endswith("_gpu")}
+    run, shown = (
+        set(scripts["run_all"].SCRIPTS),
+        {name for name in scripts["tables"].SECTIONS if not name.endswith("_gpu")},
+    )
     assert shown <= run
-    assert all((ROOT / "benchmarks" / f"{name}.py").is_file() and (ROOT / "benchmarks" / "results" / f"{name}.json").is_file() for name in run)
+    assert all(
+        (ROOT / "benchmarks" / f"{name}.py").is_file()
+        and (ROOT / "benchmarks" / "results" / f"{name}.json").is_file()
+        for name in run
+    )
 
 
 def test_the_page_of_figures_says_what_make_bench_runs(scripts: dict[str, ModuleType]) -> None:
@@ -127,7 +154,9 @@ def test_every_command_of_the_page_of_figures_exists(scripts: dict[str, ModuleTy
         assert scripts["tensorrt_compile"].parse_arguments(shlex.split(part)).parts
 
 
-def test_one_lucky_round_beside_long_json_does_not_meet_the_target(scripts: dict[str, ModuleType]) -> None:
+def test_one_lucky_round_beside_long_json_does_not_meet_the_target(
+    scripts: dict[str, ModuleType],
+) -> None:
     rises = {(1.0, 9.0, 2.0): True, (1.0, 9.0, 6.0): False, (5.0, 5.0, 9.0): True}
     for rounds, met in rises.items():
         rows = [{"p99 alone ms": 10.0, "p99 beside JSON ms": 10.0 + rise} for rise in rounds]
@@ -138,33 +167,80 @@ def test_noise_does_not_pass_for_a_mistake_that_is_seen(scripts: dict[str, Modul
     names = ("one after the other", "two at once", "cold caches", "peak memory of a child")
 
     def seen(*figures: tuple[float, float]) -> list[bool]:
-        rows = [{"mistake": name, "careless": more, "careful": less} for name, (more, less) in zip(names, figures, strict=True)]
+        rows = [
+            {"mistake": name, "careless": more, "careful": less}
+            for name, (more, less) in zip(names, figures, strict=True)
+        ]
         return list(scripts["pitfalls"].targets_of(rows).values())
 
-    assert seen((12.0, 8.0), (200.0, 100.0), (107.0, 100.0), (400.0, 50.0)) == [True, True, False, True]
-    assert seen((8.0, 2.0), (101.0, 100.0), (107.0, 100.0), (50.0, 50.0)) == [True, False, True, False]
+    assert seen((12.0, 8.0), (200.0, 100.0), (107.0, 100.0), (400.0, 50.0)) == [
+        True,
+        True,
+        False,
+        True,
+    ]
+    assert seen((8.0, 2.0), (101.0, 100.0), (107.0, 100.0), (50.0, 50.0)) == [
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_committed_results_of_gpu_tests_are_whole_and_green(scripts: dict[str, ModuleType]) -> None:
-    documents = [json.loads(file.read_text(encoding="utf-8")) for file in (ROOT / "tests" / "gpu" / "results").glob("*.json")]
+    documents = [
+        json.loads(file.read_text(encoding="utf-8"))
+        for file in (ROOT / "tests" / "gpu" / "results").glob("*.json")
+    ]
     assert documents
-    assert all(document["finished"] and document["gpus"] and document["environment"]["python"] for document in documents)
+    assert all(
+        document["finished"] and document["gpus"] and document["environment"]["python"]
+        for document in documents
+    )
     tables = scripts["gpu_tables"]
-    last = {test: tables.last_of(outcomes) for test, outcomes in tables.outcomes_by_test(documents).items()}
+    last = {
+        test: tables.last_of(outcomes)
+        for test, outcomes in tables.outcomes_by_test(documents).items()
+    }
     assert {test for test, outcome in last.items() if outcome not in ("passed", "skipped")} == set()
 
 
-def test_without_results_of_a_gpu_the_pages_say_nothing_of_it(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_without_results_of_a_gpu_the_pages_say_nothing_of_it(
+    scripts: dict[str, ModuleType], tmp_path: Path
+) -> None:
     tables = scripts["gpu_tables"]
     assert tables.documents(tmp_path) == {}
     assert tables.speed_section({}) == tables.accuracy_section({}) == []
 
 
-def test_the_table_of_images_shows_what_was_measured_and_nothing_else(scripts: dict[str, ModuleType]) -> None:
+def test_the_table_of_images_shows_what_was_measured_and_nothing_else(
+    scripts: dict[str, ModuleType],
+) -> None:
     section = scripts["image_tables"].images_section
-    base = {"image": "base", "serves": None, "unpacked_mb": 176.0, "compressed_mb": 73.9, "starts": 0, "start_s": None, "memory_mb": None}
-    serve = {**base, "image": "serve", "serves": "one model", "starts": 5, "start_s": 2.5, "least_s": 2.25, "most_s": 3.0, "memory_mb": 112.9}
-    document = {"created": "2026-11-22T05:00:00+00:00", "rows": [base, serve], "environment": {"cpu": "AMD EPYC", "cores": 2, "load_1min": 0.5}}
+    base = {
+        "image": "base",
+        "serves": None,
+        "unpacked_mb": 176.0,
+        "compressed_mb": 73.9,
+        "starts": 0,
+        "start_s": None,
+        "memory_mb": None,
+    }
+    serve = {
+        **base,
+        "image": "serve",
+        "serves": "one model",
+        "starts": 5,
+        "start_s": 2.5,
+        "least_s": 2.25,
+        "most_s": 3.0,
+        "memory_mb": 112.9,
+    }
+    document = {
+        "created": "2026-11-22T05:00:00+00:00",
+        "rows": [base, serve],
+        "environment": {"cpu": "AMD EPYC", "cores": 2, "load_1min": 0.5},
+    }
     text = "\n".join(section(document))
     assert "the median of 5 starts" in text
     assert "| base |  | 176 MB | 74 MB |  |  |" in text
@@ -173,7 +249,9 @@ def test_the_table_of_images_shows_what_was_measured_and_nothing_else(scripts: d
     assert section(None) == []
 
 
-def test_a_part_that_runs_again_takes_the_place_of_its_rows(scripts: dict[str, ModuleType], h200: Path) -> None:
+def test_a_part_that_runs_again_takes_the_place_of_its_rows(
+    scripts: dict[str, ModuleType], h200: Path
+) -> None:
     document = json.loads((h200 / "tensorrt_digits.json").read_text())
     made = proven_report()
     assert [row["part"] for row in document["rows"]].count("other") == 1
@@ -194,21 +272,42 @@ def test_a_part_that_runs_again_takes_the_place_of_its_rows(scripts: dict[str, M
             assert sum(row["time_share"].values()) == pytest.approx(1, abs=1e-3)
 
 
-def test_a_candidate_without_an_answer_misses_its_target(scripts: dict[str, ModuleType], h200: Path) -> None:
+def test_a_candidate_without_an_answer_misses_its_target(
+    scripts: dict[str, ModuleType], h200: Path
+) -> None:
     document = json.loads((h200 / "tensorrt_digits.json").read_text())
-    answered = {row["candidate"]: row.get("cosine") is not None for row in document["rows"] if row["part"] == "float" and row["state"] != "baseline"}
+    answered = {
+        row["candidate"]: row.get("cosine") is not None
+        for row in document["rows"]
+        if row["part"] == "float" and row["state"] != "baseline"
+    }
     missing = {"the part `int8` ran": False}
-    assert document["targets"] == {f"{label}: built, ran and compared with the reference": ran for label, ran in answered.items()} | missing
+    assert (
+        document["targets"]
+        == {
+            f"{label}: built, ran and compared with the reference": ran
+            for label, ran in answered.items()
+        }
+        | missing
+    )
     assert set(answered.values()) == {True, False}
 
 
-def test_the_tables_show_every_candidate_of_a_gpu_with_its_figures(scripts: dict[str, ModuleType], h200: Path, tmp_path: Path) -> None:
+def test_the_tables_show_every_candidate_of_a_gpu_with_its_figures(
+    scripts: dict[str, ModuleType], h200: Path, tmp_path: Path
+) -> None:
     tables, made = scripts["gpu_tables"], proven_report()
     tests = tmp_path / "tests"
     tests.mkdir()
     ran = {
         "gpus": [{"name": "NVIDIA H200"}],
-        "tests": [{"test": f"tests/test_a.py::test_{number}", "outcome": "passed" if number < 3 else "failed"} for number in range(5)],
+        "tests": [
+            {
+                "test": f"tests/test_a.py::test_{number}",
+                "outcome": "passed" if number < 3 else "failed",
+            }
+            for number in range(5)
+        ],
         "created": "2026-11-21T08",
         "seconds": 240.3,
         "tensorrt": "10.6.0",
@@ -216,9 +315,15 @@ def test_the_tables_show_every_candidate_of_a_gpu_with_its_figures(scripts: dict
     }
     (tests / "h200.json").write_text(json.dumps(ran))
     found = tables.documents(h200)
-    speed, accuracy = "\n".join(tables.speed_section(found, tests)), "\n".join(tables.accuracy_section(found))
+    speed, accuracy = (
+        "\n".join(tables.speed_section(found, tests)),
+        "\n".join(tables.accuracy_section(found)),
+    )
     assert speed.startswith("## TensorRT on H200 GPUs")
-    assert "on NVIDIA H200 with TensorRT 10.6.0: 3 passed, 2 failed (2026-11-21; 4 min in all). Failed: `test_3`. Failed: `test_4`." in speed
+    assert (
+        "on NVIDIA H200 with TensorRT 10.6.0: 3 passed, 2 failed (2026-11-21; 4 min in all). Failed: `test_3`. Failed: `test_4`."
+        in speed
+    )
     alone = {
         "created": "2026-11-21T09",
         "seconds": 300.0,
@@ -227,7 +332,10 @@ def test_the_tables_show_every_candidate_of_a_gpu_with_its_figures(scripts: dict
     }
     (tests / "h200_alone.json").write_text(json.dumps({**ran, **alone}))
     in_parts = "\n".join(tables.speed_section(found, tests))
-    assert "10.6.0 in 2 parts (1 at 82dfba7, 1 at 90d73fd): 4 passed, 1 failed (2026-11-21; 9 min in all)." in in_parts
+    assert (
+        "10.6.0 in 2 parts (1 at 82dfba7, 1 at 90d73fd): 4 passed, 1 failed (2026-11-21; 9 min in all)."
+        in in_parts
+    )
     assert " 1 of those that passed had failed in an earlier part." in in_parts
     assert "Failed: `test_4`." in in_parts
     assert "`test_3`" not in in_parts
@@ -238,28 +346,52 @@ def test_the_tables_show_every_candidate_of_a_gpu_with_its_figures(scripts: dict
         for block in text.split("\n\n"):
             rows = [line.replace("\\|", "") for line in block.splitlines() if line.startswith("|")]
             assert len({row.count("|") for row in rows}) <= 1
-        assert all(any(line.startswith(f"| {candidate.label} |") for line in lines) for candidate in made.candidates)
+        assert all(
+            any(line.startswith(f"| {candidate.label} |") for line in lines)
+            for candidate in made.candidates
+        )
     assert "| +0.0033 (-0.0034 to +0.0100) | 0.99620 |" in accuracy
 
 
-def test_the_choice_of_crucible_is_told_in_a_sentence(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_the_choice_of_crucible_is_told_in_a_sentence(
+    scripts: dict[str, ModuleType], tmp_path: Path
+) -> None:
     bench, made = scripts["tensorrt_compile"], proven_report()
-    part = {"created": "2026-11-21T20:00:00+00:00", "winner": made.winner, "verdict": made.verdict, "rows": bench.rows_from_report(made)}
+    part = {
+        "created": "2026-11-21T20:00:00+00:00",
+        "winner": made.winner,
+        "verdict": made.verdict,
+        "rows": bench.rows_from_report(made),
+    }
     document = bench.add_part(tmp_path / "tensorrt_resnet50.json", "resnet50", "choice", part, H200)
     assert document["targets"]["Crucible chose among its own candidates"]
-    text = "\n".join(scripts["gpu_tables"].speed_section(scripts["gpu_tables"].documents(tmp_path), tmp_path / "none"))
+    text = "\n".join(
+        scripts["gpu_tables"].speed_section(
+            scripts["gpu_tables"].documents(tmp_path), tmp_path / "none"
+        )
+    )
     assert f"and chose **{made.winner}** ({made.verdict})" in text, text
 
 
-def test_a_part_that_failed_is_said_in_the_table(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_a_part_that_failed_is_said_in_the_table(
+    scripts: dict[str, ModuleType], tmp_path: Path
+) -> None:
     part = {"created": "2026-11-21T20:00:00+00:00", "failed": "stopped after 540 s", "rows": []}
-    document = scripts["tensorrt_compile"].add_part(tmp_path / "tensorrt_minilm.json", "minilm", "int8", part, H200)
+    document = scripts["tensorrt_compile"].add_part(
+        tmp_path / "tensorrt_minilm.json", "minilm", "int8", part, H200
+    )
     assert document["targets"] == {"the part `float` ran": False, "the part `int8` ran": False}
-    text = "\n".join(scripts["gpu_tables"].speed_section(scripts["gpu_tables"].documents(tmp_path), tmp_path / "none"))
+    text = "\n".join(
+        scripts["gpu_tables"].speed_section(
+            scripts["gpu_tables"].documents(tmp_path), tmp_path / "none"
+        )
+    )
     assert "**failed**: part `int8`: stopped after 540 s" in text
 
 
-def test_every_candidate_of_every_part_is_one_that_this_gpu_can_build(scripts: dict[str, ModuleType]) -> None:
+def test_every_candidate_of_every_part_is_one_that_this_gpu_can_build(
+    scripts: dict[str, ModuleType],
+) -> None:
     bench = scripts["tensorrt_compile"]
     for model, groups in bench.PARTS.items():
         for options in groups.values():
@@ -267,7 +399,9 @@ def test_every_candidate_of_every_part_is_one_that_this_gpu_can_build(scripts: d
             assert len(candidates) == len(options)
             assert refused == []
     older = H200.model_copy(update={"compute_capability": "7.5"})
-    _, refused = bench.possible(ROOT / "configs" / "digits.yaml", bench.PARTS["digits"]["other"], older)
+    _, refused = bench.possible(
+        ROOT / "configs" / "digits.yaml", bench.PARTS["digits"]["other"], older
+    )
     assert [row["state"] for row in refused] == ["refused", "refused"]
     assert "8.9" in refused[0]["reason"]
 
@@ -275,7 +409,9 @@ def test_every_candidate_of_every_part_is_one_that_this_gpu_can_build(scripts: d
 def test_parts_are_named_by_model_and_group(scripts: dict[str, ModuleType]) -> None:
     parts_of = scripts["tensorrt_compile"].parts_of
     assert parts_of("digits/int8") == [("digits", "int8")]
-    assert parts_of("resnet50") == [("resnet50", group) for group in ("float", "int8", "other", "choice")]
+    assert parts_of("resnet50") == [
+        ("resnet50", group) for group in ("float", "int8", "other", "choice")
+    ]
     for wrong in ("vit", "digits/none"):
         with pytest.raises(argparse.ArgumentTypeError, match="--list"):
             parts_of(wrong)
@@ -285,7 +421,12 @@ def test_the_row_of_a_recipe_is_found_by_its_label() -> None:
     made: Report = proven_report()
     labels = [candidate.label for candidate in made.candidates]
     assert len(set(labels)) == len(labels)
-    flags = Recipe(backend="tensorrt", precision=Precision.INT8, realised_in="flags", method=CalibrationMethod.MINMAX)
+    flags = Recipe(
+        backend="tensorrt",
+        precision=Precision.INT8,
+        realised_in="flags",
+        method=CalibrationMethod.MINMAX,
+    )
     assert flags.label == "tensorrt int8 implicit minmax"
 
 
@@ -295,49 +436,97 @@ def test_the_row_of_a_recipe_is_found_by_its_label() -> None:
 def calibration(losses: dict[tuple[str, str, int, int, int], float]) -> dict[str, object]:
     """A result of benchmarks/calibration.py: (model, method, samples, draw, weight bits) -> 1 - mean cosine."""
     rows = [
-        {"model": model, "samples": samples, "draw": draw, "method": method, "weight_bits": bits, "metric": "cosine", "drop": lost, "max_drop": 0.01}
+        {
+            "model": model,
+            "samples": samples,
+            "draw": draw,
+            "method": method,
+            "weight_bits": bits,
+            "metric": "cosine",
+            "drop": lost,
+            "max_drop": 0.01,
+        }
         | {"mean_cosine": 1 - lost, "passed": lost <= 0.01}
         for (model, method, samples, draw, bits), lost in losses.items()
     ]
-    host = {"cpu": "some CPU", "cpu_flags": ["avx2"], "python": "3.11", "packages": {"onnxruntime": "1"}}
+    host = {
+        "cpu": "some CPU",
+        "cpu_flags": ["avx2"],
+        "python": "3.11",
+        "packages": {"onnxruntime": "1"},
+    }
     return {"created": "2026-11-21T", "rows": rows, "environment": host}
 
 
 @pytest.fixture
 def draws() -> dict[str, object]:
     models, methods = ("digits", "minilm"), ("entropy", "minmax", "percentile")
-    few = {(model, method, 10, draw, 7): 0.002 * (draw + 1) for model in models for method in methods for draw in range(2)}
-    many = {(model, method, 500, 0, bits): 0.001 if bits == 7 else 0.02 for model in models for method in methods for bits in (7, 8)}
+    few = {
+        (model, method, 10, draw, 7): 0.002 * (draw + 1)
+        for model in models
+        for method in methods
+        for draw in range(2)
+    }
+    many = {
+        (model, method, 500, 0, bits): 0.001 if bits == 7 else 0.02
+        for model in models
+        for method in methods
+        for bits in (7, 8)
+    }
     return calibration(few | many)
 
 
-def test_the_spread_of_draws_and_the_bits_of_weights_are_told(scripts: dict[str, ModuleType], draws: dict[str, object]) -> None:
+def test_the_spread_of_draws_and_the_bits_of_weights_are_told(
+    scripts: dict[str, ModuleType], draws: dict[str, object]
+) -> None:
     lines = scripts["accuracy_tables"].calibration_section(draws)
-    assert "| digits | entropy | 0.003 (0.002 to 0.004) | 0.001 | +0.0040 cosine | 3 of 3 |" in lines
+    assert (
+        "| digits | entropy | 0.003 (0.002 to 0.004) | 0.001 | +0.0040 cosine | 3 of 3 |" in lines
+    )
     assert "| minilm | minmax | 0.001 | +0.0010 | yes | 0.02 | +0.0200 | no |" in lines
     assert any("7-bit weights" in line for line in lines)
 
 
-def test_the_figure_is_drawn_again_for_other_values_only(scripts: dict[str, ModuleType], draws: dict[str, object], tmp_path: Path) -> None:
+def test_the_figure_is_drawn_again_for_other_values_only(
+    scripts: dict[str, ModuleType], draws: dict[str, object], tmp_path: Path
+) -> None:
     tables = scripts["accuracy_tables"]
     drawing = tables.calibration_drawing(draws)
     assert not drawing.is_current(tmp_path)
     drawn = drawing.write(tmp_path).read_text()
     assert drawing.is_current(tmp_path)
-    assert all(text in drawn for text in ("entropy", "calibration samples", "the plan's limit", "configs/minilm.yaml"))
-    assert not tables.calibration_drawing(calibration({("digits", "entropy", 10, 0, 7): 0.5})).is_current(tmp_path)
+    assert all(
+        text in drawn
+        for text in ("entropy", "calibration samples", "the plan's limit", "configs/minilm.yaml")
+    )
+    assert not tables.calibration_drawing(
+        calibration({("digits", "entropy", 10, 0, 7): 0.5})
+    ).is_current(tmp_path)
 
 
-def test_the_gpus_figures_show_every_engine_that_was_measured(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_the_gpus_figures_show_every_engine_that_was_measured(
+    scripts: dict[str, ModuleType], tmp_path: Path
+) -> None:
     drawings = scripts["gpu_drawings"]
     timed: dict[str, Any] = {
         "ours fp16": {"wall_median_ms": 0.75, "device_median_ms": 0.5},
         "torch eager fp16": {"wall_median_ms": 2.25, "device_median_ms": 2.0},
         "bare fp16": {"failed": "no memory"},
     }
-    curve = [{"calls": calls, "unsynchronised_ms": 1.0, "synchronised_ms": 6.0} for calls in (1, 500)]
-    rows = {name: {"inputs": {"x": [1]}, "entries": timed} for name in ("net_b1", "net_b1: fp16", "net_b32", "vit_b1")}
-    found = {"rows": {**rows, "failed_b1": {"failed": "no GPU"}, "async_curve": {"entries": {"curve": curve}, "events_ms": 6.1}}}
+    curve = [
+        {"calls": calls, "unsynchronised_ms": 1.0, "synchronised_ms": 6.0} for calls in (1, 500)
+    ]
+    rows = {
+        name: {"inputs": {"x": [1]}, "entries": timed}
+        for name in ("net_b1", "net_b1: fp16", "net_b32", "vit_b1")
+    }
+    found = {
+        "rows": {
+            **rows,
+            "failed_b1": {"failed": "no GPU"},
+            "async_curve": {"entries": {"curve": curve}, "events_ms": 6.1},
+        }
+    }
     (models, of_vit), (launches,) = drawings.models_drawings(found), drawings.curve_drawing(found)
     drawn = models.write(tmp_path).read_text()
     shown = ("ours fp16", "torch eager fp16", " 2.250", "bare fp16", "net_b32", "failed_b1")
@@ -354,9 +543,21 @@ def test_the_gpus_figures_show_every_engine_that_was_measured(scripts: dict[str,
     assert drawings.models_drawings({}) == drawings.curve_drawing({}) == ()
 
 
-def test_int8_stands_beside_the_fastest_floats_of_its_backend_and_shape(scripts: dict[str, ModuleType]) -> None:
-    times = {"pytorch eager fp32": 1.0, "openvino fp32": 4.0, "openvino bf16": 3.0, "openvino int8 nncf u8s8": 6.0, "x int8": 1.0}
-    rows = [{"engine": engine, "sizes": f"{{'batch': {batch}}}", "median_ms": ms * batch} for engine, ms in times.items() for batch in (1, 2)]
+def test_int8_stands_beside_the_fastest_floats_of_its_backend_and_shape(
+    scripts: dict[str, ModuleType],
+) -> None:
+    times = {
+        "pytorch eager fp32": 1.0,
+        "openvino fp32": 4.0,
+        "openvino bf16": 3.0,
+        "openvino int8 nncf u8s8": 6.0,
+        "x int8": 1.0,
+    }
+    rows = [
+        {"engine": engine, "sizes": f"{{'batch': {batch}}}", "median_ms": ms * batch}
+        for engine, ms in times.items()
+        for batch in (1, 2)
+    ]
     document = {"rows": rows, "environment": {"cpu": "some CPU", "cores": 2}}
     table = scripts["accuracy_tables"].int8_section({"resnet50": document})
     assert table[2:] == [
@@ -366,9 +567,19 @@ def test_int8_stands_beside_the_fastest_floats_of_its_backend_and_shape(scripts:
     assert scripts["accuracy_tables"].int8_section({}) == []
 
 
-def test_our_int8_of_the_gpus_models_stands_beside_our_floats(scripts: dict[str, ModuleType]) -> None:
-    timed = {"ours int8": 0.25, "ours fp16": 0.5, "bare int8": 0.4, "bare tf32": 0.2, "torch eager fp16": 0.1}
-    entries = {name: {"wall_median_ms": ms} for name, ms in timed.items()} | {"ours fp8": {"failed": "no memory"}}
+def test_our_int8_of_the_gpus_models_stands_beside_our_floats(
+    scripts: dict[str, ModuleType],
+) -> None:
+    timed = {
+        "ours int8": 0.25,
+        "ours fp16": 0.5,
+        "bare int8": 0.4,
+        "bare tf32": 0.2,
+        "torch eager fp16": 0.1,
+    }
+    entries = {name: {"wall_median_ms": ms} for name, ms in timed.items()} | {
+        "ours fp8": {"failed": "no memory"}
+    }
     target = {"device": "NVIDIA H200"}
     rows = {
         "cnn_b4": {"batch": 4, "entries": entries, "target": target},
@@ -383,41 +594,88 @@ def test_our_int8_of_the_gpus_models_stands_beside_our_floats(scripts: dict[str,
 
 def gpu_row(times: dict[str, tuple[float, float]], **more: Any) -> dict[str, Any]:
     """A row of gpu_models.json: end-to-end and GPU medians of each engine in ms."""
-    entries = {name: {"wall_median_ms": wall, "device_median_ms": gpu} for name, (wall, gpu) in times.items()}
+    entries = {
+        name: {"wall_median_ms": wall, "device_median_ms": gpu}
+        for name, (wall, gpu) in times.items()
+    }
     host = {"cpu": "some CPU", "cores": 12, "python": "3.12", "packages": {"torch": "2.11"}}
     target = {"device": "NVIDIA H200", "driver": "580", "version": "10.6.0"}
-    return {"entries": entries, "environment": host, "target": target, "created": "2026-11-22T08:00:00+00:00", **more}
+    return {
+        "entries": entries,
+        "environment": host,
+        "target": target,
+        "created": "2026-11-22T08:00:00+00:00",
+        **more,
+    }
 
 
-def test_the_readme_leads_with_end_to_end_time_beside_pytorchs_best(scripts: dict[str, ModuleType]) -> None:
+def test_the_readme_leads_with_end_to_end_time_beside_pytorchs_best(
+    scripts: dict[str, ModuleType],
+) -> None:
     """The fastest on the GPU is not the fastest end to end, on either side."""
-    torch = {"torch compile fp16": (4.5, 2.5), "torch graph fp16": (5.0, 2.0), "torch eager fp16": (9.0, 8.0)}
-    ours = {"ours fp16": (6.0, 1.5), "ours int8": (5.0, 1.25), "ours int8 modelopt": (4.0, 1.3), "bare int8": (0.1, 0.1)}
+    torch = {
+        "torch compile fp16": (4.5, 2.5),
+        "torch graph fp16": (5.0, 2.0),
+        "torch eager fp16": (9.0, 8.0),
+    }
+    ours = {
+        "ours fp16": (6.0, 1.5),
+        "ours int8": (5.0, 1.25),
+        "ours int8 modelopt": (4.0, 1.3),
+        "bare int8": (0.1, 0.1),
+    }
     row = gpu_row(torch | ours, overrides=["tensorrt.timing_iterations=2"])
     row["entries"]["ours fp8"] = {"failed": "x"}
     row["entries"]["torch compile fp16"]["mode"] = "reduce-overhead"
     text = "\n".join(scripts["gpu_model_tables"].fastest_section({"rows": {"resnet50_b64": row}}))
     line = "| ResNet-50, batch 64 | 4.500 / 2.500 (compile fp16, reduce-overhead) | 6.000 / 1.500 | 0.75 / 1.67 |"
     assert f"{line} 5.000 / 1.250 (int8) | 0.90 / 2.00 | 2 times | 12 |\n" in text
-    assert "| ResNet-50, batch 64 | 4.000 / 1.300 (int8 modelopt) | 1.12 / 1.92 | a candidate with `quantizer: modelopt` |" in text
-    assert "End to end, ours are slower for ResNet-50, batch 64, although the GPU works for less time" in text
+    assert (
+        "| ResNet-50, batch 64 | 4.000 / 1.300 (int8 modelopt) | 1.12 / 1.92 | a candidate with `quantizer: modelopt` |"
+        in text
+    )
+    assert (
+        "End to end, ours are slower for ResNet-50, batch 64, although the GPU works for less time"
+        in text
+    )
     assert "NVIDIA H200, driver 580, TensorRT 10.6.0; some CPU, Python 3.12, torch 2.11." in text
 
 
-def test_of_models_with_attention_plain_attention_is_the_default(scripts: dict[str, ModuleType]) -> None:
-    times = {"torch graph fp16": (2.0, 2.0), "ours fp16": (0.5, 0.5), "ours fp16 surgery": (1.0, 1.0), "ours fp16 folded": (0.4, 0.4)}
-    text = "\n".join(scripts["gpu_model_tables"].fastest_section({"rows": {"vit_b1": gpu_row(times)}}))
-    assert "| 1.000 / 1.000 | 2.00 / 2.00 | 1.000 / 1.000 (fp16) | 2.00 / 2.00 | 8 times | 12 |" in text
-    assert "| 0.400 / 0.400 (fp16 folded) | 5.00 / 5.00 | `simplify.surgery: pipeline.folding:fold_strides` |" in text
+def test_of_models_with_attention_plain_attention_is_the_default(
+    scripts: dict[str, ModuleType],
+) -> None:
+    times = {
+        "torch graph fp16": (2.0, 2.0),
+        "ours fp16": (0.5, 0.5),
+        "ours fp16 surgery": (1.0, 1.0),
+        "ours fp16 folded": (0.4, 0.4),
+    }
+    text = "\n".join(
+        scripts["gpu_model_tables"].fastest_section({"rows": {"vit_b1": gpu_row(times)}})
+    )
+    assert (
+        "| 1.000 / 1.000 | 2.00 / 2.00 | 1.000 / 1.000 (fp16) | 2.00 / 2.00 | 8 times | 12 |"
+        in text
+    )
+    assert (
+        "| 0.400 / 0.400 (fp16 folded) | 5.00 / 5.00 | `simplify.surgery: pipeline.folding:fold_strides` |"
+        in text
+    )
     assert "slower" not in text
 
 
-def test_of_several_rows_the_one_nearest_to_the_default_settings_counts(scripts: dict[str, ModuleType]) -> None:
+def test_of_several_rows_the_one_nearest_to_the_default_settings_counts(
+    scripts: dict[str, ModuleType],
+) -> None:
     times = {"torch graph fp16": (2.0, 2.0), "ours fp16": (1.0, 1.0)}
     rows = {
         "resnet50_b1": gpu_row(times, overrides=["tensorrt.timing_iterations=2"]),
-        "resnet50_b1: fp16": gpu_row(times | {"ours fp16": (0.5, 0.5)}, overrides=["tensorrt.timing_iterations=8"]),
-        "mobilenet_128": gpu_row({"torch graph fp32": (9.0, 9.0), "ours fp16": (1.0, 1.0)}),  # fp32 beside fp16 would flatter
+        "resnet50_b1: fp16": gpu_row(
+            times | {"ours fp16": (0.5, 0.5)}, overrides=["tensorrt.timing_iterations=8"]
+        ),
+        "mobilenet_128": gpu_row(
+            {"torch graph fp32": (9.0, 9.0), "ours fp16": (1.0, 1.0)}
+        ),  # fp32 beside fp16 would flatter
         "encoder_b1: fp16": gpu_row({"ours fp16": (1.0, 1.0)}),
         "vit_b1": {"failed": "x"},
         "async_curve": {"entries": {"events_ms": 0.5}},
@@ -430,47 +688,108 @@ def test_of_several_rows_the_one_nearest_to_the_default_settings_counts(scripts:
 def test_a_row_says_in_words_what_is_not_the_default(scripts: dict[str, ModuleType]) -> None:
     words = scripts["gpu_model_tables"].settings_text
     assert words(["tensorrt.timing_iterations=8", "simplify.plain_attention=true"]) == []
-    assert words(["tensorrt.timing_iterations=2"]) == ["each kernel timed 2 times, not 8 as by default"]
-    assert words(["export.exporter=torchscript", "a.b=1"]) == ["exported by `torchscript`, which is not the default", "`a.b=1`"]
+    assert words(["tensorrt.timing_iterations=2"]) == [
+        "each kernel timed 2 times, not 8 as by default"
+    ]
+    assert words(["export.exporter=torchscript", "a.b=1"]) == [
+        "exported by `torchscript`, which is not the default",
+        "`a.b=1`",
+    ]
 
 
 def test_what_was_not_recorded_of_a_host_is_said(scripts: dict[str, ModuleType]) -> None:
     place, row = scripts["gpu_model_tables"].place_of, gpu_row({})
-    assert place(row) == "NVIDIA H200, driver 580, TensorRT 10.6.0; some CPU, 12 cores, Python 3.12, torch 2.11"
-    assert place({**row, "environment": {"cores": 10}}).endswith("; 10 cores, CPU and packages not recorded")
-    assert place({**row, "environment": None}).endswith("; cores not recorded, CPU and packages not recorded")
+    assert (
+        place(row)
+        == "NVIDIA H200, driver 580, TensorRT 10.6.0; some CPU, 12 cores, Python 3.12, torch 2.11"
+    )
+    assert place({**row, "environment": {"cores": 10}}).endswith(
+        "; 10 cores, CPU and packages not recorded"
+    )
+    assert place({**row, "environment": None}).endswith(
+        "; cores not recorded, CPU and packages not recorded"
+    )
     alike = "recorded with another row of the same commit"
     assert place({**row, "environment_source": alike}).endswith(f"torch 2.11 ({alike})")
 
 
 def test_engines_of_few_bits_show_what_they_save_and_cost(scripts: dict[str, ModuleType]) -> None:
-    made = {"engine": "a int4", "size_mb": 14.25, "cosine": 0.985, "drop": 0.015, "drop_low": 0.01, "drop_high": 0.02, "smallest_cosine": 0.9}
-    failed = {**dict.fromkeys(made), "engine": "b int4", "passed": False, "reason": "refused | here"}
-    host = {"cpu": "some CPU", "cpu_flags": ["avx2"], "python": "3.11", "packages": dict.fromkeys(("onnxruntime", "openvino", "nncf"), "1")}
+    made = {
+        "engine": "a int4",
+        "size_mb": 14.25,
+        "cosine": 0.985,
+        "drop": 0.015,
+        "drop_low": 0.01,
+        "drop_high": 0.02,
+        "smallest_cosine": 0.9,
+    }
+    failed = {
+        **dict.fromkeys(made),
+        "engine": "b int4",
+        "passed": False,
+        "reason": "refused | here",
+    }
+    host = {
+        "cpu": "some CPU",
+        "cpu_flags": ["avx2"],
+        "python": "3.11",
+        "packages": dict.fromkeys(("onnxruntime", "openvino", "nncf"), "1"),
+    }
     rows = [{**made, "passed": True, "reason": ""}, failed]
-    lines = scripts["accuracy_tables"].few_bits_section({"rows": rows, "created": "2026-11-22T", "environment": host})
+    lines = scripts["accuracy_tables"].few_bits_section(
+        {"rows": rows, "created": "2026-11-22T", "environment": host}
+    )
     assert lines[2:4] == [
         "| a int4 | 14.2 | 0.9850 | +0.0150 (+0.0100 to +0.0200) | 0.9000 | yes |",
         "| b int4 | - | - | - | - | no: refused \\| here |",
     ]
 
 
-def test_how_far_processes_of_one_file_lie_apart_is_told_by_model(scripts: dict[str, ModuleType]) -> None:
+def test_how_far_processes_of_one_file_lie_apart_is_told_by_model(
+    scripts: dict[str, ModuleType],
+) -> None:
     rows = [
-        {"model": "digits", "low": 0.9, "high": high, "holds_1": high > 1, "processes_differ_%": apart} for high, apart in ((1.1, 2.0), (0.95, 4.0))
+        {
+            "model": "digits",
+            "low": 0.9,
+            "high": high,
+            "holds_1": high > 1,
+            "processes_differ_%": apart,
+        }
+        for high, apart in ((1.1, 2.0), (0.95, 4.0))
     ]
     host = {"cpu": "some CPU", "cores": 2, "load_1min": 0.25}
-    text = " ".join(scripts["tables"].same_engine_lines({"rows": rows, "created": "2026-11-22T", "environment": host}))
-    assert "on digits by 2 to 4 % (standard deviation), with intervals 5 to 20 % wide. 1 of 2 intervals held 1" in text
+    text = " ".join(
+        scripts["tables"].same_engine_lines(
+            {"rows": rows, "created": "2026-11-22T", "environment": host}
+        )
+    )
+    assert (
+        "on digits by 2 to 4 % (standard deviation), with intervals 5 to 20 % wide. 1 of 2 intervals held 1"
+        in text
+    )
 
 
-def test_a_row_of_resnet50_says_its_rates_its_shares_and_what_binds_it(scripts: dict[str, ModuleType]) -> None:
+def test_a_row_of_resnet50_says_its_rates_its_shares_and_what_binds_it(
+    scripts: dict[str, ModuleType],
+) -> None:
     made = proven_report()
     rows = scripts["resnet50"].rows_from_report(made)
     assert made.baseline is not None
     first = made.baseline.rows[0]
-    bound = Bound(kind="compute", precision=Precision.FP32, share_of_peak_flops=0.5, why="x", next_step="y")
-    told = scripts["resnet50"].row_of(made.baseline.model_copy(update={"rows": (first.model_copy(update={"bytes_per_s": 2e9, "bound": bound}),)}))
-    assert (told["gbytes_per_s"], told["of_peak_flops_%"], told["of_peak_bytes_%"], told["bound_by"]) == (2.0, 50.0, None, "compute")
+    bound = Bound(
+        kind="compute", precision=Precision.FP32, share_of_peak_flops=0.5, why="x", next_step="y"
+    )
+    told = scripts["resnet50"].row_of(
+        made.baseline.model_copy(
+            update={"rows": (first.model_copy(update={"bytes_per_s": 2e9, "bound": bound}),)}
+        )
+    )
+    assert (
+        told["gbytes_per_s"],
+        told["of_peak_flops_%"],
+        told["of_peak_bytes_%"],
+        told["bound_by"],
+    ) == (2.0, 50.0, None, "compute")
     assert {row["engine"] for row in rows} >= {made.baseline.label}
     assert len({tuple(row) for row in rows}) == 1  # one table

@@ -23,7 +23,13 @@ from pipeline.results.report import BenchmarkFailure
 from tests.pipeline.backends.tensorrt.builders import Bench, doubled, feeds
 
 ROOT = Path(__file__).parents[2]
-H200 = Target(backend="tensorrt", version="10.6.0", device="NVIDIA H200", compute_capability="9.0", driver="580")
+H200 = Target(
+    backend="tensorrt",
+    version="10.6.0",
+    device="NVIDIA H200",
+    compute_capability="9.0",
+    driver="580",
+)
 
 
 # -- sessions on doubles -----------------------------------------------------------------------------------------------
@@ -34,11 +40,15 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
-def test_a_bare_loop_gives_the_engines_answers_and_gives_all_memory_back(gpu: dict[str, ModuleType], bench: Bench) -> None:
+def test_a_bare_loop_gives_the_engines_answers_and_gives_all_memory_back(
+    gpu: dict[str, ModuleType], bench: Bench
+) -> None:
     engine = bench.engine()
     session = gpu["bare"].BareSession(bench.trt, bench.cuda, engine.path.read_bytes(), feeds(4))
     for start in (0, 7):
-        np.testing.assert_array_equal(run_session(session, feeds(4, start))["y"], doubled(dict(feeds(4, start)))["y"])
+        np.testing.assert_array_equal(
+            run_session(session, feeds(4, start))["y"], doubled(dict(feeds(4, start)))["y"]
+        )
     assert bench.cuda.launches == 2
     session.close()
     assert not bench.cuda.pinned
@@ -83,7 +93,9 @@ class Talk(Channel):
 
 def test_a_child_gives_a_block_for_each_turn(gpu: dict[str, ModuleType], bench: Bench) -> None:
     loaded = bench.load(bench.engine())
-    channel = Talk([WarmUpOptions(min_runs=3, min_s=0.0, max_s=0.0), Take(0.01), Take(0.01), NextShape()])
+    channel = Talk(
+        [WarmUpOptions(min_runs=3, min_s=0.0, max_s=0.0), Take(0.01), Take(0.01), NextShape()]
+    )
     gpu["contest"].take_turns(channel, gpu["contest"].Single(loaded.session(), feeds(4)))
     warmup, *blocks = channel.said
     assert len(warmup) >= 3
@@ -108,18 +120,25 @@ def test_what_a_child_says_first_is_kept_and_handed_on(gpu: dict[str, ModuleType
     assert told == [first]
 
 
-def test_a_race_of_real_engines_in_children_goes_on_without_one_that_cannot_load(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_a_race_of_real_engines_in_children_goes_on_without_one_that_cannot_load(
+    gpu: dict[str, ModuleType], tmp_path: Path
+) -> None:
     """On the CPU: the same children, messages and figures as on a GPU."""
     contest = gpu["contest"]
     graph = helper.make_graph(
         [helper.make_node("Relu", ["x"], ["y"])], "relu",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 4])], [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 4])],
     )  # fmt: skip
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "relu.onnx")
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10),
+        tmp_path / "relu.onnx",
+    )
     model = onnx_model(tmp_path, "relu.onnx")
     (tmp_path / "out").mkdir()
     recipe = Recipe(backend="onnxruntime", precision=Precision.FP32)
-    engine = onnxruntime_.build(model, recipe, BuildOptions(profiles=(), threads=1), tmp_path / "out", lambda *_: None)
+    engine = onnxruntime_.build(
+        model, recipe, BuildOptions(profiles=(), threads=1), tmp_path / "out", lambda *_: None
+    )
     entrants = [
         contest.Entrant("ours fp32", engine),
         contest.Entrant("loop fp32", engine, "bare"),  # there is no GPU
@@ -127,7 +146,12 @@ def test_a_race_of_real_engines_in_children_goes_on_without_one_that_cannot_load
     ]
     fed = {"x": np.full((2, 4), -1, np.float32)}
     watch = gpu["host"].Watch()
-    ours, loop, flow = contest.contest(entrants, Workload({}, fed, 2, None, None), BenchmarkConfig(duration_s=0.05, warmup_s=0.01), watch)
+    ours, loop, flow = contest.contest(
+        entrants,
+        Workload({}, fed, 2, None, None),
+        BenchmarkConfig(duration_s=0.05, warmup_s=0.01),
+        watch,
+    )
     assert isinstance(loop.result, BenchmarkFailure)
     assert loop.loaded is None
     assert "failed" in gpu["facts"].entry_of(loop)
@@ -157,11 +181,23 @@ def test_cosines_of_wrong_and_missing_answers(gpu: dict[str, ModuleType]) -> Non
 def test_states_of_the_gpu(gpu: dict[str, ModuleType]) -> None:
     host = gpu["host"]
     state = host.state_from_line("1980, 3201, 512.33, 54, 97")
-    assert state == {"sm_clock_mhz": 1980, "memory_clock_mhz": 3201, "power_w": 512.33, "temperature_c": 54, "busy_percent": 97}
-    assert host.state_from_line("1980, 3201, [N/A], 54, 97") == {name: value for name, value in state.items() if name != "power_w"}
+    assert state == {
+        "sm_clock_mhz": 1980,
+        "memory_clock_mhz": 3201,
+        "power_w": 512.33,
+        "temperature_c": 54,
+        "busy_percent": 97,
+    }
+    assert host.state_from_line("1980, 3201, [N/A], 54, 97") == {
+        name: value for name, value in state.items() if name != "power_w"
+    }
     assert host.state_from_line("no devices were found") == {}
     assert host.gpu_state("no-such-command") == {}
-    assert host.summary_of([{"power_w": 100.0}, {"power_w": 500.0}, {}])["power_w"] == {"min": 100.0, "median": 300.0, "max": 500.0}
+    assert host.summary_of([{"power_w": 100.0}, {"power_w": 500.0}, {}])["power_w"] == {
+        "min": 100.0,
+        "median": 300.0,
+        "max": 500.0,
+    }
 
 
 def test_caches_go_from_one_home_to_another(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
@@ -181,14 +217,22 @@ def test_caches_go_from_one_home_to_another(gpu: dict[str, ModuleType], tmp_path
 # -- PyTorch, as far as it goes without a GPU --------------------------------------------------------------------------
 
 
-def test_models_of_the_table_have_biases_that_no_simplifier_takes_away(gpu: dict[str, ModuleType]) -> None:
+def test_models_of_the_table_have_biases_that_no_simplifier_takes_away(
+    gpu: dict[str, ModuleType],
+) -> None:
     for module in (gpu["nets"].encoder(), gpu["nets"].vit_b_16()):
-        biases = {name: parameter for name, parameter in module.named_parameters() if name.endswith("bias")}
+        biases = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if name.endswith("bias")
+        }
         assert len(biases) > 60
         assert all(bool(parameter.any()) for parameter in biases.values())
 
 
-def test_the_encoder_without_a_mask_makes_none_when_it_is_traced(gpu: dict[str, ModuleType]) -> None:
+def test_the_encoder_without_a_mask_makes_none_when_it_is_traced(
+    gpu: dict[str, ModuleType],
+) -> None:
     encoder, ids = gpu["nets"].encoder(), torch.randint(0, 30522, (1, 8))
     encoder.bert.encoder.layer = encoder.bert.encoder.layer[:1]
     with torch.inference_mode():
@@ -221,7 +265,9 @@ def test_forced_flash_attention_gets_no_mask(gpu: dict[str, ModuleType]) -> None
     query, key, value = torch.randn(3, 1, 2, 4, 8)
     mask = torch.tensor([True, True, False, False]).expand(1, 1, 4, 4)
     with gpu["torch_peers"].unmasked_attention():
-        found = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=0.0, is_causal=False)
+        found = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=0.0, is_causal=False
+        )
     torch.testing.assert_close(found, attention(query, key, value))
     assert torch.nn.functional.scaled_dot_product_attention is attention
 
@@ -229,7 +275,9 @@ def test_forced_flash_attention_gets_no_mask(gpu: dict[str, ModuleType]) -> None
 def test_a_peers_engine_names_its_source(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
     from pipeline.core import ModelSource, OnnxModel
 
-    source = ModelSource(entrypoint="nets:resnet18", python_path=ROOT / "benchmarks" / "gpu", digest="d")
+    source = ModelSource(
+        entrypoint="nets:resnet18", python_path=ROOT / "benchmarks" / "gpu", digest="d"
+    )
     model = OnnxModel(root=tmp_path, file="m.onnx", digest="m", opset=20, inputs=(), outputs=())
     made = gpu["torch_peers"].peer_engine(source, model, "compile fp16", H200, tmp_path)
     assert made.recipe.label == "pytorch compile fp16"

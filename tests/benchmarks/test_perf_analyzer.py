@@ -25,16 +25,34 @@ open(words[words.index("-f") + 1], "w").write(head + chr(10) + row + chr(10) + c
 @pytest.fixture
 def served() -> Iterator[Any]:
     """A process that listens on two ports, as the server does."""
-    with socket.create_server(("127.0.0.1", 0)) as http, socket.create_server(("127.0.0.1", 0)) as grpc:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as http,
+        socket.create_server(("127.0.0.1", 0)) as grpc,
+    ):
         ours = {http.getsockname()[1], grpc.getsockname()[1]}
-        listening = [each for each in psutil.Process().net_connections() if each.laddr and each.laddr.port in ours]
-        yield SimpleNamespace(process=SimpleNamespace(net_connections=lambda: listening), port=http.getsockname()[1], grpc=grpc.getsockname()[1])
+        listening = [
+            each
+            for each in psutil.Process().net_connections()
+            if each.laddr and each.laddr.port in ours
+        ]
+        yield SimpleNamespace(
+            process=SimpleNamespace(net_connections=lambda: listening),
+            port=http.getsockname()[1],
+            grpc=grpc.getsockname()[1],
+        )
 
 
-def test_each_wire_is_asked_at_its_port_and_a_failure_is_kept(bench: Bench, served: Any, tmp_path: Path) -> None:
+def test_each_wire_is_asked_at_its_port_and_a_failure_is_kept(
+    bench: Bench, served: Any, tmp_path: Path
+) -> None:
     script = bench["perf_analyzer"]
     (tmp_path / "double.py").write_text(DOUBLE)
-    rows = {name: script.measured([sys.executable, str(tmp_path / "double.py")], name, served, tmp_path / "out.csv") for name in script.MODES}
+    rows = {
+        name: script.measured(
+            [sys.executable, str(tmp_path / "double.py")], name, served, tmp_path / "out.csv"
+        )
+        for name in script.MODES
+    }
     http, stream = rows["HTTP, 8 connections"], rows["gRPC, stream"]
     assert http == {
         "mode": "HTTP, 8 connections",
@@ -49,14 +67,22 @@ def test_each_wire_is_asked_at_its_port_and_a_failure_is_kept(bench: Bench, serv
     assert stream["rows/s"] is None
     assert "no stream" in stream["note"]
     targets = script.targets_of(list(rows.values()))
-    assert [target for target, met in targets.items() if not met] == ["gRPC, stream: perf_analyzer ended without an error"]
+    assert [target for target, met in targets.items() if not met] == [
+        "gRPC, stream: perf_analyzer ended without an error"
+    ]
 
 
 def test_the_page_tells_how_many_runs_ended_well(bench: Bench, tmp_path: Path) -> None:
     tables, common = bench["serving_tables"], bench["common"]
     assert tables.perf_analyzer_section(tables.document_of("perf_analyzer", tmp_path)) == []
     row = {"mode": "HTTP", "rows/s": 476.5, "note": ""}
-    common.publish("perf_analyzer", [row, row | {"rows/s": None, "note": "no stream"}], {"a": True, "b": False}, tmp_path, {"perf_analyzer": "2.60"})
+    common.publish(
+        "perf_analyzer",
+        [row, row | {"rows/s": None, "note": "no stream"}],
+        {"a": True, "b": False},
+        tmp_path,
+        {"perf_analyzer": "2.60"},
+    )
     text = "\n".join(tables.perf_analyzer_section(tables.document_of("perf_analyzer", tmp_path)))
     assert "| HTTP | 476.5 |  |" in text
     assert "| HTTP | - | no stream |" in text
@@ -64,14 +90,29 @@ def test_the_page_tells_how_many_runs_ended_well(bench: Bench, tmp_path: Path) -
 
 
 def test_all_words_behind_command_are_the_command(bench: Bench) -> None:
-    found = bench["perf_analyzer"].parse_arguments(["--into", "x", "--command", "ld.so", "--library-path", "lib", "bin/perf_analyzer"])
-    assert (found.command, found.into) == (["ld.so", "--library-path", "lib", "bin/perf_analyzer"], Path("x"))
+    found = bench["perf_analyzer"].parse_arguments(
+        ["--into", "x", "--command", "ld.so", "--library-path", "lib", "bin/perf_analyzer"]
+    )
+    assert (found.command, found.into) == (
+        ["ld.so", "--library-path", "lib", "bin/perf_analyzer"],
+        Path("x"),
+    )
 
 
 @pytest.mark.parametrize(
     ("command", "said"),
-    [(["/no/such"], "No such file"), ([sys.executable, "-c", "print('GLIBC_2.38 not found'); raise SystemExit(1)"], "GLIBC_2.38 not found")],
+    [
+        (["/no/such"], "No such file"),
+        (
+            [sys.executable, "-c", "print('GLIBC_2.38 not found'); raise SystemExit(1)"],
+            "GLIBC_2.38 not found",
+        ),
+    ],
 )
-def test_a_command_that_does_not_start_is_told_before_any_work(bench: Bench, command: list[str], said: str) -> None:
-    with pytest.raises(SystemExit, match=rf"does not start: [\s\S]*{said}[\s\S]*next: pip install perf-analyzer"):
+def test_a_command_that_does_not_start_is_told_before_any_work(
+    bench: Bench, command: list[str], said: str
+) -> None:
+    with pytest.raises(
+        SystemExit, match=rf"does not start: [\s\S]*{said}[\s\S]*next: pip install perf-analyzer"
+    ):
         bench["perf_analyzer"].version_of(command)

@@ -17,9 +17,16 @@ from service.registry.models import DeploymentOptions
 Bench = dict[str, ModuleType]
 
 
-def test_the_plan_names_the_backend_and_a_gpu_gets_quick_builds(bench: Bench, tmp_path: Path) -> None:
+def test_the_plan_names_the_backend_and_a_gpu_gets_quick_builds(
+    bench: Bench, tmp_path: Path
+) -> None:
     plan_of = bench["crucible"].plan_of
-    cpu, gpu = (plan_from_document({**plan_of("cnn", 16, *backend), "model": {"path": "cnn.onnx"}}, tmp_path) for backend in ((), ("tensorrt",)))
+    cpu, gpu = (
+        plan_from_document(
+            {**plan_of("cnn", 16, *backend), "model": {"path": "cnn.onnx"}}, tmp_path
+        )
+        for backend in ((), ("tensorrt",))
+    )
     assert [(each.backend, each.precision) for each in cpu.candidates] == [("onnxruntime", "fp32")]
     assert [(each.backend, each.precision) for each in gpu.candidates] == [("tensorrt", "fp32")]
     assert "tensorrt" not in plan_of("cnn", 16)
@@ -39,10 +46,34 @@ def test_each_backend_has_a_setup_of_its_own_that_the_command_line_overrules(ben
     assert setups.setup_from(gpu) == setups.SETUPS["tensorrt"]
     assert gpu.only == ["Crucible"]
     assert gpu == serving.parse_arguments(["--backend", "tensorrt", "--only", "Crucible"])
-    words = ["--backend", "tensorrt", "--cnn", "resnet18", "--side", "32", "--enlarged", "2", "--max-batch", "16", "--max-delay", "0", "--overlap"]
+    words = [
+        "--backend",
+        "tensorrt",
+        "--cnn",
+        "resnet18",
+        "--side",
+        "32",
+        "--enlarged",
+        "2",
+        "--max-batch",
+        "16",
+        "--max-delay",
+        "0",
+        "--overlap",
+    ]
     chosen = setups.setup_from(serving.parse_arguments(words))
-    assert chosen.document == "serving_gpu_overlap", "a run with overlap stands beside the one without"
-    expected = {"backend": "tensorrt", "cnn": "resnet18", "side": 32, "enlarged": 2, "overlap": True, "max_batch": 16, "max_delay_s": 0}
+    assert chosen.document == "serving_gpu_overlap", (
+        "a run with overlap stands beside the one without"
+    )
+    expected = {
+        "backend": "tensorrt",
+        "cnn": "resnet18",
+        "side": 32,
+        "enlarged": 2,
+        "overlap": True,
+        "max_batch": 16,
+        "max_delay_s": 0,
+    }
     assert chosen.described() == expected
 
 
@@ -53,44 +84,68 @@ def test_batches_on_the_gpu_leave_connections_for_the_next(bench: Bench) -> None
 def test_peers_are_refused_on_a_gpu(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench["serving"].parse_arguments(["--backend", "tensorrt", "--only", "Crucible", "mosec"])
-    assert "takes --only Crucible, got mosec: the peers run on the CPU; leave --only out" in capsys.readouterr().err
+    assert (
+        "takes --only Crucible, got mosec: the peers run on the CPU; leave --only out"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.skipif(bool(find_gpus().devices), reason="this host has a GPU")
 def test_a_host_without_a_gpu_says_so(bench: Bench) -> None:
     setups = bench["setups"]
     setups.refuse_other_hosts(setups.SETUPS["onnxruntime"])
-    with pytest.raises(BackendUnavailable, match=r"cannot be used on this host: no NVIDIA driver[\s\S]*next: "):
+    with pytest.raises(
+        BackendUnavailable, match=r"cannot be used on this host: no NVIDIA driver[\s\S]*next: "
+    ):
         setups.refuse_other_hosts(setups.SETUPS["tensorrt"])
 
 
 def test_a_network_may_enlarge_its_image_first(bench: Bench, tmp_path: Path) -> None:
     models, rounds = bench["models"], bench["rounds"]
-    whole, small = models.write_cnn(tmp_path / "whole.onnx", "squeezenet1_1", 64), models.write_cnn(tmp_path / "small.onnx", "squeezenet1_1", 32, 2)
+    whole, small = (
+        models.write_cnn(tmp_path / "whole.onnx", "squeezenet1_1", 64),
+        models.write_cnn(tmp_path / "small.onnx", "squeezenet1_1", 32, 2),
+    )
     large = models.image(32).repeat(2, axis=2).repeat(2, axis=3)
-    (expected,) = onnxruntime.InferenceSession(str(whole), providers=["CPUExecutionProvider"]).run(None, {models.INPUT: large})
+    (expected,) = onnxruntime.InferenceSession(str(whole), providers=["CPUExecutionProvider"]).run(
+        None, {models.INPUT: large}
+    )
     found = rounds.expected_of(small, 32)
     assert np.frombuffer(found, np.float32) == pytest.approx(np.ravel(expected), abs=1e-5)
-    assert 0 < rounds.tolerance_of(found) == pytest.approx(rounds.TOLERANCE * np.abs(expected).max(), rel=1e-3)
-    (other,) = onnxruntime.InferenceSession(str(whole), providers=["CPUExecutionProvider"]).run(None, {models.INPUT: large[:, :, ::-1].copy()})
+    assert (
+        0
+        < rounds.tolerance_of(found)
+        == pytest.approx(rounds.TOLERANCE * np.abs(expected).max(), rel=1e-3)
+    )
+    (other,) = onnxruntime.InferenceSession(str(whole), providers=["CPUExecutionProvider"]).run(
+        None, {models.INPUT: large[:, :, ::-1].copy()}
+    )
     assert np.abs(other - expected).max() > rounds.tolerance_of(found)
 
 
 def test_an_engine_says_where_it_ran(bench: Bench) -> None:
     target = Target(backend="tensorrt", version="10.6.0", device="NVIDIA H200", driver="580")
-    engine = SimpleNamespace(target=target, recipe=Recipe(backend="tensorrt", precision=Precision.FP32))
+    engine = SimpleNamespace(
+        target=target, recipe=Recipe(backend="tensorrt", precision=Precision.FP32)
+    )
     assert bench["setups"].ran_on(engine) == "tensorrt 10.6.0 fp32 on NVIDIA H200"
 
 
 # -- rows and the page -------------------------------------------------------------------------------------------------
 
 
-def rows(bench: Bench, ran: str | None = "tensorrt 10.14.1 fp32 on NVIDIA H200") -> list[dict[str, object]]:
+def rows(
+    bench: Bench, ran: str | None = "tensorrt 10.14.1 fp32 on NVIDIA H200"
+) -> list[dict[str, object]]:
     """An engine of 300 rows/s that serves 291/s."""
     serving, rounds = bench["serving"], bench["rounds"]
     cpu = bench["processes"].Cpu(api_s=0.5, rest_s=1.0)
     stages = {"queue": 0.1, "copy_in": 0.2, "compute": 4.0, "copy_out": 0.05}
-    turns = {("CNN", "Crucible"): [rounds.Turn((0.0045,) * 1000, stages, {}, 291.0, 1164, 0.2, 0.1, cpu, ())]}
+    turns = {
+        ("CNN", "Crucible"): [
+            rounds.Turn((0.0045,) * 1000, stages, {}, 291.0, 1164, 0.2, 0.1, cpu, ())
+        ]
+    }
     engine = {"latencies_s": [0.004] * 1000, "per_s": {"1": 250.0, "8": 300.0}, "wall_s": 1.0}
     load = rounds.Load("CNN", "cnn.onnx", 128, b"", 0.0)
     return list(serving.placed(serving.rows_from(turns, {}, [engine], ["Crucible"]), [load], ran))
@@ -103,26 +158,45 @@ def test_rows_say_where_the_cnn_ran_and_others_do_not(bench: Bench) -> None:
     ]
     load = bench["rounds"].Load("CNN", "cnn.onnx", 128, b"", 0.0)
     peers = serving.placed(serving.rows_from({}, {}, [], ["FastAPI", "Crucible"]), [load], "x")
-    assert [(row["load"], row["server"], row["ran_on"]) for row in peers] == [("CNN", "Crucible", "x"), ("CNN", "FastAPI", None)]
+    assert [(row["load"], row["server"], row["ran_on"]) for row in peers] == [
+        ("CNN", "Crucible", "x"),
+        ("CNN", "FastAPI", None),
+    ]
     assert set(found[0]) == set(found[1]) == set(bench["figures"].COLUMNS)
 
 
 def test_targets_are_about_an_engine_that_is_slow_enough(bench: Bench) -> None:
     figures = bench["figures"]
-    found = figures.targets_of(rows(bench), figures.Wanted.on(16)) | figures.engine_target(rows(bench), 500.0)
+    found = figures.targets_of(rows(bench), figures.Wanted.on(16)) | figures.engine_target(
+        rows(bench), 500.0
+    )
     assert found == {
         "CNN, 16 connections: at least 95% of the engine's best (got 97%)": True,
         "CNN, 1 connection: p99 at most 1 ms over the engine's (got +0.50 ms)": True,
         "CNN: an engine of at most 500 rows/s (got 300)": True,
     }
-    assert figures.engine_target(rows(bench), 299.0) == {"CNN: an engine of at most 299 rows/s (got 300)": False}
+    assert figures.engine_target(rows(bench), 299.0) == {
+        "CNN: an engine of at most 299 rows/s (got 300)": False
+    }
     assert list(figures.engine_target([], 500.0).values()) == [False]
 
 
-def test_the_page_has_a_section_for_the_gpu_where_there_is_a_result(bench: Bench, tmp_path: Path) -> None:
-    tables, common, setup = bench["serving_tables"], bench["common"], bench["setups"].SETUPS["tensorrt"]
+def test_the_page_has_a_section_for_the_gpu_where_there_is_a_result(
+    bench: Bench, tmp_path: Path
+) -> None:
+    tables, common, setup = (
+        bench["serving_tables"],
+        bench["common"],
+        bench["setups"].SETUPS["tensorrt"],
+    )
     assert tables.serving_gpu_section(tables.document_of(setup.document, tmp_path)) == []
-    common.publish(setup.document, rows(bench), {"a target": True}, tmp_path, {"rounds": 3, "seconds": 4.0, **setup.described()})
+    common.publish(
+        setup.document,
+        rows(bench),
+        {"a target": True},
+        tmp_path,
+        {"rounds": 3, "seconds": 4.0, **setup.described()},
+    )
     assert json.loads((tmp_path / "serving_gpu.json").read_text())["run"]["backend"] == "tensorrt"
     text = "\n".join(tables.serving_gpu_section(tables.document_of(setup.document, tmp_path)))
     assert "## Serving from a GPU" in text
@@ -130,6 +204,12 @@ def test_the_page_has_a_section_for_the_gpu_where_there_is_a_result(bench: Bench
     assert "| direct Session batch 8 |" in text
     assert "- met: a target" in text
     assert "Crucible's p99 on one connection is 0.50 ms over the engine's median." in text
-    assert "on one connection, ms: queue 0.100, copy in 0.200, compute 4.000, copy out 0.050; the other 0.150 are HTTP on both sides." in text
+    assert (
+        "on one connection, ms: queue 0.100, copy in 0.200, compute 4.000, copy out 0.050; the other 0.150 are HTTP on both sides."
+        in text
+    )
     said = "tensorrt 10.14.1 fp32 on NVIDIA H200: resnet50 on [1, 3, 128, 128] float32, which it first enlarges 7 times; "
-    assert f"{said}at most 8 rows together, a batch held open for 50 ms, without overlap. 3 rounds, 4 s of each measured stretch." in text
+    assert (
+        f"{said}at most 8 rows together, a batch held open for 50 ms, without overlap. 3 rounds, 4 s of each measured stretch."
+        in text
+    )

@@ -20,16 +20,24 @@ Bench = dict[str, ModuleType]
 def right_answers(bench: Bench) -> dict[tuple[int, int], frozenset[bytes]]:
     """For input k: ten times k."""
     soak = bench["soak"]
-    return {(k, rows): frozenset([np.full(10, k, np.float32).tobytes()]) for k in range(soak.INPUTS) for rows in range(1, soak.MOST_ROWS + 1)}
+    return {
+        (k, rows): frozenset([np.full(10, k, np.float32).tobytes()])
+        for k in range(soak.INPUTS)
+        for rows in range(1, soak.MOST_ROWS + 1)
+    }
 
 
-def answer_to(bench: Bench, body: bytes, rows: int = 1, add: float = 0.0, other_id: bool = False) -> Answer:
+def answer_to(
+    bench: Bench, body: bytes, rows: int = 1, add: float = 0.0, other_id: bool = False
+) -> Answer:
     """What a right server gives for one of the soak's requests."""
     length = body.index(b'{"binary_data_output": true}}') + len(b'{"binary_data_output": true}}')
     asked = json.loads(body[:length])
     number = int(asked["id"])
     values = np.full(10, number % bench["soak"].INPUTS, np.float32) + np.float32(add)
-    head = json.dumps({"id": f"{number + other_id:012d}", "parameters": {"batch_size": rows}}).encode()
+    head = json.dumps(
+        {"id": f"{number + other_id:012d}", "parameters": {"batch_size": rows}}
+    ).encode()
     return 200, {"Inference-Header-Content-Length": str(len(head))}, head + values.tobytes()
 
 
@@ -46,7 +54,9 @@ def test_right_answers_are_right(bench: Bench) -> None:
     assert soak.rows == {1: 40}
 
 
-def test_what_ran_alone_must_be_equal_bit_for_bit_and_what_ran_together_within_the_tolerance(bench: Bench) -> None:
+def test_what_ran_alone_must_be_equal_bit_for_bit_and_what_ran_together_within_the_tolerance(
+    bench: Bench,
+) -> None:
     little = bench["soak"].TOLERANCE / 10
     together = soaked(bench, 8, rows=4, add=little)
     assert together.faults == []
@@ -66,7 +76,11 @@ def test_another_requests_answer_is_a_fault(bench: Bench) -> None:
 
 def test_errors_and_lost_requests_are_faults(bench: Bench) -> None:
     turns = itertools.count()
-    with answering(lambda path, body: [CLOSE, (503, {}, b"not now"), answer_to(bench, body)][min(next(turns), 2)]) as port:
+    with answering(
+        lambda path, body: [CLOSE, (503, {}, b"not now"), answer_to(bench, body)][
+            min(next(turns), 2)
+        ]
+    ) as port:
         soak = bench["soak"].Soak(port, right_answers(bench), 0.0, 10)
         bench["client"].drive(port, 1, soak)
     assert len(soak.faults) == 2
@@ -100,7 +114,9 @@ def test_the_page_shows_the_soak(bench: Bench, tmp_path: Path) -> None:
     soak = soaked(bench, 40)
     soak.begun -= 60
     soak.settled = soak.end = module.Held(10_000_000, 20_000_000, 30)
-    bench["common"].publish("soak", [module.row_of(soak, {"succeeded": 3})], {"a target": True}, tmp_path)
+    bench["common"].publish(
+        "soak", [module.row_of(soak, {"succeeded": 3})], {"a target": True}, tmp_path
+    )
     text = "\n".join(tables.soak_section(tables.document_of("soak", tmp_path)))
     assert "| requests | 40 |" in text
     assert "| jobs | 3 succeeded |" in text
@@ -110,8 +126,19 @@ def test_the_page_shows_the_soak(bench: Bench, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_one_minute_of_the_real_service(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--minutes", "1", "--requests", "5000", "--into", str(tmp_path)]
-    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "soak.py"),
+        "--minutes",
+        "1",
+        "--requests",
+        "5000",
+        "--into",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     document = json.loads((tmp_path / "soak.json").read_text(encoding="utf-8"))
     assert all(document["targets"].values()), document["targets"]

@@ -11,9 +11,15 @@ from onnx import TensorProto, helper, numpy_helper
 LEAST = np.finfo(np.float32).min
 
 
-def written_out(hides: float = LEAST, computed: bool = False, dtype: type[np.floating[Any]] = np.float32) -> onnx.ModelProto:
+def written_out(
+    hides: float = LEAST, computed: bool = False, dtype: type[np.floating[Any]] = np.float32
+) -> onnx.ModelProto:
     """scaled_dot_product_attention: b 2, t 4, h 3, d 5. The mask adds `hides` where a token is not `seen`; `computed`: by a product, not a Where."""
-    node, scale, of = helper.make_node, dtype(5**-0.25), helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    node, scale, of = (
+        helper.make_node,
+        dtype(5**-0.25),
+        helper.np_dtype_to_tensor_dtype(np.dtype(dtype)),
+    )
     choice = [
         node("And", ["all", "seen"], ["seen by each"]),
         node("Where", ["seen by each", "zero", "hides"], ["mask"]),
@@ -68,7 +74,9 @@ def answer(model: onnx.ModelProto, blind: bool = False) -> np.ndarray:
     fed["seen"] = random.random((2, 1, 1, 4)) < 0.5
     fed["seen"][..., 0] = True
     fed["seen"][0] &= not blind
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
     return np.asarray(session.run(None, fed)[0])
 
 
@@ -89,7 +97,14 @@ KEYS = {
 ONLY_TOKENS = {"turned twice", "turned once"}
 
 
-def packed(form: str, select: str = "Gather", keys: str = "at once", bias: bool = True, turned: bool = True, window: int = 5) -> onnx.ModelProto:
+def packed(
+    form: str,
+    select: str = "Gather",
+    keys: str = "at once",
+    bias: bool = True,
+    turned: bool = True,
+    window: int = 5,
+) -> onnx.ModelProto:
     """One attention of any batch and 5 tokens; `form`: "rows" as timm writes it, "tokens" as nn.MultiheadAttention; `turned`: rows come first.
 
     In windows of other than 5 tokens rows and tokens are grouped anew.
@@ -102,12 +117,24 @@ def packed(form: str, select: str = "Gather", keys: str = "at once", bias: bool 
     else:
         apart = "v5 = Reshape(p, apart)  all = Transpose<perm = [2, 0, 3, 1, 4]>(v5)"
     names = [f"{letter}{'3' * by_tokens}" for letter in "qkv"]
-    chosen = "  ".join(SELECT[select].format(each=name, index=index, next=index + 1) for index, name in enumerate(names))
+    chosen = "  ".join(
+        SELECT[select].format(each=name, index=index, next=index + 1)
+        for index, name in enumerate(names)
+    )
     if select == "Split":
         chosen = f"sq, sk, sv = Split<axis = 0>(all, thirds)  {'  '.join(f'{name} = Squeeze(s{name[0]}, o0)' for name in names)}"
     if by_tokens:
         heads = "{each}2 = Reshape({each}3, merged)  {each}t_ = Transpose<perm = [1, 0, 2]>({each}2)  {each} = Reshape({each}t_, heads)"
-        chosen += "  ".join(["", *(heads.format(each=each) for each in "qkv" if each != "k" or keys not in ONLY_TOKENS)])
+        chosen += "  ".join(
+            [
+                "",
+                *(
+                    heads.format(each=each)
+                    for each in "qkv"
+                    if each != "k" or keys not in ONLY_TOKENS
+                ),
+            ]
+        )
     if not by_tokens:
         after = "c = Transpose<perm = [0, 2, 1, 3]>(a)  y = Reshape(c, back)"
     elif turned:
@@ -128,7 +155,10 @@ def packed(form: str, select: str = "Gather", keys: str = "at once", bias: bool 
         "back": [-1, 5, WIDTH],
         **{f"o{index}": [index] for index in range(4)},
     }
-    written = ", ".join(f"int64[{len(each)}] {name} = {{{', '.join(map(str, each))}}}" for name, each in constants.items())
+    written = ", ".join(
+        f"int64[{len(each)}] {name} = {{{', '.join(map(str, each))}}}"
+        for name, each in constants.items()
+    )
     scalars = ", ".join(f"int64 n{index} = {{{index}}}" for index in range(3))
     model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 18]> g (float[{shape}] x) => (float[{shape}] y)
     <{written}, {scalars}, float scale = {{0.5}}> {{
@@ -137,5 +167,8 @@ def packed(form: str, select: str = "Gather", keys: str = "at once", bias: bool 
     }}""")
     random = np.random.default_rng(0)
     weights = {"w": (WIDTH, 3 * WIDTH), "b": (3 * WIDTH,), "wo": (WIDTH, WIDTH), "bo": (WIDTH,)}
-    model.graph.initializer.extend(onnx.numpy_helper.from_array(random.standard_normal(of, np.float32), name) for name, of in weights.items())
+    model.graph.initializer.extend(
+        onnx.numpy_helper.from_array(random.standard_normal(of, np.float32), name)
+        for name, of in weights.items()
+    )
     return onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True)

@@ -20,7 +20,10 @@ from onnx import TensorProto, helper, numpy_helper
 from service.cli.main import main
 
 FEATURES, HIDDEN, CLASSES = 16, 64, 4
-CANDIDATES = [{"backend": "onnxruntime", "precision": "fp32"}, {"backend": "onnxruntime", "precision": "int8", "method": "minmax"}]
+CANDIDATES = [
+    {"backend": "onnxruntime", "precision": "fp32"},
+    {"backend": "onnxruntime", "precision": "int8", "method": "minmax"},
+]
 
 
 ONE_PROCESS = {"duration_s": 0.3, "warmup_s": 0.05, "budget_s": 0.01}
@@ -40,10 +43,20 @@ class Result:
         return loaded
 
 
-def crucible(*arguments: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None, python: str = sys.executable) -> Result:
+def crucible(
+    *arguments: str | Path,
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+    python: str = sys.executable,
+) -> Result:
     """Run the command in a process of its own."""
     done = subprocess.run(
-        [python, "-m", "pipeline.cli", *map(str, arguments)], capture_output=True, text=True, cwd=cwd, env=environment(env), check=False
+        [python, "-m", "pipeline.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=environment(env),
+        check=False,
     )
     return Result(done.returncode, done.stdout, done.stderr)
 
@@ -62,7 +75,9 @@ def crucible_here(*arguments: str | Path, cwd: Path) -> Result:
 
 
 def environment(more: dict[str, str] | None = None) -> dict[str, str]:
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))  # a GPU host's packages may lie there
+    path = os.pathsep.join(
+        filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")))
+    )  # a GPU host's packages may lie there
     return {**os.environ, "PYTHONPATH": path, "COLUMNS": "160", **(more or {})}
 
 
@@ -83,7 +98,9 @@ def write_model(path: Path) -> None:
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", CLASSES])],
         [numpy_helper.from_array(first, "w1"), numpy_helper.from_array(last, "w2")],
     )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path
+    )
 
 
 def answers(x: NDArray[np.float32]) -> NDArray[np.int64]:
@@ -98,7 +115,9 @@ def write_task(folder: Path, **changes: object) -> Path:
     """Model, three sets and plan; returns the plan's path. `changes` replace top-level keys of the plan."""
     folder.mkdir(parents=True, exist_ok=True)
     write_model(folder / "model.onnx")
-    for seed, (role, count) in enumerate({"calibration": 120, "selection": 220, "validation": 220}.items()):
+    for seed, (role, count) in enumerate(
+        {"calibration": 120, "selection": 220, "validation": 220}.items()
+    ):
         x = np.random.default_rng(seed + 1).normal(0, 1, (count, FEATURES)).astype(np.float32)
         np.savez(folder / f"{role}.npz", x=x, labels=answers(x))
     plan: dict[str, object] = {
@@ -126,7 +145,9 @@ def write_overflowing_model(path: Path) -> None:
     random = np.random.default_rng(7)
 
     def weights(name: str, rows: int, columns: int, gain: float) -> TensorProto:
-        return numpy_helper.from_array((gain * random.normal(0, rows**-0.5, (rows, columns))).astype(np.float32), name)
+        return numpy_helper.from_array(
+            (gain * random.normal(0, rows**-0.5, (rows, columns))).astype(np.float32), name
+        )
 
     nodes = [
         helper.make_node("MatMul", ["x", "w_in"], ["x1"], name="stem"),
@@ -136,14 +157,27 @@ def write_overflowing_model(path: Path) -> None:
         helper.make_node("MatMul", ["sq", "w_up"], ["up"], name="up"),
         helper.make_node("Relu", ["up"], ["wide"], name="wide_relu"),
         helper.make_node("MatMul", ["wide", "w_down"], ["down"], name="down"),
-        helper.make_node("LayerNormalization", ["down", "scale", "shift"], ["norm"], name="norm", axis=-1),
+        helper.make_node(
+            "LayerNormalization", ["down", "scale", "shift"], ["norm"], name="norm", axis=-1
+        ),
         helper.make_node("MatMul", ["norm", "w_mid"], ["x3"], name="mid"),
         helper.make_node("Relu", ["x3"], ["r3"], name="mid_relu"),
         helper.make_node("MatMul", ["r3", "w_out"], ["y"], name="classifier"),
     ]
-    constants = [weights("w_in", WIDTH, INNER, 1.4), weights("w_trunk", INNER, WIDTH, 1.4), weights("w_up", WIDTH, INNER, 500.0)]
-    constants += [weights("w_down", INNER, WIDTH, 0.02), weights("w_mid", WIDTH, INNER, 1.4), weights("w_out", INNER, CLASSES, 1.0)]
-    constants += [numpy_helper.from_array(np.ones(WIDTH, np.float32), "scale"), numpy_helper.from_array(np.zeros(WIDTH, np.float32), "shift")]
+    constants = [
+        weights("w_in", WIDTH, INNER, 1.4),
+        weights("w_trunk", INNER, WIDTH, 1.4),
+        weights("w_up", WIDTH, INNER, 500.0),
+    ]
+    constants += [
+        weights("w_down", INNER, WIDTH, 0.02),
+        weights("w_mid", WIDTH, INNER, 1.4),
+        weights("w_out", INNER, CLASSES, 1.0),
+    ]
+    constants += [
+        numpy_helper.from_array(np.ones(WIDTH, np.float32), "scale"),
+        numpy_helper.from_array(np.zeros(WIDTH, np.float32), "shift"),
+    ]
     graph = helper.make_graph(
         nodes,
         "overflowing",
@@ -151,7 +185,9 @@ def write_overflowing_model(path: Path) -> None:
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", CLASSES])],
         constants,
     )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path
+    )
 
 
 def overflowing_task(folder: Path, calibrated: bool = False, **changes: object) -> Path:
@@ -165,8 +201,12 @@ def overflowing_task(folder: Path, calibrated: bool = False, **changes: object) 
 
     folder.mkdir(parents=True, exist_ok=True)
     write_overflowing_model(folder / "model.onnx")
-    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
-    for seed, (role, count) in enumerate({"calibration": 200, "selection": 240, "validation": 240}.items()):
+    session = onnxruntime.InferenceSession(
+        str(folder / "model.onnx"), providers=["CPUExecutionProvider"]
+    )
+    for seed, (role, count) in enumerate(
+        {"calibration": 200, "selection": 240, "validation": 240}.items()
+    ):
         x = np.random.default_rng(seed + 11).normal(0, 1, (count, WIDTH)).astype(np.float32)
         if role != "calibration" or calibrated:
             x[5::8] *= 5

@@ -9,7 +9,15 @@ import numpy as np
 import onnx
 import onnx.parser
 
-from pipeline.core import CalibrationMethod, CalibrationTable, OnnxModel, Precision, Recipe, TensorRange, Tensors
+from pipeline.core import (
+    CalibrationMethod,
+    CalibrationTable,
+    OnnxModel,
+    Precision,
+    Recipe,
+    TensorRange,
+    Tensors,
+)
 from pipeline.onnx_graph.activations import observe, open_probe
 from pipeline.onnx_graph.compare import open_reference
 from pipeline.onnx_graph.graph import onnx_model
@@ -87,7 +95,9 @@ def proto_from_text(text: str) -> onnx.ModelProto:
     proto = onnx.parser.parse_model(text)
     for value in list(proto.graph.value_info):
         dims = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
-        weights = (random.standard_normal(dims) / np.sqrt(max(1, np.prod(dims[1:])))).astype(np.float32)
+        weights = (random.standard_normal(dims) / np.sqrt(max(1, np.prod(dims[1:])))).astype(
+            np.float32
+        )
         proto.graph.initializer.append(onnx.numpy_helper.from_array(weights, value.name))
         proto.graph.value_info.remove(value)
     return proto
@@ -105,15 +115,32 @@ def images(count: int, seed: int = 0) -> Tensors:
 
 def table_of(ranges: dict[str, tuple[float, float]]) -> CalibrationTable:
     """A table with these ranges, as min-max would give them."""
-    seen = {name: TensorRange(minimum=low, maximum=high, low=low, high=high, count=1) for name, (low, high) in ranges.items()}
-    return CalibrationTable(root=Path(), file="table.json", method=CalibrationMethod.MINMAX, set_digest="", samples=1, ranges=seen)
+    seen = {
+        name: TensorRange(minimum=low, maximum=high, low=low, high=high, count=1)
+        for name, (low, high) in ranges.items()
+    }
+    return CalibrationTable(
+        root=Path(),
+        file="table.json",
+        method=CalibrationMethod.MINMAX,
+        set_digest="",
+        samples=1,
+        ranges=seen,
+    )
 
 
 def seen_by(model: OnnxModel, feeds: Tensors) -> CalibrationTable:
-    return table_of({name: (seen.minimum, seen.maximum) for name, seen in observe(open_probe(model), [feeds]).items()})
+    return table_of(
+        {
+            name: (seen.minimum, seen.maximum)
+            for name, seen in observe(open_probe(model), [feeds]).items()
+        }
+    )
 
 
-def converted(folder: Path, text: str, recipe: Recipe, feeds: Tensors) -> tuple[OnnxModel, OnnxModel, onnx.GraphProto]:
+def converted(
+    folder: Path, text: str, recipe: Recipe, feeds: Tensors
+) -> tuple[OnnxModel, OnnxModel, onnx.GraphProto]:
     """The source, the converted model, and its graph, checked by ONNX's strict checker."""
     model = model_from_text(folder / "source", text)
     out = folder / "out"
@@ -130,7 +157,10 @@ def converted(folder: Path, text: str, recipe: Recipe, feeds: Tensors) -> tuple[
 def error_of(before: OnnxModel, after: OnnxModel, feeds: Tensors) -> float:
     """Largest difference in units of the largest magnitude, over all outputs."""
     expected, got = open_reference(before.path)(feeds), open_reference(after.path)(feeds)
-    return max(float(np.abs(np.subtract(got[name], want)).max() / np.abs(want).max()) for name, want in expected.items())
+    return max(
+        float(np.abs(np.subtract(got[name], want)).max() / np.abs(want).max())
+        for name, want in expected.items()
+    )
 
 
 def operators(graph: onnx.GraphProto) -> Counter[str]:

@@ -13,7 +13,18 @@ from pipeline.backends.base import Loaded, Session, no_layers
 from pipeline.backends.checks import HostTimer, engine_digest
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
-from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Progress, Recipe, Refusal, Target, Tensors, silent
+from pipeline.core import (
+    BuildOptions,
+    Engine,
+    OnnxModel,
+    Precision,
+    Progress,
+    Recipe,
+    Refusal,
+    Target,
+    Tensors,
+    silent,
+)
 from pipeline.errors import UnsupportedError
 from pipeline.results.layer_table import LayerTable
 from pipeline.results.report import BenchmarkReport, Benchmarks
@@ -37,7 +48,9 @@ class Halves:
         wrong: frozenset[Precision] = frozenset(),
     ) -> None:
         self.name, self.built = name, list[str]()
-        self.at_opt = at_opt or {}  # opt of the batch -> the graph that engines tuned for it compute
+        self.at_opt = (
+            at_opt or {}
+        )  # opt of the batch -> the graph that engines tuned for it compute
         self.refused, self.wrong = refused, wrong
 
     def probe(self) -> Target:
@@ -46,10 +59,14 @@ class Halves:
     def check_recipe(self, recipe: Recipe, target: Target) -> None:
         """Takes all."""
 
-    def unsupported(self, model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()) -> tuple[Refusal, ...]:
+    def unsupported(
+        self, model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()
+    ) -> tuple[Refusal, ...]:
         return ()
 
-    def build(self, model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress) -> Engine:
+    def build(
+        self, model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress
+    ) -> Engine:
         if recipe.precision in self.refused:
             raise UnsupportedError(f"no {recipe.precision} here", "another GPU")
         self.built.append(recipe.label)
@@ -69,7 +86,9 @@ class Halves:
 
     def load(self, engine: Engine, device: str = "") -> Loaded:
         path = self.at_opt.get(engine.profiles[0].dims["batch"].opt, engine.path)
-        return HalvesLoaded(engine, ReferenceEvaluator(str(path)), engine.recipe.precision in self.wrong)
+        return HalvesLoaded(
+            engine, ReferenceEvaluator(str(path)), engine.recipe.precision in self.wrong
+        )
 
 
 class TellingHalves(Halves):
@@ -84,12 +103,19 @@ class TellingHalves(Halves):
 
     def layers(self, engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable:  # type: ignore[override]  # of Halves it is none
         graph = onnx.shape_inference.infer_shapes(onnx.load(engine.path)).graph
-        types = {value.name: value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.input)}
+        types = {
+            value.name: value.type.tensor_type.elem_type
+            for value in (*graph.value_info, *graph.input)
+        }
         found = []
         for node in graph.node:
             if node.op_type == "MatMul":
                 low = types[node.input[0]] == onnx.TensorProto.FLOAT16 and self.as_called
-                found.append(layer("fp16", 1e-5, nodes=(node.name,)) if low else layer("fp32", 4e-5, nodes=(node.name,)))
+                found.append(
+                    layer("fp16", 1e-5, nodes=(node.name,))
+                    if low
+                    else layer("fp32", 4e-5, nodes=(node.name,))
+                )
         return table(*found)
 
 
@@ -114,7 +140,10 @@ class HalvesSession:
 
     def execute(self) -> None:
         with np.errstate(all="ignore"):
-            self.results = [-each if self.loaded.wrong else each for each in self.loaded.evaluator.run(None, self.feeds)]
+            self.results = [
+                -each if self.loaded.wrong else each
+                for each in self.loaded.evaluator.run(None, self.feeds)
+            ]
 
     def fetch(self) -> Tensors:
         return dict(zip([spec.name for spec in self.outputs], self.results, strict=True))
@@ -128,13 +157,23 @@ class HalvesSession:
         return HostTimer()
 
 
-def run_here(function: Callable[..., Any], *arguments: Any, name: str, log: Path | None = None, progress: Progress = silent) -> Any:
+def run_here(
+    function: Callable[..., Any],
+    *arguments: Any,
+    name: str,
+    log: Path | None = None,
+    progress: Progress = silent,
+) -> Any:
     """Stages in this process, where the double is known; latencies are made up, an engine of 16 bits the fastest."""
     if function is not benchmark:
         return function(*arguments, progress)
     entries: Sequence[RaceEntry] = arguments[0]
     results = tuple(_made_up(entry) for entry in entries)
-    return Benchmarks(created="2026-03-02T10:11:00+00:00", results=results, baseline=entries[0].engine.recipe.label)
+    return Benchmarks(
+        created="2026-03-02T10:11:00+00:00",
+        results=results,
+        baseline=entries[0].engine.recipe.label,
+    )
 
 
 def _made_up(entry: RaceEntry) -> BenchmarkReport:
@@ -142,4 +181,6 @@ def _made_up(entry: RaceEntry) -> BenchmarkReport:
     recipe = entry.engine.recipe
     if entry.role is Role.BASELINE:
         return made_up_benchmark(recipe.label, 8.0, None)
-    return made_up_benchmark(recipe.label, 2.0 if recipe.precision in (Precision.FP16, Precision.BF16) else 4.0, 8.0)
+    return made_up_benchmark(
+        recipe.label, 2.0 if recipe.precision in (Precision.FP16, Precision.BF16) else 4.0, 8.0
+    )

@@ -25,7 +25,13 @@ Y = TensorSpec(name="y", dtype="float32", shape=("batch", 3))
 PROFILE = Profile(dims={"batch": DimRange(min=1, opt=2, max=8)})
 QUIET_HOST = BusyHost(0.5, 2)
 SHORT = BenchmarkConfig(duration_s=0.12, warmup_s=0.01, warmup_runs=2)
-WORKLOAD = Workload(sizes={"batch": 2}, feeds={"x": np.zeros((2, 4), np.float32)}, rows=2, flops=48.0, moved_bytes=None)
+WORKLOAD = Workload(
+    sizes={"batch": 2},
+    feeds={"x": np.zeros((2, 4), np.float32)},
+    rows=2,
+    flops=48.0,
+    moved_bytes=None,
+)
 
 
 @dataclass
@@ -112,13 +118,19 @@ class LocalPeer:
     starts: int = 0
     stopped: bool = True
     death: Exception | None = None
-    stalled: Mapping[int, float] = field(default_factory=dict)  # by the number of a child: how many times as slow it is
-    waits_in: frozenset[int] = frozenset()  # numbers of the children that are kept from a CPU for half of their time
+    stalled: Mapping[int, float] = field(
+        default_factory=dict
+    )  # by the number of a child: how many times as slow it is
+    waits_in: frozenset[int] = (
+        frozenset()
+    )  # numbers of the children that are kept from a CPU for half of their time
     silent_for: int = 0  # how often it is asked in vain whether it has answered
 
     def __post_init__(self) -> None:
         self.usual_s = self.session.run_s
-        self.random = np.random.default_rng([self.session.host.seed, *self.name.encode()])  # its own: the order of starts is up to the real clock
+        self.random = np.random.default_rng(
+            [self.session.host.seed, *self.name.encode()]
+        )  # its own: the order of starts is up to the real clock
 
     def start(self, spread: float) -> LocalPeer:
         """The next child, some share faster or slower than usual for as long as it lives."""
@@ -137,7 +149,9 @@ class LocalPeer:
 
     def receive(self, timeout_s: float | None = None) -> Any:
         if len(self.received) >= self.dies_at:
-            raise self.death or ChildDied(f"the child process for '{self.name}' was killed by signal 9 (SIGKILL)")
+            raise self.death or ChildDied(
+                f"the child process for '{self.name}' was killed by signal 9 (SIGKILL)"
+            )
         message = self.received[-1] if self.received else None
         host = self.session.host
         host.running.append(self.name)
@@ -162,7 +176,16 @@ def engine_named(variant: str, root: Path = Path("unused")) -> Engine:
     recipe = Recipe(backend="onnxruntime", precision=Precision.FP32, variant=variant)
     target = Target(backend="onnxruntime", version="1", device="cpu")
     return Engine(
-        root=root, file="x", digest=variant, target=target, recipe=recipe, inputs=(X,), outputs=(Y,), profiles=(PROFILE,), threads=1, size_bytes=0
+        root=root,
+        file="x",
+        digest=variant,
+        target=target,
+        recipe=recipe,
+        inputs=(X,),
+        outputs=(Y,),
+        profiles=(PROFILE,),
+        threads=1,
+        size_bytes=0,
     )
 
 

@@ -32,7 +32,9 @@ CAPTURED = {
 
 @functools.cache
 def captured() -> dict[str, dict[str, Any]]:
-    content: dict[str, dict[str, Any]] = json.loads(gzip.decompress((Path(__file__).parents[1] / "data" / "trt_layers.json.gz").read_bytes()))
+    content: dict[str, dict[str, Any]] = json.loads(
+        gzip.decompress((Path(__file__).parents[1] / "data" / "trt_layers.json.gz").read_bytes())
+    )
     return content
 
 
@@ -50,7 +52,12 @@ def real_table(name: str) -> LayerTable:
 
 def _operator(node: str) -> str:
     """These two exporters name a node after its operator, ours name the Q/DQ and Cast nodes that they add."""
-    for ending, operator in (("_dq", "DequantizeLinear"), ("_q", "QuantizeLinear"), ("_to_fp16", "Cast"), ("_to_fp32", "Cast")):
+    for ending, operator in (
+        ("_dq", "DequantizeLinear"),
+        ("_q", "QuantizeLinear"),
+        ("_to_fp16", "Cast"),
+        ("_to_fp32", "Cast"),
+    ):
         if node.endswith(ending):
             return operator
     return re.sub(r"_\d+$", "", node.rsplit("/", 1)[-1])
@@ -58,7 +65,13 @@ def _operator(node: str) -> str:
 
 def layer(precision: str, seconds: float | None = 1.0, **fields: object) -> Layer:
     """A heavy layer of its own, known by its kernel."""
-    given: dict[str, object] = {"name": f"{precision} layer", "kind": "gemm", "evidence": "tactic", "heavy": True, "seconds": seconds}
+    given: dict[str, object] = {
+        "name": f"{precision} layer",
+        "kind": "gemm",
+        "evidence": "tactic",
+        "heavy": True,
+        "seconds": seconds,
+    }
     return Layer.model_validate({**given, "precision": precision, **fields})
 
 

@@ -11,10 +11,18 @@ from numpy.typing import NDArray
 from tests.builders.cli import ONE_PROCESS
 from tests.builders.tagger import FEATURES, HIDDEN, LAYERS, build
 
-INT8 = {"backend": "onnxruntime", "precision": "int8", "method": "minmax", "placement": {"last_layer": True}}  # of the head
+INT8 = {
+    "backend": "onnxruntime",
+    "precision": "int8",
+    "method": "minmax",
+    "placement": {"last_layer": True},
+}  # of the head
 COUNTS = {"calibration": 40, "selection": 60, "validation": 60}
 STATE = {"dtype": "float32", "shape": [LAYERS, "batch", HIDDEN]}
-INPUTS = [{"name": "x", "dtype": "float32", "shape": ["time", "batch", FEATURES]}, *({"name": name, **STATE} for name in ("h0", "c0"))]
+INPUTS = [
+    {"name": "x", "dtype": "float32", "shape": ["time", "batch", FEATURES]},
+    *({"name": name, **STATE} for name in ("h0", "c0")),
+]
 
 
 def tagger_samples(role: str) -> list[dict[str, NDArray[np.generic]]]:
@@ -28,13 +36,19 @@ def tagger_samples(role: str) -> list[dict[str, NDArray[np.generic]]]:
         x = random.normal(0, 1, (5 + index % 8, 1, FEATURES)).astype(np.float32)
         with torch.no_grad():
             logits, *_ = model(*map(torch.from_numpy, (x, *state)))
-        samples.append({"x": x, "h0": state[0], "c0": state[1], "labels": logits.numpy().argmax(axis=-1)[:, 0]})
+        samples.append(
+            {"x": x, "h0": state[0], "c0": state[1], "labels": logits.numpy().argmax(axis=-1)[:, 0]}
+        )
     return samples
 
 
 def write_tagger_data(folder: Path) -> None:
     for role in COUNTS:
-        numbered = {f"{index}/{name}": array for index, sample in enumerate(tagger_samples(role)) for name, array in sample.items()}
+        numbered = {
+            f"{index}/{name}": array
+            for index, sample in enumerate(tagger_samples(role))
+            for name, array in sample.items()
+        }
         np.savez(folder / f"{role}.npz", **numbered)  # type: ignore[arg-type]
 
 
@@ -53,7 +67,11 @@ def tagger_plan(**changes: object) -> dict[str, object]:
 def write_tagger_task(folder: Path, **changes: object) -> Path:
     """Three sets and a plan; returns the plan's path. `changes` replace top-level keys of the plan."""
     write_tagger_data(folder)
-    place = {"entrypoint": "tagger:build", "python_path": str(Path(__file__).parent), "weights_from": "random: a test"}
+    place = {
+        "entrypoint": "tagger:build",
+        "python_path": str(Path(__file__).parent),
+        "weights_from": "random: a test",
+    }
     model = {**place, "inputs": INPUTS, "outputs": ["logits", "h", "c"]}
     plan = tagger_plan(model=model, data={role: f"{role}.npz" for role in COUNTS}, **changes)
     (folder / "plan.yaml").write_text(yaml.safe_dump(plan))

@@ -18,7 +18,9 @@ def digits() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
 
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
-    return (images[order].reshape(-1, 1, 8, 8) / 16).astype(np.float32), labels[order].astype(np.int64)
+    return (images[order].reshape(-1, 1, 8, 8) / 16).astype(np.float32), labels[order].astype(
+        np.int64
+    )
 
 
 def prepared() -> Any:
@@ -32,9 +34,21 @@ def prepared() -> Any:
     class Net(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.quant, self.dequant, self.add = ao.QuantStub(), ao.DeQuantStub(), torch.ao.nn.quantized.FloatFunctional()
-            self.conv1, self.bn1, self.relu1 = torch.nn.Conv2d(1, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.ReLU()
-            self.conv2, self.bn2, self.relu2 = torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.ReLU()
+            self.quant, self.dequant, self.add = (
+                ao.QuantStub(),
+                ao.DeQuantStub(),
+                torch.ao.nn.quantized.FloatFunctional(),
+            )
+            self.conv1, self.bn1, self.relu1 = (
+                torch.nn.Conv2d(1, 8, 3, padding=1),
+                torch.nn.BatchNorm2d(8),
+                torch.nn.ReLU(),
+            )
+            self.conv2, self.bn2, self.relu2 = (
+                torch.nn.Conv2d(8, 8, 3, padding=1),
+                torch.nn.BatchNorm2d(8),
+                torch.nn.ReLU(),
+            )
             self.pool, self.fc = torch.nn.MaxPool2d(2), torch.nn.Linear(8 * 4 * 4, 10)
 
         def forward(self, image: torch.Tensor) -> torch.Tensor:
@@ -45,12 +59,22 @@ def prepared() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.ao is to leave torch one day
         activation = ao.FakeQuantize.with_args(
-            observer=ao.MovingAverageMinMaxObserver, quant_min=-128, quant_max=127, dtype=torch.qint8, qscheme=torch.per_tensor_symmetric
+            observer=ao.MovingAverageMinMaxObserver,
+            quant_min=-128,
+            quant_max=127,
+            dtype=torch.qint8,
+            qscheme=torch.per_tensor_symmetric,
         )
         net = Net().train()
-        net.qconfig = ao.QConfig(activation=activation, weight=ao.default_per_channel_weight_fake_quant)
-        net.fc.qconfig = ao.QConfig(activation=torch.nn.Identity, weight=ao.default_per_channel_weight_fake_quant)
-        ao.fuse_modules_qat(net, [["conv1", "bn1", "relu1"], ["conv2", "bn2", "relu2"]], inplace=True)
+        net.qconfig = ao.QConfig(
+            activation=activation, weight=ao.default_per_channel_weight_fake_quant
+        )
+        net.fc.qconfig = ao.QConfig(
+            activation=torch.nn.Identity, weight=ao.default_per_channel_weight_fake_quant
+        )
+        ao.fuse_modules_qat(
+            net, [["conv1", "bn1", "relu1"], ["conv2", "bn2", "relu2"]], inplace=True
+        )
         ao.prepare_qat(net, inplace=True)
     return net
 
@@ -90,7 +114,9 @@ def quantised(body: str, output: str = "float[N, 4, 8, 8] y", constants: str = C
     """A graph of x [N, 4, 8, 8] with Q/DQ: s and t are scales of activations, wd and vd the quantised weights of two convolutions."""
     from tests.builders.convert import proto_from_text
 
-    return proto_from_text(f'<ir_version: 9, opset_import: ["" : 20]>\nnet (float[N, 4, 8, 8] x) => ({output})\n<{constants}>\n{{ {body} }}')
+    return proto_from_text(
+        f'<ir_version: 9, opset_import: ["" : 20]>\nnet (float[N, 4, 8, 8] x) => ({output})\n<{constants}>\n{{ {body} }}'
+    )
 
 
 SAME = "pads = [1, 1, 1, 1]"

@@ -19,7 +19,9 @@ Direction = Literal["forward", "reverse", "bidirectional"]
 
 GATES = {"GRU": 3, "LSTM": 4, "RNN": 1}
 TIME, BATCH, WIDTH, HIDDEN = 6, 3, 8, 16
-PROFILE = Profile(dims={"time": DimRange(min=1, opt=6, max=9), "batch": DimRange(min=1, opt=3, max=4)})
+PROFILE = Profile(
+    dims={"time": DimRange(min=1, opt=6, max=9), "batch": DimRange(min=1, opt=3, max=4)}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,19 @@ class Form:
         return 2 if self.direction == "bidirectional" else 1
 
     def __str__(self) -> str:
-        switches = ("state", "bias", "lengths", "dynamic", "linear_before_reset", "peepholes", "clip", "only_last")
-        return "-".join((self.operator, self.direction, *(name for name in switches if getattr(self, name))))
+        switches = (
+            "state",
+            "bias",
+            "lengths",
+            "dynamic",
+            "linear_before_reset",
+            "peepholes",
+            "clip",
+            "only_last",
+        )
+        return "-".join(
+            (self.operator, self.direction, *(name for name in switches if getattr(self, name)))
+        )
 
 
 def forms() -> Iterator[Form]:
@@ -52,7 +65,11 @@ def forms() -> Iterator[Form]:
     operators: tuple[Operator, ...] = ("GRU", "LSTM", "RNN")
     for operator in operators:
         for direction in directions:
-            yield from (Form(operator, direction, state=state, bias=bias) for state in (False, True) for bias in (False, True))
+            yield from (
+                Form(operator, direction, state=state, bias=bias)
+                for state in (False, True)
+                for bias in (False, True)
+            )
             yield Form(operator, direction, dynamic=False)
             yield Form(operator, direction, lengths=True)
         yield Form(operator, "bidirectional", only_last=True)
@@ -68,7 +85,9 @@ def forms() -> Iterator[Form]:
 def write(folder: Path, form: Form, opset: int = 17) -> OnnxModel:
     """x [time, batch, 8] -> y [time, directions, batch, 16], y_h, and of an LSTM y_c."""
     folder.mkdir(parents=True, exist_ok=True)
-    graph = helper.make_graph([_node(form)], "recurrent", _inputs(form), _outputs(form), _weights(form))
+    graph = helper.make_graph(
+        [_node(form)], "recurrent", _inputs(form), _outputs(form), _weights(form)
+    )
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=9)
     onnx.checker.check_model(proto, full_check=True)
     onnx.save(proto, folder / "model.onnx")
@@ -84,24 +103,39 @@ def _node(form: Form) -> onnx.NodeProto:
         names.pop()
     outputs = ["" if form.only_last else "y", "y_h", *(["y_c"] if lstm else [])]
     attributes: dict[str, object] = {"hidden_size": HIDDEN, "direction": form.direction}
-    attributes |= {"linear_before_reset": int(form.linear_before_reset)} if form.operator == "GRU" else {}
+    attributes |= (
+        {"linear_before_reset": int(form.linear_before_reset)} if form.operator == "GRU" else {}
+    )
     attributes |= {"clip": form.clip} if form.clip else {}
     return helper.make_node(form.operator, names, outputs, name="recurrent", **attributes)
 
 
 def _inputs(form: Form) -> list[onnx.ValueInfoProto]:
     state = [form.directions, _batch(form), HIDDEN]
-    values = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [_time(form), _batch(form), WIDTH])]
-    values += [helper.make_tensor_value_info("lengths", TensorProto.INT32, [_batch(form)])] if form.lengths else []
+    values = [
+        helper.make_tensor_value_info("x", TensorProto.FLOAT, [_time(form), _batch(form), WIDTH])
+    ]
+    values += (
+        [helper.make_tensor_value_info("lengths", TensorProto.INT32, [_batch(form)])]
+        if form.lengths
+        else []
+    )
     names = ("h0", "c0") if form.operator == "LSTM" else ("h0",)
-    return values + [helper.make_tensor_value_info(name, TensorProto.FLOAT, state) for name in names if form.state]
+    return values + [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, state)
+        for name in names
+        if form.state
+    ]
 
 
 def _outputs(form: Form) -> list[onnx.ValueInfoProto]:
     state = [form.directions, _batch(form), HIDDEN]
     shapes = {} if form.only_last else {"y": [_time(form), *state]}
     shapes |= {"y_h": state} | ({"y_c": state} if form.operator == "LSTM" else {})
-    return [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
+    return [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+        for name, shape in shapes.items()
+    ]
 
 
 def _time(form: Form) -> int | str:
@@ -118,14 +152,18 @@ def _weights(form: Form) -> list[onnx.TensorProto]:
     shapes = {"w": (form.directions, gates, WIDTH), "r": (form.directions, gates, HIDDEN)}
     shapes |= {"b": (form.directions, 2 * gates)} if form.bias else {}
     shapes |= {"p": (form.directions, 3 * HIDDEN)} if form.peepholes else {}
-    drawn = {name: random.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
+    drawn = {
+        name: random.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()
+    }
     return [numpy_helper.from_array(values, name) for name, values in drawn.items()]
 
 
 def feeds_of(form: Form, time: int = TIME, batch: int = BATCH, seed: int = 0) -> Tensors:
     """Random inputs; rows of different lengths, none of them empty."""
     random = np.random.default_rng(seed)
-    feeds: dict[str, np.ndarray] = {"x": random.standard_normal((time, batch, WIDTH)).astype(np.float32)}  # type: ignore[type-arg]
+    feeds: dict[str, np.ndarray] = {
+        "x": random.standard_normal((time, batch, WIDTH)).astype(np.float32)
+    }  # type: ignore[type-arg]
     if form.lengths:
         feeds["lengths"] = (np.arange(batch) % time + 1).astype(np.int32)
     for name in (("h0", "c0") if form.operator == "LSTM" else ("h0",)) if form.state else ():

@@ -6,7 +6,17 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.core import CalibrationMethod, DimRange, Engine, Note, Precision, Profile, Recipe, Target, TensorSpec
+from pipeline.core import (
+    CalibrationMethod,
+    DimRange,
+    Engine,
+    Note,
+    Precision,
+    Profile,
+    Recipe,
+    Target,
+    TensorSpec,
+)
 from pipeline.measurement.measure import Environment, Interval, Samples
 from pipeline.plan.schema import AccuracyConfig, DataConfig, ModelConfig, Plan
 from pipeline.results.precision_audit import mislabelled
@@ -32,13 +42,24 @@ _PLAN = Plan(
     name="digits",
     model=ModelConfig(path=Path("/models/digits.onnx")),
     profiles=(Profile(dims={"batch": DimRange(min=1, opt=1, max=64)}),),
-    data=DataConfig(calibration=(Path("calibration.npz"),), selection=(Path("selection.npz"),), validation=(Path("validation.npz"),)),
+    data=DataConfig(
+        calibration=(Path("calibration.npz"),),
+        selection=(Path("selection.npz"),),
+        validation=(Path("validation.npz"),),
+    ),
     accuracy=AccuracyConfig(max_drop=0.01),
 )
-_TARGET = Target(backend="onnxruntime", version="1.31.0", device="Intel(R) Xeon(R) Platinum 8481C", cpu_flags=("avx2", "avx512_vnni"))
+_TARGET = Target(
+    backend="onnxruntime",
+    version="1.31.0",
+    device="Intel(R) Xeon(R) Platinum 8481C",
+    cpu_flags=("avx2", "avx512_vnni"),
+)
 
 
-def latency_row(median_ms: float, batch: int, ratio: float | None, values: int = 1500) -> LatencyRow:
+def latency_row(
+    median_ms: float, batch: int, ratio: float | None, values: int = 1500
+) -> LatencyRow:
     random = np.random.default_rng(int(median_ms * 1000) + batch)
 
     def samples(share: float) -> Samples:
@@ -63,20 +84,31 @@ def latency_row(median_ms: float, batch: int, ratio: float | None, values: int =
         throughput_per_s=batch / (median_ms * 1e-3),
         flops_per_s=8.2e9 * batch / (median_ms * 1e-3),
         bytes_per_s=None,
-        ratio=None if ratio is None else Interval(value=ratio, low=ratio * 0.985, high=ratio * 1.012),
+        ratio=None
+        if ratio is None
+        else Interval(value=ratio, low=ratio * 0.985, high=ratio * 1.012),
         peak_memory_bytes=int(3.1e8),
     )
 
 
-def benchmark(label: str, median_ms: float, baseline_ms: float | None, values: int = 1500) -> BenchmarkReport:
+def benchmark(
+    label: str, median_ms: float, baseline_ms: float | None, values: int = 1500
+) -> BenchmarkReport:
     ratio = None if baseline_ms is None else baseline_ms / median_ms
-    rows = (latency_row(median_ms, 1, ratio, values), latency_row(median_ms * 6.1, 8, ratio, values))
+    rows = (
+        latency_row(median_ms, 1, ratio, values),
+        latency_row(median_ms * 6.1, 8, ratio, values),
+    )
     return BenchmarkReport(label=label, rows=rows)
 
 
-def selection(drop: float, cosine: float, max_drop: float = 0.01, role: str = "selection") -> ValidationReport:
+def selection(
+    drop: float, cosine: float, max_drop: float = 0.01, role: str = "selection"
+) -> ValidationReport:
     passed = drop <= max_drop
-    failure = f"top1 drops by {drop:.4f} (0.9867 to {0.9867 - drop:.4f}), over max_drop {max_drop:g}"
+    failure = (
+        f"top1 drops by {drop:.4f} (0.9867 to {0.9867 - drop:.4f}), over max_drop {max_drop:g}"
+    )
     metric = MetricResult(
         name="top1",
         reference=0.9867,
@@ -87,10 +119,26 @@ def selection(drop: float, cosine: float, max_drop: float = 0.01, role: str = "s
         passed=passed,
     )
     error = OutputError(
-        output="logits", max_abs=0.4412, mean_abs=0.0312, max_rel=31.2, cosine=cosine, snr_db=31.4, nan=0, inf=0, worst_sample=117, passed=True
+        output="logits",
+        max_abs=0.4412,
+        mean_abs=0.0312,
+        max_rel=31.2,
+        cosine=cosine,
+        snr_db=31.4,
+        nan=0,
+        inf=0,
+        worst_sample=117,
+        passed=True,
     )
     return ValidationReport.model_validate(
-        {"role": role, "set_digest": "5e1", "samples": 300, "outputs": (error,), "metric": metric, "failures": () if passed else (failure,)}
+        {
+            "role": role,
+            "set_digest": "5e1",
+            "samples": 300,
+            "outputs": (error,),
+            "metric": metric,
+            "failures": () if passed else (failure,),
+        }
     )
 
 
@@ -106,13 +154,24 @@ def engine(recipe: Recipe, size_bytes: int, root: Path) -> Engine:
         profiles=_PLAN.profiles,
         threads=2,
         size_bytes=size_bytes,
-        notes=(Note(stage="build", text="weights take 7 bits: this CPU lacks VNNI", level="info"),) if recipe.weight_bits == 7 else (),
+        notes=(Note(stage="build", text="weights take 7 bits: this CPU lacks VNNI", level="info"),)
+        if recipe.weight_bits == 7
+        else (),
     )
 
 
-def _int8(backend: str, method: CalibrationMethod | None, bits: int = 8, quantizer: str = "crucible") -> Recipe:
+def _int8(
+    backend: str, method: CalibrationMethod | None, bits: int = 8, quantizer: str = "crucible"
+) -> Recipe:
     return Recipe.model_validate(
-        {"backend": backend, "precision": "int8", "method": method, "activation": "uint8", "weight_bits": bits, "quantizer": quantizer}
+        {
+            "backend": backend,
+            "precision": "int8",
+            "method": method,
+            "activation": "uint8",
+            "weight_bits": bits,
+            "quantizer": quantizer,
+        }
     )
 
 
@@ -123,7 +182,13 @@ def _candidates(root: Path) -> tuple[Candidate, ...]:
         (_int8("onnxruntime", entropy, 7), 2.61, 0.0033, 0.9987, 310_000),
         (_int8("onnxruntime", minmax, 7), 2.58, 0.0267, 0.9712, 310_000),
         (Recipe(backend="openvino", precision=Precision.FP32), 7.1, 0.0, 1.0, 1_210_000),
-        (Recipe(backend="openvino", precision=Precision.BF16, realised_in="runtime"), 7.4, 0.0, 0.9998, 1_210_000),
+        (
+            Recipe(backend="openvino", precision=Precision.BF16, realised_in="runtime"),
+            7.4,
+            0.0,
+            0.9998,
+            1_210_000,
+        ),
         (_int8("openvino", None, 8, "nncf"), 2.2, 0.0067, 0.9951, 342_000),
     )
     found = []
@@ -131,20 +196,46 @@ def _candidates(root: Path) -> tuple[Candidate, ...]:
         report = selection(drop, cosine)
         state = "measured" if report.passed else "failed accuracy"
         timing = benchmark(recipe.label, median_ms, 13.4, values=1500 if median_ms < 5 else 400)
-        fields = {"label": recipe.label, "recipe": recipe, "state": state, "reason": "; ".join(report.failures)}
-        found.append(Candidate(**fields, engine=engine(recipe, size, root), selection=report, benchmark=timing))
+        fields = {
+            "label": recipe.label,
+            "recipe": recipe,
+            "state": state,
+            "reason": "; ".join(report.failures),
+        }
+        found.append(
+            Candidate(
+                **fields, engine=engine(recipe, size, root), selection=report, benchmark=timing
+            )
+        )
     half = Recipe(backend="onnxruntime", precision=Precision.FP16)
     refusal = "ONNX Runtime computes fp16 graphs on the CPU in fp32, with casts around every node: slower, and no fp16"
     found.append(Candidate(label=half.label, recipe=half, state="refused", reason=refusal))
     rtx = Recipe(backend="tensorrt_rtx", precision=Precision.FP16, compute_capability="8.9")
     built = "runs on compute capability 8.9 only; this host has no GPU"
-    found.append(Candidate(label=rtx.label, recipe=rtx, state="built", reason=built, engine=engine(rtx, 702_000, root)))
+    found.append(
+        Candidate(
+            label=rtx.label,
+            recipe=rtx,
+            state="built",
+            reason=built,
+            engine=engine(rtx, 702_000, root),
+        )
+    )
     return tuple(found)
 
 
 def _steps() -> tuple[Step, ...]:
-    stages = (("export", "", 7.3, True), ("simplify", "", 1.2, True), ("reference", "selection", 2.4, True), ("calibrate", "entropy", 6.1, True))
-    later = (("convert", "onnxruntime int8", 1.1, False), ("build", "onnxruntime int8", 0.4, False), ("validate", "selection", 1.9, False))
+    stages = (
+        ("export", "", 7.3, True),
+        ("simplify", "", 1.2, True),
+        ("reference", "selection", 2.4, True),
+        ("calibrate", "entropy", 6.1, True),
+    )
+    later = (
+        ("convert", "onnxruntime int8", 1.1, False),
+        ("build", "onnxruntime int8", 0.4, False),
+        ("validate", "selection", 1.9, False),
+    )
     made = (*stages, *later, ("benchmark", "", 21.4, False))
     return tuple(
         Step(
@@ -161,7 +252,17 @@ def _steps() -> tuple[Step, ...]:
 
 def sample_report(root: Path = Path("/store/engine"), evil: str = "") -> Report:
     """An accepted report. `evil` is planted wherever a model or a user has a say."""
-    export = {"Conv": 9, "BatchNormalization": 9, "Relu": 9, "Add": 4, "Shape": 6, "Gather": 6, "Constant": 21, "Gemm": 1, "Reshape": 2}
+    export = {
+        "Conv": 9,
+        "BatchNormalization": 9,
+        "Relu": 9,
+        "Add": 4,
+        "Shape": 6,
+        "Gather": 6,
+        "Constant": 21,
+        "Gemm": 1,
+        "Reshape": 2,
+    }
     simplified = {"Conv": 9, "Relu": 9, "Add": 4, "Gemm": 1, "GlobalAveragePool": 1, "Flatten": 1}
     if evil:
         export[evil] = 3
@@ -178,7 +279,12 @@ def sample_report(root: Path = Path("/store/engine"), evil: str = "") -> Report:
             memory_bytes=16_400_000_000,
             os="Linux 6.1.0 x86_64",
             python="3.11.2",
-            packages={"onnxruntime": "1.31.0", "openvino": "2026.4", "torch": "2.15", "numpy": "2.4"},
+            packages={
+                "onnxruntime": "1.31.0",
+                "openvino": "2026.4",
+                "torch": "2.15",
+                "numpy": "2.4",
+            },
             load_1min=0.31,
         ),
         steps=_steps(),
@@ -211,7 +317,11 @@ def proven_report(evil: str = "") -> Report:
     """The sample as a GPU host gives it: an int8 winner, an fp16 engine, and one called fp16 that runs fp32, each with its real layers."""
     report = sample_report(evil=evil)
     kept = report.candidates[-1]
-    variants = (("int8", "resnet_int8impl", 2.2, "measured"), ("fp16", "resnet_fp16", 2.8, "measured"), ("fp16", "resnet_fp32", 0.0, "mislabelled"))
+    variants = (
+        ("int8", "resnet_int8impl", 2.2, "measured"),
+        ("fp16", "resnet_fp16", 2.8, "measured"),
+        ("fp16", "resnet_fp32", 0.0, "mislabelled"),
+    )
     candidates = []
     for number, (precision, variant, median_ms, state) in enumerate(variants):
         method = "entropy" if precision == "int8" else None
@@ -226,13 +336,49 @@ def proven_report(evil: str = "") -> Report:
         layers = real_table(variant)
         if evil:
             first = layers.layers[0].model_copy(
-                update={"nodes": (evil, "b"), "operators": (evil, "Add"), "tactic": evil, "kind": evil, "seconds": 9.0}
+                update={
+                    "nodes": (evil, "b"),
+                    "operators": (evil, "Add"),
+                    "tactic": evil,
+                    "kind": evil,
+                    "seconds": 9.0,
+                }
             )
-            layers = layers.model_copy(update={"sizes": {evil: 8}, "layers": (first, *layers.layers[1:])})
-        measured = {"benchmark": benchmark(recipe.label, median_ms, 13.4), "selection": selection(0.0033, 0.9962)} if median_ms else {}
+            layers = layers.model_copy(
+                update={"sizes": {evil: 8}, "layers": (first, *layers.layers[1:])}
+            )
+        measured = (
+            {
+                "benchmark": benchmark(recipe.label, median_ms, 13.4),
+                "selection": selection(0.0033, 0.9962),
+            }
+            if median_ms
+            else {}
+        )
         reason = mislabelled(recipe.precision, layers) if state == "mislabelled" else ""
-        candidates.append(Candidate(label=recipe.label, recipe=recipe, state=state, reason=reason, layers=layers, **measured))
-    tried = RescueStep(step=f"opt shape moved to min{evil}", label=candidates[2].label, outcome="mislabelled")
+        candidates.append(
+            Candidate(
+                label=recipe.label,
+                recipe=recipe,
+                state=state,
+                reason=reason,
+                layers=layers,
+                **measured,
+            )
+        )
+    tried = RescueStep(
+        step=f"opt shape moved to min{evil}", label=candidates[2].label, outcome="mislabelled"
+    )
     skipped = RescueStep(step="worst nodes kept in fp32", label="", outcome="not tried")
-    rescue = Rescue(label=candidates[1].label, steps=(tried, skipped), conclusion=f"keep {evil or '/fc/Gemm'} in fp32")
-    return report.model_copy(update={"candidates": (*candidates, kept), "winner": candidates[0].label, "rescues": (rescue,)})
+    rescue = Rescue(
+        label=candidates[1].label,
+        steps=(tried, skipped),
+        conclusion=f"keep {evil or '/fc/Gemm'} in fp32",
+    )
+    return report.model_copy(
+        update={
+            "candidates": (*candidates, kept),
+            "winner": candidates[0].label,
+            "rescues": (rescue,),
+        }
+    )

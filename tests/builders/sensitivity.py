@@ -29,7 +29,9 @@ def write_stretched(path: Path) -> None:
         *_layer("third", "r2", "r3"),
         helper.make_node("MatMul", ["r3", "w_classifier"], ["y"], name="classifier"),
     ]
-    _write(path, nodes, {**{f"w_{name}": array for name, array in weights.items()}, "stretch": stretch})
+    _write(
+        path, nodes, {**{f"w_{name}": array for name, array in weights.items()}, "stretch": stretch}
+    )
 
 
 def write_squaring(path: Path) -> None:
@@ -39,19 +41,30 @@ def write_squaring(path: Path) -> None:
     ones, zeros = np.ones(WIDTH, np.float32), np.zeros(WIDTH, np.float32)
     nodes = [
         *_layer("first", "x", "r1"),
-        helper.make_node("LayerNormalization", ["r1", "ones", "zeros"], ["n1"], name="harmless", axis=-1),
+        helper.make_node(
+            "LayerNormalization", ["r1", "ones", "zeros"], ["n1"], name="harmless", axis=-1
+        ),
         helper.make_node("MatMul", ["n1", "w_second"], ["wide"], name="second"),
-        helper.make_node("LayerNormalization", ["wide", "ones", "zeros"], ["n2"], name="squares", axis=-1),
+        helper.make_node(
+            "LayerNormalization", ["wide", "ones", "zeros"], ["n2"], name="squares", axis=-1
+        ),
         *_layer("third", "n2", "r3"),
         helper.make_node("MatMul", ["r3", "w_classifier"], ["y"], name="classifier"),
     ]
-    _write(path, nodes, {**{f"w_{name}": array for name, array in weights.items()}, "ones": ones, "zeros": zeros})
+    _write(
+        path,
+        nodes,
+        {**{f"w_{name}": array for name, array in weights.items()}, "ones": ones, "zeros": zeros},
+    )
 
 
 def _weights(*names: str) -> dict[str, np.ndarray]:
     random = np.random.default_rng(5)
     sizes = {name: CLASSES if name == "classifier" else WIDTH for name in names}
-    return {name: random.normal(0, (2 / WIDTH) ** 0.5, (WIDTH, size)).astype(np.float32) for name, size in sizes.items()}
+    return {
+        name: random.normal(0, (2 / WIDTH) ** 0.5, (WIDTH, size)).astype(np.float32)
+        for name, size in sizes.items()
+    }
 
 
 def _layer(name: str, source: str, target: str) -> list[onnx.NodeProto]:
@@ -69,7 +82,9 @@ def _write(path: Path, nodes: list[onnx.NodeProto], constants: dict[str, np.ndar
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", CLASSES])],
         [numpy_helper.from_array(array, name) for name, array in constants.items()],
     )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path
+    )
 
 
 def write_broken_task(folder: Path, model: str, **changes: object) -> Path:
@@ -77,8 +92,12 @@ def write_broken_task(folder: Path, model: str, **changes: object) -> Path:
     import onnxruntime
 
     {"stretched": write_stretched, "squaring": write_squaring}[model](folder / "model.onnx")
-    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
-    for seed, (role, count) in enumerate({"calibration": 200, "selection": 240, "validation": 240}.items()):
+    session = onnxruntime.InferenceSession(
+        str(folder / "model.onnx"), providers=["CPUExecutionProvider"]
+    )
+    for seed, (role, count) in enumerate(
+        {"calibration": 200, "selection": 240, "validation": 240}.items()
+    ):
         x = np.random.default_rng(seed + 31).normal(0, 1, (count, WIDTH)).astype(np.float32)
         np.savez(folder / f"{role}.npz", x=x, labels=session.run(None, {"x": x})[0].argmax(axis=1))
     plan: dict[str, object] = {

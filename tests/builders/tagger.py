@@ -13,7 +13,9 @@ class Tagger(torch.nn.Module):
         self.lstm = torch.nn.LSTM(FEATURES, HIDDEN, num_layers=LAYERS)
         self.head = torch.nn.Linear(HIDDEN, CLASSES)
 
-    def forward(self, x: torch.Tensor, h0: torch.Tensor, c0: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, h0: torch.Tensor, c0: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         y, (h, c) = self.lstm(x, (h0, c0))
         return self.head(y), h, c
 

@@ -33,13 +33,20 @@ class Bench:
 
     folder: Path
 
-    def engine(self, nodes: Sequence[Node], outputs: Sequence[tuple[str, int, list[str | int] | None]] = LOGITS, name: str = "") -> Engine:
+    def engine(
+        self,
+        nodes: Sequence[Node],
+        outputs: Sequence[tuple[str, int, list[str | int] | None]] = LOGITS,
+        name: str = "",
+    ) -> Engine:
         graph_nodes, constants = [], {}
         for operator, inputs, output in nodes:
             names = []
             for item in inputs:
                 if not item.isidentifier():
-                    constants[f"c{item}"] = numpy_helper.from_array(np.array(float(item), np.float32), f"c{item}")
+                    constants[f"c{item}"] = numpy_helper.from_array(
+                        np.array(float(item), np.float32), f"c{item}"
+                    )
                 names.append(item if item.isidentifier() else f"c{item}")
             attributes = {"to": TensorProto.INT64} if operator == "Cast" else {}
             graph_nodes.append(helper.make_node(operator, names, [output], **attributes))
@@ -49,17 +56,32 @@ class Bench:
         source = self.folder / f"model{len(list(self.folder.iterdir()))}{name}"
         out = source / "engine"
         out.mkdir(parents=True)
-        onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), source / "model.onnx")
+        onnx.save(
+            helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10),
+            source / "model.onnx",
+        )
         recipe = Recipe(backend="onnxruntime", precision=Precision.FP32)
-        return onnxruntime_.build(onnx_model(source, "model.onnx"), recipe, BuildOptions(profiles=PROFILES, threads=1), out)
+        return onnxruntime_.build(
+            onnx_model(source, "model.onnx"),
+            recipe,
+            BuildOptions(profiles=PROFILES, threads=1),
+            out,
+        )
 
-    def samples(self, x: np.ndarray, labels: np.ndarray | None = None, kind: type[SampleSet] = SelectionSet) -> SampleSet:
+    def samples(
+        self, x: np.ndarray, labels: np.ndarray | None = None, kind: type[SampleSet] = SelectionSet
+    ) -> SampleSet:
         path = self.folder / f"set{len(list(self.folder.iterdir()))}.npz"
         np.savez(path, x=x.astype(np.float32), **({} if labels is None else {"labels": labels}))
         return open_set(kind, (path,), self.engine(SAME).inputs, PROFILES)
 
     def validate(
-        self, candidate: Engine, samples: SampleSet, options: AccuracyConfig | None = None, reference: Engine | None = None, batch: int = 8
+        self,
+        candidate: Engine,
+        samples: SampleSet,
+        options: AccuracyConfig | None = None,
+        reference: Engine | None = None,
+        batch: int = 8,
     ) -> ValidationReport:
         out = self.folder / f"reference{len(list(self.folder.iterdir()))}"
         out.mkdir()
@@ -78,5 +100,7 @@ def one_hot(labels: np.ndarray) -> np.ndarray:
 
 def labelled(samples: int = 20) -> tuple[np.ndarray, np.ndarray]:
     labels = np.arange(samples) % CLASSES
-    noise = np.linspace(0, 0.1, samples, dtype=np.float32)[:, None] * np.arange(CLASSES, dtype=np.float32)
+    noise = np.linspace(0, 0.1, samples, dtype=np.float32)[:, None] * np.arange(
+        CLASSES, dtype=np.float32
+    )
     return one_hot(labels) + noise, labels  # all samples differ, and argmax is the label

@@ -22,10 +22,22 @@ from numpy.typing import NDArray
 from service.client import Client, Upload
 from service.sandbox.process_tree import of_jobs
 from tests.builders.cli import FEATURES, answers, environment, write_task
-from tests.docker.fixtures_image import ROOT, SERVE, WITHIN_S, Container, Image, images, lacking, running, until
+from tests.docker.fixtures_image import (
+    ROOT,
+    SERVE,
+    WITHIN_S,
+    Container,
+    Image,
+    images,
+    lacking,
+    running,
+    until,
+)
 from tests.service.integration.test_docs import SHELL, URL, commands
 
-pytestmark = pytest.mark.skipif(bool(lacking()), reason=f"the image is not tested here: {lacking()}")
+pytestmark = pytest.mark.skipif(
+    bool(lacking()), reason=f"the image is not tested here: {lacking()}"
+)
 HOME = "/var/lib/crucible"
 X = np.random.default_rng(0).normal(0, 1, (3, FEATURES)).astype(np.float32)
 
@@ -43,7 +55,9 @@ def image() -> Iterator[Image]:
 def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made as the README makes it: the user of the image reads it, and its folder is closed."""
     folder = tmp_path_factory.mktemp("key")
-    made = [line for line in readme("In a container") if not line.startswith(("docker", "(umask"))][:3]
+    made = [line for line in readme("In a container") if not line.startswith(("docker", "(umask"))][
+        :3
+    ]
     subprocess.run(["bash", "-c", "\n".join([SHELL, *made])], cwd=folder, check=True)
     return folder / "keys" / "admin.key"
 
@@ -57,8 +71,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def container(image: Image, key: Path, place: Path) -> Iterator[Container]:
     with running(image, place / "home", key, place / "view") as container:
-        resident = sum(process.memory_info().rss for process in container.init.children(recursive=True))
-        print(f"\nthe container is ready after {container.ready_s:.1f} s, and holds {resident / 10**6:.0f} MB")
+        resident = sum(
+            process.memory_info().rss for process in container.init.children(recursive=True)
+        )
+        print(
+            f"\nthe container is ready after {container.ready_s:.1f} s, and holds {resident / 10**6:.0f} MB"
+        )
         yield container
 
 
@@ -80,7 +98,11 @@ def uploaded(folder: Path, name: str) -> Upload:
         f"{{name: {name}, profiles: [{{batch: [1, 4, 16]}}], accuracy: {{metric: top1, max_drop: 0.03}}, "
         "candidates: [{backend: onnxruntime, precision: fp32}], benchmark: {duration_s: 0.3, warmup_s: 0.05}}"
     )
-    return Upload(folder / "model.onnx", folder / "plan.yaml", *(folder / f"{role}.npz" for role in ("calibration", "selection", "validation")))
+    return Upload(
+        folder / "model.onnx",
+        folder / "plan.yaml",
+        *(folder / f"{role}.npz" for role in ("calibration", "selection", "validation")),
+    )
 
 
 def test_the_image_says_how_it_runs(image: Image) -> None:
@@ -93,7 +115,9 @@ def test_the_image_says_how_it_runs(image: Image) -> None:
 
 
 def test_only_the_volume_can_be_written(container: Container) -> None:
-    tried = container.run("sh", "-c", f"id -u; touch /tmp/x /opt/x {HOME}/x; df -k --output=size /dev/shm")
+    tried = container.run(
+        "sh", "-c", f"id -u; touch /tmp/x /opt/x {HOME}/x; df -k --output=size /dev/shm"
+    )
     assert tried.stdout.split() == ["10001", "1K-blocks", "1024"]
     assert tried.stderr.count("Read-only file system") == 2
 
@@ -113,7 +137,9 @@ def test_without_the_key_nothing_is_told(container: Container) -> None:
     assert httpx.get(f"{container.url}/jobs").status_code == 401
 
 
-def test_a_killed_job_fails_and_its_retry_gives_a_report(container: Container, client: Client, tmp_path: Path) -> None:
+def test_a_killed_job_fails_and_its_retry_gives_a_report(
+    container: Container, client: Client, tmp_path: Path
+) -> None:
     job = client.submit(uploaded(tmp_path, "killed"))
     until(lambda: client.job(job.id).state == "running" and bool(children(job.id)), container.log)
     for process in children(job.id):
@@ -129,16 +155,26 @@ def test_a_killed_job_fails_and_its_retry_gives_a_report(container: Container, c
     assert report.has_engine
 
 
-def test_the_lines_of_the_readme_lead_to_answers(container: Container, client: Client, key: Path, tmp_path: Path) -> None:
+def test_the_lines_of_the_readme_lead_to_answers(
+    container: Container, client: Client, key: Path, tmp_path: Path
+) -> None:
     """Those after `docker run`, and those of the service, with the key that a container wants."""
     write_task(tmp_path)
     (tmp_path / "keys").symlink_to(key.parent)
     after_start = [line for line in readme("In a container") if not line.startswith("docker")][3:]
-    keyed = ['curl() { command curl --fail-with-body --silent --show-error -H @auth "$@"; }', "export CRUCIBLE_KEY=$(cat keys/admin.key)"]
+    keyed = [
+        'curl() { command curl --fail-with-body --silent --show-error -H @auth "$@"; }',
+        "export CRUCIBLE_KEY=$(cat keys/admin.key)",
+    ]
     service = [line for line in readme("As a service") if line != "crucible serve"]
     script = "\n".join([SHELL, *after_start, *keyed, *service]).replace(URL, container.url)
     done = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=environment({"CRUCIBLE_URL": container.url}), capture_output=True, text=True, check=False
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env=environment({"CRUCIBLE_URL": container.url}),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     assert done.stdout.count('"outputs":{') == 2
@@ -173,13 +209,21 @@ def model(container: Container, key: Path, place: Path) -> str:
     assert held is not None
     assert guardian is not None
     alone = [size / 10**6 for size in (held, guardian.memory_full_info().uss)]
-    print("\nthe process of a served tiny model holds {:.0f} MB that no other shares (memory_bytes), its guardian {:.0f} MB".format(*alone))
+    print(
+        "\nthe process of a served tiny model holds {:.0f} MB that no other shares (memory_bytes), its guardian {:.0f} MB".format(
+            *alone
+        )
+    )
     return "tiny"
 
 
 def workers(container: Container) -> list[psutil.Process]:
     """Processes that hold an engine: not their guardians."""
-    return [each for each in container.init.children(recursive=True) if runs(each, "service.serving.worker")]
+    return [
+        each
+        for each in container.init.children(recursive=True)
+        if runs(each, "service.serving.worker")
+    ]
 
 
 def npy(array: NDArray[np.float32]) -> bytes:
@@ -189,7 +233,12 @@ def npy(array: NDArray[np.float32]) -> bytes:
 
 
 def post(web: httpx.Client, container: Container, model: str) -> httpx.Response:
-    return web.post(f"{container.url}/models/{model}/infer", content=npy(X), headers={"Content-Type": "application/x-npy"}, timeout=WITHIN_S)
+    return web.post(
+        f"{container.url}/models/{model}/infer",
+        content=npy(X),
+        headers={"Content-Type": "application/x-npy"},
+        timeout=WITHIN_S,
+    )
 
 
 def is_right(answer: httpx.Response) -> bool:
@@ -200,8 +249,24 @@ def is_right(answer: httpx.Response) -> bool:
 def test_it_answers_curl(container: Container, model: str, key: Path, tmp_path: Path) -> None:
     (tmp_path / "x.npy").write_bytes(npy(X))
     (tmp_path / "auth").write_text(f"Authorization: Bearer {key.read_text().strip()}")
-    curl = ("curl", "--fail-with-body", "--silent", "--show-error", "-H", "@auth", "-H", "Content-Type: application/x-npy")
-    asked = [*curl, f"{container.url}/models/{model}/infer", "--data-binary", "@x.npy", "-o", "y.npy"]
+    curl = (
+        "curl",
+        "--fail-with-body",
+        "--silent",
+        "--show-error",
+        "-H",
+        "@auth",
+        "-H",
+        "Content-Type: application/x-npy",
+    )
+    asked = [
+        *curl,
+        f"{container.url}/models/{model}/infer",
+        "--data-binary",
+        "@x.npy",
+        "-o",
+        "y.npy",
+    ]
     done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     np.testing.assert_array_equal(np.load(tmp_path / "y.npy").argmax(1), answers(X))
@@ -229,7 +294,9 @@ def test_a_killed_model_worker_is_replaced(container: Container, model: str, key
     assert other.pid != killed.pid
 
 
-def test_sigterm_under_load_loses_nothing(container: Container, model: str, client: Client, key: Path, place: Path, tmp_path: Path) -> None:
+def test_sigterm_under_load_loses_nothing(
+    container: Container, model: str, client: Client, key: Path, place: Path, tmp_path: Path
+) -> None:
     """The last test of this container. Requests that it has taken are answered; those that come later are told that it stops."""
     lines: list[str] = []
     statuses: set[int] = set()
@@ -240,7 +307,9 @@ def test_sigterm_under_load_loses_nothing(container: Container, model: str, clie
     until(lambda: client.job(job.id).state == "running", container.log)
 
     def follow() -> None:
-        with httpx.stream("GET", f"{container.url}/jobs/{job.id}/events", headers=headers, timeout=None) as answer:
+        with httpx.stream(
+            "GET", f"{container.url}/jobs/{job.id}/events", headers=headers, timeout=None
+        ) as answer:
             for line in answer.iter_lines():
                 lines.append(line)
 
@@ -253,7 +322,11 @@ def test_sigterm_under_load_loses_nothing(container: Container, model: str, clie
         with httpx.Client(headers=headers) as web:
             while not leaving.is_set():
                 answer = post(web, container, model)
-                inferred[("right" if is_right(answer) else "wrong") if answer.status_code == 200 else answer.text] += 1
+                inferred[
+                    ("right" if is_right(answer) else "wrong")
+                    if answer.status_code == 200
+                    else answer.text
+                ] += 1
 
     threads = [threading.Thread(target=target) for target in (follow, *[ask] * 2, *[infer] * 8)]
     for thread in threads:
@@ -265,12 +338,18 @@ def test_sigterm_under_load_loses_nothing(container: Container, model: str, clie
     assert container.process.wait(WITHIN_S) == 0, container.log.read_text()
     assert statuses == {200}
     assert inferred.pop("right") > 100
-    refused = "is draining", "the server is stopping"  # not "was unloaded", which a request hears that was taken and is dropped
+    refused = (
+        "is draining",
+        "the server is stopping",
+    )  # not "was unloaded", which a request hears that was taken and is dropped
     assert [said for said in inferred if not any(why in said for why in refused)] == []
     assert "event: server-restarting" in lines
     assert of_jobs([job.id]) == []
 
-    with running(container.image, place / "home", key, place / "view") as restarted, Client(restarted.url, key.read_text()) as client:
+    with (
+        running(container.image, place / "home", key, place / "view") as restarted,
+        Client(restarted.url, key.read_text()) as client,
+    ):
         kinds = [event.kind for event in client.events(job.id)]
         assert kinds.count("running") > 1
         assert kinds[-1] == "succeeded"

@@ -42,7 +42,12 @@ def lacking() -> str:
         return f"no {', '.join(missing)}: apt-get install -y buildah debootstrap"
     if os.geteuid() != 0:
         return "only root may build in chroot isolation and mount"
-    tried = subprocess.run(["unshare", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True, check=False)
+    tried = subprocess.run(
+        ["unshare", "--mount", "--pid", "--fork", "true"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return f"no namespaces: {tried.stderr.strip()}" if tried.returncode else ""
 
 
@@ -86,25 +91,63 @@ class Images:
 
     def buildah(self, command: str, *arguments: str | Path) -> str:
         driver = os.environ.get("STORAGE_DRIVER", "vfs")
-        store = ("--storage-driver", driver, "--root", str(self.folder / "storage"), "--runroot", str(self.folder / "run"))
-        whole, environment = ["buildah", *store, command, *map(str, arguments)], {**os.environ, "TMPDIR": str(self.folder)}
-        done = subprocess.run(whole, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"buildah {command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        store = (
+            "--storage-driver",
+            driver,
+            "--root",
+            str(self.folder / "storage"),
+            "--runroot",
+            str(self.folder / "run"),
+        )
+        whole, environment = (
+            ["buildah", *store, command, *map(str, arguments)],
+            {**os.environ, "TMPDIR": str(self.folder)},
+        )
+        done = subprocess.run(
+            whole, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, (
+            f"buildah {command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        )
         return done.stdout.strip()
 
     def build(self, recipe: Recipe, name: str = "crucible:test") -> Image:
         name = f"localhost/{name}"
-        given = ["BASE=localhost/base", *recipe.arguments, *(f"{each}={os.environ[each]}" for each in MIRRORS if each in os.environ)]
-        certificates = ["--volume", f"{CERTIFICATES}:/etc/host-ca.crt:ro"] if CERTIFICATES.is_file() else []
+        given = [
+            "BASE=localhost/base",
+            *recipe.arguments,
+            *(f"{each}={os.environ[each]}" for each in MIRRORS if each in os.environ),
+        ]
+        certificates = (
+            ["--volume", f"{CERTIFICATES}:/etc/host-ca.crt:ro"] if CERTIFICATES.is_file() else []
+        )
         if certificates:
             given.append("PIP_CERT=/etc/host-ca.crt")
         arguments = [part for each in given for part in ("--build-arg", each)]
-        isolation = ("--isolation", "chroot", "--network", "host", "--pull-never", "--format", "docker")
-        what = ("--file", recipe.dockerfile, "--target", recipe.target, "--tag", name, recipe.context)
+        isolation = (
+            "--isolation",
+            "chroot",
+            "--network",
+            "host",
+            "--pull-never",
+            "--format",
+            "docker",
+        )
+        what = (
+            "--file",
+            recipe.dockerfile,
+            "--target",
+            recipe.target,
+            "--tag",
+            name,
+            recipe.context,
+        )
         self.buildah("bud", *isolation, *arguments, *certificates, *what)
         said = json.loads(self.buildah("inspect", "--type", "image", name))["Docker"]["config"]
         container = self.buildah("from", "--pull-never", name)
-        return image_of(recipe, name, said, Path(self.buildah("mount", container)), self.size_bytes(name))
+        return image_of(
+            recipe, name, said, Path(self.buildah("mount", container)), self.size_bytes(name)
+        )
 
     def size_bytes(self, name: str) -> int:
         """Of all layers, unpacked."""
@@ -136,7 +179,10 @@ def images() -> Iterator[Images]:
         kept.buildah("commit", "--quiet", "--rm", empty, "localhost/base")
         yield kept
     finally:
-        mounted = [line.split()[1] for line in Path("/proc/mounts").read_text(encoding="ascii").splitlines()]
+        mounted = [
+            line.split()[1]
+            for line in Path("/proc/mounts").read_text(encoding="ascii").splitlines()
+        ]
         for place in reversed([each for each in mounted if Path(each).is_relative_to(kept.folder)]):
             subprocess.run(["umount", place], check=True)
         shutil.rmtree(kept.folder)
@@ -144,12 +190,21 @@ def images() -> Iterator[Images]:
 
 def base(folder: Path) -> Path:
     """A small Debian with Python as a tar, kept in the user's cache."""
-    kept = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "crucible-image-test" / f"{SUITE}-without-lists.tar"
+    kept = (
+        Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+        / "crucible-image-test"
+        / f"{SUITE}-without-lists.tar"
+    )
     if not kept.is_file():
         root, work = folder / "debian", kept.with_suffix(f".{os.getpid()}")
         kept.parent.mkdir(parents=True, exist_ok=True)
         include = "--include=python3,python3-venv,ca-certificates"
-        done = subprocess.run(["debootstrap", "--variant=minbase", include, SUITE, root], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["debootstrap", "--variant=minbase", include, SUITE, root],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr
         fetched = ("--exclude=./var/cache/apt/archives/*.deb", "--exclude=./var/lib/apt/lists/*")
         subprocess.run(["tar", "-C", root, *fetched, "-cf", work, "."], check=True)
@@ -158,7 +213,9 @@ def base(folder: Path) -> Path:
     return kept
 
 
-def image_of(recipe: Recipe, name: str, config: Mapping[str, object], root: Path, size_bytes: int) -> Image:
+def image_of(
+    recipe: Recipe, name: str, config: Mapping[str, object], root: Path, size_bytes: int
+) -> Image:
     def listed(name: str) -> tuple[str, ...]:
         return tuple(config.get(name) or ())  # type: ignore[call-overload, no-any-return]
 
@@ -201,9 +258,25 @@ class Container:
     def run(self, *command: str) -> "subprocess.CompletedProcess[str]":
         """Run a command inside, as `docker exec` does."""
         user, _, group = self.image.user.partition(":")
-        enter = ("nsenter", "--target", str(self.init.pid), "--mount", "--pid", "--root", "--wd", "--setuid", user, "--setgid", group)
+        enter = (
+            "nsenter",
+            "--target",
+            str(self.init.pid),
+            "--mount",
+            "--pid",
+            "--root",
+            "--wd",
+            "--setuid",
+            user,
+            "--setgid",
+            group,
+        )
         return subprocess.run(
-            [*enter, "/usr/bin/env", "-i", *self.variables, *command], capture_output=True, text=True, timeout=WITHIN_S, check=False
+            [*enter, "/usr/bin/env", "-i", *self.variables, *command],
+            capture_output=True,
+            text=True,
+            timeout=WITHIN_S,
+            check=False,
         )
 
     def answers(self, path: str) -> bool:
@@ -226,19 +299,44 @@ class Container:
 def running(image: Image, home: Path, key: Path, view: Path) -> Iterator[Container]:
     """The image's own command on `home`, ready for work: read-only root, no other place to write than the volume, 1 MB of /dev/shm."""
     port, rpc = free_ports()
-    more = (f"{image.recipe.port}={port}", f"CRUCIBLE_SERVICE_GRPC_PORT={rpc}", "CRUCIBLE_SERVICE_ADMIN_KEY_FILE=/run/admin.key")
+    more = (
+        f"{image.recipe.port}={port}",
+        f"CRUCIBLE_SERVICE_GRPC_PORT={rpc}",
+        "CRUCIBLE_SERVICE_ADMIN_KEY_FILE=/run/admin.key",
+    )
     user, _, group = image.user.partition(":")
     home.mkdir(exist_ok=True)
     os.chown(home, int(user), int(group))
     view.mkdir(exist_ok=True)
     (volume,) = image.volumes
-    given = (image.root, view, home, volume, key, image.user, f"--chdir={image.folder}", *image.environment, *more, *image.command)
+    given = (
+        image.root,
+        view,
+        home,
+        volume,
+        key,
+        image.user,
+        f"--chdir={image.folder}",
+        *image.environment,
+        *more,
+        *image.command,
+    )
     log = home.with_suffix(".log")
     unshare = ("unshare", "--mount", "--pid", "--fork", "--propagation", "private")
     start = time.monotonic()
     with log.open("ab") as out:
-        process = subprocess.Popen([*unshare, "sh", "-c", START, "sh", *map(str, given)], stdout=out, stderr=out)
-    container = Container(image, process, f"http://127.0.0.1:{port}", f"127.0.0.1:{rpc}", log, (*image.environment, *more), 0.0)
+        process = subprocess.Popen(
+            [*unshare, "sh", "-c", START, "sh", *map(str, given)], stdout=out, stderr=out
+        )
+    container = Container(
+        image,
+        process,
+        f"http://127.0.0.1:{port}",
+        f"127.0.0.1:{rpc}",
+        log,
+        (*image.environment, *more),
+        0.0,
+    )
     try:
         until(lambda: process.poll() is not None or container.answers(image.recipe.ready), log)
         assert process.poll() is None, log.read_text()

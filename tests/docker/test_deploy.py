@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "deploy.md").read_text()
 MARKED = re.compile(r"<!-- not run here: ([^>]+?) -->\n(```console\n.*?```)", re.DOTALL)
 SPAN = re.compile(r"`([^`]+)`(<!-- not run here: [^>`]+ -->)?")
-COMMAND = re.compile(r"(crucible|curl|docker|grpc_health_probe|kubectl|make|pip|python3?|tar|uv|--\S+) .+|\S+\.py")
+COMMAND = re.compile(
+    r"(crucible|curl|docker|grpc_health_probe|kubectl|make|pip|python3?|tar|uv|--\S+) .+|\S+\.py"
+)
 
 
 def test_commands_that_are_not_run_need_what_is_not_here() -> None:
@@ -50,7 +52,10 @@ def test_the_readme_shows_commands_of_this_page() -> None:
 
     section = (ROOT / "README.md").read_text().split("## In a container")[1].split("\n## ")[0]
     shown = commands(section)
-    assert [any(text in line for line in shown) for text in ("docker build", "docker run -d", "--gpus all")] == [True] * 3
+    assert [
+        any(text in line for line in shown)
+        for text in ("docker build", "docker run -d", "--gpus all")
+    ] == [True] * 3
     assert {*map(bare, shown)} <= {*map(bare, commands(PAGE))}
 
 
@@ -61,7 +66,9 @@ def test_files_that_the_page_names_are_there() -> None:
         assert (ROOT / "docs" / name).is_file()
 
 
-def test_a_home_is_copied_before_an_upgrade_and_put_back_for_the_old_version(tmp_path: Path) -> None:
+def test_a_home_is_copied_before_an_upgrade_and_put_back_for_the_old_version(
+    tmp_path: Path,
+) -> None:
     """What the page's containers run, here on a home; the newer version has a newer database, and leaves files of its own."""
     home, backup = tmp_path / "home", tmp_path / "backup"
     backup.mkdir()
@@ -79,10 +86,14 @@ def test_a_home_is_copied_before_an_upgrade_and_put_back_for_the_old_version(tmp
         database.close()
         return found
 
-    save, restore = (line for line in commands(PAGE) if line.startswith("docker run") and "--entrypoint" in line)
+    save, restore = (
+        line for line in commands(PAGE) if line.startswith("docker run") and "--entrypoint" in line
+    )
     old = Database(home / "crucible.db")
     with old.write() as rows:
-        rows.execute("INSERT INTO models (name, owner, current, latest) VALUES ('kept', 'me', 1, 1)")
+        rows.execute(
+            "INSERT INTO models (name, owner, current, latest) VALUES ('kept', 'me', 1, 1)"
+        )
     old.close()
     (home / "models" / "kept" / "1").mkdir(parents=True)
     run(save)
@@ -101,19 +112,35 @@ def test_a_home_is_copied_before_an_upgrade_and_put_back_for_the_old_version(tmp
 @pytest.mark.slow
 def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
     write_task(tmp_path, candidates=[{"backend": "onnxruntime", "precision": "fp32"}])
-    (tmp_path / "plan.yaml").write_text(re.sub(r"(?m)^(data|model):\n(  .*\n)+", "", (tmp_path / "plan.yaml").read_text()))
+    (tmp_path / "plan.yaml").write_text(
+        re.sub(r"(?m)^(data|model):\n(  .*\n)+", "", (tmp_path / "plan.yaml").read_text())
+    )
     lines = commands(MARKED.sub("", PAGE))
-    first = next(number for number, line in enumerate(lines) if "keys/admin.key" in line and line.startswith("(umask"))
+    first = next(
+        number
+        for number, line in enumerate(lines)
+        if "keys/admin.key" in line and line.startswith("(umask")
+    )
 
     def run(some: list[str], url: str) -> str:
         script = "\n".join([SHELL, *some]).replace(URL, url)
         env = environment({"CRUCIBLE_HOME": str(tmp_path / "home")})
-        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["bash", "-c", script],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr
         return done.stdout
 
     run(lines[:first], URL)
-    variables = {"CRUCIBLE_SERVICE_KEYS_REQUIRED": "true", "CRUCIBLE_SERVICE_ADMIN_KEY_FILE": str(tmp_path / "keys" / "admin.key")}
+    variables = {
+        "CRUCIBLE_SERVICE_KEYS_REQUIRED": "true",
+        "CRUCIBLE_SERVICE_ADMIN_KEY_FILE": str(tmp_path / "keys" / "admin.key"),
+    }
     with served("crucible serve", tmp_path / "home", **variables) as url:
         told = run(lines[first:], url)
     assert "# tiny" in told
@@ -122,4 +149,7 @@ def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
     assert "max_batch_size: 16" in told
     assert '"outputs":{' in told
     assert 'crucible_model_state{device="cpu",model="digits",state="ready",version="1"} 1.0' in told
-    assert all((tmp_path / "triton-models" / name / "1" / "model.onnx").is_file() for name in ("digits", "resnet50"))
+    assert all(
+        (tmp_path / "triton-models" / name / "1" / "model.onnx").is_file()
+        for name in ("digits", "resnet50")
+    )

@@ -15,14 +15,32 @@ ROOT = Path(__file__).parents[2]
 CPU, GPU = (ROOT / "docker" / f"Dockerfile.{name}" for name in ("cpu", "gpu"))
 LITSERVE = ROOT / "benchmarks" / "serving_" / "Dockerfile.litserve"
 FILES = pytest.mark.parametrize("file", [CPU, GPU, LITSERVE], ids=lambda file: file.name)
-KNOWN = {"ARG", "FROM", "WORKDIR", "ENV", "COPY", "RUN", "USER", "VOLUME", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
-READ_BY = {"bin/pip": ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_CERT"), "apt-get": ("APT_MIRROR", "PIP_CERT")}  # where there is a mirror
+KNOWN = {
+    "ARG",
+    "FROM",
+    "WORKDIR",
+    "ENV",
+    "COPY",
+    "RUN",
+    "USER",
+    "VOLUME",
+    "EXPOSE",
+    "HEALTHCHECK",
+    "ENTRYPOINT",
+    "CMD",
+}
+READ_BY = {
+    "bin/pip": ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_CERT"),
+    "apt-get": ("APT_MIRROR", "PIP_CERT"),
+}  # where there is a mirror
 CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 
 
 def instructions(text: str) -> Iterator[tuple[str, str]]:
     """Each with its argument, continued lines joined."""
-    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    lines = [
+        line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")
+    ]
     for whole in re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines():
         name, _, argument = whole.partition(" ")
         yield name, argument.strip()
@@ -38,13 +56,19 @@ def complaints(text: str) -> list[str]:
             base, _, stage = argument.partition(" AS ")
             if base != "${BASE}" and base not in stages:
                 found.append(f"no such stage: {base}")
-            known = {"PATH"}  # as buildah has it; Docker hands on the arguments of the stage that this one is built from
+            known = {
+                "PATH"
+            }  # as buildah has it; Docker hands on the arguments of the stage that this one is built from
             stages.append(stage)
         elif name in ("ARG", "ENV"):
             known |= {part.partition("=")[0] for part in shlex.split(argument)}
         elif name == "RUN":
             found += run_complaints(argument, known)
-        elif name == "COPY" and (source := re.match(r"--from=(\S+)", argument)) and source[1] not in stages:
+        elif (
+            name == "COPY"
+            and (source := re.match(r"--from=(\S+)", argument))
+            and source[1] not in stages
+        ):
             found.append(f"no such stage: {source[1]}")
         elif name in ("ENTRYPOINT", "CMD", "HEALTHCHECK"):
             command = argument.partition("CMD ")[2] if name == "HEALTHCHECK" else argument
@@ -55,11 +79,15 @@ def complaints(text: str) -> list[str]:
 
 def run_complaints(argument: str, known: set[str]) -> list[str]:
     script = re.sub(r"^(--mount=\S+\s+)*", "", argument)
-    checked = subprocess.run(["sh", "-n", "-c", script], capture_output=True, text=True, check=False)
+    checked = subprocess.run(
+        ["sh", "-n", "-c", script], capture_output=True, text=True, check=False
+    )
     own = set(re.findall(r"(?:^|&& )(\w+)=", script))
     silently = {name for tool, names in READ_BY.items() if f"{tool} " in script for name in names}
     lost = sorted((set(re.findall(r"\$\{(\w+)", script)) | silently) - known - own)
-    return ([f"no shell: {checked.stderr}"] if checked.returncode else []) + [f"declared nowhere: {name}" for name in lost]
+    return ([f"no shell: {checked.stderr}"] if checked.returncode else []) + [
+        f"declared nowhere: {name}" for name in lost
+    ]
 
 
 @FILES
@@ -74,7 +102,11 @@ def test_every_line_is_an_instruction_that_names_what_is_there(file: Path) -> No
         ("--from=build /opt", "--from=built /opt", "no such stage: built"),
         ("ARG TENSORRT=", "ARG TENSORT=", "declared nowhere: TENSORRT"),
         ("; fi", "; if", "no shell: "),
-        ("AS build-full\nARG PIP_INDEX_URL=\n", "AS build-full\n", "declared nowhere: PIP_INDEX_URL"),
+        (
+            "AS build-full\nARG PIP_INDEX_URL=\n",
+            "AS build-full\n",
+            "declared nowhere: PIP_INDEX_URL",
+        ),
     ],
 )
 def test_a_slip_would_be_found(right: str, wrong: str, said: str) -> None:
@@ -85,8 +117,17 @@ def test_a_slip_would_be_found(right: str, wrong: str, said: str) -> None:
 
 def asked_of_pip(file: Path) -> list[str]:
     """Requirements of the file's one `pip install`, with the defaults of its arguments."""
-    defaults = dict(part.partition("=")[::2] for name, argument in instructions(file.read_text()) if name == "ARG" for part in shlex.split(argument))
-    (line,) = (argument for name, argument in instructions(file.read_text()) if name == "RUN" and " install " in argument and "pip" in argument)
+    defaults = dict(
+        part.partition("=")[::2]
+        for name, argument in instructions(file.read_text())
+        if name == "ARG"
+        for part in shlex.split(argument)
+    )
+    (line,) = (
+        argument
+        for name, argument in instructions(file.read_text())
+        if name == "RUN" and " install " in argument and "pip" in argument
+    )
     (words,) = re.findall(r"pip --python \S+ install (.*?) &&", line)
     given = shlex.split(re.sub(r"\$\{(\w+)\}", lambda found: defaults[found[1]], words))
     assert given[0] == "--quiet"
@@ -95,7 +136,12 @@ def asked_of_pip(file: Path) -> list[str]:
 
 @pytest.mark.parametrize("file", [CPU, GPU], ids=["cpu", "gpu"])
 def test_constraints_hold_where_packages_are_installed_and_where_they_are_built(file: Path) -> None:
-    given = dict(part.partition("=")[::2] for name, argument in instructions(file.read_text()) if name == "ENV" for part in shlex.split(argument))
+    given = dict(
+        part.partition("=")[::2]
+        for name, argument in instructions(file.read_text())
+        if name == "ENV"
+        for part in shlex.split(argument)
+    )
     assert given["PIP_CONSTRAINT"] == given["PIP_BUILD_CONSTRAINT"] == "/src/constraints.txt"
     assert "setuptools==" in CONSTRAINTS
 
@@ -104,16 +150,44 @@ def test_constraints_hold_where_packages_are_installed_and_where_they_are_built(
 def test_what_the_gpu_image_installs_can_be_had_together() -> None:
     """On the Python of its base, at the versions of constraints.txt. TensorRT's own libraries are in NVIDIA's index, which is not asked here."""
     text, asked = GPU.read_text(), asked_of_pip(GPU)
-    assert re.search(r"^ARG BASE=\S+ubuntu24\.04$", text, re.MULTILINE), "another Ubuntu has another Python than 3.12: say so below"
-    base = ("--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_39", "--constraint", "constraints.txt")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("NVIDIA_")}
+    assert re.search(r"^ARG BASE=\S+ubuntu24\.04$", text, re.MULTILINE), (
+        "another Ubuntu has another Python than 3.12: say so below"
+    )
+    base = (
+        "--python-version",
+        "3.12",
+        "--python-platform",
+        "x86_64-manylinux_2_39",
+        "--constraint",
+        "constraints.txt",
+    )
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("NVIDIA_")
+    }
     command = ["uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", *base, "-"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, input="\n".join(asked), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        input="\n".join(asked),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     found = {line for line in done.stdout.splitlines() if "==" in line}
-    assert {re.sub("==.*", "", line) for line in found} >= {"torch", "torchvision", "nvidia-modelopt", "cuda-python", "onnxruntime", "tensorrt-cu12"}
+    assert {re.sub("==.*", "", line) for line in found} >= {
+        "torch",
+        "torchvision",
+        "nvidia-modelopt",
+        "cuda-python",
+        "onnxruntime",
+        "tensorrt-cu12",
+    }
     pinned = {re.sub("==.*", "", line) for line in CONSTRAINTS.splitlines()}
-    assert {line for line in found if re.sub("==.*", "", line) in pinned} <= {*CONSTRAINTS.splitlines()}
+    assert {line for line in found if re.sub("==.*", "", line) in pinned} <= {
+        *CONSTRAINTS.splitlines()
+    }
     assert {line for line in found if re.sub("==.*", "", line) not in pinned} == {asked[-1]}
 
 
@@ -127,8 +201,13 @@ def test_tensorrt_asks_pip_for_its_libraries_and_pip_knows_where_they_are() -> N
 
 def test_the_page_tells_which_versions_ran_on_a_gpu_and_which_the_image_has() -> None:
     results = json.loads((ROOT / "tests" / "gpu" / "results" / "h200_serving.json").read_text())
-    ran = {name.removesuffix("-bindings") if name.startswith("tensorrt") else name: held for name, held in results["environment"]["packages"].items()}
+    ran = {
+        name.removesuffix("-bindings") if name.startswith("tensorrt") else name: held
+        for name, held in results["environment"]["packages"].items()
+    }
     has = dict(line.split("==") for line in (*CONSTRAINTS.splitlines(), asked_of_pip(GPU)[-1]))
     page = (ROOT / "docs" / "deploy.md").read_text().split("\n## What was not run\n")[1]
     rows = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \| ([\w.]+) \|$", page, re.MULTILINE)
-    assert {name: (host, image) for name, host, image in rows} == {name: (held, has[name]) for name, held in ran.items()}
+    assert {name: (host, image) for name, host, image in rows} == {
+        name: (held, has[name]) for name, held in ran.items()
+    }

@@ -32,7 +32,11 @@ def documents(name: str) -> list[Document]:
 
 
 def deployment_pod() -> Document:
-    (found,) = (each["spec"]["template"]["spec"] for each in documents("deployment.yaml") if each["kind"] == "Deployment")
+    (found,) = (
+        each["spec"]["template"]["spec"]
+        for each in documents("deployment.yaml")
+        if each["kind"] == "Deployment"
+    )
     return dict(found)
 
 
@@ -40,7 +44,9 @@ def predictor_pod() -> Document:
     return dict(documents("inferenceservice.yaml")[0]["spec"]["predictor"])
 
 
-PODS = pytest.mark.parametrize("pod", [deployment_pod(), predictor_pod()], ids=["Deployment", "InferenceService"])
+PODS = pytest.mark.parametrize(
+    "pod", [deployment_pod(), predictor_pod()], ids=["Deployment", "InferenceService"]
+)
 
 
 def environment(pod: Document) -> dict[str, str]:
@@ -57,7 +63,10 @@ def settings_of(variables: dict[str, str]) -> Settings:
 
 @pytest.mark.parametrize("version", ["1.29", "1.34"])
 def test_kubernetes_takes_the_deployment(version: str) -> None:
-    kinds = [kubernetes_validate.validate(document, version, strict=True) and document["kind"] for document in documents("deployment.yaml")]
+    kinds = [
+        kubernetes_validate.validate(document, version, strict=True) and document["kind"]
+        for document in documents("deployment.yaml")
+    ]
     assert kinds == ["PersistentVolumeClaim", "Deployment", "Service"]
 
 
@@ -75,7 +84,11 @@ def closed(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     found = {name: closed(each) for name, each in schema.items()}
-    return {"additionalProperties": False, **found} if isinstance(found.get("properties"), dict) and found.get("type") == "object" else found
+    return (
+        {"additionalProperties": False, **found}
+        if isinstance(found.get("properties"), dict) and found.get("type") == "object"
+        else found
+    )
 
 
 def test_kserve_takes_the_inference_service() -> None:
@@ -96,9 +109,14 @@ def test_a_pod_is_stopped_after_the_drain(pod: Document) -> None:
 
 
 @PODS
-def test_probes_ask_paths_that_are_there_by_a_name_that_is_answered(pod: Document, tmp_path: Path) -> None:
+def test_probes_ask_paths_that_are_there_by_a_name_that_is_answered(
+    pod: Document, tmp_path: Path
+) -> None:
     container = pod["containers"][0]
-    probes = {kind: container[kind]["httpGet"] for kind in ("startupProbe", "readinessProbe", "livenessProbe")}
+    probes = {
+        kind: container[kind]["httpGet"]
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe")
+    }
     assert {kind: probe["path"] for kind, probe in probes.items()} == {
         "startupProbe": "/healthz",
         "readinessProbe": "/readyz",
@@ -107,31 +125,53 @@ def test_probes_ask_paths_that_are_there_by_a_name_that_is_answered(pod: Documen
     paths = create_app(Settings(home=tmp_path)).openapi()["paths"]
     for probe in probes.values():
         assert probe["path"] in paths
-        assert [header["value"] in settings_of(environment(pod)).hosts for header in probe["httpHeaders"]] == [True]
+        assert [
+            header["value"] in settings_of(environment(pod)).hosts
+            for header in probe["httpHeaders"]
+        ] == [True]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"http": Settings().port, "grpc": Settings().rpc_port}
-    assert {probe["port"] if isinstance(probe["port"], int) else ports[probe["port"]] for probe in probes.values()} == {Settings().port}
+    assert {
+        probe["port"] if isinstance(probe["port"], int) else ports[probe["port"]]
+        for probe in probes.values()
+    } == {Settings().port}
 
 
 def test_both_ports_are_reached_everywhere() -> None:
-    (service,) = (each["spec"] for each in documents("deployment.yaml") if each["kind"] == "Service")
-    assert [(each["port"], each["targetPort"]) for each in service["ports"]] == [(Settings().port, "http"), (Settings().rpc_port, "grpc")]
+    (service,) = (
+        each["spec"] for each in documents("deployment.yaml") if each["kind"] == "Service"
+    )
+    assert [(each["port"], each["targetPort"]) for each in service["ports"]] == [
+        (Settings().port, "http"),
+        (Settings().rpc_port, "grpc"),
+    ]
     both = [Settings().port, Settings().rpc_port]
     for name in ("Dockerfile.cpu", "Dockerfile.gpu"):
         assert f"\nEXPOSE {both[0]} {both[1]}\n" in (DOCKER / name).read_text()
-    assert compose()["services"]["crucible"]["ports"] == [f"127.0.0.1:{port}:{port}" for port in both]
+    assert compose()["services"]["crucible"]["ports"] == [
+        f"127.0.0.1:{port}:{port}" for port in both
+    ]
     for page in ("README.md", "docs/deploy.md"):
         runs = re.findall(r"^\$ docker run -d .*", (ROOT / page).read_text(), re.MULTILINE)
         assert len(runs) == 2
-        assert all(f" -p 127.0.0.1:{both[0]}-{both[1]}:{both[0]}-{both[1]} " in line for line in runs)
+        assert all(
+            f" -p 127.0.0.1:{both[0]}-{both[1]}:{both[0]}-{both[1]} " in line for line in runs
+        )
 
 
 @PODS
 def test_a_pod_has_no_more_rights_than_it_needs(pod: Document) -> None:
-    container, user = pod["containers"][0], re.search(r"^USER (\d+):(\d+)$", (DOCKER / "Dockerfile.gpu").read_text(), re.MULTILINE)
+    container, user = (
+        pod["containers"][0],
+        re.search(r"^USER (\d+):(\d+)$", (DOCKER / "Dockerfile.gpu").read_text(), re.MULTILINE),
+    )
     assert user is not None
     given = pod["securityContext"]
-    assert (given["runAsNonRoot"], given["runAsUser"], given["fsGroup"]) == (True, int(user[1]), int(user[2]))
+    assert (given["runAsNonRoot"], given["runAsUser"], given["fsGroup"]) == (
+        True,
+        int(user[1]),
+        int(user[2]),
+    )
     assert container["securityContext"] == {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
@@ -173,20 +213,29 @@ def test_compose_names_files_and_targets_that_are_there() -> None:
     for service in services.values():
         for volume in service["volumes"]:
             source = volume.partition(":")[0]
-            assert (DOCKER / source).is_file() if source.startswith(".") else source in compose()["volumes"], volume
+            assert (
+                (DOCKER / source).is_file()
+                if source.startswith(".")
+                else source in compose()["volumes"]
+            ), volume
         assert set(service.get("secrets", ())) <= set(compose()["secrets"])
         assert set(service.get("depends_on", ())) <= set(services)
     assert [name for name, service in services.items() if "profiles" not in service] == ["crucible"]
 
 
 def test_keys_are_read_where_they_are_made_and_stay_out_of_git() -> None:
-    page, ignored = (ROOT / "docs" / "deploy.md").read_text(), (ROOT / ".gitignore").read_text().splitlines()
+    page, ignored = (
+        (ROOT / "docs" / "deploy.md").read_text(),
+        (ROOT / ".gitignore").read_text().splitlines(),
+    )
     for secret in compose()["secrets"].values():
         assert f" > {(DOCKER / secret['file']).resolve().relative_to(ROOT)}\n" in page
     assert {"/keys/", "*.key", "auth", "*.auth"} <= {*ignored}
     written = re.findall(r"> ((?:keys/)?[\w.]*(?:key|auth))\b", page)
     assert {"keys/admin.key", "auth", "metrics.auth"} <= {*written}
-    assert all(name.startswith("keys/") or name in ("auth", "metrics.auth") for name in written), written
+    assert all(name.startswith("keys/") or name in ("auth", "metrics.auth") for name in written), (
+        written
+    )
 
 
 def test_compose_gives_settings_that_the_service_takes_and_time_to_drain() -> None:
@@ -194,11 +243,16 @@ def test_compose_gives_settings_that_the_service_takes_and_time_to_drain() -> No
     settings = settings_of(service["environment"])
     assert int(service["stop_grace_period"].removesuffix("s")) > settings.shutdown_s
     assert str(settings.admin_key_file) == f"/run/secrets/{service['secrets'][0]}"
-    (scrape,) = yaml.safe_load((DOCKER / "monitoring" / "prometheus.yaml").read_text())["scrape_configs"]
+    (scrape,) = yaml.safe_load((DOCKER / "monitoring" / "prometheus.yaml").read_text())[
+        "scrape_configs"
+    ]
     host, _, port = scrape["static_configs"][0]["targets"][0].partition(":")
     assert host in settings.hosts
     assert int(port) == settings.port
-    assert scrape["authorization"]["credentials_file"] == f"/run/secrets/{compose()['services']['prometheus']['secrets'][0]}"
+    assert (
+        scrape["authorization"]["credentials_file"]
+        == f"/run/secrets/{compose()['services']['prometheus']['secrets'][0]}"
+    )
 
 
 def test_both_images_run_alike() -> None:
@@ -207,10 +261,16 @@ def test_both_images_run_alike() -> None:
         return [
             line
             for line in text.splitlines()
-            if re.match(r"(WORKDIR /var|USER|VOLUME|EXPOSE|HEALTHCHECK|ENTRYPOINT|CMD| +CMD|    CRUCIBLE|    HOME)", line)
+            if re.match(
+                r"(WORKDIR /var|USER|VOLUME|EXPOSE|HEALTHCHECK|ENTRYPOINT|CMD| +CMD|    CRUCIBLE|    HOME)",
+                line,
+            )
         ]
 
-    cpu, gpu = runs("Dockerfile.cpu"), [line for line in runs("Dockerfile.gpu") if not line.startswith("    NVIDIA")]
+    cpu, gpu = (
+        runs("Dockerfile.cpu"),
+        [line for line in runs("Dockerfile.gpu") if not line.startswith("    NVIDIA")],
+    )
     assert [line.rstrip(" \\") for line in gpu] == [line.rstrip(" \\") for line in cpu]
     assert len(cpu) == 12
 
@@ -244,7 +304,9 @@ def told() -> str:
 def labels_by_name() -> dict[str, set[str]]:
     """From the table in docs/service.md, which a test holds against what a server says."""
     found = {}
-    for names, labels in re.findall(r"^\| (`crucible_\S.*?) \| ([\w, ]*?) ?\| ", SERVICE_PAGE, re.MULTILINE):
+    for names, labels in re.findall(
+        r"^\| (`crucible_\S.*?) \| ([\w, ]*?) ?\| ", SERVICE_PAGE, re.MULTILINE
+    ):
         found |= {name: set(labels.split(", ")) - {""} for name in re.findall(r"`(\w+)`", names)}
     return found
 
@@ -252,7 +314,11 @@ def labels_by_name() -> dict[str, set[str]]:
 def test_the_page_names_the_labels_of_served_models() -> None:
     seen = {}
     for family in text_string_to_metric_families(told()):
-        if family.samples and re.match(r"crucible_(inference|model|grpc)_", family.name) and not family.name.endswith("_created"):
+        if (
+            family.samples
+            and re.match(r"crucible_(inference|model|grpc)_", family.name)
+            and not family.name.endswith("_created")
+        ):
             name = family.name + ("_total" if family.type == "counter" else "")
             seen[name] = {label for sample in family.samples for label in sample.labels} - {"le"}
     assert len(seen) == 9
@@ -265,25 +331,48 @@ def test_every_query_asks_for_metrics_and_labels_that_there_are() -> None:
     known = labels_by_name()
     asked = set()
     for query in queries():
-        names = {re.sub(r"_(bucket|sum|count)$", "", name): name for name in re.findall(r"\bcrucible_\w+", query)} or {"up": "up"}
+        names = {
+            re.sub(r"_(bucket|sum|count)$", "", name): name
+            for name in re.findall(r"\bcrucible_\w+", query)
+        } or {"up": "up"}
         labels = {"le", "job"}
         for base, name in names.items():
             if base != "up":
                 assert base in known, f"{name} in {query}"
-                assert base in kinds or base.startswith("crucible_device_"), f"{name} in {query}"  # those of a GPU are there where it is
+                assert base in kinds or base.startswith("crucible_device_"), (
+                    f"{name} in {query}"
+                )  # those of a GPU are there where it is
                 assert (name != base) == (kinds.get(base) == "histogram"), f"{name} in {query}"
                 labels |= known[base]
-        inside = [part for group in re.findall(r"\{([^}]*)\}", query) for part in re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", group)]
-        grouped = [part.strip() for group in re.findall(r"by \(([^)]*)\)", query) for part in group.split(",")]
+        inside = [
+            part
+            for group in re.findall(r"\{([^}]*)\}", query)
+            for part in re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", group)
+        ]
+        grouped = [
+            part.strip()
+            for group in re.findall(r"by \(([^)]*)\)", query)
+            for part in group.split(",")
+        ]
         assert {*inside, *grouped} <= labels, query
         asked |= set(names)
-    assert {"crucible_jobs", "crucible_http_request_seconds", "crucible_device_memory_used_bytes"} <= asked
-    assert {name for name in kinds if re.match(r"crucible_(inference|model|grpc)_", name) and not name.endswith("_created")} <= asked
+    assert {
+        "crucible_jobs",
+        "crucible_http_request_seconds",
+        "crucible_device_memory_used_bytes",
+    } <= asked
+    assert {
+        name
+        for name in kinds
+        if re.match(r"crucible_(inference|model|grpc)_", name) and not name.endswith("_created")
+    } <= asked
 
 
 def test_the_dashboard_reads_from_the_source_that_is_given() -> None:
     dashboard = json.loads((DOCKER / "monitoring" / "dashboard.json").read_text())
-    (source,) = yaml.safe_load((DOCKER / "monitoring" / "datasource.yaml").read_text())["datasources"]
+    (source,) = yaml.safe_load((DOCKER / "monitoring" / "datasource.yaml").read_text())[
+        "datasources"
+    ]
     assert {panel["datasource"]["uid"] for panel in dashboard["panels"]} == {source["uid"]}
     prometheus = yaml.safe_load((DOCKER / "monitoring" / "prometheus.yaml").read_text())
     assert prometheus["rule_files"] == ["alerts.yaml"]

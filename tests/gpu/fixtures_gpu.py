@@ -29,8 +29,17 @@ LAYERS = 40  # convolutions, each of another shape: every one is timed on its ow
 
 def used_bytes() -> int:
     """Memory of the GPU that tests use, in use by all processes."""
-    query = ["nvidia-smi", "-i", find_gpus().devices[0].uuid, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) * MIB
+    query = [
+        "nvidia-smi",
+        "-i",
+        find_gpus().devices[0].uuid,
+        "--query-gpu=memory.used",
+        "--format=csv,noheader,nounits",
+    ]
+    return (
+        int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0])
+        * MIB
+    )
 
 
 def wait_for(reached: int, above: bool, limit_s: float = WITHIN_S) -> float:
@@ -72,11 +81,28 @@ def slow_model(folder: Path) -> tuple[OnnxModel, Profile]:
     for layer, (before, after) in enumerate(itertools.pairwise(widths)):
         weight = random.normal(0, (9 * before) ** -0.5, (after, before, 3, 3)).astype(np.float32)
         weights.append(numpy_helper.from_array(weight, f"w{layer}"))
-        nodes.append(helper.make_node("Conv", [f"x{layer}", f"w{layer}"], [f"c{layer}"], name=f"conv{layer}", pads=[1, 1, 1, 1]))
-        nodes.append(helper.make_node("Relu", [f"c{layer}"], [f"x{layer + 1}"], name=f"relu{layer}"))
+        nodes.append(
+            helper.make_node(
+                "Conv",
+                [f"x{layer}", f"w{layer}"],
+                [f"c{layer}"],
+                name=f"conv{layer}",
+                pads=[1, 1, 1, 1],
+            )
+        )
+        nodes.append(
+            helper.make_node("Relu", [f"c{layer}"], [f"x{layer + 1}"], name=f"relu{layer}")
+        )
     inputs = [helper.make_tensor_value_info("x0", TensorProto.FLOAT, ["batch", 3, 64, 64])]
-    outputs = [helper.make_tensor_value_info(f"x{LAYERS}", TensorProto.FLOAT, ["batch", widths[-1], 64, 64])]
+    outputs = [
+        helper.make_tensor_value_info(
+            f"x{LAYERS}", TensorProto.FLOAT, ["batch", widths[-1], 64, 64]
+        )
+    ]
     graph = helper.make_graph(nodes, "slow", inputs, outputs, weights)
     folder.mkdir()
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), folder / "model.onnx")
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10),
+        folder / "model.onnx",
+    )
     return onnx_model(folder, "model.onnx"), Profile(dims={"batch": DimRange(min=1, opt=8, max=16)})

@@ -86,7 +86,11 @@ class Site:
         with served("crucible serve", folder / "home", CRUCIBLE_SERVICE_GRPC_PORT=str(port)) as url:
             site = cls(kind, url, f"127.0.0.1:{port}", folder)
             weights = weights_of(kind.architecture, folder / "weights.safetensors")
-            site.compile(RESNET, weights, RESNET_PLAN.format(candidate=kind.candidate, architecture=kind.architecture))
+            site.compile(
+                RESNET,
+                weights,
+                RESNET_PLAN.format(candidate=kind.candidate, architecture=kind.architecture),
+            )
             write_model(folder / "model.onnx")
             site.compile(SMALL, folder / "model.onnx", SMALL_PLAN.format(candidate=kind.candidate))
             yield site
@@ -125,7 +129,10 @@ class Site:
 
     def forget_memory(self) -> None:
         """What versions held when they were loaded."""
-        with closing(Database(self.folder / "home" / "crucible.db")) as database, database.write() as rows:
+        with (
+            closing(Database(self.folder / "home" / "crucible.db")) as database,
+            database.write() as rows,
+        ):
             rows.execute("UPDATE versions SET memory_bytes = NULL")
 
     def figures(self) -> str:
@@ -133,11 +140,25 @@ class Site:
 
     def workers(self, model: str) -> list[psutil.Process]:
         """The processes that hold a model's engine now, one for each instance."""
-        events = [json.loads(line) for line in (self.folder / "home" / "server.log").read_text().splitlines() if line.startswith("{")]
-        ready = [each for each in events if each.get("event") == "worker.ready" and each["worker"].startswith(f"{model}-")]
+        events = [
+            json.loads(line)
+            for line in (self.folder / "home" / "server.log").read_text().splitlines()
+            if line.startswith("{")
+        ]
+        ready = [
+            each
+            for each in events
+            if each.get("event") == "worker.ready" and each["worker"].startswith(f"{model}-")
+        ]
         newest = ready[-1]["worker"].rpartition("-")[0]  # the name ends with the instance's number
-        guardians = {each["worker"]: psutil.Process(each["pid"]) for each in ready if each["worker"].rpartition("-")[0] == newest}
-        family = [child for guardian in guardians.values() for child in guardian.children(recursive=True)]
+        guardians = {
+            each["worker"]: psutil.Process(each["pid"])
+            for each in ready
+            if each["worker"].rpartition("-")[0] == newest
+        }
+        family = [
+            child for guardian in guardians.values() for child in guardian.children(recursive=True)
+        ]
         return [each for each in family if "service.serving.worker" in each.cmdline()]
 
 
@@ -149,15 +170,21 @@ class Direct:
 
     def answers(self, batches: Sequence[Array], graphs: bool = True) -> list[Array]:
         """What a session gives for each; with CUDA graphs as far as the backend has them, or by plain runs."""
-        found: list[Array] = call_in_child(direct_answers, self.engine, list(batches), graphs, name="direct session")
+        found: list[Array] = call_in_child(
+            direct_answers, self.engine, list(batches), graphs, name="direct session"
+        )
         return found
 
 
-def direct_answers(engine: Engine, batches: list[Array], graphs: bool, progress: object = None) -> list[Array]:
+def direct_answers(
+    engine: Engine, batches: list[Array], graphs: bool, progress: object = None
+) -> list[Array]:
     """Runs in a child: each batch thrice, the first two of which capture a graph; the last answers."""
     (given,), (asked,) = engine.inputs, engine.outputs
     with closing(backends.load(engine)) as loaded:
-        plain: dict[str, Any] = {} if graphs or engine.target.backend != "tensorrt" else {"graphs": False}
+        plain: dict[str, Any] = (
+            {} if graphs or engine.target.backend != "tensorrt" else {"graphs": False}
+        )
         with closing(loaded.session(**plain)) as session:
 
             def last(feeds: Tensors) -> Array:
@@ -219,7 +246,9 @@ def assert_agree(got: Array, expected: Array, tolerance: float) -> None:
 
 
 def padding_ratio(site: Site, model: str) -> float:
-    (found,) = re.findall(rf'crucible_inference_padding_ratio{{[^}}]*model="{model}"[^}}]*}} (\S+)', site.figures())
+    (found,) = re.findall(
+        rf'crucible_inference_padding_ratio{{[^}}]*model="{model}"[^}}]*}} (\S+)', site.figures()
+    )
     return float(found)
 
 

@@ -20,14 +20,33 @@ def main(arguments: list[str]) -> None:
         sys.exit("usage: python tests/gpu/install_wheels.py WHEELS SITE")
     wheels, site = Path(arguments[0]), Path(arguments[1])
     if not wheels.is_dir():
-        sys.exit(f"expected a folder of wheels, got '{wheels}'\n  next: tests/gpu/fetch_wheels.sh fills one on a host with a network")
+        sys.exit(
+            f"expected a folder of wheels, got '{wheels}'\n  next: tests/gpu/fetch_wheels.sh fills one on a host with a network"
+        )
     with tempfile.TemporaryDirectory() as folder:
-        joined = [join(sums, Path(folder)) for sums in sorted(wheels.rglob("*.whl.sha256")) if lacks(sums.name)]
+        joined = [
+            join(sums, Path(folder))
+            for sums in sorted(wheels.rglob("*.whl.sha256"))
+            if lacks(sums.name)
+        ]
         lacking = [wheel for wheel in sorted(wheels.rglob("*.whl")) if lacks(wheel.name)] + joined
         if lacking:
-            pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade"]
+            pip = [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "-q",
+                "--no-index",
+                "--no-deps",
+                "--no-compile",
+                "--no-cache-dir",
+                "--upgrade",
+            ]
             subprocess.run([*pip, "--target", str(site), *map(str, lacking)], check=True)
-    print(f"{len(lacking)} wheels of {wheels} put into {site}: {', '.join(distribution(wheel.name) for wheel in lacking) or 'all is here'}")
+    print(
+        f"{len(lacking)} wheels of {wheels} put into {site}: {', '.join(distribution(wheel.name) for wheel in lacking) or 'all is here'}"
+    )
 
 
 def distribution(file: str) -> str:
@@ -37,7 +56,11 @@ def distribution(file: str) -> str:
 
 def lacks(file: str, path: Iterable[str] | None = None) -> bool:
     """Whether no version of a wheel's package is installed (on `path`, by default where this Python looks)."""
-    return not any(importlib.metadata.distributions(name=distribution(file), path=list(sys.path if path is None else path)))
+    return not any(
+        importlib.metadata.distributions(
+            name=distribution(file), path=list(sys.path if path is None else path)
+        )
+    )
 
 
 def join(sums: Path, folder: Path) -> Path:
@@ -52,7 +75,9 @@ def join(sums: Path, folder: Path) -> Path:
             sink.write(block)
     if digest.hexdigest() != expected:
         here = ", ".join(part.name for part in parts) or "none"
-        sys.exit(f"the parts of {name} do not make the whole (here: {here})\n  next: bring all parts along, or leave out {sums}")
+        sys.exit(
+            f"the parts of {name} do not make the whole (here: {here})\n  next: bring all parts along, or leave out {sums}"
+        )
     return whole
 
 

@@ -42,7 +42,16 @@ def find_obstacle(gpus: Gpus) -> Obstacle:
 
 def revision_of(folder: Path) -> str:
     """The commit that is checked out there, with a `+` if its files have changed since; empty without git."""
-    command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    command = [
+        "git",
+        "-C",
+        str(folder),
+        "describe",
+        "--always",
+        "--abbrev=40",
+        "--exclude=*",
+        "--dirty=+",
+    ]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     except FileNotFoundError:
@@ -112,19 +121,34 @@ class GpuTests:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         self.write(finished=True)
-        if self.file and self.gpus.devices and not self.counts().get("passed") and session.exitstatus == pytest.ExitCode.OK:
+        if (
+            self.file
+            and self.gpus.devices
+            and not self.counts().get("passed")
+            and session.exitstatus == pytest.ExitCode.OK
+        ):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.tests and self.obstacle.reason:
-            terminalreporter.write_line(f"{self.counts().get('skipped', 0)} GPU tests skipped: {self.obstacle.reason}", yellow=True)
+            terminalreporter.write_line(
+                f"{self.counts().get('skipped', 0)} GPU tests skipped: {self.obstacle.reason}",
+                yellow=True,
+            )
         elif self.tests:
             said = ", ".join(f"{count} {outcome}" for outcome, count in self.counts().items())
-            terminalreporter.write_line(f"{len(self.tests)} GPU tests: {said}" + f"; results in {self.file}" * bool(self.file))
+            terminalreporter.write_line(
+                f"{len(self.tests)} GPU tests: {said}"
+                + f"; results in {self.file}" * bool(self.file)
+            )
 
     def counts(self) -> dict[str, int]:
         outcomes = [test.outcome for test in self.tests.values()]
-        return {outcome: outcomes.count(outcome) for outcome in reversed(WORST_FIRST) if outcome in outcomes}
+        return {
+            outcome: outcomes.count(outcome)
+            for outcome in reversed(WORST_FIRST)
+            if outcome in outcomes
+        }
 
     def write(self, finished: bool) -> None:
         """The results so far, with the environment they were taken in."""

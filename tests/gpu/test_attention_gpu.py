@@ -51,9 +51,25 @@ def build():
 
 def document(folder: Path, *candidates: dict[str, Any]) -> dict[str, Any]:
     (folder / "encoder.py").write_text(ENCODER)
-    inputs = [{"name": "x", "dtype": "float32", "shape": [2, TOKENS, WIDTH]}, {"name": "mask", "dtype": "int64", "shape": [2, TOKENS]}]
-    model = {"entrypoint": "encoder:build", "python_path": str(folder), "weights_from": "random: a test", "inputs": inputs, "outputs": ["y"]}
-    data = {"calibration": {"generate": "random", "samples": 4, "because": "what is asked is how the engine computes", "seed": 5}}
+    inputs = [
+        {"name": "x", "dtype": "float32", "shape": [2, TOKENS, WIDTH]},
+        {"name": "mask", "dtype": "int64", "shape": [2, TOKENS]},
+    ]
+    model = {
+        "entrypoint": "encoder:build",
+        "python_path": str(folder),
+        "weights_from": "random: a test",
+        "inputs": inputs,
+        "outputs": ["y"],
+    }
+    data = {
+        "calibration": {
+            "generate": "random",
+            "samples": 4,
+            "because": "what is asked is how the engine computes",
+            "seed": 5,
+        }
+    }
     return {
         "name": "encoder",
         "model": model,
@@ -70,7 +86,11 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     ways = [{"backend": "tensorrt", "precision": precision} for precision in ("fp16", "int8")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CRUCIBLE_HOME", str(folder / "home"))  # the timing cache's
-        return compile_plan(plan_from_document(document(folder, *ways), folder), Runner(Store(folder / "home")), "a test")
+        return compile_plan(
+            plan_from_document(document(folder, *ways), folder),
+            Runner(Store(folder / "home")),
+            "a test",
+        )
 
 
 @pytest.mark.parametrize("precision", ["fp16", "int8"])
@@ -78,7 +98,9 @@ def test_attention_of_torchscript_is_in_one_kernel(report: Report, precision: st
     (candidate,) = [each for each in report.candidates if precision in each.label]
     assert candidate.engine is not None, candidate.reason
     assert candidate.layers is not None
-    assert f"attention (MatMul, Softmax, MatMul) in one kernel: {LAYERS} of {LAYERS}" in fusions(candidate.layers)
+    assert f"attention (MatMul, Softmax, MatMul) in one kernel: {LAYERS} of {LAYERS}" in fusions(
+        candidate.layers
+    )
 
 
 def test_fp16_answers_as_pytorch_does(report: Report) -> None:

@@ -23,7 +23,15 @@ from pipeline.backends.base import run_session
 from pipeline.backends.tensorrt import backend as tensorrt_
 from pipeline.backends.tensorrt import library as trt_library
 from pipeline.compiler.compile import compile_plan
-from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Profile, Recipe, TensorRTOptions
+from pipeline.core import (
+    BuildOptions,
+    Engine,
+    OnnxModel,
+    Precision,
+    Profile,
+    Recipe,
+    TensorRTOptions,
+)
 from pipeline.execution.child_process import Child, call_in_child
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
@@ -36,7 +44,9 @@ from tests.pipeline.conformance.models import Case, convolution, two_symbols
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 FP32 = Recipe(backend="tensorrt", precision=Precision.FP32)
-TF32 = Recipe(backend="tensorrt", precision=Precision.TF32, realised_in="runtime")  # of the same graph, with more kernels to time
+TF32 = Recipe(
+    backend="tensorrt", precision=Precision.TF32, realised_in="runtime"
+)  # of the same graph, with more kernels to time
 CONTEXT_BYTES = 300 * MIB  # a process that builds has at least a CUDA context
 BUILD_S = 120.0
 FULL_BYTES = 300 * MIB  # left by others: not even a CUDA context with TensorRT's kernels fits
@@ -49,7 +59,12 @@ def built(case: Case, folder: Path) -> Engine:
 
 def arguments(case: Case, folder: Path) -> tuple[OnnxModel, Recipe, BuildOptions, Path]:
     (folder / "engine").mkdir(parents=True)
-    return case.write(folder / "source"), FP32, BuildOptions(profiles=case.profiles), folder / "engine"
+    return (
+        case.write(folder / "source"),
+        FP32,
+        BuildOptions(profiles=case.profiles),
+        folder / "engine",
+    )
 
 
 def assert_right(engine: Engine, case: Case) -> None:
@@ -67,7 +82,14 @@ def compiled(plan: Path, **env: str) -> Result:
 
 
 def fp16_task(folder: Path, **changes: object) -> Path:
-    return write_task(folder, **{"candidates": [{"backend": "tensorrt", "precision": "fp16"}], "rescue": False, **changes})
+    return write_task(
+        folder,
+        **{
+            "candidates": [{"backend": "tensorrt", "precision": "fp16"}],
+            "rescue": False,
+            **changes,
+        },
+    )
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -78,11 +100,15 @@ def test_a_cancelled_build_is_gone_and_its_memory_is_back(tmp_path: Path) -> Non
     options = BuildOptions(profiles=(profile,), tensorrt=TensorRTOptions(optimization_level=5))
     (tmp_path / "engine").mkdir()
     before = used_bytes()
-    with Child(build, model, TF32, options, tmp_path / "engine", name="slow build", conversation=False) as child:
+    with Child(
+        build, model, TF32, options, tmp_path / "engine", name="slow build", conversation=False
+    ) as child:
         wait_for(before + CONTEXT_BYTES, above=True)
         time.sleep(3)  # well into timing kernels
         assert psutil.Process(child.pid).is_running()
-        assert used_bytes() > before + CONTEXT_BYTES, "the build ended before it was cancelled: make it longer"
+        assert used_bytes() > before + CONTEXT_BYTES, (
+            "the build ended before it was cancelled: make it longer"
+        )
         child.stop()
         assert not psutil.pid_exists(child.pid)
         wait_for(before + SLACK_BYTES, above=False)
@@ -100,7 +126,10 @@ def test_two_processes_build_on_one_gpu_and_both_end_right(tmp_path: Path) -> No
     assert not any("damaged" in note.text for note in again.notes)
     overloaded = any("other work took" in note.text for note in again.notes)
     assert (
-        timing_cache.read(timing_cache.Timed(tensorrt_.probe(), TensorRTOptions().timing_iterations)) or overloaded
+        timing_cache.read(
+            timing_cache.Timed(tensorrt_.probe(), TensorRTOptions().timing_iterations)
+        )
+        or overloaded
     )  # this build at least was alone, so its times are kept where the CPUs keep up
 
 
@@ -119,7 +148,10 @@ def test_a_compile_on_a_full_gpu_says_so_and_the_next_one_works(tmp_path: Path) 
 
 def test_a_session_on_a_full_gpu_says_so_and_the_next_one_works(tmp_path: Path) -> None:
     engine = built(convolution(), tmp_path)
-    with full_gpu(FULL_BYTES), Child(answer_once, engine, name="session", conversation=False) as child:
+    with (
+        full_gpu(FULL_BYTES),
+        Child(answer_once, engine, name="session", conversation=False) as child,
+    ):
         with pytest.raises(Exception, match="memory") as caught:
             child.result(BUILD_S)
         assert type(caught.value).__name__ in ("OutOfDeviceMemory", "CudaError"), caught.value
@@ -138,14 +170,30 @@ def answer_once(engine: Engine, progress: object = None) -> int:
 @pytest.mark.parametrize(
     ("candidate", "said"),
     [
-        ({"precision": "fp16", "version_compatible": True}, "version compatibility needs the lean runtime"),
-        ({"precision": "int8", "realised_in": "flags", "method": "percentile"}, "by entropy or minmax, not by percentile"),
-        ({"precision": "tf32", "realised_in": "flags"}, "tf32 is the fp32 graph with one builder flag set"),
-        ({"precision": "fp16", "compute_capability": "8.6"}, "builds only for the GPU that is here"),
+        (
+            {"precision": "fp16", "version_compatible": True},
+            "version compatibility needs the lean runtime",
+        ),
+        (
+            {"precision": "int8", "realised_in": "flags", "method": "percentile"},
+            "by entropy or minmax, not by percentile",
+        ),
+        (
+            {"precision": "tf32", "realised_in": "flags"},
+            "tf32 is the fp32 graph with one builder flag set",
+        ),
+        (
+            {"precision": "fp16", "compute_capability": "8.6"},
+            "builds only for the GPU that is here",
+        ),
     ],
 )
-def test_a_plan_that_asks_for_what_is_lacking_is_refused_by_name(tmp_path: Path, candidate: dict[str, object], said: str) -> None:
-    if candidate.get("version_compatible") and not trt_library.missing_lean(trt_library.numbers(tensorrt_.probe().version)[0]):
+def test_a_plan_that_asks_for_what_is_lacking_is_refused_by_name(
+    tmp_path: Path, candidate: dict[str, object], said: str
+) -> None:
+    if candidate.get("version_compatible") and not trt_library.missing_lean(
+        trt_library.numbers(tensorrt_.probe().version)[0]
+    ):
         pytest.skip("this host has the lean runtime")
     done = compiled(fp16_task(tmp_path, candidates=[{"backend": "tensorrt", **candidate}]))
     assert done.code == 1
@@ -160,7 +208,10 @@ def test_without_the_library_the_message_says_how_to_install_it(tmp_path: Path) 
     place = Path(spec.origin).parents[1]
     if (place / "pydantic").exists():
         pytest.skip(f"TensorRT lies in {place} among the packages that Crucible needs")
-    done = compiled(fp16_task(tmp_path), PYTHONPATH=os.pathsep.join(path for path in sys.path if path and Path(path) != place))
+    done = compiled(
+        fp16_task(tmp_path),
+        PYTHONPATH=os.pathsep.join(path for path in sys.path if path and Path(path) != place),
+    )
     assert done.code == 1
     assert "`tensorrt` is not installed" in done.err
     assert "pip install -e '.[tensorrt]'" in done.err
@@ -168,7 +219,9 @@ def test_without_the_library_the_message_says_how_to_install_it(tmp_path: Path) 
 
 def test_without_its_shared_libraries_the_message_names_one(tmp_path: Path) -> None:
     folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
-    others = [folder for folder in folders if folder and not list(Path(folder).glob("libnvinfer.so*"))]
+    others = [
+        folder for folder in folders if folder and not list(Path(folder).glob("libnvinfer.so*"))
+    ]
     done = compiled(fp16_task(tmp_path), LD_LIBRARY_PATH=os.pathsep.join(others))
     if done.code == 0:
         pytest.skip("TensorRT's libraries are found without LD_LIBRARY_PATH")
@@ -194,9 +247,13 @@ def test_without_nvidia_smi_the_message_names_what_is_missing(tmp_path: Path) ->
 
 def test_nan_in_an_fp16_engine_is_a_failed_candidate_and_no_crash(tmp_path: Path) -> None:
     plan = fp16_task(tmp_path)
-    large = 1e5 * np.random.default_rng(5).normal(0, 1, (220, FEATURES)).astype(np.float32)  # far beyond fp16; calibration saw nothing of it
+    large = 1e5 * np.random.default_rng(5).normal(0, 1, (220, FEATURES)).astype(
+        np.float32
+    )  # far beyond fp16; calibration saw nothing of it
     np.savez(tmp_path / "selection.npz", x=large, labels=answers(large))
-    report = compile_plan(load_plan(plan), Runner(Store(tmp_path / "home")), "crucible compile plan.yaml")
+    report = compile_plan(
+        load_plan(plan), Runner(Store(tmp_path / "home")), "crucible compile plan.yaml"
+    )
     (candidate,) = report.candidates
     assert (report.verdict, candidate.state) == ("rejected", "failed accuracy")
     assert candidate.selection is not None

@@ -19,7 +19,11 @@ from tests.builders.cli import crucible
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
-SHORT = ("benchmark.duration_s=0.2", "benchmark.sizes=[{batch: 1}]", "tensorrt.optimization_level=1")
+SHORT = (
+    "benchmark.duration_s=0.2",
+    "benchmark.sizes=[{batch: 1}]",
+    "tensorrt.optimization_level=1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +32,11 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
     folder = tmp_path_factory.mktemp("digits")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CRUCIBLE_HOME", str(folder / "home"))  # the timing cache's
-        report = compile_plan(load_plan(ROOT / "configs" / "digits.yaml", SHORT), Runner(Store(folder / "home")), "crucible compile digits.yaml")
+        report = compile_plan(
+            load_plan(ROOT / "configs" / "digits.yaml", SHORT),
+            Runner(Store(folder / "home")),
+            "crucible compile digits.yaml",
+        )
         publish_report(report, folder / "out")
     return report, folder / "out"
 
@@ -48,7 +56,9 @@ def expected_labels() -> set[str]:
     if trt_library.numbers(target.compute_capability or "") >= (8, 0):
         floats += ["tf32", "bf16"]
     labels = {*(f"tensorrt {precision}" for precision in floats), "tensorrt int8 entropy s8s8"}
-    return labels | ({"tensorrt int8 implicit entropy"} if trt_library.numbers(target.version) < (11,) else set())
+    return labels | (
+        {"tensorrt int8 implicit entropy"} if trt_library.numbers(target.version) < (11,) else set()
+    )
 
 
 def test_the_digits_end_with_an_accurate_engine_of_the_gpu(compiled: tuple[Report, Path]) -> None:
@@ -105,7 +115,9 @@ def test_every_engine_shows_what_it_really_runs(candidates: dict[str, Candidate]
             assert shares.get("fp32", 0.0) < 0.5, f"{label}: {shares}"
 
 
-def test_the_delivered_engine_proves_itself_again(compiled: tuple[Report, Path], tmp_path: Path) -> None:
+def test_the_delivered_engine_proves_itself_again(
+    compiled: tuple[Report, Path], tmp_path: Path
+) -> None:
     done = crucible("validate", compiled[1], cwd=tmp_path)
     assert done.code == 0, done.err
     assert done.summary["role"] == "validation"

@@ -56,7 +56,19 @@ def ran(folder: Path, count: int, reason: str, *arguments: str) -> tuple[int, st
     file = folder / "out" / "results.json"
     (folder / "test_some.py").write_text(TESTS)
     (folder / "conftest.py").write_text(CONFTEST.format(count=count, file=file, reason=reason))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={folder}", "-c", "/dev/null", *arguments, str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--rootdir={folder}",
+        "-c",
+        "/dev/null",
+        *arguments,
+        str(folder),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     return done.returncode, done.stdout, json.loads(file.read_text())
 
@@ -85,7 +97,16 @@ def test_each_outcome_is_written_with_its_reason_and_the_environment(tmp_path: P
 
 def test_the_revision_is_a_commit_that_says_whether_its_files_have_changed(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
-        given = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x", *arguments]
+        given = [
+            "git",
+            "-C",
+            str(tmp_path),
+            "-c",
+            "user.name=x",
+            "-c",
+            "user.email=x@x",
+            *arguments,
+        ]
         return subprocess.run(given, check=True, capture_output=True, text=True).stdout.strip()
 
     assert revision_of(tmp_path) == ""
@@ -112,7 +133,9 @@ def test_a_gpu_host_on_which_no_gpu_test_runs_is_no_success(tmp_path: Path) -> N
     code, out, document = ran(tmp_path, 1, "the library is not installed")
     assert code == 1
     assert "4 GPU tests skipped: the library is not installed" in out
-    assert {each["reason"] for each in document["tests"]} == {"GPU test: the library is not installed"}
+    assert {each["reason"] for each in document["tests"]} == {
+        "GPU test: the library is not installed"
+    }
 
 
 def test_a_run_that_is_cut_short_does_not_count_what_it_did_not_run(tmp_path: Path) -> None:
@@ -161,7 +184,9 @@ def test_a_part_that_is_missing_is_an_error_that_names_those_here(tmp_path: Path
 
 def test_what_a_host_has_is_known_by_its_distribution(tmp_path: Path) -> None:
     (tmp_path / "Pydantic_Core-2.50.4.dist-info").mkdir()
-    (tmp_path / "Pydantic_Core-2.50.4.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: Pydantic_Core\nVersion: 2.50.4\n")
+    (tmp_path / "Pydantic_Core-2.50.4.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: Pydantic_Core\nVersion: 2.50.4\n"
+    )
     file = "pydantic_core-2.50.4-cp312-cp312-manylinux2014_x86_64.whl"
     assert distribution(file) == "pydantic-core"
     assert not lacks(file, [str(tmp_path)])
@@ -169,7 +194,12 @@ def test_what_a_host_has_is_known_by_its_distribution(tmp_path: Path) -> None:
 
 
 def test_without_a_folder_of_wheels_the_next_step_is_said(tmp_path: Path) -> None:
-    command = [sys.executable, "tests/gpu/install_wheels.py", str(tmp_path / "none"), str(tmp_path / "site")]
+    command = [
+        sys.executable,
+        "tests/gpu/install_wheels.py",
+        str(tmp_path / "none"),
+        str(tmp_path / "site"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 1
     assert "tests/gpu/fetch_wheels.sh" in done.stderr

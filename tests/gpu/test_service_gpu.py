@@ -16,7 +16,14 @@ pytestmark = pytest.mark.gpu
 def test_one_post_compiles_resnet50(site: Site) -> None:
     with site.client() as client:
         report = client.report(site.jobs[RESNET])
-    assert float(re.findall(r'crucible_device_memory_used_bytes\{device="gpu:0"\} (\S+)', site.figures())[0]) > 0
+    assert (
+        float(
+            re.findall(
+                r'crucible_device_memory_used_bytes\{device="gpu:0"\} (\S+)', site.figures()
+            )[0]
+        )
+        > 0
+    )
     stages = {event.data.get("stage") for event in site.events[RESNET] if event.kind == "stage"}
     assert {"export", "build", "prove", "validate", "benchmark"} <= stages, stages
     (candidate,) = report.candidates

@@ -19,16 +19,33 @@ from service.client import RemoteError
 from service.registry.models import DeploymentOptions
 from tests.builders.cli import FEATURES
 from tests.gpu.fixtures_gpu import MIB, SLACK_BYTES, full_gpu, used_bytes, wait_for
-from tests.gpu.fixtures_serving_gpu import RESNET, ROWS, SMALL, Array, Site, Told, ask, ask_all, assert_agree, images, only_output, padding_ratio
+from tests.gpu.fixtures_serving_gpu import (
+    RESNET,
+    ROWS,
+    SMALL,
+    Array,
+    Site,
+    Told,
+    ask,
+    ask_all,
+    assert_agree,
+    images,
+    only_output,
+    padding_ratio,
+)
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of tritonclient.http, which leaves sockets to the garbage collector
+    pytest.mark.filterwarnings(
+        "ignore::ResourceWarning"
+    ),  # of tritonclient.http, which leaves sockets to the garbage collector
 ]
 CALLS, CLIENTS = 1000, 16
 CYCLES = 20
 HELD_BYTES = 100 * MIB  # a worker has at least a CUDA context
-LEFT_BYTES = 300 * MIB  # room for the engine's file, but not for a CUDA context with TensorRT's kernels
+LEFT_BYTES = (
+    300 * MIB
+)  # room for the engine's file, but not for a CUDA context with TensorRT's kernels
 WITHIN_S = 120.0  # for another worker: it loads and warms up
 
 
@@ -55,9 +72,13 @@ def test_a_thousand_batched_calls_are_answered_as_by_a_session(site: Site, overl
         assert_agree(only_output(each.answer), expected[each.number], tolerance_of(site))
     sizes = Counter(each.answer.batch_size for each in told if each.answer)
     assert max(sizes) > 1, "no requests ran together"
-    assert {(each.answer.version, each.answer.device) for each in told if each.answer} == {(1, site.kind.device)}
+    assert {(each.answer.version, each.answer.device) for each in told if each.answer} == {
+        (1, site.kind.device)
+    }
     rows = [expected[number] for number in range(ROWS)]
-    apart = min(float(np.abs(one - other).max()) for index, one in enumerate(rows) for other in rows[:index])
+    apart = min(
+        float(np.abs(one - other).max()) for index, one in enumerate(rows) for other in rows[:index]
+    )
     assert apart > 0, "requests cannot be told apart by their answers"
 
 
@@ -72,14 +93,18 @@ def test_the_same_batch_is_answered_bit_for_bit_as_by_a_session(site: Site) -> N
 
 
 def test_answers_of_padded_graphs_are_those_of_plain_runs(site: Site) -> None:
-    asked = [images(rows, 30 + rows) for rows in (3, 5, 6, 7)]  # graphs are captured for 1, 2, 4 and 8 rows
+    asked = [
+        images(rows, 30 + rows) for rows in (3, 5, 6, 7)
+    ]  # graphs are captured for 1, 2, 4 and 8 rows
     expected = site.direct.answers(asked, graphs=False)
     with site.loaded(RESNET), site.client() as client:
         for x, rows in zip(asked, expected, strict=True):
             for _ in range(3):
                 assert_agree(only_output(ask(client, RESNET, x)), rows, tolerance_of(site))
         captured = site.direct.engine.target.backend == "tensorrt"
-        assert padding_ratio(site, RESNET) == pytest.approx(1 - (3 + 5 + 6 + 7) / (4 + 8 + 8 + 8) if captured else 0)
+        assert padding_ratio(site, RESNET) == pytest.approx(
+            1 - (3 + 5 + 6 + 7) / (4 + 8 + 8 + 8) if captured else 0
+        )
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -110,16 +135,31 @@ def test_tritonclient_asks_over_http_and_grpc(site: Site) -> None:
             given.set_data_from_numpy(x)
             answer = client.infer(RESNET, [given])
             assert_agree(answer.as_numpy("logits"), expected, tolerance_of(site))
-            told = answer.get_response() if library is tritonclient.http else answer.get_response(as_json=True)
-            assert site.kind.device in str(told["parameters"]["device"])  # in gRPC's JSON with the type around it
+            told = (
+                answer.get_response()
+                if library is tritonclient.http
+                else answer.get_response(as_json=True)
+            )
+            assert site.kind.device in str(
+                told["parameters"]["device"]
+            )  # in gRPC's JSON with the type around it
             assert re.search(r"[1-9]", str(told["parameters"]["compute_ms"]))
 
 
 def test_two_engines_on_one_gpu_answer_at_once(both: Site) -> None:
     asked = {RESNET: [images(1, seed) for seed in range(4)], SMALL: small_rows()}
-    alone = {model: [told.answer for told in ask_all(both, model, asked[model], 4, 1)] for model in asked}
+    alone = {
+        model: [told.answer for told in ask_all(both, model, asked[model], 4, 1)] for model in asked
+    }
     found: dict[str, list[Told]] = {}
-    threads = [threading.Thread(target=lambda model=model: found.update({model: ask_all(both, model, asked[model], 200, 4)})) for model in asked]
+    threads = [
+        threading.Thread(
+            target=lambda model=model: found.update(
+                {model: ask_all(both, model, asked[model], 200, 4)}
+            )
+        )
+        for model in asked
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -134,7 +174,10 @@ def test_two_engines_on_one_gpu_answer_at_once(both: Site) -> None:
 
 
 def small_rows() -> list[Array]:
-    return [np.random.default_rng(seed).normal(0, 1, (1, FEATURES)).astype(np.float32) for seed in range(4)]
+    return [
+        np.random.default_rng(seed).normal(0, 1, (1, FEATURES)).astype(np.float32)
+        for seed in range(4)
+    ]
 
 
 def test_twenty_loads_and_unloads_give_the_memory_back(site: Site) -> None:
@@ -226,7 +269,10 @@ def test_two_instances_of_one_engine_both_answer_and_give_the_memory_back(site: 
 def test_a_worker_killed_in_mid_request_costs_its_requests_and_nothing_else(both: Site) -> None:
     whole = images(ROWS, 60)
     (expected,) = both.direct.answers([whole])
-    busy, other = [Asking(both, RESNET, whole) for _ in range(4)], Asking(both, SMALL, small_rows()[0])
+    busy, other = (
+        [Asking(both, RESNET, whole) for _ in range(4)],
+        Asking(both, SMALL, small_rows()[0]),
+    )
     with ExitStack() as kept:
         for each in (*busy, other):
             kept.enter_context(each)
@@ -249,17 +295,25 @@ def test_a_load_without_memory_is_refused_and_leaves_the_other_engine_serving(si
         before = only_output(ask(client, SMALL, x))
         site.forget_memory()  # of loads by other tests: else a load that the device would refuse is not tried
         with Asking(site, SMALL, x) as other, full_gpu(LEFT_BYTES):
-            with pytest.raises(RemoteError) as by_size:  # the files alone are larger than what is free
+            with pytest.raises(
+                RemoteError
+            ) as by_size:  # the files alone are larger than what is free
                 client.load(RESNET, DeploymentOptions(instances=64))
             with pytest.raises(RemoteError) as by_device:  # the file would fit, the engine does not
                 client.load(RESNET)
             np.testing.assert_array_equal(only_output(ask(client, SMALL, x)), before)
         assert by_size.value.status == 409
-        assert re.search(r"needs at least [\d.]+ MiB \(its files alone\), [\d.]+ MiB of gpu:0 are free", by_size.value.message)
+        assert re.search(
+            r"needs at least [\d.]+ MiB \(its files alone\), [\d.]+ MiB of gpu:0 are free",
+            by_size.value.message,
+        )
         assert "memory" in by_device.value.message
         assert client.model(RESNET).deployment.state == "unloaded"
         assert set(other.statuses()) == {200}
         with site.loaded(RESNET):
             assert np.isfinite(only_output(ask(client, RESNET, images(1)))).all()
-        with full_gpu(LEFT_BYTES), pytest.raises(RemoteError, match=r"\(as when it was loaded before\)"):  # now it is known
+        with (
+            full_gpu(LEFT_BYTES),
+            pytest.raises(RemoteError, match=r"\(as when it was loaded before\)"),
+        ):  # now it is known
             client.load(RESNET)

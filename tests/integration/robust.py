@@ -25,7 +25,9 @@ from tests.builders.cli import Result, environment
 
 TOLERANCE = 1e-6  # of accuracy figures: sums of float32 taken in another order
 GRAPHS = ("export", "simplify", "convert")
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a file system or to limit memory")
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0, reason="needs root to mount a file system or to limit memory"
+)
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,21 @@ class Outcome:
 def outcome(folder: Path, home: Path) -> Outcome:
     """Of the compile that wrote its report to `folder`."""
     report = load_report(folder)
-    values = {f"{step.stage} {step.subject}".strip(): value_of(home, step.stage, step.digest) for step in report.steps}
+    values = {
+        f"{step.stage} {step.subject}".strip(): value_of(home, step.stage, step.digest)
+        for step in report.steps
+    }
     return Outcome(
-        graphs={name: OnnxModel(**value, root=home).digest for name, value in values.items() if name.startswith(GRAPHS)},
-        tables={name: CalibrationTable(**value, root=home).ranges for name, value in values.items() if name.startswith("calibrate")},
+        graphs={
+            name: OnnxModel(**value, root=home).digest
+            for name, value in values.items()
+            if name.startswith(GRAPHS)
+        },
+        tables={
+            name: CalibrationTable(**value, root=home).ranges
+            for name, value in values.items()
+            if name.startswith("calibrate")
+        },
         candidates=tuple((candidate.label, candidate.state) for candidate in report.candidates),
         verdict=report.verdict,
     )
@@ -63,7 +76,11 @@ def figures(report: Report) -> list[float]:
         assert candidate.selection is not None
         assert candidate.selection.metric is not None
         found += [candidate.selection.metric.reference, candidate.selection.metric.candidate]
-        found += [number for output in candidate.selection.outputs for number in (output.max_abs, output.mean_abs, output.cosine)]
+        found += [
+            number
+            for output in candidate.selection.outputs
+            for number in (output.max_abs, output.mean_abs, output.cosine)
+        ]
     return found
 
 
@@ -83,11 +100,29 @@ def assert_same(folder: Path, home: Path, compiled: tuple[Path, Path]) -> Report
 # -- disturbed runs ----------------------------------------------------------------------------------------------------
 
 
-def start(plan: Path, home: Path, out: Path, prefix: Sequence[str] = (), **more: str) -> subprocess.Popen[str]:
+def start(
+    plan: Path, home: Path, out: Path, prefix: Sequence[str] = (), **more: str
+) -> subprocess.Popen[str]:
     """`crucible compile` in the background, in a home of its own."""
-    command = [*prefix, sys.executable, "-m", "pipeline.cli", "compile", str(plan), "--out", str(out)]
+    command = [
+        *prefix,
+        sys.executable,
+        "-m",
+        "pipeline.cli",
+        "compile",
+        str(plan),
+        "--out",
+        str(out),
+    ]
     env = environment({"CRUCIBLE_HOME": str(home), **more})
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, preexec_fn=_hear_ctrl_c)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+        preexec_fn=_hear_ctrl_c,
+    )
 
 
 def _hear_ctrl_c() -> None:
@@ -128,7 +163,11 @@ def wait_for_stage(home: Path, stage: str, process: subprocess.Popen[str]) -> No
 
 def unfinished(home: Path) -> set[str]:
     """The stages that were started, and have no artifact."""
-    done = {f"{folder.parent.name}/{folder.name[:12]}" for folder in (home / "artifacts").glob("*/*") if (folder / MANIFEST).exists()}
+    done = {
+        f"{folder.parent.name}/{folder.name[:12]}"
+        for folder in (home / "artifacts").glob("*/*")
+        if (folder / MANIFEST).exists()
+    }
     return {name.partition("/")[0] for name in started_stages(home) if name not in done}
 
 
@@ -145,7 +184,10 @@ def _processes_of(home: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get("CRUCIBLE_HOME") == str(home) and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                process.environ().get("CRUCIBLE_HOME") == str(home)
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(process)
     return found
 
@@ -157,7 +199,12 @@ def _processes_of(home: Path) -> list[psutil.Process]:
 def small_disk(place: Path, options: str) -> Iterator[None]:
     """A file system in memory at `place`; skips the test where none can be mounted."""
     place.mkdir(exist_ok=True)
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], capture_output=True, text=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", place],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if mounted.returncode != 0:
         pytest.skip(f"cannot mount a small file system: {mounted.stderr}")
     try:

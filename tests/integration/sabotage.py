@@ -24,8 +24,19 @@ from tests.builders.halves import run_here
 
 Fault = Callable[[onnx.ModelProto], None]
 FP32 = [{"backend": "onnxruntime", "precision": "fp32"}]
-INT8 = [{"backend": "onnxruntime", "precision": "int8", "method": "minmax", "placement": {"last_layer": True}}]  # both layers
-ACCURACY = {"metric": "top1", "max_drop": 0.03, "thresholds": {"min_cosine": 0.95}}  # a sound int8 engine has 0.977 on its worst sample
+INT8 = [
+    {
+        "backend": "onnxruntime",
+        "precision": "int8",
+        "method": "minmax",
+        "placement": {"last_layer": True},
+    }
+]  # both layers
+ACCURACY = {
+    "metric": "top1",
+    "max_drop": 0.03,
+    "thresholds": {"min_cosine": 0.95},
+}  # a sound int8 engine has 0.977 on its worst sample
 QUICK = {"duration_s": 0.1, "warmup_s": 0.02, "sizes": [{"batch": 4}]}
 
 
@@ -41,9 +52,19 @@ class Saboteur:
     before_build: Fault | None = None
     planted: list[str] = field(default_factory=list)
 
-    def __call__(self, function: Callable[..., Any], *arguments: Any, name: str, log: Path | None = None, progress: Progress = silent) -> Any:
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        name: str,
+        log: Path | None = None,
+        progress: Progress = silent,
+    ) -> Any:
         if function.__name__ == "build" and self.before_build and is_candidate(arguments):
-            arguments = (self._spoiled(arguments[0], self.folder, self.before_build), *arguments[1:])
+            arguments = (
+                self._spoiled(arguments[0], self.folder, self.before_build),
+                *arguments[1:],
+            )
         made = run_here(function, *arguments, name=name, log=log, progress=progress)
         if function.__name__ == "convert" and self.after_convert:
             return self._spoiled(made, made.root, self.after_convert)
@@ -67,14 +88,21 @@ def write_sabotaged(folder: Path, candidates: list[dict[str, Any]]) -> Path:
     return write_task(folder, candidates=candidates, benchmark=QUICK, accuracy=ACCURACY)
 
 
-def compiled(folder: Path, candidates: list[dict[str, Any]], after_convert: Fault | None = None, before_build: Fault | None = None) -> Report:
+def compiled(
+    folder: Path,
+    candidates: list[dict[str, Any]],
+    after_convert: Fault | None = None,
+    before_build: Fault | None = None,
+) -> Report:
     """The tiny task with one candidate and one fault, compiled by the real stages. The fault must have been planted."""
     plan = folder / "plan.yaml"
     if not plan.exists():
         write_sabotaged(folder, candidates)
     (folder / "spoiled").mkdir()
     saboteur = Saboteur(folder / "spoiled", after_convert, before_build)
-    report = compile_plan(load_plan(plan), Runner(Store(folder / "home"), run=saboteur), "crucible compile plan.yaml")
+    report = compile_plan(
+        load_plan(plan), Runner(Store(folder / "home"), run=saboteur), "crucible compile plan.yaml"
+    )
     assert saboteur.planted == [fault.__name__ for fault in (after_convert, before_build) if fault]
     return report
 
@@ -90,17 +118,31 @@ def engine_of(report: Report) -> Engine:
 
 def one_scale_times_8(proto: onnx.ModelProto) -> None:
     """The scale of the hidden activation, for quantising and for what comes back."""
-    scales = {node.input[1] for node in proto.graph.node if node.op_type == "QuantizeLinear" and node.input[0] == "r"}
+    scales = {
+        node.input[1]
+        for node in proto.graph.node
+        if node.op_type == "QuantizeLinear" and node.input[0] == "r"
+    }
     (tensor,) = (each for each in proto.graph.initializer if each.name in scales)
-    tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor) * np.float32(8), tensor.name))
+    tensor.CopyFrom(
+        numpy_helper.from_array(numpy_helper.to_array(tensor) * np.float32(8), tensor.name)
+    )
 
 
 def one_weight_scale_times_8(proto: onnx.ModelProto) -> None:
     """The scales with which the weight of the hidden layer comes back."""
     constants = {tensor.name: tensor for tensor in proto.graph.initializer}
-    (node,) = (node for node in proto.graph.node if node.op_type == "DequantizeLinear" and node.input[0] in constants and "w1" in node.input[0])
+    (node,) = (
+        node
+        for node in proto.graph.node
+        if node.op_type == "DequantizeLinear"
+        and node.input[0] in constants
+        and "w1" in node.input[0]
+    )
     tensor = constants[node.input[1]]
-    tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor) * np.float32(8), tensor.name))
+    tensor.CopyFrom(
+        numpy_helper.from_array(numpy_helper.to_array(tensor) * np.float32(8), tensor.name)
+    )
 
 
 def never_quantised(proto: onnx.ModelProto) -> None:
@@ -113,17 +155,24 @@ def never_quantised(proto: onnx.ModelProto) -> None:
 def classes_permuted(proto: onnx.ModelProto) -> None:
     """The scores of the classes in another order."""
     (weight,) = (tensor for tensor in proto.graph.initializer if tensor.name == "w2")
-    weight.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(numpy_helper.to_array(weight)[:, [1, 2, 3, 0]]), "w2"))
+    weight.CopyFrom(
+        numpy_helper.from_array(
+            np.ascontiguousarray(numpy_helper.to_array(weight)[:, [1, 2, 3, 0]]), "w2"
+        )
+    )
 
 
 def samples_permuted(proto: onnx.ModelProto) -> None:
     """The rows of each batch in reverse: every answer is right, for another sample."""
     _rename_result(proto, "straight")
     reverse = [
-        numpy_helper.from_array(np.array([number], np.int64), name) for name, number in (("from", -1), ("to", -(2**31)), ("axis", 0), ("by", -1))
+        numpy_helper.from_array(np.array([number], np.int64), name)
+        for name, number in (("from", -1), ("to", -(2**31)), ("axis", 0), ("by", -1))
     ]
     proto.graph.initializer.extend(reverse)
-    proto.graph.node.append(helper.make_node("Slice", ["straight", "from", "to", "axis", "by"], ["y"], name="reverse"))
+    proto.graph.node.append(
+        helper.make_node("Slice", ["straight", "from", "to", "axis", "by"], ["y"], name="reverse")
+    )
 
 
 def another_model(proto: onnx.ModelProto) -> None:
@@ -131,7 +180,9 @@ def another_model(proto: onnx.ModelProto) -> None:
     random = np.random.default_rng(99)
     for tensor in proto.graph.initializer:
         shape = {"w1": (FEATURES, HIDDEN), "w2": (HIDDEN, CLASSES)}[tensor.name]
-        tensor.CopyFrom(numpy_helper.from_array(random.normal(0, 0.3, shape).astype(np.float32), tensor.name))
+        tensor.CopyFrom(
+            numpy_helper.from_array(random.normal(0, 0.3, shape).astype(np.float32), tensor.name)
+        )
 
 
 def output_renamed(proto: onnx.ModelProto) -> None:
@@ -150,7 +201,9 @@ def one_value(value: float, sample: np.ndarray) -> Fault:
             "class": np.eye(1, CLASSES, dtype=bool),
             "value": np.array(value, np.float32),
         }
-        proto.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in constants.items())
+        proto.graph.initializer.extend(
+            numpy_helper.from_array(array, name) for name, array in constants.items()
+        )
         proto.graph.node.extend(
             [
                 helper.make_node("Gather", ["x", "first"], ["feature"], name="feature", axis=1),

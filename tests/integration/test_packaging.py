@@ -19,7 +19,9 @@ def test_every_library_of_the_base_install_has_a_lower_bound() -> None:
     """Beside an older one, `pip install` changed nothing, and the first import failed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     bounds = {each.name: each.specifier for each in map(Requirement, project["dependencies"])}
-    without = {name for name, bound in bounds.items() if not any(one.operator == ">=" for one in bound)}
+    without = {
+        name for name, bound in bounds.items() if not any(one.operator == ">=" for one in bound)
+    }
     assert without == {"opentelemetry-api"}  # fastapi has the bound
     too_old = {"fastapi": "0.142.0", "typer": "0.27.0", "httptools": "0.7.1", "onnx": "1.18.0"}
     assert not [name for name, version in too_old.items() if version in bounds[name]]
@@ -34,12 +36,20 @@ def base_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     for name in ("pyproject.toml", "README.md", "LICENSE", "constraints.txt"):
         shutil.copy(ROOT / name, source)
     for package in ("pipeline", "service"):
-        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
     python = str(folder / "bin" / "python")
     if uv := shutil.which("uv"):
-        commands = [[uv, "venv", "-q", "--python", sys.executable, str(folder)], [uv, "pip", "install", "-q", "--python", python]]
+        commands = [
+            [uv, "venv", "-q", "--python", sys.executable, str(folder)],
+            [uv, "pip", "install", "-q", "--python", python],
+        ]
     else:
-        commands = [[sys.executable, "-m", "venv", str(folder)], [python, "-m", "pip", "install", "-q"]]
+        commands = [
+            [sys.executable, "-m", "venv", str(folder)],
+            [python, "-m", "pip", "install", "-q"],
+        ]
     commands[-1] += ["--constraint", "constraints.txt", "."]
     for command in commands:
         done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
@@ -49,7 +59,9 @@ def base_python(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.slow
 def test_without_torch_an_onnx_model_compiles(base_python: str, tmp_path: Path) -> None:
-    missing = subprocess.run([base_python, "-c", "import torch"], capture_output=True, text=True, check=False)
+    missing = subprocess.run(
+        [base_python, "-c", "import torch"], capture_output=True, text=True, check=False
+    )
     assert "No module named 'torch'" in missing.stderr
     plan = write_task(tmp_path, candidates=[])
     done = crucible("compile", plan, cwd=tmp_path, env={"PYTHONPATH": ""}, python=base_python)
@@ -57,14 +69,23 @@ def test_without_torch_an_onnx_model_compiles(base_python: str, tmp_path: Path) 
     assert done.summary["verdict"] == "unproven"
     assert "onnxruntime int8" in done.out
     assert "openvino" not in done.out.split("ACCEPTED")[0]
-    assert "reference, ONNX Runtime fp32" in (tmp_path / "crucible-out" / "tiny" / "report.md").read_text()
+    assert (
+        "reference, ONNX Runtime fp32"
+        in (tmp_path / "crucible-out" / "tiny" / "report.md").read_text()
+    )
 
 
 @pytest.mark.slow
 def test_without_torch_an_entrypoint_names_the_extra(base_python: str, tmp_path: Path) -> None:
-    model = {"entrypoint": "net:build", "weights_from": "random", "inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 16]}]}
+    model = {
+        "entrypoint": "net:build",
+        "weights_from": "random",
+        "inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 16]}],
+    }
     plan = write_task(tmp_path, model=model)
-    (tmp_path / "net.py").write_text("import torch\n\ndef build():\n    return torch.nn.Linear(16, 4)\n")
+    (tmp_path / "net.py").write_text(
+        "import torch\n\ndef build():\n    return torch.nn.Linear(16, 4)\n"
+    )
     done = crucible("compile", plan, cwd=tmp_path, env={"PYTHONPATH": ""}, python=base_python)
     assert done.code == 1
     assert ".[torch]" in done.err
@@ -73,9 +94,19 @@ def test_without_torch_an_entrypoint_names_the_extra(base_python: str, tmp_path:
 @pytest.mark.slow
 def test_what_is_installed_says_that_it_is_typed(base_python: str, tmp_path: Path) -> None:
     """Else type checkers take everything of the client for Any."""
-    (tmp_path / "uses.py").write_text("from service.client import Client\n\nreveal_type(Client.job)\n")
+    (tmp_path / "uses.py").write_text(
+        "from service.client import Client\n\nreveal_type(Client.job)\n"
+    )
     checked = subprocess.run(
-        [sys.executable, "-m", "mypy", "--python-executable", base_python, "--follow-imports=silent", "uses.py"],
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--python-executable",
+            base_python,
+            "--follow-imports=silent",
+            "uses.py",
+        ],
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -88,5 +119,7 @@ def test_what_is_installed_says_that_it_is_typed(base_python: str, tmp_path: Pat
 def test_a_command_that_needs_no_heavy_library_loads_none() -> None:
     heavy = "torch onnxruntime openvino nncf tensorrt tensorrt_rtx onnxsim polygraphy onnx_graphsurgeon matplotlib"
     code = f"import sys, service.cli.main, pipeline.compiler.compile; print([name for name in '{heavy}'.split() if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
     assert done.stdout.strip() == "[]"

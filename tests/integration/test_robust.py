@@ -12,10 +12,29 @@ import pytest
 from pipeline.execution.store import MANIFEST
 from pipeline.report.render import load_report
 from tests.builders.sensitivity import write_broken_task
-from tests.integration.robust import assert_same, finish, forget_stage, start, still_running, unfinished, wait_for_stage
+from tests.integration.robust import (
+    assert_same,
+    finish,
+    forget_stage,
+    start,
+    still_running,
+    unfinished,
+    wait_for_stage,
+)
 
 pytestmark = pytest.mark.timeout(1800)  # many compiles, on a host that may have more to do
-STAGES = ("export", "simplify", "build", "reference", "prove", "validate", "calibrate", "convert", "cover", "benchmark")  # as they first run
+STAGES = (
+    "export",
+    "simplify",
+    "build",
+    "reference",
+    "prove",
+    "validate",
+    "calibrate",
+    "convert",
+    "cover",
+    "benchmark",
+)  # as they first run
 AT_ONCE_S = 0.25  # before any child has imported its libraries: its stage cannot have ended
 
 
@@ -37,9 +56,13 @@ def kill_in(stage: str, delay_s: float, plan: Path, home: Path, out: Path) -> se
 
 
 @pytest.mark.slow
-def test_after_sigkill_at_twenty_random_moments_one_run_comes_to_the_same(compiled: tuple[Path, Path], tmp_path: Path) -> None:
+def test_after_sigkill_at_twenty_random_moments_one_run_comes_to_the_same(
+    compiled: tuple[Path, Path], tmp_path: Path
+) -> None:
     plan, home, out = compiled[0] / "plan.yaml", tmp_path / "home", tmp_path / "out"
-    took_s = {step.stage: step.seconds for step in reversed(load_report(compiled[0] / "out").steps)}  # the first of each name
+    took_s = {
+        step.stage: step.seconds for step in reversed(load_report(compiled[0] / "out").steps)
+    }  # the first of each name
     moment = random.Random(6)
     hit: set[str] = set()
     for stage in STAGES:
@@ -50,7 +73,9 @@ def test_after_sigkill_at_twenty_random_moments_one_run_comes_to_the_same(compil
     done = finish(start(plan, home, out))
     assert done.summary["verdict"] == "unproven", done.err
     report = assert_same(out, home, compiled)
-    assert [note.text for note in report.notes if note.stage == "store"] == []  # a kill damages nothing that counts
+    assert [
+        note.text for note in report.notes if note.stage == "store"
+    ] == []  # a kill damages nothing that counts
     assert still_running(home) == []
 
 
@@ -58,7 +83,10 @@ def test_after_sigkill_at_twenty_random_moments_one_run_comes_to_the_same(compil
 def test_after_sigkill_while_nodes_are_ranked_one_run_comes_to_the_same(tmp_path: Path) -> None:
     """The stage that only a rescue runs."""
     kept = {"backend": "onnxruntime", "precision": "int8", "method": "minmax", "keep_fp32": "auto"}
-    plan, undisturbed = write_broken_task(tmp_path, "stretched", candidates=[kept], simplify={}), (tmp_path, tmp_path / "its-home")
+    plan, undisturbed = (
+        write_broken_task(tmp_path, "stretched", candidates=[kept], simplify={}),
+        (tmp_path, tmp_path / "its-home"),
+    )
     done = finish(start(plan, undisturbed[1], tmp_path / "out"))
     assert done.summary["verdict"] == "unproven", done.err
     expected = load_report(tmp_path / "out")
@@ -70,12 +98,18 @@ def test_after_sigkill_while_nodes_are_ranked_one_run_comes_to_the_same(tmp_path
     done = finish(start(plan, home, out))
     assert done.summary["verdict"] == "unproven", done.err
     report = assert_same(out, home, undisturbed)
-    assert report.candidates[1].recipe.keep_fp32 == expected.candidates[1].recipe.keep_fp32 == ("broken",)
+    assert (
+        report.candidates[1].recipe.keep_fp32
+        == expected.candidates[1].recipe.keep_fp32
+        == ("broken",)
+    )
     assert still_running(home) == []
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_every_stage_ends_with_130_and_leaves_what_was_finished(compiled: tuple[Path, Path], tmp_path: Path) -> None:
+def test_ctrl_c_in_every_stage_ends_with_130_and_leaves_what_was_finished(
+    compiled: tuple[Path, Path], tmp_path: Path
+) -> None:
     plan, home, out = compiled[0] / "plan.yaml", tmp_path / "home", tmp_path / "out"
     before: set[Path] = set()
     for stage in STAGES:
@@ -96,8 +130,14 @@ def test_ctrl_c_in_every_stage_ends_with_130_and_leaves_what_was_finished(compil
     assert still_running(home) == []
 
 
-def test_two_at_once_both_succeed_and_make_everything_once(compiled: tuple[Path, Path], tmp_path: Path) -> None:
-    plan, home, outs = compiled[0] / "plan.yaml", tmp_path / "home", (tmp_path / "one", tmp_path / "other")
+def test_two_at_once_both_succeed_and_make_everything_once(
+    compiled: tuple[Path, Path], tmp_path: Path
+) -> None:
+    plan, home, outs = (
+        compiled[0] / "plan.yaml",
+        tmp_path / "home",
+        (tmp_path / "one", tmp_path / "other"),
+    )
     both = [finish(process) for process in [start(plan, home, out) for out in outs]]
     assert [done.code for done in both] == [0, 0], both
     assert any("waiting for it" in done.err for done in both)
@@ -145,7 +185,9 @@ DAMAGE: dict[tuple[str, str], Callable[[Path], None]] = {
 }
 
 
-def test_damaged_artifacts_of_every_kind_are_found_made_again_and_said(compiled: tuple[Path, Path], tmp_path: Path) -> None:
+def test_damaged_artifacts_of_every_kind_are_found_made_again_and_said(
+    compiled: tuple[Path, Path], tmp_path: Path
+) -> None:
     home, out = tmp_path / "home", tmp_path / "out"
     shutil.copytree(compiled[1], home)
     damaged = set()

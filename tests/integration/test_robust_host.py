@@ -13,14 +13,25 @@ import pytest
 
 from pipeline.report.render import load_report
 from tests.builders.cli import CANDIDATES, crucible, write_task
-from tests.integration.robust import assert_same, finish, forget_starts, needs_root, small_disk, small_memory, start, unfinished
+from tests.integration.robust import (
+    assert_same,
+    finish,
+    forget_starts,
+    needs_root,
+    small_disk,
+    small_memory,
+    start,
+    unfinished,
+)
 
 pytestmark = pytest.mark.timeout(1800)  # many compiles, on a host that may have more to do
 FREE_BYTES = (4_096, 16_384, 49_152, 98_304, 163_840)  # a size of 0 would mean no limit
 
 
 @needs_root
-def test_a_disk_that_is_full_in_any_stage_is_named_and_the_next_run_goes_on(compiled: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_disk_that_is_full_in_any_stage_is_named_and_the_next_run_goes_on(
+    compiled: tuple[Path, Path], tmp_path: Path
+) -> None:
     plan, home, out = compiled[0] / "plan.yaml", tmp_path / "home", tmp_path / "out"
     failed: set[str] = set()
     with small_disk(home, "size=64k"):
@@ -46,19 +57,44 @@ def test_a_disk_that_is_full_in_any_stage_is_named_and_the_next_run_goes_on(comp
 @needs_root
 def test_a_disk_without_room_for_a_folder_is_full(tmp_path: Path) -> None:
     with small_disk(tmp_path / "home", "nr_inodes=2"):
-        done = crucible("compile", write_task(tmp_path), env={"CRUCIBLE_HOME": str(tmp_path / "home")}, cwd=tmp_path)
+        done = crucible(
+            "compile",
+            write_task(tmp_path),
+            env={"CRUCIBLE_HOME": str(tmp_path / "home")},
+            cwd=tmp_path,
+        )
     assert done.code == 1
     assert "host.disk_full" in done.err
 
 
 @needs_root
-def test_a_full_disk_under_the_results_is_named_and_earlier_results_stay(compiled: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_full_disk_under_the_results_is_named_and_earlier_results_stay(
+    compiled: tuple[Path, Path], tmp_path: Path
+) -> None:
     folder, home = compiled
     with small_disk(tmp_path / "out", "size=4m"):
         shutil.copytree(folder / "out", tmp_path / "out", dirs_exist_ok=True)
-        before = {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file() and "figures" not in file.parts}
-        subprocess.run(["mount", "-o", f"remount,size={shutil.disk_usage(tmp_path / 'out').used}", tmp_path / "out"], check=True)
-        done = crucible("compile", folder / "plan.yaml", "--out", tmp_path / "out", env={"CRUCIBLE_HOME": str(home)})
+        before = {
+            file: file.read_bytes()
+            for file in (tmp_path / "out").rglob("*")
+            if file.is_file() and "figures" not in file.parts
+        }
+        subprocess.run(
+            [
+                "mount",
+                "-o",
+                f"remount,size={shutil.disk_usage(tmp_path / 'out').used}",
+                tmp_path / "out",
+            ],
+            check=True,
+        )
+        done = crucible(
+            "compile",
+            folder / "plan.yaml",
+            "--out",
+            tmp_path / "out",
+            env={"CRUCIBLE_HOME": str(home)},
+        )
         assert done.code == 1, done.out + done.err
         assert "host.disk_full" in done.err
         assert {file: file.read_bytes() for file in before} == before
@@ -79,10 +115,15 @@ def test_a_child_that_the_kernel_kills_for_memory_is_named_as_such(tmp_path: Pat
     (tmp_path / "hoarder.py").write_text(HOARD)
     with small_memory(600 << 20) as processes:
         join = f'echo $$ > {processes}; exec "$@"'
-        done = finish(start(plan, tmp_path / "home", tmp_path / "out", prefix=("sh", "-c", join, "sh")))
+        done = finish(
+            start(plan, tmp_path / "home", tmp_path / "out", prefix=("sh", "-c", join, "sh"))
+        )
     assert done.code == 1, done.out + done.err
     assert "host.child_died" in done.err
-    assert "the child process for 'surgery' was killed by the kernel because memory ran out" in done.err
+    assert (
+        "the child process for 'surgery' was killed by the kernel because memory ran out"
+        in done.err
+    )
     assert "free memory" in done.err
     assert list((tmp_path / "home" / "tmp").iterdir()) == []
 
@@ -144,15 +185,22 @@ print(Store(root, lambda text: print("waits", flush=True)).get(Key("wait", 1, ()
 """
 
 
-def test_a_wait_for_a_lock_goes_on_while_the_clock_jumps(tmp_path: Path, jumping_clock: dict[str, str]) -> None:
+def test_a_wait_for_a_lock_goes_on_while_the_clock_jumps(
+    tmp_path: Path, jumping_clock: dict[str, str]
+) -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **jumping_clock}
     said = []
     with contextlib.ExitStack() as stack:
         for _ in range(2):
             command = [sys.executable, "-c", WAIT, str(tmp_path)]
-            process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env))
+            process = stack.enter_context(
+                subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+            )
             assert process.stdout is not None
             said.append((process.stdout.readline().strip(), process.stdout))
         time.sleep(3)  # three jumps
         (tmp_path / "go").touch()
-        assert [(first, rest.read().strip()) for first, rest in said] == [("makes", "False"), ("waits", "True")]
+        assert [(first, rest.read().strip()) for first, rest in said] == [
+            ("makes", "False"),
+            ("waits", "True"),
+        ]

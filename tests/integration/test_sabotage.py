@@ -52,17 +52,23 @@ def rejected(report: Report, said: str) -> None:
 
 
 @pytest.mark.parametrize("candidates", [FP32, INT8])
-def test_without_a_fault_the_candidate_is_accepted(tmp_path: Path, candidates: list[dict[str, Any]]) -> None:
+def test_without_a_fault_the_candidate_is_accepted(
+    tmp_path: Path, candidates: list[dict[str, Any]]
+) -> None:
     report = compiled(tmp_path, candidates)
     assert (report.verdict, exit_code(report.verdict)) == ("accepted", 0)
-    assert [note.text for note in report.candidates[0].notes if "ranges do not fit" in note.text] == []
+    assert [
+        note.text for note in report.candidates[0].notes if "ranges do not fit" in note.text
+    ] == []
     assert report.validation is not None
     assert report.validation.metric is not None
     interval = report.validation.metric.interval
     assert interval.low < 0 < interval.high  # even where no answer changed
     table = report.candidates[0].layers
     assert table is not None
-    assert {layer.precision for layer in table.layers if layer.heavy} == {candidates[0]["precision"]}
+    assert {layer.precision for layer in table.layers if layer.heavy} == {
+        candidates[0]["precision"]
+    }
     assert ran_text(table).startswith(candidates[0]["precision"])
     assert "## What really ran" in markdown(report)
 
@@ -77,18 +83,30 @@ def test_a_quantisation_scale_times_8(tmp_path: Path, fault: Fault) -> None:
 @pytest.mark.parametrize(
     ("backend", "state", "said"),
     [
-        ("onnxruntime", "mislabelled", "called int8, but its heavy layers run 0 % int8, 100 % fp32 by time; slowest: "),
-        ("openvino", "refused", "OpenVINO would only pretend to run int8: its 2 heavy layers run in f32"),
+        (
+            "onnxruntime",
+            "mislabelled",
+            "called int8, but its heavy layers run 0 % int8, 100 % fp32 by time; slowest: ",
+        ),
+        (
+            "openvino",
+            "refused",
+            "OpenVINO would only pretend to run int8: its 2 heavy layers run in f32",
+        ),
     ],
 )
-def test_an_fp32_graph_that_is_called_int8(tmp_path: Path, backend: str, state: str, said: str) -> None:
+def test_an_fp32_graph_that_is_called_int8(
+    tmp_path: Path, backend: str, state: str, said: str
+) -> None:
     if backend == "openvino":
         pytest.importorskip("openvino")
     report = compiled(tmp_path, [{**INT8[0], "backend": backend}], after_convert=never_quantised)
     rejected(report, f"{state}: {said}")
     (candidate,) = report.candidates
     assert (candidate.state, candidate.benchmark) == (state, None)
-    assert (candidate.selection is not None) is (state == "mislabelled")  # its answers are told all the same
+    assert (candidate.selection is not None) is (
+        state == "mislabelled"
+    )  # its answers are told all the same
     if candidate.selection:
         assert candidate.selection.metric is not None
         assert candidate.selection.passed
@@ -100,7 +118,10 @@ def test_an_fp32_graph_that_is_called_int8(tmp_path: Path, backend: str, state: 
         (classes_permuted, "top1 drops by"),
         (samples_permuted, "top1 drops by"),
         (another_model, "top1 drops by"),
-        (output_renamed, "output 'y' is missing; the engine has logits; output 'logits' is not an output of the reference, which has y"),
+        (
+            output_renamed,
+            "output 'y' is missing; the engine has logits; output 'logits' is not an output of the reference, which has y",
+        ),
     ],
 )
 def test_an_engine_that_answers_otherwise(tmp_path: Path, fault: Fault, said: str) -> None:
@@ -109,8 +130,16 @@ def test_an_engine_that_answers_otherwise(tmp_path: Path, fault: Fault, said: st
     assert report.candidates[0].state == "failed accuracy"
 
 
-@pytest.mark.parametrize(("value", "said"), [(np.nan, "1 values are NaN on one side only"), (np.inf, "1 values are infinite on one side only")])
-def test_one_value_of_one_sample_that_is_not_finite(tmp_path: Path, value: float, said: str) -> None:
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (np.nan, "1 values are NaN on one side only"),
+        (np.inf, "1 values are infinite on one side only"),
+    ],
+)
+def test_one_value_of_one_sample_that_is_not_finite(
+    tmp_path: Path, value: float, said: str
+) -> None:
     write_sabotaged(tmp_path, FP32)
     with np.load(tmp_path / "selection.npz") as archive:
         sample = archive["x"][137]
@@ -134,11 +163,15 @@ def shuffle_labels(arrays: dict[str, np.ndarray]) -> None:
     arrays["labels"] = np.random.default_rng(5).permutation(arrays["labels"])
 
 
-def test_shuffled_labels_end_in_exit_code_2_and_the_reference_is_said_to_score_at_chance(tmp_path: Path) -> None:
+def test_shuffled_labels_end_in_exit_code_2_and_the_reference_is_said_to_score_at_chance(
+    tmp_path: Path,
+) -> None:
     plan = write_sabotaged(tmp_path, FP32)
     for role in ("selection", "validation"):
         resave(tmp_path / f"{role}.npz", shuffle_labels)
-    result = crucible("compile", plan, "--out", tmp_path / "out", env={"CRUCIBLE_HOME": str(tmp_path / "home")})
+    result = crucible(
+        "compile", plan, "--out", tmp_path / "out", env={"CRUCIBLE_HOME": str(tmp_path / "home")}
+    )
     assert result.code == 2
     assert result.summary["verdict"] == "rejected"
     report = json.loads((tmp_path / "out" / "report.json").read_text())
@@ -156,11 +189,18 @@ def test_labels_shuffled_in_the_validation_set_only_are_found_there(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("scale", "said"), [(0.05, "lies outside -0.1"), (100.0, "which leaves most of the 8 bits unused")], ids=["too narrow", "too wide"]
+    ("scale", "said"),
+    [(0.05, "lies outside -0.1"), (100.0, "which leaves most of the 8 bits unused")],
+    ids=["too narrow", "too wide"],
 )
-def test_calibration_on_another_domain_says_that_its_ranges_do_not_fit(tmp_path: Path, scale: float, said: str) -> None:
+def test_calibration_on_another_domain_says_that_its_ranges_do_not_fit(
+    tmp_path: Path, scale: float, said: str
+) -> None:
     write_sabotaged(tmp_path, INT8)
-    resave(tmp_path / "calibration.npz", lambda arrays: arrays.update(x=arrays["x"] * np.float32(scale)))
+    resave(
+        tmp_path / "calibration.npz",
+        lambda arrays: arrays.update(x=arrays["x"] * np.float32(scale)),
+    )
     report = compiled(tmp_path, INT8)
     rejected(report, "the calibration set's ranges do not fit the selection set: ")
     assert said in report.reasons[0]
@@ -168,7 +208,9 @@ def test_calibration_on_another_domain_says_that_its_ranges_do_not_fit(tmp_path:
     assert report.next_steps[0] == MEND_CALIBRATION
 
 
-def test_samples_that_two_sets_share_are_found_under_any_name_and_at_any_place(tmp_path: Path) -> None:
+def test_samples_that_two_sets_share_are_found_under_any_name_and_at_any_place(
+    tmp_path: Path,
+) -> None:
     plan = write_sabotaged(tmp_path, FP32)
     with np.load(tmp_path / "calibration.npz") as archive:
         known = archive["x"][[7, 60]]
@@ -178,8 +220,15 @@ def test_samples_that_two_sets_share_are_found_under_any_name_and_at_any_place(t
         arrays["labels"] = answers(arrays["x"])
 
     resave(tmp_path / "validation.npz", mix)
-    with pytest.raises(DataError, match="calibration and validation share 2 samples: calibration 7 = validation 3, calibration 60 = validation 200"):
-        compile_plan(load_plan(plan), Runner(Store(tmp_path / "home"), run=run_here), "crucible compile plan.yaml")
+    with pytest.raises(
+        DataError,
+        match="calibration and validation share 2 samples: calibration 7 = validation 3, calibration 60 = validation 200",
+    ):
+        compile_plan(
+            load_plan(plan),
+            Runner(Store(tmp_path / "home"), run=run_here),
+            "crucible compile plan.yaml",
+        )
 
 
 def test_a_small_set_prints_the_interval_of_the_drop_and_warns(tmp_path: Path) -> None:
@@ -190,12 +239,24 @@ def test_a_small_set_prints_the_interval_of_the_drop_and_warns(tmp_path: Path) -
     assert report.verdict == "accepted"
     assert "on 40 validation samples: drop +0.0000 (95 % -0.0876 to +0.0876)" in report.reasons[0]
     notes = [note.text for label, note in report.every_note() if label == ""]
-    assert "validation: 40 samples leave the drop uncertain (95 % -0.0876 to +0.0876); 200 or more narrow its interval" in notes
+    assert (
+        "validation: 40 samples leave the drop uncertain (95 % -0.0876 to +0.0876); 200 or more narrow its interval"
+        in notes
+    )
 
 
 def test_a_metric_that_cannot_tell_samples_apart_ends_the_compile(tmp_path: Path) -> None:
-    (tmp_path / "blind_metric.py").write_text("def confidence(outputs, labels, reference):\n    return outputs.max(axis=1)\n")
+    (tmp_path / "blind_metric.py").write_text(
+        "def confidence(outputs, labels, reference):\n    return outputs.max(axis=1)\n"
+    )
     accuracy = {"metric": "blind_metric:confidence", "max_drop": 0.03}
     plan = write_task(tmp_path, candidates=FP32, benchmark=QUICK, accuracy=accuracy)
-    with pytest.raises(PlanError, match="metric 'blind_metric:confidence' cannot tell right answers from wrong ones"):
-        compile_plan(load_plan(plan), Runner(Store(tmp_path / "home"), run=run_here), "crucible compile plan.yaml")
+    with pytest.raises(
+        PlanError,
+        match="metric 'blind_metric:confidence' cannot tell right answers from wrong ones",
+    ):
+        compile_plan(
+            load_plan(plan),
+            Runner(Store(tmp_path / "home"), run=run_here),
+            "crucible compile plan.yaml",
+        )

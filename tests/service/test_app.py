@@ -55,7 +55,9 @@ def test_importing_the_server_loads_no_backend() -> None:
         ("POST", "/compile", 422, "service.unprocessable"),
     ],
 )
-def test_every_refusal_has_one_form(tmp_path: Path, method: str, path: str, status: int, code: str) -> None:
+def test_every_refusal_has_one_form(
+    tmp_path: Path, method: str, path: str, status: int, code: str
+) -> None:
     async def story(desk: Desk) -> None:
         answer = await desk.client.request(method, path)
         assert (answer.status_code, answer.json()["code"]) == (status, code), answer.text
@@ -75,7 +77,9 @@ def test_every_refusal_has_one_form(tmp_path: Path, method: str, path: str, stat
         ("PATCH", "/models/m/deployment", "DELETE, PUT"),
     ],
 )
-def test_a_method_that_a_path_does_not_take_is_told_all_that_it_does(tmp_path: Path, method: str, path: str, allowed: str) -> None:
+def test_a_method_that_a_path_does_not_take_is_told_all_that_it_does(
+    tmp_path: Path, method: str, path: str, allowed: str
+) -> None:
     async def story(desk: Desk) -> None:
         answer = await desk.client.request(method, path)
         assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
@@ -97,7 +101,9 @@ def test_a_fault_of_ours_is_500_with_an_id_and_no_traceback(tmp_path: Path) -> N
         assert "ZeroDivisionError" not in answer.text
         assert (await desk.client.get("/healthz")).status_code == 200
         figures = (await desk.client.get("/metrics")).text
-        assert 'crucible_http_requests_total{method="GET",route="/fault",status="500"} 1.0' in figures
+        assert (
+            'crucible_http_requests_total{method="GET",route="/fault",status="500"} 1.0' in figures
+        )
 
     at_desk(tmp_path, story)
 
@@ -118,21 +124,48 @@ def test_a_corrupt_row_is_told_and_the_others_are_served(tmp_path: Path) -> None
 
 def test_other_owners_jobs_are_not_there_and_an_admin_sees_all(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
-        mine, other, admin, reader = desk.key("compile"), desk.key("compile"), desk.key("admin"), desk.key("infer")
+        mine, other, admin, reader = (
+            desk.key("compile"),
+            desk.key("compile"),
+            desk.key("admin"),
+            desk.key("infer"),
+        )
         desk.client.headers.update(mine)
         job = await desk.end_of("succeed")
-        paths = [f"/{kind}" for kind in (f"jobs/{job['id']}", f"jobs/{job['id']}/log", f"jobs/{job['id']}/events", f"reports/{job['id']}")]
-        paths += [f"/reports/{job['id']}/{part}" for part in ("latency", "accuracy", "samples", "engine.tar")]
+        paths = [
+            f"/{kind}"
+            for kind in (
+                f"jobs/{job['id']}",
+                f"jobs/{job['id']}/log",
+                f"jobs/{job['id']}/events",
+                f"reports/{job['id']}",
+            )
+        ]
+        paths += [
+            f"/reports/{job['id']}/{part}"
+            for part in ("latency", "accuracy", "samples", "engine.tar")
+        ]
         for path in paths:
-            got = [(await desk.client.get(path, headers=key)).status_code for key in (mine, other, admin)]
+            got = [
+                (await desk.client.get(path, headers=key)).status_code
+                for key in (mine, other, admin)
+            ]
             assert (path, got) == (path, [200, 404, 200])
-        for method, path in (("DELETE", f"/jobs/{job['id']}"), ("POST", f"/jobs/{job['id']}/retry")):
-            got = [(await desk.client.request(method, path, headers=key)).status_code for key in (mine, other, admin, reader)]
+        for method, path in (
+            ("DELETE", f"/jobs/{job['id']}"),
+            ("POST", f"/jobs/{job['id']}/retry"),
+        ):
+            got = [
+                (await desk.client.request(method, path, headers=key)).status_code
+                for key in (mine, other, admin, reader)
+            ]
             assert (path, got) == (path, [409, 404, 409, 403])
         assert (await desk.client.get("/jobs", headers=other)).json()["jobs"] == []
         assert (await desk.client.get("/jobs", headers=reader)).status_code == 200
         assert (await desk.compile("succeed", reader)).status_code == 403
-        again = await desk.compile("succeed", other)  # an equal request of another owner is another job
+        again = await desk.compile(
+            "succeed", other
+        )  # an equal request of another owner is another job
         assert (again.status_code, again.json()["id"] == job["id"]) == (202, False)
         assert (await desk.client.get("/metrics")).status_code == 200
         del desk.client.headers["Authorization"]
@@ -152,10 +185,16 @@ def test_it_is_ready_only_between_its_start_and_its_end(tmp_path: Path) -> None:
             return HOST
 
         app = create_app(Settings(home=tmp_path), WORKER, later)
-        async with app.router.lifespan_context(app), httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=URL) as client:
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=URL) as client,
+        ):
             assert (await client.get("/healthz")).status_code == 200
             starting = await client.get("/readyz")
-            assert (starting.status_code, starting.json()["error"]) == (503, "the server is starting: it asks its host for devices and tools")
+            assert (starting.status_code, starting.json()["error"]) == (
+                503,
+                "the server is starting: it asks its host for devices and tools",
+            )
             assert int(starting.headers["Retry-After"]) > 0
             assert (await client.post("/compile")).status_code == 503
             assert (await client.get("/jobs")).status_code == 200
@@ -187,14 +226,20 @@ def test_the_first_admin_key_comes_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "admin").write_text(f"{text}\n")
 
     async def story(desk: Desk) -> None:
-        assert (await desk.client.get("/jobs", headers={"Authorization": f"Bearer {text}"})).status_code == 200
-        assert (await desk.client.get("/jobs", headers={"Authorization": f"Bearer {text[:-1]}B"})).status_code == 401
+        assert (
+            await desk.client.get("/jobs", headers={"Authorization": f"Bearer {text}"})
+        ).status_code == 200
+        assert (
+            await desk.client.get("/jobs", headers={"Authorization": f"Bearer {text[:-1]}B"})
+        ).status_code == 401
 
     for _ in range(2):  # it is known the second time
         at_desk(tmp_path, story, keys_required=True, admin_key_file=tmp_path / "admin")
 
 
-def test_what_an_upload_left_that_became_no_job_is_removed_at_the_next_start(tmp_path: Path) -> None:
+def test_what_an_upload_left_that_became_no_job_is_removed_at_the_next_start(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "uploads" / "half").mkdir(parents=True)
 
     async def story(desk: Desk) -> None:
@@ -211,7 +256,14 @@ def test_the_docs_need_nothing_from_elsewhere_and_show_every_path(tmp_path: Path
         assert "http" not in answer.text.replace("application/", "")
         for path, methods in document["paths"].items():
             assert all(f"{method.upper()} {path}" in answer.text for method in methods)
-        assert {"/compile", "/jobs", "/jobs/{job_id}/events", "/reports/{job_id}", "/readyz", "/metrics"} <= set(document["paths"])
+        assert {
+            "/compile",
+            "/jobs",
+            "/jobs/{job_id}/events",
+            "/reports/{job_id}",
+            "/readyz",
+            "/metrics",
+        } <= set(document["paths"])
 
     at_desk(tmp_path, story)
 
@@ -226,11 +278,22 @@ def test_every_body_has_an_example_that_is_taken_and_shown(tmp_path: Path) -> No
                 if content["schema"].get("format") == "binary":
                     continue
                 schema = {**content["schema"], "components": document["components"]}
-                example = content["example"] if "example" in content else example_of(content["schema"], document)
+                example = (
+                    content["example"]
+                    if "example" in content
+                    else example_of(content["schema"], document)
+                )
                 jsonschema.validate(example, schema)
                 assert f"<pre>{json.dumps(example, indent=1)}</pre>" in shown, path
                 examples[path, form] = example
-    main = {"/compile", "/infer", "/models/{name}/infer", "/v2/models/{name}/infer", "/models/{name}/promote", "/models/{name}/deployment"}
+    main = {
+        "/compile",
+        "/infer",
+        "/models/{name}/infer",
+        "/v2/models/{name}/infer",
+        "/models/{name}/promote",
+        "/models/{name}/deployment",
+    }
     assert main <= {path for path, _ in examples}
     assert parse(examples["/compile", "multipart/form-data"]["plan"].encode()).name == "resnet50"
 

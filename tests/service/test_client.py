@@ -8,7 +8,19 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import PlanError, UserError
-from service.client import PATIENCE_S, Client, Event, RemoteError, Unreachable, Upload, events_of_stream, is_remote, place_of, refusal_of, wait_times
+from service.client import (
+    PATIENCE_S,
+    Client,
+    Event,
+    RemoteError,
+    Unreachable,
+    Upload,
+    events_of_stream,
+    is_remote,
+    place_of,
+    refusal_of,
+    wait_times,
+)
 from service.storage.database import Database
 from service.storage.keys import Keys
 from tests.service.builders.jobs import WITHIN_S
@@ -30,7 +42,18 @@ def test_events_are_read_however_they_are_cut(size: int) -> None:
     chunks = [STREAM[start : start + size] for start in range(0, len(STREAM), size)]
     whole = [Event(1, "queued", {"at": "x"}), Event(7, "stage", {"text": "a\u2028b: c"})]
     assert list(events_of_stream(chunks)) == whole
-    assert list(events_of_stream([*chunks, b"event: server-restarting\ndata: {}\nretry: 2000\n\n", b'id: 9\nevent: running\ndata: {"at'])) == whole
+    assert (
+        list(
+            events_of_stream(
+                [
+                    *chunks,
+                    b"event: server-restarting\ndata: {}\nretry: 2000\n\n",
+                    b'id: 9\nevent: running\ndata: {"at',
+                ]
+            )
+        )
+        == whole
+    )
 
 
 def test_patience_ends() -> None:
@@ -47,7 +70,9 @@ def test_patience_ends() -> None:
         (f"https://a/crucible/reports/{JOB}/latency?x=1", ("https://a/crucible", JOB)),
     ],
 )
-def test_a_job_is_named_by_its_id_or_by_an_address(text: str, place: tuple[str | None, str]) -> None:
+def test_a_job_is_named_by_its_id_or_by_an_address(
+    text: str, place: tuple[str | None, str]
+) -> None:
     assert place_of(text, None) == place
     assert is_remote(text)
 
@@ -64,9 +89,22 @@ def test_folders_are_not_on_a_server(folder: str) -> None:
 
 
 def test_a_refusal_is_told_in_the_servers_words() -> None:
-    error = refusal_of(409, b'{"error": "job 1 has ended", "code": "service.conflict", "next": "GET it"}', "http://a")
-    assert (error.message, error.code, error.next_step, error.status, error.exit_code) == ("job 1 has ended", "service.conflict", "GET it", 409, 1)
-    assert refusal_of(502, b"<h1>Bad gateway</h1>", "http://a").message == "http://a answered with HTTP status 502"
+    error = refusal_of(
+        409,
+        b'{"error": "job 1 has ended", "code": "service.conflict", "next": "GET it"}',
+        "http://a",
+    )
+    assert (error.message, error.code, error.next_step, error.status, error.exit_code) == (
+        "job 1 has ended",
+        "service.conflict",
+        "GET it",
+        409,
+        1,
+    )
+    assert (
+        refusal_of(502, b"<h1>Bad gateway</h1>", "http://a").message
+        == "http://a answered with HTTP status 502"
+    )
 
 
 @pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://a", "http://"])
@@ -90,7 +128,11 @@ def test_nobody_there_is_told_at_once() -> None:
 
 
 def test_a_server_that_is_another_is_told(tmp_path: Path) -> None:
-    with serving(tmp_path) as server, Client(f"{server.url}/docs") as client, pytest.raises(RemoteError) as caught:
+    with (
+        serving(tmp_path) as server,
+        Client(f"{server.url}/docs") as client,
+        pytest.raises(RemoteError) as caught,
+    ):
         client.jobs()
     assert (caught.value.message, caught.value.status) == ("nothing lies at this path", 404)
 
@@ -100,7 +142,10 @@ def test_a_job_from_its_submission_to_its_report(tmp_path: Path) -> None:
         job = client.submit(upload(tmp_path, "succeed"), "once")
         kinds = [event.kind for event in client.events(job.id)]
         assert kinds == ["queued", "running", "stage", "stage", "succeeded"]
-        assert (client.job(job.id).verdict, client.report(job.id).verdict) == ("accepted", "accepted")
+        assert (client.job(job.id).verdict, client.report(job.id).verdict) == (
+            "accepted",
+            "accepted",
+        )
         assert client.submit(upload(tmp_path, "succeed")).id == job.id
         last = list(client.events(job.id))[-1]
         assert list(client.events(job.id, last.seq)) == []
@@ -110,7 +155,10 @@ def test_a_job_from_its_submission_to_its_report(tmp_path: Path) -> None:
         assert [event.kind for event in client.events(failed.id)][-1] == "failed"
         assert client.retry(failed.id).id != failed.id
         page = client.jobs("failed", limit=1)
-        assert [client.jobs("failed", 1, page.next).jobs[0].id, page.jobs[0].state] == [failed.id, "failed"]
+        assert [client.jobs("failed", 1, page.next).jobs[0].id, page.jobs[0].state] == [
+            failed.id,
+            "failed",
+        ]
 
         hanging = client.submit(upload(tmp_path, "hang"))
         assert client.cancel(hanging.id).state in ("cancelled", "cancelling")
@@ -167,9 +215,15 @@ def test_a_large_upload_with_a_wrong_key_ends_with_the_servers_sentence(tmp_path
     key, text = Keys(database).create("k", ["infer"])
     database.close()
     with serving(tmp_path, keys_required=True) as server:
-        with Client(server.url, f"cru_{'0' * 10}_{'A' * 43}") as client, pytest.raises(RemoteError, match="not known, or was revoked") as caught:
+        with (
+            Client(server.url, f"cru_{'0' * 10}_{'A' * 43}") as client,
+            pytest.raises(RemoteError, match="not known, or was revoked") as caught,
+        ):
             client.submit(Upload(tmp_path / "large.onnx"))
         assert (caught.value.status, caught.value.code) == (401, "service.unauthorized")
-        with Client(server.url, text) as client, pytest.raises(RemoteError, match="no scope 'compile'"):
+        with (
+            Client(server.url, text) as client,
+            pytest.raises(RemoteError, match="no scope 'compile'"),
+        ):
             client.submit(upload(tmp_path, "succeed"))
         until(lambda: key.prefix in server.log())  # a line is written once the answer is on its way

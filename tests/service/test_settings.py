@@ -20,9 +20,17 @@ def test_the_list_of_settings_is_this() -> None:
 
 
 def test_variables_are_yaml_and_flags_overrule_them() -> None:
-    environ = {"CRUCIBLE_SERVICE_PORT": "9000", "CRUCIBLE_SERVICE_ALLOWED_HOSTS": "[a.example, b.example]", "PATH": "/bin"}
+    environ = {
+        "CRUCIBLE_SERVICE_PORT": "9000",
+        "CRUCIBLE_SERVICE_ALLOWED_HOSTS": "[a.example, b.example]",
+        "PATH": "/bin",
+    }
     settings = settings_from(environ, port=9001, host=None, home=Path("/h"))
-    assert (settings.port, settings.host, settings.allowed_hosts) == (9001, "127.0.0.1", ("a.example", "b.example"))
+    assert (settings.port, settings.host, settings.allowed_hosts) == (
+        9001,
+        "127.0.0.1",
+        ("a.example", "b.example"),
+    )
     assert settings.database == Path("/h/crucible.db")
 
 
@@ -34,7 +42,11 @@ def test_variables_are_yaml_and_flags_overrule_them() -> None:
         ("CRUCIBLE_SERVICE_PORT", "[", "not a YAML value"),
         ("CRUCIBLE_SERVICE_MAX_UPLOAD_BYTES", "0", "greater than 0"),
         ("CRUCIBLE_SERVICE_PORT", "65535", "no port comes after 65535, give grpc_port"),
-        ("CRUCIBLE_SERVICE_TLS_KEY", "key.pem", "expected tls_certificate and tls_key, got one of them"),
+        (
+            "CRUCIBLE_SERVICE_TLS_KEY",
+            "key.pem",
+            "expected tls_certificate and tls_key, got one of them",
+        ),
     ],
 )
 def test_a_variable_that_does_not_fit_is_named(variable: str, value: str, said: str) -> None:
@@ -68,6 +80,12 @@ def test_the_names_that_are_answered_to() -> None:
 
 
 def test_grpc_has_the_port_after_https_or_its_own() -> None:
-    for port, given, expected in ((8000, None, 8001), (9000, None, 9001), (0, None, 0), (8000, 0, 0), (0, 7000, 7000)):
+    for port, given, expected in (
+        (8000, None, 8001),
+        (9000, None, 9001),
+        (0, None, 0),
+        (8000, 0, 0),
+        (0, 7000, 7000),
+    ):
         assert Settings(home=Path("/h"), port=port, grpc_port=given).rpc_port == expected
     assert settings_from({"CRUCIBLE_SERVICE_GRPC": "off"}).grpc is False

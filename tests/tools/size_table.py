@@ -14,7 +14,11 @@ TREES = ("pipeline", "service", "calibration_data", "benchmarks", "tests")
 def functions(tree: ast.AST) -> list[tuple[int, str]]:
     """Lines and name of every function, nested ones counted with their parents."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return [((node.end_lineno or node.lineno) - node.lineno + 1, node.name) for node in ast.walk(tree) if isinstance(node, kinds)]
+    return [
+        ((node.end_lineno or node.lineno) - node.lineno + 1, node.name)
+        for node in ast.walk(tree)
+        if isinstance(node, kinds)
+    ]
 
 
 def main() -> int:
@@ -27,9 +31,15 @@ def main() -> int:
         rows.append((len(text.splitlines()), file.relative_to(root), max(found, default=(0, ""))))
     for lines, name, (length, function) in sorted(rows, key=lambda row: -row[0]):
         print(f"{lines:5} {name!s:50} longest function {length:3} {function}")
-    faults = [f"{name}: {function} has {length} lines, at most {MOST_FUNCTION}" for _, name, (length, function) in rows if length > MOST_FUNCTION]
+    faults = [
+        f"{name}: {function} has {length} lines, at most {MOST_FUNCTION}"
+        for _, name, (length, function) in rows
+        if length > MOST_FUNCTION
+    ]
     total = sum(lines for lines, _, _ in rows)
-    print(f"{len(rows)} files, {total} lines, {len(lengths)} functions, median {statistics.median(lengths):.0f} lines")
+    print(
+        f"{len(rows)} files, {total} lines, {len(lengths)} functions, median {statistics.median(lengths):.0f} lines"
+    )
     print("\n".join(faults))
     return 1 if faults else 0
 

@@ -9,7 +9,9 @@ import numpy as np
 from bentoml.validators import ContentType
 from shapes import MODEL, MOST_ROWS, PORT, batches, load, row_from
 
-MODEL = MODEL or os.environ["BENCH_MODEL"]  # `bentoml serve` imports this file in processes of its own
+MODEL = (
+    MODEL or os.environ["BENCH_MODEL"]
+)  # `bentoml serve` imports this file in processes of its own
 Raw = Annotated[bytes, ContentType("application/octet-stream")]
 
 

@@ -12,7 +12,9 @@ class Api(litserve.LitAPI):
     def setup(self, device):
         self.run = load(MODEL)
 
-    def decode_request(self, request: Annotated[bytes, Body(media_type="application/octet-stream")]):
+    def decode_request(
+        self, request: Annotated[bytes, Body(media_type="application/octet-stream")]
+    ):
         return row_from(request)
 
     def batch(self, inputs):
@@ -30,5 +32,13 @@ class Api(litserve.LitAPI):
 
 if __name__ == "__main__":
     options = {"max_batch_size": MOST_ROWS, "batch_timeout": WAIT_S} if batches(MODEL) else {}
-    server = litserve.LitServer(Api(api_path="/infer", **options), accelerator="cpu", fast_queue=True)
-    server.run(host="127.0.0.1", port=PORT, num_api_servers=1, generate_client_file=False, log_level="warning")
+    server = litserve.LitServer(
+        Api(api_path="/infer", **options), accelerator="cpu", fast_queue=True
+    )
+    server.run(
+        host="127.0.0.1",
+        port=PORT,
+        num_api_servers=1,
+        generate_client_file=False,
+        log_level="warning",
+    )

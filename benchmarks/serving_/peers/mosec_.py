@@ -6,7 +6,16 @@ import sys
 from shapes import MODEL, MOST_ROWS, PORT, WAIT_S, batches, load, row_from
 
 MODEL = MODEL or os.environ["BENCH_MODEL"]  # workers are processes of their own
-sys.argv[1:] = ["--port", str(PORT), "--address", "127.0.0.1", "--timeout", "60000", "--log-level", "warning"]
+sys.argv[1:] = [
+    "--port",
+    str(PORT),
+    "--address",
+    "127.0.0.1",
+    "--timeout",
+    "60000",
+    "--log-level",
+    "warning",
+]
 
 import numpy as np  # noqa: E402
 from mosec import Server, Worker  # noqa: E402
@@ -32,5 +41,10 @@ class Api(Worker):
 if __name__ == "__main__":
     os.environ["BENCH_MODEL"] = MODEL
     server = Server()
-    server.append_worker(Api, num=1, max_batch_size=MOST_ROWS if batches(MODEL) else 1, max_wait_time=int(WAIT_S * 1e3))
+    server.append_worker(
+        Api,
+        num=1,
+        max_batch_size=MOST_ROWS if batches(MODEL) else 1,
+        max_wait_time=int(WAIT_S * 1e3),
+    )
     server.run()

@@ -21,7 +21,11 @@ WAIT_S = 0.005
 """How long a batch waits for more rows, where a peer has such a setting: its default is 10 ms in two of them and none in the others.
 Less would leave batches of 16 clients half empty, more only adds to the latency of one."""
 
-MODEL, PORT = (sys.argv[1], int(sys.argv[2])) if len(sys.argv) == 3 and not sys.argv[1].startswith("-") else ("", 0)
+MODEL, PORT = (
+    (sys.argv[1], int(sys.argv[2]))
+    if len(sys.argv) == 3 and not sys.argv[1].startswith("-")
+    else ("", 0)
+)
 """Neither where the benchmark itself imports this."""
 
 

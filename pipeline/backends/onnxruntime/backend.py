@@ -124,16 +124,28 @@ def gpu_providers() -> tuple[OrtProvider, ...]:
     return tuple(name for name, known in PROVIDERS.items() if name != "cpu" and known in present)
 
 
-def unsupported(model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()) -> tuple[Refusal, ...]:
+def unsupported(
+    model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()
+) -> tuple[Refusal, ...]:
     """Every node without a kernel, or that its kernel refuses. The whole model is tried first: if it loads, there is none."""
     complaint = _complaint(str(model.path))
     if not complaint:
         return ()
     refusals = refused_nodes(model, _complaint)
-    return refusals or (Refusal(node="(the whole model)", operator="", opset=model.opset, reason=complaint, remedy=REMEDY),)
+    return refusals or (
+        Refusal(
+            node="(the whole model)",
+            operator="",
+            opset=model.opset,
+            reason=complaint,
+            remedy=REMEDY,
+        ),
+    )
 
 
-def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent) -> Engine:
+def build(
+    model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
+) -> Engine:
     """Copy the graph and its external data to `out` and open it once; the graph must already be in the recipe's precision."""
     _check_precision(model, recipe)
     progress(None, "copying the graph")
@@ -141,7 +153,10 @@ def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, pr
     progress(None, "optimising the graph")
     providers = providers_of(recipe, model.inputs, options.profiles)
     if complaint := _complaint(str(out / model.path.name), recipe, providers):
-        raise ModelError(f"ONNX Runtime cannot open this model: {complaint}", "list every node with `crucible inspect MODEL --backend onnxruntime`")
+        raise ModelError(
+            f"ONNX Runtime cannot open this model: {complaint}",
+            "list every node with `crucible inspect MODEL --backend onnxruntime`",
+        )
     target = _target_of(recipe)
     return Engine(
         root=out,
@@ -174,7 +189,9 @@ def layers(engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable | Non
             profiled = _open_engine(engine, Path(folder))
         except _errors() as error:
             raise unreadable(engine, _sentence(error)) from error
-        return ort_layers.layer_table(profiled, OrtSession(engine, profiled.run), engine.path, feeds)
+        return ort_layers.layer_table(
+            profiled, OrtSession(engine, profiled.run), engine.path, feeds
+        )
 
 
 def load(engine: Engine, device: str = "", serves: bool = False) -> Loaded:
@@ -237,7 +254,8 @@ class OrtSession:
             self._results = self._run(self._names, self._feeds)
         except self._errors as error:
             raise DataError(
-                f"ONNX Runtime cannot run on these inputs: {_sentence(error)}", "check the values, for example ids against their table"
+                f"ONNX Runtime cannot run on these inputs: {_sentence(error)}",
+                "check the values, for example ids against their table",
             ) from error
 
     def download(self) -> None:
@@ -250,7 +268,9 @@ class OrtSession:
         if not self._results:
             nothing_to_fetch()
         fetched = dict(zip(self._names, self._results, strict=True))
-        for name in self._passed_through:  # an output that is an input comes as the caller's own array
+        for (
+            name
+        ) in self._passed_through:  # an output that is an input comes as the caller's own array
             fetched[name] = fetched[name].copy()
         return fetched
 
@@ -338,11 +358,14 @@ def _check_precision(model: OnnxModel, recipe: Recipe) -> None:
     for spec in (*model.inputs, *model.outputs):
         if spec.dtype == "bfloat16":
             raise UnsupportedError(
-                f"ONNX Runtime takes no bfloat16 arrays from Python, and '{spec.name}' is bfloat16", "make it float32, or choose openvino"
+                f"ONNX Runtime takes no bfloat16 arrays from Python, and '{spec.name}' is bfloat16",
+                "make it float32, or choose openvino",
             )
 
 
-def _open_engine(engine: Engine, profile: Path | None = None, serves: bool = False) -> onnxruntime.InferenceSession:
+def _open_engine(
+    engine: Engine, profile: Path | None = None, serves: bool = False
+) -> onnxruntime.InferenceSession:
     recipe = engine.recipe
     options = OpenOptions(
         engine.threads or usable_cores(),
@@ -422,10 +445,18 @@ def _errors() -> tuple[type[Exception], ...]:
     """ONNX Runtime's exceptions, which have no base of their own."""
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
-    return tuple(kind for kind in vars(state).values() if isinstance(kind, type) and issubclass(kind, Exception))
+    return tuple(
+        kind
+        for kind in vars(state).values()
+        if isinstance(kind, type) and issubclass(kind, Exception)
+    )
 
 
 def _sentence(error: Exception) -> str:
     """The library's message without its codes and the path of its source file."""
     text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", str(error))
-    return re.sub(r"^(Load model from .* failed:)?(Fatal error: )?|/onnxruntime_src/\S+ ", "", text).strip().partition("\n")[0]
+    return (
+        re.sub(r"^(Load model from .* failed:)?(Fatal error: )?|/onnxruntime_src/\S+ ", "", text)
+        .strip()
+        .partition("\n")[0]
+    )

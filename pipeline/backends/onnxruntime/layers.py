@@ -36,8 +36,29 @@ from pipeline.results.layer_table import Layer, LayerTable
 if TYPE_CHECKING:
     import onnxruntime
 
-CONVERTING = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast", "CastLike", "ReorderInput", "ReorderOutput"})
-MOVING = CONVERTING | {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Concat", "Slice", "Split", "Expand"}
+CONVERTING = frozenset(
+    {
+        "QuantizeLinear",
+        "DequantizeLinear",
+        "DynamicQuantizeLinear",
+        "Cast",
+        "CastLike",
+        "ReorderInput",
+        "ReorderOutput",
+    }
+)
+MOVING = CONVERTING | {
+    "Reshape",
+    "Flatten",
+    "Squeeze",
+    "Unsqueeze",
+    "Transpose",
+    "Identity",
+    "Concat",
+    "Slice",
+    "Split",
+    "Expand",
+}
 BRANCHING = frozenset({"If", "Loop", "Scan"})  # their bodies' nodes are timed by themselves
 COUNTING = frozenset({"Shape", "Size"})
 INT8_HEAVY = frozenset(
@@ -81,7 +102,9 @@ WIDTHS = {"fp16": 2, "bf16": 3, "fp32": 4, "double": 8}  # bf16 after fp16: it h
 BYTES = frozenset({"int8", "uint8"})
 INTEGERS = frozenset({"int16", "int32", "int64", "uint16", "uint32", "uint64", "bool"}) | BYTES
 
-ADDED = re.compile(r"(_token_\d+|_nchwc|/duplicated|/\w*Fusion/*)+$")  # what the optimiser adds to the name of a node or tensor
+ADDED = re.compile(
+    r"(_token_\d+|_nchwc|/duplicated|/\w*Fusion/*)+$"
+)  # what the optimiser adds to the name of a node or tensor
 SUMMED = 3  # the input of a blocked Conv that is added to its result
 KERNEL = "_kernel_time"
 
@@ -94,11 +117,17 @@ def profile_into(options: onnxruntime.SessionOptions, folder: Path) -> None:
     options.enable_profiling = True
     options.profile_file_prefix = str(folder / "profile")
     options.optimized_model_filepath = str(folder / "optimised.onnx")
-    options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "optimised.data")  # may be over 2 GiB
-    options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
+    options.add_session_config_entry(
+        "session.optimized_model_external_initializers_file_name", "optimised.data"
+    )  # may be over 2 GiB
+    options.add_session_config_entry(
+        "session.optimized_model_external_initializers_min_size_in_bytes", "1024"
+    )
 
 
-def layer_table(profiled: onnxruntime.InferenceSession, session: Session, model: Path, feeds: Tensors) -> LayerTable:
+def layer_table(
+    profiled: onnxruntime.InferenceSession, session: Session, model: Path, feeds: Tensors
+) -> LayerTable:
     """Every kernel of a session opened with `profile_into`, in the order of running, each with its median time.
 
     `session` runs `profiled`, whose profile is closed; `model` is the ONNX graph it was opened from. Profiling adds some 10 µs to each kernel.
@@ -107,19 +136,31 @@ def layer_table(profiled: onnxruntime.InferenceSession, session: Session, model:
     runs = run_for_layers(session)
     profile = Path(profiled.end_profiling())
     optimised = read_proto(profile.with_name("optimised.onnx"), weights=False)
-    found = layers_from_profile(profile.read_text(), optimised.graph, read_proto(model, weights=False).graph, LAYER_WARMUP_RUNS)
+    found = layers_from_profile(
+        profile.read_text(),
+        optimised.graph,
+        read_proto(model, weights=False).graph,
+        LAYER_WARMUP_RUNS,
+    )
     return LayerTable(sizes=sizes, runs=runs, layers=found)
 
 
 # -- pure: the profile ------------------------------------------------------------------------------------------------
 
 
-def layers_from_profile(profile: str, optimised: onnx.GraphProto, original: onnx.GraphProto, warmup: int = 0) -> tuple[Layer, ...]:
+def layers_from_profile(
+    profile: str, optimised: onnx.GraphProto, original: onnx.GraphProto, warmup: int = 0
+) -> tuple[Layer, ...]:
     """The kernels of a profile, each with the median of its times after `warmup` runs.
 
     A kernel that runs more than once in a run (in a loop) counts with its sum; what holds other nodes (If, Loop) without theirs.
     """
-    levels = {node.name: _accuracy_level(node) for inner in graphs_of(optimised) for node in inner.node if node.op_type == NBITS}
+    levels = {
+        node.name: _accuracy_level(node)
+        for inner in graphs_of(optimised)
+        for node in inner.node
+        if node.op_type == NBITS
+    }
     nodes = nodes_by_kernel(optimised, original)
     times: dict[str, list[float]] = defaultdict(list)
     first: dict[str, Mapping[str, Any]] = {}
@@ -131,7 +172,10 @@ def layers_from_profile(profile: str, optimised: onnx.GraphProto, original: onnx
             seconds[name] += own
         for name, value in seconds.items():
             times[name].append(value)
-    return tuple(_layer(name, args, nodes.get(name, ()), levels.get(name, 0), median(times[name])) for name, args in first.items())
+    return tuple(
+        _layer(name, args, nodes.get(name, ()), levels.get(name, 0), median(times[name]))
+        for name, args in first.items()
+    )
 
 
 def _runs(profile: str) -> list[list[Mapping[str, Any]]]:
@@ -139,10 +183,21 @@ def _runs(profile: str) -> list[list[Mapping[str, Any]]]:
     try:
         events: list[Mapping[str, Any]] = json.loads(profile)
     except ValueError as error:
-        raise InternalError(f"ONNX Runtime's profile is no JSON: {error}: {profile[:200]!r}") from error
-    whole = [(event["ts"], event["ts"] + event["dur"]) for event in events if event.get("name") == "model_run"]
-    kernels = sorted((event for event in events if str(event.get("name", "")).endswith(KERNEL)), key=lambda event: (event["ts"], -event["dur"]))
-    return [[event for event in kernels if start <= event["ts"] <= end] for start, end in sorted(whole)]
+        raise InternalError(
+            f"ONNX Runtime's profile is no JSON: {error}: {profile[:200]!r}"
+        ) from error
+    whole = [
+        (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("name") == "model_run"
+    ]
+    kernels = sorted(
+        (event for event in events if str(event.get("name", "")).endswith(KERNEL)),
+        key=lambda event: (event["ts"], -event["dur"]),
+    )
+    return [
+        [event for event in kernels if start <= event["ts"] <= end] for start, end in sorted(whole)
+    ]
 
 
 def _own_seconds(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], float]]:
@@ -159,10 +214,17 @@ def _own_seconds(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[
     return ((event, max(micros, 0.0) * 1e-6) for event, micros in zip(timed, own, strict=True))
 
 
-def _layer(name: str, args: Mapping[str, Any], nodes: tuple[str, ...], level: int, seconds: float) -> Layer:
+def _layer(
+    name: str, args: Mapping[str, Any], nodes: tuple[str, ...], level: int, seconds: float
+) -> Layer:
     operator = str(args.get("op_name", ""))
     inputs, outputs = (
-        tuple(DTYPES.get(dtype, dtype) for tensor in args.get(f"{side}_type_shape", ()) for dtype in tensor) for side in ("input", "output")
+        tuple(
+            DTYPES.get(dtype, dtype)
+            for tensor in args.get(f"{side}_type_shape", ())
+            for dtype in tensor
+        )
+        for side in ("input", "output")
     )
     precision, evidence = precision_of(operator, inputs, outputs, level)
     return Layer(
@@ -205,13 +267,17 @@ def is_heavy(operator: str) -> bool:
 
 
 def _accuracy_level(node: onnx.NodeProto) -> int:
-    return next((int(attribute.i) for attribute in node.attribute if attribute.name == "accuracy_level"), 0)
+    return next(
+        (int(attribute.i) for attribute in node.attribute if attribute.name == "accuracy_level"), 0
+    )
 
 
 # -- pure: from kernels back to ONNX nodes ----------------------------------------------------------------------------
 
 
-def nodes_by_kernel(optimised: onnx.GraphProto, original: onnx.GraphProto) -> dict[str, tuple[str, ...]]:
+def nodes_by_kernel(
+    optimised: onnx.GraphProto, original: onnx.GraphProto
+) -> dict[str, tuple[str, ...]]:
     """The nodes of the original graph that each kernel of the optimised one computes, in their own order; by the kernel's name."""
     known = _Original.of(original)
     kernels = [node for inner in graphs_of(optimised) for node in inner.node]
@@ -228,9 +294,17 @@ class _Original:
     @classmethod
     def of(cls, graph: onnx.GraphProto) -> _Original:
         inner = list(graphs_of(graph))
-        by_name = {node.name or next(iter(node.output), ""): node for each in inner for node in each.node}
-        producers = {tensor: name for name, node in by_name.items() for tensor in node.output if tensor}
-        return cls(by_name, producers, frozenset(tensor.name for each in inner for tensor in each.initializer))
+        by_name = {
+            node.name or next(iter(node.output), ""): node for each in inner for node in each.node
+        }
+        producers = {
+            tensor: name for name, node in by_name.items() for tensor in node.output if tensor
+        }
+        return cls(
+            by_name,
+            producers,
+            frozenset(tensor.name for each in inner for tensor in each.initializer),
+        )
 
     def named(self, kernel: onnx.NodeProto) -> str:
         """The node whose name the kernel bears, or whose output; empty if none."""
@@ -243,7 +317,11 @@ class _Original:
         """The output of the one node of this operator that reads a tensor; the tensor itself if there is none, or it is one already."""
         if self.by_name[self.producers[tensor]].op_type == operator:
             return tensor
-        readers = [node for node in self.by_name.values() if tensor in node.input and node.op_type == operator]
+        readers = [
+            node
+            for node in self.by_name.values()
+            if tensor in node.input and node.op_type == operator
+        ]
         return readers[0].output[0] if len(readers) == 1 else tensor
 
 
@@ -254,9 +332,22 @@ def _aliases(kernels: Sequence[onnx.NodeProto], known: _Original) -> dict[str, s
         node = known.by_name.get(known.named(kernel))
         if kernel.name.endswith("_nchwc") and node is not None:
             alias[kernel.output[0]] = _made_in_blocks(kernel, known)
-        elif node is not None and node.op_type == kernel.op_type and len(node.output) == len(kernel.output):
-            alias |= {made: first for made, first in zip(kernel.output, node.output, strict=True) if made not in known.producers}
-    inserted = [kernel for kernel in kernels if kernel.op_type in ("ReorderInput", "ReorderOutput", "Transpose") and not known.named(kernel)]
+        elif (
+            node is not None
+            and node.op_type == kernel.op_type
+            and len(node.output) == len(kernel.output)
+        ):
+            alias |= {
+                made: first
+                for made, first in zip(kernel.output, node.output, strict=True)
+                if made not in known.producers
+            }
+    inserted = [
+        kernel
+        for kernel in kernels
+        if kernel.op_type in ("ReorderInput", "ReorderOutput", "Transpose")
+        and not known.named(kernel)
+    ]
     for kernel in inserted:
         if kernel.output[0] not in known.producers:
             alias.setdefault(kernel.output[0], alias.get(kernel.input[0], kernel.input[0]))
@@ -273,19 +364,28 @@ def _made_in_blocks(kernel: onnx.NodeProto, known: _Original) -> str:
         return tensor
     if len(kernel.input) > SUMMED and kernel.input[SUMMED]:
         tensor = known.after(tensor, "Add")
-    activation = next((attribute.s.decode() for attribute in kernel.attribute if attribute.name == "activation"), "")
+    activation = next(
+        (attribute.s.decode() for attribute in kernel.attribute if attribute.name == "activation"),
+        "",
+    )
     return known.after(tensor, activation) if activation else tensor
 
 
-def _nodes_of(kernel: onnx.NodeProto, alias: Mapping[str, str], known: _Original) -> tuple[str, ...]:
+def _nodes_of(
+    kernel: onnx.NodeProto, alias: Mapping[str, str], known: _Original
+) -> tuple[str, ...]:
     named = known.named(kernel)
-    made = [tensor for each in kernel.output if (tensor := alias.get(each, each)) in known.producers]
+    made = [
+        tensor for each in kernel.output if (tensor := alias.get(each, each)) in known.producers
+    ]
     read = {alias.get(tensor, tensor) for tensor in kernel.input}
     if set(made) <= read and not named:  # put in to change the layout: computes no node
         return ()
     between = _between(made or (list(known.by_name[named].output) if named else []), read, known)
     nodes = dict.fromkeys((named, *between) if named else between)
-    return tuple(sorted(nodes, key=lambda name: known.by_name[name].op_type not in FLOAT_HEAVY))  # the one that says what it is comes first
+    return tuple(
+        sorted(nodes, key=lambda name: known.by_name[name].op_type not in FLOAT_HEAVY)
+    )  # the one that says what it is comes first
 
 
 def _between(made: Sequence[str], read: set[str], known: _Original) -> tuple[str, ...]:

@@ -14,16 +14,33 @@ import onnx
 from onnx import numpy_helper
 
 from pipeline.core import OnnxModel, Progress, Recipe, silent
-from pipeline.onnx_graph.graph import graphs_of, kept_nodes, onnx_model, read_proto, with_same_interface, write_proto
+from pipeline.onnx_graph.graph import (
+    graphs_of,
+    kept_nodes,
+    onnx_model,
+    read_proto,
+    with_same_interface,
+    write_proto,
+)
 from pipeline.quantization.half_precision import flatten
 from pipeline.quantization.insert_qdq import drop_unread
-from pipeline.quantization.linear_layers import bits_of, check_changed, check_unquantised, constant_bytes, float_weights, linear_layers, weights_note
+from pipeline.quantization.linear_layers import (
+    bits_of,
+    check_changed,
+    check_unquantised,
+    constant_bytes,
+    float_weights,
+    linear_layers,
+    weights_note,
+)
 
 FILE = "model.onnx"
 OF_FLOATS, OF_INT8 = 0, 4  # accuracy levels of MatMulNBits
 
 
-def compress_with_onnxruntime(model: OnnxModel, recipe: Recipe, out: Path, progress: Progress = silent) -> OnnxModel:
+def compress_with_onnxruntime(
+    model: OnnxModel, recipe: Recipe, out: Path, progress: Progress = silent
+) -> OnnxModel:
     """The graph with few bits in its weights as out/model.onnx, with the interface of `model`; `recipe.keep_fp32` stays as it is.
 
     A Gemm becomes a MatMul and an Add, which is the same sum. Raises UnsupportedError where no layer can be changed.
@@ -32,7 +49,11 @@ def compress_with_onnxruntime(model: OnnxModel, recipe: Recipe, out: Path, progr
     check_unquantised(proto.graph)
     kept = kept_nodes(proto.graph, recipe.keep_fp32)
     weights = float_weights(proto.graph)
-    chosen = {name: bits_of(recipe) for name, node in linear_layers(proto.graph).items() if name not in kept and _fits(node, weights)}
+    chosen = {
+        name: bits_of(recipe)
+        for name, node in linear_layers(proto.graph).items()
+        if name not in kept and _fits(node, weights)
+    }
     check_changed(chosen, recipe)
     before, source = constant_bytes(proto.graph), onnx.GraphProto()
     source.CopyFrom(proto.graph)
@@ -47,7 +68,12 @@ def compress_with_onnxruntime(model: OnnxModel, recipe: Recipe, out: Path, progr
 def _quantised(proto: onnx.ModelProto, recipe: Recipe, chosen: set[str]) -> onnx.ModelProto:
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
-    others = {node.name for inner in graphs_of(proto.graph) for node in inner.node if node.name not in chosen}
+    others = {
+        node.name
+        for inner in graphs_of(proto.graph)
+        for node in inner.node
+        if node.name not in chosen
+    }
     quantizer = MatMulNBitsQuantizer(
         proto,
         bits=bits_of(recipe),
@@ -66,15 +92,21 @@ def _fits(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto]) -> bool:
     """Whether MatMulNBits can stand for a linear layer: a matrix as the second factor, and of a Gemm nothing but a product and a bias."""
     if node.input[1] not in weights or len(weights[node.input[1]].dims) != 2:
         return False
-    attributes = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
-    scaled = attributes.get("alpha", 1.0) != 1.0 or (len(node.input) > 2 and attributes.get("beta", 1.0) != 1.0)
+    attributes = {
+        attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute
+    }
+    scaled = attributes.get("alpha", 1.0) != 1.0 or (
+        len(node.input) > 2 and attributes.get("beta", 1.0) != 1.0
+    )
     return node.op_type == "MatMul" or not (scaled or attributes.get("transA", 0))
 
 
 def split_gemms(graph: onnx.GraphProto, names: Set[str]) -> None:
     """Write each Gemm named as a MatMul of the same name, then an Add where it has a bias. In place."""
     weights = float_weights(graph)
-    taken = {name for node in graph.node for name in (*node.input, *node.output, node.name)} | weights.keys()
+    taken = {
+        name for node in graph.node for name in (*node.input, *node.output, node.name)
+    } | weights.keys()
     turned: dict[str, str] = {}
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
@@ -85,7 +117,12 @@ def split_gemms(graph: onnx.GraphProto, names: Set[str]) -> None:
         if any(attribute.name == "transB" and attribute.i for attribute in node.attribute):
             if weight not in turned:
                 turned[weight] = _fresh(f"{weight}_transposed", taken)
-                graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(numpy_helper.to_array(weights[weight]).T), turned[weight]))
+                graph.initializer.append(
+                    numpy_helper.from_array(
+                        np.ascontiguousarray(numpy_helper.to_array(weights[weight]).T),
+                        turned[weight],
+                    )
+                )
             weight = turned[weight]
         nodes += _product_and_sum(node, weight, taken)
     del graph.node[:]
@@ -93,12 +130,16 @@ def split_gemms(graph: onnx.GraphProto, names: Set[str]) -> None:
     drop_unread(graph)
 
 
-def _product_and_sum(gemm: onnx.NodeProto, weight: str, taken: set[str]) -> Iterator[onnx.NodeProto]:
+def _product_and_sum(
+    gemm: onnx.NodeProto, weight: str, taken: set[str]
+) -> Iterator[onnx.NodeProto]:
     bias = gemm.input[2] if len(gemm.input) > 2 else ""
     product = _fresh(f"{gemm.output[0]}_product", taken) if bias else gemm.output[0]
     yield onnx.helper.make_node("MatMul", [gemm.input[0], weight], [product], name=gemm.name)
     if bias:
-        yield onnx.helper.make_node("Add", [product, bias], [gemm.output[0]], name=_fresh(f"{gemm.name}_bias", taken))
+        yield onnx.helper.make_node(
+            "Add", [product, bias], [gemm.output[0]], name=_fresh(f"{gemm.name}_bias", taken)
+        )
 
 
 def _fresh(name: str, taken: set[str]) -> str:

@@ -36,7 +36,20 @@ from pipeline.backends.checks import (
 from pipeline.backends.node_support import REMEDY, refused_nodes
 from pipeline.backends.openvino import layers as openvino_layers
 from pipeline.backends.openvino.nncf import quantize_with_nncf as quantize_with_nncf
-from pipeline.core import BuildOptions, Engine, Note, OnnxModel, Precision, Progress, Recipe, Refusal, Target, Tensors, TensorSpec, silent
+from pipeline.core import (
+    BuildOptions,
+    Engine,
+    Note,
+    OnnxModel,
+    Precision,
+    Progress,
+    Recipe,
+    Refusal,
+    Target,
+    Tensors,
+    TensorSpec,
+    silent,
+)
 from pipeline.distribution import install_command
 from pipeline.errors import BackendUnavailable, DataError, ModelError, UnsupportedError
 from pipeline.host.amx import tiles_described
@@ -44,16 +57,27 @@ from pipeline.measurement.measure import cpu_flags, cpu_name, usable_cores
 from pipeline.onnx_graph.graph import file_size
 from pipeline.results.layer_table import LayerTable
 
-PRECISIONS = frozenset({Precision.FP32, Precision.FP16, Precision.BF16, Precision.INT8, Precision.INT4})
+PRECISIONS = frozenset(
+    {Precision.FP32, Precision.FP16, Precision.BF16, Precision.INT8, Precision.INT4}
+)
 DISTRIBUTIONS: tuple[str, ...] = ("openvino",)
 INSTALL = install_command("openvino")
 FILE = "model.xml"
 
-NEEDED_FLAGS = {Precision.BF16: {"avx512_bf16", "amx_bf16"}, Precision.FP16: {"avx512_fp16", "amx_fp16"}}
+NEEDED_FLAGS = {
+    Precision.BF16: {"avx512_bf16", "amx_bf16"},
+    Precision.FP16: {"avx512_fp16", "amx_fp16"},
+}
 """Any one of these computes in that precision; without, OpenVINO converts to fp32 and back, or ignores the hint."""
 
 HINTS = {Precision.FP32: "f32", Precision.FP16: "f16", Precision.BF16: "bf16"}
-RUNS_AS = {Precision.FP32: {"f32"}, Precision.FP16: {"f16"}, Precision.BF16: {"bf16"}, Precision.INT8: {"i8", "u8"}, Precision.INT4: {"i4", "u4"}}
+RUNS_AS = {
+    Precision.FP32: {"f32"},
+    Precision.FP16: {"f16"},
+    Precision.BF16: {"bf16"},
+    Precision.INT8: {"i8", "u8"},
+    Precision.INT4: {"i4", "u4"},
+}
 INTEGERS = (Precision.INT8, Precision.INT4)
 NARROWED = {"int64": "int32", "uint64": "int32", "float64": "float32"}
 """What the CPU plugin computes these in: an int64 value beyond 31 bits comes out wrong."""
@@ -66,7 +90,9 @@ def probe() -> Target:
     return Target(backend="openvino", version=version, device=cpu_name(), cpu_flags=flags)
 
 
-def unsupported(model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()) -> tuple[Refusal, ...]:
+def unsupported(
+    model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()
+) -> tuple[Refusal, ...]:
     """Every node that OpenVINO cannot convert, or has no kernel for. The whole model is tried first: if it converts, there is none."""
     ov = _library()
     core = ov.Core()
@@ -78,24 +104,40 @@ def unsupported(model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()
     if not complaint:
         return ()
     refusals = refused_nodes(model, complaint_about)
-    return refusals or (Refusal(node="(the whole model)", operator="", opset=model.opset, reason=complaint, remedy=REMEDY),)
+    return refusals or (
+        Refusal(
+            node="(the whole model)",
+            operator="",
+            opset=model.opset,
+            reason=complaint,
+            remedy=REMEDY,
+        ),
+    )
 
 
-def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent) -> Engine:
+def build(
+    model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
+) -> Engine:
     """Write the IR to `out` and compile it once, to see that the heavy layers run in the recipe's precision."""
     target = probe()
     _check_precision(model, recipe, target)
     ov = _library()
     progress(None, "converting to OpenVINO's IR")
     try:
-        ov.save_model(ov.Core().read_model(str(model.path)), str(out / FILE), compress_to_fp16=False)
+        ov.save_model(
+            ov.Core().read_model(str(model.path)), str(out / FILE), compress_to_fp16=False
+        )
         progress(None, "compiling for this CPU")
         compiled = ov.Core().compile_model(str(out / FILE), "CPU", _config(recipe, options.threads))
     except RuntimeError as error:
-        if shutil.disk_usage(out).free < file_size(model.path):  # all it says is "iostream error", and it removes what it wrote
+        if shutil.disk_usage(out).free < file_size(
+            model.path
+        ):  # all it says is "iostream error", and it removes what it wrote
             raise OSError(errno.ENOSPC, "No space left on device", str(out / FILE)) from error
         said = f"OpenVINO cannot build this model: {_sentence(error)}"
-        raise ModelError(said, "list every node with `crucible inspect MODEL --backend openvino`") from error
+        raise ModelError(
+            said, "list every node with `crucible inspect MODEL --backend openvino`"
+        ) from error
     check_runs_as(compiled, recipe)
     return Engine(
         root=out,
@@ -107,7 +149,9 @@ def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, pr
         outputs=model.outputs,
         profiles=options.profiles,
         threads=options.threads,
-        size_bytes=sum((out / FILE).with_suffix(suffix).stat().st_size for suffix in (".xml", ".bin")),
+        size_bytes=sum(
+            (out / FILE).with_suffix(suffix).stat().st_size for suffix in (".xml", ".bin")
+        ),
         notes=tuple(_notes(model)),
     )
 
@@ -118,7 +162,9 @@ def layers(engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable:
     ov = _library()
     try:
         model = ov.Core().read_model(str(engine.path))
-        compiled = ov.Core().compile_model(model, "CPU", {**_config(engine.recipe, engine.threads), "PERF_COUNT": "YES"})
+        compiled = ov.Core().compile_model(
+            model, "CPU", {**_config(engine.recipe, engine.threads), "PERF_COUNT": "YES"}
+        )
     except RuntimeError as error:
         raise unreadable(engine, _sentence(error)) from error
     session = OpenVinoSession(engine, ov, compiled)
@@ -132,7 +178,13 @@ def load(engine: Engine, device: str = "") -> Loaded:
     refuse_device(engine, device)
     ov = _library()
     try:
-        return OpenVinoLoaded(engine, ov, ov.Core().compile_model(str(engine.path), "CPU", _config(engine.recipe, engine.threads)))
+        return OpenVinoLoaded(
+            engine,
+            ov,
+            ov.Core().compile_model(
+                str(engine.path), "CPU", _config(engine.recipe, engine.threads)
+            ),
+        )
     except RuntimeError as error:
         raise unreadable(engine, _sentence(error)) from error
 
@@ -162,7 +214,9 @@ class OpenVinoSession:
         self.outputs: tuple[TensorSpec, ...] = engine.outputs
         self._check: Callable[[Tensors], None] = FeedCheck(engine.inputs, engine.profiles)
         self._ov, self.request = ov, compiled.create_infer_request()
-        self._infer: Callable[[], object] = partial(self.request.infer, share_outputs=True)  # views, copied by download
+        self._infer: Callable[[], object] = partial(
+            self.request.infer, share_outputs=True
+        )  # views, copied by download
         self._in_ports = {spec.name: compiled.input(spec.name) for spec in engine.inputs}
         self._out_ports = {spec.name: compiled.output(spec.name) for spec in engine.outputs}
         self._feeds: dict[str, NDArray[np.generic]] = {}
@@ -170,7 +224,10 @@ class OpenVinoSession:
 
     def bind(self, feeds: Tensors) -> None:
         self._check(feeds)
-        self._feeds, self._results = {name: _readable_in_place(array) for name, array in feeds.items()}, {}
+        self._feeds, self._results = (
+            {name: _readable_in_place(array) for name, array in feeds.items()},
+            {},
+        )
 
     def upload(self) -> None:
         for name, array in self._feeds.items():
@@ -181,10 +238,15 @@ class OpenVinoSession:
             self._infer()
         except RuntimeError as error:
             said = f"OpenVINO cannot run on these inputs: {_sentence(error)}"
-            raise DataError(said, "check the values, for example ids against their table") from error
+            raise DataError(
+                said, "check the values, for example ids against their table"
+            ) from error
 
     def download(self) -> None:
-        self._results = {name: _owned(self.request.get_tensor(port), port) for name, port in self._out_ports.items()}
+        self._results = {
+            name: _owned(self.request.get_tensor(port), port)
+            for name, port in self._out_ports.items()
+        }
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
@@ -202,7 +264,9 @@ class OpenVinoSession:
         self.request, self._feeds, self._results = None, {}, {}
 
     def _tensor(self, array: NDArray[np.generic]) -> Any:
-        if array.dtype == ml_dtypes.bfloat16:  # numpy's own dtypes are all that OpenVINO knows by name
+        if (
+            array.dtype == ml_dtypes.bfloat16
+        ):  # numpy's own dtypes are all that OpenVINO knows by name
             return self._ov.Tensor(array.view(np.uint16), array.shape, self._ov.Type.bf16)
         return self._ov.Tensor(array, shared_memory=True)
 
@@ -221,7 +285,10 @@ def check_recipe(recipe: Recipe, target: Target) -> None:
     """UnsupportedError for what OpenVINO would only pretend to do on this CPU."""
     asked = recipe.precision
     if asked not in PRECISIONS:
-        raise UnsupportedError(f"OpenVINO on a CPU has no {asked}, a format of NVIDIA GPUs", "choose fp32, bf16 or int8")
+        raise UnsupportedError(
+            f"OpenVINO on a CPU has no {asked}, a format of NVIDIA GPUs",
+            "choose fp32, bf16 or int8",
+        )
     if asked is Precision.INT4 and not recipe.weight_only:
         raise UnsupportedError("OpenVINO has int4 for weights only", "add `weight_only`")
     needed = NEEDED_FLAGS.get(recipe.rest if asked in INTEGERS else asked, set())
@@ -245,8 +312,14 @@ def _check_precision(model: OnnxModel, recipe: Recipe, target: Target) -> None:
 
 def _config(recipe: Recipe, threads: int) -> dict[str, str]:
     """Properties of the compiled model: one stream, for latency, and the precision said in words."""
-    words = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": _hint(recipe), "INFERENCE_NUM_THREADS": str(threads or usable_cores())}
-    if recipe.weight_only:  # by itself OpenVINO quantises the activations too, where the CPU is fit for it
+    words = {
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_PRECISION_HINT": _hint(recipe),
+        "INFERENCE_NUM_THREADS": str(threads or usable_cores()),
+    }
+    if (
+        recipe.weight_only
+    ):  # by itself OpenVINO quantises the activations too, where the CPU is fit for it
         words["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = "0"
     return words
 
@@ -268,7 +341,9 @@ def check_runs_as(compiled: Any, recipe: Recipe) -> None:
 
 def _notes(model: OnnxModel) -> Iterator[Note]:
     for wide, narrow in NARROWED.items():
-        if names := [f"'{spec.name}'" for spec in (*model.inputs, *model.outputs) if spec.dtype == wide]:
+        if names := [
+            f"'{spec.name}'" for spec in (*model.inputs, *model.outputs) if spec.dtype == wide
+        ]:
             text = f"OpenVINO computes {wide} in {narrow} on a CPU: what does not fit comes out wrong ({', '.join(names)})"
             yield Note(stage="build", text=text, level="info")
     if _amx_is_hidden():
@@ -288,7 +363,9 @@ def _library() -> ModuleType:
     try:
         return importlib.import_module("openvino")
     except (ImportError, OSError) as error:
-        raise BackendUnavailable(f"the library `openvino` cannot be loaded: {error}", f"{INSTALL} --force-reinstall") from error
+        raise BackendUnavailable(
+            f"the library `openvino` cannot be loaded: {error}", f"{INSTALL} --force-reinstall"
+        ) from error
 
 
 def _complaint(core: Any, source: str | bytes) -> str:
@@ -299,13 +376,27 @@ def _complaint(core: Any, source: str | bytes) -> str:
     except RuntimeError as error:
         return _sentence(error)
     left = [op for op in model.get_ordered_ops() if op.get_friendly_name() not in runs]
-    return f"the CPU plugin has no kernel for {', '.join(sorted({op.get_type_name() for op in left}))}" if left else ""
+    return (
+        f"the CPU plugin has no kernel for {', '.join(sorted({op.get_type_name() for op in left}))}"
+        if left
+        else ""
+    )
 
 
-CHATTER = ("Exception from ", "Check '", "FrontEnd API failed", "Model wasn't fully", "Summary:", "While validating")
+CHATTER = (
+    "Exception from ",
+    "Check '",
+    "FrontEnd API failed",
+    "Model wasn't fully",
+    "Summary:",
+    "While validating",
+)
 
 
 def _sentence(error: Exception) -> str:
     """The library's message without the places in its source files."""
     lines = (line.strip().removeprefix("-- ") for line in str(error).splitlines())
-    return "; ".join(line for line in lines if line and not line.startswith(CHATTER)) or str(error).strip().splitlines()[-1]
+    return (
+        "; ".join(line for line in lines if line and not line.startswith(CHATTER))
+        or str(error).strip().splitlines()[-1]
+    )

@@ -49,9 +49,30 @@ MOVING = frozenset(
     }
 )
 HEAVY_LAYERS = frozenset({"Convolution", "FullyConnected", "MatMul"})
-FUSED_HEAVY = frozenset({"Deconvolution", "GRU", "LLMMLP", "LSTM", "MHA", "QKVProjection", "RNN", "RNNCell", "RNNSeq", "ScaledDotProductAttention"})
+FUSED_HEAVY = frozenset(
+    {
+        "Deconvolution",
+        "GRU",
+        "LLMMLP",
+        "LSTM",
+        "MHA",
+        "QKVProjection",
+        "RNN",
+        "RNNCell",
+        "RNNSeq",
+        "ScaledDotProductAttention",
+    }
+)
 SNIPPETS = "Subgraph"  # code generated for several nodes, attention too
-MULTIPLYING = frozenset({"MatMul", "Convolution", "GroupConvolution", "ConvolutionBackpropData", "GroupConvolutionBackpropData"})
+MULTIPLYING = frozenset(
+    {
+        "MatMul",
+        "Convolution",
+        "GroupConvolution",
+        "ConvolutionBackpropData",
+        "GroupConvolutionBackpropData",
+    }
+)
 
 MULTIPLIED = {
     "f32": Precision.FP32,
@@ -60,7 +81,16 @@ MULTIPLIED = {
     "i8": Precision.INT8,
     "u8": Precision.INT8,
 }
-DTYPES = {"f32": "fp32", "f16": "fp16", "bf16": "bf16", "i8": "int8", "u8": "uint8", "i32": "int32", "i64": "int64", "boolean": "bool"}
+DTYPES = {
+    "f32": "fp32",
+    "f16": "fp16",
+    "bf16": "bf16",
+    "i8": "int8",
+    "u8": "uint8",
+    "i32": "int32",
+    "i64": "int64",
+    "boolean": "bool",
+}
 WIDTHS = {"fp16": 2, "bf16": 3, "fp32": 4}  # bf16 after fp16: it has fp32's range
 BYTES = frozenset({"int8", "uint8"})
 INTEGERS = frozenset({"int32", "int64", "bool", "u1", "i16", "u16", "u32", "u64"}) | BYTES
@@ -105,7 +135,9 @@ def _runtime_layer(op: Any) -> RuntimeLayer:
     )
 
 
-def layer_table(compiled: Any, request: Any, session: Session, operators: Mapping[str, str], feeds: Tensors) -> LayerTable:
+def layer_table(
+    compiled: Any, request: Any, session: Session, operators: Mapping[str, str], feeds: Tensors
+) -> LayerTable:
     """Every layer that a model compiled with PERF_COUNT runs, in the order of running, each with its median time.
 
     `session` runs `request`; `operators` are OpenVINO's operators by the names of its own graph, which tell what a snippet multiplies.
@@ -113,7 +145,9 @@ def layer_table(compiled: Any, request: Any, session: Session, operators: Mappin
     sizes = bound_sizes(session, feeds)
     means: list[dict[str, int]] = []
     runs = run_for_layers(session, lambda: means.append(_means(request)))
-    found = layers_from_runtime(runtime_layers(compiled), medians(means, LAYER_WARMUP_RUNS), operators)
+    found = layers_from_runtime(
+        runtime_layers(compiled), medians(means, LAYER_WARMUP_RUNS), operators
+    )
     return LayerTable(sizes=sizes, runs=runs, layers=found)
 
 
@@ -134,20 +168,38 @@ def medians(means: Sequence[Mapping[str, int]], warmup: int = 0) -> dict[str, fl
 
     A run's own time is the difference of two totals, off by as many microseconds as there were runs: the median of ten is off by a few.
     """
-    totals = [{name: mean * count for name, mean in each.items()} for count, each in enumerate(means, 1)]
+    totals = [
+        {name: mean * count for name, mean in each.items()} for count, each in enumerate(means, 1)
+    ]
     names = dict.fromkeys(name for each in means for name in each)
     runs = range(warmup, len(means))
     before: Mapping[str, int] = {}
     return {
-        name: max(0.0, median(totals[run].get(name, 0) - (totals[run - 1] if run else before).get(name, 0) for run in runs)) * 1e-6 for name in names
+        name: max(
+            0.0,
+            median(
+                totals[run].get(name, 0) - (totals[run - 1] if run else before).get(name, 0)
+                for run in runs
+            ),
+        )
+        * 1e-6
+        for name in names
     }
 
 
-def layers_from_runtime(runtime: Iterable[RuntimeLayer], seconds: Mapping[str, float], operators: Mapping[str, str]) -> tuple[Layer, ...]:
+def layers_from_runtime(
+    runtime: Iterable[RuntimeLayer], seconds: Mapping[str, float], operators: Mapping[str, str]
+) -> tuple[Layer, ...]:
     """The layers that ran, each with its time. A time of no known layer becomes an `unknown` layer, so that no time is lost."""
-    ran = [_layer(layer, seconds[layer.name], operators) for layer in runtime if layer.name in seconds]
+    ran = [
+        _layer(layer, seconds[layer.name], operators) for layer in runtime if layer.name in seconds
+    ]
     known = {layer.name for layer in ran}
-    lost = (Layer(name=name, kind="", precision="unknown", evidence="none", seconds=each) for name, each in seconds.items() if name not in known)
+    lost = (
+        Layer(name=name, kind="", precision="unknown", evidence="none", seconds=each)
+        for name, each in seconds.items()
+        if name not in known
+    )
     return (*ran, *lost)
 
 
@@ -175,7 +227,9 @@ def is_heavy(layer: RuntimeLayer, operators: Mapping[str, str]) -> bool:
     return layer.kind in HEAVY_LAYERS | FUSED_HEAVY
 
 
-def precision_of(layer: RuntimeLayer, heavy: bool) -> tuple[Precision | Literal["integer", "none", "unknown"], Literal["tactic", "types", "none"]]:
+def precision_of(
+    layer: RuntimeLayer, heavy: bool
+) -> tuple[Precision | Literal["integer", "none", "unknown"], Literal["tactic", "types", "none"]]:
     """The precision of a layer and its evidence, by the rules above."""
     if layer.kind in MOVING:
         return "none", "none"

@@ -14,21 +14,52 @@ from pathlib import Path
 import onnx
 
 from pipeline.backends.checks import installed_version, torch_hidden
-from pipeline.core import BuildOptions, Note, OnnxModel, Precision, Progress, Recipe, Tensors, silent
+from pipeline.core import (
+    BuildOptions,
+    Note,
+    OnnxModel,
+    Precision,
+    Progress,
+    Recipe,
+    Tensors,
+    silent,
+)
 from pipeline.data.samples import CalibrationSet
 from pipeline.distribution import install_command
 from pipeline.errors import ModelError, UnsupportedError
-from pipeline.onnx_graph.graph import changed_interface, kept_nodes, onnx_model, operator_histogram, read_proto, with_same_interface, write_proto
+from pipeline.onnx_graph.graph import (
+    changed_interface,
+    kept_nodes,
+    onnx_model,
+    operator_histogram,
+    read_proto,
+    with_same_interface,
+    write_proto,
+)
 from pipeline.plan.schema import CalibrationConfig
 from pipeline.quantization.half_precision import QDQ_OPSET, flatten, raise_opset
-from pipeline.quantization.linear_layers import check_changed, check_unquantised, constant_bytes, weights_note
+from pipeline.quantization.linear_layers import (
+    check_changed,
+    check_unquantised,
+    constant_bytes,
+    weights_note,
+)
 
 FILE = "model.onnx"
-MOST_SAMPLES = 300  # NNCF's own default: the means that it takes over samples hardly move after that
+MOST_SAMPLES = (
+    300  # NNCF's own default: the means that it takes over samples hardly move after that
+)
 BLOCKS_OPSET = 21  # DequantizeLinear takes one scale per block, and 4-bit integers, since then
-BITS = {onnx.TensorProto.INT4: 4, onnx.TensorProto.UINT4: 4, onnx.TensorProto.INT8: 8, onnx.TensorProto.UINT8: 8}
+BITS = {
+    onnx.TensorProto.INT4: 4,
+    onnx.TensorProto.UINT4: 4,
+    onnx.TensorProto.INT8: 8,
+    onnx.TensorProto.UINT8: 8,
+}
 SMOOTH = "nncf_smooth_quant"  # in the name of a Mul that SmoothQuant puts before a product
-ATTENTION = frozenset({"Softmax", "LayerNormalization"})  # both in one graph: NNCF is told that it is a transformer
+ATTENTION = frozenset(
+    {"Softmax", "LayerNormalization"}
+)  # both in one graph: NNCF is told that it is a transformer
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +91,37 @@ def quantize_with_nncf(
         return _quantize(model, samples, recipe, options, out, progress)
 
 
-def _quantize(model: OnnxModel, samples: CalibrationSet, recipe: Recipe, options: CalibrationConfig, out: Path, progress: Progress) -> OnnxModel:
+def _quantize(
+    model: OnnxModel,
+    samples: CalibrationSet,
+    recipe: Recipe,
+    options: CalibrationConfig,
+    out: Path,
+    progress: Progress,
+) -> OnnxModel:
     proto = read_proto(model.path)
     kept = sorted(kept_nodes(proto.graph, recipe.keep_fp32))
     progress(None, "loading NNCF")
     os.environ.setdefault("NNCF_CI", "1")  # nothing about a user's model is sent anywhere
     import nncf
-    from nncf.quantization.advanced_parameters import AdvancedQuantizationParameters, AdvancedSmoothQuantParameters, OverflowFix
+    from nncf.quantization.advanced_parameters import (
+        AdvancedQuantizationParameters,
+        AdvancedSmoothQuantParameters,
+        OverflowFix,
+    )
 
     count = min(options.samples or samples.samples, samples.samples, MOST_SAMPLES)
     smooth = recipe.smooth_quant
-    transformer = smooth is not None or options.language_model or operator_histogram(model.path).keys() >= ATTENTION
-    alphas = AdvancedSmoothQuantParameters(convolution=-1, matmul=-1) if smooth is False else AdvancedSmoothQuantParameters()
+    transformer = (
+        smooth is not None
+        or options.language_model
+        or operator_histogram(model.path).keys() >= ATTENTION
+    )
+    alphas = (
+        AdvancedSmoothQuantParameters(convolution=-1, matmul=-1)
+        if smooth is False
+        else AdvancedSmoothQuantParameters()
+    )
     fix = OverflowFix.ENABLE if recipe.weight_bits == 7 else OverflowFix.DISABLE
     try:
         quantized = nncf.quantize(
@@ -82,17 +132,25 @@ def _quantize(model: OnnxModel, samples: CalibrationSet, recipe: Recipe, options
             model_type=nncf.ModelType.TRANSFORMER if transformer else None,
             preset=nncf.QuantizationPreset.MIXED if recipe.activation == "uint8" else None,
             ignored_scope=nncf.IgnoredScope(names=kept) if kept else None,
-            advanced_parameters=AdvancedQuantizationParameters(overflow_fix=fix, smooth_quant_alphas=alphas),
+            advanced_parameters=AdvancedQuantizationParameters(
+                overflow_fix=fix, smooth_quant_alphas=alphas
+            ),
         )
     except (nncf.ValidationError, nncf.UnsupportedModelError, nncf.InternalError) as error:
-        raise UnsupportedError(f"NNCF cannot quantise this model: {error}", "use the quantizer `crucible`") from error
+        raise UnsupportedError(
+            f"NNCF cannot quantise this model: {error}", "use the quantizer `crucible`"
+        ) from error
     write_proto(quantized, out / FILE)
     used = Note(
-        stage="convert", text=f"NNCF took {count} of {samples.samples} calibration samples; {_smoothed(quantized.graph, smooth)}", level="info"
+        stage="convert",
+        text=f"NNCF took {count} of {samples.samples} calibration samples; {_smoothed(quantized.graph, smooth)}",
+        level="info",
     )
     made = onnx_model(out, FILE, Precision.INT8, (*model.notes, used))
     if changed := changed_interface(model, made):
-        raise ModelError(f"NNCF changed the model's interface: {changed}", "use the quantizer `crucible`")
+        raise ModelError(
+            f"NNCF changed the model's interface: {changed}", "use the quantizer `crucible`"
+        )
     return made
 
 
@@ -100,11 +158,16 @@ def _smoothed(graph: onnx.GraphProto, asked: bool | None) -> str:
     """What SmoothQuant did, by the Muls it left in the graph; UnsupportedError where it was asked for and did nothing."""
     count = sum(node.op_type == "Mul" and SMOOTH in node.name for node in graph.node)
     if asked and not count:
-        raise UnsupportedError("SmoothQuant found no product with a weight to move outliers into", "leave `smooth_quant` out")
+        raise UnsupportedError(
+            "SmoothQuant found no product with a weight to move outliers into",
+            "leave `smooth_quant` out",
+        )
     return f"SmoothQuant rescales {count} activations" if count else "without SmoothQuant"
 
 
-def compress_with_nncf(model: OnnxModel, recipe: Recipe, out: Path, progress: Progress = silent) -> OnnxModel:
+def compress_with_nncf(
+    model: OnnxModel, recipe: Recipe, out: Path, progress: Progress = silent
+) -> OnnxModel:
     """The graph with few bits in its weights as out/model.onnx, with the interface of `model`; `recipe.keep_fp32` is kept out.
 
     NNCF's rules: int8 has one scale per output channel; in int4 embeddings and the last layer have 8 bits, and what no block divides none.
@@ -122,20 +185,32 @@ def _compress(model: OnnxModel, recipe: Recipe, out: Path, progress: Progress) -
     progress(None, "loading NNCF")
     os.environ.setdefault("NNCF_CI", "1")
     import nncf
-    from nncf.quantization.advanced_parameters import AdvancedCompressionParameters, GroupSizeFallbackMode
+    from nncf.quantization.advanced_parameters import (
+        AdvancedCompressionParameters,
+        GroupSizeFallbackMode,
+    )
 
     source = onnx.GraphProto()
     source.CopyFrom(proto.graph)
     try:
         made = nncf.compress_weights(
             proto,
-            mode=nncf.CompressWeightsMode.INT4_ASYM if in_blocks else nncf.CompressWeightsMode.INT8_ASYM,
+            mode=nncf.CompressWeightsMode.INT4_ASYM
+            if in_blocks
+            else nncf.CompressWeightsMode.INT8_ASYM,
             group_size=recipe.block_size if in_blocks else None,
             ignored_scope=nncf.IgnoredScope(names=kept) if kept else None,
-            advanced_parameters=AdvancedCompressionParameters(group_size_fallback_mode=GroupSizeFallbackMode.IGNORE) if in_blocks else None,
+            advanced_parameters=AdvancedCompressionParameters(
+                group_size_fallback_mode=GroupSizeFallbackMode.IGNORE
+            )
+            if in_blocks
+            else None,
         )
     except (nncf.ValidationError, nncf.UnsupportedModelError, nncf.InternalError) as error:
-        raise UnsupportedError(f"NNCF cannot compress the weights of this model: {error}", "take onnxruntime, or another precision") from error
+        raise UnsupportedError(
+            f"NNCF cannot compress the weights of this model: {error}",
+            "take onnxruntime, or another precision",
+        ) from error
     bits = _weight_bits(made.graph)
     check_changed(bits, recipe)
     write_proto(made, out / FILE)
@@ -145,6 +220,14 @@ def _compress(model: OnnxModel, recipe: Recipe, out: Path, progress: Progress) -
 
 def _weight_bits(graph: onnx.GraphProto) -> dict[str, int]:
     """By node that reads one, the bits of a weight that is kept as integers."""
-    integers = {tensor.name: BITS[tensor.data_type] for tensor in graph.initializer if tensor.data_type in BITS}
-    kept = {node.output[0]: integers[node.input[0]] for node in graph.node if node.op_type == "DequantizeLinear" and node.input[0] in integers}
+    integers = {
+        tensor.name: BITS[tensor.data_type]
+        for tensor in graph.initializer
+        if tensor.data_type in BITS
+    }
+    kept = {
+        node.output[0]: integers[node.input[0]]
+        for node in graph.node
+        if node.op_type == "DequantizeLinear" and node.input[0] in integers
+    }
     return {node.name: kept[name] for node in graph.node for name in node.input if name in kept}

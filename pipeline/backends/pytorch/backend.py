@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pipeline.backends.base import no_layers
 from pipeline.backends.checks import closed, engine_digest, refuse_foreign
 from pipeline.backends.pytorch.cuda import DEVICE, CudaTorchSession, why_not_cuda
-from pipeline.backends.pytorch.inductor import CACHE, compiled, fill_cache, gpu_turn, lack_of_tools, seed_cache
+from pipeline.backends.pytorch.inductor import (
+    CACHE,
+    compiled,
+    fill_cache,
+    gpu_turn,
+    lack_of_tools,
+    seed_cache,
+)
 from pipeline.backends.pytorch.module import (
     CPU_INSTEAD,
     array_from_tensor,
@@ -32,7 +39,13 @@ from pipeline.backends.pytorch.module import (
     load_module,
     run_module,
 )
-from pipeline.backends.pytorch.session import TorchSession, cpu_target, example_args, host_target, open_session
+from pipeline.backends.pytorch.session import (
+    TorchSession,
+    cpu_target,
+    example_args,
+    host_target,
+    open_session,
+)
 from pipeline.core import (
     BuildOptions,
     CompileMode,
@@ -72,20 +85,34 @@ def _cpu() -> Target:
 
 def check_recipe(recipe: Recipe, target: Target) -> NoReturn:
     """Always UnsupportedError: baselines are named under benchmark.baselines."""
-    raise UnsupportedError("pytorch is a baseline, not a candidate: it runs the source, not a graph", "list it under benchmark.baselines")
+    raise UnsupportedError(
+        "pytorch is a baseline, not a candidate: it runs the source, not a graph",
+        "list it under benchmark.baselines",
+    )
 
 
-def unsupported(model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()) -> tuple[Refusal, ...]:
+def unsupported(
+    model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()
+) -> tuple[Refusal, ...]:
     """None: it runs the module itself, not the graph."""
     return ()
 
 
-def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent) -> Engine:
+def build(
+    model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
+) -> Engine:
     """Always UnsupportedError: a graph is not what PyTorch runs. `build_baseline` takes the source."""
     check_recipe(recipe, probe())
 
 
-def build_baseline(source: ModelSource, model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent) -> Engine:
+def build_baseline(
+    source: ModelSource,
+    model: OnnxModel,
+    recipe: Recipe,
+    options: BuildOptions,
+    out: Path,
+    progress: Progress = silent,
+) -> Engine:
     """Write down what to load; `model` is the source's export, whose interface the engine shares.
 
     A module is loaded, traced or compiled in the process that runs it. What is to be compiled is
@@ -100,7 +127,9 @@ def build_baseline(source: ModelSource, model: OnnxModel, recipe: Recipe, option
     check_castable(source, recipe.precision)
     target, notes = _usable(probe())
     (out / FILE).write_text(source.model_dump_json(indent=1), encoding="utf-8")
-    content = engine_digest(model, recipe, options, target) + source.digest  # other code may export to the same graph, and be slower
+    content = (
+        engine_digest(model, recipe, options, target) + source.digest
+    )  # other code may export to the same graph, and be slower
     engine = Engine(
         root=out,
         file=FILE,
@@ -111,7 +140,9 @@ def build_baseline(source: ModelSource, model: OnnxModel, recipe: Recipe, option
         outputs=model.outputs,
         profiles=options.profiles,
         threads=options.threads,
-        size_bytes=sum(path.stat().st_size for path in (source.path, source.weights) if path is not None),
+        size_bytes=sum(
+            path.stat().st_size for path in (source.path, source.weights) if path is not None
+        ),
         notes=notes,
     )
     if recipe.variant == "compile":
@@ -135,14 +166,23 @@ def load(engine: Engine, device: str = "") -> TorchLoaded:
     on_gpu = engine.target.compute_capability is not None
     refuse_foreign(engine, probe() if on_gpu else _cpu())
     if device not in ("", DEVICE if on_gpu else "cpu"):
-        raise UnsupportedError(f"this PyTorch baseline runs on {engine.target.device}, not on '{device}'", "leave the device out")
+        raise UnsupportedError(
+            f"this PyTorch baseline runs on {engine.target.device}, not on '{device}'",
+            "leave the device out",
+        )
     if on_gpu and (reason := why_not_cuda()):
-        raise BackendUnavailable(f"PyTorch cannot use {engine.target.device}: {reason}", f"install a torch for this driver and GPU, or {CPU_INSTEAD}")
+        raise BackendUnavailable(
+            f"PyTorch cannot use {engine.target.device}: {reason}",
+            f"install a torch for this driver and GPU, or {CPU_INSTEAD}",
+        )
     import torch
 
     source = ModelSource.model_validate_json(engine.path.read_text(encoding="utf-8"))
     if digest_of_source(source) != source.digest:
-        raise ModelError("the model's source or weights have changed since this baseline was built", "compile the plan again")
+        raise ModelError(
+            "the model's source or weights have changed since this baseline was built",
+            "compile the plan again",
+        )
     torch.set_num_threads(engine.threads or usable_cores())
     seed_cache(engine.root / CACHE)
     place = DEVICE if on_gpu else "cpu"
@@ -152,7 +192,9 @@ def load(engine: Engine, device: str = "") -> TorchLoaded:
 class TorchLoaded:
     """One module in memory."""
 
-    def __init__(self, engine: Engine, source: ModelSource, module: torch.nn.Module, device: str) -> None:
+    def __init__(
+        self, engine: Engine, source: ModelSource, module: torch.nn.Module, device: str
+    ) -> None:
         self._engine, self._source, self._device = engine, source, device
         self._module: Any = module
         self._is_cast = False
@@ -214,11 +256,15 @@ def _traced(
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecation, and what tracing freezes: export checks that
         try:
-            traced = torch.jit.trace(module, args, strict=False, check_trace=False)  # not strict: dicts may be returned
+            traced = torch.jit.trace(
+                module, args, strict=False, check_trace=False
+            )  # not strict: dicts may be returned
             traced = torch.jit.optimize_for_inference(torch.jit.freeze(traced))
             traced(*args)
         except RuntimeError as error:
-            raise ModelError(f"the model cannot be traced: {first_line(error)}", "drop the baseline `traced`") from error
+            raise ModelError(
+                f"the model cannot be traced: {first_line(error)}", "drop the baseline `traced`"
+            ) from error
     return traced
 
 

@@ -10,7 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.backends.checks import FeedCheck, closed
-from pipeline.backends.pytorch.module import array_from_tensor, first_line, leaves_of, out_of_memory, tensor_from_array
+from pipeline.backends.pytorch.module import (
+    array_from_tensor,
+    first_line,
+    leaves_of,
+    out_of_memory,
+    tensor_from_array,
+)
 from pipeline.core import Engine, Tensors
 
 if TYPE_CHECKING:
@@ -29,9 +35,14 @@ def why_not_cuda() -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")  # torch warns of a driver that is too old for it
         if not torch.cuda.is_available():
-            return next((first_line(item.message) for item in caught if isinstance(item.message, Warning)), "torch.cuda.is_available() is False")
+            return next(
+                (first_line(item.message) for item in caught if isinstance(item.message, Warning)),
+                "torch.cuda.is_available() is False",
+            )
         try:
-            torch.ones(1, device=DEVICE).sum().item()  # fails where torch was built without code for this generation
+            torch.ones(
+                1, device=DEVICE
+            ).sum().item()  # fails where torch was built without code for this generation
         except torch.OutOfMemoryError as error:
             raise out_of_memory(error) from error
         except RuntimeError as error:
@@ -126,7 +137,9 @@ class CudaTorchSession:
             for name, tensor in zip(self._names, leaves_of(self._result), strict=True):
                 held = self._received.get(name)
                 if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-                    held = self._received[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                    held = self._received[name] = torch.empty(
+                        tensor.shape, dtype=tensor.dtype, pin_memory=True
+                    )
                 held.copy_(tensor, non_blocking=True)
 
     def synchronize(self) -> None:

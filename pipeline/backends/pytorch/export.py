@@ -60,7 +60,10 @@ class Job:
     @property
     def axes(self) -> tuple[dict[int, str], ...]:
         """Per input, the symbol of each symbolic axis."""
-        return tuple({axis: dim for axis, dim in enumerate(spec.shape) if isinstance(dim, str)} for spec in self.source.inputs)
+        return tuple(
+            {axis: dim for axis, dim in enumerate(spec.shape) if isinstance(dim, str)}
+            for spec in self.source.inputs
+        )
 
 
 # --- shapes and feeds ---
@@ -77,19 +80,25 @@ def example_sizes(inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...])
         ranges = [profile.dims[symbol] for profile in profiles]
         named = sorted({size for dim in ranges for size in (dim.min, dim.opt, dim.max)})
         wanted = itertools.chain(named, range(named[0], named[-1] + 1), [2], itertools.count(3))
-        sizes[symbol] = next(size for size in wanted if size not in taken and (size > 2 or size == 2 == named[-1]))
+        sizes[symbol] = next(
+            size for size in wanted if size not in taken and (size > 2 or size == 2 == named[-1])
+        )
         taken.add(sizes[symbol])
     return sizes
 
 
-def feeds_at(inputs: tuple[TensorSpec, ...], samples: tuple[Tensors, ...], sizes: Mapping[str, int]) -> Tensors:
+def feeds_at(
+    inputs: tuple[TensorSpec, ...], samples: tuple[Tensors, ...], sizes: Mapping[str, int]
+) -> Tensors:
     """The first sample at these sizes; generated where there is none."""
     if not samples:
         return graph.draw_feeds(inputs, sizes, seed=0)
     return {spec.name: _resized(samples[0][spec.name], spec, sizes) for spec in inputs}
 
 
-def _resized(array: NDArray[np.generic], spec: TensorSpec, sizes: Mapping[str, int]) -> NDArray[np.generic]:
+def _resized(
+    array: NDArray[np.generic], spec: TensorSpec, sizes: Mapping[str, int]
+) -> NDArray[np.generic]:
     """Repeat or cut along the symbolic axes: every value stays a real one, so ids and masks stay valid."""
     for axis, dim in enumerate(spec.shape):
         if isinstance(dim, str):
@@ -120,7 +129,10 @@ def dynamo(job: Job) -> tuple[Note, ...]:
     except (torch.onnx.OnnxExporterError, RuntimeError, ValueError, TypeError) as error:
         raise Refused(reason_of(error)) from error
     _tidy(result, {*job.input_names, *job.outputs})
-    size = sum(tensor.numel() * tensor.element_size() for tensor in (*job.module.parameters(), *job.module.buffers()))
+    size = sum(
+        tensor.numel() * tensor.element_size()
+        for tensor in (*job.module.parameters(), *job.module.buffers())
+    )
     result.save(job.path, external_data=size > graph.EXTERNAL_ABOVE_BYTES)
     return ()
 
@@ -134,7 +146,9 @@ def _tidy(result: torch.onnx.ONNXProgram, public: set[str]) -> None:
         node.metadata_props.clear()
         for value in node.outputs:
             value.metadata_props.clear()
-            if value.name in public and not value.is_graph_output():  # the exporter calls them after operators: "embedding"
+            if (
+                value.name in public and not value.is_graph_output()
+            ):  # the exporter calls them after operators: "embedding"
                 value.name = f"{value.name}_inner"
 
 
@@ -158,7 +172,10 @@ def captured(job: Job) -> torch.export.ExportedProgram:
     except GuardOnDataDependentSymNode as error:
         # No fallback: the TorchScript exporter keeps the branch that the example took, and a few samples cannot prove that right.
         advice = "write it with torch.where, or with torch.cond, which exports both branches"
-        raise ModelError(f"data-dependent control flow, which one exported graph cannot follow: {_user_line(error)}", advice) from error
+        raise ModelError(
+            f"data-dependent control flow, which one exported graph cannot follow: {_user_line(error)}",
+            advice,
+        ) from error
     except Exception as error:  # runs the user's code under a tracer: anything may come
         raise Refused(_fixed_dimension(job, error) or reason_of(error)) from error
 
@@ -169,9 +186,15 @@ def _fixed_dimension(job: Job, error: Exception) -> str:
     if constant is None:
         return ""
     pairs = [
-        (symbol, job.example[spec.name].shape[axis]) for spec, axes in zip(job.source.inputs, job.axes, strict=True) for axis, symbol in axes.items()
+        (symbol, job.example[spec.name].shape[axis])
+        for spec, axes in zip(job.source.inputs, job.axes, strict=True)
+        for axis, symbol in axes.items()
     ]
-    return "; ".join(f"the model's code fixes '{symbol}' at its example's {size}" for symbol, size in dict(pairs).items() if str(size) == constant[1])
+    return "; ".join(
+        f"the model's code fixes '{symbol}' at its example's {size}"
+        for symbol, size in dict(pairs).items()
+        if str(size) == constant[1]
+    )
 
 
 def torchscript(job: Job) -> tuple[Note, ...]:
@@ -198,7 +221,11 @@ def torchscript(job: Job) -> tuple[Note, ...]:
         raise Refused(reason_of(error)) from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-    warned = dict.fromkeys(_tracer_warning(item) for item in caught if issubclass(item.category, torch.jit.TracerWarning))
+    warned = dict.fromkeys(
+        _tracer_warning(item)
+        for item in caught
+        if issubclass(item.category, torch.jit.TracerWarning)
+    )
     return tuple(Note(stage="export", text=text) for text in warned)
 
 
@@ -222,7 +249,9 @@ def reason_of(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    constraints = [line.removeprefix("- ").partition(". ")[0] for line in lines if line.startswith("- ")]
+    constraints = [
+        line.removeprefix("- ").partition(". ")[0] for line in lines if line.startswith("- ")
+    ]
     return "; ".join(constraints[:3]) or (lines[0] if lines else type(error).__name__)
 
 
@@ -239,15 +268,26 @@ def check_program(program: torch.export.ExportedProgram, source: ModelSource) ->
     """ModelError unless a .pt2 takes the plan's inputs, with their dtypes, and leaves free the dimensions that the plan calls symbolic."""
     names = program.graph_signature.user_inputs
     values = {node.name: node.meta["val"] for node in program.graph.nodes if node.name in names}
-    taken = [f"{str(values[name].dtype).removeprefix('torch.')}[{', '.join(map(str, values[name].shape))}]" for name in names]
+    taken = [
+        f"{str(values[name].dtype).removeprefix('torch.')}[{', '.join(map(str, values[name].shape))}]"
+        for name in names
+    ]
     advice = f"'{source.path}' takes {'; '.join(taken)}: correct model.inputs, or export it again with these dimensions dynamic"
     if len(names) != len(source.inputs):
-        raise ModelError(f"the plan names {len(source.inputs)} inputs, the exported program has {len(names)}", advice)
+        raise ModelError(
+            f"the plan names {len(source.inputs)} inputs, the exported program has {len(names)}",
+            advice,
+        )
     for spec, name, have in zip(source.inputs, names, taken, strict=True):
         pairs = tuple(zip(spec.shape, values[name].shape, strict=False))
-        same = len(pairs) == len(spec.shape) == len(values[name].shape) and all(isinstance(dim, str) != isinstance(size, int) for dim, size in pairs)
+        same = len(pairs) == len(spec.shape) == len(values[name].shape) and all(
+            isinstance(dim, str) != isinstance(size, int) for dim, size in pairs
+        )
         if not same or not have.startswith(f"{spec.dtype}["):
-            raise ModelError(f"input '{spec.name}' is {shown(spec)} in the plan, {have} in the exported program", advice)
+            raise ModelError(
+                f"input '{spec.name}' is {shown(spec)} in the plan, {have} in the exported program",
+                advice,
+            )
 
 
 def shown(spec: TensorSpec) -> str:

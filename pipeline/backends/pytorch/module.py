@@ -141,12 +141,16 @@ def _moving(device: str) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise out_of_memory(error) from error
     except RuntimeError as error:
-        raise ModelError(f"the PyTorch model cannot be moved to '{device}': {first_line(error)}", CPU_INSTEAD) from error
+        raise ModelError(
+            f"the PyTorch model cannot be moved to '{device}': {first_line(error)}", CPU_INSTEAD
+        ) from error
 
 
 def out_of_memory(error: BaseException) -> OutOfDeviceMemory:
     """torch's own error for a full GPU, as ours."""
-    said = first_line(error).partition(" If reserved but")[0]  # the rest is advice on torch's allocator
+    said = first_line(error).partition(" If reserved but")[
+        0
+    ]  # the rest is advice on torch's allocator
     return OutOfDeviceMemory(
         f"the GPU's memory ran out in PyTorch: {said}",
         f"free its memory (nvidia-smi lists who holds it), lower max in the profiles, or {CPU_INSTEAD}",
@@ -164,7 +168,10 @@ def load_program(source: ModelSource) -> torch.export.ExportedProgram:
         return torch.export.load(source.path)
     except Exception as error:  # a damaged file fails in many ways
         advice = "save it with torch.export.save and this version of torch"
-        raise ModelError(f"'{source.path}' cannot be read by torch {torch.__version__}: {first_line(error)}", advice) from error
+        raise ModelError(
+            f"'{source.path}' cannot be read by torch {torch.__version__}: {first_line(error)}",
+            advice,
+        ) from error
 
 
 def _call_entrypoint(source: ModelSource) -> torch.nn.Module:
@@ -172,22 +179,33 @@ def _call_entrypoint(source: ModelSource) -> torch.nn.Module:
 
     name, _, function = (source.entrypoint or "").partition(":")
     if source.python_path is not None and str(source.python_path) not in sys.path:
-        sys.path.insert(0, str(source.python_path))  # and it stays: modules may import more while they run
+        sys.path.insert(
+            0, str(source.python_path)
+        )  # and it stays: modules may import more while they run
     try:
         make = getattr(importlib.import_module(name), function, None)
     except (Exception, SystemExit) as error:  # the user's code: anything may come
         advice = "correct model.entrypoint or model.python_path, or install what the module imports"
-        raise ModelError(f"cannot import '{name}' of entrypoint '{source.entrypoint}': {_said(error)}", advice) from error
+        raise ModelError(
+            f"cannot import '{name}' of entrypoint '{source.entrypoint}': {_said(error)}", advice
+        ) from error
     if not callable(make):
-        raise ModelError(f"module '{name}' has no function '{function}'", "correct model.entrypoint: `module:function`")
+        raise ModelError(
+            f"module '{name}' has no function '{function}'",
+            "correct model.entrypoint: `module:function`",
+        )
     try:
         module = make()
     except (Exception, SystemExit) as error:
         raise ModelError(
-            f"entrypoint '{source.entrypoint}' raised {_said(error)}", "it is called without arguments; run it by itself first"
+            f"entrypoint '{source.entrypoint}' raised {_said(error)}",
+            "it is called without arguments; run it by itself first",
         ) from error
     if not isinstance(module, torch.nn.Module):
-        raise ModelError(f"entrypoint '{source.entrypoint}' returned {type(module).__name__}", "it must return a torch.nn.Module")
+        raise ModelError(
+            f"entrypoint '{source.entrypoint}' returned {type(module).__name__}",
+            "it must return a torch.nn.Module",
+        )
     return module
 
 
@@ -199,12 +217,23 @@ def _load_weights(module: torch.nn.Module, path: Path) -> None:
     try:
         missing, unexpected = load_model(module, path, strict=False)
     except SafetensorError as error:
-        raise ModelError(f"'{path}' is not a safetensors file: {error}", "save the weights with safetensors.torch.save_file") from error
+        raise ModelError(
+            f"'{path}' is not a safetensors file: {error}",
+            "save the weights with safetensors.torch.save_file",
+        ) from error
     except RuntimeError as error:  # shapes that differ, one line each after the first
-        raise ModelError(f"weights '{path}' do not fit the module: {_list(str(error).splitlines()[1:])}", advice) from error
-    faults = [f"{what} {_list(sorted(names))}" for what, names in (("lacks", missing), ("has unknown", unexpected)) if names]
+        raise ModelError(
+            f"weights '{path}' do not fit the module: {_list(str(error).splitlines()[1:])}", advice
+        ) from error
+    faults = [
+        f"{what} {_list(sorted(names))}"
+        for what, names in (("lacks", missing), ("has unknown", unexpected))
+        if names
+    ]
     if faults:
-        raise ModelError(f"weights '{path}' do not fit the module: the file {' and '.join(faults)}", advice)
+        raise ModelError(
+            f"weights '{path}' do not fit the module: the file {' and '.join(faults)}", advice
+        )
 
 
 def _list(names: list[str]) -> str:
@@ -224,15 +253,24 @@ def first_line(error: BaseException) -> str:
 # --- running it ---
 
 
-def run_module(module: torch.nn.Module, source: ModelSource, feeds: Tensors, device: str = "cpu") -> dict[str, NDArray[np.generic]]:
+def run_module(
+    module: torch.nn.Module, source: ModelSource, feeds: Tensors, device: str = "cpu"
+) -> dict[str, NDArray[np.generic]]:
     """Host arrays in, named host arrays out; `device` is where the module lies. ModelError if the module fails on them."""
     import torch
 
     with torch.inference_mode():
-        return {name: array_from_tensor(value) for name, value in name_outputs(call_module(module, source, feeds, device), source).items()}
+        return {
+            name: array_from_tensor(value)
+            for name, value in name_outputs(
+                call_module(module, source, feeds, device), source
+            ).items()
+        }
 
 
-def call_module(module: torch.nn.Module, source: ModelSource, feeds: Tensors, device: str = "cpu") -> object:
+def call_module(
+    module: torch.nn.Module, source: ModelSource, feeds: Tensors, device: str = "cpu"
+) -> object:
     """What the module returns, as its user wrote it; the inputs are passed by position, in the plan's order."""
     import torch
 
@@ -241,7 +279,10 @@ def call_module(module: torch.nn.Module, source: ModelSource, feeds: Tensors, de
     except torch.OutOfMemoryError as error:
         raise out_of_memory(error) from error
     except Exception as error:  # the user's code: anything may come
-        shapes = ", ".join(f"{spec.name} {feeds[spec.name].dtype}{list(feeds[spec.name].shape)}" for spec in source.inputs)
+        shapes = ", ".join(
+            f"{spec.name} {feeds[spec.name].dtype}{list(feeds[spec.name].shape)}"
+            for spec in source.inputs
+        )
         advice = "check model.inputs (order, dtypes, shapes) and the ranges of the profiles"
         if "same device" in str(error):
             advice = f"its code makes tensors on the CPU: give them the device of an input, or {CPU_INSTEAD}"
@@ -258,15 +299,28 @@ def name_outputs(result: object, source: ModelSource) -> dict[str, torch.Tensor]
     from torch.utils import _pytree as pytree
 
     _register_dataclass(result)
-    leaves = [(path, leaf) for path, leaf in pytree.tree_flatten_with_path(result)[0] if leaf is not None]
-    names = list(source.outputs) or [_name_of_path(path, index) for index, (path, _) in enumerate(leaves)]
+    leaves = [
+        (path, leaf) for path, leaf in pytree.tree_flatten_with_path(result)[0] if leaf is not None
+    ]
+    names = list(source.outputs) or [
+        _name_of_path(path, index) for index, (path, _) in enumerate(leaves)
+    ]
     if len(names) != len(leaves):
-        raise ModelError(f"model.outputs names {len(names)} outputs, the model returns {len(leaves)}", "name every output, in order")
+        raise ModelError(
+            f"model.outputs names {len(names)} outputs, the model returns {len(leaves)}",
+            "name every output, in order",
+        )
     for name, (_, leaf) in zip(names, leaves, strict=True):
         if not isinstance(leaf, torch.Tensor):
-            raise ModelError(f"output '{name}' of the model is a {type(leaf).__name__}, expected a tensor", "return tensors only")
+            raise ModelError(
+                f"output '{name}' of the model is a {type(leaf).__name__}, expected a tensor",
+                "return tensors only",
+            )
         if any(name == spec.name for spec in source.inputs):
-            raise ModelError(f"'{name}' is the name of an input and of an output", "name the outputs in model.outputs")
+            raise ModelError(
+                f"'{name}' is the name of an input and of an output",
+                "name the outputs in model.outputs",
+            )
     return {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True)}
 
 

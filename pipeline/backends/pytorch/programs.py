@@ -22,9 +22,33 @@ from pipeline.backends.base import no_layers
 from pipeline.backends.checks import closed, refuse_foreign, unreadable
 from pipeline.backends.pytorch.cuda import DEVICE, CudaTorchSession, why_not_cuda
 from pipeline.backends.pytorch.export import Job, Refused, captured
-from pipeline.backends.pytorch.inductor import CACHE, CACHE_DIR, compiled, cuda_headers, explained, fill_cache, gpu_turn, lack_of_tools, seed_cache
-from pipeline.backends.pytorch.module import CPU_INSTEAD, allow_tf32, check_castable, first_line, in_precision, load_module, run_module
-from pipeline.backends.pytorch.session import TorchSession, cpu_target, example_args, host_target, open_session
+from pipeline.backends.pytorch.inductor import (
+    CACHE,
+    CACHE_DIR,
+    compiled,
+    cuda_headers,
+    explained,
+    fill_cache,
+    gpu_turn,
+    lack_of_tools,
+    seed_cache,
+)
+from pipeline.backends.pytorch.module import (
+    CPU_INSTEAD,
+    allow_tf32,
+    check_castable,
+    first_line,
+    in_precision,
+    load_module,
+    run_module,
+)
+from pipeline.backends.pytorch.session import (
+    TorchSession,
+    cpu_target,
+    example_args,
+    host_target,
+    open_session,
+)
 from pipeline.core import (
     BuildOptions,
     Engine,

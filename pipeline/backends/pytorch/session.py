@@ -10,7 +10,12 @@ from numpy.typing import NDArray
 
 from pipeline.backends.checks import FeedCheck, HostTimer, closed
 from pipeline.backends.pytorch.cuda import DEVICE, CudaTorchSession
-from pipeline.backends.pytorch.module import array_from_tensor, leaves_of, tensor_from_array, torch_version
+from pipeline.backends.pytorch.module import (
+    array_from_tensor,
+    leaves_of,
+    tensor_from_array,
+    torch_version,
+)
 from pipeline.core import Engine, Profile, Target, Tensors
 from pipeline.host.amx import tiles_described
 from pipeline.host.gpu import find_gpus

@@ -17,7 +17,13 @@ from pipeline.backends import timing_cache
 from pipeline.backends.base import Loaded
 from pipeline.backends.checks import refuse_foreign
 from pipeline.backends.tensorrt import library as trt_library
-from pipeline.backends.tensorrt.build import configure, flags_of, serialize, warnings_of, with_locations
+from pipeline.backends.tensorrt.build import (
+    configure,
+    flags_of,
+    serialize,
+    warnings_of,
+    with_locations,
+)
 from pipeline.backends.tensorrt.layers import layer_table
 from pipeline.backends.tensorrt.messages import listening, logger_of
 from pipeline.backends.tensorrt.parser import is_own, parse, refusals
@@ -41,7 +47,9 @@ from pipeline.errors import ModelError, UnsupportedError
 from pipeline.host.gpu import Gpu
 from pipeline.results.layer_table import LayerTable
 
-PRECISIONS = frozenset(Precision) - {Precision.INT4}  # of weights alone, which is not made for it here
+PRECISIONS = frozenset(Precision) - {
+    Precision.INT4
+}  # of weights alone, which is not made for it here
 DISTRIBUTIONS: tuple[str, ...] = ("tensorrt", *trt_library.BINDINGS)
 FILE = "engine.plan"
 PLUGINS = "plugins"  # folder of the engine with the plugin libraries it needs
@@ -56,14 +64,24 @@ def probe() -> Target:
 
 
 def _target(gpu: Gpu, version: str) -> Target:
-    number = ".".join(map(str, trt_library.numbers(version)))  # without "post1": the library is the same
-    return Target(backend="tensorrt", version=number, device=gpu.name, compute_capability=gpu.compute_capability, driver=gpu.driver)
+    number = ".".join(
+        map(str, trt_library.numbers(version))
+    )  # without "post1": the library is the same
+    return Target(
+        backend="tensorrt",
+        version=number,
+        device=gpu.name,
+        compute_capability=gpu.compute_capability,
+        driver=gpu.driver,
+    )
 
 
 def engine_target(host: Target, recipe: Recipe) -> Target:
     """Where an engine of this recipe, built on `host`, may run; "8.0+" stands for this or later."""
     updates = {"compute_capability": AMPERE_AND_LATER} if recipe.hardware_compatible else {}
-    return host.model_copy(update=updates | ({"version": f"{host.version}+"} if recipe.version_compatible else {}))
+    return host.model_copy(
+        update=updates | ({"version": f"{host.version}+"} if recipe.version_compatible else {})
+    )
 
 
 def check_recipe(recipe: Recipe, target: Target) -> None:
@@ -71,11 +89,15 @@ def check_recipe(recipe: Recipe, target: Target) -> None:
     trt_library.check_recipe(target.version, target.compute_capability or "", recipe)
 
 
-def unsupported(model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()) -> tuple[Refusal, ...]:
+def unsupported(
+    model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()
+) -> tuple[Refusal, ...]:
     return refusals(trt_library.library(), model, plugins, renames=False)
 
 
-def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent) -> Engine:
+def build(
+    model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
+) -> Engine:
     """Build on the GPU that is here, holding it against other builds of ours. Leaves engine.plan and, if there are any, plugins/ under `out`."""
     gpu, version = trt_library.host()
     target = _target(gpu, version)
@@ -138,13 +160,26 @@ class Built:
     notes: tuple[Note, ...]
 
 
-def _build(place: Place, model: OnnxModel, recipe: Recipe, options: BuildOptions, progress: Progress) -> Built:
+def _build(
+    place: Place, model: OnnxModel, recipe: Recipe, options: BuildOptions, progress: Progress
+) -> Built:
     trt = trt_library.library()
     progress(None, "parsing")
-    parsed = parse(trt, model.path.read_bytes(), model.path, recipe.realised_in != "flags", options.tensorrt.plugins)
+    parsed = parse(
+        trt,
+        model.path.read_bytes(),
+        model.path,
+        recipe.realised_in != "flags",
+        options.tensorrt.plugins,
+    )
     if parsed.faults:
-        said = "; ".join(f"{fault.operator} '{fault.node}': {fault.reason}" for fault in parsed.faults)
-        raise UnsupportedError(f"TensorRT cannot take this model: {said}", "list every node with `crucible inspect MODEL --backend tensorrt`")
+        said = "; ".join(
+            f"{fault.operator} '{fault.node}': {fault.reason}" for fault in parsed.faults
+        )
+        raise UnsupportedError(
+            f"TensorRT cannot take this model: {said}",
+            "list every node with `crucible inspect MODEL --backend tensorrt`",
+        )
     config = configure(trt, parsed, recipe, options, model.inputs)
     calibrator = _give_calibrator(trt, config, model, recipe)
     timed = timing_cache.Timed(place.target, options.tensorrt.timing_iterations)
@@ -154,8 +189,20 @@ def _build(place: Place, model: OnnxModel, recipe: Recipe, options: BuildOptions
     with listening(trt):
         said_of_cache = timing_cache.keep(config, timed, attached, place.gpu)
     inputs = with_locations(model.inputs, parsed)
-    del attached, config, calibrator, parsed  # users before what they use; their memory is back when the GPU is given back
-    return Built(plan, inputs, (*warnings_of(trt, model), *(Note(stage="build", text=text, level="info") for text in said_of_cache)))
+    del (
+        attached,
+        config,
+        calibrator,
+        parsed,
+    )  # users before what they use; their memory is back when the GPU is given back
+    return Built(
+        plan,
+        inputs,
+        (
+            *warnings_of(trt, model),
+            *(Note(stage="build", text=text, level="info") for text in said_of_cache),
+        ),
+    )
 
 
 def _give_calibrator(trt: Any, config: Any, model: OnnxModel, recipe: Recipe) -> Any:
@@ -167,10 +214,16 @@ def _give_calibrator(trt: Any, config: Any, model: OnnxModel, recipe: Recipe) ->
     file = model.root / CACHE
     if not file.is_file():
         said = f"implicit int8 needs the calibration cache '{CACHE}' beside the model, '{model.root}' has none"
-        raise ModelError(said, "calibrate first: `crucible compile` does, with data.calibration in the plan")
-    calibrator = calibrator_from_cache(trt, file.read_bytes(), recipe.method or CalibrationMethod.ENTROPY)
+        raise ModelError(
+            said, "calibrate first: `crucible compile` does, with data.calibration in the plan"
+        )
+    calibrator = calibrator_from_cache(
+        trt, file.read_bytes(), recipe.method or CalibrationMethod.ENTROPY
+    )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # calibrators end with TensorRT 11, where such a recipe is refused
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # calibrators end with TensorRT 11, where such a recipe is refused
         config.int8_calibrator = calibrator
     return calibrator
 

@@ -14,14 +14,37 @@ from pipeline.backends import cuda
 from pipeline.backends.cuda import OutOfDeviceMemory
 from pipeline.backends.tensorrt.messages import listening, messages_of
 from pipeline.backends.tensorrt.parser import Parsed, count_float64, sentence
-from pipeline.core import BuildOptions, Note, OnnxModel, Point, Precision, Profile, Progress, Recipe, TensorSpec
+from pipeline.core import (
+    BuildOptions,
+    Note,
+    OnnxModel,
+    Point,
+    Precision,
+    Profile,
+    Progress,
+    Recipe,
+    TensorSpec,
+)
 from pipeline.errors import BackendUnavailable, CrucibleError, PlanError, UnsupportedError
 
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
-CHATTER = ("Int64 binding", "logger passed into", "Converting conv")  # warnings that tell a user of ours nothing
-TRIALS = ("Skipping tactic", "Tactic Device request", "catchCudaError")  # a kernel that was tried and left out: others are taken
-NO_MEMORY = re.compile(r"out ?of ?memory|could not be allocated|insufficient memory|memory is insufficient", re.IGNORECASE)
-FULL_BYTES = 2**30  # with less left of a large GPU's memory TensorRT fails without a word about memory (seen with 0.4 GB: "Cask")
+CHATTER = (
+    "Int64 binding",
+    "logger passed into",
+    "Converting conv",
+)  # warnings that tell a user of ours nothing
+TRIALS = (
+    "Skipping tactic",
+    "Tactic Device request",
+    "catchCudaError",
+)  # a kernel that was tried and left out: others are taken
+NO_MEMORY = re.compile(
+    r"out ?of ?memory|could not be allocated|insufficient memory|memory is insufficient",
+    re.IGNORECASE,
+)
+FULL_BYTES = (
+    2**30
+)  # with less left of a large GPU's memory TensorRT fails without a word about memory (seen with 0.4 GB: "Cask")
 MOST_WARNINGS = 8  # implicit int8 warns of every tensor
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -31,7 +54,9 @@ Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 # -- profiles ----------------------------------------------------------------------------------------------------------
 
 
-def shapes_of(inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]) -> tuple[dict[str, Shapes], ...]:
+def shapes_of(
+    inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]
+) -> tuple[dict[str, Shapes], ...]:
     """Per profile, the shapes of every dynamic input; PlanError names a symbol that a profile leaves open."""
     dynamic = [spec for spec in inputs if spec.symbols]
     for spec in dynamic:
@@ -42,7 +67,9 @@ def shapes_of(inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]) -> 
                     f"input '{spec.name}' {list(spec.shape)} is dynamic, and a profile gives no sizes for {', '.join(missing)}",
                     f"add them to `profiles:`, for example {{{missing[0]}: [1, 8, 64]}}",
                 )
-    return tuple({spec.name: _min_opt_max(spec, profile) for spec in dynamic} for profile in profiles)
+    return tuple(
+        {spec.name: _min_opt_max(spec, profile) for spec in dynamic} for profile in profiles
+    )
 
 
 def _min_opt_max(spec: TensorSpec, profile: Profile) -> Shapes:
@@ -58,27 +85,44 @@ def shape_tensors(network: Any) -> tuple[str, ...]:
 def with_locations(specs: tuple[TensorSpec, ...], parsed: Parsed) -> tuple[TensorSpec, ...]:
     """The inputs as the engine takes them: those whose values decide a shape lie on the host."""
     names = shape_tensors(parsed.network)
-    return tuple(spec.model_copy(update={"location": "host"}) if spec.name in names else spec for spec in specs)
+    return tuple(
+        spec.model_copy(update={"location": "host"}) if spec.name in names else spec
+        for spec in specs
+    )
 
 
 def _inputs(network: Any) -> list[Any]:
     return [network.get_input(i) for i in range(network.num_inputs)]
 
 
-def values_of(inputs: tuple[TensorSpec, ...], names: Sequence[str], profile: Profile) -> dict[str, Shapes]:
+def values_of(
+    inputs: tuple[TensorSpec, ...], names: Sequence[str], profile: Profile
+) -> dict[str, Shapes]:
     """The values of every shape tensor; PlanError for one that the profile gives no values, or not as many as it holds."""
     shapes = {spec.name: spec.shape for spec in inputs}
     for name in names:
         count = shapes[name][0] if shapes[name] else 1
         given = profile.values.get(name)
         if given is None or len(given.min) != count:
-            got = "" if given is None else f" has {count} numbers, the profile gives {len(given.min)}, and"
+            got = (
+                ""
+                if given is None
+                else f" has {count} numbers, the profile gives {len(given.min)}, and"
+            )
             example = ", ".join(f"[{each}]" for each in POINTS)
-            raise PlanError(f"input '{name}'{got} decides a shape by its values", f"give `values: {{{name}: [{example}]}}` in the profile")
-    return {name: (profile.values[name].min, profile.values[name].opt, profile.values[name].max) for name in names}
+            raise PlanError(
+                f"input '{name}'{got} decides a shape by its values",
+                f"give `values: {{{name}: [{example}]}}` in the profile",
+            )
+    return {
+        name: (profile.values[name].min, profile.values[name].opt, profile.values[name].max)
+        for name in names
+    }
 
 
-def add_profiles(parsed: Parsed, config: Any, inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]) -> list[Any]:
+def add_profiles(
+    parsed: Parsed, config: Any, inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]
+) -> list[Any]:
     """One optimisation profile of TensorRT's for each of ours, with the values of shape tensors; none where nothing is dynamic."""
     names = shape_tensors(parsed.network)
     shapes = shapes_of(inputs, profiles)
@@ -87,7 +131,9 @@ def add_profiles(parsed: Parsed, config: Any, inputs: tuple[TensorSpec, ...], pr
     if not profiles:
         values_of(inputs, names, Profile())  # raises: there is a shape tensor
     made = []
-    known = {tensor.name for tensor in _inputs(parsed.network)}  # an input that is an output too is called `__x` in the network
+    known = {
+        tensor.name for tensor in _inputs(parsed.network)
+    }  # an input that is an output too is called `__x` in the network
     for ours, ranges in zip(profiles, shapes, strict=True):
         profile = parsed.builder.create_optimization_profile()
         for name, (smallest, usual, largest) in ranges.items():
@@ -102,11 +148,15 @@ def add_profiles(parsed: Parsed, config: Any, inputs: tuple[TensorSpec, ...], pr
 # -- configuration -----------------------------------------------------------------------------------------------------
 
 
-def configure(trt: Any, parsed: Parsed, recipe: Recipe, options: BuildOptions, inputs: tuple[TensorSpec, ...]) -> Any:
+def configure(
+    trt: Any, parsed: Parsed, recipe: Recipe, options: BuildOptions, inputs: tuple[TensorSpec, ...]
+) -> Any:
     """What TensorRT's builder may do for this recipe. The recipe is one that `trt_library.check_recipe` passed."""
     config = parsed.builder.create_builder_config()
     allowed = options.tensorrt
-    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # without it the inspector knows no types and tactics: no proof of precision
+    config.profiling_verbosity = (
+        trt.ProfilingVerbosity.DETAILED
+    )  # without it the inspector knows no types and tactics: no proof of precision
     config.builder_optimization_level = allowed.optimization_level
     config.avg_timing_iterations = allowed.timing_iterations
     if allowed.workspace_bytes is not None:
@@ -121,7 +171,9 @@ def configure(trt: Any, parsed: Parsed, recipe: Recipe, options: BuildOptions, i
     with listening(trt):
         profiles = add_profiles(parsed, config, inputs, options.profiles)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # both end with TensorRT 11, where a recipe with flags is refused
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # both end with TensorRT 11, where a recipe with flags is refused
         for name in flags_of(recipe):
             config.set_flag(getattr(trt.BuilderFlag, name))
         if "INT8" in flags_of(recipe) and profiles:
@@ -141,7 +193,9 @@ def flags_of(recipe: Recipe) -> tuple[str, ...]:
 CANNOT = "TensorRT cannot build this model"
 
 
-def serialize(trt: Any, parsed: Parsed, config: Any, progress: Progress, cannot: str = CANNOT) -> bytes:
+def serialize(
+    trt: Any, parsed: Parsed, config: Any, progress: Progress, cannot: str = CANNOT
+) -> bytes:
     """Build the engine; `cannot` begins the sentence where that fails (`build_error`).
 
     No fraction is told: a progress monitor, which TensorRT calls between the runs of a kernel, makes it choose worse (`trt_messages`).
@@ -154,20 +208,34 @@ def serialize(trt: Any, parsed: Parsed, config: Any, progress: Progress, cannot:
     return bytes(plan)
 
 
-def build_error(messages: list[tuple[str, str]], memory: tuple[int, int], cannot: str = CANNOT) -> CrucibleError:
+def build_error(
+    messages: list[tuple[str, str]], memory: tuple[int, int], cannot: str = CANNOT
+) -> CrucibleError:
     """Why there is no engine, from what TensorRT said and the GPU's free and total bytes afterwards (0, 0: no GPU).
 
     OutOfDeviceMemory: out of the GPU's memory. BackendUnavailable: TensorRT is not whole. UnsupportedError: all else, in TensorRT's own sentences.
     """
-    lines = [text.partition("\n")[0] for _, text in messages]  # what comes behind may be another's, printed to the same log
+    lines = [
+        text.partition("\n")[0] for _, text in messages
+    ]  # what comes behind may be another's, printed to the same log
     said = [text for severity, text in messages if severity != "WARNING" and not _is(TRIALS, text)]
     trials = [line for line in lines if _is(TRIALS, line)]
-    if any("find any implementation" in text for text in said) and any(NO_MEMORY.search(text) for text in trials):
+    if any("find any implementation" in text for text in said) and any(
+        NO_MEMORY.search(text) for text in trials
+    ):
         why = "its kernels need more of the GPU's memory than they may use"
-        return OutOfDeviceMemory(f"{cannot}: {why}", "raise `tensorrt.workspace_mib` or leave it out, or take a smaller max in the profile")
+        return OutOfDeviceMemory(
+            f"{cannot}: {why}",
+            "raise `tensorrt.workspace_mib` or leave it out, or take a smaller max in the profile",
+        )
     free, total = memory
-    if any(NO_MEMORY.search(text.partition("\n")[0]) for text in said) or free < min(FULL_BYTES, total // 16):
-        asked = max((int(found) for line in lines for found in re.findall(r"(\d{7,}) bytes", line)), default=0)
+    if any(NO_MEMORY.search(text.partition("\n")[0]) for text in said) or free < min(
+        FULL_BYTES, total // 16
+    ):
+        asked = max(
+            (int(found) for line in lines for found in re.findall(r"(\d{7,}) bytes", line)),
+            default=0,
+        )
         wanted = f"it asked for {asked / 2**30:.1f} GiB at once, " if asked else ""
         why = f"out of the GPU's memory: {wanted}{free / 2**30:.1f} of {total / 2**30:.1f} GiB are free now"
         advice = "limit it by `tensorrt.workspace_mib`, take a smaller max in the profile, or stop what else uses the GPU (nvidia-smi lists it)"
@@ -175,15 +243,21 @@ def build_error(messages: list[tuple[str, str]], memory: tuple[int, int], cannot
     sentences = "; ".join(dict.fromkeys(map(sentence, said))) or "it does not say why"
     if found := re.search(r"Unable to load library: ([\w.+-]+)", sentences):
         advice = "install TensorRT whole and in one version, with the folder of its libraries in LD_LIBRARY_PATH"
-        return BackendUnavailable(f"{cannot}: its library {found[1]} is missing on this host", advice)
-    return UnsupportedError(f"{cannot}: {sentences}", "try another precision, or compile this model for onnxruntime")
+        return BackendUnavailable(
+            f"{cannot}: its library {found[1]} is missing on this host", advice
+        )
+    return UnsupportedError(
+        f"{cannot}: {sentences}", "try another precision, or compile this model for onnxruntime"
+    )
 
 
 def device_memory() -> tuple[int, int]:
     """Free and total bytes of the GPU's memory as CUDA tells them; 0, 0 where it does not."""
     try:
         rt = cuda.runtime()
-    except BackendUnavailable:  # TensorRT builds without cuda-python, and this only explains why it did not
+    except (
+        BackendUnavailable
+    ):  # TensorRT builds without cuda-python, and this only explains why it did not
         return 0, 0
     error, free, total = rt.cudaMemGetInfo()
     return (0, 0) if error else (free, total)
@@ -191,7 +265,11 @@ def device_memory() -> tuple[int, int]:
 
 def warnings_of(trt: Any, model: OnnxModel, whom: str = "TensorRT") -> tuple[Note, ...]:
     """What TensorRT warned of since the model was parsed, for the engine's notes."""
-    said = dict.fromkeys(sentence(text) for severity, text in messages_of(trt) if severity == "WARNING" and not _is((*CHATTER, *TRIALS), text))
+    said = dict.fromkeys(
+        sentence(text)
+        for severity, text in messages_of(trt)
+        if severity == "WARNING" and not _is((*CHATTER, *TRIALS), text)
+    )
     texts = list(said)
     if len(texts) > MOST_WARNINGS:
         texts[MOST_WARNINGS:] = [f"and {len(texts) - MOST_WARNINGS} more warnings"]

@@ -44,7 +44,10 @@ from pipeline.plan.schema import CalibrationConfig
 from pipeline.quantization.insert_qdq import holds_qdq
 
 CACHE = "calibration.cache"
-BASES = {CalibrationMethod.ENTROPY: "IInt8EntropyCalibrator2", CalibrationMethod.MINMAX: "IInt8MinMaxCalibrator"}
+BASES = {
+    CalibrationMethod.ENTROPY: "IInt8EntropyCalibrator2",
+    CalibrationMethod.MINMAX: "IInt8MinMaxCalibrator",
+}
 """The others are left out: IInt8LegacyCalibrator (percentiles) and IInt8EntropyCalibrator only carry on what TensorRT 4 did."""
 
 IN_GRAPH = "take int8 written into the graph (`realised_in: graph`)"
@@ -58,7 +61,10 @@ def base_class(trt: Any, method: CalibrationMethod | None) -> Any:
     """TensorRT's calibrator for a method; UnsupportedError for a method without one."""
     if method not in BASES:
         choices = " or ".join(BASES)
-        raise UnsupportedError(f"TensorRT's own calibrators choose ranges by {choices}, not by {method}", f"take `method: {choices}`, or {IN_GRAPH}")
+        raise UnsupportedError(
+            f"TensorRT's own calibrators choose ranges by {choices}, not by {method}",
+            f"take `method: {choices}`, or {IN_GRAPH}",
+        )
     return getattr(trt, BASES[method])
 
 
@@ -100,15 +106,26 @@ def calibrate_with_tensorrt(
     gpu, version = trt_library.host()
     trt_library.check_recipe(version, gpu.compute_capability, recipe)
     if holds_qdq(read_proto(model.path, weights=False).graph):
-        raise UnsupportedError("the model holds Q/DQ pairs, which TensorRT does not mix with calibrated ranges", IN_GRAPH)
+        raise UnsupportedError(
+            "the model holds Q/DQ pairs, which TensorRT does not mix with calibrated ranges",
+            IN_GRAPH,
+        )
     progress(0.0, "looking for the shape that most samples have")
     chosen = choose(samples, options)
-    with torch_hidden(), timing_cache.gpu_lock(gpu.uuid, progress), closing(Feeder(cuda.runtime(), samples, chosen, progress)) as feeder:
+    with (
+        torch_hidden(),
+        timing_cache.gpu_lock(gpu.uuid, progress),
+        closing(Feeder(cuda.runtime(), samples, chosen, progress)) as feeder,
+    ):
         cache = calibration_cache(trt_library.import_library(), model, recipe, allowed, feeder)
     copy_model(model.path, out / model.file)
     (out / CACHE).write_bytes(cache)
-    made = onnx_model(out, model.file, Precision.INT8, (note_on(chosen, samples.samples, recipe.method),))
-    return made.model_copy(update={"digest": hashlib.sha256(made.digest.encode() + cache).hexdigest()})
+    made = onnx_model(
+        out, model.file, Precision.INT8, (note_on(chosen, samples.samples, recipe.method),)
+    )
+    return made.model_copy(
+        update={"digest": hashlib.sha256(made.digest.encode() + cache).hexdigest()}
+    )
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------
@@ -154,7 +171,15 @@ def profiles_of(inputs: tuple[TensorSpec, ...], shapes: Shapes) -> tuple[Profile
     sizes = sizes_from_shapes(inputs, dict(shapes))
     if isinstance(sizes, str):
         raise DataError(sizes, "bring every sample to the shape of the model's inputs")
-    return (Profile(dims={name: DimRange(min=size, opt=size, max=size) for name, size in sizes.items()}),) if sizes else ()
+    return (
+        (
+            Profile(
+                dims={name: DimRange(min=size, opt=size, max=size) for name, size in sizes.items()}
+            ),
+        )
+        if sizes
+        else ()
+    )
 
 
 def note_on(chosen: Chosen, there: int, method: CalibrationMethod | None) -> Note:
@@ -163,7 +188,9 @@ def note_on(chosen: Chosen, there: int, method: CalibrationMethod | None) -> Not
     text = f"TensorRT's {method} calibrator took {chosen.samples} of {there} samples, {chosen.batches} batches of the calibration profile {shapes}"
     left = chosen.wanted - chosen.samples
     if left >= chosen.rows:
-        text += "; it takes batches of one shape only: pad all samples to one length to use them all"
+        text += (
+            "; it takes batches of one shape only: pad all samples to one length to use them all"
+        )
     elif left > 0:
         text += f"; the other {left} fill no batch of this shape"
     few = chosen.samples < FEWEST_SAMPLES or 2 * chosen.samples < chosen.wanted
@@ -176,7 +203,9 @@ class Feeder:
     TensorRT calls it from C++ and takes whatever goes wrong here for the end of the data; so it is kept for `check`.
     """
 
-    def __init__(self, rt: Any, samples: CalibrationSet, chosen: Chosen, progress: Progress) -> None:
+    def __init__(
+        self, rt: Any, samples: CalibrationSet, chosen: Chosen, progress: Progress
+    ) -> None:
         self.samples, self.chosen, self.progress = samples, chosen, progress
         self.given = 0  # batches
         self.failure: CrucibleError | OSError | None = None
@@ -191,20 +220,36 @@ class Feeder:
                 if self.given == self.chosen.batches:
                     return
                 if shapes_of(batch) == self.chosen.shapes:
-                    self.progress(0.9 * self.given / self.chosen.batches, f"calibrating: batch {self.given + 1} of {self.chosen.batches}")
-                    addresses = {name: self._upload(name, array) for name, array in batch.feeds.items()}
+                    self.progress(
+                        0.9 * self.given / self.chosen.batches,
+                        f"calibrating: batch {self.given + 1} of {self.chosen.batches}",
+                    )
+                    addresses = {
+                        name: self._upload(name, array) for name, array in batch.feeds.items()
+                    }
                     self.given += 1
                     yield addresses
         except (CrucibleError, OSError) as error:
             self.failure = error
 
     def _upload(self, name: str, array: np.ndarray[Any, Any]) -> int:
-        values = array.astype(np.float32) if array.dtype == np.float16 else array  # TensorRT calibrates in fp32
+        values = (
+            array.astype(np.float32) if array.dtype == np.float16 else array
+        )  # TensorRT calibrates in fp32
         self._pinned.reserve(values.nbytes)
         self._pinned.array(values.shape, values.dtype)[...] = values
         self._buffers[name].reserve(values.nbytes)
         if values.nbytes:
-            self._stream.copy([(self._buffers[name].pointer, self._pinned.pointer, values.nbytes, self._stream.to_device)])
+            self._stream.copy(
+                [
+                    (
+                        self._buffers[name].pointer,
+                        self._pinned.pointer,
+                        values.nbytes,
+                        self._stream.to_device,
+                    )
+                ]
+            )
         self._stream.synchronize()
         return self._buffers[name].pointer
 
@@ -222,23 +267,37 @@ class Feeder:
 # -- TensorRT ----------------------------------------------------------------------------------------------------------
 
 
-def calibration_cache(trt: Any, model: OnnxModel, recipe: Recipe, allowed: BuildOptions, feeder: Feeder) -> bytes:
+def calibration_cache(
+    trt: Any, model: OnnxModel, recipe: Recipe, allowed: BuildOptions, feeder: Feeder
+) -> bytes:
     """Build once, at the lowest level, for the sake of the cache. Raises UnsupportedError, HostError, or what the feeder met."""
     from polygraphy.backend.trt import Calibrator
     from polygraphy.logger import G_LOGGER
 
-    parsed = parse(trt, model.path.read_bytes(), model.path, strongly_typed=False, plugins=allowed.tensorrt.plugins)
+    parsed = parse(
+        trt,
+        model.path.read_bytes(),
+        model.path,
+        strongly_typed=False,
+        plugins=allowed.tensorrt.plugins,
+    )
     _check_network(parsed)
     quick = allowed.tensorrt.model_copy(
         update={"optimization_level": 0, "timing_iterations": 1}
     )  # the ranges come from an fp32 run, whatever is built afterwards
-    options = allowed.model_copy(update={"profiles": profiles_of(model.inputs, feeder.chosen.shapes), "tensorrt": quick})
+    options = allowed.model_copy(
+        update={"profiles": profiles_of(model.inputs, feeder.chosen.shapes), "tensorrt": quick}
+    )
     plain = recipe.model_copy(update={"hardware_compatible": False, "version_compatible": False})
     with G_LOGGER.verbosity(G_LOGGER.CRITICAL):  # else it prints whole arrays
         calibrator = Calibrator(feeder, BaseClass=base_class(trt, recipe.method))
-        config = configure(trt, parsed, plain, options, model.inputs)  # sets the calibration profile
+        config = configure(
+            trt, parsed, plain, options, model.inputs
+        )  # sets the calibration profile
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # calibrators end with TensorRT 11, where such a recipe is refused
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # calibrators end with TensorRT 11, where such a recipe is refused
             config.int8_calibrator = calibrator
         try:
             serialize(trt, parsed, config, silent)
@@ -253,8 +312,13 @@ def calibration_cache(trt: Any, model: OnnxModel, recipe: Recipe, allowed: Build
 def _check_network(parsed: Parsed) -> None:
     """UnsupportedError for a network that TensorRT cannot take, or cannot calibrate."""
     if parsed.faults:
-        said = "; ".join(f"{fault.operator} '{fault.node}': {fault.reason}" for fault in parsed.faults)
-        raise UnsupportedError(f"TensorRT cannot take this model: {said}", "list every node with `crucible inspect MODEL --backend tensorrt`")
+        said = "; ".join(
+            f"{fault.operator} '{fault.node}': {fault.reason}" for fault in parsed.faults
+        )
+        raise UnsupportedError(
+            f"TensorRT cannot take this model: {said}",
+            "list every node with `crucible inspect MODEL --backend tensorrt`",
+        )
     if names := shape_tensors(parsed.network):
         said = f"the values of input '{names[0]}' decide a shape, and TensorRT's calibrators feed sizes of one profile only"
         raise UnsupportedError(said, IN_GRAPH)

@@ -30,13 +30,34 @@ from pipeline.results.layer_table import Layer, LayerTable
 RUNS = 20
 WARMUP_RUNS = 5
 
-MOVING = frozenset({"reformat", "noop", "reshape", "cast", "copy", "transpose", "shuffle", "slice", "concatenation", "constant", "wait", "signal"})
-MOVING_STEPS = frozenset({"cas", "res", "tra", "mov", "cop", "sli"})  # Myelin's words for cast, reshape, transpose, move, copy, slice
-HEAVY = re.compile(r"conv(?!ert)|gemm|matrixmultiply|matmul|mha|attention|fprop|fullyconnected", re.IGNORECASE)
+MOVING = frozenset(
+    {
+        "reformat",
+        "noop",
+        "reshape",
+        "cast",
+        "copy",
+        "transpose",
+        "shuffle",
+        "slice",
+        "concatenation",
+        "constant",
+        "wait",
+        "signal",
+    }
+)
+MOVING_STEPS = frozenset(
+    {"cas", "res", "tra", "mov", "cop", "sli"}
+)  # Myelin's words for cast, reshape, transpose, move, copy, slice
+HEAVY = re.compile(
+    r"conv(?!ert)|gemm|matrixmultiply|matmul|mha|attention|fprop|fullyconnected", re.IGNORECASE
+)
 
 _TYPE = r"(?:tf32|bf16|f16|f32|i8|s8|u8|e4m3|e5m2)"
 # xmma: inputs_[multiplied]added_output, f32f32_tf32f32_f32, or without the multiplied type, f16f16_f32_f16; CUTLASS 3: a_b_added_c_d
-SIGNATURE = re.compile(rf"_(?P<read>{_TYPE}){_TYPE}?_(?P<first>{_TYPE})(?P<second>(?:{_TYPE}|i32)?)_(?:{_TYPE}|i32)(?=_|$)")
+SIGNATURE = re.compile(
+    rf"_(?P<read>{_TYPE}){_TYPE}?_(?P<first>{_TYPE})(?P<second>(?:{_TYPE}|i32)?)_(?:{_TYPE}|i32)(?=_|$)"
+)
 MULTIPLIED = {
     "tf32": Precision.TF32,
     "bf16": Precision.BF16,
@@ -55,7 +76,10 @@ WORDS = (
     (re.compile(r"int8|imma|i8816|i16832|i8i8|icudnn|igemm"), Precision.INT8),
     (re.compile(r"bf16"), Precision.BF16),
     (re.compile(r"fp16|f16|hmma|h884|h1688|h16816|hcudnn|hgemm"), Precision.FP16),
-    (re.compile(r"tensorop_s1688"), Precision.TF32),  # tensor cores multiply no fp32: CUTLASS's s1688 without a type is TF32
+    (
+        re.compile(r"tensorop_s1688"),
+        Precision.TF32,
+    ),  # tensor cores multiply no fp32: CUTLASS's s1688 without a type is TF32
     (re.compile(r"fp32|f32|scudnn|sgemm|ffma"), Precision.FP32),
 )
 HASH = re.compile(r"0x[0-9a-f]+")  # may hold "f16" by chance
@@ -72,13 +96,25 @@ DTYPES = (
     (re.compile(r"bool", re.IGNORECASE), "bool"),
     (re.compile(r"fp32|float", re.IGNORECASE), "fp32"),
 )
-WIDTHS = {"fp8": 1, "int8": 1, "fp16": 2, "bf16": 3, "fp32": 4}  # bf16 after fp16: it has fp32's range
+WIDTHS = {
+    "fp8": 1,
+    "int8": 1,
+    "fp16": 2,
+    "bf16": 3,
+    "fp32": 4,
+}  # bf16 after fp16: it has fp32's range
 INTEGERS = frozenset({"int64", "int32", "bool", "uint8"})
 
 ONNX_LAYER = re.compile(r"\[ONNX Layer: (.*?)\](?=[\x1e\x1f]|\[ONNX Layer: |$)", re.DOTALL)
-UNNAMED = "node_of_"  # the parser's name for a node without one, before the name of its first output
-PROFILE = re.compile(r" \[profile (?P<number>[1-9]\d*)\]")  # in a layer's name; the first profile has none
-MYELIN_GRAPH = re.compile(r"_myl(?P<number>\d+)_\d+$")  # Myelin's layers end in the number of their graph: each profile has graphs of its own
+UNNAMED = (
+    "node_of_"  # the parser's name for a node without one, before the name of its first output
+)
+PROFILE = re.compile(
+    r" \[profile (?P<number>[1-9]\d*)\]"
+)  # in a layer's name; the first profile has none
+MYELIN_GRAPH = re.compile(
+    r"_myl(?P<number>\d+)_\d+$"
+)  # Myelin's layers end in the number of their graph: each profile has graphs of its own
 
 
 class TimedSession(TakesInputs, Protocol):
@@ -102,7 +138,9 @@ class Inspected(Protocol):
 # -- the shell: needs a GPU -------------------------------------------------------------------------------------------
 
 
-def layer_table(trt: Any, loaded: Inspected, feeds: Tensors, profile: int = 0, runs: int = RUNS) -> LayerTable:
+def layer_table(
+    trt: Any, loaded: Inspected, feeds: Tensors, profile: int = 0, runs: int = RUNS
+) -> LayerTable:
     """Every layer of an engine at the shapes of `feeds`, each with its median time over `runs` plain enqueues of one profile.
 
     Plain, for a captured graph reports no layers. With the profiler attached each enqueue waits for its layers: their sum is more than
@@ -153,7 +191,10 @@ def _inspect(trt: Any, cuda_engine: Any, context: Any) -> str:
     form = trt.LayerInformationFormat.JSON
     inspector = cuda_engine.create_engine_inspector()
     inspector.execution_context = context
-    return str(inspector.get_engine_information(form) or cuda_engine.create_engine_inspector().get_engine_information(form))
+    return str(
+        inspector.get_engine_information(form)
+        or cuda_engine.create_engine_inspector().get_engine_information(form)
+    )
 
 
 # -- pure -------------------------------------------------------------------------------------------------------------
@@ -173,8 +214,17 @@ def layers_from_inspector(
     layers = [_layer(entry) for entry in document.get("Layers", ())]
     layers = [layer for layer in layers if _is_of(layer.name, profile, times)]
     known = {layer.name for layer in layers}
-    layers += [Layer(name=name, kind="", precision="unknown", evidence="none") for name in times if name not in known]
-    return tuple(layer.model_copy(update={"seconds": median(times[layer.name])}) if times.get(layer.name) else layer for layer in layers)
+    layers += [
+        Layer(name=name, kind="", precision="unknown", evidence="none")
+        for name in times
+        if name not in known
+    ]
+    return tuple(
+        layer.model_copy(update={"seconds": median(times[layer.name])})
+        if times.get(layer.name)
+        else layer
+        for layer in layers
+    )
 
 
 def _is_of(name: str, profile: int, times: Mapping[str, object]) -> bool:
@@ -195,9 +245,13 @@ def _graph_of(name: str) -> str | None:
 
 def _document(information: str) -> Mapping[str, Any]:
     try:
-        document = json.loads(information, strict=False)  # the separators of Metadata are control characters
+        document = json.loads(
+            information, strict=False
+        )  # the separators of Metadata are control characters
     except ValueError as error:
-        raise InternalError(f"TensorRT's engine information is no JSON: {error}: {information[:200]!r}") from error
+        raise InternalError(
+            f"TensorRT's engine information is no JSON: {error}: {information[:200]!r}"
+        ) from error
     return document if isinstance(document, dict) else {}
 
 
@@ -205,7 +259,10 @@ def _layer(entry: str | Mapping[str, Any]) -> Layer:
     if isinstance(entry, str):  # built without detailed verbosity
         return Layer(name=entry, kind="", precision="unknown", evidence="none")
     kind, tactic = str(entry.get("LayerType", "")), str(entry.get("TacticName") or "")
-    inputs, outputs = (tuple(_dtype(str(tensor.get("Format/Datatype", ""))) for tensor in entry.get(key, ())) for key in ("Inputs", "Outputs"))
+    inputs, outputs = (
+        tuple(_dtype(str(tensor.get("Format/Datatype", ""))) for tensor in entry.get(key, ()))
+        for key in ("Inputs", "Outputs")
+    )
     heavy = is_heavy(kind, tactic)
     precision, evidence = precision_of(kind, tactic, inputs, outputs)
     return Layer(
@@ -252,14 +309,20 @@ def precision_from_tactic(tactic: str) -> Precision | None:
 
 def is_heavy(kind: str, tactic: str) -> bool:
     """Whether a layer multiplies matrices, by the library's word for it or its kernel's name."""
-    return not _only_moves(kind, tactic) and bool(HEAVY.search(kind) or HEAVY.search(HASH.sub("", tactic)))
+    return not _only_moves(kind, tactic) and bool(
+        HEAVY.search(kind) or HEAVY.search(HASH.sub("", tactic))
+    )
 
 
 def _only_moves(kind: str, tactic: str) -> bool:
     word = kind.lower()
     if word in MOVING or word.startswith("shape"):  # shape_call, ShapeHostToDevice
         return True
-    steps = re.findall(r"[A-Z][a-z0-9]*", HASH.sub("", tactic).removeprefix("__myl_")) if tactic.startswith("__myl_") else []
+    steps = (
+        re.findall(r"[A-Z][a-z0-9]*", HASH.sub("", tactic).removeprefix("__myl_"))
+        if tactic.startswith("__myl_")
+        else []
+    )
     return bool(steps) and all(step[:3].lower() in MOVING_STEPS for step in steps)
 
 

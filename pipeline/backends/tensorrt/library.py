@@ -25,7 +25,13 @@ from pipeline.distribution import install_command
 from pipeline.errors import BackendUnavailable, UnsupportedError
 from pipeline.host.gpu import Gpu, Gpus, find_gpus
 
-DISTRIBUTIONS = ("tensorrt", "tensorrt-cu12", "tensorrt-cu13", "tensorrt-cu12-bindings", "tensorrt-cu13-bindings")
+DISTRIBUTIONS = (
+    "tensorrt",
+    "tensorrt-cu12",
+    "tensorrt-cu13",
+    "tensorrt-cu12-bindings",
+    "tensorrt-cu13-bindings",
+)
 BINDINGS = ("tensorrt-cu12-bindings", "tensorrt-cu13-bindings")
 """Two packages that provide the same module: who has both has the files of the one installed last."""
 
@@ -37,7 +43,9 @@ RUN_BY_US = "10.6"
 ELSEWHERE = " on a host with an NVIDIA GPU and its driver; here, use onnxruntime or openvino, or build for tensorrt_rtx"
 ANOTHER = "use another GPU, or a version of TensorRT that supports this one"
 OLDEST = (10, 0)
-IMPORTED = "CRUCIBLE_TENSORRT_IMPORTED"  # the environment's: the file of the module that was imported once
+IMPORTED = (
+    "CRUCIBLE_TENSORRT_IMPORTED"  # the environment's: the file of the module that was imported once
+)
 IMPORT_LIMIT_S = 120  # the first import maps some GB of libraries, maybe off a slow disk
 DRIVERS = {(10, 12): 525, (11, 12): 535, (10, 13): 580, (11, 13): 580}
 """Oldest driver by major version of TensorRT and of the CUDA it was built with.
@@ -96,9 +104,13 @@ NEEDS: dict[str, Need] = {
     "fp16": Need(instead=ANOTHER),
     "bf16": Need((8, 0), instead="take fp16"),
     "int8 (Q/DQ in the graph)": Need(instead=ANOTHER),
-    "int8 implicit (calibrators)": Need(until=(11, 0), instead="take int8 written into the graph (`realised_in: graph`)"),
+    "int8 implicit (calibrators)": Need(
+        until=(11, 0), instead="take int8 written into the graph (`realised_in: graph`)"
+    ),
     "fp8": Need((8, 9), instead="take int8 or fp16"),
-    "precision by builder flags (weakly typed)": Need(until=(11, 0), instead="take the precision written into the graph (`realised_in: graph`)"),
+    "precision by builder flags (weakly typed)": Need(
+        until=(11, 0), instead="take the precision written into the graph (`realised_in: graph`)"
+    ),
     "hardware compatibility": Need((8, 0), instead="leave `hardware_compatible` out"),
     VERSION_COMPATIBLE: Need(instead="leave `version_compatible` out"),
 }
@@ -127,8 +139,13 @@ def version() -> str:
         raise BackendUnavailable(said, f"pip uninstall {' '.join(BINDINGS)}, then {INSTALL}")
     if len({numbers(text)[:3] for text in installed.values()}) > 1:
         listed = ", ".join(f"{name} {text}" for name, text in installed.items())
-        raise BackendUnavailable(f"TensorRT is installed in two versions: {listed}", f"pip uninstall {' '.join(installed)}, then {INSTALL}")
-    exact = [installed[name] for name in BINDINGS if name in installed]  # the metapackage's version may lag behind
+        raise BackendUnavailable(
+            f"TensorRT is installed in two versions: {listed}",
+            f"pip uninstall {' '.join(installed)}, then {INSTALL}",
+        )
+    exact = [
+        installed[name] for name in BINDINGS if name in installed
+    ]  # the metapackage's version may lag behind
     found = next(iter([*exact, *installed.values()]), "") or _unpacked_version()
     if not found:
         raise BackendUnavailable("the library `tensorrt` is not installed", INSTALL)
@@ -137,7 +154,11 @@ def version() -> str:
 
 def release_warnings(version: str) -> tuple[str, ...]:
     """What was reported of the answers of this version's engines, with the sources and the next step."""
-    return tuple(_release_warning(version, wrong) for wrong in WRONG_RELEASES if wrong.holds(numbers(version)))
+    return tuple(
+        _release_warning(version, wrong)
+        for wrong in WRONG_RELEASES
+        if wrong.holds(numbers(version))
+    )
 
 
 def _release_warning(version: str, wrong: WrongReleases) -> str:
@@ -161,7 +182,17 @@ def _unpacked_version() -> str:
     """The version of a library that was unpacked by hand: read off its source, since no package tells."""
     for module in ("tensorrt_bindings", "tensorrt"):
         spec = importlib.util.find_spec(module)
-        if spec and spec.origin and (found := re.search(r'^__version__ = "([^"]+)"', Path(spec.origin).read_text(encoding="utf-8"), re.MULTILINE)):
+        if (
+            spec
+            and spec.origin
+            and (
+                found := re.search(
+                    r'^__version__ = "([^"]+)"',
+                    Path(spec.origin).read_text(encoding="utf-8"),
+                    re.MULTILINE,
+                )
+            )
+        ):
             return found[1]
     return ""
 
@@ -169,7 +200,9 @@ def _unpacked_version() -> str:
 def cuda_of(version: str) -> int:
     """The major version of CUDA that the installed library was built with."""
     for major in (12, 13):
-        if any(_installed(name) for name in (f"tensorrt-cu{major}-bindings", f"tensorrt-cu{major}")):
+        if any(
+            _installed(name) for name in (f"tensorrt-cu{major}-bindings", f"tensorrt-cu{major}")
+        ):
             return major
     return 12 if numbers(version) < (11, 0) else 13
 
@@ -188,7 +221,12 @@ def host() -> tuple[Gpu, str]:
         found = ""  # said together with the missing GPU
     if missing := tuple(faults(gpus, found, cuda_of(found))):
         said = f"TensorRT cannot be used on this host: {'; '.join(fault for fault, _ in missing)}"
-        raise BackendUnavailable(said, INSTALL + ELSEWHERE if gpus.reason else "; ".join(dict.fromkeys(step for _, step in missing)))
+        raise BackendUnavailable(
+            said,
+            INSTALL + ELSEWHERE
+            if gpus.reason
+            else "; ".join(dict.fromkeys(step for _, step in missing)),
+        )
     return gpus.devices[0], found
 
 
@@ -204,7 +242,11 @@ def faults(gpus: Gpus, version: str, cuda: int) -> Iterator[tuple[str, str]]:
     elif gpus.devices:
         gpu, needed = gpus.devices[0], DRIVERS[min(here[0], 11), cuda]
         if numbers(gpu.driver) < (needed,):
-            older = f", or take a TensorRT for CUDA 12: pip install '{REQUIREMENT}'" if cuda > 12 else ""
+            older = (
+                f", or take a TensorRT for CUDA 12: pip install '{REQUIREMENT}'"
+                if cuda > 12
+                else ""
+            )
             fault = f"TensorRT {version} for CUDA {cuda} needs the NVIDIA driver {needed} or later, this host has {gpu.driver}"
             yield fault, f"install the driver {needed} or later{older}"
         if reason := unsupported_gpu(here, numbers(gpu.compute_capability)):
@@ -229,7 +271,10 @@ def import_library() -> Any:
     """Import the module and check that bindings and libnvinfer are of one version; needs no GPU."""
     try:
         trt = importlib.import_module("tensorrt")
-    except (ImportError, OSError) as error:  # ImportError: the extension's own way to say that a shared library is missing
+    except (
+        ImportError,
+        OSError,
+    ) as error:  # ImportError: the extension's own way to say that a shared library is missing
         raise _unloadable(str(error)) from error
     check_loaded(trt.__version__, loaded_version(int(trt.__version__.split(".")[0])))
     return trt
@@ -254,19 +299,33 @@ def check_import() -> None:
 @cache
 def _import_fault(path: tuple[str, ...]) -> str:
     """What an import in a process of its own, with this `sys.path`, fails with; "" where it works."""
-    command = [sys.executable, "-c", "import sys; sys.path[:] = sys.argv[1:]; import tensorrt", *path]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; sys.path[:] = sys.argv[1:]; import tensorrt",
+        *path,
+    ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False
+        )
     except subprocess.TimeoutExpired:
         return f"its import did not end in {IMPORT_LIMIT_S} s"
     if not done.returncode:
         return ""
-    last = (done.stderr.strip().splitlines() or [""])[-1]  # "ImportError: libnvinfer.so.10: cannot open shared object file: ..."
-    return last.partition("Error: ")[2] or last or f"its import ended with exit code {done.returncode}"
+    last = (done.stderr.strip().splitlines() or [""])[
+        -1
+    ]  # "ImportError: libnvinfer.so.10: cannot open shared object file: ..."
+    return (
+        last.partition("Error: ")[2] or last or f"its import ended with exit code {done.returncode}"
+    )
 
 
 def _unloadable(fault: str) -> BackendUnavailable:
-    return BackendUnavailable(f"TensorRT is installed and cannot be loaded: {fault}", f"pip install --force-reinstall '{REQUIREMENT}'")
+    return BackendUnavailable(
+        f"TensorRT is installed and cannot be loaded: {fault}",
+        f"pip install --force-reinstall '{REQUIREMENT}'",
+    )
 
 
 def loaded_version(major: int) -> Version:
@@ -274,7 +333,9 @@ def loaded_version(major: int) -> Version:
     try:
         code = ctypes.CDLL(f"libnvinfer.so.{major}").getInferLibVersion()
     except (OSError, AttributeError) as error:
-        raise BackendUnavailable(f"libnvinfer.so.{major} cannot be loaded: {error}", INSTALL) from error
+        raise BackendUnavailable(
+            f"libnvinfer.so.{major} cannot be loaded: {error}", INSTALL
+        ) from error
     return code // 10000, code // 100 % 100, code % 100  # 100600 is 10.6.0
 
 
@@ -282,7 +343,10 @@ def check_loaded(bindings: str, loaded: Version) -> None:
     """BackendUnavailable unless the Python bindings and the shared library are of one version."""
     if numbers(bindings)[:3] != loaded:
         said = f"TensorRT is here in two versions: the Python bindings are {bindings}, the loaded libnvinfer is {_dotted(loaded)}"
-        raise BackendUnavailable(said, "remove the other one from LD_LIBRARY_PATH and /etc/ld.so.conf.d, or install both in one version")
+        raise BackendUnavailable(
+            said,
+            "remove the other one from LD_LIBRARY_PATH and /etc/ld.so.conf.d, or install both in one version",
+        )
 
 
 def unsupported_gpu(version: Version, capability: Version) -> str:
@@ -322,7 +386,9 @@ def check_recipe(version: str, capability: str, recipe: Recipe, lean: str | None
     """UnsupportedError that names what this version or this GPU lacks for a recipe, with what to do instead."""
     reason, instead = _lack(version, capability, recipe, lean)
     if reason:
-        raise UnsupportedError(reason, f"{instead}; `crucible doctor` lists what TensorRT can do here")
+        raise UnsupportedError(
+            reason, f"{instead}; `crucible doctor` lists what TensorRT can do here"
+        )
 
 
 def _lack(version: str, capability: str, recipe: Recipe, lean: str | None) -> tuple[str, str]:
@@ -357,35 +423,62 @@ def _contradiction(recipe: Recipe, capability: str) -> tuple[str, str]:
             "take `precision: tf32` with `realised_in: graph`",
         )
     if in_flags and precision not in (Precision.FP16, Precision.BF16, Precision.INT8):
-        return f"there is no builder flag for {precision} that lets TensorRT choose", "leave `realised_in: flags` out"
+        return (
+            f"there is no builder flag for {precision} that lets TensorRT choose",
+            "leave `realised_in: flags` out",
+        )
     if in_flags and recipe.keep_fp32:
-        return "`keep_fp32` is written into the graph, and builder flags leave the choice to TensorRT", "leave `realised_in: flags` out"
+        return (
+            "`keep_fp32` is written into the graph, and builder flags leave the choice to TensorRT",
+            "leave `realised_in: flags` out",
+        )
     if in_flags and precision is Precision.INT8 and recipe.method is CalibrationMethod.PERCENTILE:
-        return "TensorRT's own calibrators choose ranges by entropy or minmax, not by percentile", "take one of these, or `realised_in: graph`"
+        return (
+            "TensorRT's own calibrators choose ranges by entropy or minmax, not by percentile",
+            "take one of these, or `realised_in: graph`",
+        )
     if recipe.realised_in == "runtime" and precision is not Precision.TF32:
-        return f"of all precisions only tf32 is told to TensorRT at build time, {precision} is written into the graph", "leave `realised_in` out"
+        return (
+            f"of all precisions only tf32 is told to TensorRT at build time, {precision} is written into the graph",
+            "leave `realised_in` out",
+        )
     if precision is Precision.INT8 and not in_flags and recipe.activation != "int8":
-        return "TensorRT quantises to int8 with zero point 0, not to uint8", "take `activation: int8`"
+        return (
+            "TensorRT quantises to int8 with zero point 0, not to uint8",
+            "take `activation: int8`",
+        )
     return _unheard(recipe)
 
 
 def _unheard(recipe: Recipe) -> tuple[str, str]:
     """What is asked of a quantizer that would not hear it: the label would tell of it, and the engine would be another's."""
     implicit = recipe.realised_in == "flags"
-    if recipe.precision not in (Precision.INT8, Precision.FP8) or not (implicit or recipe.quantizer == "modelopt"):
+    if recipe.precision not in (Precision.INT8, Precision.FP8) or not (
+        implicit or recipe.quantizer == "modelopt"
+    ):
         return "", ""
     if implicit and recipe.quantizer != "crucible":
-        return f"implicit int8 is calibrated by TensorRT itself, not by {recipe.quantizer}", "leave `quantizer` out, or `realised_in: flags`"
+        return (
+            f"implicit int8 is calibrated by TensorRT itself, not by {recipe.quantizer}",
+            "leave `quantizer` out, or `realised_in: flags`",
+        )
     if recipe.placement != Placement() or recipe.weight_bits != 8:
         who = "TensorRT" if implicit else "ModelOpt"
-        return f"`placement` and `weight_bits` are rules of the quantizer `crucible`, {who} has its own", "leave them out"
+        return (
+            f"`placement` and `weight_bits` are rules of the quantizer `crucible`, {who} has its own",
+            "leave them out",
+        )
     return "", ""
 
 
 def missing_lean(major: int) -> str:
     """Why version-compatible engines cannot be built here: the lean runtime's name; "" where it is, and then it stays loaded."""
     name = f"libnvinfer_lean.so.{major}"
-    folders = [Path(spec.origin).parent for module in LEAN_FOLDERS if (spec := importlib.util.find_spec(module)) and spec.origin]
+    folders = [
+        Path(spec.origin).parent
+        for module in LEAN_FOLDERS
+        if (spec := importlib.util.find_spec(module)) and spec.origin
+    ]
     for place in (name, *(str(folder / name) for folder in folders)):
         try:
             ctypes.CDLL(place)

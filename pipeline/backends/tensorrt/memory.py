@@ -45,7 +45,9 @@ class Opened:
     engine: Engine
     cuda_engine: Any  # trt.ICudaEngine
     ordinal: int  # of the GPU it lies on
-    lock: threading.Lock = field(default_factory=threading.Lock)  # for making contexts and sessions: TensorRT does not say that threads may
+    lock: threading.Lock = field(
+        default_factory=threading.Lock
+    )  # for making contexts and sessions: TensorRT does not say that threads may
 
 
 Named = tuple[TensorSpec, str]
@@ -60,17 +62,29 @@ def tensors_of(opened: Opened) -> tuple[tuple[Named, ...], tuple[Named, ...]]:
     engine, cuda_engine = opened.engine, opened.cuda_engine
     found = [cuda_engine.get_tensor_name(index) for index in range(cuda_engine.num_io_tensors)]
     taken = {tensor for tensor in found if cuda_engine.get_tensor_mode(tensor).name == "INPUT"}
-    candidates = ((spec, tensor) for spec in engine.inputs for tensor in [spec.name if spec.name in taken else f"__{spec.name}"])
+    candidates = (
+        (spec, tensor)
+        for spec in engine.inputs
+        for tensor in [spec.name if spec.name in taken else f"__{spec.name}"]
+    )
     inputs = tuple((spec, tensor) for spec, tensor in candidates if tensor in taken)
     outputs = tuple((spec, spec.name) for spec in engine.outputs)
-    is_ours = {*taken} == {tensor for _, tensor in inputs} and {*found} - taken == {tensor for _, tensor in outputs}
+    is_ours = {*taken} == {tensor for _, tensor in inputs} and {*found} - taken == {
+        tensor for _, tensor in outputs
+    }
     if not is_ours or cuda_engine.num_optimization_profiles > max(1, len(engine.profiles)):
         expected = ", ".join(spec.name for spec in (*engine.inputs, *engine.outputs))
-        raise unreadable(engine, f"it is the engine of another model: expected inputs and outputs {expected}, found {', '.join(found)}")
+        raise unreadable(
+            engine,
+            f"it is the engine of another model: expected inputs and outputs {expected}, found {', '.join(found)}",
+        )
     for spec, tensor in (*inputs, *outputs):
         dtype = cuda_engine.get_tensor_dtype(tensor).name
         if DTYPES.get(dtype) != spec.dtype:
-            raise unreadable(engine, f"it is the engine of another model: expected '{spec.name}' as {spec.dtype}, found {dtype}")
+            raise unreadable(
+                engine,
+                f"it is the engine of another model: expected '{spec.name}' as {spec.dtype}, found {dtype}",
+            )
     return inputs, outputs
 
 
@@ -84,7 +98,10 @@ def run_error(rt: Any, messages: MutableSequence[tuple[str, str]], what: str) ->
             return cuda.out_of_memory(rt, int(wanted[1]) if wanted else None)
     rt.cudaGetLastError()
     said = "; ".join(dict.fromkeys(map(sentence, texts))) or "it does not say why"
-    return CudaError(f"TensorRT {what}: {said}", "check the values of the inputs; if they are right, compile the model again")
+    return CudaError(
+        f"TensorRT {what}: {said}",
+        "check the values of the inputs; if they are right, compile the model again",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +138,34 @@ class HostInput:
 def slots_of(opened: Opened) -> tuple[tuple[Slot, ...], tuple[Slot, ...], tuple[HostInput, ...]]:
     """Inputs, outputs, and inputs that TensorRT reads on the CPU; nothing is allocated on the GPU yet."""
     inputs, outputs = tensors_of(opened)
-    on_host = {tensor for _, tensor in (*inputs, *outputs) if opened.cuda_engine.get_tensor_location(tensor).name == "HOST"}
+    on_host = {
+        tensor
+        for _, tensor in (*inputs, *outputs)
+        if opened.cuda_engine.get_tensor_location(tensor).name == "HOST"
+    }
     if refused := sorted(on_host & {tensor for _, tensor in outputs}):
-        raise UnsupportedError(f"output '{refused[0]}' is made on the CPU by TensorRT", "compile this model for onnxruntime")
+        raise UnsupportedError(
+            f"output '{refused[0]}' is made on the CPU by TensorRT",
+            "compile this model for onnxruntime",
+        )
 
     def slot(spec: TensorSpec, tensor: str) -> Slot:
-        return Slot(spec.name, tensor, dtype_of(spec.dtype), DeviceBuffer(opened.rt), PinnedBuffer(opened.rt))
+        return Slot(
+            spec.name,
+            tensor,
+            dtype_of(spec.dtype),
+            DeviceBuffer(opened.rt),
+            PinnedBuffer(opened.rt),
+        )
 
     return (
         tuple(slot(spec, tensor) for spec, tensor in inputs if tensor not in on_host),
         tuple(slot(spec, tensor) for spec, tensor in outputs),
-        tuple(HostInput(spec.name, tensor, np.zeros(spec.resolve({}), dtype_of(spec.dtype))) for spec, tensor in inputs if tensor in on_host),
+        tuple(
+            HostInput(spec.name, tensor, np.zeros(spec.resolve({}), dtype_of(spec.dtype)))
+            for spec, tensor in inputs
+            if tensor in on_host
+        ),
     )
 
 
@@ -146,10 +180,14 @@ def allocator_type(trt: Any) -> Any:
             self.shape: Shape = ()
             self.error: CrucibleError | None = None
 
-        def reallocate_output_async(self, name: str, memory: int, size: int, alignment: int, stream: int) -> int:
+        def reallocate_output_async(
+            self, name: str, memory: int, size: int, alignment: int, stream: int
+        ) -> int:
             try:
                 self.buffer.reserve(size)
-            except CrucibleError as error:  # C++ calls: an exception would be lost here, and 0 makes the run fail
+            except (
+                CrucibleError
+            ) as error:  # C++ calls: an exception would be lost here, and 0 makes the run fail
                 self.error = error
             return self.buffer.pointer
 
@@ -165,13 +203,25 @@ class Memory:
     def __init__(self, opened: Opened, stream: Stream) -> None:
         self.inputs, self.outputs, self.host_inputs = slots_of(opened)
         self.contexts: list[Any] = []  # one per profile
-        self._trt, self._rt, self._cuda_engine, self._stream = opened.trt, opened.rt, opened.cuda_engine, stream
+        self._trt, self._rt, self._cuda_engine, self._stream = (
+            opened.trt,
+            opened.rt,
+            opened.cuda_engine,
+            stream,
+        )
         self._lock = opened.lock
-        self._allocators: dict[str, Any] = {}  # by TensorRT's name, of outputs that are sized by values
+        self._allocators: dict[
+            str, Any
+        ] = {}  # by TensorRT's name, of outputs that are sized by values
         self._activations = DeviceBuffer(opened.rt)
         try:
-            self._activations.reserve(opened.cuda_engine.device_memory_size_v2)  # the largest of all profiles
-            self.contexts.extend(self._bare_context(index) for index in range(opened.cuda_engine.num_optimization_profiles))
+            self._activations.reserve(
+                opened.cuda_engine.device_memory_size_v2
+            )  # the largest of all profiles
+            self.contexts.extend(
+                self._bare_context(index)
+                for index in range(opened.cuda_engine.num_optimization_profiles)
+            )
             self._reserve_largest(opened.engine)
         except BaseException:
             self.close()
@@ -197,7 +247,9 @@ class Memory:
         self._set_addresses(context)
         return context
 
-    def place(self, context: Any, shapes: Mapping[str, Shape], values: Mapping[str, NDArray[Any]]) -> tuple[Shape, ...]:
+    def place(
+        self, context: Any, shapes: Mapping[str, Shape], values: Mapping[str, NDArray[Any]]
+    ) -> tuple[Shape, ...]:
         """Set the shapes of the inputs, and values that TensorRT reads on the CPU: the shapes of the outputs, -1 where only a run can tell.
 
         DataError in TensorRT's words if it refuses them.
@@ -214,7 +266,10 @@ class Memory:
         except RuntimeError as error:
             raise self._refused(shapes) from error
         if missing:
-            raise InternalError(f"TensorRT lacks a shape or an address of {', '.join(missing)}", "compile the model again")
+            raise InternalError(
+                f"TensorRT lacks a shape or an address of {', '.join(missing)}",
+                "compile the model again",
+            )
         found = tuple(tuple(context.get_tensor_shape(slot.tensor)) for slot in self.outputs)
         for slot, shape in zip(self.outputs, found, strict=True):
             if -1 in shape and slot.tensor not in self._allocators:
@@ -228,7 +283,9 @@ class Memory:
             for allocator in self._allocators.values():
                 error, allocator.error = allocator.error, None
                 if error:
-                    messages_of(self._trt).clear()  # TensorRT's own of the same, which the next error would repeat
+                    messages_of(
+                        self._trt
+                    ).clear()  # TensorRT's own of the same, which the next error would repeat
                     raise error
             raise self._error("cannot run the engine")
 
@@ -245,7 +302,11 @@ class Memory:
 
     def is_short_of(self, outputs: Sequence[Shape]) -> bool:
         """Whether an output is larger at this shape than at the largest of its profile, which is rare, or its memory was lost to a failure."""
-        sizes = [(slot, slot.bytes_of(shape)) for slot, shape in zip(self.outputs, outputs, strict=True) if -1 not in shape]
+        sizes = [
+            (slot, slot.bytes_of(shape))
+            for slot, shape in zip(self.outputs, outputs, strict=True)
+            if -1 not in shape
+        ]
         return any(size > min(slot.device.size, slot.host.size) for slot, size in sizes)
 
     def grow(self, outputs: Sequence[Shape]) -> None:
@@ -261,7 +322,9 @@ class Memory:
         for slot in (*self.inputs, *self.outputs):
             slot.close()
         self._activations.close()
-        self._cuda_engine = None  # else a closed session that someone still holds would keep the weights
+        self._cuda_engine = (
+            None  # else a closed session that someone still holds would keep the weights
+        )
 
     def _reserve_largest(self, engine: Engine) -> None:
         for index, context in enumerate(self.contexts):
@@ -273,7 +336,9 @@ class Memory:
                 slot.reserve(shapes[slot.name])
             try:
                 outputs: Sequence[Shape] = self.place(context, shapes, values)
-            except DataError:  # the largest values do not fit the largest shapes: memory grows when it is needed
+            except (
+                DataError
+            ):  # the largest values do not fit the largest shapes: memory grows when it is needed
                 outputs = ((),) * len(self.outputs)
             for slot, shape in zip(self.outputs, outputs, strict=True):
                 slot.reserve(shape if -1 not in shape else ())
@@ -281,7 +346,9 @@ class Memory:
 
     def _bare_context(self, profile: int) -> Any:
         with self._lock:
-            context = self._cuda_engine.create_execution_context(self._trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+            context = self._cuda_engine.create_execution_context(
+                self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
+            )
         if context is None:
             raise self._error("cannot make an execution context")
         if not context.set_optimization_profile_async(profile, self._stream.pointer):
@@ -304,5 +371,11 @@ class Memory:
         return run_error(self._rt, messages_of(self._trt), what)
 
     def _refused(self, shapes: Mapping[str, Shape]) -> CrucibleError:
-        error = self._error(f"refuses {', '.join(f'{name} {shape}' for name, shape in shapes.items())}")
-        return DataError(error.message, "give shapes and values that fit together") if isinstance(error, CudaError) else error
+        error = self._error(
+            f"refuses {', '.join(f'{name} {shape}' for name, shape in shapes.items())}"
+        )
+        return (
+            DataError(error.message, "give shapes and values that fit together")
+            if isinstance(error, CudaError)
+            else error
+        )

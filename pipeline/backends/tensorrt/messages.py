@@ -24,7 +24,9 @@ LINE_BYTES = 1 << 16
 LINE_BUFFERED = 1  # _IOLBF of stdio.h (glibc)
 STDOUT = 1  # where TensorRT's own logger prints: 10.6, 11.2 and RTX 1.7
 PRINTED_TO = Path(f"/proc/self/fd/{STDOUT}")
-PRINTED = re.compile(r"\[[\d/]+-[\d:]+\] \[TRT\] \[([FEW])\] ")  # others may have left a line without its end
+PRINTED = re.compile(
+    r"\[[\d/]+-[\d:]+\] \[TRT\] \[([FEW])\] "
+)  # others may have left a line without its end
 _ONE_AT_A_TIME = threading.RLock()
 SEVERITIES = {"F": "INTERNAL_ERROR", "E": "ERROR", "W": "WARNING"}
 
@@ -68,7 +70,10 @@ def listening(trt: Any) -> Iterator[None]:
             yield
         finally:
             _, *parts = PRINTED.split(printed.read().decode(errors="replace"))
-            messages_of(trt).extend((SEVERITIES[letter], text.rstrip("\n")) for letter, text in zip(parts[::2], parts[1::2], strict=True))
+            messages_of(trt).extend(
+                (SEVERITIES[letter], text.rstrip("\n"))
+                for letter, text in zip(parts[::2], parts[1::2], strict=True)
+            )
 
 
 @contextlib.contextmanager
@@ -91,7 +96,10 @@ def _stdout_in_a_file() -> Iterator[Path]:
             os.dup2(before, STDOUT)
             os.close(before)
             file.seek(0)
-            with contextlib.suppress(OSError), open(STDOUT, "wb", closefd=False) as out:  # nobody may read it any more
+            with (
+                contextlib.suppress(OSError),
+                open(STDOUT, "wb", closefd=False) as out,
+            ):  # nobody may read it any more
                 out.write(file.read())
 
 

@@ -18,12 +18,29 @@ import onnx
 from onnx import numpy_helper
 
 from pipeline.backends.checks import installed_version
-from pipeline.core import BuildOptions, CalibrationMethod, Note, OnnxModel, Precision, Progress, Recipe, Tensors, silent
+from pipeline.core import (
+    BuildOptions,
+    CalibrationMethod,
+    Note,
+    OnnxModel,
+    Precision,
+    Progress,
+    Recipe,
+    Tensors,
+    silent,
+)
 from pipeline.data.samples import CalibrationSet
 from pipeline.distribution import install_command
 from pipeline.errors import BackendUnavailable, ModelError, UnsupportedError
 from pipeline.onnx_graph.activations import Bounds, observe, open_probe, rows_per_run
-from pipeline.onnx_graph.graph import changed_interface, external_files, kept_nodes, onnx_model, read_proto, write_proto
+from pipeline.onnx_graph.graph import (
+    changed_interface,
+    external_files,
+    kept_nodes,
+    onnx_model,
+    read_proto,
+    write_proto,
+)
 from pipeline.plan.schema import CalibrationConfig
 from pipeline.quantization.half_precision import (
     LARGEST_FP16,
@@ -72,7 +89,10 @@ class Reader:
             yield batch.feeds
             used += batch.samples
             self.most = max(self.most, used)
-            self.progress(0.2 + 0.6 * min(used / self.wanted, 1.0), f"ModelOpt: {used} of {self.wanted} samples")
+            self.progress(
+                0.2 + 0.6 * min(used / self.wanted, 1.0),
+                f"ModelOpt: {used} of {self.wanted} samples",
+            )
 
 
 def quantize_with_modelopt(
@@ -90,9 +110,14 @@ def quantize_with_modelopt(
     """
     installed_version("nvidia-modelopt", INSTALL)
     method = method_of(recipe)
-    proto = flatten(raise_opset(read_proto(model.path), max(SCALES_OPSET, LEAST_OPSET.get(recipe.rest, 0))))
+    proto = flatten(
+        raise_opset(read_proto(model.path), max(SCALES_OPSET, LEAST_OPSET.get(recipe.rest, 0)))
+    )
     if holds_qdq(proto.graph):
-        raise UnsupportedError("the model holds Q/DQ pairs already, which ModelOpt leaves as they are", f"{ANOTHER}, which keeps every scale")
+        raise UnsupportedError(
+            "the model holds Q/DQ pairs already, which ModelOpt leaves as they are",
+            f"{ANOTHER}, which keeps every scale",
+        )
     kept = kept_nodes(proto.graph, recipe.keep_fp32)
     wanted = min(options.samples or samples.samples, samples.samples)
     progress(0.0, "looking for values that 8 and 16 bits cannot hold")
@@ -101,11 +126,22 @@ def quantize_with_modelopt(
     left = kept | reasons.keys() | masked(proto.graph, seen)
     reader = Reader(samples, options.batch, wanted, progress)
     with tempfile.TemporaryDirectory(dir=out) as folder:
-        quantised = _quantised(proto, Path(folder), "fp8" if recipe.precision is Precision.FP8 else "int8", method, left, reader)
+        quantised = _quantised(
+            proto,
+            Path(folder),
+            "fp8" if recipe.precision is Precision.FP8 else "int8",
+            method,
+            left,
+            reader,
+        )
     if recipe.rest in LEAST_OPSET:
         lower(quantised, recipe.rest, kept | reasons.keys())
     write_proto(quantised, out / FILE)
-    used = Note(stage="convert", text=f"ModelOpt ({method}) took {reader.most} of {samples.samples} calibration samples", level="info")
+    used = Note(
+        stage="convert",
+        text=f"ModelOpt ({method}) took {reader.most} of {samples.samples} calibration samples",
+        level="info",
+    )
     made = onnx_model(out, FILE, recipe.precision, (used, *overflow_notes(proto.graph, reasons)))
     if changed := changed_interface(model, made):
         raise ModelError(f"ModelOpt changed the model's interface: {changed}", ANOTHER)
@@ -119,7 +155,10 @@ def method_of(recipe: Recipe) -> str:
         return "max"  # ModelOpt makes fp8 of an int8 graph by another scale, which holds for the largest value only
     if recipe.method not in METHODS:
         choices = " or ".join(METHODS)
-        raise UnsupportedError(f"ModelOpt chooses ranges by {choices}, not by {recipe.method}", f"take `method: {choices}`, or {ANOTHER}")
+        raise UnsupportedError(
+            f"ModelOpt chooses ranges by {choices}, not by {recipe.method}",
+            f"take `method: {choices}`, or {ANOTHER}",
+        )
     return METHODS[recipe.method]
 
 
@@ -133,11 +172,22 @@ def _seen(model: OnnxModel, samples: CalibrationSet, batch: int, wanted: int) ->
 
 def masked(graph: onnx.GraphProto, seen: Mapping[str, Bounds]) -> frozenset[str]:
     """The nodes that read infinities, or values so large that they mean "never": no 8-bit scale holds these and the others too."""
-    never = {name for name, each in seen.items() if each.nonfinite or each.largest > SAFE_FRACTION * LARGEST_FP16}
+    never = {
+        name
+        for name, each in seen.items()
+        if each.nonfinite or each.largest > SAFE_FRACTION * LARGEST_FP16
+    }
     return frozenset(node.name for node in graph.node if never.intersection(node.input))
 
 
-def _quantised(proto: onnx.ModelProto, folder: Path, mode: str, method: str, left: frozenset[str], reader: Reader) -> onnx.ModelProto:
+def _quantised(
+    proto: onnx.ModelProto,
+    folder: Path,
+    mode: str,
+    method: str,
+    left: frozenset[str],
+    reader: Reader,
+) -> onnx.ModelProto:
     """The fp32 graph with ModelOpt's Q/DQ pairs, the nodes `left` without; `folder` is for its files."""
     source, target = folder / "source.onnx", folder / "quantised.onnx"
     write_proto(proto, source)
@@ -151,19 +201,28 @@ def _quantised(proto: onnx.ModelProto, folder: Path, mode: str, method: str, lef
             calibration_data_reader=reader,
             calibration_method=method,
             calibration_eps=["cpu"],
-            nodes_to_exclude=[f"{re.escape(name)}$" for name in sorted(left)],  # each is a regular expression
+            nodes_to_exclude=[
+                f"{re.escape(name)}$" for name in sorted(left)
+            ],  # each is a regular expression
             high_precision_dtype="fp32",
             use_external_data_format=bool(external_files(source)),
             output_path=str(target),
             log_level="ERROR",
         )
     except ImportError as error:
-        raise BackendUnavailable(f"ModelOpt is installed and cannot be loaded: {error}", INSTALL) from error
+        raise BackendUnavailable(
+            f"ModelOpt is installed and cannot be loaded: {error}", INSTALL
+        ) from error
     except _failures() as error:
-        raise UnsupportedError(f"ModelOpt cannot quantise this model: {type(error).__name__}: {error}", ANOTHER) from error
+        raise UnsupportedError(
+            f"ModelOpt cannot quantise this model: {type(error).__name__}: {error}", ANOTHER
+        ) from error
     quantised = flatten(read_proto(target))
     if not holds_qdq(quantised.graph):
-        raise UnsupportedError(f"ModelOpt found nothing to quantise, so {mode} would only be its name", "choose another precision")
+        raise UnsupportedError(
+            f"ModelOpt found nothing to quantise, so {mode} would only be its name",
+            "choose another precision",
+        )
     check_scales(quantised.graph)
     return quantised
 
@@ -175,12 +234,26 @@ def check_scales(graph: onnx.GraphProto) -> None:
         scale = arrays[node.input[1]] if node.op_type in QUANTIZERS else np.ones(1)
         if not (np.isfinite(scale) & (scale > 0)).all():
             advice = f"name the nodes that read it in `keep_fp32`, or {ANOTHER}"
-            raise UnsupportedError(f"ModelOpt gave '{node.input[0]}' the scale {scale.max():g}", advice)
+            raise UnsupportedError(
+                f"ModelOpt gave '{node.input[0]}' the scale {scale.max():g}", advice
+            )
 
 
 def _failures() -> tuple[type[Exception], ...]:
     """What ModelOpt lets through: neither it nor ONNX Runtime has a base for its exceptions."""
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
-    of_onnxruntime = (kind for kind in vars(state).values() if isinstance(kind, type) and issubclass(kind, Exception))
-    return (*of_onnxruntime, AssertionError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
+    of_onnxruntime = (
+        kind
+        for kind in vars(state).values()
+        if isinstance(kind, type) and issubclass(kind, Exception)
+    )
+    return (
+        *of_onnxruntime,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+    )

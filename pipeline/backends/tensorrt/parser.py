@@ -28,7 +28,10 @@ ANOTHER_BACKEND = "or compile this model for onnxruntime"
 QUANTIZERS = {"QuantizeLinear", "DequantizeLinear"}
 LEAST_OPSET = 13  # the least that a plan may ask its export for
 OWN_PLUGINS = "libnvinfer_plugin.so"  # NVIDIA's own plugins, a part of TensorRT
-NOISE = ("catchCudaError", "Invalid Node - ")  # a host without a GPU adds "driver version is insufficient" to every message
+NOISE = (
+    "catchCudaError",
+    "Invalid Node - ",
+)  # a host without a GPU adds "driver version is insufficient" to every message
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,9 @@ class Parsed:
     faults: tuple[Fault, ...]
 
 
-def parse(trt: Any, raw: bytes, path: Path, strongly_typed: bool = True, plugins: Sequence[Path] = ()) -> Parsed:
+def parse(
+    trt: Any, raw: bytes, path: Path, strongly_typed: bool = True, plugins: Sequence[Path] = ()
+) -> Parsed:
     """Parse a serialized model; external data is read from beside `path`. What cannot be parsed is in `faults`, not raised.
 
     Strongly typed: every precision is as written in the graph. Otherwise builder flags allow more, up to TensorRT 10; from 11 on all networks
@@ -69,7 +74,9 @@ def new_builder(trt: Any, plugins: Sequence[Path] = ()) -> Any:
     messages_of(trt).clear()
     logger = builders_logger_of(trt)
     with listening(trt):
-        trt.init_libnvinfer_plugins(logger, "")  # EfficientNMS_TRT, ScatterElements and others are unknown without it
+        trt.init_libnvinfer_plugins(
+            logger, ""
+        )  # EfficientNMS_TRT, ScatterElements and others are unknown without it
         try:
             builder = trt.Builder(logger)
         except TypeError as error:  # pybind11's word for a null pointer
@@ -78,7 +85,12 @@ def new_builder(trt: Any, plugins: Sequence[Path] = ()) -> Any:
     return builder
 
 
-def load_plugins(trt: Any, registry: Any, plugins: Sequence[Path], heard: Callable[[Any], AbstractContextManager[None]] = nullcontext) -> None:
+def load_plugins(
+    trt: Any,
+    registry: Any,
+    plugins: Sequence[Path],
+    heard: Callable[[Any], AbstractContextManager[None]] = nullcontext,
+) -> None:
     """Load plugin libraries into the registry of a builder, which is `heard` by listening, or of a runtime; not into that of the process."""
     for plugin in plugins:
         if is_own(plugin):
@@ -86,8 +98,14 @@ def load_plugins(trt: Any, registry: Any, plugins: Sequence[Path], heard: Callab
         start = len(messages_of(trt))
         with heard(trt):
             handle = registry.load_library(str(plugin))
-        said = [sentence(text) for severity, text in messages_of(trt)[start:] if severity != "WARNING" and "catchCudaError" not in text]
-        if handle is None and said:  # None without a word: all of its plugins are registered already
+        said = [
+            sentence(text)
+            for severity, text in messages_of(trt)[start:]
+            if severity != "WARNING" and "catchCudaError" not in text
+        ]
+        if (
+            handle is None and said
+        ):  # None without a word: all of its plugins are registered already
             advice = "give a library made for this version of TensorRT that exports getCreators or getPluginCreators"
             raise PlanError(f"the plugin library '{plugin}' cannot be loaded: {said[0]}", advice)
 
@@ -97,22 +115,33 @@ def is_own(plugin: Path) -> bool:
     return plugin.name.startswith(OWN_PLUGINS)
 
 
-def _parse_with(trt: Any, builder: Any, raw: bytes, path: Path, strongly_typed: bool = True) -> Parsed:
-    asks = strongly_typed and int(trt.__version__.split(".")[0]) < 11  # from 11 on there is nothing to ask for
-    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED) if asks else 0)
+def _parse_with(
+    trt: Any, builder: Any, raw: bytes, path: Path, strongly_typed: bool = True
+) -> Parsed:
+    asks = (
+        strongly_typed and int(trt.__version__.split(".")[0]) < 11
+    )  # from 11 on there is nothing to ask for
+    network = builder.create_network(
+        1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED) if asks else 0
+    )
     with listening(trt):
         parser = trt.OnnxParser(network, builders_logger_of(trt))
         parsed = parser.parse(raw, str(path))
     faults = tuple(_fault(parser.get_error(i)) for i in range(parser.num_errors))
     if not parsed and not faults:
-        raise ModelError(f"TensorRT cannot read '{path.name}' and does not say why", "run `crucible inspect` with the backend onnxruntime")
+        raise ModelError(
+            f"TensorRT cannot read '{path.name}' and does not say why",
+            "run `crucible inspect` with the backend onnxruntime",
+        )
     return Parsed(builder, parser, network, faults)
 
 
 def _fault(error: Any) -> Fault:
     inside = tuple(frame.rpartition(" (")[0] for frame in error.local_function_stack())
     reason = re.sub(rf"^({re.escape(error.node_name())}|node_of_\S+): ", "", _reason(error.desc()))
-    if error.node() < 0 and error.file() and "." not in error.file():  # the tensor's name, where an input cannot be taken
+    if (
+        error.node() < 0 and error.file() and "." not in error.file()
+    ):  # the tensor's name, where an input cannot be taken
         reason = f"tensor '{error.file()}': {reason}"
     return Fault(error.node(), error.node_name(), error.node_operator(), inside, reason)
 
@@ -128,9 +157,13 @@ def _reason(desc: str) -> str:
 
 def sentence(text: str) -> str:
     """TensorRT's own sentence, without the C++ around it: functions, assertions, source lines."""
-    lines = [line for line in text.splitlines() if line and not any(noise in line for noise in NOISE)]
+    lines = [
+        line for line in text.splitlines() if line and not any(noise in line for noise in NOISE)
+    ]
     line = lines[0] if lines else text
-    line = re.sub(r"^.*?Error Code \d+: [\w ]+\(", "", line)  # "IBuilder::x: Error Code 4: API Usage Error ("
+    line = re.sub(
+        r"^.*?Error Code \d+: [\w ]+\(", "", line
+    )  # "IBuilder::x: Error Code 4: API Usage Error ("
     line = re.sub(r"\.? Please set k[A-Z]\w+ .*$", "", line)  # flags for other hardware
     line = re.sub(r"\.? In \w+ at \S+( \(.*)?$", "", line)
     line = re.sub(r"^\[[^]]*\] ", "", line.removeprefix("("))  # "[pass.cpp:337: check] "
@@ -141,7 +174,9 @@ def sentence(text: str) -> str:
     return line.strip()
 
 
-def refusals(trt: Any, model: OnnxModel, plugins: Sequence[Path] = (), renames: bool = True) -> tuple[Refusal, ...]:
+def refusals(
+    trt: Any, model: OnnxModel, plugins: Sequence[Path] = (), renames: bool = True
+) -> tuple[Refusal, ...]:
     """Every node, input and output of the model that TensorRT cannot take, or would take for something else.
 
     `renames`: whether users meet TensorRT's own names, among them that of an input that is an output too; our sessions know them.
@@ -154,17 +189,28 @@ def refusals(trt: Any, model: OnnxModel, plugins: Sequence[Path] = (), renames: 
     while True:
         rest, indices = _without(proto, found, foreign)
         parsed = _parse_with(trt, builder, rest.SerializeToString(), model.path)
-        new = [(indices[fault.index], fault) for fault in parsed.faults if 0 <= fault.index < len(indices)]
+        new = [
+            (indices[fault.index], fault)
+            for fault in parsed.faults
+            if 0 <= fault.index < len(indices)
+        ]
         for index, fault in new:
             found.setdefault(index, []).append(_refusal(proto, index, fault))
-        unreadable = {spec.name for spec in model.inputs if spec.dtype not in (*BINDABLE, "float64")}
+        unreadable = {
+            spec.name for spec in model.inputs if spec.dtype not in (*BINDABLE, "float64")
+        }
         if not new and foreign == unreadable:
             break
         foreign = unreadable  # from the second time on: the first time, operators are checked whatever their inputs
     if not (found or interface):
         interface = [_refusal(proto, -1, fault) for fault in parsed.faults]
-    inner = {index: (*_bodies(proto, index, parsed.parser), *found[index]) for index in sorted(found)}
-    nodes = ({(refusal.node, refusal.operator): refusal for refusal in every}.values() for every in inner.values())
+    inner = {
+        index: (*_bodies(proto, index, parsed.parser), *found[index]) for index in sorted(found)
+    }
+    nodes = (
+        {(refusal.node, refusal.operator): refusal for refusal in every}.values()
+        for every in inner.values()
+    )
     return (*interface, *chain.from_iterable(nodes))
 
 
@@ -178,16 +224,28 @@ def _with_types(model: OnnxModel) -> onnx.ModelProto:
     proto = onnx.load(str(model.path), load_external_data=False)
     try:
         return onnx.shape_inference.infer_shapes(proto)
-    except onnx.shape_inference.InferenceError:  # contradictions inside: the parser will name the node
+    except (
+        onnx.shape_inference.InferenceError
+    ):  # contradictions inside: the parser will name the node
         return proto
 
 
 def _refusal(proto: onnx.ModelProto, index: int, fault: Fault) -> Refusal:
     node = proto.graph.node[index] if index >= 0 else onnx.NodeProto(name="model")
     is_outer = not fault.inside and node.op_type == fault.operator
-    name = "/".join((*fault.inside, fault.node or fault.operator)) if fault.inside else node.name or node.output[0]
+    name = (
+        "/".join((*fault.inside, fault.node or fault.operator))
+        if fault.inside
+        else node.name or node.output[0]
+    )
     operator = operator_of(node) if is_outer else fault.operator
-    return Refusal(node=name, operator=operator, opset=_opset(proto, operator), reason=fault.reason, remedy=_remedy(fault.reason, operator))
+    return Refusal(
+        node=name,
+        operator=operator,
+        opset=_opset(proto, operator),
+        reason=fault.reason,
+        remedy=_remedy(fault.reason, operator),
+    )
 
 
 def _bodies(proto: onnx.ModelProto, index: int, parser: Any) -> Iterator[Refusal]:
@@ -197,7 +255,9 @@ def _bodies(proto: onnx.ModelProto, index: int, parser: Any) -> Iterator[Refusal
         for node in graph.node:
             if not parser.supports_operator(node.op_type):
                 inside = (outer.name, graph.name)
-                yield _refusal(proto, index, Fault(index, node.name, node.op_type, inside, _reason("false")))
+                yield _refusal(
+                    proto, index, Fault(index, node.name, node.op_type, inside, _reason("false"))
+                )
 
 
 def _remedy(reason: str, operator: str) -> str:
@@ -213,7 +273,14 @@ def _remedy(reason: str, operator: str) -> str:
 def _way_around(operator: str) -> str:
     """How a model does without an operator that TensorRT does not know."""
     surgery = "replace it by surgery (`simplify.surgery`)"
-    first = min((schema.since_version for schema in onnx.defs.get_all_schemas_with_history() if operator_of_schema(schema) == operator), default=0)
+    first = min(
+        (
+            schema.since_version
+            for schema in onnx.defs.get_all_schemas_with_history()
+            if operator_of_schema(schema) == operator
+        ),
+        default=0,
+    )
     if first == 0:  # not ONNX's own
         return f"load the library of its plugin (backend tensorrt: `tensorrt.plugins`, or `--plugin` of inspect), {surgery}"
     if first > LEAST_OPSET:
@@ -228,7 +295,9 @@ def operator_of_schema(schema: Any) -> str:
 def _opset(proto: onnx.ModelProto, operator: str) -> int:
     domain = operator.rpartition("::")[0]
     wanted = DEFAULT_DOMAINS if domain in DEFAULT_DOMAINS else (domain,)
-    return max((int(entry.version) for entry in proto.opset_import if entry.domain in wanted), default=0)
+    return max(
+        (int(entry.version) for entry in proto.opset_import if entry.domain in wanted), default=0
+    )
 
 
 def _interface(model: OnnxModel, renames: bool) -> Iterator[Refusal]:
@@ -237,13 +306,25 @@ def _interface(model: OnnxModel, renames: bool) -> Iterator[Refusal]:
     for role, specs in (("input", model.inputs), ("output", model.outputs)):
         for spec in specs:
             if spec.dtype not in BINDABLE:
-                narrowed = ", which TensorRT would silently narrow to float32" if spec.dtype == "float64" else ""
+                narrowed = (
+                    ", which TensorRT would silently narrow to float32"
+                    if spec.dtype == "float64"
+                    else ""
+                )
                 reason = f"{role} '{spec.name}' is {spec.dtype}{narrowed}; expected one of {', '.join(sorted(BINDABLE))}"
                 remedy = f"cast it inside the model, so that the {role} itself is one of these, {ANOTHER_BACKEND}"
-                yield Refusal(node=spec.name, operator=role, opset=model.opset, reason=reason, remedy=remedy)
+                yield Refusal(
+                    node=spec.name, operator=role, opset=model.opset, reason=reason, remedy=remedy
+                )
             elif renames and role == "output" and spec.name in names:
                 reason = f"output '{spec.name}' is an input passed through, which TensorRT renames"
-                yield Refusal(node=spec.name, operator=role, opset=model.opset, reason=reason, remedy="return it by a name of its own")
+                yield Refusal(
+                    node=spec.name,
+                    operator=role,
+                    opset=model.opset,
+                    reason=reason,
+                    remedy="return it by a name of its own",
+                )
 
 
 def _quantizers(proto: onnx.ModelProto) -> Iterator[tuple[int, Refusal]]:
@@ -251,11 +332,18 @@ def _quantizers(proto: onnx.ModelProto) -> Iterator[tuple[int, Refusal]]:
     types = _element_types(proto)
     for index, node in enumerate(proto.graph.node):
         if node.op_type in QUANTIZERS and node.domain in DEFAULT_DOMAINS:
-            quantized = types.get(node.output[0] if node.op_type == "QuantizeLinear" else node.input[0], "")
+            quantized = types.get(
+                node.output[0] if node.op_type == "QuantizeLinear" else node.input[0], ""
+            )
             if quantized == "uint8":
                 reason = "quantised to uint8, which TensorRT takes for int8: values over 127 would be wrong"
                 fault = Fault(index, node.name, node.op_type, (), reason)
-                yield index, _refusal(proto, index, fault).model_copy(update={"remedy": _remedy("zero point", node.op_type)})
+                yield (
+                    index,
+                    _refusal(proto, index, fault).model_copy(
+                        update={"remedy": _remedy("zero point", node.op_type)}
+                    ),
+                )
 
 
 def _element_types(proto: onnx.ModelProto) -> Mapping[str, str]:
@@ -265,12 +353,18 @@ def _element_types(proto: onnx.ModelProto) -> Mapping[str, str]:
     return types | {tensor.name: type_name(tensor.data_type) for tensor in proto.graph.initializer}
 
 
-def _without(proto: onnx.ModelProto, refused: Container[int], foreign: set[str]) -> tuple[onnx.ModelProto, list[int]]:
+def _without(
+    proto: onnx.ModelProto, refused: Container[int], foreign: set[str]
+) -> tuple[onnx.ModelProto, list[int]]:
     """The graph without the refused nodes and without `foreign` inputs, and where each node that is left was.
 
     What a refused node makes becomes an input where its type and rank are known; where they are not, the nodes that read it go too.
     """
-    known = {value.name: value for value in (*proto.graph.value_info, *proto.graph.output) if _is_known(value)}
+    known = {
+        value.name: value
+        for value in (*proto.graph.value_info, *proto.graph.output)
+        if _is_known(value)
+    }
     rest = onnx.ModelProto()
     rest.CopyFrom(proto)
     for field in ("node", "input", "output"):
@@ -287,7 +381,9 @@ def _without(proto: onnx.ModelProto, refused: Container[int], foreign: set[str])
         rest.graph.input.extend(known[name] for name in stand_ins)
         lost |= set(node.output) - set(stand_ins)
     made = {name for index in kept for name in proto.graph.node[index].output}
-    rest.graph.output.extend(value for value in proto.graph.output if value.name in made and value.name not in foreign)
+    rest.graph.output.extend(
+        value for value in proto.graph.output if value.name in made and value.name not in foreign
+    )
     return rest, kept
 
 
@@ -303,4 +399,7 @@ def _subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 def _reads(node: onnx.NodeProto) -> Sequence[str]:
     """Tensors a node reads, those that its subgraphs take from outside too."""
-    return [*node.input, *(name for graph in _subgraphs(node) for deep in graph.node for name in deep.input)]
+    return [
+        *node.input,
+        *(name for graph in _subgraphs(node) for deep in graph.node for name in deep.input),
+    ]

@@ -15,7 +15,17 @@ from pipeline.backends.checks import installed_version
 from pipeline.backends.tensorrt.build import add_profiles, serialize, warnings_of, with_locations
 from pipeline.backends.tensorrt.messages import listening
 from pipeline.backends.tensorrt.parser import Parsed, parse, refusals
-from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Progress, Recipe, Refusal, Target, silent
+from pipeline.core import (
+    BuildOptions,
+    Engine,
+    OnnxModel,
+    Precision,
+    Progress,
+    Recipe,
+    Refusal,
+    Target,
+    silent,
+)
 from pipeline.distribution import install_command
 from pipeline.errors import BackendUnavailable, UnsupportedError
 from pipeline.host.gpu import Gpus, find_gpus
@@ -35,14 +45,24 @@ def probe() -> Target:
     if not gpus:
         return Target(backend="tensorrt_rtx", version=version, device="no GPU: builds for others")
     first = gpus[0]
-    return Target(backend="tensorrt_rtx", version=version, device=first.name, compute_capability=first.compute_capability, driver=first.driver)
+    return Target(
+        backend="tensorrt_rtx",
+        version=version,
+        device=first.name,
+        compute_capability=first.compute_capability,
+        driver=first.driver,
+    )
 
 
-def unsupported(model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()) -> tuple[Refusal, ...]:
+def unsupported(
+    model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()
+) -> tuple[Refusal, ...]:
     return refusals(_library(), model, plugins)
 
 
-def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent) -> Engine:
+def build(
+    model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
+) -> Engine:
     """Build for `recipe.compute_capability`; the graph must already be in the recipe's precision. One file under `out`."""
     capability = _capability(recipe)
     _check_precision(model, recipe)
@@ -50,19 +70,35 @@ def build(model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, pr
     progress(None, f"parsing for compute capability {capability}")
     parsed = parse(trt, model.path.read_bytes(), model.path)
     if parsed.faults:
-        said = "; ".join(f"{fault.operator} '{fault.node}': {fault.reason}" for fault in parsed.faults)
-        raise UnsupportedError(f"TensorRT-RTX cannot take this model: {said}", "list every node with `crucible inspect MODEL --backend tensorrt_rtx`")
+        said = "; ".join(
+            f"{fault.operator} '{fault.node}': {fault.reason}" for fault in parsed.faults
+        )
+        raise UnsupportedError(
+            f"TensorRT-RTX cannot take this model: {said}",
+            "list every node with `crucible inspect MODEL --backend tensorrt_rtx`",
+        )
     config = _config(trt, parsed, capability)
     with listening(trt):
         add_profiles(parsed, config, model.inputs, options.profiles)
     progress(None, f"building for compute capability {capability}")
-    data = serialize(trt, parsed, config, progress, f"TensorRT-RTX cannot build this model for compute capability {capability}")
+    data = serialize(
+        trt,
+        parsed,
+        config,
+        progress,
+        f"TensorRT-RTX cannot build this model for compute capability {capability}",
+    )
     (out / FILE).write_bytes(data)
     return Engine(
         root=out,
         file=FILE,
         digest=hashlib.sha256(data).hexdigest(),
-        target=Target(backend="tensorrt_rtx", version=_version(), device=f"GPU of compute capability {capability}", compute_capability=capability),
+        target=Target(
+            backend="tensorrt_rtx",
+            version=_version(),
+            device=f"GPU of compute capability {capability}",
+            compute_capability=capability,
+        ),
         recipe=recipe,
         inputs=with_locations(model.inputs, parsed),
         outputs=model.outputs,
@@ -87,9 +123,17 @@ def why_not_run(capability: str | None, gpus: Gpus) -> str:
     needs = f"it needs an NVIDIA GPU of compute capability {', '.join(wanted)} with driver {MINIMUM_DRIVER} or later"
     if not gpus.devices:
         return f"{needs}, this host has none: {gpus.reason}"
-    has = ", ".join(f"{gpu.name} (compute capability {gpu.compute_capability}, driver {gpu.driver})" for gpu in gpus.devices)
-    fits = any(gpu.compute_capability in wanted and int(gpu.driver.split(".")[0]) >= MINIMUM_DRIVER for gpu in gpus.devices)
-    return f"{needs}, this host has {has}" + (", but this version of Crucible cannot run TensorRT-RTX engines yet" if fits else "")
+    has = ", ".join(
+        f"{gpu.name} (compute capability {gpu.compute_capability}, driver {gpu.driver})"
+        for gpu in gpus.devices
+    )
+    fits = any(
+        gpu.compute_capability in wanted and int(gpu.driver.split(".")[0]) >= MINIMUM_DRIVER
+        for gpu in gpus.devices
+    )
+    return f"{needs}, this host has {has}" + (
+        ", but this version of Crucible cannot run TensorRT-RTX engines yet" if fits else ""
+    )
 
 
 def _version() -> str:
@@ -101,7 +145,10 @@ def _library() -> Any:
     try:
         import tensorrt_rtx
     except (ImportError, OSError) as error:
-        raise BackendUnavailable(f"the library `tensorrt_rtx` cannot be loaded: {error}", "pip install --force-reinstall tensorrt-rtx") from error
+        raise BackendUnavailable(
+            f"the library `tensorrt_rtx` cannot be loaded: {error}",
+            "pip install --force-reinstall tensorrt-rtx",
+        ) from error
     return tensorrt_rtx
 
 
@@ -127,7 +174,10 @@ def check_recipe(recipe: Recipe, target: Target) -> None:
     _capability(recipe)
     if recipe.precision not in PRECISIONS:
         choices = ", ".join(sorted(PRECISIONS))
-        raise UnsupportedError(f"TensorRT-RTX is built here in {choices}, not in {recipe.precision}", f"choose one of {choices}")
+        raise UnsupportedError(
+            f"TensorRT-RTX is built here in {choices}, not in {recipe.precision}",
+            f"choose one of {choices}",
+        )
 
 
 def _check_precision(model: OnnxModel, recipe: Recipe) -> None:
@@ -143,5 +193,7 @@ def _config(trt: Any, parsed: Parsed, capability: str) -> Any:
     config = parsed.builder.create_builder_config()
     config.clear_flag(trt.BuilderFlag.TF32)
     config.num_compute_capabilities = 1
-    config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{capability.replace('.', '')}"), 0)
+    config.set_compute_capability(
+        getattr(trt.ComputeCapability, f"SM{capability.replace('.', '')}"), 0
+    )
     return config

@@ -32,10 +32,19 @@ from pipeline.backends.tensorrt.memory import Memory, Opened, Shape, run_error, 
 from pipeline.backends.tensorrt.messages import messages_of
 from pipeline.backends.tensorrt.parser import load_plugins
 from pipeline.core import Engine, Tensors, TensorSpec, sizes_from_shapes
-from pipeline.errors import BackendUnavailable, DataError, HostError, InternalError, PlanError, UnsupportedError
+from pipeline.errors import (
+    BackendUnavailable,
+    DataError,
+    HostError,
+    InternalError,
+    PlanError,
+    UnsupportedError,
+)
 
 ALLOW_HOST_CODE = "CRUCIBLE_ALLOW_HOST_CODE"
-GRAPHS = 8  # shapes kept: each captured one holds a context, whose own memory is small but not nothing
+GRAPHS = (
+    8  # shapes kept: each captured one holds a context, whose own memory is small but not nothing
+)
 PLUGINS = "plugins"  # beside the engine file
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -43,7 +52,9 @@ Results = Sequence[tuple[str, NDArray[Any]]]
 """Outputs by name, in page-locked memory."""
 
 
-def load_engine(trt: Any, engine: Engine, logger: Any, device: str = "", rt: Any = None) -> TrtLoaded:
+def load_engine(
+    trt: Any, engine: Engine, logger: Any, device: str = "", rt: Any = None
+) -> TrtLoaded:
     """The engine on a GPU: "" is cuda:0. StoreError for a file that TensorRT cannot read, OutOfDeviceMemory where the weights do not fit."""
     _refuse_host_code(engine)
     ordinal = ordinal_of(device)
@@ -54,17 +65,23 @@ def load_engine(trt: Any, engine: Engine, logger: Any, device: str = "", rt: Any
     runtime = trt.Runtime(logger)
     runtime.engine_host_code_allowed = engine.recipe.version_compatible
     try:
-        load_plugins(trt, runtime.get_plugin_registry(), sorted((engine.root / PLUGINS).glob("*.so")))
+        load_plugins(
+            trt, runtime.get_plugin_registry(), sorted((engine.root / PLUGINS).glob("*.so"))
+        )
         data = engine.path.read_bytes()
         cuda_engine = runtime.deserialize_cuda_engine(data)
     except (OSError, PlanError) as error:
-        raise unreadable(engine, error.message if isinstance(error, PlanError) else str(error)) from error
+        raise unreadable(
+            engine, error.message if isinstance(error, PlanError) else str(error)
+        ) from error
     if cuda_engine is None:
         fault = run_error(rt, messages_of(trt), "says")
         raise unreadable(engine, fault.message) if isinstance(fault, CudaError) else fault
     opened = Opened(trt, rt, engine, cuda_engine, ordinal)
     tensors_of(opened)
-    if hashlib.sha256(data).hexdigest() != engine.digest:  # one changed byte in the weights loads without a word, and answers wrongly
+    if (
+        hashlib.sha256(data).hexdigest() != engine.digest
+    ):  # one changed byte in the weights loads without a word, and answers wrongly
         raise unreadable(engine, "its sha256 is not that of the engine that was built")
     return TrtLoaded(opened)
 
@@ -73,13 +90,18 @@ def _refuse_host_code(engine: Engine) -> None:
     """BackendUnavailable for a version-compatible engine, unless the user trusts its file."""
     if engine.recipe.version_compatible and os.environ.get(ALLOW_HOST_CODE) != "1":
         said = f"the engine '{engine.path}' is version-compatible: it brings its own TensorRT runtime, and loading it runs code of that file"
-        raise BackendUnavailable(said, f"set {ALLOW_HOST_CODE}=1 if you trust where the file comes from")
+        raise BackendUnavailable(
+            said, f"set {ALLOW_HOST_CODE}=1 if you trust where the file comes from"
+        )
 
 
 def ordinal_of(device: str) -> int:
     """The number in "cuda:1"; "" is the first GPU. UnsupportedError for any other name."""
     if not (found := re.fullmatch(r"(cuda:(\d+))?", device)):
-        raise UnsupportedError(f"tensorrt runs on an NVIDIA GPU, not on '{device}'", "leave the device out, or name it as cuda:0, cuda:1, ...")
+        raise UnsupportedError(
+            f"tensorrt runs on an NVIDIA GPU, not on '{device}'",
+            "leave the device out, or name it as cuda:0, cuda:1, ...",
+        )
     return int(found[2] or 0)
 
 
@@ -100,7 +122,10 @@ class TrtLoaded:
         opened = self._opened or closed()
         count = max(1, len(opened.engine.profiles))
         if not 0 <= profile < count:
-            raise UnsupportedError(f"expected a profile from 0 to {count - 1}, got {profile}", "`crucible inspect` shows an engine's profiles")
+            raise UnsupportedError(
+                f"expected a profile from 0 to {count - 1}, got {profile}",
+                "`crucible inspect` shows an engine's profiles",
+            )
         cuda.use_device(opened.rt, opened.ordinal)
         session = TrtSession(opened, profile, graphs)
         with opened.lock:
@@ -195,7 +220,9 @@ class TrtSession:
             self.synchronize()  # the page-locked memory is in use
         opened.rt.cudaSetDevice(opened.ordinal)  # of this thread: a new thread starts on GPU 0
         on_gpu = self._device_arrays(feeds, opened.ordinal)
-        arrays = {**feeds, **{name: array.like for name, array in on_gpu.items()}} if on_gpu else feeds
+        arrays = (
+            {**feeds, **{name: array.like for name, array in on_gpu.items()}} if on_gpu else feeds
+        )
         self._check(arrays)
         bound = self._find(opened, arrays)
         if on_gpu:
@@ -299,17 +326,24 @@ class TrtSession:
     def _require_bound(self) -> Bound:
         if self._bound is None:
             self._require_open()
-            raise InternalError("nothing is bound to this session", "call bind before the other steps of a run")
+            raise InternalError(
+                "nothing is bound to this session", "call bind before the other steps of a run"
+            )
         return self._bound
 
     def _device_arrays(self, feeds: Tensors, ordinal: int) -> dict[str, DeviceArray]:
         found: dict[str, DeviceArray] = {}
         for name, value in feeds.items():
-            if type(value) is not np.ndarray and (array := cuda.device_array(name, value, self._stream, ordinal)):
+            if type(value) is not np.ndarray and (
+                array := cuda.device_array(name, value, self._stream, ordinal)
+            ):
                 found[name] = array
         for each in self._memory.host_inputs:
             if each.name in found:
-                raise DataError(f"input '{each.name}' lies on the GPU, and TensorRT reads its values on the CPU", "give it as a numpy array")
+                raise DataError(
+                    f"input '{each.name}' lies on the GPU, and TensorRT reads its values on the CPU",
+                    "give it as a numpy array",
+                )
         return found
 
     def _find(self, opened: Opened, arrays: Tensors) -> Bound:
@@ -333,32 +367,53 @@ class TrtSession:
             self._known.clear()
             memory.grow(outputs)
         bound = Bound(key, profile, shapes, values, outputs)
-        bound.targets = tuple((slot.name, slot.host.array(shapes[slot.name], slot.dtype)) for slot in memory.inputs)
+        bound.targets = tuple(
+            (slot.name, slot.host.array(shapes[slot.name], slot.dtype)) for slot in memory.inputs
+        )
         sizes = [(slot, slot.bytes_of(shapes[slot.name])) for slot in memory.inputs]
-        bound.uploads = tuple((slot.device.pointer, slot.host.pointer, size, self._stream.to_device) for slot, size in sizes if size)
+        bound.uploads = tuple(
+            (slot.device.pointer, slot.host.pointer, size, self._stream.to_device)
+            for slot, size in sizes
+            if size
+        )
         if not memory.sized_by_values:
             bound.results, bound.downloads = self._downloads(outputs)
         self._known.put(key, bound)
         self._placed = bound
         return bound
 
-    def _profile_of(self, engine: Engine, shapes: Mapping[str, Shape], values: Mapping[str, NDArray[Any]]) -> int:
+    def _profile_of(
+        self, engine: Engine, shapes: Mapping[str, Shape], values: Mapping[str, NDArray[Any]]
+    ) -> int:
         """The preferred profile if it holds the shapes, else the first that does."""
         sizes, count = sizes_from_shapes(engine.inputs, shapes), len(self._memory.contexts)
         if count == 1 or isinstance(sizes, str):
             return 0
         numbers = {name: array.ravel().tolist() for name, array in values.items()}
         order = sorted(range(count), key=lambda index: index != self._preferred)
-        return next(index for index in order if engine.profiles[index].holds(sizes, numbers))  # FeedCheck has found one
+        return next(
+            index for index in order if engine.profiles[index].holds(sizes, numbers)
+        )  # FeedCheck has found one
 
-    def _mixed_uploads(self, bound: Bound, arrays: Tensors, on_gpu: Mapping[str, DeviceArray]) -> Sequence[Copy]:
+    def _mixed_uploads(
+        self, bound: Bound, arrays: Tensors, on_gpu: Mapping[str, DeviceArray]
+    ) -> Sequence[Copy]:
         uploads = []
         for slot, (name, target) in zip(self._memory.inputs, bound.targets, strict=True):
             if name in on_gpu:
-                uploads.append((slot.device.pointer, on_gpu[name].pointer, target.nbytes, self._stream.on_device))
+                uploads.append(
+                    (
+                        slot.device.pointer,
+                        on_gpu[name].pointer,
+                        target.nbytes,
+                        self._stream.on_device,
+                    )
+                )
             else:
                 np.copyto(target, arrays[name])
-                uploads.append((slot.device.pointer, slot.host.pointer, target.nbytes, self._stream.to_device))
+                uploads.append(
+                    (slot.device.pointer, slot.host.pointer, target.nbytes, self._stream.to_device)
+                )
         return [copy for copy in uploads if copy[2]]
 
     def _downloads(self, shapes: Sequence[Shape]) -> tuple[Results, Sequence[Copy]]:
@@ -366,7 +421,11 @@ class TrtSession:
         slots = list(zip(self._memory.outputs, shapes, strict=True))
         results = tuple((slot.name, slot.host.array(shape, slot.dtype)) for slot, shape in slots)
         sizes = [(slot, slot.bytes_of(shape)) for slot, shape in slots]
-        return results, tuple((slot.host.pointer, slot.device.pointer, size, self._stream.to_host) for slot, size in sizes if size)
+        return results, tuple(
+            (slot.host.pointer, slot.device.pointer, size, self._stream.to_host)
+            for slot, size in sizes
+            if size
+        )
 
     # -- plain runs and graphs -------------------------------------------------------------------------------------
 

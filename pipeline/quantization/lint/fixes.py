@@ -67,14 +67,29 @@ def fold_weight(view: View) -> bool:
     for dq in view.weights.values():
         q = view.makers.get(dq.input[0])
         scale = view.scale(q) if q is not None else None
-        if q is None or scale is None or q.input[0] not in view.constants or view.dtype(q) not in ("int8", "uint8"):
+        if (
+            q is None
+            or scale is None
+            or q.input[0] not in view.constants
+            or view.dtype(q) not in ("int8", "uint8")
+        ):
             continue
         values = numpy_helper.to_array(view.constants[q.input[0]]).astype(np.float32)
         axis = next((int(each.i) for each in q.attribute if each.name == "axis"), 1)
-        shape = [-1 if place == axis % values.ndim else 1 for place in range(values.ndim)] if scale.size > 1 else []
-        rounded = np.rint(values / scale.astype(np.float32).reshape(shape)) + view.zero(q).reshape(shape if view.zero(q).size > 1 else [])
+        shape = (
+            [-1 if place == axis % values.ndim else 1 for place in range(values.ndim)]
+            if scale.size > 1
+            else []
+        )
+        rounded = np.rint(values / scale.astype(np.float32).reshape(shape)) + view.zero(q).reshape(
+            shape if view.zero(q).size > 1 else []
+        )
         limits = np.iinfo(view.dtype(q))
-        view.graph.initializer.append(numpy_helper.from_array(np.clip(rounded, limits.min, limits.max).astype(view.dtype(q)), q.output[0]))
+        view.graph.initializer.append(
+            numpy_helper.from_array(
+                np.clip(rounded, limits.min, limits.max).astype(view.dtype(q)), q.output[0]
+            )
+        )
         _remove(view, [q])
         return True
     return False
@@ -84,12 +99,18 @@ def fold_bias(view: View) -> bool:
     """A quantised bias becomes the floats that it stands for."""
     for node in view.weighted():
         dq = view.weights.get(node.input[2]) if len(node.input) > 2 else None
-        weight, scale = (None, None) if dq is None else (view.constants.get(dq.input[0]), view.scale(dq))
+        weight, scale = (
+            (None, None) if dq is None else (view.constants.get(dq.input[0]), view.scale(dq))
+        )
         if weight is None or scale is None:
             continue
         name = _fresh(view, f"{node.name}_bias")
         integers = numpy_helper.to_array(weight).astype(np.float32)
-        view.graph.initializer.append(numpy_helper.from_array(np.asarray(integers * scale.astype(np.float32), np.float32), name))
+        view.graph.initializer.append(
+            numpy_helper.from_array(
+                np.asarray(integers * scale.astype(np.float32), np.float32), name
+            )
+        )
         node.input[2] = name
         assert dq is not None
         if len(view.readers[dq.output[0]]) == 1:
@@ -100,17 +121,27 @@ def fold_bias(view: View) -> bool:
 
 def to_signed(view: View) -> bool:
     """uint8 with zero point 128 becomes int8 with zero point 0, for all Q and DQ at once, since they share tensors."""
-    mine = [node for node in view.graph.node if node.op_type in QDQ and view.dtype(node) == "uint8" and (view.zero(node) == 128).all()]
+    mine = [
+        node
+        for node in view.graph.node
+        if node.op_type in QDQ and view.dtype(node) == "uint8" and (view.zero(node) == 128).all()
+    ]
     mine = [node for node in mine if len(node.input) > 2 and _whole(view, node)]
     if not mine:
         return False
     for node in mine:
         zero = _fresh(view, f"{node.name}_zero")
-        view.graph.initializer.append(numpy_helper.from_array(np.zeros(view.zero(node).shape, np.int8), zero))
+        view.graph.initializer.append(
+            numpy_helper.from_array(np.zeros(view.zero(node).shape, np.int8), zero)
+        )
         weight = view.constants.get(node.input[0]) if node.op_type == QDQ[1] else None
         if weight is not None:
             name = _fresh(view, f"{node.input[0]}_signed")
-            view.graph.initializer.append(numpy_helper.from_array((numpy_helper.to_array(weight).astype(np.int16) - 128).astype(np.int8), name))
+            view.graph.initializer.append(
+                numpy_helper.from_array(
+                    (numpy_helper.to_array(weight).astype(np.int16) - 128).astype(np.int8), name
+                )
+            )
             node.input[0] = name
         node.input[2] = zero
     return True
@@ -118,12 +149,18 @@ def to_signed(view: View) -> bool:
 
 def to_unsigned(view: View) -> bool:
     """Where several operators read one, int8 activations become uint8 with 128 added to the zero point, all at once; weights stay int8."""
-    mine = [pair for pair in view.pairs.values() if view.dtype(pair.q) == "int8" == view.dtype(pair.dq) and only_pairs(view, pair)]
+    mine = [
+        pair
+        for pair in view.pairs.values()
+        if view.dtype(pair.q) == "int8" == view.dtype(pair.dq) and only_pairs(view, pair)
+    ]
     if not any(len(view.readers[pair.dq.output[0]]) > 1 for pair in mine):
         return False
     for node in {id(node): node for pair in mine for node in (pair.q, pair.dq)}.values():
         name = _fresh(view, f"{node.name}_zero")
-        view.graph.initializer.append(numpy_helper.from_array((view.zero(node) + 128).astype(np.uint8), name))
+        view.graph.initializer.append(
+            numpy_helper.from_array((view.zero(node) + 128).astype(np.uint8), name)
+        )
         del node.input[2:]
         node.input.append(name)
     return bool(mine)
@@ -133,7 +170,10 @@ def _whole(view: View, node: onnx.NodeProto) -> bool:
     """Whether all that share the integers of this Q or DQ are Q and DQ of the same kind."""
     name = node.output[0] if node.op_type == QDQ[0] else node.input[0]
     around = [*view.readers[name], *([view.makers[name]] if name in view.makers else [])]
-    alike = all(each.op_type in QDQ and view.dtype(each) == "uint8" and (view.zero(each) == 128).all() for each in around)
+    alike = all(
+        each.op_type in QDQ and view.dtype(each) == "uint8" and (view.zero(each) == 128).all()
+        for each in around
+    )
     return alike and name not in view.outputs and (name in view.constants or name in view.makers)
 
 
@@ -158,7 +198,9 @@ def drop_repeated(view: View) -> bool:
         if repeated(view, pair) is not None and name not in view.outputs:
             for node in view.readers[name]:
                 node.input[:] = [pair.q.input[0] if each == name else each for each in node.input]
-            _remove(view, [pair.dq, *([pair.q] if len(view.readers[pair.q.output[0]]) == 1 else [])])
+            _remove(
+                view, [pair.dq, *([pair.q] if len(view.readers[pair.q.output[0]]) == 1 else [])]
+            )
             return True
     return False
 
@@ -168,7 +210,9 @@ def share_q(view: View) -> bool:
     for first, *others in equal_quantizers(view):
         for other in others:
             for node in view.readers[other.output[0]]:
-                node.input[:] = [first.output[0] if each == other.output[0] else each for each in node.input]
+                node.input[:] = [
+                    first.output[0] if each == other.output[0] else each for each in node.input
+                ]
         if not any(view.outputs.intersection(other.output) for other in others):
             _remove(view, others)
             return True
@@ -188,7 +232,11 @@ def repeat_behind(view: View) -> bool:
     """The pair before what moves values is written behind it too, where a quantised operator reads the moved values."""
     for node in view.weighted():
         for index, name in enumerate(node.input[:2]):
-            pair = moved_pair(view, name) if name not in view.pairs and any(each in view.weights for each in node.input[:2]) else None
+            pair = (
+                moved_pair(view, name)
+                if name not in view.pairs and any(each in view.weights for each in node.input[:2])
+                else None
+            )
             if pair is not None:
                 _add_pair(view, node, index, pair)
                 return True
@@ -211,7 +259,9 @@ FIXES: dict[str, tuple[Callable[[View], bool], tuple[str, ...]]] = {
 
 
 def _fresh(view: View, name: str) -> str:
-    taken = {each for node in view.graph.node for each in (*node.input, *node.output, node.name)} | {tensor.name for tensor in view.graph.initializer}
+    taken = {
+        each for node in view.graph.node for each in (*node.input, *node.output, node.name)
+    } | {tensor.name for tensor in view.graph.initializer}
     while name in taken:
         name += "_"
     return name
@@ -223,8 +273,13 @@ def _add_pair(view: View, node: onnx.NodeProto, index: int, pair: Pair) -> None:
     quantised, dequantised = _fresh(view, f"{name}_q"), _fresh(view, f"{name}_dq")
     node.input[index] = dequantised
     place = [each.name for each in view.graph.node].index(node.name)
-    view.graph.node.insert(place, onnx.helper.make_node(QDQ[1], [quantised, *parameters], [dequantised], name=dequantised))
-    view.graph.node.insert(place, onnx.helper.make_node(QDQ[0], [name, *parameters], [quantised], name=quantised))
+    view.graph.node.insert(
+        place,
+        onnx.helper.make_node(QDQ[1], [quantised, *parameters], [dequantised], name=dequantised),
+    )
+    view.graph.node.insert(
+        place, onnx.helper.make_node(QDQ[0], [name, *parameters], [quantised], name=quantised)
+    )
 
 
 def _remove(view: View, nodes: list[onnx.NodeProto]) -> None:
@@ -241,7 +296,11 @@ def _in_order(view: View, nodes: list[onnx.NodeProto]) -> None:
     for copy, node in zip(copies, nodes, strict=True):
         copy.CopyFrom(node)
     last = max(place for place, node in enumerate(view.graph.node) if node.name in names)
-    ordered = [node for place, node in enumerate(view.graph.node) if node.name not in names or place == last]
+    ordered = [
+        node
+        for place, node in enumerate(view.graph.node)
+        if node.name not in names or place == last
+    ]
     place = next(place for place, node in enumerate(ordered) if node.name in names)
     ordered[place : place + 1] = copies
     whole = [onnx.NodeProto() for _ in ordered]

@@ -55,9 +55,15 @@ class View:
     def _without_pairs(self) -> onnx.GraphProto:
         """The graph as it was before quantisation, without the values of its constants."""
         bare = onnx.GraphProto(input=self.graph.input, output=self.graph.output)
-        bare.initializer.extend(onnx.TensorProto(name=name, dims=tensor.dims) for name, tensor in self.constants.items())
-        bare.initializer.extend(onnx.TensorProto(name=name, dims=self.dims(dq)) for name, dq in self.weights.items())
-        hidden = {node.name for pair in self.pairs.values() for node in (pair.q, pair.dq)} | {dq.name for dq in self.weights.values()}
+        bare.initializer.extend(
+            onnx.TensorProto(name=name, dims=tensor.dims) for name, tensor in self.constants.items()
+        )
+        bare.initializer.extend(
+            onnx.TensorProto(name=name, dims=self.dims(dq)) for name, dq in self.weights.items()
+        )
+        hidden = {node.name for pair in self.pairs.values() for node in (pair.q, pair.dq)} | {
+            dq.name for dq in self.weights.values()
+        }
         for node in self.graph.node:
             if node.name not in hidden and node.op_type != "Constant":
                 copy = bare.node.add()
@@ -93,7 +99,11 @@ class View:
 
     def zero(self, node: onnx.NodeProto) -> Scale:
         tensor = self.constants.get(node.input[2]) if len(node.input) > 2 else None
-        return np.zeros(()) if tensor is None else np.asarray(numpy_helper.to_array(tensor), np.float64)
+        return (
+            np.zeros(())
+            if tensor is None
+            else np.asarray(numpy_helper.to_array(tensor), np.float64)
+        )
 
     def dtype(self, node: onnx.NodeProto) -> str:
         return type_name(quantised_type(node, self.constants))
@@ -101,8 +111,14 @@ class View:
     def same(self, one: onnx.NodeProto, other: onnx.NodeProto) -> bool:
         """Whether two Q or DQ quantise alike."""
         scales = self.scale(one), self.scale(other)
-        known = scales[0] is not None and scales[1] is not None and np.array_equal(scales[0], scales[1])
-        return known and np.array_equal(self.zero(one), self.zero(other)) and self.dtype(one) == self.dtype(other)
+        known = (
+            scales[0] is not None and scales[1] is not None and np.array_equal(scales[0], scales[1])
+        )
+        return (
+            known
+            and np.array_equal(self.zero(one), self.zero(other))
+            and self.dtype(one) == self.dtype(other)
+        )
 
     def weighted(self) -> Iterator[onnx.NodeProto]:
         """Conv, Gemm and MatMul of the graph with its pairs, in order."""
@@ -126,27 +142,54 @@ def can_pass(view: View, pair: Pair, follower: onnx.NodeProto) -> bool:
     A Relu, like what moves values, commutes with rounding to a grid that holds zero.
     """
     alone = (
-        view.readers[pair.q.input[0]] == [pair.q] and view.readers[pair.q.output[0]] == [pair.dq] and view.readers[pair.dq.output[0]] == [follower]
+        view.readers[pair.q.input[0]] == [pair.q]
+        and view.readers[pair.q.output[0]] == [pair.dq]
+        and view.readers[pair.dq.output[0]] == [follower]
     )
     scale = view.scale(pair.q)
-    return follower.op_type == "Relu" and alone and scale is not None and scale.size == 1 and not view.outputs.intersection(pair.dq.output)
+    return (
+        follower.op_type == "Relu"
+        and alone
+        and scale is not None
+        and scale.size == 1
+        and not view.outputs.intersection(pair.dq.output)
+    )
 
 
 def relus_in_floats(view: View) -> Iterator[tuple[onnx.NodeProto, onnx.NodeProto, Pair]]:
     """Quantised convolutions with a Relu or Clip before a pair whose lowest integer is not zero (seen in ONNX Runtime 1.31: no int8 kernel)."""
     for node in view.weighted():
         readers = view.readers[node.output[0]]
-        relu = readers[0] if len(readers) == 1 and readers[0].op_type in FUSED_AFTER and node.output[0] not in view.outputs else None
-        pairs = view.pairs_on(relu.output[0]) if relu is not None and node.op_type == "Conv" and view.quantised(node) else []
+        relu = (
+            readers[0]
+            if len(readers) == 1
+            and readers[0].op_type in FUSED_AFTER
+            and node.output[0] not in view.outputs
+            else None
+        )
+        pairs = (
+            view.pairs_on(relu.output[0])
+            if relu is not None and node.op_type == "Conv" and view.quantised(node)
+            else []
+        )
         scale = view.scale(pairs[0].q) if pairs else None
         lowest = -128 if pairs and view.dtype(pairs[0].q) == "int8" else 0
-        if relu is not None and scale is not None and scale.size == 1 and (view.zero(pairs[0].q) != lowest).any():
+        if (
+            relu is not None
+            and scale is not None
+            and scale.size == 1
+            and (view.zero(pairs[0].q) != lowest).any()
+        ):
             yield node, relu, pairs[0]
 
 
 def can_precede(view: View, relu: onnx.NodeProto, pair: Pair) -> bool:
     """Whether a pair behind a Relu can stand before it as well: nothing else may read what the Relu makes, which would become coarser."""
-    return relu.op_type == "Relu" and view.readers[relu.output[0]] == [pair.q] and not view.outputs.intersection(relu.output)
+    return (
+        relu.op_type == "Relu"
+        and view.readers[relu.output[0]] == [pair.q]
+        and not view.outputs.intersection(relu.output)
+    )
 
 
 def only_pairs(view: View, pair: Pair) -> bool:
@@ -162,7 +205,11 @@ def norms_behind(view: View, node: onnx.NodeProto) -> list[onnx.NodeProto]:
     while len(view.readers[name]) == 1 and name not in view.outputs:
         reader = view.readers[name][0]
         others = [each for each in reader.input if each != name]
-        if reader.op_type not in NORMS or not all(each in view.constants for each in others) or reader.input[0] != name:
+        if (
+            reader.op_type not in NORMS
+            or not all(each in view.constants for each in others)
+            or reader.input[0] != name
+        ):
             break
         chain.append(reader)
         name = reader.output[0]
@@ -174,7 +221,12 @@ def folded_bias(view: View, node: onnx.NodeProto) -> Scale | None:
     chain = norms_behind(view, node)
     given = node.input[2] if len(node.input) > 2 else ""
     known = not given or given in view.constants
-    if node.op_type != "Conv" or not known or not view.quantised(node) or not any(each.op_type == "BatchNormalization" for each in chain):
+    if (
+        node.op_type != "Conv"
+        or not known
+        or not view.quantised(node)
+        or not any(each.op_type == "BatchNormalization" for each in chain)
+    ):
         return None
     channels = view.dims(view.weights[node.input[1]])[0]
     line = _as_line(view, chain, view.value(given) if given else np.zeros(channels))
@@ -188,7 +240,9 @@ def _as_line(view: View, chain: list[onnx.NodeProto], bias: Scale) -> tuple[Scal
         values = [view.value(name) for name in node.input[1:]]
         if node.op_type == "BatchNormalization":
             gamma, beta, mean, variance = values
-            epsilon = next((attribute.f for attribute in node.attribute if attribute.name == "epsilon"), 1e-5)
+            epsilon = next(
+                (attribute.f for attribute in node.attribute if attribute.name == "epsilon"), 1e-5
+            )
             gain = gamma / np.sqrt(variance + epsilon)
             factor, summand = factor * gain, (summand - mean) * gain + beta
             continue
@@ -231,13 +285,17 @@ def around_movers(view: View) -> Iterator[tuple[onnx.NodeProto, Pair, Pair]]:
     """What moves values, with the pairs before and behind it."""
     for node in view.graph.node:
         if node.op_type in SAME_SCALE and node.input[0] in view.pairs:
-            yield from ((node, view.pairs[node.input[0]], pair) for pair in view.pairs_on(node.output[0]))
+            yield from (
+                (node, view.pairs[node.input[0]], pair) for pair in view.pairs_on(node.output[0])
+            )
 
 
 def equal_quantizers(view: View) -> Iterator[list[onnx.NodeProto]]:
     """Groups of Q that read one tensor and quantise alike."""
     for name in list(view.readers):
-        quantizers = [node for node in view.readers[name] if node.op_type == QDQ[0] and node.input[0] == name]
+        quantizers = [
+            node for node in view.readers[name] if node.op_type == QDQ[0] and node.input[0] == name
+        ]
         twins = [node for node in quantizers if view.same(node, quantizers[0])]
         if len(twins) > 1 and name not in view.constants:
             yield twins

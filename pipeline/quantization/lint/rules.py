@@ -28,7 +28,13 @@ from pipeline.quantization.lint.qdq_view import (
     relus_in_floats,
     repeated,
 )
-from pipeline.quantization.placement import FUSED_AFTER, WEIGHTED, fused_input, is_classifier, is_residual_add
+from pipeline.quantization.placement import (
+    FUSED_AFTER,
+    WEIGHTED,
+    fused_input,
+    is_classifier,
+    is_residual_add,
+)
 
 TENSORRT = ("tensorrt", "tensorrt_rtx")
 EVERYWHERE = ("onnxruntime", "openvino", *TENSORRT)
@@ -57,7 +63,9 @@ def lint(graph: onnx.GraphProto, backend: str) -> tuple[Finding, ...]:
     if not any(node.op_type in QDQ for node in graph.node):
         return ()
     view = View(graph)
-    return tuple(finding for rule, backends in RULES.items() if backend in backends for finding in rule(view))
+    return tuple(
+        finding for rule, backends in RULES.items() if backend in backends for finding in rule(view)
+    )
 
 
 def finding_notes(findings: tuple[Finding, ...], backend: str) -> tuple[Note, ...]:
@@ -74,9 +82,23 @@ def finding_notes(findings: tuple[Finding, ...], backend: str) -> tuple[Note, ..
 def saturation_notes(graph: onnx.GraphProto) -> tuple[Note, ...]:
     """A warning of the weights that use the eighth bit, for a CPU without an 8-bit dot product. Node names must be unique."""
     view = View(graph)
-    wide = [dq.name for node in view.weighted() for name in node.input[:2] if (dq := view.weights.get(name)) and _reach(view, dq) > MOST_IN_7_BITS]
+    wide = [
+        dq.name
+        for node in view.weighted()
+        for name in node.input[:2]
+        if (dq := view.weights.get(name)) and _reach(view, dq) > MOST_IN_7_BITS
+    ]
     more = f", and {len(wide) - 1} more" if len(wide) > 1 else ""
-    return (Note(stage="lint", text=f"weights of more than 7 bits ({wide[0]}{more}): their products {SATURATES}"),) if wide else ()
+    return (
+        (
+            Note(
+                stage="lint",
+                text=f"weights of more than 7 bits ({wide[0]}{more}): their products {SATURATES}",
+            ),
+        )
+        if wide
+        else ()
+    )
 
 
 def _reach(view: View, dq: onnx.NodeProto) -> float:
@@ -85,11 +107,17 @@ def _reach(view: View, dq: onnx.NodeProto) -> float:
     if weight is None or scale is None:
         return 0.0
     values = numpy_helper.to_array(weight).astype(np.float64)
-    axis = next((each.i for each in dq.attribute if each.name == "axis"), 1) if scale.size > 1 else 0
+    axis = (
+        next((each.i for each in dq.attribute if each.name == "axis"), 1) if scale.size > 1 else 0
+    )
     if scale.size not in (1, *values.shape[axis:][:1]):
         return 0.0  # in blocks
     channels = [-1 if each == axis else 1 for each in range(max(values.ndim, 1))]
-    steps = values - zero.reshape(channels) if weight.name == dq.input[0] else values / scale.reshape(channels)
+    steps = (
+        values - zero.reshape(channels)
+        if weight.name == dq.input[0]
+        else values / scale.reshape(channels)
+    )
     return float(np.abs(steps).max(initial=0.0))
 
 
@@ -99,17 +127,32 @@ def _reach(view: View, dq: onnx.NodeProto) -> float:
 def bad_scale(view: View) -> Iterator[Finding]:
     for node in view.graph.node:
         scale = view.scale(node) if node.op_type in QDQ else None
-        if scale is not None and not (np.isfinite(scale).all() and (scale >= np.finfo(np.float32).tiny).all()):
+        if scale is not None and not (
+            np.isfinite(scale).all() and (scale >= np.finfo(np.float32).tiny).all()
+        ):
             why = f"a scale is {scale[~(scale >= np.finfo(np.float32).tiny) | ~np.isfinite(scale)].flat[0]:.3g}"
-            yield Finding(rule="bad-scale", nodes=(node.name,), why=why, cost="all values of the channel become 0 or NaN")
+            yield Finding(
+                rule="bad-scale",
+                nodes=(node.name,),
+                why=why,
+                cost="all values of the channel become 0 or NaN",
+            )
 
 
 def small_scale(view: View) -> Iterator[Finding]:
     for node in view.graph.node:
         scale = view.scale(node) if node.op_type == QDQ[1] else None
-        if scale is not None and ((scale < SMALLEST_FP16) & (scale >= np.finfo(np.float32).tiny)).any():
+        if (
+            scale is not None
+            and ((scale < SMALLEST_FP16) & (scale >= np.finfo(np.float32).tiny)).any()
+        ):
             cost = "beside operators in fp16 the scale is rounded to fp16, which has few bits left there"
-            yield Finding(rule="small-scale", nodes=(node.name,), why=f"a scale is {scale.min():.3g}, below fp16's normal numbers", cost=cost)
+            yield Finding(
+                rule="small-scale",
+                nodes=(node.name,),
+                why=f"a scale is {scale.min():.3g}, below fp16's normal numbers",
+                cost=cost,
+            )
 
 
 def zero_point(view: View) -> Iterator[Finding]:
@@ -120,7 +163,13 @@ def zero_point(view: View) -> Iterator[Finding]:
         if unsigned or zero.any():
             why = f"quantised to {view.dtype(node)} with zero point {zero.flat[0]:.0f}"
             cost = "TensorRT takes int8 with zero point 0 only, and refuses this"
-            yield Finding(rule="zero-point", nodes=(node.name,), why=why, cost=cost, fixable=unsigned and bool((zero == 128).all()))
+            yield Finding(
+                rule="zero-point",
+                nodes=(node.name,),
+                why=why,
+                cost=cost,
+                fixable=unsigned and bool((zero == 128).all()),
+            )
 
 
 def per_tensor_weight(view: View) -> Iterator[Finding]:
@@ -129,7 +178,12 @@ def per_tensor_weight(view: View) -> Iterator[Finding]:
             scale = view.scale(dq)
             if scale is not None and scale.size == 1 and max(view.dims(dq), default=1) > 1:
                 cost = "channels with small weights get few of the 255 steps: accuracy; no time is saved"
-                yield Finding(rule="per-tensor-weight", nodes=(node.name, dq.name), why="one scale for the whole weight", cost=cost)
+                yield Finding(
+                    rule="per-tensor-weight",
+                    nodes=(node.name, dq.name),
+                    why="one scale for the whole weight",
+                    cost=cost,
+                )
 
 
 def unused_range(view: View) -> Iterator[Finding]:
@@ -139,7 +193,12 @@ def unused_range(view: View) -> Iterator[Finding]:
             reached = int(np.abs(numpy_helper.to_array(weight).astype(np.int16)).max(initial=0))
             if 0 < reached < USED_LEAST:
                 cost = "most of the 8 bits are not used: accuracy"
-                yield Finding(rule="unused-range", nodes=(dq.name,), why=f"the weight reaches {reached} of 127 steps", cost=cost)
+                yield Finding(
+                    rule="unused-range",
+                    nodes=(dq.name,),
+                    why=f"the weight reaches {reached} of 127 steps",
+                    cost=cost,
+                )
 
 
 # --- what runs in floats ---
@@ -150,28 +209,50 @@ def float_weight(view: View) -> Iterator[Finding]:
         weight = next((name for name in node.input[:2] if name in view.constants), "")
         if weight and any(name in view.pairs for name in node.input[:2]):
             why = f"its input is quantised, and its weight '{weight}' is in floats: the weight's DQ was folded, or never there"
-            yield Finding(rule="float-weight", nodes=(node.name,), why=why, cost="the operator runs in floats, and its input is rounded for nothing")
+            yield Finding(
+                rule="float-weight",
+                nodes=(node.name,),
+                why=why,
+                cost="the operator runs in floats, and its input is rounded for nothing",
+            )
 
 
 def float_input(view: View) -> Iterator[Finding]:
     for node, name in _unquantised_inputs(view):
         if moved_pair(view, name) is None:
             cost = "the operator runs in floats, and its weight is rounded for nothing"
-            yield Finding(rule="float-input", nodes=(node.name,), why="its weight is quantised, and its input is not", cost=cost)
+            yield Finding(
+                rule="float-input",
+                nodes=(node.name,),
+                why="its weight is quantised, and its input is not",
+                cost=cost,
+            )
 
 
 def pair_before_mover(view: View) -> Iterator[Finding]:
     for node, name in _unquantised_inputs(view):
         if (pair := moved_pair(view, name)) is not None:
             nodes, between = (node.name, pair.dq.name), view.makers[name].op_type
-            cost = "ONNX Runtime looks for the pair right before the operator, and runs it in floats"
-            yield Finding(rule="pair-before-mover", nodes=nodes, why=f"{between} stands between its pair and it", cost=cost, fixable=True)
+            cost = (
+                "ONNX Runtime looks for the pair right before the operator, and runs it in floats"
+            )
+            yield Finding(
+                rule="pair-before-mover",
+                nodes=nodes,
+                why=f"{between} stands between its pair and it",
+                cost=cost,
+                fixable=True,
+            )
 
 
 def _unquantised_inputs(view: View) -> Iterator[tuple[onnx.NodeProto, str]]:
     """Weighted operators of a quantised weight, with the input that no pair makes."""
     for node in view.weighted():
-        floats = [name for name in node.input[:2] if not (name in view.weights or name in view.pairs or name in view.constants)]
+        floats = [
+            name
+            for name in node.input[:2]
+            if not (name in view.weights or name in view.pairs or name in view.constants)
+        ]
         if floats and any(name in view.weights for name in node.input[:2]):
             yield node, floats[0]
 
@@ -182,17 +263,36 @@ def float_result(view: View) -> Iterator[Finding]:
         readers = view.readers[name]
         if len(readers) == 1 and readers[0].op_type in FUSED_AFTER:
             name = readers[0].output[0]
-        unfolded = any(each.op_type == "BatchNormalization" for each in norms_behind(view, node))  # a finding of its own
-        if node.op_type == "Conv" and view.quantised(node) and not unfolded and name not in view.outputs and not view.pairs_on(name):
+        unfolded = any(
+            each.op_type == "BatchNormalization" for each in norms_behind(view, node)
+        )  # a finding of its own
+        if (
+            node.op_type == "Conv"
+            and view.quantised(node)
+            and not unfolded
+            and name not in view.outputs
+            and not view.pairs_on(name)
+        ):
             cost = "ONNX Runtime's int8 convolution gives 8 bits; without, it runs in floats, often slower than the fp32 model"
-            yield Finding(rule="float-result", nodes=(node.name,), why="its result is not quantised", cost=cost)
+            yield Finding(
+                rule="float-result",
+                nodes=(node.name,),
+                why="its result is not quantised",
+                cost=cost,
+            )
 
 
 def signed_relu(view: View) -> Iterator[Finding]:
     for node, relu, pair in relus_in_floats(view):
         why = f"the pair behind its {relu.op_type} reaches below zero"
         cost = "ONNX Runtime drops a Relu only where the lowest integer is zero, and else runs the convolution in floats"
-        yield Finding(rule="signed-relu", nodes=(node.name, relu.name, pair.q.name), why=why, cost=cost, fixable=can_precede(view, relu, pair))
+        yield Finding(
+            rule="signed-relu",
+            nodes=(node.name, relu.name, pair.q.name),
+            why=why,
+            cost=cost,
+            fixable=can_precede(view, relu, pair),
+        )
 
 
 def signed_shared(view: View) -> Iterator[Finding]:
@@ -200,20 +300,40 @@ def signed_shared(view: View) -> Iterator[Finding]:
         if len(view.readers[name]) > 1 and view.dtype(pair.q) == "int8":
             nodes = (pair.q.name, *(node.name for node in view.readers[name]))
             cost = "ONNX Runtime on x86 makes uint8 of int8 only where one operator reads it; its readers here run in floats"
-            yield Finding(rule="signed-shared", nodes=nodes, why="several operators read one int8 pair", cost=cost, fixable=only_pairs(view, pair))
+            yield Finding(
+                rule="signed-shared",
+                nodes=nodes,
+                why="several operators read one int8 pair",
+                cost=cost,
+                fixable=only_pairs(view, pair),
+            )
 
 
 def clip_between(view: View) -> Iterator[Finding]:
     for node in view.graph.node:
-        if node.op_type == QDQ[0] and (clips := [each for each in view.readers[node.output[0]] if each.op_type == "Clip"]):
+        if node.op_type == QDQ[0] and (
+            clips := [each for each in view.readers[node.output[0]] if each.op_type == "Clip"]
+        ):
             cost = "no backend knows the pattern, and what stands around it runs in floats; train with limits of the whole dtype"
-            yield Finding(rule="clip-between", nodes=(node.name, clips[0].name), why="a Clip of integers stands between Q and DQ", cost=cost)
+            yield Finding(
+                rule="clip-between",
+                nodes=(node.name, clips[0].name),
+                why="a Clip of integers stands between Q and DQ",
+                cost=cost,
+            )
 
 
 def lone_q(view: View) -> Iterator[Finding]:
     for node in view.graph.node:
-        if node.op_type == QDQ[0] and not any(each.op_type in (QDQ[1], "Clip") for each in view.readers[node.output[0]]):
-            yield Finding(rule="lone-q", nodes=(node.name,), why="no DequantizeLinear follows", cost="backends fuse pairs only")
+        if node.op_type == QDQ[0] and not any(
+            each.op_type in (QDQ[1], "Clip") for each in view.readers[node.output[0]]
+        ):
+            yield Finding(
+                rule="lone-q",
+                nodes=(node.name,),
+                why="no DequantizeLinear follows",
+                cost="backends fuse pairs only",
+            )
 
 
 # --- what fuses ---
@@ -222,12 +342,22 @@ def lone_q(view: View) -> Iterator[Finding]:
 def between_fused(view: View) -> Iterator[Finding]:
     for node in view.weighted():
         for pair in view.pairs_on(node.output[0]):
-            follows = [each for each in view.readers[pair.dq.output[0]] if each.op_type in FUSED_AFTER | {"BatchNormalization"}]
+            follows = [
+                each
+                for each in view.readers[pair.dq.output[0]]
+                if each.op_type in FUSED_AFTER | {"BatchNormalization"}
+            ]
             if follows:
                 why = f"a pair stands between it and the {follows[0].op_type} that belongs into its kernel"
                 cost = "two kernels in the place of one, and a value more in memory"
                 nodes = (node.name, pair.q.name, follows[0].name)
-                yield Finding(rule="between-fused", nodes=nodes, why=why, cost=cost, fixable=can_pass(view, pair, follows[0]))
+                yield Finding(
+                    rule="between-fused",
+                    nodes=nodes,
+                    why=why,
+                    cost=cost,
+                    fixable=can_pass(view, pair, follows[0]),
+                )
 
 
 def norm_after(view: View) -> Iterator[Finding]:
@@ -236,7 +366,10 @@ def norm_after(view: View) -> Iterator[Finding]:
         if view.quantised(node) and any(each.op_type == "BatchNormalization" for each in chain):
             why = f"{', '.join(each.op_type for each in chain)} on its result: a batch norm that training with Q/DQ left unfolded"
             cost = "nothing fuses over it, so that ONNX Runtime runs the convolution in floats"
-            nodes, exact = (node.name, *(each.name for each in chain)), folded_bias(view, node) is not None
+            nodes, exact = (
+                (node.name, *(each.name for each in chain)),
+                folded_bias(view, node) is not None,
+            )
             yield Finding(rule="norm-after", nodes=nodes, why=why, cost=cost, fixable=exact)
 
 
@@ -256,39 +389,71 @@ def residual_one(view: View) -> Iterator[Finding]:
     for node in view.graph.node:
         held = [name in view.pairs for name in node.input]
         bare = next((each for each in view.floats.nodes if each.name == node.name), None)
-        if node.op_type == "Add" and any(held) and not all(held) and bare is not None and is_residual_add(bare, view.floats):
+        if (
+            node.op_type == "Add"
+            and any(held)
+            and not all(held)
+            and bare is not None
+            and is_residual_add(bare, view.floats)
+        ):
             cost = "the Add runs in floats, and what comes from 8 bits is converted for it and back"
-            yield Finding(rule="residual-one", nodes=(node.name,), why="only one input of a residual Add is quantised", cost=cost)
+            yield Finding(
+                rule="residual-one",
+                nodes=(node.name,),
+                why="only one input of a residual Add is quantised",
+                cost=cost,
+            )
 
 
 # --- what should stay in floats ---
 
 
 def classifier(view: View) -> Iterator[Finding]:
-    last = {node.name for node in view.floats.nodes if node.op_type in WEIGHTED and is_classifier(node, view.floats)}
+    last = {
+        node.name
+        for node in view.floats.nodes
+        if node.op_type in WEIGHTED and is_classifier(node, view.floats)
+    }
     for node in view.weighted():
         if node.name in last and any(name in view.weights for name in node.input[:2]):
             cost = "its error goes straight into the answer, and it is a small part of the work"
-            yield Finding(rule="classifier", nodes=(node.name,), why="the last layer is quantised", cost=cost)
+            yield Finding(
+                rule="classifier", nodes=(node.name,), why="the last layer is quantised", cost=cost
+            )
 
 
 def matmul_activations(view: View) -> Iterator[Finding]:
     for node in view.graph.node:
         if node.op_type == "MatMul" and all(name in view.pairs for name in node.input):
             cost = "both ranges vary with the sample: accuracy"
-            yield Finding(rule="matmul-activations", nodes=(node.name,), why="a product of two activations is quantised", cost=cost)
+            yield Finding(
+                rule="matmul-activations",
+                nodes=(node.name,),
+                why="a product of two activations is quantised",
+                cost=cost,
+            )
 
 
 def quantised_bias(view: View) -> Iterator[Finding]:
     for node in view.weighted():
         if len(node.input) > 2 and node.input[2] in view.weights:
             nodes = (node.name, view.weights[node.input[2]].name)
-            yield Finding(rule="quantised-bias", nodes=nodes, why="its bias is quantised", cost="TensorRT takes a bias in floats only", fixable=True)
+            yield Finding(
+                rule="quantised-bias",
+                nodes=nodes,
+                why="its bias is quantised",
+                cost="TensorRT takes a bias in floats only",
+                fixable=True,
+            )
 
 
 def rest_in_fp32(view: View) -> Iterator[Finding]:
-    if any(value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT for value in view.graph.input) and not any(
-        node.op_type == "Cast" and onnx.helper.get_node_attr_value(node, "to") == onnx.TensorProto.FLOAT16 for node in view.graph.node
+    if any(
+        value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT for value in view.graph.input
+    ) and not any(
+        node.op_type == "Cast"
+        and onnx.helper.get_node_attr_value(node, "to") == onnx.TensorProto.FLOAT16
+        for node in view.graph.node
     ):
         cost = "strongly typed, such a graph ran slower than plain fp16 (ResNet-50, H200); `crucible compile` lowers the rest to fp16"
         yield Finding(rule="rest-fp32", nodes=(), why="what is not quantised is in fp32", cost=cost)
@@ -302,7 +467,12 @@ def concat_scales(view: View) -> Iterator[Finding]:
         held = [view.pairs[name].dq for name in node.input if name in view.pairs]
         if node.op_type == "Concat" and held and not all(view.same(held[0], each) for each in held):
             cost = "each branch is converted to one scale before they can be joined"
-            yield Finding(rule="concat-scales", nodes=(node.name, *(each.name for each in held)), why="its branches have different scales", cost=cost)
+            yield Finding(
+                rule="concat-scales",
+                nodes=(node.name, *(each.name for each in held)),
+                why="its branches have different scales",
+                cost=cost,
+            )
 
 
 def moved_scales(view: View) -> Iterator[Finding]:
@@ -310,7 +480,12 @@ def moved_scales(view: View) -> Iterator[Finding]:
         if not view.same(first.dq, second.q):
             why = f"the scales before and behind {node.op_type} differ, which moves values and changes none"
             nodes = (node.name, first.dq.name, second.q.name)
-            yield Finding(rule="moved-scales", nodes=nodes, why=why, cost="values are rounded twice, and a kernel converts them")
+            yield Finding(
+                rule="moved-scales",
+                nodes=nodes,
+                why=why,
+                cost="values are rounded twice, and a kernel converts them",
+            )
 
 
 def duplicate_pair(view: View) -> Iterator[Finding]:
@@ -318,14 +493,24 @@ def duplicate_pair(view: View) -> Iterator[Finding]:
         if (before := repeated(view, pair)) is not None:
             why = "quantises again what was quantised with the same scale"
             yield Finding(
-                rule="duplicate-pair", nodes=(before.dq.name, pair.q.name), why=why, cost="nodes for nothing", fixable=name not in view.outputs
+                rule="duplicate-pair",
+                nodes=(before.dq.name, pair.q.name),
+                why=why,
+                cost="nodes for nothing",
+                fixable=name not in view.outputs,
             )
 
 
 def split_q(view: View) -> Iterator[Finding]:
     for twins in equal_quantizers(view):
         nodes = tuple(node.name for node in twins)
-        yield Finding(rule="split-q", nodes=nodes, why="one tensor is quantised several times alike", cost="each is a kernel", fixable=True)
+        yield Finding(
+            rule="split-q",
+            nodes=nodes,
+            why="one tensor is quantised several times alike",
+            cost="each is a kernel",
+            fixable=True,
+        )
 
 
 def weight_in_floats(view: View) -> Iterator[Finding]:
@@ -333,7 +518,13 @@ def weight_in_floats(view: View) -> Iterator[Finding]:
         q = view.makers.get(dq.input[0])
         if q is not None and q.op_type == QDQ[0] and q.input[0] in view.constants:
             cost = "the file holds four times the bytes"
-            yield Finding(rule="weight-in-floats", nodes=(q.name,), why="a weight is quantised when the model is loaded", cost=cost, fixable=True)
+            yield Finding(
+                rule="weight-in-floats",
+                nodes=(q.name,),
+                why="a weight is quantised when the model is loaded",
+                cost=cost,
+                fixable=True,
+            )
 
 
 RULES: dict[Rule, tuple[str, ...]] = {
@@ -360,7 +551,10 @@ RULES: dict[Rule, tuple[str, ...]] = {
     rest_in_fp32: TENSORRT,
     concat_scales: EVERYWHERE,
     moved_scales: EVERYWHERE,
-    duplicate_pair: ("openvino", *TENSORRT),  # ONNX Runtime wants one on each side of what moves values
+    duplicate_pair: (
+        "openvino",
+        *TENSORRT,
+    ),  # ONNX Runtime wants one on each side of what moves values
     split_q: EVERYWHERE,
     weight_in_floats: EVERYWHERE,
 }

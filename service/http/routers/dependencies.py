@@ -34,6 +34,9 @@ AskedOf = Annotated[Service, Depends(_asked_of)]
 # By reference and not as `model`, which FastAPI would document in the form of each route's successes, such as text/plain.
 _REFUSAL = {"application/json": {"schema": {"$ref": "#/components/schemas/Refusal"}}}
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"content": _REFUSAL, "description": "Refused: what was expected, what came, and what to do next"},
+    "4XX": {
+        "content": _REFUSAL,
+        "description": "Refused: what was expected, what came, and what to do next",
+    },
     "5XX": {"content": _REFUSAL, "description": "It cannot be done now, or a fault of the service"},
 }

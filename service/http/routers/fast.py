@@ -31,12 +31,19 @@ class Route:
 class FastInference:
     """Answers inference requests without a query; hands on all others."""
 
-    def __init__(self, app: Application, answer: Callable[[Request, Exception], Awaitable[Response]]) -> None:
+    def __init__(
+        self, app: Application, answer: Callable[[Request, Exception], Awaitable[Response]]
+    ) -> None:
         self._application, self._answer = app, answer
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         found = None
-        if scope["type"] == "http" and scope["method"] == "POST" and not scope["query_string"] and scope["path"].endswith(INFER):
+        if (
+            scope["type"] == "http"
+            and scope["method"] == "POST"
+            and not scope["query_string"]
+            and scope["path"].endswith(INFER)
+        ):
             request = Request(scope, receive)
             found = _found(request)
         if found is None:
@@ -54,8 +61,12 @@ def _found(request: Request) -> tuple[Route, Awaitable[Response]] | None:
     path = request.scope["path"]
     if match := OIP.fullmatch(path):
         name, version = match.groups()
-        return Route(f"/v2/models/{{name}}{'/versions/{version}' if version else ''}/infer"), oip.answer(request, name, version or "")
+        return Route(
+            f"/v2/models/{{name}}{'/versions/{version}' if version else ''}/infer"
+        ), oip.answer(request, name, version or "")
     if match := PLAIN.fullmatch(path):
         (name,) = match.groups()
-        return Route("/models/{name}/infer" if name else INFER), infer.answer(request, name, infer.NO_WISH)
+        return Route("/models/{name}/infer" if name else INFER), infer.answer(
+            request, name, infer.NO_WISH
+        )
     return None

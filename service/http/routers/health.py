@@ -17,14 +17,20 @@ async def healthz() -> Health:
     return Health(status="ok")
 
 
-@router.get("/readyz", responses={503: {"model": Refusal, "description": "The server starts or stops"}})
+@router.get(
+    "/readyz", responses={503: {"model": Refusal, "description": "The server starts or stops"}}
+)
 async def readyz(service: AskedOf) -> Health:
     """Jobs are taken. 503 while the server starts or stops."""
     service.host()  # or Unavailable
     return Health(status="ready")
 
 
-@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}, "description": "In Prometheus' text format"}})
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {}}, "description": "In Prometheus' text format"}},
+)
 async def metrics(service: AskedOf) -> Response:
     """Figures for Prometheus."""
     return Response(await service.read(service.metrics.text), media_type=PROMETHEUS)

@@ -18,14 +18,26 @@ from service.codecs.tensors import array_from, bytes_of, shape_from, size_of
 from service.context import Service
 from service.errors import Unprocessable
 from service.http.routers.dependencies import REFUSALS, asked_by, asked_of
-from service.http.routers.inference_io import answer_while_there, headers_of, is_long, read_body, respond, write_elsewhere
+from service.http.routers.inference_io import (
+    answer_while_there,
+    headers_of,
+    is_long,
+    read_body,
+    respond,
+    write_elsewhere,
+)
 from service.http.routers.reports import preferred
 from service.inference import InferAnswer, InferRequest, Served
 from service.offload.pool import HELP_FROM_BYTES
 
 router = APIRouter(tags=["inference"], responses=REFUSALS)
 
-JSON, RAW, NPY, NPZ = "application/json", "application/octet-stream", "application/x-npy", "application/x-npz"
+JSON, RAW, NPY, NPZ = (
+    "application/json",
+    "application/octet-stream",
+    "application/x-npy",
+    "application/x-npz",
+)
 TAKEN = (JSON, RAW, NPY, NPZ, *FORMATS)
 GIVEN = (JSON, RAW, NPY, NPZ)
 
@@ -37,7 +49,10 @@ _JSON_BODY = {
         "required": ["inputs"],
         "additionalProperties": False,
         "properties": {
-            "inputs": {"type": "object", "description": "Nested lists of numbers by input, with the batch axis"},
+            "inputs": {
+                "type": "object",
+                "description": "Nested lists of numbers by input, with the batch axis",
+            },
             "outputs": {"type": "array", "items": {"type": "string"}},
             "timeout_s": {"type": "number", "exclusiveMinimum": 0},
         },
@@ -53,7 +68,13 @@ _ANSWER = {
             "version": 1,
             "device": "cpu",
             "outputs": {"scores": [[0.1, 0.9]]},
-            "timing": {"queue_ms": 0.02, "copy_in_ms": 0.01, "compute_ms": 1.9, "copy_out_ms": 0.01, "batch_size": 1},
+            "timing": {
+                "queue_ms": 0.02,
+                "copy_in_ms": 0.01,
+                "compute_ms": 1.9,
+                "copy_out_ms": 0.01,
+                "batch_size": 1,
+            },
         }
     ],
 }
@@ -65,11 +86,21 @@ OPENAPI: dict[str, Any] = {
             "content": {JSON: {"schema": _ANSWER}, **dict.fromkeys((RAW, NPY, NPZ), _BYTES)},
         }
     },
-    "openapi_extra": {"requestBody": {"required": True, "content": {JSON: _JSON_BODY, **dict.fromkeys(TAKEN[1:], _BYTES)}}},
+    "openapi_extra": {
+        "requestBody": {
+            "required": True,
+            "content": {JSON: _JSON_BODY, **dict.fromkeys(TAKEN[1:], _BYTES)},
+        }
+    },
 }
 
 Outputs = Annotated[str, Query(description="Names, separated by commas; all if left out")]
-Shape = Annotated[str, Query(description="Of raw bytes where it does not follow from their number, such as 1,3,224,224")]
+Shape = Annotated[
+    str,
+    Query(
+        description="Of raw bytes where it does not follow from their number, such as 1,3,224,224"
+    ),
+]
 Version = Annotated[int | None, Query(ge=1, le=2**53, description="The current one if left out")]
 Timeout = Annotated[float | None, Query(description="Seconds; the model's own if left out")]
 
@@ -88,14 +119,25 @@ NO_WISH = Wish((), None, None, None)
 
 
 @router.post("/infer", **OPENAPI)
-async def infer(request: Request, outputs: Outputs = "", shape: Shape = "", version: Version = None, timeout_s: Timeout = None) -> Response:
+async def infer(
+    request: Request,
+    outputs: Outputs = "",
+    shape: Shape = "",
+    version: Version = None,
+    timeout_s: Timeout = None,
+) -> Response:
     """An answer of the only model that is deployed; refused with their names where there are several."""
     return await answer(request, None, _wish(outputs, shape, version, timeout_s))
 
 
 @router.post("/models/{name}/infer", **OPENAPI)
 async def infer_model(
-    name: str, request: Request, outputs: Outputs = "", shape: Shape = "", version: Version = None, timeout_s: Timeout = None
+    name: str,
+    request: Request,
+    outputs: Outputs = "",
+    shape: Shape = "",
+    version: Version = None,
+    timeout_s: Timeout = None,
 ) -> Response:
     """An answer of this model, from JSON, raw bytes of the only input, .npy, .npz, or an image where the model says how it becomes an input."""
     return await answer(request, name, _wish(outputs, shape, version, timeout_s))
@@ -118,16 +160,32 @@ async def answer(request: Request, model: str | None, wish: Wish) -> Response:
 
 
 def _wish(outputs: str, shape: str, version: int | None, timeout_s: float | None) -> Wish:
-    sizes = [int(size) if size.isascii() and size.isdecimal() and len(size) < 16 else size for size in shape.split(",")]
-    return Wish(tuple(filter(None, outputs.split(","))), shape_from("shape", sizes) if shape else None, version, timeout_from(timeout_s))
+    sizes = [
+        int(size) if size.isascii() and size.isdecimal() and len(size) < 16 else size
+        for size in shape.split(",")
+    ]
+    return Wish(
+        tuple(filter(None, outputs.split(","))),
+        shape_from("shape", sizes) if shape else None,
+        version,
+        timeout_from(timeout_s),
+    )
 
 
-async def _parsed(service: Service, served: Served, kind: str, body: bytes | memoryview, wish: Wish) -> PlainRequest:
+async def _parsed(
+    service: Service, served: Served, kind: str, body: bytes | memoryview, wish: Wish
+) -> PlainRequest:
     """The tensors of a body, by its Content-Type."""
     dtypes = {spec.name: spec.dtype for spec in served.inputs}
     if kind == RAW:
         spec = _only(served, "raw bytes")
-        return PlainRequest({spec.name: array_from(spec.name, spec.dtype, wish.shape or shape_of(spec, len(body)), body)})
+        return PlainRequest(
+            {
+                spec.name: array_from(
+                    spec.name, spec.dtype, wish.shape or shape_of(spec, len(body)), body
+                )
+            }
+        )
     if kind == NPY:
         spec = _only(served, "a .npy file")
         return PlainRequest({spec.name: array_from_npy(body, spec.name, served.inputs)})
@@ -136,16 +194,32 @@ async def _parsed(service: Service, served: Served, kind: str, body: bytes | mem
     if kind == JSON:
         return await _helped(service, served, "decode_json", body, dtypes=dtypes)
     if kind == NPZ:
-        return await _helped(service, served, "decode_npz", body, limit=service.settings.max_infer_bytes)
+        return await _helped(
+            service, served, "decode_npz", body, limit=service.settings.max_infer_bytes
+        )
     if kind in FORMATS:
         if served.image is None:
-            raise Unprocessable(f"model '{served.model}' does not say how an image becomes its input", f"send one of {', '.join(GIVEN)}")
-        dtype = next((spec.dtype for spec in served.inputs if spec.name == served.image.input), "float32")
-        return await _helped(service, served, "decode_image", body, recipe=served.image.model_dump(mode="json"), dtype=dtype)
+            raise Unprocessable(
+                f"model '{served.model}' does not say how an image becomes its input",
+                f"send one of {', '.join(GIVEN)}",
+            )
+        dtype = next(
+            (spec.dtype for spec in served.inputs if spec.name == served.image.input), "float32"
+        )
+        return await _helped(
+            service,
+            served,
+            "decode_image",
+            body,
+            recipe=served.image.model_dump(mode="json"),
+            dtype=dtype,
+        )
     raise Unprocessable(f"Content-Type '{kind[:80]}'", f"expected one of {', '.join(TAKEN)}")
 
 
-async def _helped(service: Service, served: Served, work: str, body: bytes | memoryview, **arguments: object) -> PlainRequest:
+async def _helped(
+    service: Service, served: Served, work: str, body: bytes | memoryview, **arguments: object
+) -> PlainRequest:
     head, binary = await service.helpers.ask(work, [body], **arguments)
     found = parse_request(binary, head["header_length"], served.inputs)
     return PlainRequest(found.inputs, found.outputs, found.timeout_s)
@@ -154,7 +228,10 @@ async def _helped(service: Service, served: Served, work: str, body: bytes | mem
 def _only(served: Served, what: str) -> TensorSpec:
     if len(served.inputs) != 1:
         names = ", ".join(spec.name for spec in served.inputs)
-        raise Unprocessable(f"{what} can be one input, model '{served.model}' has {len(served.inputs)}: {names}", f"send {NPZ} or {JSON}")
+        raise Unprocessable(
+            f"{what} can be one input, model '{served.model}' has {len(served.inputs)}: {names}",
+            f"send {NPZ} or {JSON}",
+        )
     return served.inputs[0]
 
 
@@ -162,13 +239,19 @@ def shape_of(spec: TensorSpec, length: int) -> tuple[int, ...]:
     """The shape of so many bytes; Unprocessable where it cannot be told."""
     free = [axis for axis, size in enumerate(spec.shape) if isinstance(size, str)]
     if len(free) > 1:
-        raise Unprocessable(f"the shape of '{spec.name}', {list(spec.shape)}, does not follow from {length} bytes", "name it: ?shape=1,3,224,224")
+        raise Unprocessable(
+            f"the shape of '{spec.name}', {list(spec.shape)}, does not follow from {length} bytes",
+            "name it: ?shape=1,3,224,224",
+        )
     fixed = [size for size in spec.shape if isinstance(size, int)]
     row = size_of(spec.dtype, fixed)
     if not free:
         return tuple(fixed)
     if not row or length % row:
-        raise Unprocessable(f"'{spec.name}': expected a multiple of {row} bytes ({spec.dtype} {list(spec.shape)}), got {length}", "send whole rows")
+        raise Unprocessable(
+            f"'{spec.name}': expected a multiple of {row} bytes ({spec.dtype} {list(spec.shape)}), got {length}",
+            "send whole rows",
+        )
     return (*fixed[: free[0]], length // row, *fixed[free[0] :])
 
 
@@ -179,7 +262,9 @@ def _form(accept: str, kind: str, outputs: int) -> str:
     return preferred(accept or "*/*", (usual, *(form for form in GIVEN if form != usual)))
 
 
-async def _written(service: Service, answer: InferAnswer, form: str) -> tuple[Sequence[bytes | memoryview], dict[str, str]]:
+async def _written(
+    service: Service, answer: InferAnswer, form: str
+) -> tuple[Sequence[bytes | memoryview], dict[str, str]]:
     """An answer in this form, and the headers that belong to it."""
     if form == NPZ:
         return [await asyncio.to_thread(npz_from_arrays, answer.outputs)], {}
@@ -187,11 +272,17 @@ async def _written(service: Service, answer: InferAnswer, form: str) -> tuple[Se
         return await _json(service, answer), {}
     if len(answer.outputs) != 1:
         names = ", ".join(answer.outputs)
-        raise Unprocessable(f"{form} can be one output, this answer has {len(answer.outputs)}: {names}", "name one with ?outputs=, or accept .npz")
+        raise Unprocessable(
+            f"{form} can be one output, this answer has {len(answer.outputs)}: {names}",
+            "name one with ?outputs=, or accept .npz",
+        )
     (array,) = answer.outputs.values()
     if form == NPY:
         return npy_from_array(array), {}
-    return [bytes_of(array)], {"Crucible-Dtype": array.dtype.name, "Crucible-Shape": ",".join(map(str, array.shape))}
+    return [bytes_of(array)], {
+        "Crucible-Dtype": array.dtype.name,
+        "Crucible-Shape": ",".join(map(str, array.shape)),
+    }
 
 
 async def _json(service: Service, answer: InferAnswer) -> list[bytes]:

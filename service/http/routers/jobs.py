@@ -35,28 +35,52 @@ COMPILE_BODY: dict[str, Any] = {
     "required": True,
     "content": {
         "multipart/form-data": {"schema": _UPLOAD, "example": _EXAMPLE},
-        "application/json": {"schema": NamedConfig.model_json_schema(), "example": {"config": "digits"}},
+        "application/json": {
+            "schema": NamedConfig.model_json_schema(),
+            "example": {"config": "digits"},
+        },
     },
 }
 _JSON = {"type": "string", "contentMediaType": "application/json"}
 _TEXT = {"type": "string"}
-EVENT = {"type": "object", "required": ["data"], "properties": {"id": _TEXT, "event": _TEXT, "data": _JSON, "retry": {"type": "integer"}}}
-PLAN_NOTE = f"The part `plan` is YAML or JSON with any of the keys {', '.join(SubmittedPlan.model_fields)}."
+EVENT = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {"id": _TEXT, "event": _TEXT, "data": _JSON, "retry": {"type": "integer"}},
+}
+PLAN_NOTE = (
+    f"The part `plan` is YAML or JSON with any of the keys {', '.join(SubmittedPlan.model_fields)}."
+)
 
 
 @router.post(
     "/compile",
     status_code=202,
     response_model=JobView,
-    responses={200: {"model": JobView, "description": "An equal request was made before: its job, which has ended"}},
+    responses={
+        200: {
+            "model": JobView,
+            "description": "An equal request was made before: its job, which has ended",
+        }
+    },
     openapi_extra={"requestBody": COMPILE_BODY},
     description=f"Compile a model. An equal request of the same owner gets the same job, unless that failed or was cancelled. {PLAN_NOTE}",
 )
 async def compile_model(
-    request: Request, response: Response, caller: AskedBy, service: AskedOf, idempotency_key: Annotated[str | None, Header()] = None
+    request: Request,
+    response: Response,
+    caller: AskedBy,
+    service: AskedOf,
+    idempotency_key: Annotated[str | None, Header()] = None,
 ) -> JobView:
     caller.require("compile")
-    job = await submit(service, caller.owner, request.headers.get("content-type", ""), request.stream(), idempotency_key)
+    job = await submit(
+        service,
+        caller.owner,
+        request.headers.get("content-type", ""),
+        request.stream(),
+        idempotency_key,
+    )
     return accepted(job, response)
 
 
@@ -66,7 +90,9 @@ async def list_jobs(
     service: AskedOf,
     state: State | None = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
-    after: Annotated[str | None, Query(max_length=100, description="`next` of the page before")] = None,
+    after: Annotated[
+        str | None, Query(max_length=100, description="`next` of the page before")
+    ] = None,
 ) -> JobPage:
     """Jobs, newest first."""
     page = await service.read(lambda: service.jobs.list(caller.sees, state, limit, after))
@@ -83,19 +109,35 @@ async def get_job(job_id: str, caller: AskedBy, service: AskedOf) -> JobView:
 @router.get(
     "/jobs/{job_id}/events",
     response_class=StreamingResponse,
-    responses={200: {"content": {"text/event-stream": {"itemSchema": EVENT}}, "description": "Server-sent events"}},
+    responses={
+        200: {
+            "content": {"text/event-stream": {"itemSchema": EVENT}},
+            "description": "Server-sent events",
+        }
+    },
 )
 async def follow_job(
     job_id: str,
     caller: AskedBy,
     service: AskedOf,
     last_event_id: Annotated[int | None, Header(ge=0, le=LARGEST_SEQ)] = None,
-    after: Annotated[int, Query(ge=0, le=LARGEST_SEQ, description="Leave out events up to this number; as the header Last-Event-ID does")] = 0,
+    after: Annotated[
+        int,
+        Query(
+            ge=0,
+            le=LARGEST_SEQ,
+            description="Leave out events up to this number; as the header Last-Event-ID does",
+        ),
+    ] = 0,
 ) -> StreamingResponse:
     """What happens to a job, from its beginning to its end: `stage` events, and one for each state that it comes to."""
     await service.read(lambda: service.jobs.get(job_id, caller.sees))
     events = stream(service, job_id, after if last_event_id is None else last_event_id)
-    return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    return StreamingResponse(
+        events,
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+    )
 
 
 @router.get("/jobs/{job_id}/log", response_class=PlainTextResponse)
@@ -103,11 +145,15 @@ async def tail_log(
     job_id: str,
     caller: AskedBy,
     service: AskedOf,
-    bytes_: Annotated[int, Query(alias="bytes", ge=1, le=MOST_LOG_BYTES, description="How much of its end")] = 65536,
+    bytes_: Annotated[
+        int, Query(alias="bytes", ge=1, le=MOST_LOG_BYTES, description="How much of its end")
+    ] = 65536,
 ) -> PlainTextResponse:
     """The end of what the job's processes printed."""
     await service.read(lambda: service.jobs.get(job_id, caller.sees))
-    text = await asyncio.to_thread(lambda: scrubbed(_tail(service.folders.work(job_id).log, bytes_), service.folders))
+    text = await asyncio.to_thread(
+        lambda: scrubbed(_tail(service.folders.work(job_id).log, bytes_), service.folders)
+    )
     return PlainTextResponse(text, headers={"X-Content-Type-Options": "nosniff"})
 
 

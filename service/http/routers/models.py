@@ -10,7 +10,15 @@ from fastapi import Path as InPath
 from service.http.routers.dependencies import REFUSALS, AskedBy, AskedOf
 from service.http.routers.jobs import accepted
 from service.http.schemas import JobView
-from service.registry.models import NAME, BenchmarkRequest, DeploymentOptions, ModelPage, ModelView, PromoteRequest, ShapesView
+from service.registry.models import (
+    NAME,
+    BenchmarkRequest,
+    DeploymentOptions,
+    ModelPage,
+    ModelView,
+    PromoteRequest,
+    ShapesView,
+)
 from service.submission.submit import submit_benchmark
 
 router = APIRouter(prefix="/models", tags=["models"], responses=REFUSALS)
@@ -36,7 +44,9 @@ async def get_shapes(name: Name, caller: AskedBy, service: AskedOf) -> ShapesVie
 
 
 @router.post("/{name}/promote")
-async def promote(name: Name, asked: PromoteRequest, caller: AskedBy, service: AskedOf) -> ModelView:
+async def promote(
+    name: Name, asked: PromoteRequest, caller: AskedBy, service: AskedOf
+) -> ModelView:
     """Make a report's engine the model's current version. If the model is deployed, the new version answers when this does."""
     service.host()  # or Unavailable
     return await service.models.promote(caller, name, asked)
@@ -53,7 +63,12 @@ async def roll_back(name: Name, caller: AskedBy, service: AskedOf) -> ModelView:
     "/{name}/benchmark",
     status_code=202,
     response_model=JobView,
-    responses={200: {"model": JobView, "description": "The Idempotency-Key came before: its job, which has ended"}},
+    responses={
+        200: {
+            "model": JobView,
+            "description": "The Idempotency-Key came before: its job, which has ended",
+        }
+    },
 )
 async def benchmark(
     name: Name,
@@ -68,11 +83,16 @@ async def benchmark(
     It waits for quiet as every measurement does, and the model answers all the while.
     """
     caller.require("compile")
-    return accepted(await submit_benchmark(service, caller, name, asked or BenchmarkRequest(), idempotency_key), response)
+    return accepted(
+        await submit_benchmark(service, caller, name, asked or BenchmarkRequest(), idempotency_key),
+        response,
+    )
 
 
 @router.put("/{name}/deployment")
-async def deploy(name: Name, asked: DeploymentOptions, caller: AskedBy, service: AskedOf) -> ModelView:
+async def deploy(
+    name: Name, asked: DeploymentOptions, caller: AskedBy, service: AskedOf
+) -> ModelView:
     """Load a model, or serve it in another way; it answers when this does. Refused with both numbers if it does not fit into memory."""
     service.host()
     return await service.models.deploy(caller, name, asked)

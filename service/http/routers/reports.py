@@ -17,7 +17,14 @@ from service.auth import Caller
 from service.context import Service
 from service.errors import NotFound
 from service.http.routers.dependencies import REFUSALS, AskedBy, AskedOf
-from service.http.schemas import FORMS, AccuracyView, LatencyView, accuracy_of_report, latency_of_report, samples_of_report
+from service.http.schemas import (
+    FORMS,
+    AccuracyView,
+    LatencyView,
+    accuracy_of_report,
+    latency_of_report,
+    samples_of_report,
+)
 from service.jobs.publish import ENGINE, check_form, published_engine, published_report
 from service.submission.tar import size_of_tar, tar
 
@@ -26,12 +33,24 @@ T = TypeVar("T")
 
 # The page was written from a stranger's model, in that model's own job: it is shown in an origin of its own, and loads nothing.
 PAGE_POLICY = "sandbox allow-scripts; default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'unsafe-inline'"
-SAFELY = {"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff", "Vary": "Accept"}
-_FORMS_SHOWN = {form: {"schema": {"type": "object" if form.endswith("json") else "string"}} for form in FORMS}
+SAFELY = {
+    "Content-Security-Policy": PAGE_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Vary": "Accept",
+}
+_FORMS_SHOWN = {
+    form: {"schema": {"type": "object" if form.endswith("json") else "string"}} for form in FORMS
+}
 
 
-@router.get("", response_class=FileResponse, responses={200: {"content": _FORMS_SHOWN, "description": "In the form that Accept asks for"}})
-async def get_report(job_id: str, caller: AskedBy, service: AskedOf, accept: Annotated[str, Header()] = "*/*") -> FileResponse:
+@router.get(
+    "",
+    response_class=FileResponse,
+    responses={200: {"content": _FORMS_SHOWN, "description": "In the form that Accept asks for"}},
+)
+async def get_report(
+    job_id: str, caller: AskedBy, service: AskedOf, accept: Annotated[str, Header()] = "*/*"
+) -> FileResponse:
     """The report: `Accept: application/json` (docs/report.schema.json is its schema), `text/markdown` or `text/html`."""
     folder = await _folder(job_id, caller, service)
     form = preferred(accept, tuple(FORMS))
@@ -51,19 +70,36 @@ async def get_accuracy(job_id: str, caller: AskedBy, service: AskedOf) -> Accura
     return await _part(accuracy_of_report, job_id, caller, service)
 
 
-@router.get("/samples", response_class=Response, responses={200: {"content": {"application/gzip": {}}, "description": "JSON, packed with gzip"}})
+@router.get(
+    "/samples",
+    response_class=Response,
+    responses={200: {"content": {"application/gzip": {}}, "description": "JSON, packed with gzip"}},
+)
 async def get_samples(job_id: str, caller: AskedBy, service: AskedOf) -> Response:
     """Every raw time that was measured, by engine and shape."""
-    packed = await _part(lambda report: gzip.compress(orjson.dumps(samples_of_report(report)), 6, mtime=0), job_id, caller, service)
-    return Response(packed, media_type="application/gzip", headers=_download(f"{job_id}-samples.json.gz"))
+    packed = await _part(
+        lambda report: gzip.compress(orjson.dumps(samples_of_report(report)), 6, mtime=0),
+        job_id,
+        caller,
+        service,
+    )
+    return Response(
+        packed, media_type="application/gzip", headers=_download(f"{job_id}-samples.json.gz")
+    )
 
 
-@router.get("/engine.tar", response_class=StreamingResponse, responses={200: {"content": {"application/x-tar": {}}, "description": "A tar"}})
+@router.get(
+    "/engine.tar",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"application/x-tar": {}}, "description": "A tar"}},
+)
 async def get_engine(job_id: str, caller: AskedBy, service: AskedOf) -> StreamingResponse:
     """The winning engine, with its manifest."""
     folder = await _folder(job_id, caller, service)
     engine = folder / ENGINE
-    if not engine.is_dir() and not await _part(lambda report: report.has_engine, job_id, caller, service):
+    if not engine.is_dir() and not await _part(
+        lambda report: report.has_engine, job_id, caller, service
+    ):
         raise NotFound(f"job {job_id} found no engine to give", f"GET /reports/{job_id} says why")
     await asyncio.to_thread(published_engine, folder)
     headers = {**_download(f"{job_id}-engine.tar"), "Content-Length": str(size_of_tar(engine))}
@@ -79,7 +115,14 @@ def preferred(accept: str, offered: tuple[str, ...]) -> str:
         weights[kind] = float(quality) if quality.replace(".", "", 1).isdecimal() else 0.0
 
     def weight(form: str) -> float:
-        return next((weights[kind] for kind in (form, f"{form.partition('/')[0]}/*", "*/*") if kind in weights), 0.0)
+        return next(
+            (
+                weights[kind]
+                for kind in (form, f"{form.partition('/')[0]}/*", "*/*")
+                if kind in weights
+            ),
+            0.0,
+        )
 
     return max(offered, key=weight)
 
@@ -89,7 +132,10 @@ async def _folder(job_id: str, caller: Caller, service: Service) -> Path:
     job = await service.read(lambda: service.jobs.get(job_id, caller.sees))
     folder = service.folders.report(job.id)
     if job.state != "succeeded":
-        raise NotFound(f"job {job_id} is {job.state}: there is no report", f"GET /jobs/{job_id} tells how far it is")
+        raise NotFound(
+            f"job {job_id} is {job.state}: there is no report",
+            f"GET /jobs/{job_id} tells how far it is",
+        )
     return folder
 
 
@@ -99,4 +145,7 @@ async def _part(view: Callable[[Report], T], job_id: str, caller: Caller, servic
 
 
 def _download(name: str) -> dict[str, str]:
-    return {"Content-Disposition": f'attachment; filename="{name}"', "X-Content-Type-Options": "nosniff"}
+    return {
+        "Content-Disposition": f'attachment; filename="{name}"',
+        "X-Content-Type-Options": "nosniff",
+    }

@@ -35,7 +35,12 @@ BATCH = 8  # rows of the run over the whole set
 
 def profile(batch: tuple[int, int, int], sequence: tuple[int, int, int] | None = None) -> Profile:
     dims = {"batch": batch} | ({"sequence": sequence} if sequence else {})
-    return Profile(dims={name: DimRange(min=low, opt=usual, max=high) for name, (low, usual, high) in dims.items()})
+    return Profile(
+        dims={
+            name: DimRange(min=low, opt=usual, max=high)
+            for name, (low, usual, high) in dims.items()
+        }
+    )
 
 
 def rows_of_x(folder: Path, *profiles: Profile, samples: int = 20) -> SampleSet:
@@ -54,7 +59,9 @@ def looked_at(samples: SampleSet, *profiles: Profile) -> list[tuple[int, str, di
     return [(point.profile, point.inputs, point.sizes) for point in points]
 
 
-def test_one_min_opt_and_max_of_every_profile_besides_what_all_samples_ran_at(tmp_path: Path) -> None:
+def test_one_min_opt_and_max_of_every_profile_besides_what_all_samples_ran_at(
+    tmp_path: Path,
+) -> None:
     profiles = (profile((1, 8, 64)), profile((2, 4, 16)))
     found = looked_at(rows_of_x(tmp_path, *profiles), *profiles)
     assert found == [
@@ -196,7 +203,9 @@ class Noisy:
 
     def load(self, engine: Engine, device: str = "") -> Loaded:
         target = engine.target.model_copy(update={"backend": "onnxruntime"})
-        return NoisyLoaded(onnxruntime_.load(engine.model_copy(update={"target": target}), device), self)
+        return NoisyLoaded(
+            onnxruntime_.load(engine.model_copy(update={"target": target}), device), self
+        )
 
 
 @dataclass(frozen=True)
@@ -244,7 +253,9 @@ def verdict(
 ) -> ValidationReport:
     monkeypatch.setitem(BACKENDS, "noisy", backend)  # type: ignore[arg-type]
     engine = bench.engine(SAME).model_copy(update={"profiles": TWO_PROFILES})
-    faulty = engine.model_copy(update={"target": engine.target.model_copy(update={"backend": "noisy"})})
+    faulty = engine.model_copy(
+        update={"target": engine.target.model_copy(update={"backend": "noisy"})}
+    )
     x, labels = labelled(samples)
     data = bench.samples(x, labels)
     out = bench.folder / "expected"
@@ -328,7 +339,9 @@ def test_an_engine_that_cannot_run_at_a_size_fails_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     report = verdict(bench, monkeypatch, Noisy(lambda profile, rows: rows == 64, fails=True))
-    assert report.failures == ("at batch = 64, profile 1: the engine fails there: no kernel for this size",)
+    assert report.failures == (
+        "at batch = 64, profile 1: the engine fails there: no kernel for this size",
+    )
 
 
 def test_an_engine_that_fails_on_the_whole_set_is_not_run_at_other_sizes(
@@ -340,7 +353,9 @@ def test_an_engine_that_fails_on_the_whole_set_is_not_run_at_other_sizes(
     assert report.sizes == ()
 
 
-def test_a_size_at_which_the_reference_fails_is_not_checked_and_the_report_says_so(bench: Bench) -> None:
+def test_a_size_at_which_the_reference_fails_is_not_checked_and_the_report_says_so(
+    bench: Bench,
+) -> None:
     engine = bench.engine(SAME).model_copy(update={"profiles": TWO_PROFILES})
     beyond = GatePoint(profile=0, sizes={"batch": 65}, inputs="samples", rows=65, parts=(0,))
     data = bench.samples(*labelled())
@@ -366,13 +381,19 @@ def test_on_a_gpu_every_size_of_two_profiles_is_checked_and_both_are_proved(tmp_
         profiles=[{"batch": [1, 4, 8]}, {"batch": [16, 16, 64]}],
         benchmark={"duration_s": 0.3, "warmup_s": 0.05, "budget_s": 5},
     )
-    report = compile_plan(load_plan(plan), Runner(Store(tmp_path / "home")), "crucible compile plan.yaml")
+    report = compile_plan(
+        load_plan(plan), Runner(Store(tmp_path / "home")), "crucible compile plan.yaml"
+    )
     (candidate,) = report.candidates
     assert candidate.selection is not None, candidate.reason
-    checked = [(check.profile, check.sizes["batch"], check.failures) for check in candidate.selection.sizes]
+    checked = [
+        (check.profile, check.sizes["batch"], check.failures) for check in candidate.selection.sizes
+    ]
     assert checked == [(0, 1, ()), (0, 4, ()), (1, 16, ()), (1, 64, ())]
     assert candidate.layers is not None
     (second,) = candidate.other_layers
     assert (second.profile, second.sizes["batch"]) == (1, 16)
     assert any(layer.seconds for layer in second.layers)
-    assert not {layer.name for layer in second.layers} & {layer.name for layer in candidate.layers.layers}
+    assert not {layer.name for layer in second.layers} & {
+        layer.name for layer in candidate.layers.layers
+    }

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.accuracy.metrics import SNR_LIMIT_DB, by_sample, cosine_per_sample, mask_nonfinite, rows, snr_db, topk_hits
+from pipeline.accuracy.metrics import (
+    SNR_LIMIT_DB,
+    by_sample,
+    cosine_per_sample,
+    mask_nonfinite,
+    rows,
+    snr_db,
+    topk_hits,
+)
 from pipeline.errors import DataError
 
 
@@ -29,7 +37,9 @@ def test_rows_are_samples_and_an_output_without_sample_axis_is_one_row() -> None
 def test_cosine_of_known_angles() -> None:
     candidate = np.array([[1.0, 0.0], [1.0, 1.0], [-2.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
     reference = np.array([[2.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 0.0], [1.0, 0.0]])
-    assert cosine_per_sample(candidate, reference) == pytest.approx([1.0, math.sqrt(0.5), -1.0, 1.0, 0.0])
+    assert cosine_per_sample(candidate, reference) == pytest.approx(
+        [1.0, math.sqrt(0.5), -1.0, 1.0, 0.0]
+    )
 
 
 def test_cosine_ignores_infinities_on_which_both_agree_and_keeps_other_faults() -> None:
@@ -58,7 +68,9 @@ def test_snr_in_decibels_with_limits_in_place_of_infinity() -> None:
 
 def test_nonfinite_values_are_masked_and_counted_only_where_the_sides_differ() -> None:
     nan, inf = math.nan, math.inf
-    candidate, reference, nans, infs = mask_nonfinite(floats(1, nan, nan, inf, -inf, inf, 2), floats(1, nan, 5, inf, inf, 3, inf))
+    candidate, reference, nans, infs = mask_nonfinite(
+        floats(1, nan, nan, inf, -inf, inf, 2), floats(1, nan, 5, inf, inf, 3, inf)
+    )
     assert (nans, infs) == (1, 3)  # NaN against 5; -inf against inf, inf against 3, 2 against inf
     assert candidate.tolist() == [[1, 0, 0, 0, 0, 0, 0]]
     assert reference.tolist() == [[1, 0, 0, 0, 0, 0, 0]]
@@ -68,7 +80,9 @@ def test_topk_counts_ties_for_the_lower_class_as_argmax_does() -> None:
     outputs = np.array([[3, 3, 1], [3, 3, 1], [0, 1, 2]], dtype=np.int8)
     assert topk_hits(outputs, np.array([0, 1, 2]), 1).tolist() == [1, 0, 1]
     assert topk_hits(outputs, np.array([0, 1, 0]), 2).tolist() == [1, 1, 0]
-    assert np.array_equal(np.argmax(outputs, axis=1) == [0, 1, 2], topk_hits(outputs, np.array([0, 1, 2]), 1) == 1)
+    assert np.array_equal(
+        np.argmax(outputs, axis=1) == [0, 1, 2], topk_hits(outputs, np.array([0, 1, 2]), 1) == 1
+    )
 
 
 def test_topk_of_an_output_with_more_places_is_the_share_that_is_right() -> None:
@@ -76,8 +90,14 @@ def test_topk_of_an_output_with_more_places_is_the_share_that_is_right() -> None
     labels = np.array([[0, 1, 0], [3, 3, 3]])
     assert topk_hits(scores, labels, 1).tolist() == [pytest.approx(2 / 3), 1]
     feed = scores[:1, :, np.newaxis]  # a whole feed of [time, batch, classes], its batch 1
-    assert topk_hits(feed, labels[:1], 1).tolist() == topk_hits(feed, labels[:1, :, np.newaxis], 1).tolist() == [pytest.approx(2 / 3)]
-    assert topk_hits(feed[:, :1], np.array([0]), 1).tolist() == [1]  # logits [1, classes] and one label
+    assert (
+        topk_hits(feed, labels[:1], 1).tolist()
+        == topk_hits(feed, labels[:1, :, np.newaxis], 1).tolist()
+        == [pytest.approx(2 / 3)]
+    )
+    assert topk_hits(feed[:, :1], np.array([0]), 1).tolist() == [
+        1
+    ]  # logits [1, classes] and one label
 
 
 def test_topk_of_a_row_with_nan_is_nan_never_a_hit() -> None:
@@ -91,10 +111,18 @@ def test_topk_of_a_row_with_nan_is_nan_never_a_hit() -> None:
     ("outputs", "labels", "said"),
     [
         (np.zeros((2, 3, 4)), np.array([0, 1]), "got (2, 3, 4) with labels of shape (2,)"),
-        (np.zeros((2, 3, 4)), np.zeros((2, 4), np.int64), "got (2, 3, 4) with labels of shape (2, 4)"),
+        (
+            np.zeros((2, 3, 4)),
+            np.zeros((2, 4), np.int64),
+            "got (2, 3, 4) with labels of shape (2, 4)",
+        ),
         (np.zeros((2, 3)), np.array([0.0, 1.0]), "expected 2 integer labels, got float64"),
         (np.zeros((2, 3)), np.array([0, 1, 2]), "shape (3,)"),
-        (np.zeros((2, 3)), np.array([0, 3]), "labels run from 0 to 3, but the output has 3 classes"),
+        (
+            np.zeros((2, 3)),
+            np.array([0, 3]),
+            "labels run from 0 to 3, but the output has 3 classes",
+        ),
         (np.zeros((2, 3)), np.array([-1, 2]), "labels run from -1 to 2"),
     ],
 )

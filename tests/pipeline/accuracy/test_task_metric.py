@@ -11,7 +11,9 @@ from pipeline.errors import DataError, PlanError
 def test_an_output_without_a_row_per_sample_has_no_interval() -> None:
     metric = TaskMetric("cosine", "pooled", max_drop=0.1)
     metric.add(np.ones((1, 4), np.float32), None, np.ones((1, 4), np.float32))
-    with pytest.raises(DataError, match="1 score for the whole set: output 'pooled' has no row per sample"):
+    with pytest.raises(
+        DataError, match="1 score for the whole set: output 'pooled' has no row per sample"
+    ):
         metric.result()
 
 
@@ -20,7 +22,10 @@ def exits(*arguments: object) -> object:
 
 
 def test_a_users_function_that_returns_nothing_or_ends_the_process_is_named() -> None:
-    for function, said in ((lambda *arguments: None, "returned None"), (exits, "failed: SystemExit: 3")):
+    for function, said in (
+        (lambda *arguments: None, "returned None"),
+        (exits, "failed: SystemExit: 3"),
+    ):
         metric = TaskMetric("mine:f", "y", max_drop=0.1, function=function)
         metric.add(np.ones((2, 4), np.float32), None, np.ones((2, 4), np.float32))
         with pytest.raises(DataError, match=said):
@@ -33,7 +38,9 @@ def test_a_users_function_that_returns_nothing_or_ends_the_process_is_named() ->
 @pytest.mark.parametrize("samples", [20, 300, 5000])
 def test_where_no_answer_changed_the_interval_is_no_point(samples: int) -> None:
     low, high = paired_interval(0, 0, samples)
-    assert high == pytest.approx(3.8415 / (samples + 3.8415), rel=1e-3)  # the rule of three, 3/n, for both sides
+    assert high == pytest.approx(
+        3.8415 / (samples + 3.8415), rel=1e-3
+    )  # the rule of three, 3/n, for both sides
     assert low == pytest.approx(-high)
 
 
@@ -55,7 +62,9 @@ def test_the_interval_holds_the_true_drop_in_95_of_100_sets(lost: float, gained:
 # -- can the metric tell right from wrong? ----------------------------------------------------------------------------
 
 
-def scored(metric: TaskMetric, outputs: np.ndarray, labels: np.ndarray | None, batch: int = 16) -> list[str]:
+def scored(
+    metric: TaskMetric, outputs: np.ndarray, labels: np.ndarray | None, batch: int = 16
+) -> list[str]:
     for start in range(0, len(outputs), batch):
         rows = slice(start, start + batch)
         metric.add(outputs[rows], None if labels is None else labels[rows], outputs[rows])
@@ -65,13 +74,17 @@ def scored(metric: TaskMetric, outputs: np.ndarray, labels: np.ndarray | None, b
 def task(samples: int = 200) -> tuple[np.ndarray, np.ndarray]:
     """Scores of 4 classes whose largest is the label; sorted by label, so that a shuffle within a batch would change nothing."""
     labels = np.sort(np.random.default_rng(0).integers(0, 4, samples))
-    return np.eye(4, dtype=np.float32)[labels] + np.random.default_rng(1).normal(0, 0.1, (samples, 4)).astype(np.float32), labels
+    return np.eye(4, dtype=np.float32)[labels] + np.random.default_rng(1).normal(
+        0, 0.1, (samples, 4)
+    ).astype(np.float32), labels
 
 
 def test_labels_that_do_not_belong_to_the_samples_are_chance_and_true_ones_are_not() -> None:
     outputs, labels = task()
     assert scored(TaskMetric("top1", "y", max_drop=0.1), outputs, labels) == []
-    (said,) = scored(TaskMetric("top1", "y", max_drop=0.1), outputs, np.random.default_rng(2).permutation(labels))
+    (said,) = scored(
+        TaskMetric("top1", "y", max_drop=0.1), outputs, np.random.default_rng(2).permutation(labels)
+    )
     assert said.startswith("the reference itself scores at chance: top1 0.2")
 
 
@@ -82,7 +95,11 @@ def accuracy(outputs: np.ndarray, labels: np.ndarray, reference: np.ndarray) -> 
 def test_a_metric_of_the_whole_set_is_held_against_chance_too() -> None:
     outputs, labels = task()
     assert scored(TaskMetric("mine:f", "y", max_drop=0.1, function=accuracy), outputs, labels) == []
-    (said,) = scored(TaskMetric("mine:f", "y", max_drop=0.1, function=accuracy), outputs, np.random.default_rng(2).permutation(labels))
+    (said,) = scored(
+        TaskMetric("mine:f", "y", max_drop=0.1, function=accuracy),
+        outputs,
+        np.random.default_rng(2).permutation(labels),
+    )
     assert "mine:f 0.2" in said
 
 
@@ -90,17 +107,23 @@ BLIND = {
     "of the outputs alone": lambda outputs, labels, reference: outputs.max(axis=1),
     "of the set's outputs alone": lambda outputs, labels, reference: float(np.abs(outputs).mean()),
     "a constant": lambda outputs, labels, reference: np.ones(len(outputs)),
-    "the lower the better": lambda outputs, labels, reference: np.abs(outputs - reference).mean(axis=1),
+    "the lower the better": lambda outputs, labels, reference: np.abs(outputs - reference).mean(
+        axis=1
+    ),
 }
 
 
 @pytest.mark.parametrize("name", BLIND)
 @pytest.mark.parametrize("labelled", [True, False])
-def test_a_metric_that_gives_shuffled_outputs_the_same_score_is_an_error(name: str, labelled: bool) -> None:
+def test_a_metric_that_gives_shuffled_outputs_the_same_score_is_an_error(
+    name: str, labelled: bool
+) -> None:
     outputs, labels = task()
     metric = TaskMetric("mine:f", "y", max_drop=0.1, function=BLIND[name])
     if labelled and name == "the lower the better":
-        assert scored(metric, outputs, labels)[0].startswith("the reference itself scores at chance")
+        assert scored(metric, outputs, labels)[0].startswith(
+            "the reference itself scores at chance"
+        )
         return
     with pytest.raises(PlanError, match="'mine:f' cannot tell right answers from wrong ones"):
         scored(metric, outputs, labels if labelled else None)
@@ -108,14 +131,18 @@ def test_a_metric_that_gives_shuffled_outputs_the_same_score_is_an_error(name: s
 
 def test_a_set_with_one_answer_cannot_be_judged() -> None:
     outputs = np.ones((40, 4), np.float32)
-    with pytest.raises(DataError, match="metric 'cosine' cannot tell right answers from wrong ones"):
+    with pytest.raises(
+        DataError, match="metric 'cosine' cannot tell right answers from wrong ones"
+    ):
         scored(TaskMetric("cosine", "y", max_drop=0.1), outputs, None)
 
 
 def test_what_is_shuffled_is_drawn_from_the_whole_set_and_bounded() -> None:
     drawn = Drawn()
     for start in range(0, 4 * MOST_SHUFFLED, 64):
-        drawn.add(np.arange(start, start + 64, dtype=np.float32)[:, None], np.arange(start, start + 64))
+        drawn.add(
+            np.arange(start, start + 64, dtype=np.float32)[:, None], np.arange(start, start + 64)
+        )
     values = np.concatenate(drawn.outputs)
     assert len(values) == MOST_SHUFFLED
     assert values.tolist() == np.stack(drawn.labels).tolist()

@@ -101,7 +101,11 @@ class CudaDouble:
         return Error.cudaSuccess, self._allocate(self.device, size)
 
     def cudaMallocHost(self, size: int) -> tuple[Any, ...]:
-        return (Error.cudaErrorMemoryAllocation, None) if size > self.total else (Error.cudaSuccess, self._allocate(self.pinned, size))
+        return (
+            (Error.cudaErrorMemoryAllocation, None)
+            if size > self.total
+            else (Error.cudaSuccess, self._allocate(self.pinned, size))
+        )
 
     def _allocate(self, blocks: dict[int, Any], size: int) -> int:
         block = ctypes.create_string_buffer(b"\xab" * size, size)  # never zeros by chance
@@ -114,16 +118,26 @@ class CudaDouble:
         return (Error.cudaSuccess,)
 
     def cudaFreeHost(self, pointer: int) -> tuple[Any, ...]:
-        assert not any(stream.waiting for stream in self.streams.values()), "page-locked memory freed while copies may use it"
+        assert not any(stream.waiting for stream in self.streams.values()), (
+            "page-locked memory freed while copies may use it"
+        )
         del self.pinned[pointer]
         return (Error.cudaSuccess,)
 
-    def cudaMemcpyAsync(self, to: int, source: int, size: int, kind: CopyKind, stream: StreamDouble) -> tuple[Any, ...]:
+    def cudaMemcpyAsync(
+        self, to: int, source: int, size: int, kind: CopyKind, stream: StreamDouble
+    ) -> tuple[Any, ...]:
         assert size > 0
 
         def work() -> None:
-            assert is_inside(self.pinned if kind is CopyKind.cudaMemcpyDeviceToHost else self.device, to, size)
-            assert is_inside(self.pinned if kind is CopyKind.cudaMemcpyHostToDevice else self.device, source, size)
+            assert is_inside(
+                self.pinned if kind is CopyKind.cudaMemcpyDeviceToHost else self.device, to, size
+            )
+            assert is_inside(
+                self.pinned if kind is CopyKind.cudaMemcpyHostToDevice else self.device,
+                source,
+                size,
+            )
             ctypes.memmove(to, source, size)
 
         stream.put(work)
@@ -179,7 +193,11 @@ class CudaDouble:
 
     def cudaStreamEndCapture(self, stream: StreamDouble) -> tuple[Any, ...]:
         captured, stream.captured = stream.captured, None
-        return (Error.cudaErrorStreamCaptureInvalidated, None) if stream.is_invalid else (Error.cudaSuccess, captured)
+        return (
+            (Error.cudaErrorStreamCaptureInvalidated, None)
+            if stream.is_invalid
+            else (Error.cudaSuccess, captured)
+        )
 
     def cudaGraphInstantiate(self, captured: list[Work], flags: int) -> tuple[Any, ...]:
         self.graphs.append(list(captured))
@@ -202,4 +220,6 @@ class CudaDouble:
 
 def is_inside(blocks: Mapping[int, Any], pointer: int, size: int) -> bool:
     """Whether these bytes lie in memory that is allocated."""
-    return any(start <= pointer and pointer + size <= start + len(block) for start, block in blocks.items())
+    return any(
+        start <= pointer and pointer + size <= start + len(block) for start, block in blocks.items()
+    )

@@ -15,7 +15,14 @@ def rt() -> CudaDouble:
     return CudaDouble()
 
 
-@pytest.mark.parametrize(("result", "value"), [((Error.cudaSuccess,), None), ((Error.cudaSuccess, 7), 7), ((Error.cudaSuccess, 7, 8), (7, 8))])
+@pytest.mark.parametrize(
+    ("result", "value"),
+    [
+        ((Error.cudaSuccess,), None),
+        ((Error.cudaSuccess, 7), 7),
+        ((Error.cudaSuccess, 7, 8), (7, 8)),
+    ],
+)
 def test_results_are_unpacked(rt: CudaDouble, result: tuple[object, ...], value: object) -> None:
     assert cuda.check(rt, result) == value
 
@@ -24,8 +31,18 @@ def test_results_are_unpacked(rt: CudaDouble, result: tuple[object, ...], value:
     ("error", "code", "said", "next_step"),
     [
         (2, "host.out_of_device_memory", "the GPU is out of memory", "nvidia-smi"),
-        (35, "host.cuda", "CUDA reports cudaErrorInsufficientDriver: CUDA driver version is insufficient", "crucible doctor"),
-        (700, "host.cuda", "CUDA reports cudaErrorIllegalAddress: an illegal memory access", "start it again"),
+        (
+            35,
+            "host.cuda",
+            "CUDA reports cudaErrorInsufficientDriver: CUDA driver version is insufficient",
+            "crucible doctor",
+        ),
+        (
+            700,
+            "host.cuda",
+            "CUDA reports cudaErrorIllegalAddress: an illegal memory access",
+            "start it again",
+        ),
     ],
 )
 def test_error_codes_of_the_real_library(error: int, code: str, said: str, next_step: str) -> None:
@@ -41,7 +58,10 @@ def test_out_of_memory_says_how_much_is_wanted_and_there(rt: CudaDouble) -> None
     buffer = cuda.DeviceBuffer(rt, 64 << 20)
     with pytest.raises(cuda.OutOfDeviceMemory) as caught:
         buffer.reserve(rt.total + 1)
-    assert caught.value.message == "the GPU is out of memory: wanted 256.0 MiB, 256.0 MiB of 256.0 MiB are free"
+    assert (
+        caught.value.message
+        == "the GPU is out of memory: wanted 256.0 MiB, 256.0 MiB of 256.0 MiB are free"
+    )
     assert (buffer.pointer, buffer.size) == (0, 0)
     buffer.reserve(100)
     assert buffer.size == cuda.LEAST_BYTES
@@ -50,7 +70,10 @@ def test_out_of_memory_says_how_much_is_wanted_and_there(rt: CudaDouble) -> None
 
 
 def test_buffers_grow_and_are_freed_once(rt: CudaDouble) -> None:
-    for buffer, blocks in ((cuda.DeviceBuffer(rt, 0), rt.device), (cuda.PinnedBuffer(rt, 0), rt.pinned)):
+    for buffer, blocks in (
+        (cuda.DeviceBuffer(rt, 0), rt.device),
+        (cuda.PinnedBuffer(rt, 0), rt.pinned),
+    ):
         first = buffer.pointer
         buffer.reserve(200)
         assert buffer.pointer == first != 0  # large enough
@@ -68,20 +91,31 @@ def test_what_is_dropped_is_freed(rt: CudaDouble) -> None:
     assert (len(rt.device), len(rt.pinned), len(rt.streams), len(rt.events)) == (0, 0, 0, 0)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((), "float32"), ((0, 3), "int64"), ((2, 3), "bool"), ((5,), "float16")])
-def test_arrays_lie_in_page_locked_memory(rt: CudaDouble, shape: tuple[int, ...], dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((), "float32"), ((0, 3), "int64"), ((2, 3), "bool"), ((5,), "float16")]
+)
+def test_arrays_lie_in_page_locked_memory(
+    rt: CudaDouble, shape: tuple[int, ...], dtype: str
+) -> None:
     buffer = cuda.PinnedBuffer(rt, 64)
     array = buffer.array(shape, np.dtype(dtype))
     assert (array.shape, array.dtype) == (shape, dtype)
     array[...] = 1
-    assert buffer.bytes[: array.nbytes].tobytes() == array.tobytes() == np.ones(shape, dtype).tobytes()
+    assert (
+        buffer.bytes[: array.nbytes].tobytes() == array.tobytes() == np.ones(shape, dtype).tobytes()
+    )
 
 
 def test_copies_wait_on_their_stream(rt: CudaDouble) -> None:
     stream, host, device = cuda.Stream(rt), cuda.PinnedBuffer(rt, 64), cuda.DeviceBuffer(rt, 64)
     back = cuda.PinnedBuffer(rt, 64)
     host.bytes[:64] = np.arange(64)
-    stream.copy([(device.pointer, host.pointer, 64, stream.to_device), (back.pointer, device.pointer, 64, stream.to_host)])
+    stream.copy(
+        [
+            (device.pointer, host.pointer, 64, stream.to_device),
+            (back.pointer, device.pointer, 64, stream.to_host),
+        ]
+    )
     assert back.bytes[1] != 1
     stream.synchronize()
     np.testing.assert_array_equal(back.bytes[:64], np.arange(64))
@@ -141,7 +175,9 @@ def test_a_capture_that_fails_leaves_the_stream_as_it_was(rt: CudaDouble) -> Non
         ((), (), True),
     ],
 )
-def test_contiguous(shape: tuple[int, ...], strides: tuple[int, ...] | None, is_contiguous: bool) -> None:
+def test_contiguous(
+    shape: tuple[int, ...], strides: tuple[int, ...] | None, is_contiguous: bool
+) -> None:
     assert cuda.is_contiguous(shape, strides) is is_contiguous
 
 
@@ -168,5 +204,7 @@ def test_arrays_elsewhere_than_on_a_gpu_are_left_to_others(rt: CudaDouble) -> No
 
 def test_an_array_that_cannot_be_shared_is_refused_by_name(rt: CudaDouble) -> None:
     pytest.importorskip("cuda.core")
-    with pytest.raises(DataError, match="input 'x' is a OnGpu that cannot be shared: it requires a gradient"):
+    with pytest.raises(
+        DataError, match="input 'x' is a OnGpu that cannot be shared: it requires a gradient"
+    ):
         cuda.device_array("x", OnGpu(), cuda.Stream(rt), 0)

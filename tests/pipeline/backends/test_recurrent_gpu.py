@@ -16,7 +16,16 @@ from onnx import numpy_helper
 from pipeline import backends
 from pipeline.backends.base import run_session
 from pipeline.compiler.compile import export_plan
-from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Profile, Recipe, TensorRTOptions, Tensors
+from pipeline.core import (
+    BuildOptions,
+    Engine,
+    OnnxModel,
+    Precision,
+    Profile,
+    Recipe,
+    TensorRTOptions,
+    Tensors,
+)
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.onnx_graph.compare import open_reference
@@ -41,7 +50,11 @@ def _own_timing_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def built(
-    model: OnnxModel, precision: Precision, profiles: tuple[Profile, ...], samples: tuple[Tensors, ...], folder: Path
+    model: OnnxModel,
+    precision: Precision,
+    profiles: tuple[Profile, ...],
+    samples: tuple[Tensors, ...],
+    folder: Path,
 ) -> tuple[Engine, OnnxModel]:
     """An engine of the model in this precision, and the graph that the conversion of every compile makes for it."""
     (folder / "converted").mkdir()
@@ -49,7 +62,9 @@ def built(
     recipe = Recipe(backend="tensorrt", precision=precision)
     made = convert(model, recipe, None, samples, folder / "converted")
     options = BuildOptions(profiles=profiles, tensorrt=QUICK)
-    return backends.backend("tensorrt").build(made, recipe, options, folder / "built", lambda fraction, text: None), made
+    return backends.backend("tensorrt").build(
+        made, recipe, options, folder / "built", lambda fraction, text: None
+    ), made
 
 
 def smallest_cosine(engine: Engine, model: OnnxModel, batches: list[Tensors]) -> float:
@@ -95,8 +110,12 @@ CASES = [*cases()]
 assert {form for form, _ in CASES} <= {*forms()}, "each is converted without a GPU as well"
 
 
-@pytest.mark.parametrize(("form", "precision"), CASES, ids=[f"{form}-{precision}" for form, precision in CASES])
-def test_a_recurrent_node_builds_and_answers_as_in_fp32(tmp_path: Path, form: Form, precision: Precision) -> None:
+@pytest.mark.parametrize(
+    ("form", "precision"), CASES, ids=[f"{form}-{precision}" for form, precision in CASES]
+)
+def test_a_recurrent_node_builds_and_answers_as_in_fp32(
+    tmp_path: Path, form: Form, precision: Precision
+) -> None:
     model = write(tmp_path / "source", form)
     profiles = (PROFILE,) if form.dynamic else (Profile(),)
     engine, made = built(model, precision, profiles, (feeds_of(form),), tmp_path)
@@ -106,7 +125,9 @@ def test_a_recurrent_node_builds_and_answers_as_in_fp32(tmp_path: Path, form: Fo
     table = prove(engine, feeds_of(form), made).table
     assert table is not None
     assert bool(made.kept_fp32) is stays_in_fp32(form, precision)
-    assert mislabelled(precision, table, forced=made.kept_fp32) == "", table.model_dump_json(indent=1)
+    assert mislabelled(precision, table, forced=made.kept_fp32) == "", table.model_dump_json(
+        indent=1
+    )
 
 
 def test_the_clip_of_an_lstm_reaches_its_cell_too(tmp_path: Path) -> None:
@@ -114,7 +135,10 @@ def test_the_clip_of_an_lstm_reaches_its_cell_too(tmp_path: Path) -> None:
     form = Form("LSTM", clip=0.5)
     model = write(tmp_path / "source", form)
     engine, _ = built(model, Precision.FP16, (PROFILE,), (feeds_of(form),), tmp_path)
-    weights = {each.name: numpy_helper.to_array(each)[0] for each in onnx.load(model.path).graph.initializer}
+    weights = {
+        each.name: numpy_helper.to_array(each)[0]
+        for each in onnx.load(model.path).graph.initializer
+    }
     feeds = feeds_of(form, seed=1)
     with closing(backends.load(engine)) as loaded, closing(loaded.session(0)) as session:
         got = run_session(session, feeds)["y"][:, 0]
@@ -168,9 +192,25 @@ def torch_plan(folder: Path, kind: str, states: bool, exporter: str) -> Any:
     (folder / "modules.py").write_text(MODULES)
     state = {"dtype": "float32", "shape": [4, "batch", 32]}
     names = (["h0", "c0"] if kind == "LSTM" else ["h0"]) if states else []
-    inputs = [{"name": "x", "dtype": "float32", "shape": ["batch", 10, 16]}, *({"name": name, **state} for name in names)]
-    model = {"entrypoint": f"modules:{kind}", "python_path": str(folder), "weights_from": "random: a test", "inputs": inputs}
-    return plan_from_document({"name": "recurrent", "model": model, "profiles": [{"batch": [1, 4, 8]}], "export": {"exporter": exporter}}, folder)
+    inputs = [
+        {"name": "x", "dtype": "float32", "shape": ["batch", 10, 16]},
+        *({"name": name, **state} for name in names),
+    ]
+    model = {
+        "entrypoint": f"modules:{kind}",
+        "python_path": str(folder),
+        "weights_from": "random: a test",
+        "inputs": inputs,
+    }
+    return plan_from_document(
+        {
+            "name": "recurrent",
+            "model": model,
+            "profiles": [{"batch": [1, 4, 8]}],
+            "export": {"exporter": exporter},
+        },
+        folder,
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,7 +219,9 @@ def torch_plan(folder: Path, kind: str, states: bool, exporter: str) -> Any:
     ids=["plain dynamo", "states torchscript"],
 )
 @pytest.mark.parametrize("kind", ["GRU", "LSTM", "RNN"])
-def test_torchs_own_modules_run_in_fp16(tmp_path: Path, kind: str, states: bool, exporter: str) -> None:
+def test_torchs_own_modules_run_in_fp16(
+    tmp_path: Path, kind: str, states: bool, exporter: str
+) -> None:
     plan = torch_plan(tmp_path, kind, states, exporter)
     model = export_plan(plan, Runner(Store(tmp_path / "store")))
     feeds = [draw_feeds(model.inputs, {"batch": batch}, seed=batch) for batch in (1, 4, 8)]

@@ -13,7 +13,10 @@ from pipeline.errors import BackendUnavailable, DataError, PlanError
 def test_an_unknown_backend_is_named_with_the_near_one() -> None:
     with pytest.raises(PlanError) as caught:
         backends.backend("onxruntime")
-    assert (caught.value.message, caught.value.next_step) == ("unknown backend 'onxruntime'", "did you mean 'onnxruntime'?")
+    assert (caught.value.message, caught.value.next_step) == (
+        "unknown backend 'onxruntime'",
+        "did you mean 'onnxruntime'?",
+    )
     with pytest.raises(PlanError, match="choose one of onnxruntime, openvino"):
         backends.backend("zzz")
 
@@ -50,20 +53,32 @@ def test_a_missing_package_names_what_to_install() -> None:
 
 def test_feeds_fit_any_one_profile() -> None:
     spec = TensorSpec(name="x", dtype="float32", shape=("batch", "length"), kind="dynamic")
-    profiles = tuple(Profile(dims={"batch": batch, "length": length}) for batch, length in (((1, 1, 1), (1, 64, 512)), ((1, 8, 64), (1, 32, 32))))
+    profiles = tuple(
+        Profile(dims={"batch": batch, "length": length})
+        for batch, length in (((1, 1, 1), (1, 64, 512)), ((1, 8, 64), (1, 32, 32)))
+    )
     check = FeedCheck((spec,), profiles)
     for shape in ((1, 512), (64, 32)):
         assert check({"x": np.zeros(shape, np.float32)}) is None
     with pytest.raises(DataError) as caught:
         check({"x": np.zeros((64, 512), np.float32)})
     assert "batch = 64, length = 512" in caught.value.message
-    assert "batch from 1 to 1, length from 1 to 512; or batch from 1 to 64, length from 1 to 32" in caught.value.message
+    assert (
+        "batch from 1 to 1, length from 1 to 512; or batch from 1 to 64, length from 1 to 32"
+        in caught.value.message
+    )
 
 
 def test_feeds_fit_one_profile_by_their_values_too() -> None:
-    specs = (TensorSpec(name="x", dtype="float32", shape=("n",)), TensorSpec(name="k", dtype="int64", shape=(1,)))
+    specs = (
+        TensorSpec(name="x", dtype="float32", shape=("n",)),
+        TensorSpec(name="k", dtype="int64", shape=(1,)),
+    )
     ranges = (({"n": [1, 4, 8]}, [1, 2, 4]), ({"n": [9, 16, 64]}, [1, 8, 16]))
-    check = FeedCheck(specs, tuple(Profile.model_validate({"dims": dims, "values": {"k": k}}) for dims, k in ranges))
+    check = FeedCheck(
+        specs,
+        tuple(Profile.model_validate({"dims": dims, "values": {"k": k}}) for dims, k in ranges),
+    )
     feeds = {"x": np.zeros(8, np.float32), "k": np.array([4])}
     check(feeds)
     for k in (5, 16):  # of this shape, or of the other profile
@@ -72,7 +87,10 @@ def test_feeds_fit_one_profile_by_their_values_too() -> None:
             with pytest.raises(DataError) as caught:
                 check(feeds)
             assert f"no profile of this engine holds n = 8, k = [{k}]" in caught.value.message
-            assert "n from 1 to 8, k from [1] to [4]; or n from 9 to 64, k from [1] to [16]" in caught.value.message
+            assert (
+                "n from 1 to 8, k from [1] to [4]; or n from 9 to 64, k from [1] to [16]"
+                in caught.value.message
+            )
     feeds["k"][0] = 1
     assert check(feeds) is None
     with pytest.raises(DataError, match="'k' is a list"):

@@ -35,7 +35,13 @@ from pipeline.backends.timing_cache import (
 )
 from pipeline.core import Target
 
-TARGET = Target(backend="tensorrt", version="10.6.0", device="NVIDIA H200", compute_capability="9.0", driver="580.95.05")
+TARGET = Target(
+    backend="tensorrt",
+    version="10.6.0",
+    device="NVIDIA H200",
+    compute_capability="9.0",
+    driver="580.95.05",
+)
 TIMED = Timed(TARGET, 8)
 H200, OTHER = "GPU-6d5a129b", "GPU-11111111"
 
@@ -82,7 +88,9 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 def nvidia_smi(folder: Path, *rows: str, code: int = 0) -> str:
     """A program that answers as nvidia-smi does."""
     program = folder / "nvidia-smi"
-    program.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows) + f"exit {code}\n")
+    program.write_text(
+        "#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows) + f"exit {code}\n"
+    )
     program.chmod(0o755)
     return str(program)
 
@@ -98,13 +106,38 @@ def test_what_is_written_is_read(own_home: Path) -> None:
     assert folder(TIMED).parent == own_home / "timing"
 
 
-def test_another_driver_shares_the_cache_another_gpu_version_or_number_of_timings_does_not() -> None:
+def test_another_driver_shares_the_cache_another_gpu_version_or_number_of_timings_does_not() -> (
+    None
+):
     assert folder(Timed(TARGET.model_copy(update={"driver": "590.1"}), 8)) == folder(TIMED)
-    others = [{"version": "10.8.0"}, {"device": "NVIDIA H100"}, {"compute_capability": "8.0"}, {"backend": "tensorrt_rtx"}]
-    assert len({folder(TIMED), *(folder(Timed(TARGET.model_copy(update=other), 8)) for other in others), folder(Timed(TARGET, 1))}) == 6
+    others = [
+        {"version": "10.8.0"},
+        {"device": "NVIDIA H100"},
+        {"compute_capability": "8.0"},
+        {"backend": "tensorrt_rtx"},
+    ]
+    assert (
+        len(
+            {
+                folder(TIMED),
+                *(folder(Timed(TARGET.model_copy(update=other), 8)) for other in others),
+                folder(Timed(TARGET, 1)),
+            }
+        )
+        == 6
+    )
 
 
-@pytest.mark.parametrize(("file", "content"), [(FILE, b"cut o"), (ABOUT, b"{"), (ABOUT, b"[]"), (ABOUT, b'{"sha256": "0"}'), (ABOUT, b"\xff")])
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        (FILE, b"cut o"),
+        (ABOUT, b"{"),
+        (ABOUT, b"[]"),
+        (ABOUT, b'{"sha256": "0"}'),
+        (ABOUT, b"\xff"),
+    ],
+)
 def test_a_damaged_cache_is_no_cache(file: str, content: bytes) -> None:
     write(TIMED, b"timings")
     (folder(TIMED) / file).write_bytes(content)
@@ -173,17 +206,23 @@ def test_times_taken_beside_another_process_are_not_kept() -> None:
     (note,) = keep(config, TIMED, Attached(attached.cache, others=Others((here,))))
     assert note == f"timing cache not filled: another process used the GPU (process {here})"
     (note,) = keep(config, TIMED, Attached(attached.cache, others=Others((gone, here))))
-    assert note.startswith(f"timing cache not filled: another process used the GPU (process {here}, {gone}); one that is not seen from here may be")
+    assert note.startswith(
+        f"timing cache not filled: another process used the GPU (process {here}, {gone}); one that is not seen from here may be"
+    )
     assert read(TIMED) == b""
 
 
 @pytest.mark.parametrize(("before", "after"), [("no answer", ""), ("", "no answer")])
-def test_times_are_not_kept_where_nobody_tells_who_else_computes(monkeypatch: pytest.MonkeyPatch, before: str, after: str) -> None:
+def test_times_are_not_kept_where_nobody_tells_who_else_computes(
+    monkeypatch: pytest.MonkeyPatch, before: str, after: str
+) -> None:
     monkeypatch.setattr(timing_cache, "other_processes", lambda gpu: Others(unknown=before))
     attached = attach(config := Config(), TIMED)
     attached.cache.entries["conv"] = "slower than it is"
     monkeypatch.setattr(timing_cache, "other_processes", lambda gpu: Others(unknown=after))
-    assert keep(config, TIMED, attached) == ("timing cache not filled: it is not known whether another process used the GPU: no answer",)
+    assert keep(config, TIMED, attached) == (
+        "timing cache not filled: it is not known whether another process used the GPU: no answer",
+    )
     assert read(TIMED) == b""
 
 
@@ -191,21 +230,32 @@ def test_a_process_that_shares_its_one_cpu_with_another_is_not_alone() -> None:
     assert CpuTime(110.0, 50.0, 15.0).shares_since(CpuTime(100.0, 50.0, 10.0)) == (0.5, 0.0)
 
 
-def test_times_taken_while_others_took_the_cpus_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_taken_while_others_took_the_cpus_are_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     attached = attach(config := Config(), TIMED)
     attached.cache.entries["conv"] = "slower than it is"
     monkeypatch.setattr(timing_cache, "cpu_time", lambda: CpuTime(200.0, 54.0, 31.0))
     (note,) = keep(config, TIMED, attached)
-    assert note.startswith("timing cache not filled: other work took 75% of the CPUs and left 4% idle")
+    assert note.startswith(
+        "timing cache not filled: other work took 75% of the CPUs and left 4% idle"
+    )
     assert read(TIMED) == b""
 
 
 @pytest.mark.parametrize(
     "after",
-    [CpuTime(100.0, 50.0, 10.0), CpuTime(200.0, 50.0, 90.0), CpuTime(200.0, 70.0, 10.0), CpuTime(200.0, 148.0, 10.0)],
+    [
+        CpuTime(100.0, 50.0, 10.0),
+        CpuTime(200.0, 50.0, 90.0),
+        CpuTime(200.0, 70.0, 10.0),
+        CpuTime(200.0, 148.0, 10.0),
+    ],
     ids=["no time", "most taken by the build itself", "others and some idle", "idle"],
 )
-def test_times_are_kept_where_the_cpus_kept_up(monkeypatch: pytest.MonkeyPatch, after: CpuTime) -> None:
+def test_times_are_kept_where_the_cpus_kept_up(
+    monkeypatch: pytest.MonkeyPatch, after: CpuTime
+) -> None:
     attached = attach(config := Config(), TIMED)
     attached.cache.entries["conv"] = "tactic 1"
     monkeypatch.setattr(timing_cache, "cpu_time", lambda: after)
@@ -251,7 +301,9 @@ def test_other_processes_are_found_on_the_gpu_that_is_used(tmp_path: Path) -> No
 
 def test_this_process_its_parents_and_its_children_are_not_others(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
-        command = nvidia_smi(tmp_path, *(f"{H200}, {pid}" for pid in (os.getpid(), os.getppid(), child.pid)))
+        command = nvidia_smi(
+            tmp_path, *(f"{H200}, {pid}" for pid in (os.getpid(), os.getppid(), child.pid))
+        )
         found = other_processes(H200, command)
         child.kill()
     assert found == Others()
@@ -260,19 +312,31 @@ def test_this_process_its_parents_and_its_children_are_not_others(tmp_path: Path
 @pytest.mark.parametrize(
     ("rows", "code", "said"),
     [
-        ((f"{H200}, [N/A]", f"{H200}, 4194301"), 0, "nvidia-smi lists a process as '[N/A]', without its number"),
-        (("Failed to initialize NVML: Driver/library version mismatch",), 18, "nvidia-smi failed with exit code 18: Failed to initialize NVML"),
+        (
+            (f"{H200}, [N/A]", f"{H200}, 4194301"),
+            0,
+            "nvidia-smi lists a process as '[N/A]', without its number",
+        ),
+        (
+            ("Failed to initialize NVML: Driver/library version mismatch",),
+            18,
+            "nvidia-smi failed with exit code 18: Failed to initialize NVML",
+        ),
         (("No devices were found",), 6, "nvidia-smi failed with exit code 6: No devices"),
     ],
 )
-def test_an_answer_that_tells_nothing_is_not_taken_for_nobody(tmp_path: Path, rows: tuple[str, ...], code: int, said: str) -> None:
+def test_an_answer_that_tells_nothing_is_not_taken_for_nobody(
+    tmp_path: Path, rows: tuple[str, ...], code: int, said: str
+) -> None:
     found = other_processes(H200, nvidia_smi(tmp_path, *rows, code=code))
     assert found.pids == ()
     assert found.unknown.startswith(said)
 
 
 def test_without_the_tool_it_is_not_known_who_else_computes() -> None:
-    assert other_processes(H200, "no-such-program").unknown.startswith("nvidia-smi gave no answer: ")
+    assert other_processes(H200, "no-such-program").unknown.startswith(
+        "nvidia-smi gave no answer: "
+    )
 
 
 def test_a_second_build_on_one_gpu_waits_and_says_so(own_home: Path) -> None:
@@ -300,7 +364,10 @@ def test_a_second_build_on_one_gpu_waits_and_says_so(own_home: Path) -> None:
 def test_a_gpu_that_is_free_is_taken_without_a_word_and_given_back() -> None:
     said: list[str] = []
     for _ in range(2):
-        with gpu_lock(H200, lambda fraction, text: said.append(text)), gpu_lock(OTHER, lambda fraction, text: said.append(text)):
+        with (
+            gpu_lock(H200, lambda fraction, text: said.append(text)),
+            gpu_lock(OTHER, lambda fraction, text: said.append(text)),
+        ):
             pass
     assert said == []
     assert timing_cache.home().joinpath("locks").is_dir()

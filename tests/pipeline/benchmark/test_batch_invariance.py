@@ -25,11 +25,15 @@ def spec(name: str, *shape: int | str) -> TensorSpec:
     return TensorSpec(name=name, dtype="float32", shape=shape)
 
 
-def proved(case: Case, folder: Path, padding: tuple[Padding, ...] = (), backend: str = "onnxruntime") -> BatchSpec:
+def proved(
+    case: Case, folder: Path, padding: tuple[Padding, ...] = (), backend: str = "onnxruntime"
+) -> BatchSpec:
     return prove_batch(build(backend, case, folder / "engine"), padding)
 
 
-def linear(inputs: tuple[int | str, ...], outputs: tuple[int | str, ...], **sizes: list[int]) -> Case:
+def linear(
+    inputs: tuple[int | str, ...], outputs: tuple[int | str, ...], **sizes: list[int]
+) -> Case:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"]), helper.make_node("Relu", ["y"], ["z"])]
     proto = model(nodes, [("x", "float32", inputs)], [("z", "float32", outputs)], {"w": WEIGHTS})
     return Case("linear", proto, profiles_of(sizes or BATCH), ())
@@ -38,7 +42,12 @@ def linear(inputs: tuple[int | str, ...], outputs: tuple[int | str, ...], **size
 @BACKENDS
 def test_rows_of_a_plain_model_run_together(tmp_path: Path, backend: str) -> None:
     found = proved(linear(("batch", 6), ("batch", 5)), tmp_path, backend=backend)
-    assert (found.axes, found.maximum, found.proved, found.reason) == ({"x": 0, "z": 0}, 8, True, "")
+    assert (found.axes, found.maximum, found.proved, found.reason) == (
+        {"x": 0, "z": 0},
+        8,
+        True,
+        "",
+    )
     assert found.largest_error is not None
     assert found.largest_error < 1e-5
 
@@ -52,23 +61,42 @@ def test_it_runs_in_a_child(tmp_path: Path) -> None:
 
 
 def test_rows_may_lie_along_axis_1(tmp_path: Path) -> None:
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"]), helper.make_node("CumSum", ["y", "first"], ["z"])]  # over time: only `batch` counts rows
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["y"]),
+        helper.make_node("CumSum", ["y", "first"], ["z"]),
+    ]  # over time: only `batch` counts rows
     constants = {"w": WEIGHTS, "first": np.array(0)}
-    proto = model(nodes, [("x", "float32", ("time", "batch", 6))], [("z", "float32", ("time", "batch", 5))], constants)
-    found = proved(Case("time first", proto, profiles_of({"time": [1, 4, 6], **BATCH}), ()), tmp_path)
+    proto = model(
+        nodes,
+        [("x", "float32", ("time", "batch", 6))],
+        [("z", "float32", ("time", "batch", 5))],
+        constants,
+    )
+    found = proved(
+        Case("time first", proto, profiles_of({"time": [1, 4, 6], **BATCH}), ()), tmp_path
+    )
     assert (found.axes, found.maximum, found.proved) == ({"x": 1, "z": 1}, 8, True)
 
 
 def test_a_scalar_is_shared_by_all_rows(tmp_path: Path) -> None:
     nodes = [helper.make_node("Mul", ["x", "scale"], ["y"])]
-    proto = model(nodes, [("x", "float32", ("batch", 3)), ("scale", "float32", ())], [("y", "float32", ("batch", 3))])
+    proto = model(
+        nodes,
+        [("x", "float32", ("batch", 3)), ("scale", "float32", ())],
+        [("y", "float32", ("batch", 3))],
+    )
     found = proved(Case("scalar", proto, profiles_of(BATCH), ()), tmp_path)
     assert (found.axes, found.proved) == ({"x": 0, "scale": None, "y": 0}, True)
 
 
 @pytest.mark.parametrize(("of", "agrees"), [("constant", True), ("x", False)])
-def test_an_output_without_rows_must_not_depend_on_them(tmp_path: Path, of: str, agrees: bool) -> None:
-    nodes = [helper.make_node("Relu", ["x"], ["y"]), helper.make_node("ReduceMean", [of], ["mean"], keepdims=0)]
+def test_an_output_without_rows_must_not_depend_on_them(
+    tmp_path: Path, of: str, agrees: bool
+) -> None:
+    nodes = [
+        helper.make_node("Relu", ["x"], ["y"]),
+        helper.make_node("ReduceMean", [of], ["mean"], keepdims=0),
+    ]
     outputs = [("y", "float32", ("batch", 3)), ("mean", "float32", ())]
     proto = model(nodes, [("x", "float32", ("batch", 3))], outputs, {"constant": WEIGHTS})
     found = proved(Case("mean", proto, profiles_of(BATCH), ()), tmp_path)
@@ -77,9 +105,16 @@ def test_an_output_without_rows_must_not_depend_on_them(tmp_path: Path, of: str,
 
 
 def test_a_model_whose_outputs_have_no_rows_is_not_batched(tmp_path: Path) -> None:
-    proto = model([helper.make_node("ReduceMean", ["x"], ["mean"], keepdims=0)], [("x", "float32", ("batch", 3))], [("mean", "float32", ())])
+    proto = model(
+        [helper.make_node("ReduceMean", ["x"], ["mean"], keepdims=0)],
+        [("x", "float32", ("batch", 3))],
+        [("mean", "float32", ())],
+    )
     found = proved(Case("mean only", proto, profiles_of(BATCH), ()), tmp_path)
-    assert found == BatchSpec(axes={"x": None, "mean": None}, reason="inputs and outputs share no symbolic axis that could count rows")
+    assert found == BatchSpec(
+        axes={"x": None, "mean": None},
+        reason="inputs and outputs share no symbolic axis that could count rows",
+    )
 
 
 def test_a_scale_taken_over_the_batch_is_found(tmp_path: Path) -> None:
@@ -88,19 +123,33 @@ def test_a_scale_taken_over_the_batch_is_found(tmp_path: Path) -> None:
         helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["rounded"]),
         helper.make_node("MatMul", ["rounded", "w"], ["z"]),
     ]
-    proto = model(nodes, [("x", "float32", ("batch", 6))], [("z", "float32", ("batch", 5))], {"w": WEIGHTS})
+    proto = model(
+        nodes, [("x", "float32", ("batch", 6))], [("z", "float32", ("batch", 5))], {"w": WEIGHTS}
+    )
     found = proved(Case("dynamic", proto, profiles_of(BATCH), ()), tmp_path)
     assert not found.proved
     assert found.maximum == 1
     assert "rows influence each other" in found.reason
-    engine = build("onnxruntime", Case("dynamic", proto, profiles_of(BATCH), ()), tmp_path / "as int8")
-    recipe = engine.recipe.model_copy(update={"precision": Precision.INT8})  # whose tolerance is the widest
+    engine = build(
+        "onnxruntime", Case("dynamic", proto, profiles_of(BATCH), ()), tmp_path / "as int8"
+    )
+    recipe = engine.recipe.model_copy(
+        update={"precision": Precision.INT8}
+    )  # whose tolerance is the widest
     assert not prove_batch(engine.model_copy(update={"recipe": recipe}), ()).proved
 
 
 def test_an_output_that_is_no_number_proves_nothing(tmp_path: Path) -> None:
-    nodes = [helper.make_node("Mul", ["x", "zero"], ["nothing"]), helper.make_node("Div", ["nothing", "nothing"], ["y"])]
-    proto = model(nodes, [("x", "float32", ("batch", 3))], [("y", "float32", ("batch", 3))], {"zero": np.array(0, np.float32)})
+    nodes = [
+        helper.make_node("Mul", ["x", "zero"], ["nothing"]),
+        helper.make_node("Div", ["nothing", "nothing"], ["y"]),
+    ]
+    proto = model(
+        nodes,
+        [("x", "float32", ("batch", 3))],
+        [("y", "float32", ("batch", 3))],
+        {"zero": np.array(0, np.float32)},
+    )
     found = proved(Case("nan", proto, profiles_of(BATCH), ()), tmp_path)
     assert (found.proved, "no finite value" in found.reason) == (False, True)
 
@@ -137,14 +186,26 @@ def encoder(masked: bool) -> Case:
         helper.make_node("ReduceSum", ["columns", "second"], ["count"], keepdims=0),
         helper.make_node("Div", ["sum", "count"], ["pooled"]),
     ]
-    constants = {"table": WEIGHTS, "last": np.array([2]), "second": np.array([1]), "one": np.array(1, np.float32)}
+    constants = {
+        "table": WEIGHTS,
+        "last": np.array([2]),
+        "second": np.array([1]),
+        "one": np.array(1, np.float32),
+    }
     inputs = [("ids", "int64", ("batch", "length")), ("mask", "int64", ("batch", "length"))]
     outputs = [("pooled", "float32", ("batch", 5)), ("words", "float32", ("batch", "length", 5))]
-    return Case("encoder", model(nodes, inputs, outputs, constants), profiles_of({**BATCH, "length": [1, 8, 16]}), ())
+    return Case(
+        "encoder",
+        model(nodes, inputs, outputs, constants),
+        profiles_of({**BATCH, "length": [1, 8, 16]}),
+        (),
+    )
 
 
 @BACKENDS
-def test_mixed_lengths_are_padded_where_a_mask_hides_what_is_added(tmp_path: Path, backend: str) -> None:
+def test_mixed_lengths_are_padded_where_a_mask_hides_what_is_added(
+    tmp_path: Path, backend: str
+) -> None:
     found = proved(encoder(masked=True), tmp_path, (IDS, MASK), backend)
     assert (found.proved, found.padding, found.reason) == (True, (IDS, MASK), "")
 
@@ -152,8 +213,16 @@ def test_mixed_lengths_are_padded_where_a_mask_hides_what_is_added(tmp_path: Pat
 @pytest.mark.parametrize(
     ("masked", "padding", "said"),
     [
-        (False, (IDS, MASK), "padding is off: row 0 alone with 'length' = 1 and padded to 16 differ in output 'pooled'"),
-        (True, (IDS,), "padding is off: axis 1 of 'mask' has the size of axis 1 of 'ids', and no padding is declared for it"),
+        (
+            False,
+            (IDS, MASK),
+            "padding is off: row 0 alone with 'length' = 1 and padded to 16 differ in output 'pooled'",
+        ),
+        (
+            True,
+            (IDS,),
+            "padding is off: axis 1 of 'mask' has the size of axis 1 of 'ids', and no padding is declared for it",
+        ),
         (True, (IDS, MASK.model_copy(update={"value": 1})), "differ in output 'pooled'"),
     ],
 )
@@ -178,4 +247,9 @@ def test_no_padding_where_rows_do_not_run_together(tmp_path: Path) -> None:
 def test_every_precision_has_a_tolerance(tmp_path: Path) -> None:
     engine: Engine = build("onnxruntime", linear(("batch", 6), ("batch", 5)), tmp_path / "engine")
     for precision in Precision:
-        assert prove_batch(engine.model_copy(update={"recipe": Recipe(backend="onnxruntime", precision=precision)}), ()).proved
+        assert prove_batch(
+            engine.model_copy(
+                update={"recipe": Recipe(backend="onnxruntime", precision=precision)}
+            ),
+            (),
+        ).proved

@@ -5,7 +5,15 @@ from pathlib import Path
 import pytest
 
 from pipeline.benchmark.cpu_peaks import _product as product
-from pipeline.benchmark.cpu_peaks import busy_text, keep_peaks, load_peaks, measure_copy, peaks_file, peaks_of, with_limits
+from pipeline.benchmark.cpu_peaks import (
+    busy_text,
+    keep_peaks,
+    load_peaks,
+    measure_copy,
+    peaks_file,
+    peaks_of,
+    with_limits,
+)
 from pipeline.core import Precision, Recipe, Target
 from pipeline.host.gpu import Peaks
 from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks
@@ -13,7 +21,12 @@ from tests.builders.layers import real_table
 from tests.builders.report import benchmark, engine
 
 CPU = Target(backend="onnxruntime", version="1", device="cpu")
-PEAKS = Peaks(device="cpu", source="measured", flops_per_s={Precision.FP32: 1e13, Precision.INT8: 4e13}, bytes_per_s=2e10)
+PEAKS = Peaks(
+    device="cpu",
+    source="measured",
+    flops_per_s={Precision.FP32: 1e13, Precision.INT8: 4e13},
+    bytes_per_s=2e10,
+)
 
 
 def test_peaks_are_kept_for_this_cpu_and_number_of_threads() -> None:
@@ -33,7 +46,15 @@ def test_a_damaged_file_is_as_good_as_none() -> None:
 
 
 def test_a_gpu_that_is_not_here_has_no_peaks() -> None:
-    assert peaks_of(CPU.model_copy(update={"compute_capability": "9.0", "device": "NVIDIA H200 of another host"}), 0) is None
+    assert (
+        peaks_of(
+            CPU.model_copy(
+                update={"compute_capability": "9.0", "device": "NVIDIA H200 of another host"}
+            ),
+            0,
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
@@ -43,7 +64,9 @@ def test_a_product_runs_in_every_library_and_precision(backend: str, precision: 
     assert found.flops_per_s > 1e6
 
 
-@pytest.mark.parametrize(("load", "said"), [(0.3, ""), (0.99, ""), (7.5, " on a busy host, load 7.5: too low")])
+@pytest.mark.parametrize(
+    ("load", "said"), [(0.3, ""), (0.99, ""), (7.5, " on a busy host, load 7.5: too low")]
+)
 def test_a_busy_host_is_told_with_its_peaks(load: float, said: str) -> None:
     assert busy_text(load, 2) == said
 
@@ -54,13 +77,25 @@ def test_a_copy_counts_reading_and_writing() -> None:
 
 def test_rows_are_seen_against_the_peaks_and_the_precision_that_really_ran(tmp_path: Path) -> None:
     keep_peaks(PEAKS)
-    int8, fp32 = Recipe(backend="tensorrt", precision=Precision.INT8), Recipe(backend="onnxruntime", precision=Precision.FP32)
+    int8, fp32 = (
+        Recipe(backend="tensorrt", precision=Precision.INT8),
+        Recipe(backend="onnxruntime", precision=Precision.FP32),
+    )
     engines = [engine(fp32, 1, tmp_path), engine(int8, 1, tmp_path), engine(fp32, 1, tmp_path)]
     lost = BenchmarkFailure(label="lost", reason="died")
-    found = Benchmarks(created="now", results=(benchmark("a", 2.0, None), benchmark("b", 1.0, 2.0), lost))
+    found = Benchmarks(
+        created="now", results=(benchmark("a", 2.0, None), benchmark("b", 1.0, 2.0), lost)
+    )
     seen = with_limits(found, engines, {"b": real_table("resnet_fp32")}, 0)
     assert seen.peaks == (PEAKS,)
     assert seen.results[2] == lost
-    bounds = [row.bound for result in seen.results if isinstance(result, BenchmarkReport) for row in result.rows]
-    assert [bound.precision if bound else None for bound in bounds] == [Precision.FP32] * 4, "called int8, it ran fp32"
+    bounds = [
+        row.bound
+        for result in seen.results
+        if isinstance(result, BenchmarkReport)
+        for row in result.rows
+    ]
+    assert [bound.precision if bound else None for bound in bounds] == [Precision.FP32] * 4, (
+        "called int8, it ran fp32"
+    )
     assert with_limits(found, engines, {}, 0).results[1].rows[0].bound.precision is Precision.INT8  # type: ignore[union-attr]

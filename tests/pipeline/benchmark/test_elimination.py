@@ -12,7 +12,12 @@ from pipeline.benchmark.elimination import MAX_PAIRS, Role, Runner, Stop, StopRe
 from pipeline.measurement.comparison import Processes
 
 
-def runner(label: str, medians_s: Sequence[float], role: Role = Role.CANDIDATE, waiting: Sequence[float] = ()) -> Runner:
+def runner(
+    label: str,
+    medians_s: Sequence[float],
+    role: Role = Role.CANDIDATE,
+    waiting: Sequence[float] = (),
+) -> Runner:
     values = np.asarray(medians_s, dtype=float)
     shares = np.asarray(waiting or [0.0] * len(values))
     processes = Processes(np.arange(len(values)), values, shares)
@@ -70,7 +75,9 @@ def test_who_cannot_win_is_shown_by_one_undisturbed_process() -> None:
     assert set(stops([shown, waited, twice])) == {"shown", "twice"}
 
 
-def noisy(label: str, level_s: float, spread: float, count: int, role: Role = Role.CANDIDATE) -> Runner:
+def noisy(
+    label: str, level_s: float, spread: float, count: int, role: Role = Role.CANDIDATE
+) -> Runner:
     random = np.random.default_rng(len(label))
     return runner(label, list(level_s * np.exp(random.normal(0, spread, count))), role)
 
@@ -81,7 +88,11 @@ def test_a_race_ends_once_its_intervals_are_narrow() -> None:
     assert not is_decided([noisy(name, level, 0.2, 6, role) for name, level, role in FIELD])
 
 
-FIELD = (("baseline", 9.0, Role.BASELINE), ("best", 1.0, Role.CANDIDATE), ("a rival", 1.02, Role.CANDIDATE))
+FIELD = (
+    ("baseline", 9.0, Role.BASELINE),
+    ("best", 1.0, Role.CANDIDATE),
+    ("a rival", 1.02, Role.CANDIDATE),
+)
 
 
 def test_fewer_than_six_pairs_decide_nothing_and_sixteen_everything() -> None:
@@ -106,4 +117,9 @@ def test_disturbed_pairs_are_repeated_before_a_race_ends() -> None:
     quiet = runner("best", [1.0] * 6)
     stalled = runner("baseline", [2.0, 2.0, 80.0, 2.0, 2.0, 2.0], Role.BASELINE)
     assert not is_decided([quiet, stalled])
-    assert is_decided([runner("best", [1.0] * 7), runner("baseline", [2.0, 2.0, 80.0, 2.0, 2.0, 2.0, 2.0], Role.BASELINE)])
+    assert is_decided(
+        [
+            runner("best", [1.0] * 7),
+            runner("baseline", [2.0, 2.0, 80.0, 2.0, 2.0, 2.0, 2.0], Role.BASELINE),
+        ]
+    )

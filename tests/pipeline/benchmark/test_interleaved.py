@@ -8,7 +8,15 @@ import pytest
 
 from pipeline.backends.base import run_session
 from pipeline.benchmark.elimination import Role
-from pipeline.benchmark.interleaved import Contestant, NextShape, Race, RaceEntry, Take, race, take_block
+from pipeline.benchmark.interleaved import (
+    Contestant,
+    NextShape,
+    Race,
+    RaceEntry,
+    Take,
+    race,
+    take_block,
+)
 from pipeline.compiler.compile import BENCHMARK
 from pipeline.core import Engine, Target
 from pipeline.errors import ChildDied, ChildKilled
@@ -17,12 +25,24 @@ from pipeline.measurement.measure import WarmUpOptions
 from pipeline.plan.schema import BenchmarkConfig
 from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks
 from pipeline.stages.benchmark import BusyHost, baseline_of, results
-from tests.builders.interleaved import QUIET_HOST, SHORT, WORKLOAD, Host, LocalPeer, TimedSession, engine_named, run_race
+from tests.builders.interleaved import (
+    QUIET_HOST,
+    SHORT,
+    WORKLOAD,
+    Host,
+    LocalPeer,
+    TimedSession,
+    engine_named,
+    run_race,
+)
 
 
 def entries(*engines: Engine) -> list[RaceEntry]:
     """The first is the baseline."""
-    return [RaceEntry(engine, Role.CANDIDATE if index else Role.BASELINE) for index, engine in enumerate(engines)]
+    return [
+        RaceEntry(engine, Role.CANDIDATE if index else Role.BASELINE)
+        for index, engine in enumerate(engines)
+    ]
 
 
 def test_the_same_candidate_twice_is_not_told_apart() -> None:
@@ -49,12 +69,16 @@ def test_rows_hold_what_was_measured() -> None:
     assert row.throughput_per_s == pytest.approx(2 / row.end_to_end.median_s)
     assert row.flops_per_s == pytest.approx(48 / row.end_to_end.median_s)
     assert row.bytes_per_s is None
-    assert row.end_to_end.processes == row.compute.processes == (3,) * 6, "six processes, three blocks each"
+    assert row.end_to_end.processes == row.compute.processes == (3,) * 6, (
+        "six processes, three blocks each"
+    )
     assert row.end_to_end.generations == tuple(range(6))
     assert row.end_to_end.waiting == (0.0,) * 6
     assert row.end_to_end.warmup_s
     assert row.end_to_end.clock == "host"
-    assert row.latency.median_s == pytest.approx(row.upload.median_s + row.compute.median_s + row.download.median_s, rel=0.1)
+    assert row.latency.median_s == pytest.approx(
+        row.upload.median_s + row.compute.median_s + row.download.median_s, rel=0.1
+    )
     assert row.enqueue is None, "on a CPU execute returns when the work is done"
     assert row.totals.queries == len(row.end_to_end.values_s)
     assert row.totals.walltime_s == pytest.approx(sum(row.end_to_end.values_s))
@@ -64,9 +88,19 @@ def test_rows_hold_what_was_measured() -> None:
 
 def test_on_a_gpu_enqueueing_is_timed_on_the_host() -> None:
     host = Host()
-    device = engine_named("0").model_copy(update={"target": Target(backend="tensorrt", version="10", device="gpu", compute_capability="9.0")})
+    device = engine_named("0").model_copy(
+        update={
+            "target": Target(
+                backend="tensorrt", version="10", device="gpu", compute_capability="9.0"
+            )
+        }
+    )
     peer = LocalPeer("0", TimedSession(host, 0.001))
-    (found,) = results(race(entries(device), [WORKLOAD], SHORT, lambda engine: peer.start(0.0)), [WORKLOAD], QUIET_HOST)
+    (found,) = results(
+        race(entries(device), [WORKLOAD], SHORT, lambda engine: peer.start(0.0)),
+        [WORKLOAD],
+        QUIET_HOST,
+    )
     assert isinstance(found, BenchmarkReport)
     row = found.rows[0]
     assert row.latency is not None
@@ -86,9 +120,15 @@ def test_each_round_is_in_an_order_of_its_own_and_gives_everyone_one_turn() -> N
 
 
 def test_who_took_longest_to_load_is_started_first_the_next_time_and_holds_nobody_up() -> None:
-    contestants = [Contestant(engine_named(str(index)), Role.CANDIDATE, [[]], [[]], loading_s=index) for index in range(4)]
+    contestants = [
+        Contestant(engine_named(str(index)), Role.CANDIDATE, [[]], [[]], loading_s=index)
+        for index in range(4)
+    ]
     contestants[3].failure = "it died"
-    peers = [LocalPeer(str(index), TimedSession(Host(), 0.001), silent_for=3 * (index == 2)) for index in range(3)]
+    peers = [
+        LocalPeer(str(index), TimedSession(Host(), 0.001), silent_for=3 * (index == 2))
+        for index in range(3)
+    ]
     events: list[str] = []
 
     def start(engine: Engine) -> LocalPeer:
@@ -96,7 +136,14 @@ def test_who_took_longest_to_load_is_started_first_the_next_time_and_holds_nobod
         return peers[int(engine.digest)].start(0.0)
 
     with ExitStack() as stack:
-        race = Race(contestants, [WORKLOAD], SHORT, start, lambda fraction, text: events.append(text), cores=2)
+        race = Race(
+            contestants,
+            [WORKLOAD],
+            SHORT,
+            start,
+            lambda fraction, text: events.append(text),
+            cores=2,
+        )
         race.load(stack)
     load = "process 1, load: onnxruntime {} fp32".format
     assert events == ["start 2", "start 1", load(1), "start 0", load(0), load(2)]
@@ -111,7 +158,9 @@ def test_the_times_of_the_plan_are_shared_by_the_usual_processes() -> None:
     warmups = [message for message in peers[0].received if isinstance(message, WarmUpOptions)]
     assert warmups == [WarmUpOptions(min_runs=2, min_s=0.2 / 6, max_s=0.5)] * 6
     short, _ = run_race(Host(), [0.01, 0.01], options=BenchmarkConfig(duration_s=3.0))
-    assert [message for message in short[0].received if isinstance(message, Take)] == [Take(3.0 / 18)] * 18
+    assert [message for message in short[0].received if isinstance(message, Take)] == [
+        Take(3.0 / 18)
+    ] * 18
 
 
 @pytest.mark.parametrize(
@@ -145,7 +194,9 @@ def test_who_is_far_behind_stops_after_one_process_and_the_report_says_so() -> N
     assert far.stopped.endswith("times as slow as onnxruntime 1 fp32")
     assert far.rows[0].ratio is None
     assert far.rows[0].ratio_missing == far.stopped
-    assert far.rows[0].end_to_end.median_s == pytest.approx(0.004, rel=0.1), "what it showed is kept"
+    assert far.rows[0].end_to_end.median_s == pytest.approx(0.004, rel=0.1), (
+        "what it showed is kept"
+    )
     assert (baseline.stopped, best.stopped) == ("", "")
 
 
@@ -162,7 +213,10 @@ def test_of_several_baselines_the_fastest_is_the_one_that_counts() -> None:
     assert [peer.starts for peer in peers] == [1, 6, 6]
     assert traced.rows[0].ratio is None
     assert traced.rows[0].ratio_missing == ""
-    assert eager.rows[0].ratio_missing == "stopped after 1 process: 1.96 times as slow as onnxruntime 1 fp32"
+    assert (
+        eager.rows[0].ratio_missing
+        == "stopped after 1 process: 1.96 times as slow as onnxruntime 1 fp32"
+    )
     assert best.rows[0].ratio.value == pytest.approx(2.0, rel=0.05)
 
 
@@ -180,7 +234,9 @@ def test_a_stalled_process_is_repeated_and_does_not_count() -> None:
 
 def test_a_process_that_waits_for_a_cpu_and_is_slower_is_repeated() -> None:
     slower = {1: {2: 1.5, 4: 1.5}}
-    peers, (_, fast) = run_race(Host(), [0.002, 0.001], stalled=slower, waits_in={1: frozenset({2, 4})})
+    peers, (_, fast) = run_race(
+        Host(), [0.002, 0.001], stalled=slower, waits_in={1: frozenset({2, 4})}
+    )
     assert [peer.starts for peer in peers] == [8, 8]
     assert fast.rows[0].ratio.value == pytest.approx(2.0, rel=0.05)
 
@@ -192,12 +248,18 @@ def test_a_process_that_waits_for_a_cpu_and_is_no_slower_counts() -> None:
 
 
 def test_where_most_processes_wait_for_a_cpu_nothing_is_told() -> None:
-    _, (_, fast) = run_race(Host(), [0.002, 0.001], waits_in={1: frozenset(range(1, 40, 3)), 0: frozenset(range(2, 40, 3))})
+    _, (_, fast) = run_race(
+        Host(),
+        [0.002, 0.001],
+        waits_in={1: frozenset(range(1, 40, 3)), 0: frozenset(range(2, 40, 3))},
+    )
     assert "processes had to wait for a CPU" in fast.rows[0].ratio_missing
 
 
 def test_where_most_processes_are_disturbed_the_report_says_so_instead_of_a_number() -> None:
-    stalled = {0: {number: 340.0 if number % 2 else 30.0 for number in range(1, 40, 1) if number % 3}}
+    stalled = {
+        0: {number: 340.0 if number % 2 else 30.0 for number in range(1, 40, 1) if number % 3}
+    }
     peers, (_, fast) = run_race(Host(), [0.002, 0.001], stalled=stalled)
     assert peers[0].starts == 32, "for as long as the budget allows, but not for ever"
     row = fast.rows[0]
@@ -206,8 +268,12 @@ def test_where_most_processes_are_disturbed_the_report_says_so_instead_of_a_numb
     assert "of 32 processes were disturbed, the slowest process took 3" in row.ratio_missing
 
 
-@pytest.mark.parametrize(("loading_s", "generations"), [(5.0, 4), (2.0, 6), (1.0, 6), (10.0, 2), (300.0, 1)])
-def test_the_budget_ends_a_race_but_the_fewest_processes_may_take_twice_as_long(loading_s: float, generations: int) -> None:
+@pytest.mark.parametrize(
+    ("loading_s", "generations"), [(5.0, 4), (2.0, 6), (1.0, 6), (10.0, 2), (300.0, 1)]
+)
+def test_the_budget_ends_a_race_but_the_fewest_processes_may_take_twice_as_long(
+    loading_s: float, generations: int
+) -> None:
     """Two engines are loaded in each generation."""
     options = SHORT.model_copy(update={"budget_s": 25.0})
     peers, (_, fast) = run_race(Host(), [0.002, 0.001], options=options, loading_s=loading_s)
@@ -233,19 +299,36 @@ def test_an_engine_alone_is_measured_in_its_usual_processes() -> None:
 
 def test_one_that_dies_in_the_middle_leaves_and_the_others_go_on() -> None:
     peers, (baseline, lost, other) = run_race(Host(), [0.002, 0.001, 0.001], dies_at=[99, 7, 99])
-    assert lost == BenchmarkFailure(label="onnxruntime 1 fp32", reason="the child process for '1' was killed by signal 9 (SIGKILL)")
-    assert [peer.starts for peer in peers] == [6, 2, 6], "lost with its second process, it gets no third"
+    assert lost == BenchmarkFailure(
+        label="onnxruntime 1 fp32",
+        reason="the child process for '1' was killed by signal 9 (SIGKILL)",
+    )
+    assert [peer.starts for peer in peers] == [6, 2, 6], (
+        "lost with its second process, it gets no third"
+    )
     assert isinstance(baseline, BenchmarkReport)
     assert len(other.rows[0].end_to_end.blocks) == 18
     assert other.rows[0].ratio.excludes(1.0)
 
 
 @pytest.mark.parametrize(
-    ("death", "lasts"), [(ChildDied("SIGSEGV"), True), (ChildKilled("out of memory"), False), (TimeoutError("no message"), False)]
+    ("death", "lasts"),
+    [
+        (ChildDied("SIGSEGV"), True),
+        (ChildKilled("out of memory"), False),
+        (TimeoutError("no message"), False),
+    ],
 )
-def test_a_death_that_may_pass_is_measured_again_by_the_next_run(death: Exception, lasts: bool) -> None:
+def test_a_death_that_may_pass_is_measured_again_by_the_next_run(
+    death: Exception, lasts: bool
+) -> None:
     def start(engine: Engine) -> LocalPeer:
-        return LocalPeer(engine.digest, TimedSession(Host(), 0.001), dies_at=1 if engine.digest == "1" else 99, death=death)
+        return LocalPeer(
+            engine.digest,
+            TimedSession(Host(), 0.001),
+            dies_at=1 if engine.digest == "1" else 99,
+            death=death,
+        )
 
     contestants = race(entries(engine_named("0"), engine_named("1")), [WORKLOAD], SHORT, start)
     found = Benchmarks(created="", results=results(contestants, [WORKLOAD], QUIET_HOST))
@@ -277,9 +360,17 @@ def test_drift_and_thinning_are_said() -> None:
     assert 1000 <= len(block.end_to_end_s) <= 2000
     assert block.run_s > 4 * sum(block.end_to_end_s), "the sum is of all runs"
     _, (fast,) = run_race(host, [1e-6])
-    assert [note.text for note in fast.notes] == ["of a block with over 2,000 runs every k-th time is kept"]
-    peer = LocalPeer("0", TimedSession(host, 0.001), stalled={number: 1.1**number for number in range(10)})
-    (moved,) = results(race(entries(engine_named("0")), [WORKLOAD], SHORT, lambda engine: peer.start(0.0)), [WORKLOAD], QUIET_HOST)
+    assert [note.text for note in fast.notes] == [
+        "of a block with over 2,000 runs every k-th time is kept"
+    ]
+    peer = LocalPeer(
+        "0", TimedSession(host, 0.001), stalled={number: 1.1**number for number in range(10)}
+    )
+    (moved,) = results(
+        race(entries(engine_named("0")), [WORKLOAD], SHORT, lambda engine: peer.start(0.0)),
+        [WORKLOAD],
+        QUIET_HOST,
+    )
     assert isinstance(moved, BenchmarkReport)
     assert not moved.rows[0].end_to_end.stable
     assert "the median still moved between blocks" in moved.notes[0].text
@@ -288,7 +379,9 @@ def test_drift_and_thinning_are_said() -> None:
 def test_a_block_says_how_long_it_waited_for_a_cpu() -> None:
     host = Host()
     counts = iter([CpuClock(), CpuClock(ran_s=1.0, waited_s=1.0, interruptions=1_000)])
-    block = take_block(TimedSession(host, 0.001), WORKLOAD.feeds, 0.1, host.clock, lambda: next(counts))
+    block = take_block(
+        TimedSession(host, 0.001), WORKLOAD.feeds, 0.1, host.clock, lambda: next(counts)
+    )
     assert block.waiting == pytest.approx(0.5)
 
 

@@ -10,11 +10,21 @@ from pipeline.host.gpu import Peaks
 from pipeline.measurement.measure import Samples
 from pipeline.results.report import BenchmarkReport, LatencyRow
 
-PEAKS = Peaks(device="cpu", source="measured", flops_per_s={Precision.FP32: 100e9, Precision.INT8: 400e9}, bytes_per_s=20e9)
+PEAKS = Peaks(
+    device="cpu",
+    source="measured",
+    flops_per_s={Precision.FP32: 100e9, Precision.INT8: 400e9},
+    bytes_per_s=20e9,
+)
 
 
 def row_of(
-    compute_ms: float, flops: float | None, moved: float | None = 1.0, upload_ms: float = 0.0, host_ms: float = 0.0, clock: str = "host"
+    compute_ms: float,
+    flops: float | None,
+    moved: float | None = 1.0,
+    upload_ms: float = 0.0,
+    host_ms: float = 0.0,
+    clock: str = "host",
 ) -> LatencyRow:
     """A row that ran `flops` and moved `moved` bytes in so much time."""
     whole_s = (compute_ms + upload_ms + host_ms) / 1e3
@@ -59,7 +69,10 @@ def test_what_binds(row: LatencyRow, kind: str, next_step: str) -> None:
 
 def test_the_sentence_holds_the_three_times() -> None:
     found = bound_of(row_of(10, 0.8e9, 0.1e9), Precision.FP32, PEAKS)
-    assert found.why == "computing takes 10.0 ms; at the device's peak its arithmetic 8.00 ms (fp32), its data 5.00 ms if nothing is fused"
+    assert (
+        found.why
+        == "computing takes 10.0 ms; at the device's peak its arithmetic 8.00 ms (fp32), its data 5.00 ms if nothing is fused"
+    )
     assert found.share_of_peak_flops == pytest.approx(0.8)
     assert found.share_of_peak_bytes == pytest.approx(0.5)
 
@@ -84,19 +97,30 @@ def test_over_half_of_the_peak_is_compute_although_the_unfused_bytes_would_take_
         (None, "host", "this device's peaks are not known", "crucible doctor --measure"),
         (None, "device", "this device's peaks are not known", "benchmarks/peak.py"),
         (PEAKS, "host", "the bf16 peak of this device is not known", "crucible doctor --measure"),
-        (PEAKS.model_copy(update={"bytes_per_s": None}), "host", "this device's peaks are not known", "crucible doctor --measure"),
+        (
+            PEAKS.model_copy(update={"bytes_per_s": None}),
+            "host",
+            "this device's peaks are not known",
+            "crucible doctor --measure",
+        ),
     ],
 )
-def test_without_a_peak_there_is_no_share_and_a_way_to_get_it(peaks: Peaks | None, clock: str, why: str, next_step: str) -> None:
+def test_without_a_peak_there_is_no_share_and_a_way_to_get_it(
+    peaks: Peaks | None, clock: str, why: str, next_step: str
+) -> None:
     found = bound_of(row_of(10, 0.8e9, clock=clock), Precision.BF16, peaks)
     assert (found.kind, found.share_of_peak_flops, found.why) == ("unknown", None, why)
     assert next_step in found.next_step
 
 
 def test_copies_are_told_without_peaks() -> None:
-    assert bound_of(row_of(1, 1e6, upload_ms=5, clock="device"), Precision.FP16, None).kind == "copies"
+    assert (
+        bound_of(row_of(1, 1e6, upload_ms=5, clock="device"), Precision.FP16, None).kind == "copies"
+    )
 
 
 def test_every_row_of_a_report_gets_its_bound() -> None:
     report = BenchmarkReport(label="engine", rows=(row_of(10, 0.8e9), row_of(10, 0.01e9)))
-    assert [row.bound.kind for row in with_bounds(report, Precision.FP32, PEAKS).rows if row.bound] == ["compute", "overhead"]
+    assert [
+        row.bound.kind for row in with_bounds(report, Precision.FP32, PEAKS).rows if row.bound
+    ] == ["compute", "overhead"]

@@ -16,12 +16,21 @@ from pipeline.benchmark.cpu_peaks import load_peaks
 from pipeline.core import Precision
 from pipeline.measurement.measure import usable_cores
 from pipeline.onnx_graph.graph import read_proto
-from tests.builders.cli import ONE_PROCESS, crucible, crucible_here, environment, write_model, write_task
+from tests.builders.cli import (
+    ONE_PROCESS,
+    crucible,
+    crucible_here,
+    environment,
+    write_model,
+    write_task,
+)
 
 
 def test_compile_ends_with_table_verdict_report_and_json(compiled: tuple[Path, Path]) -> None:
     folder, home = compiled
-    done = crucible("compile", folder / "plan.yaml", "--out", folder / "again", env={"CRUCIBLE_HOME": str(home)})
+    done = crucible(
+        "compile", folder / "plan.yaml", "--out", folder / "again", env={"CRUCIBLE_HOME": str(home)}
+    )
     assert done.code == 0
     assert "onnxruntime int8 minmax" in done.out
     assert "UNPROVEN" in done.out
@@ -36,13 +45,28 @@ def test_compile_ends_with_table_verdict_report_and_json(compiled: tuple[Path, P
 
 def test_json_alone_goes_to_stdout_with_json(compiled: tuple[Path, Path]) -> None:
     folder, home = compiled
-    done = crucible("compile", folder / "plan.yaml", "--json", "--out", folder / "again", env={"CRUCIBLE_HOME": str(home)})
+    done = crucible(
+        "compile",
+        folder / "plan.yaml",
+        "--json",
+        "--out",
+        folder / "again",
+        env={"CRUCIBLE_HOME": str(home)},
+    )
     assert json.loads(done.out)["verdict"] == "unproven"
     assert done.err == ""
 
 
-@pytest.mark.parametrize("command", [("validate",), ("validate", "--set", "data.validation=selection.npz", "--set", "data.selection=null")])
-def test_validate_checks_the_delivered_engine_again(compiled: tuple[Path, Path], command: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("validate",),
+        ("validate", "--set", "data.validation=selection.npz", "--set", "data.selection=null"),
+    ],
+)
+def test_validate_checks_the_delivered_engine_again(
+    compiled: tuple[Path, Path], command: tuple[str, ...]
+) -> None:
     folder, home = compiled
     done = crucible(*command, folder / "out", cwd=folder, env={"CRUCIBLE_HOME": str(home)})
     assert done.code == 0, done.err
@@ -60,10 +84,18 @@ def test_validate_reads_the_engine_that_lies_there(compiled: tuple[Path, Path]) 
     assert "'model.onnx' has another digest than when it was written" in done.err
 
 
-def test_out_that_cannot_be_a_folder_is_said_before_the_work(compiled: tuple[Path, Path], tmp_path: Path) -> None:
+def test_out_that_cannot_be_a_folder_is_said_before_the_work(
+    compiled: tuple[Path, Path], tmp_path: Path
+) -> None:
     folder, _ = compiled
     (tmp_path / "file").write_text("mine")
-    done = crucible("compile", folder / "plan.yaml", "--out", tmp_path / "file" / "sub", env={"CRUCIBLE_HOME": str(tmp_path / "home")})
+    done = crucible(
+        "compile",
+        folder / "plan.yaml",
+        "--out",
+        tmp_path / "file" / "sub",
+        env={"CRUCIBLE_HOME": str(tmp_path / "home")},
+    )
     assert done.code == 1
     assert "is a file" in done.err
     assert not (tmp_path / "home").exists()
@@ -75,36 +107,61 @@ def test_a_reader_that_leaves_is_no_error(compiled: tuple[Path, Path]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "pipeline.cli", "report", str(folder / "out")]
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=environment(), check=False)
+    done = subprocess.run(
+        command, stdout=writing, stderr=subprocess.PIPE, text=True, env=environment(), check=False
+    )
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_model_without_inputs_is_refused(tmp_path: Path) -> None:
     value = helper.make_node("Constant", [], ["c"], value_floats=[1.0])
-    graph = helper.make_graph([value], "g", [], [helper.make_tensor_value_info("c", TensorProto.FLOAT, [1])])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "constant.onnx")
+    graph = helper.make_graph(
+        [value], "g", [], [helper.make_tensor_value_info("c", TensorProto.FLOAT, [1])]
+    )
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10),
+        tmp_path / "constant.onnx",
+    )
     done = crucible("compile", tmp_path / "constant.onnx", cwd=tmp_path)
     assert done.code == 1, done.err
     assert "has no inputs" in done.err
 
 
-def test_inspect_names_nodes_of_an_operator_set_that_the_file_does_not_declare(tmp_path: Path) -> None:
+def test_inspect_names_nodes_of_an_operator_set_that_the_file_does_not_declare(
+    tmp_path: Path,
+) -> None:
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in ("x", "y")]
-    graph = helper.make_graph([helper.make_node("Frobnicate", ["x"], ["y"], domain="my.own", name="odd")], "g", ends[:1], ends[1:])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "own.onnx")
+    graph = helper.make_graph(
+        [helper.make_node("Frobnicate", ["x"], ["y"], domain="my.own", name="odd")],
+        "g",
+        ends[:1],
+        ends[1:],
+    )
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10),
+        tmp_path / "own.onnx",
+    )
     done = crucible("inspect", tmp_path / "own.onnx", "--backend", "onnxruntime")
     assert done.code == 1, done.err
     assert "my.own::Frobnicate" in done.out
 
 
-def test_an_engine_whose_source_has_changed_is_not_judged_by_the_new_one(compiled: tuple[Path, Path], tmp_path: Path) -> None:
+def test_an_engine_whose_source_has_changed_is_not_judged_by_the_new_one(
+    compiled: tuple[Path, Path], tmp_path: Path
+) -> None:
     folder, home = compiled
     proto = onnx.load(folder / "model.onnx")
     proto.graph.doc_string = "another file"
     onnx.save(proto, tmp_path / "model.onnx")
     for command in ("validate", "bench"):
-        done = crucible(command, folder / "out", "--set", f"model.path={tmp_path / 'model.onnx'}", env={"CRUCIBLE_HOME": str(home)})
+        done = crucible(
+            command,
+            folder / "out",
+            "--set",
+            f"model.path={tmp_path / 'model.onnx'}",
+            env={"CRUCIBLE_HOME": str(home)},
+        )
         assert done.code == 1, done.out + done.err
         assert "have changed since this engine was compiled" in done.err
 
@@ -113,8 +170,14 @@ def test_an_engine_over_its_budget_is_rejected_with_exit_code_2_and_none_of_an_e
     compiled: tuple[Path, Path], tmp_path: Path
 ) -> None:
     shutil.copytree(compiled[0] / "out", tmp_path / "crucible-out" / "tiny")
-    candidates = [{"backend": "onnxruntime", "precision": "int8", "placement": {"last_layer": True}}]
-    plan = write_task(tmp_path, candidates=candidates, accuracy={"metric": "top1", "max_drop": 0.0, "thresholds": {"max_abs": 1e-6}})
+    candidates = [
+        {"backend": "onnxruntime", "precision": "int8", "placement": {"last_layer": True}}
+    ]
+    plan = write_task(
+        tmp_path,
+        candidates=candidates,
+        accuracy={"metric": "top1", "max_drop": 0.0, "thresholds": {"max_abs": 1e-6}},
+    )
     done = crucible("compile", plan, cwd=tmp_path, env={"CRUCIBLE_HOME": str(compiled[1])})
     assert done.code == 2, done.err
     assert done.summary["verdict"] == "rejected"
@@ -126,7 +189,13 @@ def test_an_engine_over_its_budget_is_rejected_with_exit_code_2_and_none_of_an_e
 
 def test_bench_measures_again(compiled: tuple[Path, Path]) -> None:
     folder, home = compiled
-    done = crucible("bench", folder / "out", "--set", "benchmark.duration_s=0.2", env={"CRUCIBLE_HOME": str(home)})
+    done = crucible(
+        "bench",
+        folder / "out",
+        "--set",
+        "benchmark.duration_s=0.2",
+        env={"CRUCIBLE_HOME": str(home)},
+    )
     assert done.code == 0, done.err
     assert "times baseline" in done.out
     assert len(done.summary["engines"]) == 2  # type: ignore[arg-type]
@@ -140,8 +209,19 @@ def test_bench_measures_again(compiled: tuple[Path, Path]) -> None:
 
 def test_bench_sweeps_over_the_batch(compiled: tuple[Path, Path], tmp_path: Path) -> None:
     folder, home = compiled
-    arguments = ("bench", folder / "out", "--batch", "1,16,4", "--limit-ms", "1000", "--out", tmp_path / "sweep")
-    done = crucible(*arguments, "--set", "benchmark.duration_s=0.2", env={"CRUCIBLE_HOME": str(home)})
+    arguments = (
+        "bench",
+        folder / "out",
+        "--batch",
+        "1,16,4",
+        "--limit-ms",
+        "1000",
+        "--out",
+        tmp_path / "sweep",
+    )
+    done = crucible(
+        *arguments, "--set", "benchmark.duration_s=0.2", env={"CRUCIBLE_HOME": str(home)}
+    )
     assert done.code == 0, done.err
     assert [point["batch"] for point in done.summary["points"]] == [1, 4, 16]  # type: ignore[attr-defined]
     assert done.summary["best"] in (1, 4, 16)
@@ -159,14 +239,18 @@ def test_bench_sweeps_over_the_batch(compiled: tuple[Path, Path], tmp_path: Path
         (("--limit-ms", "5"), "belong to a sweep"),
     ],
 )
-def test_a_bad_sweep_is_refused(compiled: tuple[Path, Path], options: tuple[str, ...], said: str) -> None:
+def test_a_bad_sweep_is_refused(
+    compiled: tuple[Path, Path], options: tuple[str, ...], said: str
+) -> None:
     folder, home = compiled
     done = crucible("bench", folder / "out", *options, env={"CRUCIBLE_HOME": str(home)})
     assert done.code == 1, done.out
     assert said in done.err
 
 
-def test_bench_completes_a_report_that_lacks_a_ratio_if_the_host_can_tell_now(compiled: tuple[Path, Path], tmp_path: Path) -> None:
+def test_bench_completes_a_report_that_lacks_a_ratio_if_the_host_can_tell_now(
+    compiled: tuple[Path, Path], tmp_path: Path
+) -> None:
     folder, home = compiled
     shutil.copytree(folder / "out", tmp_path / "out")
     file = tmp_path / "out" / "report.json"
@@ -214,12 +298,21 @@ def test_export_writes_the_graph_that_candidates_are_made_from(tmp_path: Path) -
     assert "nodes became" in done.out
     assert done.summary["model"] == str(tmp_path / "new" / "made.onnx")
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["made.onnx"]
-    plain = crucible("onnx", plan, "--out", tmp_path / "plain.onnx", "--no-simplify", "--json", cwd=tmp_path)
+    plain = crucible(
+        "onnx", plan, "--out", tmp_path / "plain.onnx", "--no-simplify", "--json", cwd=tmp_path
+    )
     assert json.loads(plain.out)["notes"] == []
     assert read_proto(tmp_path / "plain.onnx") == read_proto(tmp_path / "model.onnx")
 
 
-@pytest.mark.parametrize(("out", "words"), [("made.pt2", "ends in .onnx"), ("model.onnx", "would overwrite"), ("plan.yaml/x.onnx", "is a file")])
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        ("made.pt2", "ends in .onnx"),
+        ("model.onnx", "would overwrite"),
+        ("plan.yaml/x.onnx", "is a file"),
+    ],
+)
 def test_export_refuses_a_file_that_it_must_not_write(tmp_path: Path, out: str, words: str) -> None:
     plan = write_task(tmp_path)
     before = (tmp_path / "model.onnx").read_bytes()
@@ -253,7 +346,9 @@ def test_an_onnx_file_alone_compiles_to_unproven(tmp_path: Path) -> None:
         "--set",
         "candidates=[{backend: onnxruntime, precision: fp32}]",
     ]
-    done = crucible("compile", tmp_path / "model.onnx", "--profile", "batch=1:2:8", *settings, cwd=tmp_path)
+    done = crucible(
+        "compile", tmp_path / "model.onnx", "--profile", "batch=1:2:8", *settings, cwd=tmp_path
+    )
     assert done.code == 0, done.err
     assert done.summary["verdict"] == "unproven"
     assert "no data: accuracy not proven" in done.out
@@ -268,22 +363,50 @@ def test_an_onnx_file_alone_compiles_to_unproven(tmp_path: Path) -> None:
         ({"profiles": []}, "'batch'"),
         ({"profiles": [{"bathc": [1, 4, 16]}]}, "batch"),
         ({"data": {"calibration": "gone.npz"}}, "gone.npz"),
-        ({"data": {"calibration": "selection.npz", "selection": "selection.npz"}}, "share 220 samples"),
+        (
+            {"data": {"calibration": "selection.npz", "selection": "selection.npz"}},
+            "share 220 samples",
+        ),
         ({"data": {"selection": "model.onnx"}}, "npz"),
         ({"candidates": [{"backend": "onnxruntime", "precision": "fp16"}]}, "fp16"),
         ({"candidates": [{"backend": "onnxrutnime", "precision": "fp32"}]}, "onnxruntime"),
         ({"candidates": [{"backend": "tensorrt", "precision": "fp16"}]}, ".[tensorrt]"),
-        ({"candidates": [{"backend": "onnxruntime", "precision": "int8"}], "data": {}}, "needs calibration data"),
+        (
+            {"candidates": [{"backend": "onnxruntime", "precision": "int8"}], "data": {}},
+            "needs calibration data",
+        ),
         ({"accuracy": {"metric": "top9"}}, "top9"),
         ({"benchmark": {"sizes": [{"batch": 99}]}}, "batch"),
-        ({"data": {"selection": []}, "candidates": [{"backend": "onnxruntime", "precision": "fp32"}]}, "got an empty list"),
-        ({"model": {"path": "model.onnx", "inputs": [{"name": "x", "dtype": "int8", "shape": ["batch", 16]}]}}, "the file has x float32 [batch, 16]"),
+        (
+            {
+                "data": {"selection": []},
+                "candidates": [{"backend": "onnxruntime", "precision": "fp32"}],
+            },
+            "got an empty list",
+        ),
+        (
+            {
+                "model": {
+                    "path": "model.onnx",
+                    "inputs": [{"name": "x", "dtype": "int8", "shape": ["batch", 16]}],
+                }
+            },
+            "the file has x float32 [batch, 16]",
+        ),
         ({"model": {"path": "model.onnx", "outputs": ["logits"]}}, "the file has y"),
-        ({"accuracy": {"metric": "no_such_module:f"}}, "accuracy.metric: no module 'no_such_module'"),
-        ({"simplify": {"surgery": "no_such_module:f"}}, "simplify.surgery: no module 'no_such_module'"),
+        (
+            {"accuracy": {"metric": "no_such_module:f"}},
+            "accuracy.metric: no module 'no_such_module'",
+        ),
+        (
+            {"simplify": {"surgery": "no_such_module:f"}},
+            "simplify.surgery: no module 'no_such_module'",
+        ),
     ],
 )
-def test_a_bad_plan_ends_with_exit_code_1_and_a_next_step(tmp_path: Path, change: dict[str, object], words: str) -> None:
+def test_a_bad_plan_ends_with_exit_code_1_and_a_next_step(
+    tmp_path: Path, change: dict[str, object], words: str
+) -> None:
     done = crucible_here("compile", write_task(tmp_path, **change), cwd=tmp_path)
     assert done.code == 1, done.out + done.err
     assert words in done.err
@@ -297,7 +420,15 @@ def test_bad_data_is_refused(tmp_path: Path) -> None:
     with np.load(tmp_path / "selection.npz") as good:
         x, labels = good["x"], good["labels"]
     for arrays, words in [
-        ({"x": np.where(np.arange(x.size).reshape(x.shape) == 37, np.nan, x).astype(np.float32), "labels": labels}, "nan"),
+        (
+            {
+                "x": np.where(np.arange(x.size).reshape(x.shape) == 37, np.nan, x).astype(
+                    np.float32
+                ),
+                "labels": labels,
+            },
+            "nan",
+        ),
         ({"x": x.astype(np.float64), "labels": labels}, "float64"),
         ({"x": x[:, :5], "labels": labels}, "shape"),
         ({"x": x[:0], "labels": labels[:0]}, "no samples"),
@@ -336,15 +467,31 @@ def test_external_data_outside_the_models_folder_is_refused(tmp_path: Path) -> N
 
 def test_unsupported_tensor_kinds_are_named(tmp_path: Path) -> None:
     node = helper.make_node("Identity", ["words"], ["same"], name="copy")
-    ends = [helper.make_tensor_value_info(name, TensorProto.STRING, [2]) for name in ("words", "same")]
-    onnx.save(helper.make_model(helper.make_graph([node], "g", ends[:1], ends[1:])), tmp_path / "words.onnx")
+    ends = [
+        helper.make_tensor_value_info(name, TensorProto.STRING, [2]) for name in ("words", "same")
+    ]
+    onnx.save(
+        helper.make_model(helper.make_graph([node], "g", ends[:1], ends[1:])),
+        tmp_path / "words.onnx",
+    )
     done = crucible_here("compile", tmp_path / "words.onnx", cwd=tmp_path)
     assert done.code == 1
     assert "words" in done.err
     assert "string" in done.err
 
 
-@pytest.mark.parametrize("arguments", [(), ("compile",), ("compile", "--nope"), ("nope",), ("compile", "gone.yaml"), ("report", "."), ("bench", ".")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("compile",),
+        ("compile", "--nope"),
+        ("nope",),
+        ("compile", "gone.yaml"),
+        ("report", "."),
+        ("bench", "."),
+    ],
+)
 def test_usage_errors_end_with_exit_code_1(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     done = crucible_here(*arguments, cwd=tmp_path)
     assert done.code == (0 if not arguments else 1)
@@ -353,7 +500,17 @@ def test_usage_errors_end_with_exit_code_1(tmp_path: Path, arguments: tuple[str,
 
 def test_help_names_every_command() -> None:
     text = crucible("--help").out
-    for command in ("compile", "validate", "bench", "inspect", "onnx", "export", "lint", "doctor", "report"):
+    for command in (
+        "compile",
+        "validate",
+        "bench",
+        "inspect",
+        "onnx",
+        "export",
+        "lint",
+        "doctor",
+        "report",
+    ):
         assert command in text
 
 

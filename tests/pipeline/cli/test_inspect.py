@@ -11,7 +11,17 @@ import pytest
 from pipeline.backends import BACKENDS
 from pipeline.backends.tensorrt import library as trt_library
 from pipeline.cli.inspect import engine_lines, find_unsupported, plugin_libraries, read_model
-from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Profile, Recipe, Refusal, Target, TensorSpec
+from pipeline.core import (
+    BuildOptions,
+    Engine,
+    OnnxModel,
+    Precision,
+    Profile,
+    Recipe,
+    Refusal,
+    Target,
+    TensorSpec,
+)
 from pipeline.errors import PlanError
 from tests.builders.cli import crucible, write_model
 
@@ -19,7 +29,11 @@ X = TensorSpec(name="x", dtype="float32", shape=("batch", 4), kind="dynamic")
 
 
 def engine(target: Target) -> Engine:
-    profiles = BuildOptions(profiles=(Profile.model_validate({"dims": {"batch": [1, 4, 16]}, "values": {"k": [1, 5, 10]}}),)).profiles
+    profiles = BuildOptions(
+        profiles=(
+            Profile.model_validate({"dims": {"batch": [1, 4, 16]}, "values": {"k": [1, 5, 10]}}),
+        )
+    ).profiles
     recipe = Recipe(backend=target.backend, precision=Precision.FP16)
     return Engine(
         root=Path(),
@@ -36,18 +50,39 @@ def engine(target: Target) -> Engine:
 
 
 def test_an_engine_says_which_gpu_or_cpu_it_needs() -> None:
-    gpu = Target(backend="tensorrt", version="10.6.0", device="NVIDIA H200", compute_capability="9.0", driver="580.159")
-    assert "built for: tensorrt 10.6.0 on NVIDIA H200 (compute capability 9.0, driver 580.159)" in engine_lines(engine(gpu))
-    any_ampere = Target(backend="tensorrt", version="10.6.0", device="NVIDIA H200", compute_capability="8.0+")
-    assert "built for: tensorrt 10.6.0 on NVIDIA H200 (compute capability 8.0+)" in engine_lines(engine(any_ampere))
-    cpu = Target(backend="onnxruntime", version="1.31.1", device="AMD EPYC", cpu_flags=("avx", "avx2"))
+    gpu = Target(
+        backend="tensorrt",
+        version="10.6.0",
+        device="NVIDIA H200",
+        compute_capability="9.0",
+        driver="580.159",
+    )
+    assert (
+        "built for: tensorrt 10.6.0 on NVIDIA H200 (compute capability 9.0, driver 580.159)"
+        in engine_lines(engine(gpu))
+    )
+    any_ampere = Target(
+        backend="tensorrt", version="10.6.0", device="NVIDIA H200", compute_capability="8.0+"
+    )
+    assert "built for: tensorrt 10.6.0 on NVIDIA H200 (compute capability 8.0+)" in engine_lines(
+        engine(any_ampere)
+    )
+    cpu = Target(
+        backend="onnxruntime", version="1.31.1", device="AMD EPYC", cpu_flags=("avx", "avx2")
+    )
     assert "built for: onnxruntime 1.31.1 on AMD EPYC avx avx2" in engine_lines(engine(cpu))
     assert "profile 0: batch 1..4..16, k [1]..[5]..[10]" in engine_lines(engine(cpu))
 
 
 def test_inspecting_for_tensorrt_without_a_gpu_says_what_is_missing(tmp_path: Path) -> None:
     write_model(tmp_path / "model.onnx")
-    done = crucible("inspect", tmp_path / "model.onnx", "--backend", "tensorrt", env={"CUDA_VISIBLE_DEVICES": ""})
+    done = crucible(
+        "inspect",
+        tmp_path / "model.onnx",
+        "--backend",
+        "tensorrt",
+        env={"CUDA_VISIBLE_DEVICES": ""},
+    )
     assert done.code == 1
     assert done.out == ""
     assert done.err.startswith("error backend.unavailable TensorRT cannot be used on this host: ")
@@ -65,14 +100,20 @@ class WithPlugins:
     loaded: list[Path] = field(default_factory=list)
 
     def probe(self) -> Target:
-        return Target(backend="tensorrt", version="10.6.0", device="NVIDIA H200", compute_capability="9.0")
+        return Target(
+            backend="tensorrt", version="10.6.0", device="NVIDIA H200", compute_capability="9.0"
+        )
 
-    def unsupported(self, model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()) -> tuple[Refusal, ...]:
+    def unsupported(
+        self, model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()
+    ) -> tuple[Refusal, ...]:
         self.loaded += plugins
         return ()
 
 
-def test_plugin_libraries_reach_the_backend_by_their_full_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_libraries_reach_the_backend_by_their_full_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_model(tmp_path / "model.onnx")
     names = ["libz.so", "liba.so"]
     for name in names:
@@ -80,11 +121,20 @@ def test_plugin_libraries_reach_the_backend_by_their_full_paths(tmp_path: Path, 
     monkeypatch.chdir(tmp_path)
     backend: Any = WithPlugins()
     monkeypatch.setitem(BACKENDS, "tensorrt", backend)
-    assert find_unsupported(read_model(Path("model.onnx")), "tensorrt", plugin_libraries([Path(name) for name in names], "tensorrt")) == ()
+    assert (
+        find_unsupported(
+            read_model(Path("model.onnx")),
+            "tensorrt",
+            plugin_libraries([Path(name) for name in names], "tensorrt"),
+        )
+        == ()
+    )
     assert backend.loaded == [tmp_path / name for name in names]
 
 
-def test_a_plugin_library_is_loaded_into_the_parsers_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_library_is_loaded_into_the_parsers_registry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With TensorRT-RTX's parser, which is nearly the same and needs no GPU."""
     library = pytest.importorskip("tensorrt_rtx")
     write_model(tmp_path / "model.onnx")
@@ -92,15 +142,26 @@ def test_a_plugin_library_is_loaded_into_the_parsers_registry(tmp_path: Path, mo
     monkeypatch.setattr(trt_library, "library", lambda: library)
     backend: Any = WithPlugins()
     monkeypatch.setattr("pipeline.backends.tensorrt.backend.probe", backend.probe)
-    with pytest.raises(PlanError, match=r"the plugin library '.*libplugin.so' cannot be loaded: .*(file too short|invalid ELF header)"):
-        find_unsupported(read_model(tmp_path / "model.onnx"), "tensorrt", (tmp_path / "libplugin.so",))
+    with pytest.raises(
+        PlanError,
+        match=r"the plugin library '.*libplugin.so' cannot be loaded: .*(file too short|invalid ELF header)",
+    ):
+        find_unsupported(
+            read_model(tmp_path / "model.onnx"), "tensorrt", (tmp_path / "libplugin.so",)
+        )
 
 
 @pytest.mark.parametrize(
     ("backend", "said"),
-    [("tensorrt", "--plugin: no file at 'none.so'"), ("onnxruntime", "only TensorRT loads plugin libraries"), (None, "only TensorRT loads plugin")],
+    [
+        ("tensorrt", "--plugin: no file at 'none.so'"),
+        ("onnxruntime", "only TensorRT loads plugin libraries"),
+        (None, "only TensorRT loads plugin"),
+    ],
 )
-def test_plugin_libraries_that_are_given_in_vain_are_refused(backend: str | None, said: str) -> None:
+def test_plugin_libraries_that_are_given_in_vain_are_refused(
+    backend: str | None, said: str
+) -> None:
     with pytest.raises(PlanError) as caught:
         plugin_libraries([Path("none.so")], backend)
     assert said in caught.value.message
@@ -110,6 +171,16 @@ def test_plugin_libraries_that_are_given_in_vain_are_refused(backend: str | None
 
 def test_the_command_takes_plugin_libraries(tmp_path: Path) -> None:
     write_model(tmp_path / "model.onnx")
-    done = crucible("inspect", tmp_path / "model.onnx", "--backend", "tensorrt", "--plugin", "liba.so", "--plugin", "libb.so", cwd=tmp_path)
+    done = crucible(
+        "inspect",
+        tmp_path / "model.onnx",
+        "--backend",
+        "tensorrt",
+        "--plugin",
+        "liba.so",
+        "--plugin",
+        "libb.so",
+        cwd=tmp_path,
+    )
     assert done.code == 1
     assert "--plugin: no file at 'liba.so'" in done.err

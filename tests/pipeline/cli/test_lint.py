@@ -9,7 +9,15 @@ import onnx
 import pytest
 
 from pipeline.cli.inspect import model_lines, quantised_lines
-from pipeline.cli.lint import ALL, finding_lines, findings_of, fix_model, fixed_lines, gain_lines, measure_fixes
+from pipeline.cli.lint import (
+    ALL,
+    finding_lines,
+    findings_of,
+    fix_model,
+    fixed_lines,
+    gain_lines,
+    measure_fixes,
+)
 from pipeline.compiler.candidates import lint_notes
 from pipeline.compiler.compile import compile_plan
 from pipeline.core import CalibrationMethod, Placement, Precision, Profile, Recipe, Target
@@ -36,24 +44,34 @@ def normed(tmp_path: Path) -> Path:
     return tmp_path / "model.onnx"
 
 
-def test_the_mended_file_answers_as_the_given_one_and_has_fewer_findings(normed: Path, tmp_path: Path) -> None:
+def test_the_mended_file_answers_as_the_given_one_and_has_fewer_findings(
+    normed: Path, tmp_path: Path
+) -> None:
     fixed = fix_model(normed, tmp_path / "fixed.onnx", "openvino", PROFILES)
     assert dict(fixed.applied) == {"weight-in-floats": 2, "norm-after": 1}
     assert fixed.difference < 1e-5
     assert "weight-in-floats 2, norm-after 1" in fixed_lines(fixed)[0]
-    assert len(finding_lines(findings_of(fixed.path, "openvino"))) < len(finding_lines(findings_of(normed, "openvino")))
+    assert len(finding_lines(findings_of(fixed.path, "openvino"))) < len(
+        finding_lines(findings_of(normed, "openvino"))
+    )
     again = fix_model(fixed.path, tmp_path / "again.onnx", "openvino", PROFILES)
     assert "nothing can be mended" in fixed_lines(again)[0]
 
 
 def test_a_finding_of_several_backends_is_told_once(normed: Path) -> None:
-    (line,) = [line for line in finding_lines(findings_of(normed, None)) if line.startswith("norm-after")]
-    assert line.startswith("norm-after [onnxruntime, openvino, tensorrt, tensorrt_rtx] at conv, undo, bias, norm: ")
+    (line,) = [
+        line for line in finding_lines(findings_of(normed, None)) if line.startswith("norm-after")
+    ]
+    assert line.startswith(
+        "norm-after [onnxruntime, openvino, tensorrt, tensorrt_rtx] at conv, undo, bias, norm: "
+    )
     assert line.endswith("; --fix mends it")
 
 
 def test_inspect_tells_the_findings_of_a_quantised_model_only(normed: Path, tmp_path: Path) -> None:
-    assert any(line.startswith("quantised to int8: 3 DequantizeLinear") for line in model_lines(normed))
+    assert any(
+        line.startswith("quantised to int8: 3 DequantizeLinear") for line in model_lines(normed)
+    )
     assert any("norm-after" in line for line in quantised_lines(normed, "tensorrt"))
     write_model(tmp_path / "plain.onnx")
     assert quantised_lines(tmp_path / "plain.onnx") == []
@@ -81,11 +99,16 @@ def store(folder: Path):  # type: ignore[no-untyped-def]
         (("plain.onnx", "--backend", "pytorch"), "no rules for the backend 'pytorch'"),
         (("model.onnx", "--fix", "out.onnx"), "--fix and --measure need to know for which backend"),
         (("model.onnx", "--backend", "openvino", "--fix", "out.onnx"), "has no range in the plan"),
-        (("model.onnx", "--backend", "openvino", "--fix", "model.onnx", "--profile", "N=1"), "would overwrite"),
+        (
+            ("model.onnx", "--backend", "openvino", "--fix", "model.onnx", "--profile", "N=1"),
+            "would overwrite",
+        ),
         (("gone.onnx",), "no model at"),
     ],
 )
-def test_bad_input_is_refused_with_a_next_step(normed: Path, arguments: tuple[str, ...], words: str) -> None:
+def test_bad_input_is_refused_with_a_next_step(
+    normed: Path, arguments: tuple[str, ...], words: str
+) -> None:
     write_model(normed.parent / "plain.onnx")
     done = crucible("lint", *arguments, cwd=normed.parent)
     assert done.code == 1
@@ -97,7 +120,10 @@ def test_bad_input_is_refused_with_a_next_step(normed: Path, arguments: tuple[st
 def test_lint_as_json(normed: Path) -> None:
     done = crucible("lint", normed, "--backend", "openvino", "--json")
     assert done.code == 0, done.err
-    assert {finding["rule"] for finding in json.loads(done.out)["openvino"]} >= {"norm-after", "weight-in-floats"}
+    assert {finding["rule"] for finding in json.loads(done.out)["openvino"]} >= {
+        "norm-after",
+        "weight-in-floats",
+    }
 
 
 # --- compile ---
@@ -106,7 +132,14 @@ def test_lint_as_json(normed: Path) -> None:
 def quantised_task(folder: Path, **changes: object) -> Path:
     """The tiny task whose model brings its own Q/DQ; its plan has no calibration data."""
     data = {role: f"{role}.npz" for role in ("selection", "validation")}
-    plan = write_task(folder, **{"candidates": [{"backend": "onnxruntime", "precision": "int8"}], "data": data, **changes})
+    plan = write_task(
+        folder,
+        **{
+            "candidates": [{"backend": "onnxruntime", "precision": "int8"}],
+            "data": data,
+            **changes,
+        },
+    )
     recipe = Recipe(
         backend="onnxruntime",
         precision=Precision.INT8,
@@ -116,13 +149,21 @@ def quantised_task(folder: Path, **changes: object) -> Path:
         placement=Placement(last_layer=True),
     )
     (folder / "made").mkdir()
-    convert(onnx_model(folder, "model.onnx"), recipe, table_of({"x": (-4.0, 4.0), "r": (0.0, 6.0)}), (), folder / "made")
+    convert(
+        onnx_model(folder, "model.onnx"),
+        recipe,
+        table_of({"x": (-4.0, 4.0), "r": (0.0, 6.0)}),
+        (),
+        folder / "made",
+    )
     (folder / "made" / "model.onnx").rename(folder / "model.onnx")
     return plan
 
 
 def compiled(plan: Path) -> Report:
-    return compile_plan(load_plan(plan), Runner(store(plan.parent), run=run_here), "crucible compile plan.yaml")
+    return compile_plan(
+        load_plan(plan), Runner(store(plan.parent), run=run_here), "crucible compile plan.yaml"
+    )
 
 
 def test_a_model_with_its_own_scales_is_compiled_without_calibration(tmp_path: Path) -> None:
@@ -137,7 +178,9 @@ def test_a_model_with_its_own_scales_is_compiled_without_calibration(tmp_path: P
     engine = report.candidates[0].engine
     assert engine is not None
     assert lost_scales(onnx.load(tmp_path / "model.onnx").graph, onnx.load(engine.path).graph) == ""
-    assert all("crucible lint" in note.text for note in report.candidates[0].notes if note.stage == "lint")
+    assert all(
+        "crucible lint" in note.text for note in report.candidates[0].notes if note.stage == "lint"
+    )
 
 
 def heavy_precisions(report: Report) -> set[str]:
@@ -147,15 +190,24 @@ def heavy_precisions(report: Report) -> set[str]:
     return {str(layer.precision) for layer in table.layers if layer.heavy}
 
 
-def test_a_model_that_runs_in_floats_is_rejected_and_mending_it_brings_8_bits(tmp_path: Path) -> None:
-    rounded = NORMED.replace("y = Relu(n)", "r = Relu(n) [q2] rq = QuantizeLinear(r, t, u0) [dq2] y = DequantizeLinear(rq, t, u0)")
+def test_a_model_that_runs_in_floats_is_rejected_and_mending_it_brings_8_bits(
+    tmp_path: Path,
+) -> None:
+    rounded = NORMED.replace(
+        "y = Relu(n)",
+        "r = Relu(n) [q2] rq = QuantizeLinear(r, t, u0) [dq2] y = DequantizeLinear(rq, t, u0)",
+    )
     onnx.save(quantised(rounded, constants=CONSTANTS + GAINS), tmp_path / "model.onnx")
     asked = ["profiles=[{N: [1, 2, 4]}]", "candidates=[{backend: onnxruntime, precision: int8}]"]
     runner = Runner(store(tmp_path), run=run_here)
-    report = compile_plan(plan_from_model(tmp_path / "model.onnx", asked), runner, "crucible compile model.onnx")
+    report = compile_plan(
+        plan_from_model(tmp_path / "model.onnx", asked), runner, "crucible compile model.onnx"
+    )
     assert (report.verdict, report.candidates[0].state) == ("rejected", "mislabelled")
     assert heavy_precisions(report) == {Precision.FP32}
-    assert report.next_steps[1].startswith("`crucible lint MODEL --backend onnxruntime --fix OUT.onnx`")
+    assert report.next_steps[1].startswith(
+        "`crucible lint MODEL --backend onnxruntime --fix OUT.onnx`"
+    )
     fixed = fix_model(tmp_path / "model.onnx", tmp_path / "fixed.onnx", "onnxruntime", PROFILES)
     assert fixed.applied["norm-after"] == 1
     mended = compile_plan(plan_from_model(fixed.path, asked), runner, "crucible compile fixed.onnx")
@@ -164,19 +216,36 @@ def test_a_model_that_runs_in_floats_is_rejected_and_mending_it_brings_8_bits(tm
 
 
 @pytest.mark.parametrize(("flags", "warned"), [(("avx2",), True), (("avx2", "avx_vnni"), False)])
-def test_only_a_cpu_that_saturates_is_said_to(tmp_path: Path, flags: tuple[str, ...], warned: bool) -> None:
-    onnx.save(quantised(PLAIN, constants=CONSTANTS.replace("ws = {0.01, 0.02", "ws = {0.0001, 0.0001")), tmp_path / "wide.onnx")
-    wide, target = onnx_model(tmp_path, "wide.onnx"), Target(backend="openvino", version="1", device="CPU", cpu_flags=flags)
+def test_only_a_cpu_that_saturates_is_said_to(
+    tmp_path: Path, flags: tuple[str, ...], warned: bool
+) -> None:
+    onnx.save(
+        quantised(PLAIN, constants=CONSTANTS.replace("ws = {0.01, 0.02", "ws = {0.0001, 0.0001")),
+        tmp_path / "wide.onnx",
+    )
+    wide, target = (
+        onnx_model(tmp_path, "wide.onnx"),
+        Target(backend="openvino", version="1", device="CPU", cpu_flags=flags),
+    )
     given = Recipe(backend="openvino", precision=Precision.INT8, quantizer="given")
     assert any(SATURATES in note.text for note in lint_notes(wide, given, target)) is warned
     assert lint_notes(wide, given.model_copy(update={"quantizer": "crucible"}), target) == ()
 
 
 def test_what_such_a_model_does_not_need_is_said_and_not_done(tmp_path: Path) -> None:
-    report = compiled(quantised_task(tmp_path, data={role: f"{role}.npz" for role in ("calibration", "selection")}, ablate=True))
+    report = compiled(
+        quantised_task(
+            tmp_path,
+            data={role: f"{role}.npz" for role in ("calibration", "selection")},
+            ablate=True,
+        )
+    )
     texts = {note.text for note in report.notes if note.stage == "calibrate"}
     own = "the model brings its own Q/DQ"
-    assert texts == {f"calibration data is not needed: {own}", f"`ablate` has no switches to reverse: {own}"}
+    assert texts == {
+        f"calibration data is not needed: {own}",
+        f"`ablate` has no switches to reverse: {own}",
+    }
     assert calibrate.__name__ not in {step.stage for step in report.steps}
     assert len(report.candidates) == 1
 
@@ -190,7 +259,9 @@ def test_what_such_a_model_does_not_need_is_said_and_not_done(tmp_path: Path) ->
         ({"precision": "int8", "keep_fp32": ["hidden"]}, "which decide `keep_fp32`"),
     ],
 )
-def test_a_candidate_by_another_name_is_refused_before_anything_starts(tmp_path: Path, candidate: dict[str, object], words: str) -> None:
+def test_a_candidate_by_another_name_is_refused_before_anything_starts(
+    tmp_path: Path, candidate: dict[str, object], words: str
+) -> None:
     plan = quantised_task(tmp_path, candidates=[{"backend": "onnxruntime", **candidate}])
     with pytest.raises(PlanError, match=words):
         compiled(plan)

@@ -15,15 +15,33 @@ from pipeline.results.report import BenchmarkReport, LatencyRow
 def test_a_percentile_that_too_few_values_do_not_give_is_a_gap() -> None:
     part = Samples(values_s=(0.002,) * 600)  # enough for p90, too few for p99
     row = LatencyRow(
-        sizes={"batch": 1}, end_to_end=part, upload=part, compute=part, download=part, throughput_per_s=500.0, flops_per_s=None, bytes_per_s=None
+        sizes={"batch": 1},
+        end_to_end=part,
+        upload=part,
+        compute=part,
+        download=part,
+        throughput_per_s=500.0,
+        flops_per_s=None,
+        bytes_per_s=None,
     )
     columns = benchmark_table([BenchmarkReport(label="engine", rows=(row,))]).columns
     assert [list(column.cells) for column in columns[2:5]] == [["2.000 ms"], ["2.000 ms"], ["-"]]
 
 
-def test_a_label_that_looks_like_markup_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_label_that_looks_like_markup_is_printed_as_it_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     part = Samples(values_s=(0.002,) * 6)
-    row = LatencyRow(sizes={}, end_to_end=part, upload=part, compute=part, download=part, throughput_per_s=500.0, flops_per_s=None, bytes_per_s=None)
+    row = LatencyRow(
+        sizes={},
+        end_to_end=part,
+        upload=part,
+        compute=part,
+        download=part,
+        throughput_per_s=500.0,
+        flops_per_s=None,
+        bytes_per_s=None,
+    )
     console().print(benchmark_table([BenchmarkReport(label="fp16 keep [cC]onv*,[/]", rows=(row,))]))
     assert "fp16 keep [cC]onv*,[/]" in capsys.readouterr().out
 
@@ -75,10 +93,23 @@ def test_a_long_stage_says_that_it_is_alive() -> None:
     clock.now += 29
     shown.say_alive()
     assert said(console) == ""
-    shown(StageEvent("build", "tensorrt fp16", "progress", 0.4, "[timing] kernels", elapsed_s=29.0, estimate_s=68.0))
+    shown(
+        StageEvent(
+            "build",
+            "tensorrt fp16",
+            "progress",
+            0.4,
+            "[timing] kernels",
+            elapsed_s=29.0,
+            estimate_s=68.0,
+        )
+    )
     clock.now += 2
     shown.say_alive()
-    assert said(console) == "  running   31.0 s  build tensorrt fp16  40%, about 37 s left, [timing] kernels\n"
+    assert (
+        said(console)
+        == "  running   31.0 s  build tensorrt fp16  40%, about 37 s left, [timing] kernels\n"
+    )
     shown(StageEvent("build", "tensorrt fp16", "finished", seconds=33.0))
     clock.now += 100
     shown.say_alive()
@@ -108,7 +139,11 @@ def test_each_of_two_stages_says_that_it_is_alive_and_ends_on_its_own() -> None:
     shown(StageEvent("build", "a", "failed", text="no kernel"))
     clock.now += 100
     shown.say_alive()
-    assert [line.split()[0] for line in said(console).splitlines()[3:]] == ["done", "running", "failed"]
+    assert [line.split()[0] for line in said(console).splitlines()[3:]] == [
+        "done",
+        "running",
+        "failed",
+    ]
     assert said(console).splitlines()[4] == "  running   60.0 s  build a"
 
 

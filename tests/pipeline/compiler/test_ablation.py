@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.terminal import ablation_table, console
-from pipeline.compiler.ablation import SWITCHES, Ablated, Reversal, ablation_from, base_of, reversals
+from pipeline.compiler.ablation import (
+    SWITCHES,
+    Ablated,
+    Reversal,
+    ablation_from,
+    base_of,
+    reversals,
+)
 from pipeline.core import CalibrationMethod, Placement, Precision, Recipe
 from pipeline.measurement.measure import Interval, Samples
 from pipeline.report.render import load_report, markdown, write_report
@@ -17,10 +24,23 @@ from tests.builders.report import EVIL, benchmark, latency_row, sample_report, s
 INT8 = Recipe(backend="onnxruntime", precision=Precision.INT8, method=CalibrationMethod.ENTROPY)
 
 
-def candidate(recipe: Recipe, drop: float, cosine: float = 0.99, state: State = "measured", median_ms: float = 2.0) -> Candidate:
+def candidate(
+    recipe: Recipe,
+    drop: float,
+    cosine: float = 0.99,
+    state: State = "measured",
+    median_ms: float = 2.0,
+) -> Candidate:
     found = selection(drop, cosine) if state in ("measured", "failed accuracy") else None
     made = benchmark(recipe.label, median_ms, 8.0) if found else None
-    return Candidate(label=recipe.label, recipe=recipe, state=state, reason="" if state == "measured" else "why", selection=found, benchmark=made)
+    return Candidate(
+        label=recipe.label,
+        recipe=recipe,
+        state=state,
+        reason="" if state == "measured" else "why",
+        selection=found,
+        benchmark=made,
+    )
 
 
 def method(name: str) -> Recipe:
@@ -35,7 +55,9 @@ def test_each_switch_is_reversed_alone() -> None:
     made = reversals(INT8)
     assert [reversal.switch for reversal in made] == list(SWITCHES)
     for reversal in made:
-        changed = {name for name, on in reversal.recipe.placement if on != getattr(INT8.placement, name)}
+        changed = {
+            name for name, on in reversal.recipe.placement if on != getattr(INT8.placement, name)
+        }
         assert changed == {reversal.switch}
         assert reversal.recipe.model_copy(update={"placement": INT8.placement}) == INT8
     labels = [reversal.recipe.label for reversal in made]
@@ -50,13 +72,20 @@ def test_the_most_accurate_int8_candidate_of_our_own_is_taken() -> None:
         candidate(INT8.model_copy(update={"realised_in": "flags", "backend": "tensorrt"}), 0.0),
     ]
     assert base_of(others) is None
-    bad, good, twin = candidate(method("entropy"), 0.003), candidate(method("minmax"), 0.001, 0.98), candidate(method("percentile"), 0.001, 0.97)
+    bad, good, twin = (
+        candidate(method("entropy"), 0.003),
+        candidate(method("minmax"), 0.001, 0.98),
+        candidate(method("percentile"), 0.001, 0.97),
+    )
     assert base_of([*others, bad, twin, good]) is good
 
 
 def test_where_none_passed_the_nearest_of_those_that_gave_answers_is_taken() -> None:
     broken = candidate(method("minmax"), 0.0, state="failed")
-    far, near = candidate(method("entropy"), 0.5, state="failed accuracy"), candidate(method("percentile"), 0.1, state="failed accuracy")
+    far, near = (
+        candidate(method("entropy"), 0.5, state="failed accuracy"),
+        candidate(method("percentile"), 0.1, state="failed accuracy"),
+    )
     assert base_of([broken, far, near]) is near
     assert base_of([broken]) is None
     assert base_of([near.model_copy(update={"state": "mislabelled"})]) is None
@@ -74,7 +103,16 @@ def test_rows_tell_each_change_and_what_changed_nothing() -> None:
         candidate(residual.recipe, 0.0, state="failed"),
         candidate(channels.recipe, 0.2, 0.5, "failed accuracy"),
     ]
-    ablated = Ablated(base, (first, last, residual, Reversal(activations.switch, activations.recipe, changes=False), channels))
+    ablated = Ablated(
+        base,
+        (
+            first,
+            last,
+            residual,
+            Reversal(activations.switch, activations.recipe, changes=False),
+            channels,
+        ),
+    )
     found = ablation_from(ablated, known)
     assert found.label == base.label
     rows = {row.switch: row for row in found.rows}
@@ -84,7 +122,11 @@ def test_rows_tell_each_change_and_what_changed_nothing() -> None:
     assert (rows["per_channel"].before, rows["per_channel"].after) == (True, False)
     assert rows["last_layer"].drop_change == pytest.approx(0.003)
     assert rows["last_layer"].cosine_change == pytest.approx(-0.01)
-    assert (rows["residual_add"].state, rows["residual_add"].reason, rows["residual_add"].drop) == ("failed", "why", None)
+    assert (rows["residual_add"].state, rows["residual_add"].reason, rows["residual_add"].drop) == (
+        "failed",
+        "why",
+        None,
+    )
     assert (rows["matmul_activations"].label, rows["matmul_activations"].state) == ("", None)
     assert rows["per_channel"].state == "failed accuracy"
     assert rows["per_channel"].drop_change == pytest.approx(0.198)
@@ -94,8 +136,12 @@ def test_speed_is_told_process_by_process() -> None:
     def in_processes(found: Candidate, medians_ms: tuple[float, ...]) -> Candidate:
         row = latency_row(1.0, 1, 2.0)
         values = tuple(ms * 1e-3 for ms in medians_ms for _ in range(2))
-        samples = Samples(values_s=values, blocks=(2,) * len(medians_ms), processes=(1,) * len(medians_ms))
-        made = benchmark(found.label, 1.0, 2.0).model_copy(update={"rows": (row.model_copy(update={"end_to_end": samples}),)})
+        samples = Samples(
+            values_s=values, blocks=(2,) * len(medians_ms), processes=(1,) * len(medians_ms)
+        )
+        made = benchmark(found.label, 1.0, 2.0).model_copy(
+            update={"rows": (row.model_copy(update={"end_to_end": samples}),)}
+        )
         return found.model_copy(update={"benchmark": made})
 
     last = reversals(INT8)[1]
@@ -105,7 +151,9 @@ def test_speed_is_told_process_by_process() -> None:
     assert row.ratio is not None
     assert row.ratio.value == pytest.approx((8 / 4.1 * 8) ** (1 / 4))
     assert 1.9 < row.ratio.low < row.ratio.high < 2.1  # what slowed a generation slowed both
-    (row,) = ablation_from(Ablated(base, (last,)), [base, in_processes(candidate(last.recipe, 0.0), (0.5, 0.7, 0.4))]).rows
+    (row,) = ablation_from(
+        Ablated(base, (last,)), [base, in_processes(candidate(last.recipe, 0.0), (0.5, 0.7, 0.4))]
+    ).rows
     assert row.ratio is None  # three processes say too little
     assert math.isclose(row.drop or 0.0, 0.0)
 
@@ -125,14 +173,27 @@ LAST = AblationRow(
     cosine_change=-0.0388,
     ratio=Interval(value=1.04, low=1.01, high=1.07),
 )
-TOLD = Ablation(label="onnxruntime int8 entropy u8s8", rows=(LAST, AblationRow(switch="residual_add", before=True, after=False)))
+TOLD = Ablation(
+    label="onnxruntime int8 entropy u8s8",
+    rows=(LAST, AblationRow(switch="residual_add", before=True, after=False)),
+)
 
 
 def test_every_switch_is_a_line_of_the_report(tmp_path: Path) -> None:
     report = sample_report().model_copy(update={"ablation": TOLD})
     section = next(section for section in sections(report) if section.key == "ablation")
     assert section.tables[0].rows == (
-        ("last_layer", "off", "on", "0.0200", "+0.0167", "0.95120", "-0.03880", "1.04 [1.01, 1.07]", f"failed accuracy: top1 dropped{EVIL}"),
+        (
+            "last_layer",
+            "off",
+            "on",
+            "0.0200",
+            "+0.0167",
+            "0.95120",
+            "-0.03880",
+            "1.04 [1.01, 1.07]",
+            f"failed accuracy: top1 dropped{EVIL}",
+        ),
         ("residual_add", "on", "off", "-", "-", "-", "-", "-", "changes nothing in this graph"),
     )
     written = write_report(report, tmp_path)
@@ -152,6 +213,8 @@ def test_the_terminal_shows_each_switch(capsys: pytest.CaptureFixture[str]) -> N
     shown = " ".join(capsys.readouterr().out.split())
     assert "switches reversed: onnxruntime int8 entropy u8s8" in shown
     assert "last_layer on" in shown
-    assert "+0.0167 1.04 (1.01 to 1.07) failed accuracy" in shown.replace("│", " ").replace("  ", " ").replace("  ", " ")
+    assert "+0.0167 1.04 (1.01 to 1.07) failed accuracy" in shown.replace("│", " ").replace(
+        "  ", " "
+    ).replace("  ", " ")
     assert "residual_add off" in shown
     assert "changes nothing in this graph" in shown

@@ -34,19 +34,28 @@ RECIPE = Recipe(backend="tensorrt", precision=Precision.INT8, realised_in="flags
 
 
 def test_what_stops_a_candidate_is_its_state_and_reason() -> None:
-    found = stopped(Candidate(label="a", recipe=RECIPE, state="failed"), "refused", "no such kernel")
+    found = stopped(
+        Candidate(label="a", recipe=RECIPE, state="failed"), "refused", "no such kernel"
+    )
     assert (found.state, found.reason) == ("refused", "no such kernel")
 
 
 def test_a_mislabelled_engine_that_cannot_be_checked_stays_mislabelled() -> None:
-    wrong = Candidate(label="a", recipe=RECIPE, state="mislabelled", reason="called int8, but runs fp16")
+    wrong = Candidate(
+        label="a", recipe=RECIPE, state="mislabelled", reason="called int8, but runs fp16"
+    )
     found = stopped(wrong, "failed", "out of the GPU's memory")
-    assert (found.state, found.reason) == ("mislabelled", "called int8, but runs fp16; its answers were not checked: out of the GPU's memory")
+    assert (found.state, found.reason) == (
+        "mislabelled",
+        "called int8, but runs fp16; its answers were not checked: out of the GPU's memory",
+    )
 
 
 def opened(folder: Path, *precisions: str) -> Job:
     candidates = [{"backend": "onnxruntime", "precision": precision} for precision in precisions]
-    return open_job(load_plan(write_task(folder, candidates=candidates)), Runner(Store(folder / "home")))
+    return open_job(
+        load_plan(write_task(folder, candidates=candidates)), Runner(Store(folder / "home"))
+    )
 
 
 def test_what_this_host_cannot_do_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
@@ -56,7 +65,12 @@ def test_what_this_host_cannot_do_is_refused_and_the_others_go_on(tmp_path: Path
     nothing: Any = None  # neither an answer to compare with nor a graph is looked at
     bugs: list[InternalError] = []
     refused = prepare(job, onnx_model(tmp_path, "model.onnx"), bf16, nothing, bugs)
-    assert (refused.label, refused.state, refused.engine, bugs) == ("onnxruntime bf16", "refused", None, [])
+    assert (refused.label, refused.state, refused.engine, bugs) == (
+        "onnxruntime bf16",
+        "refused",
+        None,
+        [],
+    )
     assert "would only pretend to run bf16" in refused.reason
     assert fp32.precision is Precision.FP32
     assert job.runner.steps == []
@@ -68,7 +82,9 @@ def test_a_plan_of_which_nothing_can_be_done_is_an_error(tmp_path: Path) -> None
 
 
 def test_the_report_warns_of_a_tensorrt_with_reported_wrong_answers() -> None:
-    target = Target(backend="tensorrt", version="11.1.0.106", device="NVIDIA H200", compute_capability="9.0")
+    target = Target(
+        backend="tensorrt", version="11.1.0.106", device="NVIDIA H200", compute_capability="9.0"
+    )
     (note,) = release_notes({"tensorrt": target})
     assert (note.level, "NVIDIA/TensorRT#4853" in note.text) == ("warning", True)
     ours = target.model_copy(update={"version": "10.6.0"})
@@ -78,12 +94,24 @@ def test_the_report_warns_of_a_tensorrt_with_reported_wrong_answers() -> None:
 @pytest.mark.parametrize(
     ("precision", "backend", "table", "plain", "said"),
     [
-        (Precision.FP16, "tensorrt", "enc_fp32", False, [": `simplify: {plain_attention: true}` may bring it there"]),
+        (
+            Precision.FP16,
+            "tensorrt",
+            "enc_fp32",
+            False,
+            [": `simplify: {plain_attention: true}` may bring it there"],
+        ),
         (Precision.FP16, "tensorrt", "enc_fp32", True, [""]),
         (Precision.FP16, "tensorrt", "enc_fp16", False, []),
         (Precision.FP16, "tensorrt", "resnet_fp16", False, []),
         (Precision.FP16, "onnxruntime", "enc_fp32", False, []),
-        (Precision.FP32, "tensorrt", "enc_fp32", False, []),  # no kernel of TensorRT does it in fp32
+        (
+            Precision.FP32,
+            "tensorrt",
+            "enc_fp32",
+            False,
+            [],
+        ),  # no kernel of TensorRT does it in fp32
         (Precision.FP8, "tensorrt", "enc_fp32", False, []),
     ],
 )
@@ -94,10 +122,14 @@ def test_attention_in_several_kernels_is_said_with_what_may_help(
     (softmax,) = [node for node in model.graph.node if node.op_type == "Softmax"]
     softmax.name = "/m/encoder/layer.0/attention/self/Softmax"  # as in the tables
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
-    candidate = Candidate(label="a", recipe=Recipe(backend=backend, precision=precision), state="built")
+    candidate = Candidate(
+        label="a", recipe=Recipe(backend=backend, precision=precision), state="built"
+    )
     found = with_layers(candidate, [real_table(table)], onnx_model(tmp_path, "model.onnx"), plain)
     text = "attention is in one kernel in 0 of 1 places"
-    assert [note.text.removeprefix(text) for note in found.notes if note.text.startswith("attention is")] == said
+    assert [
+        note.text.removeprefix(text) for note in found.notes if note.text.startswith("attention is")
+    ] == said
 
 
 def test_an_engine_whose_second_profile_runs_something_else_is_mislabelled(tmp_path: Path) -> None:
@@ -119,7 +151,10 @@ def test_a_second_profile_does_not_hide_that_the_first_is_wrong(tmp_path: Path) 
     (tmp_path / "model.onnx").write_bytes(written_out().SerializeToString())
     recipe = Recipe(backend="tensorrt", precision=Precision.FP16)
     candidate = Candidate(label="a", recipe=recipe, state="built")
-    wrong, honest = real_table("enc_fp32"), real_table("resnet_fp16").model_copy(update={"profile": 1})
+    wrong, honest = (
+        real_table("enc_fp32"),
+        real_table("resnet_fp16").model_copy(update={"profile": 1}),
+    )
     found = with_layers(candidate, [wrong, honest], onnx_model(tmp_path, "model.onnx"), True)
     assert found.state == "mislabelled"
     assert found.reason.startswith("called fp16, but ")
@@ -129,7 +164,9 @@ class OnGpu(Halves):
     """Halves that says it is on a GPU."""
 
     def probe(self) -> Target:
-        return Target(backend=self.name, version="10.6", device="NVIDIA H200", compute_capability="9.0")
+        return Target(
+            backend=self.name, version="10.6", device="NVIDIA H200", compute_capability="9.0"
+        )
 
 
 @pytest.mark.parametrize(

@@ -34,16 +34,31 @@ class CountingRun:
     def __init__(self) -> None:
         self.reads: Counter[tuple[str, str]] = Counter()
 
-    def __call__(self, function: Callable[..., Any], *arguments: Any, name: str, log: Path | None = None, progress: Progress = silent) -> Any:
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        name: str,
+        log: Path | None = None,
+        progress: Progress = silent,
+    ) -> Any:
         for argument in arguments:
             if isinstance(argument, SampleSet):
                 self.reads[argument.role, function.__name__] += 1
         return run_here(function, *arguments, name=name, log=log, progress=progress)
 
 
-def run_untimed(function: Callable[..., Any], *arguments: Any, name: str, log: Path | None = None, progress: Progress = silent) -> Any:
+def run_untimed(
+    function: Callable[..., Any],
+    *arguments: Any,
+    name: str,
+    log: Path | None = None,
+    progress: Progress = silent,
+) -> Any:
     """Stages in children, as libraries with a global state need it; latencies are made up."""
-    return (run_here if function is benchmark else call_in_child)(function, *arguments, name=name, log=log, progress=progress)
+    return (run_here if function is benchmark else call_in_child)(
+        function, *arguments, name=name, log=log, progress=progress
+    )
 
 
 def compiled(plan: Path, home: Path, run: Run = run_here) -> Report:
@@ -54,7 +69,9 @@ def made(report: Report) -> list[str]:
     return [step.stage for step in report.steps if not step.reused]
 
 
-def test_the_validation_set_is_read_once_for_the_reference_and_once_for_the_winner(tmp_path: Path) -> None:
+def test_the_validation_set_is_read_once_for_the_reference_and_once_for_the_winner(
+    tmp_path: Path,
+) -> None:
     run = CountingRun()
     report = compiled(write_task(tmp_path), tmp_path / "home", run)
     assert report.verdict == "accepted"
@@ -68,11 +85,27 @@ def test_the_validation_set_is_read_once_for_the_reference_and_once_for_the_winn
     assert report.validation.samples == 220
 
 
-def test_a_winner_that_fails_on_the_validation_set_is_rejected_with_what_to_try(tmp_path: Path) -> None:
-    candidates = [{"backend": "onnxruntime", "precision": "int8", "method": "minmax", "weight_bits": 7, "placement": {"last_layer": True}}]
-    top1_only = {"metric": "top1", "max_drop": 0.03, "thresholds": {"min_cosine": None}}  # at 7 bits one sample's cosine is 0.977 on every CPU
+def test_a_winner_that_fails_on_the_validation_set_is_rejected_with_what_to_try(
+    tmp_path: Path,
+) -> None:
+    candidates = [
+        {
+            "backend": "onnxruntime",
+            "precision": "int8",
+            "method": "minmax",
+            "weight_bits": 7,
+            "placement": {"last_layer": True},
+        }
+    ]
+    top1_only = {
+        "metric": "top1",
+        "max_drop": 0.03,
+        "thresholds": {"min_cosine": None},
+    }  # at 7 bits one sample's cosine is 0.977 on every CPU
     plan = write_task(tmp_path, candidates=candidates, accuracy=top1_only)
-    far = 40 * np.random.default_rng(9).normal(0, 1, (220, FEATURES)).astype(np.float32)  # far outside what calibration saw
+    far = 40 * np.random.default_rng(9).normal(0, 1, (220, FEATURES)).astype(
+        np.float32
+    )  # far outside what calibration saw
     np.savez(tmp_path / "validation.npz", x=far, labels=answers(far))
     report = compiled(plan, tmp_path / "home")
     assert report.verdict == "rejected"
@@ -115,7 +148,9 @@ def build():
 
 INT8 = [{"backend": "onnxruntime", "precision": "int8"}]
 FP32 = [{"backend": "onnxruntime", "precision": "fp32"}]
-WRONG = [{"backend": "onnxruntime", "precision": "int8", "quantizer": "nncf"}]  # with calibration data or without
+WRONG = [
+    {"backend": "onnxruntime", "precision": "int8", "quantizer": "nncf"}
+]  # with calibration data or without
 
 
 @pytest.mark.parametrize(
@@ -131,12 +166,22 @@ def test_a_torch_model_is_looked_into_before_the_export_where_that_decides(
     tmp_path: Path, forward: str, candidates: list[dict[str, str]], looked: int, refused: str
 ) -> None:
     pytest.importorskip("torch")
-    model = {"entrypoint": "net:build", "weights_from": "random: a test", "inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 16]}]}
+    model = {
+        "entrypoint": "net:build",
+        "weights_from": "random: a test",
+        "inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 16]}],
+    }
     plan = load_plan(write_task(tmp_path, model=model, candidates=candidates, data={}))
     (tmp_path / "net.py").write_text(NETWORK.replace("self.first(x)", f"self.first({forward})"))
     names: list[str] = []
 
-    def run(function: Callable[..., Any], *arguments: Any, name: str, log: Path | None = None, progress: Progress = silent) -> Any:
+    def run(
+        function: Callable[..., Any],
+        *arguments: Any,
+        name: str,
+        log: Path | None = None,
+        progress: Progress = silent,
+    ) -> Any:
         names.append(name)
         return call_in_child(function, *arguments, name=name, log=log, progress=progress)
 
@@ -148,7 +193,11 @@ def test_a_torch_model_is_looked_into_before_the_export_where_that_decides(
 
 def test_editing_one_line_of_the_model_exports_again_and_nothing_else_does(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    model = {"entrypoint": "net:build", "weights_from": "random: a test", "inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 16]}]}
+    model = {
+        "entrypoint": "net:build",
+        "weights_from": "random: a test",
+        "inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 16]}],
+    }
     fp32 = [{"backend": "onnxruntime", "precision": "fp32"}]
     plan = write_task(tmp_path, model=model, candidates=fp32, data={})
     (tmp_path / "net.py").write_text(NETWORK)
@@ -174,20 +223,36 @@ def test_one_candidate_that_fails_does_not_stop_the_others(tmp_path: Path) -> No
     plan = write_task(tmp_path, accuracy={"metric": "top1", "thresholds": {"max_abs": 1e-3}})
     report = compiled(plan, tmp_path / "home")
     assert [candidate.state for candidate in report.candidates] == ["measured", "failed accuracy"]
-    assert report.candidates[1].benchmark is not None  # measured all the same: the plot shows what the loss would have bought
+    assert (
+        report.candidates[1].benchmark is not None
+    )  # measured all the same: the plot shows what the loss would have bought
     assert report.winner == "onnxruntime fp32"
 
 
-def test_another_plugin_at_the_same_place_builds_again_and_for_tensorrt_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_plugin_at_the_same_place_builds_again_and_for_tensorrt_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     doubles = {name: Halves(name) for name in ("tensorrt", "halves")}
     for name, double in doubles.items():
         monkeypatch.setitem(BACKENDS, name, double)
     candidates = [{"backend": name, "precision": "fp32"} for name in doubles]
-    plan = write_task(tmp_path, candidates=candidates, tensorrt={"plugins": ["plugin.so"]}, simplify={"enabled": False})
+    plan = write_task(
+        tmp_path,
+        candidates=candidates,
+        tensorrt={"plugins": ["plugin.so"]},
+        simplify={"enabled": False},
+    )
     for content in (b"first", b"first", b"second"):
         (tmp_path / "plugin.so").write_bytes(content)
-        compile_plan(load_plan(plan), Runner(Store(tmp_path / "home"), run=run_here), "crucible compile plan.yaml")
-    assert {name: len(double.built) for name, double in doubles.items()} == {"tensorrt": 2, "halves": 1}
+        compile_plan(
+            load_plan(plan),
+            Runner(Store(tmp_path / "home"), run=run_here),
+            "crucible compile plan.yaml",
+        )
+    assert {name: len(double.built) for name, double in doubles.items()} == {
+        "tensorrt": 2,
+        "halves": 1,
+    }
 
 
 def test_every_quantizer_that_a_recipe_can_name_is_there_and_called_alike() -> None:
@@ -195,32 +260,58 @@ def test_every_quantizer_that_a_recipe_can_name_is_there_and_called_alike() -> N
     calls = {tuple(inspect.signature(stage.function).parameters) for stage in QUANTIZERS.values()}
     assert calls == {("model", "samples", "recipe", "options", "allowed", "out", "progress")}
     assert set(WEIGHT_QUANTIZERS) == set(WEIGHTS_BY_BACKEND.values())
-    assert {tuple(inspect.signature(stage.function).parameters) for stage in WEIGHT_QUANTIZERS.values()} == {("model", "recipe", "out", "progress")}
+    assert {
+        tuple(inspect.signature(stage.function).parameters) for stage in WEIGHT_QUANTIZERS.values()
+    } == {("model", "recipe", "out", "progress")}
 
 
 def test_a_bug_that_stops_every_candidate_is_a_bug_and_not_a_verdict(tmp_path: Path) -> None:
-    def run(function: Callable[..., Any], *arguments: Any, name: str, log: Path | None = None, progress: Progress = silent) -> Any:
+    def run(
+        function: Callable[..., Any],
+        *arguments: Any,
+        name: str,
+        log: Path | None = None,
+        progress: Progress = silent,
+    ) -> Any:
         if function.__name__ == "convert":
             raise InternalError("KeyError: planted")
         return run_here(function, *arguments, name=name, log=log, progress=progress)
 
     int8 = [{"backend": "onnxruntime", "precision": "int8"}]
     with pytest.raises(InternalError, match="planted"):
-        compile_plan(load_plan(write_task(tmp_path, candidates=int8)), Runner(Store(tmp_path / "home"), run=run), "crucible compile plan.yaml")
+        compile_plan(
+            load_plan(write_task(tmp_path, candidates=int8)),
+            Runner(Store(tmp_path / "home"), run=run),
+            "crucible compile plan.yaml",
+        )
 
 
-def test_switches_reversed_are_built_checked_and_measured_like_any_candidate(tmp_path: Path) -> None:
-    int8 = {"backend": "onnxruntime", "precision": "int8", "method": "minmax", "placement": {"per_channel": [True, False]}}
-    report = compiled(write_task(tmp_path, ablate=True, candidates=[int8]), tmp_path / "home", run_untimed)
+def test_switches_reversed_are_built_checked_and_measured_like_any_candidate(
+    tmp_path: Path,
+) -> None:
+    int8 = {
+        "backend": "onnxruntime",
+        "precision": "int8",
+        "method": "minmax",
+        "placement": {"per_channel": [True, False]},
+    }
+    report = compiled(
+        write_task(tmp_path, ablate=True, candidates=[int8]), tmp_path / "home", run_untimed
+    )
     labels = [candidate.label for candidate in report.candidates]
     assert report.ablation is not None
     assert report.ablation.label in labels[:2]
     rows = {row.switch: row for row in report.ablation.rows}
     assert rows["per_channel"].label in labels[:2]  # the plan has it: not built again
     assert [rows[switch].label for switch in ("first_layer", "last_layer")] == labels[2:]
-    assert rows["first_layer"].state == "refused"  # two layers, and the last one is left out already
+    assert (
+        rows["first_layer"].state == "refused"
+    )  # two layers, and the last one is left out already
     assert "nothing can be quantised" in rows["first_layer"].reason
-    assert [rows[switch].state for switch in ("residual_add", "matmul_activations")] == [None, None]  # this graph has neither
+    assert [rows[switch].state for switch in ("residual_add", "matmul_activations")] == [
+        None,
+        None,
+    ]  # this graph has neither
     for row in (rows["per_channel"], rows["last_layer"]):
         assert row.ratio is not None
         assert row.drop_change is not None
@@ -230,21 +321,39 @@ def test_switches_reversed_are_built_checked_and_measured_like_any_candidate(tmp
 
 
 def test_weights_alone_go_through_the_whole_line_without_calibration_data(tmp_path: Path) -> None:
-    asked = [{"precision": "int4", "keep_fp32": ["classifier"]}, {"precision": "int8", "weight_only": True, "activation": "int8"}]
+    asked = [
+        {"precision": "int4", "keep_fp32": ["classifier"]},
+        {"precision": "int8", "weight_only": True, "activation": "int8"},
+    ]
     data = {role: f"{role}.npz" for role in ("selection", "validation")}
-    plan = write_task(tmp_path, candidates=[{"backend": "onnxruntime", **each} for each in asked], data=data)
-    report = compile_plan(load_plan(plan), Runner(Store(tmp_path / "home"), run=run_here), "crucible compile plan.yaml")
+    plan = write_task(
+        tmp_path, candidates=[{"backend": "onnxruntime", **each} for each in asked], data=data
+    )
+    report = compile_plan(
+        load_plan(plan),
+        Runner(Store(tmp_path / "home"), run=run_here),
+        "crucible compile plan.yaml",
+    )
     states = {candidate.label: candidate.state for candidate in report.candidates}
-    assert list(states) == ["onnxruntime int4 weight-only b32 keep classifier", "onnxruntime int8 weight-only b32 a8"]
+    assert list(states) == [
+        "onnxruntime int4 weight-only b32 keep classifier",
+        "onnxruntime int8 weight-only b32 a8",
+    ]
     assert states["onnxruntime int8 weight-only b32 a8"] == "measured"
     kept, whole = (candidate.notes[0].text for candidate in report.candidates)
-    assert kept.startswith("1 of 2 linear layers hold their weights in 4 bits; as they were: classifier; all constants together: ")
-    assert whole.startswith("2 of 2 linear layers hold their weights in 8 bits; all constants together: ")
+    assert kept.startswith(
+        "1 of 2 linear layers hold their weights in 4 bits; as they were: classifier; all constants together: "
+    )
+    assert whole.startswith(
+        "2 of 2 linear layers hold their weights in 8 bits; all constants together: "
+    )
     assert {step.stage for step in report.steps} & {"calibrate", "cover"} == set()
     assert report.verdict == "accepted"
 
 
-def test_a_model_with_8_bit_operators_of_its_own_is_not_called_by_a_wrong_name(tmp_path: Path) -> None:
+def test_a_model_with_8_bit_operators_of_its_own_is_not_called_by_a_wrong_name(
+    tmp_path: Path,
+) -> None:
     from onnxruntime.quantization import quantize_dynamic
 
     plan = write_task(tmp_path, candidates=[{"backend": "onnxruntime", "precision": "fp32"}])
@@ -252,4 +361,7 @@ def test_a_model_with_8_bit_operators_of_its_own_is_not_called_by_a_wrong_name(t
     (tmp_path / "dynamic.onnx").replace(tmp_path / "model.onnx")
     (candidate,) = compiled(plan, tmp_path / "home").candidates
     assert candidate.state == "measured", candidate.reason
-    assert any("8-bit operators of its own (DynamicQuantizeLinear, MatMulInteger)" in note.text for note in candidate.notes)
+    assert any(
+        "8-bit operators of its own (DynamicQuantizeLinear, MatMulInteger)" in note.text
+        for note in candidate.notes
+    )

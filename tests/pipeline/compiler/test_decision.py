@@ -25,7 +25,15 @@ from pipeline.compiler.decision import (
 from pipeline.core import CalibrationMethod, Note, Precision, Recipe
 from pipeline.measurement.measure import Interval, Samples
 from pipeline.quantization.lint.rules import SATURATES
-from pipeline.results.report import BenchmarkReport, Candidate, LatencyRow, MetricResult, OutputError, State, ValidationReport
+from pipeline.results.report import (
+    BenchmarkReport,
+    Candidate,
+    LatencyRow,
+    MetricResult,
+    OutputError,
+    State,
+    ValidationReport,
+)
 
 ONE = Samples(values_s=(0.001,) * 10)
 BASELINE_S = 0.004
@@ -34,16 +42,49 @@ BASELINE_S = 0.004
 def row(ratio: float, low: float | None = None, high: float | None = None) -> LatencyRow:
     """An engine that is so many times as fast as a baseline of 4 ms."""
     samples = Samples(values_s=(BASELINE_S / ratio,) * 4, blocks=(1,) * 4, processes=(1,) * 4)
-    interval = Interval(value=ratio, low=low if low is not None else ratio * 0.99, high=high if high is not None else ratio * 1.01)
+    interval = Interval(
+        value=ratio,
+        low=low if low is not None else ratio * 0.99,
+        high=high if high is not None else ratio * 1.01,
+    )
     return LatencyRow(
-        sizes={}, end_to_end=samples, upload=ONE, compute=ONE, download=ONE, throughput_per_s=1, flops_per_s=None, bytes_per_s=None, ratio=interval
+        sizes={},
+        end_to_end=samples,
+        upload=ONE,
+        compute=ONE,
+        download=ONE,
+        throughput_per_s=1,
+        flops_per_s=None,
+        bytes_per_s=None,
+        ratio=interval,
     )
 
 
-def validation(drop: float, role: str = "validation", failures: tuple[str, ...] = ()) -> ValidationReport:
+def validation(
+    drop: float, role: str = "validation", failures: tuple[str, ...] = ()
+) -> ValidationReport:
     interval = Interval(value=drop, low=drop, high=drop)
-    metric = MetricResult(name="top1", reference=0.99, candidate=0.99 - drop, drop=drop, interval=interval, max_drop=0.01, passed=not failures)
-    output = OutputError(output="y", max_abs=0, mean_abs=0, max_rel=0, cosine=1, snr_db=90, nan=0, inf=0, worst_sample=0, passed=True)
+    metric = MetricResult(
+        name="top1",
+        reference=0.99,
+        candidate=0.99 - drop,
+        drop=drop,
+        interval=interval,
+        max_drop=0.01,
+        passed=not failures,
+    )
+    output = OutputError(
+        output="y",
+        max_abs=0,
+        mean_abs=0,
+        max_rel=0,
+        cosine=1,
+        snr_db=90,
+        nan=0,
+        inf=0,
+        worst_sample=0,
+        passed=True,
+    )
     return ValidationReport.model_validate(
         {
             "role": role,
@@ -56,8 +97,18 @@ def validation(drop: float, role: str = "validation", failures: tuple[str, ...] 
     )
 
 
-def candidate(backend: str, ratio: float, state: State = "measured", drop: float = 0.0, precision: Precision = Precision.FP32) -> Candidate:
-    recipe = Recipe(backend=backend, precision=precision, method=CalibrationMethod.ENTROPY if precision is Precision.INT8 else None)
+def candidate(
+    backend: str,
+    ratio: float,
+    state: State = "measured",
+    drop: float = 0.0,
+    precision: Precision = Precision.FP32,
+) -> Candidate:
+    recipe = Recipe(
+        backend=backend,
+        precision=precision,
+        method=CalibrationMethod.ENTROPY if precision is Precision.INT8 else None,
+    )
     failures = ("top1 dropped",) if state == "failed accuracy" else ()
     return Candidate(
         label=backend,
@@ -80,7 +131,11 @@ def in_three_processes(candidate: Candidate) -> Candidate:
 
 
 def test_the_fastest_that_kept_its_accuracy_is_chosen() -> None:
-    candidates = [candidate("a", 2.0), candidate("b", 3.0), candidate("c", 9.0, "failed accuracy", 0.5)]
+    candidates = [
+        candidate("a", 2.0),
+        candidate("b", 3.0),
+        candidate("c", 9.0, "failed accuracy", 0.5),
+    ]
     winner = choose(candidates)
     assert winner is not None
     assert winner.label == "b"
@@ -110,7 +165,9 @@ def test_a_winner_that_holds_on_the_validation_set_is_accepted_with_its_numbers(
 
 
 def test_a_ratio_whose_interval_holds_one_is_not_called_faster() -> None:
-    winner = candidate("a", 1.02).model_copy(update={"benchmark": BenchmarkReport(label="a", rows=(row(1.02, 0.97, 1.06),))})
+    winner = candidate("a", 1.02).model_copy(
+        update={"benchmark": BenchmarkReport(label="a", rows=(row(1.02, 0.97, 1.06),))}
+    )
     decision = decide([winner], winner, None, Baseline("pytorch eager fp32"))
     assert decision.verdict == "keep"
     assert decision.winner is winner, "the fastest of those that lost"
@@ -123,8 +180,12 @@ def test_a_ratio_whose_interval_holds_one_is_not_called_faster() -> None:
 
 def test_a_winner_that_is_slower_than_the_baseline_is_none() -> None:
     """What an H200 said of small models: ACCEPTED, at 0.66 (0.52 to 0.85) times the speed of the baseline."""
-    slower = candidate("a", 0.66).model_copy(update={"benchmark": BenchmarkReport(label="a", rows=(row(0.66, 0.52, 0.85),))})
-    decision = decide([slower], choose([slower]), validation(0.0), Baseline("tensorrt as given tf32"))
+    slower = candidate("a", 0.66).model_copy(
+        update={"benchmark": BenchmarkReport(label="a", rows=(row(0.66, 0.52, 0.85),))}
+    )
+    decision = decide(
+        [slower], choose([slower]), validation(0.0), Baseline("tensorrt as given tf32")
+    )
     assert decision.verdict == "keep"
     assert "a, is slower: 0.66 times as fast (95 % 0.52 to 0.85)" in decision.reasons[1]
 
@@ -146,7 +207,9 @@ def test_what_is_kept_is_named_as_it_is_called_and_whether_it_is_delivered(
 def test_where_the_host_cannot_tell_the_verdict_is_unproven_with_the_reason() -> None:
     busy = "this host is too busy to tell: load 4.1 on 2 cores; the slowest process took 340 times as long as the fastest"
     measured = row(1.0).model_copy(update={"ratio": None, "ratio_missing": busy})
-    winner = candidate("a", 1.0).model_copy(update={"benchmark": BenchmarkReport(label="a", rows=(measured,))})
+    winner = candidate("a", 1.0).model_copy(
+        update={"benchmark": BenchmarkReport(label="a", rows=(measured,))}
+    )
     decision = decide([winner], winner, validation(0.002))
     assert decision.verdict == "unproven"
     assert decision.reasons[0] == f"not measurable: {busy}"
@@ -157,12 +220,19 @@ def test_where_the_host_cannot_tell_the_verdict_is_unproven_with_the_reason() ->
 
 def test_without_figures_of_the_baseline_the_verdict_is_unproven() -> None:
     measured = row(1.0).model_copy(update={"ratio": None})
-    winner = candidate("a", 1.0).model_copy(update={"benchmark": BenchmarkReport(label="a", rows=(measured,))})
-    assert decide([winner], winner, validation(0.0)).reasons[0] == "not measurable: the baseline could not be measured"
+    winner = candidate("a", 1.0).model_copy(
+        update={"benchmark": BenchmarkReport(label="a", rows=(measured,))}
+    )
+    assert (
+        decide([winner], winner, validation(0.0)).reasons[0]
+        == "not measurable: the baseline could not be measured"
+    )
 
 
 def test_a_measurably_faster_candidate_is_taken_before_one_that_only_may_be() -> None:
-    doubtful = candidate("doubtful", 1.3).model_copy(update={"benchmark": BenchmarkReport(label="d", rows=(row(1.3, 0.9, 1.9),))})
+    doubtful = candidate("doubtful", 1.3).model_copy(
+        update={"benchmark": BenchmarkReport(label="d", rows=(row(1.3, 0.9, 1.9),))}
+    )
     certain = candidate("certain", 1.2)
     assert choose([doubtful, certain]) == certain
     assert choose([doubtful]) == doubtful
@@ -170,7 +240,9 @@ def test_a_measurably_faster_candidate_is_taken_before_one_that_only_may_be() ->
 
 def test_a_winner_that_fails_on_the_validation_set_is_rejected_with_what_to_try() -> None:
     winner = candidate("a", 2.0, precision=Precision.INT8)
-    decision = decide([winner], winner, validation(0.05, failures=("top1 dropped by 0.05, limit 0.01",)))
+    decision = decide(
+        [winner], winner, validation(0.05, failures=("top1 dropped by 0.05, limit 0.01",))
+    )
     assert decision.verdict == "rejected"
     assert decision.nearest_miss is winner
     assert "validation: top1 dropped by 0.05" in decision.reasons[0]
@@ -181,7 +253,10 @@ def test_without_data_the_verdict_is_unproven() -> None:
     winner = candidate("a", 2.0).model_copy(update={"selection": validation(0, "generated")})
     decision = decide([winner], winner, None)
     assert decision.verdict == "unproven"
-    assert decision.reasons == ("no data: accuracy not proven", "2.00 times as fast as the baseline (95 % 1.98 to 2.02)")
+    assert decision.reasons == (
+        "no data: accuracy not proven",
+        "2.00 times as fast as the baseline (95 % 1.98 to 2.02)",
+    )
 
 
 def test_without_a_validation_set_the_verdict_is_unproven_and_says_what_was_seen() -> None:
@@ -190,7 +265,10 @@ def test_without_a_validation_set_the_verdict_is_unproven_and_says_what_was_seen
 
 
 def test_the_nearest_miss_has_the_smallest_drop() -> None:
-    candidates = [candidate("far", 9.0, "failed accuracy", 0.5), candidate("near", 2.0, "failed accuracy", 0.02)]
+    candidates = [
+        candidate("far", 9.0, "failed accuracy", 0.5),
+        candidate("near", 2.0, "failed accuracy", 0.02),
+    ]
     decision = decide(candidates, None, None)
     assert decision.verdict == "rejected"
     assert decision.nearest_miss is candidates[1]
@@ -198,7 +276,9 @@ def test_the_nearest_miss_has_the_smallest_drop() -> None:
 
 
 def test_engines_that_are_not_what_they_are_called_are_rejected_and_are_no_near_miss() -> None:
-    wrong = candidate("a", 2.0, "mislabelled").model_copy(update={"reason": "called fp16, but its heavy layers run 0 % fp16", "selection": None})
+    wrong = candidate("a", 2.0, "mislabelled").model_copy(
+        update={"reason": "called fp16, but its heavy layers run 0 % fp16", "selection": None}
+    )
     assert choose([wrong]) is None
     decision = decide([wrong], None, None)
     assert (decision.verdict, decision.winner, decision.nearest_miss) == ("rejected", None, None)
@@ -211,7 +291,11 @@ def test_engines_that_are_not_what_they_are_called_are_rejected_and_are_no_near_
 def test_where_a_models_own_pairs_are_not_run_the_next_step_is_to_mend_them() -> None:
     wrong = candidate("a", 2.0, "mislabelled", precision=Precision.INT8)
     given = [
-        wrong.model_copy(update={"recipe": wrong.recipe.model_copy(update={"backend": backend, "quantizer": "given"})})
+        wrong.model_copy(
+            update={
+                "recipe": wrong.recipe.model_copy(update={"backend": backend, "quantizer": "given"})
+            }
+        )
         for backend in ("onnxruntime", "openvino")
     ]
     first, *mend = decide(given, None, None).next_steps
@@ -224,11 +308,19 @@ def test_where_a_models_own_pairs_are_not_run_the_next_step_is_to_mend_them() ->
 
 def test_a_failed_model_with_its_own_pairs_is_not_told_to_calibrate() -> None:
     failed = candidate("a", 2.0, "failed accuracy", 0.1, precision=Precision.INT8)
-    failed = failed.model_copy(update={"recipe": failed.recipe.model_copy(update={"quantizer": "given"})})
+    failed = failed.model_copy(
+        update={"recipe": failed.recipe.model_copy(update={"quantizer": "given"})}
+    )
     steps = decide([failed], None, None).next_steps
     assert "crucible lint MODEL --backend" in steps[0]
     assert not [step for step in steps if "method" in step or "keep_fp32" in step]
-    saturated = failed.model_copy(update={"notes": (Note(stage="lint", text=f"weights of more than 7 bits: their products {SATURATES}"),)})
+    saturated = failed.model_copy(
+        update={
+            "notes": (
+                Note(stage="lint", text=f"weights of more than 7 bits: their products {SATURATES}"),
+            )
+        }
+    )
     assert decide([saturated], None, None).next_steps == (SEVEN_BITS, *steps)
 
 
@@ -248,25 +340,39 @@ def test_a_mislabelled_engine_never_wins_however_fast() -> None:
 
 def test_after_a_vain_rescue_the_advice_is_training_in_16_bits() -> None:
     first = candidate("fp16", 2.0, "failed accuracy", 0.1, precision=Precision.FP16)
-    vain = first.model_copy(update={"recipe": first.recipe.model_copy(update={"variant": "rescued"})})
+    vain = first.model_copy(
+        update={"recipe": first.recipe.model_copy(update={"variant": "rescued"})}
+    )
     assert "keep_fp32" in decide([first], None, None).next_steps[0]
     assert decide([first, vain], None, None).next_steps == (TRAIN_IN_16_BITS,)
 
 
 def test_after_a_vain_rescue_of_int8_nobody_is_told_to_try_it() -> None:
     first = candidate("int8", 2.0, "failed accuracy", 0.1, precision=Precision.INT8)
-    vain = first.model_copy(update={"recipe": first.recipe.model_copy(update={"variant": "rescued"})})
+    vain = first.model_copy(
+        update={"recipe": first.recipe.model_copy(update={"variant": "rescued"})}
+    )
     assert KEEP_WORST in decide([first], None, None).next_steps
-    assert set(decide([first], None, None).next_steps) - set(decide([first, vain], None, None).next_steps) == {KEEP_WORST}
+    assert set(decide([first], None, None).next_steps) - set(
+        decide([first, vain], None, None).next_steps
+    ) == {KEEP_WORST}
 
 
 def test_where_the_data_is_at_fault_the_advice_is_about_the_data() -> None:
     failed = candidate("a", 2.0, "failed accuracy", 0.0, Precision.INT8)
-    chance = failed.model_copy(update={"reason": "the reference itself scores at chance: top1 0.25"})
+    chance = failed.model_copy(
+        update={"reason": "the reference itself scores at chance: top1 0.25"}
+    )
     assert decide([chance], None, None).next_steps == (MEND_LABELS,)
-    foreign = failed.model_copy(update={"reason": "the calibration set's ranges do not fit the selection set: 'x' ..."})
+    foreign = failed.model_copy(
+        update={"reason": "the calibration set's ranges do not fit the selection set: 'x' ..."}
+    )
     assert decide([foreign], None, None).next_steps == (MEND_CALIBRATION, *next_steps(foreign))
-    late = decide([failed], failed, validation(0.0, failures=("the reference itself scores at chance: top1 0.25",)))
+    late = decide(
+        [failed],
+        failed,
+        validation(0.0, failures=("the reference itself scores at chance: top1 0.25",)),
+    )
     assert late.next_steps[0] == MEND_LABELS
 
 
@@ -279,15 +385,21 @@ def test_every_failure_has_a_next_step(precision: Precision) -> None:
 # -- equal speed -------------------------------------------------------------------------------------------------------
 
 
-def timed(label: str, process_ms: tuple[float, ...], drop: float = 0.0, cosine: float = 1.0) -> Candidate:
+def timed(
+    label: str, process_ms: tuple[float, ...], drop: float = 0.0, cosine: float = 1.0
+) -> Candidate:
     """A candidate with these medians of its processes, twice over and two blocks each, and the ratio to a baseline of 4 ms."""
     process_ms = process_ms * 2
     values = [ms * 1e-3 for ms in process_ms for _ in range(4)]
-    samples = Samples(values_s=tuple(values), blocks=(2,) * (len(values) // 2), processes=(2,) * len(process_ms))
+    samples = Samples(
+        values_s=tuple(values), blocks=(2,) * (len(values) // 2), processes=(2,) * len(process_ms)
+    )
     geometric_mean = math.prod(process_ms) ** (1 / len(process_ms)) * 1e-3
     found = candidate(label, BASELINE_S / geometric_mean, drop=drop)
     assert found.selection is not None
-    outputs = tuple(output.model_copy(update={"cosine": cosine}) for output in found.selection.outputs)
+    outputs = tuple(
+        output.model_copy(update={"cosine": cosine}) for output in found.selection.outputs
+    )
     measured = row(BASELINE_S / geometric_mean).model_copy(update={"end_to_end": samples})
     return found.model_copy(
         update={
@@ -307,28 +419,44 @@ def chosen(*candidates: Candidate) -> str:
     return winner.label
 
 
-def test_of_two_that_cannot_be_told_apart_in_speed_the_more_accurate_is_chosen_and_the_report_says_why() -> None:
+def test_of_two_that_cannot_be_told_apart_in_speed_the_more_accurate_is_chosen_and_the_report_says_why() -> (
+    None
+):
     assert chosen(FASTEST, AS_FAST) == "as fast"
     decision = decide([FASTEST, AS_FAST], AS_FAST, validation(0.0))
-    assert "of 2 candidates whose speeds cannot be told apart it has the smallest drop on the selection set, +0.0030" in decision.reasons[-1]
+    assert (
+        "of 2 candidates whose speeds cannot be told apart it has the smallest drop on the selection set, +0.0030"
+        in decision.reasons[-1]
+    )
     assert decision.reasons[-1].endswith("the others: fastest")
     assert "cannot be told apart" in decide([FASTEST, AS_FAST], AS_FAST, None).reasons[-1]
 
 
 def test_at_equal_drop_the_higher_cosine_is_chosen_and_at_last_the_order_of_the_plan() -> None:
-    near, far = timed("near", (1.02, 1.00, 1.01), cosine=0.999), timed("far", (1.00, 1.02, 0.98), cosine=0.99)
+    near, far = (
+        timed("near", (1.02, 1.00, 1.01), cosine=0.999),
+        timed("far", (1.00, 1.02, 0.98), cosine=0.99),
+    )
     assert chosen(far, near) == chosen(near, far) == "near"
-    assert "it has the highest cosine, 0.99900" in decide([far, near], near, validation(0.0)).reasons[-1]
+    assert (
+        "it has the highest cosine, 0.99900"
+        in decide([far, near], near, validation(0.0)).reasons[-1]
+    )
     twin = timed("twin", (1.00, 1.02, 0.99), cosine=0.999)
     assert (chosen(near, twin), chosen(twin, near)) == ("near", "twin")
     assert "it comes first in the plan" in decide([near, twin], near, validation(0.0)).reasons[-1]
 
 
 def test_what_is_measurably_slower_is_not_chosen_for_its_accuracy() -> None:
-    slower = timed("slower", (1.030, 1.051, 1.009), drop=0.0)  # by 3 % in every pair of processes, although each varies by 2 %
+    slower = timed(
+        "slower", (1.030, 1.051, 1.009), drop=0.0
+    )  # by 3 % in every pair of processes, although each varies by 2 %
     assert contenders([slower, FASTEST]) == (FASTEST,)
     assert chosen(slower, FASTEST) == "fastest"
-    assert not any("told apart" in reason for reason in decide([slower, FASTEST], FASTEST, validation(0.0)).reasons)
+    assert not any(
+        "told apart" in reason
+        for reason in decide([slower, FASTEST], FASTEST, validation(0.0)).reasons
+    )
 
 
 def test_on_a_noisy_host_speed_is_not_given_away_for_accuracy() -> None:
@@ -341,28 +469,53 @@ def test_on_a_noisy_host_speed_is_not_given_away_for_accuracy() -> None:
 
 def test_engines_that_differ_in_their_ranges_only_are_as_fast_unless_measured_otherwise() -> None:
     def int8(found: Candidate, method: str) -> Candidate:
-        return found.model_copy(update={"recipe": Recipe.model_validate({"backend": "onnxruntime", "precision": "int8", "method": method})})
+        return found.model_copy(
+            update={
+                "recipe": Recipe.model_validate(
+                    {"backend": "onnxruntime", "precision": "int8", "method": method}
+                )
+            }
+        )
 
-    entropy, minmax = int8(FASTEST, "entropy"), int8(timed("minmax", (0.9, 1.7, 1.2), drop=0.0), "minmax")
+    entropy, minmax = (
+        int8(FASTEST, "entropy"),
+        int8(timed("minmax", (0.9, 1.7, 1.2), drop=0.0), "minmax"),
+    )
     assert chosen(entropy, minmax) == "minmax"
     slower = int8(timed("slower", (1.30, 1.33, 1.27), drop=0.0), "percentile")
     assert chosen(entropy, slower) == "fastest"
 
 
 def test_a_chain_of_small_differences_does_not_lead_to_a_slow_candidate() -> None:
-    chain = [timed(f"{step}", (1.0 + step * 0.03, 1.05 + step * 0.03, 0.95 + step * 0.03), drop=-0.001 * step) for step in range(6)]
-    assert [candidate.label for candidate in contenders(chain)] == ["0"]  # paired, 3 % are told apart
-    shuffled = [timed(f"{step}", (1.0 + step * 0.03, 1.05, 0.95), drop=-0.001 * step) for step in range(9)]
+    chain = [
+        timed(
+            f"{step}",
+            (1.0 + step * 0.03, 1.05 + step * 0.03, 0.95 + step * 0.03),
+            drop=-0.001 * step,
+        )
+        for step in range(6)
+    ]
+    assert [candidate.label for candidate in contenders(chain)] == [
+        "0"
+    ]  # paired, 3 % are told apart
+    shuffled = [
+        timed(f"{step}", (1.0 + step * 0.03, 1.05, 0.95), drop=-0.001 * step) for step in range(9)
+    ]
     ties = contenders(shuffled)
     assert 1 < len(ties) < 9
-    assert all(ratio is not None and ratio.value > 1 / 1.05 for ratio in (speed_ratio(ties[0], each) for each in ties))
+    assert all(
+        ratio is not None and ratio.value > 1 / 1.05
+        for ratio in (speed_ratio(ties[0], each) for each in ties)
+    )
 
 
 def test_without_a_baseline_the_fastest_is_known_all_the_same() -> None:
     def alone(found: Candidate) -> Candidate:
         assert found.benchmark is not None
         rows = tuple(each.model_copy(update={"ratio": None}) for each in found.benchmark.rows)
-        return found.model_copy(update={"benchmark": found.benchmark.model_copy(update={"rows": rows})})
+        return found.model_copy(
+            update={"benchmark": found.benchmark.model_copy(update={"rows": rows})}
+        )
 
     assert chosen(alone(timed("slow", (2.0, 2.1, 1.9))), alone(FASTEST)) == "fastest"
 
@@ -370,16 +523,57 @@ def test_without_a_baseline_the_fastest_is_known_all_the_same() -> None:
 @pytest.mark.parametrize(
     ("recipe", "has", "lacks"),
     [
-        (Recipe(backend="onnxruntime", precision=Precision.INT4, weight_only=True, block_size=64), "block_size: 32", "simplify"),
-        (Recipe(backend="onnxruntime", precision=Precision.INT4, weight_only=True, block_size=32), "weight_only: true", "block_size"),
-        (Recipe(backend="onnxruntime", precision=Precision.INT8, weight_only=True, block_size=32), "keep_fp32: [NODE]", "method"),
-        (Recipe(backend="openvino", precision=Precision.INT8, quantizer="nncf"), "quantisation-aware", "keep_fp32: auto"),
-        (Recipe(backend="tensorrt", precision=Precision.INT8, realised_in="flags", method=CalibrationMethod.ENTROPY), "method: minmax", "auto"),
-        (Recipe(backend="tensorrt", precision=Precision.FP8, quantizer="modelopt"), "bf16 or fp16", "simplify"),
-        (Recipe(backend="onnxruntime", precision=Precision.INT8, keep_worst=True), "quantisation-aware", "keep_fp32: auto"),
+        (
+            Recipe(
+                backend="onnxruntime", precision=Precision.INT4, weight_only=True, block_size=64
+            ),
+            "block_size: 32",
+            "simplify",
+        ),
+        (
+            Recipe(
+                backend="onnxruntime", precision=Precision.INT4, weight_only=True, block_size=32
+            ),
+            "weight_only: true",
+            "block_size",
+        ),
+        (
+            Recipe(
+                backend="onnxruntime", precision=Precision.INT8, weight_only=True, block_size=32
+            ),
+            "keep_fp32: [NODE]",
+            "method",
+        ),
+        (
+            Recipe(backend="openvino", precision=Precision.INT8, quantizer="nncf"),
+            "quantisation-aware",
+            "keep_fp32: auto",
+        ),
+        (
+            Recipe(
+                backend="tensorrt",
+                precision=Precision.INT8,
+                realised_in="flags",
+                method=CalibrationMethod.ENTROPY,
+            ),
+            "method: minmax",
+            "auto",
+        ),
+        (
+            Recipe(backend="tensorrt", precision=Precision.FP8, quantizer="modelopt"),
+            "bf16 or fp16",
+            "simplify",
+        ),
+        (
+            Recipe(backend="onnxruntime", precision=Precision.INT8, keep_worst=True),
+            "quantisation-aware",
+            "keep_fp32: auto",
+        ),
     ],
 )
-def test_no_next_step_is_one_that_the_plan_refuses_or_has(recipe: Recipe, has: str, lacks: str) -> None:
+def test_no_next_step_is_one_that_the_plan_refuses_or_has(
+    recipe: Recipe, has: str, lacks: str
+) -> None:
     miss = candidate("c", 0.5, state="failed accuracy").model_copy(update={"recipe": recipe})
     said = "\n".join(next_steps(miss))
     assert has in said

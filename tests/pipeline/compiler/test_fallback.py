@@ -39,13 +39,25 @@ FP16 = Recipe(backend="tensorrt", precision=Precision.FP16)
 PROFILE = Profile(dims={"batch": DimRange(min=1, opt=8, max=32)})
 
 
-def candidate(recipe: Recipe = FP16, state: State = "failed accuracy", reason: str = "output 'y': 120 values are NaN on one side only") -> Candidate:
+def candidate(
+    recipe: Recipe = FP16,
+    state: State = "failed accuracy",
+    reason: str = "output 'y': 120 values are NaN on one side only",
+) -> Candidate:
     report = selection(0.1 if state == "failed accuracy" else 0.002, 0.9)
-    return Candidate(label=recipe.label, recipe=recipe, state=state, reason="" if state == "measured" else reason, selection=report)
+    return Candidate(
+        label=recipe.label,
+        recipe=recipe,
+        state=state,
+        reason="" if state == "measured" else reason,
+        selection=report,
+    )
 
 
 def harm(name: str, largest: float = 1.0, error: float = 0.0) -> NodeHarm:
-    return NodeHarm(node=name, operator="MatMul", largest=largest, overflows=largest > 16376, error=error)
+    return NodeHarm(
+        node=name, operator="MatMul", largest=largest, overflows=largest > 16376, error=error
+    )
 
 
 def tried(attempt: Attempt | Skipped, state: State) -> Tried:
@@ -65,7 +77,15 @@ def test_one_failed_fp16_candidate_of_each_kind_is_rescued() -> None:
 
 @pytest.mark.parametrize("state", ["measured", "mislabelled", "refused", "failed", "built"])
 def test_only_a_failed_accuracy_is_rescued(state: State) -> None:
-    assert to_rescue([candidate(state=state), candidate(Recipe(backend="tensorrt", precision=Precision.BF16))]) == ()
+    assert (
+        to_rescue(
+            [
+                candidate(state=state),
+                candidate(Recipe(backend="tensorrt", precision=Precision.BF16)),
+            ]
+        )
+        == ()
+    )
 
 
 def test_nothing_is_rescued_where_another_fp16_engine_of_the_kind_passed() -> None:
@@ -74,22 +94,34 @@ def test_nothing_is_rescued_where_another_fp16_engine_of_the_kind_passed() -> No
 
 
 def test_fp32_and_bf16_are_the_recipes_that_a_plan_would_name() -> None:
-    failed = candidate(FP16.model_copy(update={"keep_fp32": ("norm",), "hardware_compatible": True}))
-    assert in_fp32(failed).recipe == Recipe(backend="tensorrt", precision=Precision.FP32, hardware_compatible=True)
+    failed = candidate(
+        FP16.model_copy(update={"keep_fp32": ("norm",), "hardware_compatible": True})
+    )
+    assert in_fp32(failed).recipe == Recipe(
+        backend="tensorrt", precision=Precision.FP32, hardware_compatible=True
+    )
     assert in_bf16(failed).recipe.label == "tensorrt bf16 hardware_compatible"
 
 
 def test_opt_moves_to_min_and_to_max_and_the_range_stays() -> None:
     moves = with_opt_moved(candidate(), (PROFILE,))
     assert [move.words for move in moves] == ["opt shape moved to min", "opt shape moved to max"]
-    ranges = [move.profiles[0].dims["batch"] for move in moves if isinstance(move, Attempt) and move.profiles]
+    ranges = [
+        move.profiles[0].dims["batch"]
+        for move in moves
+        if isinstance(move, Attempt) and move.profiles
+    ]
     assert [(each.min, each.opt, each.max) for each in ranges] == [(1, 1, 32), (1, 32, 32)]
     assert len({move.recipe.label for move in moves if isinstance(move, Attempt)}) == 2
 
 
 def test_opt_that_is_min_already_moves_to_max_only_and_an_empty_batch_is_tuned_for_one() -> None:
-    first, second = (Profile(dims={"batch": DimRange(min=low, opt=opt, max=32)}) for low, opt in ((1, 1), (0, 8)))
-    assert [move.words for move in with_opt_moved(candidate(), (first,))] == ["opt shape moved to max"]
+    first, second = (
+        Profile(dims={"batch": DimRange(min=low, opt=opt, max=32)}) for low, opt in ((1, 1), (0, 8))
+    )
+    assert [move.words for move in with_opt_moved(candidate(), (first,))] == [
+        "opt shape moved to max"
+    ]
     emptied = with_opt_moved(candidate(), (second,))[0]
     assert isinstance(emptied, Attempt)
     assert emptied.profiles is not None
@@ -98,14 +130,18 @@ def test_opt_that_is_min_already_moves_to_max_only_and_an_empty_batch_is_tuned_f
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
 def test_a_backend_whose_engine_is_the_same_for_all_shapes_has_no_opt_to_move(backend: str) -> None:
-    (skipped,) = with_opt_moved(candidate(Recipe(backend=backend, precision=Precision.FP16)), (PROFILE,))
+    (skipped,) = with_opt_moved(
+        candidate(Recipe(backend=backend, precision=Precision.FP16)), (PROFILE,)
+    )
     assert isinstance(skipped, Skipped)
     assert skipped.why == f"{backend} makes one engine for all shapes"
 
 
 def test_fixed_shapes_have_no_opt_to_move() -> None:
     for profiles in ((Profile(),), (Profile(dims={"batch": DimRange(min=4, opt=4, max=4)}),)):
-        assert with_opt_moved(candidate(), profiles) == (Skipped("opt shape moved", "nothing to move: all shapes are fixed"),)
+        assert with_opt_moved(candidate(), profiles) == (
+            Skipped("opt shape moved", "nothing to move: all shapes are fixed"),
+        )
 
 
 @pytest.mark.parametrize(
@@ -122,14 +158,22 @@ def test_fixed_shapes_have_no_opt_to_move() -> None:
         (2, 1, 1, (1,)),
     ],
 )
-def test_what_overflows_is_kept_together_then_twice_as_many(nodes: int, overflowing: int, builds: int, kept: tuple[int, ...]) -> None:
+def test_what_overflows_is_kept_together_then_twice_as_many(
+    nodes: int, overflowing: int, builds: int, kept: tuple[int, ...]
+) -> None:
     assert cuts(nodes, overflowing, builds) == kept
 
 
 def test_nodes_are_kept_by_their_names_whatever_these_hold_and_labels_stay_short() -> None:
-    ranking = NodeRanking(nodes=tuple(harm(f"layer[{n}]/up*", largest=1e5 if n < 3 else 1.0) for n in range(40)))
+    ranking = NodeRanking(
+        nodes=tuple(harm(f"layer[{n}]/up*", largest=1e5 if n < 3 else 1.0) for n in range(40))
+    )
     attempts = [
-        each for each in with_nodes_kept(candidate(FP16.model_copy(update={"keep_fp32": ("norm",)})), ranking, 5) if isinstance(each, Attempt)
+        each
+        for each in with_nodes_kept(
+            candidate(FP16.model_copy(update={"keep_fp32": ("norm",)})), ranking, 5
+        )
+        if isinstance(each, Attempt)
     ]
     assert [len(each.recipe.keep_fp32) for each in attempts] == [4, 7, 13, 25, 41]
     assert attempts[0].recipe.keep_fp32[:2] == ("norm", "layer[[]0]/up[*]")
@@ -141,11 +185,15 @@ def test_nodes_are_kept_by_their_names_whatever_these_hold_and_labels_stay_short
 
 
 def test_two_lists_of_one_length_have_labels_of_their_own() -> None:
-    first, second = (FP16.model_copy(update={"keep_fp32": ("a", "b", "c", last)}) for last in ("d", "e"))
+    first, second = (
+        FP16.model_copy(update={"keep_fp32": ("a", "b", "c", last)}) for last in ("d", "e")
+    )
     assert first.label != second.label
 
 
-@pytest.mark.parametrize(("failure", "why"), [("", "on 7 samples"), ("memory ran out", "memory ran out")])
+@pytest.mark.parametrize(
+    ("failure", "why"), [("", "on 7 samples"), ("memory ran out", "memory ran out")]
+)
 def test_without_a_node_to_keep_the_step_says_why(failure: str, why: str) -> None:
     (skipped,) = with_nodes_kept(candidate(), NodeRanking(samples=7, failure=failure), 6)
     assert isinstance(skipped, Skipped)
@@ -154,7 +202,13 @@ def test_without_a_node_to_keep_the_step_says_why(failure: str, why: str) -> Non
 
 # --- int8, and bf16: where the plan says so ---
 
-INT8 = Recipe(backend="openvino", precision=Precision.INT8, method=CalibrationMethod.ENTROPY, activation="uint8", keep_worst=True)
+INT8 = Recipe(
+    backend="openvino",
+    precision=Precision.INT8,
+    method=CalibrationMethod.ENTROPY,
+    activation="uint8",
+    keep_worst=True,
+)
 SIGNED = INT8.model_copy(update={"activation": "int8"})
 
 
@@ -172,7 +226,10 @@ def test_where_the_method_is_auto_the_other_ways_to_choose_ranges_are_tried() ->
     assert to_rescue([failed]) == (failed,)
     attempts = by_other_methods(failed)
     assert [each.words for each in attempts] == ["ranges by minmax", "ranges by percentile"]
-    assert [each.recipe.label for each in attempts] == ["openvino int8 minmax u8s8", "openvino int8 percentile u8s8"]
+    assert [each.recipe.label for each in attempts] == [
+        "openvino int8 minmax u8s8",
+        "openvino int8 percentile u8s8",
+    ]
     named = candidate(METHOD.model_copy(update={"try_methods": False, "keep_worst": True}))
     assert by_other_methods(named) == ()
 
@@ -191,43 +248,75 @@ def test_a_method_that_mends_it_is_named_and_in_vain_all_are() -> None:
     failed = candidate(METHOD)
     minmax, percentile = by_other_methods(failed)
     mended = story(failed, [tried(minmax, "measured")])
-    assert mended.conclusion == "entropy chooses ranges that lose the accuracy, and minmax keeps it; as the plan names it: `method: minmax`"
+    assert (
+        mended.conclusion
+        == "entropy chooses ranges that lose the accuracy, and minmax keeps it; as the plan names it: `method: minmax`"
+    )
     vain = story(failed, [tried(minmax, "failed accuracy"), tried(percentile, "failed accuracy")])
-    assert vain.conclusion.startswith("int8 does not keep its accuracy with ranges by entropy, minmax, percentile: ")
+    assert vain.conclusion.startswith(
+        "int8 does not keep its accuracy with ranges by entropy, minmax, percentile: "
+    )
 
 
-def test_of_several_int8_engines_of_a_backend_the_nearest_miss_is_rescued_and_none_beside_one_that_passed() -> None:
-    far, near = candidate(INT8), candidate(SIGNED).model_copy(update={"selection": selection(0.04, 0.9)})
+def test_of_several_int8_engines_of_a_backend_the_nearest_miss_is_rescued_and_none_beside_one_that_passed() -> (
+    None
+):
+    far, near = (
+        candidate(INT8),
+        candidate(SIGNED).model_copy(update={"selection": selection(0.04, 0.9)}),
+    )
     assert to_rescue([far, near]) == (near,)
     by_nncf = INT8.model_copy(update={"quantizer": "nncf", "keep_worst": False})
     assert to_rescue([far, near, candidate(by_nncf, "measured")]) == ()
     elsewhere = INT8.model_copy(update={"backend": "onnxruntime"})
     assert to_rescue([far, candidate(elsewhere, "measured")]) == (far,)
     weights_alone = INT8.model_copy(update={"weight_only": True, "keep_worst": False})
-    assert to_rescue([far, candidate(weights_alone, "measured")]) == (far,)  # another kind of engine, and another speed
+    assert to_rescue([far, candidate(weights_alone, "measured")]) == (
+        far,
+    )  # another kind of engine, and another speed
 
 
 @pytest.mark.parametrize("fault", [AT_CHANCE, NOT_COVERED])
 def test_no_engine_is_rescued_where_the_data_is_at_fault(fault: str) -> None:
-    assert to_rescue([candidate(INT8, reason=f"{fault}: ..."), candidate(FP16, reason=f"{fault}: ...")]) == ()
+    assert (
+        to_rescue(
+            [candidate(INT8, reason=f"{fault}: ..."), candidate(FP16, reason=f"{fault}: ...")]
+        )
+        == ()
+    )
 
 
 def test_a_plan_that_names_fp32_and_a_rescue_of_int8_mean_the_same_engine() -> None:
     assert in_fp32(candidate(INT8)).recipe == Recipe(backend="openvino", precision=Precision.FP32)
-    assert in_bf16(candidate(Recipe(backend="openvino", precision=Precision.FP16))).recipe.realised_in == "runtime"
+    assert (
+        in_bf16(candidate(Recipe(backend="openvino", precision=Precision.FP16))).recipe.realised_in
+        == "runtime"
+    )
 
 
 def kept_in_int8(counts: int, passed: bool, builds: int = 6) -> str:
     """The conclusion after so many attempts on 20 nodes, of which the last passed or not."""
-    attempts = with_nodes_kept(candidate(INT8), NodeRanking(nodes=tuple(harm(f"n{n}") for n in range(20))), builds)
-    states: list[State] = ["failed accuracy"] * (counts - 1) + ["measured" if passed else "failed accuracy"]
-    return story(candidate(INT8), [tried(attempt, state) for attempt, state in zip(attempts, states, strict=False)]).conclusion
+    attempts = with_nodes_kept(
+        candidate(INT8), NodeRanking(nodes=tuple(harm(f"n{n}") for n in range(20))), builds
+    )
+    states: list[State] = ["failed accuracy"] * (counts - 1) + [
+        "measured" if passed else "failed accuracy"
+    ]
+    return story(
+        candidate(INT8),
+        [tried(attempt, state) for attempt, state in zip(attempts, states, strict=False)],
+    ).conclusion
 
 
 def test_the_conclusion_says_how_many_nodes_were_enough_and_what_was_not_tried() -> None:
-    assert kept_in_int8(1, passed=True) == "1 node in fp32 keeps the accuracy, the others stay int8; as the plan names nodes: `keep_fp32`: ['n0']"
+    assert (
+        kept_in_int8(1, passed=True)
+        == "1 node in fp32 keeps the accuracy, the others stay int8; as the plan names nodes: `keep_fp32`: ['n0']"
+    )
     assert kept_in_int8(2, passed=True).startswith("2 nodes in fp32 keep the accuracy")
-    assert kept_in_int8(3, passed=True).startswith("4 nodes in fp32 (2 were not enough, and nothing between was tried) keep the accuracy")
+    assert kept_in_int8(3, passed=True).startswith(
+        "4 nodes in fp32 (2 were not enough, and nothing between was tried) keep the accuracy"
+    )
 
 
 def test_at_the_limit_of_builds_the_conclusion_names_it_and_what_else_there_is() -> None:
@@ -236,14 +325,20 @@ def test_at_the_limit_of_builds_the_conclusion_names_it_and_what_else_there_is()
         "int8 does not keep its accuracy, even with the worst 1 of 20 nodes in fp32 (more of them by a larger `keep_builds`): bf16"
     )
     assert "quantisation-aware training" in found
-    assert "even with the worst 20 of 20 nodes in fp32: bf16" in kept_in_int8(4, passed=False, builds=4)
+    assert "even with the worst 20 of 20 nodes in fp32: bf16" in kept_in_int8(
+        4, passed=False, builds=4
+    )
 
 
 def test_in_16_bits_the_conclusion_names_the_nodes_that_were_kept_in_vain() -> None:
     failed = candidate(FP16)
-    attempts = with_nodes_kept(failed, NodeRanking(nodes=tuple(harm(f"n{n}") for n in range(120))), 6)
+    attempts = with_nodes_kept(
+        failed, NodeRanking(nodes=tuple(harm(f"n{n}") for n in range(120))), 6
+    )
     said = story(failed, [tried(attempt, "failed accuracy") for attempt in attempts]).conclusion
-    assert said.startswith("no engine in 16 bits keeps its accuracy, even with the worst 120 of 120 nodes in fp32: train")
+    assert said.startswith(
+        "no engine in 16 bits keeps its accuracy, even with the worst 120 of 120 nodes in fp32: train"
+    )
 
 
 def test_without_a_ranking_there_is_still_a_conclusion() -> None:
@@ -264,7 +359,9 @@ def test_fp32_that_fails_ends_it_and_fp16_is_not_to_blame() -> None:
     assert ends(failed)
     found = story(candidate(), [failed])
     assert "fp16 is not the cause" in found.conclusion
-    assert found.steps[0].outcome == "failed accuracy: output 'y': 120 values are NaN on one side only"
+    assert (
+        found.steps[0].outcome == "failed accuracy: output 'y': 120 values are NaN on one side only"
+    )
 
 
 @pytest.mark.parametrize("state", ["measured", "failed", "refused", "mislabelled", "built"])
@@ -275,13 +372,20 @@ def test_fp32_that_passes_or_cannot_be_had_goes_on(state: State) -> None:
 def test_the_first_engine_that_passes_ends_it() -> None:
     moved = with_opt_moved(candidate(), (PROFILE,))[0]
     assert ends(tried(moved, "measured"))
-    assert not any(ends(tried(moved, state)) for state in ("failed accuracy", "failed", "mislabelled"))
+    assert not any(
+        ends(tried(moved, state)) for state in ("failed accuracy", "failed", "mislabelled")
+    )
 
 
 def test_the_story_names_each_step_and_what_mended_it() -> None:
-    kept = with_nodes_kept(candidate(), NodeRanking(nodes=(harm("up", 2.4e5), harm("down", 2.4e5))), 6)[0]
+    kept = with_nodes_kept(
+        candidate(), NodeRanking(nodes=(harm("up", 2.4e5), harm("down", 2.4e5))), 6
+    )[0]
     moved = with_opt_moved(candidate(), (PROFILE,))
-    found = story(candidate(), [FP32_FINE, *(tried(move, "failed accuracy") for move in moved), tried(kept, "measured")])
+    found = story(
+        candidate(),
+        [FP32_FINE, *(tried(move, "failed accuracy") for move in moved), tried(kept, "measured")],
+    )
     assert [step.step for step in found.steps] == [
         "fp32 without TF32",
         "opt shape moved to min",
@@ -296,31 +400,54 @@ def test_the_story_names_each_step_and_what_mended_it() -> None:
 def test_opt_or_bf16_that_mends_it_is_said() -> None:
     moved = tried(with_opt_moved(candidate(), (PROFILE,))[0], "measured")
     assert "opt shape moved to min" in story(candidate(), [FP32_FINE, moved]).conclusion
-    assert "bf16 keeps the accuracy" in story(candidate(), [FP32_FINE, tried(in_bf16(candidate()), "measured")]).conclusion
+    assert (
+        "bf16 keeps the accuracy"
+        in story(candidate(), [FP32_FINE, tried(in_bf16(candidate()), "measured")]).conclusion
+    )
 
 
 def test_the_last_advice_is_a_model_trained_in_16_bits() -> None:
     skipped = Skipped("opt shape moved", "nothing to move: all shapes are fixed")
     found = story(candidate(), [FP32_FINE, skipped, tried(in_bf16(candidate()), "failed accuracy")])
     assert "train or fine-tune" in found.conclusion
-    assert [(step.label, step.outcome) for step in found.steps][1] == ("", "nothing to move: all shapes are fixed")
+    assert [(step.label, step.outcome) for step in found.steps][1] == (
+        "",
+        "nothing to move: all shapes are fixed",
+    )
 
 
 # --- a whole compile ---
 
 
-def rescued(monkeypatch: pytest.MonkeyPatch, folder: Path, double: Halves, run: Callable[..., Any] = run_here, **changes: object) -> Report:
+def rescued(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    double: Halves,
+    run: Callable[..., Any] = run_here,
+    **changes: object,
+) -> Report:
     """A compile of the overflowing model for fp16 on the double."""
     monkeypatch.setitem(BACKENDS, "halves", double)
-    plan = overflowing_task(folder, **{"candidates": [{"backend": "halves", "precision": "fp16"}], "simplify": {"enabled": False}, **changes})
-    return compile_plan(load_plan(plan), Runner(Store(folder / "home"), run=run), "crucible compile plan.yaml")
+    plan = overflowing_task(
+        folder,
+        **{
+            "candidates": [{"backend": "halves", "precision": "fp16"}],
+            "simplify": {"enabled": False},
+            **changes,
+        },
+    )
+    return compile_plan(
+        load_plan(plan), Runner(Store(folder / "home"), run=run), "crucible compile plan.yaml"
+    )
 
 
 def outcomes(report: Report) -> list[tuple[str, str]]:
     return [(each.label, each.state) for each in report.candidates]
 
 
-def test_a_model_that_overflows_in_fp16_ends_accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_model_that_overflows_in_fp16_ends_accepted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     report = rescued(monkeypatch, tmp_path, Halves())
     assert outcomes(report) == [
         ("halves fp16", "failed accuracy"),
@@ -332,7 +459,12 @@ def test_a_model_that_overflows_in_fp16_ends_accepted(monkeypatch: pytest.Monkey
     assert "NaN" in report.candidates[0].reason
     assert (report.verdict, report.winner) == ("accepted", kept)
     assert kept.startswith("halves rescued fp16 keep up and 3 more (")
-    assert report.candidates[4].recipe.keep_fp32 == ("up", "wide_relu", "down", "norm")  # of the norm, the sum of squares
+    assert report.candidates[4].recipe.keep_fp32 == (
+        "up",
+        "wide_relu",
+        "down",
+        "norm",
+    )  # of the norm, the sum of squares
     (found,) = report.rescues
     assert found.label == "halves fp16"
     assert [step.label for step in found.steps] == [label for label, _ in outcomes(report)[1:]]
@@ -341,7 +473,9 @@ def test_a_model_that_overflows_in_fp16_ends_accepted(monkeypatch: pytest.Monkey
     assert report.candidates[2].benchmark is None  # a vain attempt has nothing to show
     assert report.candidates[0].benchmark is not None
     assert [step.stage for step in report.steps].count("rank") == 1
-    assert [step.subject for step in report.steps if step.subject.endswith("on validation")] == [f"{kept} on validation"]
+    assert [step.subject for step in report.steps if step.subject.endswith("on validation")] == [
+        f"{kept} on validation"
+    ]
 
 
 def test_a_plan_can_do_without_the_rescue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -355,11 +489,18 @@ def test_the_opt_shape_alone_may_mend_it(monkeypatch: pytest.MonkeyPatch, tmp_pa
     double = Halves(at_opt={32: tmp_path / "model.onnx"})
     report = rescued(monkeypatch, tmp_path, double)
     assert (report.verdict, report.winner) == ("accepted", "halves opt-max fp16")
-    assert double.built == ["halves fp16", "halves fp32", "halves opt-min fp16", "halves opt-max fp16"]
+    assert double.built == [
+        "halves fp16",
+        "halves fp32",
+        "halves opt-min fp16",
+        "halves opt-max fp16",
+    ]
     assert "rank" not in [step.stage for step in report.steps]
 
 
-def test_candidates_that_the_plan_has_are_not_built_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_candidates_that_the_plan_has_are_not_built_twice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     double = Halves()
     both = [{"backend": "halves", "precision": precision} for precision in ("fp32", "fp16")]
     report = rescued(monkeypatch, tmp_path, double, candidates=both)
@@ -368,7 +509,9 @@ def test_candidates_that_the_plan_has_are_not_built_twice(monkeypatch: pytest.Mo
     assert len(report.candidates) == 5
 
 
-def test_where_fp32_fails_too_nothing_more_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_where_fp32_fails_too_nothing_more_is_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     double = Halves(wrong=frozenset({Precision.FP32}))
     report = rescued(monkeypatch, tmp_path, double)
     assert double.built == ["halves fp16", "halves fp32"]
@@ -385,27 +528,47 @@ def no_ranking(error: Exception) -> Callable[..., Any]:
     return run
 
 
-def test_bf16_comes_last_and_a_host_without_it_leaves_the_advice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_bf16_comes_last_and_a_host_without_it_leaves_the_advice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     double = Halves(refused=frozenset({Precision.BF16}), wrong=frozenset({Precision.FP16}))
-    report = rescued(monkeypatch, tmp_path, double, run=no_ranking(UnsupportedError("no such operator", "surgery")))
+    report = rescued(
+        monkeypatch,
+        tmp_path,
+        double,
+        run=no_ranking(UnsupportedError("no such operator", "surgery")),
+    )
     assert outcomes(report)[-1] == ("halves bf16", "refused")
     assert report.rescues[0].steps[-2].outcome == "no such operator"
     assert "train or fine-tune" in report.rescues[0].conclusion
     assert (report.verdict, report.winner) == ("accepted", "halves fp32")
 
 
-def test_a_bug_in_the_ranking_does_not_stop_the_next_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    report = rescued(monkeypatch, tmp_path, Halves(), run=no_ranking(InternalError("KeyError: planted")))
+def test_a_bug_in_the_ranking_does_not_stop_the_next_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    report = rescued(
+        monkeypatch, tmp_path, Halves(), run=no_ranking(InternalError("KeyError: planted"))
+    )
     assert (report.verdict, report.winner) == ("accepted", "halves bf16")
     assert "a bug in Crucible" in report.rescues[0].steps[-2].outcome
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_model_that_overflows_in_fp16_ends_accepted(tmp_path: Path) -> None:
-    report = compile_plan(load_plan(overflowing_task(tmp_path)), Runner(Store(tmp_path / "home")), "crucible compile plan.yaml")
-    assert outcomes(report)[:2] == [("tensorrt fp16", "failed accuracy"), ("tensorrt fp32", "measured")]
+    report = compile_plan(
+        load_plan(overflowing_task(tmp_path)),
+        Runner(Store(tmp_path / "home")),
+        "crucible compile plan.yaml",
+    )
+    assert outcomes(report)[:2] == [
+        ("tensorrt fp16", "failed accuracy"),
+        ("tensorrt fp32", "measured"),
+    ]
     mended = report.rescues[0].steps[-1]
     assert mended.outcome.startswith("passed"), report.rescues[0]
     (kept,) = [each.recipe.keep_fp32 for each in report.candidates if each.label == mended.label]
-    assert sorted(kept) == ["down", "norm", "up", "wide_relu"], report.rescues[0]  # what overflows, and nothing else
+    assert sorted(kept) == ["down", "norm", "up", "wide_relu"], report.rescues[
+        0
+    ]  # what overflows, and nothing else
     assert report.verdict == "accepted"

@@ -22,14 +22,25 @@ from tests.builders.halves import Halves, run_here
 from tests.builders.sensitivity import write_broken_task
 
 
-def compiled(folder: Path, model: str, candidates: list[dict[str, object]], run: Callable[..., Any] = run_here, **changes: object) -> Report:
+def compiled(
+    folder: Path,
+    model: str,
+    candidates: list[dict[str, object]],
+    run: Callable[..., Any] = run_here,
+    **changes: object,
+) -> Report:
     """A compile by the real stages; only latencies are made up."""
     plan = write_broken_task(folder, model, candidates=candidates, **changes)
-    return compile_plan(load_plan(plan), Runner(Store(folder / "home"), run=run), "crucible compile plan.yaml")
+    return compile_plan(
+        load_plan(plan), Runner(Store(folder / "home"), run=run), "crucible compile plan.yaml"
+    )
 
 
 def outcomes(report: Report) -> list[tuple[str, str, tuple[str, ...]]]:
-    return [(str(each.recipe.precision), each.state, each.recipe.keep_fp32) for each in report.candidates]
+    return [
+        (str(each.recipe.precision), each.state, each.recipe.keep_fp32)
+        for each in report.candidates
+    ]
 
 
 def int8(backend: str = "onnxruntime", **more: object) -> dict[str, object]:
@@ -37,7 +48,9 @@ def int8(backend: str = "onnxruntime", **more: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
-def test_a_model_with_one_layer_that_breaks_in_int8_ends_accepted_with_that_layer_kept(tmp_path: Path, backend: str) -> None:
+def test_a_model_with_one_layer_that_breaks_in_int8_ends_accepted_with_that_layer_kept(
+    tmp_path: Path, backend: str
+) -> None:
     pytest.importorskip(backend)
     report = compiled(tmp_path, "stretched", [int8(backend, keep_fp32="auto")])
     assert outcomes(report) == [("int8", "failed accuracy", ()), ("int8", "measured", ("broken",))]
@@ -55,27 +68,39 @@ def test_a_model_with_one_layer_that_breaks_in_int8_ends_accepted_with_that_laye
     assert [step.stage for step in report.steps].count("rank") == 1
 
 
-def test_a_model_with_one_layer_that_overflows_in_fp16_ends_accepted_with_that_layer_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_model_with_one_layer_that_overflows_in_fp16_ends_accepted_with_that_layer_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(BACKENDS, "halves", Halves())
     report = compiled(tmp_path, "squaring", [{"backend": "halves", "precision": "fp16"}])
     assert outcomes(report)[0] == ("fp16", "failed accuracy", ())
     assert outcomes(report)[-1] == ("fp16", "measured", ("squares",))
     assert (report.verdict, report.winner) == ("accepted", report.candidates[-1].label)
     (rescue,) = report.rescues
-    assert rescue.steps[-1].step.startswith("1 node of 2, 'squares' (sums up squares of values up to ")
+    assert rescue.steps[-1].step.startswith(
+        "1 node of 2, 'squares' (sums up squares of values up to "
+    )
     assert rescue.conclusion.startswith("1 node in fp32 keeps the accuracy, the others stay fp16")
 
 
-@pytest.mark.parametrize("changes", [{}, {"keep_fp32": "auto", "rescue": False}], ids=["not asked for", "switched off"])
-def test_int8_fails_where_the_plan_does_not_ask_for_more(tmp_path: Path, changes: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{}, {"keep_fp32": "auto", "rescue": False}], ids=["not asked for", "switched off"]
+)
+def test_int8_fails_where_the_plan_does_not_ask_for_more(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
     kept = {"keep_fp32": changes.pop("keep_fp32")} if "keep_fp32" in changes else {}
     report = compiled(tmp_path, "stretched", [int8(**kept)], **changes)
     assert outcomes(report) == [("int8", "failed accuracy", ())]
     assert (report.verdict, report.rescues) == ("rejected", ())
-    assert (KEEP_WORST in report.next_steps) is not bool(kept)  # what the plan says already is no advice
+    assert (KEEP_WORST in report.next_steps) is not bool(
+        kept
+    )  # what the plan says already is no advice
 
 
-def test_where_fp32_fails_too_no_int8_engine_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_where_fp32_fails_too_no_int8_engine_is_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     double = Halves(wrong=frozenset({Precision.FP32, Precision.INT8}))
     monkeypatch.setitem(BACKENDS, "halves", double)
     candidates = [int8("halves", keep_fp32="auto"), {"backend": "halves", "precision": "fp32"}]
@@ -85,7 +110,9 @@ def test_where_fp32_fails_too_no_int8_engine_is_built(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("most", "kept"), [(1, [0, 1]), (2, [0, 1, 3])])
-def test_no_more_engines_are_built_than_the_plan_allows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, most: int, kept: list[int]) -> None:
+def test_no_more_engines_are_built_than_the_plan_allows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, most: int, kept: list[int]
+) -> None:
     monkeypatch.setitem(BACKENDS, "halves", Halves(wrong=frozenset({Precision.INT8})))
     report = compiled(tmp_path, "stretched", [int8("halves", keep_fp32="auto")], keep_builds=most)
     assert [len(names) for _, _, names in outcomes(report)] == kept
@@ -100,7 +127,9 @@ class FitForMinMax(Halves):
         return super().load(engine, device)
 
 
-def test_where_the_method_is_auto_and_the_first_fails_the_others_are_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_where_the_method_is_auto_and_the_first_fails_the_others_are_tried(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(BACKENDS, "halves", FitForMinMax())
     report = compiled(tmp_path, "squaring", [{"backend": "halves", "precision": "int8"}])
     assert [(each.recipe.method, each.state) for each in report.candidates] == [
@@ -112,7 +141,9 @@ def test_where_the_method_is_auto_and_the_first_fails_the_others_are_tried(monke
     assert [step.step for step in rescue.steps] == ["ranges by minmax"]
 
 
-def test_a_method_that_the_plan_names_is_the_only_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_method_that_the_plan_names_is_the_only_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(BACKENDS, "halves", FitForMinMax())
     report = compiled(tmp_path, "squaring", [int8("halves", method="percentile")])
     assert [each.state for each in report.candidates] == ["failed accuracy"]
@@ -126,7 +157,9 @@ class Whole(Halves):
             raise UnsupportedError("this backend runs the whole model in fp16", "another precision")
 
 
-def test_where_a_backend_can_keep_no_node_the_step_says_so_and_bf16_comes_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_where_a_backend_can_keep_no_node_the_step_says_so_and_bf16_comes_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(BACKENDS, "halves", Whole())
     report = compiled(tmp_path, "squaring", [{"backend": "halves", "precision": "fp16"}])
     skipped, last = report.rescues[0].steps[-2:]

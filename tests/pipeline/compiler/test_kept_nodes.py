@@ -35,28 +35,43 @@ def test_a_node_that_was_left_in_fp32_counts_neither_way() -> None:
 
 
 def test_a_node_that_was_left_in_fp32_excuses_no_other() -> None:
-    mixed = table(layer("fp32", 4.0, nodes=("up",)), layer("fp32", 2.0, nodes=("stem",)), layer("fp16", nodes=("head",)))
+    mixed = table(
+        layer("fp32", 4.0, nodes=("up",)),
+        layer("fp32", 2.0, nodes=("stem",)),
+        layer("fp16", nodes=("head",)),
+    )
     assert "33 % fp16, 67 % fp32" in mislabelled(Precision.FP16, mixed, forced=[LARGE])
     lower = table(layer("bf16", 4.0, nodes=("up",)), layer("fp16", nodes=("head",)))
-    assert mislabelled(Precision.FP16, lower, forced=[LARGE]) != ""  # left in fp32, and yet not run so
+    assert (
+        mislabelled(Precision.FP16, lower, forced=[LARGE]) != ""
+    )  # left in fp32, and yet not run so
 
 
-def test_an_engine_of_which_every_heavy_layer_was_left_in_fp32_is_no_false_label_but_a_warning() -> None:
+def test_an_engine_of_which_every_heavy_layer_was_left_in_fp32_is_no_false_label_but_a_warning() -> (
+    None
+):
     full = table(layer("fp32", nodes=("up",)), layer("fp16", 0.25, heavy=False))
     assert mislabelled(Precision.FP16, full, forced=[LARGE]) == ""
     (note,) = precision_notes(full, Precision.FP16, forced=[LARGE])
     assert note.level == "warning"
     assert note.text.endswith("every heavy layer is one of them, so no product runs in fp16")
-    assert mislabelled(Precision.FP16, full, ("up",), forced=[LARGE]) != ""  # of a recipe that names every node
+    assert (
+        mislabelled(Precision.FP16, full, ("up",), forced=[LARGE]) != ""
+    )  # of a recipe that names every node
 
 
 def test_the_kernels_of_a_loop_carry_no_names() -> None:
     inside = table(layer("fp32", 4.0), layer("fp16", nodes=("head",)))
     assert mislabelled(Precision.FP16, inside, forced=[LARGE]) != ""
     assert mislabelled(Precision.FP16, inside, forced=[LOOP]) == ""
-    cast = table(layer("fp32", 4.0, nodes=("x_to_fp32",), operators=("Cast",)), layer("fp16", nodes=("head",)))
+    cast = table(
+        layer("fp32", 4.0, nodes=("x_to_fp32",), operators=("Cast",)),
+        layer("fp16", nodes=("head",)),
+    )
     assert mislabelled(Precision.FP16, cast, forced=[LOOP]) == ""
-    other = table(layer("fp32", 4.0, nodes=("stem",), operators=("MatMul",)), layer("fp16", nodes=("head",)))
+    other = table(
+        layer("fp32", 4.0, nodes=("stem",), operators=("MatMul",)), layer("fp16", nodes=("head",))
+    )
     assert mislabelled(Precision.FP16, other, forced=[LOOP]) != ""
 
 
@@ -65,10 +80,17 @@ def test_the_kernels_of_a_loop_carry_no_names() -> None:
 
 def compiled(monkeypatch: pytest.MonkeyPatch, folder: Path, double: TellingHalves) -> Report:
     monkeypatch.setitem(BACKENDS, "halves", double)
-    fp16 = {"precision": "fp16", "keep_fp32": ["norm"]}  # of which the double sums up squares in fp16
+    fp16 = {
+        "precision": "fp16",
+        "keep_fp32": ["norm"],
+    }  # of which the double sums up squares in fp16
     candidates = [{"backend": "halves", "precision": "fp32"}, {"backend": "halves", **fp16}]
-    plan = overflowing_task(folder, calibrated=True, candidates=candidates, simplify={"enabled": False})
-    return compile_plan(load_plan(plan), Runner(Store(folder / "home"), run=run_here), "crucible compile plan.yaml")
+    plan = overflowing_task(
+        folder, calibrated=True, candidates=candidates, simplify={"enabled": False}
+    )
+    return compile_plan(
+        load_plan(plan), Runner(Store(folder / "home"), run=run_here), "crucible compile plan.yaml"
+    )
 
 
 def test_a_model_with_large_activations_keeps_its_accurate_fp16_engine(
@@ -76,7 +98,11 @@ def test_a_model_with_large_activations_keeps_its_accurate_fp16_engine(
 ) -> None:
     report = compiled(monkeypatch, tmp_path, TellingHalves())
     _, fp16 = report.candidates
-    assert (fp16.state, report.verdict, report.winner) == ("measured", "accepted", "halves fp16 keep norm")
+    assert (fp16.state, report.verdict, report.winner) == (
+        "measured",
+        "accepted",
+        "halves fp16 keep norm",
+    )
     assert fp16.benchmark is not None
     assert [each.node for each in fp16.kept_fp32] == ["up", "wide_relu", "down"]
     assert all("values up to" in each.reason for each in fp16.kept_fp32)
@@ -96,7 +122,9 @@ def test_a_model_with_large_activations_keeps_its_accurate_fp16_engine(
     assert load_report(tmp_path / "out").candidates[1].kept_fp32 == fp16.kept_fp32
 
 
-def test_an_engine_that_runs_more_in_fp32_than_that_is_mislabelled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_engine_that_runs_more_in_fp32_than_that_is_mislabelled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     report = compiled(monkeypatch, tmp_path, TellingHalves(as_called=False))
     fp16 = report.candidates[1]
     assert (fp16.state, fp16.benchmark) == ("mislabelled", None)
@@ -105,11 +133,15 @@ def test_an_engine_that_runs_more_in_fp32_than_that_is_mislabelled(monkeypatch: 
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_model_with_large_activations_keeps_its_accurate_fp16_engine(tmp_path: Path) -> None:
+def test_on_a_gpu_a_model_with_large_activations_keeps_its_accurate_fp16_engine(
+    tmp_path: Path,
+) -> None:
     fp16 = {"backend": "tensorrt", "precision": "fp16", "keep_fp32": ["norm"]}
     candidates = [fp16, {"backend": "tensorrt", "precision": "fp32"}]
     plan = overflowing_task(tmp_path, calibrated=True, candidates=candidates)
-    report = compile_plan(load_plan(plan), Runner(Store(tmp_path / "home")), "crucible compile plan.yaml")
+    report = compile_plan(
+        load_plan(plan), Runner(Store(tmp_path / "home")), "crucible compile plan.yaml"
+    )
     candidate = report.candidates[0]
     assert candidate.state == "measured", candidate.reason
     assert candidate.benchmark is not None
@@ -117,4 +149,7 @@ def test_on_a_gpu_a_model_with_large_activations_keeps_its_accurate_fp16_engine(
     assert candidate.title.endswith("nodes in fp32")
     assert candidate.layers is not None
     assert 0 < forced_share(candidate.layers, candidate.kept_fp32) < 1, candidate.layers
-    assert any(each.text.startswith(f"{len(candidate.kept_fp32)} nodes that stay") for each in candidate.notes)
+    assert any(
+        each.text.startswith(f"{len(candidate.kept_fp32)} nodes that stay")
+        for each in candidate.notes
+    )

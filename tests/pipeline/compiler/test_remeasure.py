@@ -20,15 +20,28 @@ from tests.builders.halves import run_here
 from tests.builders.report import benchmark, sample_report
 
 WINNER = "openvino int8 nncf u8s8"
-RAN = Step(stage="benchmark", subject=WINNER, seconds=3.0, reused=False, created="2026-05-05T00:00:00+00:00", digest="")
+RAN = Step(
+    stage="benchmark",
+    subject=WINNER,
+    seconds=3.0,
+    reused=False,
+    created="2026-05-05T00:00:00+00:00",
+    digest="",
+)
 
 
 def renewed(report: Report, median_ms: float = 4.0, kept: Candidate | None = None) -> Report:
     """Half as fast as its baseline's 8 ms now, where it was six times as fast before."""
     engine = next(each.engine for each in report.candidates if each.label == WINNER)
     assert engine is not None
-    results = (benchmark("pytorch eager fp32", 8.0, None), benchmark("pytorch traced fp32", 9.0, 8.0), benchmark(WINNER, median_ms, 8.0))
-    found = Benchmarks(created="2026-05-05T00:00:00+00:00", results=results, baseline="pytorch eager fp32")
+    results = (
+        benchmark("pytorch eager fp32", 8.0, None),
+        benchmark("pytorch traced fp32", 9.0, 8.0),
+        benchmark(WINNER, median_ms, 8.0),
+    )
+    found = Benchmarks(
+        created="2026-05-05T00:00:00+00:00", results=results, baseline="pytorch eager fp32"
+    )
     return with_figures(report, Remeasured(engine, found, kept), [RAN])
 
 
@@ -39,13 +52,26 @@ def test_the_winner_and_the_baselines_have_the_new_figures_and_no_other_has_any(
     assert report.baseline is not None
     assert winner.benchmark is not None
     assert report.ratio is not None
-    assert [report.baseline.label, *(each.label for each in report.baselines)] == ["pytorch eager fp32", "pytorch traced fp32"]
-    assert report.baseline.rows[0].end_to_end.median_s < 0.009 < old.baseline.rows[0].end_to_end.median_s  # type: ignore[union-attr]
+    assert [report.baseline.label, *(each.label for each in report.baselines)] == [
+        "pytorch eager fp32",
+        "pytorch traced fp32",
+    ]
+    assert (
+        report.baseline.rows[0].end_to_end.median_s
+        < 0.009
+        < old.baseline.rows[0].end_to_end.median_s
+    )  # type: ignore[union-attr]
     assert 1.9 < report.ratio.value < 2.1
     assert [each.label for each in report.candidates if each.benchmark] == [WINNER]
     assert [each.label for each in report.candidates] == [each.label for each in old.candidates]
-    assert [each.selection for each in report.candidates] == [each.selection for each in old.candidates]
-    assert (report.validation, report.verdict, report.benchmarked) == (old.validation, "accepted", "2026-05-05T00:00:00+00:00")
+    assert [each.selection for each in report.candidates] == [
+        each.selection for each in old.candidates
+    ]
+    assert (report.validation, report.verdict, report.benchmarked) == (
+        old.validation,
+        "accepted",
+        "2026-05-05T00:00:00+00:00",
+    )
 
 
 def test_the_reasons_speak_of_the_new_figures() -> None:
@@ -54,7 +80,9 @@ def test_the_reasons_speak_of_the_new_figures() -> None:
     assert not any("6.0" in reason for reason in faster.reasons)
     assert faster.next_steps == ()
     assert (slower.verdict, slower.winner, slower.delivered) == ("keep", "pytorch eager fp32", None)
-    assert slower.reasons[0] == "no candidate that kept its accuracy is faster than pytorch eager fp32"
+    assert (
+        slower.reasons[0] == "no candidate that kept its accuracy is faster than pytorch eager fp32"
+    )
 
 
 def test_a_baseline_that_cannot_be_delivered_says_why() -> None:
@@ -70,9 +98,15 @@ def test_a_baseline_that_was_kept_is_measured_again_as_what_it_is() -> None:
     engine = next(each.engine for each in old.candidates if each.label == WINNER)
     assert engine is not None
     label = "pytorch eager fp32"
-    kept = engine.model_copy(update={"recipe": engine.recipe.model_copy(update={"backend": "pytorch", "variant": "eager"})})
+    kept = engine.model_copy(
+        update={
+            "recipe": engine.recipe.model_copy(update={"backend": "pytorch", "variant": "eager"})
+        }
+    )
     report = old.model_copy(update={"verdict": "keep", "winner": label, "delivered": None})
-    found = Benchmarks(created="2026-05-05T00:00:00+00:00", results=(benchmark(label, 7.0, None),), baseline=label)
+    found = Benchmarks(
+        created="2026-05-05T00:00:00+00:00", results=(benchmark(label, 7.0, None),), baseline=label
+    )
     renewed = with_figures(report, Remeasured(kept, found, kept=None), [RAN])
     assert (renewed.verdict, renewed.winner, renewed.delivered) == ("keep", label, kept)
     assert renewed.baseline is not None
@@ -84,14 +118,18 @@ def test_steps_before_are_told_as_earlier_ones_and_a_note_says_it_once() -> None
     report = renewed(renewed(sample_report()))
     assert [step.stage for step in report.steps if not step.reused] == ["benchmark"]
     assert report.steps[-1] == RAN
-    assert [step.stage for step in report.steps[:-1]] == [step.stage for step in sample_report().steps[:-1]]
+    assert [step.stage for step in report.steps[:-1]] == [
+        step.stage for step in sample_report().steps[:-1]
+    ]
     assert [note.text for note in report.notes].count(AGAIN) == 1
 
 
 def test_what_a_switch_did_to_the_speed_is_left_out() -> None:
     interval = sample_report().ratio
     row = AblationRow(switch="bias", before=True, after=False, drop=0.1, ratio=interval)
-    report = renewed(sample_report().model_copy(update={"ablation": Ablation(label=WINNER, rows=(row,))}))
+    report = renewed(
+        sample_report().model_copy(update={"ablation": Ablation(label=WINNER, rows=(row,))})
+    )
     assert report.ablation == Ablation(label=WINNER, rows=(row.model_copy(update={"ratio": None}),))
 
 
@@ -118,7 +156,9 @@ def test_a_compile_may_end_blocks_early_and_a_bench_never(tmp_path: Path) -> Non
             enough.append(arguments[-1])
         return run_here(function, *arguments, **others)
 
-    plan = load_plan(write_task(tmp_path, candidates=[{"backend": "onnxruntime", "precision": "fp32"}]))
+    plan = load_plan(
+        write_task(tmp_path, candidates=[{"backend": "onnxruntime", "precision": "fp32"}])
+    )
     runner = Runner(Store(tmp_path / "home"), run=run)
     report = compile_plan(plan, runner, "crucible compile plan.yaml")
     assert report.delivered is not None

@@ -14,7 +14,13 @@ import psutil
 import pytest
 
 from pipeline.backends import BACKENDS
-from pipeline.compiler.candidates import LARGEST_SIDE_BY_SIDE, may_overlap, prepare_all, recipes_of, reference_outputs
+from pipeline.compiler.candidates import (
+    LARGEST_SIDE_BY_SIDE,
+    may_overlap,
+    prepare_all,
+    recipes_of,
+    reference_outputs,
+)
 from pipeline.compiler.compile import build_reference, export_model
 from pipeline.compiler.context import Job, open_job
 from pipeline.core import OnnxModel, Precision, Progress, Recipe, silent

@@ -31,7 +31,9 @@ def test_answers_as_the_reference(load: Open, case: Case) -> None:
 def assert_close(got: np.ndarray, expected: np.ndarray) -> None:
     """Equal within 1e-5, of bfloat16 within its rounding."""
     least = float(ml_dtypes.finfo(got.dtype).eps) if got.dtype == ml_dtypes.bfloat16 else 1e-5
-    np.testing.assert_allclose(got.astype(np.float64), expected.astype(np.float64), rtol=least, atol=least)
+    np.testing.assert_allclose(
+        got.astype(np.float64), expected.astype(np.float64), rtol=least, atol=least
+    )
 
 
 def test_has_the_interface_of_the_model(load: Open, tmp_path: Path) -> None:
@@ -47,7 +49,13 @@ def test_the_caller_owns_the_outputs(load: Open, case: Case) -> None:
         feeds = {name: array.copy() for name, array in case.feeds[0].items()}
         first = run_session(session, feeds)
         kept = {name: array.copy() for name, array in first.items()}
-        second = run_session(session, {name: array if name in case.valued else np.zeros_like(array) for name, array in feeds.items()})
+        second = run_session(
+            session,
+            {
+                name: array if name in case.valued else np.zeros_like(array)
+                for name, array in feeds.items()
+            },
+        )
         for array in second.values():
             array[...] = 1  # may be written
         third = run_session(session, feeds)
@@ -66,7 +74,9 @@ def test_takes_arrays_that_are_not_contiguous_or_not_writable(load: Open) -> Non
     with closing(load(case).session()) as session:
         expected = run_session(session, {"image": image})["logits"]
         for feed in (strided, frozen):
-            np.testing.assert_allclose(run_session(session, {"image": feed})["logits"], expected, rtol=1e-6)
+            np.testing.assert_allclose(
+                run_session(session, {"image": feed})["logits"], expected, rtol=1e-6
+            )
 
 
 def test_two_sessions_are_independent(load: Open) -> None:
@@ -135,13 +145,21 @@ def test_an_engine_holds_all_that_it_needs(backend: str, tmp_path: Path) -> None
     moved = engine.root.rename(tmp_path / "elsewhere")
     for file in (tmp_path / "engine-source").iterdir():
         file.unlink()
-    assert engine.size_bytes == sum(file.stat().st_size for file in moved.rglob("*") if file.is_file())
-    with closing(backends.load(engine.model_copy(update={"root": moved}))) as loaded, closing(loaded.session()) as session:
+    assert engine.size_bytes == sum(
+        file.stat().st_size for file in moved.rglob("*") if file.is_file()
+    )
+    with (
+        closing(backends.load(engine.model_copy(update={"root": moved}))) as loaded,
+        closing(loaded.session()) as session,
+    ):
         assert run_session(session, case.feeds[0])["largest"] == 2
 
 
 @pytest.mark.parametrize("backend", ON_CPU, indirect=True)
 def test_the_same_input_gives_the_same_engine(backend: str, tmp_path: Path) -> None:
     """Not on a GPU, where kernels are chosen by their times and an engine is named by what came of it."""
-    one, again, other = (build(backend, case(), tmp_path / name) for name, case in (("a", several), ("b", several), ("c", convolution)))
+    one, again, other = (
+        build(backend, case(), tmp_path / name)
+        for name, case in (("a", several), ("b", several), ("c", convolution))
+    )
     assert one.digest == again.digest != other.digest

@@ -12,15 +12,34 @@ import pytest
 from pipeline import backends
 from pipeline.backends.base import Session, run_session
 from pipeline.core import BuildOptions, Precision, Recipe, Tensors
-from pipeline.errors import BackendUnavailable, CrucibleError, DataError, ModelError, StoreError, UnsupportedError
+from pipeline.errors import (
+    BackendUnavailable,
+    CrucibleError,
+    DataError,
+    ModelError,
+    StoreError,
+    UnsupportedError,
+)
 from tests.pipeline.conformance.engines import CAPABILITY, REFUSED, EngineOf, Open, build, copied
-from tests.pipeline.conformance.models import Case, convolution, ramp, several, takes_a_sequence, takes_strings, top_k, two_profiles, two_symbols
+from tests.pipeline.conformance.models import (
+    Case,
+    convolution,
+    ramp,
+    several,
+    takes_a_sequence,
+    takes_strings,
+    top_k,
+    two_profiles,
+    two_symbols,
+)
 
 # --- models ---
 
 
 @pytest.mark.parametrize(("name", "case"), REFUSED)
-def test_a_model_that_a_backend_does_not_take_is_refused_by_name(name: str, case: Case, tmp_path: Path) -> None:
+def test_a_model_that_a_backend_does_not_take_is_refused_by_name(
+    name: str, case: Case, tmp_path: Path
+) -> None:
     try:
         backends.backend(name).probe()
     except BackendUnavailable as error:
@@ -34,15 +53,25 @@ def test_a_model_that_a_backend_does_not_take_is_refused_by_name(name: str, case
 
 @pytest.mark.parametrize(
     ("case", "words"),
-    [(takes_strings(), "input 'x' holds string, expected one of"), (takes_a_sequence(), "input 'x' is of kind sequence, expected a tensor")],
+    [
+        (takes_strings(), "input 'x' holds string, expected one of"),
+        (takes_a_sequence(), "input 'x' is of kind sequence, expected a tensor"),
+    ],
 )
-def test_what_no_array_holds_is_refused_before_any_backend_is_asked(case: Case, words: str, tmp_path: Path) -> None:
+def test_what_no_array_holds_is_refused_before_any_backend_is_asked(
+    case: Case, words: str, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match=words) as caught:
         case.write(tmp_path)
     assert caught.value.next_step
 
 
-MISSING = [(name, precision) for name in backends.BACKENDS for precision in Precision if precision not in backends.backend(name).PRECISIONS]
+MISSING = [
+    (name, precision)
+    for name in backends.BACKENDS
+    for precision in Precision
+    if precision not in backends.backend(name).PRECISIONS
+]
 
 
 @pytest.mark.parametrize(("name", "precision"), MISSING)
@@ -50,7 +79,13 @@ def test_lacks_no_precision_silently(name: str, precision: Precision, tmp_path: 
     """A precision is built, or refused by name."""
     recipe = Recipe(backend=name, precision=precision, compute_capability=CAPABILITY.get(name))
     with pytest.raises(CrucibleError) as caught:
-        backends.backend(name).build(several().write(tmp_path / "source"), recipe, BuildOptions(profiles=()), tmp_path, lambda fraction, text: None)
+        backends.backend(name).build(
+            several().write(tmp_path / "source"),
+            recipe,
+            BuildOptions(profiles=()),
+            tmp_path,
+            lambda fraction, text: None,
+        )
     assert isinstance(caught.value, BackendUnavailable | UnsupportedError)
     assert caught.value.next_step
 
@@ -62,17 +97,34 @@ def test_lacks_no_precision_silently(name: str, precision: Precision, tmp_path: 
     ("feeds", "said"),
     [
         ({"x": ramp(2, 3)}, ["expected inputs 'x', 'mask'", "got 'x'"]),
-        ({"x": ramp(2, 3), "mask": ramp(2, 3, dtype="int64"), "z": ramp(1)}, ["got 'x', 'mask', 'z'"]),
-        ({"x": ramp(2, 3, dtype="float64"), "mask": ramp(2, 3, dtype="int64")}, ["'x' has dtype float64", "expected float32"]),
-        ({"x": ramp(2, 3).astype(">f4"), "mask": ramp(2, 3, dtype="int64")}, ["'x' has dtype >f4", "expected float32"]),
+        (
+            {"x": ramp(2, 3), "mask": ramp(2, 3, dtype="int64"), "z": ramp(1)},
+            ["got 'x', 'mask', 'z'"],
+        ),
+        (
+            {"x": ramp(2, 3, dtype="float64"), "mask": ramp(2, 3, dtype="int64")},
+            ["'x' has dtype float64", "expected float32"],
+        ),
+        (
+            {"x": ramp(2, 3).astype(">f4"), "mask": ramp(2, 3, dtype="int64")},
+            ["'x' has dtype >f4", "expected float32"],
+        ),
         ({"x": ramp(6), "mask": ramp(2, 3, dtype="int64")}, ["'x' has rank 1", "expected rank 2"]),
         ({"x": ramp(2, 3), "mask": ramp(2, 4, dtype="int64")}, ["'sequence' = 4", "gives 3"]),
-        ({"x": ramp(2, 17), "mask": ramp(2, 17, dtype="int64")}, ["sequence = 17", "sequence from 1 to 16"]),
+        (
+            {"x": ramp(2, 17), "mask": ramp(2, 17, dtype="int64")},
+            ["sequence = 17", "sequence from 1 to 16"],
+        ),
         ({"x": ramp(0, 3), "mask": ramp(0, 3, dtype="int64")}, ["batch = 0", "batch from 1 to 4"]),
-        ({"x": [[1.0, 2.0]], "mask": ramp(1, 2, dtype="int64")}, ["'x' is a list", "expected a numpy array"]),
+        (
+            {"x": [[1.0, 2.0]], "mask": ramp(1, 2, dtype="int64")},
+            ["'x' is a list", "expected a numpy array"],
+        ),
     ],
 )
-def test_refuses_wrong_feeds_with_expected_and_actual(load: Open, feeds: Tensors, said: list[str]) -> None:
+def test_refuses_wrong_feeds_with_expected_and_actual(
+    load: Open, feeds: Tensors, said: list[str]
+) -> None:
     good = two_symbols()
     with closing(load(good).session()) as session:
         run_session(session, good.feeds[1])
@@ -84,12 +136,17 @@ def test_refuses_wrong_feeds_with_expected_and_actual(load: Open, feeds: Tensors
 
 
 def test_refuses_a_wrong_fixed_dimension(load: Open) -> None:
-    with closing(load(convolution()).session()) as session, pytest.raises(DataError, match=r"shape \(1, 4, 8, 8\), expected"):
+    with (
+        closing(load(convolution()).session()) as session,
+        pytest.raises(DataError, match=r"shape \(1, 4, 8, 8\), expected"),
+    ):
         session.bind({"image": ramp(1, 4, 8, 8)})
 
 
 @pytest.mark.parametrize("size", [(2, 64), (9, 1)])
-def test_a_shape_outside_all_profiles_is_refused_with_all_of_them(load: Open, size: tuple[int, int]) -> None:
+def test_a_shape_outside_all_profiles_is_refused_with_all_of_them(
+    load: Open, size: tuple[int, int]
+) -> None:
     case = two_profiles()
     with closing(load(case).session()) as session:
         with pytest.raises(DataError) as caught:
@@ -126,7 +183,9 @@ def assert_goes_on(session: Session, case: Case) -> None:
 
 
 @pytest.mark.parametrize("device", ["tpu:0", "dla:0"])
-def test_refuses_a_device_that_it_cannot_use(backend: str, engine_of: EngineOf, device: str) -> None:
+def test_refuses_a_device_that_it_cannot_use(
+    backend: str, engine_of: EngineOf, device: str
+) -> None:
     with pytest.raises(UnsupportedError, match=f"'{device}'"):
         backends.load(engine_of(backend, several()), device)
 
@@ -140,7 +199,9 @@ def test_a_damaged_engine_is_named(backend: str, engine_of: EngineOf, tmp_path: 
 
 def test_refuses_an_engine_of_another_host(backend: str, engine_of: EngineOf) -> None:
     engine = engine_of(backend, several())
-    foreign = engine.target.model_copy(update={"version": "0.1", "cpu_flags": ("sve2",), "device": "Another CPU"})
+    foreign = engine.target.model_copy(
+        update={"version": "0.1", "cpu_flags": ("sve2",), "device": "Another CPU"}
+    )
     with pytest.raises(BackendUnavailable) as caught:
         backends.load(engine.model_copy(update={"target": foreign}))
     for text in ("0.1", engine.target.version, "sve2", "Another CPU"):

@@ -89,15 +89,22 @@ def test_the_last_progress_is_told_again_while_a_child_is_silent(
 def test_a_child_returns_its_value_and_reports_progress(tmp_path: Path) -> None:
     seen: list[tuple[float | None, str]] = []
     log = tmp_path / "log"
-    assert call_in_child(double, 21, name="double", log=log, progress=lambda f, t: seen.append((f, t))) == 42
+    assert (
+        call_in_child(double, 21, name="double", log=log, progress=lambda f, t: seen.append((f, t)))
+        == 42
+    )
     assert seen == [(0.5, "half way")]
     assert "noise on stdout" in log.read_text()
 
 
-def test_a_users_folder_on_our_path_hides_no_module_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_folder_on_our_path_hides_no_module_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("pipeline", "service", "tests"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('the user has modules of this name')")
+        (tmp_path / name / "__init__.py").write_text(
+            "raise RuntimeError('the user has modules of this name')"
+        )
     monkeypatch.syspath_prepend(tmp_path)
     assert call_in_child(double, 21, name="double") == 42
 
@@ -125,7 +132,10 @@ def test_a_dead_child_names_its_log(tmp_path: Path) -> None:
     assert str(tmp_path / "die.log") in caught.value.next_step
 
 
-@pytest.mark.parametrize(("number", "words", "advice"), [(signal.SIGSEGV, "SIGSEGV", "your own code"), (signal.SIGKILL, "SIGKILL", "more memory")])
+@pytest.mark.parametrize(
+    ("number", "words", "advice"),
+    [(signal.SIGSEGV, "SIGSEGV", "your own code"), (signal.SIGKILL, "SIGKILL", "more memory")],
+)
 def test_a_death_by_signal_is_named(number: int, words: str, advice: str) -> None:
     with pytest.raises(ChildDied, match=words) as caught:
         call_in_child(die, int(number), name="die")
@@ -150,8 +160,13 @@ def test_stopping_a_child_stops_what_it_started(tmp_path: Path) -> None:
 def test_another_thread_can_end_a_child_that_somebody_waits_for() -> None:
     """Whoever waits hears of the death; stopping it afterwards is harmless."""
     hangs = threading.Event()
-    with ThreadPoolExecutor(1) as pool, Child(tell_and_hang, name="ended", conversation=False) as child:
-        waiting = pool.submit(child.result, None, lambda fraction, text: hangs.set() if text else None)
+    with (
+        ThreadPoolExecutor(1) as pool,
+        Child(tell_and_hang, name="ended", conversation=False) as child,
+    ):
+        waiting = pool.submit(
+            child.result, None, lambda fraction, text: hangs.set() if text else None
+        )
         assert hangs.wait(60)
         child.end()
         with pytest.raises(ChildDied, match="SIGTERM"):
@@ -195,7 +210,12 @@ def test_children_die_with_a_parent_killed_by_sigkill(tmp_path: Path) -> None:
     code = "from tests.pipeline.execution.test_child_process import hang\n"
     code += "from pipeline.execution.child_process import Child\n"
     code += "child = Child(hang, name='x', conversation=False); print(child.pid, flush=True); child.result()"
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[3],
+    )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     parent.kill()

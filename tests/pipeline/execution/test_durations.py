@@ -37,7 +37,9 @@ def test_torn_and_foreign_lines_count_for_nothing(tmp_path: Path) -> None:
     history = History(tmp_path)
     history.add("build", "x", 2.0)
     with (tmp_path / FILE).open("ab") as file:
-        file.write(b'\n{"stage": "build", "future": 1}\n\xff\xfe\nnull\n[1]\n{"stage": "bui')  # the last as a crash leaves it
+        file.write(
+            b'\n{"stage": "build", "future": 1}\n\xff\xfe\nnull\n[1]\n{"stage": "bui'
+        )  # the last as a crash leaves it
     history.add("build", "x", 4.0)
     assert [entry.seconds for entry in history.entries()] == [2.0, 4.0]
     assert history.estimate("build", "x") == 3.0
@@ -48,10 +50,14 @@ def test_many_processes_append_whole_lines(tmp_path: Path) -> None:
         "import sys, pathlib; from pipeline.execution.durations import History\n"
         "for _ in range(200): History(pathlib.Path(sys.argv[1])).add('build', sys.argv[2] * 50, 1.0)"
     )
-    children = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path), name]) for name in "abc"]
+    children = [
+        subprocess.Popen([sys.executable, "-c", script, str(tmp_path), name]) for name in "abc"
+    ]
     assert [child.wait() for child in children] == [0, 0, 0]
     subjects = [entry.subject for entry in History(tmp_path).entries()]
-    assert {subject: subjects.count(subject) for subject in set(subjects)} == {name * 50: 200 for name in "abc"}
+    assert {subject: subjects.count(subject) for subject in set(subjects)} == {
+        name * 50: 200 for name in "abc"
+    }
 
 
 def test_the_file_stays_bounded_and_keeps_the_newest(tmp_path: Path) -> None:

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from pipeline.core import Progress
-from pipeline.errors import ChildDied, CrucibleError, DataError, DiskFull, HostError, InternalError, ModelError, StoreError
+from pipeline.errors import (
+    ChildDied,
+    CrucibleError,
+    DataError,
+    DiskFull,
+    HostError,
+    InternalError,
+    ModelError,
+    StoreError,
+)
 from pipeline.execution.child_process import call_in_child
 from pipeline.execution.exit_causes import MemoryKills, crucible_error, how_it_died, memory_kills
 
@@ -18,10 +27,20 @@ NONE, ONE = MemoryKills(0, 0), MemoryKills(1, 1)
 KILLED = "was killed by signal 9 (SIGKILL)"
 
 
-@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied", "/somewhere"), NotADirectoryError(20, "Not a directory", "/somewhere")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError(13, "Permission denied", "/somewhere"),
+        NotADirectoryError(20, "Not a directory", "/somewhere"),
+    ],
+)
 def test_a_path_that_cannot_be_used_is_the_hosts_fault(error: OSError) -> None:
     found = crucible_error(error)
-    assert (found.exit_code, "'/somewhere'" in found.message, bool(found.next_step)) == (1, True, True)
+    assert (found.exit_code, "'/somewhere'" in found.message, bool(found.next_step)) == (
+        1,
+        True,
+        True,
+    )
 
 
 def caused(error: Exception, cause: Exception) -> Exception:
@@ -34,10 +53,18 @@ def caused(error: Exception, cause: Exception) -> Exception:
     [
         MemoryError("Unable to allocate 64.0 MiB"),
         OSError(errno.ENOMEM, "Cannot allocate memory"),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes."),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes."
+        ),
         ModelError("ONNX Runtime cannot open this model: std::bad_alloc"),
-        caused(StoreError("the engine cannot be opened", "its files are damaged"), RuntimeError("std::bad_alloc")),
-        caused(DataError("ONNX Runtime cannot run on these inputs"), RuntimeError("Failed to allocate memory for requested buffer of size 9")),
+        caused(
+            StoreError("the engine cannot be opened", "its files are damaged"),
+            RuntimeError("std::bad_alloc"),
+        ),
+        caused(
+            DataError("ONNX Runtime cannot run on these inputs"),
+            RuntimeError("Failed to allocate memory for requested buffer of size 9"),
+        ),
     ],
 )
 def test_exhausted_memory_is_named_with_the_child_whatever_a_library_says(error: Exception) -> None:
@@ -52,7 +79,9 @@ def test_exhausted_memory_is_named_with_the_child_whatever_a_library_says(error:
     [
         OSError(errno.ENOSPC, "No space left on device", "/somewhere/file"),
         OSError(errno.EDQUOT, "Disk quota exceeded", "/somewhere/file"),
-        shutil.Error([("a", "b", "[Errno 28] No space left on device: '/somewhere/file'")]),  # what copytree makes of it; its errno is None
+        shutil.Error(
+            [("a", "b", "[Errno 28] No space left on device: '/somewhere/file'")]
+        ),  # what copytree makes of it; its errno is None
         caused(ModelError("cannot write"), OSError(errno.ENOSPC, "No space left on device")),
     ],
 )
@@ -62,31 +91,91 @@ def test_a_full_disk_is_named_whoever_met_it(error: Exception) -> None:
     assert found.message.startswith("the disk is full")
 
 
-@pytest.mark.parametrize("error", [DataError("bad", "mend it"), HostError("bad host"), caused(ChildDied("the child died"), MemoryError())])
+@pytest.mark.parametrize(
+    "error",
+    [
+        DataError("bad", "mend it"),
+        HostError("bad host"),
+        caused(ChildDied("the child died"), MemoryError()),
+    ],
+)
 def test_our_own_errors_stay_what_they_are(error: CrucibleError) -> None:
     assert crucible_error(error) is error
 
 
 def test_anything_else_is_our_bug() -> None:
     assert isinstance(crucible_error(KeyError("x")), InternalError)
-    assert isinstance(crucible_error(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")), InternalError)  # another memory than the host's
+    assert isinstance(
+        crucible_error(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")), InternalError
+    )  # another memory than the host's
 
 
 @pytest.mark.parametrize(
     ("code", "before", "after", "printed", "how", "advice"),
     [
         (-9, NONE, ONE, "", "was killed by the kernel because memory ran out", "free memory"),
-        (-9, MemoryKills(None, 4), MemoryKills(None, 5), "", f"{KILLED}, probably because memory ran out: the kernel", "free memory"),
-        (-9, MemoryKills(2, 4), MemoryKills(2, 5), "", f"{KILLED}, probably because memory ran out: the kernel", "free memory"),
-        (-9, MemoryKills(), MemoryKills(), "", f"{KILLED}, probably because memory ran out", "free memory"),
-        (-9, ONE, ONE, "", f"{KILLED}, not by the kernel for want of memory", "run the same command again"),
-        (-6, NONE, NONE, "terminate called after throwing 'std::bad_alloc'", "ran out of memory and ended by signal 6 (SIGABRT)", "free memory"),
-        (1, NONE, NONE, "MemoryError", "ran out of memory and ended with exit code 1", "free memory"),
-        (-11, ONE, ONE, "noise", "ended by signal 11 (SIGSEGV) before it answered", "your own code"),
+        (
+            -9,
+            MemoryKills(None, 4),
+            MemoryKills(None, 5),
+            "",
+            f"{KILLED}, probably because memory ran out: the kernel",
+            "free memory",
+        ),
+        (
+            -9,
+            MemoryKills(2, 4),
+            MemoryKills(2, 5),
+            "",
+            f"{KILLED}, probably because memory ran out: the kernel",
+            "free memory",
+        ),
+        (
+            -9,
+            MemoryKills(),
+            MemoryKills(),
+            "",
+            f"{KILLED}, probably because memory ran out",
+            "free memory",
+        ),
+        (
+            -9,
+            ONE,
+            ONE,
+            "",
+            f"{KILLED}, not by the kernel for want of memory",
+            "run the same command again",
+        ),
+        (
+            -6,
+            NONE,
+            NONE,
+            "terminate called after throwing 'std::bad_alloc'",
+            "ran out of memory and ended by signal 6 (SIGABRT)",
+            "free memory",
+        ),
+        (
+            1,
+            NONE,
+            NONE,
+            "MemoryError",
+            "ran out of memory and ended with exit code 1",
+            "free memory",
+        ),
+        (
+            -11,
+            ONE,
+            ONE,
+            "noise",
+            "ended by signal 11 (SIGSEGV) before it answered",
+            "your own code",
+        ),
         (0, NONE, ONE, "", "ended with exit code 0 before it answered", "your own code"),
     ],
 )
-def test_a_death_is_told_with_as_much_as_is_known(code: int, before: MemoryKills, after: MemoryKills, printed: str, how: str, advice: str) -> None:
+def test_a_death_is_told_with_as_much_as_is_known(
+    code: int, before: MemoryKills, after: MemoryKills, printed: str, how: str, advice: str
+) -> None:
     said, next_step = how_it_died(code, before, after, printed)
     assert said.startswith(how)
     assert advice in next_step
@@ -97,11 +186,17 @@ def test_a_death_is_told_with_as_much_as_is_known(code: int, before: MemoryKills
     [
         ("0::/job\n", "job/memory.events", MemoryKills(3, 7)),
         ("0::/\n", "memory.events", MemoryKills(3, 7)),  # in a container, its own root
-        ("9:name=systemd:/\n4:cpu,memory:/job\n0::/\n", "memory/job/memory.oom_control", MemoryKills(3, 7)),
+        (
+            "9:name=systemd:/\n4:cpu,memory:/job\n0::/\n",
+            "memory/job/memory.oom_control",
+            MemoryKills(3, 7),
+        ),
         ("0::/job\n", "elsewhere", MemoryKills(None, 7)),
     ],
 )
-def test_the_kernels_counts_are_read_from_both_versions_of_control_groups(tmp_path: Path, groups: str, file: str, expected: MemoryKills) -> None:
+def test_the_kernels_counts_are_read_from_both_versions_of_control_groups(
+    tmp_path: Path, groups: str, file: str, expected: MemoryKills
+) -> None:
     proc, mounted = tmp_path / "proc", tmp_path / "cgroup" / file
     (proc / "self").mkdir(parents=True)
     mounted.parent.mkdir(parents=True)
@@ -130,11 +225,17 @@ def hoard_in_a_library(limit_bytes: int, progress: Progress) -> None:
     import onnxruntime
     from onnx import TensorProto, helper
 
-    ends = [helper.make_tensor_value_info(name, TensorProto.INT64, [1]) for name in ("shape", "twice")]
+    ends = [
+        helper.make_tensor_value_info(name, TensorProto.INT64, [1]) for name in ("shape", "twice")
+    ]
     wide = helper.make_tensor_value_info("wide", TensorProto.FLOAT, ["n"])
-    graph = helper.make_graph([helper.make_node("ConstantOfShape", ["shape"], ["wide"])], "g", ends[:1], [wide])
+    graph = helper.make_graph(
+        [helper.make_node("ConstantOfShape", ["shape"], ["wide"])], "g", ends[:1], [wide]
+    )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
     resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
     session.run(None, {"shape": [limit_bytes]})
 

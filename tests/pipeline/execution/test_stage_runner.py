@@ -34,12 +34,21 @@ def test_a_stage_runs_in_a_child_once_and_is_then_reused(tmp_path: Path) -> None
     events: list[StageEvent] = []
     runner = Runner(Store(tmp_path), events.append)
     first = runner.stage(DOUBLE, Number, 21, inputs=("21",), subject="x")
-    again = Runner(Store(tmp_path), events.append).stage(DOUBLE, Number, 21, inputs=("21",), subject="x")
+    again = Runner(Store(tmp_path), events.append).stage(
+        DOUBLE, Number, 21, inputs=("21",), subject="x"
+    )
     assert first == again
     assert first.value == 42
     assert first.pid != os.getpid()
-    assert [(event.state, event.fraction) for event in events] == [("started", None), ("progress", 0.5), ("finished", None), ("reused", None)]
-    assert [(step.stage, step.subject, step.reused) for step in runner.steps] == [("double", "x", False)]
+    assert [(event.state, event.fraction) for event in events] == [
+        ("started", None),
+        ("progress", 0.5),
+        ("finished", None),
+        ("reused", None),
+    ]
+    assert [(step.stage, step.subject, step.reused) for step in runner.steps] == [
+        ("double", "x", False)
+    ]
 
 
 def test_a_finished_stage_leaves_its_time_and_the_next_run_an_estimate(tmp_path: Path) -> None:
@@ -48,13 +57,23 @@ def test_a_finished_stage_leaves_its_time_and_the_next_run_an_estimate(tmp_path:
     target = Target(backend="numpy", version="2", device="abacus")
     runner.stage(DOUBLE, Number, 21, inputs=("21",), subject="x", target=target)
     runner.stage(DOUBLE, Number, 21, inputs=("other",), subject="x")
-    Runner(Store(tmp_path), events.append).stage(DOUBLE, Number, 21, inputs=("21",), subject="x", target=target)
+    Runner(Store(tmp_path), events.append).stage(
+        DOUBLE, Number, 21, inputs=("21",), subject="x", target=target
+    )
     entries = runner.history.entries()
     assert [(entry.plan, entry.stage, entry.subject, entry.device) for entry in entries] == [
         ("tiny", "double", "x", "abacus"),
         ("tiny", "double", "x", ""),
     ]
-    assert [event.state for event in events] == ["started", "progress", "finished", "started", "progress", "finished", "reused"]
+    assert [event.state for event in events] == [
+        "started",
+        "progress",
+        "finished",
+        "started",
+        "progress",
+        "finished",
+        "reused",
+    ]
     assert {event.estimate_s for event in events[:2]} == {None}
     assert {event.estimate_s for event in events[3:5]} == {entries[0].seconds}
     assert min(events[1].elapsed_s, events[2].seconds) > 0
@@ -132,7 +151,10 @@ def test_a_branch_has_steps_of_its_own_until_they_are_taken_over(tmp_path: Path)
 def test_of_two_branches_with_one_artifact_the_step_that_made_it_counts(tmp_path: Path) -> None:
     """The other branch has waited for it, and found it in the store."""
     runner = Runner(Store(tmp_path))
-    for steps in ([step("a", reused=True), step("b", reused=False)], [step("a", reused=False), step("b", reused=True)]):
+    for steps in (
+        [step("a", reused=True), step("b", reused=False)],
+        [step("a", reused=False), step("b", reused=True)],
+    ):
         branch = runner.branch()
         branch.steps += steps
         runner.take_over(branch)
@@ -150,8 +172,12 @@ def test_what_is_run_anew_is_told_as_a_stage_and_never_reused(tmp_path: Path) ->
     assert [runner.anew("count", "x", count, 21) for _ in range(2)] == [22, 22]
     assert [event.state for event in events] == ["started", "progress", "finished"] * 2
     assert [event.estimate_s is None for event in events[::3]] == [True, False]
-    assert {(step.stage, step.subject, step.reused, step.digest) for step in runner.steps} == {("count", "x", False, "")}
-    assert [(entry.plan, entry.stage, entry.subject) for entry in runner.history.entries()] == [("tiny", "count", "x")] * 2
+    assert {(step.stage, step.subject, step.reused, step.digest) for step in runner.steps} == {
+        ("count", "x", False, "")
+    }
+    assert [(entry.plan, entry.stage, entry.subject) for entry in runner.history.entries()] == [
+        ("tiny", "count", "x")
+    ] * 2
     with pytest.raises(DataError, match="expected more"):
         runner.anew("refuse", "", refuse)
     assert (events[-1].state, events[-1].text) == ("failed", "expected more, got less")

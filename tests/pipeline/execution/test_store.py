@@ -98,7 +98,10 @@ def edit(file: Path, old: str, new: str) -> None:
     ("damage", "said"),
     [
         (lambda folder: (folder / "sub" / "text").write_text("hellO"), CHANGED),
-        (lambda folder: (folder / "sub" / "text").write_text("hell"), "'sub/text' has another digest"),
+        (
+            lambda folder: (folder / "sub" / "text").write_text("hell"),
+            "'sub/text' has another digest",
+        ),
         (lambda folder: (folder / "sub" / "text").unlink(), "'sub/text' is missing"),
         (lambda folder: (folder / "sub" / "more").write_text(""), "'sub/more' was added"),
         (lambda folder: (folder / "sub" / "more").symlink_to("/nowhere"), "'sub/more' was added"),
@@ -107,12 +110,25 @@ def edit(file: Path, old: str, new: str) -> None:
         (lambda folder: (folder / "artifact.json").write_text("[]"), "object"),
         (lambda folder: (folder / "artifact.json").write_text("{}"), "value"),
         (lambda folder: (folder / "artifact.json").write_bytes(b"\xff\x00" * 50), "JSON"),
-        (lambda folder: (folder / "artifact.json").write_text((folder / "artifact.json").read_text()[:-40]), "JSON"),
-        (lambda folder: edit(folder / "artifact.json", '"length": 5', '"length": 6'), "'artifact.json' has another digest"),
-        (lambda folder: edit(folder / "artifact.json", '"sub/text":', '"sub/else":'), "'artifact.json' has another digest"),
+        (
+            lambda folder: (folder / "artifact.json").write_text(
+                (folder / "artifact.json").read_text()[:-40]
+            ),
+            "JSON",
+        ),
+        (
+            lambda folder: edit(folder / "artifact.json", '"length": 5', '"length": 6'),
+            "'artifact.json' has another digest",
+        ),
+        (
+            lambda folder: edit(folder / "artifact.json", '"sub/text":', '"sub/else":'),
+            "'artifact.json' has another digest",
+        ),
     ],
 )
-def test_a_damaged_artifact_is_made_again_and_said(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
+def test_a_damaged_artifact_is_made_again_and_said(
+    tmp_path: Path, damage: Callable[[Path], object], said: str
+) -> None:
     folder = Store(tmp_path).get(KEY, Text, make).value.root
     damage(folder)
     store = Store(tmp_path)
@@ -170,7 +186,9 @@ def test_two_at_once_make_it_once_and_the_second_says_that_it_waits(tmp_path: Pa
     context = multiprocessing.get_context("fork")
     answers: multiprocessing.Queue[tuple[bool, list[str]]] = context.Queue()
     another_waits = context.Event()
-    workers = [context.Process(target=_slow, args=(tmp_path, another_waits, answers)) for _ in range(2)]
+    workers = [
+        context.Process(target=_slow, args=(tmp_path, another_waits, answers)) for _ in range(2)
+    ]
     for worker in workers:
         worker.start()
     results = sorted((answers.get(timeout=120) for _ in workers), key=lambda result: result[0])
@@ -231,7 +249,10 @@ def test_a_refusal_stays_what_it_is_on_a_full_disk(tmp_path: Path, refusal: Base
     assert caught.value is refusal
 
 
-FAULTS = [InternalError("RuntimeError: unexpected pos"), ChildDied("ended by signal 6", "try again")]
+FAULTS = [
+    InternalError("RuntimeError: unexpected pos"),
+    ChildDied("ended by signal 6", "try again"),
+]
 
 
 @needs_root
@@ -265,7 +286,9 @@ def test_a_shared_store_is_read_and_never_written(tmp_path: Path) -> None:
 
 
 def test_a_damaged_artifact_of_the_shared_store_is_made_again_in_the_own(tmp_path: Path) -> None:
-    (Store(tmp_path / "shared").get(KEY, Text, make).value.root / "sub" / "text").write_text("hellO")
+    (Store(tmp_path / "shared").get(KEY, Text, make).value.root / "sub" / "text").write_text(
+        "hellO"
+    )
     store = Store(tmp_path / "own", shared=tmp_path / "shared")
     assert not store.get(KEY, Text, make).reused
     assert "damaged" in store.notes[0].text
@@ -311,16 +334,36 @@ def test_what_is_there_already_is_not_replaced(tmp_path: Path) -> None:
         (lambda folder: (folder / "sub" / "text").write_text("hellO"), "another digest"),
         (lambda folder: (folder / "more").touch(), "'more' was added"),
         (lambda folder: (folder / "sub" / "text").unlink(), "'sub/text' is missing"),
-        (lambda folder: (folder / "artifact.json").write_text("[]"), "'artifact.json' Input should be an object"),
+        (
+            lambda folder: (folder / "artifact.json").write_text("[]"),
+            "'artifact.json' Input should be an object",
+        ),
         (lambda folder: (folder / "artifact.json").unlink(), "'artifact.json' is missing"),
         (lambda folder: (folder / "link").symlink_to("/etc/passwd"), "'link' is not a plain file"),
-        (lambda folder: os.link(folder / "sub" / "text", folder.parent / "twin"), "'text' is not a plain file"),
-        (lambda folder: folder.rename(folder.with_name("0" * 64)), "another key than that of its provenance"),
-        (lambda folder: folder.parent.rename(folder.parent.with_name("build")), "another key than that of its provenance"),
-        (lambda folder: (folder.rename(folder.parents[2] / "x"), folder.symlink_to(folder.parents[2] / "x")), "a link stands in the place"),
+        (
+            lambda folder: os.link(folder / "sub" / "text", folder.parent / "twin"),
+            "'text' is not a plain file",
+        ),
+        (
+            lambda folder: folder.rename(folder.with_name("0" * 64)),
+            "another key than that of its provenance",
+        ),
+        (
+            lambda folder: folder.parent.rename(folder.parent.with_name("build")),
+            "another key than that of its provenance",
+        ),
+        (
+            lambda folder: (
+                folder.rename(folder.parents[2] / "x"),
+                folder.symlink_to(folder.parents[2] / "x"),
+            ),
+            "a link stands in the place",
+        ),
     ],
 )
-def test_nothing_is_adopted_that_is_not_what_it_says(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
+def test_nothing_is_adopted_that_is_not_what_it_says(
+    tmp_path: Path, damage: Callable[[Path], object], said: str
+) -> None:
     damage(Store(tmp_path / "job").get(KEY, Text, make).value.root)
     store = Store(tmp_path / "home")
     (refused,) = [why for why in store.adopt(tmp_path / "job") if "twin" not in why]

@@ -20,7 +20,9 @@ def proc(root: Path, threads: dict[str, str], stat: str) -> Path:
 
 def test_counts_are_summed_over_threads_and_cpus(tmp_path: Path) -> None:
     stat = "cpu  10 0 10 60 5 0 5 10 0 0\ncpu0 1 2 3\n"
-    found = cpu_clock(proc(tmp_path, {"1": "2000000000 500000000 3", "2": "1000000000 0 1", "3": "rubbish"}, stat))
+    found = cpu_clock(
+        proc(tmp_path, {"1": "2000000000 500000000 3", "2": "1000000000 0 1", "3": "rubbish"}, stat)
+    )
     assert (found.ran_s, found.waited_s) == pytest.approx((3.0, 0.5))
     assert (found.machine_ticks, found.stolen_ticks) == (100, 10)
 

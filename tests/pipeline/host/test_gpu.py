@@ -8,11 +8,22 @@ from typing import Any
 import pytest
 
 from pipeline.core import Precision
-from pipeline.host.gpu import FLOPS_PER_SM_AND_CLOCK, MEMORY_BUS_BITS, SM_COUNT, Gpu, Gpus, find_gpus, peaks, with_hardware
+from pipeline.host.gpu import (
+    FLOPS_PER_SM_AND_CLOCK,
+    MEMORY_BUS_BITS,
+    SM_COUNT,
+    Gpu,
+    Gpus,
+    find_gpus,
+    peaks,
+    with_hardware,
+)
 
 UUID = "GPU-6d5a129b-187e-efb0-e32e-d25fcfd009f4"
 H200_LINE = f"NVIDIA H200, {UUID}, 9.0, 580.159, 143771, 1980, 3201\n"  # taken on an H200
-GB10_LINE = "NVIDIA GB10, GPU-0b5ab7f4-aaaa-bbbb-cccc-000000000001, 12.1, 580.95.05, [N/A], 3003, [N/A]\n"
+GB10_LINE = (
+    "NVIDIA GB10, GPU-0b5ab7f4-aaaa-bbbb-cccc-000000000001, 12.1, 580.95.05, [N/A], 3003, [N/A]\n"
+)
 H200 = Gpu(
     name="NVIDIA H200",
     uuid=UUID,
@@ -77,7 +88,9 @@ def test_a_missing_tool_has_a_reason(tmp_path: Path) -> None:
         ("MIG-0d5a", ["9.0", "12.1"]),
     ],
 )
-def test_only_visible_gpus_may_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, capabilities: list[str]) -> None:
+def test_only_visible_gpus_may_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, capabilities: list[str]
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", wanted)
     found = find_gpus(program(tmp_path, H200_LINE + GB10_LINE))
     assert [gpu.compute_capability for gpu in found.devices] == capabilities
@@ -129,7 +142,10 @@ def test_what_the_driver_does_not_tell_stays_unknown() -> None:
 def test_attribute_numbers_are_those_of_cuda() -> None:
     driver = pytest.importorskip("cuda.bindings.driver")
     assert int(driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT) == SM_COUNT
-    assert int(driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH) == MEMORY_BUS_BITS
+    assert (
+        int(driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH)
+        == MEMORY_BUS_BITS
+    )
 
 
 def gpu(name: str, capability: str, sms: int, mhz: int, memory_mhz: int, bits: int) -> Gpu:
@@ -150,16 +166,36 @@ def gpu(name: str, capability: str, sms: int, mhz: int, memory_mhz: int, bits: i
     [
         (gpu("Tesla V100-SXM2-16GB", "7.0", 80, 1530, 877, 4096), {"fp32": 15.7, "fp16": 125}, 900),
         (gpu("Tesla T4", "7.5", 40, 1590, 5001, 256), {"fp32": 8.1, "fp16": 65, "int8": 130}, 320),
-        (gpu("NVIDIA A100-SXM4-40GB", "8.0", 108, 1410, 1215, 5120), {"fp32": 19.5, "tf32": 156, "fp16": 312, "bf16": 312, "int8": 624}, 1555),
-        (gpu("NVIDIA GeForce RTX 3090", "8.6", 82, 1695, 9751, 384), {"fp32": 35.6, "tf32": 35.6, "fp16": 142, "bf16": 71, "int8": 284}, 936),
-        (gpu("NVIDIA A40", "8.6", 84, 1740, 7251, 384), {"fp32": 37.4, "tf32": 74.8, "fp16": 149.7, "bf16": 149.7, "int8": 299.3}, 696),
+        (
+            gpu("NVIDIA A100-SXM4-40GB", "8.0", 108, 1410, 1215, 5120),
+            {"fp32": 19.5, "tf32": 156, "fp16": 312, "bf16": 312, "int8": 624},
+            1555,
+        ),
+        (
+            gpu("NVIDIA GeForce RTX 3090", "8.6", 82, 1695, 9751, 384),
+            {"fp32": 35.6, "tf32": 35.6, "fp16": 142, "bf16": 71, "int8": 284},
+            936,
+        ),
+        (
+            gpu("NVIDIA A40", "8.6", 84, 1740, 7251, 384),
+            {"fp32": 37.4, "tf32": 74.8, "fp16": 149.7, "bf16": 149.7, "int8": 299.3},
+            696,
+        ),
         (
             gpu("NVIDIA GeForce RTX 4090", "8.9", 128, 2520, 10501, 384),
             {"fp32": 82.6, "tf32": 82.6, "fp16": 330.3, "bf16": 165.2, "int8": 660.6, "fp8": 660.6},
             1008,
         ),
-        (gpu("NVIDIA H100 80GB HBM3", "9.0", 132, 1830, 2619, 5120), {"tf32": 494.7, "fp16": 989.4, "int8": 1978.9, "fp8": 1978.9}, 3352),
-        (gpu("NVIDIA B200", "10.0", 148, 1860, 3996, 8192), {"tf32": 1125, "fp16": 2250, "int8": 4500, "fp8": 4500}, 8000),
+        (
+            gpu("NVIDIA H100 80GB HBM3", "9.0", 132, 1830, 2619, 5120),
+            {"tf32": 494.7, "fp16": 989.4, "int8": 1978.9, "fp8": 1978.9},
+            3352,
+        ),
+        (
+            gpu("NVIDIA B200", "10.0", 148, 1860, 3996, 8192),
+            {"tf32": 1125, "fp16": 2250, "int8": 4500, "fp8": 4500},
+            8000,
+        ),
         (
             gpu("NVIDIA GeForce RTX 5090", "12.0", 170, 2407, 14001, 512),
             {"fp32": 104.8, "tf32": 104.8, "fp16": 419, "bf16": 209.5, "int8": 838, "fp8": 838},
@@ -168,9 +204,13 @@ def gpu(name: str, capability: str, sms: int, mhz: int, memory_mhz: int, bits: i
     ],
     ids=lambda value: value.name if isinstance(value, Gpu) else "",
 )
-def test_peaks_are_those_of_the_data_sheets(device: Gpu, tera: dict[str, float], giga_bytes: float) -> None:
+def test_peaks_are_those_of_the_data_sheets(
+    device: Gpu, tera: dict[str, float], giga_bytes: float
+) -> None:
     found = peaks(device)
-    assert {name: found.flops_per_s[Precision(name)] / 1e12 for name in tera} == pytest.approx(tera, rel=0.01)
+    assert {name: found.flops_per_s[Precision(name)] / 1e12 for name in tera} == pytest.approx(
+        tera, rel=0.01
+    )
     assert found.bytes_per_s is not None
     assert found.bytes_per_s / 1e9 == pytest.approx(giga_bytes, rel=0.025)
 

@@ -27,7 +27,9 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 TRIALS = 150
 
 
-def processes(medians_s: Sequence[float], waiting: Sequence[float] = (), first: int = 0) -> Processes:
+def processes(
+    medians_s: Sequence[float], waiting: Sequence[float] = (), first: int = 0
+) -> Processes:
     count = len(medians_s)
     generations = np.arange(first, first + count)
     shares = np.asarray(waiting or [0.0] * count)
@@ -90,12 +92,16 @@ def test_where_most_processes_were_disturbed_the_host_cannot_tell() -> None:
     with pytest.raises(NotMeasurable) as raised:
         compare_processes(processes([349.9, 10.7, 1.0, 1.2]), processes([0.132, 0.103, 0.103, 0.1]))
     assert raised.value.obstacle is Obstacle.DISTURBED
-    assert raised.value.text == ("2 of 4 processes were disturbed, the slowest process took 350 times as long as the fastest")
+    assert raised.value.text == (
+        "2 of 4 processes were disturbed, the slowest process took 350 times as long as the fastest"
+    )
 
 
 def test_a_host_that_slowed_most_generations_alike_still_has_a_ratio() -> None:
     slow = np.array([1.0, 3.0, 3.1, 2.9, 1.0, 3.2])
-    assert compare_processes(processes(list(2 * slow)), processes(list(slow))).value == pytest.approx(2.0)
+    assert compare_processes(
+        processes(list(2 * slow)), processes(list(slow))
+    ).value == pytest.approx(2.0)
     apart = slow * [1, 3, 1, 3, 1, 3]
     with pytest.raises(NotMeasurable, match="disturbed"):
         compare_processes(processes(list(2 * slow)), processes(list(apart)))
@@ -114,7 +120,9 @@ def test_an_interval_is_never_tenfold_wide() -> None:
 
 def test_samples_know_their_generations_and_reports_of_earlier_versions_have_them_all() -> None:
     blocks = [[1.0], [1.0], [2.0], [2.0]]
-    known = samples_from_blocks(blocks, (), processes=(2, 2), generations=(0, 3), waiting=(0.0, 0.2))
+    known = samples_from_blocks(
+        blocks, (), processes=(2, 2), generations=(0, 3), waiting=(0.0, 0.2)
+    )
     assert processes_from_samples(known).generations.tolist() == [0, 3]
     assert processes_from_samples(known).disturbed.tolist() == [False, True]
     old = samples_from_blocks(blocks, (), processes=(1,) * 4)
@@ -124,9 +132,18 @@ def test_samples_know_their_generations_and_reports_of_earlier_versions_have_the
         Samples(values_s=(1.0, 1.0), blocks=(1, 1), processes=(1, 1), generations=(0,))
 
 
-@pytest.mark.parametrize("kind", ["undisturbed", "one process of one engine stalled 340 times", "a third of the blocks slowed tenfold"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "undisturbed",
+        "one process of one engine stalled 340 times",
+        "a third of the blocks slowed tenfold",
+    ],
+)
 @pytest.mark.parametrize("spread", [0.015, 0.15])
-def test_intervals_hold_the_truth_on_hosts_of_every_kind(synthetic_clock: ModuleType, kind: str, spread: float) -> None:
+def test_intervals_hold_the_truth_on_hosts_of_every_kind(
+    synthetic_clock: ModuleType, kind: str, spread: float
+) -> None:
     """95 of 100 do; 90 to 100 of 150 trials are left to chance."""
     cell = synthetic_clock.cell(kind, spread, 6, TRIALS)
     assert cell.not_measurable <= 0.05
@@ -139,5 +156,7 @@ def test_on_a_host_with_load_on_every_core_nothing_is_told(synthetic_clock: Modu
 
 
 @pytest.mark.parametrize("ratio", [1.0, 9.0])
-def test_a_race_that_ends_by_itself_finds_no_difference_between_equal_engines(synthetic_clock: ModuleType, ratio: float) -> None:
+def test_a_race_that_ends_by_itself_finds_no_difference_between_equal_engines(
+    synthetic_clock: ModuleType, ratio: float
+) -> None:
     assert synthetic_clock.ended(ratio, 0.05, TRIALS).coverage >= 0.89

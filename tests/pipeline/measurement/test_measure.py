@@ -53,7 +53,9 @@ class NoisyHost:
 
     def work(self, seconds: float) -> None:
         stall = 1.5 if self.random.random() < self.stalls else 1.0
-        self.now_s += seconds * self.level * stall * float(np.exp(self.random.normal(0, self.noise)))
+        self.now_s += (
+            seconds * self.level * stall * float(np.exp(self.random.normal(0, self.noise)))
+        )
 
 
 def race(host: NoisyHost, runs_s: tuple[float, ...], rounds: int) -> list[Samples]:
@@ -64,14 +66,18 @@ def race(host: NoisyHost, runs_s: tuple[float, ...], rounds: int) -> list[Sample
         for index in host.random.permutation(len(runs_s)):
             host.level = shared * float(np.exp(host.random.normal(0, host.block_level)))
             run_s = runs_s[index]
-            blocks[index].append(measure_block(partial(host.work, run_s), host.clock, min_s=50 * run_s))
+            blocks[index].append(
+                measure_block(partial(host.work, run_s), host.clock, min_s=50 * run_s)
+            )
     return [samples_from_blocks(taken, ()) for taken in blocks]
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("percent", "needed"), [(50, 1), (90, 100), (95, 200), (99, 1000), (99.9, 10_000), (1, 1000)])
+@pytest.mark.parametrize(
+    ("percent", "needed"), [(50, 1), (90, 100), (95, 200), (99, 1000), (99.9, 10_000), (1, 1000)]
+)
 def test_percentile_needs_ten_values_beyond_it(percent: float, needed: int) -> None:
     assert values_needed(percent) == needed
     enough = Samples(values_s=tuple(float(i) for i in range(needed)))
@@ -79,7 +85,9 @@ def test_percentile_needs_ten_values_beyond_it(percent: float, needed: int) -> N
     if needed > 1:
         short = Samples(values_s=enough.values_s[1:])
         assert short.percentile_or_absent(percent) is None
-        with pytest.raises(ValueError, match=f"p{percent:g} needs {needed} values, there are {needed - 1}"):
+        with pytest.raises(
+            ValueError, match=f"p{percent:g} needs {needed} values, there are {needed - 1}"
+        ):
             short.percentile_s(percent)
 
 
@@ -102,16 +110,24 @@ def test_blocks_must_hold_all_values() -> None:
     assert [block.tolist() for block in samples.by_block()] == [[1.0], [2.0, 3.0]]
     assert Samples.model_validate_json(samples.model_dump_json()) == samples
     for wrong in ((1, 1), (3, 0)):
-        with pytest.raises(ValidationError, match="expected blocks of at least one value, 3 together"):
+        with pytest.raises(
+            ValidationError, match="expected blocks of at least one value, 3 together"
+        ):
             Samples(values_s=(1.0, 2.0, 3.0), blocks=wrong)
-        with pytest.raises(ValidationError, match="expected processes of at least one block, 3 together"):
+        with pytest.raises(
+            ValidationError, match="expected processes of at least one block, 3 together"
+        ):
             Samples(values_s=(1.0, 2.0, 3.0), blocks=(1, 1, 1), processes=wrong)
 
 
 def test_medians_of_processes() -> None:
     values = (1.0, 2.0, 6.0, 7.0, 8.0, 9.0)
-    assert Samples(values_s=values, blocks=(1, 2, 1, 2), processes=(2, 2)).process_medians_s().tolist() == [2.0, 8.0]
-    assert Samples(values_s=values, blocks=(1, 2, 1, 2), processes=(1, 3)).process_medians_s().tolist() == [1.0, 7.0]
+    assert Samples(
+        values_s=values, blocks=(1, 2, 1, 2), processes=(2, 2)
+    ).process_medians_s().tolist() == [2.0, 8.0]
+    assert Samples(
+        values_s=values, blocks=(1, 2, 1, 2), processes=(1, 3)
+    ).process_medians_s().tolist() == [1.0, 7.0]
     assert Samples(values_s=values).process_medians_s().tolist() == [6.5]
 
 
@@ -205,7 +221,9 @@ large = b"x" * 400_000_000
 child = "import sys; sys.path[:0] = {sys.path!r}; from pipeline.measurement.measure import peak_memory_bytes; print(peak_memory_bytes())"
 print(subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True).stdout)
 """
-    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout
     assert 10_000_000 < int(printed) < 300_000_000
     before = peak_memory_bytes()
     large = np.ones(50_000_000 // 8)
@@ -243,7 +261,15 @@ def test_blocks_alone_do_not_know_how_processes_differ() -> None:
     hits = 0
     for seed in range(100):
         levels = random.normal(0, 0.015, 2)
-        sides = [samples_from_blocks(np.exp(random.normal(level, 0.004, (6, 1)) + random.normal(0, 0.01, (6, 20))).tolist(), ()) for level in levels]
+        sides = [
+            samples_from_blocks(
+                np.exp(
+                    random.normal(level, 0.004, (6, 1)) + random.normal(0, 0.01, (6, 20))
+                ).tolist(),
+                (),
+            )
+            for level in levels
+        ]
         hits += not ratio_of_medians(*sides, seed, resamples=200).excludes(1.0)
     assert hits < 50
 
@@ -263,7 +289,12 @@ def test_resampled_medians_equal_those_of_built_resamples() -> None:
     random = np.random.default_rng(0)
     blocks = [random.normal(10, 1, size) for size in (21, 33, 7, 40, 15)]
     drawn = _draws(random, len(blocks), 50)
-    built = [np.concatenate([np.repeat(block, int(times)) for block, times in zip(blocks, row, strict=True)]) for row in drawn]
+    built = [
+        np.concatenate(
+            [np.repeat(block, int(times)) for block, times in zip(blocks, row, strict=True)]
+        )
+        for row in drawn
+    ]
     lower = [np.sort(values)[(len(values) - 1) // 2] for values in built]
     assert _medians(blocks, drawn) == pytest.approx(lower)
 
@@ -291,7 +322,10 @@ def test_constant_times_give_a_point() -> None:
 def test_bootstrap_mean_covers_the_truth() -> None:
     random = np.random.default_rng(0)
     drops = [random.choice([-1.0, 0.0, 1.0], 200, p=[0.02, 0.93, 0.05]) for _ in range(200)]
-    hits = sum(not bootstrap_mean(values.tolist(), seed, resamples=400).excludes(0.03) for seed, values in enumerate(drops))
+    hits = sum(
+        not bootstrap_mean(values.tolist(), seed, resamples=400).excludes(0.03)
+        for seed, values in enumerate(drops)
+    )
     assert 0.89 <= hits / 200 <= 0.99
 
 
@@ -307,12 +341,18 @@ def test_the_interval_of_a_whole_sets_figure_holds_it_and_survives_undefined_res
     found = bootstrap(lambda drawn: float(scores[drawn].mean()), 100, resamples=200)
     assert found.low < found.value < found.high
     assert found.high - found.low == pytest.approx(4 * scores.std() / 10, rel=0.25)
-    assert bootstrap(lambda drawn: float(scores[drawn].mean()), 100) == bootstrap_mean(scores.tolist())
-    undefined = bootstrap(lambda drawn: 0.25 if np.array_equal(drawn, np.arange(3)) else float("nan"), 3)
+    assert bootstrap(lambda drawn: float(scores[drawn].mean()), 100) == bootstrap_mean(
+        scores.tolist()
+    )
+    undefined = bootstrap(
+        lambda drawn: 0.25 if np.array_equal(drawn, np.arange(3)) else float("nan"), 3
+    )
     assert (undefined.low, undefined.value, undefined.high) == (0.25, 0.25, 0.25)
 
 
-@pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.706), (5, 2.571), (10, 2.228), (30, 2.042), (1000, 1.962)])
+@pytest.mark.parametrize(
+    ("degrees", "quantile"), [(1, 12.706), (5, 2.571), (10, 2.228), (30, 2.042), (1000, 1.962)]
+)
 def teststudent_quantiles(degrees: int, quantile: float) -> None:
     assert student_quantile(degrees) == pytest.approx(quantile, abs=1e-3)
 
@@ -335,14 +375,20 @@ def test_environment_names_this_host() -> None:
     assert here.packages["numpy"] == np.__version__
 
 
-def test_environment_names_the_gpus_their_driver_and_tensorrt_by_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_names_the_gpus_their_driver_and_tensorrt_by_any_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a virtual machine without /proc/driver/nvidia, with TensorRT's bindings unpacked by hand."""
     smi = tmp_path / "nvidia-smi"
-    smi.write_text('#!/bin/sh\nfor n in 0 1; do echo "NVIDIA H200, GPU-$n, 9.0, 580.159, 143771, 1980, 3201"; done\n')
+    smi.write_text(
+        '#!/bin/sh\nfor n in 0 1; do echo "NVIDIA H200, GPU-$n, 9.0, 580.159, 143771, 1980, 3201"; done\n'
+    )
     smi.chmod(0o755)
     package = tmp_path / "tensorrt_cu12_bindings-10.6.0.dist-info"
     package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorrt-cu12-bindings\nVersion: 10.6.0\n")
+    (package / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: tensorrt-cu12-bindings\nVersion: 10.6.0\n"
+    )
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
@@ -359,4 +405,9 @@ def test_looking_at_the_host_imports_nothing_heavy() -> None:
         "import sys; from pipeline.measurement.measure import environment; environment(); "
         "print({'torch', 'onnxruntime', 'openvino', 'onnx'} & set(sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip() == "set()"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "set()"
+    )

@@ -26,13 +26,20 @@ def operators(model: onnx.ModelProto) -> list[str]:
     return sorted(node.op_type for node in model.graph.node)
 
 
-@pytest.mark.parametrize(("dtype", "hides", "close"), [(np.float32, LEAST, 1e-5), (np.float16, -65504, 5e-3)])
-def test_attention_with_a_mask_of_two_numbers_becomes_plain(dtype: type, hides: float, close: float) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "hides", "close"), [(np.float32, LEAST, 1e-5), (np.float16, -65504, 5e-3)]
+)
+def test_attention_with_a_mask_of_two_numbers_becomes_plain(
+    dtype: type, hides: float, close: float
+) -> None:
     before = written_out(hides, dtype=dtype)
     after = plain(before)
     np.testing.assert_allclose(answer(after), answer(before), rtol=close, atol=close)
     assert operators(after) == [*PLAIN, "Where"]
-    assert min(float(numpy_helper.to_array(tensor).min()) for tensor in after.graph.initializer) == HIDDEN
+    assert (
+        min(float(numpy_helper.to_array(tensor).min()) for tensor in after.graph.initializer)
+        == HIDDEN
+    )
 
 
 def test_a_scale_that_a_node_gives_is_one_too_and_bf16_stays() -> None:
@@ -46,17 +53,23 @@ def test_a_scale_that_a_node_gives_is_one_too_and_bf16_stays() -> None:
     bf16 = plain(written_out(-3e38, dtype=ml_dtypes.bfloat16))
     assert operators(bf16).count("Mul") == 2
     onnx.checker.check_model(bf16, full_check=True)
-    assert {tensor.data_type for tensor in bf16.graph.initializer if tensor.name in ("zero", "hides")} == {onnx.TensorProto.BFLOAT16}
+    assert {
+        tensor.data_type for tensor in bf16.graph.initializer if tensor.name in ("zero", "hides")
+    } == {onnx.TensorProto.BFLOAT16}
 
 
 @pytest.mark.parametrize("opset", [14, 20])
 @pytest.mark.parametrize(("dtype", "close"), [(np.float32, 1e-5), (np.float16, 5e-3)])
-def test_a_mask_of_minus_infinity_needs_no_guard_where_the_product_counts_what_rows_see(opset: int, dtype: type, close: float) -> None:
+def test_a_mask_of_minus_infinity_needs_no_guard_where_the_product_counts_what_rows_see(
+    opset: int, dtype: type, close: float
+) -> None:
     before = written_out(-np.inf, dtype=dtype)
     before.opset_import[0].version = opset
     after = plain(before)
     for blind in (False, True):
-        np.testing.assert_allclose(answer(after, blind), answer(before, blind), rtol=close, atol=close)
+        np.testing.assert_allclose(
+            answer(after, blind), answer(before, blind), rtol=close, atol=close
+        )
     assert not answer(before, blind=True)[0].any(), "a row without a token has an answer"
     assert operators(after) == sorted([*PLAIN, "Div", "Mul", "ReduceMax", "Sub", "Where"])
     assert plain_attention(after) is None
@@ -91,7 +104,10 @@ def test_what_does_not_look_like_attention_stays() -> None:
         [helper.make_node("Relu", ["x"], ["r"]), helper.make_node("Softmax", ["r"], ["y"])], "plain",
         [helper.make_tensor_value_info("x", 1, [1, 4])], [helper.make_tensor_value_info("y", 1, [1, 4])],
     )  # fmt: skip
-    assert plain_attention(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)])) is None
+    assert (
+        plain_attention(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]))
+        is None
+    )
 
 
 def test_without_new_masks_rows_that_see_no_token_answer_as_before() -> None:
@@ -99,6 +115,10 @@ def test_without_new_masks_rows_that_see_no_token_answer_as_before() -> None:
     after = plain_attention(onnx.ModelProto.FromString(before.SerializeToString()), masks=False)
     assert after is not None
     for blind in (False, True):
-        np.testing.assert_allclose(answer(after, blind), answer(before, blind), rtol=1e-5, atol=1e-6)
-    assert np.abs(answer(plain(before), blind=True) - answer(before, blind=True)).max() > 0.1, "new ones do change them"
+        np.testing.assert_allclose(
+            answer(after, blind), answer(before, blind), rtol=1e-5, atol=1e-6
+        )
+    assert np.abs(answer(plain(before), blind=True) - answer(before, blind=True)).max() > 0.1, (
+        "new ones do change them"
+    )
     assert operators(after).count("Transpose") == 3

@@ -13,7 +13,11 @@ from pipeline.onnx_graph.compare import compare_graphs, compare_outputs, open_re
 
 
 def save(path: Path, graph: str) -> Path:
-    path.write_bytes(onnx.parser.parse_model('<ir_version: 8, opset_import: ["" : 17]>\n' + graph).SerializeToString())
+    path.write_bytes(
+        onnx.parser.parse_model(
+            '<ir_version: 8, opset_import: ["" : 17]>\n' + graph
+        ).SerializeToString()
+    )
     return path
 
 
@@ -26,8 +30,24 @@ FEEDS: list[Tensors] = [{"x": np.ones(3, np.float32)}, {"x": np.arange(7, dtype=
 
 
 def test_every_dtype_goes_in_and_out(tmp_path: Path) -> None:
-    dtypes = [np.dtype(name) for name in ("float16", "float32", "float64", "int8", "int32", "int64", "uint8", "bool", ml_dtypes.bfloat16)]
-    values = [(onnx.helper.np_dtype_to_tensor_dtype(dtype), f"x{i}", f"y{i}") for i, dtype in enumerate(dtypes)]
+    dtypes = [
+        np.dtype(name)
+        for name in (
+            "float16",
+            "float32",
+            "float64",
+            "int8",
+            "int32",
+            "int64",
+            "uint8",
+            "bool",
+            ml_dtypes.bfloat16,
+        )
+    ]
+    values = [
+        (onnx.helper.np_dtype_to_tensor_dtype(dtype), f"x{i}", f"y{i}")
+        for i, dtype in enumerate(dtypes)
+    ]
     graph = onnx.helper.make_graph(
         [onnx.helper.make_node("Identity", [x], [y]) for _, x, y in values],
         "g",
@@ -35,8 +55,14 @@ def test_every_dtype_goes_in_and_out(tmp_path: Path) -> None:
         [onnx.helper.make_tensor_value_info(y, elem, [None, None]) for elem, _, y in values],
     )
     path = tmp_path / "model.onnx"
-    path.write_bytes(onnx.helper.make_model(graph, ir_version=8, opset_imports=[onnx.helper.make_opsetid("", 17)]).SerializeToString())
-    feeds = {f"x{i}": np.arange(6).reshape(3, 2).astype(dtype).T for i, dtype in enumerate(dtypes)}  # not contiguous
+    path.write_bytes(
+        onnx.helper.make_model(
+            graph, ir_version=8, opset_imports=[onnx.helper.make_opsetid("", 17)]
+        ).SerializeToString()
+    )
+    feeds = {
+        f"x{i}": np.arange(6).reshape(3, 2).astype(dtype).T for i, dtype in enumerate(dtypes)
+    }  # not contiguous
     results = open_reference(path)(feeds)
     for i, dtype in enumerate(dtypes):
         assert results[f"y{i}"].dtype == dtype
@@ -55,25 +81,45 @@ def test_a_graph_that_does_not_load_is_refused_by_operator(tmp_path: Path) -> No
         open_reference(path)
 
 
-@pytest.mark.parametrize("feeds", [{"x": np.ones((2, 2), np.float32)}, {"x": np.ones(3, np.int64)}, {"z": np.ones(3, np.float32)}, {}])
+@pytest.mark.parametrize(
+    "feeds",
+    [
+        {"x": np.ones((2, 2), np.float32)},
+        {"x": np.ones(3, np.int64)},
+        {"z": np.ones(3, np.float32)},
+        {},
+    ],
+)
 def test_feeds_that_do_not_fit_are_refused(double: Path, feeds: Tensors) -> None:
     with pytest.raises(ModelError, match="cannot run"):
         open_reference(double)(feeds)
 
 
 def test_equal_graphs_compare_equal(double: Path, tmp_path: Path) -> None:
-    same = save(tmp_path / "same.onnx", "g (float[N] x) => (float[N] y) <float two = {2}> { y = Mul(x, two) }")
+    same = save(
+        tmp_path / "same.onnx",
+        "g (float[N] x) => (float[N] y) <float two = {2}> { y = Mul(x, two) }",
+    )
     assert compare_graphs(double, same, FEEDS) == ""
 
 
 def test_a_difference_names_output_error_and_shapes(double: Path, tmp_path: Path) -> None:
-    other = save(tmp_path / "other.onnx", "g (float[N] x) => (float[N] y) <float k = {2.2}> { y = Mul(x, k) }")
-    assert compare_graphs(double, other, FEEDS) == "output 'y' differs by 0.1 of its largest magnitude (allowed 0.0001), on inputs x [3]"
+    other = save(
+        tmp_path / "other.onnx",
+        "g (float[N] x) => (float[N] y) <float k = {2.2}> { y = Mul(x, k) }",
+    )
+    assert (
+        compare_graphs(double, other, FEEDS)
+        == "output 'y' differs by 0.1 of its largest magnitude (allowed 0.0001), on inputs x [3]"
+    )
     assert compare_graphs(double, other, FEEDS, tolerance=0.2) == ""
 
 
 def test_a_baked_size_is_told(double: Path, tmp_path: Path) -> None:
-    baked = save(tmp_path / "baked.onnx", "g (float[N] x) => (float[N] y) <int64[1] s = {3}> { r = Reshape(x, s)  y = Add(r, r) }")
+    baked = save(
+        tmp_path / "baked.onnx",
+        "g (float[N] x) => (float[N] y) <int64[1] s = {3}> { r = Reshape(x, s)  y = Add(r, r) }",
+    )
     assert compare_graphs(double, baked, FEEDS[:1]) == ""
     assert "cannot run" in compare_graphs(double, baked, FEEDS)
 
@@ -121,4 +167,6 @@ def test_what_counts_as_equal(expected: np.ndarray, got: np.ndarray, fault: str)
 def test_renamed_missing_or_reordered_outputs_are_told() -> None:
     one = np.ones(1)
     for got in ({"z": one}, {}, {"b": one, "a": one}):
-        assert compare_outputs({"a": one, "b": one}, got, 1.0).startswith("expected outputs a, b, got")
+        assert compare_outputs({"a": one, "b": one}, got, 1.0).startswith(
+            "expected outputs a, b, got"
+        )

@@ -15,7 +15,11 @@ from pipeline.onnx_graph.flops import node_costs, total
 
 def save(folder: Path, graph: str, opset: int = 17) -> Path:
     path = folder / "model.onnx"
-    path.write_bytes(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : {opset}]>\n{graph}').SerializeToString())
+    path.write_bytes(
+        onnx.parser.parse_model(
+            f'<ir_version: 8, opset_import: ["" : {opset}]>\n{graph}'
+        ).SerializeToString()
+    )
     return path
 
 
@@ -25,21 +29,40 @@ def flops_of(path: Path, sizes: dict[str, int]) -> float | None:
 
 @pytest.mark.parametrize(
     ("name", "least", "most"),
-    [("resnet50", 4.09e9, 4.11e9), ("mobilenet_v2", 0.300e9, 0.305e9)],  # torchvision's model cards: 4.09 and 0.30 giga-multiply-accumulates
+    [
+        ("resnet50", 4.09e9, 4.11e9),
+        ("mobilenet_v2", 0.300e9, 0.305e9),
+    ],  # torchvision's model cards: 4.09 and 0.30 giga-multiply-accumulates
 )
-def test_flops_agree_with_published_counts(tmp_path: Path, name: str, least: float, most: float) -> None:
+def test_flops_agree_with_published_counts(
+    tmp_path: Path, name: str, least: float, most: float
+) -> None:
     path = tmp_path / f"{name}.onnx"
-    export(torchvision.models.get_model(name, weights=None), torch.zeros(2, 3, 224, 224), path, {0: "batch"})
+    export(
+        torchvision.models.get_model(name, weights=None),
+        torch.zeros(2, 3, 224, 224),
+        path,
+        {0: "batch"},
+    )
     flops = flops_of(path, {"batch": 1})
     assert flops is not None
     assert least < flops / 2 < most
     assert flops_of(path, {"batch": 4}) == pytest.approx(4 * flops)
 
 
-def export(module: torch.nn.Module, example: torch.Tensor, path: Path, axes: dict[int, str]) -> None:
+def export(
+    module: torch.nn.Module, example: torch.Tensor, path: Path, axes: dict[int, str]
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's, which is not under test
-        torch.onnx.export(module.eval(), (example,), path, dynamo=False, input_names=["x"], dynamic_axes={"x": axes})
+        torch.onnx.export(
+            module.eval(),
+            (example,),
+            path,
+            dynamo=False,
+            input_names=["x"],
+            dynamic_axes={"x": axes},
+        )
 
 
 def test_a_vision_transformer_agrees_with_its_published_count(tmp_path: Path) -> None:
@@ -55,7 +78,9 @@ def test_a_vision_transformer_agrees_with_its_published_count(tmp_path: Path) ->
         export(model, torch.zeros(2, 3, 224, 224), tmp_path / "vit.onnx", {0: "batch"})
         costs = node_costs(tmp_path / "vit.onnx", {"batch": 1})
         assert all(cost.flops is not None for cost in costs)
-        products.append(sum(cost.flops or 0 for cost in costs if cost.operator in ("Conv", "Gemm", "MatMul")))
+        products.append(
+            sum(cost.flops or 0 for cost in costs if cost.operator in ("Conv", "Gemm", "MatMul"))
+        )
     torch.backends.mha.set_fastpath_enabled(fast)
     assert (products[0] + 11 * (products[1] - products[0])) / 2 == pytest.approx(17.56e9, rel=0.001)
 
@@ -71,7 +96,10 @@ class EncoderLayer(torch.nn.Module):
         self.first, self.second = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [batch, tokens, width]
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
         scores = torch.softmax(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, dim=-1)
         x = self.first(x + self.out((scores @ v).transpose(1, 2).flatten(2)))
         return self.second(x + self.down(torch.nn.functional.gelu(self.up(x))))
@@ -79,7 +107,9 @@ class EncoderLayer(torch.nn.Module):
 
 def test_an_encoder_layer_agrees_with_the_formula(tmp_path: Path) -> None:
     """Per token 12 d^2 multiply-accumulates in the linear layers and 2 d for each token attended to; the rest is small."""
-    export(EncoderLayer(), torch.zeros(2, 128, 768), tmp_path / "layer.onnx", {0: "batch", 1: "tokens"})
+    export(
+        EncoderLayer(), torch.zeros(2, 128, 768), tmp_path / "layer.onnx", {0: "batch", 1: "tokens"}
+    )
     for batch, tokens in ((1, 128), (4, 96)):
         costs = node_costs(tmp_path / "layer.onnx", {"batch": batch, "tokens": tokens})
         products = sum(cost.flops or 0 for cost in costs if cost.operator in ("Gemm", "MatMul"))
@@ -90,7 +120,10 @@ def test_an_encoder_layer_agrees_with_the_formula(tmp_path: Path) -> None:
 
 
 def test_bytes_of_a_convolution(tmp_path: Path) -> None:
-    path = save(tmp_path, "g (float[N, 4, 8, 8] x, float16[6, 2, 3, 3] w) => (float[N, 6, 6, 6] y) { y = Conv<group = 2>(x, w) }")
+    path = save(
+        tmp_path,
+        "g (float[N, 4, 8, 8] x, float16[6, 2, 3, 3] w) => (float[N, 6, 6, 6] y) { y = Conv<group = 2>(x, w) }",
+    )
     (cost,) = node_costs(path, {"N": 2})
     assert cost.flops == 2 * (2 * 6 * 6 * 6) * (2 * 3 * 3)
     assert cost.bytes_read == 4 * 2 * 4 * 8 * 8 + 2 * 6 * 2 * 3 * 3
@@ -100,12 +133,30 @@ def test_bytes_of_a_convolution(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("graph", "flops"),
     [
-        ("g (float[N, 3, 4] x, float[4, 5] w) => (float[N, 3, 5] y) { y = MatMul(x, w) }", 2 * 2 * 3 * 4 * 5),
-        ("g (float[4, N] x, float[5, 4] w, float[5] b) => (float[N, 5] y) { y = Gemm<transA = 1, transB = 1>(x, w, b) }", 2 * 2 * 4 * 5),
-        ("g (float[N, 4, 5, 5] x, float[4, 3, 2, 2] w) => (float[N, 3, 6, 6] y) { y = ConvTranspose(x, w) }", 2 * 2 * 4 * 25 * 3 * 4),
-        ('g (float[N, 3, 4] x, float[N, 4, 5] w) => (float[N, 3, 5] y) { y = Einsum<equation = "bij,bjk->bik">(x, w) }', 2 * 2 * 3 * 4 * 5),
-        ("g (float[N, 3, 4, 4] x) => (float[N, 3, 2, 2] y) { y = MaxPool<kernel_shape = [2, 2], strides = [2, 2]>(x) }", 2 * 3 * 4 * 4),
-        ("g (float[N, 3, 4, 4] x) => (float[N, 3, 1, 1] y) { y = GlobalAveragePool(x) }", 2 * 3 * 16),
+        (
+            "g (float[N, 3, 4] x, float[4, 5] w) => (float[N, 3, 5] y) { y = MatMul(x, w) }",
+            2 * 2 * 3 * 4 * 5,
+        ),
+        (
+            "g (float[4, N] x, float[5, 4] w, float[5] b) => (float[N, 5] y) { y = Gemm<transA = 1, transB = 1>(x, w, b) }",
+            2 * 2 * 4 * 5,
+        ),
+        (
+            "g (float[N, 4, 5, 5] x, float[4, 3, 2, 2] w) => (float[N, 3, 6, 6] y) { y = ConvTranspose(x, w) }",
+            2 * 2 * 4 * 25 * 3 * 4,
+        ),
+        (
+            'g (float[N, 3, 4] x, float[N, 4, 5] w) => (float[N, 3, 5] y) { y = Einsum<equation = "bij,bjk->bik">(x, w) }',
+            2 * 2 * 3 * 4 * 5,
+        ),
+        (
+            "g (float[N, 3, 4, 4] x) => (float[N, 3, 2, 2] y) { y = MaxPool<kernel_shape = [2, 2], strides = [2, 2]>(x) }",
+            2 * 3 * 4 * 4,
+        ),
+        (
+            "g (float[N, 3, 4, 4] x) => (float[N, 3, 1, 1] y) { y = GlobalAveragePool(x) }",
+            2 * 3 * 16,
+        ),
         ("g (float[N, 3] x) => (float[N, 3] y) { y = Softmax(x) }", 5 * 2 * 3),
         ("g (float[N, 3] x) => (float[3, N] y) { y = Transpose(x) }", 0),
         (
@@ -127,7 +178,9 @@ def test_flops_by_hand(tmp_path: Path, graph: str, flops: int) -> None:
     ],
 )
 def test_attention_counts_both_products_and_the_softmax(tmp_path: Path, graph: str) -> None:
-    assert flops_of(save(tmp_path, graph, opset=23), {"N": 2}) == 2 * 8 * 6 * 5 * (2 * 4 + 2 * 3 + 5)
+    assert flops_of(save(tmp_path, graph, opset=23), {"N": 2}) == 2 * 8 * 6 * 5 * (
+        2 * 4 + 2 * 3 + 5
+    )
 
 
 def test_shapes_computed_in_the_graph_are_followed(tmp_path: Path) -> None:
@@ -148,7 +201,9 @@ def test_what_depends_on_values_is_unknown_and_not_zero(tmp_path: Path) -> None:
 
 def test_foreign_operators_are_unknown(tmp_path: Path) -> None:
     path = save(tmp_path, "g (float[N] x) => (float[N] y) { y = com.example.Twist(x) }")
-    assert [(cost.operator, cost.flops) for cost in node_costs(path, {"N": 3})] == [("com.example::Twist", None)]
+    assert [(cost.operator, cost.flops) for cost in node_costs(path, {"N": 3})] == [
+        ("com.example::Twist", None)
+    ]
 
 
 def test_a_symbol_without_a_size_is_named(tmp_path: Path) -> None:

@@ -38,7 +38,9 @@ def save(folder: Path, graph: str) -> Path:
 
 def external_model(folder: Path, location: str, **entries: str) -> Path:
     """y = x + w, with w (4 floats) in external data at `location`."""
-    proto = parse("g (float[N, 4] x) => (float[N, 4] y) <float[4] w = {1, 2, 3, 4}> { y = Add(x, w) }")
+    proto = parse(
+        "g (float[N, 4] x) => (float[N, 4] y) <float[4] w = {1, 2, 3, 4}> { y = Add(x, w) }"
+    )
     tensor = proto.graph.initializer[0]
     tensor.ClearField("float_data")
     tensor.data_location = onnx.TensorProto.EXTERNAL
@@ -70,7 +72,10 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", [0.3, 0.6, 0.9, 0.99])
 def test_a_truncated_file_is_refused(tmp_path: Path, part: float) -> None:
-    path = save(tmp_path, "g (float[N, 4] x) => (float[N, 4] y) <float[4] w = {1, 2, 3, 4}> { h = Relu(x)  k = Sigmoid(h)  y = Add(k, w) }")
+    path = save(
+        tmp_path,
+        "g (float[N, 4] x) => (float[N, 4] y) <float[4] w = {1, 2, 3, 4}> { h = Relu(x)  k = Sigmoid(h)  y = Add(k, w) }",
+    )
     path.write_bytes(path.read_bytes()[: int(part * path.stat().st_size)])
     with pytest.raises(ModelError, match=r"not a whole ONNX file|no ONNX graph"):
         read_proto(path)
@@ -106,7 +111,10 @@ def test_external_data_is_read_from_the_models_folder(tmp_path: Path) -> None:
     assert file_size(path) == path.stat().st_size + 24
 
 
-@pytest.mark.parametrize("location", ["../w.bin", "sub/../../w.bin", "{outside}", "", "..\\w.bin", "C:\\w.bin", "w\0.bin"])
+@pytest.mark.parametrize(
+    "location",
+    ["../w.bin", "sub/../../w.bin", "{outside}", "", "..\\w.bin", "C:\\w.bin", "w\0.bin"],
+)
 def test_external_data_outside_the_folder_is_refused(tmp_path: Path, location: str) -> None:
     (tmp_path / "w.bin").write_bytes(WEIGHTS.tobytes())
     folder = tmp_path / "model"
@@ -120,14 +128,20 @@ def test_external_data_outside_the_folder_is_refused(tmp_path: Path, location: s
 
 
 def in_a_sparse_constant(proto: onnx.ModelProto, tensor: onnx.TensorProto) -> None:
-    sparse = onnx.SparseTensorProto(values=tensor, indices=onnx.numpy_helper.from_array(np.arange(4), "i"), dims=[4])
+    sparse = onnx.SparseTensorProto(
+        values=tensor, indices=onnx.numpy_helper.from_array(np.arange(4), "i"), dims=[4]
+    )
     proto.graph.node.insert(0, onnx.helper.make_node("Constant", [], ["w"], sparse_value=sparse))
 
 
 def in_a_subgraph_of_a_function(proto: onnx.ModelProto, tensor: onnx.TensorProto) -> None:
-    branch = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["w"], ["o"])], "b", [], [], [tensor])
+    branch = onnx.helper.make_graph(
+        [onnx.helper.make_node("Identity", ["w"], ["o"])], "b", [], [], [tensor]
+    )
     node = onnx.helper.make_node("If", ["c"], ["y"], then_branch=branch, else_branch=branch)
-    proto.functions.append(onnx.helper.make_function("d", "F", ["c"], ["y"], [node], proto.opset_import))
+    proto.functions.append(
+        onnx.helper.make_function("d", "F", ["c"], ["y"], [node], proto.opset_import)
+    )
 
 
 @pytest.mark.parametrize("hide", [in_a_sparse_constant, in_a_subgraph_of_a_function])
@@ -165,7 +179,9 @@ def test_a_missing_external_file_is_named(tmp_path: Path) -> None:
         ({"length": "many"}, "not a number"),
     ],
 )
-def test_external_data_of_the_wrong_size_is_refused(tmp_path: Path, entries: dict[str, str], match: str) -> None:
+def test_external_data_of_the_wrong_size_is_refused(
+    tmp_path: Path, entries: dict[str, str], match: str
+) -> None:
     (tmp_path / "w.bin").write_bytes(WEIGHTS.tobytes())
     with pytest.raises(ModelError, match=match):
         read_proto(external_model(tmp_path, "w.bin", **entries))
@@ -174,7 +190,9 @@ def test_external_data_of_the_wrong_size_is_refused(tmp_path: Path, entries: dic
 def test_a_model_over_2_gib_is_described(tmp_path: Path) -> None:
     rows = 2**31 // 4096 + 1
     proto = parse(f"g (float[N, {rows}] x) => (float[N, 1024] y) {{ y = MatMul(x, w) }}")
-    tensor = proto.graph.initializer.add(name="w", dims=[rows, 1024], data_type=onnx.TensorProto.FLOAT)
+    tensor = proto.graph.initializer.add(
+        name="w", dims=[rows, 1024], data_type=onnx.TensorProto.FLOAT
+    )
     tensor.data_location = onnx.TensorProto.EXTERNAL
     tensor.external_data.add(key="location", value="big.data")
     with (tmp_path / "big.data").open("wb") as stream:
@@ -188,8 +206,12 @@ def test_a_model_over_2_gib_is_described(tmp_path: Path) -> None:
 
 
 def test_without_weights_large_values_are_left_out_and_small_ones_stay(tmp_path: Path) -> None:
-    proto = parse("g (float[N, 2] x) => (float[N, 20000] y) <int64[2] shape = {-1, 20000}> { h = MatMul(x, w)  y = Reshape(h, shape) }")
-    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((2, 20000), np.float32), "w"))
+    proto = parse(
+        "g (float[N, 2] x) => (float[N, 20000] y) <int64[2] shape = {-1, 20000}> { h = MatMul(x, w)  y = Reshape(h, shape) }"
+    )
+    proto.graph.initializer.append(
+        onnx.numpy_helper.from_array(np.ones((2, 20000), np.float32), "w")
+    )
     path = tmp_path / "model.onnx"
     path.write_bytes(proto.SerializeToString())
     tensors = {tensor.name: tensor for tensor in read_proto(path, weights=False).graph.initializer}
@@ -201,13 +223,17 @@ def test_without_weights_large_values_are_left_out_and_small_ones_stay(tmp_path:
 def test_large_weights_are_written_outside_and_read_back(tmp_path: Path) -> None:
     weights = np.arange(40000, dtype=np.float32).reshape(2, 20000)
     proto = parse("g (float[N, 2] x) => (float[N, 20000] y) { y = MatMul(x, w) }")
-    proto.graph.initializer.add(name="w", dims=weights.shape, data_type=onnx.TensorProto.FLOAT, float_data=weights.ravel())
+    proto.graph.initializer.add(
+        name="w", dims=weights.shape, data_type=onnx.TensorProto.FLOAT, float_data=weights.ravel()
+    )
     path = tmp_path / "model.onnx"
     (tmp_path / "model.onnx.data").write_bytes(b"left over")
     write_proto(proto, path, external_above_bytes=1000)
     assert external_files(path) == ((tmp_path / "model.onnx.data").resolve(),)
     assert file_size(path) - path.stat().st_size == weights.nbytes
-    assert np.array_equal(onnx.numpy_helper.to_array(read_proto(path).graph.initializer[0]), weights)
+    assert np.array_equal(
+        onnx.numpy_helper.to_array(read_proto(path).graph.initializer[0]), weights
+    )
 
 
 def test_small_models_are_written_whole(tmp_path: Path) -> None:
@@ -276,10 +302,19 @@ def test_a_dim_of_minus_one_is_dynamic() -> None:
     ("graph", "shape"),
     [
         ("g (float[N] x) => (int64[1, ?] y) { y = NonZero(x) }", (1, "y_1")),
-        ("g (float[N] x) => (int64[1, N] y) { y = NonZero(x) }", (1, "N")),  # the file says N: it cannot know
+        (
+            "g (float[N] x) => (int64[1, N] y) { y = NonZero(x) }",
+            (1, "N"),
+        ),  # the file says N: it cannot know
         ("g (float[N] x) => (float[M] y) { y, i, j, k = Unique(x) }", ("M",)),
-        ("g (float[N] x, bool[N] c) => (float[M] y) { h = Compress<axis = 0>(x, c)  y = Relu(h) }", ("M",)),
-        ("g (int64 n) => (int64[M] y) <int64 a = {0}, int64 b = {1}> { y = Range(a, n, b) }", ("M",)),
+        (
+            "g (float[N] x, bool[N] c) => (float[M] y) { h = Compress<axis = 0>(x, c)  y = Relu(h) }",
+            ("M",),
+        ),
+        (
+            "g (int64 n) => (int64[M] y) <int64 a = {0}, int64 b = {1}> { y = Range(a, n, b) }",
+            ("M",),
+        ),
     ],
 )
 def test_sizes_that_depend_on_values_are_said_so(graph: str, shape: tuple[int | str, ...]) -> None:
@@ -301,9 +336,13 @@ def test_initializers_listed_as_inputs_are_no_inputs() -> None:
 
 @pytest.mark.parametrize("kind", ["string", "complex64", "complex128", "float8e4m3fn", "int4"])
 def test_unsupported_element_types_are_refused_by_name(kind: str) -> None:
-    value = onnx.helper.make_tensor_value_info("odd", getattr(onnx.TensorProto, kind.upper()), ["N"])
+    value = onnx.helper.make_tensor_value_info(
+        "odd", getattr(onnx.TensorProto, kind.upper()), ["N"]
+    )
     result = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["N"])
-    graph = onnx.helper.make_graph([onnx.helper.make_node("Cast", ["odd"], ["y"], to=1)], "g", [value], [result])
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Cast", ["odd"], ["y"], to=1)], "g", [value], [result]
+    )
     with pytest.raises(ModelError, match=f"input 'odd' holds {kind}"):
         specs_of(onnx.helper.make_model(graph))
 
@@ -311,8 +350,14 @@ def test_unsupported_element_types_are_refused_by_name(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "type_proto"),
     [
-        ("sequence", onnx.helper.make_sequence_type_proto(onnx.helper.make_tensor_type_proto(1, ["N"]))),
-        ("optional", onnx.helper.make_optional_type_proto(onnx.helper.make_tensor_type_proto(1, ["N"]))),
+        (
+            "sequence",
+            onnx.helper.make_sequence_type_proto(onnx.helper.make_tensor_type_proto(1, ["N"])),
+        ),
+        (
+            "optional",
+            onnx.helper.make_optional_type_proto(onnx.helper.make_tensor_type_proto(1, ["N"])),
+        ),
         ("map", onnx.helper.make_map_type_proto(7, onnx.helper.make_tensor_type_proto(1, ["N"]))),
         ("sparse_tensor", onnx.helper.make_sparse_tensor_type_proto(1, ["N"])),
         ("no type", onnx.TypeProto()),
@@ -320,7 +365,9 @@ def test_unsupported_element_types_are_refused_by_name(kind: str) -> None:
 )
 def test_other_kinds_of_values_are_refused_by_name(kind: str, type_proto: onnx.TypeProto) -> None:
     value = onnx.helper.make_value_info("odd", type_proto)
-    graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["x"], ["odd"])], "g", [], [value])
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Identity", ["x"], ["odd"])], "g", [], [value]
+    )
     graph.input.append(onnx.helper.make_tensor_value_info("x", 1, ["N"]))
     with pytest.raises(ModelError, match=f"output 'odd' is of kind {kind}"):
         specs_of(onnx.helper.make_model(graph))
@@ -357,7 +404,10 @@ def test_operators_are_counted_in_subgraphs_too(tmp_path: Path) -> None:
 
 def test_generated_inputs_are_valid_for_their_dtype_and_repeatable() -> None:
     dtypes = ("float32", "float16", "bfloat16", "int64", "int32", "uint8", "int8", "bool")
-    specs = (TensorSpec(name="scalar", dtype="int64", shape=()), *(TensorSpec(name=dtype, dtype=dtype, shape=("N", 500)) for dtype in dtypes))
+    specs = (
+        TensorSpec(name="scalar", dtype="int64", shape=()),
+        *(TensorSpec(name=dtype, dtype=dtype, shape=("N", 500)) for dtype in dtypes),
+    )
     feeds = draw_feeds(specs, {"N": 3}, seed=1)
     assert all(feeds[spec.name].shape == spec.resolve({"N": 3}) for spec in specs)
     assert feeds["bfloat16"].dtype == ml_dtypes.bfloat16
@@ -375,17 +425,30 @@ def test_generated_inputs_are_valid_for_their_dtype_and_repeatable() -> None:
 def test_masks_that_are_seen_begin_every_row_with_1() -> None:
     dtypes = ("bool", "int32", "int64", "float32", "uint8")
     specs = tuple(TensorSpec(name=dtype, dtype=dtype, shape=("N", 1)) for dtype in dtypes)
-    feeds = draw_feeds((*specs, TensorSpec(name="k", dtype="int64", shape=())), {"N": 99}, 0, {"k": (0,), "int32": (0,) * 99}, seen=True)
-    assert [bool(feeds[name].all()) for name in dtypes[:3]] == [True, False, True], "values decide a shape: they stay"
+    feeds = draw_feeds(
+        (*specs, TensorSpec(name="k", dtype="int64", shape=())),
+        {"N": 99},
+        0,
+        {"k": (0,), "int32": (0,) * 99},
+        seen=True,
+    )
+    assert [bool(feeds[name].all()) for name in dtypes[:3]] == [True, False, True], (
+        "values decide a shape: they stay"
+    )
     assert not (feeds["uint8"] == 1).all()
     assert feeds["k"] == 0
     assert not draw_feeds(specs, {"N": 99}, 0)["int64"].all()
 
 
 def test_inputs_whose_values_decide_a_shape_hold_the_values_that_are_given() -> None:
-    specs = (TensorSpec(name="x", dtype="float32", shape=("N",)), TensorSpec(name="k", dtype="int32", shape=()))
+    specs = (
+        TensorSpec(name="x", dtype="float32", shape=("N",)),
+        TensorSpec(name="k", dtype="int32", shape=()),
+    )
     specs += (TensorSpec(name="target", dtype="int64", shape=(2,)),)
     feeds = draw_feeds(specs, {"N": 3}, 0, {"k": (7,), "target": (3, -1)})
     assert (feeds["k"].shape, feeds["k"].dtype, int(feeds["k"])) == ((), np.int32, 7)
     assert feeds["target"].tolist() == [3, -1]
-    np.testing.assert_array_equal(feeds["x"], draw_feeds(specs, {"N": 3}, 0)["x"])  # the others are as they would be without
+    np.testing.assert_array_equal(
+        feeds["x"], draw_feeds(specs, {"N": 3}, 0)["x"]
+    )  # the others are as they would be without

@@ -27,15 +27,22 @@ def stays_in_fp32(form: Form, precision: Precision) -> bool:
     return form.lengths or (form.operator == "GRU" and precision is Precision.BF16)
 
 
-def converted(folder: Path, form: Form, precision: Precision, backend: str = "tensorrt") -> tuple[OnnxModel, OnnxModel]:
+def converted(
+    folder: Path, form: Form, precision: Precision, backend: str = "tensorrt"
+) -> tuple[OnnxModel, OnnxModel]:
     (folder / "out").mkdir()
     model = write(folder / "source", form)
-    return model, convert(model, Recipe(backend=backend, precision=precision), None, (feeds_of(form),), folder / "out")
+    return model, convert(
+        model, Recipe(backend=backend, precision=precision), None, (feeds_of(form),), folder / "out"
+    )
 
 
 def types_of(proto: onnx.ModelProto) -> dict[str, int]:
     graph = onnx.shape_inference.infer_shapes(proto, strict_mode=True).graph
-    types = {value.name: value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.input, *graph.output)}
+    types = {
+        value.name: value.type.tensor_type.elem_type
+        for value in (*graph.value_info, *graph.input, *graph.output)
+    }
     return types | {tensor.name: tensor.data_type for tensor in graph.initializer}
 
 
@@ -51,26 +58,36 @@ def runnable(made: OnnxModel, folder: Path) -> Path:
 
 @pytest.mark.parametrize("precision", SIXTEEN_BITS)
 @pytest.mark.parametrize("form", [*forms()], ids=str)
-def test_every_input_of_a_recurrent_node_has_one_type_and_the_answers_stay(tmp_path: Path, form: Form, precision: Precision) -> None:
+def test_every_input_of_a_recurrent_node_has_one_type_and_the_answers_stay(
+    tmp_path: Path, form: Form, precision: Precision
+) -> None:
     model, made = converted(tmp_path, form, precision)
     proto = onnx.load(made.path)
     onnx.checker.check_model(proto, full_check=True)
     (node,) = (node for node in proto.graph.node if node.op_type == form.operator)
     types = types_of(proto)
-    floats = {types[name] for name in (*node.input, *node.output) if name and types[name] != TensorProto.INT32}
+    floats = {
+        types[name]
+        for name in (*node.input, *node.output)
+        if name and types[name] != TensorProto.INT32
+    }
     if stays_in_fp32(form, precision):
         assert floats == {TensorProto.FLOAT}
         assert any("'recurrent'" in note.text for note in made.notes)
     else:
         assert floats == {LOW[precision]}
-        assert all(node.input[place] for place in STATES[form.operator]), "the parser makes what is missing in fp32"
+        assert all(node.input[place] for place in STATES[form.operator]), (
+            "the parser makes what is missing in fp32"
+        )
         assert made.notes == ()
     graph = runnable(made, tmp_path)
     for time, batch in ((6, 3), (1, 1), (9, 4)) if form.dynamic else ((6, 3),):
         feeds = feeds_of(form, time, batch, seed=time)
         expected, got = open_reference(model.path)(feeds), open_reference(graph)(feeds)
         for name, want in expected.items():
-            assert np.abs(got[name] - want).max() <= LARGEST_ERROR[precision] * np.abs(want).max(), name
+            assert (
+                np.abs(got[name] - want).max() <= LARGEST_ERROR[precision] * np.abs(want).max()
+            ), name
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, *SIXTEEN_BITS])
@@ -97,6 +114,12 @@ def test_another_layout_has_its_batch_in_front(tmp_path: Path) -> None:
     { [recurrent] y = GRU <hidden_size = 4, layout = 1> (x, w, r) }"""
     (tmp_path / "out").mkdir()
     onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
-    made = convert(onnx_model(tmp_path, "model.onnx"), Recipe(backend="tensorrt", precision=Precision.FP16), None, (), tmp_path / "out")
+    made = convert(
+        onnx_model(tmp_path, "model.onnx"),
+        Recipe(backend="tensorrt", precision=Precision.FP16),
+        None,
+        (),
+        tmp_path / "out",
+    )
     shape = next(node for node in onnx.load(made.path).graph.node if node.op_type == "Concat")
     assert shape.input[0].endswith("batch")

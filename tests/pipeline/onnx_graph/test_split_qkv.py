@@ -15,8 +15,19 @@ from tests.builders.attention import HEADS, KEYS, ONLY_TOKENS, SELECT, WIDTH, pa
 
 def answer(model: onnx.ModelProto, rows: int, number: int = 0) -> np.ndarray:
     shape = [each.dim_value or rows for each in model.graph.input[0].type.tensor_type.shape.dim]
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return np.asarray(session.run(None, {model.graph.input[0].name: np.random.default_rng(1).standard_normal(shape, np.float32)})[number])
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    return np.asarray(
+        session.run(
+            None,
+            {
+                model.graph.input[0].name: np.random.default_rng(1).standard_normal(
+                    shape, np.float32
+                )
+            },
+        )[number]
+    )
 
 
 def copied(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -37,12 +48,22 @@ def unpacked(model: onnx.ModelProto) -> onnx.ModelProto:
     return after
 
 
-@pytest.mark.parametrize(("form", "keys"), [*(("tokens", keys) for keys in KEYS), *(("rows", keys) for keys in KEYS if keys not in ONLY_TOKENS)])
+@pytest.mark.parametrize(
+    ("form", "keys"),
+    [
+        *(("tokens", keys) for keys in KEYS),
+        *(("rows", keys) for keys in KEYS if keys not in ONLY_TOKENS),
+    ],
+)
 @pytest.mark.parametrize("select", SELECT)
-def test_each_known_form_gets_three_products_and_moves_only_its_heads(form: str, select: str, keys: str) -> None:
+def test_each_known_form_gets_three_products_and_moves_only_its_heads(
+    form: str, select: str, keys: str
+) -> None:
     found = operators(unpacked(packed(form, select, keys)))
     assert found.count("MatMul") == (6 if form == "tokens" else 5)
-    assert found.count("Transpose") == 4 + (keys == "at once"), "queries, keys, values and the answer; simplification merges that of the keys"
+    assert found.count("Transpose") == 4 + (keys == "at once"), (
+        "queries, keys, values and the answer; simplification merges that of the keys"
+    )
     assert not {"Gather", "Slice", "Split", "Squeeze", "Unsqueeze", "Gemm"} & set(found)
 
 
@@ -108,7 +129,9 @@ def test_what_looks_otherwise_keeps_its_packed_product(form: str, kind: str) -> 
     else:
         del model.graph.value_info[:]
     after = plain_attention(copied(model)) or model
-    assert [node.op_type for node in after.graph.node].count("MatMul") == (4 if form == "tokens" else 3), "the way out of tokens is another matter"
+    assert [node.op_type for node in after.graph.node].count("MatMul") == (
+        4 if form == "tokens" else 3
+    ), "the way out of tokens is another matter"
 
 
 def test_an_answer_that_is_projected_otherwise_keeps_its_way_out() -> None:
@@ -127,7 +150,9 @@ def test_a_gemm_may_have_no_bias_but_one_of_width(kind: str, left: int) -> None:
         del gemm.input[2]
     else:
         gemm.input[2] = "" if kind == "empty" else "every"
-        model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((1, WIDTH), np.float32), "every"))
+        model.graph.initializer.append(
+            onnx.numpy_helper.from_array(np.ones((1, WIDTH), np.float32), "every")
+        )
     assert operators(unpacked(model)).count("Gemm") == left
 
 
@@ -153,7 +178,14 @@ def test_what_torch_exports_is_one_of_the_known_forms(tmp_path: Path, need_weigh
             return answered
 
     shapes = {"x": {0: torch.export.Dim("N")}}
-    torch.onnx.export(Attending().eval(), (torch.randn(2, 5, WIDTH),), tmp_path / "model.onnx", dynamo=True, dynamic_shapes=shapes, verbose=False)
+    torch.onnx.export(
+        Attending().eval(),
+        (torch.randn(2, 5, WIDTH),),
+        tmp_path / "model.onnx",
+        dynamo=True,
+        dynamic_shapes=shapes,
+        verbose=False,
+    )
     found = operators(unpacked(onnx.load(tmp_path / "model.onnx")))
     assert found.count("MatMul") + found.count("Gemm") == 6
     assert not {"Gather", "Squeeze"} & set(found)

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.samples import CalibrationSet, SampleSet, SelectionSet, ValidationSet, check_disjoint, open_set
+from pipeline.data.samples import (
+    CalibrationSet,
+    SampleSet,
+    SelectionSet,
+    ValidationSet,
+    check_disjoint,
+    open_set,
+)
 from pipeline.plan.schema import load_plan
 from pipeline.plan.source import source_from_config
 
@@ -29,7 +36,11 @@ def test_a_config_loads_and_its_data_opens(name: str) -> None:
     plan = load_plan(ROOT / "configs" / f"{name}.yaml")
     source = source_from_config(plan.model, plan.profiles)
     sources = [(kind, getattr(plan.data, kind.role)) for kind in KINDS]
-    sets = [open_set(kind, given, source.inputs, plan.profiles) for kind, given in sources if given is not None]
+    sets = [
+        open_set(kind, given, source.inputs, plan.profiles)
+        for kind, given in sources
+        if given is not None
+    ]
     assert {opened.role: opened.samples for opened in sets} == EXPECTED[name]
     assert all(opened.has_labels == (name in ("digits", "surgery")) for opened in sets)
     check_disjoint(*sets)
@@ -39,13 +50,22 @@ def test_a_config_loads_and_its_data_opens(name: str) -> None:
 def test_a_manifest_names_every_file_with_its_sum(name: str) -> None:
     folder = ROOT / "calibration_data" / name
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.npz")}
+    files = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.npz")
+    }
     assert files == {file: entry["sha256"] for file, entry in manifest["files"].items()}
     assert manifest["source"]
 
 
 def test_no_sentence_occurs_twice() -> None:
-    lines = (ROOT / "calibration_data/sentences/sentences.jsonl").read_text(encoding="utf-8").splitlines()
-    words = ["".join(c if c.isalpha() else " " for c in json.loads(line)["text"].lower()).split() for line in lines]
+    lines = (
+        (ROOT / "calibration_data/sentences/sentences.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
+    words = [
+        "".join(c if c.isalpha() else " " for c in json.loads(line)["text"].lower()).split()
+        for line in lines
+    ]
     assert all(4 <= len(json.loads(line)["text"].split()) <= 60 for line in lines)
     assert len({" ".join(sentence) for sentence in words}) == len(lines) == 1024

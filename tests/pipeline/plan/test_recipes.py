@@ -36,7 +36,10 @@ def plan(tmp_path: Path) -> Plan:
 
 def labels(flags: tuple[str, ...], plan: Plan, calibrated: bool = True) -> list[str]:
     targets = {name: target(name, flags) for name in ("onnxruntime", "openvino")}
-    return [recipe_from_candidate(c, targets[c.backend], plan, calibrated).label for c in default_candidates(targets, calibrated)]
+    return [
+        recipe_from_candidate(c, targets[c.backend], plan, calibrated).label
+        for c in default_candidates(targets, calibrated)
+    ]
 
 
 def test_a_host_with_vnni_and_bf16_tries_all_of_it(plan: Plan) -> None:
@@ -57,25 +60,48 @@ def test_without_vnni_weights_have_seven_bits_and_bf16_is_not_tried(plan: Plan) 
 
 
 def test_without_calibration_data_there_is_no_int8(plan: Plan) -> None:
-    assert labels(VNNI, plan, calibrated=False) == ["onnxruntime fp32", "openvino fp32", "openvino bf16"]
+    assert labels(VNNI, plan, calibrated=False) == [
+        "onnxruntime fp32",
+        "openvino fp32",
+        "openvino bf16",
+    ]
 
 
 def test_int8_named_without_calibration_data_is_an_error(plan: Plan) -> None:
     with pytest.raises(PlanError, match="needs calibration data"):
-        recipe_from_candidate(CandidateConfig(backend="onnxruntime", precision=Precision.INT8), target("onnxruntime", VNNI), plan, False)
+        recipe_from_candidate(
+            CandidateConfig(backend="onnxruntime", precision=Precision.INT8),
+            target("onnxruntime", VNNI),
+            plan,
+            False,
+        )
 
 
 @pytest.mark.parametrize(
     ("backend", "asked", "words"),
     [
-        ("onnxruntime", {"precision": "fp32", "hardware_compatible": True}, "only TensorRT has `hardware_compatible`"),
-        ("tensorrt_rtx", {"precision": "fp16", "version_compatible": True}, "only TensorRT has `version_compatible`"),
+        (
+            "onnxruntime",
+            {"precision": "fp32", "hardware_compatible": True},
+            "only TensorRT has `hardware_compatible`",
+        ),
+        (
+            "tensorrt_rtx",
+            {"precision": "fp16", "version_compatible": True},
+            "only TensorRT has `version_compatible`",
+        ),
         ("openvino", {"precision": "fp8"}, "only TensorRT has fp8"),
-        ("openvino", {"precision": "fp32", "compute_capability": "8.9"}, "`compute_capability` names a GPU"),
+        (
+            "openvino",
+            {"precision": "fp32", "compute_capability": "8.9"},
+            "`compute_capability` names a GPU",
+        ),
         ("tensorrt", {"precision": "fp8", "quantizer": "nncf"}, "`nncf` is for openvino only"),
     ],
 )
-def test_what_a_backend_would_ignore_is_refused(plan: Plan, backend: str, asked: dict[str, object], words: str) -> None:
+def test_what_a_backend_would_ignore_is_refused(
+    plan: Plan, backend: str, asked: dict[str, object], words: str
+) -> None:
     candidate = CandidateConfig.model_validate({"backend": backend, **asked})
     with pytest.raises(PlanError, match=words):
         recipe_from_candidate(candidate, target(backend, VNNI), plan, True)
@@ -84,7 +110,10 @@ def test_what_a_backend_would_ignore_is_refused(plan: Plan, backend: str, asked:
 def test_nncf_is_for_openvino_only(plan: Plan) -> None:
     with pytest.raises(PlanError, match="for openvino only"):
         recipe_from_candidate(
-            CandidateConfig(backend="onnxruntime", precision=Precision.INT8, quantizer="nncf"), target("onnxruntime", VNNI), plan, True
+            CandidateConfig(backend="onnxruntime", precision=Precision.INT8, quantizer="nncf"),
+            target("onnxruntime", VNNI),
+            plan,
+            True,
         )
 
 
@@ -92,7 +121,9 @@ def gpu(version: str = "10.6.0", generation: str = "9.0") -> Target:
     return Target(backend="tensorrt", version=version, device="gpu", compute_capability=generation)
 
 
-def tensorrt_recipe(plan: Plan, precision: Precision, calibrated: bool = True, **asked: object) -> Recipe:
+def tensorrt_recipe(
+    plan: Plan, precision: Precision, calibrated: bool = True, **asked: object
+) -> Recipe:
     named = CandidateConfig.model_validate({"backend": "tensorrt", "precision": precision, **asked})
     return recipe_from_candidate(named, gpu(), plan, calibrated)
 
@@ -126,10 +157,18 @@ FLOATS = ["tensorrt fp32", "tensorrt tf32", "tensorrt fp16", "tensorrt bf16"]
         (gpu(version="11.0.0.1"), True, [*FLOATS, "tensorrt int8 entropy s8s8"]),
     ],
 )
-def test_a_gpu_host_tries_what_its_generation_and_its_tensorrt_have(plan: Plan, target: Target, calibrated: bool, expected: list[str]) -> None:
-    targets = {"tensorrt": target, "onnxruntime": Target(backend="onnxruntime", version="1", device="cpu", cpu_flags=VNNI)}
+def test_a_gpu_host_tries_what_its_generation_and_its_tensorrt_have(
+    plan: Plan, target: Target, calibrated: bool, expected: list[str]
+) -> None:
+    targets = {
+        "tensorrt": target,
+        "onnxruntime": Target(backend="onnxruntime", version="1", device="cpu", cpu_flags=VNNI),
+    }
     candidates = default_candidates(targets, calibrated)
-    assert [recipe_from_candidate(each, targets[each.backend], plan, calibrated).label for each in candidates] == expected
+    assert [
+        recipe_from_candidate(each, targets[each.backend], plan, calibrated).label
+        for each in candidates
+    ] == expected
 
 
 def test_tf32_is_told_to_the_builder_and_not_written_into_the_graph(plan: Plan) -> None:
@@ -137,8 +176,13 @@ def test_tf32_is_told_to_the_builder_and_not_written_into_the_graph(plan: Plan) 
     assert tensorrt_recipe(plan, Precision.FP16).realised_in == "graph"
 
 
-@pytest.mark.parametrize(("precision", "label"), [(Precision.FP16, "tensorrt fp16 flags"), (Precision.INT8, "tensorrt int8 implicit minmax")])
-def test_a_weakly_typed_engine_is_another_candidate_than_a_strongly_typed_one(plan: Plan, precision: Precision, label: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "label"),
+    [(Precision.FP16, "tensorrt fp16 flags"), (Precision.INT8, "tensorrt int8 implicit minmax")],
+)
+def test_a_weakly_typed_engine_is_another_candidate_than_a_strongly_typed_one(
+    plan: Plan, precision: Precision, label: str
+) -> None:
     by_flags = tensorrt_recipe(plan, precision, realised_in="flags", method="minmax")
     assert by_flags.realised_in == "flags"
     assert by_flags.label == label
@@ -159,7 +203,10 @@ def test_fp8_is_modelopts_and_needs_calibration_data(plan: Plan) -> None:
 
 
 def test_modelopt_places_qdq_for_tensorrt_only(plan: Plan) -> None:
-    assert tensorrt_recipe(plan, Precision.INT8, quantizer="modelopt").label == "tensorrt int8 modelopt entropy s8s8"
+    assert (
+        tensorrt_recipe(plan, Precision.INT8, quantizer="modelopt").label
+        == "tensorrt int8 modelopt entropy s8s8"
+    )
     candidate = CandidateConfig(backend="openvino", precision=Precision.INT8, quantizer="modelopt")
     with pytest.raises(PlanError, match="`modelopt` is for tensorrt only"):
         recipe_from_candidate(candidate, target("openvino", VNNI), plan, True)
@@ -167,9 +214,15 @@ def test_modelopt_places_qdq_for_tensorrt_only(plan: Plan) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "language_model", "method"),
-    [("auto", True, CalibrationMethod.MINMAX), ("auto", False, CalibrationMethod.ENTROPY), ("percentile", True, CalibrationMethod.PERCENTILE)],
+    [
+        ("auto", True, CalibrationMethod.MINMAX),
+        ("auto", False, CalibrationMethod.ENTROPY),
+        ("percentile", True, CalibrationMethod.PERCENTILE),
+    ],
 )
-def test_auto_is_minmax_for_language_models_else_entropy(asked: str, language_model: bool, method: CalibrationMethod) -> None:
+def test_auto_is_minmax_for_language_models_else_entropy(
+    asked: str, language_model: bool, method: CalibrationMethod
+) -> None:
     assert resolve_method(asked, language_model) is method
 
 
@@ -183,10 +236,26 @@ def test_auto_is_no_name_of_a_node_and_leaves_the_recipe_what_it_is(plan: Plan) 
     assert auto.model_dump() == plain.model_dump()  # so that the same engine comes from the store
 
 
-@pytest.mark.parametrize("targets", [{"onnxruntime": target("onnxruntime", VNNI), "openvino": target("openvino", VNNI)}, {"tensorrt": gpu()}])
-def test_without_candidates_in_the_plan_int8_by_our_own_rules_keeps_its_worst_nodes(plan: Plan, targets: dict[str, Target]) -> None:
-    recipes = [recipe_from_candidate(each, targets[each.backend], plan, True) for each in default_candidates(targets, True)]
-    own = [each.precision is Precision.INT8 and each.quantizer == "crucible" and each.realised_in == "graph" for each in recipes]
+@pytest.mark.parametrize(
+    "targets",
+    [
+        {"onnxruntime": target("onnxruntime", VNNI), "openvino": target("openvino", VNNI)},
+        {"tensorrt": gpu()},
+    ],
+)
+def test_without_candidates_in_the_plan_int8_by_our_own_rules_keeps_its_worst_nodes(
+    plan: Plan, targets: dict[str, Target]
+) -> None:
+    recipes = [
+        recipe_from_candidate(each, targets[each.backend], plan, True)
+        for each in default_candidates(targets, True)
+    ]
+    own = [
+        each.precision is Precision.INT8
+        and each.quantizer == "crucible"
+        and each.realised_in == "graph"
+        for each in recipes
+    ]
     assert [each.keep_worst for each in recipes] == own
     assert any(own)
 
@@ -204,15 +273,24 @@ def test_without_candidates_in_the_plan_int8_by_our_own_rules_keeps_its_worst_no
         ("onnxruntime", {"precision": "fp32"}, "is for fp16, bf16 and int8"),
     ],
 )
-def test_auto_where_there_is_nothing_to_choose_from_is_refused(plan: Plan, backend: str, asked: dict[str, object], words: str) -> None:
+def test_auto_where_there_is_nothing_to_choose_from_is_refused(
+    plan: Plan, backend: str, asked: dict[str, object], words: str
+) -> None:
     candidate = CandidateConfig.model_validate({"backend": backend, "keep_fp32": "auto", **asked})
     with pytest.raises(PlanError, match=words) as caught:
-        recipe_from_candidate(candidate, gpu() if backend == "tensorrt" else target(backend, VNNI), plan, True)
+        recipe_from_candidate(
+            candidate, gpu() if backend == "tensorrt" else target(backend, VNNI), plan, True
+        )
     assert "keep_fp32" in caught.value.next_step
 
 
-def test_the_same_recipe_twice_is_one_candidate_that_keeps_its_worst_nodes_if_either_says_so(plan: Plan) -> None:
-    plain, auto, other = (tensorrt_recipe(plan, precision, keep_fp32=kept) for precision, kept in (("fp16", ()), ("fp16", "auto"), ("bf16", ())))
+def test_the_same_recipe_twice_is_one_candidate_that_keeps_its_worst_nodes_if_either_says_so(
+    plan: Plan,
+) -> None:
+    plain, auto, other = (
+        tensorrt_recipe(plan, precision, keep_fp32=kept)
+        for precision, kept in (("fp16", ()), ("fp16", "auto"), ("bf16", ()))
+    )
     assert distinct([plain, other, auto]) == (auto, other)
 
 
@@ -220,8 +298,13 @@ def test_the_same_recipe_twice_is_one_candidate_that_keeps_its_worst_nodes_if_ei
 
 
 def recipes(plan: Plan, **asked: object) -> list[str]:
-    candidate = CandidateConfig.model_validate({"backend": "onnxruntime", "precision": "int8", **asked})
-    return [recipe.label for recipe in recipes_from_candidate(candidate, target(candidate.backend, VNNI), plan, True)]
+    candidate = CandidateConfig.model_validate(
+        {"backend": "onnxruntime", "precision": "int8", **asked}
+    )
+    return [
+        recipe.label
+        for recipe in recipes_from_candidate(candidate, target(candidate.backend, VNNI), plan, True)
+    ]
 
 
 def test_lists_of_methods_and_switches_stand_for_all_combinations_in_order(plan: Plan) -> None:
@@ -234,12 +317,18 @@ def test_lists_of_methods_and_switches_stand_for_all_combinations_in_order(plan:
 
 
 def test_scalars_and_lists_of_one_stand_for_one_recipe(plan: Plan) -> None:
-    assert recipes(plan) == recipes(plan, method=["entropy"], placement={"conv": [True]}) == ["onnxruntime int8 entropy u8s8"]
+    assert (
+        recipes(plan)
+        == recipes(plan, method=["entropy"], placement={"conv": [True]})
+        == ["onnxruntime int8 entropy u8s8"]
+    )
     assert recipes(plan, precision="fp32", method="entropy") == ["onnxruntime fp32"]
 
 
 def test_what_comes_to_the_same_is_tried_once(plan: Plan) -> None:
-    assert recipes(plan, method=["auto", "entropy", "entropy"], placement={"conv": [True, True]}) == ["onnxruntime int8 entropy u8s8"]
+    assert recipes(
+        plan, method=["auto", "entropy", "entropy"], placement={"conv": [True, True]}
+    ) == ["onnxruntime int8 entropy u8s8"]
 
 
 def test_a_candidate_that_stands_for_too_many_is_refused_with_the_count(plan: Plan) -> None:
@@ -253,16 +342,55 @@ def test_a_candidate_that_stands_for_too_many_is_refused_with_the_count(plan: Pl
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"precision": "fp32", "method": ["entropy", "minmax"]}, "'onnxruntime fp32': a list under `method` changes nothing: fp32 has none"),
-        ({"precision": "fp32", "placement": {"conv": [True, False]}}, "a list under `placement.conv` changes nothing: fp32 has none"),
-        ({"backend": "openvino", "quantizer": "nncf", "method": ["entropy", "minmax"]}, "the quantizer `nncf` chooses ranges by itself"),
-        ({"backend": "openvino", "quantizer": "nncf", "placement": {"last_layer": [True, False]}}, "the quantizer `nncf` places Q/DQ by itself"),
-        ({"backend": "tensorrt", "quantizer": "modelopt", "placement": {"last_layer": [True, False]}}, "the quantizer `modelopt` places Q/DQ"),
-        ({"backend": "tensorrt", "quantizer": "modelopt", "placement": {"first_layer": [True, False]}}, "the quantizer `modelopt` places Q/DQ"),
-        ({"backend": "tensorrt", "realised_in": "flags", "placement": {"last_layer": [True, False]}}, "TensorRT's own calibrator"),
+        (
+            {"precision": "fp32", "method": ["entropy", "minmax"]},
+            "'onnxruntime fp32': a list under `method` changes nothing: fp32 has none",
+        ),
+        (
+            {"precision": "fp32", "placement": {"conv": [True, False]}},
+            "a list under `placement.conv` changes nothing: fp32 has none",
+        ),
+        (
+            {"backend": "openvino", "quantizer": "nncf", "method": ["entropy", "minmax"]},
+            "the quantizer `nncf` chooses ranges by itself",
+        ),
+        (
+            {
+                "backend": "openvino",
+                "quantizer": "nncf",
+                "placement": {"last_layer": [True, False]},
+            },
+            "the quantizer `nncf` places Q/DQ by itself",
+        ),
+        (
+            {
+                "backend": "tensorrt",
+                "quantizer": "modelopt",
+                "placement": {"last_layer": [True, False]},
+            },
+            "the quantizer `modelopt` places Q/DQ",
+        ),
+        (
+            {
+                "backend": "tensorrt",
+                "quantizer": "modelopt",
+                "placement": {"first_layer": [True, False]},
+            },
+            "the quantizer `modelopt` places Q/DQ",
+        ),
+        (
+            {
+                "backend": "tensorrt",
+                "realised_in": "flags",
+                "placement": {"last_layer": [True, False]},
+            },
+            "TensorRT's own calibrator",
+        ),
     ],
 )
-def test_a_list_that_changes_nothing_is_refused_by_name(plan: Plan, asked: dict[str, object], words: str) -> None:
+def test_a_list_that_changes_nothing_is_refused_by_name(
+    plan: Plan, asked: dict[str, object], words: str
+) -> None:
     with pytest.raises(PlanError) as caught:
         recipes(plan, **asked)
     assert words in caught.value.message
@@ -286,47 +414,136 @@ def test_the_switches_of_the_plan_are_those_of_a_recipe_with_the_same_defaults()
     ("backend", "asked", "label"),
     [
         ("onnxruntime", {"precision": "int4"}, "onnxruntime int4 weight-only b32"),
-        ("onnxruntime", {"precision": "int4", "block_size": 128, "keep_fp32": ["head"]}, "onnxruntime int4 weight-only b128 keep head"),
-        ("onnxruntime", {"precision": "int8", "weight_only": True}, "onnxruntime int8 weight-only b32"),
-        ("onnxruntime", {"precision": "int8", "weight_only": True, "activation": "int8"}, "onnxruntime int8 weight-only b32 a8"),
+        (
+            "onnxruntime",
+            {"precision": "int4", "block_size": 128, "keep_fp32": ["head"]},
+            "onnxruntime int4 weight-only b128 keep head",
+        ),
+        (
+            "onnxruntime",
+            {"precision": "int8", "weight_only": True},
+            "onnxruntime int8 weight-only b32",
+        ),
+        (
+            "onnxruntime",
+            {"precision": "int8", "weight_only": True, "activation": "int8"},
+            "onnxruntime int8 weight-only b32 a8",
+        ),
         ("openvino", {"precision": "int4", "block_size": 64}, "openvino int4 nncf weight-only b64"),
-        ("openvino", {"precision": "int8", "weight_only": True, "quantizer": "nncf"}, "openvino int8 nncf weight-only"),
+        (
+            "openvino",
+            {"precision": "int8", "weight_only": True, "quantizer": "nncf"},
+            "openvino int8 nncf weight-only",
+        ),
         ("openvino", {"precision": "int8", "quantizer": "nncf"}, "openvino int8 nncf u8s8"),
-        ("openvino", {"precision": "int8", "quantizer": "nncf", "smooth_quant": True}, "openvino int8 nncf u8s8 +smooth_quant"),
-        ("openvino", {"precision": "int8", "quantizer": "nncf", "smooth_quant": False}, "openvino int8 nncf u8s8 -smooth_quant"),
+        (
+            "openvino",
+            {"precision": "int8", "quantizer": "nncf", "smooth_quant": True},
+            "openvino int8 nncf u8s8 +smooth_quant",
+        ),
+        (
+            "openvino",
+            {"precision": "int8", "quantizer": "nncf", "smooth_quant": False},
+            "openvino int8 nncf u8s8 -smooth_quant",
+        ),
     ],
 )
-def test_each_switch_shows_in_the_label(plan: Plan, backend: str, asked: dict[str, object], label: str) -> None:
-    assert recipe_from_candidate(CandidateConfig.model_validate({"backend": backend, **asked}), target(backend, VNNI), plan, True).label == label
+def test_each_switch_shows_in_the_label(
+    plan: Plan, backend: str, asked: dict[str, object], label: str
+) -> None:
+    assert (
+        recipe_from_candidate(
+            CandidateConfig.model_validate({"backend": backend, **asked}),
+            target(backend, VNNI),
+            plan,
+            True,
+        ).label
+        == label
+    )
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
 def test_weights_alone_need_no_calibration_data(plan: Plan, backend: str) -> None:
-    recipe = recipe_from_candidate(CandidateConfig(backend=backend, precision=Precision.INT4), target(backend, VNNI), plan, False)
+    recipe = recipe_from_candidate(
+        CandidateConfig(backend=backend, precision=Precision.INT4),
+        target(backend, VNNI),
+        plan,
+        False,
+    )
     assert (recipe.weight_only, recipe.activation, recipe.method) == (True, "float", None)
 
 
 @pytest.mark.parametrize(
     ("backend", "asked", "words"),
     [
-        ("tensorrt", {"precision": "int4"}, "not made for tensorrt, only for onnxruntime and openvino"),
+        (
+            "tensorrt",
+            {"precision": "int4"},
+            "not made for tensorrt, only for onnxruntime and openvino",
+        ),
         ("tensorrt_rtx", {"precision": "int8", "weight_only": True}, "not made for tensorrt_rtx"),
         ("onnxruntime", {"precision": "fp32", "weight_only": True}, "4 or 8 bits, not fp32"),
-        ("onnxruntime", {"precision": "int4", "method": "minmax"}, "`method: minmax` says nothing here"),
-        ("onnxruntime", {"precision": "int4", "activation": "uint8"}, "`activation: uint8` says nothing here"),
-        ("openvino", {"precision": "int4", "activation": "int8"}, "`activation: int8` says nothing here"),
+        (
+            "onnxruntime",
+            {"precision": "int4", "method": "minmax"},
+            "`method: minmax` says nothing here",
+        ),
+        (
+            "onnxruntime",
+            {"precision": "int4", "activation": "uint8"},
+            "`activation: uint8` says nothing here",
+        ),
+        (
+            "openvino",
+            {"precision": "int4", "activation": "int8"},
+            "`activation: int8` says nothing here",
+        ),
         ("openvino", {"precision": "int4", "weight_bits": 7}, "`weight_bits: 7` says nothing here"),
-        ("openvino", {"precision": "int4", "quantizer": "modelopt"}, "`quantizer: modelopt` says nothing here"),
-        ("onnxruntime", {"precision": "int4", "placement": {"last_layer": True}}, "`placement: ...` says nothing here"),
-        ("onnxruntime", {"precision": "int4", "placement": {"first_layer": False}}, "`placement: ...` says nothing here"),
-        ("openvino", {"precision": "int4", "smooth_quant": True}, "`smooth_quant: True` says nothing here"),
-        ("openvino", {"precision": "int8", "weight_only": True, "block_size": 64}, "one scale per output channel, no blocks"),
-        ("onnxruntime", {"precision": "int8", "block_size": 64}, "only weights alone come in blocks"),
-        ("openvino", {"precision": "int8", "smooth_quant": True}, "only NNCF in int8 has `smooth_quant`"),
-        ("openvino", {"precision": "fp32", "quantizer": "nncf", "smooth_quant": False}, "only NNCF in int8 has `smooth_quant`"),
+        (
+            "openvino",
+            {"precision": "int4", "quantizer": "modelopt"},
+            "`quantizer: modelopt` says nothing here",
+        ),
+        (
+            "onnxruntime",
+            {"precision": "int4", "placement": {"last_layer": True}},
+            "`placement: ...` says nothing here",
+        ),
+        (
+            "onnxruntime",
+            {"precision": "int4", "placement": {"first_layer": False}},
+            "`placement: ...` says nothing here",
+        ),
+        (
+            "openvino",
+            {"precision": "int4", "smooth_quant": True},
+            "`smooth_quant: True` says nothing here",
+        ),
+        (
+            "openvino",
+            {"precision": "int8", "weight_only": True, "block_size": 64},
+            "one scale per output channel, no blocks",
+        ),
+        (
+            "onnxruntime",
+            {"precision": "int8", "block_size": 64},
+            "only weights alone come in blocks",
+        ),
+        (
+            "openvino",
+            {"precision": "int8", "smooth_quant": True},
+            "only NNCF in int8 has `smooth_quant`",
+        ),
+        (
+            "openvino",
+            {"precision": "fp32", "quantizer": "nncf", "smooth_quant": False},
+            "only NNCF in int8 has `smooth_quant`",
+        ),
     ],
 )
-def test_what_weights_alone_would_ignore_is_refused(plan: Plan, backend: str, asked: dict[str, object], words: str) -> None:
+def test_what_weights_alone_would_ignore_is_refused(
+    plan: Plan, backend: str, asked: dict[str, object], words: str
+) -> None:
     candidate = CandidateConfig.model_validate({"backend": backend, **asked})
     with pytest.raises(PlanError, match=words):
         recipe_from_candidate(candidate, target(backend, VNNI), plan, True)
@@ -335,29 +552,46 @@ def test_what_weights_alone_would_ignore_is_refused(plan: Plan, backend: str, as
 @pytest.mark.parametrize(
     ("given", "names", "expected"),
     [
-        (Precision.INT8, ("onnxruntime", "openvino"), ["onnxruntime int8 given", "openvino int8 given"]),
+        (
+            Precision.INT8,
+            ("onnxruntime", "openvino"),
+            ["onnxruntime int8 given", "openvino int8 given"],
+        ),
         (Precision.INT8, ("tensorrt", "onnxruntime"), ["tensorrt int8 given"]),
         (Precision.FP8, ("tensorrt", "onnxruntime"), ["tensorrt fp8 given"]),
         (Precision.FP8, ("onnxruntime", "openvino"), []),
     ],
 )
-def test_a_model_with_its_own_scales_is_tried_on_every_backend(plan: Plan, given: Precision, names: tuple[str, ...], expected: list[str]) -> None:
+def test_a_model_with_its_own_scales_is_tried_on_every_backend(
+    plan: Plan, given: Precision, names: tuple[str, ...], expected: list[str]
+) -> None:
     targets = {name: gpu() if name == "tensorrt" else target(name, VNNI) for name in names}
     candidates = default_candidates(targets, False, given)
-    recipes = [recipe_from_candidate(each, targets[each.backend], plan, False, given) for each in candidates]
+    recipes = [
+        recipe_from_candidate(each, targets[each.backend], plan, False, given)
+        for each in candidates
+    ]
     assert [recipe.label for recipe in recipes] == expected
-    assert {recipe.rest for recipe in recipes} == ({Precision.FP16 if "tensorrt" in names else Precision.FP32} if recipes else set())
+    assert {recipe.rest for recipe in recipes} == (
+        {Precision.FP16 if "tensorrt" in names else Precision.FP32} if recipes else set()
+    )
 
 
 def given_recipes(plan: Plan, **asked: object) -> tuple[Recipe, ...]:
-    candidate = CandidateConfig.model_validate({"backend": "tensorrt", "precision": "int8", **asked})
+    candidate = CandidateConfig.model_validate(
+        {"backend": "tensorrt", "precision": "int8", **asked}
+    )
     at = gpu() if candidate.backend == "tensorrt" else target(candidate.backend, VNNI)
     return recipes_from_candidate(candidate, at, plan, True, Precision.INT8)
 
 
 def test_what_the_pairs_of_a_model_leave_open_may_be_asked_for(plan: Plan) -> None:
     (recipe,) = given_recipes(plan, keep_fp32=("head",), hardware_compatible=True)
-    assert (recipe.quantizer, recipe.keep_fp32, recipe.hardware_compatible) == ("given", ("head",), True)
+    assert (recipe.quantizer, recipe.keep_fp32, recipe.hardware_compatible) == (
+        "given",
+        ("head",),
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -370,7 +604,10 @@ def test_what_the_pairs_of_a_model_leave_open_may_be_asked_for(plan: Plan) -> No
         ("realised_in", {"realised_in": "flags"}),
         ("quantizer", {"quantizer": "modelopt", "keep_fp32": "auto"}),
         ("placement", {"placement": {"last_layer": [False, True]}}),
-        ("placement", {"placement": {switch: [True, False] for switch in PlacementConfig.model_fields}}),
+        (
+            "placement",
+            {"placement": {switch: [True, False] for switch in PlacementConfig.model_fields}},
+        ),
         ("weight_only", {"weight_only": True, "backend": "onnxruntime"}),
         ("smooth_quant", {"smooth_quant": True, "backend": "openvino"}),
         ("keep_fp32", {"keep_fp32": "auto"}),
@@ -378,34 +615,85 @@ def test_what_the_pairs_of_a_model_leave_open_may_be_asked_for(plan: Plan) -> No
         ("keep_fp32", {"keep_fp32": ["head"], "backend": "onnxruntime"}),
     ],
 )
-def test_what_the_pairs_of_a_model_have_decided_is_refused_by_name(plan: Plan, key: str, asked: dict[str, object]) -> None:
+def test_what_the_pairs_of_a_model_have_decided_is_refused_by_name(
+    plan: Plan, key: str, asked: dict[str, object]
+) -> None:
     with pytest.raises(PlanError, match=f"brings its own Q/DQ, which decide `{key}`") as caught:
         given_recipes(plan, **asked)
     assert caught.value.next_step.startswith(f"leave `{key}` out")
 
 
-@pytest.mark.parametrize("asked", [{"precision": "fp16"}, {"precision": "fp16", "keep_fp32": "auto"}, {"precision": "int4", "backend": "openvino"}])
-def test_a_precision_that_is_not_that_of_the_pairs_is_refused(plan: Plan, asked: dict[str, object]) -> None:
-    with pytest.raises(PlanError, match=f"it would run int8 under the name of {asked['precision']}"):
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"precision": "fp16"},
+        {"precision": "fp16", "keep_fp32": "auto"},
+        {"precision": "int4", "backend": "openvino"},
+    ],
+)
+def test_a_precision_that_is_not_that_of_the_pairs_is_refused(
+    plan: Plan, asked: dict[str, object]
+) -> None:
+    with pytest.raises(
+        PlanError, match=f"it would run int8 under the name of {asked['precision']}"
+    ):
         given_recipes(plan, **asked)
 
 
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"backend": "openvino", "precision": "int8", "quantizer": "nncf", "placement": {"last_layer": True}}, "places Q/DQ by itself"),
-        ({"backend": "openvino", "precision": "int8", "quantizer": "nncf", "placement": {"first_layer": False}}, "places Q/DQ by itself"),
-        ({"backend": "tensorrt", "precision": "fp8", "placement": {"first_layer": False}}, "ModelOpt's fp8 places Q/DQ by itself"),
-        ({"backend": "openvino", "precision": "int8", "quantizer": "nncf", "method": "minmax"}, "chooses ranges by itself"),
-        ({"backend": "tensorrt", "precision": "fp8", "method": "minmax"}, "chooses ranges by itself"),
-        ({"backend": "tensorrt", "precision": "fp8", "activation": "uint8"}, "one form of activations"),
-        ({"backend": "tensorrt", "precision": "int8", "block_size": 64}, "only weights alone come in blocks"),
+        (
+            {
+                "backend": "openvino",
+                "precision": "int8",
+                "quantizer": "nncf",
+                "placement": {"last_layer": True},
+            },
+            "places Q/DQ by itself",
+        ),
+        (
+            {
+                "backend": "openvino",
+                "precision": "int8",
+                "quantizer": "nncf",
+                "placement": {"first_layer": False},
+            },
+            "places Q/DQ by itself",
+        ),
+        (
+            {"backend": "tensorrt", "precision": "fp8", "placement": {"first_layer": False}},
+            "ModelOpt's fp8 places Q/DQ by itself",
+        ),
+        (
+            {"backend": "openvino", "precision": "int8", "quantizer": "nncf", "method": "minmax"},
+            "chooses ranges by itself",
+        ),
+        (
+            {"backend": "tensorrt", "precision": "fp8", "method": "minmax"},
+            "chooses ranges by itself",
+        ),
+        (
+            {"backend": "tensorrt", "precision": "fp8", "activation": "uint8"},
+            "one form of activations",
+        ),
+        (
+            {"backend": "tensorrt", "precision": "int8", "block_size": 64},
+            "only weights alone come in blocks",
+        ),
     ],
 )
-def test_what_a_label_would_claim_and_an_engine_ignore_is_refused(plan: Plan, asked: dict[str, object], words: str) -> None:
+def test_what_a_label_would_claim_and_an_engine_ignore_is_refused(
+    plan: Plan, asked: dict[str, object], words: str
+) -> None:
     candidate = CandidateConfig.model_validate(asked)
     with pytest.raises(PlanError, match=words):
-        recipe_from_candidate(candidate, gpu() if candidate.backend == "tensorrt" else target("openvino", VNNI), plan, True)
+        recipe_from_candidate(
+            candidate,
+            gpu() if candidate.backend == "tensorrt" else target("openvino", VNNI),
+            plan,
+            True,
+        )
 
 
 # --- PyTorch programs, providers of ONNX Runtime, and the documented defaults ---

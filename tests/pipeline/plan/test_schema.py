@@ -9,7 +9,15 @@ from pydantic import BaseModel
 
 from pipeline.core import TensorSpec
 from pipeline.errors import PlanError
-from pipeline.plan.schema import GeneratedData, Plan, home, load_plan, override_plan, plan_from_document, plan_from_model
+from pipeline.plan.schema import (
+    GeneratedData,
+    Plan,
+    home,
+    load_plan,
+    override_plan,
+    plan_from_document,
+    plan_from_model,
+)
 from pipeline.serving_inputs import check_serving
 
 MODEL = {"model": {"path": "m.onnx"}}
@@ -17,7 +25,9 @@ INT8 = {"backend": "onnxruntime", "precision": "int8"}
 
 
 def test_paths_are_taken_from_the_folder_of_the_plan(tmp_path: Path) -> None:
-    (tmp_path / "plan.yaml").write_text("model: {path: sub/m.onnx}\ndata: {calibration: a.npz, selection: [b.npz, c.npz]}\n")
+    (tmp_path / "plan.yaml").write_text(
+        "model: {path: sub/m.onnx}\ndata: {calibration: a.npz, selection: [b.npz, c.npz]}\n"
+    )
     plan = load_plan(tmp_path / "plan.yaml")
     assert plan.name == "plan"
     assert plan.model.path == tmp_path / "sub" / "m.onnx"
@@ -36,46 +46,133 @@ def test_an_onnx_file_alone_is_a_plan(tmp_path: Path) -> None:
     [
         ({**MODEL, "acuracy": {}}, "unknown key 'acuracy': did you mean 'accuracy'"),
         ({"model": {"path": "m.onnx", "wieghts": 1}}, "did you mean 'weights'"),
-        ({**MODEL, "candidates": [{"backend": "onnxruntime", "precision": "fp32", "methud": "auto"}]}, "did you mean 'method'"),
+        (
+            {
+                **MODEL,
+                "candidates": [{"backend": "onnxruntime", "precision": "fp32", "methud": "auto"}],
+            },
+            "did you mean 'method'",
+        ),
         ({**MODEL, "accuracy": {"thresholds": {"max_absolute": 1}}}, "did you mean 'max_abs'"),
         ({**MODEL, "xyz": 1}, "expected one of"),
-        ({**MODEL, "profiles": [{"batch": [4, 2, 1]}]}, "expected min <= opt <= max, got min 4, opt 2, max 1"),
+        (
+            {**MODEL, "profiles": [{"batch": [4, 2, 1]}]},
+            "expected min <= opt <= max, got min 4, opt 2, max 1",
+        ),
         ({**MODEL, "accuracy": {"max_drop": -1}}, "greater than or equal to 0 (got -1)"),
         ({**MODEL, "candidates": [{"backend": "onnxruntime", "precision": "fp13"}]}, "'fp32'"),
-        ({**MODEL, "candidates": [{**INT8, "keep_fp32": "fc"}]}, "candidates.0.keep_fp32: Input should be 'auto' (got 'fc')"),
-        ({**MODEL, "candidates": [{**INT8, "keep_fp32": [1]}]}, "candidates.0.keep_fp32.0: Input should be a valid string (got 1)"),
-        ({**MODEL, "candidates": [{**INT8, "keep_fp32": None}]}, "candidates.0.keep_fp32: Input should be a list"),
-        ({**MODEL, "keep_builds": 0}, "keep_builds: Input should be greater than or equal to 1 (got 0)"),
-        ({**MODEL, "candidates": [{"backend": "onnxruntime", "precision": "int8", "method": ["entropy", "magic"]}]}, "candidates.0.method.1: Input"),
         (
-            {**MODEL, "candidates": [{"backend": "onnxruntime", "precision": "int8", "method": []}]},
+            {**MODEL, "candidates": [{**INT8, "keep_fp32": "fc"}]},
+            "candidates.0.keep_fp32: Input should be 'auto' (got 'fc')",
+        ),
+        (
+            {**MODEL, "candidates": [{**INT8, "keep_fp32": [1]}]},
+            "candidates.0.keep_fp32.0: Input should be a valid string (got 1)",
+        ),
+        (
+            {**MODEL, "candidates": [{**INT8, "keep_fp32": None}]},
+            "candidates.0.keep_fp32: Input should be a list",
+        ),
+        (
+            {**MODEL, "keep_builds": 0},
+            "keep_builds: Input should be greater than or equal to 1 (got 0)",
+        ),
+        (
+            {
+                **MODEL,
+                "candidates": [
+                    {"backend": "onnxruntime", "precision": "int8", "method": ["entropy", "magic"]}
+                ],
+            },
+            "candidates.0.method.1: Input",
+        ),
+        (
+            {
+                **MODEL,
+                "candidates": [{"backend": "onnxruntime", "precision": "int8", "method": []}],
+            },
             "candidates.0.method: Tuple should have at least 1",
         ),
         (
-            {**MODEL, "candidates": [{"backend": "onnxruntime", "precision": "int8", "placement": {"last_layer": [True, "perhaps"]}}]},
+            {
+                **MODEL,
+                "candidates": [
+                    {
+                        "backend": "onnxruntime",
+                        "precision": "int8",
+                        "placement": {"last_layer": [True, "perhaps"]},
+                    }
+                ],
+            },
             "candidates.0.placement.last_layer.1: Input should be a valid boolean",
         ),
-        ({**MODEL, "candidates": [{"backend": "onnxruntime", "precision": "int8", "placement": {"last_later": True}}]}, "did you mean 'last_layer'"),
+        (
+            {
+                **MODEL,
+                "candidates": [
+                    {
+                        "backend": "onnxruntime",
+                        "precision": "int8",
+                        "placement": {"last_later": True},
+                    }
+                ],
+            },
+            "did you mean 'last_layer'",
+        ),
         ({"model": {}}, "exactly one of `path` and `entrypoint`"),
-        ({"model": {"path": "m.onnx", "entrypoint": "a:b"}}, "exactly one of `path` and `entrypoint`"),
+        (
+            {"model": {"path": "m.onnx", "entrypoint": "a:b"}},
+            "exactly one of `path` and `entrypoint`",
+        ),
         ({"model": {"entrypoint": "a"}}, "module:function"),
-        ({"model": {"entrypoint": "a:b", "inputs": [{"name": "x", "dtype": "float32", "shape": [1]}]}}, "weights_from"),
+        (
+            {
+                "model": {
+                    "entrypoint": "a:b",
+                    "inputs": [{"name": "x", "dtype": "float32", "shape": [1]}],
+                }
+            },
+            "weights_from",
+        ),
         ({"model": {"entrypoint": "a:b", "weights": "w"}}, "`inputs` is needed"),
         ({"model": {"path": "m.tflite"}}, ".onnx or .pt2"),
-        ({**MODEL, "data": {"calibration": {"generate": "random", "samples": 5}}}, "data.calibration.because: Field required"),
-        ({**MODEL, "data": {"calibration": [1]}}, "data.calibration.0: Input is not a valid path (got 1)"),
-        ({**MODEL, "simplify": {"surgery": ":run"}}, "simplify: expected surgery `module:function`, got ':run'"),
-        ({**MODEL, "simplify": {"surgery": "fix:"}}, "simplify: expected surgery `module:function`, got 'fix:'"),
+        (
+            {**MODEL, "data": {"calibration": {"generate": "random", "samples": 5}}},
+            "data.calibration.because: Field required",
+        ),
+        (
+            {**MODEL, "data": {"calibration": [1]}},
+            "data.calibration.0: Input is not a valid path (got 1)",
+        ),
+        (
+            {**MODEL, "simplify": {"surgery": ":run"}},
+            "simplify: expected surgery `module:function`, got ':run'",
+        ),
+        (
+            {**MODEL, "simplify": {"surgery": "fix:"}},
+            "simplify: expected surgery `module:function`, got 'fix:'",
+        ),
         ({**MODEL, "profiles": {"batch": [1, 2, 4]}}, "profiles: Input should be a list"),
-        ({**MODEL, "profiles": [{"batch": [1, 2]}]}, "profiles.0.batch: expected [min, opt, max], got [1, 2]"),
-        ({**MODEL, "profiles": [{"batch": [0, 0, 0]}]}, "profiles.0.batch.opt: Input should be greater than or equal to 1"),
+        (
+            {**MODEL, "profiles": [{"batch": [1, 2]}]},
+            "profiles.0.batch: expected [min, opt, max], got [1, 2]",
+        ),
+        (
+            {**MODEL, "profiles": [{"batch": [0, 0, 0]}]},
+            "profiles.0.batch.opt: Input should be greater than or equal to 1",
+        ),
         ({**MODEL, "name": ".."}, "name: String should match pattern"),
-        ({**MODEL, "accuracy": {"metric": "top9"}}, "expected metric auto, top1, top5, cosine or module:function, got 'top9'"),
+        (
+            {**MODEL, "accuracy": {"metric": "top9"}},
+            "expected metric auto, top1, top5, cosine or module:function, got 'top9'",
+        ),
         ([1, 2], "expected a plan of `key: value` lines, got list"),
         ("text", "got str"),
     ],
 )
-def test_a_bad_plan_is_refused_with_a_sentence(tmp_path: Path, document: object, words: str) -> None:
+def test_a_bad_plan_is_refused_with_a_sentence(
+    tmp_path: Path, document: object, words: str
+) -> None:
     with pytest.raises(PlanError) as caught:
         plan_from_document(document, tmp_path)
     assert words in caught.value.message
@@ -91,7 +188,12 @@ def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("a: [1", "not valid YAML"), ("name: a\nname: b", "key 'name' stands twice"), ("\x00", "not valid YAML"), ("", "got NoneType")],
+    [
+        ("a: [1", "not valid YAML"),
+        ("name: a\nname: b", "key 'name' stands twice"),
+        ("\x00", "not valid YAML"),
+        ("", "got NoneType"),
+    ],
 )
 def test_a_file_that_is_no_plan(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "plan.yaml").write_text(text)
@@ -107,7 +209,12 @@ def test_a_missing_plan_is_named(tmp_path: Path) -> None:
 def test_overrides_reach_into_mappings_and_lists(tmp_path: Path) -> None:
     document = {**MODEL, "profiles": [{"batch": [1, 2, 4]}]}
     plan = plan_from_document(
-        document, tmp_path, overrides=["profiles.0.batch=[1, 1, 8]", "data.calibration={generate: random, samples: 3, because: test}"]
+        document,
+        tmp_path,
+        overrides=[
+            "profiles.0.batch=[1, 1, 8]",
+            "data.calibration={generate: random, samples: 3, because: test}",
+        ],
     )
     assert plan.profiles[0].dims["batch"].max == 8
     assert isinstance(plan.data.calibration, GeneratedData)
@@ -115,7 +222,13 @@ def test_overrides_reach_into_mappings_and_lists(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("override", "words"),
-    [("novalue", "a.b=value"), ("=1", "a.b=value"), ("a=[", "not a YAML value"), ("model.path.x=1", "plain value"), ("profiles.7.b=1", "index")],
+    [
+        ("novalue", "a.b=value"),
+        ("=1", "a.b=value"),
+        ("a=[", "not a YAML value"),
+        ("model.path.x=1", "plain value"),
+        ("profiles.7.b=1", "index"),
+    ],
 )
 def test_a_bad_override_is_refused(tmp_path: Path, override: str, words: str) -> None:
     with pytest.raises(PlanError, match=words):
@@ -130,7 +243,13 @@ def test_a_stored_plan_can_be_overridden(tmp_path: Path) -> None:
 
 
 def test_nodes_to_keep_are_named_or_left_to_the_compile(tmp_path: Path) -> None:
-    plan = plan_from_document({**MODEL, "candidates": [{**INT8, "keep_fp32": "auto"}, {**INT8, "keep_fp32": ["fc", "norm*"]}]}, tmp_path)
+    plan = plan_from_document(
+        {
+            **MODEL,
+            "candidates": [{**INT8, "keep_fp32": "auto"}, {**INT8, "keep_fp32": ["fc", "norm*"]}],
+        },
+        tmp_path,
+    )
     assert [each.keep_fp32 for each in plan.candidates] == ["auto", ("fc", "norm*")]
     assert override_plan(plan, []).candidates == plan.candidates
     assert override_plan(plan, ["candidates.1.keep_fp32=auto"]).candidates[1].keep_fp32 == "auto"
@@ -147,16 +266,29 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 def test_every_key_of_the_plan_is_documented() -> None:
     text = (Path(__file__).parents[3] / "docs" / "plan.md").read_text()
-    sections = [(name, key) for name, field in Plan.model_fields.items() for key in _keys_below(field.annotation)]
+    sections = [
+        (name, key)
+        for name, field in Plan.model_fields.items()
+        for key in _keys_below(field.annotation)
+    ]
     missing = [f"{name}.{key}" for name, key in sections if f"`{key}`" not in text]
     missing += [name for name in Plan.model_fields if f"`{name}`" not in text]
     assert missing == []
-    assert {("tensorrt", "plugins"), ("candidates", "realised_in"), ("simplify", "surgery"), ("profiles", "values")} <= set(sections)
+    assert {
+        ("tensorrt", "plugins"),
+        ("candidates", "realised_in"),
+        ("simplify", "surgery"),
+        ("profiles", "values"),
+    } <= set(sections)
 
 
 def _keys_below(annotation: object) -> list[str]:
     """The keys of a section, or of each entry of a list. `dims` is how profiles are stored, not how they are written."""
-    models = [argument for argument in (annotation, *typing.get_args(annotation)) if isinstance(argument, type) and issubclass(argument, BaseModel)]
+    models = [
+        argument
+        for argument in (annotation, *typing.get_args(annotation))
+        if isinstance(argument, type) and issubclass(argument, BaseModel)
+    ]
     return [key for model in models for key in keys_of(model) if key != "dims"]
 
 
@@ -168,24 +300,43 @@ def test_a_binary_file_is_no_plan_and_the_next_step_says_where_it_belongs(tmp_pa
 
 
 def test_a_profile_is_overridden_as_it_is_written(tmp_path: Path) -> None:
-    plan = plan_from_document({**MODEL, "profiles": [{"batch": [1, 2, 4], "values": {"k": [1, 5, 10]}}]}, tmp_path)
+    plan = plan_from_document(
+        {**MODEL, "profiles": [{"batch": [1, 2, 4], "values": {"k": [1, 5, 10]}}]}, tmp_path
+    )
     assert override_plan(plan, []) == plan
     assert override_plan(plan, ["profiles.0.batch=[1, 2, 8]"]).profiles[0].dims["batch"].max == 8
-    assert override_plan(plan, ["profiles.0.values.k=[1, 5, 20]"]).profiles[0].values["k"].max == (20,)
+    assert override_plan(plan, ["profiles.0.values.k=[1, 5, 20]"]).profiles[0].values["k"].max == (
+        20,
+    )
 
 
 # --- values that decide shapes, surgery, plugins ---
 
 
 def test_values_are_written_one_by_one_or_as_lists(tmp_path: Path) -> None:
-    document = {**MODEL, "profiles": [{"batch": [1, 8, 64], "values": {"k": [[1], [5], [10]], "n": [1, 5, 10], "shape": [[1, 3], [8, 3], [64, 3]]}}]}
+    document = {
+        **MODEL,
+        "profiles": [
+            {
+                "batch": [1, 8, 64],
+                "values": {
+                    "k": [[1], [5], [10]],
+                    "n": [1, 5, 10],
+                    "shape": [[1, 3], [8, 3], [64, 3]],
+                },
+            }
+        ],
+    }
     (profile,) = plan_from_document(document, tmp_path).profiles
     assert profile.values["k"] == profile.values["n"]
     assert profile.values_at("opt") == {"k": (5,), "n": (5,), "shape": (8, 3)}
 
 
 def test_a_dimension_may_be_called_values(tmp_path: Path) -> None:
-    plan = plan_from_document({**MODEL, "profiles": [{"values": [1, 2, 4]}, {"values": {"min": 1, "opt": 2, "max": 3}}]}, tmp_path)
+    plan = plan_from_document(
+        {**MODEL, "profiles": [{"values": [1, 2, 4]}, {"values": {"min": 1, "opt": 2, "max": 3}}]},
+        tmp_path,
+    )
     assert [profile.dims["values"].max for profile in plan.profiles] == [4, 3]
     assert override_plan(plan, []) == plan
 
@@ -207,17 +358,25 @@ def test_a_bad_range_of_values_is_refused(tmp_path: Path, values: object, words:
 
 def test_plugins_are_found_from_the_folder_of_the_plan_and_must_be_there(tmp_path: Path) -> None:
     document = {**MODEL, "tensorrt": {"plugins": ["lib/mine.so"]}}
-    with pytest.raises(PlanError, match=re.escape(f"tensorrt.plugins: no file at '{tmp_path / 'lib' / 'mine.so'}'")):
+    with pytest.raises(
+        PlanError, match=re.escape(f"tensorrt.plugins: no file at '{tmp_path / 'lib' / 'mine.so'}'")
+    ):
         plan_from_document(document, tmp_path)
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "mine.so").touch()
-    assert plan_from_document(document, tmp_path).tensorrt.plugins == (tmp_path / "lib" / "mine.so",)
+    assert plan_from_document(document, tmp_path).tensorrt.plugins == (
+        tmp_path / "lib" / "mine.so",
+    )
 
 
 def test_the_module_of_a_surgery_is_found_from_the_folder_of_the_plan(tmp_path: Path) -> None:
-    plan = plan_from_document({**MODEL, "simplify": {"surgery": "fix:run", "python_path": "sub"}}, tmp_path)
+    plan = plan_from_document(
+        {**MODEL, "simplify": {"surgery": "fix:run", "python_path": "sub"}}, tmp_path
+    )
     assert plan.simplify.python_path == tmp_path / "sub"
-    assert plan_from_document(dict(MODEL), tmp_path).simplify.python_path == Path()  # so that a plan may move without simplifying again
+    assert (
+        plan_from_document(dict(MODEL), tmp_path).simplify.python_path == Path()
+    )  # so that a plan may move without simplifying again
     with pytest.raises(PlanError, match="expected surgery `module:function`, got 'fix'"):
         plan_from_document({**MODEL, "simplify": {"surgery": "fix"}}, tmp_path)
 
@@ -229,7 +388,9 @@ def test_choices_of_a_candidate_are_kept_as_they_were_written(tmp_path: Path) ->
         {**named, "method": ["auto", "minmax"], "placement": {"conv": [True, False]}},
     ]
     plan = plan_from_document({**MODEL, "candidates": choices}, tmp_path)
-    assert [(each.method, each.placement.last_layer, each.placement.conv) for each in plan.candidates] == [
+    assert [
+        (each.method, each.placement.last_layer, each.placement.conv) for each in plan.candidates
+    ] == [
         (("minmax",), (True,), (True,)),
         (("auto", "minmax"), (False,), (True, False)),
     ]
@@ -245,10 +406,16 @@ OUTPUTS = (TensorSpec(name="y", dtype="float32", shape=("n", 2)),)
 @pytest.mark.parametrize(
     ("serving", "said"),
     [
-        ({"padding": [{"input": "id", "axis": 1}]}, "serving.padding names 'id', which is no input; the model has ids"),
+        (
+            {"padding": [{"input": "id", "axis": 1}]},
+            "serving.padding names 'id', which is no input; the model has ids",
+        ),
         ({"padding": [{"input": "ids", "axis": 2}]}, "'ids' has 2 axes, there is no axis 2"),
         ({"image": {"input": "picture", "size": [8, 8]}}, "serving.image names 'picture'"),
-        ({"labels": {"z": ["cat"]}}, "serving.labels names 'z', which is no output; the model has y"),
+        (
+            {"labels": {"z": ["cat"]}},
+            "serving.labels names 'z', which is no output; the model has y",
+        ),
     ],
 )
 def test_how_a_model_is_served_names_what_it_has(serving: dict[str, object], said: str) -> None:
@@ -258,7 +425,10 @@ def test_how_a_model_is_served_names_what_it_has(serving: dict[str, object], sai
 
 
 def test_how_a_model_is_served_is_read_from_the_plan() -> None:
-    serving = {"padding": [{"input": "ids", "axis": 1, "value": 7}], "labels": {"y": ["cat", "dog"]}}
+    serving = {
+        "padding": [{"input": "ids", "axis": 1, "value": 7}],
+        "labels": {"y": ["cat", "dog"]},
+    }
     plan = plan_from_document({**MODEL, "serving": serving}, Path())
     check_serving(plan.serving, INPUTS, OUTPUTS)
     assert (plan.serving.padding[0].value, plan.serving.labels) == (7, {"y": ("cat", "dog")})

@@ -21,7 +21,12 @@ PROFILE = Profile.model_validate({"dims": {"batch": [1, 8, 64]}})
 
 
 def config(folder: Path, **changes: object) -> ModelConfig:
-    fields = {"entrypoint": "net:make", "python_path": folder, "weights_from": "nowhere, a test", "inputs": (IMAGE,)}
+    fields = {
+        "entrypoint": "net:make",
+        "python_path": folder,
+        "weights_from": "nowhere, a test",
+        "inputs": (IMAGE,),
+    }
     return ModelConfig.model_validate({**fields, **changes})
 
 
@@ -58,14 +63,24 @@ def test_weights_seed_and_inputs_are_part_of_the_digest(tmp_path: Path) -> None:
     before = digest(tmp_path, weights=weights)
     weights.write_bytes(b"two")
     half = IMAGE.model_copy(update={"dtype": "float16"})
-    digests = [digest(tmp_path, weights=weights), digest(tmp_path, weights=weights, seed=1), digest(tmp_path, weights=weights, inputs=(half,))]
+    digests = [
+        digest(tmp_path, weights=weights),
+        digest(tmp_path, weights=weights, seed=1),
+        digest(tmp_path, weights=weights, inputs=(half,)),
+    ]
     assert len({before, *digests}) == 4
 
 
 def test_code_of_a_module_includes_what_it_may_import_and_nothing_else(tmp_path: Path) -> None:
     write_net(tmp_path)
     before = code_digest("net:make", tmp_path)
-    for ignored in (".hidden/x.py", "venv/lib/x.py", "__pycache__/x.py", "not-a-package/x.py", "data.txt"):
+    for ignored in (
+        ".hidden/x.py",
+        "venv/lib/x.py",
+        "__pycache__/x.py",
+        "not-a-package/x.py",
+        "data.txt",
+    ):
         (tmp_path / ignored).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / ignored).write_text("x = 1\n")
     (tmp_path / "venv" / "pyvenv.cfg").touch()
@@ -88,7 +103,9 @@ def test_code_of_a_package_is_the_whole_package_and_not_its_neighbours(tmp_path:
 
 def test_an_installed_package_counts_by_its_version(tmp_path: Path) -> None:
     assert code_digest("onnx:load", tmp_path) == code_digest("onnx:load", tmp_path / "elsewhere")
-    assert code_digest("yaml:load", tmp_path) != code_digest("onnx:load", tmp_path)  # yaml's distribution is called PyYAML
+    assert code_digest("yaml:load", tmp_path) != code_digest(
+        "onnx:load", tmp_path
+    )  # yaml's distribution is called PyYAML
 
 
 def test_the_versions_of_what_the_code_imports_count(tmp_path: Path) -> None:
@@ -104,20 +121,30 @@ def test_the_versions_of_what_the_code_imports_count(tmp_path: Path) -> None:
         ({"entrypoint": "nett:make"}, "no module 'nett'"),
         ({"weights": Path("gone.safetensors")}, "model.weights: no file at 'gone.safetensors'"),
         ({"entrypoint": None, "path": Path("gone.onnx")}, "model.path: no file at 'gone.onnx'"),
-        ({"inputs": (IMAGE.model_copy(update={"dtype": "float"}),)}, "input 'image' has dtype 'float'"),
-        ({"inputs": (IMAGE.model_copy(update={"dtype": "flaot32"}),)}, "input 'image' has dtype 'flaot32'"),
+        (
+            {"inputs": (IMAGE.model_copy(update={"dtype": "float"}),)},
+            "input 'image' has dtype 'float'",
+        ),
+        (
+            {"inputs": (IMAGE.model_copy(update={"dtype": "flaot32"}),)},
+            "input 'image' has dtype 'flaot32'",
+        ),
         ({"inputs": (IMAGE, IMAGE)}, "the name 'image' appears twice"),
         ({"outputs": ("a", "a")}, "the name 'a' appears twice"),
     ],
 )
-def test_an_impossible_source_is_named(tmp_path: Path, changes: dict[str, object], expected: str) -> None:
+def test_an_impossible_source_is_named(
+    tmp_path: Path, changes: dict[str, object], expected: str
+) -> None:
     write_net(tmp_path)
     with pytest.raises(PlanError, match=expected) as caught:
         source_from_config(config(tmp_path, **changes), (PROFILE,))
     assert caught.value.next_step
 
 
-def test_a_corrupt_onnx_file_and_external_data_outside_the_folder_are_refused(tmp_path: Path) -> None:
+def test_a_corrupt_onnx_file_and_external_data_outside_the_folder_are_refused(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "model.onnx"
     file.write_bytes(b"not a model")
     onnx_config = ModelConfig(path=file)
@@ -134,7 +161,9 @@ def test_a_corrupt_onnx_file_and_external_data_outside_the_folder_are_refused(tm
 
 
 def test_a_symbol_without_a_range_is_an_error_that_says_what_to_write() -> None:
-    with pytest.raises(PlanError, match=r"dimension 'sequence' of input 'ids' \[batch, sequence\] has no range") as caught:
+    with pytest.raises(
+        PlanError, match=r"dimension 'sequence' of input 'ids' \[batch, sequence\] has no range"
+    ) as caught:
         check_profiles((IDS,), (PROFILE,))
     assert "{batch: [1, 8, 64], sequence: [1, 8, 64]}" in caught.value.next_step
     assert "--profile sequence=1:8:64" in caught.value.next_step
@@ -143,7 +172,9 @@ def test_a_symbol_without_a_range_is_an_error_that_says_what_to_write() -> None:
 def test_no_profile_at_all_is_an_error_where_there_are_symbols_and_an_empty_one_where_not() -> None:
     with pytest.raises(PlanError, match="no profiles"):
         check_profiles((IMAGE,), ())
-    assert check_profiles((TensorSpec(name="x", dtype="float32", shape=(1, 2)),), ()) == (Profile(),)
+    assert check_profiles((TensorSpec(name="x", dtype="float32", shape=(1, 2)),), ()) == (
+        Profile(),
+    )
 
 
 def test_an_unknown_symbol_in_a_profile_names_the_near_one() -> None:
@@ -159,7 +190,9 @@ def valued(name: str, values: object) -> tuple[Profile, ...]:
     return (Profile.model_validate({"dims": {"batch": [1, 8, 64]}, "values": {name: values}}),)
 
 
-@pytest.mark.parametrize("spec", [K, K.model_copy(update={"shape": ()}), K.model_copy(update={"dtype": "int32"})])
+@pytest.mark.parametrize(
+    "spec", [K, K.model_copy(update={"shape": ()}), K.model_copy(update={"dtype": "int32"})]
+)
 def test_ranges_of_values_fit_scalars_and_vectors_of_integers(spec: TensorSpec) -> None:
     assert check_profiles((IMAGE, spec), valued("k", [1, 5, 10])) == valued("k", [1, 5, 10])
 
@@ -169,18 +202,35 @@ def test_ranges_of_values_fit_scalars_and_vectors_of_integers(spec: TensorSpec) 
     [
         (K, valued("kk", [1, 5, 10]), "the model has no input 'kk'", "did you mean 'k'?"),
         (K, valued("zzz", [1, 5, 10]), "the model has no input 'zzz'", "its inputs are image, k"),
-        (K, valued("image", [1, 5, 10]), r"input 'image' is float32\[batch, 1, 8, 8\], and only int32 and int64", "leave `values` of 'image' out"),
-        (K, valued("k", [[1, 1], [2, 2], [3, 3]]), r"input 'k' is int64\[1\], which has 1 values, and the range gives 2", "each of them a list of 1"),
+        (
+            K,
+            valued("image", [1, 5, 10]),
+            r"input 'image' is float32\[batch, 1, 8, 8\], and only int32 and int64",
+            "leave `values` of 'image' out",
+        ),
+        (
+            K,
+            valued("k", [[1, 1], [2, 2], [3, 3]]),
+            r"input 'k' is int64\[1\], which has 1 values, and the range gives 2",
+            "each of them a list of 1",
+        ),
         (
             K.model_copy(update={"shape": ("batch",)}),
             valued("k", [1, 2, 3]),
             r"int64\[batch\], expected a fixed shape of rank 0 or 1",
             "fix the number",
         ),
-        (K.model_copy(update={"shape": (1, 1)}), valued("k", [1, 2, 3]), "expected a fixed shape of rank 0 or 1", "fix the number"),
+        (
+            K.model_copy(update={"shape": (1, 1)}),
+            valued("k", [1, 2, 3]),
+            "expected a fixed shape of rank 0 or 1",
+            "fix the number",
+        ),
     ],
 )
-def test_ranges_of_values_that_fit_no_input_are_refused(spec: TensorSpec, profiles: tuple[Profile, ...], said: str, advice: str) -> None:
+def test_ranges_of_values_that_fit_no_input_are_refused(
+    spec: TensorSpec, profiles: tuple[Profile, ...], said: str, advice: str
+) -> None:
     with pytest.raises(PlanError, match=said) as caught:
         check_profiles((IMAGE, spec), profiles)
     assert advice in caught.value.next_step

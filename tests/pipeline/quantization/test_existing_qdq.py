@@ -18,9 +18,20 @@ from tests.builders.qat import PLAIN, WEIGHTS, quantised
 
 def test_each_scale_is_counted_by_operator_and_by_the_tensors_it_belongs_to() -> None:
     found = scales_of(quantised(PLAIN).graph)
-    assert {operator: found[operator, "", b"", b""] for operator in QDQ} == {"QuantizeLinear": ["x"], "DequantizeLinear": ["xq", "wi", "vi"]}
-    by_scale = {(key[0], key[1], np.frombuffer(key[2], np.float64).size): tensors for key, tensors in found.items() if key[2]}
-    assert by_scale == {("QuantizeLinear", "int8", 1): ["x"], ("DequantizeLinear", "int8", 1): ["xq"], ("DequantizeLinear", "int8", 4): ["wi", "vi"]}
+    assert {operator: found[operator, "", b"", b""] for operator in QDQ} == {
+        "QuantizeLinear": ["x"],
+        "DequantizeLinear": ["xq", "wi", "vi"],
+    }
+    by_scale = {
+        (key[0], key[1], np.frombuffer(key[2], np.float64).size): tensors
+        for key, tensors in found.items()
+        if key[2]
+    }
+    assert by_scale == {
+        ("QuantizeLinear", "int8", 1): ["x"],
+        ("DequantizeLinear", "int8", 1): ["xq"],
+        ("DequantizeLinear", "int8", 4): ["wi", "vi"],
+    }
 
 
 def drop_pair(proto: onnx.ModelProto) -> None:
@@ -58,11 +69,16 @@ def change_zero_point(proto: onnx.ModelProto) -> None:
         (drop_pair, "1 of 1 QuantizeLinear were lost, which stood at x"),
         (fold_weight_dq, "1 of 3 DequantizeLinear were lost, which stood at xq, wi, vi"),
         (change_scale, "1 of 1 QuantizeLinear of scale 0.02 were lost"),
-        (change_one_channel, "2 of 2 DequantizeLinear of scale 0.01 ... (4 channels) were lost, which stood at wi, vi"),
+        (
+            change_one_channel,
+            "2 of 2 DequantizeLinear of scale 0.01 ... (4 channels) were lost, which stood at wi, vi",
+        ),
         (change_zero_point, "1 of 1 QuantizeLinear of scale 0.02 were lost"),
     ],
 )
-def test_a_lost_scale_is_found_and_named(loss: Callable[[onnx.ModelProto], None], words: str) -> None:
+def test_a_lost_scale_is_found_and_named(
+    loss: Callable[[onnx.ModelProto], None], words: str
+) -> None:
     before, after = quantised(PLAIN), quantised(PLAIN)
     loss(after)
     assert lost_scales(before.graph, after.graph).startswith(words)
@@ -87,9 +103,17 @@ FP8 = "xq = QuantizeLinear<output_dtype = 17>(x, s) xd = DequantizeLinear(xq, s)
 
 @pytest.mark.parametrize(
     ("body", "precision"),
-    [(PLAIN, Precision.INT8), (PLAIN.replace(", z)", ")"), Precision.INT8), (WEIGHTS_ONLY, None), ("y = Relu(x)", None), (FP8, Precision.FP8)],
+    [
+        (PLAIN, Precision.INT8),
+        (PLAIN.replace(", z)", ")"), Precision.INT8),
+        (WEIGHTS_ONLY, None),
+        ("y = Relu(x)", None),
+        (FP8, Precision.FP8),
+    ],
 )
-def test_a_model_brings_the_precision_of_its_quantised_activations(body: str, precision: Precision | None) -> None:
+def test_a_model_brings_the_precision_of_its_quantised_activations(
+    body: str, precision: Precision | None
+) -> None:
     proto = quantised(body)
     if precision is Precision.FP8:
         proto.opset_import[0].version = 21

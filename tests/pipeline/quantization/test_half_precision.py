@@ -10,12 +10,26 @@ from onnx import TensorProto, numpy_helper
 from pipeline.core import Precision, Recipe
 from pipeline.onnx_graph.compare import open_reference
 from pipeline.stages.convert import convert
-from tests.builders.convert import ATTENTION, BF16, FP16, RESIDUAL, converted, dtypes, error_of, images, model_from_text, operators, seen_by
+from tests.builders.convert import (
+    ATTENTION,
+    BF16,
+    FP16,
+    RESIDUAL,
+    converted,
+    dtypes,
+    error_of,
+    images,
+    model_from_text,
+    operators,
+    seen_by,
+)
 
 
 def test_fp32_is_the_same_graph(tmp_path: Path) -> None:
     model = model_from_text(tmp_path / "source", RESIDUAL)
-    made = convert(model, Recipe(backend="onnxruntime", precision=Precision.FP32), None, (), tmp_path)
+    made = convert(
+        model, Recipe(backend="onnxruntime", precision=Precision.FP32), None, (), tmp_path
+    )
     assert made.digest == model.digest
     assert made.path != model.path
 
@@ -23,7 +37,11 @@ def test_fp32_is_the_same_graph(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", [RESIDUAL, ATTENTION])
 def test_fp16_casts_at_the_borders_only(tmp_path: Path, text: str) -> None:
     random = np.random.default_rng(1)
-    feeds = images(4) if text is RESIDUAL else {"x": random.standard_normal((2, 5, 8)), "mask": random.standard_normal((2, 1, 5))}
+    feeds = (
+        images(4)
+        if text is RESIDUAL
+        else {"x": random.standard_normal((2, 5, 8)), "mask": random.standard_normal((2, 1, 5))}
+    )
     feeds = {name: array.astype(np.float32) for name, array in feeds.items()}
     model, made, graph = converted(tmp_path, text, FP16, feeds)
     assert operators(graph)["Cast"] == len(model.inputs) + len(model.outputs)
@@ -58,7 +76,9 @@ def test_nodes_that_fp16_would_overflow_stay_in_fp32(tmp_path: Path, source: str
     assert [each.node for each in made.kept_fp32] == ["square", "root"]
     assert "'square'" in made.notes[0].text
     assert "'root'" in made.notes[0].text
-    assert by_name["square"].output[0] == by_name["root"].input[0] == "c"  # no fp16 between two kept nodes: the value would not survive it
+    assert (
+        by_name["square"].output[0] == by_name["root"].input[0] == "c"
+    )  # no fp16 between two kept nodes: the value would not survive it
     assert by_name["last"].input[0] == "e_fp16"
     assert error_of(model, made, feeds) < 5e-3
 
@@ -77,12 +97,16 @@ def test_constants_that_fp16_cannot_hold_keep_their_node_in_fp32(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("bias", "kept"), [(5e-8, False), (3e-4, False), (1e6, True)])
-def test_a_bias_keeps_its_node_in_fp32_only_where_the_result_shows_what_fp16_loses_of_it(tmp_path: Path, bias: float, kept: bool) -> None:
+def test_a_bias_keeps_its_node_in_fp32_only_where_the_result_shows_what_fp16_loses_of_it(
+    tmp_path: Path, bias: float, kept: bool
+) -> None:
     text = f"""<ir_version: 9, opset_import: ["" : 20]> net (float[N, 4] x) => (float[N, 2] y)
     <float[4, 2] w = {{1, 0, 0, 1, 1, 0, 0, 1}}, float[2] b = {{{bias}, 0}}> {{ [gemm] a = Gemm (x, w, b) y = Neg (a) }}"""
     feeds = {"x": np.ones((2, 4), np.float32)}
     model, made, graph = converted(tmp_path, text, FP16, feeds)
-    assert dtypes(graph)["b" if kept else "b_fp16"] == (TensorProto.FLOAT if kept else TensorProto.FLOAT16)
+    assert dtypes(graph)["b" if kept else "b_fp16"] == (
+        TensorProto.FLOAT if kept else TensorProto.FLOAT16
+    )
     assert error_of(model, made, feeds) <= 2**-11
 
 
@@ -146,7 +170,10 @@ def test_bf16_raises_the_opset_and_no_constant_becomes_infinite(tmp_path: Path) 
     assert made.opset >= 22
     assert made.notes == ()
     assert set(dtypes(graph).values()) == {TensorProto.BFLOAT16}
-    assert all(np.isfinite(numpy_helper.to_array(tensor).astype(np.float32)).all() for tensor in graph.initializer)
+    assert all(
+        np.isfinite(numpy_helper.to_array(tensor).astype(np.float32)).all()
+        for tensor in graph.initializer
+    )
 
 
 FOREIGN = """
@@ -164,7 +191,9 @@ net (float[N, 4] x) => (float[N, 3] y)
 """
 
 
-def test_fp16_around_pairs_of_others_keeps_no_cast_between_and_no_scale_of_zero(tmp_path: Path) -> None:
+def test_fp16_around_pairs_of_others_keeps_no_cast_between_and_no_scale_of_zero(
+    tmp_path: Path,
+) -> None:
     """Its weights are floats that a Q makes integers, as ModelOpt leaves them."""
     feeds = {"x": np.random.default_rng(0).random((8, 4), np.float32)}
     model = model_from_text(tmp_path / "source", FOREIGN)

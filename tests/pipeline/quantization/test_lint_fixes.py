@@ -20,14 +20,44 @@ SAME_BITS = 0.0
 EXACT = {
     "weight-in-floats": ("openvino", PLAIN, CONSTANTS, SAME_BITS),
     "norm-after": ("onnxruntime", NORMED, CONSTANTS + GAINS, 1e-5),
-    "between-fused": ("tensorrt", next(case[2] for case in CASES if case[0] == "between-fused"), CONSTANTS, SAME_BITS),
+    "between-fused": (
+        "tensorrt",
+        next(case[2] for case in CASES if case[0] == "between-fused"),
+        CONSTANTS,
+        SAME_BITS,
+    ),
     "signed-relu": ("onnxruntime", f"{CONV} [relu] r = Relu(c) {SECOND}", CONSTANTS, SAME_BITS),
-    "signed-shared": ("onnxruntime", next(case[2] for case in CASES if case[0] == "signed-shared"), CONSTANTS, SAME_BITS),
+    "signed-shared": (
+        "onnxruntime",
+        next(case[2] for case in CASES if case[0] == "signed-shared"),
+        CONSTANTS,
+        SAME_BITS,
+    ),
     "zero-point": ("tensorrt", PLAIN.replace("s, z)", "s, u)"), CONSTANTS, SAME_BITS),
-    "quantised-bias": ("tensorrt", next(case[2] for case in CASES if case[0] == "quantised-bias"), CONSTANTS, SAME_BITS),
-    "split-q": ("openvino", next(case[2] for case in CASES if case[0] == "split-q"), CONSTANTS, SAME_BITS),
-    "pair-before-mover": ("onnxruntime", next(case[2] for case in CASES if case[0] == "pair-before-mover"), CONSTANTS, SAME_BITS),
-    "duplicate-pair": ("tensorrt", next(case[2] for case in CASES if case[0] == "duplicate-pair"), CONSTANTS, SAME_BITS),
+    "quantised-bias": (
+        "tensorrt",
+        next(case[2] for case in CASES if case[0] == "quantised-bias"),
+        CONSTANTS,
+        SAME_BITS,
+    ),
+    "split-q": (
+        "openvino",
+        next(case[2] for case in CASES if case[0] == "split-q"),
+        CONSTANTS,
+        SAME_BITS,
+    ),
+    "pair-before-mover": (
+        "onnxruntime",
+        next(case[2] for case in CASES if case[0] == "pair-before-mover"),
+        CONSTANTS,
+        SAME_BITS,
+    ),
+    "duplicate-pair": (
+        "tensorrt",
+        next(case[2] for case in CASES if case[0] == "duplicate-pair"),
+        CONSTANTS,
+        SAME_BITS,
+    ),
 }
 
 
@@ -56,26 +86,43 @@ def test_a_fix_changes_no_answer_and_mends_what_was_found(tmp_path: Path, rule: 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino", "tensorrt"])
 @pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
-def test_all_fixes_together_change_no_answer_of_any_graph(tmp_path: Path, backend: str, case: tuple[str, str, str, str, tuple[str, ...]]) -> None:
+def test_all_fixes_together_change_no_answer_of_any_graph(
+    tmp_path: Path, backend: str, case: tuple[str, str, str, str, tuple[str, ...]]
+) -> None:
     rule, _, body, constants, _ = case
     if rule == "bad-scale":
         pytest.skip("NaN has no equal")
     proto = flatten(quantised(body, "float[N, A, B, C] y", constants))
     expected = answers(proto, tmp_path / "before.onnx")
     mend(proto, backend)
-    assert np.allclose(answers(proto, tmp_path / "after.onnx"), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    assert np.allclose(
+        answers(proto, tmp_path / "after.onnx"),
+        expected,
+        rtol=0,
+        atol=1e-5 * np.abs(expected).max(),
+    )
     assert not [finding for finding in lint(proto.graph, backend) if finding.fixable]
 
 
 @pytest.mark.parametrize(
     ("backend", "body", "constants"),
     [
-        ("tensorrt", PLAIN.replace("s, z)", "s, u0)"), CONSTANTS),  # uint8 from 0 has no int8 form with zero point 0
+        (
+            "tensorrt",
+            PLAIN.replace("s, z)", "s, u0)"),
+            CONSTANTS,
+        ),  # uint8 from 0 has no int8 form with zero point 0
         ("tensorrt", PLAIN, CONSTANTS.replace("z = {0}", "z = {5}")),
-        ("onnxruntime", NORMED, CONSTANTS + GAINS.replace("gain = {1.5", "gain = {1.6")),  # a factor that does not cancel belongs into the scales
+        (
+            "onnxruntime",
+            NORMED,
+            CONSTANTS + GAINS.replace("gain = {1.5", "gain = {1.6"),
+        ),  # a factor that does not cancel belongs into the scales
     ],
 )
-def test_what_would_change_the_arithmetic_is_left_alone(backend: str, body: str, constants: str) -> None:
+def test_what_would_change_the_arithmetic_is_left_alone(
+    backend: str, body: str, constants: str
+) -> None:
     proto = flatten(quantised(body, "float[N, A, B, C] y", constants))
     assert set(mend(proto, backend)) <= {"weight-in-floats"}
     assert not [finding for finding in lint(proto.graph, backend) if finding.fixable]

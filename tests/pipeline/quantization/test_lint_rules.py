@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from pipeline.quantization.half_precision import flatten
-from pipeline.quantization.lint.rules import EVERYWHERE, RULES, SATURATES, Finding, finding_notes, lint, saturation_notes
+from pipeline.quantization.lint.rules import (
+    EVERYWHERE,
+    RULES,
+    SATURATES,
+    Finding,
+    finding_notes,
+    lint,
+    saturation_notes,
+)
 from tests.builders.qat import CONSTANTS, GAINS, INPUT, NORMED, PLAIN, SAME, WEIGHTS, quantised
 
 CONV = f"{INPUT} {WEIGHTS} [conv] c = Conv<{SAME}>(xd, wd)"
@@ -14,7 +22,10 @@ OUT = "float[N, 5] y"
 RESIDUAL = f"""{CONV} [relu] r = Relu(c) [q2] rq = QuantizeLinear(r, t, z) [dq2] rd = DequantizeLinear(rq, t, z)
  [conv2] d = Conv<{SAME}>(rd, vd) [q3] eq = QuantizeLinear(d, t, z) [dq3] ed = DequantizeLinear(eq, t, z) [add] a = Add(LEFT, RIGHT)
  [q4] aq = QuantizeLinear(a, t, z) [dq4] ad = DequantizeLinear(aq, t, z) [conv3] e = Conv<{SAME}>(ad, wd) [last] y = Relu(e)"""
-BOTH, ONE, RESIDUAL_ONLY = (RESIDUAL.replace("LEFT", left).replace("RIGHT", right) for left, right in (("ed", "rd"), ("ed", "r"), ("d", "rd")))
+BOTH, ONE, RESIDUAL_ONLY = (
+    RESIDUAL.replace("LEFT", left).replace("RIGHT", right)
+    for left, right in (("ed", "rd"), ("ed", "r"), ("d", "rd"))
+)
 PAIR = "[q2] cq = QuantizeLinear(c, t, z) [dq2] cd = DequantizeLinear(cq, t, z)"
 
 CASES = [
@@ -54,40 +65,68 @@ CASES = [
 ]  # fmt: skip
 
 
-def findings(body: str, backend: str, constants: str = CONSTANTS, output: str = "float[N, A, B, C] y") -> list[Finding]:
+def findings(
+    body: str, backend: str, constants: str = CONSTANTS, output: str = "float[N, A, B, C] y"
+) -> list[Finding]:
     return list(lint(flatten(quantised(body, output, constants)).graph, backend))
 
 
-@pytest.mark.parametrize(("rule", "backend", "body", "constants", "nodes"), CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES])
-def test_each_breach_is_found_with_its_nodes(rule: str, backend: str, body: str, constants: str, nodes: tuple[str, ...]) -> None:
-    found = {finding.nodes: finding for finding in findings(body, backend, constants) if finding.rule == rule}
+@pytest.mark.parametrize(
+    ("rule", "backend", "body", "constants", "nodes"),
+    CASES,
+    ids=[f"{case[0]}-{case[1]}" for case in CASES],
+)
+def test_each_breach_is_found_with_its_nodes(
+    rule: str, backend: str, body: str, constants: str, nodes: tuple[str, ...]
+) -> None:
+    found = {
+        finding.nodes: finding
+        for finding in findings(body, backend, constants)
+        if finding.rule == rule
+    }
     assert nodes in found, findings(body, backend, constants)
     assert found[nodes].why
     assert found[nodes].cost
 
 
-@pytest.mark.parametrize(("rule", "backend"), [case[:2] for case in CASES if case[0] != "weight-in-floats"])
+@pytest.mark.parametrize(
+    ("rule", "backend"), [case[:2] for case in CASES if case[0] != "weight-in-floats"]
+)
 def test_a_plain_convolution_breaks_no_other_rule(rule: str, backend: str) -> None:
     assert rule not in {finding.rule for finding in findings(PLAIN, backend)}
 
 
 def test_every_rule_has_a_case() -> None:
-    tested = {case[0].replace("-", "_") for case in CASES} | {"unused_range", "classifier", "rest_in_fp32", "lone_q"}  # below
+    tested = {case[0].replace("-", "_") for case in CASES} | {
+        "unused_range",
+        "classifier",
+        "rest_in_fp32",
+        "lone_q",
+    }  # below
     assert {rule.__name__ for rule in RULES} == tested
 
 
 def test_the_residual_alone_may_be_quantised_where_the_convolution_adds() -> None:
-    assert {finding.rule for finding in findings(RESIDUAL_ONLY, "tensorrt")} & {"residual-both", "residual-one"} == set()
+    assert {finding.rule for finding in findings(RESIDUAL_ONLY, "tensorrt")} & {
+        "residual-both",
+        "residual-one",
+    } == set()
     assert "residual-one" in {finding.rule for finding in findings(RESIDUAL_ONLY, "onnxruntime")}
 
 
 def test_rules_without_a_pair_of_their_own() -> None:
     weight = "[fq] fi = QuantizeLinear(f, t, z) [fdq] fd = DequantizeLinear(fi, t, z)"
     classifier = f"{INPUT} {weight} p = GlobalAveragePool(xd) g = Flatten(p) [fc] y = Gemm(g, fd)"
-    assert ("classifier", ("fc",)) in [(each.rule, each.nodes) for each in findings(classifier, "tensorrt", output="float[N, 5] y")]
+    assert ("classifier", ("fc",)) in [
+        (each.rule, each.nodes) for each in findings(classifier, "tensorrt", output="float[N, 5] y")
+    ]
     few = "[wdq] wd = DequantizeLinear(small, s, z) [mm] y = MatMul(x, wd)"
-    constants = CONSTANTS + ", int8[8, 2] small = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, -15}"
-    assert ("unused-range", ("wdq",)) in [(each.rule, each.nodes) for each in findings(few, "tensorrt", constants)]
+    constants = (
+        CONSTANTS + ", int8[8, 2] small = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, -15}"
+    )
+    assert ("unused-range", ("wdq",)) in [
+        (each.rule, each.nodes) for each in findings(few, "tensorrt", constants)
+    ]
     assert "rest-fp32" in {each.rule for each in findings(PLAIN, "tensorrt")}
     assert "rest-fp32" not in {each.rule for each in findings(PLAIN, "openvino")}
     lone = f"{INPUT} [q2] xi = QuantizeLinear(x, t, z) y = Cast<to = 1>(xi)"
@@ -99,7 +138,10 @@ def test_a_graph_without_pairs_has_no_findings() -> None:
 
 
 def test_a_note_per_rule_names_the_command_that_tells_more() -> None:
-    (note,) = finding_notes(tuple(each for each in findings(PLAIN, "openvino") if each.rule == "weight-in-floats"), "openvino")
+    (note,) = finding_notes(
+        tuple(each for each in findings(PLAIN, "openvino") if each.rule == "weight-in-floats"),
+        "openvino",
+    )
     assert note.level == "warning"
     assert "(wq, and 1 more)" in note.text
     assert "`crucible lint MODEL --backend openvino`" in note.text
@@ -125,6 +167,14 @@ PRODUCT = "[mm] y = MatMul(x, wd)"
          DENSE + ", float[4] cs = {0.1, 0.2, 0.2, 0.3}", False),
     ],
 )  # fmt: skip
-def test_weights_that_use_the_eighth_bit_are_named(weight: str, constants: str, saturates: bool) -> None:
-    notes = saturation_notes(flatten(quantised(f"{weight} {PRODUCT}", "float[A, B, C, D] y", CONSTANTS + constants)).graph)
-    assert [note.text for note in notes] == ([f"weights of more than 7 bits (wdq): their products {SATURATES}"] if saturates else [])
+def test_weights_that_use_the_eighth_bit_are_named(
+    weight: str, constants: str, saturates: bool
+) -> None:
+    notes = saturation_notes(
+        flatten(
+            quantised(f"{weight} {PRODUCT}", "float[A, B, C, D] y", CONSTANTS + constants)
+        ).graph
+    )
+    assert [note.text for note in notes] == (
+        [f"weights of more than 7 bits (wdq): their products {SATURATES}"] if saturates else []
+    )

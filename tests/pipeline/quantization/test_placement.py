@@ -33,14 +33,28 @@ def test_signed_activation_follows_the_formula() -> None:
 
 def test_rounding_is_half_to_even() -> None:
     affine = signed_activation(-127.0, 127.0)  # s = 1
-    assert affine.quantize(np.array([0.5, 1.5, 2.5, -0.5, -1.5, -2.5], np.float32)).tolist() == [0, 2, 2, 0, -2, -2]
+    assert affine.quantize(np.array([0.5, 1.5, 2.5, -0.5, -1.5, -2.5], np.float32)).tolist() == [
+        0,
+        2,
+        2,
+        0,
+        -2,
+        -2,
+    ]
 
 
 def test_unsigned_activation_follows_the_formula() -> None:
     affine = unsigned_activation(-1.0, 4.1)
     assert affine.scale == np.float32(5.1 / 255)  # 0.02
     assert affine.zero_point == 50
-    assert affine.quantize(np.array([-1.0, 0.0, 0.02, 4.1, 9.0, -9.0], np.float32)).tolist() == [0, 50, 51, 255, 255, 0]
+    assert affine.quantize(np.array([-1.0, 0.0, 0.02, 4.1, 9.0, -9.0], np.float32)).tolist() == [
+        0,
+        50,
+        51,
+        255,
+        255,
+        0,
+    ]
 
 
 @pytest.mark.parametrize(("low", "high", "zero"), [(2.0, 6.0, 0), (-6.0, -2.0, 255), (0.0, 0.0, 0)])
@@ -87,15 +101,24 @@ def test_a_channel_of_dead_weights_does_not_overflow_its_bias() -> None:
 # --- placement ---
 
 DEFAULTS = Placement()
-BIASED = RESIDUAL.replace("[add] s = Add (c2, r1)", "[bias] h = Add (c2, k) [add] s = Add (r1, h)").replace("b3>", "b3, float[4, 1, 1] k>")
+BIASED = RESIDUAL.replace(
+    "[add] s = Add (c2, r1)", "[bias] h = Add (c2, k) [add] s = Add (r1, h)"
+).replace("b3>", "b3, float[4, 1, 1] k>")
 GATED = RESIDUAL.replace("[add] s = Add (c2, r1)", "[gate] t = Sigmoid (c2) [add] s = Add (t, r1)")
 TENSORRT, ONNXRUNTIME, OPENVINO = KERNELS["tensorrt"], KERNELS["onnxruntime"], Kernels()
 
 
-def sites_of(text: str, rules: Placement = DEFAULTS, kept: frozenset[str] = frozenset(), kernels: Kernels = TENSORRT) -> Sites:
+def sites_of(
+    text: str,
+    rules: Placement = DEFAULTS,
+    kept: frozenset[str] = frozenset(),
+    kernels: Kernels = TENSORRT,
+) -> Sites:
     graph = proto_from_text(text).graph
     constants = {tensor.name for tensor in graph.initializer}
-    ranged = frozenset(name for node in graph.node for name in (*node.input, *node.output)) - constants
+    ranged = (
+        frozenset(name for node in graph.node for name in (*node.input, *node.output)) - constants
+    )
     return place(graph, rules, ranged, kept, kernels)
 
 
@@ -117,7 +140,9 @@ def test_tensorrt_quantises_the_residual_and_not_what_a_convolution_adds_to_it()
     """A pair between a convolution and its Add makes the Add a kernel of its own: docs/accuracy.md has the times."""
     assert [tensor for node, tensor in reads(sites_of(RESIDUAL)) if node == "add"] == ["r1"]
     for kernels in (OPENVINO, ONNXRUNTIME):
-        assert [tensor for node, tensor in reads(sites_of(RESIDUAL, kernels=kernels)) if node == "add"] == ["c2", "r1"]
+        assert [
+            tensor for node, tensor in reads(sites_of(RESIDUAL, kernels=kernels)) if node == "add"
+        ] == ["c2", "r1"]
 
 
 def test_of_two_convolutions_into_an_add_the_later_one_adds() -> None:
@@ -128,7 +153,12 @@ def test_of_two_convolutions_into_an_add_the_later_one_adds() -> None:
 
 def test_a_sum_that_no_quantised_operator_reads_leaves_its_kernel_in_8_bits_too() -> None:
     assert ("pool", "r4") in reads(sites_of(DOWNSAMPLE))
-    for text in (DOWNSAMPLE.replace("p = GlobalAveragePool (r4)", "t = Sigmoid (r4) [gap] p = GlobalAveragePool (t)"), RESIDUAL):
+    for text in (
+        DOWNSAMPLE.replace(
+            "p = GlobalAveragePool (r4)", "t = Sigmoid (r4) [gap] p = GlobalAveragePool (t)"
+        ),
+        RESIDUAL,
+    ):
         assert not {"pool", "relu4", "relu2"} & nodes(sites_of(text))
     assert not {"pool"} & nodes(sites_of(DOWNSAMPLE, kernels=OPENVINO))
 
@@ -144,16 +174,27 @@ def test_an_add_beside_a_convolution_that_stays_in_floats_stays_too() -> None:
         (RESIDUAL, ("c2", "conv2")),
         (DOWNSAMPLE, ("d", "down")),
         (
-            RESIDUAL.replace("[add] s = Add (c2, r1)", "[bias] h = Add (c2, k) [add] s = Add (r1, h)").replace("b3>", "b3, float[4, 1, 1] k>"),
+            RESIDUAL.replace(
+                "[add] s = Add (c2, r1)", "[bias] h = Add (c2, k) [add] s = Add (r1, h)"
+            ).replace("b3>", "b3, float[4, 1, 1] k>"),
             ("h", "conv2"),
         ),
         (GATED, None),
         (RESIDUAL.replace("s = Add (c2, r1)", "s = Add (c2, c2)"), None),
         (RESIDUAL.replace("(float[N, 5] y)", "(float[N, 5] y, float[N, 4, 8, 8] c2)"), None),
     ],
-    ids=["one convolution", "two", "behind a bias", "behind an activation", "the same twice", "an output of the model"],
+    ids=[
+        "one convolution",
+        "two",
+        "behind a bias",
+        "behind an activation",
+        "the same twice",
+        "an output of the model",
+    ],
 )
-def test_which_input_of_an_add_is_made_in_its_kernel(text: str, expected: tuple[str, str] | None) -> None:
+def test_which_input_of_an_add_is_made_in_its_kernel(
+    text: str, expected: tuple[str, str] | None
+) -> None:
     graph = proto_from_text(text).graph
     add = next(node for node in graph.node if node.name in ("add1", "add"))
     assert fused_input(add, Wiring(graph)) == expected
@@ -166,7 +207,9 @@ def test_an_add_that_fuses_with_neither_input_reads_both_in_8_bits() -> None:
 def test_nothing_stands_between_an_operator_and_what_fuses_into_it() -> None:
     read = {(site.node, site.tensor) for site in sites_of(RESIDUAL).activations}
     assert not {("relu1", "c1"), ("relu2", "s")} & read
-    integer = {(site.node, site.tensor) for site in sites_of(RESIDUAL, kernels=ONNXRUNTIME).activations}
+    integer = {
+        (site.node, site.tensor) for site in sites_of(RESIDUAL, kernels=ONNXRUNTIME).activations
+    }
     assert not {("relu1", "c1"), ("relu2", "s")} & integer
 
 
@@ -179,25 +222,39 @@ def test_each_switch_is_a_rule() -> None:
 
 
 def test_weights_lie_on_the_output_axis() -> None:
-    assert {site.node: site.axis for site in sites_of(RESIDUAL, Placement(last_layer=True)).weights} == {"conv1": 0, "conv2": 0, "conv3": 0, "fc": 1}
+    assert {
+        site.node: site.axis for site in sites_of(RESIDUAL, Placement(last_layer=True)).weights
+    } == {"conv1": 0, "conv2": 0, "conv3": 0, "fc": 1}
     assert {site.axis for site in sites_of(ATTENTION).weights} == {1}
     assert {site.axis for site in sites_of(RESIDUAL, Placement(per_channel=False)).weights} == {-1}
 
 
 def test_biases_are_quantised_only_where_kernels_add_them_in_int32() -> None:
     assert {site.bias for site in sites_of(RESIDUAL, Placement(last_layer=True)).weights} == {""}
-    biases = {site.node: site.bias for site in sites_of(RESIDUAL, Placement(last_layer=True), kernels=ONNXRUNTIME).weights}
+    biases = {
+        site.node: site.bias
+        for site in sites_of(RESIDUAL, Placement(last_layer=True), kernels=ONNXRUNTIME).weights
+    }
     assert biases == {"conv1": "b1", "conv2": "b2", "conv3": "", "fc": "b3"}
 
 
 def test_attention_keeps_its_products_its_mask_and_sums_that_are_normalised() -> None:
     assert nodes(sites_of(ATTENTION)) == {"q", "k", "o"}
-    assert nodes(sites_of(ATTENTION, Placement(matmul_activations=True))) == {"q", "k", "o", "scores", "mix"}
+    assert nodes(sites_of(ATTENTION, Placement(matmul_activations=True))) == {
+        "q",
+        "k",
+        "o",
+        "scores",
+        "mix",
+    }
     assert nodes(sites_of(ATTENTION, Placement(matmul_weight=False))) == set()
 
 
 def test_integer_io_also_quantises_results_and_shares_a_scale_through_what_moves_bytes() -> None:
-    sites = sites_of(RESIDUAL.replace("GlobalAveragePool (c3)", "MaxPool <kernel_shape = [8, 8]> (c3)"), kernels=ONNXRUNTIME)
+    sites = sites_of(
+        RESIDUAL.replace("GlobalAveragePool (c3)", "MaxPool <kernel_shape = [8, 8]> (c3)"),
+        kernels=ONNXRUNTIME,
+    )
     tensors = {site.tensor for site in sites.activations}
     assert {"x", "r1", "c2", "r2", "c3", "p", "f"} == tensors
     assert sites.same_scale == {"p": "c3", "f": "c3"}
@@ -229,7 +286,11 @@ def test_onnx_runtime_is_given_8_bits_for_all_readers_of_a_product_or_for_none()
         ("third", "b"),
         ("mul", "b"),  # the third reads it in 8 bits, so the Mul does
     ]
-    assert reads(sites_of(PRODUCTS, rules, kernels=OPENVINO)) == [("first", "x"), ("second", "t"), ("third", "b")]
+    assert reads(sites_of(PRODUCTS, rules, kernels=OPENVINO)) == [
+        ("first", "x"),
+        ("second", "t"),
+        ("third", "b"),
+    ]
 
 
 STEM = """
@@ -256,7 +317,9 @@ net (uint8[N, 8, 8, 3] x) => (float[N, 5] y)
 NO_FIRST = Placement(first_layer=False)
 
 
-@pytest.mark.parametrize("kernels", [TENSORRT, ONNXRUNTIME, OPENVINO], ids=["tensorrt", "onnxruntime", "openvino"])
+@pytest.mark.parametrize(
+    "kernels", [TENSORRT, ONNXRUNTIME, OPENVINO], ids=["tensorrt", "onnxruntime", "openvino"]
+)
 def test_without_the_first_layer_nothing_up_to_it_is_quantised(kernels: Kernels) -> None:
     assert {"left", "right", "next"} <= nodes(sites_of(STEM, kernels=kernels))
     sites = sites_of(STEM, NO_FIRST, kernels=kernels)
@@ -264,7 +327,10 @@ def test_without_the_first_layer_nothing_up_to_it_is_quantised(kernels: Kernels)
     assert not {"x", "f", "t", "m", "n"} & sites.tensors
     assert ("next", "r") in reads(sites)
     assert [site.node for site in sites.weights] == ["next"]
-    assert {site.node for site in sites_of(RESIDUAL, NO_FIRST, kernels=kernels).weights} == {"conv2", "conv3"}
+    assert {site.node for site in sites_of(RESIDUAL, NO_FIRST, kernels=kernels).weights} == {
+        "conv2",
+        "conv3",
+    }
 
 
 @pytest.mark.parametrize(
@@ -278,9 +344,13 @@ def test_without_the_first_layer_nothing_up_to_it_is_quantised(kernels: Kernels)
         ("Relu (x)", "w1", False),
     ],
 )
-def test_what_moves_an_input_or_scales_it_by_constants_comes_before_the_first_layer(before: str, weight: str, first: bool) -> None:
+def test_what_moves_an_input_or_scales_it_by_constants_comes_before_the_first_layer(
+    before: str, weight: str, first: bool
+) -> None:
     constants = "float[3] b, float[4, 6, 3, 3] w6, float[4] scales = {1.0, 1.0, 2.0, 2.0}, int64[8] pads = {0, 0, 1, 1, 0, 0, 1, 1}"
-    text = RESIDUAL.replace("b3>", f"b3, {constants}>").replace("[conv1] c1 = Conv", f"[before] i = {before} [conv1] c1 = Conv")
+    text = RESIDUAL.replace("b3>", f"b3, {constants}>").replace(
+        "[conv1] c1 = Conv", f"[before] i = {before} [conv1] c1 = Conv"
+    )
     sites = sites_of(text.replace("(x, w1, b1)", f"(i, {weight}, b1)"), NO_FIRST)
     assert ("conv1" not in nodes(sites)) is first
     assert {"conv2", "conv3"} <= nodes(sites)
@@ -288,8 +358,13 @@ def test_what_moves_an_input_or_scales_it_by_constants_comes_before_the_first_la
 
 def test_an_input_that_others_read_in_8_bits_reaches_the_first_layer_in_floats() -> None:
     text = RESIDUAL.replace("[conv1] c1 = Conv", "[turn] t = Transpose (x) [conv1] c1 = Conv")
-    text = text.replace("(x, w1, b1)", "(t, w1, b1)").replace("float[4, 4, 3, 3] w4", "float[4, 7, 3, 3] w4")
-    text = text.replace("[conv3] c3 = Conv <pads = [1, 1, 1, 1]> (r2, w4)", "[join] j = Concat <axis = 1> (r2, t) [conv3] c3 = Conv (j, w4)")
+    text = text.replace("(x, w1, b1)", "(t, w1, b1)").replace(
+        "float[4, 4, 3, 3] w4", "float[4, 7, 3, 3] w4"
+    )
+    text = text.replace(
+        "[conv3] c3 = Conv <pads = [1, 1, 1, 1]> (r2, w4)",
+        "[join] j = Concat <axis = 1> (r2, t) [conv3] c3 = Conv (j, w4)",
+    )
     assert ("conv1", "t") in reads(sites_of(text, kernels=ONNXRUNTIME))
     sites = sites_of(text, NO_FIRST, kernels=ONNXRUNTIME)
     assert {"conv3", "join"} <= nodes(sites)
@@ -319,6 +394,8 @@ def test_where_no_layer_reads_an_input_the_first_layer_changes_nothing() -> None
 
 
 def test_nodes_whose_input_was_not_calibrated_are_named() -> None:
-    sites = place(proto_from_text(RESIDUAL).graph, Placement(), frozenset({"x", "r2"}), frozenset(), OPENVINO)
+    sites = place(
+        proto_from_text(RESIDUAL).graph, Placement(), frozenset({"x", "r2"}), frozenset(), OPENVINO
+    )
     assert sites.unseen == ("conv2", "add")
     assert nodes(sites) == {"conv1", "conv3"}

@@ -10,11 +10,25 @@ from pipeline.core import DimRange, Precision, Profile
 from pipeline.host.gpu import Peaks
 from pipeline.host.gpu_monitor import GpuUse, Span
 from pipeline.measurement.measure import Samples
-from pipeline.report.performance_summary import LIMITS_HEADER, gpu_lines, limit_cells, peaks_text, stats_of, summary_lines, summary_of, summary_rows
+from pipeline.report.performance_summary import (
+    LIMITS_HEADER,
+    gpu_lines,
+    limit_cells,
+    peaks_text,
+    stats_of,
+    summary_lines,
+    summary_of,
+    summary_rows,
+)
 from pipeline.results.report import LatencyRow, Totals
 
 PROFILE = Profile(dims={"batch": DimRange(min=1, opt=8, max=64)})
-PEAKS = Peaks(device="EPYC, 2 threads", source="measured 2026-11-21", flops_per_s={Precision.FP32: 100e9}, bytes_per_s=20e9)
+PEAKS = Peaks(
+    device="EPYC, 2 threads",
+    source="measured 2026-11-21",
+    flops_per_s={Precision.FP32: 100e9},
+    bytes_per_s=20e9,
+)
 
 
 def measured(
@@ -32,7 +46,9 @@ def measured(
 
     def samples(ms: float, spread: float = 0.0, of: str = clock) -> Samples:
         values = ms * 1e-3 * (1 + spread * np.where(np.arange(1000) % 2, 1, -1))
-        return Samples.model_validate({"values_s": tuple(values.tolist()), "clock": of, "warmup_s": (warmup_s / 10,) * 10})
+        return Samples.model_validate(
+            {"values_s": tuple(values.tolist()), "clock": of, "warmup_s": (warmup_s / 10,) * 10}
+        )
 
     whole_ms = compute_ms + 2 * copies_ms if latency_ms is None else latency_ms
     return LatencyRow(
@@ -58,7 +74,14 @@ def test_the_summary_holds_what_trtexec_prints() -> None:
     assert (found.timed_queries, found.compute_s, found.warmup_runs) == (240, 0.48, 10)
     assert found.identity_off_s == pytest.approx(0, abs=1e-12)
     rows = summary_rows(found)
-    assert [row[0] for row in rows] == ["latency", "end to end, host", "enqueue", "upload (H2D)", "compute", "download (D2H)"]
+    assert [row[0] for row in rows] == [
+        "latency",
+        "end to end, host",
+        "enqueue",
+        "upload (H2D)",
+        "compute",
+        "download (D2H)",
+    ]
     assert rows[4][1:] == ("2.00 ms",) * 7
     text = "\n".join(summary_lines(found))
     assert "387 queries/s (1,200 in 3.100 s of host walltime)" in text
@@ -68,19 +91,27 @@ def test_the_summary_holds_what_trtexec_prints() -> None:
 
 
 def test_on_a_cpu_there_is_no_enqueue() -> None:
-    assert [row[0] for row in summary_rows(summary_of("engine", measured(), [PROFILE]))][2] == "upload (H2D)"
+    assert [row[0] for row in summary_rows(summary_of("engine", measured(), [PROFILE]))][
+        2
+    ] == "upload (H2D)"
 
 
 @pytest.mark.parametrize(
     ("row", "said"),
     [
         (measured(spread=0.02), "vary by 2.0 %"),
-        (measured(spread=0.02, enqueue_ms=0.1), "lock the clocks (nvidia-smi -lgc) and wait by spinning"),
+        (
+            measured(spread=0.02, enqueue_ms=0.1),
+            "lock the clocks (nvidia-smi -lgc) and wait by spinning",
+        ),
         (measured(enqueue_ms=1.7), "use a CUDA graph"),
         (measured(copies_ms=1.1), "copies dominate (2.20 ms): keep inputs on the device"),
         (measured(batch=4), "batch 4 is not what the engine was tuned for (batch 8)"),
         (measured(latency_ms=2.6), "do not add up to the latency: 100 us off"),
-        (measured(walltime_s=0.2), "warmed up and measured for 0.30 s and 0.20 s, expected at least 0.2 s and 3 s"),
+        (
+            measured(walltime_s=0.2),
+            "warmed up and measured for 0.30 s and 0.20 s, expected at least 0.2 s and 3 s",
+        ),
         (measured(warmup_s=0.1), "warmed up and measured for 0.10 s"),
     ],
 )
@@ -91,11 +122,24 @@ def test_each_warning_has_its_cause_and_its_advice(row: LatencyRow, said: str) -
 
 def test_phases_may_be_off_by_what_reading_a_clock_takes() -> None:
     assert summary_of("engine", measured(latency_ms=2.54), [PROFILE]).warnings == ()
-    assert summary_of("engine", measured(compute_ms=0.02, copies_ms=0.001, latency_ms=0.030), [PROFILE]).warnings == ()
+    assert (
+        summary_of(
+            "engine", measured(compute_ms=0.02, copies_ms=0.001, latency_ms=0.030), [PROFILE]
+        ).warnings
+        == ()
+    )
 
 
 def test_a_percentile_of_few_values_is_a_gap() -> None:
-    assert stats_of(Samples(values_s=(1.0, 3.0))).model_dump() == {"min": 1, "max": 3, "mean": 2, "median": 2, "p90": None, "p95": None, "p99": None}
+    assert stats_of(Samples(values_s=(1.0, 3.0))).model_dump() == {
+        "min": 1,
+        "max": 3,
+        "mean": 2,
+        "median": 2,
+        "p90": None,
+        "p95": None,
+        "p99": None,
+    }
 
 
 def test_a_row_of_an_older_report_has_no_summary() -> None:
@@ -109,11 +153,19 @@ def test_rows_in_words() -> None:
     bound = row.model_copy(update={"bound": bound_of(row, Precision.FP32, PEAKS)})
     assert limit_cells(bound)[:5] == ("60.0", "5.00", "60 % (fp32)", "25 %", "compute")
     assert len(limit_cells(bound)) == len(limit_cells(row)) == len(LIMITS_HEADER)
-    assert peaks_text(PEAKS) == "EPYC, 2 threads: fp32 100 GFLOP/s; memory 20.0 GB/s (measured 2026-11-21)"
+    assert (
+        peaks_text(PEAKS)
+        == "EPYC, 2 threads: fp32 100 GFLOP/s; memory 20.0 GB/s (measured 2026-11-21)"
+    )
 
 
 def test_what_the_gpu_did_is_told() -> None:
-    use = GpuUse(uuid="GPU-1", samples=9, sm_clock_mhz=Span(least=1755, median=1980, most=1980), temperature_c=Span(least=40, median=40, most=40))
+    use = GpuUse(
+        uuid="GPU-1",
+        samples=9,
+        sm_clock_mhz=Span(least=1755, median=1980, most=1980),
+        temperature_c=Span(least=40, median=40, most=40),
+    )
     told = "\n".join(gpu_lines(use.model_copy(update={"other_processes": (7, 9)})))
     assert "GPU, seen 9 times: SM clock 1980 (1755 to 1980) MHz, temperature 40 C" in told
     assert "other processes on the GPU: 7, 9" in told

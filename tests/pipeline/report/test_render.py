@@ -12,7 +12,14 @@ import jsonschema
 import pytest
 
 from pipeline.benchmark.roofline import bound_of, with_bounds
-from pipeline.cli.terminal import candidate_table, console, first_rows, limits_table, print_limits, verdict_lines
+from pipeline.cli.terminal import (
+    candidate_table,
+    console,
+    first_rows,
+    limits_table,
+    print_limits,
+    verdict_lines,
+)
 from pipeline.core import Precision
 from pipeline.errors import UserError
 from pipeline.formatting import bytes_text, date, number_text, time_text
@@ -53,7 +60,9 @@ class Structure(html.parser.HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.ids += [value for key, value in attrs if key == "id" and value]
-        self.urls += [value for key, value in attrs if key in {"src", "href", "xlink:href"} and value]
+        self.urls += [
+            value for key, value in attrs if key in {"src", "href", "xlink:href"} and value
+        ]
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -76,7 +85,9 @@ def parsed(text: str) -> Structure:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_three_files_are_written_and_the_json_reads_back_equal(report: Report, tmp_path: Path) -> None:
+def test_three_files_are_written_and_the_json_reads_back_equal(
+    report: Report, tmp_path: Path
+) -> None:
     files = write_report(report, tmp_path / "out")
     written = {file.name for file in (tmp_path / "out").iterdir()}
     assert written == {"report.json", "report.md", "report.html", "figures"}
@@ -84,10 +95,14 @@ def test_three_files_are_written_and_the_json_reads_back_equal(report: Report, t
     assert load_report(files.json_file).verdict == "accepted"
 
 
-def test_figures_are_drawn_again_only_when_they_show_something_else(report: Report, tmp_path: Path) -> None:
+def test_figures_are_drawn_again_only_when_they_show_something_else(
+    report: Report, tmp_path: Path
+) -> None:
     write_report(report, tmp_path)
     before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "figures").iterdir()}
-    again = report.model_copy(update={"operators": report.operators[:1], "created": "2026-03-03T00:00:00+00:00"})
+    again = report.model_copy(
+        update={"operators": report.operators[:1], "created": "2026-03-03T00:00:00+00:00"}
+    )
     first = (tmp_path / "report.html").read_text()
     write_report(again, tmp_path)
     after = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "figures").iterdir()}
@@ -133,23 +148,40 @@ def test_entries_are_numbered_from_fast_to_slow_with_the_unmeasured_last(report:
     assert [line.number for line in lines] == list(range(1, 11))
     assert lines[0].part == "winner"
     assert [line.state for line in lines[-2:]] == ["refused", "built"]
-    assert {line.label for line in lines if line.part == "baseline"} == {"pytorch eager fp32", "pytorch traced fp32"}
+    assert {line.label for line in lines if line.part == "baseline"} == {
+        "pytorch eager fp32",
+        "pytorch traced fp32",
+    }
 
 
 def test_markdown_tells_verdict_reasons_command_and_every_candidate(report: Report) -> None:
     text = markdown(report)
     assert text.startswith("# digits: accepted\n")
-    assert "openvino int8 nncf u8s8 runs at 6.09 \\[6.00, 6.17\\] times the speed of pytorch eager fp32" in text
+    assert (
+        "openvino int8 nncf u8s8 runs at 6.09 \\[6.00, 6.17\\] times the speed of pytorch eager fp32"
+        in text
+    )
     assert "    crucible compile configs/digits.yaml" in text
     assert "- serve it: crucible serve" in text
-    assert all(candidate.label in text and candidate.reason in text for candidate in report.candidates)
+    assert all(
+        candidate.label in text and candidate.reason in text for candidate in report.candidates
+    )
     assert "avx512_vnni" in text
     assert "2026-03-01 09:00 UTC" in text  # when a reused step ran
 
 
 def test_percentiles_are_absent_without_enough_values(report: Report) -> None:
-    rows = {row[1]: row for section in sections(report) if section.key == "candidates" for row in section.tables[0].rows}
-    header = next(section for section in sections(report) if section.key == "candidates").tables[0].header
+    rows = {
+        row[1]: row
+        for section in sections(report)
+        if section.key == "candidates"
+        for row in section.tables[0].rows
+    }
+    header = (
+        next(section for section in sections(report) if section.key == "candidates")
+        .tables[0]
+        .header
+    )
     p90, p99 = header.index(">p90"), header.index(">p99")
     assert rows["openvino int8 nncf u8s8"][p99] != "-"
     assert rows["openvino fp32"][p99] == "-"  # 400 values
@@ -163,14 +195,23 @@ def test_every_row_has_as_many_cells_as_its_header(report: Report) -> None:
 
 def test_a_benchmark_from_the_store_says_so_with_its_date(report: Report) -> None:
     steps = tuple(step.model_copy(update={"reused": True}) for step in report.steps)
-    text = markdown(report.model_copy(update={"steps": steps, "benchmarked": "2026-02-01T08:00:00+00:00"}))
+    text = markdown(
+        report.model_copy(update={"steps": steps, "benchmarked": "2026-02-01T08:00:00+00:00"})
+    )
     assert "Measured 2026-02-01 08:00 UTC, in an earlier run" in text
 
 
 def test_what_the_user_has_is_kept_in_the_first_sentence(report: Report) -> None:
-    kept = {"verdict": "keep", "winner": "pytorch eager fp32", "ratio": Interval(value=1.02, low=0.97, high=1.07)}
+    kept = {
+        "verdict": "keep",
+        "winner": "pytorch eager fp32",
+        "ratio": Interval(value=1.02, low=0.97, high=1.07),
+    }
     text = markdown(report.model_copy(update=kept))
-    assert "Keep pytorch eager fp32: no candidate that kept its accuracy is measurably faster. The fastest runs at 1.02 \\[0.97, 1.07\\]" in text
+    assert (
+        "Keep pytorch eager fp32: no candidate that kept its accuracy is measurably faster. The fastest runs at 1.02 \\[0.97, 1.07\\]"
+        in text
+    )
 
 
 def test_where_the_host_cannot_tell_the_report_says_so_instead_of_a_number(report: Report) -> None:
@@ -178,8 +219,19 @@ def test_where_the_host_cannot_tell_the_report_says_so_instead_of_a_number(repor
     first, *others = report.candidates
     assert first.benchmark is not None
     row = first.benchmark.rows[0].model_copy(update={"ratio": None, "ratio_missing": busy})
-    untold = first.model_copy(update={"benchmark": first.benchmark.model_copy(update={"rows": (row,)})})
-    text = markdown(report.model_copy(update={"ratio": None, "ratio_missing": busy, "verdict": "unproven", "candidates": (untold, *others)}))
+    untold = first.model_copy(
+        update={"benchmark": first.benchmark.model_copy(update={"rows": (row,)})}
+    )
+    text = markdown(
+        report.model_copy(
+            update={
+                "ratio": None,
+                "ratio_missing": busy,
+                "verdict": "unproven",
+                "candidates": (untold, *others),
+            }
+        )
+    )
     assert "how fast it is could not be measured" in text
     assert "not measurable" in text
     assert busy in text
@@ -192,10 +244,28 @@ def test_a_rejected_winner_is_not_shown_as_a_winner(report: Report) -> None:
     assert '<tr class="winner">' in page(report)
 
 
-def test_a_rejected_report_without_winner_validation_or_figures_is_written_whole(report: Report, tmp_path: Path) -> None:
-    nothing = {"winner": None, "ratio": None, "validation": None, "baseline": None, "baselines": (), "steps": (), "operators": ()}
-    bare = tuple(item.model_copy(update={"benchmark": None, "selection": None, "engine": None}) for item in report.candidates)
-    told = {"verdict": "rejected", "reasons": ("no candidate came through",), "nearest_miss": "openvino bf16", "candidates": bare}
+def test_a_rejected_report_without_winner_validation_or_figures_is_written_whole(
+    report: Report, tmp_path: Path
+) -> None:
+    nothing = {
+        "winner": None,
+        "ratio": None,
+        "validation": None,
+        "baseline": None,
+        "baselines": (),
+        "steps": (),
+        "operators": (),
+    }
+    bare = tuple(
+        item.model_copy(update={"benchmark": None, "selection": None, "engine": None})
+        for item in report.candidates
+    )
+    told = {
+        "verdict": "rejected",
+        "reasons": ("no candidate came through",),
+        "nearest_miss": "openvino bf16",
+        "candidates": bare,
+    }
     files = write_report(report.model_copy(update={**nothing, **told}), tmp_path)
     text = files.html_file.read_text()
     assert "Nearest miss: openvino bf16" in text
@@ -209,7 +279,17 @@ def test_a_rejected_report_without_winner_validation_or_figures_is_written_whole
 def test_every_proven_engine_is_told_with_its_shares_and_fusions() -> None:
     section = next(section for section in sections(proven_report()) if section.key == "layers")
     shares, fused, *slowest = section.tables
-    assert shares.header == ("#", "engine", ">fp32", ">fp16", ">int8", ">reformats", ">not known", ">layers", ">of them reformats")
+    assert shares.header == (
+        "#",
+        "engine",
+        ">fp32",
+        ">fp16",
+        ">int8",
+        ">reformats",
+        ">not known",
+        ">layers",
+        ">of them reformats",
+    )
     assert shares.rows == (
         ("1", "tensorrt int8 implicit entropy", "-", "-", "94 %", "6.1 %", "-", "24", "2"),
         ("2", "tensorrt fp16 flags", "-", "96 %", "-", "3.8 %", "-", "27", "4"),
@@ -217,11 +297,18 @@ def test_every_proven_engine_is_told_with_its_shares_and_fusions() -> None:
     )
     assert shares.emphasised == 0
     assert fused.rows[1][2] == "Conv + Relu in one kernel: 9; Conv + Add + Relu in one kernel: 8"
-    assert [table.folded for table in slowest] == [  # of the winner, and of what is called by a wrong name
+    assert [
+        table.folded for table in slowest
+    ] == [  # of the winner, and of what is called by a wrong name
         "The 15 slowest layers of tensorrt int8 implicit entropy",
         "The 15 slowest layers of tensorrt rescued fp16 flags",
     ]
-    assert slowest[1].rows[0][1:5] == ("12 %", "fp32", "tactic", "/layer4/layer4.1/conv2/Conv, /layer4/layer4.1/Add, /layer4/layer4.1/relu_1/Relu")
+    assert slowest[1].rows[0][1:5] == (
+        "12 %",
+        "fp32",
+        "tactic",
+        "/layer4/layer4.1/conv2/Conv, /layer4/layer4.1/Add, /layer4/layer4.1/relu_1/Relu",
+    )
 
 
 def test_a_mislabelled_candidate_says_what_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,17 +318,26 @@ def test_a_mislabelled_candidate_says_what_it_runs(capsys: pytest.CaptureFixture
     shown = " ".join(capsys.readouterr().out.split())
     assert "mislabelled" in shown
     assert "int8 94 %" in shown
-    assert "really ran" not in str([column.header for column in candidate_table(sample_report()).columns])
+    assert "really ran" not in str(
+        [column.header for column in candidate_table(sample_report()).columns]
+    )
 
 
 def test_a_rescue_is_told_step_by_step() -> None:
     section = next(section for section in sections(proven_report()) if section.key == "rescue")
     assert section.paragraphs == ("tensorrt fp16 flags: keep /fc/Gemm in fp32",)
     assert section.tables[0].rows == (
-        ("tensorrt fp16 flags", "opt shape moved to min", "tensorrt rescued fp16 flags", "mislabelled"),
+        (
+            "tensorrt fp16 flags",
+            "opt shape moved to min",
+            "tensorrt rescued fp16 flags",
+            "mislabelled",
+        ),
         ("tensorrt fp16 flags", "worst nodes kept in fp32", "-", "not tried"),
     )
-    assert "  rescue of tensorrt fp16 flags: keep /fc/Gemm in fp32" in verdict_lines(proven_report())
+    assert "  rescue of tensorrt fp16 flags: keep /fc/Gemm in fp32" in verdict_lines(
+        proven_report()
+    )
 
 
 def test_precision_per_engine_is_drawn_in_a_figure_of_its_own(tmp_path: Path) -> None:
@@ -278,20 +374,28 @@ def test_figures_speak_to_screen_readers_and_stages_show_what_was_reused(html_pa
 
 
 @pytest.mark.parametrize("made", [sample_report, proven_report])
-def test_names_from_a_model_are_text_everywhere(made: Callable[..., Report], tmp_path: Path) -> None:
+def test_names_from_a_model_are_text_everywhere(
+    made: Callable[..., Report], tmp_path: Path
+) -> None:
     evil = made(evil=EVIL)
     files = write_report(evil, tmp_path)
     written = files.html_file.read_text()
     assert "alert(" in written
     assert "<script" not in written
     assert parsed(written).open == []
-    prose = "\n".join(line for line in files.markdown_file.read_text().splitlines() if not line.startswith("    "))  # code is literal
+    prose = "\n".join(
+        line for line in files.markdown_file.read_text().splitlines() if not line.startswith("    ")
+    )  # code is literal
     assert "alert(" in prose
     assert "<script" not in prose
     lines = prose.splitlines()
     tables = [line for line in lines if line.startswith("| ") and "alert" in line]
     assert tables
-    assert all(len(re.split(r"(?<!\\)\|", line)) == len(re.split(r"(?<!\\)\|", lines[lines.index(line) - 1])) for line in tables)
+    assert all(
+        len(re.split(r"(?<!\\)\|", line))
+        == len(re.split(r"(?<!\\)\|", lines[lines.index(line) - 1]))
+        for line in tables
+    )
     assert json.loads(files.json_file.read_text())["command"] == evil.command
 
 
@@ -300,7 +404,15 @@ def test_names_from_a_model_are_text_everywhere(made: Callable[..., Report], tmp
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(4.12e-4, "412 us"), (5.214e-3, "5.21 ms"), (0.0999951, "100 ms"), (0.99996, "1.00 s"), (12.34, "12.3 s"), (7e-7, "0.70 us"), (150, "2.5 min")],
+    [
+        (4.12e-4, "412 us"),
+        (5.214e-3, "5.21 ms"),
+        (0.0999951, "100 ms"),
+        (0.99996, "1.00 s"),
+        (12.34, "12.3 s"),
+        (7e-7, "0.70 us"),
+        (150, "2.5 min"),
+    ],
 )
 def test_times_have_three_digits_and_a_unit(seconds: float, said: str) -> None:
     assert time_text(seconds) == said
@@ -324,23 +436,39 @@ def test_sizes_counts_and_dates() -> None:
 
 def bounded(report: Report) -> Report:
     """The report as a host gives it whose fp32 peak is known, with moved bytes for the baseline only."""
-    peaks = Peaks(device="EPYC, 2 threads", source="measured 2026-11-21", flops_per_s={Precision.FP32: 1e12}, bytes_per_s=50e9)
+    peaks = Peaks(
+        device="EPYC, 2 threads",
+        source="measured 2026-11-21",
+        flops_per_s={Precision.FP32: 1e12},
+        bytes_per_s=50e9,
+    )
     assert report.baseline
     rows = tuple(row.model_copy(update={"bytes_per_s": 4e9}) for row in report.baseline.rows)
     baseline = with_bounds(report.baseline.model_copy(update={"rows": rows}), Precision.FP32, peaks)
     candidates = tuple(
-        each.model_copy(update={"benchmark": with_bounds(each.benchmark, each.recipe.precision, peaks)}) if each.benchmark else each
+        each.model_copy(
+            update={"benchmark": with_bounds(each.benchmark, each.recipe.precision, peaks)}
+        )
+        if each.benchmark
+        else each
         for each in report.candidates
     )
     use = GpuUse(uuid="GPU-1", samples=3, other_processes=(4711,))
-    return report.model_copy(update={"baseline": baseline, "candidates": candidates, "peaks": (peaks,), "gpu_use": use})
+    return report.model_copy(
+        update={"baseline": baseline, "candidates": candidates, "peaks": (peaks,), "gpu_use": use}
+    )
 
 
-def test_what_binds_each_row_is_told_in_every_form(report: Report, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_binds_each_row_is_told_in_every_form(
+    report: Report, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = bounded(report)
     for text in (markdown(made), page(made)):
         assert "What binds each row" in text
-        assert "Peaks of EPYC, 2 threads: fp32 1,000 GFLOP/s; memory 50.0 GB/s (measured 2026-11-21)." in text
+        assert (
+            "Peaks of EPYC, 2 threads: fp32 1,000 GFLOP/s; memory 50.0 GB/s (measured 2026-11-21)."
+            in text
+        )
         assert "61 % (fp32)" in text, "8.2 GFLOP in 13.4 ms"
         assert "try int8, or a smaller model" in text
         assert "other processes on the GPU: 4711" in text
@@ -350,18 +478,26 @@ def test_what_binds_each_row_is_told_in_every_form(report: Report, capsys: pytes
     console().print(limits_table(first_rows(made)))
     told = [line for line in capsys.readouterr().out.splitlines() if "pytorch eager fp32" in line]
     assert all(each in told[0] for each in ("612", "4.00", "61 % (fp32)", "8.0 %", "compute"))
-    assert any("what binds it is unknown" in line for line in verdict_lines(made)), "the winner's bytes are not known"
+    assert any("what binds it is unknown" in line for line in verdict_lines(made)), (
+        "the winner's bytes are not known"
+    )
 
 
-def test_rates_are_printed_also_where_no_peak_is_known(report: Report, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rates_are_printed_also_where_no_peak_is_known(
+    report: Report, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert report.baseline
     row = report.baseline.rows[0].model_copy(update={"bytes_per_s": 4e9})
-    print_limits(console(), [("fast", row.model_copy(update={"bound": bound_of(row, Precision.FP32, None)}))])
+    print_limits(
+        console(), [("fast", row.model_copy(update={"bound": bound_of(row, Precision.FP32, None)}))]
+    )
     told = capsys.readouterr().out
     (line,) = (line for line in told.splitlines() if "fast" in line)
     assert "612" in line
     assert "4.00" in line
-    assert "what binds each row is not known: measure them once: `crucible doctor --measure`" in told
+    assert (
+        "what binds each row is not known: measure them once: `crucible doctor --measure`" in told
+    )
     assert "of peak" not in told
 
 
@@ -370,5 +506,10 @@ def test_a_report_without_verdicts_on_rows_has_no_such_section(report: Report) -
 
 
 def test_a_note_of_the_graph_itself_names_no_engine() -> None:
-    notes = [("", "said of all"), ("openvino int8", "said of all"), ("openvino int8", "said of one"), ("openvino int8", "said of one")]
+    notes = [
+        ("", "said of all"),
+        ("openvino int8", "said of all"),
+        ("openvino int8", "said of one"),
+        ("openvino int8", "said of one"),
+    ]
     assert _grouped(notes) == ("said of all", "said of one (openvino int8)")

@@ -13,9 +13,23 @@ from tests.builders.report import EVIL, proven_report
 from tests.builders.sensitivity import write_broken_task
 from tests.pipeline.stages.test_sensitivity import ONNXRUNTIME, ranked
 
-LOST = NodeHarm(node=EVIL, operator="MatMul", largest=3.1e5, overflows=True, error=MOST_ERROR, accumulated=MOST_ERROR)
+LOST = NodeHarm(
+    node=EVIL,
+    operator="MatMul",
+    largest=3.1e5,
+    overflows=True,
+    error=MOST_ERROR,
+    accumulated=MOST_ERROR,
+)
 OTHERS = tuple(
-    NodeHarm(node=f"/layer.{number}/MatMul", operator="MatMul", largest=4.0, error=0.3 / number, accumulated=0.5) for number in range(1, 30)
+    NodeHarm(
+        node=f"/layer.{number}/MatMul",
+        operator="MatMul",
+        largest=4.0,
+        error=0.3 / number,
+        accumulated=0.5,
+    )
+    for number in range(1, 30)
 )
 
 
@@ -23,18 +37,31 @@ def told(state: str = "measured") -> Report:
     """A report whose rescue ranked 30 nodes and kept two of them at last."""
     report = proven_report()
     first = report.candidates[2]
-    recipe = first.recipe.model_copy(update={"keep_fp32": ("[<]script*", "/layer.1/MatMul"), "variant": "rescued"})
+    recipe = first.recipe.model_copy(
+        update={"keep_fp32": ("[<]script*", "/layer.1/MatMul"), "variant": "rescued"}
+    )
     made = first.model_copy(update={"recipe": recipe, "label": "the last", "state": state})
     step = RescueStep(step="2 nodes kept", label="the last", outcome="passed")
-    rescue = report.rescues[0].model_copy(update={"steps": (step,), "ranking": NodeRanking(nodes=(LOST, *OTHERS), samples=128)})
-    return report.model_copy(update={"candidates": (*report.candidates, made), "rescues": (rescue,)})
+    rescue = report.rescues[0].model_copy(
+        update={"steps": (step,), "ranking": NodeRanking(nodes=(LOST, *OTHERS), samples=128)}
+    )
+    return report.model_copy(
+        update={"candidates": (*report.candidates, made), "rescues": (rescue,)}
+    )
 
 
 def test_the_worst_ten_nodes_are_told_with_what_was_kept_at_last() -> None:
     (found,) = section(told()).tables
     assert found.header[0] == "of 30 nodes of tensorrt fp16 flags"
     assert len(found.rows) == 10
-    assert found.rows[0] == (EVIL, "MatMul", "all is lost", "all is lost", "3.1e+05 (overflows)", "fp32")
+    assert found.rows[0] == (
+        EVIL,
+        "MatMul",
+        "all is lost",
+        "all is lost",
+        "3.1e+05 (overflows)",
+        "fp32",
+    )
     assert found.rows[1] == ("/layer.1/MatMul", "MatMul", "0.3 (10 dB)", "0.5 (6 dB)", "4", "fp32")
     assert {row[-1] for row in found.rows[2:]} == {""}
 
@@ -45,13 +72,22 @@ def test_nothing_is_called_kept_where_no_engine_passed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "text"), [(0.0, "0"), (1.0, "1 (0 dB)"), (0.0158, "0.016 (36 dB)"), (9.9, "9.9 (-20 dB)"), (MOST_ERROR, "all is lost")]
+    ("error", "text"),
+    [
+        (0.0, "0"),
+        (1.0, "1 (0 dB)"),
+        (0.0158, "0.016 (36 dB)"),
+        (9.9, "9.9 (-20 dB)"),
+        (MOST_ERROR, "all is lost"),
+    ],
 )
 def test_an_error_is_told_as_share_and_as_signal_to_noise(error: float, text: str) -> None:
     assert error_text(error) == text
 
 
-def test_the_section_and_its_figure_stand_behind_the_rescue_and_the_report_reads_back(tmp_path: Path) -> None:
+def test_the_section_and_its_figure_stand_behind_the_rescue_and_the_report_reads_back(
+    tmp_path: Path,
+) -> None:
     report = told()
     files = write_report(report, tmp_path)
     assert load_report(tmp_path).rescues == report.rescues
@@ -60,7 +96,10 @@ def test_the_section_and_its_figure_stand_behind_the_rescue_and_the_report_reads
     page = files.html_file.read_text()
     assert "<script" not in page
     drawn = (tmp_path / "figures" / "layer-errors-1.svg").read_text()
-    assert all(text in drawn for text in ("own error, kept in fp32 at last", "accumulated", "/layer.9/MatMul", "0.001"))
+    assert all(
+        text in drawn
+        for text in ("own error, kept in fp32 at last", "accumulated", "/layer.9/MatMul", "0.001")
+    )
     assert "mathdefault" not in drawn
     assert "The worst 24 of 30 nodes" in plots(report)[0].caption
 
@@ -73,7 +112,11 @@ def test_without_a_ranking_there_is_no_section_and_no_figure() -> None:
 
 def test_the_example_of_the_docs_is_what_the_ranking_says(tmp_path: Path) -> None:
     recipe = ONNXRUNTIME.model_copy(update={"method": CalibrationMethod.MINMAX})
-    found = table(recipe.label, ranked(tmp_path, write_broken_task(tmp_path, "stretched"), recipe), ("broken",))
+    found = table(
+        recipe.label,
+        ranked(tmp_path, write_broken_task(tmp_path, "stretched"), recipe),
+        ("broken",),
+    )
     text = (Path(__file__).parents[3] / "docs" / "accuracy.md").read_text()
     for row in (tuple(name.removeprefix(">") for name in found.header), *found.rows):
         assert f"| {' | '.join(row)} |".replace("|  |", "| |") in text

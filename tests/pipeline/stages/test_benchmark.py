@@ -11,7 +11,16 @@ from onnx import TensorProto, helper
 from pipeline import backends
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
-from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Profile, Recipe, TensorSpec, silent
+from pipeline.core import (
+    BuildOptions,
+    Engine,
+    OnnxModel,
+    Precision,
+    Profile,
+    Recipe,
+    TensorSpec,
+    silent,
+)
 from pipeline.errors import PlanError
 from pipeline.measurement.comparison import MIN_PAIRS
 from pipeline.onnx_graph.graph import onnx_model
@@ -21,7 +30,10 @@ from tests.builders.interleaved import PROFILE, SHORT, X, engine_named
 
 
 def test_all_are_loaded_with_the_same_threads() -> None:
-    assert {with_threads(engine_named("a").model_copy(update={"threads": built}), 2).threads for built in (0, 1, 4)} == {2}
+    assert {
+        with_threads(engine_named("a").model_copy(update={"threads": built}), 2).threads
+        for built in (0, 1, 4)
+    } == {2}
 
 
 def test_rows_per_run() -> None:
@@ -45,14 +57,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> OnnxModel:
     inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4])]
     outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 3])]
     graph = helper.make_graph([node], "g", inputs, outputs, [weight])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), folder / "model.onnx")
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10),
+        folder / "model.onnx",
+    )
     return onnx_model(folder, "model.onnx")
 
 
 def test_values_that_decide_a_shape_go_with_the_sizes_of_their_point() -> None:
-    short, long = (Profile.model_validate({"dims": {"n": n}, "values": {"k": k}}) for n, k in (([1, 2, 4], [1, 3, 8]), ([8, 16, 32], [1, 10, 20])))
+    short, long = (
+        Profile.model_validate({"dims": {"n": n}, "values": {"k": k}})
+        for n, k in (([1, 2, 4], [1, 3, 8]), ([8, 16, 32], [1, 10, 20]))
+    )
     picked = {size: values_at({"n": size}, (short, long)) for size in (1, 2, 3, 4, 16, 99)}
-    assert picked == {1: {"k": (1,)}, 2: {"k": (3,)}, 3: {"k": (3,)}, 4: {"k": (8,)}, 16: {"k": (10,)}, 99: {}}
+    assert picked == {
+        1: {"k": (1,)},
+        2: {"k": (3,)},
+        3: {"k": (3,)},
+        4: {"k": (8,)},
+        16: {"k": (10,)},
+        99: {},
+    }
     fixed = Profile.model_validate({"values": {"k": [1, 3, 8]}})
     assert values_at({}, (fixed,)) == {"k": (3,)}
 
@@ -61,7 +86,9 @@ def test_values_that_decide_a_shape_go_with_the_sizes_of_their_point() -> None:
 def engine(model: OnnxModel, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     recipe = Recipe(backend="onnxruntime", precision=Precision.FP32)
     options = BuildOptions(profiles=(PROFILE,), threads=1)
-    built = backends.backend("onnxruntime").build(model, recipe, options, tmp_path_factory.mktemp("engine"), silent)
+    built = backends.backend("onnxruntime").build(
+        model, recipe, options, tmp_path_factory.mktemp("engine"), silent
+    )
     assert isinstance(built, Engine)
     return built
 
@@ -86,16 +113,22 @@ def test_two_real_engines_in_children(model: OnnxModel, engine: Engine) -> None:
         assert isinstance(result, BenchmarkReport)
         assert [row.sizes for row in result.rows] == [{"batch": 1}, {"batch": 8}]
         assert all(value > 0 for row in result.rows for value in row.end_to_end.values_s)
-        assert result.rows[1].flops_per_s == pytest.approx(2 * 8 * 4 * 3 / result.rows[1].end_to_end.median_s)
+        assert result.rows[1].flops_per_s == pytest.approx(
+            2 * 8 * 4 * 3 / result.rows[1].end_to_end.median_s
+        )
         assert 10_000_000 < result.rows[0].peak_memory_bytes < 2_000_000_000
     assert isinstance(found.results[1], BenchmarkReport)
     assert found.baseline == engine.recipe.label
     row = found.results[1].rows[0]
-    assert (row.ratio is None) == bool(row.ratio_missing), "a busy host may not tell, and then says so"
+    assert (row.ratio is None) == bool(row.ratio_missing), (
+        "a busy host may not tell, and then says so"
+    )
     assert type(found).model_validate_json(found.model_dump_json()) == found
 
 
-def test_a_killed_child_and_one_that_cannot_load_do_not_stop_the_others(model: OnnxModel, engine: Engine) -> None:
+def test_a_killed_child_and_one_that_cannot_load_do_not_stop_the_others(
+    model: OnnxModel, engine: Engine
+) -> None:
     missing = engine.model_copy(update={"file": "gone.onnx"})
     victims: list[psutil.Process] = []
 
@@ -104,7 +137,9 @@ def test_a_killed_child_and_one_that_cannot_load_do_not_stop_the_others(model: O
             victims.extend(psutil.Process().children()[-1:])
             victims[0].kill()
 
-    found = benchmark([*twins(engine), RaceEntry(missing, Role.COMPARED)], model, SHORT, None, kill_one)
+    found = benchmark(
+        [*twins(engine), RaceEntry(missing, Role.COMPARED)], model, SHORT, None, kill_one
+    )
     *loaded, unloadable = found.results
     (killed,) = (result for result in loaded if isinstance(result, BenchmarkFailure))
     assert "SIGKILL" in killed.reason
@@ -113,7 +148,9 @@ def test_a_killed_child_and_one_that_cannot_load_do_not_stop_the_others(model: O
     assert len(lasting.rows[0].end_to_end.processes) >= MIN_PAIRS
     assert isinstance(unloadable, BenchmarkFailure)
     assert "gone.onnx" in unloadable.reason
-    assert not [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE], "no child is left behind"
+    assert not [
+        child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE
+    ], "no child is left behind"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +163,11 @@ def test_a_killed_child_and_one_that_cannot_load_do_not_stop_the_others(model: O
 )
 def test_sizes_that_cannot_be_measured(model: OnnxModel, sizes: dict[str, int], said: str) -> None:
     with pytest.raises(PlanError, match=said):
-        benchmark([RaceEntry(engine_named("a"), Role.BASELINE)], model, SHORT.model_copy(update={"sizes": (sizes,)}))
+        benchmark(
+            [RaceEntry(engine_named("a"), Role.BASELINE)],
+            model,
+            SHORT.model_copy(update={"sizes": (sizes,)}),
+        )
 
 
 def test_measuring_nothing_is_an_error(model: OnnxModel) -> None:

@@ -43,7 +43,11 @@ def test_int8_graphs_stay_close_and_hold_no_float_weights(tmp_path: Path, backen
     model, made, graph = converted(tmp_path, RESIDUAL, INT8[backend], images(16))
     assert error_of(model, made, images(8, seed=3)) < 0.06
     assert made.precision is Precision.INT8
-    left = {tensor.name for tensor in graph.initializer if tensor.data_type in (TensorProto.FLOAT, TensorProto.FLOAT16) and len(tensor.dims) > 1}
+    left = {
+        tensor.name
+        for tensor in graph.initializer
+        if tensor.data_type in (TensorProto.FLOAT, TensorProto.FLOAT16) and len(tensor.dims) > 1
+    }
     assert {name.removesuffix("_fp16") for name in left} == {"w3"}  # the classifier's
 
 
@@ -54,24 +58,40 @@ def test_each_placement_rule_holds_in_the_graph(tmp_path: Path, backend: str) ->
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
 
     def kinds(name: str) -> list[str]:
-        return [made_by[tensor].op_type if tensor in made_by else "" for node in graph.node if node.name == name for tensor in node.input]
+        return [
+            made_by[tensor].op_type if tensor in made_by else ""
+            for node in graph.node
+            if node.name == name
+            for tensor in node.input
+        ]
 
     for conv in ("conv1", "conv2", "conv3"):
         assert kinds(conv)[:2] == ["DequantizeLinear", "DequantizeLinear"]
-        expected_bias = ["DequantizeLinear" if backend == "onnxruntime" else ""] if conv != "conv3" else []
+        expected_bias = (
+            ["DequantizeLinear" if backend == "onnxruntime" else ""] if conv != "conv3" else []
+        )
         assert kinds(conv)[2:] == expected_bias
-    assert kinds("add") == ["Conv" if backend == "tensorrt" else "DequantizeLinear", "DequantizeLinear"]
+    assert kinds("add") == [
+        "Conv" if backend == "tensorrt" else "DequantizeLinear",
+        "DequantizeLinear",
+    ]
     assert "DequantizeLinear" not in kinds("relu1") + kinds("relu2") + kinds("fc")
     pairs = Counter(node.input[0] for node in graph.node if node.op_type == "QuantizeLinear")
     assert max(pairs.values()) == 1  # one pair per tensor, shared by its readers
     for node in graph.node:
         if node.op_type == "DequantizeLinear" and node.input[0] in constants:
             assert constants[node.input[2]].max() == constants[node.input[2]].min() == 0
-            assert constants[node.input[0]].dtype == (np.int32 if constants[node.input[0]].ndim == 1 else np.int8)
-            assert constants[node.input[1]].shape == (constants[node.input[0]].shape[0],)  # per output channel
+            assert constants[node.input[0]].dtype == (
+                np.int32 if constants[node.input[0]].ndim == 1 else np.int8
+            )
+            assert constants[node.input[1]].shape == (
+                constants[node.input[0]].shape[0],
+            )  # per output channel
         elif node.op_type == "DequantizeLinear":
             assert constants[node.input[1]].shape == ()  # activations per tensor
-            assert constants[node.input[2]].dtype == (np.int8 if backend == "tensorrt" else np.uint8)
+            assert constants[node.input[2]].dtype == (
+                np.int8 if backend == "tensorrt" else np.uint8
+            )
             assert backend != "tensorrt" or constants[node.input[2]] == 0
 
 
@@ -93,7 +113,15 @@ net (float[N, 3, 8, 8] x) => (float[N, 5] y)
 def test_an_int32_bias_has_the_scale_of_its_accumulator_behind_a_pool_too(tmp_path: Path) -> None:
     """The pool's output shares the scale of its input; searches choose another range for it, which must not reach the bias."""
     model = model_from_text(tmp_path / "source", POOLED)
-    ranges = {"x": (-3.0, 3.0), "c1": (-2.0, 2.0), "r": (0.0, 1.0), "p": (0.0, 2.0), "c2": (-4.0, 4.0), "f": (-4.0, 4.0), "y": (-5.0, 5.0)}
+    ranges = {
+        "x": (-3.0, 3.0),
+        "c1": (-2.0, 2.0),
+        "r": (0.0, 1.0),
+        "p": (0.0, 2.0),
+        "c2": (-4.0, 4.0),
+        "f": (-4.0, 4.0),
+        "y": (-5.0, 5.0),
+    }
     graph = onnx.load(str(convert(model, ONNXRUNTIME, table_of(ranges), (), tmp_path).path)).graph
     made_by = {name: node for node in graph.node for name in node.output}
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
@@ -107,40 +135,71 @@ def test_an_int32_bias_has_the_scale_of_its_accumulator_behind_a_pool_too(tmp_pa
 def test_scales_and_weights_follow_the_formula_by_hand(tmp_path: Path) -> None:
     model = model_from_text(tmp_path / "source", RESIDUAL)
     ranges = dict.fromkeys(("x", "c1", "r1", "c2", "s", "r2", "c3", "p", "f", "y"), (-1.0, 2.54))
-    made = convert(model, Recipe(backend="openvino", precision=Precision.INT8), table_of(ranges), (), tmp_path)
-    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(str(made.path)).graph.initializer}
-    weights = next(numpy_helper.to_array(t) for t in proto_from_text(RESIDUAL).graph.initializer if t.name == "w1")
+    made = convert(
+        model, Recipe(backend="openvino", precision=Precision.INT8), table_of(ranges), (), tmp_path
+    )
+    constants = {
+        tensor.name: numpy_helper.to_array(tensor)
+        for tensor in onnx.load(str(made.path)).graph.initializer
+    }
+    weights = next(
+        numpy_helper.to_array(t)
+        for t in proto_from_text(RESIDUAL).graph.initializer
+        if t.name == "w1"
+    )
     scale = np.abs(weights).max(axis=(1, 2, 3)) / 127
     assert constants["x_scale"] == np.float32(2.54 / 127)
     assert constants["w1_scale"] == pytest.approx(scale, rel=1e-6)
-    assert np.array_equal(constants["w1_q"], np.rint(weights / constants["w1_scale"].reshape(-1, 1, 1, 1)))
+    assert np.array_equal(
+        constants["w1_q"], np.rint(weights / constants["w1_scale"].reshape(-1, 1, 1, 1))
+    )
 
 
 def test_the_rest_of_a_tensorrt_graph_is_fp16_without_casts_inside(tmp_path: Path) -> None:
     _, made, graph = converted(tmp_path, RESIDUAL, TENSORRT, images(16))
     casts = [node for node in graph.node if node.op_type == "Cast"]
-    assert [node.output[0] for node in casts] == ["y"]  # the input goes straight into its QuantizeLinear
+    assert [node.output[0] for node in casts] == [
+        "y"
+    ]  # the input goes straight into its QuantizeLinear
     assert made.opset >= 19
 
 
-def test_a_block_with_two_convolutions_stays_close_with_one_of_them_in_floats(tmp_path: Path) -> None:
+def test_a_block_with_two_convolutions_stays_close_with_one_of_them_in_floats(
+    tmp_path: Path,
+) -> None:
     model, made, graph = converted(tmp_path, DOWNSAMPLE, TENSORRT, images(16))
     assert error_of(model, made, images(8, seed=3)) < 0.08
     made_by = {name: node for node in graph.node for name in node.output}
-    into = {node.name: [made_by[name].op_type for name in node.input] for node in graph.node if node.op_type == "Add"}
+    into = {
+        node.name: [made_by[name].op_type for name in node.input]
+        for node in graph.node
+        if node.op_type == "Add"
+    }
     assert into == {"add1": ["DequantizeLinear", "Conv"], "add2": ["DequantizeLinear", "Conv"]}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx") is None, reason="needs the library tensorrt_rtx")
-@pytest.mark.parametrize("text", [RESIDUAL, DOWNSAMPLE, ATTENTION], ids=["residual", "downsample", "attention"])
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorrt_rtx") is None, reason="needs the library tensorrt_rtx"
+)
+@pytest.mark.parametrize(
+    "text", [RESIDUAL, DOWNSAMPLE, ATTENTION], ids=["residual", "downsample", "attention"]
+)
 def test_tensorrt_builds_the_graph(tmp_path: Path, text: str) -> None:
     """Strongly typed, for a GPU that is not here: every type of the graph fits."""
     random = np.random.default_rng(1)
-    text_feeds = {"x": random.standard_normal((2, 5, 8)).astype(np.float32), "mask": random.standard_normal((2, 1, 5)).astype(np.float32)}
+    text_feeds = {
+        "x": random.standard_normal((2, 5, 8)).astype(np.float32),
+        "mask": random.standard_normal((2, 1, 5)).astype(np.float32),
+    }
     recipe = TENSORRT.model_copy(update={"backend": "tensorrt_rtx", "compute_capability": "8.9"})
     _, made, _ = converted(tmp_path, text, recipe, text_feeds if text is ATTENTION else images(4))
-    options = BuildOptions(profiles=(Profile(dims={"N": [1, 2, 4]} | ({"T": [1, 5, 8]} if text is ATTENTION else {})),))
-    assert backends.backend("tensorrt_rtx").build(made, recipe, options, tmp_path, silent).size_bytes > 0
+    options = BuildOptions(
+        profiles=(Profile(dims={"N": [1, 2, 4]} | ({"T": [1, 5, 8]} if text is ATTENTION else {})),)
+    )
+    assert (
+        backends.backend("tensorrt_rtx").build(made, recipe, options, tmp_path, silent).size_bytes
+        > 0
+    )
 
 
 def test_onnxruntime_runs_the_graph_in_8_bit_kernels(tmp_path: Path) -> None:
@@ -161,13 +220,20 @@ def test_onnxruntime_runs_the_graph_in_8_bit_kernels(tmp_path: Path) -> None:
 def test_without_the_first_layer_its_result_is_that_of_floats(tmp_path: Path, backend: str) -> None:
     """Behind an image's normalisation; the rest in fp32, so that nothing but a pair could change it."""
     stem = "[sub] m = Sub (x, mean) [div] n = Div (m, std) [conv1] c1 = Conv"
-    text = RESIDUAL.replace("b3>", "b3, float[3, 1, 1] mean, float[3, 1, 1] std = {0.5, 0.25, 2.0}>")
+    text = RESIDUAL.replace(
+        "b3>", "b3, float[3, 1, 1] mean, float[3, 1, 1] std = {0.5, 0.25, 2.0}>"
+    )
     text = text.replace("[conv1] c1 = Conv", stem).replace("(x, w1, b1)", "(n, w1, b1)")
     for first in (True, False):
-        recipe = INT8[backend].model_copy(update={"placement": Placement(first_layer=first), "rest": Precision.FP32})
+        recipe = INT8[backend].model_copy(
+            update={"placement": Placement(first_layer=first), "rest": Precision.FP32}
+        )
         model, made, graph = converted(tmp_path / str(first), text, recipe, images(16))
         makers = {name: node.op_type for node in graph.node for name in node.output}
-        assert (makers.get(next(node for node in graph.node if node.name == "conv1").input[1]) == "DequantizeLinear") is first
+        assert (
+            makers.get(next(node for node in graph.node if node.name == "conv1").input[1])
+            == "DequantizeLinear"
+        ) is first
         assert error_of(model, made, images(8, seed=3)) < 0.06
         before, after = (observed(each.path, "c1", images(8, seed=3)) for each in (model, made))
         assert np.array_equal(before, after) is not first
@@ -181,12 +247,19 @@ def observed(path: Path, tensor: str, feeds: Tensors) -> NDArray[np.generic]:
     proto.graph.output.append(onnx.ValueInfoProto(name=tensor))
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
     return np.asarray(session.run([tensor], dict(feeds))[0])
 
 
 def test_tensorrt_runs_an_unquantised_first_layer_in_fp16(tmp_path: Path) -> None:
-    _, _, graph = converted(tmp_path, RESIDUAL, TENSORRT.model_copy(update={"placement": Placement(first_layer=False)}), images(16))
+    _, _, graph = converted(
+        tmp_path,
+        RESIDUAL,
+        TENSORRT.model_copy(update={"placement": Placement(first_layer=False)}),
+        images(16),
+    )
     conv = next(node for node in graph.node if node.name == "conv1")
     makers = {name: node.op_type for node in graph.node for name in node.output}
     assert makers[conv.input[0]] == "Cast"
@@ -206,15 +279,23 @@ def test_an_encoder_keeps_attention_products_mask_and_skips_in_floats(tmp_path: 
 
 
 def test_seven_bit_weights_where_the_cpu_would_saturate(tmp_path: Path) -> None:
-    model, made, graph = converted(tmp_path, RESIDUAL, ONNXRUNTIME.model_copy(update={"weight_bits": 7}), images(16))
-    weights = [numpy_helper.to_array(tensor) for tensor in graph.initializer if tensor.data_type == TensorProto.INT8 and len(tensor.dims) == 4]
+    model, made, graph = converted(
+        tmp_path, RESIDUAL, ONNXRUNTIME.model_copy(update={"weight_bits": 7}), images(16)
+    )
+    weights = [
+        numpy_helper.to_array(tensor)
+        for tensor in graph.initializer
+        if tensor.data_type == TensorProto.INT8 and len(tensor.dims) == 4
+    ]
     assert len(weights) == 3
     assert all(w.min() >= -64 and w.max() <= 63 and np.abs(w).max() == 63 for w in weights)
     assert error_of(model, made, images(8, seed=3)) < 0.08
 
 
 def test_keep_fp32_leaves_nodes_alone(tmp_path: Path) -> None:
-    _, _, graph = converted(tmp_path, RESIDUAL, TENSORRT.model_copy(update={"keep_fp32": ("conv2", "re*")}), images(4))
+    _, _, graph = converted(
+        tmp_path, RESIDUAL, TENSORRT.model_copy(update={"keep_fp32": ("conv2", "re*")}), images(4)
+    )
     by_name = {node.name: node for node in graph.node}
     assert list(by_name["conv2"].input) == ["r1", "w2", "b2"]
     assert dtypes(graph)["w2"] == TensorProto.FLOAT
@@ -223,7 +304,13 @@ def test_keep_fp32_leaves_nodes_alone(tmp_path: Path) -> None:
 
 def test_a_pattern_that_matches_nothing_is_named_with_near_names(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="conv22") as caught:
-        convert(model_from_text(tmp_path / "source", RESIDUAL), FP16.model_copy(update={"keep_fp32": ("conv22",)}), None, (), tmp_path)
+        convert(
+            model_from_text(tmp_path / "source", RESIDUAL),
+            FP16.model_copy(update={"keep_fp32": ("conv22",)}),
+            None,
+            (),
+            tmp_path,
+        )
     assert "conv2" in caught.value.next_step
 
 
@@ -233,7 +320,13 @@ def test_int8_without_a_table_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_calibration_did_not_see_leaves_its_node_in_floats(tmp_path: Path) -> None:
-    made = convert(model_from_text(tmp_path / "source", RESIDUAL), OPENVINO, table_of({"x": (-1.0, 1.0)}), (), tmp_path)
+    made = convert(
+        model_from_text(tmp_path / "source", RESIDUAL),
+        OPENVINO,
+        table_of({"x": (-1.0, 1.0)}),
+        (),
+        tmp_path,
+    )
     assert "conv2" in made.notes[0].text
     assert operators(onnx.load(str(made.path)).graph)["QuantizeLinear"] == 1
 
@@ -248,14 +341,18 @@ def test_a_model_with_its_own_scales_keeps_every_one(tmp_path: Path) -> None:
 
 def test_a_quantised_source_is_an_int8_graph_to_an_int8_recipe(tmp_path: Path) -> None:
     _, quantised, _ = converted(tmp_path, RESIDUAL, ONNXRUNTIME, images(4))
-    source = quantised.model_copy(update={"precision": Precision.FP32})  # what export makes of a file that holds Q/DQ
+    source = quantised.model_copy(
+        update={"precision": Precision.FP32}
+    )  # what export makes of a file that holds Q/DQ
     (tmp_path / "again").mkdir()
     assert convert(source, ONNXRUNTIME, None, (), tmp_path / "again").precision is Precision.INT8
 
 
 @pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
 def test_an_old_opset_is_raised_for_scales_per_channel(tmp_path: Path, backend: str) -> None:
-    model, made, _ = converted(tmp_path, RESIDUAL.replace('"" : 20', '"" : 11'), INT8[backend], images(4))
+    model, made, _ = converted(
+        tmp_path, RESIDUAL.replace('"" : 20', '"" : 11'), INT8[backend], images(4)
+    )
     assert (model.opset, made.opset) == (11, 13)
     assert error_of(model, made, images(8, seed=3)) < 0.06
 
@@ -271,7 +368,9 @@ def test_int8_in_name_only_is_refused(tmp_path: Path) -> None:
 def test_a_half_precision_source_is_not_quantised(tmp_path: Path) -> None:
     proto = proto_from_text(RESIDUAL)
     for tensor in proto.graph.initializer:
-        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float16), tensor.name))
+        tensor.CopyFrom(
+            numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float16), tensor.name)
+        )
     for value in (*proto.graph.input, *proto.graph.output):
         value.type.tensor_type.elem_type = TensorProto.FLOAT16
     onnx.save(proto, str(tmp_path / "source.onnx"))
@@ -281,7 +380,9 @@ def test_a_half_precision_source_is_not_quantised(tmp_path: Path) -> None:
 
 
 def test_an_old_opset_is_raised_for_fp16_scales(tmp_path: Path) -> None:
-    model, made, _ = converted(tmp_path, RESIDUAL.replace('"" : 20', '"" : 13'), TENSORRT, images(4))
+    model, made, _ = converted(
+        tmp_path, RESIDUAL.replace('"" : 20', '"" : 13'), TENSORRT, images(4)
+    )
     assert (model.opset, made.opset) == (13, 19)
 
 
@@ -291,25 +392,45 @@ def test_constants_as_nodes_and_nodes_without_names_convert(tmp_path: Path) -> N
       k = Constant <value_float = 2.0> ()
       a = MatMul (x, w) b = Mul (a, k) y = MatMul (b, w) }"""
     feeds = {"x": np.ones((3, 2), np.float32)}
-    recipe = OPENVINO.model_copy(update={"placement": Placement(last_layer=True), "keep_fp32": ("Mul_*",)})
+    recipe = OPENVINO.model_copy(
+        update={"placement": Placement(last_layer=True), "keep_fp32": ("Mul_*",)}
+    )
     model, made, graph = converted(tmp_path, text, recipe, feeds)
-    assert operators(graph) == {"MatMul": 2, "Mul": 1, "QuantizeLinear": 2, "DequantizeLinear": 3}  # one copy of the shared weight
+    assert operators(graph) == {
+        "MatMul": 2,
+        "Mul": 1,
+        "QuantizeLinear": 2,
+        "DequantizeLinear": 3,
+    }  # one copy of the shared weight
     assert error_of(model, made, feeds) < 0.02
 
 
 def test_weights_in_external_data_convert_and_link(tmp_path: Path) -> None:
-    onnx.save_model(proto_from_text(RESIDUAL), str(tmp_path / "big.onnx"), save_as_external_data=True, location="big.data", size_threshold=0)
+    onnx.save_model(
+        proto_from_text(RESIDUAL),
+        str(tmp_path / "big.onnx"),
+        save_as_external_data=True,
+        location="big.data",
+        size_threshold=0,
+    )
     model = onnx_model(tmp_path, "big.onnx")
-    for name, recipe in {"same": Recipe(backend="onnxruntime", precision=Precision.FP32), "half": FP16}.items():
+    for name, recipe in {
+        "same": Recipe(backend="onnxruntime", precision=Precision.FP32),
+        "half": FP16,
+    }.items():
         (tmp_path / name).mkdir()
         made = convert(model, recipe, None, (images(2),), tmp_path / name)
         assert error_of(model, made, images(2)) < 5e-3
 
 
-def test_around_the_models_own_pairs_tensorrt_gets_fp16_and_a_note_tells_how_far_scales_moved(tmp_path: Path) -> None:
+def test_around_the_models_own_pairs_tensorrt_gets_fp16_and_a_note_tells_how_far_scales_moved(
+    tmp_path: Path,
+) -> None:
     onnx.save(quantised(PLAIN), tmp_path / "model.onnx")
     (tmp_path / "out").mkdir()
-    recipe = Recipe(backend="tensorrt", precision=Precision.INT8, quantizer="given", rest=Precision.FP16)
+    recipe = Recipe(
+        backend="tensorrt", precision=Precision.INT8, quantizer="given", rest=Precision.FP16
+    )
     feeds = {"x": np.random.default_rng(0).normal(0, 1, (2, 4, 8, 8)).astype(np.float32)}
     model = onnx_model(tmp_path, "model.onnx")
     made = convert(model, recipe, None, (feeds,), tmp_path / "out")
@@ -318,11 +439,16 @@ def test_around_the_models_own_pairs_tensorrt_gets_fp16_and_a_note_tells_how_far
     assert len(scales_of(graph)["DequantizeLinear", "", b"", b""]) == 3
     makers = {name: node.op_type for node in graph.node for name in node.output}
     (conv,) = (node for node in graph.node if node.op_type == "Conv")
-    assert [makers[name] for name in conv.input] == ["DequantizeLinear", "DequantizeLinear"]  # no Cast in between
+    assert [makers[name] for name in conv.input] == [
+        "DequantizeLinear",
+        "DequantizeLinear",
+    ]  # no Cast in between
     scales = {tensor.name: tensor.data_type for tensor in graph.initializer}
-    assert {scales[node.input[1]] for node in graph.node if node.op_type == "DequantizeLinear" and node.output[0] in conv.input} == {
-        TensorProto.FLOAT16
-    }
+    assert {
+        scales[node.input[1]]
+        for node in graph.node
+        if node.op_type == "DequantizeLinear" and node.output[0] in conv.input
+    } == {TensorProto.FLOAT16}
     (note,) = (note for note in made.notes if "scales of the model are rounded" in note.text)
     assert note.level == "info"
     assert float(note.text.split(" by ")[1].split(" at most")[0]) < 2**-11

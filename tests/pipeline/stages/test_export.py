@@ -20,11 +20,20 @@ from pipeline.plan.schema import ExportConfig
 from pipeline.stages.export import export
 
 BUILDERS = Path(__file__).parents[2] / "builders"
-AUTO, DYNAMO, TORCHSCRIPT = ExportConfig(), ExportConfig(exporter="dynamo"), ExportConfig(exporter="torchscript")
+AUTO, DYNAMO, TORCHSCRIPT = (
+    ExportConfig(),
+    ExportConfig(exporter="dynamo"),
+    ExportConfig(exporter="torchscript"),
+)
 
 
 def spec(name: str, dtype: str, *shape: int | str) -> TensorSpec:
-    return TensorSpec(name=name, dtype=dtype, shape=shape, kind="dynamic" if any(isinstance(dim, str) for dim in shape) else "static")
+    return TensorSpec(
+        name=name,
+        dtype=dtype,
+        shape=shape,
+        kind="dynamic" if any(isinstance(dim, str) for dim in shape) else "static",
+    )
 
 
 def profile(**dims: list[int]) -> Profile:
@@ -38,12 +47,21 @@ TEXT = profile(batch=[1, 2, 6], sequence=[1, 8, 16])
 
 
 def source_of(function: str, *inputs: TensorSpec, outputs: tuple[str, ...] = ()) -> ModelSource:
-    return ModelSource(entrypoint=f"models:{function}", python_path=BUILDERS, inputs=inputs, outputs=outputs)
+    return ModelSource(
+        entrypoint=f"models:{function}", python_path=BUILDERS, inputs=inputs, outputs=outputs
+    )
 
 
 def agrees(model: OnnxModel, source: ModelSource, sizes: Mapping[str, int]) -> bool:
     feeds = feeds_at(source.inputs, (), sizes)
-    return compare.compare_outputs(run_module(load_module(source), source, feeds), compare.open_reference(model.path)(feeds), 1e-4) == ""
+    return (
+        compare.compare_outputs(
+            run_module(load_module(source), source, feeds),
+            compare.open_reference(model.path)(feeds),
+            1e-4,
+        )
+        == ""
+    )
 
 
 def shapes(specs: tuple[TensorSpec, ...]) -> list[tuple[str, str, tuple[int | str, ...]]]:
@@ -60,8 +78,16 @@ def cnn(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSource, OnnxMode
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSource, OnnxModel]:
     source = source_of("encoder", IDS, MASK)
-    samples = tuple({"ids": np.arange(n).reshape(1, n), "mask": np.ones((1, n), np.int64)} for n in (7, 12))
-    return source, export(source, (TEXT, profile(batch=[1, 1, 1], sequence=[8, 8, 8])), AUTO, samples, tmp_path_factory.mktemp("encoder"))
+    samples = tuple(
+        {"ids": np.arange(n).reshape(1, n), "mask": np.ones((1, n), np.int64)} for n in (7, 12)
+    )
+    return source, export(
+        source,
+        (TEXT, profile(batch=[1, 1, 1], sequence=[8, 8, 8])),
+        AUTO,
+        samples,
+        tmp_path_factory.mktemp("encoder"),
+    )
 
 
 # --- what comes out ---
@@ -80,20 +106,39 @@ def test_the_graph_holds_no_paths_of_the_user(cnn: tuple[ModelSource, OnnxModel]
     assert str(BUILDERS).encode() not in cnn[1].path.read_bytes()
 
 
-def test_an_encoder_has_two_symbols_and_outputs_by_the_keys_of_its_dict(encoder: tuple[ModelSource, OnnxModel]) -> None:
+def test_an_encoder_has_two_symbols_and_outputs_by_the_keys_of_its_dict(
+    encoder: tuple[ModelSource, OnnxModel],
+) -> None:
     source, model = encoder
-    assert shapes(model.inputs) == [("ids", "int64", ("batch", "sequence")), ("mask", "int64", ("batch", "sequence"))]
-    assert shapes(model.outputs) == [("embedding", "float32", ("batch", 16)), ("tokens", "float32", ("batch", "sequence", 16))]
+    assert shapes(model.inputs) == [
+        ("ids", "int64", ("batch", "sequence")),
+        ("mask", "int64", ("batch", "sequence")),
+    ]
+    assert shapes(model.outputs) == [
+        ("embedding", "float32", ("batch", 16)),
+        ("tokens", "float32", ("batch", "sequence", 16)),
+    ]
     assert agrees(model, source, {"batch": 1, "sequence": 1})
     assert agrees(model, source, {"batch": 7, "sequence": 33})
 
 
 def test_scalars_integers_and_flags_in_and_out(tmp_path: Path) -> None:
-    source = source_of("several", spec("x", "float32", "batch", 3), spec("scale", "float32"), outputs=("scaled", "count", "positive"))
+    source = source_of(
+        "several",
+        spec("x", "float32", "batch", 3),
+        spec("scale", "float32"),
+        outputs=("scaled", "count", "positive"),
+    )
     model = export(source, (BATCH,), DYNAMO, (), tmp_path)
-    assert shapes(model.outputs) == [("scaled", "float32", ("batch", 3)), ("count", "int64", ()), ("positive", "bool", ("batch", 3))]
+    assert shapes(model.outputs) == [
+        ("scaled", "float32", ("batch", 3)),
+        ("count", "int64", ()),
+        ("positive", "bool", ("batch", 3)),
+    ]
     assert agrees(model, source, {"batch": 2})
-    assert [note.text for note in model.notes] == ["no data: the export is checked on generated inputs only"]
+    assert [note.text for note in model.notes] == [
+        "no data: the export is checked on generated inputs only"
+    ]
 
 
 def test_an_output_may_be_as_long_as_its_data_says(tmp_path: Path) -> None:
@@ -108,7 +153,9 @@ def test_an_output_may_be_as_long_as_its_data_says(tmp_path: Path) -> None:
 
 def test_a_batch_baked_in_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
-        export(source_of("baked_batch", spec("x", "float32", "batch", 6)), (BATCH,), AUTO, (), tmp_path)
+        export(
+            source_of("baked_batch", spec("x", "float32", "batch", 6)), (BATCH,), AUTO, (), tmp_path
+        )
     assert "the model's code fixes 'batch' at its example's 4" in caught.value.message
     assert "the torchscript exporter: at batch=1" in caught.value.message
 
@@ -116,7 +163,13 @@ def test_a_batch_baked_in_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [AUTO, TORCHSCRIPT])
 def test_a_branch_on_data_is_refused_with_its_line(tmp_path: Path, options: ExportConfig) -> None:
     with pytest.raises(ModelError) as caught:
-        export(source_of("frozen_branch", spec("x", "float32", "batch", 4)), (BATCH,), options, (), tmp_path)
+        export(
+            source_of("frozen_branch", spec("x", "float32", "batch", 4)),
+            (BATCH,),
+            options,
+            (),
+            tmp_path,
+        )
     assert "models.py:" in caught.value.message
     assert "torch.cond" in str(caught.value)
     assert ("if x.sum() < 0" in caught.value.message) == (options is AUTO)
@@ -124,15 +177,30 @@ def test_a_branch_on_data_is_refused_with_its_line(tmp_path: Path, options: Expo
 
 def test_an_operator_no_exporter_takes_is_named_with_both_attempts(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
-        export(source_of("no_exporter", spec("x", "float32", "batch", 4, 4)), (BATCH,), AUTO, (), tmp_path)
+        export(
+            source_of("no_exporter", spec("x", "float32", "batch", 4, 4)),
+            (BATCH,),
+            AUTO,
+            (),
+            tmp_path,
+        )
     assert "the dynamo exporter: No ONNX function found" in caught.value.message
     assert "aten.linalg_eig" in caught.value.message
-    assert "the torchscript exporter: Exporting the operator 'aten::linalg_eigvals'" in caught.value.message
+    assert (
+        "the torchscript exporter: Exporting the operator 'aten::linalg_eigvals'"
+        in caught.value.message
+    )
 
 
 def test_inputs_that_the_model_does_not_take_are_refused_before_any_export(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"the PyTorch model fails on image float32\[4, 3, 8, 8\]"):
-        export(source_of("residual_cnn", spec("image", "float32", "batch", 3, 8, 8)), (BATCH,), AUTO, (), tmp_path)
+        export(
+            source_of("residual_cnn", spec("image", "float32", "batch", 3, 8, 8)),
+            (BATCH,),
+            AUTO,
+            (),
+            tmp_path,
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -140,9 +208,14 @@ def test_inputs_that_the_model_does_not_take_are_refused_before_any_export(tmp_p
 
 
 def test_the_torchscript_exporter_takes_over_and_says_so(tmp_path: Path) -> None:
-    source = source_of("only_traceable", spec("x", "float32", "batch", 3), outputs=("twice", "flat"))
+    source = source_of(
+        "only_traceable", spec("x", "float32", "batch", 3), outputs=("twice", "flat")
+    )
     model = export(source, (BATCH,), AUTO, (), tmp_path)
-    assert any("fell back to the TorchScript exporter: the dynamo exporter: " in note.text for note in model.notes)
+    assert any(
+        "fell back to the TorchScript exporter: the dynamo exporter: " in note.text
+        for note in model.notes
+    )
     assert any("traced, models.py:" in note.text for note in model.notes)
     assert shapes(model.inputs) == [("x", "float32", ("batch", 3))]
     assert shapes(model.outputs)[1] == ("flat", "float32", ("batch",))
@@ -157,12 +230,16 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     module = load_module(source_of("residual_cnn", IMAGE))
     shape = {0: torch.export.Dim.DYNAMIC}
     path = tmp_path_factory.mktemp("pt2") / "model.pt2"
-    torch.export.save(torch.export.export(module, (torch.zeros(2, 1, 8, 8),), dynamic_shapes=(shape,)), path)
+    torch.export.save(
+        torch.export.export(module, (torch.zeros(2, 1, 8, 8),), dynamic_shapes=(shape,)), path
+    )
     return path
 
 
 def test_a_pt2_takes_the_plans_names(program: Path, tmp_path: Path) -> None:
-    source = ModelSource(path=program, inputs=(spec("picture", "float32", "rows", 1, 8, 8),), outputs=("classes",))
+    source = ModelSource(
+        path=program, inputs=(spec("picture", "float32", "rows", 1, 8, 8),), outputs=("classes",)
+    )
     model = export(source, (profile(rows=[2, 4, 9]),), AUTO, (), tmp_path)
     assert shapes(model.inputs) == [("picture", "float32", ("rows", 1, 8, 8))]
     assert shapes(model.outputs) == [("classes", "float32", ("rows", 10))]
@@ -172,12 +249,20 @@ def test_a_pt2_takes_the_plans_names(program: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("inputs", "expected"),
     [
-        ((spec("image", "float32", "batch", "one", 8, 8),), r"'image' is float32\[batch, one, 8, 8\] in the plan"),
-        ((spec("image", "int64", "batch", 1, 8, 8),), r"'image' is int64\[batch, 1, 8, 8\] in the plan"),
+        (
+            (spec("image", "float32", "batch", "one", 8, 8),),
+            r"'image' is float32\[batch, one, 8, 8\] in the plan",
+        ),
+        (
+            (spec("image", "int64", "batch", 1, 8, 8),),
+            r"'image' is int64\[batch, 1, 8, 8\] in the plan",
+        ),
         ((IMAGE, MASK), "names 2 inputs, the exported program has 1"),
     ],
 )
-def test_a_pt2_whose_inputs_are_not_the_plans_is_refused(program: Path, tmp_path: Path, inputs: tuple[TensorSpec, ...], expected: str) -> None:
+def test_a_pt2_whose_inputs_are_not_the_plans_is_refused(
+    program: Path, tmp_path: Path, inputs: tuple[TensorSpec, ...], expected: str
+) -> None:
     ranges = profile(**{symbol: [2, 4, 9] for item in inputs for symbol in item.symbols})
     with pytest.raises(ModelError, match=expected):
         export(ModelSource(path=program, inputs=inputs), (ranges,), AUTO, (), tmp_path)
@@ -189,7 +274,9 @@ def test_values_that_decide_a_shape_are_drawn_inside_their_range(tmp_path: Path)
     source = source_of("widened", TensorSpec(name="x", dtype="float32", shape=("batch", 3)), width)
     profile = Profile.model_validate({"dims": {"batch": [2, 5, 9]}, "values": {"width": [2, 5, 9]}})
     model = export(source, (profile,), AUTO, (), tmp_path)
-    assert [note.text for note in model.notes] == ["no data: the export is checked on generated inputs only"]
+    assert [note.text for note in model.notes] == [
+        "no data: the export is checked on generated inputs only"
+    ]
     feeds = {"x": np.ones((3, 3), np.float32), "width": np.array(7)}
     assert compare.open_reference(model.path)(feeds)[model.outputs[0].name].shape == (3, 7, 3)
     assert model.outputs[0].shape[1] != "batch"  # though it was of the same size each time
@@ -198,11 +285,19 @@ def test_values_that_decide_a_shape_are_drawn_inside_their_range(tmp_path: Path)
 # --- .onnx ---
 
 
-def test_an_onnx_file_is_adopted_with_its_external_data_however_small(cnn: tuple[ModelSource, OnnxModel], tmp_path: Path) -> None:
+def test_an_onnx_file_is_adopted_with_its_external_data_however_small(
+    cnn: tuple[ModelSource, OnnxModel], tmp_path: Path
+) -> None:
     user, out = tmp_path / "user", tmp_path / "out"
     (user / "data").mkdir(parents=True)
     out.mkdir()
-    onnx.save(onnx.load(cnn[1].path), user / "net.onnx", save_as_external_data=True, location="data/weights.bin", size_threshold=0)
+    onnx.save(
+        onnx.load(cnn[1].path),
+        user / "net.onnx",
+        save_as_external_data=True,
+        location="data/weights.bin",
+        size_threshold=0,
+    )
     model = export(ModelSource(path=user / "net.onnx"), (BATCH,), AUTO, (), out)
     shutil.rmtree(user)
     assert [file.name for file in out.iterdir()] == ["model.onnx"]
@@ -210,7 +305,9 @@ def test_an_onnx_file_is_adopted_with_its_external_data_however_small(cnn: tuple
     assert agrees(model, cnn[0], {"batch": 3})
 
 
-def test_an_onnx_file_needs_a_range_for_each_of_its_symbols(cnn: tuple[ModelSource, OnnxModel], tmp_path: Path) -> None:
+def test_an_onnx_file_needs_a_range_for_each_of_its_symbols(
+    cnn: tuple[ModelSource, OnnxModel], tmp_path: Path
+) -> None:
     with pytest.raises(PlanError, match="'batch' of input 'image'"):
         export(ModelSource(path=cnn[1].path), (), AUTO, (), tmp_path)
 
@@ -218,7 +315,9 @@ def test_an_onnx_file_needs_a_range_for_each_of_its_symbols(cnn: tuple[ModelSour
 def test_an_onnx_file_that_the_checker_refuses_is_refused(tmp_path: Path) -> None:
     value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1])
     result = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1])
-    graph = onnx.helper.make_graph([onnx.helper.make_node("Nonsense", ["x"], ["y"], "node")], "g", [value], [result])
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Nonsense", ["x"], ["y"], "node")], "g", [value], [result]
+    )
     onnx.save(onnx.helper.make_model(graph), tmp_path / "bad.onnx")
     with pytest.raises(ModelError, match="Nonsense"):
         export(ModelSource(path=tmp_path / "bad.onnx"), (), AUTO, (), tmp_path)
@@ -230,12 +329,19 @@ def test_an_onnx_file_that_the_checker_refuses_is_refused(tmp_path: Path) -> Non
 def test_example_sizes_are_distinct_above_two_and_the_profiles_own_where_possible() -> None:
     assert example_sizes((IDS,), (TEXT,)) == {"batch": 6, "sequence": 8}
     assert example_sizes((IMAGE,), (profile(batch=[1, 8, 64]),)) == {"batch": 64}
-    assert example_sizes((spec("x", "float32", "batch", 3),), (profile(batch=[1, 2, 2]),)) == {"batch": 2}
-    assert example_sizes((IDS,), (profile(batch=[1, 1, 1], sequence=[1, 1, 1]),)) == {"batch": 3, "sequence": 4}
+    assert example_sizes((spec("x", "float32", "batch", 3),), (profile(batch=[1, 2, 2]),)) == {
+        "batch": 2
+    }
+    assert example_sizes((IDS,), (profile(batch=[1, 1, 1], sequence=[1, 1, 1]),)) == {
+        "batch": 3,
+        "sequence": 4,
+    }
 
 
 def test_samples_are_repeated_and_cut_to_a_shape() -> None:
     sample = {"ids": np.array([[5, 6, 7]]), "mask": np.array([[1, 1, 0]])}
     feeds = feeds_at((IDS, MASK), (sample,), {"batch": 2, "sequence": 5})
     assert feeds["ids"].tolist() == [[5, 6, 7, 5, 6]] * 2
-    assert feeds_at((IDS, MASK), (sample,), {"batch": 1, "sequence": 2})["mask"].tolist() == [[1, 1]]
+    assert feeds_at((IDS, MASK), (sample,), {"batch": 1, "sequence": 2})["mask"].tolist() == [
+        [1, 1]
+    ]

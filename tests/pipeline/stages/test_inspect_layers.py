@@ -23,9 +23,16 @@ net (bool c, float[2] x) => (float[2] z)
 """
 
 
-def test_each_node_has_its_operator_and_those_without_a_name_go_by_their_output(tmp_path: Path) -> None:
+def test_each_node_has_its_operator_and_those_without_a_name_go_by_their_output(
+    tmp_path: Path,
+) -> None:
     onnx.save_model(onnx.parser.parse_model(BRANCHES), str(tmp_path / "m.onnx"))
-    assert operators_of(tmp_path / "m.onnx") == {"y": "Relu", "choice": "If", "inner": "Neg", "b": "Abs"}
+    assert operators_of(tmp_path / "m.onnx") == {
+        "y": "Relu",
+        "choice": "If",
+        "inner": "Neg",
+        "b": "Abs",
+    }
 
 
 def test_operators_stand_beside_their_nodes() -> None:
@@ -40,6 +47,13 @@ def test_a_backend_without_evidence_proves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "engine"
     out.mkdir()
     profile = Profile.model_validate({"dims": {"N": [1, 2, 4]}})
-    engine = build(model, Recipe(backend="onnxruntime", precision=Precision.FP32), BuildOptions(profiles=(profile,)), out)
-    silent = engine.model_copy(update={"target": engine.target.model_copy(update={"backend": "tensorrt_rtx"})})
+    engine = build(
+        model,
+        Recipe(backend="onnxruntime", precision=Precision.FP32),
+        BuildOptions(profiles=(profile,)),
+        out,
+    )
+    silent = engine.model_copy(
+        update={"target": engine.target.model_copy(update={"backend": "tensorrt_rtx"})}
+    )
     assert prove(silent, {"x": np.zeros((2, 3, 8, 8), np.float32)}, model).table is None

@@ -37,14 +37,20 @@ def keep(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def sample(seen: bool) -> Tensors:
     random = np.random.default_rng(0)
-    return {name: random.standard_normal((2, 4, 3, 5)).astype(np.float32) for name in "qkv"} | {"seen": np.full((2, 1, 1, 4), seen)}
+    return {name: random.standard_normal((2, 4, 3, 5)).astype(np.float32) for name in "qkv"} | {
+        "seen": np.full((2, 1, 1, 4), seen)
+    }
 
 
 def test_it_comes_after_the_users_own_surgery(tmp_path: Path, out: Path) -> None:
     options = SimplifyConfig(surgery="test_plain_attention:keep", python_path=Path(__file__).parent)
-    result = simplify(model_of(tmp_path, written_out()), (), options, (sample(seen=True),), out, silent)
+    result = simplify(
+        model_of(tmp_path, written_out()), (), options, (sample(seen=True),), out, silent
+    )
     assert [note.level for note in result.notes] == ["info"] * 3
-    assert result.notes[0].text.startswith("surgery by 'test_plain_attention:keep' changed no operator")
+    assert result.notes[0].text.startswith(
+        "surgery by 'test_plain_attention:keep' changed no operator"
+    )
     assert result.notes[1].text.startswith("attention is written plainly (")
     assert result.notes[1].text.endswith(") and computes the same")
     assert "Reshape -2" in result.notes[1].text
@@ -59,19 +65,30 @@ def test_it_can_be_left_out(tmp_path: Path, out: Path) -> None:
 
 
 def test_a_sample_without_any_token_keeps_its_answer(tmp_path: Path, out: Path) -> None:
-    result = simplify(model_of(tmp_path, written_out()), (), ONLY, (sample(seen=False),), out, silent)
+    result = simplify(
+        model_of(tmp_path, written_out()), (), ONLY, (sample(seen=False),), out, silent
+    )
     (note,) = result.notes
-    assert "computes the same, but for its masks and what they hide: with new ones output 'y' differs by" in note.text
+    assert (
+        "computes the same, but for its masks and what they hide: with new ones output 'y' differs by"
+        in note.text
+    )
     found = operator_histogram(result.path)
-    assert (found.get("Reshape", 0), found["IsNaN"]) == (0, 1), "keys are transposed at once, and the guard stays"
+    assert (found.get("Reshape", 0), found["IsNaN"]) == (0, 1), (
+        "keys are transposed at once, and the guard stays"
+    )
 
 
 @pytest.mark.parametrize("dtype", [TensorProto.BOOL, TensorProto.INT64])
 @pytest.mark.parametrize("least", [1, 2])
-def test_generated_masks_hide_no_row_whole(tmp_path: Path, out: Path, dtype: int, least: int) -> None:
+def test_generated_masks_hide_no_row_whole(
+    tmp_path: Path, out: Path, dtype: int, least: int
+) -> None:
     profiles = (Profile.model_validate({"dims": {"t": [least, 4, 8]}}),)
     result = simplify(model_of(tmp_path, of_any_length(dtype)), profiles, ONLY, (), out, silent)
-    assert [note.text.partition(" (")[0] for note in result.notes] == ["attention is written plainly"]
+    assert [note.text.partition(" (")[0] for note in result.notes] == [
+        "attention is written plainly"
+    ]
     assert "but for" not in result.notes[0].text
     assert "IsNaN" not in operator_histogram(result.path)
 
@@ -81,7 +98,9 @@ def of_any_length(dtype: int) -> onnx.ModelProto:
     model = written_out()
     for value in (*model.graph.input, *model.graph.output):
         for dim in value.type.tensor_type.shape.dim:
-            dim.CopyFrom(onnx.TensorShapeProto.Dimension(dim_param="t") if dim.dim_value == 4 else dim)
+            dim.CopyFrom(
+                onnx.TensorShapeProto.Dimension(dim_param="t") if dim.dim_value == 4 else dim
+            )
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     constants["four"].CopyFrom(onnx.numpy_helper.from_array(np.array([2, 3, 5, -1]), "four"))
     constants["three"].CopyFrom(onnx.numpy_helper.from_array(np.array([6, -1, 5]), "three"))
@@ -94,7 +113,9 @@ def of_any_length(dtype: int) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-4), (np.float16, 8e-3)])
-def test_16_bits_within_may_round_elsewhere_whatever_comes_out(tmp_path: Path, dtype: type, tolerance: float) -> None:
+def test_16_bits_within_may_round_elsewhere_whatever_comes_out(
+    tmp_path: Path, dtype: type, tolerance: float
+) -> None:
     model = written_out(-65504, dtype=dtype)
     model.graph.node[-1].output[0] = "half"
     model.graph.node.append(helper.make_node("Cast", ["half"], ["y"], to=TensorProto.FLOAT))
@@ -102,7 +123,9 @@ def test_16_bits_within_may_round_elsewhere_whatever_comes_out(tmp_path: Path, d
     assert stage._attended_tolerance(model_of(tmp_path, model)) == tolerance
 
 
-def test_what_only_a_simplified_graph_shows_is_rewritten_after_simplification(tmp_path: Path, out: Path) -> None:
+def test_what_only_a_simplified_graph_shows_is_rewritten_after_simplification(
+    tmp_path: Path, out: Path
+) -> None:
     """TorchScript's exports know no shapes, and compute constants."""
     proto = packed("rows")
     del proto.graph.value_info[:]
@@ -116,10 +139,14 @@ def test_what_only_a_simplified_graph_shows_is_rewritten_after_simplification(tm
     for enabled, products in ((False, 3), (True, 5)):
         folder = tmp_path / str(enabled)
         folder.mkdir()
-        result = simplify(model_of(tmp_path, proto), profiles, SimplifyConfig(enabled=enabled), (), folder, silent)
+        result = simplify(
+            model_of(tmp_path, proto), profiles, SimplifyConfig(enabled=enabled), (), folder, silent
+        )
         assert operator_histogram(result.path)["MatMul"] == products
         assert [file.name for file in folder.iterdir()] == ["model.onnx"]
-    assert [note.text.partition(" (")[0] for note in result.notes][1:] == ["attention is written plainly"]
+    assert [note.text.partition(" (")[0] for note in result.notes][1:] == [
+        "attention is written plainly"
+    ]
     assert " nodes became " in result.notes[0].text
 
 
@@ -130,11 +157,16 @@ def test_a_model_that_is_plain_already_is_left_alone(tmp_path: Path, out: Path) 
     { s = MatMul(q, k)  t = Div(s, d)  p = Softmax<axis = 2>(t)  y = MatMul(p, v) }""")
     profiles = (Profile.model_validate({"dims": {"N": [1, 2, 4]}}),)
     result = simplify(model_of(tmp_path, proto), profiles, SimplifyConfig(), (), out, silent)
-    assert [(note.level, note.text.partition(" ")[2][:12]) for note in result.notes] == [("info", "nodes became")]
+    assert [(note.level, note.text.partition(" ")[2][:12]) for note in result.notes] == [
+        ("info", "nodes became")
+    ]
 
 
 def test_it_does_not_become_an_operator_of_one_library(tmp_path: Path, out: Path) -> None:
-    weights = ", ".join(f"float[8, 8] w{name} = {{{', '.join(['0.5'] * 64)}}}, float[8] b{name} = {{{', '.join(['0.1'] * 8)}}}" for name in "qkv")
+    weights = ", ".join(
+        f"float[8, 8] w{name} = {{{', '.join(['0.5'] * 64)}}}, float[8] b{name} = {{{', '.join(['0.1'] * 8)}}}"
+        for name in "qkv"
+    )
     projections = "".join(
         f"m{name} = MatMul(x, w{name})  a{name} = Add(m{name}, b{name})  r{name} = Reshape(a{name}, heads)  "
         f"{name} = Transpose<perm = {order}>(r{name})  "
@@ -146,21 +178,34 @@ def test_it_does_not_become_an_operator_of_one_library(tmp_path: Path, out: Path
         o = Transpose<perm = [0, 2, 1, 3]>(c)  y = Reshape(o, back)
     }}"""
     profiles = (Profile.model_validate({"dims": {"N": [1, 2, 4]}}),)
-    result = simplify(model_of(tmp_path, onnx.parser.parse_model(graph)), profiles, SimplifyConfig(), (), out, silent)
+    result = simplify(
+        model_of(tmp_path, onnx.parser.parse_model(graph)),
+        profiles,
+        SimplifyConfig(),
+        (),
+        out,
+        silent,
+    )
     assert [note.level for note in result.notes] == ["info"]
     assert operator_histogram(result.path)["Softmax"] == 1
 
 
-def test_an_old_model_is_written_in_a_form_that_needs_no_initializers_among_its_inputs(tmp_path: Path, out: Path) -> None:
+def test_an_old_model_is_written_in_a_form_that_needs_no_initializers_among_its_inputs(
+    tmp_path: Path, out: Path
+) -> None:
     model = written_out()
     del model.opset_import[:]
     model.opset_import.append(helper.make_opsetid("", 17))
     model.ir_version = 3
     model.metadata_props.add(key="author", value="somebody")
     for tensor in model.graph.initializer:
-        model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+        model.graph.input.append(
+            helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+        )
     result = simplify(model_of(tmp_path, model), (), ONLY, (sample(seen=True),), out, silent)
-    assert [note.text.partition(" (")[0] for note in result.notes] == ["attention is written plainly"]
+    assert [note.text.partition(" (")[0] for note in result.notes] == [
+        "attention is written plainly"
+    ]
     after = onnx.load(result.path)
     onnx.checker.check_model(after, full_check=True)
     assert [each.value for each in after.metadata_props] == ["somebody"]
@@ -180,20 +225,28 @@ def test_a_last_try_that_fails_for_now_leaves_the_simplified_model_to_be_made_ag
     monkeypatch.setattr(stage, "call_in_child", fail_at_last)
     result = simplify(model_of(tmp_path, written_out()), (), SimplifyConfig(), (), out, silent)
     assert [note.level for note in result.notes] == ["info", "info", "warning"]
-    assert result.notes[-1].text == "attention stays as it was written, and the next compile tries again: it was killed"
+    assert (
+        result.notes[-1].text
+        == "attention stays as it was written, and the next compile tries again: it was killed"
+    )
     assert result.provisional
     assert operator_histogram(result.path)["Softmax"] == 1
     assert [file.name for file in out.iterdir()] == ["model.onnx"]
 
 
 @pytest.mark.parametrize("failure", [ChildKilled, DiskFull])
-def test_what_may_pass_is_tried_again_by_the_next_compile(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, failure: Any) -> None:
+def test_what_may_pass_is_tried_again_by_the_next_compile(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, failure: Any
+) -> None:
     def fail(*arguments: object, **named: object) -> None:
         raise failure("there was no room", "make some")
 
     monkeypatch.setattr(stage, "call_in_child", fail)
     result = simplify(model_of(tmp_path, written_out()), (), ONLY, (), out, silent)
     (note,) = result.notes
-    assert note.text == "attention stays as it was written, and the next compile tries again: there was no room"
+    assert (
+        note.text
+        == "attention stays as it was written, and the next compile tries again: there was no room"
+    )
     assert (note.level, result.provisional) == ("warning", True)
     assert [file.name for file in out.iterdir()] == ["model.onnx"]

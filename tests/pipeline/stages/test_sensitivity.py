@@ -34,7 +34,11 @@ def ranked(folder: Path, plan: Path, recipe: Recipe, worst: tuple[int, ...] = ()
     for made in ("low", "rank"):
         (folder / made).mkdir()
     seen = observe(open_probe(model), samples.first(128))
-    table = table_of({name: (each.minimum, each.maximum) for name, each in seen.items()}) if recipe.precision is Precision.INT8 else None
+    table = (
+        table_of({name: (each.minimum, each.maximum) for name, each in seen.items()})
+        if recipe.precision is Precision.INT8
+        else None
+    )
     low = convert(model, recipe, table, samples.first(4), folder / "low")
     return rank_nodes(model, low, samples, worst, folder / "rank")
 
@@ -44,20 +48,32 @@ def names(ranking: NodeRanking) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", [ONNXRUNTIME, TENSORRT], ids=["onnxruntime", "tensorrt"])
-def test_every_node_in_8_bits_ranks_by_its_own_error_and_errors_gather(tmp_path: Path, recipe: Recipe) -> None:
+def test_every_node_in_8_bits_ranks_by_its_own_error_and_errors_gather(
+    tmp_path: Path, recipe: Recipe
+) -> None:
     found = ranked(tmp_path, write_broken_task(tmp_path, "stretched"), recipe)
     assert names(found)[0] == "broken"
-    assert {"broken", "first", "third"} <= set(names(found))  # for ONNX Runtime also what lies between and reads 8 bits
+    assert {"broken", "first", "third"} <= set(
+        names(found)
+    )  # for ONNX Runtime also what lies between and reads 8 bits
     by_name = {each.node: each for each in found.nodes}
     assert by_name["broken"].error > 0.5
-    assert by_name["first"].error == pytest.approx(by_name["first"].accumulated)  # nothing stands before it
+    assert by_name["first"].error == pytest.approx(
+        by_name["first"].accumulated
+    )  # nothing stands before it
     assert by_name["third"].error < 0.1 < by_name["third"].accumulated
     assert not any(each.overflows for each in found.nodes)
-    assert list((tmp_path / "rank").iterdir()) == []  # a graph with shadows is as large as the model
+    assert (
+        list((tmp_path / "rank").iterdir()) == []
+    )  # a graph with shadows is as large as the model
 
 
 def test_a_kept_node_does_not_rank_and_what_follows_it_is_no_longer_hurt(tmp_path: Path) -> None:
-    found = ranked(tmp_path, write_broken_task(tmp_path, "stretched"), ONNXRUNTIME.model_copy(update={"keep_fp32": ("broken",)}))
+    found = ranked(
+        tmp_path,
+        write_broken_task(tmp_path, "stretched"),
+        ONNXRUNTIME.model_copy(update={"keep_fp32": ("broken",)}),
+    )
     assert {"first", "third"} <= set(names(found))
     assert "broken" not in names(found)
     assert max(each.accumulated for each in found.nodes) < 0.1
@@ -70,10 +86,21 @@ def test_a_residual_block_ranks_what_computes_and_not_what_moves_bytes(tmp_path:
     model = onnx_model(tmp_path, "model.onnx")
     seen = observe(open_probe(model), [samples])
     (tmp_path / "low").mkdir()
-    low = convert(model, ONNXRUNTIME, table_of({name: (each.minimum, each.maximum) for name, each in seen.items()}), (), tmp_path / "low")
+    low = convert(
+        model,
+        ONNXRUNTIME,
+        table_of({name: (each.minimum, each.maximum) for name, each in seen.items()}),
+        (),
+        tmp_path / "low",
+    )
     opened = open_set(SelectionSet, (tmp_path / "selection.npz",), model.inputs, ())
     found = rank_nodes(model, low, opened, (), tmp_path)
-    assert sorted(names(found)) == ["add", "conv1", "conv2", "fc"]  # fc is no int8 node, and reads what is 8 bits
+    assert sorted(names(found)) == [
+        "add",
+        "conv1",
+        "conv2",
+        "fc",
+    ]  # fc is no int8 node, and reads what is 8 bits
     assert all(0 < each.error < 0.1 for each in found.nodes)
 
 
@@ -99,7 +126,12 @@ def test_a_model_with_its_own_scales_is_not_ranked_and_says_why(tmp_path: Path) 
     plan = write_broken_task(tmp_path, "stretched")
     ranked(tmp_path, plan, ONNXRUNTIME)
     quantised = onnx_model(tmp_path / "low", "model.onnx", Precision.INT8)
-    samples = open_set(SelectionSet, load_plan(plan).data.selection or (), quantised.inputs, load_plan(plan).profiles)
+    samples = open_set(
+        SelectionSet,
+        load_plan(plan).data.selection or (),
+        quantised.inputs,
+        load_plan(plan).profiles,
+    )
     found = rank_nodes(quantised, quantised, samples, (), tmp_path)
     assert found.nodes == ()
     assert "its own Q/DQ pairs" in found.failure
@@ -110,7 +142,12 @@ def test_a_model_with_its_own_scales_is_not_ranked_and_says_why(tmp_path: Path) 
 
 def test_what_overflows_ranks_first_and_plain_layers_do_not_rank(tmp_path: Path) -> None:
     found = ranked(tmp_path, overflowing_task(tmp_path), FP16)
-    assert [each.node for each in found.nodes if each.overflows] == ["up", "wide_relu", "down", "norm"]  # the norm by its squares
+    assert [each.node for each in found.nodes if each.overflows] == [
+        "up",
+        "wide_relu",
+        "down",
+        "norm",
+    ]  # the norm by its squares
     assert names(found) == ["up", "wide_relu", "down", "norm"]
     assert found.nodes[0].error == found.nodes[0].accumulated == MOST_ERROR
     assert found.samples == 128
@@ -130,18 +167,30 @@ def test_bf16_holds_what_overflows_fp16_and_ranks_by_precision(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("operator", "largest", "expected"),
-    [("MatMul", 20_000, True), ("MatMul", 3000, False), ("LayerNormalization", 3000, True), ("LayerNormalization", 100, False)],
+    [
+        ("MatMul", 20_000, True),
+        ("MatMul", 3000, False),
+        ("LayerNormalization", 3000, True),
+        ("LayerNormalization", 100, False),
+    ],
 )
-def test_a_sum_of_squares_overflows_long_before_its_values(operator: str, largest: float, expected: bool) -> None:
+def test_a_sum_of_squares_overflows_long_before_its_values(
+    operator: str, largest: float, expected: bool
+) -> None:
     assert overflows(operator, largest) is expected
 
 
 def test_all_casts_to_fp16_are_lifted_whatever_attribute_comes_first() -> None:
-    casts = [helper.make_node("Cast", ["x"], [f"y{number}"], to=TensorProto.FLOAT16) for number in range(2)]
+    casts = [
+        helper.make_node("Cast", ["x"], [f"y{number}"], to=TensorProto.FLOAT16)
+        for number in range(2)
+    ]
     casts[1].attribute.insert(0, helper.make_attribute("saturate", 1))
     graph = helper.make_graph(casts, "casts", [], [])
     lift(proto := helper.make_model(graph))
-    assert [helper.get_node_attr_value(node, "to") for node in proto.graph.node] == [TensorProto.FLOAT] * 2
+    assert [helper.get_node_attr_value(node, "to") for node in proto.graph.node] == [
+        TensorProto.FLOAT
+    ] * 2
 
 
 def test_the_error_is_relative_and_bounded() -> None:
@@ -151,7 +200,12 @@ def test_the_error_is_relative_and_bounded() -> None:
     assert relative_error(exact, exact * np.float32(1e5), HALF) == MOST_ERROR
     assert relative_error(exact, exact * np.float32(1e5), FLOAT) == pytest.approx(1e5, rel=1e-3)
     assert relative_error(exact * 0, exact, HALF) == MOST_ERROR
-    assert relative_error(np.asarray([np.inf, 1.0], np.float32), np.asarray([np.inf, 1.0], np.float32), HALF) == 0.0
+    assert (
+        relative_error(
+            np.asarray([np.inf, 1.0], np.float32), np.asarray([np.inf, 1.0], np.float32), HALF
+        )
+        == 0.0
+    )
 
 
 def test_a_mask_that_rounds_to_minus_infinity_is_no_loss() -> None:

@@ -15,7 +15,13 @@ from pipeline.core import DimRange, OnnxModel, Profile, Progress, Tensors, Value
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.onnx_graph.compare import open_reference
-from pipeline.onnx_graph.graph import external_files, onnx_model, operator_histogram, read_proto, write_proto
+from pipeline.onnx_graph.graph import (
+    external_files,
+    onnx_model,
+    operator_histogram,
+    read_proto,
+    write_proto,
+)
 from pipeline.plan.schema import SimplifyConfig
 from pipeline.stages.simplify import simplify
 
@@ -62,7 +68,9 @@ TWO_NODES = "g (float[N, 4] x) => (float[N, 4] y) { h = Relu(x)  y = Add(h, h) }
 
 def model_from(folder: Path, graph: str) -> OnnxModel:
     folder.mkdir(parents=True, exist_ok=True)
-    proto = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17, "com.example" : 1]>\n{graph}')
+    proto = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["" : 17, "com.example" : 1]>\n{graph}'
+    )
     (folder / "source.onnx").write_bytes(proto.SerializeToString())
     return onnx_model(folder, "source.onnx")
 
@@ -89,7 +97,11 @@ def assert_rolled_back(result: OnnxModel, source: OnnxModel, reason: str) -> Non
     assert "rolled back" in note.text
     assert reason in note.text
     assert result.path.read_bytes() == source.path.read_bytes()
-    assert (result.inputs, result.outputs, result.digest) == (source.inputs, source.outputs, source.digest)
+    assert (result.inputs, result.outputs, result.digest) == (
+        source.inputs,
+        source.outputs,
+        source.digest,
+    )
     assert sorted(file.name for file in result.root.iterdir()) == ["model.onnx"]
 
 
@@ -131,12 +143,18 @@ def rename_output(source: Path, target: Path, progress: Progress) -> None:
 
 def grow(source: Path, target: Path, progress: Progress) -> None:
     proto = read_proto(source)
-    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros((1_000_000, 4), np.float32), "bloat"))
+    proto.graph.initializer.append(
+        onnx.numpy_helper.from_array(np.zeros((1_000_000, 4), np.float32), "bloat")
+    )
     proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array(0), "first"))
     proto.graph.node.append(onnx.helper.make_node("Gather", ["bloat", "index"], ["row"]))
-    proto.graph.node.append(onnx.helper.make_node("Add", ["row", "before"], [proto.graph.output[0].name]))
+    proto.graph.node.append(
+        onnx.helper.make_node("Add", ["row", "before"], [proto.graph.output[0].name])
+    )
     proto.graph.node[-3].output[0] = "before"
-    proto.graph.node.insert(0, onnx.helper.make_node("ArgMax", ["x"], ["argmax"], axis=1, keepdims=0))
+    proto.graph.node.insert(
+        0, onnx.helper.make_node("ArgMax", ["x"], ["argmax"], axis=1, keepdims=0)
+    )
     proto.graph.node.insert(1, onnx.helper.make_node("Mul", ["argmax", "first"], ["index"]))
     write_proto(proto, target)
 
@@ -198,40 +216,57 @@ def hang(source: Path, target: Path, progress: Progress) -> None:
         (segfault, "SIGSEGV"),
     ],
 )
-def test_what_goes_wrong_is_rolled_back_with_its_reason(two_nodes: OnnxModel, out: Path, simplifier: object, reason: str) -> None:
+def test_what_goes_wrong_is_rolled_back_with_its_reason(
+    two_nodes: OnnxModel, out: Path, simplifier: object, reason: str
+) -> None:
     assert callable(simplifier)
     result = simplify(two_nodes, PROFILES, SimplifyConfig(), (), out, silent, simplifier)
     assert_rolled_back(result, two_nodes, reason)
     assert not result.provisional, "it would go wrong again"
 
 
-@pytest.mark.parametrize(("simplifier", "reason"), [(run_out_of_memory, "out of memory"), (be_killed, "SIGKILL")])
-def test_what_more_memory_may_mend_is_tried_again_by_the_next_compile(two_nodes: OnnxModel, tmp_path: Path, simplifier: object, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("simplifier", "reason"), [(run_out_of_memory, "out of memory"), (be_killed, "SIGKILL")]
+)
+def test_what_more_memory_may_mend_is_tried_again_by_the_next_compile(
+    two_nodes: OnnxModel, tmp_path: Path, simplifier: object, reason: str
+) -> None:
     def stage(model: OnnxModel, out: Path, progress: Progress = silent) -> OnnxModel:
         return simplify(model, PROFILES, SimplifyConfig(), (), out, progress, *simplifiers)  # type: ignore[arg-type]
 
     def run(store: Store) -> OnnxModel:
         runner = Runner(store, run=lambda function, *arguments, **rest: function(*arguments))
-        return runner.stage(replace(SIMPLIFY, function=stage), OnnxModel, two_nodes, inputs=("two nodes",))
+        return runner.stage(
+            replace(SIMPLIFY, function=stage), OnnxModel, two_nodes, inputs=("two nodes",)
+        )
 
     simplifiers = [simplifier]
     store = Store(tmp_path)
     failed = run(store)
-    assert "rolled back, the graph goes on as it was, and the next compile tries again: " in failed.notes[0].text
+    assert (
+        "rolled back, the graph goes on as it was, and the next compile tries again: "
+        in failed.notes[0].text
+    )
     assert reason in failed.notes[0].text
     simplifiers.clear()
     assert run(store) == failed, "this one goes on with what it has"
     assert run(Store(tmp_path)).notes[0].level == "info"
 
 
-def test_a_simplifier_that_hangs_is_stopped_and_rolled_back(two_nodes: OnnxModel, out: Path) -> None:
+def test_a_simplifier_that_hangs_is_stopped_and_rolled_back(
+    two_nodes: OnnxModel, out: Path
+) -> None:
     result = simplify(two_nodes, PROFILES, SimplifyConfig(timeout_s=3), (), out, silent, hang)
     assert_rolled_back(result, two_nodes, "longer than 3 s")
 
 
 def test_lost_quantizers_are_rolled_back(tmp_path: Path, out: Path) -> None:
     source = model_from(tmp_path / "in", QUANTIZED)
-    assert_rolled_back(simplify(source, PROFILES, SimplifyConfig(), (), out, silent, drop_quantizers), source, "QuantizeLinear")
+    assert_rolled_back(
+        simplify(source, PROFILES, SimplifyConfig(), (), out, silent, drop_quantizers),
+        source,
+        "QuantizeLinear",
+    )
 
 
 # --- the real simplifier ---
@@ -240,10 +275,16 @@ def test_lost_quantizers_are_rolled_back(tmp_path: Path, out: Path) -> None:
 def test_shape_arithmetic_loses_at_least_half_of_its_nodes(tmp_path: Path, out: Path) -> None:
     source = model_from(tmp_path / "in", SHAPE_ARITHMETIC)
     seen: list[str] = []
-    result = simplify(source, PROFILES, SimplifyConfig(), (), out, lambda fraction, text: seen.append(text))
+    result = simplify(
+        source, PROFILES, SimplifyConfig(), (), out, lambda fraction, text: seen.append(text)
+    )
     assert nodes(source) == 17
     assert nodes(result) <= nodes(source) // 2
-    assert (result.inputs, result.outputs, result.opset) == (source.inputs, source.outputs, source.opset)
+    assert (result.inputs, result.outputs, result.opset) == (
+        source.inputs,
+        source.outputs,
+        source.opset,
+    )
     assert [note.level for note in result.notes] == ["info"]
     assert "17 nodes became" in result.notes[0].text
     assert [file.name for file in out.iterdir()] == ["model.onnx"]
@@ -258,15 +299,23 @@ def test_quantizers_and_their_scales_stay(tmp_path: Path, out: Path) -> None:
     result = simplify(source, PROFILES, SimplifyConfig(), (), out, silent)
     assert [note.level for note in result.notes] == ["info"]  # kept, not rolled back
     before, after = operator_histogram(source.path), operator_histogram(result.path)
-    assert (after["QuantizeLinear"], after["DequantizeLinear"]) == (before["QuantizeLinear"], before["DequantizeLinear"]) == (2, 4)
+    assert (
+        (after["QuantizeLinear"], after["DequantizeLinear"])
+        == (before["QuantizeLinear"], before["DequantizeLinear"])
+        == (2, 4)
+    )
     graph = read_proto(result.path).graph
     constants = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
-    scales = sorted(float(constants[node.input[1]]) for node in graph.node if node.op_type == "DequantizeLinear")
+    scales = sorted(
+        float(constants[node.input[1]]) for node in graph.node if node.op_type == "DequantizeLinear"
+    )
     assert scales == pytest.approx([0.02, 0.02, 0.1, 0.1])
     assert {array.dtype.name for array in constants.values() if array.size == 12} == {"int8"}
 
 
-def test_constant_and_passed_through_outputs_and_unused_inputs_stay(tmp_path: Path, out: Path) -> None:
+def test_constant_and_passed_through_outputs_and_unused_inputs_stay(
+    tmp_path: Path, out: Path
+) -> None:
     graph = """g (float[N, 4] x, float[N] unused) => (float[2] c, float[N, 4] y, float[N, 4] same) <float[2] k = {1, 2}>
     { c = Mul(k, k)  y = Relu(x)  same = Identity(x) }"""
     source = model_from(tmp_path / "in", graph)
@@ -312,8 +361,12 @@ def test_a_roll_back_takes_the_external_data_along(tmp_path: Path, out: Path) ->
 def test_a_linear_layer_on_three_dims_is_not_wrapped_in_reshapes(tmp_path: Path, out: Path) -> None:
     graph = """g (float[N, M, 3] x) => (float[N, M, 2] y) <float[3, 2] w = {1, 2, 3, 4, 5, 6}, float[2] b = {1, 2}>
     { h = MatMul(x, w)  y = Add(h, b) }"""
-    profiles = (Profile(dims={"N": DimRange(min=1, opt=2, max=4), "M": DimRange(min=1, opt=3, max=5)}),)
-    result = simplify(model_from(tmp_path / "in", graph), profiles, SimplifyConfig(), (), out, silent)
+    profiles = (
+        Profile(dims={"N": DimRange(min=1, opt=2, max=4), "M": DimRange(min=1, opt=3, max=5)}),
+    )
+    result = simplify(
+        model_from(tmp_path / "in", graph), profiles, SimplifyConfig(), (), out, silent
+    )
     assert operator_histogram(result.path) == {"Add": 1, "MatMul": 1}
 
 
@@ -332,7 +385,9 @@ def test_subgraphs_that_use_the_graph_around_them_survive(tmp_path: Path, out: P
 def test_local_functions_become_plain_operators(tmp_path: Path, out: Path) -> None:
     graph = """g (float[N, 4] x) => (float[N, 4] y) { y = com.example.double(x) }
     <domain: "com.example", opset_import: ["" : 17]> double (x) => (y) { k = Constant<value_float = 2.0>()  y = Mul(x, k) }"""
-    result = simplify(model_from(tmp_path / "in", graph), PROFILES, SimplifyConfig(), (), out, silent)
+    result = simplify(
+        model_from(tmp_path / "in", graph), PROFILES, SimplifyConfig(), (), out, silent
+    )
     assert operator_histogram(result.path) == {"Mul": 1}
 
 
@@ -362,8 +417,13 @@ def drop_nan(source: Path, target: Path, progress: Progress) -> None:
 
 def test_values_that_decide_a_shape_are_drawn_inside_their_range(tmp_path: Path, out: Path) -> None:
     """Not 0 or 1, as other integers are: k = 1, baked in, must be found out."""
-    source = model_from(tmp_path / "in", "g (float[N, 12] x, int64[1] k) => (float[N, M] y, int64[N, M] i) { y, i = TopK(x, k) }")
-    valued = (PROFILES[0].model_copy(update={"values": {"k": ValueRange(min=(1,), opt=(1,), max=(8,))}}),)
+    source = model_from(
+        tmp_path / "in",
+        "g (float[N, 12] x, int64[1] k) => (float[N, M] y, int64[N, M] i) { y, i = TopK(x, k) }",
+    )
+    valued = (
+        PROFILES[0].model_copy(update={"values": {"k": ValueRange(min=(1,), opt=(1,), max=(8,))}}),
+    )
     result = simplify(source, valued, SimplifyConfig(), (), out, silent, bake_k)
     assert_rolled_back(result, source, "output 'y': expected float32[8, 8], got float32[8, 1]")
 
@@ -385,5 +445,9 @@ def test_sizes_that_the_model_itself_refuses_prove_nothing(tmp_path: Path, out: 
 
 
 def test_a_model_that_runs_on_no_input_is_rolled_back(tmp_path: Path, out: Path) -> None:
-    source = model_from(tmp_path / "in", "g (float[N, 4] x) => (float[N, 4] y) { y = com.example.Twist(x) }")
-    assert_rolled_back(simplify(source, PROFILES, SimplifyConfig(), (), out, silent, keep), source, "Twist")
+    source = model_from(
+        tmp_path / "in", "g (float[N, 4] x) => (float[N, 4] y) { y = com.example.Twist(x) }"
+    )
+    assert_rolled_back(
+        simplify(source, PROFILES, SimplifyConfig(), (), out, silent, keep), source, "Twist"
+    )

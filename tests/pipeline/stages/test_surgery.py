@@ -86,10 +86,15 @@ NOT_A_FUNCTION = 5
 # --- what comes of it ---
 
 
-def test_a_node_that_tensorrt_refuses_is_replaced_and_the_answers_stay(model: OnnxModel, out: Path) -> None:
+def test_a_node_that_tensorrt_refuses_is_replaced_and_the_answers_stay(
+    model: OnnxModel, out: Path
+) -> None:
     rtx = backends.backend("tensorrt_rtx")
     (refused,) = rtx.unsupported(model, RTX)
-    assert (refused.operator, refused.reason) == ("Det", "TensorRT has no importer for this operator")
+    assert (refused.operator, refused.reason) == (
+        "Det",
+        "TensorRT has no importer for this operator",
+    )
     result = simplify(model, PROFILES, surgery_of_the_example(), (), out, silent)
     assert rtx.unsupported(result, RTX) == ()
     assert "Det" not in operator_histogram(result.path)
@@ -99,11 +104,20 @@ def test_a_node_that_tensorrt_refuses_is_replaced_and_the_answers_stay(model: On
     assert (result.inputs, result.outputs) == (model.inputs, model.outputs)
     assert [file.name for file in out.iterdir()] == ["model.onnx"]
     feeds = {"x": np.random.default_rng(0).standard_normal((5, 2, 2)).astype(np.float32)}
-    np.testing.assert_allclose(open_reference(result.path)(feeds)["y"], 2 * np.linalg.det(feeds["x"]), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        open_reference(result.path)(feeds)["y"], 2 * np.linalg.det(feeds["x"]), rtol=1e-4, atol=1e-6
+    )
 
 
 def test_surgery_runs_where_simplification_is_off(model: OnnxModel, out: Path) -> None:
-    result = simplify(model, PROFILES, surgery_of_the_example().model_copy(update={"enabled": False}), (), out, silent)
+    result = simplify(
+        model,
+        PROFILES,
+        surgery_of_the_example().model_copy(update={"enabled": False}),
+        (),
+        out,
+        silent,
+    )
     assert operator_histogram(result.path) == {"Gather": 6, "Mul": 3, "Sub": 1}
     assert len(result.notes) == 1
     assert [file.name for file in out.iterdir()] == ["model.onnx"]
@@ -116,9 +130,15 @@ def test_a_surgery_that_changes_nothing_says_so(model: OnnxModel, out: Path) -> 
 
 def test_larger_matrices_are_refused_by_the_example(tmp_path: Path, out: Path) -> None:
     text = DETERMINANTS.replace("2, 2", "3, 3")
-    (tmp_path / "source.onnx").write_bytes(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]>\n{text}').SerializeToString())
+    (tmp_path / "source.onnx").write_bytes(
+        onnx.parser.parse_model(
+            f'<ir_version: 8, opset_import: ["" : 17]>\n{text}'
+        ).SerializeToString()
+    )
     with pytest.raises(ModelError, match=r"raised ValueError: Det .* expected 2x2"):
-        simplify(onnx_model(tmp_path, "source.onnx"), PROFILES, surgery_of_the_example(), (), out, silent)
+        simplify(
+            onnx_model(tmp_path, "source.onnx"), PROFILES, surgery_of_the_example(), (), out, silent
+        )
 
 
 @pytest.mark.parametrize(
@@ -126,14 +146,20 @@ def test_larger_matrices_are_refused_by_the_example(tmp_path: Path, out: Path) -
     [
         ("change_value", ModelError, "changed the model: output 'y' differs by"),
         ("rename_output", ModelError, r"outputs were y float32\[N\] and became renamed"),
-        ("lose_a_tensor", ModelError, "left a faulty model: node .* reads 'd', which nothing before it makes"),
+        (
+            "lose_a_tensor",
+            ModelError,
+            "left a faulty model: node .* reads 'd', which nothing before it makes",
+        ),
         ("forget_to_return", ModelError, "returned NoneType, expected an onnx.ModelProto"),
         ("raise_error", ModelError, "raised KeyError: 'no such node'"),
         ("no_such_function", PlanError, "has no attribute 'no_such_function'"),
         ("NOT_A_FUNCTION", PlanError, "is of type int, expected a function"),
     ],
 )
-def test_a_surgery_that_fails_is_refused_with_its_reason(model: OnnxModel, out: Path, function: str, error: type[Exception], words: str) -> None:
+def test_a_surgery_that_fails_is_refused_with_its_reason(
+    model: OnnxModel, out: Path, function: str, error: type[Exception], words: str
+) -> None:
     with pytest.raises(error, match=words) as caught:
         simplify(model, PROFILES, own(function), (), out, silent)
     assert isinstance(caught.value, ModelError | PlanError)

@@ -29,10 +29,22 @@ def test_an_equal_engine_passes_with_no_error(bench: Bench) -> None:
     report = bench.validate(bench.engine(SAME), bench.samples(x, labels))
     (error,) = report.outputs
     assert report.passed
-    assert (error.max_abs, error.mean_abs, error.max_rel, error.snr_db, error.nan, error.inf) == (0, 0, 0, 200, 0, 0)
+    assert (error.max_abs, error.mean_abs, error.max_rel, error.snr_db, error.nan, error.inf) == (
+        0,
+        0,
+        0,
+        200,
+        0,
+        0,
+    )
     assert error.cosine == pytest.approx(1)
     assert report.metric is not None
-    assert (report.metric.name, report.metric.reference, report.metric.candidate, report.metric.drop) == ("top1", 1, 1, 0)
+    assert (
+        report.metric.name,
+        report.metric.reference,
+        report.metric.candidate,
+        report.metric.drop,
+    ) == ("top1", 1, 1, 0)
     assert (report.role, report.samples) == ("selection", 20)
 
 
@@ -42,14 +54,18 @@ def test_errors_are_those_worked_out_by_hand_whatever_the_batch(bench: Bench, ba
     x[:, 0] = np.arange(10)  # all samples differ
     x[7, 1] = 4.0
     clipped = bench.engine((("Min", ["x", "3.0"], "logits"),))  # wrong from 3 up
-    report = bench.validate(clipped, bench.samples(x), AccuracyConfig(thresholds=LENIENT, max_drop=1), batch=batch)
+    report = bench.validate(
+        clipped, bench.samples(x), AccuracyConfig(thresholds=LENIENT, max_drop=1), batch=batch
+    )
     (error,) = report.outputs
     wrong = np.minimum(x, 3)
     assert error.max_abs == 6  # 9 became 3
     assert error.mean_abs == pytest.approx(np.abs(wrong - x).mean())
     assert error.max_rel == pytest.approx(6 / 9)
     assert error.worst_sample == 9
-    assert error.snr_db == pytest.approx(10 * np.log10(np.square(x).sum() / np.square(wrong - x).sum()))
+    assert error.snr_db == pytest.approx(
+        10 * np.log10(np.square(x).sum() / np.square(wrong - x).sum())
+    )
     cosines = (wrong * x).sum(1) / np.linalg.norm(wrong, axis=1) / np.linalg.norm(x, axis=1)
     assert error.cosine == pytest.approx(cosines.min())
     assert report.metric is not None
@@ -73,8 +89,13 @@ def test_small_batches_together_give_what_one_large_one_gives(bench: Bench, batc
         assert getattr(small, name) == pytest.approx(getattr(at_once.outputs[0], name)), name
 
 
-def test_each_broken_threshold_is_a_sentence_and_thresholds_can_differ_by_output(bench: Bench) -> None:
-    outputs = (("a", TensorProto.FLOAT, ["batch", CLASSES]), ("b", TensorProto.FLOAT, ["batch", CLASSES]))
+def test_each_broken_threshold_is_a_sentence_and_thresholds_can_differ_by_output(
+    bench: Bench,
+) -> None:
+    outputs = (
+        ("a", TensorProto.FLOAT, ["batch", CLASSES]),
+        ("b", TensorProto.FLOAT, ["batch", CLASSES]),
+    )
     reference = bench.engine((("Identity", ["x"], "a"), ("Identity", ["x"], "b")), outputs)
     candidate = bench.engine((("Add", ["x", "0.5"], "a"), ("Add", ["x", "0.5"], "b")), outputs)
     strict = Thresholds(max_abs=0.1, mean_abs=0.1, min_cosine=0.9999, min_snr_db=60)
@@ -93,18 +114,35 @@ def test_nan_and_infinity_fail_and_are_counted_and_name_the_sample(bench: Bench)
     x = np.arange(40, dtype=np.float32).reshape(10, CLASSES) - 3.5
     samples = bench.samples(x)
     options = AccuracyConfig(thresholds=LENIENT, max_drop=2)
-    square = bench.engine((("Sqrt", ["x"], "logits"),))  # NaN below 0: four values of the first sample
+    square = bench.engine(
+        (("Sqrt", ["x"], "logits"),)
+    )  # NaN below 0: four values of the first sample
     report = bench.validate(square, samples, options)
-    assert (report.outputs[0].nan, report.outputs[0].inf, report.outputs[0].worst_sample) == (4, 0, 0)
+    assert (report.outputs[0].nan, report.outputs[0].inf, report.outputs[0].worst_sample) == (
+        4,
+        0,
+        0,
+    )
     assert any("4 values are NaN on one side only" in failure for failure in report.failures)
     assert report.metric is None
-    assert any("cosine is not a number on 1 of 10 samples (first: 0)" in failure for failure in report.failures)
+    assert any(
+        "cosine is not a number on 1 of 10 samples (first: 0)" in failure
+        for failure in report.failures
+    )
 
-    blown = bench.engine((("Sub", ["x", "30.5"], "d"), ("Abs", ["d"], "e"), ("Reciprocal", ["e"], "logits")))  # infinite at 30.5
+    blown = bench.engine(
+        (("Sub", ["x", "30.5"], "d"), ("Abs", ["d"], "e"), ("Reciprocal", ["e"], "logits"))
+    )  # infinite at 30.5
     report = bench.validate(blown, samples, options)
-    assert (report.outputs[0].nan, report.outputs[0].inf, report.outputs[0].worst_sample) == (0, 1, 8)
+    assert (report.outputs[0].nan, report.outputs[0].inf, report.outputs[0].worst_sample) == (
+        0,
+        1,
+        8,
+    )
     assert not report.passed
-    assert ValidationReport.model_validate_json(report.model_dump_json()) == report  # no figure is lost on its way through JSON
+    assert (
+        ValidationReport.model_validate_json(report.model_dump_json()) == report
+    )  # no figure is lost on its way through JSON
 
 
 def test_infinities_on_which_both_agree_are_no_error(bench: Bench) -> None:
@@ -140,7 +178,11 @@ def test_outputs_of_every_kind_compare(bench: Bench) -> None:
         ]
 
     report = bench.validate(
-        bench.engine(nodes("0.0"), outputs), bench.samples(labelled()[0]), AccuracyConfig(), bench.engine(nodes("0.0"), outputs), batch=3
+        bench.engine(nodes("0.0"), outputs),
+        bench.samples(labelled()[0]),
+        AccuracyConfig(),
+        bench.engine(nodes("0.0"), outputs),
+        batch=3,
     )
     assert report.passed
     assert [error.output for error in report.outputs] == [name for name, _, _ in outputs]
@@ -152,7 +194,9 @@ def test_outputs_of_every_kind_compare(bench: Bench) -> None:
         batch=3,
     )
     errors = {error.output: error.max_abs for error in shifted.outputs}
-    assert errors == pytest.approx({"logits": 1, "flags": 1, "whole": 1, "places": 0, "total": 1, "none": 0}, abs=1e-6)
+    assert errors == pytest.approx(
+        {"logits": 1, "flags": 1, "whole": 1, "places": 0, "total": 1, "none": 0}, abs=1e-6
+    )
 
 
 def test_the_comparison_prints_nothing(bench: Bench, capfd: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +219,10 @@ def test_the_comparison_prints_nothing(bench: Bench, capfd: pytest.CaptureFixtur
         (
             (BOTH[0], ("Neg", ["x"], "renamed")),
             (TWO[0], ("renamed", TensorProto.FLOAT, ["batch", CLASSES])),
-            ("output 'b' is missing; the engine has a, renamed", "output 'renamed' is not an output of the reference, which has a, b"),
+            (
+                "output 'b' is missing; the engine has a, renamed",
+                "output 'renamed' is not an output of the reference, which has a, b",
+            ),
         ),
         (
             (BOTH[0], ("Cast", ["x"], "b")),
@@ -186,9 +233,16 @@ def test_the_comparison_prints_nothing(bench: Bench, capfd: pytest.CaptureFixtur
     ],
 )
 def test_another_interface_fails_with_a_sentence(
-    bench: Bench, nodes: Sequence[Node], outputs: Sequence[tuple[str, int, list[str | int]]], failures: tuple[str, ...]
+    bench: Bench,
+    nodes: Sequence[Node],
+    outputs: Sequence[tuple[str, int, list[str | int]]],
+    failures: tuple[str, ...],
 ) -> None:
-    report = bench.validate(bench.engine(nodes, outputs), bench.samples(labelled()[0]), reference=bench.engine(BOTH, TWO))
+    report = bench.validate(
+        bench.engine(nodes, outputs),
+        bench.samples(labelled()[0]),
+        reference=bench.engine(BOTH, TWO),
+    )
     assert report.failures == failures
     assert not report.passed
     assert report.outputs == ()
@@ -201,7 +255,9 @@ def test_another_shape_fails_and_names_the_samples(bench: Bench) -> None:
     above = bench.engine((("Sub", ["x", "16.0"], "d"), ("NonZero", ["d"], "logits")), places)
     x = np.arange(1, 41, dtype=np.float32).reshape(10, CLASSES)
     report = bench.validate(above, bench.samples(x), reference=reference, batch=3)
-    assert report.failures == ("output 'logits' has shape (2, 11) for samples 3 to 5, the reference (2, 12)",)
+    assert report.failures == (
+        "output 'logits' has shape (2, 11) for samples 3 to 5, the reference (2, 12)",
+    )
 
 
 # -- where it runs ----------------------------------------------------------------------------------------------------
@@ -212,17 +268,35 @@ def test_both_run_in_children_and_tell_how_far_they_are(bench: Bench) -> None:
     samples, engine, told = bench.samples(x, labels), bench.engine(SAME), []
     out = bench.folder / "expected"
     out.mkdir()
-    reference = call_in_child(run_reference, engine, samples, 8, (), out, name="reference", progress=lambda part, text: told.append((part, text)))
+    reference = call_in_child(
+        run_reference,
+        engine,
+        samples,
+        8,
+        (),
+        out,
+        name="reference",
+        progress=lambda part, text: told.append((part, text)),
+    )
     assert told[-1] == (1.0, "20 of 20 samples")
     assert [Path(reference.root, file).is_file() for file in reference.files] == [True, True, True]
-    report = call_in_child(validate, engine, reference, samples, AccuracyConfig(), 8, name="candidate")
+    report = call_in_child(
+        validate, engine, reference, samples, AccuracyConfig(), 8, name="candidate"
+    )
     assert report.passed
 
 
 def validate_and_list_modules(
-    engine: Engine, reference: ReferenceOutputs, samples: SampleSet, options: AccuracyConfig, batch: int, progress: Progress
+    engine: Engine,
+    reference: ReferenceOutputs,
+    samples: SampleSet,
+    options: AccuracyConfig,
+    batch: int,
+    progress: Progress,
 ) -> tuple[bool, bool]:
-    return validate(engine, reference, samples, options, batch, progress).passed, "torch" in sys.modules
+    return validate(
+        engine, reference, samples, options, batch, progress
+    ).passed, "torch" in sys.modules
 
 
 def test_no_torch_beside_the_candidate(bench: Bench) -> None:
@@ -231,7 +305,9 @@ def test_no_torch_beside_the_candidate(bench: Bench) -> None:
     out = bench.folder / "expected"
     out.mkdir()
     reference = run_reference(engine, samples, 8, (), out)
-    assert call_in_child(validate_and_list_modules, engine, reference, samples, AccuracyConfig(), 8, name="candidate") == (True, False)
+    assert call_in_child(
+        validate_and_list_modules, engine, reference, samples, AccuracyConfig(), 8, name="candidate"
+    ) == (True, False)
 
 
 def test_reference_outputs_of_another_set_or_batch_are_our_bug(bench: Bench) -> None:
@@ -248,7 +324,9 @@ def test_reference_outputs_of_another_set_or_batch_are_our_bug(bench: Bench) -> 
 
 def test_reference_digests_tell_contents_apart(bench: Bench) -> None:
     samples, digests = bench.samples(labelled()[0]), []
-    for index, engine in enumerate((bench.engine(SAME), bench.engine(SAME), bench.engine((("Neg", ["x"], "logits"),)))):
+    for index, engine in enumerate(
+        (bench.engine(SAME), bench.engine(SAME), bench.engine((("Neg", ["x"], "logits"),)))
+    ):
         out = bench.folder / f"expected{index}"
         out.mkdir()
         digests.append(run_reference(engine, samples, 8, (), out).digest)

@@ -12,7 +12,9 @@ from tests.builders.validate import BOTH, LENIENT, PROFILES, SAME, TWO, Bench, l
 
 def test_the_drop_is_a_gate_on_its_point_estimate_and_the_limit_itself_passes(bench: Bench) -> None:
     x, labels = labelled(300)
-    x[:3] = -x[:3]  # the candidate takes the absolute value: three answers turn right for it, and wrong for the reference
+    x[:3] = -x[
+        :3
+    ]  # the candidate takes the absolute value: three answers turn right for it, and wrong for the reference
     samples = bench.samples(x, labels, ValidationSet)
     absolute = bench.engine((("Abs", ["x"], "logits"),))
     exact = AccuracyConfig(max_drop=0.01, thresholds=LENIENT)
@@ -23,8 +25,15 @@ def test_the_drop_is_a_gate_on_its_point_estimate_and_the_limit_itself_passes(be
     assert passed.metric.interval.low <= passed.metric.drop <= passed.metric.interval.high
     assert passed.metric.interval.low < passed.metric.interval.high
     assert passed.notes == ()
-    failed = bench.validate(bench.engine(SAME), samples, AccuracyConfig(max_drop=0.009, thresholds=LENIENT), reference=absolute)
-    assert failed.failures == ("top1 drops by 0.0100 (1.0000 to 0.9900; 95 % -0.0028 to +0.0290), over max_drop 0.009",)
+    failed = bench.validate(
+        bench.engine(SAME),
+        samples,
+        AccuracyConfig(max_drop=0.009, thresholds=LENIENT),
+        reference=absolute,
+    )
+    assert failed.failures == (
+        "top1 drops by 0.0100 (1.0000 to 0.9900; 95 % -0.0028 to +0.0290), over max_drop 0.009",
+    )
 
 
 def test_few_samples_are_a_warning_and_one_is_an_error(bench: Bench) -> None:
@@ -41,7 +50,11 @@ def test_without_labels_auto_is_cosine_and_top1_is_refused(bench: Bench) -> None
     samples = bench.samples(labelled()[0])
     report = bench.validate(bench.engine(SAME), samples)
     assert report.metric is not None
-    assert (report.metric.name, report.metric.reference, report.metric.max_drop) == ("cosine", 1, 0.01)
+    assert (report.metric.name, report.metric.reference, report.metric.max_drop) == (
+        "cosine",
+        1,
+        0.01,
+    )
     with pytest.raises(DataError) as raised:
         bench.validate(bench.engine(SAME), samples, AccuracyConfig(metric="top5"))
     assert raised.value.message == "accuracy.metric is top5, but the set has no labels"
@@ -51,7 +64,9 @@ def test_without_labels_auto_is_cosine_and_top1_is_refused(bench: Bench) -> None
 def test_on_generated_inputs_there_are_tensor_errors_and_no_metric(bench: Bench) -> None:
     nothing = GeneratedData(generate="random", samples=8, because="a test")
     samples = open_set(SelectionSet, nothing, bench.engine(SAME).inputs, PROFILES)
-    report = bench.validate(bench.engine((("Add", ["x", "0.001"], "logits"),)), samples, AccuracyConfig(metric="top1"))
+    report = bench.validate(
+        bench.engine((("Add", ["x", "0.001"], "logits"),)), samples, AccuracyConfig(metric="top1")
+    )
     assert (report.role, report.metric, report.notes) == ("generated", None, ())
     assert report.outputs[0].max_abs == pytest.approx(0.001, rel=1e-2)
 
@@ -67,12 +82,20 @@ def test_the_metric_reads_the_output_it_is_told_to(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (AccuracyConfig(output="nope"), "accuracy.output names 'nope', which is no output; the model has logits"),
+        (
+            AccuracyConfig(output="nope"),
+            "accuracy.output names 'nope', which is no output; the model has logits",
+        ),
         (AccuracyConfig(per_output={"nope": LENIENT}), "accuracy.per_output names 'nope'"),
-        (AccuracyConfig(metric="no_such_module:f"), "accuracy.metric 'no_such_module:f' cannot be imported"),
+        (
+            AccuracyConfig(metric="no_such_module:f"),
+            "accuracy.metric 'no_such_module:f' cannot be imported",
+        ),
     ],
 )
-def test_a_plan_that_names_what_is_not_there(bench: Bench, options: AccuracyConfig, said: str) -> None:
+def test_a_plan_that_names_what_is_not_there(
+    bench: Bench, options: AccuracyConfig, said: str
+) -> None:
     x, labels = labelled()
     with pytest.raises(PlanError) as raised:
         bench.validate(bench.engine(SAME), bench.samples(x, labels), options)
@@ -112,7 +135,9 @@ number = 3
 def user_options(bench: Bench, function: str, max_drop: float = 0.3) -> AccuracyConfig:
     name = f"user_metric_{bench.folder.name.replace('-', '_')}"  # a module is imported once per process
     (bench.folder / f"{name}.py").write_text(USER_METRICS)
-    return AccuracyConfig(metric=f"{name}:{function}", python_path=bench.folder, max_drop=max_drop, thresholds=LENIENT)
+    return AccuracyConfig(
+        metric=f"{name}:{function}", python_path=bench.folder, max_drop=max_drop, thresholds=LENIENT
+    )
 
 
 def test_a_users_metric_gives_scores_per_sample_or_one_number(bench: Bench) -> None:
@@ -120,20 +145,29 @@ def test_a_users_metric_gives_scores_per_sample_or_one_number(bench: Bench) -> N
     x[:10] = -x[:10]
     samples, absolute = bench.samples(x, labels), bench.engine((("Abs", ["x"], "logits"),))
     results = [
-        bench.validate(bench.engine(SAME), samples, user_options(bench, name), absolute, batch=7).metric for name in ("per_sample", "for_the_set")
+        bench.validate(
+            bench.engine(SAME), samples, user_options(bench, name), absolute, batch=7
+        ).metric
+        for name in ("per_sample", "for_the_set")
     ]
     for result in results:
         assert result is not None
         assert (result.reference, result.candidate, result.drop) == (1, 0.75, 0.25)
         assert 0.05 < result.interval.low < 0.25 < result.interval.high < 0.45
-    no_labels = bench.validate(bench.engine(SAME), bench.samples(x), user_options(bench, "without_labels", 0), absolute)
+    no_labels = bench.validate(
+        bench.engine(SAME), bench.samples(x), user_options(bench, "without_labels", 0), absolute
+    )
     assert no_labels.metric is not None
     assert no_labels.metric.reference == 0
     assert not no_labels.passed
 
 
 @pytest.mark.parametrize(
-    ("function", "said"), [("nan", "is not a number on 40 of 40 samples"), ("nan_for_the_set", "is nan where the reference has 1.0")]
+    ("function", "said"),
+    [
+        ("nan", "is not a number on 40 of 40 samples"),
+        ("nan_for_the_set", "is nan where the reference has 1.0"),
+    ],
 )
 def test_a_users_metric_that_is_nan_fails(bench: Bench, function: str, said: str) -> None:
     x, labels = labelled(40)
@@ -152,7 +186,9 @@ def test_a_users_metric_that_is_nan_fails(bench: Bench, function: str, said: str
         ("number", PlanError, "is a int, expected a function"),
     ],
 )
-def test_a_users_metric_that_cannot_be_used_is_named(bench: Bench, function: str, error: type[Exception], said: str) -> None:
+def test_a_users_metric_that_cannot_be_used_is_named(
+    bench: Bench, function: str, error: type[Exception], said: str
+) -> None:
     x, labels = labelled()
     with pytest.raises(error) as raised:
         bench.validate(bench.engine(SAME), bench.samples(x, labels), user_options(bench, function))

@@ -42,7 +42,9 @@ class Desk:
         self.app, self.client = app, client
         self.service: Service = app.state.service
 
-    async def compile(self, name: str, headers: dict[str, str] | None = None, model: bytes = b"onnx") -> httpx.Response:
+    async def compile(
+        self, name: str, headers: dict[str, str] | None = None, model: bytes = b"onnx"
+    ) -> httpx.Response:
         return await self.client.post("/compile", files=parts(name, model), headers=headers)
 
     async def until(self, job_id: str, *states: str) -> dict[str, Any]:
@@ -64,12 +66,17 @@ class Desk:
 
 
 @asynccontextmanager
-async def opened_desk(home: Path, traces: Any = None, worker: Sequence[str] = WORKER, **settings: Any) -> AsyncIterator[Desk]:
+async def opened_desk(
+    home: Path, traces: Any = None, worker: Sequence[str] = WORKER, **settings: Any
+) -> AsyncIterator[Desk]:
     if not (home / "template").exists():
         write_out(home / "template", home / "template-store")
     app = create_app(Settings(home=home, **settings), worker, known_host, traces=traces)
     transport = httpx.ASGITransport(app)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url=URL, timeout=WITHIN_S) as client:
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url=URL, timeout=WITHIN_S) as client,
+    ):
         desk = Desk(app, client)
         await desk.service.started
         yield desk

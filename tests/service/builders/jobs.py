@@ -46,7 +46,10 @@ def write_out(out: Path, store: Path, real: Engine | None = None) -> Report:
         return model.model_copy(update={"root": folder})
 
     engine = Store(store).get(Key("build", 1, (model.digest,)), Engine, make).value
-    winners = tuple(each.model_copy(update={"engine": engine}) if each is winner else each for each in report.candidates)
+    winners = tuple(
+        each.model_copy(update={"engine": engine}) if each is winner else each
+        for each in report.candidates
+    )
     report = report.model_copy(update={"candidates": winners})
     out.mkdir(parents=True)
     deliver_engine(engine, out / "engine")
@@ -60,8 +63,17 @@ def new_job(folders: Folders, name: str, device: str = "cpu", identity: str = ""
     """A job with its upload, as the router makes it."""
     now = utc_now()
     job_id = new_id(now)
-    folders.save_plan(job_id, Plan(name=name, model=ModelConfig(path=folders.uploads(job_id) / "model.onnx")))
-    return Job(id=job_id, owner="me", identity=identity or job_id, name=name, device=device, created=now.isoformat(timespec="milliseconds"))
+    folders.save_plan(
+        job_id, Plan(name=name, model=ModelConfig(path=folders.uploads(job_id) / "model.onnx"))
+    )
+    return Job(
+        id=job_id,
+        owner="me",
+        identity=identity or job_id,
+        name=name,
+        device=device,
+        created=now.isoformat(timespec="milliseconds"),
+    )
 
 
 class Bench:
@@ -74,7 +86,9 @@ class Bench:
         job, _ = await self.runner.submit(new_job(self.folders, name, device, identity))
         return job
 
-    async def until(self, job: Job, reached: Callable[[Job], bool] = lambda job: job.is_final) -> Job:
+    async def until(
+        self, job: Job, reached: Callable[[Job], bool] = lambda job: job.is_final
+    ) -> Job:
         """Wait, as a client does, until the job is as it should be."""
         end = time.monotonic() + WITHIN_S
         while True:

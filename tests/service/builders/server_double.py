@@ -21,7 +21,13 @@ from tests.service.builders.jobs import WORKER, new_job
 
 async def main(home: Path, names: list[str]) -> None:
     store = JobStore(Database(home / "crucible.db"))
-    runner = JobRunner(Settings(home=home), store, Leases(Devices(("cpu", "gpu:0"))), WORKER, most_interruptions=1000)
+    runner = JobRunner(
+        Settings(home=home),
+        store,
+        Leases(Devices(("cpu", "gpu:0"))),
+        WORKER,
+        most_interruptions=1000,
+    )
     await runner.start()
     for number, name in enumerate(names):
         job, _ = await runner.submit(new_job(runner.folders, name, ("cpu", "gpu:0")[number % 2]))

@@ -17,4 +17,9 @@ if __name__ == "__main__":
     told = {"port": 0, **dict(each.split("=") for each in given)}
     names = str(told.pop("models", "")).split(",")
     models = {name: model for name, model in MODELS.items() if name in names or names == [""]}
-    serve(settings_from(os.environ, home=home, **told), WORKER, known_host, DoubleServing(models, UNLOADED))
+    serve(
+        settings_from(os.environ, home=home, **told),
+        WORKER,
+        known_host,
+        DoubleServing(models, UNLOADED),
+    )

@@ -69,20 +69,35 @@ def key_of(home: Path, *scopes: str, owner: str = "") -> str:
 
 
 def metadata_of(key: str = "", request_id: str = "") -> list[tuple[str, str]]:
-    return [*([("authorization", f"Bearer {key}")] if key else []), *([("x-request-id", request_id)] if request_id else [])]
+    return [
+        *([("authorization", f"Bearer {key}")] if key else []),
+        *([("x-request-id", request_id)] if request_id else []),
+    ]
 
 
 def message_of(request: Request) -> pb.ModelInferRequest:
     array = request.array
-    tensor = pb.ModelInferRequest.InferInputTensor(name="x", datatype=request.datatype, shape=array.shape if request.shape is None else request.shape)
-    message = pb.ModelInferRequest(model_name=request.model, model_version=request.version, inputs=[tensor], raw_input_contents=[array.tobytes()])
+    tensor = pb.ModelInferRequest.InferInputTensor(
+        name="x",
+        datatype=request.datatype,
+        shape=array.shape if request.shape is None else request.shape,
+    )
+    message = pb.ModelInferRequest(
+        model_name=request.model,
+        model_version=request.version,
+        inputs=[tensor],
+        raw_input_contents=[array.tobytes()],
+    )
     if request.timeout_us:
         message.parameters["timeout"].int64_param = request.timeout_us
     return message
 
 
 def method_of(channel: grpc.Channel, name: str) -> grpc.UnaryUnaryMultiCallable[object, bytes]:
-    return channel.unary_unary(f"/{SERVICE.full_name}/{name}", request_serializer=lambda message: message.SerializeToString())
+    return channel.unary_unary(
+        f"/{SERVICE.full_name}/{name}",
+        request_serializer=lambda message: message.SerializeToString(),
+    )
 
 
 def _over_grpc(server: Server, request: Request) -> Asked:
@@ -90,22 +105,40 @@ def _over_grpc(server: Server, request: Request) -> Asked:
     with grpc.insecure_channel(server.rpc, options=UNLIMITED) as channel:
         try:
             raw, call = method_of(channel, "ModelInfer").with_call(
-                message_of(request), WITHIN_S, metadata_of(request.key, request.request_id), compression=compression
+                message_of(request),
+                WITHIN_S,
+                metadata_of(request.key, request.request_id),
+                compression=compression,
             )
         except grpc.RpcError as error:
             told = dict(error.trailing_metadata())
-            return Asked(told.get("crucible-code", error.code().name), error.details(), told.get("retry-after"), told.get("x-request-id"))
+            return Asked(
+                told.get("crucible-code", error.code().name),
+                error.details(),
+                told.get("retry-after"),
+                told.get("x-request-id"),
+            )
     answer = pb.ModelInferResponse.FromString(raw)
     output, told = answer.outputs[0], dict(call.trailing_metadata())
-    y = np.frombuffer(answer.raw_output_contents[0], DATATYPES[output.datatype]).reshape(output.shape)
+    y = np.frombuffer(answer.raw_output_contents[0], DATATYPES[output.datatype]).reshape(
+        output.shape
+    )
     return Asked(request_id=told["x-request-id"], y=y)
 
 
 def _over_http(server: Server, request: Request) -> Asked:
     array = request.array
     shape = list(array.shape if request.shape is None else request.shape)
-    tensor = {"name": "x", "datatype": request.datatype, "shape": shape, "parameters": {"binary_data_size": array.nbytes}}
-    parameters = {"binary_data_output": True, **({"timeout": request.timeout_us} if request.timeout_us else {})}
+    tensor = {
+        "name": "x",
+        "datatype": request.datatype,
+        "shape": shape,
+        "parameters": {"binary_data_size": array.nbytes},
+    }
+    parameters = {
+        "binary_data_output": True,
+        **({"timeout": request.timeout_us} if request.timeout_us else {}),
+    }
     head = orjson.dumps({"inputs": [tensor], "parameters": parameters})
     body = head + array.tobytes()
     headers = {
@@ -122,4 +155,9 @@ def _over_http(server: Server, request: Request) -> Asked:
         return Asked(refusal["code"], refusal["error"], answer.headers.get("Retry-After"), known)
     length = int(answer.headers["Inference-Header-Content-Length"])
     (output,) = orjson.loads(answer.content[:length])["outputs"]
-    return Asked(request_id=known, y=np.frombuffer(answer.content[length:], DATATYPES[output["datatype"]]).reshape(output["shape"]))
+    return Asked(
+        request_id=known,
+        y=np.frombuffer(answer.content[length:], DATATYPES[output["datatype"]]).reshape(
+            output["shape"]
+        ),
+    )

@@ -56,7 +56,9 @@ class Faults:
         self.succeed()
 
     def fail(self) -> None:
-        self.say(kind="failed", code="model.invalid", message="no such model", next_step="send another")
+        self.say(
+            kind="failed", code="model.invalid", message="no such model", next_step="send another"
+        )
 
     def hang(self) -> None:
         time.sleep(600)

@@ -37,17 +37,35 @@ def submit(server: Server, folder: Path, name: str, *arguments: str) -> Result:
 
 def test_keys_are_made_and_revoked_beside_a_running_server(tmp_path: Path) -> None:
     def status(key: str) -> int:
-        return httpx.get(f"{server.url}/jobs", headers={"Authorization": f"Bearer {key}"}).status_code
+        return httpx.get(
+            f"{server.url}/jobs", headers={"Authorization": f"Bearer {key}"}
+        ).status_code
 
     home = ("--home", tmp_path)
     with serving(tmp_path, keys_required=True) as server:
-        made = crucible("keys", "create", "--name", "ci", "--scope", "compile", "--scope", "infer", "--owner", "team", *home)
+        made = crucible(
+            "keys",
+            "create",
+            "--name",
+            "ci",
+            "--scope",
+            "compile",
+            "--scope",
+            "infer",
+            "--owner",
+            "team",
+            *home,
+        )
         key = made.out.strip()
         prefix = key.split("_")[1]
-        assert made.err.splitlines() == [f"key {prefix} (compile, infer) of team; keep it, it is not shown again"]
+        assert made.err.splitlines() == [
+            f"key {prefix} (compile, infer) of team; keep it, it is not shown again"
+        ]
         assert status(key) == 200
         listed = crucible("keys", "list", "--json", *home)
-        assert [(each["prefix"], each["name"], each["revoked"]) for each in json.loads(listed.out)] == [(prefix, "ci", None)]
+        assert [
+            (each["prefix"], each["name"], each["revoked"]) for each in json.loads(listed.out)
+        ] == [(prefix, "ci", None)]
         assert prefix in crucible("keys", "list", *home).out
         assert key not in crucible("keys", "list", *home).out
         assert at(server, "jobs", "--json", key=key).summary == {"jobs": [], "next": None}
@@ -80,14 +98,27 @@ def test_a_model_is_sent_followed_and_its_report_read(tmp_path: Path) -> None:
         assert done.code == 0, done.err
         job = done.summary
         assert (job["state"], job["verdict"]) == ("succeeded", "accepted")
-        assert [line.split()[0] for line in done.err.splitlines()] == ["queued", "running", "done", "succeeded"]
+        assert [line.split()[0] for line in done.err.splitlines()] == [
+            "queued",
+            "running",
+            "done",
+            "succeeded",
+        ]
         report = f"{server.url}/reports/{job['id']}"
         assert "ACCEPTED" in done.out
         assert f"report: {report}" in done.out
 
         quiet = at(server, "wait", str(job["id"]), "--json")
-        assert (quiet.code, quiet.err, len(quiet.out.splitlines()), quiet.summary) == (0, "", 1, job)
-        by_id, by_address = at(server, "report", str(job["id"])), crucible("report", report, env={"CRUCIBLE_URL": NOBODY})
+        assert (quiet.code, quiet.err, len(quiet.out.splitlines()), quiet.summary) == (
+            0,
+            "",
+            1,
+            job,
+        )
+        by_id, by_address = (
+            at(server, "report", str(job["id"])),
+            crucible("report", report, env={"CRUCIBLE_URL": NOBODY}),
+        )
         assert by_id.out == by_address.out
         assert by_id.out.endswith(f"report: {report}\n")
         written = json.loads((tmp_path / "template" / JSON_NAME).read_text())
@@ -107,41 +138,75 @@ def test_what_fails_or_is_cancelled_ends_with_1(tmp_path: Path) -> None:
         sent = submit(server, tmp_path, "hang")
         job = str(sent.summary["id"])
         assert f"crucible wait {server.url}/jobs/{job}" in sent.out
-        assert at(server, "cancel", job).out in (f"job {job} is cancelling\n", f"job {job} is cancelled\n")
+        assert at(server, "cancel", job).out in (
+            f"job {job} is cancelling\n",
+            f"job {job} is cancelled\n",
+        )
         waited = at(server, "wait", f"{server.url}/jobs/{job}")
-        assert (waited.code, waited.summary["state"], f"job {job} was cancelled" in waited.err) == (1, "cancelled", True)
+        assert (waited.code, waited.summary["state"], f"job {job} was cancelled" in waited.err) == (
+            1,
+            "cancelled",
+            True,
+        )
         assert at(server, "cancel", job).code == 1
 
 
-def test_a_failed_job_is_tried_again_and_a_model_alone_is_sent_with_its_range(tmp_path: Path) -> None:
+def test_a_failed_job_is_tried_again_and_a_model_alone_is_sent_with_its_range(
+    tmp_path: Path,
+) -> None:
     with serving(tmp_path) as server:
         failed = ended(server, upload(tmp_path, "fail"))
         again = at(server, "retry", failed, "--wait")
-        assert (again.code, again.summary["state"], again.summary["id"] != failed) == (1, "failed", True)
+        assert (again.code, again.summary["state"], again.summary["id"] != failed) == (
+            1,
+            "failed",
+            True,
+        )
         (tmp_path / "succeed.onnx").write_bytes(b"onnx")
-        sent = at(server, "submit", tmp_path / "succeed.onnx", "--profile", "batch=1:8:64", "--profile", "length=16", "--wait")
+        sent = at(
+            server,
+            "submit",
+            tmp_path / "succeed.onnx",
+            "--profile",
+            "batch=1:8:64",
+            "--profile",
+            "length=16",
+            "--wait",
+        )
         assert (sent.code, sent.summary["name"]) == (0, "succeed"), sent.err
         plan = Folders(tmp_path).load_plan(str(sent.summary["id"]))
-        assert {name: (size.min, size.opt, size.max) for name, size in plan.profiles[0].dims.items()} == {"batch": (1, 8, 64), "length": (16, 16, 16)}
+        assert {
+            name: (size.min, size.opt, size.max) for name, size in plan.profiles[0].dims.items()
+        } == {"batch": (1, 8, 64), "length": (16, 16, 16)}
 
 
 def test_what_a_job_made_is_fetched_as_compile_leaves_it(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         job, place = ended(server, upload(tmp_path, "succeed")), tmp_path / "mine"
         done = at(server, "download", job, "--out", place)
-        assert (done.code, done.summary) == (0, {"folder": str(place), "engine": str(place / "engine")}), done.err
+        assert (done.code, done.summary) == (
+            0,
+            {"folder": str(place), "engine": str(place / "engine")},
+        ), done.err
         with Client(server.url) as client:
             client.download(job, place)  # again, over what is there
             failed = ended(server, upload(tmp_path, "fail"))
             with pytest.raises(RemoteError, match="there is no report"):
                 client.download(failed, tmp_path / "none")
-        assert {path.name for path in place.iterdir()} == {"engine", "report.html", "report.json", "report.md"}
+        assert {path.name for path in place.iterdir()} == {
+            "engine",
+            "report.html",
+            "report.json",
+            "report.md",
+        }
         assert not (tmp_path / "none").exists()
         published = Folders(tmp_path).report(job)
         found = [path for path in published.rglob("*") if path.is_file()]
         kept = ("engine.json", "sha256.json")
         files = [path.relative_to(published) for path in found if path.name not in kept]
-        assert [(place / file).read_bytes() for file in files] == [(published / file).read_bytes() for file in files]
+        assert [(place / file).read_bytes() for file in files] == [
+            (published / file).read_bytes() for file in files
+        ]
         assert load_engine(place).digest == load_engine(published).digest
         (tmp_path / "taken").touch()
         assert "is a file" in at(server, "download", job, "--out", tmp_path / "taken").err
@@ -156,18 +221,33 @@ def ended(server: Server, sent: Upload) -> str:
 
 
 def test_what_is_rejected_ends_with_2(tmp_path: Path) -> None:
-    report = write_out(tmp_path / "template", tmp_path / "template-store").model_copy(update={"verdict": "rejected", "winner": None, "ratio": None})
+    report = write_out(tmp_path / "template", tmp_path / "template-store").model_copy(
+        update={"verdict": "rejected", "winner": None, "ratio": None}
+    )
     (tmp_path / "template" / JSON_NAME).write_text(report.model_dump_json())
     shutil.rmtree(tmp_path / "template" / "engine")
     with serving(tmp_path) as server:
         done = submit(server, tmp_path, "succeed", "--wait")
         assert (done.code, done.summary["verdict"], "REJECTED" in done.out) == (2, "rejected", True)
         got = at(server, "download", str(done.summary["id"]), "--out", tmp_path / "out")
-        assert (got.code, got.summary["engine"], (tmp_path / "out" / "report.md").is_file()) == (0, None, True)
+        assert (got.code, got.summary["engine"], (tmp_path / "out" / "report.md").is_file()) == (
+            0,
+            None,
+            True,
+        )
 
 
 def test_what_a_stage_is_called_is_no_markup() -> None:
-    told = {"at": "", "stage": "[/red]", "subject": "[/b]", "state": "finished", "seconds": 1.0, "fraction": None, "text": "", "new": 1}
+    told = {
+        "at": "",
+        "stage": "[/red]",
+        "subject": "[/b]",
+        "state": "finished",
+        "seconds": 1.0,
+        "fraction": None,
+        "text": "",
+        "new": 1,
+    }
     console = Console(file=io.StringIO(), width=100)
     with console.capture() as shown:
         StageProgress(console)(stage_of(Event(1, "stage", told)))
@@ -180,7 +260,10 @@ def test_what_a_stage_is_called_is_no_markup() -> None:
         (("submit",), "expected a model"),
         (("submit", "m.onnx", "--config", "digits"), "expected a model"),
         (("submit", "absent.onnx"), "cannot read 'absent.onnx'"),
-        (("submit", "m.onnx", "--profile", "batch"), "expected --profile DIM=MIN:OPT:MAX, got 'batch'"),
+        (
+            ("submit", "m.onnx", "--profile", "batch"),
+            "expected --profile DIM=MIN:OPT:MAX, got 'batch'",
+        ),
         (("submit", "m.onnx", "--plan", "p.yaml", "--profile", "batch=1"), "both are given"),
         (("submit", "--config", "digits", "--profile", "batch=1"), "expected a model"),
         (("jobs", "--state", "lost"), "no state 'lost'"),
@@ -191,7 +274,9 @@ def test_what_a_stage_is_called_is_no_markup() -> None:
         (("keys",), "Missing command"),
     ],
 )
-def test_what_is_asked_wrongly_is_told_with_a_next_step(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_what_is_asked_wrongly_is_told_with_a_next_step(
+    arguments: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
     done = crucible(*arguments, cwd=tmp_path)
     assert (done.code, done.out) == (1, "")
     assert said in done.err
@@ -209,12 +294,19 @@ def test_a_model_is_asked_with_a_file(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", x)
     (tmp_path / "x.json").write_text(json.dumps({"inputs": {"a": x.tolist(), "b": x.tolist()}}))
     with serving_models(tmp_path) as server:
-        done = at(server, "infer", tmp_path / "x.npz", "--model", "add", "--out", tmp_path / "y.npz")
+        done = at(
+            server, "infer", tmp_path / "x.npz", "--model", "add", "--out", tmp_path / "y.npz"
+        )
         assert done.code == 0, done.err
-        assert "add version 2 on cpu: queue 1.000 ms, copy in 2.000 ms, compute 3.000 ms, copy out 4.000 ms; batch of 2" in done.out
+        assert (
+            "add version 2 on cpu: queue 1.000 ms, copy in 2.000 ms, compute 3.000 ms, copy out 4.000 ms; batch of 2"
+            in done.out
+        )
         assert sorted(np.load(tmp_path / "y.npz")) == ["difference", "sum"]
         np.testing.assert_array_equal(np.load(tmp_path / "y.npz")["sum"], 2 * x)
-        told = at(server, "infer", tmp_path / "x.json", "--model", "add", "--output", "sum", "--json")
+        told = at(
+            server, "infer", tmp_path / "x.json", "--model", "add", "--output", "sum", "--json"
+        )
         assert told.summary["outputs"] == {"sum": (2 * x).tolist()}
         for arguments, said in (
             ((tmp_path / "x.npy",), "several models are deployed: add, broken"),

@@ -24,7 +24,12 @@ def reports(home: Path, *layers: int) -> list[str]:
     """Jobs that have ended with an engine, in a home without a server."""
     database = Database(home / "crucible.db")
     try:
-        return [ended_job(Folders(home), JobStore(database), engine=linear(home / "engines", layers=each)) for each in layers]
+        return [
+            ended_job(
+                Folders(home), JobStore(database), engine=linear(home / "engines", layers=each)
+            )
+            for each in layers
+        ]
     finally:
         database.close()
 
@@ -37,12 +42,21 @@ def test_a_model_is_promoted_loaded_rolled_back_and_unloaded_by_commands(tmp_pat
     first, second = reports(tmp_path, 1, 2)
     with serving(tmp_path) as server:
         done = at(server, "promote", "m", first)
-        assert done.out == "model m: version 1 (onnxruntime fp32) is current, the model is unloaded\n", done.err
-        assert at(server, "load", "m", "--max-delay-ms", "1", "--overlap").out.endswith("is current, version 1 answers on cpu\n")
+        assert (
+            done.out == "model m: version 1 (onnxruntime fp32) is current, the model is unloaded\n"
+        ), done.err
+        assert at(server, "load", "m", "--max-delay-ms", "1", "--overlap").out.endswith(
+            "is current, version 1 answers on cpu\n"
+        )
         promoted = at(server, "promote", "m", f"{server.url}/reports/{second}", "--json").summary
         assert (promoted["current"]["version"], promoted["deployment"]["version"]) == (2, 2)
-        assert [promoted["deployment"]["options"][name] for name in ("max_delay_s", "overlap")] == [0.001, True]
-        assert [word for word in ("m", "2", "ready", "cpu") if word in at(server, "models").out.split()] == ["m", "2", "ready", "cpu"]
+        assert [promoted["deployment"]["options"][name] for name in ("max_delay_s", "overlap")] == [
+            0.001,
+            True,
+        ]
+        assert [
+            word for word in ("m", "2", "ready", "cpu") if word in at(server, "models").out.split()
+        ] == ["m", "2", "ready", "cpu"]
         assert "2 (current)" in at(server, "models", "m").out
         assert json.loads(at(server, "models", "m", "--json").out) == promoted
         assert "version 1 answers on cpu" in at(server, "rollback", "m").out
@@ -50,7 +64,10 @@ def test_a_model_is_promoted_loaded_rolled_back_and_unloaded_by_commands(tmp_pat
 
         for arguments, said in (
             (("rollback", "m"), "version 1 of 'm' was the first"),
-            (("load", "m", "--instances", "0"), "instances: Input should be greater than or equal to 1"),
+            (
+                ("load", "m", "--instances", "0"),
+                "instances: Input should be greater than or equal to 1",
+            ),
             (("promote", "m", "no job"), "neither a job's id nor an address"),
         ):
             refused = at(server, *arguments)
@@ -64,25 +81,50 @@ def test_a_model_is_measured_again_and_the_job_followed(tmp_path: Path) -> None:
         client.promote("m", job)
         done = at(server, "benchmark", "m")
         assert done.code == 0, done.err
-        assert (done.summary["state"], done.summary["measures"]) == ("succeeded", {"model": "m", "version": 1})
-        assert [line.split()[0] for line in done.err.splitlines()] == ["queued", "running", "done", "succeeded"]
-        assert [word for word in ("samples/s", "pytorch eager fp32", "ACCEPTED", "/reports/") if word not in done.out] == []
+        assert (done.summary["state"], done.summary["measures"]) == (
+            "succeeded",
+            {"model": "m", "version": 1},
+        )
+        assert [line.split()[0] for line in done.err.splitlines()] == [
+            "queued",
+            "running",
+            "done",
+            "succeeded",
+        ]
+        assert [
+            word
+            for word in ("samples/s", "pytorch eager fp32", "ACCEPTED", "/reports/")
+            if word not in done.out
+        ] == []
         assert len(at(server, "benchmark", "m", "--version", "1", "--json").out.splitlines()) == 1
         assert "benchmark of m 1" in at(server, "jobs").out
-        assert client.benchmark("m", idempotency_key="a").id == client.benchmark("m", idempotency_key="a").id
-        for arguments, said in ((("n",), "no model 'n'"), (("m", "--version", "2"), "no version 2"), (("m", "--version", "0"), "--version")):
+        assert (
+            client.benchmark("m", idempotency_key="a").id
+            == client.benchmark("m", idempotency_key="a").id
+        )
+        for arguments, said in (
+            (("n",), "no model 'n'"),
+            (("m", "--version", "2"), "no version 2"),
+            (("m", "--version", "0"), "--version"),
+        ):
             refused = at(server, "benchmark", *arguments)
             assert (refused.code, said in refused.err) == (1, True), refused.err
 
         does(tmp_path, job, "fail")
         failed = at(server, "benchmark", "m")
-        assert (failed.code, failed.summary["state"], "no such model" in failed.err) == (1, "failed", True)
+        assert (failed.code, failed.summary["state"], "no such model" in failed.err) == (
+            1,
+            "failed",
+            True,
+        )
 
 
 def does(home: Path, job: str, name: str) -> None:
     """What the double does when it is to measure what this job made."""
     folders = Folders(home)
-    folders.save_plan(job, Plan(name=name, model=ModelConfig(path=folders.uploads(job) / "model.onnx")))
+    folders.save_plan(
+        job, Plan(name=name, model=ModelConfig(path=folders.uploads(job) / "model.onnx"))
+    )
 
 
 def test_the_client_says_the_same(tmp_path: Path) -> None:
@@ -101,7 +143,9 @@ def test_the_client_says_the_same(tmp_path: Path) -> None:
         assert (caught.value.status, caught.value.code) == (409, "service.conflict")
 
 
-def test_a_server_that_is_killed_leaves_no_process_and_loads_again_what_was_deployed(tmp_path: Path) -> None:
+def test_a_server_that_is_killed_leaves_no_process_and_loads_again_what_was_deployed(
+    tmp_path: Path,
+) -> None:
     (job,) = reports(tmp_path, 1)
     with serving(tmp_path) as server, Client(server.url) as client:
         client.promote("killed", job)
@@ -112,7 +156,10 @@ def test_a_server_that_is_killed_leaves_no_process_and_loads_again_what_was_depl
         server.process.wait()
     until(lambda: processes_of("serve-killed-") == [])
     with serving(tmp_path) as server, Client(server.url) as client:  # ready only with the model
-        assert (client.model("killed").deployment.version, client.model("unloaded").deployment.version) == (1, None)
+        assert (
+            client.model("killed").deployment.version,
+            client.model("unloaded").deployment.version,
+        ) == (1, None)
         assert 'state="ready"' in httpx.get(f"{server.url}/metrics").text
         assert server.end() == 0
     assert processes_of("serve-killed-") == []

@@ -61,7 +61,11 @@ def test_npy_and_npz() -> None:
     for array in arrays():
         back = array_from_npy(b"".join(npy_from_array(array)), "x")
         assert equal(back, array.astype(np.float32) if array.dtype.name == "bfloat16" else array)
-    named = {f"t{number}": array for number, array in enumerate(arrays()) if array.dtype.name != "bfloat16"} | {"file": np.ones(2)}
+    named = {
+        f"t{number}": array
+        for number, array in enumerate(arrays())
+        if array.dtype.name != "bfloat16"
+    } | {"file": np.ones(2)}
     back = arrays_from_npz(npz_from_arrays(named), 10**6)
     assert set(back) == set(named)
     assert all(equal(back[name], array) for name, array in named.items())
@@ -84,7 +88,12 @@ def test_the_open_inference_protocol(binary: bool) -> None:
     for array in arrays():
         parts = encode_answer(answer(y=array), OipRequest({}, binary=binary))
         header = orjson.loads(parts[0])
-        assert (header["model_name"], header["model_version"], header["id"], header["parameters"]["compute_ms"]) == ("m", "3", "id7", 3.0)
+        assert (
+            header["model_name"],
+            header["model_version"],
+            header["id"],
+            header["parameters"]["compute_ms"],
+        ) == ("m", "3", "id7", 3.0)
         body = orjson.dumps({"inputs": header["outputs"]})
         found = parse_request(body + b"".join(parts[1:]), len(body) if binary else None)
         assert equal(found.inputs["y"], array)
@@ -129,7 +138,10 @@ def test_a_bomb_is_found_before_it_is_unpacked() -> None:
 
 
 def test_only_who_names_one_encoding_gets_it() -> None:
-    assert [encoding_asked(given) for given in ("gzip", "Deflate", "", "gzip, deflate", "gzip;q=0", "br", "*")] == ["gzip", "deflate", *[None] * 5]
+    assert [
+        encoding_asked(given)
+        for given in ("gzip", "Deflate", "", "gzip, deflate", "gzip;q=0", "br", "*")
+    ] == ["gzip", "deflate", *[None] * 5]
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------
@@ -152,7 +164,10 @@ def binary(size: object, **given: Any) -> dict[str, Any]:
     [
         ("[]", "a JSON object, got list"),
         ("{", "is not JSON"),
-        ('{"inputs": [{"data": [1.0, NaN]}]}', "NaN at character 27, and JSON has numbers for finite values only"),
+        (
+            '{"inputs": [{"data": [1.0, NaN]}]}',
+            "NaN at character 27, and JSON has numbers for finite values only",
+        ),
         ('{"inputs": [{"data": [-Infinity]}]}', "Infinity at character 23"),
         ('{"inputs": [], "id": "a"}', "at least one tensor"),
         ({"inputs": "x"}, "`inputs` to be a list of objects"),
@@ -194,10 +209,19 @@ def binary(size: object, **given: Any) -> dict[str, Any]:
         ({"inputs": [binary("8")]}, "`binary_data_size` says 8"),
         ({"inputs": [binary(-8, shape=[2**40])]}, "`binary_data_size` says -8"),
         ({"inputs": [binary(2**50, shape=[2**48])]}, "1125899906842624 bytes, got 0"),
-        ({"inputs": [item()], "parameters": {"timeout": "1"}}, "`timeout` to be a number of microseconds"),
-        ({"inputs": [item()], "parameters": {"binary_data_output": 1}}, "`binary_data_output` to be true or false"),
+        (
+            {"inputs": [item()], "parameters": {"timeout": "1"}},
+            "`timeout` to be a number of microseconds",
+        ),
+        (
+            {"inputs": [item()], "parameters": {"binary_data_output": 1}},
+            "`binary_data_output` to be true or false",
+        ),
         ({"inputs": [item()], "parameters": {"sequence_id": "a"}}, "no `sequence_id`"),
-        ({"inputs": [item()], "outputs": [{"name": "y", "parameters": {"classification": 3}}]}, "no `classification`"),
+        (
+            {"inputs": [item()], "outputs": [{"name": "y", "parameters": {"classification": 3}}]},
+            "no `classification`",
+        ),
         ({"inputs": [item()], "outputs": [{}]}, "`name of outputs` to be a text"),
     ],
 )
@@ -246,7 +270,9 @@ def test_what_is_not_finite_is_never_null(dtype: str, value: float) -> None:
     for encode in (encode_json, lambda found: encode_answer(found, OipRequest({}))):
         with pytest.raises(Unprocessable, match="'y' holds 1 of 2 values that are not finite"):
             encode(answer(y=array))
-    assert encode_answer(answer(y=array), OipRequest({}, binary=True))[1].tobytes() == array.tobytes()  # type: ignore[union-attr]
+    assert (
+        encode_answer(answer(y=array), OipRequest({}, binary=True))[1].tobytes() == array.tobytes()
+    )  # type: ignore[union-attr]
 
 
 def saved(array: Array) -> bytes:
@@ -271,12 +297,21 @@ def headed(header: str, data: bytes = b"") -> bytes:
         (saved(np.array([1 + 2j])), "which no wire carries"),
         (saved(np.arange(4.0))[:-1], "is 32 bytes, got 31"),
         (saved(np.arange(4.0)) + b"x", "is 32 bytes, got 33"),
-        (headed("{'descr': '<f4', 'fortran_order': False, 'shape': (1099511627776,)}"), "4398046511104 bytes, got 0"),
+        (
+            headed("{'descr': '<f4', 'fortran_order': False, 'shape': (1099511627776,)}"),
+            "4398046511104 bytes, got 0",
+        ),
         (headed("{'descr': '<f4', 'fortran_order': False, 'shape': (-1, -1)}", b"four"), "got 4"),
         (headed("{'descr': '<f4', 'fortran_order': False, 'shape': 7}"), "is not a .npy file"),
-        (headed("{'descr': [], 'fortran_order': False, 'shape': ()}"), "which no wire carries|is not a .npy file"),
+        (
+            headed("{'descr': [], 'fortran_order': False, 'shape': ()}"),
+            "which no wire carries|is not a .npy file",
+        ),
         (headed("(" * 5000), "is not a .npy file"),
-        (headed("{'descr': '<f4', 'fortran_order': False, 'shape': (0, 4611686018427387904)}"), "no tensor has the shape"),
+        (
+            headed("{'descr': '<f4', 'fortran_order': False, 'shape': (0, 4611686018427387904)}"),
+            "no tensor has the shape",
+        ),
     ],
 )
 def test_npy_that_is_not_right(body: bytes, said: str) -> None:
@@ -316,7 +351,8 @@ def test_npz_that_is_not_right() -> None:
 # -- anything at all ---------------------------------------------------------------------------------------------------
 
 JSON = some.recursive(
-    some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=3), lambda inner: some.lists(inner, max_size=4)
+    some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=3),
+    lambda inner: some.lists(inner, max_size=4),
 )
 ITEMS = some.fixed_dictionaries(
     {"name": some.sampled_from(["x", "y"])},
@@ -324,7 +360,10 @@ ITEMS = some.fixed_dictionaries(
         "shape": some.lists(some.integers(-1, 4), max_size=3) | JSON,
         "datatype": some.sampled_from(["FP32", "INT8", "BOOL", "BF16", "UINT64", "BYTES"]) | JSON,
         "data": JSON,
-        "parameters": some.fixed_dictionaries({}, optional={"binary_data_size": some.integers(-1, 20)}) | JSON,
+        "parameters": some.fixed_dictionaries(
+            {}, optional={"binary_data_size": some.integers(-1, 20)}
+        )
+        | JSON,
     },
 )
 DECODERS: list[Callable[[bytes], object]] = [
@@ -358,7 +397,15 @@ def test_any_request_is_taken_or_refused(items: list[Any], outputs: object, data
 @settings(max_examples=300, deadline=None)
 @given(some.data())
 def test_a_damaged_file_is_taken_or_refused(data: some.DataObject) -> None:
-    whole = data.draw(some.sampled_from([saved(np.arange(6.0)), zipped(x=saved(np.arange(6.0))), zipped(zipfile.ZIP_STORED, x=saved(np.arange(3)))]))
+    whole = data.draw(
+        some.sampled_from(
+            [
+                saved(np.arange(6.0)),
+                zipped(x=saved(np.arange(6.0))),
+                zipped(zipfile.ZIP_STORED, x=saved(np.arange(3))),
+            ]
+        )
+    )
     body = bytearray(whole)
     for _ in range(data.draw(some.integers(1, 4))):
         body[data.draw(some.integers(0, len(body) - 1))] = data.draw(some.integers(0, 255))

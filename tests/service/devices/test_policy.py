@@ -16,7 +16,9 @@ def lease(holder: str, use: Use, device: str = "cpu") -> Lease:
     return Lease(device, use, holder)
 
 
-def asked(*leases: Lease, devices: Devices = HERE, patience_s: float = 0.0) -> tuple[Devices, list[str]]:
+def asked(
+    *leases: Lease, devices: Devices = HERE, patience_s: float = 0.0
+) -> tuple[Devices, list[str]]:
     for each in leases:
         devices = devices.ask(each, NOW, patience_s)
     devices, given_ = devices.grant(NOW)
@@ -24,7 +26,12 @@ def asked(*leases: Lease, devices: Devices = HERE, patience_s: float = 0.0) -> t
 
 
 def test_one_build_at_a_time_on_each_device() -> None:
-    devices, given_ = asked(lease("a", "build"), lease("b", "build"), lease("c", "build", "gpu:0"), lease("d", "build", "gpu:1"))
+    devices, given_ = asked(
+        lease("a", "build"),
+        lease("b", "build"),
+        lease("c", "build", "gpu:0"),
+        lease("d", "build", "gpu:1"),
+    )
     assert given_ == ["a", "c", "d"]
     devices, given_ = asked(devices=devices.give_back("a", "cpu"))
     assert given_ == ["b"]
@@ -60,10 +67,17 @@ def test_measuring_beside_engines_that_serve_waits_and_is_then_contended() -> No
 
 
 def test_serving_waits_for_nobody_and_what_is_measured_beside_it_is_contended() -> None:
-    devices, given_ = asked(lease("a", "build"), lease("m", "measure", "gpu:0"), lease("n", "measure", "gpu:1"))
+    devices, given_ = asked(
+        lease("a", "build"), lease("m", "measure", "gpu:0"), lease("n", "measure", "gpu:1")
+    )
     assert given_ == ["a", "m", "n"]
     held = devices.serve("s", "gpu:0").serve("s", "cpu").held
-    assert {each.holder: each.contended for each in held} == {"a": False, "m": True, "n": False, "s": False}
+    assert {each.holder: each.contended for each in held} == {
+        "a": False,
+        "m": True,
+        "n": False,
+        "s": False,
+    }
     assert [each.use for each in held if each.device == "gpu:0"] == ["measure", "serve"]
 
 
@@ -77,8 +91,17 @@ def test_a_wish_is_taken_back_too_and_an_unknown_device_is_an_error() -> None:
         HERE.serve("a", "gpu:7")
 
 
-@given(some.lists(some.tuples(some.sampled_from("abcdef"), some.sampled_from(["build", "serve", "measure", "back"])), max_size=40))
-def test_whatever_comes_measuring_is_alone_and_nothing_is_lost(moves: list[tuple[str, str]]) -> None:
+@given(
+    some.lists(
+        some.tuples(
+            some.sampled_from("abcdef"), some.sampled_from(["build", "serve", "measure", "back"])
+        ),
+        max_size=40,
+    )
+)
+def test_whatever_comes_measuring_is_alone_and_nothing_is_lost(
+    moves: list[tuple[str, str]],
+) -> None:
     devices = HERE
     for number, (holder, move) in enumerate(moves):
         name = f"{holder}{number if move != 'back' else ''}"

@@ -29,7 +29,9 @@ def typed(datatype: str, values: list[float], shape: tuple[int, ...], field: str
 @pytest.mark.parametrize("datatype", CONTENTS)
 def test_typed_contents_of_every_datatype_that_has_a_field(datatype: str) -> None:
     for array in some_arrays(DATATYPES[datatype]):
-        found = request_from(request(typed(datatype, array.ravel().tolist(), array.shape)), LOCAL, None)
+        found = request_from(
+            request(typed(datatype, array.ravel().tolist(), array.shape)), LOCAL, None
+        )
         assert found.inputs["x"].dtype == array.dtype
         assert np.array_equal(found.inputs["x"], array)
 
@@ -37,12 +39,18 @@ def test_typed_contents_of_every_datatype_that_has_a_field(datatype: str) -> Non
 @pytest.mark.parametrize("datatype", CONTENTS)
 def test_a_helper_makes_raw_bytes_of_typed_contents_and_leaves_the_rest(datatype: str) -> None:
     array = next(some_arrays(DATATYPES[datatype], (3, 5)))
-    inputs = typed(datatype, array.ravel().tolist(), array.shape), Input(name="empty", datatype="FP32", shape=(0, 2))
+    inputs = (
+        typed(datatype, array.ravel().tolist(), array.shape),
+        Input(name="empty", datatype="FP32", shape=(0, 2)),
+    )
     message = request(*inputs, id="seven", model_version="3")
     message.parameters["timeout"].int64_param = 9
     _, (body,) = raw_form(message.SerializeToString())
     raw = pb.ModelInferRequest.FromString(bytes(body))
-    assert (request_from(raw, LOCAL, None).inputs["x"].tobytes(), len(raw.raw_input_contents)) == (array.tobytes(), 2)
+    assert (request_from(raw, LOCAL, None).inputs["x"].tobytes(), len(raw.raw_input_contents)) == (
+        array.tobytes(),
+        2,
+    )
     assert (raw.id, raw.model_version, raw.parameters["timeout"].int64_param) == ("seven", "3", 9)
     assert typed_bytes(bytes(body)) < 100
 
@@ -50,15 +58,36 @@ def test_a_helper_makes_raw_bytes_of_typed_contents_and_leaves_the_rest(datatype
 def test_what_is_typed_is_told_from_what_is_raw_without_parsing() -> None:
     zeros = np.zeros((100, 100), np.float32)
     long = request(typed("FP32", [0.0] * 10_000, (100, 100)), id="seven")
-    raw = request(Input(name="x", datatype="FP32", shape=(100, 100)), raw=(zeros.tobytes(),), id="seven")
-    assert typed_bytes(long.SerializeToString()) > 40_000 > 100 > typed_bytes(raw.SerializeToString()) > 0
+    raw = request(
+        Input(name="x", datatype="FP32", shape=(100, 100)), raw=(zeros.tobytes(),), id="seven"
+    )
+    assert (
+        typed_bytes(long.SerializeToString())
+        > 40_000
+        > 100
+        > typed_bytes(raw.SerializeToString())
+        > 0
+    )
     for each in (long, raw):
         rest = without_tensors(each.SerializeToString())
-        assert (rest.id, rest.model_name, len(rest.inputs), len(rest.raw_input_contents)) == ("seven", "m", 0, 0)
-    assert without_tensors(request(typed("FP32", [0.0], (1,)), id="i").SerializeToString() + b"\xff").id == ""
+        assert (rest.id, rest.model_name, len(rest.inputs), len(rest.raw_input_contents)) == (
+            "seven",
+            "m",
+            0,
+            0,
+        )
+    assert (
+        without_tensors(
+            request(typed("FP32", [0.0], (1,)), id="i").SerializeToString() + b"\xff"
+        ).id
+        == ""
+    )
 
 
-@pytest.mark.parametrize("data", [b"\xff" * 9, b"\x0b", b"\x2a\x05abc", b"\x2a", b"\x09abc", b"\x08\x01" * (MOST_FIELDS + 1)])
+@pytest.mark.parametrize(
+    "data",
+    [b"\xff" * 9, b"\x0b", b"\x2a\x05abc", b"\x2a", b"\x09abc", b"\x08\x01" * (MOST_FIELDS + 1)],
+)
 def test_what_no_client_sends_is_left_to_a_helper(data: bytes) -> None:
     """So that it cannot be a long list in disguise."""
     assert (typed_bytes(data), without_tensors(data)) == (len(data), pb.ModelInferRequest())
@@ -68,7 +97,11 @@ def test_what_no_client_sends_is_left_to_a_helper(data: bytes) -> None:
 def test_raw_bytes_of_every_datatype_also_0d_and_empty(datatype: str) -> None:
     for shape in ((3, 5), (), (0, 4)):
         array = next(some_arrays(DATATYPES[datatype], shape))
-        found = request_from(request(Input(name="x", datatype=datatype, shape=shape), raw=(array.tobytes(),)), LOCAL, None)
+        found = request_from(
+            request(Input(name="x", datatype=datatype, shape=shape), raw=(array.tobytes(),)),
+            LOCAL,
+            None,
+        )
         assert (found.inputs["x"].dtype, found.inputs["x"].shape) == (array.dtype, shape)
         assert found.inputs["x"].tobytes() == array.tobytes()
 
@@ -82,19 +115,40 @@ def test_an_empty_tensor_needs_no_contents() -> None:
     ("message", "said"),
     [
         (request(typed("FP32", [1.0], (2,))), r"shape \[2\] has 2 values, got 1"),
-        (request(typed("FP32", [1.0], (1,), "fp64_contents")), "expected its values in fp32_contents, got some in fp64_contents"),
+        (
+            request(typed("FP32", [1.0], (1,), "fp64_contents")),
+            "expected its values in fp32_contents, got some in fp64_contents",
+        ),
         (request(typed("INT8", [200], (1,))), "INT8: a value is out of its range"),
         (request(typed("UINT16", [70000], (1,))), "UINT16: a value is out of its range"),
         (request(typed("FP16", [1.0], (1,), "fp32_contents")), "`contents` has no field for FP16"),
         (request(typed("BF16", [1.0], (1,), "fp32_contents")), "`contents` has no field for BF16"),
         (request(typed("FP32", [1.0], (-1,))), "expected `shape` to be a list of sizes"),
-        (request(typed("FP32", [1.0], (2**62, 2**62))), r"no tensor has the shape \[4611686018427387904, 4611686018427387904\]"),
-        (request(Input(name="x", datatype="FP32", shape=(1,)), raw=(b"1234", b"1234")), "of all 1 inputs, got 2"),
-        (request(typed("FP32", [1.0], (1,)), raw=(b"1234",)), "in `contents` and in raw_input_contents"),
+        (
+            request(typed("FP32", [1.0], (2**62, 2**62))),
+            r"no tensor has the shape \[4611686018427387904, 4611686018427387904\]",
+        ),
+        (
+            request(Input(name="x", datatype="FP32", shape=(1,)), raw=(b"1234", b"1234")),
+            "of all 1 inputs, got 2",
+        ),
+        (
+            request(typed("FP32", [1.0], (1,)), raw=(b"1234",)),
+            "in `contents` and in raw_input_contents",
+        ),
         (request(Input(name="x", datatype="FP32", shape=(1,)), raw=(b"123",)), "is 4 bytes, got 3"),
-        (request(Input(name="x", datatype="FP32", shape=(2**20, 2**18)), raw=(b"1234",)), "is 1099511627776 bytes, got 4"),
-        (request(Input(name="x", datatype="BYTES", shape=(1,)), raw=(b"1234",)), "engines take no strings"),
-        (request(Input(name="x", datatype="", shape=(1,)), raw=(b"1234",)), "expected `datatype` to be one of"),
+        (
+            request(Input(name="x", datatype="FP32", shape=(2**20, 2**18)), raw=(b"1234",)),
+            "is 1099511627776 bytes, got 4",
+        ),
+        (
+            request(Input(name="x", datatype="BYTES", shape=(1,)), raw=(b"1234",)),
+            "engines take no strings",
+        ),
+        (
+            request(Input(name="x", datatype="", shape=(1,)), raw=(b"1234",)),
+            "expected `datatype` to be one of",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(message: pb.ModelInferRequest, said: str) -> None:
@@ -103,16 +157,27 @@ def test_what_does_not_fit_is_named(message: pb.ModelInferRequest, said: str) ->
 
 
 def test_nan_and_infinity_pass_as_typed_contents() -> None:
-    found = request_from(request(typed("FP32", [float("nan"), float("-inf")], (2,))), LOCAL, None).inputs["x"]
+    found = request_from(
+        request(typed("FP32", [float("nan"), float("-inf")], (2,))), LOCAL, None
+    ).inputs["x"]
     assert np.isnan(found[0])
     assert found[1] == -np.inf
 
 
 @pytest.mark.parametrize(
     ("deadline_s", "timeout_us", "expected"),
-    [(None, None, None), (2.0, None, 2.0), (None, 500_000, 0.5), (2.0, 500_000, 0.5), (0.1, 500_000, 0.1), (None, 0, None)],
+    [
+        (None, None, None),
+        (2.0, None, 2.0),
+        (None, 500_000, 0.5),
+        (2.0, 500_000, 0.5),
+        (0.1, 500_000, 0.1),
+        (None, 0, None),
+    ],
 )
-def test_the_sooner_of_deadline_and_timeout_counts(deadline_s: float | None, timeout_us: int | None, expected: float | None) -> None:
+def test_the_sooner_of_deadline_and_timeout_counts(
+    deadline_s: float | None, timeout_us: int | None, expected: float | None
+) -> None:
     message = request(typed("FP32", [1.0], (1,)))
     if timeout_us is not None:
         message.parameters["timeout"].int64_param = timeout_us
@@ -138,8 +203,14 @@ def test_versions_that_are_none(text: str) -> None:
 
 
 def test_answers_hold_the_bytes_in_order_and_the_times() -> None:
-    outputs = {"a": np.arange(6, dtype=np.float32).reshape(2, 3).T, "b": np.array(1.5, ml_dtypes.bfloat16), "c": np.zeros((0, 2), bool)}
-    told = message_from(InferAnswer("m", 3, "gpu:0", outputs, Timing(0.5, 0.001, 0.002, 0.003, 7), "id"))
+    outputs = {
+        "a": np.arange(6, dtype=np.float32).reshape(2, 3).T,
+        "b": np.array(1.5, ml_dtypes.bfloat16),
+        "c": np.zeros((0, 2), bool),
+    }
+    told = message_from(
+        InferAnswer("m", 3, "gpu:0", outputs, Timing(0.5, 0.001, 0.002, 0.003, 7), "id")
+    )
     assert [(output.name, output.datatype, list(output.shape)) for output in told.outputs] == [
         ("a", "FP32", [3, 2]),
         ("b", "BF16", []),
@@ -147,5 +218,8 @@ def test_answers_hold_the_bytes_in_order_and_the_times() -> None:
     ]
     assert list(told.raw_output_contents) == [array.tobytes() for array in outputs.values()]
     assert (told.model_name, told.model_version, told.id) == ("m", "3", "id")
-    assert (told.parameters["queue_ms"].double_param, told.parameters["batch_size"].int64_param) == (500.0, 7)
+    assert (
+        told.parameters["queue_ms"].double_param,
+        told.parameters["batch_size"].int64_param,
+    ) == (500.0, 7)
     assert told.parameters["device"].string_param == "gpu:0"

@@ -13,7 +13,12 @@ import numpy as np
 import psutil
 import pytest
 import trustme
-from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat, load_pem_private_key
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
 from pipeline.errors import HostError, UserError
 from service.errors import Answer, ServiceError, TooMany, Unauthorized, answer_to
@@ -42,7 +47,12 @@ def test_what_is_generated_is_that_of_the_definitions(tmp_path: Path) -> None:
     """`make protos` mends it."""
     generate.generate(tmp_path)
     made = sorted(file.name for file in tmp_path.iterdir())
-    assert made == ["descriptors.binpb", "grpc_service_pb2.pyi", "health_pb2.pyi", "model_config_pb2.pyi"]
+    assert made == [
+        "descriptors.binpb",
+        "grpc_service_pb2.pyi",
+        "health_pb2.pyi",
+        "model_config_pb2.pyi",
+    ]
     for name in made:
         assert (tmp_path / name).read_bytes() == (generate.FOLDER / name).read_bytes()
 
@@ -56,7 +66,10 @@ def test_every_refusal_has_a_status() -> None:
 
 def test_what_a_refusal_says() -> None:
     full = answer_to(TooMany("the queue is full", "try later", 3))
-    assert (details_of(full), metadata_of(full)) == ("the queue is full (try later)", (("crucible-code", "service.too_many"), ("retry-after", "3")))
+    assert (details_of(full), metadata_of(full)) == (
+        "the queue is full (try later)",
+        (("crucible-code", "service.too_many"), ("retry-after", "3")),
+    )
     assert details_of(answer_to(Unauthorized("no key"))) == "no key"
 
 
@@ -69,24 +82,41 @@ def test_the_methods_are_the_services() -> None:
 
 def test_health_is_told_without_a_key_and_watched_until_the_end(tmp_path: Path) -> None:
     def status(data: object) -> str:
-        return health_pb2.HealthCheckResponse.ServingStatus.Name(health_pb2.HealthCheckResponse.FromString(data).status)
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(
+            health_pb2.HealthCheckResponse.FromString(data).status
+        )
 
     async def story(desk: Desk) -> None:
         async with rpc_server(desk.service, None) as rpc:
             assert rpc is not None
             async with grpc.aio.insecure_channel(rpc.address) as channel:
-                check, watch = channel.unary_unary("/grpc.health.v1.Health/Check"), channel.unary_stream("/grpc.health.v1.Health/Watch")
-                ours, other = (health_pb2.HealthCheckRequest(service=name).SerializeToString() for name in (SERVICE.full_name, "other"))
+                check, watch = (
+                    channel.unary_unary("/grpc.health.v1.Health/Check"),
+                    channel.unary_stream("/grpc.health.v1.Health/Watch"),
+                )
+                ours, other = (
+                    health_pb2.HealthCheckRequest(service=name).SerializeToString()
+                    for name in (SERVICE.full_name, "other")
+                )
                 watched, unknown = watch(b""), watch(other)
                 assert [status(await check(each)) for each in (b"", ours)] == ["SERVING", "SERVING"]
-                assert [status(await each.read()) for each in (watched, unknown)] == ["SERVING", "SERVICE_UNKNOWN"]
+                assert [status(await each.read()) for each in (watched, unknown)] == [
+                    "SERVING",
+                    "SERVICE_UNKNOWN",
+                ]
                 with pytest.raises(grpc.aio.AioRpcError, match="no service 'other'") as caught:
                     await check(other)
                 assert caught.value.code() is grpc.StatusCode.NOT_FOUND
                 await desk.service.stop()
-                assert (status(await check(b"")), status(await watched.read())) == ("NOT_SERVING", "NOT_SERVING")
+                assert (status(await check(b"")), status(await watched.read())) == (
+                    "NOT_SERVING",
+                    "NOT_SERVING",
+                )
                 await rpc.stop()
-                assert (await watched.read(), await watched.code()) == (grpc.aio.EOF, grpc.StatusCode.OK)
+                assert (await watched.read(), await watched.code()) == (
+                    grpc.aio.EOF,
+                    grpc.StatusCode.OK,
+                )
                 assert await unknown.code() is grpc.StatusCode.OK
 
     at_desk(tmp_path, story, port=0, keys_required=True)
@@ -111,12 +141,19 @@ def test_our_own_fault_is_told_without_its_trace_and_the_server_lives(tmp_path: 
                     assert caught.value.code() is grpc.StatusCode.INTERNAL
                     assert "logged as request r17" in str(caught.value.details())
                     assert "ZeroDivision" not in str(caught.value)
-                with pytest.raises(grpc.aio.AioRpcError, match=r"this is no inference\.ModelInferRequest"):
+                with pytest.raises(
+                    grpc.aio.AioRpcError, match=r"this is no inference\.ModelInferRequest"
+                ):
                     await infer(b"\xff" * 100)
                 with pytest.raises(grpc.aio.AioRpcError, match="is no method of"):
                     await channel.unary_unary("/inference.GRPCInferenceService/Guess")(b"")
-                stream = channel.stream_stream(f"/{SERVICE.full_name}/ModelStreamInfer")(iter([data]))
-                assert "an error inside the service" in pb.ModelStreamInferResponse.FromString(await stream.read()).error_message
+                stream = channel.stream_stream(f"/{SERVICE.full_name}/ModelStreamInfer")(
+                    iter([data])
+                )
+                assert (
+                    "an error inside the service"
+                    in pb.ModelStreamInferResponse.FromString(await stream.read()).error_message
+                )
                 abandoned = channel.stream_stream(f"/{SERVICE.full_name}/ModelStreamInfer")()
                 await abandoned.write(data)
                 await abandoned.read()
@@ -126,23 +163,34 @@ def test_our_own_fault_is_told_without_its_trace_and_the_server_lives(tmp_path: 
                         await asyncio.sleep(0.01)
         text = desk.service.metrics.text().decode()
         assert 'crucible_grpc_requests_total{method="ModelInfer",status="INTERNAL"} 2.0' in text
-        assert 'crucible_grpc_requests_total{method="ModelInfer",status="INVALID_ARGUMENT"} 1.0' in text
+        assert (
+            'crucible_grpc_requests_total{method="ModelInfer",status="INVALID_ARGUMENT"} 1.0'
+            in text
+        )
         assert 'crucible_grpc_requests_total{method="none",status="UNIMPLEMENTED"} 1.0' in text
         assert 'crucible_grpc_requests_total{method="ModelStreamInfer",status="OK"} 1.0' in text
-        assert 'crucible_grpc_requests_total{method="ModelStreamInfer",status="CANCELLED"} 1.0' in text
+        assert (
+            'crucible_grpc_requests_total{method="ModelStreamInfer",status="CANCELLED"} 1.0' in text
+        )
         assert 'crucible_grpc_request_seconds_count{method="ModelInfer"} 3.0' in text
 
     at_desk(tmp_path, story, port=0)
 
 
-def test_long_lists_of_numbers_are_read_by_a_helper_and_nobody_waits_for_them(tmp_path: Path) -> None:
+def test_long_lists_of_numbers_are_read_by_a_helper_and_nobody_waits_for_them(
+    tmp_path: Path,
+) -> None:
     values = np.arange(20_000, dtype=np.float32)
     tensor = pb.ModelInferRequest.InferInputTensor(name="x", datatype="FP32", shape=(1, 20_000))
     tensor.contents.fp32_contents.extend(values.tolist())
     message = pb.ModelInferRequest(model_name="same_float32", inputs=[tensor], id="seven")
-    long, short = (each.SerializeToString() for each in (message, message_of(Request("same_float32", [[1.0]]))))
+    long, short = (
+        each.SerializeToString() for each in (message, message_of(Request("same_float32", [[1.0]])))
+    )
     tensor.shape[:] = [2, 20_000]
-    wrong = pb.ModelInferRequest(model_name="same_float32", inputs=[tensor], id="eight").SerializeToString()
+    wrong = pb.ModelInferRequest(
+        model_name="same_float32", inputs=[tensor], id="eight"
+    ).SerializeToString()
 
     async def story(desk: Desk) -> None:
         desk.service.serving = DoubleServing()
@@ -152,20 +200,33 @@ def test_long_lists_of_numbers_are_read_by_a_helper_and_nobody_waits_for_them(tm
                 infer = channel.unary_unary(f"/{SERVICE.full_name}/ModelInfer")
                 answer = pb.ModelInferResponse.FromString(await infer(long))
                 assert (answer.id, answer.raw_output_contents[0]) == ("seven", values.tobytes())
-                stream = channel.stream_stream(f"/{SERVICE.full_name}/ModelStreamInfer")(iter([wrong]))
+                stream = channel.stream_stream(f"/{SERVICE.full_name}/ModelStreamInfer")(
+                    iter([wrong])
+                )
                 told = pb.ModelStreamInferResponse.FromString(await stream.read())
                 assert "shape [2, 20000] has 40000 values, got 20000" in told.error_message
                 assert told.infer_response.id == "eight"
-                (helper,) = [child for child in psutil.Process().children() if "service.grpc.offload_worker" in child.cmdline()]
+                (helper,) = [
+                    child
+                    for child in psutil.Process().children()
+                    if "service.grpc.offload_worker" in child.cmdline()
+                ]
                 helper.suspend()
                 waiting = asyncio.ensure_future(infer(long).code())
                 for _ in range(3):
-                    assert pb.ModelInferResponse.FromString(await infer(short)).raw_output_contents[0] == np.float32(1).tobytes()
+                    assert (
+                        pb.ModelInferResponse.FromString(await infer(short)).raw_output_contents[0]
+                        == np.float32(1).tobytes()
+                    )
                 assert not waiting.done()
                 helper.kill()
                 assert await waiting is grpc.StatusCode.UNAVAILABLE
                 assert len(await infer(long)) > values.nbytes
-        assert not [child for child in psutil.Process().children() if "service.grpc.offload_worker" in child.cmdline()]
+        assert not [
+            child
+            for child in psutil.Process().children()
+            if "service.grpc.offload_worker" in child.cmdline()
+        ]
 
     at_desk(tmp_path, story, port=0)
 
@@ -176,7 +237,9 @@ def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
             assert rpc is not None
             port = int(rpc.address.rpartition(":")[2])
             desk.service.settings = desk.service.settings.model_copy(update={"grpc_port": port})
-            with pytest.raises(HostError, match=f"cannot listen on 127.0.0.1, port {port}, for gRPC"):
+            with pytest.raises(
+                HostError, match=f"cannot listen on 127.0.0.1, port {port}, for gRPC"
+            ):
                 RpcServer(desk.service, None)
 
     at_desk(tmp_path, story, port=0)
@@ -205,19 +268,28 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, P
 
 def test_both_ports_speak_tls(tmp_path: Path, certificate: tuple[Path, Path, Path]) -> None:
     chain, key, authority = certificate
-    line = command(tmp_path, "tests.service.builders.serving_models", tls_certificate=chain, tls_key=key)
+    line = command(
+        tmp_path, "tests.service.builders.serving_models", tls_certificate=chain, tls_key=key
+    )
     trusted = ssl.create_default_context(cafile=authority)
-    with (tmp_path / "server.log").open("w") as log, subprocess.Popen(line, stdout=subprocess.PIPE, stderr=log, text=True) as process:
+    with (
+        (tmp_path / "server.log").open("w") as log,
+        subprocess.Popen(line, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+    ):
         try:
             assert process.stdout is not None
-            url = re.fullmatch(r"Crucible listens on (https://127\.0\.0\.1:\d+)\n", process.stdout.readline())
+            url = re.fullmatch(
+                r"Crucible listens on (https://127\.0\.0\.1:\d+)\n", process.stdout.readline()
+            )
             rpc = re.fullmatch(r"gRPC listens on (\S+)\n", process.stdout.readline())
             assert url, (tmp_path / "server.log").read_text()
             assert rpc
             until(lambda: httpx.get(f"{url[1]}/readyz", verify=trusted).status_code == 200)
             credentials = grpc.ssl_channel_credentials(authority.read_bytes())
             with grpc.secure_channel(rpc[1], credentials) as channel:
-                raw = method_of(channel, "ModelInfer")(message_of(Request("same_float32", [[1.0]])), WITHIN_S)
+                raw = method_of(channel, "ModelInfer")(
+                    message_of(Request("same_float32", [[1.0]])), WITHIN_S
+                )
                 assert pb.ModelInferResponse.FromString(raw).model_name == "same_float32"
             with grpc.insecure_channel(rpc[1]) as channel, pytest.raises(grpc.RpcError) as caught:
                 method_of(channel, "ServerLive")(pb.ServerLiveRequest(), WITHIN_S)
@@ -232,13 +304,23 @@ def test_both_ports_speak_tls(tmp_path: Path, certificate: tuple[Path, Path, Pat
             process.kill()
 
 
-def test_files_that_do_not_belong_together_are_refused(tmp_path: Path, certificate: tuple[Path, Path, Path]) -> None:
+def test_files_that_do_not_belong_together_are_refused(
+    tmp_path: Path, certificate: tuple[Path, Path, Path]
+) -> None:
     chain, key, authority = certificate
     locked = tmp_path / "locked.pem"
     secret = load_pem_private_key(key.read_bytes(), None)
-    locked.write_bytes(secret.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")))
+    locked.write_bytes(
+        secret.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
+    )
     (tmp_path / "text").write_text("no PEM")
-    for first, second in ((authority, key), (tmp_path / "missing", key), (tmp_path / "text", key), (chain, chain), (chain, locked)):
+    for first, second in (
+        (authority, key),
+        (tmp_path / "missing", key),
+        (tmp_path / "text", key),
+        (chain, chain),
+        (chain, locked),
+    ):
         with pytest.raises(UserError, match="cannot serve TLS with the certificate"):
             tls_from(Settings(home=tmp_path, tls_certificate=first, tls_key=second))
     assert tls_from(Settings(home=tmp_path)) is None

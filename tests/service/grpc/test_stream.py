@@ -51,7 +51,9 @@ async def sent(*requests: bytes, open_end: bool = False) -> AsyncIterator[bytes]
 def test_they_are_begun_together_and_answered_in_order() -> None:
     async def told() -> None:
         story = Story()
-        whole = asyncio.create_task(answer_each(sent(b"a", b"b", b"c"), story.answer, story.write, story.stopping))
+        whole = asyncio.create_task(
+            answer_each(sent(b"a", b"b", b"c"), story.answer, story.write, story.stopping)
+        )
         await story.settle()
         assert story.begun == [b"a", b"b", b"c"]
         story.finish(b"b", b"c")
@@ -67,7 +69,9 @@ def test_they_are_begun_together_and_answered_in_order() -> None:
 def test_only_so_many_are_in_work() -> None:
     async def told() -> None:
         story, names = Story(), [str(number).encode() for number in range(MOST + 10)]
-        whole = asyncio.create_task(answer_each(sent(*names), story.answer, story.write, story.stopping))
+        whole = asyncio.create_task(
+            answer_each(sent(*names), story.answer, story.write, story.stopping)
+        )
         await story.settle()
         assert len(story.begun) == MOST
         story.finish(names[0])
@@ -83,7 +87,9 @@ def test_only_so_many_are_in_work() -> None:
 def test_a_client_that_goes_cancels_what_is_not_answered() -> None:
     async def told() -> None:
         story, names = Story(), [str(number).encode() for number in range(MOST + 10)]
-        whole = asyncio.create_task(answer_each(sent(*names), story.answer, story.write, story.stopping))
+        whole = asyncio.create_task(
+            answer_each(sent(*names), story.answer, story.write, story.stopping)
+        )
         await story.settle()
         whole.cancel()
         with suppress(asyncio.CancelledError):
@@ -97,7 +103,9 @@ def test_a_client_that_goes_cancels_what_is_not_answered() -> None:
 def test_a_server_that_stops_answers_what_has_come() -> None:
     async def told() -> None:
         story = Story()
-        whole = asyncio.create_task(answer_each(sent(b"a", b"b", open_end=True), story.answer, story.write, story.stopping))
+        whole = asyncio.create_task(
+            answer_each(sent(b"a", b"b", open_end=True), story.answer, story.write, story.stopping)
+        )
         await story.settle()
         story.stopping.set()
         await story.settle()

@@ -26,7 +26,12 @@ KEY = f"cru_0123456789_{'A' * 43}"
 def logged(tmp_path: Path, program: str) -> list[dict[str, Any]]:
     """What a program logs, line by line. In a process of its own: pytest has handlers in this one's root logger."""
     begin = f"import logging; from service import logs; from service.settings import Settings; logs.configure(Settings(home={str(tmp_path)!r}))\n"
-    done = subprocess.run([sys.executable, "-c", begin + textwrap.dedent(program)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", begin + textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return [json.loads(line) for line in done.stderr.splitlines()]
 
 
@@ -41,12 +46,25 @@ def ask(metrics: Metrics, path: str, route: str | None, status: int = 200) -> No
     async def nothing(*_: Any) -> Any:
         return None
 
-    asyncio.run(Observed(inside, metrics, Folders(Path("/h")))({"type": "http", "method": "GET", "path": path}, nothing, nothing))
+    asyncio.run(
+        Observed(inside, metrics, Folders(Path("/h")))(
+            {"type": "http", "method": "GET", "path": path}, nothing, nothing
+        )
+    )
 
 
 def test_each_request_is_one_line_of_json(tmp_path: Path) -> None:
-    (line,) = logged(tmp_path, 'from tests.service.http.test_access_log import *; ask(Metrics(), "/jobs/17", "/jobs/{id}")')
-    assert (line["path"], line["status"], line["bytes"], line["request"], line["key"]) == ("/jobs/17", 200, 5, "r1", "0123456789")
+    (line,) = logged(
+        tmp_path,
+        'from tests.service.http.test_access_log import *; ask(Metrics(), "/jobs/17", "/jobs/{id}")',
+    )
+    assert (line["path"], line["status"], line["bytes"], line["request"], line["key"]) == (
+        "/jobs/17",
+        200,
+        5,
+        "r1",
+        "0123456789",
+    )
     assert line["level"] == "info"
 
 
@@ -65,7 +83,13 @@ def test_a_line_that_cannot_be_written_fails_nobodys_work(tmp_path: Path) -> Non
     print("done")
     """
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, stderr=full, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(program)],
+            stdout=subprocess.PIPE,
+            stderr=full,
+            text=True,
+            check=False,
+        )
     assert done.stdout == "done\n"
 
 
@@ -106,10 +130,15 @@ def test_jobs_are_counted_when_the_figures_are_read() -> None:
 
 
 def test_stages_are_counted_by_their_known_names() -> None:
-    metrics, job = Metrics(), Job(id="1", owner="me", identity="i", name="n", device="cpu", created="2026-01-01")
+    metrics, job = (
+        Metrics(),
+        Job(id="1", owner="me", identity="i", name="n", device="cpu", created="2026-01-01"),
+    )
     for stage in ("build", "made up by a child"):
         metrics.observe_job(job, StageSeen("finished", Progress(stage=stage), 2.0))
-    metrics.observe_job(job.model_copy(update={"state": "failed"}), Died(Failure(code="c", message="m")))
+    metrics.observe_job(
+        job.model_copy(update={"state": "failed"}), Died(Failure(code="c", message="m"))
+    )
     text = metrics.text().decode()
     assert 'crucible_stage_seconds_sum{stage="build"} 2.0' in text
     assert 'crucible_stage_seconds_sum{stage="other"} 2.0' in text
@@ -117,7 +146,12 @@ def test_stages_are_counted_by_their_known_names() -> None:
 
 
 def test_the_known_stages_are_those_of_the_pipeline() -> None:
-    found = {value.name for module in (candidates, compile) for value in vars(module).values() if isinstance(value, Stage)}
+    found = {
+        value.name
+        for module in (candidates, compile)
+        for value in vars(module).values()
+        if isinstance(value, Stage)
+    }
     assert found | {"build"} == STAGES  # made for each backend
 
 
@@ -202,7 +236,9 @@ def test_memory_and_busy_share_of_each_gpu_are_told() -> None:
     metrics.collect_devices(nvml)
     text = metrics.text().decode()
     for number in range(2):
-        assert f'crucible_device_memory_used_bytes{{device="gpu:{number}"}} {1000 + number}.0' in text
+        assert (
+            f'crucible_device_memory_used_bytes{{device="gpu:{number}"}} {1000 + number}.0' in text
+        )
         assert f'crucible_device_memory_bytes{{device="gpu:{number}"}} 8000.0' in text
         assert f'crucible_device_busy_ratio{{device="gpu:{number}"}} {0.25 * number}' in text
     assert nvml.opened == 0

@@ -41,7 +41,13 @@ class Application:
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         await asyncio.to_thread(self.may_read.wait, WITHIN_S)
         if self.refuses:
-            await send({"type": "http.response.start", "status": 401, "headers": [(b"connection", b"close"), (b"content-length", b"2")]})
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": 401,
+                    "headers": [(b"connection", b"close"), (b"content-length", b"2")],
+                }
+            )
             await send({"type": "http.response.body", "body": b"no"})
             return
         found: list[bytes] = []
@@ -57,7 +63,9 @@ class Application:
             found.append(message.get("body", b""))
         self.pieces.append([len(piece) for piece in found])
         self.bodies.append(b"".join(found))
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]}
+        )
         await send({"type": "http.response.body", "body": b"ok"})
 
 
@@ -66,7 +74,15 @@ def running(**options: Any) -> Iterator[Application]:
     """An application behind the service's own connections."""
     app = Application()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        config = uvicorn.Config(app, http=connection.protocol(), ws="none", lifespan="off", log_config=None, loop="uvloop", **options)
+        config = uvicorn.Config(
+            app,
+            http=connection.protocol(),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            loop="uvloop",
+            **options,
+        )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
@@ -87,8 +103,15 @@ def application() -> Iterator[Application]:
 
 def request(path: str, body: bytes, sized: bool = True) -> bytes:
     if sized:
-        return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-    return f"POST {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n"
+        return (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n".encode()
+        + body
+        + b"\r\n0\r\n\r\n"
+    )
 
 
 def ask(line: socket.socket, sent: bytes, pause_at: int = 0) -> bytes:
@@ -113,7 +136,9 @@ def test_tensors_are_handed_on_when_they_are_whole(application: Application) -> 
 
 
 @pytest.mark.parametrize(("path", "sized"), [("/compile", True), ("/infer", False)])
-def test_other_bodies_and_those_of_unknown_length_come_in_pieces(application: Application, path: str, sized: bool) -> None:
+def test_other_bodies_and_those_of_unknown_length_come_in_pieces(
+    application: Application, path: str, sized: bool
+) -> None:
     body = b"1" * 8 * MB
     with socket.create_connection(application.address, timeout=WITHIN_S) as line:
         ask(line, request(path, body, sized))
@@ -124,14 +149,19 @@ def test_other_bodies_and_those_of_unknown_length_come_in_pieces(application: Ap
 @pytest.mark.parametrize("first", [b"", request("/infer", b"1"), request("/infer", b"1" * MB)])
 def test_before_the_application_asks_little_is_read(application: Application, first: bytes) -> None:
     application.may_read.clear()
-    with socket.create_connection(application.address, timeout=1.0) as line, pytest.raises(TimeoutError):
+    with (
+        socket.create_connection(application.address, timeout=1.0) as line,
+        pytest.raises(TimeoutError),
+    ):
         line.sendall(first + request("/infer", b"2" * 64 * MB))
 
 
 def test_what_follows_tensors_is_the_next_request(application: Application) -> None:
     bodies = [b"1" * MB, b"2", b"3" * 2 * MB, b"4" * 100_000]
     with socket.create_connection(application.address, timeout=WITHIN_S) as line:
-        threading.Thread(target=line.sendall, args=[b"".join(request("/infer", body) for body in bodies)]).start()
+        threading.Thread(
+            target=line.sendall, args=[b"".join(request("/infer", body) for body in bodies)]
+        ).start()
         answer = b""
         while answer.count(b"ok") < len(bodies):
             answer += line.recv(65536)
@@ -160,7 +190,9 @@ def test_tensors_survive_that_waiting_for_them_is_cancelled(application: Applica
 
 def test_tensors_that_are_refused_leave_nothing_behind(application: Application) -> None:
     def living() -> int:
-        return sum(type(each) is connection.Http for each in gc.get_objects())  # isinstance would ask objects of other libraries, which may warn
+        return sum(
+            type(each) is connection.Http for each in gc.get_objects()
+        )  # isinstance would ask objects of other libraries, which may warn
 
     application.refuses = True
     gc.collect()
@@ -168,7 +200,10 @@ def test_tensors_that_are_refused_leave_nothing_behind(application: Application)
     gc.disable()
     try:
         for _ in range(20):
-            with socket.create_connection(application.address, timeout=WITHIN_S) as line, contextlib.suppress(ConnectionError):
+            with (
+                socket.create_connection(application.address, timeout=WITHIN_S) as line,
+                contextlib.suppress(ConnectionError),
+            ):
                 line.sendall(request("/infer", b"1" * MB))
                 while line.recv(65536):
                     pass
@@ -183,7 +218,11 @@ def test_tensors_that_are_refused_leave_nothing_behind(application: Application)
 def test_a_body_behind_an_upgrade_is_refused_and_is_no_request(application: Application) -> None:
     asked = request("/infer", request("/infer", b"smuggled"))
     with socket.create_connection(application.address, timeout=WITHIN_S) as line:
-        line.sendall(asked.replace(b"Host: x", b"Host: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c"))
+        line.sendall(
+            asked.replace(
+                b"Host: x", b"Host: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c"
+            )
+        )
         answer = b""
         while more := line.recv(65536):
             answer += more

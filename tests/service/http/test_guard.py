@@ -38,8 +38,18 @@ class Inside:
 class Exchange:
     """One request as a server would hand it in; counts what is read of it."""
 
-    def __init__(self, guard: Guard, method: str = "GET", path: str = "/jobs", chunks: tuple[bytes, ...] = (b"",), **headers: str) -> None:
-        named = {"host": "localhost:8000", **{name.replace("_", "-"): value for name, value in headers.items()}}
+    def __init__(
+        self,
+        guard: Guard,
+        method: str = "GET",
+        path: str = "/jobs",
+        chunks: tuple[bytes, ...] = (b"",),
+        **headers: str,
+    ) -> None:
+        named = {
+            "host": "localhost:8000",
+            **{name.replace("_", "-"): value for name, value in headers.items()},
+        }
         scope = {
             "type": "http",
             "method": method,
@@ -107,10 +117,21 @@ def test_a_key_makes_the_caller(inside: Inside, keys: Keys) -> None:
         inside.callers[0].require("admin")
 
 
-@pytest.mark.parametrize("given", ["", "Bearer", "Bearer cru_0000000000_" + "A" * 43, "Basic dTpw", "Bearer é"])
-def test_without_a_good_key_nothing_of_the_body_is_read(inside: Inside, keys: Keys, given: str) -> None:
+@pytest.mark.parametrize(
+    "given", ["", "Bearer", "Bearer cru_0000000000_" + "A" * 43, "Basic dTpw", "Bearer é"]
+)
+def test_without_a_good_key_nothing_of_the_body_is_read(
+    inside: Inside, keys: Keys, given: str
+) -> None:
     guard = open_guard(inside, keys, keys_required=True)
-    done = Exchange(guard, "POST", "/compile", (b"x" * 1000,), content_length="1000", **({"authorization": given} if given else {}))
+    done = Exchange(
+        guard,
+        "POST",
+        "/compile",
+        (b"x" * 1000,),
+        content_length="1000",
+        **({"authorization": given} if given else {}),
+    )
     assert (done.status, done.read, inside.bodies) == (401, 0, [])
     assert done.headers["www-authenticate"] == "Bearer"
     assert done.headers["connection"] == "close"
@@ -140,20 +161,29 @@ def test_a_refused_request_has_its_id_in_the_log_too(
         assert done.state["request_id"] == done.headers["x-request-id"]
 
 
-@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready"])
+@pytest.mark.parametrize(
+    "path", ["/healthz", "/readyz", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready"]
+)
 def test_what_holds_no_secret_needs_no_key(inside: Inside, keys: Keys, path: str) -> None:
     assert Exchange(open_guard(inside, keys, keys_required=True), path=path).status == 200
     assert inside.callers[0].scopes == ()
 
 
-@pytest.mark.parametrize("host", ["evil.example", "", "localhost.evil.example", "127.0.0.1.nip.io:8000"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "", "localhost.evil.example", "127.0.0.1.nip.io:8000"]
+)
 def test_another_name_is_not_answered_to(inside: Inside, keys: Keys, host: str) -> None:
     done = Exchange(open_guard(inside, keys), host=host)
     assert (done.status, inside.callers) == (421, [])
 
 
 def test_a_name_of_the_list_is_answered_to(inside: Inside, keys: Keys) -> None:
-    assert Exchange(open_guard(inside, keys, allowed_hosts=("models.example",)), host="Models.example:443").status == 200
+    assert (
+        Exchange(
+            open_guard(inside, keys, allowed_hosts=("models.example",)), host="Models.example:443"
+        ).status
+        == 200
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,19 +198,31 @@ def test_a_name_of_the_list_is_answered_to(inside: Inside, keys: Keys) -> None:
         ({"sec_fetch_site": "same-origin"}, 200),
     ],
 )
-def test_a_page_from_elsewhere_changes_nothing_also_on_loopback(inside: Inside, keys: Keys, headers: dict[str, str], status: int) -> None:
+def test_a_page_from_elsewhere_changes_nothing_also_on_loopback(
+    inside: Inside, keys: Keys, headers: dict[str, str], status: int
+) -> None:
     assert Exchange(open_guard(inside, keys), "POST", "/compile", **headers).status == status
     assert Exchange(open_guard(inside, keys), "GET", "/jobs", **headers).status == 200
 
 
 @pytest.mark.parametrize("length", ["11", "99999999999999", "-1", "ten", "²", "0" * 5000 + "3"])
-def test_a_body_that_says_it_is_too_long_is_not_read(inside: Inside, keys: Keys, length: str) -> None:
-    done = Exchange(open_guard(inside, keys, max_body_bytes=10), "POST", "/jobs", (b"x" * 11,), content_length=length)
+def test_a_body_that_says_it_is_too_long_is_not_read(
+    inside: Inside, keys: Keys, length: str
+) -> None:
+    done = Exchange(
+        open_guard(inside, keys, max_body_bytes=10),
+        "POST",
+        "/jobs",
+        (b"x" * 11,),
+        content_length=length,
+    )
     assert (done.status, done.read) == (413, 0)
 
 
 def test_a_body_that_turns_out_too_long_is_cut(inside: Inside, keys: Keys) -> None:
-    done = Exchange(open_guard(inside, keys, max_body_bytes=10), "POST", "/jobs", (b"x" * 6, b"x" * 6, b"x" * 6))
+    done = Exchange(
+        open_guard(inside, keys, max_body_bytes=10), "POST", "/jobs", (b"x" * 6, b"x" * 6, b"x" * 6)
+    )
     assert (done.status, done.read) == (413, 2)
     assert "more than 10 bytes" in done.error
     assert len(done.sent) == 2  # the application's own answer is not sent as well
@@ -211,7 +253,9 @@ def test_uploads_have_a_limit_of_their_own(inside: Inside, keys: Keys) -> None:
     assert Exchange(guard, "POST", "/compile", (b"x" * 101,)).status == 413
 
 
-@pytest.mark.parametrize("path", ["/infer", "/models/m/infer", "/v2/models/m/infer", "/v2/models/m/versions/1/infer"])
+@pytest.mark.parametrize(
+    "path", ["/infer", "/models/m/infer", "/v2/models/m/infer", "/v2/models/m/versions/1/infer"]
+)
 def test_tensors_have_a_limit_of_their_own(inside: Inside, keys: Keys, path: str) -> None:
     guard = open_guard(inside, keys, max_body_bytes=10, max_infer_bytes=100)
     assert Exchange(guard, "POST", path, (b"x" * 50,), content_length="50").status == 200

@@ -29,9 +29,22 @@ from tests.service.builders.serving import serving_models
 from tests.service.integration.test_server import Server, send, serving, state_of, until
 
 EACH = 15  # requests per operation and mode
-CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_headers_conformance, response_schema_conformance]
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
 MODELS = ("add", "photos", "same_float32")  # of the double
-LIMITS = settings(max_examples=EACH, deadline=None, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+LIMITS = settings(
+    max_examples=EACH,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
 
 
 def document(server: Server) -> Any:
@@ -43,7 +56,11 @@ def ask(operation: Any, mode: GenerationMode, jobs: list[str]) -> int:
     sent = 0
 
     @LIMITS
-    @given(case=operation.as_strategy(generation_mode=mode), job=some.sampled_from([None, *jobs]), model=some.sampled_from([None, *MODELS]))
+    @given(
+        case=operation.as_strategy(generation_mode=mode),
+        job=some.sampled_from([None, *jobs]),
+        model=some.sampled_from([None, *MODELS]),
+    )
     def asked(case: Any, job: str | None, model: str | None) -> None:
         nonlocal sent
         for name, real in (("job_id", job), ("name", model)):
@@ -73,9 +90,13 @@ def test_no_request_makes_the_server_break_its_word(tmp_path: Path) -> None:
         for operation in operations:
             assert ask(operation, GenerationMode.POSITIVE, jobs) > 0
             ask(operation, GenerationMode.NEGATIVE, jobs)
-        assert {"/compile", "/jobs/{job_id}/events", "/reports/{job_id}", "/infer", "/v2/models/{name}/infer"} <= {
-            operation.path for operation in operations
-        }
+        assert {
+            "/compile",
+            "/jobs/{job_id}/events",
+            "/reports/{job_id}",
+            "/infer",
+            "/v2/models/{name}/infer",
+        } <= {operation.path for operation in operations}
         assert httpx.get(f"{server.url}/readyz").status_code == 200
         assert server.end() == 0
     assert faults(server.log()) == []
@@ -91,6 +112,9 @@ def test_a_fault_inside_is_still_found_so(tmp_path: Path) -> None:
         case = document(server)["/jobs/{job_id}"]["GET"].Case(path_parameters={"job_id": job})
         with pytest.raises(FailureGroup, match="Server error"):
             case.call_and_validate(checks=CHECKS)
-        assert httpx.get(f"{server.url}/jobs").json() == {"jobs": [], "next": None}  # the others are served
+        assert httpx.get(f"{server.url}/jobs").json() == {
+            "jobs": [],
+            "next": None,
+        }  # the others are served
         assert send(server, "succeed")
     assert faults(server.log())

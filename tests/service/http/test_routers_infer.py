@@ -26,12 +26,17 @@ X = np.arange(8, dtype=np.float32).reshape(2, 4)
 Story = Callable[[Desk, DoubleServing], Awaitable[None]]
 
 
-def at_models(home: Path, story: Story, models: tuple[str, ...] = tuple(MODELS), **settings: Any) -> None:
+def at_models(
+    home: Path, story: Story, models: tuple[str, ...] = tuple(MODELS), **settings: Any
+) -> None:
     async def told() -> None:
         serving = DoubleServing({name: MODELS[name] for name in models})
         app = create_app(Settings(home=home, **settings), WORKER, known_host, serving)
         transport = httpx.ASGITransport(app)
-        async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url=URL, timeout=WITHIN_S) as client:
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url=URL, timeout=WITHIN_S) as client,
+        ):
             desk = Desk(app, client)
             await desk.service.started
             await story(desk, serving)
@@ -64,8 +69,13 @@ def png(width: int, height: int, colour: tuple[int, int, int], form: str = "PNG"
     return stream.getvalue()
 
 
-async def send(desk: Desk, model: str, body: bytes, kind: str | None = RAW, query: str = "", **headers: str) -> httpx.Response:
-    given = {**({"Content-Type": kind} if kind else {}), **{name.replace("_", "-"): value for name, value in headers.items()}}
+async def send(
+    desk: Desk, model: str, body: bytes, kind: str | None = RAW, query: str = "", **headers: str
+) -> httpx.Response:
+    given = {
+        **({"Content-Type": kind} if kind else {}),
+        **{name.replace("_", "-"): value for name, value in headers.items()},
+    }
     return await desk.client.post(f"/models/{model}/infer{query}", content=body, headers=given)
 
 
@@ -74,12 +84,32 @@ def test_json_with_its_timing(tmp_path: Path) -> None:
         body = {"inputs": {"a": X.tolist(), "b": [[1, 1, 1, 1], [0, 0, 0, 0]]}, "outputs": ["sum"]}
         answer = await desk.client.post("/models/add/infer", json=body)
         told = answer.json()
-        assert told.pop("timing") == {"queue_ms": 1.0, "copy_in_ms": 2.0, "compute_ms": 3.0, "copy_out_ms": 4.0, "batch_size": 2}
-        assert told == {"model": "add", "version": 2, "device": "cpu", "outputs": {"sum": [[1, 2, 3, 4], [4, 5, 6, 7]]}}
-        named = {name: answer.headers[f"Crucible-{name}"] for name in ("Model", "Version", "Device", "Batch-Size")}
+        assert told.pop("timing") == {
+            "queue_ms": 1.0,
+            "copy_in_ms": 2.0,
+            "compute_ms": 3.0,
+            "copy_out_ms": 4.0,
+            "batch_size": 2,
+        }
+        assert told == {
+            "model": "add",
+            "version": 2,
+            "device": "cpu",
+            "outputs": {"sum": [[1, 2, 3, 4], [4, 5, 6, 7]]},
+        }
+        named = {
+            name: answer.headers[f"Crucible-{name}"]
+            for name in ("Model", "Version", "Device", "Batch-Size")
+        }
         assert named == {"Model": "add", "Version": "2", "Device": "cpu", "Batch-Size": "2"}
-        assert answer.headers["Server-Timing"] == "queue;dur=1.000, copy_in;dur=2.000, compute;dur=3.000, copy_out;dur=4.000"
-        old = await desk.client.post("/models/add/infer?version=1&outputs=difference", json={"inputs": {"a": X.tolist(), "b": X.tolist()}})
+        assert (
+            answer.headers["Server-Timing"]
+            == "queue;dur=1.000, copy_in;dur=2.000, compute;dur=3.000, copy_out;dur=4.000"
+        )
+        old = await desk.client.post(
+            "/models/add/infer?version=1&outputs=difference",
+            json={"inputs": {"a": X.tolist(), "b": X.tolist()}},
+        )
         assert (old.json()["version"], list(old.json()["outputs"])) == (1, ["difference"])
 
     at_models(tmp_path, story)
@@ -92,7 +122,10 @@ def test_one_model_needs_no_name_and_several_are_listed(tmp_path: Path) -> None:
 
     async def several(desk: Desk, _: DoubleServing) -> None:
         answer = await desk.client.post("/infer", content=X.tobytes())
-        assert (answer.status_code, answer.json()["error"]) == (422, "several models are deployed: add, same_float32")
+        assert (answer.status_code, answer.json()["error"]) == (
+            422,
+            "several models are deployed: add, same_float32",
+        )
 
     at_models(tmp_path, one, ("same_float32",), max_infer_bytes=1000)
     at_models(tmp_path, several, ("same_float32", "add"))
@@ -104,15 +137,27 @@ def test_raw_bytes_and_their_shape(tmp_path: Path) -> None:
         for kind in (RAW, None):
             answer = await send(desk, "wide", wide.tobytes(), kind)
             assert answer.content == wide.tobytes()
-            assert (answer.headers["Crucible-Dtype"], answer.headers["Crucible-Shape"]) == ("float32", "2,3,224,224")
+            assert (answer.headers["Crucible-Dtype"], answer.headers["Crucible-Shape"]) == (
+                "float32",
+                "2,3,224,224",
+            )
         free = await send(desk, "same_float32", X.tobytes())
         assert "does not follow from 32 bytes" in free.json()["error"]
         named = await send(desk, "same_float32", X.tobytes(), query="?shape=2,4")
         assert (named.content, named.headers["Crucible-Shape"]) == (X.tobytes(), "2,4")
-        for query, said in (("?shape=2,5", "is 40 bytes, got 32"), ("?shape=2,-4", "a list of sizes"), ("?shape=1099511627776", "bytes, got 32")):
-            assert said in (await send(desk, "same_float32", X.tobytes(), query=query)).json()["error"]
+        for query, said in (
+            ("?shape=2,5", "is 40 bytes, got 32"),
+            ("?shape=2,-4", "a list of sizes"),
+            ("?shape=1099511627776", "bytes, got 32"),
+        ):
+            assert (
+                said in (await send(desk, "same_float32", X.tobytes(), query=query)).json()["error"]
+            )
         assert "a multiple of 602112 bytes" in (await send(desk, "wide", b"123")).json()["error"]
-        assert "raw bytes can be one input, model 'add' has 2: a, b" in (await send(desk, "add", b"123")).json()["error"]
+        assert (
+            "raw bytes can be one input, model 'add' has 2: a, b"
+            in (await send(desk, "add", b"123")).json()["error"]
+        )
         assert (await send(desk, "scalar", np.float32(3).tobytes())).headers["Crucible-Shape"] == ""
 
     at_models(tmp_path, story, ("wide", "same_float32", "add", "scalar"))
@@ -127,13 +172,26 @@ def test_numpys_files_and_the_form_that_is_accepted(tmp_path: Path) -> None:
         one = await send(desk, "add", npz(a=X, b=X), NPZ, "?outputs=sum", Accept=NPY)
         np.testing.assert_array_equal(loaded(one), 2 * X)
         two = await send(desk, "add", npz(a=X, b=X), NPZ, Accept=RAW)
-        assert (two.status_code, "can be one output, this answer has 2: sum, difference" in two.json()["error"]) == (422, True)
-        text = await send(desk, "same_float32", npy(X), NPY, Accept="text/html, application/json;q=0.5")
+        assert (
+            two.status_code,
+            "can be one output, this answer has 2: sum, difference" in two.json()["error"],
+        ) == (422, True)
+        text = await send(
+            desk, "same_float32", npy(X), NPY, Accept="text/html, application/json;q=0.5"
+        )
         assert text.json()["outputs"]["y"] == X.tolist()
         wrong = await send(desk, "same_float32", npy(X.astype(np.float64)), NPY)
         assert "expected float32 (FP32), got float64 (FP64)" in wrong.json()["error"]
-        assert "pickled" in (await send(desk, "same_float32", npy(np.array([{}], np.object_)), NPY)).json()["error"]
-        assert "Content-Type 'text/plain'" in (await send(desk, "same_float32", b"1", "text/plain")).json()["error"]
+        assert (
+            "pickled"
+            in (await send(desk, "same_float32", npy(np.array([{}], np.object_)), NPY)).json()[
+                "error"
+            ]
+        )
+        assert (
+            "Content-Type 'text/plain'"
+            in (await send(desk, "same_float32", b"1", "text/plain")).json()["error"]
+        )
 
     at_models(tmp_path, story, ("same_float32", "add"))
 
@@ -144,11 +202,25 @@ def test_images(tmp_path: Path) -> None:
             answer = await send(desk, "photos", png(31, 17, (255, 0, 128), form), kind)
             (scores,) = answer.json()["outputs"]["scores"]
             np.testing.assert_allclose(scores, [2, -2, 0], atol=0.05)  # (x / 255 - 0.5) / 0.25
-        assert "no readable image" in (await send(desk, "photos", b"no image", "image/png")).json()["error"]
-        assert "no readable image" in (await send(desk, "photos", png(9, 9, (1, 2, 3))[:-30], "image/png")).json()["error"]
-        for size in ((9000, 9000), (1, 3_000_000)):  # a strip would grow to 300 million pixels where its shorter side is made 10 long
-            assert (await send(desk, "photos", png(*size, (1, 2, 3)), "image/png")).status_code == 413
-        assert "does not say how an image" in (await send(desk, "add", png(9, 9, (1, 2, 3)), "image/png")).json()["error"]
+        assert (
+            "no readable image"
+            in (await send(desk, "photos", b"no image", "image/png")).json()["error"]
+        )
+        assert (
+            "no readable image"
+            in (await send(desk, "photos", png(9, 9, (1, 2, 3))[:-30], "image/png")).json()["error"]
+        )
+        for size in (
+            (9000, 9000),
+            (1, 3_000_000),
+        ):  # a strip would grow to 300 million pixels where its shorter side is made 10 long
+            assert (
+                await send(desk, "photos", png(*size, (1, 2, 3)), "image/png")
+            ).status_code == 413
+        assert (
+            "does not say how an image"
+            in (await send(desk, "add", png(9, 9, (1, 2, 3)), "image/png")).json()["error"]
+        )
 
     at_models(tmp_path, story, ("photos", "add"))
 
@@ -173,13 +245,26 @@ def test_what_is_too_large_before_and_after_it_is_unpacked(tmp_path: Path) -> No
 def test_large_json_is_read_and_written_elsewhere(tmp_path: Path) -> None:
     async def story(desk: Desk, _: DoubleServing) -> None:
         array = np.random.default_rng(0).standard_normal((1, 3, 224, 224), np.float32)
-        body = orjson.dumps({"inputs": {"x": array}, "timeout_s": 20.0}, option=orjson.OPT_SERIALIZE_NUMPY)
-        answers = await asyncio.gather(*(send(desk, "wide", body, "application/json") for _ in range(4)))
+        body = orjson.dumps(
+            {"inputs": {"x": array}, "timeout_s": 20.0}, option=orjson.OPT_SERIALIZE_NUMPY
+        )
+        answers = await asyncio.gather(
+            *(send(desk, "wide", body, "application/json") for _ in range(4))
+        )
         for answer in answers:
-            np.testing.assert_array_equal(np.array(answer.json()["outputs"]["y"], np.float32), array)
-        assert "is not JSON" in (await send(desk, "wide", body[:-1], "application/json")).json()["error"]
-        assert (await send(desk, "wide", body.replace(b'"x"', b'"z"'), "application/json")).json()["error"] == "no input 'z'"
-        nan = await send(desk, "broken", np.zeros((5000, 4), np.float32).tobytes(), Accept="application/json")
+            np.testing.assert_array_equal(
+                np.array(answer.json()["outputs"]["y"], np.float32), array
+            )
+        assert (
+            "is not JSON"
+            in (await send(desk, "wide", body[:-1], "application/json")).json()["error"]
+        )
+        assert (await send(desk, "wide", body.replace(b'"x"', b'"z"'), "application/json")).json()[
+            "error"
+        ] == "no input 'z'"
+        nan = await send(
+            desk, "broken", np.zeros((5000, 4), np.float32).tobytes(), Accept="application/json"
+        )
         assert "20000 of 20000 values that are not finite" in nan.json()["error"]
         assert "application/x-npz" in nan.json()["next"]
 
@@ -191,7 +276,11 @@ def test_a_helper_that_dies_is_replaced(tmp_path: Path) -> None:
 
     async def story(desk: Desk, _: DoubleServing) -> None:
         assert (await send(desk, "same_float32", npz(x=X), NPZ)).status_code == 200
-        (helper,) = [child for child in psutil.Process().children() if "service.offload.worker" in child.cmdline()]
+        (helper,) = [
+            child
+            for child in psutil.Process().children()
+            if "service.offload.worker" in child.cmdline()
+        ]
         helper.suspend()
         waiting = asyncio.create_task(send(desk, "same_float32", npz(x=X), NPZ))
         while desk.service.helpers._idle:  # until the request has taken it
@@ -247,11 +336,22 @@ def test_every_error_has_one_form(tmp_path: Path, method: str, path: str, status
 
 def test_a_request_is_counted_under_its_route_whichever_way_it_takes(tmp_path: Path) -> None:
     async def story(desk: Desk, _: DoubleServing) -> None:
-        for path in ("/models/same_float32/infer", "/models/same_float32/infer?shape=2,4", "/models/nothing/infer", "/infer"):
+        for path in (
+            "/models/same_float32/infer",
+            "/models/same_float32/infer?shape=2,4",
+            "/models/nothing/infer",
+            "/infer",
+        ):
             await desk.client.post(path, content=npy(X), headers={"Content-Type": NPY})
         text = (await desk.client.get("/metrics")).text
-        assert 'crucible_http_requests_total{method="POST",route="/models/{name}/infer",status="404"} 1.0' in text
-        assert 'crucible_http_requests_total{method="POST",route="/models/{name}/infer",status="200"} 2.0' in text
+        assert (
+            'crucible_http_requests_total{method="POST",route="/models/{name}/infer",status="404"} 1.0'
+            in text
+        )
+        assert (
+            'crucible_http_requests_total{method="POST",route="/models/{name}/infer",status="200"} 2.0'
+            in text
+        )
         assert 'crucible_http_requests_total{method="POST",route="/infer",status="200"} 1.0' in text
 
     at_models(tmp_path, story, ("same_float32",))
@@ -274,7 +374,12 @@ def test_a_request_whose_client_has_gone_is_dropped(tmp_path: Path) -> None:
         sockets[0].close()
         told = httpx.get(f"{server.url}/v2/models/slow/stats").json()["model_stats"][0]
         assert told["execution_count"] == 1
-        assert httpx.post(f"{server.url}/models/slow/infer", content=np.zeros((1, 1), np.float32).tobytes()).status_code == 200
+        assert (
+            httpx.post(
+                f"{server.url}/models/slow/infer", content=np.zeros((1, 1), np.float32).tobytes()
+            ).status_code
+            == 200
+        )
 
 
 def test_the_double_counts_what_it_drops() -> None:

@@ -20,7 +20,9 @@ def told(text: str) -> list[tuple[int, str, dict[str, Any]]]:
     """The events of a stream: number, kind, data."""
     found = []
     for block in text.split("\n\n"):
-        fields = dict(line.split(": ", 1) for line in block.splitlines() if not line.startswith(":"))
+        fields = dict(
+            line.split(": ", 1) for line in block.splitlines() if not line.startswith(":")
+        )
         if "id" in fields:
             found.append((int(fields["id"]), fields["event"], json.loads(fields["data"])))
     return found
@@ -35,9 +37,19 @@ def test_a_model_is_compiled_and_its_job_tells_how(tmp_path: Path) -> None:
         answer = await desk.compile("succeed")
         job = answer.json()
         assert (answer.status_code, answer.headers["Location"]) == (202, f"/jobs/{job['id']}")
-        assert job["links"] == {"job": f"/jobs/{job['id']}", "events": f"/jobs/{job['id']}/events", "log": f"/jobs/{job['id']}/log", "report": None}
+        assert job["links"] == {
+            "job": f"/jobs/{job['id']}",
+            "events": f"/jobs/{job['id']}/events",
+            "log": f"/jobs/{job['id']}/log",
+            "report": None,
+        }
         ended = await desk.until(job["id"], "succeeded")
-        assert (ended["name"], ended["device"], ended["attempt"], ended["verdict"]) == ("succeed", "cpu", 1, "accepted")
+        assert (ended["name"], ended["device"], ended["attempt"], ended["verdict"]) == (
+            "succeed",
+            "cpu",
+            1,
+            "accepted",
+        )
         assert ended["progress"]["stage"] == "build"
         assert ended["elapsed_s"] >= 0
         assert ended["links"]["report"] == f"/reports/{job['id']}"
@@ -58,7 +70,11 @@ def test_an_equal_request_gets_the_same_job_unless_that_failed(tmp_path: Path) -
         assert uploads(tmp_path) == [job_id]
         await desk.until(job_id, "succeeded")
         again = await desk.compile("succeed-0.5")
-        assert (again.status_code, again.json()["id"], again.json()["state"]) == (200, job_id, "succeeded")
+        assert (again.status_code, again.json()["id"], again.json()["state"]) == (
+            200,
+            job_id,
+            "succeeded",
+        )
         assert (await desk.compile("succeed-0.5", model=b"other")).json()["id"] != job_id
         failed = await desk.end_of("fail")
         anew = await desk.compile("fail")
@@ -73,7 +89,11 @@ def test_an_idempotency_key_finds_its_job_whatever_became_of_it(tmp_path: Path) 
         first = (await desk.compile("fail", once)).json()
         await desk.until(first["id"], "failed")
         again = await desk.compile("fail", once)
-        assert (again.status_code, again.json()["id"], again.json()["state"]) == (200, first["id"], "failed")
+        assert (again.status_code, again.json()["id"], again.json()["state"]) == (
+            200,
+            first["id"],
+            "failed",
+        )
         other = await desk.compile("leave", once)
         assert (other.status_code, other.json()["code"]) == (409, "service.conflict")
         assert (await desk.compile("fail", {"Idempotency-Key": "x" * 256})).status_code == 422
@@ -97,7 +117,11 @@ def test_too_many_waiting_jobs_are_refused_with_a_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "kind", "status"),
     [
-        (b"--b\r\nContent-Disposition: form-data; name=model\r\n\r\nhalf", "multipart/form-data; boundary=b", 422),
+        (
+            b"--b\r\nContent-Disposition: form-data; name=model\r\n\r\nhalf",
+            "multipart/form-data; boundary=b",
+            422,
+        ),
         (b"x", "multipart/form-data", 422),
         (b"x", f"multipart/form-data; boundary={'b' * 500}", 422),
         (b"x", "text/plain", 422),
@@ -108,7 +132,9 @@ def test_too_many_waiting_jobs_are_refused_with_a_time(tmp_path: Path) -> None:
         (b" " * 300_000, "application/json", 413),
     ],
 )
-def test_what_is_no_request_to_compile_leaves_nothing(tmp_path: Path, body: bytes, kind: str, status: int) -> None:
+def test_what_is_no_request_to_compile_leaves_nothing(
+    tmp_path: Path, body: bytes, kind: str, status: int
+) -> None:
     async def story(desk: Desk) -> None:
         answer = await desk.client.post("/compile", content=body, headers={"Content-Type": kind})
         assert (answer.status_code, uploads(tmp_path)) == (status, [])
@@ -132,7 +158,9 @@ def test_what_is_no_request_to_compile_leaves_nothing(tmp_path: Path, body: byte
 )
 def test_a_plan_that_reaches_beyond_its_upload_is_422(tmp_path: Path, plan: str) -> None:
     async def story(desk: Desk) -> None:
-        answer = await desk.client.post("/compile", files={"model": ("m.onnx", b"onnx"), "plan": ("p", plan.encode())})
+        answer = await desk.client.post(
+            "/compile", files={"model": ("m.onnx", b"onnx"), "plan": ("p", plan.encode())}
+        )
         assert (answer.status_code, answer.json()["code"]) == (422, "service.unprocessable")
         assert "root:" not in answer.text
         assert uploads(tmp_path) == []
@@ -192,11 +220,24 @@ def test_events_come_in_order_from_any_number_on(tmp_path: Path) -> None:
         answer = await desk.client.get(path)
         assert answer.headers["content-type"].startswith("text/event-stream")
         events = told(answer.text)
-        assert [kind for _, kind, _ in events] == ["queued", "running", "stage", "stage", "succeeded"]
-        assert events[-1][2] == {"at": job["finished"], "verdict": "accepted", "winner": job["winner"]}
+        assert [kind for _, kind, _ in events] == [
+            "queued",
+            "running",
+            "stage",
+            "stage",
+            "succeeded",
+        ]
+        assert events[-1][2] == {
+            "at": job["finished"],
+            "verdict": "accepted",
+            "winner": job["winner"],
+        }
         for number, _, _ in events:
             rest = [event for event in events if event[0] > number]
-            assert told((await desk.client.get(path, headers={"Last-Event-ID": str(number)})).text) == rest
+            assert (
+                told((await desk.client.get(path, headers={"Last-Event-ID": str(number)})).text)
+                == rest
+            )
             assert told((await desk.client.get(f"{path}?after={number}")).text) == rest
         assert (await desk.client.get(path, headers={"Last-Event-ID": "x"})).status_code == 422
 
@@ -223,7 +264,9 @@ def test_a_follower_misses_nothing_is_kept_awake_and_is_told_of_a_restart(tmp_pa
         assert got[-1] == RESTARTING
         followed = [number for number, _, _ in told(b"".join(got).decode())]
         stored = [event.seq for event in service.jobs.events(job.id)]
-        assert stored[: len(followed)] == followed  # that it was queued again may come with the next connection
+        assert (
+            stored[: len(followed)] == followed
+        )  # that it was queued again may come with the next connection
         assert "crucible_event_streams 0.0" in service.metrics.text().decode()
         assert service.jobs.get(job.id).state == "queued"
 
@@ -239,7 +282,10 @@ def test_a_job_is_cancelled_and_tried_again(tmp_path: Path) -> None:
         await desk.until(job["id"], "cancelled")
         assert (await desk.client.delete(f"/jobs/{job['id']}")).status_code == 409
         again = await desk.client.post(f"/jobs/{job['id']}/retry")
-        assert (again.status_code, again.headers["Location"]) == (202, f"/jobs/{again.json()['id']}")
+        assert (again.status_code, again.headers["Location"]) == (
+            202,
+            f"/jobs/{again.json()['id']}",
+        )
         assert again.json()["id"] != job["id"]
         await desk.until(again.json()["id"], "running")
 
@@ -274,7 +320,9 @@ def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
         (("cpu",), ("tensorrt",), {}, "cpu"),
     ],
 )
-def test_which_queue_a_plan_goes_to(devices: tuple[str, ...], backends: tuple[str, ...], load: dict[str, int], chosen: str) -> None:
+def test_which_queue_a_plan_goes_to(
+    devices: tuple[str, ...], backends: tuple[str, ...], load: dict[str, int], chosen: str
+) -> None:
     candidates: Any = [{"backend": backend, "precision": "fp32"} for backend in backends]
     plan = Plan(model=ModelConfig(path=Path("m.onnx")), candidates=candidates)
     assert device_for(plan, devices, load) == chosen
@@ -287,7 +335,9 @@ def test_a_job_tells_how_long_its_plan_takes_here_and_no_path_of_the_host(tmp_pa
         again = (await desk.compile("succeed-0.3", model=b"other")).json()
         assert again["estimate_s"] == first["elapsed_s"] > 0
         left = await desk.end_of("leave")
-        desk.service.folders.work(left["id"]).log.write_text(f"cannot read {tmp_path}/uploads/{left['id']}/model.onnx")
+        desk.service.folders.work(left["id"]).log.write_text(
+            f"cannot read {tmp_path}/uploads/{left['id']}/model.onnx"
+        )
         assert (await desk.client.get(f"/jobs/{left['id']}/log")).text == "cannot read model.onnx"
 
     at_desk(tmp_path, story)

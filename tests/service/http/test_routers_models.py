@@ -32,7 +32,9 @@ from tests.service.serving.engines import direct, linear, marked
 from tests.service.serving.models import ended_job
 
 
-def report(desk: Desk, engine: Engine | None = None, owner: str = "local", verdict: Verdict = "accepted") -> str:
+def report(
+    desk: Desk, engine: Engine | None = None, owner: str = "local", verdict: Verdict = "accepted"
+) -> str:
     return ended_job(desk.service.folders, desk.service.jobs, verdict, owner, engine=engine)
 
 
@@ -44,7 +46,9 @@ async def told(answer: httpx.Response, status: int = 200) -> Any:
 async def ask(desk: Desk, number: float = 1.0) -> int:
     """The version that answers, whose answer is right."""
     answer = await desk.service.serving.infer(InferRequest(LOCAL, "m", {"x": marked(number)}))
-    engine = desk.service.repository.engine(desk.service.repository.get("m").version(answer.version))
+    engine = desk.service.repository.engine(
+        desk.service.repository.get("m").version(answer.version)
+    )
     assert np.array_equal(answer.outputs["y"], direct(engine, {"x": marked(number)})["y"])
     return answer.version
 
@@ -53,30 +57,66 @@ def test_a_model_from_its_report_to_an_answer_and_back(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
         web = desk.client
         assert await told(await web.get("/models")) == {"models": []}
-        first, second = report(desk, linear(tmp_path / "e")), report(desk, linear(tmp_path / "e", layers=2))
+        first, second = (
+            report(desk, linear(tmp_path / "e")),
+            report(desk, linear(tmp_path / "e", layers=2)),
+        )
         view = await told(await web.post("/models/m/promote", json={"report": first}))
-        assert (view["current"]["version"], view["current"]["job"], view["deployment"]["state"]) == (1, first, "unloaded")
+        assert (
+            view["current"]["version"],
+            view["current"]["job"],
+            view["deployment"]["state"],
+        ) == (1, first, "unloaded")
         batch = view["current"]["batch"]
-        assert (batch["proved"], batch["maximum"], batch["axes"], batch["reason"]) == (True, 16, {"x": 0, "y": 0}, "")
+        assert (batch["proved"], batch["maximum"], batch["axes"], batch["reason"]) == (
+            True,
+            16,
+            {"x": 0, "y": 0},
+            "",
+        )
         assert [each["name"] for each in view["current"]["inputs"]] == ["x"]
 
-        view = await told(await web.put("/models/m/deployment", json={"instances": 2, "max_batch": 4}))
-        assert (view["deployment"]["state"], view["deployment"]["version"], view["deployment"]["device"]) == ("ready", 1, "cpu")
-        assert view["deployment"]["memory_bytes"] // 2 == view["current"]["memory_bytes"] > 2**24  # an interpreter, at least
+        view = await told(
+            await web.put("/models/m/deployment", json={"instances": 2, "max_batch": 4})
+        )
+        assert (
+            view["deployment"]["state"],
+            view["deployment"]["version"],
+            view["deployment"]["device"],
+        ) == ("ready", 1, "cpu")
+        assert (
+            view["deployment"]["memory_bytes"] // 2 == view["current"]["memory_bytes"] > 2**24
+        )  # an interpreter, at least
         told_by = [await told(await web.get("/v2/models/m/config"))]
-        told_by.append(MessageToDict(await model_config(Call(desk.service, LOCAL, None), ModelConfigRequest(name="m")))["config"])
-        assert [each.get("max_batch_size", each.get("maxBatchSize")) for each in told_by] == [4, 4]  # not the 16 that were proved
+        told_by.append(
+            MessageToDict(
+                await model_config(Call(desk.service, LOCAL, None), ModelConfigRequest(name="m"))
+            )["config"]
+        )
+        assert [each.get("max_batch_size", each.get("maxBatchSize")) for each in told_by] == [
+            4,
+            4,
+        ]  # not the 16 that were proved
         assert await ask(desk) == 1
-        assert (await told(await web.post("/models/m/promote", json={"report": second})))["deployment"]["version"] == 2
+        assert (await told(await web.post("/models/m/promote", json={"report": second})))[
+            "deployment"
+        ]["version"] == 2
         assert await ask(desk) == 2
-        assert (await told(await web.get("/models/m/shapes")))["profiles"] == [{"batch": {"min": 1, "opt": 1, "max": 16}}]
+        assert (await told(await web.get("/models/m/shapes")))["profiles"] == [
+            {"batch": {"min": 1, "opt": 1, "max": 16}}
+        ]
         assert (await told(await web.post("/models/m/rollback")))["deployment"]["version"] == 1
         assert await ask(desk) == 1
 
         figures = (await web.get("/metrics")).text
-        assert 'crucible_model_state{device="cpu",model="m",state="ready",version="1"} 1.0' in figures
+        assert (
+            'crucible_model_state{device="cpu",model="m",state="ready",version="1"} 1.0' in figures
+        )
         assert 'crucible_model_instances{device="cpu",model="m",version="1"} 2.0' in figures
-        assert 'crucible_inference_requests_total{model="m",state="executed",version="2"} 1.0' in figures
+        assert (
+            'crucible_inference_requests_total{model="m",state="executed",version="2"} 1.0'
+            in figures
+        )
         await told(await web.delete("/models/m/deployment"), 204)
         (listed,) = (await told(await web.get("/models")))["models"]
         assert listed == await told(await web.get("/models/m"))
@@ -91,7 +131,11 @@ def hidden_by(paths: Mapping[str, Mapping[str, object]]) -> set[str]:
     split = [(method, path.split("/")) for path, methods in paths.items() for method in methods]
     found = set()
     for method, path in split:
-        for _, other in [each for each in split if "{name}" in path and each[0] == method and len(each[1]) == len(path)]:
+        for _, other in [
+            each
+            for each in split
+            if "{name}" in path and each[0] == method and len(each[1]) == len(path)
+        ]:
             differ = [(a, b) for a, b in zip(path, other, strict=True) if a != b]
             if len(differ) == 1 and differ[0][0] == "{name}":
                 found.add(differ[0][1])
@@ -101,8 +145,16 @@ def hidden_by(paths: Mapping[str, Mapping[str, object]]) -> set[str]:
 def test_a_name_that_a_path_would_hide_is_refused(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
         assert hidden_by(desk.app.openapi()["paths"]) == RESERVED == {"stats"}
-        answer = await told(await desk.client.post("/models/stats/promote", json={"report": report(desk, linear(tmp_path / "e"))}), 422)
-        assert answer["error"] == "no model can be named 'stats': a path under /v2/models has that name"
+        answer = await told(
+            await desk.client.post(
+                "/models/stats/promote", json={"report": report(desk, linear(tmp_path / "e"))}
+            ),
+            422,
+        )
+        assert (
+            answer["error"]
+            == "no model can be named 'stats': a path under /v2/models has that name"
+        )
         assert await told(await desk.client.get("/models")) == {"models": []}
 
     at_desk(tmp_path, story)
@@ -110,14 +162,21 @@ def test_a_name_that_a_path_would_hide_is_refused(tmp_path: Path) -> None:
 
 def test_a_version_is_loaded_anew_beside_itself(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
-        await told(await desk.client.post("/models/m/promote", json={"report": report(desk, linear(tmp_path / "e"))}))
+        await told(
+            await desk.client.post(
+                "/models/m/promote", json={"report": report(desk, linear(tmp_path / "e"))}
+            )
+        )
         for instances in (1, 2, 1):
             await told(await desk.client.put("/models/m/deployment", json={"instances": instances}))
             assert await ask(desk) == 1
         await asyncio.sleep(1)
         (served,) = desk.service.serving.served(LOCAL)
         assert (served.state, served.instances) == ("ready", 1)
-        assert 'crucible_inference_queue{model="m",version="1"} 0.0' in (await desk.client.get("/metrics")).text
+        assert (
+            'crucible_inference_queue{model="m",version="1"} 0.0'
+            in (await desk.client.get("/metrics")).text
+        )
 
     at_desk(tmp_path, story)
 
@@ -136,14 +195,18 @@ def test_ten_thousand_requests_over_every_change_and_none_is_lost(tmp_path: Path
             if done.is_set():
                 return
             try:
-                answer = await desk.service.serving.infer(InferRequest(LOCAL, "m", {"x": marked(number)}, id=str(number)))
+                answer = await desk.service.serving.infer(
+                    InferRequest(LOCAL, "m", {"x": marked(number)}, id=str(number))
+                )
             except (NotFound, Unavailable) as error:
                 absent[error.message] += 1
                 await asyncio.sleep(0.001)
                 continue
             right = expected[layers_of[answer.version]] * np.float32(number + 1)
             assert answer.id == str(number)
-            assert np.allclose(answer.outputs["y"], right, rtol=1e-3, atol=1e-4 * float(np.abs(right).max()))
+            assert np.allclose(
+                answer.outputs["y"], right, rtol=1e-3, atol=1e-4 * float(np.abs(right).max())
+            )
             answered[answer.version] += 1
 
     async def more(by: int) -> None:
@@ -185,16 +248,26 @@ def test_ten_thousand_requests_over_every_change_and_none_is_lost(tmp_path: Path
 
 def test_what_is_deployed_answers_again_after_a_restart(tmp_path: Path) -> None:
     async def before(desk: Desk) -> None:
-        await told(await desk.client.post("/models/m/promote", json={"report": report(desk, linear(tmp_path / "e"))}))
+        await told(
+            await desk.client.post(
+                "/models/m/promote", json={"report": report(desk, linear(tmp_path / "e"))}
+            )
+        )
         await told(await desk.client.put("/models/m/deployment", json={}))
 
     async def after() -> None:
         app, said = create_app(Settings(home=tmp_path), WORKER, known_host), set()
-        async with app.router.lifespan_context(app), httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=URL) as client:
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=URL) as client,
+        ):
             while (answer := await client.get("/readyz")).status_code == 503:
                 said.add(answer.json()["error"])
                 await asyncio.sleep(0.01)
-            assert "the server is starting: 1 of 1 deployed models are being loaded, GET /models tells which" in said
+            assert (
+                "the server is starting: 1 of 1 deployed models are being loaded, GET /models tells which"
+                in said
+            )
             assert await ask(Desk(app, client)) == 1
 
     at_desk(tmp_path, before)
@@ -203,7 +276,9 @@ def test_what_is_deployed_answers_again_after_a_restart(tmp_path: Path) -> None:
 
 def test_an_engine_that_does_not_run_is_no_version(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
-        answer = await told(await desk.client.post("/models/m/promote", json={"report": report(desk)}), 409)  # its engine is no model
+        answer = await told(
+            await desk.client.post("/models/m/promote", json={"report": report(desk)}), 409
+        )  # its engine is no model
         assert "the engine does not run here" in answer["error"]
         assert str(tmp_path) not in str(answer)
         assert await told(await desk.client.get("/models")) == {"models": []}
@@ -227,7 +302,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("method", "path", "body", "status", "said"), REFUSED)
-def test_what_cannot_be_done(tmp_path: Path, method: str, path: str, body: dict[str, Any] | None, status: int, said: str) -> None:
+def test_what_cannot_be_done(
+    tmp_path: Path, method: str, path: str, body: dict[str, Any] | None, status: int, said: str
+) -> None:
     async def story(desk: Desk) -> None:
         answer = await told(await desk.client.request(method, path, json=body), status)
         assert said in answer["error"]
@@ -245,10 +322,18 @@ def test_only_admins_change_models_and_others_do_not_see_them(tmp_path: Path) ->
             ("PUT", "/models/m/deployment", {}),
             ("DELETE", "/models/m/deployment", None),
         ):
-            answer = await told(await desk.client.request(method, path, json=body, headers=key), 403)
+            answer = await told(
+                await desk.client.request(method, path, json=body, headers=key), 403
+            )
             assert "no scope 'admin'" in answer["error"]
         admin = desk.key("admin")
-        await told(await desk.client.post("/models/m/promote", json={"report": report(desk, linear(tmp_path / "e"))}, headers=admin))
+        await told(
+            await desk.client.post(
+                "/models/m/promote",
+                json={"report": report(desk, linear(tmp_path / "e"))},
+                headers=admin,
+            )
+        )
         await told(await desk.client.get("/models/m", headers=admin))
         await told(await desk.client.get("/models/m", headers=key), 404)
         assert await told(await desk.client.get("/models", headers=key)) == {"models": []}
@@ -258,7 +343,11 @@ def test_only_admins_change_models_and_others_do_not_see_them(tmp_path: Path) ->
 
 def test_a_worker_that_is_killed_comes_back(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
-        await told(await desk.client.post("/models/m/promote", json={"report": report(desk, linear(tmp_path / "e"))}))
+        await told(
+            await desk.client.post(
+                "/models/m/promote", json={"report": report(desk, linear(tmp_path / "e"))}
+            )
+        )
         await told(await desk.client.put("/models/m/deployment", json={}))
         (slot,) = desk.service.serving._slots.values()
         assert slot.loaded is not None

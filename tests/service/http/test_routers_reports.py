@@ -52,9 +52,14 @@ def test_a_report_in_its_forms_and_parts(tmp_path: Path) -> None:
             assert answer.headers["vary"] == "Accept"
 
         latency = (await desk.client.get(f"{here}/latency")).json()
-        assert (latency["winner"], latency["ratio"]) == (report.winner, report.model_dump(mode="json")["ratio"])
+        assert (latency["winner"], latency["ratio"]) == (
+            report.winner,
+            report.model_dump(mode="json")["ratio"],
+        )
         measured = [candidate.benchmark for candidate in report.candidates if candidate.benchmark]
-        assert [engine["label"] for engine in latency["candidates"]] == [benchmark.label for benchmark in measured]
+        assert [engine["label"] for engine in latency["candidates"]] == [
+            benchmark.label for benchmark in measured
+        ]
         first = measured[0].rows[0]
         shown = latency["candidates"][0]["rows"][0]
         assert shown["end_to_end"]["median_ms"] == pytest.approx(first.end_to_end.median_s * 1e3)
@@ -63,7 +68,9 @@ def test_a_report_in_its_forms_and_parts(tmp_path: Path) -> None:
 
         accuracy = (await desk.client.get(f"{here}/accuracy")).json()
         assert accuracy["reference"] == report.reference
-        assert [candidate["state"] for candidate in accuracy["candidates"]] == [candidate.state for candidate in report.candidates]
+        assert [candidate["state"] for candidate in accuracy["candidates"]] == [
+            candidate.state for candidate in report.candidates
+        ]
         assert accuracy["validation"] == json.loads(report.model_dump_json())["validation"]
 
         packed = await desk.client.get(f"{here}/samples")
@@ -77,7 +84,11 @@ def test_a_report_in_its_forms_and_parts(tmp_path: Path) -> None:
         assert int(engine.headers["content-length"]) == len(engine.content)
         with tarfile.open(fileobj=io.BytesIO(engine.content)) as archive:
             names = set(archive.getnames())
-            assert names == {str(path.relative_to(folder)) for path in (folder / "engine").rglob("*") if path.is_file()}
+            assert names == {
+                str(path.relative_to(folder))
+                for path in (folder / "engine").rglob("*")
+                if path.is_file()
+            }
 
     at_desk(tmp_path, story)
 
@@ -87,7 +98,10 @@ def test_there_is_no_report_of_a_job_without_one(tmp_path: Path) -> None:
         failed = await desk.end_of("fail")
         for part in ("", "/latency", "/accuracy", "/samples", "/engine.tar"):
             answer = await desk.client.get(f"/reports/{failed['id']}{part}")
-            assert (answer.status_code, "is failed: there is no report" in answer.json()["error"]) == (404, True)
+            assert (
+                answer.status_code,
+                "is failed: there is no report" in answer.json()["error"],
+            ) == (404, True)
 
     at_desk(tmp_path, story)
 
@@ -99,18 +113,24 @@ def test_a_node_named_as_a_script_does_nothing(tmp_path: Path) -> None:
         job = await desk.end_of("succeed")
         folder = tmp_path / "reports" / job["id"]
         report = load_report(folder)
-        layered = report.model_copy(update={"reasons": (f"node '{evil}' lost accuracy", EVIL), "name": evil})
+        layered = report.model_copy(
+            update={"reasons": (f"node '{evil}' lost accuracy", EVIL), "name": evil}
+        )
         (folder / "report.html").write_text(page(layered, lambda plot: "<svg/>"))
         (folder / "sha256.json").unlink()
         answer = await desk.client.get(f"/reports/{job['id']}", headers={"Accept": "text/html"})
         assert "&lt;script&gt;alert(1)&lt;/script&gt;" in answer.text
         assert "<script" not in answer.text
         policy = answer.headers["content-security-policy"]
-        assert policy.startswith("sandbox allow-scripts; default-src 'none';")  # not allow-same-origin: no cookies, no answers of this service
+        assert policy.startswith(
+            "sandbox allow-scripts; default-src 'none';"
+        )  # not allow-same-origin: no cookies, no answers of this service
         assert "allow-same-origin" not in policy
         assert answer.headers["x-content-type-options"] == "nosniff"
         for path in ("", "/latency", "/accuracy"):
-            assert (await desk.client.get(f"/reports/{job['id']}{path}")).headers["content-type"] == "application/json"
+            assert (await desk.client.get(f"/reports/{job['id']}{path}")).headers[
+                "content-type"
+            ] == "application/json"
 
     at_desk(tmp_path, story)
 
@@ -124,7 +144,9 @@ def test_a_tar_is_what_tar_reads_with_long_names_and_odd_sizes(tmp_path: Path) -
     whole = b"".join(tar(folder))
     assert len(whole) == size_of_tar(folder)
     with tarfile.open(fileobj=io.BytesIO(whole)) as archive:
-        assert {member.name: member.size for member in archive} == {f"engine/{name}": size for name, size in sizes.items()}
+        assert {member.name: member.size for member in archive} == {
+            f"engine/{name}": size for name, size in sizes.items()
+        }
     assert whole == b"".join(tar(folder))
 
 

@@ -39,7 +39,11 @@ def listening(monkeypatch: pytest.MonkeyPatch, patience_s: float) -> Iterator[tu
         return body
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        running = uvicorn.Server(uvicorn.Config(app, http=connection.protocol(), ws="none", lifespan="off", log_config=None))
+        running = uvicorn.Server(
+            uvicorn.Config(
+                app, http=connection.protocol(), ws="none", lifespan="off", log_config=None
+            )
+        )
         thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
         thread.start()
         yield listener.getsockname()
@@ -60,15 +64,22 @@ def answered(address: tuple[str, int], *pieces: bytes, pause_s: float = 0.0) -> 
         return answer
 
 
-@pytest.mark.parametrize("pieces", [(), (b"POST / HTTP/1.1\r\n",), (b"POST / HTTP/1.1\r\nHost: x\r\n", b"X-A: a"), (b"PO",)])
-def test_a_head_that_does_not_come_is_refused_and_the_connection_closed(address: tuple[str, int], pieces: tuple[bytes, ...]) -> None:
+@pytest.mark.parametrize(
+    "pieces",
+    [(), (b"POST / HTTP/1.1\r\n",), (b"POST / HTTP/1.1\r\nHost: x\r\n", b"X-A: a"), (b"PO",)],
+)
+def test_a_head_that_does_not_come_is_refused_and_the_connection_closed(
+    address: tuple[str, int], pieces: tuple[bytes, ...]
+) -> None:
     answer = answered(address, *pieces)
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b'"code":"service.slow_head"' in answer
     assert b"not whole after 0.3 s" in answer
 
 
-def test_the_second_request_of_a_connection_has_as_much_time_again_and_no_more(patient: tuple[str, int]) -> None:
+def test_the_second_request_of_a_connection_has_as_much_time_again_and_no_more(
+    patient: tuple[str, int],
+) -> None:
     request = b'POST / HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 8\r\n\r\n{"a": 1}'
     answer = answered(patient, request, request, b"POST / HT", pause_s=0.6 * PATIENCE_S)
     assert answer.count(b"HTTP/1.1 200 ") == 2
@@ -82,4 +93,6 @@ def test_a_body_and_an_answer_may_take_longer(patient: tuple[str, int]) -> None:
             time.sleep(PATIENCE_S)
 
     headers = {"Content-Type": "application/json"}
-    assert httpx.post("http://{}:{}/".format(*patient), content=slowly(), headers=headers).json() == {"a": 1}
+    assert httpx.post(
+        "http://{}:{}/".format(*patient), content=slowly(), headers=headers
+    ).json() == {"a": 1}

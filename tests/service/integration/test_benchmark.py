@@ -27,13 +27,21 @@ from tests.service.serving.models import ended_job
 ENDED = ("succeeded", "failed", "cancelled")
 
 
-async def model(desk: Desk, folder: Path, name: str = "succeed", owner: str = "local", layers: int = 1) -> str:
+async def model(
+    desk: Desk, folder: Path, name: str = "succeed", owner: str = "local", layers: int = 1
+) -> str:
     """The next version of `m`, whose benchmark does what `name` says to the double; the id of the job that made it."""
     folders = desk.service.folders
-    job = ended_job(folders, desk.service.jobs, owner=owner, engine=linear(folder / "e", layers=layers))
+    job = ended_job(
+        folders, desk.service.jobs, owner=owner, engine=linear(folder / "e", layers=layers)
+    )
     (folders.uploads(job) / "model.onnx").write_bytes(b"onnx")
-    folders.save_plan(job, Plan(name=name, model=ModelConfig(path=folders.uploads(job) / "model.onnx")))
-    await told(await desk.client.post("/models/m/promote", json={"report": job}, headers=admin(desk)))
+    folders.save_plan(
+        job, Plan(name=name, model=ModelConfig(path=folders.uploads(job) / "model.onnx"))
+    )
+    await told(
+        await desk.client.post("/models/m/promote", json={"report": job}, headers=admin(desk))
+    )
     return job
 
 
@@ -55,24 +63,43 @@ def test_a_benchmark_is_a_job_of_its_own_with_a_report_of_its_own(tmp_path: Path
         first = await model(desk, tmp_path)
         second = await model(desk, tmp_path, layers=2)
         job = await measured(desk)
-        assert (job["measures"], job["name"], job["owner"], job["device"]) == ({"model": "m", "version": 2}, "succeed", "local", "cpu")
+        assert (job["measures"], job["name"], job["owner"], job["device"]) == (
+            {"model": "m", "version": 2},
+            "succeed",
+            "local",
+            "cpu",
+        )
         assert (await desk.until(job["id"], *ENDED))["state"] == "succeeded"
         await told(await web.get(f"/reports/{job['id']}/latency"))
         assert json.loads(gzip.decompress((await web.get(f"/reports/{job['id']}/samples")).content))
         events = (await web.get(f"/jobs/{job['id']}/events")).text
-        assert [line for line in events.splitlines() if line.startswith("event: ")][-1] == "event: succeeded"
+        assert [line for line in events.splitlines() if line.startswith("event: ")][
+            -1
+        ] == "event: succeeded"
         assert "I am succeed" in (await web.get(f"/jobs/{job['id']}/log")).text
 
         taken = folders.compiled(job["id"])
-        assert load_engine(taken).digest == load_engine(folders.version("m", 2)).digest == load_engine(folders.report(second)).digest
-        assert (taken / "report.json").read_bytes() == (folders.report(second) / "report.json").read_bytes()
+        assert (
+            load_engine(taken).digest
+            == load_engine(folders.version("m", 2)).digest
+            == load_engine(folders.report(second)).digest
+        )
+        assert (taken / "report.json").read_bytes() == (
+            folders.report(second) / "report.json"
+        ).read_bytes()
         assert folders.load_plan(job["id"]).model.path == folders.uploads(job["id"]) / "model.onnx"
 
         old = await measured(desk, json={"version": 1})
         assert (old["measures"]["version"], old["id"] != job["id"]) == (1, True)
-        assert load_engine(folders.compiled(old["id"])).digest == load_engine(folders.report(first)).digest
+        assert (
+            load_engine(folders.compiled(old["id"])).digest
+            == load_engine(folders.report(first)).digest
+        )
         assert (await desk.until(old["id"], *ENDED))["state"] == "succeeded"
-        assert (await measured(desk))["id"] not in (job["id"], old["id"])  # an equal request is another run
+        assert (await measured(desk))["id"] not in (
+            job["id"],
+            old["id"],
+        )  # an equal request is another run
 
     at_desk(tmp_path, story)
 
@@ -84,7 +111,9 @@ def test_what_is_loaded_is_measured_and_goes_on_answering(tmp_path: Path) -> Non
         await model(desk, tmp_path, "measure", layers=2)
         job = await measured(desk)
         assert job["measures"]["version"] == 1  # the second is current, and not loaded
-        answer = await desk.client.post("/models/m/infer", json={"inputs": {"x": [[1.0] * 8]}})  # while the job waits for quiet, or measures
+        answer = await desk.client.post(
+            "/models/m/infer", json={"inputs": {"x": [[1.0] * 8]}}
+        )  # while the job waits for quiet, or measures
         assert (await told(answer))["version"] == 1
         ended = await desk.until(job["id"], *ENDED)
         assert ended["state"] == "succeeded", ended
@@ -101,10 +130,16 @@ def test_a_key_finds_its_benchmark_again_and_only_that(tmp_path: Path) -> None:
         await desk.until(job["id"], *ENDED)
         answer = await desk.client.post("/models/m/benchmark", headers=once)
         assert (await told(answer))["id"] == job["id"]  # 200: it has ended
-        await told(await desk.client.post("/models/m/benchmark", headers=once, json={"version": 1}), 409)
-        await told(await desk.client.post("/compile", headers=once, files={"model": ("m.onnx", b"x")}), 409)
+        await told(
+            await desk.client.post("/models/m/benchmark", headers=once, json={"version": 1}), 409
+        )
+        await told(
+            await desk.client.post("/compile", headers=once, files={"model": ("m.onnx", b"x")}), 409
+        )
         folders = desk.service.folders
-        assert {path.name for path in folders.uploads("x").parent.iterdir()} == desk.service.jobs.ids()  # nothing else is left
+        assert {
+            path.name for path in folders.uploads("x").parent.iterdir()
+        } == desk.service.jobs.ids()  # nothing else is left
 
     at_desk(tmp_path, story)
 
@@ -119,7 +154,10 @@ def test_a_benchmark_is_cancelled_and_tried_again(tmp_path: Path) -> None:
         assert (await desk.until(job["id"], *ENDED))["state"] == "cancelled"
         again = await told(await web.post(f"/jobs/{job['id']}/retry"), 202)
         assert again["measures"] == job["measures"]
-        assert load_engine(desk.service.folders.compiled(again["id"])).digest == load_engine(desk.service.folders.compiled(job["id"])).digest
+        assert (
+            load_engine(desk.service.folders.compiled(again["id"])).digest
+            == load_engine(desk.service.folders.compiled(job["id"])).digest
+        )
         await told(await web.delete(f"/jobs/{again['id']}"), 202)
         assert (await desk.until(again["id"], *ENDED))["state"] == "cancelled"
 
@@ -193,7 +231,10 @@ def test_what_is_damaged_is_refused_without_naming_places(tmp_path: Path) -> Non
         for place in (change_engine, change_report, change_plan):
             with damaged(place(desk, job), Path.unlink):
                 answer = await told(await desk.client.post("/models/m/benchmark"), 500)
-            assert ("version 1 of 'm' is damaged" in answer["error"], str(tmp_path) in str(answer)) == (True, False), answer
+            assert (
+                "version 1 of 'm' is damaged" in answer["error"],
+                str(tmp_path) in str(answer),
+            ) == (True, False), answer
         with damaged(change_engine(desk, job), lambda file: file.write_bytes(b"other")):
             answer = await told(await desk.client.post("/models/m/benchmark"), 500)
             assert (answer["code"], "another digest" in answer["error"]) == ("host.damaged", True)
@@ -235,12 +276,17 @@ def test_a_benchmarks_report_may_be_promoted_and_measured_too(tmp_path: Path) ->
         place = desk.service.folders.report(job["id"])
         for file in desk.service.folders.compiled(job["id"]).rglob("*"):  # what a real child leaves
             if file.is_file():
-                (place / file.relative_to(desk.service.folders.compiled(job["id"]))).write_bytes(file.read_bytes())
+                (place / file.relative_to(desk.service.folders.compiled(job["id"]))).write_bytes(
+                    file.read_bytes()
+                )
         (place / "sha256.json").unlink()
         view = await told(await desk.client.post("/models/m/promote", json={"report": job["id"]}))
         assert (view["current"]["version"], view["current"]["job"]) == (2, job["id"])
         again = await measured(desk)
-        assert (again["measures"]["version"], (await desk.until(again["id"], *ENDED))["state"]) == (2, "succeeded")
+        assert (again["measures"]["version"], (await desk.until(again["id"], *ENDED))["state"]) == (
+            2,
+            "succeeded",
+        )
 
     at_desk(tmp_path, story)
 
@@ -252,35 +298,65 @@ def test_a_real_model_is_compiled_loaded_and_measured_again(tmp_path: Path) -> N
             web = desk.client
             tiny_model(tmp_path / "tiny.onnx")
             quick = b"benchmark: {duration_s: 0.2, budget_s: 0.01}\n"
-            plan = quick + b"name: tiny\ncandidates: [{backend: onnxruntime, precision: fp32}]\nsimplify: {enabled: false}"
-            files = {"model": ("tiny.onnx", (tmp_path / "tiny.onnx").read_bytes()), "plan": ("plan.yaml", plan)}
+            plan = (
+                quick
+                + b"name: tiny\ncandidates: [{backend: onnxruntime, precision: fp32}]\nsimplify: {enabled: false}"
+            )
+            files = {
+                "model": ("tiny.onnx", (tmp_path / "tiny.onnx").read_bytes()),
+                "plan": ("plan.yaml", plan),
+            }
             compiled = await ended(desk, await web.post("/compile", files=files))
-            await told(await web.post("/models/m/promote", json={"report": compiled["id"], "override": True}))
+            await told(
+                await web.post(
+                    "/models/m/promote", json={"report": compiled["id"], "override": True}
+                )
+            )
             await told(await web.put("/models/m/deployment", json={}))
 
             job = await ended(desk, await web.post("/models/m/benchmark"))
-            assert (job["verdict"], job["winner"], job["measures"]) == ("unproven", "onnxruntime fp32", {"model": "m", "version": 1})
-            before, after = (load_report(desk.service.folders.report(each["id"])) for each in (compiled, job))
-            assert after.command == f"a request to the service, version 1 of model 'm' measured again, job {job['id']} ('tiny')"
+            assert (job["verdict"], job["winner"], job["measures"]) == (
+                "unproven",
+                "onnxruntime fp32",
+                {"model": "m", "version": 1},
+            )
+            before, after = (
+                load_report(desk.service.folders.report(each["id"])) for each in (compiled, job)
+            )
+            assert (
+                after.command
+                == f"a request to the service, version 1 of model 'm' measured again, job {job['id']} ('tiny')"
+            )
             assert after.baseline is not None
             assert before.baseline is not None
-            assert after.baseline.rows[0].end_to_end.values_s != before.baseline.rows[0].end_to_end.values_s
+            assert (
+                after.baseline.rows[0].end_to_end.values_s
+                != before.baseline.rows[0].end_to_end.values_s
+            )
             assert after.benchmarked >= before.benchmarked
             assert after.reasons[0].startswith("not measurable: ")
             assert after.reasons[1] == before.reasons[1] == "no data: accuracy not proven"
             latency = await told(await web.get(f"/reports/{job['id']}/latency"))
             assert [each["label"] for each in latency["candidates"]] == ["onnxruntime fp32"]
-            stages = [(event.data["stage"], event.data["state"]) for event in desk.service.jobs.events(job["id"]) if event.kind == "stage"]
+            stages = [
+                (event.data["stage"], event.data["state"])
+                for event in desk.service.jobs.events(job["id"])
+                if event.kind == "stage"
+            ]
             assert ("benchmark", "started") in stages
             assert stages[-1] == ("benchmark", "finished")
             assert not any(
-                str(tmp_path).encode() in file.read_bytes() for file in desk.service.folders.report(job["id"]).rglob("*") if file.is_file()
+                str(tmp_path).encode() in file.read_bytes()
+                for file in desk.service.folders.report(job["id"]).rglob("*")
+                if file.is_file()
             )
 
             async def ask() -> None:
                 """The model answers while it is measured, and the report tells of that."""
                 if any(lease.use == "measure" for lease in desk.service._leases.devices.held):
-                    await told(await web.post("/models/m/infer", json={"inputs": {"x": [[1.0] * 16]}}))
+                    await told(
+                        await web.post("/models/m/infer", json={"inputs": {"x": [[1.0] * 16]}})
+                    )
 
             assert CONTENDED not in after.reasons
             busy = await ended(desk, await web.post("/models/m/benchmark"), ask)
@@ -293,7 +369,9 @@ async def nothing() -> None:
     pass
 
 
-async def ended(desk: Desk, answer: httpx.Response, meanwhile: Callable[[], Awaitable[None]] = nothing) -> dict[str, Any]:
+async def ended(
+    desk: Desk, answer: httpx.Response, meanwhile: Callable[[], Awaitable[None]] = nothing
+) -> dict[str, Any]:
     """As `Desk.until`, for what takes longer on a busy machine."""
     job: dict[str, Any] = await told(answer, 202)
     while job["state"] not in ENDED:

@@ -24,24 +24,45 @@ from tests.service.builders.app import Desk, opened_desk
 from tests.service.integration.test_benchmark import ended
 
 FP32 = [{"backend": "onnxruntime", "precision": "fp32"}]
-SHORT = {"duration_s": 0.05, "warmup_s": 0.0, "budget_s": 0.01}  # one process of each: nobody can tell which is faster
+SHORT = {
+    "duration_s": 0.05,
+    "warmup_s": 0.0,
+    "budget_s": 0.01,
+}  # one process of each: nobody can tell which is faster
 SCRIPT = "<script>alert(1)</script>"
 Parts = dict[str, tuple[str, bytes]]
 
 
 def task(folder: Path) -> Parts:
     """A model of one file, with labelled data that it answers rightly."""
-    plan = yaml.safe_load(write_task(folder, candidates=FP32, benchmark=SHORT, simplify={"enabled": False}).read_text())
+    plan = yaml.safe_load(
+        write_task(
+            folder, candidates=FP32, benchmark=SHORT, simplify={"enabled": False}
+        ).read_text()
+    )
     sent = {key: value for key, value in plan.items() if key not in ("model", "data")}
-    data = {role: (f"{role}.npz", (folder / f"{role}.npz").read_bytes()) for role in ("selection", "validation")}
-    return {"model": ("model.onnx", (folder / "model.onnx").read_bytes()), "plan": ("plan.yaml", yaml.safe_dump(sent).encode()), **data}
+    data = {
+        role: (f"{role}.npz", (folder / f"{role}.npz").read_bytes())
+        for role in ("selection", "validation")
+    }
+    return {
+        "model": ("model.onnx", (folder / "model.onnx").read_bytes()),
+        "plan": ("plan.yaml", yaml.safe_dump(sent).encode()),
+        **data,
+    }
 
 
 def external(model: Path) -> dict[str, bytes]:
     """The files of the same model with all weights beside it."""
     folder = model.with_name("external")
     folder.mkdir()
-    onnx.save_model(onnx.load(model), folder / "model.onnx", save_as_external_data=True, location="weights.bin", size_threshold=0)
+    onnx.save_model(
+        onnx.load(model),
+        folder / "model.onnx",
+        save_as_external_data=True,
+        location="weights.bin",
+        size_threshold=0,
+    )
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
@@ -112,8 +133,16 @@ def test_a_model_with_external_data_is_compiled_out_of_either_archive(tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_model_without_a_batch_axis_in_front_is_judged_on_numbered_samples(tmp_path: Path) -> None:
-    exported = crucible("onnx", write_tagger_task(tmp_path), "--out", tmp_path / "model.onnx", env={"CRUCIBLE_HOME": str(tmp_path / "home")})
+def test_a_model_without_a_batch_axis_in_front_is_judged_on_numbered_samples(
+    tmp_path: Path,
+) -> None:
+    exported = crucible(
+        "onnx",
+        write_tagger_task(tmp_path),
+        "--out",
+        tmp_path / "model.onnx",
+        env={"CRUCIBLE_HOME": str(tmp_path / "home")},
+    )
     assert exported.code == 0, exported.err
     data = {role: (f"{role}.npz", (tmp_path / f"{role}.npz").read_bytes()) for role in COUNTS}
     plan = yaml.safe_dump(tagger_plan(benchmark=SHORT)).encode()
@@ -146,7 +175,10 @@ def test_a_node_and_an_output_named_as_scripts_do_nothing_in_the_report(tmp_path
         assert [output.output for output in report.validation.outputs] == [SCRIPT]
         (job,) = (await desk.client.get("/jobs")).json()["jobs"]
         answer = await desk.client.get(job["links"]["report"], headers={"Accept": "text/html"})
-        for shown in (f"<td>{html.escape(SCRIPT)}</td>", f"<td>{html.escape(SCRIPT)}classifier</td>"):  # the output, a node
+        for shown in (
+            f"<td>{html.escape(SCRIPT)}</td>",
+            f"<td>{html.escape(SCRIPT)}classifier</td>",
+        ):  # the output, a node
             assert shown in answer.text
         assert "<script" not in answer.text
         assert answer.headers["content-security-policy"] == PAGE_POLICY
@@ -156,14 +188,19 @@ def test_a_node_and_an_output_named_as_scripts_do_nothing_in_the_report(tmp_path
 
 @pytest.mark.slow
 def test_weights_are_compiled_in_their_architecture(tmp_path: Path) -> None:
-    torch, torchvision, safetensors = (pytest.importorskip(name) for name in ("torch", "torchvision", "safetensors.torch"))
+    torch, torchvision, safetensors = (
+        pytest.importorskip(name) for name in ("torch", "torchvision", "safetensors.torch")
+    )
     torch.manual_seed(7)  # the weights of a plan without any are drawn from another seed
     net = torchvision.models.mobilenet_v2(num_classes=5).eval()
     images = torch.randn(40, 3, 32, 32)
     with torch.inference_mode():
         labels = net(images).argmax(1)
     halves = {"selection": slice(20), "validation": slice(20, None)}
-    sets = {role: (f"{role}.npz", npz(image=images[half].numpy(), labels=labels[half].numpy())) for role, half in halves.items()}
+    sets = {
+        role: (f"{role}.npz", npz(image=images[half].numpy(), labels=labels[half].numpy()))
+        for role, half in halves.items()
+    }
     plan = {
         "architecture": "mobilenet_v2",
         "classes": 5,
@@ -178,9 +215,17 @@ def test_weights_are_compiled_in_their_architecture(tmp_path: Path) -> None:
     weights = safetensors.save(dict(net.state_dict()))
 
     async def story(desk: Desk) -> None:
-        parts = {"model": ("w.safetensors", weights), "plan": ("plan.yaml", yaml.safe_dump(plan).encode()), **sets}
+        parts = {
+            "model": ("w.safetensors", weights),
+            "plan": ("plan.yaml", yaml.safe_dump(plan).encode()),
+            **sets,
+        }
         report = await compiled(desk, parts)
-        assert (report.verdict, report.winner, top1_of(report)) == ("unproven", "onnxruntime fp32", (1.0, 1.0))
+        assert (report.verdict, report.winner, top1_of(report)) == (
+            "unproven",
+            "onnxruntime fp32",
+            (1.0, 1.0),
+        )
         assert report.plan.model.entrypoint == "service.architectures:mobilenet_v2_of_5"
 
     at_real_desk(tmp_path / "home", story)

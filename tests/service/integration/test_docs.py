@@ -36,7 +36,12 @@ MARK = "@@@@ "
 
 def commands(page: str) -> list[str]:
     blocks = re.findall(r"```console\n(.*?)```", page, re.DOTALL)
-    return [line.removeprefix("$ ") for block in blocks for line in block.splitlines() if line.startswith("$ ")]
+    return [
+        line.removeprefix("$ ")
+        for block in blocks
+        for line in block.splitlines()
+        if line.startswith("$ ")
+    ]
 
 
 def is_server(command: str) -> bool:
@@ -47,11 +52,20 @@ def is_server(command: str) -> bool:
 def served(command: str, home: Path, **variables: str) -> Iterator[str]:
     """A server as the page starts it, on a port that is free; its address once it takes jobs."""
     *given, _, _ = command.replace("$PWD", str(home.parent)).split()
-    more = {"CRUCIBLE_HOME": str(home), "CRUCIBLE_SERVICE_PORT": "0", **variables, **dict(each.split("=") for each in given)}
+    more = {
+        "CRUCIBLE_HOME": str(home),
+        "CRUCIBLE_SERVICE_PORT": "0",
+        **variables,
+        **dict(each.split("=") for each in given),
+    }
     home.mkdir()
     with (home / "server.log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pipeline.cli", "serve"], stdout=subprocess.PIPE, stderr=log, text=True, env=environment(more)
+            [sys.executable, "-m", "pipeline.cli", "serve"],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=environment(more),
         )
     with process:
         try:
@@ -69,9 +83,16 @@ def served(command: str, home: Path, **variables: str) -> Iterator[str]:
 def test_every_endpoint_has_a_command(tmp_path: Path) -> None:
     asked = [line for line in commands(PAGE + INFERENCE) if line.startswith("curl ")]
     described = create_app(Settings(home=tmp_path)).openapi()["paths"]
-    paths = [(method, path) for path, methods in described.items() for method in methods] + [("get", "/docs"), ("get", "/openapi.json")]
+    paths = [(method, path) for path, methods in described.items() for method in methods] + [
+        ("get", "/docs"),
+        ("get", "/openapi.json"),
+    ]
     for method, path in paths:
-        place = re.escape(URL) + re.sub(r"\\\{\w+\\\}", r"(\\$\\w+|photos)", re.escape(path)) + r"(?=[\s?\"']|$)"
+        place = (
+            re.escape(URL)
+            + re.sub(r"\\\{\w+\\\}", r"(\\$\\w+|photos)", re.escape(path))
+            + r"(?=[\s?\"']|$)"
+        )
         found = [line for line in asked if re.search(place, line) and method_of(line) == method]
         assert found, f"no command for {method.upper()} {path}"
 
@@ -91,8 +112,12 @@ def test_the_page_lists_every_metric_and_no_other(tmp_path: Path) -> None:
     rows = re.findall(r"^\| (`crucible_[^|]*)\|", PAGE, re.MULTILINE)
     listed = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     with serving(tmp_path) as server:
-        families = re.findall(r"^# TYPE (crucible_\w+) ", httpx.get(f"{server.url}/metrics").text, re.MULTILINE)
-    of_gpus = {name for name in listed if name.startswith("crucible_device_")}  # those are there where a GPU is
+        families = re.findall(
+            r"^# TYPE (crucible_\w+) ", httpx.get(f"{server.url}/metrics").text, re.MULTILINE
+        )
+    of_gpus = {
+        name for name in listed if name.startswith("crucible_device_")
+    }  # those are there where a GPU is
     assert {name for name in families if not name.endswith("_created")} | of_gpus == listed
 
 
@@ -100,7 +125,11 @@ def test_the_readme_shows_commands_of_this_page() -> None:
     """But for the key, names, and what is sent beside the model: those of this page are run below, and the README's own by `make image-test`."""
 
     def bare(command: str) -> str:
-        command = re.sub(r"\$(other|model)|photos", lambda found: {"$other": "$job"}.get(found[0], "digits"), command)
+        command = re.sub(
+            r"\$(other|model)|photos",
+            lambda found: {"$other": "$job"}.get(found[0], "digits"),
+            command,
+        )
         sent = r"-F ('plan=[^']*'|(plan|calibration|selection|validation)=\S+)|--(plan|calibration|selection|validation) \S+|--profile \S+"
         return re.sub(rf" (-H @auth|--override|{sent})", "", command)
 
@@ -112,8 +141,12 @@ def test_the_readme_shows_commands_of_this_page() -> None:
 
 def overridden(line: str) -> str:
     """The command, for a task whose engines are measured in one process: nobody can tell which is faster, so the verdict is `unproven`."""
-    line = line.replace('{\\"report\\": \\"$job\\"}', '{\\"report\\": \\"$job\\", \\"override\\": true}')
-    return line.replace("crucible promote $model $other", "crucible promote $model $other --override")
+    line = line.replace(
+        '{\\"report\\": \\"$job\\"}', '{\\"report\\": \\"$job\\", \\"override\\": true}'
+    )
+    return line.replace(
+        "crucible promote $model $other", "crucible promote $model $other --override"
+    )
 
 
 @pytest.mark.slow
@@ -122,16 +155,37 @@ def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
     plan = write_task(tmp_path / "plans", candidates=candidates)
     plan.rename(plan.with_name("digits.yaml"))
     write_task(tmp_path, candidates=candidates)
-    (tmp_path / "plan.yaml").write_text(re.sub(r"(?m)^(data|model):\n(  .*\n)+", "", (tmp_path / "plan.yaml").read_text()))
+    (tmp_path / "plan.yaml").write_text(
+        re.sub(r"(?m)^(data|model):\n(  .*\n)+", "", (tmp_path / "plan.yaml").read_text())
+    )
     first, second = (line for line in commands(PAGE) if is_server(line))
-    variables = {"CRUCIBLE_SERVICE_KEYS_REQUIRED": "true", "CRUCIBLE_SERVICE_CONFIGS": str(tmp_path / "plans")}
+    variables = {
+        "CRUCIBLE_SERVICE_KEYS_REQUIRED": "true",
+        "CRUCIBLE_SERVICE_CONFIGS": str(tmp_path / "plans"),
+    }
     with ExitStack() as kept:
         url = kept.enter_context(served(first, tmp_path / "home", **variables))
         lines = [line for line in commands(PAGE) if not is_server(line)]
-        script = SHELL + "".join(f"echo '{MARK}{number}'\n{overridden(line)}\necho\n" for number, line in enumerate(lines))
+        script = SHELL + "".join(
+            f"echo '{MARK}{number}'\n{overridden(line)}\necho\n"
+            for number, line in enumerate(lines)
+        )
         env = environment({"CRUCIBLE_HOME": str(tmp_path / "home")})
-        done = subprocess.run(["bash", "-c", script.replace(URL, url)], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-        told = dict(zip(lines, (text.partition("\n")[2] for text in done.stdout.split(MARK)[1:]), strict=False))
+        done = subprocess.run(
+            ["bash", "-c", script.replace(URL, url)],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        told = dict(
+            zip(
+                lines,
+                (text.partition("\n")[2] for text in done.stdout.split(MARK)[1:]),
+                strict=False,
+            )
+        )
         assert done.returncode == 0, (list(told.items())[-1:], done.stderr)
 
         (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -150,7 +204,10 @@ def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
     key = (tmp_path / "admin.key").read_text().strip()
     with served(second, tmp_path / "container") as url:
         assert httpx.get(f"{url}/jobs").status_code == 401
-        assert httpx.get(f"{url}/jobs", headers={"Authorization": f"Bearer {key}"}).json() == {"jobs": [], "next": None}
+        assert httpx.get(f"{url}/jobs", headers={"Authorization": f"Bearer {key}"}).json() == {
+            "jobs": [],
+            "next": None,
+        }
 
 
 def test_the_commands_of_inference_run(tmp_path: Path) -> None:
@@ -161,21 +218,54 @@ def test_the_commands_of_inference_run(tmp_path: Path) -> None:
     (tmp_path / "auth").write_text("X-None: none")
     with serving_models(tmp_path / "home", models="photos") as server:
         lines = commands(INFERENCE)
-        script = SHELL + "".join(f"echo '{MARK}{number}'\n{overridden(line)}\necho\n" for number, line in enumerate(lines))
+        script = SHELL + "".join(
+            f"echo '{MARK}{number}'\n{overridden(line)}\necho\n"
+            for number, line in enumerate(lines)
+        )
         env = environment({"CRUCIBLE_URL": server.url})
-        done = subprocess.run(["bash", "-c", script.replace(URL, server.url)], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-        told = dict(zip(lines, (text.partition("\n")[2] for text in done.stdout.split(MARK)[1:]), strict=False))
+        done = subprocess.run(
+            ["bash", "-c", script.replace(URL, server.url)],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        told = dict(
+            zip(
+                lines,
+                (text.partition("\n")[2] for text in done.stdout.split(MARK)[1:]),
+                strict=False,
+            )
+        )
         assert done.returncode == 0, (list(told.items())[-1:], done.stderr)
         examples = re.findall(r"```python\n(.*?)```", INFERENCE, re.DOTALL)
-        for example, said in zip(examples, (r"\(2, 3\)\n\{", r"\(2, 3\) [\d.]+\n"), strict=True):  # HTTP, gRPC
-            here = example.replace(URL.removeprefix("http://"), server.url.removeprefix("http://")).replace("127.0.0.1:8001", server.rpc)
-            ran = subprocess.run([sys.executable, "-c", here], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        for example, said in zip(
+            examples, (r"\(2, 3\)\n\{", r"\(2, 3\) [\d.]+\n"), strict=True
+        ):  # HTTP, gRPC
+            here = example.replace(
+                URL.removeprefix("http://"), server.url.removeprefix("http://")
+            ).replace("127.0.0.1:8001", server.rpc)
+            ran = subprocess.run(
+                [sys.executable, "-c", here],
+                cwd=tmp_path,
+                env=env,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
             assert re.match(said, ran.stdout), ran.stderr
     x = np.load(tmp_path / "x.npy")
     np.testing.assert_allclose(np.load(tmp_path / "y.npy"), x.mean((2, 3)), rtol=1e-5)
-    np.testing.assert_array_equal(np.fromfile(tmp_path / "y.bin", np.float32), np.load(tmp_path / "y.npy").ravel())
+    np.testing.assert_array_equal(
+        np.fromfile(tmp_path / "y.bin", np.float32), np.load(tmp_path / "y.npy").ravel()
+    )
     np.testing.assert_allclose(np.load(tmp_path / "scores.npz")["scores"], [[2, -2, 0]], atol=0.05)
-    answers = [json.loads(text)["outputs"]["scores"] for line, text in told.items() if "x.json" in line and "curl" in line]
+    answers = [
+        json.loads(text)["outputs"]["scores"]
+        for line, text in told.items()
+        if "x.json" in line and "curl" in line
+    ]
     np.testing.assert_allclose(answers, [np.load(tmp_path / "y.npy")], rtol=1e-6)
 
 
@@ -186,7 +276,11 @@ def check(told: dict[str, str], folder: Path) -> None:
         return [text for line, text in told.items() if part in line]
 
     whole, rest, cancelled = (list(events_of_stream([text.encode()])) for text in said("/events"))
-    assert [event.kind for event in (whole[0], whole[-1], cancelled[-1])] == ["queued", "succeeded", "cancelled"]
+    assert [event.kind for event in (whole[0], whole[-1], cancelled[-1])] == [
+        "queued",
+        "succeeded",
+        "cancelled",
+    ]
     assert rest == [event for event in whole if event.seq > 3]
     assert '"attempt":0' in said("$second/retry")[0]
     assert '"onnxruntime fp32"' in said("/latency")[0]
@@ -197,15 +291,25 @@ def check(told: dict[str, str], folder: Path) -> None:
     assert json.loads(gzip.decompress((folder / "samples.json.gz").read_bytes()))
     with tarfile.open(folder / "engine.tar") as engine:
         assert "engine/engine.json" in engine.getnames()
-    assert all("UNPROVEN" in text for line, text in told.items() if "crucible wait" in line or line.endswith("--wait"))
+    assert all(
+        "UNPROVEN" in text
+        for line, text in told.items()
+        if "crucible wait" in line or line.endswith("--wait")
+    )
     batch = json.loads(said("$model/promote -d")[0])["current"]["batch"]
     assert (batch["proved"], batch["reason"]) == (True, "")
-    assert "version 2 (onnxruntime fp32) is current, version 2 answers on cpu" in said("crucible promote $model")[0]
+    assert (
+        "version 2 (onnxruntime fp32) is current, version 2 answers on cpu"
+        in said("crucible promote $model")[0]
+    )
     assert '"version":1,"device":"cpu"' in said("$model/rollback")[0]
     assert "version 1 was the first" in said("crucible rollback")[0]
     assert "(current)" in said("crucible models $model")[0]
     assert "digits version 1 on cpu" in said("crucible infer x.npy")[0]
     assert "is unloaded" in said("crucible unload")[0]
     (benchmark,) = said("crucible benchmark $model")
-    assert all(word in benchmark for word in ("times baseline", "UNPROVEN", '"measures":{"model":"digits","version":1}'))
+    assert all(
+        word in benchmark
+        for word in ("times baseline", "UNPROVEN", '"measures":{"model":"digits","version":1}')
+    )
     assert "# TYPE crucible_jobs gauge" in said("/metrics")[0]

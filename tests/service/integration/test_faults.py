@@ -37,7 +37,12 @@ GIB = 2**30
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 8 MB."""
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", tmp_path], capture_output=True, text=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if mounted.returncode != 0:
         pytest.skip(f"cannot mount a small file system: {mounted.stderr}")
     yield tmp_path
@@ -49,14 +54,18 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One server with small limits, which meets one trap after another, and lives to end in good order."""
     home = tmp_path_factory.mktemp("limited") / "home"
     home.mkdir()
-    with serving(home, max_unpacked_bytes=MB, job_memory_bytes=GIB // 2, job_disk_bytes=GIB // 8) as server:
+    with serving(
+        home, max_unpacked_bytes=MB, job_memory_bytes=GIB // 2, job_disk_bytes=GIB // 8
+    ) as server:
         yield server
         assert server.end() == 0
         assert "Traceback" not in server.log()
 
 
 def check_that_the_next_succeeds(server: Server) -> None:
-    job = post(server, "succeed", secrets.token_bytes(8)).json()["id"]  # a new one, not what an equal request made
+    job = post(server, "succeed", secrets.token_bytes(8)).json()[
+        "id"
+    ]  # a new one, not what an equal request made
     until(lambda: state_of(server, job) == "succeeded")
 
 
@@ -78,7 +87,9 @@ def test_an_upload_larger_than_the_disk_is_507_and_leaves_nothing(small_disk: Pa
     with serving(small_disk) as server:
         answer = post(server, "succeed", b"x" * 20 * MB)
         assert (answer.status_code, answer.json()["code"]) == (507, "host.disk_full")
-        assert answer.json()["error"] == "the disk is full"  # as the upload met it: the database names its file
+        assert (
+            answer.json()["error"] == "the disk is full"
+        )  # as the upload met it: the database names its file
         assert str(small_disk) not in answer.text
         assert list((small_disk / "uploads").iterdir()) == []
         job = send(server, "succeed")
@@ -97,18 +108,26 @@ def test_a_job_that_fills_the_disk_fails_and_the_next_succeeds(small_disk: Path)
         until(lambda: state_of(server, again) == "succeeded")
 
 
-def test_a_database_without_space_is_507_and_nothing_that_was_accepted_is_lost(small_disk: Path) -> None:
+def test_a_database_without_space_is_507_and_nothing_that_was_accepted_is_lost(
+    small_disk: Path,
+) -> None:
     with serving(small_disk) as server:
         running = send(server, "succeed-2")
         until(lambda: state_of(server, running) == "running")
         ballast = fill(small_disk)
         refused = post(server, "fail")
-        assert (refused.status_code, refused.json()["code"]) == (507, "host.disk_full"), refused.text
+        assert (refused.status_code, refused.json()["code"]) == (507, "host.disk_full"), (
+            refused.text
+        )
         cancelling = httpx.delete(f"{server.url}/jobs/{running}")  # needs the database alone
-        assert (cancelling.status_code, cancelling.json()["code"]) == (507, "host.disk_full"), cancelling.text
+        assert (cancelling.status_code, cancelling.json()["code"]) == (507, "host.disk_full"), (
+            cancelling.text
+        )
         assert httpx.get(f"{server.url}/healthz").status_code == 200
         ballast.unlink()
-        until(lambda: state_of(server, running) in ("succeeded", "failed"))  # failed if it needed the disk meanwhile
+        until(
+            lambda: state_of(server, running) in ("succeeded", "failed")
+        )  # failed if it needed the disk meanwhile
         assert [job["id"] for job in httpx.get(f"{server.url}/jobs").json()["jobs"]] == [running]
         again = send(server, "succeed")
         until(lambda: state_of(server, again) == "succeeded")
@@ -132,27 +151,43 @@ def test_a_server_starts_beside_a_damaged_row_and_serves_the_others(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("name", "code", "said"),
-    [("eat", "job.memory", "more than the 0.50 GiB it may"), ("fill", "job.disk", "more than the 0.12 GiB it may")],
+    [
+        ("eat", "job.memory", "more than the 0.50 GiB it may"),
+        ("fill", "job.disk", "more than the 0.12 GiB it may"),
+    ],
 )
-def test_a_job_that_takes_too_much_is_stopped_and_the_server_lives(limited: Server, name: str, code: str, said: str) -> None:
+def test_a_job_that_takes_too_much_is_stopped_and_the_server_lives(
+    limited: Server, name: str, code: str, said: str
+) -> None:
     job = post(limited, name).json()["id"]
     until(lambda: state_of(limited, job) == "failed")
     failure = httpx.get(f"{limited.url}/jobs/{job}").json()["failure"]
     assert (failure["code"], said in failure["message"]) == (code, True), failure
     assert of_jobs([job]) == []
     check_that_the_next_succeeds(limited)  # the next job begins once this one was tidied
-    assert Folders(limited.home).work(job).home.exists() == (code != "job.disk")  # what it stored, for a retry
+    assert Folders(limited.home).work(job).home.exists() == (
+        code != "job.disk"
+    )  # what it stored, for a retry
 
 
 @pytest.mark.parametrize("which", ["guardian", "worker"])
-def test_a_child_that_is_killed_fails_its_job_and_the_server_lives(limited: Server, which: str) -> None:
+def test_a_child_that_is_killed_fails_its_job_and_the_server_lives(
+    limited: Server, which: str
+) -> None:
     job = post(limited, "hang").json()["id"]
     until(lambda: len(of_jobs([job])) == 2)
-    (killed,) = [process for process in of_jobs([job]) if (process.ppid() == limited.process.pid) == (which == "guardian")]
+    (killed,) = [
+        process
+        for process in of_jobs([job])
+        if (process.ppid() == limited.process.pid) == (which == "guardian")
+    ]
     killed.kill()
     until(lambda: state_of(limited, job) == "failed")
     failure = httpx.get(f"{limited.url}/jobs/{job}").json()["failure"]
-    assert (failure["code"], "was killed by signal 9 (SIGKILL)" in failure["message"]) == ("host.child_died", True), failure
+    assert (failure["code"], "was killed by signal 9 (SIGKILL)" in failure["message"]) == (
+        "host.child_died",
+        True,
+    ), failure
     assert of_jobs([job]) == []
     check_that_the_next_succeeds(limited)
 
@@ -160,23 +195,39 @@ def test_a_child_that_is_killed_fails_its_job_and_the_server_lives(limited: Serv
 def test_deleting_a_job_that_compiles_ends_all_that_it_started(tmp_path: Path) -> None:
     tiny_model(tmp_path / "model.onnx")
     plan = b"name: tiny\nbenchmark: {duration_s: 600}"
-    with served("crucible serve", tmp_path / "home") as url, httpx.Client(base_url=url, timeout=WITHIN_S) as client:
+    with (
+        served("crucible serve", tmp_path / "home") as url,
+        httpx.Client(base_url=url, timeout=WITHIN_S) as client,
+    ):
 
         def send() -> str:
-            answer = client.post("/compile", files={"model": ("m.onnx", (tmp_path / "model.onnx").read_bytes()), "plan": ("p", plan)})
+            answer = client.post(
+                "/compile",
+                files={
+                    "model": ("m.onnx", (tmp_path / "model.onnx").read_bytes()),
+                    "plan": ("p", plan),
+                },
+            )
             assert answer.status_code == 202, answer.text
             return str(answer.json()["id"])
 
         job = send()
-        until(lambda: len(of_jobs([job])) >= 3)  # the guardian, the worker, and the child of a stage
+        until(
+            lambda: len(of_jobs([job])) >= 3
+        )  # the guardian, the worker, and the child of a stage
         processes = of_jobs([job])
         begin = time.monotonic()
         assert client.delete(f"/jobs/{job}").status_code == 202
-        while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes) or of_jobs([job]):
+        while any(
+            process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+            for process in processes
+        ) or of_jobs([job]):
             assert time.monotonic() - begin < GONE_S
             time.sleep(0.05)
         until(lambda: client.get(f"/jobs/{job}").json()["state"] == "cancelled")
-        kinds = [event.kind for event in events_of_stream([client.get(f"/jobs/{job}/events").content])]
+        kinds = [
+            event.kind for event in events_of_stream([client.get(f"/jobs/{job}/events").content])
+        ]
         assert kinds[-2:] == ["cancelling", "cancelled"]
         assert not Folders(tmp_path / "home").work(job).temporary.exists()
         assert client.get("/readyz").status_code == 200
@@ -215,13 +266,19 @@ def tarred(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> bytes:
     ],
     ids=["bomb", "zip-outside", "tar-absolute", "tar-outside", "tar-link", "no-model"],
 )
-def test_archives_that_are_traps_are_refused_and_leave_nothing(limited: Server, filename: str, content: bytes, status: int, said: str) -> None:
+def test_archives_that_are_traps_are_refused_and_leave_nothing(
+    limited: Server, filename: str, content: bytes, status: int, said: str
+) -> None:
     def kept() -> tuple[set[str], set[str]]:
         jobs = httpx.get(f"{limited.url}/jobs?limit=200").json()["jobs"]
-        return {job["id"] for job in jobs}, {folder.name for folder in (limited.home / "uploads").glob("*")}
+        return {job["id"] for job in jobs}, {
+            folder.name for folder in (limited.home / "uploads").glob("*")
+        }
 
     before = kept()
-    answer = httpx.post(f"{limited.url}/compile", files={"model": (filename, content)}, timeout=WITHIN_S)
+    answer = httpx.post(
+        f"{limited.url}/compile", files={"model": (filename, content)}, timeout=WITHIN_S
+    )
     assert (answer.status_code, said in answer.json()["error"]) == (status, True), answer.text
     assert kept() == before  # so it answers
     assert list(limited.home.parent.rglob("*evil*")) == []
@@ -246,7 +303,9 @@ def nested(depth: int) -> bytes:
 
     graph = b""
     for _ in range(depth):
-        attribute = field(1, b"then_branch") + field(6, graph) + b"\xa0\x01\x05"  # name, g, type: GRAPH
+        attribute = (
+            field(1, b"then_branch") + field(6, graph) + b"\xa0\x01\x05"
+        )  # name, g, type: GRAPH
         graph = field(1, field(4, b"If") + field(5, attribute))
     return b"\x08\x08" + field(7, graph) + field(8, b"\x10\x11")
 
@@ -254,9 +313,20 @@ def nested(depth: int) -> bytes:
 def one_terabyte() -> bytes:
     """y = x + ConstantOfShape of 2^38 floats."""
     size = helper.make_tensor("size", TensorProto.INT64, [1], [2**38])
-    nodes = [helper.make_node("ConstantOfShape", ["size"], ["large"]), helper.make_node("Add", ["x", "large"], ["y"])]
-    graph = helper.make_graph(nodes, "g", [value("x", TensorProto.FLOAT, 1)], [value("y", TensorProto.FLOAT, 2**38)], [size])
-    made: bytes = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8).SerializeToString()
+    nodes = [
+        helper.make_node("ConstantOfShape", ["size"], ["large"]),
+        helper.make_node("Add", ["x", "large"], ["y"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [value("x", TensorProto.FLOAT, 1)],
+        [value("y", TensorProto.FLOAT, 2**38)],
+        [size],
+    )
+    made: bytes = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8
+    ).SerializeToString()
     return made
 
 
@@ -264,8 +334,16 @@ def claims_one_terabyte() -> bytes:
     """An initializer that says it has 2^38 floats, and brings none."""
     large = onnx.TensorProto(name="large", data_type=TensorProto.FLOAT, dims=[2**38])
     node = helper.make_node("Add", ["x", "large"], ["y"])
-    graph = helper.make_graph([node], "g", [value("x", TensorProto.FLOAT, 1)], [value("y", TensorProto.FLOAT, 2**38)], [large])
-    made: bytes = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8).SerializeToString()
+    graph = helper.make_graph(
+        [node],
+        "g",
+        [value("x", TensorProto.FLOAT, 1)],
+        [value("y", TensorProto.FLOAT, 2**38)],
+        [large],
+    )
+    made: bytes = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8
+    ).SerializeToString()
     return made
 
 
@@ -278,13 +356,17 @@ def test_models_made_to_break_the_compiler_fail_their_jobs_only(tmp_path: Path) 
     )
 
     async def story() -> None:
-        async with running(tmp_path, worker=WORKER, job_memory_bytes=2 * GIB, job_disk_bytes=GIB) as bench:
+        async with running(
+            tmp_path, worker=WORKER, job_memory_bytes=2 * GIB, job_disk_bytes=GIB
+        ) as bench:
             for number, (model, code, said) in enumerate(traps):
                 job = upload(bench, f"{number}")
                 (bench.folders.uploads(job.id) / "model.onnx").write_bytes(model)
                 added, _ = await bench.runner.submit(job)
                 ended = await until_ended(bench, added)
                 assert ended.failure is not None
-                assert (ended.failure.code, said in ended.failure.message) == (code, True), ended.failure
+                assert (ended.failure.code, said in ended.failure.message) == (code, True), (
+                    ended.failure
+                )
 
     asyncio.run(story())

@@ -17,7 +17,17 @@ from service.storage.database import Database
 from service.storage.keys import Keys
 from tests.service.builders.jobs import WITHIN_S
 from tests.service.builders.serving import serving_models
-from tests.service.builders.tensors import UNLIMITED, WIRES, Asked, Request, ask, key_of, message_of, metadata_of, method_of
+from tests.service.builders.tensors import (
+    UNLIMITED,
+    WIRES,
+    Asked,
+    Request,
+    ask,
+    key_of,
+    message_of,
+    metadata_of,
+    method_of,
+)
 from tests.service.integration.test_server import MB, Server, until
 
 ROW = [[1.0, 2.0, 3.0, 4.0]]
@@ -33,12 +43,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Needs keys, and takes 2 MB."""
-    with serving_models(tmp_path_factory.mktemp("locked"), keys_required=True, max_infer_bytes=2 * MB) as server:
+    with serving_models(
+        tmp_path_factory.mktemp("locked"), keys_required=True, max_infer_bytes=2 * MB
+    ) as server:
         yield server
 
 
 def executions(server: Server, model: str) -> int:
-    return int(httpx.get(f"{server.url}/v2/models/{model}/stats").json()["model_stats"][0]["execution_count"])
+    return int(
+        httpx.get(f"{server.url}/v2/models/{model}/stats").json()["model_stats"][0][
+            "execution_count"
+        ]
+    )
 
 
 def reached(server: Server, model: str, event: str) -> int:
@@ -68,10 +84,17 @@ class Asking(threading.Thread):
 def test_keys_scopes_and_owners(locked: Server, wire: str) -> None:
     home = locked.home
     keys = {scope: key_of(home, scope) for scope in ("infer", "compile", "admin")}
-    expected = {"": "service.unauthorized", f"cru_0123456789_{'A' * 43}": "service.unauthorized", keys["compile"]: "service.forbidden"}
+    expected = {
+        "": "service.unauthorized",
+        f"cru_0123456789_{'A' * 43}": "service.unauthorized",
+        keys["compile"]: "service.forbidden",
+    }
     for key in (*expected, keys["infer"], keys["admin"]):
         assert ask(locked, wire, Request("same_float32", ROW, key)).code == expected.get(key, "")
-    got = {owner: ask(locked, wire, Request("theirs", ROW, key_of(home, "infer", owner=owner))).code for owner in ("local", "somebody")}
+    got = {
+        owner: ask(locked, wire, Request("theirs", ROW, key_of(home, "infer", owner=owner))).code
+        for owner in ("local", "somebody")
+    }
     assert got == {"local": "service.not_found", "somebody": ""}
     assert ask(locked, wire, Request("theirs", ROW, keys["admin"])).code == ""
 
@@ -80,7 +103,9 @@ def test_keys_scopes_and_owners(locked: Server, wire: str) -> None:
 def test_a_wrong_key_is_refused_before_the_tensors_are_read(locked: Server, wire: str) -> None:
     before = locked.received()
     try:
-        refused = ask(locked, wire, Request("same_float32", np.zeros((1, 10 * MB), np.float32), key="no key"))
+        refused = ask(
+            locked, wire, Request("same_float32", np.zeros((1, 10 * MB), np.float32), key="no key")
+        )
         assert refused.code == "service.unauthorized"
     except httpx.WriteError:  # answered, and then the connection was closed
         assert wire == "http"
@@ -93,7 +118,10 @@ def test_the_limit_is_that_of_the_unpacked_request(locked: Server, wire: str, gz
     key = key_of(locked.home, "infer")
     fits, over = (np.zeros((1, size // 4), np.float32) for size in (2 * MB - 1000, 2 * MB + 1000))
     assert ask(locked, wire, Request("same_float32", fits, key, gzip=gzip)).code == ""
-    assert ask(locked, wire, Request("same_float32", over, key, gzip=gzip)).code == {"http": "service.too_large", "grpc": "RESOURCE_EXHAUSTED"}[wire]
+    assert (
+        ask(locked, wire, Request("same_float32", over, key, gzip=gzip)).code
+        == {"http": "service.too_large", "grpc": "RESOURCE_EXHAUSTED"}[wire]
+    )
 
 
 @both
@@ -122,7 +150,11 @@ def test_64_mb_go_in_and_out(server: Server, wire: str) -> None:
         (Request("same_float32", ROW, datatype="FP8"), "service.unprocessable"),
         (Request("same_float32", ROW, timeout_us=-1), "service.unprocessable"),
     ],
-    ids=lambda value: value if isinstance(value, str) else f"{value.model}-{value.version or value.shape or value.datatype}",
+    ids=lambda value: (
+        value
+        if isinstance(value, str)
+        else f"{value.model}-{value.version or value.shape or value.datatype}"
+    ),
 )
 def test_refusals_have_the_same_code(server: Server, request_: Request, code: str) -> None:
     over_http, over_grpc = (ask(server, wire, request_) for wire in WIRES)
@@ -143,7 +175,9 @@ def test_a_full_queue_says_when_to_try_again(server: Server, wire: str) -> None:
 
 @both
 def test_the_requests_own_time_out(server: Server, wire: str) -> None:
-    assert ask(server, wire, Request("slow", [[30.0]], timeout_us=100_000)).code == "service.timed_out"
+    assert (
+        ask(server, wire, Request("slow", [[30.0]], timeout_us=100_000)).code == "service.timed_out"
+    )
 
 
 @both
@@ -160,7 +194,11 @@ def test_a_client_that_goes_is_dropped_from_the_queue(server: Server, wire: str)
     else:
         impatience = httpx.Timeout(WITHIN_S, read=0.5)
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/models/slow/infer", json={"inputs": {"x": [[2.0]]}}, timeout=impatience)
+            httpx.post(
+                f"{server.url}/models/slow/infer",
+                json={"inputs": {"x": [[2.0]]}},
+                timeout=impatience,
+            )
     assert running.ended().code == ""
     assert ask(server, wire, Request("slow", [[0.0]])).code == ""
     assert executions(server, "slow") - before == 2
@@ -178,13 +216,22 @@ def test_a_deadline_drops_the_request_and_is_told(server: Server) -> None:
 
 @both
 def test_the_request_id_is_given_back_and_logged(server: Server, wire: str) -> None:
-    assert ask(server, wire, Request("same_float32", ROW, request_id=f"mine-{wire}")).request_id == f"mine-{wire}"
+    assert (
+        ask(server, wire, Request("same_float32", ROW, request_id=f"mine-{wire}")).request_id
+        == f"mine-{wire}"
+    )
     refused = ask(server, wire, Request("nowhere", ROW, request_id="not a good id"))
     assert refused.request_id not in (None, "not a good id")
     until(lambda: f'"{refused.request_id}"' in server.log())  # written when the answer is out
-    lines = {line["request"]: line for line in map(json.loads, server.log().splitlines()) if line["event"] == "request"}
+    lines = {
+        line["request"]: line
+        for line in map(json.loads, server.log().splitlines())
+        if line["event"] == "request"
+    }
     done, failed = lines[f"mine-{wire}"], lines[str(refused.request_id)]
-    assert (done["status"], failed["status"]) == {"http": (200, 404), "grpc": ("OK", "NOT_FOUND")}[wire]
+    assert (done["status"], failed["status"]) == {"http": (200, 404), "grpc": ("OK", "NOT_FOUND")}[
+        wire
+    ]
     assert done["bytes"] > 16
     assert done["path"].endswith({"http": "/infer", "grpc": "/ModelInfer"}[wire])
 
@@ -211,7 +258,10 @@ def test_an_open_stream_ends_with_the_server_and_is_told_why(tmp_path: Path) -> 
             sent.set()
             ended.wait(WITHIN_S)
 
-        infer = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer", lambda message: message.SerializeToString())
+        infer = channel.stream_stream(
+            "/inference.GRPCInferenceService/ModelStreamInfer",
+            lambda message: message.SerializeToString(),
+        )
         answers = infer(requests())
         assert sent.wait(WITHIN_S)
         until(lambda: reached(server, "slow", "computes") > 0)
@@ -221,7 +271,10 @@ def test_an_open_stream_ends_with_the_server_and_is_told_why(tmp_path: Path) -> 
         with pytest.raises(grpc.RpcError) as caught:
             next(answers)
         ended.set()
-        assert (caught.value.code(), caught.value.details().split(" (")[0]) == (grpc.StatusCode.UNAVAILABLE, "the server is stopping")
+        assert (caught.value.code(), caught.value.details().split(" (")[0]) == (
+            grpc.StatusCode.UNAVAILABLE,
+            "the server is stopping",
+        )
         assert server.process.wait(WITHIN_S) == 0
         assert "Traceback" not in server.log()
 
@@ -230,7 +283,11 @@ def test_readiness_goes_first(tmp_path: Path) -> None:
     with serving_models(tmp_path) as server, grpc.insecure_channel(server.rpc) as channel:
 
         def ready() -> bool:
-            return bool(pb.ServerReadyResponse.FromString(method_of(channel, "ServerReady")(pb.ServerReadyRequest(), WITHIN_S)).ready)
+            return bool(
+                pb.ServerReadyResponse.FromString(
+                    method_of(channel, "ServerReady")(pb.ServerReadyRequest(), WITHIN_S)
+                ).ready
+            )
 
         assert ready()
         server.process.send_signal(signal.SIGTERM)
@@ -241,7 +298,10 @@ def test_readiness_goes_first(tmp_path: Path) -> None:
 def test_a_revoked_key_ends_on_an_open_stream_too(locked: Server) -> None:
     key = key_of(locked.home, "infer")
     with grpc.insecure_channel(locked.rpc, options=UNLIMITED) as channel:
-        infer = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer", lambda message: message.SerializeToString())
+        infer = channel.stream_stream(
+            "/inference.GRPCInferenceService/ModelStreamInfer",
+            lambda message: message.SerializeToString(),
+        )
         going = threading.Event()
 
         def requests() -> Iterator[pb.ModelInferRequest]:

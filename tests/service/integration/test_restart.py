@@ -36,7 +36,11 @@ def home(tmp_path: Path) -> Path:
 
 def serve(home: Path, *names: str) -> "subprocess.Popen[bytes]":
     with (home / "server.log").open("ab") as log:
-        return subprocess.Popen([sys.executable, "-m", "tests.service.builders.server_double", str(home), *names], stdout=log, stderr=log)
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.service.builders.server_double", str(home), *names],
+            stdout=log,
+            stderr=log,
+        )
 
 
 def kill(server: "subprocess.Popen[Any]", jobs: list[str]) -> None:
@@ -60,7 +64,11 @@ def all_jobs(home: Path) -> list[Job]:
 def accepted(home: Path) -> list[str]:
     """What the servers told their clients that they had taken."""
     file = home / "server.log"
-    return [line.split()[1] for line in file.read_text().splitlines() if line.startswith("accepted ")] if file.exists() else []
+    return (
+        [line.split()[1] for line in file.read_text().splitlines() if line.startswith("accepted ")]
+        if file.exists()
+        else []
+    )
 
 
 def first_job(home: Path, reached: Callable[[Job], bool]) -> Job:
@@ -75,15 +83,25 @@ def first_job(home: Path, reached: Callable[[Job], bool]) -> Job:
 
 def test_what_left_its_session_dies_with_the_server_too_and_the_job_goes_on(home: Path) -> None:
     server = serve(home, "grandchild")
-    job = first_job(home, lambda job: job.progress is not None and job.progress.stage == "grandchild")
+    job = first_job(
+        home, lambda job: job.progress is not None and job.progress.stage == "grandchild"
+    )
     processes = of_jobs([job.id])
     assert len(processes) >= 4
     kill(server, [job.id])
-    end = time.monotonic() + GONE_S  # one that is dying has no environment any more, by which `kill` finds them
-    while left := [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]:
+    end = (
+        time.monotonic() + GONE_S
+    )  # one that is dying has no environment any more, by which `kill` finds them
+    while left := [
+        process
+        for process in processes
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]:
         assert time.monotonic() < end, f"{left} outlive the server"
     assert all_jobs(home)[0].state == "running"
-    Folders(home).save_plan(job.id, Folders(home).load_plan(job.id).model_copy(update={"name": "succeed"}))
+    Folders(home).save_plan(
+        job.id, Folders(home).load_plan(job.id).model_copy(update={"name": "succeed"})
+    )
     assert serve(home).wait(WITHIN_S) == 0
     (ended,) = all_jobs(home)
     assert (ended.state, ended.attempt) == ("succeeded", 2)
@@ -95,7 +113,9 @@ def test_killed_at_any_moment_every_accepted_job_ends_exactly_once(home: Path) -
     for number in range(KILLS):
         before = len(accepted(home))
         server = serve(home, *(f"succeed-{moments.uniform(0, 0.5):.2f}" for _ in range(2)))
-        while number % 2 and len(accepted(home)) == before:  # of the others some die while they start, or queue jobs again
+        while (
+            number % 2 and len(accepted(home)) == before
+        ):  # of the others some die while they start, or queue jobs again
             time.sleep(0.02)
         time.sleep(moments.uniform(0.0, 1.5))
         kill(server, [job.id for job in all_jobs(home)])
@@ -123,7 +143,11 @@ class Sender(threading.Thread):
 
     def __init__(self, name: str, **headers: str) -> None:
         super().__init__(name=name, daemon=True)
-        self.url, self.enough, self.cut = "", False, 0  # where a server is; begin with no other model; requests under which it died
+        self.url, self.enough, self.cut = (
+            "",
+            False,
+            0,
+        )  # where a server is; begin with no other model; requests under which it died
         self.taken: dict[str, int] = {}  # the bytes of each model, by its job
         self._headers = headers
 
@@ -133,7 +157,9 @@ class Sender(threading.Thread):
             for number in itertools.count():
                 if self.enough:
                     return
-                times = 1 if number % 2 else 200_000  # megabytes, which a kill cuts, or bytes: then it meets what follows the upload
+                times = (
+                    1 if number % 2 else 200_000
+                )  # megabytes, which a kill cuts, or bytes: then it meets what follows the upload
                 model = f"{self.name} {number} ".encode() * times
                 headers = {name: value.format(number) for name, value in self._headers.items()}
                 self.taken[self._sent(client, model, headers)] = len(model)
@@ -141,13 +167,17 @@ class Sender(threading.Thread):
     def _sent(self, client: httpx.Client, model: bytes, headers: dict[str, str]) -> str:
         while True:
             try:
-                answer = client.post(f"{self._there()}/compile", files=parts("succeed", model), headers=headers)
+                answer = client.post(
+                    f"{self._there()}/compile", files=parts("succeed", model), headers=headers
+                )
             except httpx.ConnectError:
                 continue
             except httpx.HTTPError:
                 self.cut += 1
                 continue
-            assert answer.status_code in (200, 202), answer.text  # 200: it was taken, the answer was lost, and meanwhile the job has ended
+            assert answer.status_code in (200, 202), (
+                answer.text
+            )  # 200: it was taken, the answer was lost, and meanwhile the job has ended
             return str(answer.json()["id"])
 
     def _there(self) -> str:
@@ -157,7 +187,9 @@ class Sender(threading.Thread):
 
 
 @pytest.mark.slow
-def test_killed_while_clients_send_what_was_taken_is_one_job_and_nothing_else_is_left(home: Path) -> None:
+def test_killed_while_clients_send_what_was_taken_is_one_job_and_nothing_else_is_left(
+    home: Path,
+) -> None:
     moments = random.Random(SEED)
     senders = [Sender("with key", **{"Idempotency-Key": "model {}"}), Sender("without")]
 
@@ -193,7 +225,9 @@ def test_killed_while_clients_send_what_was_taken_is_one_job_and_nothing_else_is
     check_that_each_ended_once(home)
     for folder in ("uploads", "jobs", "reports"):
         assert {path.name for path in (home / folder).iterdir()} == taken().keys()
-    assert {path.parent.name: path.stat().st_size for path in (home / "uploads").glob("*/model*")} == taken()
+    assert {
+        path.parent.name: path.stat().st_size for path in (home / "uploads").glob("*/model*")
+    } == taken()
 
 
 def test_children_that_an_earlier_server_left_are_killed_before_anything_begins(home: Path) -> None:
@@ -201,7 +235,9 @@ def test_children_that_an_earlier_server_left_are_killed_before_anything_begins(
     server = serve(home, "hang")
     job = first_job(home, lambda job: job.state == "running")
     kill(server, [job.id])
-    with subprocess.Popen(["sleep", "600"], env={"CRUCIBLE_JOB": job.id}, start_new_session=True) as left:
+    with subprocess.Popen(
+        ["sleep", "600"], env={"CRUCIBLE_JOB": job.id}, start_new_session=True
+    ) as left:
         again = serve(home)
         try:
             first_job(home, lambda job: job.attempt == 2)

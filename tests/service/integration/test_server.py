@@ -58,19 +58,31 @@ class Server:
 
 
 def command(home: Path, module: str = "tests.service.serving", **settings: object) -> list[str]:
-    return [sys.executable, "-m", module, str(home), *(f"{name}={value}" for name, value in settings.items())]
+    return [
+        sys.executable,
+        "-m",
+        module,
+        str(home),
+        *(f"{name}={value}" for name, value in settings.items()),
+    ]
 
 
 @contextmanager
-def serving(home: Path, module: str = "tests.service.serving", **settings: object) -> Iterator[Server]:
+def serving(
+    home: Path, module: str = "tests.service.serving", **settings: object
+) -> Iterator[Server]:
     if not (home / "template").exists():
         write_out(home / "template", home / "template-store")
     with (home / "server.log").open("a") as log:
-        process = subprocess.Popen(command(home, module, **settings), stdout=subprocess.PIPE, stderr=log, text=True)
+        process = subprocess.Popen(
+            command(home, module, **settings), stdout=subprocess.PIPE, stderr=log, text=True
+        )
     with process:
         try:
             assert process.stdout is not None
-            found = re.fullmatch(r"Crucible listens on (http://127\.0\.0\.1:\d+)\n", process.stdout.readline())
+            found = re.fullmatch(
+                r"Crucible listens on (http://127\.0\.0\.1:\d+)\n", process.stdout.readline()
+            )
             assert found, (home / "server.log").read_text()
             rpc = re.fullmatch(r"gRPC listens on (127\.0\.0\.1:\d+)\n", process.stdout.readline())
             assert rpc, (home / "server.log").read_text()
@@ -104,7 +116,10 @@ class Follower(threading.Thread):
     def __init__(self, server: Server, job_id: str, after: int | None = None) -> None:
         super().__init__(daemon=True)
         self.text, self.broken = "", False
-        self._url, self._headers = f"{server.url}/jobs/{job_id}/events", {} if after is None else {"Last-Event-ID": str(after)}
+        self._url, self._headers = (
+            f"{server.url}/jobs/{job_id}/events",
+            {} if after is None else {"Last-Event-ID": str(after)},
+        )
         self.start()
 
     def run(self) -> None:
@@ -138,9 +153,14 @@ class Balancer(threading.Thread):
 
 
 def test_a_wrong_key_with_a_large_upload_is_refused_before_the_upload(tmp_path: Path) -> None:
-    with serving(tmp_path, keys_required=True) as server, socket.create_connection(server.address) as client:
+    with (
+        serving(tmp_path, keys_required=True) as server,
+        socket.create_connection(server.address) as client,
+    ):
         head = f"POST /compile HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer cru_0000000000_{'A' * 43}\r\n"
-        head += f"Content-Type: multipart/form-data; boundary=b\r\nContent-Length: {1000 * MB}\r\n\r\n"
+        head += (
+            f"Content-Type: multipart/form-data; boundary=b\r\nContent-Length: {1000 * MB}\r\n\r\n"
+        )
         client.sendall(head.encode())
         client.settimeout(WITHIN_S)
         answer = client.recv(65536)  # although nothing of the body was sent
@@ -148,7 +168,10 @@ def test_a_wrong_key_with_a_large_upload_is_refused_before_the_upload(tmp_path: 
         assert b"connection: close" in answer.lower()
 
         before, sent = server.received(), 0
-        with socket.create_connection(server.address) as eager, contextlib.suppress(ConnectionError):  # reset, once it was answered
+        with (
+            socket.create_connection(server.address) as eager,
+            contextlib.suppress(ConnectionError),
+        ):  # reset, once it was answered
             eager.settimeout(WITHIN_S)
             eager.sendall(head.encode())
             while sent < 1000 * MB:
@@ -177,17 +200,27 @@ def test_a_head_without_end_and_what_is_no_request_are_refused(tmp_path: Path) -
     begin, mega = b"GET /jobs HTTP/1.1\r\nHost: 127.0.0.1\r\n", b"a" * MB
     with serving(tmp_path) as server:
         before = server.received()
-        for first, piece in [(begin, b"X-A: " + mega + b"\r\n"), (begin + b"X-A: ", mega), (b"GET /", mega)]:
+        for first, piece in [
+            (begin, b"X-A: " + mega + b"\r\n"),
+            (begin + b"X-A: ", mega),
+            (b"GET /", mega),
+        ]:
             answer, sent = spoken(server, first, *[piece] * 500)
             assert sent < 100
-            assert not answer or (answer.startswith(b"HTTP/1.1 431 ") and b"more than 65536 bytes" in answer)  # a reset may overtake it
+            assert not answer or (
+                answer.startswith(b"HTTP/1.1 431 ") and b"more than 65536 bytes" in answer
+            )  # a reset may overtake it
         assert server.received() - before < 20 * MB
-        answer, _ = spoken(server, b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        answer, _ = spoken(
+            server, b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+        )
         assert answer.startswith(b"HTTP/1.1 431 ")
         answer, _ = spoken(server, b"rubbish\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 400 ")
         assert b'"code":"service.no_request"' in answer
-        answer, _ = spoken(server, begin, b"X-A: " + b"a" * 30_000 + b"\r\n", b"Connection: close\r\n\r\n")
+        answer, _ = spoken(
+            server, begin, b"X-A: " + b"a" * 30_000 + b"\r\n", b"Connection: close\r\n\r\n"
+        )
         assert answer.startswith(b"HTTP/1.1 200 ")
 
 
@@ -203,7 +236,16 @@ def test_events_survive_a_kill_without_gap_or_repeat(tmp_path: Path) -> None:
         rest = told(Follower(server, job_id, seen[-1][0]).ended().text)
         whole = told(Follower(server, job_id).ended().text)
     assert seen + rest == whole
-    assert [kind for _, kind, _ in whole] == ["queued", "running", "stage", "queued", "running", "stage", "stage", "succeeded"]
+    assert [kind for _, kind, _ in whole] == [
+        "queued",
+        "running",
+        "stage",
+        "queued",
+        "running",
+        "stage",
+        "stage",
+        "succeeded",
+    ]
 
 
 def stop_with_open_streams(server: Server, job_id: str) -> None:
@@ -213,7 +255,10 @@ def stop_with_open_streams(server: Server, job_id: str) -> None:
     balancer = Balancer(server)
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(WITHIN_S) == 0
-    assert all(follower.ended().text.endswith("event: server-restarting\ndata: {}\nretry: 2000\n\n") for follower in followers)
+    assert all(
+        follower.ended().text.endswith("event: server-restarting\ndata: {}\nretry: 2000\n\n")
+        for follower in followers
+    )
     balancer.join(WITHIN_S)
     assert [status for status, _ in itertools.groupby(balancer.statuses)] == [200, 503]
     assert of_jobs([job_id]) == []
@@ -228,27 +273,47 @@ def test_sigterm_with_open_streams_and_a_running_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_with_open_streams_and_a_job_that_compiles_which_then_goes_on(tmp_path: Path) -> None:
+def test_sigterm_with_open_streams_and_a_job_that_compiles_which_then_goes_on(
+    tmp_path: Path,
+) -> None:
     tiny_model(tmp_path / "model.onnx")
     plan = b"{name: tiny, candidates: [{backend: onnxruntime, precision: fp32}], benchmark: {duration_s: 0.1}}"
     with serving(tmp_path, compiles="yes") as server:
-        files = {"model": ("model.onnx", (tmp_path / "model.onnx").read_bytes()), "plan": ("plan.yaml", plan)}
+        files = {
+            "model": ("model.onnx", (tmp_path / "model.onnx").read_bytes()),
+            "plan": ("plan.yaml", plan),
+        }
         job_id = httpx.post(f"{server.url}/compile", files=files, timeout=WITHIN_S).json()["id"]
-        until(lambda: len(of_jobs([job_id])) >= 3)  # the guardian, the worker, and the child of a stage
+        until(
+            lambda: len(of_jobs([job_id])) >= 3
+        )  # the guardian, the worker, and the child of a stage
         stop_with_open_streams(server, job_id)
     with serving(tmp_path, compiles="yes") as server:
-        while state_of(server, job_id) not in FINAL:  # without a limit: on a busy machine a compile takes minutes
+        while (
+            state_of(server, job_id) not in FINAL
+        ):  # without a limit: on a busy machine a compile takes minutes
             time.sleep(0.1)
         events = told(Follower(server, job_id).ended().text)
-    assert [kind for _, kind, _ in events if kind != "stage"] == ["queued", "running", "queued", "running", "succeeded"]
-    assert [data.get("why") for _, kind, data in events if kind == "queued"] == [None, RESTARTED.why]  # by the first server, in good order
+    assert [kind for _, kind, _ in events if kind != "stage"] == [
+        "queued",
+        "running",
+        "queued",
+        "running",
+        "succeeded",
+    ]
+    assert [data.get("why") for _, kind, data in events if kind == "queued"] == [
+        None,
+        RESTARTED.why,
+    ]  # by the first server, in good order
 
 
 def test_a_second_server_on_one_home_says_so_and_ends(tmp_path: Path) -> None:
     with serving(tmp_path):
         environment = {**os.environ, "CRUCIBLE_SERVICE_PORT": "0"}
         crucible = [sys.executable, "-m", "pipeline.cli", "serve", "--home", str(tmp_path)]
-        second = subprocess.run(crucible, capture_output=True, text=True, env=environment, timeout=WITHIN_S, check=False)
+        second = subprocess.run(
+            crucible, capture_output=True, text=True, env=environment, timeout=WITHIN_S, check=False
+        )
     assert second.returncode == 1
     assert f"another server uses '{tmp_path}'" in second.stderr
     assert "Traceback" not in second.stderr
@@ -258,7 +323,11 @@ def test_an_upload_that_is_cut_leaves_nothing_and_the_server_lives(tmp_path: Pat
     with serving(tmp_path) as server:
         with socket.create_connection(server.address) as client:
             head = b"POST /compile HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=b\r\nContent-Length: 1000000\r\n\r\n"
-            client.sendall(head + b'--b\r\nContent-Disposition: form-data; name="model"; filename="m.onnx"\r\n\r\n' + b"x" * 100_000)
+            client.sendall(
+                head
+                + b'--b\r\nContent-Disposition: form-data; name="model"; filename="m.onnx"\r\n\r\n'
+                + b"x" * 100_000
+            )
             until(lambda: any((tmp_path / "uploads").glob("*/model")))
         until(lambda: not any((tmp_path / "uploads").iterdir()))
         until(lambda: "client gone" in server.log())
@@ -271,10 +340,22 @@ def test_no_key_is_in_any_line_of_the_log(tmp_path: Path) -> None:
     _, key = Keys(database).create("k", ["admin"])
     database.close()
     with serving(tmp_path, keys_required=True, log_level="debug") as server:
-        for headers in ({"Authorization": f"Bearer {key}"}, {"Authorization": f"bearer {key}x"}, {"X-Request-Id": key}, {"Cookie": key}):
+        for headers in (
+            {"Authorization": f"Bearer {key}"},
+            {"Authorization": f"bearer {key}x"},
+            {"X-Request-Id": key},
+            {"Cookie": key},
+        ):
             httpx.get(f"{server.url}/jobs", headers=headers)
-            httpx.get(f"{server.url}/jobs/{key}?after={key}", headers={"Authorization": f"Bearer {key}", **headers})
-            httpx.post(f"{server.url}/compile", headers={"Authorization": f"Bearer {key}"}, files=parts(key))
+            httpx.get(
+                f"{server.url}/jobs/{key}?after={key}",
+                headers={"Authorization": f"Bearer {key}", **headers},
+            )
+            httpx.post(
+                f"{server.url}/compile",
+                headers={"Authorization": f"Bearer {key}"},
+                files=parts(key),
+            )
         with socket.create_connection(server.address) as client:
             client.sendall(f"GET /{key} HTTP/9.9\r\n{key}\r\n\r\n".encode())
             client.recv(1000)
@@ -297,15 +378,35 @@ def test_a_host_that_cannot_be_asked_ends_the_server_with_the_reason(tmp_path: P
 
     serve(Settings(home=Path({str(tmp_path)!r}), port=0), probe=probe)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=WITHIN_S, check=False)
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "pipeline.errors.ChildDied: the probe died")
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        1,
+        "pipeline.errors.ChildDied: the probe died",
+    )
 
 
 def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        crucible = [sys.executable, "-m", "pipeline.cli", "serve", "--home", str(tmp_path), "--port", str(port)]
-        done = subprocess.run(crucible, capture_output=True, text=True, timeout=WITHIN_S, check=False)
+        crucible = [
+            sys.executable,
+            "-m",
+            "pipeline.cli",
+            "serve",
+            "--home",
+            str(tmp_path),
+            "--port",
+            str(port),
+        ]
+        done = subprocess.run(
+            crucible, capture_output=True, text=True, timeout=WITHIN_S, check=False
+        )
     assert (done.returncode, f"cannot listen on 127.0.0.1, port {port}" in done.stderr) == (1, True)
 
 
@@ -323,5 +424,7 @@ def test_what_large_bodies_leave_free_is_kept() -> None:
         cycle()
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True
+    )
     assert int(done.stdout) < 160  # one a body; where all is given back it is 147 a body

@@ -69,11 +69,19 @@ def test_from_a_report_to_answers_in_every_form(tmp_path: Path) -> None:
         for path in ("/infer", f"/models/{NAME}/infer", f"/models/{NAME}/infer?version=1"):
             raw = web.post(path, content=X.tobytes())
             assert np.allclose(np.frombuffer(raw.content, np.float32).reshape(X.shape), want)
-            assert (raw.headers["Crucible-Version"], raw.headers["Crucible-Batch-Size"]) == ("1", "2")
-            assert all(f"{stage};dur=" in raw.headers["Server-Timing"] for stage in ("queue", "copy_in", "compute", "copy_out"))
+            assert (raw.headers["Crucible-Version"], raw.headers["Crucible-Batch-Size"]) == (
+                "1",
+                "2",
+            )
+            assert all(
+                f"{stage};dur=" in raw.headers["Server-Timing"]
+                for stage in ("queue", "copy_in", "compute", "copy_out")
+            )
         file = io.BytesIO()
         np.save(file, X)
-        got = web.post("/infer", content=file.getvalue(), headers={"Content-Type": "application/x-npy"}).content
+        got = web.post(
+            "/infer", content=file.getvalue(), headers={"Content-Type": "application/x-npy"}
+        ).content
         assert np.allclose(np.load(io.BytesIO(got)), want)
         document = told(web.post("/infer", json={"inputs": {"x": X.tolist()}}))
         assert np.allclose(document["outputs"]["y"], want)
@@ -83,7 +91,10 @@ def test_from_a_report_to_answers_in_every_form(tmp_path: Path) -> None:
 
         figures = web.get("/metrics").text
         labels = f'model="{NAME}",version="1"'
-        assert f'crucible_inference_requests_total{{model="{NAME}",state="executed",version="1"}} 7.0' in figures
+        assert (
+            f'crucible_inference_requests_total{{model="{NAME}",state="executed",version="1"}} 7.0'
+            in figures
+        )
         assert f"crucible_inference_queue{{{labels}}} 0.0" in figures
         assert f"crucible_inference_batch_rows_sum{{{labels}}} 14.0" in figures
         assert f'crucible_inference_batch_rows_bucket{{le="1.0",{labels}}} 0.0' in figures
@@ -92,7 +103,9 @@ def test_from_a_report_to_answers_in_every_form(tmp_path: Path) -> None:
             assert figure(web, "crucible_inference_stage_seconds_count", stage=stage) == 7
             assert 0 <= figure(web, "crucible_inference_stage_seconds_sum", stage=stage) < WITHIN_S
         assert figure(web, "crucible_inference_stage_seconds_sum", stage="compute") > 0
-        assert told(web.get(f"/models/{NAME}/shapes"))["shapes"] == [{"sizes": {"batch": 2}, "requests": 7}]
+        assert told(web.get(f"/models/{NAME}/shapes"))["shapes"] == [
+            {"sizes": {"batch": 2}, "requests": 7}
+        ]
         told(web.delete(f"/models/{NAME}/deployment"), 204)
         told(web.post("/infer", content=X.tobytes()), 404)
         assert server.end() == 0
@@ -112,8 +125,15 @@ def over_triton(module: Any, server: Server) -> Array:
 
 def figure(web: httpx.Client, name: str, **labels: str) -> float:
     """A value in /metrics of the model's first version."""
-    given = ",".join(f'{label}="{value}"' for label, value in sorted({"model": NAME, "version": "1", **labels}.items()))
-    (line,) = [line for line in web.get("/metrics").text.splitlines() if line.startswith(f"{name}{{{given}}} ")]
+    given = ",".join(
+        f'{label}="{value}"'
+        for label, value in sorted({"model": NAME, "version": "1", **labels}.items())
+    )
+    (line,) = [
+        line
+        for line in web.get("/metrics").text.splitlines()
+        if line.startswith(f"{name}{{{given}}} ")
+    ]
     return float(line.split()[-1])
 
 
@@ -122,24 +142,59 @@ REFUSED = [
     ("POST", "/infer?shape=0,4611686018427387904", {"content": b""}, 422),
     ("POST", "/infer?shape=137438953472,8", {"content": X.tobytes()}, 422),  # 4 TB
     ("POST", f"/models/{NAME}/infer", {"content": X.astype(np.float64).tobytes() + b"1"}, 422),
-    ("POST", f"/models/{NAME}/infer", {"content": marked(1, rows=17).tobytes()}, 422),  # the profile ends at 16
+    (
+        "POST",
+        f"/models/{NAME}/infer",
+        {"content": marked(1, rows=17).tobytes()},
+        422,
+    ),  # the profile ends at 16
     ("POST", f"/models/{NAME}/infer?version=2", {"content": b""}, 404),
     ("POST", f"/models/{NAME}/infer?timeout_s=nan", {"content": X.tobytes()}, 422),
     ("POST", f"/models/{NAME}/infer", {"json": {"inputs": {"z": [[1]]}}}, 422),
-    ("POST", f"/models/{NAME}/infer", {"json": {"inputs": {"x": [[1] * 8]}, "outputs": ["z"]}}, 422),
+    (
+        "POST",
+        f"/models/{NAME}/infer",
+        {"json": {"inputs": {"x": [[1] * 8]}, "outputs": ["z"]}},
+        422,
+    ),
     ("POST", "/models/..%2F..%2Fetc/infer", {"content": b""}, 404),
     ("POST", "/v2/models/other/infer", {"json": {"inputs": []}}, 404),
     ("POST", f"/v2/models/{NAME}/versions/..%2F1/infer", {"content": b"{}"}, 404),
     ("POST", f"/v2/models/{NAME}/versions/-1/infer", {"content": b"{}"}, 422),
-    ("POST", f"/v2/models/{NAME}/infer", {"content": b"{}", "headers": {"Inference-Header-Content-Length": "-1"}}, 422),
-    ("POST", f"/v2/models/{NAME}/infer", {"content": b"{}", "headers": {"Inference-Header-Content-Length": "99"}}, 422),
-    ("POST", f"/v2/models/{NAME}/infer", {"content": b"{}", "headers": {"Content-Encoding": "br"}}, 422),
+    (
+        "POST",
+        f"/v2/models/{NAME}/infer",
+        {"content": b"{}", "headers": {"Inference-Header-Content-Length": "-1"}},
+        422,
+    ),
+    (
+        "POST",
+        f"/v2/models/{NAME}/infer",
+        {"content": b"{}", "headers": {"Inference-Header-Content-Length": "99"}},
+        422,
+    ),
+    (
+        "POST",
+        f"/v2/models/{NAME}/infer",
+        {"content": b"{}", "headers": {"Content-Encoding": "br"}},
+        422,
+    ),
     ("GET", f"/v2/models/{NAME}/infer", {}, 405),
     ("POST", "/v2/repository/models/..%2F1/load", {}, 404),
     ("POST", "/v2/repository/models/other/unload", {}, 404),
     ("PUT", "/models/.hidden/deployment", {"json": {}}, 422),
-    ("PUT", f"/models/{NAME}/deployment", {"content": b"y\xffj", "headers": {"Content-Type": "application/json"}}, 422),
-    ("POST", f"/models/{NAME}/promote", {"content": b"\xff", "headers": {"Content-Type": "application/json"}}, 422),
+    (
+        "PUT",
+        f"/models/{NAME}/deployment",
+        {"content": b"y\xffj", "headers": {"Content-Type": "application/json"}},
+        422,
+    ),
+    (
+        "POST",
+        f"/models/{NAME}/promote",
+        {"content": b"\xff", "headers": {"Content-Type": "application/json"}},
+        422,
+    ),
     ("PUT", f"/models/{NAME}/deployment", {"json": {"device": "gpu:0"}}, 422),
     ("PUT", f"/models/{NAME}/deployment", {"json": {"version": 7}}, 404),
     ("PUT", f"/models/{NAME}/deployment", {"json": {"max_batch": 17}}, 422),
@@ -155,8 +210,14 @@ def test_all_that_is_refused_says_so_in_one_form_and_harms_nobody(tmp_path: Path
         for method, path, given, status in REFUSED:
             assert told(web.request(method, path, **given), status)["error"], path
         for wire in WIRES:
-            assert ask(server, wire, Request(NAME, X, shape=(2**37, 8))).code == "service.unprocessable"
-        assert np.allclose(np.frombuffer(web.post("/infer", content=X.tobytes()).content, np.float32), expected(tmp_path, 1, X).ravel())
+            assert (
+                ask(server, wire, Request(NAME, X, shape=(2**37, 8))).code
+                == "service.unprocessable"
+            )
+        assert np.allclose(
+            np.frombuffer(web.post("/infer", content=X.tobytes()).content, np.float32),
+            expected(tmp_path, 1, X).ravel(),
+        )
         assert processes_of(f"serve-{NAME}-") == workers  # none of them has cost a worker
 
 
@@ -171,11 +232,16 @@ def test_a_client_that_sends_slowly_keeps_nobody_waiting(tmp_path: Path) -> None
         for each in slow:
             each.sendall(head + body[:-1])
         assert web.post("/infer", content=body).status_code == 200
-        assert figure(web, "crucible_inference_requests_total", state="executed") == 1  # theirs have not come
+        assert (
+            figure(web, "crucible_inference_requests_total", state="executed") == 1
+        )  # theirs have not come
         for each in slow:
             each.sendall(body[-1:])
             with each.makefile("rb") as answer:
-                assert np.allclose(np.frombuffer(answer.read()[-X.nbytes :], np.float32), expected(tmp_path, 1, X).ravel())
+                assert np.allclose(
+                    np.frombuffer(answer.read()[-X.nbytes :], np.float32),
+                    expected(tmp_path, 1, X).ravel(),
+                )
             each.close()
 
 
@@ -189,7 +255,10 @@ class Load:
 
     @contextmanager
     def going(self) -> Iterator[None]:
-        threads = [threading.Thread(target=self._ask, args=(wire, number)) for number, wire in enumerate(WIRES * 2)]
+        threads = [
+            threading.Thread(target=self._ask, args=(wire, number))
+            for number, wire in enumerate(WIRES * 2)
+        ]
         for thread in threads:
             thread.start()
         try:
@@ -203,7 +272,9 @@ class Load:
         while not self._ended.is_set():
             answer = ask(self._server, wire, Request(NAME, marked(number)))
             self.codes[answer.code] += 1
-            if answer.y is not None and not any(np.allclose(answer.y, each) for each in self._answers[number]):
+            if answer.y is not None and not any(
+                np.allclose(answer.y, each) for each in self._answers[number]
+            ):
                 self.wrong.append(f"{wire}: {answer.y}")
 
 
@@ -211,10 +282,13 @@ def descriptors(server: Server) -> int:
     return len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
 
 
-def test_every_change_under_load_and_a_workers_death_leave_each_answer_to_its_request(tmp_path: Path) -> None:
+def test_every_change_under_load_and_a_workers_death_leave_each_answer_to_its_request(
+    tmp_path: Path,
+) -> None:
     first, second = reports(tmp_path, 1, 2)
     answers: dict[float, tuple[Array, Array]] = {
-        n: (expected(tmp_path, 1, marked(n)), expected(tmp_path, 2, marked(n))) for n in range(2 * len(WIRES))
+        n: (expected(tmp_path, 1, marked(n)), expected(tmp_path, 2, marked(n)))
+        for n in range(2 * len(WIRES))
     }
     with serving(tmp_path) as server, httpx.Client(base_url=server.url, timeout=WITHIN_S) as web:
         promoted(web, first)
@@ -238,7 +312,9 @@ def test_every_change_under_load_and_a_workers_death_leave_each_answer_to_its_re
             told(web.delete(f"/models/{NAME}/deployment"), 204)
             until(lambda: dying.codes["service.not_found"] > 0)
         assert dying.codes.keys() <= {"", "service.unavailable", "service.not_found"}
-        assert dying.codes["service.unavailable"] <= len(answers)  # those that the worker had, and that drained
+        assert dying.codes["service.unavailable"] <= len(
+            answers
+        )  # those that the worker had, and that drained
         assert dying.wrong == []
         assert processes_of(f"serve-{NAME}-") == []
 
@@ -275,12 +351,22 @@ def sluggish(folder: Path) -> Engine:
         )
     ]
     body = helper.make_graph(steps, "steps", *infos)
-    return engine_of(folder, [helper.make_node("Loop", ["turns", "", "x"], ["y"], body=body)], {"x": row}, {"y": row}, {"turns": np.array(20_000)})
+    return engine_of(
+        folder,
+        [helper.make_node("Loop", ["turns", "", "x"], ["y"], body=body)],
+        {"x": row},
+        {"y": row},
+        {"turns": np.array(20_000)},
+    )
 
 
-def test_clients_that_go_are_dropped_and_those_that_wait_at_the_end_are_answered(tmp_path: Path) -> None:
+def test_clients_that_go_are_dropped_and_those_that_wait_at_the_end_are_answered(
+    tmp_path: Path,
+) -> None:
     with closing(Database(tmp_path / "crucible.db")) as database:
-        report = ended_job(Folders(tmp_path), JobStore(database), engine=sluggish(tmp_path / "engines"))
+        report = ended_job(
+            Folders(tmp_path), JobStore(database), engine=sluggish(tmp_path / "engines")
+        )
     with serving(tmp_path) as server, httpx.Client(base_url=server.url, timeout=WITHIN_S) as web:
         promoted(web, report)
         told(web.put(f"/models/{NAME}/deployment", json={"max_batch": 4}))
@@ -297,10 +383,14 @@ def test_clients_that_go_are_dropped_and_those_that_wait_at_the_end_are_answered
             (statistics,) = told(web.get(f"/v2/models/{NAME}/stats"))["model_stats"]
             return int(statistics["execution_count"])
 
-        until(lambda: figure(web, "crucible_inference_queue") + count("executed") >= 200 - 2 * 4)  # two batches may be with the worker
+        until(
+            lambda: figure(web, "crucible_inference_queue") + count("executed") >= 200 - 2 * 4
+        )  # two batches may be with the worker
         for each in sockets:
             each.close()
-        until(lambda: figure(web, "crucible_inference_queue") == 0)  # on a busy host a batch of theirs may go out before the last one is missed
+        until(
+            lambda: figure(web, "crucible_inference_queue") == 0
+        )  # on a busy host a batch of theirs may go out before the last one is missed
         before = batches()
         assert web.post("/infer", content=marked(7).tobytes()).content == marked(7).tobytes()
         assert batches() - before <= 3  # the two that the worker may have had, and its own
@@ -309,7 +399,9 @@ def test_clients_that_go_are_dropped_and_those_that_wait_at_the_end_are_answered
 
         asking = [(wire, Request(NAME, marked(number))) for number, wire in enumerate(WIRES * 8)]
         with ThreadPoolExecutor(len(asking)) as pool:
-            with held(processes_of(f"serve-{NAME}-")):  # else all may be answered before any is seen to wait
+            with held(
+                processes_of(f"serve-{NAME}-")
+            ):  # else all may be answered before any is seen to wait
                 answers = [pool.submit(ask, server, wire, request) for wire, request in asking]
                 until(lambda: figure(web, "crucible_inference_queue") >= len(asking) - 2 * 4)
                 server.process.send_signal(signal.SIGTERM)
@@ -325,7 +417,12 @@ def test_models_answer_until_a_load_balancer_knows_that_the_server_goes(tmp_path
 
     def look(web: httpx.Client) -> None:
         while True:
-            seen.append((web.get("/readyz").status_code, web.post("/infer", content=X.tobytes()).status_code))
+            seen.append(
+                (
+                    web.get("/readyz").status_code,
+                    web.post("/infer", content=X.tobytes()).status_code,
+                )
+            )
 
     with serving(tmp_path) as server, httpx.Client(base_url=server.url, timeout=WITHIN_S) as web:
         promoted(web, report)
@@ -339,7 +436,10 @@ def test_models_answer_until_a_load_balancer_knows_that_the_server_goes(tmp_path
     assert processes_of(f"serve-{NAME}-") == []
 
 
-PATHS = [f"/v2/models/{NAME}{rest}" for rest in ("", "/ready", "/config", "/stats", "/versions/1", "/versions/1/stats")]
+PATHS = [
+    f"/v2/models/{NAME}{rest}"
+    for rest in ("", "/ready", "/config", "/stats", "/versions/1", "/versions/1/stats")
+]
 
 
 @pytest.fixture(scope="module")
@@ -348,7 +448,9 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     home = tmp_path_factory.mktemp("locked")
     (report,) = reports(home, 1)
     with serving(home, keys_required=True) as server:
-        with httpx.Client(base_url=server.url, headers=bearer(server, "admin"), timeout=WITHIN_S) as web:
+        with httpx.Client(
+            base_url=server.url, headers=bearer(server, "admin"), timeout=WITHIN_S
+        ) as web:
             promoted(web, report)
             told(web.put(f"/models/{NAME}/deployment", json={}))
         yield server

@@ -39,7 +39,9 @@ def encoder(plan: Plan, folder: Path) -> Engine:
     model = export_plan(plan, Runner(Store(folder / "store")), simplified=False)
     recipe = Recipe(backend="onnxruntime", precision=Precision.FP32, realised_in="graph")
     (out := folder / "engine").mkdir()
-    return backends.backend("onnxruntime").build(model, recipe, BuildOptions(profiles=plan.profiles, threads=1), out, silent)
+    return backends.backend("onnxruntime").build(
+        model, recipe, BuildOptions(profiles=plan.profiles, threads=1), out, silent
+    )
 
 
 def texts() -> list[Tensors]:
@@ -47,8 +49,15 @@ def texts() -> list[Tensors]:
     found: list[Tensors] = []
     for length in (16, 32, 48):
         with np.load(ROOT / "calibration_data" / "sentences" / f"validation_{length}.npz") as rows:
-            for ids, mask in zip(rows["input_ids"][: TEXTS // 3], rows["attention_mask"], strict=False):
-                found.append({"input_ids": ids[None, : mask.sum()], "attention_mask": mask[None, : mask.sum()]})
+            for ids, mask in zip(
+                rows["input_ids"][: TEXTS // 3], rows["attention_mask"], strict=False
+            ):
+                found.append(
+                    {
+                        "input_ids": ids[None, : mask.sum()],
+                        "attention_mask": mask[None, : mask.sum()],
+                    }
+                )
     return found
 
 
@@ -74,9 +83,14 @@ def test_texts_of_unequal_length_are_answered_together_as_alone(tmp_path: Path) 
     engine, asked, tolerance = encoder(plan, tmp_path), texts(), TOLERANCE[Precision.FP32]
     assert len({each["input_ids"].shape for each in asked}) > 4
     expected = [direct(engine, each)[OUTPUT] for each in asked]
-    assert min(apart(one, other) for index, one in enumerate(expected) for other in expected[:index]) > 10 * tolerance  # known by their answers
+    assert (
+        min(apart(one, other) for index, one in enumerate(expected) for other in expected[:index])
+        > 10 * tolerance
+    )  # known by their answers
     with closing(Database(tmp_path / "crucible.db")) as database:
-        report = ended_job(Folders(tmp_path), JobStore(database), serving=plan.serving, engine=engine)
+        report = ended_job(
+            Folders(tmp_path), JobStore(database), serving=plan.serving, engine=engine
+        )
     with serving(tmp_path) as server, Client(server.url) as client:
         promoted = client.promote(NAME, report)
         assert promoted.current is not None
@@ -86,7 +100,11 @@ def test_texts_of_unequal_length_are_answered_together_as_alone(tmp_path: Path) 
         alone = ask_all(server.url, asked, clients=1)
         assert {each.batch_size for each in alone} == {1}
         together = ask_all(server.url, asked * (CALLS // TEXTS), clients=TEXTS)
-        padding = re.findall(r"^crucible_inference_padding_ratio\{.*\} (\S+)$", httpx.get(f"{server.url}/metrics").text, re.MULTILINE)
+        padding = re.findall(
+            r"^crucible_inference_padding_ratio\{.*\} (\S+)$",
+            httpx.get(f"{server.url}/metrics").text,
+            re.MULTILINE,
+        )
     assert max(each.batch_size for each in together) > 1
     assert float(padding[0]) > 0, "no texts of unequal length ran together"
     for number, answer in enumerate([*alone, *together]):

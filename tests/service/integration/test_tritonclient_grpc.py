@@ -41,7 +41,9 @@ def client(server: Server) -> Iterator[triton.InferenceServerClient]:
 def input_of(name: str, array: NDArray[Any]) -> triton.InferInput:
     """In the dtype that this client has for the protocol's: BF16 is float32 to it, until 2.70."""
     datatype = datatype_of(array.dtype.name)
-    return triton.InferInput(name, array.shape, datatype).set_data_from_numpy(array.astype(triton_to_np_dtype(datatype)))
+    return triton.InferInput(name, array.shape, datatype).set_data_from_numpy(
+        array.astype(triton_to_np_dtype(datatype))
+    )
 
 
 def inputs() -> list[triton.InferInput]:
@@ -56,7 +58,10 @@ def test_health_and_documents(client: triton.InferenceServerClient) -> None:
     assert not client.is_model_ready("failed")
     assert not client.is_model_ready("nowhere")
     server_metadata = client.get_server_metadata(as_json=True)
-    assert (server_metadata["name"], "statistics" in server_metadata["extensions"]) == ("crucible", True)
+    assert (server_metadata["name"], "statistics" in server_metadata["extensions"]) == (
+        "crucible",
+        True,
+    )
     model = client.get_model_metadata("add", as_json=True)
     assert (model["name"], model["versions"]) == ("add", ["1", "2"])
     assert model["inputs"][0] == {"name": "a", "datatype": "FP32", "shape": ["-1", "4"]}
@@ -77,13 +82,21 @@ def test_several_inputs_and_outputs(client: triton.InferenceServerClient) -> Non
     assert np.array_equal(answer.as_numpy("difference"), A - B)
     told = answer.get_response()
     assert (told.id, told.model_name, told.model_version) == ("r17", "add", "2")
-    old = client.infer("add", inputs(), model_version="1", outputs=[triton.InferRequestedOutput("difference")])
-    assert (old.get_response().model_version, [output.name for output in old.get_response().outputs]) == ("1", ["difference"])
+    old = client.infer(
+        "add", inputs(), model_version="1", outputs=[triton.InferRequestedOutput("difference")]
+    )
+    assert (
+        old.get_response().model_version,
+        [output.name for output in old.get_response().outputs],
+    ) == ("1", ["difference"])
 
 
 def test_every_answer_tells_where_its_time_went(client: triton.InferenceServerClient) -> None:
     told = client.infer("add", inputs()).get_response().parameters
-    times = {name: told[name].double_param for name in ("queue_ms", "copy_in_ms", "compute_ms", "copy_out_ms")}
+    times = {
+        name: told[name].double_param
+        for name in ("queue_ms", "copy_in_ms", "compute_ms", "copy_out_ms")
+    }
     assert times == {"queue_ms": 1.0, "copy_in_ms": 2.0, "compute_ms": 3.0, "copy_out_ms": 4.0}
     assert (told["batch_size"].int64_param, told["device"].string_param) == (2, "cpu")
 
@@ -107,7 +120,9 @@ def test_compressed(client: triton.InferenceServerClient, algorithm: str) -> Non
 
 def test_models_load_and_unload(client: triton.InferenceServerClient) -> None:
     scalar = [input_of("x", np.array(2.5, np.float32))]
-    assert "scalar" not in {model["name"] for model in client.get_model_repository_index(as_json=True)["models"]}
+    assert "scalar" not in {
+        model["name"] for model in client.get_model_repository_index(as_json=True)["models"]
+    }
     client.load_model("scalar")
     answer = client.infer("scalar", scalar).as_numpy("y")
     assert (answer.shape, float(answer)) == ((), 2.5)
@@ -126,7 +141,9 @@ def test_statistics(client: triton.InferenceServerClient) -> None:
     assert (told["inference_count"], told["execution_count"]) == ("6", "3")
     assert told["inference_stats"]["queue"] == {"count": "3", "ns": "3000000"}
     assert told["batch_stats"][0]["batch_size"] == "2"
-    assert {model["name"] for model in client.get_inference_statistics(as_json=True)["model_stats"]} > {"photos", "add"}
+    assert {
+        model["name"] for model in client.get_inference_statistics(as_json=True)["model_stats"]
+    } > {"photos", "add"}
     with pytest.raises(InferenceServerException, match="nowhere"):
         client.get_inference_statistics("nowhere")
 
@@ -168,7 +185,9 @@ def text() -> triton.InferInput:
         ({"model_version": "newest"}, "expected a version to be a whole number"),
     ],
 )
-def test_bad_requests_are_refused_clearly(client: triton.InferenceServerClient, options: dict[str, Any], said: str) -> None:
+def test_bad_requests_are_refused_clearly(
+    client: triton.InferenceServerClient, options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(InferenceServerException, match=said) as caught:
         client.infer("same_float32", **{"inputs": [input_of("x", A)], **options})
     assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
@@ -183,7 +202,10 @@ def test_time_outs_of_the_client_and_of_the_server(client: triton.InferenceServe
 
 
 def test_keys_go_as_headers(tmp_path: Any) -> None:
-    with serving_models(tmp_path, keys_required=True) as server, triton.InferenceServerClient(server.rpc) as client:
+    with (
+        serving_models(tmp_path, keys_required=True) as server,
+        triton.InferenceServerClient(server.rpc) as client,
+    ):
         assert client.is_server_live()
         assert client.is_server_ready()
         with pytest.raises(InferenceServerException) as caught:
@@ -204,24 +226,35 @@ def test_asynchronously_by_callback(client: triton.InferenceServerClient) -> Non
         result, error = answers.get(timeout=WITHIN_S)
         assert error is None
         assert np.array_equal(result.as_numpy("sum"), A + B)
-    call = client.async_infer("slow", [input_of("x", np.array([[20.0]], np.float32))], lambda result, error: answers.put((result, error)))
+    call = client.async_infer(
+        "slow",
+        [input_of("x", np.array([[20.0]], np.float32))],
+        lambda result, error: answers.put((result, error)),
+    )
     call.cancel()
     assert answers.get(timeout=WITHIN_S)[1].status() == "StatusCode.CANCELLED"
 
 
-def test_a_stream_answers_in_order_and_outlives_errors(client: triton.InferenceServerClient) -> None:
+def test_a_stream_answers_in_order_and_outlives_errors(
+    client: triton.InferenceServerClient,
+) -> None:
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     client.start_stream(lambda result, error: answers.put((result, error)))
     for number in range(100):
         model = "nowhere" if number == 50 else "same_float32"
-        client.async_stream_infer(model, [input_of("x", np.full((1, 1000), number, np.float32))], request_id=str(number))
+        client.async_stream_infer(
+            model, [input_of("x", np.full((1, 1000), number, np.float32))], request_id=str(number)
+        )
     for number in range(100):
         result, error = answers.get(timeout=WITHIN_S)
         if number == 50:
             assert "nowhere" in str(error)
             continue
         assert error is None
-        assert (result.get_response().id, float(result.as_numpy("y")[0, 0])) == (str(number), number)
+        assert (result.get_response().id, float(result.as_numpy("y")[0, 0])) == (
+            str(number),
+            number,
+        )
         assert result.get_response().parameters["triton_final_response"].bool_param
     client.stop_stream()
 
@@ -231,9 +264,15 @@ def test_the_asyncio_client(server: Server) -> None:
         async with triton_aio.InferenceServerClient(server.rpc) as client:
             assert await client.is_server_ready()
             assert await client.is_model_ready("add")
-            assert (await client.get_model_config("add", as_json=True))["config"]["max_batch_size"] == 8
-            answers = await asyncio.gather(*(client.infer("add", inputs(), request_id=str(number)) for number in range(16)))
-            assert [answer.get_response().id for answer in answers] == [str(number) for number in range(16)]
+            assert (await client.get_model_config("add", as_json=True))["config"][
+                "max_batch_size"
+            ] == 8
+            answers = await asyncio.gather(
+                *(client.infer("add", inputs(), request_id=str(number)) for number in range(16))
+            )
+            assert [answer.get_response().id for answer in answers] == [
+                str(number) for number in range(16)
+            ]
             assert all(np.array_equal(answer.as_numpy("sum"), A + B) for answer in answers)
             with pytest.raises(InferenceServerException, match="nowhere"):
                 await client.infer("nowhere", inputs())
@@ -273,7 +312,13 @@ def test_the_client_and_the_server_live_in_one_process(first: str) -> None:
 
     asyncio.run(told())
     """
-    done = subprocess.run([sys.executable, "-W", "error", "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["[[1. 1.]]"]), done.stderr
 
 

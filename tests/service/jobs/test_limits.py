@@ -8,7 +8,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from service.jobs.limits import GIB, Limits, Sample, disk_use, limits_from, machine_memory, sample, verdict
+from service.jobs.limits import (
+    GIB,
+    Limits,
+    Sample,
+    disk_use,
+    limits_from,
+    machine_memory,
+    sample,
+    verdict,
+)
 from service.settings import Settings
 
 LIMITS = Limits(4 * GIB, 2 * GIB)
@@ -22,12 +31,18 @@ def test_a_job_within_its_limits_goes_on() -> None:
 @pytest.mark.parametrize(
     ("taken", "code", "said"),
     [
-        (Sample(5 * GIB, 0), "job.memory", "used 5.00 GiB of memory, more than the 4.00 GiB it may"),
+        (
+            Sample(5 * GIB, 0),
+            "job.memory",
+            "used 5.00 GiB of memory, more than the 4.00 GiB it may",
+        ),
         (Sample(0, 3 * GIB), "job.disk", "used 3.00 GiB of disk, more than the 2.00 GiB it may"),
         (Sample(5 * GIB, 3 * GIB), "job.memory", "memory"),
     ],
 )
-def test_a_job_over_a_limit_ends_and_both_numbers_are_told(taken: Sample, code: str, said: str) -> None:
+def test_a_job_over_a_limit_ends_and_both_numbers_are_told(
+    taken: Sample, code: str, said: str
+) -> None:
     failure = verdict(taken, LIMITS)
     assert failure is not None
     assert failure.code == code
@@ -37,7 +52,9 @@ def test_a_job_over_a_limit_ends_and_both_numbers_are_told(taken: Sample, code: 
 
 def test_limits_are_the_settings_or_a_share_of_the_machine(tmp_path: Path) -> None:
     assert limits_from(Settings(home=tmp_path), 1000) == Limits(800, 50 * GIB)
-    assert limits_from(Settings(home=tmp_path, job_memory_bytes=7, job_disk_bytes=9), 1000) == Limits(7, 9)
+    assert limits_from(
+        Settings(home=tmp_path, job_memory_bytes=7, job_disk_bytes=9), 1000
+    ) == Limits(7, 9)
 
 
 def test_a_container_counts_by_its_own_limit(tmp_path: Path) -> None:
@@ -67,7 +84,9 @@ def test_disk_counts_what_lies_there_and_follows_no_links(tmp_path: Path) -> Non
 def test_memory_counts_all_descendants_and_shared_pages_once(tmp_path: Path) -> None:
     grandchild = "import os, time; data = b'x' * 100_000_000; os.fork(); os.write(1, b'ready\\n'); time.sleep(60)"
     command = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
-    with subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, start_new_session=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", command], stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(2)] == [b"ready\n"] * 2
         try:

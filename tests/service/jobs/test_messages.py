@@ -31,7 +31,10 @@ from service.jobs.messages import (
 FAILED = Failed(code="data.invalid", message="bad\ndata", next_step="send good data")
 
 
-@pytest.mark.parametrize("message", [Stage(stage="build", state="finished", seconds=1.5), Wants(), Returns(), Finished(), FAILED])
+@pytest.mark.parametrize(
+    "message",
+    [Stage(stage="build", state="finished", seconds=1.5), Wants(), Returns(), Finished(), FAILED],
+)
 def test_what_a_child_says_comes_whole_and_on_one_line(message: FromChild) -> None:
     line = line_of(message)
     assert line.count(b"\n") == 1
@@ -105,8 +108,18 @@ def test_the_longest_failure_fits(character: str) -> None:
 
 def test_progress_of_a_stage_comes_twice_a_second_and_all_else_always() -> None:
     pace = Pace()
-    progress, other = Stage(stage="build", state="progress"), Stage(stage="build", subject="b", state="progress")
-    assert [pace.lets(progress, now) for now in (0.0, 0.1, 0.49, 0.5, 0.7, 1.0)] == [True, False, False, True, False, True]
+    progress, other = (
+        Stage(stage="build", state="progress"),
+        Stage(stage="build", subject="b", state="progress"),
+    )
+    assert [pace.lets(progress, now) for now in (0.0, 0.1, 0.49, 0.5, 0.7, 1.0)] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
     assert pace.lets(other, 1.1)
     assert [pace.lets(Stage(stage="build", state="finished"), 1.1) for _ in range(3)] == [True] * 3
     assert pace.lets(progress, 1.2)

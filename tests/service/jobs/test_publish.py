@@ -17,7 +17,9 @@ from tests.pipeline.execution.test_store import KEY, Text, make, never
 from tests.service.builders.jobs import write_out
 
 
-def edit(change: Callable[[dict[str, object]], None], name: str = "report.json") -> Callable[[Path], None]:
+def edit(
+    change: Callable[[dict[str, object]], None], name: str = "report.json"
+) -> Callable[[Path], None]:
     def damage(out: Path) -> None:
         document = json.loads((out / name).read_text())
         change(document)
@@ -46,16 +48,31 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (lambda out: (out / "report.json").unlink(), "lacks report.json"),
     (lambda out: (out / "report.html").unlink(), "lacks report.html"),
     (lambda out: (out / "report.json").write_text("[" * 100_000), "does not hold"),
-    (lambda out: (out / "report.json").write_text('{"schema_version": 1}'), "does not fit the schema"),
+    (
+        lambda out: (out / "report.json").write_text('{"schema_version": 1}'),
+        "does not fit the schema",
+    ),
     (edit(lambda report: report.update(schema_version=99)), "schema version 99"),
     (edit(lambda report: report.update(extra=1)), "does not fit the schema"),
     (edit(lambda report: report.update(winner="nobody")), "winner is not among its candidates"),
     (edit(lambda report: report.update(winner=None)), "it is accepted without a winner"),
-    (edit(lambda report: report.update(verdict="rejected")), "an engine although none was delivered"),
+    (
+        edit(lambda report: report.update(verdict="rejected")),
+        "an engine although none was delivered",
+    ),
     (edit(lambda report: report.update(verdict="keep")), "winner is not among its candidates"),
-    (edit(lambda report: report.update(winner="onnxruntime fp32")), "its engine is not the one that it names"),
-    (edit(lambda engine: engine.update(digest="other"), "engine/engine.json"), "is not what 'artifact.json' says"),
-    (edit(lambda manifest: manifest["value"].update(digest="other"), "engine/artifact.json"), "'artifact.json' has another digest"),  # type: ignore[attr-defined]
+    (
+        edit(lambda report: report.update(winner="onnxruntime fp32")),
+        "its engine is not the one that it names",
+    ),
+    (
+        edit(lambda engine: engine.update(digest="other"), "engine/engine.json"),
+        "is not what 'artifact.json' says",
+    ),
+    (
+        edit(lambda manifest: manifest["value"].update(digest="other"), "engine/artifact.json"),
+        "'artifact.json' has another digest",
+    ),  # type: ignore[attr-defined]
     (lambda out: (out / "engine" / "model.onnx").write_bytes(b"enginE"), "another digest"),
     (lambda out: (out / "engine" / "model.onnx").unlink(), "'model.onnx' is missing"),
     (lambda out: (out / "engine" / "more").write_bytes(b""), "'more' was added"),
@@ -70,7 +87,9 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "said"), DAMAGES)
-def test_what_does_not_hold_is_not_published(tmp_path: Path, damage: Callable[[Path], None], said: str) -> None:
+def test_what_does_not_hold_is_not_published(
+    tmp_path: Path, damage: Callable[[Path], None], said: str
+) -> None:
     out, place = tmp_path / "work" / "out", tmp_path / "reports" / "1"
     write_out(out, tmp_path / "store")
     damage(out)
@@ -106,7 +125,10 @@ def test_what_a_job_made_is_there_for_the_next(tmp_path: Path) -> None:
     Store(work.home).get(KEY, Text, make)
     take_over(work, home)
     assert Store(home).get(KEY, Text, never).value.path.read_text() == "hello"
-    assert [(entry.subject, entry.seconds) for entry in History(home).entries()] == [("known", 1.0), ("new", 2.0)]
+    assert [(entry.subject, entry.seconds) for entry in History(home).entries()] == [
+        ("known", 1.0),
+        ("new", 2.0),
+    ]
     assert Store(work.home).find(KEY, Text) is None
 
 
@@ -117,7 +139,9 @@ def test_a_timing_cache_is_taken_if_it_is_whole(tmp_path: Path, whole: bool) -> 
         folder = root / "timing" / key
         folder.mkdir(parents=True)
         (folder / CACHE).write_bytes(data)
-        (folder / "target.json").write_text(json.dumps({"sha256": hashlib.sha256(data).hexdigest()}))
+        (folder / "target.json").write_text(
+            json.dumps({"sha256": hashlib.sha256(data).hexdigest()})
+        )
     if not whole:
         (work.home / "timing" / key / CACHE).write_bytes(b"torn")
     (work.home / "timing" / "..evil").mkdir()

@@ -24,7 +24,12 @@ from service.storage.layout import Folders
 from tests.service.builders.jobs import Bench, new_job, running
 
 
-def trying(home: Path, story: Callable[[Bench], Awaitable[None]], devices: tuple[str, ...] = ("cpu",), **settings: object) -> None:
+def trying(
+    home: Path,
+    story: Callable[[Bench], Awaitable[None]],
+    devices: tuple[str, ...] = ("cpu",),
+    **settings: object,
+) -> None:
     async def told() -> None:
         async with running(home, devices=devices, **settings) as bench:
             await story(bench)
@@ -39,7 +44,12 @@ def is_running(job: Job) -> bool:
 def test_a_job_succeeds_and_its_report_is_published(tmp_path: Path) -> None:
     async def story(bench: Bench) -> None:
         job = await bench.end_of("succeed")
-        assert (job.state, job.verdict, job.winner, job.attempt) == ("succeeded", "accepted", "openvino int8 nncf u8s8", 1)
+        assert (job.state, job.verdict, job.winner, job.attempt) == (
+            "succeeded",
+            "accepted",
+            "openvino int8 nncf u8s8",
+            1,
+        )
         assert bench.kinds(job) == ["queued", "running", "stage", "stage", "succeeded"]
         published = {path.name for path in bench.folders.report(job.id).iterdir()}
         assert published == {*REPORT_FILES, DIGESTS, "engine"}
@@ -84,7 +94,9 @@ def test_a_job_that_takes_too_long_is_stopped_and_says_so(tmp_path: Path) -> Non
         assert "longer than the 1 s it may" in job.failure.message
 
     trying(tmp_path, story, job_timeout_s=1.0)
-    (work,) = (tmp_path / "jobs").iterdir()  # tidied after the end was stored, before the server ended
+    (work,) = (
+        tmp_path / "jobs"
+    ).iterdir()  # tidied after the end was stored, before the server ended
     assert (work / "home").exists()  # what it stored, for a retry
 
 
@@ -92,7 +104,12 @@ def test_a_job_that_takes_too_long_is_stopped_and_says_so(tmp_path: Path) -> Non
 def test_cancelling_kills_the_child_and_all_that_it_started(tmp_path: Path, name: str) -> None:
     async def story(bench: Bench) -> None:
         job = await bench.submit(name)
-        await bench.until(job, lambda job: is_running(job) and (name != "grandchild" or job.progress.stage == "grandchild"))  # type: ignore[union-attr]
+        await bench.until(
+            job,
+            lambda job: (
+                is_running(job) and (name != "grandchild" or job.progress.stage == "grandchild")
+            ),
+        )  # type: ignore[union-attr]
         assert len(of_jobs([job.id])) >= (4 if name == "grandchild" else 2)
         assert (await bench.runner.cancel(job.id, "me")).state == "cancelling"
         job = await bench.until(job)
@@ -107,7 +124,10 @@ def test_cancelling_kills_the_child_and_all_that_it_started(tmp_path: Path, name
 
 def test_a_killed_guardian_takes_the_worker_along_and_the_job_says_so(tmp_path: Path) -> None:
     async def story(bench: Bench) -> None:
-        job = await bench.until(await bench.submit("grandchild"), lambda job: job.progress is not None and job.progress.stage == "grandchild")
+        job = await bench.until(
+            await bench.submit("grandchild"),
+            lambda job: job.progress is not None and job.progress.stage == "grandchild",
+        )
         assert job.pid is not None
         psutil.Process(job.pid).kill()
         job = await bench.until(job)
@@ -145,7 +165,9 @@ class FullDisk(JobStore):
         return super().append(job_id, event, now)
 
 
-def test_a_disk_that_is_full_ends_the_job_and_how_is_stored_once_there_is_space(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_ends_the_job_and_how_is_stored_once_there_is_space(
+    tmp_path: Path,
+) -> None:
     async def story() -> None:
         async with running(tmp_path, store_kind=FullDisk) as bench:
             job = await bench.until(await bench.submit("hang"))
@@ -171,7 +193,10 @@ def test_a_bug_fails_its_job_only(tmp_path: Path) -> None:
         async with running(tmp_path, store_kind=Faulty) as bench:
             job = await bench.end_of("hang")
             assert job.failure is not None
-            assert (job.failure.code, job.failure.message) == ("internal", "ZeroDivisionError: injected")
+            assert (job.failure.code, job.failure.message) == (
+                "internal",
+                "ZeroDivisionError: injected",
+            )
             assert (await bench.end_of("succeed")).state == "succeeded"
 
     asyncio.run(story())
@@ -215,10 +240,15 @@ def test_a_row_that_is_damaged_under_a_job_does_not_stop_the_others(tmp_path: Pa
     asyncio.run(story())
 
 
-def test_one_job_at_a_time_on_each_device_in_order_and_two_devices_make_two_queues(tmp_path: Path) -> None:
+def test_one_job_at_a_time_on_each_device_in_order_and_two_devices_make_two_queues(
+    tmp_path: Path,
+) -> None:
     async def story(bench: Bench) -> None:
         first, second = await bench.submit("hang", "gpu:0"), await bench.submit("succeed", "gpu:0")
-        other, unknown = await bench.submit("succeed", "gpu:1"), await bench.submit("succeed", "gpu:7")
+        other, unknown = (
+            await bench.submit("succeed", "gpu:1"),
+            await bench.submit("succeed", "gpu:7"),
+        )
         assert (await bench.until(other)).state == "succeeded"
         failed = await bench.until(unknown)
         assert failed.failure is not None
@@ -243,21 +273,35 @@ def test_a_child_measures_when_the_device_is_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_child_that_measures_beside_what_serves_waits_and_is_told_if_that_stays(tmp_path: Path, leaves: bool) -> None:
+def test_a_child_that_measures_beside_what_serves_waits_and_is_told_if_that_stays(
+    tmp_path: Path, leaves: bool
+) -> None:
     async def story() -> None:
         now = [utc_now()]
         async with running(tmp_path, devices=("gpu:0", "gpu:1"), clock=lambda: now[0]) as bench:
             leases = bench.runner._leases
             leases.serve("resnet50", "gpu:0")
-            job, other = await bench.submit("measure", "gpu:0"), await bench.submit("measure", "gpu:1")
-            assert granted(bench, await bench.until(other)) == {"kind": "granted", "contended": False}
+            job, other = (
+                await bench.submit("measure", "gpu:0"),
+                await bench.submit("measure", "gpu:1"),
+            )
+            assert granted(bench, await bench.until(other)) == {
+                "kind": "granted",
+                "contended": False,
+            }
             while not leases.devices.waiting:
                 await asyncio.sleep(0.01)
             assert bench.store.get(job.id).state == "running"
             now[0] += dt.timedelta(seconds=PATIENCE_S)
             leases.give_back("resnet50" if leaves else "nobody", "gpu:0")
-            assert granted(bench, await bench.until(job)) == {"kind": "granted", "contended": not leaves}
-            assert granted(bench, await bench.until(job), "validate") == {"kind": "returned", "contended": not leaves}
+            assert granted(bench, await bench.until(job)) == {
+                "kind": "granted",
+                "contended": not leaves,
+            }
+            assert granted(bench, await bench.until(job), "validate") == {
+                "kind": "returned",
+                "contended": not leaves,
+            }
             assert leases.devices.held == (() if leaves else (Lease("gpu:0", "serve", "resnet50"),))
 
     asyncio.run(story())
@@ -265,7 +309,9 @@ def test_a_child_that_measures_beside_what_serves_waits_and_is_told_if_that_stay
 
 def granted(bench: Bench, job: Job, stage: str = "benchmark") -> object:
     """What the double was told when it asked to measure; or, as `validate`, when it had measured."""
-    (told,) = [event.data for event in bench.store.events(job.id) if event.data.get("stage") == stage]
+    (told,) = [
+        event.data for event in bench.store.events(job.id) if event.data.get("stage") == stage
+    ]
     return json.loads(told["text"])
 
 
@@ -298,8 +344,13 @@ def test_retry_makes_a_job_that_goes_on_from_what_is_stored(tmp_path: Path) -> N
         assert (again.identity, again.state) == (failed.identity, "queued")
         assert (await bench.until(again)).state == "failed"
         assert (bench.folders.work(again.id).home / "kept").exists()
-        assert str(bench.folders.uploads(again.id)) in str(bench.folders.load_plan(again.id).model.path)
-        assert bench.folders.load_plan(failed.id).model.path == bench.folders.uploads(failed.id) / "model.onnx"
+        assert str(bench.folders.uploads(again.id)) in str(
+            bench.folders.load_plan(again.id).model.path
+        )
+        assert (
+            bench.folders.load_plan(failed.id).model.path
+            == bench.folders.uploads(failed.id) / "model.onnx"
+        )
         done = await bench.end_of("succeed")
         with pytest.raises(Conflict, match="is succeeded"):
             await bench.runner.retry(done.id)
@@ -357,7 +408,10 @@ def test_a_job_under_which_the_server_died_often_is_not_started_again(tmp_path: 
         patient, suspect = [await bench.until(job) for job in jobs]
         assert patient.state == "succeeded"
         assert suspect.failure is not None
-        assert suspect.failure.message == f"the server died {MOST_INTERRUPTIONS} times while this job ran"
+        assert (
+            suspect.failure.message
+            == f"the server died {MOST_INTERRUPTIONS} times while this job ran"
+        )
         assert bench.kinds(suspect)[-1] == "failed"
 
     trying(tmp_path, story)
@@ -372,7 +426,10 @@ def test_a_stopping_server_queues_its_jobs_again_and_the_next_ends_them(tmp_path
             stopping = asyncio.create_task(bench.runner.stop())
             await asyncio.wait_for(changed.wait(), 60)
             await stopping
-            assert [bench.store.get(job.id).state for job in (hanging, waiting)] == ["queued", "queued"]
+            assert [bench.store.get(job.id).state for job in (hanging, waiting)] == [
+                "queued",
+                "queued",
+            ]
             assert of_jobs([hanging.id]) == []
             with pytest.raises(Unavailable):
                 await bench.runner.submit(waiting)

@@ -16,7 +16,10 @@ JOB = "01931f3a5b2c07d1e9a44c6f21"
     ("text", "expected"),
     [
         (f"cannot read '/srv/a&b/home/uploads/{JOB}/model.onnx'", "cannot read 'model.onnx'"),
-        (f"/srv/a&b/home/jobs/{JOB}/tmp/x, /srv/a&b/home/reports/{JOB}/report.json", "tmp/x, report.json"),
+        (
+            f"/srv/a&b/home/jobs/{JOB}/tmp/x, /srv/a&b/home/reports/{JOB}/report.json",
+            "tmp/x, report.json",
+        ),
         (f"<td>/srv/a&amp;b/home/uploads/{JOB}/model.onnx</td>", "<td>model.onnx</td>"),
         ("cannot use '/srv/a&b/home/crucible.db'", "cannot use '$CRUCIBLE_HOME/crucible.db'"),
         ("at /srv/a&b/home", "at $CRUCIBLE_HOME"),
@@ -29,8 +32,12 @@ def test_paths_of_the_home_become_names(text: str, expected: str) -> None:
 
 def test_events_are_scrubbed_where_they_have_texts(tmp_path: Path) -> None:
     file = f"/srv/a&b/home/uploads/{JOB}/m"
-    assert scrubbed_event(Died(Failure(code="c", message=file, next_step=file)), FOLDERS) == Died(Failure(code="c", message="m", next_step="m"))
-    seen = scrubbed_event(StageSeen("failed", Progress(stage="build", subject=file, text=file), 2.0), FOLDERS)
+    assert scrubbed_event(Died(Failure(code="c", message=file, next_step=file)), FOLDERS) == Died(
+        Failure(code="c", message="m", next_step="m")
+    )
+    seen = scrubbed_event(
+        StageSeen("failed", Progress(stage="build", subject=file, text=file), 2.0), FOLDERS
+    )
     assert seen == StageSeen("failed", Progress(stage="build", subject="m", text="m"), 2.0)
     assert scrubbed_event(CancelAsked(), FOLDERS) == CancelAsked()
     (tmp_path / "report.md").write_text(f"model: {file}\n")
@@ -41,5 +48,8 @@ def test_events_are_scrubbed_where_they_have_texts(tmp_path: Path) -> None:
 def test_a_home_behind_a_link_is_found_by_both_names(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    said = scrubbed(f"{tmp_path}/link/uploads/{JOB}/a {tmp_path}/real/uploads/{JOB}/b", Folders(tmp_path / "link"))
+    said = scrubbed(
+        f"{tmp_path}/link/uploads/{JOB}/a {tmp_path}/real/uploads/{JOB}/b",
+        Folders(tmp_path / "link"),
+    )
     assert said == "a b"

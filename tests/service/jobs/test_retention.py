@@ -34,7 +34,16 @@ def ago(**given: float) -> dt.datetime:
 
 def ended(job_id: str, when: dt.datetime) -> Job:
     made = ago(days=99).isoformat()
-    return Job(id=job_id, owner="me", identity=job_id, name="n", device="cpu", created=made, state="succeeded", finished=when.isoformat())
+    return Job(
+        id=job_id,
+        owner="me",
+        identity=job_id,
+        name="n",
+        device="cpu",
+        created=made,
+        state="succeeded",
+        finished=when.isoformat(),
+    )
 
 
 def item(name: str, **given: float) -> Item:
@@ -45,12 +54,51 @@ def item(name: str, **given: float) -> Item:
     ("contents", "expected"),
     [
         (NOTHING, Doomed()),
-        (Contents((ended("a", ago(days=11)), ended("b", ago(days=9))), frozenset("ab"), (), (), ()), Doomed(jobs=("a",))),
-        (Contents((ended("a", ago(days=11)), ended("b", ago(days=11))), frozenset("ab"), (), (), (), frozenset("a")), Doomed(jobs=("b",))),
-        (Contents((), frozenset("k"), (item("u/k", days=50), item("u/x", hours=25), item("u/y", hours=23)), (), ()), Doomed(folders=(Path("u/x"),))),
-        (Contents((), frozenset("k"), (), (item("r/k", days=50), item("r/x", days=11), item("r/y", days=9)), ()), Doomed(folders=(Path("r/x"),))),
         (
-            Contents((), frozenset(), (), (), (item("s/old", days=10, hours=2), item("s/found", days=10, minutes=30))),
+            Contents(
+                (ended("a", ago(days=11)), ended("b", ago(days=9))), frozenset("ab"), (), (), ()
+            ),
+            Doomed(jobs=("a",)),
+        ),
+        (
+            Contents(
+                (ended("a", ago(days=11)), ended("b", ago(days=11))),
+                frozenset("ab"),
+                (),
+                (),
+                (),
+                frozenset("a"),
+            ),
+            Doomed(jobs=("b",)),
+        ),
+        (
+            Contents(
+                (),
+                frozenset("k"),
+                (item("u/k", days=50), item("u/x", hours=25), item("u/y", hours=23)),
+                (),
+                (),
+            ),
+            Doomed(folders=(Path("u/x"),)),
+        ),
+        (
+            Contents(
+                (),
+                frozenset("k"),
+                (),
+                (item("r/k", days=50), item("r/x", days=11), item("r/y", days=9)),
+                (),
+            ),
+            Doomed(folders=(Path("r/x"),)),
+        ),
+        (
+            Contents(
+                (),
+                frozenset(),
+                (),
+                (),
+                (item("s/old", days=10, hours=2), item("s/found", days=10, minutes=30)),
+            ),
             Doomed(artifacts=(item("s/old", days=10, hours=2),)),
         ),
     ],
@@ -88,11 +136,23 @@ class Home:
         return job
 
     def files(self, job: Job) -> list[bool]:
-        return [folder.exists() for folder in (self.folders.uploads(job.id), self.folders.work(job.id).root, self.folders.report(job.id))]
+        return [
+            folder.exists()
+            for folder in (
+                self.folders.uploads(job.id),
+                self.folders.work(job.id).root,
+                self.folders.report(job.id),
+            )
+        ]
 
     def collect(self, days: float, dry_run: bool = False) -> Collected:
         """As it will be in some days."""
-        return collect(self.settings, self.jobs, lambda: dt.datetime.now(dt.UTC) + dt.timedelta(days=days), dry_run)
+        return collect(
+            self.settings,
+            self.jobs,
+            lambda: dt.datetime.now(dt.UTC) + dt.timedelta(days=days),
+            dry_run,
+        )
 
 
 @pytest.fixture
@@ -132,8 +192,14 @@ def test_an_upload_that_still_grows_stays(old: Home) -> None:
     assert old.collect(0.5).folders == 0
 
 
-@pytest.mark.parametrize("found", [lambda store, home: store, lambda store, home: Store(home / "job", shared=home)], ids=["own", "shared"])
-def test_an_artifact_goes_unless_it_was_used(old: Home, found: Callable[[Store, Path], Store]) -> None:
+@pytest.mark.parametrize(
+    "found",
+    [lambda store, home: store, lambda store, home: Store(home / "job", shared=home)],
+    ids=["own", "shared"],
+)
+def test_an_artifact_goes_unless_it_was_used(
+    old: Home, found: Callable[[Store, Path], Store]
+) -> None:
     store = Store(old.settings.home)
     kept, unused = Key("build", 1, ("kept",)), Key("build", 1, ("unused",))
     folders = [store.get(key, Text, make).value.root for key in (kept, unused)]
@@ -162,14 +228,22 @@ def test_the_server_tidies_when_it_starts(old: Home, tmp_path: Path) -> None:
 def gc(home: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "pipeline.cli", "gc", "--home", str(home), *arguments]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "CRUCIBLE_SERVICE_RETENTION_DAYS": "1e-9"}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "CRUCIBLE_SERVICE_RETENTION_DAYS": "1e-9"},
     )
 
 
 def test_gc_says_what_it_removes(old: Home, tmp_path: Path) -> None:
     gone = old.job(end=True)
     said = gc(tmp_path, "--dry-run")
-    assert (said.returncode, said.stdout.startswith("would be removed: 1 jobs, 0 folders of no job, 0 artifacts; ")) == (0, True), said
+    assert (
+        said.returncode,
+        said.stdout.startswith("would be removed: 1 jobs, 0 folders of no job, 0 artifacts; "),
+    ) == (0, True), said
     assert old.files(gone) == [True] * 3
     assert gc(tmp_path).stdout.startswith("removed: 1 jobs, ")
     assert old.files(gone) == [False] * 3
@@ -190,7 +264,9 @@ def test_a_job_stays_as_long_as_a_version_that_its_report_proves(tmp_path: Path)
         def later() -> dt.datetime:
             return dt.datetime.now(dt.UTC) + dt.timedelta(days=31)
 
-        done = collect(Settings(home=tmp_path), JobStore(database), later, promoted=repository.jobs())
+        done = collect(
+            Settings(home=tmp_path), JobStore(database), later, promoted=repository.jobs()
+        )
         assert (done.jobs, repository.jobs()) == (1, jobs)
         assert all(Folders(tmp_path).report(job).is_dir() for job in jobs)
         assert repository.engine(repository.get("m").version()).path.is_file()

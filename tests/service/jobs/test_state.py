@@ -40,10 +40,21 @@ def after(*events: JobEvent, job: Job = QUEUED) -> Job:
 
 def test_the_usual_way() -> None:
     running = after(Started(10, 1.0), SEEN)
-    assert (running.state, running.attempt, running.pid, running.started) == ("running", 1, 10, "2026-01-02T03:04:05.000+00:00")
+    assert (running.state, running.attempt, running.pid, running.started) == (
+        "running",
+        1,
+        10,
+        "2026-01-02T03:04:05.000+00:00",
+    )
     assert running.progress == SEEN.progress
     done = after(ACCEPTED, job=running)
-    assert (done.state, done.verdict, done.winner, done.pid, done.is_final) == ("succeeded", "accepted", "onnxruntime fp32", None, True)
+    assert (done.state, done.verdict, done.winner, done.pid, done.is_final) == (
+        "succeeded",
+        "accepted",
+        "onnxruntime fp32",
+        None,
+        True,
+    )
     assert done.finished == "2026-01-02T03:04:05.000+00:00"
 
 
@@ -70,11 +81,16 @@ def test_a_job_under_which_the_server_dies_again_and_again_fails() -> None:
         states.append(job.state)
     assert states == ["queued", "queued", "failed"]
     assert job.failure is not None
-    assert (job.failure.code, job.failure.message) == ("job.interrupted", "the server died 3 times while this job ran")
+    assert (job.failure.code, job.failure.message) == (
+        "job.interrupted",
+        "the server died 3 times while this job ran",
+    )
     assert after(Started(1, 1.0), Requeued("in order")).interruptions == 0
 
 
-EVENTS = some.sampled_from([Started(1, 1.0), SEEN, ACCEPTED, DIED, CancelAsked(), Requeued("restart")])
+EVENTS = some.sampled_from(
+    [Started(1, 1.0), SEEN, ACCEPTED, DIED, CancelAsked(), Requeued("restart")]
+)
 
 
 @given(some.lists(EVENTS, max_size=30))
@@ -96,7 +112,9 @@ def test_it_ends_at_most_once_and_then_stays_as_it_is(events: list[JobEvent]) ->
     assert ends <= 1
 
 
-@pytest.mark.parametrize("event", [Started(1, 1.0), SEEN, ACCEPTED, DIED, CancelAsked(), Requeued("x")])
+@pytest.mark.parametrize(
+    "event", [Started(1, 1.0), SEEN, ACCEPTED, DIED, CancelAsked(), Requeued("x")]
+)
 def test_a_final_job_takes_nothing_more(event: JobEvent) -> None:
     with pytest.raises(StaleEvent, match="is succeeded and cannot take"):
         after(Started(1, 1.0), ACCEPTED, event)
@@ -109,7 +127,12 @@ def test_ids_sort_by_time_and_differ() -> None:
 
 
 def test_what_was_interrupted_goes_first_then_the_oldest() -> None:
-    old, young = QUEUED, QUEUED.model_copy(update={"id": "2", "created": (NOW + dt.timedelta(seconds=1)).isoformat()})
+    old, young = (
+        QUEUED,
+        QUEUED.model_copy(
+            update={"id": "2", "created": (NOW + dt.timedelta(seconds=1)).isoformat()}
+        ),
+    )
     again = young.model_copy(update={"id": "3", "attempt": 1})
     assert next_of([young, old]) == old
     assert next_of([young, old, again]) == again

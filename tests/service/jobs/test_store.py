@@ -10,7 +10,20 @@ import pytest
 
 from pipeline.errors import DiskFull
 from service.errors import Conflict, NotFound, TooMany
-from service.jobs.state import CancelAsked, Died, Failure, Job, JobEvent, Measures, Progress, Requeued, StageSeen, StaleEvent, Started, Succeeded
+from service.jobs.state import (
+    CancelAsked,
+    Died,
+    Failure,
+    Job,
+    JobEvent,
+    Measures,
+    Progress,
+    Requeued,
+    StageSeen,
+    StaleEvent,
+    Started,
+    Succeeded,
+)
 from service.jobs.store import DamagedRow, JobStore, Once
 from service.storage.database import Database
 
@@ -21,7 +34,12 @@ SEEN = StageSeen("finished", Progress(stage="build", subject="onnxruntime fp32")
 
 def job(number: int, identity: str = "", owner: str = "me") -> Job:
     return Job(
-        id=f"{number:04}", owner=owner, identity=identity or f"i{number}", name="n", device="cpu", created=NOW.isoformat(timespec="milliseconds")
+        id=f"{number:04}",
+        owner=owner,
+        identity=identity or f"i{number}",
+        name="n",
+        device="cpu",
+        created=NOW.isoformat(timespec="milliseconds"),
     )
 
 
@@ -69,8 +87,14 @@ def test_how_a_job_ends_is_told(store: JobStore) -> None:
     store.add(job(2), NOW)
     take(store, "0001", Started(1, 1.0), DIED)
     take(store, "0002", Started(1, 1.0), CancelAsked(), DIED)
-    assert (store.events("0001")[-1].kind, store.events("0001")[-1].data) == ("failed", DIED.failure.model_dump())
-    assert [(event.kind, event.data) for event in store.events("0002")[-2:]] == [("cancelling", {}), ("cancelled", {})]
+    assert (store.events("0001")[-1].kind, store.events("0001")[-1].data) == (
+        "failed",
+        DIED.failure.model_dump(),
+    )
+    assert [(event.kind, event.data) for event in store.events("0002")[-2:]] == [
+        ("cancelling", {}),
+        ("cancelled", {}),
+    ]
 
 
 def test_an_event_that_comes_too_late_changes_nothing(store: JobStore) -> None:
@@ -85,7 +109,9 @@ def test_an_event_that_comes_too_late_changes_nothing(store: JobStore) -> None:
 def test_a_full_disk_stores_neither_event_nor_job(store: JobStore, database: Database) -> None:
     store.add(job(1), NOW)
     with database.write() as rows:
-        rows.execute("CREATE TRIGGER full BEFORE INSERT ON events BEGIN SELECT RAISE(ABORT, 'injected'); END")
+        rows.execute(
+            "CREATE TRIGGER full BEFORE INSERT ON events BEGIN SELECT RAISE(ABORT, 'injected'); END"
+        )
     with pytest.raises(sqlite3.IntegrityError, match="injected"):
         store.append("0001", Started(1, 1.0), NOW)
     assert store.get("0001").state == "queued"
@@ -94,7 +120,12 @@ def test_a_full_disk_stores_neither_event_nor_job(store: JobStore, database: Dat
     with database.read() as rows:
         rows.execute(f"PRAGMA max_page_count = {rows.execute('PRAGMA page_count').fetchone()[0]}")
     with pytest.raises(DiskFull):
-        take(store, "0001", Started(1, 1.0), *[StageSeen("progress", Progress(stage="s", text="x" * 500))] * 200)
+        take(
+            store,
+            "0001",
+            Started(1, 1.0),
+            *[StageSeen("progress", Progress(stage="s", text="x" * 500))] * 200,
+        )
     running = store.get("0001")
     assert len(store.events("0001")) >= 2
     assert running.state == "running"
@@ -115,9 +146,22 @@ def test_equal_requests_are_one_job_until_it_fails(store: JobStore) -> None:
     assert store.add(job(7, "other"), NOW)[1]  # that one will come to nothing
 
 
-def test_the_usual_time_is_the_median_of_the_owners_last_jobs_of_a_name_on_a_device(store: JobStore) -> None:
-    def ran(number: int, seconds: float, *events: JobEvent, owner: str = "me", name: str = "n", device: str = "cpu", **more: object) -> None:
-        added, _ = store.add(job(number, owner=owner).model_copy(update={"name": name, "device": device, **more}), NOW)
+def test_the_usual_time_is_the_median_of_the_owners_last_jobs_of_a_name_on_a_device(
+    store: JobStore,
+) -> None:
+    def ran(
+        number: int,
+        seconds: float,
+        *events: JobEvent,
+        owner: str = "me",
+        name: str = "n",
+        device: str = "cpu",
+        **more: object,
+    ) -> None:
+        added, _ = store.add(
+            job(number, owner=owner).model_copy(update={"name": name, "device": device, **more}),
+            NOW,
+        )
         for event in (*events, Started(1, 1.0)):
             store.append(added.id, event, NOW)
         store.append(added.id, Succeeded("accepted", None), NOW + dt.timedelta(seconds=seconds))
@@ -128,14 +172,18 @@ def test_the_usual_time_is_the_median_of_the_owners_last_jobs_of_a_name_on_a_dev
     ran(10, 5.0, owner="you")
     ran(11, 5.0, name="other")
     ran(12, 5.0, device="gpu:0")
-    ran(13, 5.0, Started(1, 1.0), Requeued("the server was restarted"))  # its last attempt found much of what it needed
+    ran(
+        13, 5.0, Started(1, 1.0), Requeued("the server was restarted")
+    )  # its last attempt found much of what it needed
     ran(14, 3.0, measures=Measures(model="m", version=1))
     assert store.usual_s("me", "n", "cpu") == 67.0
     assert store.usual_s("me", "n", "cpu", measures=True) == 3.0
     assert store.usual_s("me", "n", "gpu:0") == 5.0
 
 
-def test_threads_that_ask_for_the_same_at_once_get_one_job(store: JobStore, database: Database) -> None:
+def test_threads_that_ask_for_the_same_at_once_get_one_job(
+    store: JobStore, database: Database
+) -> None:
     answers: list[tuple[Job, bool]] = []
 
     def ask(number: int) -> None:
@@ -185,7 +233,14 @@ def test_pages_hold_all_newest_first(store: JobStore) -> None:
     assert seen == [["0006", "0005", "0004"], ["0003", "0002", "0001"], ["0000"]]
     assert [each.id for each in store.list("you").jobs] == ["0003"]
     assert [each.id for each in store.list("me", "cancelled").jobs] == ["0005"]
-    assert [each.id for each in store.unfinished()] == ["0000", "0001", "0002", "0003", "0004", "0006"]
+    assert [each.id for each in store.unfinished()] == [
+        "0000",
+        "0001",
+        "0002",
+        "0003",
+        "0004",
+        "0006",
+    ]
     assert store.counts() == {"queued": 6, "cancelled": 1}
 
 
@@ -197,16 +252,30 @@ def test_no_more_wait_than_may(store: JobStore) -> None:
     assert store.add(job(4, owner="you"), NOW, most_queued=1)[1]
 
 
-DAMAGE = ["{", "", "null", "[]", '{"id": "0001"}', job(9).model_dump_json(), job(1).model_copy(update={"state": "failed"}).model_dump_json()]
+DAMAGE = [
+    "{",
+    "",
+    "null",
+    "[]",
+    '{"id": "0001"}',
+    job(9).model_dump_json(),
+    job(1).model_copy(update={"state": "failed"}).model_dump_json(),
+]
 
 
 @pytest.mark.parametrize("text", DAMAGE)
-def test_a_damaged_row_is_named_and_left_out(store: JobStore, database: Database, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_row_is_named_and_left_out(
+    store: JobStore, database: Database, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     for number in (1, 2):
         store.add(job(number), NOW)
     with database.write() as rows:
         rows.execute("UPDATE jobs SET job = ? WHERE id = '0001'", (text,))
-    assert [each.id for each in store.list().jobs] == [each.id for each in store.unfinished()] == ["0002"]
+    assert (
+        [each.id for each in store.list().jobs]
+        == [each.id for each in store.unfinished()]
+        == ["0002"]
+    )
     assert "job=0001" in capsys.readouterr().out
     for call in (lambda: store.get("0001"), lambda: store.append("0001", CancelAsked(), NOW)):
         with pytest.raises(DamagedRow, match="0001"):

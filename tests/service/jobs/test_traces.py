@@ -31,7 +31,12 @@ def test_a_missing_extra_is_named_before_anything_begins(tmp_path: Path) -> None
     from service.settings import Settings
     create_app(Settings(home=Path({str(tmp_path / "home")!r}), otel_endpoint="http://127.0.0.1:4318"))
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert "BackendUnavailable: otel_endpoint is set" in done.stderr
     assert ".[otel]" in done.stderr
     assert not (tmp_path / "home").exists()
@@ -45,8 +50,13 @@ def test_spans_go_to_the_endpoints_path_for_traces(path: str) -> None:
     assert exporter._endpoint == "http://127.0.0.1:4318/v1/traces"
 
 
-def test_a_request_and_the_job_it_made_with_its_stages_are_one_trace_also_over_a_restart(tmp_path: Path) -> None:
-    first, second = InMemorySpanExporter(), InMemorySpanExporter()  # a server's end is its exporter's
+def test_a_request_and_the_job_it_made_with_its_stages_are_one_trace_also_over_a_restart(
+    tmp_path: Path,
+) -> None:
+    first, second = (
+        InMemorySpanExporter(),
+        InMemorySpanExporter(),
+    )  # a server's end is its exporter's
 
     async def sent() -> str:
         async with opened_desk(tmp_path, traces=tracing_to(SimpleSpanProcessor(first))) as desk:
@@ -63,10 +73,19 @@ def test_a_request_and_the_job_it_made_with_its_stages_are_one_trace_also_over_a
     spans = {span.name: span for kept in (first, second) for span in kept.get_finished_spans()}
     request, whole, stage = spans["POST /compile"], spans["job"], spans["stage build"]
     assert {span.context.trace_id for span in (whole, stage)} == {request.context.trace_id}
-    of_request = {span.context.span_id for span in first.get_finished_spans() if span.context.trace_id == request.context.trace_id}
+    of_request = {
+        span.context.span_id
+        for span in first.get_finished_spans()
+        if span.context.trace_id == request.context.trace_id
+    }
     assert {span.parent.span_id for span in (whole, stage)} <= of_request
-    assert (stage.end_time - stage.start_time) / 1e9 == pytest.approx(0.1, abs=1e-3)  # as the double says
+    assert (stage.end_time - stage.start_time) / 1e9 == pytest.approx(
+        0.1, abs=1e-3
+    )  # as the double says
     assert (whole.end_time - whole.start_time) / 1e9 == pytest.approx(job["elapsed_s"], abs=1e-3)
     assert {span.attributes["crucible.job"] for span in (whole, stage)} == {job["id"]}
-    assert (whole.attributes["crucible.state"], whole.attributes["crucible.verdict"]) == ("succeeded", "accepted")
+    assert (whole.attributes["crucible.state"], whole.attributes["crucible.verdict"]) == (
+        "succeeded",
+        "accepted",
+    )
     assert {span.resource.attributes["service.name"] for span in spans.values()} == {"crucible"}

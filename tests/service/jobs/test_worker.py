@@ -25,11 +25,33 @@ from pipeline.plan.source import source_from_config
 from pipeline.report.render import load_report
 from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks, Report
 from pipeline.stages.benchmark import benchmark
-from service.jobs.messages import Finished, FromChild, Granted, HostIdentity, Returned, Returns, Stage, Start, Wants, from_child, line_of
+from service.jobs.messages import (
+    Finished,
+    FromChild,
+    Granted,
+    HostIdentity,
+    Returned,
+    Returns,
+    Stage,
+    Start,
+    Wants,
+    from_child,
+    line_of,
+)
 from service.jobs.publish import take_over
 from service.jobs.queue import WORKER
 from service.jobs.state import Job
-from service.jobs.worker import CHOSEN, CONTENDED, Server, doubted, forget_contended, measure_again, measuring, probe_host, seed
+from service.jobs.worker import (
+    CHOSEN,
+    CONTENDED,
+    Server,
+    doubted,
+    forget_contended,
+    measure_again,
+    measuring,
+    probe_host,
+    seed,
+)
 from service.jobs.worker_client import Child, environment_for
 from service.storage.layout import PLAN, Folders, Work
 from tests.builders.report import benchmark as figures
@@ -68,7 +90,9 @@ def broken_stage(progress: Progress) -> str:
 
 
 @pytest.mark.parametrize(("before", "after"), [(False, False), (True, False), (False, True)])
-def test_only_the_benchmark_asks_for_the_device_and_gives_it_back(pair: tuple[Server, Peer], tmp_path: Path, before: bool, after: bool) -> None:
+def test_only_the_benchmark_asks_for_the_device_and_gives_it_back(
+    pair: tuple[Server, Peer], tmp_path: Path, before: bool, after: bool
+) -> None:
     server, peer = pair
     run = measuring(bench_stage, server, tmp_path / "contended")
     assert run(other_stage, name="build") == "built"
@@ -78,13 +102,17 @@ def test_only_the_benchmark_asks_for_the_device_and_gives_it_back(pair: tuple[Se
     assert (tmp_path / "contended").exists() == (before or after)
 
 
-def test_a_benchmark_that_fails_gives_the_device_back_and_a_server_that_is_gone_is_an_error(pair: tuple[Server, Peer], tmp_path: Path) -> None:
+def test_a_benchmark_that_fails_gives_the_device_back_and_a_server_that_is_gone_is_an_error(
+    pair: tuple[Server, Peer], tmp_path: Path
+) -> None:
     server, peer = pair
     peer.end.sendall(line_of(Granted()) + line_of(Returned()))
     with pytest.raises(InternalError, match="broken"):
         measuring(broken_stage, server, tmp_path / "contended")(broken_stage, name="benchmark")
     assert peer.hears(2) == [Wants(), Returns()]
-    peer.end.sendall(line_of(Start.model_validate({"plan": "/p", "work": "/w", "shared": "/s", "command": "c"})))
+    peer.end.sendall(
+        line_of(Start.model_validate({"plan": "/p", "work": "/w", "shared": "/s", "command": "c"}))
+    )
     with pytest.raises(InternalError, match="answered start"):
         server.lease()
     peer.end.sendall(line_of(Granted()))
@@ -110,8 +138,14 @@ def test_progress_is_told_seldom(pair: tuple[Server, Peer]) -> None:
 
 def test_contended_figures_accept_nothing_and_are_not_kept(tmp_path: Path) -> None:
     report = doubted(sample_report(), CONTENDED)
-    assert (report.verdict, report.reasons[-1], report.notes[-1].text) == ("unproven", CONTENDED, CONTENDED)
-    assert doubted(report.model_copy(update={"verdict": "rejected"}), CONTENDED).verdict == "rejected"
+    assert (report.verdict, report.reasons[-1], report.notes[-1].text) == (
+        "unproven",
+        CONTENDED,
+        CONTENDED,
+    )
+    assert (
+        doubted(report.model_copy(update={"verdict": "rejected"}), CONTENDED).verdict == "rejected"
+    )
     figures = tmp_path / "artifacts" / "benchmark" / "x"
     figures.mkdir(parents=True)
     forget_contended(tmp_path)
@@ -141,16 +175,31 @@ def test_a_child_begins_with_the_times_of_the_home_and_keeps_its_own(tmp_path: P
 
 def tiny_model(path: Path) -> None:
     """y = relu(x @ w)."""
-    weight = numpy_helper.from_array(np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32), "w")
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"], "matmul"), helper.make_node("Relu", ["h"], ["y"], "relu")]
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, size]) for name, size in (("x", 16), ("y", 4)))
+    weight = numpy_helper.from_array(
+        np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32), "w"
+    )
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"], "matmul"),
+        helper.make_node("Relu", ["h"], ["y"], "relu"),
+    ]
+    x, y = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, size])
+        for name, size in (("x", 16), ("y", 4))
+    )
     onnx.save(
-        helper.make_model(helper.make_graph(nodes, "tiny", [x], [y], [weight]), opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path
+        helper.make_model(
+            helper.make_graph(nodes, "tiny", [x], [y], [weight]),
+            opset_imports=[helper.make_opsetid("", 17)],
+            ir_version=8,
+        ),
+        path,
     )
 
 
 @pytest.mark.parametrize("doubts", [(), (CONTENDED,), (CHOSEN,)])
-def test_a_candidate_that_was_chosen_by_contended_figures_stays_unproven(tmp_path: Path, doubts: tuple[str, ...]) -> None:
+def test_a_candidate_that_was_chosen_by_contended_figures_stays_unproven(
+    tmp_path: Path, doubts: tuple[str, ...]
+) -> None:
     plan, old = compiled_before(tmp_path)
     for why in doubts:
         old = doubted(old, why)
@@ -158,8 +207,12 @@ def test_a_candidate_that_was_chosen_by_contended_figures_stays_unproven(tmp_pat
     runner = Runner(Store(tmp_path / "home"), run=with_figures_of(benchmarked))
     report = measure_again(tmp_path / "compiled", plan, runner, "again")
     assert (report.verdict, report.command) == ("unproven" if doubts else "accepted", "again")
-    assert [reason for reason in report.reasons if reason in (CHOSEN, CONTENDED)] == [CHOSEN] * bool(doubts)
-    assert [note.text for note in report.notes if note.text in (CHOSEN, CONTENDED)] == [CHOSEN] * bool(doubts)
+    assert [reason for reason in report.reasons if reason in (CHOSEN, CONTENDED)] == [
+        CHOSEN
+    ] * bool(doubts)
+    assert [note.text for note in report.notes if note.text in (CHOSEN, CONTENDED)] == [
+        CHOSEN
+    ] * bool(doubts)
 
 
 def test_an_engine_that_cannot_be_measured_or_whose_model_changed_says_so(tmp_path: Path) -> None:
@@ -167,7 +220,9 @@ def test_an_engine_that_cannot_be_measured_or_whose_model_changed_says_so(tmp_pa
     runner = Runner(Store(tmp_path / "home"), run=with_figures_of(lost))
     with pytest.raises(ModelError, match="cannot be measured: it died"):
         measure_again(tmp_path / "compiled", plan, runner, "again")
-    (tmp_path / "compiled" / "report.json").write_text(old.model_copy(update={"source_digest": "other"}).model_dump_json())
+    (tmp_path / "compiled" / "report.json").write_text(
+        old.model_copy(update={"source_digest": "other"}).model_dump_json()
+    )
     with pytest.raises(ModelError, match="have changed since this engine was compiled"):
         measure_again(tmp_path / "compiled", plan, runner, "again")
 
@@ -185,10 +240,19 @@ def compiled_before(folder: Path) -> tuple[Plan, Report]:
 def with_figures_of(results: Callable[[Engine], BenchmarkReport | BenchmarkFailure]) -> Run:
     """Stages run as ever, but a benchmark finds this of each engine."""
 
-    def run(function: Callable[..., Any], *arguments: Any, name: str, log: Path | None = None, progress: Progress = silent) -> Any:
+    def run(
+        function: Callable[..., Any],
+        *arguments: Any,
+        name: str,
+        log: Path | None = None,
+        progress: Progress = silent,
+    ) -> Any:
         if function is not benchmark:
             return call_in_child(function, *arguments, name=name, log=log, progress=progress)
-        return Benchmarks(created="2026-05-05T00:00:00+00:00", results=tuple(results(entry.engine) for entry in arguments[0]))
+        return Benchmarks(
+            created="2026-05-05T00:00:00+00:00",
+            results=tuple(results(entry.engine) for entry in arguments[0]),
+        )
 
     return run
 
@@ -210,34 +274,58 @@ def uploaded(folders: Folders, identity: str, **changes: Any) -> Job:
     place = folders.uploads(job.id) / "model.onnx"
     tiny_model(place)
     candidate = CandidateConfig(backend="onnxruntime", precision=Precision.FP32)
-    plan = Plan(name="tiny", model=ModelConfig(path=place), candidates=(candidate,), benchmark=BenchmarkConfig(duration_s=0.1, budget_s=0.01))
+    plan = Plan(
+        name="tiny",
+        model=ModelConfig(path=place),
+        candidates=(candidate,),
+        benchmark=BenchmarkConfig(duration_s=0.1, budget_s=0.01),
+    )
     folders.save_plan(job.id, plan.model_copy(update=changes))
     return job
 
 
 @pytest.mark.slow
-def test_a_real_model_is_compiled_and_the_next_job_finds_what_the_first_made(tmp_path: Path) -> None:
+def test_a_real_model_is_compiled_and_the_next_job_finds_what_the_first_made(
+    tmp_path: Path,
+) -> None:
     async def story() -> None:
         async with running(tmp_path, worker=WORKER) as bench:
             first, _ = await bench.runner.submit(upload(bench, "first"))
             ended = await until_ended(bench, first)
-            assert ended.state == "succeeded", (ended.failure, bench.folders.work(first.id).log.read_text())
+            assert ended.state == "succeeded", (
+                ended.failure,
+                bench.folders.work(first.id).log.read_text(),
+            )
             assert (ended.verdict, ended.winner) == ("unproven", "onnxruntime fp32")
             report = load_report(bench.folders.report(first.id))
             assert report.command == f"a request to the service, job {first.id} ('tiny')"
             assert (bench.folders.report(first.id) / "engine" / "model.onnx").is_file()
-            texts = [file for file in bench.folders.report(first.id).rglob("*") if file.is_file() and str(tmp_path).encode() in file.read_bytes()]
+            texts = [
+                file
+                for file in bench.folders.report(first.id).rglob("*")
+                if file.is_file() and str(tmp_path).encode() in file.read_bytes()
+            ]
             assert texts == []
             assert load_report(bench.folders.report(first.id)).plan.model.path == Path("model.onnx")
-            stages = [event.data["stage"] for event in bench.store.events(first.id) if event.kind == "stage" and event.data["state"] == "finished"]
+            stages = [
+                event.data["stage"]
+                for event in bench.store.events(first.id)
+                if event.kind == "stage" and event.data["state"] == "finished"
+            ]
             assert {"export", "simplify", "reference", "build", "benchmark"} <= set(stages)
 
             again, _ = await bench.runner.submit(upload(bench, "again"))
             assert (await until_ended(bench, again)).state == "succeeded"
-            states = {event.data["stage"]: event.data["state"] for event in bench.store.events(again.id) if event.kind == "stage"}
+            states = {
+                event.data["stage"]: event.data["state"]
+                for event in bench.store.events(again.id)
+                if event.kind == "stage"
+            }
             assert states["export"] == states["simplify"] == states["build"] == "reused"
 
-            broken, _ = await bench.runner.submit(upload(bench, "broken", model=ModelConfig(path=tmp_path / "no.onnx")))
+            broken, _ = await bench.runner.submit(
+                upload(bench, "broken", model=ModelConfig(path=tmp_path / "no.onnx"))
+            )
             failed = await until_ended(bench, broken)
             assert failed.failure is not None
             assert failed.failure.code in ("plan.invalid", "model.invalid")
@@ -270,9 +358,18 @@ def test_a_compile_changes_nothing_outside_its_work_directory(tmp_path: Path) ->
 async def worked(folders: Folders, work: Work) -> None:
     """A job from its child's start to its end, with a server that grants what it wants and publishes nothing."""
     job = work.root.name
-    child = await Child.start(WORKER, job, work, 2**40, environment_for(job, "cpu", work, os.environ))
+    child = await Child.start(
+        WORKER, job, work, 2**40, environment_for(job, "cpu", work, os.environ)
+    )
     try:
-        await child.send(Start(plan=folders.uploads(job) / PLAN, work=work.root, shared=folders.home, command="a test"))
+        await child.send(
+            Start(
+                plan=folders.uploads(job) / PLAN,
+                work=work.root,
+                shared=folders.home,
+                command="a test",
+            )
+        )
         while not isinstance(message := await child.receive(), Finished):
             assert isinstance(message, Stage | Wants | Returns), message
             if not isinstance(message, Stage):
@@ -287,7 +384,11 @@ def everything(folder: Path, besides: Path) -> dict[Path, tuple[int, int, bytes]
     for path in (folder, *folder.rglob("*")):
         if not path.is_relative_to(besides):
             about = path.lstat()
-            found[path] = (about.st_mode, 0 if path.name == MANIFEST else about.st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+            found[path] = (
+                about.st_mode,
+                0 if path.name == MANIFEST else about.st_mtime_ns,
+                path.read_bytes() if path.is_file() else b"",
+            )
     return found
 
 
@@ -299,7 +400,9 @@ def probe_with_another_build(progress: Progress) -> HostIdentity:
 @pytest.mark.slow
 def test_the_host_is_told_by_a_child_and_always_alike() -> None:
     ask: Callable[..., Any] = call_in_child
-    assert ask(probe_with_another_build, name="probe").digest != ask(probe_host, name="probe").digest  # what was built before is built anew
+    assert (
+        ask(probe_with_another_build, name="probe").digest != ask(probe_host, name="probe").digest
+    )  # what was built before is built anew
     first, second = (ask(probe_host, name="probe") for _ in range(2))
     assert first == second
     assert next(iter(first.devices)) == "cpu"

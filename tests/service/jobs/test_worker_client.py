@@ -48,16 +48,34 @@ def test_a_childs_environment_is_made_for_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "server", "seen"), [("cpu", "0", ""), ("gpu:1", None, "1"), ("gpu:1", "3, 5", "5"), ("gpu:0", "GPU-ab", "GPU-ab")]
+    ("device", "server", "seen"),
+    [("cpu", "0", ""), ("gpu:1", None, "1"), ("gpu:1", "3, 5", "5"), ("gpu:0", "GPU-ab", "GPU-ab")],
 )
 def test_a_child_sees_its_device_only(device: str, server: str | None, seen: str) -> None:
     given = SERVER if server is None else {**SERVER, "CUDA_VISIBLE_DEVICES": server}
     assert environment_for("7", device, Work(Path("/w")), given)["CUDA_VISIBLE_DEVICES"] == seen
 
 
-def guarded(code: str, parent: int | None = None, file_bytes: int = 10**6) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "service.sandbox.guardian", str(parent or os.getpid()), str(file_bytes), sys.executable, "-c", code]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ, "CRUCIBLE_JOB": "guarded"})
+def guarded(
+    code: str, parent: int | None = None, file_bytes: int = 10**6
+) -> "subprocess.Popen[str]":
+    command = [
+        sys.executable,
+        "-m",
+        "service.sandbox.guardian",
+        str(parent or os.getpid()),
+        str(file_bytes),
+        sys.executable,
+        "-c",
+        code,
+    ]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "CRUCIBLE_JOB": "guarded"},
+    )
 
 
 def test_the_worker_is_restricted() -> None:
@@ -76,7 +94,12 @@ print(os.getsid(0) == os.getppid(), os.getsid(0) != {os.getsid(0)})
 
 @pytest.mark.parametrize(
     ("code", "status"),
-    [("import sys; sys.exit(3)", 3), ("import os, signal; os.kill(os.getpid(), 9)", -9), ("import os; os.abort()", -signal.SIGABRT), ("pass", 0)],
+    [
+        ("import sys; sys.exit(3)", 3),
+        ("import os, signal; os.kill(os.getpid(), 9)", -9),
+        ("import os; os.abort()", -signal.SIGABRT),
+        ("pass", 0),
+    ],
 )
 def test_the_guardian_ends_as_the_worker_did(code: str, status: int) -> None:
     with guarded(code) as process:
@@ -105,7 +128,14 @@ def test_a_guardian_whose_server_is_gone_starts_nothing() -> None:
 
 
 def test_a_command_that_is_not_there_is_an_exit_code() -> None:
-    command = [sys.executable, "-m", "service.sandbox.guardian", str(os.getpid()), "1000000", "/no/such/program"]
+    command = [
+        sys.executable,
+        "-m",
+        "service.sandbox.guardian",
+        str(os.getpid()),
+        "1000000",
+        "/no/such/program",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 127
     assert "cannot run '/no/such/program'" in done.stderr

@@ -29,16 +29,36 @@ async def refused(of: type[Exception], here: Shelf, asked: PromoteRequest) -> st
 
 
 def test_a_version_tells_what_its_report_says(tmp_path: Path) -> None:
-    serving = ServingConfig(padding=(Padding(input="x", axis=1),), image=InputRecipe(input="x", size=(8, 8)), labels={"y": ("cat", "dog")})
+    serving = ServingConfig(
+        padding=(Padding(input="x", axis=1),),
+        image=InputRecipe(input="x", size=(8, 8)),
+        labels={"y": ("cat", "dog")},
+    )
 
     async def story() -> None:
         async with shelf(tmp_path) as here:
             job = here.report(serving=serving)
-            view = await here.deployments.promote(LOCAL, "m", PromoteRequest(report=job, override=True))
+            view = await here.deployments.promote(
+                LOCAL, "m", PromoteRequest(report=job, override=True)
+            )
             found = view.current
-            assert (found.version, found.job, found.verdict, found.override, found.before, found.owner) == (1, job, "accepted", False, None, "local")
-            assert (found.image, found.labels, found.batch) == (serving.image, serving.labels, here.host.batch)
-            assert (found.backend, found.label) == ("onnxruntime", here.repository.engine(found).recipe.label)
+            assert (
+                found.version,
+                found.job,
+                found.verdict,
+                found.override,
+                found.before,
+                found.owner,
+            ) == (1, job, "accepted", False, None, "local")
+            assert (found.image, found.labels, found.batch) == (
+                serving.image,
+                serving.labels,
+                here.host.batch,
+            )
+            assert (found.backend, found.label) == (
+                "onnxruntime",
+                here.repository.engine(found).recipe.label,
+            )
             assert here.host.proofs == [(serving.padding, "cpu")]
             again = await here.deployments.promote(LOCAL, "m", PromoteRequest(report=job))
             assert again == view  # nothing is made twice
@@ -57,7 +77,11 @@ def test_what_was_not_accepted(tmp_path: Path, verdict: Verdict, override: bool)
                 with capture_logs() as logged:
                     view = await here.deployments.promote(LOCAL, "m", asked)
                 assert view.current.override
-                assert [(each["log_level"], each["verdict"]) for each in logged if each["event"] == "model.override"] == [("warning", "unproven")]
+                assert [
+                    (each["log_level"], each["verdict"])
+                    for each in logged
+                    if each["event"] == "model.override"
+                ] == [("warning", "unproven")]
                 return
             said = await refused(Conflict, here, asked)
             assert f"verdict is {verdict}" in said
@@ -69,7 +93,9 @@ def test_what_was_not_accepted(tmp_path: Path, verdict: Verdict, override: bool)
 def test_a_baseline_that_was_kept_is_served_without_an_override(tmp_path: Path) -> None:
     async def story() -> None:
         async with shelf(tmp_path) as here:
-            view = await here.deployments.promote(LOCAL, "m", PromoteRequest(report=here.report("keep"), override=True))
+            view = await here.deployments.promote(
+                LOCAL, "m", PromoteRequest(report=here.report("keep"), override=True)
+            )
             assert (view.current.verdict, view.current.override) == ("keep", False)
 
     play(story)
@@ -78,13 +104,17 @@ def test_a_baseline_that_was_kept_is_served_without_an_override(tmp_path: Path) 
 def test_there_must_be_a_report_and_a_whole_engine(tmp_path: Path) -> None:
     async def story() -> None:
         async with shelf(tmp_path) as here:
-            assert "no job 'nobody'" in await refused(NotFound, here, PromoteRequest(report="nobody"))
+            assert "no job 'nobody'" in await refused(
+                NotFound, here, PromoteRequest(report="nobody")
+            )
             job = here.report()
             (here.folders.report(job) / "engine" / "model.onnx").write_bytes(b"torn")
             assert "is damaged" in await refused(DamagedError, here, PromoteRequest(report=job))
             await here.deployments.promote(LOCAL, "mine", PromoteRequest(report=here.report()))
             with pytest.raises(Conflict, match="the name 'mine' is taken"):
-                await here.deployments.promote(LOCAL, "mine", PromoteRequest(report=here.report(owner="other")))
+                await here.deployments.promote(
+                    LOCAL, "mine", PromoteRequest(report=here.report(owner="other"))
+                )
 
     play(story)
 
@@ -99,7 +129,9 @@ def test_rollbacks_go_back_to_the_first(tmp_path: Path) -> None:
             with pytest.raises(Conflict, match="version 1 of 'm' was the first"):
                 await here.deployments.rollback(LOCAL, "m")
             assert await here.promote() == 4
-            assert (await here.deployments.rollback(LOCAL, "m")).current.version == 1  # and not 3, which was undone
+            assert (
+                await here.deployments.rollback(LOCAL, "m")
+            ).current.version == 1  # and not 3, which was undone
 
     play(story)
 
@@ -117,9 +149,17 @@ def test_the_proof_is_taken_in_a_child(tmp_path: Path) -> None:
 
 
 def test_the_profile_that_requests_suggest() -> None:
-    seen = Counter({(("batch", 1), ("length", 16)): 9, (("batch", 4), ("length", 3)): 5, (("batch", 2), ("length", 16)): 1})
+    seen = Counter(
+        {
+            (("batch", 1), ("length", 16)): 9,
+            (("batch", 4), ("length", 3)): 5,
+            (("batch", 2), ("length", 16)): 1,
+        }
+    )
     found = version()
-    assert suggested(seen, found) == ({"batch": DimRange(min=1, opt=1, max=8), "length": DimRange(min=3, opt=16, max=16)},)
+    assert suggested(seen, found) == (
+        {"batch": DimRange(min=1, opt=1, max=8), "length": DimRange(min=3, opt=16, max=16)},
+    )
     assert suggested({}, found) == ()
     assert suggested({(): 3}, found) == ()
     assert suggested({(("batch", 0),): 3}, found) == ({"batch": DimRange(min=0, opt=1, max=8)},)

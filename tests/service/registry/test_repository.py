@@ -23,7 +23,9 @@ from tests.service.builders.jobs import write_out
 from tests.service.serving.models import PROVED
 
 
-def version(model: str = "m", owner: str = "me", number: int = 1, before: int | None = None) -> Version:
+def version(
+    model: str = "m", owner: str = "me", number: int = 1, before: int | None = None
+) -> Version:
     spec = TensorSpec(name="x", dtype="float32", shape=("batch", 4))
     return Version(
         model=model,
@@ -70,7 +72,10 @@ def test_a_promoted_engine_is_found_beside_a_server_and_nothing_is_written(home:
     assert [home.add("net") for _ in range(10)][-1] == 10
     before = {path: path.stat().st_mtime_ns for path in home.folders.home.rglob("*")}
     found = promoted_engine(home.folders.home, "net", 2)
-    assert (found.path.read_bytes(), found.root) == (b"engine", home.folders.version("net", 2) / "engine")
+    assert (found.path.read_bytes(), found.root) == (
+        b"engine",
+        home.folders.version("net", 2) / "engine",
+    )
     with pytest.raises(NotFound, match="no version 11 of 'net'") as refused:
         promoted_engine(home.folders.home, "net", 11)
     assert "of 'net' it has 1, 2, 3, 4, 5, 6, 7, 8, 9, 10;" in str(refused.value.next_step)
@@ -83,11 +88,19 @@ def test_a_promoted_engine_is_found_beside_a_server_and_nothing_is_written(home:
 def test_a_version_is_what_was_added_and_its_files_outlive_the_report(home: Home) -> None:
     assert [home.add(), home.add()] == [1, 2]
     model = home.repository.get("m")
-    assert (model.current, [each.version for each in model.versions], model.deployed, model.options) == (2, [2, 1], False, None)
+    assert (
+        model.current,
+        [each.version for each in model.versions],
+        model.deployed,
+        model.options,
+    ) == (2, [2, 1], False, None)
     assert model.version() == version(number=2, before=1).model_copy(update={"job": "job of 1"})
     shutil.rmtree(home.engine.root)
     found = home.repository.engine(model.version(1))
-    assert (found.path.read_bytes(), found.root) == (b"engine", home.folders.version("m", 1) / "engine")
+    assert (found.path.read_bytes(), found.root) == (
+        b"engine",
+        home.folders.version("m", 1) / "engine",
+    )
 
 
 def test_another_owner_cannot_take_a_name_and_does_not_see_it(home: Home) -> None:
@@ -141,7 +154,9 @@ def test_old_versions_are_pruned_but_none_in_use(home: Home) -> None:
         home.add()
     home.repository.set_deployed("m", DeploymentOptions(version=2))
     home.repository.set_current("m", 4)
-    assert home.repository.prune("m", {3}, keep=2) == (5,)  # 4 is current and 3 before it, 3 is in use and 2 before it, 2 is pinned and 1 before it
+    assert home.repository.prune("m", {3}, keep=2) == (
+        5,
+    )  # 4 is current and 3 before it, 3 is in use and 2 before it, 2 is pinned and 1 before it
     assert [each.version for each in home.repository.get("m").versions] == [7, 6, 4, 3, 2, 1]
 
 
@@ -156,7 +171,11 @@ def test_which_versions_need_not_be_kept(used: set[int], keep: int, gone: tuple[
 
 def test_what_a_killed_promotion_left_is_swept_and_in_nobodys_way(home: Home) -> None:
     home.add()
-    for left in (home.folders.models / ".half", home.folders.version("m", 2), home.folders.version("other", 1)):
+    for left in (
+        home.folders.models / ".half",
+        home.folders.version("m", 2),
+        home.folders.version("other", 1),
+    ):
         left.mkdir(parents=True)
         (left / "file").touch()
     assert home.add() == 2
@@ -193,9 +212,13 @@ def test_what_a_version_held_when_it_was_loaded_is_remembered(home: Home) -> Non
 def test_a_home_of_before_gets_the_tables_and_keeps_what_it_has(tmp_path: Path) -> None:
     before = Database(tmp_path / "crucible.db", MIGRATIONS[:1])
     with before.write() as rows:
-        rows.execute("INSERT INTO keys (prefix, sha256, name, owner, scopes, created) VALUES ('p', 'x', 'n', 'o', '', 'now')")
+        rows.execute(
+            "INSERT INTO keys (prefix, sha256, name, owner, scopes, created) VALUES ('p', 'x', 'n', 'o', '', 'now')"
+        )
     with before.read() as rows:
-        assert "models" not in {row["name"] for row in rows.execute("SELECT name FROM sqlite_master")}
+        assert "models" not in {
+            row["name"] for row in rows.execute("SELECT name FROM sqlite_master")
+        }
     before.close()
     home = Home(tmp_path)
     assert home.add() == 1
@@ -208,14 +231,25 @@ def test_models_of_the_schema_before_this_one_are_served_on(tmp_path: Path) -> N
     """Its rows as it wrote them: of versions it did not know what they hold in memory."""
     old = Database(tmp_path / "crucible.db", MIGRATIONS[:2])
     with old.write() as rows:
-        rows.execute("INSERT INTO models VALUES ('m', 'me', 1, 2, 1, ?)", (DeploymentOptions(instances=2).model_dump_json(),))
+        rows.execute(
+            "INSERT INTO models VALUES ('m', 'me', 1, 2, 1, ?)",
+            (DeploymentOptions(instances=2).model_dump_json(),),
+        )
         for number, before in ((1, None), (2, 1)):
             about = version(number=number).model_dump_json(exclude={"memory_bytes", "peak_bytes"})
-            rows.execute("INSERT INTO versions VALUES ('m', ?, ?, ?, ?)", (number, f"job of {number}", before, about))
+            rows.execute(
+                "INSERT INTO versions VALUES ('m', ?, ?, ?, ?)",
+                (number, f"job of {number}", before, about),
+            )
     old.close()
     home = Home(tmp_path)
     model = home.repository.get("m")
-    assert (model.owner, model.current, model.deployed, model.options) == ("me", 1, True, DeploymentOptions(instances=2))
+    assert (model.owner, model.current, model.deployed, model.options) == (
+        "me",
+        1,
+        True,
+        DeploymentOptions(instances=2),
+    )
     assert model.versions == (version(number=2, before=1), version(number=1))
     home.repository.set_memory(model.version(1), 70)
     assert [each.memory_bytes for each in home.repository.get("m").versions] == [None, 70]
@@ -227,7 +261,10 @@ def lendable(home: Home) -> Version:
     """The first version of `m`, with the upload and the report of its job."""
     home.add()
     lent = home.repository.get("m").version()
-    home.folders.save_plan(lent.job, Plan(name="p", model=ModelConfig(path=home.folders.uploads(lent.job) / "model.onnx")))
+    home.folders.save_plan(
+        lent.job,
+        Plan(name="p", model=ModelConfig(path=home.folders.uploads(lent.job) / "model.onnx")),
+    )
     (home.folders.uploads(lent.job) / "model.onnx").write_bytes(b"model")
     shutil.copytree(home.folders.models.parent / "report", home.folders.report(lent.job))
     return lent
@@ -245,7 +282,10 @@ def test_what_was_lent_outlives_the_version_and_is_nobody_elses(home: Home) -> N
     (home.folders.compiled("a") / "report.json").write_bytes(b"written over")
     place = home.folders.compiled("b")
     assert (place / "engine" / "model.onnx").read_bytes() == b"engine"
-    assert (load_engine(place).digest, load_report(place).winner) == (home.engine.digest, load_report(home.folders.models.parent / "report").winner)
+    assert (load_engine(place).digest, load_report(place).winner) == (
+        home.engine.digest,
+        load_report(home.folders.models.parent / "report").winner,
+    )
     assert home.folders.load_plan("b").model.path == home.folders.uploads("b") / "model.onnx"
     assert (home.folders.uploads("b") / "model.onnx").read_bytes() == b"model"
 
@@ -263,7 +303,11 @@ def test_what_a_benchmark_measured_is_replaced_where_its_report_was_promoted(hom
 
 def test_a_version_of_which_something_is_missing_is_not_lent(home: Home) -> None:
     lent = lendable(home)
-    for gone in (home.folders.version("m", 1), home.folders.report(lent.job), home.folders.uploads(lent.job)):
+    for gone in (
+        home.folders.version("m", 1),
+        home.folders.report(lent.job),
+        home.folders.uploads(lent.job),
+    ):
         gone.rename(aside := gone.with_name("aside"))
         with pytest.raises(DamagedError, match="version 1 of 'm' is damaged"):
             home.repository.lend(lent, "a")

@@ -26,7 +26,12 @@ class Double:
     def main(self) -> None:
         json.loads(self.server.recv(1 << 17))
         if self.what == "unloadable":
-            self.say(kind="failed", code="host.store", message="its files are damaged", next_step="compile the model again")
+            self.say(
+                kind="failed",
+                code="host.store",
+                message="its files are damaged",
+                next_step="compile the model again",
+            )
             sys.exit(1)
         if self.what == "mute":
             time.sleep(600)
@@ -61,7 +66,14 @@ class Double:
         elif first == 666:  # of behaviours that strike when asked
             y = self.strike(y, outputs)
         outputs[y["offset"] : y["offset"] + size] = inputs[x["offset"] : x["offset"] + size]
-        self.say(kind="done", number=message["number"], outputs=[y], copy_in_s=0.001, compute_s=0.002, copy_out_s=0.003)
+        self.say(
+            kind="done",
+            number=message["number"],
+            outputs=[y],
+            copy_in_s=0.001,
+            compute_s=0.002,
+            copy_out_s=0.003,
+        )
 
     def strike(self, y, outputs):  # type: ignore[no-untyped-def]
         match self.what:
@@ -70,13 +82,41 @@ class Double:
             case "hang":
                 time.sleep(600)
             case "outside":
-                self.say(kind="done", number=0, outputs=[{**y, "offset": 1 << 30}], copy_in_s=0, compute_s=0, copy_out_s=0)
+                self.say(
+                    kind="done",
+                    number=0,
+                    outputs=[{**y, "offset": 1 << 30}],
+                    copy_in_s=0,
+                    compute_s=0,
+                    copy_out_s=0,
+                )
             case "huge":
-                self.say(kind="done", number=0, outputs=[{"shape": [1 << 40, 8], "offset": 0}], copy_in_s=0, compute_s=0, copy_out_s=0)
+                self.say(
+                    kind="done",
+                    number=0,
+                    outputs=[{"shape": [1 << 40, 8], "offset": 0}],
+                    copy_in_s=0,
+                    compute_s=0,
+                    copy_out_s=0,
+                )
             case "rank":
-                self.say(kind="done", number=0, outputs=[{**y, "shape": [8]}], copy_in_s=0, compute_s=0, copy_out_s=0)
+                self.say(
+                    kind="done",
+                    number=0,
+                    outputs=[{**y, "shape": [8]}],
+                    copy_in_s=0,
+                    compute_s=0,
+                    copy_out_s=0,
+                )
             case "rows":
-                self.say(kind="done", number=0, outputs=[{**y, "shape": [1, 8]}], copy_in_s=0, compute_s=0, copy_out_s=0)
+                self.say(
+                    kind="done",
+                    number=0,
+                    outputs=[{**y, "shape": [1, 8]}],
+                    copy_in_s=0,
+                    compute_s=0,
+                    copy_out_s=0,
+                )
             case "greedy":
                 self.say(kind="short", number=0, output_bytes=1 << 40)
         time.sleep(600)

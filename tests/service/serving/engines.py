@@ -18,7 +18,16 @@ from prometheus_client import CollectorRegistry
 
 from pipeline import backends
 from pipeline.backends.base import run_session
-from pipeline.core import BuildOptions, DimRange, Engine, Precision, Profile, Recipe, Tensors, silent
+from pipeline.core import (
+    BuildOptions,
+    DimRange,
+    Engine,
+    Precision,
+    Profile,
+    Recipe,
+    Tensors,
+    silent,
+)
 from pipeline.onnx_graph.graph import onnx_model
 from pipeline.report.bundle import seal
 from pipeline.serving_inputs import BatchSpec
@@ -49,22 +58,39 @@ def engine_of(
     source = folder / uuid.uuid4().hex
     out = source / "engine"
     out.mkdir(parents=True)
-    values = [[helper.make_tensor_value_info(name, *given) for name, given in each.items()] for each in (inputs, outputs)]
-    initializers = [numpy_helper.from_array(array, name) for name, array in (constants or {}).items()]
+    values = [
+        [helper.make_tensor_value_info(name, *given) for name, given in each.items()]
+        for each in (inputs, outputs)
+    ]
+    initializers = [
+        numpy_helper.from_array(array, name) for name, array in (constants or {}).items()
+    ]
     graph = helper.make_graph(nodes, "g", *values, initializers)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), source / "model.onnx")
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10),
+        source / "model.onnx",
+    )
     options = BuildOptions(profiles=profiles, threads=1)
-    recipe = Recipe(backend=backend, precision=Precision.FP32, realised_in="graph" if backend == "onnxruntime" else "runtime")
+    recipe = Recipe(
+        backend=backend,
+        precision=Precision.FP32,
+        realised_in="graph" if backend == "onnxruntime" else "runtime",
+    )
     model = onnx_model(source, "model.onnx")
     engine = backends.backend(backend).build(model, recipe, options, out, silent)
     seal(engine.root, engine)
     return engine
 
 
-def linear(folder: Path, layers: int = 1, width: int = WIDTH, backend: str = "onnxruntime") -> Engine:
+def linear(
+    folder: Path, layers: int = 1, width: int = WIDTH, backend: str = "onnxruntime"
+) -> Engine:
     """x float32 [batch, width] -> y float32 [batch, width]: products with matrices that keep every row's size."""
     random = np.random.default_rng(0)
-    weights = {f"w{n}": np.linalg.qr(random.standard_normal((width, width)))[0].astype(np.float32) for n in range(layers)}
+    weights = {
+        f"w{n}": np.linalg.qr(random.standard_normal((width, width)))[0].astype(np.float32)
+        for n in range(layers)
+    }
     names = ["x", *(f"h{n}" for n in range(layers - 1)), "y"]
     nodes = [helper.make_node("MatMul", [names[n], f"w{n}"], [names[n + 1]]) for n in range(layers)]
     shape = (TensorProto.FLOAT, ["batch", width])
@@ -75,12 +101,16 @@ def looked_up(folder: Path) -> Engine:
     """x int64 [batch] -> y float32 [batch]: row 0 to 9 of a table, and no other."""
     table = np.arange(10, dtype=np.float32)
     shapes = {"x": (TensorProto.INT64, ["batch"])}, {"y": (TensorProto.FLOAT, ["batch"])}
-    return engine_of(folder, [helper.make_node("Gather", ["table", "x"], ["y"])], *shapes, {"table": table})
+    return engine_of(
+        folder, [helper.make_node("Gather", ["table", "x"], ["y"])], *shapes, {"table": table}
+    )
 
 
 def marked(number: float, rows: int = 1, width: int = WIDTH) -> Array:
     """Rows by which a request is known again."""
-    return (np.arange(rows * width, dtype=np.float32).reshape(rows, width) + 1) * np.float32(number + 1)
+    return (np.arange(rows * width, dtype=np.float32).reshape(rows, width) + 1) * np.float32(
+        number + 1
+    )
 
 
 def direct(engine: Engine, feeds: Tensors) -> Tensors:
@@ -95,7 +125,9 @@ def asking(inputs: Tensors, **more: Any) -> InferRequest:
 class Bench:
     """A deployment, and what stands beside it."""
 
-    def __init__(self, deployment: Deployment, figures: Figures, registry: CollectorRegistry) -> None:
+    def __init__(
+        self, deployment: Deployment, figures: Figures, registry: CollectorRegistry
+    ) -> None:
         self.deployment, self.figures, self.registry = deployment, figures, registry
 
     async def ask(self, array: Array, **more: Any) -> InferAnswer:
@@ -107,14 +139,18 @@ class Bench:
 
 
 @asynccontextmanager
-async def deployed(folder: Path, engine: Engine, batch: BatchSpec = PROVED, worker: Sequence[str] = (), **more: Any) -> AsyncIterator[Bench]:
+async def deployed(
+    folder: Path, engine: Engine, batch: BatchSpec = PROVED, worker: Sequence[str] = (), **more: Any
+) -> AsyncIterator[Bench]:
     """Loaded and ready; closed at the end, and then no process and no file of it is left."""
     registry = CollectorRegistry()
     figures = Figures(registry)
     given = {"model": MODEL, "version": 1, "owner": "local", "device": "cpu"} | more
     spec = DeploymentSpec(engine_folder=engine.root, engine=engine, batch=batch, **given)
     work = folder / f"work-{uuid.uuid4().hex}"
-    deployment = await Deployment.start(spec, work, figures, **({"worker": worker} if worker else {}))
+    deployment = await Deployment.start(
+        spec, work, figures, **({"worker": worker} if worker else {})
+    )
     try:
         yield Bench(deployment, figures, registry)
     finally:

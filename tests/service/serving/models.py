@@ -54,17 +54,47 @@ class Double:
             assert not self.closed
             self.answered += 1
             outputs = {"y": np.full(1, self.spec.version)}
-            return InferAnswer(self.spec.model, self.spec.version, self.spec.device, outputs, Timing(0, 0, 0.001, 0, 1), request.id)
+            return InferAnswer(
+                self.spec.model,
+                self.spec.version,
+                self.spec.device,
+                outputs,
+                Timing(0, 0, 0.001, 0, 1),
+                request.id,
+            )
         finally:
             self.answering -= 1
 
     def served(self) -> Served:
         spec = self.spec
-        return Served(spec.model, spec.version, spec.owner, spec.device, "double", (), (), spec.batch, "ready", instances=spec.instances)
+        return Served(
+            spec.model,
+            spec.version,
+            spec.owner,
+            spec.device,
+            "double",
+            (),
+            (),
+            spec.batch,
+            "ready",
+            instances=spec.instances,
+        )
 
     def statistics(self) -> Statistics:
         done = Total(self.answered, 0.0)
-        return Statistics(self.spec.model, self.spec.version, done, Total(), done, done, done, done, self.answered, self.answered, 0)
+        return Statistics(
+            self.spec.model,
+            self.spec.version,
+            done,
+            Total(),
+            done,
+            done,
+            done,
+            done,
+            self.answered,
+            self.answered,
+            0,
+        )
 
     def shapes(self) -> Mapping[tuple[tuple[str, int], ...], int]:
         return SHAPES
@@ -141,32 +171,61 @@ def ended_job(
 class Shelf:
     """A home, and the deployments on it."""
 
-    def __init__(self, home: Path, host: Host, devices: Sequence[str] = ("cpu",), kept: int = 5) -> None:
+    def __init__(
+        self, home: Path, host: Host, devices: Sequence[str] = ("cpu",), kept: int = 5
+    ) -> None:
         self.home, self.host, self.folders = home, host, Folders(home)
         self.database = Database(home / "crucible.db")
-        self.repository, self.jobs = Repository(self.database, self.folders), JobStore(self.database)
+        self.repository, self.jobs = (
+            Repository(self.database, self.folders),
+            JobStore(self.database),
+        )
         self.leases = Leases(Devices(tuple(devices)))
         means = Means(
-            self.repository, self.jobs, self.folders, self.leases, kept, 60.0, host.start, host.prove, lambda device: host.free_bytes, (0.01, 0.01)
+            self.repository,
+            self.jobs,
+            self.folders,
+            self.leases,
+            kept,
+            60.0,
+            host.start,
+            host.prove,
+            lambda device: host.free_bytes,
+            (0.01, 0.01),
         )
         self.deployments = Deployments(means)
 
-    def report(self, verdict: Verdict = "accepted", owner: str = "local", serving: ServingConfig | None = None) -> str:
+    def report(
+        self,
+        verdict: Verdict = "accepted",
+        owner: str = "local",
+        serving: ServingConfig | None = None,
+    ) -> str:
         """The id of a job that has ended with a report."""
         return ended_job(self.folders, self.jobs, verdict, owner, serving)
 
-    async def promote(self, name: str = "m", caller: Caller = LOCAL, override: bool = False, verdict: Verdict = "accepted") -> int:
+    async def promote(
+        self,
+        name: str = "m",
+        caller: Caller = LOCAL,
+        override: bool = False,
+        verdict: Verdict = "accepted",
+    ) -> int:
         """A new report, promoted: the current version."""
         asked = PromoteRequest(report=self.report(verdict), override=override)
         return (await self.deployments.promote(caller, name, asked)).current.version
 
-    async def ask(self, name: str | None = "m", caller: Caller = LOCAL, version: int | None = None) -> int:
+    async def ask(
+        self, name: str | None = "m", caller: Caller = LOCAL, version: int | None = None
+    ) -> int:
         """The version that answers."""
         return (await self.deployments.infer(InferRequest(caller, name, {}, version))).version
 
 
 @asynccontextmanager
-async def shelf(home: Path, host: Host | None = None, devices: Sequence[str] = ("cpu",), kept: int = 5) -> AsyncIterator[Shelf]:
+async def shelf(
+    home: Path, host: Host | None = None, devices: Sequence[str] = ("cpu",), kept: int = 5
+) -> AsyncIterator[Shelf]:
     """Started; stopped at the end, and then nothing is loaded and no lease is held."""
     opened = Shelf(home, host or Host(), devices, kept)
     await opened.deployments.start()

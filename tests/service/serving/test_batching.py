@@ -48,7 +48,11 @@ def test_a_batch_is_closed_when_it_is_full_or_its_first_request_has_waited_long_
     assert take(queue, now=0.009, idle=False) == (queue, None)
     assert numbers(take(queue, now=DELAY, idle=False)[1]) == [0, 1]
     left, batch = take(queue_of(3, 3, 3), now=0.003, idle=False)
-    assert (numbers(batch), batch.rows if batch else 0, numbers(Batch(left.waiting, 0, 0))) == ([0, 1], 6, [2])
+    assert (numbers(batch), batch.rows if batch else 0, numbers(Batch(left.waiting, 0, 0))) == (
+        [0, 1],
+        6,
+        [2],
+    )
 
 
 def test_an_empty_queue_gives_nothing() -> None:
@@ -199,19 +203,25 @@ class World:
 
 
 @given(EVENTS, some.integers(1, 8))
-def test_whatever_comes_each_request_runs_once_in_order_and_in_time(events: list[tuple[object, ...]], maximum: int) -> None:
+def test_whatever_comes_each_request_runs_once_in_order_and_in_time(
+    events: list[tuple[object, ...]], maximum: int
+) -> None:
     world = World(maximum)
     for event in events:
         world.play(event)
         if world.busy < 2:
-            assert all(world.now < each.since + DELAY for each in world.queue.waiting), "waits past its deadline while a slot is free"
+            assert all(world.now < each.since + DELAY for each in world.queue.waiting), (
+                "waits past its deadline while a slot is free"
+            )
         assert world.busy > 0 or not world.queue.waiting, "waits while the worker is idle"
     while world.queue.waiting:
         world.play(("answer",))
     ran = [each.number for batch in world.batches for each in batch.requests]
     assert sorted(ran) == sorted(set(range(world.count)) - world.gone)
     for kind in KINDS:
-        of_kind = [each.number for batch in world.batches for each in batch.requests if each.kind is kind]
+        of_kind = [
+            each.number for batch in world.batches for each in batch.requests if each.kind is kind
+        ]
         assert of_kind == sorted(of_kind)
     for batch in world.batches:
         kind = batch.requests[0].kind
@@ -219,4 +229,8 @@ def test_whatever_comes_each_request_runs_once_in_order_and_in_time(events: list
         assert batch.rows == sum(each.rows for each in batch.requests) <= batch.size
         assert len(batch.requests) == 1 or batch.rows <= min(maximum, kind.most)
         if kind.sizes:
-            assert any(each.low <= batch.size <= each.high and (not each.captured or batch.size in each.captured) for each in kind.sizes)
+            assert any(
+                each.low <= batch.size <= each.high
+                and (not each.captured or batch.size in each.captured)
+                for each in kind.sizes
+            )

@@ -15,7 +15,19 @@ from pipeline.errors import HostError
 from pipeline.serving_inputs import BatchSpec, Padding
 from service.errors import TimedOut, TooMany, Unavailable, Unprocessable
 from service.serving.deployment import Deployment
-from tests.service.serving.engines import MODEL, PROVED, Bench, asking, deployed, direct, engine_of, linear, marked, play, processes_of
+from tests.service.serving.engines import (
+    MODEL,
+    PROVED,
+    Bench,
+    asking,
+    deployed,
+    direct,
+    engine_of,
+    linear,
+    marked,
+    play,
+    processes_of,
+)
 
 SLOW = (sys.executable, str(Path(__file__).with_name("engine_double.py")), "slow-0.05")
 
@@ -31,21 +43,32 @@ async def asked(bench: Bench, number: float, **more: Any) -> Any:
         answer = await bench.ask(marked(number), **more)
     except (TimedOut, TooMany, Unavailable) as error:
         return error
-    assert answer.outputs["y"].tolist() == marked(number).tolist(), f"request {number} got another's answer"
+    assert answer.outputs["y"].tolist() == marked(number).tolist(), (
+        f"request {number} got another's answer"
+    )
     return answer
 
 
-def test_an_answer_is_that_of_a_direct_session_on_the_same_batch(tmp_path: Path, engine: Engine) -> None:
+def test_an_answer_is_that_of_a_direct_session_on_the_same_batch(
+    tmp_path: Path, engine: Engine
+) -> None:
     async def story() -> None:
         async with deployed(tmp_path, engine) as bench:
             answer = await bench.ask(marked(3), id="7")
             assert np.array_equal(answer.outputs["y"], direct(engine, {"x": marked(3)})["y"])
-            assert (answer.model, answer.version, answer.device, answer.id) == (MODEL, 1, "cpu", "7")
+            assert (answer.model, answer.version, answer.device, answer.id) == (
+                MODEL,
+                1,
+                "cpu",
+                "7",
+            )
             assert answer.timing.batch_size == 1
             together = await asyncio.gather(*(bench.ask(marked(n)) for n in range(5)))
             assert [each.timing.batch_size for each in together] == [5] * 5
             expected = direct(engine, {"x": np.concatenate([marked(n) for n in range(5)])})["y"]
-            assert np.array_equal(np.concatenate([each.outputs["y"] for each in together]), expected)
+            assert np.array_equal(
+                np.concatenate([each.outputs["y"] for each in together]), expected
+            )
 
     play(story)
 
@@ -60,14 +83,26 @@ def test_times_are_told_and_all_is_counted(tmp_path: Path, engine: Engine) -> No
                 assert min(parts) >= 0
                 assert sum(parts) > 0
             found = bench.deployment.statistics()
-            assert (found.succeeded.count, found.failed.count, found.rows, found.dropped) == (10, 0, 10, 0)
+            assert (found.succeeded.count, found.failed.count, found.rows, found.dropped) == (
+                10,
+                0,
+                10,
+                0,
+            )
             assert sum(rows * each.count for rows, each in found.batches.items()) == 10
             assert found.executions == sum(each.count for each in found.batches.values()) >= 3
-            assert found.compute.seconds == pytest.approx(sum(each.timing.compute_s for each in answers))
+            assert found.compute.seconds == pytest.approx(
+                sum(each.timing.compute_s for each in answers)
+            )
             assert found.last_request_ms > 1.6e12
             assert bench.count("executed") == 10
             served = bench.deployment.served()
-            assert (served.state, served.reason, served.backend, served.inputs) == ("ready", "", "onnxruntime", engine.inputs)
+            assert (served.state, served.reason, served.backend, served.inputs) == (
+                "ready",
+                "",
+                "onnxruntime",
+                engine.inputs,
+            )
             assert bench.deployment.shapes() == {(("batch", 1),): 10}
 
     play(story)
@@ -75,11 +110,15 @@ def test_times_are_told_and_all_is_counted(tmp_path: Path, engine: Engine) -> No
 
 def test_without_proof_every_request_runs_alone(tmp_path: Path, engine: Engine) -> None:
     async def story() -> None:
-        async with deployed(tmp_path, engine, BatchSpec(axes={"x": 0, "y": 0}, maximum=16, reason="rows differ")) as bench:
+        async with deployed(
+            tmp_path, engine, BatchSpec(axes={"x": 0, "y": 0}, maximum=16, reason="rows differ")
+        ) as bench:
             answers = await asyncio.gather(*(bench.ask(marked(n, rows=2)) for n in range(5)))
             assert bench.deployment.statistics().executions == 5
             for number, each in enumerate(answers):
-                assert np.array_equal(each.outputs["y"], direct(engine, {"x": marked(number, rows=2)})["y"])
+                assert np.array_equal(
+                    each.outputs["y"], direct(engine, {"x": marked(number, rows=2)})["y"]
+                )
 
     play(story)
 
@@ -109,12 +148,16 @@ def test_a_full_queue_is_refused_with_a_time_to_come_back(tmp_path: Path, engine
     play(story)
 
 
-def test_timeouts_at_half_load_leave_every_answer_to_its_request(tmp_path: Path, engine: Engine) -> None:
+def test_timeouts_at_half_load_leave_every_answer_to_its_request(
+    tmp_path: Path, engine: Engine
+) -> None:
     """A slot whose requests have all timed out is not used again before its worker has answered for it."""
 
     async def story() -> None:
         async with deployed(tmp_path, engine, worker=SLOW, max_batch=2) as bench:
-            found = await asyncio.gather(*(asked(bench, n, timeout_s=0.02 if n % 2 else None) for n in range(40)))
+            found = await asyncio.gather(
+                *(asked(bench, n, timeout_s=0.02 if n % 2 else None) for n in range(40))
+            )
             timed_out = [n for n, each in enumerate(found) if isinstance(each, TimedOut)]
             assert timed_out == list(range(1, 40, 2))
             assert bench.deployment.statistics().succeeded.count == 20
@@ -154,7 +197,10 @@ def test_one_model_does_not_hinder_another(tmp_path: Path, engine: Engine) -> No
 
     async def story() -> None:
         slow = (*SLOW[:2], "slow-20")
-        async with deployed(tmp_path, engine, worker=slow, model="slow") as other, deployed(tmp_path, engine) as bench:
+        async with (
+            deployed(tmp_path, engine, worker=slow, model="slow") as other,
+            deployed(tmp_path, engine) as bench,
+        ):
             waiting = asyncio.ensure_future(other.ask(marked(1)))
             for number in range(20):
                 await bench.ask(marked(number))
@@ -166,7 +212,9 @@ def test_one_model_does_not_hinder_another(tmp_path: Path, engine: Engine) -> No
 
 def test_several_instances_share_the_work(tmp_path: Path, engine: Engine) -> None:
     async def story() -> None:
-        async with deployed(tmp_path, engine, worker=(*SLOW[:2], "slow-2"), max_batch=1, instances=2) as bench:
+        async with deployed(
+            tmp_path, engine, worker=(*SLOW[:2], "slow-2"), max_batch=1, instances=2
+        ) as bench:
             assert bench.deployment.served().instances == 2
             pending = [asyncio.ensure_future(asked(bench, n)) for n in range(2)]
             await asyncio.sleep(0.01)
@@ -176,16 +224,22 @@ def test_several_instances_share_the_work(tmp_path: Path, engine: Engine) -> Non
     play(story)
 
 
-def test_with_overlap_a_second_thread_answers_and_each_request_has_its_own(tmp_path: Path, engine: Engine) -> None:
+def test_with_overlap_a_second_thread_answers_and_each_request_has_its_own(
+    tmp_path: Path, engine: Engine
+) -> None:
     async def story() -> None:
         threads = {}
         for overlap in (False, True):
             async with deployed(tmp_path, engine, max_batch=4, overlap=overlap) as bench:
                 answers = await asyncio.gather(*(bench.ask(marked(n)) for n in range(200)))
                 for number, answer in enumerate(answers):
-                    np.testing.assert_allclose(answer.outputs["y"], direct(engine, {"x": marked(number)})["y"], rtol=1e-5)
+                    np.testing.assert_allclose(
+                        answer.outputs["y"], direct(engine, {"x": marked(number)})["y"], rtol=1e-5
+                    )
                 assert {answer.timing.batch_size for answer in answers} == {4}
-                threads[overlap] = sum(psutil.Process(pid).num_threads() for pid in processes_of(f"serve-{MODEL}-"))
+                threads[overlap] = sum(
+                    psutil.Process(pid).num_threads() for pid in processes_of(f"serve-{MODEL}-")
+                )
         assert threads[True] == threads[False] + 1
 
     play(story)
@@ -224,7 +278,9 @@ def test_outputs_whose_size_only_a_run_tells_come_whole(tmp_path: Path) -> None:
     """NonZero: [1, n], n by the values; more bytes than anybody could foresee."""
     shapes = {"x": (TensorProto.FLOAT, ["n"])}, {"y": (TensorProto.INT64, [1, "found"])}
     profile = Profile(dims={"n": DimRange(min=1, opt=4, max=100_000)})
-    engine = engine_of(tmp_path, [helper.make_node("NonZero", ["x"], ["y"])], *shapes, profiles=(profile,))
+    engine = engine_of(
+        tmp_path, [helper.make_node("NonZero", ["x"], ["y"])], *shapes, profiles=(profile,)
+    )
 
     async def story() -> None:
         async with deployed(tmp_path, engine, BatchSpec(axes={})) as bench:
@@ -239,13 +295,23 @@ def test_outputs_whose_size_only_a_run_tells_come_whole(tmp_path: Path) -> None:
 def test_rows_along_another_axis_and_a_scalar_beside_them(tmp_path: Path) -> None:
     """x [4, batch] * scale, which is one for all of a batch."""
     inputs = {"x": (TensorProto.FLOAT, [4, "batch"]), "scale": (TensorProto.FLOAT, [])}
-    engine = engine_of(tmp_path, [helper.make_node("Mul", ["x", "scale"], ["y"])], inputs, {"y": (TensorProto.FLOAT, [4, "batch"])})
+    engine = engine_of(
+        tmp_path,
+        [helper.make_node("Mul", ["x", "scale"], ["y"])],
+        inputs,
+        {"y": (TensorProto.FLOAT, [4, "batch"])},
+    )
     batch = BatchSpec(axes={"x": 1, "scale": None, "y": 1}, maximum=16, proved=True)
 
     async def story() -> None:
         async with deployed(tmp_path, engine, batch) as bench:
-            feeds = [{"x": np.full((4, 1), n, np.float32), "scale": np.array(n % 2, np.float32)} for n in range(8)]
-            answers = await asyncio.gather(*(bench.deployment.infer(asking(each)) for each in feeds))
+            feeds = [
+                {"x": np.full((4, 1), n, np.float32), "scale": np.array(n % 2, np.float32)}
+                for n in range(8)
+            ]
+            answers = await asyncio.gather(
+                *(bench.deployment.infer(asking(each)) for each in feeds)
+            )
             for number, each in enumerate(answers):
                 assert each.outputs["y"].tolist() == [[number * (number % 2)]] * 4
                 assert each.timing.batch_size == 4
@@ -261,48 +327,91 @@ def test_texts_of_unequal_length_run_together_as_if_alone(tmp_path: Path) -> Non
         helper.make_node("Mul", ["x", "mask"], ["kept"]),
         helper.make_node("ReduceSum", ["kept", "last"], ["pooled"], keepdims=0),
     ]
-    profile = Profile(dims={"batch": DimRange(min=1, opt=4, max=16), "sequence": DimRange(min=1, opt=8, max=20)})
+    profile = Profile(
+        dims={"batch": DimRange(min=1, opt=4, max=16), "sequence": DimRange(min=1, opt=8, max=20)}
+    )
     outputs = {"tokens": shape, "pooled": (TensorProto.FLOAT, ["batch"])}
-    engine = engine_of(tmp_path, nodes, {"x": shape, "mask": shape}, outputs, {"last": np.array([1])}, (profile,))
+    engine = engine_of(
+        tmp_path, nodes, {"x": shape, "mask": shape}, outputs, {"last": np.array([1])}, (profile,)
+    )
     padding = (Padding(input="x", axis=1, value=9), Padding(input="mask", axis=1))
-    batch = BatchSpec(axes={"x": 0, "mask": 0, "tokens": 0, "pooled": 0}, maximum=16, padding=padding, proved=True)
+    batch = BatchSpec(
+        axes={"x": 0, "mask": 0, "tokens": 0, "pooled": 0}, maximum=16, padding=padding, proved=True
+    )
 
     async def story() -> None:
         async with deployed(tmp_path, engine, batch) as bench:
-            feeds = [{"x": np.full((1, n), n, np.float32), "mask": np.ones((1, n), np.float32)} for n in range(1, 21)]
-            answers = await asyncio.gather(*(bench.deployment.infer(asking(each)) for each in feeds))
+            feeds = [
+                {"x": np.full((1, n), n, np.float32), "mask": np.ones((1, n), np.float32)}
+                for n in range(1, 21)
+            ]
+            answers = await asyncio.gather(
+                *(bench.deployment.infer(asking(each)) for each in feeds)
+            )
             for n, each in enumerate(answers, 1):
                 assert each.outputs["tokens"].tolist() == [[n] * n]
                 assert each.outputs["pooled"].tolist() == [n * n]
-            assert [each.timing.batch_size for each in answers] == [1, 1, 2, 2, *[4] * 4, *[8] * 8, *[4] * 4]  # 1, 2, 4, 8, 16, 20
+            assert [each.timing.batch_size for each in answers] == [
+                1,
+                1,
+                2,
+                2,
+                *[4] * 4,
+                *[8] * 8,
+                *[4] * 4,
+            ]  # 1, 2, 4, 8, 16, 20
             with pytest.raises(Unprocessable, match="sequence = 21"):
-                await bench.deployment.infer(asking({"x": np.ones((1, 21), np.float32), "mask": np.ones((1, 21), np.float32)}))
+                await bench.deployment.infer(
+                    asking(
+                        {"x": np.ones((1, 21), np.float32), "mask": np.ones((1, 21), np.float32)}
+                    )
+                )
 
     play(story)
 
 
-def test_a_load_that_fails_leaves_the_figures_of_the_one_that_serves(tmp_path: Path, engine: Engine) -> None:
+def test_a_load_that_fails_leaves_the_figures_of_the_one_that_serves(
+    tmp_path: Path, engine: Engine
+) -> None:
     async def story() -> None:
         async with deployed(tmp_path, engine) as bench:
             stillborn = (*SLOW[:2], "stillborn")
             with pytest.raises(HostError):
-                await Deployment.start(bench.deployment.spec, tmp_path / "again", bench.figures, stillborn)
-            assert bench.registry.get_sample_value("crucible_inference_queue", {"model": MODEL, "version": "1"}) == 0.0
-        assert bench.registry.get_sample_value("crucible_inference_queue", {"model": MODEL, "version": "1"}) is None
+                await Deployment.start(
+                    bench.deployment.spec, tmp_path / "again", bench.figures, stillborn
+                )
+            assert (
+                bench.registry.get_sample_value(
+                    "crucible_inference_queue", {"model": MODEL, "version": "1"}
+                )
+                == 0.0
+            )
+        assert (
+            bench.registry.get_sample_value(
+                "crucible_inference_queue", {"model": MODEL, "version": "1"}
+            )
+            is None
+        )
 
     play(story)
 
 
 def test_the_share_of_padding_is_told(tmp_path: Path, engine: Engine) -> None:
-    four = engine.model_copy(update={"profiles": (Profile(dims={"batch": DimRange(min=4, opt=4, max=16)}),)})
+    four = engine.model_copy(
+        update={"profiles": (Profile(dims={"batch": DimRange(min=4, opt=4, max=16)}),)}
+    )
 
     async def story() -> None:
         async with deployed(tmp_path, four) as bench:
             answer = await bench.ask(marked(3))
-            expected = direct(engine, {"x": np.concatenate([marked(3), np.zeros((3, 8), np.float32)])})["y"]
+            expected = direct(
+                engine, {"x": np.concatenate([marked(3), np.zeros((3, 8), np.float32)])}
+            )["y"]
             assert np.array_equal(answer.outputs["y"], expected[:1])
             labels = {"model": MODEL, "version": "1"}
-            assert bench.registry.get_sample_value("crucible_inference_padding_ratio", labels) == 0.75
+            assert (
+                bench.registry.get_sample_value("crucible_inference_padding_ratio", labels) == 0.75
+            )
             assert bench.registry.get_sample_value("crucible_inference_queue", labels) == 0
 
     play(story)

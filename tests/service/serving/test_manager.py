@@ -61,9 +61,14 @@ def test_thousands_of_requests_over_every_change_and_none_is_lost(tmp_path: Path
                     await asyncio.sleep(0.01)
             finally:
                 done.set()
-                await asyncio.gather(*clients)  # raises what any client got besides an answer or NotFound
+                await asyncio.gather(
+                    *clients
+                )  # raises what any client got besides an answer or NotFound
             assert set(answered) >= {0, 1, 2, 3, 4}
-            assert sum(each.answered for each in here.host.started) == sum(answered.values()) - answered[0]
+            assert (
+                sum(each.answered for each in here.host.started)
+                == sum(answered.values()) - answered[0]
+            )
             assert here.host.alive == [1]
 
     play(story)
@@ -75,11 +80,20 @@ def test_a_request_names_a_version_or_none_and_one_model_needs_no_name(tmp_path:
             assert await refused(NotFound, here.ask(None)) == "no model is deployed"
             await here.promote("a")
             await here.deployments.deploy(LOCAL, "a", FOLLOW)
-            assert [await here.ask(None), await here.ask("a"), await here.ask("a", version=1)] == [1, 1, 1]
-            assert await refused(NotFound, here.ask("a", version=2)) == "version 2 of 'a' is not deployed, 1 is"
+            assert [await here.ask(None), await here.ask("a"), await here.ask("a", version=1)] == [
+                1,
+                1,
+                1,
+            ]
+            assert (
+                await refused(NotFound, here.ask("a", version=2))
+                == "version 2 of 'a' is not deployed, 1 is"
+            )
             await here.promote("b")
             await here.deployments.deploy(LOCAL, "b", FOLLOW)
-            assert await refused(Unprocessable, here.ask(None)) == "several models are deployed: a, b"
+            assert (
+                await refused(Unprocessable, here.ask(None)) == "several models are deployed: a, b"
+            )
             assert [each.model for each in here.deployments.served(LOCAL)] == ["a", "b"]
             assert [each.model for each in here.deployments.statistics(LOCAL)] == ["a", "b"]
 
@@ -93,9 +107,14 @@ def test_another_owners_models_are_not_there(tmp_path: Path) -> None:
             await here.deployments.deploy(LOCAL, "m", FOLLOW)
             assert await here.ask(caller=OTHER) == 1  # an admin sees all
             assert "'m'" in await refused(NotFound, here.ask(caller=STRANGER))
-            assert await refused(NotFound, here.ask(None, caller=STRANGER)) == "no model is deployed"
+            assert (
+                await refused(NotFound, here.ask(None, caller=STRANGER)) == "no model is deployed"
+            )
             assert await refused(NotFound, here.deployments.view(STRANGER, "m")) == "no model 'm'"
-            assert (here.deployments.served(STRANGER), (await here.deployments.views(STRANGER)).models) == ((), ())
+            assert (
+                here.deployments.served(STRANGER),
+                (await here.deployments.views(STRANGER)).models,
+            ) == ((), ())
             with pytest.raises(NotFound):
                 here.deployments.shapes(STRANGER, "m")
             for call in (
@@ -110,25 +129,42 @@ def test_another_owners_models_are_not_there(tmp_path: Path) -> None:
     play(story)
 
 
-def test_a_load_that_does_not_fit_is_refused_with_both_numbers_and_the_device_is_not_touched(tmp_path: Path) -> None:
+def test_a_load_that_does_not_fit_is_refused_with_both_numbers_and_the_device_is_not_touched(
+    tmp_path: Path,
+) -> None:
     async def story() -> None:
         async with shelf(tmp_path) as here:
             await here.promote()
             peak = (await here.deployments.view(LOCAL, "m")).current.peak_bytes
             assert peak == 3.1e8  # the report says so
             here.host.free_bytes = 2 * peak
-            said = await refused(Conflict, here.deployments.deploy(LOCAL, "m", DeploymentOptions(instances=3)))
-            assert said == "'m' with 3 instances needs at least 886.9 MiB (as in its benchmark), 591.3 MiB of cpu are free"
+            said = await refused(
+                Conflict, here.deployments.deploy(LOCAL, "m", DeploymentOptions(instances=3))
+            )
+            assert (
+                said
+                == "'m' with 3 instances needs at least 886.9 MiB (as in its benchmark), 591.3 MiB of cpu are free"
+            )
             assert (here.host.started, here.leases.devices.held) == ([], ())
             assert (await here.deployments.view(LOCAL, "m")).deployment.state == "unloaded"
-            await here.deployments.deploy(LOCAL, "m", DeploymentOptions(overlap=True))  # twice what an instance needs
+            await here.deployments.deploy(
+                LOCAL, "m", DeploymentOptions(overlap=True)
+            )  # twice what an instance needs
             assert here.host.started[-1].spec.overlap
             assert (await here.deployments.view(LOCAL, "m")).current.memory_bytes is None
             await here.deployments.deploy(LOCAL, "m", DeploymentOptions(instances=2))
-            assert (await here.ask(), (await here.deployments.view(LOCAL, "m")).current.memory_bytes) == (1, 7 * MIB // 2)
+            assert (
+                await here.ask(),
+                (await here.deployments.view(LOCAL, "m")).current.memory_bytes,
+            ) == (1, 7 * MIB // 2)
             here.host.free_bytes = 10 * MIB  # now it is known better
-            said = await refused(Conflict, here.deployments.deploy(LOCAL, "m", DeploymentOptions(instances=3)))
-            assert said == "'m' with 3 instances needs at least 10.5 MiB (as when it was loaded before), 10.0 MiB of cpu are free"
+            said = await refused(
+                Conflict, here.deployments.deploy(LOCAL, "m", DeploymentOptions(instances=3))
+            )
+            assert (
+                said
+                == "'m' with 3 instances needs at least 10.5 MiB (as when it was loaded before), 10.0 MiB of cpu are free"
+            )
             assert await here.ask() == 1
 
     play(story)
@@ -139,13 +175,20 @@ def test_what_fails_leaves_all_as_it_was(tmp_path: Path) -> None:
         async with shelf(tmp_path) as here:
             await here.promote()
             here.host.broken[1] = 1
-            assert await refused(ChildDied, here.deployments.deploy(LOCAL, "m", FOLLOW)) == "the worker of version 1 died"
+            assert (
+                await refused(ChildDied, here.deployments.deploy(LOCAL, "m", FOLLOW))
+                == "the worker of version 1 died"
+            )
             assert (await here.deployments.view(LOCAL, "m")).deployment.state == "unloaded"
             await here.deployments.deploy(LOCAL, "m", FOLLOW)
             here.host.broken[2] = 1
             await refused(ChildDied, here.promote())
             view = await here.deployments.view(LOCAL, "m")
-            assert (view.current.version, [each.version for each in view.versions], view.deployment.version) == (1, [1], 1)
+            assert (
+                view.current.version,
+                [each.version for each in view.versions],
+                view.deployment.version,
+            ) == (1, [1], 1)
             assert not here.folders.version("m", 2).exists()
             assert await here.ask() == 1
             assert await here.promote() == 3  # a number is never given twice
@@ -163,8 +206,17 @@ def test_a_pinned_deployment_stays_on_its_version(tmp_path: Path) -> None:
                 await here.promote()
             view = await here.deployments.view(LOCAL, "m")
             assert (view.current.version, view.deployment.version, await here.ask()) == (4, 1, 1)
-            assert [each.version for each in view.versions] == [4, 3, 1]  # current, what a rollback leads to, and what answers
-            assert await refused(NotFound, here.deployments.deploy(LOCAL, "m", DeploymentOptions(version=2))) == "model 'm' has no version 2"
+            assert [each.version for each in view.versions] == [
+                4,
+                3,
+                1,
+            ]  # current, what a rollback leads to, and what answers
+            assert (
+                await refused(
+                    NotFound, here.deployments.deploy(LOCAL, "m", DeploymentOptions(version=2))
+                )
+                == "model 'm' has no version 2"
+            )
             await here.deployments.deploy(LOCAL, "m", FOLLOW)
             assert await here.ask() == 4
 
@@ -176,19 +228,25 @@ def test_more_rows_than_were_proved_are_refused(tmp_path: Path) -> None:
         host = Host()
         async with shelf(tmp_path, host) as here:
             await here.promote()
-            said = await refused(Unprocessable, here.deployments.deploy(LOCAL, "m", DeploymentOptions(max_batch=9)))
+            said = await refused(
+                Unprocessable, here.deployments.deploy(LOCAL, "m", DeploymentOptions(max_batch=9))
+            )
             assert "max_batch is 9, version 1 of 'm' takes at most 8" in said
             await here.deployments.deploy(LOCAL, "m", DeploymentOptions(max_batch=4))
             host.batch = ALONE
             await here.promote()
             assert [each.spec.max_batch for each in host.started] == [4, 1]
-            said = await refused(Unprocessable, here.deployments.deploy(LOCAL, "m", DeploymentOptions(max_batch=2)))
+            said = await refused(
+                Unprocessable, here.deployments.deploy(LOCAL, "m", DeploymentOptions(max_batch=2))
+            )
             assert said.endswith("at most 1: rows influence each other")
 
     play(story)
 
 
-def test_what_was_deployed_is_loaded_again_and_one_that_fails_blocks_no_other(tmp_path: Path) -> None:
+def test_what_was_deployed_is_loaded_again_and_one_that_fails_blocks_no_other(
+    tmp_path: Path,
+) -> None:
     async def before() -> None:
         async with shelf(tmp_path) as here:
             for name in ("a", "b", "c", "gone"):
@@ -196,7 +254,10 @@ def test_what_was_deployed_is_loaded_again_and_one_that_fails_blocks_no_other(tm
                 await here.deployments.deploy(LOCAL, name, DeploymentOptions(instances=2))
             await here.promote("b")
             await here.deployments.unload(LOCAL, "gone")
-            (here.repository.engine_folder((await here.deployments.view(LOCAL, "a")).current) / "engine.json").unlink()
+            (
+                here.repository.engine_folder((await here.deployments.view(LOCAL, "a")).current)
+                / "engine.json"
+            ).unlink()
 
     async def after() -> None:
         async with shelf(tmp_path) as here:
@@ -216,7 +277,9 @@ def test_what_was_deployed_is_loaded_again_and_one_that_fails_blocks_no_other(tm
 
 
 @pytest.mark.parametrize(("failures", "state"), [(2, "ready"), (3, "failed")])
-def test_a_model_that_crashes_at_the_start_is_tried_three_times(tmp_path: Path, failures: int, state: str) -> None:
+def test_a_model_that_crashes_at_the_start_is_tried_three_times(
+    tmp_path: Path, failures: int, state: str
+) -> None:
     async def before() -> None:
         async with shelf(tmp_path) as here:
             await here.promote()
@@ -241,7 +304,9 @@ def test_a_model_that_crashes_at_the_start_is_tried_three_times(tmp_path: Path, 
     play(after)
 
 
-def test_an_engine_that_hangs_at_the_start_is_tried_once_and_the_rest_is_loaded(tmp_path: Path) -> None:
+def test_an_engine_that_hangs_at_the_start_is_tried_once_and_the_rest_is_loaded(
+    tmp_path: Path,
+) -> None:
     async def before() -> None:
         async with shelf(tmp_path) as here:
             for name in ("a", "b"):
@@ -259,7 +324,11 @@ def test_an_engine_that_hangs_at_the_start_is_tried_once_and_the_rest_is_loaded(
         await starting
         states = {each.model: (each.state, each.reason) for each in early.deployments.served(LOCAL)}
         assert states == {"a": ("failed", "it did not load its engine in time"), "b": ("ready", "")}
-        assert (host.tried["a"], await early.ask("b"), early.deployments.starting()) == (1, 1, (0, 2))
+        assert (host.tried["a"], await early.ask("b"), early.deployments.starting()) == (
+            1,
+            1,
+            (0, 2),
+        )
         await early.deployments.stop(5.0)
         await early.deployments.close()
         early.database.close()
@@ -268,15 +337,24 @@ def test_an_engine_that_hangs_at_the_start_is_tried_once_and_the_rest_is_loaded(
     play(after)
 
 
-def test_before_the_start_and_after_the_end_nothing_is_changed_and_nothing_is_said_to_be_missing(tmp_path: Path) -> None:
+def test_before_the_start_and_after_the_end_nothing_is_changed_and_nothing_is_said_to_be_missing(
+    tmp_path: Path,
+) -> None:
     async def story() -> None:
         async with shelf(tmp_path) as here:
             await here.promote()
             early = Shelf(tmp_path, Host())
-            for deployments, word in ((early.deployments, "starting"), (here.deployments, "stopping")):
+            for deployments, word in (
+                (early.deployments, "starting"),
+                (here.deployments, "stopping"),
+            ):
                 if word == "stopping":
                     await deployments.stop(5.0)
-                for call in (deployments.load(LOCAL, "m"), deployments.unload(LOCAL, "m"), deployments.infer(InferRequest(LOCAL, "m", {}))):
+                for call in (
+                    deployments.load(LOCAL, "m"),
+                    deployments.unload(LOCAL, "m"),
+                    deployments.infer(InferRequest(LOCAL, "m", {})),
+                ):
                     assert await refused(Unavailable, call) == f"the server is {word}"
             await early.deployments.close()
             early.database.close()
@@ -289,10 +367,16 @@ def test_changes_of_one_model_wait_for_each_other(tmp_path: Path) -> None:
     async def story() -> None:
         async with shelf(tmp_path) as here:
             await here.promote()
-            changes = [here.deployments.deploy(LOCAL, "m", DeploymentOptions(instances=n + 1)) for n in range(4)]
+            changes = [
+                here.deployments.deploy(LOCAL, "m", DeploymentOptions(instances=n + 1))
+                for n in range(4)
+            ]
             await asyncio.gather(*changes, here.promote())
             assert (await here.ask(), here.host.alive) == (2, [2])
-            assert await refused(NotFound, here.deployments.unload(LOCAL, "n")) == "no model 'n' is deployed"
+            assert (
+                await refused(NotFound, here.deployments.unload(LOCAL, "n"))
+                == "no model 'n' is deployed"
+            )
 
     play(story)
 
@@ -338,13 +422,17 @@ def test_a_server_that_stops_ends_changes_and_what_is_stored_holds(tmp_path: Pat
     play(after)
 
 
-def test_a_lease_is_held_while_there_are_requests_and_measuring_gets_its_turn(tmp_path: Path) -> None:
+def test_a_lease_is_held_while_there_are_requests_and_measuring_gets_its_turn(
+    tmp_path: Path,
+) -> None:
     async def story() -> None:
         async with shelf(tmp_path) as here:
             await here.promote()
             await here.deployments.deploy(LOCAL, "m", FOLLOW)
             assert [each.use for each in here.leases.devices.held] == ["serve"]
-            measured = await here.leases.ask(Lease("cpu", "measure", "job"), patience_s=60)  # until it is quiet
+            measured = await here.leases.ask(
+                Lease("cpu", "measure", "job"), patience_s=60
+            )  # until it is quiet
             assert not measured.contended
             await here.ask()
             found = here.leases.measured("job", "cpu")
@@ -360,12 +448,17 @@ def test_shapes_and_memory_are_told(tmp_path: Path) -> None:
             await here.promote()
             with pytest.raises(NotFound):
                 here.deployments.shapes(LOCAL, "m")
-            view: ModelView = await here.deployments.deploy(LOCAL, "m", DeploymentOptions(queue_limit=7))
+            view: ModelView = await here.deployments.deploy(
+                LOCAL, "m", DeploymentOptions(queue_limit=7)
+            )
             assert (view.deployment.memory_bytes, view.deployment.device) == (7 * MIB, "cpu")
             assert view.deployment.options is not None
             assert view.deployment.options.queue_limit == 7
             seen = here.deployments.shapes(LOCAL, "m")
-            assert [(each.sizes, each.requests) for each in seen.shapes] == [({"batch": 2}, 5), ({"batch": 1}, 2)]
+            assert [(each.sizes, each.requests) for each in seen.shapes] == [
+                ({"batch": 2}, 5),
+                ({"batch": 1}, 2),
+            ]
             assert seen.profiles == ({"batch": DimRange(min=1, opt=2, max=2)},)
             await here.deployments.unload(LOCAL, "m")
             after = (await here.deployments.view(LOCAL, "m")).deployment
@@ -378,17 +471,32 @@ def test_shapes_and_memory_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "on_gpu", "found"),
-    [(None, False, "cpu"), (None, True, "gpu:0"), ("gpu:1", True, "gpu:1"), ("cpu", True, ""), ("gpu:0", False, ""), ("gpu:7", True, "")],
+    [
+        (None, False, "cpu"),
+        (None, True, "gpu:0"),
+        ("gpu:1", True, "gpu:1"),
+        ("cpu", True, ""),
+        ("gpu:0", False, ""),
+        ("gpu:7", True, ""),
+    ],
 )
-def test_an_engine_runs_on_its_own_kind_of_device(asked: str | None, on_gpu: bool, found: str) -> None:
+def test_an_engine_runs_on_its_own_kind_of_device(
+    asked: str | None, on_gpu: bool, found: str
+) -> None:
     devices = ("cpu", "gpu:0", "gpu:1")
     if found:
         assert device_for(asked, on_gpu, devices) == found
         return
-    with pytest.raises(Unprocessable, match=f"device '{asked}' is not one that this engine runs on; here are: {'gpu:0, gpu:1' if on_gpu else 'cpu'}"):
+    with pytest.raises(
+        Unprocessable,
+        match=f"device '{asked}' is not one that this engine runs on; here are: {'gpu:0, gpu:1' if on_gpu else 'cpu'}",
+    ):
         device_for(asked, on_gpu, devices)
 
 
 def test_a_host_without_a_gpu_says_so() -> None:
-    with pytest.raises(Unprocessable, match="a device for an engine for a GPU is not one that this engine runs on; here are: none"):
+    with pytest.raises(
+        Unprocessable,
+        match="a device for an engine for a GPU is not one that this engine runs on; here are: none",
+    ):
         device_for(None, on_gpu=True, names=("cpu",))

@@ -13,7 +13,9 @@ from tests.service.registry.test_repository import version
 
 
 def known(memory: int | None, peak: int, size: int) -> Version:
-    return version().model_copy(update={"memory_bytes": memory, "peak_bytes": peak, "size_bytes": size})
+    return version().model_copy(
+        update={"memory_bytes": memory, "peak_bytes": peak, "size_bytes": size}
+    )
 
 
 @pytest.mark.parametrize(
@@ -26,21 +28,30 @@ def known(memory: int | None, peak: int, size: int) -> Version:
         (None, 0, 2, 2, "its files alone"),
     ],
 )
-def test_what_is_known_best_counts(memory: int | None, peak: int, size: int, needed: int, how: str) -> None:
+def test_what_is_known_best_counts(
+    memory: int | None, peak: int, size: int, needed: int, how: str
+) -> None:
     assert need_of(known(memory, peak, size)) == Need(needed, how)
 
 
 def test_both_numbers_are_told() -> None:
     fits = known(None, 0, 2**20)
     check_fit(fits, 2, 2 * 2**20, "cpu")
-    with pytest.raises(Conflict, match=r"^'m' with 2 instances needs at least 2\.0 MiB \(its files alone\), 1\.5 MiB of gpu:0 are free"):
+    with pytest.raises(
+        Conflict,
+        match=r"^'m' with 2 instances needs at least 2\.0 MiB \(its files alone\), 1\.5 MiB of gpu:0 are free",
+    ):
         check_fit(fits, 2, 3 * 2**19, "gpu:0")
     with pytest.raises(Conflict, match=r"^'m' with 1 instance needs at least 1\.0 MiB"):
         check_fit(fits, 1, 2**20 - 1, "cpu")
 
 
-@pytest.mark.parametrize(("most", "used", "free"), [("1000", "400", 600), ("1000", "2000", 0), ("max", "5", None)])
-def test_a_container_has_what_its_limit_leaves(tmp_path: Path, most: str, used: str, free: int | None) -> None:
+@pytest.mark.parametrize(
+    ("most", "used", "free"), [("1000", "400", 600), ("1000", "2000", 0), ("max", "5", None)]
+)
+def test_a_container_has_what_its_limit_leaves(
+    tmp_path: Path, most: str, used: str, free: int | None
+) -> None:
     (tmp_path / "memory.max").write_text(f"{most}\n")
     (tmp_path / "memory.current").write_text(f"{used}\n")
     found = free_bytes("cpu", tmp_path)

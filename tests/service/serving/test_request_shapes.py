@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from pipeline.core import DimRange, Engine, Precision, Profile, Recipe, Target, TensorSpec, ValueRange
+from pipeline.core import (
+    DimRange,
+    Engine,
+    Precision,
+    Profile,
+    Recipe,
+    Target,
+    TensorSpec,
+    ValueRange,
+)
 from pipeline.errors import InternalError
 from pipeline.serving_inputs import BatchSpec, Padding
 from service.errors import Unprocessable
@@ -20,16 +29,35 @@ def spec(name: str, *shape: int | str, dtype: str = "float32") -> TensorSpec:
     return TensorSpec(name=name, dtype=dtype, shape=shape)
 
 
-def engine(inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], *profiles: Profile, backend: str = "onnxruntime") -> Engine:
+def engine(
+    inputs: tuple[TensorSpec, ...],
+    outputs: tuple[TensorSpec, ...],
+    *profiles: Profile,
+    backend: str = "onnxruntime",
+) -> Engine:
     target = Target(backend=backend, version="1", device="d")
     recipe = Recipe(backend=backend, precision=Precision.FP32)
     return Engine(
-        root="/e", file="m", digest="d", target=target, recipe=recipe, inputs=inputs, outputs=outputs, profiles=profiles, threads=0, size_bytes=1
+        root="/e",
+        file="m",
+        digest="d",
+        target=target,
+        recipe=recipe,
+        inputs=inputs,
+        outputs=outputs,
+        profiles=profiles,
+        threads=0,
+        size_bytes=1,
     )
 
 
 def profile(**dims: tuple[int, int, int]) -> Profile:
-    return Profile(dims={name: DimRange(min=low, opt=usual, max=high) for name, (low, usual, high) in dims.items()})
+    return Profile(
+        dims={
+            name: DimRange(min=low, opt=usual, max=high)
+            for name, (low, usual, high) in dims.items()
+        }
+    )
 
 
 PLAIN = engine((spec("x", "batch", 4),), (spec("y", "batch", 4),), profile(batch=(1, 4, 16)))
@@ -58,7 +86,10 @@ def test_requests_of_one_shape_are_of_one_kind() -> None:
         ({"x": zeros(1, 4, dtype=">f4")}, "dtype >f4, expected float32"),
         ({"x": zeros(4)}, "rank 1"),
         ({"x": zeros(1, 5)}, "expected ('batch', 4)"),
-        ({"x": zeros(17, 4)}, "no profile of this model holds batch = 17; it takes batch from 1 to 16"),
+        (
+            {"x": zeros(17, 4)},
+            "no profile of this model holds batch = 17; it takes batch from 1 to 16",
+        ),
         ({"x": zeros(0, 4)}, "batch = 0"),
     ],
 )
@@ -87,12 +118,16 @@ def test_a_profile_that_begins_higher_is_padded_up_to_where_batching_is_proved()
 
 
 def test_sizes_that_are_captured_are_few_and_run_before_the_first_request() -> None:
-    captured = Fitting(engine(PLAIN.inputs, PLAIN.outputs, profile(batch=(1, 4, 16)), backend="tensorrt"), PROVED)
+    captured = Fitting(
+        engine(PLAIN.inputs, PLAIN.outputs, profile(batch=(1, 4, 16)), backend="tensorrt"), PROVED
+    )
     (sizes,) = captured.fit({"x": zeros(3, 4)}).kind.sizes
     assert (sizes.captured, sizes.holding(3)) == ((1, 2, 4, 8), 4)
     assert captured.warm_sizes() == ({"batch": 1}, {"batch": 2}, {"batch": 4}, {"batch": 8})
     assert Fitting(PLAIN, PROVED).warm_sizes() == ({"batch": 1}, {"batch": 4}, {"batch": 16})
-    assert Fitting(engine((spec("x", 2),), (spec("y", 2),)), BatchSpec(axes={})).warm_sizes() == ({},)
+    assert Fitting(engine((spec("x", 2),), (spec("y", 2),)), BatchSpec(axes={})).warm_sizes() == (
+        {},
+    )
 
 
 def test_a_batch_of_fixed_size_takes_no_other_rows() -> None:
@@ -102,33 +137,59 @@ def test_a_batch_of_fixed_size_takes_no_other_rows() -> None:
         fixed.fit({"x": zeros(2, 4)})
 
 
-SCALED = engine((spec("x", "batch", 4), spec("scale")), (spec("y", "batch", 4),), profile(batch=(1, 4, 16)))
+SCALED = engine(
+    (spec("x", "batch", 4), spec("scale")), (spec("y", "batch", 4),), profile(batch=(1, 4, 16))
+)
 
 
 def test_requests_that_differ_in_an_input_without_rows_run_apart() -> None:
-    fitting = Fitting(SCALED, BatchSpec(axes={"x": 0, "scale": None, "y": 0}, maximum=8, proved=True))
-    kinds = [fitting.fit({"x": zeros(1, 4), "scale": np.array(scale, np.float32)}).kind for scale in (1, 2, 1)]
+    fitting = Fitting(
+        SCALED, BatchSpec(axes={"x": 0, "scale": None, "y": 0}, maximum=8, proved=True)
+    )
+    kinds = [
+        fitting.fit({"x": zeros(1, 4), "scale": np.array(scale, np.float32)}).kind
+        for scale in (1, 2, 1)
+    ]
     assert kinds[0] is kinds[2]
     assert kinds[0] is not kinds[1]
 
 
 def test_a_value_that_decides_a_shape_must_lie_in_a_profile() -> None:
-    given = Profile(dims={"batch": DimRange(min=1, opt=1, max=4)}, values={"k": ValueRange(min=(1,), opt=(2,), max=(5,))})
-    fitting = Fitting(engine((spec("x", "batch", 9), spec("k", 1, dtype="int64")), (spec("y", "batch", "k"),), given), PROVED)
+    given = Profile(
+        dims={"batch": DimRange(min=1, opt=1, max=4)},
+        values={"k": ValueRange(min=(1,), opt=(2,), max=(5,))},
+    )
+    fitting = Fitting(
+        engine(
+            (spec("x", "batch", 9), spec("k", 1, dtype="int64")), (spec("y", "batch", "k"),), given
+        ),
+        PROVED,
+    )
     assert fitting.fit({"x": zeros(1, 9), "k": np.array([5])}).rows == 1
     with pytest.raises(Unprocessable, match=r"k = \[6\]"):
         fitting.fit({"x": zeros(1, 9), "k": np.array([6])})
 
 
 def test_inputs_with_different_rows_are_refused() -> None:
-    two = engine((spec("a", "n", 2), spec("b", "m", 2)), (spec("y", "n", 2),), profile(n=(1, 1, 8), m=(1, 1, 8)))
+    two = engine(
+        (spec("a", "n", 2), spec("b", "m", 2)),
+        (spec("y", "n", 2),),
+        profile(n=(1, 1, 8), m=(1, 1, 8)),
+    )
     fitting = Fitting(two, BatchSpec(axes={"a": 0, "b": 0, "y": 0}, maximum=8, proved=True))
     with pytest.raises(Unprocessable, match="1, 2 rows"):
         fitting.fit({"a": zeros(1, 2), "b": zeros(2, 2)})
 
 
 def test_only_so_many_shapes_are_remembered() -> None:
-    fitting = Fitting(engine((spec("x", "batch", "n"),), (spec("y", "batch"),), profile(batch=(1, 1, 8), n=(1, 1, 9999))), PROVED)
+    fitting = Fitting(
+        engine(
+            (spec("x", "batch", "n"),),
+            (spec("y", "batch"),),
+            profile(batch=(1, 1, 8), n=(1, 1, 9999)),
+        ),
+        PROVED,
+    )
     for n in range(1, MOST_KNOWN + 10):
         fitting.fit({"x": zeros(1, n)})
     assert len(fitting._known) <= MOST_KNOWN
@@ -138,12 +199,17 @@ def test_only_so_many_shapes_are_remembered() -> None:
 # -- joined and cut apart ----------------------------------------------------------------------------------------------
 
 TEXT = engine(
-    (spec("ids", "batch", "sequence", dtype="int64"), spec("mask", "batch", "sequence", dtype="int64")),
+    (
+        spec("ids", "batch", "sequence", dtype="int64"),
+        spec("mask", "batch", "sequence", dtype="int64"),
+    ),
     (spec("tokens", "batch", "sequence", 2), spec("pooled", "batch", 2)),
     profile(batch=(1, 4, 16), sequence=(2, 8, 100)),
 )
 PADDING = (Padding(input="ids", axis=1, value=7), Padding(input="mask", axis=1))
-TEXT_SPEC = BatchSpec(axes={"ids": 0, "mask": 0, "tokens": 0, "pooled": 0}, maximum=8, padding=PADDING, proved=True)
+TEXT_SPEC = BatchSpec(
+    axes={"ids": 0, "mask": 0, "tokens": 0, "pooled": 0}, maximum=8, padding=PADDING, proved=True
+)
 
 
 def tokens(length: int, rows: int = 1) -> Any:
@@ -165,14 +231,21 @@ def test_an_axis_is_padded_only_if_that_is_declared_of_every_input() -> None:
     assert fitting.fit(tokens(5)).kind is not fitting.fit(tokens(6)).kind
 
 
-def joined_by(engine: Engine, batch: BatchSpec, requests: list[Any], size: int) -> tuple[list[Any], Any]:
+def joined_by(
+    engine: Engine, batch: BatchSpec, requests: list[Any], size: int
+) -> tuple[list[Any], Any]:
     fitting = Fitting(engine, batch)
     rows = Rows(engine.inputs, engine.outputs, fitting.axes)
     parts = [Part(each, fitting.fit(each)) for each in requests]
     joined = rows.join(parts[0].fit.kind, parts, size)
-    targets = [np.full(shape, 99, spec.dtype) for shape, spec in zip(joined.shapes, engine.inputs, strict=True)]
+    targets = [
+        np.full(shape, 99, spec.dtype)
+        for shape, spec in zip(joined.shapes, engine.inputs, strict=True)
+    ]
     rows.fill(joined, targets)
-    return targets, lambda outputs, wanted=None: rows.cut(joined, outputs, wanted or [None] * len(parts))
+    return targets, lambda outputs, wanted=None: rows.cut(
+        joined, outputs, wanted or [None] * len(parts)
+    )
 
 
 def test_shorter_requests_are_filled_up_and_their_outputs_cut() -> None:
@@ -187,7 +260,9 @@ def test_shorter_requests_are_filled_up_and_their_outputs_cut() -> None:
 
 
 def test_where_graphs_are_captured_lengths_are_those_of_the_buckets() -> None:
-    captured = TEXT.model_copy(update={"target": Target(backend="tensorrt", version="1", device="d")})
+    captured = TEXT.model_copy(
+        update={"target": Target(backend="tensorrt", version="1", device="d")}
+    )
     (ids, _), _ = joined_by(captured, TEXT_SPEC, [tokens(5)], 1)
     assert ids.tolist() == [[5] * 5 + [7] * 3]
 
@@ -233,7 +308,12 @@ def test_only_outputs_that_are_asked_for_are_copied() -> None:
 
 def test_an_output_without_rows_is_everybodys() -> None:
     odd = engine(PLAIN.inputs, (spec("version", 1),), profile(batch=(1, 4, 16)))
-    _, cut = joined_by(odd, BatchSpec(axes={"x": 0, "version": None}, maximum=8, proved=True), [{"x": zeros(1, 4)}] * 2, 2)
+    _, cut = joined_by(
+        odd,
+        BatchSpec(axes={"x": 0, "version": None}, maximum=8, proved=True),
+        [{"x": zeros(1, 4)}] * 2,
+        2,
+    )
     assert [each["version"].tolist() for each in cut([np.array([3.0])])] == [[3.0], [3.0]]
 
 
@@ -243,8 +323,14 @@ def test_an_output_without_the_rows_that_were_proved_is_our_fault() -> None:
         cut([zeros(1, 4)])
 
 
-@given(some.lists(some.integers(1, 3), min_size=1, max_size=4), some.integers(0, 3), some.integers(0, 2))
-def test_every_request_gets_its_own_rows_along_any_axis(rows: list[int], extra: int, axis: int) -> None:
+@given(
+    some.lists(some.integers(1, 3), min_size=1, max_size=4),
+    some.integers(0, 3),
+    some.integers(0, 2),
+)
+def test_every_request_gets_its_own_rows_along_any_axis(
+    rows: list[int], extra: int, axis: int
+) -> None:
     shape: list[int | str] = [2, 3]
     shape.insert(axis, "batch")
     made = engine((spec("x", *shape),), (spec("y", *shape),), profile(batch=(1, 4, 16)))

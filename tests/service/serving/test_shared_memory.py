@@ -19,7 +19,11 @@ FLOAT = np.dtype(np.float32)
 
 def descriptors() -> int:
     gc.collect()
-    return sum("crucible" in str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
+    return sum(
+        "crucible" in str(each.readlink())
+        for each in Path("/proc/self/fd").iterdir()
+        if each.is_symlink()
+    )
 
 
 def test_what_one_side_writes_the_other_reads() -> None:

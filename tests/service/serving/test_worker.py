@@ -55,7 +55,9 @@ class Turns:
 
     def ended(self) -> None:
         with self._changed:
-            self.in_vain += not self._changed.wait_for(lambda: self._is_last or self._bound > self._computed + 1, WAIT_S)
+            self.in_vain += not self._changed.wait_for(
+                lambda: self._is_last or self._bound > self._computed + 1, WAIT_S
+            )
             self._computed += 1
             self._computing -= 1
 
@@ -103,7 +105,9 @@ def ends() -> Iterator[Sequence[socket.socket]]:
         yield ours, theirs
 
 
-def test_while_one_session_computes_the_other_takes_its_batch_in(engine: Engine, ends: Sequence[socket.socket]) -> None:
+def test_while_one_session_computes_the_other_takes_its_batch_in(
+    engine: Engine, ends: Sequence[socket.socket]
+) -> None:
     ours, theirs = ends
     turns, computing, receiving = Turns(), threading.Lock(), threading.Lock()
     places: dict[int, Place] = {}
@@ -112,7 +116,10 @@ def test_while_one_session_computes_the_other_takes_its_batch_in(engine: Engine,
         with pytest.raises(EOFError):
             run_all(runner, Server(theirs), places, receiving)
 
-    threads = [threading.Thread(target=work, args=(Runner(engine, Session(turns), computing),)) for _ in range(2)]  # type: ignore[arg-type]
+    threads = [
+        threading.Thread(target=work, args=(Runner(engine, Session(turns), computing),))
+        for _ in range(2)
+    ]  # type: ignore[arg-type]
     for thread in threads:
         thread.start()
     slots, answers = [Slot(0), Slot(1)], {}
@@ -155,7 +162,9 @@ def received(end: socket.socket) -> Done:
 
 @pytest.mark.parametrize("thread", ["the first", "another"])
 @pytest.mark.parametrize("fault", ["RuntimeError('lost')", "SystemExit(0)"])
-def test_a_fault_in_any_thread_ends_the_process_although_its_log_is_full(thread: str, fault: str) -> None:
+def test_a_fault_in_any_thread_ends_the_process_although_its_log_is_full(
+    thread: str, fault: str
+) -> None:
     program = f"""
     import socket, threading, time
     from service.serving.worker import Server, until_the_end

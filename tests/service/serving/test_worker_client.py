@@ -24,7 +24,19 @@ from service.serving.batch_assembly import Rows
 from service.serving.replica import LONGEST_PAUSE_S, MOST_CRASHES, Instance, pause_after
 from service.serving.worker_client import SLOTS, Order, Ran, Task, Worker
 from service.storage.layout import Work
-from tests.service.serving.engines import MODEL, Bench, asking, deployed, direct, engine_of, linear, looked_up, marked, play, processes_of
+from tests.service.serving.engines import (
+    MODEL,
+    Bench,
+    asking,
+    deployed,
+    direct,
+    engine_of,
+    linear,
+    looked_up,
+    marked,
+    play,
+    processes_of,
+)
 
 DOUBLE = str(Path(__file__).with_name("engine_double.py"))
 EVIL = np.full((1, 8), 666, np.float32)
@@ -57,8 +69,13 @@ def test_pauses_double_and_end() -> None:
     assert max(pauses[:-1]) <= LONGEST_PAUSE_S  # type: ignore[type-var]
 
 
-@pytest.mark.parametrize(("behaviour", "said"), [("unloadable", "its files are damaged"), ("stillborn", "ended with exit code 3|code 3")])
-def test_a_worker_that_does_not_load_is_an_error_and_leaves_nothing(tmp_path: Path, engine: Engine, behaviour: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("behaviour", "said"),
+    [("unloadable", "its files are damaged"), ("stillborn", "ended with exit code 3|code 3")],
+)
+def test_a_worker_that_does_not_load_is_an_error_and_leaves_nothing(
+    tmp_path: Path, engine: Engine, behaviour: str, said: str
+) -> None:
     async def story() -> None:
         with pytest.raises(HostError, match=said):
             async with deployed(tmp_path, engine, worker=double(behaviour), instances=2):
@@ -69,7 +86,9 @@ def test_a_worker_that_does_not_load_is_an_error_and_leaves_nothing(tmp_path: Pa
     play(story)
 
 
-def test_a_worker_that_hangs_while_it_loads_has_its_time_and_no_more(tmp_path: Path, engine: Engine) -> None:
+def test_a_worker_that_hangs_while_it_loads_has_its_time_and_no_more(
+    tmp_path: Path, engine: Engine
+) -> None:
     async def story() -> None:
         with pytest.raises(TimedOut, match=r"did not load its engine within 0.5 s"):
             async with deployed(tmp_path, engine, worker=double("mute"), load_s=0.5):
@@ -91,13 +110,20 @@ def test_loading_can_be_given_up(tmp_path: Path, engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("behaviour", ["segfault", "outside", "huge", "rank", "greedy"])
-def test_a_worker_that_crashes_or_lies_costs_its_requests_only(tmp_path: Path, engine: Engine, behaviour: str) -> None:
+def test_a_worker_that_crashes_or_lies_costs_its_requests_only(
+    tmp_path: Path, engine: Engine, behaviour: str
+) -> None:
     async def story() -> None:
-        async with deployed(tmp_path, engine, worker=double(behaviour)) as bench, deployed(tmp_path, engine, model="other") as other:
+        async with (
+            deployed(tmp_path, engine, worker=double(behaviour)) as bench,
+            deployed(tmp_path, engine, model="other") as other,
+        ):
             with pytest.raises(Unavailable, match="lost") as caught:
                 await bench.ask(EVIL)
             assert int(caught.value.headers["Retry-After"]) >= 1
-            assert np.allclose(np.linalg.norm((await other.ask(marked(1))).outputs["y"]), np.linalg.norm(marked(1)))
+            assert np.allclose(
+                np.linalg.norm((await other.ask(marked(1))).outputs["y"]), np.linalg.norm(marked(1))
+            )
             await until(lambda: state(bench) == "ready")
             assert (await bench.ask(marked(2))).outputs["y"].tolist() == marked(2).tolist()
             assert bench.deployment.statistics().failed.count == 1
@@ -106,12 +132,16 @@ def test_a_worker_that_crashes_or_lies_costs_its_requests_only(tmp_path: Path, e
 
 
 @pytest.mark.parametrize("behaviour", ["rubbish", "twice", "unasked"])
-def test_a_worker_that_never_keeps_to_the_protocol_is_given_up(tmp_path: Path, engine: Engine, behaviour: str) -> None:
+def test_a_worker_that_never_keeps_to_the_protocol_is_given_up(
+    tmp_path: Path, engine: Engine, behaviour: str
+) -> None:
     async def story() -> None:
         async with deployed(tmp_path, engine, worker=double(behaviour)) as bench:
             await until(lambda: state(bench) == "failed")
             assert "protocol" in bench.deployment.served().reason
-            with pytest.raises(Unavailable, match=f"'{MODEL}' is failed: its worker does not keep to the protocol"):
+            with pytest.raises(
+                Unavailable, match=f"'{MODEL}' is failed: its worker does not keep to the protocol"
+            ):
                 await bench.ask(marked(1))
 
     play(story)
@@ -258,10 +288,14 @@ def test_a_worker_that_hangs_is_stopped(tmp_path: Path, engine: Engine) -> None:
     play(story)
 
 
-def test_an_output_without_its_rows_is_our_fault_and_not_the_workers_end(tmp_path: Path, engine: Engine) -> None:
+def test_an_output_without_its_rows_is_our_fault_and_not_the_workers_end(
+    tmp_path: Path, engine: Engine
+) -> None:
     async def story() -> None:
         async with deployed(tmp_path, engine, worker=double("rows")) as bench:
-            answers = await asyncio.gather(bench.ask(EVIL), bench.ask(marked(1)), return_exceptions=True)
+            answers = await asyncio.gather(
+                bench.ask(EVIL), bench.ask(marked(1)), return_exceptions=True
+            )
             assert [type(each).__name__ for each in answers] == ["InternalError", "InternalError"]
 
     play(story)
@@ -271,9 +305,13 @@ def workers_of(bench: Bench) -> list[psutil.Process]:
     return [each for pid in bench.deployment.pids for each in psutil.Process(pid).children()]
 
 
-def test_killed_in_mid_request_it_is_started_again_and_another_instance_goes_on(tmp_path: Path, engine: Engine) -> None:
+def test_killed_in_mid_request_it_is_started_again_and_another_instance_goes_on(
+    tmp_path: Path, engine: Engine
+) -> None:
     async def story() -> None:
-        async with deployed(tmp_path, engine, worker=double("slow-1"), instances=2, max_batch=1) as bench:
+        async with deployed(
+            tmp_path, engine, worker=double("slow-1"), instances=2, max_batch=1
+        ) as bench:
             asked = [asyncio.ensure_future(bench.ask(marked(n))) for n in range(6)]
             await asyncio.sleep(0.1)
             workers_of(bench)[0].kill()
@@ -282,7 +320,10 @@ def test_killed_in_mid_request_it_is_started_again_and_another_instance_goes_on(
             assert 1 <= len(lost) <= 2  # what ran, and what was ready to run
             assert all(isinstance(each, Unavailable) for each in lost)
             for number, each in enumerate(answers):
-                assert isinstance(each, Exception) or each.outputs["y"].tolist() == marked(number).tolist()
+                assert (
+                    isinstance(each, Exception)
+                    or each.outputs["y"].tolist() == marked(number).tolist()
+                )
             await until(lambda: len(bench.deployment.pids) == 2)
 
     play(story)
@@ -292,15 +333,21 @@ def test_killed_in_mid_request_it_is_started_again_and_another_instance_goes_on(
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
-def test_the_worker_has_no_torch_and_few_privileges_and_sleeps_when_idle(tmp_path: Path, backend: str) -> None:
-    engine = linear(tmp_path, layers=8, width=256, backend=backend).model_copy(update={"threads": 2})
+def test_the_worker_has_no_torch_and_few_privileges_and_sleeps_when_idle(
+    tmp_path: Path, backend: str
+) -> None:
+    engine = linear(tmp_path, layers=8, width=256, backend=backend).model_copy(
+        update={"threads": 2}
+    )
 
     async def story() -> None:
         async with deployed(tmp_path, engine) as bench:
             (worker,) = workers_of(bench)
             for number in range(20):
                 answer = await bench.ask(marked(number, width=256))
-                assert np.array_equal(answer.outputs["y"], direct(engine, {"x": marked(number, width=256)})["y"])
+                assert np.array_equal(
+                    answer.outputs["y"], direct(engine, {"x": marked(number, width=256)})["y"]
+                )
             before = sum(worker.cpu_times()[:2])
             await asyncio.sleep(1.0)
             assert sum(worker.cpu_times()[:2]) - before < 0.1
@@ -318,14 +365,18 @@ def test_inputs_that_an_engine_refuses_cost_nobody_else_in_their_batch(tmp_path:
 
     async def story() -> None:
         async with deployed(tmp_path, engine) as bench:
-            asked = [bench.deployment.infer(asking({"x": np.array([number])})) for number in (3, 99, 5)]
+            asked = [
+                bench.deployment.infer(asking({"x": np.array([number])})) for number in (3, 99, 5)
+            ]
             good, bad, also_good = await asyncio.gather(*asked, return_exceptions=True)
             assert isinstance(bad, Unprocessable)
             assert "indices element out of data bounds" in bad.message
             assert not isinstance(good, BaseException)
             assert not isinstance(also_good, BaseException)
             assert (good.outputs["y"].tolist(), also_good.outputs["y"].tolist()) == ([3.0], [5.0])
-            assert (await bench.deployment.infer(asking({"x": np.array([7, 8])}))).outputs["y"].tolist() == [7.0, 8.0]
+            assert (await bench.deployment.infer(asking({"x": np.array([7, 8])}))).outputs[
+                "y"
+            ].tolist() == [7.0, 8.0]
 
     play(story)
 
@@ -347,9 +398,13 @@ asyncio.run(main(folder, Engine.model_validate_json((folder / "engine.json").rea
 """
 
 
-def serving(folder: Path, engine: Engine, model: str, code: str = SERVES, before: Sequence[str] = ()) -> "subprocess.Popen[str]":
+def serving(
+    folder: Path, engine: Engine, model: str, code: str = SERVES, before: Sequence[str] = ()
+) -> "subprocess.Popen[str]":
     """A server of its own."""
-    (folder / "engine.json").write_text(engine.model_dump_json()[:-1] + f', "root": "{engine.root}"}}')
+    (folder / "engine.json").write_text(
+        engine.model_dump_json()[:-1] + f', "root": "{engine.root}"}}'
+    )
     command = (*before, sys.executable, "-c", code, str(folder), model)
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
@@ -359,14 +414,18 @@ def memfds(pids: Sequence[int] | None = None) -> set[int]:
     found = set()
     for each in Path("/proc").glob("[0-9]*/fd/*"):
         try:
-            if (pids is None or int(each.parts[2]) in pids) and "memfd:crucible" in str(each.readlink()):
+            if (pids is None or int(each.parts[2]) in pids) and "memfd:crucible" in str(
+                each.readlink()
+            ):
                 found.add(each.stat().st_ino)
         except OSError:
             continue
     return found
 
 
-def test_nothing_is_left_of_a_server_that_was_killed_in_mid_request(tmp_path: Path, engine: Engine) -> None:
+def test_nothing_is_left_of_a_server_that_was_killed_in_mid_request(
+    tmp_path: Path, engine: Engine
+) -> None:
     model = f"killed-{os.getpid()}"
     shared = set(Path("/dev/shm").iterdir())
     with serving(tmp_path, engine, model) as server:
@@ -375,7 +434,9 @@ def test_nothing_is_left_of_a_server_that_was_killed_in_mid_request(tmp_path: Pa
         ours, theirs = memfds([server.pid]), memfds(processes_of(f"serve-{model}-"))
         assert ours
         assert ours == theirs
-        assert not {each for each in set(Path("/dev/shm").iterdir()) - shared if "crucible" in each.name}
+        assert not {
+            each for each in set(Path("/dev/shm").iterdir()) - shared if "crucible" in each.name
+        }
         server.send_signal(signal.SIGKILL)
         server.wait()
     end = time.monotonic() + 60
@@ -388,9 +449,18 @@ def test_a_small_dev_shm_is_enough(tmp_path: Path) -> None:
     """1 MB, and batches of 16 MB."""
     shape = (TensorProto.FLOAT, ["batch", 1 << 18])
     wide = engine_of(tmp_path, [helper.make_node("Neg", ["x"], ["y"])], {"x": shape}, {"y": shape})
-    inside = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh")
+    inside = (
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"',
+        "sh",
+    )
     if subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
         pytest.skip("cannot mount a small /dev/shm")
-    code = SERVES.replace("marked(1)", "__import__('numpy').ones((16, 1 << 18), 'f4')").replace("while True:", "for _ in range(3):")
+    code = SERVES.replace("marked(1)", "__import__('numpy').ones((16, 1 << 18), 'f4')").replace(
+        "while True:", "for _ in range(3):"
+    )
     with serving(tmp_path, wide, f"small-{os.getpid()}", code, inside) as server:
         assert server.wait(120) == 0

@@ -30,7 +30,16 @@ from service.serving.worker_messages import (
 DONE = Done(3, (Placed((2, 1000), 64), Placed((), 0)), 0.1, 0.2, 0.3)
 
 
-@pytest.mark.parametrize("message", [Ready(5), DONE, Short(3, 70), Refused(3, "bad\nids", "send others"), Failed("host.store", "no", "go")])
+@pytest.mark.parametrize(
+    "message",
+    [
+        Ready(5),
+        DONE,
+        Short(3, 70),
+        Refused(3, "bad\nids", "send others"),
+        Failed("host.store", "no", "go"),
+    ],
+)
 def test_what_a_worker_says_comes_whole(message: FromWorker) -> None:
     assert from_worker(packet_of(message)) == message
 
@@ -85,6 +94,9 @@ def test_the_longest_failure_and_the_largest_batch_fit() -> None:
     for character in ("x", "\0", "é", "\udc80", "😀"):
         message = failed_from_error(DataError(character * 20_000, character * 20_000))
         assert from_worker(packet_of(message)) == message
-    assert len(packet_of(Run(1 << 48, 1, (Placed((1000, 1000, 1000, 1000), 1 << 40),) * 1000))) < PACKET_BYTES
+    assert (
+        len(packet_of(Run(1 << 48, 1, (Placed((1000, 1000, 1000, 1000), 1 << 40),) * 1000)))
+        < PACKET_BYTES
+    )
     with pytest.raises(BadMessage):
         from_worker(b" " * (PACKET_BYTES + 1))

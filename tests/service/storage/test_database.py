@@ -57,9 +57,13 @@ def test_an_older_file_is_migrated_and_keeps_its_rows(tmp_path: Path) -> None:
     before = Database(path)
     add(before, "a")
     before.close()
-    after = Database(path, (*MIGRATIONS, "ALTER TABLE keys ADD COLUMN colour TEXT NOT NULL DEFAULT 'red'"))
+    after = Database(
+        path, (*MIGRATIONS, "ALTER TABLE keys ADD COLUMN colour TEXT NOT NULL DEFAULT 'red'")
+    )
     with after.read() as rows:
-        assert [(row["prefix"], row["colour"]) for row in rows.execute("SELECT * FROM keys")] == [("a", "red")]
+        assert [(row["prefix"], row["colour"]) for row in rows.execute("SELECT * FROM keys")] == [
+            ("a", "red")
+        ]
 
 
 def test_a_migration_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
@@ -76,7 +80,10 @@ def test_a_migration_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> Non
 def test_a_newer_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "crucible.db"
     Database(path, (*MIGRATIONS, "SELECT 1")).close()
-    with pytest.raises(StoreError, match=f"schema version {len(MIGRATIONS) + 1}, this Crucible knows up to {len(MIGRATIONS)}"):
+    with pytest.raises(
+        StoreError,
+        match=f"schema version {len(MIGRATIONS) + 1}, this Crucible knows up to {len(MIGRATIONS)}",
+    ):
         Database(path)
 
 
@@ -95,7 +102,12 @@ def test_a_broken_rule_of_the_schema_is_our_bug_and_not_the_disks(tmp_path: Path
 
 
 def test_a_full_disk_is_named_and_what_was_there_stays(tmp_path: Path) -> None:
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", tmp_path], capture_output=True, text=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if mounted.returncode != 0:
         pytest.skip(f"cannot mount a small file system: {mounted.stderr}")
     try:

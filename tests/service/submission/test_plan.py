@@ -68,8 +68,13 @@ def test_yaml_json_and_nothing_are_read() -> None:
     assert parse(b"") == SubmittedPlan()
 
 
-def test_an_onnx_with_its_data_becomes_a_plan_over_the_files(tmp_path: Path, settings: Settings) -> None:
-    parts = {"model": upload(tmp_path, "model", "../up.onnx"), "calibration": upload(tmp_path, "calibration", "c.npz")}
+def test_an_onnx_with_its_data_becomes_a_plan_over_the_files(
+    tmp_path: Path, settings: Settings
+) -> None:
+    parts = {
+        "model": upload(tmp_path, "model", "../up.onnx"),
+        "calibration": upload(tmp_path, "calibration", "c.npz"),
+    }
     submitted = parse(
         b"name: net\ncandidates: [{backend: onnxruntime, precision: fp32}]\naccuracy: {max_drop: 0.02}\ntensorrt: {optimization_level: 1}\n"
         b"simplify: {plain_attention: true}"
@@ -87,18 +92,22 @@ def test_an_onnx_with_its_data_becomes_a_plan_over_the_files(tmp_path: Path, set
 
 def test_weights_become_an_architecture_of_the_list(tmp_path: Path, settings: Settings) -> None:
     pytest.importorskip("torchvision")
-    text = (
-        b"architecture: resnet50\nclasses: 10\ninputs: [{name: image, dtype: float32, shape: [batch, 3, 224, 224]}]\nprofiles: [{batch: [1, 1, 8]}]"
-    )
+    text = b"architecture: resnet50\nclasses: 10\ninputs: [{name: image, dtype: float32, shape: [batch, 3, 224, 224]}]\nprofiles: [{batch: [1, 1, 8]}]"
     plan = plan_from(parse(text), {"model": upload(tmp_path, "model", "w.safetensors")}, settings)
     assert plan.model.entrypoint == "service.architectures:resnet50_of_10"
     assert plan.model.weights == tmp_path / "model.safetensors"
 
 
 @pytest.mark.parametrize("architecture", ["resnet50", "mobilenet_v2", "vit_b_16"])
-def test_saved_weights_load_into_their_architecture(tmp_path: Path, settings: Settings, architecture: str) -> None:
-    torch, torchvision, safetensors = (pytest.importorskip(name) for name in ("torch", "torchvision", "safetensors.torch"))
-    torch.manual_seed(7)  # the plan's module draws its own weights from another seed before these are loaded
+def test_saved_weights_load_into_their_architecture(
+    tmp_path: Path, settings: Settings, architecture: str
+) -> None:
+    torch, torchvision, safetensors = (
+        pytest.importorskip(name) for name in ("torch", "torchvision", "safetensors.torch")
+    )
+    torch.manual_seed(
+        7
+    )  # the plan's module draws its own weights from another seed before these are loaded
     saved = getattr(torchvision.models, architecture)(num_classes=10).state_dict()
     safetensors.save_file(saved, tmp_path / "model")
     part = Part("model", tmp_path / "model", "0" * 64, 1, "w.safetensors")
@@ -113,10 +122,22 @@ def test_saved_weights_load_into_their_architecture(tmp_path: Path, settings: Se
 
 @pytest.mark.parametrize(
     ("filename", "name"),
-    [("resnet50.onnx", "resnet50"), ("a/../Net v2.onnx", "Net-v2"), (".onnx", "onnx"), ("", "model"), ("..", "model"), ("é" * 200, "-" * 100)],
+    [
+        ("resnet50.onnx", "resnet50"),
+        ("a/../Net v2.onnx", "Net-v2"),
+        (".onnx", "onnx"),
+        ("", "model"),
+        ("..", "model"),
+        ("é" * 200, "-" * 100),
+    ],
 )
-def test_a_plan_without_a_name_has_that_of_the_file(tmp_path: Path, settings: Settings, filename: str, name: str) -> None:
-    assert plan_from(SubmittedPlan(), {"model": upload(tmp_path, "model", filename)}, settings).name == name
+def test_a_plan_without_a_name_has_that_of_the_file(
+    tmp_path: Path, settings: Settings, filename: str, name: str
+) -> None:
+    assert (
+        plan_from(SubmittedPlan(), {"model": upload(tmp_path, "model", filename)}, settings).name
+        == name
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,21 +153,32 @@ def test_a_plan_without_a_name_has_that_of_the_file(tmp_path: Path, settings: Se
         ("m.zip", b"", "the archive is damaged"),
     ],
 )
-def test_what_is_no_model_says_so(tmp_path: Path, settings: Settings, filename: str, text: bytes, said: str) -> None:
+def test_what_is_no_model_says_so(
+    tmp_path: Path, settings: Settings, filename: str, text: bytes, said: str
+) -> None:
     with pytest.raises(Unprocessable, match=said):
         plan_from(parse(text), {"model": upload(tmp_path, "model", filename)}, settings)
 
 
 def test_architectures_name_the_extra_where_it_is_missing() -> None:
     program = "import sys; sys.modules['torchvision'] = None; from service.architectures import entrypoint_of; entrypoint_of('resnet50', 10)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert "Unprocessable: architectures need torchvision, which this service was installed without" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (
+        "Unprocessable: architectures need torchvision, which this service was installed without"
+        in done.stderr
+    )
     assert ".[torch]" in done.stderr
 
 
 def test_code_is_taken_only_where_the_service_says_so(tmp_path: Path) -> None:
     text = b"inputs: [{name: x, dtype: float32, shape: [1]}]"
-    plan = plan_from(parse(text), {"model": upload(tmp_path, "model", "m.pt2")}, Settings(home=tmp_path, allow_code=True))
+    plan = plan_from(
+        parse(text),
+        {"model": upload(tmp_path, "model", "m.pt2")},
+        Settings(home=tmp_path, allow_code=True),
+    )
     assert plan.model.path == tmp_path / "model.pt2"
 
 
@@ -163,7 +195,33 @@ def test_an_architecture_is_built_with_its_classes() -> None:
 def test_equal_requests_have_one_identity(tmp_path: Path) -> None:
     parts = {"model": upload(tmp_path, "model", "a.onnx"), "plan": upload(tmp_path, "plan", "plan")}
     base = identity(parse(b"name: a"), parts, "me", "host")
-    assert identity(parse(b'{"name": "a"}'), {**parts, "plan": Part("plan", tmp_path, "f" * 64, 1, "p")}, "me", "host") == base
+    assert (
+        identity(
+            parse(b'{"name": "a"}'),
+            {**parts, "plan": Part("plan", tmp_path, "f" * 64, 1, "p")},
+            "me",
+            "host",
+        )
+        == base
+    )
     other = {**parts, "model": Part("model", tmp_path, "1" * 64, 1, "a.onnx")}
-    assert len({base, identity(parse(b"name: b"), parts, "me", "host"), identity(parse(b"name: a"), other, "me", "host")}) == 3
-    assert len({base, identity(parse(b"name: a"), parts, "you", "host"), identity(parse(b"name: a"), parts, "me", "other")}) == 3
+    assert (
+        len(
+            {
+                base,
+                identity(parse(b"name: b"), parts, "me", "host"),
+                identity(parse(b"name: a"), other, "me", "host"),
+            }
+        )
+        == 3
+    )
+    assert (
+        len(
+            {
+                base,
+                identity(parse(b"name: a"), parts, "you", "host"),
+                identity(parse(b"name: a"), parts, "me", "other"),
+            }
+        )
+        == 3
+    )

@@ -34,6 +34,9 @@ def test_nothing_is_written_elsewhere(tmp_path: Path, name: str) -> None:
     with tarfile.open(fileobj=stream, mode="w") as archive:
         archive.addfile(about, io.BytesIO(b""))
     stream.seek(0)
-    with tarfile.open(fileobj=stream) as archive, pytest.raises(HostError, match="no file below its own folder"):
+    with (
+        tarfile.open(fileobj=stream) as archive,
+        pytest.raises(HostError, match="no file below its own folder"),
+    ):
         untar(archive, tmp_path / "in")
     assert not (tmp_path / "in").exists()

@@ -27,7 +27,13 @@ def body(*parts: bytes) -> bytes:
     return b"".join(parts) + b"--XX--\r\n"
 
 
-def take(content: bytes, folder: Path, content_type: str = TYPE, step: int = 7, end: Exception | None = None) -> dict[str, Part]:
+def take(
+    content: bytes,
+    folder: Path,
+    content_type: str = TYPE,
+    step: int = 7,
+    end: Exception | None = None,
+) -> dict[str, Part]:
     async def stream() -> AsyncIterator[bytes]:
         for start in range(0, len(content), step):
             yield content[start : start + step]
@@ -40,11 +46,18 @@ def take(content: bytes, folder: Path, content_type: str = TYPE, step: int = 7, 
 @pytest.mark.parametrize("step", [1, 7, 100_000])
 def test_parts_arrive_whole_however_they_are_cut(tmp_path: Path, step: int) -> None:
     model = bytes(range(256)) * 20 + b"--XX and \r\n-- are no boundaries here"
-    parts = take(body(part("model", model, "../../etc/passwd"), part("plan", b"name: a")), tmp_path / "u", step=step)
+    parts = take(
+        body(part("model", model, "../../etc/passwd"), part("plan", b"name: a")),
+        tmp_path / "u",
+        step=step,
+    )
     assert list(parts) == ["model", "plan"]
     assert parts["model"].path == tmp_path / "u" / "model"  # never the client's name
     assert parts["model"].path.read_bytes() == model
-    assert (parts["model"].sha256, parts["model"].size) == (hashlib.sha256(model).hexdigest(), len(model))
+    assert (parts["model"].sha256, parts["model"].size) == (
+        hashlib.sha256(model).hexdigest(),
+        len(model),
+    )
     assert parts["plan"].path.read_bytes() == b"name: a"
 
 
@@ -57,15 +70,29 @@ def test_parts_arrive_whole_however_they_are_cut(tmp_path: Path, step: int) -> N
         (b"rubbish", TYPE, "no multipart/form-data"),
         (body(part("plan", b"a: 1")), TYPE, "no part `model`; got plan"),
         (body(part("model", b"a"), part("model", b"b")), TYPE, "two parts named 'model'"),
-        (body(part("model", b"model.onnx", filename="")), TYPE, "the part 'model' has no file name, expected a file"),
-        (body(part("model", b"a"), part("selection", b"x.npz", filename="")), TYPE, "the part 'selection' has no file name"),
+        (
+            body(part("model", b"model.onnx", filename="")),
+            TYPE,
+            "the part 'model' has no file name, expected a file",
+        ),
+        (
+            body(part("model", b"a"), part("selection", b"x.npz", filename="")),
+            TYPE,
+            "the part 'selection' has no file name",
+        ),
         (body(part("weights", b"a")), TYPE, "a part named 'weights' is not known"),
         (body(part("model", b"a"))[:-8], TYPE, "ended before its last boundary"),
         (part("model", b"a" * 50)[:-20], TYPE, "ended before its last boundary"),
-        (body(part("model", b"a"), part("plan", b"x" * 1001)), TYPE, "a plan of more than 1000 bytes"),
+        (
+            body(part("model", b"a"), part("plan", b"x" * 1001)),
+            TYPE,
+            "a plan of more than 1000 bytes",
+        ),
     ],
 )
-def test_what_is_no_upload_says_so_and_leaves_nothing(tmp_path: Path, content: bytes, content_type: str, said: str) -> None:
+def test_what_is_no_upload_says_so_and_leaves_nothing(
+    tmp_path: Path, content: bytes, content_type: str, said: str
+) -> None:
     with pytest.raises(Unprocessable, match=said):
         take(content, tmp_path / "u", content_type)
     assert not (tmp_path / "u").exists()
@@ -76,7 +103,11 @@ def test_a_client_that_hangs_up_or_sends_too_much_leaves_nothing(tmp_path: Path)
         take(part("model", b"a" * 5000), tmp_path / "u", end=ConnectionError())
     assert not (tmp_path / "u").exists()
     with pytest.raises(TooLarge, match="more than 100000 bytes"):
-        take(body(part("model", b"a" * 60_000), part("calibration", b"a" * 60_000)), tmp_path / "u", step=4096)
+        take(
+            body(part("model", b"a" * 60_000), part("calibration", b"a" * 60_000)),
+            tmp_path / "u",
+            step=4096,
+        )
     assert not (tmp_path / "u").exists()
 
 
@@ -108,7 +139,11 @@ def test_a_model_with_external_data_comes_out_of_either_kind(tmp_path: Path) -> 
     with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
         archive.writestr("m/model.onnx", b"graph")
         archive.writestr("m/weights.bin", b"w" * 1000)
-    tarred(tmp_path / "c.tar.gz", (file_info("model.onnx"), b"graph"), (file_info("deep/weights.bin"), b"w" * 1000))
+    tarred(
+        tmp_path / "c.tar.gz",
+        (file_info("model.onnx"), b"graph"),
+        (file_info("deep/weights.bin"), b"w" * 1000),
+    )
     for archive_file, inner in (("b.zip", "m/model.onnx"), ("c.tar.gz", "model.onnx")):
         folder = tmp_path / f"out-{archive_file}"
         assert unpack(as_part(tmp_path / archive_file), folder, LIMITS) == folder / inner
@@ -213,7 +248,12 @@ def large_name(path: Path) -> None:
 def large_list_of_holes(path: Path) -> None:
     """A sparse file in pax' form 1.0: its map is the beginning of its content, and as long as it says."""
     info = file_info("model.onnx")
-    info.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "model.onnx", "GNU.sparse.realsize": "1"}
+    info.pax_headers = {
+        "GNU.sparse.major": "1",
+        "GNU.sparse.minor": "0",
+        "GNU.sparse.name": "model.onnx",
+        "GNU.sparse.realsize": "1",
+    }
     tarred(path, (info, b"1000000\n" + b"0\n" * 500_000))
 
 

@@ -31,7 +31,12 @@ def unsupported_model() -> onnx.ModelProto:
     """Four bad nodes between good ones: of an unknown domain, twice; without a kernel for its dtype; unknown inside a branch."""
     value = helper.make_tensor_value_info
     body = [
-        helper.make_graph([helper.make_node(op, ["x"], [f"o{op}"], name=f"inner_{op}", domain=domain)], op, [], [value(f"o{op}", 1, ["n", 3])])
+        helper.make_graph(
+            [helper.make_node(op, ["x"], [f"o{op}"], name=f"inner_{op}", domain=domain)],
+            op,
+            [],
+            [value(f"o{op}", 1, ["n", 3])],
+        )
         for op, domain in (("Relu", ""), ("Missing", "acme"))
     ]
     nodes = [
@@ -39,14 +44,28 @@ def unsupported_model() -> onnx.ModelProto:
         helper.make_node("Fancy", ["a"], ["b"], name="fancy", domain="acme"),
         helper.make_node("Add", ["b", "b"], ["c"], name="after_unknown"),
         helper.make_node("BitShift", ["i", "i"], ["d"], name="no_kernel", direction="LEFT"),
-        helper.make_node("If", ["flag"], ["e"], name="branch", then_branch=body[0], else_branch=body[1]),
+        helper.make_node(
+            "If", ["flag"], ["e"], name="branch", then_branch=body[0], else_branch=body[1]
+        ),
         helper.make_node("Celu", ["h"], ["g"], name="last"),
         helper.make_node("Fancy", ["c"], ["f"], name="fancy_again", domain="acme"),
     ]
-    inputs = [value("x", 1, ["n", 3]), value("i", onnx.TensorProto.UINT16, [4]), value("flag", 9, []), value("h", 1, [2])]
-    outputs = [value("f", 1, ["n", 3]), value("d", onnx.TensorProto.UINT16, [4]), value("e", 1, ["n", 3]), value("g", 1, [2])]
+    inputs = [
+        value("x", 1, ["n", 3]),
+        value("i", onnx.TensorProto.UINT16, [4]),
+        value("flag", 9, []),
+        value("h", 1, [2]),
+    ]
+    outputs = [
+        value("f", 1, ["n", 3]),
+        value("d", onnx.TensorProto.UINT16, [4]),
+        value("e", 1, ["n", 3]),
+        value("g", 1, [2]),
+    ]
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("acme", 3)]
-    return helper.make_model(helper.make_graph(nodes, "g", inputs, outputs), opset_imports=opsets, ir_version=10)
+    return helper.make_model(
+        helper.make_graph(nodes, "g", inputs, outputs), opset_imports=opsets, ir_version=10
+    )
 
 
 def test_names_every_unsupported_node(tmp_path: Path) -> None:
@@ -62,11 +81,23 @@ def test_names_every_unsupported_node(tmp_path: Path) -> None:
 
 
 def test_names_a_node_inside_a_local_function(tmp_path: Path) -> None:
-    nodes = [helper.make_node("Relu", ["p"], ["q"]), helper.make_node("Fancy", ["q"], ["r"], name="deep", domain="acme")]
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("acme", 1), helper.make_opsetid("own", 1)]
+    nodes = [
+        helper.make_node("Relu", ["p"], ["q"]),
+        helper.make_node("Fancy", ["q"], ["r"], name="deep", domain="acme"),
+    ]
+    opsets = [
+        helper.make_opsetid("", 20),
+        helper.make_opsetid("acme", 1),
+        helper.make_opsetid("own", 1),
+    ]
     function = helper.make_function("own", "Block", ["p"], ["r"], nodes, opsets)
     value = helper.make_tensor_value_info
-    graph = helper.make_graph([helper.make_node("Block", ["x"], ["y"], domain="own")], "g", [value("x", 1, [2])], [value("y", 1, [2])])
+    graph = helper.make_graph(
+        [helper.make_node("Block", ["x"], ["y"], domain="own")],
+        "g",
+        [value("x", 1, [2])],
+        [value("y", 1, [2])],
+    )
     proto = helper.make_model(graph, opset_imports=opsets, functions=[function], ir_version=10)
     (refusal,) = onnxruntime_.unsupported(made(tmp_path, proto), onnxruntime_.probe())
     assert refusal.operator == "acme::Fancy"
@@ -78,10 +109,14 @@ def test_refuses_nothing_of_a_good_model(tmp_path: Path, case: Case) -> None:
 
 
 @pytest.mark.parametrize("precision", [Precision.FP16, Precision.BF16, Precision.TF32])
-def test_refuses_by_name_a_precision_that_would_be_pretended(tmp_path: Path, precision: Precision) -> None:
+def test_refuses_by_name_a_precision_that_would_be_pretended(
+    tmp_path: Path, precision: Precision
+) -> None:
     recipe = Recipe(backend="onnxruntime", precision=precision)
     with pytest.raises(UnsupportedError, match=f"only pretend to run {precision}"):
-        onnxruntime_.build(several().write(tmp_path / "in"), recipe, BuildOptions(profiles=()), tmp_path)
+        onnxruntime_.build(
+            several().write(tmp_path / "in"), recipe, BuildOptions(profiles=()), tmp_path
+        )
     assert list(tmp_path.iterdir()) == [tmp_path / "in"]
 
 
@@ -89,7 +124,11 @@ def test_the_registry_has_no_16_bit_kernels_of_heavy_operators() -> None:
     """The evidence for the refusal; when it fails, a new ONNX Runtime can do more."""
     from onnxruntime.capi.onnxruntime_pybind11_state import get_all_opkernel_def
 
-    heavy = [kernel for kernel in get_all_opkernel_def() if kernel.op_name in ("Conv", "MatMul", "Gemm") and kernel.domain == ""]
+    heavy = [
+        kernel
+        for kernel in get_all_opkernel_def()
+        if kernel.op_name in ("Conv", "MatMul", "Gemm") and kernel.domain == ""
+    ]
     types = {kind for kernel in heavy for kind in kernel.type_constraints["T"]}
     assert "tensor(float)" in types
     assert not types & {"tensor(float16)", "tensor(bfloat16)"}
@@ -102,19 +141,39 @@ def test_refuses_a_graph_in_another_precision_than_the_recipe(tmp_path: Path) ->
 
 
 def test_refuses_bfloat16_inputs_by_name(tmp_path: Path) -> None:
-    proto = model([helper.make_node("Cast", ["x"], ["y"], to=1)], [("x", "bfloat16", (2,))], [("y", "float32", (2,))])
+    proto = model(
+        [helper.make_node("Cast", ["x"], ["y"], to=1)],
+        [("x", "bfloat16", (2,))],
+        [("y", "float32", (2,))],
+    )
     with pytest.raises(UnsupportedError, match="'x' is bfloat16"):
         onnxruntime_.build(made(tmp_path / "in", proto), FP32, BuildOptions(profiles=()), tmp_path)
 
 
 def test_takes_external_data_along(tmp_path: Path) -> None:
     weights = ramp(64, 512)
-    proto = model([helper.make_node("MatMul", ["x", "w"], ["y"])], [("x", "float32", ("n", 64))], [("y", "float32", ("n", 512))], {"w": weights})
+    proto = model(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        [("x", "float32", ("n", 64))],
+        [("y", "float32", ("n", 512))],
+        {"w": weights},
+    )
     source, out = tmp_path / "in", tmp_path / "out"
     source.mkdir()
     out.mkdir()
-    onnx.save_model(proto, str(source / "m.onnx"), save_as_external_data=True, location="m.onnx.data", size_threshold=0)
-    engine = onnxruntime_.build(onnx_model(source, "m.onnx"), FP32, BuildOptions(profiles=(Profile(dims={"n": [1, 1, 4]}),)), out)
+    onnx.save_model(
+        proto,
+        str(source / "m.onnx"),
+        save_as_external_data=True,
+        location="m.onnx.data",
+        size_threshold=0,
+    )
+    engine = onnxruntime_.build(
+        onnx_model(source, "m.onnx"),
+        FP32,
+        BuildOptions(profiles=(Profile(dims={"n": [1, 1, 4]}),)),
+        out,
+    )
     (source / "m.onnx.data").unlink()
     assert sorted(file.name for file in out.iterdir()) == ["m.onnx", "m.onnx.data"]
     assert engine.size_bytes > weights.nbytes
@@ -126,7 +185,10 @@ def test_takes_external_data_along(tmp_path: Path) -> None:
 
 def test_runs_an_int8_graph(tmp_path: Path) -> None:
     constants = {"s": np.array(0.5, np.float32), "z": np.array(3, np.uint8)}
-    nodes = [helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]), helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"])]
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"]),
+    ]
     proto = model(nodes, [("x", "float32", (3,))], [("y", "float32", (3,))], constants)
     recipe = Recipe(backend="onnxruntime", precision=Precision.INT8)
     source = made(tmp_path / "in", proto, Precision.INT8)
@@ -138,11 +200,20 @@ def test_runs_an_int8_graph(tmp_path: Path) -> None:
 
 
 def test_values_that_the_graph_cannot_take_are_a_data_error(tmp_path: Path) -> None:
-    proto = model([helper.make_node("Gather", ["table", "ids"], ["y"])], [("ids", "int64", (2,))], [("y", "float32", (2, 3))], {"table": ramp(4, 3)})
-    engine = onnxruntime_.build(made(tmp_path / "in", proto), FP32, BuildOptions(profiles=()), tmp_path)
+    proto = model(
+        [helper.make_node("Gather", ["table", "ids"], ["y"])],
+        [("ids", "int64", (2,))],
+        [("y", "float32", (2, 3))],
+        {"table": ramp(4, 3)},
+    )
+    engine = onnxruntime_.build(
+        made(tmp_path / "in", proto), FP32, BuildOptions(profiles=()), tmp_path
+    )
     with closing(onnxruntime_.load(engine)) as loaded, closing(loaded.session()) as session:
         session.bind({"ids": np.array([0, 9])})
-        with pytest.raises(DataError, match=r"cannot run on these inputs: .*out of data bounds") as caught:
+        with pytest.raises(
+            DataError, match=r"cannot run on these inputs: .*out of data bounds"
+        ) as caught:
             session.execute()
         assert "onnxruntime_src" not in caught.value.message
         session.bind({"ids": np.array([0, 3])})
@@ -162,11 +233,15 @@ def test_q_dq_are_computed_as_written_where_the_recipe_says_so(tmp_path: Path) -
     """The reference of a quantised model. As int8, ONNX Runtime rounds this bias to integers of 0.0002 or 0.0004, and it is gone."""
     conv = PLAIN.replace("(xd, wd)", "(xd, wd, b)").replace("y = Relu(c)", "r = Relu(c)")
     body = f"{conv} rq = QuantizeLinear(r, t, u0) y = DequantizeLinear(rq, t, u0)"
-    constants = CONSTANTS.replace("float[4] b,", "float[4] b = {0.00008, 0.00008, 0.00008, 0.00008},").replace("t = {0.03}", "t = {0.00003}")
+    constants = CONSTANTS.replace(
+        "float[4] b,", "float[4] b = {0.00008, 0.00008, 0.00008, 0.00008},"
+    ).replace("t = {0.03}", "t = {0.00003}")
     source = made(tmp_path / "in", quantised(body, constants=constants))
     recipe = FP32.model_copy(update={"variant": onnxruntime_.AS_WRITTEN})
     (tmp_path / "out").mkdir()
-    engine = onnxruntime_.build(source, recipe, BuildOptions(profiles=(), threads=1), tmp_path / "out")
+    engine = onnxruntime_.build(
+        source, recipe, BuildOptions(profiles=(), threads=1), tmp_path / "out"
+    )
     with closing(onnxruntime_.load(engine)) as loaded, closing(loaded.session()) as session:
         session.bind({"x": np.zeros((2, 4, 8, 8), np.float32)})
         session.execute()
@@ -174,9 +249,15 @@ def test_q_dq_are_computed_as_written_where_the_recipe_says_so(tmp_path: Path) -
     assert np.allclose(answers["y"], 3 * 0.00003)
 
 
-@pytest.mark.parametrize(("load", "stops"), [(backends.load, False), (backends.load_to_serve, True)])
-def test_threads_of_engines_that_serve_soon_sleep(tmp_path: Path, load: Callable[[Engine], Loaded], stops: bool) -> None:
-    engine = onnxruntime_.build(made(tmp_path / "in", convolution().proto), FP32, BuildOptions(profiles=()), tmp_path)
+@pytest.mark.parametrize(
+    ("load", "stops"), [(backends.load, False), (backends.load_to_serve, True)]
+)
+def test_threads_of_engines_that_serve_soon_sleep(
+    tmp_path: Path, load: Callable[[Engine], Loaded], stops: bool
+) -> None:
+    engine = onnxruntime_.build(
+        made(tmp_path / "in", convolution().proto), FP32, BuildOptions(profiles=()), tmp_path
+    )
     with closing(load(engine)) as loaded:
         assert isinstance(loaded, onnxruntime_.OrtLoaded)
         assert loaded._session is not None
@@ -186,4 +267,6 @@ def test_threads_of_engines_that_serve_soon_sleep(tmp_path: Path, load: Callable
                 options.get_session_config_entry("session.force_spinning_stop")
             return
         assert options.get_session_config_entry("session.force_spinning_stop") == "1"
-        assert options.get_session_config_entry("session.intra_op.spin_duration_us") == str(onnxruntime_.SPIN_US)
+        assert options.get_session_config_entry("session.intra_op.spin_duration_us") == str(
+            onnxruntime_.SPIN_US
+        )

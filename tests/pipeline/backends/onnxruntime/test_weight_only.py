@@ -18,9 +18,23 @@ from pipeline.onnx_graph.compare import open_reference
 from pipeline.onnx_graph.graph import read_proto
 from pipeline.quantization.half_precision import flatten
 from pipeline.results.precision_audit import mislabelled
-from tests.builders.convert import ATTENTION, RESIDUAL, error_of, model_from_text, operators, proto_from_text
+from tests.builders.convert import (
+    ATTENTION,
+    RESIDUAL,
+    error_of,
+    model_from_text,
+    operators,
+    proto_from_text,
+)
 
-INT4 = Recipe(backend="onnxruntime", precision=Precision.INT4, quantizer="onnxruntime", weight_only=True, block_size=32, activation="float")
+INT4 = Recipe(
+    backend="onnxruntime",
+    precision=Precision.INT4,
+    quantizer="onnxruntime",
+    weight_only=True,
+    block_size=32,
+    activation="float",
+)
 INT8 = INT4.model_copy(update={"precision": Precision.INT8})
 
 LINEAR = """
@@ -64,15 +78,29 @@ def answers(model: OnnxModel, recipe: Recipe, folder: Path, feeds: Tensors) -> T
 
 
 @pytest.mark.parametrize(("recipe", "least", "most"), [(INT8, 1e-4, 0.02), (INT4, 0.005, 0.3)])
-def test_every_linear_layer_holds_few_bits_and_answers_nearly_alike(recipe: Recipe, least: float, most: float, tmp_path: Path) -> None:
+def test_every_linear_layer_holds_few_bits_and_answers_nearly_alike(
+    recipe: Recipe, least: float, most: float, tmp_path: Path
+) -> None:
     model = linear(tmp_path)
     made, graph = compressed(model, recipe, tmp_path / "out")
     assert operators(graph)["MatMulNBits"] == 5
     assert operators(graph)["Gemm"] == 1  # its alpha is not 1
-    bits = {attribute.i for node in graph.node for attribute in node.attribute if attribute.name == "bits"}
+    bits = {
+        attribute.i
+        for node in graph.node
+        for attribute in node.attribute
+        if attribute.name == "bits"
+    }
     assert bits == {int(recipe.precision.removeprefix("int"))}
-    assert (made.inputs, made.outputs, made.precision) == (model.inputs, model.outputs, recipe.precision)
-    expected, got = open_reference(model.path)(FEEDS), answers(made, recipe, tmp_path / "engine", FEEDS)
+    assert (made.inputs, made.outputs, made.precision) == (
+        model.inputs,
+        model.outputs,
+        recipe.precision,
+    )
+    expected, got = (
+        open_reference(model.path)(FEEDS),
+        answers(made, recipe, tmp_path / "engine", FEEDS),
+    )
     error = np.abs(got["y"] - expected["y"]).max() / np.abs(expected["y"]).max()
     assert least < error < most
     np.testing.assert_array_equal(got["m"], expected["m"])
@@ -81,24 +109,34 @@ def test_every_linear_layer_holds_few_bits_and_answers_nearly_alike(recipe: Reci
 def test_the_note_counts_layers_and_bytes(tmp_path: Path) -> None:
     made, graph = compressed(linear(tmp_path), INT4, tmp_path / "out")
     (note,) = made.notes
-    assert note.text.startswith("5 of 6 linear layers hold their weights in 4 bits; as they were: twice; all constants together: ")
-    assert len([tensor.name for tensor in graph.initializer]) == len({tensor.name for tensor in graph.initializer})  # two layers share w4
+    assert note.text.startswith(
+        "5 of 6 linear layers hold their weights in 4 bits; as they were: twice; all constants together: "
+    )
+    assert len([tensor.name for tensor in graph.initializer]) == len(
+        {tensor.name for tensor in graph.initializer}
+    )  # two layers share w4
 
 
 def test_only_what_is_not_kept_is_changed(tmp_path: Path) -> None:
     model = linear(tmp_path)
-    _, graph = compressed(model, INT4.model_copy(update={"keep_fp32": ("turned", "up")}), tmp_path / "out")
+    _, graph = compressed(
+        model, INT4.model_copy(update={"keep_fp32": ("turned", "up")}), tmp_path / "out"
+    )
     assert {"up", "turned"} <= {node.name for node in graph.node}
     assert operators(graph)["MatMulNBits"] == 3
     with pytest.raises(PlanError, match="no node matches 'downn'"):
-        compress_with_onnxruntime(model, INT4.model_copy(update={"keep_fp32": ("downn",)}), tmp_path)
+        compress_with_onnxruntime(
+            model, INT4.model_copy(update={"keep_fp32": ("downn",)}), tmp_path
+        )
 
 
 def test_blocks_share_a_scale(tmp_path: Path) -> None:
     model = linear(tmp_path)
     sizes = {}
     for block in (32, 64):
-        _, graph = compressed(model, INT4.model_copy(update={"block_size": block}), tmp_path / f"b{block}")
+        _, graph = compressed(
+            model, INT4.model_copy(update={"block_size": block}), tmp_path / f"b{block}"
+        )
         sizes[block] = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
     assert sizes[32]["w1_scales"] == [64, 2]  # 48 inputs are a block and a half
     assert sizes[64]["w1_scales"] == [64, 1]
@@ -112,8 +150,15 @@ def test_activations_become_int8_only_where_the_recipe_says_so(tmp_path: Path) -
     for activation in ("float", "int8"):
         recipe = INT8.model_copy(update={"activation": activation})
         made, graph = compressed(model, recipe, tmp_path / activation)
-        levels[activation] = {attribute.i for node in graph.node for attribute in node.attribute if attribute.name == "accuracy_level"}
-        errors[activation] = np.abs(answers(made, recipe, tmp_path / f"{activation}_engine", FEEDS)["y"] - expected).max()
+        levels[activation] = {
+            attribute.i
+            for node in graph.node
+            for attribute in node.attribute
+            if attribute.name == "accuracy_level"
+        }
+        errors[activation] = np.abs(
+            answers(made, recipe, tmp_path / f"{activation}_engine", FEEDS)["y"] - expected
+        ).max()
     assert levels == {"float": set(), "int8": {4}}
     assert errors["float"] < errors["int8"]
 
@@ -126,7 +171,9 @@ def test_a_gemm_split_is_the_same_sum(tmp_path: Path) -> None:
     split = tmp_path / "split.onnx"
     split.write_bytes(proto.SerializeToString())
     for name, expected in open_reference(tmp_path / "source" / "source.onnx")(FEEDS).items():
-        np.testing.assert_allclose(open_reference(split)(FEEDS)[name], expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            open_reference(split)(FEEDS)[name], expected, rtol=1e-5, atol=1e-5
+        )
 
 
 def test_attention_keeps_its_products_of_activations(tmp_path: Path) -> None:
@@ -135,7 +182,10 @@ def test_attention_keeps_its_products_of_activations(tmp_path: Path) -> None:
     assert operators(graph)["MatMulNBits"] == 3
     assert operators(graph)["MatMul"] == 2
     random = np.random.default_rng(0)
-    feeds = {"x": random.standard_normal((2, 5, 8)).astype(np.float32), "mask": np.zeros((2, 1, 5), np.float32)}
+    feeds = {
+        "x": random.standard_normal((2, 5, 8)).astype(np.float32),
+        "mask": np.zeros((2, 1, 5), np.float32),
+    }
     assert error_of(model, made, feeds) < 0.02
 
 
@@ -145,29 +195,43 @@ def test_a_weight_that_is_no_matrix_or_comes_first_is_left(tmp_path: Path) -> No
     { [stack] y = MatMul (x, w) [first] a = MatMul (v, x) [plain] z = MatMul (a, u) }"""
     made, graph = compressed(model_from_text(tmp_path / "source", text), INT8, tmp_path / "out")
     assert operators(graph)["MatMulNBits"] == 1
-    assert "1 of 3 linear layers hold their weights in 8 bits; as they were: stack, first" in made.notes[0].text
+    assert (
+        "1 of 3 linear layers hold their weights in 8 bits; as they were: stack, first"
+        in made.notes[0].text
+    )
 
 
 def test_what_can_hold_no_such_weights_is_refused(tmp_path: Path) -> None:
     convolutions = model_from_text(tmp_path / "convolutions", RESIDUAL)
     with pytest.raises(UnsupportedError, match="int8 weight-only would only be its name"):
-        compress_with_onnxruntime(convolutions, INT8.model_copy(update={"keep_fp32": ("fc",)}), tmp_path)
+        compress_with_onnxruntime(
+            convolutions, INT8.model_copy(update={"keep_fp32": ("fc",)}), tmp_path
+        )
     proto = proto_from_text(RESIDUAL)
     weight = next(tensor for tensor in proto.graph.initializer if tensor.name == "w3")
     quantised = numpy_helper.from_array(np.ones((4, 5), np.int8), "w3_q")
     proto.graph.initializer.extend([quantised, numpy_helper.from_array(np.float32(0.1), "s")])
     proto.graph.initializer.remove(weight)
-    proto.graph.node.insert(0, onnx.helper.make_node("DequantizeLinear", ["w3_q", "s"], ["w3"], name="dq"))
+    proto.graph.node.insert(
+        0, onnx.helper.make_node("DequantizeLinear", ["w3_q", "s"], ["w3"], name="dq")
+    )
     (tmp_path / "qdq").mkdir()
     onnx.save_model(proto, str(tmp_path / "qdq" / "source.onnx"))
     with pytest.raises(UnsupportedError, match="holds Q/DQ pairs already"):
-        compress_with_onnxruntime(convolutions.model_copy(update={"root": tmp_path / "qdq"}), INT8, tmp_path)
+        compress_with_onnxruntime(
+            convolutions.model_copy(update={"root": tmp_path / "qdq"}), INT8, tmp_path
+        )
 
 
 @pytest.mark.parametrize("recipe", [INT4, INT8.model_copy(update={"activation": "int8"})])
-def test_what_ran_proves_the_label_and_unmasks_an_fp32_engine_that_bears_it(recipe: Recipe, tmp_path: Path) -> None:
+def test_what_ran_proves_the_label_and_unmasks_an_fp32_engine_that_bears_it(
+    recipe: Recipe, tmp_path: Path
+) -> None:
     model = linear(tmp_path)
-    graphs = {"few": compressed(model, recipe, tmp_path / "out")[0], "fp32": model.model_copy(update={"precision": recipe.precision})}
+    graphs = {
+        "few": compressed(model, recipe, tmp_path / "out")[0],
+        "fp32": model.model_copy(update={"precision": recipe.precision}),
+    }
     verdicts = {}
     for name, graph in graphs.items():
         (tmp_path / name).mkdir()

@@ -28,7 +28,13 @@ PROFILES = (Profile(dims={"N": [1, 1, 8], "T": [8, 8, 8]}),)
 ALLOWED = BuildOptions(profiles=PROFILES)
 INT8 = Recipe(backend="openvino", precision=Precision.INT8, quantizer="nncf", activation="uint8")
 FP32 = Recipe(backend="openvino", precision=Precision.FP32)
-NARROW = Recipe(backend="openvino", precision=Precision.INT8, quantizer="nncf", weight_only=True, activation="float")
+NARROW = Recipe(
+    backend="openvino",
+    precision=Precision.INT8,
+    quantizer="nncf",
+    weight_only=True,
+    activation="float",
+)
 
 ENCODER = """
 <ir_version: 9, opset_import: ["" : 17]>
@@ -56,7 +62,9 @@ net (float[N, T, 32] x) => (float[N, T, 32] y)
 def encoder(folder: Path, outliers: float) -> OnnxModel:
     """One block whose norms make two channels so many times larger, as those of language models do, and the rows that read them smaller."""
     proto = proto_from_text(ENCODER)
-    arrays = {tensor.name: numpy_helper.to_array(tensor).copy() for tensor in proto.graph.initializer}
+    arrays = {
+        tensor.name: numpy_helper.to_array(tensor).copy() for tensor in proto.graph.initializer
+    }
     for gain in ("gain", "gain2"):
         arrays[gain] = np.ones(32, np.float32)
         arrays[gain][[3, 17]] = outliers
@@ -79,7 +87,9 @@ def quantised(model: OnnxModel, smooth: bool | None, folder: Path) -> OnnxModel:
     out = folder / f"smooth_{smooth}"
     out.mkdir()
     recipe = INT8.model_copy(update={"smooth_quant": smooth})
-    return call_in_child(quantize_with_nncf, model, samples, recipe, CalibrationConfig(), ALLOWED, out, name="nncf")
+    return call_in_child(
+        quantize_with_nncf, model, samples, recipe, CalibrationConfig(), ALLOWED, out, name="nncf"
+    )
 
 
 def cosine(expected: Tensors, got: Tensors) -> float:
@@ -92,7 +102,9 @@ def test_smooth_quant_saves_what_outliers_would_cost(tmp_path: Path) -> None:
     model, feeds = encoder(tmp_path / "source", outliers=60.0), states(8, 1)
     expected = open_reference(model.path)(feeds)
     made = {smooth: quantised(model, smooth, tmp_path) for smooth in (True, False)}
-    cosines = {smooth: cosine(expected, open_reference(each.path)(feeds)) for smooth, each in made.items()}
+    cosines = {
+        smooth: cosine(expected, open_reference(each.path)(feeds)) for smooth, each in made.items()
+    }
     assert cosines[True] > 0.995
     assert cosines[False] < cosines[True] - 0.02
     assert "SmoothQuant rescales 3 activations" in made[True].notes[-1].text
@@ -109,12 +121,28 @@ def test_smooth_quant_that_finds_nothing_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("precision", "block", "kept", "least", "said"),
     [
-        (Precision.INT8, 0, ("up", "v"), 0.9999, "3 of 5 linear layers hold their weights in 8 bits; as they were: v, up"),
-        (Precision.INT4, 32, (), 0.98, "4 of 5 linear layers hold their weights in 4 bits; 1 of 5 linear layers hold their weights in 8 bits"),
+        (
+            Precision.INT8,
+            0,
+            ("up", "v"),
+            0.9999,
+            "3 of 5 linear layers hold their weights in 8 bits; as they were: v, up",
+        ),
+        (
+            Precision.INT4,
+            32,
+            (),
+            0.98,
+            "4 of 5 linear layers hold their weights in 4 bits; 1 of 5 linear layers hold their weights in 8 bits",
+        ),
     ],
 )
-def test_weights_alone_have_few_bits(precision: Precision, block: int, kept: tuple[str, ...], least: float, said: str, tmp_path: Path) -> None:
-    recipe = NARROW.model_copy(update={"precision": precision, "block_size": block, "keep_fp32": kept})
+def test_weights_alone_have_few_bits(
+    precision: Precision, block: int, kept: tuple[str, ...], least: float, said: str, tmp_path: Path
+) -> None:
+    recipe = NARROW.model_copy(
+        update={"precision": precision, "block_size": block, "keep_fp32": kept}
+    )
     model, feeds = encoder(tmp_path / "source", outliers=1.0), states(8, 1)
     for folder in ("made", "engine", "fp32"):
         (tmp_path / folder).mkdir()
@@ -127,11 +155,20 @@ def test_weights_alone_have_few_bits(precision: Precision, block: int, kept: tup
     table = openvino_.layers(engine, feeds)
     assert table is not None
     assert mislabelled(precision, table, kept, weight_only=True) == ""
-    assert engine.path.with_suffix(".bin").stat().st_size < openvino_.build(model, FP32, ALLOWED, tmp_path / "fp32").size_bytes
+    assert (
+        engine.path.with_suffix(".bin").stat().st_size
+        < openvino_.build(model, FP32, ALLOWED, tmp_path / "fp32").size_bytes
+    )
 
 
 def test_int4_of_a_last_layer_alone_is_refused(tmp_path: Path) -> None:
     """NNCF gives the last layer 8 bits, and convolutions none in blocks."""
     recipe = NARROW.model_copy(update={"precision": Precision.INT4, "block_size": 32})
     with pytest.raises(UnsupportedError, match="int4 weight-only would only be its name"):
-        call_in_child(compress_with_nncf, model_from_text(tmp_path / "source", RESIDUAL), recipe, tmp_path, name="nncf")
+        call_in_child(
+            compress_with_nncf,
+            model_from_text(tmp_path / "source", RESIDUAL),
+            recipe,
+            tmp_path,
+            name="nncf",
+        )

@@ -38,9 +38,17 @@ def on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def source_of(function: str, *inputs: TensorSpec, outputs: tuple[str, ...] = (), weights: Path | None = None, folder: Path = BUILDERS) -> ModelSource:
+def source_of(
+    function: str,
+    *inputs: TensorSpec,
+    outputs: tuple[str, ...] = (),
+    weights: Path | None = None,
+    folder: Path = BUILDERS,
+) -> ModelSource:
     entrypoint = function if ":" in function else f"models:{function}"
-    source = ModelSource(entrypoint=entrypoint, python_path=folder, inputs=inputs, outputs=outputs, weights=weights)
+    source = ModelSource(
+        entrypoint=entrypoint, python_path=folder, inputs=inputs, outputs=outputs, weights=weights
+    )
     return source.model_copy(update={"digest": digest_of_source(source)})
 
 
@@ -52,9 +60,13 @@ def engine_of(
     precision: Precision = Precision.FP32,
     mode: CompileMode | None = None,
 ) -> Engine:
-    model = OnnxModel(root=out, file="model.onnx", digest="d", opset=20, inputs=source.inputs, outputs=outputs)
+    model = OnnxModel(
+        root=out, file="model.onnx", digest="d", opset=20, inputs=source.inputs, outputs=outputs
+    )
     recipe = Recipe(backend="pytorch", precision=precision, variant=variant, mode=mode)
-    return pytorch_.build_baseline(source, model, recipe, BuildOptions(profiles=(PROFILE,), threads=1), out)
+    return pytorch_.build_baseline(
+        source, model, recipe, BuildOptions(profiles=(PROFILE,), threads=1), out
+    )
 
 
 def run(engine: Engine, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -15,10 +15,29 @@ from safetensors.torch import save_file
 
 from pipeline.backends.pytorch import backend as pytorch_
 from pipeline.backends.pytorch.inductor import CudaHeaders, cuda_headers, lack_of_tools, seed_cache
-from pipeline.backends.pytorch.module import allow_tf32, array_from_tensor, in_precision, load_module, name_outputs, run_module, tensor_from_array
+from pipeline.backends.pytorch.module import (
+    allow_tf32,
+    array_from_tensor,
+    in_precision,
+    load_module,
+    name_outputs,
+    run_module,
+    tensor_from_array,
+)
 from pipeline.core import BuildOptions, ModelSource, OnnxModel, Precision, TensorSpec
 from pipeline.errors import BackendUnavailable, DataError, HostError, ModelError, UnsupportedError
-from tests.pipeline.backends.pytorch.builders import CLASSES, COMPILE, EMBEDDING, IDS, IMAGE, MASK, TOKENS, engine_of, run, source_of
+from tests.pipeline.backends.pytorch.builders import (
+    CLASSES,
+    COMPILE,
+    EMBEDDING,
+    IDS,
+    IMAGE,
+    MASK,
+    TOKENS,
+    engine_of,
+    run,
+    source_of,
+)
 
 # --- loading ---
 
@@ -34,7 +53,10 @@ def test_weights_come_from_the_file_and_the_module_is_in_eval_mode(tmp_path: Pat
 
 def test_random_weights_follow_the_seed() -> None:
     source = source_of("residual_cnn", IMAGE)
-    one, same, other = (load_module(source.model_copy(update={"seed": seed})).state_dict()["head.weight"] for seed in (1, 1, 2))
+    one, same, other = (
+        load_module(source.model_copy(update={"seed": seed})).state_dict()["head.weight"]
+        for seed in (1, 1, 2)
+    )
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
 
@@ -43,7 +65,13 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     state = load_module(source_of("residual_cnn", IMAGE)).state_dict()
     file = tmp_path / "w.safetensors"
     source = source_of("residual_cnn", IMAGE).model_copy(update={"weights": file})
-    save_file({"extra": torch.zeros(1), **{name: value for name, value in state.items() if name != "head.bias"}}, file)
+    save_file(
+        {
+            "extra": torch.zeros(1),
+            **{name: value for name, value in state.items() if name != "head.bias"},
+        },
+        file,
+    )
     with pytest.raises(ModelError, match=r"lacks head\.bias and has unknown extra"):
         load_module(source)
     save_file({**state, "head.bias": torch.zeros(3)}, file)
@@ -64,7 +92,9 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
         ("def make(): raise SystemExit(5)\n", "raised SystemExit: 5"),
     ],
 )
-def test_an_entrypoint_that_fails_is_named_with_its_cause(tmp_path: Path, text: str, expected: str) -> None:
+def test_an_entrypoint_that_fails_is_named_with_its_cause(
+    tmp_path: Path, text: str, expected: str
+) -> None:
     name = f"entry_{abs(hash(text))}"  # a module is imported once per process
     (tmp_path / f"{name}.py").write_text(text)
     with pytest.raises(ModelError, match=expected):
@@ -113,7 +143,9 @@ def test_outputs_take_the_plans_names_and_must_be_as_many() -> None:
         name_outputs({"image": X}, source_of("several", IMAGE))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool"]
+)
 def test_arrays_cross_to_torch_and_back(dtype: str) -> None:
     array = np.array([[0, 1], [1, 0]]).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     array.flags.writeable = False
@@ -137,37 +169,62 @@ def test_a_model_that_fails_says_on_what() -> None:
 
 
 @pytest.mark.parametrize("variant", ["eager", "traced", COMPILE])
-def test_every_variant_answers_as_the_module_does_at_every_shape(tmp_path: Path, variant: str) -> None:
+def test_every_variant_answers_as_the_module_does_at_every_shape(
+    tmp_path: Path, variant: str
+) -> None:
     source = source_of("residual_cnn", IMAGE, outputs=("classes",))
     engine = engine_of(source, (CLASSES,), variant, tmp_path)
     module = load_module(source)
     for batch in (2, 5):
         image = np.random.default_rng(batch).standard_normal((batch, 1, 8, 8)).astype(np.float32)
         got = run(engine, {"image": image})
-        np.testing.assert_allclose(got["classes"], run_module(module, source, {"image": image})["classes"], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            got["classes"],
+            run_module(module, source, {"image": image})["classes"],
+            rtol=1e-4,
+            atol=1e-5,
+        )
 
 
 def test_several_inputs_and_a_dict_of_outputs(tmp_path: Path) -> None:
     source = source_of("encoder", IDS, MASK)
-    feeds = {"mask": np.ones((3, 5), np.int64), "ids": np.arange(15).reshape(3, 5)}  # bound by name, not by order
+    feeds = {
+        "mask": np.ones((3, 5), np.int64),
+        "ids": np.arange(15).reshape(3, 5),
+    }  # bound by name, not by order
     for variant in ("eager", "traced"):
         got = run(engine_of(source, (EMBEDDING, TOKENS), variant, tmp_path), feeds)
-        assert [(name, array.shape) for name, array in got.items()] == [("embedding", (3, 16)), ("tokens", (3, 5, 16))]
+        assert [(name, array.shape) for name, array in got.items()] == [
+            ("embedding", (3, 16)),
+            ("tokens", (3, 5, 16)),
+        ]
 
 
 def test_bind_refuses_what_the_engine_does_not_take(tmp_path: Path) -> None:
-    session = pytorch_.load(engine_of(source_of("encoder", IDS, MASK), (EMBEDDING, TOKENS), "eager", tmp_path)).session()
+    session = pytorch_.load(
+        engine_of(source_of("encoder", IDS, MASK), (EMBEDDING, TOKENS), "eager", tmp_path)
+    ).session()
     ids = np.zeros((2, 4), np.int64)
-    for feeds in ({"ids": ids}, {"ids": ids, "mask": ids.astype(np.int32)}, {"ids": ids, "mask": ids[:1]}, {"ids": ids[:, :0], "mask": ids[:, :0]}):
+    for feeds in (
+        {"ids": ids},
+        {"ids": ids, "mask": ids.astype(np.int32)},
+        {"ids": ids, "mask": ids[:1]},
+        {"ids": ids[:, :0], "mask": ids[:, :0]},
+    ):
         with pytest.raises(DataError):
             session.bind(feeds)
 
 
 def test_the_caller_owns_what_it_fetched(tmp_path: Path) -> None:
-    specs = tuple(TensorSpec(name=f"output_{i}", dtype=dtype, shape=()) for i, dtype in enumerate(("float32", "int64", "bool")))
+    specs = tuple(
+        TensorSpec(name=f"output_{i}", dtype=dtype, shape=())
+        for i, dtype in enumerate(("float32", "int64", "bool"))
+    )
     x = TensorSpec(name="x", dtype="float32", shape=("batch", 3))
     scale = TensorSpec(name="scale", dtype="float32", shape=())
-    session = pytorch_.load(engine_of(source_of("several", x, scale), specs, "eager", tmp_path)).session()
+    session = pytorch_.load(
+        engine_of(source_of("several", x, scale), specs, "eager", tmp_path)
+    ).session()
     fetched = []
     for value in (1.0, 2.0):
         session.bind({"x": np.ones((1, 3), np.float32), "scale": np.array(value, np.float32)})
@@ -188,7 +245,10 @@ def test_an_engine_does_not_load_once_the_source_has_changed(tmp_path: Path) -> 
 
 
 def test_two_sources_with_one_export_are_two_engines(tmp_path: Path) -> None:
-    engines = [engine_of(source_of(function, IMAGE), (CLASSES,), "eager", tmp_path) for function in ("residual_cnn", "several")]
+    engines = [
+        engine_of(source_of(function, IMAGE), (CLASSES,), "eager", tmp_path)
+        for function in ("residual_cnn", "several")
+    ]
     assert len({engine.digest for engine in engines}) == 2
 
 
@@ -200,15 +260,27 @@ def test_what_pytorch_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="not on 'cuda'"):
         pytorch_.load(engine, "cuda")
     with pytest.raises(BackendUnavailable, match="version"):
-        pytorch_.load(engine.model_copy(update={"target": engine.target.model_copy(update={"version": "1.0"})}))
+        pytorch_.load(
+            engine.model_copy(
+                update={"target": engine.target.model_copy(update={"version": "1.0"})}
+            )
+        )
     with pytest.raises(BackendUnavailable, match=r"compute capability 9\.0, this host has none"):
-        pytorch_.load(engine.model_copy(update={"target": engine.target.model_copy(update={"compute_capability": "9.0"})}))
-    model = OnnxModel(root=tmp_path, file="model.onnx", digest="d", opset=20, inputs=(IMAGE,), outputs=(CLASSES,))
+        pytorch_.load(
+            engine.model_copy(
+                update={"target": engine.target.model_copy(update={"compute_capability": "9.0"})}
+            )
+        )
+    model = OnnxModel(
+        root=tmp_path, file="model.onnx", digest="d", opset=20, inputs=(IMAGE,), outputs=(CLASSES,)
+    )
     with pytest.raises(UnsupportedError, match="a baseline, not a candidate"):
         pytorch_.build(model, engine.recipe, BuildOptions(profiles=()), tmp_path)
 
 
-def test_compile_without_a_compiler_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_without_a_compiler_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(HostError, match="no 'no-such-compiler'") as caught:
         engine_of(source_of("residual_cnn", IMAGE), (CLASSES,), "compile", tmp_path)

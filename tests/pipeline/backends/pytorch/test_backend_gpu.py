@@ -17,7 +17,18 @@ from pipeline.core import Engine, ModelSource, Progress, TensorSpec
 from pipeline.errors import HostError, ModelError
 from pipeline.execution.child_process import call_in_child
 from pipeline.plan.source import digest_of_source
-from tests.pipeline.backends.pytorch.builders import CLASSES, COMPILE, EMBEDDING, IDS, IMAGE, MASK, TOKENS, engine_of, run, source_of
+from tests.pipeline.backends.pytorch.builders import (
+    CLASSES,
+    COMPILE,
+    EMBEDDING,
+    IDS,
+    IMAGE,
+    MASK,
+    TOKENS,
+    engine_of,
+    run,
+    source_of,
+)
 
 
 def write_model(folder: Path, forward: str) -> str:
@@ -37,7 +48,13 @@ def write_model(folder: Path, forward: str) -> str:
     return f"{name}:make"
 
 
-def build_in_child(source: ModelSource, outputs: tuple[TensorSpec, ...], variant: str, out: Path, progress: Progress) -> Engine:
+def build_in_child(
+    source: ModelSource,
+    outputs: tuple[TensorSpec, ...],
+    variant: str,
+    out: Path,
+    progress: Progress,
+) -> Engine:
     return engine_of(source, outputs, variant, out)
 
 
@@ -45,21 +62,35 @@ def why_in_child(progress: Progress) -> str:
     return why_not_cuda()
 
 
-def test_a_gpu_that_torch_cannot_use_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_torch_cannot_use_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """nvidia-smi lists a GPU, CUDA finds none of that name: as with a torch without code for this GPU, or a driver that is too old."""
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 'NVIDIA T0, GPU-00000000-0000-0000-0000-00000000c0de, 7.5, 450.1, 1024, 1000, 1000'\n")
+    smi.write_text(
+        "#!/bin/sh\necho 'NVIDIA T0, GPU-00000000-0000-0000-0000-00000000c0de, 7.5, 450.1, 1024, 1000, 1000'\n"
+    )
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-00000000-0000-0000-0000-00000000c0de")
     here = pytorch_.probe()
     assert (here.device, here.compute_capability, here.driver) == ("NVIDIA T0", "7.5", "450.1")
-    engine = call_in_child(build_in_child, source_of("residual_cnn", IMAGE), (CLASSES,), "eager", tmp_path, name="build")
+    engine = call_in_child(
+        build_in_child,
+        source_of("residual_cnn", IMAGE),
+        (CLASSES,),
+        "eager",
+        tmp_path,
+        name="build",
+    )
     assert engine.target.compute_capability is None
     (note,) = engine.notes
     assert "PyTorch runs on the CPU, because it cannot use NVIDIA T0" in note.text
     image = np.ones((2, 1, 8, 8), np.float32)
-    assert run(engine, {"image": image})["classes"].shape == (2, 10)  # and such an engine loads where it was built
+    assert run(engine, {"image": image})["classes"].shape == (
+        2,
+        10,
+    )  # and such an engine loads where it was built
 
 
 def test_torch_without_a_gpu_says_why() -> None:
@@ -74,13 +105,24 @@ def test_tensors_on_two_devices_and_a_full_gpu_are_told_apart(tmp_path: Path) ->
     with pytest.raises(ModelError, match="two devices") as caught:
         run_module(load_module(source), source, feeds)
     assert "on the CPU" in caught.value.next_step
-    source = source_of(write_model(tmp_path, "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 9 TiB.')"), x, folder=tmp_path)
+    source = source_of(
+        write_model(
+            tmp_path, "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 9 TiB.')"
+        ),
+        x,
+        folder=tmp_path,
+    )
     with pytest.raises(HostError, match="GPU's memory ran out in PyTorch: CUDA out of memory"):
         run_module(load_module(source), source, feeds)
 
 
 def answer_on_gpu(
-    source: ModelSource, outputs: tuple[TensorSpec, ...], variant: str, out: Path, feeds: list[dict[str, np.ndarray]], progress: Progress
+    source: ModelSource,
+    outputs: tuple[TensorSpec, ...],
+    variant: str,
+    out: Path,
+    feeds: list[dict[str, np.ndarray]],
+    progress: Progress,
 ) -> list[dict[str, np.ndarray] | str]:
     """Every answer in turn of one session, or the error in its place; the last holds the device time of a run, in seconds."""
     engine = engine_of(source, outputs, variant, out)
@@ -104,7 +146,10 @@ def answer_on_gpu(
 
 
 def images(*batches: int) -> list[dict[str, np.ndarray]]:
-    return [{"image": np.random.default_rng(index).standard_normal((batch, 1, 8, 8)).astype(np.float32)} for index, batch in enumerate(batches)]
+    return [
+        {"image": np.random.default_rng(index).standard_normal((batch, 1, 8, 8)).astype(np.float32)}
+        for index, batch in enumerate(batches)
+    ]
 
 
 @pytest.mark.gpu
@@ -112,10 +157,14 @@ def images(*batches: int) -> list[dict[str, np.ndarray]]:
 def test_on_the_gpu_every_variant_answers_as_the_module_does(tmp_path: Path, variant: str) -> None:
     source = source_of("residual_cnn", IMAGE, outputs=("classes",))
     feeds = images(2, 5, 2)
-    *answers, time = call_in_child(answer_on_gpu, source, (CLASSES,), variant, tmp_path, feeds, name=variant)
+    *answers, time = call_in_child(
+        answer_on_gpu, source, (CLASSES,), variant, tmp_path, feeds, name=variant
+    )
     module = load_module(source)
     for got, each in zip(answers, feeds, strict=True):
-        np.testing.assert_allclose(got["classes"], run_module(module, source, each)["classes"], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            got["classes"], run_module(module, source, each)["classes"], rtol=1e-4, atol=1e-5
+        )
     assert 0 < time["seconds"] < 1
 
 
@@ -126,7 +175,9 @@ def test_on_the_gpu_fp32_is_not_tf32(tmp_path: Path) -> None:
     y = x.model_copy(update={"name": "output_0"})
     source = source_of(write_model(tmp_path, "return self.weight * (x @ x)"), x, folder=tmp_path)
     array = np.random.default_rng(0).standard_normal((1, 1024, 1024)).astype(np.float32)
-    answer, _ = call_in_child(answer_on_gpu, source, (y,), "eager", tmp_path, [{"x": array}], name="matmul")
+    answer, _ = call_in_child(
+        answer_on_gpu, source, (y,), "eager", tmp_path, [{"x": array}], name="matmul"
+    )
     exact = array.astype(np.float64) @ array.astype(np.float64)
     assert np.abs(answer["output_0"] - exact).max() / np.abs(exact).max() < 1e-5
 
@@ -135,35 +186,74 @@ def test_on_the_gpu_fp32_is_not_tf32(tmp_path: Path) -> None:
 def test_on_the_gpu_several_inputs_dtypes_and_data_dependent_outputs(tmp_path: Path) -> None:
     ids = {"mask": np.ones((3, 5), np.int64), "ids": np.arange(15).reshape(3, 5)}
     encoder = source_of("encoder", IDS, MASK)
-    answer, _ = call_in_child(answer_on_gpu, encoder, (EMBEDDING, TOKENS), "eager", tmp_path, [ids], name="encoder")
-    np.testing.assert_allclose(answer["tokens"], run_module(load_module(encoder), encoder, ids)["tokens"], rtol=1e-4, atol=1e-5)
+    answer, _ = call_in_child(
+        answer_on_gpu, encoder, (EMBEDDING, TOKENS), "eager", tmp_path, [ids], name="encoder"
+    )
+    np.testing.assert_allclose(
+        answer["tokens"],
+        run_module(load_module(encoder), encoder, ids)["tokens"],
+        rtol=1e-4,
+        atol=1e-5,
+    )
     x = TensorSpec(name="x", dtype="float32", shape=("batch",))
     found = TensorSpec(name="output_0", dtype="int64", shape=("n", 1), kind="data-dependent")
-    feeds = [{"x": np.array(values, np.float32)} for values in ([1, -1, 1], [1, 1, 1], [-1, -1, -1])]
-    *answers, _ = call_in_child(answer_on_gpu, source_of("positions", x), (found,), "eager", tmp_path, feeds, name="positions")
+    feeds = [
+        {"x": np.array(values, np.float32)} for values in ([1, -1, 1], [1, 1, 1], [-1, -1, -1])
+    ]
+    *answers, _ = call_in_child(
+        answer_on_gpu,
+        source_of("positions", x),
+        (found,),
+        "eager",
+        tmp_path,
+        feeds,
+        name="positions",
+    )
     assert [each["output_0"].ravel().tolist() for each in answers] == [[0, 2], [0, 1, 2], []]
 
 
 @pytest.mark.gpu
 def test_on_the_gpu_an_exported_program_is_moved_whole(tmp_path: Path) -> None:
     x = TensorSpec(name="x", dtype="float32", shape=("batch", 4))
-    source = source_of(write_model(tmp_path, "return self.weight * x + torch.arange(4)"), x, folder=tmp_path)
-    program = torch.export.export(load_module(source), (torch.ones(2, 4),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    source = source_of(
+        write_model(tmp_path, "return self.weight * x + torch.arange(4)"), x, folder=tmp_path
+    )
+    program = torch.export.export(
+        load_module(source), (torch.ones(2, 4),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},)
+    )
     torch.export.save(program, tmp_path / "model.pt2")
     saved = ModelSource(path=tmp_path / "model.pt2", inputs=(x,))
     saved = saved.model_copy(update={"digest": digest_of_source(saved)})
     y = x.model_copy(update={"name": "output_0"})
-    answer, _ = call_in_child(answer_on_gpu, saved, (y,), "eager", tmp_path, [{"x": np.ones((3, 4), np.float32)}], name="pt2")
+    answer, _ = call_in_child(
+        answer_on_gpu,
+        saved,
+        (y,),
+        "eager",
+        tmp_path,
+        [{"x": np.ones((3, 4), np.float32)}],
+        name="pt2",
+    )
     assert answer["output_0"].tolist() == [[1, 2, 3, 4]] * 3
 
 
 @pytest.mark.gpu
 def test_on_the_gpu_code_that_stays_on_the_cpu_is_named(tmp_path: Path) -> None:
     x = TensorSpec(name="x", dtype="float32", shape=("batch", 4))
-    source = source_of(write_model(tmp_path, "return self.weight * x + torch.arange(4)"), x, folder=tmp_path)
+    source = source_of(
+        write_model(tmp_path, "return self.weight * x + torch.arange(4)"), x, folder=tmp_path
+    )
     y = x.model_copy(update={"name": "output_0"})
     with pytest.raises(ModelError, match="same device") as caught:
-        call_in_child(answer_on_gpu, source, (y,), "eager", tmp_path, [{"x": np.ones((3, 4), np.float32)}], name="cpu code")
+        call_in_child(
+            answer_on_gpu,
+            source,
+            (y,),
+            "eager",
+            tmp_path,
+            [{"x": np.ones((3, 4), np.float32)}],
+            name="cpu code",
+        )
     assert "CUDA_VISIBLE_DEVICES=" in caught.value.next_step
 
 
@@ -174,6 +264,8 @@ def test_after_the_gpu_was_full_the_next_request_works(tmp_path: Path) -> None:
     source = source_of(write_model(tmp_path, forward), x, folder=tmp_path)
     y = x.model_copy(update={"name": "output_0"})
     feeds = [{"x": np.ones(size, np.float32)} for size in (2, 5, 2)]
-    before, full, after, _ = call_in_child(answer_on_gpu, source, (y,), "eager", tmp_path, feeds, name="full")
+    before, full, after, _ = call_in_child(
+        answer_on_gpu, source, (y,), "eager", tmp_path, feeds, name="full"
+    )
     assert "memory ran out" in full
     assert before["output_0"].tolist() == after["output_0"].tolist() == [1, 1]

@@ -45,7 +45,16 @@ from pipeline.execution.child_process import call_in_child
 from pipeline.measurement.measure import cpu_flags
 from pipeline.onnx_graph.graph import draw_feeds
 from pipeline.plan.source import digest_of_source
-from tests.pipeline.backends.pytorch.builders import CLASSES, EMBEDDING, IDS, IMAGE, MASK, PROFILE, TOKENS, source_of
+from tests.pipeline.backends.pytorch.builders import (
+    CLASSES,
+    EMBEDDING,
+    IDS,
+    IMAGE,
+    MASK,
+    PROFILE,
+    TOKENS,
+    source_of,
+)
 
 COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 CPU = Target(backend="torch", version="2", device="cpu", cpu_flags=("avx2",))

@@ -13,7 +13,12 @@ from onnx import numpy_helper
 
 from pipeline.backends.pytorch.export import Job, Refused, torchscript
 from pipeline.backends.pytorch.module import load_module, run_module
-from pipeline.backends.pytorch.qat import check_ranges, freeze_fake_quantizers, holds_fake_quantizers, scales_run
+from pipeline.backends.pytorch.qat import (
+    check_ranges,
+    freeze_fake_quantizers,
+    holds_fake_quantizers,
+    scales_run,
+)
 from pipeline.core import ModelSource, OnnxModel, Precision, Profile, TensorSpec, silent
 from pipeline.errors import ModelError
 from pipeline.onnx_graph.compare import open_reference
@@ -32,12 +37,24 @@ PROFILES = (Profile.model_validate({"dims": {"batch": [1, 8, 32]}}),)
 def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     weights = trained(tmp_path_factory.mktemp("qat"))
     builders = Path(__file__).parents[3] / "builders"
-    return ModelSource(entrypoint="qat:prepared", python_path=builders, weights=weights, inputs=(IMAGE,), outputs=("scores",))
+    return ModelSource(
+        entrypoint="qat:prepared",
+        python_path=builders,
+        weights=weights,
+        inputs=(IMAGE,),
+        outputs=("scores",),
+    )
 
 
 @pytest.fixture(scope="module")
 def exported(source: ModelSource, tmp_path_factory: pytest.TempPathFactory) -> OnnxModel:
-    return export(source, PROFILES, ExportConfig(), ({"image": digits()[0][1000:1001]},), tmp_path_factory.mktemp("exported"))
+    return export(
+        source,
+        PROFILES,
+        ExportConfig(),
+        ({"image": digits()[0][1000:1001]},),
+        tmp_path_factory.mktemp("exported"),
+    )
 
 
 def test_fake_quantisers_stop_observing_and_keep_what_they_have_learnt(source: ModelSource) -> None:
@@ -58,14 +75,26 @@ def test_fake_quantisers_stop_observing_and_keep_what_they_have_learnt(source: M
         assert np.array_equal(before(torch.from_numpy(images[:50])).numpy(), first)
 
 
-def test_the_export_holds_every_scale_and_answers_alike(source: ModelSource, exported: OnnxModel) -> None:
-    assert [note.text for note in exported.notes] == ["the model quantises 7 tensors, and the graph holds the scale of each"]
+def test_the_export_holds_every_scale_and_answers_alike(
+    source: ModelSource, exported: OnnxModel
+) -> None:
+    assert [note.text for note in exported.notes] == [
+        "the model quantises 7 tensors, and the graph holds the scale of each"
+    ]
     proto = read_proto(exported.path)
     assert given_precision(proto.graph) is Precision.INT8
     assert len(scales_of(proto.graph)[QDQ[1], "", b"", b""]) == 7
-    learnt = {name: buffer for name, buffer in load_module(source).named_buffers() if name.endswith(".scale")}
-    constants = [np.asarray(numpy_helper.to_array(tensor)).tobytes() for tensor in proto.graph.initializer]
-    assert [name for name, scale in learnt.items() if scale.numpy().tobytes() not in constants] == []
+    learnt = {
+        name: buffer
+        for name, buffer in load_module(source).named_buffers()
+        if name.endswith(".scale")
+    }
+    constants = [
+        np.asarray(numpy_helper.to_array(tensor)).tobytes() for tensor in proto.graph.initializer
+    ]
+    assert [
+        name for name, scale in learnt.items() if scale.numpy().tobytes() not in constants
+    ] == []
     images, labels = digits()
     want = run_module(load_module(source), source, {"image": images[1000:1300]})["scores"]
     got = open_reference(exported.path)({"image": images[1000:1300]})["scores"]
@@ -79,12 +108,23 @@ def test_simplification_keeps_them_too(exported: OnnxModel, tmp_path: Path) -> N
     assert lost_scales(read_proto(exported.path).graph, read_proto(simpler.path).graph) == ""
 
 
-def test_an_export_that_lost_a_scale_is_refused(source: ModelSource, exported: OnnxModel, tmp_path: Path) -> None:
+def test_an_export_that_lost_a_scale_is_refused(
+    source: ModelSource, exported: OnnxModel, tmp_path: Path
+) -> None:
     proto = read_proto(exported.path)
-    scale = next(tensor for tensor in proto.graph.initializer if tensor.name == "fc.weight_fake_quant.scale")
+    scale = next(
+        tensor for tensor in proto.graph.initializer if tensor.name == "fc.weight_fake_quant.scale"
+    )
     scale.CopyFrom(numpy_helper.from_array(2 * numpy_helper.to_array(scale), scale.name))
     write_proto(proto, tmp_path / "model.onnx")
-    job = Job(source, load_module(source), ("scores",), 20, {"image": digits()[0][:2]}, tmp_path / "model.onnx")
+    job = Job(
+        source,
+        load_module(source),
+        ("scores",),
+        20,
+        {"image": digits()[0][:2]},
+        tmp_path / "model.onnx",
+    )
     with pytest.raises(Refused, match="1 of the 7 scales"):
         kept_scales(job)
     assert kept_scales(replace(job, path=exported.path))
@@ -112,7 +152,9 @@ def test_bare_operators_are_counted_once_per_tensor(tmp_path: Path) -> None:
     job = Job(source, Learnt(), ("y",), 20, feeds, tmp_path / "model.onnx")
     torchscript(job)
     assert len(kept_scales(job)) == 1
-    assert given_precision(read_proto(onnx_model(tmp_path, "model.onnx").path).graph) is Precision.INT8
+    assert (
+        given_precision(read_proto(onnx_model(tmp_path, "model.onnx").path).graph) is Precision.INT8
+    )
 
 
 def test_a_switched_off_fake_quantiser_does_nothing() -> None:
@@ -125,10 +167,14 @@ def test_what_no_exporter_carries_is_refused_by_name() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         converted = torch.nn.Sequential(torch.ao.nn.quantized.ReLU6())
-    with pytest.raises(ModelError, match=r"module '0' is a torch\.ao\.nn\.quantized\.\S+ReLU6") as caught:
+    with pytest.raises(
+        ModelError, match=r"module '0' is a torch\.ao\.nn\.quantized\.\S+ReLU6"
+    ) as caught:
         freeze_fake_quantizers(converted)
     assert "before `convert`" in str(caught.value.next_step)
-    theirs = type("FakeQuantizedLinear", (torch.nn.Linear,), {"__module__": "torchao.quantization.qat.linear"})
+    theirs = type(
+        "FakeQuantizedLinear", (torch.nn.Linear,), {"__module__": "torchao.quantization.qat.linear"}
+    )
     with pytest.raises(ModelError, match="FakeQuantizedLinear, which no exporter turns into Q/DQ"):
         freeze_fake_quantizers(torch.nn.Sequential(theirs(2, 2)))
 
@@ -145,11 +191,15 @@ class Decomposed(torch.nn.Module):
 
 
 @pytest.mark.parametrize("high", [255, 127])
-def test_a_pt2_with_pairs_is_exported_unless_its_limits_would_be_dropped(tmp_path: Path, high: int) -> None:
+def test_a_pt2_with_pairs_is_exported_unless_its_limits_would_be_dropped(
+    tmp_path: Path, high: int
+) -> None:
     import torch.ao.quantization.fx._decomposed
 
     x = torch.rand(3, 4)
-    program = torch.export.export(Decomposed(high), (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    program = torch.export.export(
+        Decomposed(high), (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},)
+    )
     torch.export.save(program, tmp_path / "m.pt2")
     (tmp_path / "out").mkdir()
     spec = TensorSpec(name="x", dtype="float32", shape=("batch", 4), kind="dynamic")

@@ -23,19 +23,30 @@ def doubled(arrays: Arrays) -> Arrays:
 
 
 DOUBLE = Program(
-    inputs={"x": ("FLOAT", (-1, 2)), "flag": ("BOOL", ())}, outputs={"y": "FLOAT"}, run=doubled, shapes=lambda shapes, host: {"y": shapes["x"]}
+    inputs={"x": ("FLOAT", (-1, 2)), "flag": ("BOOL", ())},
+    outputs={"y": "FLOAT"},
+    run=doubled,
+    shapes=lambda shapes, host: {"y": shapes["x"]},
 )
 
 
 def feeds(rows: int, start: float = 0) -> Tensors:
-    return {"x": np.arange(rows * 2, dtype=np.float32).reshape(rows, 2) + np.float32(start), "flag": np.array(True)}
+    return {
+        "x": np.arange(rows * 2, dtype=np.float32).reshape(rows, 2) + np.float32(start),
+        "flag": np.array(True),
+    }
 
 
 def found(arrays: Arrays) -> Arrays:
     return {"where": np.stack(np.nonzero(arrays["x"]))}
 
 
-POSITIONS = Program(inputs={"x": ("FLOAT", (-1, 2))}, outputs={"where": "INT64"}, run=found, shapes=lambda shapes, host: {"where": (2, -1)})
+POSITIONS = Program(
+    inputs={"x": ("FLOAT", (-1, 2))},
+    outputs={"where": "INT64"},
+    run=found,
+    shapes=lambda shapes, host: {"where": (2, -1)},
+)
 WHERE = TensorSpec(name="where", dtype="int64", shape=(2, "found"), kind="data-dependent")
 
 
@@ -60,7 +71,9 @@ class Bench:
             root=self.folder,
             file="engine.plan",
             digest=hashlib.sha256(b"the engine").hexdigest(),
-            target=Target(backend="tensorrt", version="10.6.0", device="double", compute_capability="9.0"),
+            target=Target(
+                backend="tensorrt", version="10.6.0", device="double", compute_capability="9.0"
+            ),
             recipe=recipe or Recipe(backend="tensorrt", precision=Precision.FP32),
             inputs=inputs,
             outputs=outputs,

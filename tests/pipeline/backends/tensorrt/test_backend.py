@@ -42,10 +42,21 @@ from pipeline.host.gpu import find_gpus
 from pipeline.onnx_graph.graph import onnx_model
 
 FLOAT, INT32, INT64 = TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64
-TYPES = {Precision.FP32: FLOAT, Precision.TF32: FLOAT, Precision.FP16: TensorProto.FLOAT16, Precision.BF16: TensorProto.BFLOAT16}
+TYPES = {
+    Precision.FP32: FLOAT,
+    Precision.TF32: FLOAT,
+    Precision.FP16: TensorProto.FLOAT16,
+    Precision.BF16: TensorProto.BFLOAT16,
+}
 PROFILE = Profile(dims={"n": DimRange(min=1, opt=4, max=8)})
 OPTIONS = BuildOptions(profiles=(PROFILE,), tensorrt=TensorRTOptions(optimization_level=1))
-HOST = Target(backend="tensorrt", version="10.6.0", device="NVIDIA H200", compute_capability="9.0", driver="580.95.05")
+HOST = Target(
+    backend="tensorrt",
+    version="10.6.0",
+    device="NVIDIA H200",
+    compute_capability="9.0",
+    driver="580.95.05",
+)
 Value = tuple[str, int, Sequence[int | str]]
 
 
@@ -58,7 +69,9 @@ def save(
     precision: Precision = Precision.FP32,
 ) -> OnnxModel:
     folder.mkdir(exist_ok=True)
-    values = [[helper.make_tensor_value_info(*value) for value in side] for side in (inputs, outputs)]
+    values = [
+        [helper.make_tensor_value_info(*value) for value in side] for side in (inputs, outputs)
+    ]
     graph = helper.make_graph(list(nodes), "test", *values, list(weights))
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.acme", 1)]
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), folder / "model.onnx")
@@ -68,7 +81,9 @@ def save(
 WEIGHT = np.linspace(-1, 1, 64 * 32, dtype=np.float32).reshape(64, 32)
 
 
-def linear(folder: Path, precision: Precision = Precision.FP32, label: Precision | None = None) -> OnnxModel:
+def linear(
+    folder: Path, precision: Precision = Precision.FP32, label: Precision | None = None
+) -> OnnxModel:
     """x float32 [n, 64] -> y float32 [n, 32], multiplied in `precision`."""
     dtype = TYPES[precision]
     weight = helper.make_tensor("w", dtype, WEIGHT.shape, WEIGHT.ravel().tolist())
@@ -77,7 +92,14 @@ def linear(folder: Path, precision: Precision = Precision.FP32, label: Precision
         helper.make_node("MatMul", ["x_low", "w"], ["y_low"], name="matmul"),
         helper.make_node("Cast", ["y_low"], ["y"], name="up", to=FLOAT),
     ]
-    return save(folder, nodes, [("x", FLOAT, ["n", 64])], [("y", FLOAT, ["n", 32])], [weight], label or precision)
+    return save(
+        folder,
+        nodes,
+        [("x", FLOAT, ["n", 64])],
+        [("y", FLOAT, ["n", 32])],
+        [weight],
+        label or precision,
+    )
 
 
 def feeds(rows: int) -> dict[str, NDArray[np.float32]]:
@@ -89,7 +111,13 @@ def recipe(precision: Precision = Precision.FP32, **more: object) -> Recipe:
     return Recipe.model_validate({"backend": "tensorrt", "precision": precision, **runtime, **more})
 
 
-def build(model: OnnxModel, asked: Recipe, out: Path, options: BuildOptions = OPTIONS, progress: Progress = silent) -> Engine:
+def build(
+    model: OnnxModel,
+    asked: Recipe,
+    out: Path,
+    options: BuildOptions = OPTIONS,
+    progress: Progress = silent,
+) -> Engine:
     out.mkdir(exist_ok=True)
     return tensorrt_.build(model, asked, options, out, progress)
 
@@ -106,17 +134,27 @@ def test_probing_a_host_without_a_gpu_says_what_is_missing() -> None:
     if find_gpus().devices:
         pytest.skip("this host has a GPU")
     for call in (tensorrt_.probe, trt_library.library):
-        with pytest.raises(BackendUnavailable, match="TensorRT cannot be used on this host: ") as caught:
+        with pytest.raises(
+            BackendUnavailable, match="TensorRT cannot be used on this host: "
+        ) as caught:
             call()
         assert "on a host with an NVIDIA GPU" in caught.value.next_step
 
 
 def test_a_recipe_is_checked_without_the_library() -> None:
     tensorrt_.check_recipe(recipe(Precision.BF16), HOST)
-    with pytest.raises(UnsupportedError, match=r"bf16 needs a GPU of compute capability 8.0 or later, this one has 7.5"):
-        tensorrt_.check_recipe(recipe(Precision.BF16), HOST.model_copy(update={"compute_capability": "7.5"}))
+    with pytest.raises(
+        UnsupportedError,
+        match=r"bf16 needs a GPU of compute capability 8.0 or later, this one has 7.5",
+    ):
+        tensorrt_.check_recipe(
+            recipe(Precision.BF16), HOST.model_copy(update={"compute_capability": "7.5"})
+        )
     with pytest.raises(UnsupportedError, match="ended with TensorRT 11"):
-        tensorrt_.check_recipe(recipe(Precision.FP16, realised_in="flags"), HOST.model_copy(update={"version": "11.2.1.2"}))
+        tensorrt_.check_recipe(
+            recipe(Precision.FP16, realised_in="flags"),
+            HOST.model_copy(update={"version": "11.2.1.2"}),
+        )
 
 
 @pytest.mark.parametrize(
@@ -124,11 +162,17 @@ def test_a_recipe_is_checked_without_the_library() -> None:
     [
         ({}, {}, {"compute_capability": "8.9"}),
         ({}, {"driver": "590"}, {"version": "10.7.0"}),
-        ({"hardware_compatible": True}, {"compute_capability": "12.0"}, {"compute_capability": "7.5"}),
+        (
+            {"hardware_compatible": True},
+            {"compute_capability": "12.0"},
+            {"compute_capability": "7.5"},
+        ),
         ({"version_compatible": True}, {"version": "10.13.3.9"}, {"version": "10.5.0"}),
     ],
 )
-def test_an_engine_is_for_the_hosts_that_its_recipe_asks_for(more: dict[str, Any], accepted: dict[str, str], refused: dict[str, str]) -> None:
+def test_an_engine_is_for_the_hosts_that_its_recipe_asks_for(
+    more: dict[str, Any], accepted: dict[str, str], refused: dict[str, str]
+) -> None:
     target = tensorrt_.engine_target(HOST, recipe(Precision.FP16, **more))
     assert target.accepts(HOST) == ()
     assert target.accepts(HOST.model_copy(update=accepted)) == ()
@@ -152,7 +196,9 @@ def test_a_recipe_takes_one_kind_of_graph(tmp_path: Path, asked: Recipe, graph: 
         if precision is graph:
             tensorrt_._check_graph(model, asked)
         else:
-            with pytest.raises(UnsupportedError, match=f"takes a graph in {graph}, this one is {precision}"):
+            with pytest.raises(
+                UnsupportedError, match=f"takes a graph in {graph}, this one is {precision}"
+            ):
                 tensorrt_._check_graph(model, asked)
 
 
@@ -161,7 +207,9 @@ def test_plugin_libraries_go_with_the_engine_in_order(tmp_path: Path) -> None:
     for number, library in enumerate(libraries):
         library.write_text(str(number))
     tensorrt_._copy_plugins(tuple(libraries), tmp_path / "plugins")
-    assert [(file.name, file.read_text()) for file in sorted((tmp_path / "plugins").glob("*.so"))] == [("00-libz.so", "0"), ("01-liba.so", "1")]
+    assert [
+        (file.name, file.read_text()) for file in sorted((tmp_path / "plugins").glob("*.so"))
+    ] == [("00-libz.so", "0"), ("01-liba.so", "1")]
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
@@ -171,18 +219,33 @@ def test_plugin_libraries_go_with_the_engine_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", TYPES)
 def test_builds_and_runs_what_the_graph_says(tmp_path: Path, precision: Precision) -> None:
     tensorrt_.check_recipe(recipe(precision), tensorrt_.probe())
-    model = linear(tmp_path / "model", precision, Precision.FP32 if precision is Precision.TF32 else None)
+    model = linear(
+        tmp_path / "model", precision, Precision.FP32 if precision is Precision.TF32 else None
+    )
     told: list[tuple[float | None, str]] = []
-    engine = build(model, recipe(precision), tmp_path / "out", progress=lambda fraction, text: told.append((fraction, text)))
+    engine = build(
+        model,
+        recipe(precision),
+        tmp_path / "out",
+        progress=lambda fraction, text: told.append((fraction, text)),
+    )
     assert engine.target == tensorrt_.probe()
     assert engine.digest == hashlib.sha256(engine.path.read_bytes()).hexdigest()
     assert engine.size_bytes == engine.path.stat().st_size
-    assert (engine.inputs, engine.outputs, engine.profiles) == (model.inputs, model.outputs, (PROFILE,))
+    assert (engine.inputs, engine.outputs, engine.profiles) == (
+        model.inputs,
+        model.outputs,
+        (PROFILE,),
+    )
     assert (None, "timing kernels") in told
     given = feeds(5)
-    dtype = {Precision.FP16: np.float16, Precision.BF16: ml_dtypes.bfloat16}.get(precision, np.float32)
+    dtype = {Precision.FP16: np.float16, Precision.BF16: ml_dtypes.bfloat16}.get(
+        precision, np.float32
+    )
     expected = given["x"].astype(dtype).astype(np.float64) @ WEIGHT.astype(dtype).astype(np.float64)
-    coarseness = {Precision.FP32: 1e-5, Precision.BF16: 2e-2}.get(precision, 3e-3)  # of the result's own scale
+    coarseness = {Precision.FP32: 1e-5, Precision.BF16: 2e-2}.get(
+        precision, 3e-3
+    )  # of the result's own scale
     assert np.abs(run(engine, given)["y"] - expected).max() < coarseness * np.abs(expected).max()
 
 
@@ -196,12 +259,22 @@ def test_int8_by_q_dq_builds_and_runs(tmp_path: Path) -> None:
     ]
     quantized = np.round(WEIGHT * 100).astype(np.int8)
     weights = [
-        numpy_helper.from_array(np.asarray(array), name) for name, array in (("scale", np.float32(0.01)), ("zero", np.int8(0)), ("w", quantized))
+        numpy_helper.from_array(np.asarray(array), name)
+        for name, array in (("scale", np.float32(0.01)), ("zero", np.int8(0)), ("w", quantized))
     ]
-    model = save(tmp_path / "model", nodes, [("x", FLOAT, ["n", 64])], [("y", FLOAT, ["n", 32])], weights, Precision.INT8)
+    model = save(
+        tmp_path / "model",
+        nodes,
+        [("x", FLOAT, ["n", 64])],
+        [("y", FLOAT, ["n", 32])],
+        weights,
+        Precision.INT8,
+    )
     engine = build(model, recipe(Precision.INT8), tmp_path / "out")
     given = {"x": np.full((4, 64), 0.25, np.float32)}
-    np.testing.assert_allclose(run(engine, given)["y"], given["x"] @ (quantized * np.float32(0.01)), rtol=1e-2, atol=1e-2)
+    np.testing.assert_allclose(
+        run(engine, given)["y"], given["x"] @ (quantized * np.float32(0.01)), rtol=1e-2, atol=1e-2
+    )
 
 
 @pytest.mark.gpu
@@ -221,24 +294,39 @@ def test_builder_flags_leave_the_choice_to_tensorrt(tmp_path: Path, precision: P
 def test_implicit_int8_without_its_calibration_cache_is_refused(tmp_path: Path) -> None:
     if trt_library.numbers(tensorrt_.probe().version) >= (11,):
         pytest.skip("TensorRT 11 has no implicit int8")
-    with pytest.raises(ModelError, match=r"needs the calibration cache 'calibration.cache' beside the model"):
-        build(linear(tmp_path / "model", label=Precision.INT8), recipe(Precision.INT8, realised_in="flags"), tmp_path / "out")
+    with pytest.raises(
+        ModelError, match=r"needs the calibration cache 'calibration.cache' beside the model"
+    ):
+        build(
+            linear(tmp_path / "model", label=Precision.INT8),
+            recipe(Precision.INT8, realised_in="flags"),
+            tmp_path / "out",
+        )
 
 
 @pytest.mark.gpu
 def test_two_profiles_each_run_their_shapes(tmp_path: Path) -> None:
-    options = BuildOptions(profiles=(PROFILE, Profile(dims={"n": DimRange(min=100, opt=128, max=128)})))
+    options = BuildOptions(
+        profiles=(PROFILE, Profile(dims={"n": DimRange(min=100, opt=128, max=128)}))
+    )
     engine = build(linear(tmp_path / "model"), recipe(), tmp_path / "out", options)
     with closing(tensorrt_.load(engine)) as loaded, closing(loaded.session()) as session:
         for rows in (1, 128, 8, 100):
             given = feeds(rows)
-            np.testing.assert_allclose(run_session(session, given)["y"], given["x"] @ WEIGHT, rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(
+                run_session(session, given)["y"], given["x"] @ WEIGHT, rtol=1e-4, atol=1e-4
+            )
 
 
 @pytest.mark.gpu
 def test_values_that_decide_a_shape_are_read_on_the_host(tmp_path: Path) -> None:
     inputs: list[Value] = [("x", FLOAT, [1, 3]), ("k", INT64, [2])]
-    model = save(tmp_path / "model", [helper.make_node("Expand", ["x", "k"], ["y"])], inputs, [("y", FLOAT, ["a", "b"])])
+    model = save(
+        tmp_path / "model",
+        [helper.make_node("Expand", ["x", "k"], ["y"])],
+        inputs,
+        [("y", FLOAT, ["a", "b"])],
+    )
     with pytest.raises(PlanError, match="input 'k' decides a shape by its values"):
         build(model, recipe(), tmp_path / "out", BuildOptions(profiles=(Profile(),)))
     profile = Profile(values={"k": ValueRange(min=(1, 3), opt=(4, 3), max=(8, 3))})
@@ -295,9 +383,16 @@ def test_a_timing_cache_that_was_written_as_rubbish_is_made_anew(tmp_path: Path)
 
 @pytest.mark.gpu
 def test_a_hardware_compatible_engine_says_so_and_runs(tmp_path: Path) -> None:
-    engine = build(linear(tmp_path / "model", Precision.FP16), recipe(Precision.FP16, hardware_compatible=True), tmp_path / "out")
+    engine = build(
+        linear(tmp_path / "model", Precision.FP16),
+        recipe(Precision.FP16, hardware_compatible=True),
+        tmp_path / "out",
+    )
     assert engine.target.compute_capability == "8.0+"
-    assert engine.target.accepts(tensorrt_.probe().model_copy(update={"compute_capability": "8.6"})) == ()
+    assert (
+        engine.target.accepts(tensorrt_.probe().model_copy(update={"compute_capability": "8.6"}))
+        == ()
+    )
     given = feeds(2)
     np.testing.assert_allclose(run(engine, given)["y"], given["x"] @ WEIGHT, rtol=2e-2, atol=2e-2)
 
@@ -309,7 +404,10 @@ def test_a_version_compatible_engine_needs_the_lean_runtime(tmp_path: Path) -> N
     if not trt_library.missing_lean(major):
         assert build(model, asked, tmp_path / "out").target.version.endswith("+")
         return
-    with pytest.raises(UnsupportedError, match=rf"version compatibility needs the lean runtime libnvinfer_lean\.so\.{major}"):
+    with pytest.raises(
+        UnsupportedError,
+        match=rf"version compatibility needs the lean runtime libnvinfer_lean\.so\.{major}",
+    ):
         build(model, asked, tmp_path / "out")
 
 
@@ -321,23 +419,53 @@ def test_unsupported_nodes_are_all_named(tmp_path: Path) -> None:
         helper.make_node("MatMul", ["x", "w"], ["y"], name="misfit"),
     ]
     weight = numpy_helper.from_array(np.ones((4, 5), np.float32), "w")
-    model = save(tmp_path, nodes, [("x", FLOAT, ["n", 3, 3])], [("f", FLOAT, ["n"]), ("y", FLOAT, ["n", 3, 5])], [weight])
+    model = save(
+        tmp_path,
+        nodes,
+        [("x", FLOAT, ["n", 3, 3])],
+        [("f", FLOAT, ["n"]), ("y", FLOAT, ["n", 3, 5])],
+        [weight],
+    )
     found = tensorrt_.unsupported(model, tensorrt_.probe())
-    assert [(refusal.node, refusal.operator) for refusal in found] == [("determinant", "Det"), ("fancy", "com.acme::Fancy"), ("misfit", "MatMul")]
+    assert [(refusal.node, refusal.operator) for refusal in found] == [
+        ("determinant", "Det"),
+        ("fancy", "com.acme::Fancy"),
+        ("misfit", "MatMul"),
+    ]
     assert "tensorrt.plugins" in found[1].remedy
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("named", [False, True])
 def test_nvidias_own_plugins_are_there_named_or_not(tmp_path: Path, named: bool) -> None:
-    settings = {"plugin_version": "1", "score_threshold": 0.25, "iou_threshold": 0.5, "max_output_boxes": 3, "background_class": -1}
+    settings = {
+        "plugin_version": "1",
+        "score_threshold": 0.25,
+        "iou_threshold": 0.5,
+        "max_output_boxes": 3,
+        "background_class": -1,
+    }
     names = ["count", "boxes", "scores", "classes"]
-    node = helper.make_node("EfficientNMS_TRT", ["b", "s"], names, score_activation=0, box_coding=0, **settings)
-    outputs: list[Value] = [("count", INT32, [1, 1]), ("boxes", FLOAT, [1, 3, 4]), ("scores", FLOAT, [1, 3]), ("classes", INT32, [1, 3])]
-    model = save(tmp_path / "model", [node], [("b", FLOAT, [1, 4, 4]), ("s", FLOAT, [1, 4, 2])], outputs)
+    node = helper.make_node(
+        "EfficientNMS_TRT", ["b", "s"], names, score_activation=0, box_coding=0, **settings
+    )
+    outputs: list[Value] = [
+        ("count", INT32, [1, 1]),
+        ("boxes", FLOAT, [1, 3, 4]),
+        ("scores", FLOAT, [1, 3]),
+        ("classes", INT32, [1, 3]),
+    ]
+    model = save(
+        tmp_path / "model", [node], [("b", FLOAT, [1, 4, 4]), ("s", FLOAT, [1, 4, 2])], outputs
+    )
     plugins = (own_plugin_library(),) if named else ()
     assert tensorrt_.unsupported(model, tensorrt_.probe(), plugins) == ()
-    engine = build(model, recipe(), tmp_path / "out", BuildOptions(profiles=(), tensorrt=TensorRTOptions(plugins=plugins)))
+    engine = build(
+        model,
+        recipe(),
+        tmp_path / "out",
+        BuildOptions(profiles=(), tensorrt=TensorRTOptions(plugins=plugins)),
+    )
     assert not (tmp_path / "out" / tensorrt_.PLUGINS).exists()
     boxes = np.array([[[0, 0, 1, 1], [0, 0, 1, 0.9], [2, 2, 3, 3], [5, 5, 6, 6]]], np.float32)
     scores = np.array([[[0.9, 0], [0.8, 0], [0, 0.7], [0.1, 0.1]]], np.float32)
@@ -359,24 +487,53 @@ def test_a_build_without_memory_says_so_and_the_next_one_works(tmp_path: Path) -
     model = convolution(tmp_path / "model")
     options = BuildOptions(profiles=(Profile(dims={"n": DimRange(min=64, opt=256, max=512)}),))
     with pytest.raises(OutOfDeviceMemory, match="the GPU's memory") as caught:
-        call_in_child(build_in_a_full_gpu, model, recipe(), options, tmp_path / "out", name="full", log=tmp_path / "log")
+        call_in_child(
+            build_in_a_full_gpu,
+            model,
+            recipe(),
+            options,
+            tmp_path / "out",
+            name="full",
+            log=tmp_path / "log",
+        )
     assert "tensorrt.workspace_mib" in caught.value.next_step
     small = BuildOptions(profiles=(PROFILE,))
-    assert call_in_child(build_and_go, model, recipe(), small, tmp_path / "out", name="next", log=tmp_path / "log").size_bytes > 0
+    assert (
+        call_in_child(
+            build_and_go,
+            model,
+            recipe(),
+            small,
+            tmp_path / "out",
+            name="next",
+            log=tmp_path / "log",
+        ).size_bytes
+        > 0
+    )
 
 
 def convolution(folder: Path) -> OnnxModel:
     """x [n, 16, 224, 224] -> y [n, 16, 224, 224]: 1.6 GB for 512 of each."""
     weight = numpy_helper.from_array(np.ones((16, 16, 3, 3), np.float32), "w")
     shape = ["n", 16, 224, 224]
-    return save(folder, [helper.make_node("Conv", ["x", "w"], ["y"], pads=[1, 1, 1, 1])], [("x", FLOAT, shape)], [("y", FLOAT, shape)], [weight])
+    return save(
+        folder,
+        [helper.make_node("Conv", ["x", "w"], ["y"], pads=[1, 1, 1, 1])],
+        [("x", FLOAT, shape)],
+        [("y", FLOAT, shape)],
+        [weight],
+    )
 
 
-def build_and_go(model: OnnxModel, asked: Recipe, options: BuildOptions, out: Path, progress: Progress = silent) -> Engine:
+def build_and_go(
+    model: OnnxModel, asked: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
+) -> Engine:
     return build(model, asked, out, options, progress)
 
 
-def build_in_a_full_gpu(model: OnnxModel, asked: Recipe, options: BuildOptions, out: Path, progress: Progress = silent) -> Engine:
+def build_in_a_full_gpu(
+    model: OnnxModel, asked: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
+) -> Engine:
     """Take all of the GPU's memory but 400 MB, then build."""
     rt = cuda.runtime()
     cuda.check(rt, rt.cudaFree(0))  # makes the context
@@ -388,14 +545,18 @@ def build_in_a_full_gpu(model: OnnxModel, asked: Recipe, options: BuildOptions, 
 @pytest.mark.gpu
 def test_an_engine_of_another_version_is_refused(tmp_path: Path) -> None:
     engine = build(linear(tmp_path / "model"), recipe(), tmp_path / "out")
-    foreign = engine.model_copy(update={"target": engine.target.model_copy(update={"version": "10.0.0"})})
+    foreign = engine.model_copy(
+        update={"target": engine.target.model_copy(update={"version": "10.0.0"})}
+    )
     with pytest.raises(BackendUnavailable, match=r"engine needs version 10.0.0, this host has"):
         tensorrt_.load(foreign)
 
 
 @pytest.mark.gpu
 def test_the_layers_of_an_engine_are_told_with_times(tmp_path: Path) -> None:
-    engine = build(linear(tmp_path / "model", Precision.FP16), recipe(Precision.FP16), tmp_path / "out")
+    engine = build(
+        linear(tmp_path / "model", Precision.FP16), recipe(Precision.FP16), tmp_path / "out"
+    )
     table = tensorrt_.layers(engine, feeds(4))
     assert table is not None
     assert table.sizes == {"n": 4}

@@ -15,8 +15,25 @@ import pytest
 
 from pipeline import backends
 from pipeline.backends.base import run_session
-from pipeline.backends.tensorrt.calibrator import CACHE, Feeder, calibrate_with_tensorrt, calibrator_from_cache, choose, note_on, profiles_of
-from pipeline.core import BuildOptions, CalibrationMethod, OnnxModel, Precision, Profile, Recipe, TensorSpec, silent
+from pipeline.backends.tensorrt.calibrator import (
+    CACHE,
+    Feeder,
+    calibrate_with_tensorrt,
+    calibrator_from_cache,
+    choose,
+    note_on,
+    profiles_of,
+)
+from pipeline.core import (
+    BuildOptions,
+    CalibrationMethod,
+    OnnxModel,
+    Precision,
+    Profile,
+    Recipe,
+    TensorSpec,
+    silent,
+)
 from pipeline.data.samples import CalibrationSet, open_set
 from pipeline.errors import BackendUnavailable, DataError, UnsupportedError
 from pipeline.host.gpu import find_gpus
@@ -61,24 +78,38 @@ def test_a_batch_is_no_larger_than_the_profile_and_the_plan_allow(tmp_path: Path
 def test_the_calibration_profile_is_the_batch(tmp_path: Path) -> None:
     chosen = choose(texts(tmp_path, _16=8), CalibrationConfig(batch=4))
     (profile,) = profiles_of((X, MASK), chosen.shapes)
-    assert {name: (dim.min, dim.opt, dim.max) for name, dim in profile.dims.items()} == {"N": (4, 4, 4), "T": (16, 16, 16)}
+    assert {name: (dim.min, dim.opt, dim.max) for name, dim in profile.dims.items()} == {
+        "N": (4, 4, 4),
+        "T": (16, 16, 16),
+    }
     fixed = tuple(spec.model_copy(update={"shape": (4, 16)}) for spec in (X, MASK))
     assert profiles_of(fixed, chosen.shapes) == ()
 
 
-def test_the_note_names_the_profile_and_warns_where_half_of_the_samples_are_of_no_use(tmp_path: Path) -> None:
+def test_the_note_names_the_profile_and_warns_where_half_of_the_samples_are_of_no_use(
+    tmp_path: Path,
+) -> None:
     samples = texts(tmp_path, _16=160, _32=120, _48=100)
-    note = note_on(choose(samples, CalibrationConfig(batch=8)), samples.samples, CalibrationMethod.MINMAX)
+    note = note_on(
+        choose(samples, CalibrationConfig(batch=8)), samples.samples, CalibrationMethod.MINMAX
+    )
     assert (note.level, note.stage) == ("warning", "calibrate")
-    assert "minmax calibrator took 160 of 380 samples, 20 batches of the calibration profile x [8, 16], mask [8, 16]; " in note.text
+    assert (
+        "minmax calibrator took 160 of 380 samples, 20 batches of the calibration profile x [8, 16], mask [8, 16]; "
+        in note.text
+    )
     whole = texts(tmp_path, _16=160)
-    assert note_on(choose(whole, CalibrationConfig()), 160, CalibrationMethod.ENTROPY).level == "info"
+    assert (
+        note_on(choose(whole, CalibrationConfig()), 160, CalibrationMethod.ENTROPY).level == "info"
+    )
     assert "pad all samples" in note.text
 
 
 def test_a_short_last_batch_is_not_blamed_on_lengths(tmp_path: Path) -> None:
     samples = texts(tmp_path, _16=163)
-    note = note_on(choose(samples, CalibrationConfig(batch=8)), samples.samples, CalibrationMethod.ENTROPY)
+    note = note_on(
+        choose(samples, CalibrationConfig(batch=8)), samples.samples, CalibrationMethod.ENTROPY
+    )
     assert note.level == "info"
     assert note.text.endswith("mask [8, 16]; the other 3 fill no batch of this shape")
 
@@ -90,23 +121,40 @@ def at(address: int, like: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.frombuffer(ctypes.string_at(address, like.nbytes), like.dtype).reshape(like.shape)
 
 
-def test_every_batch_lies_at_the_addresses_that_are_given_and_memory_comes_back(tmp_path: Path) -> None:
+def test_every_batch_lies_at_the_addresses_that_are_given_and_memory_comes_back(
+    tmp_path: Path,
+) -> None:
     samples, rt = texts(tmp_path, _16=9, _32=6), CudaDouble()
     chosen = choose(samples, CalibrationConfig(batch=4))
     said: list[float | None] = []
-    with closing(Feeder(rt, samples, chosen, lambda fraction, text: said.append(fraction))) as feeder:
-        seen = [(feeds["x"], at(feeds["x"], np.empty((4, 16), np.float32)), at(feeds["mask"], np.empty((4, 16), np.int64))) for feeds in feeder]
+    with closing(
+        Feeder(rt, samples, chosen, lambda fraction, text: said.append(fraction))
+    ) as feeder:
+        seen = [
+            (
+                feeds["x"],
+                at(feeds["x"], np.empty((4, 16), np.float32)),
+                at(feeds["mask"], np.empty((4, 16), np.int64)),
+            )
+            for feeds in feeder
+        ]
     assert len({address for address, _, _ in seen}) == 1  # one buffer, filled again
-    np.testing.assert_array_equal(np.concatenate([x for _, x, _ in seen]).reshape(-1), np.arange(8 * 16) + 16)
+    np.testing.assert_array_equal(
+        np.concatenate([x for _, x, _ in seen]).reshape(-1), np.arange(8 * 16) + 16
+    )
     assert all((mask == 1).all() for _, _, mask in seen)
     assert said == [0.0, 0.45]
     assert not rt.device
     assert not rt.pinned
 
 
-def test_what_goes_wrong_while_tensorrt_asks_ends_the_data_and_is_raised_afterwards(tmp_path: Path) -> None:
+def test_what_goes_wrong_while_tensorrt_asks_ends_the_data_and_is_raised_afterwards(
+    tmp_path: Path,
+) -> None:
     samples = texts(tmp_path, _16=8)
-    with closing(Feeder(CudaDouble(), samples, choose(samples, CalibrationConfig(batch=4)), silent)) as feeder:
+    with closing(
+        Feeder(CudaDouble(), samples, choose(samples, CalibrationConfig(batch=4)), silent)
+    ) as feeder:
         feeder.check()
         (tmp_path / "_16.npz").unlink()
         assert list(feeder) == []
@@ -114,14 +162,18 @@ def test_what_goes_wrong_while_tensorrt_asks_ends_the_data_and_is_raised_afterwa
             feeder.check()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorrt") is None, reason="needs the library tensorrt")
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorrt") is None, reason="needs the library tensorrt"
+)
 @pytest.mark.parametrize("base", ["IInt8EntropyCalibrator2", "IInt8MinMaxCalibrator"])
 def test_polygraphy_hands_the_addresses_on_until_the_batches_end(tmp_path: Path, base: str) -> None:
     import tensorrt
     from polygraphy.backend.trt import Calibrator
 
     samples = texts(tmp_path, _16=9)
-    with closing(Feeder(CudaDouble(), samples, choose(samples, CalibrationConfig(batch=4)), silent)) as feeder:
+    with closing(
+        Feeder(CudaDouble(), samples, choose(samples, CalibrationConfig(batch=4)), silent)
+    ) as feeder:
         calibrator = Calibrator(feeder, BaseClass=getattr(tensorrt, base))
         first = calibrator.get_batch(["mask", "x"])
         assert at(first[1], np.empty((4, 16), np.float32)).reshape(-1)[:2].tolist() == [16, 17]
@@ -143,7 +195,9 @@ class Base:
         self.ready = True
 
 
-DOUBLE = SimpleNamespace(IInt8EntropyCalibrator2=Base, IInt8MinMaxCalibrator=type("MinMax", (Base,), {}))
+DOUBLE = SimpleNamespace(
+    IInt8EntropyCalibrator2=Base, IInt8MinMaxCalibrator=type("MinMax", (Base,), {})
+)
 
 
 def test_a_calibrator_from_a_cache_has_the_cache_and_no_batches() -> None:
@@ -162,7 +216,13 @@ def test_a_method_that_tensorrt_lacks_is_refused_by_name() -> None:
         calibrator_from_cache(DOUBLE, b"", CalibrationMethod.PERCENTILE)
 
 
-RECIPE = Recipe(backend="tensorrt", precision=Precision.INT8, realised_in="flags", method=CalibrationMethod.ENTROPY, rest=Precision.FP16)
+RECIPE = Recipe(
+    backend="tensorrt",
+    precision=Precision.INT8,
+    realised_in="flags",
+    method=CalibrationMethod.ENTROPY,
+    rest=Precision.FP16,
+)
 ROWS = (Profile(dims={"N": [1, 4, 8]}),)
 
 
@@ -175,7 +235,14 @@ def photos(folder: Path, model: OnnxModel, count: int) -> CalibrationSet:
 def test_without_a_gpu_it_says_so_before_it_reads_anything(tmp_path: Path) -> None:
     model = model_from_text(tmp_path / "source", RESIDUAL)
     with pytest.raises(BackendUnavailable, match="TensorRT cannot be used on this host"):
-        calibrate_with_tensorrt(model, photos(tmp_path, model, 4), RECIPE, CalibrationConfig(), BuildOptions(profiles=ROWS), tmp_path)
+        calibrate_with_tensorrt(
+            model,
+            photos(tmp_path, model, 4),
+            RECIPE,
+            CalibrationConfig(),
+            BuildOptions(profiles=ROWS),
+            tmp_path,
+        )
     assert not (tmp_path / CACHE).exists()
 
 
@@ -193,14 +260,21 @@ def calibrated(tmp_path: Path) -> Calibrated:
         out.mkdir()
         recipe = RECIPE.model_copy(update={"method": method})
         options = CalibrationConfig(batch=4)
-        return calibrate_with_tensorrt(model, photos(tmp_path, model, 18), recipe, options, BuildOptions(profiles=ROWS), out)
+        return calibrate_with_tensorrt(
+            model, photos(tmp_path, model, 18), recipe, options, BuildOptions(profiles=ROWS), out
+        )
 
     return make
 
 
 @pytest.mark.gpu
-def test_the_cache_holds_a_scale_per_tensor_and_the_digest_tells_algorithms_apart(tmp_path: Path, calibrated: Calibrated) -> None:
-    made = {method: calibrated(method) for method in (CalibrationMethod.ENTROPY, CalibrationMethod.MINMAX)}
+def test_the_cache_holds_a_scale_per_tensor_and_the_digest_tells_algorithms_apart(
+    tmp_path: Path, calibrated: Calibrated
+) -> None:
+    made = {
+        method: calibrated(method)
+        for method in (CalibrationMethod.ENTROPY, CalibrationMethod.MINMAX)
+    }
     heads = [(model.root / CACHE).read_text().splitlines()[0] for model in made.values()]
     assert ["Entropy" in heads[0], "MinMax" in heads[1]] == [True, True]
     for model in made.values():
@@ -208,12 +282,16 @@ def test_the_cache_holds_a_scale_per_tensor_and_the_digest_tells_algorithms_apar
         assert {"x", "r1", "c2", "r2"} <= tensors
         assert model.precision is Precision.INT8
         assert "16 of 18 samples" in model.notes[0].text
-    digests = {model.digest for model in made.values()} | {model_from_text(tmp_path / "again", RESIDUAL).digest}
+    digests = {model.digest for model in made.values()} | {
+        model_from_text(tmp_path / "again", RESIDUAL).digest
+    }
     assert len(digests) == 3
 
 
 @pytest.mark.gpu
-def test_an_engine_comes_of_the_cache_and_stays_close(tmp_path: Path, calibrated: Calibrated) -> None:
+def test_an_engine_comes_of_the_cache_and_stays_close(
+    tmp_path: Path, calibrated: Calibrated
+) -> None:
     model = calibrated(CalibrationMethod.MINMAX)
     out = tmp_path / "engine"
     out.mkdir()

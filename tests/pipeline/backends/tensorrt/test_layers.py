@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from pipeline import backends
-from pipeline.backends.tensorrt.layers import is_heavy, layer_table, layers_from_inspector, nodes_of, precision_from_tactic, precision_of
+from pipeline.backends.tensorrt.layers import (
+    is_heavy,
+    layer_table,
+    layers_from_inspector,
+    nodes_of,
+    precision_from_tactic,
+    precision_of,
+)
 from pipeline.core import BuildOptions, DimRange, Precision, Profile, Recipe, Tensors, TensorSpec
 from pipeline.errors import DataError, InternalError
 from pipeline.onnx_graph.graph import draw_feeds
@@ -26,13 +33,22 @@ from tests.builders.layers import CAPTURED, captured, real_table, seconds_of
 @pytest.mark.parametrize(
     ("tactic", "precision"),
     [
-        ("sm80_xmma_fprop_implicit_gemm_f32f32_tf32f32_f32_nhwckrsc_nhwc_tilesize128x64x32_stage3", "tf32"),
-        ("sm80_xmma_fprop_implicit_gemm_f32f32_f32f32_f32_nchwkcrs_nchw_tilesize64x64x8_stage3_g1_ffma", "fp32"),
+        (
+            "sm80_xmma_fprop_implicit_gemm_f32f32_tf32f32_f32_nhwckrsc_nhwc_tilesize128x64x32_stage3",
+            "tf32",
+        ),
+        (
+            "sm80_xmma_fprop_implicit_gemm_f32f32_f32f32_f32_nchwkcrs_nchw_tilesize64x64x8_stage3_g1_ffma",
+            "fp32",
+        ),
         ("sm80_xmma_fprop_wngd_f32f32_f32_f32_nchwkcrs_nchw_tilesize8x16x64x8_wngd2x2", "fp32"),
         ("sm90_xmma_fprop_image_first_layer_f16f16_f32_f16_nhwckrsc_nhwc_hmma_k64c4r7s7", "fp16"),
         ("sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize96x64x32_stage3", "fp16"),
         ("sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize32x32x64", "bf16"),
-        ("sm89_xmma_gemm_e4m3e4m3_e4m3f32_f32_tn_n_tilesize64x64x64_stage4_tensor16x8x32_bias_f32", "fp8"),
+        (
+            "sm89_xmma_gemm_e4m3e4m3_e4m3f32_f32_tn_n_tilesize64x64x64_stage4_tensor16x8x32_bias_f32",
+            "fp8",
+        ),
         ("sm89_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x128x64", "fp8"),
         ("sm90_xmma_fprop_implicit_gemm_i8i8_i8i32_f32_nchw_vect_c_32kcrs_vect_c_32", "int8"),
         ("sm90_xmma_fprop_implicit_gemm_i8f32_i8i32_f32_nchw_vect_c_32kcrs", "int8"),
@@ -48,9 +64,18 @@ from tests.builders.layers import CAPTURED, captured, real_table, seconds_of
         ("ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_tn", "bf16"),
         ("cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_128x64_64x4_nn_align8", "bf16"),
         ("cutlass_80_tensorop_s1688gemm_128x128_32x3_nn_align4", "tf32"),
-        ("cutlass3x_sm100_tensorop_s128x64x8tf32gemm_f32_f32_f32_f32_f32_128x64x32_0_tnn_align4", "tf32"),
-        ("cutlass3x_sm90_tensorop_s64x128x8gemm_f32_f32_f32_f32_f32_128x128x32", "tf32"),  # tensor cores multiply no fp32
-        ("cutlass3x_sm100_simt_sgemm_f32_f32_f32_f32_f32_64x32x16_1x1x1_3_tnn_align1_bias_f32_relu", "fp32"),
+        (
+            "cutlass3x_sm100_tensorop_s128x64x8tf32gemm_f32_f32_f32_f32_f32_128x64x32_0_tnn_align4",
+            "tf32",
+        ),
+        (
+            "cutlass3x_sm90_tensorop_s64x128x8gemm_f32_f32_f32_f32_f32_128x128x32",
+            "tf32",
+        ),  # tensor cores multiply no fp32
+        (
+            "cutlass3x_sm100_simt_sgemm_f32_f32_f32_f32_f32_64x32x16_1x1x1_3_tnn_align1_bias_f32_relu",
+            "fp32",
+        ),
         ("cutlass3x_sm90_tensorop_s64x128x32gemm_e4m3_e4m3_f32_bf16_bf16_128x128x128", "fp8"),
         ("sm50_xmma_pooling_coalescedC_NHWC_kMAX_3_False", None),
         ("_gemm_mha_v2_0xcc1db96fa05edee60a3076f3b59c3d81", None),
@@ -67,11 +92,32 @@ def test_a_kernels_name_tells_what_it_multiplies(tactic: str, precision: str | N
     ("kind", "tactic", "inputs", "outputs", "precision", "evidence"),
     [
         ("kgen", "_gemm_mha_v2_0xcc1d", ("fp16", "fp16", "int64"), ("fp16",), "fp16", "types"),
-        ("kgen", "_gemm_mha_v2_0xcc1d", ("fp8", "fp8", "fp16"), ("fp16",), "fp8", "types"),  # heavy: the narrowest that it reads
+        (
+            "kgen",
+            "_gemm_mha_v2_0xcc1d",
+            ("fp8", "fp8", "fp16"),
+            ("fp16",),
+            "fp8",
+            "types",
+        ),  # heavy: the narrowest that it reads
         ("CaskConvActPool", "", ("int8",), ("int8",), "int8", "types"),
-        ("gemm", "a kernel of a later version", ("fp16", "fp16", "fp32"), ("fp32",), "fp16", "types"),
+        (
+            "gemm",
+            "a kernel of a later version",
+            ("fp16", "fp16", "fp32"),
+            ("fp32",),
+            "fp16",
+            "types",
+        ),
         ("kgen", "__myl_AddCasMeaSubMulMea_0x29", ("fp16", "int64"), ("fp32",), "fp32", "types"),
-        ("kgen", "__myl_CasMulCasAddMaxCasMulMinMaxRouCas_0x58", ("int8", "fp16"), ("int8",), "fp16", "types"),
+        (
+            "kgen",
+            "__myl_CasMulCasAddMaxCasMulMinMaxRouCas_0x58",
+            ("int8", "fp16"),
+            ("int8",),
+            "fp16",
+            "types",
+        ),
         ("kgen", "__myl_MaxSubExpSumDivMul_0x46", ("fp16",), ("fp16",), "fp16", "types"),
         ("kgen", "__myl_EqlGtrOr_0x74", ("int64",), ("bool",), "integer", "types"),
         ("kgen", "__myl_CasResTra_0x3b", ("fp32",), ("fp16",), "none", "none"),
@@ -86,20 +132,43 @@ def test_a_kernels_name_tells_what_it_multiplies(tactic: str, precision: str | N
     ],
 )
 def test_types_decide_where_no_name_tells(
-    kind: str, tactic: str, inputs: tuple[str, ...], outputs: tuple[str, ...], precision: str, evidence: str
+    kind: str,
+    tactic: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    precision: str,
+    evidence: str,
 ) -> None:
     assert precision_of(kind, tactic, inputs, outputs) == (precision, evidence)
 
 
 def test_what_multiplies_matrices_is_heavy() -> None:
     tactic = "sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize96x64x32_by_fusion_tactic"
-    assert all(is_heavy(*pair) for pair in (("CaskConvolution", ""), ("fusion", tactic), ("kgen", "_gemm_mha_v2_0xcc"), ("MatrixMultiply", "")))
-    assert not any(is_heavy(*pair) for pair in (("CaskPooling", ""), ("Reformat", tactic), ("kgen", "__myl_AddMul_0xc"), ("cuConvertKernel", "")))
+    assert all(
+        is_heavy(*pair)
+        for pair in (
+            ("CaskConvolution", ""),
+            ("fusion", tactic),
+            ("kgen", "_gemm_mha_v2_0xcc"),
+            ("MatrixMultiply", ""),
+        )
+    )
+    assert not any(
+        is_heavy(*pair)
+        for pair in (
+            ("CaskPooling", ""),
+            ("Reformat", tactic),
+            ("kgen", "__myl_AddMul_0xc"),
+            ("cuConvertKernel", ""),
+        )
+    )
 
 
 @pytest.mark.parametrize("between", ["\x1e", "\x1f", ""])
 def test_nodes_are_found_whatever_stands_between_them(between: str) -> None:
-    metadata = between.join(f"[ONNX Layer: {name}]" for name in ("/a[0]/Conv", "Relu 1", "node_of_y", "Relu 1"))
+    metadata = between.join(
+        f"[ONNX Layer: {name}]" for name in ("/a[0]/Conv", "Relu 1", "node_of_y", "Relu 1")
+    )
     assert nodes_of(metadata) == ("/a[0]/Conv", "Relu 1", "y")
     assert nodes_of("") == ()
 
@@ -114,7 +183,11 @@ def test_every_layer_of_a_real_engine_is_known_timed_and_mapped(name: str) -> No
     assert all(layer.seconds is not None for layer in layers)
     assert {layer.precision for layer in layers} & {"unknown"} == set()
     assert all(layer.nodes for layer in layers if layer.heavy)
-    assert all(layer.evidence == "tactic" for layer in layers if layer.heavy and "mha" not in layer.tactic and layer.kind != "CaskConvActPool")
+    assert all(
+        layer.evidence == "tactic"
+        for layer in layers
+        if layer.heavy and "mha" not in layer.tactic and layer.kind != "CaskConvActPool"
+    )
     assert all(layer.evidence == "none" for layer in layers if layer.precision == "none")
 
 
@@ -134,11 +207,19 @@ def test_shares_of_real_engines(name: str, shares: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("multiplied", "word", "precision"), [("bf16bf16_bf16f32_f32", "BFloat16", Precision.BF16), ("e4m3e4m3_e4m3f32_f32", "FP8", Precision.FP8)]
+    ("multiplied", "word", "precision"),
+    [
+        ("bf16bf16_bf16f32_f32", "BFloat16", Precision.BF16),
+        ("e4m3e4m3_e4m3f32_f32", "FP8", Precision.FP8),
+    ],
 )
 def test_bf16_and_fp8_are_told_as_fp16_is(multiplied: str, word: str, precision: Precision) -> None:
     """No engine of these was captured: the fp16 encoder's words, changed."""
-    text = json.dumps(captured()["enc_fp16"]["inspector"]).replace("f16f16_f16f16_f16", multiplied).replace('"Half"', f'"{word}"')
+    text = (
+        json.dumps(captured()["enc_fp16"]["inspector"])
+        .replace("f16f16_f16f16_f16", multiplied)
+        .replace('"Half"', f'"{word}"')
+    )
     layers = layers_from_inspector(text, seconds_of("enc_fp16"))
     assert {layer.precision for layer in layers if layer.heavy} == {precision}
 
@@ -160,7 +241,11 @@ def test_of_two_profiles_each_has_the_graphs_that_ran_in_it() -> None:
     information = json.dumps({"Layers": first + second})
     for profile, names in enumerate((first, second)):
         layers = layers_from_inspector(information, {name: [0.001] for name in names[1:]}, profile)
-        assert [(layer.name, layer.seconds) for layer in layers] == [(names[0], None), (names[1], 0.001), (names[2], 0.001)]
+        assert [(layer.name, layer.seconds) for layer in layers] == [
+            (names[0], None),
+            (names[1], 0.001),
+            (names[2], 0.001),
+        ]
 
 
 def test_the_layers_of_a_later_profile_are_those_that_name_it() -> None:
@@ -170,10 +255,14 @@ def test_the_layers_of_a_later_profile_are_those_that_name_it() -> None:
 
 
 def test_separators_may_come_unescaped_and_what_is_no_json_is_our_bug() -> None:
-    layers = layers_from_inspector('{"Layers": [{"Name": "c", "Metadata": "[ONNX Layer: a]\x1e[ONNX Layer: b]"}]}', {})
+    layers = layers_from_inspector(
+        '{"Layers": [{"Name": "c", "Metadata": "[ONNX Layer: a]\x1e[ONNX Layer: b]"}]}', {}
+    )
     assert layers[0].nodes == ("a", "b")
     assert layers_from_inspector("null", {}) == ()
-    assert layers_from_inspector("", {"conv": [0.1]})[0].precision == "unknown"  # nothing is told of a later profile
+    assert (
+        layers_from_inspector("", {"conv": [0.1]})[0].precision == "unknown"
+    )  # nothing is told of a later profile
     with pytest.raises(InternalError, match="is no JSON"):
         layers_from_inspector("Layers(0): conv", {})
 
@@ -234,7 +323,16 @@ class Loaded:
             self.execution_context = None  # the next inspector has none
             return ""
         return (
-            json.dumps({"Layers": [{"Name": name, "LayerType": name} for name in ("convolution", "gemm")], "Bindings": []}) if form == "json" else ""
+            json.dumps(
+                {
+                    "Layers": [
+                        {"Name": name, "LayerType": name} for name in ("convolution", "gemm")
+                    ],
+                    "Bindings": [],
+                }
+            )
+            if form == "json"
+            else ""
         )
 
 
@@ -245,7 +343,9 @@ def test_layers_are_timed_after_a_warm_up_and_repeats_within_a_run_add_up() -> N
     session = Session()
     table = layer_table(LIBRARY, Loaded(session), {"x": np.zeros((5, 3), np.float32)}, runs=3)
     assert (table.sizes, table.runs) == ({"batch": 5}, 3)
-    assert {layer.name: layer.seconds for layer in table.layers} == pytest.approx({"convolution": 0.004, "gemm": 0.002})
+    assert {layer.name: layer.seconds for layer in table.layers} == pytest.approx(
+        {"convolution": 0.004, "gemm": 0.002}
+    )
     assert session.calls[:4] == ["profile 0", "bind", "upload", "enqueue"]
     assert session.calls[-7:] == ["enqueue", "synchronize"] * 3 + ["close"]
     assert session.runs == 3
@@ -260,7 +360,9 @@ def test_feeds_of_another_shape_are_named_and_the_session_is_closed() -> None:
 
 def test_the_profile_that_is_asked_for_is_timed() -> None:
     session = Session()
-    table = layer_table(LIBRARY, Loaded(session), {"x": np.zeros((5, 3), np.float32)}, profile=1, runs=3)
+    table = layer_table(
+        LIBRARY, Loaded(session), {"x": np.zeros((5, 3), np.float32)}, profile=1, runs=3
+    )
     assert (table.profile, session.calls[0]) == (1, "profile 1")
     assert {layer.name for layer in table.layers} == {"convolution", "gemm"}
 
@@ -280,16 +382,25 @@ def test_where_nothing_is_said_of_a_context_the_engine_is_asked() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("text", "dims"),
-    [(RESIDUAL, {"N": DimRange(min=1, opt=8, max=8)}), (ATTENTION, {"N": DimRange(min=1, opt=4, max=4), "T": DimRange(min=8, opt=16, max=32)})],
+    [
+        (RESIDUAL, {"N": DimRange(min=1, opt=8, max=8)}),
+        (ATTENTION, {"N": DimRange(min=1, opt=4, max=4), "T": DimRange(min=8, opt=16, max=32)}),
+    ],
     ids=["convolutions", "attention"],
 )
-def test_an_fp32_graph_called_fp16_is_named_with_what_it_runs(text: str, dims: dict[str, DimRange], tmp_path: Path) -> None:
-    model = model_from_text(tmp_path / "model", text).model_copy(update={"precision": Precision.FP16})
+def test_an_fp32_graph_called_fp16_is_named_with_what_it_runs(
+    text: str, dims: dict[str, DimRange], tmp_path: Path
+) -> None:
+    model = model_from_text(tmp_path / "model", text).model_copy(
+        update={"precision": Precision.FP16}
+    )
     profile = Profile(dims=dims)
     out = tmp_path / "engine"
     out.mkdir()
     recipe = Recipe(backend="tensorrt", precision=Precision.FP16)
-    engine = backends.backend("tensorrt").build(model, recipe, BuildOptions(profiles=(profile,)), out, lambda fraction, said: None)
+    engine = backends.backend("tensorrt").build(
+        model, recipe, BuildOptions(profiles=(profile,)), out, lambda fraction, said: None
+    )
     table = prove(engine, draw_feeds(engine.inputs, profile.sizes("opt"), seed=0), model).table
     assert table is not None
     assert table.sizes == profile.sizes("opt")

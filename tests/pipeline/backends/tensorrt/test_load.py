@@ -31,7 +31,9 @@ def test_a_file_that_tensorrt_cannot_read(bench: Bench) -> None:
 
 def test_a_damaged_file_that_tensorrt_reads_all_the_same(bench: Bench) -> None:
     engine = bench.engine().model_copy(update={"digest": "of other bytes"})
-    with pytest.raises(StoreError, match=r"engine\.plan.*its sha256 is not that of the engine that was built"):
+    with pytest.raises(
+        StoreError, match=r"engine\.plan.*its sha256 is not that of the engine that was built"
+    ):
         bench.load(engine)
     gc.collect()
     assert bench.cuda.used == 0
@@ -41,11 +43,21 @@ def test_a_damaged_file_that_tensorrt_reads_all_the_same(bench: Bench) -> None:
     ("inputs", "outputs", "said"),
     [
         ((X,), (Y,), "expected inputs and outputs x, y, found x, flag, y"),
-        ((X, FLAG), (Y, Y.model_copy(update={"name": "z"})), "expected inputs and outputs x, flag, y, z, found x, flag, y"),
-        ((X.model_copy(update={"dtype": "float16"}), FLAG), (Y,), "expected 'x' as float16, found FLOAT"),
+        (
+            (X, FLAG),
+            (Y, Y.model_copy(update={"name": "z"})),
+            "expected inputs and outputs x, flag, y, z, found x, flag, y",
+        ),
+        (
+            (X.model_copy(update={"dtype": "float16"}), FLAG),
+            (Y,),
+            "expected 'x' as float16, found FLOAT",
+        ),
     ],
 )
-def test_the_engine_of_another_model(bench: Bench, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], said: str) -> None:
+def test_the_engine_of_another_model(
+    bench: Bench, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], said: str
+) -> None:
     with pytest.raises(StoreError, match=said):
         bench.load(bench.engine(DOUBLE, inputs, outputs))
     gc.collect()
@@ -58,10 +70,14 @@ def test_plugin_libraries_beside_the_engine_are_loaded_first(bench: Bench) -> No
     for name in ("b.so", "a.so", "readme.txt"):
         (bench.folder / "plugins" / name).touch()
     bench.load(engine).close()
-    assert bench.trt.loaded_libraries == [str(bench.folder / "plugins" / name) for name in ("a.so", "b.so")]
+    assert bench.trt.loaded_libraries == [
+        str(bench.folder / "plugins" / name) for name in ("a.so", "b.so")
+    ]
 
 
-def test_code_in_a_version_compatible_engine_runs_only_if_allowed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_in_a_version_compatible_engine_runs_only_if_allowed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = Recipe(backend="tensorrt", precision=Precision.FP32, version_compatible=True)
     engine = bench.engine(recipe=recipe)
     with pytest.raises(BackendUnavailable, match=r"engine\.plan.*runs code of that file") as caught:
@@ -84,5 +100,7 @@ def test_other_devices_are_refused_by_name(device: str) -> None:
 
 
 def test_a_gpu_that_is_not_there(bench: Bench) -> None:
-    with pytest.raises(UnsupportedError, match="there is no device 'cuda:1': this host has 1 GPU\n"):
+    with pytest.raises(
+        UnsupportedError, match="there is no device 'cuda:1': this host has 1 GPU\n"
+    ):
         bench.load(bench.engine(), "cuda:1")

@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 
-from pipeline.backends.tensorrt.messages import builders_logger_of, listening, logger_of, messages_of
+from pipeline.backends.tensorrt.messages import (
+    builders_logger_of,
+    listening,
+    logger_of,
+    messages_of,
+)
 from pipeline.core import Progress
 from pipeline.errors import ChildDied
 from pipeline.execution.child_process import call_in_child
@@ -37,7 +42,9 @@ def say(trt: Any) -> None:
 HEARD = [("WARNING", "a first word"), ("ERROR", TWO_LINES), ("INTERNAL_ERROR", "a last word")]
 
 
-def test_what_is_printed_to_a_file_is_heard_and_stays_there(trt: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_printed_to_a_file_is_heard_and_stays_there(
+    trt: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     say(trt)
     with listening(trt):
         say(trt)
@@ -52,7 +59,9 @@ def test_what_is_printed_to_a_pipe_is_heard_and_arrives_there(trt: Any) -> None:
         "with listening(trt): say(trt); os.write(1, b'not TensorRT\\n')\n"
         "say(trt); assert [text for _, text in messages_of(trt)] == ['a first word', TWO_LINES, 'a last word\\nnot TensorRT'], messages_of(trt)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[0] == "before"
@@ -81,19 +90,37 @@ assert heard == [f"error {number}" for number in range(500)], heard[:5]
 def test_what_others_print_to_the_same_log_hides_nothing(trt: Any, tmp_path: Path) -> None:
     with (tmp_path / "log").open("ab") as log:
         environ = os.environ | {"PYTHONUNBUFFERED": "1"}  # as below the service
-        done = subprocess.run([sys.executable, "-c", BESIDE], cwd=ROOT, env=environ, stdout=log, stderr=log, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", BESIDE],
+            cwd=ROOT,
+            env=environ,
+            stdout=log,
+            stderr=log,
+            check=False,
+        )
     assert done.returncode == 0, (tmp_path / "log").read_text()[-300:]
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("os.close(1)", "pass"), ("reader, writer = os.pipe(); os.dup2(writer, 1); os.close(writer)", "os.close(reader)")],
+    [
+        ("os.close(1)", "pass"),
+        ("reader, writer = os.pipe(); os.dup2(writer, 1); os.close(writer)", "os.close(reader)"),
+    ],
     ids=["closed", "a pipe that nobody reads any more"],
 )
-def test_a_stdout_that_takes_nothing_is_no_reason_to_fail(trt: Any, before: str, after: str) -> None:
+def test_a_stdout_that_takes_nothing_is_no_reason_to_fail(
+    trt: Any, before: str, after: str
+) -> None:
     code = "import os, tensorrt_rtx as trt\nfrom tests.pipeline.backends.tensorrt.test_messages import *\n"
     code += f"{before}\nwith listening(trt):\n  say(trt)\n  {after}\n"
-    done = subprocess.run([sys.executable, "-c", f"{code}os._exit(7)"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}os._exit(7)"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (7, "")
 
 

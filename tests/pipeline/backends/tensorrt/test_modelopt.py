@@ -13,8 +13,22 @@ import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
 
-from pipeline.backends.tensorrt.modelopt import Reader, check_scales, masked, method_of, quantize_with_modelopt
-from pipeline.core import BuildOptions, CalibrationMethod, OnnxModel, Precision, Profile, Recipe, silent
+from pipeline.backends.tensorrt.modelopt import (
+    Reader,
+    check_scales,
+    masked,
+    method_of,
+    quantize_with_modelopt,
+)
+from pipeline.core import (
+    BuildOptions,
+    CalibrationMethod,
+    OnnxModel,
+    Precision,
+    Profile,
+    Recipe,
+    silent,
+)
 from pipeline.data.samples import CalibrationSet, open_set
 from pipeline.errors import BackendUnavailable, UnsupportedError
 from pipeline.onnx_graph.activations import Bounds
@@ -26,7 +40,13 @@ HERE = importlib.util.find_spec("modelopt") is not None
 installed = pytest.mark.skipif(not HERE, reason="needs the package nvidia-modelopt")
 PROFILES = (Profile(dims={"N": [1, 4, 8]}),)
 ALLOWED = BuildOptions(profiles=PROFILES)
-INT8 = Recipe(backend="tensorrt", precision=Precision.INT8, method=CalibrationMethod.ENTROPY, quantizer="modelopt", rest=Precision.FP16)
+INT8 = Recipe(
+    backend="tensorrt",
+    precision=Precision.INT8,
+    method=CalibrationMethod.ENTROPY,
+    quantizer="modelopt",
+    rest=Precision.FP16,
+)
 FP8 = INT8.model_copy(update={"precision": Precision.FP8})
 
 WIDE = """
@@ -67,14 +87,20 @@ def test_the_reader_gives_every_batch_once_and_again_after_a_rewind(tmp_path: Pa
     first = reader.get_first()["x"]
     batches = [reader.get_next(), reader.get_next(), reader.get_next()]
     np.testing.assert_array_equal(batches[0]["x"], first)  # type: ignore[index]
-    assert [None if feeds is None else len(feeds["x"]) for feeds in batches] == [4, 4, None]  # six samples, in whole batches
+    assert [None if feeds is None else len(feeds["x"]) for feeds in batches] == [
+        4,
+        4,
+        None,
+    ]  # six samples, in whole batches
     reader.rewind()
     assert reader.get_next() is not None
     assert (reader.most, max(fraction or 0 for fraction in said)) == (8, 0.8)
 
 
 def test_methods_have_other_names_and_fp8_only_one() -> None:
-    assert [method_of(INT8.model_copy(update={"method": method})) for method in ("entropy", "minmax")] == ["entropy", "max"]
+    assert [
+        method_of(INT8.model_copy(update={"method": method})) for method in ("entropy", "minmax")
+    ] == ["entropy", "max"]
     assert method_of(FP8) == "max"
     with pytest.raises(UnsupportedError, match="entropy or minmax, not by percentile"):
         method_of(INT8.model_copy(update={"method": CalibrationMethod.PERCENTILE}))
@@ -86,7 +112,9 @@ def test_what_reads_a_mask_is_named() -> None:
     seen = dict.fromkeys(("x", "q", "a", "m"), Bounds(-5.0, 5.0, 10, 0))
     assert masked(graph, seen) == frozenset()
     assert masked(graph, seen | {"mask": Bounds(0.0, 0.0, 10, 3)}) == {"masked"}
-    assert masked(graph, seen | {"mask": Bounds(-3e38, 0.0, 10, 0), "m": Bounds(-3e38, 5.0, 10, 0)}) == {"masked", "softmax"}
+    assert masked(
+        graph, seen | {"mask": Bounds(-3e38, 0.0, 10, 0), "m": Bounds(-3e38, 5.0, 10, 0)}
+    ) == {"masked", "softmax"}
 
 
 @pytest.mark.parametrize("scale", [np.inf, np.nan, 0.0])
@@ -95,7 +123,9 @@ def test_a_scale_that_is_no_number_is_refused_by_name(scale: float) -> None:
     { y = QuantizeLinear (x, s, z) }"""
     graph = proto_from_text(text).graph
     check_scales(graph)
-    next(tensor for tensor in graph.initializer if tensor.name == "s").CopyFrom(numpy_helper.from_array(np.float32(scale), "s"))
+    next(tensor for tensor in graph.initializer if tensor.name == "s").CopyFrom(
+        numpy_helper.from_array(np.float32(scale), "s")
+    )
     with pytest.raises(UnsupportedError, match=f"'x' the scale {scale:g}"):
         check_scales(graph)
 
@@ -104,19 +134,31 @@ def test_a_scale_that_is_no_number_is_refused_by_name(scale: float) -> None:
 def test_without_modelopt_the_extra_is_named(tmp_path: Path) -> None:
     model = model_from_text(tmp_path / "source", RESIDUAL)
     with pytest.raises(BackendUnavailable, match="nvidia-modelopt") as caught:
-        quantize_with_modelopt(model, photos(tmp_path, model), INT8, CalibrationConfig(), ALLOWED, tmp_path)
+        quantize_with_modelopt(
+            model, photos(tmp_path, model), INT8, CalibrationConfig(), ALLOWED, tmp_path
+        )
     assert "[modelopt]" in caught.value.next_step
 
 
 # --- what comes of it ---
 
 
-def quantised(folder: Path, text: str, recipe: Recipe) -> tuple[OnnxModel, OnnxModel, onnx.GraphProto]:
+def quantised(
+    folder: Path, text: str, recipe: Recipe
+) -> tuple[OnnxModel, OnnxModel, onnx.GraphProto]:
     """The source, the quantised model and its graph, made in a child."""
     model = model_from_text(folder / "source", text)
     out = folder / "out"
     out.mkdir()
-    arguments = (model, photos(folder, model), recipe, CalibrationConfig(batch=8), ALLOWED, out, silent)
+    arguments = (
+        model,
+        photos(folder, model),
+        recipe,
+        CalibrationConfig(batch=8),
+        ALLOWED,
+        out,
+        silent,
+    )
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         made = pool.submit(quantize_with_modelopt, *arguments).result()
     assert [file.name for file in out.iterdir()] == ["model.onnx"]
@@ -125,17 +167,30 @@ def quantised(folder: Path, text: str, recipe: Recipe) -> tuple[OnnxModel, OnnxM
 
 def makers(graph: onnx.GraphProto, name: str) -> list[str]:
     made_by = {output: node.op_type for node in graph.node for output in node.output}
-    return [made_by.get(tensor, "") for node in graph.node if node.name == name for tensor in node.input]
+    return [
+        made_by.get(tensor, "") for node in graph.node if node.name == name for tensor in node.input
+    ]
 
 
 @installed
-@pytest.mark.parametrize("recipe", [INT8, INT8.model_copy(update={"method": CalibrationMethod.MINMAX}), FP8], ids=["entropy", "minmax", "fp8"])
+@pytest.mark.parametrize(
+    "recipe",
+    [INT8, INT8.model_copy(update={"method": CalibrationMethod.MINMAX}), FP8],
+    ids=["entropy", "minmax", "fp8"],
+)
 def test_the_graph_keeps_its_interface_and_stays_close(tmp_path: Path, recipe: Recipe) -> None:
     model, made, graph = quantised(tmp_path, WIDE, recipe)
-    assert (made.inputs, made.outputs, made.precision) == (model.inputs, model.outputs, recipe.precision)
+    assert (made.inputs, made.outputs, made.precision) == (
+        model.inputs,
+        model.outputs,
+        recipe.precision,
+    )
     assert "24 of 24 calibration samples" in made.notes[0].text
     assert makers(graph, "conv2")[:2] == ["DequantizeLinear"] * 2
-    assert makers(graph, "add") == ["Conv", "DequantizeLinear"]  # its rule for residuals is ours too
+    assert makers(graph, "add") == [
+        "Conv",
+        "DequantizeLinear",
+    ]  # its rule for residuals is ours too
     zeros = Counter(tensor.data_type for tensor in graph.initializer if "zero_point" in tensor.name)
     assert set(zeros) == {TensorProto.FLOAT8E4M3FN if recipe is FP8 else TensorProto.INT8}
     expected, got = (open_reference(each.path)(images(8, seed=3))["y"] for each in (model, made))

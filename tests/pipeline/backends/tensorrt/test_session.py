@@ -18,7 +18,16 @@ from pipeline.backends.tensorrt.session import GRAPHS, Recent
 from pipeline.core import Profile, Tensors, TensorSpec
 from pipeline.errors import DataError, HostError, InternalError, UnsupportedError
 from tests.pipeline.backends.cuda_double import CudaDouble, Error
-from tests.pipeline.backends.tensorrt.builders import DOUBLE, POSITIONS, WHERE, Bench, X, Y, doubled, feeds
+from tests.pipeline.backends.tensorrt.builders import (
+    DOUBLE,
+    POSITIONS,
+    WHERE,
+    Bench,
+    X,
+    Y,
+    doubled,
+    feeds,
+)
 from tests.pipeline.backends.tensorrt.trt_double import Arrays, Program
 
 
@@ -72,7 +81,9 @@ def test_what_is_bound_next_does_not_reach_a_run_in_flight(bench: Bench) -> None
         session.upload()
         session.execute()
         session.download()
-        np.testing.assert_array_equal(session.fetch()["y"], doubled(dict(feeds(2, 20)))["y"])  # waits too
+        np.testing.assert_array_equal(
+            session.fetch()["y"], doubled(dict(feeds(2, 20)))["y"]
+        )  # waits too
 
 
 def test_repeats_a_step_without_a_new_bind(bench: Bench) -> None:
@@ -89,17 +100,28 @@ def test_repeats_a_step_without_a_new_bind(bench: Bench) -> None:
 
 
 def test_no_graphs_if_none_are_wanted(bench: Bench) -> None:
-    with closing(bench.load(bench.engine())) as loaded, closing(loaded.session(graphs=False)) as session:
+    with (
+        closing(bench.load(bench.engine())) as loaded,
+        closing(loaded.session(graphs=False)) as session,
+    ):
         check_runs(session, feeds(1), feeds(1, 2), feeds(1, 3))
         assert (session.graphs, session.graph_refusal, bench.cuda.launches) == (0, "", 0)
         assert session.context.shapes["x"] == (1, 2)
 
 
 def test_an_engine_that_cannot_be_captured_says_why_and_runs_plain(bench: Bench) -> None:
-    refusing = Program(**{**vars(DOUBLE), "capture_error": "operation not permitted when stream is capturing"})
-    with closing(bench.load(bench.engine(refusing))) as loaded, closing(loaded.session()) as session:
+    refusing = Program(
+        **{**vars(DOUBLE), "capture_error": "operation not permitted when stream is capturing"}
+    )
+    with (
+        closing(bench.load(bench.engine(refusing))) as loaded,
+        closing(loaded.session()) as session,
+    ):
         check_runs(session, *[feeds(rows, 3) for rows in (1, 1, 1, 2, 2)])
-        assert session.graph_refusal == "TensorRT cannot run the engine: operation not permitted when stream is capturing"
+        assert (
+            session.graph_refusal
+            == "TensorRT cannot run the engine: operation not permitted when stream is capturing"
+        )
         assert (session.graphs, bench.trt.contexts) == (0, 1)
 
 
@@ -138,7 +160,10 @@ def test_values_that_decide_a_shape_are_read_on_the_cpu(bench: Bench) -> None:
     )
     profile = Profile(values={"k": [[1], [2], [5]]})
     x, y = X.model_copy(update={"shape": (2,)}), Y.model_copy(update={"kind": "data-dependent"})
-    with closing(bench.load(bench.engine(tiled, (x, count), (y,), (profile,)))) as loaded, closing(loaded.session()) as session:
+    with (
+        closing(bench.load(bench.engine(tiled, (x, count), (y,), (profile,)))) as loaded,
+        closing(loaded.session()) as session,
+    ):
         for rows in (1, 5, 5, 2, 1):
             got = run_session(session, {"x": np.ones(2, np.float32), "k": np.array([rows])})["y"]
             np.testing.assert_array_equal(got, np.ones((rows, 2)))
@@ -147,10 +172,14 @@ def test_values_that_decide_a_shape_are_read_on_the_cpu(bench: Bench) -> None:
             session.bind({"x": np.ones(2, np.float32), "k": np.array([6])})
 
 
-def test_values_and_shapes_that_do_not_fit_together_are_refused_in_tensorrts_words(bench: Bench) -> None:
+def test_values_and_shapes_that_do_not_fit_together_are_refused_in_tensorrts_words(
+    bench: Bench,
+) -> None:
     """As the largest of the profile do here: then memory grows when it is needed."""
 
-    def reshaped(shapes: Mapping[str, tuple[int, ...]], host: Arrays) -> Mapping[str, tuple[int, ...]]:
+    def reshaped(
+        shapes: Mapping[str, tuple[int, ...]], host: Arrays
+    ) -> Mapping[str, tuple[int, ...]]:
         if shapes["x"][0] * 2 != host["k"][0]:
             raise ValueError("reshape changes volume")
         return {"y": (int(host["k"][0]),)}
@@ -162,13 +191,23 @@ def test_values_and_shapes_that_do_not_fit_together_are_refused_in_tensorrts_wor
         shapes=reshaped,
         host_inputs=("k",),
     )
-    k, profile = TensorSpec(name="k", dtype="int64", shape=(1,)), Profile(dims={"n": [1, 50, 100]}, values={"k": [2, 100, 300]})
+    k, profile = (
+        TensorSpec(name="k", dtype="int64", shape=(1,)),
+        Profile(dims={"n": [1, 50, 100]}, values={"k": [2, 100, 300]}),
+    )
     y = Y.model_copy(update={"shape": ("m",)})
-    with closing(bench.load(bench.engine(program, (X, k), (y,), (profile,)))) as loaded, closing(loaded.session()) as session:
+    with (
+        closing(bench.load(bench.engine(program, (X, k), (y,), (profile,)))) as loaded,
+        closing(loaded.session()) as session,
+    ):
         for rows in (1, 100, 2):
-            got = run_session(session, {"x": np.full((rows, 2), rows, np.float32), "k": np.array([rows * 2])})["y"]
+            got = run_session(
+                session, {"x": np.full((rows, 2), rows, np.float32), "k": np.array([rows * 2])}
+            )["y"]
             np.testing.assert_array_equal(got, np.full(rows * 2, rows))
-            with pytest.raises(DataError, match=r"TensorRT refuses x \(3, 2\), k \(1,\): reshape changes volume\n"):
+            with pytest.raises(
+                DataError, match=r"TensorRT refuses x \(3, 2\), k \(1,\): reshape changes volume\n"
+            ):
                 session.bind({"x": np.zeros((3, 2), np.float32), "k": np.array([7])})
             with pytest.raises(InternalError, match="nothing is bound"):
                 session.execute()
@@ -177,16 +216,25 @@ def test_values_and_shapes_that_do_not_fit_together_are_refused_in_tensorrts_wor
 
 
 def test_a_shape_that_tensorrt_refuses(bench: Bench) -> None:
-    program = Program(**{**vars(DOUBLE), "shape_error": "IExecutionContext::setInputShape: Error Code 3: API Usage Error (no such shape)"})
+    program = Program(
+        **{
+            **vars(DOUBLE),
+            "shape_error": "IExecutionContext::setInputShape: Error Code 3: API Usage Error (no such shape)",
+        }
+    )
     with closing(bench.load(bench.engine(program))) as loaded, closing(loaded.session()) as session:
-        with pytest.raises(DataError, match=r"TensorRT refuses x \(13, 2\), flag \(\): no such shape"):
+        with pytest.raises(
+            DataError, match=r"TensorRT refuses x \(13, 2\), flag \(\): no such shape"
+        ):
             session.bind(feeds(13))
         check_runs(session, feeds(3))
 
 
 def test_an_output_on_the_cpu_is_refused(bench: Bench) -> None:
     with (
-        closing(bench.load(bench.engine(Program(**{**vars(DOUBLE), "host_outputs": ("y",)})))) as loaded,
+        closing(
+            bench.load(bench.engine(Program(**{**vars(DOUBLE), "host_outputs": ("y",)})))
+        ) as loaded,
         pytest.raises(UnsupportedError, match="'y' is made on the CPU"),
     ):
         loaded.session()
@@ -194,11 +242,16 @@ def test_an_output_on_the_cpu_is_refused(bench: Bench) -> None:
 
 
 def test_outputs_sized_by_values_run_plain(bench: Bench) -> None:
-    with closing(bench.load(bench.engine(POSITIONS, (X,), (WHERE,)))) as loaded, closing(loaded.session()) as session:
+    with (
+        closing(bench.load(bench.engine(POSITIONS, (X,), (WHERE,)))) as loaded,
+        closing(loaded.session()) as session,
+    ):
         assert "'where' depends on values" in session.graph_refusal
         for rows in (1, 16, 0, 2, 2):
             x = np.ones((rows, 2), np.float32)
-            np.testing.assert_array_equal(run_session(session, {"x": x})["where"], np.stack(np.nonzero(x)))
+            np.testing.assert_array_equal(
+                run_session(session, {"x": x})["where"], np.stack(np.nonzero(x))
+            )
         assert run_session(session, {"x": np.zeros((3, 2), np.float32)})["where"].shape == (2, 0)
 
 
@@ -206,13 +259,21 @@ def test_an_output_larger_than_at_the_largest_shape_makes_memory_grow(bench: Ben
     shrinking = Program(
         inputs={"x": ("FLOAT", (-1, 2))},
         outputs={"y": "FLOAT"},
-        run=lambda arrays: {"y": np.full((2000 - 100 * len(arrays["x"]), 2), arrays["x"].sum(), np.float32)},
+        run=lambda arrays: {
+            "y": np.full((2000 - 100 * len(arrays["x"]), 2), arrays["x"].sum(), np.float32)
+        },
         shapes=lambda shapes, host: {"y": (2000 - 100 * shapes["x"][0], 2)},
     )
-    with closing(bench.load(bench.engine(shrinking, (X,)))) as loaded, closing(loaded.session()) as session:
+    with (
+        closing(bench.load(bench.engine(shrinking, (X,)))) as loaded,
+        closing(loaded.session()) as session,
+    ):
         for rows in (16, 16, 16, 1, 1, 1, 16, 16, 16):
             x = np.full((rows, 2), rows, np.float32)
-            np.testing.assert_array_equal(run_session(session, {"x": x})["y"], np.full((2000 - 100 * rows, 2), 2 * rows * rows))
+            np.testing.assert_array_equal(
+                run_session(session, {"x": x})["y"],
+                np.full((2000 - 100 * rows, 2), 2 * rows * rows),
+            )
         assert session.graphs == 2
 
 
@@ -226,7 +287,9 @@ def test_an_input_that_is_an_output_too_is_found_under_its_other_name(bench: Ben
     unused = TensorSpec(name="unused", dtype="float32", shape=(1,))
     engine = bench.engine(through, (X, unused), (Y, X))
     with closing(bench.load(engine)) as loaded, closing(loaded.session()) as session:
-        got = run_session(session, {"x": np.ones((3, 2), np.float32), "unused": np.zeros(1, np.float32)})
+        got = run_session(
+            session, {"x": np.ones((3, 2), np.float32), "unused": np.zeros(1, np.float32)}
+        )
     np.testing.assert_array_equal(got["x"], -got["y"])
 
 
@@ -255,7 +318,13 @@ def test_everything_is_given_back_at_close(bench: Bench) -> None:
         session.close()
         loaded.close()
         timer.close()
-    assert (bench.cuda.used, bench.cuda.pinned, bench.cuda.streams, bench.cuda.events, bench.cuda.graphs) == (0, {}, {}, [], [])
+    assert (
+        bench.cuda.used,
+        bench.cuda.pinned,
+        bench.cuda.streams,
+        bench.cuda.events,
+        bench.cuda.graphs,
+    ) == (0, {}, {}, [], [])
 
 
 def test_closing_the_engine_closes_its_sessions(bench: Bench) -> None:
@@ -271,7 +340,18 @@ def test_closing_the_engine_closes_its_sessions(bench: Bench) -> None:
         lambda: loaded.cuda_engine,
         lambda: still_open.bind(feeds(2)),
         lambda: still_open.context,
-        *[getattr(still_open, step) for step in ("upload", "execute", "enqueue", "download", "synchronize", "fetch", "timer")],
+        *[
+            getattr(still_open, step)
+            for step in (
+                "upload",
+                "execute",
+                "enqueue",
+                "download",
+                "synchronize",
+                "fetch",
+                "timer",
+            )
+        ],
     ]
     for use in uses:
         with pytest.raises(InternalError, match="closed"):
@@ -295,7 +375,10 @@ def test_out_of_memory_is_an_error_of_its_own_kind_and_the_next_request_works(be
         _, filler = bench.cuda.cudaMalloc(bench.cuda.total - bench.cuda.used - 1000)
         for request in (loaded.session, lambda: bench.load(engine)):
             streams = len(bench.cuda.streams)
-            with pytest.raises(HostError, match=r"the GPU is out of memory: wanted .*, 0\.0 MiB of 256\.0 MiB are free") as caught:
+            with pytest.raises(
+                HostError,
+                match=r"the GPU is out of memory: wanted .*, 0\.0 MiB of 256\.0 MiB are free",
+            ) as caught:
                 request()
             assert caught.value.code == "host.out_of_device_memory"
             assert caught.value.next_step
@@ -310,25 +393,42 @@ def test_out_of_memory_is_an_error_of_its_own_kind_and_the_next_request_works(be
 
 def test_out_of_memory_for_an_output_sized_by_values(bench: Bench) -> None:
     profile = Profile(dims={"n": [0, 2, 1 << 20]})
-    with closing(bench.load(bench.engine(POSITIONS, (X,), (WHERE,), (profile,)))) as loaded, closing(loaded.session()) as session:
+    with (
+        closing(bench.load(bench.engine(POSITIONS, (X,), (WHERE,), (profile,)))) as loaded,
+        closing(loaded.session()) as session,
+    ):
         run_session(session, {"x": np.ones((2, 2), np.float32)})
         _, filler = bench.cuda.cudaMalloc(bench.cuda.total - bench.cuda.used - 10_000)
         with pytest.raises(HostError, match=r"out of memory: wanted 1\.0 MiB"):
             run_session(session, {"x": np.ones((1 << 15, 2), np.float32)})
-        assert messages_of(bench.trt) == []  # TensorRT's own of the same would be told with the next error
-        np.testing.assert_array_equal(run_session(session, {"x": np.ones((1, 2), np.float32)})["where"], [[0, 0], [0, 1]])
+        assert (
+            messages_of(bench.trt) == []
+        )  # TensorRT's own of the same would be told with the next error
+        np.testing.assert_array_equal(
+            run_session(session, {"x": np.ones((1, 2), np.float32)})["where"], [[0, 0], [0, 1]]
+        )
         bench.cuda.cudaFree(filler)
-        assert run_session(session, {"x": np.ones((1 << 15, 2), np.float32)})["where"].shape == (2, 1 << 16)
+        assert run_session(session, {"x": np.ones((1 << 15, 2), np.float32)})["where"].shape == (
+            2,
+            1 << 16,
+        )
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_that_tensorrt_refuses(bench: Bench) -> None:
-    broken = Program(**{**vars(DOUBLE), "run_error": "IExecutionContext::enqueueV3: Error Code 7: Internal Error (the tactic is missing)"})
+    broken = Program(
+        **{
+            **vars(DOUBLE),
+            "run_error": "IExecutionContext::enqueueV3: Error Code 7: Internal Error (the tactic is missing)",
+        }
+    )
     with closing(bench.load(bench.engine(broken))) as loaded, closing(loaded.session()) as session:
         session.bind(feeds(2))
-        with pytest.raises(HostError, match="TensorRT cannot run the engine: the tactic is missing\n"):
+        with pytest.raises(
+            HostError, match="TensorRT cannot run the engine: the tactic is missing\n"
+        ):
             session.execute()
         with pytest.raises(InternalError, match="nothing to fetch"):
             session.download()
@@ -346,9 +446,21 @@ def test_an_error_of_a_kernel_is_raised_where_it_is_awaited(bench: Bench) -> Non
 @pytest.mark.parametrize(
     ("text", "code", "said"),
     [
-        ("IExecutionContext::enqueueV3: Error Code 1: Cuda Runtime (out of memory)", "host.out_of_device_memory", "256.0 MiB of 256.0 MiB are free"),
-        ("x: Error Code 2: OutOfMemory (Requested size was 3221225472 bytes.)", "host.out_of_device_memory", "wanted 3.00 GiB"),
-        ("x::y: Error Code 1: Cuda Runtime (invalid resource handle)", "host.cuda", "TensorRT fails: an older error; invalid resource handle"),
+        (
+            "IExecutionContext::enqueueV3: Error Code 1: Cuda Runtime (out of memory)",
+            "host.out_of_device_memory",
+            "256.0 MiB of 256.0 MiB are free",
+        ),
+        (
+            "x: Error Code 2: OutOfMemory (Requested size was 3221225472 bytes.)",
+            "host.out_of_device_memory",
+            "wanted 3.00 GiB",
+        ),
+        (
+            "x::y: Error Code 1: Cuda Runtime (invalid resource handle)",
+            "host.cuda",
+            "TensorRT fails: an older error; invalid resource handle",
+        ),
     ],
 )
 def test_errors_of_tensorrt_by_their_words(text: str, code: str, said: str) -> None:

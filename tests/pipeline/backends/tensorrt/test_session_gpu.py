@@ -23,7 +23,16 @@ from pipeline.backends.base import run_session
 from pipeline.backends.tensorrt.session import GRAPHS, TrtLoaded, TrtSession
 from pipeline.core import BuildOptions, Engine, Precision, Profile, Recipe, Tensors
 from pipeline.errors import DataError, HostError, StoreError
-from tests.pipeline.conformance.models import Case, branches, convolution, model, positions, ramp, two_profiles, two_symbols
+from tests.pipeline.conformance.models import (
+    Case,
+    branches,
+    convolution,
+    model,
+    positions,
+    ramp,
+    two_profiles,
+    two_symbols,
+)
 
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20
@@ -35,15 +44,24 @@ def heavy() -> Case:
     """One MatMul with 64 MiB of weights."""
     weights = np.random.default_rng(0).standard_normal((4096, 4096), np.float32) / 64
     nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Relu", ["h"], ["y"])]
-    proto = model(nodes, [("x", "float32", ("n", 4096))], [("y", "float32", ("n", 4096))], {"w": weights})
-    return Case("heavy", proto, (Profile(dims={"n": [1, 2, 4]}),), tuple({"x": np.full((n, 4096), n, np.float32)} for n in (1, 4, 2)))
+    proto = model(
+        nodes, [("x", "float32", ("n", 4096))], [("y", "float32", ("n", 4096))], {"w": weights}
+    )
+    return Case(
+        "heavy",
+        proto,
+        (Profile(dims={"n": [1, 2, 4]}),),
+        tuple({"x": np.full((n, 4096), n, np.float32)} for n in (1, 4, 2)),
+    )
 
 
 @cache
 def many_positions() -> Case:
     """Takes 48 MiB and finds up to 192 MiB."""
     case = positions()
-    return Case("many positions", case.proto, (Profile(dims={"n": [1, 4, 1 << 22]}),), ({"x": ramp(2, 3)},))
+    return Case(
+        "many positions", case.proto, (Profile(dims={"n": [1, 4, 1 << 22]}),), ({"x": ramp(2, 3)},)
+    )
 
 
 EngineOf = Callable[[Callable[[], Case]], Engine]
@@ -55,8 +73,17 @@ def engine_of(tmp_path_factory: pytest.TempPathFactory) -> EngineOf:
     def built(make: Callable[[], Case]) -> Engine:
         case, folder = make(), tmp_path_factory.mktemp("engine")
         (folder / "out").mkdir()
-        recipe, options = Recipe(backend="tensorrt", precision=Precision.FP32), BuildOptions(profiles=case.profiles)
-        return backends.backend("tensorrt").build(case.write(folder / "source"), recipe, options, folder / "out", lambda fraction, text: None)
+        recipe, options = (
+            Recipe(backend="tensorrt", precision=Precision.FP32),
+            BuildOptions(profiles=case.profiles),
+        )
+        return backends.backend("tensorrt").build(
+            case.write(folder / "source"),
+            recipe,
+            options,
+            folder / "out",
+            lambda fraction, text: None,
+        )
 
     return built
 
@@ -112,10 +139,16 @@ def fill(rt: Any) -> Iterator[Callable[[int], None]]:
 
 def test_a_graph_answers_exactly_as_plain_runs_do(engine_of: EngineOf) -> None:
     case = convolution()
-    with closing(load(engine_of(convolution))) as loaded, closing(loaded.session()) as session, closing(loaded.session(graphs=False)) as plain:
+    with (
+        closing(load(engine_of(convolution))) as loaded,
+        closing(loaded.session()) as session,
+        closing(loaded.session(graphs=False)) as plain,
+    ):
         for scale in (1, 2, 3, 4):
             feeds = {"image": case.feeds[1]["image"] * np.float32(scale)}
-            np.testing.assert_array_equal(run_session(session, feeds)["logits"], run_session(plain, feeds)["logits"])
+            np.testing.assert_array_equal(
+                run_session(session, feeds)["logits"], run_session(plain, feeds)["logits"]
+            )
         assert (session.graphs, session.graph_refusal, plain.graphs) == (1, "", 0)
         check_runs(session, case, *case.feeds)
 
@@ -127,13 +160,23 @@ def test_shapes_are_replayed_after_eviction(engine_of: EngineOf) -> None:
         for _ in range(2):
             for size in sizes:
                 feeds = {"x": ramp(*size), "mask": ramp(*size, dtype="int64") % 2}
-                check_runs(session, case, feeds, feeds, {**feeds, "x": feeds["x"] + 1}, {**feeds, "x": feeds["x"] - 1})
+                check_runs(
+                    session,
+                    case,
+                    feeds,
+                    feeds,
+                    {**feeds, "x": feeds["x"] + 1},
+                    {**feeds, "x": feeds["x"] - 1},
+                )
         assert session.graphs == GRAPHS
         assert session.graph_refusal == ""
 
 
 def test_replays_share_no_output(engine_of: EngineOf) -> None:
-    batches = [{"x": ramp(4, 16) + np.float32(start), "mask": np.ones((4, 16), np.int64)} for start in range(6)]
+    batches = [
+        {"x": ramp(4, 16) + np.float32(start), "mask": np.ones((4, 16), np.int64)}
+        for start in range(6)
+    ]
     with closing(load(engine_of(two_symbols))) as loaded, closing(loaded.session()) as session:
         outputs = [run_session(session, feeds)["y"] for feeds in batches]
     for feeds, output in zip(batches, outputs, strict=True):
@@ -177,7 +220,10 @@ def test_threads_run_sessions_of_their_own(engine_of: EngineOf) -> None:
 
     with closing(load(engine_of(convolution))) as loaded:
         sessions = [loaded.session() for _ in range(4)]
-        threads = [threading.Thread(target=work, args=(session, 1 - 2 * (number % 2))) for number, session in enumerate(sessions)]
+        threads = [
+            threading.Thread(target=work, args=(session, 1 - 2 * (number % 2)))
+            for number, session in enumerate(sessions)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -236,7 +282,9 @@ def test_closing_the_engine_frees_what_its_sessions_hold(engine_of: EngineOf, rt
     assert abs(before - free_bytes(rt)) < 16 * MIB
 
 
-def test_out_of_memory_in_a_session_and_in_a_run_and_the_next_request_works(engine_of: EngineOf, fill: Callable[[int], None]) -> None:
+def test_out_of_memory_in_a_session_and_in_a_run_and_the_next_request_works(
+    engine_of: EngineOf, fill: Callable[[int], None]
+) -> None:
     case = many_positions()
     many = {"x": np.ones((1 << 22, 3), np.float32)}
     with closing(load(engine_of(many_positions))) as loaded, closing(loaded.session()) as session:
@@ -254,7 +302,9 @@ def test_out_of_memory_in_a_session_and_in_a_run_and_the_next_request_works(engi
             check_runs(another, case, *case.feeds)
 
 
-def test_out_of_memory_while_weights_are_loaded(engine_of: EngineOf, fill: Callable[[int], None]) -> None:
+def test_out_of_memory_while_weights_are_loaded(
+    engine_of: EngineOf, fill: Callable[[int], None]
+) -> None:
     case = heavy()
     load(engine_of(heavy)).close()
     fill(24 * MIB)
@@ -273,7 +323,9 @@ def test_out_of_memory_while_weights_are_loaded(engine_of: EngineOf, fill: Calla
 def test_a_damaged_file(engine_of: EngineOf, tmp_path: Path, kind: str) -> None:
     engine = engine_of(convolution)
     data = engine.path.read_bytes()
-    (tmp_path / engine.file).write_bytes({"half": data[: len(data) // 2], "random": os.urandom(5000), "empty": b""}[kind])
+    (tmp_path / engine.file).write_bytes(
+        {"half": data[: len(data) // 2], "random": os.urandom(5000), "empty": b""}[kind]
+    )
     with pytest.raises(StoreError, match=r"cannot be opened: TensorRT says: \w+ .*"):
         load(engine.model_copy(update={"root": tmp_path}))
 
@@ -289,7 +341,10 @@ def test_one_changed_byte_in_the_weights(engine_of: EngineOf, tmp_path: Path) ->
 
 def test_the_file_of_another_model(engine_of: EngineOf) -> None:
     engine, other = engine_of(convolution), engine_of(two_symbols)
-    with pytest.raises(StoreError, match="the engine of another model: expected inputs and outputs image, logits, found"):
+    with pytest.raises(
+        StoreError,
+        match="the engine of another model: expected inputs and outputs image, logits, found",
+    ):
         load(engine.model_copy(update={"root": other.root, "file": other.file}))
 
 
@@ -307,7 +362,12 @@ for _ in range(3):
     run_session(session, feeds)
 print(session.graphs, sorted({"torch", "onnxruntime", "cuda.core"} & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "case.pickle")], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "case.pickle")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.stdout.splitlines()[-1:] == ["1 []"], done.stderr
 
 
@@ -319,7 +379,11 @@ class ByInterface:
 
     def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
-        self.__cuda_array_interface__ = {**tensor.__cuda_array_interface__, "version": 3, "stream": 1}  # 1: the legacy default stream
+        self.__cuda_array_interface__ = {
+            **tensor.__cuda_array_interface__,
+            "version": 3,
+            "stream": 1,
+        }  # 1: the legacy default stream
 
 
 @pytest.fixture
@@ -340,7 +404,9 @@ def test_inputs_may_lie_on_the_gpu(torch: Any, session: TrtSession) -> None:
         for name in feeds:
             for value in (on_gpu[name], ByInterface(on_gpu[name])):
                 check_runs(session, case, feeds)
-                np.testing.assert_array_equal(run_session(session, {**feeds, name: value})["y"], case.expected(feeds)["y"])
+                np.testing.assert_array_equal(
+                    run_session(session, {**feeds, name: value})["y"], case.expected(feeds)["y"]
+                )
         np.testing.assert_array_equal(run_session(session, on_gpu)["y"], case.expected(feeds)["y"])
     assert session.graphs == 2
 
@@ -367,7 +433,9 @@ def test_work_that_is_still_making_an_input_is_awaited(torch: Any, session: TrtS
         (lambda x: x.to("meta"), "'x' is a Tensor"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(torch: Any, session: TrtSession, make: Callable[[Any], Any], said: str) -> None:
+def test_tensors_that_do_not_fit_are_refused(
+    torch: Any, session: TrtSession, make: Callable[[Any], Any], said: str
+) -> None:
     case = two_symbols()
     feeds = case.feeds[2]
     with pytest.raises(DataError) as caught:

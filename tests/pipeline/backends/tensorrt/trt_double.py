@@ -28,7 +28,9 @@ class Program:
     inputs: Mapping[str, tuple[str, tuple[int, ...]]]  # dtype in TensorRT's words, shape
     outputs: Mapping[str, str]
     run: Callable[[Arrays], Arrays]
-    shapes: Callable[[Mapping[str, tuple[int, ...]], Arrays], Mapping[str, tuple[int, ...]]]  # -1: only `run` can tell
+    shapes: Callable[
+        [Mapping[str, tuple[int, ...]], Arrays], Mapping[str, tuple[int, ...]]
+    ]  # -1: only `run` can tell
     host_inputs: tuple[str, ...] = ()
     host_outputs: tuple[str, ...] = ()
     profiles: int = 1
@@ -47,7 +49,9 @@ class Named:
 
 
 class LoggerDouble:
-    INTERNAL_ERROR, ERROR, WARNING, INFO = (Named(name) for name in ("INTERNAL_ERROR", "ERROR", "WARNING", "INFO"))
+    INTERNAL_ERROR, ERROR, WARNING, INFO = (
+        Named(name) for name in ("INTERNAL_ERROR", "ERROR", "WARNING", "INFO")
+    )
 
     def __init__(self, severity: Named | None = None) -> None:
         pass
@@ -127,20 +131,32 @@ class EngineDouble:
         return Named("INPUT" if name in self.program.inputs else "OUTPUT")
 
     def get_tensor_dtype(self, name: str) -> Named:
-        return Named(self.program.inputs[name][0] if name in self.program.inputs else self.program.outputs[name])
+        return Named(
+            self.program.inputs[name][0]
+            if name in self.program.inputs
+            else self.program.outputs[name]
+        )
 
     def get_tensor_location(self, name: str) -> Named:
-        return Named("HOST" if name in (*self.program.host_inputs, *self.program.host_outputs) else "DEVICE")
+        return Named(
+            "HOST" if name in (*self.program.host_inputs, *self.program.host_outputs) else "DEVICE"
+        )
 
     def create_execution_context(self, strategy: Named | None = None) -> ContextDouble | None:
         assert strategy is None or strategy.name == "USER_MANAGED"
         error, persistent = self.runtime.trt.cuda.cudaMalloc(4096)
         if error:
-            self.runtime.logger.log(LoggerDouble.ERROR, "ICudaEngine::createExecutionContext: Error Code 2: OutOfMemory (no further information)")
+            self.runtime.logger.log(
+                LoggerDouble.ERROR,
+                "ICudaEngine::createExecutionContext: Error Code 2: OutOfMemory (no further information)",
+            )
             return None
         context = ContextDouble(self, persistent)
         if strategy is None:  # TensorRT's own memory, and the first profile
-            context.memory = (self.runtime.trt.cuda.cudaMalloc(self.program.activation_bytes)[1], self.program.activation_bytes)
+            context.memory = (
+                self.runtime.trt.cuda.cudaMalloc(self.program.activation_bytes)[1],
+                self.program.activation_bytes,
+            )
             context.profile = 0
         return context
 
@@ -188,7 +204,11 @@ class ContextDouble:
         return True
 
     def infer_shapes(self) -> list[str]:
-        missing = [name for name in self.program.inputs if name not in self.shapes and name not in self.program.host_inputs]
+        missing = [
+            name
+            for name in self.program.inputs
+            if name not in self.shapes and name not in self.program.host_inputs
+        ]
         if missing:
             return missing
         try:
@@ -199,7 +219,10 @@ class ContextDouble:
         return []
 
     def _host_values(self) -> Arrays:
-        return {name: self._array(name, self.program.inputs[name][1], copy=True) for name in self.program.host_inputs}
+        return {
+            name: self._array(name, self.program.inputs[name][1], copy=True)
+            for name in self.program.host_inputs
+        }
 
     def get_tensor_shape(self, name: str) -> Sequence[int]:
         return self.outputs[name]
@@ -209,7 +232,11 @@ class ContextDouble:
         size = math.prod(shape) * np.dtype(dtype).itemsize
         if name not in self.program.host_inputs:
             assert is_inside(self.trt.cuda.device, self.addresses[name], size)
-        array = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self.addresses[name])).view(dtype).reshape(shape)
+        array = (
+            np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self.addresses[name]))
+            .view(dtype)
+            .reshape(shape)
+        )
         return array.copy() if copy else array
 
     def _fail(self, text: str) -> bool:
@@ -223,17 +250,23 @@ class ContextDouble:
             return self._fail(program.run_error)
         if stream.captured is not None and (self.allocators or program.capture_error):
             stream.is_invalid = True
-            return self._fail(f"IExecutionContext::enqueueV3: Error Code 1: Cuda Runtime ({program.capture_error})")
+            return self._fail(
+                f"IExecutionContext::enqueueV3: Error Code 1: Cuda Runtime ({program.capture_error})"
+            )
         shapes, addresses, host = dict(self.shapes), dict(self.addresses), self._host_values()
         alive = weakref.ref(self)
 
         def work() -> None:
             context = alive()
             assert context is not None, "a graph or a run outlived its context"
-            assert addresses == context.addresses, "addresses changed after the run was enqueued or captured"
+            assert addresses == context.addresses, (
+                "addresses changed after the run was enqueued or captured"
+            )
             assert is_inside(context.trt.cuda.device, *context.memory)
             ctypes.memset(context.memory[0], 0xCD, program.activation_bytes)
-            for name, array in program.run({name: context._array(name, shape) for name, shape in shapes.items()} | host).items():
+            for name, array in program.run(
+                {name: context._array(name, shape) for name, shape in shapes.items()} | host
+            ).items():
                 if allocator := context.allocators.get(name):
                     context._allocate(allocator, name, array)
                 context._array(name, array.shape)[...] = array
@@ -241,18 +274,24 @@ class ContextDouble:
         if not self.allocators:
             stream.put(work)
             return True
-        self.trt.cuda.cudaStreamSynchronize(stream)  # how large outputs are is known before this returns
+        self.trt.cuda.cudaStreamSynchronize(
+            stream
+        )  # how large outputs are is known before this returns
         return self._run_now(work)
 
     def _run_now(self, work: Work) -> bool:
         try:
             work()
         except MemoryError:
-            return self._fail("IExecutionContext::enqueueV3: Error Code 2: OutOfMemory (Requested size was 512 bytes.)")
+            return self._fail(
+                "IExecutionContext::enqueueV3: Error Code 2: OutOfMemory (Requested size was 512 bytes.)"
+            )
         return True
 
     def _allocate(self, allocator: Any, name: str, array: np.ndarray) -> None:
-        self.addresses[name] = allocator.reallocate_output_async(name, self.addresses.get(name, 0), array.nbytes, 512, 0)
+        self.addresses[name] = allocator.reallocate_output_async(
+            name, self.addresses.get(name, 0), array.nbytes, 512, 0
+        )
         if not self.addresses[name]:
             raise MemoryError
         allocator.notify_shape(name, array.shape)
