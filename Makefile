@@ -34,7 +34,6 @@ check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python tests/tools/size_table.py
 
 # The messages of gRPC, from the published definitions in service/grpc/protos.
 protos: $(VENV)/.ready

@@ -1,4 +1,6 @@
-"""The parts of docs/accuracy.md about calibration and about the speed of int8: tables and one figure, from benchmarks/results/*.json."""
+"""The parts of docs/accuracy.md about calibration and about the speed of int8: tables and one
+figure, from benchmarks/results/*.json.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +36,22 @@ def result(name: str) -> Document:
     return document
 
 
-# -- calibration -------------------------------------------------------------------------------------------------------
+# -- calibration
+# ------------------------------------------------------------------------------
 
 
 def calibration_section(document: Document) -> list[str]:
     """Loss by samples and method, and by weight bits, as lines."""
     rows, usual = document["rows"], document["rows"][0]["weight_bits"]
     return [
-        f"Seen on the selection sets, with {usual}-bit weights as they suit that CPU: 1 minus the mean cosine to the reference's output, the mean",
-        "over the draws, and in brackets the best and the worst draw where there are several. `passed`: draws within all limits of the plan.",
+        (
+            f"Seen on the selection sets, with {usual}-bit weights as they suit that CPU: 1 minus"
+            " the mean cosine to the reference's output, the mean"
+        ),
+        (
+            "over the draws, and in brackets the best and the worst draw where there are several."
+            " `passed`: draws within all limits of the plan."
+        ),
         "",
         "![1 minus the mean cosine against the number of calibration samples](calibration.svg)",
         "",
@@ -106,7 +115,8 @@ def _spread(values: Sequence[float]) -> str:
     )
 
 
-# -- the figure --------------------------------------------------------------------------------------------------------
+# -- the figure
+# ------------------------------------------------------------------------------
 
 
 def calibration_drawing(document: Document) -> Drawing:
@@ -152,7 +162,8 @@ def _panel(axes: Any, rows: Sequence[Row], title: str) -> None:
     axes.minorticks_off()
 
 
-# -- int8 against floats -----------------------------------------------------------------------------------------------
+# -- int8 against floats
+# ------------------------------------------------------------------------------
 
 
 class Time(NamedTuple):
@@ -170,7 +181,9 @@ class Time(NamedTuple):
 
 
 def int8_section(documents: Mapping[str, Document]) -> list[str]:
-    """Every int8 engine beside the fastest float engine of its backend on the same host, slowest in relation first."""
+    """Every int8 engine beside the fastest float engine of its backend on the same host, slowest in
+    relation first.
+    """
     times = [time for name, document in documents.items() for time in _times(name, document)]
     pairs = []
     for time in times:
@@ -205,7 +218,8 @@ def int8_section(documents: Mapping[str, Document]) -> list[str]:
     return _table(head, cells) if cells else []
 
 
-# -- few bits ----------------------------------------------------------------------------------------------------------
+# -- few bits
+# ------------------------------------------------------------------------------
 
 
 def few_bits_section(document: Document) -> list[str]:
@@ -235,7 +249,9 @@ def _figures(row: Row) -> list[str]:
 
 
 def _times(name: str, document: Document) -> list[Time]:
-    """The rows of `resnet50.json` are one engine and shape each, those of `tensorrt_*.json` one engine with all its shapes."""
+    """The rows of `resnet50.json` are one engine and shape each, those of `tensorrt_*.json` one
+    engine with all its shapes.
+    """
     if name == "gpu_models":
         return list(_gpu_models_times(document))
     model = name.removeprefix("tensorrt_")
@@ -267,7 +283,9 @@ def _times(name: str, document: Document) -> list[Time]:
 
 
 def _gpu_models_times(document: Document) -> Iterator[Time]:
-    """`gpu_models.json` has rows of one shape with all engines, ours once more in bare loops; the row that only draws a curve has no batch."""
+    """`gpu_models.json` has rows of one shape with all engines, ours once more in bare loops; the
+    row that only draws a curve has no batch.
+    """
     for model, row in document["rows"].items():
         for engine, entry in row.get("entries", {}).items() if row.get("batch") else ():
             if "wall_median_ms" in entry and not engine.startswith(("bare ", "loop ")):
@@ -295,4 +313,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def _host(document: Document, names: Sequence[str]) -> str:
     host = document["environment"]
     packages = ", ".join(f"{name} {host['packages'][name]}" for name in names)
-    return f"{document['created'][:10]}, {host['cpu']}, flags {' '.join(host['cpu_flags'])}; Python {host['python']}, {packages}."
+    return (
+        f"{document['created'][:10]}, {host['cpu']}, flags {' '.join(host['cpu_flags'])}; Python"
+        f" {host['python']}, {packages}."
+    )

@@ -1,8 +1,11 @@
-"""Accuracy of int8 against the number of calibration samples and the method, on the digits and on MiniLM, by ONNX Runtime.
+"""Accuracy of int8 against the number of calibration samples and the method, on the digits and on
+MiniLM, by ONNX Runtime.
 
-Each draw takes samples at random from the plan's calibration set and goes through the stages of a compile, up to the check on the selection set.
-Several draws show how much of a figure is the luck of the draw. With most samples, weights of 7 and of 8 bits: on x86 without VNNI the latter can
-saturate. Nothing is timed, so a busy machine does no harm. Takes about 15 minutes of CPU time; a run that was stopped goes on where it stood.
+Each draw takes samples at random from the plan's calibration set and goes through the stages of a
+compile, up to the check on the selection set. Several draws show how much of a figure is the luck
+of the draw. With most samples, weights of 7 and of 8 bits: on x86 without VNNI the latter can
+saturate. Nothing is timed, so a busy machine does no harm. Takes about 15 minutes of CPU time; a
+run that was stopped goes on where it stood.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ from pipeline.plan.schema import CandidateConfig, home, load_plan
 from pipeline.stages.validate import ReferenceOutputs
 
 DRAWS = {"digits": {10: 5, 50: 5, 100: 5, 500: 1}, "minilm": {10: 3, 50: 2, 100: 1, 500: 1}}
-"""By plan: samples, and how often they are drawn. 500 are all, or nearly all, that the two sets hold."""
+"""By plan: samples, and how often they are drawn. 500 are all, or nearly all, that the two sets
+hold.
+"""
 
 ENOUGH, MOST = 100, 500
 WORK = ROOT / "build" / "calibration"
@@ -96,7 +101,9 @@ def candidates(bits: Sequence[Literal[7, 8] | None]) -> list[CandidateConfig]:
 
 
 def with_drawn_samples(job: Job, samples: int, seed: int) -> Job:
-    """The job with a part of its calibration set, drawn at random without replacement, and with a store of our own: large, and gone in the end."""
+    """The job with a part of its calibration set, drawn at random without replacement, and with a
+    store of our own: large, and gone in the end.
+    """
     folder = WORK / job.plan.name / f"{samples}-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     source = job.plan.data.calibration
@@ -132,14 +139,18 @@ def here(
     log: Path | None = None,
     progress: Progress = silent,
 ) -> Any:
-    """A stage in this process: a child for each of some 300 stages would spend most of its time on imports."""
+    """A stage in this process: a child for each of some 300 stages would spend most of its time on
+    imports.
+    """
     return function(*arguments, progress)
 
 
 def accuracy(
     job: Job, model: OnnxModel, candidate: CandidateConfig, expected: ReferenceOutputs
 ) -> Row:
-    """What the int8 engine loses on the selection set: of the plan's own metric, and of the mean cosine to the reference."""
+    """What the int8 engine loses on the selection set: of the plan's own metric, and of the mean
+    cosine to the reference.
+    """
     recipe = recipe_from_candidate(candidate, onnxruntime_.probe(), job.plan, calibrated=True)
     engine = build_engine(job, convert_model(job, model, recipe), recipe)
     report = check_engine(job, engine, expected, job.data.selection)
@@ -167,7 +178,9 @@ def accuracy(
 
 
 def targets(rows: Sequence[Row]) -> dict[str, bool]:
-    """Whether each method passes the plan's gate in every draw of enough samples, with weights as they suit this CPU."""
+    """Whether each method passes the plan's gate in every draw of enough samples, with weights as
+    they suit this CPU.
+    """
     usual = rows[0]["weight_bits"]
     found = {}
     for plan in dict.fromkeys(str(row["model"]) for row in rows):
@@ -180,7 +193,8 @@ def targets(rows: Sequence[Row]) -> dict[str, bool]:
             enough = [row for row in same if int(row["samples"] or 0) >= ENOUGH]
             held = sum(bool(row["passed"]) for row in enough)
             found[
-                f"{plan}, {method}: passes with {ENOUGH} samples or more ({held} of {len(enough)} draws)"
+                f"{plan}, {method}: passes with {ENOUGH} samples or more ({held} of {len(enough)}"
+                " draws)"
             ] = held == len(enough) > 0
     return found
 

@@ -1,6 +1,8 @@
-"""Peak memory of calibrating ResNet-50 with 64 and with 1,024 generated samples: it must not grow with the set.
+"""Peak memory of calibrating ResNet-50 with 64 and with 1,024 generated samples: it must not grow
+with the set.
 
-Every figure is the peak (VmHWM) of a fresh process that does nothing else. `--one METHOD SAMPLES` is that process.
+Every figure is the peak (VmHWM) of a fresh process that does nothing else. `--one METHOD SAMPLES`
+is that process.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ def main() -> None:
             }
         )
         targets[
-            f"{method}: {MANY} samples take at most {MOST_GROWTH}x the memory of {FEW} (got {growth:.3f}x)"
+            f"{method}: {MANY} samples take at most {MOST_GROWTH}x the memory of {FEW} (got"
+            f" {growth:.3f}x)"
         ] = growth <= MOST_GROWTH
     publish("calibration_memory", rows, targets)
 

@@ -1,4 +1,6 @@
-"""What the benchmark scripts share: the graph of a plan, tables, and results with the environment they were taken in."""
+"""What the benchmark scripts share: the graph of a plan, tables, and results with the environment
+they were taken in.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,18 @@ Row = Mapping[str, Cell]
 
 
 def takes_no_arguments(says: str | None) -> None:
-    """`--help` says what the script measures; anything else on the command line is an error, and nothing is measured."""
+    """`--help` says what the script measures; anything else on the command line is an error, and
+    nothing is measured.
+    """
     argparse.ArgumentParser(
         description=says, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
 
 
 def graph_of(plan_path: Path) -> tuple[Plan, OnnxModel]:
-    """A plan and its exported, simplified graph; from the store if `crucible compile` has been there."""
+    """A plan and its exported, simplified graph; from the store if `crucible compile` has been
+    there.
+    """
     job = open_job(load_plan(plan_path), Runner(Store(home())))
     return job.plan, simplify_model(job, export_model(job))
 
@@ -51,7 +57,8 @@ def publish(
     run: Row | None = None,
     details: Mapping[str, Sequence[Row]] | None = None,
 ) -> None:
-    """Print a table, keep the result with its environment and what the run was asked for, and end with one JSON document on a line of its own.
+    """Print a table, keep the result with its environment and what the run was asked for, and end
+    with one JSON document on a line of its own.
 
     `details` are further tables, by name, that are kept and not printed.
     """
@@ -84,7 +91,9 @@ def text_of(cell: Cell) -> str:
 
 @contextmanager
 def beside(work: Callable[[], object]) -> Iterator[None]:
-    """Do this again and again in a thread until the block ends. The last time is waited for; work that failed is raised then."""
+    """Do this again and again in a thread until the block ends. The last time is waited for; work
+    that failed is raised then.
+    """
     stop, failed = threading.Event(), list[BaseException]()
 
     def again() -> None:

@@ -1,4 +1,6 @@
-"""Wall time of the demo's `crucible compile configs/digits.yaml`, whole process: with an empty store, and with everything in it."""
+"""Wall time of the demo's `crucible compile configs/digits.yaml`, whole process: with an empty
+store, and with everything in it.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""MiniLM with weights in 4 or 8 bits alone, and with SmoothQuant: size, and what it costs in accuracy, beside fp32 and int8 by calibration.
+"""MiniLM with weights in 4 or 8 bits alone, and with SmoothQuant: size, and what it costs in
+accuracy, beside fp32 and int8 by calibration.
 
-The candidates that the comments of `configs/minilm.yaml` name, through the stages of a compile up to the check on the selection set.
-Nothing is timed, so a busy machine does no harm.
+The candidates that the comments of `configs/minilm.yaml` name, through the stages of a compile up
+to the check on the selection set. Nothing is timed, so a busy machine does no harm.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Figures of docs/: SVG with its text as text, drawn again only for other values (another matplotlib draws the same ones otherwise)."""
+"""Figures of docs/: SVG with its text as text, drawn again only for other values (another
+matplotlib draws the same ones otherwise).
+"""
 
 from __future__ import annotations
 

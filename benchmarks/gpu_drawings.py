@@ -1,4 +1,6 @@
-"""The figures of results/gpu_models.json: times of every engine of every row, and the launch queue. Without that file there are none."""
+"""The figures of results/gpu_models.json: times of every engine of every row, and the launch queue.
+Without that file there are none.
+"""
 
 from __future__ import annotations
 

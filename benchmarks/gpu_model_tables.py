@@ -1,4 +1,6 @@
-"""The parts of docs/benchmarks.md and the README that come from results/gpu_models.json. Without that file they are empty."""
+"""The parts of docs/benchmarks.md and the README that come from results/gpu_models.json. Without
+that file they are empty.
+"""
 
 from __future__ import annotations
 
@@ -56,19 +58,43 @@ def models_section(found: Mapping[str, Any]) -> list[str]:
         return []
     lines = [
         f"## Compared with plain TensorRT and with PyTorch ({_devices(found)})",
-        "Each row is one model at one shape. All its engines ran in one interleaved run, each in processes of its own.",
+        (
+            "Each row is one model at one shape. All its engines ran in one interleaved run, each"
+            " in processes of its own."
+        ),
         "The command under a heading repeats the row; it takes the heading too, as it stands.",
         "",
-        "`ours` is Crucible's engine in Crucible's session. `bare` is the same graph, built and run by TensorRT's plain API",
-        "with the timing cache that ours left. `loop` is our engine file in a bare loop. `torch` is PyTorch.",
+        (
+            "`ours` is Crucible's engine in Crucible's session. `bare` is the same graph, built and"
+            " run by TensorRT's plain API"
+        ),
+        (
+            "with the timing cache that ours left. `loop` is our engine file in a bare loop."
+            " `torch` is PyTorch."
+        ),
         "",
-        "End to end goes from numpy arrays to numpy arrays. GPU time is the median of CUDA events around the GPU's work alone,",
-        "with a CUDA graph. TFLOP/s and GB/s are those of the unfused graph over whole runs, with their share of the GPU's",
+        (
+            "End to end goes from numpy arrays to numpy arrays. GPU time is the median of CUDA"
+            " events around the GPU's work alone,"
+        ),
+        (
+            "with a CUDA graph. TFLOP/s and GB/s are those of the unfused graph over whole runs,"
+            " with their share of the GPU's"
+        ),
         "peak in that precision. A figure with ~ still moved between blocks.",
         "",
-        "`surgery` is the graph with plain attention, which is Crucible's default; of models with attention, ways without it",
-        "have `simplify.plain_attention: false`. `folded` is `surgery` with `simplify.surgery: pipeline.folding:fold_strides`.",
-        "Weights are random: the cosine compares an answer with that of the first engine, and says nothing about accuracy.",
+        (
+            "`surgery` is the graph with plain attention, which is Crucible's default; of models"
+            " with attention, ways without it"
+        ),
+        (
+            "have `simplify.plain_attention: false`. `folded` is `surgery` with `simplify.surgery:"
+            " pipeline.folding:fold_strides`."
+        ),
+        (
+            "Weights are random: the cosine compares an answer with that of the first engine, and"
+            " says nothing about accuracy."
+        ),
         "",
         "### All rows beside PyTorch's best",
         "",
@@ -105,7 +131,9 @@ def _command(name: str, row: Mapping[str, Any]) -> list[str]:
 
 
 def rows_at_once(found: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Of each row the others that were measured during its time: where they share a host, they share its CPU."""
+    """Of each row the others that were measured during its time: where they share a host, they
+    share its CPU.
+    """
     spans = {name: _span(row) for name, row in found.get("rows", {}).items() if "seconds" in row}
     return {
         name: tuple(
@@ -118,7 +146,9 @@ def rows_at_once(found: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def _span(row: Mapping[str, Any]) -> tuple[dt.datetime, dt.datetime]:
-    """When the row began and ended. Older results of a whole row are dated by their end, and all else by its beginning."""
+    """When the row began and ended. Older results of a whole row are dated by their end, and all
+    else by its beginning.
+    """
     lasted, created = (
         dt.timedelta(seconds=row["seconds"]),
         dt.datetime.fromisoformat(row["created"]),
@@ -131,7 +161,9 @@ def _span(row: Mapping[str, Any]) -> tuple[dt.datetime, dt.datetime]:
 
 
 def times_by_picture(found: Mapping[str, Any]) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """Milliseconds end to end and of the GPU by the model's picture, row and engine, the fastest first; variants of flexibility as built."""
+    """Milliseconds end to end and of the GPU by the model's picture, row and engine, the fastest
+    first; variants of flexibility as built.
+    """
     models: dict[str, dict[str, dict[str, list[float]]]] = {}
     for name, row in found.get("rows", {}).items():
         entries = row.get("entries", {}) if name != CURVE and "inputs" in row else {}
@@ -158,7 +190,8 @@ def _both(entry: Entry) -> list[float]:
     return [entry["wall_median_ms"], entry["device_median_ms"]]
 
 
-# -- beside PyTorch's best ---------------------------------------------------------------------------------------------
+# -- beside PyTorch's best
+# ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +247,9 @@ def fastest_section(found: Mapping[str, Any]) -> list[str]:
 
 
 def comparison_lines(found: Mapping[str, Any]) -> list[str]:
-    """A line for each model and shape, then what other settings bring, then what the figures are; nothing without such rows."""
+    """A line for each model and shape, then what other settings bring, then what the figures are;
+    nothing without such rows.
+    """
     rows = comparisons(found)
     if not rows:
         return []
@@ -289,29 +324,58 @@ def _remarks(found: Mapping[str, Any], rows: Sequence[Comparison]) -> list[str]:
     others = rows_at_once(found)
     at_once = sum(bool(others.get(each.heading)) for each in rows)
     lines = [
-        "End to end goes from numpy arrays to numpy arrays, and decides which engine counts as the fastest; the second",
-        "figure is that engine's GPU time. PyTorch's best is the fastest of eager, traced, CUDA graph, flash attention and",
-        f"torch.compile, as far as the row has them, in fp16 or fp32. torch.compile ran in `max-autotune` in {tuned} of these",
-        "rows; in the others that mode was not tried, or did not end in time, and `reduce-overhead` stands in.",
-        "`flash` takes no mask, so where a row has one it does less than ours. Ours are built by default settings, but for",
-        f"how often TensorRT times each kernel before it chooses ({USUAL_TIMINGS} times by default). Images have 224 x 224",
+        (
+            "End to end goes from numpy arrays to numpy arrays, and decides which engine counts as"
+            " the fastest; the second"
+        ),
+        (
+            "figure is that engine's GPU time. PyTorch's best is the fastest of eager, traced, CUDA"
+            " graph, flash attention and"
+        ),
+        (
+            "torch.compile, as far as the row has them, in fp16 or fp32. torch.compile ran in"
+            f" `max-autotune` in {tuned} of these"
+        ),
+        (
+            "rows; in the others that mode was not tried, or did not end in time, and"
+            " `reduce-overhead` stands in."
+        ),
+        (
+            "`flash` takes no mask, so where a row has one it does less than ours. Ours are built"
+            " by default settings, but for"
+        ),
+        (
+            f"how often TensorRT times each kernel before it chooses ({USUAL_TIMINGS} times by"
+            " default). Images have 224 x 224"
+        ),
         "pixels. Weights are random, so what int8 costs in accuracy is not shown.",
     ]
     if slow:
         lines += [
-            f"End to end, ours are slower for {_listed(slow)}, although the GPU works for less time:",
-            "Crucible copies the inputs by one thread, which takes longer than PyTorch's copy where they are large.",
+            (
+                f"End to end, ours are slower for {_listed(slow)}, although the GPU works for less"
+                " time:"
+            ),
+            (
+                "Crucible copies the inputs by one thread, which takes longer than PyTorch's copy"
+                " where they are large."
+            ),
         ]
     if at_once:
         lines += [
-            f"{at_once} of these rows ran while another row was measured on another GPU, mostly of the same host,",
+            (
+                f"{at_once} of these rows ran while another row was measured on another GPU, mostly"
+                " of the same host,"
+            ),
             "which can lengthen end-to-end times of both sides.",
         ]
     return [*lines, f"{_common_place(found)}."]
 
 
 def comparisons(found: Mapping[str, Any]) -> list[Comparison]:
-    """One for each model and shape: of several rows the one that is nearest to the default settings."""
+    """One for each model and shape: of several rows the one that is nearest to the default
+    settings.
+    """
     best: dict[str, Comparison] = {}
     for heading, row in found.get("rows", {}).items():
         made = _comparison(heading, row)
@@ -323,7 +387,9 @@ def comparisons(found: Mapping[str, Any]) -> list[Comparison]:
 
 
 def _comparison(heading: str, row: Mapping[str, Any]) -> Comparison | None:
-    """None where PyTorch was not measured in fp16, or where ours was not: fp32 beside fp16 would flatter us."""
+    """None where PyTorch was not measured in fp16, or where ours was not: fp32 beside fp16 would
+    flatter us.
+    """
     named, torch, ours = (
         row_named(choice_from_heading(heading).name),
         _timed(row, "torch "),
@@ -367,7 +433,8 @@ def settings_text(overrides: Iterable[str]) -> list[str]:
     for each in overrides:
         if each.startswith(TIMINGS) and each not in DEFAULTS:
             told.append(
-                f"each kernel timed {each.removeprefix(TIMINGS)} times, not {USUAL_TIMINGS} as by default"
+                f"each kernel timed {each.removeprefix(TIMINGS)} times, not {USUAL_TIMINGS} as by"
+                " default"
             )
         elif each.startswith(EXPORTER):
             told.append(f"exported by `{each.removeprefix(EXPORTER)}`, which is not the default")
@@ -376,11 +443,14 @@ def settings_text(overrides: Iterable[str]) -> list[str]:
     return told
 
 
-# -- a row -------------------------------------------------------------------------------------------------------------
+# -- a row
+# ------------------------------------------------------------------------------
 
 
 def curve_section(found: Mapping[str, Any]) -> list[str]:
-    """Time per call without synchronisation beside the truth, as lines; none where there are no results."""
+    """Time per call without synchronisation beside the truth, as lines; none where there are no
+    results.
+    """
     row = found.get("rows", {}).get(CURVE, {})
     if "entries" not in row:
         return []
@@ -390,11 +460,23 @@ def curve_section(found: Mapping[str, Any]) -> list[str]:
         f"{text} {value:.3f} ms" for text, value in waits.items() if text != "nothing"
     )
     return [
-        "![Time per call with and without synchronisation against the number of calls](launch_queue.svg)",
+        (
+            "![Time per call with and without synchronisation against the number of"
+            " calls](launch_queue.svg)"
+        ),
         "",
-        f"{row['model']}, {row['shape']}, PyTorch eager fp32 (`python benchmarks/gpu_models.py {CURVE}`). By CUDA events one call takes",
-        f"{row['events_ms']:.2f} ms; a clock around {least['calls']} calls without synchronisation says {least['unsynchronised_ms']:.2f} ms.",
-        f"What waiting by accident costs: 50 calls take {waits['nothing']:.3f} ms each, and where every call ends with {ended}.",
+        (
+            f"{row['model']}, {row['shape']}, PyTorch eager fp32 (`python benchmarks/gpu_models.py"
+            f" {CURVE}`). By CUDA events one call takes"
+        ),
+        (
+            f"{row['events_ms']:.2f} ms; a clock around {least['calls']} calls without"
+            f" synchronisation says {least['unsynchronised_ms']:.2f} ms."
+        ),
+        (
+            f"What waiting by accident costs: 50 calls take {waits['nothing']:.3f} ms each, and"
+            f" where every call ends with {ended}."
+        ),
         "",
         f"{row['created'][:10]}; {place_of(row)}.",
     ]
@@ -423,7 +505,9 @@ def _row(row: Mapping[str, Any]) -> list[str]:
 
 
 def _flow(row: Mapping[str, Any]) -> list[str]:
-    """Runs of several sessions at once: time per run, which is no end-to-end time, for the GPU waits for none of them."""
+    """Runs of several sessions at once: time per run, which is no end-to-end time, for the GPU
+    waits for none of them.
+    """
     head = ["engine", "ms per run", "rows/s", "TFLOP/s", "GB/s", "build s", "time by precision"]
     lines = [_line(head), "|" + "---|" * len(head)]
     for name, entry in row["entries"].items():
@@ -436,7 +520,9 @@ def _flow(row: Mapping[str, Any]) -> list[str]:
 
 
 def _flexible(row: Mapping[str, Any]) -> list[str]:
-    """What a range of shapes, a level of optimisation, a workspace costs: beside the engine of this one shape where that was built too."""
+    """What a range of shapes, a level of optimisation, a workspace costs: beside the engine of this
+    one shape where that was built too.
+    """
     head = [
         "shape",
         "engine",
@@ -520,7 +606,9 @@ def _device(entry: Entry) -> str:
 
 
 def _rates(entry: Entry) -> list[str]:
-    """FLOP/s and bytes/s of whole runs, with the share of the GPU's peak in the engine's precision where that is known."""
+    """FLOP/s and bytes/s of whole runs, with the share of the GPU's peak in the engine's precision
+    where that is known.
+    """
     bound = entry.get("bound") or {}
     width = ITEM_BYTES[Precision(bound["precision"])] / ITEM_BYTES[Precision.FP32] if bound else 0.0
     bytes_per_s = entry.get("bytes_per_s")
@@ -546,11 +634,16 @@ def _target(goal: Mapping[str, Any]) -> str:
         if goal["value"] < 1000
         else f"{goal['value']:,.0f}"
     )
-    return f"- {STATES[goal['reached']]}: {goal['text']}: {value}, {goal['direction']} {goal['limit']:,.4g}"
+    return (
+        f"- {STATES[goal['reached']]}: {goal['text']}: {value}, {goal['direction']}"
+        f" {goal['limit']:,.4g}"
+    )
 
 
 def _held_back(name: str, entry: Entry) -> list[str]:
-    """One line per engine of ours: attention, what only moves data, the slowest layers; and what PyTorch's attention ran."""
+    """One line per engine of ours: attention, what only moves data, the slowest layers; and what
+    PyTorch's attention ran.
+    """
     bound = entry.get("bound") or {}
     lines = (
         [f"- `{name}` is bound by {bound['kind']}: {_cell(bound['why'])}"]
@@ -565,20 +658,25 @@ def _held_back(name: str, entry: Entry) -> list[str]:
         fused = [text for text in layers["fusions"] if text.startswith("attention")]
         said = [
             *fused,
-            f"{layers['moving_layers']} of {layers['count']} layers only move data ({layers['moving_share']:.0%} of the time)",
+            (
+                f"{layers['moving_layers']} of {layers['count']} layers only move data"
+                f" ({layers['moving_share']:.0%} of the time)"
+            ),
         ]
         wrong = [f"**{layers['mislabelled']}**"] if layers["mislabelled"] else []
         lines.append(f"- `{name}`: {'; '.join([*wrong, *said])}; slowest: {_cell(slowest)}")
     if entry.get("sdpa_operators"):
         lines.append(
-            f"- `{name}`: attention by `{', '.join(entry['sdpa_operators'])}`, kernels: {_cell(', '.join(entry['attention_kernels']))}"
+            f"- `{name}`: attention by `{', '.join(entry['sdpa_operators'])}`, kernels:"
+            f" {_cell(', '.join(entry['attention_kernels']))}"
         )
     if "recompilations" in entry:
         before = (
             f" ({_cell(entry['mode_before'])} in max-autotune)" if "mode_before" in entry else ""
         )
         lines.append(
-            f"- `{name}`: {entry['mode']}{before}, {entry['compile_s']:.0f} s, {entry['recompilations']} recompilations"
+            f"- `{name}`: {entry['mode']}{before}, {entry['compile_s']:.0f} s,"
+            f" {entry['recompilations']} recompilations"
         )
     return lines
 

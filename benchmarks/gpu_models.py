@@ -1,15 +1,20 @@
-"""The fastest engine on this host's GPU beside plain TensorRT and PyTorch: any row of the table by one command.
+"""The fastest engine on this host's GPU beside plain TensorRT and PyTorch: any row of the table by
+one command.
 
-    python benchmarks/gpu_models.py [ROW ...] [--into DIR] [--seconds S] [--keep FOLDER] [--ways fp16,int8] [--no-bare] [--no-peers]
-                                    [--only WORD,WORD] [--set KEY=VALUE] [--note TEXT] [--modes MODE] [--prepare] [--build] [--list]
+    python benchmarks/gpu_models.py [ROW ...] [--into DIR] [--seconds S] [--keep FOLDER] [--ways
+    fp16,int8] [--no-bare] [--no-peers]
+                                    [--only WORD,WORD] [--set KEY=VALUE] [--note TEXT] [--modes
+                                    MODE] [--prepare] [--build] [--list]
 
-A row is one model at one shape: ours in each precision, the same graph built and run by TensorRT's plain API, and PyTorch, all in one
-interleaved run, each in a process of its own. After each row DIR/gpu_models.json is written anew, with what earlier commands found in other
-rows; a row that fails says so there and does not stop the next. Each row keeps the environment of its run and the command that repeats it.
-With `--ways` it is another row, `ROW: WAY, WAY`, beside the whole one; such a heading is also taken in the place of ROW.
-CRUCIBLE_HOME keeps graphs, engines, the timing cache and Inductor's cache; `--keep` packs the last two into FOLDER after each row and unpacks
-them before the first, so that they can go to another machine.
-`--prepare` only makes the graphs of the rows, several at once: that needs no GPU for itself, and is most of what the CPU has to do.
+A row is one model at one shape: ours in each precision, the same graph built and run by TensorRT's
+plain API, and PyTorch, all in one interleaved run, each in a process of its own. After each row
+DIR/gpu_models.json is written anew, with what earlier commands found in other rows; a row that
+fails says so there and does not stop the next. Each row keeps the environment of its run and the
+command that repeats it. With `--ways` it is another row, `ROW: WAY, WAY`, beside the whole one;
+such a heading is also taken in the place of ROW. CRUCIBLE_HOME keeps graphs, engines, the timing
+cache and Inductor's cache; `--keep` packs the last two into FOLDER after each row and unpacks them
+before the first, so that they can go to another machine. `--prepare` only makes the graphs of the
+rows, several at once: that needs no GPU for itself, and is most of what the CPU has to do.
 `--build` makes the engines and lets torch.compile tune, and measures nothing.
 """
 
@@ -213,7 +218,9 @@ def _modes(text: str) -> tuple[str, ...]:
 
 
 def options_for(choice: Choice, options: Options) -> Options:
-    """The options of one row: the ways or variants in its heading count before those of the command line."""
+    """The options of one row: the ways or variants in its heading count before those of the command
+    line.
+    """
     if not choice.words:
         return options
     return replace(options, **{"ways" if choice.names_ways else "only": choice.words})
@@ -237,7 +244,9 @@ def prepare(choices: list[Choice], options: Options) -> int:
 
 
 def build(choices: list[Choice], options: Options, keep: Path | None) -> int:
-    """Engines and compiled code of the rows, kept for the command that measures them; how many rows failed."""
+    """Engines and compiled code of the rows, kept for the command that measures them; how many rows
+    failed.
+    """
     failed = 0
     for choice in choices:
         found = guarded(PARTS[choice.name][0], options_for(choice, options))
@@ -247,7 +256,8 @@ def build(choices: list[Choice], options: Options, keep: Path | None) -> int:
             if "failed" in entry
         }
         print(
-            f"{choice.heading}: {found.get('failed') or 'built'} ({found['seconds']:.0f} s) {failures or ''}",
+            f"{choice.heading}: {found.get('failed') or 'built'} ({found['seconds']:.0f} s)"
+            f" {failures or ''}",
             flush=True,
         )
         failed += "failed" in found
@@ -270,11 +280,14 @@ def guarded(part: Part, options: Options) -> dict[str, Any]:
     return {"began": created, "created": created, **found, "seconds": round(monotonic() - begin, 1)}
 
 
-# -- the document ------------------------------------------------------------------------------------------------------
+# -- the document
+# ------------------------------------------------------------------------------
 
 
 def key_of(name: str, options: Options) -> str:
-    """A row of some of its ways, or a part of some variants, has a place of its own: it does not replace the whole one."""
+    """A row of some of its ways, or a part of some variants, has a place of its own: it does not
+    replace the whole one.
+    """
     words = options.ways if Choice(name).names_ways else options.only
     return Choice(name, words).heading
 
@@ -292,7 +305,9 @@ def command_of(name: str, options: Options) -> str:
 
 
 def add_row(file: Path, name: str, row: Mapping[str, Any], target: Target) -> dict[str, Any]:
-    """Write the document with this row in the place of an earlier run of it. The environment is the row's: others were measured elsewhere."""
+    """Write the document with this row in the place of an earlier run of it. The environment is the
+    row's: others were measured elsewhere.
+    """
     old = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.is_file() else {}
     here = {
         "target": target.model_dump(mode="json"),

@@ -1,4 +1,6 @@
-"""The parts of docs/ that come from a GPU host: from results/tensorrt_*.json and tests/gpu/results/*.json. Without these files they are empty."""
+"""The parts of docs/ that come from a GPU host: from results/tensorrt_*.json and
+tests/gpu/results/*.json. Without these files they are empty.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,14 @@ def documents(folder: Path = RESULTS) -> dict[str, Document]:
     }
 
 
-# -- docs/benchmarks.md ------------------------------------------------------------------------------------------------
+# -- docs/benchmarks.md
+# ------------------------------------------------------------------------------
 
 
 def speed_section(found: Mapping[str, Document], tests: Path = TESTS) -> list[str]:
-    """Latency, build time and precision of every candidate on the GPU, as lines; none where there are no results."""
+    """Latency, build time and precision of every candidate on the GPU, as lines; none where there
+    are no results.
+    """
     if not found:
         return []
     lines = [f"## TensorRT on {_gpu(next(iter(found.values())))} GPUs", *_about(tests), ""]
@@ -59,7 +64,9 @@ def speed_section(found: Mapping[str, Document], tests: Path = TESTS) -> list[st
 
 
 def _speed_tables(document: Document) -> list[str]:
-    """The candidates that were timed, then those that were only built and checked, each with how and where."""
+    """The candidates that were timed, then those that were only built and checked, each with how
+    and where.
+    """
     timed = [row for row in document["rows"] if row.get("latency")]
     untimed = [
         row for row in document["rows"] if not row.get("latency") and row["state"] != "baseline"
@@ -80,7 +87,9 @@ def _speed_tables(document: Document) -> list[str]:
 
 
 def _places(document: Document, rows: Iterable[Row]) -> list[str]:
-    """Commands, settings and environment of the parts that these rows come from, as lines of a list."""
+    """Commands, settings and environment of the parts that these rows come from, as lines of a
+    list.
+    """
     commands: dict[str, list[str]] = {}
     for name in dict.fromkeys(row["part"] for row in rows):
         part = document["parts"][name]
@@ -114,11 +123,26 @@ def _settings(part: Document) -> str:
 
 def _about(tests: Path) -> list[str]:
     lines = [
-        "`make bench` does not run this: `make bench-gpu` does, on a host with a GPU (`benchmarks/tensorrt_compile.py`).",
-        "Times are medians in ms, from host arrays to host arrays and, after the slash, of the GPU's work alone;",
-        "`ratio` is the median of PyTorch eager in fp32 on the same GPU over this one. PyTorch's faster modes are in the next section.",
-        "Build times are those of one run, in this order, with one timing cache: what an earlier engine has timed, a later one need not.",
-        "`time by precision` is the share of an engine's time that it really ran in each; layers that only move or convert data count as `none`.",
+        (
+            "`make bench` does not run this: `make bench-gpu` does, on a host with a GPU"
+            " (`benchmarks/tensorrt_compile.py`)."
+        ),
+        (
+            "Times are medians in ms, from host arrays to host arrays and, after the slash, of the"
+            " GPU's work alone;"
+        ),
+        (
+            "`ratio` is the median of PyTorch eager in fp32 on the same GPU over this one."
+            " PyTorch's faster modes are in the next section."
+        ),
+        (
+            "Build times are those of one run, in this order, with one timing cache: what an"
+            " earlier engine has timed, a later one need not."
+        ),
+        (
+            "`time by precision` is the share of an engine's time that it really ran in each;"
+            " layers that only move or convert data count as `none`."
+        ),
     ]
     return [
         *lines,
@@ -129,7 +153,9 @@ def _about(tests: Path) -> list[str]:
 
 
 def _tests(parts: list[Document]) -> list[str]:
-    """What all parts of `make test-gpu` came to; of a test that ran in several, the last run counts."""
+    """What all parts of `make test-gpu` came to; of a test that ran in several, the last run
+    counts.
+    """
     if not parts:
         return []
     runs = outcomes_by_test(parts)
@@ -147,8 +173,12 @@ def _tests(parts: list[Document]) -> list[str]:
     )
     return [
         "",
-        f"`make test-gpu` on {first['gpus'][0]['name']} with TensorRT {first['tensorrt']}{_in_parts(parts)}: {counts} "
-        f"({first['created'][:10]}; {sum(part['seconds'] for part in parts) / 60:.0f} min in all).{again}{failed}{_why_skipped(parts, last)}",
+        (
+            f"`make test-gpu` on {first['gpus'][0]['name']} with TensorRT"
+            f" {first['tensorrt']}{_in_parts(parts)}: {counts} ({first['created'][:10]};"
+            f" {sum(part['seconds'] for part in parts) / 60:.0f} min in"
+            f" all).{again}{failed}{_why_skipped(parts, last)}"
+        ),
     ]
 
 
@@ -260,15 +290,19 @@ def _choice(document: Document) -> list[str]:
         f"chose **{part['winner']}** ({part['verdict']})" if part.get("winner") else "chose none"
     )
     return [
-        f"Left to itself (the plan names no candidates), Crucible tried {tried or 'nothing'} and {ended}."
+        f"Left to itself (the plan names no candidates), Crucible tried {tried or 'nothing'} and"
+        f" {ended}."
     ]
 
 
-# -- docs/accuracy.md --------------------------------------------------------------------------------------------------
+# -- docs/accuracy.md
+# ------------------------------------------------------------------------------
 
 
 def accuracy_section(found: Mapping[str, Document]) -> list[str]:
-    """Metric and drop of every candidate on the GPU, as lines; none where there are no results with a metric."""
+    """Metric and drop of every candidate on the GPU, as lines; none where there are no results with
+    a metric.
+    """
     judged = {
         model: _once(row for row in document["rows"] if row["state"] != "baseline")
         for model, document in found.items()
@@ -280,15 +314,24 @@ def accuracy_section(found: Mapping[str, Document]) -> list[str]:
         return []
     lines = [
         "## What each precision costs on a GPU",
-        f"TensorRT on {_gpu(found[next(iter(judged))])} GPUs, on the selection sets, which had no part in calibration.",
-        "The reference is the PyTorch model in fp32 without TF32. Repeat it with `make bench-gpu`, then `.venv/bin/python benchmarks/tables.py`.",
+        (
+            f"TensorRT on {_gpu(found[next(iter(judged))])} GPUs, on the selection sets, which had"
+            " no part in calibration."
+        ),
+        (
+            "The reference is the PyTorch model in fp32 without TF32. Repeat it with `make"
+            " bench-gpu`, then `.venv/bin/python benchmarks/tables.py`."
+        ),
     ]
     for model, rows in judged.items():
         document = found[model]
         limit = next(row for row in rows if row.get("metric"))
         lines += [
             "",
-            f"{MODELS[model]}: {limit['metric']} of the reference {limit['reference']:.4f}, on {limit['samples']} samples.",
+            (
+                f"{MODELS[model]}: {limit['metric']} of the reference {limit['reference']:.4f}, on"
+                f" {limit['samples']} samples."
+            ),
             "",
         ]
         lines += _table(
@@ -312,7 +355,8 @@ def _judged(row: Row) -> list[str]:
     ]
 
 
-# -- cells -------------------------------------------------------------------------------------------------------------
+# -- cells
+# ------------------------------------------------------------------------------
 
 
 def _table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
@@ -356,6 +400,7 @@ def _host(part: Document) -> str:
         if name in host["packages"]
     )
     return (
-        f"{part['created'][:10]}, {target['device']}, driver {target['driver']}, TensorRT {target['version']}; "
-        f"{host['cpu']}, {host['cores']} cores, Python {host['python']}, {packages}."
+        f"{part['created'][:10]}, {target['device']}, driver {target['driver']}, TensorRT"
+        f" {target['version']}; {host['cpu']}, {host['cores']} cores, Python {host['python']},"
+        f" {packages}."
     )

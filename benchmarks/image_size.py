@@ -1,10 +1,12 @@
-"""The images of Crucible and one of LitServe, built alike on the same Debian: how large they are, and how soon they are ready.
+"""The images of Crucible and one of LitServe, built alike on the same Debian: how large they are,
+and how soon they are ready.
 
     STORAGE_DRIVER=overlay python -m benchmarks.image_size
 
-runs in the folder of the repository, as root, with buildah and debootstrap; it takes 35 GB of disk, and with STORAGE_DRIVER=vfs more.
-A start is from the first process to the first answer that it is ready, after `docker stop`'s signal had ended the start before it: the files are in
-the page cache. Both serve the same small CNN, by ONNX Runtime.
+runs in the folder of the repository, as root, with buildah and debootstrap; it takes 35 GB of disk,
+and with STORAGE_DRIVER=vfs more. A start is from the first process to the first answer that it is
+ready, after `docker stop`'s signal had ended the start before it: the files are in the page cache.
+Both serve the same small CNN, by ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -41,7 +43,10 @@ from tests.docker.fixtures_image import (
 STARTS = 5
 START_PERIOD_S = 60.0  # of the images' HEALTHCHECK
 SIDE = 16
-PLAN = "profiles: [{batch: [1, 8, 16]}]\ncandidates: [{backend: onnxruntime, precision: fp32}]\nbenchmark: {duration_s: 0.3}\n"
+PLAN = (
+    "profiles: [{batch: [1, 8, 16]}]\ncandidates: [{backend: onnxruntime, precision:"
+    " fp32}]\nbenchmark: {duration_s: 0.3}\n"
+)
 PEER = next(peer for peer in PEERS if peer.name == "LitServe")
 LITSERVE = Recipe(
     ROOT / "benchmarks" / "serving_" / "Dockerfile.litserve",
@@ -59,7 +64,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, images() as kept:
         rows = list(measured(kept, Path(folder)))
     slowest = max(row["most_s"] for row in rows if isinstance(row["most_s"], float))
-    target = f"every start is ready within HEALTHCHECK's start period, {START_PERIOD_S:.0f} s (slowest {slowest:.1f} s)"
+    target = (
+        f"every start is ready within HEALTHCHECK's start period, {START_PERIOD_S:.0f} s (slowest"
+        f" {slowest:.1f} s)"
+    )
     publish("image_size", rows, {target: slowest <= START_PERIOD_S})
 
 
@@ -126,7 +134,9 @@ def row(
 def starts(
     image: Image, home: Path, key: Path, ask: Callable[[Container], None]
 ) -> list[tuple[float, float]]:
-    """Seconds until ready and MB held then, of each start but the first, which fills the page cache."""
+    """Seconds until ready and MB held then, of each start but the first, which fills the page
+    cache.
+    """
     found = []
     for _ in range(STARTS + 1):
         with running(image, home, key, home.with_suffix(".view")) as container:

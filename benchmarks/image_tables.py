@@ -27,7 +27,10 @@ def images_section(document: Mapping[str, Any] | None) -> list[str]:
     ]
     table = ["| " + " | ".join(row) + " |" for row in (HEAD, ("---",) * len(HEAD), *rows)]
     host = document["environment"]
-    told = f"{document['created'][:10]}, {host['cpu']}, {host['cores']} cores, a load of {host['load_1min']:.1f} at the end."
+    told = (
+        f"{document['created'][:10]}, {host['cpu']}, {host['cores']} cores, a load of"
+        f" {host['load_1min']:.1f} at the end."
+    )
     return [
         *TEXT.format(starts=max(row["starts"] for row in document["rows"])).splitlines(),
         "",

@@ -1,7 +1,9 @@
-"""What long JSON does to everybody else: p99 of a 1 KB binary request alone, and while four clients send 150,528 numbers as JSON.
+"""What long JSON does to everybody else: p99 of a 1 KB binary request alone, and while four clients
+send 150,528 numbers as JSON.
 
-The server is the real one, its models a double that copies its input: what is measured is the wire. Every client is a process of its own,
-with one connection and a body made beforehand. `--client URL KIND SECONDS` is such a process.
+The server is the real one, its models a double that copies its input: what is measured is the wire.
+Every client is a process of its own, with one connection and a body made beforehand. `--client URL
+KIND SECONDS` is such a process.
 """
 
 from __future__ import annotations

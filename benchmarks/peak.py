@@ -1,8 +1,10 @@
-"""This machine's own peaks: matrix products per precision and copies, beside the known rates where there are any.
+"""This machine's own peaks: matrix products per precision and copies, beside the known rates where
+there are any.
 
-A roofline is only as good as its roof. Data sheets state clocks that a virtual CPU does not keep and that a GPU keeps only as long as power allows;
-so the roof is measured, and compared. The CPU's peaks are those of `crucible doctor --measure`, and are kept as it keeps them.
-On a GPU torch runs the products (torch is fine for a ceiling): cuBLAS, the best of a few sizes, timed by events.
+A roofline is only as good as its roof. Data sheets state clocks that a virtual CPU does not keep
+and that a GPU keeps only as long as power allows; so the roof is measured, and compared. The CPU's
+peaks are those of `crucible doctor --measure`, and are kept as it keeps them. On a GPU torch runs
+the products (torch is fine for a ceiling): cuBLAS, the best of a few sizes, timed by events.
 
     python benchmarks/peak.py [--gpu] [--into DIR]
 """
@@ -88,7 +90,8 @@ def row_of(device: str, what: str, unit: str, value: float, known: float | None 
     }
 
 
-# -- the CPU -----------------------------------------------------------------------------------------------------------
+# -- the CPU
+# ------------------------------------------------------------------------------
 
 
 def cpu_rows() -> Iterator[Row]:
@@ -103,11 +106,14 @@ def cpu_rows() -> Iterator[Row]:
         yield row_of(found.device, "copy by one thread", "GB/s", measure_copy(1))
 
 
-# -- a GPU -------------------------------------------------------------------------------------------------------------
+# -- a GPU
+# ------------------------------------------------------------------------------
 
 
 def gpu_rows(gpu: Gpu) -> Iterator[Row]:
-    """Products in every precision that torch multiplies here, then copies on the device, to it and from it."""
+    """Products in every precision that torch multiplies here, then copies on the device, to it and
+    from it.
+    """
     known = peaks(gpu)
     for precision in GPU_PRECISIONS:
         rates = [rate for size in GPU_SIZES if (rate := product_rate(precision, size)) is not None]

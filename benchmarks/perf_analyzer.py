@@ -1,9 +1,11 @@
-"""Triton's perf_analyzer as it is, against `crucible serve`: HTTP and gRPC, calls that wait and calls that do not, a stream, batches, a rate.
+"""Triton's perf_analyzer as it is, against `crucible serve`: HTTP and gRPC, calls that wait and
+calls that do not, a stream, batches, a rate.
 
     python benchmarks/perf_analyzer.py [--command WORD ...] [--into DIR]
 
-`pip install perf-analyzer` brings the command where glibc is 2.38 or newer. Elsewhere `--command` may name another way to start it, for example
-the loader and libraries of a newer Debian unpacked beside it: `--command LIB/ld-linux-x86-64.so.2 --library-path LIB BIN/perf_analyzer`.
+`pip install perf-analyzer` brings the command where glibc is 2.38 or newer. Elsewhere `--command`
+may name another way to start it, for example the loader and libraries of a newer Debian unpacked
+beside it: `--command LIB/ld-linux-x86-64.so.2 --library-path LIB BIN/perf_analyzer`.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ MODES: Mapping[str, tuple[str, ...]] = {
     "gRPC, asynchronous": ("-i", "grpc", "--async", "--concurrency-range", "8"),
     "gRPC, stream": ("-i", "grpc", "--streaming", "--concurrency-range", "8"),
 }
-"""What perf_analyzer is asked for. As JSON it gets zeros: it fills random tensors with every pattern of bits, and writes NaN, which JSON has not."""
+"""What perf_analyzer is asked for. As JSON it gets zeros: it fills random tensors with every
+pattern of bits, and writes NaN, which JSON has not.
+"""
 SETTINGS = (
     "--measurement-interval",
     "3000",
@@ -84,7 +88,8 @@ def version_of(command: Sequence[str]) -> str:
             f": {error.stdout.strip()}" if isinstance(error, subprocess.CalledProcessError) else ""
         )
         sys.exit(
-            f"'{command[0]}' does not start: {error}{said}\n  next: pip install perf-analyzer, or see --help for a host with an older glibc"
+            f"'{command[0]}' does not start: {error}{said}\n  next: pip install perf-analyzer, or"
+            " see --help for a host with an older glibc"
         )
     return done.stdout.strip()
 
@@ -152,8 +157,9 @@ def grpc_port(served: Served) -> int:
 def targets_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
     """Every mode ran to its end, with figures."""
     return {
-        f"{row['mode']}: perf_analyzer ended without an error": not row["note"]
-        and bool(row["rows/s"])
+        f"{row['mode']}: perf_analyzer ended without an error": (
+            not row["note"] and bool(row["rows/s"])
+        )
         for row in rows
     }
 

@@ -1,6 +1,8 @@
-"""What careless measuring costs on this host, each mistake beside what Crucible does instead. ResNet-50, batch 1; takes about two minutes.
+"""What careless measuring costs on this host, each mistake beside what Crucible does instead.
+ResNet-50, batch 1; takes about two minutes.
 
-One process holds the same ONNX Runtime engine twice, and one of OpenVINO: nobody works unless this script says so.
+One process holds the same ONNX Runtime engine twice, and one of OpenVINO: nobody works unless this
+script says so.
 """
 
 from __future__ import annotations
@@ -34,8 +36,14 @@ ROUNDS, FEW_RUNS = 20, 10
 HELD_MB = 400
 ONE_AFTER_THE_OTHER, TWO_AT_ONCE, COLD_CACHES = "one after the other", "two at once", "cold caches"
 MEDIANS = (TWO_AT_ONCE, COLD_CACHES)  # mistakes whose figures are medians of times
-CHILD = "import resource; from pipeline.measurement.measure import peak_memory_bytes as own; print(resource.getrusage(0).ru_maxrss * 1024, own())"
-PARENT = f"import subprocess, sys; held = b'1' * {HELD_MB}_000_000; subprocess.run([sys.executable, '-c', {CHILD!r}], check=True)"
+CHILD = (
+    "import resource; from pipeline.measurement.measure import peak_memory_bytes as own;"
+    " print(resource.getrusage(0).ru_maxrss * 1024, own())"
+)
+PARENT = (
+    f"import subprocess, sys; held = b'1' * {HELD_MB}_000_000; subprocess.run([sys.executable,"
+    f" '-c', {CHILD!r}], check=True)"
+)
 
 Run = Callable[[], object]
 
@@ -55,7 +63,8 @@ def main() -> None:
 def targets_of(rows: Sequence[Row]) -> dict[str, bool]:
     """Whether each mistake shows.
 
-    Medians of times have to differ by more than one engine differs from itself on this host, else noise would do.
+    Medians of times have to differ by more than one engine differs from itself on this host, else
+    noise would do.
     """
     figures = {
         str(row["mistake"]): (float(row["careless"] or 0), float(row["careful"] or 0))
@@ -69,7 +78,9 @@ def targets_of(rows: Sequence[Row]) -> dict[str, bool]:
 
 
 def load(stack: ExitStack) -> list[Run]:
-    """A run of ONNX Runtime's engine, of the same loaded again, and of OpenVINO's; all warmed up."""
+    """A run of ONNX Runtime's engine, of the same loaded again, and of OpenVINO's; all warmed
+    up.
+    """
     plan, model = graph_of(RESNET50)
     feeds = draw_feeds(model.inputs, plan.profiles[0].sizes("min"), seed=0)  # batch 1
     options = BuildOptions(profiles=plan.profiles, threads=usable_cores())
@@ -93,7 +104,9 @@ def runner(stack: ExitStack, engine: Engine, feeds: Tensors) -> Run:
 
 
 def one_after_the_other(first: Run, second: Run) -> Row:
-    """How far the ratio of one engine to itself lies from 1 at worst, of several comparisons of equal length."""
+    """How far the ratio of one engine to itself lies from 1 at worst, of several comparisons of
+    equal length.
+    """
     far: dict[str, list[float]] = {"careless": [], "careful": []}
     for _ in range(COMPARISONS):
         whole = [measure_block(run, min_s=BLOCKS * BLOCK_S) for run in (first, second)]
@@ -109,7 +122,9 @@ def one_after_the_other(first: Run, second: Run) -> Row:
 
 
 def two_at_once(run: Run, other: Run) -> Row:
-    """The median while another engine runs beside it, and while that one waits; in turn, as a host changes."""
+    """The median while another engine runs beside it, and while that one waits; in turn, as a host
+    changes.
+    """
     together, alone = [], []
     for _ in range(BLOCKS):
         alone += measure_block(run, min_s=BLOCK_S)
@@ -125,7 +140,9 @@ def two_at_once(run: Run, other: Run) -> Row:
 
 
 def cold_caches(run: Run, other: Run) -> Row:
-    """The first run after a block of another engine, and the runs behind it: medians over several rounds."""
+    """The first run after a block of another engine, and the runs behind it: medians over several
+    rounds.
+    """
     firsts, later = [], []
     for _ in range(ROUNDS):
         measure_block(other, min_s=BLOCK_S)
@@ -144,12 +161,17 @@ def cold_caches(run: Run, other: Run) -> Row:
 
 
 def peak_of_a_child() -> Row:
-    """What a small process says of its peak, started by one that holds much memory: ru_maxrss, and VmHWM."""
+    """What a small process says of its peak, started by one that holds much memory: ru_maxrss, and
+    VmHWM.
+    """
     printed = subprocess.run(
         [sys.executable, "-c", PARENT], check=True, stdout=subprocess.PIPE, text=True
     ).stdout.split()
     inherited, own = (float(text) / 1e6 for text in printed)
-    what = f"peak of a Python that only imports numpy, started by one that holds {HELD_MB} MB: ru_maxrss, and VmHWM, MB"
+    what = (
+        f"peak of a Python that only imports numpy, started by one that holds {HELD_MB} MB:"
+        " ru_maxrss, and VmHWM, MB"
+    )
     return {
         "mistake": "peak memory of a child",
         "figure": what,

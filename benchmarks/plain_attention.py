@@ -1,7 +1,9 @@
-"""What `simplify.plain_attention` does to the speed of engines on the CPU: each twice in one race, of the graph as exported and of the plain one.
+"""What `simplify.plain_attention` does to the speed of engines on the CPU: each twice in one race,
+of the graph as exported and of the plain one.
 
-MiniLM with its real weights and dynamic shapes, by both of torch's exporters, and with random weights and fixed shapes a BERT-base, and a ViT-B/16
-and a Swin-T, whose queries, keys and values come out of one product. On a GPU `gpu_models.py` has the same as ways that end in `surgery`.
+MiniLM with its real weights and dynamic shapes, by both of torch's exporters, and with random
+weights and fixed shapes a BERT-base, and a ViT-B/16 and a Swin-T, whose queries, keys and values
+come out of one product. On a GPU `gpu_models.py` has the same as ways that end in `surgery`.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ SIZES: Mapping[str, tuple[dict[str, int], ...]] = {
     "vit_b1": ({},),
     "swin_b8": ({},),
 }
-"""By model, and its exporter where that is not torch.export. Rows of gpu/rows.py have one shape each."""
+"""By model, and its exporter where that is not torch.export. Rows of gpu/rows.py have one shape
+each.
+"""
 SHAPES = {
     "encoder_b1": "1x128",
     "encoder_512": "1x512",
@@ -101,7 +105,9 @@ def engines_of(of: Plan) -> tuple[OnnxModel, list[Engine]]:
 
 
 def rows_of(name: str, sizes: Mapping[str, int], results: Sequence[object]) -> list[Row]:
-    """The first half of the race is of the graph as exported, the second of the plain one, in the same order."""
+    """The first half of the race is of the graph as exported, the second of the plain one, in the
+    same order.
+    """
     times = [result.rows[0].end_to_end for result in results if isinstance(result, BenchmarkReport)]
     if len(times) < len(results):
         raise SystemExit(

@@ -1,7 +1,9 @@
-"""ResNet-50, batch 1: the best candidate against torch eager, as `crucible compile configs/resnet50.yaml` reports it.
+"""ResNet-50, batch 1: the best candidate against torch eager, as `crucible compile
+configs/resnet50.yaml` reports it.
 
-The ratio depends on the CPU: 8-bit dot products (AVX512-VNNI, AVX-VNNI, AMX) make int8 several times as fast as fp32. On this
-benchmark int8 candidates have random weights and random data, so only their speed counts, never their verdict.
+The ratio depends on the CPU: 8-bit dot products (AVX512-VNNI, AVX-VNNI, AMX) make int8 several
+times as fast as fp32. On this benchmark int8 candidates have random weights and random data, so
+only their speed counts, never their verdict.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ def rows_from_report(report: Report) -> list[Row]:
 
 
 def row_of(benchmark: BenchmarkReport) -> Row:
-    """Latency, rates, shares of the peaks as far as these are known here (`crucible doctor --measure`), and what binds it."""
+    """Latency, rates, shares of the peaks as far as these are known here (`crucible doctor
+    --measure`), and what binds it.
+    """
     first = benchmark.rows[0]
     ratio, bound = first.ratio, first.bound
     return {

@@ -1,4 +1,6 @@
-"""Run every benchmark here, one after another; the last line is one JSON document with all results."""
+"""Run every benchmark here, one after another; the last line is one JSON document with all
+results.
+"""
 
 from __future__ import annotations
 

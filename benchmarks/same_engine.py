@@ -1,4 +1,5 @@
-"""The same engine entered twice: its interval must hold 1. Each entry has processes of its own, as in every compile.
+"""The same engine entered twice: its interval must hold 1. Each entry has processes of its own, as
+in every compile.
 
 A right 95 % interval still misses 1 once in twenty runs; so of all runs together one may.
 """
@@ -53,7 +54,9 @@ def main() -> None:
 
 
 def compared(first: BenchmarkReport, second: BenchmarkReport) -> Row:
-    """The ratio with its interval and its width, and how far the medians of processes lie apart: the standard deviation over both entries, in %."""
+    """The ratio with its interval and its width, and how far the medians of processes lie apart:
+    the standard deviation over both entries, in %.
+    """
     ratio = second.rows[0].ratio
     assert ratio is not None
     logs = [np.log(report.rows[0].end_to_end.process_medians_s()) for report in (first, second)]

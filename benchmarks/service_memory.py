@@ -1,7 +1,9 @@
-"""Memory of the service: the server at rest and after an upload, and all processes of a job, for a small model and a large one.
+"""Memory of the service: the server at rest and after an upload, and all processes of a job, for a
+small model and a large one.
 
-Proportional set sizes, in which pages that processes share count once, summed over the process tree, looked at ten times a second.
-Of a job everything is counted that a plan without candidates runs here: every backend of this host, one after another.
+Proportional set sizes, in which pages that processes share count once, summed over the process
+tree, looked at ten times a second. Of a job everything is counted that a plan without candidates
+runs here: every backend of this host, one after another.
 """
 
 from __future__ import annotations
@@ -45,7 +47,10 @@ def main() -> None:
     rest, after = rows[0]["memory_mb"], rows[-1]["memory_mb"]
     assert isinstance(rest, float)
     assert isinstance(after, float)
-    target = f"two uploads and two jobs leave the server at most {MOST_GROWTH_MB:.0f} MB larger (got {after - rest:.1f})"
+    target = (
+        f"two uploads and two jobs leave the server at most {MOST_GROWTH_MB:.0f} MB larger (got"
+        f" {after - rest:.1f})"
+    )
     publish("service_memory", rows, {target: after - rest <= MOST_GROWTH_MB})
 
 

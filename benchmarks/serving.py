@@ -1,16 +1,20 @@
-"""What serving costs: the wire on a model that does almost nothing, and batching on a CNN, for Crucible and its peers, on this host over loopback.
+"""What serving costs: the wire on a model that does almost nothing, and batching on a CNN, for
+Crucible and its peers, on this host over loopback.
 
     python benchmarks/serving.py [--rounds N] [--seconds S] [--only NAME ...] [--cnn NAME --side N --enlarged TIMES] [--into DIR]
     python benchmarks/serving.py --backend tensorrt [--max-batch ROWS --max-delay SECONDS] [the same] [--into DIR]
 
-Servers take turns, each alone on the machine and started anew in every round; rounds go through them in random order. All are sent the
-raw bytes of one float32 image and send raw bytes back: bare ones, or those of the Open Inference Protocol where a server speaks it.
-The wire: [1, 3, 224, 224], 602 KB, and the same back. The CNN: every server runs one ONNX file in ONNX Runtime with all cores, joining
-requests where it can; beside them stands Crucible's engine in a direct Session. Each peer has an environment of its own under
-build/serving, made with uv at the first run, which needs a network.
+Servers take turns, each alone on the machine and started anew in every round; rounds go through
+them in random order. All are sent the raw bytes of one float32 image and send raw bytes back: bare
+ones, or those of the Open Inference Protocol where a server speaks it. The wire: [1, 3, 224, 224],
+602 KB, and the same back. The CNN: every server runs one ONNX file in ONNX Runtime with all cores,
+joining requests where it can; beside them stands Crucible's engine in a direct Session. Each peer
+has an environment of its own under build/serving, made with uv at the first run, which needs a
+network.
 
-With `--backend tensorrt` the CNN is a larger one that runs on the GPU, so that the engine takes no core from server and client. There are no
-peers then and no network is needed; the result is serving_gpu.json, with `--overlap` serving_gpu_overlap.json.
+With `--backend tensorrt` the CNN is a larger one that runs on the GPU, so that the engine takes no
+core from server and client. There are no peers then and no network is needed; the result is
+serving_gpu.json, with `--overlap` serving_gpu_overlap.json.
 """
 
 from __future__ import annotations
@@ -153,13 +157,16 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     arguments.only = arguments.only or ([CRUCIBLE] if on_gpu else list(NAMES))
     if on_gpu and (peers := [name for name in arguments.only if name != CRUCIBLE]):
         parser.error(
-            f"--backend {arguments.backend} takes --only {CRUCIBLE}, got {', '.join(peers)}: the peers run on the CPU; leave --only out"
+            f"--backend {arguments.backend} takes --only {CRUCIBLE}, got {', '.join(peers)}: the"
+            " peers run on the CPU; leave --only out"
         )
     return arguments
 
 
 def loads_of(setup: Setup, folder: Path) -> list[Load]:
-    """What is asked; the CNN comes last. Nothing is held against the wire on a GPU, for its peers are not there."""
+    """What is asked; the CNN comes last. Nothing is held against the wire on a GPU, for its peers
+    are not there.
+    """
     file = write_cnn(folder / "cnn.onnx", setup.cnn, setup.side, setup.enlarged)
     expected = expected_of(file, setup.side)
     cnn = Load(CNN, str(file), setup.side, expected, tolerance_of(expected))
@@ -208,7 +215,8 @@ def take_turns(
     folder: Path,
     why: dict[str, str],
 ) -> tuple[Turns, list[dict[str, Any]]]:
-    """Round by round, everybody once, in random order: turns of servers, and those of the engine without one.
+    """Round by round, everybody once, in random order: turns of servers, and those of the engine
+    without one.
 
     A server that fails is out from then on, and `why` says so.
     """

@@ -1,4 +1,6 @@
-"""The sections of docs/benchmarks.md on serving, from serving*.json and soak.json. Without those files they are empty."""
+"""The sections of docs/benchmarks.md on serving, from serving*.json and soak.json. Without those
+files they are empty.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,15 @@ at 16 connections: of the client, of the process that listens ("API"), and of al
 that CPU time would fill one core: one API process gets no further, however many cores the workers have. Every peer has one API process and one
 worker, is set up as its documentation advises, and joins requests where it can; {FASTAPI} joins none."""
 HEADS = {
-    WIRE: f"""### The wire
-A model that does almost nothing: [1, 3, 224, 224] float32, 602 KB, and the same back. Ratios are those to {FASTAPI}.""",
-    CNN: """### A CNN
+    WIRE: (
+        f"""### The wire
+A model that does almost nothing: [1, 3, 224, 224] float32, 602 KB, and the same back. Ratios are those to {FASTAPI}."""
+    ),
+    CNN: (
+        """### A CNN
 One ONNX file in ONNX Runtime fp32 with all cores. Ratios are those to Crucible's engine in a direct Session: at batch 1, and at its best batch.
-What server and client take of the cores the engine lacks. The servers of PyTriton and mosec are written in C++ and Rust, the others in Python.""",
+What server and client take of the cores the engine lacks. The servers of PyTriton and mosec are written in C++ and Rust, the others in Python."""
+    ),
 }
 COLUMNS = (
     "server",
@@ -125,7 +131,10 @@ def document_of(name: str, results: Path = RESULTS) -> Document | None:
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     for row in rows:
-        server = f"{row['server']} {row['version']}{': ' + row['note'].replace('|', '/') if row['note'] else ''}"
+        server = (
+            f"{row['server']}"
+            f" {row['version']}{': ' + row['note'].replace('|', '/') if row['note'] else ''}"
+        )
         rate = (
             f"{text_of(row['per_s'])} ({text_of(row['per_s_low'])} to {text_of(row['per_s_high'])})"
         )
@@ -141,7 +150,9 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _stages(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Where Crucible's time went on one connection; nothing for a result from before that was kept."""
+    """Where Crucible's time went on one connection; nothing for a result from before that was
+    kept.
+    """
     ours = next(
         (
             row
@@ -156,7 +167,10 @@ def _stages(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     told = ", ".join(f"{stage.replace('_', ' ')} {ours[f'{stage}_ms']:.3f}" for stage in STAGES)
     many = {stage: ours.get(f"{stage}_of_many_ms") for stage in STAGES}
     rest = ours["p50_ms"] - sum(ours[f"{stage}_ms"] for stage in STAGES)
-    said = f"Where Crucible's answers say that their time went on one connection, ms: {told}; the other {rest:.3f} are HTTP on both sides."
+    said = (
+        f"Where Crucible's answers say that their time went on one connection, ms: {told}; the"
+        f" other {rest:.3f} are HTTP on both sides."
+    )
     if None not in (*many.values(), ours.get("batch_of_many")):
         told = ", ".join(f"{stage.replace('_', ' ')} {ms:.3f}" for stage, ms in many.items())
         said += f" On {MANY}, in batches of {ours['batch_of_many']:g}: {told}."
@@ -164,7 +178,9 @@ def _stages(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _tail(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The server's p99 beside the engine's median: the engine's own p99 is that of few runs, which one disturbance moves."""
+    """The server's p99 beside the engine's median: the engine's own p99 is that of few runs, which
+    one disturbance moves.
+    """
     ours, engine = (
         next((row for row in rows if row["server"] == server), {}) for server in (CRUCIBLE, DIRECT)
     )
@@ -182,16 +198,22 @@ def _told(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     if ours and ours["api_full_at_per_s"]:
         lines.append(
-            f"One API process of Crucible is full at {text_of(ours['api_full_at_per_s'])} requests/s of 602 KB."
+            f"One API process of Crucible is full at {text_of(ours['api_full_at_per_s'])}"
+            " requests/s of 602 KB."
         )
     if ours and mosec and ours["per_s_ratio"] and mosec["per_s_ratio"]:
-        said = f"{mosec['per_s_ratio']:.2f}x {FASTAPI}'s requests/s, Crucible {ours['per_s_ratio']:.2f}x"
+        said = (
+            f"{mosec['per_s_ratio']:.2f}x {FASTAPI}'s requests/s, Crucible"
+            f" {ours['per_s_ratio']:.2f}x"
+        )
         lines.append(f"mosec, whose server is written in Rust, reaches {said}.")
     return lines
 
 
 def _run(document: Document) -> str:
-    """The version that the engine's rows ran in, and how long everybody ran; a result from before that was kept says less."""
+    """The version that the engine's rows ran in, and how long everybody ran; a result from before
+    that was kept says less.
+    """
     packages, run = document["environment"]["packages"], document.get("run")
     lasted = (
         f" {run['rounds']} rounds, {run['seconds']:g} s of each measured stretch." if run else ""
@@ -204,10 +226,20 @@ def _run(document: Document) -> str:
 def _run_on_gpu(document: Document) -> str:
     """The engine, the network, and how it was served."""
     run, ran = document["run"], next(row["ran_on"] for row in document["rows"])
-    network = f"{run['cnn']} on [1, 3, {run['side']}, {run['side']}] float32, which it first enlarges {run['enlarged']} times"
-    overlap = f"with{'' if run.get('overlap') else 'out'} overlap"  # a result from before that was kept has none
-    served = f"at most {run['max_batch'] or 'all that the engine takes of'} rows together, a batch held open for {run['max_delay_s'] * 1e3:g} ms"
-    return f"{ran}: {network}; {served}, {overlap}. {run['rounds']} rounds, {run['seconds']:g} s of each measured stretch."
+    network = (
+        f"{run['cnn']} on [1, 3, {run['side']}, {run['side']}] float32, which it first enlarges"
+        f" {run['enlarged']} times"
+    )
+    # a result from before that was kept has none
+    overlap = f"with{'' if run.get('overlap') else 'out'} overlap"
+    served = (
+        f"at most {run['max_batch'] or 'all that the engine takes of'} rows together, a batch held"
+        f" open for {run['max_delay_s'] * 1e3:g} ms"
+    )
+    return (
+        f"{ran}: {network}; {served}, {overlap}. {run['rounds']} rounds, {run['seconds']:g} s of"
+        " each measured stretch."
+    )
 
 
 def _targets(document: Document) -> list[str]:
@@ -219,4 +251,7 @@ def _targets(document: Document) -> list[str]:
 
 def _environment(document: Document) -> str:
     host = document["environment"]
-    return f"{document['created'][:10]}, {host['cpu']}, {host['cores']} cores, flags {' '.join(host['cpu_flags'])}; Python {host['python']}."
+    return (
+        f"{document['created'][:10]}, {host['cpu']}, {host['cores']} cores, flags"
+        f" {' '.join(host['cpu_flags'])}; Python {host['python']}."
+    )

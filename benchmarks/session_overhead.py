@@ -1,7 +1,9 @@
-"""What our Session costs over calling the library itself: the same graph, the same threads, block by block in one process.
+"""What our Session costs over calling the library itself: the same graph, the same threads, block
+by block in one process.
 
-A process of its own per library, so that two thread pools never meet; inside it our session and the library's own call take turns in
-random order, each from host arrays to host arrays. `--one BACKEND PLAN` is that process.
+A process of its own per library, so that two thread pools never meet; inside it our session and the
+library's own call take turns in random order, each from host arrays to host arrays. `--one BACKEND
+PLAN` is that process.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""A service under load for long, with jobs that compile beside it: nothing may be lost, wrong, or grow.
+"""A service under load for long, with jobs that compile beside it: nothing may be lost, wrong, or
+grow.
 
     python benchmarks/soak.py [--minutes M] [--requests N] [--into DIR]
 
-Until both are reached, sixteen connections ask one small model, each request with a number and an input of its own, while models with
-other weights are compiled one after another. Each answer is held against what the same engine gave in a direct Session before:
-bit for bit, for its input in a batch of as many rows as ran together, at any place of it; what differs must stay within TOLERANCE.
-Memory and descriptors of the server and of its worker at the end are held against those after the first 10,000 requests.
+Until both are reached, sixteen connections ask one small model, each request with a number and an
+input of its own, while models with other weights are compiled one after another. Each answer is
+held against what the same engine gave in a direct Session before: bit for bit, for its input in a
+batch of as many rows as ran together, at any place of it; what differs must stay within TOLERANCE.
+Memory and descriptors of the server and of its worker at the end are held against those after the
+first 10,000 requests.
 """
 
 from __future__ import annotations
@@ -88,7 +91,8 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-# -- what is right -----------------------------------------------------------------------------------------------------
+# -- what is right
+# ------------------------------------------------------------------------------
 
 
 def direct_answers(engine_root: Path) -> Answers:
@@ -106,7 +110,8 @@ def direct_answers(engine_root: Path) -> Answers:
     return {key: frozenset(values) for key, values in found.items()}
 
 
-# -- the load ----------------------------------------------------------------------------------------------------------
+# -- the load
+# ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +128,9 @@ NOTHING = Held(0, 0, 0)
 
 @dataclass(slots=True)
 class Watch:
-    """The processes that serve: the server, and those that run the model. Jobs come and go, and are no part of it."""
+    """The processes that serve: the server, and those that run the model. Jobs come and go, and are
+    no part of it.
+    """
 
     server: psutil.Process
     workers: list[psutil.Process] = field(init=False)
@@ -235,12 +242,15 @@ class Soak:
         self.faults.append(f"request {number} is lost: {why}")
 
 
-# -- jobs beside it ----------------------------------------------------------------------------------------------------
+# -- jobs beside it
+# ------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def compiling(url: str, folder: Path, ended: Counter[str]) -> Iterator[None]:
-    """One job after another, each of a model of its own, until the block ends and the last one with it; `ended` counts their states."""
+    """One job after another, each of a model of its own, until the block ends and the last one with
+    it; `ended` counts their states.
+    """
     seeds = itertools.count(1)
     with Client(url) as client:
 
@@ -259,7 +269,8 @@ def compiling(url: str, folder: Path, ended: Counter[str]) -> Iterator[None]:
             yield
 
 
-# -- what came of it ---------------------------------------------------------------------------------------------------
+# -- what came of it
+# ------------------------------------------------------------------------------
 
 
 def mean_batch(rows: Mapping[int, int]) -> float:
@@ -306,15 +317,18 @@ def targets_of(
         f"{minutes:g} minutes and {requests:,} requests (got {soak.elapsed_s / 60:.1f} and {soak.got:,})": (
             soak.elapsed_s >= minutes * 60 and soak.got >= requests
         ),
-        f"no error, none lost: each request has its own answer (got {len(soak.faults)} faults, {lost} lost)": not soak.faults
-        and lost == 0,
+        f"no error, none lost: each request has its own answer (got {len(soak.faults)} faults, {lost} lost)": (
+            not soak.faults and lost == 0
+        ),
         f"as in a direct Session: bit for bit where a request ran alone ({alone:,}), else within {TOLERANCE:g} (got {soak.largest:.3g})": (
             soak.largest <= TOLERANCE and not soak.faults
         ),
-        f"more than {LEAST_MEAN_BATCH:g} rows run together in the mean (got {batch:.2f})": batch
-        > LEAST_MEAN_BATCH,
-        f"jobs compiled beside it, none failed ({_told(jobs)})": jobs.get("succeeded", 0) > 0
-        and not jobs.get("failed", 0),
+        f"more than {LEAST_MEAN_BATCH:g} rows run together in the mean (got {batch:.2f})": (
+            batch > LEAST_MEAN_BATCH
+        ),
+        f"jobs compiled beside it, none failed ({_told(jobs)})": (
+            jobs.get("succeeded", 0) > 0 and not jobs.get("failed", 0)
+        ),
     }
     for name, now, before in (
         ("the server's memory", end.server_bytes, settled.server_bytes),
@@ -323,7 +337,8 @@ def targets_of(
     ):
         grown = growth(now, before)
         targets[
-            f"{name}: at most {MOST_GROWTH:.0%} more than after {soak.settled_after:,} requests (got {grown:+.1%})"
+            f"{name}: at most {MOST_GROWTH:.0%} more than after {soak.settled_after:,} requests"
+            f" (got {grown:+.1%})"
         ] = grown <= MOST_GROWTH
     return targets
 

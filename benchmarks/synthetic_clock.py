@@ -1,8 +1,9 @@
-"""What the ratio of two engines is worth on hosts of every kind, on a synthetic clock: quiet, drifting, loaded, stalled.
+"""What the ratio of two engines is worth on hosts of every kind, on a synthetic clock: quiet,
+drifting, loaded, stalled.
 
 Nothing is timed: each figure follows from its seed, and comes out alike on every machine with these
-versions. A cell is one kind of disturbance, one spread of the processes and one number of processes,
-and has four numbers:
+versions. A cell is one kind of disturbance, one spread of the processes and one number of
+processes, and has four numbers:
 
     not measurable   share of the races that say so instead of a ratio
     coverage         of the intervals reported: share that holds the truth
@@ -59,7 +60,9 @@ class Host:
 
 
 Disturb = Callable[[np.random.Generator, int, int], tuple[Floats, Floats]]
-"""Random numbers, generations wanted and generations at most, to `slowed` and the waiting that is added."""
+"""Random numbers, generations wanted and generations at most, to `slowed` and the waiting that is
+added.
+"""
 
 
 def nothing(random: np.random.Generator, wanted: int, most: int) -> tuple[Floats, Floats]:
@@ -67,7 +70,9 @@ def nothing(random: np.random.Generator, wanted: int, most: int) -> tuple[Floats
 
 
 def drift(random: np.random.Generator, wanted: int, most: int) -> tuple[Floats, Floats]:
-    """The host becomes half as slow again; the blocks of a generation take turns, three of each engine."""
+    """The host becomes half as slow again; the blocks of a generation take turns, three of each
+    engine.
+    """
     step = math.log(1.5) / most
     lag = random.uniform(-0.5, 0.5, (2, most)) / 3
     return (np.arange(most) + lag) * step, np.zeros((2, most))
@@ -93,7 +98,9 @@ def stalls(share: float | None, engines: Sequence[int], factor: float) -> Distur
 
 
 def neighbour(share: float) -> Disturb:
-    """Another machine on the same hardware slows whole generations two to four times, both engines nearly alike. No count shows it."""
+    """Another machine on the same hardware slows whole generations two to four times, both engines
+    nearly alike. No count shows it.
+    """
 
     def disturb(random: np.random.Generator, wanted: int, most: int) -> tuple[Floats, Floats]:
         slow = np.where(random.random(most) < share, np.log(random.uniform(2, 4, most)), 0.0)
@@ -115,8 +122,8 @@ def load(per_core: float) -> Disturb:
 def slow_blocks(share: float) -> Disturb:
     """Each of the three blocks of a process takes ten times as long with this probability.
 
-    Blocks are equally long, so a slow one has a tenth of the runs: the median of all runs is that of an
-    undisturbed block as long as there is one.
+    Blocks are equally long, so a slow one has a tenth of the runs: the median of all runs is that
+    of an undisturbed block as long as there is one.
     """
 
     def disturb(random: np.random.Generator, wanted: int, most: int) -> tuple[Floats, Floats]:
@@ -184,7 +191,9 @@ def draw(
 
 
 def ends_after(host: Host, wanted: int) -> int:
-    """Generations of a race that repeats what was disturbed until it has as many pairs as wanted."""
+    """Generations of a race that repeats what was disturbed until it has as many pairs as
+    wanted.
+    """
     most = host.quiet.shape[1]
     generations = wanted
     while generations < most:
@@ -223,9 +232,11 @@ def cell(kind: str, spread: float, processes: int, trials: int = TRIALS) -> Cell
         not_measurable=1 - len(intervals) / trials,
         coverage=held / len(intervals) if intervals else None,
         moved=float(np.quantile(moves, 0.99)) if moves else None,
-        width=float(np.median([each.high / each.low - 1 for each in intervals]))
-        if intervals
-        else None,
+        width=(
+            float(np.median([each.high / each.low - 1 for each in intervals]))
+            if intervals
+            else None
+        ),
     )
 
 
@@ -263,7 +274,8 @@ def is_over(host: Host, generations: int) -> bool:
     return generations == MAX_PAIRS or is_decided(runners)
 
 
-# -- the page ---------------------------------------------------------------------------------------------------------
+# -- the page
+# ------------------------------------------------------------------------------
 
 
 def summary(kind: str, cells: Sequence[Cell]) -> Row:
@@ -316,7 +328,9 @@ def demands(cells: Sequence[Cell], races: Mapping[tuple[float, float], Ended]) -
 
 
 def student_width(spread: float, processes: int) -> float:
-    """The ends' ratio, less one, of Student's interval over undisturbed pairs, at the usual standard deviation of so few."""
+    """The ends' ratio, less one, of Student's interval over undisturbed pairs, at the usual
+    standard deviation of so few.
+    """
     usual = math.sqrt(2 * (spread**2 + BLOCK**2)) * median_of_std(processes)
     return math.exp(2 * student_quantile(processes - 1) * usual / math.sqrt(processes)) - 1
 

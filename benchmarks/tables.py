@@ -1,4 +1,5 @@
-"""Write docs/benchmarks.md, and the tables and figures of accuracy.md, measurement.md, deploy.md and the README, from benchmarks/results/*.json.
+"""Write docs/benchmarks.md, and the tables and figures of accuracy.md, measurement.md, deploy.md
+and the README, from benchmarks/results/*.json.
 
 No figure there is typed by hand, and a test keeps pages and results in step.
 """
@@ -59,38 +60,58 @@ Intervals of before 2026-11-24 are by the estimator of that time, Student's over
 Other machines give other figures: look at the CPU's flags first.
 """
 SECTIONS = {
-    "resnet50": """## ResNet-50 against PyTorch eager
+    "resnet50": (
+        """## ResNet-50 against PyTorch eager
 All candidates of `configs/resnet50.yaml` (random weights: for speed only). `ratio` is the eager median over this median, with its 95 % interval.
 bf16 by OpenVINO loses to fp32 on a host where AMX cannot be used, and is measured so that nobody has to guess.
-What binds a row, and the next step that goes with it: [what binds a row](measurement.md#what-binds-a-row).""",
-    "session_overhead": """## Our Session against calling the library directly
+What binds a row, and the next step that goes with it: [what binds a row](measurement.md#what-binds-a-row)."""
+    ),
+    "session_overhead": (
+        """## Our Session against calling the library directly
 Both in one process, in turn, on the same engine: from numpy arrays to numpy arrays.
-On a small model the difference counts, on a large one the ratio.""",
-    "same_engine": """## The same engine entered twice
+On a small model the difference counts, on a large one the ratio."""
+    ),
+    "same_engine": (
+        """## The same engine entered twice
 ONNX Runtime fp32, batch 1, one file, entered twice. The interval should hold 1: a right one of 95 % misses it once in twenty runs.
-The wider it is, the larger must a difference be to be told on that host.""",
-    "compile_time": """## The demo's compile
+The wider it is, the larger must a difference be to be told on that host."""
+    ),
+    "compile_time": (
+        """## The demo's compile
 The whole process of `crucible compile configs/digits.yaml`: export, calibration, every candidate that this CPU runs, measuring. Then again with
-everything in the store.""",
-    "peak": """## What this machine reaches
-The fastest matrix product per precision (of two libraries, three sizes) and the fastest copy, with all cores: what rows are seen against.""",
-    "peak_gpu": """## What the GPU reaches
+everything in the store."""
+    ),
+    "peak": (
+        """## What this machine reaches
+The fastest matrix product per precision (of two libraries, three sizes) and the fastest copy, with all cores: what rows are seen against."""
+    ),
+    "peak_gpu": (
+        """## What the GPU reaches
 The same on a GPU (`benchmarks/peak.py --gpu` there), by PyTorch's own products: cuBLAS.
-`known` is the rate at the highest clock, which power does not allow for long.""",
-    "calibration_memory": """## Memory of calibration
-Peak memory of a process that calibrates ResNet-50 on generated 224x224 images. It must not grow with the number of samples.""",
-    "plain_attention": """## Plain attention on the CPU
+`known` is the rate at the highest clock, which power does not allow for long."""
+    ),
+    "calibration_memory": (
+        """## Memory of calibration
+Peak memory of a process that calibrates ResNet-50 on generated 224x224 images. It must not grow with the number of samples."""
+    ),
+    "plain_attention": (
+        """## Plain attention on the CPU
 Engines of the graph as it was exported, and with attention written plainly (`simplify.plain_attention`, the default), in one race: MiniLM with its
 real weights and dynamic shapes, as torch.export and as TorchScript exports it, BERT-base, ViT-B/16 and Swin-T with random weights. `ratio` is how
 many times as fast: the mean over pairs of processes, with its 95 % interval. TorchScript's masks of -inf lose a guard over all scores and get a
 factor behind each product, which is the larger of the two where texts have fewer tokens than a head has channels. On a GPU: `surgery` in the rows
-`encoder_…`, `vit_…`, `swin_b8` and `flexibility_encoder` [below](#compared-with-plain-tensorrt-and-with-pytorch-h200).""",
-    "service_memory": """## Memory of the service
+`encoder_…`, `vit_…`, `swin_b8` and `flexibility_encoder` [below](#compared-with-plain-tensorrt-and-with-pytorch-h200)."""
+    ),
+    "service_memory": (
+        """## Memory of the service
 `crucible serve`, and all processes of a job together, pages that they share counted once. The models are layers of matrix products, tried
-on every backend of this host, without data.""",
-    "json_beside_binary": """## Long JSON beside short requests
+on every backend of this host, without data."""
+    ),
+    "json_beside_binary": (
+        """## Long JSON beside short requests
 Times of a binary request of 1 KB on one connection: alone, and while four clients send 150,528 numbers as JSON, each as fast as it is answered.
-The server is the real one, its models only copy. The target holds for the median round.""",
+The server is the real one, its models only copy. The target holds for the median round."""
+    ),
 }
 COMMANDS = {"peak_gpu": "peak.py --gpu"}
 """Scripts that have not the name of their result."""
@@ -205,7 +226,8 @@ def same_engine_lines(document: Mapping[str, Any]) -> list[str]:
             [100 * (row["high"] - row["low"]) for row in mine],
         )
         told.append(
-            f"on {model} by {min(apart):.2g} to {max(apart):.2g} % (standard deviation), with intervals {min(wide):.2g} to {max(wide):.2g} % wide"
+            f"on {model} by {min(apart):.2g} to {max(apart):.2g} % (standard deviation), with"
+            f" intervals {min(wide):.2g} to {max(wide):.2g} % wide"
         )
     held = sum(row["holds_1"] for row in rows)
     return [
@@ -251,7 +273,10 @@ def _environment(result: Mapping[str, Any]) -> str:
         for name, version in host["packages"].items()
         if name in ("torch", "onnxruntime", "openvino", "nncf")
     )
-    return f"{result['created'][:10]}, {host['cpu']}, {host['cores']} cores, flags {' '.join(host['cpu_flags'])}; Python {host['python']}, {packages}."
+    return (
+        f"{result['created'][:10]}, {host['cpu']}, {host['cores']} cores, flags"
+        f" {' '.join(host['cpu_flags'])}; Python {host['python']}, {packages}."
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
-"""What TensorRT makes of the three example plans on this host's GPU: every precision and every way to it, one part after another.
+"""What TensorRT makes of the three example plans on this host's GPU: every precision and every way
+to it, one part after another.
 
-    python benchmarks/tensorrt_compile.py [PART ...] [--into DIR] [--seconds S] [--timeout S] [--list]
+    python benchmarks/tensorrt_compile.py [PART ...] [--into DIR] [--seconds S] [--timeout S]
+    [--list]
 
-A part is MODEL/GROUP, or MODEL for all of its groups: one `crucible compile` of that plan with the group's candidates. `choice` is the plan
-as it is, so that Crucible chooses the candidates by itself. After each part DIR/tensorrt_MODEL.json is written anew, with what earlier runs
-found in other parts; a part that fails says so there and does not stop the next. CRUCIBLE_HOME keeps engines and the timing cache.
+A part is MODEL/GROUP, or MODEL for all of its groups: one `crucible compile` of that plan with the
+group's candidates. `choice` is the plan as it is, so that Crucible chooses the candidates by
+itself. After each part DIR/tensorrt_MODEL.json is written anew, with what earlier runs found in
+other parts; a part that fails says so there and does not stop the next. CRUCIBLE_HOME keeps engines
+and the timing cache.
 """
 
 from __future__ import annotations
@@ -67,8 +71,9 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     "digits": (LEVEL,),
     "minilm": (LEVEL, "profiles=[{batch: [1, 8, 32], sequence: [4, 32, 128]}]"),
 }
-"""An encoder of 3 layers took 125 s to build in fp16 at level 3 with one profile (H200): for accuracy, level 1 says the same.
-`choice` is the plan as it is."""
+"""An encoder of 3 layers took 125 s to build in fp16 at level 3 with one profile (H200): for
+accuracy, level 1 says the same. `choice` is the plan as it is.
+"""
 
 REQUIRED = {"digits": ("float", "int8"), "minilm": ("float", "int8"), "resnet50": (CHOICE,)}
 """Groups of which every candidate must come to a result."""
@@ -151,7 +156,9 @@ def parts_of(text: str) -> list[tuple[str, str]]:
 def run_part(
     model: str, group: str, target: Target, arguments: argparse.Namespace
 ) -> Mapping[str, Any]:
-    """Compile one group: what the document keeps of it, with its rows under "rows"; or under "failed" why there are none."""
+    """Compile one group: what the document keeps of it, with its rows under "rows"; or under
+    "failed" why there are none.
+    """
     plan, start = ROOT / "configs" / f"{model}.yaml", monotonic()
     candidates, refused = possible(plan, PARTS[model][group], target)
     named = [
@@ -196,7 +203,9 @@ def run_part(
 def possible(
     plan_path: Path, options: Iterable[Option], target: Target
 ) -> tuple[list[dict[str, Any]], list[Row]]:
-    """The candidates that this host can build, and rows for those that it refuses: named in a plan, one of these would stop the compile."""
+    """The candidates that this host can build, and rows for those that it refuses: named in a plan,
+    one of these would stop the compile.
+    """
     plan, candidates, refused = load_plan(plan_path), [], []
     for option in options:
         candidate = {"backend": "tensorrt", **option}
@@ -212,7 +221,8 @@ def possible(
     return candidates, refused
 
 
-# -- rows --------------------------------------------------------------------------------------------------------------
+# -- rows
+# ------------------------------------------------------------------------------
 
 
 def rows_from_report(report: Report) -> list[Row]:
@@ -247,16 +257,20 @@ def row_from_candidate(candidate: Candidate, report: Report) -> Row:
         "drop": metric.drop if metric else None,
         "drop_low": metric.interval.low if metric else None,
         "drop_high": metric.interval.high if metric else None,
-        "cosine": min(output.cosine for output in checked.outputs)
-        if checked and checked.outputs
-        else None,
+        "cosine": (
+            min(output.cosine for output in checked.outputs)
+            if checked and checked.outputs
+            else None
+        ),
         "samples": checked.samples if checked else None,
         "latency": latency(candidate.benchmark) if candidate.benchmark else [],
         "build_s": build.seconds if build and not shared else None,
         "engine_bytes": engine.size_bytes if engine else None,
-        "time_share": {name: round(share, 4) for name, share in time_by_precision(layers).items()}
-        if layers
-        else None,
+        "time_share": (
+            {name: round(share, 4) for name, share in time_by_precision(layers).items()}
+            if layers
+            else None
+        ),
         "layers": len(layers.layers) if layers else None,
         "moving_layers": moving.count if moving else None,
         "moving_share": round(moving.share, 4) if moving else None,
@@ -285,13 +299,16 @@ def latency(benchmark: BenchmarkReport) -> list[dict[str, Any]]:
     ]
 
 
-# -- the document ------------------------------------------------------------------------------------------------------
+# -- the document
+# ------------------------------------------------------------------------------
 
 
 def add_part(
     file: Path, model: str, group: str, part: Mapping[str, Any], target: Target
 ) -> dict[str, Any]:
-    """Write the model's document with this part in the place of an earlier run of it. Each part keeps the environment of its own run."""
+    """Write the model's document with this part in the place of an earlier run of it. Each part
+    keeps the environment of its own run.
+    """
     old = (
         json.loads(file.read_text(encoding="utf-8"))
         if file.is_file()
@@ -323,13 +340,16 @@ def add_part(
 def targets(
     model: str, rows: Iterable[Mapping[str, Any]], parts: Mapping[str, Any]
 ) -> dict[str, bool]:
-    """What must hold: each candidate of the required groups ran and was compared with the reference; Crucible's own choice came to a winner."""
+    """What must hold: each candidate of the required groups ran and was compared with the
+    reference; Crucible's own choice came to a winner.
+    """
     required = [
         row for row in rows if row["part"] in REQUIRED[model] and row["state"] != "baseline"
     ]
     found = {
-        f"{row['candidate']}: built, ran and compared with the reference": row.get("cosine")
-        is not None
+        f"{row['candidate']}: built, ran and compared with the reference": (
+            row.get("cosine") is not None
+        )
         for row in required
     }
     found |= {

@@ -1,4 +1,6 @@
-"""Architectures for benchmarks/verdicts.py: each function is an entrypoint of a plan. Weights are random."""
+"""Architectures for benchmarks/verdicts.py: each function is an entrypoint of a plan. Weights are
+random.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def gru() -> nn.Module:
 
 
 class Overflowing(nn.Module):
-    """Squares its activations: inner values reach some 100,000, which fp16 cannot hold, and are normalised."""
+    """Squares its activations: inner values reach some 100,000, which fp16 cannot hold, and are
+    normalised.
+    """
 
     def __init__(self) -> None:
         super().__init__()

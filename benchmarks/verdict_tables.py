@@ -1,4 +1,6 @@
-"""The verdicts' section of docs/benchmarks.md and the demo's output in the README, from verdicts*.json."""
+"""The verdicts' section of docs/benchmarks.md and the demo's output in the README, from
+verdicts*.json.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,10 @@ def demo_section(cpu: Document | None) -> list[str]:
     host = row["environment"]
     flags = " ".join(host["cpu_flags"])
     return [
-        f"It ends like this, after {row['seconds']:.0f} s ({host['cpu']}, {host['cores']} cores of a virtual machine, CPU flags {flags};",
+        (
+            f"It ends like this, after {row['seconds']:.0f} s ({host['cpu']}, {host['cores']} cores"
+            f" of a virtual machine, CPU flags {flags};"
+        ),
         f"{row['created'][:10]}; engines differ where flags do):",
         "",
         "```console",
@@ -122,4 +127,7 @@ def _environment(row: Mapping[str, Any]) -> str:
     packages = ", ".join(
         f"{name} {host['packages'][name]}" for name in shown if name in host["packages"]
     )
-    return f"{row['created'][:10]}, {gpu}{host['cpu']}, {host['cores']} cores, flags {' '.join(host['cpu_flags'])}; Python {host['python']}, {packages}."
+    return (
+        f"{row['created'][:10]}, {gpu}{host['cpu']}, {host['cores']} cores, flags"
+        f" {' '.join(host['cpu_flags'])}; Python {host['python']}, {packages}."
+    )

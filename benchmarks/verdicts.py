@@ -1,12 +1,13 @@
-"""What a compile with default candidates says of several architectures, and how long it takes, stage by stage.
+"""What a compile with default candidates says of several architectures, and how long it takes,
+stage by stage.
 
     python benchmarks/verdicts.py [NAME ...] [--beside N] [--into FILE]
 
 NAME: an architecture of verdict_models.py, `mlp_onnx`, its first one as an ONNX file, or `digits`,
 the demo. Weights are random but for digits, and so are the inputs: what is looked at is speed, and
-whether 16 and 8 bits keep the answers, by cosine.
-`--beside N` runs N busy loops meanwhile: a row then ends with the true order of the engines, or says
-that the host cannot tell. Rows that are measured again take the place of earlier ones in FILE.
+whether 16 and 8 bits keep the answers, by cosine. `--beside N` runs N busy loops meanwhile: a row
+then ends with the true order of the engines, or says that the host cannot tell. Rows that are
+measured again take the place of earlier ones in FILE.
 """
 
 from __future__ import annotations
@@ -276,7 +277,9 @@ def limit_of(row: Row) -> float | None:
 
 
 def is_borne_out(row: Row) -> bool:
-    """Accepted is certainly faster, keep is not, and where nothing can be told there is a reason in its place."""
+    """Accepted is certainly faster, keep is not, and where nothing can be told there is a reason in
+    its place.
+    """
     ratio, verdict = row.get("ratio"), row.get("verdict")
     if ratio is None:
         return verdict == "rejected" or (verdict == "unproven" and bool(row["ratio_missing"]))

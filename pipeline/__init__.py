@@ -1,1 +1,3 @@
-"""Crucible's pipeline: a trained model in, the fastest engine that keeps its accuracy out, with the evidence."""
+"""Crucible's pipeline: a trained model in, the fastest engine that keeps its accuracy out, with the
+evidence.
+"""

@@ -1,8 +1,11 @@
-"""The vocabulary: every value that crosses from one part of the pipeline to another. Imports nothing of ours.
+"""The vocabulary: every value that crosses from one part of the pipeline to another. Imports
+nothing of ours.
 
-    ModelSource -> OnnxModel -> OnnxModel (simplified) -> OnnxModel (converted, by a Recipe) -> Engine
+    ModelSource -> OnnxModel -> OnnxModel (simplified) -> OnnxModel (converted, by a Recipe) ->
+    Engine
 
-Values written to disk are frozen pydantic models; values that stay in memory are frozen dataclasses.
+Values written to disk are frozen pydantic models; values that stay in memory are frozen
+dataclasses.
 """
 
 from __future__ import annotations
@@ -78,12 +81,16 @@ class TensorSpec(Frozen):
         return tuple(dict.fromkeys(dim for dim in self.shape if isinstance(dim, str)))
 
     def resolve(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The concrete shape for these sizes of the symbols; KeyError names a symbol without a size."""
+        """The concrete shape for these sizes of the symbols; KeyError names a symbol without a
+        size.
+        """
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.shape)
 
 
 class _Range(Frozen):
-    """Fields min, opt and max. Written as {min, opt, max}, as [min, opt, max], or as one number for all three."""
+    """Fields min, opt and max. Written as {min, opt, max}, as [min, opt, max], or as one number for
+    all three.
+    """
 
     @model_validator(mode="before")
     @classmethod
@@ -106,7 +113,8 @@ class _Range(Frozen):
             and (usual <= high).all()
         ):
             raise ValueError(
-                f"expected min <= opt <= max, got {', '.join(f'{point} {value}' for point, value in self)}"
+                "expected min <= opt <= max, got"
+                f" {', '.join(f'{point} {value}' for point, value in self)}"
             )
         return self
 
@@ -131,7 +139,9 @@ Values = Annotated[
 
 
 class ValueRange(_Range):
-    """Smallest, most usual and largest values of an input whose values decide a shape (the target of a Reshape, the k of a TopK)."""
+    """Smallest, most usual and largest values of an input whose values decide a shape (the target
+    of a Reshape, the k of a TopK).
+    """
 
     min: Values
     opt: Values
@@ -146,7 +156,9 @@ class ValueRange(_Range):
 
 
 class Profile(Frozen):
-    """A range of shapes an engine accepts: one DimRange per symbol. Inputs that share a symbol always agree."""
+    """A range of shapes an engine accepts: one DimRange per symbol. Inputs that share a symbol
+    always agree.
+    """
 
     dims: dict[str, DimRange] = Field(default_factory=dict)
     values: dict[str, ValueRange] = Field(
@@ -162,11 +174,15 @@ class Profile(Frozen):
         return {name: tuple(getattr(values, point)) for name, values in self.values.items()}
 
     def odd_sizes(self) -> dict[str, int]:
-        """Sizes inside the ranges, odd where a range holds an odd number, that are none of min, opt, max where possible."""
+        """Sizes inside the ranges, odd where a range holds an odd number, that are none of min,
+        opt, max where possible.
+        """
         return {name: _odd_size(dim.min, dim.opt, dim.max) for name, dim in self.dims.items()}
 
     def odd_values(self) -> dict[str, tuple[int, ...]]:
-        """Values chosen as the odd sizes are: a value with the range of a symbol is as large as that symbol."""
+        """Values chosen as the odd sizes are: a value with the range of a symbol is as large as
+        that symbol.
+        """
         return {
             name: tuple(map(_odd_size, each.min, each.opt, each.max))
             for name, each in self.values.items()
@@ -175,7 +191,9 @@ class Profile(Frozen):
     def holds(
         self, sizes: Mapping[str, int], values: Mapping[str, Sequence[int]] | None = None
     ) -> bool:
-        """Whether every symbol of this profile, and every value where values are given, lies within its range."""
+        """Whether every symbol of this profile, and every value where values are given, lies within
+        its range.
+        """
         fits = values is None or all(
             each.holds(values[name]) for name, each in self.values.items() if name in values
         )
@@ -206,12 +224,17 @@ def _odd_size(low: int, usual: int, high: int) -> int:
 def sizes_from_shapes(
     specs: tuple[TensorSpec, ...], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, int] | str:
-    """The size of every symbol, read off concrete shapes; a sentence instead if they contradict the specs."""
+    """The size of every symbol, read off concrete shapes; a sentence instead if they contradict the
+    specs.
+    """
     sizes: dict[str, int] = {}
     for spec in specs:
         shape = shapes[spec.name]
         if len(shape) != len(spec.shape):
-            return f"input '{spec.name}' has rank {len(shape)} {shape}, expected rank {len(spec.shape)} {spec.shape}"
+            return (
+                f"input '{spec.name}' has rank {len(shape)} {shape}, expected rank"
+                f" {len(spec.shape)} {spec.shape}"
+            )
         for dim, size in zip(spec.shape, shape, strict=True):
             if isinstance(dim, int) and dim != size:
                 return f"input '{spec.name}' has shape {shape}, expected {spec.shape}"
@@ -235,14 +258,17 @@ class Target(Frozen):
     driver: str | None = None
 
     def accepts(self, host: Target) -> tuple[str, ...]:
-        """Reasons why `host` cannot run an engine built for this target; empty means it can. "8.0+" stands for 8.0 or later."""
+        """Reasons why `host` cannot run an engine built for this target; empty means it can. "8.0+"
+        stands for 8.0 or later.
+        """
         reasons = []
         for field in ("backend", "version", "compute_capability"):
             mine, theirs = getattr(self, field), getattr(host, field)
             if mine != theirs and not _is_later(theirs, mine, same_major=field == "version"):
                 needs = f"{mine[:-1]} or later" if mine and mine.endswith("+") else mine
                 reasons.append(
-                    f"engine needs {field.replace('_', ' ')} {needs}, this host has {theirs or 'none'}"
+                    f"engine needs {field.replace('_', ' ')} {needs}, this host has"
+                    f" {theirs or 'none'}"
                 )
         missing = sorted(set(self.cpu_flags) - set(host.cpu_flags))
         if missing:
@@ -253,7 +279,9 @@ class Target(Frozen):
 
 
 def _is_later(theirs: str | None, mine: str | None, same_major: bool) -> bool:
-    """Whether `theirs` is what `mine`, such as "8.0+", stands for; by numbers: 12.0 is later than 8.9."""
+    """Whether `theirs` is what `mine`, such as "8.0+", stands for; by numbers: 12.0 is later than
+    8.9.
+    """
     if not (mine and theirs and mine.endswith("+")):
         return False
     here, least = (
@@ -305,10 +333,14 @@ class Recipe(Frozen):
     quantizer: Literal["crucible", "nncf", "modelopt", "onnxruntime", "given"] = (
         "crucible"  # given: the model brings its own Q/DQ
     )
-    weight_only: bool = False  # int4 and int8: only weights have few bits; the products are of floats unless `activation` says int8
+    # int4 and int8: only weights have few bits; the products are of floats unless `activation` says
+    # int8
+    weight_only: bool = False
     block_size: int = 0  # weight_only: weights that share a scale; 0: all of one output channel
     smooth_quant: bool | None = (
-        None  # NNCF, int8: outliers of activations moved into the weights; None: where NNCF sees a transformer
+        # NNCF, int8: outliers of activations moved into the weights; None: where NNCF sees a
+        # transformer
+        None
     )
     rest: Precision = Precision.FP32  # precision of what is not quantised
     placement: Placement = Placement()
@@ -325,11 +357,15 @@ class Recipe(Frozen):
     form: ProgramForm | None = None  # torch: how the program is kept and run
     mode: CompileMode | None = None  # of torch.compile, in programs and baselines; None: its own
     provider: OrtProvider = "cpu"  # onnxruntime: which execution provider comes first
-    variant: str = ""  # of the pytorch baselines: eager, traced, compile; of a candidate that a rescue made: what it tries
+    # of the pytorch baselines: eager, traced, compile; of a candidate that a rescue made: what it
+    # tries
+    variant: str = ""
 
     @property
     def label(self) -> str:
-        """Short name for tables, unlike that of any other recipe: `onnxruntime int8 entropy u8s8`."""
+        """Short name for tables, unlike that of any other recipe: `onnxruntime int8 entropy
+        u8s8`.
+        """
         provider = self.provider if self.provider != "cpu" else ""
         parts = [
             self.backend,
@@ -369,7 +405,8 @@ class Recipe(Frozen):
         if kept := self.keep_fp32:  # a digest tells one long list from another
             digest = hashlib.sha256("\n".join(kept).encode()).hexdigest()
             parts.append(
-                f"keep {','.join(kept) if len(kept) <= 2 else f'{kept[0]} and {len(kept) - 1} more ({digest[:6]})'}"
+                "keep"
+                f" {','.join(kept) if len(kept) <= 2 else f'{kept[0]} and {len(kept) - 1} more ({digest[:6]})'}"
             )
         if self.compute_capability:
             parts.append(f"sm_{self.compute_capability.replace('.', '')}")
@@ -399,12 +436,16 @@ class ModelSource(Frozen):
     entrypoint: str | None = None  # module:function, returns an nn.Module
     python_path: Path | None = None  # folder the module is imported from
     weights: Path | None = (
-        None  # .safetensors; None = the weights the entrypoint returns (the plan must say so in words)
+        # .safetensors; None = the weights the entrypoint returns (the plan must say so in words)
+        None
     )
     inputs: tuple[TensorSpec, ...] = ()  # empty for .onnx: read from the graph
     outputs: tuple[
-        str, ...
-    ] = ()  # names for the outputs; empty: the keys of a dict or dataclass, else output_0, output_1, ...
+        str,
+        ...,
+        # names for the outputs; empty: the keys of a dict or dataclass, else output_0, output_1,
+        # ...
+    ] = ()
     seed: int = 0
     digest: str = ""  # of all content: file, weights, source text of the entrypoint's package
 
@@ -416,7 +457,9 @@ class ModelSource(Frozen):
 
 
 class Artifact(Frozen):
-    """A value with files of its own: `root` is its folder in the store and is not part of its content."""
+    """A value with files of its own: `root` is its folder in the store and is not part of its
+    content.
+    """
 
     root: Path = Field(exclude=True)
     file: str  # the main file, relative to root
@@ -435,7 +478,9 @@ class Note(Frozen):
 
 
 class KeptNode(Frozen):
-    """A node that the conversion left in fp32, in a graph of lower precision, though the recipe names it nowhere."""
+    """A node that the conversion left in fp32, in a graph of lower precision, though the recipe
+    names it nowhere.
+    """
 
     node: str
     operator: str
@@ -459,21 +504,27 @@ class OnnxModel(Artifact):
 
 
 class TensorRange(Frozen):
-    """What calibration saw of one tensor: signed bounds (never only amax), and where the values lie."""
+    """What calibration saw of one tensor: signed bounds (never only amax), and where the values
+    lie.
+    """
 
     minimum: float  # smallest value seen
     maximum: float
     low: float  # the range the method chose; equals minimum and maximum for min-max
     high: float
     histogram: tuple[
-        int, ...
-    ] = ()  # counts in equal bins over [-l, l), l a power of two; of large tensors a part of the values
+        int,
+        ...,
+        # counts in equal bins over [-l, l), l a power of two; of large tensors a part of the values
+    ] = ()
     count: int = 0  # values seen
     nonfinite: int = 0
 
 
 class CalibrationTable(Artifact):
-    """Ranges of every float activation, by tensor name. `file` is table.json, made to be read by people."""
+    """Ranges of every float activation, by tensor name. `file` is table.json, made to be read by
+    people.
+    """
 
     method: CalibrationMethod
     set_digest: str

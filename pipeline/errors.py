@@ -25,11 +25,15 @@ from typing import Self
 
 
 class CrucibleError(Exception):
-    """Base of all errors we raise on purpose. `code` is stable; `next_step` is a sentence a user can act on."""
+    """Base of all errors we raise on purpose. `code` is stable; `next_step` is a sentence a user
+    can act on.
+    """
 
     code = "internal"
     exit_code = 3
-    may_pass = False  # whether the same request may succeed another time, with nothing changed but what else this host does
+    # whether the same request may succeed another time, with nothing changed but what else this
+    # host does
+    may_pass = False
 
     def __init__(self, message: str, next_step: str = "") -> None:
         super().__init__(message)

@@ -1,4 +1,6 @@
-"""The public name of a surgery that plans may give: `simplify.surgery: pipeline.folding:fold_strides`."""
+"""The public name of a surgery that plans may give: `simplify.surgery:
+pipeline.folding:fold_strides`.
+"""
 
 from pipeline.onnx_graph.space_to_depth import fold_strides
 

@@ -1,4 +1,6 @@
-"""Numbers as people read them: times, sizes, rates, intervals, shapes and dates; and ranges as they write them."""
+"""Numbers as people read them: times, sizes, rates, intervals, shapes and dates; and ranges as they
+write them.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def date(iso: str) -> str:
 
 
 def profiles_text(ranges: Iterable[str]) -> str:
-    """`batch=1:8:64`, as people write it on the command line, as a plan's `profiles`. PlanError says what was expected."""
+    """`batch=1:8:64`, as people write it on the command line, as a plan's `profiles`. PlanError
+    says what was expected.
+    """
     entries = []
     for text in ranges:
         name, equals, sizes = text.partition("=")

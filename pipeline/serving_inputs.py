@@ -1,4 +1,5 @@
-"""How an engine may be fed when it serves: along which axis requests are joined, and how an image becomes its input.
+"""How an engine may be fed when it serves: along which axis requests are joined, and how an image
+becomes its input.
 
 Both are proved or declared before an engine serves, and are told to clients with the model.
 """
@@ -38,7 +39,9 @@ class BatchSpec(Frozen):
 
 
 class InputRecipe(Frozen):
-    """How an encoded image becomes the input: decoded, resized so that the shorter side is `resize`, cropped to `size`, (x * scale - mean) / std."""
+    """How an encoded image becomes the input: decoded, resized so that the shorter side is
+    `resize`, cropped to `size`, (x * scale - mean) / std.
+    """
 
     input: str
     size: tuple[int, int]  # height, width
@@ -74,11 +77,15 @@ def check_serving(
             )
     for each in serving.padding:
         if each.axis >= rank[each.input]:
-            said = f"serving.padding: '{each.input}' has {rank[each.input]} axes, there is no axis {each.axis}"
+            said = (
+                f"serving.padding: '{each.input}' has {rank[each.input]} axes, there is no axis"
+                f" {each.axis}"
+            )
             raise PlanError(said, "axes are counted from 0")
     known = [spec.name for spec in outputs]
     if unknown := [name for name in serving.labels if name not in known]:
         raise PlanError(
-            f"serving.labels names '{unknown[0]}', which is no output; the model has {', '.join(known)}",
+            f"serving.labels names '{unknown[0]}', which is no output; the model has"
+            f" {', '.join(known)}",
             "name one of these",
         )

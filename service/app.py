@@ -1,4 +1,6 @@
-"""The application: the parts put together, what its life begins and ends with, and how every error is answered."""
+"""The application: the parts put together, what its life begins and ends with, and how every error
+is answered.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ ROUTERS = (
     health.router,
     docs.router,
 )
-ABOUT = "Send a trained model, follow its compilation, read what was measured and proved, and take the engine."
+ABOUT = (
+    "Send a trained model, follow its compilation, read what was measured and proved, and take the"
+    " engine."
+)
 
 
 def create_app(
@@ -54,10 +59,11 @@ def create_app(
     serving: Serving | None = None,
     traces: TracerProvider | None = None,
 ) -> FastAPI:
-    """The service on `settings.home`, as an ASGI application. Nothing is opened before its lifespan begins.
+    """The service on `settings.home`, as an ASGI application. Nothing is opened before its lifespan
+    begins.
 
-    A request passes Observed (one log line and one set of figures, whatever happens), then Guard (key, host, size), then its router,
-    or FastInference in its place.
+    A request passes Observed (one log line and one set of figures, whatever happens), then Guard
+    (key, host, size), then its router, or FastInference in its place.
     """
     metrics, folders, traces = Metrics(), Folders(settings.home), traces or provider_from(settings)
 
@@ -119,7 +125,9 @@ def create_app(
 
 
 def methods_at(scope: Scope) -> set[str]:
-    """All methods that a path takes; of a refused one the framework names those of the first route only."""
+    """All methods that a path takes; of a refused one the framework names those of the first route
+    only.
+    """
     fitting = [
         route
         for router in ROUTERS

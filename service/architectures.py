@@ -1,4 +1,6 @@
-"""Architectures that a client may name for its safetensors weights, and metrics: names of the service's own, never code of the client's."""
+"""Architectures that a client may name for its safetensors weights, and metrics: names of the
+service's own, never code of the client's.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ FUNCTION = re.compile(rf"({'|'.join(ARCHITECTURES)})_of_([1-9][0-9]*)")
 
 
 def entrypoint_of(name: str, classes: int) -> str:
-    """The entrypoint of a named architecture; Unprocessable, with the near name, for one that is not on the list."""
+    """The entrypoint of a named architecture; Unprocessable, with the near name, for one that is
+    not on the list.
+    """
     if name not in ARCHITECTURES:
         near = difflib.get_close_matches(name, ARCHITECTURES, n=1)
         known = ", ".join(ARCHITECTURES)
@@ -57,7 +61,8 @@ def check_metric(metric: str) -> None:
     if metric not in ("auto", *METRICS):
         raise Unprocessable(
             f"no metric '{metric}'",
-            f"known: auto, {', '.join(METRICS)}; metrics of your own run where you run `crucible compile`",
+            f"known: auto, {', '.join(METRICS)}; metrics of your own run where you run `crucible"
+            " compile`",
         )
 
 

@@ -1,11 +1,13 @@
-"""A client of the service, for programs and for `crucible submit | wait | report | promote | load | benchmark`. Loads nothing of the server.
+"""A client of the service, for programs and for `crucible submit | wait | report | promote | load |
+benchmark`. Loads nothing of the server.
 
     with Client("http://127.0.0.1:8000", key) as client:
         job = client.submit(Upload(Path("model.onnx"), plan=Path("plan.yaml")))
         for event in client.events(job.id): ...      to the job's end, over restarts of the server
         report = client.report(job.id)
 
-RemoteError carries what the server says of a request that it refuses; Unreachable, that nobody answers.
+RemoteError carries what the server says of a request that it refuses; Unreachable, that nobody
+answers.
 """
 
 from __future__ import annotations
@@ -46,9 +48,11 @@ from service.submission.tar import untar
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 30.0
-ANSWER_S = 1800.0  # after the last byte of an upload, which may have to be unpacked; until a model is loaded
+# after the last byte of an upload, which may have to be unpacked; until a model is loaded
+ANSWER_S = 1800.0
 SILENT_S = 60.0  # of a stream of events, four heartbeats: then the connection is dead
-PATIENCE_S = 300.0  # without the server, between two events: it may have to stop its jobs, start, and look at its host
+# without the server, between two events: it may have to stop its jobs, start, and look at its host
+PATIENCE_S = 300.0
 LONGEST_WAIT_S = 5.0
 TRY_AGAIN = frozenset({502, 503, 504})  # what a proxy says while the server is restarted
 WHERE = re.compile(r"(https?://.+?)/(?:jobs|reports)/([^/?#]+)(?:[/?#].*)?")
@@ -70,7 +74,9 @@ M = TypeVar("M", bound=Frozen)
 
 
 class RemoteError(CrucibleError):
-    """What the server says of a request that it refuses, in its words, with its `code` and the HTTP status."""
+    """What the server says of a request that it refuses, in its words, with its `code` and the HTTP
+    status.
+    """
 
     exit_code = 1
 
@@ -87,7 +93,9 @@ class Unreachable(HostError):
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """Files to compile. `model`: ONNX, an archive of ONNX with external data, or safetensors with an `architecture` in the plan."""
+    """Files to compile. `model`: ONNX, an archive of ONNX with external data, or safetensors with
+    an `architecture` in the plan.
+    """
 
     model: Path
     plan: Path | str | None = None  # a file, or the plan itself
@@ -102,9 +110,11 @@ class Upload:
             for name in ("model", "plan", "calibration", "selection", "validation")
         }
         return {
-            name: ("plan.yaml", part)
-            if isinstance(part, str)
-            else (part.name, opened.enter_context(_open(part)))
+            name: (
+                ("plan.yaml", part)
+                if isinstance(part, str)
+                else (part.name, opened.enter_context(_open(part)))
+            )
             for name, part in named.items()
             if part is not None
         }
@@ -160,7 +170,9 @@ class Client:
         self._http.close()
 
     def submit(self, upload: Upload, idempotency_key: str | None = None) -> JobView:
-        """Send a model, streamed from the disk; the job, which may be that of an equal request before."""
+        """Send a model, streamed from the disk; the job, which may be that of an equal request
+        before.
+        """
         with contextlib.ExitStack() as opened:
             timeout, headers = httpx.Timeout(TIMEOUT_S, read=ANSWER_S), _once(idempotency_key)
             request = self._http.build_request(
@@ -218,7 +230,9 @@ class Client:
         return self._parsed(ShapesView, self._ask("GET", _path("models", name, "shapes")))
 
     def promote(self, name: str, report: str, override: bool = False) -> ModelView:
-        """Make a report's engine the model's current version; where the model is deployed, that answers when this returns."""
+        """Make a report's engine the model's current version; where the model is deployed, that
+        answers when this returns.
+        """
         return self._changed(
             "POST",
             _path("models", name, "promote"),
@@ -231,7 +245,9 @@ class Client:
     def benchmark(
         self, name: str, version: int | None = None, idempotency_key: str | None = None
     ) -> JobView:
-        """A job that measures a model's engine again: this version's, or what is loaded, or the current one's."""
+        """A job that measures a model's engine again: this version's, or what is loaded, or the
+        current one's.
+        """
         asked = BenchmarkRequest(version=version).model_dump(mode="json")
         request = self._http.build_request(
             "POST",
@@ -257,7 +273,9 @@ class Client:
         )
 
     def download(self, job_id: str, folder: Path) -> Report:
-        """Fill `folder` as `crucible compile` does: the report in its three forms and, unless the model was rejected, the engine."""
+        """Fill `folder` as `crucible compile` does: the report in its three forms and, unless the
+        model was rejected, the engine.
+        """
         from pipeline.report.bundle import deliver_engine, load_engine, withdraw_engine
 
         report = self.report(job_id)
@@ -292,7 +310,9 @@ class Client:
         outputs: Sequence[str] = (),
         timeout_s: float | None = None,
     ) -> Inference:
-        """An answer to a body of this Content-Type, such as a .npy file's; the model may be left out where one is deployed."""
+        """An answer to a body of this Content-Type, such as a .npy file's; the model may be left
+        out where one is deployed.
+        """
         answer = self.infer_as("application/x-npz", body, kind, model, outputs, timeout_s)
         with np.load(io.BytesIO(answer.content), allow_pickle=False) as arrays:
             tensors = dict(arrays)
@@ -336,7 +356,8 @@ class Client:
     def events(
         self, job_id: str, after: int = 0, patience_s: float = PATIENCE_S
     ) -> Iterator[Event]:
-        """What happens to a job, to its end: each event once, also if the server is restarted meanwhile.
+        """What happens to a job, to its end: each event once, also if the server is restarted
+        meanwhile.
 
         Unreachable if it cannot be reached at first, or is away for longer than `patience_s` later.
         """
@@ -366,7 +387,8 @@ class Client:
                 )
             time.sleep(wait_s)
 
-    # -- how it asks ---------------------------------------------------------------------------------------------------
+    # -- how it asks
+    # ------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _streamed(self, request: httpx.Request) -> Iterator[Iterator[bytes]]:
@@ -419,7 +441,9 @@ class Client:
 
 
 def place_of(text: str, url: str | None) -> tuple[str | None, str]:
-    """The server and the job that a user means: by a job's id on the server at `url`, or by any address of a job or its report."""
+    """The server and the job that a user means: by a job's id on the server at `url`, or by any
+    address of a job or its report.
+    """
     if match := WHERE.fullmatch(text):
         return match[1], match[2]
     if not re.fullmatch(r"\w+", text):
@@ -436,7 +460,9 @@ def is_remote(text: str) -> bool:
 
 
 def wait_times(patience_s: float) -> Iterator[float]:
-    """How long to wait before each next try, until patience ends: half a second, then twice as long each time, up to LONGEST_WAIT_S."""
+    """How long to wait before each next try, until patience ends: half a second, then twice as long
+    each time, up to LONGEST_WAIT_S.
+    """
     wait_s, waited_s = 0.5, 0.0
     while waited_s < patience_s:
         yield wait_s
@@ -445,7 +471,9 @@ def wait_times(patience_s: float) -> Iterator[float]:
 
 
 def events_of_stream(chunks: Iterable[bytes]) -> Iterator[Event]:
-    """Server-sent events, as the service writes them. Heartbeats, and what has no number, are left out; so is what is cut off at the end."""
+    """Server-sent events, as the service writes them. Heartbeats, and what has no number, are left
+    out; so is what is cut off at the end.
+    """
     rest = b""
     for chunk in chunks:
         *blocks, rest = (rest + chunk).split(b"\n\n")

@@ -1,4 +1,5 @@
-"""What all requests share: the home with its lock and database, keys, jobs, their runner, and how far the server's own life is.
+"""What all requests share: the home with its lock and database, keys, jobs, their runner, and how
+far the server's own life is.
 
 async with opened(settings, metrics, WORKER, probe, spans) as service:     a second server on the same home is refused
     await service.started                                                  this host is known, jobs run: /readyz says so
@@ -45,7 +46,9 @@ from service.storage.keys import Key, Keys
 from service.storage.layout import Folders
 
 PROBE_S = 300.0  # to import every backend that is installed, on a slow disk
-UNPACKING = 2  # uploads at a time: an archive may take a thread for a minute, and cancelling a job needs one as well
+# uploads at a time: an archive may take a thread for a minute, and cancelling a job needs one as
+# well
+UNPACKING = 2
 HTTP_S = 4.0  # of `shutdown_s`: for answers that are being given when all jobs have ended
 
 log = logs.get("service.service")
@@ -65,7 +68,9 @@ async def probe() -> HostIdentity:
 
 
 class Service:
-    """Everything that lives as long as the server. Lives in one event loop, on a home that is locked."""
+    """Everything that lives as long as the server. Lives in one event loop, on a home that is
+    locked.
+    """
 
     serving: Serving  # what wires ask: `models`, or what a test gives
 
@@ -144,7 +149,9 @@ class Service:
         return await loop.run_in_executor(self._key_reader, self.keys.verify, text)
 
     async def stop(self, linger_s: float = 0.0) -> None:
-        """Take no more jobs, end streams, end children and queue their jobs again. Models answer for `linger_s` more, and then what waits."""
+        """Take no more jobs, end streams, end children and queue their jobs again. Models answer
+        for `linger_s` more, and then what waits.
+        """
         if self.stopping:
             return
         self.stopping = True
@@ -195,7 +202,9 @@ class Service:
             self.jobs.close()  # of this thread
 
     def _sweep(self) -> None:
-        """Remove uploads that became no job, and folders that became no version, because the server was killed meanwhile."""
+        """Remove uploads that became no job, and folders that became no version, because the server
+        was killed meanwhile.
+        """
         if swept := self.repository.sweep():
             log.info("versions.swept", folders=swept)
         for folder in self.folders.uploads("any").parent.glob("*"):

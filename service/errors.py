@@ -1,4 +1,5 @@
-"""What the service answers when it refuses. Every body has the same form, which Open Inference Protocol clients read too:
+"""What the service answers when it refuses. Every body has the same form, which Open Inference
+Protocol clients read too:
 
 {"error": what was expected and what came, "code": stable, "next": what to do}
 
@@ -116,7 +117,9 @@ class Answer:
 
 
 def answer_to(error: BaseException, request_id: str = "") -> Answer:
-    """The answer to any error. What is our own bug is not told to clients: they get the id by which the log names it."""
+    """The answer to any error. What is our own bug is not told to clients: they get the id by which
+    the log names it.
+    """
     if isinstance(error, ServiceError):
         return Answer(error.status, _body(error), error.headers)
     if isinstance(error, DiskFull):

@@ -1,4 +1,5 @@
-"""What every wire asks of the models that are served, and what it gets: HTTP, the Open Inference Protocol and gRPC speak to `Serving` alone.
+"""What every wire asks of the models that are served, and what it gets: HTTP, the Open Inference
+Protocol and gRPC speak to `Serving` alone.
 
     answer = await serving.infer(InferRequest(caller, "resnet50", {"image": array}))      answer.outputs, answer.timing
 
@@ -33,7 +34,9 @@ class InferRequest:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where the time of one request went; `compute_s` by the device's clock, of the whole batch it was in."""
+    """Where the time of one request went; `compute_s` by the device's clock, of the whole batch it
+    was in.
+    """
 
     queue_s: float
     copy_in_s: float
@@ -111,20 +114,25 @@ class Serving(Protocol):
         ...
 
     def find(self, caller: Caller, model: str | None, version: int | None = None) -> Served:
-        """NotFound: not deployed, or another owner's. Unprocessable, listing them: no name is given and several are deployed."""
+        """NotFound: not deployed, or another owner's. Unprocessable, listing them: no name is given
+        and several are deployed.
+        """
         ...
 
     async def infer(self, request: InferRequest) -> InferAnswer:
         """Cancelling drops a request that still waits.
 
-        Unprocessable: inputs do not fit; TooMany: the queue is full; TimedOut: no answer in time; Unavailable: not ready, or its worker was lost.
+        Unprocessable: inputs do not fit; TooMany: the queue is full; TimedOut: no answer in time;
+        Unavailable: not ready, or its worker was lost.
         """
         ...
 
     def statistics(self, caller: Caller) -> tuple[Statistics, ...]: ...
 
     async def load(self, caller: Caller, model: str) -> Served:
-        """Deploy the current version, as it was deployed last or with defaults; ready when this returns."""
+        """Deploy the current version, as it was deployed last or with defaults; ready when this
+        returns.
+        """
         ...
 
     async def unload(self, caller: Caller, model: str) -> None:

@@ -1,8 +1,10 @@
-"""Structured logs: one line per event on stderr, JSON or text, each with the request id or the job id it belongs to.
+"""Structured logs: one line per event on stderr, JSON or text, each with the request id or the job
+id it belongs to.
 
     logs.get("service.runner").info("job.started", job=job.id, pid=pid)
 
-No key is ever logged: `Authorization` is never passed to a logger, and what looks like a key is blotted out wherever it turns up.
+No key is ever logged: `Authorization` is never passed to a logger, and what looks like a key is
+blotted out wherever it turns up.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def configure(settings: Settings) -> None:
         processors=[
             *shared,
             last,
-        ],  # not by way of `logging`, which takes half the time of a line, and a line is written per request
+            # not by way of `logging`, which takes half the time of a line, and a line is written
+            # per request
+        ],
         logger_factory=_Lines,
         wrapper_class=structlog.make_filtering_bound_logger(level),
         cache_logger_on_first_use=True,
@@ -72,7 +76,9 @@ def configure(settings: Settings) -> None:
 
 
 class _Lines:
-    """Writes the lines of one logger, each in one piece, to what is stderr then. What cannot be written is lost: nobody's work fails for it."""
+    """Writes the lines of one logger, each in one piece, to what is stderr then. What cannot be
+    written is lost: nobody's work fails for it.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -36,11 +36,15 @@ KEPT_BYTES, MAPPED_BYTES = (
     64 * MIB,
     32 * MIB,
 )  # free memory that is kept; blocks that are given back at once, at the most that glibc takes
-LINGER_S = 2.0  # so long /readyz says 503 and models still answer: a load balancer asks every second or so, and sends requests until then
+# so long /readyz says 503 and models still answer: a load balancer asks every second or so, and
+# sends requests until then
+LINGER_S = 2.0
 
 
 class _Server(uvicorn.Server):
-    """Signals are handled here and not by uvicorn, which would stop listening before a load balancer sees that we are going."""
+    """Signals are handled here and not by uvicorn, which would stop listening before a load
+    balancer sees that we are going.
+    """
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -65,7 +69,9 @@ def serve(
 
 
 def keep_memory() -> bool:
-    """Keep what large bodies leave free: glibc would give it back after each, and fetch it again, 150 page faults for 602 KB. False without glibc."""
+    """Keep what large bodies leave free: glibc would give it back after each, and fetch it again,
+    150 page faults for 602 KB. False without glibc.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and bool(
         mallopt(M_TRIM_THRESHOLD, KEPT_BYTES) and mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)

@@ -1,4 +1,5 @@
-"""What whoever runs the service may choose: one frozen value, read once from CRUCIBLE_SERVICE_* variables and the command line.
+"""What whoever runs the service may choose: one frozen value, read once from CRUCIBLE_SERVICE_*
+variables and the command line.
 
 docs/service.md lists every setting.
 """
@@ -115,7 +116,8 @@ def is_loopback(host: str) -> bool:
 
 
 def settings_from(environ: Mapping[str, str], **given: object) -> Settings:
-    """The settings of CRUCIBLE_SERVICE_* variables (their values are YAML), overruled by what is given and not None.
+    """The settings of CRUCIBLE_SERVICE_* variables (their values are YAML), overruled by what is
+    given and not None.
 
     PlanError names a variable that is unknown, with the near one, or whose value does not fit.
     """

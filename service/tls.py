@@ -21,7 +21,9 @@ class Tls:
 
 
 def tls_from(settings: Settings) -> Tls | None:
-    """None where the settings name no certificate. UserError if the files cannot be read, are no PEM, or do not belong together."""
+    """None where the settings name no certificate. UserError if the files cannot be read, are no
+    PEM, or do not belong together.
+    """
     certificate, key = settings.tls_certificate, settings.tls_key
     if certificate is None or key is None:
         return None

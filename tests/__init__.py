@@ -1,1 +1,3 @@
-"""A package, so that no other package of this name on a host can stand in its place; child processes import from it too."""
+"""A package, so that no other package of this name on a host can stand in its place; child
+processes import from it too.
+"""

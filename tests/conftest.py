@@ -1,4 +1,6 @@
-"""What every test shares: a home of its own, so that none touches the user's store, and no GPU test that is silently absent."""
+"""What every test shares: a home of its own, so that none touches the user's store, and no GPU test
+that is silently absent.
+"""
 
 import os
 from collections.abc import Iterator
@@ -32,7 +34,9 @@ def own_home(
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """One finished compile of the tiny task, which tests only read: (its folder, its home). Report and engine are in `out`."""
+    """One finished compile of the tiny task, which tests only read: (its folder, its home). Report
+    and engine are in `out`.
+    """
     folder, home = tmp_path_factory.mktemp("task"), tmp_path_factory.mktemp("store")
     done = crucible(
         "compile", write_task(folder), "--out", folder / "out", env={"CRUCIBLE_HOME": str(home)}
@@ -48,7 +52,10 @@ def bench(tmp_path: Path) -> Bench:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     file = os.environ.get("CRUCIBLE_GPU_RESULTS")
-    says = "write how each GPU test ended, with the environment, as JSON [default: $CRUCIBLE_GPU_RESULTS]"
+    says = (
+        "write how each GPU test ended, with the environment, as JSON [default:"
+        " $CRUCIBLE_GPU_RESULTS]"
+    )
     parser.addoption(
         "--gpu-results", type=Path, default=Path(file) if file else None, metavar="FILE", help=says
     )

@@ -1,7 +1,9 @@
-"""Time per call without synchronisation against the number of calls, beside the truth; and what synchronising by accident costs.
+"""Time per call without synchronisation against the number of calls, beside the truth; and what
+synchronising by accident costs.
 
-A launch returns as soon as it is queued, so a clock that waits for nothing measures the queueing, until the launch queue is full (about
-1,000 kernels): then each call waits for room, and the figure nears the truth.
+A launch returns as soon as it is queued, so a clock that waits for nothing measures the queueing,
+until the launch queue is full (about 1,000 kernels): then each call waits for room, and the figure
+nears the truth.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ def measure(progress: Progress = silent) -> dict[str, Any]:
 def point(
     run: Any, synchronize: Any, calls: int, clock: Callable[[], float] = monotonic
 ) -> dict[str, Any]:
-    """The median over REPEATS of (time until the last call returned) and (until its work was done), per call."""
+    """The median over REPEATS of (time until the last call returned) and (until its work was done),
+    per call.
+    """
     queued, done = [], []
     for _ in range(REPEATS):
         synchronize()
@@ -84,7 +88,9 @@ def point(
 
 
 def waiting_ms(net: Any, image: Any, end: Any, synchronize: Any, calls: int = 50) -> float:
-    """Per call, where every call ends in the same way and the loop is synchronised once at its end."""
+    """Per call, where every call ends in the same way and the loop is synchronised once at
+    its end.
+    """
     found = point(lambda: end(net(image)), synchronize, calls)
     return float(found["synchronised_ms"])
 

@@ -1,7 +1,9 @@
-"""TensorRT without Crucible: a build and a loop as NVIDIA's own samples write them, to compare ours with.
+"""TensorRT without Crucible: a build and a loop as NVIDIA's own samples write them, to compare ours
+with.
 
-The build takes the graph and the flags that ours takes, and reads (never fills) the same timing cache. The loop goes from numpy arrays to
-numpy arrays as a session does: page-locked memory, one stream, one captured graph, nothing checked.
+The build takes the graph and the flags that ours takes, and reads (never fills) the same timing
+cache. The loop goes from numpy arrays to numpy arrays as a session does: page-locked memory, one
+stream, one captured graph, nothing checked.
 """
 
 from __future__ import annotations
@@ -91,6 +93,23 @@ def serialized(
         raise UnsupportedError(
             f"TensorRT cannot parse '{model.path}': {said}", "see what our own build says"
         )
+    config = _configured(trt, builder, model, recipe, options)
+    _add_profiles(builder, config, model, recipe, options)
+    config.set_timing_cache(config.create_timing_cache(cache), False)
+    change(config)
+    plan = builder.build_serialized_network(network, config)
+    if plan is None:
+        raise UnsupportedError(
+            "TensorRT built nothing, and its own log says why", "see what our own build says"
+        )
+    return bytes(plan)
+
+
+def _configured(
+    trt: Any, builder: Any, model: OnnxModel, recipe: Recipe, options: BuildOptions
+) -> Any:
+    """A builder's config with the precision of the recipe."""
+    weak = recipe.realised_in == "flags"
     config = builder.create_builder_config()
     config.builder_optimization_level = options.tensorrt.optimization_level
     config.avg_timing_iterations = options.tensorrt.timing_iterations
@@ -107,6 +126,14 @@ def serialized(
             trt, (model.root / CACHE).read_bytes(), recipe.method or CalibrationMethod.ENTROPY
         )
         config.int8_calibrator = calibrator
+    return config
+
+
+def _add_profiles(
+    builder: Any, config: Any, model: OnnxModel, recipe: Recipe, options: BuildOptions
+) -> None:
+    """The plan's profiles, each with the ranges of the inputs that are dynamic."""
+    weak = recipe.realised_in == "flags"
     for ours in options.profiles if any(spec.symbols for spec in model.inputs) else ():
         profile = builder.create_optimization_profile()
         for spec in model.inputs:
@@ -117,18 +144,12 @@ def serialized(
         config.add_optimization_profile(profile)
         if weak and recipe.precision is Precision.INT8:
             config.set_calibration_profile(profile)
-    config.set_timing_cache(config.create_timing_cache(cache), False)
-    change(config)
-    plan = builder.build_serialized_network(network, config)
-    if plan is None:
-        raise UnsupportedError(
-            "TensorRT built nothing, and its own log says why", "see what our own build says"
-        )
-    return bytes(plan)
 
 
 class BareSession:
-    """A loop on the API, with the names that the benchmark calls. `feeds` are those it will run, at their one shape."""
+    """A loop on the API, with the names that the benchmark calls. `feeds` are those it will run, at
+    their one shape.
+    """
 
     def __init__(self, trt: Any, rt: Any, plan: bytes, feeds: Tensors) -> None:
         self._rt = rt

@@ -1,4 +1,6 @@
-"""Which row to measure, with which of its ways or variants: as results name it, pages print it, and the command line takes it. Pure."""
+"""Which row to measure, with which of its ways or variants: as results name it, pages print it, and
+the command line takes it. Pure.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A race of all engines of a row: the pipeline's own, with ways to run an engine that it has no need of.
+"""A race of all engines of a row: the pipeline's own, with ways to run an engine that it has no
+need of.
 
 session   an engine by `crucible`'s session
 bare      by a bare loop on TensorRT's API
@@ -55,7 +56,9 @@ from pipeline.stages.benchmark import BusyHost, results
 ROUND_S, DEPTHS = (
     0.2,
     (4, 64),
-)  # of a flow between two synchronisations, and runs of each session in it: waiting costs a small share of it
+    # of a flow between two synchronisations, and runs of each session in it: waiting costs a small
+    # share of it
+)
 
 NOT_TOLD_APART = (1e-9,)  # seconds of a phase of a flow; not 0, which has no ratio
 
@@ -145,11 +148,14 @@ def _called(entrant: Entrant) -> Engine:
     )
 
 
-# -- in the child ------------------------------------------------------------------------------------------------------
+# -- in the child
+# ------------------------------------------------------------------------------
 
 
 def contend(channel: Channel, entrant: Entrant, workload: Workload) -> None:
-    """Load an engine and run a block whenever the parent asks, as the pipeline's own contestants do."""
+    """Load an engine and run a block whenever the parent asks, as the pipeline's own contestants
+    do.
+    """
     begin = monotonic()
     with opened(entrant, workload.feeds) as (runner, facts):
         outputs = runner.run()
@@ -178,7 +184,9 @@ class Single:
         return run_session(self.session, self.feeds)
 
     def take(self, seconds: float) -> Block:
-        """As the pipeline takes it, with as much time for the GPU's work as for whole runs: it is what the targets are about."""
+        """As the pipeline takes it, with as much time for the GPU's work as for whole runs: it is
+        what the targets are about.
+        """
         block = take_block(self.session, self.feeds, seconds)
         return replace(
             block,
@@ -187,7 +195,9 @@ class Single:
 
 
 def device_times(session: Session, feeds: Tensors, seconds: float) -> list[float]:
-    """The GPU's work by events, one synchronised run after another, right after the upload: so it does not wait for its own launch."""
+    """The GPU's work by events, one synchronised run after another, right after the upload: so it
+    does not wait for its own launch.
+    """
     times: list[float] = []
     timer = session.timer()
     session.bind(feeds)
@@ -217,7 +227,9 @@ class Flow:
     depth: int = 0  # 0: to be found by the first run
 
     def bind(self) -> Tensors:
-        """Fill the buffers of every session, run each often enough for its graph to be captured, and find the depth."""
+        """Fill the buffers of every session, run each often enough for its graph to be captured,
+        and find the depth.
+        """
         for _ in range(3):
             answers = [run_session(session, self.feeds) for session in self.sessions]
         begin = monotonic()
@@ -286,14 +298,17 @@ def opened(entrant: Entrant, feeds: Tensors) -> Iterator[tuple[Single | Flow, di
                 else {}
             )
             yield (
-                Flow(sessions, feeds, entrant.upload)
-                if entrant.way == "flow"
-                else Single(sessions[0], feeds),
+                (
+                    Flow(sessions, feeds, entrant.upload)
+                    if entrant.way == "flow"
+                    else Single(sessions[0], feeds)
+                ),
                 facts,
             )
 
 
-# -- what it says ------------------------------------------------------------------------------------------------------
+# -- what it says
+# ------------------------------------------------------------------------------
 
 
 def cosine(found: Tensors, expected: Tensors) -> float | None:

@@ -1,4 +1,6 @@
-"""What is written down of a race and of an engine: figures in ms, ratios with intervals, the layer table in short."""
+"""What is written down of a race and of an engine: figures in ms, ratios with intervals, the layer
+table in short.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def device_peaks() -> Peaks | None:
 
 
 def entry_of(outcome: Outcome, known: Peaks | None = None) -> dict[str, Any]:
-    """All figures of one engine in ms; p99 only of enough values. `known`: peaks of the GPU, for shares of them and for what binds."""
+    """All figures of one engine in ms; p99 only of enough values. `known`: peaks of the GPU, for
+    shares of them and for what binds.
+    """
     loaded = outcome.loaded
     said = {"load_s": round(loaded.seconds, 2), **loaded.facts} if loaded else {}
     if isinstance(outcome.result, BenchmarkFailure):
@@ -80,7 +84,9 @@ def figures(name: str, samples: Samples) -> dict[str, Any]:
 
 
 def add_answers(entries: dict[str, dict[str, Any]], outcomes: Sequence[Outcome]) -> None:
-    """The cosine of each engine's answer to the widest: PyTorch or ours in fp32, else PyTorch in fp16."""
+    """The cosine of each engine's answer to the widest: PyTorch or ours in fp32, else PyTorch in
+    fp16.
+    """
     answers = {
         outcome.entrant.name: outcome.loaded.outputs for outcome in outcomes if outcome.loaded
     }
@@ -116,7 +122,9 @@ def layer_facts(table: LayerTable, recipe: Recipe) -> dict[str, Any]:
 
 
 def ratios(outcomes: Sequence[Outcome], ways: Sequence[str]) -> list[dict[str, Any]]:
-    """Each of ours over its bare twin and its loop, and each of PyTorch's over our fastest: of the GPU's time and of whole runs."""
+    """Each of ours over its bare twin and its loop, and each of PyTorch's over our fastest: of the
+    GPU's time and of whole runs.
+    """
     rows = {
         outcome.entrant.name: outcome.result.rows[0]
         for outcome in outcomes

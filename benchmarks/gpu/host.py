@@ -1,4 +1,6 @@
-"""The GPU's own state while it is measured, and caches that go from one command, or one machine, to the next."""
+"""The GPU's own state while it is measured, and caches that go from one command, or one machine, to
+the next.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ QUERIES = {
     "memory_clock_mhz": "clocks.mem",
     "power_w": "power.draw",
     "temperature_c": "temperature.gpu",
-    "busy_percent": "utilization.gpu",  # of the last second: some kernel ran; it says nothing about how much of the GPU it used
+    # of the last second: some kernel ran; it says nothing about how much of the GPU it used
+    "busy_percent": "utilization.gpu",
 }
 EVERY = 4  # turns of a race between two looks
 KEPT = ("timing", "inductor")
@@ -31,7 +34,9 @@ PART_BYTES = 15 * 2**20  # of one file: larger ones do not come back from every 
 
 
 def gpu_state(command: str = "nvidia-smi") -> dict[str, float]:
-    """Clocks, power and temperature now of the first GPU that CUDA may use; without what nvidia-smi does not tell."""
+    """Clocks, power and temperature now of the first GPU that CUDA may use; without what nvidia-smi
+    does not tell.
+    """
     first = os.environ.get(VISIBLE, "").partition(",")[0] or "0"
     query = [
         command,
@@ -61,7 +66,9 @@ def state_from_line(line: str) -> dict[str, float]:
 
 @dataclass(slots=True)
 class Watch:
-    """A Progress that looks at the GPU at every few turns of a race, between the blocks, and prints where the race is."""
+    """A Progress that looks at the GPU at every few turns of a race, between the blocks, and prints
+    where the race is.
+    """
 
     turns: int = 0
     states: list[dict[str, float]] = field(default_factory=list)
@@ -80,7 +87,9 @@ class Watch:
 
 
 def summary_of(states: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Smallest, median and largest of each figure; the first looks come before the GPU has woken up, so the median tells."""
+    """Smallest, median and largest of each figure; the first looks come before the GPU has woken
+    up, so the median tells.
+    """
     found: dict[str, dict[str, float]] = {}
     for name in QUERIES:
         if values := [state[name] for state in states if name in state]:
@@ -92,7 +101,8 @@ def summary_of(states: Sequence[dict[str, float]]) -> dict[str, dict[str, float]
     return found
 
 
-# -- caches ------------------------------------------------------------------------------------------------------------
+# -- caches
+# ------------------------------------------------------------------------------
 
 
 def restore(home: Path, keep: Path) -> list[str]:
@@ -110,7 +120,9 @@ def restore(home: Path, keep: Path) -> list[str]:
 
 
 def store(home: Path, keep: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """Pack each cache into `keep`, in parts of PART_BYTES; says how large each is, or that it is too large to be kept."""
+    """Pack each cache into `keep`, in parts of PART_BYTES; says how large each is, or that it is
+    too large to be kept.
+    """
     keep.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}
     for name in KEPT:

@@ -1,4 +1,6 @@
-"""One row: model -> graph -> engines -> race -> what is written down. Everything but the bare builds and PyTorch goes through the pipeline."""
+"""One row: model -> graph -> engines -> race -> what is written down. Everything but the bare
+builds and PyTorch goes through the pipeline.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,8 @@ class Options:
     build_only: bool = False  # fill the store and the caches, measure nothing
 
 
-# -- engines -----------------------------------------------------------------------------------------------------------
+# -- engines
+# ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,9 @@ def recipe_of(job: Job, way: str) -> Recipe:
 
 
 def make(job: Job, model: OnnxModel, way: str, built: Job | None = None) -> Made:
-    """Convert, build, prove. `built`: the job whose profiles the engine takes, where they are not those of the graph."""
+    """Convert, build, prove. `built`: the job whose profiles the engine takes, where they are not
+    those of the graph.
+    """
     recipe = recipe_of(job, way)
     tensorrt_.check_recipe(recipe, tensorrt_.probe())
     converted = convert_model(job, model, recipe)
@@ -120,7 +125,9 @@ def make_way(
     way: str,
     entries: dict[str, dict[str, Any]],
 ) -> Made:
-    """One of ours: of the row's graph, of the graph after surgery, or built with more kernels tried."""
+    """One of ours: of the row's graph, of the graph after surgery, or built with more kernels
+    tried.
+    """
     if more := overrides_of(way):
         other, model = graph_of(plan_of(row, (*options.overrides, *more)))
         job.runner.steps.extend(other.runner.steps)
@@ -146,11 +153,14 @@ def with_profile(job: Job, profile: Mapping[str, Any]) -> Job:
     return replace(job, plan=job.plan.model_copy(update={"profiles": (dims,)}))
 
 
-# -- the row -----------------------------------------------------------------------------------------------------------
+# -- the row
+# ------------------------------------------------------------------------------
 
 
 def prepare_row(row: Row, options: Options) -> dict[str, Any]:
-    """The graphs of a row, in every way that needs no GPU to be made: what the CPU does of it, for the store."""
+    """The graphs of a row, in every way that needs no GPU to be made: what the CPU does of it, for
+    the store.
+    """
     job, model = graph_of(plan_of(row, options.overrides))
     ways = options.ways or row.ways
     for way in ways:
@@ -264,7 +274,9 @@ def peers_of(
     options: Options,
     entries: dict[str, dict[str, Any]],
 ) -> list[Entrant]:
-    """PyTorch's entrants; those of LOOKED_AT are first run once in a child of their own, which fills Inductor's cache too."""
+    """PyTorch's entrants; those of LOOKED_AT are first run once in a child of their own, which
+    fills Inductor's cache too.
+    """
     entrants = []
     for peer in row.peers:
         name, engine = (
@@ -287,7 +299,9 @@ def peers_of(
 
 
 def looked_at(engine: Engine, feeds: Tensors, mode: str) -> dict[str, Any]:
-    """What `look_at` found, from an earlier command if there was one: compiling again would only find its own cache."""
+    """What `look_at` found, from an earlier command if there was one: compiling again would only
+    find its own cache.
+    """
     target = engine.target
     key = hashlib.sha256(
         f"{engine.digest} {target.version} {target.device} {mode}".encode()

@@ -1,4 +1,6 @@
-"""The models of gpu_models.py, each with random weights: their speed does not depend on the values, as long as fp16 can hold these."""
+"""The models of gpu_models.py, each with random weights: their speed does not depend on the values,
+as long as fp16 can hold these.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ def _with_head(module: nn.Module, head: nn.Linear) -> nn.Module:
 
 
 def _with_biases(module: nn.Module) -> nn.Module:
-    """A bias of zeros, as libraries start with, would be simplified away, and the model with it would be another than the one that people run."""
+    """A bias of zeros, as libraries start with, would be simplified away, and the model with it
+    would be another than the one that people run.
+    """
     for name, parameter in module.named_parameters():
         if name.endswith("bias") and not parameter.any():
             nn.init.normal_(parameter, std=0.02)
@@ -27,7 +31,9 @@ def resnet18() -> nn.Module:
 
 
 def resnet50() -> nn.Module:
-    """Its residual branches at a fifth: with random weights the activations grow from block to block, beyond what fp16 and int8 can tell."""
+    """Its residual branches at a fifth: with random weights the activations grow from block to
+    block, beyond what fp16 and int8 can tell.
+    """
     from torchvision.models import resnet50
 
     net = resnet50()
@@ -38,7 +44,9 @@ def resnet50() -> nn.Module:
 
 
 class Pixels(nn.Module):
-    """ResNet-50 that takes uint8 pixels and normalises them itself: a quarter of the bytes to copy."""
+    """ResNet-50 that takes uint8 pixels and normalises them itself: a quarter of the bytes to
+    copy.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +62,9 @@ def resnet50_uint8() -> nn.Module:
 
 
 def mobilenet_v2() -> nn.Module:
-    """With statistics of a few random images: with those of torchvision's start values vanish from block to block, below what fp16 can tell."""
+    """With statistics of a few random images: with those of torchvision's start values vanish from
+    block to block, below what fp16 can tell.
+    """
     from torchvision.models import mobilenet_v2
 
     net = mobilenet_v2()
@@ -94,7 +104,9 @@ class Encoder(nn.Module):
         """[batch, sequence] int64, both -> [batch, sequence, 768]."""
         if (
             attention_mask is None
-        ):  # not through BertModel: while it is traced or captured it makes a mask of ones, and PyTorch's attention is slower
+            # not through BertModel: while it is traced or captured it makes a mask of ones, and
+            # PyTorch's attention is slower
+        ):
             return self.bert.encoder(self.bert.embeddings(input_ids=input_ids)).last_hidden_state
         return self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
 

@@ -1,4 +1,6 @@
-"""What the table of rows does not hold: best throughput, copies that overlap, what flexibility costs. Each part is a few races."""
+"""What the table of rows does not hold: best throughput, copies that overlap, what flexibility
+costs. Each part is a few races.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from pipeline.plan.schema import BenchmarkConfig
 
 BEST_IMAGES_PER_S = 75_000.0
 STREAMS, OF_SMALL = (1, 2, 3), (1, 2, 4, 8)
-"""Of batches from LARGE on, where a fourth brought nothing, and of smaller ones, which fill the GPU less."""
+"""Of batches from LARGE on, where a fourth brought nothing, and of smaller ones, which fill the GPU
+less.
+"""
 LARGE = 256
 GRAPH_PROFILE = {
     "batch": [1, 2, 8]
@@ -40,7 +44,9 @@ GRAPH_PROFILE = {
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One engine of a part. `points`: the sizes at which it is measured; of a fixed shape one, without sizes."""
+    """One engine of a part. `points`: the sizes at which it is measured; of a fixed shape one,
+    without sizes.
+    """
 
     name: str
     inputs: Mapping[str, tuple[int | str, ...]]
@@ -59,7 +65,8 @@ def wanted(name: str, only: Sequence[str]) -> bool:
     return not only or any(word in name for word in only)
 
 
-# -- throughput --------------------------------------------------------------------------------------------------------
+# -- throughput
+# ------------------------------------------------------------------------------
 
 
 PLACEMENTS = (
@@ -72,7 +79,9 @@ PLACEMENTS = (
 def throughput(
     options: Options, batch: int, level: int = 3, pixels: str = "float32"
 ) -> dict[str, Any]:
-    """ResNet-50 in int8, input on the device: one race of all placements of Q/DQ, each on one stream and on several."""
+    """ResNet-50 in int8, input on the device: one race of all placements of Q/DQ, each on one
+    stream and on several.
+    """
     (document, entries, watch), known = begun(options), device_peaks()
     name = "resnet50" if pixels == "float32" else f"resnet50_{pixels}"
     row = Row(
@@ -156,7 +165,8 @@ def race_at(
     return contest(entrants, workload, BenchmarkConfig(duration_s=options.seconds), watch)
 
 
-# -- overlap -----------------------------------------------------------------------------------------------------------
+# -- overlap
+# ------------------------------------------------------------------------------
 
 OVERLAP_BATCH = 64
 BUFFERS = {
@@ -168,7 +178,9 @@ BUFFERS = {
 
 
 def overlap(options: Options) -> dict[str, Any]:
-    """ResNet-50 fp16: throughput with the input on the device and with its copy, which two sets of buffers hide; fp32 and uint8 input."""
+    """ResNet-50 fp16: throughput with the input on the device and with its copy, which two sets of
+    buffers hide; fp32 and uint8 input.
+    """
     (document, entries, watch), known = begun(options), device_peaks()
     for name, model_name, dtype in (
         ("fp32", "resnet50", "float32"),
@@ -196,7 +208,8 @@ def overlap(options: Options) -> dict[str, Any]:
     }
 
 
-# -- flexibility -------------------------------------------------------------------------------------------------------
+# -- flexibility
+# ------------------------------------------------------------------------------
 
 
 def _batches(*sizes: int) -> tuple[Mapping[str, int], ...]:
@@ -236,7 +249,9 @@ FLEXIBILITY: Mapping[str, tuple[Variant, ...]] = {
 
 
 def flexibility(model_name: str, options: Options) -> dict[str, Any]:
-    """Fixed against dynamic shapes, levels and workspaces, in fp16: one race for each shape that is measured, of all engines that take it."""
+    """Fixed against dynamic shapes, levels and workspaces, in fp16: one race for each shape that is
+    measured, of all engines that take it.
+    """
     (document, entries, watch), known = begun(options), device_peaks()
     built: list[tuple[Variant, Job, OnnxModel, Made]] = []
     for variant in FLEXIBILITY[model_name]:
@@ -296,7 +311,9 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 def by_shapes(
     built: Sequence[tuple[Variant, OnnxModel]],
 ) -> dict[Shapes, list[tuple[int, dict[str, int]]]]:
-    """Concrete shapes of the inputs -> which engines are measured there, each with its sizes. Pure."""
+    """Concrete shapes of the inputs -> which engines are measured there, each with its sizes.
+    Pure.
+    """
     found: dict[Shapes, list[tuple[int, dict[str, int]]]] = {}
     for index, (variant, model) in enumerate(built):
         for sizes in variant.points:

@@ -54,7 +54,9 @@ def document_of(row: Row, data: Path, profiles: Sequence[Mapping[str, Any]] = ()
 
 
 def text_feeds(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Tensors:
-    """Ids from the whole vocabulary, and masks of padded texts: a single row is three quarters full; of several the first is whole."""
+    """Ids from the whole vocabulary, and masks of padded texts: a single row is three quarters
+    full; of several the first is whole.
+    """
     random = np.random.default_rng(seed)
     rows, tokens = next(iter(shapes.values()))
     drawn = random.integers(max(1, tokens // 4), tokens + 1, rows - 1)

@@ -11,7 +11,9 @@ BARE, PROBE, SESSION = (
     1.03,
     1.05,
     1.02,
-)  # the most that ours may take of a bare build, of the probe's time, of a bare loop on our own engine
+    # the most that ours may take of a bare build, of the probe's time, of a bare loop on our own
+    # engine
+)
 EXTRA_US = 25.0  # the most that a whole run may take longer than on a bare loop, where it is short
 SHORT_MS = 2.0  # of the GPU's work: below, EXTRA_US counts, above, SESSION
 
@@ -33,10 +35,13 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "int8 implicit folded": {"precision": "int8", "realised_in": "flags", "method": "entropy"},
     "fp8": {"precision": "fp8"},
 }
-"""Candidates by their short names; each is one of the plan's. `surgery`: of the graph with plain attention (`simplify.plain_attention`);
-`folded`: besides, with the first convolution's stride folded into its channels (pipeline/onnx_graph/space_to_depth.py).
-`no residual`: what is added keeps its precision; `no first`: the first layer does, in fp16. `level 5`: built at TensorRT's highest
-optimisation level, which tries more kernels. `flags`: TensorRT chooses the precision of each layer itself, as in `int8 implicit`."""
+"""Candidates by their short names; each is one of the plan's. `surgery`: of the graph with plain
+attention (`simplify.plain_attention`); `folded`: besides, with the first convolution's stride
+folded into its channels (pipeline/onnx_graph/space_to_depth.py). `no residual`: what is added keeps
+its precision; `no first`: the first layer does, in fp16. `level 5`: built at TensorRT's highest
+optimisation level, which tries more kernels. `flags`: TensorRT chooses the precision of each layer
+itself, as in `int8 implicit`.
+"""
 
 TITLES = {
     "resnet50": "ResNet-50",
@@ -69,7 +74,8 @@ Direction = Literal["at least", "at most"]
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Ours against others in the same run, by the GPU's time: others over ours at least, or ours over others at most, `limit`.
+    """Ours against others in the same run, by the GPU's time: others over ours at least, or ours
+    over others at most, `limit`.
 
     Of several names on one side the fastest counts.
     """
@@ -102,7 +108,9 @@ class Row:
 
     @property
     def title(self) -> str:
-        """The model and its shape in words: `BERT-base, batch 32, 128 tokens`. Images have 224 x 224 pixels if it says nothing."""
+        """The model and its shape in words: `BERT-base, batch 32, 128 tokens`. Images have 224 x
+        224 pixels if it says nothing.
+        """
         parts = [TITLES[self.model], f"batch {self.batch}"]
         if "image" in self.inputs:
             side = self.inputs["image"][-1]
@@ -145,7 +153,9 @@ ANY = (
 TORCH_BEST = ("eager fp16", "graph fp16", "compile fp16")
 FLASH = (
     "flash fp16",
-)  # SDPA forced to flash attention in a CUDA graph; it takes no mask, so where the row has one it does less than ours
+    # SDPA forced to flash attention in a CUDA graph; it takes no mask, so where the row has one it
+    # does less than ours
+)
 
 
 def _encoder(
@@ -217,9 +227,11 @@ def row_named(name: str) -> Row | None:
 
 
 def setting_of(way: str, ways: Iterable[str]) -> str:
-    """What a plan has to say for this way; "" for what Crucible does by default. `ways`: all that the row has.
+    """What a plan has to say for this way; "" for what Crucible does by default. `ways`: all that
+    the row has.
 
-    Attention is written plainly by default, so of a row with ways that do so (`surgery`) the others are not the default.
+    Attention is written plainly by default, so of a row with ways that do so (`surgery`) the others
+    are not the default.
     """
     if setting := next((text for ending, text in SETTINGS.items() if way.endswith(ending)), ""):
         return setting
@@ -230,10 +242,13 @@ def setting_of(way: str, ways: Iterable[str]) -> str:
     )
 
 
-# -- what was reached --------------------------------------------------------------------------------------------------
+# -- what was reached
+# ------------------------------------------------------------------------------
 
 Entries = Mapping[str, Mapping[str, Any]]
-"""The engines of a measured row by name: `ours fp16`, `bare fp16`, `loop fp16` (a bare loop on our own engine), `torch eager fp16`."""
+"""The engines of a measured row by name: `ours fp16`, `bare fp16`, `loop fp16` (a bare loop on our
+own engine), `torch eager fp16`.
+"""
 
 
 def device_ms(entries: Entries, name: str) -> float | None:
@@ -243,7 +258,9 @@ def device_ms(entries: Entries, name: str) -> float | None:
 
 
 def targets(row: Row, entries: Entries, gpu: str) -> list[dict[str, Any]]:
-    """Each target with what was found, the limit, and whether it was reached; `reached` is None where a figure is missing."""
+    """Each target with what was found, the limit, and whether it was reached; `reached` is None
+    where a figure is missing.
+    """
     found = []
     for way in row.ways:
         ours, bare = device_ms(entries, f"ours {way}"), device_ms(entries, f"bare {way}")
@@ -269,7 +286,9 @@ def targets(row: Row, entries: Entries, gpu: str) -> list[dict[str, Any]]:
 
 
 def _session_targets(row: Row, entries: Entries) -> list[dict[str, Any]]:
-    """Our session against a bare loop on the same engine file, of the one way that has such a loop."""
+    """Our session against a bare loop on the same engine file, of the one way that has such a
+    loop.
+    """
     way = next(
         (name.removeprefix("loop ") for name in entries if name.startswith("loop ")), row.ways[0]
     )

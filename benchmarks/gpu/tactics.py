@@ -1,6 +1,8 @@
-"""Whether what surrounds a build changes which kernels TensorRT chooses: the same graph built again and again from an empty timing cache.
+"""Whether what surrounds a build changes which kernels TensorRT chooses: the same graph built again
+and again from an empty timing cache.
 
-ResNet-50 at batch 1 in fp16: its kernels take about 5 us each, so what happens between two of them while they are timed can decide.
+ResNet-50 at batch 1 in fp16: its kernels take about 5 us each, so what happens between two of them
+while they are timed can decide.
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "all together": ("detailed", "watched", "listened to"),
     "as Crucible builds": ("detailed", "in C++"),
 }
-"""What is done in a build besides the plain API's: the GPU idle for a while before; kernels timed once instead of eight times; a progress
-monitor and a logger in Python, which TensorRT calls (the logger for every message, however unimportant); detailed verbosity; TensorRT's own
-logger with warnings."""
+"""What is done in a build besides the plain API's: the GPU idle for a while before; kernels timed
+once instead of eight times; a progress monitor and a logger in Python, which TensorRT calls (the
+logger for every message, however unimportant); detailed verbosity; TensorRT's own logger with
+warnings.
+"""
 
 
 def tactics(options: Options) -> dict[str, Any]:
@@ -91,7 +95,9 @@ def _built(job: Job, converted: OnnxModel, recipe: Recipe) -> Engine:
 def build_kind(
     model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
 ) -> Engine:
-    """The engine of a converted graph from an empty timing cache, in the way that its recipe's variant names."""
+    """The engine of a converted graph from an empty timing cache, in the way that its recipe's
+    variant names.
+    """
     gpu, _ = trt_library.host()
     trt, kind = trt_library.library(), KINDS[recipe.variant.rpartition(" ")[0]]
     watching = _monitor(trt)

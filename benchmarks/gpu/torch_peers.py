@@ -1,6 +1,8 @@
-"""PyTorch's own ways to run a model on the GPU, as sessions: eager, traced, a CUDA graph, torch.compile, and flash attention forced.
+"""PyTorch's own ways to run a model on the GPU, as sessions: eager, traced, a CUDA graph,
+torch.compile, and flash attention forced.
 
-`KIND PRECISION` names one: `eager fp32`, `graph fp16`. In fp16 the module is cast as a whole and takes and returns fp32, as our engines do.
+`KIND PRECISION` names one: `eager fp32`, `graph fp16`. In fp16 the module is cast as a whole and
+takes and returns fp32, as our engines do.
 """
 
 from __future__ import annotations
@@ -88,7 +90,8 @@ def cast_module(module: Any, precision: Precision) -> Any:
     return Cast().eval()
 
 
-# -- ways to run it ----------------------------------------------------------------------------------------------------
+# -- ways to run it
+# ------------------------------------------------------------------------------
 
 
 def _eager(module: Any, args: tuple[Any, ...], mode: str) -> Any:
@@ -137,7 +140,9 @@ def _graph(module: Any, args: tuple[Any, ...], mode: str) -> Any:
 
 
 def _flash(module: Any, args: tuple[Any, ...], mode: str) -> Any:
-    """In a CUDA graph. Flash attention takes no mask, so the ids go in alone: where the row has a mask, this does less than ours."""
+    """In a CUDA graph. Flash attention takes no mask, so the ids go in alone: where the row has a
+    mask, this does less than ours.
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def run(ids: Any, *_: Any) -> Any:
@@ -149,7 +154,9 @@ def _flash(module: Any, args: tuple[Any, ...], mode: str) -> Any:
 
 @contextmanager
 def unmasked_attention() -> Iterator[None]:
-    """Attention gets no mask. transformers makes one of ones where it cannot look at the values: while a CUDA graph is captured."""
+    """Attention gets no mask. transformers makes one of ones where it cannot look at the values:
+    while a CUDA graph is captured.
+    """
     from torch.nn import functional
 
     attention = functional.scaled_dot_product_attention
@@ -184,20 +191,25 @@ WAYS: Mapping[str, Callable[[Any, tuple[Any, ...], str], Any]] = {
 }
 
 
-# -- what to tell of them ----------------------------------------------------------------------------------------------
+# -- what to tell of them
+# ------------------------------------------------------------------------------
 
 
 def cache_folder(home: Path) -> None:
-    """Keep what Inductor compiles and tunes in one place, for the children that come, and for the next command."""
+    """Keep what Inductor compiles and tunes in one place, for the children that come, and for the
+    next command.
+    """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home / "inductor"))
 
 
 def look_at(
     engine: Engine, feeds: Tensors, mode: str, progress: Progress = silent
 ) -> dict[str, Any]:
-    """In a child of its own, before the race: compile time and recompilations of torch.compile, and the kernels that a peer really runs.
+    """In a child of its own, before the race: compile time and recompilations of torch.compile, and
+    the kernels that a peer really runs.
 
-    What is compiled here lies in Inductor's cache when the race loads it. The profiler's traces stay out of the race.
+    What is compiled here lies in Inductor's cache when the race loads it. The profiler's traces
+    stay out of the race.
     """
     import torch
     from torch._dynamo.utils import counters
@@ -236,7 +248,9 @@ def _device_us(event: Any) -> float:
 
 
 def kernels(events: list[tuple[str, float, int]]) -> dict[str, Any]:
-    """Which operator took over scaled_dot_product_attention, and by which kernels; and the slowest kernels. Pure: (name, us, count) each."""
+    """Which operator took over scaled_dot_product_attention, and by which kernels; and the slowest
+    kernels. Pure: (name, us, count) each.
+    """
     chosen = [name for name, _, _ in events if name.startswith("aten::_scaled_dot_product")]
     on_gpu = sorted(
         (

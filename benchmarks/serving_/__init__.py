@@ -1,1 +1,3 @@
-"""What `serving.py` and `soak.py` are made of: a cheap client, the servers that take turns, and the models they serve."""
+"""What `serving.py` and `soak.py` are made of: a cheap client, the servers that take turns, and the
+models they serve.
+"""

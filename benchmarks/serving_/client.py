@@ -4,7 +4,8 @@ It asks on N connections, each sending its next request when it has an answer.
 
     python client.py REQUEST EXPECTED TOLERANCE PORT CONNECTIONS SECONDS        one line of JSON: what came, how long each took, what this client cost
 
-REQUEST is a file with the bytes of a whole request, EXPECTED one with those that every answer ends with: float32, which may differ by TOLERANCE.
+REQUEST is a file with the bytes of a whole request, EXPECTED one with those that every answer ends
+with: float32, which may differ by TOLERANCE.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ HEAD_END, LENGTH, TIMING, BATCH = (
 )
 FIRST_BUFFER, SILENT_S = 2**20, 60.0
 COMPARED = 64
-"""Bytes at the end of every answer that are compared: comparing all of them would make the client the bottleneck. The last answer of each
-connection is compared whole."""
+"""Bytes at the end of every answer that are compared: comparing all of them would make the client
+the bottleneck. The last answer of each connection is compared whole.
+"""
 
 
 class Traffic(Protocol):
@@ -132,7 +134,9 @@ class Connection:
 
 
 def drive(port: int, connections: int, traffic: Traffic) -> None:
-    """Ask until the traffic ends and every answer is there. A connection that is lost is opened anew for the next request."""
+    """Ask until the traffic ends and every answer is there. A connection that is lost is opened
+    anew for the next request.
+    """
     idle = [Connection(port) for _ in range(connections)]
     with selectors.DefaultSelector() as selector:
         under_way = sum(_ask(selector, connection, traffic) for connection in idle)
@@ -173,7 +177,9 @@ def _ask(selector: selectors.BaseSelector, connection: Connection, traffic: Traf
 def _go_on(
     selector: selectors.BaseSelector, connection: Connection, events: int, traffic: Traffic
 ) -> bool:
-    """Send and receive what is possible, and ask again after an answer; False if there is nothing more to ask."""
+    """Send and receive what is possible, and ask again after an answer; False if there is nothing
+    more to ask.
+    """
     assert connection.sock is not None
     try:
         if events & selectors.EVENT_WRITE and connection.send():
@@ -207,7 +213,8 @@ def _lose(
     traffic.lost(connection.number, f"{type(error).__name__}: {error}")
 
 
-# -- the same request again and again ----------------------------------------------------------------------------------
+# -- the same request again and again
+# ------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -284,7 +291,9 @@ def main(
 
 
 def stages_ms(heads: Sequence[bytes]) -> dict[str, float]:
-    """Medians of what the answers say in Server-Timing, by stage, and of their batch's size; empty where they say nothing."""
+    """Medians of what the answers say in Server-Timing, by stage, and of their batch's size; empty
+    where they say nothing.
+    """
     found: dict[str, list[float]] = {}
     for head in heads:
         _, _, said = head.lower().partition(TIMING)

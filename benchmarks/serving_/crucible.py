@@ -1,4 +1,6 @@
-"""Crucible as one more server: `crucible serve`, with a model compiled, promoted and loaded over its HTTP API."""
+"""Crucible as one more server: `crucible serve`, with a model compiled, promoted and loaded over
+its HTTP API.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Served:
 
 
 def own_environment() -> dict[str, str]:
-    """That of `crucible serve`: this checkout, then what this process itself imports from, which on a GPU host is no environment of Python's."""
+    """That of `crucible serve`: this checkout, then what this process itself imports from, which on
+    a GPU host is no environment of Python's.
+    """
     return clean_environment(PYTHONPATH=os.pathsep.join((str(HERE.parents[1]), IMPORT_PATH)))
 
 
@@ -100,7 +104,9 @@ def finished(client: Client, job: str) -> str:
 
 
 def plan_of(name: str, most_rows: int, backend: str = "onnxruntime") -> dict[str, object]:
-    """fp32, by default in ONNX Runtime, which is what the peers run: serving is compared, not engines."""
+    """fp32, by default in ONNX Runtime, which is what the peers run: serving is compared, not
+    engines.
+    """
     return {
         "name": name,
         "profiles": [{"batch": [1, most_rows // 2, most_rows]}],

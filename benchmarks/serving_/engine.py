@@ -1,6 +1,8 @@
-"""A delivered engine in a direct Session, without any server: `python engine.py ENGINE_FOLDER SIDE MOST_ROWS SECONDS`, one line of JSON.
+"""A delivered engine in a direct Session, without any server: `python engine.py ENGINE_FOLDER SIDE
+MOST_ROWS SECONDS`, one line of JSON.
 
-What serving is held against: the latency of single rows, and the best rows per second over batch sizes.
+What serving is held against: the latency of single rows, and the best rows per second over batch
+sizes.
 """
 
 from __future__ import annotations

@@ -59,10 +59,12 @@ class Wanted:
 def row_of(
     load: str, server: str, version: str, turns: Sequence[Turn], base: Sequence[tuple[float, float]]
 ) -> Row:
-    """One server's figures: medians over the rounds. `base`: p50 and requests per second of what it is held against, round by round.
+    """One server's figures: medians over the rounds. `base`: p50 and requests per second of what it
+    is held against, round by round.
 
-    CPU is milliseconds per request; `api_full_at_per_s` is the rate at which the process that listens would take a whole core. The stages are
-    those of one connection, and those of many, where the server tells them.
+    CPU is milliseconds per request; `api_full_at_per_s` is the rate at which the process that
+    listens would take a whole core. The stages are those of one connection, and those of many,
+    where the server tells them.
     """
     p50s, rates = (
         [statistics.median(turn.single_s) for turn in turns],
@@ -82,17 +84,19 @@ def row_of(
         "version": version,
         "p50_ms": statistics.median(p50s) * 1e3,
         "p99_ms": _ms(percentile_99([value for turn in turns for value in turn.single_s])),
-        "p50_ratio": statistics.median(p50 / of[0] for p50, of in zip(p50s, base, strict=False))
-        if base
-        else None,
+        "p50_ratio": (
+            statistics.median(p50 / of[0] for p50, of in zip(p50s, base, strict=False))
+            if base
+            else None
+        ),
         "per_s": statistics.median(rates),
         "per_s_low": min(rates),
         "per_s_high": max(rates),
-        "per_s_ratio": statistics.median(
-            rate / of[1] for rate, of in zip(rates, base, strict=False)
-        )
-        if base
-        else None,
+        "per_s_ratio": (
+            statistics.median(rate / of[1] for rate, of in zip(rates, base, strict=False))
+            if base
+            else None
+        ),
         "client_cpu_ms": sum(turn.client_s for turn in turns) / requests * 1e3,
         "api_cpu_ms": api_s / requests * 1e3,
         "worker_cpu_ms": sum(turn.cpu.rest_s for turn in turns) / requests * 1e3,
@@ -193,20 +197,26 @@ def targets_of(rows: Sequence[Row], wanted: Wanted) -> dict[str, bool]:
     )
     wire = {
         f"wire, 1 connection: p50 at most 1.5x {FASTAPI}'s (got {p50:.2f}x)": p50 <= 1.5,
-        f"wire, 16 connections: at least 0.6x {FASTAPI}'s requests/s (got {rate:.2f}x)": rate
-        >= 0.6,
+        f"wire, 16 connections: at least 0.6x {FASTAPI}'s requests/s (got {rate:.2f}x)": (
+            rate >= 0.6
+        ),
     }
     targets = (wire if (WIRE, FASTAPI) in found else {}) | {
-        f"CNN, 16 connections: at least {wanted.share:.0%} of the engine's best (got {share:.0%})": share
-        >= wanted.share,
-        f"CNN, 1 connection: p99 at most {wanted.extra_s * 1e3:g} ms over the engine's ({extra})": extra_ms
-        <= wanted.extra_s * 1e3,
+        f"CNN, 16 connections: at least {wanted.share:.0%} of the engine's best (got {share:.0%})": (
+            share >= wanted.share
+        ),
+        f"CNN, 1 connection: p99 at most {wanted.extra_s * 1e3:g} ms over the engine's ({extra})": (
+            extra_ms <= wanted.extra_s * 1e3
+        ),
     }
     for load, peers in ((WIRE, TO_BEAT), (CNN, (FASTAPI, *TO_BEAT, "mosec"))):
         for peer in (each for each in peers if (load, each) in found):
             ours, theirs = figure(load, CRUCIBLE, "per_s"), figure(load, peer, "per_s")
             faulty = str(found[load, peer]["note"]).startswith(FAULTS)
-            said = f"{ours:,.0f} against {theirs:,.0f} requests/s{', but it had faults: no comparison' if faulty else ''}"
+            said = (
+                f"{ours:,.0f} against {theirs:,.0f}"
+                f" requests/s{', but it had faults: no comparison' if faulty else ''}"
+            )
             targets[f"{load}, 16 connections: above {peer} ({said})"] = ours > theirs and not faulty
     return targets
 

@@ -20,7 +20,9 @@ def write_echo(path: Path, side: int) -> Path:
 
 
 def write_cnn(path: Path, name: str, side: int, enlarged: int = 1) -> Path:
-    """A CNN of torchvision with random weights, which may enlarge the image before all else: [batch, 3, side, side] -> [batch, 1000]."""
+    """A CNN of torchvision with random weights, which may enlarge the image before all else:
+    [batch, 3, side, side] -> [batch, 1000].
+    """
     import torch
     import torchvision
 
@@ -28,8 +30,11 @@ def write_cnn(path: Path, name: str, side: int, enlarged: int = 1) -> Path:
     model = getattr(torchvision.models, name)()
     for module in model.modules():
         if hasattr(
-            module, "bn3"
-        ):  # deep ones: with random weights their activations grow from block to block, and errors with them
+            module,
+            "bn3",
+            # deep ones: with random weights their activations grow from block to block, and errors
+            # with them
+        ):
             torch.nn.init.constant_(module.bn3.weight, 0.2)
     if enlarged > 1:
         model = torch.nn.Sequential(

@@ -1,4 +1,6 @@
-"""The servers that Crucible is held against, each in an environment of its own with these versions."""
+"""The servers that Crucible is held against, each in an environment of its own with these
+versions.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,18 @@ PEERS = (
         ("nvidia-pytriton==0.7.0", "numpy==1.26.4", "onnxruntime==1.31.1"),
         path="/v2/models/model/infer",
         oip=True,
-        python="/usr/bin/python3.11",  # Triton loads this host's libpython3.11.so, which must be of the same build as the environment
+        # Triton loads this host's libpython3.11.so, which must be of the same build as the
+        # environment
+        python="/usr/bin/python3.11",
     ),
     Peer("mosec", "mosec_.py", ("mosec==0.9.8", *COMMON), path="/inference"),
 )
 
 
 def installed(peer: Peer, folder: Path) -> Path:
-    """The peer's own Python, made if it is not there; CalledProcessError with what uv says if that fails."""
+    """The peer's own Python, made if it is not there; CalledProcessError with what uv says if that
+    fails.
+    """
     uv = shutil.which("uv")
     if uv is None:
         raise FileNotFoundError(

@@ -1,4 +1,6 @@
-"""Servers as processes: started, asked until they answer, their CPU seconds and memory counted, and ended with all that they started."""
+"""Servers as processes: started, asked until they answer, their CPU seconds and memory counted, and
+ended with all that they started.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def free_port() -> int:
 def running(
     command: Sequence[str | Path], log: Path, environ: Mapping[str, str], cwd: Path | None = None
 ) -> Iterator[psutil.Process]:
-    """A process and its descendants, all gone afterwards. They are looked for before it is asked to end: later they may have another parent."""
+    """A process and its descendants, all gone afterwards. They are looked for before it is asked to
+    end: later they may have another parent.
+    """
     words = [str(word) for word in command]
     with log.open("wb") as said:
         started = subprocess.Popen(

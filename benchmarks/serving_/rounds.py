@@ -1,4 +1,6 @@
-"""One server's turn: started alone, warmed up, asked on one connection and on sixteen, and ended."""
+"""One server's turn: started alone, warmed up, asked on one connection and on sixteen, and
+ended.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from serving_.processes import (
 )
 
 MANY, WARM_UP_S = 16, 1.0
-TOLERANCE = 5e-3  # of the largest value that is expected: kernels of other devices add up in other orders, and a wrong answer is further off
+# of the largest value that is expected: kernels of other devices add up in other orders, and a
+# wrong answer is further off
+TOLERANCE = 5e-3
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,9 @@ OPTIONS = ("overlap", "max_batch", "max_delay_s")
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The network, its image, and the options of its deployment. Precision is fp32, on the GPU without TF32."""
+    """The network, its image, and the options of its deployment. Precision is fp32, on the GPU
+    without TF32.
+    """
 
     backend: Backend
     document: str  # what the result is called
@@ -32,7 +34,9 @@ class Setup:
 
     @property
     def on_gpu(self) -> bool:
-        """Then nothing is held against it but its own engine: the peers run ONNX Runtime on the CPU."""
+        """Then nothing is held against it but its own engine: the peers run ONNX Runtime on the
+        CPU.
+        """
         return self.backend == "tensorrt"
 
     def described(self) -> dict[str, str | float | int | None]:
@@ -61,10 +65,13 @@ SETUPS: Mapping[Backend, Setup] = {
         most_per_s=500.0,
     ),
 }
-"""On the GPU the image is enlarged to 896: 131 GFLOP for 196 KB, so that it is not the copying that is measured. As much as 16 images of 224,
-of which an H200 takes 5,150/s at batch 64 (12.4 ms): 320 rows/s, and one row fills the GPU, so that batch 8 is as good as 16.
-Batches are half of the 16 connections: one runs while the other comes together. The delay is twice the 25 ms of a batch: a shorter one sends off
-parts of batches, which are padded to the sizes that are captured. An idle engine waits for nobody, so that the latency of one does not grow."""
+"""On the GPU the image is enlarged to 896: 131 GFLOP for 196 KB, so that it is not the copying that
+is measured. As much as 16 images of 224, of which an H200 takes 5,150/s at batch 64 (12.4 ms): 320
+rows/s, and one row fills the GPU, so that batch 8 is as good as 16. Batches are half of the 16
+connections: one runs while the other comes together. The delay is twice the 25 ms of a batch: a
+shorter one sends off parts of batches, which are padded to the sizes that are captured. An idle
+engine waits for nobody, so that the latency of one does not grow.
+"""
 
 
 def setup_from(arguments: argparse.Namespace) -> Setup:
@@ -86,7 +93,9 @@ def setup_from(arguments: argparse.Namespace) -> Setup:
 
 
 def refuse_other_hosts(setup: Setup) -> None:
-    """BackendUnavailable, which says what is missing and what to do, where this host cannot run the setup's engines."""
+    """BackendUnavailable, which says what is missing and what to do, where this host cannot run the
+    setup's engines.
+    """
     if setup.on_gpu:
         from pipeline.backends.tensorrt import backend as tensorrt_
 
@@ -95,4 +104,7 @@ def refuse_other_hosts(setup: Setup) -> None:
 
 def ran_on(engine: Engine) -> str:
     """Backend, precision and device of an engine, as rows say it."""
-    return f"{engine.target.backend} {engine.target.version} {engine.recipe.precision} on {engine.target.device}"
+    return (
+        f"{engine.target.backend} {engine.target.version} {engine.recipe.precision} on"
+        f" {engine.target.device}"
+    )

@@ -1,4 +1,5 @@
-"""Split scikit-learn's handwritten digits into four disjoint sets, write them as .npz, and write the manifest.
+"""Split scikit-learn's handwritten digits into four disjoint sets, write them as .npz, and write
+the manifest.
 
 Run from the repository's root, after `make test` has installed scikit-learn:  python calibration_data/digits/make_data.py
 """
@@ -36,10 +37,19 @@ def main() -> None:
     for name, indices in sets.items():
         np.savez_compressed(HERE / f"{name}.npz", image=images[indices], labels=labels[indices])
     manifest = {
-        "source": "Optical Recognition of Handwritten Digits, the 1,797 test images, as shipped with scikit-learn (sklearn.datasets.load_digits)",
-        "origin": "E. Alpaydin, C. Kaynak, UCI Machine Learning Repository, https://doi.org/10.24432/C50P49",
+        "source": (
+            "Optical Recognition of Handwritten Digits, the 1,797 test images, as shipped with"
+            " scikit-learn (sklearn.datasets.load_digits)"
+        ),
+        "origin": (
+            "E. Alpaydin, C. Kaynak, UCI Machine Learning Repository,"
+            " https://doi.org/10.24432/C50P49"
+        ),
         "licence": "CC BY 4.0",
-        "made": f"make_data.py with scikit-learn {sklearn.__version__}: stratified split, seed {SEED}; divided by 16; no image is in two sets",
+        "made": (
+            f"make_data.py with scikit-learn {sklearn.__version__}: stratified split, seed {SEED};"
+            " divided by 16; no image is in two sets"
+        ),
         "inputs": {"image": "float32 [N, 1, 8, 8], 0 to 1", "labels": "int64 [N], the digit"},
         "files": {
             f"{name}.npz": {

@@ -1,4 +1,5 @@
-"""Train the CNN of model.py on train.npz and write digits_cnn.safetensors: about a minute on two cores.
+"""Train the CNN of model.py on train.npz and write digits_cnn.safetensors: about a minute on two
+cores.
 
 Run from the repository's root:  python calibration_data/digits/train.py
 Only train.npz is learnt from. The accuracy on the other sets is printed once, at the end.
@@ -56,7 +57,8 @@ def main() -> None:
         images, labels = load(name)
         with torch.inference_mode():
             print(
-                f"{name}: top-1 {(model(images).argmax(1) == labels).float().mean().item():.4f} of {len(labels)}"
+                f"{name}: top-1 {(model(images).argmax(1) == labels).float().mean().item():.4f} of"
+                f" {len(labels)}"
             )
 
 

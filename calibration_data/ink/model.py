@@ -1,4 +1,6 @@
-"""Where the ink of an image lies and how far it spreads: the moments of its grey values, no weights."""
+"""Where the ink of an image lies and how far it spreads: the moments of its grey values, no
+weights.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ SIZE = 8
 
 
 class Ink(nn.Module):
-    """image [batch, 1, 8, 8] -> ink [batch, 3]: mean row, mean column, and the area of the ellipse that the ink spreads over, in pixels."""
+    """image [batch, 1, 8, 8] -> ink [batch, 3]: mean row, mean column, and the area of the ellipse
+    that the ink spreads over, in pixels.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 def write_out_det(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The determinant of every 2x2 matrix as a*d - b*c: TensorRT has no importer for Det. ValueError for larger matrices."""
+    """The determinant of every 2x2 matrix as a*d - b*c: TensorRT has no importer for Det.
+    ValueError for larger matrices.
+    """
     import onnx_graphsurgeon as gs
 
     graph = gs.import_onnx(onnx.shape_inference.infer_shapes(model))

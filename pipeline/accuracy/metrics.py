@@ -17,7 +17,9 @@ Floats = NDArray[np.float64]
 
 AT_CHANCE = "the reference itself scores at chance"
 NOT_COVERED = "the calibration set's ranges do not fit the selection set"
-"""Openings of two reasons that lie in the data and not in the engine: `decide` gives other advice for them."""
+"""Openings of two reasons that lie in the data and not in the engine: `decide` gives other advice
+for them.
+"""
 
 Z_95 = 1.959964  # 95 % of a normal distribution lie within
 SNR_LIMIT_DB = (
@@ -28,7 +30,8 @@ SNR_LIMIT_DB = (
 def by_sample(array: Array, samples: int, whole: bool = False) -> Array:
     """The array with samples on axis 0, [samples, ...]; one without a sample axis becomes [1, ...].
 
-    `whole`: the array answers one sample that is a whole feed, so its first axis counts something else.
+    `whole`: the array answers one sample that is a whole feed, so its first axis counts something
+    else.
     """
     has_axis = array.ndim > 0 and array.shape[0] == samples and not whole
     return array if has_axis else array[np.newaxis]
@@ -41,7 +44,8 @@ def rows(array: Array, samples: int) -> Floats:
 
 
 def mask_nonfinite(candidate: Floats, reference: Floats) -> tuple[Floats, Floats, int, int]:
-    """Both arrays with 0 wherever one is not finite, and how often NaN and infinity stand on one side only.
+    """Both arrays with 0 wherever one is not finite, and how often NaN and infinity stand on one
+    side only.
 
     Equal infinities, and NaN on both sides, agree: a model that masks with -inf is not wrong.
     """
@@ -57,7 +61,8 @@ def mask_nonfinite(candidate: Floats, reference: Floats) -> tuple[Floats, Floats
 def cosine_per_sample(candidate: Floats, reference: Floats) -> Floats:
     """Cosine of each row with its reference row; 1 where both are zero, 0 where one is.
 
-    Infinities on which both sides agree are left out; a row with any other value that is not finite gives NaN.
+    Infinities on which both sides agree are left out; a row with any other value that is not finite
+    gives NaN.
     """
     agree = np.isinf(reference) & (candidate == reference)
     candidate, reference = np.where(agree, 0.0, candidate), np.where(agree, 0.0, reference)
@@ -79,10 +84,12 @@ def snr_db(signal: float, noise: float) -> float:
 
 
 def topk_hits(outputs: Array, labels: Array, k: int) -> Floats:
-    """Per sample the share of its labels that are among the k highest scores; NaN where a score is NaN.
+    """Per sample the share of its labels that are among the k highest scores; NaN where a score is
+    NaN.
 
-    outputs [samples, classes], labels [samples] integers; or outputs [samples, ..., classes] with a label for each place before the classes.
-    Ties, frequent in int8 engines, go to the lower class, as in argmax. Raises DataError if these shapes do not hold or a label is no class.
+    outputs [samples, classes], labels [samples] integers; or outputs [samples, ..., classes] with a
+    label for each place before the classes. Ties, frequent in int8 engines, go to the lower class,
+    as in argmax. Raises DataError if these shapes do not hold or a label is no class.
     """
     scores = _scores_by_place(outputs, labels)
     classes = labels.reshape(-1).astype(np.int64)
@@ -96,8 +103,13 @@ def topk_hits(outputs: Array, labels: Array, k: int) -> Floats:
 
 
 def _scores_by_place(outputs: Array, labels: Array) -> Floats:
-    """The scores that each label is held against, [labels, classes]; DataError where they do not fit."""
-    next_step = "give one integer label per sample, choose another `accuracy.output`, or set `accuracy.metric: cosine`"
+    """The scores that each label is held against, [labels, classes]; DataError where they do not
+    fit.
+    """
+    next_step = (
+        "give one integer label per sample, choose another `accuracy.output`, or set"
+        " `accuracy.metric: cosine`"
+    )
     is_table = (
         outputs.ndim >= 2 and outputs.size == outputs.shape[0] * outputs.shape[1]
     )  # axes of 1 may stand behind
@@ -108,19 +120,24 @@ def _scores_by_place(outputs: Array, labels: Array) -> Floats:
         and _long_axes(labels.shape) == _long_axes(outputs.shape[:-1])
     )
     if not is_table and not per_place:
-        needed = "top-k needs an output of shape [samples, classes], or [samples, ..., classes] with a label for each place"
+        needed = (
+            "top-k needs an output of shape [samples, classes], or [samples, ..., classes] with a"
+            " label for each place"
+        )
         raise DataError(
             f"{needed}: got {outputs.shape} with labels of shape {labels.shape}", next_step
         )
     if labels.dtype.kind not in "iu" or not (per_sample or per_place):
         raise DataError(
-            f"expected {outputs.shape[0]} integer labels, got {labels.dtype} of shape {labels.shape}",
+            f"expected {outputs.shape[0]} integer labels, got {labels.dtype} of shape"
+            f" {labels.shape}",
             next_step,
         )
     classes = outputs.shape[1 if per_sample else -1]
     if labels.size and (labels.min() < 0 or labels.max() >= classes):
         raise DataError(
-            f"labels run from {labels.min()} to {labels.max()}, but the output has {classes} classes",
+            f"labels run from {labels.min()} to {labels.max()}, but the output has {classes}"
+            " classes",
             next_step,
         )
     return outputs.astype(np.float64).reshape(-1, classes)
@@ -132,16 +149,20 @@ def _long_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def paired_interval(lost: int, gained: int, samples: int) -> tuple[float, float]:
-    """95 % score interval (Tango 1998) of a drop (lost - gained) / samples, where each sample is right or wrong for both sides.
+    """95 % score interval (Tango 1998) of a drop (lost - gained) / samples, where each sample is
+    right or wrong for both sides.
 
-    A bootstrap knows only the differences it saw: where none was lost it gives [0, 0]. This gives about -3.8/samples to 3.8/samples, which is
-    the rule of three (3/samples, from one side) for both sides. Within -1 to 1.
+    A bootstrap knows only the differences it saw: where none was lost it gives [0, 0]. This gives
+    about -3.8/samples to 3.8/samples, which is the rule of three (3/samples, from one side) for
+    both sides. Within -1 to 1.
     """
     return -_largest_drop(gained, lost, samples), _largest_drop(lost, gained, samples)
 
 
 def _largest_drop(lost: int, gained: int, samples: int) -> float:
-    """The largest true drop from which the drop that was seen is at most Z_95 standard errors away; by bisection."""
+    """The largest true drop from which the drop that was seen is at most Z_95 standard errors away;
+    by bisection.
+    """
     low, high = (lost - gained) / samples, 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -153,7 +174,9 @@ def _largest_drop(lost: int, gained: int, samples: int) -> float:
 
 
 def _standard_errors(lost: int, gained: int, samples: int, drop: float) -> float:
-    """How far the drop seen lies from `drop`, over the standard error that holds if `drop` is the truth."""
+    """How far the drop seen lies from `drop`, over the standard error that holds if `drop` is the
+    truth.
+    """
     a, b, c = (
         2 * samples,
         (2 * samples - lost + gained) * drop - lost - gained,

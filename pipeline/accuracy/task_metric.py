@@ -1,6 +1,8 @@
-"""The task metric: one score per sample for reference and candidate, or the user's own function, and the drop between them.
+"""The task metric: one score per sample for reference and candidate, or the user's own function,
+and the drop between them.
 
-A user's metric is `module:function`, called as `function(outputs, labels, reference)` on the whole set at once:
+A user's metric is `module:function`, called as `function(outputs, labels, reference)` on the whole
+set at once:
 
     outputs    [samples, ...]  of the output the metric reads, from the engine that is scored
     labels     [samples, ...]  or None where the set has none
@@ -39,7 +41,9 @@ RESAMPLES = (
     200  # of a metric that exists only for a whole set: each calls the user's function twice
 )
 ROUNDING = 1e-9  # 3 of 300 is within a max_drop of 0.01 whatever the last bit says
-SHUFFLES = 39  # the reference must beat each: outputs that have nothing to do with the samples do so in 1 set of 40
+# the reference must beat each: outputs that have nothing to do with the samples do so in 1 set of
+# 40
+SHUFFLES = 39
 FEWEST_SHUFFLED = 8  # of fewer samples a shuffle may give back the same order
 MOST_SHUFFLED = 1024  # samples; more cost time and change nothing
 SHUFFLED_BYTES = 64 * 2**20
@@ -48,7 +52,9 @@ SHUFFLED_BYTES = 64 * 2**20
 def open_metric(
     options: AccuracyConfig, outputs: tuple[TensorSpec, ...], has_labels: bool
 ) -> TaskMetric:
-    """The metric that the plan asks for. Raises PlanError if there is no such metric, DataError if it needs labels and there are none."""
+    """The metric that the plan asks for. Raises PlanError if there is no such metric, DataError if
+    it needs labels and there are none.
+    """
     name = options.metric
     if name == "auto":
         name = "top1" if has_labels else "cosine"
@@ -74,7 +80,10 @@ def _load_function(name: str, python_path: Path) -> MetricFunction:
     try:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        next_step = "correct `accuracy.metric`, or set `accuracy.python_path` to the folder its module lies in"
+        next_step = (
+            "correct `accuracy.metric`, or set `accuracy.python_path` to the folder its module"
+            " lies in"
+        )
         raise PlanError(
             f"accuracy.metric '{name}' cannot be imported from '{python_path}': {error}", next_step
         ) from error
@@ -109,7 +118,9 @@ _STREAMED: dict[str, Callable[[Array, Array | None, Array], Floats]] = {
 
 @dataclass(slots=True)
 class Drawn:
-    """The reference's outputs to some samples, drawn evenly from a set of any length, with their labels. All are of the first one's shape."""
+    """The reference's outputs to some samples, drawn evenly from a set of any length, with their
+    labels. All are of the first one's shape.
+    """
 
     outputs: list[Array] = field(default_factory=list)
     labels: list[Array] = field(default_factory=list)
@@ -117,7 +128,9 @@ class Drawn:
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     def add(self, outputs: Array, labels: Array | None) -> None:
-        """One batch, [samples, ...]. Labels that do not go with the rows are the metric's to refuse."""
+        """One batch, [samples, ...]. Labels that do not go with the rows are the metric's to
+        refuse.
+        """
         labelled = labels if labels is not None and len(labels) == len(outputs) else None
         for row, output in enumerate(outputs):
             label = None if labelled is None else np.asarray(labelled[row])
@@ -145,7 +158,9 @@ class Drawn:
 
 @dataclass(slots=True)
 class TaskMetric:
-    """Scores gathered over batches. A user's function sees the whole set, so its output is kept; the built-in ones keep scores only."""
+    """Scores gathered over batches. A user's function sees the whole set, so its output is kept;
+    the built-in ones keep scores only.
+    """
 
     name: str
     output: str
@@ -171,15 +186,18 @@ class TaskMetric:
             self.labels.append(labels)
 
     def result(self) -> tuple[MetricResult | None, list[str]]:
-        """The metric and what is wrong with it; no metric where a score is NaN, for then the drop is no number.
+        """The metric and what is wrong with it; no metric where a score is NaN, for then the drop
+        is no number.
 
-        Raises PlanError or DataError for a metric that cannot tell the reference's outputs from the same outputs shuffled across samples.
+        Raises PlanError or DataError for a metric that cannot tell the reference's outputs from the
+        same outputs shuffled across samples.
         """
         result, failures = self.compared()
         return result, failures if result is None else [*self._chance(), *failures]
 
     def compared(self, certain: bool = False) -> tuple[MetricResult | None, list[str]]:
-        """The metric and what is wrong with the drop. `certain`: its whole interval must be over the limit, as of a part of a set.
+        """The metric and what is wrong with the drop. `certain`: its whole interval must be over
+        the limit, as of a part of a set.
 
         Whether the reference scores above chance is not looked at.
         """
@@ -213,7 +231,10 @@ class TaskMetric:
     def _call(self, outputs: Array, labels: Array | None, reference: Array) -> Floats:
         """The user's function, its value checked: shape [samples] or ()."""
         assert self.function is not None
-        next_step = "the function takes (outputs, labels, reference) and returns one score per sample or one number; docs/accuracy.md"
+        next_step = (
+            "the function takes (outputs, labels, reference) and returns one score per sample or"
+            " one number; docs/accuracy.md"
+        )
         try:
             found = self.function(outputs, labels, reference)
             scores = np.asarray(found, dtype=np.float64)
@@ -232,23 +253,32 @@ class TaskMetric:
 
     def _judge(self, reference: Array, candidate: Array) -> tuple[MetricResult | None, list[str]]:
         if candidate.size < 2:
-            said = f"metric {self.name} has {candidate.size} score for the whole set: output '{self.output}' has no row per sample"
+            said = (
+                f"metric {self.name} has {candidate.size} score for the whole set: output"
+                f" '{self.output}' has no row per sample"
+            )
             raise DataError(
                 said, "choose an output whose first axis is the samples with `accuracy.output`"
             )
         bad = np.flatnonzero(~np.isfinite(candidate.astype(np.float64)))
         if bad.size:
             return None, [
-                f"metric {self.name} is not a number on {bad.size} of {candidate.size} samples (first: {bad[0]})"
+                f"metric {self.name} is not a number on {bad.size} of {candidate.size} samples"
+                f" (first: {bad[0]})"
             ]
         before, after = reference.astype(np.float64), candidate.astype(np.float64)
         if not np.isfinite(before).all():
-            said = f"metric {self.name} is not a number on the reference itself: nothing can be judged against it"
+            said = (
+                f"metric {self.name} is not a number on the reference itself: nothing can be judged"
+                " against it"
+            )
             raise DataError(said, "mend the metric, or the labels")
         return self._verdict(float(before.mean()), float(after.mean()), _paired_drop(before, after))
 
     def _chance(self) -> list[str]:
-        """What is wrong if the reference does not score above its own outputs shuffled across samples."""
+        """What is wrong if the reference does not score above its own outputs shuffled across
+        samples.
+        """
         outputs = np.stack(self.drawn.outputs)
         labels = np.stack(self.drawn.labels) if self.drawn.labels else None
         if len(outputs) < FEWEST_SHUFFLED:
@@ -267,14 +297,21 @@ class TaskMetric:
         score = float(own.mean())
         if score > best + ROUNDING:
             return []
-        figures = f"{self.name} {score:.4f}, and up to {best:.4f} with its outputs shuffled across the samples"
+        figures = (
+            f"{self.name} {score:.4f}, and up to {best:.4f} with its outputs shuffled across the"
+            " samples"
+        )
         if sees and labels is not None:
             return [f"{AT_CHANCE}: {figures}; a drop from there says nothing"]
-        said = f"metric '{self.name}' cannot tell right answers from wrong ones: the reference scores {figures}"
+        said = (
+            f"metric '{self.name}' cannot tell right answers from wrong ones: the reference scores"
+            f" {figures}"
+        )
         if self.function is not None:
             raise PlanError(
                 said,
-                "compare each sample's output with its own label or reference, higher is better; docs/accuracy.md",
+                "compare each sample's output with its own label or reference, higher is better;"
+                " docs/accuracy.md",
             )
         raise DataError(
             said, "give samples with different answers, or choose another `accuracy.output`"
@@ -302,12 +339,17 @@ class TaskMetric:
             passed=passed,
         )
         between = f"95 % {drop.low:+.4f} to {drop.high:+.4f}"
-        text = f"{self.name} drops by {drop.value:.4f} ({reference:.4f} to {candidate:.4f}; {between}), over max_drop {self.max_drop:g}"
+        text = (
+            f"{self.name} drops by {drop.value:.4f} ({reference:.4f} to {candidate:.4f};"
+            f" {between}), over max_drop {self.max_drop:g}"
+        )
         return result, [] if passed else [text]
 
 
 def _paired_drop(before: Floats, after: Floats) -> Interval:
-    """The mean difference with its 95 % interval: a sample counts with both its scores. Where all are 0 or 1 the interval is exact arithmetic."""
+    """The mean difference with its 95 % interval: a sample counts with both its scores. Where all
+    are 0 or 1 the interval is exact arithmetic.
+    """
     if not np.isin((before, after), (0.0, 1.0)).all():
         return bootstrap_mean((before - after).tolist())
     low, high = paired_interval(
@@ -321,5 +363,8 @@ def _joined(arrays: list[Array]) -> Array:
     try:
         return np.concatenate(arrays)
     except ValueError as error:
-        next_step = "choose an output whose shape is the same for all samples with `accuracy.output`, or set `accuracy.metric: cosine`"
+        next_step = (
+            "choose an output whose shape is the same for all samples with `accuracy.output`, or"
+            " set `accuracy.metric: cosine`"
+        )
         raise DataError(f"the metric needs samples of one shape: {error}", next_step) from error

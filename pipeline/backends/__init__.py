@@ -1,4 +1,6 @@
-"""The backends by name. Each is a light module, imported when it is first asked for; the library behind it is imported when it is used."""
+"""The backends by name. Each is a light module, imported when it is first asked for; the library
+behind it is imported when it is used.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ BACKENDS: dict[str, str | Backend] = {
     "pytorch": "pytorch.backend",
     "torch": "pytorch.programs",
 }
-"""A module of this package, or a stand-in for one. A child runs one backend, and to import all takes a quarter of its start."""
+"""A module of this package, or a stand-in for one. A child runs one backend, and to import all
+takes a quarter of its start.
+"""
 
 if TYPE_CHECKING:
     from pipeline.backends.onnxruntime import backend as onnxruntime_
@@ -48,7 +52,9 @@ def load(engine: Engine, device: str = "") -> Loaded:
 
 
 def load_to_serve(engine: Engine, device: str = "") -> Loaded:
-    """As `load`, but threads that wait for work soon sleep: beside the engine, whoever asks and who passes it on want the CPU too."""
+    """As `load`, but threads that wait for work soon sleep: beside the engine, whoever asks and who
+    passes it on want the CPU too.
+    """
     if engine.target.backend != "onnxruntime":
         return load(engine, device)
     from pipeline.backends.onnxruntime import backend as onnxruntime_

@@ -1,4 +1,6 @@
-"""What a backend is. A module with these names satisfies `Backend`; there is no base class to inherit."""
+"""What a backend is. A module with these names satisfies `Backend`; there is no base class to
+inherit.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from pipeline.results.layer_table import LayerTable
 
 
 class Timer(Protocol):
-    """Times a region on the session's own clock: device events on a GPU, the monotonic clock on a CPU."""
+    """Times a region on the session's own clock: device events on a GPU, the monotonic clock on a
+    CPU.
+    """
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
@@ -31,13 +35,17 @@ class Timer(Protocol):
 
 
 class Session(Protocol):
-    """One execution context of a loaded engine. Order of calls: bind, upload, execute, download, synchronize, fetch."""
+    """One execution context of a loaded engine. Order of calls: bind, upload, execute, download,
+    synchronize, fetch.
+    """
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
 
     def bind(self, feeds: Tensors) -> None:
-        """Take the inputs of the next run; DataError unless names, dtypes and shapes are exactly what the engine takes."""
+        """Take the inputs of the next run; DataError unless names, dtypes and shapes are exactly
+        what the engine takes.
+        """
         ...
 
     def upload(self) -> None: ...
@@ -82,17 +90,23 @@ class Backend(Protocol):
     """Packages whose versions are part of the cache key of what this backend builds."""
 
     def probe(self) -> Target:
-        """This host as this backend sees it, without importing the heavy library where that can be avoided; raises BackendUnavailable."""
+        """This host as this backend sees it, without importing the heavy library where that can be
+        avoided; raises BackendUnavailable.
+        """
         ...
 
     def check_recipe(self, recipe: Recipe, target: Target) -> None:
-        """Raise UnsupportedError for what this backend lacks, or would only pretend to run, on `target`; known before anything is built."""
+        """Raise UnsupportedError for what this backend lacks, or would only pretend to run, on
+        `target`; known before anything is built.
+        """
         ...
 
     def unsupported(
         self, model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()
     ) -> tuple[Refusal, ...]:
-        """Every node this backend cannot run, found before any build; `plugins` are libraries with TensorRT plugins."""
+        """Every node this backend cannot run, found before any build; `plugins` are libraries with
+        TensorRT plugins.
+        """
         ...
 
     def build(
@@ -100,9 +114,13 @@ class Backend(Protocol):
     ) -> Engine: ...
 
     def layers(self, engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable | None:
-        """Every kernel of the engine, its precision and its time on these feeds; None where this backend gives no evidence."""
+        """Every kernel of the engine, its precision and its time on these feeds; None where this
+        backend gives no evidence.
+        """
         ...
 
     def load(self, engine: Engine, device: str = "") -> Loaded:
-        """Weights into memory; raises BackendUnavailable with both sides printed if `engine.target` does not accept this host."""
+        """Weights into memory; raises BackendUnavailable with both sides printed if `engine.target`
+        does not accept this host.
+        """
         ...

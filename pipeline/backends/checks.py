@@ -1,4 +1,6 @@
-"""What the backends check alike: feeds against specs and profiles, a library and a host before use; and the CPU's timer."""
+"""What the backends check alike: feeds against specs and profiles, a library and a host before use;
+and the CPU's timer.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ SHOW_INTERFACE = "`crucible inspect` shows what an engine takes"
 
 
 def installed_version(distribution: str, install: str) -> str:
-    """The version of a package, without importing it; BackendUnavailable with the command that installs it."""
+    """The version of a package, without importing it; BackendUnavailable with the command that
+    installs it.
+    """
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -81,7 +85,9 @@ def nothing_to_fetch() -> NoReturn:
 
 
 def engine_digest(model: OnnxModel, recipe: Recipe, options: BuildOptions, target: Target) -> str:
-    """Names the content of an engine by all that goes into it, where the same input always gives the same engine."""
+    """Names the content of an engine by all that goes into it, where the same input always gives
+    the same engine.
+    """
     parts = (
         model.digest,
         recipe.model_dump_json(),
@@ -92,7 +98,9 @@ def engine_digest(model: OnnxModel, recipe: Recipe, options: BuildOptions, targe
 
 
 class FeedCheck:
-    """Checks feeds. What was accepted last is accepted again at once, so that a fixed shape costs about a microsecond."""
+    """Checks feeds. What was accepted last is accepted again at once, so that a fixed shape costs
+    about a microsecond.
+    """
 
     def __init__(self, inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]) -> None:
         self._inputs, self._profiles = inputs, profiles
@@ -105,7 +113,9 @@ class FeedCheck:
         self._accepted: Sequence[object] = ()
 
     def __call__(self, feeds: Tensors) -> None:
-        """DataError, with what was expected and what came, unless names, dtypes, shapes and values fit the specs and one profile."""
+        """DataError, with what was expected and what came, unless names, dtypes, shapes and values
+        fit the specs and one profile.
+        """
         seen: list[object] = [
             (name, type(array), getattr(array, "dtype", None), getattr(array, "shape", None))
             for name, array in feeds.items()
@@ -139,10 +149,14 @@ class FeedCheck:
         values = {name: feeds[name].ravel().tolist() for name in self._valued}
         if self._profiles and not any(profile.holds(sizes, values) for profile in self._profiles):
             got = ", ".join(f"{name} = {each}" for name, each in (*sizes.items(), *values.items()))
-            said = f"no profile of this engine holds {got}; it was built for {'; or '.join(map(Profile.in_words, self._profiles))}"
+            said = (
+                f"no profile of this engine holds {got}; it was built for"
+                f" {'; or '.join(map(Profile.in_words, self._profiles))}"
+            )
             raise DataError(
                 said,
-                "give shapes and values inside one profile, or compile again with a profile that holds them",
+                "give shapes and values inside one profile, or compile again with a profile that"
+                " holds them",
             )
 
 
@@ -201,7 +215,9 @@ def bound_sizes(session: TakesInputs, feeds: Tensors) -> dict[str, int]:
 
 
 def run_for_layers(session: Session, ran: Callable[[], None] = lambda: None) -> int:
-    """Warm up, and run as often as layers are timed on a CPU; `ran` is called after every run. How many counted."""
+    """Warm up, and run as often as layers are timed on a CPU; `ran` is called after every run. How
+    many counted.
+    """
     for _ in range(LAYER_WARMUP_RUNS):
         session.execute()
         ran()
@@ -217,7 +233,9 @@ def run_for_layers(session: Session, ran: Callable[[], None] = lambda: None) -> 
 
 @contextlib.contextmanager
 def torch_hidden() -> Iterator[None]:
-    """In here torch is not to be had: NNCF and Polygraphy import it only to ask whether an array is a tensor, which takes seconds."""
+    """In here torch is not to be had: NNCF and Polygraphy import it only to ask whether an array is
+    a tensor, which takes seconds.
+    """
     if "torch" in sys.modules:  # it is needed anyway
         yield
         return

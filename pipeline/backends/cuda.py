@@ -1,8 +1,10 @@
-"""CUDA from Python, as little of it as sessions need: errors, streams, events, memory, graphs, and arrays of other libraries on the GPU.
+"""CUDA from Python, as little of it as sessions need: errors, streams, events, memory, graphs, and
+arrays of other libraries on the GPU.
 
-Functions and classes take the imported `cuda.bindings.runtime`, which `runtime()` gives. Everything has close(), which may be called twice;
-what is dropped without it is freed with it. Freeing ignores CUDA's answer: it could only repeat the error of earlier work, and that is
-raised by `Stream.synchronize`.
+Functions and classes take the imported `cuda.bindings.runtime`, which `runtime()` gives. Everything
+has close(), which may be called twice; what is dropped without it is freed with it. Freeing ignores
+CUDA's answer: it could only repeat the error of earlier work, and that is raised by
+`Stream.synchronize`.
 """
 
 from __future__ import annotations
@@ -32,8 +34,11 @@ from pipeline.errors import (
 INSTALL = install_command("tensorrt")
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 STICKY = range(
-    700, 720
-)  # cudaErrorIllegalAddress to cudaErrorLaunchFailure and their like: every later call in the process fails too
+    700,
+    720,
+    # cudaErrorIllegalAddress to cudaErrorLaunchFailure and their like: every later call in the
+    # process fails too
+)
 LEAST_BYTES = 256  # an empty tensor has an address too
 ON_THE_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged of dlpack.h
 
@@ -66,20 +71,27 @@ def _imported(module: str) -> Any:
 
 
 def check(rt: Any, result: tuple[Any, ...]) -> Any:
-    """The value of (error, value), None of (error,), the values of (error, value, value); raises unless the error is cudaSuccess."""
+    """The value of (error, value), None of (error,), the values of (error, value, value); raises
+    unless the error is cudaSuccess.
+    """
     if result[0]:
         raise failure(rt, result[0])
     return result[1] if len(result) == 2 else result[1:] or None
 
 
 def failure(rt: Any, error: Any) -> CrucibleError:
-    """The exception for an error code of CUDA, whose "last error" is cleared, so that the next call does not see it again."""
+    """The exception for an error code of CUDA, whose "last error" is cleared, so that the next call
+    does not see it again.
+    """
     if int(error) == OUT_OF_MEMORY:
         return out_of_memory(rt)
     rt.cudaGetLastError()
     _, text = rt.cudaGetErrorString(error)
     if int(error) in STICKY:
-        next_step = "this process cannot use the GPU any more: start it again, and check the values of the inputs (indices outside their table)"
+        next_step = (
+            "this process cannot use the GPU any more: start it again, and check the values of the"
+            " inputs (indices outside their table)"
+        )
     else:
         next_step = "`crucible doctor` shows what CUDA finds on this host"
     return CudaError(f"CUDA reports {error.name}: {text.decode()}", next_step)
@@ -91,7 +103,10 @@ def out_of_memory(rt: Any, wanted_bytes: int | None = None) -> OutOfDeviceMemory
     wanted = "" if wanted_bytes is None else f": wanted {_shown(wanted_bytes)}"
     error, free, total = rt.cudaMemGetInfo()
     left = "" if error else f"{',' if wanted else ':'} {_shown(free)} of {_shown(total)} are free"
-    next_step = "close other engines and processes on this GPU (nvidia-smi shows them), or compile for smaller maximum shapes"
+    next_step = (
+        "close other engines and processes on this GPU (nvidia-smi shows them), or compile for"
+        " smaller maximum shapes"
+    )
     return OutOfDeviceMemory(f"the GPU is out of memory{wanted}{left}", next_step)
 
 
@@ -117,11 +132,15 @@ def use_device(rt: Any, ordinal: int) -> None:
 
 
 Copy = tuple[int, int, int, Any]
-"""To, from, bytes (more than 0), and its kind: `Stream.to_device`, `Stream.to_host` or `Stream.on_device`."""
+"""To, from, bytes (more than 0), and its kind: `Stream.to_device`, `Stream.to_host` or
+`Stream.on_device`.
+"""
 
 
 class Stream:
-    """A queue of work on the GPU, which waits for no other and is not waited for by the legacy default stream."""
+    """A queue of work on the GPU, which waits for no other and is not waited for by the legacy
+    default stream.
+    """
 
     def __init__(self, rt: Any) -> None:
         self.rt = rt
@@ -178,7 +197,9 @@ class Event:
 
 
 class EventTimer:
-    """Times what is enqueued on a stream between start and stop, on the GPU's own clock. Its times outlive the stream."""
+    """Times what is enqueued on a stream between start and stop, on the GPU's own clock. Its times
+    outlive the stream.
+    """
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -211,7 +232,9 @@ class _Buffer:
             self.reserve(size)
 
     def reserve(self, size: int) -> None:
-        """At least `size` bytes, and never none; what grows changes its address and loses its content, and is empty if that fails."""
+        """At least `size` bytes, and never none; what grows changes its address and loses its
+        content, and is empty if that fails.
+        """
         if size <= self.size and self.pointer:
             return
         self.close()
@@ -232,7 +255,9 @@ class DeviceBuffer(_Buffer):
 
 
 class PinnedBuffer(_Buffer):
-    """Page-locked memory of the host: the only memory that can be copied while the CPU goes on. Arrays made of it must not outlive it."""
+    """Page-locked memory of the host: the only memory that can be copied while the CPU goes on.
+    Arrays made of it must not outlive it.
+    """
 
     def __init__(self, rt: Any, size: int | None = None) -> None:
         super().__init__(partial(_pinned_memory, rt), rt.cudaFreeHost, size)
@@ -266,7 +291,9 @@ def _pinned_memory(rt: Any, size: int) -> int:
 
 
 class Graph:
-    """Work that was captured, ready to be launched as one: on the same addresses, in the same stream."""
+    """Work that was captured, ready to be launched as one: on the same addresses, in the same
+    stream.
+    """
 
     def __init__(self, stream: Stream, raw: Any) -> None:
         self._stream, self._raw = stream, raw
@@ -280,7 +307,9 @@ class Graph:
 
 
 def capture(stream: Stream, enqueue: Callable[[], None]) -> Graph:
-    """What `enqueue` puts on the stream, as a graph; nothing of it runs. Whatever it raises comes out, and the stream works as before."""
+    """What `enqueue` puts on the stream, as a graph; nothing of it runs. Whatever it raises comes
+    out, and the stream works as before.
+    """
     rt = stream.rt
     check(
         rt,
@@ -301,7 +330,9 @@ def capture(stream: Stream, enqueue: Callable[[], None]) -> Graph:
 
 
 def _abandon(stream: Stream) -> None:
-    """End a capture that failed; CUDA answers 901 and gives no graph, or gives one if the work was not what failed."""
+    """End a capture that failed; CUDA answers 901 and gives no graph, or gives one if the work was
+    not what failed.
+    """
     rt = stream.rt
     error, captured = rt.cudaStreamEndCapture(stream.raw)
     if not error:
@@ -311,7 +342,9 @@ def _abandon(stream: Stream) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DeviceArray:
-    """An array of another library that lies on the GPU, contiguous, ready for work of the stream it was made for."""
+    """An array of another library that lies on the GPU, contiguous, ready for work of the stream it
+    was made for.
+    """
 
     pointer: int
     like: NDArray[
@@ -321,7 +354,9 @@ class DeviceArray:
 
 
 def device_array(name: str, value: object, stream: Stream, ordinal: int) -> DeviceArray | None:
-    """An input that lies on the GPU, by DLPack or __cuda_array_interface__; None of anything else. DataError if it cannot be copied as it is."""
+    """An input that lies on the GPU, by DLPack or __cuda_array_interface__; None of anything else.
+    DataError if it cannot be copied as it is.
+    """
     try:
         if not _is_on_gpu(value):
             return None
@@ -361,7 +396,9 @@ def _is_on_gpu(value: object) -> bool:
 
 
 def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> bool:
-    """Whether elements lie in C order without gaps. Strides count elements; None: they do; those of axes of one element mean nothing."""
+    """Whether elements lie in C order without gaps. Strides count elements; None: they do; those of
+    axes of one element mean nothing.
+    """
     if strides is None or 0 in shape:
         return True
     expected = 1

@@ -1,7 +1,8 @@
 """Finds every node that a library refuses, by offering it each distinct node as a model of its own.
 
-A library stops at the first node that it cannot take, and its registry of kernels does not tell which attributes and dtypes they
-serve. A model of one node gets the library's own answer, in a few milliseconds.
+A library stops at the first node that it cannot take, and its registry of kernels does not tell
+which attributes and dtypes they serve. A model of one node gets the library's own answer, in a few
+milliseconds.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ TryModel = Callable[[bytes], str]
 UNKNOWN_OPERATOR = ("is not a registered function/op", "No conversion rule found")
 """What ONNX Runtime and OpenVINO say of an operator that they do not know, whatever its inputs."""
 
-REMEDY = "express the node in operators that the backend has (`simplify.surgery` in the plan), or choose a backend that runs it"
+REMEDY = (
+    "express the node in operators that the backend has (`simplify.surgery` in the plan), or choose"
+    " a backend that runs it"
+)
 
 
 def refused_nodes(model: OnnxModel, try_model: TryModel) -> tuple[Refusal, ...]:
@@ -78,7 +82,9 @@ def _inlined(proto: ModelProto) -> ModelProto:
 
 
 def _types(proto: ModelProto) -> dict[str, TypeProto]:
-    """The type of every tensor as far as shape inference finds it; what comes after an unknown operator is missing."""
+    """The type of every tensor as far as shape inference finds it; what comes after an unknown
+    operator is missing.
+    """
     try:
         inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
     except (
@@ -105,7 +111,9 @@ def _model_of(
     types: Mapping[str, TypeProto],
     constants: Mapping[str, TensorProto],
 ) -> tuple[ModelProto, bool]:
-    """A model of this node alone, with names of its own so that equal nodes give equal models; and whether a type was guessed."""
+    """A model of this node alone, with names of its own so that equal nodes give equal models; and
+    whether a type was guessed.
+    """
     alone = NodeProto()
     alone.CopyFrom(node)
     alone.name = alone.doc_string = ""
@@ -127,9 +135,10 @@ def _model_of(
         if name:
             graph.output.append(ValueInfoProto(name=inner))
     graph.node.append(alone)
-    return ModelProto(
-        ir_version=proto.ir_version, opset_import=proto.opset_import, graph=graph
-    ), guessed
+    return (
+        ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import, graph=graph),
+        guessed,
+    )
 
 
 def _opset(proto: ModelProto, node: NodeProto) -> int:

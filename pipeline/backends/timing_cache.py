@@ -4,9 +4,11 @@
                         target.json   for which target, how often a kernel was timed, and the sha256 of cache.bin
     home()/locks/gpu-<uuid>.lock      held while an engine is built: two of our builds on one GPU take turns
 
-A build looks its kernels up and times only those that are not there (ResNet-18 in fp16 on an H200: 24 s cold, 0.6 s with it). A time taken
-while another process computes, or while others take the CPUs that launch it, is wrong for ever, so such a build adds nothing; nor does one
-where nvidia-smi does not tell who else computes. A container hides the processes outside of it: there, keep other work off the GPU while building.
+A build looks its kernels up and times only those that are not there (ResNet-18 in fp16 on an H200:
+24 s cold, 0.6 s with it). A time taken while another process computes, or while others take the
+CPUs that launch it, is wrong for ever, so such a build adds nothing; nor does one where nvidia-smi
+does not tell who else computes. A container hides the processes outside of it: there, keep other
+work off the GPU while building.
 """
 
 from __future__ import annotations
@@ -35,9 +37,15 @@ UNREADABLE = (
     "the timing cache at '{}' was damaged and is made anew: this build took as long as the first"
 )
 SHARED = "timing cache not filled: another process used the GPU (process {})"
-HIDDEN = "; one that is not seen from here may be this build itself, in a container that gets the host's numbers (docker: --pid=host)"
+HIDDEN = (
+    "; one that is not seen from here may be this build itself, in a container that gets the host's"
+    " numbers (docker: --pid=host)"
+)
 UNKNOWN = "timing cache not filled: it is not known whether another process used the GPU: {}"
-BUSY = "timing cache not filled: other work took {:.0%} of the CPUs and left {:.0%} idle, so kernels may be timed and chosen badly"
+BUSY = (
+    "timing cache not filled: other work took {:.0%} of the CPUs and left {:.0%} idle, so kernels"
+    " may be timed and chosen badly"
+)
 MOST_OTHERS, LEAST_IDLE = (
     0.25,
     0.1,
@@ -46,7 +54,9 @@ MOST_OTHERS, LEAST_IDLE = (
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What a cache is of: one target, each kernel timed so often. Times of 1 run are not to be looked up where 8 are asked for."""
+    """What a cache is of: one target, each kernel timed so often. Times of 1 run are not to be
+    looked up where 8 are asked for.
+    """
 
     target: Target
     iterations: int
@@ -73,7 +83,9 @@ class Others:
 
 
 class CpuTime(NamedTuple):
-    """Seconds of the CPUs that this process may use, since the host started: in all, idle, and spent by it and its ended children."""
+    """Seconds of the CPUs that this process may use, since the host started: in all, idle, and
+    spent by it and its ended children.
+    """
 
     total: float = 0.0
     idle: float = 0.0
@@ -95,11 +107,14 @@ class Attached:
     notes: list[str] = field(default_factory=list)
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# -- files
+# ------------------------------------------------------------------------------
 
 
 def folder(timed: Timed) -> Path:
-    """Where this cache lies: by library version, GPU model and generation, and iterations. TensorRT itself checks more when it reads it."""
+    """Where this cache lies: by library version, GPU model and generation, and iterations. TensorRT
+    itself checks more when it reads it.
+    """
     key = hashlib.sha256(_about(timed).model_dump_json().encode()).hexdigest()
     return home() / "timing" / key
 
@@ -131,7 +146,9 @@ def read(timed: Timed) -> bytes:
 
 
 def write(timed: Timed, data: bytes) -> None:
-    """Publish this cache. A crash between the two files leaves one that `read` takes for damaged."""
+    """Publish this cache. A crash between the two files leaves one that `read` takes for
+    damaged.
+    """
     place = folder(timed)
     about = _about(timed, hashlib.sha256(data).hexdigest())
     _publish(place / FILE, data)
@@ -150,11 +167,14 @@ def _publish(path: Path, data: bytes) -> None:
         raise
 
 
-# -- a build's use of it -----------------------------------------------------------------------------------------------
+# -- a build's use of it
+# ------------------------------------------------------------------------------
 
 
 def attach(config: Any, timed: Timed, gpu: str = "") -> Attached:
-    """Give a builder's config this cache, or an empty one; notes tell of one that cannot be read."""
+    """Give a builder's config this cache, or an empty one; notes tell of one that cannot be
+    read.
+    """
     data = read(timed)
     notes = (
         [UNREADABLE.format(folder(timed) / FILE)]
@@ -172,7 +192,9 @@ def attach(config: Any, timed: Timed, gpu: str = "") -> Attached:
 
 
 def keep(config: Any, timed: Timed, attached: Attached, gpu: str = "") -> tuple[str, ...]:
-    """After the build: add what it timed to this cache, if the GPU was ours alone and the CPUs kept up. Returns all that should be noted."""
+    """After the build: add what it timed to this cache, if the GPU was ours alone and the CPUs kept
+    up. Returns all that should be noted.
+    """
     others = other_processes(gpu)
     if unknown := attached.others.unknown or others.unknown:
         return (*attached.notes, UNKNOWN.format(unknown))
@@ -187,7 +209,9 @@ def keep(config: Any, timed: Timed, attached: Attached, gpu: str = "") -> tuple[
 
 
 def merge(config: Any, timed: Timed, cache_from_build: Any) -> None:
-    """Add a build's cache to the stored one under a lock: what another build wrote meanwhile stays."""
+    """Add a build's cache to the stored one under a lock: what another build wrote meanwhile
+    stays.
+    """
     place = folder(timed)
     place.mkdir(parents=True, exist_ok=True)
     with FileLock(place / "lock"):
@@ -200,12 +224,15 @@ def merge(config: Any, timed: Timed, cache_from_build: Any) -> None:
             write(timed, after)
 
 
-# -- the GPU to itself -------------------------------------------------------------------------------------------------
+# -- the GPU to itself
+# ------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def gpu_lock(gpu: str, progress: Progress) -> Iterator[None]:
-    """Hold the GPU of this UUID against other builds of ours; says so while it waits. The lock ends with the process that holds it."""
+    """Hold the GPU of this UUID against other builds of ours; says so while it waits. The lock ends
+    with the process that holds it.
+    """
     place = home() / "locks"
     place.mkdir(parents=True, exist_ok=True)
     lock = FileLock(place / f"gpu-{gpu or '0'}.lock")
@@ -221,7 +248,9 @@ def gpu_lock(gpu: str, progress: Progress) -> Iterator[None]:
 
 
 def other_processes(gpu: str = "", command: str = "nvidia-smi") -> Others:
-    """Processes that have the GPU of this UUID open for computing, but for this one, its parents and its children; empty: any GPU."""
+    """Processes that have the GPU of this UUID open for computing, but for this one, its parents
+    and its children; empty: any GPU.
+    """
     query = [command, "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
@@ -229,7 +258,10 @@ def other_processes(gpu: str = "", command: str = "nvidia-smi") -> Others:
         return Others(unknown=f"nvidia-smi gave no answer: {error}")
     if done.returncode:
         return Others(
-            unknown=f"nvidia-smi failed with exit code {done.returncode}: {(done.stderr or done.stdout).strip()}"
+            unknown=(
+                f"nvidia-smi failed with exit code {done.returncode}:"
+                f" {(done.stderr or done.stdout).strip()}"
+            )
         )
     rows = [line.partition(",") for line in done.stdout.splitlines() if line.strip()]
     listed = {pid.strip() for uuid, _, pid in rows if gpu in ("", uuid.strip())}

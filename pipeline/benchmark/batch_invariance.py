@@ -1,4 +1,5 @@
-"""Whether requests may be answered together: read off an engine's shapes, then proved on the engine itself.
+"""Whether requests may be answered together: read off an engine's shapes, then proved on the engine
+itself.
 
     call_in_child(prove_batch, engine, padding, name="batch proof")     -> BatchSpec
 
@@ -9,8 +10,9 @@ At the opt size of all else, for every profile:
     loud        its first half beside rows that are 64 times as large: a scale taken over the whole batch moves
     alone       single rows, in the smallest batch
 
-A row must get the same answer in all four, within a tolerance by precision, because kernels differ from batch to batch. The samples
-are generated; what a model does to a few values only, these may not show.
+A row must get the same answer in all four, within a tolerance by precision, because kernels differ
+from batch to batch. The samples are generated; what a model does to a few values only, these may
+not show.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from pipeline.core import Engine, Precision, Profile, Progress, Tensors, TensorS
 from pipeline.onnx_graph.graph import draw_feeds
 from pipeline.serving_inputs import BatchSpec, Padding
 
-TOLERANCE = {  # of an output's largest value; kernels of another shape round elsewhere, and in int8 that can move a value by one step of 1/127
+# of an output's largest value; kernels of another shape round elsewhere, and in int8 that can move
+# a value by one step of 1/127
+TOLERANCE = {
     Precision.FP32: 1e-3,
     Precision.TF32: 5e-3,
     Precision.FP16: 1e-2,
@@ -58,7 +62,9 @@ class _Refuted(Exception):
 
 
 def rows_of_specs(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> tuple[Rows, ...]:
-    """What may count rows: symbols that inputs and outputs share, once in each; those that lead in most of them first."""
+    """What may count rows: symbols that inputs and outputs share, once in each; those that lead in
+    most of them first.
+    """
     specs, found = (*inputs, *outputs), []
     for symbol in dict.fromkeys(symbol for spec in inputs for symbol in spec.symbols):
         shared = any(symbol in spec.symbols for spec in outputs)
@@ -131,7 +137,8 @@ def _axis(spec: TensorSpec, symbol: str) -> int | None:
     return spec.shape.index(symbol) if symbol in spec.shape else None
 
 
-# -- trying ------------------------------------------------------------------------------------------------------------
+# -- trying
+# ------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -191,7 +198,8 @@ class _Trial:
             dim = specs[name].shape[axis]
             if not isinstance(dim, str) or dim == self.rows.symbol:
                 raise _Refuted(
-                    f"axis {axis} of '{name}' is {f'always {dim}' if isinstance(dim, int) else 'the one that counts rows'}"
+                    f"axis {axis} of '{name}' is"
+                    f" {f'always {dim}' if isinstance(dim, int) else 'the one that counts rows'}"
                 )
             for other in self.engine.inputs:
                 left = [
@@ -201,7 +209,8 @@ class _Trial:
                 ]
                 if left:
                     raise _Refuted(
-                        f"axis {left[0]} of '{other.name}' has the size of axis {axis} of '{name}', and no padding is declared for it"
+                        f"axis {left[0]} of '{other.name}' has the size of axis {axis} of '{name}',"
+                        " and no padding is declared for it"
                     )
 
     def check_padding(self, session: Session, profile: Profile, padding: Sequence[Padding]) -> None:
@@ -263,11 +272,15 @@ class _Trial:
                 )
             error = _error(ours, theirs, largest[name])
             if not error <= self.tolerance:
-                said = f"{what} differ in output '{name}' by {error:.2g} of its largest value, at most {self.tolerance:g} is allowed"
+                said = (
+                    f"{what} differ in output '{name}' by {error:.2g} of its largest value, at most"
+                    f" {self.tolerance:g} is allowed"
+                )
                 raise _Refuted(f"{said}: rows influence each other")
             self.largest_error = max(error, self.largest_error)
 
-    # -- feeds of other rows -------------------------------------------------------------------------------------------
+    # -- feeds of other rows
+    # ------------------------------------------------------------------------------
 
     def _cut(self, feeds: Tensors, start: int, end: int | None) -> Feeds:
         cut = slice(start, end)
@@ -295,9 +308,11 @@ class _Trial:
         axes = self.rows.axes
         return {
             name: np.array(
-                array
-                if (axis := axes[name]) is None
-                else np.concatenate([part[name] for part in parts], axis),
+                (
+                    array
+                    if (axis := axes[name]) is None
+                    else np.concatenate([part[name] for part in parts], axis)
+                ),
                 order="C",
             )
             for name, array in parts[0].items()
@@ -312,7 +327,8 @@ class _Trial:
         }
 
 
-# -- samples -----------------------------------------------------------------------------------------------------------
+# -- samples
+# ------------------------------------------------------------------------------
 
 
 def _feeds(
@@ -365,7 +381,8 @@ def _is_float(array: Array) -> bool:
     return array.dtype.kind not in "iub"
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# -- errors
+# ------------------------------------------------------------------------------
 
 
 def _largest(name: str, array: Array) -> float:
@@ -380,7 +397,9 @@ def _largest(name: str, array: Array) -> float:
 
 
 def _error(ours: Array, theirs: Array, scale: float) -> float:
-    """The largest difference, relative to `scale`; infinite where one side only is infinite or no number."""
+    """The largest difference, relative to `scale`; infinite where one side only is infinite or no
+    number.
+    """
     left, right = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     same = (left == right) | (np.isnan(left) & np.isnan(right))
     with np.errstate(invalid="ignore"):

@@ -1,4 +1,6 @@
-"""A sweep over the batch: throughput against latency, and the best batch under a latency limit. Choosing is pure; drawing is apart."""
+"""A sweep over the batch: throughput against latency, and the best batch under a latency limit.
+Choosing is pure; drawing is apart.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def batch_symbol(inputs: Sequence[TensorSpec]) -> str:
 def sweep_sizes(
     symbol: str, profiles: Sequence[Profile], batches: Sequence[int]
 ) -> tuple[dict[str, int], ...]:
-    """The sizes to measure: each batch once, ascending, with the usual sizes of the other symbols. The benchmark checks them against the profiles."""
+    """The sizes to measure: each batch once, ascending, with the usual sizes of the other symbols.
+    The benchmark checks them against the profiles.
+    """
     usual = profiles[0].sizes("opt") if profiles else {}
     return tuple({**usual, symbol: batch} for batch in sorted(set(batches)))
 
@@ -104,9 +108,15 @@ def conclusion(sweep: Sweep) -> str:
     point = next((point for point in sweep.points if point.batch == sweep.best), None)
     if point is None:
         least = min(sweep.points, key=lambda each: each.tail_s)
-        return f"no batch has its {tail}{limit}: the fastest, {least.batch}, takes {least.tail_s * 1e3:.3g} ms"
+        return (
+            f"no batch has its {tail}{limit}: the fastest, {least.batch}, takes"
+            f" {least.tail_s * 1e3:.3g} ms"
+        )
     asked = f" with {tail}{limit}" if limit else ""
-    return f"best batch{asked}: {point.batch}, {point.samples_per_s:,.0f} samples/s, {tail} {point.tail_s * 1e3:.3g} ms"
+    return (
+        f"best batch{asked}: {point.batch}, {point.samples_per_s:,.0f} samples/s, {tail}"
+        f" {point.tail_s * 1e3:.3g} ms"
+    )
 
 
 def tail_name(sweep: Sweep) -> str:

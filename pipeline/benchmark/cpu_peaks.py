@@ -1,7 +1,9 @@
-"""What this host's CPU really reaches: the fastest matrix product per precision, and the fastest copy. Measured once, kept under CRUCIBLE_HOME.
+"""What this host's CPU really reaches: the fastest matrix product per precision, and the fastest
+copy. Measured once, kept under CRUCIBLE_HOME.
 
-No data sheet knows the clock that a (virtual) CPU keeps with all cores busy. The ceiling is taken with the libraries that engines run on: the best
-run of the best library at the best size. A peak belongs to one CPU, its flags and a number of threads.
+No data sheet knows the clock that a (virtual) CPU keeps with all cores busy. The ceiling is taken
+with the libraries that engines run on: the best run of the best library at the best size. A peak
+belongs to one CPU, its flags and a number of threads.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ class Product(Frozen):
 
 
 def peaks_of(target: Target, threads: int) -> Peaks | None:
-    """Of the device an engine runs on: a GPU's from the table of known rates, a CPU's if they were measured with so many threads (0: all)."""
+    """Of the device an engine runs on: a GPU's from the table of known rates, a CPU's if they were
+    measured with so many threads (0: all).
+    """
     if target.compute_capability is None:
         return load_peaks(threads)
     found = next(
@@ -71,9 +75,11 @@ def with_limits(
     layers: Mapping[str, LayerTable | None],
     threads: int,
 ) -> Benchmarks:
-    """The same figures with the peaks of their devices, and with what binds each row. `layers` tell, by label, what an engine really runs.
+    """The same figures with the peaks of their devices, and with what binds each row. `layers`
+    tell, by label, what an engine really runs.
 
-    No part of the stage that measures: figures of an earlier run are seen against peaks that were measured since.
+    No part of the stage that measures: figures of an earlier run are seen against peaks that were
+    measured since.
     """
     peaks_by_device = {
         device: peaks_of(target, threads)
@@ -101,7 +107,8 @@ def with_limits(
     )
 
 
-# -- kept ---------------------------------------------------------------------------------------------------------------
+# -- kept
+# ------------------------------------------------------------------------------
 
 
 def peaks_file(threads: int = 0) -> Path:
@@ -128,11 +135,14 @@ def keep_peaks(found: Peaks, threads: int = 0) -> Path:
     return file
 
 
-# -- measured -----------------------------------------------------------------------------------------------------------
+# -- measured
+# ------------------------------------------------------------------------------
 
 
 def measure_peaks(threads: int = 0, progress: Progress = silent) -> Peaks:
-    """The fastest products and copy of this CPU with so many threads (0: all). Takes about 15 s; run it on a quiet host."""
+    """The fastest products and copy of this CPU with so many threads (0: all). Takes about 15 s;
+    run it on a quiet host.
+    """
     threads, load = threads or usable_cores(), os.getloadavg()[0]
     best: dict[Precision, float] = {}
     for product in measure_products(threads, SECONDS, progress):
@@ -147,7 +157,9 @@ def measure_peaks(threads: int = 0, progress: Progress = silent) -> Peaks:
 
 
 def busy_text(load: float, cores: int) -> str:
-    """What a reader of peaks must know of the host while they were measured: nothing if it was quiet."""
+    """What a reader of peaks must know of the host while they were measured: nothing if it was
+    quiet.
+    """
     return f" on a busy host, load {load:.1f}: too low" if load > BUSY_SHARE * cores else ""
 
 
@@ -192,7 +204,9 @@ def _product(recipe: Recipe, size: int, threads: int, seconds: float) -> Product
 
 
 def _engine(recipe: Recipe, size: int, threads: int, folder: Path) -> Engine:
-    """y = x @ w, [size, size] each; for int8 both sides go through Q/DQ, which every library fuses into the product."""
+    """y = x @ w, [size, size] each; for int8 both sides go through Q/DQ, which every library fuses
+    into the product.
+    """
     weights = np.random.default_rng(1).normal(0, 1, (size, size)).astype(np.float32)
     quantised = recipe.precision is Precision.INT8
     nodes, constants = (
@@ -226,7 +240,9 @@ def _engine(recipe: Recipe, size: int, threads: int, folder: Path) -> Engine:
 def _quantised(
     weights: np.ndarray[tuple[int, int], np.dtype[np.float32]],
 ) -> tuple[list[onnx.NodeProto], dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]]]:
-    """u8 activations by s8 weights, as int8 engines of these libraries have it; 7 bits, so that no sum of two products can saturate anywhere."""
+    """u8 activations by s8 weights, as int8 engines of these libraries have it; 7 bits, so that no
+    sum of two products can saturate anywhere.
+    """
     scale = np.abs(weights).max(axis=0) / 63  # [size], per column
     constants = {
         "w": np.round(weights / scale).astype(np.int8),

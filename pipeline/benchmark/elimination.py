@@ -1,9 +1,10 @@
-"""Who stays in a race after a generation, and when the race is over. Pure: what the processes showed in, a decision out.
+"""Who stays in a race after a generation, and when the race is over. Pure: what the processes
+showed in, a decision out.
 
-Every contestant gets one process. Whoever is far behind the best of its kind stops there. The others get
-more processes, until the intervals that the verdict rests on are narrow. An interval is judged by its
-width, never by whether it holds 1: a race that ended as soon as it does not would find differences
-between equal engines.
+Every contestant gets one process. Whoever is far behind the best of its kind stops there. The
+others get more processes, until the intervals that the verdict rests on are narrow. An interval is
+judged by its width, never by whether it holds 1: a race that ended as soon as it does not would
+find differences between equal engines.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """A contestant that is still in the race, with what its processes showed at the shape that decides."""
+    """A contestant that is still in the race, with what its processes showed at the shape that
+    decides.
+    """
 
     label: str
     role: Role
@@ -86,14 +89,18 @@ def stops(runners: Sequence[Runner]) -> list[Stop | None]:
 
 
 def _stop(best: Runner | None, runner: Runner) -> Stop | None:
-    """Why a contestant need not run any more. `best`: of those it is held against, if there are any."""
+    """Why a contestant need not run any more. `best`: of those it is held against, if there are
+    any.
+    """
     if runner.role is Role.SHOWN:
         return Stop(StopReason.SHOWN) if _has_been_shown(runner) else None
     return None if best is None or best is runner else _stop_behind(best, runner)
 
 
 def _has_been_shown(runner: Runner) -> bool:
-    """One process is enough to show where an engine lies; a second one where the first waited for a CPU."""
+    """One process is enough to show where an engine lies; a second one where the first waited for a
+    CPU.
+    """
     waiting = runner.processes.waiting
     return waiting.size > 1 or bool((waiting <= MAX_WAITING).all())
 
@@ -112,13 +119,17 @@ def _stop_behind(best: Runner, other: Runner) -> Stop | None:
 
 
 def _fastest_s(runner: Runner) -> float:
-    """The best that an engine has shown: its fastest process, or of a single process its fastest block."""
+    """The best that an engine has shown: its fastest process, or of a single process its fastest
+    block.
+    """
     several = runner.processes.medians_s.size > 1
     return float(runner.processes.medians_s.min()) if several else runner.fastest_block_s
 
 
 def _typical_s(runner: Runner) -> float:
-    """What an engine usually shows: the middle of its processes, or of a single process its slowest block."""
+    """What an engine usually shows: the middle of its processes, or of a single process its slowest
+    block.
+    """
     return runner.level_s if runner.processes.medians_s.size > 1 else runner.slowest_block_s
 
 

@@ -6,9 +6,10 @@
     per round, in random order: Take  -->  run for one block, then sleep on the pipe again; stop all
     between generations: who is far behind stops, and the race ends once its intervals are narrow
 
-Only the child that has been asked runs; so no two engines share the cores, and what changes on the host meets all of them alike.
-Two processes that run one file can differ for as long as they live (how memory lies, which core a thread got): hence the generations.
-Who stops, and when the race is over, is decided in pipeline/benchmark/elimination.py.
+Only the child that has been asked runs; so no two engines share the cores, and what changes on the
+host meets all of them alike. Two processes that run one file can differ for as long as they live
+(how memory lies, which core a thread got): hence the generations. Who stops, and when the race is
+over, is decided in pipeline/benchmark/elimination.py.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ from pipeline.measurement.measure import (
 if TYPE_CHECKING:  # a contestant's child needs no plan
     from pipeline.plan.schema import BenchmarkConfig
 
-BLOCK_S = 0.5  # the longest block: long enough that what the last child left in the caches no longer matters
+# the longest block: long enough that what the last child left in the caches no longer matters
+BLOCK_S = 0.5
 BLOCKS_PER_PROCESS = 3  # at least: so that one stalled block does not decide what a process showed
 USUAL_PROCESSES = 6  # that share the time to measure and to warm up which the plan gives an engine
 MAX_GENERATIONS = 2 * MAX_PAIRS  # disturbed ones are repeated, but not for ever
@@ -111,7 +113,9 @@ class Block:
     compute_s: tuple[float, ...]
     download_s: tuple[float, ...]
     peak_memory_bytes: int
-    waiting: float = 0.0  # share of the whole runs' time in which the child was kept from a CPU, if the median can show it
+    # share of the whole runs' time in which the child was kept from a CPU, if the median can show
+    # it
+    waiting: float = 0.0
 
 
 class Peer(Protocol):
@@ -179,7 +183,8 @@ class Contestant:
         return Runner(label, self.role, processes, min(block_medians_s), max(block_medians_s))
 
 
-# -- the race, in the parent -------------------------------------------------------------------------------------------
+# -- the race, in the parent
+# ------------------------------------------------------------------------------
 
 
 def race(
@@ -193,8 +198,8 @@ def race(
 ) -> list[Contestant]:
     """Run generation after generation until the race is decided, or its time is over.
 
-    A contestant that fails leaves the race; its place in the list stays. Each generation has a child
-    for every contestant that is still in the race.
+    A contestant that fails leaves the race; its place in the list stays. Each generation has a
+    child for every contestant that is still in the race.
     """
     contestants = [
         Contestant(entry.engine, entry.role, [[] for _ in workloads], [[] for _ in workloads])
@@ -233,7 +238,8 @@ class Race:
     def goes_on(self) -> bool:
         """Whether there is another generation.
 
-        The fewest that an interval needs may take twice the budget: a race without them says nothing.
+        The fewest that an interval needs may take twice the budget: a race without them says
+        nothing.
         """
         if not self.racing() or self.generation >= MAX_GENERATIONS:
             return False
@@ -264,9 +270,11 @@ class Race:
         return max(BLOCKS_PER_PROCESS, round(self.options.duration_s / USUAL_PROCESSES / BLOCK_S))
 
     def load(self, stack: ExitStack) -> None:
-        """Start a child for each that is still in the race, and wait until all are loaded; `stack` stops them.
+        """Start a child for each that is still in the race, and wait until all are loaded; `stack`
+        stops them.
 
-        As many at once as there are cores: loading is work too, and memory peaks while it lasts. Who took longest the last time begins.
+        As many at once as there are cores: loading is work too, and memory peaks while it lasts.
+        Who took longest the last time begins.
         """
         waiting = sorted(self._in_random_order(), key=lambda contestant: contestant.loading_s)
         loading: list[Contestant] = []
@@ -283,7 +291,8 @@ class Race:
     def measure(self) -> None:
         """Every shape: all warm up, then run their rounds.
 
-        The times that the plan gives an engine to warm up and to measure are shared by its usual processes.
+        The times that the plan gives an engine to warm up and to measure are shared by its usual
+        processes.
         """
         rounds, options = self.rounds(), self.options
         warm = WarmUpOptions(
@@ -324,7 +333,9 @@ class Race:
 
 
 def _first_to_answer(contestants: Sequence[Contestant]) -> Contestant:
-    """Of those that are loading, one that has loaded or has left the race; the first if none does within PATIENCE_S."""
+    """Of those that are loading, one that has loaded or has left the race; the first if none does
+    within PATIENCE_S.
+    """
     end = monotonic() + PATIENCE_S
     asked = (
         each
@@ -348,7 +359,8 @@ def _answer(contestant: Contestant, message: object | None) -> Any:
     return None
 
 
-# -- one contestant, in its child --------------------------------------------------------------------------------------
+# -- one contestant, in its child
+# ------------------------------------------------------------------------------
 
 
 def contend(channel: Channel, engine: Engine, workloads: Sequence[Workload]) -> None:
@@ -385,7 +397,9 @@ def take_block(
     cpu: Callable[[], CpuClock] = cpu_clock,
     enough_runs: int | None = None,
 ) -> Block:
-    """One turn: a short warm-up, whole runs on the host's clock, then the phases of further runs on the session's own timer."""
+    """One turn: a short warm-up, whole runs on the host's clock, then the phases of further runs on
+    the session's own timer.
+    """
     run = partial(run_session, session, feeds)
     rewarm = measure_block(run, clock, seconds * REWARM_SHARE, enough_runs=enough_runs)
     before = cpu()
@@ -419,7 +433,9 @@ class _Phases:
 
 
 def _phases(session: Session, feeds: Tensors, seconds: float, clock: Clock) -> _Phases:
-    """Times of upload, compute and download in runs of their own: on a GPU, telling them apart costs time that whole runs do not take."""
+    """Times of upload, compute and download in runs of their own: on a GPU, telling them apart
+    costs time that whole runs do not take.
+    """
     times = _Phases()
     whole, *timers = (session.timer() for _ in range(4))
 

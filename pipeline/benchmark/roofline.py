@@ -1,8 +1,9 @@
 """What binds a measured row: arithmetic, memory, overhead or copies; and the one next step. Pure.
 
-Two times that no engine can beat are compared with the time that computing took: the graph's FLOPs at the peak of the precision that ran, and
-its bytes at the peak of the memory. Bytes are those of the graph as given, each node reading and writing its own, scaled to that precision's
-width: an engine that fuses moves less, so the second time is an upper estimate.
+Two times that no engine can beat are compared with the time that computing took: the graph's FLOPs
+at the peak of the precision that ran, and its bytes at the peak of the memory. Bytes are those of
+the graph as given, each node reading and writing its own, scaled to that precision's width: an
+engine that fuses moves less, so the second time is an upper estimate.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pipeline.results.report import BenchmarkReport, Bound, LatencyRow
 DOMINANT = 0.5  # share of a time at which its part is what binds
 ABOVE_PEAK = 1.1  # times the peak: more than the noise of measuring one
 FAR = 4.0  # times both limits: neither arithmetic nor memory explains the time
-TINY_S = 200e-6  # work that would be done this fast: starting kernels and handing work to threads takes as long
+# work that would be done this fast: starting kernels and handing work to threads takes as long
+TINY_S = 200e-6
 ITEM_BYTES = {
     Precision.FP32: 4,
     Precision.TF32: 4,
@@ -25,7 +27,10 @@ ITEM_BYTES = {
     Precision.FP8: 1,
     Precision.INT4: 0.5,
 }
-MEASURE_CPU = "measure them once: `crucible doctor --measure`, with --threads where the plan sets benchmark.threads"
+MEASURE_CPU = (
+    "measure them once: `crucible doctor --measure`, with --threads where the plan sets"
+    " benchmark.threads"
+)
 MEASURE_GPU = "compare by hand with what `python benchmarks/peak.py --gpu` measures on it"
 NARROWER = {
     Precision.FP32: "fp16 or int8",
@@ -44,7 +49,9 @@ NARROWER_ON_CPU = {
 def with_bounds(
     report: BenchmarkReport, precision: Precision, peaks: Peaks | None
 ) -> BenchmarkReport:
-    """The report with what binds each of its rows; `precision` is what the heavy layers ran in, `peaks` those of its device."""
+    """The report with what binds each of its rows; `precision` is what the heavy layers ran in,
+    `peaks` those of its device.
+    """
     rows = tuple(
         row.model_copy(update={"bound": bound_of(row, precision, peaks)}) for row in report.rows
     )
@@ -52,7 +59,9 @@ def with_bounds(
 
 
 def bound_of(row: LatencyRow, precision: Precision, peaks: Peaks | None) -> Bound:
-    """What binds one row. Copies and the host's own part need no peak to be told; the rest is unknown without one."""
+    """What binds one row. Copies and the host's own part need no peak to be told; the rest is
+    unknown without one.
+    """
     kind, why, next_step = _moving(row) or _computing(row, precision, peaks)
     width = ITEM_BYTES[precision] / ITEM_BYTES[Precision.FP32]
     flops_peak, bytes_peak = (
@@ -62,12 +71,12 @@ def bound_of(row: LatencyRow, precision: Precision, peaks: Peaks | None) -> Boun
         {
             "kind": kind,
             "precision": precision,
-            "share_of_peak_flops": row.flops_per_s / flops_peak
-            if row.flops_per_s and flops_peak
-            else None,
-            "share_of_peak_bytes": row.bytes_per_s * width / bytes_peak
-            if row.bytes_per_s and bytes_peak
-            else None,
+            "share_of_peak_flops": (
+                row.flops_per_s / flops_peak if row.flops_per_s and flops_peak else None
+            ),
+            "share_of_peak_bytes": (
+                row.bytes_per_s * width / bytes_peak if row.bytes_per_s and bytes_peak else None
+            ),
             "why": why,
             "next_step": next_step,
         }
@@ -79,11 +88,17 @@ def _moving(row: LatencyRow) -> tuple[str, str, str] | None:
     whole_s = row.end_to_end.median_s
     copies_s, compute_s = row.upload.median_s + row.download.median_s, row.compute.median_s
     if copies_s > DOMINANT * (copies_s + compute_s):
-        why = f"copying to and from the device takes {time_text(copies_s)}, computing {time_text(compute_s)}"
+        why = (
+            f"copying to and from the device takes {time_text(copies_s)}, computing"
+            f" {time_text(compute_s)}"
+        )
         return (
             "copies",
             why,
-            "keep inputs on the device (DLPack), or give the model a narrower input type such as uint8",
+            (
+                "keep inputs on the device (DLPack), or give the model a narrower input type such"
+                " as uint8"
+            ),
         )
     host_s = whole_s - copies_s - compute_s
     if host_s > DOMINANT * whole_s:
@@ -128,17 +143,25 @@ def _computing(row: LatencyRow, precision: Precision, peaks: Peaks | None) -> tu
         / ITEM_BYTES[Precision.FP32]
         / peaks.bytes_per_s
     )
-    limits = f"its arithmetic {time_text(arithmetic_s)} ({precision}), its data {time_text(memory_s)} if nothing is fused"
+    limits = (
+        f"its arithmetic {time_text(arithmetic_s)} ({precision}), its data {time_text(memory_s)} if"
+        " nothing is fused"
+    )
     why = f"computing takes {time_text(compute_s)}; at the device's peak {limits}"
     nearest_s = max(arithmetic_s, memory_s)
     if arithmetic_s > ABOVE_PEAK * compute_s:
-        told = f"{why}: no device is faster than its peak, so the peak was measured on a busy host, or kernels save multiplications (Winograd)"
+        told = (
+            f"{why}: no device is faster than its peak, so the peak was measured on a busy host, or"
+            " kernels save multiplications (Winograd)"
+        )
         return (
             "unknown",
             told,
-            "look at the slowest layers"
-            if on_gpu
-            else "measure the peaks again on a quiet host: `crucible doctor --measure`",
+            (
+                "look at the slowest layers"
+                if on_gpu
+                else "measure the peaks again on a quiet host: `crucible doctor --measure`"
+            ),
         )
     if arithmetic_s >= DOMINANT * compute_s:
         return "compute", why, _less_arithmetic(precision, on_gpu)
@@ -153,12 +176,18 @@ def _computing(row: LatencyRow, precision: Precision, peaks: Peaks | None) -> tu
         return (
             "bandwidth",
             why,
-            f"move less: {_narrower(precision, on_gpu)}a larger batch, which reads the weights once for all rows",
+            (
+                f"move less: {_narrower(precision, on_gpu)}a larger batch, which reads the weights"
+                " once for all rows"
+            ),
         )
     return (
         "compute",
         why,
-        "look at the slowest layers (`What really ran` in the report): their kernels reach less than half of the peak",
+        (
+            "look at the slowest layers (`What really ran` in the report): their kernels reach less"
+            " than half of the peak"
+        ),
     )
 
 
@@ -167,7 +196,9 @@ def _less_arithmetic(precision: Precision, on_gpu: bool) -> str:
     return (
         f"{narrower}a smaller model"
         if narrower
-        else "a smaller model: this precision is the narrowest, and over half of its peak is reached"
+        else (
+            "a smaller model: this precision is the narrowest, and over half of its peak is reached"
+        )
     )
 
 
@@ -178,9 +209,15 @@ def _narrower(precision: Precision, on_gpu: bool) -> str:
 
 def _less_overhead(nearest_s: float, on_gpu: bool) -> str:
     if nearest_s > TINY_S:
-        return "look at the slowest layers (`What really ran` in the report): no kernel should be this far from both limits"
+        return (
+            "look at the slowest layers (`What really ran` in the report): no kernel should be this"
+            " far from both limits"
+        )
     if on_gpu:
         return (
             "give it more work at once: a larger batch, and a CUDA graph where the engine has none"
         )
-    return "give it more work at once, a larger batch; or fewer threads (benchmark.threads), which then wait less for each other"
+    return (
+        "give it more work at once, a larger batch; or fewer threads (benchmark.threads), which"
+        " then wait less for each other"
+    )

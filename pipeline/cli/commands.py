@@ -1,4 +1,5 @@
-"""The pipeline's commands. Each is a short script over the pipeline; terminal.py prints the results.
+"""The pipeline's commands. Each is a short script over the pipeline; terminal.py prints the
+results.
 
 Progress goes to stderr, results to stdout.
 """
@@ -50,9 +51,11 @@ def compile_(
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compile a model: try candidates, prove their accuracy, measure them against today's baseline, and keep the best.
+    """Compile a model: try candidates, prove their accuracy, measure them against today's baseline,
+    and keep the best.
 
-    Ends with a table, the verdict, the path of the HTML report and, as the last line, one JSON document.
+    Ends with a table, the verdict, the path of the HTML report and, as the last line, one JSON
+    document.
     """
     from pipeline.compiler.compile import compile_plan, publish_report
 
@@ -88,7 +91,9 @@ def exit_code(verdict: Verdict) -> int:
 
 @app.command()
 def validate(result: ResultArgument, overrides: SetOption, as_json: JsonOption = False) -> None:
-    """Check a compiled engine again, on the validation set of its plan or on another: --set data.validation=NEW.npz."""
+    """Check a compiled engine again, on the validation set of its plan or on another: --set
+    data.validation=NEW.npz.
+    """
     from pipeline.compiler.remeasure import validate_again
     from pipeline.report.render import load_report
 
@@ -130,10 +135,12 @@ def bench(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure a compiled engine again beside its baseline: --set benchmark.duration_s=10 --set 'benchmark.sizes=[{batch: 1}]'.
+    """Measure a compiled engine again beside its baseline: --set benchmark.duration_s=10 --set
+    'benchmark.sizes=[{batch: 1}]'.
 
-    Prints a summary of every shape with warnings, as trtexec does; with --batch, the throughput of each batch instead.
-    Where the compile's host was too busy to tell how fast the engine is, and this run can tell, the report in DIR is completed.
+    Prints a summary of every shape with warnings, as trtexec does; with --batch, the throughput of
+    each batch instead. Where the compile's host was too busy to tell how fast the engine is, and
+    this run can tell, the report in DIR is completed.
     """
     from pipeline.report.render import load_report
 
@@ -285,7 +292,9 @@ def inspect(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what is in a model or an engine; with --backend, every node that the backend cannot run, before any build."""
+    """Show what is in a model or an engine; with --backend, every node that the backend cannot run,
+    before any build.
+    """
     from pipeline.cli.inspect import (
         engine_lines,
         model_lines,
@@ -336,7 +345,9 @@ def write_onnx(
     ] = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the model of a plan as ONNX, checked and simplified as `crucible compile` does it: what `crucible lint` and other tools take."""
+    """Write the model of a plan as ONNX, checked and simplified as `crucible compile` does it: what
+    `crucible lint` and other tools take.
+    """
     from pipeline.cli.inspect import model_lines
     from pipeline.compiler.compile import export_plan
 
@@ -384,7 +395,9 @@ def lint(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say which Q/DQ pairs of a quantised model keep a backend from running it in 8 bits or cost accuracy; --fix mends what it can."""
+    """Say which Q/DQ pairs of a quantised model keep a backend from running it in 8 bits or cost
+    accuracy; --fix mends what it can.
+    """
     from pipeline.cli import lint as linting
 
     found = linting.findings_of(model, backend)
@@ -437,7 +450,9 @@ def doctor(
     ] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what this host can build and run, with versions and CPU flags, and what to install for the rest."""
+    """Say what this host can build and run, with versions and CPU flags, and what to install for
+    the rest.
+    """
     from pipeline.benchmark.cpu_peaks import keep_peaks, measure_peaks
     from pipeline.cli.doctor import examine, lines
 

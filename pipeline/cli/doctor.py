@@ -69,7 +69,9 @@ class CpuCheck(Frozen):
 
 
 class Doctor(Frozen):
-    """The whole examination. `problems` is empty on a healthy host; a backend that is not installed is no problem."""
+    """The whole examination. `problems` is empty on a healthy host; a backend that is not installed
+    is no problem.
+    """
 
     environment: Environment
     cpu: CpuCheck
@@ -85,7 +87,9 @@ class Doctor(Frozen):
 
 
 def examine(store: Path) -> Doctor:
-    """Look at this host, and at the disk of the store; loads no heavy library, makes no CUDA context and writes nothing."""
+    """Look at this host, and at the disk of the store; loads no heavy library, makes no CUDA
+    context and writes nothing.
+    """
     host, gpus, onnxruntimes = (
         environment(),
         with_hardware(find_gpus()),
@@ -117,9 +121,11 @@ def lines(found: Doctor) -> tuple[str, ...]:
         ("bf16 on the CPU", found.cpu.bf16),
         (
             "CPU peak",
-            peaks_text(found.cpu_peaks)
-            if found.cpu_peaks
-            else "not measured: crucible doctor --measure",
+            (
+                peaks_text(found.cpu_peaks)
+                if found.cpu_peaks
+                else "not measured: crucible doctor --measure"
+            ),
         ),
         *((("AMX", found.cpu.amx),) if found.cpu.amx else ()),
         *(_gpu_lines(found.gpus) if found.gpus else [("GPU", f"none: {found.no_gpu}")]),
@@ -142,14 +148,21 @@ def _gpu_lines(checks: tuple[GpuCheck, ...]) -> Iterable[tuple[str, str]]:
         memory = f", {gpu.memory_bytes / 2**30:.1f} GiB" if gpu.memory_bytes else ""
         yield (
             "GPU",
-            f"{times}{gpu.name} (compute capability {gpu.compute_capability}, driver {gpu.driver}{memory})",
+            (
+                f"{times}{gpu.name} (compute capability {gpu.compute_capability}, driver"
+                f" {gpu.driver}{memory})"
+            ),
         )
         yield "", f"peak: {_peak_text(gpu, check.peaks)}"
         for table in check.tensorrt:
             able = ", ".join(feature.name for feature in table.features if feature.available)
             yield (
                 "",
-                f"TensorRT {table.version}{'' if table.installed else ', if it were installed'}: {able or 'nothing'}",
+                (
+                    "TensorRT"
+                    f" {table.version}{'' if table.installed else ', if it were installed'}:"
+                    f" {able or 'nothing'}"
+                ),
             )
             for reason in dict.fromkeys(
                 feature.why_not for feature in table.features if not feature.available
@@ -187,7 +200,9 @@ def _backend_lines(check: BackendCheck) -> Iterable[tuple[str, str]]:
 
 
 def check_backend(name: str, gpus: Gpus) -> BackendCheck:
-    """Whether a backend builds and runs here. All of them run what they build, but for TensorRT-RTX, which builds for other hosts."""
+    """Whether a backend builds and runs here. All of them run what they build, but for
+    TensorRT-RTX, which builds for other hosts.
+    """
     backend = backends.backend(name)
     try:
         target = backend.probe()
@@ -244,7 +259,9 @@ def installed_tensorrt() -> str:
 
 
 def feature_tables(capability: str, installed: str) -> tuple[FeatureTable, ...]:
-    """What the installed TensorRT can do on this generation, or what typical versions could where none is installed ("")."""
+    """What the installed TensorRT can do on this generation, or what typical versions could where
+    none is installed ("").
+    """
     if installed:
         return (
             FeatureTable(
@@ -264,7 +281,9 @@ def feature_tables(capability: str, installed: str) -> tuple[FeatureTable, ...]:
 
 
 def check_cpu(flags: Iterable[str], tiles: bool = True) -> CpuCheck:
-    """What int8 and bf16 run on, from the CPU's flags; `tiles`: whether CPUID describes AMX's tiles."""
+    """What int8 and bf16 run on, from the CPU's flags; `tiles`: whether CPUID describes AMX's
+    tiles.
+    """
     present = set(flags)
     hidden = (
         "the flags show it, but this (virtual) machine hides its tiles: OpenVINO runs without it"
@@ -274,21 +293,28 @@ def check_cpu(flags: Iterable[str], tiles: bool = True) -> CpuCheck:
     if vnni := sorted(VNNI_FLAGS & present):
         int8 = f"native ({', '.join(vnni)}): 8-bit weights"
     elif "avx2" in present:
-        int8 = "AVX2 only: 8-bit dot products can saturate, so weights get 7 bits (chosen by itself); expect about half of VNNI's gain"
+        int8 = (
+            "AVX2 only: 8-bit dot products can saturate, so weights get 7 bits (chosen by itself);"
+            " expect about half of VNNI's gain"
+        )
     else:
         int8 = "no dot-product instructions known: int8 may be slower than fp32"
     native = sorted(BF16_FLAGS & present)
     return CpuCheck(
         int8=int8,
-        bf16=f"native ({', '.join(native)})"
-        if native
-        else "emulated: slower than fp32, not tried by default",
+        bf16=(
+            f"native ({', '.join(native)})"
+            if native
+            else "emulated: slower than fp32, not tried by default"
+        ),
         amx=hidden,
     )
 
 
 def onnxruntime_distributions() -> tuple[str, ...]:
-    """Name and version of every installed distribution that provides the module `onnxruntime`: two overwrite each other's files."""
+    """Name and version of every installed distribution that provides the module `onnxruntime`: two
+    overwrite each other's files.
+    """
     names = set(importlib.metadata.packages_distributions().get("onnxruntime", ()))
     return tuple(f"{name} {importlib.metadata.version(name)}" for name in sorted(names))
 
@@ -299,9 +325,15 @@ def find_problems(onnxruntimes: tuple[str, ...], store: Path, free: int) -> Iter
         yield "onnxruntime is not installed: pip install onnxruntime"
     if len(onnxruntimes) > 1:
         names = ", ".join(onnxruntimes)
-        yield f"expected one distribution of onnxruntime, found {names}: they overwrite each other; uninstall all, then install one again"
+        yield (
+            f"expected one distribution of onnxruntime, found {names}: they overwrite each other;"
+            " uninstall all, then install one again"
+        )
     if free < LOW_DISK_BYTES:
-        yield f"only {free / 2**30:.1f} GiB free for the store at '{store}': free some space, or set CRUCIBLE_HOME to a larger disk"
+        yield (
+            f"only {free / 2**30:.1f} GiB free for the store at '{store}': free some space, or set"
+            " CRUCIBLE_HOME to a larger disk"
+        )
 
 
 def free_bytes(folder: Path) -> int:

@@ -23,14 +23,18 @@ def read_model(path: Path) -> OnnxModel:
 
 
 def refusals_of(path: Path, backend: str, plugins: Sequence[Path] = ()) -> tuple[Refusal, ...]:
-    """Every node of an ONNX file that a backend cannot run, found in a child: its library may crash on a strange model."""
+    """Every node of an ONNX file that a backend cannot run, found in a child: its library may crash
+    on a strange model.
+    """
     model, libraries = read_model(path), plugin_libraries(plugins, backend)
     backends.backend(backend).probe()  # its absence is said before anything is started
     return call_in_child(find_unsupported, model, backend, libraries, name=f"inspect {path.name}")
 
 
 def plugin_libraries(plugins: Sequence[Path], backend: str | None) -> tuple[Path, ...]:
-    """The plugin libraries by their full paths: a bare name would be looked for elsewhere. PlanError for a backend without, or for a missing file."""
+    """The plugin libraries by their full paths: a bare name would be looked for elsewhere.
+    PlanError for a backend without, or for a missing file.
+    """
     if plugins and backend != "tensorrt":
         raise PlanError(
             "only TensorRT loads plugin libraries",
@@ -56,7 +60,10 @@ def model_lines(path: Path) -> list[str]:
     operators = graph.operator_histogram(path)
     counts = ", ".join(f"{name} {count}" for name, count in operators.items())
     return [
-        f"[bold]{escape(str(path))}[/]  opset {model.opset}, {graph.file_size(path) / 1e6:.1f} MB, sha256 {model.digest[:16]}",
+        (
+            f"[bold]{escape(str(path))}[/]  opset {model.opset}, {graph.file_size(path) / 1e6:.1f}"
+            f" MB, sha256 {model.digest[:16]}"
+        ),
         *_spec_lines("input", model.inputs),
         *_spec_lines("output", model.outputs),
         f"operators ({sum(operators.values())} nodes): {counts}",
@@ -65,7 +72,9 @@ def model_lines(path: Path) -> list[str]:
 
 
 def quantised_lines(path: Path, backend: str | None = None) -> list[str]:
-    """Of a model that brings its own Q/DQ: how much is quantised, and what `crucible lint` finds for one backend or for all; nothing of another."""
+    """Of a model that brings its own Q/DQ: how much is quantised, and what `crucible lint` finds
+    for one backend or for all; nothing of another.
+    """
     proto = graph.read_proto(path)
     given = given_precision(proto.graph)
     if given is None or backend not in (None, *EVERYWHERE):
@@ -82,7 +91,10 @@ def engine_lines(engine: Engine) -> list[str]:
     """An engine on one screen."""
     target = engine.target
     return [
-        f"[bold]{engine.recipe.label}[/]  {engine.size_bytes / 1e6:.1f} MB, sha256 {engine.digest[:16]}",
+        (
+            f"[bold]{engine.recipe.label}[/]  {engine.size_bytes / 1e6:.1f} MB, sha256"
+            f" {engine.digest[:16]}"
+        ),
         f"built for: {target.backend} {target.version} on {target.device} {_generation(target)}",
         *_spec_lines("input", engine.inputs),
         *_spec_lines("output", engine.outputs),
@@ -115,7 +127,8 @@ def _ranges(profile: Profile) -> str:
 def _spec_lines(role: str, specs: tuple[TensorSpec, ...]) -> list[str]:
     return [
         escape(
-            f"{role} {spec.name}: {spec.dtype} [{', '.join(str(dim) for dim in spec.shape)}] {spec.kind}"
+            f"{role} {spec.name}: {spec.dtype} [{', '.join(str(dim) for dim in spec.shape)}]"
+            f" {spec.kind}"
         )
         for spec in specs
     ]

@@ -1,4 +1,6 @@
-"""`crucible lint`: the findings on a quantised model, a file with what can be mended exactly, and what that gains, measured here."""
+"""`crucible lint`: the findings on a quantised model, a file with what can be mended exactly, and
+what that gains, measured here.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ ALL = "all fixes"
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A mended file: how often each rule's fix was applied, and the largest difference of its outputs, in units of their largest magnitude."""
+    """A mended file: how often each rule's fix was applied, and the largest difference of its
+    outputs, in units of their largest magnitude.
+    """
 
     path: Path
     applied: Counter[str]
@@ -46,7 +50,9 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What one rule's fix, or all of them, gain: median of the model as given over that of the mended one."""
+    """What one rule's fix, or all of them, gain: median of the model as given over that of the
+    mended one.
+    """
 
     what: str
     ratio: Interval | None
@@ -57,7 +63,10 @@ def read_named(path: Path) -> onnx.ModelProto:
     """An ONNX file, flat, every node with a name; ModelError if it holds no Q/DQ of activations."""
     proto = flatten(graph.read_proto(path))
     if given_precision(proto.graph) is None:
-        said = f"'{path}' quantises no activation: lint looks at models that hold QuantizeLinear and DequantizeLinear already"
+        said = (
+            f"'{path}' quantises no activation: lint looks at models that hold QuantizeLinear and"
+            " DequantizeLinear already"
+        )
         raise ModelError(
             said, "to quantise a plain model, give `crucible compile` calibration data"
         )
@@ -75,7 +84,9 @@ def findings_of(path: Path, backend: str | None) -> dict[str, tuple[Finding, ...
 
 
 def fix_model(path: Path, out: Path, backend: str, profiles: tuple[Profile, ...]) -> Fixed:
-    """Write the mended model to `out`, run before and after at all sizes of the profiles; ModelError, and no file, if an answer moves."""
+    """Write the mended model to `out`, run before and after at all sizes of the profiles;
+    ModelError, and no file, if an answer moves.
+    """
     if out.resolve() == path.resolve():
         raise PlanError(f"--fix would overwrite '{path}'", "name another file")
     proto = read_named(path)
@@ -87,13 +98,16 @@ def fix_model(path: Path, out: Path, backend: str, profiles: tuple[Profile, ...]
     if difference > QUANTISED_TOLERANCE:
         out.unlink()
         raise InternalError(
-            f"the mended model's answers differ by {difference:.3g} of the largest magnitude after {dict(applied)}"
+            f"the mended model's answers differ by {difference:.3g} of the largest magnitude after"
+            f" {dict(applied)}"
         )
     return Fixed(out, applied, difference)
 
 
 def largest_difference(model: OnnxModel, after: Path, profiles: tuple[Profile, ...]) -> float:
-    """Over all outputs and generated inputs, in units of an output's largest magnitude; ONNX Runtime without optimisations."""
+    """Over all outputs and generated inputs, in units of an output's largest magnitude; ONNX
+    Runtime without optimisations.
+    """
     runs = open_reference(model.path), open_reference(after)
     worst = 0.0
     for feeds in feeds_of(model, profiles, ()):
@@ -105,7 +119,9 @@ def largest_difference(model: OnnxModel, after: Path, profiles: tuple[Profile, .
 
 
 def measure_fixes(plan: Plan, backend: str, folder: Path, runner: Runner) -> tuple[Gain, ...]:
-    """The model as given beside the same with each rule mended alone and with all of them, in one interleaved run on this host."""
+    """The model as given beside the same with each rule mended alone and with all of them, in one
+    interleaved run on this host.
+    """
     job = open_job(plan, runner)
     assert job.source.path is not None
     if job.given is None:
@@ -179,7 +195,8 @@ def fixed_lines(fixed: Fixed) -> list[str]:
     """What was mended, and how the answers compare."""
     if not fixed.applied:
         return [
-            f"nothing can be mended without changing the arithmetic; '{fixed.path}' is the model as it was"
+            f"nothing can be mended without changing the arithmetic; '{fixed.path}' is the model as"
+            " it was"
         ]
     same = (
         "equal bit by bit"
@@ -195,7 +212,8 @@ def gain_lines(gains: tuple[Gain, ...], findings: tuple[Finding, ...]) -> list[s
     lines = []
     for gain in gains:
         interval = (
-            f"{gain.ratio.value:.3f} times as fast (95 % {gain.ratio.low:.3f} to {gain.ratio.high:.3f})"
+            f"{gain.ratio.value:.3f} times as fast (95 % {gain.ratio.low:.3f} to"
+            f" {gain.ratio.high:.3f})"
             if gain.ratio
             else gain.failure
         )
@@ -203,7 +221,8 @@ def gain_lines(gains: tuple[Gain, ...], findings: tuple[Finding, ...]) -> list[s
     rest = dict.fromkeys(finding.rule for finding in findings if not finding.fixable)
     lines += (
         [
-            f"not measured: {', '.join(rest)}: mending them changes the arithmetic, so there is no model to compare with"
+            f"not measured: {', '.join(rest)}: mending them changes the arithmetic, so there is no"
+            " model to compare with"
         ]
         if rest
         else []

@@ -42,7 +42,10 @@ PluginOption = Annotated[
     typer.Option(
         "--plugin",
         metavar="LIB",
-        help="With --backend tensorrt: load this plugin library first, as `tensorrt.plugins` of a plan does. Repeatable.",
+        help=(
+            "With --backend tensorrt: load this plugin library first, as `tensorrt.plugins` of a"
+            " plan does. Repeatable."
+        ),
         default_factory=list,
         show_default=False,
     ),

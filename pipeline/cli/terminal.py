@@ -1,4 +1,6 @@
-"""What people see in a terminal: progress of stages on stderr, tables on stdout. Quiet and plain where there is no terminal."""
+"""What people see in a terminal: progress of stages on stderr, tables on stdout. Quiet and plain
+where there is no terminal.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ class _Console(Console):
 
 
 def console(stderr: bool = False) -> Console:
-    """A console as wide as the terminal; wide enough for a table of candidates where there is none."""
+    """A console as wide as the terminal; wide enough for a table of candidates where there is
+    none.
+    """
     found = _Console(stderr=stderr, emoji=False)  # `metric:a:b` is a name
     return (
         found
@@ -81,9 +85,11 @@ def console(stderr: bool = False) -> Console:
 
 
 class StageProgress:
-    """Shows stages as they run: bars with elapsed and expected time on a terminal; elsewhere one line per finished stage.
+    """Shows stages as they run: bars with elapsed and expected time on a terminal; elsewhere one
+    line per finished stage.
 
-    There, a stage that takes long also says every `every_s` that it is alive, even while its library is silent.
+    There, a stage that takes long also says every `every_s` that it is alive, even while its
+    library is silent.
     """
 
     def __init__(
@@ -200,7 +206,9 @@ class _Expected(ProgressColumn):
 
 
 def expectation(elapsed_s: float, estimate_s: float | None) -> str:
-    """`about 40 s left`, or `usually 68 s` of a stage that takes longer this time; empty where nothing is known, or it takes no time."""
+    """`about 40 s left`, or `usually 68 s` of a stage that takes longer this time; empty where
+    nothing is known, or it takes no time.
+    """
     if estimate_s is None or estimate_s < WORTH_SAYING_S:
         return ""
     left_s = estimate_s - elapsed_s
@@ -224,7 +232,9 @@ def _line(name: str, event: StageEvent) -> str:
 
 
 def print_compiled(console: Console, report: Report, html_file: Path) -> None:
-    """What `crucible compile` ends with: its candidates, what held each, the verdict, and where the whole report is."""
+    """What `crucible compile` ends with: its candidates, what held each, the verdict, and where the
+    whole report is.
+    """
     console.print(candidate_table(report))
     for line in stopped_lines(report):
         console.print(line, highlight=False, soft_wrap=True)
@@ -325,9 +335,11 @@ def ablation_table(found: Ablation) -> Table:
 
 
 def ran_text(table: LayerTable, kept: Sequence[KeptNode] = ()) -> str:
-    """`int8 43 %, fp16 11 %`: the precisions that take a good part of the time; what moves data is in the report.
+    """`int8 43 %, fp16 11 %`: the precisions that take a good part of the time; what moves data is
+    in the report.
 
-    Where the conversion left nodes in fp32, what they take is told too: `fp16 90 %, nodes in fp32 4.0 %`.
+    Where the conversion left nodes in fp32, what they take is told too: `fp16 90 %, nodes in fp32
+    4.0 %`.
     """
     shares = [
         (name, share)
@@ -384,9 +396,11 @@ def benchmark_table(reports: list[BenchmarkReport]) -> Table:
         for row in report.rows:
             sizes = ", ".join(f"{name} {size}" for name, size in row.sizes.items())
             tail = [
-                "-"
-                if (value := row.end_to_end.percentile_or_absent(percent)) is None
-                else duration(value)
+                (
+                    "-"
+                    if (value := row.end_to_end.percentile_or_absent(percent)) is None
+                    else duration(value)
+                )
                 for percent in (90, 99)
             ]
             table.add_row(
@@ -401,7 +415,9 @@ def benchmark_table(reports: list[BenchmarkReport]) -> Table:
 
 
 def print_limits(console: Console, rows: Sequence[tuple[str, LatencyRow]]) -> None:
-    """The table of limits; where nothing binds any row that is known, as before a CPU's peaks were measured, its rates and one line."""
+    """The table of limits; where nothing binds any row that is known, as before a CPU's peaks were
+    measured, its rates and one line.
+    """
     bounds = [row.bound for _, row in rows if row.bound]
     if not bounds:
         return
@@ -478,7 +494,9 @@ def summary_table(found: Summary) -> Table:
 
 
 def summary_notes(found: Summary, row: LatencyRow, run: Benchmarks) -> list[str]:
-    """What stands under the table of times, for a rich console: sums, what binds the row, the GPU, warnings."""
+    """What stands under the table of times, for a rich console: sums, what binds the row, the GPU,
+    warnings.
+    """
     lines = [
         escape(line)
         for line in (
@@ -517,13 +535,15 @@ def sweep_table(sweep: Sweep) -> Table:
 def validation_lines(report: ValidationReport) -> list[str]:
     """One engine's accuracy on one set, for a rich console."""
     lines = [
-        f"{escape(output.output)}: max {output.max_abs:.3g}, mean {output.mean_abs:.3g}, cosine {output.cosine:.6f}, SNR {output.snr_db:.1f} dB"
+        f"{escape(output.output)}: max {output.max_abs:.3g}, mean {output.mean_abs:.3g}, cosine"
+        f" {output.cosine:.6f}, SNR {output.snr_db:.1f} dB"
         for output in report.outputs
     ]
     if (metric := report.metric) is not None:
         interval = f"{metric.interval.low:+.4f} to {metric.interval.high:+.4f}"
         lines.append(
-            f"{escape(metric.name)}: {metric.candidate:.4f}, reference {metric.reference:.4f}, drop {metric.drop:+.4f} (95 % {interval})"
+            f"{escape(metric.name)}: {metric.candidate:.4f}, reference {metric.reference:.4f}, drop"
+            f" {metric.drop:+.4f} (95 % {interval})"
         )
     on = f"on {report.samples} {report.role} samples"
     if report.sizes:
@@ -533,9 +553,11 @@ def validation_lines(report: ValidationReport) -> list[str]:
         )
     return [
         *lines,
-        f"[bold green]passed[/] {on}"
-        if report.passed
-        else f"[bold red]failed[/] {on}: " + escape("; ".join(report.failures)),
+        (
+            f"[bold green]passed[/] {on}"
+            if report.passed
+            else f"[bold red]failed[/] {on}: " + escape("; ".join(report.failures))
+        ),
     ]
 
 

@@ -1,6 +1,8 @@
-"""What each switch of the placement does: the best int8 candidate again, with one switch reversed each time. Pure.
+"""What each switch of the placement does: the best int8 candidate again, with one switch reversed
+each time. Pure.
 
-A reversed recipe is a candidate like any other: it is built, checked and measured in the same run, and it may win.
+A reversed recipe is a candidate like any other: it is built, checked and measured in the same run,
+and it may win.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from pipeline.results.report import Ablation, AblationRow, Candidate
 
 ABLATED = "ablated"
 SWITCHES = ("first_layer", "last_layer", "residual_add", "matmul_activations", "per_channel")
-"""Those that are a question of accuracy against speed; without `conv` and `matmul_weight` there is hardly any int8."""
+"""Those that are a question of accuracy against speed; without `conv` and `matmul_weight` there is
+hardly any int8.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +44,11 @@ class Ablated:
 
 
 def base_of(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The int8 candidate of our own placement that lost least of those that passed; where none passed, of those that gave answers in int8.
+    """The int8 candidate of our own placement that lost least of those that passed; where none
+    passed, of those that gave answers in int8.
 
-    Speed does not count: the switches are tried before anything is measured, so that all is measured in one run.
+    Speed does not count: the switches are tried before anything is measured, so that all is
+    measured in one run.
     """
     placed = [
         each

@@ -1,4 +1,6 @@
-"""One recipe's way through the line: quantise or cast, build, prove the precision, check the answers; and the rescue of one that fails."""
+"""One recipe's way through the line: quantise or cast, build, prove the precision, check the
+answers; and the rescue of one that fails.
+"""
 
 from __future__ import annotations
 
@@ -97,8 +99,8 @@ LEAST_FOR_AOTI = (
     100 * 2**20
 )  # bytes of a model for which packages of AOTInductor are tried beside TensorRT
 TOO_SMALL_FOR_AOTI = (
-    "AOTInductor is left out: the model is below 100 MiB, and each package takes up to a minute to build. "
-    "To try it, name it in `candidates`: {backend: torch, precision: fp16}"
+    "AOTInductor is left out: the model is below 100 MiB, and each package takes up to a minute to"
+    " build. To try it, name it in `candidates`: {backend: torch, precision: fp16}"
 )
 LARGEST_SIDE_BY_SIDE = 50 * 2**20  # bytes of a model whose candidates are prepared side by side
 POLL_S = 0.1  # between two looks at threads that are to end
@@ -142,7 +144,8 @@ class Prepared:
 def check_candidates(job: Job) -> None:
     """Say what is wrong with the plan's candidates before anything is exported.
 
-    int8 needs calibration data, unless a PyTorch model brings scales of its own: where that decides, the model is run once to see.
+    int8 needs calibration data, unless a PyTorch model brings scales of its own: where that
+    decides, the model is run once to see.
     """
     if job.source.kind != "onnx":
         here = backends.backend("pytorch").probe()
@@ -162,10 +165,12 @@ def check_candidates(job: Job) -> None:
 def recipes_of(
     job: Job, exported: bool = True, size: int | None = None
 ) -> tuple[tuple[Recipe, ...], tuple[Note, ...]]:
-    """The recipes to try. A backend that the plan names must be here; of the others, those that are.
+    """The recipes to try. A backend that the plan names must be here; of the others, those that
+    are.
 
-    Before a PyTorch model is exported it may still bring scales of its own, and int8 need no calibration data.
-    `size`: bytes of the exported model. Beside TensorRT a small one is not compiled by AOTInductor, unless the plan names it.
+    Before a PyTorch model is exported it may still bring scales of its own, and int8 need no
+    calibration data. `size`: bytes of the exported model. Beside TensorRT a small one is not
+    compiled by AOTInductor, unless the plan names it.
     """
     calibrated = job.data.calibration is not None or not (exported or job.source.kind == "onnx")
     named = {candidate.backend for candidate in job.plan.candidates}
@@ -213,13 +218,17 @@ def recipes_of(
 
 
 def release_notes(targets: Mapping[str, Target]) -> tuple[Note, ...]:
-    """What was reported of the installed TensorRT's answers. Not kept with engines: an old one would lack a new report."""
+    """What was reported of the installed TensorRT's answers. Not kept with engines: an old one
+    would lack a new report.
+    """
     version = targets["tensorrt"].version if "tensorrt" in targets else ""
     return tuple(Note(stage="build", text=text) for text in release_warnings(version))
 
 
 def check_any(recipes: Sequence[Recipe], targets: Mapping[str, Target]) -> None:
-    """UnsupportedError where no recipe can be had on this host; where some can, `prepare` reports the others as refused."""
+    """UnsupportedError where no recipe can be had on this host; where some can, `prepare` reports
+    the others as refused.
+    """
     refused = []
     for recipe in recipes:
         try:
@@ -252,7 +261,9 @@ def prepare(
     expected: ReferenceOutputs,
     bugs: list[InternalError],
 ) -> Candidate:
-    """Convert, build and check one candidate, as far as it comes. What stops it is part of the report; a bug of ours is added to `bugs` too."""
+    """Convert, build and check one candidate, as far as it comes. What stops it is part of the
+    report; a bug of ours is added to `bugs` too.
+    """
     candidate = Candidate(label=recipe.label, recipe=recipe, state="failed")
     try:
         backend = backends.backend(recipe.backend)
@@ -304,7 +315,9 @@ def prepare(
 
 
 def check_crashed(job: Job, recipe: Recipe) -> None:
-    """UnsupportedError for a form of program of which another precision crashed on this host: a build takes a minute."""
+    """UnsupportedError for a form of program of which another precision crashed on this host: a
+    build takes a minute.
+    """
     if recipe.form in job.crashed:
         said = f"not built: {job.crashed[recipe.form]}, made in the same way, crashed on this host"
         raise UnsupportedError(said, "see what its reason says")
@@ -370,7 +383,9 @@ def stopped(candidate: Candidate, state: State, reason: str) -> Candidate:
 
 
 def lint_notes(converted: OnnxModel, recipe: Recipe, target: Target) -> tuple[Note, ...]:
-    """What the model's own Q/DQ cost on this backend and host; nothing of pairs that were placed here."""
+    """What the model's own Q/DQ cost on this backend and host; nothing of pairs that were placed
+    here.
+    """
     if recipe.quantizer != "given":
         return ()
     flat = flatten(read_proto(converted.path)).graph
@@ -385,7 +400,9 @@ def rescue(
     expected: ReferenceOutputs,
     bugs: list[InternalError],
 ) -> Prepared:
-    """The candidates, and those that a rescue makes of the ones that failed. Which steps it has: pipeline.compiler.fallback."""
+    """The candidates, and those that a rescue makes of the ones that failed. Which steps it has:
+    pipeline.compiler.fallback.
+    """
     known = {candidate.label: candidate for candidate in candidates}
     stories = []
     for failed in to_rescue(candidates) if job.plan.rescue else ():
@@ -423,7 +440,8 @@ def attempts(
 ) -> Iterator[Attempt | Skipped]:
     """The steps in order; the nodes are ranked only once the first steps have failed.
 
-    `known`: labels of what was built already. `history`: what came of the steps so far, read as they are asked for.
+    `known`: labels of what was built already. `history`: what came of the steps so far, read as
+    they are asked for.
     """
     precision = failed.recipe.precision
     in_16_bits = precision is not Precision.INT8
@@ -440,7 +458,9 @@ def attempts(
 
 
 def rank(job: Job, model: OnnxModel, failed: Candidate, bugs: list[InternalError]) -> NodeRanking:
-    """What low precision does to each node on the selection set, its worst samples included; or why that cannot be said, or helps nobody."""
+    """What low precision does to each node on the selection set, its worst samples included; or why
+    that cannot be said, or helps nobody.
+    """
     worst = (
         tuple(sorted({output.worst_sample for output in failed.selection.outputs}))
         if failed.selection
@@ -483,7 +503,9 @@ def ablate(
     expected: ReferenceOutputs,
     bugs: list[InternalError],
 ) -> Prepared:
-    """The candidates, and those with one switch of the best int8 candidate reversed. Nothing is built where a switch leaves the graph as it is."""
+    """The candidates, and those with one switch of the best int8 candidate reversed. Nothing is
+    built where a switch leaves the graph as it is.
+    """
     base = base_of(prepared.candidates) if job.plan.ablate else None
     if base is None:
         return prepared
@@ -499,7 +521,9 @@ def ablate(
 
 
 def same_graph(job: Job, model: OnnxModel, one: Recipe, other: Recipe) -> bool:
-    """Whether two recipes are converted to one and the same graph. False where one cannot be converted: `prepare` says why."""
+    """Whether two recipes are converted to one and the same graph. False where one cannot be
+    converted: `prepare` says why.
+    """
     try:
         return convert_model(job, model, one).digest == convert_model(job, model, other).digest
     except CrucibleError:
@@ -511,7 +535,8 @@ def with_layers(
 ) -> Candidate:
     """The candidate with what its engine really runs in each profile.
 
-    It is `mislabelled` if that is not what it is called by in one of them. `plain_attention`: the plan's.
+    It is `mislabelled` if that is not what it is called by in one of them. `plain_attention`: the
+    plan's.
     """
     for table in tables:
         found = _with_table(candidate, table, converted, plain_attention)
@@ -564,7 +589,10 @@ def _with_table(
         and asked is Precision.FP32
         and (own := INTEGER_OPERATORS & operator_histogram(converted.path).keys())
     ):
-        text = f"fp32 is what the floats of this model run in: it brings 8-bit operators of its own ({', '.join(sorted(own))})"
+        text = (
+            "fp32 is what the floats of this model run in: it brings 8-bit operators of its own"
+            f" ({', '.join(sorted(own))})"
+        )
         notes, wrong = (*notes, Note(stage="prove", text=text, level="info")), ""
     state = "mislabelled" if wrong else candidate.state
     return candidate.model_copy(
@@ -573,9 +601,11 @@ def _with_table(
 
 
 def prove_engine(job: Job, engine: Engine, converted: OnnxModel) -> tuple[LayerTable, ...]:
-    """Which precision every kernel of the engine really runs, timed at the usual size of each profile.
+    """Which precision every kernel of the engine really runs, timed at the usual size of each
+    profile.
 
-    A backend that makes one engine for all shapes has the same kernels in all: its first profile is proved.
+    A backend that makes one engine for all shapes has the same kernels in all: its first profile is
+    proved.
     """
     backend = engine.target.backend
     if backends.backend(backend).layers is no_layers:
@@ -646,7 +676,9 @@ def convert_model(job: Job, model: OnnxModel, recipe: Recipe) -> OnnxModel:
 def quantize_by(
     stage: Stage, job: Job, model: OnnxModel, recipe: Recipe, calibration: CalibrationSet
 ) -> OnnxModel:
-    """A library that chooses ranges and placement by itself stands in the place of calibrate and convert."""
+    """A library that chooses ranges and placement by itself stands in the place of calibrate and
+    convert.
+    """
     options = job.build_options(recipe.backend)
     digests = job.plugin_digests(recipe.backend)
     inputs, described = (
@@ -667,7 +699,9 @@ def quantize_by(
 
 
 def calibration_table(job: Job, model: OnnxModel, recipe: Recipe) -> CalibrationTable | None:
-    """The ranges that a recipe needs: int8 its method's, 16-bit floats the largest values. None where there is no data, or the model has its own."""
+    """The ranges that a recipe needs: int8 its method's, 16-bit floats the largest values. None
+    where there is no data, or the model has its own.
+    """
     if job.data.calibration is None or recipe.quantizer == "given":
         return None
     method = recipe.method or CalibrationMethod.MINMAX
@@ -682,7 +716,9 @@ def calibration_table(job: Job, model: OnnxModel, recipe: Recipe) -> Calibration
 
 
 def ranges_misfit(job: Job, model: OnnxModel, recipe: Recipe) -> str:
-    """Why the calibration set says nothing about the selection set; empty where it does, or where nobody can tell."""
+    """Why the calibration set says nothing about the selection set; empty where it does, or where
+    nobody can tell.
+    """
     ranged = recipe.precision is Precision.INT8 and not recipe.weight_only
     table = calibration_table(job, model, recipe) if ranged else None
     samples = job.data.selection
@@ -755,7 +791,9 @@ def check_engine(
 def reference_outputs(
     job: Job, reference: Engine, samples: SampleSet, at_every_size: bool = True
 ) -> ReferenceOutputs:
-    """What the reference answers to every sample of a set, and at the other sizes of every profile."""
+    """What the reference answers to every sample of a set, and at the other sizes of every
+    profile.
+    """
     rows = batch_rows(job)
     points = gate_points(samples, job.plan.profiles, rows) if at_every_size else ()
     inputs = (reference.digest, job.source.digest, samples.digest)

@@ -1,4 +1,6 @@
-"""The story: a plan in, a report out. `compile_plan` tells it; the functions below are its sentences, in order."""
+"""The story: a plan in, a report out. `compile_plan` tells it; the functions below are its
+sentences, in order.
+"""
 
 from __future__ import annotations
 
@@ -107,9 +109,11 @@ CANNOT_BUILD = (
 
 
 def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
-    """Compile a plan: the report of the fastest engine that keeps its accuracy, or of why there is none.
+    """Compile a plan: the report of the fastest engine that keeps its accuracy, or of why there is
+    none.
 
-    Raises a CrucibleError for a request that is impossible; an engine that is wrong or slow is part of the report.
+    Raises a CrucibleError for a request that is impossible; an engine that is wrong or slow is part
+    of the report.
     """
     job = open_job(plan, runner)
     check_candidates(job)
@@ -146,7 +150,9 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Candidates with their latencies, how some were rescued, what switches do, and the baselines they are compared with."""
+    """Candidates with their latencies, how some were rescued, what switches do, and the baselines
+    they are compared with.
+    """
 
     candidates: tuple[Candidate, ...]
     rescues: tuple[Rescue, ...]
@@ -206,7 +212,9 @@ def simplify_model(job: Job, exported: OnnxModel) -> OnnxModel:
 
 
 def export_plan(plan: Plan, runner: Runner, simplified: bool = True) -> OnnxModel:
-    """The graph that all candidates of a plan are made from; or, not simplified, what the exporter wrote."""
+    """The graph that all candidates of a plan are made from; or, not simplified, what the exporter
+    wrote.
+    """
     job = open_job(plan, runner)
     exported = export_model(job)
     return simplify_model(job, exported) if simplified else exported
@@ -351,7 +359,8 @@ def _checked_baseline(
 def deliverable_candidate(
     job: Job, exported: OnnxModel, baseline: Engine, expected: ReferenceOutputs
 ) -> Candidate:
-    """A baseline as it can be delivered; without an engine where it cannot be, and then it says why.
+    """A baseline as it can be delivered; without an engine where it cannot be, and then it says
+    why.
 
     PyTorch's is a program, which must pass the gate too. Any other is the engine that it was.
     """
@@ -403,7 +412,9 @@ def kept_baseline(
 
 
 def measure(job: Job, model: OnnxModel, baselines: list[Engine], prepared: Prepared) -> Measured:
-    """Latency of all that ran, interleaved with the baselines; a candidate that cannot be measured says why."""
+    """Latency of all that ran, interleaved with the baselines; a candidate that cannot be measured
+    says why.
+    """
     entries = entries_of(baselines, prepared)
     engines = [entry.engine for entry in entries]
     quiet = job.environment.model_copy(
@@ -436,11 +447,13 @@ def measure(job: Job, model: OnnxModel, baselines: list[Engine], prepared: Prepa
     return Measured(
         candidates=candidates,
         rescues=prepared.rescues,
-        ablation=ablation_from(prepared.ablated, candidates)
-        if prepared.ablated
-        else Ablation(label="")
-        if job.plan.ablate
-        else None,
+        ablation=(
+            ablation_from(prepared.ablated, candidates)
+            if prepared.ablated
+            else Ablation(label="")
+            if job.plan.ablate
+            else None
+        ),
         baselines=baselines_first(found, baselines),
         run=found,
         call=call_of_fastest(found, baselines),
@@ -483,7 +496,9 @@ def baselines_first(found: Benchmarks, baselines: Iterable[Engine]) -> tuple[Ben
 
 
 def worth_measuring(candidate: Candidate) -> bool:
-    """All that are what they are called and gave answers: the plot shows what a loss of accuracy would have bought. But no vain rescue's attempt."""
+    """All that are what they are called and gave answers: the plot shows what a loss of accuracy
+    would have bought. But no vain rescue's attempt.
+    """
     gave = candidate.selection is not None and candidate.state != "mislabelled"
     return gave and (candidate.state == "measured" or candidate.recipe.variant in ("", ABLATED))
 
@@ -502,7 +517,9 @@ def with_benchmark(
 def validate_winner(
     job: Job, reference: Engine, winner: Candidate | None
 ) -> ValidationReport | None:
-    """The validation set, read once: for the reference and the winner. Not read where what the user has is kept."""
+    """The validation set, read once: for the reference and the winner. Not read where what the user
+    has is kept.
+    """
     if (
         winner is None
         or winner.engine is None
@@ -519,7 +536,9 @@ def validate_winner(
 def baseline_notes(
     baselines: Sequence[Engine], candidates: Iterable[Candidate], given: Precision | None = None
 ) -> tuple[Note, ...]:
-    """What the baselines say of themselves; where GPU meets CPU, that the ratio compares hardware too; and what fake quantisers cost PyTorch."""
+    """What the baselines say of themselves; where GPU meets CPU, that the ratio compares hardware
+    too; and what fake quantisers cost PyTorch.
+    """
     first = baselines[0].target
     on_gpu = first.compute_capability is not None
     others = [
@@ -529,9 +548,15 @@ def baseline_notes(
         and each.benchmark
         and (each.engine.target.compute_capability is not None) != on_gpu
     ]
-    text = f"the baseline runs on {first.device}, other hardware than {', '.join(others)}: their ratio compares hardware too"
+    text = (
+        f"the baseline runs on {first.device}, other hardware than {', '.join(others)}: their ratio"
+        " compares hardware too"
+    )
     own = dict.fromkeys(note for engine in baselines for note in engine.notes)
-    faked = "the baseline computes the model's fake quantisers too, which the model as it was before that training does not have: it would be faster"
+    faked = (
+        "the baseline computes the model's fake quantisers too, which the model as it was before"
+        " that training does not have: it would be faster"
+    )
     slowed = given is not None and first.backend == "pytorch"
     said = [text] * bool(others) + [faked] * slowed
     return (*own, *(Note(stage="benchmark", text=each) for each in said))
@@ -575,11 +600,13 @@ def write_up(
         candidates=(*measured.candidates, *built_to_keep(kept, measured.candidates)),
         rescues=measured.rescues,
         ablation=measured.ablation,
-        winner=measured.run.baseline
-        if decision.verdict == "keep"
-        else winner.label
-        if winner
-        else None,
+        winner=(
+            measured.run.baseline
+            if decision.verdict == "keep"
+            else winner.label
+            if winner
+            else None
+        ),
         ratio=ratio_of(winner) if winner else None,
         ratio_missing=ratio_missing(winner) if winner else "",
         delivered=delivered_engine(decision, kept.engine if kept else None),
@@ -620,7 +647,9 @@ def delivered_engine(decision: Decision, kept: Engine | None) -> Engine | None:
 
 
 def publish_report(report: Report, folder: Path) -> ReportFiles:
-    """Write the delivered engine and the reports into the user's folder; an engine of an earlier compile is not left there."""
+    """Write the delivered engine and the reports into the user's folder; an engine of an earlier
+    compile is not left there.
+    """
     if report.delivered:
         deliver_engine(report.delivered, folder / "engine")
     else:
@@ -648,7 +677,10 @@ def data_notes(plan: Plan) -> list[Note]:
         else []
     )
     if plan.model.path and plan.model.path.suffix == ".pt2":
-        text = "the baseline runs the exported program of the .pt2, which on small models is slower than the module it was made from"
+        text = (
+            "the baseline runs the exported program of the .pt2, which on small models is slower"
+            " than the module it was made from"
+        )
         notes.append(Note(stage="benchmark", text=text))
     for role in DataConfig.model_fields:
         given = getattr(plan.data, role)

@@ -103,12 +103,16 @@ class Job:
         return BuildOptions(profiles=self.plan.profiles, tensorrt=tensorrt)
 
     def plugin_digests(self, backend: str) -> tuple[str, ...]:
-        """What a build for `backend` depends on besides its options, which hold the places of the libraries only."""
+        """What a build for `backend` depends on besides its options, which hold the places of the
+        libraries only.
+        """
         return self.plugins if backend == "tensorrt" else ()
 
 
 def open_job(plan: Plan, runner: Runner) -> Job:
-    """Find the source, complete the profiles, open the data: everything that can be wrong with a request is said here."""
+    """Find the source, complete the profiles, open the data: everything that can be wrong with a
+    request is said here.
+    """
     source = source_from_config(plan.model, plan.profiles)
     inputs = input_specs(source)
     complete = plan.model_copy(update={"profiles": check_profiles(inputs, plan.profiles)})
@@ -139,7 +143,9 @@ def check_code(plan: Plan) -> None:
 
 
 def input_specs(source: ModelSource) -> tuple[TensorSpec, ...]:
-    """The plan's inputs, or an ONNX file's own; PlanError where the plan says otherwise than the file."""
+    """The plan's inputs, or an ONNX file's own; PlanError where the plan says otherwise than the
+    file.
+    """
     if source.kind != "onnx" or source.path is None:
         return source.inputs
     model = graph.onnx_model(source.path.parent, source.path.name)

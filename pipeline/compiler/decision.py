@@ -1,4 +1,6 @@
-"""Which candidate wins, and what may be said about it. Pure: candidates and validations in, a decision out."""
+"""Which candidate wins, and what may be said about it. Pure: candidates and validations in, a
+decision out.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,14 @@ SELECTION_ONLY = "no validation set: accuracy seen on the selection set only"
 TRAIN_IN_16_BITS = (
     "train or fine-tune the model in fp16 or bf16 (mixed precision), then export it again"
 )
-MEND_LABELS = "check that the labels belong to these samples, row by row, and that the weights are trained: no engine can be judged against chance"
-MEND_CALIBRATION = "calibrate on samples of the same kind as those of the selection set, prepared in the same way (scale, mean, colour order, tokens)"
+MEND_LABELS = (
+    "check that the labels belong to these samples, row by row, and that the weights are trained:"
+    " no engine can be judged against chance"
+)
+MEND_CALIBRATION = (
+    "calibrate on samples of the same kind as those of the selection set, prepared in the same way"
+    " (scale, mean, colour order, tokens)"
+)
 KEEP_WORST = "the worst layers unquantised: `keep_fp32: auto`"
 AFTER_INT8 = (
     "bf16 or fp16 instead of int8",
@@ -29,9 +37,18 @@ AFTER_INT8 = (
 )
 FIND_LAYERS = "see the table of what really ran: it names the layers in another precision"
 SEE_LAYERS = f"{FIND_LAYERS}; call the candidate by that precision, or leave it out"
-QUANTISE_MORE = "let more of it run in 8 bits: `placement: {last_layer: true}`, fewer nodes in `keep_fp32`, and on onnxruntime `activation: uint8`"
-MEND_PAIRS = "`crucible lint MODEL --backend {backend} --fix OUT.onnx`: which of its Q/DQ keep it out of 8 bits, mended if exact; compile OUT.onnx"
-SEVEN_BITS = "a CPU with VNNI or AMX; or training with weights that keep to 7 bits (-64 to 63, of twice the scale)"
+QUANTISE_MORE = (
+    "let more of it run in 8 bits: `placement: {last_layer: true}`, fewer nodes in `keep_fp32`, and"
+    " on onnxruntime `activation: uint8`"
+)
+MEND_PAIRS = (
+    "`crucible lint MODEL --backend {backend} --fix OUT.onnx`: which of its Q/DQ keep it out of 8"
+    " bits, mended if exact; compile OUT.onnx"
+)
+SEVEN_BITS = (
+    "a CPU with VNNI or AMX; or training with weights that keep to 7 bits (-64 to 63, of twice the"
+    " scale)"
+)
 
 MEASURE_AGAIN = "measure again in a quiet hour: `crucible bench DIR --set benchmark.budget_s=120`"
 NO_BASELINE = "the baseline could not be measured"
@@ -93,12 +110,15 @@ def is_slower_or_equal(candidate: Candidate) -> bool:
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The fastest candidate that kept its accuracy on the selection set; of those whose speed cannot be told from its own, the most accurate."""
+    """The fastest candidate that kept its accuracy on the selection set; of those whose speed
+    cannot be told from its own, the most accurate.
+    """
     return min(contenders(candidates), key=loss, default=None)
 
 
 def contenders(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """The fastest that kept its accuracy, and those whose speed cannot be told from its own, in the order of the plan.
+    """The fastest that kept its accuracy, and those whose speed cannot be told from its own, in the
+    order of the plan.
 
     Where some are measurably faster than the baseline, only those count. All are held against the
     fastest and not against each other, so that no chain of small differences leads to a slow one.
@@ -114,7 +134,9 @@ def contenders(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 
 def level_s(candidate: Candidate) -> float:
-    """The median of a candidate's undisturbed processes at the first shape; infinite where it was not measured."""
+    """The median of a candidate's undisturbed processes at the first shape; infinite where it was
+    not measured.
+    """
     row = first_row(candidate)
     return processes_from_samples(row.end_to_end).level_s if row else math.inf
 
@@ -128,12 +150,15 @@ def _is_as_fast(candidate: Candidate, fastest: Candidate) -> bool:
 
 
 def _without_ranges(candidate: Candidate) -> Recipe:
-    """The recipe but for how ranges are chosen: the same graph with other scales, which run as fast."""
+    """The recipe but for how ranges are chosen: the same graph with other scales, which run as
+    fast.
+    """
     return candidate.recipe.model_copy(update={"method": None})
 
 
 def speed_ratio(base: Candidate, other: Candidate) -> Interval | None:
-    """The median of `base` over that of `other` at the first benchmarked shape; None where this cannot be told.
+    """The median of `base` over that of `other` at the first benchmarked shape; None where this
+    cannot be told.
 
     Both ran in the same race, so this is narrower than what their ratios to the baseline tell: the
     baseline's own noise is not in it.
@@ -148,7 +173,9 @@ def speed_ratio(base: Candidate, other: Candidate) -> Interval | None:
 
 
 def loss(candidate: Candidate) -> tuple[float, float]:
-    """What is lost on the selection set, the smaller the better: the drop of the metric, then what the smallest cosine lacks."""
+    """What is lost on the selection set, the smaller the better: the drop of the metric, then what
+    the smallest cosine lacks.
+    """
     report = candidate.selection
     drop = report.metric.drop if report and report.metric else 0.0
     return (
@@ -228,7 +255,10 @@ def _why_kept(best: Candidate, baseline: Baseline) -> tuple[str, ...]:
         delivered = "what you have could not be delivered as an engine: go on as you do"
     return (
         f"no candidate that kept its accuracy is faster than {baseline.label}",
-        f"the fastest of them, {best.title}, {slower}: {ratio.value:.2f} times as fast (95 % {ratio.low:.2f} to {ratio.high:.2f})",
+        (
+            f"the fastest of them, {best.title}, {slower}: {ratio.value:.2f} times as fast (95 %"
+            f" {ratio.low:.2f} to {ratio.high:.2f})"
+        ),
         *called,
         delivered,
     )
@@ -239,8 +269,12 @@ def _why_right(winner: Candidate, validation: ValidationReport | None) -> tuple[
     if metric is None or validation is None:
         return ()
     return (
-        f"{metric.name} {metric.candidate:.4f} against {metric.reference:.4f} on {validation.samples} validation samples: "
-        f"drop {metric.drop:+.4f} (95 % {metric.interval.low:+.4f} to {metric.interval.high:+.4f}), limit {metric.max_drop:g}",
+        (
+            f"{metric.name} {metric.candidate:.4f} against {metric.reference:.4f} on"
+            f" {validation.samples} validation samples: drop {metric.drop:+.4f} (95 %"
+            f" {metric.interval.low:+.4f} to {metric.interval.high:+.4f}), limit"
+            f" {metric.max_drop:g}"
+        ),
     )
 
 
@@ -249,7 +283,10 @@ def _why_fast(winner: Candidate) -> tuple[str, ...]:
     if ratio is None:
         return ()
     return (
-        f"{ratio.value:.2f} times as fast as the baseline (95 % {ratio.low:.2f} to {ratio.high:.2f})",
+        (
+            f"{ratio.value:.2f} times as fast as the baseline (95 % {ratio.low:.2f} to"
+            f" {ratio.high:.2f})"
+        ),
     )
 
 
@@ -266,7 +303,10 @@ def _why_chosen(candidates: Sequence[Candidate], winner: Candidate) -> tuple[str
     else:
         better = f"it has the smallest drop on the selection set, {drop:+.4f}"
     return (
-        f"of {len(others) + 1} candidates whose speeds cannot be told apart {better}; the others: {', '.join(each.title for each in others)}",
+        (
+            f"of {len(others) + 1} candidates whose speeds cannot be told apart {better}; the"
+            f" others: {', '.join(each.title for each in others)}"
+        ),
     )
 
 
@@ -279,7 +319,9 @@ def _why_none(candidates: Sequence[Candidate]) -> tuple[str, ...]:
 
 
 def _after_none(candidates: Sequence[Candidate], miss: Candidate | None) -> tuple[str, ...]:
-    """What to try where nothing is left: a mislabelled engine is no near miss, its layers tell more."""
+    """What to try where nothing is left: a mislabelled engine is no near miss, its layers tell
+    more.
+    """
     if wrong := [candidate for candidate in candidates if candidate.state == "mislabelled"]:
         return (
             *_after_mislabelled([candidate.recipe for candidate in wrong]),
@@ -297,7 +339,9 @@ def _after_none(candidates: Sequence[Candidate], miss: Candidate | None) -> tupl
 
 
 def _after_mislabelled(wrong: Sequence[Recipe]) -> tuple[str, ...]:
-    """What to do about engines that do not run what they are called by. A model's own Q/DQ leave no other name and no placement to choose."""
+    """What to do about engines that do not run what they are called by. A model's own Q/DQ leave no
+    other name and no placement to choose.
+    """
     if given := dict.fromkeys(recipe.backend for recipe in wrong if recipe.quantizer == "given"):
         return (FIND_LAYERS, *(MEND_PAIRS.format(backend=backend) for backend in given))
     return (
@@ -307,7 +351,9 @@ def _after_mislabelled(wrong: Sequence[Recipe]) -> tuple[str, ...]:
 
 
 def mend_data(reasons: Sequence[str]) -> tuple[str, ...]:
-    """What to do about the data, where a reason lies there: labels or calibration samples that do not belong to the rest."""
+    """What to do about the data, where a reason lies there: labels or calibration samples that do
+    not belong to the rest.
+    """
     faults = {AT_CHANCE: MEND_LABELS, NOT_COVERED: MEND_CALIBRATION}
     return tuple(
         advice for fault, advice in faults.items() if any(fault in reason for reason in reasons)
@@ -328,11 +374,14 @@ def _nearest_miss(candidates: Sequence[Candidate]) -> Candidate | None:
 
 
 def _other_ranges(recipe: Recipe) -> list[str]:
-    """What may be changed of an int8 or fp8 recipe: what its quantizer does not decide by itself, and what was not tried."""
+    """What may be changed of an int8 or fp8 recipe: what its quantizer does not decide by itself,
+    and what was not tried.
+    """
     steps = []
     if recipe.method is not None and not recipe.try_methods:
         steps.append(
-            f"another calibration method: `method: {'percentile' if str(recipe.method) == 'minmax' else 'minmax'}`"
+            "another calibration method: `method:"
+            f" {'percentile' if str(recipe.method) == 'minmax' else 'minmax'}`"
         )
     own = recipe.quantizer == "crucible" and recipe.realised_in == "graph"
     if own and not recipe.keep_worst:
@@ -346,14 +395,20 @@ def next_steps(miss: Candidate | None) -> tuple[str, ...]:
     """What experience says to try after this failure, cheapest first."""
     if miss is None:
         return (
-            "run `crucible doctor` to see what this host can build, and `crucible inspect MODEL --backend B` for unsupported nodes",
+            (
+                "run `crucible doctor` to see what this host can build, and `crucible inspect MODEL"
+                " --backend B` for unsupported nodes"
+            ),
         )
     recipe = miss.recipe
     if recipe.quantizer == "given":
         saturates = any(SATURATES in note.text for note in miss.notes)
         return (
             *((SEVEN_BITS,) if saturates else ()),
-            f"`crucible lint MODEL --backend {recipe.backend}`: what of the model's own Q/DQ does not suit this backend",
+            (
+                f"`crucible lint MODEL --backend {recipe.backend}`: what of the model's own Q/DQ"
+                " does not suit this backend"
+            ),
             "more training with Q/DQ",
         )
     if recipe.weight_only:
@@ -377,5 +432,8 @@ def next_steps(miss: Candidate | None) -> tuple[str, ...]:
             TRAIN_IN_16_BITS,
         )
     return (
-        "check the export: compare `crucible inspect` before and after simplification, or set `simplify.enabled: false`",
+        (
+            "check the export: compare `crucible inspect` before and after simplification, or set"
+            " `simplify.enabled: false`"
+        ),
     )

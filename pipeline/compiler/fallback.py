@@ -1,4 +1,5 @@
-"""What is tried for an engine of low precision that fails its accuracy, when it ends, what it tells. Pure.
+"""What is tried for an engine of low precision that fails its accuracy, when it ends, what it
+tells. Pure.
 
     1  fp32 without TF32: if that fails too, low precision is not the cause, and it ends. For int8 only where there is an fp32 engine anyway
     2  fp16, bf16: the profiles' opt shape moved to min, then to max: a builder that tunes for it chooses other kernels
@@ -7,8 +8,9 @@
     5  fp16: bf16, the range of fp32 in 16 bits
     at last the advice
 
-It ends with the first engine that passes. Every step that builds is a recipe like any other, and a candidate in the report.
-fp16 is always rescued; bf16 and int8 where the plan says `keep_fp32: auto`, int8 also where it says `method: auto`.
+It ends with the first engine that passes. Every step that builds is a recipe like any other, and a
+candidate in the report. fp16 is always rescued; bf16 and int8 where the plan says `keep_fp32:
+auto`, int8 also where it says `method: auto`.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ class Tried:
 
 
 def to_rescue(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Of each kind of engine the candidate to rescue, if all failed their accuracy: in 16 bits the first, in int8 the nearest miss.
+    """Of each kind of engine the candidate to rescue, if all failed their accuracy: in 16 bits the
+    first, in int8 the nearest miss.
 
     None where the data is at fault: no engine mends that.
     """
@@ -92,7 +95,9 @@ def _may_be_rescued(recipe: Recipe) -> bool:
 
 
 def _kind(recipe: Recipe, precision: Precision | None = None) -> Recipe:
-    """The recipe without what a rescue changes and what chooses 8-bit values: a backend in a precision, for the same GPUs."""
+    """The recipe without what a rescue changes and what chooses 8-bit values: a backend in a
+    precision, for the same GPUs.
+    """
     asked = precision or recipe.precision
     how = ("form", "mode", "provider", "weight_only")
     where = ("compute_capability", "hardware_compatible", "version_compatible")
@@ -174,7 +179,9 @@ def nearest(failed: Candidate, history: Sequence[Tried | Skipped]) -> Candidate:
 
 
 def keeps_nodes(recipe: Recipe) -> bool:
-    """Whether nodes of an engine that fails may be kept in fp32: in int8 only where the plan says so."""
+    """Whether nodes of an engine that fails may be kept in fp32: in int8 only where the plan says
+    so.
+    """
     return recipe.keep_worst or recipe.precision is not Precision.INT8
 
 
@@ -215,7 +222,8 @@ def keeping(recipe: Recipe, nodes: Sequence[str]) -> Recipe:
 
 
 def cuts(nodes: int, overflowing: int, builds: int) -> tuple[int, ...]:
-    """How many of the worst nodes to keep, one count per build: twice as many each time, and all of them in the last of several.
+    """How many of the worst nodes to keep, one count per build: twice as many each time, and all of
+    them in the last of several.
 
     What overflows stays together: a half of it would overflow still.
     """
@@ -235,13 +243,19 @@ def _nodes(ranking: NodeRanking, count: int) -> str:
     told = ", ".join(
         f"'{harm.node}' ({_harm_text(harm)})" for harm in ranking.nodes[: min(count, NAMED)]
     )
-    return f"{count} {'node' if count == 1 else 'nodes'} of {len(ranking.nodes)}, {told}{', ...' if count > NAMED else ''},"
+    return (
+        f"{count} {'node' if count == 1 else 'nodes'} of {len(ranking.nodes)},"
+        f" {told}{', ...' if count > NAMED else ''},"
+    )
 
 
 def _harm_text(harm: NodeHarm) -> str:
     if not harm.overflows:
         return f"error {harm.error:.2g}"
-    return f"{'sums up squares of ' if harm.operator in NORMALISATIONS else ''}values up to {harm.largest:.3g}"
+    return (
+        f"{'sums up squares of ' if harm.operator in NORMALISATIONS else ''}values up to"
+        f" {harm.largest:.3g}"
+    )
 
 
 def in_bf16(failed: Candidate) -> Attempt:
@@ -253,7 +267,9 @@ def in_bf16(failed: Candidate) -> Attempt:
 
 
 def ends(tried: Tried) -> bool:
-    """The first engine that passes is enough; and where fp32 fails, low precision is not to blame."""
+    """The first engine that passes is enough; and where fp32 fails, low precision is not to
+    blame.
+    """
     if tried.attempt.step == "fp32":
         return tried.candidate.state == "failed accuracy"
     return tried.candidate.state == "measured"
@@ -262,13 +278,15 @@ def ends(tried: Tried) -> bool:
 def story(failed: Candidate, history: Sequence[Tried | Skipped]) -> Rescue:
     """All steps in words, and what follows from them."""
     steps = tuple(
-        RescueStep(
-            step=each.attempt.words,
-            label=each.candidate.label,
-            outcome=_outcome(each, failed.recipe.precision),
+        (
+            RescueStep(
+                step=each.attempt.words,
+                label=each.candidate.label,
+                outcome=_outcome(each, failed.recipe.precision),
+            )
+            if isinstance(each, Tried)
+            else RescueStep(step=each.words, label="", outcome=each.why)
         )
-        if isinstance(each, Tried)
-        else RescueStep(step=each.words, label="", outcome=each.why)
         for each in history
     )
     attempted = [each for each in history if isinstance(each, Tried)]
@@ -285,7 +303,10 @@ def _outcome(tried: Tried, cause: Precision) -> str:
         drop = f", {metric.name} drop {metric.drop:.4f}" if metric else ""
         return f"passed{drop}" + (f": {cause} is the cause" if tried.attempt.step == "fp32" else "")
     reason, _, more = candidate.reason.partition("; ")
-    return f"{candidate.state}: {reason.splitlines()[0] if reason else 'no reason given'}{'; ...' if more else ''}"
+    return (
+        f"{candidate.state}:"
+        f" {reason.splitlines()[0] if reason else 'no reason given'}{'; ...' if more else ''}"
+    )
 
 
 def _conclusion(failed: Candidate, history: Sequence[Tried]) -> str:
@@ -294,19 +315,31 @@ def _conclusion(failed: Candidate, history: Sequence[Tried]) -> str:
     if last is None or not ends(last):
         return _in_vain(failed, history)
     if last.attempt.step == "fp32":
-        return f"fp32 fails too, so {precision} is not the cause: look at the export and at simplification first"
+        return (
+            f"fp32 fails too, so {precision} is not the cause: look at the export and at"
+            " simplification first"
+        )
     if last.attempt.step == "opt":
-        return f"the kernels chosen for the plan's opt shape lose the accuracy: with the {last.attempt.words} it is kept; write that into `profiles`"
+        return (
+            "the kernels chosen for the plan's opt shape lose the accuracy: with the"
+            f" {last.attempt.words} it is kept; write that into `profiles`"
+        )
     if last.attempt.step == "method":
         method = last.attempt.recipe.method
-        return f"{failed.recipe.method} chooses ranges that lose the accuracy, and {method} keeps it; as the plan names it: `method: {method}`"
+        return (
+            f"{failed.recipe.method} chooses ranges that lose the accuracy, and {method} keeps it;"
+            f" as the plan names it: `method: {method}`"
+        )
     if last.attempt.step == "keep":
         return _kept(
             failed,
             [len(each.attempt.recipe.keep_fp32) for each in history if each.attempt.step == "keep"],
             last.attempt.recipe,
         )
-    return "bf16 keeps the accuracy: the values need its range, or more nodes in fp32 than fp16 is worth"
+    return (
+        "bf16 keeps the accuracy: the values need its range, or more nodes in fp32 than fp16 is"
+        " worth"
+    )
 
 
 def _kept(failed: Candidate, counts: Sequence[int], recipe: Recipe) -> str:
@@ -320,7 +353,10 @@ def _kept(failed: Candidate, counts: Sequence[int], recipe: Recipe) -> str:
         else ""
     )
     words = "1 node in fp32 keeps" if len(kept) == 1 else f"{len(kept)} nodes in fp32{fewer} keep"
-    return f"{words} the accuracy, the others stay {failed.recipe.precision}; as the plan names nodes: `keep_fp32`: {listed}"
+    return (
+        f"{words} the accuracy, the others stay {failed.recipe.precision}; as the plan names nodes:"
+        f" `keep_fp32`: {listed}"
+    )
 
 
 def _in_vain(failed: Candidate, history: Sequence[Tried]) -> str:

@@ -1,4 +1,5 @@
-"""A delivered engine, checked or measured again: `crucible validate`, `crucible bench` and the service's benchmark.
+"""A delivered engine, checked or measured again: `crucible validate`, `crucible bench` and the
+service's benchmark.
 
 Never answered from the store.
 """
@@ -46,11 +47,16 @@ from pipeline.results.report import (
 from pipeline.stages.benchmark import benchmark, check_sizes
 from pipeline.stages.validate import validate
 
-AGAIN = "the latencies are those of a new run of the baselines and the engine; no other candidate was measured beside them"
+AGAIN = (
+    "the latencies are those of a new run of the baselines and the engine; no other candidate was"
+    " measured beside them"
+)
 
 
 def reopen_job(report: Report, plan: Plan, runner: Runner) -> Job:
-    """The job of a delivered engine, for its plan with overrides; ModelError if the source is no longer what the engine was made from."""
+    """The job of a delivered engine, for its plan with overrides; ModelError if the source is no
+    longer what the engine was made from.
+    """
     job = open_job(plan, runner)
     if job.source.digest != report.source_digest:
         raise ModelError(
@@ -61,7 +67,9 @@ def reopen_job(report: Report, plan: Plan, runner: Runner) -> Job:
 
 
 def validate_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -> ValidationReport:
-    """A delivered engine on its plan's validation set, or on the selection set where there is no other; never reused: its files may have changed."""
+    """A delivered engine on its plan's validation set, or on the selection set where there is no
+    other; never reused: its files may have changed.
+    """
     job = reopen_job(report, plan, runner)
     reference = build_reference(job, export_model(job))
     samples = job.data.validation or job.data.selection
@@ -132,7 +140,9 @@ def sweep_again(
     batches: Sequence[int],
     limit_s: float | None,
 ) -> Sweep:
-    """A delivered engine alone, at every batch. PlanError for a batch outside its profiles, or a model without one."""
+    """A delivered engine alone, at every batch. PlanError for a batch outside its profiles, or a
+    model without one.
+    """
     symbol = batch_symbol(engine.inputs)
     sizes = sweep_sizes(symbol, engine.profiles, batches)
     check_sizes(sizes, engine.inputs, engine.profiles)
@@ -169,13 +179,16 @@ def _measured(
     )
 
 
-# -- a report with the new figures -------------------------------------------------------------------------------------
+# -- a report with the new figures
+# ------------------------------------------------------------------------------
 
 
 def report_again(
     report: Report, plan: Plan, engine: Engine, runner: Runner, command: str
 ) -> Report:
-    """The report of an engine's compile, but with the latencies of a new run of the engine and its baselines."""
+    """The report of an engine's compile, but with the latencies of a new run of the engine and its
+    baselines.
+    """
     return renewed_report(
         report, benchmark_again(report, plan, engine, runner), runner.steps, command
     )
@@ -197,8 +210,8 @@ def renewed_report(
 def with_figures(report: Report, remeasured: Remeasured, steps: Sequence[Step]) -> Report:
     """The report with these figures in the place of all that it had.
 
-    Accuracy stays as the compile found it; what rests on latencies that are gone is said anew, or left
-    out. `steps` were run for the figures.
+    Accuracy stays as the compile found it; what rests on latencies that are gone is said anew, or
+    left out. `steps` were run for the figures.
     """
     found, engine = remeasured.found, remeasured.engine
     reports = [result for result in found.results if isinstance(result, BenchmarkReport)]

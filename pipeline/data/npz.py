@@ -40,7 +40,9 @@ class Header:
 
 
 def read_headers(path: Path) -> dict[str, Header]:
-    """dtype and shape of every array of a file; DataError for a missing file, or one that numpy.savez did not write."""
+    """dtype and shape of every array of a file; DataError for a missing file, or one that
+    numpy.savez did not write.
+    """
     if not path.is_file():
         raise DataError(
             f"no data file at '{path}'", "paths in a plan are relative to the plan's own folder"
@@ -94,7 +96,9 @@ def _header(path: Path, archive: zipfile.ZipFile, filename: str) -> Header:
 
 
 def _skip_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[np.generic]]:
-    """Leave the stream at the first value. ValueError for anything but .npy versions 1 and 2 (3 is for structured arrays)."""
+    """Leave the stream at the first value. ValueError for anything but .npy versions 1 and 2 (3 is
+    for structured arrays).
+    """
     version = np.lib.format.read_magic(stream)
     if version == (1, 0):
         return np.lib.format.read_array_header_1_0(stream)
@@ -107,7 +111,9 @@ def _skip_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[np.
 def row_reader(
     path: Path, members: Sequence[Member]
 ) -> Iterator[Callable[[int], dict[str, NDArray[np.generic]]]]:
-    """A function that returns the next `count` rows of every array: writable, and the caller's own."""
+    """A function that returns the next `count` rows of every array: writable, and the
+    caller's own.
+    """
     with _archive(path) as archive, ExitStack() as stack:
         streams = [stack.enter_context(archive.open(f"{member.name}.npy")) for member in members]
         for stream in streams:
@@ -126,7 +132,9 @@ def row_reader(
 def feed_reader(
     path: Path,
 ) -> Iterator[Callable[[Sequence[Member]], tuple[NDArray[np.generic], ...]]]:
-    """A function that returns the only row of each of the named arrays: writable, and the caller's own."""
+    """A function that returns the only row of each of the named arrays: writable, and the caller's
+    own.
+    """
     with _archive(path) as archive:
 
         def read(members: Sequence[Member]) -> tuple[NDArray[np.generic], ...]:

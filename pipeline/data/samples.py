@@ -1,7 +1,9 @@
-"""Samples from .npz files, or generated: three types, so that calibration, selection and validation cannot be mixed up.
+"""Samples from .npz files, or generated: three types, so that calibration, selection and validation
+cannot be mixed up.
 
-A set is opened once, in one streaming pass that checks every value and digests every sample; it is then small, picklable
-and streams its batches with bounded memory. Batches never cross files, because each file may hold another shape.
+A set is opened once, in one streaming pass that checks every value and digests every sample; it is
+then small, picklable and streams its batches with bounded memory. Batches never cross files,
+because each file may hold another shape.
 
     'x', array.ndim == len(spec.shape)       axis 0 holds the samples and becomes the model's batch axis
     'x', array.ndim == len(spec.shape) + 1   each row is a whole input of a model without batch axis; one sample per batch
@@ -35,7 +37,10 @@ NUMBERED = re.compile(
     r"(?P<number>\d{1,9})/(?P<array>.+)", re.ASCII | re.DOTALL
 )  # an array of one sample: "12/x"
 BATCH_NAMES = ("batch", "batch_size")  # of a symbol that can mean nothing else
-NUMBER_THEM = "number the samples and give each array as the model takes it: '0/{0}', '1/{0}', ... (docs/data.md)"
+NUMBER_THEM = (
+    "number the samples and give each array as the model takes it: '0/{0}', '1/{0}', ..."
+    " (docs/data.md)"
+)
 _BLOCK_BYTES = (
     4 << 20
 )  # read per step of the checking pass: large enough for speed, small against any model
@@ -54,7 +59,9 @@ class Batch:
     distinct: tuple[int, ...] | None = None  # rows that repeat no other; None: all
 
     def filled(self, rows: int) -> Batch:
-        """The batch with as many rows, its samples repeated side by side: each part of a batch holds some of them."""
+        """The batch with as many rows, its samples repeated side by side: each part of a batch
+        holds some of them.
+        """
         if self.whole or self.samples == rows:
             return self
         picks = np.arange(rows) * self.samples // rows
@@ -89,7 +96,9 @@ class FilePart:
         return any(member.name == LABELS for member in self.members)
 
     def sizes(self, inputs: tuple[TensorSpec, ...]) -> tuple[dict[str, int], ...]:
-        """Of every distinct shape of a sample the size of each symbol, besides the one that counts rows."""
+        """Of every distinct shape of a sample the size of each symbol, besides the one that counts
+        rows.
+        """
         return (_sample_sizes(self.path, self.members, inputs),)
 
     def batches(self, size: int) -> Iterator[Batch]:
@@ -148,7 +157,9 @@ class FeedsPart:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedPart:
-    """Random samples of one shape; sample i depends on the seed and i only, not on the batch it comes in."""
+    """Random samples of one shape; sample i depends on the seed and i only, not on the batch it
+    comes in.
+    """
 
     specs: tuple[TensorSpec, ...]  # of one sample
     seed: int
@@ -182,7 +193,9 @@ class GeneratedPart:
 
 @dataclass(frozen=True, slots=True)
 class SampleSet:
-    """Samples for the inputs `specs`, checked: names, dtypes and shapes fit, nothing is NaN or infinite."""
+    """Samples for the inputs `specs`, checked: names, dtypes and shapes fit, nothing is NaN or
+    infinite.
+    """
 
     role: ClassVar[str] = "samples"
 
@@ -201,14 +214,18 @@ class SampleSet:
         return all(part.whole for part in self.parts)
 
     def batches(self, size: int) -> Iterator[Batch]:
-        """All samples in order, at most `size` per batch, the last one short; more only where every profile asks for more."""
+        """All samples in order, at most `size` per batch, the last one short; more only where every
+        profile asks for more.
+        """
         for part in self.parts:
             yield from part.batches(size)
 
     def filled(self, rows: int, parts: Sequence[int], most: int) -> Iterator[Batch]:
-        """The first samples of some parts in batches of exactly `rows`: `most` rows in all, or one batch of each part if that is more.
+        """The first samples of some parts in batches of exactly `rows`: `most` rows in all, or one
+        batch of each part if that is more.
 
-        A last batch that is too short is filled with its own samples. No rows: batches as small as they may be.
+        A last batch that is too short is filled with its own samples. No rows: batches as small as
+        they may be.
         """
         of_each = max(1, most // max(1, rows) // len(parts))
         for index in parts:
@@ -222,7 +239,9 @@ class SampleSet:
                 yield from itertools.islice(part.batches(1), of_each)
 
     def first(self, n: int) -> tuple[Tensors, ...]:
-        """At most n feeds of the smallest batch, taken from the files in turn, so that each file's shape is among them."""
+        """At most n feeds of the smallest batch, taken from the files in turn, so that each file's
+        shape is among them.
+        """
         turns = itertools.zip_longest(
             *(itertools.islice(part.batches(1), n) for part in self.parts)
         )
@@ -305,7 +324,8 @@ def _part(
         return part
     if plain := [name for name in headers if name not in numbered]:
         raise DataError(
-            f"'{path}' holds '{plain[0]}' beside '{numbered[0]}': an array of all samples beside one of a single sample",
+            f"'{path}' holds '{plain[0]}' beside '{numbered[0]}': an array of all samples beside"
+            " one of a single sample",
             f"give all arrays in one form: {NUMBER_THEM.format(inputs[0].name)}",
         )
     return _feeds_part(path, headers, inputs, profiles, first)
@@ -323,13 +343,16 @@ def _check_alike(role: str, parts: Sequence[FilePart | FeedsPart]) -> None:
         if part.whole != parts[0].whole:
             rows, whole = (part, parts[0]) if parts[0].whole else (parts[0], part)
             raise DataError(
-                f"{role}: in '{rows.path}' a sample is a row of the batch, in '{whole.path}' it is a whole feed",
+                f"{role}: in '{rows.path}' a sample is a row of the batch, in '{whole.path}' it is"
+                " a whole feed",
                 "give all files of a set in one form",
             )
 
 
 def _form_of(part: FilePart | FeedsPart) -> str:
-    """What a set's digest must know of a file beside its values: how many samples, of which dtypes and shapes."""
+    """What a set's digest must know of a file beside its values: how many samples, of which dtypes
+    and shapes.
+    """
     if isinstance(part, FilePart):
         return f"{part.samples} {part.members}"
     return (
@@ -350,19 +373,23 @@ def check_disjoint(*sets: SampleSet) -> None:
             continue
         if isinstance(right.parts[0], GeneratedPart):
             raise DataError(
-                f"{left.role} and {right.role} share {min(left.samples, right.samples)} samples: both are generated from seed {right.parts[0].seed}",
+                f"{left.role} and {right.role} share {min(left.samples, right.samples)} samples:"
+                f" both are generated from seed {right.parts[0].seed}",
                 "give each generated set a seed of its own",
             )
         pairs = ", ".join(f"{left.role} {i} = {right.role} {j}" for i, j in shared[:3])
         more = ", ..." if len(shared) > 3 else ""
         raise DataError(
             f"{left.role} and {right.role} share {len(shared)} samples: {pairs}{more}",
-            "take the shared samples out of one of them; accuracy measured on calibration data proves nothing",
+            "take the shared samples out of one of them; accuracy measured on calibration data"
+            " proves nothing",
         )
 
 
 def _cut(samples: int, size: int, rows: tuple[int, int]) -> Iterator[int]:
-    """Batch sizes that add up to `samples`: `size` each and a short last one, unless rows = (fewest, most) asks otherwise."""
+    """Batch sizes that add up to `samples`: `size` each and a short last one, unless rows =
+    (fewest, most) asks otherwise.
+    """
     fewest, most = rows
     size = min(max(size, fewest), most)
     batches = min(math.ceil(samples / size), samples // fewest)
@@ -402,8 +429,10 @@ def _file_part(
     for member in members:
         if member.shape[0] != samples:
             raise DataError(
-                f"'{path}': '{members[0].name}' holds {samples} samples, '{member.name}' holds {member.shape[0]}",
-                f"give every array one row per sample; of a model without a batch axis in front, {NUMBER_THEM.format(members[0].name)}",
+                f"'{path}': '{members[0].name}' holds {samples} samples, '{member.name}' holds"
+                f" {member.shape[0]}",
+                "give every array one row per sample; of a model without a batch axis in front,"
+                f" {NUMBER_THEM.format(members[0].name)}",
             )
     if samples == 0:
         raise DataError(
@@ -420,12 +449,15 @@ def _file_part(
 def _check_batch_axis(
     path: Path, members: Sequence[Member], inputs: tuple[TensorSpec, ...]
 ) -> None:
-    """DataError for rows along the first axis of an input that has its batch on another one: they would be time steps, or layers."""
+    """DataError for rows along the first axis of an input that has its batch on another one: they
+    would be time steps, or layers.
+    """
     for member, spec in zip(members, inputs, strict=False):
         batch = next((axis for axis, dim in enumerate(spec.shape) if dim in BATCH_NAMES), 0)
         if batch and not member.whole:
             raise DataError(
-                f"'{path}': axis 0 of '{spec.name}' would count samples, but {_shown(spec)} has '{spec.shape[batch]}' on axis {batch}",
+                f"'{path}': axis 0 of '{spec.name}' would count samples, but {_shown(spec)} has"
+                f" '{spec.shape[batch]}' on axis {batch}",
                 NUMBER_THEM.format(spec.name),
             )
 
@@ -433,7 +465,9 @@ def _check_batch_axis(
 def _members(
     path: Path, headers: Mapping[str, Header], inputs: tuple[TensorSpec, ...]
 ) -> tuple[Member, ...]:
-    """The arrays of a file in the order of the inputs, labels last; names, dtypes and ranks are checked."""
+    """The arrays of a file in the order of the inputs, labels last; names, dtypes and ranks are
+    checked.
+    """
     names = [spec.name for spec in inputs]
     missing = [name for name in names if name not in headers]
     unknown = [name for name in headers if name not in (*names, LABELS)]
@@ -447,7 +481,8 @@ def _members(
         labels = headers[LABELS]
         if labels.dtype.kind not in "biuf" or not labels.shape:
             raise DataError(
-                f"'{path}': '{LABELS}' is {labels.dtype} {labels.shape}, expected one number per sample",
+                f"'{path}': '{LABELS}' is {labels.dtype} {labels.shape}, expected one number per"
+                " sample",
                 "save class indices as int64 [samples]",
             )
         members.append(Member(LABELS, labels.dtype.str, labels.shape))
@@ -468,7 +503,8 @@ def _name_faults(where: str, missing: list[str], unknown: list[str]) -> str:
 def _check_dtype(where: str, spec: TensorSpec, dtype: np.dtype[np.generic]) -> None:
     if dtype.str != _dtype_str(spec):
         raise DataError(
-            f"{where}: '{spec.name}' is {dtype.name if dtype.isnative else dtype.str}, the model's input is {spec.dtype}",
+            f"{where}: '{spec.name}' is {dtype.name if dtype.isnative else dtype.str}, the model's"
+            f" input is {spec.dtype}",
             f"nothing is cast silently: save {spec.name}.astype('{spec.dtype}')",
         )
 
@@ -479,8 +515,8 @@ def _input_member(path: Path, spec: TensorSpec, header: Header) -> Member:
     if not shape or len(shape) not in (len(spec.shape), len(spec.shape) + 1):
         raise DataError(
             f"'{path}': '{spec.name}' has shape {shape}, the model's input is {_shown(spec)}",
-            "axis 0 holds the samples: give as many axes as the input has, or one more where the model has no batch axis; "
-            f"or {NUMBER_THEM.format(spec.name)}",
+            "axis 0 holds the samples: give as many axes as the input has, or one more where the"
+            f" model has no batch axis; or {NUMBER_THEM.format(spec.name)}",
         )
     return Member(spec.name, dtype.str, shape, whole=len(shape) == len(spec.shape) + 1)
 
@@ -488,7 +524,9 @@ def _input_member(path: Path, spec: TensorSpec, header: Header) -> Member:
 def _rows_allowed(
     path: Path, members: list[Member], inputs: tuple[TensorSpec, ...], profiles: Sequence[Profile]
 ) -> tuple[int, int]:
-    """Fewest and most samples of a batch, by the first profile that holds the shapes of this file."""
+    """Fewest and most samples of a batch, by the first profile that holds the shapes of this
+    file.
+    """
     sizes = _sample_sizes(path, members, inputs)
     profile = next((profile for profile in profiles if profile.holds(sizes)), None)
     if profiles and profile is None:
@@ -500,7 +538,8 @@ def _rows_allowed(
     if fewest > most:
         raise DataError(
             f"'{path}': no batch fits all inputs ({', '.join(_shown(spec) for spec in inputs)})",
-            f"add an axis in front of every array: each row is then a whole input; or {NUMBER_THEM.format(members[0].name)}",
+            "add an axis in front of every array: each row is then a whole input; or"
+            f" {NUMBER_THEM.format(members[0].name)}",
         )
     return fewest, most
 
@@ -508,7 +547,9 @@ def _rows_allowed(
 def _sample_sizes(
     path: Path, members: Sequence[Member], inputs: tuple[TensorSpec, ...]
 ) -> dict[str, int]:
-    """The size of each symbol of a sample of this file, besides the one that counts rows; DataError if they contradict the inputs."""
+    """The size of each symbol of a sample of this file, besides the one that counts rows; DataError
+    if they contradict the inputs.
+    """
     pairs = zip(members, inputs, strict=False)  # labels come last
     cut = tuple(spec if member.whole else _without_rows((spec,))[0] for member, spec in pairs)
     sizes = sizes_from_shapes(cut, {member.name: member.shape[1:] for member in members})
@@ -538,7 +579,9 @@ def _outside(where: str, sizes: Mapping[str, int], profiles: Sequence[Profile]) 
 
 
 def _check_values(part: FilePart, profiles: Sequence[Profile]) -> None:
-    """DataError for a sample whose values, of inputs that decide a shape, lie outside all profiles."""
+    """DataError for a sample whose values, of inputs that decide a shape, lie outside all
+    profiles.
+    """
     named = [
         replace(member, whole=False)
         for member in part.members
@@ -590,7 +633,9 @@ def _shown(spec: TensorSpec) -> str:
 
 
 def _checked_rows(part: FilePart) -> Iterator[tuple[bytes, bytes]]:
-    """Digest of every sample's inputs, and its label's bytes; DataError at the first NaN or infinity."""
+    """Digest of every sample's inputs, and its label's bytes; DataError at the first NaN or
+    infinity.
+    """
     block = max(1, _BLOCK_BYTES // max(1, sum(member.row_bytes for member in part.members)))
     stacked = [replace(member, whole=False) for member in part.members]
     with row_reader(part.path, stacked) as read:
@@ -630,7 +675,8 @@ def _check_finite(path: Path, name: str, array: NDArray[np.generic], start: int)
         )
 
 
-# -- numbered samples -------------------------------------------------------------------------------------------------
+# -- numbered samples
+# ------------------------------------------------------------------------------
 
 
 def _feeds_part(
@@ -671,7 +717,9 @@ def _feeds_part(
 
 
 def _by_number(path: Path, headers: Mapping[str, Header]) -> list[dict[str, tuple[str, Header]]]:
-    """The samples of a file in order: of each its arrays, as name in the file and header. DataError for a gap or a number given twice."""
+    """The samples of a file in order: of each its arrays, as name in the file and header. DataError
+    for a gap or a number given twice.
+    """
     found: dict[int, dict[str, tuple[str, Header]]] = {}
     for name, header in headers.items():
         match = NUMBERED.fullmatch(name)
@@ -686,7 +734,8 @@ def _by_number(path: Path, headers: Mapping[str, Header]) -> list[dict[str, tupl
     missing = next((number for number in range(len(found)) if number not in found), None)
     if missing is not None:
         raise DataError(
-            f"'{path}' holds {len(found)} samples, numbered up to {max(found)}, and none with number {missing}",
+            f"'{path}' holds {len(found)} samples, numbered up to {max(found)}, and none with"
+            f" number {missing}",
             "count the samples from 0, without a gap",
         )
     return [found[number] for number in range(len(found))]
@@ -698,7 +747,9 @@ def _feed(
     inputs: tuple[TensorSpec, ...],
     has_labels: bool,
 ) -> tuple[Member, ...]:
-    """The arrays of one sample in the order of the inputs, labels last, each as a single row that is whole."""
+    """The arrays of one sample in the order of the inputs, labels last, each as a single row that
+    is whole.
+    """
     for spec in inputs:
         _check_dtype(where, spec, found[spec.name][1].dtype)
     if has_labels and found[LABELS][1].dtype.kind not in "biuf":
@@ -732,7 +783,9 @@ def _check_sizes(
 
 
 def _check_feed_values(part: FeedsPart, profiles: Sequence[Profile]) -> None:
-    """DataError for a sample that no profile holds by its shapes and by the values that decide a shape."""
+    """DataError for a sample that no profile holds by its shapes and by the values that decide a
+    shape.
+    """
     valued = [
         index
         for index, name in enumerate(part.inputs)
@@ -752,7 +805,9 @@ def _check_feed_values(part: FeedsPart, profiles: Sequence[Profile]) -> None:
 
 
 def _checked_feeds(part: FeedsPart) -> Iterator[tuple[bytes, bytes]]:
-    """Digest of every sample's inputs, and its label's bytes; DataError at the first NaN or infinity."""
+    """Digest of every sample's inputs, and its label's bytes; DataError at the first NaN or
+    infinity.
+    """
     for batch in part.batches(1):
         digest = hashlib.blake2b(digest_size=16)
         for name, array in batch.feeds.items():
@@ -764,7 +819,8 @@ def _checked_feeds(part: FeedsPart) -> Iterator[tuple[bytes, bytes]]:
         yield digest.digest(), b"" if labels is None else labels.tobytes()
 
 
-# -- generated --------------------------------------------------------------------------------------------------------
+# -- generated
+# ------------------------------------------------------------------------------
 
 
 def _generated_set(
@@ -822,7 +878,9 @@ def _resolved(specs: tuple[TensorSpec, ...], profile: Profile) -> tuple[TensorSp
 
 
 def _random_sample(part: GeneratedPart, index: int) -> dict[str, NDArray[np.generic]]:
-    """Floats are standard normal, uint8 are pixels, other integers 0 or 1, which any table or mask can take; rows begin with 1, as seen texts do."""
+    """Floats are standard normal, uint8 are pixels, other integers 0 or 1, which any table or mask
+    can take; rows begin with 1, as seen texts do.
+    """
     random, sample = np.random.default_rng([part.seed, index]), dict[str, NDArray[np.generic]]()
     for spec in part.specs:
         dtype, shape = np.dtype(spec.dtype), spec.resolve({})

@@ -1,10 +1,12 @@
-"""Child processes for stages and measurements: typed messages, deadline, terminate -> grace -> kill.
+"""Child processes for stages and measurements: typed messages, deadline, terminate -> grace ->
+kill.
 
     value = call_in_child(function, argument, name="export", log=path)     one call, one answer
     child = Child(function, argument, name="bench")                        a conversation: child.send, child.receive
 
-Each child is a fresh interpreter in a session of its own, so that a crash, a memory blow-up, or a library's global
-state stays there, and so that stopping it stops all that it started. It dies with its parent, even by SIGKILL.
+Each child is a fresh interpreter in a session of its own, so that a crash, a memory blow-up, or a
+library's global state stays there, and so that stopping it stops all that it started. It dies with
+its parent, even by SIGKILL.
 """
 
 from __future__ import annotations
@@ -34,14 +36,16 @@ from pipeline.execution.exit_causes import MORE_MEMORY, crucible_error, how_it_d
 
 T = TypeVar("T")
 GRACE_S = 3.0
-ALIVE_S = 2.0  # a library may be silent for minutes; whoever shows how long a stage has run hears of it that often
+# a library may be silent for minutes; whoever shows how long a stage has run hears of it that often
+ALIVE_S = 2.0
 FEWER_COLLECTIONS = (
     50_000,
     20,
     20,
 )  # the garbage collector takes a tenth of the time that importing torch or NNCF needs
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# Where children look for modules: sys.path as this process began. A user's folder put in front since may hold a `pipeline` of its own.
+# Where children look for modules: sys.path as this process began. A user's folder put in front
+# since may hold a `pipeline` of its own.
 IMPORT_PATH = os.pathsep.join(filter(None, sys.path))
 
 
@@ -97,7 +101,9 @@ class Channel:
         self._connection.send(Message(payload))
 
     def receive(self) -> Any:
-        """The parent's next message; sleeps until it comes. EOFError once the parent has hung up."""
+        """The parent's next message; sleeps until it comes. EOFError once the parent has hung
+        up.
+        """
         return self._connection.recv().payload
 
 
@@ -106,7 +112,9 @@ _running: set[Child] = set()
 
 
 def stop_children() -> None:
-    """Stop every child that any thread of this process has started: whoever waits for one gets ChildDied."""
+    """Stop every child that any thread of this process has started: whoever waits for one gets
+    ChildDied.
+    """
     for child in tuple(_running):
         child.end()
 
@@ -169,11 +177,15 @@ class Child:
             self._connection.send(Message(payload))
 
     def answered(self, timeout_s: float) -> bool:
-        """Whether the child sends something, or ends, within this time: `receive` then waits no more."""
+        """Whether the child sends something, or ends, within this time: `receive` then waits no
+        more.
+        """
         return self._connection.poll(timeout_s)
 
     def receive(self, timeout_s: float | None = None) -> Any:
-        """The child's next message. Raises what the child raised, ChildDied if it is gone, TimeoutError if nothing comes."""
+        """The child's next message. Raises what the child raised, ChildDied if it is gone,
+        TimeoutError if nothing comes.
+        """
         message = self._next(timeout_s)
         if isinstance(message, Message):
             return message.payload
@@ -182,7 +194,9 @@ class Child:
         )
 
     def result(self, deadline_s: float | None = None, progress: Progress = silent) -> Any:
-        """Wait for the function's value, handing its progress on: the last one again every ALIVE_S in which nothing comes."""
+        """Wait for the function's value, handing its progress on: the last one again every ALIVE_S
+        in which nothing comes.
+        """
         end = math.inf if deadline_s is None else time.monotonic() + deadline_s
         last = Report(None, "")
         while True:
@@ -213,7 +227,9 @@ class Child:
             self.log.unlink(missing_ok=True)
 
     def end(self, grace_s: float = GRACE_S) -> None:
-        """End the child and all that it started: SIGTERM, a grace period, SIGKILL. Any thread may."""
+        """End the child and all that it started: SIGTERM, a grace period, SIGKILL. Any thread
+        may.
+        """
         if self._process.poll() is None:
             self._signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -274,8 +290,8 @@ def call_in_child(
 ) -> T:
     """Run `function(*arguments, progress)` in a process of its own and return its value.
 
-    The function must be importable by name, its arguments and value picklable. Its CrucibleErrors are raised here;
-    any other exception is an InternalError. What it prints goes to `log`.
+    The function must be importable by name, its arguments and value picklable. Its CrucibleErrors
+    are raised here; any other exception is an InternalError. What it prints goes to `log`.
     """
     with Child(function, *arguments, name=name, log=log, conversation=False) as child:
         value: T = child.result(deadline_s, progress)

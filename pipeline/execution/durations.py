@@ -1,9 +1,11 @@
-"""How long stages took on this host: one line of JSON each, from which the next run's estimate is read.
+"""How long stages took on this host: one line of JSON each, from which the next run's estimate is
+read.
 
     <store root>/history.jsonl
 
-Many processes append at once: each line is one write to a file opened for appending, and begins with its newline, so that a line
-which a crash tore does not spoil the next. A line that cannot be read, torn or of another version, counts for nothing.
+Many processes append at once: each line is one write to a file opened for appending, and begins
+with its newline, so that a line which a crash tore does not spoil the next. A line that cannot be
+read, torn or of another version, counts for nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class Entry(Frozen):
 
 
 class History:
-    """The times of one store. Losing some costs an estimate, so a disk that cannot be written is no error here."""
+    """The times of one store. Losing some costs an estimate, so a disk that cannot be written is no
+    error here.
+    """
 
     def __init__(self, root: Path) -> None:
         self._file = root / FILE
@@ -51,7 +55,9 @@ class History:
         return tuple(_readable(lines))
 
     def estimate(self, stage: str, subject: str, plan: str = "") -> float | None:
-        """Seconds that this stage usually takes; None if it never ran. Runs of this plan are preferred: other models take other times."""
+        """Seconds that this stage usually takes; None if it never ran. Runs of this plan are
+        preferred: other models take other times.
+        """
         same = [
             entry for entry in self.entries() if (entry.stage, entry.subject) == (stage, subject)
         ]

@@ -1,7 +1,8 @@
-"""Which error an exception, or the death of a child, stands for: a full disk, exhausted memory, a forbidden path, or our bug.
+"""Which error an exception, or the death of a child, stands for: a full disk, exhausted memory, a
+forbidden path, or our bug.
 
-Libraries written in C++ say such things in words only, and a killed process says nothing at all: `how_it_died` weighs what the kernel
-recorded, and says "probably" where that is no proof.
+Libraries written in C++ say such things in words only, and a killed process says nothing at all:
+`how_it_died` weighs what the kernel recorded, and says "probably" where that is no proof.
 """
 
 from __future__ import annotations
@@ -25,17 +26,25 @@ from pipeline.errors import (
 _PATH_FAULTS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT)
 MORE_DISK = "free some space, or set CRUCIBLE_HOME (the store), TMPDIR and --out to a larger disk"
-MORE_MEMORY = "free memory, raise the limit of this container, or lower calibration.batch or the largest sizes of the profiles"
+MORE_MEMORY = (
+    "free memory, raise the limit of this container, or lower calibration.batch or the largest"
+    " sizes of the profiles"
+)
 _NO_MEMORY = re.compile(
-    r"bad_alloc|\bMemoryError\b|can(no|')t allocate memory|Failed to allocate memory for requested buffer",
+    r"bad_alloc|\bMemoryError\b|can(no|')t allocate memory|Failed to allocate memory for requested"
+    r" buffer",
     re.IGNORECASE,
 )
-"""C++, Python, the C library (torch and OpenVINO pass its words on), ONNX Runtime; a GPU's memory has errors of its own."""
+"""C++, Python, the C library (torch and OpenVINO pass its words on), ONNX Runtime; a GPU's memory
+has errors of its own.
+"""
 _NO_SPACE = re.compile(r"no space left on device|disk quota exceeded", re.IGNORECASE)
 
 
 def crucible_error(error: BaseException, child: str = "") -> CrucibleError:
-    """Our own error for any exception of a child, or of this process: what the host is at fault for is not our bug."""
+    """Our own error for any exception of a child, or of this process: what the host is at fault for
+    is not our bug.
+    """
     said = _said(error)
     if any(
         isinstance(each, MemoryError)
@@ -74,7 +83,8 @@ def first_line(error: BaseException) -> str:
     return text.strip().partition("\n")[0]
 
 
-# -- deaths ------------------------------------------------------------------------------------------------------------
+# -- deaths
+# ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +96,9 @@ class MemoryKills:
 
 
 def memory_kills(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> MemoryKills:
-    """What the kernel has recorded until now: memory.events (cgroup v2) or memory.oom_control (v1), and /proc/vmstat."""
+    """What the kernel has recorded until now: memory.events (cgroup v2) or memory.oom_control (v1),
+    and /proc/vmstat.
+    """
     ours = [count for file in _group_files(proc, groups) if (count := _oom_kill(file)) is not None]
     return MemoryKills(sum(ours) if ours else None, _oom_kill(proc / "vmstat"))
 
@@ -116,7 +128,9 @@ def _lines(file: Path) -> list[str]:
 def how_it_died(
     code: int | None, before: MemoryKills, after: MemoryKills, printed: str
 ) -> tuple[str, str]:
-    """What happened to a child that ended without an answer, and the next step, from its exit code, the kernel's counts and what it printed."""
+    """What happened to a child that ended without an answer, and the next step, from its exit code,
+    the kernel's counts and what it printed.
+    """
     if code == -signal.SIGKILL:
         return _how_it_was_killed(before, after)
     how = (
@@ -138,14 +152,23 @@ def _how_it_was_killed(before: MemoryKills, after: MemoryKills) -> tuple[str, st
         return "was killed by the kernel because memory ran out", MORE_MEMORY
     if _grew(before.machine, after.machine):  # it may have been another's
         return (
-            f"{killed}, probably because memory ran out: the kernel killed a process for that at this time",
+            (
+                f"{killed}, probably because memory ran out: the kernel killed a process for that"
+                " at this time"
+            ),
             MORE_MEMORY,
         )
     if after == MemoryKills():
         return f"{killed}, probably because memory ran out", MORE_MEMORY
-    advice = "run the same command again; if it is killed again, give it more memory, or ask who runs this machine"
+    advice = (
+        "run the same command again; if it is killed again, give it more memory, or ask who runs"
+        " this machine"
+    )
     return (
-        f"{killed}, not by the kernel for want of memory: by a person, a scheduler, or a service that guards memory",
+        (
+            f"{killed}, not by the kernel for want of memory: by a person, a scheduler, or a"
+            " service that guards memory"
+        ),
         advice,
     )
 

@@ -1,4 +1,6 @@
-"""Runs one stage: look in the store, else a child process; keeps the list of steps and tells what happens."""
+"""Runs one stage: look in the store, else a child process; keeps the list of steps and tells what
+happens.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ class Run(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage as the runner needs to know it: raise `version` when its code changes what it makes."""
+    """One stage as the runner needs to know it: raise `version` when its code changes what it
+    makes.
+    """
 
     name: str
     version: int
@@ -100,7 +104,9 @@ class Runner:
         subject: str = "",
         target: Target | None = None,
     ) -> A:
-        """The stage's artifact: from the store, or made by `stage.function(*arguments[, out], progress)` in a child."""
+        """The stage's artifact: from the store, or made by `stage.function(*arguments[, out],
+        progress)` in a child.
+        """
         key = Key(
             stage.name,
             stage.version,
@@ -155,7 +161,9 @@ class Runner:
     def anew(
         self, stage: str, subject: str, function: Callable[..., Any], *arguments: object
     ) -> Any:
-        """What `function(*arguments, progress)` gives in a child: never from the store, and not kept there, but told of as a stage."""
+        """What `function(*arguments, progress)` gives in a child: never from the store, and not
+        kept there, but told of as a stage.
+        """
 
         def tell(state: Any, **details: Any) -> None:
             self.emit(StageEvent(stage, subject, state, **details))

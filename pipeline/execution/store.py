@@ -1,14 +1,17 @@
-"""The content-addressed store: every artifact is made once, published whole, and found again by what it was made from.
+"""The content-addressed store: every artifact is made once, published whole, and found again by
+what it was made from.
 
     <root>/artifacts/<stage>/<key>/     the files of one artifact, and artifact.json (value, provenance, sha256 of each file and of all that)
     <root>/locks/<key>.lock             held while an artifact is made
     <root>/tmp/<key>/                   where it is made; renamed into place when complete
 
-Look, lock, look again, make, publish by one rename. A process killed at any moment leaves at most a folder under tmp/,
-which the next holder of the same lock removes. Finding an artifact sets its manifest's time: when it was last used.
+Look, lock, look again, make, publish by one rename. A process killed at any moment leaves at most a
+folder under tmp/, which the next holder of the same lock removes. Finding an artifact sets its
+manifest's time: when it was last used.
 
-A store may look in a second, `shared` one too, of which it writes no more than those times: so works a job of the service, whose
-artifacts are adopted by the shared store after the job has ended (`Store.adopt`).
+A store may look in a second, `shared` one too, of which it writes no more than those times: so
+works a job of the service, whose artifacts are adopted by the shared store after the job has ended
+(`Store.adopt`).
 """
 
 from __future__ import annotations
@@ -123,7 +126,10 @@ class Store:
             except (OSError, ValueError) as error:
                 note = Note(
                     stage="store",
-                    text=f"{key.stage} {key.digest[:12]} was damaged and is made again: {damage(error)}",
+                    text=(
+                        f"{key.stage} {key.digest[:12]} was damaged and is made again:"
+                        f" {damage(error)}"
+                    ),
                 )
                 if note not in self.notes:
                     self.notes.append(note)
@@ -136,8 +142,9 @@ class Store:
         make: Callable[[Path], A],
         lasts: Callable[[A], bool] = lambda value: True,
     ) -> Stored[A]:
-        """The artifact of this key, made by `make(folder)` unless it is there. Failures are never kept, and values that do not last
-        only for as long as this store is open."""
+        """The artifact of this key, made by `make(folder)` unless it is there. Failures are never
+        kept, and values that do not last only for as long as this store is open.
+        """
         if (found := self.find(key, kind)) is not None:
             return found
         with self._lock(key.stage, key.digest):
@@ -175,9 +182,11 @@ class Store:
         return Stored(published.value, published.provenance, published.digest, reused=False)
 
     def adopt(self, other: Path) -> tuple[str, ...]:
-        """Move every artifact of another store, on the same disk and used by nobody, into this one. Returns why some were not taken.
+        """Move every artifact of another store, on the same disk and used by nobody, into this one.
+        Returns why some were not taken.
 
-        Nothing there is believed: the key must be that of the provenance, and the files those of the manifest, with their digests.
+        Nothing there is believed: the key must be that of the provenance, and the files those of
+        the manifest, with their digests.
         """
         refused = []
         for folder in sorted((other / "artifacts").glob("*/*")):
@@ -216,7 +225,9 @@ class Store:
         return True
 
     def _passing_folder(self, final: Path) -> Path:
-        """A place that no other process looks at, removed at the end of this one; of one that was killed it ages like any artifact."""
+        """A place that no other process looks at, removed at the end of this one; of one that was
+        killed it ages like any artifact.
+        """
         folder = self._passing[final.name] = final.with_name(
             f"{final.name}{PASSING}{uuid.uuid4().hex}"
         )
@@ -271,8 +282,10 @@ class Manifest(Frozen):
 
 
 def check_files(folder: Path, within: Path, besides: tuple[str, ...] = ()) -> Manifest:
-    """The manifest of an artifact's folder that a stranger made; ValueError unless it lies in `within`, and holds exactly the plain
-    files that the manifest lists, with their digests, and those named `besides`."""
+    """The manifest of an artifact's folder that a stranger made; ValueError unless it lies in
+    `within`, and holds exactly the plain files that the manifest lists, with their digests, and
+    those named `besides`.
+    """
     if folder.resolve() != within.resolve() / folder.relative_to(within):
         raise ValueError("a link stands in the place of a folder")
     for path in folder.rglob("*"):
@@ -308,7 +321,9 @@ def _folder(root: Path, stage: str, digest: str) -> Path:
 
 
 def _read(folder: Path, key: Key, kind: type[A]) -> Stored[A]:
-    """The artifact in `folder`; OSError or ValueError unless everything there is as it was written, and nothing else is."""
+    """The artifact in `folder`; OSError or ValueError unless everything there is as it was written,
+    and nothing else is.
+    """
     manifest = check_manifest(folder)
     value = kind.model_validate(
         {**manifest.value, "root": folder} if issubclass(kind, Artifact) else manifest.value
@@ -317,7 +332,9 @@ def _read(folder: Path, key: Key, kind: type[A]) -> Stored[A]:
 
 
 def check_manifest(folder: Path, besides: tuple[str, ...] = ()) -> Manifest:
-    """The manifest, checked against itself and against all files there but those named `besides`."""
+    """The manifest, checked against itself and against all files there but those named
+    `besides`.
+    """
     manifest = read_manifest(folder)
     check_digests(folder, manifest.files, (MANIFEST, *besides))
     return manifest

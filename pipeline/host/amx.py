@@ -1,8 +1,10 @@
 """Whether AMX can be used by OpenVINO here, or would kill the process.
 
-Some virtual machines show the AMX flags but hide CPUID leaf 0x1D, which describes the tiles. OpenVINO's oneDNN reads the flags, takes the
-missing description for "palette 0", so configures no tiles, and dies of SIGILL at the first one. (Seen with OpenVINO 2026.4 in a virtual
-machine whose highest CPUID leaf is 0x1C; AMX itself works there when palette 1 is taken as given, as ONNX Runtime does.)
+Some virtual machines show the AMX flags but hide CPUID leaf 0x1D, which describes the tiles.
+OpenVINO's oneDNN reads the flags, takes the missing description for "palette 0", so configures no
+tiles, and dies of SIGILL at the first one. (Seen with OpenVINO 2026.4 in a virtual machine whose
+highest CPUID leaf is 0x1C; AMX itself works there when palette 1 is taken as given, as ONNX Runtime
+does.)
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ TILE_LEAF = 0x1D
 
 
 def tiles_described() -> bool:
-    """Whether CPUID describes at least one tile palette. True where CPUID cannot be read, because then nothing is known against it."""
+    """Whether CPUID describes at least one tile palette. True where CPUID cannot be read, because
+    then nothing is known against it.
+    """
     if platform.machine() not in ("x86_64", "AMD64"):
         return True
     try:

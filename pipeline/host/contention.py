@@ -14,12 +14,15 @@ NANOSECONDS = 1e-9
 TOUCHED_SHARE = (
     0.25  # of the runs: half of them would move the median by as much as an interruption takes
 )
-STEAL_FIELD = 8  # of the first line of /proc/stat, after its name: user nice system idle iowait irq softirq steal
+# of the first line of /proc/stat, after its name: user nice system idle iowait irq softirq steal
+STEAL_FIELD = 8
 
 
 @dataclass(frozen=True, slots=True)
 class CpuClock:
-    """What the kernel has counted so far. All zero where it does not count (no Linux, or no /proc)."""
+    """What the kernel has counted so far. All zero where it does not count (no Linux, or no
+    /proc).
+    """
 
     ran_s: float = 0.0  # of all threads of this process, on a CPU
     waited_s: float = 0.0  # of all threads of this process, ready to run, while others had the CPU
@@ -30,10 +33,11 @@ class CpuClock:
     )
 
     def held_up_since(self, before: CpuClock, runs: int) -> float:
-        """Share of the time since `before` in which this process was kept from a CPU, if that moved the median.
+        """Share of the time since `before` in which this process was kept from a CPU, if that moved
+        the median.
 
-        0 where fewer than a quarter of the `runs` in that time can have been touched: the median of many
-        short runs does not move when a few of them are interrupted, however long.
+        0 where fewer than a quarter of the `runs` in that time can have been touched: the median of
+        many short runs does not move when a few of them are interrupted, however long.
         """
         touched = (
             self.interruptions - before.interruptions + self.stolen_ticks - before.stolen_ticks

@@ -1,4 +1,6 @@
-"""Which NVIDIA GPUs this host has, and what each could reach: asked of nvidia-smi, and of the driver without making a CUDA context."""
+"""Which NVIDIA GPUs this host has, and what each could reach: asked of nvidia-smi, and of the
+driver without making a CUDA context.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Gpus(Frozen):
 
 
 class Peaks(Frozen):
-    """What a device's arithmetic and memory could reach; a precision it has no fast path for, or nobody knows of, is absent."""
+    """What a device's arithmetic and memory could reach; a precision it has no fast path for, or
+    nobody knows of, is absent.
+    """
 
     device: str = ""  # GPU name, or CPU model with its number of threads
     source: str = ""  # "known: ...", or "measured 2026-01-31"
@@ -51,7 +55,9 @@ class Peaks(Frozen):
 
 
 def find_gpus(command: str = "nvidia-smi") -> Gpus:
-    """The GPUs that `command` (nvidia-smi, or another program that answers like it) lists and CUDA_VISIBLE_DEVICES leaves."""
+    """The GPUs that `command` (nvidia-smi, or another program that answers like it) lists and
+    CUDA_VISIBLE_DEVICES leaves.
+    """
     program = shutil.which(command)
     if program is None:
         return Gpus(reason=_reason_without_tool())
@@ -127,14 +133,19 @@ def visible_places(uuids: Sequence[str], wanted: str | None) -> tuple[int, ...]:
 def _reason_without_tool() -> str:
     if _libcuda() is None:
         return "no NVIDIA driver (neither nvidia-smi nor libcuda.so.1 is here)"
-    return "libcuda.so.1 is here but nvidia-smi is not (in a container: NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
+    return (
+        "libcuda.so.1 is here but nvidia-smi is not (in a container:"
+        " NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
+    )
 
 
-# -- what it is made of ------------------------------------------------------------------------------------------------
+# -- what it is made of
+# ------------------------------------------------------------------------------
 
 
 def with_hardware(gpus: Gpus, cuda: Any = None) -> Gpus:
-    """The same GPUs with SM count and bus width, which only libcuda tells (`cuda`: the loaded library, or a double).
+    """The same GPUs with SM count and bus width, which only libcuda tells (`cuda`: the loaded
+    library, or a double).
 
     cuInit makes no context and takes no GPU memory. What the driver does not answer stays None.
     """
@@ -152,7 +163,9 @@ def with_hardware(gpus: Gpus, cuda: Any = None) -> Gpus:
 
 
 def _hardware(cuda: Any, ordinal: int) -> tuple[str, dict[str, int | None]]:
-    """The UUID of a GPU as nvidia-smi writes it, and what it is made of. CUDA's order is its own, so the UUID is what joins them."""
+    """The UUID of a GPU as nvidia-smi writes it, and what it is made of. CUDA's order is its own,
+    so the UUID is what joins them.
+    """
     device = _asked(cuda.cuDeviceGet, ordinal)
     raw = (ctypes.c_ubyte * 16)()
     digits = bytes(raw).hex() if cuda.cuDeviceGetUuid(ctypes.byref(raw), device) == 0 else ""
@@ -179,7 +192,8 @@ def _libcuda() -> Any:
         return None
 
 
-# -- what it could reach -----------------------------------------------------------------------------------------------
+# -- what it could reach
+# ------------------------------------------------------------------------------
 
 _RTX = {
     Precision.FP32: 256,
@@ -190,11 +204,14 @@ _RTX = {
 }
 
 FLOPS_PER_SM_AND_CLOCK: dict[str, dict[Precision, int]] = {
-    # Tesla V100 whitepaper (WP-08608): V100 SXM2 has 80 SMs at 1530 MHz, 15.7 TFLOP/s fp32, 125 on tensor cores.
+    # Tesla V100 whitepaper (WP-08608): V100 SXM2 has 80 SMs at 1530 MHz, 15.7 TFLOP/s fp32, 125 on
+    # tensor cores.
     "7.0": {Precision.FP32: 128, Precision.FP16: 1024},
-    # Turing whitepaper (WP-09183): RTX 2080 Ti FE 68 SMs at 1635 MHz, 113.8 TFLOP/s fp16, 227.7 TOP/s int8. T4: 40 SMs, 65 and 130.
+    # Turing whitepaper (WP-09183): RTX 2080 Ti FE 68 SMs at 1635 MHz, 113.8 TFLOP/s fp16, 227.7
+    # TOP/s int8. T4: 40 SMs, 65 and 130.
     "7.5": {Precision.FP32: 128, Precision.FP16: 1024, Precision.INT8: 2048},
-    # A100 whitepaper: 108 SMs at 1410 MHz, 19.5 TFLOP/s fp32, 156 tf32, 312 fp16 and bf16, 624 TOP/s int8.
+    # A100 whitepaper: 108 SMs at 1410 MHz, 19.5 TFLOP/s fp32, 156 tf32, 312 fp16 and bf16, 624
+    # TOP/s int8.
     "8.0": {
         Precision.FP32: 128,
         Precision.TF32: 1024,
@@ -202,11 +219,14 @@ FLOPS_PER_SM_AND_CLOCK: dict[str, dict[Precision, int]] = {
         Precision.BF16: 2048,
         Precision.INT8: 4096,
     },
-    # GA102 whitepaper: RTX 3090 82 SMs at 1695 MHz, 35.6 TFLOP/s fp32, 142 fp16, 71 bf16, 35.6 tf32, 285 TOP/s int8. A40: 84 SMs, tf32 74.8.
+    # GA102 whitepaper: RTX 3090 82 SMs at 1695 MHz, 35.6 TFLOP/s fp32, 142 fp16, 71 bf16, 35.6
+    # tf32, 285 TOP/s int8. A40: 84 SMs, tf32 74.8.
     "8.6": _RTX,
-    # Ada whitepaper: RTX 4090 128 SMs at 2520 MHz, 82.6 TFLOP/s fp32, 330 fp16, 165 bf16, 82.6 tf32, 661 int8 and fp8. L4: 58 SMs, fp16 121.
+    # Ada whitepaper: RTX 4090 128 SMs at 2520 MHz, 82.6 TFLOP/s fp32, 330 fp16, 165 bf16, 82.6
+    # tf32, 661 int8 and fp8. L4: 58 SMs, fp16 121.
     "8.9": {**_RTX, Precision.FP8: 2048},
-    # H100 whitepaper: SXM5 132 SMs, 66.9 TFLOP/s fp32 at 1980 MHz; 495 tf32, 989 fp16, 1979 fp8 and int8 are stated at 1830 MHz.
+    # H100 whitepaper: SXM5 132 SMs, 66.9 TFLOP/s fp32 at 1980 MHz; 495 tf32, 989 fp16, 1979 fp8 and
+    # int8 are stated at 1830 MHz.
     "9.0": {
         Precision.FP32: 256,
         Precision.TF32: 2048,
@@ -215,7 +235,8 @@ FLOPS_PER_SM_AND_CLOCK: dict[str, dict[Precision, int]] = {
         Precision.INT8: 8192,
         Precision.FP8: 8192,
     },
-    # HGX B200 data sheet, per GPU (148 SMs): 75 TFLOP/s fp32, dense 1,125 tf32, 2,250 fp16, 4,500 fp8 and int8, at about 1860 MHz.
+    # HGX B200 data sheet, per GPU (148 SMs): 75 TFLOP/s fp32, dense 1,125 tf32, 2,250 fp16, 4,500
+    # fp8 and int8, at about 1860 MHz.
     "10.0": {
         Precision.FP32: 256,
         Precision.TF32: 4096,
@@ -224,20 +245,27 @@ FLOPS_PER_SM_AND_CLOCK: dict[str, dict[Precision, int]] = {
         Precision.INT8: 16384,
         Precision.FP8: 16384,
     },
-    # RTX Blackwell whitepaper: RTX 5090 170 SMs at 2407 MHz, 104.8 TFLOP/s fp32, 419 fp16, 209.5 bf16, 104.8 tf32, 838 int8 and fp8.
+    # RTX Blackwell whitepaper: RTX 5090 170 SMs at 2407 MHz, 104.8 TFLOP/s fp32, 419 fp16, 209.5
+    # bf16, 104.8 tf32, 838 int8 and fp8.
     "12.0": {**_RTX, Precision.FP8: 2048},
 }
-"""Dense, by compute capability; fp16 and fp8 with fp16 accumulation. Other generations are left out: no number is better than a guess."""
+"""Dense, by compute capability; fp16 and fp8 with fp16 accumulation. Other generations are left
+out: no number is better than a guess.
+"""
 
 GEFORCE_HALVED = {"8.6", "8.9", "12.0"}
-"""There GeForce cards multiply at half the rate where they accumulate in fp32 (the same whitepapers), which bf16 and tf32 always do."""
+"""There GeForce cards multiply at half the rate where they accumulate in fp32 (the same
+whitepapers), which bf16 and tf32 always do.
+"""
 
 
 KNOWN = "known: NVIDIA's rates per SM and clock, at the highest clocks"
 
 
 def peaks(gpu: Gpu) -> Peaks:
-    """At the GPU's highest clocks, which it keeps only as long as power and temperature allow; NVIDIA's data sheets often state lower ones."""
+    """At the GPU's highest clocks, which it keeps only as long as power and temperature allow;
+    NVIDIA's data sheets often state lower ones.
+    """
     per_clock = FLOPS_PER_SM_AND_CLOCK.get(gpu.compute_capability, {})
     halved = (
         {Precision.TF32, Precision.BF16}

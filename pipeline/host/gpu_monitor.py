@@ -1,6 +1,8 @@
-"""What a GPU does while something else runs: clocks, power, temperature and busy share, asked of NVML a few times a second.
+"""What a GPU does while something else runs: clocks, power, temperature and busy share, asked of
+NVML a few times a second.
 
-NVML's busy share says only that some kernel ran during the sample, not how much of the GPU it filled.
+NVML's busy share says only that some kernel ran during the sample, not how much of the GPU it
+filled.
 """
 
 from __future__ import annotations
@@ -80,7 +82,9 @@ class Watch:
 
 @contextlib.contextmanager
 def watching(uuid: str, nvml: Any = None, every_s: float = EVERY_S) -> Iterator[Watch]:
-    """Look at the GPU of this UUID now, every `every_s`, and at the end (`nvml`: the loaded library, or a double). Without NVML nothing is seen."""
+    """Look at the GPU of this UUID now, every `every_s`, and at the end (`nvml`: the loaded
+    library, or a double). Without NVML nothing is seen.
+    """
     watch: Watch = Watch(uuid)
     library: Any = nvml or (_library() if uuid else None)
     handle = _handle(library, uuid) if library else None

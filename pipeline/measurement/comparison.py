@@ -1,14 +1,16 @@
-"""How the speed of two engines compares: the ratio of their times with its interval, or why this host cannot tell.
+"""How the speed of two engines compares: the ratio of their times with its interval, or why this
+host cannot tell.
 
 Every engine runs in several processes, one after another; process i of two engines ran in the same
-generation, so what slowed that generation slowed both. The logarithm of the ratio of their medians is
-one observation, and Student's interval over these observations is the answer.
+generation, so what slowed that generation slowed both. The logarithm of the ratio of their medians
+is one observation, and Student's interval over these observations is the answer.
 
 Student's interval is only as good as its observations. One process that something else on the host
-stalled makes a mean worthless, so a *disturbed* process is not used, and another one is run instead. What
-counts as disturbed is judged by how slow it was against the other processes of the same engine, more
-strictly if it waited for a CPU: that does not know which engine is faster. `benchmarks/synthetic_clock.py`
-shows what this is worth on hosts of every kind; docs/measurement.md explains it.
+stalled makes a mean worthless, so a *disturbed* process is not used, and another one is run
+instead. What counts as disturbed is judged by how slow it was against the other processes of the
+same engine, more strictly if it waited for a CPU: that does not know which engine is faster.
+`benchmarks/synthetic_clock.py` shows what this is worth on hosts of every kind; docs/measurement.md
+explains it.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class NotMeasurable(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """What the processes of one engine showed at one shape, one value each, in the order in which they ran."""
+    """What the processes of one engine showed at one shape, one value each, in the order in which
+    they ran.
+    """
 
     generations: NDArray[np.int64]  # of the race; processes of one generation ran side by side
     medians_s: Floats
@@ -69,7 +73,9 @@ class Processes:
 
     @property
     def disturbed(self) -> NDArray[np.bool_]:
-        """Which processes something else on the host slowed, as far as this engine alone can tell."""
+        """Which processes something else on the host slowed, as far as this engine alone can
+        tell.
+        """
         limits = np.where(self.waited, MAX_SLOWDOWN_WAITING, MAX_SLOWDOWN)
         return np.asarray(self.slowdowns > limits)
 
@@ -92,7 +98,9 @@ class Processes:
 
 
 def processes_from_samples(samples: Samples) -> Processes:
-    """The processes that took these samples. Reports of earlier versions have every generation, and no waiting times."""
+    """The processes that took these samples. Reports of earlier versions have every generation, and
+    no waiting times.
+    """
     medians_s = samples.process_medians_s()
     count = medians_s.size
     return Processes(
@@ -123,8 +131,8 @@ class Pairs:
     def unusable(self) -> NDArray[np.bool_]:
         """Pairs that do not count in the end: the disturbed ones, if there are enough others.
 
-        A host that slowed both sides alike has hardly changed their ratio. Such pairs count where there
-        would be too few without them.
+        A host that slowed both sides alike has hardly changed their ratio. Such pairs count where
+        there would be too few without them.
         """
         disturbed = self.disturbed
         if _enough(disturbed):
@@ -140,7 +148,9 @@ class Pairs:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether most pairs waited for a CPU: then no process shows what an engine takes without."""
+        """Whether most pairs waited for a CPU: then no process shows what an engine takes
+        without.
+        """
         return 2 * int(self.has_waited.sum()) > self.has_waited.size
 
     def slowest_over_fastest(self) -> float:
@@ -159,12 +169,16 @@ def pairs_of(baseline: Processes, candidate: Processes) -> Pairs:
 
 
 def compare(baseline: Samples, candidate: Samples) -> Interval:
-    """Baseline median over candidate median, above 1 where the candidate is faster. Raises NotMeasurable."""
+    """Baseline median over candidate median, above 1 where the candidate is faster. Raises
+    NotMeasurable.
+    """
     return compare_processes(processes_from_samples(baseline), processes_from_samples(candidate))
 
 
 def compare_processes(baseline: Processes, candidate: Processes) -> Interval:
-    """The geometric mean of the undisturbed pairs' ratios, with a 95 % interval. Raises NotMeasurable."""
+    """The geometric mean of the undisturbed pairs' ratios, with a 95 % interval. Raises
+    NotMeasurable.
+    """
     pairs = pairs_of(baseline, candidate)
     unusable = pairs.unusable
     used = int((~unusable).sum())

@@ -1,8 +1,10 @@
-"""The clock of all latencies: samples, warm-up, blocks, bootstrap intervals, peak memory, and the fingerprint of the host.
+"""The clock of all latencies: samples, warm-up, blocks, bootstrap intervals, peak memory, and the
+fingerprint of the host.
 
-Times inside one block resemble each other more than times of different blocks do (the clock frequency, the neighbours,
-the state of the caches last for a while). So the unit of the statistics here is the block: thousands of runs in one block
-are one observation. Where an engine ran in several processes, the process is the unit: see pipeline/measurement/comparison.py.
+Times inside one block resemble each other more than times of different blocks do (the clock
+frequency, the neighbours, the state of the caches last for a while). So the unit of the statistics
+here is the block: thousands of runs in one block are one observation. Where an engine ran in
+several processes, the process is the unit: see pipeline/measurement/comparison.py.
 docs/measurement.md explains the method.
 """
 
@@ -80,11 +82,13 @@ class Samples(Frozen):
     def _blocks_hold_all(self) -> Samples:
         if self.blocks and (min(self.blocks) < 1 or sum(self.blocks) != len(self.values_s)):
             raise ValueError(
-                f"expected blocks of at least one value, {len(self.values_s)} together, got {self.blocks}"
+                f"expected blocks of at least one value, {len(self.values_s)} together, got"
+                f" {self.blocks}"
             )
         if self.processes and (min(self.processes) < 1 or sum(self.processes) != len(self.blocks)):
             raise ValueError(
-                f"expected processes of at least one block, {len(self.blocks)} together, got {self.processes}"
+                f"expected processes of at least one block, {len(self.blocks)} together, got"
+                f" {self.processes}"
             )
         for values in (self.generations, self.waiting):
             if values and len(values) != max(1, len(self.processes)):
@@ -102,12 +106,15 @@ class Samples(Frozen):
         value = self.percentile_or_absent(percent)
         if value is None:
             raise ValueError(
-                f"p{percent:g} needs {values_needed(percent)} values, there are {len(self.values_s)}: measure for longer"
+                f"p{percent:g} needs {values_needed(percent)} values, there are"
+                f" {len(self.values_s)}: measure for longer"
             )
         return value
 
     def percentile_or_absent(self, percent: float) -> float | None:
-        """A percentile for a table; None (a gap in the table) if there are too few raw values to know it."""
+        """A percentile for a table; None (a gap in the table) if there are too few raw values to
+        know it.
+        """
         return (
             float(np.percentile(self.values_s, percent))
             if len(self.values_s) >= values_needed(percent)
@@ -147,7 +154,9 @@ def samples_from_blocks(
     generations: Sequence[int] = (),
     waiting: Sequence[float] = (),
 ) -> Samples:
-    """Join blocks; `stable` is False if the median of the later half lies over 5 % off that of the earlier."""
+    """Join blocks; `stable` is False if the median of the later half lies over 5 % off that of the
+    earlier.
+    """
     medians = [float(np.median(block)) for block in blocks]
     half = len(medians) // 2
     return Samples(
@@ -167,7 +176,8 @@ def thinned(values: Sequence[float], most: int) -> tuple[float, ...]:
     return tuple(values[:: max(1, math.ceil(len(values) / most))])
 
 
-# -- taking times ------------------------------------------------------------------------------------------------------
+# -- taking times
+# ------------------------------------------------------------------------------
 
 
 def measure_block(
@@ -177,9 +187,11 @@ def measure_block(
     min_runs: int = 1,
     enough_runs: int | None = None,
 ) -> tuple[float, ...]:
-    """Time `run` again and again, for at least `min_s` and `min_runs`. `run` must have finished its work when it returns.
+    """Time `run` again and again, for at least `min_s` and `min_runs`. `run` must have finished its
+    work when it returns.
 
-    With `enough_runs` it ends before `min_s` once there are so many, but not before a tenth of `min_s`.
+    With `enough_runs` it ends before `min_s` once there are so many, but not before a tenth of
+    `min_s`.
     """
     times: list[float] = []
     begin = end = clock()
@@ -199,7 +211,9 @@ def measure_block(
 
 @dataclass(frozen=True, slots=True)
 class WarmUpOptions:
-    """When warm-up may end: after so many runs *and* so long, once the median has settled; or after `max_s`."""
+    """When warm-up may end: after so many runs *and* so long, once the median has settled; or after
+    `max_s`.
+    """
 
     min_runs: int = 10
     min_s: float = 0.2
@@ -209,7 +223,9 @@ class WarmUpOptions:
 def warm_up(
     run: Callable[[], object], options: WarmUpOptions, clock: Clock = monotonic
 ) -> tuple[float, ...]:
-    """Run until the medians of the last two quarters agree within 5 %; returns every time, which is shown but counts for nothing."""
+    """Run until the medians of the last two quarters agree within 5 %; returns every time, which is
+    shown but counts for nothing.
+    """
     times = list(measure_block(run, clock, options.min_s, options.min_runs))
     while not _settled(times) and sum(times) < options.max_s:
         times += measure_block(run, clock, options.min_s / 2, max(1, options.min_runs // 2))
@@ -228,7 +244,8 @@ def _moved(earlier: Sequence[float], later: Sequence[float]) -> bool:
 def peak_memory_bytes() -> int:
     """The most memory that this process itself has held.
 
-    Linux: VmHWM. There, ru_maxrss also counts the parent, whose memory a child shares until it starts its own program.
+    Linux: VmHWM. There, ru_maxrss also counts the parent, whose memory a child shares until it
+    starts its own program.
     """
     status = Path("/proc/self/status")
     if status.is_file():
@@ -240,21 +257,25 @@ def peak_memory_bytes() -> int:
     )
 
 
-# -- intervals ---------------------------------------------------------------------------------------------------------
+# -- intervals
+# ------------------------------------------------------------------------------
 
 
 def ratio_of_medians(
     baseline: Samples, candidate: Samples, seed: int = 0, resamples: int = RESAMPLES
 ) -> Interval:
-    """Median of the baseline over that of the candidate, with a bootstrap over whole blocks: for code that is timed in one process.
+    """Median of the baseline over that of the candidate, with a bootstrap over whole blocks: for
+    code that is timed in one process.
 
-    It knows nothing of how processes differ; `comparison.compare` does. Equally many blocks on both sides are rounds of one
-    interleaved run: block i of both is drawn together, so that what slowed a round cancels. ValueError with one block.
+    It knows nothing of how processes differ; `comparison.compare` does. Equally many blocks on both
+    sides are rounds of one interleaved run: block i of both is drawn together, so that what slowed
+    a round cancels. ValueError with one block.
     """
     ours, theirs = baseline.by_block(), candidate.by_block()
     if min(len(ours), len(theirs)) < 2:
         raise ValueError(
-            f"expected at least 2 blocks on each side, got {len(ours)} and {len(theirs)}: measure for longer"
+            f"expected at least 2 blocks on each side, got {len(ours)} and {len(theirs)}: measure"
+            " for longer"
         )
     random = np.random.default_rng(seed)
     drawn = _draws(random, len(ours), resamples)
@@ -266,7 +287,9 @@ def ratio_of_medians(
 
 
 def bootstrap_mean(values: Sequence[float], seed: int = 0, resamples: int = RESAMPLES) -> Interval:
-    """The mean of independent values (one per sample of a set, such as paired drops) with its bootstrap 95 % interval."""
+    """The mean of independent values (one per sample of a set, such as paired drops) with its
+    bootstrap 95 % interval.
+    """
     array = np.asarray(values, dtype=np.float64)  # [n]
     return bootstrap(lambda drawn: float(array[drawn].mean()), array.size, seed, resamples)
 
@@ -277,9 +300,11 @@ def bootstrap(
     seed: int = 0,
     resamples: int = RESAMPLES,
 ) -> Interval:
-    """A figure of independent samples with its bootstrap 95 % interval: `figure` takes the numbers of those it is to be computed of.
+    """A figure of independent samples with its bootstrap 95 % interval: `figure` takes the numbers
+    of those it is to be computed of.
 
-    Resamples that have no such figure (NaN: a class that was not drawn) are left out. ValueError with fewer than two samples.
+    Resamples that have no such figure (NaN: a class that was not drawn) are left out. ValueError
+    with fewer than two samples.
     """
     if samples < 2:
         raise ValueError(
@@ -301,9 +326,11 @@ def _draws(random: np.random.Generator, blocks: int, resamples: int) -> Floats:
 
 
 def _medians(blocks: Sequence[Floats], drawn: Floats) -> Floats:
-    """The median of every resample, without building it: it lies between the smallest and the largest block median.
+    """The median of every resample, without building it: it lies between the smallest and the
+    largest block median.
 
-    On a grid of values there, the share of a resample at or below a point is a weighted sum of the blocks' counts.
+    On a grid of values there, the share of a resample at or below a point is a weighted sum of the
+    blocks' counts.
     """
     ordered = [np.sort(block) for block in blocks]
     medians = [np.median(block) for block in ordered]
@@ -321,9 +348,10 @@ def _medians(blocks: Sequence[Floats], drawn: Floats) -> Floats:
 def _widened(value: float, resampled: Floats, n: int) -> tuple[float, float]:
     """The 95 % interval of a bootstrap over n units, widened because n is small.
 
-    The plain percentile interval is too narrow by sqrt((n - 1) / n), and its normal quantile should be Student's: Hesterberg, What Teachers
-    Should Know About the Bootstrap (2015). Resamples cannot reach beyond the units they are drawn from, so with very few
-    units the same factor multiplies their standard deviation instead.
+    The plain percentile interval is too narrow by sqrt((n - 1) / n), and its normal quantile should
+    be Student's: Hesterberg, What Teachers Should Know About the Bootstrap (2015). Resamples cannot
+    reach beyond the units they are drawn from, so with very few units the same factor multiplies
+    their standard deviation instead.
     """
     normal = NormalDist()
     factor = student_quantile(n - 1) * math.sqrt(n / (n - 1))
@@ -336,7 +364,9 @@ def _widened(value: float, resampled: Floats, n: int) -> tuple[float, float]:
 
 
 def student_quantile(degrees: int) -> float:
-    """Student's t at 97.5 %; from a table, then by Cornish and Fisher's expansion (Abramowitz and Stegun 26.7.5), right to 0.001."""
+    """Student's t at 97.5 %; from a table, then by Cornish and Fisher's expansion (Abramowitz and
+    Stegun 26.7.5), right to 0.001.
+    """
     table = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
     if degrees <= len(table):
         return table[degrees - 1]
@@ -349,13 +379,16 @@ def student_quantile(degrees: int) -> float:
     return z + first / (4 * degrees) + second / (96 * degrees**2) + third / (384 * degrees**3)
 
 
-# -- the host ----------------------------------------------------------------------------------------------------------
+# -- the host
+# ------------------------------------------------------------------------------
 
 SPEED_FLAGS = frozenset(
     """avx avx2 fma f16c avx_vnni avx_vnni_int8 avx_ne_convert avx512f avx512bw avx512vl avx512_vnni avx512_bf16 avx512_fp16 avx10
     amx_tile amx_int8 amx_bf16 amx_fp16 asimd asimddp asimdhp bf16 i8mm sve sve2 sme""".split()  # noqa: SIM905
 )
-"""CPU flags, as Linux spells them, for which the libraries have kernels of their own (x86, then Arm)."""
+"""CPU flags, as Linux spells them, for which the libraries have kernels of their own (x86, then
+Arm).
+"""
 
 PACKAGES = (
     *(
@@ -401,7 +434,9 @@ class Environment(Frozen):
 
 
 def environment() -> Environment:
-    """This host as it is now. Imports no heavy library, and starts no process but nvidia-smi where that is installed."""
+    """This host as it is now. Imports no heavy library, and starts no process but nvidia-smi where
+    that is installed.
+    """
     import psutil
 
     gpus = find_gpus().devices
@@ -426,7 +461,9 @@ def cpu_name() -> str:
 
 
 def cpu_flags() -> tuple[str, ...]:
-    """The instruction sets of this CPU that change the speed of inference, sorted; empty where /proc/cpuinfo is missing."""
+    """The instruction sets of this CPU that change the speed of inference, sorted; empty where
+    /proc/cpuinfo is missing.
+    """
     info = _cpuinfo()
     return tuple(
         sorted(SPEED_FLAGS & set((info.get("flags") or info.get("Features") or "").split()))

@@ -1,7 +1,9 @@
-"""Runs a model with every float activation in sight: what calibration and the overflow check look at.
+"""Runs a model with every float activation in sight: what calibration and the overflow check look
+at.
 
-ONNX Runtime runs the graph as it is (optimisations off), each float tensor added to its outputs. One run holds all of them at once,
-88 MB per ResNet-50 sample, so callers run few samples at a time (`rows_per_run`) and drop each array before the next run.
+ONNX Runtime runs the graph as it is (optimisations off), each float tensor added to its outputs.
+One run holds all of them at once, 88 MB per ResNet-50 sample, so callers run few samples at a time
+(`rows_per_run`) and drop each array before the next run.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ FLOATS = ("tensor(float)", "tensor(float16)")
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The smallest and largest finite value of a tensor, how many values it had, and how many were NaN or infinite."""
+    """The smallest and largest finite value of a tensor, how many values it had, and how many were
+    NaN or infinite.
+    """
 
     minimum: float
     maximum: float
@@ -49,7 +53,9 @@ NOTHING = Bounds(0.0, 0.0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A loaded model that shows its activations. `aliases` maps tensors that only reshape another one to that one."""
+    """A loaded model that shows its activations. `aliases` maps tensors that only reshape another
+    one to that one.
+    """
 
     session: InferenceSession
     outputs: tuple[str, ...]

@@ -1,11 +1,14 @@
-"""Attention as fused kernels know it: one transposition of the keys, one scale after their product, a mask of one row, Softmax, product.
+"""Attention as fused kernels know it: one transposition of the keys, one scale after their product,
+a mask of one row, Softmax, product.
 
-Exporters write scaled_dot_product_attention out with the root of the scale on both sides, the keys through three dimensions, a Where against rows
-without any token (NaN), and a mask that fp16 cannot hold or that is written out for every query: 8 MB at 2,048 tokens, which each head would read
-again. Without the Where the same numbers come, as masks.py writes the mask; only with one that adds the smallest finite number does a row without
-any token answer otherwise: the mean of all values before, attention to all of them after.
-TensorRT 10.6 then runs an encoder's attention in one kernel where it took several, or not at all: docs/tensorrt.md says how much that is worth.
-First of all queries, keys and values get products of their own, where one gave all three (projections.py).
+Exporters write scaled_dot_product_attention out with the root of the scale on both sides, the keys
+through three dimensions, a Where against rows without any token (NaN), and a mask that fp16 cannot
+hold or that is written out for every query: 8 MB at 2,048 tokens, which each head would read again.
+Without the Where the same numbers come, as masks.py writes the mask; only with one that adds the
+smallest finite number does a row without any token answer otherwise: the mean of all values before,
+attention to all of them after. TensorRT 10.6 then runs an encoder's attention in one kernel where
+it took several, or not at all: docs/tensorrt.md says how much that is worth. First of all queries,
+keys and values get products of their own, where one gave all three (projections.py).
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ BETWEEN = frozenset(
 
 
 def attentions(graph: onnx.GraphProto) -> tuple[str, ...]:
-    """The names of the Softmax nodes whose answer is multiplied by a matrix next: not of a classifier's last one."""
+    """The names of the Softmax nodes whose answer is multiplied by a matrix next: not of a
+    classifier's last one.
+    """
     readers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
     for node in graph.node:
         for name in node.input:
@@ -47,7 +52,8 @@ def attentions(graph: onnx.GraphProto) -> tuple[str, ...]:
 
 
 def plain_attention(model: onnx.ModelProto, masks: bool = True) -> onnx.ModelProto | None:
-    """The model with every written-out attention in its plain form; None where none is written out. What does not look like it stays as it is.
+    """The model with every written-out attention in its plain form; None where none is written out.
+    What does not look like it stays as it is.
 
     Without new `masks` no number that hides is changed and no guard against NaN is left out.
     """
@@ -79,7 +85,9 @@ def _wiring(graph: Any) -> list[tuple[str, list[str], list[str]]]:
 
 
 def scaled_after(graph: Any, scores: Any) -> None:
-    """(a * s) @ (b * t): (a @ b) * (s * t). In the floats of a fused kernel nothing overflows by that; elsewhere fp16 may."""
+    """(a * s) @ (b * t): (a @ b) * (s * t). In the floats of a fused kernel nothing overflows by
+    that; elsewhere fp16 may.
+    """
     import onnx_graphsurgeon as gs
 
     factors = [factor for tensor in scores.inputs if (factor := _factor(tensor))]
@@ -112,7 +120,9 @@ def _factor(tensor: Any) -> tuple[Any, np.ndarray] | None:
 
 
 def transposed_once(scores: Any) -> None:
-    """Keys [b, t, h, d] -> [b, h, t, d] -> [b * h, t, d] -> [b * h, d, t] -> [b, h, d, t]: at once."""
+    """Keys [b, t, h, d] -> [b, h, t, d] -> [b * h, t, d] -> [b * h, d, t] -> [b, h, d, t]: at
+    once.
+    """
     found = chain(scores.inputs[1], "Reshape", "Transpose", "Reshape", "Transpose")
     if [node.attrs.get("perm") for node in found[1::2]] != [[0, 2, 1], [0, 2, 1, 3]]:
         return

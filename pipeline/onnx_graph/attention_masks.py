@@ -1,7 +1,9 @@
-"""Masks of attention: one row where every query sees the same, numbers that fp16 holds, and no guard between Softmax and the product.
+"""Masks of attention: one row where every query sees the same, numbers that fp16 holds, and no
+guard between Softmax and the product.
 
-Exporters guard Softmax against rows that see no token at all, by a Where over all scores. With a mask of finite numbers there is nothing to guard
-against. With one of -inf such rows answer 0: they still do where HIDDEN takes its place and the product is multiplied by what each row sees, 0 or 1.
+Exporters guard Softmax against rows that see no token at all, by a Where over all scores. With a
+mask of finite numbers there is nothing to guard against. With one of -inf such rows answer 0: they
+still do where HIDDEN takes its place and the product is multiplied by what each row sees, 0 or 1.
 """
 
 from __future__ import annotations
@@ -13,14 +15,20 @@ import numpy as np
 
 from pipeline.onnx_graph.graphsurgeon import OURS, chain, constant_of, floats_of, maker, number_of
 
-HIDDEN = -1e4  # added to a score, it makes e to that power 0 in every float type; scores themselves stay far from it
+# added to a score, it makes e to that power 0 in every float type; scores themselves stay far from
+# it
+HIDDEN = -1e4
 AXES_ARE_INPUTS = 18  # the first opset whose ReduceMax takes them so
-LAST_BY_DEFAULT = 13  # the first opset whose Softmax goes along the last axis if it does not say one; before, along all from the second on
+# the first opset whose Softmax goes along the last axis if it does not say one; before, along all
+# from the second on
+LAST_BY_DEFAULT = 13
 RESHAPED = frozenset({"Unsqueeze", "Reshape", "Identity"})
 
 
 class Masks:
-    """The masks of a graph. Unless it may `hide` otherwise, only what is repeated for every query is left out."""
+    """The masks of a graph. Unless it may `hide` otherwise, only what is repeated for every query
+    is left out.
+    """
 
     def __init__(self, graph: Any, hide: bool) -> None:
         self.graph, self.hide = graph, hide
@@ -29,7 +37,9 @@ class Masks:
         self._hidden: dict[str, tuple[Any, Any]] = {}
 
     def write(self, softmax: Any, scores: Any, add: Any | None) -> None:
-        """What `add` adds to the scores of a Softmax, if it does, written anew, and no guard after it, where that answers the same."""
+        """What `add` adds to the scores of a Softmax, if it does, written anew, and no guard after
+        it, where that answers the same.
+        """
         if add is not None:
             self._alike_for_all_queries(add.inputs[1], scores.outputs[0])
         if not self.hide or not self._over_keys(softmax):
@@ -50,7 +60,9 @@ class Masks:
             without_guards(softmax, found)
 
     def _alike_for_all_queries(self, mask: Any, scores: Any) -> None:
-        """Where(And(column, row), two numbers) of a column of nothing but true, expanded or not: Where(row, the same), which the Add repeats."""
+        """Where(And(column, row), two numbers) of a column of nothing but true, expanded or not:
+        Where(row, the same), which the Add repeats.
+        """
         made = chain(mask, "Where", "And") or chain(mask, "Where", "Expand", "And")
         if (
             not made
@@ -90,9 +102,11 @@ class Masks:
         )
 
     def _in_reach(self, mask: Any) -> Any:
-        """A mask that adds the smallest number of fp32 adds HIDDEN instead: fp16 holds it, so that scores and Softmax need not stay in fp32.
+        """A mask that adds the smallest number of fp32 adds HIDDEN instead: fp16 holds it, so that
+        scores and Softmax need not stay in fp32.
 
-        It holds -inf too, which stays in a Where, as does a mask in bf16, which numpy does not know. Constants change if every row sees something.
+        It holds -inf too, which stays in a Where, as does a mask in bf16, which numpy does not
+        know. Constants change if every row sees something.
         """
         import onnx_graphsurgeon as gs
 
@@ -116,7 +130,9 @@ class Masks:
         return mask
 
     def _finite(self, mask: Any) -> tuple[Any, Any] | None:
-        """Of Where(seen, 0, -inf) the same with HIDDEN, and what each row sees, 0 or 1. None of another mask."""
+        """Of Where(seen, 0, -inf) the same with HIDDEN, and what each row sees, 0 or 1. None of
+        another mask.
+        """
         import onnx_graphsurgeon as gs
 
         choices = chain(mask, "Where")
@@ -171,7 +187,9 @@ class Masks:
         return made
 
     def _may_multiply(self, softmax: Any, found: list[Any]) -> bool:
-        """Whether only guards read what Softmax gives, and only products of this graph, as their first factor, what those let through."""
+        """Whether only guards read what Softmax gives, and only products of this graph, as their
+        first factor, what those let through.
+        """
         tests = [node for node in softmax.outputs[0].outputs if node.op == "IsNaN"]
         within = [*softmax.outputs, *(test.outputs[0] for test in tests)]
         guarded = [guard.outputs[0] for guard in found]
@@ -216,7 +234,9 @@ def is_larger(mask: Any, scores: Any) -> bool:
 
 
 def is_finite(mask: Any) -> bool:
-    """Whether a mask is a choice of finite numbers, or constant and in reach of fp16: no row of scores is all -inf then, which gives NaN."""
+    """Whether a mask is a choice of finite numbers, or constant and in reach of fp16: no row of
+    scores is all -inf then, which gives NaN.
+    """
     values = [constant_of(each) for choice in chain(mask, "Where") for each in choice.inputs[1:]]
     if values:
         return all(value is not None and np.isfinite(value).all() for value in values)
@@ -225,7 +245,9 @@ def is_finite(mask: Any) -> bool:
 
 
 def is_true(tensor: Any) -> bool:
-    """Whether nothing but true is in it: a constant, or whether positions from a constant on are at least that: transformers' `q_idx >= 0`."""
+    """Whether nothing but true is in it: a constant, or whether positions from a constant on are at
+    least that: transformers' `q_idx >= 0`.
+    """
     value = constant_of(tensor)
     if value is not None:
         return bool(value.all())

@@ -1,4 +1,6 @@
-"""Runs graphs in ONNX Runtime with optimisations off and compares their outputs: the one judge of every graph transform."""
+"""Runs graphs in ONNX Runtime with optimisations off and compares their outputs: the one judge of
+every graph transform.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ Runner = Callable[[Tensors], dict[str, NDArray[np.generic]]]
 
 
 def open_reference(path: Path) -> Runner:
-    """Load a graph once in ONNX Runtime on the CPU, optimisations off; the result runs feeds. ModelError if it does not load or run."""
+    """Load a graph once in ONNX Runtime on the CPU, optimisations off; the result runs feeds.
+    ModelError if it does not load or run.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -73,7 +77,9 @@ def open_reference(path: Path) -> Runner:
 
 
 def ort_value(array: NDArray[np.generic]) -> OrtValue:
-    """ONNX Runtime's view of a host array. bfloat16 goes in as its bits, for numpy has no name for it that ONNX Runtime knows."""
+    """ONNX Runtime's view of a host array. bfloat16 goes in as its bits, for numpy has no name for
+    it that ONNX Runtime knows.
+    """
     import onnxruntime
 
     whole = np.require(array, requirements="C")
@@ -96,10 +102,12 @@ def array_from_ort(value: OrtValue) -> NDArray[np.generic]:
 def compare_graphs(
     before: Path, after: Path, feeds_list: Iterable[Tensors], tolerance: float = 1e-4
 ) -> str:
-    """Empty if both graphs give the same outputs on all feeds, else a sentence naming the output, the error and the shapes.
+    """Empty if both graphs give the same outputs on all feeds, else a sentence naming the output,
+    the error and the shapes.
 
-    `tolerance` bounds the largest difference of a float output, in units of that output's largest magnitude; all else must be equal.
-    Feeds that `before` itself cannot run (sizes that do not fit each other) prove nothing and are passed over; ModelError if that is all of them.
+    `tolerance` bounds the largest difference of a float output, in units of that output's largest
+    magnitude; all else must be equal. Feeds that `before` itself cannot run (sizes that do not fit
+    each other) prove nothing and are passed over; ModelError if that is all of them.
     """
     reference = open_reference(before)
     compared, refusal = (
@@ -121,7 +129,10 @@ def compare_graphs(
         except ModelError as error:
             fault = error.message
         if fault:
-            return f"{fault}, on inputs {', '.join(f'{name} {list(array.shape)}' for name, array in feeds.items())}"
+            return (
+                f"{fault}, on inputs"
+                f" {', '.join(f'{name} {list(array.shape)}' for name, array in feeds.items())}"
+            )
         compared += 1
     if not compared:
         raise refusal
@@ -129,17 +140,25 @@ def compare_graphs(
 
 
 def compare_outputs(expected: Tensors, got: Tensors, tolerance: float) -> str:
-    """The first difference between two sets of outputs as a sentence; empty if there is none. `tolerance` as in `compare_graphs`."""
+    """The first difference between two sets of outputs as a sentence; empty if there is none.
+    `tolerance` as in `compare_graphs`.
+    """
     if list(expected) != list(got):
         return f"expected outputs {', '.join(expected)}, got {', '.join(got)}"
     for name, want in expected.items():
         have = got[name]
         if want.shape != have.shape or want.dtype != have.dtype:
-            return f"output '{name}': expected {want.dtype}{list(want.shape)}, got {have.dtype}{list(have.shape)}"
+            return (
+                f"output '{name}': expected {want.dtype}{list(want.shape)}, got"
+                f" {have.dtype}{list(have.shape)}"
+            )
         error = _difference(want, have)
         allowed = max(tolerance, 8 * _epsilon(want.dtype)) if _is_float(want.dtype) else 0.0
         if not error <= allowed:
-            return f"output '{name}' differs by {error:.3g} of its largest magnitude (allowed {allowed:.3g})"
+            return (
+                f"output '{name}' differs by {error:.3g} of its largest magnitude (allowed"
+                f" {allowed:.3g})"
+            )
     return ""
 
 
@@ -152,7 +171,9 @@ def _epsilon(dtype: np.dtype[np.generic]) -> float:
 
 
 def _difference(want: NDArray[np.generic], have: NDArray[np.generic]) -> float:
-    """Largest difference over largest magnitude; infinite where NaN or infinities are not at the same places."""
+    """Largest difference over largest magnitude; infinite where NaN or infinities are not at the
+    same places.
+    """
     if not _is_float(want.dtype):
         return 0.0 if np.array_equal(want, have) else math.inf
     a, b = want.astype(np.float64), have.astype(np.float64)

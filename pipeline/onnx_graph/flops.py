@@ -1,8 +1,9 @@
 """FLOPs and bytes of every node at given sizes: what a measured latency is compared with.
 
-Convention: 1 multiply-accumulate = 2 FLOPs. Matrix products and convolutions are counted exactly; pooling, normalisation and activations roughly,
-by a fixed number of operations per element; moving data (Transpose, Gather, Concat, Cast) is 0 FLOPs, and views (Reshape) are 0 bytes too.
-Bytes are those of a node's own inputs and outputs, as if nothing were fused or cached.
+Convention: 1 multiply-accumulate = 2 FLOPs. Matrix products and convolutions are counted exactly;
+pooling, normalisation and activations roughly, by a fixed number of operations per element; moving
+data (Transpose, Gather, Concat, Cast) is 0 FLOPs, and views (Reshape) are 0 bytes too. Bytes are
+those of a node's own inputs and outputs, as if nothing were fused or cached.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class _Tensor:
 
 
 def node_costs(path: Path, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
-    """Cost of every node of the main graph, in its order; If, Loop and Scan count as one node of unknown FLOPs.
+    """Cost of every node of the main graph, in its order; If, Loop and Scan count as one node of
+    unknown FLOPs.
 
     ModelError names a symbol that has no size.
     """
@@ -67,7 +69,9 @@ def total(amounts: Iterable[float | None]) -> float | None:
 
 
 def _bound(proto: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.ModelProto:
-    """Put sizes in the place of the inputs' symbols, and forget every other shape: inference then finds them anew."""
+    """Put sizes in the place of the inputs' symbols, and forget every other shape: inference then
+    finds them anew.
+    """
     constants = {tensor.name for tensor in proto.graph.initializer}
     for value in (v for v in proto.graph.input if v.name not in constants):
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
@@ -87,9 +91,11 @@ def _bound(proto: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.ModelProto:
 
 
 def _known(proto: onnx.ModelProto) -> dict[str, _Tensor]:
-    """Every tensor whose shape can be known: inference, then the sizes that the graph computes from what was inferred, and again.
+    """Every tensor whose shape can be known: inference, then the sizes that the graph computes from
+    what was inferred, and again.
 
-    onnx's own propagation of sizes stops at Div, Slice and others, which exporters put between a Shape and a Reshape.
+    onnx's own propagation of sizes stops at Div, Slice and others, which exporters put between a
+    Shape and a Reshape.
     """
     for tensor in proto.graph.initializer:
         if math.prod(tensor.dims) > MOST_SIZES:
@@ -105,7 +111,9 @@ def _known(proto: onnx.ModelProto) -> dict[str, _Tensor]:
 
 
 def _fold_sizes(proto: onnx.ModelProto, known: Mapping[str, _Tensor]) -> bool:
-    """Put constants in the place of nodes that compute sizes from known shapes and constants; whether there were any."""
+    """Put constants in the place of nodes that compute sizes from known shapes and constants;
+    whether there were any.
+    """
     values = {
         t.name: numpy_helper.to_array(t)
         for t in proto.graph.initializer
@@ -299,7 +307,9 @@ def _attention(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> floa
 def _recurrent(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float:
     steps = (
         inputs[0][0] * inputs[0][1]
-    )  # x [time, batch, in], W [directions, gates, in]; R has the same gates and width gates / (gates per cell)
+        # x [time, batch, in], W [directions, gates, in]; R has the same gates and width gates /
+        # (gates per cell)
+    )
     directions, gates, width = inputs[1]
     hidden = gates // GATES[node.op_type]
     return 2.0 * steps * directions * gates * (width + hidden)

@@ -1,6 +1,8 @@
-"""Read-only ONNX inspection and careful file access. `compare.py` runs and compares graphs, `costs.py` counts their FLOPs.
+"""Read-only ONNX inspection and careful file access. `compare.py` runs and compares graphs,
+`costs.py` counts their FLOPs.
 
-A file is trusted with nothing: external data is read only from the model's own folder, and what cannot be bound to arrays is refused by name.
+A file is trusted with nothing: external data is read only from the model's own folder, and what
+cannot be bound to arrays is refused by name.
 """
 
 from __future__ import annotations
@@ -56,9 +58,11 @@ DEFAULT_DOMAINS = ("", "ai.onnx")
 
 
 def read_proto(path: Path, weights: bool = True) -> onnx.ModelProto:
-    """Read a model; ModelError if it is corrupt or its external data is missing, cut short or outside its folder.
+    """Read a model; ModelError if it is corrupt or its external data is missing, cut short or
+    outside its folder.
 
-    Without `weights` the values of tensors over 64 KiB are left out; their names, dtypes and dims stay, and the location of external ones.
+    Without `weights` the values of tensors over 64 KiB are left out; their names, dtypes and dims
+    stay, and the location of external ones.
     """
     if not path.is_file():
         raise ModelError(f"no model at '{path}'", "give the path of an .onnx file")
@@ -108,7 +112,9 @@ def _read_external(tensor: onnx.TensorProto, model: Path, load: bool) -> None:
 
 
 def _external_range(tensor: onnx.TensorProto, model: Path) -> tuple[Path, int, int]:
-    """The file, offset and length of an external tensor; ModelError unless the file is inside the model's folder and long enough."""
+    """The file, offset and length of an external tensor; ModelError unless the file is inside the
+    model's folder and long enough.
+    """
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location = entries.get("location", "")
     where = f"tensor '{tensor.name}' of '{model}' has external data at '{location}'"
@@ -157,7 +163,9 @@ def _external_range(tensor: onnx.TensorProto, model: Path) -> tuple[Path, int, i
 
 
 def _check_wiring(graph: onnx.GraphProto, path: Path) -> None:
-    """ModelError if a node of the main graph, or an output, reads a tensor that nothing before it makes."""
+    """ModelError if a node of the main graph, or an output, reads a tensor that nothing before it
+    makes.
+    """
     made = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
     made |= {tensor.values.name for tensor in graph.sparse_initializer} | {""}
     advice = "the file is damaged or not sorted: export the model again"
@@ -165,7 +173,8 @@ def _check_wiring(graph: onnx.GraphProto, path: Path) -> None:
         missing = [name for name in node.input if name not in made]
         if missing:
             raise ModelError(
-                f"node '{node.name}' ({node.op_type}) of '{path}' reads '{missing[0]}', which nothing before it makes",
+                f"node '{node.name}' ({node.op_type}) of '{path}' reads '{missing[0]}', which"
+                " nothing before it makes",
                 advice,
             )
         made.update(node.output)
@@ -177,7 +186,9 @@ def _check_wiring(graph: onnx.GraphProto, path: Path) -> None:
 def write_proto(
     proto: onnx.ModelProto, path: Path, external_above_bytes: int = EXTERNAL_ABOVE_BYTES
 ) -> None:
-    """Write a model and read it back to check it. Weights of more than 1.5 GB go to `<file>.data` beside it, and leave `proto`."""
+    """Write a model and read it back to check it. Weights of more than 1.5 GB go to `<file>.data`
+    beside it, and leave `proto`.
+    """
     data = path.with_name(path.name + ".data")
     data.unlink(missing_ok=True)  # onnx appends to a file that is there
     if sum(bytes_of_tensor(tensor) for tensor in tensors_of(proto)) > external_above_bytes:
@@ -258,7 +269,9 @@ def _graphs_within(body: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.
 
 
 def tensors_of(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every constant of a model: initializers and attributes, dense and sparse, in subgraphs and functions too."""
+    """Every constant of a model: initializers and attributes, dense and sparse, in subgraphs and
+    functions too.
+    """
     graphs = [
         *graphs_of(proto.graph),
         *(graph for function in proto.functions for graph in _graphs_within(function)),
@@ -301,7 +314,9 @@ def bytes_of_tensor(tensor: onnx.TensorProto) -> int:
 
 
 def type_name(elem_type: int) -> str:
-    """numpy's name of an ONNX element type; those that numpy lacks in lower case ("bfloat16", "string", "float8e5m2")."""
+    """numpy's name of an ONNX element type; those that numpy lacks in lower case ("bfloat16",
+    "string", "float8e5m2").
+    """
     if elem_type not in onnx.TensorProto.DataType.values():
         raise ModelError(
             f"tensor element type {elem_type} is not one that onnx {onnx.__version__} knows",
@@ -312,7 +327,9 @@ def type_name(elem_type: int) -> str:
 
 
 def operator_histogram(path: Path) -> dict[str, int]:
-    """Nodes per operator, subgraphs counted too, most frequent first; `domain::Operator` outside the default domain."""
+    """Nodes per operator, subgraphs counted too, most frequent first; `domain::Operator` outside
+    the default domain.
+    """
     proto = read_proto(path, weights=False)
     counts = Counter(operator_of(node) for graph in graphs_of(proto.graph) for node in graph.node)
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
@@ -324,7 +341,9 @@ def operator_of(node: onnx.NodeProto) -> str:
 
 
 def kept_nodes(graph: onnx.GraphProto, patterns: tuple[str, ...]) -> frozenset[str]:
-    """Names of the nodes that the patterns match; PlanError, with near names, for one that matches nothing."""
+    """Names of the nodes that the patterns match; PlanError, with near names, for one that matches
+    nothing.
+    """
     names = [node.name for node in graph.node]
     kept: set[str] = set()
     for pattern in patterns:
@@ -343,7 +362,9 @@ def kept_nodes(graph: onnx.GraphProto, patterns: tuple[str, ...]) -> frozenset[s
 
 
 def changed_interface(before: OnnxModel, after: OnnxModel) -> str:
-    """How names, order, dtypes or dimensions of inputs or outputs changed; empty if they did not."""
+    """How names, order, dtypes or dimensions of inputs or outputs changed; empty if they did
+    not.
+    """
     for role, old, new in (
         ("inputs", before.inputs, after.inputs),
         ("outputs", before.outputs, after.outputs),
@@ -369,7 +390,9 @@ def with_same_interface(source: OnnxModel, made: OnnxModel) -> OnnxModel:
 def onnx_model(
     root: Path, file: str, precision: Precision = Precision.FP32, notes: tuple[Note, ...] = ()
 ) -> OnnxModel:
-    """Describe the model at root/file: digest, opset, specs. ModelError if it cannot be read or its interface cannot be bound to arrays."""
+    """Describe the model at root/file: digest, opset, specs. ModelError if it cannot be read or its
+    interface cannot be bound to arrays.
+    """
     path = root / file
     proto = read_proto(path, weights=False)
     inputs, outputs = specs_of(proto)
@@ -398,7 +421,9 @@ def opset_of(proto: onnx.ModelProto) -> int:
 
 
 def specs_of(proto: onnx.ModelProto) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """Inputs and outputs in order. A dynamic dimension without a name is called `<tensor>_<axis>`; initializers are no inputs."""
+    """Inputs and outputs in order. A dynamic dimension without a name is called `<tensor>_<axis>`;
+    initializers are no inputs.
+    """
     constants = {tensor.name for tensor in proto.graph.initializer}
     inputs = tuple(
         _spec(value, "input") for value in proto.graph.input if value.name not in constants
@@ -414,7 +439,9 @@ def specs_of(proto: onnx.ModelProto) -> tuple[tuple[TensorSpec, ...], tuple[Tens
 
 
 def _ranked_outputs(proto: onnx.ModelProto) -> Iterable[onnx.ValueInfoProto]:
-    """The graph's outputs, their shapes completed by shape inference where the file leaves something open."""
+    """The graph's outputs, their shapes completed by shape inference where the file leaves
+    something open.
+    """
     declared = list(proto.graph.output)
     if all(
         not v.type.HasField("tensor_type")
@@ -453,7 +480,8 @@ def _spec(value: onnx.ValueInfoProto, role: str) -> TensorSpec:
     dtype = type_name(value.type.tensor_type.elem_type)
     if dtype not in INTERFACE_TYPES:
         raise ModelError(
-            f"{role} '{value.name}' holds {dtype}, expected one of {', '.join(sorted(INTERFACE_TYPES))}",
+            f"{role} '{value.name}' holds {dtype}, expected one of"
+            f" {', '.join(sorted(INTERFACE_TYPES))}",
             advice,
         )
     if not _is_ranked(value):
@@ -506,10 +534,12 @@ def draw_feeds(
     values: Mapping[str, Sequence[int]] | None = None,
     seen: bool = False,
 ) -> Tensors:
-    """Generated inputs: floats standard normal, bool even odds, (u)int8 their full range, wider integers 0 or 1.
+    """Generated inputs: floats standard normal, bool even odds, (u)int8 their full range, wider
+    integers 0 or 1.
 
-    Wider integers are mostly ids and masks, and 0 and 1 are valid in every table, however small. Inputs named in `values` hold those:
-    `profile.values_at(point)` for what decides a shape. `seen`: every row of bool and wider integers begins with 1, so that no mask hides all of it.
+    Wider integers are mostly ids and masks, and 0 and 1 are valid in every table, however small.
+    Inputs named in `values` hold those: `profile.values_at(point)` for what decides a shape.
+    `seen`: every row of bool and wider integers begins with 1, so that no mask hides all of it.
     """
     random = np.random.default_rng(seed)
     drawn = {spec.name: _draw(random, dtype_of(spec.dtype), spec.resolve(sizes)) for spec in specs}

@@ -1,4 +1,6 @@
-"""A graph as GraphSurgeon has it: what made a tensor, what is constant, and the way back to a model."""
+"""A graph as GraphSurgeon has it: what made a tensor, what is constant, and the way back to a
+model.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ SEPARATE = (
 
 
 def chain(tensor: Any, *operators: str) -> list[Any]:
-    """The nodes of these operators that made a tensor, the last first, by their first inputs; empty if it was made otherwise."""
+    """The nodes of these operators that made a tensor, the last first, by their first inputs; empty
+    if it was made otherwise.
+    """
     nodes: list[Any] = []
     for operator in operators:
         node = maker(tensor)
@@ -30,12 +34,16 @@ def maker(tensor: Any) -> Any:
 
 
 def permutation(node: Any) -> tuple[int, ...]:
-    """The order of the axes that a node transposes to; empty of any other node, and where it does not say one."""
+    """The order of the axes that a node transposes to; empty of any other node, and where it does
+    not say one.
+    """
     return tuple(node.attrs.get("perm", ())) if node is not None and node.op == "Transpose" else ()
 
 
 def constant(tensor: Any) -> Any:
-    """The initializer that a tensor is, or the tensor in the node `Constant` that makes it; None where it is neither."""
+    """The initializer that a tensor is, or the tensor in the node `Constant` that makes it; None
+    where it is neither.
+    """
     import onnx_graphsurgeon as gs
 
     made = maker(tensor)
@@ -70,7 +78,9 @@ def number_of(tensor: Any) -> np.ndarray | None:
 
 
 def exported(graph: Any, source: onnx.ModelProto) -> onnx.ModelProto:
-    """The model of a graph that was changed, with what GraphSurgeon does not keep of the model that it came from."""
+    """The model of a graph that was changed, with what GraphSurgeon does not keep of the model that
+    it came from.
+    """
     import onnx_graphsurgeon as gs
 
     model: onnx.ModelProto = gs.export_onnx(graph.cleanup().toposort())

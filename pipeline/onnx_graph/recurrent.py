@@ -50,7 +50,8 @@ def parser_reasons(graph: onnx.GraphProto, precision: Precision) -> dict[str, st
 
 
 def add_initial_states(graph: onnx.GraphProto, names: Collection[str], elem_type: int) -> None:
-    """Give the recurrent nodes `names` zeros of type `elem_type` for each state they lack, in place.
+    """Give the recurrent nodes `names` zeros of type `elem_type` for each state they lack, in
+    place.
 
     The batch is read off X when the model runs: it may be dynamic.
     """

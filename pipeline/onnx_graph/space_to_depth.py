@@ -1,6 +1,8 @@
-"""A surgery that a plan can name: `simplify.surgery: pipeline.folding:fold_strides`. docs/tensorrt.md says for which models it pays.
+"""A surgery that a plan can name: `simplify.surgery: pipeline.folding:fold_strides`.
+docs/tensorrt.md says for which models it pays.
 
-A convolution of few channels with a stride, as a ViT's patches are made, becomes one of many channels without.
+A convolution of few channels with a stride, as a ViT's patches are made, becomes one of many
+channels without.
 """
 
 from __future__ import annotations
@@ -12,15 +14,18 @@ import onnx
 
 from pipeline.onnx_graph.graphsurgeon import exported, floats_of
 
-FEW = 4  # channels: TensorRT's int8 kernels take 32 at once, and compute with what is missing as zeros
+# channels: TensorRT's int8 kernels take 32 at once, and compute with what is missing as zeros
+FEW = 4
 AXES = (2, 3)
 
 
 def fold_strides(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with the stride of every convolution of few channels folded into these: what s x s pixels held are channels of one.
+    """The model with the stride of every convolution of few channels folded into these: what s x s
+    pixels held are channels of one.
 
-    The products and sums stay what they were, and zeros join them. A ViT's patches become a plain product of matrices (768 channels of one
-    pixel), a ResNet's first 7 x 7 of 3 channels a 4 x 4 of 12. What is dynamic, grouped, dilated or not divisible stays.
+    The products and sums stay what they were, and zeros join them. A ViT's patches become a plain
+    product of matrices (768 channels of one pixel), a ResNet's first 7 x 7 of 3 channels a 4 x 4 of
+    12. What is dynamic, grouped, dilated or not divisible stays.
     """
     import onnx_graphsurgeon as gs
 
@@ -57,7 +62,9 @@ def fold_strides(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _strided(node: Any) -> tuple[np.ndarray, int, list[int]] | None:
-    """The weight and the stride of a convolution that can be folded, and its paddings at the beginning; None for any other."""
+    """The weight and the stride of a convolution that can be folded, and its paddings at the
+    beginning; None for any other.
+    """
     weight, shape = floats_of(node.inputs[1]), node.inputs[0].shape
     strides, kept = node.attrs.get("strides", [1]), node.attrs.get("auto_pad", "NOTSET") == "NOTSET"
     plain = (
@@ -86,7 +93,9 @@ def _strided(node: Any) -> tuple[np.ndarray, int, list[int]] | None:
 
 
 def folded_axis(kernel: int, stride: int, pad: int) -> tuple[int, int, int]:
-    """Of one axis: the first block that the kernel reaches, counted from the answer's own, how many it reaches, and where in the first it begins."""
+    """Of one axis: the first block that the kernel reaches, counted from the answer's own, how many
+    it reaches, and where in the first it begins.
+    """
     first, last = -pad // stride, (kernel - 1 - pad) // stride
     return first, last - first + 1, -pad - first * stride
 
@@ -94,7 +103,9 @@ def folded_axis(kernel: int, stride: int, pad: int) -> tuple[int, int, int]:
 def folded_weight(
     weight: np.ndarray, stride: int, folded: list[tuple[int, int, int]]
 ) -> np.ndarray:
-    """[out, in, k, l] -> [out, stride * stride * in, k / stride, l / stride], in the order of channels of SpaceToDepth."""
+    """[out, in, k, l] -> [out, stride * stride * in, k / stride, l / stride], in the order of
+    channels of SpaceToDepth.
+    """
     out, channels, *kernel = weight.shape
     whole = np.zeros((out, channels, *(size * stride for _, size, _ in folded)), weight.dtype)
     (_, rows, top), (_, columns, left) = folded

@@ -1,8 +1,11 @@
-"""One packed product for queries, keys and values becomes three, so that its answer need not be copied to be taken apart.
+"""One packed product for queries, keys and values becomes three, so that its answer need not be
+copied to be taken apart.
 
-nn.MultiheadAttention (nn.TransformerEncoder, torchvision's ViT) computes [token, row, 3 * width], stacks that to [3, token, row, width] and selects;
-timm and Swin stack [row, token, 3 * width] to [3, row, head, token, size]. A product with a third of the weight is what is selected. The former also
-swaps rows and tokens of what goes in and comes out, where rows come first: then the products are taken of what came, in its own order.
+nn.MultiheadAttention (nn.TransformerEncoder, torchvision's ViT) computes [token, row, 3 * width],
+stacks that to [3, token, row, width] and selects; timm and Swin stack [row, token, 3 * width] to
+[3, row, head, token, size]. A product with a third of the weight is what is selected. The former
+also swaps rows and tokens of what goes in and comes out, where rows come first: then the products
+are taken of what came, in its own order.
 """
 
 from __future__ import annotations
@@ -24,12 +27,16 @@ BY_ROWS: Order = (2, 0, 3, 1, 4)  # [row, token, 3, head, size], stacked
 SWAPPED: Order = (1, 0, 2)  # [token, row, ...] <-> [row, token, ...]
 ANSWERS: Order = (2, 0, 1, 3)  # [row, head, token, size] -> [token, row, head, size]
 HEADS: dict[Order, Order] = {SWAPPED: (0, 2, 1, 3), (1, 2, 0): (0, 2, 3, 1)}
-"""How [token, row * head, size] is transposed to [row, head, token, size] or, of keys, [row, head, size, token]: how [row, token, head, size] is."""
+"""How [token, row * head, size] is transposed to [row, head, token, size] or, of keys, [row, head,
+size, token]: how [row, token, head, size] is.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """x @ weight + bias, the weight as [in, out]; `node` and `name` are those of the product and of the weight."""
+    """x @ weight + bias, the weight as [in, out]; `node` and `name` are those of the product and of
+    the weight.
+    """
 
     x: Any
     node: str
@@ -87,7 +94,9 @@ class Unpacking:
                 self._third(linear, index, linear.x, part)
 
     def _heads_by_rows(self, linear: Linear, index: int, part: Any) -> bool:
-        """Where x is [row, token, in], swapped, and `part` only becomes heads: make these of what x was before. Whether they were made."""
+        """Where x is [row, token, in], swapped, and `part` only becomes heads: make these of what x
+        was before. Whether they were made.
+        """
         turned: Order = (0, 1, 2)
         nodes = self._followed(part, "Reshape")
         while (
@@ -107,7 +116,9 @@ class Unpacking:
         return bool(sizes)
 
     def _answer_by_rows(self, gemm: Any) -> None:
-        """[row, head, token, size] -> [token, row, ...] -> [token * row, width] -> Gemm -> [token, row, out] -> [row, token, out]: unswapped."""
+        """[row, head, token, size] -> [token, row, ...] -> [token * row, width] -> Gemm -> [token,
+        row, out] -> [row, token, out]: unswapped.
+        """
         before, after = (
             chain(gemm.inputs[0], "Reshape", "Transpose"),
             self._followed(gemm.outputs[0], "Reshape", "Transpose"),
@@ -170,7 +181,8 @@ class Unpacking:
         made = self._put("Reshape", f"{name}/heads", [self._third(linear, index, x), shape])
         self._put("Transpose", f"{name}/turned", [made], out, perm=list(order))
 
-    # -- what is put in ------------------------------------------------------------------------------------------------
+    # -- what is put in
+    # ------------------------------------------------------------------------------
 
     def _put(
         self, operator: str, name: str, inputs: list[Any], out: Any = None, **attrs: Any
@@ -194,14 +206,17 @@ class Unpacking:
             self.constants[name] = gs.Constant(f"{OURS}{name}", np.ascontiguousarray(values))
         return self.constants[name]
 
-    # -- what is there -------------------------------------------------------------------------------------------------
+    # -- what is there
+    # ------------------------------------------------------------------------------
 
     def _is_inner(self, tensor: Any) -> bool:
         """Whether one node alone reads a tensor, and no user."""
         return len(tensor.outputs) == 1 and all(tensor is not each for each in self.graph.outputs)
 
     def _followed(self, tensor: Any, *operators: str) -> list[Any]:
-        """The nodes of these operators that read a tensor one after the other, each alone; empty if it is read otherwise."""
+        """The nodes of these operators that read a tensor one after the other, each alone; empty if
+        it is read otherwise.
+        """
         nodes: list[Any] = []
         for operator in operators:
             node = tensor.outputs[0] if self._is_inner(tensor) else None
@@ -211,7 +226,9 @@ class Unpacking:
         return nodes
 
     def _linear(self, tensor: Any) -> Linear | None:
-        """The product, with its bias, of which a tensor is a view; None if something else reads it too."""
+        """The product, with its bias, of which a tensor is a view; None if something else reads it
+        too.
+        """
         while (view := maker(tensor)) is not None and view.op in VIEWS and self._is_inner(tensor):
             tensor = view.inputs[0]
         node, bias, read = maker(tensor), None, [tensor]
@@ -239,7 +256,9 @@ class Unpacking:
         )
 
     def _parts(self, stack: Any) -> list[tuple[int, Any]]:
-        """What is selected from a stack, with its number; empty if it is read otherwise, too, or one of the parts twice."""
+        """What is selected from a stack, with its number; empty if it is read otherwise, too, or
+        one of the parts twice.
+        """
         (tensor,) = stack.outputs
         if permutation(stack) == BY_TOKENS:
             squeezed = self._followed(tensor, "Squeeze")
@@ -256,7 +275,9 @@ class Unpacking:
         return [] if given or len({index for index, _ in found}) < len(found) else found
 
     def _chosen(self, node: Any) -> list[tuple[int, Any]]:
-        """What a node takes along the first axis, with its number; empty if it does something else."""
+        """What a node takes along the first axis, with its number; empty if it does something
+        else.
+        """
         pieces: list[tuple[int, Any]] = []
         if (
             node.op == "Split"
@@ -294,7 +315,9 @@ def _axes(squeeze: Any) -> Order | None:
 
 
 def _shape(tensor: Any, rank: int) -> list[int | str | None]:
-    """The dimensions of a tensor, from what it is reshaped to where they are not known otherwise; None for one that is not known."""
+    """The dimensions of a tensor, from what it is reshaped to where they are not known otherwise;
+    None for one that is not known.
+    """
     known: list[int | str | None] = (
         list(tensor.shape)
         if tensor.shape is not None and len(tensor.shape) == rank
@@ -316,7 +339,9 @@ def _product_is(width: int, *sizes: int | str | None) -> list[int]:
 
 
 def _alike(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether rows and tokens are the same on both sides: where both are known, and so for one of them at least. Then the other is, too."""
+    """Whether rows and tokens are the same on both sides: where both are known, and so for one of
+    them at least. Then the other is, too.
+    """
     pairs = [
         (one, other)
         for one, other in zip(some, others, strict=True)

@@ -1,4 +1,6 @@
-"""From the plan's candidates, or from what this host can run, to recipes. Pure: no files, no libraries."""
+"""From the plan's candidates, or from what this host can run, to recipes. Pure: no files, no
+libraries.
+"""
 
 from __future__ import annotations
 
@@ -59,10 +61,11 @@ def default_candidates(
     given: Precision | None = None,
     providers: Collection[OrtProvider] = (),
 ) -> tuple[CandidateConfig, ...]:
-    """All that is worth trying on this host: every backend that is here, in every precision that it really runs.
+    """All that is worth trying on this host: every backend that is here, in every precision that it
+    really runs.
 
-    Of a model that brings its own Q/DQ it is `given`, the precision of those, on every backend that has it.
-    `providers` are those of ONNX Runtime that use a GPU.
+    Of a model that brings its own Q/DQ it is `given`, the precision of those, on every backend that
+    has it. `providers` are those of ONNX Runtime that use a GPU.
     """
     if given:
         quantised = [name for name in targets if name != "torch"]
@@ -170,7 +173,9 @@ def recipes_from_candidate(
     calibrated: bool,
     given: Precision | None = None,
 ) -> tuple[Recipe, ...]:
-    """A full recipe for every combination of the methods and switches that a candidate names, each once; PlanError as below."""
+    """A full recipe for every combination of the methods and switches that a candidate names, each
+    once; PlanError as below.
+    """
     asked = (
         (candidate,) if given else expand(candidate)
     )  # a model's own Q/DQ leave nothing to combine
@@ -178,7 +183,8 @@ def recipes_from_candidate(
 
 
 def expand(candidate: CandidateConfig) -> tuple[CandidateConfig, ...]:
-    """The candidates that one stands for: the methods in the order of the plan, under each all combinations of the switches.
+    """The candidates that one stands for: the methods in the order of the plan, under each all
+    combinations of the switches.
 
     PlanError where a choice would change nothing, or where there are too many.
     """
@@ -189,10 +195,14 @@ def expand(candidate: CandidateConfig) -> tuple[CandidateConfig, ...]:
     )
     count = len(methods) * math.prod(map(len, switches.values()))
     if count > MOST_RECIPES:
-        said = f"candidate '{candidate.backend} {candidate.precision}' stands for {count} engines, expected at most {MOST_RECIPES}"
+        said = (
+            f"candidate '{candidate.backend} {candidate.precision}' stands for {count} engines,"
+            f" expected at most {MOST_RECIPES}"
+        )
         raise PlanError(
             said,
-            "name fewer methods, or fewer switches of `placement` with both values: each engine is built, checked and measured",
+            "name fewer methods, or fewer switches of `placement` with both values: each engine is"
+            " built, checked and measured",
         )
     placements = [
         dict(zip(switches, values, strict=True)) for values in itertools.product(*switches.values())
@@ -226,7 +236,8 @@ def _check_choices(candidate: CandidateConfig, methods: bool, switches: Sequence
     ):
         if asked and reason:
             raise PlanError(
-                f"candidate '{candidate.backend} {precision}': a list under `{key}` changes nothing: {reason}",
+                f"candidate '{candidate.backend} {precision}': a list under `{key}` changes"
+                f" nothing: {reason}",
                 "give one value, or none",
             )
 
@@ -238,10 +249,12 @@ def recipe_from_candidate(
     calibrated: bool,
     given: Precision | None = None,
 ) -> Recipe:
-    """The full recipe for this host, with the first of methods and switches where several are named.
+    """The full recipe for this host, with the first of methods and switches where several are
+    named.
 
-    PlanError if int8 is asked for without calibration data, or something that only another backend has.
-    `given` is the precision of the Q/DQ that the model brings; PlanError for a candidate that would be called by another.
+    PlanError if int8 is asked for without calibration data, or something that only another backend
+    has. `given` is the precision of the Q/DQ that the model brings; PlanError for a candidate that
+    would be called by another.
     """
     backend, precision = candidate.backend, candidate.precision
     in_flags = candidate.realised_in == "flags"
@@ -297,9 +310,11 @@ def recipe_from_candidate(
     )  # they choose ranges by themselves
     return base.model_copy(
         update={
-            "method": None
-            if not_asked
-            else resolve_method(candidate.method[0], plan.calibration.language_model),
+            "method": (
+                None
+                if not_asked
+                else resolve_method(candidate.method[0], plan.calibration.language_model)
+            ),
             "try_methods": not not_asked and candidate.method[0] == "auto",
             "activation": _activation(candidate),
             "weight_bits": candidate.weight_bits or weight_bits(target),
@@ -314,7 +329,9 @@ def recipe_from_candidate(
 
 
 def _weight_only(base: Recipe, candidate: CandidateConfig) -> Recipe:
-    """The recipe of few bits in the weights alone, which needs no data; PlanError for a backend without, or for a key that says nothing here."""
+    """The recipe of few bits in the weights alone, which needs no data; PlanError for a backend
+    without, or for a key that says nothing here.
+    """
     asked = f"candidate '{base.backend} {base.precision}', weights only"
     if base.precision not in (Precision.INT4, Precision.INT8):
         raise PlanError(
@@ -375,10 +392,15 @@ def _rest(backend: str) -> Precision:
 
 
 def _check_given(candidate: CandidateConfig, given: Precision) -> None:
-    """PlanError for a candidate of a model with its own Q/DQ that asks for another precision, or for what Q/DQ decide already."""
+    """PlanError for a candidate of a model with its own Q/DQ that asks for another precision, or
+    for what Q/DQ decide already.
+    """
     who = f"candidate '{candidate.backend} {candidate.precision}'"
     if candidate.precision is not given:
-        said = f"{who}: the model brings its own Q/DQ, so it would run {given} under the name of {candidate.precision}"
+        said = (
+            f"{who}: the model brings its own Q/DQ, so it would run {given} under the name of"
+            f" {candidate.precision}"
+        )
         raise PlanError(said, f"ask for `precision: {given}`, or give the model without Q/DQ")
     unused = CandidateConfig(backend=candidate.backend, precision=given)
     decided = [
@@ -405,7 +427,9 @@ def _check_given(candidate: CandidateConfig, given: Precision) -> None:
 
 
 def _check_for_backend(candidate: CandidateConfig) -> None:
-    """PlanError for what the backend of a candidate would ignore, though its label would claim it."""
+    """PlanError for what the backend of a candidate would ignore, though its label would
+    claim it.
+    """
     backend, precision = candidate.backend, candidate.precision
     if candidate.block_size and not candidate.weight_only and precision is not Precision.INT4:
         raise PlanError(
@@ -448,7 +472,10 @@ def _check_for_backend(candidate: CandidateConfig) -> None:
             f"candidate '{backend} {precision}': only TensorRT has fp8", "take int8, or tensorrt"
         )
     if candidate.compute_capability and backend != "tensorrt_rtx":
-        said = f"candidate '{backend} {precision}': `compute_capability` names a GPU, and {backend} builds for this CPU"
+        said = (
+            f"candidate '{backend} {precision}': `compute_capability` names a GPU, and {backend}"
+            " builds for this CPU"
+        )
         raise PlanError(said, "leave `compute_capability` out, or take tensorrt_rtx")
 
 
@@ -513,7 +540,10 @@ def _check_kept(candidate: CandidateConfig) -> None:
         or candidate.weight_only
     )
     if others or (candidate.precision is Precision.INT8 and candidate.realised_in == "flags"):
-        said = f"{name}: `keep_fp32: auto` looks at Crucible's own Q/DQ pairs, and here another library places them"
+        said = (
+            f"{name}: `keep_fp32: auto` looks at Crucible's own Q/DQ pairs, and here another"
+            " library places them"
+        )
         raise PlanError(
             said,
             "name the nodes in `keep_fp32`, or take `quantizer: crucible` and `realised_in: graph`",
@@ -521,7 +551,9 @@ def _check_kept(candidate: CandidateConfig) -> None:
 
 
 def distinct(recipes: Iterable[Recipe]) -> tuple[Recipe, ...]:
-    """Each recipe once, in order; what follows if it fails is what any of those that are alike says."""
+    """Each recipe once, in order; what follows if it fails is what any of those that are alike
+    says.
+    """
     follows: dict[Recipe, dict[str, bool]] = {}
     for recipe in recipes:
         asked = {name: bool(getattr(recipe, name)) for name in ("try_methods", "keep_worst")}
@@ -538,14 +570,18 @@ def realised_in(backend: str, precision: Precision) -> Literal["graph", "runtime
 
 
 def resolve_method(method: str, language_model: bool) -> CalibrationMethod:
-    """What `auto` tries first: min-max for language models, whose outliers carry meaning, else entropy."""
+    """What `auto` tries first: min-max for language models, whose outliers carry meaning, else
+    entropy.
+    """
     if method != "auto":
         return CalibrationMethod(method)
     return CalibrationMethod.MINMAX if language_model else CalibrationMethod.ENTROPY
 
 
 def weight_bits(target: Target) -> int:
-    """7 on an x86 CPU whose 8-bit dot product adds pairs in 16 bits and can saturate there, else 8."""
+    """7 on an x86 CPU whose 8-bit dot product adds pairs in 16 bits and can saturate there,
+    else 8.
+    """
     on_cpu = target.compute_capability is None and bool(target.cpu_flags)
     return 7 if on_cpu and not VNNI_FLAGS & set(target.cpu_flags) else 8
 
@@ -560,7 +596,7 @@ def missing_backend_note(backend: str, reason: str) -> Note:
     return Note(stage="candidates", text=f"{backend} is left out: {reason}", level="info")
 
 
-# -- baselines ---------------------------------------------------------------------------------
+# -- baselines ----------------------------------------------------------------------------------
 
 AS_GIVEN = "as given"
 """Variant of a recipe: the user's ONNX file as it is."""

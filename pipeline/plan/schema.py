@@ -1,6 +1,7 @@
 """The plan: one YAML file that says what to compile, on which data, within which limits.
 
-`load_plan` reads it once; paths inside are relative to the plan's own folder. Unknown keys are errors that suggest the near one.
+`load_plan` reads it once; paths inside are relative to the plan's own folder. Unknown keys are
+errors that suggest the near one.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def _profiles_by_symbol(value: object) -> object:
 
 
 def _profile_by_symbol(item: Mapping[str, object]) -> dict[str, object]:
-    """`values: {k: ...}` holds ranges of values by input; all else is a symbol, even one called `values`."""
+    """`values: {k: ...}` holds ranges of values by input; all else is a symbol, even one called
+    `values`.
+    """
     given = item.get("values")
     if not isinstance(given, Mapping) or set(given) == set(DimRange.model_fields):
         return {"dims": dict(item)}
@@ -91,7 +94,8 @@ class ModelConfig(Frozen):
             raise ValueError(f"expected entrypoint `module:function`, got '{self.entrypoint}'")
         if self.entrypoint is not None and self.weights is None and not self.weights_from:
             raise ValueError(
-                "entrypoint without `weights`: give a .safetensors file, or say in `weights_from:` where the weights come from"
+                "entrypoint without `weights`: give a .safetensors file, or say in `weights_from:`"
+                " where the weights come from"
             )
         if self.path is not None and self.path.suffix not in (*ONNX_SUFFIXES, ".pt2"):
             raise ValueError(f"expected a .onnx or .pt2 file, got '{self.path}'")
@@ -121,7 +125,9 @@ def _paths(value: object) -> object:
 
 
 def _files_or_generated(value: object) -> str:
-    """A mapping is meant as generated data, all else as files: so that only the faults of what was meant are told."""
+    """A mapping is meant as generated data, all else as files: so that only the faults of what was
+    meant are told.
+    """
     return "(generated)" if isinstance(value, Mapping | GeneratedData) else "(files)"
 
 
@@ -132,7 +138,9 @@ DataSource = Annotated[_EitherSource, Discriminator(_files_or_generated), Before
 
 
 class DataConfig(Frozen):
-    """Three disjoint sets: a .npz file each, or a list of .npz files where samples differ in shape, or `generate: random`."""
+    """Three disjoint sets: a .npz file each, or a list of .npz files where samples differ in shape,
+    or `generate: random`.
+    """
 
     calibration: DataSource | None = None
     selection: DataSource | None = None
@@ -164,13 +172,16 @@ class AccuracyConfig(Frozen):
     def _known_metric(self) -> AccuracyConfig:
         if self.metric not in ("auto", *METRICS) and self.metric.count(":") != 1:
             raise ValueError(
-                f"expected metric auto, {', '.join(METRICS)} or module:function, got '{self.metric}'"
+                f"expected metric auto, {', '.join(METRICS)} or module:function, got"
+                f" '{self.metric}'"
             )
         return self
 
 
 def _word_or_names(value: object) -> str:
-    """A text is meant as a word, all else as names: so that only the faults of what was meant are told."""
+    """A text is meant as a word, all else as names: so that only the faults of what was meant are
+    told.
+    """
     return "(word)" if isinstance(value, str) else "(names)"
 
 
@@ -212,7 +223,9 @@ class PlacementConfig(Frozen):
 
 
 class CandidateConfig(Frozen):
-    """One candidate to try, or where it names choices, one for every combination. What is left out is chosen for this host."""
+    """One candidate to try, or where it names choices, one for every combination. What is left out
+    is chosen for this host.
+    """
 
     backend: str
     precision: Precision
@@ -334,7 +347,9 @@ class Plan(Frozen):
     accuracy: AccuracyConfig = AccuracyConfig()
     candidates: tuple[CandidateConfig, ...] = ()  # empty: all that this host can build and run
     ablate: bool = False  # the best int8 candidate again with each switch of its placement reversed
-    rescue: bool = True  # fp16, and what says `keep_fp32: auto`, is tried in other ways where it is over the limits, a few builds more
+    # fp16, and what says `keep_fp32: auto`, is tried in other ways where it is over the limits, a
+    # few builds more
+    rescue: bool = True
     keep_builds: int = Field(
         default=6, ge=1
     )  # most engines built, per candidate, to find the nodes that must stay in fp32
@@ -367,7 +382,9 @@ def home() -> Path:
 
 
 def load_plan(path: Path, overrides: Iterable[str] = ()) -> Plan:
-    """Read a plan and apply `a.b=value` overrides (values are YAML). Raises PlanError with the line or key at fault."""
+    """Read a plan and apply `a.b=value` overrides (values are YAML). Raises PlanError with the line
+    or key at fault.
+    """
     if not path.is_file():
         raise PlanError(
             f"no plan at '{path}'",
@@ -415,7 +432,9 @@ def plan_from_document(
 
 
 def override_plan(plan: Plan, overrides: Iterable[str]) -> Plan:
-    """A checked plan with `a.b=value` overrides applied; relative paths in them are taken from the working folder."""
+    """A checked plan with `a.b=value` overrides applied; relative paths in them are taken from the
+    working folder.
+    """
     document = plan.model_dump(mode="json")
     document["profiles"] = [
         {**each["dims"], **({"values": each["values"]} if each["values"] else {})}
@@ -519,7 +538,9 @@ _IN_WORDS = {
 
 
 def explain(error: ValidationError, kind: type[BaseModel]) -> str:
-    """All faults of a plan of this kind, one sentence each, with the near key where one is misspelt."""
+    """All faults of a plan of this kind, one sentence each, with the near key where one is
+    misspelt.
+    """
     sentences = []
     for fault in error.errors():
         where = ".".join(str(part) for part in fault["loc"] if part not in _UNWRITTEN) or "plan"

@@ -1,7 +1,8 @@
-"""The model as its user has it: checks that it is all there, and gives one digest of its whole content. Loads no torch.
+"""The model as its user has it: checks that it is all there, and gives one digest of its whole
+content. Loads no torch.
 
-The digest covers the model file with its external data, or the weights and the source text of the entrypoint's package,
-so that editing one line of the user's model function exports again.
+The digest covers the model file with its external data, or the weights and the source text of the
+entrypoint's package, so that editing one line of the user's model function exports again.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from pipeline.plan.schema import ModelConfig
 def source_from_config(config: ModelConfig, profiles: tuple[Profile, ...]) -> ModelSource:
     """Check that the plan's source is complete and digest its content.
 
-    PlanError for a missing file, an impossible input or a dimension without a range; ModelError for a model file that cannot be read.
-    The inputs and profiles of an .onnx are known only from its graph: call `check_profiles` with them after export.
+    PlanError for a missing file, an impossible input or a dimension without a range; ModelError for
+    a model file that cannot be read. The inputs and profiles of an .onnx are known only from its
+    graph: call `check_profiles` with them after export.
     """
     for key, path in (("path", config.path), ("weights", config.weights)):
         if path is not None and not path.is_file():
@@ -67,7 +69,8 @@ def _checked_spec(spec: TensorSpec) -> TensorSpec:
             "write one of float32, float16, bfloat16, float64, int8 to int64, uint8 to uint64, bool"
         )
         raise PlanError(
-            f"model.inputs: input '{spec.name}' has dtype '{spec.dtype}', which is not a numeric dtype by its full name",
+            f"model.inputs: input '{spec.name}' has dtype '{spec.dtype}', which is not a numeric"
+            " dtype by its full name",
             advice,
         )
     return spec.model_copy(update={"kind": "dynamic"}) if spec.symbols else spec
@@ -91,8 +94,8 @@ def check_profiles(
 ) -> tuple[Profile, ...]:
     """The profiles to use: those given, or one empty profile for a model of fixed shapes.
 
-    PlanError if a symbolic dimension has no range in some profile (it is never taken to be 1), or a profile names an unknown symbol,
-    or gives ranges of values that an input cannot have.
+    PlanError if a symbolic dimension has no range in some profile (it is never taken to be 1), or a
+    profile names an unknown symbol, or gives ranges of values that an input cannot have.
     """
     symbols = tuple(dict.fromkeys(symbol for spec in inputs for symbol in spec.symbols))
     for profile in profiles or (Profile(),):
@@ -109,9 +112,13 @@ def check_profiles(
         missing = [symbol for symbol in symbols if symbol not in profile.dims]
         if missing:
             spec = next(spec for spec in inputs if missing[0] in spec.symbols)
-            where = f"dimension '{missing[0]}' of input '{spec.name}' [{', '.join(map(str, spec.shape))}]"
+            where = (
+                f"dimension '{missing[0]}' of input '{spec.name}'"
+                f" [{', '.join(map(str, spec.shape))}]"
+            )
             raise PlanError(
-                f"{where} has no range in {'a profile' if profiles else 'the plan, which has no profiles'}",
+                f"{where} has no range in"
+                f" {'a profile' if profiles else 'the plan, which has no profiles'}",
                 _advice(symbols, profile),
             )
         for name, values in profile.values.items():
@@ -133,7 +140,8 @@ def _check_values(inputs: tuple[TensorSpec, ...], name: str, values: ValueRange)
         said = f"profiles.values: {shown}, and only int32 and int64 values can decide a shape"
         raise PlanError(
             said,
-            f"leave `values` of '{name}' out: they are for inputs such as the target of a Reshape or the k of a TopK",
+            f"leave `values` of '{name}' out: they are for inputs such as the target of a Reshape"
+            " or the k of a TopK",
         )
     if spec.symbols or len(spec.shape) > 1:
         raise PlanError(
@@ -142,7 +150,10 @@ def _check_values(inputs: tuple[TensorSpec, ...], name: str, values: ValueRange)
         )
     count = math.prod(map(int, spec.shape))
     if len(values.min) != count:
-        said = f"profiles.values: {shown}, which has {count} values, and the range gives {len(values.min)}"
+        said = (
+            f"profiles.values: {shown}, which has {count} values, and the range gives"
+            f" {len(values.min)}"
+        )
         raise PlanError(
             said,
             f"write `values: {{{name}: [min, opt, max]}}`, each of them a list of {count} integers",
@@ -204,16 +215,20 @@ def _onnx_digest(path: Path) -> str:
 
 
 def code_digest(entrypoint: str, python_path: Path, key: str = "model.entrypoint") -> str:
-    """sha256 of the source text behind `module:function` and the versions of what it imports; of an installed package, its version.
+    """sha256 of the source text behind `module:function` and the versions of what it imports; of an
+    installed package, its version.
 
-    A package under `python_path`: all its .py files. A single module: the .py files beside it and the packages there, since it may
-    import them. PlanError if there is no such module.
+    A package under `python_path`: all its .py files. A single module: the .py files beside it and
+    the packages there, since it may import them. PlanError if there is no such module.
     """
     module = entrypoint.partition(":")[0]
     top = module.partition(".")[0]
     spec = PathFinder.find_spec(top, [str(python_path)]) or _installed_spec(top)
     if spec is None:
-        advice = f"set {key.partition('.')[0]}.python_path to the folder that holds {top}.py or {top}/, or install the package"
+        advice = (
+            f"set {key.partition('.')[0]}.python_path to the folder that holds {top}.py or {top}/,"
+            " or install the package"
+        )
         raise PlanError(
             f"{key}: no module '{module}' in '{python_path}' or among the installed packages",
             advice,
@@ -237,7 +252,9 @@ def code_digest(entrypoint: str, python_path: Path, key: str = "model.entrypoint
 def _imported_versions(
     texts: Iterable[bytes], top: str, folders: tuple[Path, ...]
 ) -> dict[str, str]:
-    """The version of every installed package that is imported: a model that comes out of torchvision changes with it."""
+    """The version of every installed package that is imported: a model that comes out of
+    torchvision changes with it.
+    """
     found = {
         name.decode()
         for text in texts
@@ -258,7 +275,9 @@ def _installed_spec(top: str) -> ModuleSpec | None:
 
 
 def _folders_of(spec: ModuleSpec) -> tuple[Path, ...]:
-    """Where a top-level module's source text lies: the package itself, or the folder of a single file."""
+    """Where a top-level module's source text lies: the package itself, or the folder of a single
+    file.
+    """
     if spec.submodule_search_locations is not None:
         return tuple(Path(place).resolve() for place in spec.submodule_search_locations)
     return (Path(spec.origin or "").resolve().parent,)
@@ -280,7 +299,9 @@ def _installed_version(top: str) -> dict[str, str]:
 
 
 def _provides(found: importlib.metadata.Distribution, top: str) -> bool:
-    """Whether a distribution brings the module `top`; `packages_distributions()` takes ten times as long, since it parses all that each says."""
+    """Whether a distribution brings the module `top`; `packages_distributions()` takes ten times as
+    long, since it parses all that each says.
+    """
     listed = (found.read_text("top_level.txt") or "").split()
     return (
         top in listed
@@ -290,7 +311,9 @@ def _provides(found: importlib.metadata.Distribution, top: str) -> bool:
 
 
 def _sources(folder: Path) -> Iterator[Path]:
-    """The .py files of a folder and of those below it that can be imported; links to folders are not followed."""
+    """The .py files of a folder and of those below it that can be imported; links to folders are
+    not followed.
+    """
     for entry in folder.iterdir():
         if entry.suffix == ".py" and entry.is_file():
             yield entry
@@ -299,7 +322,9 @@ def _sources(folder: Path) -> Iterator[Path]:
 
 
 def _may_be_imported(entry: Path) -> bool:
-    """A folder Python could import from (namespace packages have no __init__.py): not hidden, no cache, no virtual environment."""
+    """A folder Python could import from (namespace packages have no __init__.py): not hidden, no
+    cache, no virtual environment.
+    """
     if (
         not entry.name.isidentifier()
         or entry.name == "__pycache__"

@@ -1,4 +1,6 @@
-"""The scales of a graph that holds Q/DQ already: which precision it brings, and every scale counted, so that no stage loses one. Pure."""
+"""The scales of a graph that holds Q/DQ already: which precision it brings, and every scale
+counted, so that no stage loses one. Pure.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,24 @@ from pipeline.onnx_graph.graph import graphs_of, type_name
 
 QDQ = ("QuantizeLinear", "DequantizeLinear")
 QUANTISED_TOLERANCE = 2e-2
-"""As `compare_graphs` takes it, for graphs that hold Q/DQ. Two sums of fp32 in another order differ in the last bit, and a value on the edge between
-two steps then falls to the other side: one step of 255, which the next layer adds up. Scales are compared exactly, by `lost_scales`."""
+"""As `compare_graphs` takes it, for graphs that hold Q/DQ. Two sums of fp32 in another order differ
+in the last bit, and a value on the edge between two steps then falls to the other side: one step of
+255, which the next layer adds up. Scales are compared exactly, by `lost_scales`.
+"""
 
 Scale = NDArray[np.float64]
 Key = tuple[str, str, bytes, bytes]
-"""Operator, quantised dtype, scale and zero point; all but the first empty where the graph computes the scale."""
+"""Operator, quantised dtype, scale and zero point; all but the first empty where the graph computes
+the scale.
+"""
 
 NAMED = 3
 
 
 def given_precision(graph: onnx.GraphProto) -> Precision | None:
-    """int8 or fp8 if the graph quantises activations to that; None for a plain graph, and for one whose weights alone are stored in few bits."""
+    """int8 or fp8 if the graph quantises activations to that; None for a plain graph, and for one
+    whose weights alone are stored in few bits.
+    """
     constants = constants_of(graph)
     dtypes = {
         type_name(quantised_type(node, constants))
@@ -39,7 +47,9 @@ def given_precision(graph: onnx.GraphProto) -> Precision | None:
 
 
 def constants_of(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
-    """Initializers, Constant nodes and their Identities by name; not those that a caller may replace."""
+    """Initializers, Constant nodes and their Identities by name; not those that a caller may
+    replace.
+    """
     inputs = {value.name for value in graph.input}
     constants = {
         tensor.name: tensor
@@ -58,7 +68,9 @@ def constants_of(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
 
 
 def quantised_type(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> int:
-    """Element type of the quantised side of a Q or DQ: that of its zero point, else what an attribute or the weight says, else uint8."""
+    """Element type of the quantised side of a Q or DQ: that of its zero point, else what an
+    attribute or the weight says, else uint8.
+    """
     if len(node.input) > 2 and node.input[2] in constants:
         return int(constants[node.input[2]].data_type)
     attribute = next(

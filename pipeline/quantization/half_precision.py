@@ -1,8 +1,9 @@
 """Rewrites an fp32 graph to fp16 or bf16, some nodes kept in fp32, with Casts where the two meet.
 
-Each tensor keeps its name for its fp32 form, so inputs, outputs, kept nodes and subgraphs stay as they are; the low form has a name of its own.
-Two kept nodes in a row pass fp32 between them. (ONNX Runtime's and onnxconverter-common's converters pass fp16, in which the very value that had
-the nodes kept overflows.)
+Each tensor keeps its name for its fp32 form, so inputs, outputs, kept nodes and subgraphs stay as
+they are; the low form has a name of its own. Two kept nodes in a row pass fp32 between them. (ONNX
+Runtime's and onnxconverter-common's converters pass fp16, in which the very value that had the
+nodes kept overflows.)
 """
 
 from __future__ import annotations
@@ -34,14 +35,18 @@ from pipeline.quantization.insert_qdq import drop_unread
 
 LARGEST_FP16 = 65504.0
 SAFE_FRACTION = 0.25
-"""Of the largest fp16 value: what calibration samples may reach, for other inputs will reach further."""
+"""Of the largest fp16 value: what calibration samples may reach, for other inputs will reach
+further.
+"""
 
 SMALLEST_NORMAL_FP16 = 2.0**-14
 ROUNDING_FP16 = 2.0**-11
 """Of a value: what rounding it to fp16 changes at most."""
 
 BIASED = frozenset({"Conv", "ConvTranspose", "Gemm"})
-"""Their third input is only added to the result. (So is an Add's; but there it may be the epsilon that keeps a division from 0.)"""
+"""Their third input is only added to the result. (So is an Add's; but there it may be the epsilon
+that keeps a division from 0.)
+"""
 
 LOW = {Precision.FP16: TensorProto.FLOAT16, Precision.BF16: TensorProto.BFLOAT16}
 DTYPES = {Precision.FP16: np.dtype(np.float16), Precision.BF16: np.dtype(ml_dtypes.bfloat16)}
@@ -80,13 +85,16 @@ def raise_opset(proto: onnx.ModelProto, least: int) -> onnx.ModelProto:
         ValueError,
     ) as error:  # EncodeError: over 2 GiB
         raise UnsupportedError(
-            f"this precision needs opset {least}, the model has {opset_of(proto)} and cannot be raised: {error}",
+            f"this precision needs opset {least}, the model has {opset_of(proto)} and cannot be"
+            f" raised: {error}",
             f"export it with opset {least}",
         ) from error
 
 
 def flatten(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """One flat graph: local functions inlined, Constant nodes as initializers, every node with a name of its own."""
+    """One flat graph: local functions inlined, Constant nodes as initializers, every node with a
+    name of its own.
+    """
     if proto.functions:
         proto = onnx.inliner.inline_local_functions(proto)
     graph = proto.graph
@@ -138,7 +146,8 @@ def _constant(node: onnx.NodeProto) -> NDArray[np.generic] | None:
 def reasons_for_fp32(graph: onnx.GraphProto, bounds: Mapping[str, Bounds]) -> dict[str, str]:
     """Per node that fp16 would break: why. `bounds` of the activations come from real samples.
 
-    A bias that fp16 cannot hold breaks nothing where the result, which it is added to, is rounded by more than is lost of it.
+    A bias that fp16 cannot hold breaks nothing where the result, which it is added to, is rounded
+    by more than is lost of it.
     """
     outside = {
         name: f"values up to {seen.largest:.3g}"
@@ -181,7 +190,9 @@ def overflow_notes(graph: onnx.GraphProto, reasons: Mapping[str, str]) -> list[N
 
 
 def fp32_notes(graph: onnx.GraphProto, reasons: Mapping[str, str], cause: str) -> list[Note]:
-    """Which nodes stay in fp32 for one cause, and the reason of each; no note where there is none."""
+    """Which nodes stay in fp32 for one cause, and the reason of each; no note where there is
+    none.
+    """
     if not reasons:
         return []
     kinds = Counter(node.op_type for node in graph.node if node.name in reasons)
@@ -228,7 +239,9 @@ def _fits(largest: float) -> bool:
 
 
 def _from_shapes(graph: onnx.GraphProto) -> set[str]:
-    """Nodes that compute from shapes and constants only: sizes and positions, for which 11 bits are too few."""
+    """Nodes that compute from shapes and constants only: sizes and positions, for which 11 bits are
+    too few.
+    """
     known = {tensor.name for tensor in graph.initializer} | {""}
     found = set()
     for node in graph.node:
@@ -252,7 +265,9 @@ class _Ports:
 
 
 def lower(proto: onnx.ModelProto, precision: Precision, kept: frozenset[str]) -> None:
-    """Make all nodes but `kept`, and those that have no such kernel, compute in `precision`. In place; node names must be unique."""
+    """Make all nodes but `kept`, and those that have no such kernel, compute in `precision`. In
+    place; node names must be unique.
+    """
     types = _types(proto)
     kept |= _from_shapes(proto.graph)
     ports = {
@@ -281,7 +296,9 @@ def _low_recurrent(
 
 
 def _types(proto: onnx.ModelProto) -> dict[str, int]:
-    """Element type of every tensor of the top level, by ONNX's inference on the graph without its large weights."""
+    """Element type of every tensor of the top level, by ONNX's inference on the graph without its
+    large weights.
+    """
     thin = onnx.ModelProto(
         ir_version=proto.ir_version, opset_import=proto.opset_import, functions=proto.functions
     )
@@ -307,7 +324,9 @@ def _types(proto: onnx.ModelProto) -> dict[str, int]:
 def _ports(
     node: onnx.NodeProto, types: Mapping[str, int], precision: Precision, opset: int
 ) -> _Ports:
-    """What of a node can be low, by the type constraints of its operator; nothing where any type is unknown."""
+    """What of a node can be low, by the type constraints of its operator; nothing where any type is
+    unknown.
+    """
     nothing = _Ports((), ())
     special = node.op_type in NEEDS_FP32 | QUANTIZERS or any(
         a.type in (a.GRAPH, a.GRAPHS) for a in node.attribute
@@ -349,7 +368,8 @@ def _ports(
 def _with_quantizers(
     graph: onnx.GraphProto, types: Mapping[str, int], ports: dict[str, _Ports]
 ) -> dict[str, _Ports]:
-    """Q takes the dtype of what makes its input, DQ that of its readers: so no Cast parts them from the operators they belong to.
+    """Q takes the dtype of what makes its input, DQ that of its readers: so no Cast parts them from
+    the operators they belong to.
 
     The Q of a weight takes that of its DQ.
     """
@@ -386,7 +406,9 @@ def _with_quantizers(
 
 
 class _Rewriter:
-    """One walk through the nodes in order: renames what is low, and adds a Cast after whatever is needed in both forms."""
+    """One walk through the nodes in order: renames what is low, and adds a Cast after whatever is
+    needed in both forms.
+    """
 
     def __init__(
         self, graph: onnx.GraphProto, precision: Precision, ports: Mapping[str, _Ports]
@@ -472,7 +494,9 @@ class _Rewriter:
         return []
 
     def _convert_constants(self) -> None:
-        """Low copies of the constants that low nodes read; the fp32 ones go where nothing else reads them."""
+        """Low copies of the constants that low nodes read; the fp32 ones go where nothing else
+        reads them.
+        """
         replaceable = {value.name for value in self.graph.input}
         scales = {node.input[1] for node in self.graph.node if node.op_type in QUANTIZERS}
         for index, tensor in enumerate(self.graph.initializer):
@@ -480,9 +504,8 @@ class _Rewriter:
                 continue
             values = _narrow(numpy_helper.to_array(tensor), self.precision)
             if tensor.name in scales:  # a scale that becomes 0 would make NaN of all its values
-                values = np.where(
-                    values == 0, ml_dtypes.finfo(values.dtype).smallest_subnormal, values
-                )  # type: ignore[no-untyped-call]
+                smallest = ml_dtypes.finfo(values.dtype).smallest_subnormal  # type: ignore[no-untyped-call]
+                values = np.where(values == 0, smallest, values)
             low = numpy_helper.from_array(values, self.low_name(tensor.name))
             if tensor.name in self.read_high:
                 self.graph.initializer.append(low)
@@ -506,7 +529,9 @@ class _Rewriter:
 
 
 def _narrow(values: NDArray[np.generic], precision: Precision) -> NDArray[np.generic]:
-    """Rounded, and no finite value becomes infinite: the -3.4e38 of an attention mask would, and times 0 gives NaN."""
+    """Rounded, and no finite value becomes infinite: the -3.4e38 of an attention mask would, and
+    times 0 gives NaN.
+    """
     limit = float(ml_dtypes.finfo(DTYPES[precision]).max)  # type: ignore[no-untyped-call]
     clipped = np.where(np.isfinite(values), np.clip(values, -limit, limit), values)
     return np.asarray(clipped.astype(DTYPES[precision]))

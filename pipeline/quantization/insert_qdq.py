@@ -46,7 +46,9 @@ def holds_qdq(graph: onnx.GraphProto) -> bool:
 def insert_qdq(
     proto: onnx.ModelProto, sites: Sites, ranges: Mapping[str, TensorRange], scheme: Scheme
 ) -> None:
-    """Make the nodes at `sites` read quantised values: one pair per activation, one integer copy per weight. In place."""
+    """Make the nodes at `sites` read quantised values: one pair per activation, one integer copy
+    per weight. In place.
+    """
     writer = _Writer(
         proto.graph,
         {tensor: ranges[sites.same_scale.get(tensor, tensor)] for tensor in sites.tensors},
@@ -61,7 +63,9 @@ def insert_qdq(
 
 
 class _Writer:
-    """Collects new nodes by the tensor they follow ("" = the start), then puts the graph together."""
+    """Collects new nodes by the tensor they follow ("" = the start), then puts the graph
+    together.
+    """
 
     def __init__(
         self, graph: onnx.GraphProto, ranges: Mapping[str, TensorRange], scheme: Scheme

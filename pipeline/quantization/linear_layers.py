@@ -1,4 +1,6 @@
-"""The linear layers of a graph, and what they weigh: for the quantisers that change weights alone."""
+"""The linear layers of a graph, and what they weigh: for the quantisers that change weights
+alone.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ MIB = 2**20
 
 
 def float_weights(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
-    """The fp32 constants of a flat graph, by name; one that is an input too may change with each run."""
+    """The fp32 constants of a flat graph, by name; one that is an input too may change with each
+    run.
+    """
     inputs = {value.name for value in graph.input}
     return {
         tensor.name: tensor
@@ -27,7 +31,9 @@ def float_weights(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
 
 
 def linear_layers(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
-    """Every MatMul and Gemm of a flat graph with an fp32 weight on one side and no constant on the other, by name."""
+    """Every MatMul and Gemm of a flat graph with an fp32 weight on one side and no constant on the
+    other, by name.
+    """
     weights = float_weights(graph)
     constants = {tensor.name for tensor in graph.initializer}
     found = [
@@ -50,7 +56,10 @@ def check_unquantised(graph: onnx.GraphProto) -> None:
 def check_changed(bits: Mapping[str, int], recipe: Recipe) -> None:
     """UnsupportedError unless some weight has the bits that the recipe is called by."""
     if bits_of(recipe) not in bits.values():
-        said = f"no linear layer can hold its weights in {bits_of(recipe)} bits, so {recipe.precision} weight-only would only be its name"
+        said = (
+            f"no linear layer can hold its weights in {bits_of(recipe)} bits, so {recipe.precision}"
+            " weight-only would only be its name"
+        )
         raise UnsupportedError(said, "choose another precision, or keep fewer nodes in fp32")
 
 
@@ -64,7 +73,9 @@ def constant_bytes(graph: onnx.GraphProto) -> int:
 
 
 def weights_note(source: onnx.GraphProto, bits: Mapping[str, int], before: int, after: int) -> Note:
-    """Which layers of `source` were changed: `bits` holds, by node, those of the weights that are now integers. And bytes of all constants."""
+    """Which layers of `source` were changed: `bits` holds, by node, those of the weights that are
+    now integers. And bytes of all constants.
+    """
     linear = linear_layers(source)
     counts = Counter(bits[name] for name in linear if name in bits)
     parts = [

@@ -6,8 +6,8 @@ Activations are quantised per tensor, weights per output channel. With s the sca
     unsigned  s = (high - low) / 255          q = round_half_even(x / s) + z, to 0..255       low <= 0 <= high, z = round_half_even(-low / s)
     7 bits    s = max|w| / 63                 q = round_half_even(clip(w / s, -64, 63))       zero point 0
 
-Seven bits are for x86 CPUs without VNNI: their dot product adds two products of u8 and s8 in 16 bits, which 2 * 255 * 127 overflows and
-2 * 255 * 64 does not.
+Seven bits are for x86 CPUs without VNNI: their dot product adds two products of u8 and s8 in 16
+bits, which 2 * 255 * 127 overflows and 2 * 255 * 64 does not.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def signed_activation(low: float, high: float, half: bool = False) -> Affine:
 
 
 def unsigned_activation(low: float, high: float) -> Affine:
-    """Asymmetric uint8 for values in [low, high], widened to hold zero, which padding and Relu need exactly."""
+    """Asymmetric uint8 for values in [low, high], widened to hold zero, which padding and Relu need
+    exactly.
+    """
     low, high = min(low, 0.0), max(high, 0.0)
     scale = _scale(np.asarray((high - low) / 255), half=False)
     return Affine(
@@ -91,7 +93,8 @@ def weight(
 ) -> Affine:
     """Symmetric int8 per channel of `axis` (None: per tensor), no scale below `floor`.
 
-    `half` rounds the scales to float16, for a graph that will hold them in it: the weights are then quantised by the scale that is used.
+    `half` rounds the scales to float16, for a graph that will hold them in it: the weights are then
+    quantised by the scale that is used.
     """
     most = 2 ** (bits - 1) - 1
     others = None if axis is None else tuple(dim for dim in range(values.ndim) if dim != axis)
@@ -104,7 +107,9 @@ def weight(
 
 
 def bias_floor(bias: Array, activation: Affine) -> NDArray[np.float64]:
-    """The smallest weight scales at which int32 holds this bias: a channel of near-zero weights would overflow it."""
+    """The smallest weight scales at which int32 holds this bias: a channel of near-zero weights
+    would overflow it.
+    """
     return np.abs(bias.astype(np.float64)) / (activation.scale.astype(np.float64) * (2**31 - 1024))
 
 
@@ -143,7 +148,9 @@ class ActivationSite:
 
 @dataclass(frozen=True, slots=True)
 class WeightSite:
-    """An input of a node that reads a quantised weight, and where its bias and its activation are if the bias is int32."""
+    """An input of a node that reads a quantised weight, and where its bias and its activation are
+    if the bias is int32.
+    """
 
     node: str
     index: int
@@ -194,10 +201,14 @@ INT8_KERNELS = SAME_SCALE | {
     "LeakyRelu",
     "Resize",
 }
-"""What ONNX Runtime computes in 8 bits if both sides are quantised; between quantised operators they keep the data in 8 bits."""
+"""What ONNX Runtime computes in 8 bits if both sides are quantised; between quantised operators
+they keep the data in 8 bits.
+"""
 
 EPILOGUE = frozenset({"Add", "BatchNormalization"})
-"""With constants on their other inputs: a bias or a norm, part of the kernel of the weighted operator before them."""
+"""With constants on their other inputs: a bias or a norm, part of the kernel of the weighted
+operator before them.
+"""
 
 SHAPE_ONLY = frozenset({"Shape", "Size"})  # read no values
 MOVES_INPUT = RESHAPES | {
@@ -210,7 +221,9 @@ MOVES_INPUT = RESHAPES | {
     "SpaceToDepth",
     "DepthToSpace",
 }
-"""The first input in another place, size or dtype. A table that ids are looked up in is a constant, so what it gives is no input of the model."""
+"""The first input in another place, size or dtype. A table that ids are looked up in is a constant,
+so what it gives is no input of the model.
+"""
 
 SCALES_INPUT = frozenset(
     {"Add", "Sub", "Mul", "Div", "BatchNormalization"}
@@ -233,10 +246,14 @@ class Kernels:
     """What a backend's 8-bit kernels are like, as far as it decides where pairs go."""
 
     integer_io: bool = False
-    """8 bits in and out, so results, int32 biases and what lies between are quantised too. Elsewhere a pair stands only before an operator,
-    so that nothing comes between an operator and what fuses into it."""
+    """8 bits in and out, so results, int32 biases and what lies between are quantised too.
+    Elsewhere a pair stands only before an operator, so that nothing comes between an operator and
+    what fuses into it.
+    """
     add_in_conv: bool = False
-    """A convolution or matrix product adds a residual of 8 bits inside its own kernel and gives 8 bits: its own result is never quantised."""
+    """A convolution or matrix product adds a residual of 8 bits inside its own kernel and gives 8
+    bits: its own result is never quantised.
+    """
 
 
 KERNELS = {
@@ -278,7 +295,9 @@ class Wiring:
         return node.op_type in WEIGHTED and self.weight_index(node) is not None
 
     def weighted_behind(self, name: str) -> onnx.NodeProto | None:
-        """The weighted operator in whose kernel this tensor is made, if nothing but one node reads it; None where there is no such operator."""
+        """The weighted operator in whose kernel this tensor is made, if nothing but one node reads
+        it; None where there is no such operator.
+        """
         maker = self.makers.get(name)
         if maker is None or name in self.outputs or len(self.readers[name]) != 1:
             return None
@@ -288,7 +307,9 @@ class Wiring:
         return maker if self.is_weighted(maker) else None
 
     def feeds_weighted(self, node: onnx.NodeProto) -> bool:
-        """Whether a weighted operator follows, with nothing but activations, pooling and reshaping in between."""
+        """Whether a weighted operator follows, with nothing but activations, pooling and reshaping
+        in between.
+        """
         return any(
             self.is_weighted(n) or (n.op_type in TO_NEXT_LAYER and self.feeds_weighted(n))
             for n in self.after(node)
@@ -302,7 +323,9 @@ def place(
     kept: frozenset[str],
     kernels: Kernels,
 ) -> Sites:
-    """Where Q/DQ pairs go. `ranged` = float activations with a known range, `kept` = nodes to leave alone."""
+    """Where Q/DQ pairs go. `ranged` = float activations with a known range, `kept` = nodes to leave
+    alone.
+    """
     wiring = Wiring(graph)
     kept = kept if rules.first_layer else kept | up_to_first_layer(wiring)
     wanted = [
@@ -353,12 +376,16 @@ def _is_wanted(node: onnx.NodeProto, rules: Placement, wiring: Wiring) -> bool:
 
 
 def is_residual_add(node: onnx.NodeProto, wiring: Wiring) -> bool:
-    """An Add of two activations whose sum goes on to a weighted operator: not a bias, not an attention mask, not a sum that is normalised next."""
+    """An Add of two activations whose sum goes on to a weighted operator: not a bias, not an
+    attention mask, not a sum that is normalised next.
+    """
     return all(map(wiring.is_activation, node.input)) and wiring.feeds_weighted(node)
 
 
 def up_to_first_layer(wiring: Wiring) -> frozenset[str]:
-    """The weighted operators that read an input of the model, with what moves and scales it before them; empty where there is no such operator."""
+    """The weighted operators that read an input of the model, with what moves and scales it before
+    them; empty where there is no such operator.
+    """
     inputs, before, first = set(wiring.inputs), set[str](), set[str]()
     for node in wiring.nodes:  # in the order in which they run
         if wiring.is_weighted(node):
@@ -380,7 +407,9 @@ def _passes_input(node: onnx.NodeProto, inputs: set[str], wiring: Wiring) -> boo
 
 
 def is_classifier(node: onnx.NodeProto, wiring: Wiring) -> bool:
-    """A weighted operator that makes the model's answer: only bias, softmax and reshaping lie between it and an output."""
+    """A weighted operator that makes the model's answer: only bias, softmax and reshaping lie
+    between it and an output.
+    """
     if wiring.outputs.intersection(node.output):
         return True
     return any(
@@ -406,7 +435,8 @@ def _inputs(node: onnx.NodeProto, wiring: Wiring) -> list[ActivationSite]:
 
 
 def fused_input(add: onnx.NodeProto, wiring: Wiring) -> tuple[str, str] | None:
-    """The input of a residual Add that is made in the same kernel as the sum, and by which weighted operator; None where there is no such.
+    """The input of a residual Add that is made in the same kernel as the sum, and by which weighted
+    operator; None where there is no such.
 
     Of two such inputs it is the later in the graph.
     """
@@ -425,10 +455,11 @@ def _residual(
     inner: frozenset[str],
     kept: frozenset[str],
 ) -> list[ActivationSite]:
-    """What a residual Add reads in 8 bits, and who reads its sum so, where a weighted operator adds it in its own kernel.
+    """What a residual Add reads in 8 bits, and who reads its sum so, where a weighted operator adds
+    it in its own kernel.
 
-    That kernel reads the residual and writes the sum in 8 bits, so a sum that no quantised operator reads is quantised too.
-    A weighted operator that is not quantised itself adds floats.
+    That kernel reads the residual and writes the sum in 8 bits, so a sum that no quantised operator
+    reads is quantised too. A weighted operator that is not quantised itself adds floats.
     """
     fused = fused_input(add, wiring)
     if fused is None:
@@ -496,9 +527,11 @@ def _between(
     ranged: frozenset[str],
     kept: frozenset[str],
 ) -> tuple[list[ActivationSite], dict[str, str]]:
-    """What ONNX Runtime should also read in 8 bits: results of quantised operators, and all between two of them.
+    """What ONNX Runtime should also read in 8 bits: results of quantised operators, and all between
+    two of them.
 
-    A matrix product gives floats as well, but not to a Relu or Clip: with one behind it that no Q follows, it runs in fp32.
+    A matrix product gives floats as well, but not to a Relu or Clip: with one behind it that no Q
+    follows, it runs in fp32.
     """
     inner = ranged - wiring.outputs
     giving = [
@@ -509,7 +542,9 @@ def _between(
     results = {_result(node, wiring, kept) for node in giving} & inner
     tensors = quantised | results
     able = [node for node in wiring.nodes if node.op_type in INT8_KERNELS and node.name not in kept]
-    for node in able:  # what only moves bytes goes on in 8 bits; in floats, each Concat would dequantise all its inputs again
+    # what only moves bytes goes on in 8 bits; in floats, each Concat would dequantise all its
+    # inputs again
+    for node in able:
         if (
             node.op_type in MOVES_BYTES
             and tensors.issuperset(_data(node))
@@ -549,7 +584,9 @@ def _data(node: onnx.NodeProto) -> list[str]:
 
 
 def _result(node: onnx.NodeProto, wiring: Wiring, kept: frozenset[str]) -> str:
-    """The tensor that leaves the kernel of this node: behind the Relu or Clip that fuses into it."""
+    """The tensor that leaves the kernel of this node: behind the Relu or Clip that fuses into
+    it.
+    """
     relu = _relu_after(node, wiring)
     return str(node.output[0] if relu is None or relu.name in kept else relu.output[0])
 

@@ -1,11 +1,15 @@
-"""Two graphs that show what low precision does to a model, both computed in fp32, so that any CPU can run them.
+"""Two graphs that show what low precision does to a model, both computed in fp32, so that any CPU
+can run them.
 
-The lossy graph is the low one with every 16-bit tensor as an fp32 tensor that is rounded to 16 bits where it is made (Q/DQ pairs round already):
-what its tensors differ by from the model's has accumulated from the start. The other graph is the model itself; beside each node that runs low
-stands its shadow: the node of the lossy graph, with its own weights, on the model's exact values rounded as the node would read them. What a
-shadow differs by is that node's own loss, and not what the nodes before it have lost.
+The lossy graph is the low one with every 16-bit tensor as an fp32 tensor that is rounded to 16 bits
+where it is made (Q/DQ pairs round already): what its tensors differ by from the model's has
+accumulated from the start. The other graph is the model itself; beside each node that runs low
+stands its shadow: the node of the lossy graph, with its own weights, on the model's exact values
+rounded as the node would read them. What a shadow differs by is that node's own loss, and not what
+the nodes before it have lost.
 
-Running the low graph as it is would not tell: ONNX Runtime computes most 16-bit nodes on a CPU in fp32, and drops Casts between them.
+Running the low graph as it is would not tell: ONNX Runtime computes most 16-bit nodes on a CPU in
+fp32, and drops Casts between them.
 """
 
 from __future__ import annotations
@@ -28,7 +32,9 @@ ONLY_SHAPES = frozenset({"Shape", "Size"})
 
 @dataclass(frozen=True, slots=True)
 class Shadow:
-    """A node that runs low, and the tensors that tell about it: in the model, in the lossy graph, and beside the model."""
+    """A node that runs low, and the tensors that tell about it: in the model, in the lossy graph,
+    and beside the model.
+    """
 
     node: str
     operator: str
@@ -39,7 +45,9 @@ class Shadow:
 
 
 def source_as_converted(source: onnx.ModelProto, low: onnx.ModelProto) -> onnx.ModelProto:
-    """The fp32 model with the opset and the node names that it had when `low` was made of it; what is 16 bits in it, lifted to fp32."""
+    """The fp32 model with the opset and the node names that it had when `low` was made of it; what
+    is 16 bits in it, lifted to fp32.
+    """
     exact = flatten(raise_opset(source, opset_of(low)))
     lift(exact)
     return exact
@@ -48,7 +56,8 @@ def source_as_converted(source: onnx.ModelProto, low: onnx.ModelProto) -> onnx.M
 def add_shadows(
     exact: onnx.ModelProto, low: onnx.ModelProto, halves: Mapping[str, int]
 ) -> tuple[Shadow, ...]:
-    """Make `low` the lossy graph and give `exact` the shadows of its low nodes, both in place. `halves`: the 16-bit tensors of `low`.
+    """Make `low` the lossy graph and give `exact` the shadows of its low nodes, both in place.
+    `halves`: the 16-bit tensors of `low`.
 
     An 8-bit node that only moves bytes has no shadow: it loses what was lost before it.
     """
@@ -85,7 +94,9 @@ def add_shadows(
 
 
 def tensors_of_16_bits(proto: onnx.ModelProto) -> dict[str, int]:
-    """Names and types of all fp16 and bf16 tensors of the top level. Values of weights are not looked at."""
+    """Names and types of all fp16 and bf16 tensors of the top level. Values of weights are not
+    looked at.
+    """
     inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True).graph
     types = {
         value.name: value.type.tensor_type.elem_type
@@ -125,7 +136,9 @@ def lift(proto: onnx.ModelProto) -> None:
 
 
 def round_16_bits(proto: onnx.ModelProto, halves: Mapping[str, int]) -> None:
-    """Lift a graph, and round each of the tensors `halves` to its 16 bits where a node makes it, in place."""
+    """Lift a graph, and round each of the tensors `halves` to its 16 bits where a node makes it, in
+    place.
+    """
     lift(proto)
     nodes = []
     for node in proto.graph.node:
@@ -148,7 +161,9 @@ def _beside(name: str) -> str:
 
 
 class _Drawer:
-    """Copies nodes of the lossy graph to beside the exact one, with all that rounds between them and the exact values."""
+    """Copies nodes of the lossy graph to beside the exact one, with all that rounds between them
+    and the exact values.
+    """
 
     def __init__(self, exact: onnx.GraphProto, lossy: onnx.GraphProto) -> None:
         self.exact = exact
@@ -170,7 +185,9 @@ class _Drawer:
         self.nodes.append(copy)
 
     def source_of(self, name: str) -> str:
-        """The tensor beside the model that holds the exact values as `name` of the lossy graph would hold them; drawn once."""
+        """The tensor beside the model that holds the exact values as `name` of the lossy graph
+        would hold them; drawn once.
+        """
         if name not in self.drawn:
             self.drawn[name] = self._source_of(name)
         return self.drawn[name]

@@ -1,4 +1,6 @@
-"""What a compile leaves for its user: a folder with the reports and the winning engine; and what `crucible onnx` writes."""
+"""What a compile leaves for its user: a folder with the reports and the winning engine; and what
+`crucible onnx` writes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ AGAIN = "compile the model again: what is still in the store is not made again"
 
 
 def check_folder(folder: Path) -> None:
-    """PlanError unless `folder` is one that can be written, or made: said before the work, not after it."""
+    """PlanError unless `folder` is one that can be written, or made: said before the work, not
+    after it.
+    """
     place = folder.absolute()
     while not place.exists():
         place = place.parent
@@ -53,7 +57,9 @@ def check_model_file(file: Path, source: Path | None) -> None:
 
 
 def deliver_model(model: OnnxModel, file: Path) -> None:
-    """Write a model as `file`, its weights beside it where they exceed 1.5 GB; what is there is replaced once all is written."""
+    """Write a model as `file`, its weights beside it where they exceed 1.5 GB; what is there is
+    replaced once all is written.
+    """
     from pipeline.onnx_graph.graph import (
         read_proto,
         write_proto,
@@ -119,7 +125,7 @@ def _remove_leftovers(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-# -- an engine that was delivered ------------------------------------------------------------------
+# -- an engine that was delivered ---------------------------------------------------------------
 
 
 def load_engine(folder: Path) -> Engine:

@@ -1,6 +1,8 @@
-"""How figures are drawn: SVG by matplotlib, without a display. Text stays text: it can be read aloud, searched and copied.
+"""How figures are drawn: SVG by matplotlib, without a display. Text stays text: it can be read
+aloud, searched and copied.
 
-A figure is first a value, then a drawing: equal values need not be drawn again, and matplotlib takes a second to load.
+A figure is first a value, then a drawing: equal values need not be drawn again, and matplotlib
+takes a second to load.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class Plot:
 
 
 def key_of(code: Path, data: NamedTuple) -> str:
-    """What a drawing depends on: the values, and the code that draws them, here and in the file `code`."""
+    """What a drawing depends on: the values, and the code that draws them, here and in the file
+    `code`.
+    """
     return hashlib.sha256(
         Path(__file__).read_bytes() + code.read_bytes() + repr(data).encode()
     ).hexdigest()
@@ -76,7 +80,9 @@ def new_figure(height: float) -> tuple[Figure, Axes]:
 
 
 def svg(name: str, draw: Callable[[], Figure]) -> str:
-    """The `<svg>` element; its ids carry the figure's name, for all figures share the ids of one page."""
+    """The `<svg>` element; its ids carry the figure's name, for all figures share the ids of one
+    page.
+    """
     buffer = io.StringIO()
     with _style():
         metadata = {"Date": None, "Creator": None, "Format": None, "Type": None}

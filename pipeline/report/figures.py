@@ -76,7 +76,8 @@ def _plot(
     )
 
 
-# -- accuracy against latency -----------------------------------------------------------------------------------------
+# -- accuracy against latency
+# ------------------------------------------------------------------------------
 
 
 class _Point(NamedTuple):
@@ -119,8 +120,10 @@ def _pareto(report: Report, lines: tuple[Entry, ...]) -> Plot | None:
         ylabel=f"{metric.name if metric else 'smallest cosine'} (higher is better)",
     )
     caption = (
-        f"Accuracy against latency. Numbers are those of the table{'; bars are the 95 % intervals of the drop' if metric else ''}. "
-        f"The line is the Pareto front ({', '.join(str(p.number) for p in front)}): nothing else is as fast and as accurate."
+        "Accuracy against latency. Numbers are those of the"
+        f" table{'; bars are the 95 % intervals of the drop' if metric else ''}. The line is the"
+        f" Pareto front ({', '.join(str(p.number) for p in front)}): nothing else is as fast and as"
+        " accurate."
     )
     return _plot("candidates", "pareto", caption, data, _draw_pareto)
 
@@ -219,7 +222,9 @@ def _draw_pareto(data: _Pareto) -> Figure:
 
 
 def _number(axes: Axes, points: tuple[_Point, ...]) -> None:
-    """Each point's number beside it; where points crowd, the numbers take turns at the four corners."""
+    """Each point's number beside it; where points crowd, the numbers take turns at the four
+    corners.
+    """
     corners = ((7, 5), (7, -13), (-14, 5), (-14, -13))
     axes.margins(y=0.12)
     ys = [point.y for point in points]
@@ -242,7 +247,8 @@ def _number(axes: Axes, points: tuple[_Point, ...]) -> None:
         )
 
 
-# -- latency ----------------------------------------------------------------------------------------------------------
+# -- latency
+# ------------------------------------------------------------------------------
 
 
 class _Spread(NamedTuple):
@@ -275,8 +281,9 @@ def _latency(lines: tuple[Entry, ...], sizes: dict[str, int]) -> Plot | None:
     if not spreads:
         return None
     caption = (
-        f"Latency at {shape_text(sizes)}. Each dot is one raw value (at most {DOTS} are drawn); the box holds the middle half of all, "
-        "its line is the median, the whisker reaches from the 5th to the 95th percentile."
+        f"Latency at {shape_text(sizes)}. Each dot is one raw value (at most {DOTS} are drawn); the"
+        " box holds the middle half of all, its line is the median, the whisker reaches from the"
+        " 5th to the 95th percentile."
     )
     name = "latency" + "".join(
         f"-{re.sub('[^A-Za-z0-9]+', '', symbol)}{size}" for symbol, size in sizes.items()
@@ -313,7 +320,8 @@ def _draw_latency(data: _Latency) -> Figure:
     return figure
 
 
-# -- precision --------------------------------------------------------------------------------------------------------
+# -- precision
+# ------------------------------------------------------------------------------
 
 
 class _Bar(NamedTuple):
@@ -336,7 +344,10 @@ def _precisions(lines: tuple[Entry, ...]) -> Plot | None:
             bars.append(_Bar(f"{short(entry.label)}  {entry.number}", parts))
     if not bars:
         return None
-    caption = "What really ran: the share of the time of all layers per precision, each layer timed by itself."
+    caption = (
+        "What really ran: the share of the time of all layers per precision, each layer timed by"
+        " itself."
+    )
     return _plot("layers", "precision", caption, _Precisions(tuple(bars)), _draw_precisions)
 
 
@@ -377,7 +388,8 @@ def _draw_precisions(data: _Precisions) -> Figure:
     return figure
 
 
-# -- operators --------------------------------------------------------------------------------------------------------
+# -- operators
+# ------------------------------------------------------------------------------
 
 
 class _Operators(NamedTuple):
@@ -430,7 +442,8 @@ def _draw_operators(data: _Operators) -> Figure:
     return figure
 
 
-# -- drawing ----------------------------------------------------------------------------------------------------------
+# -- drawing
+# ------------------------------------------------------------------------------
 
 
 def _kind(entry: Entry) -> str:
@@ -438,7 +451,9 @@ def _kind(entry: Entry) -> str:
 
 
 def _milliseconds(axes: Axes, values: list[float]) -> None:
-    """The x axis: logarithmic, with plain numbers, where the values span more than a factor of five."""
+    """The x axis: logarithmic, with plain numbers, where the values span more than a factor of
+    five.
+    """
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     if max(values) < 5 * min(values) or min(values) <= 0:

@@ -1,4 +1,6 @@
-"""What a report is made of: sections with their tables, and the numbered entries that every table and figure names alike."""
+"""What a report is made of: sections with their tables, and the numbered entries that every table
+and figure names alike.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line of the comparison: a candidate or a baseline, numbered as in every table and plot."""
+    """One line of the comparison: a candidate or a baseline, numbered as in every table and
+    plot.
+    """
 
     number: int
     label: str
@@ -64,7 +68,9 @@ class Entry:
 
 
 def entries(report: Report) -> tuple[Entry, ...]:
-    """Candidates and baselines, the fastest at the first shape first, those without figures last."""
+    """Candidates and baselines, the fastest at the first shape first, those without figures
+    last.
+    """
     winner = report.winner if report.verdict != "rejected" else None
     found: list[tuple[str, Part, Candidate | None, BenchmarkReport | None]] = [
         (item.title, "winner" if item.label == winner else "candidate", item, item.benchmark)

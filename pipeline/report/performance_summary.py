@@ -1,4 +1,6 @@
-"""Measured rows in words and figures: what binds each, and the summary that `crucible bench` prints, after the manner of trtexec. Pure."""
+"""Measured rows in words and figures: what binds each, and the summary that `crucible bench`
+prints, after the manner of trtexec. Pure.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,15 @@ from pipeline.results.report import Bound, LatencyRow
 TAILS = (50, 90, 95, 99)
 LEAST_WARMUP_S, LEAST_S = 0.2, 3.0
 MOST_VARIATION = 0.01  # of the compute times: standard deviation over mean, as trtexec warns
-ENQUEUE_SHARE = 0.8  # of the compute time, which on an idle stream never is shorter than the enqueue: the GPU waits for the host
+# of the compute time, which on an idle stream never is shorter than the enqueue: the GPU waits for
+# the host
+ENQUEUE_SHARE = 0.8
 IDENTITY_SHARE, IDENTITY_S = (
     0.02,
     10e-6,
-)  # latency may differ from the sum of its phases by either: reading a clock between them takes time too
+    # latency may differ from the sum of its phases by either: reading a clock between them takes
+    # time too
+)
 
 LIMITS_HEADER = (
     ">GFLOP/s",
@@ -35,7 +41,9 @@ LIMITS_HEADER = (
 
 
 def ratio_text(row: LatencyRow | None, stopped: str = "") -> str:
-    """`9.28 (8.9 to 9.7)`; else, in two words, why there is none. `stopped`: why the engine ran in few processes."""
+    """`9.28 (8.9 to 9.7)`; else, in two words, why there is none. `stopped`: why the engine ran in
+    few processes.
+    """
     if row is None:
         return ""
     if row.ratio:
@@ -45,7 +53,8 @@ def ratio_text(row: LatencyRow | None, stopped: str = "") -> str:
     return "not measurable" if row.ratio_missing else ""
 
 
-# -- what binds a row ---------------------------------------------------------------------------------------------------
+# -- what binds a row
+# ------------------------------------------------------------------------------
 
 
 def limit_cells(row: LatencyRow) -> tuple[str, ...]:
@@ -77,7 +86,9 @@ def bound_text(bound: Bound) -> str:
 
 
 def peaks_text(peaks: Peaks) -> str:
-    """`AMD EPYC, 2 threads: fp32 92.1, int8 264 GFLOP/s; memory 21.3 GB/s (measured 2026-01-31)`."""
+    """`AMD EPYC, 2 threads: fp32 92.1, int8 264 GFLOP/s; memory 21.3 GB/s (measured
+    2026-01-31)`.
+    """
     rates = ", ".join(
         f"{precision} {number_text(rate / 1e9)}" for precision, rate in peaks.flops_per_s.items()
     )
@@ -86,7 +97,10 @@ def peaks_text(peaks: Peaks) -> str:
         if peaks.bytes_per_s
         else "memory not known"
     )
-    return f"{peaks.device}: {f'{rates} GFLOP/s' if rates else 'arithmetic not known'}; {memory} ({peaks.source})"
+    return (
+        f"{peaks.device}: {f'{rates} GFLOP/s' if rates else 'arithmetic not known'}; {memory}"
+        f" ({peaks.source})"
+    )
 
 
 def _rates(row: LatencyRow) -> tuple[str, str]:
@@ -100,7 +114,8 @@ def _share(share: float | None) -> str:
     return percent_text(share) if share else "-"
 
 
-# -- the summary --------------------------------------------------------------------------------------------------------
+# -- the summary
+# ------------------------------------------------------------------------------
 
 
 class Stats(Frozen):
@@ -139,7 +154,9 @@ class Summary(Frozen):
 
 
 def summary_of(label: str, row: LatencyRow, profiles: Sequence[Profile]) -> Summary:
-    """The summary of a row that was just measured; ValueError for one of an older report, which lacks the sums."""
+    """The summary of a row that was just measured; ValueError for one of an older report, which
+    lacks the sums.
+    """
     if row.totals is None or row.latency is None:
         raise ValueError(f"the row of {label} has no sums: it is of an older report")
     off_s = float(np.mean(row.latency.values_s)) - sum(
@@ -188,9 +205,15 @@ def _warnings(
     on_gpu, compute = row.compute.clock == "device", np.asarray(row.compute.values_s)
     if sum(row.end_to_end.warmup_s) < LEAST_WARMUP_S or walltime_s < LEAST_S:
         shortest = f"at least {LEAST_WARMUP_S:g} s and {LEAST_S:g} s"
-        yield f"warmed up and measured for {sum(row.end_to_end.warmup_s):.2f} s and {walltime_s:.2f} s, expected {shortest}: a longer run says more"
+        yield (
+            f"warmed up and measured for {sum(row.end_to_end.warmup_s):.2f} s and {walltime_s:.2f}"
+            f" s, expected {shortest}: a longer run says more"
+        )
     if not _adds_up(row, off_s):
-        yield f"upload, compute and download do not add up to the latency: {time_text(abs(off_s))} off; something else ran between them"
+        yield (
+            f"upload, compute and download do not add up to the latency: {time_text(abs(off_s))}"
+            " off; something else ran between them"
+        )
     variation = float(compute.std() / compute.mean()) if compute.mean() else 0.0
     if variation > MOST_VARIATION:
         advice = (
@@ -198,16 +221,28 @@ def _warnings(
             if on_gpu
             else "leave the host to this run, and set the governor to performance"
         )
-        yield f"the compute times vary by {100 * variation:.1f} % (standard deviation), over {100 * MOST_VARIATION:g} %: {advice}"
+        yield (
+            f"the compute times vary by {100 * variation:.1f} % (standard deviation), over"
+            f" {100 * MOST_VARIATION:g} %: {advice}"
+        )
     if row.enqueue and row.enqueue.median_s > ENQUEUE_SHARE * row.compute.median_s:
         enqueue, computing = time_text(row.enqueue.median_s), time_text(row.compute.median_s)
-        yield f"enqueueing takes {enqueue}, computing {computing}: the GPU waits for the host; use a CUDA graph"
+        yield (
+            f"enqueueing takes {enqueue}, computing {computing}: the GPU waits for the host; use a"
+            " CUDA graph"
+        )
     copies_s = row.upload.median_s + row.download.median_s
     if copies_s > row.compute.median_s:
-        yield f"copies dominate ({time_text(copies_s)}): keep inputs on the device, or give the model a narrower input type"
+        yield (
+            f"copies dominate ({time_text(copies_s)}): keep inputs on the device, or give the model"
+            " a narrower input type"
+        )
     if profiles and row.sizes not in [profile.sizes("opt") for profile in profiles]:
         usual = "; ".join(shape_text(profile.sizes("opt")) for profile in profiles)
-        yield f"{shape_text(row.sizes)} is not what the engine was tuned for ({usual}): give it a profile with this opt"
+        yield (
+            f"{shape_text(row.sizes)} is not what the engine was tuned for ({usual}): give it a"
+            " profile with this opt"
+        )
 
 
 def _adds_up(row: LatencyRow, off_s: float) -> bool:
@@ -240,12 +275,24 @@ def summary_lines(found: Summary) -> tuple[str, ...]:
     phases = " + ".join(
         time_text(part.mean) for part in (found.upload, found.compute, found.download)
     )
-    kept = f"off by {time_text(abs(found.identity_off_s))}, allowed {100 * IDENTITY_SHARE:g} % or {time_text(IDENTITY_S)}"
+    kept = (
+        f"off by {time_text(abs(found.identity_off_s))}, allowed {100 * IDENTITY_SHARE:g} % or"
+        f" {time_text(IDENTITY_S)}"
+    )
     return (
-        f"throughput: {number_text(found.queries_per_s)} queries/s ({found.queries:,} in {found.walltime_s:.3f} s of host walltime); "
-        f"{number_text(found.samples_per_s)} samples/s at the median",
-        f"compute: {found.compute_s:.3f} s in {found.timed_queries:,} further queries, whose phases were timed",
-        f"mean latency {time_text(found.latency.mean)} = upload + compute + download = {phases} ({kept})",
+        (
+            f"throughput: {number_text(found.queries_per_s)} queries/s ({found.queries:,} in"
+            f" {found.walltime_s:.3f} s of host walltime); {number_text(found.samples_per_s)}"
+            " samples/s at the median"
+        ),
+        (
+            f"compute: {found.compute_s:.3f} s in {found.timed_queries:,} further queries, whose"
+            " phases were timed"
+        ),
+        (
+            f"mean latency {time_text(found.latency.mean)} = upload + compute + download = {phases}"
+            f" ({kept})"
+        ),
         f"warm-up: {found.warmup_runs:,} queries, {found.warmup_s:.2f} s",
     )
 

@@ -1,7 +1,9 @@
-"""Writes a report: report.json for machines, report.md for a terminal or a pull request, report.html for people.
+"""Writes a report: report.json for machines, report.md for a terminal or a pull request,
+report.html for people.
 
-The HTML file stands alone: no script, no network, plots inline. Names in a model and texts in a report are untrusted: everything is
-escaped unless it was made by `_element`, and the page's own policy forbids scripts and loading.
+The HTML file stands alone: no script, no network, plots inline. Names in a model and texts in a
+report are untrusted: everything is escaped unless it was made by `_element`, and the page's own
+policy forbids scripts and loading.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ FIGURES = "figures"  # each figure as a file of its own too
 
 
 def write_report(report: Report, folder: Path) -> ReportFiles:
-    """Write the three files, each atomically. The JSON comes last: where it is, the others are complete."""
+    """Write the three files, each atomically. The JSON comes last: where it is, the others are
+    complete.
+    """
     (folder / FIGURES).mkdir(parents=True, exist_ok=True)
     files = ReportFiles(
         folder=folder,
@@ -48,7 +52,9 @@ def write_report(report: Report, folder: Path) -> ReportFiles:
 
 
 def load_report(place: Path) -> Report:
-    """The report of a folder, or of its report.json. Raises UserError if there is none or another version wrote it."""
+    """The report of a folder, or of its report.json. Raises UserError if there is none or another
+    version wrote it.
+    """
     file = place / JSON_NAME if place.is_dir() else place
     if not file.is_file():
         raise UserError(
@@ -59,7 +65,9 @@ def load_report(place: Path) -> Report:
 
 
 def report_from_json(text: bytes, where: str, folder: Path) -> Report:
-    """The report of a report.json; `where` is for messages, engines lie in `folder`. Raises UserError if it is none or another version wrote it."""
+    """The report of a report.json; `where` is for messages, engines lie in `folder`. Raises
+    UserError if it is none or another version wrote it.
+    """
     try:
         document = json.loads(text)
         version = document["schema_version"]
@@ -118,7 +126,8 @@ def all_sections(report: Report) -> tuple[Section, ...]:
     return (*found[:place], errors, *found[place:]) if errors.tables else found
 
 
-# -- Markdown ---------------------------------------------------------------------------------------------------------
+# -- Markdown
+# ------------------------------------------------------------------------------
 
 
 def markdown(report: Report) -> str:
@@ -173,7 +182,8 @@ def _md(text: str) -> str:
     return "".join(f"\\{char}" if char in "\\|*`[]~" else char for char in escaped)
 
 
-# -- HTML -------------------------------------------------------------------------------------------------------------
+# -- HTML
+# ------------------------------------------------------------------------------
 
 
 class Html(str):
@@ -215,7 +225,8 @@ def page(report: Report, svg_of: Callable[[Plot], str] = lambda plot: plot.draw(
     )
     title = _escape(f"{report.name or 'Report'}: {report.verdict}")
     footer = _escape(
-        f"Written by Crucible, {date(report.created)}. Raw values: report.json, schema version {report.schema_version}."
+        f"Written by Crucible, {date(report.created)}. Raw values: report.json, schema version"
+        f" {report.schema_version}."
     )
     return template.substitute(title=title, body="\n".join(body), footer=footer)
 

@@ -1,4 +1,6 @@
-"""A report as headings, sentences and tables: what `render.py` writes as Markdown and as HTML, in the order in which people read it."""
+"""A report as headings, sentences and tables: what `render.py` writes as Markdown and as HTML, in
+the order in which people read it.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,8 @@ def headline(report: Report) -> str:
     if report.validation is not None and report.validation.metric is not None:
         metric = report.validation.metric
         parts.append(
-            f"with {metric.name} {metric.candidate:.4f} against {metric.reference:.4f} of the reference"
+            f"with {metric.name} {metric.candidate:.4f} against {metric.reference:.4f} of the"
+            " reference"
         )
     return " ".join(parts) + "."
 
@@ -93,7 +96,8 @@ def _headline_of_kept(report: Report) -> str:
     return f"{kept} The fastest runs at {interval(report.ratio, 2)} times its speed."
 
 
-# -- the sections -----------------------------------------------------------------------------------------------------
+# -- the sections
+# ------------------------------------------------------------------------------
 
 
 def _candidates(report: Report) -> Section:
@@ -116,14 +120,16 @@ def _candidates(report: Report) -> Section:
     text = []
     if shapes(report):
         text = [
-            f'Latency end to end at {shape_text(first)}; speed-up against the baseline with its 95 % interval. "-" means not measured.'
+            f"Latency end to end at {shape_text(first)}; speed-up against the baseline with its 95"
+            ' % interval. "-" means not measured.'
         ]
     generated = any(
         item.selection and item.selection.role == "generated" for item in report.candidates
     )
     where = "generated inputs, which prove nothing," if generated else "the selection set"
     text.append(
-        f"Accuracy on {where} against the reference, {report.reference}. The drop is in units of the metric."
+        f"Accuracy on {where} against the reference, {report.reference}. The drop is in units of"
+        " the metric."
     )
     reasons = tuple(
         (str(e.number), e.label, e.state, e.candidate.reason)
@@ -144,9 +150,11 @@ def _candidate_row(entry: Entry, sizes: dict[str, int]) -> tuple[str, ...]:
         entry.label,
         entry.state,
         interval(selection.metric.interval, 4) if selection and selection.metric else "-",
-        f"{min(error.cosine for error in selection.outputs):.5f}"
-        if selection and selection.outputs
-        else "-",
+        (
+            f"{min(error.cosine for error in selection.outputs):.5f}"
+            if selection and selection.outputs
+            else "-"
+        ),
         *(_percentiles(row.end_to_end) if row else ("-", "-", "-")),
         _ratio_cell(entry, row),
         bytes_text(engine.size_bytes) if engine else "-",
@@ -181,8 +189,14 @@ def _sizes(report: Report) -> Section:
                     (str(entry.number), entry.label, *_size_cells(check, len(report.plan.profiles)))
                 )
     header = ("#", "engine", "size", "inputs", ">samples", ">cosine", ">drop", "outcome")
-    text = "The gate looks at batch 1 and at min, opt and max of every profile, besides the batches of the whole selection set. "
-    text += "Samples are cut or repeated to fill a batch. Inputs of sizes that no sample has are generated."
+    text = (
+        "The gate looks at batch 1 and at min, opt and max of every profile, besides the batches of"
+        " the whole selection set. "
+    )
+    text += (
+        "Samples are cut or repeated to fill a batch. Inputs of sizes that no sample has are"
+        " generated."
+    )
     return Section(
         "sizes",
         "Accuracy at every size",
@@ -225,13 +239,19 @@ def _ablation(report: Report) -> Section:
             "ablation",
             "Switches reversed",
             (
-                "No int8 candidate with Q/DQ placed by Crucible gave answers, so no switch was reversed.",
+                (
+                    "No int8 candidate with Q/DQ placed by Crucible gave answers, so no switch was"
+                    " reversed."
+                ),
             ),
         )
     text = (
-        f"{found.label} again, each time with one switch of `placement` the other way. Changes are against that candidate, on the selection set: "
-        "a drop that changes by more than 0 is worse. Speed-up is its median over the one after, at the first shape, with its 95 % interval: "
-        "above 1, reversing the switch makes it faster.",
+        (
+            f"{found.label} again, each time with one switch of `placement` the other way. Changes"
+            " are against that candidate, on the selection set: a drop that changes by more than 0"
+            " is worse. Speed-up is its median over the one after, at the first shape, with its 95"
+            " % interval: above 1, reversing the switch makes it faster."
+        ),
     )
     header = (
         "switch",
@@ -282,7 +302,8 @@ def _validation(report: Report) -> Section:
         return Section("validation", "Validation")
     winner = report.title_of(report.winner) if report.winner else "The winner"
     text = [
-        f"{winner} on {found.samples} samples of the {found.role} set, read once. Reference: {report.reference}."
+        f"{winner} on {found.samples} samples of the {found.role} set, read once. Reference:"
+        f" {report.reference}."
     ]
     if found.metric is not None:
         metric = found.metric
@@ -335,8 +356,11 @@ def _latency(report: Report) -> Section:
         else ""
     )
     text = (
-        "Percentiles stand only where enough raw values do: p90 needs 100, p99 needs 1,000. Upload, compute and download are medians. "
-        "Drifts: the median still moved between blocks.",
+        (
+            "Percentiles stand only where enough raw values do: p90 needs 100, p99 needs 1,000."
+            " Upload, compute and download are medians. Drifts: the median still moved between"
+            " blocks."
+        ),
         f"Measured {date(report.benchmarked or report.created)}{kept}.",
     )
     return Section(
@@ -389,8 +413,11 @@ def _limits(report: Report) -> Section:
     ):
         return Section("limits", "What binds each row")
     text = (
-        "GFLOP/s and GB/s are those of the source graph over the median end to end, each node moving its own bytes. "
-        "Shares are of the device's peak; bytes are scaled to the engine's precision there; over 100 %: it fuses, or finds data in caches.",
+        (
+            "GFLOP/s and GB/s are those of the source graph over the median end to end, each node"
+            " moving its own bytes. Shares are of the device's peak; bytes are scaled to the"
+            " engine's precision there; over 100 %: it fuses, or finds data in caches."
+        ),
         *(f"Peaks of {peaks_text(peaks)}." for peaks in report.peaks),
         *gpu_lines(report.gpu_use),
     )
@@ -406,7 +433,9 @@ def _limits(report: Report) -> Section:
 
 
 def _layers(report: Report) -> Section:
-    """What the engines that give evidence of it really ran; for the winner, and for engines called by a wrong name, layer by layer."""
+    """What the engines that give evidence of it really ran; for the winner, and for engines called
+    by a wrong name, layer by layer.
+    """
     proven = [
         (entry, table)
         for entry in entries(report)
@@ -419,8 +448,9 @@ def _layers(report: Report) -> Section:
         if any(name in time_by_precision(table) for _, table in proven)
     ]
     text = tuple(
-        f"Share of the time per precision at {sizes}, each layer timed by itself. The precision of a layer is known by its kernel's name (tactic), "
-        "else by the types it reads and writes. Reformats are all layers that only move or convert data."
+        f"Share of the time per precision at {sizes}, each layer timed by itself. The precision of"
+        " a layer is known by its kernel's name (tactic), else by the types it reads and writes."
+        " Reformats are all layers that only move or convert data."
         for sizes in dict.fromkeys(shape_text(table.sizes) for _, table in proven)
     )
     kept = any(entry.candidate.kept_fp32 for entry, _ in proven if entry.candidate)
@@ -529,7 +559,10 @@ def _stages(report: Report) -> Section:
     bars = tuple(Bar(now / longest, then / longest) for now, then in zip(ran, kept, strict=True))
     text = f"{time_text(sum(ran))} of work in this run." if any(ran) else "Nothing had to run anew."
     if any(kept):
-        text += f" {sum(s.reused for s in steps)} of {len(steps)} steps came from the store (hatched); they took {time_text(sum(kept))} when they ran."
+        text += (
+            f" {sum(s.reused for s in steps)} of {len(steps)} steps came from the store (hatched);"
+            f" they took {time_text(sum(kept))} when they ran."
+        )
     each = tuple(
         (
             s.stage,
@@ -598,7 +631,9 @@ def _notes(report: Report) -> Section:
 
 
 def _grouped(notes: Iterable[tuple[str, str]]) -> tuple[str, ...]:
-    """Each text once, followed by the engines it was said of; what was said of the graph itself was said of all."""
+    """Each text once, followed by the engines it was said of; what was said of the graph itself was
+    said of all.
+    """
     subjects: dict[str, list[str]] = {}
     for subject, text in notes:
         subjects.setdefault(text, []).append(subject)

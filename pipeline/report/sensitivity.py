@@ -1,4 +1,6 @@
-"""Which layers hurt: of every rescue that ranked its nodes, the worst ones as a table and as a figure."""
+"""Which layers hurt: of every rescue that ranked its nodes, the worst ones as a table and as a
+figure.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,11 @@ def section(report: Report) -> Section:
     """The worst nodes of each rescue."""
     ranked = list(_ranked(report))
     text = (
-        "Errors are relative to the norm of what fp32 gives at the same place (signal to noise in dB beside them), in the worst batch. "
-        "Own: this node alone is low, on exact inputs. Accumulated: at its output, with every node as low as in the engine.",
+        (
+            "Errors are relative to the norm of what fp32 gives at the same place (signal to noise"
+            " in dB beside them), in the worst batch. Own: this node alone is low, on exact inputs."
+            " Accumulated: at its output, with every node as low as in the engine."
+        ),
     )
     tables = tuple(
         table(rescue.label, ranking, _kept(report, rescue)) for rescue, ranking in ranked
@@ -84,7 +89,8 @@ def _is_kept(harm: NodeHarm, kept: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(harm.node, pattern) for pattern in kept)
 
 
-# -- the figure -------------------------------------------------------------------------------------------------------
+# -- the figure
+# ------------------------------------------------------------------------------
 
 
 class _Bars(NamedTuple):
@@ -115,8 +121,9 @@ def _plot(number: int, rescue: Rescue, ranking: NodeRanking, kept: tuple[str, ..
         )
     )
     caption = (
-        f"The worst {len(shown)} of {len(ranking.nodes)} nodes of {rescue.label}, worst first, on {ranking.samples} samples: "
-        "the error that each makes by itself, and the error that has gathered at its output. At 1 nothing of the signal is left."
+        f"The worst {len(shown)} of {len(ranking.nodes)} nodes of {rescue.label}, worst first, on"
+        f" {ranking.samples} samples: the error that each makes by itself, and the error that has"
+        " gathered at its output. At 1 nothing of the signal is left."
     )
     name = f"{KEY}-{number}"
     return Plot(

@@ -1,4 +1,5 @@
-"""An engine as a model of Triton Inference Server: DIR/NAME/config.pbtxt and DIR/NAME/VERSION/model.plan or model.onnx.
+"""An engine as a model of Triton Inference Server: DIR/NAME/config.pbtxt and
+DIR/NAME/VERSION/model.plan or model.onnx.
 
     batch = call_in_child(prove_batch, engine, (), name="batch proof")      Triton pads nothing
     export_triton(engine, batch, parse_name("resnet50/3"), Path("models"))
@@ -60,9 +61,11 @@ def parse_name(text: str) -> ModelVersion:
 
 
 def rows_together(engine: Engine, batch: BatchSpec) -> int:
-    """The most rows that Triton may run together, by what was proved; 1 if every request is to run alone.
+    """The most rows that Triton may run together, by what was proved; 1 if every request is to run
+    alone.
 
-    Triton's batches lie along axis 0 of every input and output, and have any number of rows from 1 up.
+    Triton's batches lie along axis 0 of every input and output, and have any number of rows from 1
+    up.
     """
     if not batch.proved or set(batch.axes.values()) != {0}:
         return 1
@@ -70,12 +73,16 @@ def rows_together(engine: Engine, batch: BatchSpec) -> int:
 
 
 def config_text(engine: Engine, batch: BatchSpec, name: str) -> str:
-    """config.pbtxt. Where rows may run together the batch's axis is left out of shapes, as Triton wants; else they are given in full."""
+    """config.pbtxt. Where rows may run together the batch's axis is left out of shapes, as Triton
+    wants; else they are given in full.
+    """
     return "\n".join(_config(engine, batch, name)) + "\n"
 
 
 def check_place(engine: Engine, model: ModelVersion, folder: Path) -> Path:
-    """The version's folder; UnsupportedError for an engine that Triton is not given here, PlanError if this version is there already."""
+    """The version's folder; UnsupportedError for an engine that Triton is not given here, PlanError
+    if this version is there already.
+    """
     if engine.target.backend in CODE_BACKENDS:
         said = "a PyTorch program needs a PyTorch backend of Triton's that takes .pt2 packages"
         raise UnsupportedError(
@@ -94,10 +101,11 @@ def check_place(engine: Engine, model: ModelVersion, folder: Path) -> Path:
 
 
 def export_triton(engine: Engine, batch: BatchSpec, model: ModelVersion, folder: Path) -> Path:
-    """Write the model below `folder`, a repository that may hold others and other versions; returns the model's folder.
+    """Write the model below `folder`, a repository that may hold others and other versions; returns
+    the model's folder.
 
-    Raises what `check_place` does, and PlanError if other versions are there whose config would have to be another: Triton has one for all
-    versions of a model.
+    Raises what `check_place` does, and PlanError if other versions are there whose config would
+    have to be another: Triton has one for all versions of a model.
     """
     home, place = folder / model.name, check_place(engine, model, folder)
     config = config_text(engine, batch, model.name)
@@ -121,16 +129,19 @@ def remarks(engine: Engine, batch: BatchSpec) -> list[str]:
     target = engine.target
     if target.backend == "tensorrt":
         found = [
-            f"Triton must have TensorRT {target.version}, and a GPU of compute capability {target.compute_capability}"
+            f"Triton must have TensorRT {target.version}, and a GPU of compute capability"
+            f" {target.compute_capability}"
         ]
     else:
         found = [
-            f"checked and measured with ONNX Runtime {target.version} on {target.device}; Triton's own may be another"
+            f"checked and measured with ONNX Runtime {target.version} on {target.device}; Triton's"
+            " own may be another"
         ]
     found.append(_batching(engine, batch))
     if target.backend == "onnxruntime" and engine.recipe.precision is Precision.INT8:
         found.append(
-            "Crucible turns off optimisers of ONNX Runtime that would make some 8-bit nodes float again; Triton cannot"
+            "Crucible turns off optimisers of ONNX Runtime that would make some 8-bit nodes float"
+            " again; Triton cannot"
         )
     if any(_plugins(engine)):
         found.append(
@@ -139,7 +150,8 @@ def remarks(engine: Engine, batch: BatchSpec) -> list[str]:
     return found
 
 
-# -- what is written ---------------------------------------------------------------------------------------------------
+# -- what is written
+# ------------------------------------------------------------------------------
 
 
 def _config(engine: Engine, batch: BatchSpec, name: str) -> Iterator[str]:
@@ -155,7 +167,10 @@ def _config(engine: Engine, batch: BatchSpec, name: str) -> Iterator[str]:
     if batched:
         symbol = str(engine.inputs[0].shape[0])
         tuned = {profile.dims[symbol].opt for profile in engine.profiles}
-        yield f"dynamic_batching {{ preferred_batch_size: [ {', '.join(str(size) for size in sorted(tuned) if size <= most)} ] }}"
+        yield (
+            "dynamic_batching { preferred_batch_size: ["
+            f" {', '.join(str(size) for size in sorted(tuned) if size <= most)} ] }}"
+        )
     yield from _instances(engine)
 
 
@@ -163,7 +178,10 @@ def _check_others(home: Path, config: str) -> None:
     """PlanError if other versions of the model are there, with another config."""
     versions = sorted(path.name for path in home.glob("[1-9]*"))
     if versions and (home / "config.pbtxt").read_text(encoding="utf-8") != config:
-        said = f"'{home}' holds version {', '.join(versions)} with other inputs, batches or files than this engine's"
+        said = (
+            f"'{home}' holds version {', '.join(versions)} with other inputs, batches or files than"
+            " this engine's"
+        )
         raise PlanError(said, "give another name, or export into another folder")
 
 
@@ -188,9 +206,15 @@ def _tensor(kind: str, spec: TensorSpec, batched: bool) -> Iterator[str]:
 def _batching(engine: Engine, batch: BatchSpec) -> str:
     most = rows_together(engine, batch)
     if most > 1:
-        return f"up to {most} rows run together: proved here on this engine, within {batch.largest_error or 0:.2g} of an output's largest value"
+        return (
+            f"up to {most} rows run together: proved here on this engine, within"
+            f" {batch.largest_error or 0:.2g} of an output's largest value"
+        )
     if batch.proved:
-        return "every request runs alone: Triton's batches need rows along axis 0 of all inputs and outputs, and profiles that hold every number of them"
+        return (
+            "every request runs alone: Triton's batches need rows along axis 0 of all inputs and"
+            " outputs, and profiles that hold every number of them"
+        )
     return f"every request runs alone: {batch.reason}"
 
 
@@ -201,11 +225,16 @@ def _instances(engine: Engine) -> Iterator[str]:
         return
     yield "instance_group { count: 1 kind: KIND_CPU }"
     if engine.threads:
-        yield f'parameters {{ key: "intra_op_thread_count" value {{ string_value: "{engine.threads}" }} }}'
+        yield (
+            f'parameters {{ key: "intra_op_thread_count" value {{ string_value: "{engine.threads}"'
+            " } }"
+        )
 
 
 def _copy_files(engine: Engine, place: Path) -> None:
-    """The model under the name that Triton expects; a model in several files is a folder of that name, with a file of that name in it."""
+    """The model under the name that Triton expects; a model in several files is a folder of that
+    name, with a file of that name in it.
+    """
     name = FILES[engine.target.backend]
     place.mkdir()
     single = engine.target.backend == "tensorrt" or all(
@@ -223,7 +252,9 @@ def _plugins(engine: Engine) -> list[Path]:
 
 
 def _reach(profiles: tuple[Profile, ...], symbol: str) -> int:
-    """The most rows up to which every number of rows lies in some profile; 1 if a single row lies in none."""
+    """The most rows up to which every number of rows lies in some profile; 1 if a single row lies
+    in none.
+    """
     reach = 0
     for dim in sorted(
         (profile.dims[symbol] for profile in profiles if symbol in profile.dims),

@@ -18,7 +18,9 @@ class Layer(Frozen):
     evidence: Literal[
         "tactic", "types", "none"
     ]  # the kernel's name, else the types of inputs and outputs
-    heavy: bool = False  # multiplies matrices (convolution, Gemm, MatMul, attention): what an engine's precision is about
+    # multiplies matrices (convolution, Gemm, MatMul, attention): what an engine's precision is
+    # about
+    heavy: bool = False
     nodes: tuple[str, ...] = ()  # the ONNX nodes it computes
     operators: tuple[
         str, ...

@@ -1,7 +1,9 @@
-"""What precision an engine really runs in: the verdict on a layer table, and its fusions in words. Pure.
+"""What precision an engine really runs in: the verdict on a layer table, and its fusions in words.
+Pure.
 
-Heavy layers decide: convolutions, Gemms, MatMuls, attention. What stands between them (pooling, Softmax, casts) says nothing about the
-precision that an engine is called by, and a recipe may keep some of it in fp32.
+Heavy layers decide: convolutions, Gemms, MatMuls, attention. What stands between them (pooling,
+Softmax, casts) says nothing about the precision that an engine is called by, and a recipe may keep
+some of it in fp32.
 """
 
 from __future__ import annotations
@@ -17,13 +19,21 @@ from pipeline.results.layer_table import Layer, LayerTable
 MOST_UNKNOWN = 0.1  # of the time; above, a warning names the layers
 MOST_MOVING = 0.1  # of the time; above, a note says so
 # of the time of heavy layers whose precision is known:
-MOST_BELOW_FP32 = 0.01  # that an fp32 engine may spend in TF32 or less; TensorRT's fp32 engines measured 0, so this is rounding
-LEAST_FLOAT = 0.5  # that must run in the precision of a tf32, fp16 or bf16 engine; measured 0.99 to 1, nodes kept in fp32 take their part
+# that an fp32 engine may spend in TF32 or less; TensorRT's fp32 engines measured 0, so this is
+# rounding
+MOST_BELOW_FP32 = 0.01
+# that must run in the precision of a tf32, fp16 or bf16 engine; measured 0.99 to 1, nodes kept in
+# fp32 take their part
+LEAST_FLOAT = 0.5
 FEW_BITS = frozenset(
     {"int8", "uint8", "int4", "uint4", "i4", "u4"}
 )  # what a product reads beside floats if its weights have few bits
-NARROW = "MatMulNBits"  # ONNX Runtime's product with such weights; its profile leaves out inputs that a kernel packed for itself
-LEAST_QUANTISED = 0.1  # of an int8 or fp8 engine; below LEAST_FLOAT is a warning. Measured 0.97 to 1; placement may leave much out
+# ONNX Runtime's product with such weights; its profile leaves out inputs that a kernel packed for
+# itself
+NARROW = "MatMulNBits"
+# of an int8 or fp8 engine; below LEAST_FLOAT is a warning. Measured 0.97 to 1; placement may leave
+# much out
+LEAST_QUANTISED = 0.1
 
 SLOWEST_NAMED = 3
 UNKNOWN_NAMED = 5
@@ -50,12 +60,16 @@ class Reformats:
 
 
 def time_by_precision(table: LayerTable) -> Mapping[str, float]:
-    """Share of the time per precision, largest first; layers that move or convert data count as `none`."""
+    """Share of the time per precision, largest first; layers that move or convert data count as
+    `none`.
+    """
     return _shares(table.layers)
 
 
 def ran_in(called: Precision, table: LayerTable | None) -> Precision:
-    """The precision in which the heavy layers spend most of their time; what the engine is called by where nothing is known of them."""
+    """The precision in which the heavy layers spend most of their time; what the engine is called
+    by where nothing is known of them.
+    """
     shares = _shares(layer for layer in table.layers if layer.heavy) if table else {}
     known = [Precision(name) for name in shares if name in list(Precision)]
     return known[0] if known else called
@@ -73,7 +87,8 @@ def slowest(layers: Iterable[Layer], count: int) -> tuple[Layer, ...]:
     return tuple(sorted(timed, key=lambda layer: -(layer.seconds or 0.0))[:count])
 
 
-# -- the verdict ------------------------------------------------------------------------------------------------------
+# -- the verdict
+# ------------------------------------------------------------------------------
 
 
 def mislabelled(
@@ -83,13 +98,16 @@ def mislabelled(
     weight_only: bool = False,
     forced: Sequence[KeptNode] = (),
 ) -> str:
-    """Why an engine does not run what it is called by, with the shares and the slowest layers; empty if it does or nothing is known.
+    """Why an engine does not run what it is called by, with the shares and the slowest layers;
+    empty if it does or nothing is known.
 
-    fp32 fails with more than 1 % of the heavy layers' time in TF32 or less, tf32, fp16 and bf16 with less than half of it in that very
-    precision, int8 and fp8 with less than a tenth: TensorRT may leave layers in 16 bits that are faster there. `kept` are the patterns of
-    the nodes that the recipe itself keeps in fp32: they are asked for, so they count neither way (fp32 takes four times as long as fp16).
-    `forced` are the nodes that the conversion left in fp32. Candidate.title counts them, so an engine of nothing else is no false label.
-    Of weights alone the products are of floats: what they read decides, and a tenth of the time must go to weights in 4 or 8 bits.
+    fp32 fails with more than 1 % of the heavy layers' time in TF32 or less, tf32, fp16 and bf16
+    with less than half of it in that very precision, int8 and fp8 with less than a tenth: TensorRT
+    may leave layers in 16 bits that are faster there. `kept` are the patterns of the nodes that the
+    recipe itself keeps in fp32: they are asked for, so they count neither way (fp32 takes four
+    times as long as fp16). `forced` are the nodes that the conversion left in fp32. Candidate.title
+    counts them, so an engine of nothing else is no false label. Of weights alone the products are
+    of floats: what they read decides, and a tenth of the time must go to weights in 4 or 8 bits.
     """
     judged = _judged(table, kept, forced)
     if not judged and any(layer.heavy for layer in table.layers):
@@ -118,7 +136,9 @@ def mislabelled(
 
 
 def _wide_weights(precision: Precision, heavy: tuple[Layer, ...]) -> str:
-    """Why an engine does not hold the weights it is called by; empty if it does, or if of most of the time it is not known."""
+    """Why an engine does not hold the weights it is called by; empty if it does, or if of most of
+    the time it is not known.
+    """
     known = [layer for layer in heavy if layer.inputs]
     narrow = _seconds(
         layer for layer in known if layer.kind == NARROW or FEW_BITS.intersection(layer.inputs[1:])
@@ -130,7 +150,10 @@ def _wide_weights(precision: Precision, heavy: tuple[Layer, ...]) -> str:
     ):
         return ""
     share = percent_text(narrow / _seconds(known))
-    return f"called {precision} weight-only, but by time only {share} of its heavy layers read weights in 4 or 8 bits"
+    return (
+        f"called {precision} weight-only, but by time only {share} of its heavy layers read weights"
+        " in 4 or 8 bits"
+    )
 
 
 def precision_notes(
@@ -139,8 +162,9 @@ def precision_notes(
     kept: tuple[str, ...] = (),
     forced: Sequence[KeptNode] = (),
 ) -> tuple[Note, ...]:
-    """What a reader must know of a table: where the evidence ends, what moving data costs, what the nodes in fp32 cost, and that int8 or
-    fp8 is the smaller part."""
+    """What a reader must know of a table: where the evidence ends, what moving data costs, what the
+    nodes in fp32 cost, and that int8 or fp8 is the smaller part.
+    """
     notes = [*_forced_notes(table, precision, kept, forced)]
     if (unknown := time_by_precision(table).get("unknown", 0.0)) > MOST_UNKNOWN:
         layers = [
@@ -159,7 +183,10 @@ def precision_notes(
         )
     found = reformats(table)
     if found.share > MOST_MOVING:
-        text = f"{percent_text(found.share)} of the time goes to {found.count} layers that only move or convert data"
+        text = (
+            f"{percent_text(found.share)} of the time goes to {found.count} layers that only move"
+            " or convert data"
+        )
         notes.append(Note(stage="prove", text=text, level="info"))
     if precision in (Precision.INT8, Precision.FP8):
         shares = _known_shares(precision, _judged(table, kept, forced))
@@ -179,7 +206,9 @@ def _forced_notes(
     kept: tuple[str, ...],
     forced: Sequence[KeptNode],
 ) -> Iterable[Note]:
-    """What the nodes that stay in fp32 cost; a warning where nothing heavy is left for the precision of the label."""
+    """What the nodes that stay in fp32 cost; a warning where nothing heavy is left for the
+    precision of the label.
+    """
     if not forced or not _seconds(table.layers):
         return
     count = "1 node that stays" if len(forced) == 1 else f"{len(forced)} nodes that stay"
@@ -203,7 +232,9 @@ def forced_share(table: LayerTable, forced: Sequence[KeptNode]) -> float:
 def _judged(
     table: LayerTable, kept: tuple[str, ...], forced: Sequence[KeptNode] = ()
 ) -> tuple[Layer, ...]:
-    """The heavy layers, without those that run in fp32 because the recipe or the conversion says so."""
+    """The heavy layers, without those that run in fp32 because the recipe or the conversion says
+    so.
+    """
 
     def is_kept(layer: Layer) -> bool:
         named = any(fnmatch.fnmatch(node, pattern) for node in layer.nodes for pattern in kept)
@@ -224,15 +255,19 @@ def _is_forced(layer: Layer, forced: Sequence[KeptNode]) -> bool:
 
 
 def _names_no_product(layer: Layer) -> bool:
-    """Whether none of the nodes that a layer names multiplies matrices: its product is that of a node it does not name."""
+    """Whether none of the nodes that a layer names multiplies matrices: its product is that of a
+    node it does not name.
+    """
     known = all(layer.operators) and len(layer.operators) == len(layer.nodes)
     return known and PRODUCTS.isdisjoint(layer.operators)
 
 
 def _known_shares(precision: Precision, heavy: tuple[Layer, ...]) -> Mapping[str, float]:
-    """Shares of the heavy layers' time as far as its precision is known; empty if less than half of it is.
+    """Shares of the heavy layers' time as far as its precision is known; empty if less than half of
+    it is.
 
-    FP32 inputs and outputs are proof of neither fp32 nor TF32, so for a tf32 engine a layer known by them alone is not known.
+    FP32 inputs and outputs are proof of neither fp32 nor TF32, so for a tf32 engine a layer known
+    by them alone is not known.
     """
     known = [
         layer
@@ -268,7 +303,11 @@ def _told(precision: Precision, shares: Mapping[str, float]) -> str:
     others = [
         f"{percent_text(share)} {name}" for name, share in shares.items() if name != precision
     ]
-    return f"its heavy layers run {', '.join([f'{percent_text(shares.get(precision, 0.0))} {precision}', *others])} by time"
+    return (
+        "its heavy layers run"
+        f" {', '.join([f'{percent_text(shares.get(precision, 0.0))} {precision}', *others])} by"
+        " time"
+    )
 
 
 def _named_slowest(judged: tuple[Layer, ...], table: LayerTable) -> str:
@@ -281,7 +320,9 @@ def _named_slowest(judged: tuple[Layer, ...], table: LayerTable) -> str:
 
 
 def node_text(layer: Layer, most: int = 1) -> str:
-    """The first ONNX nodes of a layer and how many more there are; its own name where it has none."""
+    """The first ONNX nodes of a layer and how many more there are; its own name where it has
+    none.
+    """
     nodes = layer.nodes or (layer.name,)
     return ", ".join(nodes[:most]) + _and_more(len(nodes) - most)
 
@@ -299,11 +340,13 @@ def percent_text(share: float) -> str:
     )
 
 
-# -- fusions ----------------------------------------------------------------------------------------------------------
+# -- fusions
+# ------------------------------------------------------------------------------
 
 
 def fusions(table: LayerTable) -> tuple[str, ...]:
-    """Which ONNX operators share a kernel, in words: attention and normalisation first, then convolutions and Gemms with what they took in.
+    """Which ONNX operators share a kernel, in words: attention and normalisation first, then
+    convolutions and Gemms with what they took in.
 
     Empty where the operators of the nodes are not known.
     """
@@ -316,7 +359,9 @@ def fusions(table: LayerTable) -> tuple[str, ...]:
 
 
 def _merged(layer: Layer) -> str:
-    """`Conv + Add + Relu`, the heavy operators first; empty for one operator, and for attention, which has a line of its own."""
+    """`Conv + Add + Relu`, the heavy operators first; empty for one operator, and for attention,
+    which has a line of its own.
+    """
     counts = Counter(operator for operator in layer.operators if operator not in SILENT | SHAPES)
     if not layer.heavy or counts.total() < 2 or _is_attention(layer):
         return ""
@@ -349,7 +394,9 @@ def _attention(table: LayerTable) -> tuple[str, ...]:
 
 
 def attention_in_one_kernel(table: LayerTable, softmaxes: Iterable[str]) -> tuple[int, int]:
-    """Of the attentions of these Softmax nodes: how many one kernel computes as a whole, and how many there are."""
+    """Of the attentions of these Softmax nodes: how many one kernel computes as a whole, and how
+    many there are.
+    """
     known = _places(table, "Softmax")
     places = {node: known[node] for node in softmaxes if node in known}
     if sum(operator == "MatMul" for layer in table.layers for operator in layer.operators) < 2:
@@ -377,7 +424,8 @@ def _normalisation(table: LayerTable) -> tuple[str, ...]:
             if len(layers) == 1 and "ReduceMean" in layers[0].operators
         ]
         found.append(
-            f"LayerNorm written out (ReduceMean to Sqrt) in one kernel: {len(whole)} of {len(places)}"
+            f"LayerNorm written out (ReduceMean to Sqrt) in one kernel: {len(whole)} of"
+            f" {len(places)}"
         )
     return tuple(found)
 

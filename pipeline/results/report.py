@@ -1,4 +1,6 @@
-"""What a compile proved, as data: the models behind report.json. `render.py` draws them as Markdown and HTML."""
+"""What a compile proved, as data: the models behind report.json. `render.py` draws them as Markdown
+and HTML.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class OutputError(Frozen):
 
 
 class MetricResult(Frozen):
-    """A task metric of candidate and reference on the same samples; the drop is reference minus candidate."""
+    """A task metric of candidate and reference on the same samples; the drop is reference minus
+    candidate.
+    """
 
     name: str
     reference: float
@@ -106,7 +110,8 @@ class Bound(Frozen):
         None  # of the row's FLOP/s; None: the peak, or the graph's FLOPs, are unknown
     )
     share_of_peak_bytes: float | None = (
-        None  # of the bytes of the unfused graph in this precision; over 1: fused, or kept in caches
+        # of the bytes of the unfused graph in this precision; over 1: fused, or kept in caches
+        None
     )
     why: str
     next_step: str
@@ -133,7 +138,9 @@ class LatencyRow(Frozen):
         None  # upload to download, in the same runs as these three; None: an older report
     )
     enqueue: Samples | None = (
-        None  # of the call that starts the work, host clock; None on a CPU, where it returns when the work is done
+        # of the call that starts the work, host clock; None on a CPU, where it returns when the
+        # work is done
+        None
     )
     totals: Totals | None = None
     throughput_per_s: (
@@ -142,7 +149,9 @@ class LatencyRow(Frozen):
     flops_per_s: float | None  # None: the graph's FLOPs are unknown
     bytes_per_s: float | None
     ratio: Interval | None = (
-        None  # baseline / this, geometric mean over pairs of processes, 95 % interval; None for the baseline
+        # baseline / this, geometric mean over pairs of processes, 95 % interval; None for the
+        # baseline
+        None
     )
     ratio_missing: str = ""  # why there is no ratio, of a row that is compared
     peak_memory_bytes: int = 0  # of the child process
@@ -171,7 +180,9 @@ class Benchmarks(Frozen):
 
     created: str  # UTC
     results: tuple[BenchmarkReport | BenchmarkFailure, ...]
-    baseline: str = ""  # label of the engine that all ratios refer to: the fastest baseline; empty: none could be measured
+    # label of the engine that all ratios refer to: the fastest baseline; empty: none could be
+    # measured
+    baseline: str = ""
     load_1min: float = 0.0  # of the host's processes at the end, those of the benchmark included
     peaks: tuple[Peaks, ...] = ()  # of the devices they ran on, as far as they are known
     gpu_use: GpuUse | None = None  # None on a host without a GPU
@@ -210,7 +221,9 @@ class Candidate(Frozen):
 
     label: str
     recipe: Recipe
-    state: State  # built: runs on other hosts only; mislabelled: does not run the precision it is called by, however it answers
+    # built: runs on other hosts only; mislabelled: does not run the precision it is called by,
+    # however it answers
+    state: State
     reason: str = ""  # why it did not come further
     engine: Engine | None = None
     kept_fp32: tuple[
@@ -226,7 +239,9 @@ class Candidate(Frozen):
 
     @property
     def title(self) -> str:
-        """The label as people read it: `tensorrt fp16, 2 nodes in fp32`. The label itself tells recipes apart."""
+        """The label as people read it: `tensorrt fp16, 2 nodes in fp32`. The label itself tells
+        recipes apart.
+        """
         count = len(self.kept_fp32)
         return (
             f"{self.label}, {count} {'node' if count == 1 else 'nodes'} in fp32"
@@ -236,7 +251,9 @@ class Candidate(Frozen):
 
 
 class NodeHarm(Frozen):
-    """What a low precision does to one node. Errors are relative to the norm of what fp32 gives there, in the worst batch."""
+    """What a low precision does to one node. Errors are relative to the norm of what fp32 gives
+    there, in the worst batch.
+    """
 
     node: str
     operator: str
@@ -247,7 +264,9 @@ class NodeHarm(Frozen):
 
 
 class NodeRanking(Frozen):
-    """The nodes that are worth keeping in fp32: those that overflow, largest values first, then the others by their own error."""
+    """The nodes that are worth keeping in fp32: those that overflow, largest values first, then the
+    others by their own error.
+    """
 
     nodes: tuple[NodeHarm, ...] = ()
     samples: int = 0
@@ -272,12 +291,16 @@ class Rescue(Frozen):
 
 
 class AblationRow(Frozen):
-    """One switch of the placement reversed, and what that did on the selection set and at the first benchmarked shape."""
+    """One switch of the placement reversed, and what that did on the selection set and at the first
+    benchmarked shape.
+    """
 
     switch: str
     before: bool  # in the candidate whose switches were reversed
     after: bool
-    label: str = ""  # of the candidate with this switch reversed; empty: the graph is the same either way, so nothing was built
+    # of the candidate with this switch reversed; empty: the graph is the same either way, so
+    # nothing was built
+    label: str = ""
     state: State | None = None  # of that candidate
     reason: str = ""
     drop: float | None = None  # of the metric; None: no metric, or no answers
@@ -292,12 +315,15 @@ class AblationRow(Frozen):
 class Ablation(Frozen):
     """What each switch does to the best int8 candidate."""
 
-    label: str  # of that candidate; empty: there was none with Q/DQ placed by Crucible that gave answers
+    # of that candidate; empty: there was none with Q/DQ placed by Crucible that gave answers
+    label: str
     rows: tuple[AblationRow, ...] = ()
 
 
 class Report(Frozen):
-    """Everything a sceptic needs: the plan, what was done, what was measured, what was decided and why."""
+    """Everything a sceptic needs: the plan, what was done, what was measured, what was decided and
+    why.
+    """
 
     schema_version: int = SCHEMA_VERSION
     name: str
@@ -316,11 +342,14 @@ class Report(Frozen):
     ablation: Ablation | None = None  # None: the plan did not ask for it
     winner: str | None = None  # a candidate's label; with `keep` that of the baseline
     ratio: Interval | None = (
-        None  # of the winner to the baseline, at the first shape; with `keep` of the fastest accurate candidate
+        # of the winner to the baseline, at the first shape; with `keep` of the fastest accurate
+        # candidate
+        None
     )
     ratio_missing: str = ""  # why there is no ratio
     delivered: Engine | None = (
-        None  # the engine that the verdict stands for; None: rejected, not to be had, or an older report
+        # the engine that the verdict stands for; None: rejected, not to be had, or an older report
+        None
     )
     validation: ValidationReport | None = None  # of the winner, on the validation set
     verdict: Verdict
@@ -345,7 +374,9 @@ class Report(Frozen):
 
     @property
     def engine_delivered(self) -> Engine | None:
-        """The engine that was delivered with this report; reports of earlier versions name it by their winner only."""
+        """The engine that was delivered with this report; reports of earlier versions name it by
+        their winner only.
+        """
         if self.delivered or self.verdict in ("rejected", "keep"):
             return self.delivered
         return next((each.engine for each in self.candidates if each.label == self.winner), None)

@@ -40,7 +40,9 @@ from pipeline.results.report import (
 
 OUT_OF_TIME = "the time for measuring (`benchmark.budget_s`) was over after {processes}"
 ENOUGH_RUNS = 500
-"""Runs of a block that tell its median: more of very short ones are a loss of time, where nobody asks for a far percentile."""
+"""Runs of a block that tell its median: more of very short ones are a loss of time, where nobody
+asks for a far percentile.
+"""
 
 
 def benchmark(
@@ -50,11 +52,12 @@ def benchmark(
     enough_runs: int | None = ENOUGH_RUNS,
     progress: Progress = silent,
 ) -> Benchmarks:
-    """Latency of every engine at every size, interleaved in one race; ratios refer to the fastest baseline.
+    """Latency of every engine at every size, interleaved in one race; ratios refer to the fastest
+    baseline.
 
-    `model` is the source graph: its FLOPs count for all. An engine that fails is a BenchmarkFailure in
-    its place; the others go on. PlanError if a size lies outside the profiles. A block of so many runs as
-    `enough_runs` may end before its time; None: never.
+    `model` is the source graph: its FLOPs count for all. An engine that fails is a BenchmarkFailure
+    in its place; the others go on. PlanError if a size lies outside the profiles. A block of so
+    many runs as `enough_runs` may end before its time; None: never.
     """
     engines = [entry.engine for entry in entries]
     workloads = workloads_from_plan(engines, model, options)
@@ -93,17 +96,22 @@ class BusyHost:
 
 
 def with_threads(engine: Engine, threads: int) -> Engine:
-    """The engine to be loaded with this many threads: equal for all, whatever each was built with."""
+    """The engine to be loaded with this many threads: equal for all, whatever each was built
+    with.
+    """
     return engine.model_copy(update={"threads": threads})
 
 
-# -- what to measure ---------------------------------------------------------------------------------------------------
+# -- what to measure
+# ------------------------------------------------------------------------------
 
 
 def workloads_from_plan(
     engines: Sequence[Engine], model: OnnxModel, options: BenchmarkConfig
 ) -> tuple[Workload, ...]:
-    """The plan's sizes, or the usual size of every profile; checked against all engines before anything starts."""
+    """The plan's sizes, or the usual size of every profile; checked against all engines before
+    anything starts.
+    """
     if not engines:
         raise PlanError(
             "expected at least one engine to measure, got none",
@@ -123,7 +131,9 @@ def workloads_from_plan(
 
 
 def values_at(sizes: dict[str, int], profiles: Sequence[Profile]) -> dict[str, tuple[int, ...]]:
-    """Values of the inputs that decide shapes: those of the profile's point with these sizes, else the usual ones."""
+    """Values of the inputs that decide shapes: those of the profile's point with these sizes, else
+    the usual ones.
+    """
     holding = [profile for profile in profiles if profile.holds(sizes)]
     points: tuple[Point, ...] = ("opt", "min", "max")
     exact = [
@@ -138,12 +148,15 @@ def values_at(sizes: dict[str, int], profiles: Sequence[Profile]) -> dict[str, t
 def check_sizes(
     choices: Iterable[dict[str, int]], inputs: Sequence[TensorSpec], profiles: Sequence[Profile]
 ) -> None:
-    """PlanError unless every choice gives a size to each symbol of the inputs, and no other, inside a profile."""
+    """PlanError unless every choice gives a size to each symbol of the inputs, and no other, inside
+    a profile.
+    """
     symbols = {symbol for spec in inputs for symbol in spec.symbols}
     for sizes in choices:
         if set(sizes) != symbols:
             raise PlanError(
-                f"benchmark.sizes: expected a size for each of {', '.join(sorted(symbols)) or 'no symbols'}, got {sizes}",
+                "benchmark.sizes: expected a size for each of"
+                f" {', '.join(sorted(symbols)) or 'no symbols'}, got {sizes}",
                 "name every symbolic dimension of the inputs, and no other",
             )
         if profiles and not any(profile.holds(sizes) for profile in profiles):
@@ -173,13 +186,16 @@ def _workload(
 
 
 def rows_per_run(inputs: Sequence[TensorSpec], sizes: dict[str, int]) -> int:
-    """The batch: the size of the symbol that is the first dimension of every input; 1 where there is none."""
+    """The batch: the size of the symbol that is the first dimension of every input; 1 where there
+    is none.
+    """
     first = {spec.shape[0] if spec.shape else None for spec in inputs}
     symbol = first.pop() if len(first) == 1 else None
     return sizes[symbol] if isinstance(symbol, str) else 1
 
 
-# -- what it says ------------------------------------------------------------------------------------------------------
+# -- what it says
+# ------------------------------------------------------------------------------
 
 
 def results(
@@ -303,7 +319,10 @@ def _end_to_end(contestant: Contestant, index: int) -> Samples:
 def _notes(contestant: Contestant, rows: Sequence[LatencyRow]) -> tuple[Note, ...]:
     notes = []
     if any(not row.end_to_end.stable for row in rows):
-        text = "the median still moved between blocks: something else may use this host; measure again when it is quiet"
+        text = (
+            "the median still moved between blocks: something else may use this host; measure again"
+            " when it is quiet"
+        )
         notes.append(Note(stage="benchmark", text=text))
     if any(block.runs > VALUES_PER_BLOCK for blocks in contestant.blocks for block in blocks):
         text = f"of a block with over {VALUES_PER_BLOCK:,} runs every k-th time is kept"

@@ -1,4 +1,6 @@
-"""Build: one converted graph into one engine. Refuses before the build what the backend cannot run, with every node named."""
+"""Build: one converted graph into one engine. Refuses before the build what the backend cannot run,
+with every node named.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from pipeline.errors import UnsupportedError
 def build(
     model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
 ) -> Engine:
-    """The engine of a converted graph. Raises UnsupportedError that lists every node the backend cannot run."""
+    """The engine of a converted graph. Raises UnsupportedError that lists every node the backend
+    cannot run.
+    """
     backend = backends.backend(recipe.backend)
     progress(None, "looking for unsupported nodes")
     if refusals := backend.unsupported(model, backend.probe(), options.tensorrt.plugins):

@@ -1,10 +1,12 @@
 """Calibrate: which range each activation needs, read off real samples.
 
-One pass over the set: each run of the model gives the signed bounds of every tensor and counts its values into bins, and is then dropped.
-ONNX Runtime's own entropy and percentile searches choose the range from the bins. Its calibrators keep every activation of all samples, or
-append bins as larger values come, so that the result depends on the order of the batches. Here the bins span a power of two: when a larger value
-comes, pairs of bins merge exactly, and the counts are those that all the binned values at once would give, in any order. Of a tensor too large
-for that every n-th value is binned; the bounds take them all.
+One pass over the set: each run of the model gives the signed bounds of every tensor and counts its
+values into bins, and is then dropped. ONNX Runtime's own entropy and percentile searches choose the
+range from the bins. Its calibrators keep every activation of all samples, or append bins as larger
+values come, so that the result depends on the order of the batches. Here the bins span a power of
+two: when a larger value comes, pairs of bins merge exactly, and the counts are those that all the
+binned values at once would give, in any order. Of a tensor too large for that every n-th value is
+binned; the bounds take them all.
 """
 
 from __future__ import annotations
@@ -44,8 +46,10 @@ from pipeline.onnx_graph.activations import (
 from pipeline.plan.schema import CalibrationConfig
 
 BINS = 1024
-"""Over twice the power of two above the largest magnitude, so that a search sees 512 to 1024 of them, for 0.1 to 0.2 s per tensor.
-ONNX Runtime's default of 128 leaves the entropy search with a single candidate."""
+"""Over twice the power of two above the largest magnitude, so that a search sees 512 to 1024 of
+them, for 0.1 to 0.2 s per tensor. ONNX Runtime's default of 128 leaves the entropy search with a
+single candidate.
+"""
 
 LEVELS = 128  # that the entropy search gives a quantised tensor: ONNX Runtime's default
 SHOWN_BINS = 64  # of the histogram in the table
@@ -57,7 +61,9 @@ ADVISED_SAMPLES = 500
 FEWEST_SAMPLES = 100
 
 COVER_SAMPLES = 64  # of the selection set, spread over it, that the ranges are held against
-MOST_OUTSIDE = 0.1  # of a tensor's values beyond all that calibration saw; of the same kind of data, 2 in the number of samples
+# of a tensor's values beyond all that calibration saw; of the same kind of data, 2 in the number of
+# samples
+MOST_OUTSIDE = 0.1
 LEAST_REACHED = 1 / 8  # of the range that int8 got: below, 3 of the 8 bits are never used
 
 Counts = NDArray[np.int64]
@@ -71,7 +77,9 @@ def calibrate(
     out: Path,
     progress: Progress = silent,
 ) -> CalibrationTable:
-    """Ranges of all float activations, as out/table.json too. `options.samples` is rounded up to whole batches. Raises DataError."""
+    """Ranges of all float activations, as out/table.json too. `options.samples` is rounded up to
+    whole batches. Raises DataError.
+    """
     progress(0.0, "loading")
     probe = open_probe(model)
     used, seen = _collect(probe, samples, options, progress)
@@ -94,7 +102,9 @@ def calibrate(
 
 @dataclass(slots=True)
 class Tally:
-    """What was seen of one tensor so far: bounds over all values, counts in BINS equal bins over [-limit, limit)."""
+    """What was seen of one tensor so far: bounds over all values, counts in BINS equal bins over
+    [-limit, limit).
+    """
 
     bounds: Bounds = NOTHING
     limit: float = SMALLEST_LIMIT  # a power of two
@@ -125,7 +135,9 @@ class Tally:
 
 
 def bin_counts(values: NDArray[np.float32], limit: float) -> Counts:
-    """np.histogram(values, BINS, (-limit, limit)), three times as fast, and exact: the limit is a power of two above all values."""
+    """np.histogram(values, BINS, (-limit, limit)), three times as fast, and exact: the limit is a
+    power of two above all values.
+    """
     scale = np.float32(BINS / 2 / limit)
     counts = np.zeros(BINS, np.int64)
     for start in range(0, values.size, BLOCK):
@@ -201,7 +213,10 @@ def _notes(used: int, bounds: dict[str, Bounds]) -> tuple[Note, ...]:
         notes.append(
             Note(
                 stage="calibrate",
-                text=f"{used} calibration samples are few: ranges may miss real values; about {ADVISED_SAMPLES} is advised",
+                text=(
+                    f"{used} calibration samples are few: ranges may miss real values; about"
+                    f" {ADVISED_SAMPLES} is advised"
+                ),
             )
         )
     elif used < ADVISED_SAMPLES:
@@ -221,7 +236,10 @@ def _notes(used: int, bounds: dict[str, Bounds]) -> tuple[Note, ...]:
         notes.append(
             Note(
                 stage="calibrate",
-                text=f"{values} NaN or infinite values in {len(strange)} tensors ({shown}) are left out of their ranges",
+                text=(
+                    f"{values} NaN or infinite values in {len(strange)} tensors ({shown}) are left"
+                    " out of their ranges"
+                ),
             )
         )
     return tuple(notes)
@@ -243,7 +261,8 @@ def _readable(table: CalibrationTable) -> str:
     )
 
 
-# -- do the ranges hold for other samples? ----------------------------------------------------------------------------
+# -- do the ranges hold for other samples?
+# ------------------------------------------------------------------------------
 
 
 class Coverage(Frozen):
@@ -313,8 +332,14 @@ def _misfit(table: CalibrationTable, seen: dict[str, Reach]) -> str:
     if outside:
         name = max(outside, key=lambda name: outside[name])
         known, bounds = table.ranges[name], seen[name].bounds
-        here = f"{outside[name]:.0%} of '{name}' lies outside {known.minimum:.4g} to {known.maximum:.4g}, all that calibration saw"
-        return f"{NOT_COVERED}: {here} (here {bounds.minimum:.4g} to {bounds.maximum:.4g}); so in {len(outside)} of {len(seen)} tensors"
+        here = (
+            f"{outside[name]:.0%} of '{name}' lies outside {known.minimum:.4g} to"
+            f" {known.maximum:.4g}, all that calibration saw"
+        )
+        return (
+            f"{NOT_COVERED}: {here} (here {bounds.minimum:.4g} to {bounds.maximum:.4g}); so in"
+            f" {len(outside)} of {len(seen)} tensors"
+        )
     ranges = {name: max(abs(table.ranges[name].low), abs(table.ranges[name].high)) for name in seen}
     reached = {
         name: seen[name].bounds.largest / most
@@ -324,5 +349,8 @@ def _misfit(table: CalibrationTable, seen: dict[str, Reach]) -> str:
     if not reached:
         return ""
     name = min(reached, key=lambda name: reached[name])
-    here = f"'{name}' reaches {seen[name].bounds.largest:.4g} of {ranges[name]:.4g}, which leaves most of the 8 bits unused"
+    here = (
+        f"'{name}' reaches {seen[name].bounds.largest:.4g} of {ranges[name]:.4g}, which leaves most"
+        " of the 8 bits unused"
+    )
     return f"{NOT_COVERED}: {here}; so in {len(reached)} of {len(seen)} tensors"

@@ -1,4 +1,6 @@
-"""Convert: one recipe, one graph. Precision is written into it as Casts and Q/DQ pairs; names, dtypes and shapes of the interface stay."""
+"""Convert: one recipe, one graph. Precision is written into it as Casts and Q/DQ pairs; names,
+dtypes and shapes of the interface stay.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,9 @@ def convert(
 ) -> OnnxModel:
     """`model` as `recipe` wants it, in folder `out`.
 
-    Which nodes fp16 would break is read off `table`, else off runs of `samples`; with neither, a note says that nobody looked.
-    A model that holds Q/DQ already keeps every one of its scales. Raises PlanError, UnsupportedError.
+    Which nodes fp16 would break is read off `table`, else off runs of `samples`; with neither, a
+    note says that nobody looked. A model that holds Q/DQ already keeps every one of its scales.
+    Raises PlanError, UnsupportedError.
     """
     proto = read_proto(model.path)
     quantised = holds_qdq(proto.graph)
@@ -109,7 +112,9 @@ def convert(
 
 
 def _least_opset(low: Precision | None, quantise: bool, quantised: bool) -> int:
-    """The oldest operator set in which the converted graph can be said; 0 where nothing is asked of it."""
+    """The oldest operator set in which the converted graph can be said; 0 where nothing is asked of
+    it.
+    """
     return max(
         QDQ_OPSET if quantise else 0,
         LEAST_OPSET[low] if low else 0,
@@ -138,7 +143,9 @@ def _unchanged(model: OnnxModel, recipe: Recipe, quantised: bool, out: Path) -> 
 def _rounded(
     exact: Mapping[str, Scale], rounded: Mapping[str, Scale], low: Precision
 ) -> list[Note]:
-    """How far the model's own scales moved, where the operators around them are in 16 bits and the scales must be too."""
+    """How far the model's own scales moved, where the operators around them are in 16 bits and the
+    scales must be too.
+    """
     moves = {
         name: np.abs(rounded[name] - scale).max() / np.abs(scale).max()
         for name, scale in exact.items()
@@ -148,7 +155,10 @@ def _rounded(
     if not far:
         return []
     worst = max(far, key=far.__getitem__)
-    text = f"{len(far)} of {len(moves)} scales of the model are rounded to {low}, by {far[worst]:.2g} at most ('{worst}')"
+    text = (
+        f"{len(far)} of {len(moves)} scales of the model are rounded to {low}, by {far[worst]:.2g}"
+        f" at most ('{worst}')"
+    )
     return [Note(stage="convert", text=text, level="info" if far[worst] < HALF_STEP else "warning")]
 
 
@@ -175,7 +185,9 @@ def _bounds(
 def _quantise(
     proto: onnx.ModelProto, recipe: Recipe, table: CalibrationTable | None, kept: frozenset[str]
 ) -> list[Note]:
-    """Insert Q/DQ in place. UnsupportedError if there is no place for any, or the graph is not fp32."""
+    """Insert Q/DQ in place. UnsupportedError if there is no place for any, or the graph is not
+    fp32.
+    """
     if table is None:
         raise PlanError(
             "int8 needs ranges of the activations, and there is no calibration table",
@@ -186,10 +198,14 @@ def _quantise(
         proto.graph, recipe.placement, ranged, kept, KERNELS.get(recipe.backend, Kernels())
     )
     if not sites.weights and not sites.activations:
-        said = "nothing can be quantised: no operator of this graph falls under the placement rules, so int8 would only be its name"
+        said = (
+            "nothing can be quantised: no operator of this graph falls under the placement rules,"
+            " so int8 would only be its name"
+        )
         raise UnsupportedError(
             said,
-            "choose another precision, or switch on more rules, for example `placement: {last_layer: true}`",
+            "choose another precision, or switch on more rules, for example `placement:"
+            " {last_layer: true}`",
         )
     weights = {site.tensor for site in sites.weights}
     if narrow := [
@@ -209,6 +225,9 @@ def _quantise(
     )
     notes = []
     if sites.unseen:
-        text = f"{len(sites.unseen)} nodes are not quantised, calibration saw no values of their inputs: {', '.join(sites.unseen[:NAMED])}"
+        text = (
+            f"{len(sites.unseen)} nodes are not quantised, calibration saw no values of their"
+            f" inputs: {', '.join(sites.unseen[:NAMED])}"
+        )
         notes.append(Note(stage="convert", text=text))
     return notes

@@ -1,8 +1,9 @@
 """Export: the user's model as one ONNX file that provably computes the same.
 
-torch.export first, the TorchScript exporter where that fails. Whatever comes out must agree with PyTorch on real samples, zeros and
-sign-flipped inputs, at min, opt, max and one odd shape of every profile: an exporter that bakes in the batch, or that keeps one
-branch of an `if` on data, succeeds without a word.
+torch.export first, the TorchScript exporter where that fails. Whatever comes out must agree with
+PyTorch on real samples, zeros and sign-flipped inputs, at min, opt, max and one odd shape of every
+profile: an exporter that bakes in the batch, or that keeps one branch of an `if` on data, succeeds
+without a word.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ from pipeline.quantization.existing_qdq import QDQ, QUANTISED_TOLERANCE, given_p
 
 FILE = "model.onnx"
 TOLERANCE = 1e-4
-"""Largest difference from PyTorch in units of the output's largest magnitude. Sums of fp32 taken in another order differed by 5e-7 at
-most in ResNet-50, MobileNetV2 and MiniLM; a wrong branch, axis or constant differs by far more."""
+"""Largest difference from PyTorch in units of the output's largest magnitude. Sums of fp32 taken in
+another order differed by 5e-7 at most in ResNet-50, MobileNetV2 and MiniLM; a wrong branch, axis or
+constant differs by far more.
+"""
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
 
 
@@ -64,10 +67,11 @@ def export(
     out: Path,
     progress: Progress = silent,
 ) -> OnnxModel:
-    """Write model.onnx under `out`, checked against PyTorch; an .onnx source is checked and adopted as it is.
+    """Write model.onnx under `out`, checked against PyTorch; an .onnx source is checked and adopted
+    as it is.
 
-    `samples` are a few real feeds, maybe none. ModelError names what each exporter said, or where its result differs;
-    PlanError if the profiles do not fit the inputs.
+    `samples` are a few real feeds, maybe none. ModelError names what each exporter said, or where
+    its result differs; PlanError if the profiles do not fit the inputs.
     """
     if source.path is not None and source.kind == "onnx":
         return _adopt(source.path, profiles, out)
@@ -103,12 +107,17 @@ def export(
             )
         except Refused as error:
             refused.append(f"the {exporter} exporter: {error}")
-    advice = "change the operator or the line named above, or export by other means and give the .onnx file"
+    advice = (
+        "change the operator or the line named above, or export by other means and give the .onnx"
+        " file"
+    )
     raise ModelError("; ".join(["the model cannot be exported faithfully", *refused]), advice)
 
 
 def _prepare(source: ModelSource, example: Tensors, options: ExportConfig, out: Path) -> Job:
-    """Load the model and run it once, which names its outputs and finds out whether it runs at all."""
+    """Load the model and run it once, which names its outputs and finds out whether it runs
+    at all.
+    """
     module = load_module(source)
     if source.kind == "pt2":
         program = load_program(source)
@@ -142,7 +151,8 @@ class _Case:
     sizes: Mapping[str, int]
     kind: str
     feeds: Tensors
-    optional: bool = False  # whether the model's answer means anything here is not known, so a difference is only a note
+    # whether the model's answer means anything here is not known, so a difference is only a note
+    optional: bool = False
     odd: bool = False
     valued: bool = (
         False  # a value decides a shape, so that sizes do not tell which dimension is which
@@ -150,7 +160,10 @@ class _Case:
 
     @property
     def where(self) -> str:
-        return f"at {', '.join(f'{symbol}={size}' for symbol, size in self.sizes.items()) or 'the fixed shapes'}, on {self.kind}"
+        return (
+            f"at {', '.join(f'{symbol}={size}' for symbol, size in self.sizes.items()) or 'the fixed shapes'},"
+            f" on {self.kind}"
+        )
 
 
 def _cases(
@@ -158,7 +171,8 @@ def _cases(
 ) -> Iterator[_Case]:
     """Every shape once, the samples in turn; floats as they are, zero and sign-flipped.
 
-    Zero ids and masks come apart: a mask that hides everything has no defined answer, and kernels differ there.
+    Zero ids and masks come apart: a mask that hides everything has no defined answer, and kernels
+    differ there.
     """
     points = [
         ((profile.sizes(point), profile.values_at(point)), False)
@@ -199,14 +213,18 @@ def _real(
     sizes: Mapping[str, int],
     values: Mapping[str, Sequence[int]],
 ) -> Tensors:
-    """The first sample at these sizes; generated, with these values of inputs that decide a shape, where there is none."""
+    """The first sample at these sizes; generated, with these values of inputs that decide a shape,
+    where there is none.
+    """
     return (
         feeds_at(inputs, samples, sizes) if samples else graph.draw_feeds(inputs, sizes, 0, values)
     )
 
 
 def _checked(job: Job, cases: Iterable[_Case], notes: tuple[Note, ...]) -> OnnxModel:
-    """The exported model with its notes. Refused, with what is wrong, unless it has the plan's interface and agrees in every case."""
+    """The exported model with its notes. Refused, with what is wrong, unless it has the plan's
+    interface and agrees in every case.
+    """
     model = graph.onnx_model(job.path.parent, FILE)
     _check_interface(job, model)
     if model.opset != job.opset:
@@ -241,7 +259,10 @@ def _checked(job: Job, cases: Iterable[_Case], notes: tuple[Note, ...]) -> OnnxM
             unsure.append(
                 Note(
                     stage="export",
-                    text=f"{fault}; this is no fault if the model's answer to such inputs has no meaning",
+                    text=(
+                        f"{fault}; this is no fault if the model's answer to such inputs has no"
+                        " meaning"
+                    ),
                 )
             )
         if not case.valued:
@@ -256,11 +277,13 @@ def _check_interface(job: Job, model: OnnxModel) -> None:
             raise Refused(f"input '{spec.name}' is gone from the graph: the model does not use it")
         if (got[spec.name].dtype, got[spec.name].shape) != (spec.dtype, spec.shape):
             raise Refused(
-                f"input '{spec.name}' is {shown(spec)} in the plan and came out as {shown(got[spec.name])}"
+                f"input '{spec.name}' is {shown(spec)} in the plan and came out as"
+                f" {shown(got[spec.name])}"
             )
     if tuple(spec.name for spec in model.outputs) != job.outputs:
         raise Refused(
-            f"expected the outputs {', '.join(job.outputs)}, got {', '.join(spec.name for spec in model.outputs)}"
+            f"expected the outputs {', '.join(job.outputs)}, got"
+            f" {', '.join(spec.name for spec in model.outputs)}"
         )
 
 
@@ -291,7 +314,9 @@ def kept_scales(job: Job) -> tuple[Note, ...]:
     return (
         Note(
             stage="export",
-            text=f"the model quantises {ran.total()} tensors, and the graph holds the scale of each",
+            text=(
+                f"the model quantises {ran.total()} tensors, and the graph holds the scale of each"
+            ),
             level="info",
         ),
     )
@@ -318,7 +343,8 @@ def _line(error: ModelError) -> str:
 def _with_named_outputs(
     model: OnnxModel, seen: list[tuple[Mapping[str, int], dict[str, tuple[int, ...]]]]
 ) -> OnnxModel:
-    """Name the output dimensions that an exporter left open, by the sizes they had; not where sizes depend on values.
+    """Name the output dimensions that an exporter left open, by the sizes they had; not where sizes
+    depend on values.
 
     TorchScript writes `Reshapeoutput_0_dim_0` for what is the batch.
     """
@@ -351,7 +377,8 @@ def _with_named_outputs(
 def _adopt(path: Path, profiles: tuple[Profile, ...], out: Path) -> OnnxModel:
     """Check a user's ONNX file and write it anew, as one file up to 1.5 GB. Needs no torch.
 
-    A link would not do, since the user may change the file in place; nor would external data as it is, where ONNX Runtime cannot read shapes.
+    A link would not do, since the user may change the file in place; nor would external data as it
+    is, where ONNX Runtime cannot read shapes.
     """
     proto = graph.read_proto(path)
     try:

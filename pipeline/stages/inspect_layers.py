@@ -1,4 +1,6 @@
-"""Prove: which precision every kernel of an engine really runs in, and for how long. The verdict on it is `pipeline.results.precision_audit`."""
+"""Prove: which precision every kernel of an engine really runs in, and for how long. The verdict on
+it is `pipeline.results.precision_audit`.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,11 @@ def prove(
     profile: int = 0,
     progress: Progress = silent,
 ) -> Proof:
-    """The layer table of one profile of an engine, timed on `feeds` by plain enqueue, in this process.
+    """The layer table of one profile of an engine, timed on `feeds` by plain enqueue, in this
+    process.
 
-    `model` is the converted graph that the engine was built from: it gives each node its operator, without which no fusion can be named.
+    `model` is the converted graph that the engine was built from: it gives each node its operator,
+    without which no fusion can be named.
     """
     progress(None, "timing every layer")
     table = backends.backend(engine.target.backend).layers(engine, feeds, profile)

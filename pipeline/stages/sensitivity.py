@@ -1,4 +1,6 @@
-"""Rank: which nodes of a low graph (int8, fp16, bf16) lose the most, by what real samples do in them; the worst first."""
+"""Rank: which nodes of a low graph (int8, fp16, bf16) lose the most, by what real samples do in
+them; the worst first.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ MOST_SAMPLES = (
     128  # looked at, and the worst ones besides: each run holds every activation three times
 )
 AMPLIFIED = {Precision.FP16: 2.0**-8, Precision.BF16: 2.0**-5}
-"""Relative error of a node that does more than round: rounding its inputs and outputs alone costs about an eighth of it."""
+"""Relative error of a node that does more than round: rounding its inputs and outputs alone costs
+about an eighth of it.
+"""
 
 FLOAT = np.dtype(np.float32)
 HALVES = frozenset(DTYPES.values())
@@ -75,7 +79,9 @@ PARTS = frozenset(
     {"Pow", "Sqrt", "Reciprocal", "Div", "Exp", "Log"}
 )  # of which exporters build the ones above
 DELICATE = NORMALISATIONS | SUMS | PARTS
-"""Sums over many values, and what follows them: a kernel may add them up in 16 bits, which the shadows do not show."""
+"""Sums over many values, and what follows them: a kernel may add them up in 16 bits, which the
+shadows do not show.
+"""
 
 
 def rank_nodes(
@@ -86,13 +92,18 @@ def rank_nodes(
     out: Path,
     progress: Progress = silent,
 ) -> NodeRanking:
-    """Rank the nodes that run low in `low`, as `convert` made it of `source`. `worst` are samples to look at in any case, by index."""
+    """Rank the nodes that run low in `low`, as `convert` made it of `source`. `worst` are samples
+    to look at in any case, by index.
+    """
     progress(0.0, "writing the graph with its shadows")
     lossy = read_proto(low.path)
     exact = source_as_converted(read_proto(source.path), lossy)
     if low.precision is Precision.INT8 and holds_qdq(exact.graph):
         return NodeRanking(
-            failure="the model came with its own Q/DQ pairs, and every scale is kept: take out those of a node before the compile"
+            failure=(
+                "the model came with its own Q/DQ pairs, and every scale is kept: take out those of"
+                " a node before the compile"
+            )
         )
     shadows = add_shadows(exact, lossy, tensors_of_16_bits(read_proto(low.path, weights=False)))
     near = frozenset(
@@ -119,7 +130,9 @@ def rank_nodes(
 
 
 def _probe_of(proto: onnx.ModelProto, file: Path, wanted: frozenset[str]) -> Probe:
-    """The graph loaded, to show the tensors `wanted`; its files, as large as the model, are gone."""
+    """The graph loaded, to show the tensors `wanted`; its files, as large as the model, are
+    gone.
+    """
     write_proto(proto, file)
     probe = open_probe(onnx_model(file.parent, file.name))
     for made in (*external_files(file), file):
@@ -129,7 +142,9 @@ def _probe_of(proto: onnx.ModelProto, file: Path, wanted: frozenset[str]) -> Pro
 
 
 def worth_keeping(harm: NodeHarm, precision: Precision) -> bool:
-    """Whether fp32 may help a node: every one that runs in 8 bits, of those in 16 bits what overflows, is delicate, or does more than round."""
+    """Whether fp32 may help a node: every one that runs in 8 bits, of those in 16 bits what
+    overflows, is delicate, or does more than round.
+    """
     if precision not in AMPLIFIED:
         return True
     return harm.overflows or harm.operator in DELICATE or harm.error > AMPLIFIED[precision]
@@ -154,13 +169,17 @@ def _harm(shadow: Shadow, seen: _Seen, precision: Precision) -> NodeHarm:
 
 
 def overflows(operator: str, largest: float) -> bool:
-    """Whether values of this size, or their squares where the operator sums those up, come so near to the limit of fp16 that others go beyond."""
+    """Whether values of this size, or their squares where the operator sums those up, come so near
+    to the limit of fp16 that others go beyond.
+    """
     return (largest**2 if operator in NORMALISATIONS else largest) > SAFE_FRACTION * LARGEST_FP16
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What the runs have shown so far: bounds per tensor of the model, the largest errors per node."""
+    """What the runs have shown so far: bounds per tensor of the model, the largest errors per
+    node.
+    """
 
     samples: int = 0
     bounds: dict[str, Bounds] = field(default_factory=dict)
@@ -223,7 +242,8 @@ def _as_fp32(feeds: Tensors) -> Tensors:
 def relative_error(
     exact: NDArray[np.float32], low: NDArray[np.float32], dtype: np.dtype[np.generic]
 ) -> float:
-    """The norm of what is lost over the norm of what was there, rounded to `dtype`; MOST_ERROR where values become NaN or infinite.
+    """The norm of what is lost over the norm of what was there, rounded to `dtype`; MOST_ERROR
+    where values become NaN or infinite.
 
     What stands for minus infinity in a mask counts no more than an infinity does.
     """

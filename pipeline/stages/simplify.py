@@ -1,11 +1,15 @@
-"""Fewer nodes, the same function: onnxsim and GraphSurgeon in a child process, the result compared with its input, or rolled back.
+"""Fewer nodes, the same function: onnxsim and GraphSurgeon in a child process, the result compared
+with its input, or rolled back.
 
-A simplifier may crash, hang, bake the batch of its example, or fold away what a backend needs (Q/DQ). None of that reaches the next stage.
+A simplifier may crash, hang, bake the batch of its example, or fold away what a backend needs
+(Q/DQ). None of that reaches the next stage.
 
-Before it comes the user's own surgery, where the plan names one: `module:function`, called as `function(model)` with the whole
-`onnx.ModelProto`, returns the model with other nodes that compute the same through the same inputs and outputs. Then attention is written plainly
-(attention.py), where there is any; unlike the user's surgery, which was asked for, this is rolled back where it changes an answer. It is tried again
-after simplification: TorchScript's exports know no shapes before, and compute their constants.
+Before it comes the user's own surgery, where the plan names one: `module:function`, called as
+`function(model)` with the whole `onnx.ModelProto`, returns the model with other nodes that compute
+the same through the same inputs and outputs. Then attention is written plainly (attention.py),
+where there is any; unlike the user's surgery, which was asked for, this is rolled back where it
+changes an answer. It is tried again after simplification: TorchScript's exports know no shapes
+before, and compute their constants.
 """
 
 from __future__ import annotations
@@ -75,11 +79,15 @@ RANDOM = frozenset(
 )
 
 Simplifier = Callable[[Path, Path, Progress], None]
-"""Reads the first path, writes the second. Runs in a child process, so it must be importable by name."""
+"""Reads the first path, writes the second. Runs in a child process, so it must be importable by
+name.
+"""
 
 
 def run_onnxsim(source: Path, target: Path, progress: Progress) -> None:
-    """onnxsim with its own check off and every input shape left as it is. For a child process: it hides modules from the rest of it."""
+    """onnxsim with its own check off and every input shape left as it is. For a child process: it
+    hides modules from the rest of it.
+    """
     for unused in ("torch", "sympy"):
         sys.modules.setdefault(unused, None)  # type: ignore[arg-type]  # onnxsim tries to import both, for 5 s, and simplifies without
     import onnxsim
@@ -116,10 +124,12 @@ def simplify(
     progress: Progress,
     simplifier: Simplifier = run_onnxsim,
 ) -> OnnxModel:
-    """A model under `out` that computes the same with fewer nodes, after the user's surgery, its attention plain; its notes say what happened.
+    """A model under `out` that computes the same with fewer nodes, after the user's surgery, its
+    attention plain; its notes say what happened.
 
-    Equal on all samples and on generated inputs at min, opt, max and an odd size of every profile, with the same interface.
-    Otherwise the input model itself, copied, with a warning that says why; surgery, which was asked for, then is a ModelError.
+    Equal on all samples and on generated inputs at min, opt, max and an odd size of every profile,
+    with the same interface. Otherwise the input model itself, copied, with a warning that says why;
+    surgery, which was asked for, then is a ModelError.
     """
     notes: tuple[Note, ...] = ()
     if options.surgery:
@@ -185,7 +195,10 @@ def _simplified(
     except (ChildDied, InternalError, ModelError) as error:
         fault, may_pass = error.message, error.may_pass
     if fault:
-        text = f"rolled back, the graph goes on as it was{', and the next compile tries again' * may_pass}: {fault}"
+        text = (
+            "rolled back, the graph goes on as it"
+            f" was{', and the next compile tries again' * may_pass}: {fault}"
+        )
         return _copy(model, out, Note(stage=STAGE, text=text)).model_copy(
             update={"provisional": may_pass}
         )
@@ -193,7 +206,10 @@ def _simplified(
         sum(operator_histogram(model.path).values()),
         sum(operator_histogram(target).values()),
     )
-    text = f"{before} nodes became {after}, {file_size(model.path):,} bytes became {file_size(target):,}"
+    text = (
+        f"{before} nodes became {after}, {file_size(model.path):,} bytes became"
+        f" {file_size(target):,}"
+    )
     return onnx_model(out, FILE, model.precision, (Note(stage=STAGE, text=text, level="info"),))
 
 
@@ -209,7 +225,9 @@ def operate(
     out: Path,
     progress: Progress,
 ) -> OnnxModel:
-    """The model after one surgery, under `out`. ModelError with the reason unless it computes the same through the same interface."""
+    """The model after one surgery, under `out`. ModelError with the reason unless it computes the
+    same through the same interface.
+    """
     out.mkdir()
     progress(None, f"surgery by {surgery}")
     arguments = (surgery, options.python_path, model.path, out / FILE)
@@ -225,7 +243,10 @@ def operate(
             f"surgery by '{surgery}' changed the model: {fault}",
             "correct the function, or leave `simplify.surgery` out",
         )
-    text = f"surgery by '{surgery}' changed {_changes(model, after) or 'no operator'}, and the model still computes the same"
+    text = (
+        f"surgery by '{surgery}' changed {_changes(model, after) or 'no operator'}, and the model"
+        " still computes the same"
+    )
     return after.model_copy(update={"notes": (Note(stage=STAGE, text=text, level="info"),)})
 
 
@@ -270,7 +291,10 @@ def _load_surgery(surgery: str, python_path: Path) -> Callable[[onnx.ModelProto]
     try:
         found = getattr(importlib.import_module(module), function)
     except (Exception, SystemExit) as error:
-        advice = "correct `simplify.surgery` or `simplify.python_path`, or install what the module imports"
+        advice = (
+            "correct `simplify.surgery` or `simplify.python_path`, or install what the module"
+            " imports"
+        )
         raise PlanError(
             f"simplify.surgery '{surgery}' cannot be imported from '{python_path}': {error}", advice
         ) from error
@@ -293,9 +317,11 @@ def _with_plain_attention(
     out: Path,
     progress: Progress,
 ) -> OnnxModel:
-    """The model with attention written plainly, under `out`; where that changes an answer without new masks, or not at all. Its notes say which.
+    """The model with attention written plainly, under `out`; where that changes an answer without
+    new masks, or not at all. Its notes say which.
 
-    Generated inputs hide no row whole: what a model answers to that is no answer, and the samples tell whether somebody asks for it.
+    Generated inputs hide no row whole: what a model answers to that is no answer, and the samples
+    tell whether somebody asks for it.
     """
     fault, may_pass = "", False
     for masks in (True, False):
@@ -327,19 +353,27 @@ def _with_plain_attention(
         if not difference:
             but = f", but for its masks and what they hide: with new ones {fault}" if fault else ""
             changes = _changes(model, after)
-            text = f"attention is written plainly{f' ({changes})' * bool(changes)} and computes the same{but}"
+            text = (
+                f"attention is written plainly{f' ({changes})' * bool(changes)} and computes the"
+                f" same{but}"
+            )
             return after.model_copy(update={"notes": (Note(stage=STAGE, text=text, level="info"),)})
         fault = fault or difference
         shutil.rmtree(out)
     shutil.rmtree(out, ignore_errors=True)
-    text = f"attention stays as it was written{', and the next compile tries again' * may_pass}: {fault}"
+    text = (
+        f"attention stays as it was written{', and the next compile tries again' * may_pass}:"
+        f" {fault}"
+    )
     return model.model_copy(
         update={"notes": (Note(stage=STAGE, text=text),) if fault else (), "provisional": may_pass}
     )
 
 
 def _taken_over(last: OnnxModel, result: OnnxModel, out: Path) -> OnnxModel:
-    """What the last try gave, under `out`; the result before it where that changed nothing, which the next compile tries again if it may pass."""
+    """What the last try gave, under `out`; the result before it where that changed nothing, which
+    the next compile tries again if it may pass.
+    """
     changed = last.path != result.path
     if not changed and not last.provisional:
         return result
@@ -369,7 +403,9 @@ def _attended_tolerance(model: OnnxModel) -> float:
 
 
 def _simplify_file(simplifier: Simplifier, source: Path, target: Path, progress: Progress) -> None:
-    """The child's work: the simplifier, then GraphSurgeon, then the names of the interface put back."""
+    """The child's work: the simplifier, then GraphSurgeon, then the names of the interface put
+    back.
+    """
     draft = target.with_name("draft.onnx")
     progress(None, "simplifying")
     simplifier(source, draft, progress)
@@ -382,7 +418,9 @@ def _simplify_file(simplifier: Simplifier, source: Path, target: Path, progress:
 
 
 def _fold_constants(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Compute what depends on constants only, and drop nodes that no output needs. Outputs stay, whatever they depend on."""
+    """Compute what depends on constants only, and drop nodes that no output needs. Outputs stay,
+    whatever they depend on.
+    """
     import onnx_graphsurgeon
 
     _spell_out_constants(proto)
@@ -392,14 +430,18 @@ def _fold_constants(proto: onnx.ModelProto) -> onnx.ModelProto:
         size_threshold=FOLD_LIMIT_BYTES,
         partitioning="basic",  # what cannot be computed does not keep the rest from being computed
         should_exclude_node=lambda node: node.op in RANDOM,
-        recurse_subgraphs=False,  # a subgraph that uses constants of the graph around it sends GraphSurgeon into endless recursion
+        # a subgraph that uses constants of the graph around it sends GraphSurgeon into endless
+        # recursion
+        recurse_subgraphs=False,
     )
     graph.cleanup().toposort()
     return onnx_graphsurgeon.export_onnx(graph)
 
 
 def _spell_out_constants(proto: onnx.ModelProto) -> None:
-    """Rewrite `Constant<value_float = 2.0>` as a tensor of its dtype: GraphSurgeon would read a double."""
+    """Rewrite `Constant<value_float = 2.0>` as a tensor of its dtype: GraphSurgeon would read a
+    double.
+    """
     bodies = [*graphs_of(proto.graph), *proto.functions]
     for attribute in (
         node.attribute[0]
@@ -421,7 +463,9 @@ def _spell_out_constants(proto: onnx.ModelProto) -> None:
 
 
 def _restore_names(source: onnx.ModelProto, result: onnx.ModelProto) -> None:
-    """Give inputs and outputs the shapes that the source declares, but never hide a dynamic input dimension that became a number."""
+    """Give inputs and outputs the shapes that the source declares, but never hide a dynamic input
+    dimension that became a number.
+    """
     declared = {value.name: value for value in (*source.graph.input, *source.graph.output)}
     for values, may_be_fixed in (
         (result.graph.input, False),
@@ -446,7 +490,9 @@ def _is_fixed(before: onnx.ValueInfoProto, after: onnx.ValueInfoProto) -> bool:
 
 
 def _lost(before: OnnxModel, after: OnnxModel) -> str:
-    """What a simplified model lacks, by looking at it: interface, Q/DQ, operator domains, size. Empty if nothing."""
+    """What a simplified model lacks, by looking at it: interface, Q/DQ, operator domains, size.
+    Empty if nothing.
+    """
     if changed := changed_interface(before, after):
         return changed
     if lost := lost_scales(read_proto(before.path).graph, read_proto(after.path).graph):
@@ -473,7 +519,9 @@ def _tolerance(model: OnnxModel) -> float:
 def feeds_of(
     model: OnnxModel, profiles: tuple[Profile, ...], samples: Iterable[Tensors], seen: bool = False
 ) -> Iterator[Tensors]:
-    """What a changed graph is compared on: the samples, then generated inputs at four sizes of every profile; `seen` as draw_feeds takes it."""
+    """What a changed graph is compared on: the samples, then generated inputs at four sizes of
+    every profile; `seen` as draw_feeds takes it.
+    """
     yield from samples
     for profile in profiles or (Profile(),):
         places = [(profile.sizes(point), profile.values_at(point)) for point in POINTS]

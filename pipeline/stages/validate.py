@@ -1,9 +1,12 @@
-"""Validate: does an engine still give the right answers? Streams samples through it and compares with stored reference outputs.
+"""Validate: does an engine still give the right answers? Streams samples through it and compares
+with stored reference outputs.
 
-The reference runs once, in a process of its own (`run_reference`), and its outputs go to disk: so no candidate ever runs beside
-torch, and both passes hold one batch in memory. A wrong engine is a report with `failures`, never an exception.
+The reference runs once, in a process of its own (`run_reference`), and its outputs go to disk: so
+no candidate ever runs beside torch, and both passes hold one batch in memory. A wrong engine is a
+report with `failures`, never an exception.
 
-All samples run at one batch size. The sizes that `pipeline.accuracy.gate` names come after that, each with some of them.
+All samples run at one batch size. The sizes that `pipeline.accuracy.gate` names come after that,
+each with some of them.
 """
 
 from __future__ import annotations
@@ -74,7 +77,9 @@ class PointOutputs(Frozen):
 
 
 class ReferenceOutputs(Artifact):
-    """What the reference answers to every sample of one set. `file` is the folder of the batches."""
+    """What the reference answers to every sample of one set. `file` is the folder of the
+    batches.
+    """
 
     digest: str  # of all output values
     set_digest: str
@@ -133,7 +138,9 @@ def run_reference(
     out: Path,
     progress: Progress = silent,
 ) -> ReferenceOutputs:
-    """Run the reference over a set, then at other sizes, and store its outputs under `out`, one file per batch."""
+    """Run the reference over a set, then at other sizes, and store its outputs under `out`, one
+    file per batch.
+    """
     (out / "batches").mkdir()
     answers = _Answers(engine.outputs, out)
     done = 0
@@ -163,7 +170,9 @@ def run_reference(
 def _reference_at(
     point: GatePoint, sessions: _Sessions, samples: SampleSet, answers: _Answers
 ) -> PointOutputs:
-    """Its answers at one size, or why it has none there: a size that the plan allows may be beyond the model."""
+    """Its answers at one size, or why it has none there: a size that the plan allows may be beyond
+    the model.
+    """
     before = len(answers.files)
     try:
         for item in feeds_at(point, samples):
@@ -178,7 +187,9 @@ def _reference_at(
 
 
 def _is_of_host(error: Exception) -> bool:
-    """Whether an error is a bug of ours, or of this host, so that it says nothing about the size."""
+    """Whether an error is a bug of ours, or of this host, so that it says nothing about the
+    size.
+    """
     return (
         isinstance(error, InternalError | MemoryError) or getattr(error, "errno", None) is not None
     )
@@ -216,7 +227,8 @@ def validate(
     batch: int,
     progress: Progress = silent,
 ) -> ValidationReport:
-    """Compare an engine with the reference, sample by sample. Both must have seen the same set in the same batches.
+    """Compare an engine with the reference, sample by sample. Both must have seen the same set in
+    the same batches.
 
     An engine that fails on the whole set is not looked at at other sizes.
     Raises PlanError for an output the model lacks, DataError for a metric that the set cannot give.
@@ -254,9 +266,11 @@ def _judge(reference: ReferenceOutputs, samples: SampleSet, options: AccuracyCon
     )
     return _Judge(
         tallies,
-        None
-        if is_generated(samples)
-        else open_metric(options, reference.outputs, samples.has_labels),
+        (
+            None
+            if is_generated(samples)
+            else open_metric(options, reference.outputs, samples.has_labels)
+        ),
     )
 
 
@@ -412,7 +426,8 @@ def _joined_labels(before: Batch, after: Batch) -> NDArray[np.generic] | None:
     return np.concatenate([before.labels, after.labels])
 
 
-# -- other sizes ------------------------------------------------------------------------------------------------------
+# -- other sizes
+# ------------------------------------------------------------------------------
 
 
 def with_sizes(
@@ -503,10 +518,12 @@ class _Statistics:
 def _compare(
     outputs: Tensors, expected: Tensors, tallies: tuple[_Tally, ...]
 ) -> dict[str, _Statistics]:
-    """Polygraphy's comparison of one batch; values that are not finite are counted by the tallies and masked here.
+    """Polygraphy's comparison of one batch; values that are not finite are counted by the tallies
+    and masked here.
 
-    Every setting that has a lenient default is given: the element-wise check would pass on absolute *or* relative error, outputs
-    are matched by position when their names differ, and the log prints whole arrays.
+    Every setting that has a lenient default is given: the element-wise check would pass on absolute
+    *or* relative error, outputs are matched by position when their names differ, and the log prints
+    whole arrays.
     """
     from polygraphy.comparator import Comparator, RunResults, SimpleCompareFunc
     from polygraphy.logger import G_LOGGER
@@ -675,7 +692,10 @@ class _Judge:
                     if metric
                     else ""
                 )
-                text = f"{role}: {samples.samples} samples leave the drop uncertain{between}; {ENOUGH_SAMPLES} or more narrow its interval"
+                text = (
+                    f"{role}: {samples.samples} samples leave the drop uncertain{between};"
+                    f" {ENOUGH_SAMPLES} or more narrow its interval"
+                )
                 notes.append(Note(stage="validate", text=text))
         return ValidationReport(
             role=cast(Role, role),

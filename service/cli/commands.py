@@ -1,4 +1,6 @@
-"""The service's commands: to serve, to keep keys beside a running server, and to use a server from elsewhere."""
+"""The service's commands: to serve, to keep keys beside a running server, and to use a server from
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 keys = typer.Typer(
-    help="Make, list and revoke API keys, in the database of a service on this machine; it may run meanwhile."
+    help=(
+        "Make, list and revoke API keys, in the database of a service on this machine; it may run"
+        " meanwhile."
+    )
 )
 app.add_typer(keys, name="keys")
 app.command()(gc)
@@ -49,14 +54,17 @@ def serve(
         typer.Option(help="Where models, jobs and reports are kept; $CRUCIBLE_HOME if left out."),
     ] = None,
 ) -> None:
-    """Serve: take models over HTTP, compile them as jobs, and give reports and engines. docs/service.md lists all settings."""
+    """Serve: take models over HTTP, compile them as jobs, and give reports and engines.
+    docs/service.md lists all settings.
+    """
     from service.server import serve
     from service.settings import settings_from
 
     serve(settings_from(os.environ, host=host, port=port, home=home))
 
 
-# -- keys --------------------------------------------------------------------------------------------------------------
+# -- keys
+# ------------------------------------------------------------------------------
 
 
 @keys.command()
@@ -126,7 +134,8 @@ def _database(home: Path | None) -> Database:
     return Database(settings_from(os.environ, home=home).database)
 
 
-# -- jobs on a server --------------------------------------------------------------------------------------------------
+# -- jobs on a server
+# ------------------------------------------------------------------------------
 
 
 @app.command()
@@ -169,7 +178,8 @@ def submit(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Send a model to a service to be compiled there. An equal request gets the job that is there already.
+    """Send a model to a service to be compiled there. An equal request gets the job that is there
+    already.
 
     Ends with one JSON document: the job.
     """
@@ -202,7 +212,8 @@ def submit(
 def retry(
     job: JobArgument, wait: WaitOption = False, url: UrlOption = None, as_json: JsonOption = False
 ) -> None:
-    """Try a job again that failed or was cancelled: a new job, which goes on from what the old one stored.
+    """Try a job again that failed or was cancelled: a new job, which goes on from what the old one
+    stored.
 
     Ends with one JSON document: the new job.
     """
@@ -218,16 +229,19 @@ def _sent(client: Client, job: JobView, wait: bool, as_json: bool) -> None:
         follow(client, job.id, as_json)
     if not as_json:
         print(
-            f"job {job.id} is {job.state}; follow it with `crucible wait {client.url}{job.links.job}`"
+            f"job {job.id} is {job.state}; follow it with `crucible wait"
+            f" {client.url}{job.links.job}`"
         )
     print(job.model_dump_json())
 
 
 @app.command()
 def wait(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """Follow a job to its end, over restarts of the server. Exit codes as `crucible compile`: 1 if it failed or was cancelled.
+    """Follow a job to its end, over restarts of the server. Exit codes as `crucible compile`: 1 if
+    it failed or was cancelled.
 
-    Ends with the table of candidates, the verdict and, as the last line, one JSON document: the job.
+    Ends with the table of candidates, the verdict and, as the last line, one JSON document: the
+    job.
     """
     from service.client import place_of
 
@@ -286,7 +300,8 @@ def download(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Fetch the engine and the reports of a job that has succeeded, into a folder as `crucible compile` leaves it.
+    """Fetch the engine and the reports of a job that has succeeded, into a folder as `crucible
+    compile` leaves it.
 
     Ends with one JSON document: the folder, and the engine in it, null if the model was rejected.
     """
@@ -365,7 +380,8 @@ def infer(
         f"{name.replace('_', ' ')} {time:.3f} ms" for name, time in found.times_ms.items()
     )
     print(
-        f"{found.model} version {found.version} on {found.device}: {times}; batch of {found.batch_size}"
+        f"{found.model} version {found.version} on {found.device}: {times}; batch of"
+        f" {found.batch_size}"
     )
     if out is not None:
         out.write_bytes(npz_from_arrays(found.outputs))

@@ -19,7 +19,8 @@ def gc(
         bool, typer.Option("--dry-run", help="Only say what would be removed.")
     ] = False,
 ) -> None:
-    """Remove old jobs with their files, uploads that became no job, and artifacts that nothing has used, as CRUCIBLE_SERVICE_RETENTION_DAYS says.
+    """Remove old jobs with their files, uploads that became no job, and artifacts that nothing has
+    used, as CRUCIBLE_SERVICE_RETENTION_DAYS says.
 
     Safe beside a running server, and beside `crucible compile`.
     """
@@ -52,5 +53,6 @@ def gc(
     said = "would be removed" if dry_run else "removed"
     counts = f"{done.jobs} jobs, {done.folders} folders of no job, {done.artifacts} artifacts"
     print(
-        f"{said}: {counts}; {done.freed_bytes / 2**20:.1f} MiB, of what is older than {settings.retention_days:g} days"
+        f"{said}: {counts}; {done.freed_bytes / 2**20:.1f} MiB, of what is older than"
+        f" {settings.retention_days:g} days"
     )

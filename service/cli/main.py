@@ -1,6 +1,8 @@
-"""The `crucible` command: the pipeline's commands, the service's, and those that take a result of either.
+"""The `crucible` command: the pipeline's commands, the service's, and those that take a result of
+either.
 
-Exit codes: 0 accepted, keep or unproven, 2 rejected, 1 user or environment error, 3 our bug, 130 Ctrl-C.
+Exit codes: 0 accepted, keep or unproven, 2 rejected, 1 user or environment error, 3 our bug, 130
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -75,7 +77,9 @@ def report(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the report of a compile. That of a folder is also written again, as Markdown and HTML, from its report.json."""
+    """Print the report of a compile. That of a folder is also written again, as Markdown and HTML,
+    from its report.json.
+    """
     from rich.markdown import Markdown
 
     from pipeline.report.render import load_report, markdown, write_report
@@ -113,10 +117,12 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Write an engine as a model of Triton Inference Server: model.plan or model.onnx, and config.pbtxt.
+    """Write an engine as a model of Triton Inference Server: model.plan or model.onnx, and
+    config.pbtxt.
 
-    It is version VERSION of the model NAME that was promoted in the home ($CRUCIBLE_HOME) of a service, which may run; or what --from names.
-    The engine is run here, to prove which requests may run together.
+    It is version VERSION of the model NAME that was promoted in the home ($CRUCIBLE_HOME) of a
+    service, which may run; or what --from names. The engine is run here, to prove which requests
+    may run together.
     """
     from pipeline.benchmark.batch_invariance import prove_batch
     from pipeline.execution.child_process import call_in_child

@@ -1,4 +1,6 @@
-"""Commands for the models on a server: which are current, which are loaded, and how fast they are."""
+"""Commands for the models on a server: which are current, which are loaded, and how fast they
+are.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def promote(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a report's engine the current version of a model. Where the model is loaded, the new version answers when this ends."""
+    """Make a report's engine the current version of a model. Where the model is loaded, the new
+    version answers when this ends.
+    """
     from service.client import place_of
 
     where, job_id = place_of(report, url)
@@ -131,7 +135,8 @@ def benchmark(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure a model's engine again on the service, beside the baselines of its compile, and follow the job as `crucible wait` does.
+    """Measure a model's engine again on the service, beside the baselines of its compile, and
+    follow the job as `crucible wait` does.
 
     Ends with the latencies, the verdict and, as the last line, one JSON document: the job.
     """
@@ -187,13 +192,15 @@ def _print_model(model: ModelView, as_json: bool) -> None:
         else f"the model is {serving.state}"
     )
     print(
-        f"model {model.name}: version {model.current.version} ({model.current.label}) is current, {how}"
+        f"model {model.name}: version {model.current.version} ({model.current.label}) is current,"
+        f" {how}"
     )
     if model.current.verdict == "keep":
         print("this serves the model as given: no engine was measurably faster")
     if model.current.batch.reason:
         print(
-            f"requests run {'together' if model.current.batch.proved else 'alone'}: {model.current.batch.reason}"
+            f"requests run {'together' if model.current.batch.proved else 'alone'}:"
+            f" {model.current.batch.reason}"
         )
 
 

@@ -1,6 +1,7 @@
 """What several of the service's commands take, and how they reach a server.
 
-The server's address comes from --url or CRUCIBLE_URL, the key from CRUCIBLE_KEY only: arguments are seen by everybody on a machine.
+The server's address comes from --url or CRUCIBLE_URL, the key from CRUCIBLE_KEY only: arguments are
+seen by everybody on a machine.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ UrlOption = Annotated[
     str | None,
     typer.Option(
         envvar="CRUCIBLE_URL",
-        help="Address of the service; http://127.0.0.1:8000 if left out. A key is read from CRUCIBLE_KEY only.",
+        help=(
+            "Address of the service; http://127.0.0.1:8000 if left out. A key is read from"
+            " CRUCIBLE_KEY only."
+        ),
     ),
 ]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or its address.")]

@@ -1,4 +1,6 @@
-"""What `crucible wait` and its like show of a job: its stages as they come, then what came of it."""
+"""What `crucible wait` and its like show of a job: its stages as they come, then what came of
+it.
+"""
 
 from __future__ import annotations
 

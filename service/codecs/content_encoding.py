@@ -1,4 +1,6 @@
-"""Content-Encoding: gzip and deflate, both ways. What is unpacked is counted, so that a small body cannot become a large one."""
+"""Content-Encoding: gzip and deflate, both ways. What is unpacked is counted, so that a small body
+cannot become a large one.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ def packed(parts: Iterable[bytes | memoryview], encoding: str) -> bytes:
 def encoding_asked(accept: str) -> str | None:
     """How the answer is to be compressed: where Accept-Encoding names one encoding and no other.
 
-    HTTP libraries offer several by themselves, and packing tensors costs more time than it saves; `tritonclient`'s option names one.
+    HTTP libraries offer several by themselves, and packing tensors costs more time than it saves;
+    `tritonclient`'s option names one.
     """
     named = accept.strip().lower()
     return named if named in _FORM else None

@@ -19,7 +19,9 @@ MOST_PIXELS = 64 * 2**20
 
 
 def array_from_image(body: bytes, recipe: InputRecipe, dtype: str) -> Array:
-    """[1, 3, height, width] or [1, height, width, 3]. Resized bilinearly; as in torchvision, a rotation that EXIF notes is not applied."""
+    """[1, 3, height, width] or [1, height, width, 3]. Resized bilinearly; as in torchvision, a
+    rotation that EXIF notes is not applied.
+    """
     pixels = np.asarray(_resized(_opened(body), recipe), np.float32)  # [height, width, RGB]
     if recipe.colour == "BGR":
         pixels = pixels[:, :, ::-1]

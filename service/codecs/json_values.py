@@ -1,4 +1,6 @@
-"""Tensors as JSON values. What a number would lose by becoming a tensor's element, or an element by becoming a number, is refused."""
+"""Tensors as JSON values. What a number would lose by becoming a tensor's element, or an element by
+becoming a number, is refused.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ def parsed_object(text: bytes | memoryview, what: str) -> dict[str, object]:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         if found := NOT_FINITE.match(error.doc, error.pos):
-            said = f"{what} is not JSON: {found[0]} at character {error.pos}, and JSON has numbers for finite values only"
+            said = (
+                f"{what} is not JSON: {found[0]} at character {error.pos}, and JSON has numbers for"
+                " finite values only"
+            )
             raise Unprocessable(
                 said, "send this tensor as raw bytes: `binary_data_size`, or .npy, .npz"
             ) from None
@@ -39,7 +44,9 @@ def parsed_object(text: bytes | memoryview, what: str) -> dict[str, object]:
 def array_from_values(
     name: str, dtype: str, values: object, shape: Sequence[int] | None = None
 ) -> Array:
-    """Nested lists of numbers as an array. With a `shape` they may also be one flat list in row-major order."""
+    """Nested lists of numbers as an array. With a `shape` they may also be one flat list in
+    row-major order.
+    """
     kind = dtype_of(name, dtype)
     try:
         raw = np.array(values)
@@ -51,7 +58,8 @@ def array_from_values(
             raw = whole.astype(np.uint64) if all(type(value) is int for value in each) else raw
     except (ValueError, OverflowError) as error:
         raise Unprocessable(
-            f"'{name}' is {dtype}: expected lists of equal lengths with numbers in its range: {error}",
+            f"'{name}' is {dtype}: expected lists of equal lengths with numbers in its range:"
+            f" {error}",
             "check `data`",
         ) from None
     _check_kind(name, raw, kind, dtype)
@@ -75,10 +83,14 @@ def json_of(array: Array, name: str, flat: bool) -> orjson.Fragment:
     )
     if plain.dtype.kind == "f" and not (finite := np.isfinite(plain)).all():
         count = plain.size - int(np.count_nonzero(finite))
-        said = f"output '{name}' holds {count} of {plain.size} values that are not finite, for which JSON has no number"
+        said = (
+            f"output '{name}' holds {count} of {plain.size} values that are not finite, for which"
+            " JSON has no number"
+        )
         raise Unprocessable(
             said,
-            "ask for the binary form: `Accept: application/x-npz`, or `binary_data` in the Open Inference Protocol",
+            "ask for the binary form: `Accept: application/x-npz`, or `binary_data` in the Open"
+            " Inference Protocol",
         )
     if plain.ndim == 0 and not flat:
         return orjson.Fragment(orjson.dumps(plain.item()))

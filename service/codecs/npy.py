@@ -1,4 +1,6 @@
-"""Arrays as numpy's files: .npy and .npz. Never pickles; sizes are read from the headers and checked before memory is taken."""
+"""Arrays as numpy's files: .npy and .npz. Never pickles; sizes are read from the headers and
+checked before memory is taken.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,10 @@ def array_from_npy(body: bytes | memoryview, name: str, specs: Iterable[TensorSp
     check_sizes(name, shape)
     begin, count = stream.tell(), math.prod(shape)
     if any(size < 0 for size in shape) or len(body) - begin != count * dtype.itemsize:
-        said = f"'{name}': {kind} {list(shape)} is {count * dtype.itemsize} bytes, got {len(body) - begin}"
+        said = (
+            f"'{name}': {kind} {list(shape)} is {count * dtype.itemsize} bytes, got"
+            f" {len(body) - begin}"
+        )
         raise Unprocessable(said, "write it with numpy.save")
     flat = np.frombuffer(body, dtype, count, begin) if count else np.empty(0, dtype)
     array = flat.reshape(shape, order="F" if by_columns else "C")
@@ -79,7 +84,10 @@ def arrays_from_npz(body: bytes, limit: int) -> dict[str, Array]:
         with zipfile.ZipFile(io.BytesIO(body)) as archive:
             members = archive.infolist()
             if len(members) > MOST_ARRAYS or sum(member.file_size for member in members) > limit:
-                said = f"a .npz file of {len(members)} arrays that unpacks to more than {limit} bytes, or to more than {MOST_ARRAYS} arrays"
+                said = (
+                    f"a .npz file of {len(members)} arrays that unpacks to more than {limit} bytes,"
+                    f" or to more than {MOST_ARRAYS} arrays"
+                )
                 raise TooLarge(
                     said, "send less, or have the service's limit `max_infer_bytes` raised"
                 )

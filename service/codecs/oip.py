@@ -1,4 +1,5 @@
-"""Requests and answers of the Open Inference Protocol v2, in JSON and with its binary tensor data extension:
+"""Requests and answers of the Open Inference Protocol v2, in JSON and with its binary tensor data
+extension:
 
 JSON header | bytes of tensor | bytes of tensor | ...        Inference-Header-Content-Length: bytes of the header
 """
@@ -34,7 +35,9 @@ REFUSED = (
     "shared_memory_region",
     "classification",
 )
-"""Parameters that would change what is computed, and that this server does not know. Those that only describe a request are left alone."""
+"""Parameters that would change what is computed, and that this server does not know. Those that
+only describe a request are left alone.
+"""
 
 Document = Mapping[str, object]
 
@@ -57,7 +60,9 @@ class OipRequest:
 def parse_request(
     body: bytes | memoryview, header_length: int | None, specs: Iterable[TensorSpec] = ()
 ) -> OipRequest:
-    """A request; its tensors are views of the body where they came as bytes. Unprocessable says what is wrong with it."""
+    """A request; its tensors are views of the body where they came as bytes. Unprocessable says
+    what is wrong with it.
+    """
     view, document = split(body, header_length)
     parameters = _parameters(document, "the request")
     asked = _items(document, "outputs")
@@ -172,7 +177,10 @@ def _tensors(
             continue
         expected = size_of(dtype, shape)
         if type(length) is not int or length != expected:
-            said = f"'{name}': {dtype} {list(shape)} is {expected} bytes, `binary_data_size` says {str(length)[:40]}"
+            said = (
+                f"'{name}': {dtype} {list(shape)} is {expected} bytes, `binary_data_size` says"
+                f" {str(length)[:40]}"
+            )
             raise Unprocessable(said, "send exactly the tensor's bytes")
         tensors[name] = array_from(name, dtype, shape, view[begin : begin + length])
         begin += length

@@ -1,4 +1,5 @@
-"""What the Open Inference Protocol tells of a server and its models, as documents with Triton's names.
+"""What the Open Inference Protocol tells of a server and its models, as documents with Triton's
+names.
 
 `model_config`, `statistics` and `index` have the fields of the messages in its gRPC, too.
 """
@@ -34,7 +35,9 @@ def model_metadata(served: Served, versions: Iterable[int]) -> Document:
 
 
 def model_config(served: Served) -> Document:
-    """As Triton's: where `max_batch_size` is not 0, requests are joined along the first axis, and `dims` leave it out."""
+    """As Triton's: where `max_batch_size` is not 0, requests are joined along the first axis, and
+    `dims` leave it out.
+    """
     first = _joined_first(served)
     config = {
         "name": served.model,

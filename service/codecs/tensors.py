@@ -1,4 +1,6 @@
-"""Tensors as bytes: dtypes by their names in the Open Inference Protocol, sizes checked before anything is allocated."""
+"""Tensors as bytes: dtypes by their names in the Open Inference Protocol, sizes checked before
+anything is allocated.
+"""
 
 from __future__ import annotations
 
@@ -65,17 +67,23 @@ def dtype_of_datatype(name: str, datatype: object) -> str:
     found = DATATYPES.get(datatype) if isinstance(datatype, str) else None
     if found is None:
         raise Unprocessable(
-            f"'{name}': expected `datatype` to be one of {', '.join(DATATYPES)}, got {_short(datatype)}",
+            f"'{name}': expected `datatype` to be one of {', '.join(DATATYPES)}, got"
+            f" {_short(datatype)}",
             "see GET /v2/models/NAME",
         )
     return found
 
 
 def check_dtype(specs: Iterable[TensorSpec], name: str, dtype: str) -> None:
-    """Unprocessable if an input is sent in another dtype than the model's. Unknown names are left to whoever checks all of them."""
+    """Unprocessable if an input is sent in another dtype than the model's. Unknown names are left
+    to whoever checks all of them.
+    """
     for spec in specs:
         if spec.name == name and spec.dtype != dtype:
-            said = f"input '{name}': expected {spec.dtype} ({datatype_of(spec.dtype)}), got {dtype} ({datatype_of(dtype)})"
+            said = (
+                f"input '{name}': expected {spec.dtype} ({datatype_of(spec.dtype)}), got {dtype}"
+                f" ({datatype_of(dtype)})"
+            )
             raise Unprocessable(said, "convert it before it is sent: the server changes no values")
 
 
@@ -84,7 +92,8 @@ def shape_from(name: str, given: object) -> tuple[int, ...]:
     sizes: Sequence[Any] = given if isinstance(given, list | tuple) else [None]
     if len(sizes) > _MOST_AXES or not all(type(size) is int and size >= 0 for size in sizes):
         raise Unprocessable(
-            f"'{name}': expected `shape` to be a list of sizes, at most {_MOST_AXES}, got {_short(given)}",
+            f"'{name}': expected `shape` to be a list of sizes, at most {_MOST_AXES}, got"
+            f" {_short(given)}",
             "see GET /v2/models/NAME",
         )
     check_sizes(name, sizes)
@@ -92,7 +101,9 @@ def shape_from(name: str, given: object) -> tuple[int, ...]:
 
 
 def check_sizes(name: str, sizes: Sequence[int]) -> None:
-    """Unprocessable for a shape that numpy cannot count, which it refuses also where one size is 0."""
+    """Unprocessable for a shape that numpy cannot count, which it refuses also where one size
+    is 0.
+    """
     if abs(math.prod(filter(None, sizes))) >= _MOST_VALUES:
         raise Unprocessable(
             f"'{name}': no tensor has the shape {_short(list(sizes))}", "see GET /v2/models/NAME"
@@ -105,7 +116,9 @@ def size_of(dtype: str, shape: Sequence[int]) -> int:
 
 
 def array_from(name: str, dtype: str, shape: Sequence[int], buffer: Buffer) -> Array:
-    """A view of bytes that came, little-endian and in row-major order; not to be written to, and not always aligned."""
+    """A view of bytes that came, little-endian and in row-major order; not to be written to, and
+    not always aligned.
+    """
     expected = size_of(dtype, shape)
     if len(buffer) != expected:
         raise Unprocessable(

@@ -1,4 +1,6 @@
-"""Waiting for the use of a device: the shell around devices.py, shared by all who build, serve or measure in this server."""
+"""Waiting for the use of a device: the shell around devices.py, shared by all who build, serve or
+measure in this server.
+"""
 
 from __future__ import annotations
 

@@ -3,9 +3,11 @@
     build     one at a time on a device: kernels are timed while an engine is built
     measure   nothing else of ours on the device: neither builds nor other measuring, and no serving, or else the result is `contended`
     serve     at once and any number, held while an engine loads or has requests. A lease to measure waits for quiet, up to its patience, and is
-              contended if it is not quiet then, or not any longer before it is given back: serving never waits
+              contended if it is not quiet then, or not any longer before it is given back: serving
+              never waits
 
-A lease that cannot be had waits in the device's queue, first come first served: a waiting lease to measure is not overtaken by builds.
+A lease that cannot be had waits in the device's queue, first come first served: a waiting lease to
+measure is not overtaken by builds.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class Devices:
         return replace(self, waiting=(*self.waiting, Wish(lease, now, patience_s)))
 
     def grant(self, now: dt.datetime) -> tuple[Devices, tuple[Lease, ...]]:
-        """Give all that can be given now, in the order of asking: the devices, and the leases given."""
+        """Give all that can be given now, in the order of asking: the devices, and the leases
+        given.
+        """
         current, given = replace(self, waiting=()), []
         blocked: set[str] = set()  # devices with somebody waiting who must not be overtaken
         for wish in self.waiting:
@@ -67,13 +71,17 @@ class Devices:
         return current, tuple(given)
 
     def serve(self, holder: str, device: str) -> Devices:
-        """Give a lease to serve; whoever measures there is contended from now on. KeyError for a device that is not here."""
+        """Give a lease to serve; whoever measures there is contended from now on. KeyError for a
+        device that is not here.
+        """
         if device not in self.names:
             raise KeyError(device)
         held = (
-            replace(lease, contended=True)
-            if (lease.use, lease.device) == ("measure", device)
-            else lease
+            (
+                replace(lease, contended=True)
+                if (lease.use, lease.device) == ("measure", device)
+                else lease
+            )
             for lease in self.held
         )
         return replace(self, held=(*held, Lease(device, "serve", holder)))
@@ -90,7 +98,9 @@ class Devices:
         )
 
     def next_time(self) -> dt.datetime | None:
-        """When `grant` may give something although nothing is given back: the earliest end of somebody's patience."""
+        """When `grant` may give something although nothing is given back: the earliest end of
+        somebody's patience.
+        """
         return min(
             (
                 w.since + dt.timedelta(seconds=w.patience_s)

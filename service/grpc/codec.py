@@ -1,4 +1,6 @@
-"""Requests and answers as the protocol's messages. Raw inputs are views of the bytes that came, not to be written to."""
+"""Requests and answers as the protocol's messages. Raw inputs are views of the bytes that came, not
+to be written to.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ CONTENTS: Mapping[str, tuple[str, _Kind]] = {
     "FP32": ("fp32_contents", np.float32),
     "FP64": ("fp64_contents", np.float64),
 }
-"""The field of InferTensorContents that holds each datatype, and what it holds. FP16 and BF16 have none: they come as raw bytes only."""
+"""The field of InferTensorContents that holds each datatype, and what it holds. FP16 and BF16 have
+none: they come as raw bytes only.
+"""
 
 _Input = ModelInferRequest.InferInputTensor
 _Parameters = Mapping[str, InferParameter]
@@ -48,7 +52,9 @@ _Parameters = Mapping[str, InferParameter]
 def request_from(
     message: ModelInferRequest, caller: Caller, deadline_s: float | None
 ) -> InferRequest:
-    """What is asked; `deadline_s` is the time that the client's deadline leaves. Unprocessable names what is at fault."""
+    """What is asked; `deadline_s` is the time that the client's deadline leaves. Unprocessable
+    names what is at fault.
+    """
     _check_parameters(message.parameters, "the request")
     for output in message.outputs:
         _check_parameters(output.parameters, output.name)
@@ -143,7 +149,8 @@ def _array_from_contents(tensor: _Input) -> Array:
     field, kind = CONTENTS[tensor.datatype]
     if wrong := [other for other in _filled(tensor.contents) if other != field]:
         raise Unprocessable(
-            f"input '{name}' is {tensor.datatype}: expected its values in {field}, got some in {', '.join(wrong)}",
+            f"input '{name}' is {tensor.datatype}: expected its values in {field}, got some in"
+            f" {', '.join(wrong)}",
             f"use {field}",
         )
     values = getattr(tensor.contents, field)
@@ -169,7 +176,9 @@ def _filled(contents: InferTensorContents) -> list[str]:
 
 
 def _check_parameters(parameters: _Parameters, where: str) -> None:
-    """Unprocessable where a parameter would change what is computed, and this server does not know it."""
+    """Unprocessable where a parameter would change what is computed, and this server does not know
+    it.
+    """
     if refused := [name for name in REFUSED if name in parameters and _value(parameters[name])]:
         raise Unprocessable(
             f"{where}: this server has no `{refused[0]}`",

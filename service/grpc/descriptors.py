@@ -1,7 +1,8 @@
 """The protocol's messages, in a descriptor pool of their own.
 
-`tritonclient.grpc` enters the same names into protobuf's default pool, and a pool takes each name once: with code as protoc generates it,
-a process could not import both. No generated code also means that no version of protobuf is asked for: any that reads the file will do.
+`tritonclient.grpc` enters the same names into protobuf's default pool, and a pool takes each name
+once: with code as protoc generates it, a process could not import both. No generated code also
+means that no version of protobuf is asked for: any that reads the file will do.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ HEALTH = POOL.FindServiceByName("grpc.health.v1.Health")
 
 
 def names_of(file: str) -> dict[str, object]:
-    """What a module of generated code would hold: the file's message classes, and the numbers of its enums' values."""
+    """What a module of generated code would hold: the file's message classes, and the numbers of
+    its enums' values.
+    """
     found = POOL.FindFileByName(file)
     numbers = {
         value.name: value.number

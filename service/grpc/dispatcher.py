@@ -1,7 +1,9 @@
-"""The edge of a call: its key is checked before a byte of its message is read, whatever goes wrong becomes a status, and it is told in one line.
+"""The edge of a call: its key is checked before a byte of its message is read, whatever goes wrong
+becomes a status, and it is told in one line.
 
-Every method is entered as a stream of bytes, which is the same on the wire: so that one function sees all calls, also those that are refused.
-No Host and no Origin are checked here, as HTTP's gate does: a page in a browser cannot speak gRPC, which takes `te: trailers`.
+Every method is entered as a stream of bytes, which is the same on the wire: so that one function
+sees all calls, also those that are refused. No Host and no Origin are checked here, as HTTP's gate
+does: a page in a browser cannot speak gRPC, which takes `te: trailers`.
 """
 
 from __future__ import annotations
@@ -147,7 +149,9 @@ class Edge(grpc.GenericRpcHandler):
         return caller
 
     async def _read(self, method: Method, request: bytes) -> Any:
-        """The message. Long lists of numbers are read by a helper: they would hold up all others."""
+        """The message. Long lists of numbers are read by a helper: they would hold up all
+        others.
+        """
         if (
             method.takes is pb.ModelInferRequest
             and len(request) > HELP_FROM_BYTES
@@ -166,7 +170,8 @@ class Edge(grpc.GenericRpcHandler):
         request: bytes,
         request_id: str,
     ) -> pb.ModelStreamInferResponse:
-        """One answer of a stream, which an error does not end, not even that the key was revoked meanwhile.
+        """One answer of a stream, which an error does not end, not even that the key was revoked
+        meanwhile.
 
         A parameter says that nothing more will come of this request, as Triton's does.
         """

@@ -1,4 +1,5 @@
-"""`python -m service.grpc.generate`: what the service knows of its messages, made anew from protos/*.proto. Needs grpcio-tools (extra `dev`).
+"""`python -m service.grpc.generate`: what the service knows of its messages, made anew from
+protos/*.proto. Needs grpcio-tools (extra `dev`).
 
 descriptors.binpb         the messages themselves, read by service/grpc/descriptors.py
 *_pb2.pyi                 their types, for mypy

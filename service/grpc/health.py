@@ -1,4 +1,6 @@
-"""gRPC's health checking protocol, as Kubernetes' probes and grpc_health_probe ask it: the same that /readyz tells."""
+"""gRPC's health checking protocol, as Kubernetes' probes and grpc_health_probe ask it: the same
+that /readyz tells.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What each method of the service does, and who may call it. ModelInfer's stream is in service/grpc/stream.py."""
+"""What each method of the service does, and who may call it. ModelInfer's stream is in
+service/grpc/stream.py.
+"""
 
 from __future__ import annotations
 
@@ -142,4 +144,6 @@ METHODS: Mapping[str, Method] = {
     "Check": Method("anybody", HealthCheckRequest, check),
     "Watch": Method("anybody", HealthCheckRequest, check),  # again and again
 }
-"""What this server does. It has no shared memory, and no traces and logs that a client could switch: those methods are UNIMPLEMENTED."""
+"""What this server does. It has no shared memory, and no traces and logs that a client could
+switch: those methods are UNIMPLEMENTED.
+"""

@@ -1,4 +1,6 @@
-"""`python -m service.grpc.offload_worker`: as service.offload.worker, for requests over gRPC whose tensors are long lists of numbers."""
+"""`python -m service.grpc.offload_worker`: as service.offload.worker, for requests over gRPC whose
+tensors are long lists of numbers.
+"""
 
 from __future__ import annotations
 

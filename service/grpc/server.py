@@ -45,7 +45,10 @@ class RpcServer:
                 else self._server.add_insecure_port(address)
             )
         except RuntimeError as error:
-            step = "give another CRUCIBLE_SERVICE_GRPC_PORT, or do without gRPC: CRUCIBLE_SERVICE_GRPC=false"
+            step = (
+                "give another CRUCIBLE_SERVICE_GRPC_PORT, or do without gRPC:"
+                " CRUCIBLE_SERVICE_GRPC=false"
+            )
             raise HostError(
                 f"cannot listen on {host}, port {settings.rpc_port}, for gRPC", step
             ) from error
@@ -55,7 +58,9 @@ class RpcServer:
         await self._server.start()
 
     async def stop(self, grace_s: float = HTTP_S) -> None:
-        """Take no more calls; those under way may finish, and streams answer what has come. Harmless if repeated."""
+        """Take no more calls; those under way may finish, and streams answer what has come.
+        Harmless if repeated.
+        """
         self._edge.stopping.set()
         await self._server.stop(grace_s)
         await self._edge.close()
@@ -63,7 +68,9 @@ class RpcServer:
 
 @asynccontextmanager
 async def rpc_server(service: Service, tls: Tls | None) -> AsyncIterator[RpcServer | None]:
-    """The service over gRPC, or None where the settings want none. HostError if the port is taken."""
+    """The service over gRPC, or None where the settings want none. HostError if the port is
+    taken.
+    """
     if not service.settings.grpc:
         yield None
         return

@@ -1,4 +1,6 @@
-"""Refusals as gRPC tells them: one table from HTTP's status codes, so that both wires refuse alike."""
+"""Refusals as gRPC tells them: one table from HTTP's status codes, so that both wires refuse
+alike.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +40,8 @@ def details_of(answer: Answer) -> str:
 
 
 def metadata_of(answer: Answer) -> tuple[tuple[str, str], ...]:
-    """What programs read, besides the status: the code of the error, and after how many seconds to try again."""
+    """What programs read, besides the status: the code of the error, and after how many seconds to
+    try again.
+    """
     later = answer.headers.get("Retry-After")
     return (("crucible-code", answer.body["code"]), *((("retry-after", later),) if later else ()))

@@ -1,4 +1,6 @@
-"""Many requests on one call: they are worked on side by side, so that they can share a batch, and answered in their order."""
+"""Many requests on one call: they are worked on side by side, so that they can share a batch, and
+answered in their order.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ async def answer_each(
     write: Writing[Answer],
     stopping: asyncio.Event,
 ) -> None:
-    """Answer until the requests end; once the server stops, those that have come. Unavailable tells the client then why it hears no more.
+    """Answer until the requests end; once the server stops, those that have come. Unavailable tells
+    the client then why it hears no more.
 
     Cancelling cancels every answer that is not written.
     """

@@ -1,4 +1,6 @@
-"""What can be told of a ModelInferRequest's bytes without parsing them: the parts of a message lie one behind the other, each with its length."""
+"""What can be told of a ModelInferRequest's bytes without parsing them: the parts of a message lie
+one behind the other, each with its length.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def without_tensors(data: bytes) -> ModelInferRequest:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Each part's number, and where it begins and ends. IndexError or KeyError if this is no message, or one of more than MOST_FIELDS parts."""
+    """Each part's number, and where it begins and ends. IndexError or KeyError if this is no
+    message, or one of more than MOST_FIELDS parts.
+    """
     at = 0
     for _ in range(MOST_FIELDS):
         if at == len(data):

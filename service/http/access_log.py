@@ -1,4 +1,6 @@
-"""The outermost layer: one log line and one set of figures per request, whoever answered it, and an answer to what nobody has caught."""
+"""The outermost layer: one log line and one set of figures per request, whoever answered it, and an
+answer to what nobody has caught.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from service.storage.layout import Folders
 
 log = logs.get("service.requests")
 
-NO_ROUTE = "none"  # refused before it was routed, or no such route: a label per unknown path would let strangers fill the memory
+# refused before it was routed, or no such route: a label per unknown path would let strangers fill
+# the memory
+NO_ROUTE = "none"
 
 
 class Observed:

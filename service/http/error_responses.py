@@ -1,4 +1,6 @@
-"""The error table: every exception that a request may end with, the framework's too, as one form of answer."""
+"""The error table: every exception that a request may end with, the framework's too, as one form of
+answer.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,18 @@ from service.errors import Answer, NotFound, ServiceError, Unprocessable, answer
 from service.jobs.redact import scrubbed
 from service.storage.layout import Folders
 
-FREE_SPACE = "whoever runs the service can free some space with `crucible gc`, or move its home to a larger disk"
+FREE_SPACE = (
+    "whoever runs the service can free some space with `crucible gc`, or move its home to a larger"
+    " disk"
+)
 
 log = logs.get("service.answers")
 
 
 def answer_error(error: Exception, request_id: str, folders: Folders) -> Answer:
-    """The answer to an exception, without paths of this host; what is our own fault is logged with its traceback, which clients do not get."""
+    """The answer to an exception, without paths of this host; what is our own fault is logged with
+    its traceback, which clients do not get.
+    """
     answer = answer_to(_ours(error), request_id)
     answer = replace(
         answer, body={name: scrubbed(text, folders) for name, text in answer.body.items()}

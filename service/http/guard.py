@@ -1,7 +1,9 @@
-"""The gate in front of the application: Host, Origin, key and size are checked before the first byte of a body is read.
+"""The gate in front of the application: Host, Origin, key and size are checked before the first
+byte of a body is read.
 
-Pure ASGI, because a framework's own hooks run when a body may have been read. A request that is answered before its body has come,
-here or behind, is answered with `Connection: close`, so the server reads no more of it.
+Pure ASGI, because a framework's own hooks run when a body may have been read. A request that is
+answered before its body has come, here or behind, is answered with `Connection: close`, so the
+server reads no more of it.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def request_id_from(given: str) -> str:
 
 
 class Guard:
-    """Lets a request through to `application` with its Caller and request id in the scope's state, or answers it."""
+    """Lets a request through to `application` with its Caller and request id in the scope's state,
+    or answers it.
+    """
 
     def __init__(self, app: Application, settings: Settings, verify: Verify) -> None:
         self._application, self._settings, self._verify, self._hosts = (
@@ -92,7 +96,9 @@ class Guard:
             )
 
     def _check_origin(self, headers: dict[str, str]) -> None:
-        """A page from elsewhere must not act in the name of whoever looks at it, also where no key is needed."""
+        """A page from elsewhere must not act in the name of whoever looks at it, also where no key
+        is needed.
+        """
         origin = headers.get("origin")
         if origin is None and headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
             return
@@ -115,7 +121,9 @@ class Guard:
 
 
 class _Counted:
-    """A body that is counted as it arrives: what is longer than allowed, whatever its headers said, ends the request with 413."""
+    """A body that is counted as it arrives: what is longer than allowed, whatever its headers said,
+    ends the request with 413.
+    """
 
     def __init__(self, receive: Receive, send: Send, limit: int, request_id: str) -> None:
         self._receive, self._send, self._limit, self._request_id = receive, send, limit, request_id
@@ -161,7 +169,9 @@ def _headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
 
 
 async def send_answer(send: Send, answer: Answer, request_id: str) -> None:
-    """Answer in the place of the application; the connection is closed, so that nothing more of the request is read."""
+    """Answer in the place of the application; the connection is closed, so that nothing more of the
+    request is read.
+    """
     body = answer.json
     fixed = {
         "content-type": "application/json",

@@ -1,7 +1,9 @@
-"""Connections of HTTP/1.1: heads without end are refused, and tensors are read to where they are to lie.
+"""Connections of HTTP/1.1: heads without end are refused, and tensors are read to where they are to
+lie.
 
-uvicorn's protocol takes what comes in pieces, and stops reading until the application has taken each, which by then was copied five times.
-Of tensors only the piece with the head goes that way: the kernel writes the rest into one buffer, which is handed on when it is full.
+uvicorn's protocol takes what comes in pieces, and stops reading until the application has taken
+each, which by then was copied five times. Of tensors only the piece with the head goes that way:
+the kernel writes the rest into one buffer, which is handed on when it is full.
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ from service.errors import NoRequest, ServiceError, SlowHead, TooLargeHead, answ
 from service.http.guard import INFER, MOST_DIGITS
 
 HEAD_S = 30.0  # from a connection's start, or a request's first byte, to the end of its headers
-MOST_HEAD_BYTES = 65536  # of a request's path, query and headers, besides what came in the piece in which they began
-PIECE_BYTES = 256_000  # as uvloop reads: of less, a refusal would more often find the rest unread, and the reset of the connection overtake it
+# of a request's path, query and headers, besides what came in the piece in which they began
+MOST_HEAD_BYTES = 65536
+# as uvloop reads: of less, a refusal would more often find the rest unread, and the reset of the
+# connection overtake it
+PIECE_BYTES = 256_000
 TENSORS_FROM_BYTES = 65536  # from here on uvicorn would stop reading until a piece is taken
 
 
@@ -66,7 +71,9 @@ class Connection(asyncio.BufferedProtocol):
 
 
 class Http(HttpToolsProtocol):
-    """Refuses what is no request in the form of all refusals, and heads without end, in bytes or in time, which uvicorn would wait for and keep."""
+    """Refuses what is no request in the form of all refusals, and heads without end, in bytes or in
+    time, which uvicorn would wait for and keep.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.rest: memoryview | None = (
@@ -130,12 +137,15 @@ class Http(HttpToolsProtocol):
         ):  # what waits goes uvicorn's way
             return
         if int(length) > TENSORS_FROM_BYTES:
-            self.flow.pause_reading()  # until the application asks for it: by then Guard has seen how long it is
+            # until the application asks for it: by then Guard has seen how long it is
+            self.flow.pause_reading()
             self._whole = None
             self.cycle.receive = partial(self._receive_tensors, self.cycle, int(length))  # type: ignore[method-assign]
 
     async def _receive_tensors(self, cycle: RequestResponseCycle, length: int) -> Any:
-        """ASGI's `receive` of the application: first the whole body, then that the client has gone. May be cancelled, and called again."""
+        """ASGI's `receive` of the application: first the whole body, then that the client has gone.
+        May be cancelled, and called again.
+        """
         vars(cycle).pop(
             "receive", None
         )  # it has been handed over: kept, it and its cycle would hold each other
@@ -178,7 +188,9 @@ class Http(HttpToolsProtocol):
         self._refuse(SlowHead(said, "send them at once, or close the connection"))
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn answers where its parser refuses: a URL of 64 KiB in one piece among all else."""
+        """What uvicorn answers where its parser refuses: a URL of 64 KiB in one piece among all
+        else.
+        """
         if len(self.url) >= MOST_HEAD_BYTES:
             self._refuse(_too_large())
         else:
@@ -193,7 +205,10 @@ class Http(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         answer = answer_to(error)
-        head = f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(answer.json)}"
+        head = (
+            f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\ncontent-type:"
+            f" application/json\r\ncontent-length: {len(answer.json)}"
+        )
         self.transport.write(f"{head}\r\nconnection: close\r\n\r\n".encode() + answer.json)
         self.transport.close()
 

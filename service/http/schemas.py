@@ -105,7 +105,10 @@ class JobView(Frozen):
         description="How often it was started: more than once if the server was restarted meanwhile"
     )
     estimate_s: float | None = Field(
-        description="How long your jobs of this name usually take on this device; null if none has succeeded"
+        description=(
+            "How long your jobs of this name usually take on this device; null if none has"
+            " succeeded"
+        )
     )
     elapsed_s: float | None = Field(
         description="Of the last attempt, until now or its end; null before it"
@@ -157,7 +160,8 @@ def _elapsed_s(job: Job, now: dt.datetime) -> float | None:
     )
 
 
-# -- parts of reports --------------------------------------------------------------------------------------------------
+# -- parts of reports
+# ------------------------------------------------------------------------------
 
 
 class Times(Frozen):

@@ -1,10 +1,12 @@
-"""A job's events as a stream for clients (server-sent events): none left out, none twice, over restarts of client and server.
+"""A job's events as a stream for clients (server-sent events): none left out, none twice, over
+restarts of client and server.
 
     id: 17                      its number, which a client gives back as Last-Event-ID
     event: stage                or the state that the job came to
     data: {"at": ..., ...}
 
-Ends after the job's last event, or with `event: server-restarting`, after which a client asks again.
+Ends after the job's last event, or with `event: server-restarting`, after which a client asks
+again.
 """
 
 from __future__ import annotations

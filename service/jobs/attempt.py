@@ -1,7 +1,10 @@
-"""One attempt at one job: wait for the device, start the child, listen, watch, end it, and say how the job goes on.
+"""One attempt at one job: wait for the device, start the child, listen, watch, end it, and say how
+the job goes on.
 
-    started -> leased to build -> child -> [Stage | Wants | Returns]* -> Finished -> child gone -> verified -> published
-                                     └── Failed, death, rubbish, too long, too large, stop -> child gone ┘
+    started -> leased to build -> child -> [Stage | Wants | Returns]* -> Finished -> child gone ->
+    verified -> published
+                                     └── Failed, death, rubbish, too long, too large, stop -> child
+                                     gone ┘
 
 Whatever happens: the child, and all that it started, are gone before the last event is stored.
 """
@@ -52,7 +55,8 @@ from service.jobs.worker_client import Child, environment_for
 from service.storage.layout import Folders
 
 PATIENCE_S = 60.0  # how long measuring waits for engines that serve on the device to be gone
-SLOWED_S = 0.005  # a child that tells more than it should is heard slowly, so that the server has time for others
+# a child that tells more than it should is heard slowly, so that the server has time for others
+SLOWED_S = 0.005
 RETRY_S = 2.0  # between attempts to store how a job ended, where the disk is full
 
 log = logs.get("service.attempt")
@@ -185,30 +189,20 @@ class Attempt:
         try:
             while True:
                 message = await child.receive()
-                match message:
-                    case Stage() if not pace.lets(message, time.monotonic()):
-                        await asyncio.sleep(SLOWED_S)
-                        continue
-                    case Stage():
-                        await self._means.record(self.job.id, _seen(message))
-                    case Wants():
-                        lease = await self._means.leases.ask(
-                            Lease(self.job.device, "measure", self.job.id), PATIENCE_S
+                if isinstance(message, Finished):
+                    return None
+                if isinstance(message, Failed):
+                    return Died(
+                        Failure(
+                            code=message.code,
+                            message=message.message,
+                            next_step=message.next_step,
                         )
-                        await child.send(Granted(contended=lease.contended))
-                    case Returns():
-                        if measured := self._means.leases.measured(self.job.id, self.job.device):
-                            await child.send(Returned(contended=measured.contended))
-                    case Finished():
-                        return None
-                    case Failed():
-                        return Died(
-                            Failure(
-                                code=message.code,
-                                message=message.message,
-                                next_step=message.next_step,
-                            )
-                        )
+                    )
+                if isinstance(message, Stage) and not pace.lets(message, time.monotonic()):
+                    await asyncio.sleep(SLOWED_S)
+                    continue
+                await self._reply(child, message)
                 count += 1
                 if count > MOST_MESSAGES:
                     raise BadMessage(f"more than {MOST_MESSAGES} messages")
@@ -224,6 +218,20 @@ class Attempt:
                     next_step="retry the job; its log tells what it did",
                 )
             )
+
+    async def _reply(self, child: Child, message: Stage | Wants | Returns) -> None:
+        """Record a stage, or answer a question about the device."""
+        leases = self._means.leases
+        match message:
+            case Stage():
+                await self._means.record(self.job.id, _seen(message))
+            case Wants():
+                wanted = Lease(self.job.device, "measure", self.job.id)
+                lease = await leases.ask(wanted, PATIENCE_S)
+                await child.send(Granted(contended=lease.contended))
+            case Returns():
+                if measured := leases.measured(self.job.id, self.job.device):
+                    await child.send(Returned(contended=measured.contended))
 
     async def _watch(self, child: Child) -> Failure:
         """Look every half second until the job takes too much."""

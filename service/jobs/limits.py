@@ -1,7 +1,8 @@
 """Whether a job takes more memory or disk than it may. `verdict` is pure; `sample` looks.
 
-Memory is what all processes of the job hold: resident pages, which is cheap to ask; pages that several share count once (PSS) only when
-the sum is over the limit, since asking for that stops the process for a moment, which may be measuring.
+Memory is what all processes of the job hold: resident pages, which is cheap to ask; pages that
+several share count once (PSS) only when the sum is over the limit, since asking for that stops the
+process for a moment, which may be measuring.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ def verdict(sample: Sample, limits: Limits) -> Failure | None:
     )
     for what, used, allowed, advice in checks:
         if used > allowed:
-            said = f"the job used {used / GIB:.2f} GiB of {what}, more than the {allowed / GIB:.2f} GiB it may, and was stopped"
+            said = (
+                f"the job used {used / GIB:.2f} GiB of {what}, more than the {allowed / GIB:.2f}"
+                " GiB it may, and was stopped"
+            )
             return Failure(
                 code=f"job.{what}",
                 message=said,
@@ -104,7 +108,9 @@ def _proportional(process: psutil.Process) -> int:
 
 
 def disk_use(folder: Path) -> int:
-    """Bytes that the files below a folder take on the disk. Follows no links; what vanishes meanwhile counts for nothing."""
+    """Bytes that the files below a folder take on the disk. Follows no links; what vanishes
+    meanwhile counts for nothing.
+    """
     total, folders = 0, [str(folder)]
     while folders:
         try:

@@ -1,10 +1,12 @@
-"""Everything that crosses between the server and a job's child: one line of JSON each, over a socket that both hold.
+"""Everything that crosses between the server and a job's child: one line of JSON each, over a
+socket that both hold.
 
     server -> child   Start, once; Granted, for each Wants; Returned, for each Returns
     child -> server   Stage ...; Wants before it measures, Returns after it; Finished or Failed, last
 
-The child runs what strangers sent, so the server believes none of it: a line that is too long, no JSON, of another form, or one too many
-is BadMessage, and ends the child. Finished says nothing but that: what was found is read from the report, which the server verifies.
+The child runs what strangers sent, so the server believes none of it: a line that is too long, no
+JSON, of another form, or one too many is BadMessage, and ends the child. Finished says nothing but
+that: what was found is read from the report, which the server verifies.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class HostIdentity(Frozen):
     """What of a host decides the result of a compile."""
 
     devices: dict[str, str]  # "cpu", "gpu:0", ... with the name of each
-    digest: str  # of devices, targets and versions of tools: another one makes another job of an equal request
+    # of devices, targets and versions of tools: another one makes another job of an equal request
+    digest: str
 
 
 class Start(Frozen):
@@ -168,12 +171,16 @@ def failed_from_error(error: CrucibleError) -> Failed:
 
 
 def _cut(text: str, most: int) -> str:
-    """Not longer, and nothing in it that UTF-8 cannot say (half of a pair, from the name of a file)."""
+    """Not longer, and nothing in it that UTF-8 cannot say (half of a pair, from the name of a
+    file).
+    """
     return text[:most].encode("utf-8", "replace").decode()
 
 
 class Pace:
-    """Lets progress of one stage through at most every PROGRESS_EVERY_S, and all else always. Used on both sides."""
+    """Lets progress of one stage through at most every PROGRESS_EVERY_S, and all else always. Used
+    on both sides.
+    """
 
     def __init__(self) -> None:
         self._last: tuple[str, str, float] | None = None  # one stage runs at a time

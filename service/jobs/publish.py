@@ -1,6 +1,8 @@
-"""What a job's child leaves behind becomes the server's: the report with its engine, the artifacts of its store, times and timing caches.
+"""What a job's child leaves behind becomes the server's: the report with its engine, the artifacts
+of its store, times and timing caches.
 
-The child is gone by then, and is not believed: everything is checked where it lies, and moved into its place by one rename.
+The child is gone by then, and is not believed: everything is checked where it lies, and moved into
+its place by one rename.
 """
 
 from __future__ import annotations
@@ -91,7 +93,9 @@ def engine_digest(place: Path) -> str | None:
 
 
 def verified(out: Path) -> Report:
-    """The report of a folder, if every file there is what it says it is; ValueError and others if not."""
+    """The report of a folder, if every file there is what it says it is; ValueError and others if
+    not.
+    """
     for path in (out, *out.rglob("*")):
         about = path.lstat()
         if not (
@@ -111,7 +115,9 @@ def verified(out: Path) -> Report:
 
 
 def _check_engine(out: Path, report: Report) -> None:
-    """The engine is there, whole, and the one of which the report speaks; where the report names none, there is none."""
+    """The engine is there, whole, and the one of which the report speaks; where the report names
+    none, there is none.
+    """
     known = {each.label for each in report.candidates}
     if report.verdict == "keep" and report.baseline:
         known = {report.baseline.label}
@@ -132,7 +138,7 @@ def _check_engine(out: Path, report: Report) -> None:
         raise ValueError("its engine is not the one that it names")
 
 
-# -- what was published ----------------------------------------------------------------------------
+# -- what was published -------------------------------------------------------------------------
 
 
 def check_form(folder: Path, name: str) -> None:
@@ -185,11 +191,13 @@ def _damaged_report(folder: Path, reason: object) -> DamagedError:
     return DamagedError(f"the report of job {folder.name} is damaged: {reason}", SEND_AGAIN)
 
 
-# -- what else a job made --------------------------------------------------------------------------
+# -- what else a job made -----------------------------------------------------------------------
 
 
 def take_over(work: Work, home: Path) -> None:
-    """Move what the child's store made into the store of the home; and its times and timing caches. What does not hold is left, and logged."""
+    """Move what the child's store made into the store of the home; and its times and timing caches.
+    What does not hold is left, and logged.
+    """
     for why in Store(home).adopt(work.home):
         log.warning("artifact.refused", job=work.root.name, why=why)
     _take_times(work.home, home)
@@ -208,7 +216,9 @@ def _take_times(source: Path, home: Path) -> None:
 
 
 def _take_timing(folder: Path, place: Path) -> None:
-    """A timing cache that is whole replaces the one that is there, which the child began with. TensorRT refuses that of another device."""
+    """A timing cache that is whole replaces the one that is there, which the child began with.
+    TensorRT refuses that of another device.
+    """
     files = (folder / CACHE, folder / ABOUT)
     if (
         folder.is_symlink()

@@ -1,4 +1,5 @@
-"""Runs the jobs: one queue per device, one child at a time on each; stores what happens, and wakes who waits for it.
+"""Runs the jobs: one queue per device, one child at a time on each; stores what happens, and wakes
+who waits for it.
 
     runner = JobRunner(settings, job_store, leases)
     await runner.start()                             goes on with what an earlier server left, after killing what is left of its children
@@ -7,11 +8,12 @@
     await runner.retry(job_id, owner)                a new job that goes on from what the old one stored
     await runner.stop()                              ends all children and queues their jobs again
 
-To follow a job: take `changed = runner.changed(job_id)` first, then read `job_store.events(job_id, after)`, and `await changed.wait()` only
-if there were none: nothing is missed between.
+To follow a job: take `changed = runner.changed(job_id)` first, then read `job_store.events(job_id,
+after)`, and `await changed.wait()` only if there were none: nothing is missed between.
 
-The database is used in one thread of its own, in the order of asking. Killed at any moment, the server leaves jobs that are queued or
-running in the database, and children that die within seconds (service/sandbox/guardian.py); the next start queues them again.
+The database is used in one thread of its own, in the order of asking. Killed at any moment, the
+server leaves jobs that are queued or running in the database, and children that die within seconds
+(service/sandbox/guardian.py); the next start queues them again.
 """
 
 from __future__ import annotations
@@ -111,7 +113,9 @@ class JobRunner:
         self._pump()
 
     async def stop(self, grace_s: float = STOP_S) -> None:
-        """End all children and queue their jobs again; nothing is started any more. Harmless if it has stopped."""
+        """End all children and queue their jobs again; nothing is started any more. Harmless if it
+        has stopped.
+        """
         if self._stopping:
             return
         self._stopping = True
@@ -135,21 +139,28 @@ class JobRunner:
         return await self._finish(self._submit(job, once))
 
     async def cancel(self, job_id: str, owner: str | None = None) -> Job:
-        """End a job; Conflict if it has ended. One that runs is `cancelling` until its processes are gone."""
+        """End a job; Conflict if it has ended. One that runs is `cancelling` until its processes
+        are gone.
+        """
         return await self._finish(self._cancel(job_id, owner))
 
     async def retry(self, job_id: str, owner: str | None = None) -> Job:
-        """A new job for one that failed or was cancelled, Conflict for others; it goes on from what is stored."""
+        """A new job for one that failed or was cancelled, Conflict for others; it goes on from what
+        is stored.
+        """
         return await self._finish(self._retry(job_id, owner))
 
     def changed(self, job_id: str) -> asyncio.Event:
-        """Set at the next event of the job, or when the runner stops. Each is for one use: ask again afterwards."""
+        """Set at the next event of the job, or when the runner stops. Each is for one use: ask
+        again afterwards.
+        """
         event = self._changed.get(job_id)
         if event is None:
             event = self._changed[job_id] = asyncio.Event()
         return event
 
-    # -- what they do --------------------------------------------------------------------------------------------------
+    # -- what they do
+    # ------------------------------------------------------------------------------
 
     async def _submit(self, job: Job, once: Once | None) -> tuple[Job, bool]:
         self._check_open()
@@ -274,7 +285,9 @@ class JobRunner:
 
 
 def _kill_leftovers(unfinished: Sequence[Job]) -> None:
-    """Children of an earlier server: by the mark that they carry, and by the pid that was stored."""
+    """Children of an earlier server: by the mark that they carry, and by the pid that was
+    stored.
+    """
     marked = {job.id for job in unfinished}
     known = [
         (job.pid, job.pid_started)

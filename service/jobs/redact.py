@@ -1,4 +1,6 @@
-"""What clients are told names no place of this host: a job's own files by their names alone, others as below CRUCIBLE_HOME."""
+"""What clients are told names no place of this host: a job's own files by their names alone, others
+as below CRUCIBLE_HOME.
+"""
 
 from __future__ import annotations
 

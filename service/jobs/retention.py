@@ -1,11 +1,13 @@
-"""What the home need not keep any longer: `doomed` decides and is pure; `look` finds what there is, `collect` removes.
+"""What the home need not keep any longer: `doomed` decides and is pure; `look` finds what there is,
+`collect` removes.
 
     jobs         ended longer than `retention_days` ago, with upload, work and report
     folders      uploads that became no job, a day after the last byte; work and reports of no job, after `retention_days`
                  but not one whose report proves a version of a model that is kept
     artifacts    of the store: not used for `retention_days`, and for as long as a job may take, so that none that runs loses what it found
 
-What has not ended is kept, however old. A job whose row is damaged is kept: whoever mends it will want the files.
+What has not ended is kept, however old. A job whose row is damaged is kept: whoever mends it will
+want the files.
 """
 
 from __future__ import annotations
@@ -118,7 +120,9 @@ def collect(
     dry_run: bool = False,
     promoted: frozenset[str] = frozenset(),
 ) -> Collected:
-    """Remove what has served its time, or only say what it is. Each job's row goes before its files: what a kill leaves is of no job."""
+    """Remove what has served its time, or only say what it is. Each job's row goes before its
+    files: what a kill leaves is of no job.
+    """
     home, folders, store = settings.home, Folders(settings.home), Store(settings.home)
     old = doomed(look(home, jobs, promoted), clock(), settings)
     freed, artifacts = 0, 0

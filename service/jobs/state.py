@@ -1,4 +1,5 @@
-"""A job's life, be it a compile or a benchmark. Pure: `step(job, event, now)` is the whole of it; what stores, starts and kills stands elsewhere.
+"""A job's life, be it a compile or a benchmark. Pure: `step(job, event, now)` is the whole of it;
+what stores, starts and kills stands elsewhere.
 
 queued ── Started ──> running ── Succeeded ──> succeeded
   │  ▲                 │  │ └──── Died ──────> failed
@@ -64,7 +65,9 @@ class Job(Frozen):
     attempt: int = 0  # how often it was started
     interruptions: int = 0  # how often the server died while it ran
     estimate_s: float | None = (
-        None  # how long the owner's jobs of this name took on this device, when it was sent; None: none has succeeded
+        # how long the owner's jobs of this name took on this device, when it was sent; None: none
+        # has succeeded
+        None
     )
     progress: Progress | None = None
     verdict: Verdict | None = (
@@ -74,7 +77,9 @@ class Job(Frozen):
     engine: str | None = None  # digest of the engine that it left; None: none, or not known
     failure: Failure | None = None
     pid: int | None = (
-        None  # of the child, while there is one; with the time at which that process started, for pids are used again
+        # of the child, while there is one; with the time at which that process started, for pids
+        # are used again
+        None
     )
     pid_started: float | None = None
     trace: str | None = (
@@ -203,7 +208,9 @@ def _end(job: Job, state: State, at: str) -> Job:
 
 
 def after_a_crash(job: Job, most: int) -> JobEvent:
-    """What becomes of a job under which the server died: it begins again, unless that happened so often that it may be the cause."""
+    """What becomes of a job under which the server died: it begins again, unless that happened so
+    often that it may be the cause.
+    """
     if job.interruptions + 1 < most:
         return Requeued("the server died while it ran", interrupted=True)
     said = f"the server died {job.interruptions + 1} times while this job ran"
@@ -217,5 +224,7 @@ def after_a_crash(job: Job, most: int) -> JobEvent:
 
 
 def next_of(queued: Iterable[Job]) -> Job | None:
-    """Which job of one device's queue is started: one that was interrupted before all others, else the oldest."""
+    """Which job of one device's queue is started: one that was interrupted before all others, else
+    the oldest.
+    """
     return min(queued, key=lambda job: (job.attempt == 0, job.created, job.id), default=None)

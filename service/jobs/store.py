@@ -1,11 +1,13 @@
-"""Jobs in the database: each change is one transaction, which writes the event and the job after it, so that neither is without the other.
+"""Jobs in the database: each change is one transaction, which writes the event and the job after
+it, so that neither is without the other.
 
     job, is_new = store.add(job, now, once)      the job, or the one that an equal request already made
     job, seq = store.append(job.id, event, now)  what happened, and the job after it
     store.events(job.id, after=seq)              for clients; `seq` rises over all jobs and is never used twice
 
-Events carry a kind and data for clients: "stage", or the state which the job came to. What a row's JSON no longer tells is logged by
-the job's id and left out; it does not keep the others from being served.
+Events carry a kind and data for clients: "stage", or the state which the job came to. What a row's
+JSON no longer tells is logged by the job's id and left out; it does not keep the others from being
+served.
 """
 
 from __future__ import annotations
@@ -93,7 +95,8 @@ class JobStore:
     ) -> tuple[Job, bool]:
         """Add a queued job: it and True, or False and the job that an equal request made before.
 
-        Conflict if the Idempotency-Key came with another request within 24 h; TooMany if the owner has `most_queued` jobs waiting.
+        Conflict if the Idempotency-Key came with another request within 24 h; TooMany if the owner
+        has `most_queued` jobs waiting.
         """
         with self._database.write() as rows:
             known = self._of_key(rows, job.owner, once, now) or self._of_identity(
@@ -118,7 +121,8 @@ class JobStore:
                     job.model_dump_json(),
                 )
                 rows.execute(
-                    "INSERT INTO jobs (id, owner, identity, state, created, job) VALUES (?, ?, ?, ?, ?, ?)",
+                    "INSERT INTO jobs (id, owner, identity, state, created, job) VALUES (?, ?, ?,"
+                    " ?, ?, ?)",
                     values,
                 )
                 _insert_event(rows, job.id, job.created, "queued", {})
@@ -146,7 +150,9 @@ class JobStore:
             rows.execute("UPDATE jobs SET identity = id WHERE id = ?", (job_id,))
 
     def usual_s(self, owner: str, name: str, device: str, measures: bool = False) -> float | None:
-        """How long this owner's jobs of this name and kind take on a device: the median of the last few that succeeded; None if none has."""
+        """How long this owner's jobs of this name and kind take on a device: the median of the last
+        few that succeeded; None if none has.
+        """
         query = (
             "SELECT * FROM jobs WHERE owner = ? AND state = 'succeeded' ORDER BY id DESC LIMIT ?"
         )
@@ -179,7 +185,9 @@ class JobStore:
         )
 
     def append(self, job_id: str, event: JobEvent, now: dt.datetime) -> tuple[Job, int]:
-        """Store what happened, and the job after it: both or none. StaleEvent if the job cannot take the event."""
+        """Store what happened, and the job after it: both or none. StaleEvent if the job cannot
+        take the event.
+        """
         with self._database.write() as rows:
             before = _job(_row(rows, job_id, None))
             job = step(before, event, now)
@@ -239,7 +247,9 @@ class JobStore:
     def _of_key(
         self, rows: sqlite3.Connection, owner: str, once: Once | None, now: dt.datetime
     ) -> Job | None:
-        """The job of an earlier request with the same Idempotency-Key; those of yesterday are forgotten."""
+        """The job of an earlier request with the same Idempotency-Key; those of yesterday are
+        forgotten.
+        """
         rows.execute("DELETE FROM requests WHERE created <= ?", (_text(now - ONCE_FOR),))
         if once is None:
             return None
@@ -256,14 +266,19 @@ class JobStore:
         return _job(_row(rows, row["job_id"], owner))
 
     def _of_identity(self, rows: sqlite3.Connection, owner: str, identity: str) -> Job | None:
-        query = f"SELECT * FROM jobs WHERE owner = ? AND identity = ? AND state IN {_marks(REUSED)} ORDER BY id DESC"
+        query = (
+            f"SELECT * FROM jobs WHERE owner = ? AND identity = ? AND state IN {_marks(REUSED)}"
+            " ORDER BY id DESC"
+        )
         return next(
             iter(_readable(rows.execute(query, (owner, identity, *REUSED)).fetchall())), None
         )
 
 
 def told(event: JobEvent, job: Job) -> tuple[str, dict[str, Any]]:
-    """An event's kind and data for clients, from what happened and the job after it. No pids: they are nobody's business."""
+    """An event's kind and data for clients, from what happened and the job after it. No pids: they
+    are nobody's business.
+    """
     match event:
         case StageSeen():
             return "stage", {

@@ -1,4 +1,6 @@
-"""Traces, sent by OTLP over HTTP when `otel_endpoint` is set: FastAPI makes the spans of a request; those of a job and its stages join them."""
+"""Traces, sent by OTLP over HTTP when `otel_endpoint` is set: FastAPI makes the spans of a request;
+those of a job and its stages join them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ TRACEPARENT = "traceparent"
 
 
 def provider_from(settings: Settings) -> TracerProvider | None:
-    """What makes and sends spans; None without an endpoint. BackendUnavailable names the extra that is missing."""
+    """What makes and sends spans; None without an endpoint. BackendUnavailable names the extra that
+    is missing.
+    """
     if settings.otel_endpoint is None:
         return None
     try:
@@ -57,7 +61,9 @@ def tracing_to(processor: SpanProcessor) -> TracerProvider:
 
 
 def telemetry_of(provider: TracerProvider | None) -> TelemetryConfig:
-    """FastAPI's settings: traces alone. Figures are Prometheus', and the log is ours, which keeps keys out."""
+    """FastAPI's settings: traces alone. Figures are Prometheus', and the log is ours, which keeps
+    keys out.
+    """
     return {
         "tracer_provider": provider,
         "tracing": provider is not None,
@@ -68,14 +74,18 @@ def telemetry_of(provider: TracerProvider | None) -> TelemetryConfig:
 
 
 def current_trace() -> str | None:
-    """The span of the request that is being answered, in a form that a job can keep; None where nothing is traced."""
+    """The span of the request that is being answered, in a form that a job can keep; None where
+    nothing is traced.
+    """
     carrier: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(carrier)
     return carrier.get(TRACEPARENT)
 
 
 class JobSpans:
-    """A job and each of its stages as spans below that of the request which made it, also after a restart of the server."""
+    """A job and each of its stages as spans below that of the request which made it, also after a
+    restart of the server.
+    """
 
     def __init__(self, provider: TracerProvider | None) -> None:
         self._tracer = (provider or NoOpTracerProvider()).get_tracer("crucible")

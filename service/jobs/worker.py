@@ -1,8 +1,9 @@
-"""A job's child: `python -m service.jobs.worker FD` compiles a plan, or measures its engine again, and tells the server through the socket FD.
+"""A job's child: `python -m service.jobs.worker FD` compiles a plan, or measures its engine again,
+and tells the server through the socket FD.
 
-The only module of the service that imports pipeline.compiler, and inside functions. It runs below a guardian
-(service/sandbox/guardian.py), which has restricted it, with an environment made for it (worker_client.py), and writes nothing but
-its work directory.
+The only module of the service that imports pipeline.compiler, and inside functions. It runs below a
+guardian (service/sandbox/guardian.py), which has restricted it, with an environment made for it
+(worker_client.py), and writes nothing but its work directory.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ SEEDED = ("history.jsonl", "timing")  # of the home: copied, for the child adds 
 CONTENDED = (
     "latency was measured while engines served on the same device: it decides nothing about speed"
 )
-CHOSEN = "this candidate was chosen by latencies that were measured while engines served on the same device: another may be faster"
+CHOSEN = (
+    "this candidate was chosen by latencies that were measured while engines served on the same"
+    " device: another may be faster"
+)
 
 
 class Server:
@@ -122,7 +126,9 @@ def run_job(start: Start, server: Server) -> None:
 
 
 def measure_again(compiled: Path, plan: Plan, runner: Runner, command: str) -> Report:
-    """The report in `compiled` with new latencies of its engine. Nothing makes good that it was chosen by contended ones."""
+    """The report in `compiled` with new latencies of its engine. Nothing makes good that it was
+    chosen by contended ones.
+    """
     from pipeline.compiler.remeasure import report_again
     from pipeline.report.bundle import load_engine
     from pipeline.report.render import load_report
@@ -136,7 +142,9 @@ def measure_again(compiled: Path, plan: Plan, runner: Runner, command: str) -> R
 
 
 def measuring(benchmark: Callable[..., object], server: Server, mark: Path) -> Run:
-    """Runs stages in children as ever, but asks for the device before `benchmark`; leaves a mark if engines served there."""
+    """Runs stages in children as ever, but asks for the device before `benchmark`; leaves a mark if
+    engines served there.
+    """
 
     def run(
         function: Callable[..., Any],
@@ -168,7 +176,9 @@ def doubted(report: Report, why: str) -> Report:
 
 
 def forget_contended(home: Path) -> None:
-    """Drop figures that were measured beside engines that served, so that no later run takes them for good."""
+    """Drop figures that were measured beside engines that served, so that no later run takes them
+    for good.
+    """
     if _mark(home).exists():
         shutil.rmtree(home / "artifacts" / "benchmark", ignore_errors=True)
         _mark(home).unlink()
@@ -190,11 +200,14 @@ def seed(shared: Path, home: Path) -> None:
             shutil.copy(source, target)
 
 
-# -- what decides the result besides the request -----------------------------------------------------------------------
+# -- what decides the result besides the request
+# ------------------------------------------------------------------------------
 
 
 def probe_host(progress: Progress = silent) -> HostIdentity:
-    """Devices, targets and tools of this host. To be called through `call_in_child`: it imports every backend that is here."""
+    """Devices, targets and tools of this host. To be called through `call_in_child`: it imports
+    every backend that is here.
+    """
     import hashlib
     import json
 
@@ -230,7 +243,8 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
     return HostIdentity(devices=devices, digest=hashlib.sha256(facts.encode()).hexdigest())
 
 
-# -- the process -------------------------------------------------------------------------------------------------------
+# -- the process
+# ------------------------------------------------------------------------------
 
 
 def main(descriptor: int) -> None:

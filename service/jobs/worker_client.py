@@ -1,4 +1,6 @@
-"""One job's child as the server sees it: started with nothing of the server's environment but what it needs, spoken to, and ended."""
+"""One job's child as the server sees it: started with nothing of the server's environment but what
+it needs, spoken to, and ended.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 def environment_for(
     job_id: str, device: str, work: Work, server: Mapping[str, str]
 ) -> dict[str, str]:
-    """All that a child's environment holds: an allow-list of the server's, places inside its work directory, its one device, and its mark."""
+    """All that a child's environment holds: an allow-list of the server's, places inside its work
+    directory, its one device, and its mark.
+    """
     kept = {
         name: value
         for name, value in server.items()
@@ -63,7 +67,9 @@ def environment_for(
 
 
 def visible(device: str, server: str | None) -> str:
-    """What CUDA may see: nothing for the CPU; `gpu:1` is the second of those that the server sees."""
+    """What CUDA may see: nothing for the CPU; `gpu:1` is the second of those that the server
+    sees.
+    """
     if not device.startswith("gpu:"):
         return ""
     number = int(device.removeprefix("gpu:"))
@@ -77,7 +83,9 @@ async def start_guarded(
     file_bytes: int,
     environment: Mapping[str, str],
 ) -> asyncio.subprocess.Process:
-    """Start `command` with the number of its `end` of a socket as last argument, below a guardian, in a session of its own. Closes `end`."""
+    """Start `command` with the number of its `end` of a socket as last argument, below a guardian,
+    in a session of its own. Closes `end`.
+    """
     guardian = (sys.executable, "-m", "service.sandbox.guardian", str(os.getpid()), str(file_bytes))
     try:
         with end, work.log.open("ab") as log:
@@ -112,7 +120,9 @@ async def how_it_ended(process: asyncio.subprocess.Process, before: MemoryKills)
 
 
 async def end_guarded(process: asyncio.subprocess.Process, mark: str) -> None:
-    """End a guarded process and all that it started, wherever that has gone: what carries this mark."""
+    """End a guarded process and all that it started, wherever that has gone: what carries this
+    mark.
+    """
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
     with contextlib.suppress(TimeoutError):
@@ -162,7 +172,9 @@ class Child:
             await self._writer.drain()
 
     async def receive(self) -> FromChild:
-        """The next message; EOFError if the child is gone, BadMessage if it does not keep to the protocol."""
+        """The next message; EOFError if the child is gone, BadMessage if it does not keep to the
+        protocol.
+        """
         try:
             line = await self._reader.readline()
         except ValueError as error:  # no end within the limit

@@ -1,4 +1,6 @@
-"""What Prometheus reads at /metrics. Names and labels are listed in docs/service.md, which the dashboard's queries are checked against."""
+"""What Prometheus reads at /metrics. Names and labels are listed in docs/service.md, which the
+dashboard's queries are checked against.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ STAGE_SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
 
 
 class Metrics:
-    """The figures of one application; a registry of its own, so that two applications in a process do not mix."""
+    """The figures of one application; a registry of its own, so that two applications in a process
+    do not mix.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -83,7 +87,9 @@ class Metrics:
         )
 
     def observe_job(self, job: Job, event: JobEvent) -> None:
-        """Count what happened to a job. Stages by their known names only: a child's word must not make labels without end."""
+        """Count what happened to a job. Stages by their known names only: a child's word must not
+        make labels without end.
+        """
         if isinstance(event, StageSeen):
             if event.state == "finished":
                 self.stage_seconds.labels(

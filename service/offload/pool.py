@@ -1,4 +1,6 @@
-"""The server's end of its helpers: a few processes, started when the first is needed, each with one piece of work at a time."""
+"""The server's end of its helpers: a few processes, started when the first is needed, each with one
+piece of work at a time.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Helpers:
     async def ask(
         self, work: str, parts: Iterable[bytes | memoryview], **arguments: object
     ) -> tuple[dict[str, Any], bytes]:
-        """What the helpers' module makes of a body: the head and the body of its answer; its refusals are raised here."""
+        """What the helpers' module makes of a body: the head and the body of its answer; its
+        refusals are raised here.
+        """
         async with self._places:
             process = self._taken() or await _started(self._module)
             try:

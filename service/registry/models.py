@@ -29,7 +29,9 @@ class PromoteRequest(Frozen):
     report: str = Field(max_length=100, description="The id of the job that made it")
     override: bool = Field(
         default=False,
-        description="Take it although its verdict is `unproven`; logged. A rejected one is never taken",
+        description=(
+            "Take it although its verdict is `unproven`; logged. A rejected one is never taken"
+        ),
     )
 
 
@@ -63,7 +65,9 @@ class DeploymentOptions(Frozen):
     )
     overlap: bool = Field(
         default=False,
-        description="Copy a batch while another one computes; each instance takes more memory for that",
+        description=(
+            "Copy a batch while another one computes; each instance takes more memory for that"
+        ),
     )
     max_batch: int | None = Field(
         default=None,
@@ -88,7 +92,9 @@ class DeploymentOptions(Frozen):
 
 
 class Version(Frozen):
-    """One promoted engine. Never changed, but `before` where that version is pruned, and `memory_bytes` when it has been loaded."""
+    """One promoted engine. Never changed, but `before` where that version is pruned, and
+    `memory_bytes` when it has been loaded.
+    """
 
     model: str
     version: int = Field(ge=1)
@@ -112,7 +118,10 @@ class Version(Frozen):
     )
     memory_bytes: int | None = Field(
         default=None,
-        description="Of the device, held by one instance when it was loaded, the least so far; null: not known",
+        description=(
+            "Of the device, held by one instance when it was loaded, the least so far; null: not"
+            " known"
+        ),
     )
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -162,7 +171,9 @@ class SeenShape(Frozen):
 
 
 class ShapesView(Frozen):
-    """What requests were like since the model was loaded, and the profile they suggest for the next compile."""
+    """What requests were like since the model was loaded, and the profile they suggest for the next
+    compile.
+    """
 
     version: int
     shapes: tuple[SeenShape, ...] = Field(description="The most frequent first")
@@ -171,7 +182,8 @@ class ShapesView(Frozen):
     )
 
 
-# -- decisions ---------------------------------------------------------------------------------------------------------
+# -- decisions
+# ------------------------------------------------------------------------------
 
 
 def version_name(model: str, version: int) -> str:
@@ -180,7 +192,9 @@ def version_name(model: str, version: int) -> str:
 
 
 def prunable(versions: Sequence[Version], used: Collection[int], keep: int) -> tuple[int, ...]:
-    """Versions that need not be kept: all but the newest `keep`, those in use, and those that a rollback from one in use leads to next."""
+    """Versions that need not be kept: all but the newest `keep`, those in use, and those that a
+    rollback from one in use leads to next.
+    """
     kept = {each.version for each in sorted(versions, key=lambda each: -each.version)[:keep]} | set(
         used
     )
@@ -191,7 +205,9 @@ def prunable(versions: Sequence[Version], used: Collection[int], keep: int) -> t
 def suggested(
     shapes: Mapping[tuple[tuple[str, int], ...], int], version: Version
 ) -> tuple[dict[str, DimRange], ...]:
-    """One profile that holds all sizes seen, the most frequent as opt. What counts rows reaches as far as rows run together."""
+    """One profile that holds all sizes seen, the most frequent as opt. What counts rows reaches as
+    far as rows run together.
+    """
     counts: dict[str, Counter[int]] = {}
     for shape, requests in shapes.items():
         for symbol, size in shape:

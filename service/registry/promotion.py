@@ -1,4 +1,6 @@
-"""From a report to a version of a model: whether it may be served, and the proof of its batches, taken in a child."""
+"""From a report to a version of a model: whether it may be served, and the proof of its batches,
+taken in a child.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +125,9 @@ def version_of(
 
 
 def peak_of(report: Report) -> int:
-    """The most that a process held while it measured the delivered engine; 0: nothing was measured."""
+    """The most that a process held while it measured the delivered engine; 0: nothing was
+    measured.
+    """
     measured = report.benchmark_delivered
     return max((row.peak_memory_bytes for row in measured.rows), default=0) if measured else 0
 

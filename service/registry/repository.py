@@ -1,8 +1,10 @@
-"""The models of one home: versions that never change, which of them is current, and how each model is to be served.
+"""The models of one home: versions that never change, which of them is current, and how each model
+is to be served.
 
     home/models/<name>/<version>/engine/    a copy of the report's, put there by one rename
 
-A folder without a row is what a killed promotion left: `sweep` removes it. Rows are written after the files, and go before them.
+A folder without a row is what a killed promotion left: `sweep` removes it. Rows are written after
+the files, and go before them.
 """
 
 from __future__ import annotations
@@ -134,7 +136,9 @@ class Repository:
             shutil.rmtree(staged, ignore_errors=True)
 
     def manifest(self, version: Version) -> Manifest:
-        """What the engine's files were when they were made; DamagedError unless all are so still."""
+        """What the engine's files were when they were made; DamagedError unless all are so
+        still.
+        """
         engine = self.engine(version)
         try:
             check_engine(engine, _name(version))
@@ -171,7 +175,9 @@ class Repository:
         shutil.copytree(self.engine_folder(version), place / ENGINE)
 
     def add(self, version: Version, engine: Path, current: bool) -> Version:
-        """Add the next version, whose number replaces the one given; Conflict if the name is another owner's."""
+        """Add the next version, whose number replaces the one given; Conflict if the name is
+        another owner's.
+        """
         with self._staged(engine) as staged, self._database.write() as rows:
             added = _numbered(rows, version)
             place = self._folders.version(added.model, added.version)
@@ -187,7 +193,9 @@ class Repository:
             rows.execute("UPDATE models SET current = ? WHERE name = ?", (version, name))
 
     def set_deployed(self, name: str, options: DeploymentOptions | None) -> None:
-        """It is to be served so from now on; None: no longer, but as before if it is asked for again."""
+        """It is to be served so from now on; None: no longer, but as before if it is asked for
+        again.
+        """
         with self._database.write() as rows:
             if options is None:
                 rows.execute("UPDATE models SET deployed = 0 WHERE name = ?", (name,))
@@ -198,15 +206,20 @@ class Repository:
                 )
 
     def set_memory(self, version: Version, memory_bytes: int) -> None:
-        """What one instance held when it was loaded; 0: not known. The least counts: on a GPU others may have taken memory at the same time."""
+        """What one instance held when it was loaded; 0: not known. The least counts: on a GPU
+        others may have taken memory at the same time.
+        """
         with self._database.write() as rows:
             rows.execute(
-                "UPDATE versions SET memory_bytes = min(coalesce(memory_bytes, ?1), ?1) WHERE ?1 > 0 AND model = ?2 AND version = ?3",
+                "UPDATE versions SET memory_bytes = min(coalesce(memory_bytes, ?1), ?1) WHERE ?1 >"
+                " 0 AND model = ?2 AND version = ?3",
                 (memory_bytes, version.model, version.version),
             )
 
     def remove(self, name: str, versions: Collection[int]) -> None:
-        """Forget versions, but never the current one. A rollback that would have led there leads to the one before."""
+        """Forget versions, but never the current one. A rollback that would have led there leads to
+        the one before.
+        """
         with self._database.write() as rows:
             current = rows.execute("SELECT current FROM models WHERE name = ?", (name,)).fetchone()[
                 "current"
@@ -270,7 +283,8 @@ class Repository:
 def promoted_engine(home: Path, model: str, version: int) -> Engine:
     """The engine of a version in this home; NotFound if it is not there.
 
-    Found by its folder, which appears whole: the database is left to the server, which may run. What a killed promotion left is found, too.
+    Found by its folder, which appears whole: the database is left to the server, which may run.
+    What a killed promotion left is found, too.
     """
     folders = Folders(home)
     if not (folders.version(model, version) / ENGINE).is_dir():
@@ -312,7 +326,8 @@ def _insert(rows: sqlite3.Connection, version: Version, current: bool) -> None:
     name, number = version.model, version.version
     values = (name, version.owner, number, number)
     rows.execute(
-        "INSERT INTO models (name, owner, current, latest) VALUES (?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET latest = excluded.latest",
+        "INSERT INTO models (name, owner, current, latest) VALUES (?, ?, ?, ?) ON CONFLICT (name)"
+        " DO UPDATE SET latest = excluded.latest",
         values,
     )
     if current:

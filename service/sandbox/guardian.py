@@ -1,10 +1,13 @@
-"""The first process of a job's child: it restricts itself, starts the worker, and sees that nothing outlives it.
+"""The first process of a job's child: it restricts itself, starts the worker, and sees that nothing
+outlives it.
 
     python -m service.sandbox.guardian PARENT FILE_BYTES COMMAND...
 
-What the worker starts may leave its session and lose its parent; as their subreaper the guardian stays the ancestor of all. It kills
-them when the worker ends, at SIGTERM, and when the server dies (PR_SET_PDEATHSIG), and then ends as the worker did. Should the guardian
-itself be killed, the worker dies by its own PR_SET_PDEATHSIG, and the server looks for the rest by the mark in their environment.
+What the worker starts may leave its session and lose its parent; as their subreaper the guardian
+stays the ancestor of all. It kills them when the worker ends, at SIGTERM, and when the server dies
+(PR_SET_PDEATHSIG), and then ends as the worker did. Should the guardian itself be killed, the
+worker dies by its own PR_SET_PDEATHSIG, and the server looks for the rest by the mark in their
+environment.
 
 It imports nothing of the pipeline: it is to start in milliseconds and to stay small.
 """
@@ -46,7 +49,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def restrict(file_bytes: int) -> None:
-    """No new privileges, no core files, few open files, no file larger than this. Nothing on address space: CUDA reserves it by the terabyte."""
+    """No new privileges, no core files, few open files, no file larger than this. Nothing on
+    address space: CUDA reserves it by the terabyte.
+    """
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for kind, wanted in ((resource.RLIMIT_NOFILE, MOST_FILES), (resource.RLIMIT_FSIZE, file_bytes)):
@@ -66,7 +71,9 @@ def _become(command: list[str], guardian: int) -> None:
 
 
 def _watch(worker: int) -> int | None:
-    """The worker's status when it has ended; None at SIGTERM. Reaps whatever else ends meanwhile."""
+    """The worker's status when it has ended; None at SIGTERM. Reaps whatever else ends
+    meanwhile.
+    """
     while signal.sigwait(WATCHED) != signal.SIGTERM:
         while (ended := _reap()) is not None:
             if ended[0] == worker:

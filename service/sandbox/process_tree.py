@@ -1,4 +1,6 @@
-"""The processes of jobs: each carries the job's id in its environment, whoever its parent is by now."""
+"""The processes of jobs: each carries the job's id in its environment, whoever its parent is by
+now.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ SAME_START_S = 2.0  # the clock by which psutil tells when a process started may
 
 
 def started_at(pid: int) -> float:
-    """When a process started, in seconds since 1970: together with the pid it names one process for ever. 0 if it is gone already."""
+    """When a process started, in seconds since 1970: together with the pid it names one process for
+    ever. 0 if it is gone already.
+    """
     try:
         return psutil.Process(pid).create_time()
     except psutil.NoSuchProcess:
@@ -47,7 +51,9 @@ def of_jobs(job_ids: Collection[str]) -> list[psutil.Process]:
 
 
 def kill_all(find: Callable[[], Iterable[psutil.Process]], within_s: float = KILL_S) -> bool:
-    """SIGKILL what `find` finds until it finds nothing; False if something is left after `within_s`."""
+    """SIGKILL what `find` finds until it finds nothing; False if something is left after
+    `within_s`.
+    """
     end = time.monotonic() + within_s
     while left := list(find()):
         for process in left:

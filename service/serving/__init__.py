@@ -1,1 +1,3 @@
-"""Engines that answer requests: repository, deployments, batching, one child process for each instance."""
+"""Engines that answer requests: repository, deployments, batching, one child process for each
+instance.
+"""

@@ -1,6 +1,8 @@
-"""Several requests as one batch: the shapes of the joined inputs, their rows side by side, and each request's own rows of the outputs.
+"""Several requests as one batch: the shapes of the joined inputs, their rows side by side, and each
+request's own rows of the outputs.
 
-One copy in and one copy out: `fill` writes where the worker reads, `cut` copies out of what the worker wrote.
+One copy in and one copy out: `fill` writes where the worker reads, `cut` copies out of what the
+worker wrote.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ class Rows:
         self._padded = {spec.name: _padded_axes(spec, axes) for spec in (*inputs, *outputs)}
 
     def join(self, kind: Kind, parts: Sequence[Part], size: int) -> Joined:
-        """What runs: one request as it is, or several with `size` rows, each as long as the longest or as the kind says."""
+        """What runs: one request as it is, or several with `size` rows, each as long as the longest
+        or as the kind says.
+        """
         if not kind.sizes:
             arrays = [parts[0].inputs[spec.name] for spec in self._inputs]
             return Joined(
@@ -127,12 +131,17 @@ class Rows:
     def cut(
         self, joined: Joined, outputs: Sequence[Array], wanted: Sequence[frozenset[str] | None]
     ) -> list[dict[str, Array]]:
-        """Each request's own arrays of the outputs that it wants (None: all; empty: none). InternalError for an output without its rows."""
+        """Each request's own arrays of the outputs that it wants (None: all; empty: none).
+        InternalError for an output without its rows.
+        """
         found: list[dict[str, Array]] = [{} for _ in joined.parts]
         for spec, array in zip(self._outputs, outputs, strict=True):
             axis = None if joined.whole else self._axes.batch.get(spec.name)
             if axis is not None and (axis >= array.ndim or array.shape[axis] != joined.size):
-                said = f"output '{spec.name}' has shape {array.shape}, expected {joined.size} rows along axis {axis}"
+                said = (
+                    f"output '{spec.name}' has shape {array.shape}, expected {joined.size} rows"
+                    f" along axis {axis}"
+                )
                 raise InternalError(said, "deploy the model without batching")
             at = 0
             for part, wants, mine in zip(joined.parts, wanted, found, strict=True):

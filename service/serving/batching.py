@@ -5,9 +5,10 @@
     queue, batch = take(queue, now, idle)      some worker has room: what it is to run; None: nothing yet
     deadline(queue)                            when `take` gives something although nothing more comes
 
-Requests of one kind run together, in the order of their coming. A batch is closed when no more rows fit, when its first request has waited
-`max_delay_s`, or at once where a worker is idle. Of several that could be closed, the one with the oldest request goes first, so that a kind
-which always fills its batches keeps no other waiting.
+Requests of one kind run together, in the order of their coming. A batch is closed when no more rows
+fit, when its first request has waited `max_delay_s`, or at once where a worker is idle. Of several
+that could be closed, the one with the oldest request goes first, so that a kind which always fills
+its batches keeps no other waiting.
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ class Kind:
     """What requests that run together have in common; compared by identity."""
 
     sizes: tuple[
-        Sizes, ...
-    ] = ()  # of the profiles that take these shapes; empty: rows are run as they come, and never with others
+        Sizes,
+        ...,
+        # of the profiles that take these shapes; empty: rows are run as they come, and never with
+        # others
+    ] = ()
     lengths: tuple[
         int, ...
     ] = ()  # to which the declared axes are padded; empty: to the longest of a batch
@@ -114,7 +118,9 @@ def deadline(queue: Queue) -> float | None:
 
 
 def take(queue: Queue, now: float, idle: bool) -> tuple[Queue, Batch | None]:
-    """The batch that is to run now on a worker with room, which may be idle; None if it is better to wait for more requests."""
+    """The batch that is to run now on a worker with room, which may be idle; None if it is better
+    to wait for more requests.
+    """
     for requests, is_full in _groups(queue):
         if is_full or idle or now >= requests[0].since + queue.rules.max_delay_s:
             return _closed(queue, requests)
@@ -122,7 +128,9 @@ def take(queue: Queue, now: float, idle: bool) -> tuple[Queue, Batch | None]:
 
 
 def _groups(queue: Queue) -> Iterator[tuple[list[Waiting], bool]]:
-    """The next batch of each kind, the one with the oldest request first, and whether no more fits in."""
+    """The next batch of each kind, the one with the oldest request first, and whether no more fits
+    in.
+    """
     seen: set[Kind] = set()
     for index, head in enumerate(queue.waiting):
         if head.alone or not head.kind.sizes:
@@ -164,7 +172,9 @@ def _closed(queue: Queue, requests: list[Waiting]) -> tuple[Queue, Batch]:
 
 
 def _profile_for(kind: Kind, rows: int, queue: Queue) -> tuple[Sizes, int]:
-    """The profile that pads least; for a while the last one, unless it takes over twice the rows: a change in load does not flip it each time."""
+    """The profile that pads least; for a while the last one, unless it takes over twice the rows: a
+    change in load does not flip it each time.
+    """
     fitting = [sizes for sizes in kind.sizes if rows <= sizes.high]
     best = min(fitting, key=lambda sizes: sizes.holding(rows))
     last = next((sizes for sizes in fitting if sizes.profile == queue.profile), best)
@@ -176,7 +186,9 @@ def _profile_for(kind: Kind, rows: int, queue: Queue) -> tuple[Sizes, int]:
 
 
 def captured_sizes(low: int, usual: int, high: int, most: int = MOST_CAPTURED) -> tuple[int, ...]:
-    """The sizes that are run where each is captured: the ends, the usual one, and the largest powers of two between them."""
+    """The sizes that are run where each is captured: the ends, the usual one, and the largest
+    powers of two between them.
+    """
     ends = {max(low, 1), min(max(usual, low, 1), high), high}
     powers = [2**n for n in range(high.bit_length()) if low < 2**n < high and 2**n not in ends]
     kept = powers[max(0, len(powers) - max(0, most - len(ends))) :]

@@ -1,4 +1,6 @@
-"""What of a model is in memory: the loaded version with its lease on the device, and what is told of one that is not there."""
+"""What of a model is in memory: the loaded version with its lease on the device, and what is told
+of one that is not there.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ Start = Callable[[DeploymentSpec, Path], Awaitable[Running]]
 
 
 class Loaded:
-    """A running version. It holds a lease to serve from its loading on while it has requests, and QUIET_S longer."""
+    """A running version. It holds a lease to serve from its loading on while it has requests, and
+    QUIET_S longer.
+    """
 
     def __init__(self, running: Running, spec: DeploymentSpec, name: str, leases: Leases) -> None:
         self.running, self.spec = running, spec

@@ -48,12 +48,15 @@ from service.serving.worker_client import SLOTS, Order, Ran, Task, worker_for
 from service.storage.layout import Work
 
 RUNS_TO_CAPTURE = 3  # of a shape: plain, captured, launched
-STUCK_TIMEOUTS = 3.0  # a worker that answers a batch later than this many time-outs hangs: nobody waits for it any more
+# a worker that answers a batch later than this many time-outs hangs: nobody waits for it any more
+STUCK_TIMEOUTS = 3.0
 LEAST_STUCK_S = 10.0  # but not before this
 MOST_SHAPES = 1000  # that are told apart
 LOADS = itertools.count(
     1
-)  # a version that is loaded anew has two deployments for a moment, whose processes must not be mistaken
+    # a version that is loaded anew has two deployments for a moment, whose processes must not be
+    # mistaken
+)
 
 log = logs.get("service.deployment")
 
@@ -94,7 +97,9 @@ class _Asked:
 
 
 class Deployment:
-    """One loaded version. Lives in one event loop; a request costs no thread and no other task than its own."""
+    """One loaded version. Lives in one event loop; a request costs no thread and no other task than
+    its own.
+    """
 
     def __init__(
         self, spec: DeploymentSpec, work: Path, figures: Figures, worker: Sequence[str]
@@ -147,7 +152,9 @@ class Deployment:
         figures: Figures,
         worker: Sequence[str] = (),
     ) -> Deployment:
-        """Load and warm up, with logs and temporary files below `work`. What keeps a worker from being ready is raised, and leaves nothing behind."""
+        """Load and warm up, with logs and temporary files below `work`. What keeps a worker from
+        being ready is raised, and leaves nothing behind.
+        """
         deployment = cls(spec, work, figures, worker or worker_for(spec.engine))
         starting = [asyncio.ensure_future(instance.start()) for instance in deployment._instances]
         try:
@@ -196,7 +203,9 @@ class Deployment:
             self._look_quiet()
 
     def served(self) -> Served:
-        """As clients are told of it: `loading` also while a worker that died is started again and no other is there."""
+        """As clients are told of it: `loading` also while a worker that died is started again and
+        no other is there.
+        """
         spec, state = self.spec, self._state()
         return Served(
             model=spec.model,
@@ -209,9 +218,11 @@ class Deployment:
             batch=spec.batch,
             max_batch=self._fitting.maximum,
             state=state,
-            reason=""
-            if state == "ready"
-            else next((each.reason for each in self._instances if each.reason), ""),
+            reason=(
+                ""
+                if state == "ready"
+                else next((each.reason for each in self._instances if each.reason), "")
+            ),
             instances=spec.instances,
             image=spec.image,
             labels=spec.labels,
@@ -222,7 +233,9 @@ class Deployment:
         return self._tally.statistics()
 
     def shapes(self) -> Mapping[tuple[tuple[str, int], ...], int]:
-        """How many requests came with which sizes of the symbols, the batch's among them. After MOST_SHAPES others no more are told apart."""
+        """How many requests came with which sizes of the symbols, the batch's among them. After
+        MOST_SHAPES others no more are told apart.
+        """
         return dict(self._shapes)
 
     @property
@@ -253,7 +266,8 @@ class Deployment:
         self._tally.close()
         await asyncio.to_thread(shutil.rmtree, self._work, True)
 
-    # -- requests ------------------------------------------------------------------------------------------------------
+    # -- requests
+    # ------------------------------------------------------------------------------
 
     def _state(self) -> ModelState:
         if self._draining:
@@ -281,7 +295,8 @@ class Deployment:
         unknown = [name for name in outputs if name not in self._outputs]
         if unknown:
             raise Unprocessable(
-                f"no output {', '.join(map(repr, unknown))}; there is {', '.join(map(repr, self._outputs))}",
+                f"no output {', '.join(map(repr, unknown))}; there is"
+                f" {', '.join(map(repr, self._outputs))}",
                 "ask for those, or for none",
             )
         return frozenset(outputs) or None
@@ -319,7 +334,8 @@ class Deployment:
             self._tally.failed(state, monotonic() - asked.since)
             asked.answer.set_exception(error)
 
-    # -- batches -------------------------------------------------------------------------------------------------------
+    # -- batches
+    # ------------------------------------------------------------------------------
 
     def _changed(self) -> None:
         """A worker has come or gone."""
@@ -334,7 +350,9 @@ class Deployment:
         self._pump_soon()
 
     def _pump_soon(self) -> None:
-        """Once the event loop has taken in what has arrived: requests that came at the same time run together."""
+        """Once the event loop has taken in what has arrived: requests that came at the same time
+        run together.
+        """
         if not self._pumping:
             self._pumping = True
             self._loop.call_soon(self._pump)

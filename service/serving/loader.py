@@ -1,4 +1,5 @@
-"""From a version to a process that serves it: where it is to run, whether it fits, and the proof before it is one.
+"""From a version to a process that serves it: where it is to run, whether it fits, and the proof
+before it is one.
 
 One load at a time, so that each finds the memory that is free.
 """

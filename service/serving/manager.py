@@ -6,8 +6,9 @@
     await deployments.rollback(caller, "resnet50")
     await deployments.unload(caller, "resnet50")
 
-What answers is changed by one assignment between two requests, after the new version is ready and the change is on the disk: so a
-request is answered by the one or the other, and none is lost. If anything fails before that, all is as it was.
+What answers is changed by one assignment between two requests, after the new version is ready and
+the change is on the disk: so a request is answered by the one or the other, and none is lost. If
+anything fails before that, all is as it was.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Deployments:
         self._thread = ThreadPoolExecutor(1, "crucible-models")
         self._started = self._stopping = False
 
-    # -- what every wire asks ------------------------------------------------------------------------------------------
+    # -- what every wire asks
+    # ------------------------------------------------------------------------------
 
     def served(self, caller: Caller) -> tuple[Served, ...]:
         return tuple(self._told(slot) for _, slot in sorted(self._seen(caller).items()))
@@ -99,7 +101,8 @@ class Deployments:
         caller.require("admin")
         await self._apart(self._unload(caller, model))
 
-    # -- changes -------------------------------------------------------------------------------------------------------
+    # -- changes
+    # ------------------------------------------------------------------------------
 
     async def deploy(self, caller: Caller, name: str, options: DeploymentOptions) -> ModelView:
         """Load a model, or serve it in another way; ready when this returns."""
@@ -108,7 +111,9 @@ class Deployments:
         return await self.view(caller, name)
 
     async def promote(self, caller: Caller, name: str, asked: PromoteRequest) -> ModelView:
-        """Make a report's engine the current version; one that is current already stays so. Conflict if it may not be served."""
+        """Make a report's engine the current version; one that is current already stays so.
+        Conflict if it may not be served.
+        """
         caller.require("admin")
         if name in RESERVED:
             raise Unprocessable(
@@ -127,7 +132,9 @@ class Deployments:
     async def lend(
         self, caller: Caller, name: str, number: int | None, job_id: str
     ) -> tuple[Version, str]:
-        """Give a job a version's report and engine: this version, or the one that is loaded, or the current one; with the device to measure on."""
+        """Give a job a version's report and engine: this version, or the one that is loaded, or the
+        current one; with the device to measure on.
+        """
         slot = self._slots.get(name)
         loaded = (
             slot
@@ -146,8 +153,10 @@ class Deployments:
             return version
 
         version = await self._ask(lent)  # in the thread in which versions are pruned
-        return version, loaded.device if loaded else device_for(
-            None, version.on_gpu, self._means.leases.devices.names
+        return version, (
+            loaded.device
+            if loaded
+            else device_for(None, version.on_gpu, self._means.leases.devices.names)
         )
 
     async def _deploy(self, caller: Caller, name: str, options: DeploymentOptions) -> None:
@@ -158,7 +167,8 @@ class Deployments:
             if options.max_batch is not None and options.max_batch > most:
                 why = version.batch.reason or f"its profiles hold {most}"
                 raise Unprocessable(
-                    f"max_batch is {options.max_batch}, version {version.version} of '{name}' takes at most {most}: {why}"
+                    f"max_batch is {options.max_batch}, version {version.version} of '{name}' takes"
+                    f" at most {most}: {why}"
                 )
             await self._switch(
                 version, options, lambda: self._repository.set_deployed(name, options)
@@ -249,7 +259,8 @@ class Deployments:
             before = model.version().before
             if before is None:
                 raise Conflict(
-                    f"version {model.current} of '{name}' was the first: there is none to go back to",
+                    f"version {model.current} of '{name}' was the first: there is none to go"
+                    " back to",
                     "promote another report",
                 )
             await self._become_current(model, model.version(before), on_failure=lambda: None)
@@ -280,7 +291,8 @@ class Deployments:
             slots[name].version.version for slots in (self._slots, self._leaving) if name in slots
         }
 
-    # -- loading -------------------------------------------------------------------------------------------------------
+    # -- loading
+    # ------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Load what was deployed; returns when each model is ready or has failed."""
@@ -299,7 +311,9 @@ class Deployments:
         self._started = True
 
     async def _resume(self, model: Model, options: DeploymentOptions) -> None:
-        """Some tries, for a host that starts may be short of this or that; other models are loaded between them. One that hangs has had its time."""
+        """Some tries, for a host that starts may be short of this or that; other models are loaded
+        between them. One that hangs has had its time.
+        """
         version = model.version(options.version)
         slot = self._slots[model.name] = Slot(version, options.device or "")
         for wait_s in (*self._means.waits_s, None):
@@ -327,7 +341,8 @@ class Deployments:
     async def _switch(
         self, version: Version, options: DeploymentOptions, commit: Callable[[], None] | None
     ) -> None:
-        """Load this version, store that, let it answer, and drain the one that did. What was not there before is not there after a failure.
+        """Load this version, store that, let it answer, and drain the one that did. What was not
+        there before is not there after a failure.
 
         Without `commit` nothing is stored: a full disk keeps nothing from being served again.
         """
@@ -370,7 +385,9 @@ class Deployments:
                     slot.loaded.rest(time.monotonic())
 
     async def stop(self, grace_s: float) -> None:
-        """End changes, answer what waits within `grace_s`, and free the devices. Harmless if repeated."""
+        """End changes, answer what waits within `grace_s`, and free the devices. Harmless if
+        repeated.
+        """
         self._stopping = True
         for task in tuple(self._tasks):
             task.cancel()
@@ -389,7 +406,8 @@ class Deployments:
         await self._ask(self._repository.close)
         self._thread.shutdown()
 
-    # -- what is told --------------------------------------------------------------------------------------------------
+    # -- what is told
+    # ------------------------------------------------------------------------------
 
     async def views(self, caller: Caller) -> ModelPage:
         """All models that the caller may see, by name."""
@@ -447,7 +465,8 @@ class Deployments:
             deployment=deployment,
         )
 
-    # -- how it asks ---------------------------------------------------------------------------------------------------
+    # -- how it asks
+    # ------------------------------------------------------------------------------
 
     def _seen(self, caller: Caller) -> dict[str, Slot]:
         """Also from the thread that reads metrics."""
@@ -480,7 +499,9 @@ class Deployments:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     async def _surely(self, call: Callable[[], None]) -> None:
-        """As `_ask`, but not left before its end: a change that is on the disk is then made in memory too, also while the server stops."""
+        """As `_ask`, but not left before its end: a change that is on the disk is then made in
+        memory too, also while the server stops.
+        """
         asked = asyncio.ensure_future(self._ask(call))
         try:
             await asyncio.shield(asked)
@@ -488,7 +509,9 @@ class Deployments:
             await asked
 
     async def _apart(self, change: Coroutine[Any, Any, None]) -> None:
-        """To its end, also if the request that asked for it is gone; Unavailable if the server stops meanwhile."""
+        """To its end, also if the request that asked for it is gone; Unavailable if the server
+        stops meanwhile.
+        """
         if self._closed_because:
             change.close()
             raise self._unavailable()

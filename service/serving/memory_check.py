@@ -25,7 +25,9 @@ class Need:
 
 
 def need_of(version: Version) -> Need:
-    """As when it was loaded before; before that as in its benchmark; else its files, which is too little."""
+    """As when it was loaded before; before that as in its benchmark; else its files, which is too
+    little.
+    """
     if version.memory_bytes:
         return Need(max(version.memory_bytes, version.size_bytes), "as when it was loaded before")
     if version.peak_bytes:
@@ -40,7 +42,10 @@ def check_fit(version: Version, instances: int, free_bytes: int | None, device: 
     need = need_of(version)
     if need.bytes * instances > free_bytes:
         what = f"'{version.model}' with {instances} instance{'s' if instances > 1 else ''}"
-        said = f"{what} needs at least {_mib(need.bytes * instances)} ({need.known}), {_mib(free_bytes)} of {device} are free"
+        said = (
+            f"{what} needs at least {_mib(need.bytes * instances)} ({need.known}),"
+            f" {_mib(free_bytes)} of {device} are free"
+        )
         raise Conflict(said, "unload another model, or take fewer instances")
 
 

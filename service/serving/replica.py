@@ -1,7 +1,8 @@
 """One place of a deployment where batches run: it has a worker, and another one after a crash.
 
-Each crash in a row, with no batch answered between, doubles the pause before the next start; after MOST_CRASHES the instance is `failed`
-and stays so. A crash costs the batches that its worker had, and nothing else.
+Each crash in a row, with no batch answered between, doubles the pause before the next start; after
+MOST_CRASHES the instance is `failed` and stays so. A crash costs the batches that its worker had,
+and nothing else.
 """
 
 from __future__ import annotations

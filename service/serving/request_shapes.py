@@ -2,7 +2,8 @@
 
     fit = Fitting(engine, batch, max_batch).fit(inputs)     Unprocessable with what was expected and what came
 
-What fitted once is known by its dtypes and shapes, so that all further requests of that kind cost about a microsecond.
+What fitted once is known by its dtypes and shapes, so that all further requests of that kind cost
+about a microsecond.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class Axes:
 
     @classmethod
     def of(cls, engine: Engine, batch: BatchSpec) -> Axes:
-        """Nothing, unless the batch is proved. A symbol is padded only if the padding is declared wherever an input has it."""
+        """Nothing, unless the batch is proved. A symbol is padded only if the padding is declared
+        wherever an input has it.
+        """
         if not batch.proved or not any(
             batch.axes.get(spec.name) is not None for spec in engine.inputs
         ):
@@ -93,7 +96,9 @@ class Fitting:
         self._kinds: dict[object, Kind] = {}
 
     def fit(self, inputs: Tensors) -> Fit:
-        """Unprocessable unless names, dtypes, shapes and deciding values are what some profile takes."""
+        """Unprocessable unless names, dtypes, shapes and deciding values are what some profile
+        takes.
+        """
         try:
             arrays = [inputs[name] for name in self._names]
         except KeyError:
@@ -114,7 +119,9 @@ class Fitting:
         return known
 
     def warm_sizes(self) -> tuple[dict[str, int], ...]:
-        """Sizes of the symbols to run before the first request: of every batch that is captured, else the ends and the usual size of each profile."""
+        """Sizes of the symbols to run before the first request: of every batch that is captured,
+        else the ends and the usual size of each profile.
+        """
         found: list[dict[str, int]] = []
         for number, profile in enumerate(self._profiles):
             points = [profile.sizes(point) for point in ("min", "opt", "max")]
@@ -138,7 +145,8 @@ class Fitting:
                 said = f"input '{name}' has dtype {inputs[name].dtype}, expected {dtype}"
                 raise Unprocessable(
                     said,
-                    "convert it before it is sent: answers of another dtype would be another model's",
+                    "convert it before it is sent: answers of another dtype would be another"
+                    " model's",
                 )
         shapes = {name: inputs[name].shape for name in self._names}
         joined = self._joined(shapes)
@@ -157,10 +165,14 @@ class Fitting:
             return fit
         if not any(profile.holds(sizes, values) for profile in self._profiles):
             got = ", ".join(f"{name} = {each}" for name, each in (*sizes.items(), *values.items()))
-            said = f"no profile of this model holds {got}; it takes {'; or '.join(map(Profile.in_words, self._profiles))}"
+            said = (
+                f"no profile of this model holds {got}; it takes"
+                f" {'; or '.join(map(Profile.in_words, self._profiles))}"
+            )
             raise Unprocessable(
                 said,
-                "send shapes inside one profile, or compile the model with a profile that holds them",
+                "send shapes inside one profile, or compile the model with a profile that holds"
+                " them",
             )
         return Fit(max(joined, 1), Kind(), found)
 
@@ -172,7 +184,8 @@ class Fitting:
                 rows.add(shapes[name][axis])
         if len(rows) > 1:
             raise Unprocessable(
-                f"the inputs have {', '.join(map(str, sorted(rows)))} rows, expected as many in each",
+                f"the inputs have {', '.join(map(str, sorted(rows)))} rows, expected as many in"
+                " each",
                 SEE_METADATA,
             )
         return rows.pop() if rows else 0
@@ -234,7 +247,9 @@ class Fitting:
         )
 
     def _bucket(self, symbol: str, size: int) -> int:
-        """The next power of two within the profiles: few lengths are run, and short inputs do not wait for long ones."""
+        """The next power of two within the profiles: few lengths are run, and short inputs do not
+        wait for long ones.
+        """
         dims = [profile.dims[symbol] for profile in self._profiles if symbol in profile.dims]
         high = max((dim.max for dim in dims if dim.min <= size <= dim.max), default=size)
         return min(1 << max(size - 1, 0).bit_length(), high)

@@ -1,7 +1,8 @@
-"""Memory that the server shares with a worker: memfds, which have no name, need no /dev/shm, and are gone with the last process that holds them.
+"""Memory that the server shares with a worker: memfds, which have no name, need no /dev/shm, and
+are gone with the last process that holds them.
 
-The server makes every buffer and seals its size: a worker that shrank it would kill the server at its next look (SIGBUS).
-A worker gets the descriptor over the control socket (SCM_RIGHTS).
+The server makes every buffer and seals its size: a worker that shrank it would kill the server at
+its next look (SIGBUS). A worker gets the descriptor over the control socket (SCM_RIGHTS).
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ class Buffer:
 
 
 class Slot:
-    """A place for one batch at a time: buffers for its inputs and outputs, which grow as they must."""
+    """A place for one batch at a time: buffers for its inputs and outputs, which grow as they
+    must.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -103,7 +106,9 @@ class Slot:
         self.outputs: Buffer | None = None
 
     def reserve(self, input_bytes: int, output_bytes: int) -> dict[Part, Buffer]:
-        """Room for so much: the buffers that are new, of which the worker must be told. If one cannot be had, both stay as it knows them."""
+        """Room for so much: the buffers that are new, of which the worker must be told. If one
+        cannot be had, both stay as it knows them.
+        """
         new: dict[Part, Buffer] = {}
         if self.inputs is None or self.inputs.size < input_bytes:
             new["inputs"] = Buffer.make(input_bytes)

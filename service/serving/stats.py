@@ -1,6 +1,8 @@
-"""What is counted of deployments: for Prometheus, of all of them, and the statistics of one since it was loaded.
+"""What is counted of deployments: for Prometheus, of all of them, and the statistics of one since
+it was loaded.
 
-docs/service.md lists the metrics. A request that ran is `executed`, also if its client had gone by then; one whose client went before is `dropped`.
+docs/service.md lists the metrics. A request that ran is `executed`, also if its client had gone by
+then; one whose client went before is `dropped`.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ class Tally:
         self._dropped = self._values = self._padded = self._last_ms = 0
 
     def show(self) -> None:
-        """It is ready: what waits and is padded is told of it from now on, and no longer of the same version as it was loaded before."""
+        """It is ready: what waits and is padded is told of it from now on, and no longer of the
+        same version as it was loaded before.
+        """
         labels = (self._model, str(self._version))
         self._figures.waiting.labels(*labels).set_function(self._waiting)
         self._figures.padding.labels(*labels).set(0)

@@ -1,10 +1,13 @@
-"""One instance of a deployed engine: `python -m service.serving.worker FD` loads it, warms up, and runs what the server sends.
+"""One instance of a deployed engine: `python -m service.serving.worker FD` loads it, warms up, and
+runs what the server sends.
 
 With torch_worker the only module of serving that imports pipeline.backends, and inside functions;
-it loads no torch. It runs below a guardian (service/sandbox/guardian.py) with an environment made for it
-(service/jobs/worker_client.py), waits for work in one system call, and ends when the server hangs up.
+it loads no torch. It runs below a guardian (service/sandbox/guardian.py) with an environment made
+for it (service/jobs/worker_client.py), waits for work in one system call, and ends when the server
+hangs up.
 
-With several sessions, each has a thread: whoever is idle takes the next batch and copies it in, while another one computes.
+With several sessions, each has a thread: whoever is idle takes the next batch and copies it in,
+while another one computes.
 """
 
 from __future__ import annotations
@@ -62,7 +65,9 @@ class Server:
         self._end.sendall(packet_of(message))
 
     def receive(self) -> tuple[FromServer, list[int]]:
-        """Waits for a message, and the descriptors that come with it; EOFError if the server is gone."""
+        """Waits for a message, and the descriptors that come with it; EOFError if the server is
+        gone.
+        """
         packet, descriptors, _, _ = socket.recv_fds(
             self._end, PACKET_BYTES, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
         )
@@ -111,7 +116,9 @@ def load(message: Load, open_engine: OpenEngine) -> tuple[Engine, Loaded, list[S
 
 
 def held_bytes() -> int:
-    """Memory in use: on a GPU all of it, by anybody, since NVML need not know our number for this process; on the CPU what is this process's own."""
+    """Memory in use: on a GPU all of it, by anybody, since NVML need not know our number for this
+    process; on the CPU what is this process's own.
+    """
     import psutil
 
     visible = os.environ.get(VISIBLE, "")
@@ -149,7 +156,9 @@ class Place:
 
 
 class Runner:
-    """Runs batches on one session. `computing` is held by the one of several that computes: its time is then its own."""
+    """Runs batches on one session. `computing` is held by the one of several that computes: its
+    time is then its own.
+    """
 
     def __init__(
         self, engine: Engine, session: Session, computing: threading.Lock | None = None
@@ -164,7 +173,9 @@ class Runner:
         )
 
     def run(self, message: Run, place: Place) -> FromWorker:
-        """One batch: inputs are read where they lie, outputs copied to where the server reads them."""
+        """One batch: inputs are read where they lie, outputs copied to where the server reads
+        them.
+        """
         began = perf_counter()
         session, (uploading, computing, downloading) = self._session, self._timers
         assert place.inputs is not None
@@ -219,7 +230,9 @@ def _timed(timer: Timer, step: Any) -> None:
 
 
 def serve(runners: Sequence[Runner], server: Server) -> None:
-    """Run what comes, each runner in a thread, the first in this one, until the server hangs up; never returns."""
+    """Run what comes, each runner in a thread, the first in this one, until the server hangs up;
+    never returns.
+    """
     places: dict[int, Place] = {}
     receiving = threading.Lock()
     for runner in runners[1:]:

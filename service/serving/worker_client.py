@@ -1,11 +1,13 @@
-"""One worker process as the server sees it: started, given batches in slots, believed in nothing, and ended.
+"""One worker process as the server sees it: started, given batches in slots, believed in nothing,
+and ended.
 
     worker = await Worker.start(order)      ready: the engine is loaded and warm
     worker.run(task)                        task.then is called with what came of it, always once
     await worker.broken()                   until it is of no use any more; what it had is lost by then
     await worker.end()                      kills it
 
-A slot is used again only after the worker has answered for it: a request that nobody waits for any more keeps its slot until then.
+A slot is used again only after the worker has answered for it: a request that nobody waits for any
+more keeps its slot until then.
 """
 
 from __future__ import annotations
@@ -84,7 +86,9 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What came of a batch. The outputs lie in the slot: they are to be copied before `then` returns."""
+    """What came of a batch. The outputs lie in the slot: they are to be copied before `then`
+    returns.
+    """
 
     outputs: tuple[Array, ...]
     copy_in_s: float
@@ -136,7 +140,9 @@ class Worker:
 
     @classmethod
     async def start(cls, order: Order) -> Worker:
-        """Start a process, and wait until it has loaded and run the engine. Its own error if it cannot; nothing is left then."""
+        """Start a process, and wait until it has loaded and run the engine. Its own error if it
+        cannot; nothing is left then.
+        """
         mark = f"serve-{order.name}-{secrets.token_hex(4)}"
         order.work.prepare()
         file = order.work.root / "engine.json"
@@ -266,7 +272,8 @@ class Worker:
             raise
         await asyncio.to_thread(self._order.work.clear_temporary)
 
-    # -- the conversation ----------------------------------------------------------------------------------------------
+    # -- the conversation
+    # ------------------------------------------------------------------------------
 
     def _send(self, message: Load | Run, buffers: Collection[Buffer] = ()) -> None:
         try:
@@ -356,7 +363,9 @@ class Worker:
             self._free.append(sent.slot)
 
     def _break(self, how: str) -> None:
-        """It is of no use any more: what it had is lost. Empty: it hung up, and its death tells how."""
+        """It is of no use any more: what it had is lost. Empty: it hung up, and its death tells
+        how.
+        """
         if self._broken.done():
             return
         self._broken.set_result(how)

@@ -1,10 +1,12 @@
-"""Everything that crosses between the server and a worker, besides tensors: one packet of JSON each, over a socket that both hold.
+"""Everything that crosses between the server and a worker, besides tensors: one packet of JSON
+each, over a socket that both hold.
 
     server -> worker   Load, once; Run, for each batch, with the descriptors of buffers that are new
     worker -> server   Ready, or Failed as its last; for each Run: Done, Short (the outputs need more room: it is sent again) or Refused
 
-The socket keeps the packets apart (SOCK_SEQPACKET). A worker runs a model that a stranger sent, so the server believes nothing of it: what is
-no message, or not a possible answer to what was asked, is BadMessage, and ends the worker.
+The socket keeps the packets apart (SOCK_SEQPACKET). A worker runs a model that a stranger sent, so
+the server believes nothing of it: what is no message, or not a possible answer to what was asked,
+is BadMessage, and ends the worker.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ CONFIG = ConfigDict(extra="forbid", strict=True)
 
 @dataclass(frozen=True, slots=True, config=CONFIG)
 class Placed:
-    """Where a tensor lies in its buffer; name and dtype are those of the engine's spec of the same place."""
+    """Where a tensor lies in its buffer; name and dtype are those of the engine's spec of the same
+    place.
+    """
 
     shape: Annotated[tuple[Count, ...], Field(max_length=MOST_DIMS)]
     offset: Count
@@ -52,7 +56,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True, config=CONFIG)
 class Run:
-    """One batch. Its inputs lie in the slot; descriptors of `new` buffers come with the packet, in this order."""
+    """One batch. Its inputs lie in the slot; descriptors of `new` buffers come with the packet, in
+    this order.
+    """
 
     number: Count
     slot: Count

@@ -3,7 +3,8 @@
     with database.write() as rows: rows.execute(...)      one transaction; whole or not at all, on the disk when it returns
     with database.read() as rows: rows.execute(...)
 
-Times in it are UTC in ISO 8601. `MIGRATIONS[n]` leads from version n to n + 1; the version lies in `PRAGMA user_version`.
+Times in it are UTC in ISO 8601. `MIGRATIONS[n]` leads from version n to n + 1; the version lies in
+`PRAGMA user_version`.
 """
 
 from __future__ import annotations
@@ -113,11 +114,15 @@ class Database:
             raise sqlite3.DatabaseError(damage)
         version = rows.execute("PRAGMA user_version").fetchone()[0]
         if version > len(migrations):
-            said = f"'{self.path}' is of schema version {version}, this Crucible knows up to {len(migrations)}"
+            said = (
+                f"'{self.path}' is of schema version {version}, this Crucible knows up to"
+                f" {len(migrations)}"
+            )
             raise StoreError(said, "start the newer version of Crucible, or give another home")
         for number in range(version, len(migrations)):
             rows.executescript(
-                f"BEGIN IMMEDIATE;\n{migrations[number]};\nPRAGMA user_version = {number + 1};\nCOMMIT;"
+                f"BEGIN IMMEDIATE;\n{migrations[number]};\nPRAGMA user_version ="
+                f" {number + 1};\nCOMMIT;"
             )
 
     @contextlib.contextmanager
@@ -141,5 +146,8 @@ class Database:
                 f"cannot use '{self.path}': {error}",
                 "check the disk, its permissions, and that no other server uses this home",
             )
-        advice = "restore it from a backup, or move it away: its jobs and keys are then lost, the reports beside it stay"
+        advice = (
+            "restore it from a backup, or move it away: its jobs and keys are then lost, the"
+            " reports beside it stay"
+        )
         return StoreError(f"'{self.path}' is damaged: {error}", advice)

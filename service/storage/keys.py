@@ -1,4 +1,5 @@
-"""API keys: 256 random bits, shown once. The database holds their SHA-256, found by a public prefix.
+"""API keys: 256 random bits, shown once. The database holds their SHA-256, found by a public
+prefix.
 
 cru_3f9a0c1d7b_Zk4…      prefix, then the secret
 
@@ -65,7 +66,9 @@ class Keys:
         self._known: dict[str, _Known] = {}  # by digest
 
     def create(self, name: str, scopes: Iterable[str], owner: str = "") -> tuple[Key, str]:
-        """A new key and its text, which nobody can tell again. The owner is the key itself unless another is named."""
+        """A new key and its text, which nobody can tell again. The owner is the key itself unless
+        another is named.
+        """
         text = f"cru_{secrets.token_hex(5)}_{secrets.token_urlsafe(SECRET_BYTES)}"
         return self.add(text, name, scopes, owner), text
 
@@ -90,7 +93,8 @@ class Keys:
         row = (key.prefix, _digest(text), key.name, key.owner, " ".join(key.scopes), key.created)
         with self._database.write() as rows:
             rows.execute(
-                "INSERT INTO keys (prefix, sha256, name, owner, scopes, created) VALUES (?, ?, ?, ?, ?, ?)",
+                "INSERT INTO keys (prefix, sha256, name, owner, scopes, created) VALUES (?, ?, ?,"
+                " ?, ?, ?)",
                 row,
             )
         return key
@@ -117,7 +121,9 @@ class Keys:
         return found.key if found.revocations == self._count_revocations() else None
 
     def verify(self, text: str) -> Key:
-        """The key of this text; Unauthorized in the same words and time whatever is wrong with it."""
+        """The key of this text; Unauthorized in the same words and time whatever is wrong
+        with it.
+        """
         revocations = self._count_revocations()  # before the row is read, which may be of before
         match = FORM.fullmatch(text)
         row = self._row(match[1]) if match else None

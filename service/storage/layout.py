@@ -49,7 +49,9 @@ class Work:
         return self.root / "out"
 
     def prepare(self) -> None:
-        """Ready for an attempt: what an earlier one made stays in its store, what it left half done goes."""
+        """Ready for an attempt: what an earlier one made stays in its store, what it left half done
+        goes.
+        """
         for folder in (self.temporary, self.out):
             shutil.rmtree(folder, ignore_errors=True)
         for folder in (self.home, self.temporary):
@@ -60,7 +62,9 @@ class Work:
         shutil.rmtree(self.temporary, ignore_errors=True)
 
     def shorten_log(self) -> None:
-        """Keep the end of the log, which is all that clients read of it. A link that the job put in its place is left alone."""
+        """Keep the end of the log, which is all that clients read of it. A link that the job put in
+        its place is left alone.
+        """
         if (
             self.log.is_file()
             and not self.log.is_symlink()
@@ -124,7 +128,9 @@ class Folders:
             ) from error
 
     def share_upload(self, old: str, new: str) -> None:
-        """Give one job's upload to another too: its files are linked, its plan names them where the new one finds them."""
+        """Give one job's upload to another too: its files are linked, its plan names them where the
+        new one finds them.
+        """
         shutil.copytree(
             self.uploads(old), self.uploads(new), copy_function=os.link, dirs_exist_ok=True
         )
@@ -134,7 +140,9 @@ class Folders:
         (self.uploads(new) / PLAN).write_text(text, encoding="utf-8")
 
     def take_over(self, old: str, new: str) -> None:
-        """Give one job's upload to another, and the work with it: the new one goes on from what the old one stored."""
+        """Give one job's upload to another, and the work with it: the new one goes on from what the
+        old one stored.
+        """
         self.share_upload(old, new)
         if self.work(old).home.is_dir():
             self.work(new).root.mkdir(parents=True, exist_ok=True)

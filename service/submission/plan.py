@@ -1,7 +1,9 @@
-"""The plan as a client sends it: a type of its own, which cannot say anything that reaches beyond the upload.
+"""The plan as a client sends it: a type of its own, which cannot say anything that reaches beyond
+the upload.
 
-No paths, no `module:function`, no place for results: model and data are the uploaded parts, architectures and metrics are names from
-the service's lists. What it becomes is an ordinary Plan over the files of the upload.
+No paths, no `module:function`, no place for results: model and data are the uploaded parts,
+architectures and metrics are names from the service's lists. What it becomes is an ordinary Plan
+over the files of the upload.
 """
 
 from __future__ import annotations
@@ -104,7 +106,8 @@ class SubmittedPlan(Frozen):
     serving: ServingConfig = ServingConfig()
 
 
-# -- reading it --------------------------------------------------------------------------------------------------------
+# -- reading it
+# ------------------------------------------------------------------------------
 
 
 def parse(text: bytes) -> SubmittedPlan:
@@ -127,7 +130,9 @@ def parse(text: bytes) -> SubmittedPlan:
 
 
 def _check_form(text: str) -> None:
-    """No aliases, which let a small text stand for a large one; no great depth or number. Looked at event by event, before anything is built."""
+    """No aliases, which let a small text stand for a large one; no great depth or number. Looked at
+    event by event, before anything is built.
+    """
     depth = items = 0
     for event in yaml.parse(text, yaml.SafeLoader):
         where = f" (line {event.start_mark.line + 1})" if event.start_mark else ""
@@ -141,16 +146,20 @@ def _check_form(text: str) -> None:
         items += isinstance(event, yaml.NodeEvent)
         if depth > DEEPEST or items > MOST_ITEMS:
             raise Unprocessable(
-                f"the plan is deeper than {DEEPEST} levels, or has more than {MOST_ITEMS} items{where}",
+                f"the plan is deeper than {DEEPEST} levels, or has more than {MOST_ITEMS}"
+                f" items{where}",
                 SEE,
             )
 
 
-# -- what it becomes ---------------------------------------------------------------------------------------------------
+# -- what it becomes
+# ------------------------------------------------------------------------------
 
 
 def plan_from(submitted: SubmittedPlan, parts: Mapping[str, Part], settings: Settings) -> Plan:
-    """The plan over the uploaded files, which lie where they were received; an archive is unpacked beside them."""
+    """The plan over the uploaded files, which lie where they were received; an archive is unpacked
+    beside them.
+    """
     document = submitted.model_dump(
         mode="json",
         exclude={
@@ -193,7 +202,9 @@ def _data(role: str, submitted: SubmittedPlan, parts: Mapping[str, Part]) -> obj
 
 
 def _model(submitted: SubmittedPlan, part: Part, settings: Settings) -> dict[str, Any]:
-    """The plan's `model` section for what was uploaded, by what it is and not only by what it is called."""
+    """The plan's `model` section for what was uploaded, by what it is and not only by what it is
+    called.
+    """
     shape = {
         "inputs": [spec.model_dump(mode="json") for spec in submitted.inputs],
         "outputs": list(submitted.outputs),
@@ -202,7 +213,10 @@ def _model(submitted: SubmittedPlan, part: Part, settings: Settings) -> dict[str
     if name.endswith(PICKLES):
         if name.endswith(".pt2") and settings.allow_code:
             return {"path": str(_named(part, ".pt2")), **shape}
-        said = f"'{part.filename}' is a pickle: loading it runs code of whoever made it, and this service does not"
+        said = (
+            f"'{part.filename}' is a pickle: loading it runs code of whoever made it, and this"
+            " service does not"
+        )
         raise Unprocessable(said, "send ONNX, or safetensors weights with `architecture`")
     if submitted.architecture is not None:
         weights = {"weights": str(_named(part, SAFETENSORS))}
@@ -229,7 +243,9 @@ def _named(part: Part, suffix: str) -> Path:
 
 
 def identity(submitted: SubmittedPlan, parts: Mapping[str, Part], owner: str, host: str) -> str:
-    """What makes two requests the same: content, plan, owner, and the host with its tools (as one digest)."""
+    """What makes two requests the same: content, plan, owner, and the host with its tools (as one
+    digest).
+    """
     content = sorted((part.name, part.sha256) for part in parts.values() if part.name != "plan")
     suffix = Path(parts["model"].filename).suffix.lower()  # decides how the model is read
     plan = json.dumps(submitted.model_dump(mode="json"), sort_keys=True)

@@ -1,4 +1,5 @@
-"""From a request to a job: to compile an upload or one of the server's own plans, or to measure a model again.
+"""From a request to a job: to compile an upload or one of the server's own plans, or to measure a
+model again.
 
 Whatever goes wrong before the job is added, a client that hangs up included, leaves nothing behind.
 """
@@ -43,7 +44,9 @@ MOST_KEY = 255  # characters of an Idempotency-Key
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is to be compiled, and what makes an equal request: with this host's tools, and without (for the Idempotency-Key)."""
+    """What is to be compiled, and what makes an equal request: with this host's tools, and without
+    (for the Idempotency-Key).
+    """
 
     plan: Plan
     identity: str
@@ -92,7 +95,9 @@ async def submit(
 async def submit_benchmark(
     service: Service, caller: Caller, name: str, asked: BenchmarkRequest, key: str | None
 ) -> Job:
-    """Add a job that measures a model's version again: each request another one, for no two runs are the same."""
+    """Add a job that measures a model's version again: each request another one, for no two runs
+    are the same.
+    """
     service.host()
 
     async def prepare(job_id: str) -> Prepared:
@@ -171,7 +176,9 @@ def _check_job(service: Service, job_id: str) -> None:
 
 
 def device_for(plan: Plan, devices: Sequence[str], load: Mapping[str, int]) -> str:
-    """Whose queue a plan goes to: of the GPU with the fewest jobs, or of the CPU if no candidate could use a GPU."""
+    """Whose queue a plan goes to: of the GPU with the fewest jobs, or of the CPU if no candidate
+    could use a GPU.
+    """
     gpus = [device for device in devices if device.startswith("gpu:")]
     if not gpus or (
         plan.candidates
@@ -195,7 +202,8 @@ def _load(service: Service) -> Counter[str]:
     return Counter(job.device for job in service.jobs.unfinished())
 
 
-# -- an upload ---------------------------------------------------------------------------------------------------------
+# -- an upload
+# ------------------------------------------------------------------------------
 
 
 async def _wanted_upload(
@@ -225,7 +233,8 @@ def _wanted_parts(
     )
 
 
-# -- a plan of the server's own ----------------------------------------------------------------------------------------
+# -- a plan of the server's own
+# ------------------------------------------------------------------------------
 
 
 async def _short(stream: AsyncIterator[bytes], limit: int) -> bytes:

@@ -1,4 +1,6 @@
-"""A folder as a tar, made while it is sent: nothing is written to the disk, and its size is known before. And a tar as a folder."""
+"""A folder as a tar, made while it is sent: nothing is written to the disk, and its size is known
+before. And a tar as a folder.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def size_of_tar(folder: Path) -> int:
 
 
 def untar(archive: tarfile.TarFile, folder: Path) -> None:
-    """Its files, below `folder`; HostError for anything else. (Python has a filter for this from 3.11.4 on; Debian 12 has 3.11.2.)"""
+    """Its files, below `folder`; HostError for anything else. (Python has a filter for this from
+    3.11.4 on; Debian 12 has 3.11.2.)
+    """
     for member in archive:
         place = PurePosixPath(member.name)
         content = (

@@ -1,6 +1,8 @@
-"""What clients send: multipart bodies streamed to files, and archives unpacked, both under limits and never through /tmp.
+"""What clients send: multipart bodies streamed to files, and archives unpacked, both under limits
+and never through /tmp.
 
-Nothing is trusted: names are ours, sizes are counted as they arrive, archive members are checked before each is written.
+Nothing is trusted: names are ours, sizes are counted as they arrive, archive members are checked
+before each is written.
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ MOST_HEADER_BYTES = (
 DEEPEST = 16  # folders in folders
 CHUNK_BYTES = 2**20
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
-FIELDS = f"send multipart/form-data with `model`, `plan` and, as far as there are any, {', '.join(f'`{name}`' for name in PARTS[2:])}"
+FIELDS = (
+    "send multipart/form-data with `model`, `plan` and, as far as there are any,"
+    f" {', '.join(f'`{name}`' for name in PARTS[2:])}"
+)
 GZIP = b"\x1f\x8b"
 OF_ARCHIVES = (
     None,
@@ -69,13 +74,15 @@ class Part:
     filename: str  # what the client calls it; for messages and its suffix only
 
 
-# -- multipart ---------------------------------------------------------------------------------------------------------
+# -- multipart
+# ------------------------------------------------------------------------------
 
 
 async def receive(
     stream: AsyncIterator[bytes], content_type: str, folder: Path, limits: Limits
 ) -> dict[str, Part]:
-    """Write each part to `folder`, which is made here and removed again if anything goes wrong, a client that hangs up included.
+    """Write each part to `folder`, which is made here and removed again if anything goes wrong, a
+    client that hangs up included.
 
     The disk may be slow: it is written in a thread, so that other requests are answered meanwhile.
     """
@@ -207,7 +214,8 @@ class _Receiver:
         )
 
 
-# -- archives ----------------------------------------------------------------------------------------------------------
+# -- archives
+# ------------------------------------------------------------------------------
 
 
 def is_archive(filename: str) -> bool:
@@ -215,10 +223,11 @@ def is_archive(filename: str) -> bool:
 
 
 def unpack(part: Part, folder: Path, limits: Limits) -> Path:
-    """Unpack an ONNX model with its external data into `folder`, made here; the path of its one .onnx file.
+    """Unpack an ONNX model with its external data into `folder`, made here; the path of its one
+    .onnx file.
 
-    Unprocessable for members that lie outside, links, devices, two models, or headers made to fill the memory; TooLarge for more bytes than
-    the limit, whatever the headers say.
+    Unprocessable for members that lie outside, links, devices, two models, or headers made to fill
+    the memory; TooLarge for more bytes than the limit, whatever the headers say.
     """
     folder.mkdir(parents=True)
     try:
@@ -261,7 +270,9 @@ Members = Iterator[tuple[str, IO[bytes] | None]]
 
 
 class _Bounded(io.FileIO):
-    """A zip as it is read: its directory is read at once, and would fill the memory if it said so."""
+    """A zip as it is read: its directory is read at once, and would fill the memory if it
+    said so.
+    """
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > MOST_DIRECTORY_BYTES:
@@ -296,7 +307,9 @@ def _zip_members(path: Path) -> Members:
 
 
 class _Metered(io.RawIOBase):
-    """A tar as it is read: a single header may claim gigabytes, or a list of holes without end, which tarfile keeps in memory."""
+    """A tar as it is read: a single header may claim gigabytes, or a list of holes without end,
+    which tarfile keeps in memory.
+    """
 
     def __init__(self, stream: IO[bytes] | gzip.GzipFile) -> None:
         self._stream = stream

@@ -56,7 +56,9 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
 
 @pytest.fixture
 def h200(scripts: dict[str, ModuleType], tmp_path: Path) -> Path:
-    """Results as `tensorrt_compile.py` writes them: two parts of one model, each run a second time."""
+    """Results as `tensorrt_compile.py` writes them: two parts of one model, each run a second
+    time.
+    """
     bench, folder = scripts["tensorrt_compile"], tmp_path / "results"
     refused = [
         {"candidate": "tensorrt fp8 modelopt", "state": "refused", "reason": "fp8 needs | sm_89"}
@@ -321,8 +323,8 @@ def test_the_tables_show_every_candidate_of_a_gpu_with_its_figures(
     )
     assert speed.startswith("## TensorRT on H200 GPUs")
     assert (
-        "on NVIDIA H200 with TensorRT 10.6.0: 3 passed, 2 failed (2026-11-21; 4 min in all). Failed: `test_3`. Failed: `test_4`."
-        in speed
+        "on NVIDIA H200 with TensorRT 10.6.0: 3 passed, 2 failed (2026-11-21; 4 min in all)."
+        " Failed: `test_3`. Failed: `test_4`." in speed
     )
     alone = {
         "created": "2026-11-21T09",
@@ -333,8 +335,8 @@ def test_the_tables_show_every_candidate_of_a_gpu_with_its_figures(
     (tests / "h200_alone.json").write_text(json.dumps({**ran, **alone}))
     in_parts = "\n".join(tables.speed_section(found, tests))
     assert (
-        "10.6.0 in 2 parts (1 at 82dfba7, 1 at 90d73fd): 4 passed, 1 failed (2026-11-21; 9 min in all)."
-        in in_parts
+        "10.6.0 in 2 parts (1 at 82dfba7, 1 at 90d73fd): 4 passed, 1 failed (2026-11-21; 9 min in"
+        " all)." in in_parts
     )
     assert " 1 of those that passed had failed in an earlier part." in in_parts
     assert "Failed: `test_4`." in in_parts
@@ -430,11 +432,14 @@ def test_the_row_of_a_recipe_is_found_by_its_label() -> None:
     assert flags.label == "tensorrt int8 implicit minmax"
 
 
-# -- docs/accuracy.md --------------------------------------------------------------------------------------------------
+# -- docs/accuracy.md
+# ------------------------------------------------------------------------------
 
 
 def calibration(losses: dict[tuple[str, str, int, int, int], float]) -> dict[str, object]:
-    """A result of benchmarks/calibration.py: (model, method, samples, draw, weight bits) -> 1 - mean cosine."""
+    """A result of benchmarks/calibration.py: (model, method, samples, draw, weight bits) -> 1 -
+    mean cosine.
+    """
     rows = [
         {
             "model": model,
@@ -561,8 +566,14 @@ def test_int8_stands_beside_the_fastest_floats_of_its_backend_and_shape(
     document = {"rows": rows, "environment": {"cpu": "some CPU", "cores": 2}}
     table = scripts["accuracy_tables"].int8_section({"resnet50": document})
     assert table[2:] == [
-        "| resnet50 | some CPU, 2 cores | batch 1 | openvino int8 nncf u8s8 | 6 | openvino bf16 | 3 | 0.50 |",
-        "| resnet50 | some CPU, 2 cores | batch 2 | openvino int8 nncf u8s8 | 12 | openvino bf16 | 6 | 0.50 |",
+        (
+            "| resnet50 | some CPU, 2 cores | batch 1 | openvino int8 nncf u8s8 | 6 | openvino bf16"
+            " | 3 | 0.50 |"
+        ),
+        (
+            "| resnet50 | some CPU, 2 cores | batch 2 | openvino int8 nncf u8s8 | 12 | openvino"
+            " bf16 | 6 | 0.50 |"
+        ),
     ]
     assert scripts["accuracy_tables"].int8_section({}) == []
 
@@ -628,11 +639,14 @@ def test_the_readme_leads_with_end_to_end_time_beside_pytorchs_best(
     row["entries"]["ours fp8"] = {"failed": "x"}
     row["entries"]["torch compile fp16"]["mode"] = "reduce-overhead"
     text = "\n".join(scripts["gpu_model_tables"].fastest_section({"rows": {"resnet50_b64": row}}))
-    line = "| ResNet-50, batch 64 | 4.500 / 2.500 (compile fp16, reduce-overhead) | 6.000 / 1.500 | 0.75 / 1.67 |"
+    line = (
+        "| ResNet-50, batch 64 | 4.500 / 2.500 (compile fp16, reduce-overhead) | 6.000 / 1.500 |"
+        " 0.75 / 1.67 |"
+    )
     assert f"{line} 5.000 / 1.250 (int8) | 0.90 / 2.00 | 2 times | 12 |\n" in text
     assert (
-        "| ResNet-50, batch 64 | 4.000 / 1.300 (int8 modelopt) | 1.12 / 1.92 | a candidate with `quantizer: modelopt` |"
-        in text
+        "| ResNet-50, batch 64 | 4.000 / 1.300 (int8 modelopt) | 1.12 / 1.92 | a candidate with"
+        " `quantizer: modelopt` |" in text
     )
     assert (
         "End to end, ours are slower for ResNet-50, batch 64, although the GPU works for less time"
@@ -658,8 +672,8 @@ def test_of_models_with_attention_plain_attention_is_the_default(
         in text
     )
     assert (
-        "| 0.400 / 0.400 (fp16 folded) | 5.00 / 5.00 | `simplify.surgery: pipeline.folding:fold_strides` |"
-        in text
+        "| 0.400 / 0.400 (fp16 folded) | 5.00 / 5.00 | `simplify.surgery:"
+        " pipeline.folding:fold_strides` |" in text
     )
     assert "slower" not in text
 
@@ -765,8 +779,8 @@ def test_how_far_processes_of_one_file_lie_apart_is_told_by_model(
         )
     )
     assert (
-        "on digits by 2 to 4 % (standard deviation), with intervals 5 to 20 % wide. 1 of 2 intervals held 1"
-        in text
+        "on digits by 2 to 4 % (standard deviation), with intervals 5 to 20 % wide. 1 of 2"
+        " intervals held 1" in text
     )
 
 

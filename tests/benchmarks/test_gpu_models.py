@@ -35,7 +35,8 @@ H200 = Target(
 )
 
 
-# -- rows and targets --------------------------------------------------------------------------------------------------
+# -- rows and targets
+# ------------------------------------------------------------------------------
 
 
 def test_every_row_is_a_plan_that_can_be_read(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
@@ -144,7 +145,8 @@ def test_a_gain_between_two_peers_is_a_target_too(gpu: dict[str, ModuleType]) ->
     assert found["limit"] == pytest.approx(2.928)
 
 
-# -- what the models are fed -------------------------------------------------------------------------------------------
+# -- what the models are fed
+# ------------------------------------------------------------------------------
 
 
 def test_texts_are_padded_and_alike_for_all(gpu: dict[str, ModuleType]) -> None:
@@ -173,7 +175,8 @@ def test_calibration_texts_are_whole_batches(gpu: dict[str, ModuleType], tmp_pat
         }
 
 
-# -- what is written down ----------------------------------------------------------------------------------------------
+# -- what is written down
+# ------------------------------------------------------------------------------
 
 
 def report(label: str, device_s: float, blocks: int = 8) -> BenchmarkReport:
@@ -398,7 +401,7 @@ def test_the_command_of_a_row_holds_all_that_is_not_the_default(gpu: dict[str, M
 
 def test_a_heading_chooses_ways_of_a_row_and_variants_of_a_part(gpu: dict[str, ModuleType]) -> None:
     script, options = gpu["gpu_models"], gpu["measure_row"].Options
-    (row, part) = script.parse_arguments(["vit_b1: fp16, int8", "tactics: plain, watched"]).rows
+    row, part = script.parse_arguments(["vit_b1: fp16, int8", "tactics: plain, watched"]).rows
     assert script.options_for(row, options()) == options(ways=("fp16", "int8"))
     assert script.options_for(part, options()) == options(only=("plain", "watched"))
     assert script.options_for(gpu["choice"].Choice("vit_b1"), options(ways=("fp8",))).ways == (
@@ -482,12 +485,12 @@ def test_the_page_shows_every_engine_with_its_figures(
     found = tables.document(tmp_path)
     text = "\n".join(tables.models_section(found))
     assert (
-        "### `vit_b1`\n\nViT-B/16, batch 1.\n\n```console\n$ python benchmarks/gpu_models.py vit_b1\n```\n"
-        in text
+        "### `vit_b1`\n\nViT-B/16, batch 1.\n\n```console\n$ python benchmarks/gpu_models.py"
+        " vit_b1\n```\n" in text
     )
     assert (
-        "| ours fp16 | 0.400 | 0.290 (0.310) | 2,500 | 250.0 (25%) | 40.0 | 1.010 (1.000 to 1.020) | - | 61.0 | fp16 100% |"
-        in text
+        "| ours fp16 | 0.400 | 0.290 (0.310) | 2,500 | 250.0 (25%) | 40.0 | 1.010 (1.000 to 1.020)"
+        " | - | 61.0 | fp16 100% |" in text
     )
     assert (
         "| torch compile fp16 | 1.000 | 0.620 ~ | - | - | - | - | - | 60.0 | reduce-overhead |"
@@ -496,8 +499,8 @@ def test_the_page_shows_every_engine_with_its_figures(
     assert "- reached: fast: 2.500, at least 2" in text
     assert "- **not measured**: fast: -, at least 2" in text
     assert (
-        "attention in one: 1 of 1; 2 of 9 layers only move data (10% of the time); slowest: conv\\|1 fp16 50%"
-        in text
+        "attention in one: 1 of 1; 2 of 9 layers only move data (10% of the time); slowest:"
+        " conv\\|1 fp16 50%" in text
     )
     assert "- `ours fp16` is bound by compute: arithmetic \\| takes it" in text
     assert "reduce-overhead (too long in max-autotune), 60 s, 0 recompilations" in text
@@ -604,7 +607,8 @@ def test_words_of_the_command_line(
         gpu["gpu_models"]._row("vit")
 
 
-# -- parts -------------------------------------------------------------------------------------------------------------
+# -- parts
+# ------------------------------------------------------------------------------
 
 
 def test_variants_meet_where_they_take_the_same_shapes(gpu: dict[str, ModuleType]) -> None:

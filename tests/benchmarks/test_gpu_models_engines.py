@@ -1,4 +1,6 @@
-"""The GPU table's ways to run an engine, on the doubles of CUDA and TensorRT or on the CPU; its host."""
+"""The GPU table's ways to run an engine, on the doubles of CUDA and TensorRT or on the CPU; its
+host.
+"""
 
 from pathlib import Path
 from types import ModuleType
@@ -32,7 +34,8 @@ H200 = Target(
 )
 
 
-# -- sessions on doubles -----------------------------------------------------------------------------------------------
+# -- sessions on doubles
+# ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -175,7 +178,8 @@ def test_cosines_of_wrong_and_missing_answers(gpu: dict[str, ModuleType]) -> Non
         assert cosine(wrong, good) is None
 
 
-# -- the host ----------------------------------------------------------------------------------------------------------
+# -- the host
+# ------------------------------------------------------------------------------
 
 
 def test_states_of_the_gpu(gpu: dict[str, ModuleType]) -> None:
@@ -214,7 +218,8 @@ def test_caches_go_from_one_home_to_another(gpu: dict[str, ModuleType], tmp_path
     assert not (tmp_path / "none" / "timing.tar.gz").exists()
 
 
-# -- PyTorch, as far as it goes without a GPU --------------------------------------------------------------------------
+# -- PyTorch, as far as it goes without a GPU
+# ------------------------------------------------------------------------------
 
 
 def test_models_of_the_table_have_biases_that_no_simplifier_takes_away(

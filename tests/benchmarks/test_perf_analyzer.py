@@ -1,4 +1,6 @@
-"""What benchmarks/perf_analyzer.py makes of a run: the command is a double, for the real one is not on every host."""
+"""What benchmarks/perf_analyzer.py makes of a run: the command is a double, for the real one is not
+on every host.
+"""
 
 import socket
 import sys

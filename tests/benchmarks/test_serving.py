@@ -1,4 +1,6 @@
-"""The benchmark of serving: its client, its processes, its figures. The servers themselves run in the benchmark only."""
+"""The benchmark of serving: its client, its processes, its figures. The servers themselves run in
+the benchmark only.
+"""
 
 import itertools
 import os
@@ -44,7 +46,8 @@ class Counted:
         self.whys[number] = why
 
 
-# -- the client --------------------------------------------------------------------------------------------------------
+# -- the client
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -118,7 +121,8 @@ def test_the_client_is_a_process_that_prints_what_it_found(bench: Bench, tmp_pat
     assert not bench["rounds"].answers(up, load)
 
 
-# -- processes ---------------------------------------------------------------------------------------------------------
+# -- processes
+# ------------------------------------------------------------------------------
 
 
 def test_a_server_is_ended_with_all_that_it_started(bench: Bench, tmp_path: Path) -> None:
@@ -164,7 +168,8 @@ def test_crucible_gets_the_packages_of_this_process_and_peers_get_none_of_them(
     assert "PYTHONPATH" not in bench["processes"].clean_environment(Path("/peer/bin"))
 
 
-# -- peers and models --------------------------------------------------------------------------------------------------
+# -- peers and models
+# ------------------------------------------------------------------------------
 
 
 def test_every_peer_has_a_script_and_exact_versions(bench: Bench) -> None:
@@ -196,7 +201,8 @@ def test_the_echo_gives_back_what_it_gets_and_seeds_make_other_models(
     assert one != other
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------
+# -- figures
+# ------------------------------------------------------------------------------
 
 
 def turn(bench: Bench, single_ms: float, per_s: float, faults: tuple[str, ...] = ()) -> object:
@@ -215,7 +221,9 @@ def turn(bench: Bench, single_ms: float, per_s: float, faults: tuple[str, ...] =
 
 
 def rows(bench: Bench, crucible: float = 80.0) -> list[dict[str, object]]:
-    """Two rounds: FastAPI 100/s, Crucible as given, all others 50/s; an engine of 100 rows/s at batch 8."""
+    """Two rounds: FastAPI 100/s, Crucible as given, all others 50/s; an engine of 100 rows/s at
+    batch 8.
+    """
     serving, peers = bench["serving"], bench["peers_list"]
     rates = {peer.name: 50.0 for peer in peers.PEERS} | {
         "FastAPI": 100.0,
@@ -257,7 +265,10 @@ def test_rows_hold_medians_over_rounds_and_ratios_within_them(bench: Bench) -> N
 
 
 def test_stages_are_medians_of_what_answers_say(bench: Bench) -> None:
-    said = "HTTP/1.1 200 OK\r\nServer-Timing: queue;dur=0.5, compute;dur={}\r\nCrucible-Batch-Size: {}\r\nX: y\r\n\r\n"
+    said = (
+        "HTTP/1.1 200 OK\r\nServer-Timing: queue;dur=0.5, compute;dur={}\r\nCrucible-Batch-Size:"
+        " {}\r\nX: y\r\n\r\n"
+    )
     heads = [said.format(ms, 2 * ms).encode() for ms in (1, 2, 9)]
     assert bench["client"].stages_ms([*heads, b"HTTP/1.1 200 OK\r\n\r\n"]) == {
         "queue": 0.5,
@@ -339,8 +350,8 @@ def test_the_page_has_both_tables_and_tells_how_near_python_comes(
     assert {line.count("|") for line in lines} == {11}
     assert "| direct Session batch 8 |" in text
     assert (
-        "mosec, whose server is written in Rust, reaches 0.70x FastAPI's requests/s, Crucible 0.80x."
-        in text
+        "mosec, whose server is written in Rust, reaches 0.70x FastAPI's requests/s, Crucible"
+        " 0.80x." in text
     )
     assert "One API process of Crucible is full at 480 requests/s" in text
     assert (
@@ -349,8 +360,8 @@ def test_the_page_has_both_tables_and_tells_how_near_python_comes(
     assert "- **missed**: another" in text
     version = common.environment().packages["onnxruntime"]
     assert (
-        f" onnxruntime {version} in the rows of the engine and of Crucible. 3 rounds, 4 s of each measured stretch."
-        in text
+        f" onnxruntime {version} in the rows of the engine and of Crucible. 3 rounds, 4 s of each"
+        " measured stretch." in text
     )
     common.publish("serving", rows(bench), {"a target": True}, tmp_path)  # as results were before
     assert "rounds," not in "\n".join(

@@ -1,4 +1,6 @@
-"""The soak: what it takes for right and for wrong, against a double; and, slow, one minute of it against the real service."""
+"""The soak: what it takes for right and for wrong, against a double; and, slow, one minute of it
+against the real service.
+"""
 
 import itertools
 import json

@@ -89,10 +89,16 @@ SELECT = {
 }
 KEYS = {
     "at once": "kt = Transpose<perm = [0, 1, 3, 2]>(k)",
-    "in three dimensions": "km = Reshape(k, three)  kmt = Transpose<perm = [0, 2, 1]>(km)  kt = Reshape(kmt, turned)",
-    "turned twice": """k2 = Reshape(k3, merged)  kt_ = Transpose<perm = [1, 0, 2]>(k2)
-        kmt = Transpose<perm = [0, 2, 1]>(kt_)  kt = Reshape(kmt, turned)""",  # as exporters write it for fixed shapes
-    "turned once": "k2 = Reshape(k3, merged)  kmt = Transpose<perm = [1, 2, 0]>(k2)  kt = Reshape(kmt, turned)",  # as simplifiers do
+    "in three dimensions": (
+        "km = Reshape(k, three)  kmt = Transpose<perm = [0, 2, 1]>(km)  kt = Reshape(kmt, turned)"
+    ),
+    "turned twice": (
+        """k2 = Reshape(k3, merged)  kt_ = Transpose<perm = [1, 0, 2]>(k2)
+        kmt = Transpose<perm = [0, 2, 1]>(kt_)  kt = Reshape(kmt, turned)"""
+    ),  # as exporters write it for fixed shapes
+    "turned once": (  # as simplifiers do
+        "k2 = Reshape(k3, merged)  kmt = Transpose<perm = [1, 2, 0]>(k2)  kt = Reshape(kmt, turned)"
+    ),
 }
 ONLY_TOKENS = {"turned twice", "turned once"}
 
@@ -113,7 +119,10 @@ def packed(
     x = "xt = Transpose<perm = [1, 0, 2]>(x)" if by_tokens and turned else "xt = Identity(x)"
     product = "m = MatMul(xt, w)  p = Add(m, b)" if bias else "p = MatMul(xt, w)"
     if by_tokens:
-        apart = "v4 = Reshape(p, apart)  v5 = Unsqueeze(v4, o0)  t5 = Transpose<perm = [3, 1, 2, 0, 4]>(v5)  all = Squeeze(t5, o3)"
+        apart = (
+            "v4 = Reshape(p, apart)  v5 = Unsqueeze(v4, o0)  t5 = Transpose<perm = [3, 1, 2, 0,"
+            " 4]>(v5)  all = Squeeze(t5, o3)"
+        )
     else:
         apart = "v5 = Reshape(p, apart)  all = Transpose<perm = [2, 0, 3, 1, 4]>(v5)"
     names = [f"{letter}{'3' * by_tokens}" for letter in "qkv"]
@@ -122,9 +131,15 @@ def packed(
         for index, name in enumerate(names)
     )
     if select == "Split":
-        chosen = f"sq, sk, sv = Split<axis = 0>(all, thirds)  {'  '.join(f'{name} = Squeeze(s{name[0]}, o0)' for name in names)}"
+        chosen = (
+            "sq, sk, sv = Split<axis = 0>(all, thirds) "
+            f" {'  '.join(f'{name} = Squeeze(s{name[0]}, o0)' for name in names)}"
+        )
     if by_tokens:
-        heads = "{each}2 = Reshape({each}3, merged)  {each}t_ = Transpose<perm = [1, 0, 2]>({each}2)  {each} = Reshape({each}t_, heads)"
+        heads = (
+            "{each}2 = Reshape({each}3, merged)  {each}t_ = Transpose<perm = [1, 0, 2]>({each}2) "
+            " {each} = Reshape({each}t_, heads)"
+        )
         chosen += "  ".join(
             [
                 "",
@@ -160,11 +175,13 @@ def packed(
         for name, each in constants.items()
     )
     scalars = ", ".join(f"int64 n{index} = {{{index}}}" for index in range(3))
-    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 18]> g (float[{shape}] x) => (float[{shape}] y)
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["" : 18]> g (float[{shape}] x) => (float[{shape}] y)
     <{written}, {scalars}, float scale = {{0.5}}> {{
         {x}  {product}  {apart}  {chosen}
         {KEYS[keys]}  qs = Mul(q, scale)  s = MatMul(qs, kt)  soft = Softmax<axis = -1>(s)  a = MatMul(soft, v)  {after}
-    }}""")
+    }}"""
+    )
     random = np.random.default_rng(0)
     weights = {"w": (WIDTH, 3 * WIDTH), "b": (3 * WIDTH,), "wo": (WIDTH, WIDTH), "bo": (WIDTH,)}
     model.graph.initializer.extend(

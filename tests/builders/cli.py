@@ -1,4 +1,6 @@
-"""A small labelled task as an ONNX model with data and a plan, and the crucible command run as a user runs it."""
+"""A small labelled task as an ONNX model with data and a plan, and the crucible command run as a
+user runs it.
+"""
 
 import io
 import json
@@ -27,7 +29,9 @@ CANDIDATES = [
 
 
 ONE_PROCESS = {"duration_s": 0.3, "warmup_s": 0.05, "budget_s": 0.01}
-"""Each engine is measured in one process, which is quick and says nothing: the verdict about right engines is `unproven`, however fast they are."""
+"""Each engine is measured in one process, which is quick and says nothing: the verdict about right
+engines is `unproven`, however fast they are.
+"""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,9 @@ def crucible(
 
 
 def crucible_here(*arguments: str | Path, cwd: Path) -> Result:
-    """Run the command in this process, which saves the second that a new one takes to import everything: for what ends before any stage is run."""
+    """Run the command in this process, which saves the second that a new one takes to import
+    everything: for what ends before any stage is run.
+    """
     out, err, on_term = io.StringIO(), io.StringIO(), signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.chdir(cwd)
@@ -82,7 +88,9 @@ def environment(more: dict[str, str] | None = None) -> dict[str, str]:
 
 
 def write_model(path: Path) -> None:
-    """A classifier of the sign pattern of two sums; weights chosen so that labels are exact, with noise to quantise."""
+    """A classifier of the sign pattern of two sums; weights chosen so that labels are exact, with
+    noise to quantise.
+    """
     random = np.random.default_rng(0)
     first = random.normal(0, 0.3, (FEATURES, HIDDEN)).astype(np.float32)
     last = random.normal(0, 0.3, (HIDDEN, CLASSES)).astype(np.float32)
@@ -112,7 +120,9 @@ def answers(x: NDArray[np.float32]) -> NDArray[np.int64]:
 
 
 def write_task(folder: Path, **changes: object) -> Path:
-    """Model, three sets and plan; returns the plan's path. `changes` replace top-level keys of the plan."""
+    """Model, three sets and plan; returns the plan's path. `changes` replace top-level keys of the
+    plan.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write_model(folder / "model.onnx")
     for seed, (role, count) in enumerate(
@@ -137,10 +147,12 @@ WIDTH, INNER = 64, 256
 
 
 def write_overflowing_model(path: Path) -> None:
-    """Two plain layers, a block whose inner values grow with the square of the input's scale, LayerNorm, two plain layers.
+    """Two plain layers, a block whose inner values grow with the square of the input's scale,
+    LayerNorm, two plain layers.
 
-    x [batch, 64] fp32 -> y [batch, 4]. On inputs of the scale 1 the block reaches some 10,000; on inputs of the scale 5 over 100,000, which fp16
-    cannot hold: there an fp16 engine answers NaN. What overflows lies between two MatMuls, so that a GPU must write it to memory.
+    x [batch, 64] fp32 -> y [batch, 4]. On inputs of the scale 1 the block reaches some 10,000; on
+    inputs of the scale 5 over 100,000, which fp16 cannot hold: there an fp16 engine answers NaN.
+    What overflows lies between two MatMuls, so that a GPU must write it to memory.
     """
     random = np.random.default_rng(7)
 
@@ -191,11 +203,13 @@ def write_overflowing_model(path: Path) -> None:
 
 
 def overflowing_task(folder: Path, calibrated: bool = False, **changes: object) -> Path:
-    """A model that overflows in fp16 on every eighth sample of selection and validation; returns the plan's path.
+    """A model that overflows in fp16 on every eighth sample of selection and validation; returns
+    the plan's path.
 
     Calibration holds such samples too where `calibrated`, and none else.
 
-    The labels are the model's own answers. The plan asks for tensorrt fp16; `changes` replace its top-level keys.
+    The labels are the model's own answers. The plan asks for tensorrt fp16; `changes` replace its
+    top-level keys.
     """
     import onnxruntime
 

@@ -1,4 +1,6 @@
-"""Small graphs for calibrating and converting, as text; weights that the text leaves open are drawn. And what tests of conversion compare by."""
+"""Small graphs for calibrating and converting, as text; weights that the text leaves open are
+drawn. And what tests of conversion compare by.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ net (float[N, 3, 8, 8] x) => (float[N, 5] y)
     [fc] y = Gemm (f, w7)
 }
 """
-"""Two residual blocks as in a ResNet: one that halves the image, with a convolution on both ways, and the last one before the classifier."""
+"""Two residual blocks as in a ResNet: one that halves the image, with a convolution on both ways,
+and the last one before the classifier.
+"""
 
 ATTENTION = """
 <ir_version: 9, opset_import: ["" : 20]>

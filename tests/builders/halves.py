@@ -1,4 +1,6 @@
-"""A backend for tests that computes true fp16 and bf16 on a CPU, slowly, and a way to run stages in this process, where it is known."""
+"""A backend for tests that computes true fp16 and bf16 on a CPU, slowly, and a way to run stages in
+this process, where it is known.
+"""
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +36,9 @@ from tests.builders.report import benchmark as made_up_benchmark
 
 
 class Halves:
-    """A backend that runs graphs by ONNX's reference implementation: what is fp16 in the graph is computed in fp16, and overflows."""
+    """A backend that runs graphs by ONNX's reference implementation: what is fp16 in the graph is
+    computed in fp16, and overflows.
+    """
 
     PRECISIONS = frozenset(Precision)
     DISTRIBUTIONS: tuple[str, ...] = ()
@@ -92,9 +96,11 @@ class Halves:
 
 
 class TellingHalves(Halves):
-    """Halves that tells what it runs: a layer for each MatMul, in the type that it reads; fp32 takes four times as long as fp16.
+    """Halves that tells what it runs: a layer for each MatMul, in the type that it reads; fp32
+    takes four times as long as fp16.
 
-    `as_called`: each layer runs what its node reads, else everything runs in fp32, whatever the graph says.
+    `as_called`: each layer runs what its node reads, else everything runs in fp32, whatever the
+    graph says.
     """
 
     def __init__(self, name: str = "halves", as_called: bool = True) -> None:
@@ -164,7 +170,9 @@ def run_here(
     log: Path | None = None,
     progress: Progress = silent,
 ) -> Any:
-    """Stages in this process, where the double is known; latencies are made up, an engine of 16 bits the fastest."""
+    """Stages in this process, where the double is known; latencies are made up, an engine of 16
+    bits the fastest.
+    """
     if function is not benchmark:
         return function(*arguments, progress)
     entries: Sequence[RaceEntry] = arguments[0]

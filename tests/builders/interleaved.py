@@ -1,4 +1,6 @@
-"""What a race needs, without processes: a host with a clock of its own, a session that takes time there, and children that live here."""
+"""What a race needs, without processes: a host with a clock of its own, a session that takes time
+there, and children that live here.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +111,9 @@ class TimedSession:
 
 @dataclass
 class LocalPeer:
-    """What the parent sees of the children of one engine, without a process; `dies_at` is the message at which one is lost."""
+    """What the parent sees of the children of one engine, without a process; `dies_at` is the
+    message at which one is lost.
+    """
 
     name: str
     session: TimedSession
@@ -201,7 +205,8 @@ def run_race(
     loading_s: float = 0.0,
     enough_runs: int | None = None,
 ) -> tuple[list[LocalPeer], Any]:
-    """A race whose first engine is the baseline unless `roles` say otherwise; `stalled` and `waits_in` are by engine.
+    """A race whose first engine is the baseline unless `roles` say otherwise; `stalled` and
+    `waits_in` are by engine.
 
     Loading a child takes `loading_s` on the clock of the race, and nothing else takes time there.
     """

@@ -1,6 +1,8 @@
-"""Layers of real engines, as TensorRT 10.6 told and timed them on an H200: ResNet-18 at batch 8, and a BERT encoder of 3 layers at 8 x 128.
+"""Layers of real engines, as TensorRT 10.6 told and timed them on an H200: ResNet-18 at batch 8,
+and a BERT encoder of 3 layers at 8 x 128.
 
-tests/data/trt_layers.json.gz holds, per engine, the inspector's JSON (detailed verbosity) and, per layer, the number of runs and its median in ms.
+tests/data/trt_layers.json.gz holds, per engine, the inspector's JSON (detailed verbosity) and, per
+layer, the number of runs and its median in ms.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ def real_table(name: str) -> LayerTable:
 
 
 def _operator(node: str) -> str:
-    """These two exporters name a node after its operator, ours name the Q/DQ and Cast nodes that they add."""
+    """These two exporters name a node after its operator, ours name the Q/DQ and Cast nodes that
+    they add.
+    """
     for ending, operator in (
         ("_dq", "DequantizeLinear"),
         ("_q", "QuantizeLinear"),

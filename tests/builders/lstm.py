@@ -1,4 +1,6 @@
-"""Data and a plan for the tagger: numbered samples of different lengths, each with states of its own."""
+"""Data and a plan for the tagger: numbered samples of different lengths, each with states of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def tagger_plan(**changes: object) -> dict[str, object]:
 
 
 def write_tagger_task(folder: Path, **changes: object) -> Path:
-    """Three sets and a plan; returns the plan's path. `changes` replace top-level keys of the plan."""
+    """Three sets and a plan; returns the plan's path. `changes` replace top-level keys of the
+    plan.
+    """
     write_tagger_data(folder)
     place = {
         "entrypoint": "tagger:build",

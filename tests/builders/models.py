@@ -48,7 +48,9 @@ class Encoder(nn.Module):
 
 
 class Several(nn.Module):
-    """x float32 [batch, 3], scale float32 scalar -> (scaled, (count int64 scalar, positive bool))."""
+    """x float32 [batch, 3], scale float32 scalar -> (scaled, (count int64 scalar, positive
+    bool)).
+    """
 
     def forward(self, x: Tensor, scale: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         return x * scale, (torch.tensor(7) + (x > 0).sum(), x > 0)

@@ -1,4 +1,6 @@
-"""A CNN for handwritten digits trained with torch.ao's fake quantisers in a few seconds, and Q/DQ graphs made by hand."""
+"""A CNN for handwritten digits trained with torch.ao's fake quantisers in a few seconds, and Q/DQ
+graphs made by hand.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,11 @@ def digits() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
 
 
 def prepared() -> Any:
-    """The CNN with fake quantisers that have not seen anything: what `trained` trains, and the entrypoint of a plan that has its weights.
+    """The CNN with fake quantisers that have not seen anything: what `trained` trains, and the
+    entrypoint of a plan that has its weights.
 
-    Activations symmetric int8 per tensor, weights per channel; a residual Add; the answer of the last layer is not quantised.
+    Activations symmetric int8 per tensor, weights per channel; a residual Add; the answer of the
+    last layer is not quantised.
     """
     import torch
     from torch.ao import quantization as ao
@@ -111,11 +115,14 @@ INPUT = "[q] xq = QuantizeLinear(x, s, z)  [dq] xd = DequantizeLinear(xq, s, z)"
 
 
 def quantised(body: str, output: str = "float[N, 4, 8, 8] y", constants: str = CONSTANTS) -> Any:
-    """A graph of x [N, 4, 8, 8] with Q/DQ: s and t are scales of activations, wd and vd the quantised weights of two convolutions."""
+    """A graph of x [N, 4, 8, 8] with Q/DQ: s and t are scales of activations, wd and vd the
+    quantised weights of two convolutions.
+    """
     from tests.builders.convert import proto_from_text
 
     return proto_from_text(
-        f'<ir_version: 9, opset_import: ["" : 20]>\nnet (float[N, 4, 8, 8] x) => ({output})\n<{constants}>\n{{ {body} }}'
+        '<ir_version: 9, opset_import: ["" : 20]>\nnet (float[N, 4, 8, 8] x) =>'
+        f" ({output})\n<{constants}>\n{{ {body} }}"
     )
 
 
@@ -127,4 +134,6 @@ NORMED = f"""{INPUT} {WEIGHTS} [conv] c = Conv<{SAME}>(xd, wd) [undo] d = Div(c,
  [norm] n = BatchNormalization<epsilon = 0.0>(e, gamma, beta, mean, variance) [relu] y = Relu(n)"""
 GAINS = """, float[1, 4, 1, 1] gain = {1.5, 2.0, 0.5, 4.0}, float[1, 4, 1, 1] shift = {1.0, 2.0, 3.0, 4.0}, float[4] gamma = {3.0, 2.0, 1.0, 4.0},
  float[4] beta = {0.5, 0.25, 0.0, 1.0}, float[4] mean = {0.5, 1.0, 1.5, 2.0}, float[4] variance = {4.0, 1.0, 4.0, 1.0}"""
-"""What torch.ao's ConvBn leaves: the weights were multiplied with gamma / sqrt(variance), so the result is divided by it, and normalised."""
+"""What torch.ao's ConvBn leaves: the weights were multiplied with gamma / sqrt(variance), so the
+result is divided by it, and normalised.
+"""

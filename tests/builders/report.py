@@ -1,4 +1,6 @@
-"""A report as a real compile gives it: eight candidates in every state, two shapes, reused steps, and notes."""
+"""A report as a real compile gives it: eight candidates in every state, two shapes, reused steps,
+and notes.
+"""
 
 from __future__ import annotations
 
@@ -84,9 +86,9 @@ def latency_row(
         throughput_per_s=batch / (median_ms * 1e-3),
         flops_per_s=8.2e9 * batch / (median_ms * 1e-3),
         bytes_per_s=None,
-        ratio=None
-        if ratio is None
-        else Interval(value=ratio, low=ratio * 0.985, high=ratio * 1.012),
+        ratio=(
+            None if ratio is None else Interval(value=ratio, low=ratio * 0.985, high=ratio * 1.012)
+        ),
         peak_memory_bytes=int(3.1e8),
     )
 
@@ -154,9 +156,11 @@ def engine(recipe: Recipe, size_bytes: int, root: Path) -> Engine:
         profiles=_PLAN.profiles,
         threads=2,
         size_bytes=size_bytes,
-        notes=(Note(stage="build", text="weights take 7 bits: this CPU lacks VNNI", level="info"),)
-        if recipe.weight_bits == 7
-        else (),
+        notes=(
+            (Note(stage="build", text="weights take 7 bits: this CPU lacks VNNI", level="info"),)
+            if recipe.weight_bits == 7
+            else ()
+        ),
     )
 
 
@@ -208,7 +212,10 @@ def _candidates(root: Path) -> tuple[Candidate, ...]:
             )
         )
     half = Recipe(backend="onnxruntime", precision=Precision.FP16)
-    refusal = "ONNX Runtime computes fp16 graphs on the CPU in fp32, with casts around every node: slower, and no fp16"
+    refusal = (
+        "ONNX Runtime computes fp16 graphs on the CPU in fp32, with casts around every node:"
+        " slower, and no fp16"
+    )
     found.append(Candidate(label=half.label, recipe=half, state="refused", reason=refusal))
     rtx = Recipe(backend="tensorrt_rtx", precision=Precision.FP16, compute_capability="8.9")
     built = "runs on compute capability 8.9 only; this host has no GPU"
@@ -314,7 +321,9 @@ def sample_report(root: Path = Path("/store/engine"), evil: str = "") -> Report:
 
 
 def proven_report(evil: str = "") -> Report:
-    """The sample as a GPU host gives it: an int8 winner, an fp16 engine, and one called fp16 that runs fp32, each with its real layers."""
+    """The sample as a GPU host gives it: an int8 winner, an fp16 engine, and one called fp16 that
+    runs fp32, each with its real layers.
+    """
     report = sample_report(evil=evil)
     kept = report.candidates[-1]
     variants = (

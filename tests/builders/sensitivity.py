@@ -10,13 +10,17 @@ from onnx import TensorProto, helper, numpy_helper
 from tests.builders.cli import ONE_PROCESS
 
 WIDTH, CLASSES = 64, 4
-LARGE = 600.0  # what one channel is stretched by: an 8-bit step becomes wider than the values of all others; its square overflows fp16
+# what one channel is stretched by: an 8-bit step becomes wider than the values of all others; its
+# square overflows fp16
+LARGE = 600.0
 
 
 def write_stretched(path: Path) -> None:
-    """Four plain layers; before the second, one channel of 64 is stretched, and its weights are as much smaller: in fp32 nothing changes.
+    """Four plain layers; before the second, one channel of 64 is stretched, and its weights are as
+    much smaller: in fp32 nothing changes.
 
-    Per tensor, 8 bits leave the other 63 channels nothing, so the layer `broken` breaks. x [batch, 64] fp32 -> y [batch, 4].
+    Per tensor, 8 bits leave the other 63 channels nothing, so the layer `broken` breaks. x [batch,
+    64] fp32 -> y [batch, 4].
     """
     stretch = np.ones(WIDTH, np.float32)
     stretch[0] = LARGE
@@ -35,7 +39,9 @@ def write_stretched(path: Path) -> None:
 
 
 def write_squaring(path: Path) -> None:
-    """Plain layers and two LayerNorms, of which the second reads values of some hundreds: fp16 holds them, and not their squares."""
+    """Plain layers and two LayerNorms, of which the second reads values of some hundreds: fp16
+    holds them, and not their squares.
+    """
     weights = _weights("first", "second", "third", "classifier")
     weights["second"] *= LARGE
     ones, zeros = np.ones(WIDTH, np.float32), np.zeros(WIDTH, np.float32)
@@ -88,7 +94,9 @@ def _write(path: Path, nodes: list[onnx.NodeProto], constants: dict[str, np.ndar
 
 
 def write_broken_task(folder: Path, model: str, **changes: object) -> Path:
-    """The model `stretched` or `squaring` with three sets, labelled by its own answers, and a plan, whose path is returned."""
+    """The model `stretched` or `squaring` with three sets, labelled by its own answers, and a plan,
+    whose path is returned.
+    """
     import onnxruntime
 
     {"stretched": write_stretched, "squaring": write_squaring}[model](folder / "model.onnx")

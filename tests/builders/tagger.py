@@ -1,4 +1,6 @@
-"""A model without a batch axis in front: torch.nn.LSTM, time-major, its states as inputs and outputs."""
+"""A model without a batch axis in front: torch.nn.LSTM, time-major, its states as inputs and
+outputs.
+"""
 
 import torch
 

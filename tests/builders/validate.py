@@ -1,4 +1,6 @@
-"""A bench for validation tests: real ONNX Runtime engines of small graphs whose errors are known by construction."""
+"""A bench for validation tests: real ONNX Runtime engines of small graphs whose errors are known by
+construction.
+"""
 
 from __future__ import annotations
 

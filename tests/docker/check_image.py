@@ -75,7 +75,8 @@ def container(image: Image, key: Path, place: Path) -> Iterator[Container]:
             process.memory_info().rss for process in container.init.children(recursive=True)
         )
         print(
-            f"\nthe container is ready after {container.ready_s:.1f} s, and holds {resident / 10**6:.0f} MB"
+            f"\nthe container is ready after {container.ready_s:.1f} s, and holds"
+            f" {resident / 10**6:.0f} MB"
         )
         yield container
 
@@ -95,8 +96,9 @@ def uploaded(folder: Path, name: str) -> Upload:
     """The tiny task; jobs of another name are other jobs."""
     write_task(folder)
     (folder / "plan.yaml").write_text(
-        f"{{name: {name}, profiles: [{{batch: [1, 4, 16]}}], accuracy: {{metric: top1, max_drop: 0.03}}, "
-        "candidates: [{backend: onnxruntime, precision: fp32}], benchmark: {duration_s: 0.3, warmup_s: 0.05}}"
+        f"{{name: {name}, profiles: [{{batch: [1, 4, 16]}}], accuracy: {{metric: top1, max_drop:"
+        " 0.03}, candidates: [{backend: onnxruntime, precision: fp32}], benchmark:"
+        " {duration_s: 0.3, warmup_s: 0.05}}"
     )
     return Upload(
         folder / "model.onnx",
@@ -183,7 +185,9 @@ def test_the_lines_of_the_readme_lead_to_answers(
 
 
 def children(job_id: str) -> list[psutil.Process]:
-    """Processes of a job that run its work: not the guardian above them, which would end the others by itself."""
+    """Processes of a job that run its work: not the guardian above them, which would end the others
+    by itself.
+    """
     return [process for process in of_jobs([job_id]) if runs(process, "service.jobs.worker")]
 
 
@@ -191,7 +195,8 @@ def runs(process: psutil.Process, module: str) -> bool:
     return process.cmdline()[1:3] == ["-m", module]
 
 
-# -- what it compiled is served ------------------------------------------------------------------------------------------
+# -- what it compiled is served
+# ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -210,9 +215,8 @@ def model(container: Container, key: Path, place: Path) -> str:
     assert guardian is not None
     alone = [size / 10**6 for size in (held, guardian.memory_full_info().uss)]
     print(
-        "\nthe process of a served tiny model holds {:.0f} MB that no other shares (memory_bytes), its guardian {:.0f} MB".format(
-            *alone
-        )
+        "\nthe process of a served tiny model holds {:.0f} MB that no other shares (memory_bytes),"
+        " its guardian {:.0f} MB".format(*alone)
     )
     return "tiny"
 
@@ -297,7 +301,9 @@ def test_a_killed_model_worker_is_replaced(container: Container, model: str, key
 def test_sigterm_under_load_loses_nothing(
     container: Container, model: str, client: Client, key: Path, place: Path, tmp_path: Path
 ) -> None:
-    """The last test of this container. Requests that it has taken are answered; those that come later are told that it stops."""
+    """The last test of this container. Requests that it has taken are answered; those that come
+    later are told that it stops.
+    """
     lines: list[str] = []
     statuses: set[int] = set()
     inferred: Counter[str] = Counter()
@@ -323,9 +329,11 @@ def test_sigterm_under_load_loses_nothing(
             while not leaving.is_set():
                 answer = post(web, container, model)
                 inferred[
-                    ("right" if is_right(answer) else "wrong")
-                    if answer.status_code == 200
-                    else answer.text
+                    (
+                        ("right" if is_right(answer) else "wrong")
+                        if answer.status_code == 200
+                        else answer.text
+                    )
                 ] += 1
 
     threads = [threading.Thread(target=target) for target in (follow, *[ask] * 2, *[infer] * 8)]

@@ -1,4 +1,6 @@
-"""An image built by buildah, and run without a container engine: in namespaces of its own, with a read-only root and 1 MB of /dev/shm."""
+"""An image built by buildah, and run without a container engine: in namespaces of its own, with a
+read-only root and 1 MB of /dev/shm.
+"""
 
 import http.client
 import json
@@ -171,7 +173,9 @@ class Images:
 
 @contextmanager
 def images() -> Iterator[Images]:
-    """buildah's folder with the base in it, removed at the end. The environment's STORAGE_DRIVER says how it keeps layers: vfs runs everywhere."""
+    """buildah's folder with the base in it, removed at the end. The environment's STORAGE_DRIVER
+    says how it keeps layers: vfs runs everywhere.
+    """
     kept = Images(Path(tempfile.mkdtemp(prefix="crucible-image-")))
     try:
         empty = kept.buildah("from", "scratch")
@@ -297,7 +301,9 @@ class Container:
 
 @contextmanager
 def running(image: Image, home: Path, key: Path, view: Path) -> Iterator[Container]:
-    """The image's own command on `home`, ready for work: read-only root, no other place to write than the volume, 1 MB of /dev/shm."""
+    """The image's own command on `home`, ready for work: read-only root, no other place to write
+    than the volume, 1 MB of /dev/shm.
+    """
     port, rpc = free_ports()
     more = (
         f"{image.recipe.port}={port}",

@@ -69,7 +69,9 @@ def test_files_that_the_page_names_are_there() -> None:
 def test_a_home_is_copied_before_an_upgrade_and_put_back_for_the_old_version(
     tmp_path: Path,
 ) -> None:
-    """What the page's containers run, here on a home; the newer version has a newer database, and leaves files of its own."""
+    """What the page's containers run, here on a home; the newer version has a newer database, and
+    leaves files of its own.
+    """
     home, backup = tmp_path / "home", tmp_path / "backup"
     backup.mkdir()
 

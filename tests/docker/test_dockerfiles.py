@@ -1,4 +1,6 @@
-"""The Dockerfiles as far as they go without a base: every line is an instruction, and what pip is asked for can be had together."""
+"""The Dockerfiles as far as they go without a base: every line is an instruction, and what pip is
+asked for can be had together.
+"""
 
 import json
 import os
@@ -58,7 +60,9 @@ def complaints(text: str) -> list[str]:
                 found.append(f"no such stage: {base}")
             known = {
                 "PATH"
-            }  # as buildah has it; Docker hands on the arguments of the stage that this one is built from
+                # as buildah has it; Docker hands on the arguments of the stage that this one is
+                # built from
+            }
             stages.append(stage)
         elif name in ("ARG", "ENV"):
             known |= {part.partition("=")[0] for part in shlex.split(argument)}
@@ -148,7 +152,9 @@ def test_constraints_hold_where_packages_are_installed_and_where_they_are_built(
 
 @pytest.mark.skipif(shutil.which("uv") is None, reason="no uv, which resolves for another Python")
 def test_what_the_gpu_image_installs_can_be_had_together() -> None:
-    """On the Python of its base, at the versions of constraints.txt. TensorRT's own libraries are in NVIDIA's index, which is not asked here."""
+    """On the Python of its base, at the versions of constraints.txt. TensorRT's own libraries are
+    in NVIDIA's index, which is not asked here.
+    """
     text, asked = GPU.read_text(), asked_of_pip(GPU)
     assert re.search(r"^ARG BASE=\S+ubuntu24\.04$", text, re.MULTILINE), (
         "another Ubuntu has another Python than 3.12: say so below"
@@ -192,7 +198,9 @@ def test_what_the_gpu_image_installs_can_be_had_together() -> None:
 
 
 def test_tensorrt_asks_pip_for_its_libraries_and_pip_knows_where_they_are() -> None:
-    """Its package would run the pip of the environment otherwise, which has none; NVIDIA's index has the libraries."""
+    """Its package would run the pip of the environment otherwise, which has none; NVIDIA's index
+    has the libraries.
+    """
     stage = GPU.read_text().split("\nFROM ")[1]
     assert "venv --without-pip /opt/crucible" in stage
     assert "NVIDIA_TENSORRT_DISABLE_INTERNAL_PIP=1" in stage

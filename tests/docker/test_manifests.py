@@ -58,7 +58,8 @@ def settings_of(variables: dict[str, str]) -> Settings:
     return settings_from({"CRUCIBLE_SERVICE_HOST": "0.0.0.0", **variables})
 
 
-# -- Kubernetes ----------------------------------------------------------------------------------------------------------
+# -- Kubernetes
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.34"])
@@ -71,7 +72,7 @@ def test_kubernetes_takes_the_deployment(version: str) -> None:
 
 
 def test_a_misspelt_field_would_be_found() -> None:
-    (_, deployment, _) = documents("deployment.yaml")
+    _, deployment, _ = documents("deployment.yaml")
     deployment["spec"]["template"]["spec"]["terminationGracePeriod"] = 40
     with pytest.raises(kubernetes_validate.ValidationError, match="terminationGracePeriod"):
         kubernetes_validate.validate(deployment, "1.34", strict=True)
@@ -182,7 +183,9 @@ def test_a_pod_has_no_more_rights_than_it_needs(pod: Document) -> None:
 
 @PODS
 def test_kubernetes_own_variables_do_not_become_settings(pod: Document) -> None:
-    """For a Service named `crucible` it would set CRUCIBLE_SERVICE_HOST and CRUCIBLE_SERVICE_PORT_HTTP."""
+    """For a Service named `crucible` it would set CRUCIBLE_SERVICE_HOST and
+    CRUCIBLE_SERVICE_PORT_HTTP.
+    """
     assert pod["enableServiceLinks"] is False
 
 
@@ -198,7 +201,8 @@ def test_a_pod_has_a_gpu_memory_to_share_and_its_home(pod: Document) -> None:
     assert "secret" in mounted[str(Path(key).parent)]
 
 
-# -- Compose -------------------------------------------------------------------------------------------------------------
+# -- Compose
+# ------------------------------------------------------------------------------
 
 
 def compose() -> Document:
@@ -262,7 +266,8 @@ def test_both_images_run_alike() -> None:
             line
             for line in text.splitlines()
             if re.match(
-                r"(WORKDIR /var|USER|VOLUME|EXPOSE|HEALTHCHECK|ENTRYPOINT|CMD| +CMD|    CRUCIBLE|    HOME)",
+                r"(WORKDIR /var|USER|VOLUME|EXPOSE|HEALTHCHECK|ENTRYPOINT|CMD| +CMD|    CRUCIBLE|  "
+                r"  HOME)",
                 line,
             )
         ]
@@ -275,7 +280,8 @@ def test_both_images_run_alike() -> None:
     assert len(cpu) == 12
 
 
-# -- Prometheus and Grafana ----------------------------------------------------------------------------------------------
+# -- Prometheus and Grafana
+# ------------------------------------------------------------------------------
 
 
 def queries() -> Iterator[str]:

@@ -1,4 +1,6 @@
-"""What tests on a real GPU share: its memory as everybody sees it, a process that takes that memory, and a model that builds for long."""
+"""What tests on a real GPU share: its memory as everybody sees it, a process that takes that
+memory, and a model that builds for long.
+"""
 
 from __future__ import annotations
 
@@ -43,18 +45,23 @@ def used_bytes() -> int:
 
 
 def wait_for(reached: int, above: bool, limit_s: float = WITHIN_S) -> float:
-    """Seconds until the memory in use is above, or at most, `reached`; AssertionError after `limit_s`."""
+    """Seconds until the memory in use is above, or at most, `reached`; AssertionError after
+    `limit_s`.
+    """
     start = time.monotonic()
     while ((now := used_bytes()) > reached) != above:
         assert time.monotonic() - start < limit_s, (
-            f"{now / MIB:.0f} MiB in use after {limit_s} s, expected {'over' if above else 'at most'} {reached / MIB:.0f}"
+            f"{now / MIB:.0f} MiB in use after {limit_s} s, expected"
+            f" {'over' if above else 'at most'} {reached / MIB:.0f}"
         )
         time.sleep(POLL_S)
     return time.monotonic() - start
 
 
 def hold_memory(channel: Channel, leave_bytes: int) -> None:
-    """Runs in a child: take all of the GPU's memory but `leave_bytes`, say how much is left, and hold it until the parent speaks or ends."""
+    """Runs in a child: take all of the GPU's memory but `leave_bytes`, say how much is left, and
+    hold it until the parent speaks or ends.
+    """
     rt = cuda.runtime()
     cuda.use_device(rt, 0)
     free, _ = cuda.free_and_total_bytes(rt)
@@ -74,7 +81,9 @@ def full_gpu(leave_bytes: int) -> Iterator[None]:
 
 
 def slow_model(folder: Path) -> tuple[OnnxModel, Profile]:
-    """x [batch, 3, 64, 64] fp32 through convolutions of growing width -> y [batch, channels, 64, 64]; weights are random."""
+    """x [batch, 3, 64, 64] fp32 through convolutions of growing width -> y [batch, channels, 64,
+    64]; weights are random.
+    """
     random = np.random.default_rng(0)
     widths = [3, *(64 + 3 * layer for layer in range(LAYERS))]
     nodes, weights = [], []

@@ -1,4 +1,6 @@
-"""PyTorch programs of a GPU: what each model of the tests takes, and packages that crash on a host."""
+"""PyTorch programs of a GPU: what each model of the tests takes, and packages that crash on a
+host.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A real server with two models on one GPU: ResNet-50, compiled by one POST, and a small classifier; and what tests ask of them.
+"""A real server with two models on one GPU: ResNet-50, compiled by one POST, and a small
+classifier; and what tests ask of them.
 
 `Site.device` and the plans decide where they run; nothing below knows more of the GPU.
 """
@@ -169,7 +170,9 @@ class Direct:
     engine: Engine
 
     def answers(self, batches: Sequence[Array], graphs: bool = True) -> list[Array]:
-        """What a session gives for each; with CUDA graphs as far as the backend has them, or by plain runs."""
+        """What a session gives for each; with CUDA graphs as far as the backend has them, or by
+        plain runs.
+        """
         found: list[Array] = call_in_child(
             direct_answers, self.engine, list(batches), graphs, name="direct session"
         )
@@ -179,7 +182,9 @@ class Direct:
 def direct_answers(
     engine: Engine, batches: list[Array], graphs: bool, progress: object = None
 ) -> list[Array]:
-    """Runs in a child: each batch thrice, the first two of which capture a graph; the last answers."""
+    """Runs in a child: each batch thrice, the first two of which capture a graph; the last
+    answers.
+    """
     (given,), (asked,) = engine.inputs, engine.outputs
     with closing(backends.load(engine)) as loaded:
         plain: dict[str, Any] = (
@@ -237,7 +242,9 @@ def ask_all(site: Site, model: str, asked: Sequence[Array], calls: int, clients:
 
 
 def assert_agree(got: Array, expected: Array, tolerance: float) -> None:
-    """Within `tolerance` of the largest value that was expected, which is none of its noise: as batches are proved."""
+    """Within `tolerance` of the largest value that was expected, which is none of its noise: as
+    batches are proved.
+    """
     assert got.shape == expected.shape
     assert np.isfinite(expected).all()
     largest = float(np.abs(expected).max())

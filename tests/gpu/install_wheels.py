@@ -1,6 +1,8 @@
-"""Install, from a folder of wheels and without a network, what this Python lacks: `python tests/gpu/install_wheels.py WHEELS SITE`.
+"""Install, from a folder of wheels and without a network, what this Python lacks: `python
+tests/gpu/install_wheels.py WHEELS SITE`.
 
-Large wheels come in parts (`fetch_wheels.sh` makes them) and are joined first. What the host has already is left as it is. Standard library only.
+Large wheels come in parts (`fetch_wheels.sh` makes them) and are joined first. What the host has
+already is left as it is. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ def main(arguments: list[str]) -> None:
     wheels, site = Path(arguments[0]), Path(arguments[1])
     if not wheels.is_dir():
         sys.exit(
-            f"expected a folder of wheels, got '{wheels}'\n  next: tests/gpu/fetch_wheels.sh fills one on a host with a network"
+            f"expected a folder of wheels, got '{wheels}'\n  next: tests/gpu/fetch_wheels.sh fills"
+            " one on a host with a network"
         )
     with tempfile.TemporaryDirectory() as folder:
         joined = [
@@ -45,7 +48,8 @@ def main(arguments: list[str]) -> None:
             ]
             subprocess.run([*pip, "--target", str(site), *map(str, lacking)], check=True)
     print(
-        f"{len(lacking)} wheels of {wheels} put into {site}: {', '.join(distribution(wheel.name) for wheel in lacking) or 'all is here'}"
+        f"{len(lacking)} wheels of {wheels} put into {site}:"
+        f" {', '.join(distribution(wheel.name) for wheel in lacking) or 'all is here'}"
     )
 
 
@@ -55,7 +59,9 @@ def distribution(file: str) -> str:
 
 
 def lacks(file: str, path: Iterable[str] | None = None) -> bool:
-    """Whether no version of a wheel's package is installed (on `path`, by default where this Python looks)."""
+    """Whether no version of a wheel's package is installed (on `path`, by default where this Python
+    looks).
+    """
     return not any(
         importlib.metadata.distributions(
             name=distribution(file), path=list(sys.path if path is None else path)
@@ -64,7 +70,9 @@ def lacks(file: str, path: Iterable[str] | None = None) -> bool:
 
 
 def join(sums: Path, folder: Path) -> Path:
-    """The whole wheel from its parts, which lie anywhere beside or below the file with its sum; exits unless they are all there and right."""
+    """The whole wheel from its parts, which lie anywhere beside or below the file with its sum;
+    exits unless they are all there and right.
+    """
     expected, name = sums.read_text(encoding="ascii").split()
     parts = sorted(sums.parent.rglob(f"{name}.part[0-9][0-9]"))
     whole, digest = folder / name, hashlib.sha256()
@@ -76,7 +84,8 @@ def join(sums: Path, folder: Path) -> Path:
     if digest.hexdigest() != expected:
         here = ", ".join(part.name for part in parts) or "none"
         sys.exit(
-            f"the parts of {name} do not make the whole (here: {here})\n  next: bring all parts along, or leave out {sums}"
+            f"the parts of {name} do not make the whole (here: {here})\n  next: bring all parts"
+            f" along, or leave out {sums}"
         )
     return whole
 

@@ -1,4 +1,6 @@
-"""Which GPU tests ran, how they ended and where, as JSON; and on a host that cannot run them, how many were skipped and why."""
+"""Which GPU tests ran, how they ended and where, as JSON; and on a host that cannot run them, how
+many were skipped and why.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def find_obstacle(gpus: Gpus) -> Obstacle:
 
 
 def revision_of(folder: Path) -> str:
-    """The commit that is checked out there, with a `+` if its files have changed since; empty without git."""
+    """The commit that is checked out there, with a `+` if its files have changed since; empty
+    without git.
+    """
     command = [
         "git",
         "-C",
@@ -86,7 +90,9 @@ def _reason(report: pytest.TestReport) -> str:
 
 @dataclass(eq=False)  # pytest keeps its plugins in sets
 class GpuTests:
-    """A plugin of pytest. With a file for the results, a run on a GPU host in which no GPU test passed is a failure."""
+    """A plugin of pytest. With a file for the results, a run on a GPU host in which no GPU test
+    passed is a failure.
+    """
 
     gpus: Gpus
     file: Path | None = None

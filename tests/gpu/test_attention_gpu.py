@@ -1,4 +1,6 @@
-"""An encoder as TorchScript exports it, with a mask of -inf: TensorRT builds it in 16 bits and in 8, and computes each attention in one kernel."""
+"""An encoder as TorchScript exports it, with a mask of -inf: TensorRT builds it in 16 bits and in
+8, and computes each attention in one kernel.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""What goes wrong on a real GPU, in real processes: it is said, nothing is left behind, and the next request works.
+"""What goes wrong on a real GPU, in real processes: it is said, nothing is left behind, and the
+next request works.
 
-Out of memory within one process, damaged and foreign engine files: tests/pipeline/backends/tensorrt/test_backend.py and test_trt_session_gpu.py.
+Out of memory within one process, damaged and foreign engine files:
+tests/pipeline/backends/tensorrt/test_backend.py and test_trt_session_gpu.py.
 """
 
 from __future__ import annotations
@@ -92,7 +94,8 @@ def fp16_task(folder: Path, **changes: object) -> Path:
     )
 
 
-# -- processes ---------------------------------------------------------------------------------------------------------
+# -- processes
+# ------------------------------------------------------------------------------
 
 
 def test_a_cancelled_build_is_gone_and_its_memory_is_back(tmp_path: Path) -> None:
@@ -133,7 +136,8 @@ def test_two_processes_build_on_one_gpu_and_both_end_right(tmp_path: Path) -> No
     )  # this build at least was alone, so its times are kept where the CPUs keep up
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- memory
+# ------------------------------------------------------------------------------
 
 
 def test_a_compile_on_a_full_gpu_says_so_and_the_next_one_works(tmp_path: Path) -> None:
@@ -164,7 +168,8 @@ def answer_once(engine: Engine, progress: object = None) -> int:
     return len(convolution().feeds)
 
 
-# -- what cannot be had ------------------------------------------------------------------------------------------------
+# -- what cannot be had
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -242,7 +247,8 @@ def test_without_nvidia_smi_the_message_names_what_is_missing(tmp_path: Path) ->
     assert "\nnext " in done.err
 
 
-# -- values ------------------------------------------------------------------------------------------------------------
+# -- values
+# ------------------------------------------------------------------------------
 
 
 def test_nan_in_an_fp16_engine_is_a_failed_candidate_and_no_crash(tmp_path: Path) -> None:

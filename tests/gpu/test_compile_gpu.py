@@ -1,4 +1,6 @@
-"""Whole compiles on a real GPU: the digits of the demo, with the candidates that Crucible chooses by itself, and what is delivered of them."""
+"""Whole compiles on a real GPU: the digits of the demo, with the candidates that Crucible chooses
+by itself, and what is delivered of them.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ def candidates(compiled: tuple[Report, Path]) -> dict[str, Candidate]:
 
 
 def expected_labels() -> set[str]:
-    """What Crucible tries by itself with calibration data and so small a model: no AOTInductor package.
+    """What Crucible tries by itself with calibration data and so small a model: no AOTInductor
+    package.
 
     TensorRT 11 knows no implicit int8.
     """
@@ -95,7 +98,9 @@ def may_be_mislabelled(candidate: Candidate) -> bool:
 
 
 def is_left_to_tensorrt(candidate: Candidate) -> bool:
-    """Flags allow int8, they do not order it: at level 1 TensorRT may time so few int8 kernels that the digits' small layers all run fp16."""
+    """Flags allow int8, they do not order it: at level 1 TensorRT may time so few int8 kernels that
+    the digits' small layers all run fp16.
+    """
     return candidate.recipe.realised_in == "flags" and candidate.recipe.precision is Precision.INT8
 
 

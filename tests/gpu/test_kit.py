@@ -1,4 +1,6 @@
-"""The kit for GPU hosts: outcomes are counted and written, large wheels come together again, and what a host has is left alone."""
+"""The kit for GPU hosts: outcomes are counted and written, large wheels come together again, and
+what a host has is left alone.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +151,8 @@ def test_what_is_not_chosen_is_not_counted(tmp_path: Path) -> None:
     assert document["tests"] == []
 
 
-# -- wheels ------------------------------------------------------------------------------------------------------------
+# -- wheels
+# ------------------------------------------------------------------------------
 
 
 def split_wheel(folder: Path) -> Path:

@@ -1,4 +1,6 @@
-"""One POST compiles ResNet-50 to TensorRT: weights and a plan go up, a report of a proven engine comes back, through a real server on a real GPU."""
+"""One POST compiles ResNet-50 to TensorRT: weights and a plan go up, a report of a proven engine
+comes back, through a real server on a real GPU.
+"""
 
 from __future__ import annotations
 

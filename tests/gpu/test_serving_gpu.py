@@ -1,4 +1,6 @@
-"""Deployed engines on a real GPU, through a real server: right answers over every wire, and what a lost worker or full memory costs."""
+"""Deployed engines on a real GPU, through a real server: right answers over every wire, and what a
+lost worker or full memory costs.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +111,9 @@ def test_answers_of_padded_graphs_are_those_of_plain_runs(site: Site) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_device_times_of_an_answer_fit_into_its_whole_time(site: Site, overlap: bool) -> None:
-    """By each answer alone: how they compare with `crucible bench` depends on what else runs on the host."""
+    """By each answer alone: how they compare with `crucible bench` depends on what else runs on the
+    host.
+    """
     with site.loaded(RESNET, overlap=overlap), site.client() as client:
         for _ in range(20):
             begin = time.perf_counter()
@@ -224,7 +228,9 @@ def wait_until(reached: Callable[[], bool]) -> None:
 
 
 def first_answer(site: Site, model: str, x: Array) -> Array:
-    """Once there is a worker again; until then a request is refused as one that may be sent again."""
+    """Once there is a worker again; until then a request is refused as one that may be sent
+    again.
+    """
     found: list[Told] = []
 
     def is_answered() -> bool:
@@ -293,7 +299,8 @@ def test_a_load_without_memory_is_refused_and_leaves_the_other_engine_serving(si
     x = small_rows()[0]
     with site.loaded(SMALL), site.client() as client:
         before = only_output(ask(client, SMALL, x))
-        site.forget_memory()  # of loads by other tests: else a load that the device would refuse is not tried
+        # of loads by other tests: else a load that the device would refuse is not tried
+        site.forget_memory()
         with Asking(site, SMALL, x) as other, full_gpu(LEFT_BYTES):
             with pytest.raises(
                 RemoteError

@@ -1,4 +1,5 @@
-"""End a piece of work at every step in the file system: `python -m tests.integration.kills WORK HOW`.
+"""End a piece of work at every step in the file system: `python -m tests.integration.kills WORK
+HOW`.
 
 Each try is a process of its own, in which an audit hook (PEP 578) sees the steps before they are
 taken: the first try ends at the first step, the second at the second, until one comes to its end.
@@ -106,7 +107,7 @@ def _printed(error: BaseException) -> int:
     return 2
 
 
-# -- the works -------------------------------------------------------------------------------------
+# -- the works ----------------------------------------------------------------------------------
 
 
 @functools.cache

@@ -1,4 +1,6 @@
-"""A compile that is disturbed, and what must come out of it all the same: `outcome` of the disturbed and of an undisturbed one are equal."""
+"""A compile that is disturbed, and what must come out of it all the same: `outcome` of the
+disturbed and of an undisturbed one are equal.
+"""
 
 import contextlib
 import json
@@ -70,7 +72,9 @@ def value_of(home: Path, stage: str, digest: str) -> dict[str, Any]:
 
 
 def figures(report: Report) -> list[float]:
-    """The accuracy of every candidate on the selection set: metric of reference and candidate, and the errors of each output."""
+    """The accuracy of every candidate on the selection set: metric of reference and candidate, and
+    the errors of each output.
+    """
     found = []
     for candidate in report.candidates:
         assert candidate.selection is not None
@@ -85,7 +89,9 @@ def figures(report: Report) -> list[float]:
 
 
 def assert_same(folder: Path, home: Path, compiled: tuple[Path, Path]) -> Report:
-    """The compile in (folder, home) came to what the undisturbed one came to; returns its report."""
+    """The compile in (folder, home) came to what the undisturbed one came to; returns its
+    report.
+    """
     undisturbed, its_home = compiled
     report, expected = load_report(folder), load_report(undisturbed / "out")
     found = outcome(folder, home)
@@ -97,7 +103,8 @@ def assert_same(folder: Path, home: Path, compiled: tuple[Path, Path]) -> Report
     return report
 
 
-# -- disturbed runs ----------------------------------------------------------------------------------------------------
+# -- disturbed runs
+# ------------------------------------------------------------------------------
 
 
 def start(
@@ -126,7 +133,9 @@ def start(
 
 
 def _hear_ctrl_c() -> None:
-    """A shell starts what is to run in the background deaf to Ctrl-C, and that is inherited: also by tests that are started so."""
+    """A shell starts what is to run in the background deaf to Ctrl-C, and that is inherited: also
+    by tests that are started so.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -136,7 +145,9 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 900) -> Result:
 
 
 def started_stages(home: Path) -> list[str]:
-    """`stage/first digits of its key` of every child that was started since the logs were removed, in order."""
+    """`stage/first digits of its key` of every child that was started since the logs were removed,
+    in order.
+    """
     logs = sorted((home / "logs").glob("*-*.log"), key=lambda file: file.stat().st_ctime_ns)
     return [re.sub(r"-(\w+)\.log$", r"/\1", file.name) for file in logs]
 
@@ -172,7 +183,9 @@ def unfinished(home: Path) -> set[str]:
 
 
 def still_running(home: Path, patience_s: float = 60) -> list[psutil.Process]:
-    """All that work in this home after so long; a child whose parent was killed while it started up ends once it has imported what it needs."""
+    """All that work in this home after so long; a child whose parent was killed while it started up
+    ends once it has imported what it needs.
+    """
     end = time.monotonic() + patience_s
     while (found := _processes_of(home)) and time.monotonic() < end:
         time.sleep(0.1)
@@ -192,7 +205,8 @@ def _processes_of(home: Path) -> list[psutil.Process]:
     return found
 
 
-# -- a host with less than one wants -----------------------------------------------------------------------------------
+# -- a host with less than one wants
+# ------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -215,7 +229,9 @@ def small_disk(place: Path, options: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def small_memory(limit_bytes: int) -> Iterator[Path]:
-    """A control group of so much memory (v2, or v1): whoever writes its process id to the file that comes belongs to it."""
+    """A control group of so much memory (v2, or v1): whoever writes its process id to the file that
+    comes belongs to it.
+    """
     v1 = Path("/sys/fs/cgroup/memory")
     group = (v1 if v1.is_dir() else Path("/sys/fs/cgroup")) / f"crucible-test-{os.getpid()}"
     limit = group / ("memory.limit_in_bytes" if v1.is_dir() else "memory.max")

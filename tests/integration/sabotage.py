@@ -1,4 +1,6 @@
-"""Faults planted in a compile: a stand-in for the runner's `run` that lets one stage work as ever and spoils what it takes or makes."""
+"""Faults planted in a compile: a stand-in for the runner's `run` that lets one stage work as ever
+and spoils what it takes or makes.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ QUICK = {"duration_s": 0.1, "warmup_s": 0.02, "sizes": [{"batch": 4}]}
 class Saboteur:
     """Runs the real stages in this process, which is quicker; only latencies are made up.
 
-    `after_convert` changes the quantised graph, `before_build` the graph that the candidate is built from.
+    `after_convert` changes the quantised graph, `before_build` the graph that the candidate is
+    built from.
     """
 
     folder: Path
@@ -79,7 +82,9 @@ class Saboteur:
 
 
 def is_candidate(arguments: tuple[Any, ...]) -> bool:
-    """Whether a build is that of a candidate; the reference of an ONNX file is built by the same stage."""
+    """Whether a build is that of a candidate; the reference of an ONNX file is built by the same
+    stage.
+    """
     return any(isinstance(each, Recipe) and each.variant != "as given" for each in arguments)
 
 
@@ -94,7 +99,9 @@ def compiled(
     after_convert: Fault | None = None,
     before_build: Fault | None = None,
 ) -> Report:
-    """The tiny task with one candidate and one fault, compiled by the real stages. The fault must have been planted."""
+    """The tiny task with one candidate and one fault, compiled by the real stages. The fault must
+    have been planted.
+    """
     plan = folder / "plan.yaml"
     if not plan.exists():
         write_sabotaged(folder, candidates)
@@ -113,7 +120,8 @@ def engine_of(report: Report) -> Engine:
     return engine
 
 
-# -- faults -----------------------------------------------------------------------------------------------------------
+# -- faults
+# ------------------------------------------------------------------------------
 
 
 def one_scale_times_8(proto: onnx.ModelProto) -> None:

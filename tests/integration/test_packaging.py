@@ -117,8 +117,14 @@ def test_what_is_installed_says_that_it_is_typed(base_python: str, tmp_path: Pat
 
 
 def test_a_command_that_needs_no_heavy_library_loads_none() -> None:
-    heavy = "torch onnxruntime openvino nncf tensorrt tensorrt_rtx onnxsim polygraphy onnx_graphsurgeon matplotlib"
-    code = f"import sys, service.cli.main, pipeline.compiler.compile; print([name for name in '{heavy}'.split() if name in sys.modules])"
+    heavy = (
+        "torch onnxruntime openvino nncf tensorrt tensorrt_rtx onnxsim polygraphy onnx_graphsurgeon"
+        " matplotlib"
+    )
+    code = (
+        "import sys, service.cli.main, pipeline.compiler.compile; print([name for name in"
+        f" '{heavy}'.split() if name in sys.modules])"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )

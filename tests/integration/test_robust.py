@@ -1,4 +1,6 @@
-"""Killed, interrupted, damaged, two at once: the store stays whole, and the next run comes to what an undisturbed one came to."""
+"""Killed, interrupted, damaged, two at once: the store stays whole, and the next run comes to what
+an undisturbed one came to.
+"""
 
 import random
 import shutil
@@ -147,7 +149,8 @@ def test_two_at_once_both_succeed_and_make_everything_once(
         assert mine.reused != theirs.reused, mine
 
 
-# -- damage ------------------------------------------------------------------------------------------------------------
+# -- damage
+# ------------------------------------------------------------------------------
 
 
 def flip(file: Path) -> None:

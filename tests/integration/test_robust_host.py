@@ -1,4 +1,6 @@
-"""A host that fails: no space on its disk, no memory for a child, a clock that jumps. Each is named, or does not matter."""
+"""A host that fails: no space on its disk, no memory for a child, a clock that jumps. Each is
+named, or does not matter.
+"""
 
 import contextlib
 import datetime as dt
@@ -130,7 +132,8 @@ def test_a_child_that_the_kernel_kills_for_memory_is_named_as_such(tmp_path: Pat
 
 JUMP_S = 24 * 3600.0  # of the wall clock, at least, with every second
 
-# -- clocks ------------------------------------------------------------------------------------------------------------
+# -- clocks
+# ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +149,9 @@ def jumping_clock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @needs_root
 def test_clocks_that_jump_change_nothing(tmp_path: Path, jumping_clock: dict[str, str]) -> None:
-    """The wall clock jumps all the while; and the monotonic clock is not that of the run before, as after a move to another machine."""
+    """The wall clock jumps all the while; and the monotonic clock is not that of the run before, as
+    after a move to another machine.
+    """
     plan, home = write_task(tmp_path, candidates=CANDIDATES[:1]), tmp_path / "home"
     elsewhen = ("unshare", "--time", "--monotonic", "1000000000", "--boottime", "1000000000", "--")
     if subprocess.run([*elsewhen, "true"], capture_output=True, check=False).returncode:

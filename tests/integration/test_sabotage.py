@@ -1,6 +1,8 @@
-"""Each fault that a compile must not let through, planted in the real story: the verdict is `rejected`, exit code 2, for the right reason.
+"""Each fault that a compile must not let through, planted in the real story: the verdict is
+`rejected`, exit code 2, for the right reason.
 
-Every plan allows one candidate, and none is rescued. The first tests show that without a fault the same plans are accepted.
+Every plan allows one candidate, and none is rescued. The first tests show that without a fault the
+same plans are accepted.
 """
 
 from __future__ import annotations
@@ -120,7 +122,10 @@ def test_an_fp32_graph_that_is_called_int8(
         (another_model, "top1 drops by"),
         (
             output_renamed,
-            "output 'y' is missing; the engine has logits; output 'logits' is not an output of the reference, which has y",
+            (
+                "output 'y' is missing; the engine has logits; output 'logits' is not an output of"
+                " the reference, which has y"
+            ),
         ),
     ],
 )
@@ -149,7 +154,8 @@ def test_one_value_of_one_sample_that_is_not_finite(
     assert report.candidates[0].selection.outputs[0].worst_sample == 137
 
 
-# -- faults in the data -----------------------------------------------------------------------------------------------
+# -- faults in the data
+# ------------------------------------------------------------------------------
 
 
 def resave(file: Path, change: Callable[[dict[str, np.ndarray]], None]) -> None:
@@ -222,7 +228,10 @@ def test_samples_that_two_sets_share_are_found_under_any_name_and_at_any_place(
     resave(tmp_path / "validation.npz", mix)
     with pytest.raises(
         DataError,
-        match="calibration and validation share 2 samples: calibration 7 = validation 3, calibration 60 = validation 200",
+        match=(
+            "calibration and validation share 2 samples: calibration 7 = validation 3, calibration"
+            " 60 = validation 200"
+        ),
     ):
         compile_plan(
             load_plan(plan),
@@ -240,8 +249,8 @@ def test_a_small_set_prints_the_interval_of_the_drop_and_warns(tmp_path: Path) -
     assert "on 40 validation samples: drop +0.0000 (95 % -0.0876 to +0.0876)" in report.reasons[0]
     notes = [note.text for label, note in report.every_note() if label == ""]
     assert (
-        "validation: 40 samples leave the drop uncertain (95 % -0.0876 to +0.0876); 200 or more narrow its interval"
-        in notes
+        "validation: 40 samples leave the drop uncertain (95 % -0.0876 to +0.0876); 200 or more"
+        " narrow its interval" in notes
     )
 
 

@@ -1,4 +1,6 @@
-"""The application as a whole: what it loads, how it answers errors, who may see what, and when it is ready."""
+"""The application as a whole: what it loads, how it answers errors, who may see what, and when it
+is ready.
+"""
 
 import asyncio
 import html
@@ -28,11 +30,17 @@ from service.submission.plan import parse
 from tests.service.builders.app import HOST, URL, Desk, at_desk, known_host, opened_desk
 from tests.service.builders.jobs import WITHIN_S, WORKER
 
-HEAVY = "torch torchvision tensorrt tensorrt_rtx onnxruntime openvino nncf modelopt onnxsim polygraphy matplotlib onnx onnx_graphsurgeon onnxscript"
+HEAVY = (
+    "torch torchvision tensorrt tensorrt_rtx onnxruntime openvino nncf modelopt onnxsim polygraphy"
+    " matplotlib onnx onnx_graphsurgeon onnxscript"
+)
 
 
 def test_importing_the_server_loads_no_backend() -> None:
-    said = f"import sys, service.server, service.app; print(*(set({HEAVY!r}.split()) & sys.modules.keys()))"
+    said = (
+        f"import sys, service.server, service.app; print(*(set({HEAVY!r}.split()) &"
+        " sys.modules.keys()))"
+    )
     done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 

@@ -1,4 +1,6 @@
-"""The client: what it reads from a stream, and how it stands a server that refuses, goes away and comes again."""
+"""The client: what it reads from a stream, and how it stands a server that refuses, goes away and
+comes again.
+"""
 
 import contextlib
 import threading
@@ -26,7 +28,10 @@ from service.storage.keys import Keys
 from tests.service.builders.jobs import WITHIN_S
 from tests.service.integration.test_server import serving, until
 
-STREAM = ': heartbeat\n\nid: 1\nevent: queued\ndata: {"at": "x"}\n\nid: 7\nevent: stage\ndata: {"text": "a\u2028b: c"}\n\n'.encode()
+STREAM = (
+    ': heartbeat\n\nid: 1\nevent: queued\ndata: {"at": "x"}\n\nid: 7\nevent: stage\ndata: {"text":'
+    ' "a\u2028b: c"}\n\n'.encode()
+)
 JOB = "01931f3a5b2c07d1e9a44c6f2"
 
 

@@ -8,9 +8,10 @@ from pipeline.errors import PlanError
 from service.settings import Settings, is_loopback, settings_from
 
 SETTINGS = (
-    "home host port grpc grpc_port tls_certificate tls_key allowed_hosts keys_required admin_key_file configs allow_code max_upload_bytes "
-    "max_unpacked_bytes max_plan_bytes max_infer_bytes max_body_bytes max_queued job_memory_bytes job_disk_bytes job_timeout_s shutdown_s "
-    "retention_days load_timeout_s versions_kept log_format log_level otel_endpoint"
+    "home host port grpc grpc_port tls_certificate tls_key allowed_hosts keys_required"
+    " admin_key_file configs allow_code max_upload_bytes max_unpacked_bytes max_plan_bytes"
+    " max_infer_bytes max_body_bytes max_queued job_memory_bytes job_disk_bytes job_timeout_s"
+    " shutdown_s retention_days load_timeout_s versions_kept log_format log_level otel_endpoint"
 )
 
 

@@ -1,4 +1,6 @@
-"""BentoML with one worker. Rows are joined by a service of its own behind the one that reads raw bodies, since only arrays can be joined."""
+"""BentoML with one worker. Rows are joined by a service of its own behind the one that reads raw
+bodies, since only arrays can be joined.
+"""
 
 import os
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""LitServe with one API process and one worker, and with `fast_queue`, which its documentation advises for hundreds of requests per second."""
+"""LitServe with one API process and one worker, and with `fast_queue`, which its documentation
+advises for hundreds of requests per second.
+"""
 
 from typing import Annotated
 

@@ -1,6 +1,8 @@
-"""What all peers serve, and how they are told: `python PEER.py MODEL PORT`. Imported in each peer's own environment, so it needs numpy alone.
+"""What all peers serve, and how they are told: `python PEER.py MODEL PORT`. Imported in each peer's
+own environment, so it needs numpy alone.
 
-MODEL is `echo`, which gives back what it gets, or an ONNX file with one image as input and one output.
+MODEL is `echo`, which gives back what it gets, or an ONNX file with one image as input and one
+output.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ Model = Callable[[Rows], Rows]
 ECHO = "echo"
 MOST_ROWS = 16
 WAIT_S = 0.005
-"""How long a batch waits for more rows, where a peer has such a setting: its default is 10 ms in two of them and none in the others.
-Less would leave batches of 16 clients half empty, more only adds to the latency of one."""
+"""How long a batch waits for more rows, where a peer has such a setting: its default is 10 ms in
+two of them and none in the others. Less would leave batches of 16 clients half empty, more only
+adds to the latency of one.
+"""
 
 MODEL, PORT = (
     (sys.argv[1], int(sys.argv[2]))

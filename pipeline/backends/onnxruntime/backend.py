@@ -3,8 +3,9 @@
 The GPU's providers were not run: there was no such build where this was made. A test runs them on
 a double.
 
-The engine file is the converted ONNX graph itself, with its external data. Saving the optimised graph instead would bake in this CPU's
-blocked layout (NCHWc), which a CPU with wider vectors reads wrongly, to save 50 ms of the 110 ms that loading ResNet-50 takes.
+The engine file is the converted ONNX graph itself, with its external data. Saving the optimised
+graph instead would bake in this CPU's blocked layout (NCHWc), which a CPU with wider vectors reads
+wrongly, to save 50 ms of the 110 ms that loading ResNet-50 takes.
 """
 
 from __future__ import annotations
@@ -65,10 +66,15 @@ Provider = tuple[str, dict[str, str]]
 """An execution provider by the library's name, with its options."""
 
 AS_WRITTEN = "as written"
-"""Variant of a recipe: Q/DQ are computed where they stand, in fp32. The int8 kernels that ONNX Runtime would put in their place can saturate."""
+"""Variant of a recipe: Q/DQ are computed where they stand, in fp32. The int8 kernels that ONNX
+Runtime would put in their place can saturate.
+"""
 
 NOT_REALLY = {
-    Precision.FP16: "it has no fp16 kernel of Conv, MatMul or Gemm for this CPU, and would cast every one to fp32 and back",
+    Precision.FP16: (
+        "it has no fp16 kernel of Conv, MatMul or Gemm for this CPU, and would cast every one to"
+        " fp32 and back"
+    ),
     Precision.BF16: "it has no bf16 kernel of Conv, MatMul or Gemm for this CPU",
     Precision.TF32: "TF32 is a format of NVIDIA GPUs",
     Precision.FP8: "fp8 is a format of NVIDIA GPUs",
@@ -84,11 +90,14 @@ PROVIDERS: Mapping[OrtProvider, str] = {
 SPIN_US = 100
 """How long a thread of an engine that serves waits awake for the next operator.
 
-16 convolutions on 2 cores that ten processes wanted, medians: 4.5 ms with it, 4.6 ms where threads sleep at once, 10 ms where they spin.
+16 convolutions on 2 cores that ten processes wanted, medians: 4.5 ms with it, 4.6 ms where threads
+sleep at once, 10 ms where they spin.
 """
 
 MAKES_FLOAT = ("MatMulAddFusion",)
-"""Left out of int8 engines: a MatMul and the Add of its bias become a Gemm whose float bias keeps it from running in 8 bits."""
+"""Left out of int8 engines: a MatMul and the Add of its bias become a Gemm whose float bias keeps
+it from running in 8 bits.
+"""
 
 
 def probe() -> Target:
@@ -127,7 +136,9 @@ def gpu_providers() -> tuple[OrtProvider, ...]:
 def unsupported(
     model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()
 ) -> tuple[Refusal, ...]:
-    """Every node without a kernel, or that its kernel refuses. The whole model is tried first: if it loads, there is none."""
+    """Every node without a kernel, or that its kernel refuses. The whole model is tried first: if
+    it loads, there is none.
+    """
     complaint = _complaint(str(model.path))
     if not complaint:
         return ()
@@ -146,7 +157,9 @@ def unsupported(
 def build(
     model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
 ) -> Engine:
-    """Copy the graph and its external data to `out` and open it once; the graph must already be in the recipe's precision."""
+    """Copy the graph and its external data to `out` and open it once; the graph must already be in
+    the recipe's precision.
+    """
     _check_precision(model, recipe)
     progress(None, "copying the graph")
     copy_model(model.path, out / model.path.name)
@@ -230,7 +243,9 @@ Run = Callable[[Sequence[str], dict[str, NDArray[np.generic]]], Sequence[NDArray
 
 
 class OrtSession:
-    """Runs on host arrays: ONNX Runtime reads contiguous inputs in place, and allocates outputs for each run."""
+    """Runs on host arrays: ONNX Runtime reads contiguous inputs in place, and allocates outputs for
+    each run.
+    """
 
     def __init__(self, engine: Engine, run: Run) -> None:
         self.inputs: tuple[TensorSpec, ...] = engine.inputs
@@ -288,7 +303,10 @@ def check_recipe(recipe: Recipe, target: Target) -> None:
         _check_provider(recipe.provider)
         return
     if recipe.precision not in PRECISIONS:
-        said = f"ONNX Runtime on a CPU would only pretend to run {recipe.precision}: {NOT_REALLY[recipe.precision]}"
+        said = (
+            f"ONNX Runtime on a CPU would only pretend to run {recipe.precision}:"
+            f" {NOT_REALLY[recipe.precision]}"
+        )
         raise UnsupportedError(said, "choose fp32 or int8, or openvino for bf16")
     if recipe.precision is Precision.INT4 and not recipe.weight_only:
         raise UnsupportedError("ONNX Runtime has int4 for weights only", "add `weight_only`")
@@ -353,7 +371,10 @@ def _check_precision(model: OnnxModel, recipe: Recipe) -> None:
     check_recipe(recipe, probe())
     expected = Precision.FP32 if recipe.precision is Precision.TF32 else recipe.precision
     if model.precision != expected:
-        said = f"ONNX Runtime takes the precision from the graph: the recipe says {recipe.precision}, the graph is {model.precision}"
+        said = (
+            f"ONNX Runtime takes the precision from the graph: the recipe says {recipe.precision},"
+            f" the graph is {model.precision}"
+        )
         raise UnsupportedError(said, f"convert the graph to {expected} first")
     for spec in (*model.inputs, *model.outputs):
         if spec.dtype == "bfloat16":
@@ -389,7 +410,8 @@ class OpenOptions:
 
 
 def _open(model: str | bytes, options: OpenOptions) -> onnxruntime.InferenceSession:
-    """Threads spin between operators, as is the default: 16 small convolutions take 0.31 ms, and 0.51 ms where they sleep (2 cores, AVX512).
+    """Threads spin between operators, as is the default: 16 small convolutions take 0.31 ms, and
+    0.51 ms where they sleep (2 cores, AVX512).
 
     Where more threads want the CPU than there are cores, it is the other way round. What serves
     shares the CPU with whoever asks: its threads spin for SPIN_US, which bridges the gaps between

@@ -1,16 +1,22 @@
-"""What ONNX Runtime really runs on a CPU: the nodes of its profile joined with the graph as it optimised it. All that is its own is here.
+"""What ONNX Runtime really runs on a CPU: the nodes of its profile joined with the graph as it
+optimised it. All that is its own is here.
 
 How the precision of a kernel is known, first what proves most:
 
-1. A kernel that only moves or converts data (QuantizeLinear, DequantizeLinear, Cast, the Reorders of the blocked layout): `none`.
-2. `tactic`: a kernel that exists in integer arithmetic only, by its operator: QLinearConv, MatMulInteger, DynamicQuantizeMatMul: int8.
-3. `types`: of any other the widest float it reads or writes. On a CPU a Conv on floats multiplies floats: there is no TF32 that hides in it,
-   and fp16 is cast to fp32 in the open. 8-bit integers alone (MaxPool between two quantised layers) count as int8. MatMulNBits holds 4-bit
-   weights and reads floats: at accuracy level 4 it quantises what it reads and multiplies int8, otherwise it multiplies fp32.
+1. A kernel that only moves or converts data (QuantizeLinear, DequantizeLinear, Cast, the Reorders
+   of the blocked layout): `none`.
+2. `tactic`: a kernel that exists in integer arithmetic only, by its operator: QLinearConv,
+   MatMulInteger, DynamicQuantizeMatMul: int8.
+3. `types`: of any other the widest float it reads or writes. On a CPU a Conv on floats multiplies
+   floats: there is no TF32 that hides in it, and fp16 is cast to fp32 in the open. 8-bit integers
+   alone (MaxPool between two quantised layers) count as int8. MatMulNBits holds 4-bit weights and
+   reads floats: at accuracy level 4 it quantises what it reads and multiplies int8, otherwise it
+   multiplies fp32.
 4. Sizes, indices and masks only: `integer`. Nothing known, or double: `unknown`.
 
-Which ONNX nodes a kernel computes is read off the tensors: both graphs name them alike, so a kernel has the nodes between its inputs and its
-outputs. Where the optimiser made new tensors and that cannot be closed, it has the one node whose name it bears, or none.
+Which ONNX nodes a kernel computes is read off the tensors: both graphs name them alike, so a kernel
+has the nodes between its inputs and its outputs. Where the optimiser made new tensors and that
+cannot be closed, it has the one node whose name it bears, or none.
 """
 
 from __future__ import annotations
@@ -109,7 +115,8 @@ SUMMED = 3  # the input of a blocked Conv that is added to its result
 KERNEL = "_kernel_time"
 
 
-# -- the shell: runs the session --------------------------------------------------------------------------------------
+# -- the shell: runs the session
+# ------------------------------------------------------------------------------
 
 
 def profile_into(options: onnxruntime.SessionOptions, folder: Path) -> None:
@@ -128,9 +135,11 @@ def profile_into(options: onnxruntime.SessionOptions, folder: Path) -> None:
 def layer_table(
     profiled: onnxruntime.InferenceSession, session: Session, model: Path, feeds: Tensors
 ) -> LayerTable:
-    """Every kernel of a session opened with `profile_into`, in the order of running, each with its median time.
+    """Every kernel of a session opened with `profile_into`, in the order of running, each with its
+    median time.
 
-    `session` runs `profiled`, whose profile is closed; `model` is the ONNX graph it was opened from. Profiling adds some 10 µs to each kernel.
+    `session` runs `profiled`, whose profile is closed; `model` is the ONNX graph it was opened
+    from. Profiling adds some 10 µs to each kernel.
     """
     sizes = bound_sizes(session, feeds)
     runs = run_for_layers(session)
@@ -145,7 +154,8 @@ def layer_table(
     return LayerTable(sizes=sizes, runs=runs, layers=found)
 
 
-# -- pure: the profile ------------------------------------------------------------------------------------------------
+# -- pure: the profile
+# ------------------------------------------------------------------------------
 
 
 def layers_from_profile(
@@ -153,7 +163,8 @@ def layers_from_profile(
 ) -> tuple[Layer, ...]:
     """The kernels of a profile, each with the median of its times after `warmup` runs.
 
-    A kernel that runs more than once in a run (in a loop) counts with its sum; what holds other nodes (If, Loop) without theirs.
+    A kernel that runs more than once in a run (in a loop) counts with its sum; what holds other
+    nodes (If, Loop) without theirs.
     """
     levels = {
         node.name: _accuracy_level(node)
@@ -244,7 +255,9 @@ def _layer(
 def precision_of(
     operator: str, inputs: Sequence[str], outputs: Sequence[str], level: int = 0
 ) -> tuple[Precision | Literal["integer", "none", "unknown"], Literal["tactic", "types", "none"]]:
-    """The precision of a kernel and its evidence, by the rules above; `level` is the accuracy level of MatMulNBits."""
+    """The precision of a kernel and its evidence, by the rules above; `level` is the accuracy level
+    of MatMulNBits.
+    """
     if operator in MOVING | BRANCHING:
         return "none", "none"
     if operator in INT8_HEAVY or operator.startswith("QLinear"):
@@ -272,13 +285,16 @@ def _accuracy_level(node: onnx.NodeProto) -> int:
     )
 
 
-# -- pure: from kernels back to ONNX nodes ----------------------------------------------------------------------------
+# -- pure: from kernels back to ONNX nodes
+# ------------------------------------------------------------------------------
 
 
 def nodes_by_kernel(
     optimised: onnx.GraphProto, original: onnx.GraphProto
 ) -> dict[str, tuple[str, ...]]:
-    """The nodes of the original graph that each kernel of the optimised one computes, in their own order; by the kernel's name."""
+    """The nodes of the original graph that each kernel of the optimised one computes, in their own
+    order; by the kernel's name.
+    """
     known = _Original.of(original)
     kernels = [node for inner in graphs_of(optimised) for node in inner.node]
     alias = _aliases(kernels, known)
@@ -314,7 +330,9 @@ class _Original:
         return plain if plain in self.by_name else self.producers.get(plain, "")
 
     def after(self, tensor: str, operator: str) -> str:
-        """The output of the one node of this operator that reads a tensor; the tensor itself if there is none, or it is one already."""
+        """The output of the one node of this operator that reads a tensor; the tensor itself if
+        there is none, or it is one already.
+        """
         if self.by_name[self.producers[tensor]].op_type == operator:
             return tensor
         readers = [
@@ -326,7 +344,9 @@ class _Original:
 
 
 def _aliases(kernels: Sequence[onnx.NodeProto], known: _Original) -> dict[str, str]:
-    """Of tensors that the optimiser made, which tensor of the original graph they hold, in whatever layout."""
+    """Of tensors that the optimiser made, which tensor of the original graph they hold, in whatever
+    layout.
+    """
     alias: dict[str, str] = {}
     for kernel in kernels:
         node = known.by_name.get(known.named(kernel))
@@ -358,7 +378,9 @@ def _aliases(kernels: Sequence[onnx.NodeProto], known: _Original) -> dict[str, s
 
 
 def _made_in_blocks(kernel: onnx.NodeProto, known: _Original) -> str:
-    """The original tensor that a kernel of the blocked layout makes: it is named after its first, before an Add and an activation joined it."""
+    """The original tensor that a kernel of the blocked layout makes: it is named after its first,
+    before an Add and an activation joined it.
+    """
     tensor = ADDED.sub("", kernel.name)
     if tensor not in known.producers:
         return tensor
@@ -389,7 +411,9 @@ def _nodes_of(
 
 
 def _between(made: Sequence[str], read: set[str], known: _Original) -> tuple[str, ...]:
-    """The nodes between the tensors read and those made; empty if one of them needs a tensor that is neither read nor constant."""
+    """The nodes between the tensors read and those made; empty if one of them needs a tensor that
+    is neither read nor constant.
+    """
     found: set[str] = set()
     todo = list(made)
     while todo:

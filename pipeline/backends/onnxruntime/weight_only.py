@@ -1,7 +1,9 @@
-"""Weights in 4 or 8 bits for ONNX Runtime: its own quantiser makes a MatMulNBits of each linear layer. No data is needed.
+"""Weights in 4 or 8 bits for ONNX Runtime: its own quantiser makes a MatMulNBits of each linear
+layer. No data is needed.
 
-Round to nearest with a scale and a zero point per block of each column. What is multiplied is the node's own affair: of floats, weights are
-unpacked in each run; at accuracy level 4 activations become int8 as they come, block by block, which is faster and a little less exact.
+Round to nearest with a scale and a zero point per block of each column. What is multiplied is the
+node's own affair: of floats, weights are unpacked in each run; at accuracy level 4 activations
+become int8 as they come, block by block, which is faster and a little less exact.
 """
 
 from __future__ import annotations
@@ -41,9 +43,11 @@ OF_FLOATS, OF_INT8 = 0, 4  # accuracy levels of MatMulNBits
 def compress_with_onnxruntime(
     model: OnnxModel, recipe: Recipe, out: Path, progress: Progress = silent
 ) -> OnnxModel:
-    """The graph with few bits in its weights as out/model.onnx, with the interface of `model`; `recipe.keep_fp32` stays as it is.
+    """The graph with few bits in its weights as out/model.onnx, with the interface of `model`;
+    `recipe.keep_fp32` stays as it is.
 
-    A Gemm becomes a MatMul and an Add, which is the same sum. Raises UnsupportedError where no layer can be changed.
+    A Gemm becomes a MatMul and an Add, which is the same sum. Raises UnsupportedError where no
+    layer can be changed.
     """
     proto = flatten(read_proto(model.path))
     check_unquantised(proto.graph)
@@ -89,7 +93,9 @@ def _quantised(proto: onnx.ModelProto, recipe: Recipe, chosen: set[str]) -> onnx
 
 
 def _fits(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto]) -> bool:
-    """Whether MatMulNBits can stand for a linear layer: a matrix as the second factor, and of a Gemm nothing but a product and a bias."""
+    """Whether MatMulNBits can stand for a linear layer: a matrix as the second factor, and of a
+    Gemm nothing but a product and a bias.
+    """
     if node.input[1] not in weights or len(weights[node.input[1]].dims) != 2:
         return False
     attributes = {
@@ -102,7 +108,9 @@ def _fits(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto]) -> bool:
 
 
 def split_gemms(graph: onnx.GraphProto, names: Set[str]) -> None:
-    """Write each Gemm named as a MatMul of the same name, then an Add where it has a bias. In place."""
+    """Write each Gemm named as a MatMul of the same name, then an Add where it has a bias. In
+    place.
+    """
     weights = float_weights(graph)
     taken = {
         name for node in graph.node for name in (*node.input, *node.output, node.name)
@@ -150,7 +158,9 @@ def _fresh(name: str, taken: set[str]) -> str:
 
 
 def _drop_twins(graph: onnx.GraphProto) -> None:
-    """Of two layers that share a weight the quantiser makes the same constants twice; ONNX Runtime refuses a name that stands twice. In place."""
+    """Of two layers that share a weight the quantiser makes the same constants twice; ONNX Runtime
+    refuses a name that stands twice. In place.
+    """
     first: dict[str, int] = {}
     for index, tensor in enumerate(graph.initializer):
         first.setdefault(tensor.name, index)

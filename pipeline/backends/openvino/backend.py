@@ -1,8 +1,9 @@
 """OpenVINO on the CPU.
 
-The engine file is OpenVINO's IR, fp32 or with its quantisation, which any version of the CPU plugin compiles for the CPU it finds: ResNet-50
-loads in 0.3 s, against 0.5 s from ONNX. An exported blob would load an int8 model 0.5 s faster, but is fixed to the CPU that made it.
-Precision is a hint to the compiler: without "f32" said in words, a CPU with bf16 runs an fp32 model in bf16.
+The engine file is OpenVINO's IR, fp32 or with its quantisation, which any version of the CPU plugin
+compiles for the CPU it finds: ResNet-50 loads in 0.3 s, against 0.5 s from ONNX. An exported blob
+would load an int8 model 0.5 s faster, but is fixed to the CPU that made it. Precision is a hint to
+the compiler: without "f32" said in words, a CPU with bf16 runs an fp32 model in bf16.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ NEEDED_FLAGS = {
     Precision.BF16: {"avx512_bf16", "amx_bf16"},
     Precision.FP16: {"avx512_fp16", "amx_fp16"},
 }
-"""Any one of these computes in that precision; without, OpenVINO converts to fp32 and back, or ignores the hint."""
+"""Any one of these computes in that precision; without, OpenVINO converts to fp32 and back, or
+ignores the hint.
+"""
 
 HINTS = {Precision.FP32: "f32", Precision.FP16: "f16", Precision.BF16: "bf16"}
 RUNS_AS = {
@@ -93,7 +96,9 @@ def probe() -> Target:
 def unsupported(
     model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()
 ) -> tuple[Refusal, ...]:
-    """Every node that OpenVINO cannot convert, or has no kernel for. The whole model is tried first: if it converts, there is none."""
+    """Every node that OpenVINO cannot convert, or has no kernel for. The whole model is tried
+    first: if it converts, there is none.
+    """
     ov = _library()
     core = ov.Core()
 
@@ -118,7 +123,9 @@ def unsupported(
 def build(
     model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
 ) -> Engine:
-    """Write the IR to `out` and compile it once, to see that the heavy layers run in the recipe's precision."""
+    """Write the IR to `out` and compile it once, to see that the heavy layers run in the recipe's
+    precision.
+    """
     target = probe()
     _check_precision(model, recipe, target)
     ov = _library()
@@ -157,7 +164,9 @@ def build(
 
 
 def layers(engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable:
-    """Every layer of the engine by OpenVINO's own counters, in a model compiled once more with the same options."""
+    """Every layer of the engine by OpenVINO's own counters, in a model compiled once more with the
+    same options.
+    """
     refuse_foreign(engine, probe())
     ov = _library()
     try:
@@ -207,7 +216,9 @@ class OpenVinoLoaded:
 
 
 class OpenVinoSession:
-    """Runs on host arrays: inputs are read in place, outputs are copied out of the request's own memory."""
+    """Runs on host arrays: inputs are read in place, outputs are copied out of the request's own
+    memory.
+    """
 
     def __init__(self, engine: Engine, ov: ModuleType, compiled: Any) -> None:
         self.inputs: tuple[TensorSpec, ...] = engine.inputs
@@ -294,10 +305,16 @@ def check_recipe(recipe: Recipe, target: Target) -> None:
     needed = NEEDED_FLAGS.get(recipe.rest if asked in INTEGERS else asked, set())
     if needed and not needed & set(target.cpu_flags):
         flags = " or ".join(sorted(needed))
-        said = f"OpenVINO would only pretend to run {asked} on this CPU ({target.device}): it needs {flags}, and has {', '.join(target.cpu_flags)}"
+        said = (
+            f"OpenVINO would only pretend to run {asked} on this CPU ({target.device}): it needs"
+            f" {flags}, and has {', '.join(target.cpu_flags)}"
+        )
         raise UnsupportedError(said, "choose fp32 or int8")
     if asked in NEEDED_FLAGS and recipe.keep_fp32:
-        said = f"OpenVINO runs the whole model in {asked}, so it cannot keep nodes {', '.join(recipe.keep_fp32)} in fp32"
+        said = (
+            f"OpenVINO runs the whole model in {asked}, so it cannot keep nodes"
+            f" {', '.join(recipe.keep_fp32)} in fp32"
+        )
         raise UnsupportedError(said, "leave keep_fp32 out, or choose fp32 or int8")
 
 
@@ -306,12 +323,17 @@ def _check_precision(model: OnnxModel, recipe: Recipe, target: Target) -> None:
     in_graph = recipe.precision in INTEGERS or recipe.realised_in == "graph"
     wanted = recipe.precision if in_graph else Precision.FP32
     if model.precision != wanted:
-        said = f"OpenVINO needs a graph in {wanted} for {recipe.label}, and this one is {model.precision}"
+        said = (
+            f"OpenVINO needs a graph in {wanted} for {recipe.label}, and this one is"
+            f" {model.precision}"
+        )
         raise UnsupportedError(said, f"convert the graph to {wanted} first")
 
 
 def _config(recipe: Recipe, threads: int) -> dict[str, str]:
-    """Properties of the compiled model: one stream, for latency, and the precision said in words."""
+    """Properties of the compiled model: one stream, for latency, and the precision said in
+    words.
+    """
     words = {
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_PRECISION_HINT": _hint(recipe),
@@ -329,13 +351,21 @@ def _hint(recipe: Recipe) -> str:
 
 
 def check_runs_as(compiled: Any, recipe: Recipe) -> None:
-    """UnsupportedError if the precision read back is not the one set, or if heavy layers exist and not one runs in the recipe's."""
+    """UnsupportedError if the precision read back is not the one set, or if heavy layers exist and
+    not one runs in the recipe's.
+    """
     if (taken := compiled.get_property("INFERENCE_PRECISION_HINT").to_string()) != _hint(recipe):
-        said = f"OpenVINO would only pretend to run {recipe.precision}: inference_precision was set to {_hint(recipe)} and reads back as {taken}"
+        said = (
+            f"OpenVINO would only pretend to run {recipe.precision}: inference_precision was set to"
+            f" {_hint(recipe)} and reads back as {taken}"
+        )
         raise UnsupportedError(said, "choose fp32 or int8")
     heavy = openvino_layers.heavy_precisions(openvino_layers.runtime_layers(compiled))
     if heavy and not RUNS_AS[recipe.precision] & set(heavy):
-        said = f"OpenVINO would only pretend to run {recipe.precision}: its {len(heavy)} heavy layers run in {', '.join(sorted(set(heavy)))}"
+        said = (
+            f"OpenVINO would only pretend to run {recipe.precision}: its {len(heavy)} heavy layers"
+            f" run in {', '.join(sorted(set(heavy)))}"
+        )
         raise UnsupportedError(said, "choose fp32, or for int8 another placement of Q/DQ")
 
 
@@ -344,10 +374,16 @@ def _notes(model: OnnxModel) -> Iterator[Note]:
         if names := [
             f"'{spec.name}'" for spec in (*model.inputs, *model.outputs) if spec.dtype == wide
         ]:
-            text = f"OpenVINO computes {wide} in {narrow} on a CPU: what does not fit comes out wrong ({', '.join(names)})"
+            text = (
+                f"OpenVINO computes {wide} in {narrow} on a CPU: what does not fit comes out wrong"
+                f" ({', '.join(names)})"
+            )
             yield Note(stage="build", text=text, level="info")
     if _amx_is_hidden():
-        text = "this virtual machine hides how AMX is laid out (CPUID leaf 0x1D), so OpenVINO runs without AMX, which would crash it"
+        text = (
+            "this virtual machine hides how AMX is laid out (CPUID leaf 0x1D), so OpenVINO runs"
+            " without AMX, which would crash it"
+        )
         yield Note(stage="build", text=text)
 
 
@@ -356,7 +392,9 @@ def _amx_is_hidden() -> bool:
 
 
 def _library() -> ModuleType:
-    """OpenVINO, kept from AMX where it would kill the process: oneDNN reads the variable when it is first used."""
+    """OpenVINO, kept from AMX where it would kill the process: oneDNN reads the variable when it is
+    first used.
+    """
     installed_version("openvino", INSTALL)
     if _amx_is_hidden():
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")

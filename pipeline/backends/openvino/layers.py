@@ -1,15 +1,20 @@
-"""What OpenVINO really runs on a CPU: the runtime graph of a compiled model joined with its times. All that is OpenVINO's own is here.
+"""What OpenVINO really runs on a CPU: the runtime graph of a compiled model joined with its times.
+All that is OpenVINO's own is here.
 
 How the precision of a layer is known, first what proves most:
 
-1. A layer that only moves or converts data (Reorder, Convert, Reshape, FakeQuantize, which quantises): `none`.
-2. `tactic`: the end of the kernel's name, its primitive type: `brgconv_avx2_f32`, `jit_avx2_I8`, `brgemm_avx512_amx_bf16`. It names the type
-   that a heavy layer multiplies; not of a snippet, whose first input may be a mask.
-3. `types`: of a heavy layer whose primitive says nothing (`undef` before the first run of a dynamic shape) its runtime precision. Of any other
-   layer the widest float that it reads or writes: an Add of f32 and u8 adds in f32, though its runtime precision may say u8.
+1. A layer that only moves or converts data (Reorder, Convert, Reshape, FakeQuantize, which
+   quantises): `none`.
+2. `tactic`: the end of the kernel's name, its primitive type: `brgconv_avx2_f32`, `jit_avx2_I8`,
+   `brgemm_avx512_amx_bf16`. It names the type that a heavy layer multiplies; not of a snippet,
+   whose first input may be a mask.
+3. `types`: of a heavy layer whose primitive says nothing (`undef` before the first run of a dynamic
+   shape) its runtime precision. Of any other layer the widest float that it reads or writes: an Add
+   of f32 and u8 adds in f32, though its runtime precision may say u8.
 4. Sizes, indices and masks only: `integer`. Nothing known: `unknown`.
 
-Layers that OpenVINO computed while compiling, or that are no more than a view, do not run and are left out.
+Layers that OpenVINO computed while compiling, or that are no more than a view, do not run and are
+left out.
 """
 
 from __future__ import annotations
@@ -110,7 +115,8 @@ class RuntimeLayer:
     outputs: tuple[str, ...] = ()
 
 
-# -- the shell: asks a compiled model ---------------------------------------------------------------------------------
+# -- the shell: asks a compiled model
+# ------------------------------------------------------------------------------
 
 
 def runtime_layers(compiled: Any) -> tuple[RuntimeLayer, ...]:
@@ -138,9 +144,11 @@ def _runtime_layer(op: Any) -> RuntimeLayer:
 def layer_table(
     compiled: Any, request: Any, session: Session, operators: Mapping[str, str], feeds: Tensors
 ) -> LayerTable:
-    """Every layer that a model compiled with PERF_COUNT runs, in the order of running, each with its median time.
+    """Every layer that a model compiled with PERF_COUNT runs, in the order of running, each with
+    its median time.
 
-    `session` runs `request`; `operators` are OpenVINO's operators by the names of its own graph, which tell what a snippet multiplies.
+    `session` runs `request`; `operators` are OpenVINO's operators by the names of its own graph,
+    which tell what a snippet multiplies.
     """
     sizes = bound_sizes(session, feeds)
     means: list[dict[str, int]] = []
@@ -160,13 +168,16 @@ def _means(request: Any) -> dict[str, int]:
     return dict(micros)
 
 
-# -- pure -------------------------------------------------------------------------------------------------------------
+# -- pure
+# ------------------------------------------------------------------------------
 
 
 def medians(means: Sequence[Mapping[str, int]], warmup: int = 0) -> dict[str, float]:
-    """Median seconds of each layer per run after `warmup`, from OpenVINO's counters: after each run the mean over all, in whole microseconds.
+    """Median seconds of each layer per run after `warmup`, from OpenVINO's counters: after each run
+    the mean over all, in whole microseconds.
 
-    A run's own time is the difference of two totals, off by as many microseconds as there were runs: the median of ten is off by a few.
+    A run's own time is the difference of two totals, off by as many microseconds as there were
+    runs: the median of ten is off by a few.
     """
     totals = [
         {name: mean * count for name, mean in each.items()} for count, each in enumerate(means, 1)
@@ -175,14 +186,16 @@ def medians(means: Sequence[Mapping[str, int]], warmup: int = 0) -> dict[str, fl
     runs = range(warmup, len(means))
     before: Mapping[str, int] = {}
     return {
-        name: max(
-            0.0,
-            median(
-                totals[run].get(name, 0) - (totals[run - 1] if run else before).get(name, 0)
-                for run in runs
-            ),
+        name: (
+            max(
+                0.0,
+                median(
+                    totals[run].get(name, 0) - (totals[run - 1] if run else before).get(name, 0)
+                    for run in runs
+                ),
+            )
+            * 1e-6
         )
-        * 1e-6
         for name in names
     }
 
@@ -190,7 +203,9 @@ def medians(means: Sequence[Mapping[str, int]], warmup: int = 0) -> dict[str, fl
 def layers_from_runtime(
     runtime: Iterable[RuntimeLayer], seconds: Mapping[str, float], operators: Mapping[str, str]
 ) -> tuple[Layer, ...]:
-    """The layers that ran, each with its time. A time of no known layer becomes an `unknown` layer, so that no time is lost."""
+    """The layers that ran, each with its time. A time of no known layer becomes an `unknown` layer,
+    so that no time is lost.
+    """
     ran = [
         _layer(layer, seconds[layer.name], operators) for layer in runtime if layer.name in seconds
     ]
@@ -247,5 +262,7 @@ def precision_of(
 
 
 def heavy_precisions(runtime: Iterable[RuntimeLayer]) -> tuple[str, ...]:
-    """What each heavy layer runs in, known before it has run once; its runtime precision in OpenVINO's words."""
+    """What each heavy layer runs in, known before it has run once; its runtime precision in
+    OpenVINO's words.
+    """
     return tuple(layer.precision for layer in runtime if layer.kind in HEAVY_LAYERS)

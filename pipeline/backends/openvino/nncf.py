@@ -1,6 +1,8 @@
-"""NNCF's post-training quantisation and compression of weights, for OpenVINO: an ONNX graph in, one with Q/DQ out, which builds like any other.
+"""NNCF's post-training quantisation and compression of weights, for OpenVINO: an ONNX graph in, one
+with Q/DQ out, which builds like any other.
 
-NNCF on OpenVINO's IR gives the same kernels at the same speed (ResNet-50: 11.6 ms against 11.2 ms here), but an artifact of a kind of its own.
+NNCF on OpenVINO's IR gives the same kernels at the same speed (ResNet-50: 11.6 ms against 11.2 ms
+here), but an artifact of a kind of its own.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ ATTENTION = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The calibration samples one by one, as often as NNCF asks for them: its ranges are means over samples."""
+    """The calibration samples one by one, as often as NNCF asks for them: its ranges are means over
+    samples.
+    """
 
     source: CalibrationSet
     count: int
@@ -85,7 +89,9 @@ def quantize_with_nncf(
     out: Path,
     progress: Progress = silent,
 ) -> OnnxModel:
-    """The int8 graph as out/model.onnx, with the interface of `model`. NNCF chooses ranges and placement; `recipe.keep_fp32` is kept out."""
+    """The int8 graph as out/model.onnx, with the interface of `model`. NNCF chooses ranges and
+    placement; `recipe.keep_fp32` is kept out.
+    """
     installed_version("nncf", install_command("openvino"))
     with torch_hidden():
         return _quantize(model, samples, recipe, options, out, progress)
@@ -143,7 +149,10 @@ def _quantize(
     write_proto(quantized, out / FILE)
     used = Note(
         stage="convert",
-        text=f"NNCF took {count} of {samples.samples} calibration samples; {_smoothed(quantized.graph, smooth)}",
+        text=(
+            f"NNCF took {count} of {samples.samples} calibration samples;"
+            f" {_smoothed(quantized.graph, smooth)}"
+        ),
         level="info",
     )
     made = onnx_model(out, FILE, Precision.INT8, (*model.notes, used))
@@ -155,7 +164,9 @@ def _quantize(
 
 
 def _smoothed(graph: onnx.GraphProto, asked: bool | None) -> str:
-    """What SmoothQuant did, by the Muls it left in the graph; UnsupportedError where it was asked for and did nothing."""
+    """What SmoothQuant did, by the Muls it left in the graph; UnsupportedError where it was asked
+    for and did nothing.
+    """
     count = sum(node.op_type == "Mul" and SMOOTH in node.name for node in graph.node)
     if asked and not count:
         raise UnsupportedError(
@@ -168,9 +179,11 @@ def _smoothed(graph: onnx.GraphProto, asked: bool | None) -> str:
 def compress_with_nncf(
     model: OnnxModel, recipe: Recipe, out: Path, progress: Progress = silent
 ) -> OnnxModel:
-    """The graph with few bits in its weights as out/model.onnx, with the interface of `model`; `recipe.keep_fp32` is kept out.
+    """The graph with few bits in its weights as out/model.onnx, with the interface of `model`;
+    `recipe.keep_fp32` is kept out.
 
-    NNCF's rules: int8 has one scale per output channel; in int4 embeddings and the last layer have 8 bits, and what no block divides none.
+    NNCF's rules: int8 has one scale per output channel; in int4 embeddings and the last layer have
+    8 bits, and what no block divides none.
     """
     installed_version("nncf", install_command("openvino"))
     with torch_hidden():
@@ -195,16 +208,18 @@ def _compress(model: OnnxModel, recipe: Recipe, out: Path, progress: Progress) -
     try:
         made = nncf.compress_weights(
             proto,
-            mode=nncf.CompressWeightsMode.INT4_ASYM
-            if in_blocks
-            else nncf.CompressWeightsMode.INT8_ASYM,
+            mode=(
+                nncf.CompressWeightsMode.INT4_ASYM
+                if in_blocks
+                else nncf.CompressWeightsMode.INT8_ASYM
+            ),
             group_size=recipe.block_size if in_blocks else None,
             ignored_scope=nncf.IgnoredScope(names=kept) if kept else None,
-            advanced_parameters=AdvancedCompressionParameters(
-                group_size_fallback_mode=GroupSizeFallbackMode.IGNORE
-            )
-            if in_blocks
-            else None,
+            advanced_parameters=(
+                AdvancedCompressionParameters(group_size_fallback_mode=GroupSizeFallbackMode.IGNORE)
+                if in_blocks
+                else None
+            ),
         )
     except (nncf.ValidationError, nncf.UnsupportedModelError, nncf.InternalError) as error:
         raise UnsupportedError(

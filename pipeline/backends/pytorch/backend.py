@@ -1,4 +1,5 @@
-"""PyTorch, on the GPU where there is one: the user's module itself, which is the accuracy reference, and the baselines eager, traced and compile.
+"""PyTorch, on the GPU where there is one: the user's module itself, which is the accuracy
+reference, and the baselines eager, traced and compile.
 
     eager     the module as its user has it, in inference mode
     traced    torch.jit.trace at opt, frozen, optimize_for_inference (folds batch norms, picks oneDNN layouts)
@@ -75,7 +76,9 @@ FILE = "source.json"
 
 
 def probe() -> Target:
-    """This host as PyTorch should see it, without importing torch: its first GPU, or the CPU where there is none or torch is built without CUDA."""
+    """This host as PyTorch should see it, without importing torch: its first GPU, or the CPU where
+    there is none or torch is built without CUDA.
+    """
     return host_target("pytorch")
 
 
@@ -101,7 +104,9 @@ def unsupported(
 def build(
     model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
 ) -> Engine:
-    """Always UnsupportedError: a graph is not what PyTorch runs. `build_baseline` takes the source."""
+    """Always UnsupportedError: a graph is not what PyTorch runs. `build_baseline` takes the
+    source.
+    """
     check_recipe(recipe, probe())
 
 
@@ -153,16 +158,23 @@ def build_baseline(
 
 
 def _usable(host: Target) -> tuple[Target, tuple[Note, ...]]:
-    """The host, or its CPU with a note that says why this torch cannot use the GPU. OutOfDeviceMemory where that may pass: it must not be kept."""
+    """The host, or its CPU with a note that says why this torch cannot use the GPU.
+    OutOfDeviceMemory where that may pass: it must not be kept.
+    """
     reason = why_not_cuda() if host.compute_capability else ""
     if not reason:
         return host, ()
-    text = f"PyTorch runs on the CPU, because it cannot use {host.device}: {reason}; ratios to it compare other hardware"
+    text = (
+        f"PyTorch runs on the CPU, because it cannot use {host.device}: {reason}; ratios to it"
+        " compare other hardware"
+    )
     return _cpu(), (Note(stage="baseline", text=text),)
 
 
 def load(engine: Engine, device: str = "") -> TorchLoaded:
-    """The module in memory. Sets torch's process-wide thread count. ModelError if the user's files have changed since the build."""
+    """The module in memory. Sets torch's process-wide thread count. ModelError if the user's files
+    have changed since the build.
+    """
     on_gpu = engine.target.compute_capability is not None
     refuse_foreign(engine, probe() if on_gpu else _cpu())
     if device not in ("", DEVICE if on_gpu else "cpu"):
@@ -200,7 +212,9 @@ class TorchLoaded:
         self._is_cast = False
 
     def session(self, profile: int = 0) -> TorchSession | CudaTorchSession:
-        """Traces or compiles at this profile's opt, and runs there once, so that what cannot run fails here."""
+        """Traces or compiles at this profile's opt, and runs there once, so that what cannot run
+        fails here.
+        """
         recipe = self._engine.recipe
         args = example_args(self._engine, profile, self._device)
         if not self._is_cast:

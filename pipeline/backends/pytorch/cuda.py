@@ -1,4 +1,6 @@
-"""PyTorch on the GPU: whether torch can use it, and a session with pinned host buffers, a stream and events of its own."""
+"""PyTorch on the GPU: whether torch can use it, and a session with pinned host buffers, a stream
+and events of its own.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,11 @@ DEVICE = "cuda"  # the first that CUDA_VISIBLE_DEVICES leaves
 
 
 def why_not_cuda() -> str:
-    """Why this process's torch cannot compute on the GPU, in its own words; "" if it can. Makes a CUDA context.
+    """Why this process's torch cannot compute on the GPU, in its own words; "" if it can. Makes a
+    CUDA context.
 
-    HostError where the GPU's memory is taken: that may pass, and falling back to the CPU would only hide it.
+    HostError where the GPU's memory is taken: that may pass, and falling back to the CPU would only
+    hide it.
     """
     import torch
 
@@ -74,7 +78,8 @@ class CudaTimer:
 class CudaTorchSession:
     """Runs one module that lies on the GPU. Buffers are kept between runs of one shape.
 
-    Each step makes the session's stream torch's current one and leaves it so: a `with` block would cost a small module a tenth of its time.
+    Each step makes the session's stream torch's current one and leaves it so: a `with` block would
+    cost a small module a tenth of its time.
     """
 
     def __init__(self, engine: Engine, module: Any) -> None:
@@ -88,14 +93,16 @@ class CudaTorchSession:
         self._args: dict[str, torch.Tensor] = {}  # on the GPU
         self._received: dict[str, torch.Tensor] = {}  # pinned
         self._result: object = None
-        torch.cuda.synchronize()  # the weights were copied, and the module compiled, on the default stream
+        # the weights were copied, and the module compiled, on the default stream
+        torch.cuda.synchronize()
 
     def bind(self, feeds: Tensors) -> None:
         import torch
 
         self._check(feeds)
         torch.cuda.set_stream(self._stream)
-        self._stream.synchronize()  # an upload that was not waited for would still read the pinned buffers
+        # an upload that was not waited for would still read the pinned buffers
+        self._stream.synchronize()
         for spec in self.inputs:
             array = tensor_from_array(feeds[spec.name])
             if spec.name not in self._sent or self._sent[spec.name].shape != array.shape:

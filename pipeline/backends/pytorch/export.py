@@ -1,4 +1,6 @@
-"""The two ways from a PyTorch module to an ONNX file. Neither is trusted: `stages.export` checks what they write."""
+"""The two ways from a PyTorch module to an ONNX file. Neither is trusted: `stages.export` checks
+what they write.
+"""
 
 from __future__ import annotations
 
@@ -70,9 +72,11 @@ class Job:
 
 
 def example_sizes(inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]) -> dict[str, int]:
-    """Sizes to trace with: distinct, so that no two dimensions look equal by chance; at least 2, since exporters take 1 to be fixed.
+    """Sizes to trace with: distinct, so that no two dimensions look equal by chance; at least 2,
+    since exporters take 1 to be fixed.
 
-    Better 3, so that `x[1:]` is not of size 1. The profiles' own sizes come first, since a model may not take every size in between.
+    Better 3, so that `x[1:]` is not of size 1. The profiles' own sizes come first, since a model
+    may not take every size in between.
     """
     taken = {dim for spec in inputs for dim in spec.shape if isinstance(dim, int)}
     sizes: dict[str, int] = {}
@@ -99,7 +103,9 @@ def feeds_at(
 def _resized(
     array: NDArray[np.generic], spec: TensorSpec, sizes: Mapping[str, int]
 ) -> NDArray[np.generic]:
-    """Repeat or cut along the symbolic axes: every value stays a real one, so ids and masks stay valid."""
+    """Repeat or cut along the symbolic axes: every value stays a real one, so ids and masks stay
+    valid.
+    """
     for axis, dim in enumerate(spec.shape):
         if isinstance(dim, str):
             array = np.take(array, np.arange(sizes[dim]) % array.shape[axis], axis=axis)
@@ -110,7 +116,9 @@ def _resized(
 
 
 def dynamo(job: Job) -> tuple[Note, ...]:
-    """torch.export, then its translation to ONNX. Apart, since torch.onnx would retry a failed capture with dimensions given up."""
+    """torch.export, then its translation to ONNX. Apart, since torch.onnx would retry a failed
+    capture with dimensions given up.
+    """
     import torch
 
     program = load_program(job.source) if job.source.kind == "pt2" else captured(job)
@@ -138,7 +146,9 @@ def dynamo(job: Job) -> tuple[Note, ...]:
 
 
 def _tidy(result: torch.onnx.ONNXProgram, public: set[str]) -> None:
-    """Drop the stack traces, which hold the user's paths and make equal graphs differ; rename inner tensors that have an input's or output's name."""
+    """Drop the stack traces, which hold the user's paths and make equal graphs differ; rename inner
+    tensors that have an input's or output's name.
+    """
     inner = result.model.graph
     for value in inner.initializers.values():
         value.metadata_props.clear()
@@ -170,10 +180,12 @@ def captured(job: Job) -> torch.export.ExportedProgram:
                 strict=False,
             )
     except GuardOnDataDependentSymNode as error:
-        # No fallback: the TorchScript exporter keeps the branch that the example took, and a few samples cannot prove that right.
+        # No fallback: the TorchScript exporter keeps the branch that the example took, and a few
+        # samples cannot prove that right.
         advice = "write it with torch.where, or with torch.cond, which exports both branches"
         raise ModelError(
-            f"data-dependent control flow, which one exported graph cannot follow: {_user_line(error)}",
+            "data-dependent control flow, which one exported graph cannot follow:"
+            f" {_user_line(error)}",
             advice,
         ) from error
     except Exception as error:  # runs the user's code under a tracer: anything may come
@@ -181,7 +193,9 @@ def captured(job: Job) -> torch.export.ExportedProgram:
 
 
 def _fixed_dimension(job: Job, error: Exception) -> str:
-    """Names the symbol that torch.export reports as a constant; example sizes are distinct, so the constant tells which."""
+    """Names the symbol that torch.export reports as a constant; example sizes are distinct, so the
+    constant tells which.
+    """
     constant = re.search(r"specialized it to be a constant \((\d+)\)", str(error))
     if constant is None:
         return ""
@@ -198,7 +212,9 @@ def _fixed_dimension(job: Job, error: Exception) -> str:
 
 
 def torchscript(job: Job) -> tuple[Note, ...]:
-    """torch.jit.trace and its translation; returns what the tracer warned of, since it freezes what it cannot follow."""
+    """torch.jit.trace and its translation; returns what the tracer warned of, since it freezes what
+    it cannot follow.
+    """
     import torch
 
     opset = min(job.opset, TORCHSCRIPT_NEWEST_OPSET)
@@ -231,7 +247,9 @@ def torchscript(job: Job) -> tuple[Note, ...]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[list[warnings.WarningMessage]]:
-    """Keep the exporters' prints and warnings from the user; the warnings are in the list, for those who want them."""
+    """Keep the exporters' prints and warnings from the user; the warnings are in the list, for
+    those who want them.
+    """
     with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("always")
         yield caught
@@ -240,12 +258,17 @@ def _quiet() -> Iterator[list[warnings.WarningMessage]]:
 def _tracer_warning(item: warnings.WarningMessage) -> str:
     place, text = f"{Path(item.filename).name}:{item.lineno}", str(item.message).partition(". ")[0]
     if "Python boolean" in text:
-        text = "a branch on a tensor's value or size; tracing keeps the one that its example took (use torch.where or torch.cond)"
+        text = (
+            "a branch on a tensor's value or size; tracing keeps the one that its example took (use"
+            " torch.where or torch.cond)"
+        )
     return f"{TRACED}{place}: {text}"
 
 
 def reason_of(error: BaseException) -> str:
-    """The line of an exporter's error that says what is wrong: the innermost cause, or the constraint that was violated."""
+    """The line of an exporter's error that says what is wrong: the innermost cause, or the
+    constraint that was violated.
+    """
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -256,7 +279,9 @@ def reason_of(error: BaseException) -> str:
 
 
 def _user_line(error: BaseException) -> str:
-    """`model.py:78 in forward: if x.sum() < 0:`, from the innermost frame that torch.export names."""
+    """`model.py:78 in forward: if x.sum() < 0:`, from the innermost frame that torch.export
+    names.
+    """
     frames = re.findall(r'File "(.+)", line (\d+), in (\w+)\n\s+(.+)', str(error))
     if not frames:
         return reason_of(error)
@@ -265,14 +290,19 @@ def _user_line(error: BaseException) -> str:
 
 
 def check_program(program: torch.export.ExportedProgram, source: ModelSource) -> None:
-    """ModelError unless a .pt2 takes the plan's inputs, with their dtypes, and leaves free the dimensions that the plan calls symbolic."""
+    """ModelError unless a .pt2 takes the plan's inputs, with their dtypes, and leaves free the
+    dimensions that the plan calls symbolic.
+    """
     names = program.graph_signature.user_inputs
     values = {node.name: node.meta["val"] for node in program.graph.nodes if node.name in names}
     taken = [
         f"{str(values[name].dtype).removeprefix('torch.')}[{', '.join(map(str, values[name].shape))}]"
         for name in names
     ]
-    advice = f"'{source.path}' takes {'; '.join(taken)}: correct model.inputs, or export it again with these dimensions dynamic"
+    advice = (
+        f"'{source.path}' takes {'; '.join(taken)}: correct model.inputs, or export it again with"
+        " these dimensions dynamic"
+    )
     if len(names) != len(source.inputs):
         raise ModelError(
             f"the plan names {len(source.inputs)} inputs, the exported program has {len(names)}",

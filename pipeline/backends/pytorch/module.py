@@ -1,4 +1,6 @@
-"""The user's PyTorch module: loading it with its weights, running it on host arrays, naming what it returns."""
+"""The user's PyTorch module: loading it with its weights, running it on host arrays, naming what it
+returns.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,11 @@ def torch_version() -> str:
 
 
 def load_module(source: ModelSource, device: str = "cpu") -> torch.nn.Module:
-    """The user's module in eval mode and fp32, with its weights; the seed is set first, so random weights are always the same, on the GPU too.
+    """The user's module in eval mode and fp32, with its weights; the seed is set first, so random
+    weights are always the same, on the GPU too.
 
-    Sets torch's process-wide seed and precision. ModelError if anything of it cannot be had, with its cause.
+    Sets torch's process-wide seed and precision. ModelError if anything of it cannot be had, with
+    its cause.
     """
     torch_version()
     import torch
@@ -102,11 +106,13 @@ def in_precision(
                 args
                 if low is None
                 else [
-                    arg.to(
-                        low,
+                    (
+                        arg.to(
+                            low,
+                        )
+                        if arg.is_floating_point()
+                        else arg
                     )
-                    if arg.is_floating_point()
-                    else arg
                     for arg in args
                 ]
             )
@@ -153,7 +159,8 @@ def out_of_memory(error: BaseException) -> OutOfDeviceMemory:
     ]  # the rest is advice on torch's allocator
     return OutOfDeviceMemory(
         f"the GPU's memory ran out in PyTorch: {said}",
-        f"free its memory (nvidia-smi lists who holds it), lower max in the profiles, or {CPU_INSTEAD}",
+        "free its memory (nvidia-smi lists who holds it), lower max in the profiles, or"
+        f" {CPU_INSTEAD}",
     )
 
 
@@ -256,7 +263,9 @@ def first_line(error: BaseException) -> str:
 def run_module(
     module: torch.nn.Module, source: ModelSource, feeds: Tensors, device: str = "cpu"
 ) -> dict[str, NDArray[np.generic]]:
-    """Host arrays in, named host arrays out; `device` is where the module lies. ModelError if the module fails on them."""
+    """Host arrays in, named host arrays out; `device` is where the module lies. ModelError if the
+    module fails on them.
+    """
     import torch
 
     with torch.inference_mode():
@@ -271,7 +280,9 @@ def run_module(
 def call_module(
     module: torch.nn.Module, source: ModelSource, feeds: Tensors, device: str = "cpu"
 ) -> object:
-    """What the module returns, as its user wrote it; the inputs are passed by position, in the plan's order."""
+    """What the module returns, as its user wrote it; the inputs are passed by position, in the
+    plan's order.
+    """
     import torch
 
     try:
@@ -285,15 +296,20 @@ def call_module(
         )
         advice = "check model.inputs (order, dtypes, shapes) and the ranges of the profiles"
         if "same device" in str(error):
-            advice = f"its code makes tensors on the CPU: give them the device of an input, or {CPU_INSTEAD}"
+            advice = (
+                "its code makes tensors on the CPU: give them the device of an input, or"
+                f" {CPU_INSTEAD}"
+            )
         raise ModelError(f"the PyTorch model fails on {shapes}: {_said(error)}", advice) from error
 
 
 def name_outputs(result: object, source: ModelSource) -> dict[str, torch.Tensor]:
-    """Flatten what a module returned (tensor, tuple, list, dict, dataclass, nested) depth first, and name it.
+    """Flatten what a module returned (tensor, tuple, list, dict, dataclass, nested) depth first,
+    and name it.
 
-    Names: the plan's `outputs`; else the keys of a dict or dataclass, nested ones joined by "_"; else output_0, output_1, ...
-    None is left out, as exporters do. ModelError for anything else that is no tensor.
+    Names: the plan's `outputs`; else the keys of a dict or dataclass, nested ones joined by "_";
+    else output_0, output_1, ... None is left out, as exporters do. ModelError for anything else
+    that is no tensor.
     """
     import torch
     from torch.utils import _pytree as pytree
@@ -325,14 +341,18 @@ def name_outputs(result: object, source: ModelSource) -> dict[str, torch.Tensor]
 
 
 def leaves_of(result: object) -> list[torch.Tensor]:
-    """The tensors of what a module returned, in the order of `name_outputs`, which must have seen it once."""
+    """The tensors of what a module returned, in the order of `name_outputs`, which must have seen
+    it once.
+    """
     from torch.utils import _pytree as pytree
 
     return [leaf for leaf in pytree.tree_leaves(result) if leaf is not None]
 
 
 def _register_dataclass(result: object) -> None:
-    """Tell torch how to flatten a dataclass; its own containers, and those of transformers, it knows."""
+    """Tell torch how to flatten a dataclass; its own containers, and those of transformers, it
+    knows.
+    """
     import torch
     from torch.utils import _pytree as pytree
 
@@ -349,7 +369,9 @@ def _name_of_path(path: tuple[Any, ...], index: int) -> str:
 
 
 def tensor_from_array(array: NDArray[np.generic]) -> torch.Tensor:
-    """Shares memory where it can; bfloat16 crosses as its bits, since torch does not know numpy's extension types."""
+    """Shares memory where it can; bfloat16 crosses as its bits, since torch does not know numpy's
+    extension types.
+    """
     import torch
 
     ready = np.require(array, requirements=["C", "W"])

@@ -155,7 +155,7 @@ def unsupported(
     return ()
 
 
-# -- building ----------------------------------------------------------------------------------
+# -- building -----------------------------------------------------------------------------------
 
 
 def build(
@@ -320,7 +320,9 @@ def _compiled_once(engine: Engine, progress: Progress) -> Engine:
 
 
 def _loaded_once(engine: Engine, progress: Progress) -> Engine:
-    """The engine with its cold start. LoadCrashed where machine code that was built here crashes here."""
+    """The engine with its cold start. LoadCrashed where machine code that was built here crashes
+    here.
+    """
     progress(None, "loading the package")
     try:
         with gpu_turn(engine.target.compute_capability is not None, progress):
@@ -361,7 +363,7 @@ def _digest(file: Path, recipe: Recipe, target: Target) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-# -- running -----------------------------------------------------------------------------------
+# -- running ------------------------------------------------------------------------------------
 
 
 def load(engine: Engine, device: str = "") -> ProgramLoaded:

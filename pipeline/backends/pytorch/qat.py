@@ -1,8 +1,11 @@
-"""PyTorch modules that were trained with fake quantisers: made fit to run and export, or refused by name.
+"""PyTorch modules that were trained with fake quantisers: made fit to run and export, or refused by
+name.
 
-torch.ao's fake quantisers go on observing in eval mode, so that the reference would change its own scales with every batch; and they branch on
-tensors, which torch.export cannot follow. Each is replaced by the bare operator with the scale that it has learnt, which computes the same.
-The TorchScript exporter makes QuantizeLinear and DequantizeLinear of it; torch.export has no shapes for the operator (torch 2.15).
+torch.ao's fake quantisers go on observing in eval mode, so that the reference would change its own
+scales with every batch; and they branch on tensors, which torch.export cannot follow. Each is
+replaced by the bare operator with the scale that it has learnt, which computes the same. The
+TorchScript exporter makes QuantizeLinear and DequantizeLinear of it; torch.export has no shapes for
+the operator (torch 2.15).
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ FULL_RANGES = ((-128, 127), (0, 255))
 
 
 def freeze_fake_quantizers(module: torch.nn.Module) -> torch.nn.Module:
-    """The module with every fake quantiser of torch.ao fixed as it was trained. ModelError for kinds of quantisation that no exporter carries."""
+    """The module with every fake quantiser of torch.ao fixed as it was trained. ModelError for
+    kinds of quantisation that no exporter carries.
+    """
     import torch
 
     for name, child in module.named_modules():
@@ -39,7 +44,8 @@ def freeze_fake_quantizers(module: torch.nn.Module) -> torch.nn.Module:
             said = f"module '{name}' is a {kind}, which no exporter turns into Q/DQ pairs"
             raise ModelError(
                 said,
-                "give the model as torch.ao's prepare_qat left it, before `convert`; or export it by other means and give the .onnx",
+                "give the model as torch.ao's prepare_qat left it, before `convert`; or export it"
+                " by other means and give the .onnx",
             )
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
@@ -98,13 +104,18 @@ def holds_fake_quantizers(module: torch.nn.Module) -> bool:
 
 
 def check_ranges(program: torch.export.ExportedProgram) -> None:
-    """ModelError for a .pt2 that quantises to a part of its 8 bits: torch's translation to ONNX drops those limits without a word."""
+    """ModelError for a .pt2 that quantises to a part of its 8 bits: torch's translation to ONNX
+    drops those limits without a word.
+    """
     for node in program.graph.nodes:
         if (
             str(node.target).startswith("quantized_decomposed.quantize_per_tensor")
             and (limits := tuple(node.args[3:5])) not in FULL_RANGES
         ):
-            said = f"'{node.name}' of the .pt2 quantises to {limits[0]} to {limits[1]}, and the export to ONNX would take all of the 8 bits"
+            said = (
+                f"'{node.name}' of the .pt2 quantises to {limits[0]} to {limits[1]}, and the export"
+                " to ONNX would take all of the 8 bits"
+            )
             raise ModelError(
                 said,
                 "train with quant_min and quant_max of the whole dtype (-128 to 127, or 0 to 255)",
@@ -112,7 +123,9 @@ def check_ranges(program: torch.export.ExportedProgram) -> None:
 
 
 def scales_run(module: torch.nn.Module, source: ModelSource, feeds: Tensors) -> Counter[bytes]:
-    """Every scale that quantises while the module runs once, counted; a tensor that is quantised twice with one scale counts once."""
+    """Every scale that quantises while the module runs once, counted; a tensor that is quantised
+    twice with one scale counts once.
+    """
     from pipeline.backends.pytorch.module import run_module
 
     mode = _recorder()

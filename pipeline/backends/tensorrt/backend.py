@@ -1,7 +1,9 @@
-"""TensorRT on an NVIDIA GPU, 10.x and 11.x: refuses before the build what this version or this GPU lacks, builds, and loads.
+"""TensorRT on an NVIDIA GPU, 10.x and 11.x: refuses before the build what this version or this GPU
+lacks, builds, and loads.
 
-Networks are strongly typed: every precision is written in the graph. On 10.x a recipe may instead leave the choice to TensorRT
-(`realised_in: flags`; int8 is then implicit, with ranges from a calibration cache beside the model).
+Networks are strongly typed: every precision is written in the graph. On 10.x a recipe may instead
+leave the choice to TensorRT (`realised_in: flags`; int8 is then implicit, with ranges from a
+calibration cache beside the model).
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ AMPERE_AND_LATER = "8.0+"
 
 
 def probe() -> Target:
-    """The GPU and the installed version; the library is imported in a process of its own only, to see that it can be."""
+    """The GPU and the installed version; the library is imported in a process of its own only, to
+    see that it can be.
+    """
     host = trt_library.host()
     trt_library.check_import()
     return _target(*host)
@@ -98,7 +102,9 @@ def unsupported(
 def build(
     model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
 ) -> Engine:
-    """Build on the GPU that is here, holding it against other builds of ours. Leaves engine.plan and, if there are any, plugins/ under `out`."""
+    """Build on the GPU that is here, holding it against other builds of ours. Leaves engine.plan
+    and, if there are any, plugins/ under `out`.
+    """
     gpu, version = trt_library.host()
     target = _target(gpu, version)
     check_recipe(recipe, target)
@@ -124,7 +130,9 @@ def build(
 
 
 def layers(engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable | None:
-    """Every layer that the engine runs in this profile, its precision and its time on these feeds."""
+    """Every layer that the engine runs in this profile, its precision and its time on these
+    feeds.
+    """
     loaded = _load(engine, "")
     try:
         return layer_table(trt_library.import_library(), loaded, feeds, profile)
@@ -133,7 +141,9 @@ def layers(engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable | Non
 
 
 def load(engine: Engine, device: str = "") -> Loaded:
-    """Weights into the GPU's memory, once; BackendUnavailable where this host cannot run the engine."""
+    """Weights into the GPU's memory, once; BackendUnavailable where this host cannot run the
+    engine.
+    """
     return _load(engine, device)
 
 
@@ -206,14 +216,19 @@ def _build(
 
 
 def _give_calibrator(trt: Any, config: Any, model: OnnxModel, recipe: Recipe) -> Any:
-    """For implicit int8: the ranges that were calibrated before, so that nothing is calibrated now."""
+    """For implicit int8: the ranges that were calibrated before, so that nothing is
+    calibrated now.
+    """
     if "INT8" not in flags_of(recipe):
         return None
     from pipeline.backends.tensorrt.calibrator import CACHE, calibrator_from_cache
 
     file = model.root / CACHE
     if not file.is_file():
-        said = f"implicit int8 needs the calibration cache '{CACHE}' beside the model, '{model.root}' has none"
+        said = (
+            f"implicit int8 needs the calibration cache '{CACHE}' beside the model, '{model.root}'"
+            " has none"
+        )
         raise ModelError(
             said, "calibrate first: `crucible compile` does, with data.calibration in the plan"
         )
@@ -229,7 +244,9 @@ def _give_calibrator(trt: Any, config: Any, model: OnnxModel, recipe: Recipe) ->
 
 
 def _check_graph(model: OnnxModel, recipe: Recipe) -> None:
-    """UnsupportedError unless the graph holds what the recipe says; where builder flags choose, it is fp32 (labelled int8 beside a cache)."""
+    """UnsupportedError unless the graph holds what the recipe says; where builder flags choose, it
+    is fp32 (labelled int8 beside a cache).
+    """
     implicit = recipe.realised_in == "flags" and recipe.precision is Precision.INT8
     in_graph = recipe.realised_in == "graph" and recipe.precision is not Precision.TF32
     expected = recipe.precision if in_graph or implicit else Precision.FP32
@@ -239,7 +256,9 @@ def _check_graph(model: OnnxModel, recipe: Recipe) -> None:
 
 
 def _copy_plugins(plugins: tuple[Path, ...], folder: Path) -> None:
-    """The libraries that the engine needs wherever it runs, in order; NVIDIA's own comes with TensorRT."""
+    """The libraries that the engine needs wherever it runs, in order; NVIDIA's own comes with
+    TensorRT.
+    """
     for number, plugin in enumerate(plugin for plugin in plugins if not is_own(plugin)):
         folder.mkdir(exist_ok=True)
         shutil.copyfile(plugin, folder / f"{number:02}-{plugin.name.partition('.so')[0]}.so")

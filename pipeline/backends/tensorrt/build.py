@@ -1,4 +1,5 @@
-"""From a parsed network to a serialized engine: functions that take the imported library, shared by every flavour of TensorRT.
+"""From a parsed network to a serialized engine: functions that take the imported library, shared by
+every flavour of TensorRT.
 
 parse -> configure -> serialize
 """
@@ -44,27 +45,33 @@ NO_MEMORY = re.compile(
 )
 FULL_BYTES = (
     2**30
-)  # with less left of a large GPU's memory TensorRT fails without a word about memory (seen with 0.4 GB: "Cask")
+    # with less left of a large GPU's memory TensorRT fails without a word about memory (seen with
+    # 0.4 GB: "Cask")
+)
 MOST_WARNINGS = 8  # implicit int8 warns of every tensor
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Shapes, or values, of one input at min, opt and max."""
 
 
-# -- profiles ----------------------------------------------------------------------------------------------------------
+# -- profiles
+# ------------------------------------------------------------------------------
 
 
 def shapes_of(
     inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]
 ) -> tuple[dict[str, Shapes], ...]:
-    """Per profile, the shapes of every dynamic input; PlanError names a symbol that a profile leaves open."""
+    """Per profile, the shapes of every dynamic input; PlanError names a symbol that a profile
+    leaves open.
+    """
     dynamic = [spec for spec in inputs if spec.symbols]
     for spec in dynamic:
         for profile in profiles or (Profile(),):
             missing = [symbol for symbol in spec.symbols if symbol not in profile.dims]
             if missing:
                 raise PlanError(
-                    f"input '{spec.name}' {list(spec.shape)} is dynamic, and a profile gives no sizes for {', '.join(missing)}",
+                    f"input '{spec.name}' {list(spec.shape)} is dynamic, and a profile gives no"
+                    f" sizes for {', '.join(missing)}",
                     f"add them to `profiles:`, for example {{{missing[0]}: [1, 8, 64]}}",
                 )
     return tuple(
@@ -98,7 +105,9 @@ def _inputs(network: Any) -> list[Any]:
 def values_of(
     inputs: tuple[TensorSpec, ...], names: Sequence[str], profile: Profile
 ) -> dict[str, Shapes]:
-    """The values of every shape tensor; PlanError for one that the profile gives no values, or not as many as it holds."""
+    """The values of every shape tensor; PlanError for one that the profile gives no values, or not
+    as many as it holds.
+    """
     shapes = {spec.name: spec.shape for spec in inputs}
     for name in names:
         count = shapes[name][0] if shapes[name] else 1
@@ -123,7 +132,9 @@ def values_of(
 def add_profiles(
     parsed: Parsed, config: Any, inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]
 ) -> list[Any]:
-    """One optimisation profile of TensorRT's for each of ours, with the values of shape tensors; none where nothing is dynamic."""
+    """One optimisation profile of TensorRT's for each of ours, with the values of shape tensors;
+    none where nothing is dynamic.
+    """
     names = shape_tensors(parsed.network)
     shapes = shapes_of(inputs, profiles)
     if not names and not any(shapes):
@@ -145,13 +156,16 @@ def add_profiles(
     return made
 
 
-# -- configuration -----------------------------------------------------------------------------------------------------
+# -- configuration
+# ------------------------------------------------------------------------------
 
 
 def configure(
     trt: Any, parsed: Parsed, recipe: Recipe, options: BuildOptions, inputs: tuple[TensorSpec, ...]
 ) -> Any:
-    """What TensorRT's builder may do for this recipe. The recipe is one that `trt_library.check_recipe` passed."""
+    """What TensorRT's builder may do for this recipe. The recipe is one that
+    `trt_library.check_recipe` passed.
+    """
     config = parsed.builder.create_builder_config()
     allowed = options.tensorrt
     config.profiling_verbosity = (
@@ -182,13 +196,16 @@ def configure(
 
 
 def flags_of(recipe: Recipe) -> tuple[str, ...]:
-    """The precisions that TensorRT may choose from, by the names of their builder flags; TensorRT 10 only."""
+    """The precisions that TensorRT may choose from, by the names of their builder flags; TensorRT
+    10 only.
+    """
     if recipe.realised_in != "flags":
         return ()
     return ("INT8", "FP16") if recipe.precision is Precision.INT8 else (recipe.precision.name,)
 
 
-# -- building ----------------------------------------------------------------------------------------------------------
+# -- building
+# ------------------------------------------------------------------------------
 
 CANNOT = "TensorRT cannot build this model"
 
@@ -198,7 +215,8 @@ def serialize(
 ) -> bytes:
     """Build the engine; `cannot` begins the sentence where that fails (`build_error`).
 
-    No fraction is told: a progress monitor, which TensorRT calls between the runs of a kernel, makes it choose worse (`trt_messages`).
+    No fraction is told: a progress monitor, which TensorRT calls between the runs of a kernel,
+    makes it choose worse (`trt_messages`).
     """
     progress(None, "timing kernels")
     with listening(trt):
@@ -211,9 +229,11 @@ def serialize(
 def build_error(
     messages: list[tuple[str, str]], memory: tuple[int, int], cannot: str = CANNOT
 ) -> CrucibleError:
-    """Why there is no engine, from what TensorRT said and the GPU's free and total bytes afterwards (0, 0: no GPU).
+    """Why there is no engine, from what TensorRT said and the GPU's free and total bytes afterwards
+    (0, 0: no GPU).
 
-    OutOfDeviceMemory: out of the GPU's memory. BackendUnavailable: TensorRT is not whole. UnsupportedError: all else, in TensorRT's own sentences.
+    OutOfDeviceMemory: out of the GPU's memory. BackendUnavailable: TensorRT is not whole.
+    UnsupportedError: all else, in TensorRT's own sentences.
     """
     lines = [
         text.partition("\n")[0] for _, text in messages
@@ -237,12 +257,21 @@ def build_error(
             default=0,
         )
         wanted = f"it asked for {asked / 2**30:.1f} GiB at once, " if asked else ""
-        why = f"out of the GPU's memory: {wanted}{free / 2**30:.1f} of {total / 2**30:.1f} GiB are free now"
-        advice = "limit it by `tensorrt.workspace_mib`, take a smaller max in the profile, or stop what else uses the GPU (nvidia-smi lists it)"
+        why = (
+            f"out of the GPU's memory: {wanted}{free / 2**30:.1f} of {total / 2**30:.1f} GiB are"
+            " free now"
+        )
+        advice = (
+            "limit it by `tensorrt.workspace_mib`, take a smaller max in the profile, or stop what"
+            " else uses the GPU (nvidia-smi lists it)"
+        )
         return OutOfDeviceMemory(f"{cannot}: {why}", advice)
     sentences = "; ".join(dict.fromkeys(map(sentence, said))) or "it does not say why"
     if found := re.search(r"Unable to load library: ([\w.+-]+)", sentences):
-        advice = "install TensorRT whole and in one version, with the folder of its libraries in LD_LIBRARY_PATH"
+        advice = (
+            "install TensorRT whole and in one version, with the folder of its libraries in"
+            " LD_LIBRARY_PATH"
+        )
         return BackendUnavailable(
             f"{cannot}: its library {found[1]} is missing on this host", advice
         )

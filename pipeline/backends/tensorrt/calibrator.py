@@ -1,8 +1,10 @@
-"""Ranges for implicit int8 on TensorRT 10: its own calibrators, fed through Polygraphy's, leave a cache beside the fp32 graph.
+"""Ranges for implicit int8 on TensorRT 10: its own calibrators, fed through Polygraphy's, leave a
+cache beside the fp32 graph.
 
-The cache is text: the library's version and the algorithm, then a scale per tensor, by name only. It fits any network with such names, so it is
-never looked up by itself: the artifact that holds it is keyed by network, samples and algorithm. TensorRT calibrates in fp32 and takes batches
-of one shape: that of the calibration profile, which is made for it (min = opt = max).
+The cache is text: the library's version and the algorithm, then a scale per tensor, by name only.
+It fits any network with such names, so it is never looked up by itself: the artifact that holds it
+is keyed by network, samples and algorithm. TensorRT calibrates in fp32 and takes batches of one
+shape: that of the calibration profile, which is made for it (min = opt = max).
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ BASES = {
     CalibrationMethod.ENTROPY: "IInt8EntropyCalibrator2",
     CalibrationMethod.MINMAX: "IInt8MinMaxCalibrator",
 }
-"""The others are left out: IInt8LegacyCalibrator (percentiles) and IInt8EntropyCalibrator only carry on what TensorRT 4 did."""
+"""The others are left out: IInt8LegacyCalibrator (percentiles) and IInt8EntropyCalibrator only
+carry on what TensorRT 4 did.
+"""
 
 IN_GRAPH = "take int8 written into the graph (`realised_in: graph`)"
 FEWEST_SAMPLES = 100
@@ -69,7 +73,9 @@ def base_class(trt: Any, method: CalibrationMethod | None) -> Any:
 
 
 def calibrator_from_cache(trt: Any, cache: bytes, method: CalibrationMethod | None) -> Any:
-    """A calibrator that has nothing but its cache: a build with it calibrates nothing, and fails where the cache does not fit."""
+    """A calibrator that has nothing but its cache: a build with it calibrates nothing, and fails
+    where the cache does not fit.
+    """
 
     class FromCache(base_class(trt, method)):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -99,9 +105,11 @@ def calibrate_with_tensorrt(
     out: Path,
     progress: Progress = silent,
 ) -> OnnxModel:
-    """The same fp32 graph under `out`, called int8, with TensorRT's calibration cache beside it. Needs the GPU.
+    """The same fp32 graph under `out`, called int8, with TensorRT's calibration cache beside it.
+    Needs the GPU.
 
-    Raises UnsupportedError for a model or a version of TensorRT that it does not calibrate, BackendUnavailable, DataError for an empty set.
+    Raises UnsupportedError for a model or a version of TensorRT that it does not calibrate,
+    BackendUnavailable, DataError for an empty set.
     """
     gpu, version = trt_library.host()
     trt_library.check_recipe(version, gpu.compute_capability, recipe)
@@ -128,7 +136,8 @@ def calibrate_with_tensorrt(
     )
 
 
-# -- samples -----------------------------------------------------------------------------------------------------------
+# -- samples
+# ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +156,9 @@ class Chosen:
 
 
 def choose(samples: CalibrationSet, options: CalibrationConfig) -> Chosen:
-    """The shape that most samples come in, and as many batches of it as hold the samples that the plan asks for. DataError for an empty set."""
+    """The shape that most samples come in, and as many batches of it as hold the samples that the
+    plan asks for. DataError for an empty set.
+    """
     wanted = min(options.samples or samples.samples, samples.samples)
     size = min(options.batch, max(wanted, 1))
     rows: Counter[Shapes] = Counter()
@@ -183,9 +194,14 @@ def profiles_of(inputs: tuple[TensorSpec, ...], shapes: Shapes) -> tuple[Profile
 
 
 def note_on(chosen: Chosen, there: int, method: CalibrationMethod | None) -> Note:
-    """How many of the set's samples were used, and in which shape; a warning where they are few, or under half of what was asked for."""
+    """How many of the set's samples were used, and in which shape; a warning where they are few, or
+    under half of what was asked for.
+    """
     shapes = ", ".join(f"{name} {list(shape)}" for name, shape in chosen.shapes)
-    text = f"TensorRT's {method} calibrator took {chosen.samples} of {there} samples, {chosen.batches} batches of the calibration profile {shapes}"
+    text = (
+        f"TensorRT's {method} calibrator took {chosen.samples} of {there} samples, {chosen.batches}"
+        f" batches of the calibration profile {shapes}"
+    )
     left = chosen.wanted - chosen.samples
     if left >= chosen.rows:
         text += (
@@ -198,9 +214,11 @@ def note_on(chosen: Chosen, there: int, method: CalibrationMethod | None) -> Not
 
 
 class Feeder:
-    """Brings the batches onto the GPU one after the other, and gives their addresses: a data loader for Polygraphy's Calibrator.
+    """Brings the batches onto the GPU one after the other, and gives their addresses: a data loader
+    for Polygraphy's Calibrator.
 
-    TensorRT calls it from C++ and takes whatever goes wrong here for the end of the data; so it is kept for `check`.
+    TensorRT calls it from C++ and takes whatever goes wrong here for the end of the data; so it is
+    kept for `check`.
     """
 
     def __init__(
@@ -264,13 +282,16 @@ class Feeder:
             buffer.close()
 
 
-# -- TensorRT ----------------------------------------------------------------------------------------------------------
+# -- TensorRT
+# ------------------------------------------------------------------------------
 
 
 def calibration_cache(
     trt: Any, model: OnnxModel, recipe: Recipe, allowed: BuildOptions, feeder: Feeder
 ) -> bytes:
-    """Build once, at the lowest level, for the sake of the cache. Raises UnsupportedError, HostError, or what the feeder met."""
+    """Build once, at the lowest level, for the sake of the cache. Raises UnsupportedError,
+    HostError, or what the feeder met.
+    """
     from polygraphy.backend.trt import Calibrator
     from polygraphy.logger import G_LOGGER
 
@@ -304,7 +325,10 @@ def calibration_cache(
         finally:
             feeder.check()
     if feeder.given < feeder.chosen.batches or not calibrator.cache_contents:
-        said = f"TensorRT took {feeder.given} of {feeder.chosen.batches} calibration batches and wrote no ranges for this model"
+        said = (
+            f"TensorRT took {feeder.given} of {feeder.chosen.batches} calibration batches and wrote"
+            " no ranges for this model"
+        )
         raise UnsupportedError(said, IN_GRAPH)
     return bytes(calibrator.cache_contents)
 
@@ -320,5 +344,8 @@ def _check_network(parsed: Parsed) -> None:
             "list every node with `crucible inspect MODEL --backend tensorrt`",
         )
     if names := shape_tensors(parsed.network):
-        said = f"the values of input '{names[0]}' decide a shape, and TensorRT's calibrators feed sizes of one profile only"
+        said = (
+            f"the values of input '{names[0]}' decide a shape, and TensorRT's calibrators feed"
+            " sizes of one profile only"
+        )
         raise UnsupportedError(said, IN_GRAPH)

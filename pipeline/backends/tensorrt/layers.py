@@ -1,15 +1,20 @@
-"""What a TensorRT engine really runs: the engine inspector's layers joined with their times. All that is TensorRT's own about it is here.
+"""What a TensorRT engine really runs: the engine inspector's layers joined with their times. All
+that is TensorRT's own about it is here.
 
 How the precision of a layer is known, first what proves most:
 
-1. A layer that only moves or converts data (Reformat, NoOp, a cast between two dtypes) computes in no precision: `none`.
-2. `tactic`: the kernel's name. `sm90_xmma_gemm_f16f16_f16f32_f32` reads two f16, multiplies f16, adds up in f32, writes f32: fp16. The type
-   that is multiplied counts; TF32 shows nowhere else, for its inputs and outputs are FP32. Kernels of one operator only (pooling) name
-   their types in words: FP16, IMMA.
-3. `types`: what the layer reads and writes. A heavy layer (fused attention has no telling name) multiplies in the narrowest type it reads;
-   FP32 may then still be TF32, and the precision audit takes it as proof of neither. Of any other layer the widest type counts: Myelin's
-   kernels that read Half and write Float compute the steps between in Float, and one that reads Int8, adds in Half and writes Int8 is no
-   int8 arithmetic. LayerNorm and Softmax with Half in and Half out count as fp16, though they add up in Float as the ONNX operators ask.
+1. A layer that only moves or converts data (Reformat, NoOp, a cast between two dtypes) computes in
+   no precision: `none`.
+2. `tactic`: the kernel's name. `sm90_xmma_gemm_f16f16_f16f32_f32` reads two f16, multiplies f16,
+   adds up in f32, writes f32: fp16. The type that is multiplied counts; TF32 shows nowhere else,
+   for its inputs and outputs are FP32. Kernels of one operator only (pooling) name their types in
+   words: FP16, IMMA.
+3. `types`: what the layer reads and writes. A heavy layer (fused attention has no telling name)
+   multiplies in the narrowest type it reads; FP32 may then still be TF32, and the precision audit
+   takes it as proof of neither. Of any other layer the widest type counts: Myelin's kernels that
+   read Half and write Float compute the steps between in Float, and one that reads Int8, adds in
+   Half and writes Int8 is no int8 arithmetic. LayerNorm and Softmax with Half in and Half out count
+   as fp16, though they add up in Float as the ONNX operators ask.
 4. Sizes, indices and masks only: `integer`. Nothing known: `unknown`.
 """
 
@@ -54,7 +59,8 @@ HEAVY = re.compile(
 )
 
 _TYPE = r"(?:tf32|bf16|f16|f32|i8|s8|u8|e4m3|e5m2)"
-# xmma: inputs_[multiplied]added_output, f32f32_tf32f32_f32, or without the multiplied type, f16f16_f32_f16; CUTLASS 3: a_b_added_c_d
+# xmma: inputs_[multiplied]added_output, f32f32_tf32f32_f32, or without the multiplied type,
+# f16f16_f32_f16; CUTLASS 3: a_b_added_c_d
 SIGNATURE = re.compile(
     rf"_(?P<read>{_TYPE}){_TYPE}?_(?P<first>{_TYPE})(?P<second>(?:{_TYPE}|i32)?)_(?:{_TYPE}|i32)(?=_|$)"
 )
@@ -69,7 +75,8 @@ MULTIPLIED = {
     "e4m3": Precision.FP8,
     "e5m2": Precision.FP8,
 }
-# names without such a signature: turing_h1688cudnn_..., ampere_scudnn_..., cutlass_80_tensorop_bf16_s16816gemm_..., sm72_xmma_pooling_IMMA_...
+# names without such a signature: turing_h1688cudnn_..., ampere_scudnn_...,
+# cutlass_80_tensorop_bf16_s16816gemm_..., sm72_xmma_pooling_IMMA_...
 WORDS = (
     (re.compile(r"fp8|e4m3|e5m2|qmma"), Precision.FP8),
     (re.compile(r"tf32"), Precision.TF32),
@@ -84,7 +91,8 @@ WORDS = (
 )
 HASH = re.compile(r"0x[0-9a-f]+")  # may hold "f16" by chance
 
-# the inspector's words: "Half", "Row major linear FP16 format", "Thirty-two wide channel vectorized row major Int8 format"
+# the inspector's words: "Half", "Row major linear FP16 format", "Thirty-two wide channel vectorized
+# row major Int8 format"
 DTYPES = (
     (re.compile(r"fp8|float8|e4m3|e5m2", re.IGNORECASE), "fp8"),
     (re.compile(r"bf16|bfloat16", re.IGNORECASE), "bf16"),
@@ -106,8 +114,8 @@ WIDTHS = {
 INTEGERS = frozenset({"int64", "int32", "bool", "uint8"})
 
 ONNX_LAYER = re.compile(r"\[ONNX Layer: (.*?)\](?=[\x1e\x1f]|\[ONNX Layer: |$)", re.DOTALL)
-UNNAMED = (
-    "node_of_"  # the parser's name for a node without one, before the name of its first output
+UNNAMED = (  # the parser's name for a node without one, before the name of its first output
+    "node_of_"
 )
 PROFILE = re.compile(
     r" \[profile (?P<number>[1-9]\d*)\]"
@@ -135,16 +143,19 @@ class Inspected(Protocol):
     def session(self, profile: int = 0) -> TimedSession: ...
 
 
-# -- the shell: needs a GPU -------------------------------------------------------------------------------------------
+# -- the shell: needs a GPU
+# ------------------------------------------------------------------------------
 
 
 def layer_table(
     trt: Any, loaded: Inspected, feeds: Tensors, profile: int = 0, runs: int = RUNS
 ) -> LayerTable:
-    """Every layer of an engine at the shapes of `feeds`, each with its median time over `runs` plain enqueues of one profile.
+    """Every layer of an engine at the shapes of `feeds`, each with its median time over `runs`
+    plain enqueues of one profile.
 
-    Plain, for a captured graph reports no layers. With the profiler attached each enqueue waits for its layers: their sum is more than
-    the engine's latency, which the benchmark measures without it.
+    Plain, for a captured graph reports no layers. With the profiler attached each enqueue waits for
+    its layers: their sum is more than the engine's latency, which the benchmark measures without
+    it.
     """
     session = loaded.session(profile)
     try:
@@ -169,7 +180,9 @@ def layer_table(
 
 
 def _recorder(trt: Any) -> Any:
-    """A profiler whose `run` holds the seconds of every layer; one that runs more than once in a run (a loop's body) with its sum."""
+    """A profiler whose `run` holds the seconds of every layer; one that runs more than once in a
+    run (a loop's body) with its sum.
+    """
 
     class Recorder(trt.IProfiler):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -197,7 +210,8 @@ def _inspect(trt: Any, cuda_engine: Any, context: Any) -> str:
     )
 
 
-# -- pure -------------------------------------------------------------------------------------------------------------
+# -- pure
+# ------------------------------------------------------------------------------
 
 
 def layers_from_inspector(
@@ -205,10 +219,12 @@ def layers_from_inspector(
     times: Mapping[str, Sequence[float]],
     profile: int = 0,
 ) -> tuple[Layer, ...]:
-    """The layers of one profile of an engine in the order of running, each with the median of its times.
+    """The layers of one profile of an engine in the order of running, each with the median of its
+    times.
 
-    `information` is the inspector's JSON; without detailed profiling verbosity it holds names only, and every precision is `unknown`.
-    `times` are seconds by layer name. A time of no known layer becomes an `unknown` layer, so that no time is lost.
+    `information` is the inspector's JSON; without detailed profiling verbosity it holds names only,
+    and every precision is `unknown`. `times` are seconds by layer name. A time of no known layer
+    becomes an `unknown` layer, so that no time is lost.
     """
     document = _document(information or "{}") if isinstance(information, str) else information
     layers = [_layer(entry) for entry in document.get("Layers", ())]
@@ -220,9 +236,11 @@ def layers_from_inspector(
         if name not in known
     ]
     return tuple(
-        layer.model_copy(update={"seconds": median(times[layer.name])})
-        if times.get(layer.name)
-        else layer
+        (
+            layer.model_copy(update={"seconds": median(times[layer.name])})
+            if times.get(layer.name)
+            else layer
+        )
         for layer in layers
     )
 
@@ -281,7 +299,9 @@ def _layer(entry: str | Mapping[str, Any]) -> Layer:
 def precision_of(
     kind: str, tactic: str, inputs: Sequence[str], outputs: Sequence[str]
 ) -> tuple[Precision | Literal["integer", "none", "unknown"], Literal["tactic", "types", "none"]]:
-    """The precision of a layer and its evidence, by the rules above; `inputs` and `outputs` are dtypes as `Layer` has them."""
+    """The precision of a layer and its evidence, by the rules above; `inputs` and `outputs` are
+    dtypes as `Layer` has them.
+    """
     if _only_moves(kind, tactic):
         return "none", "none"
     if (named := precision_from_tactic(tactic)) is not None:
@@ -297,7 +317,9 @@ def precision_of(
 
 
 def precision_from_tactic(tactic: str) -> Precision | None:
-    """The precision that a kernel's name tells, or None: `sm80_xmma_fprop_implicit_gemm_f32f32_tf32f32_f32_nhwc` multiplies TF32."""
+    """The precision that a kernel's name tells, or None:
+    `sm80_xmma_fprop_implicit_gemm_f32f32_tf32f32_f32_nhwc` multiplies TF32.
+    """
     name = HASH.sub("", tactic.lower())
     if name.startswith("__myl_"):  # Myelin's own kernels are named after their steps
         return None
@@ -332,5 +354,7 @@ def _dtype(text: str) -> str:
 
 
 def nodes_of(metadata: str) -> tuple[str, ...]:
-    """The ONNX nodes in a layer's metadata; a node without a name goes by that of its first output."""
+    """The ONNX nodes in a layer's metadata; a node without a name goes by that of its first
+    output.
+    """
     return tuple(name.removeprefix(UNNAMED) for name in dict.fromkeys(ONNX_LAYER.findall(metadata)))

@@ -1,6 +1,8 @@
-"""Finds and imports TensorRT, says by name what is missing, and knows what a version and a GPU generation lack.
+"""Finds and imports TensorRT, says by name what is missing, and knows what a version and a GPU
+generation lack.
 
-Nothing here makes a `trt.Builder`: TensorRT 10 ends the whole process if it does so without a driver.
+Nothing here makes a `trt.Builder`: TensorRT 10 ends the whole process if it does so without a
+driver.
 """
 
 from __future__ import annotations
@@ -33,23 +35,32 @@ DISTRIBUTIONS = (
     "tensorrt-cu13-bindings",
 )
 BINDINGS = ("tensorrt-cu12-bindings", "tensorrt-cu13-bindings")
-"""Two packages that provide the same module: who has both has the files of the one installed last."""
+"""Two packages that provide the same module: who has both has the files of the one installed
+last.
+"""
 
 LEAN_FOLDERS = ("tensorrt_lean_libs", "tensorrt_libs")  # where wheels put libnvinfer_lean.so
 INSTALL = install_command("tensorrt")
 REQUIREMENT = "tensorrt-cu12>=10.6,<10.11"
-"""As in pyproject.toml: from the release that our GPU tests and figures are of, to the first one in WRONG_RELEASES."""
+"""As in pyproject.toml: from the release that our GPU tests and figures are of, to the first one in
+WRONG_RELEASES.
+"""
 RUN_BY_US = "10.6"
-ELSEWHERE = " on a host with an NVIDIA GPU and its driver; here, use onnxruntime or openvino, or build for tensorrt_rtx"
+ELSEWHERE = (
+    " on a host with an NVIDIA GPU and its driver; here, use onnxruntime or openvino, or build for"
+    " tensorrt_rtx"
+)
 ANOTHER = "use another GPU, or a version of TensorRT that supports this one"
 OLDEST = (10, 0)
-IMPORTED = (
-    "CRUCIBLE_TENSORRT_IMPORTED"  # the environment's: the file of the module that was imported once
+IMPORTED = (  # the environment's: the file of the module that was imported once
+    "CRUCIBLE_TENSORRT_IMPORTED"
 )
 IMPORT_LIMIT_S = 120  # the first import maps some GB of libraries, maybe off a slow disk
 DRIVERS = {(10, 12): 525, (11, 12): 535, (10, 13): 580, (11, 13): 580}
-"""Oldest driver by major version of TensorRT and of the CUDA it was built with.
-Sources: CUDA's table of minor-version compatibility (525 for 12.x, 580 for 13.x); TensorRT 11's prerequisites (535 with CUDA 12)."""
+"""Oldest driver by major version of TensorRT and of the CUDA it was built with. Sources: CUDA's
+table of minor-version compatibility (525 for 12.x, 580 for 13.x); TensorRT 11's prerequisites (535
+with CUDA 12).
+"""
 
 Version = tuple[int, ...]
 
@@ -114,28 +125,39 @@ NEEDS: dict[str, Need] = {
     "hardware compatibility": Need((8, 0), instead="leave `hardware_compatible` out"),
     VERSION_COMPATIBLE: Need(instead="leave `version_compatible` out"),
 }
-"""Sources: the support matrices of TensorRT 10.1 to 11.4 (hardware and precision), the migration guide from 10.x to 11.x."""
+"""Sources: the support matrices of TensorRT 10.1 to 11.4 (hardware and precision), the migration
+guide from 10.x to 11.x.
+"""
 
 GENERATIONS: tuple[tuple[Version, Version, Version | None], ...] = (
     ((7, 0), (10, 0), (10, 5)),  # Volta: removed in 10.5
     ((7, 5), (10, 0), None),
     ((10, 0), (10, 8), None),  # Blackwell: added in 10.8
 )
-"""From this compute capability on: the first version that supports it, and the first that does not any more (release notes)."""
+"""From this compute capability on: the first version that supports it, and the first that does not
+any more (release notes).
+"""
 
 
 def numbers(text: str) -> Version:
-    """The leading numbers of a version or of a compute capability: "10.13.3.9.post1" -> (10, 13, 3, 9)."""
+    """The leading numbers of a version or of a compute capability: "10.13.3.9.post1" -> (10, 13, 3,
+    9).
+    """
     found = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in found[0].split(".")) if found else ()
 
 
 def version() -> str:
-    """The installed version, without importing it; BackendUnavailable where there is none, or where two packages provide the module."""
+    """The installed version, without importing it; BackendUnavailable where there is none, or where
+    two packages provide the module.
+    """
     installed = {name: text for name in DISTRIBUTIONS if (text := _installed(name))}
     both = [f"{name} {installed[name]}" for name in BINDINGS if name in installed]
     if len(both) > 1:
-        said = f"expected one distribution that provides the module tensorrt, found {' and '.join(both)}: they overwrite each other's files"
+        said = (
+            "expected one distribution that provides the module tensorrt, found"
+            f" {' and '.join(both)}: they overwrite each other's files"
+        )
         raise BackendUnavailable(said, f"pip uninstall {' '.join(BINDINGS)}, then {INSTALL}")
     if len({numbers(text)[:3] for text in installed.values()}) > 1:
         listed = ", ".join(f"{name} {text}" for name, text in installed.items())
@@ -153,7 +175,9 @@ def version() -> str:
 
 
 def release_warnings(version: str) -> tuple[str, ...]:
-    """What was reported of the answers of this version's engines, with the sources and the next step."""
+    """What was reported of the answers of this version's engines, with the sources and the next
+    step.
+    """
     return tuple(
         _release_warning(version, wrong)
         for wrong in WRONG_RELEASES
@@ -179,7 +203,9 @@ def _installed(distribution: str) -> str:
 
 
 def _unpacked_version() -> str:
-    """The version of a library that was unpacked by hand: read off its source, since no package tells."""
+    """The version of a library that was unpacked by hand: read off its source, since no package
+    tells.
+    """
     for module in ("tensorrt_bindings", "tensorrt"):
         spec = importlib.util.find_spec(module)
         if (
@@ -210,7 +236,8 @@ def cuda_of(version: str) -> int:
 def host() -> tuple[Gpu, str]:
     """The GPU that TensorRT would use and the installed version, without importing it.
 
-    BackendUnavailable says what is missing, in the order in which a user meets it: GPU, package, driver.
+    BackendUnavailable says what is missing, in the order in which a user meets it: GPU, package,
+    driver.
     """
     gpus = find_gpus()
     try:
@@ -223,9 +250,11 @@ def host() -> tuple[Gpu, str]:
         said = f"TensorRT cannot be used on this host: {'; '.join(fault for fault, _ in missing)}"
         raise BackendUnavailable(
             said,
-            INSTALL + ELSEWHERE
-            if gpus.reason
-            else "; ".join(dict.fromkeys(step for _, step in missing)),
+            (
+                INSTALL + ELSEWHERE
+                if gpus.reason
+                else "; ".join(dict.fromkeys(step for _, step in missing))
+            ),
         )
     return gpus.devices[0], found
 
@@ -247,17 +276,21 @@ def faults(gpus: Gpus, version: str, cuda: int) -> Iterator[tuple[str, str]]:
                 if cuda > 12
                 else ""
             )
-            fault = f"TensorRT {version} for CUDA {cuda} needs the NVIDIA driver {needed} or later, this host has {gpu.driver}"
+            fault = (
+                f"TensorRT {version} for CUDA {cuda} needs the NVIDIA driver {needed} or later,"
+                f" this host has {gpu.driver}"
+            )
             yield fault, f"install the driver {needed} or later{older}"
         if reason := unsupported_gpu(here, numbers(gpu.compute_capability)):
             yield f"{reason} ({gpu.name})", "install a version of TensorRT that supports this GPU"
 
 
 def library() -> Any:
-    """The imported module, on a GPU that works: TensorRT ends the process where it finds none, and gives null pointers where it is full.
+    """The imported module, on a GPU that works: TensorRT ends the process where it finds none, and
+    gives null pointers where it is full.
 
-    BackendUnavailable says what is missing: what `host` checks, then the files, then two versions of them.
-    OutOfDeviceMemory and CudaError come from CUDA itself.
+    BackendUnavailable says what is missing: what `host` checks, then the files, then two versions
+    of them. OutOfDeviceMemory and CudaError come from CUDA itself.
     """
     host()
     trt = import_library()
@@ -281,7 +314,8 @@ def import_library() -> Any:
 
 
 def check_import() -> None:
-    """BackendUnavailable if the module cannot be imported: a missing library is named before any work is done, and this process stays free of it.
+    """BackendUnavailable if the module cannot be imported: a missing library is named before any
+    work is done, and this process stays free of it.
 
     What was found good is told to the processes that this one starts, of which there are many.
     """
@@ -298,7 +332,9 @@ def check_import() -> None:
 
 @cache
 def _import_fault(path: tuple[str, ...]) -> str:
-    """What an import in a process of its own, with this `sys.path`, fails with; "" where it works."""
+    """What an import in a process of its own, with this `sys.path`, fails with; "" where it
+    works.
+    """
     command = [
         sys.executable,
         "-c",
@@ -342,10 +378,14 @@ def loaded_version(major: int) -> Version:
 def check_loaded(bindings: str, loaded: Version) -> None:
     """BackendUnavailable unless the Python bindings and the shared library are of one version."""
     if numbers(bindings)[:3] != loaded:
-        said = f"TensorRT is here in two versions: the Python bindings are {bindings}, the loaded libnvinfer is {_dotted(loaded)}"
+        said = (
+            f"TensorRT is here in two versions: the Python bindings are {bindings}, the loaded"
+            f" libnvinfer is {_dotted(loaded)}"
+        )
         raise BackendUnavailable(
             said,
-            "remove the other one from LD_LIBRARY_PATH and /etc/ld.so.conf.d, or install both in one version",
+            "remove the other one from LD_LIBRARY_PATH and /etc/ld.so.conf.d, or install both in"
+            " one version",
         )
 
 
@@ -353,17 +393,28 @@ def unsupported_gpu(version: Version, capability: Version) -> str:
     """Why this version does not support this GPU generation at all, or ""."""
     rules = [rule for rule in GENERATIONS if capability >= rule[0]]
     if not rules:
-        return f"TensorRT needs a GPU of compute capability 7.5 or later, this one has {_dotted(capability)}"
+        return (
+            "TensorRT needs a GPU of compute capability 7.5 or later, this one has"
+            f" {_dotted(capability)}"
+        )
     _, since, until = rules[-1]
     if version < since:
-        return f"GPUs of compute capability {_dotted(capability)} need TensorRT {_dotted(since)} or later, this is {_dotted(version)}"
+        return (
+            f"GPUs of compute capability {_dotted(capability)} need TensorRT {_dotted(since)} or"
+            f" later, this is {_dotted(version)}"
+        )
     if until and version >= until:
-        return f"TensorRT supports GPUs of compute capability {_dotted(capability)} only before {_dotted(until)}, this is {_dotted(version)}"
+        return (
+            f"TensorRT supports GPUs of compute capability {_dotted(capability)} only before"
+            f" {_dotted(until)}, this is {_dotted(version)}"
+        )
     return ""
 
 
 def features(version: str, capability: str, lean: str | None = None) -> tuple[Feature, ...]:
-    """All that TensorRT can do, each with why this version or this GPU cannot. `lean`: why the lean runtime is missing; None: look for it here."""
+    """All that TensorRT can do, each with why this version or this GPU cannot. `lean`: why the lean
+    runtime is missing; None: look for it here.
+    """
     reasons = {name: why_not(name, version, capability, lean) for name in NEEDS}
     return tuple(Feature(name, not reason, reason) for name, reason in reasons.items())
 
@@ -374,7 +425,10 @@ def why_not(name: str, version: str, capability: str, lean: str | None = None) -
     if reason := unsupported_gpu(here, gpu):
         return reason
     if gpu < need.capability:
-        return f"{name} needs a GPU of compute capability {_dotted(need.capability)} or later, this one has {capability}"
+        return (
+            f"{name} needs a GPU of compute capability {_dotted(need.capability)} or later, this"
+            f" one has {capability}"
+        )
     if need.until and here >= need.until:
         return f"{name} ended with TensorRT {need.until[0]}, this is {version}"
     if name != VERSION_COMPATIBLE:
@@ -383,7 +437,9 @@ def why_not(name: str, version: str, capability: str, lean: str | None = None) -
 
 
 def check_recipe(version: str, capability: str, recipe: Recipe, lean: str | None = None) -> None:
-    """UnsupportedError that names what this version or this GPU lacks for a recipe, with what to do instead."""
+    """UnsupportedError that names what this version or this GPU lacks for a recipe, with what to do
+    instead.
+    """
     reason, instead = _lack(version, capability, recipe, lean)
     if reason:
         raise UnsupportedError(
@@ -415,11 +471,17 @@ def _contradiction(recipe: Recipe, capability: str) -> tuple[str, str]:
     """What no version of TensorRT does."""
     in_flags, precision = recipe.realised_in == "flags", recipe.precision
     if recipe.compute_capability not in (None, capability):
-        wanted = f"TensorRT builds only for the GPU that is here ({capability}), the candidate names {recipe.compute_capability}"
+        wanted = (
+            f"TensorRT builds only for the GPU that is here ({capability}), the candidate names"
+            f" {recipe.compute_capability}"
+        )
         return wanted, "leave `compute_capability` out, or set `hardware_compatible: true`"
     if in_flags and precision is Precision.TF32:
         return (
-            "tf32 is the fp32 graph with one builder flag set, which leaves TensorRT no choice between precisions",
+            (
+                "tf32 is the fp32 graph with one builder flag set, which leaves TensorRT no choice"
+                " between precisions"
+            ),
             "take `precision: tf32` with `realised_in: graph`",
         )
     if in_flags and precision not in (Precision.FP16, Precision.BF16, Precision.INT8):
@@ -439,7 +501,10 @@ def _contradiction(recipe: Recipe, capability: str) -> tuple[str, str]:
         )
     if recipe.realised_in == "runtime" and precision is not Precision.TF32:
         return (
-            f"of all precisions only tf32 is told to TensorRT at build time, {precision} is written into the graph",
+            (
+                f"of all precisions only tf32 is told to TensorRT at build time, {precision} is"
+                " written into the graph"
+            ),
             "leave `realised_in` out",
         )
     if precision is Precision.INT8 and not in_flags and recipe.activation != "int8":
@@ -451,7 +516,9 @@ def _contradiction(recipe: Recipe, capability: str) -> tuple[str, str]:
 
 
 def _unheard(recipe: Recipe) -> tuple[str, str]:
-    """What is asked of a quantizer that would not hear it: the label would tell of it, and the engine would be another's."""
+    """What is asked of a quantizer that would not hear it: the label would tell of it, and the
+    engine would be another's.
+    """
     implicit = recipe.realised_in == "flags"
     if recipe.precision not in (Precision.INT8, Precision.FP8) or not (
         implicit or recipe.quantizer == "modelopt"
@@ -465,14 +532,19 @@ def _unheard(recipe: Recipe) -> tuple[str, str]:
     if recipe.placement != Placement() or recipe.weight_bits != 8:
         who = "TensorRT" if implicit else "ModelOpt"
         return (
-            f"`placement` and `weight_bits` are rules of the quantizer `crucible`, {who} has its own",
+            (
+                f"`placement` and `weight_bits` are rules of the quantizer `crucible`, {who} has"
+                " its own"
+            ),
             "leave them out",
         )
     return "", ""
 
 
 def missing_lean(major: int) -> str:
-    """Why version-compatible engines cannot be built here: the lean runtime's name; "" where it is, and then it stays loaded."""
+    """Why version-compatible engines cannot be built here: the lean runtime's name; "" where it is,
+    and then it stays loaded.
+    """
     name = f"libnvinfer_lean.so.{major}"
     folders = [
         Path(spec.origin).parent
@@ -485,7 +557,10 @@ def missing_lean(major: int) -> str:
         except OSError:
             continue
         return ""
-    return f"version compatibility needs the lean runtime {name}, which is not on this host (pip install tensorrt-lean brings it)"
+    return (
+        f"version compatibility needs the lean runtime {name}, which is not on this host (pip"
+        " install tensorrt-lean brings it)"
+    )
 
 
 def _dotted(version: Version) -> str:

@@ -1,4 +1,6 @@
-"""The memory a TensorRT session runs in: inputs and outputs under TensorRT's names, activations, and the contexts that point to them."""
+"""The memory a TensorRT session runs in: inputs and outputs under TensorRT's names, activations,
+and the contexts that point to them.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +57,11 @@ Named = tuple[TensorSpec, str]
 
 
 def tensors_of(opened: Opened) -> tuple[tuple[Named, ...], tuple[Named, ...]]:
-    """Inputs and outputs under TensorRT's names. StoreError if the file holds the engine of another model.
+    """Inputs and outputs under TensorRT's names. StoreError if the file holds the engine of another
+    model.
 
-    An input that is an output too is renamed by the parser, and one that nothing reads may be left out.
+    An input that is an output too is renamed by the parser, and one that nothing reads may be left
+    out.
     """
     engine, cuda_engine = opened.engine, opened.cuda_engine
     found = [cuda_engine.get_tensor_name(index) for index in range(cuda_engine.num_io_tensors)]
@@ -76,20 +80,24 @@ def tensors_of(opened: Opened) -> tuple[tuple[Named, ...], tuple[Named, ...]]:
         expected = ", ".join(spec.name for spec in (*engine.inputs, *engine.outputs))
         raise unreadable(
             engine,
-            f"it is the engine of another model: expected inputs and outputs {expected}, found {', '.join(found)}",
+            f"it is the engine of another model: expected inputs and outputs {expected}, found"
+            f" {', '.join(found)}",
         )
     for spec, tensor in (*inputs, *outputs):
         dtype = cuda_engine.get_tensor_dtype(tensor).name
         if DTYPES.get(dtype) != spec.dtype:
             raise unreadable(
                 engine,
-                f"it is the engine of another model: expected '{spec.name}' as {spec.dtype}, found {dtype}",
+                f"it is the engine of another model: expected '{spec.name}' as {spec.dtype}, found"
+                f" {dtype}",
             )
     return inputs, outputs
 
 
 def run_error(rt: Any, messages: MutableSequence[tuple[str, str]], what: str) -> CrucibleError:
-    """The exception for the errors that TensorRT has told, which are then cleared. `what` is what it could not do."""
+    """The exception for the errors that TensorRT has told, which are then cleared. `what` is what
+    it could not do.
+    """
     texts = [text for severity, text in messages if severity != "WARNING"]
     messages.clear()
     for text in texts:
@@ -106,7 +114,9 @@ def run_error(rt: Any, messages: MutableSequence[tuple[str, str]], what: str) ->
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One input or output: where it lies on the device, and where it is copied from or to on the host."""
+    """One input or output: where it lies on the device, and where it is copied from or to on the
+    host.
+    """
 
     name: str
     tensor: str  # TensorRT's name
@@ -136,7 +146,9 @@ class HostInput:
 
 
 def slots_of(opened: Opened) -> tuple[tuple[Slot, ...], tuple[Slot, ...], tuple[HostInput, ...]]:
-    """Inputs, outputs, and inputs that TensorRT reads on the CPU; nothing is allocated on the GPU yet."""
+    """Inputs, outputs, and inputs that TensorRT reads on the CPU; nothing is allocated on the GPU
+    yet.
+    """
     inputs, outputs = tensors_of(opened)
     on_host = {
         tensor
@@ -171,7 +183,9 @@ def slots_of(opened: Opened) -> tuple[tuple[Slot, ...], tuple[Slot, ...], tuple[
 
 @cache
 def allocator_type(trt: Any) -> Any:
-    """TensorRT asks for memory in each run of an engine whose outputs are sized by values, and then says how large they became."""
+    """TensorRT asks for memory in each run of an engine whose outputs are sized by values, and then
+    says how large they became.
+    """
 
     class Allocator(trt.IOutputAllocator):  # type: ignore[misc]
         def __init__(self, buffer: DeviceBuffer) -> None:
@@ -198,7 +212,9 @@ def allocator_type(trt: Any) -> Any:
 
 
 class Memory:
-    """Buffers at fixed addresses, and contexts of one engine that take turns on one stream, so that they share their activation memory."""
+    """Buffers at fixed addresses, and contexts of one engine that take turns on one stream, so that
+    they share their activation memory.
+    """
 
     def __init__(self, opened: Opened, stream: Stream) -> None:
         self.inputs, self.outputs, self.host_inputs = slots_of(opened)
@@ -236,13 +252,21 @@ class Memory:
     def graph_refusal(self) -> str:
         """Why a run cannot be captured, as far as that is known before trying."""
         if self._allocators:
-            return f"the size of output '{next(iter(self._allocators))}' depends on values and is known only after a run"
+            return (
+                f"the size of output '{next(iter(self._allocators))}' depends on values and is"
+                " known only after a run"
+            )
         if self.host_inputs:
-            return f"TensorRT reads the values of input '{self.host_inputs[0].name}' on the CPU in every run, and a graph would repeat the first"
+            return (
+                f"TensorRT reads the values of input '{self.host_inputs[0].name}' on the CPU in"
+                " every run, and a graph would repeat the first"
+            )
         return ""
 
     def new_context(self, profile: int) -> Any:
-        """A trt.IExecutionContext on this memory. OutOfDeviceMemory if its own part does not fit."""
+        """A trt.IExecutionContext on this memory. OutOfDeviceMemory if its own part does not
+        fit.
+        """
         context = self._bare_context(profile)
         self._set_addresses(context)
         return context
@@ -250,7 +274,8 @@ class Memory:
     def place(
         self, context: Any, shapes: Mapping[str, Shape], values: Mapping[str, NDArray[Any]]
     ) -> tuple[Shape, ...]:
-        """Set the shapes of the inputs, and values that TensorRT reads on the CPU: the shapes of the outputs, -1 where only a run can tell.
+        """Set the shapes of the inputs, and values that TensorRT reads on the CPU: the shapes of
+        the outputs, -1 where only a run can tell.
 
         DataError in TensorRT's words if it refuses them.
         """
@@ -301,7 +326,9 @@ class Memory:
         return tuple(shapes)
 
     def is_short_of(self, outputs: Sequence[Shape]) -> bool:
-        """Whether an output is larger at this shape than at the largest of its profile, which is rare, or its memory was lost to a failure."""
+        """Whether an output is larger at this shape than at the largest of its profile, which is
+        rare, or its memory was lost to a failure.
+        """
         sizes = [
             (slot, slot.bytes_of(shape))
             for slot, shape in zip(self.outputs, outputs, strict=True)

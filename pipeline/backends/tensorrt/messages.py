@@ -1,8 +1,10 @@
-"""What TensorRT says: read from where its own logger prints while it builds, told to a logger of ours in Python elsewhere.
+"""What TensorRT says: read from where its own logger prints while it builds, told to a logger of
+ours in Python elsewhere.
 
-TensorRT tells a logger every message, thousands in a build, many of them between two runs of a kernel that it times. With a logger in Python
-it chose kernels that were about 2 % slower together, with a progress monitor 3 % (`python benchmarks/gpu_models.py tactics`). So a build has
-neither: TensorRT's own logger drops by itself what is unimportant, and prints the rest.
+TensorRT tells a logger every message, thousands in a build, many of them between two runs of a
+kernel that it times. With a logger in Python it chose kernels that were about 2 % slower together,
+with a progress monitor 3 % (`python benchmarks/gpu_models.py tactics`). So a build has neither:
+TensorRT's own logger drops by itself what is unimportant, and prints the rest.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def messages_of(trt: Any) -> list[tuple[str, str]]:
 
 @cache
 def logger_of(trt: Any) -> Any:
-    """The logger of what runs engines. TensorRT ignores a second one while anything made with the first is alive."""
+    """The logger of what runs engines. TensorRT ignores a second one while anything made with the
+    first is alive.
+    """
 
     class Messages(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -56,13 +60,17 @@ def logger_of(trt: Any) -> Any:
 
 @cache
 def builders_logger_of(trt: Any) -> Any:
-    """The logger of what parses and builds: TensorRT's own, heard by `listening`. No Python runs while a kernel is timed."""
+    """The logger of what parses and builds: TensorRT's own, heard by `listening`. No Python runs
+    while a kernel is timed.
+    """
     return trt.Logger(trt.Logger.WARNING)
 
 
 @contextlib.contextmanager
 def listening(trt: Any) -> Iterator[None]:
-    """Add to `messages_of` what TensorRT's own logger prints meanwhile. It still arrives where this process prints. One thread at a time."""
+    """Add to `messages_of` what TensorRT's own logger prints meanwhile. It still arrives where this
+    process prints. One thread at a time.
+    """
     with _ONE_AT_A_TIME, _stdout_in_a_file() as file, file.open("rb") as printed:
         _write_whole_lines()
         printed.seek(0, os.SEEK_END)
@@ -78,7 +86,9 @@ def listening(trt: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stdout_in_a_file() -> Iterator[Path]:
-    """As it is in a child process, whose log it is: there the last words before a crash stay. Elsewhere for a while, then all is handed on."""
+    """As it is in a child process, whose log it is: there the last words before a crash stay.
+    Elsewhere for a while, then all is handed on.
+    """
     try:
         mode = os.fstat(STDOUT).st_mode
     except OSError:  # it is closed: what is printed is lost
@@ -105,7 +115,8 @@ def _stdout_in_a_file() -> Iterator[Path]:
 
 @cache
 def _write_whole_lines() -> Any:
-    """PYTHONUNBUFFERED takes the buffer of C's stdout, too: a message is then written piece by piece, and what others print falls into it.
+    """PYTHONUNBUFFERED takes the buffer of C's stdout, too: a message is then written piece by
+    piece, and what others print falls into it.
 
     Returns the new buffer, which must stay.
     """

@@ -1,9 +1,11 @@
-"""NVIDIA ModelOpt's quantisation for TensorRT: an ONNX graph in, an ONNX graph with Q/DQ pairs of int8 or fp8 out, which builds like any other.
+"""NVIDIA ModelOpt's quantisation for TensorRT: an ONNX graph in, an ONNX graph with Q/DQ pairs of
+int8 or fp8 out, which builds like any other.
 
-ModelOpt chooses the ranges and the places on the fp32 graph; the casts to 16 bits are ours, for its own do not look for overflow (int8) and know
-operators, not nodes, to keep in fp32. What reads an attention mask is kept from it: it gives a tensor of 0 and -inf the scale inf (MiniLM, `max`:
-the cosine to the original falls to 0.60). Without samples it would calibrate on random values, so it always gets a reader. It replaces parts
-of onnxruntime for the whole process: this runs in a child.
+ModelOpt chooses the ranges and the places on the fp32 graph; the casts to 16 bits are ours, for its
+own do not look for overflow (int8) and know operators, not nodes, to keep in fp32. What reads an
+attention mask is kept from it: it gives a tensor of 0 and -inf the scale inf (MiniLM, `max`: the
+cosine to the original falls to 0.60). Without samples it would calibrate on random values, so it
+always gets a reader. It replaces parts of onnxruntime for the whole process: this runs in a child.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ METHODS = {CalibrationMethod.ENTROPY: "entropy", CalibrationMethod.MINMAX: "max"
 
 
 class Reader:
-    """The calibration samples in batches, as ONNX Runtime's calibrators read them, which ModelOpt's are made of."""
+    """The calibration samples in batches, as ONNX Runtime's calibrators read them, which ModelOpt's
+    are made of.
+    """
 
     def __init__(self, source: CalibrationSet, size: int, wanted: int, progress: Progress) -> None:
         self.source, self.size, self.wanted, self.progress = source, size, wanted, progress
@@ -104,9 +108,11 @@ def quantize_with_modelopt(
     out: Path,
     progress: Progress = silent,
 ) -> OnnxModel:
-    """The int8 or fp8 graph as out/model.onnx, the rest in `recipe.rest`, with the interface of `model`. `recipe.keep_fp32` stays fp32.
+    """The int8 or fp8 graph as out/model.onnx, the rest in `recipe.rest`, with the interface of
+    `model`. `recipe.keep_fp32` stays fp32.
 
-    Raises UnsupportedError for what ModelOpt cannot quantise and BackendUnavailable where it is missing.
+    Raises UnsupportedError for what ModelOpt cannot quantise and BackendUnavailable where it is
+    missing.
     """
     installed_version("nvidia-modelopt", INSTALL)
     method = method_of(recipe)
@@ -150,9 +156,13 @@ def quantize_with_modelopt(
 
 
 def method_of(recipe: Recipe) -> str:
-    """ModelOpt's name for the recipe's calibration method; UnsupportedError for one that it lacks."""
+    """ModelOpt's name for the recipe's calibration method; UnsupportedError for one that it
+    lacks.
+    """
     if recipe.precision is Precision.FP8:
-        return "max"  # ModelOpt makes fp8 of an int8 graph by another scale, which holds for the largest value only
+        # ModelOpt makes fp8 of an int8 graph by another scale, which holds for the largest value
+        # only
+        return "max"
     if recipe.method not in METHODS:
         choices = " or ".join(METHODS)
         raise UnsupportedError(
@@ -171,7 +181,9 @@ def _seen(model: OnnxModel, samples: CalibrationSet, batch: int, wanted: int) ->
 
 
 def masked(graph: onnx.GraphProto, seen: Mapping[str, Bounds]) -> frozenset[str]:
-    """The nodes that read infinities, or values so large that they mean "never": no 8-bit scale holds these and the others too."""
+    """The nodes that read infinities, or values so large that they mean "never": no 8-bit scale
+    holds these and the others too.
+    """
     never = {
         name
         for name, each in seen.items()
@@ -188,7 +200,9 @@ def _quantised(
     left: frozenset[str],
     reader: Reader,
 ) -> onnx.ModelProto:
-    """The fp32 graph with ModelOpt's Q/DQ pairs, the nodes `left` without; `folder` is for its files."""
+    """The fp32 graph with ModelOpt's Q/DQ pairs, the nodes `left` without; `folder` is for its
+    files.
+    """
     source, target = folder / "source.onnx", folder / "quantised.onnx"
     write_proto(proto, source)
     reader.progress(0.1, "loading ModelOpt")

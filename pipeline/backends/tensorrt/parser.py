@@ -1,8 +1,10 @@
-"""What TensorRT's ONNX parser says of a model: functions that take the imported library, so that every flavour of TensorRT can use them.
+"""What TensorRT's ONNX parser says of a model: functions that take the imported library, so that
+every flavour of TensorRT can use them.
 
-The parser checks operators one by one but stops at the first node whose inputs do not fit; `supports_model_v2` complains of the same nodes
-as `parse` and stops where that stops. To name every refused node it is asked again, with the refused ones cut out of the graph, until it has
-nothing more to say.
+The parser checks operators one by one but stops at the first node whose inputs do not fit;
+`supports_model_v2` complains of the same nodes as `parse` and stops where that stops. To name every
+refused node it is asked again, with the refused ones cut out of the graph, until it has nothing
+more to say.
 """
 
 from __future__ import annotations
@@ -58,10 +60,11 @@ class Parsed:
 def parse(
     trt: Any, raw: bytes, path: Path, strongly_typed: bool = True, plugins: Sequence[Path] = ()
 ) -> Parsed:
-    """Parse a serialized model; external data is read from beside `path`. What cannot be parsed is in `faults`, not raised.
+    """Parse a serialized model; external data is read from beside `path`. What cannot be parsed is
+    in `faults`, not raised.
 
-    Strongly typed: every precision is as written in the graph. Otherwise builder flags allow more, up to TensorRT 10; from 11 on all networks
-    are strongly typed, whatever they are asked to be.
+    Strongly typed: every precision is as written in the graph. Otherwise builder flags allow more,
+    up to TensorRT 10; from 11 on all networks are strongly typed, whatever they are asked to be.
     """
     return _parse_with(trt, new_builder(trt, plugins), raw, path, strongly_typed)
 
@@ -69,7 +72,8 @@ def parse(
 def new_builder(trt: Any, plugins: Sequence[Path] = ()) -> Any:
     """A builder that knows NVIDIA's own plugins and those of the given libraries.
 
-    PlanError for a library that cannot be loaded, OutOfDeviceMemory where the GPU has no room for the builder itself.
+    PlanError for a library that cannot be loaded, OutOfDeviceMemory where the GPU has no room for
+    the builder itself.
     """
     messages_of(trt).clear()
     logger = builders_logger_of(trt)
@@ -91,7 +95,9 @@ def load_plugins(
     plugins: Sequence[Path],
     heard: Callable[[Any], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """Load plugin libraries into the registry of a builder, which is `heard` by listening, or of a runtime; not into that of the process."""
+    """Load plugin libraries into the registry of a builder, which is `heard` by listening, or of a
+    runtime; not into that of the process.
+    """
     for plugin in plugins:
         if is_own(plugin):
             continue  # registered already, and twice is an error
@@ -106,7 +112,10 @@ def load_plugins(
         if (
             handle is None and said
         ):  # None without a word: all of its plugins are registered already
-            advice = "give a library made for this version of TensorRT that exports getCreators or getPluginCreators"
+            advice = (
+                "give a library made for this version of TensorRT that exports getCreators or"
+                " getPluginCreators"
+            )
             raise PlanError(f"the plugin library '{plugin}' cannot be loaded: {said[0]}", advice)
 
 
@@ -177,9 +186,11 @@ def sentence(text: str) -> str:
 def refusals(
     trt: Any, model: OnnxModel, plugins: Sequence[Path] = (), renames: bool = True
 ) -> tuple[Refusal, ...]:
-    """Every node, input and output of the model that TensorRT cannot take, or would take for something else.
+    """Every node, input and output of the model that TensorRT cannot take, or would take for
+    something else.
 
-    `renames`: whether users meet TensorRT's own names, among them that of an input that is an output too; our sessions know them.
+    `renames`: whether users meet TensorRT's own names, among them that of an input that is an
+    output too; our sessions know them.
     """
     builder = new_builder(trt, plugins)  # one for all rounds: on a GPU each takes a second
     proto = _with_types(model)
@@ -201,7 +212,8 @@ def refusals(
         }
         if not new and foreign == unreadable:
             break
-        foreign = unreadable  # from the second time on: the first time, operators are checked whatever their inputs
+        # from the second time on: the first time, operators are checked whatever their inputs
+        foreign = unreadable
     if not (found or interface):
         interface = [_refusal(proto, -1, fault) for fault in parsed.faults]
     inner = {
@@ -215,7 +227,9 @@ def refusals(
 
 
 def count_float64(model: OnnxModel) -> int:
-    """How many tensors inside the model are float64, which TensorRT computes in float32 without a word."""
+    """How many tensors inside the model are float64, which TensorRT computes in float32 without a
+    word.
+    """
     return sum(dtype == "float64" for dtype in _element_types(_with_types(model)).values())
 
 
@@ -249,7 +263,9 @@ def _refusal(proto: onnx.ModelProto, index: int, fault: Fault) -> Refusal:
 
 
 def _bodies(proto: onnx.ModelProto, index: int, parser: Any) -> Iterator[Refusal]:
-    """Operators without an importer in the branches and bodies of a refused node, of which the parser names only the first."""
+    """Operators without an importer in the branches and bodies of a refused node, of which the
+    parser names only the first.
+    """
     outer = proto.graph.node[index]
     for graph in _subgraphs(outer):
         for node in graph.node:
@@ -282,10 +298,19 @@ def _way_around(operator: str) -> str:
         default=0,
     )
     if first == 0:  # not ONNX's own
-        return f"load the library of its plugin (backend tensorrt: `tensorrt.plugins`, or `--plugin` of inspect), {surgery}"
+        return (
+            "load the library of its plugin (backend tensorrt: `tensorrt.plugins`, or `--plugin`"
+            f" of inspect), {surgery}"
+        )
     if first > LEAST_OPSET:
-        return f"export with opset {first - 1} (`export.opset`), which writes it in older operators, {surgery}"
-    return f"rewrite the model without {operator}: simplifying folds it where its inputs are constant; else {surgery}"
+        return (
+            f"export with opset {first - 1} (`export.opset`), which writes it in older operators,"
+            f" {surgery}"
+        )
+    return (
+        f"rewrite the model without {operator}: simplifying folds it where its inputs are constant;"
+        f" else {surgery}"
+    )
 
 
 def operator_of_schema(schema: Any) -> str:
@@ -311,8 +336,14 @@ def _interface(model: OnnxModel, renames: bool) -> Iterator[Refusal]:
                     if spec.dtype == "float64"
                     else ""
                 )
-                reason = f"{role} '{spec.name}' is {spec.dtype}{narrowed}; expected one of {', '.join(sorted(BINDABLE))}"
-                remedy = f"cast it inside the model, so that the {role} itself is one of these, {ANOTHER_BACKEND}"
+                reason = (
+                    f"{role} '{spec.name}' is {spec.dtype}{narrowed}; expected one of"
+                    f" {', '.join(sorted(BINDABLE))}"
+                )
+                remedy = (
+                    f"cast it inside the model, so that the {role} itself is one of these,"
+                    f" {ANOTHER_BACKEND}"
+                )
                 yield Refusal(
                     node=spec.name, operator=role, opset=model.opset, reason=reason, remedy=remedy
                 )
@@ -328,7 +359,9 @@ def _interface(model: OnnxModel, renames: bool) -> Iterator[Refusal]:
 
 
 def _quantizers(proto: onnx.ModelProto) -> Iterator[tuple[int, Refusal]]:
-    """Q and DQ nodes of uint8: the parser only warns, takes them for int8, and every value over 127 is wrong."""
+    """Q and DQ nodes of uint8: the parser only warns, takes them for int8, and every value over 127
+    is wrong.
+    """
     types = _element_types(proto)
     for index, node in enumerate(proto.graph.node):
         if node.op_type in QUANTIZERS and node.domain in DEFAULT_DOMAINS:
@@ -336,7 +369,10 @@ def _quantizers(proto: onnx.ModelProto) -> Iterator[tuple[int, Refusal]]:
                 node.output[0] if node.op_type == "QuantizeLinear" else node.input[0], ""
             )
             if quantized == "uint8":
-                reason = "quantised to uint8, which TensorRT takes for int8: values over 127 would be wrong"
+                reason = (
+                    "quantised to uint8, which TensorRT takes for int8: values over 127 would be"
+                    " wrong"
+                )
                 fault = Fault(index, node.name, node.op_type, (), reason)
                 yield (
                     index,
@@ -356,9 +392,11 @@ def _element_types(proto: onnx.ModelProto) -> Mapping[str, str]:
 def _without(
     proto: onnx.ModelProto, refused: Container[int], foreign: set[str]
 ) -> tuple[onnx.ModelProto, list[int]]:
-    """The graph without the refused nodes and without `foreign` inputs, and where each node that is left was.
+    """The graph without the refused nodes and without `foreign` inputs, and where each node that is
+    left was.
 
-    What a refused node makes becomes an input where its type and rank are known; where they are not, the nodes that read it go too.
+    What a refused node makes becomes an input where its type and rank are known; where they are
+    not, the nodes that read it go too.
     """
     known = {
         value.name: value

@@ -1,7 +1,8 @@
-"""TensorRT-RTX: builds an engine for a named GPU generation on a host without any GPU. Running such an engine comes with GPU support.
+"""TensorRT-RTX: builds an engine for a named GPU generation on a host without any GPU. Running such
+an engine comes with GPU support.
 
-Networks are strongly typed: every precision is written in the graph, and TF32 is switched off, so that fp32 means fp32.
-No timing cache is ever made: that would need the GPU.
+Networks are strongly typed: every precision is written in the graph, and TF32 is switched off, so
+that fp32 means fp32. No timing cache is ever made: that would need the GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ FILE = "engine.rtx"
 
 
 def probe() -> Target:
-    """This host as a place to build: a GPU is not needed, so `compute_capability` is None where there is none."""
+    """This host as a place to build: a GPU is not needed, so `compute_capability` is None where
+    there is none.
+    """
     version = _version()
     gpus = find_gpus().devices
     if not gpus:
@@ -63,7 +66,9 @@ def unsupported(
 def build(
     model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
 ) -> Engine:
-    """Build for `recipe.compute_capability`; the graph must already be in the recipe's precision. One file under `out`."""
+    """Build for `recipe.compute_capability`; the graph must already be in the recipe's precision.
+    One file under `out`.
+    """
     capability = _capability(recipe)
     _check_precision(model, recipe)
     trt = _library()
@@ -112,15 +117,22 @@ def build(
 def load(engine: Engine, device: str = "") -> Loaded:
     """Always BackendUnavailable for now, with what the engine needs and what this host has."""
     raise BackendUnavailable(
-        f"this engine cannot run here: {why_not_run(engine.target.compute_capability, find_gpus())}",
-        "deploy the engine file to a host with such a GPU, or choose a candidate of onnxruntime or openvino here",
+        "this engine cannot run here:"
+        f" {why_not_run(engine.target.compute_capability, find_gpus())}",
+        "deploy the engine file to a host with such a GPU, or choose a candidate of onnxruntime or"
+        " openvino here",
     )
 
 
 def why_not_run(capability: str | None, gpus: Gpus) -> str:
-    """What an engine for this compute capability needs, and what this host has; capability None = any that can be built for."""
+    """What an engine for this compute capability needs, and what this host has; capability None =
+    any that can be built for.
+    """
     wanted = (capability,) if capability else CAPABILITIES
-    needs = f"it needs an NVIDIA GPU of compute capability {', '.join(wanted)} with driver {MINIMUM_DRIVER} or later"
+    needs = (
+        f"it needs an NVIDIA GPU of compute capability {', '.join(wanted)} with driver"
+        f" {MINIMUM_DRIVER} or later"
+    )
     if not gpus.devices:
         return f"{needs}, this host has none: {gpus.reason}"
     has = ", ".join(
@@ -163,7 +175,8 @@ def _capability(recipe: Recipe) -> str:
     if named not in CAPABILITIES:
         why = "; sm_90 (H100, H200) is not an RTX GPU" if "90" in named.replace(".", "") else ""
         raise UnsupportedError(
-            f"TensorRT-RTX does not build for compute capability '{named}'{why}; expected one of {choices}",
+            f"TensorRT-RTX does not build for compute capability '{named}'{why}; expected one of"
+            f" {choices}",
             "name one of these, or use the backend tensorrt for data-centre GPUs",
         )
     return named
@@ -184,7 +197,8 @@ def _check_precision(model: OnnxModel, recipe: Recipe) -> None:
     check_recipe(recipe, probe())
     if model.precision != recipe.precision:
         raise UnsupportedError(
-            f"TensorRT-RTX takes the precision from the graph: the recipe says {recipe.precision}, the graph is {model.precision}",
+            f"TensorRT-RTX takes the precision from the graph: the recipe says {recipe.precision},"
+            f" the graph is {model.precision}",
             f"convert the graph to {recipe.precision} first",
         )
 

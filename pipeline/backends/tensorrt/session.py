@@ -1,4 +1,5 @@
-"""Runs TensorRT engines: weights once per engine, a stream and memory per session, a CUDA graph per shape.
+"""Runs TensorRT engines: weights once per engine, a stream and memory per session, a CUDA graph per
+shape.
 
     bind          host arrays to page-locked memory; arrays on the GPU are kept until they are copied
     upload        to the device, to addresses that stay the same, since graphs are captured on them
@@ -55,7 +56,9 @@ Results = Sequence[tuple[str, NDArray[Any]]]
 def load_engine(
     trt: Any, engine: Engine, logger: Any, device: str = "", rt: Any = None
 ) -> TrtLoaded:
-    """The engine on a GPU: "" is cuda:0. StoreError for a file that TensorRT cannot read, OutOfDeviceMemory where the weights do not fit."""
+    """The engine on a GPU: "" is cuda:0. StoreError for a file that TensorRT cannot read,
+    OutOfDeviceMemory where the weights do not fit.
+    """
     _refuse_host_code(engine)
     ordinal = ordinal_of(device)
     rt = rt or cuda.runtime()
@@ -89,7 +92,10 @@ def load_engine(
 def _refuse_host_code(engine: Engine) -> None:
     """BackendUnavailable for a version-compatible engine, unless the user trusts its file."""
     if engine.recipe.version_compatible and os.environ.get(ALLOW_HOST_CODE) != "1":
-        said = f"the engine '{engine.path}' is version-compatible: it brings its own TensorRT runtime, and loading it runs code of that file"
+        said = (
+            f"the engine '{engine.path}' is version-compatible: it brings its own TensorRT runtime,"
+            " and loading it runs code of that file"
+        )
         raise BackendUnavailable(
             said, f"set {ALLOW_HOST_CODE}=1 if you trust where the file comes from"
         )
@@ -118,7 +124,9 @@ class TrtLoaded:
         return (self._opened or closed()).cuda_engine
 
     def session(self, profile: int = 0, graphs: bool = True) -> TrtSession:
-        """A session that prefers a profile and takes the shapes of all. OutOfDeviceMemory leaves nothing behind."""
+        """A session that prefers a profile and takes the shapes of all. OutOfDeviceMemory leaves
+        nothing behind.
+        """
         opened = self._opened or closed()
         count = max(1, len(opened.engine.profiles))
         if not 0 <= profile < count:
@@ -211,10 +219,13 @@ class TrtSession:
             self._stream.close()
             raise
 
-    # -- one run ---------------------------------------------------------------------------------------------------
+    # -- one run
+    # ------------------------------------------------------------------------------
 
     def bind(self, feeds: Tensors) -> None:
-        """Host arrays are copied at once. Arrays on the GPU (DLPack) are read by each `upload`, after what their own stream did so far."""
+        """Host arrays are copied at once. Arrays on the GPU (DLPack) are read by each `upload`,
+        after what their own stream did so far.
+        """
         opened = self._opened or closed()
         if self._in_flight:
             self.synchronize()  # the page-locked memory is in use
@@ -299,7 +310,9 @@ class TrtSession:
 
     @property
     def graph_refusal(self) -> str:
-        """Why this engine cannot be captured and runs plain; "" while nothing is known against it."""
+        """Why this engine cannot be captured and runs plain; "" while nothing is known
+        against it.
+        """
         return self._refusal or self._memory.graph_refusal
 
     @property
@@ -313,11 +326,13 @@ class TrtSession:
         with contextlib.suppress(HostError):  # of a run that nobody waited for
             self._stream.synchronize()
         self._uploads, self._results, self._on_gpu = (), (), {}
-        self._known.clear()  # graphs before their contexts, contexts before the memory they point to
+        # graphs before their contexts, contexts before the memory they point to
+        self._known.clear()
         self._memory.close()
         self._stream.close()
 
-    # -- what is bound ---------------------------------------------------------------------------------------------
+    # -- what is bound
+    # ------------------------------------------------------------------------------
 
     def _require_open(self) -> None:
         if self._opened is None:
@@ -341,7 +356,8 @@ class TrtSession:
         for each in self._memory.host_inputs:
             if each.name in found:
                 raise DataError(
-                    f"input '{each.name}' lies on the GPU, and TensorRT reads its values on the CPU",
+                    f"input '{each.name}' lies on the GPU, and TensorRT reads its values on"
+                    " the CPU",
                     "give it as a numpy array",
                 )
         return found
@@ -427,7 +443,8 @@ class TrtSession:
             if size
         )
 
-    # -- plain runs and graphs -------------------------------------------------------------------------------------
+    # -- plain runs and graphs
+    # ------------------------------------------------------------------------------
 
     def _plain_context(self, bound: Bound) -> Any:
         context = self._memory.contexts[bound.profile]
@@ -438,7 +455,9 @@ class TrtSession:
         return context
 
     def _run_and_capture(self, bound: Bound) -> None:
-        """A run on a context of its own, which TensorRT prepares in it, and after it the same captured. What fails is said and runs plain."""
+        """A run on a context of its own, which TensorRT prepares in it, and after it the same
+        captured. What fails is said and runs plain.
+        """
         memory = self._memory
         try:
             context = memory.new_context(bound.profile)

@@ -1,8 +1,10 @@
-"""Rewrites of a quantised graph that leave its arithmetic as it is: what `crucible lint --fix` does. Every grid stays as it was trained.
+"""Rewrites of a quantised graph that leave its arithmetic as it is: what `crucible lint --fix`
+does. Every grid stays as it was trained.
 
-Why each is exact: an int8 value q and the uint8 value q + 128 are the same number; rounding to a grid that holds zero commutes with Relu and
-with what moves values; what lies on a grid is not moved by rounding to the same grid. A batch norm whose factor cancels is left as a bias, equal
-but for the last bits of fp32. `pipeline.cli.lint` runs the graph before and after.
+Why each is exact: an int8 value q and the uint8 value q + 128 are the same number; rounding to a
+grid that holds zero commutes with Relu and with what moves values; what lies on a grid is not moved
+by rounding to the same grid. A batch norm whose factor cancels is left as a bias, equal but for the
+last bits of fp32. `pipeline.cli.lint` runs the graph before and after.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from pipeline.quantization.lint.rules import TENSORRT
 
 
 def mend(proto: onnx.ModelProto, backend: str, rules: Collection[str] = ()) -> Counter[str]:
-    """Apply every fix for `backend` (of these rules only, if any are named), in place, until none has anything left to do.
+    """Apply every fix for `backend` (of these rules only, if any are named), in place, until none
+    has anything left to do.
 
     Returns how often each was applied. Node names must be unique.
     """
@@ -47,7 +50,9 @@ def mend(proto: onnx.ModelProto, backend: str, rules: Collection[str] = ()) -> C
 
 
 def fold_norm(view: View) -> bool:
-    """A batch norm behind a quantised convolution becomes its bias, where the norm's factor only undoes that of a division before it."""
+    """A batch norm behind a quantised convolution becomes its bias, where the norm's factor only
+    undoes that of a division before it.
+    """
     for node in view.weighted():
         bias = folded_bias(view, node)
         if bias is not None:
@@ -120,7 +125,9 @@ def fold_bias(view: View) -> bool:
 
 
 def to_signed(view: View) -> bool:
-    """uint8 with zero point 128 becomes int8 with zero point 0, for all Q and DQ at once, since they share tensors."""
+    """uint8 with zero point 128 becomes int8 with zero point 0, for all Q and DQ at once, since
+    they share tensors.
+    """
     mine = [
         node
         for node in view.graph.node
@@ -148,7 +155,9 @@ def to_signed(view: View) -> bool:
 
 
 def to_unsigned(view: View) -> bool:
-    """Where several operators read one, int8 activations become uint8 with 128 added to the zero point, all at once; weights stay int8."""
+    """Where several operators read one, int8 activations become uint8 with 128 added to the zero
+    point, all at once; weights stay int8.
+    """
     mine = [
         pair
         for pair in view.pairs.values()
@@ -220,7 +229,9 @@ def share_q(view: View) -> bool:
 
 
 def repeat_before(view: View) -> bool:
-    """The pair behind a Relu is written before it too, so that the convolution gives 8 bits and the Relu alone runs in floats."""
+    """The pair behind a Relu is written before it too, so that the convolution gives 8 bits and the
+    Relu alone runs in floats.
+    """
     for _, relu, pair in relus_in_floats(view):
         if can_precede(view, relu, pair):
             _add_pair(view, relu, 0, pair)
@@ -229,7 +240,9 @@ def repeat_before(view: View) -> bool:
 
 
 def repeat_behind(view: View) -> bool:
-    """The pair before what moves values is written behind it too, where a quantised operator reads the moved values."""
+    """The pair before what moves values is written behind it too, where a quantised operator reads
+    the moved values.
+    """
     for node in view.weighted():
         for index, name in enumerate(node.input[:2]):
             pair = (
@@ -255,7 +268,9 @@ FIXES: dict[str, tuple[Callable[[View], bool], tuple[str, ...]]] = {
     "pair-before-mover": (repeat_behind, ("onnxruntime",)),
     "duplicate-pair": (drop_repeated, ("openvino", *TENSORRT)),
 }
-"""Each fix, by the rule that it mends, and the backends that gain by it, in the order in which they are applied."""
+"""Each fix, by the rule that it mends, and the backends that gain by it, in the order in which they
+are applied.
+"""
 
 
 def _fresh(view: View, name: str) -> str:

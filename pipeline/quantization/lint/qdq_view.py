@@ -1,4 +1,6 @@
-"""A graph read through its own Q/DQ pairs: which node reads what in 8 bits, and what it would read without the pairs. Pure."""
+"""A graph read through its own Q/DQ pairs: which node reads what in 8 bits, and what it would read
+without the pairs. Pure.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Pair:
 
 
 class View:
-    """A quantised graph: its pairs, its quantised weights, and how it is wired without them. Node names must be unique."""
+    """A quantised graph: its pairs, its quantised weights, and how it is wired without them. Node
+    names must be unique.
+    """
 
     def __init__(self, graph: onnx.GraphProto) -> None:
         self.graph = graph
@@ -78,7 +82,9 @@ class View:
         return name
 
     def dims(self, dq: onnx.NodeProto) -> tuple[int, ...]:
-        """Shape of a quantised weight; of one that is computed, by the scale: rank 2 says that it is a weight."""
+        """Shape of a quantised weight; of one that is computed, by the scale: rank 2 says that it
+        is a weight.
+        """
         weight = self.weight(dq)
         return tuple(weight.dims) if weight is not None else (1, 1)
 
@@ -137,7 +143,8 @@ class View:
 
 
 def can_pass(view: View, pair: Pair, follower: onnx.NodeProto) -> bool:
-    """Whether a pair can stand behind `follower` as well: it is the only one to read the pair, and the pair alone reads what it quantises.
+    """Whether a pair can stand behind `follower` as well: it is the only one to read the pair, and
+    the pair alone reads what it quantises.
 
     A Relu, like what moves values, commutes with rounding to a grid that holds zero.
     """
@@ -157,7 +164,9 @@ def can_pass(view: View, pair: Pair, follower: onnx.NodeProto) -> bool:
 
 
 def relus_in_floats(view: View) -> Iterator[tuple[onnx.NodeProto, onnx.NodeProto, Pair]]:
-    """Quantised convolutions with a Relu or Clip before a pair whose lowest integer is not zero (seen in ONNX Runtime 1.31: no int8 kernel)."""
+    """Quantised convolutions with a Relu or Clip before a pair whose lowest integer is not zero
+    (seen in ONNX Runtime 1.31: no int8 kernel).
+    """
     for node in view.weighted():
         readers = view.readers[node.output[0]]
         relu = (
@@ -184,7 +193,9 @@ def relus_in_floats(view: View) -> Iterator[tuple[onnx.NodeProto, onnx.NodeProto
 
 
 def can_precede(view: View, relu: onnx.NodeProto, pair: Pair) -> bool:
-    """Whether a pair behind a Relu can stand before it as well: nothing else may read what the Relu makes, which would become coarser."""
+    """Whether a pair behind a Relu can stand before it as well: nothing else may read what the Relu
+    makes, which would become coarser.
+    """
     return (
         relu.op_type == "Relu"
         and view.readers[relu.output[0]] == [pair.q]
@@ -217,7 +228,9 @@ def norms_behind(view: View, node: onnx.NodeProto) -> list[onnx.NodeProto]:
 
 
 def folded_bias(view: View, node: onnx.NodeProto) -> Scale | None:
-    """The bias of a quantised convolution with the batch norm behind it folded in; None if there is no norm, or it changes the weights too."""
+    """The bias of a quantised convolution with the batch norm behind it folded in; None if there is
+    no norm, or it changes the weights too.
+    """
     chain = norms_behind(view, node)
     given = node.input[2] if len(node.input) > 2 else ""
     known = not given or given in view.constants
@@ -234,7 +247,9 @@ def folded_bias(view: View, node: onnx.NodeProto) -> Scale | None:
 
 
 def _as_line(view: View, chain: list[onnx.NodeProto], bias: Scale) -> tuple[Scale, Scale] | None:
-    """Factor and summand per channel of all that the chain does to a result; None if something of it is not per channel."""
+    """Factor and summand per channel of all that the chain does to a result; None if something of
+    it is not per channel.
+    """
     factor, summand = np.ones(bias.shape), bias.copy()
     for node in chain:
         values = [view.value(name) for name in node.input[1:]]
@@ -258,7 +273,9 @@ def _as_line(view: View, chain: list[onnx.NodeProto], bias: Scale) -> tuple[Scal
 
 
 def repeated(view: View, pair: Pair) -> Pair | None:
-    """The pair whose values this one quantises again alike, directly or behind what moves values."""
+    """The pair whose values this one quantises again alike, directly or behind what moves
+    values.
+    """
     for name in (pair.q.input[0], _moved(view, pair.q.input[0])):
         before = view.pairs.get(name)
         if before is not None and view.same(before.dq, pair.q):
@@ -267,7 +284,9 @@ def repeated(view: View, pair: Pair) -> Pair | None:
 
 
 def _moved(view: View, name: str) -> str:
-    """The tensor whose values were moved, maybe several times, to make this one; empty if none were."""
+    """The tensor whose values were moved, maybe several times, to make this one; empty if none
+    were.
+    """
     moved = ""
     while (maker := view.makers.get(moved or name)) is not None and maker.op_type in SAME_SCALE:
         moved = maker.input[0]

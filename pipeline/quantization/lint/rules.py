@@ -1,7 +1,9 @@
-"""What of a graph's own Q/DQ pairs keeps a backend from running it in 8 bits, or costs accuracy: a finding each. Pure.
+"""What of a graph's own Q/DQ pairs keeps a backend from running it in 8 bits, or costs accuracy: a
+finding each. Pure.
 
-The rules are those by which Crucible places pairs itself (docs/accuracy.md). They are read off the graph without its pairs, where
-what fuses, what is a residual and what is the classifier can be seen as in any other graph.
+The rules are those by which Crucible places pairs itself (docs/accuracy.md). They are read off the
+graph without its pairs, where what fuses, what is a residual and what is the classifier can be seen
+as in any other graph.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ Rule = Callable[[View], Iterator[Finding]]
 
 
 def lint(graph: onnx.GraphProto, backend: str) -> tuple[Finding, ...]:
-    """All findings for one backend, in the order of the rules; nothing for a graph without Q/DQ. Node names must be unique."""
+    """All findings for one backend, in the order of the rules; nothing for a graph without Q/DQ.
+    Node names must be unique.
+    """
     if not any(node.op_type in QDQ for node in graph.node):
         return ()
     view = View(graph)
@@ -74,13 +78,18 @@ def finding_notes(findings: tuple[Finding, ...], backend: str) -> tuple[Note, ..
     for rule in dict.fromkeys(finding.rule for finding in findings):
         its = [finding for finding in findings if finding.rule == rule]
         more = f", and {len(its) - 1} more" if len(its) > 1 else ""
-        text = f"{rule}: {its[0].why} ({', '.join(its[0].nodes)}{more}): {its[0].cost}; `crucible lint MODEL --backend {backend}` lists all"
+        text = (
+            f"{rule}: {its[0].why} ({', '.join(its[0].nodes)}{more}): {its[0].cost}; `crucible lint"
+            f" MODEL --backend {backend}` lists all"
+        )
         notes.append(Note(stage="lint", text=text))
     return tuple(notes)
 
 
 def saturation_notes(graph: onnx.GraphProto) -> tuple[Note, ...]:
-    """A warning of the weights that use the eighth bit, for a CPU without an 8-bit dot product. Node names must be unique."""
+    """A warning of the weights that use the eighth bit, for a CPU without an 8-bit dot product.
+    Node names must be unique.
+    """
     view = View(graph)
     wide = [
         dq.name
@@ -130,7 +139,10 @@ def bad_scale(view: View) -> Iterator[Finding]:
         if scale is not None and not (
             np.isfinite(scale).all() and (scale >= np.finfo(np.float32).tiny).all()
         ):
-            why = f"a scale is {scale[~(scale >= np.finfo(np.float32).tiny) | ~np.isfinite(scale)].flat[0]:.3g}"
+            why = (
+                "a scale is"
+                f" {scale[~(scale >= np.finfo(np.float32).tiny) | ~np.isfinite(scale)].flat[0]:.3g}"
+            )
             yield Finding(
                 rule="bad-scale",
                 nodes=(node.name,),
@@ -146,7 +158,10 @@ def small_scale(view: View) -> Iterator[Finding]:
             scale is not None
             and ((scale < SMALLEST_FP16) & (scale >= np.finfo(np.float32).tiny)).any()
         ):
-            cost = "beside operators in fp16 the scale is rounded to fp16, which has few bits left there"
+            cost = (
+                "beside operators in fp16 the scale is rounded to fp16, which has few bits left"
+                " there"
+            )
             yield Finding(
                 rule="small-scale",
                 nodes=(node.name,),
@@ -177,7 +192,10 @@ def per_tensor_weight(view: View) -> Iterator[Finding]:
         for dq in (view.weights[name] for name in node.input[:2] if name in view.weights):
             scale = view.scale(dq)
             if scale is not None and scale.size == 1 and max(view.dims(dq), default=1) > 1:
-                cost = "channels with small weights get few of the 255 steps: accuracy; no time is saved"
+                cost = (
+                    "channels with small weights get few of the 255 steps: accuracy; no time is"
+                    " saved"
+                )
                 yield Finding(
                     rule="per-tensor-weight",
                     nodes=(node.name, dq.name),
@@ -208,7 +226,10 @@ def float_weight(view: View) -> Iterator[Finding]:
     for node in view.weighted():
         weight = next((name for name in node.input[:2] if name in view.constants), "")
         if weight and any(name in view.pairs for name in node.input[:2]):
-            why = f"its input is quantised, and its weight '{weight}' is in floats: the weight's DQ was folded, or never there"
+            why = (
+                f"its input is quantised, and its weight '{weight}' is in floats: the weight's DQ"
+                " was folded, or never there"
+            )
             yield Finding(
                 rule="float-weight",
                 nodes=(node.name,),
@@ -273,7 +294,10 @@ def float_result(view: View) -> Iterator[Finding]:
             and name not in view.outputs
             and not view.pairs_on(name)
         ):
-            cost = "ONNX Runtime's int8 convolution gives 8 bits; without, it runs in floats, often slower than the fp32 model"
+            cost = (
+                "ONNX Runtime's int8 convolution gives 8 bits; without, it runs in floats, often"
+                " slower than the fp32 model"
+            )
             yield Finding(
                 rule="float-result",
                 nodes=(node.name,),
@@ -285,7 +309,10 @@ def float_result(view: View) -> Iterator[Finding]:
 def signed_relu(view: View) -> Iterator[Finding]:
     for node, relu, pair in relus_in_floats(view):
         why = f"the pair behind its {relu.op_type} reaches below zero"
-        cost = "ONNX Runtime drops a Relu only where the lowest integer is zero, and else runs the convolution in floats"
+        cost = (
+            "ONNX Runtime drops a Relu only where the lowest integer is zero, and else runs the"
+            " convolution in floats"
+        )
         yield Finding(
             rule="signed-relu",
             nodes=(node.name, relu.name, pair.q.name),
@@ -299,7 +326,10 @@ def signed_shared(view: View) -> Iterator[Finding]:
     for name, pair in view.pairs.items():
         if len(view.readers[name]) > 1 and view.dtype(pair.q) == "int8":
             nodes = (pair.q.name, *(node.name for node in view.readers[name]))
-            cost = "ONNX Runtime on x86 makes uint8 of int8 only where one operator reads it; its readers here run in floats"
+            cost = (
+                "ONNX Runtime on x86 makes uint8 of int8 only where one operator reads it; its"
+                " readers here run in floats"
+            )
             yield Finding(
                 rule="signed-shared",
                 nodes=nodes,
@@ -314,7 +344,10 @@ def clip_between(view: View) -> Iterator[Finding]:
         if node.op_type == QDQ[0] and (
             clips := [each for each in view.readers[node.output[0]] if each.op_type == "Clip"]
         ):
-            cost = "no backend knows the pattern, and what stands around it runs in floats; train with limits of the whole dtype"
+            cost = (
+                "no backend knows the pattern, and what stands around it runs in floats; train with"
+                " limits of the whole dtype"
+            )
             yield Finding(
                 rule="clip-between",
                 nodes=(node.name, clips[0].name),
@@ -348,7 +381,10 @@ def between_fused(view: View) -> Iterator[Finding]:
                 if each.op_type in FUSED_AFTER | {"BatchNormalization"}
             ]
             if follows:
-                why = f"a pair stands between it and the {follows[0].op_type} that belongs into its kernel"
+                why = (
+                    f"a pair stands between it and the {follows[0].op_type} that belongs into its"
+                    " kernel"
+                )
                 cost = "two kernels in the place of one, and a value more in memory"
                 nodes = (node.name, pair.q.name, follows[0].name)
                 yield Finding(
@@ -364,7 +400,10 @@ def norm_after(view: View) -> Iterator[Finding]:
     for node in view.weighted():
         chain = norms_behind(view, node)
         if view.quantised(node) and any(each.op_type == "BatchNormalization" for each in chain):
-            why = f"{', '.join(each.op_type for each in chain)} on its result: a batch norm that training with Q/DQ left unfolded"
+            why = (
+                f"{', '.join(each.op_type for each in chain)} on its result: a batch norm that"
+                " training with Q/DQ left unfolded"
+            )
             cost = "nothing fuses over it, so that ONNX Runtime runs the convolution in floats"
             nodes, exact = (
                 (node.name, *(each.name for each in chain)),
@@ -380,8 +419,14 @@ def residual_both(view: View) -> Iterator[Finding]:
         bare = next(each for each in view.floats.nodes if each.name == node.name)
         fused = fused_input(bare, view.floats) if is_residual_add(bare, view.floats) else None
         if fused is not None:
-            why = f"both inputs of a residual Add are quantised, and '{fused[1]}' adds in its own kernel"
-            cost = "the Add becomes a kernel of its own, with layout copies: ResNet-18 took 0.287 ms in int8 and 0.215 in fp16 on an H200"
+            why = (
+                f"both inputs of a residual Add are quantised, and '{fused[1]}' adds in its own"
+                " kernel"
+            )
+            cost = (
+                "the Add becomes a kernel of its own, with layout copies: ResNet-18 took 0.287 ms"
+                " in int8 and 0.215 in fp16 on an H200"
+            )
             yield Finding(rule="residual-both", nodes=(node.name, fused[1]), why=why, cost=cost)
 
 
@@ -455,7 +500,10 @@ def rest_in_fp32(view: View) -> Iterator[Finding]:
         and onnx.helper.get_node_attr_value(node, "to") == onnx.TensorProto.FLOAT16
         for node in view.graph.node
     ):
-        cost = "strongly typed, such a graph ran slower than plain fp16 (ResNet-50, H200); `crucible compile` lowers the rest to fp16"
+        cost = (
+            "strongly typed, such a graph ran slower than plain fp16 (ResNet-50, H200); `crucible"
+            " compile` lowers the rest to fp16"
+        )
         yield Finding(rule="rest-fp32", nodes=(), why="what is not quantised is in fp32", cost=cost)
 
 
@@ -478,7 +526,10 @@ def concat_scales(view: View) -> Iterator[Finding]:
 def moved_scales(view: View) -> Iterator[Finding]:
     for node, first, second in around_movers(view):
         if not view.same(first.dq, second.q):
-            why = f"the scales before and behind {node.op_type} differ, which moves values and changes none"
+            why = (
+                f"the scales before and behind {node.op_type} differ, which moves values and"
+                " changes none"
+            )
             nodes = (node.name, first.dq.name, second.q.name)
             yield Finding(
                 rule="moved-scales",

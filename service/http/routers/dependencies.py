@@ -31,7 +31,8 @@ async def _asked_of(request: Request) -> Service:
 
 AskedBy = Annotated[Caller, Depends(_asked_by)]
 AskedOf = Annotated[Service, Depends(_asked_of)]
-# By reference and not as `model`, which FastAPI would document in the form of each route's successes, such as text/plain.
+# By reference and not as `model`, which FastAPI would document in the form of each route's
+# successes, such as text/plain.
 _REFUSAL = {"application/json": {"schema": {"$ref": "#/components/schemas/Refusal"}}}
 REFUSALS: dict[int | str, dict[str, Any]] = {
     "4XX": {

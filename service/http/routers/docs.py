@@ -1,4 +1,6 @@
-"""/docs: the OpenAPI document as a plain page. FastAPI's own page loads its scripts from a CDN; this one needs no script and no network."""
+"""/docs: the OpenAPI document as a plain page. FastAPI's own page loads its scripts from a CDN;
+this one needs no script and no network.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +42,17 @@ def page(document: dict[str, Any]) -> str:
         'For machines: <a href="/openapi.json">/openapi.json</a>. Every refusal has the same form:'
     )
     refusal = _example(document["components"]["schemas"]["Refusal"])
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
+    head = (
+        '<!doctype html><html lang="en"><meta'
+        f' charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
+    )
     return f"{head}<h1>{title}</h1><p>{about}</p><p>{machine}</p>{refusal}{operations}</html>"
 
 
 def _operation(method: str, path: str, operation: dict[str, Any], document: dict[str, Any]) -> str:
     parts = [
-        f"<h2><code>{method.upper()} {html.escape(path)}</code></h2><p>{html.escape(operation.get('description', ''))}</p>"
+        f"<h2><code>{method.upper()}"
+        f" {html.escape(path)}</code></h2><p>{html.escape(operation.get('description', ''))}</p>"
     ]
     if rows := "".join(_parameter(parameter) for parameter in operation.get("parameters", ())):
         parts.append(f"<table><tr><th>Parameter</th><th>In</th><th>About</th></tr>{rows}</table>")
@@ -61,7 +67,8 @@ def _operation(method: str, path: str, operation: dict[str, Any], document: dict
         if status.isdecimal():
             forms = ", ".join(answer.get("content", ()))
             parts.append(
-                f"<p>{status}: {html.escape(answer['description'])} <code>{html.escape(forms)}</code></p>"
+                f"<p>{status}: {html.escape(answer['description'])}"
+                f" <code>{html.escape(forms)}</code></p>"
             )
             parts += [
                 _example(_resolved(content.get("schema", {}), document))

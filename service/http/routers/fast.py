@@ -1,7 +1,8 @@
-"""Inference requests on a short way: FastAPI's routing and its reading of parameters cost as much as all else that the service does with one.
+"""Inference requests on a short way: FastAPI's routing and its reading of parameters cost as much
+as all else that the service does with one.
 
-The functions are those that FastAPI's routes call; what has a query goes there. This stands between Guard and the router, so every check and
-figure is the same.
+The functions are those that FastAPI's routes call; what has a query goes there. This stands between
+Guard and the router, so every check and figure is the same.
 """
 
 from __future__ import annotations

@@ -82,7 +82,10 @@ OPENAPI: dict[str, Any] = {
     "response_class": Response,
     "responses": {
         200: {
-            "description": "In the form that Accept asks for; in that of the request if it asks for none. Server-Timing tells where the time went",
+            "description": (
+                "In the form that Accept asks for; in that of the request if it asks for none."
+                " Server-Timing tells where the time went"
+            ),
             "content": {JSON: {"schema": _ANSWER}, **dict.fromkeys((RAW, NPY, NPZ), _BYTES)},
         }
     },
@@ -126,7 +129,9 @@ async def infer(
     version: Version = None,
     timeout_s: Timeout = None,
 ) -> Response:
-    """An answer of the only model that is deployed; refused with their names where there are several."""
+    """An answer of the only model that is deployed; refused with their names where there are
+    several.
+    """
     return await answer(request, None, _wish(outputs, shape, version, timeout_s))
 
 
@@ -139,7 +144,9 @@ async def infer_model(
     version: Version = None,
     timeout_s: Timeout = None,
 ) -> Response:
-    """An answer of this model, from JSON, raw bytes of the only input, .npy, .npz, or an image where the model says how it becomes an input."""
+    """An answer of this model, from JSON, raw bytes of the only input, .npy, .npz, or an image
+    where the model says how it becomes an input.
+    """
     return await answer(request, name, _wish(outputs, shape, version, timeout_s))
 
 
@@ -249,14 +256,17 @@ def shape_of(spec: TensorSpec, length: int) -> tuple[int, ...]:
         return tuple(fixed)
     if not row or length % row:
         raise Unprocessable(
-            f"'{spec.name}': expected a multiple of {row} bytes ({spec.dtype} {list(spec.shape)}), got {length}",
+            f"'{spec.name}': expected a multiple of {row} bytes ({spec.dtype} {list(spec.shape)}),"
+            f" got {length}",
             "send whole rows",
         )
     return (*fixed[: free[0]], length // row, *fixed[free[0] :])
 
 
 def _form(accept: str, kind: str, outputs: int) -> str:
-    """The form of an answer: that which Accept likes best, else that of the request. .npy and raw bytes hold one output."""
+    """The form of an answer: that which Accept likes best, else that of the request. .npy and raw
+    bytes hold one output.
+    """
     like = kind if kind in GIVEN else JSON
     usual = NPZ if like in (RAW, NPY) and outputs != 1 else like
     return preferred(accept or "*/*", (usual, *(form for form in GIVEN if form != usual)))

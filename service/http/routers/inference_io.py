@@ -1,4 +1,6 @@
-"""What the inference routes share: a body read once, an answer awaited while its client is there, and one sent without being joined."""
+"""What the inference routes share: a body read once, an answer awaited while its client is there,
+and one sent without being joined.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class Parts(Response):
 
 
 async def read_body(request: Request, limit: int) -> bytes | memoryview:
-    """The whole body, unpacked where it is compressed. TooLarge if it is longer than `limit` then; how it came was counted before."""
+    """The whole body, unpacked where it is compressed. TooLarge if it is longer than `limit` then;
+    how it came was counted before.
+    """
     chunks = []
     while True:
         message = await request.receive()
@@ -106,7 +110,9 @@ async def respond(
 async def write_elsewhere(
     service: Service, answer: InferAnswer, plain: bool, binary: Mapping[str, bool] | None = None
 ) -> tuple[int, bytes]:
-    """A long answer, written by a helper: the length of its JSON, and the whole. `binary` says which outputs are not JSON."""
+    """A long answer, written by a helper: the length of its JSON, and the whole. `binary` says
+    which outputs are not JSON.
+    """
     length, parts = binary_form(answer.outputs, {})
     head, text = await service.helpers.ask(
         "encode",

@@ -27,7 +27,10 @@ _PART = {"type": "string", "format": "binary"}
 _UPLOAD = {"type": "object", "required": ["model"], "properties": dict.fromkeys(PARTS, _PART)}
 _EXAMPLE = {
     "model": "(content of resnet50.onnx)",
-    "plan": "{name: resnet50, profiles: [{batch: [1, 8, 64]}], accuracy: {metric: top1, max_drop: 0.01}}",
+    "plan": (
+        "{name: resnet50, profiles: [{batch: [1, 8, 64]}], accuracy: {metric: top1, max_drop:"
+        " 0.01}}"
+    ),
     **{role: f"(content of {role}.npz)" for role in PARTS[2:]},
 }
 COMPILE_BODY: dict[str, Any] = {
@@ -64,7 +67,10 @@ PLAN_NOTE = (
         }
     },
     openapi_extra={"requestBody": COMPILE_BODY},
-    description=f"Compile a model. An equal request of the same owner gets the same job, unless that failed or was cancelled. {PLAN_NOTE}",
+    description=(
+        "Compile a model. An equal request of the same owner gets the same job, unless that failed"
+        f" or was cancelled. {PLAN_NOTE}"
+    ),
 )
 async def compile_model(
     request: Request,
@@ -130,7 +136,9 @@ async def follow_job(
         ),
     ] = 0,
 ) -> StreamingResponse:
-    """What happens to a job, from its beginning to its end: `stage` events, and one for each state that it comes to."""
+    """What happens to a job, from its beginning to its end: `stage` events, and one for each state
+    that it comes to.
+    """
     await service.read(lambda: service.jobs.get(job_id, caller.sees))
     events = stream(service, job_id, after if last_event_id is None else last_event_id)
     return StreamingResponse(
@@ -166,7 +174,9 @@ async def cancel_job(job_id: str, caller: AskedBy, service: AskedOf) -> JobView:
 
 @router.post("/jobs/{job_id}/retry", status_code=202, response_model=JobView)
 async def retry_job(job_id: str, response: Response, caller: AskedBy, service: AskedOf) -> JobView:
-    """Try a job again that failed or was cancelled: a new job, which goes on from what the old one stored."""
+    """Try a job again that failed or was cancelled: a new job, which goes on from what the old one
+    stored.
+    """
     caller.require("compile")
     service.host()  # or Unavailable
     return accepted(await service.runner.retry(job_id, caller.sees), response)

@@ -33,7 +33,9 @@ async def list_models(caller: AskedBy, service: AskedOf) -> ModelPage:
 
 @router.get("/{name}")
 async def get_model(name: Name, caller: AskedBy, service: AskedOf) -> ModelView:
-    """A model's versions with their inputs and outputs, which requests may run together and why, and how it is served."""
+    """A model's versions with their inputs and outputs, which requests may run together and why,
+    and how it is served.
+    """
     return await service.models.view(caller, name)
 
 
@@ -47,7 +49,9 @@ async def get_shapes(name: Name, caller: AskedBy, service: AskedOf) -> ShapesVie
 async def promote(
     name: Name, asked: PromoteRequest, caller: AskedBy, service: AskedOf
 ) -> ModelView:
-    """Make a report's engine the model's current version. If the model is deployed, the new version answers when this does."""
+    """Make a report's engine the model's current version. If the model is deployed, the new version
+    answers when this does.
+    """
     service.host()  # or Unavailable
     return await service.models.promote(caller, name, asked)
 
@@ -78,7 +82,8 @@ async def benchmark(
     asked: BenchmarkRequest | None = None,
     idempotency_key: Annotated[str | None, Header()] = None,
 ) -> JobView:
-    """Measure the engine that is loaded again, beside the baselines of its compile: a job, whose report is that of the compile with the new figures.
+    """Measure the engine that is loaded again, beside the baselines of its compile: a job, whose
+    report is that of the compile with the new figures.
 
     It waits for quiet as every measurement does, and the model answers all the while.
     """
@@ -93,7 +98,9 @@ async def benchmark(
 async def deploy(
     name: Name, asked: DeploymentOptions, caller: AskedBy, service: AskedOf
 ) -> ModelView:
-    """Load a model, or serve it in another way; it answers when this does. Refused with both numbers if it does not fit into memory."""
+    """Load a model, or serve it in another way; it answers when this does. Refused with both
+    numbers if it does not fit into memory.
+    """
     service.host()
     return await service.models.deploy(caller, name, asked)
 

@@ -1,4 +1,6 @@
-"""The Open Inference Protocol v2, with its binary tensor data extension, as Triton's clients speak it."""
+"""The Open Inference Protocol v2, with its binary tensor data extension, as Triton's clients speak
+it.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,10 @@ _INFER_BODY = {
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _ANSWERS = {
     200: {
-        "description": "Tensors that were asked for in binary follow the JSON, whose length Inference-Header-Content-Length tells",
+        "description": (
+            "Tensors that were asked for in binary follow the JSON, whose length"
+            " Inference-Header-Content-Length tells"
+        ),
         "content": {
             "application/json": {
                 "schema": {"type": "object", "required": ["model_name", "outputs"]}
@@ -162,7 +167,9 @@ async def model_statistics(
 async def repository_index(
     request: Request, caller: AskedBy, service: AskedOf
 ) -> list[documents.Document]:
-    """The models that are deployed, and their state. With `{"ready": true}` only those that answer requests."""
+    """The models that are deployed, and their state. With `{"ready": true}` only those that answer
+    requests.
+    """
     only_ready = bool((await _options(request)).get("ready"))
     return documents.index(
         each for each in service.serving.served(caller) if each.state == "ready" or not only_ready
@@ -198,7 +205,9 @@ async def unload(
 @router.post("/models/{name}/infer", **_INFER)
 @router.post("/models/{name}/versions/{version}/infer", **_INFER)
 async def infer(name: str, request: Request, version: str = "") -> Response:
-    """An answer of this model. No Content-Type is needed; Inference-Header-Content-Length counts bytes of the body before compression."""
+    """An answer of this model. No Content-Type is needed; Inference-Header-Content-Length counts
+    bytes of the body before compression.
+    """
     return await answer(request, name, version)
 
 

@@ -31,8 +31,12 @@ from service.submission.tar import size_of_tar, tar
 router = APIRouter(prefix="/reports/{job_id}", tags=["reports"], responses=REFUSALS)
 T = TypeVar("T")
 
-# The page was written from a stranger's model, in that model's own job: it is shown in an origin of its own, and loads nothing.
-PAGE_POLICY = "sandbox allow-scripts; default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'unsafe-inline'"
+# The page was written from a stranger's model, in that model's own job: it is shown in an origin of
+# its own, and loads nothing.
+PAGE_POLICY = (
+    "sandbox allow-scripts; default-src 'none'; style-src 'unsafe-inline'; img-src data:;"
+    " script-src 'unsafe-inline'"
+)
 SAFELY = {
     "Content-Security-Policy": PAGE_POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -51,7 +55,9 @@ _FORMS_SHOWN = {
 async def get_report(
     job_id: str, caller: AskedBy, service: AskedOf, accept: Annotated[str, Header()] = "*/*"
 ) -> FileResponse:
-    """The report: `Accept: application/json` (docs/report.schema.json is its schema), `text/markdown` or `text/html`."""
+    """The report: `Accept: application/json` (docs/report.schema.json is its schema),
+    `text/markdown` or `text/html`.
+    """
     folder = await _folder(job_id, caller, service)
     form = preferred(accept, tuple(FORMS))
     await asyncio.to_thread(check_form, folder, FORMS[form])

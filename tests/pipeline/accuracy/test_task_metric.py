@@ -32,7 +32,8 @@ def test_a_users_function_that_returns_nothing_or_ends_the_process_is_named() ->
             metric.result()
 
 
-# -- the drop's interval ----------------------------------------------------------------------------------------------
+# -- the drop's interval
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("samples", [20, 300, 5000])
@@ -59,7 +60,8 @@ def test_the_interval_holds_the_true_drop_in_95_of_100_sets(lost: float, gained:
     assert 930 <= held <= 995
 
 
-# -- can the metric tell right from wrong? ----------------------------------------------------------------------------
+# -- can the metric tell right from wrong?
+# ------------------------------------------------------------------------------
 
 
 def scored(
@@ -72,7 +74,9 @@ def scored(
 
 
 def task(samples: int = 200) -> tuple[np.ndarray, np.ndarray]:
-    """Scores of 4 classes whose largest is the label; sorted by label, so that a shuffle within a batch would change nothing."""
+    """Scores of 4 classes whose largest is the label; sorted by label, so that a shuffle within a
+    batch would change nothing.
+    """
     labels = np.sort(np.random.default_rng(0).integers(0, 4, samples))
     return np.eye(4, dtype=np.float32)[labels] + np.random.default_rng(1).normal(
         0, 0.1, (samples, 4)

@@ -1,4 +1,6 @@
-"""A CUDA without a GPU, for what sessions do with it: work waits on its stream, memory is counted and checked at each use."""
+"""A CUDA without a GPU, for what sessions do with it: work waits on its stream, memory is counted
+and checked at each use.
+"""
 
 # ruff: noqa: N802, N815 - CUDA's own names
 
@@ -53,7 +55,9 @@ class EventDouble:
 
 
 class CudaDouble:
-    """Stands for the module `cuda.bindings.runtime`. What is wrong with memory is an AssertionError, not an error code."""
+    """Stands for the module `cuda.bindings.runtime`. What is wrong with memory is an
+    AssertionError, not an error code.
+    """
 
     cudaStreamNonBlocking = 1
     cudaMemcpyKind = CopyKind

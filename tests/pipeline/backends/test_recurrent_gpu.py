@@ -1,4 +1,6 @@
-"""GRU, LSTM and RNN in 16 bits on TensorRT: built, close to fp32, and really run in 16 bits where the parser takes them so."""
+"""GRU, LSTM and RNN in 16 bits on TensorRT: built, close to fp32, and really run in 16 bits where
+the parser takes them so.
+"""
 
 from __future__ import annotations
 
@@ -56,15 +58,20 @@ def built(
     samples: tuple[Tensors, ...],
     folder: Path,
 ) -> tuple[Engine, OnnxModel]:
-    """An engine of the model in this precision, and the graph that the conversion of every compile makes for it."""
+    """An engine of the model in this precision, and the graph that the conversion of every compile
+    makes for it.
+    """
     (folder / "converted").mkdir()
     (folder / "built").mkdir()
     recipe = Recipe(backend="tensorrt", precision=precision)
     made = convert(model, recipe, None, samples, folder / "converted")
     options = BuildOptions(profiles=profiles, tensorrt=QUICK)
-    return backends.backend("tensorrt").build(
-        made, recipe, options, folder / "built", lambda fraction, text: None
-    ), made
+    return (
+        backends.backend("tensorrt").build(
+            made, recipe, options, folder / "built", lambda fraction, text: None
+        ),
+        made,
+    )
 
 
 def smallest_cosine(engine: Engine, model: OnnxModel, batches: list[Tensors]) -> float:
@@ -149,7 +156,9 @@ def test_the_clip_of_an_lstm_reaches_its_cell_too(tmp_path: Path) -> None:
 
 
 def clipped_lstm(x: Array, w: Array, r: Array, b: Array, clip: float) -> Array:
-    """Hidden states [time, batch, hidden] of an LSTM by ONNX's equations, from zero states; gates in ONNX's order, i o f c."""
+    """Hidden states [time, batch, hidden] of an LSTM by ONNX's equations, from zero states; gates
+    in ONNX's order, i o f c.
+    """
     state, cell, found = np.zeros((x.shape[1], r.shape[1])), np.zeros((x.shape[1], r.shape[1])), []
     of_input, of_state = np.split(b, 2)
     for step in x:

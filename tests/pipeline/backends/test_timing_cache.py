@@ -1,4 +1,6 @@
-"""The timing cache's files, and who has the GPU to himself. TensorRT's own part is in test_tensorrt.py: it needs the GPU."""
+"""The timing cache's files, and who has the GPU to himself. TensorRT's own part is in
+test_tensorrt.py: it needs the GPU.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ H200, OTHER = "GPU-6d5a129b", "GPU-11111111"
 
 @dataclass
 class Cache:
-    """A timing cache as TensorRT's behaves: entries that are combined, where the first of two equal keys stays."""
+    """A timing cache as TensorRT's behaves: entries that are combined, where the first of two equal
+    keys stays.
+    """
 
     entries: dict[str, str] = field(default_factory=dict)
 
@@ -95,7 +99,8 @@ def nvidia_smi(folder: Path, *rows: str, code: int = 0) -> str:
     return str(program)
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# -- files
+# ------------------------------------------------------------------------------
 
 
 def test_what_is_written_is_read(own_home: Path) -> None:
@@ -153,7 +158,8 @@ def test_a_cache_without_its_description_is_no_cache() -> None:
     assert read(TIMED) == b""
 
 
-# -- a build's use of it -----------------------------------------------------------------------------------------------
+# -- a build's use of it
+# ------------------------------------------------------------------------------
 
 
 def test_the_first_build_starts_with_an_empty_cache_and_leaves_its_own() -> None:
@@ -207,7 +213,8 @@ def test_times_taken_beside_another_process_are_not_kept() -> None:
     assert note == f"timing cache not filled: another process used the GPU (process {here})"
     (note,) = keep(config, TIMED, Attached(attached.cache, others=Others((gone, here))))
     assert note.startswith(
-        f"timing cache not filled: another process used the GPU (process {here}, {gone}); one that is not seen from here may be"
+        f"timing cache not filled: another process used the GPU (process {here}, {gone}); one that"
+        " is not seen from here may be"
     )
     assert read(TIMED) == b""
 
@@ -289,7 +296,8 @@ def test_only_cpus_that_may_be_used_count() -> None:
     assert one.total < whole.total or len(allowed) == 1
 
 
-# -- the GPU to itself -------------------------------------------------------------------------------------------------
+# -- the GPU to itself
+# ------------------------------------------------------------------------------
 
 
 def test_other_processes_are_found_on_the_gpu_that_is_used(tmp_path: Path) -> None:

@@ -170,13 +170,16 @@ def test_symbols_that_lead_are_tried_first() -> None:
     assert rows_of_specs((spec("x", 8, 3),), (spec("y", 8),)) == ()
 
 
-# -- padding of other axes ---------------------------------------------------------------------------------------------
+# -- padding of other axes
+# ------------------------------------------------------------------------------
 
 IDS, MASK = Padding(input="ids", axis=1), Padding(input="mask", axis=1)
 
 
 def encoder(masked: bool) -> Case:
-    """Like a sentence encoder: what is looked up, mixed along the length, and its mean over what the mask leaves."""
+    """Like a sentence encoder: what is looked up, mixed along the length, and its mean over what
+    the mask leaves.
+    """
     nodes = [
         helper.make_node("Gather", ["table", "ids"], ["words"]),
         helper.make_node("Cast", ["mask"], ["weights"], to=TensorProto.FLOAT),
@@ -216,12 +219,18 @@ def test_mixed_lengths_are_padded_where_a_mask_hides_what_is_added(
         (
             False,
             (IDS, MASK),
-            "padding is off: row 0 alone with 'length' = 1 and padded to 16 differ in output 'pooled'",
+            (
+                "padding is off: row 0 alone with 'length' = 1 and padded to 16 differ in output"
+                " 'pooled'"
+            ),
         ),
         (
             True,
             (IDS,),
-            "padding is off: axis 1 of 'mask' has the size of axis 1 of 'ids', and no padding is declared for it",
+            (
+                "padding is off: axis 1 of 'mask' has the size of axis 1 of 'ids', and no padding"
+                " is declared for it"
+            ),
         ),
         (True, (IDS, MASK.model_copy(update={"value": 1})), "differ in output 'pooled'"),
     ],

@@ -46,7 +46,9 @@ def entries(*engines: Engine) -> list[RaceEntry]:
 
 
 def test_the_same_candidate_twice_is_not_told_apart() -> None:
-    """Although its processes differ; tests/pipeline/measurement/test_comparison.py has the same with more trials, this one goes through the race."""
+    """Although its processes differ; tests/pipeline/measurement/test_comparison.py has the same
+    with more trials, this one goes through the race.
+    """
     trials = 60
     hits = 0
     for seed in range(trials):
@@ -184,7 +186,8 @@ def test_blocks_may_end_once_they_hold_enough_runs(
     assert found.rows[0].end_to_end.median_s == pytest.approx(0.0005, rel=0.1)
 
 
-# -- who gets how many processes ---------------------------------------------------------------------------------------
+# -- who gets how many processes
+# ------------------------------------------------------------------------------
 
 
 def test_who_is_far_behind_stops_after_one_process_and_the_report_says_so() -> None:
@@ -294,7 +297,8 @@ def test_an_engine_alone_is_measured_in_its_usual_processes() -> None:
     assert alone.rows[0].ratio_missing == ""
 
 
-# -- failures ----------------------------------------------------------------------------------------------------------
+# -- failures
+# ------------------------------------------------------------------------------
 
 
 def test_one_that_dies_in_the_middle_leaves_and_the_others_go_on() -> None:
@@ -303,9 +307,11 @@ def test_one_that_dies_in_the_middle_leaves_and_the_others_go_on() -> None:
         label="onnxruntime 1 fp32",
         reason="the child process for '1' was killed by signal 9 (SIGKILL)",
     )
-    assert [peer.starts for peer in peers] == [6, 2, 6], (
-        "lost with its second process, it gets no third"
-    )
+    assert [peer.starts for peer in peers] == [
+        6,
+        2,
+        6,
+    ], "lost with its second process, it gets no third"
     assert isinstance(baseline, BenchmarkReport)
     assert len(other.rows[0].end_to_end.blocks) == 18
     assert other.rows[0].ratio.excludes(1.0)
@@ -349,7 +355,8 @@ def test_a_race_that_nobody_survives_has_no_baseline() -> None:
     assert isinstance(results([contestant], [WORKLOAD], BusyHost(9.0, 1))[0], BenchmarkFailure)
 
 
-# -- one turn ----------------------------------------------------------------------------------------------------------
+# -- one turn
+# ------------------------------------------------------------------------------
 
 
 def test_drift_and_thinning_are_said() -> None:

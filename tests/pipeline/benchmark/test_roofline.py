@@ -71,7 +71,8 @@ def test_the_sentence_holds_the_three_times() -> None:
     found = bound_of(row_of(10, 0.8e9, 0.1e9), Precision.FP32, PEAKS)
     assert (
         found.why
-        == "computing takes 10.0 ms; at the device's peak its arithmetic 8.00 ms (fp32), its data 5.00 ms if nothing is fused"
+        == "computing takes 10.0 ms; at the device's peak its arithmetic 8.00 ms (fp32), its data"
+        " 5.00 ms if nothing is fused"
     )
     assert found.share_of_peak_flops == pytest.approx(0.8)
     assert found.share_of_peak_bytes == pytest.approx(0.5)

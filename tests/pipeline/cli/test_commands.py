@@ -422,8 +422,8 @@ def test_bad_data_is_refused(tmp_path: Path) -> None:
     for arrays, words in [
         (
             {
-                "x": np.where(np.arange(x.size).reshape(x.shape) == 37, np.nan, x).astype(
-                    np.float32
+                "x": (
+                    np.where(np.arange(x.size).reshape(x.shape) == 37, np.nan, x).astype(np.float32)
                 ),
                 "labels": labels,
             },

@@ -95,7 +95,10 @@ def test_every_kind_of_gpu_shows_its_peaks_and_what_tensorrt_can_do(tmp_path: Pa
         text,
         re.MULTILINE,
     )
-    peaks = "fp32 66.9, tf32 535, fp16 1071, bf16 1071, int8 2141, fp8 2141 TFLOP/s, dense, at 1980 MHz; memory 4814 GB/s"
+    peaks = (
+        "fp32 66.9, tf32 535, fp16 1071, bf16 1071, int8 2141, fp8 2141 TFLOP/s, dense, at 1980"
+        " MHz; memory 4814 GB/s"
+    )
     assert re.search(rf"^ +peak: {re.escape(peaks)}$", text, re.MULTILINE)
     assert re.search(
         r"^ +TensorRT 10\.6\.0: fp32, tf32, fp16, bf16, int8 \(Q/DQ in the graph\), int8 implicit",

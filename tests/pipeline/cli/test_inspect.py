@@ -90,7 +90,8 @@ def test_inspecting_for_tensorrt_without_a_gpu_says_what_is_missing(tmp_path: Pa
     assert "use onnxruntime or openvino" in done.err
 
 
-# -- plugin libraries --------------------------------------------------------------------------------------------------
+# -- plugin libraries
+# ------------------------------------------------------------------------------
 
 
 @dataclass
@@ -144,7 +145,10 @@ def test_a_plugin_library_is_loaded_into_the_parsers_registry(
     monkeypatch.setattr("pipeline.backends.tensorrt.backend.probe", backend.probe)
     with pytest.raises(
         PlanError,
-        match=r"the plugin library '.*libplugin.so' cannot be loaded: .*(file too short|invalid ELF header)",
+        match=(
+            r"the plugin library '.*libplugin.so' cannot be loaded: .*(file too short|invalid ELF"
+            r" header)"
+        ),
     ):
         find_unsupported(
             read_model(tmp_path / "model.onnx"), "tensorrt", (tmp_path / "libplugin.so",)

@@ -1,4 +1,6 @@
-"""Which switches are reversed, and how what came of it is paired with the candidate they were reversed in."""
+"""Which switches are reversed, and how what came of it is paired with the candidate they were
+reversed in.
+"""
 
 import math
 from pathlib import Path
@@ -158,7 +160,8 @@ def test_speed_is_told_process_by_process() -> None:
     assert math.isclose(row.drop or 0.0, 0.0)
 
 
-# -- in the report -----------------------------------------------------------------------------------------------------
+# -- in the report
+# ------------------------------------------------------------------------------
 
 LAST = AblationRow(
     switch="last_layer",

@@ -1,4 +1,6 @@
-"""What stops a candidate on its way is its state and reason, and stops no other; what stops the check of a mislabelled one hides nothing of that."""
+"""What stops a candidate on its way is its state and reason, and stops no other; what stops the
+check of a mislabelled one hides nothing of that.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,6 @@
-"""The story through the real stages: what is read when, what is made again, what each verdict needs."""
+"""The story through the real stages: what is read when, what is made again, what each verdict
+needs.
+"""
 
 import contextlib
 import inspect
@@ -342,7 +344,8 @@ def test_weights_alone_go_through_the_whole_line_without_calibration_data(tmp_pa
     assert states["onnxruntime int8 weight-only b32 a8"] == "measured"
     kept, whole = (candidate.notes[0].text for candidate in report.candidates)
     assert kept.startswith(
-        "1 of 2 linear layers hold their weights in 4 bits; as they were: classifier; all constants together: "
+        "1 of 2 linear layers hold their weights in 4 bits; as they were: classifier; all constants"
+        " together: "
     )
     assert whole.startswith(
         "2 of 2 linear layers hold their weights in 8 bits; all constants together: "

@@ -179,7 +179,9 @@ def test_a_ratio_whose_interval_holds_one_is_not_called_faster() -> None:
 
 
 def test_a_winner_that_is_slower_than_the_baseline_is_none() -> None:
-    """What an H200 said of small models: ACCEPTED, at 0.66 (0.52 to 0.85) times the speed of the baseline."""
+    """What an H200 said of small models: ACCEPTED, at 0.66 (0.52 to 0.85) times the speed of the
+    baseline.
+    """
     slower = candidate("a", 0.66).model_copy(
         update={"benchmark": BenchmarkReport(label="a", rows=(row(0.66, 0.52, 0.85),))}
     )
@@ -205,7 +207,10 @@ def test_what_is_kept_is_named_as_it_is_called_and_whether_it_is_delivered(
 
 
 def test_where_the_host_cannot_tell_the_verdict_is_unproven_with_the_reason() -> None:
-    busy = "this host is too busy to tell: load 4.1 on 2 cores; the slowest process took 340 times as long as the fastest"
+    busy = (
+        "this host is too busy to tell: load 4.1 on 2 cores; the slowest process took 340 times as"
+        " long as the fastest"
+    )
     measured = row(1.0).model_copy(update={"ratio": None, "ratio_missing": busy})
     winner = candidate("a", 1.0).model_copy(
         update={"benchmark": BenchmarkReport(label="a", rows=(measured,))}
@@ -382,13 +387,16 @@ def test_every_failure_has_a_next_step(precision: Precision) -> None:
     assert next_steps(None)
 
 
-# -- equal speed -------------------------------------------------------------------------------------------------------
+# -- equal speed
+# ------------------------------------------------------------------------------
 
 
 def timed(
     label: str, process_ms: tuple[float, ...], drop: float = 0.0, cosine: float = 1.0
 ) -> Candidate:
-    """A candidate with these medians of its processes, twice over and two blocks each, and the ratio to a baseline of 4 ms."""
+    """A candidate with these medians of its processes, twice over and two blocks each, and the
+    ratio to a baseline of 4 ms.
+    """
     process_ms = process_ms * 2
     values = [ms * 1e-3 for ms in process_ms for _ in range(4)]
     samples = Samples(
@@ -425,8 +433,8 @@ def test_of_two_that_cannot_be_told_apart_in_speed_the_more_accurate_is_chosen_a
     assert chosen(FASTEST, AS_FAST) == "as fast"
     decision = decide([FASTEST, AS_FAST], AS_FAST, validation(0.0))
     assert (
-        "of 2 candidates whose speeds cannot be told apart it has the smallest drop on the selection set, +0.0030"
-        in decision.reasons[-1]
+        "of 2 candidates whose speeds cannot be told apart it has the smallest drop on the"
+        " selection set, +0.0030" in decision.reasons[-1]
     )
     assert decision.reasons[-1].endswith("the others: fastest")
     assert "cannot be told apart" in decide([FASTEST, AS_FAST], AS_FAST, None).reasons[-1]

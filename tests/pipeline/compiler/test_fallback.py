@@ -1,4 +1,6 @@
-"""The rescue: decisions from made-up evidence, whole compiles on a backend that computes true fp16."""
+"""The rescue: decisions from made-up evidence, whole compiles on a backend that computes true
+fp16.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -250,7 +252,8 @@ def test_a_method_that_mends_it_is_named_and_in_vain_all_are() -> None:
     mended = story(failed, [tried(minmax, "measured")])
     assert (
         mended.conclusion
-        == "entropy chooses ranges that lose the accuracy, and minmax keeps it; as the plan names it: `method: minmax`"
+        == "entropy chooses ranges that lose the accuracy, and minmax keeps it; as the plan names"
+        " it: `method: minmax`"
     )
     vain = story(failed, [tried(minmax, "failed accuracy"), tried(percentile, "failed accuracy")])
     assert vain.conclusion.startswith(
@@ -311,7 +314,8 @@ def kept_in_int8(counts: int, passed: bool, builds: int = 6) -> str:
 def test_the_conclusion_says_how_many_nodes_were_enough_and_what_was_not_tried() -> None:
     assert (
         kept_in_int8(1, passed=True)
-        == "1 node in fp32 keeps the accuracy, the others stay int8; as the plan names nodes: `keep_fp32`: ['n0']"
+        == "1 node in fp32 keeps the accuracy, the others stay int8; as the plan names nodes:"
+        " `keep_fp32`: ['n0']"
     )
     assert kept_in_int8(2, passed=True).startswith("2 nodes in fp32 keep the accuracy")
     assert kept_in_int8(3, passed=True).startswith(
@@ -322,7 +326,8 @@ def test_the_conclusion_says_how_many_nodes_were_enough_and_what_was_not_tried()
 def test_at_the_limit_of_builds_the_conclusion_names_it_and_what_else_there_is() -> None:
     found = kept_in_int8(1, passed=False, builds=1)
     assert found.startswith(
-        "int8 does not keep its accuracy, even with the worst 1 of 20 nodes in fp32 (more of them by a larger `keep_builds`): bf16"
+        "int8 does not keep its accuracy, even with the worst 1 of 20 nodes in fp32 (more of them"
+        " by a larger `keep_builds`): bf16"
     )
     assert "quantisation-aware training" in found
     assert "even with the worst 20 of 20 nodes in fp32: bf16" in kept_in_int8(
@@ -337,7 +342,8 @@ def test_in_16_bits_the_conclusion_names_the_nodes_that_were_kept_in_vain() -> N
     )
     said = story(failed, [tried(attempt, "failed accuracy") for attempt in attempts]).conclusion
     assert said.startswith(
-        "no engine in 16 bits keeps its accuracy, even with the worst 120 of 120 nodes in fp32: train"
+        "no engine in 16 bits keeps its accuracy, even with the worst 120 of 120 nodes in fp32:"
+        " train"
     )
 
 

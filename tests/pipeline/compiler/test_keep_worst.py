@@ -1,4 +1,6 @@
-"""`keep_fp32: auto` through whole compiles: a model with one layer that breaks in 8 bits, and one with one layer that overflows in fp16."""
+"""`keep_fp32: auto` through whole compiles: a model with one layer that breaks in 8 bits, and one
+with one layer that overflows in fp16.
+"""
 
 import re
 from collections.abc import Callable

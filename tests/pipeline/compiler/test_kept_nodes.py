@@ -1,4 +1,6 @@
-"""Nodes that fp16 cannot hold stay in fp32: such an engine is called so, timed, and may win; one that is not what it is called by may not."""
+"""Nodes that fp16 cannot hold stay in fp32: such an engine is called so, timed, and may win; one
+that is not what it is called by may not.
+"""
 
 from __future__ import annotations
 

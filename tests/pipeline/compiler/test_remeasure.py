@@ -1,4 +1,6 @@
-"""A compile's report with the figures of a new run: nothing in it rests on latencies that are gone."""
+"""A compile's report with the figures of a new run: nothing in it rests on latencies that are
+gone.
+"""
 
 from collections.abc import Callable
 from pathlib import Path

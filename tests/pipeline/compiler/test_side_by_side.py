@@ -159,7 +159,8 @@ def test_one_that_fails_loses_no_other_and_a_bug_of_ours_is_handed_on(
     assert {subject for _, subject, _ in steps_of(job)} >= {labels[2], f"{labels[2]} on selection"}
 
 
-# -- an end that no candidate survives ---------------------------------------------------------------------------------
+# -- an end that no candidate survives
+# ------------------------------------------------------------------------------
 
 
 class Hanging(Line):
@@ -241,7 +242,8 @@ def living_children() -> list[psutil.Process]:
     return [each for each in children if each.status() != psutil.STATUS_ZOMBIE]
 
 
-# -- one after another -------------------------------------------------------------------------------------------------
+# -- one after another
+# ------------------------------------------------------------------------------
 
 
 def do_nothing(function: Callable[..., Any], name: str) -> None: ...
@@ -294,7 +296,8 @@ def test_only_small_models_overlap_and_only_on_backends_of_the_cpu(
     assert may_overlap(model, recipes) is overlaps
 
 
-# -- packages that crash -----------------------------------------------------------------------------------------------
+# -- packages that crash
+# ------------------------------------------------------------------------------
 
 PROGRAMS = (("aoti", Precision.FP32), ("aoti", Precision.BF16), ("exported", Precision.FP32))
 

@@ -1,4 +1,6 @@
-"""Engines of the conformance suite: each case is built once per backend, for on a GPU a build takes seconds."""
+"""Engines of the conformance suite: each case is built once per backend, for on a GPU a build takes
+seconds.
+"""
 
 from __future__ import annotations
 

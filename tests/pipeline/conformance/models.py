@@ -1,4 +1,5 @@
-"""Small ONNX models, each with one property of an interface that a backend may get wrong, and the feeds to try it with.
+"""Small ONNX models, each with one property of an interface that a backend may get wrong, and the
+feeds to try it with.
 
 `refused_by` holds the backends that do not take a model, and a pattern of what they say.
 """

@@ -1,4 +1,6 @@
-"""The same cases on every backend: what a Session promises, whoever runs the graph. A backend that cannot run here is skipped, with its reason."""
+"""The same cases on every backend: what a Session promises, whoever runs the graph. A backend that
+cannot run here is skipped, with its reason.
+"""
 
 from __future__ import annotations
 
@@ -157,7 +159,9 @@ def test_an_engine_holds_all_that_it_needs(backend: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("backend", ON_CPU, indirect=True)
 def test_the_same_input_gives_the_same_engine(backend: str, tmp_path: Path) -> None:
-    """Not on a GPU, where kernels are chosen by their times and an engine is named by what came of it."""
+    """Not on a GPU, where kernels are chosen by their times and an engine is named by what came of
+    it.
+    """
     one, again, other = (
         build(backend, case(), tmp_path / name)
         for name, case in (("a", several), ("b", several), ("c", convolution))

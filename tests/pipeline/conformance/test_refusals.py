@@ -1,4 +1,6 @@
-"""What no backend takes, and what one of them does not: each is refused with what was expected and what came."""
+"""What no backend takes, and what one of them does not: each is refused with what was expected and
+what came.
+"""
 
 from __future__ import annotations
 

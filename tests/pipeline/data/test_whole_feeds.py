@@ -1,4 +1,6 @@
-"""Samples that are whole feeds: of models without a batch axis in front, each with shapes of its own."""
+"""Samples that are whole feeds: of models without a batch axis in front, each with shapes of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -255,7 +257,10 @@ def test_files_of_a_set_agree_in_what_a_sample_is(tmp_path: Path) -> None:
     for paths in ((rows, feeds), (feeds, rows)):
         with pytest.raises(
             DataError,
-            match=r"in '.*rows\.npz' a sample is a row of the batch, in '.*feeds\.npz' it is a whole feed",
+            match=(
+                r"in '.*rows\.npz' a sample is a row of the batch, in '.*feeds\.npz' it is a whole"
+                r" feed"
+            ),
         ):
             open_set(SelectionSet, paths, (spec,))
 
@@ -290,7 +295,7 @@ def test_a_time_major_lstm_with_states_is_judged_on_its_data(tmp_path: Path) -> 
 
 def test_the_command_refuses_what_it_cannot_read_as_samples(tmp_path: Path) -> None:
     plan = write_tagger_task(tmp_path)
-    (first, *_) = tagger_samples("selection")
+    first, *_ = tagger_samples("selection")
     np.savez(tmp_path / "selection.npz", **first)
     done = crucible(
         "compile", plan, "--out", tmp_path / "out", env={"CRUCIBLE_HOME": str(tmp_path / "home")}

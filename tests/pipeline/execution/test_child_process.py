@@ -209,7 +209,10 @@ def test_a_conversation_goes_both_ways() -> None:
 def test_children_die_with_a_parent_killed_by_sigkill(tmp_path: Path) -> None:
     code = "from tests.pipeline.execution.test_child_process import hang\n"
     code += "from pipeline.execution.child_process import Child\n"
-    code += "child = Child(hang, name='x', conversation=False); print(child.pid, flush=True); child.result()"
+    code += (
+        "child = Child(hang, name='x', conversation=False); print(child.pid, flush=True);"
+        " child.result()"
+    )
     parent = subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,

@@ -47,8 +47,8 @@ def test_torn_and_foreign_lines_count_for_nothing(tmp_path: Path) -> None:
 
 def test_many_processes_append_whole_lines(tmp_path: Path) -> None:
     script = (
-        "import sys, pathlib; from pipeline.execution.durations import History\n"
-        "for _ in range(200): History(pathlib.Path(sys.argv[1])).add('build', sys.argv[2] * 50, 1.0)"
+        "import sys, pathlib; from pipeline.execution.durations import History\nfor _ in"
+        " range(200): History(pathlib.Path(sys.argv[1])).add('build', sys.argv[2] * 50, 1.0)"
     )
     children = [
         subprocess.Popen([sys.executable, "-c", script, str(tmp_path), name]) for name in "abc"

@@ -1,4 +1,6 @@
-"""Which error a failure stands for, and how a child died: real limits where the host allows them, else what the kernel would have recorded."""
+"""Which error a failure stands for, and how a child died: real limits where the host allows them,
+else what the kernel would have recorded.
+"""
 
 import errno
 import os
@@ -54,7 +56,8 @@ def caused(error: Exception, cause: Exception) -> Exception:
         MemoryError("Unable to allocate 64.0 MiB"),
         OSError(errno.ENOMEM, "Cannot allocate memory"),
         RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes."
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate"
+            " memory: you tried to allocate 4 bytes."
         ),
         ModelError("ONNX Runtime cannot open this model: std::bad_alloc"),
         caused(
@@ -210,7 +213,8 @@ def test_a_host_without_such_files_records_nothing(tmp_path: Path) -> None:
     assert memory_kills(tmp_path, tmp_path) == MemoryKills()
 
 
-# -- real children -----------------------------------------------------------------------------------------------------
+# -- real children
+# ------------------------------------------------------------------------------
 
 
 def hoard(limit_bytes: int, progress: Progress) -> None:

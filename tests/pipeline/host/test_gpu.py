@@ -1,4 +1,6 @@
-"""nvidia-smi is stood in for by small programs that answer as it does, libcuda by an object with its functions."""
+"""nvidia-smi is stood in for by small programs that answer as it does, libcuda by an object with
+its functions.
+"""
 
 from __future__ import annotations
 

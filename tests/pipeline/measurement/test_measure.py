@@ -34,7 +34,9 @@ TRIALS = 1000
 
 @dataclass
 class NoisyHost:
-    """A synthetic clock and the work that moves it: noise per run, rare stalls, a level per block, and one per round shared by all."""
+    """A synthetic clock and the work that moves it: noise per run, rare stalls, a level per block,
+    and one per round shared by all.
+    """
 
     seed: int
     noise: float = 0.03
@@ -72,7 +74,8 @@ def race(host: NoisyHost, runs_s: tuple[float, ...], rounds: int) -> list[Sample
     return [samples_from_blocks(taken, ()) for taken in blocks]
 
 
-# -- samples -----------------------------------------------------------------------------------------------------------
+# -- samples
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -143,7 +146,8 @@ def test_thinned_keeps_every_kth() -> None:
     assert thinned([], 2) == ()
 
 
-# -- taking times ------------------------------------------------------------------------------------------------------
+# -- taking times
+# ------------------------------------------------------------------------------
 
 
 def test_block_lasts_for_time_and_runs() -> None:
@@ -231,12 +235,15 @@ print(subprocess.run([sys.executable, "-c", child], capture_output=True, text=Tr
     assert large.sum() > 0
 
 
-# -- intervals ---------------------------------------------------------------------------------------------------------
+# -- intervals
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rounds", [4, 6, 10])
 def test_equal_candidates_are_found_equal(rounds: int) -> None:
-    """The same candidate entered twice: the 95 % interval holds 1 in about 95 of 100 races; 89 to 99 of 100 are left to chance in 200."""
+    """The same candidate entered twice: the 95 % interval holds 1 in about 95 of 100 races; 89 to
+    99 of 100 are left to chance in 200.
+    """
     trials = 200
     hits = 0
     for seed in range(trials):
@@ -256,7 +263,9 @@ def test_five_percent_slower_is_told_apart() -> None:
 
 
 def test_blocks_alone_do_not_know_how_processes_differ() -> None:
-    """Why there are several: one process each, six blocks, 1.5 % between processes, and the interval is wrong more often than right."""
+    """Why there are several: one process each, six blocks, 1.5 % between processes, and the
+    interval is wrong more often than right.
+    """
     random = np.random.default_rng(2)
     hits = 0
     for seed in range(100):
@@ -363,7 +372,8 @@ def test_the_example_in_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> Non
     assert re.fullmatch(r"\d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\)", capsys.readouterr().out.strip())
 
 
-# -- the host ----------------------------------------------------------------------------------------------------------
+# -- the host
+# ------------------------------------------------------------------------------
 
 
 def test_environment_names_this_host() -> None:
@@ -378,10 +388,13 @@ def test_environment_names_this_host() -> None:
 def test_environment_names_the_gpus_their_driver_and_tensorrt_by_any_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a virtual machine without /proc/driver/nvidia, with TensorRT's bindings unpacked by hand."""
+    """As on a virtual machine without /proc/driver/nvidia, with TensorRT's bindings unpacked by
+    hand.
+    """
     smi = tmp_path / "nvidia-smi"
     smi.write_text(
-        '#!/bin/sh\nfor n in 0 1; do echo "NVIDIA H200, GPU-$n, 9.0, 580.159, 143771, 1980, 3201"; done\n'
+        '#!/bin/sh\nfor n in 0 1; do echo "NVIDIA H200, GPU-$n, 9.0, 580.159, 143771, 1980, 3201";'
+        " done\n"
     )
     smi.chmod(0o755)
     package = tmp_path / "tensorrt_cu12_bindings-10.6.0.dist-info"

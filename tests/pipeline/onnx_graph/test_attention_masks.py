@@ -1,4 +1,6 @@
-"""Masks of attention are written so that fused kernels know them, and every row answers as before."""
+"""Masks of attention are written so that fused kernels know them, and every row answers as
+before.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,19 @@ def attention(
     uses: str = "",
     outputs: str = "float[2, 3, 4, 5] y",
 ) -> onnx.ModelProto:
-    """One of 2 rows, 3 heads, 4 tokens and 5 channels with a guard; `mask` makes `m` of `seen`, and `uses` come after the attention."""
+    """One of 2 rows, 3 heads, 4 tokens and 5 channels with a guard; `mask` makes `m` of `seen`, and
+    `uses` come after the attention.
+    """
     body = f"{mask}  {GUARDED.format(n='', mask='m')}  {uses}"
     tensors = {
         "zero": np.zeros(1, np.float32),
         "never": np.full(1, -np.inf, np.float32),
         **(constants or {}),
     }
-    model = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["" : 18]>
-    g (float[2, 3, 4, 5] q, float[2, 3, 5, 4] k, float[2, 3, 4, 5] v, bool[2, 1, 1, 4] seen) => ({outputs}) {{ {body} }}""")
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 9, opset_import: ["" : 18]>
+    g (float[2, 3, 4, 5] q, float[2, 3, 5, 4] k, float[2, 3, 4, 5] v, bool[2, 1, 1, 4] seen) => ({outputs}) {{ {body} }}"""
+    )
     model.graph.initializer.extend(
         numpy_helper.from_array(np.asarray(each), name) for name, each in tensors.items()
     )
@@ -41,7 +47,9 @@ def attention(
 
 
 def rewritten(before: onnx.ModelProto) -> onnx.ModelProto:
-    """Plain, after it has answered as before, where the first text has no token, or its first token is padding, or it is whole."""
+    """Plain, after it has answered as before, where the first text has no token, or its first token
+    is padding, or it is whole.
+    """
     after = plain_attention(onnx.ModelProto.FromString(before.SerializeToString()))
     assert after is not None
     for hidden in (4, 1, 0):
@@ -104,9 +112,11 @@ def test_probabilities_that_are_read_elsewhere_keep_guard_and_mask(use: str) -> 
             outputs="float[2, 3, 4, 5] z, float[2, 3, 4, 4] shown",
         )
     )
-    assert (count(after, "IsNaN"), count(after, "Where"), count(after, "ReduceMax")) == (1, 3, 1), (
-        "the other attention gets its own mask"
-    )
+    assert (count(after, "IsNaN"), count(after, "Where"), count(after, "ReduceMax")) == (
+        1,
+        3,
+        1,
+    ), "the other attention gets its own mask"
 
 
 @pytest.mark.parametrize("hides", [-np.inf, np.finfo(np.float32).min])
@@ -129,7 +139,10 @@ def test_a_constant_mask_comes_in_reach_of_fp16_if_every_row_sees_something(hide
 def test_a_column_of_positions_that_are_at_least_the_first_is_left_out(
     start: int, step: int, least: int, alike: bool, expanded: bool
 ) -> None:
-    column = "at = Range(start, end, step)  up = Unsqueeze(at, axes)  column = GreaterOrEqual(up, least)  both = And(column, seen)"
+    column = (
+        "at = Range(start, end, step)  up = Unsqueeze(at, axes)  column = GreaterOrEqual(up, least)"
+        "  both = And(column, seen)"
+    )
     column += (
         "  whole = Expand(both, size)  m = Where(whole, zero, never)"
         if expanded
@@ -183,7 +196,10 @@ def test_a_mask_that_repeats_its_scores_stays_as_large() -> None:
         "one": np.array([1]),
         "none": np.array([0]),
     }
-    mask = "first = Slice(seen, none, one, none)  both = And(column, first)  m = Where(both, zero, never)"
+    mask = (
+        "first = Slice(seen, none, one, none)  both = And(column, first)  m = Where(both, zero,"
+        " never)"
+    )
     before = attention(mask, constants)
     before.graph.input[0].CopyFrom(onnx.helper.make_tensor_value_info("q", 1, [1, 3, 4, 5]))
     before.graph.input[1].CopyFrom(onnx.helper.make_tensor_value_info("k", 1, [1, 3, 5, 4]))

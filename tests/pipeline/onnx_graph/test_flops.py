@@ -66,9 +66,11 @@ def export(
 
 
 def test_a_vision_transformer_agrees_with_its_published_count(tmp_path: Path) -> None:
-    """torchvision's model card of ViT-B/16: 17.56 giga-multiply-accumulates; its 12 blocks are alike, so 1 and 2 of them tell all.
+    """torchvision's model card of ViT-B/16: 17.56 giga-multiply-accumulates; its 12 blocks are
+    alike, so 1 and 2 of them tell all.
 
-    The exporter computes the targets of its Reshapes by Div and Slice, where onnx's own propagation of sizes ends.
+    The exporter computes the targets of its Reshapes by Div and Slice, where onnx's own propagation
+    of sizes ends.
     """
     products = []
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -86,7 +88,9 @@ def test_a_vision_transformer_agrees_with_its_published_count(tmp_path: Path) ->
 
 
 class EncoderLayer(torch.nn.Module):
-    """One layer of BERT-base: attention of 12 heads over 768 channels, and a feed-forward block of 3072."""
+    """One layer of BERT-base: attention of 12 heads over 768 channels, and a feed-forward block of
+    3072.
+    """
 
     def __init__(self, width: int = 768, heads: int = 12, inner: int = 3072) -> None:
         super().__init__()
@@ -106,7 +110,9 @@ class EncoderLayer(torch.nn.Module):
 
 
 def test_an_encoder_layer_agrees_with_the_formula(tmp_path: Path) -> None:
-    """Per token 12 d^2 multiply-accumulates in the linear layers and 2 d for each token attended to; the rest is small."""
+    """Per token 12 d^2 multiply-accumulates in the linear layers and 2 d for each token attended
+    to; the rest is small.
+    """
     export(
         EncoderLayer(), torch.zeros(2, 128, 768), tmp_path / "layer.onnx", {0: "batch", 1: "tokens"}
     )
@@ -122,7 +128,8 @@ def test_an_encoder_layer_agrees_with_the_formula(tmp_path: Path) -> None:
 def test_bytes_of_a_convolution(tmp_path: Path) -> None:
     path = save(
         tmp_path,
-        "g (float[N, 4, 8, 8] x, float16[6, 2, 3, 3] w) => (float[N, 6, 6, 6] y) { y = Conv<group = 2>(x, w) }",
+        "g (float[N, 4, 8, 8] x, float16[6, 2, 3, 3] w) => (float[N, 6, 6, 6] y) { y = Conv<group ="
+        " 2>(x, w) }",
     )
     (cost,) = node_costs(path, {"N": 2})
     assert cost.flops == 2 * (2 * 6 * 6 * 6) * (2 * 3 * 3)
@@ -138,19 +145,31 @@ def test_bytes_of_a_convolution(tmp_path: Path) -> None:
             2 * 2 * 3 * 4 * 5,
         ),
         (
-            "g (float[4, N] x, float[5, 4] w, float[5] b) => (float[N, 5] y) { y = Gemm<transA = 1, transB = 1>(x, w, b) }",
+            (
+                "g (float[4, N] x, float[5, 4] w, float[5] b) => (float[N, 5] y) { y = Gemm<transA"
+                " = 1, transB = 1>(x, w, b) }"
+            ),
             2 * 2 * 4 * 5,
         ),
         (
-            "g (float[N, 4, 5, 5] x, float[4, 3, 2, 2] w) => (float[N, 3, 6, 6] y) { y = ConvTranspose(x, w) }",
+            (
+                "g (float[N, 4, 5, 5] x, float[4, 3, 2, 2] w) => (float[N, 3, 6, 6] y) { y ="
+                " ConvTranspose(x, w) }"
+            ),
             2 * 2 * 4 * 25 * 3 * 4,
         ),
         (
-            'g (float[N, 3, 4] x, float[N, 4, 5] w) => (float[N, 3, 5] y) { y = Einsum<equation = "bij,bjk->bik">(x, w) }',
+            (
+                "g (float[N, 3, 4] x, float[N, 4, 5] w) => (float[N, 3, 5] y) { y = Einsum<equation"
+                ' = "bij,bjk->bik">(x, w) }'
+            ),
             2 * 2 * 3 * 4 * 5,
         ),
         (
-            "g (float[N, 3, 4, 4] x) => (float[N, 3, 2, 2] y) { y = MaxPool<kernel_shape = [2, 2], strides = [2, 2]>(x) }",
+            (
+                "g (float[N, 3, 4, 4] x) => (float[N, 3, 2, 2] y) { y = MaxPool<kernel_shape = [2,"
+                " 2], strides = [2, 2]>(x) }"
+            ),
             2 * 3 * 4 * 4,
         ),
         (
@@ -160,7 +179,10 @@ def test_bytes_of_a_convolution(tmp_path: Path) -> None:
         ("g (float[N, 3] x) => (float[N, 3] y) { y = Softmax(x) }", 5 * 2 * 3),
         ("g (float[N, 3] x) => (float[3, N] y) { y = Transpose(x) }", 0),
         (
-            "g (float[7, N, 3] x, float[1, 20, 3] w, float[1, 20, 5] r) => (float[7, 1, N, 5] y) { y = LSTM<hidden_size = 5>(x, w, r) }",
+            (
+                "g (float[7, N, 3] x, float[1, 20, 3] w, float[1, 20, 5] r) => (float[7, 1, N, 5]"
+                " y) { y = LSTM<hidden_size = 5>(x, w, r) }"
+            ),
             2 * 14 * 20 * 8,
         ),
     ],
@@ -172,7 +194,10 @@ def test_flops_by_hand(tmp_path: Path, graph: str, flops: int) -> None:
 @pytest.mark.parametrize(
     "graph",
     [
-        "g (float[N, 8, 6, 4] q, float[N, 8, 5, 4] k, float[N, 8, 5, 3] v) => (float[N, 8, 6, 3] y) { y = Attention(q, k, v) }",
+        (
+            "g (float[N, 8, 6, 4] q, float[N, 8, 5, 4] k, float[N, 8, 5, 3] v) => (float[N, 8, 6,"
+            " 3] y) { y = Attention(q, k, v) }"
+        ),
         """g (float[N, 6, 32] q, float[N, 5, 32] k, float[N, 5, 24] v) => (float[N, 6, 24] y)
         { y = Attention<q_num_heads = 8, kv_num_heads = 8>(q, k, v) }""",
     ],

@@ -74,7 +74,8 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 def test_a_truncated_file_is_refused(tmp_path: Path, part: float) -> None:
     path = save(
         tmp_path,
-        "g (float[N, 4] x) => (float[N, 4] y) <float[4] w = {1, 2, 3, 4}> { h = Relu(x)  k = Sigmoid(h)  y = Add(k, w) }",
+        "g (float[N, 4] x) => (float[N, 4] y) <float[4] w = {1, 2, 3, 4}> { h = Relu(x)  k ="
+        " Sigmoid(h)  y = Add(k, w) }",
     )
     path.write_bytes(path.read_bytes()[: int(part * path.stat().st_size)])
     with pytest.raises(ModelError, match=r"not a whole ONNX file|no ONNX graph"):
@@ -207,7 +208,8 @@ def test_a_model_over_2_gib_is_described(tmp_path: Path) -> None:
 
 def test_without_weights_large_values_are_left_out_and_small_ones_stay(tmp_path: Path) -> None:
     proto = parse(
-        "g (float[N, 2] x) => (float[N, 20000] y) <int64[2] shape = {-1, 20000}> { h = MatMul(x, w)  y = Reshape(h, shape) }"
+        "g (float[N, 2] x) => (float[N, 20000] y) <int64[2] shape = {-1, 20000}> { h = MatMul(x, w)"
+        "  y = Reshape(h, shape) }"
     )
     proto.graph.initializer.append(
         onnx.numpy_helper.from_array(np.ones((2, 20000), np.float32), "w")
@@ -308,7 +310,10 @@ def test_a_dim_of_minus_one_is_dynamic() -> None:
         ),  # the file says N: it cannot know
         ("g (float[N] x) => (float[M] y) { y, i, j, k = Unique(x) }", ("M",)),
         (
-            "g (float[N] x, bool[N] c) => (float[M] y) { h = Compress<axis = 0>(x, c)  y = Relu(h) }",
+            (
+                "g (float[N] x, bool[N] c) => (float[M] y) { h = Compress<axis = 0>(x, c)  y ="
+                " Relu(h) }"
+            ),
             ("M",),
         ),
         (
@@ -323,13 +328,17 @@ def test_sizes_that_depend_on_values_are_said_so(graph: str, shape: tuple[int | 
 
 
 def test_a_scatter_by_nonzero_has_the_shape_of_its_data() -> None:
-    graph = "g (float[N] x, float[M] u) => (float[N] y) { i = NonZero(x)  t = Transpose(i)  y = ScatterND(x, t, u) }"
+    graph = (
+        "g (float[N] x, float[M] u) => (float[N] y) { i = NonZero(x)  t = Transpose(i)  y ="
+        " ScatterND(x, t, u) }"
+    )
     assert specs_of(parse(graph))[1][0].kind == "dynamic"
 
 
 def test_initializers_listed_as_inputs_are_no_inputs() -> None:
     proto = onnx.parser.parse_model(
-        '<ir_version: 3, opset_import: ["" : 17]>\ng (float[N] x, float[1] w) => (float[N] y) <float[1] w = {2}> { y = Mul(x, w) }'
+        '<ir_version: 3, opset_import: ["" : 17]>\ng (float[N] x, float[1] w) => (float[N] y)'
+        " <float[1] w = {2}> { y = Mul(x, w) }"
     )
     assert [spec.name for spec in specs_of(proto)[0]] == ["x"]
 
@@ -432,9 +441,11 @@ def test_masks_that_are_seen_begin_every_row_with_1() -> None:
         {"k": (0,), "int32": (0,) * 99},
         seen=True,
     )
-    assert [bool(feeds[name].all()) for name in dtypes[:3]] == [True, False, True], (
-        "values decide a shape: they stay"
-    )
+    assert [bool(feeds[name].all()) for name in dtypes[:3]] == [
+        True,
+        False,
+        True,
+    ], "values decide a shape: they stay"
     assert not (feeds["uint8"] == 1).all()
     assert feeds["k"] == 0
     assert not draw_feeds(specs, {"N": 99}, 0)["int64"].all()

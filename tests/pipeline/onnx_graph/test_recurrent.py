@@ -1,4 +1,6 @@
-"""GRU, LSTM and RNN in 16 bits: what TensorRT's parser would make in fp32 is given to it, and the answers stay."""
+"""GRU, LSTM and RNN in 16 bits: what TensorRT's parser would make in fp32 is given to it, and the
+answers stay.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def types_of(proto: onnx.ModelProto) -> dict[str, int]:
 
 
 def runnable(made: OnnxModel, folder: Path) -> Path:
-    """The graph as ONNX Runtime can run it on a CPU, which has no bf16: fp32, rounded to bf16 at each tensor."""
+    """The graph as ONNX Runtime can run it on a CPU, which has no bf16: fp32, rounded to bf16 at
+    each tensor.
+    """
     if made.precision is not Precision.BF16:
         return made.path
     proto = onnx.load(made.path)

@@ -1,4 +1,6 @@
-"""Attention with a packed product gets three products, wherever its form is known, and answers as before."""
+"""Attention with a packed product gets three products, wherever its form is known, and answers as
+before.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every plan in configs/ loads, its model is where it says, its data opens, and each manifest tells the truth."""
+"""Every plan in configs/ loads, its model is where it says, its data opens, and each manifest tells
+the truth.
+"""
 
 import hashlib
 import json

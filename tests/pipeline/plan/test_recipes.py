@@ -294,7 +294,8 @@ def test_the_same_recipe_twice_is_one_candidate_that_keeps_its_worst_nodes_if_ei
     assert distinct([plain, other, auto]) == (auto, other)
 
 
-# -- one candidate that stands for several -----------------------------------------------------------------------------
+# -- one candidate that stands for several
+# ------------------------------------------------------------------------------
 
 
 def recipes(plan: Plan, **asked: object) -> list[str]:

@@ -283,7 +283,9 @@ def test_every_key_of_the_plan_is_documented() -> None:
 
 
 def _keys_below(annotation: object) -> list[str]:
-    """The keys of a section, or of each entry of a list. `dims` is how profiles are stored, not how they are written."""
+    """The keys of a section, or of each entry of a list. `dims` is how profiles are stored, not how
+    they are written.
+    """
     models = [
         argument
         for argument in (annotation, *typing.get_args(annotation))

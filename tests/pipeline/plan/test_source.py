@@ -110,7 +110,10 @@ def test_an_installed_package_counts_by_its_version(tmp_path: Path) -> None:
 
 def test_the_versions_of_what_the_code_imports_count(tmp_path: Path) -> None:
     write_net(tmp_path)
-    text = b"import json\nimport numpy\ndef make():\n    from yaml import load\n    import net.layers\n"
+    text = (
+        b"import json\nimport numpy\ndef make():\n    from yaml import load\n    import"
+        b" net.layers\n"
+    )
     versions = {name: importlib.metadata.version(name) for name in ("numpy", "PyYAML")}
     assert _imported_versions([text], "net", (tmp_path,)) == versions
 
@@ -242,5 +245,8 @@ def test_inputs_may_share_symbols() -> None:
 
 
 def test_neither_torch_nor_onnx_is_loaded_for_an_entrypoint() -> None:
-    script = "import sys, pipeline.plan.source; assert not {'torch', 'onnx', 'onnxruntime'} & set(sys.modules), sorted(sys.modules)"
+    script = (
+        "import sys, pipeline.plan.source; assert not {'torch', 'onnx', 'onnxruntime'} &"
+        " set(sys.modules), sorted(sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -71,7 +71,10 @@ def change_zero_point(proto: onnx.ModelProto) -> None:
         (change_scale, "1 of 1 QuantizeLinear of scale 0.02 were lost"),
         (
             change_one_channel,
-            "2 of 2 DequantizeLinear of scale 0.01 ... (4 channels) were lost, which stood at wi, vi",
+            (
+                "2 of 2 DequantizeLinear of scale 0.01 ... (4 channels) were lost, which stood at"
+                " wi, vi"
+            ),
         ),
         (change_zero_point, "1 of 1 QuantizeLinear of scale 0.02 were lost"),
     ],

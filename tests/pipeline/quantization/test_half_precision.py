@@ -1,4 +1,6 @@
-"""fp16 and bf16 written into a graph: where Casts stand, what stays in fp32, and that it still computes the same."""
+"""fp16 and bf16 written into a graph: where Casts stand, what stays in fp32, and that it still
+computes the same.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""Each fix leaves every answer as it was, bit by bit where it says so, and mends what its rule found; what is not exact is left alone."""
+"""Each fix leaves every answer as it was, bit by bit where it says so, and mends what its rule
+found; what is not exact is left alone.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ EXACT = {
 
 
 def answers(proto: onnx.ModelProto, path: Path) -> np.ndarray:
-    """Outputs on inputs that fill the range of the scales, reach beyond it, and lie on the edges between steps."""
+    """Outputs on inputs that fill the range of the scales, reach beyond it, and lie on the edges
+    between steps.
+    """
     write_proto(proto, path)
     onnx.checker.check_model(str(path), full_check=True)
     x = np.random.default_rng(0).normal(0, 2, (6, 4, 8, 8)).astype(np.float32)

@@ -1,4 +1,6 @@
-"""Each rule finds its breach, by name, for the backends that it is about, and nothing in a graph that keeps it."""
+"""Each rule finds its breach, by name, for the backends that it is about, and nothing in a graph
+that keeps it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from pipeline.quantization.lint.rules import (
 from tests.builders.qat import CONSTANTS, GAINS, INPUT, NORMED, PLAIN, SAME, WEIGHTS, quantised
 
 CONV = f"{INPUT} {WEIGHTS} [conv] c = Conv<{SAME}>(xd, wd)"
-SECOND = f"[q2] rq = QuantizeLinear(r, t, z) [dq2] rd = DequantizeLinear(rq, t, z) [conv2] y = Conv<{SAME}>(rd, vd)"
+SECOND = (
+    "[q2] rq = QuantizeLinear(r, t, z) [dq2] rd = DequantizeLinear(rq, t, z) [conv2] y ="
+    f" Conv<{SAME}>(rd, vd)"
+)
 OUT = "float[N, 5] y"
 RESIDUAL = f"""{CONV} [relu] r = Relu(c) [q2] rq = QuantizeLinear(r, t, z) [dq2] rd = DequantizeLinear(rq, t, z)
  [conv2] d = Conv<{SAME}>(rd, vd) [q3] eq = QuantizeLinear(d, t, z) [dq3] ed = DequantizeLinear(eq, t, z) [add] a = Add(LEFT, RIGHT)

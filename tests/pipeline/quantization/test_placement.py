@@ -137,7 +137,9 @@ def test_default_rules_take_convolutions_and_residual_adds_but_not_the_classifie
 
 
 def test_tensorrt_quantises_the_residual_and_not_what_a_convolution_adds_to_it() -> None:
-    """A pair between a convolution and its Add makes the Add a kernel of its own: docs/accuracy.md has the times."""
+    """A pair between a convolution and its Add makes the Add a kernel of its own: docs/accuracy.md
+    has the times.
+    """
     assert [tensor for node, tensor in reads(sites_of(RESIDUAL)) if node == "add"] == ["r1"]
     for kernels in (OPENVINO, ONNXRUNTIME):
         assert [
@@ -347,7 +349,10 @@ def test_without_the_first_layer_nothing_up_to_it_is_quantised(kernels: Kernels)
 def test_what_moves_an_input_or_scales_it_by_constants_comes_before_the_first_layer(
     before: str, weight: str, first: bool
 ) -> None:
-    constants = "float[3] b, float[4, 6, 3, 3] w6, float[4] scales = {1.0, 1.0, 2.0, 2.0}, int64[8] pads = {0, 0, 1, 1, 0, 0, 1, 1}"
+    constants = (
+        "float[3] b, float[4, 6, 3, 3] w6, float[4] scales = {1.0, 1.0, 2.0, 2.0}, int64[8] pads ="
+        " {0, 0, 1, 1, 0, 0, 1, 1}"
+    )
     text = RESIDUAL.replace("b3>", f"b3, {constants}>").replace(
         "[conv1] c1 = Conv", f"[before] i = {before} [conv1] c1 = Conv"
     )

@@ -1,4 +1,6 @@
-"""Reports as files: what people read, that nothing in them is markup by accident, and that they can be read back."""
+"""Reports as files: what people read, that nothing in them is markup by accident, and that they can
+be read back.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,8 @@ def parsed(text: str) -> Structure:
     return structure
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
+# -- files
+# ------------------------------------------------------------------------------
 
 
 def test_three_files_are_written_and_the_json_reads_back_equal(
@@ -113,7 +116,8 @@ def test_figures_are_drawn_again_only_when_they_show_something_else(
 def test_the_published_schema_is_in_step_and_a_report_fits_it(report: Report) -> None:
     published = (ROOT / "docs" / "report.schema.json").read_text()
     assert published == schema(), (
-        "write it again: python -c 'from pipeline.report.render import schema; print(schema(), end=\"\")' > docs/report.schema.json"
+        "write it again: python -c 'from pipeline.report.render import schema; print(schema(),"
+        ' end="")\' > docs/report.schema.json'
     )
     jsonschema.validate(json.loads(report.model_dump_json()), json.loads(published))
 
@@ -140,7 +144,8 @@ def test_a_file_that_is_no_report_is_named(content: str | None, said: str, tmp_p
     assert raised.value.next_step
 
 
-# -- content ----------------------------------------------------------------------------------------------------------
+# -- content
+# ------------------------------------------------------------------------------
 
 
 def test_entries_are_numbered_from_fast_to_slow_with_the_unmeasured_last(report: Report) -> None:
@@ -158,8 +163,8 @@ def test_markdown_tells_verdict_reasons_command_and_every_candidate(report: Repo
     text = markdown(report)
     assert text.startswith("# digits: accepted\n")
     assert (
-        "openvino int8 nncf u8s8 runs at 6.09 \\[6.00, 6.17\\] times the speed of pytorch eager fp32"
-        in text
+        "openvino int8 nncf u8s8 runs at 6.09 \\[6.00, 6.17\\] times the speed of pytorch eager"
+        " fp32" in text
     )
     assert "    crucible compile configs/digits.yaml" in text
     assert "- serve it: crucible serve" in text
@@ -209,13 +214,16 @@ def test_what_the_user_has_is_kept_in_the_first_sentence(report: Report) -> None
     }
     text = markdown(report.model_copy(update=kept))
     assert (
-        "Keep pytorch eager fp32: no candidate that kept its accuracy is measurably faster. The fastest runs at 1.02 \\[0.97, 1.07\\]"
-        in text
+        "Keep pytorch eager fp32: no candidate that kept its accuracy is measurably faster. The"
+        " fastest runs at 1.02 \\[0.97, 1.07\\]" in text
     )
 
 
 def test_where_the_host_cannot_tell_the_report_says_so_instead_of_a_number(report: Report) -> None:
-    busy = "this host is too busy to tell: load 4.1 on 2 cores; the slowest process took 340 times as long as the fastest"
+    busy = (
+        "this host is too busy to tell: load 4.1 on 2 cores; the slowest process took 340 times as"
+        " long as the fastest"
+    )
     first, *others = report.candidates
     assert first.benchmark is not None
     row = first.benchmark.rows[0].model_copy(update={"ratio": None, "ratio_missing": busy})
@@ -273,7 +281,8 @@ def test_a_rejected_report_without_winner_validation_or_figures_is_written_whole
     assert "<svg" not in text
 
 
-# -- what really ran --------------------------------------------------------------------------------------------------
+# -- what really ran
+# ------------------------------------------------------------------------------
 
 
 def test_every_proven_engine_is_told_with_its_shares_and_fusions() -> None:
@@ -348,7 +357,8 @@ def test_precision_per_engine_is_drawn_in_a_figure_of_its_own(tmp_path: Path) ->
     assert load_report(tmp_path).candidates[0].layers == proven_report().candidates[0].layers
 
 
-# -- the page ---------------------------------------------------------------------------------------------------------
+# -- the page
+# ------------------------------------------------------------------------------
 
 
 def test_the_page_is_well_formed_and_stands_alone(html_page: str) -> None:
@@ -399,7 +409,8 @@ def test_names_from_a_model_are_text_everywhere(
     assert json.loads(files.json_file.read_text())["command"] == evil.command
 
 
-# -- numbers ----------------------------------------------------------------------------------------------------------
+# -- numbers
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -431,11 +442,14 @@ def test_sizes_counts_and_dates() -> None:
     assert date("2026-03-02T10:11:40+00:00") == "2026-03-02 10:11 UTC"
 
 
-# -- what binds a row --------------------------------------------------------------------------------------------------
+# -- what binds a row
+# ------------------------------------------------------------------------------
 
 
 def bounded(report: Report) -> Report:
-    """The report as a host gives it whose fp32 peak is known, with moved bytes for the baseline only."""
+    """The report as a host gives it whose fp32 peak is known, with moved bytes for the baseline
+    only.
+    """
     peaks = Peaks(
         device="EPYC, 2 threads",
         source="measured 2026-11-21",
@@ -446,11 +460,13 @@ def bounded(report: Report) -> Report:
     rows = tuple(row.model_copy(update={"bytes_per_s": 4e9}) for row in report.baseline.rows)
     baseline = with_bounds(report.baseline.model_copy(update={"rows": rows}), Precision.FP32, peaks)
     candidates = tuple(
-        each.model_copy(
-            update={"benchmark": with_bounds(each.benchmark, each.recipe.precision, peaks)}
+        (
+            each.model_copy(
+                update={"benchmark": with_bounds(each.benchmark, each.recipe.precision, peaks)}
+            )
+            if each.benchmark
+            else each
         )
-        if each.benchmark
-        else each
         for each in report.candidates
     )
     use = GpuUse(uuid="GPU-1", samples=3, other_processes=(4711,))

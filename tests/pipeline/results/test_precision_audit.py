@@ -26,9 +26,11 @@ def test_a_real_engine_passes_its_own_label_only(name: str, label: Precision) ->
 
 
 def test_an_fp16_engine_that_runs_fp32_is_told_with_shares_and_its_slowest_layers() -> None:
-    assert mislabelled(Precision.FP16, real_table("resnet_fp32")) == (
-        "called fp16, but its heavy layers run 0 % fp16, 100 % fp32 by time; slowest: /layer4/layer4.1/conv2/Conv and 2 more fp32 12 %, "
-        "/layer3/layer3.1/conv2/Conv and 2 more fp32 8.1 %, /layer4/layer4.0/conv2/Conv fp32 7.9 % of all time"
+    assert (
+        mislabelled(Precision.FP16, real_table("resnet_fp32"))
+        == "called fp16, but its heavy layers run 0 % fp16, 100 % fp32 by time; slowest:"
+        " /layer4/layer4.1/conv2/Conv and 2 more fp32 12 %, /layer3/layer3.1/conv2/Conv and 2"
+        " more fp32 8.1 %, /layer4/layer4.0/conv2/Conv fp32 7.9 % of all time"
     )
 
 
@@ -92,7 +94,8 @@ def test_unknown_time_is_a_warning_with_names() -> None:
     assert note.level == "warning"
     assert (
         note.text
-        == "the precision of 49 % of the time is not known: mystery 0, mystery 1, mystery 2, mystery 3, mystery 4 and 2 more"
+        == "the precision of 49 % of the time is not known: mystery 0, mystery 1, mystery 2,"
+        " mystery 3, mystery 4 and 2 more"
     )
     assert precision_notes(table(layer("unknown", 0.1), layer("fp16", 0.95))) == ()
 
@@ -146,7 +149,8 @@ def test_percent_has_a_digit_more_where_it_matters() -> None:
     ]
 
 
-# -- fusions ----------------------------------------------------------------------------------------------------------
+# -- fusions
+# ------------------------------------------------------------------------------
 
 
 def test_fusions_of_a_convolutional_network() -> None:
@@ -192,7 +196,9 @@ def test_a_softmax_without_matmuls_is_no_attention_and_unknown_operators_tell_no
 
 
 def test_weights_alone_are_judged_by_what_the_products_read() -> None:
-    """They multiply floats: an fp32 kernel that reads 4-bit weights is what int4 weight-only says."""
+    """They multiply floats: an fp32 kernel that reads 4-bit weights is what int4 weight-only
+    says.
+    """
     narrow = layer("fp32", 0.2, inputs=("fp32", "uint8", "fp32"))
     scores, wide = (
         layer("fp32", 0.8, inputs=("fp32", "fp32")),
@@ -205,7 +211,8 @@ def test_weights_alone_are_judged_by_what_the_products_read() -> None:
     said = mislabelled(Precision.INT8, table(wide, scores), weight_only=True)
     assert (
         said
-        == "called int8 weight-only, but by time only 0 % of its heavy layers read weights in 4 or 8 bits"
+        == "called int8 weight-only, but by time only 0 % of its heavy layers read weights in 4 or"
+        " 8 bits"
     )
 
 

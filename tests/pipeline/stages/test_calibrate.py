@@ -185,7 +185,8 @@ def test_samples_are_limited_by_the_plan(tmp_path: Path) -> None:
 def test_samples_of_several_shapes_calibrate_together(tmp_path: Path) -> None:
     model = model_from_text(
         tmp_path,
-        '<ir_version: 9, opset_import: ["" : 20]> net (float[N, T] x) => (float[N, T] y) { y = Neg (x) }',
+        '<ir_version: 9, opset_import: ["" : 20]> net (float[N, T] x) => (float[N, T] y) { y = Neg'
+        " (x) }",
     )
     samples = set_of(
         tmp_path,

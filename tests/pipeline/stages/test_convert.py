@@ -111,7 +111,9 @@ net (float[N, 3, 8, 8] x) => (float[N, 5] y)
 
 
 def test_an_int32_bias_has_the_scale_of_its_accumulator_behind_a_pool_too(tmp_path: Path) -> None:
-    """The pool's output shares the scale of its input; searches choose another range for it, which must not reach the bias."""
+    """The pool's output shares the scale of its input; searches choose another range for it, which
+    must not reach the bias.
+    """
     model = model_from_text(tmp_path / "source", POOLED)
     ranges = {
         "x": (-3.0, 3.0),
@@ -218,7 +220,9 @@ def test_onnxruntime_runs_the_graph_in_8_bit_kernels(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", INT8)
 def test_without_the_first_layer_its_result_is_that_of_floats(tmp_path: Path, backend: str) -> None:
-    """Behind an image's normalisation; the rest in fp32, so that nothing but a pair could change it."""
+    """Behind an image's normalisation; the rest in fp32, so that nothing but a pair could change
+    it.
+    """
     stem = "[sub] m = Sub (x, mean) [div] n = Div (m, std) [conv1] c1 = Conv"
     text = RESIDUAL.replace(
         "b3>", "b3, float[3, 1, 1] mean, float[3, 1, 1] std = {0.5, 0.25, 2.0}>"
@@ -240,7 +244,9 @@ def test_without_the_first_layer_its_result_is_that_of_floats(tmp_path: Path, ba
 
 
 def observed(path: Path, tensor: str, feeds: Tensors) -> NDArray[np.generic]:
-    """What a tensor inside the graph holds, without the optimiser, which would put other kernels in its place."""
+    """What a tensor inside the graph holds, without the optimiser, which would put other kernels in
+    its place.
+    """
     import onnxruntime
 
     proto = onnx.load(str(path))
@@ -358,7 +364,10 @@ def test_an_old_opset_is_raised_for_scales_per_channel(tmp_path: Path, backend: 
 
 
 def test_int8_in_name_only_is_refused(tmp_path: Path) -> None:
-    text = '<ir_version: 9, opset_import: ["" : 20]> net (float[N, 4] x) => (float[N, 3] y) <float[4, 3] w> { y = MatMul (x, w) }'
+    text = (
+        '<ir_version: 9, opset_import: ["" : 20]> net (float[N, 4] x) => (float[N, 3] y) <float[4,'
+        " 3] w> { y = MatMul (x, w) }"
+    )
     model = model_from_text(tmp_path / "source", text)
     with pytest.raises(UnsupportedError, match="nothing can be quantised"):
         convert(model, ONNXRUNTIME, table_of({"x": (-1.0, 1.0)}), (), tmp_path)

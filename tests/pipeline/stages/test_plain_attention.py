@@ -1,4 +1,6 @@
-"""Attention is written plainly in the stage `simplify`, all of it or what gives the same, and otherwise stays."""
+"""Attention is written plainly in the stage `simplify`, all of it or what gives the same, and
+otherwise stays.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -70,13 +72,14 @@ def test_a_sample_without_any_token_keeps_its_answer(tmp_path: Path, out: Path) 
     )
     (note,) = result.notes
     assert (
-        "computes the same, but for its masks and what they hide: with new ones output 'y' differs by"
-        in note.text
+        "computes the same, but for its masks and what they hide: with new ones output 'y'"
+        " differs by" in note.text
     )
     found = operator_histogram(result.path)
-    assert (found.get("Reshape", 0), found["IsNaN"]) == (0, 1), (
-        "keys are transposed at once, and the guard stays"
-    )
+    assert (found.get("Reshape", 0), found["IsNaN"]) == (
+        0,
+        1,
+    ), "keys are transposed at once, and the guard stays"
 
 
 @pytest.mark.parametrize("dtype", [TensorProto.BOOL, TensorProto.INT64])
@@ -164,12 +167,13 @@ def test_a_model_that_is_plain_already_is_left_alone(tmp_path: Path, out: Path) 
 
 def test_it_does_not_become_an_operator_of_one_library(tmp_path: Path, out: Path) -> None:
     weights = ", ".join(
-        f"float[8, 8] w{name} = {{{', '.join(['0.5'] * 64)}}}, float[8] b{name} = {{{', '.join(['0.1'] * 8)}}}"
+        f"float[8, 8] w{name} = {{{', '.join(['0.5'] * 64)}}}, float[8] b{name} ="
+        f" {{{', '.join(['0.1'] * 8)}}}"
         for name in "qkv"
     )
     projections = "".join(
-        f"m{name} = MatMul(x, w{name})  a{name} = Add(m{name}, b{name})  r{name} = Reshape(a{name}, heads)  "
-        f"{name} = Transpose<perm = {order}>(r{name})  "
+        f"m{name} = MatMul(x, w{name})  a{name} = Add(m{name}, b{name})  r{name} = Reshape(a{name},"
+        f" heads)  {name} = Transpose<perm = {order}>(r{name})  "
         for name, order in {"q": [0, 2, 1, 3], "k": [0, 2, 3, 1], "v": [0, 2, 1, 3]}.items()
     )
     graph = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[N, 5, 8] x) => (float[N, 5, 8] y)

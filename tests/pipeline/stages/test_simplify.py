@@ -437,7 +437,10 @@ def bake_k(source: Path, target: Path, progress: Progress) -> None:
 
 def test_sizes_that_the_model_itself_refuses_prove_nothing(tmp_path: Path, out: Path) -> None:
     """Only even N can be reshaped: the odd size of the profile is passed over."""
-    graph = "g (float[N] x) => (float[M, 2] y) <int64[2] pairs = {-1, 2}> { h = Relu(x)  y = Reshape(h, pairs) }"
+    graph = (
+        "g (float[N] x) => (float[M, 2] y) <int64[2] pairs = {-1, 2}> { h = Relu(x)  y = Reshape(h,"
+        " pairs) }"
+    )
     source = model_from(tmp_path / "in", graph)
     profiles = (Profile(dims={"N": DimRange(min=2, opt=4, max=8)}),)
     result = simplify(source, profiles, SimplifyConfig(), (), out, silent, keep)

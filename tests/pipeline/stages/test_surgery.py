@@ -1,4 +1,6 @@
-"""The user's own function on the graph: it runs first, is compared like simplification, and is refused where it changes an answer."""
+"""The user's own function on the graph: it runs first, is compared like simplification, and is
+refused where it changes an answer.
+"""
 
 import sys
 import time

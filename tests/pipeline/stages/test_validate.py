@@ -21,7 +21,8 @@ from tests.builders.validate import BOTH, CLASSES, LENIENT, SAME, TWO, Bench, No
 
 LOOSE = AccuracyConfig(thresholds=LENIENT, max_drop=1)
 
-# -- tensor errors ----------------------------------------------------------------------------------------------------
+# -- tensor errors
+# ------------------------------------------------------------------------------
 
 
 def test_an_equal_engine_passes_with_no_error(bench: Bench) -> None:
@@ -204,7 +205,8 @@ def test_the_comparison_prints_nothing(bench: Bench, capfd: pytest.CaptureFixtur
     assert capfd.readouterr() == ("", "")
 
 
-# -- the interface ----------------------------------------------------------------------------------------------------
+# -- the interface
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -260,7 +262,8 @@ def test_another_shape_fails_and_names_the_samples(bench: Bench) -> None:
     )
 
 
-# -- where it runs ----------------------------------------------------------------------------------------------------
+# -- where it runs
+# ------------------------------------------------------------------------------
 
 
 def test_both_run_in_children_and_tell_how_far_they_are(bench: Bench) -> None:
@@ -294,13 +297,16 @@ def validate_and_list_modules(
     batch: int,
     progress: Progress,
 ) -> tuple[bool, bool]:
-    return validate(
-        engine, reference, samples, options, batch, progress
-    ).passed, "torch" in sys.modules
+    return (
+        validate(engine, reference, samples, options, batch, progress).passed,
+        "torch" in sys.modules,
+    )
 
 
 def test_no_torch_beside_the_candidate(bench: Bench) -> None:
-    """Polygraphy imports it wherever it is installed, which costs seconds and brings a second pool of threads."""
+    """Polygraphy imports it wherever it is installed, which costs seconds and brings a second pool
+    of threads.
+    """
     samples, engine = bench.samples(labelled()[0]), bench.engine(SAME)
     out = bench.folder / "expected"
     out.mkdir()

@@ -14,7 +14,9 @@ def test_the_drop_is_a_gate_on_its_point_estimate_and_the_limit_itself_passes(be
     x, labels = labelled(300)
     x[:3] = -x[
         :3
-    ]  # the candidate takes the absolute value: three answers turn right for it, and wrong for the reference
+        # the candidate takes the absolute value: three answers turn right for it, and wrong for the
+        # reference
+    ]
     samples = bench.samples(x, labels, ValidationSet)
     absolute = bench.engine((("Abs", ["x"], "logits"),))
     exact = AccuracyConfig(max_drop=0.01, thresholds=LENIENT)
@@ -40,7 +42,8 @@ def test_few_samples_are_a_warning_and_one_is_an_error(bench: Bench) -> None:
     x, labels = labelled(20)
     report = bench.validate(bench.engine(SAME), bench.samples(x, labels))
     assert [note.text for note in report.notes] == [
-        "selection: 20 samples leave the drop uncertain (95 % -0.1611 to +0.1611); 200 or more narrow its interval"
+        "selection: 20 samples leave the drop uncertain (95 % -0.1611 to +0.1611); 200 or more"
+        " narrow its interval"
     ]
     with pytest.raises(DataError, match="holds one sample"):
         bench.validate(bench.engine(SAME), bench.samples(x[:1], labels[:1]))
@@ -133,7 +136,8 @@ number = 3
 
 
 def user_options(bench: Bench, function: str, max_drop: float = 0.3) -> AccuracyConfig:
-    name = f"user_metric_{bench.folder.name.replace('-', '_')}"  # a module is imported once per process
+    # a module is imported once per process
+    name = f"user_metric_{bench.folder.name.replace('-', '_')}"
     (bench.folder / f"{name}.py").write_text(USER_METRICS)
     return AccuracyConfig(
         metric=f"{name}:{function}", python_path=bench.folder, max_drop=max_drop, thresholds=LENIENT

@@ -1,4 +1,6 @@
-"""The application without a network: a client on a home of its own, with the double for the job worker."""
+"""The application without a network: a client on a home of its own, with the double for the job
+worker.
+"""
 
 from __future__ import annotations
 

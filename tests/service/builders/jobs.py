@@ -1,4 +1,6 @@
-"""A runner with a double for its worker, jobs named by what the double is to do, and a report that it can deliver."""
+"""A runner with a double for its worker, jobs named by what the double is to do, and a report that
+it can deliver.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ WITHIN_S = 60.0  # for what takes a second on a quiet machine
 
 
 def write_out(out: Path, store: Path, real: Engine | None = None) -> Report:
-    """A report with its winner's engine in `out`, as a child leaves it; the engine comes from a store, and runs if a real one is given."""
+    """A report with its winner's engine in `out`, as a child leaves it; the engine comes from a
+    store, and runs if a real one is given.
+    """
     report = sample_report()
     winner = next(each for each in report.candidates if each.label == report.winner)
     assert winner.engine is not None
@@ -119,7 +123,9 @@ async def running(
     clock: Clock = utc_now,
     **settings: object,
 ) -> AsyncIterator[Bench]:
-    """A started runner, stopped at the end; nothing that carries its jobs' marks may be left then."""
+    """A started runner, stopped at the end; nothing that carries its jobs' marks may be left
+    then.
+    """
     if not (home / "template").exists():
         write_out(home / "template", home / "template-store")
     database = Database(home / "crucible.db")

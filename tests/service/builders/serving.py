@@ -166,7 +166,9 @@ UNLOADED = ("scalar",)  # at the start
 
 
 class DoubleServing:
-    """Serving, of MODELS. One request of a model computes at a time; the others wait in its queue."""
+    """Serving, of MODELS. One request of a model computes at a time; the others wait in its
+    queue.
+    """
 
     def __init__(
         self, models: Mapping[str, Model] = MODELS, unloaded: tuple[str, ...] = ()
@@ -301,9 +303,9 @@ class DoubleServing:
             executions=old.executions + executions,
             rows=old.rows + rows,
             dropped=old.dropped + dropped,
-            batches={**old.batches, rows: more(batch, TIMING.compute_s)}
-            if succeeded
-            else old.batches,
+            batches=(
+                {**old.batches, rows: more(batch, TIMING.compute_s)} if succeeded else old.batches
+            ),
             last_request_ms=int(time.time() * 1000),
         )
 
@@ -334,7 +336,10 @@ def _check(served: Served, request: InferRequest) -> None:
             for dim, size in zip(spec.shape, array.shape, strict=True)
         )
         if not fits or array.dtype != np.dtype(getattr(ml_dtypes, spec.dtype, spec.dtype)):
-            said = f"input '{name}': expected {spec.dtype} {list(spec.shape)}, got {array.dtype} {list(array.shape)}"
+            said = (
+                f"input '{name}': expected {spec.dtype} {list(spec.shape)}, got {array.dtype}"
+                f" {list(array.shape)}"
+            )
             raise Unprocessable(said, "send what GET /models shows")
 
 

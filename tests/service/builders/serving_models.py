@@ -1,4 +1,5 @@
-"""`python -m tests.service.builders.serving_models HOME [SETTING=VALUE...]`: as tests.service.serving, with the double's models deployed.
+"""`python -m tests.service.builders.serving_models HOME [SETTING=VALUE...]`: as
+tests.service.serving, with the double's models deployed.
 
 `models=NAME,...` keeps only these.
 """

@@ -1,6 +1,8 @@
-"""A child that speaks the messages as job_worker does, and does what the job's name says: `python worker_double.py FD`.
+"""A child that speaks the messages as job_worker does, and does what the job's name says: `python
+worker_double.py FD`.
 
-Imports nothing of ours, so that it starts at once; the lines are written by hand, as a stranger's child could.
+Imports nothing of ours, so that it starts at once; the lines are written by hand, as a stranger's
+child could.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""The service's commands as a user runs them, beside and against a real server with a double for the job worker."""
+"""The service's commands as a user runs them, beside and against a real server with a double for
+the job worker.
+"""
 
 import io
 import json
@@ -299,8 +301,8 @@ def test_a_model_is_asked_with_a_file(tmp_path: Path) -> None:
         )
         assert done.code == 0, done.err
         assert (
-            "add version 2 on cpu: queue 1.000 ms, copy in 2.000 ms, compute 3.000 ms, copy out 4.000 ms; batch of 2"
-            in done.out
+            "add version 2 on cpu: queue 1.000 ms, copy in 2.000 ms, compute 3.000 ms, copy out"
+            " 4.000 ms; batch of 2" in done.out
         )
         assert sorted(np.load(tmp_path / "y.npz")) == ["difference", "sum"]
         np.testing.assert_array_equal(np.load(tmp_path / "y.npz")["sum"], 2 * x)

@@ -1,4 +1,6 @@
-"""Models from the command line and by the client, on a real server with real engines; and over its death."""
+"""Models from the command line and by the client, on a real server with real engines; and over its
+death.
+"""
 
 from __future__ import annotations
 

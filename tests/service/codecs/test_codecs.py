@@ -1,4 +1,6 @@
-"""Codecs of tensors: every dtype and shape there and back, and what is malformed is refused in a sentence, whatever it is."""
+"""Codecs of tensors: every dtype and shape there and back, and what is malformed is refused in a
+sentence, whatever it is.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def answer(**outputs: Array) -> InferAnswer:
     return InferAnswer("m", 3, "cpu", outputs, TIMING, "id7")
 
 
-# -- there and back ----------------------------------------------------------------------------------------------------
+# -- there and back
+# ------------------------------------------------------------------------------
 
 
 def test_bytes() -> None:
@@ -72,7 +75,7 @@ def test_npy_and_npz() -> None:
 
 
 def test_npy_of_bfloat16_as_numpy_saves_it_by_columns_and_big_endian() -> None:
-    (bits, *_) = some_arrays("bfloat16", (2, 3))
+    bits, *_ = some_arrays("bfloat16", (2, 3))
     for array, meant in (
         (bits, bits),
         (np.asfortranarray(np.arange(6.0).reshape(2, 3)), np.arange(6.0).reshape(2, 3)),
@@ -144,7 +147,8 @@ def test_only_who_names_one_encoding_gets_it() -> None:
     ] == ["gzip", "deflate", *[None] * 5]
 
 
-# -- refused -----------------------------------------------------------------------------------------------------------
+# -- refused
+# ------------------------------------------------------------------------------
 
 
 def item(**given: Any) -> dict[str, Any]:
@@ -348,7 +352,8 @@ def test_npz_that_is_not_right() -> None:
         arrays_from_npz(bytes(smaller), 5000)
 
 
-# -- anything at all ---------------------------------------------------------------------------------------------------
+# -- anything at all
+# ------------------------------------------------------------------------------
 
 JSON = some.recursive(
     some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=3),
@@ -360,10 +365,9 @@ ITEMS = some.fixed_dictionaries(
         "shape": some.lists(some.integers(-1, 4), max_size=3) | JSON,
         "datatype": some.sampled_from(["FP32", "INT8", "BOOL", "BF16", "UINT64", "BYTES"]) | JSON,
         "data": JSON,
-        "parameters": some.fixed_dictionaries(
-            {}, optional={"binary_data_size": some.integers(-1, 20)}
-        )
-        | JSON,
+        "parameters": (
+            some.fixed_dictionaries({}, optional={"binary_data_size": some.integers(-1, 20)}) | JSON
+        ),
     },
 )
 DECODERS: list[Callable[[bytes], object]] = [

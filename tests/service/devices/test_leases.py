@@ -1,4 +1,6 @@
-"""Waiting for a device: given in turn, given back when the waiter goes, and contended after the patience."""
+"""Waiting for a device: given in turn, given back when the waiter goes, and contended after the
+patience.
+"""
 
 import asyncio
 import datetime as dt

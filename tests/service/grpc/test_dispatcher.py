@@ -1,4 +1,6 @@
-"""The parts of gRPC that need no client of a stranger: generated files, the table of statuses, faults, figures, and TLS."""
+"""The parts of gRPC that need no client of a stranger: generated files, the table of statuses,
+faults, figures, and TLS.
+"""
 
 import asyncio
 import re

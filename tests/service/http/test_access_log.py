@@ -24,8 +24,13 @@ KEY = f"cru_0123456789_{'A' * 43}"
 
 
 def logged(tmp_path: Path, program: str) -> list[dict[str, Any]]:
-    """What a program logs, line by line. In a process of its own: pytest has handlers in this one's root logger."""
-    begin = f"import logging; from service import logs; from service.settings import Settings; logs.configure(Settings(home={str(tmp_path)!r}))\n"
+    """What a program logs, line by line. In a process of its own: pytest has handlers in this one's
+    root logger.
+    """
+    begin = (
+        "import logging; from service import logs; from service.settings import Settings;"
+        f" logs.configure(Settings(home={str(tmp_path)!r}))\n"
+    )
     done = subprocess.run(
         [sys.executable, "-c", begin + textwrap.dedent(program)],
         capture_output=True,
@@ -56,7 +61,8 @@ def ask(metrics: Metrics, path: str, route: str | None, status: int = 200) -> No
 def test_each_request_is_one_line_of_json(tmp_path: Path) -> None:
     (line,) = logged(
         tmp_path,
-        'from tests.service.http.test_access_log import *; ask(Metrics(), "/jobs/17", "/jobs/{id}")',
+        'from tests.service.http.test_access_log import *; ask(Metrics(), "/jobs/17",'
+        ' "/jobs/{id}")',
     )
     assert (line["path"], line["status"], line["bytes"], line["request"], line["key"]) == (
         "/jobs/17",

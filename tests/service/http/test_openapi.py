@@ -1,5 +1,5 @@
-"""What the OpenAPI document promises, held against a real server: requests that keep to it and requests that do not, half of them about real
-jobs and models.
+"""What the OpenAPI document promises, held against a real server: requests that keep to it and
+requests that do not, half of them about real jobs and models.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""Inference over HTTP without a client library: forms, sizes, errors, who may, and a client that goes away."""
+"""Inference over HTTP without a client library: forms, sizes, errors, who may, and a client that
+goes away.
+"""
 
 from __future__ import annotations
 
@@ -363,7 +365,10 @@ def test_a_request_whose_client_has_gone_is_dropped(tmp_path: Path) -> None:
 
     with serving_models(tmp_path) as server:
         body = np.array([[1.0]], np.float32).tobytes()
-        head = f"POST /models/slow/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        head = (
+            "POST /models/slow/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length:"
+            f" {len(body)}\r\n\r\n".encode()
+        )
         sockets = [socket.create_connection(server.address) for _ in range(3)]
         for each in sockets:
             each.sendall(head + body)

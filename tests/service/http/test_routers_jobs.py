@@ -174,8 +174,8 @@ def test_a_plan_of_the_servers_own_is_compiled_by_its_name(tmp_path: Path) -> No
     np.savez(configs / "data.npz", x=np.zeros(3))
     (tmp_path / "secret.yaml").write_text("model: {path: /etc/passwd.onnx}")
     (configs / "succeed.yaml").write_text(
-        "model: {entrypoint: code:build, python_path: ., weights_from: nowhere, inputs: [{name: x, dtype: float32, shape: [1]}]}\n"
-        "data: {validation: data.npz}\n"
+        "model: {entrypoint: code:build, python_path: ., weights_from: nowhere, inputs: [{name: x,"
+        " dtype: float32, shape: [1]}]}\ndata: {validation: data.npz}\n"
     )
     (configs / "code.py").write_text("build = None\n")
 

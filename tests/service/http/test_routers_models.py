@@ -23,7 +23,7 @@ from service.auth import LOCAL
 from service.errors import NotFound, Unavailable
 from service.grpc.grpc_service_pb2 import ModelConfigRequest
 from service.grpc.methods import Call, model_config
-from service.inference import InferRequest
+from service.inference import InferAnswer, InferRequest
 from service.registry.models import RESERVED, DeploymentOptions, PromoteRequest
 from service.settings import Settings
 from tests.service.builders.app import URL, Desk, at_desk, known_host
@@ -127,7 +127,9 @@ def test_a_model_from_its_report_to_an_answer_and_back(tmp_path: Path) -> None:
 
 
 def hidden_by(paths: Mapping[str, Mapping[str, object]]) -> set[str]:
-    """What a model cannot be called, because a path of the same method has this word where others have the name."""
+    """What a model cannot be called, because a path of the same method has this word where others
+    have the name.
+    """
     split = [(method, path.split("/")) for path, methods in paths.items() for method in methods]
     found = set()
     for method, path in split:
@@ -190,10 +192,15 @@ def test_ten_thousand_requests_over_every_change_and_none_is_lost(tmp_path: Path
     answered: Counter[int] = Counter()
     absent: Counter[str] = Counter()
 
+    def check(answer: InferAnswer, number: int) -> None:
+        right = expected[layers_of[answer.version]] * np.float32(number + 1)
+        tolerance = 1e-4 * float(np.abs(right).max())
+        assert answer.id == str(number)
+        assert np.allclose(answer.outputs["y"], right, rtol=1e-3, atol=tolerance)
+        answered[answer.version] += 1
+
     async def client(desk: Desk, first: int, done: asyncio.Event) -> None:
-        for number in itertools.count(first, 16):
-            if done.is_set():
-                return
+        for number in itertools.takewhile(lambda _: not done.is_set(), itertools.count(first, 16)):
             try:
                 answer = await desk.service.serving.infer(
                     InferRequest(LOCAL, "m", {"x": marked(number)}, id=str(number))
@@ -202,12 +209,7 @@ def test_ten_thousand_requests_over_every_change_and_none_is_lost(tmp_path: Path
                 absent[error.message] += 1
                 await asyncio.sleep(0.001)
                 continue
-            right = expected[layers_of[answer.version]] * np.float32(number + 1)
-            assert answer.id == str(number)
-            assert np.allclose(
-                answer.outputs["y"], right, rtol=1e-3, atol=1e-4 * float(np.abs(right).max())
-            )
-            answered[answer.version] += 1
+            check(answer, number)
 
     async def more(by: int) -> None:
         goal = answered.total() + by
@@ -231,12 +233,12 @@ def test_ten_thousand_requests_over_every_change_and_none_is_lost(tmp_path: Path
                 lambda: models.rollback(LOCAL, "m"),
                 lambda: models.deploy(LOCAL, "m", DeploymentOptions(instances=2)),
                 lambda: promote(2),
-                lambda: models.unload(LOCAL, "m"),
-                lambda: models.load(LOCAL, "m"),
             ):
                 await change()
-                if models.served(LOCAL):
-                    await more(2000)
+                await more(2000)
+            await models.unload(LOCAL, "m")
+            await models.load(LOCAL, "m")
+            await more(2000)
         finally:
             done.set()
             await asyncio.gather(*clients)  # raises what any client got besides its answer
@@ -265,8 +267,8 @@ def test_what_is_deployed_answers_again_after_a_restart(tmp_path: Path) -> None:
                 said.add(answer.json()["error"])
                 await asyncio.sleep(0.01)
             assert (
-                "the server is starting: 1 of 1 deployed models are being loaded, GET /models tells which"
-                in said
+                "the server is starting: 1 of 1 deployed models are being loaded, GET /models tells"
+                " which" in said
             )
             assert await ask(Desk(app, client)) == 1
 

@@ -1,4 +1,6 @@
-"""Reports over HTTP: forms, parts, raw values, the engine; and what a hostile name in a model may do."""
+"""Reports over HTTP: forms, parts, raw values, the engine; and what a hostile name in a model may
+do.
+"""
 
 import gzip
 import io

@@ -80,7 +80,10 @@ def test_a_head_that_does_not_come_is_refused_and_the_connection_closed(
 def test_the_second_request_of_a_connection_has_as_much_time_again_and_no_more(
     patient: tuple[str, int],
 ) -> None:
-    request = b'POST / HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 8\r\n\r\n{"a": 1}'
+    request = (
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length:"
+        b' 8\r\n\r\n{"a": 1}'
+    )
     answer = answered(patient, request, request, b"POST / HT", pause_s=0.6 * PATIENCE_S)
     assert answer.count(b"HTTP/1.1 200 ") == 2
     assert answer.count(b"HTTP/1.1 408 ") == 1

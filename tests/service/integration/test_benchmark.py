@@ -1,4 +1,6 @@
-"""A model measured again over HTTP: the job with the double for its worker, and once with real engines in the place of both."""
+"""A model measured again over HTTP: the job with the double for its worker, and once with real
+engines in the place of both.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ ENDED = ("succeeded", "failed", "cancelled")
 async def model(
     desk: Desk, folder: Path, name: str = "succeed", owner: str = "local", layers: int = 1
 ) -> str:
-    """The next version of `m`, whose benchmark does what `name` says to the double; the id of the job that made it."""
+    """The next version of `m`, whose benchmark does what `name` says to the double; the id of the
+    job that made it.
+    """
     folders = desk.service.folders
     job = ended_job(
         folders, desk.service.jobs, owner=owner, engine=linear(folder / "e", layers=layers)
@@ -300,7 +304,8 @@ def test_a_real_model_is_compiled_loaded_and_measured_again(tmp_path: Path) -> N
             quick = b"benchmark: {duration_s: 0.2, budget_s: 0.01}\n"
             plan = (
                 quick
-                + b"name: tiny\ncandidates: [{backend: onnxruntime, precision: fp32}]\nsimplify: {enabled: false}"
+                + b"name: tiny\ncandidates: [{backend: onnxruntime, precision: fp32}]\nsimplify:"
+                b" {enabled: false}"
             )
             files = {
                 "model": ("tiny.onnx", (tmp_path / "tiny.onnx").read_bytes()),
@@ -325,7 +330,8 @@ def test_a_real_model_is_compiled_loaded_and_measured_again(tmp_path: Path) -> N
             )
             assert (
                 after.command
-                == f"a request to the service, version 1 of model 'm' measured again, job {job['id']} ('tiny')"
+                == "a request to the service, version 1 of model 'm' measured again, job"
+                f" {job['id']} ('tiny')"
             )
             assert after.baseline is not None
             assert before.baseline is not None

@@ -1,4 +1,6 @@
-"""What clients may send, through /compile and the real worker: the report is that of what was sent."""
+"""What clients may send, through /compile and the real worker: the report is that of what was
+sent.
+"""
 
 import asyncio
 import html

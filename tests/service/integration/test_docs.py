@@ -122,7 +122,9 @@ def test_the_page_lists_every_metric_and_no_other(tmp_path: Path) -> None:
 
 
 def test_the_readme_shows_commands_of_this_page() -> None:
-    """But for the key, names, and what is sent beside the model: those of this page are run below, and the README's own by `make image-test`."""
+    """But for the key, names, and what is sent beside the model: those of this page are run below,
+    and the README's own by `make image-test`.
+    """
 
     def bare(command: str) -> str:
         command = re.sub(
@@ -130,7 +132,10 @@ def test_the_readme_shows_commands_of_this_page() -> None:
             lambda found: {"$other": "$job"}.get(found[0], "digits"),
             command,
         )
-        sent = r"-F ('plan=[^']*'|(plan|calibration|selection|validation)=\S+)|--(plan|calibration|selection|validation) \S+|--profile \S+"
+        sent = (
+            r"-F ('plan=[^']*'|(plan|calibration|selection|validation)=\S+)|--(plan|calibration|selection|validation)"
+            r" \S+|--profile \S+"
+        )
         return re.sub(rf" (-H @auth|--override|{sent})", "", command)
 
     section = (ROOT / "README.md").read_text().split("## As a service")[1].split("\n## ")[0]
@@ -140,7 +145,9 @@ def test_the_readme_shows_commands_of_this_page() -> None:
 
 
 def overridden(line: str) -> str:
-    """The command, for a task whose engines are measured in one process: nobody can tell which is faster, so the verdict is `unproven`."""
+    """The command, for a task whose engines are measured in one process: nobody can tell which is
+    faster, so the verdict is `unproven`.
+    """
     line = line.replace(
         '{\\"report\\": \\"$job\\"}', '{\\"report\\": \\"$job\\", \\"override\\": true}'
     )

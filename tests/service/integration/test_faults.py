@@ -1,4 +1,6 @@
-"""What a host and a stranger can do to a real server: full disks, damaged rows, archives and models made to break it. It lives and says so."""
+"""What a host and a stranger can do to a real server: full disks, damaged rows, archives and models
+made to break it. It lives and says so.
+"""
 
 import asyncio
 import io
@@ -51,7 +53,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server with small limits, which meets one trap after another, and lives to end in good order."""
+    """One server with small limits, which meets one trap after another, and lives to end in good
+    order.
+    """
     home = tmp_path_factory.mktemp("limited") / "home"
     home.mkdir()
     with serving(
@@ -116,13 +120,15 @@ def test_a_database_without_space_is_507_and_nothing_that_was_accepted_is_lost(
         until(lambda: state_of(server, running) == "running")
         ballast = fill(small_disk)
         refused = post(server, "fail")
-        assert (refused.status_code, refused.json()["code"]) == (507, "host.disk_full"), (
-            refused.text
-        )
+        assert (refused.status_code, refused.json()["code"]) == (
+            507,
+            "host.disk_full",
+        ), refused.text
         cancelling = httpx.delete(f"{server.url}/jobs/{running}")  # needs the database alone
-        assert (cancelling.status_code, cancelling.json()["code"]) == (507, "host.disk_full"), (
-            cancelling.text
-        )
+        assert (cancelling.status_code, cancelling.json()["code"]) == (
+            507,
+            "host.disk_full",
+        ), cancelling.text
         assert httpx.get(f"{server.url}/healthz").status_code == 200
         ballast.unlink()
         until(
@@ -234,7 +240,8 @@ def test_deleting_a_job_that_compiles_ends_all_that_it_started(tmp_path: Path) -
         assert send() != job  # an equal request begins anew
 
 
-# -- archives ----------------------------------------------------------------------------------------------------------
+# -- archives
+# ------------------------------------------------------------------------------
 
 
 def zipped(**members: bytes) -> bytes:
@@ -285,7 +292,8 @@ def test_archives_that_are_traps_are_refused_and_leave_nothing(
     assert not Path("/etc/evil.onnx").exists()
 
 
-# -- models ------------------------------------------------------------------------------------------------------------
+# -- models
+# ------------------------------------------------------------------------------
 
 
 def value(name: str, kind: int, *shape: int) -> Any:
@@ -365,8 +373,9 @@ def test_models_made_to_break_the_compiler_fail_their_jobs_only(tmp_path: Path) 
                 added, _ = await bench.runner.submit(job)
                 ended = await until_ended(bench, added)
                 assert ended.failure is not None
-                assert (ended.failure.code, said in ended.failure.message) == (code, True), (
-                    ended.failure
-                )
+                assert (ended.failure.code, said in ended.failure.message) == (
+                    code,
+                    True,
+                ), ended.failure
 
     asyncio.run(story())

@@ -1,4 +1,6 @@
-"""What HTTP and gRPC must do alike: keys, limits, refusals, time-outs, clients that go, and the end of the server."""
+"""What HTTP and gRPC must do alike: keys, limits, refusals, time-outs, clients that go, and the end
+of the server.
+"""
 
 import json
 import signal

@@ -1,4 +1,6 @@
-"""The server is killed: its children are gone within 5 s, and the next server ends every job exactly once."""
+"""The server is killed: its children are gone within 5 s, and the next server ends every job
+exactly once.
+"""
 
 import itertools
 import random
@@ -139,7 +141,9 @@ def check_that_each_ended_once(home: Path) -> None:
 
 
 class Sender(threading.Thread):
-    """A client that sends one model after another, each until that is taken, whatever becomes of the server meanwhile."""
+    """A client that sends one model after another, each until that is taken, whatever becomes of
+    the server meanwhile.
+    """
 
     def __init__(self, name: str, **headers: str) -> None:
         super().__init__(name=name, daemon=True)
@@ -231,7 +235,9 @@ def test_killed_while_clients_send_what_was_taken_is_one_job_and_nothing_else_is
 
 
 def test_children_that_an_earlier_server_left_are_killed_before_anything_begins(home: Path) -> None:
-    """Such as after a kernel that did not send PR_SET_PDEATHSIG: here somebody who carries the job's mark."""
+    """Such as after a kernel that did not send PR_SET_PDEATHSIG: here somebody who carries the
+    job's mark.
+    """
     server = serve(home, "hang")
     job = first_job(home, lambda job: job.state == "running")
     kill(server, [job.id])

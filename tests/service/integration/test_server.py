@@ -157,7 +157,10 @@ def test_a_wrong_key_with_a_large_upload_is_refused_before_the_upload(tmp_path: 
         serving(tmp_path, keys_required=True) as server,
         socket.create_connection(server.address) as client,
     ):
-        head = f"POST /compile HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer cru_0000000000_{'A' * 43}\r\n"
+        head = (
+            "POST /compile HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer"
+            f" cru_0000000000_{'A' * 43}\r\n"
+        )
         head += (
             f"Content-Type: multipart/form-data; boundary=b\r\nContent-Length: {1000 * MB}\r\n\r\n"
         )
@@ -277,7 +280,10 @@ def test_sigterm_with_open_streams_and_a_job_that_compiles_which_then_goes_on(
     tmp_path: Path,
 ) -> None:
     tiny_model(tmp_path / "model.onnx")
-    plan = b"{name: tiny, candidates: [{backend: onnxruntime, precision: fp32}], benchmark: {duration_s: 0.1}}"
+    plan = (
+        b"{name: tiny, candidates: [{backend: onnxruntime, precision: fp32}], benchmark:"
+        b" {duration_s: 0.1}}"
+    )
     with serving(tmp_path, compiles="yes") as server:
         files = {
             "model": ("model.onnx", (tmp_path / "model.onnx").read_bytes()),
@@ -322,7 +328,10 @@ def test_a_second_server_on_one_home_says_so_and_ends(tmp_path: Path) -> None:
 def test_an_upload_that_is_cut_leaves_nothing_and_the_server_lives(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         with socket.create_connection(server.address) as client:
-            head = b"POST /compile HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=b\r\nContent-Length: 1000000\r\n\r\n"
+            head = (
+                b"POST /compile HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data;"
+                b" boundary=b\r\nContent-Length: 1000000\r\n\r\n"
+            )
             client.sendall(
                 head
                 + b'--b\r\nContent-Disposition: form-data; name="model"; filename="m.onnx"\r\n\r\n'

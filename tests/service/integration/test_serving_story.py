@@ -1,4 +1,6 @@
-"""The whole way on a real server process with real engines: from a report to answers over every wire, changes under load, and a worker's death."""
+"""The whole way on a real server process with real engines: from a report to answers over every
+wire, changes under load, and a worker's death.
+"""
 
 from __future__ import annotations
 
@@ -224,7 +226,10 @@ def test_all_that_is_refused_says_so_in_one_form_and_harms_nobody(tmp_path: Path
 def test_a_client_that_sends_slowly_keeps_nobody_waiting(tmp_path: Path) -> None:
     (report,) = reports(tmp_path, 1)
     body = X.tobytes()
-    head = f"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode()
+    head = (
+        f"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\nConnection:"
+        " close\r\n\r\n".encode()
+    )
     with serving(tmp_path) as server, httpx.Client(base_url=server.url, timeout=WITHIN_S) as web:
         promoted(web, report)
         told(web.put(f"/models/{NAME}/deployment", json={}))
@@ -246,7 +251,9 @@ def test_a_client_that_sends_slowly_keeps_nobody_waiting(tmp_path: Path) -> None
 
 
 class Load:
-    """Requests that go on beside the test, each with its own marker; what came of them, by the code of the refusal."""
+    """Requests that go on beside the test, each with its own marker; what came of them, by the code
+    of the refusal.
+    """
 
     def __init__(self, server: Server, answers: dict[float, tuple[Array, Array]]) -> None:
         self.codes: Counter[str] = Counter()

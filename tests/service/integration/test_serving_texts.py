@@ -1,4 +1,6 @@
-"""The sentence encoder of configs/minilm.yaml behind a real server: texts of unequal length run together, and are answered as if alone."""
+"""The sentence encoder of configs/minilm.yaml behind a real server: texts of unequal length run
+together, and are answered as if alone.
+"""
 
 from __future__ import annotations
 

@@ -292,7 +292,9 @@ def test_the_asyncio_client(server: Server) -> None:
 
 @pytest.mark.parametrize("first", ["tritonclient.grpc", "service.grpc.server"])
 def test_the_client_and_the_server_live_in_one_process(first: str) -> None:
-    """Both have messages of the same names. In a process of its own, so that the order of the imports is this."""
+    """Both have messages of the same names. In a process of its own, so that the order of the
+    imports is this.
+    """
     program = f"""
     import {first}
     import asyncio, tempfile

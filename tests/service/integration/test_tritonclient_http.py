@@ -22,7 +22,8 @@ from tests.service.builders.jobs import WITHIN_S
 from tests.service.builders.serving import DTYPES, MODELS, UNLOADED, serving_models, some_arrays
 from tests.service.integration.test_server import Server, serving
 
-# geventhttpclient leaves the socket of a timeout to the garbage collector, and tritonclient's asyncio answers that it does not read.
+# geventhttpclient leaves the socket of a timeout to the garbage collector, and tritonclient's
+# asyncio answers that it does not read.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 PLAIN_DTYPES = [dtype for dtype in DTYPES if dtype != "bfloat16"]
 
@@ -58,7 +59,8 @@ def asked(name: str, binary: bool = True, **more: Any) -> triton.InferRequestedO
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 
 
-# -- tensors -----------------------------------------------------------------------------------------------------------
+# -- tensors
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("binary_in", [True, False])
@@ -178,7 +180,8 @@ def test_where_the_time_went(client: triton.InferenceServerClient) -> None:
     assert (told["batch_size"], told["device"]) == (2, "cpu")
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- what is refused
+# ------------------------------------------------------------------------------
 
 
 def refused(call: Callable[[], object], status: int, said: str) -> None:
@@ -316,7 +319,8 @@ def test_keys_scopes_and_limits(tmp_path: Path) -> None:
         assert "Traceback" not in server.log()
 
 
-# -- what it tells -----------------------------------------------------------------------------------------------------
+# -- what it tells
+# ------------------------------------------------------------------------------
 
 
 def test_the_server(client: triton.InferenceServerClient) -> None:
@@ -401,7 +405,8 @@ def test_the_repository(client: triton.InferenceServerClient) -> None:
     )
 
 
-# -- asyncio -----------------------------------------------------------------------------------------------------------
+# -- asyncio
+# ------------------------------------------------------------------------------
 
 
 def with_aio(

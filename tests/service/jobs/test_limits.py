@@ -82,7 +82,10 @@ def test_disk_counts_what_lies_there_and_follows_no_links(tmp_path: Path) -> Non
 
 
 def test_memory_counts_all_descendants_and_shared_pages_once(tmp_path: Path) -> None:
-    grandchild = "import os, time; data = b'x' * 100_000_000; os.fork(); os.write(1, b'ready\\n'); time.sleep(60)"
+    grandchild = (
+        "import os, time; data = b'x' * 100_000_000; os.fork(); os.write(1, b'ready\\n');"
+        " time.sleep(60)"
+    )
     command = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
     with subprocess.Popen(
         [sys.executable, "-c", command], stdout=subprocess.PIPE, start_new_session=True

@@ -1,4 +1,6 @@
-"""The runner with a double for its worker: every way in which a child can end, each with real processes."""
+"""The runner with a double for its worker: every way in which a child can end, each with real
+processes.
+"""
 
 import asyncio
 import datetime as dt
@@ -308,7 +310,9 @@ def test_a_child_that_measures_beside_what_serves_waits_and_is_told_if_that_stay
 
 
 def granted(bench: Bench, job: Job, stage: str = "benchmark") -> object:
-    """What the double was told when it asked to measure; or, as `validate`, when it had measured."""
+    """What the double was told when it asked to measure; or, as `validate`, when it had
+    measured.
+    """
     (told,) = [
         event.data for event in bench.store.events(job.id) if event.data.get("stage") == stage
     ]

@@ -1,4 +1,6 @@
-"""Jobs in the database: event and job together or not at all, equal requests once, owners apart, damaged rows named."""
+"""Jobs in the database: event and job together or not at all, equal requests once, owners apart,
+damaged rows named.
+"""
 
 import datetime as dt
 import sqlite3

@@ -1,4 +1,6 @@
-"""The child: what it tells, that it measures only when it may, and one real compile through the runner."""
+"""The child: what it tells, that it measures only when it may, and one real compile through the
+runner.
+"""
 
 import asyncio
 import os
@@ -342,7 +344,9 @@ async def until_ended(bench: Bench, job: Job) -> Job:
 
 @pytest.mark.slow
 def test_a_compile_changes_nothing_outside_its_work_directory(tmp_path: Path) -> None:
-    """A convention that nothing enforces. In the store of the home it marks what it finds as used; the rest there is the server's doing."""
+    """A convention that nothing enforces. In the store of the home it marks what it finds as used;
+    the rest there is the server's doing.
+    """
     folders = Folders(tmp_path / "home")
     first, second = (folders.work(uploaded(folders, name).id) for name in ("first", "second"))
     for work in (first, second):
@@ -356,7 +360,9 @@ def test_a_compile_changes_nothing_outside_its_work_directory(tmp_path: Path) ->
 
 
 async def worked(folders: Folders, work: Work) -> None:
-    """A job from its child's start to its end, with a server that grants what it wants and publishes nothing."""
+    """A job from its child's start to its end, with a server that grants what it wants and
+    publishes nothing.
+    """
     job = work.root.name
     child = await Child.start(
         WORKER, job, work, 2**40, environment_for(job, "cpu", work, os.environ)
@@ -379,7 +385,9 @@ async def worked(folders: Folders, work: Work) -> None:
 
 
 def everything(folder: Path, besides: Path) -> dict[Path, tuple[int, int, bytes]]:
-    """Kind, time and content of all that lies in a folder, but not of one folder there. The time of an artifact's manifest says that it was used."""
+    """Kind, time and content of all that lies in a folder, but not of one folder there. The time of
+    an artifact's manifest says that it was used.
+    """
     found = {}
     for path in (folder, *folder.rglob("*")):
         if not path.is_relative_to(besides):

@@ -109,7 +109,10 @@ def test_the_guardian_ends_as_the_worker_did(code: str, status: int) -> None:
 @pytest.mark.parametrize("end", ["worker", "term", "kill"])
 def test_nothing_outlives_the_guardian(end: str) -> None:
     """But where it is killed itself: then the worker dies, and the server looks for the rest."""
-    leaves = "import subprocess, time; subprocess.run(['sh', '-c', 'setsid sleep 600 &']); print('ready', flush=True); "
+    leaves = (
+        "import subprocess, time; subprocess.run(['sh', '-c', 'setsid sleep 600 &']);"
+        " print('ready', flush=True); "
+    )
     with guarded(leaves + ("" if end == "worker" else "time.sleep(600)")) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

@@ -1,4 +1,6 @@
-"""Only an accepted report becomes a version; an unproven one by an override that is logged, a rejected one never."""
+"""Only an accepted report becomes a version; an unproven one by an override that is logged, a
+rejected one never.
+"""
 
 from __future__ import annotations
 

@@ -213,7 +213,8 @@ def test_a_home_of_before_gets_the_tables_and_keeps_what_it_has(tmp_path: Path) 
     before = Database(tmp_path / "crucible.db", MIGRATIONS[:1])
     with before.write() as rows:
         rows.execute(
-            "INSERT INTO keys (prefix, sha256, name, owner, scopes, created) VALUES ('p', 'x', 'n', 'o', '', 'now')"
+            "INSERT INTO keys (prefix, sha256, name, owner, scopes, created) VALUES ('p', 'x', 'n',"
+            " 'o', '', 'now')"
         )
     with before.read() as rows:
         assert "models" not in {

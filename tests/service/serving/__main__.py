@@ -1,4 +1,5 @@
-"""`python -m tests.service.serving HOME [SETTING=VALUE...]`: `crucible serve` on any free port, with doubles for the job worker and the host.
+"""`python -m tests.service.serving HOME [SETTING=VALUE...]`: `crucible serve` on any free port,
+with doubles for the job worker and the host.
 
 `compiles=yes` has the real worker.
 """

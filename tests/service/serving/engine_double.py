@@ -1,6 +1,8 @@
-"""A worker that speaks the messages as model_worker does, and does what it is told: `python engine_double.py BEHAVIOUR FD`.
+"""A worker that speaks the messages as model_worker does, and does what it is told: `python
+engine_double.py BEHAVIOUR FD`.
 
-It answers y = x for one input and one output of the same dtype and shape. Imports nothing of ours, as a stranger's worker would not.
+It answers y = x for one input and one output of the same dtype and shape. Imports nothing of ours,
+as a stranger's worker would not.
 """
 
 import array

@@ -85,7 +85,9 @@ def engine_of(
 def linear(
     folder: Path, layers: int = 1, width: int = WIDTH, backend: str = "onnxruntime"
 ) -> Engine:
-    """x float32 [batch, width] -> y float32 [batch, width]: products with matrices that keep every row's size."""
+    """x float32 [batch, width] -> y float32 [batch, width]: products with matrices that keep every
+    row's size.
+    """
     random = np.random.default_rng(0)
     weights = {
         f"w{n}": np.linalg.qr(random.standard_normal((width, width)))[0].astype(np.float32)

@@ -1,4 +1,6 @@
-"""A home with jobs that have ended, and deployments of their engines by a double that answers at once with its version."""
+"""A home with jobs that have ended, and deployments of their engines by a double that answers at
+once with its version.
+"""
 
 from __future__ import annotations
 

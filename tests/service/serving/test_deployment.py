@@ -151,7 +151,9 @@ def test_a_full_queue_is_refused_with_a_time_to_come_back(tmp_path: Path, engine
 def test_timeouts_at_half_load_leave_every_answer_to_its_request(
     tmp_path: Path, engine: Engine
 ) -> None:
-    """A slot whose requests have all timed out is not used again before its worker has answered for it."""
+    """A slot whose requests have all timed out is not used again before its worker has answered for
+    it.
+    """
 
     async def story() -> None:
         async with deployed(tmp_path, engine, worker=SLOW, max_batch=2) as bench:

@@ -31,13 +31,14 @@ async def refused(of: type[CrucibleError], call: object) -> str:
 
 def test_thousands_of_requests_over_every_change_and_none_is_lost(tmp_path: Path) -> None:
     answered: Counter[int] = Counter()
+    refusals: set[str] = set()
 
     async def client(here: Shelf, until: asyncio.Event) -> None:
         while not until.is_set():
             try:
                 answered[await here.ask()] += 1
             except (NotFound, Unavailable) as error:  # while it is unloaded
-                assert error.message in ("no model 'm' is deployed", "model 'm' is loading")  # noqa: PT017
+                refusals.add(error.message)
                 answered[0] += 1
                 await asyncio.sleep(0)
 
@@ -65,6 +66,7 @@ def test_thousands_of_requests_over_every_change_and_none_is_lost(tmp_path: Path
                     *clients
                 )  # raises what any client got besides an answer or NotFound
             assert set(answered) >= {0, 1, 2, 3, 4}
+            assert refusals <= {"no model 'm' is deployed", "model 'm' is loading"}
             assert (
                 sum(each.answered for each in here.host.started)
                 == sum(answered.values()) - answered[0]
@@ -143,7 +145,8 @@ def test_a_load_that_does_not_fit_is_refused_with_both_numbers_and_the_device_is
             )
             assert (
                 said
-                == "'m' with 3 instances needs at least 886.9 MiB (as in its benchmark), 591.3 MiB of cpu are free"
+                == "'m' with 3 instances needs at least 886.9 MiB (as in its benchmark), 591.3 MiB"
+                " of cpu are free"
             )
             assert (here.host.started, here.leases.devices.held) == ([], ())
             assert (await here.deployments.view(LOCAL, "m")).deployment.state == "unloaded"
@@ -163,7 +166,8 @@ def test_a_load_that_does_not_fit_is_refused_with_both_numbers_and_the_device_is
             )
             assert (
                 said
-                == "'m' with 3 instances needs at least 10.5 MiB (as when it was loaded before), 10.0 MiB of cpu are free"
+                == "'m' with 3 instances needs at least 10.5 MiB (as when it was loaded before),"
+                " 10.0 MiB of cpu are free"
             )
             assert await here.ask() == 1
 
@@ -489,7 +493,10 @@ def test_an_engine_runs_on_its_own_kind_of_device(
         return
     with pytest.raises(
         Unprocessable,
-        match=f"device '{asked}' is not one that this engine runs on; here are: {'gpu:0, gpu:1' if on_gpu else 'cpu'}",
+        match=(
+            f"device '{asked}' is not one that this engine runs on; here are:"
+            f" {'gpu:0, gpu:1' if on_gpu else 'cpu'}"
+        ),
     ):
         device_for(asked, on_gpu, devices)
 
@@ -497,6 +504,8 @@ def test_an_engine_runs_on_its_own_kind_of_device(
 def test_a_host_without_a_gpu_says_so() -> None:
     with pytest.raises(
         Unprocessable,
-        match="a device for an engine for a GPU is not one that this engine runs on; here are: none",
+        match=(
+            "a device for an engine for a GPU is not one that this engine runs on; here are: none"
+        ),
     ):
         device_for(None, on_gpu=True, names=("cpu",))

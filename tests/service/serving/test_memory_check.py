@@ -39,7 +39,10 @@ def test_both_numbers_are_told() -> None:
     check_fit(fits, 2, 2 * 2**20, "cpu")
     with pytest.raises(
         Conflict,
-        match=r"^'m' with 2 instances needs at least 2\.0 MiB \(its files alone\), 1\.5 MiB of gpu:0 are free",
+        match=(
+            r"^'m' with 2 instances needs at least 2\.0 MiB \(its files alone\), 1\.5 MiB of gpu:0"
+            r" are free"
+        ),
     ):
         check_fit(fits, 2, 3 * 2**19, "gpu:0")
     with pytest.raises(Conflict, match=r"^'m' with 1 instance needs at least 1\.0 MiB"):

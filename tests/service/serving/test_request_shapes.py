@@ -196,7 +196,8 @@ def test_only_so_many_shapes_are_remembered() -> None:
     assert len(fitting._kinds) <= MOST_KNOWN
 
 
-# -- joined and cut apart ----------------------------------------------------------------------------------------------
+# -- joined and cut apart
+# ------------------------------------------------------------------------------
 
 TEXT = engine(
     (

@@ -115,7 +115,8 @@ def reseal(root: Path) -> None:
 
 
 def test_an_engine_whose_description_was_changed_is_refused(tmp_path: Path) -> None:
-    """The description says which backend loads the files: changed alone, it does not fit its manifest.
+    """The description says which backend loads the files: changed alone, it does not fit its
+    manifest.
 
     Whoever writes the manifest anew as well makes an engine that is whole. The database still knows
     that no job built it.

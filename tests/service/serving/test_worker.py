@@ -31,7 +31,9 @@ class Timer:
 
 
 class Turns:
-    """What sessions know of each other: none ends its work before another has the next batch's inputs."""
+    """What sessions know of each other: none ends its work before another has the next batch's
+    inputs.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -329,7 +329,8 @@ def test_killed_in_mid_request_it_is_started_again_and_another_instance_goes_on(
     play(story)
 
 
-# -- real workers ------------------------------------------------------------------------------------------------------
+# -- real workers
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])

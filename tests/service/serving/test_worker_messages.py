@@ -1,4 +1,6 @@
-"""Messages with workers: what is sent is what is read, and nothing that a worker says is believed."""
+"""Messages with workers: what is sent is what is read, and nothing that a worker says is
+believed.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""The database: whole transactions, migrations, and clear words for what is full, damaged or newer."""
+"""The database: whole transactions, migrations, and clear words for what is full, damaged or
+newer.
+"""
 
 import sqlite3
 import subprocess
@@ -10,7 +12,10 @@ import pytest
 from pipeline.errors import DiskFull, StoreError
 from service.storage.database import MIGRATIONS, Database
 
-KEY = "INSERT INTO keys (prefix, sha256, name, owner, scopes, created) VALUES (?, 'x', 'n', 'o', '', 'now')"
+KEY = (
+    "INSERT INTO keys (prefix, sha256, name, owner, scopes, created) VALUES (?, 'x', 'n', 'o', '',"
+    " 'now')"
+)
 
 
 def add(database: Database, *prefixes: str, fault: Exception | None = None) -> None:

@@ -14,7 +14,10 @@ from service.settings import Settings
 from service.submission.plan import SubmittedPlan, identity, parse, plan_from
 from service.submission.uploads import Part
 
-KEYS = "name architecture classes inputs outputs profiles data accuracy candidates rescue export simplify calibration tensorrt benchmark serving"
+KEYS = (
+    "name architecture classes inputs outputs profiles data accuracy candidates rescue export"
+    " simplify calibration tensorrt benchmark serving"
+)
 
 
 def upload(folder: Path, name: str, filename: str, content: bytes = b"x") -> Part:
@@ -76,8 +79,8 @@ def test_an_onnx_with_its_data_becomes_a_plan_over_the_files(
         "calibration": upload(tmp_path, "calibration", "c.npz"),
     }
     submitted = parse(
-        b"name: net\ncandidates: [{backend: onnxruntime, precision: fp32}]\naccuracy: {max_drop: 0.02}\ntensorrt: {optimization_level: 1}\n"
-        b"simplify: {plain_attention: true}"
+        b"name: net\ncandidates: [{backend: onnxruntime, precision: fp32}]\naccuracy: {max_drop:"
+        b" 0.02}\ntensorrt: {optimization_level: 1}\nsimplify: {plain_attention: true}"
     )
     plan = plan_from(submitted, parts, settings)
     assert plan.model.path == tmp_path / "model.onnx"
@@ -92,7 +95,10 @@ def test_an_onnx_with_its_data_becomes_a_plan_over_the_files(
 
 def test_weights_become_an_architecture_of_the_list(tmp_path: Path, settings: Settings) -> None:
     pytest.importorskip("torchvision")
-    text = b"architecture: resnet50\nclasses: 10\ninputs: [{name: image, dtype: float32, shape: [batch, 3, 224, 224]}]\nprofiles: [{batch: [1, 1, 8]}]"
+    text = (
+        b"architecture: resnet50\nclasses: 10\ninputs: [{name: image, dtype: float32, shape:"
+        b" [batch, 3, 224, 224]}]\nprofiles: [{batch: [1, 1, 8]}]"
+    )
     plan = plan_from(parse(text), {"model": upload(tmp_path, "model", "w.safetensors")}, settings)
     assert plan.model.entrypoint == "service.architectures:resnet50_of_10"
     assert plan.model.weights == tmp_path / "model.safetensors"
@@ -111,7 +117,10 @@ def test_saved_weights_load_into_their_architecture(
     saved = getattr(torchvision.models, architecture)(num_classes=10).state_dict()
     safetensors.save_file(saved, tmp_path / "model")
     part = Part("model", tmp_path / "model", "0" * 64, 1, "w.safetensors")
-    text = f"architecture: {architecture}\nclasses: 10\ninputs: [{{name: image, dtype: float32, shape: [1, 3, 224, 224]}}]"
+    text = (
+        f"architecture: {architecture}\nclasses: 10\ninputs: [{{name: image, dtype: float32, shape:"
+        " [1, 3, 224, 224]}]"
+    )
     plan = plan_from(parse(text.encode()), {"model": part}, settings)
     loaded = load_module(source_from_config(plan.model, plan.profiles)).state_dict()
     assert plan.model.weights is not None
@@ -161,7 +170,10 @@ def test_what_is_no_model_says_so(
 
 
 def test_architectures_name_the_extra_where_it_is_missing() -> None:
-    program = "import sys; sys.modules['torchvision'] = None; from service.architectures import entrypoint_of; entrypoint_of('resnet50', 10)"
+    program = (
+        "import sys; sys.modules['torchvision'] = None; from service.architectures import"
+        " entrypoint_of; entrypoint_of('resnet50', 10)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )

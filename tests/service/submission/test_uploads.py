@@ -1,4 +1,6 @@
-"""Uploads: streamed to files under limits; archives that lie, reach outside or explode are refused, and nothing is left."""
+"""Uploads: streamed to files under limits; archives that lie, reach outside or explode are refused,
+and nothing is left.
+"""
 
 import asyncio
 import hashlib
@@ -19,7 +21,10 @@ TYPE = "multipart/form-data; boundary=XX"
 
 
 def part(name: str, content: bytes, filename: str = "f") -> bytes:
-    head = f'--XX\r\nContent-Disposition: form-data; name="{name}"; filename="{filename}"\r\nContent-Type: application/octet-stream\r\n\r\n'
+    head = (
+        f'--XX\r\nContent-Disposition: form-data; name="{name}";'
+        f' filename="{filename}"\r\nContent-Type: application/octet-stream\r\n\r\n'
+    )
     return head.encode() + content + b"\r\n"
 
 
@@ -246,7 +251,9 @@ def large_name(path: Path) -> None:
 
 
 def large_list_of_holes(path: Path) -> None:
-    """A sparse file in pax' form 1.0: its map is the beginning of its content, and as long as it says."""
+    """A sparse file in pax' form 1.0: its map is the beginning of its content, and as long as it
+    says.
+    """
     info = file_info("model.onnx")
     info.pax_headers = {
         "GNU.sparse.major": "1",

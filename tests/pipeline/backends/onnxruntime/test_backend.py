@@ -28,7 +28,9 @@ def made(root: Path, proto: onnx.ModelProto, precision: Precision = Precision.FP
 
 
 def unsupported_model() -> onnx.ModelProto:
-    """Four bad nodes between good ones: of an unknown domain, twice; without a kernel for its dtype; unknown inside a branch."""
+    """Four bad nodes between good ones: of an unknown domain, twice; without a kernel for its
+    dtype; unknown inside a branch.
+    """
     value = helper.make_tensor_value_info
     body = [
         helper.make_graph(
@@ -222,7 +224,10 @@ def test_values_that_the_graph_cannot_take_are_a_data_error(tmp_path: Path) -> N
 
 
 def test_knows_the_host_without_importing_the_library() -> None:
-    code = "import sys; from pipeline import backends; t = backends.backend('onnxruntime').probe(); print(t.version, 'onnxruntime' in sys.modules)"
+    code = (
+        "import sys; from pipeline import backends; t = backends.backend('onnxruntime').probe();"
+        " print(t.version, 'onnxruntime' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     version, imported = done.stdout.split()
     assert version[0].isdigit()
@@ -230,7 +235,9 @@ def test_knows_the_host_without_importing_the_library() -> None:
 
 
 def test_q_dq_are_computed_as_written_where_the_recipe_says_so(tmp_path: Path) -> None:
-    """The reference of a quantised model. As int8, ONNX Runtime rounds this bias to integers of 0.0002 or 0.0004, and it is gone."""
+    """The reference of a quantised model. As int8, ONNX Runtime rounds this bias to integers of
+    0.0002 or 0.0004, and it is gone.
+    """
     conv = PLAIN.replace("(xd, wd)", "(xd, wd, b)").replace("y = Relu(c)", "r = Relu(c)")
     body = f"{conv} rq = QuantizeLinear(r, t, u0) y = DequantizeLinear(rq, t, u0)"
     constants = CONSTANTS.replace(

@@ -1,4 +1,6 @@
-"""What really ran on a CPU: tables of real engines, the verdict on them, and the rules on what no engine of this host shows."""
+"""What really ran on a CPU: tables of real engines, the verdict on them, and the rules on what no
+engine of this host shows.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,8 @@ def residual(root: Path, backend: str, precision: Precision) -> OnnxModel:
     )
 
 
-# -- real engines -----------------------------------------------------------------------------------------------------
+# -- real engines
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.INT8])
@@ -139,7 +142,9 @@ def test_an_fp32_graph_labelled_int8_is_found_out(tmp_path: Path, backend: str) 
 
 
 def perceptron(shape: str, hidden: str) -> str:
-    """Two matrix products of which the first, `hidden`, is quantised, and what stands between them."""
+    """Two matrix products of which the first, `hidden`, is quantised, and what stands between
+    them.
+    """
     return f"""
 <ir_version: 9, opset_import: ["" : 20]>
 net (float[{shape}, 16] x) => (float[{shape}, 4] y)
@@ -165,7 +170,8 @@ HIDDEN = {
     ),
     "two readers": perceptron(
         "N",
-        "[hidden] h = MatMul (x, w1) [next] n = MatMul (h, w1) [tanh] t = Tanh (h) [mix] r = Mul (n, t)",
+        "[hidden] h = MatMul (x, w1) [next] n = MatMul (h, w1) [tanh] t = Tanh (h) [mix] r = Mul"
+        " (n, t)",
     ),
 }
 
@@ -184,7 +190,9 @@ def hidden_in_int8(root: Path, text: str, feeds: Tensors, activation: str = "uin
 
 @pytest.mark.parametrize("text", HIDDEN.values(), ids=HIDDEN.keys())
 def test_onnx_runtime_multiplies_in_int8_what_is_quantised(tmp_path: Path, text: str) -> None:
-    """The optimiser leaves a product in fp32 that goes to a Relu in floats, that has a float bias as a Gemm, or whose readers differ."""
+    """The optimiser leaves a product in fp32 that goes to a Relu in floats, that has a float bias
+    as a Gemm, or whose readers differ.
+    """
     shape = (4, 5, 16) if "4, 5" in text else (4, 16)
     table = hidden_in_int8(
         tmp_path, text, {"x": np.random.default_rng(0).standard_normal(shape).astype(np.float32)}
@@ -304,7 +312,8 @@ def test_a_body_is_timed_once_and_not_with_its_loop(tmp_path: Path) -> None:
     }
 
 
-# -- ONNX Runtime's rules ---------------------------------------------------------------------------------------------
+# -- ONNX Runtime's rules
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -392,7 +401,8 @@ def test_a_kernel_has_no_nodes_that_need_more_than_it_reads() -> None:
     assert ort_layers.nodes_by_kernel(unclosed, original) == {"add/AddFusion/": ("add",)}
 
 
-# -- OpenVINO's rules -------------------------------------------------------------------------------------------------
+# -- OpenVINO's rules
+# ------------------------------------------------------------------------------
 
 
 def ran(

@@ -1,4 +1,6 @@
-"""Weights in 4 or 8 bits by ONNX Runtime: which layers, what they compute, what they weigh, and what is refused."""
+"""Weights in 4 or 8 bits by ONNX Runtime: which layers, what they compute, what they weigh, and
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,8 @@ def test_the_note_counts_layers_and_bytes(tmp_path: Path) -> None:
     made, graph = compressed(linear(tmp_path), INT4, tmp_path / "out")
     (note,) = made.notes
     assert note.text.startswith(
-        "5 of 6 linear layers hold their weights in 4 bits; as they were: twice; all constants together: "
+        "5 of 6 linear layers hold their weights in 4 bits; as they were: twice; all constants"
+        " together: "
     )
     assert len([tensor.name for tensor in graph.initializer]) == len(
         {tensor.name for tensor in graph.initializer}
@@ -143,7 +146,9 @@ def test_blocks_share_a_scale(tmp_path: Path) -> None:
 
 
 def test_activations_become_int8_only_where_the_recipe_says_so(tmp_path: Path) -> None:
-    """Then by the kernel, block by block: an answer of more error than that of the weights alone."""
+    """Then by the kernel, block by block: an answer of more error than that of the weights
+    alone.
+    """
     model = linear(tmp_path)
     expected = open_reference(model.path)(FEEDS)["y"]
     errors, levels = {}, {}

@@ -244,7 +244,10 @@ def test_takes_and_gives_bfloat16(tmp_path: Path) -> None:
 
 
 def test_knows_the_host_without_importing_the_library() -> None:
-    code = "import sys; from pipeline import backends; t = backends.backend('openvino').probe(); print(t.version, 'openvino' in sys.modules)"
+    code = (
+        "import sys; from pipeline import backends; t = backends.backend('openvino').probe();"
+        " print(t.version, 'openvino' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split()[1] == "False"
 

@@ -1,4 +1,6 @@
-"""NNCF on a small encoder: SmoothQuant where activations have outliers, and few bits in the weights alone."""
+"""NNCF on a small encoder: SmoothQuant where activations have outliers, and few bits in the weights
+alone.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ net (float[N, T, 32] x) => (float[N, T, 32] y)
 
 
 def encoder(folder: Path, outliers: float) -> OnnxModel:
-    """One block whose norms make two channels so many times larger, as those of language models do, and the rows that read them smaller."""
+    """One block whose norms make two channels so many times larger, as those of language models do,
+    and the rows that read them smaller.
+    """
     proto = proto_from_text(ENCODER)
     arrays = {
         tensor.name: numpy_helper.to_array(tensor).copy() for tensor in proto.graph.initializer
@@ -98,7 +102,9 @@ def cosine(expected: Tensors, got: Tensors) -> float:
 
 
 def test_smooth_quant_saves_what_outliers_would_cost(tmp_path: Path) -> None:
-    """Without it two channels take the range, and the other thirty share four or five of the 256 steps."""
+    """Without it two channels take the range, and the other thirty share four or five of the 256
+    steps.
+    """
     model, feeds = encoder(tmp_path / "source", outliers=60.0), states(8, 1)
     expected = open_reference(model.path)(feeds)
     made = {smooth: quantised(model, smooth, tmp_path) for smooth in (True, False)}
@@ -133,7 +139,10 @@ def test_smooth_quant_that_finds_nothing_is_refused(tmp_path: Path) -> None:
             32,
             (),
             0.98,
-            "4 of 5 linear layers hold their weights in 4 bits; 1 of 5 linear layers hold their weights in 8 bits",
+            (
+                "4 of 5 linear layers hold their weights in 4 bits; 1 of 5 linear layers hold their"
+                " weights in 8 bits"
+            ),
         ),
     ],
 )

@@ -1,4 +1,6 @@
-"""What the tests of the PyTorch baselines share: sources made of the modules of tests, engines, runs."""
+"""What the tests of the PyTorch baselines share: sources made of the modules of tests, engines,
+runs.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ PROFILE = Profile.model_validate({"dims": {"batch": [1, 2, 5], "sequence": [1, 4
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for those marked gpu, which run in children: a process in which CUDA once saw no GPU never sees one."""
+    """But for those marked gpu, which run in children: a process in which CUDA once saw no GPU
+    never sees one.
+    """
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 

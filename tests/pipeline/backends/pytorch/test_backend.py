@@ -165,7 +165,8 @@ def test_a_model_that_fails_says_on_what() -> None:
 # --- the baselines ---
 
 
-# inductor warns while it compiles, and a warning turned into an error becomes an internal error of its own
+# inductor warns while it compiles, and a warning turned into an error becomes an internal error of
+# its own
 
 
 @pytest.mark.parametrize("variant", ["eager", "traced", COMPILE])

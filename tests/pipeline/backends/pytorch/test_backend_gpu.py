@@ -65,10 +65,13 @@ def why_in_child(progress: Progress) -> str:
 def test_a_gpu_that_torch_cannot_use_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """nvidia-smi lists a GPU, CUDA finds none of that name: as with a torch without code for this GPU, or a driver that is too old."""
+    """nvidia-smi lists a GPU, CUDA finds none of that name: as with a torch without code for this
+    GPU, or a driver that is too old.
+    """
     smi = tmp_path / "nvidia-smi"
     smi.write_text(
-        "#!/bin/sh\necho 'NVIDIA T0, GPU-00000000-0000-0000-0000-00000000c0de, 7.5, 450.1, 1024, 1000, 1000'\n"
+        "#!/bin/sh\necho 'NVIDIA T0, GPU-00000000-0000-0000-0000-00000000c0de, 7.5, 450.1, 1024,"
+        " 1000, 1000'\n"
     )
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
@@ -98,7 +101,10 @@ def test_torch_without_a_gpu_says_why() -> None:
 
 
 def test_tensors_on_two_devices_and_a_full_gpu_are_told_apart(tmp_path: Path) -> None:
-    said = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+    said = (
+        "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and"
+        " cpu!"
+    )
     x = TensorSpec(name="x", dtype="float32", shape=("batch",))
     feeds = {"x": np.zeros(2, np.float32)}
     source = source_of(write_model(tmp_path, f"raise RuntimeError('{said}')"), x, folder=tmp_path)
@@ -124,7 +130,9 @@ def answer_on_gpu(
     feeds: list[dict[str, np.ndarray]],
     progress: Progress,
 ) -> list[dict[str, np.ndarray] | str]:
-    """Every answer in turn of one session, or the error in its place; the last holds the device time of a run, in seconds."""
+    """Every answer in turn of one session, or the error in its place; the last holds the device
+    time of a run, in seconds.
+    """
     engine = engine_of(source, outputs, variant, out)
     assert engine.target.compute_capability, engine.notes
     loaded = pytorch_.load(engine)
@@ -170,7 +178,9 @@ def test_on_the_gpu_every_variant_answers_as_the_module_does(tmp_path: Path, var
 
 @pytest.mark.gpu
 def test_on_the_gpu_fp32_is_not_tf32(tmp_path: Path) -> None:
-    """TF32 keeps 10 bits of a factor: the error of a product of a thousand terms is then about 1e-3."""
+    """TF32 keeps 10 bits of a factor: the error of a product of a thousand terms is then about
+    1e-3.
+    """
     x = TensorSpec(name="x", dtype="float32", shape=("batch", 1024, 1024))
     y = x.model_copy(update={"name": "output_0"})
     source = source_of(write_model(tmp_path, "return self.weight * (x @ x)"), x, folder=tmp_path)
@@ -260,7 +270,10 @@ def test_on_the_gpu_code_that_stays_on_the_cpu_is_named(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_after_the_gpu_was_full_the_next_request_works(tmp_path: Path) -> None:
     x = TensorSpec(name="x", dtype="float32", shape=("batch",))
-    forward = "return self.weight * x + (torch.ones(2**43, device=x.device).sum() if x.shape[0] == 5 else 0)"
+    forward = (
+        "return self.weight * x + (torch.ones(2**43, device=x.device).sum() if x.shape[0] == 5"
+        " else 0)"
+    )
     source = source_of(write_model(tmp_path, forward), x, folder=tmp_path)
     y = x.model_copy(update={"name": "output_0"})
     feeds = [{"x": np.ones(size, np.float32)} for size in (2, 5, 2)]

@@ -1,4 +1,6 @@
-"""The backend tensorrt: what it says on a host without a GPU, and what it builds on one with a GPU (marked gpu; tiny models, 2 s each)."""
+"""The backend tensorrt: what it says on a host without a GPU, and what it builds on one with a GPU
+(marked gpu; tiny models, 2 s each).
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,8 @@ def run(engine: Engine, given: Tensors) -> Mapping[str, NDArray[Any]]:
         return dict(run_session(session, given))
 
 
-# -- without a GPU -----------------------------------------------------------------------------------------------------
+# -- without a GPU
+# ------------------------------------------------------------------------------
 
 
 def test_probing_a_host_without_a_gpu_says_what_is_missing() -> None:
@@ -212,7 +215,8 @@ def test_plugin_libraries_go_with_the_engine_in_order(tmp_path: Path) -> None:
     ] == [("00-libz.so", "0"), ("01-liba.so", "1")]
 
 
-# -- on a GPU ----------------------------------------------------------------------------------------------------------
+# -- on a GPU
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -374,7 +378,9 @@ def test_a_damaged_timing_cache_is_made_anew(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("idle_cpus")
 def test_a_timing_cache_that_was_written_as_rubbish_is_made_anew(tmp_path: Path) -> None:
-    """Its digest is right, so only TensorRT could find out; 10.6 takes it for an empty one without a word."""
+    """Its digest is right, so only TensorRT could find out; 10.6 takes it for an empty one without
+    a word.
+    """
     timed, junk = timed_here(), b"no timing cache" * 100
     timing_cache.write(timed, junk)
     build(linear(tmp_path / "model"), recipe(), tmp_path / "out")

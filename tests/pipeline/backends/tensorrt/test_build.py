@@ -1,4 +1,6 @@
-"""Profiles, configuration and errors of a build. What all flavours of TensorRT share is tried with TensorRT-RTX, which needs no GPU."""
+"""Profiles, configuration and errors of a build. What all flavours of TensorRT share is tried with
+TensorRT-RTX, which needs no GPU.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,8 @@ def recipe(precision: Precision = Precision.FP32, **more: object) -> Recipe:
     return Recipe.model_validate({"backend": "tensorrt", "precision": precision, **more})
 
 
-# -- profiles ----------------------------------------------------------------------------------------------------------
+# -- profiles
+# ------------------------------------------------------------------------------
 
 
 def test_shapes_of_every_profile() -> None:
@@ -180,7 +183,8 @@ def test_a_shape_tensor_without_values_is_an_error_of_the_plan(
         add_profiles(parsed, parsed.builder.create_builder_config(), model.inputs, profiles)
 
 
-# -- configuration -----------------------------------------------------------------------------------------------------
+# -- configuration
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -228,7 +232,8 @@ def test_what_the_plan_allows_reaches_the_library(tmp_path: Path, trt: Any) -> N
     assert config.num_optimization_profiles == 2
 
 
-# -- building ----------------------------------------------------------------------------------------------------------
+# -- building
+# ------------------------------------------------------------------------------
 
 
 def for_ada(trt: Any, parsed: Parsed, model: OnnxModel, profiles: tuple[Profile, ...]) -> Any:
@@ -261,7 +266,10 @@ def test_a_value_profile_builds(tmp_path: Path, trt: Any) -> None:
 
 SKIPPED = (
     "ERROR",
-    "Error Code: 9: Skipping tactic 0x0000000000000000 due to exception [type.cpp:infer_type:145] Could not infer output types",
+    (
+        "Error Code: 9: Skipping tactic 0x0000000000000000 due to exception"
+        " [type.cpp:infer_type:145] Could not infer output types"
+    ),
 )
 TACTIC = (
     "WARNING",
@@ -269,7 +277,10 @@ TACTIC = (
 )
 NO_KERNEL = (
     "ERROR",
-    "IBuilder::buildSerializedNetwork: Error Code 10: Internal Error (Could not find any implementation for node {conv}.)",
+    (
+        "IBuilder::buildSerializedNetwork: Error Code 10: Internal Error (Could not find any"
+        " implementation for node {conv}.)"
+    ),
 )
 GIB = 2**30
 
@@ -293,7 +304,10 @@ GIB = 2**30
             [
                 (
                     "ERROR",
-                    "[executionContext.cpp::x::1] Error Code 2: OutOfMemory (Requested size was 34359738368 bytes.)",
+                    (
+                        "[executionContext.cpp::x::1] Error Code 2: OutOfMemory (Requested size was"
+                        " 34359738368 bytes.)"
+                    ),
                 )
             ],
             (20 * GIB, 80 * GIB),
@@ -316,8 +330,12 @@ GIB = 2**30
             [
                 (
                     "ERROR",
-                    "IBuilder::buildSerializedNetwork: Error Code 6: API Usage Error (Unable to load library: "
-                    "libnvinfer_builder_resource_sm90.so.11.2.1: libnvinfer_builder_resource_sm90.so.11.2.1: cannot open shared object file)",
+                    (
+                        "IBuilder::buildSerializedNetwork: Error Code 6: API Usage Error (Unable to"
+                        " load library: libnvinfer_builder_resource_sm90.so.11.2.1:"
+                        " libnvinfer_builder_resource_sm90.so.11.2.1: cannot open shared object"
+                        " file)"
+                    ),
                 )
             ],
             (70 * GIB, 80 * GIB),
@@ -352,7 +370,10 @@ def test_why_there_is_no_engine(
     [
         (NO_KERNEL[1], "Could not find any implementation for node {conv}"),
         (
-            "IBuilder::buildSerializedNetwork: Error Code 10: Internal Error (Could not find any implementation for node {ForeignNode[a...b]}.)",
+            (
+                "IBuilder::buildSerializedNetwork: Error Code 10: Internal Error (Could not find"
+                " any implementation for node {ForeignNode[a...b]}.)"
+            ),
             "Could not find any implementation for node {ForeignNode[a...b]}",
         ),
         ("x: Error Code 1: Cuda Runtime (out of memory)", "out of memory"),

@@ -1,4 +1,6 @@
-"""TensorRT's own calibration: which samples it gets, how they reach it, what is kept; on a GPU, that engines come of it."""
+"""TensorRT's own calibration: which samples it gets, how they reach it, what is kept; on a GPU,
+that engines come of it.
+"""
 
 from __future__ import annotations
 
@@ -95,8 +97,8 @@ def test_the_note_names_the_profile_and_warns_where_half_of_the_samples_are_of_n
     )
     assert (note.level, note.stage) == ("warning", "calibrate")
     assert (
-        "minmax calibrator took 160 of 380 samples, 20 batches of the calibration profile x [8, 16], mask [8, 16]; "
-        in note.text
+        "minmax calibrator took 160 of 380 samples, 20 batches of the calibration profile x [8,"
+        " 16], mask [8, 16]; " in note.text
     )
     whole = texts(tmp_path, _16=160)
     assert (

@@ -1,4 +1,6 @@
-"""What TensorRT says of its layers, read from what it really said; the timing with doubles; on a GPU, an fp32 graph called fp16."""
+"""What TensorRT says of its layers, read from what it really said; the timing with doubles; on a
+GPU, an fp32 graph called fp16.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from pipeline.stages.inspect_layers import prove
 from tests.builders.convert import ATTENTION, RESIDUAL, model_from_text
 from tests.builders.layers import CAPTURED, captured, real_table, seconds_of
 
-# -- kernels' names ---------------------------------------------------------------------------------------------------
+# -- kernels' names
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -173,7 +176,8 @@ def test_nodes_are_found_whatever_stands_between_them(between: str) -> None:
     assert nodes_of("") == ()
 
 
-# -- real engines -----------------------------------------------------------------------------------------------------
+# -- real engines
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CAPTURED)
@@ -235,7 +239,9 @@ def test_a_time_of_no_known_layer_is_not_lost_and_other_profiles_are_left_out() 
 
 
 def test_of_two_profiles_each_has_the_graphs_that_ran_in_it() -> None:
-    """Names of TensorRT 10.6: only some of the second profile's layers say so, and not at the end."""
+    """Names of TensorRT 10.6: only some of the second profile's layers say so, and not at the
+    end.
+    """
     first = ["__mye37_0_myl0_0", "__myl_Cas_myl0_1", "hidden_myl0_2"]
     second = ["__mye37_0_myl1_0", "__myl_Cas_myl1_1", "hidden [profile 1]_myl1_2"]
     information = json.dumps({"Layers": first + second})
@@ -267,7 +273,8 @@ def test_separators_may_come_unescaped_and_what_is_no_json_is_our_bug() -> None:
         layers_from_inspector("Layers(0): conv", {})
 
 
-# -- timing, with doubles for the library and the session -------------------------------------------------------------
+# -- timing, with doubles for the library and the session
+# ------------------------------------------------------------------------------
 
 
 class Profiler:
@@ -276,7 +283,9 @@ class Profiler:
 
 
 class Session:
-    """Reports `convolution` twice and `gemm` once per enqueue, from the moment a profiler is there; the n-th run takes n ms."""
+    """Reports `convolution` twice and `gemm` once per enqueue, from the moment a profiler is there;
+    the n-th run takes n ms.
+    """
 
     inputs = (TensorSpec(name="x", dtype="float32", shape=("batch", 3)),)
 
@@ -376,7 +385,8 @@ def test_where_nothing_is_said_of_a_context_the_engine_is_asked() -> None:
     assert loaded.execution_context is None
 
 
-# -- on a GPU ---------------------------------------------------------------------------------------------------------
+# -- on a GPU
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

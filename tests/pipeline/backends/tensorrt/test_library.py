@@ -1,4 +1,6 @@
-"""What is said of a TensorRT that is missing, broken or there twice, and of what a version or a GPU generation lacks; nothing needs a GPU."""
+"""What is said of a TensorRT that is missing, broken or there twice, and of what a version or a GPU
+generation lacks; nothing needs a GPU.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ def recipe(precision: str, **more: object) -> Recipe:
     return Recipe.model_validate({"backend": "tensorrt", "precision": precision, **more})
 
 
-# -- what is installed -------------------------------------------------------------------------------------------------
+# -- what is installed
+# ------------------------------------------------------------------------------
 
 
 def test_the_bindings_tell_the_exact_version(
@@ -213,7 +216,8 @@ def test_bindings_and_library_of_two_versions_are_both_named() -> None:
         trt_library.check_loaded("10.8.0.43", (10, 6, 0))
 
 
-# -- the host ----------------------------------------------------------------------------------------------------------
+# -- the host
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -227,13 +231,19 @@ def test_bindings_and_library_of_two_versions_are_both_named() -> None:
             {"driver": "520.61"},
             "10.6.0",
             12,
-            "TensorRT 10.6.0 for CUDA 12 needs the NVIDIA driver 525 or later, this host has 520.61",
+            (
+                "TensorRT 10.6.0 for CUDA 12 needs the NVIDIA driver 525 or later, this host has"
+                " 520.61"
+            ),
         ),
         (
             {"driver": "575.57"},
             "11.2.1",
             13,
-            "TensorRT 11.2.1 for CUDA 13 needs the NVIDIA driver 580 or later, this host has 575.57",
+            (
+                "TensorRT 11.2.1 for CUDA 13 needs the NVIDIA driver 580 or later, this host has"
+                " 575.57"
+            ),
         ),
         (
             {"compute_capability": "6.1"},
@@ -265,7 +275,8 @@ def test_a_host_without_gpu_and_library_is_told_of_both_in_order() -> None:
     assert found == ["no NVIDIA driver", "the library `tensorrt` is not installed"]
 
 
-# -- what a version and a generation lack ------------------------------------------------------------------------------
+# -- what a version and a generation lack
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

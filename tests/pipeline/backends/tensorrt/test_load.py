@@ -1,4 +1,6 @@
-"""Engines of TensorRT from their files, on doubles: what is read, and what is refused with what was expected and found."""
+"""Engines of TensorRT from their files, on doubles: what is read, and what is refused with what was
+expected and found.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What TensorRT's own logger prints is heard wherever a process prints, and still arrives there. TensorRT-RTX needs no GPU for it."""
+"""What TensorRT's own logger prints is heard wherever a process prints, and still arrives there.
+TensorRT-RTX needs no GPU for it.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +56,10 @@ def test_what_is_printed_to_a_file_is_heard_and_stays_there(
 
 def test_what_is_printed_to_a_pipe_is_heard_and_arrives_there(trt: Any) -> None:
     code = (
-        "import tensorrt_rtx as trt; from tests.pipeline.backends.tensorrt.test_messages import *\n"
-        "print('before', flush=True)\n"
-        "with listening(trt): say(trt); os.write(1, b'not TensorRT\\n')\n"
-        "say(trt); assert [text for _, text in messages_of(trt)] == ['a first word', TWO_LINES, 'a last word\\nnot TensorRT'], messages_of(trt)\n"
+        "import tensorrt_rtx as trt; from tests.pipeline.backends.tensorrt.test_messages import"
+        " *\nprint('before', flush=True)\nwith listening(trt): say(trt); os.write(1, b'not"
+        " TensorRT\\n')\nsay(trt); assert [text for _, text in messages_of(trt)] == ['a first"
+        " word', TWO_LINES, 'a last word\\nnot TensorRT'], messages_of(trt)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
@@ -112,7 +114,10 @@ def test_what_others_print_to_the_same_log_hides_nothing(trt: Any, tmp_path: Pat
 def test_a_stdout_that_takes_nothing_is_no_reason_to_fail(
     trt: Any, before: str, after: str
 ) -> None:
-    code = "import os, tensorrt_rtx as trt\nfrom tests.pipeline.backends.tensorrt.test_messages import *\n"
+    code = (
+        "import os, tensorrt_rtx as trt\nfrom tests.pipeline.backends.tensorrt.test_messages"
+        " import *\n"
+    )
     code += f"{before}\nwith listening(trt):\n  say(trt)\n  {after}\n"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}os._exit(7)"],

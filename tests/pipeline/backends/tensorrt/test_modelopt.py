@@ -1,4 +1,6 @@
-"""ModelOpt for TensorRT: what it is given, and, where it is installed, what comes of it. It changes onnxruntime, so it runs in a child."""
+"""ModelOpt for TensorRT: what it is given, and, where it is installed, what comes of it. It changes
+onnxruntime, so it runs in a child.
+"""
 
 from __future__ import annotations
 
@@ -211,7 +213,10 @@ def test_what_fp16_cannot_hold_and_what_the_recipe_keeps_stay_in_fp32(tmp_path: 
 
 @installed
 def test_a_graph_in_which_nothing_can_be_quantised_is_refused(tmp_path: Path) -> None:
-    text = '<ir_version: 9, opset_import: ["" : 20]> net (float[N, 3, 8, 8] x) => (float[N, 3, 8, 8] y) { [r] t = Relu (x) [e] y = Exp (t) }'
+    text = (
+        '<ir_version: 9, opset_import: ["" : 20]> net (float[N, 3, 8, 8] x) => (float[N, 3, 8, 8]'
+        " y) { [r] t = Relu (x) [e] y = Exp (t) }"
+    )
     with pytest.raises(UnsupportedError, match="only be its name"):
         quantised(tmp_path, text, INT8)
     assert list((tmp_path / "out").iterdir()) == []

@@ -284,7 +284,10 @@ def test_an_input_whose_values_decide_a_shape_needs_them_in_the_profile(tmp_path
         (
             "Fancy",
             "com.acme",
-            "load the library of its plugin (backend tensorrt: `tensorrt.plugins`, or `--plugin` of inspect)",
+            (
+                "load the library of its plugin (backend tensorrt: `tensorrt.plugins`, or"
+                " `--plugin` of inspect)"
+            ),
         ),
         ("ImageDecoder", "", "export with opset 19"),
     ],
@@ -475,7 +478,10 @@ def test_float64_inside_the_model_is_noted(tmp_path: Path) -> None:
     [
         (
             recipe(compute_capability="9.0"),
-            r"'9.0'; sm_90 \(H100, H200\) is not an RTX GPU; expected one of 7.5, 8.0, 8.6, 8.9, 12.0",
+            (
+                r"'9.0'; sm_90 \(H100, H200\) is not an RTX GPU; expected one of 7.5, 8.0, 8.6,"
+                r" 8.9, 12.0"
+            ),
         ),
         (recipe(compute_capability="sm_89"), "'sm_89'; expected one of 7.5"),
         (recipe(compute_capability=None), "names none\n.*one of 7.5"),
@@ -483,7 +489,10 @@ def test_float64_inside_the_model_is_noted(tmp_path: Path) -> None:
         (recipe(Precision.FP16), "the recipe says fp16, the graph is fp32"),
         (
             recipe(compute_capability="7.5"),
-            "for compute capability 7.5: Cannot compile operation 'matmul' for Turing .*FP32 GEMM is not supported",
+            (
+                "for compute capability 7.5: Cannot compile operation 'matmul' for Turing .*FP32"
+                " GEMM is not supported"
+            ),
         ),
     ],
 )
@@ -533,7 +542,10 @@ def test_loading_says_what_the_engine_needs_and_what_is_here(tmp_path: Path) -> 
     engine = tensorrt_rtx_.build(linear(tmp_path), recipe(), OPTIONS, tmp_path)
     with pytest.raises(
         BackendUnavailable,
-        match=r"needs an NVIDIA GPU of compute capability 8.9 with driver 580 or later, this host has ",
+        match=(
+            r"needs an NVIDIA GPU of compute capability 8.9 with driver 580 or later, this host"
+            r" has "
+        ),
     ):
         tensorrt_rtx_.load(engine)
 

@@ -1,4 +1,6 @@
-"""Sessions of TensorRT on doubles of CUDA and TensorRT; test_trt_session_gpu.py asks the same of a GPU."""
+"""Sessions of TensorRT on doubles of CUDA and TensorRT; test_trt_session_gpu.py asks the same of a
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +133,8 @@ def test_an_empty_batch(bench: Bench) -> None:
         assert run_session(session, feeds(0))["y"].shape == (0, 2)
 
 
-# -- profiles, values --------------------------------------------------------------------------------------------------
+# -- profiles, values
+# ------------------------------------------------------------------------------
 
 
 def test_each_shape_runs_in_a_profile_that_holds_it(bench: Bench) -> None:
@@ -219,7 +222,9 @@ def test_a_shape_that_tensorrt_refuses(bench: Bench) -> None:
     program = Program(
         **{
             **vars(DOUBLE),
-            "shape_error": "IExecutionContext::setInputShape: Error Code 3: API Usage Error (no such shape)",
+            "shape_error": (
+                "IExecutionContext::setInputShape: Error Code 3: API Usage Error (no such shape)"
+            ),
         }
     )
     with closing(bench.load(bench.engine(program))) as loaded, closing(loaded.session()) as session:
@@ -293,7 +298,8 @@ def test_an_input_that_is_an_output_too_is_found_under_its_other_name(bench: Ben
     np.testing.assert_array_equal(got["x"], -got["y"])
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- memory
+# ------------------------------------------------------------------------------
 
 
 def test_two_sessions_hold_one_copy_of_the_weights(bench: Bench) -> None:
@@ -414,14 +420,17 @@ def test_out_of_memory_for_an_output_sized_by_values(bench: Bench) -> None:
         )
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# -- errors
+# ------------------------------------------------------------------------------
 
 
 def test_a_run_that_tensorrt_refuses(bench: Bench) -> None:
     broken = Program(
         **{
             **vars(DOUBLE),
-            "run_error": "IExecutionContext::enqueueV3: Error Code 7: Internal Error (the tactic is missing)",
+            "run_error": (
+                "IExecutionContext::enqueueV3: Error Code 7: Internal Error (the tactic is missing)"
+            ),
         }
     )
     with closing(bench.load(bench.engine(broken))) as loaded, closing(loaded.session()) as session:

@@ -1,4 +1,6 @@
-"""Sessions of TensorRT on a GPU: what only the real libraries can show. Every engine is built once."""
+"""Sessions of TensorRT on a GPU: what only the real libraries can show. Every engine is built
+once.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,9 @@ def free_bytes(rt: Any) -> int:
 
 @pytest.fixture
 def fill(rt: Any) -> Iterator[Callable[[int], None]]:
-    """Takes the GPU's memory but for about so many bytes, until `fill(-1)` or the end of the test."""
+    """Takes the GPU's memory but for about so many bytes, until `fill(-1)` or the end of the
+    test.
+    """
     held: list[cuda.DeviceBuffer] = []
 
     def take(leave: int) -> None:
@@ -134,7 +138,8 @@ def fill(rt: Any) -> Iterator[Callable[[int], None]]:
     take(-1)
 
 
-# -- graphs ------------------------------------------------------------------------------------------------------------
+# -- graphs
+# ------------------------------------------------------------------------------
 
 
 def test_a_graph_answers_exactly_as_plain_runs_do(engine_of: EngineOf) -> None:
@@ -244,7 +249,8 @@ def test_the_timer_tells_device_time(engine_of: EngineOf) -> None:
         assert 0 < timer.elapsed_s() < 60
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- memory
+# ------------------------------------------------------------------------------
 
 
 def test_two_sessions_hold_one_copy_of_the_weights(engine_of: EngineOf, rt: Any) -> None:
@@ -316,7 +322,8 @@ def test_out_of_memory_while_weights_are_loaded(
         check_runs(session, case, *case.feeds)
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# -- files
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["half", "random", "empty"])
@@ -371,7 +378,8 @@ print(session.graphs, sorted({"torch", "onnxruntime", "cuda.core"} & set(sys.mod
     assert done.stdout.splitlines()[-1:] == ["1 []"], done.stderr
 
 
-# -- inputs on the GPU -------------------------------------------------------------------------------------------------
+# -- inputs on the GPU
+# ------------------------------------------------------------------------------
 
 
 class ByInterface:

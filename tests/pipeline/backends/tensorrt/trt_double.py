@@ -1,6 +1,8 @@
-"""A TensorRT without a GPU, on the double of CUDA: engines compute in numpy, on the addresses that sessions give.
+"""A TensorRT without a GPU, on the double of CUDA: engines compute in numpy, on the addresses that
+sessions give.
 
-It answers as 10.6 did on an H200: a run that cannot be captured returns False, and cudaStreamEndCapture then answers 901.
+It answers as 10.6 did on an H200: a run that cannot be captured returns False, and
+cudaStreamEndCapture then answers 901.
 """
 
 # ruff: noqa: N802 - TensorRT's own names
@@ -103,12 +105,18 @@ class RuntimeDouble:
     def deserialize_cuda_engine(self, data: bytes) -> EngineDouble | None:
         program = self.trt.programs.get(data.decode(errors="replace"))
         if program is None:
-            text = "IRuntime::deserializeCudaEngine: Error Code 1: Serialization (Serialization assertion plan->header.size == blobSize failed.)"
+            text = (
+                "IRuntime::deserializeCudaEngine: Error Code 1: Serialization (Serialization"
+                " assertion plan->header.size == blobSize failed.)"
+            )
             self.logger.log(LoggerDouble.ERROR, text)
             return None
         error, weights = self.trt.cuda.cudaMalloc(program.weights_bytes)
         if error:
-            text = f"IRuntime::deserializeCudaEngine: Error Code 2: OutOfMemory (Requested size was {program.weights_bytes} bytes.)"
+            text = (
+                "IRuntime::deserializeCudaEngine: Error Code 2: OutOfMemory (Requested size was"
+                f" {program.weights_bytes} bytes.)"
+            )
             self.logger.log(LoggerDouble.ERROR, text)
             return None
         return EngineDouble(self, program, weights)
@@ -148,7 +156,8 @@ class EngineDouble:
         if error:
             self.runtime.logger.log(
                 LoggerDouble.ERROR,
-                "ICudaEngine::createExecutionContext: Error Code 2: OutOfMemory (no further information)",
+                "ICudaEngine::createExecutionContext: Error Code 2: OutOfMemory (no further"
+                " information)",
             )
             return None
         context = ContextDouble(self, persistent)
@@ -251,7 +260,8 @@ class ContextDouble:
         if stream.captured is not None and (self.allocators or program.capture_error):
             stream.is_invalid = True
             return self._fail(
-                f"IExecutionContext::enqueueV3: Error Code 1: Cuda Runtime ({program.capture_error})"
+                "IExecutionContext::enqueueV3: Error Code 1: Cuda Runtime"
+                f" ({program.capture_error})"
             )
         shapes, addresses, host = dict(self.shapes), dict(self.addresses), self._host_values()
         alive = weakref.ref(self)
@@ -284,7 +294,8 @@ class ContextDouble:
             work()
         except MemoryError:
             return self._fail(
-                "IExecutionContext::enqueueV3: Error Code 2: OutOfMemory (Requested size was 512 bytes.)"
+                "IExecutionContext::enqueueV3: Error Code 2: OutOfMemory (Requested size was 512"
+                " bytes.)"
             )
         return True
 
