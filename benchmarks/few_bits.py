@@ -13,10 +13,9 @@ from calibration import here
 from common import ROOT, Row, publish, takes_no_arguments
 
 from pipeline.backends import backend
-from pipeline.compiler.candidates import prepare, reference_outputs
+from pipeline.compiler.candidates import candidates_of, prepare, reference_outputs
 from pipeline.compiler.compile import build_reference, export_model, simplify_model
 from pipeline.compiler.context import open_job
-from pipeline.errors import InternalError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.plan.recipes import recipe_from_candidate
@@ -45,15 +44,15 @@ def main() -> None:
     exported = export_model(job)
     model = simplify_model(job, exported)
     expected = reference_outputs(job, build_reference(job, exported), job.data.selection)
-    rows, bugs = [], list[InternalError]()
+    rows, outcomes = [], []
     for candidate in (CandidateConfig.model_validate(each) for each in CANDIDATES):
         recipe = recipe_from_candidate(
             candidate, backend(candidate.backend).probe(), job.plan, calibrated=True
         )
-        rows.append(row_of(prepare(job, model, recipe, expected, bugs)))
+        outcomes.append(prepare(job, model, recipe, expected))
+        rows.append(row_of(outcomes[-1].candidate))
         print(rows[-1], flush=True)
-    if bugs:
-        raise bugs[0]
+    candidates_of(outcomes)  # raises a bug of ours
     publish(
         "few_bits",
         rows,

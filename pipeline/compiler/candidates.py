@@ -4,9 +4,10 @@ answers; and the rescue of one that fails.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, repeat
 
 from pipeline import backends
@@ -21,7 +22,7 @@ from pipeline.backends.tensorrt.calibrator import calibrate_with_tensorrt
 from pipeline.backends.tensorrt.library import BINDINGS, release_warnings
 from pipeline.backends.tensorrt.modelopt import quantize_with_modelopt
 from pipeline.compiler.ablation import Ablated, base_of, reversals
-from pipeline.compiler.context import FEEDS_FOR_CHECKS, Job, batch_rows, options_of
+from pipeline.compiler.context import FEEDS_FOR_CHECKS, Job, batch_rows
 from pipeline.compiler.fallback import (
     ANY_SHAPE,
     Attempt,
@@ -62,9 +63,7 @@ from pipeline.errors import (
     UnsupportedError,
 )
 from pipeline.execution.child_process import stop_children
-from pipeline.execution.stage_runner import Stage
-from pipeline.execution.store import canonical
-from pipeline.host.gpu import find_gpus
+from pipeline.execution.stage_runner import Stage, StageCall
 from pipeline.onnx_graph.attention import attentions
 from pipeline.onnx_graph.graph import draw_feeds, operator_histogram, read_proto
 from pipeline.plan.recipes import (
@@ -109,27 +108,52 @@ FUSED = (
     Precision.BF16,
     Precision.INT8,
 )  # precisions with one kernel for an attention; of fp8 that is not known
-CALIBRATE = Stage("calibrate", 1, calibrate, ("onnx", "onnxruntime"))
-COVER = Stage("cover", 1, cover, ("onnx", "onnxruntime"))
-CONVERT = Stage("convert", 5, convert, ("onnx", "onnxruntime"))
-QUANTIZERS = {
-    "nncf": Stage("convert", 1, quantize_with_nncf, ("onnx", "nncf")),
-    "modelopt": Stage(
-        "convert", 3, quantize_with_modelopt, ("nvidia-modelopt", "onnx", "onnxruntime")
+CALIBRATE = Stage("calibrate", 2, ("onnx", "onnxruntime"))
+COVER = Stage("cover", 2, ("onnx", "onnxruntime"), writes_files=False)
+CONVERT = Stage("convert", 6, ("onnx", "onnxruntime"))
+QUANTIZERS: dict[str, tuple[Stage, Callable[..., OnnxModel]]] = {
+    "nncf": (Stage("convert", 2, ("onnx", "nncf")), quantize_with_nncf),
+    "modelopt": (
+        Stage("convert", 4, ("nvidia-modelopt", "onnx", "onnxruntime")),
+        quantize_with_modelopt,
     ),
-    "tensorrt": Stage(
-        "calibrate", 1, calibrate_with_tensorrt, ("tensorrt", *BINDINGS, "onnx", "polygraphy")
+    "tensorrt": (
+        Stage("calibrate", 2, ("tensorrt", *BINDINGS, "onnx", "polygraphy")),
+        calibrate_with_tensorrt,
     ),
 }
-WEIGHT_QUANTIZERS = {
-    "nncf": Stage("convert", 1, compress_with_nncf, ("onnx", "nncf")),
-    "onnxruntime": Stage("convert", 1, compress_with_onnxruntime, ("onnx", "onnxruntime")),
+"""Libraries that choose ranges and placement by themselves."""
+WEIGHT_QUANTIZERS: dict[str, tuple[Stage, Callable[..., OnnxModel]]] = {
+    "nncf": (Stage("convert", 2, ("onnx", "nncf")), compress_with_nncf),
+    "onnxruntime": (Stage("convert", 2, ("onnx", "onnxruntime")), compress_with_onnxruntime),
 }
-BUILD = Stage("build", 2, build)  # its tools are those of the backend
-PROVE = Stage("prove", 4, prove)
-REFERENCE = Stage("reference", 2, run_reference)
-VALIDATE = Stage("validate", 5, validate, ("polygraphy",))
-RANK = Stage("rank", 2, rank_nodes, ("onnx", "onnxruntime"))
+BUILD = Stage("build", 3)  # its tools are those of the backend
+PROVE = Stage("prove", 5, writes_files=False)
+REFERENCE = Stage("reference", 3)
+VALIDATE = Stage("validate", 6, ("polygraphy",), writes_files=False)
+RANK = Stage("rank", 3, ("onnx", "onnxruntime"))
+STAGES = (
+    CALIBRATE,
+    COVER,
+    CONVERT,
+    *(stage for stage, _ in QUANTIZERS.values()),
+    *(stage for stage, _ in WEIGHT_QUANTIZERS.values()),
+    BUILD,
+    PROVE,
+    REFERENCE,
+    VALIDATE,
+    RANK,
+)
+
+CANNOT_BUILD = (
+    UnsupportedError,
+    BackendUnavailable,
+    ModelError,
+    ChildDied,
+    CudaError,
+    OutOfDeviceMemory,
+)
+"""Why one engine cannot be had, where others may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +172,7 @@ def check_candidates(job: Job) -> None:
     decides, the model is run once to see.
     """
     if job.source.kind != "onnx":
-        here = backends.backend("pytorch").probe()
+        here = job.target("pytorch")
         baseline_recipes(job.plan.benchmark.baselines, here, castable=job.source.kind != "pt2")
     try:
         recipes_of(job)
@@ -175,8 +199,7 @@ def recipes_of(
     calibrated = job.data.calibration is not None or not (exported or job.source.kind == "onnx")
     named = {candidate.backend for candidate in job.plan.candidates}
     targets, notes = {}, []
-    on_gpu = bool(find_gpus().devices)
-    for name in named or (*(GPU_BACKENDS if on_gpu else ()), "onnxruntime", "openvino"):
+    for name in named or (*(GPU_BACKENDS if job.has_gpu else ()), "onnxruntime", "openvino"):
         if name == "torch" and not named and job.source.kind == "onnx":
             continue
         if (
@@ -189,7 +212,7 @@ def recipes_of(
             notes.append(Note(stage="candidates", text=TOO_SMALL_FOR_AOTI, level="info"))
             continue
         try:
-            targets[name] = backends.backend(name).probe()
+            targets[name] = job.target(name)
         except BackendUnavailable as error:
             if named:
                 raise
@@ -206,7 +229,7 @@ def recipes_of(
         targets,
         calibrated,
         job.given,
-        gpu_providers() if on_gpu else (),
+        gpu_providers() if job.has_gpu else (),
     )
     found = (
         recipes_from_candidate(each, targets[each.backend], job.plan, calibrated, job.given)
@@ -254,64 +277,81 @@ def unused_notes(job: Job) -> tuple[Note, ...]:
     )
 
 
-def prepare(
-    job: Job,
-    model: OnnxModel,
-    recipe: Recipe,
-    expected: ReferenceOutputs,
-    bugs: list[InternalError],
-) -> Candidate:
-    """Convert, build and check one candidate, as far as it comes. What stops it is part of the
-    report; a bug of ours is added to `bugs` too.
-    """
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A candidate as far as it came, and the bug of ours that stopped it, if one did."""
+
+    candidate: Candidate
+    bug: InternalError | None = None
+
+
+def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutputs) -> Outcome:
+    """Convert, build and check one candidate, as far as it comes. What stops it is its reason."""
     candidate = Candidate(label=recipe.label, recipe=recipe, state="failed")
     try:
-        backend = backends.backend(recipe.backend)
-        backend.check_recipe(recipe, backend.probe())  # said before any work
+        backends.backend(recipe.backend).check_recipe(recipe, job.target(recipe.backend))
         check_crashed(job, recipe)
         converted = convert_model(job, model, recipe)
         engine = build_engine(job, converted, recipe)
-        notes = (
-            engine.notes
-            if converted is model
-            else (*converted.notes, *lint_notes(converted, recipe, engine.target), *engine.notes)
-        )
-        candidate = candidate.model_copy(
-            update={"engine": engine, "kept_fp32": converted.kept_fp32, "notes": notes}
-        )
-        candidate = with_layers(
-            candidate,
-            prove_engine(job, engine, converted),
-            converted,
-            job.plan.simplify.plain_attention,
-        )
-        report = check_engine(job, engine, expected, job.data.selection)
-        if (
-            candidate.state == "mislabelled"
-        ):  # its answers are told, but it cannot win whatever they are
-            return candidate.model_copy(update={"selection": report})
-        misfit = ranges_misfit(job, model, recipe)
-    except UnsupportedError as error:
-        return stopped(candidate, "refused", error.message)
-    except LoadCrashed as error:
-        job.crashed[recipe.form or ""] = recipe.label
-        return stopped(candidate, "failed", error.message)
-    except BackendUnavailable as error:
-        return stopped(candidate, "built" if candidate.engine else "refused", error.message)
-    except (ModelError, ChildDied, CudaError, OutOfDeviceMemory) as error:
-        return stopped(candidate, "failed", error.message)
+        candidate = with_engine(candidate, engine, model, converted)
+        tables = prove_engine(job, engine, converted)
+        plain_attention = job.plan.simplify.plain_attention
+        candidate = with_layers(candidate, tables, converted, plain_attention)
+        candidate = with_answers(job, model, candidate, engine, expected)
     except InternalError as error:  # the others may still be right
-        bugs.append(error)
-        return stopped(candidate, "failed", f"a bug in Crucible, please report it: {error.message}")
-    state = "measured" if report.passed else "failed accuracy"
-    if misfit and report.passed:  # the answers are right all the same
-        candidate = candidate.model_copy(
-            update={"notes": (*candidate.notes, Note(stage="calibrate", text=misfit))}
-        )
-    causes = (misfit, *report.failures) if misfit and not report.passed else report.failures
+        reason = f"a bug in Crucible, please report it: {error.message}"
+        return Outcome(stopped(candidate, "failed", reason), error)
+    except CANNOT_BUILD as error:
+        if isinstance(error, LoadCrashed):
+            job.crashed[recipe.form or ""] = recipe.label
+        return Outcome(stopped(candidate, state_after(error, candidate), error.message))
+    return Outcome(candidate)
+
+
+def state_after(error: CrucibleError, candidate: Candidate) -> State:
+    """The state of a candidate that an error has stopped."""
+    if isinstance(error, UnsupportedError):
+        return "refused"
+    if isinstance(error, BackendUnavailable):
+        return "built" if candidate.engine else "refused"
+    return "failed"
+
+
+def with_engine(
+    candidate: Candidate, engine: Engine, model: OnnxModel, converted: OnnxModel
+) -> Candidate:
+    """The candidate with its engine, and with the notes of its conversion and build."""
+    notes = engine.notes
+    if converted is not model:
+        findings = lint_notes(converted, candidate.recipe, engine.target)
+        notes = (*converted.notes, *findings, *engine.notes)
     return candidate.model_copy(
-        update={"state": state, "selection": report, "reason": "; ".join(causes)}
+        update={"engine": engine, "kept_fp32": converted.kept_fp32, "notes": notes}
     )
+
+
+def with_answers(
+    job: Job, model: OnnxModel, candidate: Candidate, engine: Engine, expected: ReferenceOutputs
+) -> Candidate:
+    """The candidate with the check of its answers on the selection set, which decides its state.
+
+    A mislabelled one stays so: its answers are reported, but it cannot win whatever they are.
+    """
+    report = check_engine(job, engine, expected, job.data.selection)
+    if candidate.state == "mislabelled":
+        return candidate.model_copy(update={"selection": report})
+    misfit = ranges_misfit(job, model, candidate.recipe)
+    update: dict[str, object] = {"selection": report, "reason": "; ".join(report.failures)}
+    if report.passed:
+        update["state"] = "measured"
+        if misfit:  # the answers are right all the same
+            note = Note(stage="calibrate", text=misfit)
+            update["notes"] = (*candidate.notes, note)
+    else:
+        update["state"] = "failed accuracy"
+        if misfit:
+            update["reason"] = "; ".join((misfit, *report.failures))
+    return candidate.model_copy(update=update)
 
 
 def check_crashed(job: Job, recipe: Recipe) -> None:
@@ -324,30 +364,32 @@ def check_crashed(job: Job, recipe: Recipe) -> None:
 
 
 def prepare_all(
-    job: Job,
-    model: OnnxModel,
-    recipes: Sequence[Recipe],
-    expected: ReferenceOutputs,
-    bugs: list[InternalError],
-) -> list[Candidate]:
+    job: Job, model: OnnxModel, recipes: Sequence[Recipe], expected: ReferenceOutputs
+) -> list[Outcome]:
     """Every candidate, in order; several at a time where that cannot disturb what is measured."""
-    if job.runner.workers == 1 or not may_overlap(model, recipes):
-        return [prepare(job, model, recipe, expected, bugs) for recipe in recipes]
+    if job.runner.workers == 1 or not may_overlap(model, recipes, job.has_gpu):
+        return [prepare(job, model, recipe, expected) for recipe in recipes]
     branches = [job.runner.branch() for _ in recipes]
-    errors: list[list[InternalError]] = [[] for _ in recipes]
     jobs = [replace(job, runner=branch) for branch in branches]
-    arguments = zip(jobs, repeat(model), recipes, repeat(expected), errors)
     try:
         with ThreadPoolExecutor(job.runner.workers) as pool:
-            candidates = results_of([pool.submit(prepare, *each) for each in arguments])
+            arguments = zip(jobs, repeat(model), recipes, repeat(expected))
+            return results_of([pool.submit(prepare, *each) for each in arguments])
     finally:
         for branch in branches:
             job.runner.take_over(branch)
-    bugs.extend(chain.from_iterable(errors))
+
+
+def candidates_of(outcomes: Sequence[Outcome]) -> list[Candidate]:
+    """The candidates. Raises the first bug of ours if it left no engine at all."""
+    candidates = [outcome.candidate for outcome in outcomes]
+    bugs = [outcome.bug for outcome in outcomes if outcome.bug]
+    if bugs and not any(candidate.engine for candidate in candidates):
+        raise bugs[0]
     return candidates
 
 
-def results_of(futures: Sequence[Future[Candidate]]) -> list[Candidate]:
+def results_of(futures: Sequence[Future[Outcome]]) -> list[Outcome]:
     """What threads return, in order; the first error of any of them stops the others."""
     try:
         for done in wait(futures, return_when=FIRST_EXCEPTION).done:
@@ -362,7 +404,7 @@ def results_of(futures: Sequence[Future[Candidate]]) -> list[Candidate]:
         raise
 
 
-def may_overlap(model: OnnxModel, recipes: Sequence[Recipe]) -> bool:
+def may_overlap(model: OnnxModel, recipes: Sequence[Recipe], has_gpu: bool) -> bool:
     """Whether candidates may be prepared side by side.
 
     Not on a GPU, where TensorRT and inductor time kernels while they build. Not large models: their
@@ -370,7 +412,7 @@ def may_overlap(model: OnnxModel, recipes: Sequence[Recipe]) -> bool:
     """
     on_cpu = all(each.backend in ("onnxruntime", "openvino") for each in recipes)
     size = sum(file.stat().st_size for file in model.root.rglob("*") if file.is_file())
-    return on_cpu and size <= LARGEST_SIDE_BY_SIDE and not find_gpus().devices
+    return on_cpu and size <= LARGEST_SIDE_BY_SIDE and not has_gpu
 
 
 def stopped(candidate: Candidate, state: State, reason: str) -> Candidate:
@@ -398,7 +440,6 @@ def rescue(
     model: OnnxModel,
     candidates: Sequence[Candidate],
     expected: ReferenceOutputs,
-    bugs: list[InternalError],
 ) -> Prepared:
     """The candidates, and those that a rescue makes of the ones that failed. Which steps it has:
     pipeline.compiler.fallback.
@@ -407,7 +448,7 @@ def rescue(
     stories = []
     for failed in to_rescue(candidates) if job.plan.rescue else ():
         history: list[Tried | Skipped] = []
-        for attempt in attempts(job, model, failed, frozenset(known), history, bugs):
+        for attempt in attempts(job, model, failed, frozenset(known), history):
             if isinstance(attempt, Skipped):
                 history.append(attempt)
                 continue
@@ -416,9 +457,8 @@ def rescue(
                 tuned = job.plan.model_copy(
                     update={"profiles": attempt.profiles or job.plan.profiles}
                 )
-                known[label] = prepare(
-                    replace(job, plan=tuned), model, attempt.recipe, expected, bugs
-                )
+                outcome = prepare(replace(job, plan=tuned), model, attempt.recipe, expected)
+                known[label] = outcome.candidate
             history.append(tried := Tried(attempt, known[label]))
             if ends(tried):
                 break
@@ -436,7 +476,6 @@ def attempts(
     failed: Candidate,
     known: frozenset[str],
     history: Sequence[Tried | Skipped],
-    bugs: list[InternalError],
 ) -> Iterator[Attempt | Skipped]:
     """The steps in order; the nodes are ranked only once the first steps have failed.
 
@@ -452,12 +491,12 @@ def attempts(
     yield from by_other_methods(failed)
     if keeps_nodes(failed.recipe):
         best = nearest(failed, history)
-        yield from with_nodes_kept(best, rank(job, model, best, bugs), job.plan.keep_builds)
+        yield from with_nodes_kept(best, rank(job, model, best), job.plan.keep_builds)
     if precision is Precision.FP16:
         yield in_bf16(failed)
 
 
-def rank(job: Job, model: OnnxModel, failed: Candidate, bugs: list[InternalError]) -> NodeRanking:
+def rank(job: Job, model: OnnxModel, failed: Candidate) -> NodeRanking:
     """What low precision does to each node on the selection set, its worst samples included; or why
     that cannot be said, or helps nobody.
     """
@@ -468,31 +507,18 @@ def rank(job: Job, model: OnnxModel, failed: Candidate, bugs: list[InternalError
     )
     samples = job.data.selection
     backend = backends.backend(failed.recipe.backend)
-    try:
-        backend.check_recipe(
-            keeping(failed.recipe, ["*"]), backend.probe()
-        )  # whether it can keep any
+    try:  # first whether it can keep any
+        backend.check_recipe(keeping(failed.recipe, ["*"]), job.target(failed.recipe.backend))
         low = convert_model(
             job,
             model,
             failed.recipe.model_copy(update={"realised_in": "graph", "rest": Precision.FP32}),
         )  # one loss at a time
-        inputs, options = (model.digest, low.digest, samples.digest), canonical({"worst": worst})
-        return job.runner.stage(
-            RANK,
-            NodeRanking,
-            model,
-            low,
-            samples,
-            worst,
-            inputs=inputs,
-            options=options,
-            subject=failed.label,
-        )
+        work = partial(rank_nodes, model, low, samples, worst)
+        return job.runner.stage(StageCall(RANK, NodeRanking, work, subject=failed.label))
     except (UnsupportedError, BackendUnavailable, ModelError, ChildDied) as error:
         return NodeRanking(failure=error.message)
     except InternalError as error:  # the next steps may still help
-        bugs.append(error)
         return NodeRanking(failure=f"a bug in Crucible, please report it: {error.message}")
 
 
@@ -501,7 +527,6 @@ def ablate(
     model: OnnxModel,
     prepared: Prepared,
     expected: ReferenceOutputs,
-    bugs: list[InternalError],
 ) -> Prepared:
     """The candidates, and those with one switch of the best int8 candidate reversed. Nothing is
     built where a switch leaves the graph as it is.
@@ -515,7 +540,7 @@ def ablate(
         label = reversal.recipe.label
         changes = label in known or not same_graph(job, model, base.recipe, reversal.recipe)
         if changes and label not in known:
-            known[label] = prepare(job, model, reversal.recipe, expected, bugs)
+            known[label] = prepare(job, model, reversal.recipe, expected).candidate
         tried.append(replace(reversal, changes=changes))
     return replace(prepared, candidates=tuple(known.values()), ablated=Ablated(base, tuple(tried)))
 
@@ -614,19 +639,12 @@ def prove_engine(job: Job, engine: Engine, converted: OnnxModel) -> tuple[LayerT
     found = []
     for index, profile in enumerate(profiles or (Profile(),)):
         feeds = draw_feeds(engine.inputs, profile.sizes("opt"), 0, profile.values_at("opt"))
-        inputs, options = (engine.digest, converted.digest), f"{options_of(profile)} {index}"
-        subject = (
-            engine.recipe.label if index == 0 else f"{engine.recipe.label}, profile {index + 1}"
-        )
-        arguments = (engine, feeds, converted, index)
+        subject = engine.recipe.label
+        if index:
+            subject += f", profile {index + 1}"
+        work = partial(prove, engine, feeds, converted, index)
         proof = job.runner.stage(
-            PROVE,
-            Proof,
-            *arguments,
-            inputs=inputs,
-            options=options,
-            subject=subject,
-            target=engine.target,
+            StageCall(PROVE, Proof, work, subject=subject, target=engine.target)
         )
         found += [proof.table] if proof.table else []
     return tuple(found)
@@ -635,67 +653,41 @@ def prove_engine(job: Job, engine: Engine, converted: OnnxModel) -> tuple[LayerT
 def convert_model(job: Job, model: OnnxModel, recipe: Recipe) -> OnnxModel:
     """The graph that this recipe asks for."""
     if recipe.weight_only:  # needs no data
-        stage = WEIGHT_QUANTIZERS[recipe.quantizer]
-        return job.runner.stage(
-            stage,
-            OnnxModel,
-            model,
-            recipe,
-            inputs=(model.digest,),
-            options=options_of(recipe),
-            subject=recipe.label,
-        )
-    quantizer = (
-        "tensorrt"
-        if recipe.realised_in == "flags" and recipe.precision is Precision.INT8
-        else recipe.quantizer
-    )
+        stage, compress = WEIGHT_QUANTIZERS[recipe.quantizer]
+        work = partial(compress, model, recipe)
+        return job.runner.stage(StageCall(stage, OnnxModel, work, subject=recipe.label))
+    quantizer: str = recipe.quantizer
+    if recipe.realised_in == "flags" and recipe.precision is Precision.INT8:
+        quantizer = "tensorrt"
     if quantizer in QUANTIZERS and job.data.calibration is not None:
-        return quantize_by(QUANTIZERS[quantizer], job, model, recipe, job.data.calibration)
+        return quantize_by(quantizer, job, model, recipe, job.data.calibration)
     if recipe.precision is Precision.FP32 or recipe.realised_in != "graph":
         return model
     table = calibration_table(job, model, recipe)
-    samples = job.samples.first(FEEDS_FOR_CHECKS)
-    inputs = (model.digest, job.samples.digest, table.root.name if table else "")
-    arguments = (model, recipe, table, samples)
-    converted = job.runner.stage(
-        CONVERT,
-        OnnxModel,
-        *arguments,
-        inputs=inputs,
-        options=options_of(recipe),
-        subject=recipe.label,
-    )
-    return (
-        converted.model_copy(update={"notes": (*table.notes, *converted.notes)})
-        if table
-        else converted
-    )
+    work = partial(convert, model, recipe, table, job.samples.first(FEEDS_FOR_CHECKS))
+    converted = job.runner.stage(StageCall(CONVERT, OnnxModel, work, subject=recipe.label))
+    if table is None:
+        return converted
+    return converted.model_copy(update={"notes": (*table.notes, *converted.notes)})
 
 
 def quantize_by(
-    stage: Stage, job: Job, model: OnnxModel, recipe: Recipe, calibration: CalibrationSet
+    quantizer: str, job: Job, model: OnnxModel, recipe: Recipe, calibration: CalibrationSet
 ) -> OnnxModel:
     """A library that chooses ranges and placement by itself stands in the place of calibrate and
     convert.
     """
+    stage, quantize = QUANTIZERS[quantizer]
     options = job.build_options(recipe.backend)
-    digests = job.plugin_digests(recipe.backend)
-    inputs, described = (
-        (model.digest, calibration.digest, *digests),
-        options_of(recipe, job.plan.calibration, options),
-    )
-    arguments = (model, calibration, recipe, job.plan.calibration, options)
-    target = backends.backend(recipe.backend).probe()
-    return job.runner.stage(
+    call = StageCall(
         stage,
         OnnxModel,
-        *arguments,
-        inputs=inputs,
-        options=described,
+        partial(quantize, model, calibration, recipe, job.plan.calibration, options),
+        depends_on=job.plugin_digests(recipe.backend),
         subject=recipe.label,
-        target=target,
+        target=job.target(recipe.backend),
     )
+    return job.runner.stage(call)
 
 
 def calibration_table(job: Job, model: OnnxModel, recipe: Recipe) -> CalibrationTable | None:
@@ -705,14 +697,8 @@ def calibration_table(job: Job, model: OnnxModel, recipe: Recipe) -> Calibration
     if job.data.calibration is None or recipe.quantizer == "given":
         return None
     method = recipe.method or CalibrationMethod.MINMAX
-    inputs, options = (
-        (model.digest, job.data.calibration.digest),
-        canonical({"method": method, **job.plan.calibration.model_dump()}),
-    )
-    arguments = (model, job.data.calibration, method, job.plan.calibration)
-    return job.runner.stage(
-        CALIBRATE, CalibrationTable, *arguments, inputs=inputs, options=options, subject=str(method)
-    )
+    work = partial(calibrate, model, job.data.calibration, method, job.plan.calibration)
+    return job.runner.stage(StageCall(CALIBRATE, CalibrationTable, work, subject=str(method)))
 
 
 def ranges_misfit(job: Job, model: OnnxModel, recipe: Recipe) -> str:
@@ -721,71 +707,45 @@ def ranges_misfit(job: Job, model: OnnxModel, recipe: Recipe) -> str:
     """
     ranged = recipe.precision is Precision.INT8 and not recipe.weight_only
     table = calibration_table(job, model, recipe) if ranged else None
-    samples = job.data.selection
-    if (
-        table is None
-        or job.plan.data.selection is None
-        or isinstance(job.plan.data.selection, GeneratedData)
-    ):
+    selection = job.plan.data.selection
+    if table is None or selection is None or isinstance(selection, GeneratedData):
         return ""
-    inputs = (model.digest, table.root.name, samples.digest)
-    return job.runner.stage(
-        COVER, Coverage, model, table, samples, inputs=inputs, subject=str(table.method)
-    ).failure
+    work = partial(cover, model, table, job.data.selection)
+    call = StageCall(COVER, Coverage, work, subject=str(table.method))
+    return job.runner.stage(call).failure
 
 
 def build_engine(job: Job, model: OnnxModel, recipe: Recipe) -> Engine:
     """The engine of a converted graph; of torch that of the source, whose export the graph is."""
     backend = backends.backend(recipe.backend)
-    stage = replace(BUILD, tools=backend.DISTRIBUTIONS)
-    allowed = job.build_options(recipe.backend)
-    options = options_of(
-        recipe,
-        allowed.model_copy(update={"source": None}),
-    )  # its digest says all but where its files lie
-    source = (allowed.source.digest,) if allowed.source else ()
-    inputs, arguments = (
-        (
-            model.digest,
-            *job.plugin_digests(
-                recipe.backend,
-            ),
-            *source,
-        ),
-        (model, recipe, allowed),
-    )
-    target = backend.probe() if recipe.provider == "cpu" else provider_target()
-    return job.runner.stage(
-        stage,
+    on_cpu = recipe.provider == "cpu"
+    call = StageCall(
+        replace(BUILD, tools=backend.DISTRIBUTIONS),
         Engine,
-        *arguments,
-        inputs=inputs,
-        options=options,
+        partial(build, model, recipe, job.build_options(recipe.backend)),
+        depends_on=job.plugin_digests(recipe.backend),
         subject=recipe.label,
-        target=target,
+        target=job.target(recipe.backend) if on_cpu else provider_target(),
     )
+    return job.runner.stage(call)
 
 
 def check_engine(
     job: Job, engine: Engine, expected: ReferenceOutputs, samples: SampleSet
 ) -> ValidationReport:
     """One engine against the reference on one set."""
-    rows = batch_rows(job)
     accuracy = job.plan.accuracy
-    metric = (
-        code_digest(accuracy.metric, accuracy.python_path, "accuracy.metric")
-        if ":" in accuracy.metric
-        else ""
+    code: tuple[object, ...] = ()
+    if ":" in accuracy.metric:  # the user's own
+        code = (code_digest(accuracy.metric, accuracy.python_path, "accuracy.metric"),)
+    call = StageCall(
+        VALIDATE,
+        ValidationReport,
+        partial(validate, engine, expected, samples, accuracy, batch_rows(job)),
+        depends_on=(engine.recipe, *code),
+        subject=f"{engine.recipe.label} on {samples.role}",
     )
-    inputs, options = (
-        (engine.digest, expected.digest, samples.digest, metric),
-        options_of(accuracy, engine.recipe),
-    )
-    arguments = (engine, expected, samples, accuracy, rows)
-    subject = f"{engine.recipe.label} on {samples.role}"
-    return job.runner.stage(
-        VALIDATE, ValidationReport, *arguments, inputs=inputs, options=options, subject=subject
-    )
+    return job.runner.stage(call)
 
 
 def reference_outputs(
@@ -796,14 +756,11 @@ def reference_outputs(
     """
     rows = batch_rows(job)
     points = gate_points(samples, job.plan.profiles, rows) if at_every_size else ()
-    inputs = (reference.digest, job.source.digest, samples.digest)
-    options = "\n".join((canonical({"rows": rows}), *map(canonical, points)))
-    arguments = (reference, samples, rows, points)
-    return job.runner.stage(
+    call = StageCall(
         REFERENCE,
         ReferenceOutputs,
-        *arguments,
-        inputs=inputs,
-        options=options,
+        partial(run_reference, reference, samples, rows, points),
+        depends_on=(job.source,),
         subject=samples.role,
     )
+    return job.runner.stage(call)

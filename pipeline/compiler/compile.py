@@ -12,8 +12,6 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from pipeline import backends
-from pipeline.backends.cuda import CudaError, OutOfDeviceMemory
 from pipeline.backends.onnxruntime.backend import AS_WRITTEN, gpu_providers
 from pipeline.backends.pytorch import backend as pytorch_
 from pipeline.benchmark.cpu_peaks import with_limits
@@ -21,9 +19,11 @@ from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
 from pipeline.compiler.ablation import ABLATED, ablation_from
 from pipeline.compiler.candidates import (
+    CANNOT_BUILD,
     Prepared,
     ablate,
     build_engine,
+    candidates_of,
     check_candidates,
     check_engine,
     prepare_all,
@@ -31,7 +31,7 @@ from pipeline.compiler.candidates import (
     reference_outputs,
     rescue,
 )
-from pipeline.compiler.context import FEEDS_FOR_CHECKS, Job, open_job, options_of
+from pipeline.compiler.context import FEEDS_FOR_CHECKS, Job, open_job
 from pipeline.compiler.decision import (
     Baseline,
     Decision,
@@ -44,14 +44,9 @@ from pipeline.compiler.decision import (
 from pipeline.core import Engine, Note, OnnxModel, OrtProvider, Precision, Recipe, Target
 from pipeline.errors import (
     BackendUnavailable,
-    ChildDied,
-    InternalError,
-    ModelError,
-    UnsupportedError,
 )
-from pipeline.execution.stage_runner import Runner, Stage
+from pipeline.execution.stage_runner import Runner, Stage, StageCall
 from pipeline.execution.store import canonical
-from pipeline.host.gpu import find_gpus
 from pipeline.onnx_graph import graph
 from pipeline.plan.recipes import (
     AS_GIVEN,
@@ -84,28 +79,21 @@ from pipeline.stages.export import export
 from pipeline.stages.simplify import simplify
 from pipeline.stages.validate import ReferenceOutputs, check_outputs
 
-EXPORT = Stage("export", 2, export, ("torch", "onnx", "onnxscript", "onnxruntime"))
+EXPORT = Stage("export", 3, ("torch", "onnx", "onnxscript", "onnxruntime"))
 SIMPLIFY = Stage(
     "simplify",
-    5,
-    simplify,
+    6,
     ("onnx", "onnxsim", "onnx-graphsurgeon", "onnxruntime"),
-    lasts=lambda model: not model.provisional,
+    is_cacheable=lambda model: not model.provisional,
 )
-BASELINE = Stage("baseline", 3, pytorch_.build_baseline, pytorch_.DISTRIBUTIONS)
-COMPILE = Stage("torch.compile", 1, pytorch_.build_baseline, pytorch_.DISTRIBUTIONS)
-BENCHMARK = Stage("benchmark", 5, benchmark, lasts=lambda found: not found.provisional)
+BASELINE = Stage("baseline", 4, pytorch_.DISTRIBUTIONS)
+COMPILE = Stage("torch.compile", 2, pytorch_.DISTRIBUTIONS)
+BENCHMARK = Stage(
+    "benchmark", 6, writes_files=False, is_cacheable=lambda found: not found.provisional
+)
+STAGES = (EXPORT, SIMPLIFY, BASELINE, COMPILE, BENCHMARK)
 
 EAGER = Recipe(backend="pytorch", precision=Precision.FP32, variant="eager")
-CANNOT_BUILD = (
-    UnsupportedError,
-    BackendUnavailable,
-    ModelError,
-    ChildDied,
-    CudaError,
-    OutOfDeviceMemory,
-)
-"""Why one engine cannot be had, where others may."""
 
 
 def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
@@ -128,11 +116,8 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
     expected = reference_outputs(job, reference, job.data.selection)
     checked = check_baselines(job, build_baselines(job, exported), reference, expected)
     baselines = fit_baselines(checked) or [reference]
-    bugs: list[InternalError] = []
-    prepared = prepare_all(job, model, recipes, expected, bugs)
-    if bugs and not any(candidate.engine for candidate in prepared):
-        raise bugs[0]
-    ablated = ablate(job, model, rescue(job, model, prepared, expected, bugs), expected, bugs)
+    candidates = candidates_of(prepare_all(job, model, recipes, expected))
+    ablated = ablate(job, model, rescue(job, model, candidates, expected), expected)
     measured = measure(job, model, baselines, ablated)
     validation = validate_winner(job, reference, choose(measured.candidates))
     kept = kept_baseline(job, exported, measured, baselines, expected)
@@ -164,51 +149,29 @@ class Measured:
 
 def export_model(job: Job) -> OnnxModel:
     """The source as ONNX, checked against the source."""
+    # what lies at the places that the plan names is in the source's digest
+    places = {"path": None, "weights": None, "python_path": Path()}
     samples = job.samples.first(FEEDS_FOR_CHECKS)
-    model = job.plan.model.model_copy(
-        update={"path": None, "weights": None, "python_path": Path()}
-    )  # what lies there is in the source's digest
-    inputs, options = (
-        (job.source.digest, job.samples.digest),
-        options_of(job.plan.export, model, *job.plan.profiles),
-    )
-    return job.runner.stage(
+    call = StageCall(
         EXPORT,
         OnnxModel,
-        job.source,
-        job.plan.profiles,
-        job.plan.export,
-        samples,
-        inputs=inputs,
-        options=options,
+        partial(export, job.source, job.plan.profiles, job.plan.export, samples),
+        depends_on=(job.plan.model.model_copy(update=places),),
     )
+    return job.runner.stage(call)
 
 
 def simplify_model(job: Job, exported: OnnxModel) -> OnnxModel:
     """The same function in fewer nodes, or the exported graph where that cannot be had."""
-    asked = job.plan.simplify
-    if not (asked.enabled or asked.surgery or asked.plain_attention):
+    options = job.plan.simplify
+    if not (options.enabled or options.surgery or options.plain_attention):
         return exported
+    surgery: tuple[object, ...] = ()
+    if options.surgery:
+        surgery = (code_digest(options.surgery, options.python_path, "simplify.surgery"),)
     samples = job.samples.first(FEEDS_FOR_CHECKS)
-    surgery = (
-        (code_digest(asked.surgery, asked.python_path, "simplify.surgery"),)
-        if asked.surgery
-        else ()
-    )
-    inputs, options = (
-        (exported.digest, job.samples.digest, *surgery),
-        options_of(asked, *job.plan.profiles),
-    )
-    return job.runner.stage(
-        SIMPLIFY,
-        OnnxModel,
-        exported,
-        job.plan.profiles,
-        job.plan.simplify,
-        samples,
-        inputs=inputs,
-        options=options,
-    )
+    work = partial(simplify, exported, job.plan.profiles, options, samples)
+    return job.runner.stage(StageCall(SIMPLIFY, OnnxModel, work, depends_on=surgery))
 
 
 def export_plan(plan: Plan, runner: Runner, simplified: bool = True) -> OnnxModel:
@@ -242,7 +205,7 @@ def build_baselines(job: Job, exported: OnnxModel) -> list[Engine]:
     What cannot be built is left out, and a note of the first says why.
     """
     if job.source.kind == "onnx":
-        recipes = gpu_recipes_as_given(job.given, *_gpu_tools())
+        recipes = gpu_recipes_as_given(job.given, *_gpu_tools(job))
         found, notes = _buildable(recipes, partial(_build_given, job, exported))
         found = found or [_build_given(job, exported, cpu_recipe_as_given(job.given))]
     else:
@@ -259,19 +222,17 @@ def build_baseline(job: Job, exported: OnnxModel, recipe: Recipe) -> Engine:
 
     torch.compile is a step of its own: the report shows how long it took.
     """
-    stage = COMPILE if recipe.variant == "compile" else BASELINE
-    allowed = job.build_options("pytorch")
-    inputs, options = (job.source.digest, exported.digest), options_of(job.source, recipe, allowed)
-    arguments = (job.source, exported, recipe, allowed)
-    return job.runner.stage(
-        stage,
+    call = StageCall(
+        COMPILE if recipe.variant == "compile" else BASELINE,
         Engine,
-        *arguments,
-        inputs=inputs,
-        options=options,
+        partial(
+            pytorch_.build_baseline, job.source, exported, recipe, job.build_options("pytorch")
+        ),
+        depends_on=(canonical(job.source),),  # its files are loaded from where they lie
         subject=recipe.label,
-        target=pytorch_.probe(),
+        target=job.target("pytorch"),
     )
+    return job.runner.stage(call)
 
 
 def _build_other(job: Job, exported: OnnxModel, eager: Engine, recipe: Recipe) -> Engine:
@@ -292,12 +253,12 @@ def _build_given(job: Job, exported: OnnxModel, recipe: Recipe) -> Engine:
     )
 
 
-def _gpu_tools() -> tuple[Target | None, tuple[OrtProvider, ...]]:
+def _gpu_tools(job: Job) -> tuple[Target | None, tuple[OrtProvider, ...]]:
     """TensorRT's target and ONNX Runtime's providers on the GPU of this host, if it has one."""
-    if not find_gpus().devices:
+    if not job.has_gpu:
         return None, ()
     try:
-        target = backends.backend("tensorrt").probe()
+        target: Target | None = job.target("tensorrt")
     except BackendUnavailable:
         target = None
     return target, gpu_providers()
@@ -417,22 +378,16 @@ def measure(job: Job, model: OnnxModel, baselines: list[Engine], prepared: Prepa
     """
     entries = entries_of(baselines, prepared)
     engines = [entry.engine for entry in entries]
-    quiet = job.environment.model_copy(
-        update={"load_1min": 0.0}
-    )  # the load of the moment does not make another host
-    keys = ((entry.engine.recipe.label, entry.engine.digest, entry.role) for entry in entries)
-    inputs = (model.digest, *chain.from_iterable(keys))
-    options = options_of(job.plan.benchmark, quiet, *job.plan.profiles)
-    found = job.runner.stage(
+    # the load of the moment does not make another host
+    quiet = job.environment.model_copy(update={"load_1min": 0.0})
+    labels = tuple(engine.recipe.label for engine in engines)
+    call = StageCall(
         BENCHMARK,
         Benchmarks,
-        entries,
-        model,
-        job.plan.benchmark,
-        ENOUGH_RUNS,
-        inputs=inputs,
-        options=options,
+        partial(benchmark, entries, model, job.plan.benchmark, ENOUGH_RUNS),
+        depends_on=(labels, quiet, job.plan.profiles),
     )
+    found = job.runner.stage(call)
     found = with_limits(
         found,
         engines,

@@ -10,10 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pydantic import BaseModel
-
+from pipeline import backends
 from pipeline.accuracy.task_metric import check_labels
-from pipeline.core import BuildOptions, ModelSource, Precision, TensorRTOptions, TensorSpec
+from pipeline.core import (
+    BuildOptions,
+    ModelSource,
+    Precision,
+    Target,
+    TensorRTOptions,
+    TensorSpec,
+)
 from pipeline.data.samples import (
     CalibrationSet,
     SampleSet,
@@ -24,7 +30,7 @@ from pipeline.data.samples import (
 )
 from pipeline.errors import ModelError, PlanError
 from pipeline.execution.stage_runner import Runner
-from pipeline.execution.store import canonical
+from pipeline.host.gpu import find_gpus
 from pipeline.measurement.measure import Environment, environment
 from pipeline.onnx_graph import graph
 from pipeline.plan.schema import GeneratedData, Plan
@@ -64,6 +70,17 @@ class Job:
     crashed: dict[str, str] = field(
         default_factory=dict
     )  # forms of PyTorch programs that crashed here, and the first label
+
+    targets: dict[str, Target] = field(default_factory=dict)  # of backends that were asked for
+    has_gpu: bool = False
+
+    def target(self, backend: str) -> Target:
+        """What this host is for a backend, found once per compile. BackendUnavailable if it is not
+        here.
+        """
+        if backend not in self.targets:
+            self.targets[backend] = backends.backend(backend).probe()
+        return self.targets[backend]
 
     @property
     def samples(self) -> SampleSet:
@@ -124,13 +141,14 @@ def open_job(plan: Plan, runner: Runner) -> Job:
         else None
     )
     return Job(
-        complete,
-        runner,
-        source,
-        open_data(complete, inputs),
-        environment(),
-        digests_of(complete.tensorrt.plugins),
-        given,
+        plan=complete,
+        runner=runner,
+        source=source,
+        data=open_data(complete, inputs),
+        environment=environment(),
+        plugins=digests_of(complete.tensorrt.plugins),
+        given=given,
+        has_gpu=bool(find_gpus().devices),
     )
 
 
@@ -219,8 +237,3 @@ def digests_of(files: Sequence[Path]) -> tuple[str, ...]:
                 "give the path of a shared library",
             ) from error
     return tuple(digests)
-
-
-def options_of(*options: BaseModel) -> str:
-    """Canonical JSON of several option values."""
-    return "\n".join(canonical(option) for option in options)

@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import datetime as dt
 import importlib.metadata
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel
 
 from pipeline.core import Progress, Target, silent
 from pipeline.execution.child_process import call_in_child
+from pipeline.execution.content import text_of_content
 from pipeline.execution.durations import History
 from pipeline.execution.store import Key, Store
 from pipeline.measurement.measure import monotonic
@@ -56,17 +57,38 @@ class Run(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage as the runner needs to know it: raise `version` when its code changes what it
-    makes.
-    """
+    """One stage as the runner needs to know it."""
 
     name: str
-    version: int
-    function: Callable[..., Any]
+    version: int  # raised when the stage's code changes what it makes
     tools: tuple[str, ...] = ()  # distributions whose versions are part of the key
-    lasts: Callable[[Any], bool] = lambda value: (
-        True
-    )  # False of a value that a failure spoiled which may pass: the next run makes it anew
+    writes_files: bool = True  # the function takes `out`, the folder for its files
+    # False of a value that a passing failure spoiled: it is not kept for the next run
+    is_cacheable: Callable[[Any], bool] = lambda value: True
+
+
+@dataclass(frozen=True)
+class StageCall(Generic[A]):
+    """One call of a stage's function, and the cache key that follows from its fields."""
+
+    stage: Stage
+    kind: type[A]  # of the artifact
+    work: partial[A]  # the function with its arguments, but for `out` and `progress`
+    depends_on: tuple[object, ...] = ()  # what the artifact is made from besides the arguments
+    subject: str = ""  # what is shown beside the stage's name
+    target: Target | None = None  # where the artifact is valid; None: everywhere
+
+    @property
+    def key(self) -> Key:
+        """Equal for calls that make equal artifacts; what is only shown has no part in it."""
+        arguments = (*self.work.args, *self.depends_on)
+        return Key(
+            stage=self.stage.name,
+            version=self.stage.version,
+            inputs=tuple(text_of_content(argument) for argument in arguments),
+            tools={tool: installed(tool) for tool in self.stage.tools},
+            target=self.target,
+        )
 
 
 @dataclass(slots=True)
@@ -94,27 +116,9 @@ class Runner:
             elif self.steps[place].reused:
                 self.steps[place] = step
 
-    def stage(
-        self,
-        stage: Stage,
-        kind: type[A],
-        *arguments: object,
-        inputs: tuple[str, ...],
-        options: str = "",
-        subject: str = "",
-        target: Target | None = None,
-    ) -> A:
-        """The stage's artifact: from the store, or made by `stage.function(*arguments[, out],
-        progress)` in a child.
-        """
-        key = Key(
-            stage.name,
-            stage.version,
-            inputs,
-            options,
-            {tool: installed(tool) for tool in stage.tools},
-            target,
-        )
+    def stage(self, call: StageCall[A]) -> A:
+        """The artifact of a call: from the store, or made in a child by the stage's function."""
+        stage, subject, key = call.stage, call.subject, call.key
         log = self.store.root / "logs" / f"{stage.name}-{key.digest[:12]}.log"
 
         def tell(state: Any, **details: Any) -> None:
@@ -123,20 +127,20 @@ class Runner:
         def make(out: Path) -> A:
             estimate_s = self.history.estimate(stage.name, subject, self.plan)
             tell("started", estimate_s=estimate_s)
-            places = (out,) if "out" in inspect.signature(stage.function).parameters else ()
-            progress = self._progress(stage.name, subject, estimate_s)
+            arguments = [*call.work.args]
+            if stage.writes_files:
+                arguments.append(out)
             value: A = self.run(
-                stage.function,
+                call.work.func,
                 *arguments,
-                *places,
                 name=subject or stage.name,
                 log=log,
-                progress=progress,
+                progress=self._progress(stage.name, subject, estimate_s),
             )
             return value
 
         try:
-            stored = self.store.get(key, kind, make, stage.lasts)
+            stored = self.store.get(key, call.kind, make, stage.is_cacheable)
         except BaseException as error:
             tell("failed", text=_first_line(error))
             raise
@@ -152,9 +156,8 @@ class Runner:
         )
         self.steps.append(step)
         if not stored.reused:
-            self.history.add(
-                stage.name, subject, step.seconds, self.plan, target.device if target else ""
-            )
+            device = call.target.device if call.target else ""
+            self.history.add(stage.name, subject, step.seconds, self.plan, device)
         tell("reused" if stored.reused else "finished", seconds=step.seconds)
         return stored.value
 

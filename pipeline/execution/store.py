@@ -140,7 +140,7 @@ class Store:
         key: Key,
         kind: type[A],
         make: Callable[[Path], A],
-        lasts: Callable[[A], bool] = lambda value: True,
+        is_cacheable: Callable[[A], bool] = lambda value: True,
     ) -> Stored[A]:
         """The artifact of this key, made by `make(folder)` unless it is there. Failures are never
         kept, and values that do not last only for as long as this store is open.
@@ -163,7 +163,7 @@ class Store:
                 provenance = _provenance(key, time.perf_counter() - started)
                 write_manifest(work, value, provenance)
                 final = _folder(self.root, key.stage, key.digest)
-                self._publish(work, final if lasts(value) else self._passing_folder(final))
+                self._publish(work, final if is_cacheable(value) else self._passing_folder(final))
             except BaseException as error:
                 full = _may_be_disk(error) and shutil.disk_usage(self.root).free < LEAST_FREE_BYTES
                 shutil.rmtree(work, ignore_errors=True)

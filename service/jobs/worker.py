@@ -24,7 +24,7 @@ from pipeline.core import Note, Progress, silent
 from pipeline.errors import BackendUnavailable, InternalError
 from pipeline.execution.child_process import call_in_child
 from pipeline.execution.exit_causes import crucible_error
-from pipeline.execution.stage_runner import Run, Runner, Stage, StageEvent, installed
+from pipeline.execution.stage_runner import Run, Runner, StageEvent, installed
 from pipeline.execution.store import Store
 from service.jobs.messages import (
     LINE_BYTES,
@@ -222,16 +222,8 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
             targets[name] = backend(name).probe().model_dump(mode="json")
         except BackendUnavailable as error:
             targets[name] = {"absent": error.message}
-    stages = [
-        value
-        for module in (compile, candidates)
-        for value in vars(module).values()
-        if isinstance(value, Stage)
-    ]
-    stages += [*candidates.QUANTIZERS.values(), *candidates.WEIGHT_QUANTIZERS.values()]
-    versions = sorted(
-        {(stage.name, stage.function.__qualname__, stage.version) for stage in stages}
-    )
+    stages = (*compile.STAGES, *candidates.STAGES)
+    versions = [(stage.name, stage.tools, stage.version) for stage in stages]
     tools = {tool: installed(tool) for stage in stages for tool in stage.tools} | {
         "crucible": distribution.version()
     }

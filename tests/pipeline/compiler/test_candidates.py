@@ -20,7 +20,7 @@ from pipeline.compiler.candidates import (
 )
 from pipeline.compiler.context import Job, open_job
 from pipeline.core import Precision, Recipe, Target
-from pipeline.errors import InternalError, UnsupportedError
+from pipeline.errors import UnsupportedError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.onnx_graph.graph import onnx_model
@@ -65,14 +65,10 @@ def test_what_this_host_cannot_do_is_refused_and_the_others_go_on(tmp_path: Path
     check_candidates(job)
     (bf16, fp32), _ = recipes_of(job)
     nothing: Any = None  # neither an answer to compare with nor a graph is looked at
-    bugs: list[InternalError] = []
-    refused = prepare(job, onnx_model(tmp_path, "model.onnx"), bf16, nothing, bugs)
-    assert (refused.label, refused.state, refused.engine, bugs) == (
-        "onnxruntime bf16",
-        "refused",
-        None,
-        [],
-    )
+    outcome = prepare(job, onnx_model(tmp_path, "model.onnx"), bf16, nothing)
+    refused = outcome.candidate
+    assert outcome.bug is None
+    assert (refused.label, refused.state, refused.engine) == ("onnxruntime bf16", "refused", None)
     assert "would only pretend to run bf16" in refused.reason
     assert fp32.precision is Precision.FP32
     assert job.runner.steps == []

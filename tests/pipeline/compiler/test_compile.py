@@ -259,11 +259,11 @@ def test_another_plugin_at_the_same_place_builds_again_and_for_tensorrt_only(
 
 def test_every_quantizer_that_a_recipe_can_name_is_there_and_called_alike() -> None:
     assert set(QUANTIZERS) == {"nncf", "modelopt", "tensorrt"}
-    calls = {tuple(inspect.signature(stage.function).parameters) for stage in QUANTIZERS.values()}
+    calls = {tuple(inspect.signature(quantize).parameters) for _, quantize in QUANTIZERS.values()}
     assert calls == {("model", "samples", "recipe", "options", "allowed", "out", "progress")}
     assert set(WEIGHT_QUANTIZERS) == set(WEIGHTS_BY_BACKEND.values())
     assert {
-        tuple(inspect.signature(stage.function).parameters) for stage in WEIGHT_QUANTIZERS.values()
+        tuple(inspect.signature(compress).parameters) for _, compress in WEIGHT_QUANTIZERS.values()
     } == {("model", "recipe", "out", "progress")}
 
 

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +96,10 @@ def prepared(
     """Every candidate of a small task, the job whose runner has the steps, and bugs of ours."""
     job, model, expected = opened(folder, **changes)
     runner = Runner(Store(folder / "home"), run=run, workers=workers)
-    job = Job(job.plan, runner, job.source, job.data, job.environment)
-    bugs: list[InternalError] = []
-    candidates = prepare_all(job, model, recipes or recipes_of(job)[0], expected, bugs)
-    return candidates, job, bugs
+    job = replace(job, runner=runner)
+    outcomes = prepare_all(job, model, recipes or recipes_of(job)[0], expected)
+    bugs = [outcome.bug for outcome in outcomes if outcome.bug]
+    return [outcome.candidate for outcome in outcomes], job, bugs
 
 
 def opened(folder: Path, **changes: object) -> tuple[Job, OnnxModel, ReferenceOutputs]:
@@ -293,7 +294,7 @@ def test_only_small_models_overlap_and_only_on_backends_of_the_cpu(
     with (tmp_path / "weights.bin").open("wb") as file:
         file.truncate(rest + more_bytes)
     recipes = [Recipe(backend=name, precision=Precision.FP32) for name in backends]
-    assert may_overlap(model, recipes) is overlaps
+    assert may_overlap(model, recipes, has_gpu=False) is overlaps
 
 
 # -- packages that crash

@@ -1,13 +1,15 @@
 """The runner: one stage through store, child and events."""
 
 import os
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from pipeline.core import Artifact, Progress, Target
 from pipeline.errors import DataError
-from pipeline.execution.stage_runner import Runner, Stage, StageEvent, installed
+from pipeline.execution.stage_runner import Runner, Stage, StageCall, StageEvent, installed
 from pipeline.execution.store import Store
 from pipeline.results.report import Step
 
@@ -27,16 +29,20 @@ def refuse(progress: Progress) -> Number:
     raise DataError("expected more, got less", "send more")
 
 
-DOUBLE = Stage("double", 1, double, ("numpy",))
+DOUBLE = Stage("double", 1, ("numpy",))
+REFUSE = StageCall(Stage("refuse", 1, writes_files=False), Number, partial(refuse))
+
+
+def call(number: int = 21, subject: str = "", **changes: object) -> StageCall[Number]:
+    """What doubles a number."""
+    return replace(StageCall(DOUBLE, Number, partial(double, number)), subject=subject, **changes)  # type: ignore[arg-type]
 
 
 def test_a_stage_runs_in_a_child_once_and_is_then_reused(tmp_path: Path) -> None:
     events: list[StageEvent] = []
     runner = Runner(Store(tmp_path), events.append)
-    first = runner.stage(DOUBLE, Number, 21, inputs=("21",), subject="x")
-    again = Runner(Store(tmp_path), events.append).stage(
-        DOUBLE, Number, 21, inputs=("21",), subject="x"
-    )
+    first = runner.stage(call(21, "x"))
+    again = Runner(Store(tmp_path), events.append).stage(call(21, "x"))
     assert first == again
     assert first.value == 42
     assert first.pid != os.getpid()
@@ -55,11 +61,9 @@ def test_a_finished_stage_leaves_its_time_and_the_next_run_an_estimate(tmp_path:
     events: list[StageEvent] = []
     runner = Runner(Store(tmp_path), events.append, plan="tiny")
     target = Target(backend="numpy", version="2", device="abacus")
-    runner.stage(DOUBLE, Number, 21, inputs=("21",), subject="x", target=target)
-    runner.stage(DOUBLE, Number, 21, inputs=("other",), subject="x")
-    Runner(Store(tmp_path), events.append).stage(
-        DOUBLE, Number, 21, inputs=("21",), subject="x", target=target
-    )
+    runner.stage(call(21, "x", target=target))
+    runner.stage(call(22, "x"))
+    Runner(Store(tmp_path), events.append).stage(call(21, "x", target=target))
     entries = runner.history.entries()
     assert [(entry.plan, entry.stage, entry.subject, entry.device) for entry in entries] == [
         ("tiny", "double", "x", "abacus"),
@@ -82,22 +86,33 @@ def test_a_finished_stage_leaves_its_time_and_the_next_run_an_estimate(tmp_path:
 def test_a_stage_that_fails_leaves_no_time(tmp_path: Path) -> None:
     runner = Runner(Store(tmp_path))
     with pytest.raises(DataError):
-        runner.stage(Stage("refuse", 1, refuse), Number, inputs=())
+        runner.stage(REFUSE)
     assert runner.history.entries() == ()
 
 
 def test_the_same_stage_twice_in_one_run_is_one_step(tmp_path: Path) -> None:
     runner = Runner(Store(tmp_path))
-    runner.stage(DOUBLE, Number, 21, inputs=("21",))
-    runner.stage(DOUBLE, Number, 21, inputs=("21",))
+    runner.stage(call())
+    runner.stage(call())
     assert len(runner.steps) == 1
 
 
-@pytest.mark.parametrize("changed", [{"inputs": ("22",)}, {"inputs": ("21",), "options": "other"}])
-def test_other_inputs_or_options_make_it_again(tmp_path: Path, changed: dict[str, str]) -> None:
+TARGET = Target(backend="numpy", version="2", device="abacus")
+CHANGES = {
+    "an argument": call(22),
+    "what it depends on": call(depends_on=("the user's code",)),
+    "the target": call(target=TARGET),
+    "the version": call(stage=replace(DOUBLE, version=2)),
+    "the tools": call(stage=replace(DOUBLE, tools=("onnx",))),
+    "the stage": call(stage=replace(DOUBLE, name="twice")),
+}
+
+
+@pytest.mark.parametrize("changed", CHANGES.values(), ids=CHANGES)
+def test_another_call_makes_it_again(tmp_path: Path, changed: StageCall[Number]) -> None:
     runner = Runner(Store(tmp_path))
-    runner.stage(DOUBLE, Number, 21, inputs=("21",))
-    runner.stage(DOUBLE, Number, 21, **changed)  # type: ignore[arg-type]
+    runner.stage(call())
+    runner.stage(changed)
     assert [step.reused for step in runner.steps] == [False, False]
 
 
@@ -105,7 +120,7 @@ def test_a_failure_is_told_and_not_kept(tmp_path: Path) -> None:
     events: list[StageEvent] = []
     runner = Runner(Store(tmp_path), events.append)
     with pytest.raises(DataError):
-        runner.stage(Stage("refuse", 1, refuse), Number, inputs=())
+        runner.stage(REFUSE)
     assert events[-1].state == "failed"
     assert runner.steps == []
     assert not (tmp_path / "artifacts" / "refuse").exists()
@@ -120,7 +135,7 @@ def test_a_double_can_run_the_stages(tmp_path: Path) -> None:
         assert isinstance(out, Path)
         return double(1, out, lambda fraction, text: None)
 
-    assert Runner(Store(tmp_path), run=run).stage(DOUBLE, Number, 21, inputs=("21",)).value == 2  # type: ignore[arg-type]
+    assert Runner(Store(tmp_path), run=run).stage(call()).value == 2  # type: ignore[arg-type]
     assert names == ["double"]
 
 
@@ -137,11 +152,11 @@ def step(digest: str, reused: bool) -> Step:
 
 def test_a_branch_has_steps_of_its_own_until_they_are_taken_over(tmp_path: Path) -> None:
     runner = Runner(Store(tmp_path), plan="tiny", workers=2)
-    runner.stage(DOUBLE, Number, 21, inputs=("21",), subject="before")
+    runner.stage(call(21, "before"))
     first, second = runner.branch(), runner.branch()
     assert (first.steps, first.store, first.plan) == ([], runner.store, "tiny")
-    second.stage(DOUBLE, Number, 22, inputs=("22",), subject="second")
-    first.stage(DOUBLE, Number, 23, inputs=("23",), subject="first")
+    second.stage(call(22, "second"))
+    first.stage(call(23, "first"))
     assert [each.subject for each in runner.steps] == ["before"]
     runner.take_over(first)
     runner.take_over(second)

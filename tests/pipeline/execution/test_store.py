@@ -297,11 +297,11 @@ def test_a_damaged_artifact_of_the_shared_store_is_made_again_in_the_own(tmp_pat
 
 def test_what_does_not_last_is_there_until_its_store_closes(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    first = store.get(KEY, Text, make, lasts=lambda text: text.length > 5)
+    first = store.get(KEY, Text, make, is_cacheable=lambda text: text.length > 5)
     assert first.value.path.read_text() == "hello"
     assert store.get(KEY, Text, never).value == first.value
     assert Store(tmp_path).find(KEY, Text) is None
-    kept = Store(tmp_path).get(KEY, Text, make, lasts=lambda text: text.length == 5)
+    kept = Store(tmp_path).get(KEY, Text, make, is_cacheable=lambda text: text.length == 5)
     assert kept.value.root != first.value.root
     assert first.value.path.exists(), "another may still read it"
     assert Store(tmp_path / "home").adopt(tmp_path) == ()

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.compiler.compile import SIMPLIFY
 from pipeline.core import DimRange, OnnxModel, Profile, Progress, Tensors, ValueRange, silent
-from pipeline.execution.stage_runner import Runner
+from pipeline.execution.stage_runner import Runner, StageCall
 from pipeline.execution.store import Store
 from pipeline.onnx_graph.compare import open_reference
 from pipeline.onnx_graph.graph import (
@@ -236,9 +236,7 @@ def test_what_more_memory_may_mend_is_tried_again_by_the_next_compile(
 
     def run(store: Store) -> OnnxModel:
         runner = Runner(store, run=lambda function, *arguments, **rest: function(*arguments))
-        return runner.stage(
-            replace(SIMPLIFY, function=stage), OnnxModel, two_nodes, inputs=("two nodes",)
-        )
+        return runner.stage(StageCall(SIMPLIFY, OnnxModel, partial(stage, two_nodes)))
 
     simplifiers = [simplifier]
     store = Store(tmp_path)

@@ -401,7 +401,8 @@ def everything(folder: Path, besides: Path) -> dict[Path, tuple[int, int, bytes]
 
 
 def probe_with_another_build(progress: Progress) -> HostIdentity:
-    candidates.BUILD = replace(candidates.BUILD, version=candidates.BUILD.version + 1)
+    newer = replace(candidates.BUILD, version=candidates.BUILD.version + 1)
+    candidates.STAGES = (*candidates.STAGES, newer)
     return probe_host()
 
 
