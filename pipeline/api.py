@@ -34,10 +34,10 @@ def compile(
     """Compile a model as `crucible compile` does, and return the report.
 
     `plan` is the path of a YAML plan, the path of an .onnx file (compiled with all defaults), or a
-    `Plan`. `overrides` are texts of the form `a.b=value`, as for `--set`; relative paths in a plan
-    file start at the file, those in overrides of a `Plan` at the working folder. `emit` is called
-    with a `StageEvent` whenever a stage starts, goes on or ends, from several threads; without it
-    nothing is shown.
+    `Plan`. `overrides` are texts of the form `a.b=value`, as for `--set`. Relative paths in a plan
+    file and in its overrides start at the file's folder; in overrides of an .onnx file or of a
+    `Plan`, at the working folder. `emit` is called with a `StageEvent` whenever a stage starts,
+    goes on or ends, from several threads; without it nothing is shown.
 
     The folder `out` then holds report.json, report.md and report.html, and `engine/` unless the
     verdict is `rejected`, or `keep` where the baseline cannot be delivered as an engine
@@ -54,17 +54,11 @@ def compile(
     from pipeline.execution.stage_runner import Runner
     from pipeline.execution.store import Store
     from pipeline.measurement.measure import usable_cores
-    from pipeline.plan.schema import Plan, home, override_plan
+    from pipeline.plan.schema import home
     from pipeline.report.bundle import check_folder
 
-    overrides, folder = tuple(overrides), Path(out)
-    if isinstance(plan, Plan):
-        parsed = override_plan(plan, overrides) if overrides else plan
-        command = "pipeline.compile(plan, out)"
-    else:
-        parsed = read_plan(plan, overrides)
-        sets = [part for override in overrides for part in ("--set", override)]
-        command = shlex.join(["crucible", "compile", str(plan), *sets, "--out", str(out)])
+    folder = Path(out)
+    parsed, command = _plan_and_command(plan, tuple(overrides), folder)
     check_folder(folder)
     runner = Runner(
         Store(home()),
@@ -75,6 +69,20 @@ def compile(
     report = compile_plan(parsed, runner, command)
     publish_report(report, folder)
     return report
+
+
+def _plan_and_command(
+    plan: Plan | Path | str, overrides: tuple[str, ...], out: Path
+) -> tuple[Plan, str]:
+    """The checked plan, and for its report the command that repeats the compile."""
+    from pipeline.plan.schema import Plan, override_plan
+
+    if isinstance(plan, Plan):
+        parsed = override_plan(plan, overrides) if overrides else plan
+        return parsed, "pipeline.compile(plan, out)"
+    sets = [part for override in overrides for part in ("--set", override)]
+    command = ["crucible", "compile", str(plan), *sets, "--out", str(out)]
+    return read_plan(plan, overrides), shlex.join(command)
 
 
 def _ignore(event: object) -> None:
