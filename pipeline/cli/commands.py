@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from pipeline.api import MAX_WORKERS, read_plan
 from pipeline.cli import terminal
 from pipeline.cli.options import (
     JsonOption,
@@ -37,8 +38,6 @@ from pipeline.measurement.measure import usable_cores
 from pipeline.plan import schema as config
 from pipeline.report import bundle as deliver
 from pipeline.results.report import Report, Verdict
-
-MAX_WORKERS = 4  # candidates that are prepared side by side
 
 app = typer.Typer()
 
@@ -484,9 +483,7 @@ def delivered_engine(folder: Path) -> Engine:
 def _plan(path: Path, overrides: list[str], profiles: list[str]) -> config.Plan:
     if profiles:
         overrides = [*overrides, f"profiles={profiles_text(profiles)}"]
-    if path.suffix in config.ONNX_SUFFIXES:
-        return config.plan_from_model(path, overrides)
-    return config.load_plan(path, overrides)
+    return read_plan(path, overrides)
 
 
 @contextlib.contextmanager

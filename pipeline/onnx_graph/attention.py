@@ -4,11 +4,11 @@ a mask of one row, Softmax, product.
 Exporters write scaled_dot_product_attention out with the root of the scale on both sides, the keys
 through three dimensions, a Where against rows without any token (NaN), and a mask that fp16 cannot
 hold or that is written out for every query: 8 MB at 2,048 tokens, which each head would read again.
-Without the Where the same numbers come, as masks.py writes the mask; only with one that adds the
-smallest finite number does a row without any token answer otherwise: the mean of all values before,
-attention to all of them after. TensorRT 10.6 then runs an encoder's attention in one kernel where
-it took several, or not at all: docs/tensorrt.md says how much that is worth. First of all queries,
-keys and values get products of their own, where one gave all three (projections.py).
+Without the Where the same numbers come, as attention_masks.py writes the mask; only with one that
+adds the smallest finite number does a row without any token answer otherwise: the mean of all
+values before, attention to all of them after. TensorRT 10.6 then runs an encoder's attention in one
+kernel where it took several, or not at all: docs/tensorrt.md says how much that is worth. First of
+all queries, keys and values get products of their own, where one gave all three (split_qkv.py).
 """
 
 from __future__ import annotations

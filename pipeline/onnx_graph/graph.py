@@ -1,5 +1,5 @@
 """Read-only ONNX inspection and careful file access. `compare.py` runs and compares graphs,
-`costs.py` counts their FLOPs.
+`flops.py` counts their FLOPs.
 
 A file is trusted with nothing: external data is read only from the model's own folder, and what
 cannot be bound to arrays is refused by name.

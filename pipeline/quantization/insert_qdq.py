@@ -1,4 +1,4 @@
-"""Writes Q/DQ pairs into a graph: `quantization.py` says where, and does the arithmetic."""
+"""Writes Q/DQ pairs into a graph: `placement.py` says where, and does the arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""int8: the arithmetic, and where Q/DQ pairs go. Pure; `qdq.py` writes the result into a graph.
+"""int8: the arithmetic, and where Q/DQ pairs go. Pure; `insert_qdq.py` writes the result into a
+graph.
 
 Activations are quantised per tensor, weights per output channel. With s the scale:
 

@@ -98,7 +98,7 @@ def run_onnxsim(source: Path, target: Path, progress: Progress) -> None:
     skipped += ["fuse_attention"]  # an operator of ONNX Runtime alone
     skipped += [
         "fuse_qkv"
-    ]  # one product for queries, keys and values, which projections.py takes apart
+    ]  # one product for queries, keys and values, which split_qkv.py takes apart
     if set(QDQ) & set(operator_histogram(source)):
         skipped += [
             "eliminate_common_subexpression",

@@ -1,4 +1,4 @@
-"""Waiting for the use of a device: the shell around devices.py, shared by all who build, serve or
+"""Waiting for the use of a device: the shell around policy.py, shared by all who build, serve or
 measure in this server.
 """
 

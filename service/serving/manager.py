@@ -1,4 +1,4 @@
-"""All models that are served: the protocol `Serving` of requests.py, and what changes it.
+"""All models that are served: the protocol `Serving` of inference.py, and what changes it.
 
     await deployments.start()                              what was deployed when the server ended is loaded again
     await deployments.deploy(caller, "resnet50", options)  ready when this returns

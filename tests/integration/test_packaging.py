@@ -1,12 +1,17 @@
 """The base install: no torch, one onnxruntime, light imports, and it compiles an ONNX model."""
 
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
+import grpc
+import httpx
 import pytest
 from packaging.requirements import Requirement
 
@@ -114,6 +119,89 @@ def test_what_is_installed_says_that_it_is_typed(base_python: str, tmp_path: Pat
         check=False,
     )
     assert "-> service.http.schemas.JobView" in checked.stdout, checked.stdout
+
+
+HELPERS = """
+import asyncio, json, sys
+import pipeline
+from pipeline.core import Frozen
+from service.grpc import descriptors
+from service.offload.pool import Helpers
+
+async def answers():
+    plain, of_grpc = Helpers(1), Helpers(1, "service.grpc.offload_worker")
+    try:
+        body = json.dumps({"inputs": {"x": [[1.5, 2.5]]}}).encode()
+        head, binary = await plain.ask("decode_json", [body], dtypes={"x": "float32"})
+        print(binary[head["header_length"]:].hex())
+        messages = descriptors.names_of("grpc_service.proto")
+        request = messages["ModelInferRequest"](model_name="tiny")
+        tensor = request.inputs.add(name="x", datatype="FP32", shape=[1, 2])
+        tensor.contents.fp32_contents.extend([1.5, 2.5])
+        _, raw = await of_grpc.ask("raw_form", [request.SerializeToString()])
+        print(messages["ModelInferRequest"].FromString(raw).raw_input_contents[0].hex())
+    finally:
+        await plain.close()
+        await of_grpc.close()
+
+asyncio.run(answers())
+print(pipeline.__file__, descriptors.__file__)
+"""
+
+
+@pytest.mark.slow
+def test_helper_processes_of_an_install_answer(base_python: str, tmp_path: Path) -> None:
+    """They are started by the names of their modules, from an empty environment."""
+    done = subprocess.run(
+        [base_python, "-c", HELPERS],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment({"PYTHONPATH": ""}),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    json_helper, grpc_helper, places = done.stdout.splitlines()
+    assert json_helper == grpc_helper == "0000c03f00002040"  # 1.5 and 2.5 in fp32
+    installed = str(Path(base_python).parents[1] / "lib")
+    assert all(place.startswith(installed) for place in places.split())
+
+
+@contextmanager
+def served(base_python: str, home: Path) -> Iterator[tuple[str, str]]:
+    """The installed `crucible serve` on free ports: its URL, and where gRPC listens."""
+    command = [str(Path(base_python).parent / "crucible"), "serve", "--port", "0"]
+    with (home / "server.log").open("w") as log:
+        process = subprocess.Popen(
+            [*command, "--home", str(home)],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            cwd=home,
+            env=environment({"PYTHONPATH": ""}),
+        )
+    with process:
+        try:
+            assert process.stdout is not None
+            lines = [process.stdout.readline() for _ in range(2)]
+            found = re.fullmatch(
+                r"Crucible listens on (http://\S+)\ngRPC listens on (\S+)\n", "".join(lines)
+            )
+            assert found, (home / "server.log").read_text()
+            yield found[1], found[2]
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+@pytest.mark.slow
+def test_an_install_serves_http_and_grpc(base_python: str, tmp_path: Path) -> None:
+    with served(base_python, tmp_path) as (url, address):
+        answer = httpx.get(f"{url}/healthz")
+        assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+        with grpc.insecure_channel(address) as channel:
+            is_live = channel.unary_unary("/inference.GRPCInferenceService/ServerLive")
+            assert is_live(b"", timeout=30) == b"\x08\x01"  # ServerLiveResponse(live=True)
 
 
 def test_a_command_that_needs_no_heavy_library_loads_none() -> None:

@@ -1,5 +1,5 @@
 """The timing cache's files, and who has the GPU to himself. TensorRT's own part is in
-test_tensorrt.py: it needs the GPU.
+tensorrt/test_backend.py: it needs the GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sessions of TensorRT on doubles of CUDA and TensorRT; test_trt_session_gpu.py asks the same of a
+"""Sessions of TensorRT on doubles of CUDA and TensorRT; test_session_gpu.py asks the same of a
 GPU.
 """
 

@@ -1,0 +1,198 @@
+"""Crucible from Python: compile a plan, open the delivered engine, read the report.
+
+`import pipeline` is light: each function imports what it needs when it is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from pipeline.backends.base import Loaded, Session
+    from pipeline.core import Engine, Tensors, TensorSpec
+    from pipeline.execution.stage_runner import Emit
+    from pipeline.plan.schema import Plan
+    from pipeline.results.report import Report
+
+MAX_WORKERS = 4  # candidates that are prepared side by side
+
+
+def compile(
+    plan: Plan | Path | str,
+    out: Path | str,
+    overrides: Iterable[str] = (),
+    emit: Emit | None = None,
+) -> Report:
+    """Compile a model as `crucible compile` does, and return the report.
+
+    `plan` is the path of a YAML plan, the path of an .onnx file (compiled with all defaults), or a
+    `Plan`. `overrides` are texts of the form `a.b=value`, as for `--set`. Relative paths in a plan
+    file and in its overrides start at the file's folder; in overrides of an .onnx file or of a
+    `Plan`, at the working folder. `emit` is called with a `StageEvent` whenever a stage starts,
+    goes on or ends, from several threads; without it nothing is shown.
+
+    The folder `out` then holds report.json, report.md and report.html, and `engine/` unless the
+    verdict is `rejected`, or `keep` where the baseline cannot be delivered as an engine
+    (`report.has_engine`). What an earlier compile left there is replaced. Stages run in child
+    processes, and what they make is kept in the store (`CRUCIBLE_HOME`): the same call goes on
+    where it was stopped.
+
+    Raises PlanError for a plan, an override or a folder that cannot be used, ModelError and
+    DataError for files that cannot be read, UnsupportedError and HostError for what this host
+    lacks. A candidate that fails is no error: the report has its reason. `report.verdict` says
+    whether to use the engine.
+    """
+    from pipeline.compiler.compile import compile_plan, publish_report
+    from pipeline.execution.stage_runner import Runner
+    from pipeline.execution.store import Store
+    from pipeline.measurement.measure import usable_cores
+    from pipeline.plan.schema import home
+    from pipeline.report.bundle import check_folder
+
+    folder = Path(out)
+    parsed, command = _plan_and_command(plan, tuple(overrides), folder)
+    check_folder(folder)
+    runner = Runner(
+        Store(home()),
+        emit or _ignore,
+        plan=parsed.name,
+        workers=min(usable_cores(), MAX_WORKERS),
+    )
+    report = compile_plan(parsed, runner, command)
+    publish_report(report, folder)
+    return report
+
+
+def _plan_and_command(
+    plan: Plan | Path | str, overrides: tuple[str, ...], out: Path
+) -> tuple[Plan, str]:
+    """The checked plan, and for its report the command that repeats the compile."""
+    from pipeline.plan.schema import Plan, override_plan
+
+    if isinstance(plan, Plan):
+        parsed = override_plan(plan, overrides) if overrides else plan
+        return parsed, "pipeline.compile(plan, out)"
+    sets = [part for override in overrides for part in ("--set", override)]
+    command = ["crucible", "compile", str(plan), *sets, "--out", str(out)]
+    return read_plan(plan, overrides), shlex.join(command)
+
+
+def _ignore(event: object) -> None:
+    """Show nothing of a stage."""
+
+
+def read_plan(path: Path | str, overrides: Iterable[str] = ()) -> Plan:
+    """Read a YAML plan, or make the plan of an .onnx file: all defaults, no data.
+
+    `overrides` are texts of the form `a.b=value`. Raises PlanError, with the line or the key at
+    fault, if the plan cannot be used.
+    """
+    from pipeline.plan.schema import ONNX_SUFFIXES, load_plan, plan_from_model
+
+    file = Path(path)
+    return (plan_from_model if file.suffix in ONNX_SUFFIXES else load_plan)(file, overrides)
+
+
+def read_report(folder: Path | str) -> Report:
+    """Read the report that a compile wrote into `folder`, or the report.json of that name.
+
+    Raises UserError if there is none, or if another version of Crucible wrote it.
+    """
+    from pipeline.report.render import load_report
+
+    return load_report(Path(folder))
+
+
+def open_engine(folder: Path | str, device: str = "") -> OpenEngine:
+    """Load the engine that a compile delivered into `folder`; use it in a `with` statement.
+
+    Every file is compared with its sha256 first. `device` may name another GPU, such as `cuda:1`,
+    for an engine of TensorRT. An engine of the backend `torch` is code: open it
+    only if you trust where it comes from.
+
+    Raises ModelError if the folder holds no engine, DamagedError if a file is not what it was,
+    BackendUnavailable if this host cannot run the engine.
+    """
+    from pipeline import backends
+    from pipeline.report.bundle import load_engine
+
+    engine = load_engine(Path(folder))
+    return OpenEngine(engine, backends.load(engine, device))
+
+
+class OpenEngine:
+    """An engine in memory. `inputs` and `outputs` name what it takes and gives.
+
+    One thread at a time may call `run`.
+    """
+
+    def __init__(self, engine: Engine, loaded: Loaded) -> None:
+        self.inputs: tuple[TensorSpec, ...] = engine.inputs
+        self.outputs: tuple[TensorSpec, ...] = engine.outputs
+        self._engine, self._loaded = engine, loaded
+        self._sessions: dict[int, Session] = {}
+        self._is_open = True
+
+    def run(self, inputs: Tensors) -> Tensors:
+        """Run the engine once: host arrays in, host arrays out, by name.
+
+        `inputs` holds one NumPy array for each of `self.inputs`, of exactly its dtype (bfloat16 as
+        `ml_dtypes.bfloat16`). A number in its shape is fixed; a name, such as `batch`, is any size
+        within one profile of the plan, and the same wherever it occurs. The result holds one array
+        for each of `self.outputs`, which belong to the caller.
+
+        Raises DataError if names, dtypes, shapes or values do not fit, and UserError once the
+        engine is closed.
+        """
+        from pipeline.backends.base import run_session
+
+        if not self._is_open:
+            raise UserError("this engine is closed", "open it again with pipeline.open_engine")
+        return run_session(self._session(_first_profile(self._engine, inputs)), inputs)
+
+    def _session(self, profile: int) -> Session:
+        if profile not in self._sessions:
+            self._sessions[profile] = self._loaded.session(profile)
+        return self._sessions[profile]
+
+    def close(self) -> None:
+        """Free the engine's memory. A second call does nothing."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._loaded.close)  # runs last: sessions are closed before
+            for session in self._sessions.values():
+                stack.callback(session.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _first_profile(engine: Engine, inputs: Tensors) -> int:
+    """The first profile that holds these inputs; 0 if none does, and `bind` then says why."""
+    from pipeline.core import sizes_from_shapes
+
+    names = [spec.name for spec in engine.inputs]
+    if not all(hasattr(inputs.get(name), "shape") for name in names):
+        return 0
+    sizes = sizes_from_shapes(engine.inputs, {name: inputs[name].shape for name in names})
+    if isinstance(sizes, str):
+        return 0
+    holding = (
+        number
+        for number, profile in enumerate(engine.profiles)
+        if profile.holds(sizes, {name: inputs[name].ravel().tolist() for name in profile.values})
+    )
+    return next(holding, 0)
