@@ -179,20 +179,19 @@ def open_nvml(nvml: Any = None) -> Iterator[Nvml]:
     """Open NVML, which does not fail where there is no driver (`nvml`: pynvml, or a double)."""
     import pynvml
 
-    library = nvml or pynvml
+    library, reason = nvml or pynvml, ""
     try:
         library.nvmlInit()
     except library.NVMLError_LibraryNotFound:
-        yield Nvml(library, _reason_without_library())
-        return
+        reason = _reason_without_library()
     except library.NVMLError as error:
-        yield Nvml(library, f"NVML failed: {error}")
-        return
+        reason = f"NVML failed: {error}"
     try:
-        yield Nvml(library)
+        yield Nvml(library, reason)
     finally:
-        with contextlib.suppress(library.NVMLError):
-            library.nvmlShutdown()
+        if not reason:
+            with contextlib.suppress(library.NVMLError):
+                library.nvmlShutdown()
 
 
 def _answer(nvml: Any, function: Callable[..., Any], *arguments: object) -> Any:

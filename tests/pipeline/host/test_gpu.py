@@ -262,3 +262,11 @@ def test_what_is_not_known_is_left_out() -> None:
     assert peaks(gpu("NVIDIA Thor", "10.1", 20, 1000, 1000, 256)).flops_per_s == {}
     assert Precision.BF16 not in FLOPS_PER_SM_AND_CLOCK["7.5"]
     assert Precision.FP8 not in FLOPS_PER_SM_AND_CLOCK["8.6"]
+
+
+def test_without_a_driver_an_error_of_the_caller_has_no_error_of_nvml_as_its_context() -> None:
+    nvml = Nvml(failure=NVMLError("Driver Not Loaded"))
+    with pytest.raises(ValueError, match="of the caller") as caught, open_nvml(nvml):
+        raise ValueError("of the caller")
+    assert caught.value.__context__ is None
+    assert nvml.open == 0
