@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import re
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +27,7 @@ from urllib.parse import quote, unquote
 
 import httpx
 import numpy as np
+from httpx_sse import EventSource, SSEError
 from pydantic import ValidationError
 
 from pipeline.core import Frozen, Tensors
@@ -294,9 +294,9 @@ class Client:
                 packed.open("wb") as file,
                 self._streamed(
                     self._http.build_request("GET", _path("reports", job_id, "engine.tar"))
-                ) as chunks,
+                ) as answer,
             ):
-                file.writelines(chunks)
+                file.writelines(answer.iter_bytes())
             with tarfile.open(packed) as archive:
                 untar(archive, Path(work))
             deliver_engine(load_engine(Path(work) / "engine"), folder / "engine")
@@ -370,9 +370,9 @@ class Client:
                     headers={"Last-Event-ID": str(after)},
                     timeout=httpx.Timeout(TIMEOUT_S, read=SILENT_S),
                 )
-                with self._streamed(request) as chunks:
+                with self._streamed(request) as answer:
                     known = True
-                    for event in events_of_stream(chunks):
+                    for event in events_of_stream(answer):
                         after, waits = event.seq, iter(wait_times(patience_s))
                         yield event
                 if self.job(job_id).state in FINAL:
@@ -391,10 +391,12 @@ class Client:
     # ------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _streamed(self, request: httpx.Request) -> Iterator[Iterator[bytes]]:
+    def _streamed(self, request: httpx.Request) -> Iterator[httpx.Response]:
         answer = self._send(request, stream=True)
         try:
-            yield answer.iter_bytes()
+            yield answer
+        except SSEError as error:
+            raise self._foreign() from error
         except httpx.TransportError as error:
             raise self._unreachable(error) from error
         finally:
@@ -428,10 +430,13 @@ class Client:
         try:
             return kind.model_validate_json(answer.content)
         except ValidationError as error:
-            raise RemoteError(
-                f"{self.url} answers, but not as this version of Crucible does",
-                "check the address and the server's version",
-            ) from error
+            raise self._foreign() from error
+
+    def _foreign(self) -> RemoteError:
+        return RemoteError(
+            f"{self.url} answers, but not as this version of Crucible does",
+            "check the address and the server's version",
+        )
 
     def _unreachable(self, error: httpx.TransportError) -> Unreachable:
         said = f"no answer from {self.url}: {error or type(error).__name__}"
@@ -470,21 +475,15 @@ def wait_times(patience_s: float) -> Iterator[float]:
         wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
 
-def events_of_stream(chunks: Iterable[bytes]) -> Iterator[Event]:
+def events_of_stream(answer: httpx.Response) -> Iterator[Event]:
     """Server-sent events, as the service writes them. Heartbeats, and what has no number, are left
     out; so is what is cut off at the end.
     """
-    rest = b""
-    for chunk in chunks:
-        *blocks, rest = (rest + chunk).split(b"\n\n")
-        for block in blocks:
-            fields = dict(
-                line.split(": ", 1)
-                for line in block.decode().split("\n")
-                if not line.startswith(":")
-            )
-            if "id" in fields:
-                yield Event(int(fields["id"]), fields["event"], json.loads(fields["data"]))
+    last = 0  # the id of an event holds for those after it that have none
+    for event in EventSource(answer).iter_sse():
+        if event.id and (seq := int(event.id)) > last:
+            last = seq
+            yield Event(seq, event.event, event.json())
 
 
 def refusal_of(status: int, body: bytes, url: str) -> RemoteError:

@@ -6,8 +6,8 @@
 
 A build looks its kernels up and times only those that are not there (ResNet-18 in fp16 on an H200:
 24 s cold, 0.6 s with it). A time taken while another process computes, or while others take the
-CPUs that launch it, is wrong for ever, so such a build adds nothing; nor does one where nvidia-smi
-does not tell who else computes. A container hides the processes outside of it: there, keep other
+CPUs that launch it, is wrong for ever, so such a build adds nothing; nor does one where NVML does not
+tell who else computes. A container hides the processes outside of it: there, keep other
 work off the GPU while building.
 """
 
@@ -17,7 +17,6 @@ import contextlib
 import hashlib
 import json
 import os
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from pipeline.core import Frozen, Progress, Target
-from pipeline.host.gpu import TIMEOUT_S
+from pipeline.host.gpu import open_nvml
 from pipeline.plan.schema import home
 
 FILE, ABOUT = "cache.bin", "target.json"
@@ -247,27 +246,26 @@ def gpu_lock(gpu: str, progress: Progress) -> Iterator[None]:
         lock.release()
 
 
-def other_processes(gpu: str = "", command: str = "nvidia-smi") -> Others:
+def other_processes(gpu: str = "", nvml: Any = None) -> Others:
     """Processes that have the GPU of this UUID open for computing, but for this one, its parents
-    and its children; empty: any GPU.
+    and its children; empty: any GPU (`nvml`: pynvml, or a double).
     """
-    query = [command, "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Others(unknown=f"nvidia-smi gave no answer: {error}")
-    if done.returncode:
-        return Others(
-            unknown=(
-                f"nvidia-smi failed with exit code {done.returncode}:"
-                f" {(done.stderr or done.stdout).strip()}"
-            )
-        )
-    rows = [line.partition(",") for line in done.stdout.splitlines() if line.strip()]
-    listed = {pid.strip() for uuid, _, pid in rows if gpu in ("", uuid.strip())}
-    if strange := sorted(pid for pid in listed if not pid.isdigit()):
-        return Others(unknown=f"nvidia-smi lists a process as '{strange[0]}', without its number")
-    return Others(tuple(sorted(set(map(int, listed)) - _family())))
+    pids: set[int] = set()
+    with open_nvml(nvml) as opened:
+        devices = opened.devices()
+        if not devices:
+            return Others(unknown=opened.reason or "NVML lists no GPU")
+        for device in devices:
+            if gpu and device.uuid() != gpu:
+                continue
+            found = device.compute_pids()
+            if found is None:
+                return Others(unknown=f"NVML lists no processes of GPU '{device.uuid()}'")
+            numbered = {pid for pid in found if pid is not None}
+            if len(numbered) < len(set(found)):
+                return Others(unknown="NVML lists a process without its number")
+            pids |= numbered
+    return Others(tuple(sorted(pids - _family())))
 
 
 def cpu_time() -> CpuTime:

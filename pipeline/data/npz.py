@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import lzma
 import math
+import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +18,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import DataError
+
+ZIP_ERRORS = (
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    struct.error,
+    EOFError,
+    OSError,
+    RuntimeError,
+)
+"""Of Python's reader of archives; RuntimeError: encrypted, or an unknown compression."""
+
+_MALFORMED = (
+    TypeError,
+    KeyError,
+    SyntaxError,
+    RecursionError,
+    MemoryError,
+    OverflowError,
+    tokenize.TokenError,
+)
+"""Of numpy's reader of headers, which parses them as Python; besides ValueError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +62,7 @@ class Header:
 
     dtype: np.dtype[np.generic]
     shape: tuple[int, ...]
+    by_columns: bool = False  # Fortran's order
 
 
 def read_headers(path: Path) -> dict[str, Header]:
@@ -60,13 +86,7 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(path) as archive:
             yield archive
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        EOFError,
-        OSError,
-        RuntimeError,
-    ) as error:  # RuntimeError: encrypted, or an unknown compression
+    except ZIP_ERRORS as error:
         raise DataError(
             f"'{path}' is not a readable .npz file: {error}",
             "write it with numpy.savez(path, input_name=array)",
@@ -76,35 +96,41 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
 def _header(path: Path, archive: zipfile.ZipFile, filename: str) -> Header:
     with archive.open(filename) as stream:
         try:
-            shape, fortran_order, dtype = _skip_header(stream)
+            header = header_from_npy(stream)
         except ValueError as error:
             raise DataError(
                 f"'{path}': '{filename}' is not a numpy array: {error}",
                 "write the file with numpy.savez",
             ) from error
-    if dtype.hasobject:
+    if header.dtype.hasobject:
         raise DataError(
             f"'{path}': '{filename}' holds pickled Python objects, which are never loaded",
             "save plain numeric arrays",
         )
-    if fortran_order and len(shape) > 1:
+    if header.by_columns and len(header.shape) > 1:
         raise DataError(
             f"'{path}': '{filename}' is stored by columns, so that its rows cannot be streamed",
             "save np.ascontiguousarray(array)",
         )
-    return Header(dtype, shape)
+    return header
 
 
-def _skip_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[np.generic]]:
-    """Leave the stream at the first value. ValueError for anything but .npy versions 1 and 2 (3 is
-    for structured arrays).
+def header_from_npy(stream: IO[bytes]) -> Header:
+    """Read a .npy file's header and leave the stream at the first value.
+
+    ValueError for anything but versions 1 and 2 (3 is for structured arrays).
     """
-    version = np.lib.format.read_magic(stream)
-    if version == (1, 0):
-        return np.lib.format.read_array_header_1_0(stream)
-    if version == (2, 0):
-        return np.lib.format.read_array_header_2_0(stream)
-    raise ValueError(f"unsupported .npy version {version}")
+    try:
+        version = np.lib.format.read_magic(stream)
+        if version == (1, 0):
+            shape, by_columns, dtype = np.lib.format.read_array_header_1_0(stream)
+        elif version == (2, 0):
+            shape, by_columns, dtype = np.lib.format.read_array_header_2_0(stream)
+        else:
+            raise ValueError(f"unsupported .npy version {version}")
+    except _MALFORMED as error:
+        raise ValueError(f"a header that numpy cannot read: {error}") from error
+    return Header(dtype, shape, by_columns)
 
 
 @contextmanager
@@ -117,7 +143,7 @@ def row_reader(
     with _archive(path) as archive, ExitStack() as stack:
         streams = [stack.enter_context(archive.open(f"{member.name}.npy")) for member in members]
         for stream in streams:
-            _skip_header(stream)
+            header_from_npy(stream)
 
         def read(count: int) -> dict[str, NDArray[np.generic]]:
             return {
@@ -145,7 +171,7 @@ def feed_reader(
 
 def _only_row(archive: zipfile.ZipFile, member: Member) -> NDArray[np.generic]:
     with archive.open(f"{member.name}.npy") as stream:
-        _skip_header(stream)
+        header_from_npy(stream)
         return _rows(stream, member, 1)
 
 

@@ -1,29 +1,33 @@
-"""Which NVIDIA GPUs this host has, and what each could reach: asked of nvidia-smi, and of the
-driver without making a CUDA context.
+"""Which NVIDIA GPUs this host has, what they do now, and what each could reach.
+
+All but SM count and bus width comes from NVML through pynvml. Nothing here makes a CUDA context.
+NVML does not tell everything of every GPU: not the busy share where the GPU is split into MIG
+slices, not the memory where it is the machine's own. Such an answer is None.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
-import shutil
-import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.core import Frozen, Precision
 
-QUERY = "name,uuid,compute_cap,driver_version,memory.total,clocks.max.sm,clocks.max.memory"
-TIMEOUT_S = 20.0  # a cold driver without its persistence daemon takes seconds to answer
+TIMEOUT_S = 20.0  # for nvidia-smi: a driver without its persistence daemon takes seconds to start
 SM_COUNT, MEMORY_BUS_BITS = (
     16,
     37,
 )  # CUdevice_attribute in cuda.h: MULTIPROCESSOR_COUNT, GLOBAL_MEMORY_BUS_WIDTH
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+UNKNOWN = "unknown"
+NO_PID = (None, 0, 2**32 - 1)  # NVML_VALUE_NOT_AVAILABLE of nvml.h, as an unsigned int
 
 
 class Gpu(Frozen):
-    """One GPU. None: the tools do not say ("[N/A]" where the GPU shares the host's memory)."""
+    """One GPU. None: NVML does not tell (as where the GPU shares the host's memory)."""
 
     name: str
     compute_capability: str  # "8.9"
@@ -54,59 +58,195 @@ class Peaks(Frozen):
     bytes_per_s: float | None
 
 
-def find_gpus(command: str = "nvidia-smi") -> Gpus:
-    """The GPUs that `command` (nvidia-smi, or another program that answers like it) lists and
-    CUDA_VISIBLE_DEVICES leaves.
-    """
-    program = shutil.which(command)
-    if program is None:
-        return Gpus(reason=_reason_without_tool())
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Of one GPU, in bytes."""
+
+    used: int
+    free: int
+    total: int
+
+
+# -- NVML
+# ------------------------------------------------------------------------------
+
+
+class NvmlDevice:
+    """One GPU while NVML is open; None: NVML does not tell."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml, self._handle = nvml, handle
+
+    def _answer(self, function: Callable[..., Any], *arguments: object) -> Any:
+        if self._handle is None:
+            return None
+        return _answer(self._nvml, function, self._handle, *arguments)
+
+    @property
+    def is_readable(self) -> bool:
+        """False for a GPU that counts but that this process may not open, or that is lost."""
+        return self._handle is not None
+
+    def name(self) -> str | None:
+        return _text(self._answer(self._nvml.nvmlDeviceGetName))
+
+    def uuid(self) -> str | None:
+        """As nvidia-smi writes it."""
+        return _text(self._answer(self._nvml.nvmlDeviceGetUUID))
+
+    def compute_capability(self) -> str | None:
+        version = self._answer(self._nvml.nvmlDeviceGetCudaComputeCapability)
+        return None if version is None else f"{version[0]}.{version[1]}"
+
+    def memory(self) -> Memory | None:
+        """What is in use, by anybody."""
+        info = self._answer(self._nvml.nvmlDeviceGetMemoryInfo)
+        return None if info is None else Memory(info.used, info.free, info.total)
+
+    def busy_percent(self) -> float | None:
+        """Share of the last second in which some kernel ran."""
+        rates = self._answer(self._nvml.nvmlDeviceGetUtilizationRates)
+        return None if rates is None else float(rates.gpu)
+
+    def sm_clock_mhz(self) -> int | None:
+        return self._number(self._nvml.nvmlDeviceGetClockInfo, self._nvml.NVML_CLOCK_SM)
+
+    def memory_clock_mhz(self) -> int | None:
+        return self._number(self._nvml.nvmlDeviceGetClockInfo, self._nvml.NVML_CLOCK_MEM)
+
+    def max_sm_clock_mhz(self) -> int | None:
+        return self._number(self._nvml.nvmlDeviceGetMaxClockInfo, self._nvml.NVML_CLOCK_SM)
+
+    def max_memory_clock_mhz(self) -> int | None:
+        return self._number(self._nvml.nvmlDeviceGetMaxClockInfo, self._nvml.NVML_CLOCK_MEM)
+
+    def power_w(self) -> float | None:
+        milliwatts = self._number(self._nvml.nvmlDeviceGetPowerUsage)
+        return None if milliwatts is None else milliwatts / 1000
+
+    def temperature_c(self) -> int | None:
+        sensor = self._nvml.NVML_TEMPERATURE_GPU
+        return self._number(self._nvml.nvmlDeviceGetTemperature, sensor)
+
+    def compute_pids(self) -> tuple[int | None, ...] | None:
+        """Processes with a compute context on this GPU; None in it: one without its number."""
+        processes = self._answer(self._nvml.nvmlDeviceGetComputeRunningProcesses)
+        if processes is None:
+            return None
+        return tuple(None if each.pid in NO_PID else int(each.pid) for each in processes)
+
+    def _number(self, function: Callable[..., Any], *arguments: object) -> int | None:
+        answer = self._answer(function, *arguments)
+        return None if answer is None else int(answer)
+
+
+class Nvml:
+    """NVML while it is open. Without a driver it has no devices, and `reason` says why."""
+
+    def __init__(self, nvml: Any, reason: str = "") -> None:
+        self._nvml, self.reason = nvml, reason
+
+    def driver(self) -> str | None:
+        return _text(self._answer(self._nvml.nvmlSystemGetDriverVersion))
+
+    def devices(self) -> tuple[NvmlDevice, ...]:
+        """All GPUs of the host, numbered as nvidia-smi does."""
+        count = self._answer(self._nvml.nvmlDeviceGetCount) or 0
+        by_index = self._nvml.nvmlDeviceGetHandleByIndex
+        handles = [self._answer(by_index, number) for number in range(count)]
+        return tuple(NvmlDevice(self._nvml, handle) for handle in handles)
+
+    def visible_devices(self) -> tuple[NvmlDevice, ...]:
+        """The GPUs that CUDA_VISIBLE_DEVICES leaves: the first is gpu:0."""
+        devices = self.devices()
+        uuids = [device.uuid() or "" for device in devices]
+        return tuple(devices[n] for n in visible_places(uuids, os.environ.get(VISIBLE)))
+
+    def device(self, name: str) -> NvmlDevice | None:
+        """The GPU or MIG slice of this number or UUID, as CUDA_VISIBLE_DEVICES names it."""
+        if name.isdigit():
+            handle = self._answer(self._nvml.nvmlDeviceGetHandleByIndex, int(name))
+        else:
+            handle = self._answer(self._nvml.nvmlDeviceGetHandleByUUID, name)
+        return None if handle is None else NvmlDevice(self._nvml, handle)
+
+    def _answer(self, function: Callable[..., Any], *arguments: object) -> Any:
+        return None if self.reason else _answer(self._nvml, function, *arguments)
+
+
+@contextlib.contextmanager
+def open_nvml(nvml: Any = None) -> Iterator[Nvml]:
+    """Open NVML, which does not fail where there is no driver (`nvml`: pynvml, or a double)."""
+    import pynvml
+
+    library, reason = nvml or pynvml, ""
     try:
-        done = subprocess.run(
-            [program, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Gpus(reason=f"nvidia-smi gave no answer: {error}")
-    if done.returncode != 0:
-        said = " ".join((done.stdout + done.stderr).split())
-        return Gpus(reason=f"nvidia-smi failed with exit code {done.returncode}: {said}")
-    devices = tuple(
-        _gpu_from_line(line)
-        for line in done.stdout.splitlines()
-        if line.count(",") == QUERY.count(",")
-    )
-    if not devices:
-        return Gpus(reason="nvidia-smi lists no GPU")
-    wanted = os.environ.get(VISIBLE)
-    places = visible_places([gpu.uuid for gpu in devices], wanted)
-    visible = tuple(devices[place] for place in places)
-    hidden = (
-        f"no GPU may be used: {VISIBLE}='{wanted}' hides {', '.join(gpu.name for gpu in devices)}"
-    )
-    return Gpus(devices=visible, reason="" if visible else hidden)
+        library.nvmlInit()
+    except library.NVMLError_LibraryNotFound:
+        reason = _reason_without_library()
+    except library.NVMLError as error:
+        reason = f"NVML failed: {error}"
+    try:
+        yield Nvml(library, reason)
+    finally:
+        if not reason:
+            with contextlib.suppress(library.NVMLError):
+                library.nvmlShutdown()
 
 
-def _gpu_from_line(line: str) -> Gpu:
-    name, uuid, capability, driver, mebibytes, sm, memory = (
-        part.strip() for part in line.split(",")
+def _answer(nvml: Any, function: Callable[..., Any], *arguments: object) -> Any:
+    """What a function of NVML returns; None if it does not tell."""
+    try:
+        return function(*arguments)
+    except nvml.NVMLError:
+        return None
+
+
+def _text(answer: Any) -> str | None:
+    """Old versions of pynvml return bytes."""
+    text: str | None = answer.decode() if isinstance(answer, bytes) else answer
+    return text
+
+
+def _reason_without_library() -> str:
+    if _libcuda() is None:
+        return "no NVIDIA driver (neither libnvidia-ml.so.1 nor libcuda.so.1 is here)"
+    return (
+        "libcuda.so.1 is here but libnvidia-ml.so.1 is not, which comes with nvidia-smi (in a"
+        " container: NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
     )
+
+
+# -- which there are
+# ------------------------------------------------------------------------------
+
+
+def find_gpus(nvml: Any = None) -> Gpus:
+    """The GPUs that NVML lists and CUDA_VISIBLE_DEVICES leaves (`nvml`: pynvml, or a double)."""
+    with open_nvml(nvml) as opened:
+        driver = opened.driver() or UNKNOWN
+        usable = [device for device in opened.visible_devices() if device.is_readable]
+        if usable:
+            return Gpus(devices=tuple(_gpu(device, driver) for device in usable))
+        readable = [device for device in opened.devices() if device.is_readable]
+        names = ", ".join(device.name() or UNKNOWN for device in readable)
+    if not names:
+        return Gpus(reason=opened.reason or "NVML lists no GPU")
+    value = os.environ.get(VISIBLE)
+    return Gpus(reason=f"no GPU may be used: {VISIBLE}='{value}' hides {names}")
+
+
+def _gpu(device: NvmlDevice, driver: str) -> Gpu:
+    memory = device.memory()
     return Gpu(
-        name=name,
-        uuid=uuid,
-        compute_capability=capability,
+        name=device.name() or UNKNOWN,
+        uuid=device.uuid() or "",
+        compute_capability=device.compute_capability() or UNKNOWN,
         driver=driver,
-        memory_bytes=(_number(mebibytes) or 0) * 2**20,
-        sm_clock_mhz=_number(sm),
-        memory_clock_mhz=_number(memory),
+        memory_bytes=memory.total if memory else 0,
+        sm_clock_mhz=device.max_sm_clock_mhz(),
+        memory_clock_mhz=device.max_memory_clock_mhz(),
     )
-
-
-def _number(text: str) -> int | None:
-    return int(text) if text.isdigit() else None
 
 
 def visible_places(uuids: Sequence[str], wanted: str | None) -> tuple[int, ...]:
@@ -128,15 +268,6 @@ def visible_places(uuids: Sequence[str], wanted: str | None) -> tuple[int, ...]:
             break
         chosen += named
     return tuple(chosen)
-
-
-def _reason_without_tool() -> str:
-    if _libcuda() is None:
-        return "no NVIDIA driver (neither nvidia-smi nor libcuda.so.1 is here)"
-    return (
-        "libcuda.so.1 is here but nvidia-smi is not (in a container:"
-        " NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
-    )
 
 
 # -- what it is made of

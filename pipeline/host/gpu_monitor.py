@@ -8,7 +8,6 @@ filled.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import statistics
 import threading
 from collections.abc import Iterator, Sequence
@@ -16,13 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.core import Frozen
+from pipeline.host.gpu import NvmlDevice, open_nvml
 
 EVERY_S = 0.25
-SM_CLOCK, MEMORY_CLOCK, CORE_TEMPERATURE = (
-    1,
-    2,
-    0,
-)  # nvmlClockType_t, nvmlTemperatureSensors_t of nvml.h
 
 
 class Span(Frozen):
@@ -82,31 +77,39 @@ class Watch:
 
 @contextlib.contextmanager
 def watching(uuid: str, nvml: Any = None, every_s: float = EVERY_S) -> Iterator[Watch]:
-    """Look at the GPU of this UUID now, every `every_s`, and at the end (`nvml`: the loaded
-    library, or a double). Without NVML nothing is seen.
+    """Look at the GPU of this UUID now, every `every_s`, and at the end (`nvml`: pynvml, or a
+    double). Without NVML nothing is seen.
     """
-    watch: Watch = Watch(uuid)
-    library: Any = nvml or (_library() if uuid else None)
-    handle = _handle(library, uuid) if library else None
-    if handle is None:
+    watch = Watch(uuid)
+    if not uuid:
         yield watch
         return
+    with open_nvml(nvml) as opened:
+        device = opened.device(uuid)
+        if device is None:
+            yield watch
+            return
+        with _watching(device, watch, every_s):
+            yield watch
+
+
+@contextlib.contextmanager
+def _watching(device: NvmlDevice, watch: Watch, every_s: float) -> Iterator[None]:
     left = threading.Event()
 
     def look() -> None:
-        watch.moments.append(_moment(library, handle))
+        watch.moments.append(_moment(device))
         while not left.wait(every_s):
-            watch.moments.append(_moment(library, handle))
+            watch.moments.append(_moment(device))
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
     try:
-        yield watch
+        yield
     finally:
         left.set()
         thread.join()
-        watch.moments.append(_moment(library, handle))
-        library.nvmlShutdown()
+        watch.moments.append(_moment(device))
 
 
 def _span(values: Sequence[float | None]) -> Span | None:
@@ -116,45 +119,11 @@ def _span(values: Sequence[float | None]) -> Span | None:
     )
 
 
-class _Utilization(ctypes.Structure):
-    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
-
-
-def _moment(nvml: Any, handle: Any) -> Moment:
-    use = _Utilization()
-    busy = (
-        float(use.gpu)
-        if nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(use)) == 0
-        else None
-    )
-    milliwatts = _asked(nvml.nvmlDeviceGetPowerUsage, handle)
+def _moment(device: NvmlDevice) -> Moment:
     return Moment(
-        sm_clock_mhz=_asked(nvml.nvmlDeviceGetClockInfo, handle, SM_CLOCK),
-        memory_clock_mhz=_asked(nvml.nvmlDeviceGetClockInfo, handle, MEMORY_CLOCK),
-        power_w=None if milliwatts is None else milliwatts / 1000,
-        temperature_c=_asked(nvml.nvmlDeviceGetTemperature, handle, CORE_TEMPERATURE),
-        busy_percent=busy,
+        sm_clock_mhz=device.sm_clock_mhz(),
+        memory_clock_mhz=device.memory_clock_mhz(),
+        power_w=device.power_w(),
+        temperature_c=device.temperature_c(),
+        busy_percent=device.busy_percent(),
     )
-
-
-def _asked(function: Any, *arguments: object) -> float | None:
-    """The unsigned int that a function of NVML writes to its last argument; None if it fails."""
-    answer = ctypes.c_uint()
-    return float(answer.value) if function(*arguments, ctypes.byref(answer)) == 0 else None
-
-
-def _handle(nvml: Any, uuid: str) -> Any:
-    handle = ctypes.c_void_p()
-    if nvml.nvmlInit_v2() != 0:
-        return None
-    if nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)) != 0:
-        nvml.nvmlShutdown()
-        return None
-    return handle
-
-
-def _library() -> Any:
-    try:
-        return ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return None

@@ -434,9 +434,7 @@ class Environment(Frozen):
 
 
 def environment() -> Environment:
-    """This host as it is now. Imports no heavy library, and starts no process but nvidia-smi where
-    that is installed.
-    """
+    """This host as it is now. Imports no heavy library, and starts no process."""
     import psutil
 
     gpus = find_gpus().devices

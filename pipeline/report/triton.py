@@ -4,18 +4,24 @@ DIR/NAME/VERSION/model.plan or model.onnx.
     batch = call_in_child(prove_batch, engine, (), name="batch proof")      Triton pads nothing
     export_triton(engine, batch, parse_name("resnet50/3"), Path("models"))
 
-Written by Triton's model_config.proto, which a test parses it with; not run under Triton.
+Written as a message of Triton's model_config.proto; not run under Triton.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
+
+from google.protobuf import json_format, text_format
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from pipeline.core import CODE_BACKENDS, Engine, Precision, Profile, TensorSpec
 from pipeline.errors import PlanError, UnsupportedError
@@ -35,6 +41,7 @@ TYPES = {
 } | {
     f"{sign}int{bits}": f"{sign.upper()}INT{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
 }
+DESCRIPTORS = Path(__file__).with_name("model_config.binpb")  # of Triton's proto: `make protos`
 OURS = ("engine.json", "artifact.json")  # what else may lie beside the engine
 NAME = re.compile(
     r"([A-Za-z0-9][A-Za-z0-9._-]*)/([1-9][0-9]*)"
@@ -76,7 +83,7 @@ def config_text(engine: Engine, batch: BatchSpec, name: str) -> str:
     """config.pbtxt. Where rows may run together the batch's axis is left out of shapes, as Triton
     wants; else they are given in full.
     """
-    return "\n".join(_config(engine, batch, name)) + "\n"
+    return _text(_config(engine, batch, name))
 
 
 def check_place(engine: Engine, model: ModelVersion, folder: Path) -> Path:
@@ -108,14 +115,14 @@ def export_triton(engine: Engine, batch: BatchSpec, model: ModelVersion, folder:
     have to be another: Triton has one for all versions of a model.
     """
     home, place = folder / model.name, check_place(engine, model, folder)
-    config = config_text(engine, batch, model.name)
+    config = _config(engine, batch, model.name)
     _check_others(home, config)
     home.mkdir(parents=True, exist_ok=True)
     work = home / f".{model.version}.{os.getpid()}"
     try:
         _copy_files(engine, work)
         check_if_sealed(engine)  # what was copied is what was proved
-        work.joinpath("config.pbtxt").write_text(config, encoding="utf-8")
+        work.joinpath("config.pbtxt").write_text(_text(config), encoding="utf-8")
         work.joinpath("config.pbtxt").replace(home / "config.pbtxt")
         work.rename(place)
     except BaseException:
@@ -154,30 +161,52 @@ def remarks(engine: Engine, batch: BatchSpec) -> list[str]:
 # ------------------------------------------------------------------------------
 
 
-def _config(engine: Engine, batch: BatchSpec, name: str) -> Iterator[str]:
+@cache
+def _message_class() -> type[Message]:
+    """Triton's ModelConfig, in a pool of its own: tritonclient enters the same name into protobuf's
+    default pool, which takes each name once.
+    """
+    pool = DescriptorPool()
+    for file in FileDescriptorSet.FromString(DESCRIPTORS.read_bytes()).file:
+        pool.AddSerializedFile(file.SerializeToString())
+    kind: type[Message] = GetMessageClass(pool.FindMessageTypeByName("inference.ModelConfig"))
+    return kind
+
+
+def _text(config: Message) -> str:
+    text: str = text_format.MessageToString(
+        config, as_utf8=True, use_short_repeated_primitives=True
+    )
+    return text
+
+
+def _config(engine: Engine, batch: BatchSpec, name: str) -> Message:
     most = rows_together(engine, batch)
     batched = most > 1
-    yield f"name: {_quoted(name)}"
-    yield f"backend: {_quoted(engine.target.backend)}"
-    yield f"max_batch_size: {most if batched else 0}"
-    for spec in engine.inputs:
-        yield from _tensor("input", spec, batched)
-    for spec in engine.outputs:
-        yield from _tensor("output", spec, batched)
+    fields: dict[str, Any] = {
+        "name": name,
+        "backend": engine.target.backend,
+        "max_batch_size": most if batched else 0,
+        "input": [_tensor("input", spec, batched) for spec in engine.inputs],
+        "output": [_tensor("output", spec, batched) for spec in engine.outputs],
+        "instance_group": [_instances(engine)],
+    }
     if batched:
         symbol = str(engine.inputs[0].shape[0])
         tuned = {profile.dims[symbol].opt for profile in engine.profiles}
-        yield (
-            "dynamic_batching { preferred_batch_size: ["
-            f" {', '.join(str(size) for size in sorted(tuned) if size <= most)} ] }}"
-        )
-    yield from _instances(engine)
+        sizes = sorted(size for size in tuned if size <= most)
+        fields["dynamic_batching"] = {"preferred_batch_size": sizes}
+    if engine.target.backend == "onnxruntime" and engine.threads:
+        threads = {"string_value": str(engine.threads)}
+        fields["parameters"] = {"intra_op_thread_count": threads}
+    config: Message = json_format.ParseDict(fields, _message_class()())
+    return config
 
 
-def _check_others(home: Path, config: str) -> None:
+def _check_others(home: Path, config: Message) -> None:
     """PlanError if other versions of the model are there, with another config."""
     versions = sorted(path.name for path in home.glob("[1-9]*"))
-    if versions and (home / "config.pbtxt").read_text(encoding="utf-8") != config:
+    if versions and _read(home / "config.pbtxt") != config:
         said = (
             f"'{home}' holds version {', '.join(versions)} with other inputs, batches or files than"
             " this engine's"
@@ -185,22 +214,32 @@ def _check_others(home: Path, config: str) -> None:
         raise PlanError(said, "give another name, or export into another folder")
 
 
-def _tensor(kind: str, spec: TensorSpec, batched: bool) -> Iterator[str]:
+def _read(path: Path) -> Message | None:
+    """A config; None for a text that is none."""
+    try:
+        config: Message = text_format.Parse(path.read_text(encoding="utf-8"), _message_class()())
+    except text_format.ParseError:
+        return None
+    return config
+
+
+def _tensor(kind: str, spec: TensorSpec, batched: bool) -> dict[str, Any]:
     if spec.dtype not in TYPES:
         raise UnsupportedError(
             f"Triton has no type for {kind} '{spec.name}', which is {spec.dtype}",
             "cast it inside the model",
         )
     dims = [dim if isinstance(dim, int) else -1 for dim in spec.shape[1 if batched else 0 :]]
-    yield f"{kind} {{"
-    yield f"  name: {_quoted(spec.name)}"
-    yield f"  data_type: TYPE_{TYPES[spec.dtype]}"
-    yield f"  dims: [ {', '.join(map(str, dims or [1]))} ]"
+    fields: dict[str, Any] = {
+        "name": spec.name,
+        "data_type": f"TYPE_{TYPES[spec.dtype]}",
+        "dims": dims or [1],
+    }
     if not dims:  # Triton has no scalars: one element, reshaped to none
-        yield "  reshape { shape: [ ] }"
+        fields["reshape"] = {}
     if spec.location == "host":
-        yield "  is_shape_tensor: true"
-    yield "}"
+        fields["is_shape_tensor"] = True
+    return fields
 
 
 def _batching(engine: Engine, batch: BatchSpec) -> str:
@@ -218,17 +257,11 @@ def _batching(engine: Engine, batch: BatchSpec) -> str:
     return f"every request runs alone: {batch.reason}"
 
 
-def _instances(engine: Engine) -> Iterator[str]:
+def _instances(engine: Engine) -> dict[str, Any]:
     if engine.target.backend == "tensorrt":
-        profiles = ", ".join(_quoted(str(number)) for number in range(len(engine.profiles)))
-        yield f"instance_group {{ count: 1 kind: KIND_GPU profile: [ {profiles} ] }}"
-        return
-    yield "instance_group { count: 1 kind: KIND_CPU }"
-    if engine.threads:
-        yield (
-            f'parameters {{ key: "intra_op_thread_count" value {{ string_value: "{engine.threads}"'
-            " } }"
-        )
+        profiles = [str(number) for number in range(len(engine.profiles))]
+        return {"count": 1, "kind": "KIND_GPU", "profile": profiles}
+    return {"count": 1, "kind": "KIND_CPU"}
 
 
 def _copy_files(engine: Engine, place: Path) -> None:
@@ -262,7 +295,3 @@ def _reach(profiles: tuple[Profile, ...], symbol: str) -> int:
     ):
         reach = max(reach, dim.max) if dim.min <= reach + 1 else reach
     return max(reach, 1)
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

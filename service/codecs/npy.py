@@ -5,60 +5,33 @@ checked before memory is taken.
 from __future__ import annotations
 
 import io
-import lzma
 import math
-import struct
-import tokenize
 import zipfile
-import zlib
 from collections.abc import Iterable
 
 import numpy as np
 from numpy.lib import format as npy
 
 from pipeline.core import Tensors, TensorSpec
+from pipeline.data.npz import ZIP_ERRORS, header_from_npy
 from service.codecs.tensors import DATATYPES, Array, check_dtype, check_sizes, dtype_of
 from service.errors import TooLarge, Unprocessable
 
 MOST_ARRAYS = 1000
 HEAD_BYTES = 16384  # of a .npy file: numpy refuses headers of more than 10,000 characters
 _BITS_OF_BFLOAT16 = np.dtype("V2")  # what numpy writes for it
-_MALFORMED = (
-    ValueError,
-    TypeError,
-    KeyError,
-    SyntaxError,
-    RecursionError,
-    MemoryError,
-    OverflowError,
-    EOFError,
-    tokenize.TokenError,
-)
-"""Of numpy's reader of headers, which parses them as Python."""
-
-_NO_ZIP = (
-    zipfile.BadZipFile,
-    zlib.error,
-    lzma.LZMAError,
-    struct.error,
-    EOFError,
-    OSError,
-    RuntimeError,
-    ValueError,
-)  # of Python's reader
 
 
 def array_from_npy(body: bytes | memoryview, name: str, specs: Iterable[TensorSpec] = ()) -> Array:
     """A view of the array in a .npy file."""
     stream = io.BytesIO(body[:HEAD_BYTES])
     try:
-        version = npy.read_magic(stream)
-        read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[version]
-        shape, by_columns, dtype = read(stream)
-    except _MALFORMED as error:
+        header = header_from_npy(stream)
+    except (ValueError, EOFError) as error:
         raise Unprocessable(
             f"'{name}' is not a .npy file: {str(error)[:200]}", "write it with numpy.save"
         ) from None
+    shape, dtype = header.shape, header.dtype
     kind = _checked(name, dtype)
     check_dtype(specs, name, kind)
     check_sizes(name, shape)
@@ -70,7 +43,7 @@ def array_from_npy(body: bytes | memoryview, name: str, specs: Iterable[TensorSp
         )
         raise Unprocessable(said, "write it with numpy.save")
     flat = np.frombuffer(body, dtype, count, begin) if count else np.empty(0, dtype)
-    array = flat.reshape(shape, order="F" if by_columns else "C")
+    array = flat.reshape(shape, order="F" if header.by_columns else "C")
     return (
         array.view(dtype_of(name, kind))
         if kind == "bfloat16"
@@ -96,7 +69,7 @@ def arrays_from_npz(body: bytes, limit: int) -> dict[str, Array]:
                 for member in members
                 for name in [member.filename.removesuffix(".npy")]
             }
-    except _NO_ZIP as error:
+    except (*ZIP_ERRORS, ValueError) as error:
         raise Unprocessable(
             f"the body is not a .npz file: {error}", "write it with numpy.savez"
         ) from None

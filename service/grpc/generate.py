@@ -3,6 +3,7 @@ protos/*.proto. Needs grpcio-tools (extra `dev`).
 
 descriptors.binpb         the messages themselves, read by service/grpc/descriptors.py
 *_pb2.pyi                 their types, for mypy
+model_config.binpb        Triton's ModelConfig alone, read by pipeline/report/triton.py
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+TRITON_CONFIG = FOLDER.parents[1] / "pipeline" / "report" / "model_config.binpb"
 
 
 def generate(out: Path) -> None:
@@ -19,14 +21,11 @@ def generate(out: Path) -> None:
 
     protos = FOLDER / "protos"
     names = sorted(file.name for file in protos.glob("*.proto"))
-    given = [
-        f"--proto_path={protos}",
-        f"--pyi_out={out}",
-        f"--descriptor_set_out={out / 'descriptors.binpb'}",
-        *names,
-    ]
-    if protoc.main(["protoc", *given]):
-        raise RuntimeError("protoc has refused the definitions; it says why above")
+    whole = [f"--pyi_out={out}", f"--descriptor_set_out={out / 'descriptors.binpb'}", *names]
+    config = [f"--descriptor_set_out={out / TRITON_CONFIG.name}", "model_config.proto"]
+    for given in (whole, config):
+        if protoc.main(["protoc", f"--proto_path={protos}", *given]):
+            raise RuntimeError("protoc has refused the definitions; it says why above")
     for stub in out.glob("*_pb2.pyi"):  # protoc writes imports as if the files lay at the top
         stub.write_text(
             stub.read_text(encoding="utf-8").replace(
@@ -37,4 +36,5 @@ def generate(out: Path) -> None:
 
 if __name__ == "__main__":
     generate(FOLDER)
+    (FOLDER / TRITON_CONFIG.name).replace(TRITON_CONFIG)
     sys.exit()

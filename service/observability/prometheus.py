@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 
-import pynvml
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -102,7 +101,7 @@ class Metrics:
         """Ask `count` for the number of jobs per state whenever the figures are read."""
         self.registry.register(_Jobs(count))
 
-    def collect_devices(self, nvml: ModuleType = pynvml) -> None:
+    def collect_devices(self, nvml: ModuleType | None = None) -> None:
         """Memory and busy share of every GPU of this server, whenever the figures are read.
 
         What NVML does not tell of a GPU is left out.
@@ -129,7 +128,7 @@ class _Jobs(Collector):
 
 
 class _Devices(Collector):
-    def __init__(self, nvml: ModuleType) -> None:
+    def __init__(self, nvml: ModuleType | None) -> None:
         self._nvml = nvml
 
     def collect(self) -> Iterable[Metric]:
@@ -148,12 +147,12 @@ class _Devices(Collector):
         )
         with visible_gpus(self._nvml) as gpus:
             for number, gpu in enumerate(gpus):
-                name, memory, ratio = [f"gpu:{number}"], gpu.memory(), gpu.busy_ratio()
+                name, memory, percent = [f"gpu:{number}"], gpu.memory(), gpu.busy_percent()
                 if memory is not None:
                     used.add_metric(name, memory.used)
                     whole.add_metric(name, memory.total)
-                if ratio is not None:
-                    busy.add_metric(name, ratio)
+                if percent is not None:
+                    busy.add_metric(name, percent / 100)
         yield from (used, whole, busy)
 
     def describe(self) -> Iterable[Metric]:

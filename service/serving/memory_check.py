@@ -7,7 +7,6 @@ from pathlib import Path
 from types import ModuleType
 
 import psutil
-import pynvml
 
 from service.devices.gpus import visible_gpus
 from service.errors import Conflict
@@ -53,7 +52,7 @@ def _mib(count: int) -> str:
     return f"{count / 2**20:.1f} MiB"
 
 
-def free_bytes(device: str, cgroup: Path = CGROUP, nvml: ModuleType = pynvml) -> int | None:
+def free_bytes(device: str, cgroup: Path = CGROUP, nvml: ModuleType | None = None) -> int | None:
     """Return the free memory of a device; None where the driver of a GPU does not tell.
 
     Of this machine, or of the container if it may use less; of a GPU as NVML tells.

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from pipeline.core import CODE_BACKENDS, Engine, Tensors, dtype_of
 from pipeline.errors import InternalError, UserError
 from pipeline.execution.exit_causes import crucible_error
+from pipeline.host.gpu import VISIBLE, open_nvml
 from pipeline.onnx_graph.graph import draw_feeds
 from pipeline.report.bundle import check_engine
 from service.serving.shared_memory import Buffer, layout
@@ -51,7 +52,6 @@ from service.serving.worker_messages import (
 if TYPE_CHECKING:
     from pipeline.backends.base import Loaded, Session, Timer
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 MOST_DESCRIPTORS = 2  # of one packet
 
 
@@ -124,22 +124,10 @@ def held_bytes() -> int:
     visible = os.environ.get(VISIBLE, "")
     if not visible:
         return int(psutil.Process().memory_full_info().uss)
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        try:
-            by_number = visible.isdigit()
-            handle = (
-                pynvml.nvmlDeviceGetHandleByIndex(int(visible))
-                if by_number
-                else pynvml.nvmlDeviceGetHandleByUUID(visible)
-            )
-            return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError:  # which an engine does not need
-        return 0
+    with open_nvml() as opened:
+        device = opened.device(visible)
+        memory = device.memory() if device else None
+    return memory.used if memory else 0  # an engine does not need NVML
 
 
 class Place:

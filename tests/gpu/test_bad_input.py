@@ -40,6 +40,7 @@ from pipeline.execution.store import Store
 from pipeline.plan.schema import load_plan
 from pipeline.stages.build import build
 from tests.builders.cli import FEATURES, Result, answers, crucible, write_task
+from tests.builders.nvml import Nvml, NVMLError_LibraryNotFound, write_nvml
 from tests.gpu.fixtures_gpu import MIB, SLACK_BYTES, full_gpu, slow_model, used_bytes, wait_for
 from tests.pipeline.conformance.models import Case, convolution, two_symbols
 
@@ -240,10 +241,12 @@ def test_a_hidden_gpu_is_named_with_what_hides_it(tmp_path: Path) -> None:
     assert "CUDA_VISIBLE_DEVICES=''" in done.err
 
 
-def test_without_nvidia_smi_the_message_names_what_is_missing(tmp_path: Path) -> None:
-    done = compiled(fp16_task(tmp_path), PATH=str(tmp_path))
+def test_without_nvml_the_message_names_what_is_missing(tmp_path: Path) -> None:
+    write_nvml(tmp_path / "nvml", Nvml(failure=NVMLError_LibraryNotFound()))
+    path = os.pathsep.join((str(tmp_path / "nvml"), *filter(None, sys.path)))
+    done = compiled(fp16_task(tmp_path), PYTHONPATH=path)
     assert done.code == 1
-    assert "nvidia-smi" in done.err
+    assert "libnvidia-ml.so.1" in done.err
     assert "\nnext " in done.err
 
 

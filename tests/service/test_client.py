@@ -4,9 +4,10 @@ comes again.
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from pipeline.errors import PlanError, UserError
@@ -42,23 +43,32 @@ def upload(folder: Path, name: str) -> Upload:
     return Upload(folder / "model.onnx", folder / f"{name}.yaml")
 
 
+def stream_of(chunks: Iterable[bytes], kind: str = "text/event-stream") -> httpx.Response:
+    return httpx.Response(200, headers={"Content-Type": kind}, content=chunks)
+
+
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_events_are_read_however_they_are_cut(size: int) -> None:
     chunks = [STREAM[start : start + size] for start in range(0, len(STREAM), size)]
     whole = [Event(1, "queued", {"at": "x"}), Event(7, "stage", {"text": "a\u2028b: c"})]
-    assert list(events_of_stream(chunks)) == whole
-    assert (
-        list(
-            events_of_stream(
-                [
-                    *chunks,
-                    b"event: server-restarting\ndata: {}\nretry: 2000\n\n",
-                    b'id: 9\nevent: running\ndata: {"at',
-                ]
-            )
-        )
-        == whole
-    )
+    assert list(events_of_stream(stream_of(iter(chunks)))) == whole
+    more = [
+        *chunks,
+        b": heartbeat\n\n",
+        b"event: server-restarting\ndata: {}\nretry: 2000\n\n",
+        b'id: 9\nevent: running\ndata: {"at',
+    ]
+    assert list(events_of_stream(stream_of(iter(more)))) == whole
+
+
+def test_a_page_in_the_place_of_events_is_an_error_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Client("http://a") as client:
+        page = httpx.MockTransport(lambda request: stream_of(iter([b"hello"]), "text/html"))
+        monkeypatch.setattr(client, "_http", httpx.Client(base_url="http://a", transport=page))
+        with pytest.raises(RemoteError, match="answers, but not as this version"):
+            next(client.events(JOB))
 
 
 def test_patience_ends() -> None:

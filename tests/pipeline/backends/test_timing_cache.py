@@ -36,6 +36,7 @@ from pipeline.backends.timing_cache import (
     write,
 )
 from pipeline.core import Target
+from tests.builders.nvml import Device, Nvml, NVMLError, NVMLError_LibraryNotFound
 
 TARGET = Target(
     backend="tensorrt",
@@ -89,14 +90,10 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing_cache, "other_processes", lambda gpu: Others())
 
 
-def nvidia_smi(folder: Path, *rows: str, code: int = 0) -> str:
-    """A program that answers as nvidia-smi does."""
-    program = folder / "nvidia-smi"
-    program.write_text(
-        "#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows) + f"exit {code}\n"
-    )
-    program.chmod(0o755)
-    return str(program)
+def nvml_of(*pids: int, **others: tuple[int, ...]) -> Nvml:
+    """An NVML with the GPU of these tests, on which these processes compute, and another."""
+    other = Device("H200", OTHER, pids=others.get("other", ()))
+    return Nvml(Device("H200", H200, pids=pids), other)
 
 
 # -- files
@@ -300,51 +297,41 @@ def test_only_cpus_that_may_be_used_count() -> None:
 # ------------------------------------------------------------------------------
 
 
-def test_other_processes_are_found_on_the_gpu_that_is_used(tmp_path: Path) -> None:
-    command = nvidia_smi(tmp_path, f"{H200}, 4194301", f"{OTHER}, 4194302", "")
-    assert other_processes(H200, command) == Others((4194301,))
-    assert other_processes("", command) == Others((4194301, 4194302))
-    assert other_processes("GPU-idle", command) == Others()
+def test_other_processes_are_found_on_the_gpu_that_is_used() -> None:
+    nvml = nvml_of(4194301, other=(4194302,))
+    assert other_processes(H200, nvml) == Others((4194301,))
+    assert other_processes("", nvml) == Others((4194301, 4194302))
+    assert other_processes("GPU-idle", nvml) == Others()
+    assert nvml.open == 0
 
 
-def test_this_process_its_parents_and_its_children_are_not_others(tmp_path: Path) -> None:
+def test_this_process_its_parents_and_its_children_are_not_others() -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
-        command = nvidia_smi(
-            tmp_path, *(f"{H200}, {pid}" for pid in (os.getpid(), os.getppid(), child.pid))
-        )
-        found = other_processes(H200, command)
+        nvml = nvml_of(os.getpid(), os.getppid(), child.pid)
+        found = other_processes(H200, nvml)
         child.kill()
     assert found == Others()
 
 
 @pytest.mark.parametrize(
-    ("rows", "code", "said"),
+    ("nvml", "said"),
     [
+        (nvml_of(2**32 - 1, 4194301), "NVML lists a process without its number"),
+        (nvml_of(0, 4194301), "NVML lists a process without its number"),
+        (Nvml(Device("H200", H200, pids=None)), f"NVML lists no processes of GPU '{H200}'"),
         (
-            (f"{H200}, [N/A]", f"{H200}, 4194301"),
-            0,
-            "nvidia-smi lists a process as '[N/A]', without its number",
+            Nvml(failure=NVMLError("Driver/library version mismatch")),
+            "NVML failed: Driver/library version mismatch",
         ),
-        (
-            ("Failed to initialize NVML: Driver/library version mismatch",),
-            18,
-            "nvidia-smi failed with exit code 18: Failed to initialize NVML",
-        ),
-        (("No devices were found",), 6, "nvidia-smi failed with exit code 6: No devices"),
+        (Nvml(failure=NVMLError_LibraryNotFound()), ""),
+        (Nvml(), "NVML lists no GPU"),
     ],
 )
-def test_an_answer_that_tells_nothing_is_not_taken_for_nobody(
-    tmp_path: Path, rows: tuple[str, ...], code: int, said: str
-) -> None:
-    found = other_processes(H200, nvidia_smi(tmp_path, *rows, code=code))
+def test_an_answer_that_tells_nothing_is_not_taken_for_nobody(nvml: Nvml, said: str) -> None:
+    found = other_processes(H200, nvml)
     assert found.pids == ()
     assert found.unknown.startswith(said)
-
-
-def test_without_the_tool_it_is_not_known_who_else_computes() -> None:
-    assert other_processes(H200, "no-such-program").unknown.startswith(
-        "nvidia-smi gave no answer: "
-    )
+    assert found.unknown != ""
 
 
 def test_a_second_build_on_one_gpu_waits_and_says_so(own_home: Path) -> None:

@@ -399,6 +399,9 @@ def test_files_that_are_no_npz_are_refused(tmp_path: Path) -> None:
         archive.writestr("image.npy", b"no array")
     with zipfile.ZipFile(tmp_path / "short.npz", "w") as archive:
         archive.writestr("image.npy", (tmp_path / "array.npy").read_bytes()[:-4])
+    with zipfile.ZipFile(tmp_path / "nested.npz", "w") as archive:
+        head = b"\x93NUMPY\x01\x00" + (9000).to_bytes(2, "little")
+        archive.writestr("image.npy", head + b"(" * 9000)
     messages = {
         "absent.npz": "no data file at",
         "array.npy": "not a readable .npz file",
@@ -406,6 +409,7 @@ def test_files_that_are_no_npz_are_refused(tmp_path: Path) -> None:
         "cut.npz": "not a readable .npz file",
         "flipped.npz": "Bad CRC-32",
         "other.npz": "not a numpy array",
+        "nested.npz": "not a numpy array",
         "short.npz": "'image' ends before its last row",
     }
     for name, message in messages.items():

@@ -1,10 +1,9 @@
-"""nvidia-smi is stood in for by small programs that answer as it does, libcuda by an object with
-its functions.
-"""
+"""NVML is stood in for by a double of pynvml, libcuda by an object with its functions."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -17,15 +16,17 @@ from pipeline.host.gpu import (
     Gpu,
     Gpus,
     find_gpus,
+    open_nvml,
     peaks,
     with_hardware,
 )
+from tests.builders.nvml import Device, Nvml, NVMLError, NVMLError_LibraryNotFound
 
 UUID = "GPU-6d5a129b-187e-efb0-e32e-d25fcfd009f4"
-H200_LINE = f"NVIDIA H200, {UUID}, 9.0, 580.159, 143771, 1980, 3201\n"  # taken on an H200
-GB10_LINE = (
-    "NVIDIA GB10, GPU-0b5ab7f4-aaaa-bbbb-cccc-000000000001, 12.1, 580.95.05, [N/A], 3003, [N/A]\n"
-)
+H200_DEVICE = Device("NVIDIA H200", UUID, (9, 0), 143771 * 2**20, 1980, 3201)
+GB10_DEVICE = Device(
+    b"NVIDIA GB10", b"GPU-0b5ab7f4-aaaa-bbbb-cccc-000000000001", (12, 1), None, 3003, None
+)  # bytes, as old versions of pynvml return
 H200 = Gpu(
     name="NVIDIA H200",
     uuid=UUID,
@@ -42,40 +43,33 @@ def all_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def program(folder: Path, answer: str, exit_code: int = 0) -> str:
-    file = folder / "smi"
-    file.write_text(f"#!/bin/sh\ncat <<'END'\n{answer}END\nexit {exit_code}\n", encoding="utf-8")
-    file.chmod(0o755)
-    return str(file)
+def both() -> Nvml:
+    return Nvml(H200_DEVICE, GB10_DEVICE, driver="580.159")
 
 
-def test_each_line_is_a_gpu(tmp_path: Path) -> None:
-    found = find_gpus(program(tmp_path, H200_LINE + GB10_LINE))
+def test_each_device_is_a_gpu() -> None:
+    nvml = both()
+    found = find_gpus(nvml)
     assert found.reason == ""
     assert found.devices[0] == H200
+    assert found.devices[1].name == "NVIDIA GB10"
     assert found.devices[1].memory_bytes == 0
     assert found.devices[1].memory_clock_mhz is None
+    assert nvml.open == 0
 
 
 @pytest.mark.parametrize(
-    ("answer", "exit_code", "reason"),
+    ("nvml", "reason"),
     [
-        (
-            "NVIDIA-SMI has failed because it couldn't\ncommunicate with the driver.\n",
-            9,
-            "exit code 9: NVIDIA-SMI has failed because it couldn't communicate",
-        ),
-        ("", 0, "lists no GPU"),
+        (Nvml(failure=NVMLError("Driver Not Loaded")), "NVML failed: Driver Not Loaded"),
+        (Nvml(failure=NVMLError_LibraryNotFound()), "libnvidia-ml.so.1"),
+        (Nvml(), "NVML lists no GPU"),
     ],
 )
-def test_no_gpu_has_a_reason(tmp_path: Path, answer: str, exit_code: int, reason: str) -> None:
-    found = find_gpus(program(tmp_path, answer, exit_code))
+def test_no_gpu_has_a_reason(nvml: Nvml, reason: str) -> None:
+    found = find_gpus(nvml)
     assert found.devices == ()
     assert reason in found.reason
-
-
-def test_a_missing_tool_has_a_reason(tmp_path: Path) -> None:
-    assert "nvidia-smi" in find_gpus(str(tmp_path / "nothing")).reason
 
 
 @pytest.mark.parametrize(
@@ -91,13 +85,51 @@ def test_a_missing_tool_has_a_reason(tmp_path: Path) -> None:
     ],
 )
 def test_only_visible_gpus_may_be_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, capabilities: list[str]
+    monkeypatch: pytest.MonkeyPatch, wanted: str, capabilities: list[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", wanted)
-    found = find_gpus(program(tmp_path, H200_LINE + GB10_LINE))
+    found = find_gpus(both())
     assert [gpu.compute_capability for gpu in found.devices] == capabilities
     hidden = f"no GPU may be used: CUDA_VISIBLE_DEVICES='{wanted}' hides NVIDIA H200, NVIDIA GB10"
     assert found.reason == ("" if capabilities else hidden)
+
+
+class OneUnreadable(Nvml):
+    """The first GPU counts, but may not be opened: as of another container."""
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Device:  # noqa: N802
+        if index == 0:
+            raise NVMLError("Insufficient Permissions")
+        return super().nvmlDeviceGetHandleByIndex(index)
+
+
+def test_a_gpu_that_may_not_be_opened_is_left_out() -> None:
+    nvml = OneUnreadable(H200_DEVICE, GB10_DEVICE)
+    assert [gpu.name for gpu in find_gpus(nvml).devices] == ["NVIDIA GB10"]
+    assert "lists no GPU" in find_gpus(OneUnreadable(H200_DEVICE)).reason
+
+
+def test_a_device_is_found_by_number_and_by_uuid() -> None:
+    with open_nvml(both()) as opened:
+        for name in ("0", UUID):
+            device = opened.device(name)
+            assert device is not None
+            assert device.name() == "NVIDIA H200"
+        assert opened.device("GPU-of-another-host") is None
+
+
+def test_pynvml_is_not_imported_before_it_is_asked() -> None:
+    script = "import sys, pipeline.host.gpu; print('pynvml' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_pynvml_has_every_name_that_is_asked_for() -> None:
+    import pynvml
+
+    names = {name for name in vars(Nvml) if name.startswith(("nvml", "NVML"))}
+    assert len(names) > 15
+    assert [name for name in names if not hasattr(pynvml, name)] == []
 
 
 class Cuda:
@@ -230,3 +262,11 @@ def test_what_is_not_known_is_left_out() -> None:
     assert peaks(gpu("NVIDIA Thor", "10.1", 20, 1000, 1000, 256)).flops_per_s == {}
     assert Precision.BF16 not in FLOPS_PER_SM_AND_CLOCK["7.5"]
     assert Precision.FP8 not in FLOPS_PER_SM_AND_CLOCK["8.6"]
+
+
+def test_without_a_driver_an_error_of_the_caller_has_no_error_of_nvml_as_its_context() -> None:
+    nvml = Nvml(failure=NVMLError("Driver Not Loaded"))
+    with pytest.raises(ValueError, match="of the caller") as caught, open_nvml(nvml):
+        raise ValueError("of the caller")
+    assert caught.value.__context__ is None
+    assert nvml.open == 0

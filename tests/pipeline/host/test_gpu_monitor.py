@@ -1,54 +1,19 @@
-"""NVML is stood in for by an object with its functions, which write their answers as it does."""
+"""NVML is stood in for by a double of pynvml."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from pipeline.host.gpu_monitor import CORE_TEMPERATURE, MEMORY_CLOCK, SM_CLOCK, Span, watching
+from pipeline.host.gpu_monitor import Span, watching
+from tests.builders.nvml import Device, Nvml, NVMLError
 
 UUID = "GPU-6d5a129b"
 
 
-class Nvml:
-    """A GPU that gets warmer at every look; `power` is what it answers to the question for it."""
-
-    def __init__(self, power: int = 0, known: str = UUID) -> None:
-        self.power, self.known, self.degrees, self.open = power, known, 40, 0
-
-    def nvmlInit_v2(self) -> int:  # noqa: N802  as in nvml.h
-        self.open += 1
-        return 0
-
-    def nvmlShutdown(self) -> int:  # noqa: N802
-        self.open -= 1
-        return 0
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:  # noqa: N802
-        handle._obj.value = 7
-        return 0 if uuid.decode() == self.known else 6
-
-    def nvmlDeviceGetClockInfo(self, handle: Any, clock: int, answer: Any) -> int:  # noqa: N802
-        assert handle.value == 7
-        answer._obj.value = {SM_CLOCK: 1980, MEMORY_CLOCK: 3201}[clock]
-        return 0
-
-    def nvmlDeviceGetTemperature(self, handle: Any, sensor: int, answer: Any) -> int:  # noqa: N802
-        assert sensor == CORE_TEMPERATURE
-        self.degrees += 1
-        answer._obj.value = self.degrees
-        return 0
-
-    def nvmlDeviceGetPowerUsage(self, handle: Any, answer: Any) -> int:  # noqa: N802
-        answer._obj.value = 312_500
-        return self.power
-
-    def nvmlDeviceGetUtilizationRates(self, handle: Any, answer: Any) -> int:  # noqa: N802
-        answer._obj.gpu, answer._obj.memory = 87, 12
-        return 0
+def h200(milliwatts: int | None = 312_500) -> Device:
+    return Device("H200", UUID, sm_clock=1980, memory_clock=3201, milliwatts=milliwatts)
 
 
 def test_the_gpu_is_looked_at_from_start_to_end() -> None:
-    nvml = Nvml()
+    nvml = Nvml(h200())
     with watching(UUID, nvml, every_s=60) as watch:
         pass
     use = watch.use([9, 7, 9])
@@ -65,7 +30,7 @@ def test_the_gpu_is_looked_at_from_start_to_end() -> None:
 
 
 def test_what_nvml_does_not_tell_is_left_out() -> None:
-    with watching(UUID, Nvml(power=3), every_s=60) as watch:
+    with watching(UUID, Nvml(h200(milliwatts=None)), every_s=60) as watch:
         pass
     use = watch.use()
     assert use is not None
@@ -73,8 +38,9 @@ def test_what_nvml_does_not_tell_is_left_out() -> None:
 
 
 def test_without_that_gpu_nothing_is_seen() -> None:
-    nvml = Nvml(known="another")
-    for uuid, library in ((UUID, nvml), ("", None)):
+    nvml = Nvml(Device("H200", "another"))
+    without_driver = Nvml(failure=NVMLError("Driver Not Loaded"))
+    for uuid, library in ((UUID, nvml), ("", None), (UUID, without_driver)):
         with watching(uuid, library, every_s=60) as watch:
             pass
         assert watch.use() is None

@@ -28,6 +28,7 @@ from pipeline.measurement.measure import (
     values_needed,
     warm_up,
 )
+from tests.builders.nvml import Device, Nvml, install_nvml
 
 TRIALS = 1000
 
@@ -391,18 +392,13 @@ def test_environment_names_the_gpus_their_driver_and_tensorrt_by_any_name(
     """As on a virtual machine without /proc/driver/nvidia, with TensorRT's bindings unpacked by
     hand.
     """
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text(
-        '#!/bin/sh\nfor n in 0 1; do echo "NVIDIA H200, GPU-$n, 9.0, 580.159, 143771, 1980, 3201";'
-        " done\n"
-    )
-    smi.chmod(0o755)
+    gpus = [Device("NVIDIA H200", f"GPU-{number}") for number in range(2)]
+    install_nvml(tmp_path / "nvml", monkeypatch, Nvml(*gpus, driver="580.159"))
     package = tmp_path / "tensorrt_cu12_bindings-10.6.0.dist-info"
     package.mkdir()
     (package / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: tensorrt-cu12-bindings\nVersion: 10.6.0\n"
     )
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     here = environment()

@@ -169,6 +169,19 @@ def test_versions_stand_side_by_side(tmp_path: Path) -> None:
     assert sorted(path.name for path in (models / "net").iterdir()) == ["1", "2", "config.pbtxt"]
 
 
+def test_a_config_is_compared_by_what_it_means(tmp_path: Path) -> None:
+    engine, models = engine_in(tmp_path / "engine"), tmp_path / "models"
+    export(engine, "net/1", models)
+    config = models / "net" / "config.pbtxt"
+    written = config.read_text()
+    config.write_text("# by hand\n" + written.replace("\n", "  "))
+    export(engine, "net/2", models)
+    assert config.read_text() == written
+    config.write_text("no config")
+    with pytest.raises(PlanError, match="holds version 1, 2 with other"):
+        export(engine, "net/3", models)
+
+
 def test_external_data_lies_beside_the_graph(tmp_path: Path) -> None:
     engine = engine_in(tmp_path / "engine")
     (engine.root / "data").mkdir()

@@ -276,13 +276,19 @@ def test_the_commands_of_inference_run(tmp_path: Path) -> None:
     np.testing.assert_allclose(answers, [np.load(tmp_path / "y.npy")], rtol=1e-6)
 
 
+SSE = {"Content-Type": "text/event-stream"}
+
+
 def check(told: dict[str, str], folder: Path) -> None:
     """What the commands said is what the page says of them."""
 
     def said(part: str) -> list[str]:
         return [text for line, text in told.items() if part in line]
 
-    whole, rest, cancelled = (list(events_of_stream([text.encode()])) for text in said("/events"))
+    whole, rest, cancelled = (
+        list(events_of_stream(httpx.Response(200, headers=SSE, text=text)))
+        for text in said("/events")
+    )
     assert [event.kind for event in (whole[0], whole[-1], cancelled[-1])] == [
         "queued",
         "succeeded",

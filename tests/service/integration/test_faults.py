@@ -231,9 +231,7 @@ def test_deleting_a_job_that_compiles_ends_all_that_it_started(tmp_path: Path) -
             assert time.monotonic() - begin < GONE_S
             time.sleep(0.05)
         until(lambda: client.get(f"/jobs/{job}").json()["state"] == "cancelled")
-        kinds = [
-            event.kind for event in events_of_stream([client.get(f"/jobs/{job}/events").content])
-        ]
+        kinds = [event.kind for event in events_of_stream(client.get(f"/jobs/{job}/events"))]
         assert kinds[-2:] == ["cancelling", "cancelled"]
         assert not Folders(tmp_path / "home").work(job).temporary.exists()
         assert client.get("/readyz").status_code == 200

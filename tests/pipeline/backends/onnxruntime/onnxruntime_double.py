@@ -13,17 +13,15 @@ from typing import Any
 import onnxruntime
 import pytest
 
+from tests.builders.nvml import Device, Nvml, install_nvml
+
 GPU_UUID = "GPU-00000000-0000-0000-0000-0000000000d0"
-SMI = f"#!/bin/sh\necho 'NVIDIA Double, {GPU_UUID}, 9.0, 580.1, 1024, 1000, 1000'\n"
 CPU = "CPUExecutionProvider"
 
 
 def pretend_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An nvidia-smi that lists one GPU; CUDA finds none of that name."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "nvidia-smi").write_text(SMI)
-    (folder / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    """An NVML that lists one GPU; CUDA finds none of that name."""
+    install_nvml(folder, monkeypatch, Nvml(Device("NVIDIA Double", GPU_UUID)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", GPU_UUID)
 
 

@@ -17,6 +17,7 @@ from pipeline.core import Engine, ModelSource, Progress, TensorSpec
 from pipeline.errors import HostError, ModelError
 from pipeline.execution.child_process import call_in_child
 from pipeline.plan.source import digest_of_source
+from tests.builders.nvml import Device, Nvml, install_nvml
 from tests.pipeline.backends.pytorch.builders import (
     CLASSES,
     COMPILE,
@@ -65,17 +66,13 @@ def why_in_child(progress: Progress) -> str:
 def test_a_gpu_that_torch_cannot_use_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """nvidia-smi lists a GPU, CUDA finds none of that name: as with a torch without code for this
-    GPU, or a driver that is too old.
+    """NVML lists a GPU, CUDA finds none of that name: as with a torch without code for this GPU, or
+    a driver that is too old.
     """
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text(
-        "#!/bin/sh\necho 'NVIDIA T0, GPU-00000000-0000-0000-0000-00000000c0de, 7.5, 450.1, 1024,"
-        " 1000, 1000'\n"
-    )
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-00000000-0000-0000-0000-00000000c0de")
+    uuid = "GPU-00000000-0000-0000-0000-00000000c0de"
+    gpu = Device("NVIDIA T0", uuid, capability=(7, 5))
+    install_nvml(tmp_path / "nvml", monkeypatch, Nvml(gpu, driver="450.1"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", uuid)
     here = pytorch_.probe()
     assert (here.device, here.compute_capability, here.driver) == ("NVIDIA T0", "7.5", "450.1")
     engine = call_in_child(
