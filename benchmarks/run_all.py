@@ -7,11 +7,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
-from common import takes_no_arguments
+from benchmarks.common import takes_no_arguments
 
-HERE = Path(__file__).resolve().parent
 SCRIPTS = (
     "peak",  # first: the shares of the rows are of these peaks
     "compile_time",
@@ -29,14 +27,16 @@ SCRIPTS = (
     "json_beside_binary",
     "serving",
 )
+OF_THE_SERVICE = ("service_memory", "json_beside_binary", "serving")
 
 
 def main() -> None:
     results = {}
     for name in SCRIPTS:
         print(f"== {name}", flush=True)
+        folder = "serving" if name in OF_THE_SERVICE else "cpu"
         done = subprocess.run(
-            [sys.executable, str(HERE / f"{name}.py")],
+            [sys.executable, "-m", f"benchmarks.{folder}.{name}"],
             stdout=subprocess.PIPE,
             text=True,
             check=False,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpu.rows import row_named
+from benchmarks.gpu.rows import row_named
 
 SCRIPT = "benchmarks/gpu_models.py"
 

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gpu.bare import BareSession
-from gpu.torch_peers import open_peer
+from benchmarks.gpu.bare import BareSession
+from benchmarks.gpu.torch_peers import open_peer
 from pipeline import backends
 from pipeline.backends import cuda
 from pipeline.backends.base import Session, run_session

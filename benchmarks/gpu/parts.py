@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gpu.contest import Entrant, Outcome, contest
-from gpu.facts import device_peaks, entry_of
-from gpu.host import Watch
-from gpu.measure_row import (
+from benchmarks.gpu.contest import Entrant, Outcome, contest
+from benchmarks.gpu.facts import device_peaks, entry_of
+from benchmarks.gpu.host import Watch
+from benchmarks.gpu.measure_row import (
     Made,
     Options,
     build_facts,
@@ -23,8 +23,8 @@ from gpu.measure_row import (
     with_profile,
     workload_of,
 )
-from gpu.plans import feeds_of, graph_of, plan_of
-from gpu.rows import H200, Row, image, target
+from benchmarks.gpu.plans import feeds_of, graph_of, plan_of
+from benchmarks.gpu.rows import H200, Row, image, target
 from pipeline.backends.tensorrt import backend as tensorrt_
 from pipeline.compiler.candidates import convert_model
 from pipeline.compiler.context import Job
