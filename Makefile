@@ -47,20 +47,20 @@ image-test: $(VENV)/.ready
 
 # PARTS="digits/float resnet50 --into DIR": see benchmarks/gpu/tensorrt_compile.py
 bench-gpu: $(if $(WHEELS),gpu-site,$(VENV)/.ready-gpu)
-	$(GPU_PYTHON) -m benchmarks.gpu.tensorrt_compile $(PARTS)
+	$(GPU_PYTHON) -m benchmarks tensorrt_compile $(PARTS)
 
 gpu-site:
 	$(GPU_PYTHON) tests/gpu/install_wheels.py $(WHEELS) $(GPU_SITE)
 
 bench: $(VENV)/.ready
-	$(BIN)/python -m benchmarks.run_all
+	$(BIN)/python -m benchmarks run_all
 
 serve: $(VENV)/.ready
 	$(BIN)/crucible serve
 
 # SOAK="--minutes 1 --requests 5000": shorter
 soak: $(VENV)/.ready
-	$(BIN)/python -m benchmarks.serving.soak $(SOAK)
+	$(BIN)/python -m benchmarks soak $(SOAK)
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 ifdef UV

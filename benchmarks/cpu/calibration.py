@@ -10,7 +10,6 @@ run that was stopped goes on where it stood.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.common import ROOT, Row, publish
+from benchmarks.common import ROOT, Row, argument_parser, publish
 from pipeline.backends.onnxruntime import backend as onnxruntime_
 from pipeline.compiler.candidates import (
     build_engine,
@@ -51,10 +50,10 @@ WORK = ROOT / "build" / "calibration"
 BITS: tuple[Literal[7, 8], ...] = (7, 8)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def main(words: Sequence[str]) -> None:
+    parser = argument_parser("calibration", __doc__)
     parser.add_argument("plan", nargs="?", choices=DRAWS, help="one model only [default: both]")
-    asked = parser.parse_args().plan
+    asked = parser.parse_args(words).plan
     plans = [asked] if asked else list(DRAWS)
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         rows = list(chain.from_iterable(pool.map(measure, plans)))
@@ -197,7 +196,3 @@ def targets(rows: Sequence[Row]) -> dict[str, bool]:
                 " draws)"
             ] = held == len(enough) > 0
     return found
-
-
-if __name__ == "__main__":
-    main()

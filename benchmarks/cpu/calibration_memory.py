@@ -10,6 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common import RESNET50, Row, graph_of, publish, takes_no_arguments
@@ -23,7 +24,11 @@ FEW, MANY = 64, 1024
 MOST_GROWTH = 1.2
 
 
-def main() -> None:
+def main(words: Sequence[str]) -> None:
+    if words[:1] == ["--one"]:
+        calibrate_once(CalibrationMethod(words[1]), int(words[2]))
+        return
+    takes_no_arguments("calibration_memory", __doc__, words)
     graph_of(RESNET50)  # exported now, so that the children find it in the store
     rows: list[Row] = []
     targets = {}
@@ -52,7 +57,8 @@ def measure(method: CalibrationMethod, samples: int) -> tuple[int, float]:
     command = [
         sys.executable,
         "-m",
-        "benchmarks.cpu.calibration_memory",
+        "benchmarks",
+        "calibration_memory",
         "--one",
         str(method),
         str(samples),
@@ -72,11 +78,3 @@ def calibrate_once(method: CalibrationMethod, samples: int) -> None:
         start = monotonic()
         calibrate(model, data, method, CalibrationConfig(), Path(folder))
         print(peak_memory_bytes(), monotonic() - start)
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["--one"]:
-        calibrate_once(CalibrationMethod(sys.argv[2]), int(sys.argv[3]))
-    else:
-        takes_no_arguments(__doc__)
-        main()

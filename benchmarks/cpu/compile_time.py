@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 
 from benchmarks.common import DIGITS, Row, publish, takes_no_arguments
 from pipeline.measurement.measure import measure_block
@@ -16,7 +17,8 @@ COLD_S, WARM_S = 60.0, 2.0
 WARM_RUNS = 5
 
 
-def main() -> None:
+def main(words: Sequence[str]) -> None:
+    takes_no_arguments("compile_time", __doc__, words)
     with tempfile.TemporaryDirectory() as home:
         command = [
             sys.executable,
@@ -53,8 +55,3 @@ def main() -> None:
         f"warm at most {WARM_S:g} s (got {median_s:.2f})": median_s <= WARM_S,
     }
     publish("compile_time", rows, targets)
-
-
-if __name__ == "__main__":
-    takes_no_arguments(__doc__)
-    main()

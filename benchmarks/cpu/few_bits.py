@@ -8,6 +8,7 @@ to the check on the selection set. Nothing is timed, so a busy machine does no h
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from benchmarks.common import ROOT, Row, publish, takes_no_arguments
 from benchmarks.cpu.calibration import here
@@ -38,7 +39,8 @@ CANDIDATES = (
 )
 
 
-def main() -> None:
+def main(words: Sequence[str]) -> None:
+    takes_no_arguments("few_bits", __doc__, words)
     logging.disable(logging.INFO)  # ONNX Runtime's quantiser logs every node
     job = open_job(load_plan(PLAN), Runner(Store(home()), run=here))
     exported = export_model(job)
@@ -76,8 +78,3 @@ def row_of(made: Candidate) -> Row:
         "passed": made.state == "measured",
         "reason": made.reason,
     }
-
-
-if __name__ == "__main__":
-    takes_no_arguments(__doc__)
-    main()

@@ -6,18 +6,17 @@ and that a GPU keeps only as long as power allows; so the roof is measured, and 
 peaks are those of `crucible doctor --measure`, and are kept as it keeps them. On a GPU torch runs
 the products (torch is fine for a ceiling): cuBLAS, the best of a few sizes, timed by events.
 
-    python benchmarks/peak.py [--gpu] [--into DIR]
+    python -m benchmarks peak [--gpu] [--into DIR]
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.common import RESULTS, Row, publish
+from benchmarks.common import RESULTS, Row, argument_parser, publish
 from pipeline.benchmark.cpu_peaks import (
     busy_text,
     keep_peaks,
@@ -43,17 +42,15 @@ REPEATS = 10  # calls between two events: a launch takes microseconds, and count
 BLOCKS = 5
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(words: Sequence[str]) -> None:
+    parser = argument_parser("peak", __doc__)
     parser.add_argument(
         "--into", type=Path, default=RESULTS, metavar="DIR", help="where peak.json goes"
     )
     parser.add_argument(
         "--gpu", action="store_true", help="the first GPU instead of the CPU, into peak_gpu.json"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if arguments.gpu:
         gpus = with_hardware(find_gpus())
         if not gpus.devices:
@@ -200,7 +197,3 @@ def best_s(run: Callable[[], object]) -> float:
         stop.synchronize()
         found.append(start.elapsed_time(stop) / 1e3 / REPEATS)
     return min(found)
-
-
-if __name__ == "__main__":
-    main()

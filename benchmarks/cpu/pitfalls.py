@@ -48,7 +48,8 @@ PARENT = (
 Run = Callable[[], object]
 
 
-def main() -> None:
+def main(words: Sequence[str]) -> None:
+    takes_no_arguments("pitfalls", __doc__, words)
     with ExitStack() as stack:
         first, second, other = load(stack)
         rows = [
@@ -178,8 +179,3 @@ def peak_of_a_child() -> Row:
         "careless": inherited,
         "careful": own,
     }
-
-
-if __name__ == "__main__":
-    takes_no_arguments(__doc__)
-    main()

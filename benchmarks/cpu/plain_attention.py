@@ -3,7 +3,7 @@ of the graph as exported and of the plain one.
 
 MiniLM with its real weights and dynamic shapes, by both of torch's exporters, and with random
 weights and fixed shapes a BERT-base, and a ViT-B/16 and a Swin-T, whose queries, keys and values
-come out of one product. On a GPU `gpu_models.py` has the same as ways that end in `surgery`.
+come out of one product. On a GPU `gpu_models` has the same as ways that end in `surgery`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ LEAST = 0.95  # of the speed as exported, by the lower end of the interval
 PLAIN, AS_EXPORTED = "simplify.plain_attention=true", "simplify.plain_attention=false"
 
 
-def main() -> None:
+def main(words: Sequence[str]) -> None:
+    takes_no_arguments("plain_attention", __doc__, words)
     logging.disable(logging.INFO)  # ONNX Runtime's quantiser logs every node
     rows = []
     for name, choices in SIZES.items():
@@ -128,8 +129,3 @@ def rows_of(name: str, sizes: Mapping[str, int], results: Sequence[object]) -> l
             }
         )
     return found
-
-
-if __name__ == "__main__":
-    takes_no_arguments(__doc__)
-    main()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common import RESNET50, Row, publish, takes_no_arguments
@@ -22,7 +23,8 @@ from pipeline.results.report import BenchmarkReport, Report
 RATIO_WITH_VNNI, RATIO_WITHOUT = 5.0, 3.3  # what was reached by hand on two hosts, rounded down
 
 
-def main() -> None:
+def main(words: Sequence[str]) -> None:
+    takes_no_arguments("resnet50", __doc__, words)
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
@@ -87,8 +89,3 @@ def row_of(benchmark: BenchmarkReport) -> Row:
 
 def percent(share: float | None) -> float | None:
     return None if share is None else 100 * share
-
-
-if __name__ == "__main__":
-    takes_no_arguments(__doc__)
-    main()

@@ -7,6 +7,7 @@ A right 95 % interval still misses 1 once in twenty runs; so of all runs togethe
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,8 @@ REPEATS = {DIGITS: 6, RESNET50: 3}
 MAY_MISS = 1  # of nine: more has a chance of 7 % where every interval is right
 
 
-def main() -> None:
+def main(words: Sequence[str]) -> None:
+    takes_no_arguments("same_engine", __doc__, words)
     rows: list[Row] = []
     for plan_path, repeats in REPEATS.items():
         plan, model = graph_of(plan_path)
@@ -64,8 +66,3 @@ def compared(first: BenchmarkReport, second: BenchmarkReport) -> Row:
     width = 100 * (ratio.high - ratio.low)
     interval = {"ratio": ratio.value, "low": ratio.low, "high": ratio.high, "width_%": width}
     return {**interval, "holds_1": not ratio.excludes(1.0), "processes_differ_%": spread}
-
-
-if __name__ == "__main__":
-    takes_no_arguments(__doc__)
-    main()

@@ -13,7 +13,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,11 @@ ROUNDS, BLOCK_S = 16, 0.5
 MOST_RATIO, MOST_EXTRA_US = 1.03, 20.0
 
 
-def main() -> None:
+def main(words: Sequence[str]) -> None:
+    if words[:1] == ["--one"]:
+        print(json.dumps(compare(words[1], Path(words[2]))))
+        return
+    takes_no_arguments("session_overhead", __doc__, words)
     rows = [
         measure(backend, plan)
         for plan in (RESNET50, DIGITS)
@@ -60,7 +64,7 @@ def main() -> None:
 
 def measure(backend: str, plan: Path) -> Row:
     """One backend and model, in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.cpu.session_overhead", "--one", backend, str(plan)]
+    command = [sys.executable, "-m", "benchmarks", "session_overhead", "--one", backend, str(plan)]
     row: Row = json.loads(
         subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[
             -1
@@ -139,11 +143,3 @@ def direct_openvino(model: Path, threads: int, feeds: Tensors) -> Callable[[], N
 
 
 DIRECT = {"onnxruntime": direct_onnxruntime, "openvino": direct_openvino}
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["--one"]:
-        print(json.dumps(compare(sys.argv[2], Path(sys.argv[3]))))
-    else:
-        takes_no_arguments(__doc__)
-        main()

@@ -341,7 +341,8 @@ def median_of_std(count: int) -> float:
     return float(np.median(random.normal(size=(20_000, count)).std(axis=1, ddof=1)))
 
 
-def main() -> None:
+def main(words: Sequence[str]) -> None:
+    takes_no_arguments("synthetic_clock", __doc__, words)
     cells = [
         cell(kind, spread, count) for kind in kinds() for spread in SPREADS for count in PROCESSES
     ]
@@ -361,8 +362,3 @@ def main() -> None:
         ],
     }
     publish("synthetic_clock", rows, demands(cells, races), details=details)
-
-
-if __name__ == "__main__":
-    takes_no_arguments(__doc__)
-    main()

@@ -1,4 +1,4 @@
-"""Architectures for benchmarks/verdicts.py: each function is an entrypoint of a plan. Weights are
+"""Architectures for `python -m benchmarks verdicts`: each function is an entrypoint of a plan. Weights are
 random.
 """
 

@@ -1,7 +1,7 @@
 """What a compile with default candidates says of several architectures, and how long it takes,
 stage by stage.
 
-    python benchmarks/verdicts.py [NAME ...] [--beside N] [--into FILE]
+    python -m benchmarks verdicts [NAME ...] [--beside N] [--into FILE]
 
 NAME: an architecture of verdict_models.py, `mlp_onnx`, its first one as an ONNX file, or `digits`,
 the demo. Weights are random but for digits, and so are the inputs: what is looked at is speed, and
@@ -30,7 +30,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import DIGITS, RESULTS, ROOT, Row
+from benchmarks.common import DIGITS, RESULTS, ROOT, Row, argument_parser
 from pipeline.host.gpu import find_gpus
 from pipeline.measurement.measure import environment, monotonic
 from pipeline.report.render import load_report
@@ -49,7 +49,7 @@ LIMITS_S = {
 }  # on the CPU, and on a GPU
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(words: Sequence[str]) -> None:
     arguments = parser().parse_args(words)
     file: Path = arguments.into
     runs = [(name, arguments.beside) for name in arguments.names]
@@ -66,9 +66,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = argument_parser("verdicts", __doc__)
     on_gpu = bool(find_gpus().devices)
     options.add_argument("names", nargs="*", choices=[*architectures(), DEMO, []], metavar="NAME")
     options.add_argument(
@@ -327,7 +325,3 @@ def cells(row: Any) -> tuple[str, ...]:
         f"{row['seconds']:.0f}",
         limit,
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.gpu.rows import row_named
 
-SCRIPT = "benchmarks/gpu_models.py"
+COMMAND = ("python", "-m", "benchmarks", "gpu_models")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The fastest engine on this host's GPU beside plain TensorRT and PyTorch: any row of the table by
 one command.
 
-    python benchmarks/gpu_models.py [ROW ...] [--into DIR] [--seconds S] [--keep FOLDER] [--ways
+    python -m benchmarks gpu_models [ROW ...] [--into DIR] [--seconds S] [--keep FOLDER] [--ways
     fp16,int8] [--no-bare] [--no-peers]
                                     [--only WORD,WORD] [--set KEY=VALUE] [--note TEXT] [--modes
                                     MODE] [--prepare] [--build] [--list]
@@ -27,7 +27,7 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -37,9 +37,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import RESULTS
+from benchmarks.common import RESULTS, argument_parser
 from benchmarks.gpu.async_curve import async_curve
-from benchmarks.gpu.choice import SCRIPT, Choice, choice_from_heading, words_of
+from benchmarks.gpu.choice import COMMAND, Choice, choice_from_heading, words_of
 from benchmarks.gpu.host import restore, store
 from benchmarks.gpu.measure_row import Options, measure_row, prepare_row
 from benchmarks.gpu.parts import FLEXIBILITY, flexibility, overlap, prepare_flexibility, throughput
@@ -77,8 +77,8 @@ PREPARED: Mapping[str, Part] = {
 """What makes the graphs of a row or part without a GPU."""
 
 
-def main() -> None:
-    arguments = parse_arguments()
+def main(words: Sequence[str]) -> None:
+    arguments = parse_arguments(words)
     if arguments.list:
         print(
             "\n".join(
@@ -131,8 +131,8 @@ def main() -> None:
     sys.exit(any("failed" in row for row in rows.values()))
 
 
-def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
+    parser = argument_parser("gpu_models", __doc__)
     parser.add_argument(
         "rows",
         nargs="*",
@@ -301,7 +301,7 @@ def command_of(name: str, options: Options) -> str:
     words += ["--no-bare"] * (not options.bare) + ["--no-peers"] * (not options.peers)
     for override in options.overrides:
         words += ["--set", override]
-    return shlex.join(["python", SCRIPT, *words])
+    return shlex.join([*COMMAND, *words])
 
 
 def add_row(file: Path, name: str, row: Mapping[str, Any], target: Target) -> dict[str, Any]:
@@ -381,7 +381,3 @@ def table(name: str, row: Mapping[str, Any]) -> Table:
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else f"{value:{form}}"
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """What TensorRT makes of the three example plans on this host's GPU: every precision and every way
 to it, one part after another.
 
-    python benchmarks/tensorrt_compile.py [PART ...] [--into DIR] [--seconds S] [--timeout S]
+    python -m benchmarks tensorrt_compile [PART ...] [--into DIR] [--seconds S] [--timeout S]
     [--list]
 
 A part is MODEL/GROUP, or MODEL for all of its groups: one `crucible compile` of that plan with the
@@ -19,14 +19,14 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import RESULTS, ROOT, Row
+from benchmarks.common import RESULTS, ROOT, Row, argument_parser
 from pipeline.backends.tensorrt import backend as tensorrt_
 from pipeline.core import Target
 from pipeline.errors import BackendUnavailable, UnsupportedError
@@ -82,8 +82,8 @@ SECONDS, TIMEOUT_S = 1.0, 540.0
 ENDED = (0, 2)  # 2: rejected, which is an answer too
 
 
-def main() -> None:
-    arguments = parse_arguments()
+def main(words: Sequence[str]) -> None:
+    arguments = parse_arguments(words)
     if arguments.list:
         print("\n".join(f"{model}/{group}" for model, groups in PARTS.items() for group in groups))
         return
@@ -112,8 +112,8 @@ def main() -> None:
     )
 
 
-def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
+    parser = argument_parser("tensorrt_compile", __doc__)
     parser.add_argument(
         "parts",
         nargs="*",
@@ -397,7 +397,3 @@ def table(document: Mapping[str, Any], group: str) -> Table:
             shares or str(row.get("reason", ""))[:60],
         )
     return shown
-
-
-if __name__ == "__main__":
-    main()

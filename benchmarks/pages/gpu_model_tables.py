@@ -465,7 +465,7 @@ def curve_section(found: Mapping[str, Any]) -> list[str]:
         ),
         "",
         (
-            f"{row['model']}, {row['shape']}, PyTorch eager fp32 (`python benchmarks/gpu_models.py"
+            f"{row['model']}, {row['shape']}, PyTorch eager fp32 (`python -m benchmarks gpu_models"
             f" {CURVE}`). By CUDA events one call takes"
         ),
         (

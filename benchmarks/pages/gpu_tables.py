@@ -125,7 +125,7 @@ def _about(tests: Path) -> list[str]:
     lines = [
         (
             "`make bench` does not run this: `make bench-gpu` does, on a host with a GPU"
-            " (`benchmarks/tensorrt_compile.py`)."
+            " (`python -m benchmarks tensorrt_compile`)."
         ),
         (
             "Times are medians in ms, from host arrays to host arrays and, after the slash, of the"
@@ -320,7 +320,7 @@ def accuracy_section(found: Mapping[str, Document]) -> list[str]:
         ),
         (
             "The reference is the PyTorch model in fp32 without TF32. Repeat it with `make"
-            " bench-gpu`, then `.venv/bin/python benchmarks/tables.py`."
+            " bench-gpu`, then `.venv/bin/python -m benchmarks pages`."
         ),
     ]
     for model, rows in judged.items():

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-TEXT = """`python -m benchmarks.image_size`<!-- not run here: it needs root, buildah and 35 GB of disk; the table is what it measured -->
-built the CPU images and one of [LitServe](https://lightning.ai/docs/litserve) with ONNX Runtime alike, on the same Debian 12 with its own Python.
-A start is from the first process until `/readyz` (LitServe: `/health`) says 200, with the image's files in the page cache:
+TEXT = """`python -m benchmarks image_size`<!-- not run here: it needs root, buildah and 35 GB
+of disk; the table is what it measured -->
+built the CPU images and one of [LitServe](https://lightning.ai/docs/litserve) with ONNX Runtime
+alike, on the same Debian 12 with its own Python. A start is from the first process until `/readyz`
+(LitServe: `/health`) says 200, with the image's files in the page cache:
 the median of {starts} starts, the least and the most. The one model is a CNN of 10,000 weights."""
 HEAD = ("image", "serves", "unpacked", "compressed", "ready after", "memory then")
 

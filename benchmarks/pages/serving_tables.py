@@ -17,20 +17,24 @@ from benchmarks.serving.rounds import MANY
 Document = Mapping[str, Any]
 
 ABOUT = f"""## Serving
-`benchmarks/serving.py`: servers take turns, each alone on the machine and started anew in every round, over loopback, with raw bytes in and out.
-p50 and p99 are those of one connection, requests/s those of 16 (median, lowest and highest of the rounds). CPU is milliseconds per request
-at 16 connections: of the client, of the process that listens ("API"), and of all the server's other processes. "API full at" is the rate at which
-that CPU time would fill one core: one API process gets no further, however many cores the workers have. Every peer has one API process and one
-worker, is set up as its documentation advises, and joins requests where it can; {FASTAPI} joins none."""
+`python -m benchmarks serving`: servers take turns, each alone on the machine and started anew in
+every round, over loopback, with raw bytes in and out. p50 and p99 are those of one connection,
+requests/s those of 16 (median, lowest and highest of the rounds). CPU is milliseconds per request
+at 16 connections: of the client, of the process that listens ("API"), and of all the server's other
+processes. "API full at" is the rate at which that CPU time would fill one core: one API process
+gets no further, however many cores the workers have. Every peer has one API process and one worker,
+is set up as its documentation advises, and joins requests where it can; {FASTAPI} joins none."""
 HEADS = {
     WIRE: (
         f"""### The wire
-A model that does almost nothing: [1, 3, 224, 224] float32, 602 KB, and the same back. Ratios are those to {FASTAPI}."""
+A model that does almost nothing: [1, 3, 224, 224] float32, 602 KB, and the same back. Ratios are
+those to {FASTAPI}."""
     ),
     CNN: (
         """### A CNN
-One ONNX file in ONNX Runtime fp32 with all cores. Ratios are those to Crucible's engine in a direct Session: at batch 1, and at its best batch.
-What server and client take of the cores the engine lacks. The servers of PyTriton and mosec are written in C++ and Rust, the others in Python."""
+One ONNX file in ONNX Runtime fp32 with all cores. Ratios are those to Crucible's engine in a direct
+Session: at batch 1, and at its best batch. What server and client take of the cores the engine
+lacks. The servers of PyTriton and mosec are written in C++ and Rust, the others in Python."""
     ),
 }
 COLUMNS = (
@@ -46,16 +50,19 @@ COLUMNS = (
     "API full at",
 )
 GPU = """## Serving from a GPU
-`benchmarks/serving.py --backend tensorrt`: the engine runs on the GPU and leaves the cores of the host to server and client. The columns are
-those above; nothing but Crucible's engine in a direct Session is there to be compared with. The engine is slow on purpose: the targets
-name how fast it may be. Without `overlap`, it waits between two batches for the worker, which copies answers out and the next inputs in;
-with it, the second table, it need not."""
+`python -m benchmarks serving --backend tensorrt`: the engine runs on the GPU and leaves the cores
+of the host to server and client. The columns are those above; nothing but Crucible's engine in a
+direct Session is there to be compared with. The engine is slow on purpose: the targets name how
+fast it may be. Without `overlap`, it waits between two batches for the worker, which copies answers
+out and the next inputs in; with it, the second table, it need not."""
 PERF_ANALYZER = """## perf_analyzer
-`benchmarks/perf_analyzer.py`: Triton's own load generator, unmodified, against a small CNN in ONNX Runtime. That it runs is what is shown: it takes
-as much of the cores as the server does. Queue and compute are what it reads from the server's statistics."""
+`python -m benchmarks perf_analyzer`: Triton's own load generator, unmodified, against a small CNN
+in ONNX Runtime. That it runs is what is shown: it takes as much of the cores as the server does.
+Queue and compute are what it reads from the server's statistics."""
 SOAK = """## Soak
-`make soak`: 16 connections ask one small model, each request with a number and an input of its own, while other models are compiled.
-Every answer is held against what the same engine gave in a direct Session before."""
+`make soak`: 16 connections ask one small model, each request with a number and an input of its own,
+while other models are compiled. Every answer is held against what the same engine gave in a direct
+Session before."""
 
 
 def serving_section(document: Document | None) -> list[str]:

@@ -7,7 +7,7 @@ No figure there is typed by hand, and a test keeps pages and results in step.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from benchmarks.pages.serving_tables import (
     soak_section,
 )
 from benchmarks.pages.verdict_tables import demo_section, verdicts_section
-from benchmarks.run_all import SCRIPTS
+from benchmarks.run_all import NAMES
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 ACCURACY_PAGE = ROOT / "docs" / "accuracy.md"
@@ -45,31 +45,35 @@ MEASUREMENT_PAGE = ROOT / "docs" / "measurement.md"
 DEPLOY_PAGE = ROOT / "docs" / "deploy.md"
 README = ROOT / "README.md"
 BEGIN, END = (
-    "<!-- {part}: from here on written by benchmarks/tables.py -->\n",
-    "<!-- {part}: written by benchmarks/tables.py up to here -->\n",
+    "<!-- {part}: from here on written by python -m benchmarks pages -->\n",
+    "<!-- {part}: written by python -m benchmarks pages up to here -->\n",
 )
 HEAD = """# Benchmarks
 
-`make bench` measures what a CPU can show. It runs these scripts, one after another:
-{scripts}.
-The figures of `calibration` and `few_bits` are in [accuracy.md](accuracy.md), those of `synthetic_clock` and `pitfalls` in
-[measurement.md](measurement.md). Each script runs alone too: `.venv/bin/python benchmarks/NAME.py`.
+`make bench` measures what a CPU can show. It runs these benchmarks, one after another:
+{names}.
+The figures of `calibration` and `few_bits` are in [accuracy.md](accuracy.md), those of
+`synthetic_clock` and `pitfalls` in [measurement.md](measurement.md). Each runs alone too:
+`.venv/bin/python -m benchmarks NAME`. `benchmarks/README.md` lists them all, with the question that
+each answers and the minutes it takes.
 
-`make bench` does not run `make soak`, `benchmarks/perf_analyzer.py` and `benchmarks/image_size.py`, nor what needs a GPU:
-`benchmarks/peak.py --gpu`, `benchmarks/serving.py --backend tensorrt`, `make bench-gpu`, `benchmarks/gpu_models.py` and, on a GPU host,
-`benchmarks/verdicts.py`.
+`make bench` does not run `make soak`, `perf_analyzer` and `image_size`, nor what needs a GPU:
+`peak --gpu`, `serving --backend tensorrt`, `make bench-gpu`, `gpu_models` and, on a GPU host,
+`verdicts`.
 
-This page is written by `benchmarks/tables.py` from the files in `benchmarks/results/`, which hold the environment of each run.
-Figures are medians; ratios come from one interleaved run ([measurement.md](measurement.md) says how).
-Intervals of before 2026-11-24 are by the estimator of that time, Student's over all processes.
-Other machines give other figures: look at the CPU's flags first.
+This page is written by `python -m benchmarks pages` from the files in `benchmarks/results/`, which
+hold the environment of each run. Figures are medians; ratios come from one interleaved run
+([measurement.md](measurement.md) says how). Intervals of before 2026-11-24 are by the estimator of
+that time, Student's over all processes. Other machines give other figures: look at the CPU's flags
+first.
 """
 SECTIONS = {
     "resnet50": (
         """## ResNet-50 against PyTorch eager
-All candidates of `configs/resnet50.yaml` (random weights: for speed only). `ratio` is the eager median over this median, with its 95 % interval.
-bf16 by OpenVINO loses to fp32 on a host where AMX cannot be used, and is measured so that nobody has to guess.
-What binds a row, and the next step that goes with it: [what binds a row](measurement.md#what-binds-a-row)."""
+All candidates of `configs/resnet50.yaml` (random weights: for speed only). `ratio` is the eager
+median over this median, with its 95 % interval. bf16 by OpenVINO loses to fp32 on a host where AMX
+cannot be used, and is measured so that nobody has to guess. What binds a row, and the next step
+that goes with it: [what binds a row](measurement.md#what-binds-a-row)."""
     ),
     "session_overhead": (
         """## Our Session against calling the library directly
@@ -78,51 +82,59 @@ On a small model the difference counts, on a large one the ratio."""
     ),
     "same_engine": (
         """## The same engine entered twice
-ONNX Runtime fp32, batch 1, one file, entered twice. The interval should hold 1: a right one of 95 % misses it once in twenty runs.
-The wider it is, the larger must a difference be to be told on that host."""
+ONNX Runtime fp32, batch 1, one file, entered twice. The interval should hold 1: a right one of 95 %
+misses it once in twenty runs. The wider it is, the larger must a difference be to be told on that
+host."""
     ),
     "compile_time": (
         """## The demo's compile
-The whole process of `crucible compile configs/digits.yaml`: export, calibration, every candidate that this CPU runs, measuring. Then again with
-everything in the store."""
+The whole process of `crucible compile configs/digits.yaml`: export, calibration, every candidate
+that this CPU runs, measuring. Then again with everything in the store."""
     ),
     "peak": (
         """## What this machine reaches
-The fastest matrix product per precision (of two libraries, three sizes) and the fastest copy, with all cores: what rows are seen against."""
+The fastest matrix product per precision (of two libraries, three sizes) and the fastest copy, with
+all cores: what rows are seen against."""
     ),
     "peak_gpu": (
         """## What the GPU reaches
-The same on a GPU (`benchmarks/peak.py --gpu` there), by PyTorch's own products: cuBLAS.
+The same on a GPU (`python -m benchmarks peak --gpu` there), by PyTorch's own products: cuBLAS.
 `known` is the rate at the highest clock, which power does not allow for long."""
     ),
     "calibration_memory": (
         """## Memory of calibration
-Peak memory of a process that calibrates ResNet-50 on generated 224x224 images. It must not grow with the number of samples."""
+Peak memory of a process that calibrates ResNet-50 on generated 224x224 images. It must not grow
+with the number of samples."""
     ),
     "plain_attention": (
         """## Plain attention on the CPU
-Engines of the graph as it was exported, and with attention written plainly (`simplify.plain_attention`, the default), in one race: MiniLM with its
-real weights and dynamic shapes, as torch.export and as TorchScript exports it, BERT-base, ViT-B/16 and Swin-T with random weights. `ratio` is how
-many times as fast: the mean over pairs of processes, with its 95 % interval. TorchScript's masks of -inf lose a guard over all scores and get a
-factor behind each product, which is the larger of the two where texts have fewer tokens than a head has channels. On a GPU: `surgery` in the rows
-`encoder_…`, `vit_…`, `swin_b8` and `flexibility_encoder` [below](#compared-with-plain-tensorrt-and-with-pytorch-h200)."""
+Engines of the graph as it was exported, and with attention written plainly
+(`simplify.plain_attention`, the default), in one race: MiniLM with its real weights and dynamic
+shapes, as torch.export and as TorchScript exports it, BERT-base, ViT-B/16 and Swin-T with random
+weights. `ratio` is how many times as fast: the mean over pairs of processes, with its 95 %
+interval. TorchScript's masks of -inf lose a guard over all scores and get a factor behind each
+product, which is the larger of the two where texts have fewer tokens than a head has channels. On a
+GPU: `surgery` in the rows `encoder_…`, `vit_…`, `swin_b8` and `flexibility_encoder`
+[below](#compared-with-plain-tensorrt-and-with-pytorch-h200)."""
     ),
     "service_memory": (
         """## Memory of the service
-`crucible serve`, and all processes of a job together, pages that they share counted once. The models are layers of matrix products, tried
-on every backend of this host, without data."""
+`crucible serve`, and all processes of a job together, pages that they share counted once. The
+models are layers of matrix products, tried on every backend of this host, without data."""
     ),
     "json_beside_binary": (
         """## Long JSON beside short requests
-Times of a binary request of 1 KB on one connection: alone, and while four clients send 150,528 numbers as JSON, each as fast as it is answered.
-The server is the real one, its models only copy. The target holds for the median round."""
+Times of a binary request of 1 KB on one connection: alone, and while four clients send 150,528
+numbers as JSON, each as fast as it is answered. The server is the real one, its models only copy.
+The target holds for the median round."""
     ),
 }
-COMMANDS = {"peak_gpu": "peak.py --gpu"}
-"""Scripts that have not the name of their result."""
+COMMANDS = {"peak_gpu": "peak --gpu"}
+"""Benchmarks that do not have the name of their result."""
 
 
-def main() -> None:
+def main(words: Sequence[str]) -> None:
+    takes_no_arguments("pages", __doc__, words)
     for file, text in pages().items():
         file.write_text(text, encoding="utf-8")
         print(f"wrote {file.relative_to(ROOT)}")
@@ -153,12 +165,12 @@ def drawings() -> tuple[Drawing, ...]:
 
 def page() -> str:
     """The whole page."""
-    parts = [HEAD.format(scripts=", ".join(f"`{name}`" for name in SCRIPTS))]
+    parts = [HEAD.format(names=", ".join(f"`{name}`" for name in NAMES))]
     parts += verdicts_section(document_of("verdicts"), document_of("verdicts_gpu"))
     for name, text in SECTIONS.items():
         result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         command = [
-            f"Repeat it with `.venv/bin/python benchmarks/{COMMANDS.get(name, f'{name}.py')}`.",
+            f"Repeat it with `.venv/bin/python -m benchmarks {COMMANDS.get(name, name)}`.",
             "",
         ]
         parts += [
@@ -237,7 +249,7 @@ def same_engine_lines(document: Mapping[str, Any]) -> list[str]:
     held = sum(row["holds_1"] for row in rows)
     return [
         f"Processes of one file differed {'; '.join(told)}.",
-        f"{held} of {len(rows)} intervals held 1 (`.venv/bin/python benchmarks/same_engine.py`).",
+        f"{held} of {len(rows)} intervals held 1 (`.venv/bin/python -m benchmarks same_engine`).",
         f"{document['created'][:10]}, {host['cpu']}, {host['cores']} cores. {_load(document)}",
     ]
 
@@ -282,8 +294,3 @@ def _environment(result: Mapping[str, Any]) -> str:
         f"{result['created'][:10]}, {host['cpu']}, {host['cores']} cores, flags"
         f" {' '.join(host['cpu_flags'])}; Python {host['python']}, {packages}."
     )
-
-
-if __name__ == "__main__":
-    takes_no_arguments(__doc__)
-    main()

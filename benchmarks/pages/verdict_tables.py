@@ -13,13 +13,13 @@ Document = Mapping[str, Any]
 LONGEST = 3  # stages that a row names
 
 ABOUT = """## Verdicts on small and awkward models
-What `crucible compile` says with default candidates, from an empty store: of the demo, and of models in
-`benchmarks/verdict_models.py` with random weights. `mlp` has two layers, and `mlp_onnx` is an ONNX
-file of the same sizes, without biases and with other weights. A model that is not in a table has no
-row yet. `accepted` is faster (95 %) than the best of what runs today (the baseline), `keep` means that
-nothing is, and `unproven` that this host could not tell. Beside two busy loops a row ends with the true
-order, or says why not. Seconds are those of the whole process. Stages that ran side by side are added
-up, so together they may exceed it."""
+What `crucible compile` says with default candidates, from an empty store: of the demo, and of
+models in `benchmarks/cpu/verdict_models.py` with random weights. `mlp` has two layers, and
+`mlp_onnx` is an ONNX file of the same sizes, without biases and with other weights. A model that is
+not in a table has no row yet. `accepted` is faster (95 %) than the best of what runs today (the
+baseline), `keep` means that nothing is, and `unproven` that this host could not tell. Beside two
+busy loops a row ends with the true order, or says why not. Seconds are those of the whole process.
+Stages that ran side by side are added up, so together they may exceed it."""
 COLUMNS = (
     "model",
     "verdict",
@@ -30,7 +30,7 @@ COLUMNS = (
     "longest stages, s",
 )
 GPU = """### On a GPU
-TensorRT beside PyTorch. Repeat it there with `python benchmarks/verdicts.py`."""
+TensorRT beside PyTorch. Repeat it there with `python -m benchmarks verdicts`."""
 
 
 def verdicts_section(cpu: Document | None, gpu: Document | None) -> list[str]:
@@ -39,7 +39,7 @@ def verdicts_section(cpu: Document | None, gpu: Document | None) -> list[str]:
     if cpu:
         lines += [
             ABOUT,
-            "Repeat it with `.venv/bin/python benchmarks/verdicts.py`.",
+            "Repeat it with `.venv/bin/python -m benchmarks verdicts`.",
             "",
             *_measured(cpu),
         ]

@@ -1,7 +1,7 @@
 """The images of Crucible and one of LitServe, built alike on the same Debian: how large they are,
 and how soon they are ready.
 
-    STORAGE_DRIVER=overlay python -m benchmarks.serving.image_size
+    STORAGE_DRIVER=overlay python -m benchmarks image_size
 
 runs in the folder of the repository, as root, with buildah and debootstrap; it takes 35 GB of disk,
 and with STORAGE_DRIVER=vfs more. A start is from the first process to the first answer that it is
@@ -23,7 +23,7 @@ import httpx
 import numpy as np
 import psutil
 
-from benchmarks.common import ROOT, Row, publish
+from benchmarks.common import ROOT, Row, publish, takes_no_arguments
 from benchmarks.serving.models import image as picture
 from benchmarks.serving.models import write_small
 from benchmarks.serving.peers_list import PEERS
@@ -58,7 +58,8 @@ LITSERVE = Recipe(
 GPU_FILES = ("nvidia/*", "triton/*", "torch/lib/*cuda*")  # below site-packages
 
 
-def main() -> None:
+def main(words: Sequence[str]) -> None:
+    takes_no_arguments("image_size", __doc__, words)
     if reason := lacking():
         raise SystemExit(f"no image can be built here: {reason}")
     with tempfile.TemporaryDirectory() as folder, images() as kept:
@@ -191,7 +192,3 @@ def bytes_of(image: Image, patterns: Sequence[str]) -> int:
         for file in (each, *each.rglob("*"))
     }
     return sum(file.stat().st_size for file in found if file.is_file() and not file.is_symlink())
-
-
-if __name__ == "__main__":
-    main()

@@ -26,7 +26,11 @@ from benchmarks.common import ROOT, publish, takes_no_arguments
 SECONDS, ROUNDS, CLIENTS, MOST_RISE_MS = 10.0, 3, 4, 5.0
 
 
-def main() -> None:
+def main(words: Sequence[str]) -> None:
+    if words[:1] == ["--client"]:
+        print(json.dumps(ask(words[1], words[2], float(words[3]))))
+        return
+    takes_no_arguments("json_beside_binary", __doc__, words)
     with tempfile.TemporaryDirectory() as home, served(home) as place:
         rows = []
         for number in range(ROUNDS):
@@ -77,7 +81,8 @@ def client(place: str, kind: str, seconds: float) -> subprocess.Popen[str]:
         [
             sys.executable,
             "-m",
-            "benchmarks.serving.json_beside_binary",
+            "benchmarks",
+            "json_beside_binary",
             "--client",
             place,
             kind,
@@ -140,11 +145,3 @@ def _sent(
     answer = connection.getresponse()
     said = answer.read()
     assert answer.status == 200, said
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["--client"]:
-        print(json.dumps(ask(sys.argv[2], sys.argv[3], float(sys.argv[4]))))
-    else:
-        takes_no_arguments(__doc__)
-        main()

@@ -1,7 +1,7 @@
 """Triton's perf_analyzer as it is, against `crucible serve`: HTTP and gRPC, calls that wait and
 calls that do not, a stream, batches, a rate.
 
-    python benchmarks/perf_analyzer.py [--command WORD ...] [--into DIR]
+    python -m benchmarks perf_analyzer [--command WORD ...] [--into DIR]
 
 `pip install perf-analyzer` brings the command where glibc is 2.38 or newer. Elsewhere `--command`
 may name another way to start it, for example the loader and libraries of a newer Debian unpacked
@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.common import RESULTS, publish
+from benchmarks.common import RESULTS, argument_parser, publish
 from benchmarks.serving.crucible import MODEL, Served, deploy, plan_of, serving
 from benchmarks.serving.models import INPUT, write_small
 from service.client import Client
@@ -61,8 +61,8 @@ COLUMNS = {
 """Ours by perf_analyzer's. The stages are what it reads from the server's statistics."""
 
 
-def main() -> None:
-    arguments = parse_arguments()
+def main(words: Sequence[str]) -> None:
+    arguments = parse_arguments(words)
     version = version_of(arguments.command)
     with tempfile.TemporaryDirectory(prefix="crucible-perf-") as text:
         folder = Path(text)
@@ -94,10 +94,8 @@ def version_of(command: Sequence[str]) -> str:
     return done.stdout.strip()
 
 
-def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
+    parser = argument_parser("perf_analyzer", __doc__)
     parser.add_argument(
         "--into", type=Path, default=RESULTS, metavar="DIR", help="where the result goes"
     )
@@ -162,7 +160,3 @@ def targets_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
         )
         for row in rows
     }
-
-
-if __name__ == "__main__":
-    main()

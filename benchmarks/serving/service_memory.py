@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import httpx
@@ -34,7 +34,8 @@ MOST_GROWTH_MB = 30.0
 PLAN = "profiles: [{batch: [1, 8, 16]}]\nbenchmark: {duration_s: 0.3}\n"
 
 
-def main() -> None:
+def main(words: Sequence[str]) -> None:
+    takes_no_arguments("service_memory", __doc__, words)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pipeline.cli", "serve", "--port", "0", "--home", folder]
         with subprocess.Popen(
@@ -134,8 +135,3 @@ def write_mlp(path: Path, width: int) -> None:
     onnx.save(
         helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path
     )
-
-
-if __name__ == "__main__":
-    takes_no_arguments(__doc__)
-    main()

@@ -1,8 +1,8 @@
 """What serving costs: the wire on a model that does almost nothing, and batching on a CNN, for
 Crucible and its peers, on this host over loopback.
 
-    python benchmarks/serving.py [--rounds N] [--seconds S] [--only NAME ...] [--cnn NAME --side N --enlarged TIMES] [--into DIR]
-    python benchmarks/serving.py --backend tensorrt [--max-batch ROWS --max-delay SECONDS] [the same] [--into DIR]
+    python -m benchmarks serving [--rounds N] [--seconds S] [--only NAME ...] [--cnn NAME --side N --enlarged TIMES] [--into DIR]
+    python -m benchmarks serving --backend tensorrt [--max-batch ROWS --max-delay SECONDS] [the same] [--into DIR]
 
 Servers take turns, each alone on the machine and started anew in every round; rounds go through
 them in random order. All are sent the raw bytes of one float32 image and send raw bytes back: bare
@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, ROOT, publish
+from benchmarks.common import RESULTS, ROOT, argument_parser, publish
 from benchmarks.serving.crucible import deploy, engine_folder, plan_of, serving
 from benchmarks.serving.figures import (
     CNN,
@@ -82,8 +82,8 @@ NAMES = (CRUCIBLE, *(peer.name for peer in PEERS))
 Turns = dict[tuple[str, str], list[Turn]]  # by load and server
 
 
-def main() -> None:
-    arguments = parse_arguments()
+def main(words: Sequence[str]) -> None:
+    arguments = parse_arguments(words)
     setup = setup_from(arguments)
     try:
         refuse_other_hosts(setup)
@@ -111,8 +111,8 @@ def main() -> None:
     publish(setup.document, rows, targets, arguments.into, run)
 
 
-def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
+    parser = argument_parser("serving", __doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--seconds",
@@ -289,7 +289,3 @@ def placed(rows: Sequence[Row], loads: Sequence[Load], ran: str | None) -> list[
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """A service under load for long, with jobs that compile beside it: nothing may be lost, wrong, or
 grow.
 
-    python benchmarks/soak.py [--minutes M] [--requests N] [--into DIR]
+    python -m benchmarks soak [--minutes M] [--requests N] [--into DIR]
 
 Until both are reached, sixteen connections ask one small model, each request with a number and an
 input of its own, while models with other weights are compiled one after another. Each answer is
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from benchmarks.common import RESULTS, Row, beside, publish
+from benchmarks.common import RESULTS, Row, argument_parser, beside, publish
 from benchmarks.serving.client import drive, http_request
 from benchmarks.serving.crucible import (
     MODEL,
@@ -60,8 +60,8 @@ Answers = Mapping[
 ]  # by input and rows: what a direct Session gives, at each place of the batch
 
 
-def main() -> None:
-    arguments = parse_arguments()
+def main(words: Sequence[str]) -> None:
+    arguments = parse_arguments(words)
     with tempfile.TemporaryDirectory(prefix="crucible-soak-") as text:
         folder = Path(text)
         home = folder / "home"
@@ -89,14 +89,14 @@ def main() -> None:
         sys.exit("\n".join(soak.faults[:10]))
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
+    parser = argument_parser("soak", __doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument(
         "--into", type=Path, default=RESULTS, metavar="DIR", help="where the result goes"
     )
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 # -- what is right
@@ -353,7 +353,3 @@ def targets_of(
 
 def _told(jobs: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {state}" for state, count in sorted(jobs.items())) or "none"
-
-
-if __name__ == "__main__":
-    main()

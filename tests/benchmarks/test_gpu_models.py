@@ -365,9 +365,10 @@ def test_every_heading_and_every_command_of_the_page_is_taken_as_printed(
     for heading, row in rows.items():
         (alone,) = script.parse_arguments([heading]).rows
         assert alone.heading == heading
-        python, place, *words = shlex.split(row["command"])
-        (choice,) = script.parse_arguments(words).rows
-        assert (python, place, choice.heading) == ("python", "benchmarks/gpu_models.py", heading)
+        words = shlex.split(row["command"])
+        (choice,) = script.parse_arguments(words[4:]).rows
+        assert words[:4] == ["python", "-m", "benchmarks", "gpu_models"]
+        assert choice.heading == heading
         if heading != "async_curve":  # docs/measurement.md has it
             assert f"### `{heading}`\n" in page
             assert f"\n$ {row['command']}\n" in page
@@ -375,7 +376,7 @@ def test_every_heading_and_every_command_of_the_page_is_taken_as_printed(
 
 def test_the_command_of_a_row_holds_all_that_is_not_the_default(gpu: dict[str, ModuleType]) -> None:
     script, options = gpu["gpu_models"], gpu["measure_row"].Options
-    assert script.command_of("vit_b1", options()) == "python benchmarks/gpu_models.py vit_b1"
+    assert script.command_of("vit_b1", options()) == "python -m benchmarks gpu_models vit_b1"
     special = options(
         2.0,
         ("fp16", "int8"),
@@ -385,7 +386,7 @@ def test_the_command_of_a_row_holds_all_that_is_not_the_default(gpu: dict[str, M
         (),
         ("reduce-overhead",),
     )
-    words = shlex.split(script.command_of("vit_b1", special))[2:]
+    words = shlex.split(script.command_of("vit_b1", special))[4:]
     found = script.parse_arguments(words)
     (choice,) = found.rows
     assert script.options_for(choice, options()).ways == special.ways
@@ -463,7 +464,7 @@ def test_the_page_shows_every_engine_with_its_figures(
     when = {
         "created": "2026-11-21T20:00:00+00:00",
         "seconds": 100.0,
-        "command": "python benchmarks/gpu_models.py vit_b1",
+        "command": "python -m benchmarks gpu_models vit_b1",
     }
     row = {**when, "entries": entries, "targets": [goal, {**goal, "value": None, "reached": None}]}
     script.add_row(
@@ -484,7 +485,7 @@ def test_the_page_shows_every_engine_with_its_figures(
     found = tables.document(tmp_path)
     text = "\n".join(tables.models_section(found))
     assert (
-        "### `vit_b1`\n\nViT-B/16, batch 1.\n\n```console\n$ python benchmarks/gpu_models.py"
+        "### `vit_b1`\n\nViT-B/16, batch 1.\n\n```console\n$ python -m benchmarks gpu_models"
         " vit_b1\n```\n" in text
     )
     assert (
@@ -725,7 +726,7 @@ def test_every_kind_of_build_is_found_by_its_recipe_and_built_anew_each_time(
 @pytest.mark.parametrize("script", ["gpu_models", "tensorrt_compile"])
 def test_a_host_without_a_gpu_says_so(script: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.gpu.{script}"],
+        [sys.executable, "-m", "benchmarks", script],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""What benchmarks/perf_analyzer.py makes of a run: the command is a double, for the real one is not
+"""What `perf_analyzer` makes of a run: the command is a double, for the real one is not
 on every host.
 """
 

@@ -131,7 +131,8 @@ def test_one_minute_of_the_real_service(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "benchmarks.serving.soak",
+        "benchmarks",
+        "soak",
         "--minutes",
         "1",
         "--requests",

@@ -27,7 +27,7 @@ adds to the latency of one.
 
 MODEL, PORT = (
     (sys.argv[1], int(sys.argv[2]))
-    if len(sys.argv) == 3 and not sys.argv[1].startswith("-")
+    if len(sys.argv) == 3 and not sys.argv[1].startswith("-") and sys.argv[2].isdigit()
     else ("", 0)
 )
 """Neither where the benchmark itself imports this."""
