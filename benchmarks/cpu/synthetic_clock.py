@@ -318,9 +318,10 @@ def demands(cells: Sequence[Cell], races: Mapping[tuple[float, float], Ended]) -
             0.93 <= (each.coverage or 0) <= 0.97 for each in quiet
         ),
         "undisturbed hosts: intervals are at most 1.3 times as wide as Student's": max(wide) <= 1.3,
-        "with fewer than half of the pairs disturbed, the centre moves by at most 2 standard errors in 99 % of the races reported": all(
-            (each.moved or 0) <= 2 for each in reported
-        ),
+        (
+            "with fewer than half of the pairs disturbed, the centre moves by at most 2 standard"
+            " errors in 99 % of the races reported"
+        ): all((each.moved or 0) <= 2 for each in reported),
         "races that end by themselves: intervals cover 93 to 97 %": all(
             0.93 <= each.coverage <= 0.97 for each in races.values()
         ),

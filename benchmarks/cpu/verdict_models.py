@@ -1,5 +1,5 @@
-"""Architectures for `python -m benchmarks verdicts`: each function is an entrypoint of a plan. Weights are
-random.
+"""Architectures for `python -m benchmarks verdicts`: each function is an entrypoint of a plan.
+Weights are random.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ need of.
 session   an engine by `crucible`'s session
 bare      by a bare loop on TensorRT's API
 torch     PyTorch
-flow      k sessions of one engine that run at once, with or without copying the input: for throughput
+flow      k sessions of one engine that run at once, with or without copying the input: for
+          throughput
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The fastest engine on this host's GPU beside plain TensorRT and PyTorch: any row of the table by
 one command.
 
-    python -m benchmarks gpu_models [ROW ...] [--into DIR] [--seconds S] [--keep FOLDER] [--ways
-    fp16,int8] [--no-bare] [--no-peers]
-                                    [--only WORD,WORD] [--set KEY=VALUE] [--note TEXT] [--modes
-                                    MODE] [--prepare] [--build] [--list]
+    python -m benchmarks gpu_models [ROW ...] [--into DIR] [--seconds S] [--keep FOLDER]
+                                    [--ways fp16,int8] [--no-bare] [--no-peers]
+                                    [--only WORD,WORD] [--set KEY=VALUE] [--note TEXT]
+                                    [--modes MODE] [--prepare] [--build] [--list]
 
 A row is one model at one shape: ours in each precision, the same graph built and run by TensorRT's
 plain API, and PyTorch, all in one interleaved run, each in a process of its own. After each row

@@ -234,18 +234,36 @@ FLEXIBILITY: Mapping[str, tuple[Variant, ...]] = {
         Variant("batch 1 to 8", _FREE, _batches(1, 8), {"batch": [1, 8, 8]}),
         Variant("batch 1 to 64", _FREE, _batches(1, 8, 64), {"batch": [1, 8, 64]}),
         Variant(
-            "height and width 160 to 448", _SIDES, tuple({"height": side, "width": side} for side in (224, 160, 448)),
+            "height and width 160 to 448",
+            _SIDES,
+            tuple({"height": side, "width": side} for side in (224, 160, 448)),
             {"height": [160, 224, 448], "width": [160, 224, 448]},
         ),
-        *(Variant(f"fixed b1, {name}", image(1), FIXED, overrides=overrides) for name, overrides in (*LEVELS, *SPACES, *TIMINGS)),
+        *(
+            Variant(f"fixed b1, {name}", image(1), FIXED, overrides=overrides)
+            for name, overrides in (*LEVELS, *SPACES, *TIMINGS)
+        ),
     ),
     "encoder": (
         Variant("fixed 1x128", _128, FIXED),
-        Variant("sequence 64 to 256", _TOKENS, tuple({"sequence": size} for size in (128, 64, 256)), {"sequence": [64, 128, 256]}),
-        Variant("sequence 1 to 1024", _TOKENS, tuple({"sequence": size} for size in (128, 1, 1024)), {"sequence": [1, 128, 1024]}),
-        *(Variant(f"fixed 1x128, {name}", _128, FIXED, overrides=overrides) for name, overrides in LEVELS),
+        Variant(
+            "sequence 64 to 256",
+            _TOKENS,
+            tuple({"sequence": size} for size in (128, 64, 256)),
+            {"sequence": [64, 128, 256]},
+        ),
+        Variant(
+            "sequence 1 to 1024",
+            _TOKENS,
+            tuple({"sequence": size} for size in (128, 1, 1024)),
+            {"sequence": [1, 128, 1024]},
+        ),
+        *(
+            Variant(f"fixed 1x128, {name}", _128, FIXED, overrides=overrides)
+            for name, overrides in LEVELS
+        ),
     ),
-}  # fmt: skip
+}
 
 
 def flexibility(model_name: str, options: Options) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 to it, one part after another.
 
     python -m benchmarks tensorrt_compile [PART ...] [--into DIR] [--seconds S] [--timeout S]
-    [--list]
+                                          [--list]
 
 A part is MODEL/GROUP, or MODEL for all of its groups: one `crucible compile` of that plan with the
 group's candidates. `choice` is the plan as it is, so that Crucible chooses the candidates by

@@ -2,7 +2,9 @@
 
 It asks on N connections, each sending its next request when it has an answer.
 
-    python client.py REQUEST EXPECTED TOLERANCE PORT CONNECTIONS SECONDS        one line of JSON: what came, how long each took, what this client cost
+    python client.py REQUEST EXPECTED TOLERANCE PORT CONNECTIONS SECONDS
+
+prints one line of JSON: what came, how long each took, and what this client cost.
 
 REQUEST is a file with the bytes of a whole request, EXPECTED one with those that every answer ends
 with: float32, which may differ by TOLERANCE.

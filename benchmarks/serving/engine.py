@@ -1,8 +1,9 @@
-"""A delivered engine in a direct Session, without any server: `python -m benchmarks.serving.engine ENGINE_FOLDER SIDE
-MOST_ROWS SECONDS`, one line of JSON.
+"""A delivered engine in a direct Session, without any server.
 
-What serving is held against: the latency of single rows, and the best rows per second over batch
-sizes.
+    python -m benchmarks.serving.engine ENGINE_FOLDER SIDE MOST_ROWS SECONDS
+
+prints one line of JSON. What serving is held against: the latency of single rows, and the best rows
+per second over batch sizes.
 """
 
 from __future__ import annotations

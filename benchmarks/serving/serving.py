@@ -1,8 +1,10 @@
 """What serving costs: the wire on a model that does almost nothing, and batching on a CNN, for
 Crucible and its peers, on this host over loopback.
 
-    python -m benchmarks serving [--rounds N] [--seconds S] [--only NAME ...] [--cnn NAME --side N --enlarged TIMES] [--into DIR]
-    python -m benchmarks serving --backend tensorrt [--max-batch ROWS --max-delay SECONDS] [the same] [--into DIR]
+    python -m benchmarks serving [--rounds N] [--seconds S] [--only NAME ...]
+                                 [--cnn NAME --side N --enlarged TIMES] [--into DIR]
+    python -m benchmarks serving --backend tensorrt [--max-batch ROWS --max-delay SECONDS]
+                                 [the same] [--into DIR]
 
 Servers take turns, each alone on the machine and started anew in every round; rounds go through
 them in random order. All are sent the raw bytes of one float32 image and send raw bytes back: bare

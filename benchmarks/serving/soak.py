@@ -322,15 +322,18 @@ def targets_of(
     settled, end, batch = soak.settled or NOTHING, soak.end or NOTHING, mean_batch(soak.rows)
     alone, lost = soak.rows.get(1, 0), soak.asked - soak.got
     targets = {
-        f"{minutes:g} minutes and {requests:,} requests (got {soak.elapsed_s / 60:.1f} and {soak.got:,})": (
-            soak.elapsed_s >= minutes * 60 and soak.got >= requests
-        ),
-        f"no error, none lost: each request has its own answer (got {len(soak.faults)} faults, {lost} lost)": (
-            not soak.faults and lost == 0
-        ),
-        f"as in a direct Session: bit for bit where a request ran alone ({alone:,}), else within {TOLERANCE:g} (got {soak.largest:.3g})": (
-            soak.largest <= TOLERANCE and not soak.faults
-        ),
+        (
+            f"{minutes:g} minutes and {requests:,} requests (got {soak.elapsed_s / 60:.1f} and"
+            f" {soak.got:,})"
+        ): soak.elapsed_s >= minutes * 60 and soak.got >= requests,
+        (
+            "no error, none lost: each request has its own answer"
+            f" (got {len(soak.faults)} faults, {lost} lost)"
+        ): not soak.faults and lost == 0,
+        (
+            f"as in a direct Session: bit for bit where a request ran alone ({alone:,}), else"
+            f" within {TOLERANCE:g} (got {soak.largest:.3g})"
+        ): soak.largest <= TOLERANCE and not soak.faults,
         f"more than {LEAST_MEAN_BATCH:g} rows run together in the mean (got {batch:.2f})": (
             batch > LEAST_MEAN_BATCH
         ),

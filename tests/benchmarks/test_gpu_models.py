@@ -99,8 +99,12 @@ def test_targets_are_judged_by_the_medians_of_one_run(gpu: dict[str, ModuleType]
     found = {goal["text"]: goal for goal in rows.targets(row, entries, "NVIDIA H200")}
     assert found["fp16: GPU time over that of a bare build"]["reached"] is True
     assert found["int8: GPU time over that of a bare build"] | {"text": ""} == {
-        "text": "", "value": pytest.approx(1.04), "direction": "at most", "limit": 1.03, "reached": False,
-    }  # fmt: skip
+        "text": "",
+        "value": pytest.approx(1.04),
+        "direction": "at most",
+        "limit": 1.03,
+        "reached": False,
+    }
     assert found["fp16: GPU time over the probe's 0.29 ms"]["value"] == pytest.approx(0.30 / 0.29)
     assert found["int8: GPU time over the probe's 0.235 ms"]["reached"] is False
     assert found["fp32: GPU time over that of a bare build"]["reached"] is None
@@ -183,17 +187,33 @@ def report(label: str, device_s: float, blocks: int = 8) -> BenchmarkReport:
         [(device_s, device_s * 1.01)] * blocks, (), processes=(2,) * (blocks // 2)
     )
     row = LatencyRow(
-        sizes={}, end_to_end=samples, upload=samples, compute=samples, download=samples, throughput_per_s=1 / device_s,
-        flops_per_s=6e12 / device_s * 1e-3, bytes_per_s=4e9 / device_s * 1e-3, ratio=None, peak_memory_bytes=1,
-    )  # fmt: skip
+        sizes={},
+        end_to_end=samples,
+        upload=samples,
+        compute=samples,
+        download=samples,
+        throughput_per_s=1 / device_s,
+        flops_per_s=6e12 / device_s * 1e-3,
+        bytes_per_s=4e9 / device_s * 1e-3,
+        ratio=None,
+        peak_memory_bytes=1,
+    )
     return BenchmarkReport(label=label, rows=(row,), notes=())
 
 
 def engine(tmp_path: Path, variant: str = "") -> Engine:
     return Engine(
-        root=tmp_path, file="engine.plan", digest="d", target=H200, recipe=Recipe(backend="tensorrt", precision=Precision.FP16, variant=variant),
-        inputs=(), outputs=(), profiles=(), threads=0, size_bytes=1,
-    )  # fmt: skip
+        root=tmp_path,
+        file="engine.plan",
+        digest="d",
+        target=H200,
+        recipe=Recipe(backend="tensorrt", precision=Precision.FP16, variant=variant),
+        inputs=(),
+        outputs=(),
+        profiles=(),
+        threads=0,
+        size_bytes=1,
+    )
 
 
 def test_figures_and_ratios_of_a_race(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
@@ -237,9 +257,15 @@ def test_figures_and_ratios_of_a_race(gpu: dict[str, ModuleType], tmp_path: Path
 
 def test_the_layer_table_in_short(gpu: dict[str, ModuleType]) -> None:
     softmax = Layer(
-        name="mha", kind="kgen", precision=Precision.FP16, evidence="types", heavy=True, nodes=("a", "s", "b"),
-        operators=("MatMul", "Softmax", "MatMul"), seconds=3e-6,
-    )  # fmt: skip
+        name="mha",
+        kind="kgen",
+        precision=Precision.FP16,
+        evidence="types",
+        heavy=True,
+        nodes=("a", "s", "b"),
+        operators=("MatMul", "Softmax", "MatMul"),
+        seconds=3e-6,
+    )
     moving = Layer(name="r", kind="Reformat", precision="none", evidence="none", seconds=1e-6)
     table = LayerTable(sizes={}, runs=1, layers=(softmax, moving))
     found = gpu["facts"].layer_facts(table, Recipe(backend="tensorrt", precision=Precision.FP16))
@@ -438,9 +464,14 @@ def test_the_page_shows_every_engine_with_its_figures(
     assert tables.models_section(tables.document(tmp_path)) == []
     goal = {"text": "fast", "value": 2.5, "direction": "at least", "limit": 2.0, "reached": True}
     layers = {
-        "time_share": {"fp16": 1.0}, "count": 9, "moving_layers": 2, "moving_share": 0.1, "mislabelled": "", "fusions": ["attention in one: 1 of 1"],
+        "time_share": {"fp16": 1.0},
+        "count": 9,
+        "moving_layers": 2,
+        "moving_share": 0.1,
+        "mislabelled": "",
+        "fusions": ["attention in one: 1 of 1"],
         "slowest": [{"nodes": "conv|1", "precision": "fp16", "share": 0.5}],
-    }  # fmt: skip
+    }
     compiled = {
         "mode": "reduce-overhead",
         "mode_before": "too long",
@@ -456,10 +487,23 @@ def test_the_page_shows_every_engine_with_its_figures(
     }
     rates = {"throughput_per_s": 2500.0, "flops_per_s": 250e12, "bytes_per_s": 80e9, "bound": bound}
     entries = {
-        "ours fp16": {**entry(0.29, 0.4), **rates, "device_p99_ms": 0.31, "stable": True, "build_s": 61.0, "layers": layers},
-        "torch compile fp16": {**entry(0.62), "stable": False, "sdpa_operators": ["aten::flash"], "attention_kernels": ["12 x flash"], **compiled},
+        "ours fp16": {
+            **entry(0.29, 0.4),
+            **rates,
+            "device_p99_ms": 0.31,
+            "stable": True,
+            "build_s": 61.0,
+            "layers": layers,
+        },
+        "torch compile fp16": {
+            **entry(0.62),
+            "stable": False,
+            "sdpa_operators": ["aten::flash"],
+            "attention_kernels": ["12 x flash"],
+            **compiled,
+        },
         "bare fp16": {"failed": "no memory"},
-    }  # fmt: skip
+    }
     ratio = {"over": "ours fp16", "under": "bare fp16", "device": [1.01, 1.0, 1.02], "wall": None}
     when = {
         "created": "2026-11-21T20:00:00+00:00",
