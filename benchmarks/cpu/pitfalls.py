@@ -2,7 +2,7 @@
 ResNet-50, batch 1; takes about two minutes.
 
 One process holds the same ONNX Runtime engine twice, and one of OpenVINO: nobody works unless this
-script says so.
+benchmark says so.
 """
 
 from __future__ import annotations
