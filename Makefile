@@ -45,22 +45,22 @@ test-gpu: $(if $(WHEELS),gpu-site,$(VENV)/.ready-gpu)
 image-test: $(VENV)/.ready
 	$(BIN)/python -m pytest -s --timeout=1500 tests/docker/check_image.py  # builds docker/Dockerfile.cpu with buildah, as root; skipped, with the reason, where that cannot be
 
-# PARTS="digits/float resnet50 --into DIR": see benchmarks/tensorrt_compile.py
+# PARTS="digits/float resnet50 --into DIR": see benchmarks/gpu/tensorrt_compile.py
 bench-gpu: $(if $(WHEELS),gpu-site,$(VENV)/.ready-gpu)
-	$(GPU_PYTHON) benchmarks/tensorrt_compile.py $(PARTS)
+	$(GPU_PYTHON) -m benchmarks tensorrt_compile $(PARTS)
 
 gpu-site:
 	$(GPU_PYTHON) tests/gpu/install_wheels.py $(WHEELS) $(GPU_SITE)
 
 bench: $(VENV)/.ready
-	$(BIN)/python benchmarks/run_all.py
+	$(BIN)/python -m benchmarks run_all
 
 serve: $(VENV)/.ready
 	$(BIN)/crucible serve
 
 # SOAK="--minutes 1 --requests 5000": shorter
 soak: $(VENV)/.ready
-	$(BIN)/python benchmarks/soak.py $(SOAK)
+	$(BIN)/python -m benchmarks soak $(SOAK)
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 ifdef UV

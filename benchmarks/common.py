@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: the graph of a plan, tables, and results with the environment
+"""What the benchmarks share: the graph of a plan, tables, and results with the environment
 they were taken in.
 """
 
@@ -32,13 +32,20 @@ Cell = str | float | int | bool | None
 Row = Mapping[str, Cell]
 
 
-def takes_no_arguments(says: str | None) -> None:
-    """`--help` says what the script measures; anything else on the command line is an error, and
-    nothing is measured.
+def argument_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """The parser of `python -m benchmarks NAME`, whose help is the module's docstring."""
+    return argparse.ArgumentParser(
+        prog=f"python -m benchmarks {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def takes_no_arguments(name: str, description: str | None, words: Sequence[str]) -> None:
+    """`--help` prints what the benchmark measures. Any other argument is an error, and nothing is
+    measured.
     """
-    argparse.ArgumentParser(
-        description=says, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    argument_parser(name, description).parse_args(words)
 
 
 def graph_of(plan_path: Path) -> tuple[Plan, OnnxModel]:

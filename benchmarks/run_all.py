@@ -1,4 +1,4 @@
-"""Run every benchmark here, one after another; the last line is one JSON document with all
+"""Run every benchmark of a CPU, one after another. The last line is one JSON document with all
 results.
 """
 
@@ -7,12 +7,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 
-from common import takes_no_arguments
+from benchmarks.common import takes_no_arguments
 
-HERE = Path(__file__).resolve().parent
-SCRIPTS = (
+NAMES = (
     "peak",  # first: the shares of the rows are of these peaks
     "compile_time",
     "verdicts",
@@ -31,12 +30,13 @@ SCRIPTS = (
 )
 
 
-def main() -> None:
+def main(words: Sequence[str]) -> None:
+    takes_no_arguments("run_all", __doc__, words)
     results = {}
-    for name in SCRIPTS:
+    for name in NAMES:
         print(f"== {name}", flush=True)
         done = subprocess.run(
-            [sys.executable, str(HERE / f"{name}.py")],
+            [sys.executable, "-m", "benchmarks", name],
             stdout=subprocess.PIPE,
             text=True,
             check=False,
@@ -48,8 +48,3 @@ def main() -> None:
         )
     print(json.dumps(results))
     sys.exit(any("failed" in result for result in results.values()))
-
-
-if __name__ == "__main__":
-    takes_no_arguments(__doc__)
-    main()

@@ -1,1 +1,1 @@
-"""What `benchmarks/gpu_models.py` is made of."""
+"""Benchmarks on a GPU, and what `gpu_models` is made of."""

@@ -12,7 +12,7 @@ import datetime as dt
 from collections.abc import Callable
 from typing import Any
 
-from gpu.host import gpu_state
+from benchmarks.gpu.host import gpu_state
 from pipeline.core import Progress, silent
 from pipeline.execution.child_process import call_in_child
 from pipeline.measurement.measure import monotonic
@@ -39,7 +39,7 @@ def async_curve() -> dict[str, Any]:
 def measure(progress: Progress = silent) -> dict[str, Any]:
     import torch
 
-    from gpu.nets import resnet18
+    from benchmarks.gpu.nets import resnet18
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(0)

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpu.rows import row_named
+from benchmarks.gpu.rows import row_named
 
-SCRIPT = "benchmarks/gpu_models.py"
+COMMAND = ("python", "-m", "benchmarks", "gpu_models")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ need of.
 session   an engine by `crucible`'s session
 bare      by a bare loop on TensorRT's API
 torch     PyTorch
-flow      k sessions of one engine that run at once, with or without copying the input: for throughput
+flow      k sessions of one engine that run at once, with or without copying the input: for
+          throughput
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gpu.bare import BareSession
-from gpu.torch_peers import open_peer
+from benchmarks.gpu.bare import BareSession
+from benchmarks.gpu.torch_peers import open_peer
 from pipeline import backends
 from pipeline.backends import cuda
 from pipeline.backends.base import Session, run_session

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu.contest import Outcome, cosine
+from benchmarks.gpu.contest import Outcome, cosine
 from pipeline.benchmark.roofline import bound_of
 from pipeline.core import Recipe
 from pipeline.host.gpu import Peaks, find_gpus, peaks, with_hardware

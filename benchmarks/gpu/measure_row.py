@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from gpu.bare import LOOP, build_bare
-from gpu.contest import Entrant, contest
-from gpu.facts import add_answers, device_peaks, entry_of, layer_facts, ratios
-from gpu.host import Watch
-from gpu.plans import feeds_of, graph_of, plan_of
-from gpu.rows import WAYS, Row, targets
-from gpu.torch_peers import COMPILE_MODES, LIMIT_S, look_at, peer_engine
+from benchmarks.gpu.bare import LOOP, build_bare
+from benchmarks.gpu.contest import Entrant, contest
+from benchmarks.gpu.facts import add_answers, device_peaks, entry_of, layer_facts, ratios
+from benchmarks.gpu.host import Watch
+from benchmarks.gpu.plans import feeds_of, graph_of, plan_of
+from benchmarks.gpu.rows import WAYS, Row, targets
+from benchmarks.gpu.torch_peers import COMPILE_MODES, LIMIT_S, look_at, peer_engine
 from pipeline.backends import timing_cache
 from pipeline.backends.pytorch import backend as pytorch_
 from pipeline.backends.tensorrt import backend as tensorrt_

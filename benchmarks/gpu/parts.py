@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gpu.contest import Entrant, Outcome, contest
-from gpu.facts import device_peaks, entry_of
-from gpu.host import Watch
-from gpu.measure_row import (
+from benchmarks.gpu.contest import Entrant, Outcome, contest
+from benchmarks.gpu.facts import device_peaks, entry_of
+from benchmarks.gpu.host import Watch
+from benchmarks.gpu.measure_row import (
     Made,
     Options,
     build_facts,
@@ -23,8 +23,8 @@ from gpu.measure_row import (
     with_profile,
     workload_of,
 )
-from gpu.plans import feeds_of, graph_of, plan_of
-from gpu.rows import H200, Row, image, target
+from benchmarks.gpu.plans import feeds_of, graph_of, plan_of
+from benchmarks.gpu.rows import H200, Row, image, target
 from pipeline.backends.tensorrt import backend as tensorrt_
 from pipeline.compiler.candidates import convert_model
 from pipeline.compiler.context import Job
@@ -234,18 +234,36 @@ FLEXIBILITY: Mapping[str, tuple[Variant, ...]] = {
         Variant("batch 1 to 8", _FREE, _batches(1, 8), {"batch": [1, 8, 8]}),
         Variant("batch 1 to 64", _FREE, _batches(1, 8, 64), {"batch": [1, 8, 64]}),
         Variant(
-            "height and width 160 to 448", _SIDES, tuple({"height": side, "width": side} for side in (224, 160, 448)),
+            "height and width 160 to 448",
+            _SIDES,
+            tuple({"height": side, "width": side} for side in (224, 160, 448)),
             {"height": [160, 224, 448], "width": [160, 224, 448]},
         ),
-        *(Variant(f"fixed b1, {name}", image(1), FIXED, overrides=overrides) for name, overrides in (*LEVELS, *SPACES, *TIMINGS)),
+        *(
+            Variant(f"fixed b1, {name}", image(1), FIXED, overrides=overrides)
+            for name, overrides in (*LEVELS, *SPACES, *TIMINGS)
+        ),
     ),
     "encoder": (
         Variant("fixed 1x128", _128, FIXED),
-        Variant("sequence 64 to 256", _TOKENS, tuple({"sequence": size} for size in (128, 64, 256)), {"sequence": [64, 128, 256]}),
-        Variant("sequence 1 to 1024", _TOKENS, tuple({"sequence": size} for size in (128, 1, 1024)), {"sequence": [1, 128, 1024]}),
-        *(Variant(f"fixed 1x128, {name}", _128, FIXED, overrides=overrides) for name, overrides in LEVELS),
+        Variant(
+            "sequence 64 to 256",
+            _TOKENS,
+            tuple({"sequence": size} for size in (128, 64, 256)),
+            {"sequence": [64, 128, 256]},
+        ),
+        Variant(
+            "sequence 1 to 1024",
+            _TOKENS,
+            tuple({"sequence": size} for size in (128, 1, 1024)),
+            {"sequence": [1, 128, 1024]},
+        ),
+        *(
+            Variant(f"fixed 1x128, {name}", _128, FIXED, overrides=overrides)
+            for name, overrides in LEVELS
+        ),
     ),
-}  # fmt: skip
+}
 
 
 def flexibility(model_name: str, options: Options) -> dict[str, Any]:

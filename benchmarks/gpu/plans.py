@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu.rows import Row
+from benchmarks.gpu.rows import Row
 from pipeline.compiler.compile import export_model, simplify_model
 from pipeline.compiler.context import Job, open_job
 from pipeline.core import OnnxModel, Tensors, TensorSpec

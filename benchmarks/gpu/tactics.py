@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpu.bare import LOOP, serialized, written
-from gpu.contest import Entrant
-from gpu.facts import device_peaks, entry_of
-from gpu.measure_row import Options, recipe_of, with_failure
-from gpu.parts import begun, race_at, wanted
-from gpu.plans import graph_of, plan_of
-from gpu.rows import row_named
+from benchmarks.gpu.bare import LOOP, serialized, written
+from benchmarks.gpu.contest import Entrant
+from benchmarks.gpu.facts import device_peaks, entry_of
+from benchmarks.gpu.measure_row import Options, recipe_of, with_failure
+from benchmarks.gpu.parts import begun, race_at, wanted
+from benchmarks.gpu.plans import graph_of, plan_of
+from benchmarks.gpu.rows import row_named
 from pipeline.backends import timing_cache
 from pipeline.backends.tensorrt import library as trt_library
 from pipeline.backends.tensorrt.messages import builders_logger_of, logger_of

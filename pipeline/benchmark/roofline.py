@@ -31,7 +31,7 @@ MEASURE_CPU = (
     "measure them once: `crucible doctor --measure`, with --threads where the plan sets"
     " benchmark.threads"
 )
-MEASURE_GPU = "compare by hand with what `python benchmarks/peak.py --gpu` measures on it"
+MEASURE_GPU = "compare by hand with what `python -m benchmarks peak --gpu` measures on it"
 NARROWER = {
     Precision.FP32: "fp16 or int8",
     Precision.TF32: "fp16 or int8",

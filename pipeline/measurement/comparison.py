@@ -9,8 +9,8 @@ Student's interval is only as good as its observations. One process that somethi
 stalled makes a mean worthless, so a *disturbed* process is not used, and another one is run
 instead. What counts as disturbed is judged by how slow it was against the other processes of the
 same engine, more strictly if it waited for a CPU: that does not know which engine is faster.
-`benchmarks/synthetic_clock.py` shows what this is worth on hosts of every kind; docs/measurement.md
-explains it.
+`python -m benchmarks synthetic_clock` shows what this is worth on hosts of every kind;
+docs/measurement.md explains it.
 """
 
 from __future__ import annotations

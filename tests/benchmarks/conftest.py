@@ -1,62 +1,80 @@
-"""The modules of benchmarks/gpu and gpu_models itself, imported as the script imports them."""
+"""The modules of benchmarks/, by their names."""
 
-import os
-import sys
-from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from pipeline.execution import child_process as process
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-NAMES = (
-    "bare",
-    "choice",
-    "contest",
-    "facts",
-    "host",
-    "measure_row",
-    "parts",
-    "plans",
-    "rows",
-    "tactics",
-    "torch_peers",
-    "async_curve",
-    "nets",
+GPU = (
+    "gpu.async_curve",
+    "gpu.bare",
+    "gpu.choice",
+    "gpu.contest",
+    "gpu.facts",
+    "gpu.gpu_models",
+    "gpu.host",
+    "gpu.measure_row",
+    "gpu.nets",
+    "gpu.parts",
+    "gpu.plans",
+    "gpu.rows",
+    "gpu.tactics",
+    "gpu.torch_peers",
+    "pages.gpu_model_tables",
 )
-SCRIPTS = ("common", "gpu_models", "gpu_model_tables")
-SERVING = ("client", "crucible", "figures", "models", "peers_list", "processes", "rounds", "setups")
-SERVING_SCRIPTS = ("common", "serving", "serving_tables", "soak", "perf_analyzer")
+SERVING = (
+    "common",
+    "pages.serving_tables",
+    "serving.client",
+    "serving.crucible",
+    "serving.figures",
+    "serving.models",
+    "serving.peers_list",
+    "serving.perf_analyzer",
+    "serving.processes",
+    "serving.rounds",
+    "serving.serving",
+    "serving.setups",
+    "serving.soak",
+)
+PAGES = (
+    "common",
+    "cpu.pitfalls",
+    "cpu.resnet50",
+    "gpu.tensorrt_compile",
+    "pages.accuracy_tables",
+    "pages.figures",
+    "pages.gpu_drawings",
+    "pages.gpu_model_tables",
+    "pages.gpu_tables",
+    "pages.image_tables",
+    "pages.serving_tables",
+    "pages.tables",
+    "run_all",
+    "serving.json_beside_binary",
+)
+
+
+def modules(places: tuple[str, ...]) -> dict[str, ModuleType]:
+    """By the last part of their names, which differ."""
+    found = {place.rpartition(".")[2]: import_module(f"benchmarks.{place}") for place in places}
+    assert len(found) == len(places)
+    return found
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setattr(
-        process, "IMPORT_PATH", os.pathsep.join((str(BENCHMARKS), process.IMPORT_PATH))
-    )  # a script's own process begins so
-    before = set(sys.modules)
-    yield {
-        **{name: import_module(f"gpu.{name}") for name in NAMES},
-        **{name: import_module(name) for name in SCRIPTS},
-    }
-    for name in set(sys.modules) - before:
-        if name in ("gpu", *SCRIPTS) or name.startswith("gpu."):
-            sys.modules.pop(name)
+def gpu() -> dict[str, ModuleType]:
+    """`gpu_models`, what it is made of, and its tables."""
+    return modules(GPU)
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    """The modules of benchmarks/serving_, and the scripts that they belong to."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    before = set(sys.modules)
-    yield {
-        **{name: import_module(f"serving_.{name}") for name in SERVING},
-        **{name: import_module(name) for name in SERVING_SCRIPTS},
-    }
-    for name in set(sys.modules) - before:
-        if name in SERVING_SCRIPTS or name.partition(".")[0] == "serving_":
-            sys.modules.pop(name)
+def bench() -> dict[str, ModuleType]:
+    """The benchmarks of serving, what they share, and their tables."""
+    return modules(SERVING)
+
+
+@pytest.fixture
+def scripts() -> dict[str, ModuleType]:
+    """The generators of pages, and benchmarks whose rows they show."""
+    return modules(PAGES)

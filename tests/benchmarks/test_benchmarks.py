@@ -4,15 +4,14 @@ import argparse
 import json
 import re
 import shlex
-import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from benchmarks.__main__ import BENCHMARKS
 from pipeline.core import CalibrationMethod, Precision, Recipe, Target
 from pipeline.results.report import Bound, Report
 from tests.builders.report import proven_report
@@ -25,33 +24,6 @@ H200 = Target(
     compute_capability="9.0",
     driver="580.159.04",
 )
-SCRIPTS = (
-    "common",
-    "figures",
-    "accuracy_tables",
-    "gpu_drawings",
-    "gpu_model_tables",
-    "gpu_tables",
-    "image_tables",
-    "json_beside_binary",
-    "pitfalls",
-    "run_all",
-    "resnet50",
-    "serving_tables",
-    "tables",
-    "tensorrt_compile",
-)
-
-
-@pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    """The scripts of benchmarks/, imported as they import each other."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    yield {name: __import__(name) for name in SCRIPTS}
-    for name in SCRIPTS:
-        sys.modules.pop(name)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "gpu"]:
-        sys.modules.pop(name)
 
 
 @pytest.fixture
@@ -102,9 +74,9 @@ def test_work_beside_a_measurement_goes_on_and_its_failure_is_told(
 def test_the_pages_are_in_step_with_the_results(scripts: dict[str, ModuleType]) -> None:
     tables = scripts["tables"]
     for file, text in tables.pages().items():
-        assert text == file.read_text(encoding="utf-8"), "run: python benchmarks/tables.py"
+        assert text == file.read_text(encoding="utf-8"), "run: python -m benchmarks pages"
     for drawing in tables.drawings():
-        assert drawing.is_current(), "run: python benchmarks/tables.py"
+        assert drawing.is_current(), "run: python -m benchmarks pages"
         assert (ROOT / "docs" / drawing.name).stat().st_size < 200_000
 
 
@@ -129,13 +101,12 @@ def test_every_result_holds_its_environment_and_its_targets() -> None:
 
 def test_make_bench_runs_what_the_pages_show(scripts: dict[str, ModuleType]) -> None:
     run, shown = (
-        set(scripts["run_all"].SCRIPTS),
+        set(scripts["run_all"].NAMES),
         {name for name in scripts["tables"].SECTIONS if not name.endswith("_gpu")},
     )
     assert shown <= run
     assert all(
-        (ROOT / "benchmarks" / f"{name}.py").is_file()
-        and (ROOT / "benchmarks" / "results" / f"{name}.json").is_file()
+        name in BENCHMARKS and (ROOT / "benchmarks" / "results" / f"{name}.json").is_file()
         for name in run
     )
 
@@ -143,13 +114,11 @@ def test_make_bench_runs_what_the_pages_show(scripts: dict[str, ModuleType]) -> 
 def test_the_page_of_figures_says_what_make_bench_runs(scripts: dict[str, ModuleType]) -> None:
     head = scripts["tables"].page().partition("\n## ")[0]
     listed = head.partition("one after another")[2].partition("\n\n")[0]
-    assert all(f"`{name}`" in listed for name in scripts["run_all"].SCRIPTS)
+    assert all(f"`{name}`" in listed for name in scripts["run_all"].NAMES)
 
 
-def test_every_command_of_the_page_of_figures_exists(scripts: dict[str, ModuleType]) -> None:
+def test_every_part_on_the_page_of_figures_exists(scripts: dict[str, ModuleType]) -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"benchmarks/(\w+)\.py", page)) - {"NAME"}
-    assert all((ROOT / "benchmarks" / f"{name}.py").is_file() for name in named)
     parts = re.findall(r'make bench-gpu PARTS="([^"]+)"', page)
     assert parts
     for part in parts:
@@ -437,7 +406,7 @@ def test_the_row_of_a_recipe_is_found_by_its_label() -> None:
 
 
 def calibration(losses: dict[tuple[str, str, int, int, int], float]) -> dict[str, object]:
-    """A result of benchmarks/calibration.py: (model, method, samples, draw, weight bits) -> 1 -
+    """A result of `calibration`: (model, method, samples, draw, weight bits) -> 1 -
     mean cosine.
     """
     rows = [

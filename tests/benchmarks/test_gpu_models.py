@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -100,8 +99,12 @@ def test_targets_are_judged_by_the_medians_of_one_run(gpu: dict[str, ModuleType]
     found = {goal["text"]: goal for goal in rows.targets(row, entries, "NVIDIA H200")}
     assert found["fp16: GPU time over that of a bare build"]["reached"] is True
     assert found["int8: GPU time over that of a bare build"] | {"text": ""} == {
-        "text": "", "value": pytest.approx(1.04), "direction": "at most", "limit": 1.03, "reached": False,
-    }  # fmt: skip
+        "text": "",
+        "value": pytest.approx(1.04),
+        "direction": "at most",
+        "limit": 1.03,
+        "reached": False,
+    }
     assert found["fp16: GPU time over the probe's 0.29 ms"]["value"] == pytest.approx(0.30 / 0.29)
     assert found["int8: GPU time over the probe's 0.235 ms"]["reached"] is False
     assert found["fp32: GPU time over that of a bare build"]["reached"] is None
@@ -184,17 +187,33 @@ def report(label: str, device_s: float, blocks: int = 8) -> BenchmarkReport:
         [(device_s, device_s * 1.01)] * blocks, (), processes=(2,) * (blocks // 2)
     )
     row = LatencyRow(
-        sizes={}, end_to_end=samples, upload=samples, compute=samples, download=samples, throughput_per_s=1 / device_s,
-        flops_per_s=6e12 / device_s * 1e-3, bytes_per_s=4e9 / device_s * 1e-3, ratio=None, peak_memory_bytes=1,
-    )  # fmt: skip
+        sizes={},
+        end_to_end=samples,
+        upload=samples,
+        compute=samples,
+        download=samples,
+        throughput_per_s=1 / device_s,
+        flops_per_s=6e12 / device_s * 1e-3,
+        bytes_per_s=4e9 / device_s * 1e-3,
+        ratio=None,
+        peak_memory_bytes=1,
+    )
     return BenchmarkReport(label=label, rows=(row,), notes=())
 
 
 def engine(tmp_path: Path, variant: str = "") -> Engine:
     return Engine(
-        root=tmp_path, file="engine.plan", digest="d", target=H200, recipe=Recipe(backend="tensorrt", precision=Precision.FP16, variant=variant),
-        inputs=(), outputs=(), profiles=(), threads=0, size_bytes=1,
-    )  # fmt: skip
+        root=tmp_path,
+        file="engine.plan",
+        digest="d",
+        target=H200,
+        recipe=Recipe(backend="tensorrt", precision=Precision.FP16, variant=variant),
+        inputs=(),
+        outputs=(),
+        profiles=(),
+        threads=0,
+        size_bytes=1,
+    )
 
 
 def test_figures_and_ratios_of_a_race(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
@@ -238,9 +257,15 @@ def test_figures_and_ratios_of_a_race(gpu: dict[str, ModuleType], tmp_path: Path
 
 def test_the_layer_table_in_short(gpu: dict[str, ModuleType]) -> None:
     softmax = Layer(
-        name="mha", kind="kgen", precision=Precision.FP16, evidence="types", heavy=True, nodes=("a", "s", "b"),
-        operators=("MatMul", "Softmax", "MatMul"), seconds=3e-6,
-    )  # fmt: skip
+        name="mha",
+        kind="kgen",
+        precision=Precision.FP16,
+        evidence="types",
+        heavy=True,
+        nodes=("a", "s", "b"),
+        operators=("MatMul", "Softmax", "MatMul"),
+        seconds=3e-6,
+    )
     moving = Layer(name="r", kind="Reformat", precision="none", evidence="none", seconds=1e-6)
     table = LayerTable(sizes={}, runs=1, layers=(softmax, moving))
     found = gpu["facts"].layer_facts(table, Recipe(backend="tensorrt", precision=Precision.FP16))
@@ -366,9 +391,10 @@ def test_every_heading_and_every_command_of_the_page_is_taken_as_printed(
     for heading, row in rows.items():
         (alone,) = script.parse_arguments([heading]).rows
         assert alone.heading == heading
-        python, place, *words = shlex.split(row["command"])
-        (choice,) = script.parse_arguments(words).rows
-        assert (python, place, choice.heading) == ("python", "benchmarks/gpu_models.py", heading)
+        words = shlex.split(row["command"])
+        (choice,) = script.parse_arguments(words[4:]).rows
+        assert words[:4] == ["python", "-m", "benchmarks", "gpu_models"]
+        assert choice.heading == heading
         if heading != "async_curve":  # docs/measurement.md has it
             assert f"### `{heading}`\n" in page
             assert f"\n$ {row['command']}\n" in page
@@ -376,7 +402,7 @@ def test_every_heading_and_every_command_of_the_page_is_taken_as_printed(
 
 def test_the_command_of_a_row_holds_all_that_is_not_the_default(gpu: dict[str, ModuleType]) -> None:
     script, options = gpu["gpu_models"], gpu["measure_row"].Options
-    assert script.command_of("vit_b1", options()) == "python benchmarks/gpu_models.py vit_b1"
+    assert script.command_of("vit_b1", options()) == "python -m benchmarks gpu_models vit_b1"
     special = options(
         2.0,
         ("fp16", "int8"),
@@ -386,7 +412,7 @@ def test_the_command_of_a_row_holds_all_that_is_not_the_default(gpu: dict[str, M
         (),
         ("reduce-overhead",),
     )
-    words = shlex.split(script.command_of("vit_b1", special))[2:]
+    words = shlex.split(script.command_of("vit_b1", special))[4:]
     found = script.parse_arguments(words)
     (choice,) = found.rows
     assert script.options_for(choice, options()).ways == special.ways
@@ -432,15 +458,20 @@ def test_the_page_shows_every_engine_with_its_figures(
 ) -> None:
     script, tables, file = (
         gpu["gpu_models"],
-        import_module("gpu_model_tables"),
+        gpu["gpu_model_tables"],
         tmp_path / "gpu_models.json",
     )
     assert tables.models_section(tables.document(tmp_path)) == []
     goal = {"text": "fast", "value": 2.5, "direction": "at least", "limit": 2.0, "reached": True}
     layers = {
-        "time_share": {"fp16": 1.0}, "count": 9, "moving_layers": 2, "moving_share": 0.1, "mislabelled": "", "fusions": ["attention in one: 1 of 1"],
+        "time_share": {"fp16": 1.0},
+        "count": 9,
+        "moving_layers": 2,
+        "moving_share": 0.1,
+        "mislabelled": "",
+        "fusions": ["attention in one: 1 of 1"],
         "slowest": [{"nodes": "conv|1", "precision": "fp16", "share": 0.5}],
-    }  # fmt: skip
+    }
     compiled = {
         "mode": "reduce-overhead",
         "mode_before": "too long",
@@ -456,15 +487,28 @@ def test_the_page_shows_every_engine_with_its_figures(
     }
     rates = {"throughput_per_s": 2500.0, "flops_per_s": 250e12, "bytes_per_s": 80e9, "bound": bound}
     entries = {
-        "ours fp16": {**entry(0.29, 0.4), **rates, "device_p99_ms": 0.31, "stable": True, "build_s": 61.0, "layers": layers},
-        "torch compile fp16": {**entry(0.62), "stable": False, "sdpa_operators": ["aten::flash"], "attention_kernels": ["12 x flash"], **compiled},
+        "ours fp16": {
+            **entry(0.29, 0.4),
+            **rates,
+            "device_p99_ms": 0.31,
+            "stable": True,
+            "build_s": 61.0,
+            "layers": layers,
+        },
+        "torch compile fp16": {
+            **entry(0.62),
+            "stable": False,
+            "sdpa_operators": ["aten::flash"],
+            "attention_kernels": ["12 x flash"],
+            **compiled,
+        },
         "bare fp16": {"failed": "no memory"},
-    }  # fmt: skip
+    }
     ratio = {"over": "ours fp16", "under": "bare fp16", "device": [1.01, 1.0, 1.02], "wall": None}
     when = {
         "created": "2026-11-21T20:00:00+00:00",
         "seconds": 100.0,
-        "command": "python benchmarks/gpu_models.py vit_b1",
+        "command": "python -m benchmarks gpu_models vit_b1",
     }
     row = {**when, "entries": entries, "targets": [goal, {**goal, "value": None, "reached": None}]}
     script.add_row(
@@ -485,7 +529,7 @@ def test_the_page_shows_every_engine_with_its_figures(
     found = tables.document(tmp_path)
     text = "\n".join(tables.models_section(found))
     assert (
-        "### `vit_b1`\n\nViT-B/16, batch 1.\n\n```console\n$ python benchmarks/gpu_models.py"
+        "### `vit_b1`\n\nViT-B/16, batch 1.\n\n```console\n$ python -m benchmarks gpu_models"
         " vit_b1\n```\n" in text
     )
     assert (
@@ -521,7 +565,7 @@ def test_what_flexibility_costs_stands_beside_the_engine_of_the_one_shape(
 ) -> None:
     script, tables, file = (
         gpu["gpu_models"],
-        import_module("gpu_model_tables"),
+        gpu["gpu_model_tables"],
         tmp_path / "gpu_models.json",
     )
     at = "at input_ids [1, 128], attention_mask [1, 128]"
@@ -723,10 +767,11 @@ def test_every_kind_of_build_is_found_by_its_recipe_and_built_anew_each_time(
 
 
 @pytest.mark.skipif(bool(find_gpus().devices), reason="this host has a GPU")
-@pytest.mark.parametrize("script", ["gpu_models.py", "tensorrt_compile.py"])
+@pytest.mark.parametrize("script", ["gpu_models", "tensorrt_compile"])
 def test_a_host_without_a_gpu_says_so(script: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / script)],
+        [sys.executable, "-m", "benchmarks", script],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,

@@ -129,9 +129,11 @@ def test_a_race_of_real_engines_in_children_goes_on_without_one_that_cannot_load
     """On the CPU: the same children, messages and figures as on a GPU."""
     contest = gpu["contest"]
     graph = helper.make_graph(
-        [helper.make_node("Relu", ["x"], ["y"])], "relu",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 4])], [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 4])],
-    )  # fmt: skip
+        [helper.make_node("Relu", ["x"], ["y"])],
+        "relu",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 4])],
+    )
     onnx.save(
         helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10),
         tmp_path / "relu.onnx",

@@ -1,4 +1,4 @@
-"""What benchmarks/perf_analyzer.py makes of a run: the command is a double, for the real one is not
+"""What `perf_analyzer` makes of a run: the command is a double, for the real one is not
 on every host.
 """
 
@@ -18,7 +18,8 @@ import sys
 words = sys.argv[1:]
 if "--streaming" in words:
     sys.exit("Failed to maintain requested inference load.\\nThread [0] had error: no stream")
-head = "Concurrency,Inferences/Second,Client Send,Server Queue,Server Compute Infer,p50 latency,p99 latency"
+names = ["Concurrency", "Inferences/Second", "Client Send", "Server Queue", "Server Compute Infer"]
+head = ",".join([*names, "p50 latency", "p99 latency"])
 row = f"8,{words[words.index('-u') + 1].rpartition(':')[2]},63,1096,228,2866,10218"
 open(words[words.index("-f") + 1], "w").write(head + chr(10) + row + chr(10) + chr(10))
 """

@@ -18,7 +18,7 @@ from pipeline.execution import child_process as process
 from tests.benchmarks.http_double import CLOSE, Answer, answering
 
 ROOT = Path(__file__).parents[2]
-PEERS = ROOT / "benchmarks" / "serving_" / "peers"
+PEERS = ROOT / "benchmarks" / "serving" / "peers"
 Bench = dict[str, ModuleType]
 
 

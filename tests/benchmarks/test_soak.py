@@ -130,7 +130,9 @@ def test_the_page_shows_the_soak(bench: Bench, tmp_path: Path) -> None:
 def test_one_minute_of_the_real_service(tmp_path: Path) -> None:
     command = [
         sys.executable,
-        str(ROOT / "benchmarks" / "soak.py"),
+        "-m",
+        "benchmarks",
+        "soak",
         "--minutes",
         "1",
         "--requests",
@@ -139,7 +141,12 @@ def test_one_minute_of_the_real_service(tmp_path: Path) -> None:
         str(tmp_path),
     ]
     done = subprocess.run(
-        command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=ROOT,
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert done.returncode == 0, done.stdout[-3000:]
     document = json.loads((tmp_path / "soak.json").read_text(encoding="utf-8"))

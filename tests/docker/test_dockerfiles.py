@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CPU, GPU = (ROOT / "docker" / f"Dockerfile.{name}" for name in ("cpu", "gpu"))
-LITSERVE = ROOT / "benchmarks" / "serving_" / "Dockerfile.litserve"
+LITSERVE = ROOT / "benchmarks" / "serving" / "Dockerfile.litserve"
 FILES = pytest.mark.parametrize("file", [CPU, GPU, LITSERVE], ids=lambda file: file.name)
 KNOWN = {
     "ARG",

@@ -3,7 +3,7 @@ ours in Python elsewhere.
 
 TensorRT tells a logger every message, thousands in a build, many of them between two runs of a
 kernel that it times. With a logger in Python it chose kernels that were about 2 % slower together,
-with a progress monitor 3 % (`python benchmarks/gpu_models.py tactics`). So a build has neither:
+with a progress monitor 3 % (`python -m benchmarks gpu_models tactics`). So a build has neither:
 TensorRT's own logger drops by itself what is unimportant, and prints the rest.
 """
 

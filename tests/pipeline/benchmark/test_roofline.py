@@ -96,7 +96,7 @@ def test_over_half_of_the_peak_is_compute_although_the_unfused_bytes_would_take_
     ("peaks", "clock", "why", "next_step"),
     [
         (None, "host", "this device's peaks are not known", "crucible doctor --measure"),
-        (None, "device", "this device's peaks are not known", "benchmarks/peak.py"),
+        (None, "device", "this device's peaks are not known", "python -m benchmarks peak"),
         (PEAKS, "host", "the bf16 peak of this device is not known", "crucible doctor --measure"),
         (
             PEAKS.model_copy(update={"bytes_per_s": None}),

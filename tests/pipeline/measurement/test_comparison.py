@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
+from benchmarks.cpu import synthetic_clock
 from pipeline.measurement.comparison import (
     MAX_SPAN,
     WIDENING,
@@ -23,7 +22,6 @@ from pipeline.measurement.comparison import (
 )
 from pipeline.measurement.measure import Samples, samples_from_blocks
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 TRIALS = 150
 
 
@@ -34,14 +32,6 @@ def processes(
     generations = np.arange(first, first + count)
     shares = np.asarray(waiting or [0.0] * count)
     return Processes(generations, np.asarray(medians_s, dtype=float), shares)
-
-
-@pytest.fixture
-def synthetic_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield __import__("synthetic_clock")
-    for name in ("synthetic_clock", "common"):
-        __import__("sys").modules.pop(name, None)
 
 
 def test_the_ratio_is_the_geometric_mean_of_pairs_with_students_interval() -> None:
@@ -141,9 +131,7 @@ def test_samples_know_their_generations_and_reports_of_earlier_versions_have_the
     ],
 )
 @pytest.mark.parametrize("spread", [0.015, 0.15])
-def test_intervals_hold_the_truth_on_hosts_of_every_kind(
-    synthetic_clock: ModuleType, kind: str, spread: float
-) -> None:
+def test_intervals_hold_the_truth_on_hosts_of_every_kind(kind: str, spread: float) -> None:
     """95 of 100 do; 90 to 100 of 150 trials are left to chance."""
     cell = synthetic_clock.cell(kind, spread, 6, TRIALS)
     assert cell.not_measurable <= 0.05
@@ -151,12 +139,10 @@ def test_intervals_hold_the_truth_on_hosts_of_every_kind(
     assert cell.moved is None or cell.moved <= 2
 
 
-def test_on_a_host_with_load_on_every_core_nothing_is_told(synthetic_clock: ModuleType) -> None:
+def test_on_a_host_with_load_on_every_core_nothing_is_told() -> None:
     assert synthetic_clock.cell("load 1 per core", 0.015, 8, TRIALS).not_measurable == 1.0
 
 
 @pytest.mark.parametrize("ratio", [1.0, 9.0])
-def test_a_race_that_ends_by_itself_finds_no_difference_between_equal_engines(
-    synthetic_clock: ModuleType, ratio: float
-) -> None:
+def test_a_race_that_ends_by_itself_finds_no_difference_between_equal_engines(ratio: float) -> None:
     assert synthetic_clock.ended(ratio, 0.05, TRIALS).coverage >= 0.89

@@ -1,0 +1,1 @@
+"""Measurements, and the pages that show them; README.md lists them all."""

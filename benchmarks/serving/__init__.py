@@ -1,0 +1,3 @@
+"""Benchmarks of the service, and what they share: a cheap client, the servers that take turns, and
+the models they serve.
+"""
