@@ -16,7 +16,7 @@ import matplotlib
 from common import ROOT
 from matplotlib.figure import Figure
 
-from pipeline.report.drawing import GRID, INK, MUTED
+from pipeline.report.figures import GRID, INK, MUTED
 
 STYLE = {
     "svg.fonttype": "none",

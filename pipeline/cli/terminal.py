@@ -41,7 +41,7 @@ from pipeline.report.performance_summary import (
     summary_lines,
     summary_rows,
 )
-from pipeline.report.sections import ablation_outcome
+from pipeline.report.tables import ablation_outcome
 from pipeline.results.layer_table import LayerTable
 from pipeline.results.precision_audit import forced_share, percent_text, time_by_precision
 from pipeline.results.report import (

@@ -29,16 +29,6 @@ IDENTITY_SHARE, IDENTITY_S = (
     # time too
 )
 
-LIMITS_HEADER = (
-    ">GFLOP/s",
-    ">GB/s",
-    ">of peak arithmetic",
-    ">of peak memory",
-    "bound by",
-    "why",
-    "next",
-)
-
 
 def ratio_text(row: LatencyRow | None, stopped: str = "") -> str:
     """`9.28 (8.9 to 9.7)`; else, in two words, why there is none. `stopped`: why the engine ran in
@@ -58,7 +48,7 @@ def ratio_text(row: LatencyRow | None, stopped: str = "") -> str:
 
 
 def limit_cells(row: LatencyRow) -> tuple[str, ...]:
-    """One row under LIMITS_HEADER."""
+    """One row under `tables.LIMIT_COLUMNS`."""
     flops, rate = _rates(row)
     bound = row.bound
     if bound is None:
