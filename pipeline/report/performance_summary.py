@@ -12,7 +12,7 @@ from pipeline.core import Frozen, Profile
 from pipeline.formatting import number_text, shape_text, time_text
 from pipeline.host.gpu import Peaks
 from pipeline.host.gpu_monitor import GpuUse, Span
-from pipeline.measurement.measure import Samples
+from pipeline.measurement.measure import Interval, Samples
 from pipeline.results.precision_audit import percent_text
 from pipeline.results.report import Bound, LatencyRow
 
@@ -37,10 +37,15 @@ def ratio_text(row: LatencyRow | None, stopped: str = "") -> str:
     if row is None:
         return ""
     if row.ratio:
-        return f"{row.ratio.value:.2f} ({row.ratio.low:.2f} to {row.ratio.high:.2f})"
+        return interval_text(row.ratio)
     if stopped:
         return "stopped early"
     return "not measurable" if row.ratio_missing else ""
+
+
+def interval_text(ratio: Interval | None) -> str:
+    """`9.28 (8.9 to 9.7)`; empty without a ratio."""
+    return f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" if ratio else ""
 
 
 # -- what binds a row
