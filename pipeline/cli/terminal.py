@@ -444,7 +444,7 @@ def _candidate_cells(candidate: Candidate) -> tuple[str, ...]:
     )
 
 
-def ran_text(table: LayerTable, kept: Sequence[KeptNode] = ()) -> str:
+def ran_text(table: LayerTable, kept_nodes: Sequence[KeptNode] = ()) -> str:
     """`int8 43 %, fp16 11 %`: the precisions that take a good part of the time. Layers that only
     move data are in the report.
 
@@ -455,8 +455,8 @@ def ran_text(table: LayerTable, kept: Sequence[KeptNode] = ()) -> str:
         if name != "none" and share >= MIN_SHARE:
             precision = "not known" if name == "unknown" else name
             texts.append(f"{precision} {percent_text(share)}")
-    if kept:
-        texts.append(f"nodes in fp32 {percent_text(forced_share(table, kept))}")
+    if kept_nodes:
+        texts.append(f"nodes in fp32 {percent_text(forced_share(table, kept_nodes))}")
     return ", ".join(texts)
 
 

@@ -51,7 +51,7 @@ MARKERS = {
     "baseline": "s",
     "candidate": "o",
     "failed accuracy": "X",
-}  # told apart without colour too
+}  # kinds differ without colour too
 SHADES = ("#b3bdc9", "#2f6fb5", "#0b7a4b")
 PRECISION_COLOURS = {
     Precision.FP32: "#1f2933",

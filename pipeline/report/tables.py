@@ -178,12 +178,12 @@ def _first_median_s(entry: Entry) -> float:
 
 def shapes(report: Report) -> tuple[dict[str, int], ...]:
     """Every benchmarked shape, in the order of the benchmark."""
-    shapes: list[dict[str, int]] = []
+    distinct: list[dict[str, int]] = []
     for entry in entries(report):
         for row in entry.benchmark.rows if entry.benchmark else ():
-            if row.sizes not in shapes:
-                shapes.append(row.sizes)
-    return tuple(shapes)
+            if row.sizes not in distinct:
+                distinct.append(row.sizes)
+    return tuple(distinct)
 
 
 # -- the whole report
@@ -193,7 +193,7 @@ def shapes(report: Report) -> tuple[dict[str, int], ...]:
 def sections(report: Report) -> tuple[Section, ...]:
     """Every section that is not empty. The verdict and its reasons are not among them."""
     plan = json.dumps(report.plan.model_dump(mode="json", exclude_defaults=True), indent=2)
-    candidates = (
+    parts = (
         Section("command", "Repeat it", code=report.command),
         _candidates(report),
         _sizes(report),
@@ -210,7 +210,7 @@ def sections(report: Report) -> tuple[Section, ...]:
         _notes(report),
         Section("plan", "The plan", code=plan),
     )
-    return tuple(section for section in candidates if not section.is_empty)
+    return tuple(section for section in parts if not section.is_empty)
 
 
 def headline(report: Report) -> str:
@@ -236,11 +236,11 @@ def headline(report: Report) -> str:
 
 
 def _headline_of_kept(report: Report) -> str:
-    """Nothing is faster than what the user has."""
-    kept = f"Keep {report.winner}: no candidate that kept its accuracy is measurably faster."
+    """The outcome if nothing is faster than what the user has."""
+    outcome = f"Keep {report.winner}: no candidate that kept its accuracy is measurably faster."
     if report.ratio is None:
-        return kept
-    return f"{kept} The fastest runs at {interval(report.ratio, 2)} times its speed."
+        return outcome
+    return f"{outcome} The fastest runs at {interval(report.ratio, 2)} times its speed."
 
 
 # -- the sections
@@ -708,8 +708,8 @@ def _share_cells(table: LayerTable, names: list[str]) -> tuple[str, ...]:
 
 def _kept_cell(entry: Entry, table: LayerTable) -> str:
     """How many nodes the conversion left in fp32, and the share of the time that they take."""
-    kept = entry.candidate.kept_fp32 if entry.candidate else ()
-    return f"{len(kept)}: {percent_text(forced_share(table, kept))} of the time" if kept else "-"
+    nodes = entry.candidate.kept_fp32 if entry.candidate else ()
+    return f"{len(nodes)}: {percent_text(forced_share(table, nodes))} of the time" if nodes else "-"
 
 
 def _layer_table(entry: Entry, table: LayerTable) -> Table:
