@@ -445,7 +445,7 @@ class _LayerError(NamedTuple):
     name: str
     own: float
     accumulated: float
-    kept: bool
+    kept_fp32: bool
 
 
 def _layer_errors(number: int, rescue: Rescue, ranking: NodeRanking, kept: tuple[str, ...]) -> Plot:
@@ -469,7 +469,7 @@ def _draw_layer_errors(bars: tuple[_LayerError, ...]) -> Figure:
     figure, axes = new_figure(1.1 + 0.3 * len(bars))
     for place, bar in enumerate(bars):
         for value, shift, colour in (
-            (bar.own, -0.19, KEPT if bar.kept else OWN),
+            (bar.own, -0.19, KEPT if bar.kept_fp32 else OWN),
             (bar.accumulated, 0.19, ACCUMULATED),
         ):
             axes.barh(
@@ -480,7 +480,7 @@ def _draw_layer_errors(bars: tuple[_LayerError, ...]) -> Figure:
             )
     axes.axvline(1.0, color=MUTED, linestyle="--", linewidth=1)
     labels = {OWN: "own error", KEPT: "own error, kept in fp32 at last", ACCUMULATED: "accumulated"}
-    colours = {KEPT if bar.kept else OWN for bar in bars} | {ACCUMULATED}
+    colours = {KEPT if bar.kept_fp32 else OWN for bar in bars} | {ACCUMULATED}
     for colour, label in labels.items():
         if colour in colours:
             axes.barh(0, 0, color=colour, label=label)

@@ -285,13 +285,14 @@ def _candidate_row(entry: Entry, sizes: dict[str, int]) -> tuple[str, ...]:
     selection = entry.candidate.selection if entry.candidate else None
     metric = selection.metric if selection else None
     engine = entry.candidate.engine if entry.candidate else None
+    percentiles = _percentiles(row.end_to_end) if row else ("-", "-", "-")
     return (
         str(entry.number),
         entry.label,
         entry.state,
         interval(metric.interval, 4) if metric else "-",
         cosine_text(selection) or "-",
-        *(_percentiles(row.end_to_end) if row else ("-", "-", "-")),
+        *percentiles,
         _ratio_cell(entry, row),
         bytes_text(engine.size_bytes) if engine else "-",
         bytes_text(row.peak_memory_bytes) if row and row.peak_memory_bytes else "-",
